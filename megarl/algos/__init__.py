@@ -1,0 +1,27 @@
+"""The table of algorithms. A row says what a sample's advantage is, what a token's loss is, and what is averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from megarl.algos.advantages import group_normalised
+from megarl.algos.losses import LossResult, clipped_policy_loss, nll_loss
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One row: rewards_G -> advantage_G; the loss of a packed row; whether tokens or sequences weigh the same."""
+
+    advantage: Callable[[torch.Tensor], torch.Tensor]
+    loss: Callable[..., LossResult]
+    mean_over: Literal["tokens", "sequences"]
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "grpo": Algorithm(advantage=group_normalised, loss=clipped_policy_loss, mean_over="sequences"),
+    "sft": Algorithm(advantage=torch.zeros_like, loss=nll_loss, mean_over="tokens"),
+}

@@ -1,0 +1,202 @@
+"""Ray: one session, one placement group of GPU slots, training ranks and engines on it. The only `import ray`."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+# Ray reads its authentication settings when it is first imported.
+os.environ.setdefault("RAY_AUTH_MODE", "token")
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# Engines span several GPUs from one process, so every process sees all GPUs of its node and picks by slot.
+os.environ.setdefault("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "1")
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from megarl import processes
+from megarl.device import LOOPBACK
+from megarl.types import UserFault
+
+Ref = ray.ObjectRef
+_GRACE_S = 3.0  # a death breaks its peers' collectives first: this long is waited for the cause to show
+_OBJECT_STORE_BYTES = 2**30
+
+
+class WorkerFailed(Exception):
+    """A worker died or raised; the message names the worker and its own cause."""
+
+
+class _Shell:
+    """The actor around a plain class: async methods run on the loop, the others on one thread that never changes.
+
+    (Autograd modes, CUDA contexts and collectives are per thread.) `watch` never returns, so its reference fails the
+    moment the process is gone, whatever else is or is not being called.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._target: Any = None
+
+    async def start(self, target: str, *args: Any) -> int:
+        module, _, name = target.partition(":")
+        loop = asyncio.get_running_loop()
+        cls = await loop.run_in_executor(self._thread, lambda: getattr(importlib.import_module(module), name))
+        self._target = await loop.run_in_executor(self._thread, lambda: cls(*args))
+        return os.getpid()
+
+    async def call(self, method: str, *args: Any) -> Any:
+        function = getattr(self._target, method)
+        if asyncio.iscoroutinefunction(function):
+            return await function(*args)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*args))
+
+    async def watch(self) -> None:
+        await asyncio.Event().wait()
+
+
+class Worker:
+    """One remote process."""
+
+    def __init__(self, name: str, actor: ActorHandle) -> None:
+        self.name, self._actor = name, actor
+        self.watch_ref: Ref = actor.watch.remote()
+
+    def start(self, target: str, *args: Any) -> Ref:
+        """Import `module:Class` over there and make it with args; the reference is the process id."""
+        return self._actor.start.remote(target, *args)
+
+    def call(self, method: str, *args: Any) -> Ref:
+        """Call a method; arguments that are references are fetched by the worker's node, not by the caller."""
+        return self._actor.call.remote(method, *args)
+
+    def call_two(self, method: str, *args: Any) -> tuple[Ref, Ref]:
+        """Call a method that returns a pair whose halves live apart, so that one can stay where it is."""
+        first, second = self._actor.call.options(num_returns=2).remote(method, *args)
+        return first, second
+
+    def kill(self) -> None:
+        ray.kill(self._actor)
+
+
+class Cluster:
+    """A Ray session of this command's own: started, and ended with every process and file of it, by `with`."""
+
+    def __init__(self, gpus: int, worker_env: Mapping[str, str]) -> None:
+        self._gpus, self._worker_env = gpus, dict(worker_env)
+        self._workers: list[Worker] = []
+        self._placement: PlacementGroup | None = None
+        self._folder = ""
+
+    def __enter__(self) -> Cluster:
+        processes.adopt_orphans()
+        self._folder = tempfile.mkdtemp(prefix="megarl-")
+        try:
+            ray.init(
+                address="local",
+                num_gpus=self._gpus,
+                num_cpus=2 * self._gpus,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="error",
+                _temp_dir=self._folder,
+                _node_ip_address=LOOPBACK,
+            )
+            self._placement = placement_group([{"GPU": 1, "CPU": 2}] * self._gpus, strategy="PACK")
+            self.gather({self._placement.ready(): "placement group"})
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def worker(self, name: str, slot: int) -> Worker:
+        """Start a process on half of GPU slot `slot` (a trainer and an engine share each GPU)."""
+        strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=slot)
+        actor = (
+            ray.remote(_Shell)
+            .options(
+                num_gpus=0.5,
+                num_cpus=1,
+                scheduling_strategy=strategy,
+                max_concurrency=4096,
+                runtime_env={"env_vars": self._worker_env},
+            )
+            .remote()
+        )
+        worker = Worker(name, actor)
+        self._workers.append(worker)
+        return worker
+
+    def put(self, value: object) -> Ref:
+        return ray.put(value)
+
+    def gather(self, labels: Mapping[Ref, str]) -> list[Any]:
+        """The results in order; raises WorkerFailed, or the worker's own UserFault, as soon as any worker fails."""
+        watches = {worker.watch_ref: worker.name for worker in self._workers}
+        pending = dict(labels)
+        while pending:
+            done, _ = ray.wait([*pending, *watches], num_returns=1)
+            failure = _failure(done[0])
+            if failure is not None:
+                raise self._cause([*pending, *watches], labels | watches)
+            pending.pop(done[0], None)
+        return ray.get(list(labels))
+
+    def _cause(self, refs: Sequence[Ref], labels: Mapping[Ref, str]) -> Exception:
+        """The failure to report: a user's fault first, then a dead process, then whatever else was raised."""
+        done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=_GRACE_S)
+        failures = [(labels[ref], failure) for ref in done if (failure := _failure(ref)) is not None]
+        return _worst(failures)
+
+    def close(self) -> None:
+        """End the session: no process, socket, shared-memory file or folder of it is left."""
+        with processes.interrupts_ignored():
+            for worker in self._workers:
+                with suppress(Exception):
+                    worker.kill()
+            self._workers.clear()
+            ray.shutdown()
+            processes.kill_descendants()
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _failure(ref: Ref) -> Exception | None:
+    try:
+        ray.get(ref, timeout=0)
+    except ray.exceptions.GetTimeoutError:
+        return None
+    except ray.exceptions.RayTaskError as error:
+        return error.cause if isinstance(error.cause, Exception) else error
+    except ray.exceptions.RayError as error:
+        return error
+    return None
+
+
+def _worst(failures: Iterable[tuple[str, Exception]]) -> Exception:
+    def rank(item: tuple[str, Exception]) -> int:
+        if isinstance(item[1], UserFault):
+            return 0
+        return 1 if isinstance(item[1], ray.exceptions.RayActorError) else 2
+
+    name, cause = min(failures, key=rank)
+    if isinstance(cause, UserFault):
+        return cause
+    if isinstance(cause, ray.exceptions.RayActorError):
+        return WorkerFailed(f"{name}: its process died")
+    last_line = str(cause).strip().splitlines()[-1:] or [""]
+    return WorkerFailed(f"{name}: {type(cause).__name__}: {last_line[0]}")

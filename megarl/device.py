@@ -1,0 +1,48 @@
+"""Which device, which collective backend, which store: each is chosen here and nowhere else."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BACKEND = "nccl" if DEVICE == "cuda" else "gloo"
+LOOPBACK = "127.0.0.1"
+
+
+def use_loopback() -> None:
+    """Keep gloo's own sockets on loopback; call before the first process group of a process."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def loopback_socket() -> socket.socket:
+    """A listening socket on a free port of 127.0.0.1."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind((LOOPBACK, 0))
+    listener.listen(1024)
+    return listener
+
+
+def host_store(timeout_s: float) -> dist.TCPStore:
+    """Serve a key-value store on loopback; torch's own server would listen on every interface."""
+    listener = loopback_socket()
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        LOOPBACK,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener.detach(),
+    )
+
+
+def join_store(port: int, timeout_s: float) -> dist.TCPStore:
+    """Connect to a store that `host_store` serves on this machine."""
+    return dist.TCPStore(
+        LOOPBACK, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+    )

@@ -1,0 +1,62 @@
+"""Processes of this machine that a run must not leave behind. Linux."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import psutil
+
+_PR_SET_CHILD_SUBREAPER = 36
+_REAP_S = 5.0
+
+
+class Terminated(BaseException):
+    """SIGTERM: ends a run the way Ctrl-C does."""
+
+
+def raise_on_sigterm() -> None:
+    """Turn SIGTERM (Slurm, `kill`) into an exception, so that a run ends through its `with` blocks."""
+
+    def handler(signum: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    signal.signal(signal.SIGTERM, handler)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent dies, so that kill_descendants still finds them."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def kill_descendants() -> None:
+    """SIGKILL every descendant of this process and reap them."""
+    left = psutil.Process(os.getpid()).children(recursive=True)
+    while left:
+        for process in left:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(left, timeout=_REAP_S)
+        alive = psutil.Process(os.getpid()).children(recursive=True)
+        if {process.pid for process in alive} == {process.pid for process in left}:
+            return  # unkillable (kernel wait): nothing more can be done from here
+        left = alive
+
+
+@contextmanager
+def interrupts_ignored() -> Iterator[None]:
+    """Ignore Ctrl-C and SIGTERM inside: a second one must not break the cleaning up after the first."""
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

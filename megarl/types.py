@@ -1,0 +1,125 @@
+"""The nouns that cross rooms.
+
+Suffixes: `_P` prompts, `_G` samples of one group, `_T` tokens of one sequence or of one packed row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
+Metrics = dict[str, float]
+
+
+class UserFault(Exception):
+    """Something the user can mend; the CLI prints it as one line and exits with 2.
+
+    `where` is a dotted recipe key, a file (with line) or an override; `mend` says what to write instead.
+    """
+
+    def __init__(self, where: str, problem: str, mend: str) -> None:
+        super().__init__(where, problem, mend)  # all arguments, so that it survives pickling between processes
+        self.where, self.problem, self.mend = where, problem, mend
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.problem}; {self.mend}"
+
+
+class UserFaults(Exception):
+    """Every fault that was found, so that one run of the command shows them all."""
+
+    def __init__(self, faults: Sequence[UserFault]) -> None:
+        super().__init__(tuple(faults))
+        self.faults = tuple(faults)
+
+    def __str__(self) -> str:
+        return "\n".join(str(fault) for fault in self.faults)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The integers of a HF `config.json` that layouts and weight maps are computed from (Qwen3-MoE family)."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    num_experts: int
+    experts_per_token: int
+    moe_ffn_size: int
+    tied_embeddings: bool
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of the data, tokenised with the chat template. `row` is the whole data row, for rewards."""
+
+    id: str
+    text: str
+    token_ids: tuple[int, ...]
+    answer: str
+    row: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response of the engine.
+
+    response_ids_T and engine_logp_T have the response's length (the end-of-sequence token included when it was
+    sampled); version is the weights' version that sampled it.
+    """
+
+    response_ids_T: IntArray
+    engine_logp_T: FloatArray
+    text: str
+    finished: bool  # False: cut at the length limit
+    version: int
+
+
+@dataclass(frozen=True)
+class SampleGroup:
+    """All samples of one prompt, with their rewards."""
+
+    prompt: Prompt
+    samples: tuple[Sample, ...]
+    rewards_G: FloatArray
+    correct_G: BoolArray
+
+
+@dataclass(frozen=True)
+class GroupSummary:
+    """What the controller keeps of a group: the samples themselves stay in the object store."""
+
+    prompt_text: str
+    answer: str
+    responses: tuple[str, ...]
+    prompt_length: int
+    response_lengths_G: IntArray
+    finished_G: BoolArray
+    rewards_G: FloatArray
+    correct_G: BoolArray
+    version: int
+
+
+@dataclass(frozen=True)
+class TrainSequence:
+    """One sequence to train on, prompt and response together; every array is [T], aligned to the token it is about.
+
+    loss_mask_T is True on the tokens that are learnt from; the other arrays are 0 elsewhere. loss_weight_T is the
+    token's weight in the loss sum: 1 for a mean over tokens, 1 / (response length) for a mean over sequences.
+    """
+
+    token_ids_T: IntArray
+    loss_mask_T: BoolArray
+    loss_weight_T: FloatArray
+    advantage_T: FloatArray
+    engine_logp_T: FloatArray
