@@ -101,7 +101,8 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         processes.adopt_orphans()
-        self._folder = tempfile.mkdtemp(prefix="megarl-")
+        # Not TMPDIR: Ray puts Unix sockets in it, whose paths may have 107 bytes at most.
+        self._folder = tempfile.mkdtemp(prefix="megarl-", dir="/tmp")
         try:
             ray.init(
                 address="local",
@@ -152,6 +153,8 @@ class Cluster:
         while pending:
             done, _ = ray.wait([*pending, *watches], num_returns=1)
             failure = _failure(done[0])
+            if isinstance(failure, UserFault):
+                raise failure
             if failure is not None:
                 raise self._cause([*pending, *watches], labels | watches)
             pending.pop(done[0], None)

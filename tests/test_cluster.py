@@ -1,0 +1,154 @@
+"""A real Ray session: what workers return, how their failures reach the caller, and what is left afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.cluster import Cluster, Worker, WorkerFailed
+from megarl.types import UserFault
+
+ROOT = Path(__file__).parents[1]
+
+
+class Target:
+    """Runs in the workers; found there by this module's name."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def add(self, number: int) -> int:
+        return self.rank + number
+
+    async def pair(self) -> tuple[int, bytes]:
+        return self.rank, bytes(1000)
+
+    def size(self, payload: bytes) -> int:
+        return len(payload)
+
+    def fault(self) -> None:
+        raise UserFault("reward.function", "returned nan", "return a finite number")
+
+    def hang_or_raise(self, rank: int) -> None:
+        if self.rank == rank:
+            raise ValueError("first line\nthe cause")
+        self.hang()
+
+    def hang(self) -> None:
+        time.sleep(600)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(2, {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}) as session:
+        yield session
+
+
+@pytest.fixture(scope="module")
+def workers(cluster: Cluster) -> list[Worker]:
+    found = [cluster.worker(f"rank {rank}", rank) for rank in range(2)]
+    cluster.gather({worker.start("test_cluster:Target", rank): worker.name for rank, worker in enumerate(found)})
+    return found
+
+
+def test_results_come_back_in_order(cluster: Cluster, workers: list[Worker]):
+    assert cluster.gather({worker.call("add", 10): worker.name for worker in workers}) == [10, 11]
+
+
+def test_half_a_pair_stays_in_the_object_store(cluster: Cluster, workers: list[Worker]):
+    light, heavy = workers[1].call_two("pair")
+    assert cluster.gather({light: "rank 1"}) == [1]
+    assert cluster.gather({workers[0].call("size", heavy): "rank 0"}) == [1000]
+
+
+def test_a_user_fault_arrives_as_itself(cluster: Cluster, workers: list[Worker]):
+    with pytest.raises(UserFault) as caught:
+        cluster.gather({workers[0].call("fault"): "rank 0"})
+    assert (caught.value.where, caught.value.mend) == ("reward.function", "return a finite number")
+
+
+def test_an_exception_names_the_worker_and_its_cause_while_others_hang(cluster: Cluster):
+    pair = [cluster.worker(f"stuck {rank}", rank) for rank in range(2)]
+    cluster.gather({worker.start("test_cluster:Target", rank): worker.name for rank, worker in enumerate(pair)})
+    with pytest.raises(WorkerFailed, match=r"^stuck 1: ValueError: the cause$"):
+        cluster.gather({worker.call("hang_or_raise", 1): worker.name for worker in pair})
+
+
+_DIES = """
+import os, signal, sys
+from megarl.cluster import Cluster, WorkerFailed
+with Cluster(2, {"PYTHONPATH": sys.argv[1]}) as cluster:
+    workers = [cluster.worker(f"rank {rank}", rank) for rank in range(2)]
+    pids = cluster.gather({w.start("test_cluster:Target", rank): w.name for rank, w in enumerate(workers)})
+    if sys.argv[2] == "interrupt":
+        os.kill(os.getpid(), signal.SIGINT)
+    os.kill(pids[0], signal.SIGKILL)
+    try:
+        # Only the other worker is being waited for: a death is noticed whatever is in flight.
+        cluster.gather({workers[1].call("hang"): "rank 1"})
+    except WorkerFailed as failure:
+        print(failure)
+"""
+
+
+def _files() -> set[str]:
+    return {*os.listdir("/dev/shm"), *(name for name in os.listdir("/tmp") if name.startswith("megarl-"))}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "last_line"), [("kill", "rank 0: its process died"), ("interrupt", "")])
+def test_a_death_or_an_interrupt_ends_the_session_and_leaves_nothing(how: str, last_line: str, tmp_path: Path):
+    before = set(psutil.pids())
+    files_before = _files()
+    path = f"{ROOT}:{ROOT / 'tests'}"
+    environment = {**os.environ, "PYTHONPATH": path, "MEGARL_TEST": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", _DIES, path, how], env=environment, capture_output=True, text=True, timeout=90
+    )
+    assert (done.stdout.strip().splitlines() or [""])[-1] == last_line
+    assert (done.returncode == 0) == (how == "kill"), done.stderr
+    assert _files() <= files_before
+    ours = [p for p in psutil.process_iter(["environ"]) if p.pid not in before]
+    left = [p for p in ours if (p.info["environ"] or {}).get("MEGARL_TEST") == str(tmp_path)]
+    assert not left, [p.cmdline() for p in left]
+
+
+_CLIENT = """
+import ray, sys
+ray.init(address=sys.argv[1], logging_level="error")
+print("connected as a client")
+"""
+
+
+@pytest.mark.slow
+def test_a_client_without_the_token_or_with_a_wrong_one_is_refused(cluster: Cluster):
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    tokens = {"none": {"RAY_AUTH_MODE": "disabled"}, "wrong": {"RAY_AUTH_TOKEN": "0" * 64}, "right": {}}
+    bare = {key: value for key, value in os.environ.items() if key != "RAY_AUTH_TOKEN"}
+    clients = {
+        name: subprocess.Popen(
+            [sys.executable, "-c", _CLIENT, address],
+            env=(os.environ if name == "right" else bare) | change,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for name, change in tokens.items()
+    }
+    said = {name: client.communicate(timeout=90)[0] for name, client in clients.items()}
+    assert "connected as a client" in said["right"]
+    for name in ("none", "wrong"):
+        assert "connected as a client" not in said[name]
+        assert "uthenticat" in said[name], said[name]
+
+
+def test_signals_are_restored():
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
