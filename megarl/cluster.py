@@ -93,8 +93,8 @@ class Worker:
 class Cluster:
     """A Ray session of this command's own: started, and ended with every process and file of it, by `with`."""
 
-    def __init__(self, gpus: int, worker_env: Mapping[str, str]) -> None:
-        self._gpus, self._worker_env = gpus, dict(worker_env)
+    def __init__(self, gpus: int) -> None:
+        self._gpus = gpus
         self._workers: list[Worker] = []
         self._placement: PlacementGroup | None = None
         self._folder = ""
@@ -135,7 +135,6 @@ class Cluster:
                 num_cpus=1,
                 scheduling_strategy=strategy,
                 max_concurrency=4096,
-                runtime_env={"env_vars": self._worker_env},
             )
             .remote()
         )

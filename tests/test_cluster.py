@@ -48,8 +48,10 @@ class Target:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with Cluster(2, {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}) as session:
-        yield session
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests'}")
+        with Cluster(2) as session:
+            yield session
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +87,10 @@ def test_an_exception_names_the_worker_and_its_cause_while_others_hang(cluster: 
 _DIES = """
 import os, signal, sys
 from megarl.cluster import Cluster, WorkerFailed
-with Cluster(2, {"PYTHONPATH": sys.argv[1]}) as cluster:
+with Cluster(2) as cluster:
     workers = [cluster.worker(f"rank {rank}", rank) for rank in range(2)]
     pids = cluster.gather({w.start("test_cluster:Target", rank): w.name for rank, w in enumerate(workers)})
-    if sys.argv[2] == "interrupt":
+    if sys.argv[1] == "interrupt":
         os.kill(os.getpid(), signal.SIGINT)
     os.kill(pids[0], signal.SIGKILL)
     try:
@@ -111,7 +113,7 @@ def test_a_death_or_an_interrupt_ends_the_session_and_leaves_nothing(how: str, l
     path = f"{ROOT}:{ROOT / 'tests'}"
     environment = {**os.environ, "PYTHONPATH": path, "MEGARL_TEST": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-c", _DIES, path, how], env=environment, capture_output=True, text=True, timeout=90
+        [sys.executable, "-c", _DIES, how], env=environment, capture_output=True, text=True, timeout=90
     )
     assert (done.stdout.strip().splitlines() or [""])[-1] == last_line
     assert (done.returncode == 0) == (how == "kill"), done.stderr

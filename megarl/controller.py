@@ -1,0 +1,98 @@
+"""The loop. It knows the order of the phases and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megarl.algos import ALGORITHMS
+from megarl.batching import SampleRef
+from megarl.cluster import Cluster
+from megarl.config import Recipe
+from megarl.fleet import Fleet
+from megarl.metrics import Record, RunLog, eval_metrics, rollout_metrics, train_metrics
+from megarl.preflight import Inputs
+from megarl.rollout.episodes import Sampling, demonstration, summary
+from megarl.types import GroupSummary
+
+
+def train(recipe: Recipe, inputs: Inputs, log: RunLog) -> None:
+    """Run a checked recipe. Raises WorkerFailed when a process of the run fails, UserFault when the user's code does."""
+    with Cluster(recipe.placement.gpus) as cluster:
+        log.say("starting training ranks and engines side by side")
+        fleet = Fleet(cluster, recipe)
+        log.say("ready")
+        with log.start() as record:
+            publish(fleet, record)  # engines start empty: every weight they ever have comes through the reshard
+            evaluate(recipe, inputs, fleet, record)
+        if recipe.warm_start.steps:
+            warm_start(recipe, inputs, fleet, log)
+        for step in range(1, recipe.run.steps + 1):
+            with log.step(step) as record:
+                train_step(recipe, inputs, fleet, record)
+                if step % recipe.evaluation.every == 0 or step == recipe.run.steps:
+                    evaluate(recipe, inputs, fleet, record)
+        fleet.shutdown()
+
+
+def train_step(recipe: Recipe, inputs: Inputs, fleet: Fleet, record: Record) -> None:
+    """Rollout -> reward -> advantage -> train -> reshard; every phase waits for the one before (synchronous)."""
+    name, rollout = recipe.algorithm.name, recipe.rollout
+    sampling = Sampling(rollout.samples_per_prompt, rollout.max_response_tokens, rollout.temperature, rollout.top_p)
+    with record.phase("rollout"):
+        groups = fleet.engines.sample(inputs.prompts.take(rollout.prompts_per_step), sampling)
+    with record.phase("train"):
+        fleet.memory.lend("train")
+        metrics = fleet.trainers.train(name, samples_of(groups.summaries, name), groups.refs, learning_rate(recipe, record.step))
+    publish(fleet, record)
+    record.add(rollout_metrics(groups.summaries) | train_metrics(metrics))
+    record.samples(groups.summaries)
+
+
+def publish(fleet: Fleet, record: Record) -> None:
+    """Trained weights into the engines, which then hold the GPUs' memory again."""
+    with record.phase("reshard"):
+        moved = fleet.publish()
+    record.add({"reshard/wire_bytes": moved.wire_bytes, "reshard/local_bytes": moved.local_bytes})
+    record.add({"reshard/seconds": moved.seconds, "reshard/version": fleet.version})
+
+
+def evaluate(recipe: Recipe, inputs: Inputs, fleet: Fleet, record: Record) -> None:
+    """One greedy answer to each prompt of every evaluation set."""
+    greedy = Sampling(1, recipe.rollout.max_response_tokens, temperature=0.0)
+    with record.phase("eval"):
+        answered = {name: fleet.engines.sample(prompts, greedy) for name, prompts in inputs.eval_sets.items()}
+    record.add(eval_metrics({name: groups.summaries for name, groups in answered.items()}))
+
+
+def warm_start(recipe: Recipe, inputs: Inputs, fleet: Fleet, log: RunLog) -> None:
+    """Supervised steps on the training answers; the engines get the weights once, after the last."""
+    fleet.memory.lend("train")
+    for step in range(1, recipe.warm_start.steps + 1):
+        with log.warm_step(step) as record:
+            with record.phase("train"):
+                prompts = inputs.prompts.take(recipe.warm_start.sequences_per_step)
+                groups = [demonstration(prompt, inputs.tokenizer) for prompt in prompts]
+                samples = samples_of([summary(group) for group in groups], "sft")
+                metrics = fleet.trainers.train("sft", samples, fleet.put(groups), recipe.warm_start.lr)
+            record.add(train_metrics(metrics))
+            if step == recipe.warm_start.steps:
+                publish(fleet, record)
+                evaluate(recipe, inputs, fleet, record)
+
+
+def samples_of(groups: Sequence[GroupSummary], algorithm: str) -> list[SampleRef]:
+    """Every sample of every group with its advantage."""
+    samples = []
+    for index, group in enumerate(groups):
+        advantage_G = ALGORITHMS[algorithm].advantage(torch.from_numpy(group.rewards_G))
+        for sample, (length, advantage) in enumerate(zip(group.response_lengths_G, advantage_G, strict=True)):
+            response = int(length)
+            samples.append(SampleRef(index, sample, group.prompt_length + response, response, float(advantage)))
+    return samples
+
+
+def learning_rate(recipe: Recipe, step: int) -> float:
+    """Linear warm-up over the first train.warmup_steps steps, constant afterwards."""
+    return recipe.train.lr * min(1.0, step / max(1, recipe.train.warmup_steps))
