@@ -1,0 +1,149 @@
+"""Lend parameters to another process of the same GPU: it maps the same memory, nothing is copied.
+
+CPU: a storage moves, in place, into a shared-memory file that is already unlinked; the other process reaches it through
+/proc/<pid>/fd, so that no file is left behind however either process ends. CUDA: the storage's IPC handle.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from megarl.types import UserFault
+
+SHARED_MEMORY = "/dev/shm"
+
+
+@dataclass(frozen=True)
+class CpuStorage:
+    """An open shared-memory file of process `pid`."""
+
+    pid: int
+    fd: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class CudaStorage:
+    """What `UntypedStorage._share_cuda_` returns, without the device; bytes as hex."""
+
+    handle: str
+    num_bytes: int
+    offset_bytes: int
+    ref_counter: str
+    ref_counter_offset: int
+    event: str
+    event_sync_required: bool
+
+
+@dataclass(frozen=True)
+class ParamView:
+    """One parameter inside a storage; offset and stride count elements, dtype is torch's name ("float32")."""
+
+    storage: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class SourceHandles:
+    """The published parameters of one training rank; many parameters share one storage (Megatron's flat buffers)."""
+
+    storages: tuple[CpuStorage | CudaStorage, ...]
+    params: dict[str, ParamView]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(content: Mapping[str, Any]) -> SourceHandles:
+        storages = tuple(CpuStorage(**s) if "fd" in s else CudaStorage(**s) for s in content["storages"])
+        params = {
+            name: ParamView(**{**view, "shape": tuple(view["shape"]), "stride": tuple(view["stride"])})
+            for name, view in content["params"].items()
+        }
+        return SourceHandles(storages, params)
+
+
+def publish(params: Mapping[str, torch.Tensor]) -> SourceHandles:
+    """Make `params` mappable by another process; they stay where they are for this one, and must outlive the mapping.
+
+    Raises UserFault when the shared memory of the machine is too small.
+    """
+    index: dict[int, int] = {}
+    handles: list[CpuStorage | CudaStorage] = []
+    views: dict[str, ParamView] = {}
+    for name, param in params.items():
+        storage = param.untyped_storage()
+        if storage._cdata not in index:
+            index[storage._cdata] = len(handles)
+            handles.append(_publish_storage(storage))
+        views[name] = ParamView(
+            index[storage._cdata],
+            int(param.storage_offset()),
+            tuple(param.shape),
+            tuple(param.stride()),
+            str(param.dtype).removeprefix("torch."),
+        )
+    return SourceHandles(tuple(handles), views)
+
+
+def _publish_storage(storage: torch.UntypedStorage) -> CpuStorage | CudaStorage:
+    if storage.device.type == "cpu":
+        _check_shared_memory(storage)
+        fd, num_bytes = storage._share_fd_cpu_()
+        return CpuStorage(os.getpid(), fd, num_bytes)
+    _, handle, num_bytes, offset, counter, counter_offset, event, sync = storage._share_cuda_()
+    return CudaStorage(handle.hex(), num_bytes, offset, counter.hex(), counter_offset, event.hex(), sync)
+
+
+def _check_shared_memory(storage: torch.UntypedStorage) -> None:
+    """Writing past the limit of the file system would kill the process with SIGBUS, without a word."""
+    usage = os.statvfs(SHARED_MEMORY)
+    free_bytes = usage.f_bavail * usage.f_frsize
+    if not storage.is_shared() and storage.nbytes() > free_bytes:
+        problem = f"{free_bytes} bytes free, the weights of one rank need {storage.nbytes()}"
+        raise UserFault(SHARED_MEMORY, problem, "make it larger (docker: --shm-size) or train a smaller model")
+
+
+def attach(handles: SourceHandles) -> dict[str, torch.Tensor]:
+    """Map what another process of this machine (and, on CUDA, this GPU) published: name -> tensor on that memory.
+
+    Raises RuntimeError when the publishing process is gone.
+    """
+    storages = [_attach_storage(handle) for handle in handles.storages]
+    found = {}
+    for name, view in handles.params.items():
+        storage = storages[view.storage]
+        empty = torch.empty(0, dtype=getattr(torch, view.dtype), device=storage.device)
+        found[name] = empty.set_(storage, view.offset, view.shape, view.stride)
+    return found
+
+
+def _attach_storage(handle: CpuStorage | CudaStorage) -> torch.UntypedStorage:
+    if isinstance(handle, CudaStorage):
+        return torch.UntypedStorage._new_shared_cuda(
+            torch.cuda.current_device(),
+            bytes.fromhex(handle.handle),
+            handle.num_bytes,
+            handle.offset_bytes,
+            bytes.fromhex(handle.ref_counter),
+            handle.ref_counter_offset,
+            bytes.fromhex(handle.event),
+            handle.event_sync_required,
+        )
+    path = f"/proc/{handle.pid}/fd/{handle.fd}"
+    try:
+        fd = os.open(path, os.O_RDWR)
+    except OSError as error:
+        raise RuntimeError(f"cannot map the weights of training process {handle.pid} ({path}: {error})") from error
+    try:
+        return torch.UntypedStorage._new_shared_fd_cpu(fd, handle.num_bytes)  # pyright: ignore
+    finally:
+        os.close(fd)
