@@ -1,0 +1,203 @@
+"""Everything that can be known before a process is started, told at once, and the inputs that were read to know it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megarl import checkpoint
+from megarl.algos import ALGORITHMS
+from megarl.config import Recipe
+from megarl.parallel.layout import EngineLayout, TrainLayout
+from megarl.rollout.arguments import sglang_faults
+from megarl.rollout.prompts import PromptStream, load_prompts, load_tokenizer
+from megarl.rollout.rewards import judge, load_reward
+from megarl.types import ModelShape, Prompt, UserFault, UserFaults
+
+T = TypeVar("T")
+Faults = list[UserFault]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run reads from disk: an endless stream of training prompts, and each evaluation set, cut to its limit."""
+
+    tokenizer: Any
+    prompts: PromptStream
+    eval_sets: Mapping[str, Sequence[Prompt]]
+
+
+class _NoTokenizer:
+    """In place of a tokenizer that cannot be loaded, so that the data's own faults are told too."""
+
+    chat_template = ""
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], **_: object) -> str:
+        return ""
+
+    def __call__(self, text: str | Sequence[str], **_: object) -> Mapping[str, Any]:
+        return {"input_ids": [0] if isinstance(text, str) else [[0] for _ in text]}
+
+
+def check(recipe: Recipe) -> Inputs:
+    """Read and check all that a recipe names. Raises UserFaults with everything that has to be mended."""
+    faults: Faults = []
+    faults += _run_faults(recipe)
+    faults += _layout_faults(recipe)
+    faults += _checkpoint_faults(recipe)
+    faults += _sglang_faults(recipe)
+    faults += _megatron_faults(recipe)
+    tokenizer = _NoTokenizer()
+    if Path(recipe.model.path).is_dir():  # else the checkpoint's own fault says it
+        tokenizer = _attempt(faults, lambda: load_tokenizer(recipe.model.path)) or tokenizer
+    train = _attempt(faults, lambda: _prompts(recipe, tokenizer, recipe.data.train, "data.train")) or []
+    eval_sets: dict[str, Sequence[Prompt]] = {}
+    for name in recipe.data.eval:
+        eval_sets[name] = _attempt(faults, lambda name=name: _eval_set(recipe, tokenizer, name)) or []
+    if train:
+        faults += _length_faults(recipe, tokenizer, train)
+    faults += _reward_faults(recipe, train)
+    if faults:
+        raise UserFaults(faults)
+    return Inputs(tokenizer, PromptStream(train, recipe.run.seed), eval_sets)
+
+
+def _attempt(faults: Faults, read: Callable[[], T]) -> T | None:
+    """The value, or None when a fault kept it from being read."""
+    try:
+        return read()
+    except UserFault as fault:
+        faults.append(fault)
+    except UserFaults as several:
+        faults += several.faults
+    return None
+
+
+def _run_faults(recipe: Recipe) -> Faults:
+    faults: Faults = []
+    if "tensorboard" in recipe.run.trackers and importlib.util.find_spec("tensorboard") is None:
+        mend = "pip install 'megarl[trackers]' or set run.trackers to []"
+        faults.append(UserFault("run.trackers", "tensorboard is not installed", mend))
+    folder = Path(recipe.run.dir).absolute()
+    while not folder.exists() and not folder.is_symlink():
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        problem = f"{folder} is not a folder that can be written to"
+        faults.append(UserFault("run.dir", problem, "name another folder"))
+    if recipe.algorithm.name not in ALGORITHMS:
+        problem, mend = f"there is no algorithm {recipe.algorithm.name!r}", f"choose from {', '.join(ALGORITHMS)}"
+        faults.append(UserFault("algorithm.name", problem, mend))
+    return faults
+
+
+def _layout_faults(recipe: Recipe) -> Faults:
+    """Both layouts against the model and the GPUs, and the batch against the data-parallel ranks."""
+    train, engine = recipe.train, recipe.rollout.engine
+    layout = TrainLayout(recipe.placement.gpus, train.tp, train.pp, train.ep)
+    engines = EngineLayout(engine.count, engine.tp, engine.ep)
+    shape = _attempt([], lambda: checkpoint.model_shape(recipe.model.path)) or _shape_that_fits(layout, engines)
+    faults = layout.faults(shape)
+    return faults + engines.faults(shape, recipe.placement.gpus) + _batch_faults(recipe, 1 if faults else layout.dp)
+
+
+def _shape_that_fits(layout: TrainLayout, engines: EngineLayout) -> ModelShape:
+    """A model that every axis divides: without a checkpoint the layouts can still be held against the GPUs."""
+    size = 32 * math.lcm(layout.tp, layout.pp, layout.ep, engines.tp, engines.ep)
+    return ModelShape(size, size, size, size, size, size, size, size, size, False)
+
+
+def _batch_faults(recipe: Recipe, dp: int) -> Faults:
+    faults: Faults = []
+    rollout, updates = recipe.rollout, recipe.train.updates_per_step
+    samples = rollout.prompts_per_step * rollout.samples_per_prompt
+    product = f"rollout.prompts_per_step x samples_per_prompt = {samples}"
+    if samples % updates:
+        mend = f"choose a divisor of {samples}"
+        faults.append(UserFault("train.updates_per_step", f"{updates} does not divide {product}", mend))
+    elif samples // updates < dp:
+        problem = f"{product} in {updates} updates is fewer than the {dp} data-parallel ranks"
+        faults.append(UserFault("rollout.prompts_per_step", problem, f"sample at least {dp * updates} a step"))
+    warm = recipe.warm_start
+    if warm.steps and warm.sequences_per_step < dp:
+        problem = f"{warm.sequences_per_step} is fewer than the {dp} data-parallel ranks"
+        faults.append(UserFault("warm_start.sequences_per_step", problem, f"set it to at least {dp}"))
+    return faults
+
+
+def _checkpoint_faults(recipe: Recipe) -> Faults:
+    faults: Faults = []
+    shape = _attempt(faults, lambda: checkpoint.model_shape(recipe.model.path))
+    if shape is None:
+        return faults
+    faults += checkpoint.check_hf(recipe.model.path, shape)
+    config = json.loads((Path(recipe.model.path) / "config.json").read_text(encoding="utf-8"))
+    longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
+    context = config.get("max_position_embeddings", longest)
+    if longest > context:
+        problem = f"with rollout.max_response_tokens it makes {longest} tokens, the model's context is {context}"
+        faults.append(UserFault("data.max_prompt_tokens", problem, f"bring the sum to at most {context}"))
+    return faults
+
+
+def _sglang_faults(recipe: Recipe) -> Faults:
+    faults: Faults = []
+    return _attempt(faults, lambda: sglang_faults(recipe.rollout.engine.sglang)) or faults
+
+
+def _megatron_faults(recipe: Recipe) -> Faults:
+    if not recipe.train.megatron:
+        return []
+    from megarl.parallel.model import option_faults  # importing Megatron takes seconds
+
+    return option_faults(recipe.train.megatron)
+
+
+def _prompts(recipe: Recipe, tokenizer: Any, path: str, where: str) -> list[Prompt]:
+    data = recipe.data
+    return load_prompts(
+        path,
+        where,
+        tokenizer,
+        prompt_column=data.prompt,
+        answer_column=data.answer,
+        max_prompt_tokens=data.max_prompt_tokens,
+    )
+
+
+def _eval_set(recipe: Recipe, tokenizer: Any, name: str) -> list[Prompt]:
+    prompts = _prompts(recipe, tokenizer, recipe.data.eval[name], f"data.eval.{name}")
+    return prompts[: recipe.evaluation.max_prompts]
+
+
+def _length_faults(recipe: Recipe, tokenizer: Any, train: Sequence[Prompt]) -> Faults:
+    """The longest possible sequence must fit a micro-batch; in a warm start the answers are the responses."""
+    faults: Faults = []
+    longest = max(len(prompt.token_ids) for prompt in train) + recipe.rollout.max_response_tokens
+    budget, limit = recipe.train.tokens_per_micro_batch, recipe.rollout.max_response_tokens
+    if longest > budget:
+        problem = f"{budget} is less than the longest prompt and response ({longest} tokens)"
+        faults.append(UserFault("train.tokens_per_micro_batch", problem, f"set it to at least {longest}"))
+    if recipe.warm_start.steps:
+        answers = tokenizer([prompt.answer for prompt in train], add_special_tokens=False)["input_ids"]
+        needed = 1 + max(map(len, answers))
+        if needed > limit:
+            problem = f"{limit} is less than the longest answer ({needed} tokens with its end)"
+            faults.append(UserFault("rollout.max_response_tokens", problem, f"set it to at least {needed}"))
+    return faults
+
+
+def _reward_faults(recipe: Recipe, train: Sequence[Prompt]) -> Faults:
+    """The function must exist and score a right and an empty response to the first row."""
+    faults: Faults = []
+    reward = _attempt(faults, lambda: load_reward(recipe.reward.function))
+    if reward is not None and train:
+        first = train[0]
+        for response in (first.answer, ""):
+            _attempt(faults, lambda response=response: judge(reward, response, first.answer, first.row))
+    return faults[:1]

@@ -1,0 +1,34 @@
+"""Packaging of megarl. `requirements/cpu.txt` pins everything that the scripts install on a machine without a GPU."""
+
+from setuptools import find_packages, setup
+
+CORE = [
+    "torch==2.13.0",  # tensors, collectives and the optimiser; the version that SGLang is built for
+    "megatron-core==0.16.1",  # the model, its parallel axes and the pipeline schedule
+    "ray>=2.50",  # places processes on GPUs and calls them
+    "transformers==5.12.1",  # tokenizers and chat templates; with it numpy and safetensors; SGLang's version
+    "psutil>=6",  # finds the processes that a run must not leave behind; Megatron hangs without it
+    "pyarrow>=18",  # JSONL and parquet
+    "pydantic>=2.10",  # the recipe's types, and errors that name the key
+    "PyYAML>=6",  # the recipe's file, with line numbers
+    "typer>=0.15",  # the command line, and with it rich for the progress line
+    "matplotlib>=3.9",  # the learning curve
+]
+
+EXTRAS = {
+    "gpu": ["sglang==0.5.21", "transformer-engine[pytorch]>=2"],  # apex comes from NVIDIA's source, not from PyPI
+    "trackers": ["tensorboard>=2.18"],
+    "dev": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6", "ruff>=0.8", "pyright[nodejs]>=1.1.400"],
+}
+
+setup(
+    name="megarl",
+    version="0.1.0",
+    description="Reinforcement learning of MoE language models with Megatron-Core, SGLang and Ray",
+    license="Apache-2.0",
+    python_requires=">=3.11,<3.13",
+    packages=find_packages(include=["megarl", "megarl.*"]),
+    install_requires=CORE,
+    extras_require=EXTRAS,
+    entry_points={"console_scripts": ["megarl=megarl.cli:main"]},
+)

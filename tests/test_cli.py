@@ -1,0 +1,110 @@
+"""The command: exit codes, last lines, and that a bad recipe is answered before anything heavy is imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl import cli
+from megarl.processes import Terminated
+from megarl.types import UserFault, UserFaults
+
+ROOT = Path(__file__).parents[1]
+QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
+HEAVY = ("torch", "ray", "sglang", "megatron", "transformers", "matplotlib")
+
+
+def megarl(*arguments: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megarl.cli", *map(str, arguments)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_a_bad_recipe_is_answered_with_every_fault_and_code_2() -> None:
+    result = megarl("train", QUICKSTART, "train.tpp=2", "model.dtype=fp8", "rollot.temperature=1")
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert sorted(result.stderr.splitlines()) == [
+        "override model.dtype=fp8: model.dtype is 'fp8'; it should be 'float32' or 'bfloat16'",
+        "override rollot.temperature=1: unknown key rollot; did you mean rollout?",
+        "override train.tpp=2: unknown key train.tpp; did you mean train.tp or train.pp?",
+    ]
+
+
+def test_a_fault_in_the_file_names_file_and_line(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(QUICKSTART.read_text().replace("top_p: 1.0", "top_pp: 1.0"))
+    line = 1 + [line.strip() for line in recipe.read_text().splitlines()].index("top_pp: 1.0")
+    result = megarl("train", "mine.yaml", cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr == f"mine.yaml:{line}: unknown key rollout.top_pp; did you mean rollout.top_p?\n"
+
+
+def test_what_is_wrong_outside_the_recipe_is_told_at_once_and_leaves_no_folder(tmp_path: Path) -> None:
+    wrong = ["model.path=nowhere", "data.train=gone.jsonl", "reward.function=no.such:thing", "placement.gpus=6"]
+    result = megarl("train", QUICKSTART, *wrong, cwd=tmp_path)
+    assert result.returncode == 2, result.stderr
+    starts = ["placement.gpus: ", "nowhere/config.json: ", "data.train: ", "data.eval.arith: ", "reward.function: "]
+    lines = result.stderr.splitlines()
+    assert [start for start in starts if not any(line.startswith(start) for line in lines)] == []
+    assert len(lines) == len(starts)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments", [["train"], ["trian", "x.yaml"], ["train", "--fast", "x.yaml"]])
+def test_a_wrong_command_line_is_code_2(arguments: list[str]) -> None:
+    assert megarl(*arguments).returncode == 2
+
+
+def test_help_names_the_recipe_and_the_overrides() -> None:
+    result = megarl("train", "--help")
+    assert result.returncode == 0
+    assert "RECIPE" in result.stdout
+    assert "a.b=c" in result.stdout
+
+
+def test_nothing_heavy_is_imported_before_the_recipe_is_good(tmp_path: Path) -> None:
+    program = f"""
+import sys
+from megarl import cli
+assert cli._outcome(__import__("pathlib").Path({str(QUICKSTART)!r}), ["train.tpp=2"]) == 2
+print(*[name for name in {HEAVY!r} if name in sys.modules])
+"""
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "\n"
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "last"),
+    [
+        (UserFault("train.tp", "is 3", "set it to 2"), 2, "train.tp: is 3; set it to 2"),
+        (UserFaults([UserFault("a", "b", "c"), UserFault("d", "e", "f")]), 2, "d: e; f"),
+        (KeyboardInterrupt(), 130, "megarl: interrupted"),
+        (Terminated(), 143, "megarl: terminated"),
+        (ValueError("rank 2: loss is nan\nand more"), 1, "megarl: ValueError: rank 2: loss is nan"),
+        (RuntimeError(), 1, "megarl: RuntimeError: "),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
+)
+def test_how_a_run_ended_is_its_code_and_last_line(
+    raised: BaseException, code: int, last: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(path: Path, overrides: list[str]) -> None:
+        raise raised
+
+    monkeypatch.setattr(cli, "_run", run)
+    assert cli._outcome(QUICKSTART, []) == code
+    captured = capsys.readouterr()
+    assert captured.err.splitlines()[-1] == last
+    assert captured.out == ""
+    assert ("Traceback" in captured.err) == (code == 1)
+
+
+def test_a_good_run_is_code_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "_run", lambda path, overrides: None)
+    assert cli._outcome(QUICKSTART, []) == 0

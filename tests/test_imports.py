@@ -1,0 +1,171 @@
+"""The architecture, read from the source: which room may import which, and which door each library has."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "megarl"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+# Lowest floor first: a room imports from lower floors.
+FLOORS = [
+    {"types"},
+    {"config", "device", "processes"},
+    {"algos", "batching", "metrics", "memory", "parallel", "rollout"},
+    {"resharding"},
+    {"checkpoint"},
+    {"trainer", "cluster", "preflight"},
+    {"fleet"},
+    {"controller"},
+    {"cli"},
+]
+NARROWED = {"resharding": {"megarl.parallel.layout", "megarl.types", "megarl.device"}}  # it takes tensors, not engines
+THIRD_PARTY_OF_ALGOS = {"torch"}
+DOORS = {  # library -> the only places that import it
+    "ray": {"megarl.cluster"},
+    "sglang": {"megarl.rollout"},
+    "megatron.core.parallel_state": {"megarl.parallel.groups"},
+    "megatron": {"megarl.parallel"},
+    "transformer_engine": {"megarl.parallel"},
+    "typer": {"megarl.cli"},
+    "rich": {"megarl.metrics"},
+    "matplotlib": {"megarl.metrics"},
+    "pydantic": {"megarl.config"},
+    "yaml": {"megarl.config"},
+}
+STANDARD = {"__future__", "collections", "dataclasses", "typing", "math", "functools", "itertools"}
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports(path: Path, *, lazy: bool = True) -> Iterator[str]:
+    """Dotted names that a file imports (`a.b.c` for `from a.b import c`); lazy: also those inside functions."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    nodes = ast.walk(tree) if lazy else (node for statement in tree.body for node in _at_top(statement))
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _at_top(node: ast.AST) -> Iterator[ast.AST]:
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        yield node
+        for child in ast.iter_child_nodes(node):
+            yield from _at_top(child)
+
+
+def room_of(module: str) -> str:
+    return (module.split(".") + [""])[1]
+
+
+def within(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+def floor_of(room: str) -> int:
+    (floor,) = [number for number, rooms in enumerate(FLOORS) if room in rooms]
+    return floor
+
+
+def own_modules() -> dict[str, Path]:
+    return {module_name(path): path for path in SOURCES}
+
+
+def own_imports(path: Path, *, lazy: bool = True) -> set[str]:
+    """The modules of megarl that a file imports."""
+    modules = own_modules()
+    found = set()
+    for name in imports(path, lazy=lazy):
+        if within(name, "megarl"):
+            found.add(name if name in modules else name.rpartition(".")[0])
+    return found
+
+
+def test_the_reader_sees_what_it_should(tmp_path: Path) -> None:
+    source = tmp_path / "x.py"
+    source.write_text("import a.b\nif True:\n    from c import d\ndef f():\n    import e\nclass G:\n    import h\n")
+    assert set(imports(source)) == {"a.b", "c.d", "e", "h"}
+    assert set(imports(source, lazy=False)) == {"a.b", "c.d", "h"}
+
+
+def test_every_room_is_on_a_floor() -> None:
+    rooms = {room_of(module_name(path)) for path in SOURCES} - {""}
+    assert rooms == set().union(*FLOORS)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_imports_go_down(path: Path) -> None:
+    room = room_of(module_name(path))
+    if not room:
+        assert not own_imports(path), "megarl/__init__.py imports nothing: importing the package costs nothing"
+        return
+    for name in own_imports(path):
+        other = room_of(name)
+        if other in {room, ""}:
+            continue
+        down = floor_of(other) < floor_of(room)
+        assert down and name in NARROWED.get(room, {name}), f"megarl.{room} imports {name}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_every_library_has_its_door(path: Path) -> None:
+    module = module_name(path)
+    for name in imports(path):
+        for library, doors in DOORS.items():
+            if within(name, library):
+                assert any(within(module, door) for door in doors), f"{module} imports {name}"
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "algos").glob("*.py")), ids=module_name)
+def test_algos_is_tensors_and_nouns_alone(path: Path) -> None:
+    for name in imports(path):
+        own = within(name, "megarl.algos") or within(name, "megarl.types")
+        assert own or name.split(".")[0] in THIRD_PARTY_OF_ALGOS | STANDARD, f"{path.name} imports {name}"
+
+
+def test_there_is_no_import_cycle() -> None:
+    graph = {module: own_imports(path, lazy=False) - {module} for module, path in own_modules().items()}
+    done: set[str] = set()
+
+    def visit(module: str, trail: tuple[str, ...]) -> None:
+        assert module not in trail, " -> ".join([*trail[trail.index(module) :], module])
+        if module not in done:
+            for other in sorted(graph.get(module, ())):
+                visit(other, (*trail, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_files_functions_and_nesting_stay_small(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.count("\n") <= 350, f"{path.name} has {text.count(chr(10))} lines"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert lines <= 60, f"{path.name}: {node.name} has {lines} lines"
+            assert _depth(node) < 5, f"{path.name}: {node.name} nests {_depth(node)} deep"
+
+
+def _depth(node: ast.AST) -> int:
+    """How deep for, while, if, with and try nest below a node; elif is no deeper than its if."""
+    blocks = ast.For | ast.AsyncFor | ast.While | ast.If | ast.With | ast.AsyncWith | ast.Try
+    deepest = 0
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        chained = isinstance(node, ast.If) and isinstance(child, ast.If) and node.orelse == [child]
+        deepest = max(deepest, _depth(child) + (isinstance(child, blocks) and not chained))
+    return deepest

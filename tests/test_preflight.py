@@ -1,0 +1,184 @@
+"""What is told before any process is started. Needs no engine and no training rank."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.config import load_recipe
+from megarl.preflight import Inputs, check
+from megarl.types import UserFaults
+
+QUICKSTART = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
+
+REWARDS = """
+import math
+def broken(response, answer, row): raise KeyError("no such unit")
+def nan(response, answer, row): return math.nan
+def nan_when_empty(response, answer, row): return 1.0 if response else math.nan
+def words(response, answer, row): return "good"
+def row_reader(response, answer, row): return float(row["prompt"].endswith("="))
+not_callable = 3
+"""
+
+
+@pytest.fixture
+def rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "preflight_rewards.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    sys.modules.pop("preflight_rewards", None)
+
+
+@pytest.fixture
+def good(quickstart_inputs: list[str], arithmetic: Path, tmp_path: Path) -> list[str]:
+    """The quickstart, on the first rows of its data."""
+    train = tmp_path / "train.jsonl"
+    train.write_text("".join((arithmetic / "train.jsonl").read_text().splitlines(keepends=True)[:100]))
+    return [*quickstart_inputs, f"run.dir={tmp_path / 'runs'}", f"data.train={train}"]
+
+
+@pytest.fixture
+def told(good: list[str]) -> Callable[..., list[str]]:
+    """The faults of the quickstart with some keys set otherwise, as the lines the user sees."""
+
+    def lines(*overrides: str) -> list[str]:
+        with pytest.raises(UserFaults) as caught:
+            check(load_recipe(QUICKSTART, [*good, *overrides]))
+        return [str(fault) for fault in caught.value.faults]
+
+    return lines
+
+
+def write_rows(path: Path, rows: list[dict[str, object]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_the_quickstart_is_good_and_its_inputs_are_read(good: list[str], tmp_path: Path) -> None:
+    inputs = check(load_recipe(QUICKSTART, good))
+    assert isinstance(inputs, Inputs)
+    (prompt,) = inputs.prompts.take(1)
+    assert prompt.row["prompt"] in prompt.text
+    assert inputs.tokenizer.decode(list(prompt.token_ids)) == prompt.text
+    assert len(inputs.eval_sets["arith"]) == 256
+    assert not (tmp_path / "runs").exists(), "checking makes nothing"
+
+
+def test_evaluation_sets_are_cut_to_their_limit_and_the_seed_decides_the_order(good: list[str]) -> None:
+    def first(seed: int) -> list[str]:
+        inputs = check(load_recipe(QUICKSTART, [*good, "evaluation.max_prompts=5", f"run.seed={seed}"]))
+        assert len(inputs.eval_sets["arith"]) == 5
+        return [prompt.id for prompt in inputs.prompts.take(10)]
+
+    assert first(1) == first(1)
+    assert first(1) != first(2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "where", "says"),
+    [
+        (["placement.gpus=6"], "placement.gpus", "6 GPUs are not a multiple of train.tp x train.pp = 4"),
+        (["train.tp=3", "placement.gpus=6"], "train.tp", "3 does not divide"),
+        (["train.pp=3", "placement.gpus=6"], "train.pp", "3 does not divide the layers (4)"),
+        (["train.ep=3", "placement.gpus=12"], "train.ep", "3 does not divide the experts (8)"),
+        (["train.ep=8"], "train.ep", "8 does not divide the 2 ranks of a pipeline stage"),
+        (["rollout.engine.tp=8"], "rollout.engine.count", "placement.gpus is 4"),
+        (["rollout.engine.count=3"], "rollout.engine.count", "3 engines of 2 ranks need 6 GPUs"),
+        (["rollout.engine.ep=3"], "rollout.engine.ep", "3 does not divide"),
+        (["train.updates_per_step=3"], "train.updates_per_step", "3 does not divide"),
+        (
+            ["train.tp=1", "train.ep=1", "rollout.prompts_per_step=2", "rollout.samples_per_prompt=2",
+             "train.updates_per_step=4"],
+            "rollout.prompts_per_step",
+            "fewer than the 2 data-parallel ranks",
+        ),
+        (
+            ["train.tp=1", "warm_start.steps=1", "warm_start.sequences_per_step=1"],
+            "warm_start.sequences_per_step",
+            "1 is fewer than the 2 data-parallel ranks",
+        ),
+        (["train.tokens_per_micro_batch=16"], "train.tokens_per_micro_batch", "16 is less than the longest"),
+        (["warm_start.steps=1", "rollout.max_response_tokens=3"], "rollout.max_response_tokens", "(4 tokens with its"),
+        (["rollout.max_response_tokens=500"], "data.max_prompt_tokens", "564 tokens, the model's context is 512"),
+        (["data.max_prompt_tokens=4"], "data.train", "data.max_prompt_tokens allows 1 to 4"),
+        (["data.prompt=question"], "data.train", "there is no column 'question'"),
+        (["data.answer=solution"], "data.train", "there is no column 'solution'"),
+        (["data.train=none.jsonl"], "data.train", "none.jsonl is not a file"),
+        (["data.eval.extra=none.parquet"], "data.eval.extra", "none.parquet is not a file"),
+        (["algorithm.name=grop"], "algorithm.name", "there is no algorithm 'grop'"),
+        (["run.dir=/dev/null/x"], "run.dir", "/dev/null is not a folder that can be written to"),
+        (["rollout.engine.sglang.pagesize=1"], "rollout.engine.sglang.pagesize", "no such server argument"),
+        (["rollout.engine.sglang.tp_size=1"], "rollout.engine.sglang.tp_size", "set by megarl itself"),
+        (["train.megatron.moe_permute_fusio=true"], "train.megatron.moe_permute_fusio", "use moe_permute_fusion"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and " " not in value else None,
+)  # fmt: skip
+def test_a_fault_names_its_key(told: Callable[..., list[str]], overrides: list[str], where: str, says: str) -> None:
+    lines = told(*overrides)
+    assert any(line.startswith(f"{where}: ") and says in line for line in lines), lines
+    assert len(lines) == len(set(lines))
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        ("broken", "raised KeyError: 'no such unit' on response '"),
+        ("nan", "returned nan on response '"),
+        ("nan_when_empty", "returned nan on response ''"),
+        ("words", "returned 'good' on response '"),
+        ("not_callable", "is a int, not a function"),
+        ("gone", "has no 'gone'"),
+    ],
+)
+@pytest.mark.usefixtures("rewards")
+def test_a_bad_reward_function_is_one_line(told: Callable[..., list[str]], function: str, says: str) -> None:
+    (line,) = told(f"reward.function=preflight_rewards:{function}")
+    assert line.startswith("reward.function: ")
+    assert says in line
+
+
+@pytest.mark.usefixtures("rewards")
+def test_a_reward_function_gets_the_whole_row(good: list[str]) -> None:
+    check(load_recipe(QUICKSTART, [*good, "reward.function=preflight_rewards:row_reader"]))
+
+
+def test_a_missing_checkpoint_hides_no_other_fault(told: Callable[..., list[str]]) -> None:
+    lines = told("model.path=nowhere", "placement.gpus=6", "data.answer=solution", "reward.function=nowhere:f")
+    expected = ["placement.gpus: ", "nowhere/config.json: no such file", "data.train: ", "reward.function: nowhere "]
+    for start in expected:
+        assert sum(line.startswith(start) for line in lines) == 1, lines
+    assert len(lines) == len(expected) + 1  # the evaluation set has no such column either
+
+
+def test_a_checkpoint_that_does_not_fit_its_config(
+    told: Callable[..., list[str]], tiny_model: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "model"
+    copy.mkdir()
+    for path in tiny_model.iterdir():
+        (copy / path.name).symlink_to(path)
+    config = json.loads((tiny_model / "config.json").read_text())
+    (copy / "config.json").unlink()
+    (copy / "config.json").write_text(json.dumps(config | {"moe_intermediate_size": 64}))
+    lines = told(f"model.path={copy}")
+    assert len(lines) == 4 * 8 * 3  # every projection of every expert of every layer
+    assert "config.json says [64, 128]" in lines[0] or "config.json says [128, 64]" in lines[0]
+
+
+def test_chat_messages_and_parquet_are_read(good: list[str], tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"ask": [{"role": "user", "content": f"{n}+1="}], "reply": n + 1} for n in range(10, 20)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    train = write_rows(tmp_path / "rows.jsonl", [dict(row) for row in rows])
+    keys = ["data.prompt=ask", "data.answer=reply", f"data.train={train}", f"data.eval.arith={tmp_path}/rows.parquet"]
+    inputs = check(load_recipe(QUICKSTART, [*good, *keys]))
+    texts = {prompt.text for prompt in inputs.prompts.take(10)}
+    assert texts == {prompt.text for prompt in inputs.eval_sets["arith"]}
+    assert all(text.endswith("+1=<assistant>") for text in texts)

@@ -1,0 +1,270 @@
+"""The scripts: what they make, and that the set-up is repeatable, exact and clear about what it lacks."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+SHELL_FILES = [*sorted((ROOT / "scripts").glob("*.sh")), ROOT / ".ci" / "run"]
+
+
+def make(script: str, *arguments: str | Path) -> str:
+    command = [sys.executable, str(ROOT / "scripts" / script), *map(str, arguments)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+# --- data --------------------------------------------------------------------------------------------------------
+
+
+def test_arithmetic_is_right_and_its_evaluation_is_held_out(arithmetic: Path) -> None:
+    train, evaluation = rows(arithmetic / "train.jsonl"), rows(arithmetic / "eval.jsonl")
+    assert len(evaluation) == 128
+    for row in [*train, *evaluation]:
+        match = re.fullmatch(r"([1-9]\d)\+(\d)=", row["prompt"])
+        assert match, row
+        assert row["answer"] == str(int(match[1]) + int(match[2]))
+    assert not {row["prompt"] for row in evaluation} & {row["prompt"] for row in train}
+    prompts = [row["prompt"] for row in [*train, *evaluation]]
+    assert len(set(prompts)) == len(prompts) == 900
+
+
+def test_arithmetic_is_the_same_for_the_same_seed(arithmetic: Path, tmp_path: Path) -> None:
+    make("make_arithmetic.py", "--out", tmp_path / "same")
+    make("make_arithmetic.py", "--out", tmp_path / "other", "--seed", "2")
+    assert digests(tmp_path / "same") == digests(arithmetic)
+    assert digests(tmp_path / "other")["train.jsonl"] != digests(arithmetic)["train.jsonl"]
+
+
+# --- model -------------------------------------------------------------------------------------------------------
+
+
+def test_the_model_is_the_same_for_the_same_seed(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "same").mkdir()  # an older folder is replaced, whole
+    (tmp_path / "same" / "junk").touch()
+    make("make_tiny_moe.py", "--out", tmp_path / "same")
+    assert digests(tmp_path / "same") == digests(tiny_model)
+    assert [path.name for path in tmp_path.iterdir()] == ["same"]
+
+
+def test_the_model_is_what_the_quickstart_promises(tiny_model: Path) -> None:
+    config = json.loads((tiny_model / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3MoeForCausalLM"]
+    assert config["num_hidden_layers"] >= 4
+    assert config.get("num_experts", config.get("num_local_experts")) == 8
+    assert config["num_experts_per_tok"] == 2
+    assert config["num_key_value_heads"] < config["num_attention_heads"]
+    assert not config["tie_word_embeddings"]
+
+
+def test_transformers_loads_the_model_without_a_missing_or_extra_weight(tiny_model: Path) -> None:
+    program = f"""
+import sys; sys.modules["torchvision"] = None
+import torch
+from transformers import AutoModelForCausalLM
+model, info = AutoModelForCausalLM.from_pretrained({str(tiny_model)!r}, output_loading_info=True)
+assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"], info
+assert model.dtype == torch.float32
+assert model.model.layers[0].self_attn.q_norm.weight.shape == (32,)
+logits = model(torch.arange(12)[None]).logits
+assert logits.shape == (1, 12, model.config.vocab_size) and logits.isfinite().all() and logits.std() > 0
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+
+
+def test_the_tokenizer_reads_one_character_a_token_and_chats(tiny_model: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    text = "".join(map(chr, range(32, 127))) + "\n 12+34=  46 "
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert len(ids) == len(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.unk_token_id not in ids
+    assert tokenizer.encode("é", add_special_tokens=False) == [tokenizer.unk_token_id]
+    assert len({tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id}) == 3
+    assert len(tokenizer) == json.loads((tiny_model / "config.json").read_text())["vocab_size"]
+    question = [{"role": "user", "content": "12+34="}]
+    answered = [*question, {"role": "assistant", "content": "46"}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
+    assert tokenizer.apply_chat_template(answered, tokenize=False) == f"{prompt}46{tokenizer.eos_token}"
+    prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
+    assert prompt_ids[0] == tokenizer.bos_token_id
+    assert len(prompt_ids) == len("12+34=") + 3
+    assert tokenizer.decode([*tokenizer.encode("46"), tokenizer.eos_token_id], skip_special_tokens=True) == "46"
+
+
+# --- packaging ---------------------------------------------------------------------------------------------------
+
+
+def packaging_lists() -> tuple[list[str], dict[str, list[str]]]:
+    """CORE and EXTRAS of setup.py, which is not run."""
+    tree = ast.parse((ROOT / "setup.py").read_text())
+    values = {
+        node.targets[0].id: ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    return values["CORE"], values["EXTRAS"]
+
+
+def lock() -> dict[str, str]:
+    lines = (ROOT / "requirements" / "cpu.txt").read_text().splitlines()
+    pins = [line.split("==") for line in lines if not line.startswith("#")]
+    assert all(len(pin) == 2 for pin in pins)
+    return {canonicalize_name(name): version for name, version in pins}
+
+
+def test_core_is_small_and_every_dependency_says_why() -> None:
+    core, _ = packaging_lists()
+    assert len(core) <= 10
+    source = (ROOT / "setup.py").read_text()
+    for requirement in core:
+        assert re.search(rf'"{re.escape(requirement)}",  # \w+', source), requirement
+
+
+def test_the_lock_satisfies_setup_py() -> None:
+    core, extras = packaging_lists()
+    pins = lock()
+    for text in [*core, *extras["trackers"], *extras["dev"], "sglang==0.5.21"]:
+        requirement = Requirement(text)
+        assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), text
+    assert "sglang==0.5.21" in extras["gpu"]
+
+
+# --- shell -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", SHELL_FILES, ids=lambda path: path.name)
+def test_shell_files_are_sound(path: Path) -> None:
+    subprocess.run(["bash", "-n", path], check=True)
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", "-x", "--source-path=SCRIPTDIR", path], check=True)
+
+
+# A stand-in for python3.11: `-m venv --clear DIR` puts the stand-in itself there, anything else does nothing.
+MAKES_VENV = '[[ $2 == venv ]] && mkdir -p "$4/bin" && cp "$0" "$4/bin/python"; exit 0'
+
+
+class Sandbox:
+    """A copy of what the set-up reads, a PATH with nothing on it but our stand-ins and the usual tools."""
+
+    TOOLS = ("bash", "cat", "df", "awk", "dirname", "flock", "grep", "sha256sum", "mkdir", "cp")
+
+    def __init__(self, folder: Path) -> None:
+        self.repo, self.bin, self.log = folder / "repo", folder / "bin", folder / "log"
+        for part in ("scripts", "requirements"):
+            shutil.copytree(ROOT / part, self.repo / part)
+        for part in ("setup.py", "pyproject.toml"):
+            shutil.copy(ROOT / part, self.repo)
+        self.bin.mkdir()
+        for tool in self.TOOLS:
+            (self.bin / tool).symlink_to(shutil.which(tool) or f"/missing/{tool}")
+        self.stand_in("python3.11", MAKES_VENV)
+
+    def stand_in(self, name: str, body: str) -> None:
+        path = self.bin / name
+        path.unlink(missing_ok=True)
+        path.write_text(f'#!{shutil.which("bash")}\necho "$0" "$@" >>{self.log}\n{body}\n')
+        path.chmod(0o755)
+
+    def set_up(self, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+        """Source setup_env.sh; the environment is the caller's, with PATH ours."""
+        command = ["bash", "-c", f'source {self.repo}/scripts/setup_env.sh; echo "at $PWD ${{PYTHONPATH-clean}}"']
+        env = {"PATH": str(self.bin), **environment}
+        return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
+
+    def commands(self) -> list[str]:
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        self.log.unlink(missing_ok=True)
+        return [line.replace(str(self.repo), "REPO").replace(str(self.bin), "BIN") for line in lines]
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path) -> Sandbox:
+    return Sandbox(tmp_path)
+
+
+def test_set_up_installs_the_lock_once_and_then_reuses_it(sandbox: Sandbox, tmp_path: Path) -> None:
+    first = sandbox.set_up(tmp_path, PYTHONPATH="/junk", PYTHONHOME="/junk", CDPATH="/", MEGARL_TORCH_INDEX="https://i")
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.splitlines()[-1] == f"at {sandbox.repo} clean"
+    assert f"making {sandbox.repo}/.venv" in first.stdout
+    pip = "REPO/.venv/bin/python -m pip install -qq --no-deps"
+    assert [line for line in sandbox.commands() if "-c" not in line.split()] == [
+        "BIN/python3.11 -m venv --clear REPO/.venv",
+        f"{pip} --no-compile --extra-index-url https://i -r requirements/cpu.txt",
+        f"{pip} --no-build-isolation -e .",
+    ]
+    second = sandbox.set_up(Path("/"))
+    assert second.stdout.splitlines() == [f"megarl: using {sandbox.repo}/.venv", f"at {sandbox.repo} clean"]
+    assert sandbox.commands() == []
+
+
+@pytest.mark.parametrize("file", ["requirements/cpu.txt", "setup.py"])
+def test_a_changed_lock_makes_a_new_environment(sandbox: Sandbox, tmp_path: Path, file: str) -> None:
+    sandbox.set_up(tmp_path)
+    sandbox.commands()
+    with (sandbox.repo / file).open("a") as text:
+        text.write("# changed\n")
+    assert "making" in sandbox.set_up(tmp_path).stdout
+    assert "BIN/python3.11 -m venv --clear REPO/.venv" in sandbox.commands()
+
+
+def test_a_moved_repository_makes_a_new_environment(sandbox: Sandbox, tmp_path: Path) -> None:
+    sandbox.set_up(tmp_path)
+    sandbox.repo = sandbox.repo.rename(tmp_path / "elsewhere")
+    assert "making" in sandbox.set_up(tmp_path).stdout
+
+
+def test_an_interrupted_installation_is_done_again(sandbox: Sandbox, tmp_path: Path) -> None:
+    sandbox.stand_in("python3.11", f"[[ $2 == pip ]] && exit 1\n{MAKES_VENV}")
+    assert sandbox.set_up(tmp_path).returncode == 1
+    sandbox.stand_in("python3.11", MAKES_VENV)
+    assert "making" in sandbox.set_up(tmp_path).stdout
+    assert "using" in sandbox.set_up(tmp_path).stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "says"),
+    [
+        ("df", "echo head; echo disk 9 9 1048576 1% /", "1 GiB free on the disk of"),
+        ("python3.11", "exit 1", "python3.11 cannot make environments"),
+        ("python3.11", f"[[ $2 == *torch* ]] && exit 1\n{MAKES_VENV}", "pip chose a torch that needs CUDA: set"),
+    ],
+)
+def test_what_the_machine_lacks_is_said_in_a_line(
+    sandbox: Sandbox, tmp_path: Path, name: str, body: str, says: str
+) -> None:
+    sandbox.stand_in(name, body)
+    result = sandbox.set_up(tmp_path)
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"megarl: {says}")
+    assert "run this again" in line
+
+
+def test_a_missing_python_is_said_in_a_line(sandbox: Sandbox, tmp_path: Path) -> None:
+    (sandbox.bin / "python3.11").unlink()
+    result = sandbox.set_up(tmp_path)
+    assert result.returncode == 2
+    assert result.stderr == "megarl: python3.11 is missing: install Python 3.11 and run this again\n"
