@@ -1,0 +1,128 @@
+"""Megatron-Core 0.16.1 on a machine without CUDA: the places where it calls torch.cuda without asking.
+
+The patches replace the name `torch` inside Megatron's own modules; torch itself, and every other library, keeps its
+behaviour. The one exception is `Tensor.type()`, which no module-level name can redirect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+_CPU = torch.device("cpu")
+_LIKE = ("empty", "full", "ones", "zeros")
+_FACTORIES = ("arange", "tensor", *_LIKE, *(f"{name}_like" for name in _LIKE))
+
+
+class _Stream:
+    """A CUDA stream or event where everything is already in order."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+    def synchronize(self) -> None: ...
+    def wait_stream(self, stream: object) -> None: ...
+    def record_event(self) -> _Stream:
+        return self
+
+
+@contextlib.contextmanager
+def _in_order(stream: object) -> Iterator[None]:
+    yield
+
+
+def _torch_without_cuda() -> ModuleType:
+    """A copy of the torch namespace whose `cuda` is the CPU and whose factories take device="cuda" as the CPU."""
+    cuda = ModuleType("torch.cuda")
+    cuda.__dict__.update(torch.cuda.__dict__)
+    stream = _Stream()
+    cuda.__dict__.update(
+        current_device=lambda: _CPU,
+        synchronize=lambda *_: None,
+        empty_cache=lambda: None,
+        Stream=_Stream,
+        Event=_Stream,
+        current_stream=lambda *_: stream,
+        default_stream=lambda *_: stream,
+        stream=_in_order,
+        get_rng_state=lambda *_: torch.get_rng_state(),
+        set_rng_state=lambda state, *_: torch.set_rng_state(state),
+        manual_seed=torch.manual_seed,
+    )
+    namespace = ModuleType("torch")
+    namespace.__dict__.update(torch.__dict__)
+    namespace.__dict__.update({name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}, cuda=cuda)
+    return namespace
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
+            kwargs["device"] = _CPU
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return on_cpu
+
+
+def replace_torch_cuda() -> None:
+    """Give every loaded Megatron module a torch whose CUDA is the CPU: buffers, schedules and clipping ask for it."""
+    namespace = _torch_without_cuda()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
+            module.__dict__["torch"] = namespace
+
+
+def name_tensor_types_as_cuda() -> None:
+    """`Tensor.type()` without arguments says torch.cuda.*: distrib_optimizer and clip_grads compare the name."""
+    plain = torch.Tensor.type
+
+    def type_as_cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        named = plain(self, *args, **kwargs)
+        return named.replace("torch.", "torch.cuda.", 1) if isinstance(named, str) else named
+
+    torch.Tensor.type = type_as_cuda  # type: ignore[method-assign]
+
+
+def keep_rng_states_on_cpu() -> None:
+    """Megatron's RNG tracker saves and sets the CUDA generator through private functions: give it the CPU's.
+
+    It then warns, for every weight, that the CPU's generator moved where only the GPU's should.
+    """
+    logging.getLogger(megatron_random.__name__).setLevel(logging.ERROR)
+    megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+
+def route_without_transformer_engine() -> None:
+    """Without TransformerEngine moe_utils never defines `te_general_gemm`, yet the router's GEMM reads it."""
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+def split_by_numbers() -> None:
+    """all_to_all split sizes stay tensors on CPU (they are not `is_cuda`), and gloo refuses tensors: numpy instead."""
+
+    def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    moe_utils.maybe_move_tensor_to_cpu = to_cpu
+    token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
+
+
+@functools.cache
+def patch_megatron() -> None:
+    """Everything above, once per process, after the Megatron modules that are used have been imported."""
+    replace_torch_cuda()
+    name_tensor_types_as_cuda()
+    keep_rng_states_on_cpu()
+    route_without_transformer_engine()
+    split_by_numbers()

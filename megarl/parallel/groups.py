@@ -1,0 +1,61 @@
+"""The process groups of a training rank: the only reader of Megatron's global state."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from megarl import device
+from megarl.parallel.layout import RankCoords, TrainLayout
+
+
+def join(store: Store, rank: int, layout: TrainLayout, seed: int, timeout_s: float) -> None:
+    """Enter the training world and build Megatron's groups; blocks until every rank of the layout has come.
+
+    Raises RuntimeError when Megatron's placement of this rank is not the layout's, which the weight maps rely on.
+    """
+    device.use_loopback()
+    dist.init_process_group(
+        device.BACKEND,
+        store=PrefixStore("train", store),
+        rank=rank,
+        world_size=layout.world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        order="tp-cp-ep-dp-pp",
+        create_gloo_process_groups=False,
+        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+    )
+    if _megatron_coords() != layout.coords(rank):
+        raise RuntimeError(f"rank {rank}: Megatron placed it at {_megatron_coords()}, not {layout.coords(rank)}")
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def _megatron_coords() -> RankCoords:
+    return RankCoords(
+        rank=dist.get_rank(),
+        tp=parallel_state.get_tensor_model_parallel_rank(),
+        dp=parallel_state.get_data_parallel_rank(),
+        pp=parallel_state.get_pipeline_model_parallel_rank(),
+        ep=parallel_state.get_expert_model_parallel_rank(),
+        etp=parallel_state.get_expert_tensor_parallel_rank(),  # type: ignore[arg-type]
+        edp=parallel_state.get_expert_data_parallel_rank(),
+    )
+
+
+def tp_group() -> dist.ProcessGroup:
+    """The ranks that split this rank's layers and vocabulary."""
+    return parallel_state.get_tensor_model_parallel_group()  # type: ignore[return-value]
+
+
+def dp_group() -> dist.ProcessGroup:
+    """The ranks that hold the same dense shard and train on other sequences."""
+    return parallel_state.get_data_parallel_group()  # type: ignore[return-value]

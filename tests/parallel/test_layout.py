@@ -1,0 +1,131 @@
+"""The rank arithmetic against Megatron's own, and every refusal it makes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.core.parallel_state import RankGenerator
+
+from megarl.parallel.layout import EngineLayout, TrainLayout, divisors, nearest
+from megarl.types import ModelShape
+
+ORDER = "tp-cp-ep-dp-pp"
+SHAPE = ModelShape(
+    num_layers=4,
+    hidden_size=128,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=16,
+    vocab_size=200,
+    num_experts=8,
+    experts_per_token=2,
+    moe_ffn_size=128,
+    tied_embeddings=False,
+)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> TrainLayout:
+    """Every layout that divides, up to 512 ranks."""
+    tp, dp, pp = (draw(st.sampled_from([1, 2, 3, 4, 8])) for _ in range(3))
+    ep = draw(st.sampled_from(divisors(tp * dp)))
+    return TrainLayout(world_size=tp * dp * pp, tp=tp, pp=pp, ep=ep)
+
+
+def position(groups: list[list[int]], rank: int) -> int:
+    """The rank's place within its own group."""
+    return next(group.index(rank) for group in groups if rank in group)
+
+
+@given(layouts())
+def test_coords_are_megatrons(layout: TrainLayout) -> None:
+    dense = RankGenerator(tp=layout.tp, ep=1, dp=layout.dp, pp=layout.pp, cp=1, order=ORDER)
+    expert = RankGenerator(tp=layout.etp, ep=layout.ep, dp=layout.edp, pp=layout.pp, cp=1, order=ORDER)
+    dense_groups = {axis: dense.get_ranks(axis) for axis in ("tp", "dp", "pp")}
+    expert_groups = {axis: expert.get_ranks(axis) for axis in ("tp", "ep", "dp", "pp")}
+    for rank in range(layout.world_size):
+        coords = layout.coords(rank)
+        assert coords.rank == rank
+        assert (coords.tp, coords.dp, coords.pp) == tuple(position(g, rank) for g in dense_groups.values())
+        assert (coords.etp, coords.ep, coords.edp, coords.pp) == tuple(
+            position(g, rank) for g in expert_groups.values()
+        )
+
+
+@given(layouts(), st.integers(1, 8), st.integers(1, 300_000))
+def test_stages_and_vocabulary_tile(layout: TrainLayout, per_stage: int, vocab: int) -> None:
+    num_layers = per_stage * layout.pp
+    stages = [layout.layers(stage, num_layers) for stage in range(layout.pp)]
+    assert [layer for stage in stages for layer in stage] == list(range(num_layers))
+    padded = layout.padded_vocab(vocab)
+    assert padded % (128 * layout.tp) == 0 and vocab <= padded < vocab + 128 * layout.tp
+
+
+def test_coords_outside_the_world() -> None:
+    with pytest.raises(IndexError):
+        TrainLayout(4, 2, 2, 2).coords(4)
+
+
+@pytest.mark.parametrize(
+    ("layout", "where", "mend"),
+    [
+        (TrainLayout(6, 2, 2, 1), "placement.gpus", "multiple of 4"),
+        (TrainLayout(3, 3, 1, 1), "train.tp", "set train.tp to 2 or 4"),
+        (TrainLayout(8, 8, 1, 8), "train.tp", "set train.tp to 4"),  # 8 heads, but 4 key/value heads
+        (TrainLayout(3, 1, 3, 1), "train.pp", "set train.pp to 2 or 4"),
+        (TrainLayout(3, 1, 1, 3), "train.ep", "set train.ep to 2 or 4"),
+        (TrainLayout(4, 1, 2, 4), "train.ep", "set train.ep to 2"),  # divides the experts, not the stage
+    ],
+)
+def test_training_faults_name_the_key_and_the_mend(layout: TrainLayout, where: str, mend: str) -> None:
+    assert any(fault.where == where and mend in fault.mend for fault in layout.faults(SHAPE))
+
+
+def test_expert_width_counts_only_where_tp_splits_it() -> None:
+    narrow = dataclasses.replace(SHAPE, moe_ffn_size=127)
+    assert [f.where for f in TrainLayout(2, 2, 1, 1).faults(narrow)] == ["train.tp"]
+    assert TrainLayout(2, 2, 1, 2).faults(narrow) == []
+
+
+@pytest.mark.parametrize("world", [(1, 1, 1, 1), (4, 2, 2, 2), (8, 2, 2, 4), (4, 4, 1, 1)])
+def test_layouts_that_divide_have_no_fault(world: tuple[int, int, int, int]) -> None:
+    assert TrainLayout(*world).faults(SHAPE) == []
+
+
+def test_all_training_faults_at_once() -> None:
+    faults = TrainLayout(7, 3, 3, 3).faults(SHAPE)
+    assert {fault.where for fault in faults} == {"train.tp", "train.ep", "train.pp", "placement.gpus"}
+
+
+def test_engine_members() -> None:
+    engines = EngineLayout(count=2, tp=2, ep=1)
+    assert [engines.member(slot) for slot in range(5)] == [(0, 0), (0, 1), (1, 0), (1, 1), None]
+
+
+@pytest.mark.parametrize(
+    ("engine", "where", "mend"),
+    [
+        (EngineLayout(3, 2, 1), "rollout.engine.count", "set it to 2"),
+        (EngineLayout(1, 8, 8), "rollout.engine.count", "rollout.engine.tp to at most 4"),
+        (EngineLayout(1, 3, 1), "rollout.engine.tp", "2 or 4"),
+        (EngineLayout(1, 4, 3), "rollout.engine.ep", "2 or 4"),
+        (EngineLayout(1, 2, 4), "rollout.engine.ep", "2"),
+    ],
+)
+def test_engine_faults_name_the_key_and_the_mend(engine: EngineLayout, where: str, mend: str) -> None:
+    assert any(fault.where == where and mend in fault.mend for fault in engine.faults(SHAPE, gpus=4))
+
+
+def test_engine_expert_width() -> None:
+    narrow = dataclasses.replace(SHAPE, moe_ffn_size=32)
+    assert [f.where for f in EngineLayout(1, 2, 1).faults(narrow, gpus=4)] == ["rollout.engine.tp"]
+    assert EngineLayout(1, 2, 2).faults(narrow, gpus=4) == []
+
+
+def test_nearest() -> None:
+    assert nearest(3, [1, 2, 4, 8]) == "2 or 4"
+    assert nearest(9, [1, 2, 4, 8]) == "8"
+    assert nearest(4, [1, 2, 4]) == "4"

@@ -1,0 +1,99 @@
+"""What is read from `config.json`, what may be passed to Megatron, and the words of a refusal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.checkpoint import model_shape
+from megarl.parallel.layout import TrainLayout
+from megarl.parallel.model import hf_facts, option_faults, transformer_config
+from megarl.types import UserFault
+
+
+@pytest.fixture
+def edited(checkpoint_path: Path, tmp_path: Path) -> Any:
+    """A function: the checkpoint's config.json with some keys changed (None: removed), in a folder of its own."""
+
+    def edit(**changes: Any) -> Path:
+        config = json.loads((checkpoint_path / "config.json").read_text()) | changes
+        config = {key: value for key, value in config.items() if value is not None}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return tmp_path
+
+    return edit
+
+
+def test_facts_as_transformers_5_writes_them(checkpoint_path: Path) -> None:
+    facts = hf_facts(checkpoint_path)
+    assert (facts.rms_norm_eps, facts.rope_theta, facts.norm_topk_prob) == (1e-5, 50_000.0, True)
+
+
+def test_facts_as_transformers_4_wrote_them(edited: Any) -> None:
+    assert hf_facts(edited(rope_parameters=None, rope_theta=123.0, rope_scaling=None)).rope_theta == 123.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"use_sliding_window": True}, "use_sliding_window is True"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type is 'yarn'"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'"),
+    ],
+)
+def test_unsupported_variants_are_refused(edited: Any, changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserFault, match=named) as caught:
+        hf_facts(edited(**changes))
+    assert caught.value.where.endswith("config.json")
+
+
+def config(path: Path, options: dict[str, Any]) -> Any:
+    return transformer_config(path, model_shape(path), TrainLayout(4, 2, 2, 2), torch.bfloat16, options)
+
+
+def test_config_follows_checkpoint_and_layout(checkpoint_path: Path) -> None:
+    made = config(checkpoint_path, {})
+    assert (made.num_layers, made.hidden_size, made.num_query_groups, made.kv_channels) == (4, 64, 2, 32)
+    assert (made.num_moe_experts, made.moe_router_topk, made.moe_ffn_hidden_size) == (8, 2, 32)
+    assert (made.layernorm_epsilon, made.moe_router_pre_softmax, made.sequence_parallel) == (1e-5, False, True)
+    assert (made.expert_model_parallel_size, made.expert_tensor_parallel_size) == (2, 1)
+    assert made.params_dtype is made.pipeline_dtype is torch.bfloat16
+
+
+def test_unnormalised_routing_takes_the_softmax_first(edited: Any) -> None:
+    assert config(edited(norm_topk_prob=False), {}).moe_router_pre_softmax is True
+
+
+def test_options_pass_through(checkpoint_path: Path) -> None:
+    options = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    assert option_faults(options) == []
+    assert config(checkpoint_path, options).recompute_num_layers == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("recompute_granularty", "use recompute_granularity"),
+        ("tensor_model_parallel_size", "decided by the checkpoint"),
+        ("moe_aux_loss_coeff", "decided by the checkpoint"),
+    ],
+)
+def test_option_faults(key: str, words: str) -> None:
+    (fault,) = option_faults({key: 1})
+    assert fault.where == f"train.megatron.{key}"
+    assert words in str(fault)
+
+
+def test_every_wrong_option_at_once() -> None:
+    assert len(option_faults({"nonsense": 1, "num_layers": 2, "bf16": True, "fp8_margin": 0})) == 3
+
+
+def test_megatrons_own_refusal_is_a_users_fault(checkpoint_path: Path) -> None:
+    with pytest.raises(UserFault, match="train.megatron") as caught:
+        config(checkpoint_path, {"recompute_granularity": "sometimes"})
+    assert "sometimes" in str(caught.value)

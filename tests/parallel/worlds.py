@@ -1,0 +1,176 @@
+"""Real training worlds for tests: one process per rank, reaped whatever happens."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from megarl import device
+from megarl.config import Recipe
+from megarl.parallel.layout import TrainLayout
+from megarl.types import TrainSequence
+
+TIMEOUT_S = 120.0
+WORKER_ENV = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+
+
+def recipe(path: Path, layout: TrainLayout, **train: Any) -> Recipe:
+    """A recipe for a checkpoint and a layout; only what a training rank reads is real."""
+    return Recipe.model_validate(
+        {
+            "run": {"name": "test", "steps": 1, "timeout_s": TIMEOUT_S},
+            "model": {"path": str(path), "dtype": train.pop("dtype", "float32")},
+            "data": {"train": "none"},
+            "reward": {"function": "none"},
+            "rollout": {"prompts_per_step": 1, "samples_per_prompt": 2, "max_response_tokens": 1},
+            "train": {"tp": layout.tp, "pp": layout.pp, "ep": layout.ep, "lr": 1e-3, **train},
+            "placement": {"gpus": layout.world_size},
+        }
+    )
+
+
+_server = forkserver.ForkServer()
+_server.set_forkserver_preload(["megarl.trainer", "tests.parallel.worlds"])
+
+
+@contextmanager
+def _own_server() -> Iterator[None]:
+    """Fork from a server of these tests' own: the process-wide one may have imported SGLang."""
+    connect = patch.object(forkserver, "connect_to_new_process", _server.connect_to_new_process)
+    with connect, patch.dict(os.environ, WORKER_ENV):  # the server keeps the environment of its first request
+        yield
+
+
+def run_world(made: Recipe, work: Callable[..., Any], *args: Any) -> list[Any]:
+    """`work(trainer, *args)` on every rank of a fresh world; the results by rank.
+
+    The processes are forked from a server that has done the imports. Raises RuntimeError with the first rank's
+    traceback, or TimeoutError; no process outlives the call.
+    """
+    context = multiprocessing.get_context("forkserver")
+    store = device.host_store(TIMEOUT_S)
+    processes, pipes = [], []
+    try:
+        for rank in range(made.placement.gpus):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_rank_main, args=(rank, made, store.port, theirs, work, args))
+            with _own_server():
+                process.start()
+            theirs.close()
+            processes.append(process)
+            pipes.append(ours)
+        return _collect(pipes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _rank_main(
+    rank: int, made: Recipe, port: int, pipe: Connection, work: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    from megarl.trainer import Trainer
+
+    try:
+        pipe.send((True, work(Trainer(rank, made, port), *args)))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+
+
+def _collect(pipes: Sequence[Connection]) -> list[Any]:
+    results: dict[int, Any] = {}
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(results) < len(pipes):
+        waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise TimeoutError(f"ranks {sorted(waiting.values())} did not answer in {TIMEOUT_S} s")
+        for pipe in ready:
+            rank = waiting[pipe]  # type: ignore[index]
+            good, value = pipe.recv()  # type: ignore[union-attr]
+            if not good:
+                raise RuntimeError(f"rank {rank}:\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def ragged(count: int, vocab_size: int, seed: int, longest: int = 23) -> list[TrainSequence]:
+    """Random sequences of 2 to `longest` tokens with a random prompt length, advantages and engine logprobs."""
+    rng = np.random.default_rng(seed)
+    sequences = []
+    for _ in range(count):
+        length = int(rng.integers(2, longest + 1))
+        mask_T = np.arange(length) >= rng.integers(1, length)
+        sequences.append(
+            TrainSequence(
+                token_ids_T=rng.integers(0, vocab_size, length),
+                loss_mask_T=mask_T,
+                loss_weight_T=(mask_T * rng.uniform(0.5, 1.5, length)).astype(np.float32),
+                advantage_T=(mask_T * rng.normal(size=length)).astype(np.float32),
+                engine_logp_T=(mask_T * rng.normal(size=length)).astype(np.float32),
+            )
+        )
+    return sequences
+
+
+def deal(sequences: Sequence[TrainSequence], dp_rank: int, dp: int, micro_batches: int) -> list[list[TrainSequence]]:
+    """One data-parallel rank's uneven micro-batches: every dp-th sequence, split into `micro_batches` parts."""
+    mine = list(sequences[dp_rank::dp])
+    cuts = [round(len(mine) * (i / micro_batches) ** 1.5) for i in range(micro_batches + 1)]
+    return [mine[start:end] for start, end in zip(cuts[:-1], cuts[1:], strict=True)]
+
+
+def weighted_loss(
+    logp_T: torch.Tensor, old_logp_T: torch.Tensor, targets: Any
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A small loss of every input, so that a misaligned one shows: sum w m (A (old - log p) - (p - e)^2 / 10)."""
+    mask_T = targets.loss_mask_T
+    gap_T = torch.where(mask_T, (old_logp_T - targets.engine_logp_T).abs(), 0.0)
+    per_token_T = targets.advantage_T * (old_logp_T - 1.0 - logp_T) + (logp_T - targets.engine_logp_T) ** 2 / 10
+    loss_sum = torch.where(mask_T, per_token_T * targets.loss_weight_T, 0.0).sum()
+    return loss_sum, {"tokens": mask_T.sum(), "gap": gap_T.sum(), "gap_max": gap_T.max()}
+
+
+Rectangle = tuple[str, tuple[int, int], tuple[int, int], np.ndarray]
+
+
+def rectangles(trainer: Any) -> list[Rectangle]:
+    """This rank's weights as (logical HF tensor, rows, cols, values)."""
+    from megarl.resharding import megatron_map
+    from megarl.resharding.shards import rectangle
+
+    params = trainer.params()
+    found = []
+    for shard in megatron_map.shards(trainer.shape, trainer.layout, trainer.rank):
+        values = rectangle(params[shard.param], shard.at, shard.num_rows, shard.num_cols)
+        found.append((shard.name, shard.rows, shard.cols, values.float().numpy().copy()))
+    return found
+
+
+def assemble(ranks: Sequence[Sequence[Rectangle]]) -> dict[str, np.ndarray]:
+    """The logical tensors, 2-D, from all ranks' rectangles; replicas must be equal and nothing may be missing."""
+    extents: dict[str, tuple[int, int]] = {}
+    for name, rows, cols, _ in (one for rank in ranks for one in rank):
+        old = extents.get(name, (0, 0))
+        extents[name] = (max(old[0], rows[1]), max(old[1], cols[1]))
+    logical = {name: np.full(extent, np.nan, dtype=np.float32) for name, extent in extents.items()}
+    for name, rows, cols, values in (one for rank in ranks for one in rank):
+        place = logical[name][rows[0] : rows[1], cols[0] : cols[1]]
+        is_new = np.isnan(place)
+        assert np.array_equal(place[~is_new], values[~is_new]), f"{name}: replicas differ"
+        place[...] = values
+    for name, values in logical.items():
+        assert not np.isnan(values).any(), f"{name} is incomplete"
+    return logical

@@ -1,0 +1,174 @@
+"""A training rank as the rest of the program uses it. One world of two ranks answers most questions at once."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.batching import SampleRef, plan_updates
+from megarl.parallel.layout import TrainLayout
+from megarl.types import Prompt, Sample, SampleGroup
+from tests.parallel.conftest import write_checkpoint
+from tests.parallel.worlds import deal, ragged, recipe, run_world, weighted_loss
+
+pytestmark = pytest.mark.slow
+
+VOCAB_SIZE = 100  # padded to 256 at TP 2, so that the second rank's half of the vocabulary is all padding
+IDLE_S = 1.0
+
+
+@pytest.fixture(scope="module")
+def small_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("small-vocabulary"), vocab_size=VOCAB_SIZE, num_hidden_layers=2)
+
+
+def explore(trainer: Any) -> dict[str, Any]:
+    from megarl.resharding import megatron_map
+    from megarl.resharding.publish import attach
+    from megarl.resharding.shards import verify_params
+
+    verify_params(megatron_map.shards(trainer.shape, trainer.layout, trainer.rank), trainer.params())
+    batches = deal(ragged(10, VOCAB_SIZE, seed=5), 0, 1, micro_batches=2)
+    facts: dict[str, Any] = {"logprobs": trainer.logprobs(batches)}
+
+    storages = [buffer.grad_data.untyped_storage() for buffer in _buffers(trainer)]
+    full_bytes = [storage.nbytes() for storage in storages]
+    trainer.offload()
+    facts["offloaded_bytes"] = [storage.nbytes() for storage in storages]
+    facts["logprobs_offloaded"] = trainer.logprobs(batches)
+    trainer.onload()
+    facts["is_restored"] = [storage.nbytes() for storage in storages] == full_bytes
+    facts["gradients_after_onload"] = max(float(buffer.grad_data.abs().max()) for buffer in _buffers(trainer))
+
+    mapped = attach(trainer.publish().source)
+    before = {name: tensor.clone() for name, tensor in mapped.items()}
+    facts["first"] = trainer.train_step(batches, 50.0, 1e-2, weighted_loss)
+    facts["unchanged"] = [name for name, tensor in mapped.items() if torch.equal(tensor, before[name])]
+    facts["is_same_memory"] = all(torch.equal(mapped[name], param) for name, param in trainer.params().items())
+
+    facts["on_policy"] = trainer.train_step(batches, 50.0, 0.0, weighted_loss)
+    facts["off_policy"] = trainer.train_step(batches, 50.0, 0.0, weighted_loss, old_logp=facts["logprobs"])
+    facts["grpo"] = [trainer.train("grpo", *one) for one in (_step(1), _step(2))]
+    facts["sft"] = [trainer.train("sft", *_step(1)) for _ in range(8)]
+    facts["idle_share"] = _idle_share()
+    with pytest.raises(FloatingPointError, match=f"training rank {trainer.rank}"):
+        trainer.train_step(batches, 50.0, 1e-3, _infinite_loss)
+    return facts
+
+
+def _buffers(trainer: Any) -> list[Any]:
+    return trainer._model.buffers + trainer._model.expert_parallel_buffers
+
+
+def _step(updates: int) -> tuple[Any, ...]:
+    """Arguments of Trainer.train: two groups of four samples."""
+    rng = np.random.default_rng(9)
+    groups, refs = [], []
+    for group in range(2):
+        samples = [
+            Sample(rng.integers(0, VOCAB_SIZE, length), np.full(length, -4.0, np.float32), "", True, 0)
+            for length in rng.integers(1, 7, 4)
+        ]
+        prompt = Prompt("", "", tuple(rng.integers(0, VOCAB_SIZE, 5)), "")
+        groups.append(SampleGroup(prompt, tuple(samples), np.zeros(4, np.float32), np.zeros(4, np.bool_)))
+        lengths = [len(sample.response_ids_T) for sample in samples]
+        refs += [SampleRef(group, i, 5 + length, length, (-1.0) ** i) for i, length in enumerate(lengths)]
+    plan = plan_updates(refs, updates=updates, dp=1, token_budget=24, mean_over="sequences")
+    return plan, 1e-2, [0, 1], *groups
+
+
+def _idle_share() -> float:
+    """CPU seconds per second of every thread of this process while nothing is asked of it."""
+    start_s, cpu_s = time.perf_counter(), time.process_time()
+    time.sleep(IDLE_S)
+    return (time.process_time() - cpu_s) / (time.perf_counter() - start_s)
+
+
+def _infinite_loss(logp_T: torch.Tensor, old_logp_T: torch.Tensor, targets: Any) -> tuple[torch.Tensor, dict]:
+    return logp_T.sum() * float("inf"), {"tokens": targets.loss_mask_T.sum()}
+
+
+@pytest.fixture(scope="module")
+def world(small_vocabulary: Path) -> list[dict[str, Any]]:
+    return run_world(recipe(small_vocabulary, TrainLayout(2, 2, 1, 2)), explore)
+
+
+def test_logprobs_where_one_rank_holds_only_padding(world: list[dict[str, Any]], small_vocabulary: Path) -> None:
+    from transformers import Qwen3MoeForCausalLM
+
+    model = Qwen3MoeForCausalLM.from_pretrained(small_vocabulary, dtype=torch.float32).eval()
+    for mine, other, one in zip(*(rank["logprobs"] for rank in world), ragged(10, VOCAB_SIZE, seed=5), strict=True):
+        tokens_T = torch.from_numpy(one.token_ids_T)
+        with torch.no_grad():
+            logp_TV = model(tokens_T[None]).logits[0].log_softmax(-1)
+        np.testing.assert_allclose(mine[1:], logp_TV[:-1].gather(-1, tokens_T[1:, None])[:, 0], atol=1e-4)
+        assert mine[0] == 0.0
+        np.testing.assert_array_equal(mine, other)
+
+
+def test_offload_frees_the_gradients_and_keeps_the_weights(world: list[dict[str, Any]]) -> None:
+    for rank in world:
+        assert set(rank["offloaded_bytes"]) == {0}
+        assert rank["is_restored"] and rank["gradients_after_onload"] == 0.0
+        for kept, before in zip(rank["logprobs_offloaded"], rank["logprobs"], strict=True):
+            np.testing.assert_array_equal(kept, before)
+
+
+def test_steps_write_into_the_published_memory(world: list[dict[str, Any]]) -> None:
+    assert all(rank["is_same_memory"] for rank in world)
+    assert world[0]["unchanged"] == []
+    assert world[1]["unchanged"] == ["embedding.word_embeddings.weight", "output_layer.weight"]  # all padding
+
+
+def test_old_logprobs_are_of_the_policy_before_the_updates(world: list[dict[str, Any]]) -> None:
+    """`gap` is |old - engine|: current and old policy differ after a step, and the first step saw the old one."""
+    first, on_policy, off_policy = (world[0][key] for key in ("first", "on_policy", "off_policy"))
+    assert off_policy["gap"] == pytest.approx(first["gap"], rel=1e-5)
+    assert abs(on_policy["gap"] - first["gap"]) > 1e-2 * first["gap"]
+    one_update, two_updates = world[0]["grpo"]
+    assert one_update["old_kl"] == 0.0
+    assert two_updates["old_kl"] > 1e-4
+
+
+def test_metrics_are_the_same_on_every_rank(world: list[dict[str, Any]]) -> None:
+    assert world[0]["first"] == world[1]["first"]
+    assert {"loss", "grad_norm", "entropy", "tokens", "gap", "gap_max"} == world[0]["first"].keys()
+
+
+def test_supervised_steps_learn(world: list[dict[str, Any]]) -> None:
+    losses = [metrics["loss"] for metrics in world[0]["sft"]]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_an_idle_rank_leaves_the_cpu_alone(world: list[dict[str, Any]]) -> None:
+    assert max(rank["idle_share"] for rank in world) < 0.03
+
+
+def learn(trainer: Any) -> dict[str, Any]:
+    batches = deal(ragged(10, VOCAB_SIZE, seed=5), 0, 1, micro_batches=2)
+    start = trainer.logprobs(batches)
+    start_weights = {name: param.clone() for name, param in trainer.params().items()}
+    norms = [trainer.train_step(batches, 50.0, 1e-5, weighted_loss) for _ in range(12)]
+    matrices = {name: param for name, param in trainer.params().items() if param.ndim == 2}
+    moved = [float((param != start_weights[name]).float().mean()) for name, param in matrices.items()]
+    return {"logprobs": start, "metrics": norms, "moved": moved, "dtypes": {p.dtype for p in trainer.params().values()}}
+
+
+def test_bfloat16_over_two_stages(small_vocabulary: Path, world: list[dict[str, Any]]) -> None:
+    """Steps too small for a bf16 weight add up in the optimizer's float32 copy until they show.
+
+    A step of 1e-5 rounds to nothing at the usual size of a weight (0.15, spacing 1e-3): on its own it could move only
+    the 2 % of weights near zero, but twelve of them carry one in ten over a boundary.
+    """
+    stages = run_world(recipe(small_vocabulary, TrainLayout(2, 1, 2, 1), dtype="bfloat16"), learn)
+    assert all(stage["dtypes"] == {torch.bfloat16} for stage in stages)
+    assert all(np.mean(stage["moved"]) > 0.06 for stage in stages)
+    mine, float32 = (np.concatenate(arrays) for arrays in (stages[1]["logprobs"], world[0]["logprobs"]))
+    assert 1e-6 < np.abs(mine - float32).mean() < 0.1
+    losses = [metrics["loss"] for metrics in stages[1]["metrics"]]
+    assert losses[-1] < losses[0]
