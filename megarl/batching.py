@@ -67,7 +67,7 @@ def _balance(samples: Sequence[SampleRef], dp: int, token_budget: int) -> tuple[
 
 
 def _longest_first(samples: Sequence[SampleRef], count: int) -> list[list[SampleRef]]:
-    """Give each sample, longest first, to the bin with the fewest tokens; ties to the lowest bin, so it is repeatable."""
+    """Give each sample, longest first, to the bin with the fewest tokens, the lowest of equals: it is repeatable."""
     bins: list[list[SampleRef]] = [[] for _ in range(count)]
     heap = [(0, index) for index in range(count)]
     for sample in sorted(samples, key=lambda one: (-one.length, one.group, one.sample)):

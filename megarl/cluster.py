@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import logging
 import os
 import secrets
 import shutil
@@ -21,7 +22,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "1")
 
 import ray
-from ray.actor import ActorHandle
+import ray.exceptions
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -69,7 +70,7 @@ class _Shell:
 class Worker:
     """One remote process."""
 
-    def __init__(self, name: str, actor: ActorHandle) -> None:
+    def __init__(self, name: str, actor: Any) -> None:
         self.name, self._actor = name, actor
         self.watch_ref: Ref = actor.watch.remote()
 
@@ -96,7 +97,7 @@ class Cluster:
     def __init__(self, gpus: int) -> None:
         self._gpus = gpus
         self._workers: list[Worker] = []
-        self._placement: PlacementGroup | None = None
+        self._placement: PlacementGroup
         self._folder = ""
 
     def __enter__(self) -> Cluster:
@@ -111,7 +112,7 @@ class Cluster:
                 object_store_memory=_OBJECT_STORE_BYTES,
                 include_dashboard=False,
                 log_to_driver=False,
-                logging_level="error",
+                logging_level=logging.ERROR,
                 _temp_dir=self._folder,
                 _node_ip_address=LOOPBACK,
             )
@@ -155,7 +156,7 @@ class Cluster:
             if isinstance(failure, UserFault):
                 raise failure
             if failure is not None:
-                raise self._cause([*pending, *watches], labels | watches)
+                raise self._cause([*pending, *watches], {**labels, **watches})
             pending.pop(done[0], None)
         return ray.get(list(labels))
 

@@ -18,7 +18,7 @@ from megarl.types import GroupSummary
 
 
 def train(recipe: Recipe, inputs: Inputs, log: RunLog) -> None:
-    """Run a checked recipe. Raises WorkerFailed when a process of the run fails, UserFault when the user's code does."""
+    """Run a checked recipe. Raises WorkerFailed when a process of the run fails, UserFault when the reward does."""
     with Cluster(recipe.placement.gpus) as cluster:
         log.say("starting training ranks and engines side by side")
         fleet = Fleet(cluster, recipe)
@@ -44,7 +44,8 @@ def train_step(recipe: Recipe, inputs: Inputs, fleet: Fleet, record: Record) -> 
         groups = fleet.engines.sample(inputs.prompts.take(rollout.prompts_per_step), sampling)
     with record.phase("train"):
         fleet.memory.lend("train")
-        metrics = fleet.trainers.train(name, samples_of(groups.summaries, name), groups.refs, learning_rate(recipe, record.step))
+        lr = warmed_up(recipe.train.lr, recipe.train.warmup_steps, record.step)
+        metrics = fleet.trainers.train(name, samples_of(groups.summaries, name), groups.refs, lr)
     publish(fleet, record)
     record.add(rollout_metrics(groups.summaries) | train_metrics(metrics))
     record.samples(groups.summaries)
@@ -68,16 +69,18 @@ def evaluate(recipe: Recipe, inputs: Inputs, fleet: Fleet, record: Record) -> No
 
 def warm_start(recipe: Recipe, inputs: Inputs, fleet: Fleet, log: RunLog) -> None:
     """Supervised steps on the training answers; the engines get the weights once, after the last."""
+    warm = recipe.warm_start
     fleet.memory.lend("train")
-    for step in range(1, recipe.warm_start.steps + 1):
+    for step in range(1, warm.steps + 1):
         with log.warm_step(step) as record:
             with record.phase("train"):
-                prompts = inputs.prompts.take(recipe.warm_start.sequences_per_step)
+                prompts = inputs.prompts.take(warm.sequences_per_step)
                 groups = [demonstration(prompt, inputs.tokenizer) for prompt in prompts]
                 samples = samples_of([summary(group) for group in groups], "sft")
-                metrics = fleet.trainers.train("sft", samples, fleet.put(groups), recipe.warm_start.lr)
+                lr = warmed_up(warm.lr, warm.warmup_steps, step)
+                metrics = fleet.trainers.train("sft", samples, fleet.put(groups), lr)
             record.add(train_metrics(metrics))
-            if step == recipe.warm_start.steps:
+            if step == warm.steps:
                 publish(fleet, record)
                 evaluate(recipe, inputs, fleet, record)
 
@@ -93,6 +96,6 @@ def samples_of(groups: Sequence[GroupSummary], algorithm: str) -> list[SampleRef
     return samples
 
 
-def learning_rate(recipe: Recipe, step: int) -> float:
-    """Linear warm-up over the first train.warmup_steps steps, constant afterwards."""
-    return recipe.train.lr * min(1.0, step / max(1, recipe.train.warmup_steps))
+def warmed_up(lr: float, warmup_steps: int, step: int) -> float:
+    """Linear warm-up over the first steps, counted from 1; constant afterwards."""
+    return lr * min(1.0, step / max(1, warmup_steps))

@@ -7,7 +7,7 @@ import socket
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKEND = "nccl" if DEVICE == "cuda" else "gloo"
@@ -27,11 +27,11 @@ def loopback_socket() -> socket.socket:
     return listener
 
 
-def host_store(timeout_s: float) -> dist.TCPStore:
+def host_store(timeout_s: float) -> TCPStore:
     """Serve a key-value store on loopback; torch's own server would listen on every interface."""
     listener = loopback_socket()
     port = listener.getsockname()[1]
-    return dist.TCPStore(
+    return TCPStore(
         LOOPBACK,
         port,
         is_master=True,
@@ -41,8 +41,8 @@ def host_store(timeout_s: float) -> dist.TCPStore:
     )
 
 
-def join_store(port: int, timeout_s: float) -> dist.TCPStore:
+def join_store(port: int, timeout_s: float) -> TCPStore:
     """Connect to a store that `host_store` serves on this machine."""
-    return dist.TCPStore(
+    return TCPStore(
         LOOPBACK, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )

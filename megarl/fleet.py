@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megarl import checkpoint, device
 from megarl.algos import ALGORITHMS
 from megarl.batching import SampleRef, Update, plan_updates
-from megarl.cluster import Cluster, Ref, Worker
+from megarl.cluster import Cluster, Ref
 from megarl.config import Recipe
 from megarl.memory import Lender
 from megarl.parallel.layout import EngineLayout, TrainLayout
