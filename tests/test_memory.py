@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.memory import Lender
+from megarl.memory import EngineMemory, Lender, TrainerMemory
 
 
-class Recorder:
+class Recorder(TrainerMemory, EngineMemory):
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def __getattr__(self, name: str):
-        return lambda: self.calls.append(name)
+    def offload(self) -> None:
+        self.calls.append("offload")
+
+    def onload(self) -> None:
+        self.calls.append("onload")
+
+    def release_memory(self) -> None:
+        self.calls.append("release_memory")
+
+    def resume_weights(self) -> None:
+        self.calls.append("resume_weights")
+
+    def resume_cache(self) -> None:
+        self.calls.append("resume_cache")
 
 
 def test_a_step_gives_before_it_takes():

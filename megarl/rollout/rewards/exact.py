@@ -1,0 +1,11 @@
+"""The answer, to the letter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def score(response: str, answer: str, row: Mapping[str, Any]) -> float:
+    """1 when response and answer are equal but for surrounding white space, else 0."""
+    return 1.0 if response.strip() == answer.strip() else 0.0

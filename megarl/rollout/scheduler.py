@@ -1,0 +1,144 @@
+"""What runs in SGLang's scheduler processes: our environment and patches first, then SGLang's own function."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from megarl.device import DEVICE, use_loopback
+from megarl.rollout import cpu
+
+
+def set_environment() -> None:
+    """What SGLang and its libraries read from the environment, some of it when they are imported.
+
+    Run in the host process before its schedulers start. Logprobs are asked for as the model gives them, before
+    temperature and truncation, so that they are the trainer's too.
+    """
+    use_loopback()
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    os.environ["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "1"
+    os.environ["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"  # a /dev/shm file that a SIGKILL leaves
+    if DEVICE == "cpu":
+        cpu.set_environment()
+
+
+@dataclass
+class SchedulerEntry:
+    """The target of a scheduler process, in the place of `sglang.srt.managers.scheduler.run_scheduler_process`.
+
+    It is pickled into the process; `processes` is filled on the parent's side, once they are started.
+    """
+
+    directory: Path
+    environment: dict[str, str] = field(default_factory=dict)
+    processes: list[BaseProcess] = field(default_factory=list)
+
+    def log_path(self, tp_rank: int) -> Path:
+        return self.directory / f"scheduler-{tp_rank}.log"
+
+    def kill(self) -> None:
+        """End and reap the schedulers."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """The target is unpickled before its arguments, which import SGLang."""
+        self.__dict__.update(state)
+        if DEVICE == "cpu":
+            cpu.prepare()
+
+    def __call__(self, server_args: Any, port_args: Any, gpu_id: int, tp_rank: int, *rest: Any) -> None:
+        os.environ.update(self.environment)
+        # A file in the place of torch's TCPStore, whose server would listen on every interface.
+        os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{self.directory / 'rendezvous'}"
+        _write_output_to(self.log_path(tp_rank))
+        with _exit_with_traceback():
+            if DEVICE == "cpu":
+                cpu.live_no_longer_than_host()
+                cpu.patch_sglang()
+            from sglang.srt.managers import scheduler
+
+            _end_on_exceptions(scheduler)
+            _publish_no_load(scheduler)
+            tqdm.set_lock(threading.RLock())  # its default lock is a named semaphore, which a SIGKILL leaves
+            _report_failed_loads()
+            scheduler.run_scheduler_process(server_args, port_args, gpu_id, tp_rank, *rest)
+
+
+def _write_output_to(log: Path) -> None:
+    """Everything the process prints, C++ aborts included, goes where the parent finds the reason of its death."""
+    with log.open("ab") as stream:
+        os.dup2(stream.fileno(), sys.stdout.fileno())
+        os.dup2(stream.fileno(), sys.stderr.fileno())
+
+
+@contextmanager
+def _exit_with_traceback() -> Iterator[None]:
+    """Leave the traceback as the log's last lines and end at once, without waiting for peers or threads."""
+    try:
+        yield
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _end_on_exceptions(scheduler: Any) -> None:
+    """SGLang answers a scheduler's exception with SIGQUIT to its parent, which would kill the actor without a word."""
+
+    class Scheduler(scheduler.Scheduler):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            with _exit_with_traceback():
+                super().__init__(*args, **kwargs)
+
+        def run_event_loop(self) -> None:
+            with _exit_with_traceback():
+                super().run_event_loop()
+
+    scheduler.Scheduler = Scheduler
+
+
+def _publish_no_load(scheduler: Any) -> None:
+    """SGLang's load snapshot for balancers is a file in /dev/shm that nothing of ours reads and a SIGKILL leaves."""
+    scheduler.create_load_snapshot_writer = lambda *args, **kwargs: None
+
+
+def _report_failed_loads() -> None:
+    """A custom weight loader that raises ends SGLang's scheduler; ours must answer, on every rank, what was wrong.
+
+    The ranks exchange their errors, so that rank 0, the only one that answers, also knows of the others'.
+    """
+    import torch.distributed as dist
+    from sglang.srt.distributed import get_tp_group
+    from sglang.srt.model_executor.model_runner_components import weight_updater
+
+    updater: Any = weight_updater.WeightUpdater
+    original = updater.update_weights_from_tensor
+
+    def update(self: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
+        try:
+            success, message = original(self, *args, **kwargs)
+        except Exception as error:
+            traceback.print_exc()
+            success, message = False, " ".join(f"{type(error).__name__}: {error}".split())
+        group = get_tp_group()
+        failures: list[str | None] = [None] * group.world_size
+        mine = None if success else f"tensor-parallel rank {group.rank_in_group}: {message}"
+        dist.all_gather_object(failures, mine, group=group.cpu_group)
+        reasons = [failure for failure in failures if failure]
+        return (False, "; ".join(reasons)) if reasons else (True, message)
+
+    updater.update_weights_from_tensor = update

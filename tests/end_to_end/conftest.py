@@ -1,0 +1,119 @@
+"""Real runs of the command, on a model and data made once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "recipes" / "quickstart.yaml"
+_POLL_S = 0.1
+
+
+@dataclass
+class Command:
+    """A `megarl train` that is running, or has run, in a folder of its own."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+    marker: str
+    files_before: set[str] = field(default_factory=set)
+    out: str = ""
+    err: str = ""
+
+    def records(self) -> list[dict[str, Any]]:
+        path = self.folder / "runs" / "quickstart" / "metrics.jsonl"
+        if not path.exists():
+            return []
+        return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+    def wait_for_step(self, step: int, timeout_s: float = 180.0) -> None:
+        """Return when the record of that step is written; fails when the command ends first."""
+        deadline = time.monotonic() + timeout_s
+        while not any(record["step"] >= step for record in self.records()):
+            if self.process.poll() is not None:
+                self.finish()
+                raise AssertionError(f"ended before step {step}:\n{self.out}\n{self.err}")
+            assert time.monotonic() < deadline, f"no step {step} within {timeout_s} s"
+            time.sleep(_POLL_S)
+
+    def finish(self, timeout_s: float = 600.0) -> int:
+        self.out, self.err = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode
+
+    def tree(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def named(self, word: str) -> list[psutil.Process]:
+        return [one for one in self.tree() if word in " ".join(one.cmdline())]
+
+    def leftovers(self) -> list[str]:
+        """Processes, shared-memory files and session folders that outlived the command."""
+        alive = []
+        for one in psutil.process_iter(["pid", "cmdline"]):
+            try:
+                if one.environ().get("MEGARL_TEST") == self.marker and one.status() != psutil.STATUS_ZOMBIE:
+                    alive.append(f"process {one.info['cmdline']}")
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return alive + sorted(files() - self.files_before)
+
+
+def files() -> set[str]:
+    """What a run could forget in the machine's shared places."""
+    temporary = {f"/tmp/{name}" for name in os.listdir("/tmp") if name.startswith(("megarl-", "sglang", "tmp"))}
+    return temporary | {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quickstart's own model and data."""
+    folder = tmp_path_factory.mktemp("inputs")
+    for script, target in (("make_tiny_moe.py", "models/tiny-qwen3-moe"), ("make_arithmetic.py", "data")):
+        command = [sys.executable, str(ROOT / "scripts" / script), "--out", str(folder / target)]
+        subprocess.run(command, check=True, capture_output=True, timeout=120)
+    return folder
+
+
+@pytest.fixture
+def launch(inputs: Path, tmp_path: Path) -> Iterator[Callable[..., Command]]:
+    """Start `megarl train` on the quickstart recipe with overrides; whatever a test does, nothing of it survives."""
+    started: list[Command] = []
+
+    def start(*overrides: str, env: dict[str, str] | None = None) -> Command:
+        for name in ("models", "data"):
+            (tmp_path / name).symlink_to(inputs / name)
+        marker = f"{tmp_path}-{len(started)}"
+        environment = {**os.environ, "MEGARL_TEST": marker, "PYTHONPATH": str(tmp_path), **(env or {})}
+        before = files()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "megarl.cli", "train", str(RECIPE), *overrides],
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(Command(process, tmp_path, marker, before))
+        return started[-1]
+
+    yield start
+    for command in started:
+        if command.process.poll() is None:
+            tree = command.tree()
+            os.killpg(command.process.pid, signal.SIGKILL)
+            for one in tree:
+                one.kill() if one.is_running() else None
+            command.process.communicate()

@@ -1,0 +1,79 @@
+"""The main job, as a user starts it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megarl.config import load_recipe
+
+pytestmark = pytest.mark.slow
+
+PNG = b"\x89PNG\r\n\x1a\n"
+EVERY_STEP = (
+    "reward/mean", "reward/accuracy", "rollout/logprob_gap_mean", "rollout/logprob_gap_max", "reshard/wire_bytes",
+    "reshard/seconds", "time/rollout_s", "time/train_s", "time/reshard_s", "time/other_s", "time/step_s", "train/loss",
+    "train/grad_norm",
+)  # fmt: skip
+
+
+def test_the_quickstart_learns(launch: Callable):
+    """From chance to 0.9 on held-out questions, the engine's logprobs equal to the trainer's at every step."""
+    command = launch()
+    assert command.finish(900) == 0, command.err
+    records = command.records()
+    accuracy = [record["eval/accuracy"] for record in records if "eval/accuracy" in record]
+    assert accuracy[0] <= 0.05, "an untrained model answers by chance"
+    assert accuracy[-1] >= 0.9
+    assert command.leftovers() == []
+
+    steps = [record for record in records if record["step"] > 0]
+    assert [record["step"] for record in steps] == list(range(1, len(steps) + 1))
+    for record in steps:
+        assert set(EVERY_STEP) <= record.keys()
+        assert record["rollout/logprob_gap_mean"] < 1e-4
+        assert record["reshard/wire_bytes"] > 0
+    published = [record["reshard/version"] for record in records if "reshard/version" in record]
+    assert published == list(range(len(published))), "every update reached the engines"
+    own_cost = sum(record["time/other_s"] for record in steps) / sum(record["time/step_s"] for record in steps)
+    assert own_cost < 0.1
+
+    run = command.folder / "runs" / "quickstart"
+    assert (run / "curve.png").read_bytes().startswith(PNG)
+    assert list((run / "events").glob("events.out.tfevents*"))
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert {"prompt", "response", "reward", "step"} <= samples[-1].keys()
+    assert load_recipe(run / "recipe.yaml", []).model_dump() == load_recipe(_recipe(), []).model_dump()
+    assert f"step {len(steps)}/{len(steps)}" in command.out
+    assert "eval/accuracy" in command.out.splitlines()[-20:][0] or "eval/accuracy" in command.out
+
+
+def _recipe() -> Path:
+    return Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+
+
+@pytest.mark.parametrize(
+    ("train", "engine"),
+    [
+        ({"tp": 1, "pp": 1, "ep": 2}, {"count": 2, "tp": 1, "ep": 1}),
+        ({"tp": 2, "pp": 1, "ep": 1}, {"count": 1, "tp": 2, "ep": 2}),
+    ],
+)
+def test_other_layouts_agree_too(launch: Callable, train: dict, engine: dict):
+    """Two GPUs: data parallel into two engines, and split experts (ETP) into an expert-parallel engine."""
+    overrides = [f"train.{key}={value}" for key, value in train.items()]
+    overrides += [f"rollout.engine.{key}={value}" for key, value in engine.items()]
+    command = launch(
+        *overrides, "placement.gpus=2", "run.steps=3", "warm_start.steps=10", "train.updates_per_step=2",
+        "rollout.prompts_per_step=8", "evaluation.max_prompts=16",
+    )  # fmt: skip
+    assert command.finish(300) == 0, command.err
+    steps = [record for record in command.records() if record["step"] > 0]
+    assert len(steps) == 3
+    assert max(record["rollout/logprob_gap_mean"] for record in steps) < 1e-4
+    resolved = yaml.safe_load((command.folder / "runs/quickstart/recipe.yaml").read_text())
+    assert resolved["placement"] == {"gpus": 2}

@@ -1,0 +1,166 @@
+"""A tiny Qwen3-MoE with a real tokenizer, written by transformers, and its own logprobs to compare with."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.device import DEVICE
+from megarl.rollout import cpu, scheduler
+from megarl.rollout.engine import Engine
+from megarl.rollout.prompts import load_tokenizer
+
+SPECIAL = ("<pad>", "<eos>", "<unk>", "<user>", "<assistant>")
+CHARACTERS = "0123456789+-*=? abcdefghijklmnopqrstuvwxyz"
+EOS = 1
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def write_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        additional_special_tokens=["<user>", "<assistant>"],
+    )
+    fast.chat_template = template
+    fast.save_pretrained(folder)
+
+
+def write_model(folder: Path) -> None:
+    """Random weights, large enough that a wrong slice shows; norms are not ones, as ones would hide a wrong norm."""
+    cpu.declare_torchvision_operators()
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(5)
+    settings: dict[str, Any] = {"head_dim": 32}  # a field of the class that its signature does not show
+    config = Qwen3MoeConfig(
+        vocab_size=len(SPECIAL) + len(CHARACTERS),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        norm_topk_prob=True,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        eos_token_id=EOS,
+        pad_token_id=0,
+        initializer_range=0.1,
+        **settings,
+    )
+    model = Qwen3MoeForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    model.save_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny-qwen3-moe")
+    write_tokenizer(folder)
+    write_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    return load_tokenizer(str(folder))
+
+
+@pytest.fixture(scope="session")
+def plain_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One without a chat template."""
+    folder = tmp_path_factory.mktemp("plain-tokenizer")
+    write_tokenizer(folder, template=None)
+    return load_tokenizer(str(folder))
+
+
+class Reference:
+    """The same checkpoint in transformers, fp32."""
+
+    def __init__(self, folder: Path) -> None:
+        cpu.declare_torchvision_operators()
+        from transformers import Qwen3MoeForCausalLM
+
+        self.model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    @torch.no_grad()
+    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """[tokens, vocabulary]"""
+        return self.model(torch.tensor([list(token_ids)])).logits[0]
+
+    def logprobs(self, prompt: Sequence[int], response: Sequence[int]) -> torch.Tensor:
+        """Of each response token, given all before it."""
+        logits = self.logits([*prompt, *response])[len(prompt) - 1 : -1]
+        return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
+
+    @torch.no_grad()
+    def scale(self, factor: float) -> None:
+        for parameter in self.model.parameters():
+            parameter.mul_(factor)
+
+
+@pytest.fixture
+def reference(checkpoint: Path) -> Iterator[Reference]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the model is too small to share out, and the engine wants the cores
+    yield Reference(checkpoint)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def loader_path() -> str:
+    """The name by which SGLang's processes import the tests' own weight loader."""
+    sys.path.append(str(Path(__file__).parent))
+    return "engine_loader.load"
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[None]:
+    """Kept from engine to engine: its imports are most of an engine's start."""
+    scheduler.set_environment()
+    if DEVICE == "cpu":
+        cpu.start_fork_server()
+    yield
+    if DEVICE == "cpu":
+        cpu.stop_fork_server()
+
+
+@pytest.fixture(scope="session")
+def build_engine(checkpoint: Path, loader_path: str, fork_server: None) -> Iterator[Any]:
+    from megarl.rollout.arguments import EngineSettings
+
+    engines: list[Engine] = []
+
+    def build(tp: int, ep: int, **changes: Any) -> Engine:
+        settings = {"model_path": str(checkpoint), "dtype": "float32", "seed": 3, "context_tokens": 512} | changes
+        engines.append(Engine(EngineSettings(tp=tp, ep=ep, concurrency=256, **settings), loader_path))
+        return engines[-1]
+
+    yield build
+    for engine in engines:
+        engine.shutdown()

@@ -1,0 +1,117 @@
+"""How an engine ends: by shutdown, by a killed scheduler, by its host's death, or before it has begun."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.rollout.engine import Engine, EngineFault, Sampling
+
+pytestmark = pytest.mark.slow
+
+PROMPT = [3, 7, 15, 8, 18, 4]
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def engine_files() -> set[Path]:
+    return {*SHARED_MEMORY.iterdir(), *Path(tempfile.gettempdir()).glob("megarl-engine-*")}
+
+
+def children() -> set[int]:
+    """Every descendant, the fork server and Python's resource tracker of the whole process among them."""
+    return {process.pid for process in psutil.Process().children(recursive=True)}
+
+
+def test_shutdown_leaves_no_process_and_no_file(build_engine: Callable[..., Engine], fork_server: None) -> None:
+    files, processes = engine_files(), children()
+    engine = build_engine(2, 1)
+    assert children() - processes >= set(engine.pids())
+    asyncio.run(engine.generate(PROMPT, Sampling(2, 4)))
+    engine.shutdown()
+    engine.shutdown()
+    assert children() == processes
+    assert engine_files() <= files
+    with pytest.raises(EngineFault, match="the engine was shut down"):
+        asyncio.run(engine.generate(PROMPT, Sampling(1, 4)))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_scheduler_is_named_to_who_waits_and_to_who_comes(
+    build_engine: Callable[..., Engine], rank: int
+) -> None:
+    engine = build_engine(2, 1)
+    pids = engine.pids()
+    cause = rf"engine scheduler {rank} \(pid {pids[rank]}\) was killed by SIGKILL$"
+
+    async def kill_while_waiting() -> None:
+        pending = asyncio.ensure_future(engine.generate(PROMPT, Sampling(64, 450)))
+        await asyncio.sleep(0.2)
+        assert not pending.done()
+        os.kill(pids[rank], signal.SIGKILL)
+        with pytest.raises(EngineFault, match=cause):
+            await asyncio.wait_for(pending, timeout=10)
+        with pytest.raises(EngineFault, match=cause):
+            await asyncio.wait_for(engine.generate(PROMPT, Sampling(1, 4)), timeout=10)
+
+    asyncio.run(kill_while_waiting())
+    engine.shutdown()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_an_engine_that_cannot_start_says_why(build_engine: Callable[..., Engine], checkpoint: Path) -> None:
+    files, processes = engine_files(), children()
+    weights = checkpoint / "model.safetensors"
+    hidden = weights.rename(checkpoint / "hidden")
+    try:
+        with pytest.raises(EngineFault) as caught:
+            build_engine(1, 1)
+    finally:
+        hidden.rename(weights)
+    last = str(caught.value).splitlines()[-1]
+    assert last.startswith("engine scheduler 0 (pid ")
+    assert "Cannot find any model weights" in last
+    assert children() == processes
+    assert engine_files() <= files
+
+
+def test_an_argument_that_sglang_refuses_is_named(build_engine: Callable[..., Engine]) -> None:
+    with pytest.raises(EngineFault, match="Unknown schedule_policy: .*no-such-policy"):
+        build_engine(1, 1, sglang={"schedule_policy": "no-such-policy"})
+
+
+def test_schedulers_die_with_a_killed_host(checkpoint: Path) -> None:
+    program = """
+import sys
+from megarl.rollout.engine import Engine, EngineSettings
+engine = Engine(EngineSettings(sys.argv[1], tp=2, ep=1, dtype="float32", seed=1, context_tokens=64, concurrency=8))
+print(*engine.pids(), flush=True)
+sys.stdin.read()
+"""
+    command = [sys.executable, "-c", program, str(checkpoint)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as host:
+        assert host.stdout is not None
+        schedulers = [psutil.Process(int(pid)) for pid in host.stdout.readline().split()]
+        host.kill()
+        assert len(schedulers) == 2
+        deadline = time.monotonic() + 10
+        while alive := [process for process in schedulers if is_alive(process)]:
+            assert time.monotonic() < deadline, alive
+            time.sleep(0.1)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """A zombie is dead: in a container nobody may be there to reap an orphan."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

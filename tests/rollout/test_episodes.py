@@ -1,0 +1,126 @@
+"""One engine's worker: prompts in, scored groups and their summaries out."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.config import Recipe
+from megarl.rollout.engine import Engine, EngineFault
+from megarl.rollout.episodes import RolloutWorker, Sampling, demonstration, engine_settings, summary
+from megarl.types import Prompt, Sample, SampleGroup, UserFault
+
+PROMPT = Prompt("rows.jsonl:1", "<user>1+2=<assistant>", (3, 6, 15, 7, 18, 4), "3", {"level": 1})
+
+
+def recipe(model: str, reward: str = "megarl.rollout.rewards.exact:score") -> Recipe:
+    return Recipe.model_validate(
+        {
+            "run": {"name": "test", "steps": 1, "seed": 11},
+            "model": {"path": model, "dtype": "float32"},
+            "data": {"train": "train.jsonl", "max_prompt_tokens": 32},
+            "algorithm": {"name": "grpo"},
+            "reward": {"function": reward},
+            "rollout": {
+                "prompts_per_step": 7,
+                "samples_per_prompt": 4,
+                "max_response_tokens": 8,
+                "engine": {"count": 2, "tp": 2, "sglang": {"page_size": 1}},
+            },
+            "train": {"tp": 1, "lr": 1e-3},
+            "placement": {"gpus": 4},
+        }
+    )
+
+
+def test_an_engines_settings_come_from_the_recipe() -> None:
+    settings = engine_settings(recipe("somewhere"), index=1)
+    assert (settings.tp, settings.ep, settings.dtype, settings.first_gpu) == (2, 1, "float32", 2)
+    assert settings.seed == 12, "engines that share a seed would sample the same from the same prompt"
+    assert settings.context_tokens == 40
+    assert settings.concurrency == 16, "an engine gets at most 4 of 7 prompts"
+    assert not settings.load_weights
+    assert settings.sglang == {"page_size": 1}
+
+
+def test_a_summary_is_the_group_without_its_tokens() -> None:
+    samples = tuple(
+        Sample(np.arange(n, dtype=np.int64), np.zeros(n, dtype=np.float32), "x" * n, n < 3, version=4)
+        for n in (1, 2, 3)
+    )
+    group = SampleGroup(PROMPT, samples, np.array([0.0, 1.0, 0.5], dtype=np.float32), np.array([False, True, False]))
+    short = summary(group)
+    assert (short.prompt_text, short.answer, short.prompt_length, short.version) == (PROMPT.text, "3", 6, 4)
+    assert short.responses == ("x", "xx", "xxx")
+    assert short.response_lengths_G.tolist() == [1, 2, 3]
+    assert short.finished_G.tolist() == [True, True, False]
+    assert short.rewards_G.tolist() == [0.0, 1.0, 0.5]
+    assert short.correct_G.tolist() == [False, True, False]
+
+
+def test_a_demonstration_is_the_answer_and_its_end(tokenizer: Any) -> None:
+    group = demonstration(PROMPT, tokenizer)
+    (sample,) = group.samples
+    assert sample.response_ids_T.tolist() == [*tokenizer.convert_tokens_to_ids(["3"]), tokenizer.eos_token_id]
+    assert sample.engine_logp_T.tolist() == [0.0, 0.0]
+    assert sample.finished
+    assert group.prompt is PROMPT
+
+
+def test_a_bad_reward_stops_a_worker_before_its_engine_starts() -> None:
+    with pytest.raises(UserFault, match="no_such_module"):
+        RolloutWorker(recipe("somewhere", reward="no_such_module:score"), 0)
+
+
+@pytest.fixture(scope="module")
+def reward_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("reward")
+    (folder / "length_reward.py").write_text(
+        "def score(response, answer, row):\n"
+        "    if row['level'] == 9:\n"
+        "        raise ValueError('level 9 has no score')\n"
+        "    return len(response) / 8\n"
+    )
+    sys.path.append(str(folder))
+    yield "length_reward:score"
+    sys.path.remove(str(folder))
+
+
+@pytest.fixture(scope="module")
+def worker(checkpoint: Path, reward_path: str, fork_server: None, loader_path: str) -> Iterator[RolloutWorker]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megarl.rollout.episodes.Engine", functools.partial(Engine, weight_loader=loader_path))
+        built = RolloutWorker(recipe(str(checkpoint), reward_path), 0)
+    yield built
+    built.shutdown()
+
+
+@pytest.mark.slow
+def test_a_worker_samples_once_it_has_weights(worker: RolloutWorker) -> None:
+    assert worker.version() == -1
+    with pytest.raises(EngineFault, match="no weights"):
+        asyncio.run(worker.sample(PROMPT, Sampling(4, 8)))
+    asyncio.run(worker.reshard({}, 0))
+    assert worker.version() == 0
+    short, group = asyncio.run(worker.sample(PROMPT, Sampling(4, 8)))
+    assert group.prompt == PROMPT
+    assert len(group.samples) == 4
+    assert group.rewards_G.tolist() == [len(sample.text) / 8 for sample in group.samples]
+    assert short.version == 0
+    assert short.responses == tuple(sample.text for sample in group.samples)
+
+
+@pytest.mark.slow
+def test_a_reward_that_raises_is_the_users_fault(worker: RolloutWorker) -> None:
+    if worker.version() < 0:
+        asyncio.run(worker.reshard({}, 0))
+    prompt = Prompt("rows.jsonl:2", PROMPT.text, PROMPT.token_ids, "3", {"level": 9})
+    with pytest.raises(UserFault, match="raised ValueError: level 9 has no score"):
+        asyncio.run(worker.sample(prompt, Sampling(2, 4)))

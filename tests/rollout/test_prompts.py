@@ -1,0 +1,164 @@
+"""Rows of a file become prompts; whatever is wrong with them is said once, with its place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.rollout.prompts import PromptStream, load_prompts, load_tokenizer
+from megarl.types import Prompt, UserFault, UserFaults
+
+QUESTION = {"prompt": "1+2=", "answer": "3"}
+
+
+def write(folder: Path, rows: Sequence[Any], name: str = "rows.jsonl") -> str:
+    path = folder / name
+    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+    return str(path)
+
+
+def load(path: str, tokenizer: Any, limit: int = 32) -> list[Prompt]:
+    return load_prompts(
+        path, "data.train", tokenizer, prompt_column="prompt", answer_column="answer", max_prompt_tokens=limit
+    )
+
+
+def faults(path: str, tokenizer: Any, limit: int = 32) -> tuple[UserFault, ...]:
+    with pytest.raises(UserFaults) as caught:
+        load(path, tokenizer, limit)
+    assert all(fault.where == "data.train" for fault in caught.value.faults)
+    return caught.value.faults
+
+
+def test_a_string_becomes_one_user_message(tmp_path: Path, tokenizer: Any) -> None:
+    (prompt,) = load(write(tmp_path, [QUESTION | {"level": 2}]), tokenizer)
+    assert prompt.text == "<user>1+2=<assistant>"
+    assert prompt.token_ids == tuple(tokenizer.convert_tokens_to_ids(["<user>", *"1+2=", "<assistant>"]))
+    assert prompt.answer == "3"
+    assert prompt.row == QUESTION | {"level": 2}
+    assert prompt.id.endswith("rows.jsonl:1")
+
+
+def test_messages_keep_their_roles(tmp_path: Path, tokenizer: Any) -> None:
+    messages = [
+        {"role": "user", "content": "1"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "3"},
+    ]
+    (prompt,) = load(write(tmp_path, [QUESTION | {"prompt": messages}]), tokenizer)
+    assert prompt.text == "<user>1<assistant>2<user>3<assistant>"
+
+
+def test_without_a_template_a_string_stands_as_it_is(tmp_path: Path, plain_tokenizer: Any) -> None:
+    (prompt,) = load(write(tmp_path, [QUESTION]), plain_tokenizer)
+    assert prompt.text == "1+2="
+    messages = write(tmp_path, [QUESTION | {"prompt": [{"role": "user", "content": "1"}]}], "chat.jsonl")
+    (fault,) = faults(messages, plain_tokenizer)
+    assert "no chat template" in fault.problem
+
+
+def test_a_number_is_an_answer(tmp_path: Path, tokenizer: Any) -> None:
+    (prompt,) = load(write(tmp_path, [QUESTION | {"answer": 3}]), tokenizer)
+    assert prompt.answer == "3"
+
+
+def test_parquet_and_jsonl_hold_the_same(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(5)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    from_parquet = load(str(tmp_path / "rows.parquet"), tokenizer)
+    from_jsonl = load(write(tmp_path, rows), tokenizer)
+    assert [(p.text, p.token_ids, p.answer) for p in from_parquet] == [
+        (p.text, p.token_ids, p.answer) for p in from_jsonl
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "problem", "mend"),
+    [
+        ({"answer": "3"}, "no column 'prompt'", "set data.prompt to one of answer"),
+        ({"prompt": "1", "response": "3"}, "no column 'answer'", "set data.answer to one of prompt, response"),
+        ({"prompt": " ", "answer": "3"}, "the prompt is empty", "non-empty string"),
+        ({"prompt": 5, "answer": "3"}, "the prompt is 5", "non-empty string"),
+        ({"prompt": [], "answer": "3"}, "the prompt is []", "list of messages"),
+        ({"prompt": [{"role": "user"}], "answer": "3"}, "the prompt is [{'role': 'user'}]", "list of messages"),
+        ({"prompt": "1", "answer": None}, "'answer' is None", "give every row"),
+        ({"prompt": "1", "answer": ""}, "'answer' is ''", "give every row"),
+        ({"prompt": "1", "answer": ["3"]}, "'answer' is ['3']", "give every row"),
+        ({"prompt": "1" * 40, "answer": "3"}, "has 42 tokens", "raise data.max_prompt_tokens"),
+        ("{'prompt': 1}", "is not JSON", "one JSON object a line"),
+        ("[1]", "is not a JSON object", "one JSON object a line"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path: Path, tokenizer: Any, row: Any, problem: str, mend: str) -> None:
+    (fault,) = faults(write(tmp_path, [QUESTION, row]), tokenizer)
+    assert "rows.jsonl:2" in fault.problem
+    assert problem in fault.problem
+    assert mend in fault.mend
+
+
+def test_faults_of_one_kind_are_one_and_all_kinds_are_told(tmp_path: Path, tokenizer: Any) -> None:
+    path = write(tmp_path, [QUESTION, *[QUESTION | {"answer": None}] * 3, QUESTION | {"prompt": ""}])
+    found = faults(path, tokenizer)
+    assert len(found) == 2
+    assert "rows.jsonl:2" in found[0].problem
+    assert "2 more such rows" in found[0].problem
+
+
+@pytest.mark.parametrize(("name", "problem"), [("none.jsonl", "is not a file"), ("rows.csv", "neither .jsonl nor")])
+def test_a_file_that_is_no_data(tmp_path: Path, tokenizer: Any, name: str, problem: str) -> None:
+    write(tmp_path, [QUESTION], "rows.csv")
+    (fault,) = faults(str(tmp_path / name), tokenizer)
+    assert problem in fault.problem
+
+
+def test_an_empty_file_and_a_broken_parquet_are_named(tmp_path: Path, tokenizer: Any) -> None:
+    (fault,) = faults(write(tmp_path, []), tokenizer)
+    assert "has no rows" in fault.problem
+    (fault,) = faults(write(tmp_path, ["PAR"], "rows.parquet"), tokenizer)
+    assert "is not a parquet file" in fault.problem
+
+
+@pytest.mark.parametrize(("folder", "problem"), [("none", "is not a folder"), ("empty", "has no usable tokenizer")])
+def test_a_missing_tokenizer_is_the_models_fault(tmp_path: Path, folder: str, problem: str) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserFault, match=problem) as caught:
+        load_tokenizer(str(tmp_path / folder))
+    assert caught.value.where == "model.path"
+
+
+def numbered(count: int) -> list[Prompt]:
+    return [Prompt(str(index), "", (1,), "") for index in range(count)]
+
+
+@given(count=st.integers(1, 20), takes=st.lists(st.integers(0, 30), max_size=10), seed=st.integers(0, 99))
+def test_every_epoch_holds_each_prompt_once(count: int, takes: list[int], seed: int) -> None:
+    stream = PromptStream(numbered(count), seed)
+    batches = [stream.take(n) for n in takes]
+    assert [len(batch) for batch in batches] == takes
+    ids = [int(prompt.id) for batch in batches for prompt in batch]
+    for start in range(0, len(ids) - count + 1, count):
+        assert sorted(ids[start : start + count]) == list(range(count))
+
+
+@given(count=st.integers(1, 20), takes=st.lists(st.integers(0, 30), max_size=10), seed=st.integers(0, 99))
+def test_the_seed_decides_the_order_and_the_batch_size_does_not(count: int, takes: list[int], seed: int) -> None:
+    in_parts, at_once = PromptStream(numbered(count), seed), PromptStream(numbered(count), seed)
+    parts = [prompt for n in takes for prompt in in_parts.take(n)]
+    assert parts == at_once.take(sum(takes))
+
+
+def test_epochs_and_seeds_differ() -> None:
+    stream = PromptStream(numbered(50), 1)
+    first, second = stream.take(50), stream.take(50)
+    assert first != second
+    assert first != PromptStream(numbered(50), 2).take(50)
+    with pytest.raises(ValueError, match="at least one prompt"):
+        PromptStream([], 1)
