@@ -118,7 +118,11 @@ class _Slices:
 
 
 def check_hf(path: str | Path, shape: ModelShape) -> list[UserFault]:
-    """Names and shapes of the checkpoint against `config.json`, from the files' headers alone; all faults."""
+    """Names and shapes of the checkpoint against `config.json`, from the files' headers alone.
+
+    One fault for each kind of mend, naming its first tensor and counting the others: a wrong width is wrong in every
+    layer.
+    """
     found: list[UserFault] = []
     try:
         with ExitStack() as stack:
@@ -127,7 +131,16 @@ def check_hf(path: str | Path, shape: ModelShape) -> list[UserFault]:
                 found += _tensor_faults(slices, name, wanted)
     except UserFault as fault:
         return [fault]
-    return found
+    by_mend: dict[str, list[UserFault]] = {}
+    for fault in found:
+        by_mend.setdefault(fault.mend, []).append(fault)
+    return [_first_of(faults) for faults in by_mend.values()]
+
+
+def _first_of(faults: Sequence[UserFault]) -> UserFault:
+    first = faults[0]
+    more = f" (and {len(faults) - 1} more such tensors)" if len(faults) > 1 else ""
+    return UserFault(first.where, first.problem + more, first.mend)
 
 
 def _tensor_faults(slices: _Slices, name: str, wanted: tuple[int, ...]) -> list[UserFault]:

@@ -104,6 +104,8 @@ class Cluster:
         processes.adopt_orphans()
         # Not TMPDIR: Ray puts Unix sockets in it, whose paths may have 107 bytes at most.
         self._folder = tempfile.mkdtemp(prefix="megarl-", dir="/tmp")
+        self._tmpdir = os.environ.get("TMPDIR")
+        os.environ["TMPDIR"] = self._folder  # what a killed worker leaves is found and removed with the session
         try:
             ray.init(
                 address="local",
@@ -176,6 +178,9 @@ class Cluster:
             ray.shutdown()
             processes.kill_descendants()
             shutil.rmtree(self._folder, ignore_errors=True)
+            os.environ.pop("TMPDIR")
+            if self._tmpdir is not None:
+                os.environ["TMPDIR"] = self._tmpdir
 
 
 def _failure(ref: Ref) -> Exception | None:

@@ -22,7 +22,6 @@ def train(recipe: Recipe, inputs: Inputs, log: RunLog) -> None:
     with Cluster(recipe.placement.gpus) as cluster:
         log.say("starting training ranks and engines side by side")
         fleet = Fleet(cluster, recipe)
-        log.say("ready")
         with log.start() as record:
             publish(fleet, record)  # engines start empty: every weight they ever have comes through the reshard
             evaluate(recipe, inputs, fleet, record)
@@ -89,7 +88,7 @@ def samples_of(groups: Sequence[GroupSummary], algorithm: str) -> list[SampleRef
     """Every sample of every group with its advantage."""
     samples = []
     for index, group in enumerate(groups):
-        advantage_G = ALGORITHMS[algorithm].advantage(torch.from_numpy(group.rewards_G))
+        advantage_G = ALGORITHMS[algorithm].advantage(torch.tensor(group.rewards_G))
         for sample, (length, advantage) in enumerate(zip(group.response_lengths_G, advantage_G, strict=True)):
             response = int(length)
             samples.append(SampleRef(index, sample, group.prompt_length + response, response, float(advantage)))

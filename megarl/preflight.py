@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 from megarl import checkpoint
 from megarl.algos import ALGORITHMS
 from megarl.config import Recipe
+from megarl.device import DEVICE
+from megarl.parallel.hf_config import hf_facts
 from megarl.parallel.layout import EngineLayout, TrainLayout
 from megarl.rollout.arguments import sglang_faults
 from megarl.rollout.prompts import PromptStream, load_prompts, load_tokenizer
@@ -103,7 +105,10 @@ def _layout_faults(recipe: Recipe) -> Faults:
     engines = EngineLayout(engine.count, engine.tp, engine.ep)
     shape = _attempt([], lambda: checkpoint.model_shape(recipe.model.path)) or _shape_that_fits(layout, engines)
     faults = layout.faults(shape)
-    return faults + engines.faults(shape, recipe.placement.gpus) + _batch_faults(recipe, 1 if faults else layout.dp)
+    engine_faults = engines.faults(shape, recipe.placement.gpus)
+    if DEVICE == "cpu" and not engine_faults:
+        engine_faults = engines.cpu_faults(shape)
+    return faults + engine_faults + _batch_faults(recipe, 1 if faults else layout.dp)
 
 
 def _shape_that_fits(layout: TrainLayout, engines: EngineLayout) -> ModelShape:
@@ -136,6 +141,7 @@ def _checkpoint_faults(recipe: Recipe) -> Faults:
     if shape is None:
         return faults
     faults += checkpoint.check_hf(recipe.model.path, shape)
+    _attempt(faults, lambda: hf_facts(recipe.model.path))
     config = json.loads((Path(recipe.model.path) / "config.json").read_text(encoding="utf-8"))
     longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
     context = config.get("max_position_embeddings", longest)

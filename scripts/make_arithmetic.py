@@ -1,4 +1,4 @@
-"""Write the quickstart's data: additions of a two-digit and a one-digit number, as JSONL.
+"""Write the quickstart's data: additions of a three-digit and a one-digit number, as JSONL.
 
 Every digit that an evaluation question needs is seen in training; the question itself is not.
 """
@@ -14,8 +14,8 @@ Row = dict[str, str]
 
 
 def make_rows(seed: int, num_eval: int) -> tuple[list[Row], list[Row]]:
-    """(training rows, evaluation rows), both shuffled by the seed; together they are all 900 questions once."""
-    pairs = [(a, b) for a in range(10, 100) for b in range(10)]
+    """(training rows, evaluation rows), both shuffled by the seed; together they are all 9,000 questions once."""
+    pairs = [(a, b) for a in range(100, 1000) for b in range(10)]
     random.Random(seed).shuffle(pairs)
     return [_row(*pair) for pair in pairs[num_eval:]], [_row(*pair) for pair in pairs[:num_eval]]
 
@@ -36,7 +36,7 @@ def write_jsonl(path: Path, rows: list[Row]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("data"), help="folder for train.jsonl and eval.jsonl")
-    parser.add_argument("--eval", type=int, default=128, help="questions held out for evaluation")
+    parser.add_argument("--eval", type=int, default=256, help="questions held out for evaluation")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     train, evaluation = make_rows(args.seed, args.eval)

@@ -48,11 +48,11 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3MoeForCausalLM:
-    """4 layers, 8 experts of which a token takes 2, grouped-query attention, normed queries and keys: 2M parameters."""
+    """4 layers, 8 experts of which a token takes 2, grouped-query attention, normed queries and keys: 0.5M."""
     config = Qwen3MoeConfig(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
+        hidden_size=64,
+        intermediate_size=128,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -60,7 +60,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3MoeForCaus
         max_position_embeddings=512,
         num_experts=8,
         num_experts_per_tok=2,
-        moe_intermediate_size=128,
+        moe_intermediate_size=64,
         norm_topk_prob=True,
         tie_word_embeddings=False,
         pad_token_id=tokenizer.pad_token_id,

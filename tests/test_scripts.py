@@ -38,14 +38,14 @@ def digests(folder: Path) -> dict[str, str]:
 
 def test_arithmetic_is_right_and_its_evaluation_is_held_out(arithmetic: Path) -> None:
     train, evaluation = rows(arithmetic / "train.jsonl"), rows(arithmetic / "eval.jsonl")
-    assert len(evaluation) == 128
+    assert len(evaluation) == 256
     for row in [*train, *evaluation]:
-        match = re.fullmatch(r"([1-9]\d)\+(\d)=", row["prompt"])
+        match = re.fullmatch(r"([1-9]\d\d)\+(\d)=", row["prompt"])
         assert match, row
         assert row["answer"] == str(int(match[1]) + int(match[2]))
     assert not {row["prompt"] for row in evaluation} & {row["prompt"] for row in train}
     prompts = [row["prompt"] for row in [*train, *evaluation]]
-    assert len(set(prompts)) == len(prompts) == 900
+    assert len(set(prompts)) == len(prompts) == 9000
 
 
 def test_arithmetic_is_the_same_for_the_same_seed(arithmetic: Path, tmp_path: Path) -> None:

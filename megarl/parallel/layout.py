@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megarl.types import ModelShape, UserFault
 
-ENGINE_FFN_MULTIPLE = 32  # SGLang's CPU kernels pad a smaller slice of an expert, and padding has no source
+CPU_FFN_MULTIPLE = 32  # of each rank's slice of an expert, in SGLang on CPU
 
 
 def divisors(number: int) -> list[int]:
@@ -159,7 +159,22 @@ class EngineLayout:
         if self.tp % self.ep:
             mend = f"set rollout.engine.ep to {nearest(self.ep, divisors(self.tp))}"
             fault("ep", f"{self.ep} does not divide rollout.engine.tp ({self.tp})", mend)
-        elif shape.moe_ffn_size % (self.moe_tp * ENGINE_FFN_MULTIPLE):
-            problem = f"an expert's width {shape.moe_ffn_size} over tp/ep = {self.moe_tp} is not a multiple of 32"
+        elif shape.moe_ffn_size % self.moe_tp:
+            problem = f"tp/ep = {self.moe_tp} does not divide an expert's width ({shape.moe_ffn_size})"
             fault("tp", problem, "raise rollout.engine.ep or lower rollout.engine.tp")
+        return found
+
+    def cpu_faults(self, shape: ModelShape) -> list[UserFault]:
+        """What SGLang would pad on CPU: padding has no source in a checkpoint, so it is refused (update_config.py)."""
+        found = []
+        width, kv_heads = shape.moe_ffn_size, shape.num_kv_heads
+        if kv_heads % self.tp:
+            problem = f"{self.tp} does not divide the key/value heads ({kv_heads}), which an engine on CPU needs"
+            mend = f"set rollout.engine.tp to {nearest(self.tp, divisors(kv_heads))}"
+            found.append(UserFault("rollout.engine.tp", problem, mend))
+        if width % (self.tp * CPU_FFN_MULTIPLE):
+            valid = [d for d in divisors(max(1, width // CPU_FFN_MULTIPLE)) if width % (d * CPU_FFN_MULTIPLE) == 0]
+            problem = f"an expert's width {width} over {self.tp} is not a multiple of 32, which an engine on CPU needs"
+            mend = f"set rollout.engine.tp to {nearest(self.tp, valid)}, or use a model with wider experts"
+            found.append(UserFault("rollout.engine.tp", problem, mend))
         return found

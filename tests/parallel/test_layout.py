@@ -121,8 +121,10 @@ def test_engine_faults_name_the_key_and_the_mend(engine: EngineLayout, where: st
 
 def test_engine_expert_width() -> None:
     narrow = dataclasses.replace(SHAPE, moe_ffn_size=32)
-    assert [f.where for f in EngineLayout(1, 2, 1).faults(narrow, gpus=4)] == ["rollout.engine.tp"]
-    assert EngineLayout(1, 2, 2).faults(narrow, gpus=4) == []
+    assert EngineLayout(1, 2, 1).faults(narrow, gpus=4) == []
+    assert [f.where for f in EngineLayout(1, 2, 1).cpu_faults(narrow)] == ["rollout.engine.tp"]
+    assert [f.where for f in EngineLayout(1, 8, 1).cpu_faults(SHAPE)] == ["rollout.engine.tp"] * 2
+    assert EngineLayout(1, 1, 1).cpu_faults(narrow) == []
 
 
 def test_nearest() -> None:
