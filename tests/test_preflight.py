@@ -103,7 +103,7 @@ def test_evaluation_sets_are_cut_to_their_limit_and_the_seed_decides_the_order(g
             "1 is fewer than the 2 data-parallel ranks",
         ),
         (["train.tokens_per_micro_batch=12"], "train.tokens_per_micro_batch", "12 is less than the longest"),
-        (["warm_start.steps=1", "rollout.max_response_tokens=3"], "rollout.max_response_tokens", "(5 tokens with its"),
+        (["warm_start.steps=1", "rollout.max_response_tokens=3"], "rollout.max_response_tokens", "(4 tokens with its"),
         (["rollout.max_response_tokens=500"], "data.max_prompt_tokens", "516 tokens, the model's context is 512"),
         (["data.max_prompt_tokens=4"], "data.train", "data.max_prompt_tokens allows 1 to 4"),
         (["data.prompt=question"], "data.train", "there is no column 'question'"),

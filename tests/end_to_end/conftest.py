@@ -91,11 +91,11 @@ def launch(inputs: Path, tmp_path: Path) -> Iterator[Callable[..., Command]]:
     """Start `megarl train` on the quickstart recipe with overrides; whatever a test does, nothing of it survives."""
     started: list[Command] = []
 
-    def start(*overrides: str, env: dict[str, str] | None = None) -> Command:
+    def start(*overrides: str) -> Command:
         for name in ("models", "data"):
             (tmp_path / name).symlink_to(inputs / name)
         marker = f"{tmp_path}-{len(started)}"
-        environment = {**os.environ, "MEGARL_TEST": marker, "PYTHONPATH": str(tmp_path), **(env or {})}
+        environment = {**os.environ, "MEGARL_TEST": marker}
         before = files()
         process = subprocess.Popen(
             [sys.executable, "-m", "megarl.cli", "train", str(RECIPE), *overrides],
