@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.sequences import PackedRow, pack
+from megarl.types import TrainSequence
 from tests.parallel.conftest import VOCAB_SIZE
 from tests.parallel.worlds import assemble, deal, ragged, recipe, rectangles, run_world, weighted_loss
 
@@ -36,10 +37,21 @@ def train(trainer: Any) -> dict[str, Any]:
     return {
         "dp": at.dp,
         "lengths": [len(one.token_ids_T) for batch in micro_batches for one in batch],
+        "logits": logits(trainer, micro_batches[0]) if trainer.layout == ONE_RANK else None,
         "logprobs": trainer.logprobs(micro_batches),
         "metrics": [trainer.train_step(micro_batches, DENOMINATOR, LR, weighted_loss) for _ in range(STEPS)],
         "weights": rectangles(trainer),
     }
+
+
+def logits(trainer: Any, batch: list[TrainSequence]) -> np.ndarray:
+    """[T, vocabulary] of one packed row, from the model alone."""
+    from megarl.parallel import pipeline
+
+    row = pack(batch, multiple=1, device="cpu")
+    with torch.no_grad():
+        output, _ = pipeline._forward(lambda *_: None, VOCAB_SIZE, iter([row]), trainer._model)  # type: ignore[arg-type]
+    return output[0, :, :VOCAB_SIZE].numpy()
 
 
 def run(path: Path, layout: TrainLayout) -> list[dict[str, Any]]:
@@ -70,6 +82,17 @@ def test_one_rank_equals_transformers(checkpoint_path: Path, one_rank: dict[str,
     expected = hf_logprobs(checkpoint_path)
     for mine, theirs in zip(one_rank["logprobs"], expected, strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_one_rank_has_the_logits_of_transformers(checkpoint_path: Path, one_rank: dict[str, Any]) -> None:
+    from transformers import Qwen3MoeForCausalLM
+
+    model = Qwen3MoeForCausalLM.from_pretrained(checkpoint_path, dtype=torch.float32).eval()
+    batch = deal(ragged(14, VOCAB_SIZE, seed=3), 0, 1, micro_batches=3)[0]
+    with torch.no_grad():
+        expected = [model(torch.from_numpy(one.token_ids_T)[None]).logits[0] for one in batch]
+    np.testing.assert_allclose(one_rank["logits"], torch.cat(expected).numpy(), atol=1e-4)
 
 
 @pytest.mark.slow
