@@ -47,7 +47,7 @@ def model_shape(path: str | Path) -> ModelShape:
             problem = f"{key} is {json.dumps(config[key])}"
             raise UserFault(str(file), problem, f"use a checkpoint where it is {json.dumps(wanted)}")
     values = {field: _integer(file, config, keys) for field, keys in INTEGER_KEYS.items()}
-    return ModelShape(**values, tied_embeddings=False)
+    return ModelShape(**values)
 
 
 def _read_json(file: Path) -> dict[str, Any]:

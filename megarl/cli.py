@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from megarl.config import load_recipe
-from megarl.processes import Terminated, raise_on_sigterm
+from megarl.processes import raise_on_sigterm, was_terminated
 from megarl.types import UserFault, UserFaults
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -44,13 +44,10 @@ def _outcome(path: Path, overrides: list[str]) -> int:
         print(fault, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("megarl: interrupted", file=sys.stderr)
-        return 130
-    except Terminated:
-        print("megarl: terminated", file=sys.stderr)
-        return 143
+        print(f"megarl: {'terminated' if was_terminated() else 'interrupted'}", file=sys.stderr)
+        return 143 if was_terminated() else 130
     except Exception as error:
-        traceback.print_exc()
+        print(getattr(error, "evidence", None) or traceback.format_exc(), file=sys.stderr)
         cause = str(error).strip().splitlines() or [""]
         print(f"megarl: {type(error).__name__}: {cause[0]}", file=sys.stderr)
         return 1
@@ -61,6 +58,7 @@ def _run(path: Path, overrides: list[str]) -> None:
     recipe = load_recipe(path, overrides)
     sys.path.append(os.getcwd())  # where a user's reward function lies; the console script does not look there
 
+    from megarl import ray_settings  # noqa: F401  (before a reward module that imports Ray itself)
     from megarl.preflight import check
 
     inputs = check(recipe)

@@ -6,21 +6,15 @@ import asyncio
 import importlib
 import logging
 import os
-import secrets
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-# Ray reads its authentication settings when it is first imported.
-os.environ.setdefault("RAY_AUTH_MODE", "token")
-os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-# Engines span several GPUs from one process, so every process sees all GPUs of its node and picks by slot.
-os.environ.setdefault("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "1")
-
+from megarl import ray_settings  # noqa: F401  isort: skip  (before Ray)
 import ray
 import ray.exceptions
 from ray.util.placement_group import PlacementGroup, placement_group
@@ -36,7 +30,14 @@ _OBJECT_STORE_BYTES = 2**30
 
 
 class WorkerFailed(Exception):
-    """A worker died or raised; the message names the worker and its own cause."""
+    """A worker died or raised; the message names the worker and its own cause, `evidence` is its traceback or end."""
+
+    def __init__(self, message: str, evidence: str) -> None:
+        super().__init__(message, evidence)
+        self.message, self.evidence = message, evidence
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class _Shell:
@@ -106,6 +107,7 @@ class Cluster:
         self._folder = tempfile.mkdtemp(prefix="megarl-", dir="/tmp")
         self._tmpdir = os.environ.get("TMPDIR")
         os.environ["TMPDIR"] = self._folder  # what a killed worker leaves is found and removed with the session
+        on_sigterm = signal.getsignal(signal.SIGTERM)
         try:
             ray.init(
                 address="local",
@@ -118,6 +120,7 @@ class Cluster:
                 _temp_dir=self._folder,
                 _node_ip_address=LOOPBACK,
             )
+            signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own handler would end this process without cleaning up
             self._placement = placement_group([{"GPU": 1, "CPU": 2}] * self._gpus, strategy="PACK")
             self.gather({self._placement.ready(): "placement group"})
         except BaseException:
@@ -189,7 +192,7 @@ def _failure(ref: Ref) -> Exception | None:
     except ray.exceptions.GetTimeoutError:
         return None
     except ray.exceptions.RayTaskError as error:
-        return error.cause if isinstance(error.cause, Exception) else error
+        return error.cause if isinstance(error.cause, UserFault) else error
     except ray.exceptions.RayError as error:
         return error
     return None
@@ -205,6 +208,7 @@ def _worst(failures: Iterable[tuple[str, Exception]]) -> Exception:
     if isinstance(cause, UserFault):
         return cause
     if isinstance(cause, ray.exceptions.RayActorError):
-        return WorkerFailed(f"{name}: its process died")
-    last_line = str(cause).strip().splitlines()[-1:] or [""]
-    return WorkerFailed(f"{name}: {type(cause).__name__}: {last_line[0]}")
+        return WorkerFailed(f"{name}: its process died", str(cause))
+    raised = getattr(cause, "cause", cause)
+    last_line = str(raised).strip().splitlines()[-1:] or [""]
+    return WorkerFailed(f"{name}: {type(raised).__name__}: {last_line[0]}", str(cause))

@@ -30,7 +30,7 @@ class Branch(BaseModel):
 
 
 class Run(Branch):
-    """The run as a whole: `dir/name` receives every file, `timeout_s` bounds each wait for another process."""
+    """The run as a whole: `dir/name` receives every file, `timeout_s` bounds collectives and rendezvous."""
 
     name: FolderName
     dir: Text = "runs"
@@ -91,7 +91,10 @@ class Engines(Branch):
 
 
 class Rollout(Branch):
-    """What is sampled in one step, and by which engines."""
+    """What is sampled in one step, and by which engines.
+
+    Logprobs on both sides are those of temperature 1: with another one the loss sees the model, not the sampler.
+    """
 
     prompts_per_step: Count
     samples_per_prompt: Annotated[int, Field(ge=2)]  # the advantage of a sample is relative to the others of its group
@@ -206,7 +209,7 @@ def _read_yaml(path: Path, faults: list[UserFault]) -> tuple[dict[str, Any], Ori
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise UserFaults([UserFault(str(path), f"cannot read the recipe ({reason})", "name a YAML file")]) from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that no calendar has
         line = getattr(getattr(error, "problem_mark", None), "line", 0) + 1
         problem = f"not valid YAML ({getattr(error, 'problem', None) or error})"
         raise UserFaults([UserFault(f"{path}:{line}", problem, "correct the syntax")]) from None
@@ -240,7 +243,7 @@ def _apply(override: str, tree: dict[str, Any], origins: Origins, faults: list[U
         return
     try:
         value = yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):  # ValueError: a date that no calendar has
         faults.append(UserFault(where, f"{text!r} is not a YAML value", "put text in quotes"))
         return
     branch = tree

@@ -21,8 +21,9 @@ def train(recipe: Recipe, inputs: Inputs, log: RunLog) -> None:
     """Run a checked recipe. Raises WorkerFailed when a process of the run fails, UserFault when the reward does."""
     with Cluster(recipe.placement.gpus) as cluster:
         log.say("starting training ranks and engines side by side")
-        fleet = Fleet(cluster, recipe)
         with log.start() as record:
+            with record.phase("start"):
+                fleet = Fleet(cluster, recipe)
             publish(fleet, record)  # engines start empty: every weight they ever have comes through the reshard
             evaluate(recipe, inputs, fleet, record)
         if recipe.warm_start.steps:

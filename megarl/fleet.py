@@ -51,7 +51,7 @@ class TrainingRanks:
     def train(self, algorithm: str, samples: Sequence[SampleRef], refs: Sequence[Ref], lr: float) -> Metrics:
         """All optimizer updates of one step. Each rank fetches the groups that hold its own share, and no others.
 
-        Metrics are those of the last update; statistics of the loss are sums or maxima over it.
+        Metrics are over all updates: the loss's statistics are sums, or maxima where the name ends in _max.
         """
         train = self._recipe.train
         updates = plan_updates(
@@ -135,6 +135,7 @@ class Fleet:
         self.trainers = TrainingRanks(cluster, recipe, self._train_layout, self._store.port)
         self.engines = Engines(cluster, recipe, self._engine_layout)
         cluster.gather(self.trainers.started | self.engines.started)
+        self.trainers.offload()  # built with everything: from here on the phases say who holds what
         self.memory = Lender(self.trainers, self.engines)
         self._sessions = self._open_sessions()
         self.version = -1

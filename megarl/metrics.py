@@ -104,7 +104,7 @@ class RunLog:
     """The run's folder and the terminal.
 
     Used as a context manager: it draws the curve at the end whatever happened, and the table if all went well. A
-    `step`, an `evaluation` and a `warm_step` give a Record to fill, and write it when their block ends without error.
+    `start`, `warm_step` and `step` give a Record to fill, and write it when their block ends without error.
     """
 
     def __init__(self, recipe: Recipe, console: Console | None = None) -> None:

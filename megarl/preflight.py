@@ -24,6 +24,7 @@ from megarl.types import ModelShape, Prompt, UserFault, UserFaults
 
 T = TypeVar("T")
 Faults = list[UserFault]
+_SPARE_CONTEXT = 2  # positions that SGLang keeps free: it cuts a longer response short
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,9 @@ def _run_faults(recipe: Recipe) -> Faults:
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         problem = f"{folder} is not a folder that can be written to"
         faults.append(UserFault("run.dir", problem, "name another folder"))
-    if recipe.algorithm.name not in ALGORITHMS:
-        problem, mend = f"there is no algorithm {recipe.algorithm.name!r}", f"choose from {', '.join(ALGORITHMS)}"
+    names = [name for name, row in ALGORITHMS.items() if row.learns_from == "rewards"]
+    if recipe.algorithm.name not in names:
+        problem, mend = f"{recipe.algorithm.name!r} is no algorithm", f"choose from {', '.join(names)}"
         faults.append(UserFault("algorithm.name", problem, mend))
     return faults
 
@@ -114,7 +116,7 @@ def _layout_faults(recipe: Recipe) -> Faults:
 def _shape_that_fits(layout: TrainLayout, engines: EngineLayout) -> ModelShape:
     """A model that every axis divides: without a checkpoint the layouts can still be held against the GPUs."""
     size = 32 * math.lcm(layout.tp, layout.pp, layout.ep, engines.tp, engines.ep)
-    return ModelShape(size, size, size, size, size, size, size, size, size, False)
+    return ModelShape(size, size, size, size, size, size, size, size, size)
 
 
 def _batch_faults(recipe: Recipe, dp: int) -> Faults:
@@ -125,13 +127,14 @@ def _batch_faults(recipe: Recipe, dp: int) -> Faults:
     if samples % updates:
         mend = f"choose a divisor of {samples}"
         faults.append(UserFault("train.updates_per_step", f"{updates} does not divide {product}", mend))
-    elif samples // updates < dp:
-        problem = f"{product} in {updates} updates is fewer than the {dp} data-parallel ranks"
-        faults.append(UserFault("rollout.prompts_per_step", problem, f"sample at least {dp * updates} a step"))
+    elif samples // updates % dp:
+        problem = f"{product} in {updates} updates does not divide over the {dp} data-parallel ranks"
+        mend = f"make it a multiple of {dp * updates}"
+        faults.append(UserFault("rollout.prompts_per_step", problem, mend))
     warm = recipe.warm_start
-    if warm.steps and warm.sequences_per_step < dp:
-        problem = f"{warm.sequences_per_step} is fewer than the {dp} data-parallel ranks"
-        faults.append(UserFault("warm_start.sequences_per_step", problem, f"set it to at least {dp}"))
+    if warm.steps and warm.sequences_per_step % dp:
+        problem = f"{warm.sequences_per_step} does not divide over the {dp} data-parallel ranks"
+        faults.append(UserFault("warm_start.sequences_per_step", problem, f"make it a multiple of {dp}"))
     return faults
 
 
@@ -144,10 +147,11 @@ def _checkpoint_faults(recipe: Recipe) -> Faults:
     _attempt(faults, lambda: hf_facts(recipe.model.path))
     config = json.loads((Path(recipe.model.path) / "config.json").read_text(encoding="utf-8"))
     longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
-    context = config.get("max_position_embeddings", longest)
-    if longest > context:
+    context = config.get("max_position_embeddings", longest + _SPARE_CONTEXT)
+    if longest > context - _SPARE_CONTEXT:
         problem = f"with rollout.max_response_tokens it makes {longest} tokens, the model's context is {context}"
-        faults.append(UserFault("data.max_prompt_tokens", problem, f"bring the sum to at most {context}"))
+        mend = f"bring the sum to at most {context - _SPARE_CONTEXT}"
+        faults.append(UserFault("data.max_prompt_tokens", problem, mend))
     return faults
 
 
@@ -189,6 +193,9 @@ def _length_faults(recipe: Recipe, tokenizer: Any, train: Sequence[Prompt]) -> F
     if longest > budget:
         problem = f"{budget} is less than the longest prompt and response ({longest} tokens)"
         faults.append(UserFault("train.tokens_per_micro_batch", problem, f"set it to at least {longest}"))
+    if recipe.warm_start.steps and tokenizer.eos_token_id is None:
+        mend = "give it an eos_token, or set warm_start.steps to 0"
+        faults.append(UserFault("model.path", "the tokenizer has no end-of-sequence token to teach", mend))
     if recipe.warm_start.steps:
         answers = tokenizer([prompt.answer for prompt in train], add_special_tokens=False)["input_ids"]
         needed = 1 + max(map(len, answers))

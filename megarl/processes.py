@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -15,17 +16,25 @@ _PR_SET_CHILD_SUBREAPER = 36
 _REAP_S = 5.0
 
 
-class Terminated(BaseException):
-    """SIGTERM: ends a run the way Ctrl-C does."""
+_terminated = threading.Event()
 
 
 def raise_on_sigterm() -> None:
-    """Turn SIGTERM (Slurm, `kill`) into an exception, so that a run ends through its `with` blocks."""
+    """Turn SIGTERM (Slurm, `kill`) into what Ctrl-C raises, so that a run ends through its `with` blocks.
+
+    Not an exception of its own: Ray's waits let KeyboardInterrupt alone through.
+    """
 
     def handler(signum: int, frame: FrameType | None) -> None:
-        raise Terminated
+        _terminated.set()
+        raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, handler)
+
+
+def was_terminated() -> bool:
+    """Whether the KeyboardInterrupt was a SIGTERM."""
+    return _terminated.is_set()
 
 
 def adopt_orphans() -> None:

@@ -45,7 +45,7 @@ class Trainer:
     """
 
     def __init__(self, rank: int, recipe: Recipe, store_port: int) -> None:
-        gc.freeze()  # what the imports made is never garbage; walking it takes half a second, and copies forked memory
+        gc.freeze()  # what the imports made is never garbage, and walking it takes half a second
         if device.DEVICE == "cpu":
             cpu.patch_megatron()
             torch.set_num_threads(1)
@@ -76,17 +76,16 @@ class Trainer:
     ) -> Metrics:
         """All optimizer updates of one step; an update's micro_batches[0] are this data-parallel rank's.
 
-        samples[i] is the group that micro-batches call group_ids[i]. Metrics as of `train_step`, of the last update.
+        samples[i] is the group that micro-batches call group_ids[i]. Metrics as of `train_step`, over all updates.
         """
         row = ALGORITHMS[algorithm]
         by_id = dict(zip(group_ids, samples, strict=True))
         parts = [train_sequences(update.micro_batches[0], by_id, row.mean_over) for update in updates]
         # Only later updates of a step train a policy that is no longer the one that the ratio is to.
         old = [self.logprobs(part) for part in parts] if len(parts) > 1 else [None]
-        metrics: Metrics = {}
-        for update, part, old_logp in zip(updates, parts, old, strict=True):
-            metrics = self.train_step(part, update.denominator, lr, self._loss(row.loss), old_logp)
-        return metrics
+        loss = self._loss(row.loss)
+        steps = zip(parts, updates, old, strict=True)
+        return _over_updates([self.train_step(part, one.denominator, lr, loss, logp) for part, one, logp in steps])
 
     def _loss(self, loss: Callable[..., object]) -> Loss:
         """A loss names the `algorithm` keys of the recipe that it reads as its keyword-only parameters."""
@@ -165,6 +164,17 @@ class Trainer:
         """Undo offload; gradients come back as zeros."""
         model.move_optimizer(self._optimizer, self._model, self.device)
         self._model.restore_grad_buffers()
+
+
+def _over_updates(updates: Sequence[Metrics]) -> Metrics:
+    """Loss and gradient norm as means, other statistics as sums, names ending in _max by maximum."""
+    merged: Metrics = {}
+    for name in updates[0]:
+        values = [update[name] for update in updates]
+        merged[name] = max(values) if name.endswith("_max") else sum(values)
+        if name in ("loss", "grad_norm"):
+            merged[name] /= len(values)
+    return merged
 
 
 def _reduce(stats: Sequence[dict[str, torch.Tensor]], group: dist.ProcessGroup) -> Metrics:

@@ -56,7 +56,6 @@ class ModelShape:
     num_experts: int
     experts_per_token: int
     moe_ffn_size: int
-    tied_embeddings: bool
 
 
 @dataclass(frozen=True)

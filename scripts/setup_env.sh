@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # Sourced by quickstart.sh and test.sh: goes to the repository root and makes, or reuses, .venv there.
-# MEGARL_TORCH_INDEX may name an extra package index that offers torch's CPU build.
+# MEGARL_TORCH_INDEX may name the package index that offers torch's CPU build, where PyTorch's own is out of reach.
 
 set -euo pipefail
 
@@ -14,6 +14,7 @@ ROOT=$PWD
 VENV=$ROOT/.venv
 STAMP=$VENV/megarl.stamp
 NEEDED_GIB=8
+TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 
 say() { printf 'megarl: %s\n' "$*"; }
 stop() {
@@ -37,15 +38,22 @@ check_machine() {
         stop "$((free_kib / 1024 / 1024)) GiB free on the disk of $ROOT, $NEEDED_GIB GiB are needed: make room and run this again"
 }
 
+# Where pip finds no CPU build of torch it takes the CUDA build, which does not even import without CUDA's packages.
+install_cpu_torch() {
+    local index=${MEGARL_TORCH_INDEX:-$TORCH_CPU_INDEX}
+    say "pip chose a torch that needs CUDA: taking the CPU build from $index"
+    "$VENV/bin/python" -m pip install -qq --no-deps --no-compile --force-reinstall --index-url "$index" \
+        "$(grep '^torch==' requirements/cpu.txt)" || true
+    "$VENV/bin/python" -c 'import torch' 2>/dev/null ||
+        stop "no CPU build of torch from $index: set MEGARL_TORCH_INDEX to an index that has one and run this again"
+}
+
 install_environment() {
-    local index=()
-    [[ -z ${MEGARL_TORCH_INDEX:-} ]] || index=(--extra-index-url "$MEGARL_TORCH_INDEX")
     say "making $VENV (once; a minute or two, 3 GiB)"
     python3.11 -m venv --clear "$VENV"
     say "installing $(grep -c == requirements/cpu.txt) pinned packages from requirements/cpu.txt"
-    "$VENV/bin/python" -m pip install -qq --no-deps --no-compile "${index[@]}" -r requirements/cpu.txt
-    "$VENV/bin/python" -c 'import torch' 2>/dev/null ||
-        stop "pip chose a torch that needs CUDA: set MEGARL_TORCH_INDEX to the index of PyTorch's CPU builds and run this again"
+    "$VENV/bin/python" -m pip install -qq --no-deps --no-compile -r requirements/cpu.txt
+    "$VENV/bin/python" -c 'import torch' 2>/dev/null || install_cpu_torch
     say "installing megarl from $ROOT"
     "$VENV/bin/python" -m pip install -qq --no-deps --no-build-isolation -e .
     wanted_stamp >"$STAMP"

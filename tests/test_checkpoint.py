@@ -17,7 +17,7 @@ from megarl.resharding.shards import Shard, param_table
 from megarl.resharding.tensors import model_tensors
 from megarl.types import ModelShape, UserFault
 
-SHAPE = ModelShape(2, 6, 4, 2, 4, 50, 4, 2, 8, False)
+SHAPE = ModelShape(2, 6, 4, 2, 4, 50, 4, 2, 8)
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "num_hidden_layers": 2,

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from megarl import cli
-from megarl.processes import Terminated
 from megarl.types import UserFault, UserFaults
 
 ROOT = Path(__file__).parents[1]
@@ -85,7 +84,6 @@ print(*[name for name in {HEAVY!r} if name in sys.modules])
         (UserFault("train.tp", "is 3", "set it to 2"), 2, "train.tp: is 3; set it to 2"),
         (UserFaults([UserFault("a", "b", "c"), UserFault("d", "e", "f")]), 2, "d: e; f"),
         (KeyboardInterrupt(), 130, "megarl: interrupted"),
-        (Terminated(), 143, "megarl: terminated"),
         (ValueError("rank 2: loss is nan\nand more"), 1, "megarl: ValueError: rank 2: loss is nan"),
         (RuntimeError(), 1, "megarl: RuntimeError: "),
     ],

@@ -80,18 +80,21 @@ def test_a_user_fault_arrives_as_itself(cluster: Cluster, workers: list[Worker])
 def test_an_exception_names_the_worker_and_its_cause_while_others_hang(cluster: Cluster):
     pair = [cluster.worker(f"stuck {rank}", rank) for rank in range(2)]
     cluster.gather({worker.start("test_cluster:Target", rank): worker.name for rank, worker in enumerate(pair)})
-    with pytest.raises(WorkerFailed, match=r"^stuck 1: ValueError: the cause$"):
+    with pytest.raises(WorkerFailed, match=r"^stuck 1: ValueError: the cause$") as caught:
         cluster.gather({worker.call("hang_or_raise", 1): worker.name for worker in pair})
+    assert "in hang_or_raise" in caught.value.evidence, "the worker's own traceback"
 
 
 _DIES = """
 import os, signal, sys
+from megarl.processes import raise_on_sigterm
+raise_on_sigterm()
 from megarl.cluster import Cluster, WorkerFailed
 with Cluster(2) as cluster:
     workers = [cluster.worker(f"rank {rank}", rank) for rank in range(2)]
     pids = cluster.gather({w.start("test_cluster:Target", rank): w.name for rank, w in enumerate(workers)})
-    if sys.argv[1] == "interrupt":
-        os.kill(os.getpid(), signal.SIGINT)
+    if sys.argv[1] != "kill":
+        os.kill(os.getpid(), getattr(signal, sys.argv[1]))
     os.kill(pids[0], signal.SIGKILL)
     try:
         # Only the other worker is being waited for: a death is noticed whatever is in flight.
@@ -106,7 +109,7 @@ def _files() -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "last_line"), [("kill", "rank 0: its process died"), ("interrupt", "")])
+@pytest.mark.parametrize(("how", "last_line"), [("kill", "rank 0: its process died"), ("SIGINT", ""), ("SIGTERM", "")])
 def test_a_death_or_an_interrupt_ends_the_session_and_leaves_nothing(how: str, last_line: str, tmp_path: Path):
     before = set(psutil.pids())
     files_before = _files()
@@ -117,6 +120,7 @@ def test_a_death_or_an_interrupt_ends_the_session_and_leaves_nothing(how: str, l
     )
     assert (done.stdout.strip().splitlines() or [""])[-1] == last_line
     assert (done.returncode == 0) == (how == "kill"), done.stderr
+    assert ("KeyboardInterrupt" in done.stderr) == (how != "kill"), done.stderr
     assert _files() <= files_before
     ours = [p for p in psutil.process_iter(["environ"]) if p.pid not in before]
     left = [p for p in ours if (p.info["environ"] or {}).get("MEGARL_TEST") == str(tmp_path)]
@@ -150,6 +154,15 @@ def test_a_client_without_the_token_or_with_a_wrong_one_is_refused(cluster: Clus
     for name in ("none", "wrong"):
         assert "connected as a client" not in said[name]
         assert "uthenticat" in said[name], said[name]
+
+
+def test_the_caller_cannot_switch_authentication_off():
+    script = "import os, megarl.ray_settings; print(os.environ['RAY_AUTH_MODE'], os.environ['RAY_AUTH_TOKEN'])"
+    weak = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "known", "RAY_AUTH_TOKEN_PATH": "/dev/null"}
+    done = subprocess.run([sys.executable, "-c", script], env=weak, capture_output=True, text=True, check=True)
+    mode, token = done.stdout.split()
+    assert mode == "token"
+    assert len(token) == 64
 
 
 def test_signals_are_restored():

@@ -15,7 +15,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # Lowest floor first: a room imports from lower floors.
 FLOORS = [
     {"types"},
-    {"config", "device", "processes"},
+    {"config", "device", "processes", "ray_settings"},
     {"algos", "batching", "metrics", "memory", "parallel", "rollout"},
     {"resharding"},
     {"checkpoint"},

@@ -205,19 +205,36 @@ def sandbox(tmp_path: Path) -> Sandbox:
 
 
 def test_set_up_installs_the_lock_once_and_then_reuses_it(sandbox: Sandbox, tmp_path: Path) -> None:
-    first = sandbox.set_up(tmp_path, PYTHONPATH="/junk", PYTHONHOME="/junk", CDPATH="/", MEGARL_TORCH_INDEX="https://i")
+    first = sandbox.set_up(tmp_path, PYTHONPATH="/junk", PYTHONHOME="/junk", CDPATH="/")
     assert first.returncode == 0, first.stderr
     assert first.stdout.splitlines()[-1] == f"at {sandbox.repo} clean"
     assert f"making {sandbox.repo}/.venv" in first.stdout
     pip = "REPO/.venv/bin/python -m pip install -qq --no-deps"
     assert [line for line in sandbox.commands() if "-c" not in line.split()] == [
         "BIN/python3.11 -m venv --clear REPO/.venv",
-        f"{pip} --no-compile --extra-index-url https://i -r requirements/cpu.txt",
+        f"{pip} --no-compile -r requirements/cpu.txt",
         f"{pip} --no-build-isolation -e .",
     ]
     second = sandbox.set_up(Path("/"))
     assert second.stdout.splitlines() == [f"megarl: using {sandbox.repo}/.venv", f"at {sandbox.repo} clean"]
     assert sandbox.commands() == []
+
+
+@pytest.mark.parametrize(
+    ("environment", "index"),
+    [({}, "https://download.pytorch.org/whl/cpu"), ({"MEGARL_TORCH_INDEX": "https://i"}, "https://i")],
+)
+def test_a_cuda_build_of_torch_is_replaced(
+    sandbox: Sandbox, tmp_path: Path, environment: dict[str, str], index: str
+) -> None:
+    replaced = tmp_path / "replaced"
+    breaks = f'[[ "$*" == *force-reinstall* ]] && : >{replaced}\n[[ $2 == *torch* && ! -e {replaced} ]] && exit 1\n'
+    sandbox.stand_in("python3.11", breaks + MAKES_VENV)
+    result = sandbox.set_up(tmp_path, **environment)
+    assert result.returncode == 0, result.stderr
+    assert f"taking the CPU build from {index}" in result.stdout
+    (command,) = [line for line in sandbox.commands() if "force-reinstall" in line]
+    assert command.endswith(f"--index-url {index} torch==2.13.0")
 
 
 @pytest.mark.parametrize("file", ["requirements/cpu.txt", "setup.py"])
@@ -249,7 +266,7 @@ def test_an_interrupted_installation_is_done_again(sandbox: Sandbox, tmp_path: P
     [
         ("df", "echo head; echo disk 9 9 1048576 1% /", "1 GiB free on the disk of"),
         ("python3.11", "exit 1", "python3.11 cannot make environments"),
-        ("python3.11", f"[[ $2 == *torch* ]] && exit 1\n{MAKES_VENV}", "pip chose a torch that needs CUDA: set"),
+        ("python3.11", f"[[ $2 == *torch* ]] && exit 1\n{MAKES_VENV}", "no CPU build of torch from https://download"),
     ],
 )
 def test_what_the_machine_lacks_is_said_in_a_line(

@@ -14,14 +14,18 @@ from megarl.algos.losses import LossResult, clipped_policy_loss, nll_loss
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One row: rewards_G -> advantage_G; the loss of a packed row; whether tokens or sequences weigh the same."""
+    """One row: rewards_G -> advantage_G; the loss of a packed row; whether tokens or sequences weigh the same.
+
+    A row that learns from demonstrations is for the warm start, the others are for `algorithm.name`.
+    """
 
     advantage: Callable[[torch.Tensor], torch.Tensor]
     loss: Callable[..., LossResult]
     mean_over: Literal["tokens", "sequences"]
+    learns_from: Literal["rewards", "demonstrations"] = "rewards"
 
 
 ALGORITHMS: dict[str, Algorithm] = {
     "grpo": Algorithm(advantage=group_normalised, loss=clipped_policy_loss, mean_over="sequences"),
-    "sft": Algorithm(advantage=torch.zeros_like, loss=nll_loss, mean_over="tokens"),
+    "sft": Algorithm(advantage=torch.zeros_like, loss=nll_loss, mean_over="tokens", learns_from="demonstrations"),
 }

@@ -94,7 +94,7 @@ def _default_fields() -> dict[str, Any]:
 def option_faults(options: Mapping[str, Any]) -> list[UserFault]:
     """The keys of `train.megatron` that Megatron does not have, or that something else decides."""
     names = {field.name for field in dataclasses.fields(TransformerConfig) if field.init}
-    nothing = ModelShape(1, 1, 1, 1, 1, 1, 1, 1, 1, False)
+    nothing = ModelShape(1, 1, 1, 1, 1, 1, 1, 1, 1)
     fixed = _fixed_fields(nothing, TrainLayout(1, 1, 1, 1), HfFacts(0.0, 0.0, True, 1), torch.float32)
     faults = []
     for key in options:

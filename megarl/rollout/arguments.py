@@ -30,6 +30,11 @@ _OURS = {
     "skip_tokenizer_init": "",
     "log_level": "",
     "trust_remote_code": "",
+    "pp_size": "",
+    "dp_size": "",
+    "nnodes": "",
+    "node_rank": "",
+    "enable_memory_saver": "",
 }
 
 

@@ -29,8 +29,8 @@ def load_tokenizer(path: str) -> Any:
         raise UserFault("model.path", f"{path} is not a folder", "give the folder of a HF checkpoint")
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+    except Exception as error:  # a broken file shows as whatever its parser met first
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         problem = f"{path} has no usable tokenizer ({reason})"
         raise UserFault("model.path", problem, "add its tokenizer files") from error
 
@@ -81,7 +81,11 @@ def _read_rows(path: str, where: str) -> Iterator[Row]:
     if source.suffix == ".parquet":
         yield from _read_parquet(source, where)
     elif source.suffix in (".jsonl", ".json"):
-        yield from _read_jsonl(source, where)
+        try:
+            yield from _read_jsonl(source, where)
+        except (OSError, UnicodeDecodeError) as error:
+            fault = UserFault(where, f"cannot read {path} ({error})", "give a UTF-8 file that this user may read")
+            raise UserFaults([fault]) from error
     else:
         raise UserFaults([UserFault(where, f"{path} is neither .jsonl nor .parquet", "convert it to one of them")])
 

@@ -43,6 +43,16 @@ def test_ctrl_c_and_what_a_live_run_exposes(launch: Callable):
     assert len(command.records()) >= 2, "what was measured before stays"
 
 
+def test_sigterm_while_everything_starts(launch: Callable):
+    """What Slurm sends: no step is done yet, ranks and engines are half way up."""
+    command = launch(*FOREVER)
+    assert command.process.stdout is not None
+    said = [command.process.stdout.readline() for _ in range(2)]
+    assert said[1].startswith("starting training ranks"), said
+    os.kill(command.process.pid, signal.SIGTERM)
+    _end(command, "terminated", 143)
+
+
 def _check_sockets(command) -> None:
     """Only Ray listens beyond loopback: one port per Ray process and worker, behind the token."""
     ray_ports, ours = [], []

@@ -23,7 +23,6 @@ SHAPE = ModelShape(
     num_experts=8,
     experts_per_token=2,
     moe_ffn_size=128,
-    tied_embeddings=False,
 )
 
 

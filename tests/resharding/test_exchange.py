@@ -33,8 +33,8 @@ from megarl.types import ModelShape
 
 FORK = multiprocessing.get_context("fork")  # the heavy imports are done; children use one thread
 TIMEOUT_S = 60.0
-TINY = ModelShape(2, 16, 8, 4, 4, 300, 4, 2, 64, False)
-TWO_KV_HEADS = ModelShape(2, 16, 8, 2, 4, 300, 4, 2, 64, False)
+TINY = ModelShape(2, 16, 8, 4, 4, 300, 4, 2, 64)
+TWO_KV_HEADS = ModelShape(2, 16, 8, 2, 4, 300, 4, 2, 64)
 PADDING = 77.0
 
 

@@ -11,8 +11,8 @@ from megarl.resharding.shards import LayoutError, Shard, param_table, rectangle,
 from megarl.resharding.tensors import model_tensors
 from megarl.types import ModelShape
 
-SHAPE = ModelShape(4, 6, 8, 4, 2, 300, 8, 2, 64, False)
-SHARED_KV = ModelShape(2, 6, 8, 2, 2, 100, 4, 2, 64, False)
+SHAPE = ModelShape(4, 6, 8, 4, 2, 300, 8, 2, 64)
+SHARED_KV = ModelShape(2, 6, 8, 2, 2, 100, 4, 2, 64)
 Tensors = dict[str, torch.Tensor]
 
 

@@ -41,7 +41,6 @@ def exchanges(draw: st.DrawFn) -> tuple[ModelShape, TrainLayout, EngineLayout]:
         num_experts=4,
         experts_per_token=2,
         moe_ffn_size=draw(st.sampled_from([32, 64])),
-        tied_embeddings=False,
     )
     valid = [
         (train, engine)
@@ -110,7 +109,7 @@ def test_members_agree_and_rounds_are_bounded(exchange, round_elements: int) -> 
     assert len(plans[0].rounds) <= -(-max(loads) // (round_elements - 24 * 64)) if any(loads) else not plans[0].rounds
 
 
-TINY = ModelShape(4, 64, 8, 4, 16, 1000, 8, 2, 64, False)
+TINY = ModelShape(4, 64, 8, 4, 16, 1000, 8, 2, 64)
 
 
 def test_every_round_carries_every_stage() -> None:
