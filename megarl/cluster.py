@@ -103,6 +103,7 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         processes.adopt_orphans()
+        self._not_ours = {process.pid for process in processes.descendants()}
         # Not TMPDIR: Ray puts Unix sockets in it, whose paths may have 107 bytes at most.
         self._folder = tempfile.mkdtemp(prefix="megarl-", dir="/tmp")
         self._tmpdir = os.environ.get("TMPDIR")
@@ -179,7 +180,7 @@ class Cluster:
                     worker.kill()
             self._workers.clear()
             ray.shutdown()
-            processes.kill_descendants()
+            processes.kill_descendants(spare=self._not_ours)
             shutil.rmtree(self._folder, ignore_errors=True)
             os.environ.pop("TMPDIR")
             if self._tmpdir is not None:

@@ -6,8 +6,8 @@ import ctypes
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 import psutil
@@ -44,17 +44,29 @@ def adopt_orphans() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
-def kill_descendants() -> None:
-    """SIGKILL every descendant of this process and reap them."""
-    left = psutil.Process(os.getpid()).children(recursive=True)
+def descendants(spare: Collection[int] = ()) -> list[psutil.Process]:
+    """Every process below this one, but for the ids to spare and what is below those."""
+    found: list[psutil.Process] = []
+    waiting = psutil.Process(os.getpid()).children()
+    while waiting:
+        process = waiting.pop()
+        if process.pid in spare:
+            continue
+        found.append(process)
+        with suppress(psutil.NoSuchProcess):
+            waiting += process.children()
+    return found
+
+
+def kill_descendants(spare: Collection[int]) -> None:
+    """SIGKILL and reap every descendant of this process but those to spare and theirs."""
+    left = descendants(spare)
     while left:
         for process in left:
-            try:
+            with suppress(psutil.NoSuchProcess):
                 process.kill()
-            except psutil.NoSuchProcess:
-                continue
         psutil.wait_procs(left, timeout=_REAP_S)
-        alive = psutil.Process(os.getpid()).children(recursive=True)
+        alive = descendants(spare)
         if {process.pid for process in alive} == {process.pid for process in left}:
             return  # unkillable (kernel wait): nothing more can be done from here
         left = alive

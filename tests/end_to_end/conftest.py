@@ -21,6 +21,16 @@ RECIPE = ROOT / "recipes" / "quickstart.yaml"
 _POLL_S = 0.1
 
 
+@dataclass(frozen=True)
+class Seen:
+    """One process of a run at one moment."""
+
+    pid: int
+    command_line: str
+    environment: dict[str, str]
+    listening: list[tuple[str, int]]
+
+
 @dataclass
 class Command:
     """A `megarl train` that is running, or has run, in a folder of its own."""
@@ -55,8 +65,17 @@ class Command:
     def tree(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
-    def named(self, word: str) -> list[psutil.Process]:
-        return [one for one in self.tree() if word in " ".join(one.cmdline())]
+    def look(self) -> list[Seen]:
+        """The command and its processes; one that ends meanwhile is not among them."""
+        seen = []
+        for one in [psutil.Process(self.process.pid), *self.tree()]:
+            try:
+                connections = one.net_connections(kind="inet")
+                listening = [(c.laddr.ip, c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN]
+                seen.append(Seen(one.pid, " ".join(one.cmdline()), one.environ(), listening))
+            except psutil.NoSuchProcess:
+                continue
+        return seen
 
     def leftovers(self) -> list[str]:
         """Processes, shared-memory files and session folders that outlived the command."""
@@ -68,6 +87,11 @@ class Command:
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
         return alive + sorted(files() - self.files_before)
+
+
+def _take_interrupts() -> None:
+    """As at a terminal: a test suite that runs in the background hands SIGINT down ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def files() -> set[str]:
@@ -105,6 +129,7 @@ def launch(inputs: Path, tmp_path: Path) -> Iterator[Callable[..., Command]]:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            preexec_fn=_take_interrupts,
         )
         started.append(Command(process, tmp_path, marker, before))
         return started[-1]

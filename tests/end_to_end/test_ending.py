@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 FOREVER = ("run.steps=100000", "warm_start.steps=0", "rollout.prompts_per_step=8", "evaluation.max_prompts=8")
 BOUND_S = 30.0
-RAY_PROCESSES = ("gcs_server", "raylet", "/ray/", "ray::")
+RAY_SERVERS = ("gcs_server", "raylet", "/ray/")
 
 
 def _end(command, last_line: str, code: int) -> None:
@@ -26,11 +27,6 @@ def _end(command, last_line: str, code: int) -> None:
     assert time.monotonic() - began < BOUND_S
     assert last_line in command.err.strip().splitlines()[-1]
     assert command.leftovers() == []
-
-
-def _is_rays(process: psutil.Process) -> bool:
-    """Ray's own servers, and the port that Ray opens in each worker (`ray::` process or the command itself)."""
-    return any(word in " ".join(process.cmdline()) for word in RAY_PROCESSES)
 
 
 def test_ctrl_c_and_what_a_live_run_exposes(launch: Callable):
@@ -54,40 +50,38 @@ def test_sigterm_while_everything_starts(launch: Callable):
 
 
 def _check_sockets(command) -> None:
-    """Only Ray listens beyond loopback: one port per Ray process and worker, behind the token."""
-    ray_ports, ours = [], []
-    for process in [psutil.Process(command.process.pid), *command.tree()]:
-        for connection in process.net_connections(kind="inet"):
-            if connection.status != psutil.CONN_LISTEN:
-                continue
-            on_loopback = connection.laddr.ip in ("127.0.0.1", "::1", "::ffff:127.0.0.1")
-            if on_loopback:
-                ours.append(connection.laddr.port)
-            else:
-                ray_ports.append((process, connection.laddr))
+    """Only Ray listens beyond loopback: its servers, and one port in each worker and in the command itself."""
+    ours = 0
+    for one in command.look():
+        beyond = [address for address in one.listening if address[0] not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")]
+        ours += len(one.listening) - len(beyond)
+        if one.pid == command.process.pid or "ray::" in one.command_line:
+            assert len(beyond) <= 1, (one, "a worker's only open port is Ray's")
+        elif beyond:
+            assert any(word in one.command_line for word in RAY_SERVERS), one
     assert ours, "the store and gloo listen"
-    for process, address in ray_ports:
-        is_driver = process.pid == command.process.pid
-        assert is_driver or _is_rays(process), f"{process.cmdline()} listens on {address}"
-    by_process = [process.pid for process, _ in ray_ports if "ray::" in " ".join(process.cmdline())]
-    assert len(by_process) == len(set(by_process)), "a worker's only open port is Ray's"
-    assert not [process for process, _ in ray_ports if "sglang" in " ".join(process.cmdline())]
 
 
 def _check_secrets(command) -> None:
     """The token is in the environment of this user's processes and nowhere else."""
-    tokens = {one.environ().get("RAY_AUTH_TOKEN") for one in command.tree()} - {None}
-    (token,) = tokens
+    seen = command.look()
+    below = [one for one in seen if one.pid != command.process.pid]  # the command's own is what it was started with
+    (token,) = {one.environment.get("RAY_AUTH_TOKEN", "") for one in below} - {""}
     assert len(token) >= 32
-    assert not [one for one in command.tree() if token in " ".join(one.cmdline())]
+    assert not [one for one in seen if token in one.command_line]
     sessions = [path for path in files() - command.files_before if path.startswith("/tmp/megarl-")]
     assert sessions
     for folder in (*sessions, str(command.folder / "runs")):
-        for path, _, names in os.walk(folder):
-            for name in names:
-                if os.path.isfile(f"{path}/{name}"):
-                    with open(f"{path}/{name}", errors="ignore") as text:
-                        assert token not in text.read(), f"{path}/{name}"
+        for path in Path(folder).rglob("*"):
+            assert token not in _text(path), path
+
+
+def _text(path: Path) -> str:
+    """Of a file that may be gone by now; sockets and folders have none."""
+    try:
+        return path.read_text(errors="ignore") if path.is_file() else ""
+    except FileNotFoundError:
+        return ""
 
 
 def test_a_killed_training_rank(launch: Callable):
@@ -105,7 +99,7 @@ def _trainer(command) -> psutil.Process:
 
 
 def _workers(command) -> list[psutil.Process]:
-    return [one for one in command.tree() if "".join(one.cmdline()[:1]).startswith("ray::_Shell")]
+    return [psutil.Process(one.pid) for one in command.look() if one.command_line.startswith("ray::_Shell")]
 
 
 def test_a_killed_engine_process(launch: Callable):
@@ -137,6 +131,9 @@ def test_a_reward_that_turns_bad(launch: Callable):
 
 
 def _end_after_start(command, last_line: str, code: int) -> None:
+    """The fault comes with the first steps: from the last record to the end is what the ending took."""
     assert command.finish(180) == code, command.err
+    last_record = (command.folder / "runs" / "quickstart" / "metrics.jsonl").stat().st_mtime
+    assert time.time() - last_record < BOUND_S
     assert last_line in command.err.strip().splitlines()[-1]
     assert command.leftovers() == []
