@@ -96,7 +96,7 @@ def _take_interrupts() -> None:
 
 def files() -> set[str]:
     """What a run could forget in the machine's shared places."""
-    temporary = {f"/tmp/{name}" for name in os.listdir("/tmp") if name.startswith(("megarl-", "sglang", "tmp"))}
+    temporary = {f"/tmp/{name}" for name in os.listdir("/tmp") if name.startswith(("megarl-", "sglang"))}
     return temporary | {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
 
 
