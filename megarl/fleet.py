@@ -39,14 +39,14 @@ class TrainingRanks:
         }
 
     def onload(self) -> None:
-        self._call_all("onload")
+        self._cluster.call_all(self.workers, "onload")
 
     def offload(self) -> None:
-        self._call_all("offload")
+        self._cluster.call_all(self.workers, "offload")
 
     def publish(self) -> list[Published]:
         """Each rank's handles to its parameters."""
-        return self._call_all("publish")
+        return self._cluster.call_all(self.workers, "publish")
 
     def train(self, algorithm: str, samples: Sequence[SampleRef], refs: Sequence[Ref], lr: float) -> Metrics:
         """All optimizer updates of one step. Each rank fetches the groups that hold its own share, and no others.
@@ -71,9 +71,6 @@ class TrainingRanks:
         for metrics in self._cluster.gather(calls):
             merged |= metrics
         return merged
-
-    def _call_all(self, method: str, *args: object) -> list:
-        return self._cluster.gather({worker.call(method, *args): worker.name for worker in self.workers})
 
 
 def _share(updates: Sequence[Update], dp_rank: int) -> list[Update]:
@@ -104,22 +101,19 @@ class Engines:
 
     def versions(self) -> list[int]:
         """The weights' version that each engine says it has."""
-        return self._call_all("version")
+        return self._cluster.call_all(self.workers, "version")
 
     def release_memory(self) -> None:
-        self._call_all("release_memory")
+        self._cluster.call_all(self.workers, "release_memory")
 
     def resume_weights(self) -> None:
-        self._call_all("resume_weights")
+        self._cluster.call_all(self.workers, "resume_weights")
 
     def resume_cache(self) -> None:
-        self._call_all("resume_cache")
+        self._cluster.call_all(self.workers, "resume_cache")
 
     def shutdown(self) -> None:
-        self._call_all("shutdown")
-
-    def _call_all(self, method: str, *args: object) -> list:
-        return self._cluster.gather({worker.call(method, *args): worker.name for worker in self.workers})
+        self._cluster.call_all(self.workers, "shutdown")
 
 
 class Fleet:
