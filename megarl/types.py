@@ -44,8 +44,22 @@ class UserFaults(Exception):
 
 
 @dataclass(frozen=True)
+class MlaShape:
+    """Multi-head latent attention (DeepSeek-V2, section 2.1): widths of its projections, per head where not a rank."""
+
+    q_lora_rank: int | None  # None: queries are projected directly
+    kv_lora_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+
+
+@dataclass(frozen=True)
 class ModelShape:
-    """The integers of a HF `config.json` that layouts and weight maps are computed from (Qwen3-MoE family)."""
+    """The integers of a HF `config.json` that layouts and weight maps are computed from.
+
+    A dense model has no experts and num_dense_layers == num_layers. With `mla`, num_kv_heads and head_dim mean nothing.
+    """
 
     num_layers: int
     hidden_size: int
@@ -53,9 +67,22 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
-    num_experts: int
-    experts_per_token: int
-    moe_ffn_size: int
+    num_experts: int = 0
+    experts_per_token: int = 0
+    moe_ffn_size: int = 0  # of one expert
+    num_dense_layers: int = 0  # the first ones
+    ffn_size: int = 0  # of a dense layer
+    num_shared_experts: int = 0  # one MLP of num_shared_experts x moe_ffn_size
+    router_bias: bool = False  # e_score_correction_bias
+    qk_norm: bool = True
+    qkv_bias: bool = False
+    tied: bool = False  # lm_head is embed_tokens
+    num_mtp_layers: int = 0  # multi-token prediction layers, numbered after the decoder's in the checkpoint
+    mla: MlaShape | None = None
+
+    def is_dense(self, layer: int) -> bool:
+        """Whether decoder layer `layer` (from 0; MTP layers count on from num_layers) has an MLP and no experts."""
+        return layer < self.num_dense_layers
 
 
 @dataclass(frozen=True)

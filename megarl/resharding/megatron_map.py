@@ -1,95 +1,262 @@
-"""Where a training rank keeps each part of the model: Megatron-Core's GPTModel for the Qwen3-MoE family.
+"""Where the training ranks keep each part of the model: Megatron-Core 0.16.1's GPTModel.
 
-Facts from megatron-core 0.16.1: `linear_qkv` holds, for each key/value group, its query heads, then its key, then its
-value; `linear_fc1` holds [gate; up] of the rank's slice of an expert; the embedding and the output layer are cut by
-vocabulary rows after padding; layers are numbered inside their pipeline stage.
+Facts from megatron/core: `linear_qkv` holds, for each key/value group, its query heads, then its key, then its value,
+and is cut evenly over TP, inside a group where there are fewer groups than ranks (transformer/attention.py);
+`linear_fc1` holds [gate; up] of the rank's slice; embedding and output layer are cut by vocabulary rows after padding;
+MLA's down projections are whole on every rank (transformer/multi_latent_attention.py); layers are numbered inside
+their model chunk; the last stage has the final norm, the output layer (with tied embeddings a copy of the embedding)
+and the multi-token prediction layers with another copy; no copies if it is the first stage too
+(transformer/multi_token_prediction.py); with such layers the final norm is behind the last decoder layer, wherever
+that is (transformer/transformer_block.py).
+TransformerEngine's modules fuse a norm into the linear layer behind it, and number grouped experts behind the name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from megarl.parallel.layout import RankCoords, TrainLayout
-from megarl.resharding.shards import EMBEDDING, LM_HEAD, Range, Shard, intersect
-from megarl.resharding.tensors import FINAL_NORM, expert_prefix
-from megarl.types import ModelShape
+from megarl.parallel.layout import TrainLayout
+from megarl.resharding.shards import EMBEDDING, LM_HEAD, STACK, Part, Range, Shard, intersect
+from megarl.resharding.tensors import FINAL_NORM, expert_stack, layer_prefix, mtp_prefix
+from megarl.types import MlaShape, ModelShape
+
+Shards = Iterator[Shard]
+
+
+def parts(shape: ModelShape, layout: TrainLayout, transformer_engine: bool = False) -> list[Part]:
+    """What the ranks hold, by who holds the same: dense weights by (stage, TP rank), experts by (stage, EP, ETP rank).
+
+    transformer_engine chooses TransformerEngine's parameter names instead of Megatron's local ones. Inside a part the
+    shards are in the order of the layers.
+    """
+    names = Names(transformer_engine)
+    dense: dict[tuple[int, int], list[int]] = {}
+    expert: dict[tuple[int, int, int], list[int]] = {}
+    for rank in range(layout.world_size):
+        at = layout.coords(rank)
+        dense.setdefault((at.pp, at.tp), []).append(rank)
+        expert.setdefault((at.pp, at.ep, at.etp), []).append(rank)
+    found = [
+        Part(tuple(_dense(shape, layout, names, stage, tp_rank)), tuple(ranks))
+        for (stage, tp_rank), ranks in dense.items()
+    ]
+    if shape.num_experts:
+        found += [
+            Part(tuple(_experts(shape, layout, names, stage, ep_rank, etp_rank)), tuple(ranks))
+            for (stage, ep_rank, etp_rank), ranks in expert.items()
+        ]
+    return found
 
 
 def shards(shape: ModelShape, layout: TrainLayout, rank: int, transformer_engine: bool = False) -> list[Shard]:
-    """Every rectangle that training rank `rank` holds.
-
-    transformer_engine chooses TransformerEngine's parameter names (norm fused into linear_qkv, grouped experts)
-    instead of Megatron's local ones. A rank whose vocabulary rows are all padding holds an empty rectangle of them.
-    """
-    at = layout.coords(rank)
-    found: list[Shard] = []
-    if at.pp == 0:
-        found.append(_vocab_rows(shape, layout, at, EMBEDDING, "embedding.word_embeddings.weight"))
-    for local, layer in enumerate(layout.layers(at.pp, shape.num_layers)):
-        source, param = f"model.layers.{layer}.", f"decoder.layers.{local}."
-        found += _attention(shape, layout, at, source + "self_attn.", param + "self_attention.")
-        found += _norms_and_router(shape, source, param, transformer_engine)
-        found += _experts(shape, layout, at, layer, param + "mlp.experts.", transformer_engine)
-    if at.pp == layout.pp - 1:
-        found.append(_column(FINAL_NORM, shape.hidden_size, "decoder.final_layernorm.weight"))
-        found.append(_vocab_rows(shape, layout, at, LM_HEAD, "output_layer.weight"))
+    """Everything that training rank `rank` holds. Where its vocabulary rows are all padding the rectangle is empty."""
+    at, names = layout.coords(rank), Names(transformer_engine)
+    found = list(_dense(shape, layout, names, at.pp, at.tp))
+    if shape.num_experts:
+        found += _experts(shape, layout, names, at.pp, at.ep, at.etp)
     return found
 
 
-def _column(name: str, size: int, param: str) -> Shard:
-    return Shard(name, (0, size), (0, 1), param, (0, 0))
+@dataclass(frozen=True)
+class Names:
+    """Parameter names that depend on the layer spec."""
+
+    transformer_engine: bool
+
+    def norm(self, plain: str, linear: str) -> str:
+        """A norm by its own name, or as a part of the linear layer behind it."""
+        return f"{linear}.layer_norm_weight" if self.transformer_engine else f"{plain}.weight"
+
+    def expert(self, linear: str) -> str:
+        """The stack of the rank's experts' linear_fc1 or linear_fc2."""
+        return f"{linear}.weight{STACK}" if self.transformer_engine else f"local_experts.{STACK}.{linear}.weight"
 
 
-def _vocab_rows(shape: ModelShape, layout: TrainLayout, at: RankCoords, name: str, param: str) -> Shard:
-    per_rank = layout.padded_vocab(shape.vocab_size) // layout.tp
-    rows = intersect((at.tp * per_rank, (at.tp + 1) * per_rank), (0, shape.vocab_size))
-    return Shard(name, rows, (0, shape.hidden_size), param, (0, 0))
+@dataclass(frozen=True)
+class Place:
+    """One layer: the start of its names in the checkpoint and in the rank's model."""
+
+    layer: int
+    param: str
+
+    @property
+    def name(self) -> str:
+        return layer_prefix(self.layer)
 
 
-def _attention(shape: ModelShape, layout: TrainLayout, at: RankCoords, source: str, param: str) -> list[Shard]:
-    heads_per_group, groups = shape.num_heads // shape.num_kv_heads, shape.num_kv_heads // layout.tp
-    q_rows, kv_rows, hidden = heads_per_group * shape.head_dim, shape.head_dim, (0, shape.hidden_size)
-    found: list[Shard] = []
-    for local in range(groups):
-        group, row = at.tp * groups + local, local * (q_rows + 2 * kv_rows)
+def _places(shape: ModelShape, layout: TrainLayout, stage: int) -> Iterator[Place]:
+    """The layers of a stage in order, multi-token prediction's behind the decoder's."""
+    for chunk in range(layout.vpp):
+        for local, layer in enumerate(layout.layers(stage, shape.num_layers, chunk)):
+            yield Place(layer, f"{_chunk_prefix(layout, chunk)}decoder.layers.{local}.")
+    if stage == layout.pp - 1:
+        for index in range(shape.num_mtp_layers):
+            yield Place(shape.num_layers + index, f"{_mtp_param(layout, index)}transformer_layer.")
+
+
+def _chunk_prefix(layout: TrainLayout, chunk: int) -> str:
+    return f"vpp{chunk}." if layout.vpp > 1 else ""
+
+
+def _mtp_param(layout: TrainLayout, index: int) -> str:
+    return f"{_chunk_prefix(layout, layout.vpp - 1)}mtp.layers.{index}."
+
+
+def _share(size: int, ranks: int, rank: int) -> Range:
+    return rank * (size // ranks), (rank + 1) * (size // ranks)
+
+
+def _vector(name: str, size: int, param: str, dtype: str = "") -> Shard:
+    return Shard(name, (0, size), (0, 1), param, dtype=dtype)
+
+
+def _dense(shape: ModelShape, layout: TrainLayout, names: Names, stage: int, tp_rank: int) -> Shards:
+    """All that is not a routed expert, of one stage and TP rank."""
+    first, last = stage == 0, stage == layout.pp - 1
+    if first:
+        param = _chunk_prefix(layout, 0) + "embedding.word_embeddings.weight"
+        yield _vocab_rows(shape, layout, tp_rank, EMBEDDING, param)
+    for place in _places(shape, layout, stage):
+        attention = _latent_attention if shape.mla else _attention
+        yield from attention(shape, layout, names, place, tp_rank)
+        yield from _dense_mlp(shape, layout, names, place, tp_rank)
+    norm_chunk, norm_stage = divmod(_final_norm_stage(shape, layout), layout.pp)
+    if stage == norm_stage:
+        param = _chunk_prefix(layout, norm_chunk) + "decoder.final_layernorm.weight"
+        yield _vector(FINAL_NORM, shape.hidden_size, param)
+    if not last:
+        return
+    prefix = _chunk_prefix(layout, layout.vpp - 1)
+    if shape.num_mtp_layers and not (first and layout.vpp == 1):
+        yield _vocab_rows(shape, layout, tp_rank, EMBEDDING, prefix + "embedding.word_embeddings.weight")
+    for index in range(shape.num_mtp_layers):
+        yield from _mtp(shape, layout, index, tp_rank)
+    if not shape.tied:
+        yield _vocab_rows(shape, layout, tp_rank, LM_HEAD, prefix + "output_layer.weight")
+    elif not (first and layout.vpp == 1):
+        yield _vocab_rows(shape, layout, tp_rank, EMBEDDING, prefix + "output_layer.weight")
+
+
+def _final_norm_stage(shape: ModelShape, layout: TrainLayout) -> int:
+    """The virtual stage that has the decoder's last norm: the last one, with MTP that of the last decoder layer."""
+    last = layout.pp * layout.vpp - 1
+    if shape.num_mtp_layers:
+        while last and layout.stage_layers and not layout.stage_layers[last]:
+            last -= 1
+    return last
+
+
+def _vocab_rows(shape: ModelShape, layout: TrainLayout, tp_rank: int, name: str, param: str) -> Shard:
+    padded = _share(layout.padded_vocab(shape.vocab_size), layout.tp, tp_rank)
+    return Shard(name, intersect(padded, (0, shape.vocab_size)), (0, shape.hidden_size), param)
+
+
+def _attention(shape: ModelShape, layout: TrainLayout, names: Names, place: Place, tp_rank: int) -> Shards:
+    name, param, hidden = place.name + "self_attn.", place.param + "self_attention.", shape.hidden_size
+    yield _vector(place.name + "input_layernorm.weight", hidden, _input_norm(names, place))
+    for letter, rows, row in _fused_rows(shape, layout.tp, tp_rank):
+        fused = param + "linear_qkv."
+        yield Shard(f"{name}{letter}_proj.weight", rows, (0, hidden), fused + "weight", (0, row, 0))
+        if shape.qkv_bias:
+            yield Shard(f"{name}{letter}_proj.bias", rows, (0, 1), fused + "bias", (0, row, 0))
+    cols = _share(shape.num_heads * shape.head_dim, layout.tp, tp_rank)
+    yield Shard(name + "o_proj.weight", (0, hidden), cols, param + "linear_proj.weight")
+    if shape.qk_norm:
+        for letter in "qk":
+            yield _vector(f"{name}{letter}_norm.weight", shape.head_dim, f"{param}{letter}_layernorm.weight")
+
+
+def _fused_rows(shape: ModelShape, ranks: int, rank: int) -> Iterator[tuple[str, Range, int]]:
+    """What a rank's rows of the fused projection are: (q, k or v; rows of that tensor; row of the parameter)."""
+    kv_rows = shape.head_dim
+    q_rows = shape.num_heads // shape.num_kv_heads * shape.head_dim
+    mine = _share(shape.num_kv_heads * (q_rows + 2 * kv_rows), ranks, rank)
+    start = 0
+    for group in range(shape.num_kv_heads):
         for letter, size in (("q", q_rows), ("k", kv_rows), ("v", kv_rows)):
-            rows = (group * size, (group + 1) * size)
-            found.append(Shard(f"{source}{letter}_proj.weight", rows, hidden, param + "linear_qkv.weight", (row, 0)))
-            row += size
-    cols = (at.tp * groups * q_rows, (at.tp + 1) * groups * q_rows)
-    found.append(Shard(source + "o_proj.weight", hidden, cols, param + "linear_proj.weight", (0, 0)))
-    for letter in "qk":
-        found.append(_column(f"{source}{letter}_norm.weight", shape.head_dim, f"{param}{letter}_layernorm.weight"))
-    return found
+            row, end = intersect((start, start + size), mine)
+            if row < end:
+                first = group * size + row - start
+                yield letter, (first, first + end - row), row - mine[0]
+            start += size
 
 
-def _norms_and_router(shape: ModelShape, source: str, param: str, transformer_engine: bool) -> list[Shard]:
-    fused, local = "self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"
-    hidden = shape.hidden_size
-    return [
-        _column(source + "input_layernorm.weight", hidden, param + (fused if transformer_engine else local)),
-        _column(source + "post_attention_layernorm.weight", hidden, param + "pre_mlp_layernorm.weight"),
-        Shard(source + "mlp.gate.weight", (0, shape.num_experts), (0, hidden), param + "mlp.router.weight", (0, 0)),
-    ]
+def _input_norm(names: Names, place: Place) -> str:
+    return names.norm(place.param + "input_layernorm", place.param + "self_attention.linear_qkv")
 
 
-def _expert_param(param: str, transformer_engine: bool) -> Callable[[str, int], str]:
-    if transformer_engine:
-        return lambda linear, expert: f"{param}{linear}.weight{expert}"
-    return lambda linear, expert: f"{param}local_experts.{expert}.{linear}.weight"
+def _latent_attention(shape: ModelShape, layout: TrainLayout, names: Names, place: Place, tp_rank: int) -> Shards:
+    mla, hidden = shape.mla, (0, shape.hidden_size)
+    assert mla is not None
+    name, param = place.name + "self_attn.", place.param + "self_attention."
+    yield _vector(place.name + "input_layernorm.weight", shape.hidden_size, place.param + "input_layernorm.weight")
+    q_rows, kv_rows, o_cols = (
+        _share(shape.num_heads * size, layout.tp, tp_rank)
+        for size in (mla.nope_dim + mla.rope_dim, mla.nope_dim + mla.v_dim, mla.v_dim)
+    )
+    yield from _queries(mla, names, name, param, q_rows, hidden)
+    kv_a = (0, mla.kv_lora_rank + mla.rope_dim)
+    yield Shard(name + "kv_a_proj_with_mqa.weight", kv_a, hidden, param + "linear_kv_down_proj.weight")
+    kv_norm = names.norm(param + "kv_layernorm", param + "linear_kv_up_proj")
+    yield _vector(name + "kv_a_layernorm.weight", mla.kv_lora_rank, kv_norm)
+    yield Shard(name + "kv_b_proj.weight", kv_rows, (0, mla.kv_lora_rank), param + "linear_kv_up_proj.weight")
+    yield Shard(name + "o_proj.weight", hidden, o_cols, param + "linear_proj.weight")
+
+
+def _queries(mla: MlaShape, names: Names, name: str, param: str, rows: Range, hidden: Range) -> Shards:
+    rank = mla.q_lora_rank
+    if not rank:
+        yield Shard(name + "q_proj.weight", rows, hidden, param + "linear_q_proj.weight")
+        return
+    yield Shard(name + "q_a_proj.weight", (0, rank), hidden, param + "linear_q_down_proj.weight")
+    yield _vector(name + "q_a_layernorm.weight", rank, names.norm(param + "q_layernorm", param + "linear_q_up_proj"))
+    yield Shard(name + "q_b_proj.weight", rows, (0, rank), param + "linear_q_up_proj.weight")
+
+
+def _dense_mlp(shape: ModelShape, layout: TrainLayout, names: Names, place: Place, tp_rank: int) -> Shards:
+    """The MLP of a dense layer; of a MoE layer its norm, its router and its shared experts."""
+    name, param, hidden = place.name + "mlp.", place.param + "mlp.", shape.hidden_size
+    norm = place.param + "pre_mlp_layernorm"
+    if shape.is_dense(place.layer):
+        yield _vector(place.name + "post_attention_layernorm.weight", hidden, names.norm(norm, param + "linear_fc1"))
+        yield from _gated(name, param, hidden, shape.ffn_size, layout.tp, tp_rank)
+        return
+    yield _vector(place.name + "post_attention_layernorm.weight", hidden, norm + ".weight")
+    yield Shard(name + "gate.weight", (0, shape.num_experts), (0, hidden), param + "router.weight")
+    if shape.router_bias:
+        bias = name + "gate.e_score_correction_bias"
+        yield _vector(bias, shape.num_experts, param + "router.expert_bias", "float32")
+    if shape.num_shared_experts:
+        width = shape.num_shared_experts * shape.moe_ffn_size
+        yield from _gated(name + "shared_experts.", param + "shared_experts.", hidden, width, layout.tp, tp_rank)
+
+
+def _gated(name: str, param: str, hidden: int, width: int, ranks: int, rank: int) -> Shards:
+    mine, fc1 = _share(width, ranks, rank), param + "linear_fc1.weight"
+    yield Shard(name + "gate_proj.weight", mine, (0, hidden), fc1)
+    yield Shard(name + "up_proj.weight", mine, (0, hidden), fc1, (0, width // ranks, 0))
+    yield Shard(name + "down_proj.weight", (0, hidden), mine, param + "linear_fc2.weight")
+
+
+def _mtp(shape: ModelShape, layout: TrainLayout, index: int, tp_rank: int) -> Shards:
+    """What a multi-token prediction layer has beside its transformer layer."""
+    name, param, hidden = mtp_prefix(shape, index), _mtp_param(layout, index), shape.hidden_size
+    for norm, of in (("enorm", "enorm"), ("hnorm", "hnorm"), ("shared_head.norm", "final_layernorm")):
+        yield _vector(f"{name}{norm}.weight", hidden, f"{param}{of}.weight")
+    rows = _share(hidden, layout.tp, tp_rank)
+    yield Shard(name + "eh_proj.weight", rows, (0, 2 * hidden), param + "eh_proj.weight")
 
 
 def _experts(
-    shape: ModelShape, layout: TrainLayout, at: RankCoords, layer: int, param: str, transformer_engine: bool
-) -> list[Shard]:
-    experts, ffn, hidden = shape.num_experts // layout.ep, shape.moe_ffn_size // layout.etp, (0, shape.hidden_size)
-    part: Range = (at.etp * ffn, (at.etp + 1) * ffn)
-    param_of = _expert_param(param, transformer_engine)
-    found: list[Shard] = []
-    for local in range(experts):
-        source = expert_prefix(layer, at.ep * experts + local)
-        fc1, fc2 = param_of("linear_fc1", local), param_of("linear_fc2", local)
-        found.append(Shard(source + "gate_proj.weight", part, hidden, fc1, (0, 0)))
-        found.append(Shard(source + "up_proj.weight", part, hidden, fc1, (ffn, 0)))
-        found.append(Shard(source + "down_proj.weight", hidden, part, fc2, (0, 0)))
-    return found
+    shape: ModelShape, layout: TrainLayout, names: Names, stage: int, ep_rank: int, etp_rank: int
+) -> Shards:
+    items, hidden = _share(shape.num_experts, layout.ep, ep_rank), (0, shape.hidden_size)
+    mine, width = _share(shape.moe_ffn_size, layout.etp, etp_rank), shape.moe_ffn_size // layout.etp
+    for place in _places(shape, layout, stage):
+        if shape.is_dense(place.layer):
+            continue
+        fc1, fc2 = (f"{place.param}mlp.experts.{names.expert(linear)}" for linear in ("linear_fc1", "linear_fc2"))
+        yield Shard(expert_stack(place.layer, "gate_proj"), mine, hidden, fc1, items=items)
+        yield Shard(expert_stack(place.layer, "up_proj"), mine, hidden, fc1, (0, width, 0), items)
+        yield Shard(expert_stack(place.layer, "down_proj"), hidden, mine, fc2, items=items)

@@ -1,84 +1,220 @@
-"""Where an engine rank keeps each part of the model: SGLang 0.5.21's Qwen3MoeForCausalLM, unquantised.
+"""Where the engines' ranks keep each part of the model: SGLang 0.5.21's own parameters.
 
-Facts from sglang/srt: `qkv_proj` holds the rank's query heads, then its key heads, then its value heads, and with fewer
-key/value heads than ranks each is replicated on neighbours (layers/linear.py); `w13_weight` is [experts, gate; up,
-hidden] (layers/moe/fused_moe_triton/layer.py); the vocabulary is padded to 64, or to 64 x TP where TP does not divide
-that (layers/vocab_parallel_embedding.py); the TP rank is expert rank x (TP / EP) + rank inside the expert
-(runtime_context.py). On a CPU, SGLang pads the heads where TP does not divide the key/value heads, and an expert's
-width where 32 x TP does not divide it (configs/update_config.py): there is no map of that, `verify_params` refuses it.
+Families: Qwen3MoeForCausalLM, DeepseekV3ForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, LlamaForCausalLM. Facts from
+sglang/srt:
+- layers/linear.py: `qkv_proj` holds the rank's query heads, then its key heads, then its value heads; with fewer
+  key/value heads than ranks neighbours hold the same head. `gate_up_proj` holds [gate; up].
+- layers/moe/fused_moe_triton/layer.py: `w13_weight` is [experts, gate; up, hidden], `w2_weight` [experts, hidden,
+  width]; runtime_context.py: the TP rank is expert rank x (TP / EP) + rank inside the expert.
+- models/deepseek_v2.py: `fused_qkv_a_proj_with_mqa` is [q_a; kv_a], whole on every rank; the shared experts are an MLP
+  of their own as long as they are not fused with the routed ones, which rollout/arguments.py switches off.
+- layers/vocab_parallel_embedding.py: the vocabulary is padded to 64, on CPU to 64 x TP where TP does not divide that.
+- DP attention: attention and embedding are cut over the attention group of TP / DP ranks (TP rank % its size), all
+  else over the whole TP group.
+- layers/quantization/fp8.py: `<weight>_scale_inv` holds one float32 for each 128 x 128 tile of a weight.
+The engine does not load the multi-token prediction layers: they are a draft model's, which it does not have.
 """
 
 from __future__ import annotations
 
-from megarl.parallel.layout import EngineLayout
-from megarl.resharding.shards import EMBEDDING, LM_HEAD, Range, Shard, intersect
-from megarl.resharding.tensors import FINAL_NORM, expert_prefix, layer_tensors
-from megarl.types import ModelShape
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
 
-VOCAB_MULTIPLE = 64
+from megarl.parallel.layout import FP8_TILE, VOCAB_MULTIPLE, EngineLayout
+from megarl.resharding.shards import EMBEDDING, LM_HEAD, LayoutError, Part, Range, Shard, intersect
+from megarl.types import MlaShape, ModelShape
+
+ONE_ITEM, FP8 = (0, 1), "float8_e4m3fn"
+
+
+class Holder(NamedTuple):
+    """Which TP ranks of an engine: those whose number // `each` % `groups` is `index`."""
+
+    groups: int
+    index: int
+    each: int = 1
+
+
+EVERYONE = Holder(1, 0)
+Placed = Iterator[tuple[Holder, Shard]]
+
+
+def parts(shape: ModelShape, engine: EngineLayout) -> list[Part]:
+    """What the slots of all engines hold, by who holds the same; inside a part in the order of the layers.
+
+    Raises LayoutError where an fp8 tile would be cut.
+    """
+    found: dict[tuple[int, ...], list[Shard]] = defaultdict(list)
+    lists: dict[Holder, list[Shard]] = {}
+    for holder, shard in _placed(shape, engine):
+        if holder not in lists:
+            lists[holder] = found[_slots(engine, holder)]
+        lists[holder].append(shard)
+    return [Part(tuple(shards), members) for members, shards in found.items()]
 
 
 def shards(shape: ModelShape, engine: EngineLayout, tp_rank: int) -> list[Shard]:
     """Every rectangle that rank `tp_rank` of an engine holds."""
-    found = [_vocab_rows(shape, engine, tp_rank, EMBEDDING)]
-    for layer in range(shape.num_layers):
-        prefix = f"model.layers.{layer}."
-        found += _attention(shape, engine, tp_rank, prefix + "self_attn.")
-        found += _replicated(shape, layer)
-        found += _experts(shape, engine, tp_rank, layer)
-    found.append(Shard(FINAL_NORM, (0, shape.hidden_size), (0, 1), FINAL_NORM, (0, 0)))
-    found.append(_vocab_rows(shape, engine, tp_rank, LM_HEAD))
-    return found
+    alone = replace(engine, count=1, first=0)
+    return [shard for part in parts(shape, alone) if tp_rank in part.members for shard in part.shards]
 
 
-def padded_vocab(vocab_size: int, tp: int) -> int:
-    """Rows of the embedding over all TP ranks."""
+def padded_vocab(vocab_size: int, ranks: int) -> int:
+    """Rows of the embedding over all its ranks."""
     padded = -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    if padded % tp:
-        padded = -(-vocab_size // (VOCAB_MULTIPLE * tp)) * VOCAB_MULTIPLE * tp
+    if padded % ranks:
+        padded = -(-vocab_size // (VOCAB_MULTIPLE * ranks)) * VOCAB_MULTIPLE * ranks
     return padded
 
 
-def _vocab_rows(shape: ModelShape, engine: EngineLayout, tp_rank: int, name: str) -> Shard:
-    per_rank = padded_vocab(shape.vocab_size, engine.tp) // engine.tp
-    rows = intersect((tp_rank * per_rank, (tp_rank + 1) * per_rank), (0, shape.vocab_size))
-    return Shard(name, rows, (0, shape.hidden_size), name, (0, 0))
+def _slots(engine: EngineLayout, holder: Holder) -> tuple[int, ...]:
+    ranks = [rank for rank in range(engine.tp) if rank // holder.each % holder.groups == holder.index]
+    return tuple(engine.first + e * engine.tp + rank for e in range(engine.count) for rank in ranks)
 
 
-def _attention(shape: ModelShape, engine: EngineLayout, tp_rank: int, prefix: str) -> list[Shard]:
-    q_rows = shape.num_heads // engine.tp * shape.head_dim
-    kv_rows = max(1, shape.num_kv_heads // engine.tp) * shape.head_dim
-    replicas = max(1, engine.tp // shape.num_kv_heads)
-    hidden, row = (0, shape.hidden_size), 0
-    found: list[Shard] = []
-    kv_part = tp_rank // replicas
-    for letter, part, size in (("q", tp_rank, q_rows), ("k", kv_part, kv_rows), ("v", kv_part, kv_rows)):
-        rows = (part * size, (part + 1) * size)
-        found.append(Shard(f"{prefix}{letter}_proj.weight", rows, hidden, prefix + "qkv_proj.weight", (row, 0)))
-        row += size
-    cols = (tp_rank * q_rows, (tp_rank + 1) * q_rows)
-    found.append(Shard(prefix + "o_proj.weight", hidden, cols, prefix + "o_proj.weight", (0, 0)))
-    return found
+def _placed(shape: ModelShape, engine: EngineLayout) -> Placed:
+    yield from _vocab_rows(shape, EMBEDDING, engine.attention_tp)
+    for layer in range(shape.num_layers):
+        prefix = f"model.layers.{layer}."
+        yield from _norm(prefix + "input_layernorm.weight", shape.hidden_size)
+        attention = _latent_attention if shape.mla else _attention
+        yield from attention(shape, engine, prefix + "self_attn.")
+        yield from _norm(prefix + "post_attention_layernorm.weight", shape.hidden_size)
+        if shape.is_dense(layer):
+            yield from _mlp(prefix + "mlp.", engine, shape.hidden_size, shape.ffn_size)
+        else:
+            yield from _experts(shape, engine, prefix + "mlp.")
+    yield from _norm("model.norm.weight", shape.hidden_size)
+    if not shape.tied:
+        yield from _vocab_rows(shape, LM_HEAD, engine.tp)
 
 
-def _replicated(shape: ModelShape, layer: int) -> list[Shard]:
-    """Norms and router: whole on every rank, under the checkpoint's own names."""
-    found = []
-    for name, size in layer_tensors(shape, layer).items():
-        if len(size) == 1 or name.endswith(".mlp.gate.weight"):
-            found.append(Shard(name, (0, size[0]), (0, size[1] if len(size) > 1 else 1), name, (0, 0)))
-    return found
+def _vocab_rows(shape: ModelShape, name: str, ranks: int) -> Placed:
+    """A rank whose rows are all padding holds an empty rectangle of them."""
+    per_rank = padded_vocab(shape.vocab_size, ranks) // ranks
+    for rank in range(ranks):
+        rows = intersect((rank * per_rank, (rank + 1) * per_rank), (0, shape.vocab_size))
+        yield Holder(ranks, rank), Shard(name, rows, (0, shape.hidden_size), name)
 
 
-def _experts(shape: ModelShape, engine: EngineLayout, tp_rank: int, layer: int) -> list[Shard]:
-    expert_rank, part_rank = divmod(tp_rank, engine.moe_tp)
-    experts, ffn, hidden = shape.num_experts // engine.ep, shape.moe_ffn_size // engine.moe_tp, shape.hidden_size
-    part: Range = (part_rank * ffn, (part_rank + 1) * ffn)
-    prefix = f"model.layers.{layer}.mlp.experts."
-    found: list[Shard] = []
-    for local in range(experts):
-        source, row = expert_prefix(layer, expert_rank * experts + local), local * 2 * ffn
-        found.append(Shard(source + "gate_proj.weight", part, (0, hidden), prefix + "w13_weight", (row, 0)))
-        found.append(Shard(source + "up_proj.weight", part, (0, hidden), prefix + "w13_weight", (row + ffn, 0)))
-        found.append(Shard(source + "down_proj.weight", (0, hidden), part, prefix + "w2_weight", (local * hidden, 0)))
-    return found
+def _norm(name: str, size: int) -> Placed:
+    yield EVERYONE, Shard(name, (0, size), (0, 1), name)
+
+
+def _weight(
+    engine: EngineLayout, name: str, rows: Range, cols: Range, param: str, row: int = 0, items: Range = ONE_ITEM
+) -> Iterator[Shard]:
+    """One rectangle of a matrix that SGLang quantises, at `row` of the parameter, with its scales in an fp8 engine."""
+    if not engine.fp8:
+        yield Shard(name, rows, cols, param, (0, row, 0), items)
+        return
+    if rows[0] % FP8_TILE or cols[0] % FP8_TILE or row % FP8_TILE:
+        raise LayoutError(f"{name}: rows {rows}, columns {cols} at row {row} of {param} cut a tile of {FP8_TILE}")
+    yield Shard(name, rows, cols, param, (0, row, 0), items, FP8)
+    scales, tiled = (f"{one}_scale_inv" for one in (name, param))
+    yield Shard(scales, _tiles(rows), _tiles(cols), tiled, (0, row // FP8_TILE, 0), items, "float32")
+
+
+def _tiles(elements: Range) -> Range:
+    return elements[0] // FP8_TILE, -(-elements[1] // FP8_TILE)
+
+
+def _share(size: int, ranks: int, rank: int) -> Range:
+    return rank * (size // ranks), (rank + 1) * (size // ranks)
+
+
+def _attention(shape: ModelShape, engine: EngineLayout, prefix: str) -> Placed:
+    ranks, hidden, param = engine.attention_tp, (0, shape.hidden_size), prefix + "qkv_proj."
+    q_rows, kv_rows = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    replicas = max(1, ranks // shape.num_kv_heads)
+    kv_ranks = ranks // replicas
+    after_q, after_k = q_rows // ranks, q_rows // ranks + kv_rows // kv_ranks
+    for rank in range(ranks):
+        holder, rows = Holder(ranks, rank), _share(q_rows, ranks, rank)
+        yield from _projection(shape, engine, holder, prefix + "q_proj.", rows, param, 0)
+        for shard in _weight(engine, prefix + "o_proj.weight", hidden, rows, prefix + "o_proj.weight"):
+            yield holder, shard
+    for rank in range(kv_ranks):
+        holder, rows = Holder(kv_ranks, rank, replicas), _share(kv_rows, kv_ranks, rank)
+        yield from _projection(shape, engine, holder, prefix + "k_proj.", rows, param, after_q)
+        yield from _projection(shape, engine, holder, prefix + "v_proj.", rows, param, after_k)
+    if shape.qk_norm:
+        yield from _norm(prefix + "q_norm.weight", shape.head_dim)
+        yield from _norm(prefix + "k_norm.weight", shape.head_dim)
+
+
+def _projection(
+    shape: ModelShape, engine: EngineLayout, holder: Holder, name: str, rows: Range, param: str, row: int
+) -> Placed:
+    for shard in _weight(engine, name + "weight", rows, (0, shape.hidden_size), param + "weight", row):
+        yield holder, shard
+    if shape.qkv_bias:
+        yield holder, Shard(name + "bias", rows, (0, 1), param + "bias", (0, row, 0))
+
+
+def _latent_attention(shape: ModelShape, engine: EngineLayout, prefix: str) -> Placed:
+    mla, ranks, hidden = shape.mla, engine.attention_tp, (0, shape.hidden_size)
+    assert mla is not None
+    for shard in _down_projections(engine, prefix, mla, hidden):
+        yield EVERYONE, shard
+    if mla.q_lora_rank:
+        yield from _norm(prefix + "q_a_layernorm.weight", mla.q_lora_rank)
+    yield from _norm(prefix + "kv_a_layernorm.weight", mla.kv_lora_rank)
+    query = "q_b_proj.weight" if mla.q_lora_rank else "q_proj.weight"
+    query_cols = (0, mla.q_lora_rank or shape.hidden_size)
+    for rank in range(ranks):
+        q_rows, kv_rows, o_cols = (
+            _share(shape.num_heads * size, ranks, rank)
+            for size in (mla.nope_dim + mla.rope_dim, mla.nope_dim + mla.v_dim, mla.v_dim)
+        )
+        for name, rows, cols in (
+            (query, q_rows, query_cols),
+            ("kv_b_proj.weight", kv_rows, (0, mla.kv_lora_rank)),
+            ("o_proj.weight", hidden, o_cols),
+        ):
+            for shard in _weight(engine, prefix + name, rows, cols, prefix + name):
+                yield Holder(ranks, rank), shard
+
+
+def _down_projections(engine: EngineLayout, prefix: str, mla: MlaShape, hidden: Range) -> Iterator[Shard]:
+    kv_rows, kv_name = (0, mla.kv_lora_rank + mla.rope_dim), prefix + "kv_a_proj_with_mqa.weight"
+    if not mla.q_lora_rank:
+        yield from _weight(engine, kv_name, kv_rows, hidden, kv_name)
+        return
+    fused = prefix + "fused_qkv_a_proj_with_mqa.weight"
+    yield from _weight(engine, prefix + "q_a_proj.weight", (0, mla.q_lora_rank), hidden, fused)
+    yield from _weight(engine, kv_name, kv_rows, hidden, fused, mla.q_lora_rank)
+
+
+def _mlp(prefix: str, engine: EngineLayout, hidden_size: int, width: int) -> Placed:
+    hidden, gate_up, down = (0, hidden_size), prefix + "gate_up_proj.weight", prefix + "down_proj.weight"
+    for rank in range(engine.tp):
+        mine = _share(width, engine.tp, rank)
+        for shard in (
+            *_weight(engine, prefix + "gate_proj.weight", mine, hidden, gate_up),
+            *_weight(engine, prefix + "up_proj.weight", mine, hidden, gate_up, width // engine.tp),
+            *_weight(engine, down, hidden, mine, down),
+        ):
+            yield Holder(engine.tp, rank), shard
+
+
+def _experts(shape: ModelShape, engine: EngineLayout, prefix: str) -> Placed:
+    hidden, ffn, stack, param = (0, shape.hidden_size), shape.moe_ffn_size, prefix + "experts.{}.", prefix + "experts."
+    gate = prefix + "gate."
+    yield EVERYONE, Shard(gate + "weight", (0, shape.num_experts), hidden, gate + "weight")
+    if shape.router_bias:
+        bias = gate + "e_score_correction_bias"
+        yield EVERYONE, Shard(bias, (0, shape.num_experts), (0, 1), bias, dtype="float32")
+    for rank in range(engine.tp):
+        expert_rank, width_rank = divmod(rank, engine.moe_tp)
+        items, mine = _share(shape.num_experts, engine.ep, expert_rank), _share(ffn, engine.moe_tp, width_rank)
+        for shard in (
+            *_weight(engine, stack + "gate_proj.weight", mine, hidden, param + "w13_weight", 0, items),
+            *_weight(engine, stack + "up_proj.weight", mine, hidden, param + "w13_weight", ffn // engine.moe_tp, items),
+            *_weight(engine, stack + "down_proj.weight", hidden, mine, param + "w2_weight", 0, items),
+        ):
+            yield Holder(engine.tp, rank), shard
+    if shape.num_shared_experts:
+        yield from _mlp(prefix + "shared_experts.", engine, shape.hidden_size, shape.num_shared_experts * ffn)

@@ -1,24 +1,25 @@
-"""Rectangles: which part of a logical tensor (the one in the HF checkpoint) lives where in a local parameter.
+"""Boxes: which part of a logical tensor (the one in the HF checkpoint) lives where in a local parameter.
 
-Integers only. A logical tensor and a parameter are both looked at as 2-D: [n] is [n, 1], [e, a, b] is [e * a, b].
+Integers only. A logical tensor is [rows, cols]; [n] is [n, 1]. The experts' tensors of a layer are looked at as one
+stack of equal tensors, [items, rows, cols], because they are cut alike: one box stands for a run of experts.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
 
 Range = tuple[int, int]  # half open
-Cell = tuple[int, int]  # row, column
+Cell = tuple[int, int, int]  # item, row, column
+Size = tuple[int, int, int]  # items, rows, columns
+Box = tuple[Range, Range, Range]  # items, rows, columns
+STACK = "{}"  # in a name: the item's number goes here
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 VOCAB_TENSORS = frozenset({EMBEDDING, LM_HEAD})  # their parameters may end in padding rows, which no tensor fills
-
-
 FAULTS_SHOWN = 3  # every layer repeats the same fault
 
 
@@ -26,31 +27,44 @@ class LayoutError(RuntimeError):
     """A map and the real parameters, or two maps, do not fit together; the message names the tensor."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """Rows x cols of the logical tensor `name` are stored in the parameter `param` from cell `at` on."""
+class Shard(NamedTuple):
+    """items x rows x cols of the logical tensor `name` are stored in the parameter `param` from cell `at` on.
+
+    `name` holds "{}" where it is a stack. `param` holds "{}" where each item is a parameter of its own, numbered from
+    at[0] on; otherwise the parameter is looked at as [items, rows, cols]. A named tuple: a plan makes very many.
+    """
 
     name: str
     rows: Range
     cols: Range
     param: str
-    at: Cell
+    at: Cell = (0, 0, 0)
+    items: Range = (0, 1)
+    dtype: str = ""  # torch's name of the parameter's type; "": the model's
 
     @property
-    def num_rows(self) -> int:
-        return self.rows[1] - self.rows[0]
+    def box(self) -> Box:
+        return self.items, self.rows, self.cols
 
     @property
-    def num_cols(self) -> int:
-        return self.cols[1] - self.cols[0]
+    def size(self) -> Size:
+        return box_size(self.box)
 
     @property
     def area(self) -> int:
-        return self.num_rows * self.num_cols
+        return box_area(self.box)
 
-    def cell(self, row: int, col: int) -> Cell:
-        """Where the logical element (row, col) is inside the parameter."""
-        return self.at[0] + row - self.rows[0], self.at[1] + col - self.cols[0]
+    def cell(self, box: Box) -> Cell:
+        """Where the first element of a logical box is inside the parameter."""
+        (item, row, col), ((items, _), (rows, _), (cols, _)) = self.at, box
+        return item + items - self.items[0], row + rows - self.rows[0], col + cols - self.cols[0]
+
+
+class Part(NamedTuple):
+    """What all of `members` (numbers of GPU slots, rising) hold alike: replicas of each other."""
+
+    shards: tuple[Shard, ...]
+    members: tuple[int, ...]
 
 
 def intersect(a: Range, b: Range) -> Range:
@@ -59,40 +73,84 @@ def intersect(a: Range, b: Range) -> Range:
     return start, max(start, min(a[1], b[1]))
 
 
-def overlapping(rectangles: Iterable[tuple[Range, Range]]) -> bool:
-    """Whether any two of the (rows, cols) rectangles share an element."""
-    open_rectangles: list[tuple[Range, Range]] = []
-    for rows, cols in sorted(r for r in rectangles if r[0][0] < r[0][1] and r[1][0] < r[1][1]):
-        open_rectangles = [r for r in open_rectangles if r[0][1] > rows[0]]
-        if any(other[0] < cols[1] and cols[0] < other[1] for _, other in open_rectangles):
+def intersect_boxes(a: Box, b: Box) -> Box | None:
+    """The common part, or None when there is none."""
+    items, rows, cols = intersect(a[0], b[0]), intersect(a[1], b[1]), intersect(a[2], b[2])
+    empty = items[0] == items[1] or rows[0] == rows[1] or cols[0] == cols[1]
+    return None if empty else (items, rows, cols)
+
+
+def box_size(box: Box) -> Size:
+    """Items, rows, columns."""
+    items, rows, cols = box
+    return items[1] - items[0], rows[1] - rows[0], cols[1] - cols[0]
+
+
+def box_area(box: Box) -> int:
+    """Number of elements."""
+    items, rows, cols = box
+    return (items[1] - items[0]) * (rows[1] - rows[0]) * (cols[1] - cols[0])
+
+
+def overlapping(boxes: Iterable[Box]) -> bool:
+    """Whether any two boxes share an element."""
+    still_open: list[Box] = []
+    for box in sorted(box for box in boxes if box_area(box)):
+        still_open = [other for other in still_open if other[0][1] > box[0][0]]
+        if any(intersect_boxes(other, box) for other in still_open):
             return True
-        open_rectangles.append((rows, cols))
+        still_open.append(box)
     return False
 
 
-def param_table(shards: Sequence[Shard]) -> dict[str, tuple[int, int]]:
-    """The 2-D shape that each parameter must have at least: the shards' extent, vocabulary padding not counted."""
-    table: dict[str, tuple[int, int]] = {}
-    for shard in shards:
-        rows, cols = table.get(shard.param, (0, 0))
-        table[shard.param] = (max(rows, shard.at[0] + shard.num_rows), max(cols, shard.at[1] + shard.num_cols))
-    return table
-
-
-def flat_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """A parameter's shape looked at as 2-D."""
+def shape_as_stack(shape: Sequence[int]) -> Size:
+    """A parameter's shape looked at as [items, rows, cols]; [n] is [1, n, 1]."""
     if len(shape) < 2:
-        return (shape[0] if shape else 1), 1
-    rows = 1
-    for size in shape[:-1]:
-        rows *= size
-    return rows, shape[-1]
+        return 1, (shape[0] if shape else 1), 1
+    if len(shape) > 3:
+        raise LayoutError(f"a parameter of shape {list(shape)} has more than three dimensions")
+    items = shape[0] if len(shape) == 3 else 1
+    return items, shape[-2], shape[-1]
 
 
-def rectangle(tensor: torch.Tensor, at: Cell, num_rows: int, num_cols: int) -> torch.Tensor:
-    """A writable [num_rows, num_cols] view of a contiguous parameter, looked at as 2-D."""
-    view = tensor.detach().view(flat_shape(tensor.shape))
-    return view[at[0] : at[0] + num_rows, at[1] : at[1] + num_cols]
+def views(params: Mapping[str, torch.Tensor], param: str, at: Cell, size: Size) -> list[torch.Tensor]:
+    """Writable views of contiguous parameters: one [items, rows, cols], or a [1, rows, cols] for each item of its own.
+
+    param, at: as in a Shard.
+    """
+    (item, row, col), (num_items, num_rows, num_cols) = at, size
+    if STACK in param:
+        numbers = range(item, item + num_items)
+        return [_view(params[param.format(number)], (0, row, col), (1, num_rows, num_cols)) for number in numbers]
+    return [_view(params[param], at, size)]
+
+
+def _view(tensor: torch.Tensor, at: Cell, size: Size) -> torch.Tensor:
+    stack = tensor.detach().view(shape_as_stack(tensor.shape))
+    for dim, (start, length) in enumerate(zip(at, size, strict=True)):
+        stack = stack.narrow(dim, start, length)
+    return stack
+
+
+def cells(shard: Shard) -> Iterator[tuple[str, Box]]:
+    """The parameters that a shard fills, each with the box of its cells."""
+    (item, row, col), (num_items, num_rows, num_cols) = shard.at, shard.size
+    plane = (row, row + num_rows), (col, col + num_cols)
+    if STACK in shard.param:
+        for number in range(item, item + num_items):
+            yield shard.param.format(number), ((0, 1), *plane)
+    else:
+        yield shard.param, ((item, item + num_items), *plane)
+
+
+def param_table(shards: Sequence[Shard]) -> dict[str, Size]:
+    """The size that each parameter must have at least: the shards' extent, vocabulary padding not counted."""
+    table: dict[str, Size] = {}
+    for shard in shards:
+        for param, (items, rows, cols) in cells(shard):
+            before = table.get(param, (0, 0, 0))
+            table[param] = max(before[0], items[1]), max(before[1], rows[1]), max(before[2], cols[1])
+    return table
 
 
 def verify_params(shards: Sequence[Shard], params: Mapping[str, torch.Tensor]) -> None:
@@ -101,28 +159,32 @@ def verify_params(shards: Sequence[Shard], params: Mapping[str, torch.Tensor]) -
     Only the parameters of the vocabulary tensors may have more rows than the shards fill. Raises LayoutError, which
     names the first parameters that do not fit.
     """
-    by_param: dict[str, list[Shard]] = defaultdict(list)
+    filled: dict[str, list[Box]] = defaultdict(list)
+    padded: set[str] = set()
     for shard in shards:
-        by_param[shard.param].append(shard)
+        for param, box in cells(shard):
+            filled[param].append(box)
+            if shard.name in VOCAB_TENSORS:
+                padded.add(param)
     table = param_table(shards)
     wrong = [f"{name}: the model has no such parameter" for name in table if name not in params]
     wrong += [f"{name}: the map does not know this parameter" for name in params if name not in table]
     for name in table.keys() & params.keys():
-        wrong += _param_faults(name, table[name], params[name], by_param[name])
+        wrong += _param_faults(name, table[name], params[name], filled[name], name in padded)
     if wrong:
         more = f"; and {len(wrong) - FAULTS_SHOWN} more" if len(wrong) > FAULTS_SHOWN else ""
         raise LayoutError("weight map and model differ: " + "; ".join(sorted(wrong)[:FAULTS_SHOWN]) + more)
 
 
-def _param_faults(name: str, mapped: tuple[int, int], param: torch.Tensor, shards: list[Shard]) -> list[str]:
-    real = flat_shape(param.shape)
-    padded = shards[0].name in VOCAB_TENSORS and real[0] >= mapped[0]
-    if real[1] != mapped[1] or (real[0] != mapped[0] and not padded):
+def _param_faults(name: str, mapped: Size, param: torch.Tensor, boxes: list[Box], padded: bool) -> list[str]:
+    real = shape_as_stack(param.shape)
+    long_enough = real[1] == mapped[1] or (padded and real[1] > mapped[1])
+    if (real[0], real[2]) != (mapped[0], mapped[2]) or not long_enough:
         return [f"{name}: the map needs {list(mapped)}, the model has {list(param.shape)}"]
     if not param.is_contiguous():
         return [f"{name}: the parameter is not contiguous in memory"]
-    if sum(s.area for s in shards) != mapped[0] * mapped[1]:
+    if sum(map(box_area, boxes)) != mapped[0] * mapped[1] * mapped[2]:
         return [f"{name}: the map does not cover every element"]
-    if overlapping(((s.at[0], s.at[0] + s.num_rows), (s.at[1], s.at[1] + s.num_cols)) for s in shards):
+    if overlapping(boxes):
         return [f"{name}: the map covers an element twice"]
     return []

@@ -1,44 +1,129 @@
-"""The logical tensors of the Qwen3-MoE family: the names and shapes of its HF checkpoint."""
+"""The logical tensors of a model: the names and shapes of its HF checkpoint.
+
+Families: Qwen3MoeForCausalLM, DeepseekV3ForCausalLM (V3, R1, Kimi-K2), Qwen2ForCausalLM, Qwen3ForCausalLM,
+LlamaForCausalLM. The multi-token prediction layers follow the decoder's layers (DeepSeek-V3's README_WEIGHTS.md).
+"""
 
 from __future__ import annotations
 
-from megarl.resharding.shards import EMBEDDING, LM_HEAD
-from megarl.types import ModelShape
+from collections.abc import Iterator
+
+from megarl.resharding.shards import EMBEDDING, LM_HEAD, STACK, Size
+from megarl.types import MlaShape, ModelShape
 
 FINAL_NORM = "model.norm.weight"
+Named = Iterator[tuple[str, Size]]
 
 
-def expert_prefix(layer: int, expert: int) -> str:
-    """Start of the names of one expert's gate_proj, up_proj and down_proj."""
-    return f"model.layers.{layer}.mlp.experts.{expert}."
-
-
-def layer_tensors(shape: ModelShape, layer: int) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of one decoder layer, experts included."""
-    prefix, hidden, ffn = f"model.layers.{layer}.", shape.hidden_size, shape.moe_ffn_size
-    q_rows, kv_rows = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    found: dict[str, tuple[int, ...]] = {
-        prefix + "input_layernorm.weight": (hidden,),
-        prefix + "self_attn.q_proj.weight": (q_rows, hidden),
-        prefix + "self_attn.k_proj.weight": (kv_rows, hidden),
-        prefix + "self_attn.v_proj.weight": (kv_rows, hidden),
-        prefix + "self_attn.o_proj.weight": (hidden, q_rows),
-        prefix + "self_attn.q_norm.weight": (shape.head_dim,),
-        prefix + "self_attn.k_norm.weight": (shape.head_dim,),
-        prefix + "post_attention_layernorm.weight": (hidden,),
-        prefix + "mlp.gate.weight": (shape.num_experts, hidden),
-    }
-    for expert in range(shape.num_experts):
-        name = expert_prefix(layer, expert)
-        found[name + "gate_proj.weight"] = (ffn, hidden)
-        found[name + "up_proj.weight"] = (ffn, hidden)
-        found[name + "down_proj.weight"] = (hidden, ffn)
+def tensors(shape: ModelShape) -> dict[str, Size]:
+    """Every logical tensor once: name -> (items, rows, columns); the experts of a layer and kind are one stack."""
+    found = {EMBEDDING: (1, shape.vocab_size, shape.hidden_size), FINAL_NORM: _vector(shape.hidden_size)}
+    if not shape.tied:
+        found[LM_HEAD] = (1, shape.vocab_size, shape.hidden_size)
+    for layer in range(shape.num_layers + shape.num_mtp_layers):
+        found |= dict(_layer(shape, layer))
+    for index in range(shape.num_mtp_layers):
+        found |= dict(_mtp(shape, mtp_prefix(shape, index)))
     return found
 
 
-def model_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor of a checkpoint with untied embeddings."""
-    found: dict[str, tuple[int, ...]] = {EMBEDDING: (shape.vocab_size, shape.hidden_size)}
-    for layer in range(shape.num_layers):
-        found |= layer_tensors(shape, layer)
-    return found | {FINAL_NORM: (shape.hidden_size,), LM_HEAD: (shape.vocab_size, shape.hidden_size)}
+def aliases(shape: ModelShape) -> dict[str, str]:
+    """Tensors that a full checkpoint holds a second time: its name there -> the name of the first."""
+    found = {}
+    for index in range(shape.num_mtp_layers):
+        prefix = mtp_prefix(shape, index)
+        found[prefix + "embed_tokens.weight"] = EMBEDDING
+        found[prefix + "shared_head.head.weight"] = EMBEDDING if shape.tied else LM_HEAD
+    return found
+
+
+def hf_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Name -> shape as the checkpoint's files have them: stacks item by item, vectors in one dimension."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, (items, rows, cols) in tensors(shape).items():
+        file_shape = (rows,) if is_vector(name) else (rows, cols)
+        found |= {name.format(item): file_shape for item in range(items)}
+    return found
+
+
+def is_vector(name: str) -> bool:
+    """Whether the checkpoint's tensor has one dimension: norms and biases."""
+    return name.endswith(("norm.weight", "bias"))
+
+
+def layer_prefix(layer: int) -> str:
+    """Start of the names of a decoder layer's tensors."""
+    return f"model.layers.{layer}."
+
+
+def mtp_prefix(shape: ModelShape, index: int) -> str:
+    """Start of the names of a multi-token prediction layer's tensors."""
+    return layer_prefix(shape.num_layers + index)
+
+
+def expert_stack(layer: int, kind: str) -> str:
+    """The stack of all experts' gate_proj, up_proj or down_proj of a layer."""
+    return f"{layer_prefix(layer)}mlp.experts.{STACK}.{kind}.weight"
+
+
+def _vector(size: int) -> Size:
+    return 1, size, 1
+
+
+def _layer(shape: ModelShape, layer: int) -> Named:
+    prefix, hidden = layer_prefix(layer), shape.hidden_size
+    yield prefix + "input_layernorm.weight", _vector(hidden)
+    yield prefix + "post_attention_layernorm.weight", _vector(hidden)
+    attention = prefix + "self_attn."
+    yield from _latent_attention(shape, shape.mla, attention) if shape.mla else _attention(shape, attention)
+    if shape.is_dense(layer):
+        yield from _mlp(prefix + "mlp.", hidden, shape.ffn_size)
+        return
+    yield prefix + "mlp.gate.weight", (1, shape.num_experts, hidden)
+    if shape.router_bias:
+        yield prefix + "mlp.gate.e_score_correction_bias", _vector(shape.num_experts)
+    if shape.num_shared_experts:
+        yield from _mlp(prefix + "mlp.shared_experts.", hidden, shape.num_shared_experts * shape.moe_ffn_size)
+    for kind in ("gate_proj", "up_proj"):
+        yield expert_stack(layer, kind), (shape.num_experts, shape.moe_ffn_size, hidden)
+    yield expert_stack(layer, "down_proj"), (shape.num_experts, hidden, shape.moe_ffn_size)
+
+
+def _attention(shape: ModelShape, prefix: str) -> Named:
+    sizes = {"q": shape.num_heads, "k": shape.num_kv_heads, "v": shape.num_kv_heads}
+    for letter, heads in sizes.items():
+        yield f"{prefix}{letter}_proj.weight", (1, heads * shape.head_dim, shape.hidden_size)
+        if shape.qkv_bias:
+            yield f"{prefix}{letter}_proj.bias", _vector(heads * shape.head_dim)
+    yield prefix + "o_proj.weight", (1, shape.hidden_size, shape.num_heads * shape.head_dim)
+    if shape.qk_norm:
+        yield prefix + "q_norm.weight", _vector(shape.head_dim)
+        yield prefix + "k_norm.weight", _vector(shape.head_dim)
+
+
+def _latent_attention(shape: ModelShape, mla: MlaShape, prefix: str) -> Named:
+    heads, hidden = shape.num_heads, shape.hidden_size
+    q_rows = heads * (mla.nope_dim + mla.rope_dim)
+    if mla.q_lora_rank:
+        yield prefix + "q_a_proj.weight", (1, mla.q_lora_rank, hidden)
+        yield prefix + "q_a_layernorm.weight", _vector(mla.q_lora_rank)
+        yield prefix + "q_b_proj.weight", (1, q_rows, mla.q_lora_rank)
+    else:
+        yield prefix + "q_proj.weight", (1, q_rows, hidden)
+    yield prefix + "kv_a_proj_with_mqa.weight", (1, mla.kv_lora_rank + mla.rope_dim, hidden)
+    yield prefix + "kv_a_layernorm.weight", _vector(mla.kv_lora_rank)
+    yield prefix + "kv_b_proj.weight", (1, heads * (mla.nope_dim + mla.v_dim), mla.kv_lora_rank)
+    yield prefix + "o_proj.weight", (1, hidden, heads * mla.v_dim)
+
+
+def _mlp(prefix: str, hidden: int, width: int) -> Named:
+    yield prefix + "gate_proj.weight", (1, width, hidden)
+    yield prefix + "up_proj.weight", (1, width, hidden)
+    yield prefix + "down_proj.weight", (1, hidden, width)
+
+
+def _mtp(shape: ModelShape, prefix: str) -> Named:
+    hidden = shape.hidden_size
+    for norm in ("enorm", "hnorm", "shared_head.norm"):
+        yield f"{prefix}{norm}.weight", _vector(hidden)
+    yield prefix + "eh_proj.weight", (1, hidden, 2 * hidden)

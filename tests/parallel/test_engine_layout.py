@@ -1,0 +1,77 @@
+"""What the engines' layouts refuse, by recipe key, and what they say to write instead."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megarl.parallel.layout import EngineLayout
+from megarl.types import MlaShape, ModelShape
+
+MOE = ModelShape(4, 128, 8, 4, 16, 200, num_experts=8, experts_per_token=2, moe_ffn_size=128)
+DENSE = ModelShape(4, 128, 8, 4, 16, 200, num_dense_layers=4, ffn_size=96)
+DEEPSEEK = replace(
+    MOE, num_dense_layers=1, ffn_size=96, num_shared_experts=1, mla=MlaShape(128, 64, 64, 64, 64), router_bias=True
+)
+
+REFUSED = {
+    "too many engines": (MOE, EngineLayout(3, 2, 1, first=1), 4, "count", "set it to 1"),
+    "too many ranks": (MOE, EngineLayout(1, 8, 8), 4, "count", "set rollout.engine.tp to at most 4"),
+    "attention heads": (DENSE, EngineLayout(1, 3, 1), 16, "tp", "2 or 4"),
+    "kv heads": (replace(MOE, num_heads=24), EngineLayout(1, 6, 1), 16, "tp", "4 or 8"),
+    "experts": (replace(MOE, num_experts=12), EngineLayout(1, 8, 8), 16, "ep", "set rollout.engine.ep to 4"),
+    "ep of tp": (MOE, EngineLayout(1, 4, 8), 16, "ep", "set rollout.engine.ep to 4"),
+    "dp of tp": (MOE, EngineLayout(1, 4, 1, dp=3), 16, "dp", "2 or 4"),
+    "dp of a dense model": (DENSE, EngineLayout(1, 4, 1, dp=2), 16, "dp", "set rollout.engine.dp to 1"),
+    "an expert's width": (replace(MOE, moe_ffn_size=6), EngineLayout(1, 4, 1), 16, "tp", "set rollout.engine.tp to 2"),
+    "a dense layer's width": (replace(DENSE, ffn_size=12), EngineLayout(1, 8, 1), 16, "tp", "rollout.engine.tp to 4"),
+    "shared experts": (replace(DEEPSEEK, moe_ffn_size=12), EngineLayout(1, 8, 8), 16, "tp", "to divisors of it"),
+    "more ranks than experts": (replace(DEEPSEEK, num_experts=4), EngineLayout(1, 8, 4), 16, "tp", "to 4"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_it_names_the_key_and_a_value_that_fits(case: str) -> None:
+    shape, engine, gpus, key, mend = REFUSED[case]
+    faults = engine.faults(shape, gpus)
+    assert {fault.where for fault in faults} == {f"rollout.engine.{key}"}
+    assert any(mend in fault.mend for fault in faults), [fault.mend for fault in faults]
+
+
+@pytest.mark.parametrize("shape", [MOE, DEEPSEEK, DENSE])
+@pytest.mark.parametrize("engine", [EngineLayout(1, 1, 1), EngineLayout(2, 4, 1, first=8), EngineLayout(1, 8, 1)])
+def test_what_fits_is_accepted(shape: ModelShape, engine: EngineLayout) -> None:
+    assert engine.faults(shape, 16) == []
+
+
+def test_dp_attention_cuts_the_attention_over_its_groups_alone() -> None:
+    assert [fault.where for fault in EngineLayout(1, 16, 8).faults(MOE, 16)] == ["rollout.engine.tp"]
+    assert EngineLayout(1, 16, 8, dp=2).faults(MOE, 16) == []
+
+
+def test_fp8_asks_that_no_rank_cuts_a_tile() -> None:
+    assert EngineLayout(1, 1, 1, fp8=True).faults(replace(DEEPSEEK, ffn_size=128), 8) == []
+    for change, what in (
+        ({"ffn_size": 192}, "a dense layer"),
+        ({"moe_ffn_size": 64}, "an expert"),
+        ({"mla": replace(DEEPSEEK.mla or MlaShape(1, 1, 1, 1, 1), q_lora_rank=96)}, "q_a_proj"),
+    ):
+        faults = EngineLayout(1, 1, 1, fp8=True).faults(replace(replace(DEEPSEEK, ffn_size=128), **change), 8)
+        assert any(what in fault.problem for fault in faults), what
+        assert all("or rollout.engine.fp8 to false" in fault.mend for fault in faults)
+
+
+def test_what_only_a_gpu_refuses() -> None:
+    assert EngineLayout(1, 4, 1).gpu_faults(MOE) == []
+    (fault,) = EngineLayout(1, 3, 1).gpu_faults(MOE)
+    assert (fault.where, "256" in fault.problem) == ("rollout.engine.tp", True)
+
+
+def test_what_only_a_cpu_refuses() -> None:
+    assert EngineLayout(1, 2, 1).cpu_faults(MOE) == []
+    assert EngineLayout(1, 1, 1).cpu_faults(DEEPSEEK) == []
+    assert [f.where for f in EngineLayout(1, 1, 1, fp8=True).cpu_faults(MOE)] == ["rollout.engine.fp8"]
+    assert ["key/value heads" in f.problem for f in EngineLayout(1, 8, 8).cpu_faults(MOE)] == [True, False]
+    (fault,) = EngineLayout(1, 2, 1).cpu_faults(DENSE)
+    assert "the width 96 of a dense layer over 2" in fault.problem

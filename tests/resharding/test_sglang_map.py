@@ -1,0 +1,301 @@
+"""SGLang's map against layouts built another way: by cutting and stacking whole tensors as its model files do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from megarl.parallel.layout import EngineLayout
+from megarl.resharding import sglang_map
+from megarl.resharding.shards import LayoutError, Shard, param_table, views
+from megarl.types import MlaShape, ModelShape
+
+Tensors = dict[str, torch.Tensor]
+QWEN3_MOE = ModelShape(2, 6, 8, 4, 2, 300, num_experts=8, experts_per_token=2, moe_ffn_size=16)
+TWO_KV_HEADS = replace(QWEN3_MOE, num_kv_heads=2, vocab_size=65)
+QWEN3 = ModelShape(2, 6, 8, 4, 2, 100, num_dense_layers=2, ffn_size=16, tied=True)
+QWEN2 = replace(QWEN3, tied=False, qk_norm=False, qkv_bias=True)
+LLAMA = replace(QWEN3, tied=False, qk_norm=False)
+MLA = MlaShape(q_lora_rank=10, kv_lora_rank=6, nope_dim=4, rope_dim=2, v_dim=3)
+DEEPSEEK = ModelShape(
+    3, 6, 8, 8, 6, 300, num_experts=8, experts_per_token=2, moe_ffn_size=16, num_dense_layers=1, ffn_size=24,
+    num_shared_experts=2, router_bias=True, qk_norm=False, num_mtp_layers=1, mla=MLA,
+)  # fmt: skip
+NO_QUERY_RANK = replace(DEEPSEEK, mla=replace(MLA, q_lora_rank=None))
+V3 = ModelShape(
+    61, 7168, 128, 128, 192, 129280, num_experts=256, experts_per_token=8, moe_ffn_size=2048, num_dense_layers=3,
+    ffn_size=18432, num_shared_experts=1, router_bias=True, qk_norm=False, num_mtp_layers=1,
+    mla=MlaShape(1536, 512, 128, 64, 128),
+)  # fmt: skip
+
+
+def checkpoint(shape: ModelShape) -> Tensors:
+    """Random tensors under the names of the HF checkpoint."""
+    hidden = shape.hidden_size
+    sizes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab_size, hidden)}
+    for layer in range(shape.num_layers):
+        prefix = f"model.layers.{layer}."
+        sizes |= {f"{prefix}{norm}_layernorm.weight": (hidden,) for norm in ("input", "post_attention")}
+        sizes |= {f"{prefix}self_attn.{name}": size for name, size in attention_sizes(shape).items()}
+        if shape.is_dense(layer):
+            sizes |= mlp_sizes(prefix + "mlp.", hidden, shape.ffn_size)
+        else:
+            for expert in range(shape.num_experts):
+                sizes |= mlp_sizes(f"{prefix}mlp.experts.{expert}.", hidden, shape.moe_ffn_size)
+            sizes[prefix + "mlp.gate.weight"] = (shape.num_experts, hidden)
+            if shape.router_bias:
+                sizes[prefix + "mlp.gate.e_score_correction_bias"] = (shape.num_experts,)
+            if shape.num_shared_experts:
+                width = shape.num_shared_experts * shape.moe_ffn_size
+                sizes |= mlp_sizes(prefix + "mlp.shared_experts.", hidden, width)
+    sizes["model.norm.weight"] = (hidden,)
+    if not shape.tied:
+        sizes["lm_head.weight"] = (shape.vocab_size, hidden)
+    generator = torch.Generator().manual_seed(1)
+    return {name: torch.rand(size, generator=generator) for name, size in sizes.items()}
+
+
+def attention_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    hidden, mla, heads = shape.hidden_size, shape.mla, shape.num_heads
+    if mla is None:
+        rows = {"q": heads * shape.head_dim} | dict.fromkeys("kv", shape.num_kv_heads * shape.head_dim)
+        sizes: dict[str, tuple[int, ...]] = {f"{x}_proj.weight": (rows[x], hidden) for x in rows}
+        if shape.qkv_bias:
+            sizes |= {f"{x}_proj.bias": (rows[x],) for x in rows}
+        if shape.qk_norm:
+            sizes |= {f"{x}_norm.weight": (shape.head_dim,) for x in "qk"}
+        return sizes | {"o_proj.weight": (hidden, rows["q"])}
+    q_rows = heads * (mla.nope_dim + mla.rope_dim)
+    sizes = {
+        "kv_a_proj_with_mqa.weight": (mla.kv_lora_rank + mla.rope_dim, hidden),
+        "kv_a_layernorm.weight": (mla.kv_lora_rank,),
+        "kv_b_proj.weight": (heads * (mla.nope_dim + mla.v_dim), mla.kv_lora_rank),
+        "o_proj.weight": (hidden, heads * mla.v_dim),
+    }
+    if mla.q_lora_rank is None:
+        return sizes | {"q_proj.weight": (q_rows, hidden)}
+    return sizes | {
+        "q_a_proj.weight": (mla.q_lora_rank, hidden),
+        "q_a_layernorm.weight": (mla.q_lora_rank,),
+        "q_b_proj.weight": (q_rows, mla.q_lora_rank),
+    }
+
+
+def mlp_sizes(prefix: str, hidden: int, width: int) -> dict[str, tuple[int, ...]]:
+    sizes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+    return {f"{prefix}{name}_proj.weight": size for name, size in sizes.items()}
+
+
+def fill(shards: list[Shard], whole: Tensors, padded: Mapping[str, int]) -> Tensors:
+    """Parameters [items, rows, cols] made through the map; vocabulary parameters get their padding rows, as zeros."""
+    table = param_table(shards)
+    params = {n: torch.zeros(items, padded.get(n, rows), cols) for n, (items, rows, cols) in table.items()}
+    for s in shards:
+        planes = [plane for view in views(params, s.param, s.at, s.size) for plane in view]
+        for item, plane in zip(range(*s.items), planes, strict=True):
+            plane.copy_(stack(whole[s.name.format(item)])[s.rows[0] : s.rows[1], s.cols[0] : s.cols[1]])
+    return params
+
+
+def stack(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dim() > 1 else tensor.unsqueeze(1)
+
+
+def built(shape: ModelShape, whole: Tensors, engine: EngineLayout, rank: int) -> Tensors:
+    """The parameters of one TP rank as SGLang's model files make them from a checkpoint."""
+    attention_rank = rank % engine.attention_tp
+    wanted = {"model.norm.weight": whole["model.norm.weight"]}
+    embedding = whole["model.embed_tokens.weight"]
+    wanted["model.embed_tokens.weight"] = vocabulary(embedding, engine.attention_tp, attention_rank)
+    if not shape.tied:
+        wanted["lm_head.weight"] = vocabulary(whole["lm_head.weight"], engine.tp, rank)
+    for layer in range(shape.num_layers):
+        prefix = f"model.layers.{layer}."
+        wanted |= {n: whole[n] for n in (f"{prefix}{x}_layernorm.weight" for x in ("input", "post_attention"))}
+        build = latent_attention if shape.mla else attention
+        wanted |= build(shape, whole, engine.attention_tp, attention_rank, prefix + "self_attn.")
+        if shape.is_dense(layer):
+            wanted |= mlp(whole, engine.tp, rank, prefix + "mlp.")
+        else:
+            wanted |= experts(shape, whole, engine, rank, prefix + "mlp.")
+    return {name: stack(tensor) for name, tensor in wanted.items()}
+
+
+def vocabulary(tensor: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
+    rows = sglang_map.padded_vocab(len(tensor), ranks)
+    return F.pad(tensor, (0, 0, 0, rows - len(tensor))).chunk(ranks)[rank]
+
+
+def attention(shape: ModelShape, whole: Tensors, ranks: int, rank: int, prefix: str) -> Tensors:
+    first = rank * shape.num_kv_heads // ranks  # with fewer heads than ranks, several ranks come to the same head
+    heads = slice(first, first + max(1, shape.num_kv_heads // ranks))
+
+    def fused(end: str) -> torch.Tensor:
+        key, value = (whole[f"{prefix}{x}_proj.{end}"].unflatten(0, (shape.num_kv_heads, -1)) for x in "kv")
+        query = whole[f"{prefix}q_proj.{end}"].chunk(ranks)[rank]
+        return torch.cat([query, key[heads].flatten(0, 1), value[heads].flatten(0, 1)])
+
+    wanted = {prefix + "qkv_proj.weight": fused("weight")}
+    if shape.qkv_bias:
+        wanted[prefix + "qkv_proj.bias"] = fused("bias")
+    wanted[prefix + "o_proj.weight"] = whole[prefix + "o_proj.weight"].chunk(ranks, dim=1)[rank]
+    return wanted | {name: tensor for name, tensor in whole.items() if name.startswith(prefix) and "norm" in name}
+
+
+def latent_attention(shape: ModelShape, whole: Tensors, ranks: int, rank: int, prefix: str) -> Tensors:
+    assert shape.mla is not None
+    ours = {name.removeprefix(prefix): tensor for name, tensor in whole.items() if name.startswith(prefix)}
+    wanted = {name: tensor for name, tensor in ours.items() if "norm" in name}
+    wanted["kv_b_proj.weight"] = ours["kv_b_proj.weight"].chunk(ranks)[rank]
+    wanted["o_proj.weight"] = ours["o_proj.weight"].chunk(ranks, dim=1)[rank]
+    if shape.mla.q_lora_rank is None:
+        wanted["q_proj.weight"] = ours["q_proj.weight"].chunk(ranks)[rank]
+        wanted["kv_a_proj_with_mqa.weight"] = ours["kv_a_proj_with_mqa.weight"]
+    else:
+        both = [ours["q_a_proj.weight"], ours["kv_a_proj_with_mqa.weight"]]
+        wanted["fused_qkv_a_proj_with_mqa.weight"] = torch.cat(both)
+        wanted["q_b_proj.weight"] = ours["q_b_proj.weight"].chunk(ranks)[rank]
+    return {prefix + name: tensor for name, tensor in wanted.items()}
+
+
+def mlp(whole: Tensors, ranks: int, rank: int, prefix: str) -> Tensors:
+    gate, up = (whole[f"{prefix}{x}_proj.weight"].chunk(ranks)[rank] for x in ("gate", "up"))
+    down = whole[prefix + "down_proj.weight"].chunk(ranks, dim=1)[rank]
+    return {prefix + "gate_up_proj.weight": torch.cat([gate, up]), prefix + "down_proj.weight": down}
+
+
+def experts(shape: ModelShape, whole: Tensors, engine: EngineLayout, rank: int, prefix: str) -> Tensors:
+    per_rank, (expert_rank, part) = shape.num_experts // engine.ep, divmod(rank, engine.moe_tp)
+    local = range(expert_rank * per_rank, (expert_rank + 1) * per_rank)
+    each = [list(mlp(whole, engine.moe_tp, part, f"{prefix}experts.{expert}.").values()) for expert in local]
+    wanted = {
+        prefix + "experts.w13_weight": torch.stack([gate_up for gate_up, _ in each]),
+        prefix + "experts.w2_weight": torch.stack([down for _, down in each]),
+    } | {name: tensor for name, tensor in whole.items() if name.startswith(prefix + "gate.")}
+    return wanted | (mlp(whole, engine.tp, rank, prefix + "shared_experts.") if shape.num_shared_experts else {})
+
+
+PAIRS = {
+    "qwen3-moe tp1": (QWEN3_MOE, EngineLayout(1, 1, 1)),
+    "qwen3-moe tp4 ep2": (QWEN3_MOE, EngineLayout(1, 4, 2)),
+    "qwen3-moe tp8 ep4, two kv heads": (TWO_KV_HEADS, EngineLayout(1, 8, 4)),
+    "qwen3-moe tp8 ep8 dp2, two kv heads": (TWO_KV_HEADS, EngineLayout(1, 8, 8, dp=2)),
+    "qwen3 tied tp2": (QWEN3, EngineLayout(1, 2, 1)),
+    "qwen2 tp4": (QWEN2, EngineLayout(1, 4, 1)),
+    "qwen2 tp8, kv heads shared": (QWEN2, EngineLayout(1, 8, 1)),
+    "llama tp2": (LLAMA, EngineLayout(1, 2, 1)),
+    "deepseek tp2": (DEEPSEEK, EngineLayout(1, 2, 1)),
+    "deepseek tp4 ep2": (DEEPSEEK, EngineLayout(1, 4, 2)),
+    "deepseek tp4 ep4 dp4": (DEEPSEEK, EngineLayout(1, 4, 4, dp=4)),
+    "deepseek tp8 ep2 dp2": (DEEPSEEK, EngineLayout(1, 8, 2, dp=2)),
+    "deepseek without query rank tp2": (NO_QUERY_RANK, EngineLayout(1, 2, 1)),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_the_map_is_what_sglang_builds(pair: str) -> None:
+    shape, engine = PAIRS[pair]
+    assert engine.faults(shape, engine.tp) == []
+    whole = checkpoint(shape)
+    for rank in range(engine.tp):
+        wanted = built(shape, whole, engine, rank)
+        padded = {name: len(tensor) for name, tensor in wanted.items() if "embed" in name or "lm_head" in name}
+        params = fill(sglang_map.shards(shape, engine, rank), whole, padded)
+        assert params.keys() == wanted.keys()
+        for name in wanted:
+            assert torch.equal(params[name].flatten(), wanted[name].flatten()), name
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_parts_hold_what_their_members_hold_alike(pair: str) -> None:
+    shape, alone = PAIRS[pair]
+    engine = replace(alone, count=3, first=5)
+    parts = sglang_map.parts(shape, engine)
+    assert len({part.members for part in parts}) == len(parts)
+    assert all(list(part.members) == sorted(part.members) for part in parts)
+    for slot in range(engine.end + 1):
+        at = engine.member(slot)
+        held = [shard for part in parts if slot in part.members for shard in part.shards]
+        assert held == (sglang_map.shards(shape, alone, at[1]) if at else [])
+
+
+def test_replicas_are_one_part() -> None:
+    """What every rank holds is one part, and so is a shared key/value head: a slice enters a node once."""
+    parts = sglang_map.parts(TWO_KV_HEADS, EngineLayout(2, 4, 2))
+    by_members = {part.members: {shard.name for shard in part.shards} for part in parts}
+    assert "model.norm.weight" in by_members[tuple(range(8))]
+    assert "model.layers.0.mlp.gate.weight" in by_members[tuple(range(8))]
+    kv = {f"model.layers.{layer}.self_attn.{x}_proj.weight" for layer in range(2) for x in "kv"}
+    assert by_members[0, 1, 4, 5] == by_members[2, 3, 6, 7] == kv
+    assert len(parts) == 1 + 2 + 4
+
+
+def test_the_draft_layer_is_not_the_engines() -> None:
+    assert not [s for s in sglang_map.shards(DEEPSEEK, EngineLayout(1, 1, 1), 0) if "layers.3." in s.name]
+
+
+def test_the_router_bias_keeps_its_precision() -> None:
+    by_dtype = {s.dtype: s.name for s in sglang_map.shards(DEEPSEEK, EngineLayout(1, 1, 1), 0)}
+    assert by_dtype.keys() == {"", "float32"}
+    assert by_dtype["float32"].endswith("e_score_correction_bias")
+
+
+VOCABULARIES = [(100, 1, 128), (100, 2, 128), (320, 2, 320), (320, 4, 320), (65, 3, 192)]
+
+
+@pytest.mark.parametrize(("vocab", "ranks", "rows"), VOCABULARIES)
+def test_vocabulary_padding(vocab: int, ranks: int, rows: int) -> None:
+    assert sglang_map.padded_vocab(vocab, ranks) == rows
+
+
+def test_fp8_weights_have_their_scales_in_tiles() -> None:
+    engine = EngineLayout(1, 8, 8, dp=2, fp8=True)
+    assert engine.faults(V3, 8) == []
+    shards = {shard.name: shard for shard in sglang_map.shards(V3, engine, 5)}
+    up, scale = (shards[f"model.layers.9.mlp.experts.{{}}.up_proj.weight{end}"] for end in ("", "_scale_inv"))
+    assert (up.box, up.at, up.dtype) == (((160, 192), (0, 2048), (0, 7168)), (0, 2048, 0), "float8_e4m3fn")
+    assert (scale.box, scale.at, scale.dtype) == (((160, 192), (0, 16), (0, 56)), (0, 16, 0), "float32")
+    assert scale.param == "model.layers.9.mlp.experts.w13_weight_scale_inv"
+    kv = shards["model.layers.0.self_attn.kv_a_proj_with_mqa.weight_scale_inv"]
+    assert (kv.rows, kv.at) == ((0, 5), (0, 12, 0)), "576 rows end inside a tile"
+    assert kv.param == "model.layers.0.self_attn.fused_qkv_a_proj_with_mqa.weight_scale_inv"
+    quantised = {name for name, shard in shards.items() if shard.dtype == "float8_e4m3fn"}
+    assert {f"{name}_scale_inv" for name in quantised} == {name for name in shards if name.endswith("_scale_inv")}
+    plain = {name.split(".")[-2] for name, shard in shards.items() if shard.dtype == ""}
+    norms = {"input_layernorm", "post_attention_layernorm", "q_a_layernorm", "kv_a_layernorm"}
+    assert plain == {"embed_tokens", "lm_head", "norm", "gate"} | norms
+
+
+CUT_TILES = [
+    (EngineLayout(1, 32, 1, fp8=True), "a dense layer", "set rollout.engine.tp to 16"),
+    (EngineLayout(1, 32, 32, fp8=True), "the shared experts", "set rollout.engine.tp to 16"),
+]
+
+
+@pytest.mark.parametrize(("engine", "what", "mend"), CUT_TILES)
+def test_a_cut_tile_is_refused_by_name(engine: EngineLayout, what: str, mend: str) -> None:
+    faults = engine.faults(V3, 32)
+    assert {fault.where for fault in faults} == {"rollout.engine.tp"}
+    assert any(what in fault.problem for fault in faults)
+    assert all(mend in fault.mend for fault in faults)
+    with pytest.raises(LayoutError, match=r"model\.layers\.0\.mlp\.up_proj\.weight: .* cut a tile of 128"):
+        sglang_map.parts(V3, engine)
+
+
+def test_one_expert_cut_inside_a_tile_is_refused() -> None:
+    only_experts = replace(V3, num_dense_layers=0, num_shared_experts=0)
+    with pytest.raises(LayoutError, match=r"experts\.\{\}\.up_proj\.weight: .* cut a tile"):
+        sglang_map.parts(only_experts, EngineLayout(1, 32, 1, fp8=True))
+    assert sglang_map.parts(only_experts, EngineLayout(1, 32, 32, fp8=True))
+
+
+def test_a_large_cluster_is_mapped_at_once() -> None:
+    for engine in (EngineLayout(16, 32, 1), EngineLayout(16, 32, 32)):
+        start = time.process_time()
+        assert len(sglang_map.parts(V3, engine)) == 33
+        assert time.process_time() - start < 0.5
