@@ -1,80 +1,80 @@
-"""Who sends which rectangle to whom, in which round: pure, and the same on every member without talking.
+"""Who sends which box of which tensor to whom, and when: integers only, and the same on every member without talking.
 
-A member is one GPU slot. It may hold source shards (its training rank) and target shards (its engine rank). Each target
-element is taken from exactly one source: the same slot if it has it, else the replica that has sent least so far. What
-goes from one member to another is a stream of rectangles; every round carries the same part of every stream, so that
-all pipeline stages (different sources) send all the time, and a round's size is bounded on every member.
+A member is one GPU slot; it may hold source shards (its training rank) and target shards (its engine rank).
+- Flows: what a target part wants is cut along the boxes in which the sources hold it; each element is in one box.
+- Routes (routes.py): of the replicas of a box the nearest and least loaded one sends it. It enters a node once over the
+  fabric; who got it forwards it, out of its own engine parameter, to the others of its node that want it.
+- Chapters: a flow's place in its source part is its time, so that all pipeline stages send all the time. What one
+  chapter brings into a node is forwarded in the next one.
+- Streams: all that goes from one member to another in a chapter, in an order that both ends know.
+- Rounds: each round of a chapter carries the same share of every stream; that bounds a round on every member.
+Routes follow from a pair (parts that hold a box, part that wants it) alone, so a member looks only at the pairs that it
+is in: its plan costs what it moves, not what the cluster moves. Its digest shows that the others plan the same.
 """
 
 from __future__ import annotations
 
+import gc
 import hashlib
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
 from typing import NamedTuple
 
-from megarl.resharding.shards import Cell, LayoutError, Range, Shard, intersect, overlapping
+from megarl.parallel.layout import FP8_TILE
+from megarl.resharding.routes import Flow, Hop, Router, item_bytes
+from megarl.resharding.shards import Box, Cell, Part, Size, box_area, box_size
 from megarl.types import UserFault
 
-Rectangle = tuple[Range, Range]
+DIGEST_BITS = 128
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """One rectangle of a logical tensor on its way: [num_rows, num_cols] from a source cell to a target cell."""
+class Copy(NamedTuple):
+    """One box of a logical tensor on its way from a cell of a parameter to a cell of another."""
 
     name: str
-    num_rows: int
-    num_cols: int
+    box: Box
+    dtype: str  # torch's name of the target's type, which is also the wire's
     source: int
     source_param: str
     source_at: Cell
+    forwarded: bool  # source_param is the sender's ENGINE parameter, which an earlier chapter has filled
     target: int
     target_param: str
     target_at: Cell
 
     @property
-    def area(self) -> int:
-        return self.num_rows * self.num_cols
-
-    def part(self, row: int, num_rows: int) -> Copy:
-        """Only its rows [row, row + num_rows)."""
-        source_at = (self.source_at[0] + row, self.source_at[1])
-        target_at = (self.target_at[0] + row, self.target_at[1])
-        return Copy(
-            self.name, num_rows, self.num_cols, self.source, self.source_param, source_at,
-            self.target, self.target_param, target_at,
-        )  # fmt: skip
-
-
-class Choice(NamedTuple):
-    """Target member `target` takes rows x cols of what it wants from what member `source` holds."""
-
-    source: int
-    held: Shard
-    target: int
-    wanted: Shard
-    rows: Range
-    cols: Range
+    def size(self) -> Size:
+        return box_size(self.box)
 
     @property
     def area(self) -> int:
-        return (self.rows[1] - self.rows[0]) * (self.cols[1] - self.cols[0])
+        return box_area(self.box)
 
-    def copy(self) -> Copy:
-        start = self.rows[0], self.cols[0]
-        num_rows, num_cols = self.rows[1] - self.rows[0], self.cols[1] - self.cols[0]
+    @property
+    def num_bytes(self) -> int:
+        """On the wire."""
+        return box_area(self.box) * item_bytes(self.dtype)
+
+    def piece(self, box: Box) -> Copy:
+        """Only a box inside this one."""
+        outer, source, target = self.box, self.source_at, self.target_at
+        item, row, col = box[0][0] - outer[0][0], box[1][0] - outer[1][0], box[2][0] - outer[2][0]
         return Copy(
-            self.wanted.name, num_rows, num_cols, self.source, self.held.param, self.held.cell(*start),
-            self.target, self.wanted.param, self.wanted.cell(*start),
+            self.name, box, self.dtype,
+            self.source, self.source_param, (source[0] + item, source[1] + row, source[2] + col), self.forwarded,
+            self.target, self.target_param, (target[0] + item, target[1] + row, target[2] + col),
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Round:
-    """One all-to-all of one member: sends by rising target, receives by rising source."""
+Stream = list[Copy]
+Chapter = Mapping[tuple[int, int], Stream]  # (source, target) -> what goes from one to the other
+
+
+class Round(NamedTuple):
+    """What one member sends, by rising target, and receives, by rising source; the order is the same at both ends."""
 
     sends: tuple[Copy, ...]
     receives: tuple[Copy, ...]
@@ -82,126 +82,189 @@ class Round:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one member does. Every member has the same number of rounds and the same digest of the whole exchange."""
+    """What one member does: the local copies, then the rounds. Every member has the same number of rounds.
+
+    chapter_starts: the rounds that begin a chapter; they may forward what the round before them has brought.
+    """
 
     member: int
     num_members: int
     local: tuple[Copy, ...]
     rounds: tuple[Round, ...]
-    digest: str
+    chapter_starts: frozenset[int]
 
 
-def plan_copies(
-    sources: Sequence[Sequence[Shard]], targets: Sequence[Sequence[Shard]], member: int, round_elements: int
-) -> Plan:
-    """The part of `member` in moving every target shard of every member from the sources.
+@dataclass(frozen=True)
+class Streams:
+    """All that one member sends and receives, not yet cut into rounds.
 
-    sources, targets: one list of shards per member, in member order. round_elements bounds what one member sends, and
-    what it receives, in one round. Raises LayoutError (a target element without a source, or sources that overlap
-    without being replicas) and UserFault (a round too small for a row to or from every member).
+    digest: the sum of the hashes of what it sends less that of what it receives. It is 0 modulo 2 ** 128 over all
+    members when for every two of them the one sends what the other expects, in the same order.
     """
-    local: list[Copy] = []
-    streams: dict[tuple[int, int], list[Copy]] = defaultdict(list)  # of this member alone, in the order of the choices
-    elements: dict[tuple[int, int], int] = defaultdict(int)  # of everyone
-    widest, digest = 0, hashlib.blake2b(digest_size=16)
-    for choice in choose_sources(sources, targets):
-        pair = choice.source, choice.target
-        digest.update(f"{pair}{choice.wanted.name}{choice.rows}{choice.cols};".encode())
-        if choice.source != choice.target:
-            elements[pair] += choice.area
-            widest = max(widest, choice.cols[1] - choice.cols[0])
-            if member in pair:
-                streams[pair].append(choice.copy())
-        elif choice.target == member:
-            local.append(choice.copy())
-    num_rounds = count_rounds(elements, widest, round_elements)
-    digest.update(f"{num_rounds}".encode())
-    return Plan(member, len(sources), tuple(local), _rounds(streams, member, num_rounds), digest.hexdigest())
+
+    member: int
+    num_members: int
+    local: tuple[Copy, ...]
+    chapters: tuple[Chapter, ...]
+    digest: int
+
+    @property
+    def least_round_bytes(self) -> int:
+        """The smallest round_bytes: twice what the smallest pieces to and from all peers take.
+
+        So the rounds are never more than twice as many as if streams could be cut anywhere.
+        """
+        return 2 * max(sum(granule for _, granule in chapter) for chapter in self._sizes())
+
+    def rounds_needed(self, round_bytes: int) -> tuple[int, ...]:
+        """For each chapter the fewest rounds in which this member sends and receives at most round_bytes together.
+
+        Members go on with the largest number of anyone. Raises UserFault under least_round_bytes.
+        """
+        least = self.least_round_bytes
+        if least > round_bytes:
+            pieces = f"the smallest pieces to and from all peers of member {self.member} take {least // 2}"
+            problem = f"{round_bytes}: {pieces}"
+            raise UserFault("reshard.round_bytes", problem, f"raise it to at least {least}")
+        return tuple(_num_rounds(chapter, round_bytes) for chapter in self._sizes())
+
+    def _sizes(self) -> list[list[tuple[int, int]]]:
+        """Of each chapter's streams the bytes and the bytes of the largest granule."""
+        return [[_sizes(stream) for stream in chapter.values()] for chapter in self.chapters]
+
+    def deal(self, num_rounds: Sequence[int]) -> Plan:
+        """The plan with num_rounds[k] rounds in chapter k, the same numbers on every member."""
+        rounds: list[Round] = []
+        starts: set[int] = set()
+        with _collector_paused():
+            for chapter, number in zip(self.chapters, num_rounds, strict=True):
+                starts.add(len(rounds))
+                rounds += _rounds(chapter, self.member, number)
+        return Plan(self.member, self.num_members, self.local, tuple(rounds), frozenset(starts))
 
 
-def choose_sources(sources: Sequence[Sequence[Shard]], targets: Sequence[Sequence[Shard]]) -> Iterator[Choice]:
-    """One choice for each target rectangle and each source rectangle that meets it; replicas share the sending."""
-    holders = _holders(sources)
-    sent = [0] * len(sources)
-    for target, shards in enumerate(targets):
-        for wanted in shards:
-            covered = 0
-            for (rows, cols), replicas in holders.get(wanted.name, {}).items():
-                rows, cols = intersect(rows, wanted.rows), intersect(cols, wanted.cols)
-                area = (rows[1] - rows[0]) * (cols[1] - cols[0])
-                if not area:
-                    continue
-                source = target if target in replicas else min(replicas, key=lambda member: (sent[member], member))
-                if source != target:
-                    sent[source] += area
-                covered += area
-                yield Choice(source, replicas[source], target, wanted, rows, cols)
-            if covered != wanted.area:
-                raise LayoutError(
-                    f"{wanted.name}: {covered} of {wanted.area} elements of member {target} have a source"
-                )
+def plan_streams(
+    sources: Sequence[Part], targets: Sequence[Part], member: int, num_members: int, *, gpus_per_node: int, dtype: str
+) -> Streams:
+    """The part of `member` in filling every target part from the source parts.
 
-
-def _holders(sources: Sequence[Sequence[Shard]]) -> dict[str, dict[Rectangle, dict[int, Shard]]]:
-    """Logical tensor -> rectangle -> the members that hold it; different rectangles must not share elements."""
-    found: dict[str, dict[Rectangle, dict[int, Shard]]] = defaultdict(lambda: defaultdict(dict))
-    for member, shards in enumerate(sources):
-        for shard in shards:
-            if shard.area:
-                found[shard.name][shard.rows, shard.cols][member] = shard
-    for name, rectangles in found.items():
-        if overlapping(rectangles):
-            raise LayoutError(f"{name}: source shards overlap without being replicas")
-    return found
-
-
-def count_rounds(elements: dict[tuple[int, int], int], widest: int, round_elements: int) -> int:
-    """How many rounds keep what any member sends or receives in one within round_elements.
-
-    elements: (source, target) -> size of the stream. Streams are cut between rows, so that a round carries up to one
-    row (`widest` elements) more of each than its even part.
+    dtype: torch's name of the model's type. Raises LayoutError: an element that this member wants has no source, or
+    source boxes overlap without being replicas.
     """
-    total: dict[tuple[str, int], int] = defaultdict(int)
-    num_peers: dict[tuple[str, int], int] = defaultdict(int)
-    for (source, target), size in elements.items():
-        for side in (("send", source), ("receive", target)):
-            total[side] += size
-            num_peers[side] += 1
-    most_peers = max(num_peers.values(), default=0)
-    if most_peers * widest >= round_elements:
-        problem = (
-            f"a round takes {round_elements} elements, a row for each of {most_peers} members {most_peers * widest}"
-        )
-        raise UserFault("reshard.round_bytes", problem, "raise it")
-    return max((-(-size // (round_elements - num_peers[side] * widest)) for side, size in total.items()), default=0)
+    router = Router(sources, targets, num_members, gpus_per_node=gpus_per_node, dtype=dtype)
+    local: Stream = []
+    chapters: list[dict[tuple[int, int], Stream]] = [defaultdict(list) for _ in range(router.num_chapters)]
+    with _collector_paused():
+        for flow, hops in router.flows(member):
+            for hop in hops:
+                if hop.source == hop.target == member:
+                    local.append(_copy(flow, hop))
+                elif member in (hop.source, hop.target):
+                    streams = chapters[flow.held.chapter + hop.forwarded]
+                    streams[hop.source, hop.target].append(_copy(flow, hop))
+    frozen = tuple(dict(sorted(streams.items())) for streams in chapters)
+    return Streams(member, num_members, tuple(local), frozen, _digest(member, frozen))
 
 
-def _rounds(streams: dict[tuple[int, int], list[Copy]], member: int, num_rounds: int) -> tuple[Round, ...]:
-    sends: list[list[Copy]] = [[] for _ in range(num_rounds)]
-    receives: list[list[Copy]] = [[] for _ in range(num_rounds)]
-    for (source, _), stream in sorted(streams.items()):  # rising sources in receives, rising targets in sends
-        for index, part in cut(stream, num_rounds):
-            (sends if source == member else receives)[index].append(part)
-    return tuple(Round(tuple(out), tuple(into)) for out, into in zip(sends, receives, strict=True))
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """A plan is tuples by the 100,000 and no cycles: the garbage collector would double the time by walking them."""
+    paused = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if paused:
+            gc.enable()
 
 
-def cut(stream: Sequence[Copy], num_rounds: int) -> Iterator[tuple[int, Copy]]:
-    """Deal a stream evenly over the rounds: a row goes into the round in whose part it starts."""
-    total, done = sum(copy.area for copy in stream), 0
+def _copy(flow: Flow, hop: Hop) -> Copy:
+    held, wanted, box = hop.shard, flow.wanted, flow.box
+    return Copy(
+        wanted.name, box, flow.dtype, hop.source, held.param, held.cell(box), hop.forwarded,
+        hop.target, wanted.param, wanted.cell(box),
+    )  # fmt: skip
+
+
+def _digest(member: int, chapters: Sequence[Chapter]) -> int:
+    total = 0
+    for number, chapter in enumerate(chapters):
+        for (source, _), stream in chapter.items():
+            state = hashlib.blake2b(digest_size=DIGEST_BITS // 8)
+            for copy in stream:
+                state.update(repr((number, *copy)).encode())
+            total += int.from_bytes(state.digest(), "big") * (1 if source == member else -1)
+    return total % 2**DIGEST_BITS
+
+
+def _sizes(stream: Stream) -> tuple[int, int]:
+    """Bytes of a stream and of its largest granule."""
+    return sum(copy.num_bytes for copy in stream), max(map(_granule_bytes, stream))
+
+
+def _num_rounds(streams: Sequence[tuple[int, int]], round_bytes: int) -> int:
+    """A share is at most ceil(stream / rounds) bytes and one granule less a byte more, and at most the stream."""
+
+    def fits(number: int) -> bool:
+        return sum(min(size, -(-size // number) + granule - 1) for size, granule in streams) <= round_bytes
+
+    most = -(-2 * sum(size for size, _ in streams) // round_bytes)  # fits: half a round of shares, half of granules
+    return bisect_left(range(1, most), True, key=fits) + 1 if most else 0
+
+
+def _rounds(chapter: Chapter, member: int, num_rounds: int) -> list[Round]:
+    """The rounds of one chapter, whose streams are in rising order."""
+    sends: list[Stream] = [[] for _ in range(num_rounds)]
+    receives: list[Stream] = [[] for _ in range(num_rounds)]
+    for (source, _), stream in chapter.items():
+        side = sends if source == member else receives
+        for index, piece in cut(stream, num_rounds):
+            side[index].append(piece)
+    return [Round(tuple(out), tuple(into)) for out, into in zip(sends, receives, strict=True)]
+
+
+def _granule_rows(copy: Copy) -> int:
+    """Rows that stay together: a row, or a row of tiles where tiles share a scale."""
+    return FP8_TILE if copy.dtype.startswith("float8") else 1
+
+
+def _granule_bytes(copy: Copy) -> int:
+    _, rows, cols = copy.size
+    return min(rows, _granule_rows(copy)) * cols * item_bytes(copy.dtype)
+
+
+def cut(stream: Stream, num_rounds: int) -> Iterator[tuple[int, Copy]]:
+    """Deal a stream evenly over the rounds, in order: a granule goes into the round in whose share it starts."""
+    total, done = sum(copy.num_bytes for copy in stream), 0  # done: bytes of the stream before `copy`
     for copy in stream:
-        row = 0
-        while row < copy.num_rows:
-            index = done * num_rounds // total
-            end = -(-(index + 1) * total // num_rounds)
-            num_rows = min(copy.num_rows - row, -(-(end - done) // copy.num_cols))
-            yield index, copy.part(row, num_rows)
-            row += num_rows
-            done += num_rows * copy.num_cols
+        (num_items, num_rows, num_cols), line = copy.size, _granule_rows(copy)
+        per_item, row_bytes = -(-num_rows // line), num_cols * item_bytes(copy.dtype)
+        granule, num_granules = 0, num_items * per_item
+        while granule < num_granules:
+            item, in_item = divmod(granule, per_item)
+            index = (done + (item * num_rows + in_item * line) * row_bytes) * num_rounds // total
+            end = -(-(index + 1) * total // num_rounds) - done  # of the round's share, from the start of `copy`
+            items, rest = divmod(end, num_rows * row_bytes)
+            stop = min(num_granules, items * per_item + min(per_item, -(-rest // (line * row_bytes))))
+            if stop - granule == num_granules:
+                yield index, copy
+            else:
+                for box in _granules(copy.box, granule, stop, per_item, line):
+                    yield index, copy.piece(box)
+            granule = stop
+        done += copy.num_bytes
 
 
-def elements_per_peer(copies: Sequence[Copy], num_members: int, peer: str) -> list[int]:
-    """How many elements go to (peer="target") or come from (peer="source") each member."""
-    counts = [0] * num_members
-    for index, group in groupby(copies, key=lambda copy: getattr(copy, peer)):
-        counts[index] = sum(copy.area for copy in group)
-    return counts
+def _granules(box: Box, start: int, stop: int, per_item: int, line: int) -> Iterator[Box]:
+    """The granules [start, stop) of a box: the end of an item, whole items, the beginning of one."""
+    (first, _), rows, cols = box
+    while start < stop:
+        item, granule = divmod(start, per_item)
+        if granule == 0 and stop - start >= per_item:
+            num_items = (stop - start) // per_item
+            yield (first + item, first + item + num_items), rows, cols
+            start += num_items * per_item
+        else:
+            end = min(per_item, granule + stop - start)
+            yield (first + item, first + item + 1), (rows[0] + granule * line, min(rows[1], rows[0] + end * line)), cols
+            start += end - granule

@@ -1,0 +1,107 @@
+"""How many bytes an exchange moves, for every member and over which wire, without making anyone's plan."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megarl.resharding.routes import Flow, Router
+from megarl.resharding.shards import Box, Part
+from megarl.types import IntArray
+
+
+@dataclass(frozen=True)
+class Account:
+    """Bytes, [num_members]: of the target shards, of what the own slot gives, over the wires in and between nodes.
+
+    minimum_wire [num_members]: what no plan can avoid to bring, the target's bytes that the own slot does not hold.
+    minimum_fabric [num_nodes]: the distinct bytes that a node's members want and none of them holds.
+    """
+
+    dest: IntArray
+    local: IntArray
+    node_in: IntArray
+    node_out: IntArray
+    fabric_in: IntArray
+    fabric_out: IntArray
+    minimum_wire: IntArray
+    minimum_fabric: IntArray
+
+    @property
+    def wire_in(self) -> IntArray:
+        return self.node_in + self.fabric_in
+
+    @property
+    def wire_out(self) -> IntArray:
+        return self.node_out + self.fabric_out
+
+    def fabric_into_nodes(self, gpus_per_node: int) -> IntArray:
+        """[num_nodes] what the plan brings into each node; compare it with minimum_fabric."""
+        return np.add.reduceat(self.fabric_in, range(0, len(self.fabric_in), gpus_per_node))
+
+
+def account(
+    sources: Sequence[Part], targets: Sequence[Part], num_members: int, *, gpus_per_node: int, dtype: str
+) -> Account:
+    """The bytes of the whole exchange; arguments and errors as of `plan_streams`. Each pair is looked at once."""
+    router = Router(sources, targets, num_members, gpus_per_node=gpus_per_node, dtype=dtype)
+    node_in, node_out, fabric_in, fabric_out = ([0] * num_members for _ in range(4))
+    needs = _Needs(sources, targets, num_members, gpus_per_node)
+    for flow, hops in router.flows():
+        num_bytes = flow.num_bytes
+        needs.add(flow)
+        for source, target, _, _ in hops:
+            if source // gpus_per_node != target // gpus_per_node:
+                fabric_out[source] += num_bytes
+                fabric_in[target] += num_bytes
+            elif source != target:
+                node_out[source] += num_bytes
+                node_in[target] += num_bytes
+    dest, local, minimum_fabric = needs.totals()
+    return Account(
+        *(np.array(table) for table in (dest, local, node_in, node_out, fabric_in, fabric_out)),
+        minimum_wire=np.array(dest) - np.array(local),
+        minimum_fabric=np.array(minimum_fabric),
+    )
+
+
+class _Needs:
+    """What has to move whatever the routes are: from the parts' members alone, not from the hops."""
+
+    def __init__(self, sources: Sequence[Part], targets: Sequence[Part], num_members: int, gpus_per_node: int) -> None:
+        self.sources, self.targets = sources, targets
+        self.num_members, self.gpus_per_node = num_members, gpus_per_node
+        self.pair_bytes: dict[tuple[tuple[int, ...], int], int] = defaultdict(int)
+        self.lacking: dict[tuple[tuple[int, ...], int], frozenset[int]] = {}  # nodes that want and do not hold
+        self.boxes: dict[tuple[str, Box], tuple[frozenset[int], int]] = {}
+
+    def add(self, flow: Flow) -> None:
+        pair = flow.held.parts, flow.target
+        if pair not in self.lacking:
+            holding = {member // self.gpus_per_node for member in self._holders(flow.held.parts)}
+            wanting = {member // self.gpus_per_node for member in self.targets[flow.target].members}
+            self.lacking[pair] = frozenset(wanting - holding)
+        self.pair_bytes[pair] += flow.num_bytes
+        key = flow.wanted.name, flow.box
+        nodes = self.lacking[pair] | self.boxes[key][0] if key in self.boxes else self.lacking[pair]
+        self.boxes[key] = nodes, flow.num_bytes
+
+    def totals(self) -> tuple[list[int], list[int], list[int]]:
+        """Of each member what it wants and what of it its own slot holds; of each node the distinct bytes it lacks."""
+        dest, local = [0] * self.num_members, [0] * self.num_members
+        for (parts, target), num_bytes in self.pair_bytes.items():
+            holders = self._holders(parts)
+            for member in self.targets[target].members:
+                dest[member] += num_bytes
+                local[member] += num_bytes if member in holders else 0
+        fabric = [0] * -(-self.num_members // self.gpus_per_node)
+        for nodes, num_bytes in self.boxes.values():
+            for node in nodes:
+                fabric[node] += num_bytes
+        return dest, local, fabric
+
+    def _holders(self, parts: tuple[int, ...]) -> set[int]:
+        return {member for part in parts for member in self.sources[part].members}

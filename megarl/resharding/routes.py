@@ -1,0 +1,247 @@
+"""How each slice of a tensor travels: from the own slot, inside the node, or over the fabric and then inside the node.
+
+A flow is the box that a wanted shard and a held box share. Its routes are chosen from the members of two things alone,
+the parts that hold it (replicas) and the part that wants it (replicas too), and from the flows of that pair before it:
+whoever is in the pair comes to the same choice without knowing the rest of the cluster.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from megarl.resharding.shards import Box, LayoutError, Part, Shard, box_area, intersect_boxes, overlapping
+
+CHAPTERS = 4  # times of sending, where there are several nodes
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+
+
+def item_bytes(dtype: str) -> int:
+    """Size of one element of a type, by torch's name."""
+    return _ITEM_BYTES[dtype]
+
+
+class Holding(NamedTuple):
+    """A box of a tensor that the members of all of `parts` hold, each part in a shard of its own."""
+
+    box: Box
+    parts: tuple[int, ...]
+    shards: tuple[Shard, ...]
+    chapter: int
+
+
+class Tensor(NamedTuple):
+    """Where one logical tensor is held. pattern: equal numbers mean equal boxes, as in all layers of a kind."""
+
+    holdings: tuple[Holding, ...]
+    pattern: int
+
+
+class Flow(NamedTuple):
+    """The box of `wanted`, a shard of target part number `target`, that is taken from `held`; num_bytes on a wire."""
+
+    box: Box
+    dtype: str
+    num_bytes: int
+    held: Holding
+    wanted: Shard
+    target: int
+
+
+class Hop(NamedTuple):
+    """A flow's way from a member that has it in `shard` to one that wants it (source == target: no way at all).
+
+    forwarded: `shard` is the wanted one, filled a chapter earlier.
+    """
+
+    source: int
+    target: int
+    shard: Shard
+    forwarded: bool
+
+
+class Turns:
+    """Whose turn it is among `members`, so that all carry alike; `offset` says who is the first among equals."""
+
+    def __init__(self, members: Sequence[int], offset: int) -> None:
+        first = offset % len(members)
+        self.members = (*members[first:], *members[:first])
+        self.loads = [0] * len(members)
+
+    def next(self, num_bytes: int) -> int:
+        """The least loaded member."""
+        return self._load(self.loads.index(min(self.loads)), num_bytes)
+
+    def usual(self, caller: int, num_bytes: int) -> int:
+        """The same member for a caller each time, unless another carries less by more than this: few, long streams."""
+        index = caller % len(self.loads)
+        if self.loads[index] > min(self.loads) + num_bytes:
+            return self.next(num_bytes)
+        return self._load(index, num_bytes)
+
+    def _load(self, index: int, num_bytes: int) -> int:
+        self.loads[index] += num_bytes
+        return self.members[index]
+
+
+class Pair:
+    """The members that hold the same boxes, the members that want the same shards, and what they have sent so far."""
+
+    def __init__(self, holders: dict[int, int], wanters: Sequence[int], gpus_per_node: int, offset: int) -> None:
+        """holders: member -> which of a holding's shards is its own."""
+        self.holders = holders
+        self.at_home = [member for member in wanters if member in holders]
+        self.senders = Turns(sorted(holders), offset)
+        holding_nodes = _by_node(sorted(holders), gpus_per_node)
+        lacking_nodes = _by_node([member for member in wanters if member not in holders], gpus_per_node)
+        self.near: dict[int, tuple[Turns, list[int]]] = {}
+        self.far: dict[int, Turns] = {}
+        for node, lacking in lacking_nodes.items():
+            if node in holding_nodes:
+                self.near[node] = Turns(holding_nodes[node], offset), lacking
+            else:
+                self.far[node] = Turns(lacking, offset)
+
+    def hops(self, flow: Flow, node: int | None = None) -> Iterator[Hop]:
+        """How every wanter gets the flow. With a node: of the hops inside nodes only that node's.
+
+        Must be called, and run through, once for each flow of the pair, in order: the loads count.
+        """
+        shards, num_bytes, wanted = flow.held.shards, flow.num_bytes, flow.wanted
+        for member in self.at_home:
+            yield Hop(member, member, shards[self.holders[member]], False)
+        for place in self.near if node is None else {node} & self.near.keys():
+            senders, lacking = self.near[place]
+            for index, member in enumerate(lacking):
+                source = senders.usual(index, num_bytes)
+                yield Hop(source, member, shards[self.holders[source]], False)
+        for index, (place, lacking) in enumerate(self.far.items()):
+            source, entry = self.senders.usual(index, num_bytes), lacking.next(num_bytes)
+            yield Hop(source, entry, shards[self.holders[source]], False)
+            if node is None or node == place:
+                for member in lacking.members:
+                    if member != entry:
+                        yield Hop(entry, member, wanted, True)
+
+
+def _by_node(members: Iterable[int], gpus_per_node: int) -> dict[int, list[int]]:
+    nodes: dict[int, list[int]] = defaultdict(list)
+    for member in members:
+        nodes[member // gpus_per_node].append(member)
+    return nodes
+
+
+class Router:
+    """Cuts what the target parts want into flows, proves that each element has one source, and chooses the hops."""
+
+    def __init__(
+        self, sources: Sequence[Part], targets: Sequence[Part], num_members: int, *, gpus_per_node: int, dtype: str
+    ) -> None:
+        """dtype: torch's name of the model's type."""
+        self.sources, self.targets = sources, targets
+        several_nodes = num_members > gpus_per_node
+        self.num_chapters = CHAPTERS + 1 if several_nodes else 1  # the last one of several only forwards
+        self.gpus_per_node, self.dtype = gpus_per_node, dtype
+        self.patterns: dict[tuple[Box, ...], int] = {}
+        self.cuts: dict[tuple[int, Box], list[tuple[int, Box]]] = {}
+        self.tensors = self._tensors(CHAPTERS if several_nodes else 1)
+        self.pairs: dict[tuple[tuple[int, ...], int], Pair] = {}
+
+    def _tensors(self, num_chapters: int) -> dict[str, Tensor]:
+        held: dict[str, dict[Box, list[tuple[int, Shard, int]]]] = defaultdict(dict)
+        for number, part in enumerate(self.sources):
+            total, done = sum(shard.area for shard in part.shards), 0
+            for shard in part.shards:
+                if area := shard.area:
+                    chapter = done * num_chapters // total
+                    held[shard.name].setdefault(shard.box, []).append((number, shard, chapter))
+                    done += area
+        found = {}
+        for name, boxes in held.items():
+            holdings = []
+            for box, holders in boxes.items():
+                numbers, shards, chapters = zip(*holders, strict=True)
+                holdings.append(Holding(box, numbers, shards, chapters[0]))
+            pattern = self.patterns.setdefault(tuple(boxes), len(self.patterns))
+            found[name] = Tensor(tuple(holdings), pattern)
+        return found
+
+    def flows(self, member: int | None = None) -> Iterator[tuple[Flow, Iterator[Hop]]]:
+        """Every flow with its hops, in an order that all members share; the hops must be run through.
+
+        member: only flows of pairs that it is in, and only hops that it may be in. Raises LayoutError.
+        """
+        mine = {number for number, part in enumerate(self.sources) if member is None or member in part.members}
+        sent = {shard.name for number in mine for shard in self.sources[number].shards}
+        node = None if member is None else member // self.gpus_per_node
+        for number, part in enumerate(self.targets):
+            wants = member is None or member in part.members
+            for wanted in part.shards:
+                if not (wants or wanted.name in sent) or not part.members:
+                    continue
+                for held, box in self._cut(wanted, part.members[0] if member is None else member, wants):
+                    if wants or not mine.isdisjoint(held.parts):
+                        dtype = wanted.dtype or self.dtype
+                        flow = Flow(box, dtype, box_area(box) * item_bytes(dtype), held, wanted, number)
+                        yield flow, self._pair(held.parts, number).hops(flow, node)
+
+    def _pair(self, parts: tuple[int, ...], target: int) -> Pair:
+        key = parts, target
+        if key not in self.pairs:
+            holders: dict[int, int] = {}
+            for index, number in enumerate(parts):
+                for member in self.sources[number].members:
+                    holders.setdefault(member, index)
+            offset = parts[0] // len(parts) + target  # neighbours start with different members
+            self.pairs[key] = Pair(holders, self.targets[target].members, self.gpus_per_node, offset)
+        return self.pairs[key]
+
+    def _cut(self, wanted: Shard, member: int, complete: bool) -> list[tuple[Holding, Box]]:
+        """The holdings that meet a wanted shard; `complete`: proves that each of its elements is in exactly one."""
+        tensor = self.tensors.get(wanted.name, Tensor((), -1))
+        key = tensor.pattern, wanted.box
+        if key not in self.cuts:
+            boxes = [held.box for held in tensor.holdings]
+            if overlapping(boxes):
+                raise LayoutError(f"{wanted.name}: source boxes overlap without being replicas: {_overlap(boxes)}")
+            meeting = [(index, intersect_boxes(box, wanted.box)) for index, box in enumerate(boxes)]
+            self.cuts[key] = [(index, box) for index, box in meeting if box]
+        found = self.cuts[key]
+        if complete and sum(box_area(box) for _, box in found) != wanted.area:
+            missing = _without(wanted.box, [box for _, box in found])
+            raise LayoutError(f"{wanted.name}: member {member} wants {in_words(missing)}, which no source holds")
+        return [(tensor.holdings[index], box) for index, box in found]
+
+
+def in_words(box: Box) -> str:
+    """A box for an error message."""
+    items, rows, cols = ("{}:{}".format(*side) for side in box)
+    return f"rows {rows}, columns {cols}" + (f" of items {items}" if box[0] != (0, 1) else "")
+
+
+def _overlap(boxes: Sequence[Box]) -> str:
+    pairs = ((a, b) for index, a in enumerate(boxes) for b in boxes[:index] if intersect_boxes(a, b))
+    return " and ".join(map(in_words, next(pairs)))
+
+
+def _without(box: Box, others: Iterable[Box]) -> Box:
+    """A box of what is left of `box`, which the others do not fill."""
+    rest = [box]
+    for other in others:
+        rest = [piece for one in rest for piece in _pieces(one, other)]
+    return rest[0]
+
+
+def _pieces(box: Box, other: Box) -> Iterator[Box]:
+    """`box` without `other`: what lies before and after it, dimension by dimension."""
+    common = intersect_boxes(box, other)
+    if not common:
+        yield box
+        return
+    left = list(box)
+    for dim, ((start, stop), (low, high)) in enumerate(zip(box, common, strict=True)):
+        for side in ((start, low), (high, stop)):
+            if side[0] < side[1]:
+                yield (*left[:dim], side, *left[dim + 1 :])  # pyright: ignore
+        left[dim] = (low, high)
