@@ -1,20 +1,296 @@
-"""Carry a plan out: local copies, and one all-to-all a round. No decisions are taken here."""
+"""Carry a plan out: local copies, and rounds of point-to-point messages. No decisions are taken here.
+
+What is large goes as a message of its own, straight out of and into the parameters where it lies there in one run; what
+is small or strided is packed. While the messages of one round are on the wire, the next one is packed and posted.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal
+from itertools import groupby
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from megarl.device import BACKEND, use_loopback
-from megarl.resharding.plan import Copy, Plan, Round, elements_per_peer
-from megarl.resharding.shards import rectangle
+from megarl.device import BACKEND, DEVICE, use_loopback
+from megarl.parallel.layout import FP8_TILE
+from megarl.resharding import fp8
+from megarl.resharding.fp8 import SCALE_SUFFIX
+from megarl.resharding.plan import Copy, Plan
+from megarl.resharding.routes import item_bytes
+from megarl.resharding.shards import Cell, Size, shape_as_stack, views
 
 Params = Mapping[str, torch.Tensor]
+
+# From here on a message of its own costs less than packing: over gloo measured on loopback; NCCL's launch of one costs
+# the host as much as megabytes cost the wire, and a GPU packs at the speed of its memory.
+DIRECT_BYTES = 128 << 10 if BACKEND == "gloo" else 4 << 20
+ALIGN_BYTES = 16  # where a message may begin in a buffer
+SCRATCH_BYTES = 10  # for each element of a strip of 128 rows that is quantised: two float32, and the result
+FP8 = "float8_e4m3fn"
+POLL_S = 0.001
+
+
+class Piece(NamedTuple):
+    """Items [first, first + number) of a copy."""
+
+    copy: Copy
+    first: int
+    number: int
+
+    @property
+    def size(self) -> Size:
+        return (self.number, *self.copy.size[1:])
+
+    @property
+    def num_bytes(self) -> int:
+        items, rows, cols = self.size
+        return items * rows * cols * item_bytes(self.copy.dtype)
+
+    def at(self, cell: Cell) -> Cell:
+        """Where it starts, given where the copy does."""
+        return cell[0] + self.first, cell[1], cell[2]
+
+
+def messages(copies: Sequence[Copy]) -> list[list[Piece]]:
+    """What one member sends another in one round, by message.
+
+    Decided by the sizes alone, so that sender and receiver agree without talking.
+    """
+    found: list[list[Piece]] = []
+    small: list[Piece] = []
+    for copy in copies:
+        num_items, num_bytes = copy.size[0], copy.num_bytes
+        if num_bytes >= DIRECT_BYTES * num_items:
+            found += [[Piece(copy, item, 1)] for item in range(num_items)]
+        elif num_bytes >= DIRECT_BYTES:
+            found.append([Piece(copy, 0, num_items)])
+        else:
+            small.append(Piece(copy, 0, num_items))
+    if small:  # the widest elements first, so that each piece begins at a multiple of its element's size
+        found.append(sorted(small, key=lambda piece: -item_bytes(piece.copy.dtype)))
+    return found
+
+
+class Lane(NamedTuple):
+    """One message at one end: the run of bytes in a parameter that it is, or the pieces that are staged for it.
+
+    A piece's tensors are [items, rows, cols] each; those of a scale's source are the elements that it is made of.
+    """
+
+    peer: int
+    num_bytes: int
+    direct: torch.Tensor | None
+    pieces: tuple[tuple[Piece, list[torch.Tensor]], ...]
+
+    @property
+    def staged_bytes(self) -> int:
+        return 0 if self.direct is not None else -(-self.num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+    def stage(self, buffer: torch.Tensor) -> Iterator[tuple[Piece, list[torch.Tensor], torch.Tensor]]:
+        """Each piece with its tensors and its [items, rows, cols] place in the message."""
+        start = 0
+        for piece, found in self.pieces:
+            place = buffer[start : start + piece.num_bytes].view(getattr(torch, piece.copy.dtype)).view(piece.size)
+            yield piece, found, place
+            start += piece.num_bytes
+
+
+class Step(NamedTuple):
+    """A round at this member's end. drain: what earlier rounds brought must be in place before it is packed."""
+
+    sends: list[Lane]
+    receives: list[Lane]
+    drain: bool
+
+
+class OnTheWay(NamedTuple):
+    """A posted round: what to wait for, and what to unpack then."""
+
+    works: list[dist.Work]
+    unpack: list[tuple[Lane, torch.Tensor]]
+
+
+class Executor:
+    """One plan on one set of parameters; its tables are made once and serve as long as no parameter moves."""
+
+    def __init__(self, plan: Plan, sources: Params, targets: Params) -> None:
+        self._addresses = _addresses(sources), _addresses(targets)
+        whole = [Piece(copy, 0, copy.size[0]) for copy in plan.local]
+        self._local = [(p.copy, target_views(p, targets), source_views(p, sources, targets)) for p in whole]
+        self._steps = [
+            Step(
+                [
+                    _lane(peer, [(piece, source_views(piece, sources, targets)) for piece in message])
+                    for peer, copies in groupby(step.sends, key=lambda copy: copy.target)
+                    for message in messages(list(copies))
+                ],
+                [
+                    _lane(peer, [(piece, target_views(piece, targets)) for piece in message])
+                    for peer, copies in groupby(step.receives, key=lambda copy: copy.source)
+                    for message in messages(list(copies))
+                ],
+                index in plan.chapter_starts,
+            )
+            for index, step in enumerate(plan.rounds)
+        ]
+        made = [(copy, out_of) for copy, _, out_of in self._local]
+        made += [(piece.copy, out_of) for s in self._steps for lane in s.sends for piece, out_of in lane.pieces]
+        self._scratch_bytes = max((_scratch_bytes(*one) for one in made), default=0)
+
+    def fits(self, sources: Params, targets: Params) -> bool:
+        """Whether these are still the parameters that the tables were made for."""
+        return self._addresses == (_addresses(sources), _addresses(targets))
+
+    @torch.no_grad()
+    def run(self, group: Any, timeout_s: float) -> int:
+        """Write every target box of this member; returns when all are there, with the peak of extra bytes.
+
+        Raises RuntimeError when a peer ends, or stays silent for timeout_s.
+        """
+        out, into = ([self._buffer(side, parity) for parity in (0, 1)] for side in ("sends", "receives"))
+        pending: OnTheWay | None = None
+        for index, step in enumerate(self._steps):
+            if step.drain:
+                pending = _finish(pending, timeout_s)
+            posted = _post(group, step, out[index % 2], into[index % 2])
+            if index == 0:
+                self._copy_local()
+            _finish(pending, timeout_s)
+            pending = posted
+        _finish(pending, timeout_s)
+        if not self._steps:
+            self._copy_local()
+        settle(timeout_s)
+        return sum(buffer.nbytes for buffer in out + into) + self._scratch_bytes
+
+    def _buffer(self, side: Literal["sends", "receives"], parity: int) -> torch.Tensor:
+        """Staging for every second round, as large as the largest of them needs."""
+        sizes = (sum(lane.staged_bytes for lane in getattr(step, side)) for step in self._steps[parity::2])
+        return torch.empty(max(sizes, default=0), dtype=torch.uint8, device=DEVICE)
+
+    def _copy_local(self) -> None:
+        for copy, into, out_of in self._local:
+            fill(copy, into, out_of)
+
+
+def source_views(piece: Piece, sources: Params, targets: Params) -> list[torch.Tensor]:
+    """What a piece is made of at its sender: for scales the elements under their tiles, up to the parameter's end."""
+    copy, at, size = piece.copy, piece.at(piece.copy.source_at), piece.size
+    if copy.forwarded or not copy.name.endswith(SCALE_SUFFIX):
+        return views(targets if copy.forwarded else sources, copy.source_param, at, size)
+    whole = shape_as_stack(sources[copy.source_param.format(at[0])].shape)
+    row, col = at[1] * FP8_TILE, at[2] * FP8_TILE
+    block = piece.number, min(size[1] * FP8_TILE, whole[1] - row), min(size[2] * FP8_TILE, whole[2] - col)
+    return views(sources, copy.source_param, (at[0], row, col), block)
+
+
+def target_views(piece: Piece, targets: Params) -> list[torch.Tensor]:
+    """Where a piece belongs at its receiver."""
+    return views(targets, piece.copy.target_param, piece.at(piece.copy.target_at), piece.size)
+
+
+def fill(copy: Copy, into: Sequence[torch.Tensor], out_of: Sequence[torch.Tensor]) -> None:
+    """Copy the same items from one list of [items, rows, cols] to another, converted to the wire's type."""
+    if len(into) != len(out_of):  # parameters of their own on one side, a stack on the other
+        into, out_of = (items if len(items) > 1 else items[0].split(1) for items in (into, out_of))
+    convert = _converter(copy, out_of)
+    if convert is None:
+        torch._foreach_copy_(list(into), list(out_of))  # pyright: ignore[reportPrivateImportUsage]
+        return
+    tile = FP8_TILE if copy.name.endswith(SCALE_SUFFIX) else 1  # rows of the source for a row of the target
+    for target, source in zip(into, out_of, strict=True):
+        for item in range(len(target)):
+            for start in range(0, source.shape[1], FP8_TILE):
+                block = convert(source[item : item + 1, start : start + FP8_TILE])
+                target[item : item + 1, start // tile : (start + FP8_TILE) // tile].copy_(block)
+
+
+def _scratch_bytes(copy: Copy, source: Sequence[torch.Tensor]) -> int:
+    """What making the wire's values takes beside them."""
+    return SCRATCH_BYTES * FP8_TILE * source[0].shape[2] if _converter(copy, source) else 0
+
+
+def _converter(copy: Copy, source: Sequence[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """What makes the wire's values of a block of source elements; None where a plain copy does."""
+    if copy.forwarded:
+        return None
+    if copy.name.endswith(SCALE_SUFFIX):
+        return fp8.tile_scales
+    quantised = copy.dtype == FP8 and source[0].dtype != torch.float8_e4m3fn
+    return fp8.quantise if quantised else None
+
+
+def _lane(peer: int, pieces: list[tuple[Piece, list[torch.Tensor]]]) -> Lane:
+    num_bytes = sum(piece.num_bytes for piece, _ in pieces)
+    (piece, found), *others = pieces
+    in_one_run = not others and len(found) == 1 and found[0].is_contiguous() and found[0].shape == piece.size
+    if in_one_run and found[0].dtype == getattr(torch, piece.copy.dtype) and not _converter(piece.copy, found):
+        return Lane(peer, num_bytes, found[0].flatten().view(torch.uint8), ())
+    return Lane(peer, num_bytes, None, tuple(pieces))
+
+
+def _post(group: Any, step: Step, out: torch.Tensor, into: torch.Tensor) -> OnTheWay:
+    """Start a round: the receives first, for the peers that are ahead, then each send as soon as it is packed."""
+    unpack: list[tuple[Lane, torch.Tensor]] = []
+    with batch(group) as works:
+        for lane, buffer in _places(step.receives, into):
+            works.append(group.recv([buffer], lane.peer, 0))
+            if lane.direct is None:
+                unpack.append((lane, buffer))
+        for lane, buffer in _places(step.sends, out):
+            for piece, found, place in lane.stage(buffer):
+                fill(piece.copy, [place], found)
+            works.append(group.send([buffer], lane.peer, 0))
+    return OnTheWay(works, unpack)
+
+
+def _places(lanes: Sequence[Lane], buffer: torch.Tensor) -> Iterator[tuple[Lane, torch.Tensor]]:
+    """Each message with the bytes that it is sent from or received into."""
+    start = 0
+    for lane in lanes:
+        yield lane, buffer[start : start + lane.num_bytes] if lane.direct is None else lane.direct
+        start += lane.staged_bytes
+
+
+def _finish(pending: OnTheWay | None, timeout_s: float) -> None:
+    """Wait for a round, if there is one, and unpack it."""
+    if pending is None:
+        return
+    for work in pending.works:
+        work.wait(timedelta(seconds=timeout_s))
+    for lane, buffer in pending.unpack:
+        for _, found, place in lane.stage(buffer):
+            torch._foreach_copy_(found, [place] if len(found) == 1 else list(place.split(1)))  # pyright: ignore
+
+
+@contextmanager
+def batch(group: Any) -> Iterator[list[dist.Work]]:
+    """Collects the works posted inside; NCCL starts them all together at the end, so that they cannot block another."""
+    works: list[dist.Work] = []
+    if BACKEND == "nccl":
+        group._start_coalescing(torch.device(DEVICE))
+    yield works
+    if BACKEND == "nccl":
+        works[:] = [group._end_coalescing(torch.device(DEVICE))] if works else []
+
+
+def settle(timeout_s: float) -> None:
+    """Return when the device has done everything. CUDA: a peer that is gone shows as a wait that does not end."""
+    if DEVICE != "cuda":
+        return
+    done = torch.cuda.Event()
+    done.record()
+    deadline = time.monotonic() + timeout_s
+    while not done.query():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"the exchange did not end within {timeout_s} s")
+        time.sleep(POLL_S)
 
 
 def make_group(store: Store, member: int, num_members: int, timeout_s: float) -> Any:
@@ -27,65 +303,14 @@ def make_group(store: Store, member: int, num_members: int, timeout_s: float) ->
         use_loopback()
         return dist.ProcessGroupGloo(store, member, num_members, timeout)
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
+    options._timeout = 2 * timeout  # of NCCL's watchdog, which ends the process: a wait of ours gives up before
     return dist.ProcessGroupNCCL(store, member, num_members, options)
 
 
-@torch.no_grad()
-def run_copies(plan: Plan, group: Any, sources: Params, targets: Params) -> None:
-    """Write every target rectangle of this member; returns when all of them are there.
-
-    Packs round i while round i - 1 is on the wire, and unpacks round i - 1 while round i is; four flat buffers, each at
-    most a round. All parameters have one dtype and sit on one device.
-    """
-    _copy_all(_views(plan.local, targets, "target"), _views(plan.local, sources, "source"))
-    if plan.rounds:
-        like = next(iter(sources.values()))
-        send, receive = (_pair_of_buffers(plan.rounds, side, like) for side in ("sends", "receives"))
-        pending = None
-        for index, step in enumerate(plan.rounds):
-            packed = _parts(send[index % 2], step.sends)
-            _copy_all(packed, _views(step.sends, sources, "source"))
-            if pending:
-                pending.wait()
-            pending = _all_to_all(group, plan, step, send[index % 2], receive[index % 2])
-            if index:
-                _unpack(plan.rounds[index - 1], receive[(index - 1) % 2], targets)
-        assert pending is not None
-        pending.wait()
-        _unpack(plan.rounds[-1], receive[(len(plan.rounds) - 1) % 2], targets)
-    if BACKEND == "nccl":
-        torch.cuda.synchronize()
+def close_group(group: Any) -> None:
+    """End a group: its connections close, and what waits on them, here or at a peer, fails."""
+    group.abort()
 
 
-def _all_to_all(group: Any, plan: Plan, step: Round, send: torch.Tensor, receive: torch.Tensor) -> dist.Work:
-    send_split = elements_per_peer(step.sends, plan.num_members, "target")
-    receive_split = elements_per_peer(step.receives, plan.num_members, "source")
-    return group.alltoall_base(receive[: sum(receive_split)], send[: sum(send_split)], receive_split, send_split)
-
-
-def _pair_of_buffers(rounds: Sequence[Round], side: str, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    largest = max(sum(copy.area for copy in getattr(step, side)) for step in rounds)
-    first, second = (torch.empty(largest, dtype=like.dtype, device=like.device) for _ in range(2))
-    return first, second
-
-
-def _unpack(step: Round, buffer: torch.Tensor, targets: Params) -> None:
-    _copy_all(_views(step.receives, targets, "target"), _parts(buffer, step.receives))
-
-
-def _parts(buffer: torch.Tensor, copies: Sequence[Copy]) -> list[torch.Tensor]:
-    """The flat buffer cut into one [rows, cols] view for each copy, in order."""
-    parts = buffer[: sum(copy.area for copy in copies)].split([copy.area for copy in copies]) if copies else ()
-    return [part.view(copy.num_rows, copy.num_cols) for part, copy in zip(parts, copies, strict=True)]
-
-
-def _views(copies: Sequence[Copy], params: Params, side: Literal["source", "target"]) -> list[torch.Tensor]:
-    if side == "source":
-        return [rectangle(params[c.source_param], c.source_at, c.num_rows, c.num_cols) for c in copies]
-    return [rectangle(params[c.target_param], c.target_at, c.num_rows, c.num_cols) for c in copies]
-
-
-def _copy_all(into: list[torch.Tensor], out_of: list[torch.Tensor]) -> None:
-    if into:
-        torch._foreach_copy_(into, out_of)  # pyright: ignore[reportPrivateImportUsage]
+def _addresses(params: Params) -> dict[str, int]:
+    return {name: param.data_ptr() for name, param in params.items()}

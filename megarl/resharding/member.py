@@ -1,16 +1,17 @@
 """One member of the exchange: the SGLang scheduler process of a GPU, or its training rank where no engine runs.
 
-The members meet in a key-value store. Before every exchange each one publishes its verdict (parameters as mapped,
-digest of the plan), so that one that cannot take part is an error with its own words everywhere, and not a hang.
+The members meet in a key-value store. Before a byte moves they agree on what they were given, on the number of rounds
+and that their plans fit together; a member that cannot take part is an error with its own words everywhere, and not a
+hang. An exchange has succeeded when every member has written and checked all of its targets. After any failure the
+process group is thrown away, and the next attempt writes everything anew in another one.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
@@ -19,210 +20,245 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megarl.device import join_store
-from megarl.parallel.layout import EngineLayout, TrainLayout
-from megarl.resharding import megatron_map, sglang_map
-from megarl.resharding.execute import Params, make_group, run_copies
-from megarl.resharding.plan import Plan, plan_copies
-from megarl.resharding.publish import SourceHandles, attach
-from megarl.resharding.shards import LayoutError, Shard, verify_params
-from megarl.types import ModelShape
+from megarl.resharding import engine_model, fp8, megatron_map, sglang_map
+from megarl.resharding.agreement import Agreement, Verdict
+from megarl.resharding.execute import Executor, Params, close_group, make_group
+from megarl.resharding.plan import DIGEST_BITS, Plan, Streams, plan_streams
+from megarl.resharding.publish import attach
+from megarl.resharding.session import Session
+from megarl.resharding.shards import FAULTS_SHOWN, LayoutError, Part, Shard, cells, verify_params
+from megarl.resharding.verify import Verifier, VerifyError
 
-UNKNOWN_MOE_LAYOUTS = ("use_triton_kernels", "use_flashinfer_trtllm_moe")  # SGLang layers that store w13 differently
+PLANNER = 1  # to be raised whenever the same inputs give another plan: members of two versions must not meet
+SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class Stats:
-    """What one exchange cost: bytes sent over the wire, bytes copied inside a GPU, seconds of the slowest member."""
+    """What one exchange cost one member, or (from `collect_stats`) all of them.
+
+    Bytes sent over a wire, of them to another node, and bytes copied inside the GPU; the peak of memory beside the
+    parameters; seconds spent on the plan (0 when it was kept), and on everything. Of several members the bytes are
+    sums; memory and seconds are the largest.
+    """
 
     wire_bytes: int
+    inter_node_bytes: int
     local_bytes: int
+    extra_bytes: int
+    plan_s: float
     seconds: float
-
-
-@dataclass(frozen=True)
-class Session:
-    """Everything that one member must know, apart from its parameters. dtype is torch's name ("float32")."""
-
-    store_port: int
-    run_id: str
-    member: int
-    shape: ModelShape
-    train: TrainLayout
-    engine: EngineLayout
-    transformer_engine: bool
-    dtype: str
-    round_bytes: int
-    timeout_s: float
-    source: SourceHandles | None  # None: the member is the training rank itself
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def from_json(content: Mapping[str, Any]) -> Session:
-        nested = {
-            "shape": ModelShape(**content["shape"]),
-            "train": TrainLayout(**content["train"]),
-            "engine": EngineLayout(**content["engine"]),
-            "source": SourceHandles.from_json(content["source"]) if content["source"] else None,
-        }
-        return Session(**{**content, **nested})
-
-
-@dataclass(frozen=True)
-class Sessions:
-    """The sessions of all members: engines[e][tp_rank], and trainers[rank] for GPUs without an engine."""
-
-    engines: tuple[dict[int, Session], ...]
-    trainers: dict[int, Session]
-
-    def engine_message(self, engine: int, version: int, first: bool) -> dict[str, Any]:
-        """The JSON object that engine `engine` hands to `load` in each of its processes; `first`: with the sessions."""
-        members = self.engines[engine]
-        message: dict[str, Any] = {"run_id": members[0].run_id, "version": version}
-        if first:
-            message["sessions"] = {str(tp_rank): session.to_json() for tp_rank, session in members.items()}
-        return message
-
-
-def sessions(
-    handles: Sequence[SourceHandles],
-    *,
-    store_port: int,
-    run_id: str,
-    shape: ModelShape,
-    train: TrainLayout,
-    engine: EngineLayout,
-    transformer_engine: bool,
-    dtype: str,
-    round_bytes: int,
-    timeout_s: float,
-) -> Sessions:
-    """Assemble the sessions of one run; handles[rank] is what training rank `rank` published."""
-    engines: tuple[dict[int, Session], ...] = tuple({} for _ in range(engine.count))
-    trainers: dict[int, Session] = {}
-    for slot, source in enumerate(handles):
-        at = engine.member(slot)
-        session = Session(
-            store_port, run_id, slot, shape, train, engine, transformer_engine, dtype, round_bytes, timeout_s,
-            source if at else None,
-        )  # fmt: skip
-        if at:
-            engines[at[0]][at[1]] = session
-        else:
-            trainers[slot] = session
-    return Sessions(engines, trainers)
 
 
 class Member:
     """Takes part in every exchange of a run. The plan is made once, on the first."""
 
     def __init__(self, session: Session, source_params: Params | None = None) -> None:
-        """source_params: the training rank's own; None in an engine process, which maps the published ones."""
+        """source_params: the training rank's own; None in an engine process, which maps the published ones if any."""
         self.session = session
-        self.num_members = session.train.world_size
         if source_params is None:
-            if session.source is None:
-                raise ValueError(f"member {session.member} has neither parameters nor handles")
-            source_params = attach(session.source)
+            source_params = attach(session.source) if session.source else {}
         self.source_params = source_params
-        self.store = PrefixStore(f"reshard/{session.run_id}", join_store(session.store_port, session.timeout_s))
-        self.timeout = timedelta(seconds=session.timeout_s)
-        self.num_runs = 0
-        self.old_keys: list[str] = []
+        self._store = PrefixStore(f"reshard/{session.run_id}", join_store(session.store_port, session.timeout_s))
+        self._agreement = Agreement(self._store, session.member, session.num_members, session.timeout_s)
+        self._plan: tuple[list[int], Plan] | None = None  # with the numbers of rounds that it was dealt for
+        self._executor: Executor | None = None
+        self._group: tuple[str, Any] | None = None  # with the key that it was made under
+        self._plan_s = 0.0  # seconds that the plan has taken in the present exchange
 
-    def source_shards(self, member: int) -> list[Shard]:
+    @cached_property
+    def source_parts(self) -> list[Part]:
         s = self.session
-        return megatron_map.shards(s.shape, s.train, member, s.transformer_engine)
-
-    def target_shards(self, member: int) -> list[Shard]:
-        at = self.session.engine.member(member)
-        return sglang_map.shards(self.session.shape, self.session.engine, at[1]) if at else []
+        return megatron_map.parts(s.shape, s.train, s.transformer_engine)
 
     @cached_property
-    def plan(self) -> Plan:
-        everyone = range(self.num_members)
-        return plan_copies(
-            [self.source_shards(member) for member in everyone],
-            [self.target_shards(member) for member in everyone],
-            self.session.member,
-            self.session.round_bytes // self.dtype.itemsize,
-        )
+    def target_parts(self) -> list[Part]:
+        return sglang_map.parts(self.session.shape, self.session.engine)
 
     @cached_property
-    def group(self) -> Any:
-        store = PrefixStore("group", self.store)
-        return make_group(store, self.session.member, self.num_members, self.session.timeout_s)
+    def streams(self) -> Streams:
+        s, started = self.session, time.perf_counter()
+        sources, targets = fp8.with_scales(self.source_parts, self.target_parts), self.target_parts
+        made = plan_streams(sources, targets, s.member, s.num_members, gpus_per_node=s.gpus_per_node, dtype=s.dtype)
+        self._plan_s += time.perf_counter() - started
+        return made
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return getattr(torch, self.session.dtype)
-
-    def run(self, version: int, target_params: Params | None = None, fault: Exception | None = None) -> Stats:
+    def run(
+        self,
+        version: int,
+        attempt: int,
+        targets: Params | None = None,
+        *,
+        fault: Exception | None = None,
+        finish: Callable[[], None] | None = None,
+    ) -> Stats:
         """Bring this member's target parameters to `version`; all members must call it. Returns this member's cost.
 
-        target_params may be other tensors each time (an engine may rebind them). fault: why the caller cannot take
-        part; it is raised here, after the others have heard of it. Raises what this member finds wrong (LayoutError,
-        UserFault), or RuntimeError with the words of another member that cannot take part.
+        attempt: never the same twice. targets may be other tensors each time (an engine may rebind them). fault: why
+        the caller cannot take part; it is raised here, after the others have heard of it. finish: called when the
+        targets are written; what it raises fails the exchange for all. Raises what this member finds wrong
+        (LayoutError, UserFault, VerifyError), or RuntimeError with the words of another member.
         """
-        started = time.perf_counter()
-        targets = target_params or {}
-        self._agree(fault or self._fault(targets))
-        plan = self.plan
-        run_copies(plan, self.group, self.source_params, targets)
-        itemsize = self.dtype.itemsize
-        stats = Stats(
-            wire_bytes=itemsize * sum(copy.area for step in plan.rounds for copy in step.sends),
-            local_bytes=itemsize * sum(copy.area for copy in plan.local),
-            seconds=time.perf_counter() - started,
-        )
-        self._write(f"stats/{version}/{self.session.member}", asdict(stats))
+        started, targets = time.perf_counter(), targets or {}
+        self._plan_s = 0.0
+        outcome = self._agree(f"{attempt}/ready", version, targets, fault)
+        stage = f"{attempt}/done"
+        try:
+            executor = self._prepare(outcome["rounds"], targets)
+            extra_bytes = executor.run(self._group_of(outcome["group"]), self.session.timeout_s)
+            if finish:
+                finish()
+            self.verify(targets)
+            stats = self._stats(extra_bytes, time.perf_counter() - started)
+        except Exception as error:
+            first = self._agreement.refuse(stage, f"failed in the exchange: {error}")
+            self.close()  # only now, so that peers that fail for it find these words
+            if first:
+                raise RuntimeError(first) from error
+            raise
+        try:
+            self._agreement.reach(stage, asdict(stats), lambda verdicts: {})
+        except Exception:
+            self.close()
+            raise
+        if self.session.engine.fp8:  # SGLang may bind such weights anew, and the tables would keep the old memory
+            self._executor = None
         return stats
+
+    def verify(self, targets: Params) -> None:
+        """Hold this member's targets against what the others have, as session.verify says; all must call it.
+
+        Raises VerifyError. Only between two exchanges that succeeded, or inside one.
+        """
+        s = self.session
+        if s.verify != "off":
+            assert self._group
+            group = self._group[1]
+            Verifier(self.streams, s.engine, group, self.source_params, targets, s.round_bytes, s.timeout_s).check(
+                s.verify
+            )
+
+    def _agree(self, stage: str, version: int, targets: Params, fault: Exception | None) -> Verdict:
+        """Go on only if every member is ready, and was given the same."""
+        fault = fault or self._fault(targets)
+        if fault:
+            self.close()
+            self._agreement.refuse(stage, f"cannot take part: {fault}")
+            raise fault
+        outdated = self._agreement.forget()
+        verdict = {
+            "inputs": self._inputs(version),
+            "rounds": self.streams.rounds_needed(self.session.round_bytes),
+            "digest": str(self.streams.digest),
+            "group": self._group[0] if self._group else "",
+        }
+        try:
+            outcome = self._agreement.reach(stage, verdict, lambda verdicts: conclude(f"group/{stage}", verdicts))
+        except Exception:
+            self.close()
+            raise
+        self._agreement.delete(outdated)  # everyone has come to this stage, so nobody reads the older ones any more
+        return outcome
 
     def _fault(self, targets: Params) -> Exception | None:
         """What keeps this member from taking part: parameters that the maps do not describe, or no plan."""
         try:
-            verify_params(self.source_shards(self.session.member), self.source_params)
-            verify_params(self.target_shards(self.session.member), targets)
-            for name, param in [*self.source_params.items(), *targets.items()]:
-                if param.dtype != self.dtype:
-                    raise LayoutError(f"{name} is {param.dtype}, the exchange is of {self.session.dtype}")
-            self.plan  # noqa: B018  (made here, so that what it raises reaches the others)
+            verify_params(self._shards(self.source_parts), self.source_params)
+            for name, param in self.source_params.items():
+                if param.dtype not in SOURCE_DTYPES:
+                    raise LayoutError(f"{name}: training weights in {param.dtype} have no map")
+            wanted = self._shards(self.target_parts)
+            verify_params(wanted, targets)
+            self._check_dtypes(wanted, targets)
+            self.streams.rounds_needed(self.session.round_bytes)
         except Exception as error:
             return error
         return None
 
-    def _agree(self, fault: Exception | None) -> None:
-        """Go on only if every member is ready with the same plan."""
-        self.num_runs += 1
-        verdict = {"fault": str(fault)} if fault else {"digest": self.plan.digest}
-        outdated, self.old_keys = self.old_keys, []
-        self._write(f"ready/{self.num_runs}/{self.session.member}", verdict)
-        if fault:
-            raise fault
-        keys = [f"ready/{self.num_runs}/{member}" for member in range(self.num_members)]
-        self.store.wait(keys, self.timeout)
-        verdicts = [json.loads(content) for content in self.store.multi_get(keys)]
-        for member, other in enumerate(verdicts):
-            if "fault" in other:
-                raise RuntimeError(f"reshard: member {member} cannot take part: {other['fault']}")
-            if other != verdict:
-                raise RuntimeError(f"reshard: members {self.session.member} and {member} have made different plans")
-        for key in outdated:  # everyone has come to this run, so nobody reads the last one's keys any more
-            self.store.delete_key(key)
+    def _shards(self, parts: Sequence[Part]) -> list[Shard]:
+        return [shard for part in parts if self.session.member in part.members for shard in part.shards]
 
-    def _write(self, key: str, content: Mapping[str, Any]) -> None:
-        self.store.set(key, json.dumps(content))
-        self.old_keys.append(key)
+    def _check_dtypes(self, wanted: Sequence[Shard], targets: Params) -> None:
+        for shard in wanted:
+            dtype = shard.dtype or self.session.dtype
+            for name, _ in cells(shard):
+                if targets[name].dtype != getattr(torch, dtype):
+                    raise LayoutError(f"{name} is {targets[name].dtype}, the exchange brings {dtype}")
+
+    def _inputs(self, version: int) -> dict[str, str]:
+        """What all members must have been given alike."""
+        s = self.session
+        names = ("shape", "train", "engine", "transformer_engine", "dtype", "round_bytes", "gpus_per_node", "verify")
+        return {"planner": str(PLANNER), "version": str(version)} | {name: repr(getattr(s, name)) for name in names}
+
+    def _prepare(self, rounds: list[int], targets: Params) -> Executor:
+        """The plan and its tables, made anew where the number of rounds or the parameters have changed."""
+        started = time.perf_counter()
+        if self._plan is None or self._plan[0] != rounds:
+            self._plan, self._executor = (rounds, self.streams.deal(rounds)), None
+        if self._executor is None or not self._executor.fits(self.source_params, targets):
+            self._executor = Executor(self._plan[1], self.source_params, targets)
+            self._plan_s += time.perf_counter() - started
+        return self._executor
+
+    def _group_of(self, key: str) -> Any:
+        if self._group is None or self._group[0] != key:
+            self.close()
+            s = self.session
+            self._group = key, make_group(PrefixStore(key, self._store), s.member, s.num_members, s.timeout_s)
+        return self._group[1]
+
+    def close(self) -> None:
+        """End the connections, so that a peer that waits on one of them hears it; another exchange makes new ones."""
+        if self._group:
+            close_group(self._group[1])
+        self._group = None
+
+    def _stats(self, extra_bytes: int, seconds: float) -> Stats:
+        assert self._plan
+        plan, node = self._plan[1], self.session.member // self.session.gpus_per_node
+        sends = [copy for step in plan.rounds for copy in step.sends]
+        return Stats(
+            wire_bytes=sum(copy.num_bytes for copy in sends),
+            inter_node_bytes=sum(c.num_bytes for c in sends if c.target // self.session.gpus_per_node != node),
+            local_bytes=sum(copy.num_bytes for copy in plan.local),
+            extra_bytes=extra_bytes,
+            plan_s=self._plan_s,
+            seconds=seconds,
+        )
 
 
-def collect_stats(store: Store, run_id: str, version: int, num_members: int) -> Stats:
-    """The cost of a finished exchange: bytes summed over the members, seconds of the slowest."""
+def conclude(new_group: str, verdicts: Sequence[Verdict]) -> Verdict:
+    """What members that are all ready go on with. Raises RuntimeError where they do not fit together."""
+    for member, verdict in enumerate(verdicts):
+        for name, value in verdict["inputs"].items():
+            if value != verdicts[0]["inputs"][name]:
+                first = verdicts[0]["inputs"][name]
+                raise RuntimeError(f"reshard: {name} is {first} for member 0 and {value} for member {member}")
+    if sum(int(verdict["digest"]) for verdict in verdicts) % 2**DIGEST_BITS:
+        raise RuntimeError("reshard: what the members would send is not what they would receive")
+    groups = {verdict["group"] for verdict in verdicts}
+    return {
+        "rounds": [max(numbers) for numbers in zip(*(verdict["rounds"] for verdict in verdicts), strict=True)],
+        "group": groups.pop() if len(groups) == 1 and "" not in groups else new_group,
+    }
+
+
+def member_stats(store: Store, run_id: str, attempt: int, num_members: int) -> list[Stats]:
+    """What an attempt that succeeded cost each member; to be read before the next attempt."""
     store = PrefixStore(f"reshard/{run_id}", store)
-    found = [Stats(**json.loads(store.get(f"stats/{version}/{member}"))) for member in range(num_members)]
+    return [Stats(**json.loads(store.get(f"{attempt}/done/{member}"))) for member in range(num_members)]
+
+
+def collect_stats(store: Store, run_id: str, attempt: int, num_members: int) -> Stats:
+    """What an attempt that succeeded cost all members together; to be read before the next attempt."""
+    found = member_stats(store, run_id, attempt, num_members)
     return Stats(
         wire_bytes=sum(stats.wire_bytes for stats in found),
+        inter_node_bytes=sum(stats.inter_node_bytes for stats in found),
         local_bytes=sum(stats.local_bytes for stats in found),
+        extra_bytes=max(stats.extra_bytes for stats in found),
+        plan_s=max(stats.plan_s for stats in found),
         seconds=max(stats.seconds for stats in found),
     )
 
@@ -238,16 +274,22 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
     ((_, encoded),) = named_tensors
     message = json.loads(encoded.cpu().numpy().tobytes())
     run_id = message["run_id"]
-    if run_id not in _engine_members:
-        session = Session.from_json(message["sessions"][str(dist.get_rank())])
-        _engine_members[run_id] = Member(session)
-    _engine_members[run_id].run(message["version"], dict(model.named_parameters()), unknown_layout(model))
+    if "sessions" in message:
+        if run_id in _engine_members:  # with handles that are not valid any more
+            _engine_members[run_id].close()
+        _engine_members[run_id] = Member(Session.from_json(message["sessions"][str(dist.get_rank())]))
+    member = _engine_members[run_id]
 
+    def finish() -> None:
+        engine_model.refresh_derived(model)
+        faults = engine_model.derived_faults(model) if member.session.verify != "off" else []
+        if faults:
+            raise VerifyError("; ".join(faults[:FAULTS_SHOWN]))
 
-def unknown_layout(model: torch.nn.Module) -> LayoutError | None:
-    """Why an engine's model cannot be written: some MoE kernels store experts in another order in the same shape."""
-    for name, module in model.named_modules():
-        up_first = getattr(getattr(module, "quant_method", None), "load_up_proj_weight_first", False)
-        if up_first or any(getattr(module, flag, False) for flag in UNKNOWN_MOE_LAYOUTS):
-            return LayoutError(f"{name}: this MoE backend of SGLang stores experts in a layout that has no map")
-    return None
+    member.run(
+        message["version"],
+        message["attempt"],
+        engine_model.params(model),
+        fault=engine_model.unknown_layout(model),
+        finish=finish,
+    )

@@ -1,77 +1,35 @@
-"""The whole way with real processes: training ranks publish, engine ranks attach, plan, talk over gloo and write.
-
-No Ray, SGLang or Megatron: the parameters are made from the maps' own tables. Every value encodes its tensor's name,
-its row, its column and the version, so that a wrong element anywhere is seen.
-"""
+"""The whole way with the processes of a run: training ranks publish, engine ranks attach, agree, and are written."""
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import time
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing.connection import Connection
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from megarl.device import host_store, join_store, use_loopback
+from megarl.device import host_store, join_store
 from megarl.parallel.layout import EngineLayout, TrainLayout
-from megarl.resharding import megatron_map, sglang_map
-from megarl.resharding.member import Member, Session, Stats, collect_stats, load, sessions, unknown_layout
+from megarl.resharding.agreement import Agreement
+from megarl.resharding.member import Member, Stats, collect_stats, conclude, load
 from megarl.resharding.publish import SourceHandles, attach, publish
-from megarl.resharding.shards import VOCAB_TENSORS, LayoutError, Shard, param_table, rectangle
-from megarl.types import ModelShape
-
-FORK = multiprocessing.get_context("fork")  # the heavy imports are done; children use one thread
-TIMEOUT_S = 60.0
-TINY = ModelShape(2, 16, 8, 4, 4, 300, 4, 2, 64)
-TWO_KV_HEADS = ModelShape(2, 16, 8, 2, 4, 300, 4, 2, 64)
-PADDING = 77.0
+from megarl.resharding.session import Session, sessions
+from megarl.types import UserFault
+from tests.resharding.worlds import MLA, MOE, TIMEOUT_S, Pair, Params, Process, fill, make_params, wrong_params
 
 
-def logical(name: str, rows: tuple[int, int], cols: tuple[int, int], version: int, dtype: torch.dtype) -> torch.Tensor:
-    """The wanted content of a rectangle, in integers that the dtype holds exactly."""
-    code = zlib.crc32(name.encode()) + 7_919 * version
-    row = torch.arange(*rows, dtype=torch.int64).unsqueeze(1)
-    col = torch.arange(*cols, dtype=torch.int64)
-    return ((code + row * 104_729 + col * 1_299_709) % (256 if dtype == torch.bfloat16 else 1 << 24)).to(dtype)
+class Model(torch.nn.Module):
+    """A module whose named_parameters() has the given dotted names, and latent attention's derived tensors."""
 
-
-def make_params(shards: list[Shard], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Parameters as views of one flat buffer, as Megatron's are; vocabulary parameters get padding rows."""
-    vocabulary = {shard.param for shard in shards if shard.name in VOCAB_TENSORS}
-    sizes = {name: (rows + 5 * (name in vocabulary), cols) for name, (rows, cols) in param_table(shards).items()}
-    flat = torch.full((sum(rows * cols for rows, cols in sizes.values()),), PADDING, dtype=dtype)
-    parts = flat.split([rows * cols for rows, cols in sizes.values()])
-    return {name: part.view(size) for part, (name, size) in zip(parts, sizes.items(), strict=True)}
-
-
-def fill(params: dict[str, torch.Tensor], shards: list[Shard], version: int) -> None:
-    for s in shards:
-        part = rectangle(params[s.param], s.at, s.num_rows, s.num_cols)
-        part.copy_(logical(s.name, s.rows, s.cols, version, part.dtype))
-
-
-def wrong_params(params: dict[str, torch.Tensor], shards: list[Shard], version: int) -> list[str]:
-    """Names of parameters that differ from the wanted content in any element, padding included."""
-    wanted = make_params(shards, next(iter(params.values())).dtype)
-    fill(wanted, shards, version)
-    return [name for name in params if not torch.equal(params[name], wanted[name])]
-
-
-class Tree(torch.nn.Module):
-    """A module whose named_parameters() has the given dotted names."""
-
-    def __init__(self, params: dict[str, torch.Tensor]) -> None:
+    def __init__(self, params: Params, mla_rows: int) -> None:
         super().__init__()
         for name, tensor in params.items():
             *path, leaf = name.split(".")
@@ -79,106 +37,94 @@ class Tree(torch.nn.Module):
             for part in path:
                 if part not in module._modules:
                     module.add_module(part, torch.nn.Module())
-                module = module._modules[part]  # type: ignore[assignment]
+                module = module.get_submodule(part)
             module.register_parameter(leaf, torch.nn.Parameter(tensor, requires_grad=False))
+        self.mla_rows, self.forgets = mla_rows, False
+        self.derive()
+
+    def derive(self) -> None:
+        """w_kc [heads, nope, rank] and w_vc [heads, rank, v] of each attention, here with as many rows each."""
+        for module in self.modules() if self.mla_rows else ():
+            if hasattr(module, "kv_b_proj"):
+                heads = module.get_parameter("kv_b_proj.weight").detach().clone().unflatten(0, (-1, 2 * self.mla_rows))
+                module.w_kc, module.w_vc = heads[:, : self.mla_rows], heads[:, self.mla_rows :].transpose(1, 2)
+
+    def post_load_weights(self) -> None:
+        """As SGLang's; `forgets` is the fault that verification must find."""
+        if not self.forgets:
+            self.derive()
 
 
-def trainer(pipe: Connection, shape: ModelShape, layout: TrainLayout, rank: int, dtype: torch.dtype) -> None:
-    shards = megatron_map.shards(shape, layout, rank)
-    params = make_params(shards, dtype)
+def trainer(pipe: Connection, pair: Pair, rank: int) -> None:
+    shards = pair.source_shards(rank)
+    params = make_params(shards, pair.torch_dtype)
     pipe.send(publish(params).to_json())
     member: Member | None = None
-    for order, argument in iter(pipe.recv, None):
+    for order, *arguments in iter(pipe.recv, None):
         if order == "fill":
-            fill(params, shards, argument)
+            fill(params, shards, arguments[0], pair.torch_dtype)
         elif order == "join":
-            member = Member(Session.from_json(argument), params)
+            member = Member(Session.from_json(arguments[0]), params)
         elif order == "run":
             assert member is not None
-            member.run(argument)
+            member.run(*arguments)
         pipe.send("done")
 
 
-def engine_rank(
-    pipe: Connection, port: int, shape: ModelShape, engine: EngineLayout, slot: int, dtype: torch.dtype
-) -> None:
-    index, tp_rank = divmod(slot, engine.tp)
-    store = PrefixStore(f"engine{index}", join_store(port, TIMEOUT_S))
-    dist.init_process_group("gloo", store=store, rank=tp_rank, world_size=engine.tp)
-    shards = sglang_map.shards(shape, engine, tp_rank)
-    model = Tree(make_params(shards, dtype))
-    for message in iter(pipe.recv, None):
-        encoded = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        load(model, [("session", encoded)])
-        pipe.send(wrong_params(dict(model.named_parameters()), shards, json.loads(message)["version"]))
-
-
-def guarded(work: Callable[..., None], pipe: Connection, *args: Any) -> None:
-    torch.set_num_threads(1)
-    use_loopback()
-    try:
-        work(pipe, *args)
-    except Exception as error:
-        pipe.send(error)
-
-
-class Process:
-    """A forked child that answers over a pipe; an exception in it is raised here."""
-
-    def __init__(self, work: Callable[..., None], *args: Any) -> None:
-        self.pipe, other = FORK.Pipe()
-        self.process = FORK.Process(target=guarded, args=(work, other, *args), daemon=True)
-        self.process.start()
-        other.close()
-
-    def send(self, message: Any) -> None:
-        self.pipe.send(message)
-
-    def answer(self) -> Any:
-        if not self.pipe.poll(TIMEOUT_S):
-            raise TimeoutError(f"child {self.process.pid} does not answer")
-        found = self.pipe.recv()
-        if isinstance(found, Exception):
-            raise found
-        return found
-
-    def ask(self, message: Any) -> Any:
-        self.send(message)
-        return self.answer()
-
-    def end(self) -> None:
-        if self.process.is_alive():
-            self.process.kill()
-        self.process.join()
+def engine_rank(pipe: Connection, port: int, pair: Pair, slot: int, dtype: str) -> None:
+    at = pair.engine.member(slot)
+    assert at
+    store = PrefixStore(f"engine{at[0]}", join_store(port, TIMEOUT_S))
+    dist.init_process_group("gloo", store=store, rank=at[1], world_size=pair.engine.tp)
+    shards, mla = pair.target_shards(slot), pair.shape.mla
+    model = Model(make_params(shards, getattr(torch, dtype)), mla.nope_dim if mla else 0)
+    for order, *arguments in iter(pipe.recv, None):
+        try:
+            if order == "flag":
+                setattr(model.get_submodule(arguments[0]), arguments[1], True)
+                pipe.send("done")
+            else:
+                message = json.dumps(arguments[0]).encode()
+                load(model, [("session", torch.frombuffer(bytearray(message), dtype=torch.uint8))])
+                version = arguments[0]["version"]
+                pipe.send(wrong_params(dict(model.named_parameters()), shards, version, pair.torch_dtype))
+        except Exception as error:
+            pipe.send(error)
 
 
 class World:
-    """Forked training ranks and engine ranks of one layout pair."""
+    """Forked training ranks and engine ranks of one pair; engine_dtype: what the engines really hold."""
 
-    def __init__(self, shape: ModelShape, train: TrainLayout, engine: EngineLayout, *dtypes: torch.dtype) -> None:
-        """dtypes: of the training ranks and, if another, of the engine ranks."""
-        dtype, engine_dtype = dtypes[0], dtypes[-1]
-        assert not train.faults(shape) and not engine.faults(shape, train.world_size)
-        self.engine, self.size, self.store = engine, train.world_size, host_store(TIMEOUT_S)
-        port = self.store.port
-        self.trainers = [Process(trainer, shape, train, rank, dtype) for rank in range(train.world_size)]
-        self.engines = [Process(engine_rank, port, shape, engine, slot, engine_dtype) for slot in range(engine.slots)]
-        self.handles = [SourceHandles.from_json(child.answer()) for child in self.trainers]
-        self.options: dict[str, Any] = {
-            "store_port": port,
-            "run_id": "test",
-            "shape": shape,
-            "train": train,
-            "engine": engine,
-            "transformer_engine": False,
-            "dtype": str(dtype).removeprefix("torch."),
-            "timeout_s": TIMEOUT_S,
+    def __init__(self, pair: Pair, engine_dtype: str = "") -> None:
+        assert not pair.train.faults(pair.shape) and not pair.engine.faults(pair.shape, pair.num_members)
+        self.pair, self.attempt, self.store = pair, 0, host_store(TIMEOUT_S)
+        self.trainers = [Process(trainer, pair, rank) for rank in range(pair.train.world_size)]
+        self.engines = {
+            slot: Process(engine_rank, self.store.port, pair, slot, engine_dtype or pair.dtype)
+            for slot in range(pair.engine.first, pair.engine.end)
         }
+        self.handles = [SourceHandles.from_json(child.answer()) for child in self.trainers]
+        self.start()
 
-    def start(self, round_bytes: int) -> None:
-        self.sessions = sessions(self.handles, round_bytes=round_bytes, **self.options)
-        for slot, session in self.sessions.trainers.items():
-            self.trainers[slot].ask(("join", json.loads(json.dumps(session.to_json()))))
+    def start(self) -> None:
+        """Hand out the sessions; the engines get theirs with the next attempt."""
+        pair = self.pair
+        self.sessions = sessions(
+            self.handles, store_port=self.store.port, run_id="test", shape=pair.shape, train=pair.train,
+            engine=pair.engine, transformer_engine=pair.transformer_engine, dtype=pair.dtype,
+            round_bytes=pair.round_bytes, timeout_s=TIMEOUT_S, gpus_per_node=pair.gpus_per_node,
+            verify=pair.verify,
+        )  # fmt: skip
+        self.first = True
+        for rank, session in self.sessions.trainers.items():
+            self.trainers[rank].ask(("join", json.loads(json.dumps(session.to_json()))))
+
+    def restart_trainer(self, rank: int) -> None:
+        """Another process in the place of a training rank, which publishes other memory."""
+        self.trainers[rank].end()
+        self.trainers[rank] = Process(trainer, self.pair, rank)
+        self.handles[rank] = SourceHandles.from_json(self.trainers[rank].answer())
+        self.start()
 
     def fill(self, version: int) -> None:
         for child in self.trainers:
@@ -186,26 +132,29 @@ class World:
         for child in self.trainers:
             child.answer()
 
-    def reshard(self, version: int, first: bool) -> tuple[list[str], Stats]:
+    def reshard(self, version: int) -> tuple[list[str], Stats]:
         """Run one exchange; the wrong parameters of all engine ranks, and the cost."""
-        for slot, child in enumerate(self.engines):
-            message = self.sessions.engine_message(slot // self.engine.tp, version, first)
-            child.send(json.dumps(message).encode())
-        for slot in self.sessions.trainers:
-            self.trainers[slot].send(("run", version))
-        for slot in self.sessions.trainers:
-            self.trainers[slot].answer()
-        wrong = [f"slot {slot}: {name}" for slot, child in enumerate(self.engines) for name in child.answer()]
-        return wrong, collect_stats(self.store, "test", version, self.size)
+        self.attempt += 1
+        for slot, child in self.engines.items():
+            at = self.pair.engine.member(slot)
+            assert at
+            child.send(("load", self.sessions.engine_message(at[0], version, self.attempt, self.first)))
+        self.first = False
+        for rank in self.sessions.trainers:
+            self.trainers[rank].send(("run", version, self.attempt))
+        for rank in self.sessions.trainers:
+            self.trainers[rank].answer()
+        wrong = [f"slot {slot}: {name}" for slot, child in self.engines.items() for name in child.answer()]
+        return wrong, collect_stats(self.store, "test", self.attempt, self.pair.num_members)
 
     def end(self) -> None:
-        for child in self.trainers + self.engines:
+        for child in [*self.trainers, *self.engines.values()]:
             child.end()
 
 
 @contextmanager
-def world(*args: Any) -> Iterator[World]:
-    made = World(*args)
+def world(pair: Pair, engine_dtype: str = "") -> Iterator[World]:
+    made = World(pair, engine_dtype)
     try:
         yield made
     finally:
@@ -213,75 +162,103 @@ def world(*args: Any) -> Iterator[World]:
 
 
 PAIRS = {
-    "tp2 pp2 ep2 -> one tp2 engine on 4 slots": (TINY, TrainLayout(4, 2, 2, 2), EngineLayout(1, 2, 1)),
-    "tp2 pp2 ep2 -> two tp2 engines": (TINY, TrainLayout(4, 2, 2, 2), EngineLayout(2, 2, 2)),
-    "dp2 -> two tp1 engines": (TINY, TrainLayout(2, 1, 1, 1), EngineLayout(2, 1, 1)),
-    "dp2 -> one tp2 ep2 engine": (TINY, TrainLayout(2, 1, 1, 1), EngineLayout(1, 2, 2)),
-    "tp2 with split experts -> tp1": (TINY, TrainLayout(2, 2, 1, 1), EngineLayout(1, 1, 1)),
-    "pp2 -> tp4 ep2 with replicated kv heads": (TWO_KV_HEADS, TrainLayout(4, 1, 2, 2), EngineLayout(1, 4, 2)),
+    "a TP2 engine on two of four slots": Pair(MOE, TrainLayout(4, 2, 2, 2), EngineLayout(1, 2, 1)),
+    "engines beside the training ranks": Pair(MOE, TrainLayout(2, 1, 2, 1), EngineLayout(2, 1, 1, first=2), "bfloat16"),
+    "MLA on slots partly shared": Pair(
+        MLA, TrainLayout(2, 2, 1, 2), EngineLayout(1, 2, 2, first=1), gpus_per_node=2, verify="checksum"
+    ),
 }
 
 
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
-def test_every_byte_arrives(pair: tuple[ModelShape, TrainLayout, EngineLayout]) -> None:
-    with world(*pair, torch.float32) as made:
+def test_published_weights_arrive(pair: Pair) -> None:
+    with world(pair) as made:
+        for version in (1, 1, 2):
+            made.fill(version)
+            wrong, stats = made.reshard(version)
+            assert not wrong and stats.wire_bytes > 0
+
+
+def test_a_training_rank_that_was_restarted_is_mapped_anew() -> None:
+    with world(Pair(MOE, TrainLayout(2, 1, 2, 1), EngineLayout(1, 2, 1))) as made:
         made.fill(1)
-        made.start(round_bytes=9_000)
-        wrong, stats = made.reshard(1, first=True)
-        assert not wrong
-        wrong, _ = made.reshard(1, first=False)
-        assert not wrong
-        num_keys = made.store.num_keys()
+        assert not made.reshard(1)[0]
+        made.restart_trainer(1)
         made.fill(2)
-        wrong, again = made.reshard(2, first=False)
-        assert not wrong
-        assert made.store.num_keys() == num_keys  # a long run does not fill the store
-        assert (again.wire_bytes, again.local_bytes) == (stats.wire_bytes, stats.local_bytes)
-        targets = [sglang_map.shards(pair[0], pair[2], slot % pair[2].tp) for slot in range(pair[2].slots)]
-        assert stats.wire_bytes + stats.local_bytes == 4 * sum(shard.area for part in targets for shard in part)
-
-
-def test_bfloat16_in_one_large_round() -> None:
-    with world(TINY, TrainLayout(2, 1, 2, 1), EngineLayout(1, 2, 1), torch.bfloat16) as made:
-        made.fill(1)
-        made.start(round_bytes=1 << 29)
-        assert made.reshard(1, first=True)[0] == []
+        assert not made.reshard(2)[0]
 
 
 def test_a_stale_target_is_seen() -> None:
     """The check itself can fail: the trainers move on and the engine does not."""
-    engine = EngineLayout(1, 1, 1)
-    with world(TINY, TrainLayout(1, 1, 1, 1), engine, torch.float32) as made:
+    with world(Pair(MOE, TrainLayout(1, 1, 1, 1), EngineLayout(1, 1, 1))) as made:
         made.fill(1)
-        made.start(round_bytes=9_000)
-        assert len(made.reshard(2, first=True)[0]) == len(param_table(sglang_map.shards(TINY, engine, 0)))
+        assert len(made.reshard(2)[0]) > 10
 
 
-def test_a_member_that_cannot_take_part_ends_all_with_its_words() -> None:
-    """The engine of member 0 holds another dtype; member 1, the other training rank, must hear why, and soon."""
-    train, engine = TrainLayout(2, 1, 2, 1), EngineLayout(1, 1, 1)
-    with world(TINY, train, engine, torch.float32, torch.bfloat16) as made:
-        made.start(round_bytes=9_000)
+def test_derived_tensors_are_part_of_the_exchange() -> None:
+    """An engine whose post_load_weights leaves w_kc as it was is refused, when verification is on."""
+    pair = Pair(MLA, TrainLayout(1, 1, 1, 1), EngineLayout(1, 1, 1), verify="full")
+    with world(pair) as made:
+        made.fill(1)
+        assert not made.reshard(1)[0]
+        made.engines[0].ask(("flag", "", "forgets"))
+        made.fill(2)
+        with pytest.raises(RuntimeError, match=r"model.layers.0.self_attn.w_kc is not what its kv_b_proj.weight says"):
+            made.reshard(2)
+
+
+@pytest.mark.parametrize("fault", ["another type", "an unknown layout"])
+def test_a_member_that_cannot_take_part_ends_all_with_its_words(fault: str) -> None:
+    """Member 1, the other training rank, must hear why the engine on member 0 cannot, and soon."""
+    pair = Pair(MOE, TrainLayout(2, 1, 2, 1), EngineLayout(1, 1, 1))
+    with world(pair, "bfloat16" if fault == "another type" else "") as made:
+        words = r"model\S* is torch.bfloat16, the exchange brings float32"
+        if fault == "an unknown layout":
+            made.engines[0].ask(("flag", "model.layers.1.mlp.experts", "use_triton_kernels"))
+            words = r"model.layers.1.mlp.experts: this MoE backend of SGLang \(use_triton_kernels\)"
         started = time.perf_counter()
-        with pytest.raises(RuntimeError, match="member 0 cannot take part: model.* is torch.bfloat16"):
-            made.reshard(1, first=True)
-        with pytest.raises(LayoutError, match="is torch.bfloat16, the exchange is of float32"):
+        with pytest.raises(RuntimeError, match="reshard: member 0 cannot take part: " + words):
+            made.reshard(1)
+        with pytest.raises(RuntimeError, match=words):
             made.engines[0].answer()
         assert time.perf_counter() - started < TIMEOUT_S / 4
 
 
-@pytest.mark.parametrize("damage", ["use_triton_kernels", "use_flashinfer_trtllm_moe", "load_up_proj_weight_first"])
-def test_unknown_moe_layouts_are_refused(damage: str) -> None:
-    model = Tree({"layers.0.experts.w13_weight": torch.zeros(1, 2, 3)})
-    experts = model.get_submodule("layers.0.experts")
-    experts.quant_method = SimpleNamespace(load_up_proj_weight_first=False)  # type: ignore[assignment]
-    assert unknown_layout(model) is None
-    setattr(experts.quant_method if damage == "load_up_proj_weight_first" else experts, damage, True)
-    assert "layers.0.experts" in str(unknown_layout(model))
+def test_a_session_is_json() -> None:
+    layouts = TrainLayout(4, 2, 2, 2, stage_layers=(3, 1)), EngineLayout(1, 2, 2, first=4)
+    handles = [SourceHandles((), {})] * 4
+    made = sessions(
+        handles, store_port=1, run_id="a", shape=MLA, train=layouts[0], engine=layouts[1], transformer_engine=False,
+        dtype="bfloat16", round_bytes=1 << 20, timeout_s=1.0, gpus_per_node=4, verify="full",
+    )  # fmt: skip
+    assert set(made.trainers) == {0, 1, 2, 3} and [set(one) for one in made.engines] == [{0, 1}]
+    assert made.engines[0][1].source is None and made.engines[0][1].num_members == 6
+    for session in (made.trainers[3], made.engines[0][1], replace(made.trainers[0], source=handles[0])):
+        assert Session.from_json(json.loads(json.dumps(session.to_json()))) == session
+    with pytest.raises(UserFault, match="engines begin at GPU 5, the training ranks end at 4"):
+        sessions(
+            handles, store_port=1, run_id="a", shape=MLA, train=layouts[0], engine=replace(layouts[1], first=5),
+            transformer_engine=False, dtype="bfloat16", round_bytes=1, timeout_s=1.0, gpus_per_node=4, verify="off",
+        )  # fmt: skip
 
 
-def shared_memory_files() -> set[str]:
-    return set(os.listdir("/dev/shm"))
+def test_members_that_were_told_different_things_do_not_begin() -> None:
+    verdicts = [
+        {"inputs": {"round_bytes": "8", "version": "1"}, "rounds": [1, 3], "digest": "5", "group": "a"},
+        {"inputs": {"round_bytes": "8", "version": "1"}, "rounds": [2, 1], "digest": str(2**128 - 5), "group": "a"},
+    ]
+    assert conclude("new", verdicts) == {"rounds": [2, 3], "group": "a"}
+    assert conclude("new", [verdicts[0], {**verdicts[1], "group": ""}])["group"] == "new"
+    with pytest.raises(RuntimeError, match="version is 1 for member 0 and 2 for member 1"):
+        conclude("new", [verdicts[0], {**verdicts[1], "inputs": {"round_bytes": "8", "version": "2"}}])
+    with pytest.raises(RuntimeError, match="what the members would send is not what they would receive"):
+        conclude("new", [verdicts[0], {**verdicts[1], "digest": "5"}])
+
+
+def test_a_member_that_does_not_come_is_named() -> None:
+    agreement = Agreement(host_store(TIMEOUT_S), member=1, num_members=3, timeout_s=0.2)
+    with pytest.raises(RuntimeError, match=r"members \[0, 2\] did not come within 0.2 s"):
+        agreement.reach("1/ready", {}, lambda verdicts: {})
 
 
 def lend(pipe: Connection) -> None:
@@ -294,13 +271,13 @@ def lend(pipe: Connection) -> None:
 
 
 def test_publish_and_attach_share_memory_and_leave_no_file() -> None:
-    before = shared_memory_files()
+    before = set(os.listdir("/dev/shm"))
     lender = Process(lend)
     try:
         handles = SourceHandles.from_json(json.loads(json.dumps(lender.answer())))
         assert len(handles.storages) == 2
         seen = attach(handles)
-        assert shared_memory_files() == before  # unlinked while both processes live
+        assert set(os.listdir("/dev/shm")) <= before  # unlinked while both processes live
         assert seen["b"].stride() == (1, 20) and seen["b"][3, 1] == 600 + 23
         seen["c"].fill_(3)
         assert lender.ask(-5.0) == 3.0
@@ -309,7 +286,6 @@ def test_publish_and_attach_share_memory_and_leave_no_file() -> None:
         os.kill(lender.process.pid, signal.SIGKILL)
         lender.process.join()
         assert seen["a"][0, 1] == 1.0  # the mapping outlives the lender
-        assert shared_memory_files() == before
         with pytest.raises(RuntimeError, match=f"cannot map the weights of training process {lender.process.pid}"):
             attach(handles)
     finally:

@@ -1,0 +1,83 @@
+"""What resharding must know of an SGLang model object, by its attributes alone: nothing of SGLang is imported.
+
+Facts from SGLang 0.5.21: latent attention multiplies with `w_kc` and `w_vc`, which `post_load_weights` derives from
+`kv_b_proj` (models/deepseek_common/deepseek_weight_loader.py); `end_weight_update` runs it only when no loader ran, so
+the loader runs it itself. It writes into the tensors it made first, so that captured CUDA graphs see the new values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from megarl.parallel.layout import FP8_TILE
+from megarl.resharding.shards import LayoutError
+
+# SGLang's MoE layers that store experts in another order: each is a flag of the layer or of its quantisation method.
+_UNKNOWN_MOE_LAYOUTS = ("use_triton_kernels", "use_flashinfer_trtllm_moe", "load_up_proj_weight_first")
+_REPLICATED_QUERIES = "w_kc_qrep"  # made once at start from the weights of that time
+
+
+def params(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The weights: a tied lm_head is left out, being the embedding itself; no buffer of these families is a weight."""
+    return dict(model.named_parameters())
+
+
+def unknown_layout(model: torch.nn.Module) -> LayoutError | None:
+    """Why an engine's model cannot be written through the map, though names and shapes may fit; None if it can."""
+    for name, module in model.named_modules():
+        owners = (module, getattr(module, "quant_method", None))
+        flags = [flag for flag in _UNKNOWN_MOE_LAYOUTS if any(getattr(owner, flag, False) for owner in owners)]
+        if flags:
+            return LayoutError(f"{name}: this MoE backend of SGLang ({flags[0]}) stores experts in an unmapped layout")
+        if getattr(module, _REPLICATED_QUERIES, None) is not None:
+            return LayoutError(f"{name}: SGLang replicated the query weights at start and would keep the old ones")
+        if getattr(module, "num_fused_shared_experts", 0):
+            return LayoutError(f"{name}: SGLang fused the shared experts with the routed ones, which has no map")
+    for name, param in model.named_parameters():
+        if getattr(param, "format_ue8m0", False):
+            return LayoutError(f"{name}: SGLang rounds these scales to powers of two, which has no map")
+    return None
+
+
+@torch.no_grad()
+def refresh_derived(model: torch.nn.Module) -> None:
+    """Make all derived tensors anew; call it when every parameter is written."""
+    derive = getattr(model, "post_load_weights", None)
+    if derive is not None:
+        derive()
+
+
+@torch.no_grad()
+def derived_faults(model: torch.nn.Module) -> list[str]:
+    """Derived tensors that are not, bit for bit, what the parameters say, each by its name."""
+    return [
+        f"{name} is not what its kv_b_proj.weight says"
+        for name, module in model.named_modules()
+        for name, found, wanted in _derived(name, module)
+        if found.dtype != wanted.dtype or not torch.equal(found, wanted)
+    ]
+
+
+def _derived(name: str, attention: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """(name, the tensor as it is, as it must be): w_kc [heads, nope, rank], w_vc [heads, rank, v]."""
+    w_kc, w_vc = (getattr(attention, one, None) for one in ("w_kc", "w_vc"))
+    if not isinstance(w_kc, torch.Tensor) or not isinstance(w_vc, torch.Tensor):
+        return
+    nope_dim, v_dim = w_kc.shape[1], w_vc.shape[2]
+    heads = _plain_weight(attention.get_submodule("kv_b_proj")).unflatten(0, (-1, nope_dim + v_dim))
+    yield f"{name}.w_kc", w_kc, heads[:, :nope_dim]
+    yield f"{name}.w_vc", w_vc, heads[:, nope_dim:].transpose(1, 2)
+
+
+def _plain_weight(linear: torch.nn.Module) -> torch.Tensor:
+    """[rows, columns]; fp8 tiles are multiplied out to bfloat16, as SGLang does."""
+    weight = linear.get_parameter("weight")
+    if weight.dtype != torch.float8_e4m3fn:
+        return weight
+    scales = linear.get_parameter("weight_scale_inv")
+    rows, cols = weight.shape
+    for dim in (0, 1):
+        scales = scales.repeat_interleave(FP8_TILE, dim=dim)
+    return (weight.float() * scales[:rows, :cols]).bfloat16()

@@ -1,0 +1,100 @@
+"""Weights for fp8 engines: 128 x 128 tiles of float8_e4m3fn, each with one float32 scale (DeepSeek-V3, section 3.3.2).
+
+weight = quantised x scale. The sender quantises, so that half the bytes of bf16 travel: what a tile becomes depends on
+that tile alone, so a rectangle that starts and ends on tile boundaries gives the same bytes as the whole tensor would.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from megarl.parallel.layout import FP8_TILE
+from megarl.resharding.shards import LayoutError, Part, Range, Shard
+
+SCALE_SUFFIX = "_scale_inv"  # of a tensor's name in the checkpoint: behind it are the scales that multiply it
+FP8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FP8).max  # 448
+
+
+def quantise(block: torch.Tensor) -> torch.Tensor:
+    """block [items, rows, cols] of any float type, beginning on a tile boundary, as float8_e4m3fn of the same shape.
+
+    Takes a strip of 128 rows in float32 beside the result. Last tiles may be smaller.
+    """
+    quantised = torch.empty(block.shape, dtype=FP8, device=block.device)
+    for (item, strip), rows in _strips(block):
+        scales = _scales(rows).repeat_interleave(FP8_TILE)[: rows.shape[1]]
+        scaled = rows.div_(scales).clamp_(-LARGEST, LARGEST)  # a scale too small for float32's precision rounds down
+        quantised[item, strip * FP8_TILE : (strip + 1) * FP8_TILE].copy_(scaled)
+    return quantised
+
+
+def tile_scales(block: torch.Tensor) -> torch.Tensor:
+    """The float32 scales [items, ceil(rows / 128), ceil(cols / 128)] of a block that begins on a tile boundary.
+
+    A tile's largest magnitude / 448; 1 for a tile of zeros.
+    """
+    items, rows, cols = block.shape
+    scales = torch.empty(items, -(-rows // FP8_TILE), -(-cols // FP8_TILE), dtype=torch.float32, device=block.device)
+    for (item, strip), part in _strips(block):
+        scales[item, strip] = _scales(part)
+    return scales
+
+
+def _strips(block: torch.Tensor) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
+    """(item, number of the strip), and a float32 copy of its up to 128 rows."""
+    for item, matrix in enumerate(block):
+        for strip, rows in enumerate(matrix.split(FP8_TILE)):
+            yield (item, strip), rows.to(torch.float32, copy=True)
+
+
+def _scales(rows: torch.Tensor) -> torch.Tensor:
+    """One scale for each tile of a strip [up to 128, cols]."""
+    largest = rows.abs().amax(0)
+    ragged = -len(largest) % FP8_TILE
+    scales = torch.nn.functional.pad(largest, (0, ragged)).view(-1, FP8_TILE).amax(1) / LARGEST
+    return torch.where(scales == 0, 1.0, scales)
+
+
+def with_scales(sources: Sequence[Part], targets: Sequence[Part]) -> list[Part]:
+    """The source parts with the scales that the targets ask for, as shards of their own behind each weight's.
+
+    A scale's shard names the weight's parameter, but its ranges and its cell count tiles: the sender computes it from
+    them. Raises LayoutError where a source cuts a tile, for then no rank alone knows its scale.
+    """
+    asked = {shard.name for part in targets for shard in part.shards if shard.name.endswith(SCALE_SUFFIX)}
+    if not asked:
+        return list(sources)
+    ends: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
+    for part in sources:
+        for shard in part.shards:
+            if shard.name + SCALE_SUFFIX in asked:
+                rows, cols = ends[shard.name]
+                ends[shard.name] = max(rows, shard.rows[1]), max(cols, shard.cols[1])
+    return [Part(tuple(_with_scales(part, ends)), part.members) for part in sources]
+
+
+def _with_scales(part: Part, ends: dict[str, tuple[int, int]]) -> Iterator[Shard]:
+    for shard in part.shards:
+        yield shard
+        if shard.name in ends and shard.area:
+            yield _scale_shard(shard, ends[shard.name])
+
+
+def _scale_shard(shard: Shard, ends: tuple[int, int]) -> Shard:
+    item, *at = shard.at
+    for (start, stop), end, cell in zip((shard.rows, shard.cols), ends, at, strict=True):
+        if start % FP8_TILE or cell % FP8_TILE or (stop % FP8_TILE and stop != end):
+            where = f"rows {shard.rows}, columns {shard.cols} at row {at[0]} of {shard.param}"
+            problem = f"a training rank's {where} cut a tile of {FP8_TILE}, so no rank alone can compute its scale"
+            raise LayoutError(f"{shard.name}: {problem}")
+    cells = item, at[0] // FP8_TILE, at[1] // FP8_TILE
+    name, rows, cols = shard.name + SCALE_SUFFIX, _tiles(shard.rows), _tiles(shard.cols)
+    return Shard(name, rows, cols, shard.param, cells, shard.items, "float32")
+
+
+def _tiles(elements: Range) -> Range:
+    return elements[0] // FP8_TILE, -(-elements[1] // FP8_TILE)

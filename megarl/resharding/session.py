@@ -1,0 +1,109 @@
+"""What each member of an exchange is told, as JSON: layouts, where to meet, and whose weights to map."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megarl.parallel.layout import EngineLayout, TrainLayout
+from megarl.resharding.publish import SourceHandles
+from megarl.resharding.verify import VerifyMode
+from megarl.types import MlaShape, ModelShape, UserFault
+
+
+@dataclass(frozen=True)
+class Session:
+    """Everything that one member must know, apart from its parameters. dtype is torch's name ("float32").
+
+    A member is a GPU slot, which trains, or holds a rank of an engine, or both.
+    """
+
+    store_port: int
+    run_id: str
+    member: int
+    shape: ModelShape
+    train: TrainLayout
+    engine: EngineLayout
+    transformer_engine: bool
+    dtype: str
+    round_bytes: int
+    timeout_s: float
+    gpus_per_node: int
+    verify: VerifyMode
+    source: SourceHandles | None  # None: the member is the training rank itself, or its slot does not train
+
+    @property
+    def num_members(self) -> int:
+        return max(self.train.world_size, self.engine.end)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(content: Mapping[str, Any]) -> Session:
+        shape, train = content["shape"], content["train"]
+        nested = {
+            "shape": ModelShape(**{**shape, "mla": MlaShape(**shape["mla"]) if shape["mla"] else None}),
+            "train": TrainLayout(**{**train, "stage_layers": tuple(train["stage_layers"])}),
+            "engine": EngineLayout(**content["engine"]),
+            "source": SourceHandles.from_json(content["source"]) if content["source"] else None,
+        }
+        return Session(**{**content, **nested})
+
+
+@dataclass(frozen=True)
+class Sessions:
+    """The sessions of all members: engines[e][tp_rank], and trainers[rank] for GPUs without an engine."""
+
+    engines: tuple[dict[int, Session], ...]
+    trainers: dict[int, Session]
+
+    def engine_message(self, engine: int, version: int, attempt: int, first: bool) -> dict[str, Any]:
+        """The JSON object that engine `engine` hands to `member.load` in each of its processes.
+
+        attempt: never the same twice in a run. first: with the sessions, as an engine needs them at its first attempt
+        and whenever a training rank has published anew.
+        """
+        members = self.engines[engine]
+        message: dict[str, Any] = {"run_id": members[0].run_id, "version": version, "attempt": attempt}
+        if first:
+            message["sessions"] = {str(tp_rank): session.to_json() for tp_rank, session in members.items()}
+        return message
+
+
+def sessions(
+    handles: Sequence[SourceHandles],
+    *,
+    store_port: int,
+    run_id: str,
+    shape: ModelShape,
+    train: TrainLayout,
+    engine: EngineLayout,
+    transformer_engine: bool,
+    dtype: str,
+    round_bytes: int,
+    timeout_s: float,
+    gpus_per_node: int,
+    verify: VerifyMode,
+) -> Sessions:
+    """Assemble the sessions of one run; handles[rank] is what training rank `rank` published.
+
+    Raises UserFault where the engines leave a gap of slots behind the training ranks.
+    """
+    if engine.first > train.world_size:
+        problem = f"the engines begin at GPU {engine.first}, the training ranks end at {train.world_size}"
+        raise UserFault("placement", problem, f"let the engines begin at GPU {train.world_size} or before")
+    engines: tuple[dict[int, Session], ...] = tuple({} for _ in range(engine.count))
+    trainers: dict[int, Session] = {}
+    for slot in range(max(train.world_size, engine.end)):
+        at = engine.member(slot)
+        session = Session(
+            store_port, run_id, slot, shape, train, engine, transformer_engine, dtype, round_bytes, timeout_s,
+            gpus_per_node, verify, handles[slot] if at and slot < train.world_size else None,
+        )  # fmt: skip
+        if at:
+            engines[at[0]][at[1]] = session
+        else:
+            trainers[slot] = session
+    return Sessions(engines, trainers)

@@ -1,0 +1,268 @@
+"""From a real Megatron world into a real SGLang engine, held against transformers on the exported checkpoint.
+
+The training ranks' weights are not those of the checkpoint that everyone started from. The only file of this folder
+that needs SGLang.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from datetime import timedelta
+from itertools import count
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.distributed_c10d import PrefixStore
+
+from megarl.device import DEVICE, host_store, join_store
+from megarl.hf_export import Export, export_hf
+from megarl.parallel.hf_config import model_shape
+from megarl.parallel.layout import EngineLayout, TrainLayout
+from megarl.parallel.model import TRANSFORMER_ENGINE
+from megarl.resharding.member import Member, collect_stats
+from megarl.resharding.publish import SourceHandles
+from megarl.resharding.session import Session, sessions
+from megarl.resharding.verify import VerifyMode
+from megarl.rollout import cpu, scheduler
+from megarl.rollout.arguments import EngineSettings
+from megarl.rollout.engine import Engine, EngineFault, Sampling
+from tests.parallel import checkpoints, worlds
+from tests.rollout.conftest import Reference, write_tokenizer
+
+pytestmark = pytest.mark.slow
+
+TRAIN = TrainLayout(4, 2, 2, 2)
+ENGINES: dict[str, tuple[EngineLayout, VerifyMode]] = {
+    "tp2": (EngineLayout(1, 2, 1), "full"),
+    "tp2-ep2": (EngineLayout(1, 2, 2), "checksum"),
+}
+FAMILIES = {"qwen3-moe": 0, "deepseek-v3": 1}  # with how many multi-token prediction layers
+PROMPTS = [[3, 7, 15, 8, 18, 4], [9, 9, 9], [3, *range(20, 44), 4]]
+TOLERANCE = 1e-4
+TIMEOUT_S = 60.0
+WORLD_S = 600.0  # how long the training ranks wait for their next order
+BROKEN = RuntimeError("broken off by the test")
+LAST_RANK = TRAIN.world_size - 1  # has no engine in any of the layouts
+
+
+@torch.no_grad()
+def perturb(weights: Iterable[torch.Tensor]) -> None:
+    """Element by element, so that replicas stay replicas and a slice stays a slice."""
+    for weight in weights:
+        weight.mul_(0.95).add_(torch.sin(40 * weight), alpha=0.02)
+
+
+def train_rank(trainer: Any, port: int, source: str, exported: str) -> None:
+    """What each rank of the Megatron world does: export, then orders from the store until there is none."""
+    store, rank = PrefixStore("test", join_store(port, TIMEOUT_S)), trainer.rank
+    params = trainer.params()
+    perturb(params.values())
+    store.set(f"handles/{rank}", json.dumps(trainer.publish().source.to_json()))
+    job = Export(
+        exported, source, trainer.shape, trainer.layout, rank, TRANSFORMER_ENGINE, "float32", 2, TIMEOUT_S,
+        file_bytes=500_000, round_bytes=100_000,
+    )  # fmt: skip
+    export_hf(job, params, PrefixStore("export", store))
+    store.set(f"exported/{rank}", "")
+    members: dict[str, Member] = {}
+    for number in count():
+        store.wait([f"order/{number}"], timedelta(seconds=WORLD_S))
+        order = json.loads(store.get(f"order/{number}"))
+        if not order:
+            return
+        store.set(f"answer/{number}/{rank}", carry_out(order, rank, members, params))
+
+
+def carry_out(order: dict[str, Any], rank: int, members: dict[str, Member], params: dict[str, torch.Tensor]) -> str:
+    """Nothing, or the error."""
+    if order["what"] == "perturb":
+        perturb(params.values())
+    elif str(rank) in order["sessions"]:
+        session = Session.from_json(order["sessions"][str(rank)])
+        member = members.setdefault(session.run_id, Member(session, params))
+        breaks = rank == order["breaks"]  # having said that it is ready, when the others send already
+        try:
+            with patch.object(member, "_prepare", side_effect=BROKEN) if breaks else nullcontext():
+                member.run(order["version"], order["attempt"])
+        except Exception as error:
+            return str(error)
+    return ""
+
+
+class World:
+    """A Megatron world of processes that wait for orders, and what it has exported."""
+
+    def __init__(self, family: str, folder: Path) -> None:
+        self.source = checkpoints.write(folder / "source", family, mtp_layers=FAMILIES[family])
+        write_tokenizer(self.source)
+        self.exported = folder / "exported"
+        self.host = host_store(TIMEOUT_S)
+        self.store = PrefixStore("test", self.host)
+        self._numbers = count()
+        recipe = worlds.recipe(self.source, TRAIN)
+        arguments = recipe, train_rank, self.host.port, str(self.source), str(self.exported)
+        self._failures: list[Exception] = []
+        self._thread = threading.Thread(target=self._run, args=arguments, daemon=True)
+        self._thread.start()
+        self.wait("exported")
+        contents = [self.store.get(f"handles/{rank}") for rank in range(TRAIN.world_size)]
+        self.handles = [SourceHandles.from_json(json.loads(content)) for content in contents]
+
+    def _run(self, *arguments: Any) -> None:
+        try:
+            with patch.object(worlds, "TIMEOUT_S", WORLD_S):
+                worlds.run_world(*arguments)
+        except Exception as error:
+            self._failures.append(error)
+
+    def wait(self, key: str) -> list[str]:
+        """What every rank has written under a key of its own; raises what has ended the world instead."""
+        found = []
+        for rank in range(TRAIN.world_size):
+            while not self.store.check([f"{key}/{rank}"]):
+                self._thread.join(timeout=0.02)
+                if not self._thread.is_alive():
+                    raise self._failures[0] if self._failures else RuntimeError("the training ranks have ended")
+            found.append(self.store.get(f"{key}/{rank}").decode())
+        return found
+
+    def tell(self, **order: Any) -> str:
+        """Give all ranks an order; the key of their answers."""
+        number = next(self._numbers)
+        self.store.set(f"order/{number}", json.dumps(order))
+        return f"answer/{number}"
+
+    def end(self) -> None:
+        self.tell()
+        self._thread.join(TIMEOUT_S)
+
+
+class Served:
+    """An engine of one layout on the slots of a world, and transformers with the weights that it must have."""
+
+    def __init__(self, world: World, case: str) -> None:
+        layout, verify = ENGINES[case]
+        self.world, self.layout, self._attempts = world, layout, count()
+        self.sessions = sessions(
+            world.handles, store_port=world.host.port, run_id=case, shape=model_shape(world.source), train=TRAIN,
+            engine=layout, transformer_engine=TRANSFORMER_ENGINE, dtype="float32", round_bytes=200_000,
+            timeout_s=TIMEOUT_S, gpus_per_node=2, verify=verify,
+        )  # fmt: skip
+        settings = EngineSettings(
+            str(world.source), layout.tp, layout.ep, "float32", 3, context_tokens=128, concurrency=64,
+            load_weights=False,
+        )  # fmt: skip
+        self.engine = Engine(settings)
+
+    def reshard(self, version: int, breaks: int | None = None) -> list[str]:
+        """The training ranks' answers. Raises EngineFault."""
+        attempt = next(self._attempts)
+        trainers = {str(rank): session.to_json() for rank, session in self.sessions.trainers.items()}
+        answers = self.world.tell(what="reshard", sessions=trainers, version=version, attempt=attempt, breaks=breaks)
+        message = self.sessions.engine_message(0, version, attempt, first=attempt == 0)
+        try:
+            asyncio.run(self.engine.reshard(message, version))
+        finally:
+            found = self.world.wait(answers)
+        stats = collect_stats(self.world.host, self.sessions.engines[0][0].run_id, attempt, TRAIN.world_size)
+        assert stats.wire_bytes > 0
+        return found
+
+    def gap(self, reference: Reference) -> float:
+        """The largest |engine - transformers| over all sampled tokens of all prompts."""
+
+        async def sample_all() -> list[Any]:
+            return await asyncio.gather(*(self.engine.generate(prompt, Sampling(4, 8)) for prompt in PROMPTS))
+
+        groups = asyncio.run(sample_all())
+        assert {sample.version for group in groups for sample in group} == {self.engine.version}
+        gaps = [
+            np.abs(sample.engine_logp_T - reference.logprobs(prompt, sample.response_ids_T.tolist()).numpy()).max()
+            for prompt, group in zip(PROMPTS, groups, strict=True)
+            for sample in group
+        ]
+        return float(max(gaps))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_fork_server() -> Iterator[None]:
+    """For all engines: its imports are most of an engine's start."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the models are too small to share out, and the engines want the cores
+    scheduler.set_environment()
+    if DEVICE == "cpu":
+        cpu.start_fork_server()
+    yield
+    if DEVICE == "cpu":
+        cpu.stop_fork_server()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    made = World(request.param, tmp_path_factory.mktemp("end-to-end"))
+    yield made
+    made.end()
+
+
+@pytest.fixture(scope="module")
+def reference(world: World) -> Reference:
+    """The exported checkpoint in transformers; it goes through the same changes as the training ranks."""
+    return Reference(world.exported)
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def served(world: World, request: pytest.FixtureRequest) -> Iterator[Served]:
+    made = Served(world, request.param)
+    yield made
+    made.engine.shutdown()
+
+
+def read(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def test_the_export_is_the_training_ranks_weights(world: World) -> None:
+    """All of them: the multi-token prediction layer's too."""
+    before, exported = read(world.source), read(world.exported)
+    assert exported.keys() == before.keys()
+    for name, weight in before.items():
+        assert not torch.allclose(exported[name], weight, atol=1e-3), f"{name} is still the checkpoint's"
+        perturb([weight])
+        assert torch.allclose(exported[name], weight, atol=1e-6), name
+
+
+def test_the_engine_has_the_training_ranks_weights(served: Served, reference: Reference) -> None:
+    with pytest.raises(EngineFault, match="none were resharded into it yet"):
+        asyncio.run(served.engine.generate(PROMPTS[0], Sampling(1, 1)))
+    assert served.reshard(version=1) == [""] * TRAIN.world_size
+    assert served.engine.version == 1
+    assert served.gap(reference) < TOLERANCE
+
+
+def test_a_reshard_broken_off_stops_generation_and_the_next_one_mends_it(served: Served, reference: Reference) -> None:
+    assert set(served.world.wait(served.world.tell(what="perturb"))) == {""}
+    with pytest.raises(EngineFault, match="version 2 failed: tensor-parallel rank 0"):
+        served.reshard(version=2, breaks=LAST_RANK)
+    assert served.engine.version == 1
+    with pytest.raises(EngineFault, match="half-written weights"):
+        asyncio.run(served.engine.generate(PROMPTS[0], Sampling(1, 1)))
+    assert served.reshard(version=2) == [""] * TRAIN.world_size
+    assert served.engine.version == 2
+    reference_after(reference)
+    assert served.gap(reference) < TOLERANCE
+
+
+def reference_after(reference: Reference) -> None:
+    """The training ranks' change, in transformers' model."""
+    buffers = [b for name, b in reference.model.named_buffers() if name.endswith("e_score_correction_bias")]
+    perturb([*reference.model.parameters(), *buffers])

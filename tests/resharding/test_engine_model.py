@@ -1,0 +1,127 @@
+"""What is asked of a model object: weights, layouts that have no map, tensors that are derived from weights."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.resharding import engine_model
+from megarl.resharding.shards import LayoutError
+
+HEADS, NOPE, V, RANK = 3, 5, 4, 6
+
+
+class Attention(torch.nn.Module):
+    """Latent attention as SGLang keeps it: kv_b_proj, and what `derive` makes of it."""
+
+    def __init__(self, weight: torch.Tensor, scales: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.kv_b_proj = torch.nn.Module()
+        self.kv_b_proj.weight = torch.nn.Parameter(weight, requires_grad=False)
+        if scales is not None:
+            self.kv_b_proj.weight_scale_inv = torch.nn.Parameter(scales, requires_grad=False)
+        self.w_kc: torch.Tensor | None = None
+        self.w_vc: torch.Tensor | None = None
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.kv_b_proj.get_parameter("weight")
+
+    def derive(self, plain: torch.Tensor) -> None:
+        key, value = plain.view(-1, NOPE + V, RANK).split([NOPE, V], dim=1)
+        self.w_kc, self.w_vc = key.clone(), value.transpose(1, 2).clone()
+
+
+class Model(torch.nn.Module):
+    """One layer; its embedding is its head too."""
+
+    def __init__(self, attention: torch.nn.Module) -> None:
+        super().__init__()
+        self.embed_tokens = torch.nn.Embedding(4, 2)
+        self.lm_head = self.embed_tokens
+        self.self_attn = attention
+        self.register_buffer("cos_sin_cache", torch.zeros(3))
+
+
+class Derives(Model):
+    self_attn: Attention
+
+    def post_load_weights(self) -> None:
+        self.self_attn.derive(self.self_attn.weight)
+
+
+def latent() -> Derives:
+    return Derives(Attention(torch.randn(HEADS * (NOPE + V), RANK)))
+
+
+def test_weights_are_named_once_and_buffers_are_none() -> None:
+    assert engine_model.params(latent()).keys() == {"embed_tokens.weight", "self_attn.kv_b_proj.weight"}
+
+
+def test_derived_tensors_are_held_against_their_weight() -> None:
+    model = latent()
+    assert engine_model.derived_faults(model) == [], "nothing is derived before the first load"
+    engine_model.refresh_derived(model)
+    assert engine_model.derived_faults(model) == []
+    assert model.self_attn.w_vc is not None
+    model.self_attn.w_vc[1, 2, 3] += 1e-3
+    assert engine_model.derived_faults(model) == ["self_attn.w_vc is not what its kv_b_proj.weight says"]
+    model.self_attn.weight.mul_(2)
+    assert len(engine_model.derived_faults(model)) == 2
+    engine_model.refresh_derived(model)
+    assert engine_model.derived_faults(model) == []
+
+
+def test_fp8_weights_are_multiplied_out() -> None:
+    rows, cols = HEADS * (NOPE + V) * 10, RANK  # more than one row of tiles
+    weight = torch.randn(rows, cols).to(torch.float8_e4m3fn)
+    scales = torch.rand(-(-rows // 128), 1)
+    model = Model(Attention(weight, scales))
+    plain = torch.cat([weight[i : i + 128].float() * scales[i // 128] for i in range(0, rows, 128)]).bfloat16()
+    assert isinstance(model.self_attn, Attention)
+    model.self_attn.derive(plain)
+    assert engine_model.derived_faults(model) == []
+    scales[1] *= 2
+    model.self_attn.kv_b_proj.get_parameter("weight_scale_inv").copy_(scales)
+    assert len(engine_model.derived_faults(model)) == 2
+
+
+def test_a_model_without_derived_tensors_needs_nothing() -> None:
+    model = Model(torch.nn.Linear(2, 2))
+    engine_model.refresh_derived(model)
+    assert engine_model.derived_faults(model) == []
+    assert engine_model.unknown_layout(model) is None
+
+
+def mark(owner: str, name: str, value: Any):
+    def change(model: Derives) -> None:
+        if owner == "method":
+            setattr(model.self_attn, "quant_method", SimpleNamespace(**{name: value}))  # noqa: B010
+        else:
+            setattr(model.self_attn if owner == "module" else model.self_attn.weight, name, value)
+
+    return change
+
+
+UNKNOWN = [
+    (mark("module", "use_triton_kernels", True), r"self_attn: .*use_triton_kernels"),
+    (mark("module", "use_flashinfer_trtllm_moe", True), "use_flashinfer_trtllm_moe"),
+    (mark("method", "load_up_proj_weight_first", True), "load_up_proj_weight_first"),
+    (mark("module", "num_fused_shared_experts", 1), "fused the shared experts"),
+    (mark("module", "w_kc_qrep", torch.ones(1)), "replicated the query weights"),
+    (mark("parameter", "format_ue8m0", True), r"self_attn\.kv_b_proj\.weight: .* powers of two"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), UNKNOWN)
+def test_a_layout_without_a_map_is_named(change: Any, words: str) -> None:
+    model = latent()
+    assert engine_model.unknown_layout(model) is None
+    change(model)
+    fault = engine_model.unknown_layout(model)
+    assert isinstance(fault, LayoutError)
+    with pytest.raises(LayoutError, match=words):
+        raise fault

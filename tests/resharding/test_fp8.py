@@ -1,0 +1,193 @@
+"""fp8 weights: what a tile becomes, that it depends on that tile alone, and who can compute its scale."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.parallel.layout import EngineLayout, TrainLayout
+from megarl.resharding import megatron_map, sglang_map
+from megarl.resharding.fp8 import FP8, LARGEST, quantise, tile_scales, with_scales
+from megarl.resharding.shards import LayoutError, Part, Shard
+from megarl.types import ModelShape
+
+TILE = 128
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+SIZES = st.tuples(st.integers(1, 2), st.integers(1, 300), st.integers(1, 300))
+
+
+def random_block(size: tuple[int, int, int], seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Tiles whose magnitudes differ by up to 1e12, so that one tile's scale would ruin its neighbour."""
+    generator = torch.Generator().manual_seed(seed)
+    items, rows, cols = size
+    exponents = torch.randint(-6, 7, (items, -(-rows // TILE), -(-cols // TILE)), generator=generator).double()
+    magnitude = (10.0**exponents).repeat_interleave(TILE, 1).repeat_interleave(TILE, 2)[:, :rows, :cols]
+    return (torch.randn(size, generator=generator, dtype=torch.float64) * magnitude).to(dtype)
+
+
+def dequantise(quantised: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    _, rows, cols = quantised.shape
+    return quantised.double() * scales.double().repeat_interleave(TILE, 1).repeat_interleave(TILE, 2)[:, :rows, :cols]
+
+
+def one_tile_at_a_time(block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same from the definition, each tile on its own."""
+    items, rows, cols = block.shape
+    quantised, scales = torch.empty(block.shape, dtype=FP8), torch.empty(items, -(-rows // TILE), -(-cols // TILE))
+    for item in range(items):
+        for row in range(0, rows, TILE):
+            for col in range(0, cols, TILE):
+                tile = block[item, row : row + TILE, col : col + TILE].float()
+                scale = tile.abs().max() / 448 if tile.any() else torch.tensor(1.0)
+                scales[item, row // TILE, col // TILE] = scale
+                quantised[item, row : row + TILE, col : col + TILE] = (tile / scale).to(FP8)
+    return quantised, scales
+
+
+@settings(deadline=None, max_examples=30)
+@given(SIZES, st.integers(0, 99), DTYPES)
+def test_every_tile_has_the_scale_of_its_own_largest_element(
+    size: tuple[int, int, int], seed: int, dtype: torch.dtype
+) -> None:
+    block = random_block(size, seed, dtype)
+    before = block.clone()
+    quantised, scales = quantise(block), tile_scales(block)
+    expected_quantised, expected_scales = one_tile_at_a_time(block)
+    assert torch.equal(scales, expected_scales)
+    assert torch.equal(quantised.view(torch.uint8), expected_quantised.view(torch.uint8))
+    assert torch.equal(block, before)
+
+
+@settings(deadline=None, max_examples=30)
+@given(SIZES, st.integers(0, 99), DTYPES)
+def test_dequantised_weights_are_within_the_types_precision(
+    size: tuple[int, int, int], seed: int, dtype: torch.dtype
+) -> None:
+    """Three bits of mantissa: half a step is 1/16 of the value, and 2^-10 of a scale near zero."""
+    block = random_block(size, seed, dtype)
+    scales = tile_scales(block)
+    error = (dequantise(quantise(block), scales) - block.double()).abs()
+    step = scales.double().repeat_interleave(TILE, 1).repeat_interleave(TILE, 2)[:, : size[1], : size[2]]
+    assert (error <= 1.001 * torch.maximum(block.double().abs() / 16, step * 2.0**-10)).all()
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_a_part_on_tile_boundaries_gives_the_bytes_of_the_whole(data: st.DataObject) -> None:
+    rows, cols = data.draw(st.integers(1, 520)), data.draw(st.integers(1, 520))
+    block = random_block((2, rows, cols), data.draw(st.integers(0, 99)), data.draw(DTYPES))
+    (top, bottom), (left, right) = (
+        sorted(data.draw(st.lists(st.integers(0, -(-size // TILE)), min_size=2, max_size=2, unique=True)))
+        for size in (rows, cols)
+    )
+    elements = (slice(None), slice(top * TILE, bottom * TILE), slice(left * TILE, right * TILE))
+    part = block[elements]  # not contiguous, as a shard of a larger parameter is not
+    assert torch.equal(quantise(part).view(torch.uint8), quantise(block)[elements].view(torch.uint8))
+    assert torch.equal(tile_scales(part), tile_scales(block)[:, top:bottom, left:right])
+
+
+def test_zero_tiles_keep_scale_one() -> None:
+    block = torch.zeros(1, 200, 130)
+    block[0, 0, 129] = 2.0
+    assert tile_scales(block).tolist() == [[[1.0, pytest.approx(2 / 448)], [1.0, 1.0]]]
+    assert quantise(block).float().nonzero().tolist() == [[0, 0, 129]]
+
+
+@pytest.mark.parametrize("largest", [torch.finfo(torch.bfloat16).max, 1.0, 1e-37, 2.0e-42, 1e-45])
+def test_huge_and_tiny_tiles_stay_finite(largest: float) -> None:
+    block = torch.full((1, 3, 3), largest)
+    block[0, 1, 1] *= -0.5
+    quantised, scales = quantise(block), tile_scales(block)
+    assert quantised.float().isfinite().all() and scales.isfinite().all() and (scales > 0).all()
+    if largest > 1e-37:
+        assert quantised[0, 0, 0].float() == LARGEST and quantised[0, 1, 1].float() == -LARGEST / 2
+
+
+def test_agrees_with_the_reference_that_multiplies_by_the_inverse() -> None:
+    """DeepGEMM's weight quantiser, from its formula: weight x (448 / amax), scale amax / 448, amax at least 1e-4.
+
+    (SGLang's copy, fp8_utils.per_block_cast_to_fp8, rounds the scale up to a power of two for Blackwell's kernels.)
+    """
+    block = torch.randn(1, 256, 384, generator=torch.Generator().manual_seed(3), dtype=torch.bfloat16)
+    tiles = block[0].float().view(2, TILE, 3, TILE)
+    largest = tiles.abs().amax(dim=(1, 3), keepdim=True).clamp(1e-4)
+    theirs = (tiles * (448.0 / largest)).to(FP8).view(256, 384).float()
+    assert torch.equal(tile_scales(block)[0], (largest / 448.0).view(2, 3))
+    ours = quantise(block)[0].float()
+    assert (ours != theirs).float().mean() < 1e-3  # where the two products round to different sides of a tie
+    assert ((ours - theirs).abs() <= theirs.abs() / 7).all()  # and then by one step of the type
+
+
+def scales_of(parts: list[Part]) -> dict[str, list[Shard]]:
+    found: dict[str, list[Shard]] = {}
+    for part in parts:
+        for shard in part.shards:
+            if shard.name.endswith("_scale_inv"):
+                found.setdefault(shard.name, []).append(shard)
+    return found
+
+
+def wide_model(moe_ffn_size: int = 512) -> ModelShape:
+    return ModelShape(
+        num_layers=2,
+        hidden_size=256,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=128,
+        vocab_size=100,
+        num_experts=4,
+        experts_per_token=2,
+        moe_ffn_size=moe_ffn_size,
+    )
+
+
+def test_sources_offer_the_scales_that_the_engine_asks_for_and_no_others() -> None:
+    shape = wide_model()
+    train, engine = TrainLayout(4, tp=2, pp=2, ep=2), EngineLayout(1, tp=2, ep=1, fp8=True)
+    sources, targets = megatron_map.parts(shape, train), sglang_map.parts(shape, engine)
+    offered, wanted = scales_of(with_scales(sources, targets)), scales_of(targets)
+    assert offered.keys() == wanted.keys() and offered
+    assert not any("norm" in name or "embed" in name or "mlp.gate.weight" in name for name in offered)
+    for name, shards in wanted.items():
+        area = {shard.box: shard.area for shard in offered[name]}
+        assert sum(area.values()) == sum({shard.box: shard.area for shard in shards}.values()), name
+
+
+def test_a_scale_stands_behind_its_weight_in_tiles_of_the_same_parameter() -> None:
+    weight = Shard("w", (256, 512), (0, 200), "fused", (3, 128, 0), (4, 6))
+    (part,) = with_scales([Part((weight,), (0, 1))], [asking("w")])
+    assert part.members == (0, 1) and part.shards[0] == weight
+    assert part.shards[1] == Shard("w_scale_inv", (2, 4), (0, 2), "fused", (3, 1, 0), (4, 6), "float32")
+
+
+def test_without_fp8_targets_nothing_is_added() -> None:
+    sources = [Part((Shard("w", (0, 100), (0, 7), "w"),), (0,))]
+    assert with_scales(sources, [Part((Shard("w", (0, 100), (0, 7), "v"),), (0,))]) == sources
+
+
+def asking(name: str) -> Part:
+    return Part((Shard(f"{name}_scale_inv", (0, 9), (0, 9), "s", dtype="float32"),), (0,))
+
+
+@pytest.mark.parametrize(
+    "shard",
+    [
+        Shard("w", (64, 128), (0, 128), "p"),  # starts inside a tile
+        Shard("w", (0, 128), (192, 256), "p"),
+        Shard("w", (0, 100), (0, 128), "p"),  # ends inside a tile that another rank goes on with
+        Shard("w", (0, 128), (0, 128), "p", (0, 64, 0)),  # sits across two tiles' rows of its own parameter
+    ],
+)
+def test_a_tile_that_the_training_layout_cuts_is_refused_by_name(shard: Shard) -> None:
+    rest = Shard("w", (128, 300), (0, 300), "p")
+    with pytest.raises(LayoutError, match=r"^w: .*cut a tile of 128"):
+        with_scales([Part((shard,), (0,)), Part((rest,), (1,))], [asking("w")])
+
+
+def test_a_real_layout_that_cuts_tiles_is_refused_by_name() -> None:
+    shape = wide_model(moe_ffn_size=192)
+    sources = megatron_map.parts(shape, TrainLayout(2, tp=2, pp=1, ep=1))  # the experts' width over two ranks: 96
+    with pytest.raises(LayoutError, match=r"^model\.layers\.0\.mlp\.experts\.\{\}\.gate_proj\.weight: "):
+        with_scales(sources, [asking("model.layers.0.mlp.experts.{}.gate_proj.weight")])

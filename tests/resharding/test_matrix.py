@@ -1,0 +1,206 @@
+"""Every kind of training layout into every kind of engine layout, bit for bit, over real process groups."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megarl.parallel.layout import EngineLayout, TrainLayout
+from megarl.resharding.execute import DIRECT_BYTES, messages
+from megarl.resharding.plan import Copy
+from megarl.resharding.routes import item_bytes
+from megarl.resharding.shards import Box
+from megarl.resharding.verify import MODES
+from megarl.types import MlaShape, ModelShape
+from tests.resharding.worlds import DENSE, FP8_MLA, FP8_MOE, MLA, MOE, TIMEOUT_S, Pair, Pool, Slot
+
+TWO_KV_HEADS = replace(MOE, num_kv_heads=2)
+WIDE = replace(MOE, num_heads=16)
+SIX_LAYERS = replace(MOE, num_layers=6)
+FEW_WORDS = replace(MOE, vocab_size=130)  # the last training ranks hold padding alone
+LARGE = ModelShape(2, 256, 8, 4, 32, 500, 4, 2, 512)  # pieces that go without being packed
+QWEN2 = replace(DENSE, qk_norm=False, qkv_bias=True)
+LLAMA = replace(DENSE, qk_norm=False)
+TIED = replace(DENSE, tied=True)
+WHOLE_QUERIES = replace(MLA, mla=MlaShape(None, 8, 8, 4, 8))
+
+
+def train(world_size: int, tp: int = 1, pp: int = 1, ep: int = 1, **more: Any) -> TrainLayout:
+    return TrainLayout(world_size, tp, pp, ep, **more)
+
+
+def engine(count: int, tp: int = 1, ep: int = 1, **more: Any) -> EngineLayout:
+    return EngineLayout(count, tp, ep, **more)
+
+
+BF16: dict[str, Any] = {"dtype": "bfloat16"}
+PAIRS = {
+    "one rank": Pair(MOE, train(1), engine(1)),
+    "DP2 to two engines": Pair(MOE, train(2), engine(2)),
+    "DP2 to TP2 EP2": Pair(MOE, train(2), engine(1, 2, 2)),
+    "TP2 with ETP2 to TP1": Pair(MOE, train(2, tp=2), engine(1)),
+    "TP2 PP2 EP2 to TP2, two slots without an engine": Pair(MOE, train(4, 2, 2, 2), engine(1, 2)),
+    "TP2 PP2 EP2 to two TP2 EP2": Pair(MOE, train(4, 2, 2, 2), engine(2, 2, 2)),
+    "TP2 PP2 EP2 DP2 to two TP4 on two nodes": Pair(MOE, train(8, 2, 2, 2), engine(2, 4), gpus_per_node=4),
+    "PP4 to TP4 EP4": Pair(MOE, train(4, pp=4), engine(1, 4, 4)),
+    "PP4 to TP4 EP2 on two nodes": Pair(MOE, train(4, pp=4), engine(1, 4, 2), gpus_per_node=2),
+    "uneven PP2 to TP2 EP2": Pair(MOE, train(2, pp=2, stage_layers=(1, 3)), engine(1, 2, 2)),
+    "uneven PP3 to three engines": Pair(MOE, train(3, pp=3, stage_layers=(1, 2, 1)), engine(3), **BF16),
+    "PP2 VPP2 to TP2": Pair(MOE, train(2, pp=2, vpp=2), engine(1, 2)),
+    "PP2 VPP2 EP2 to two TP2": Pair(MOE, train(4, pp=2, ep=2, vpp=2), engine(2, 2)),
+    "uneven PP2 VPP2 to TP2": Pair(SIX_LAYERS, train(2, pp=2, vpp=2, stage_layers=(1, 2, 2, 1)), engine(1, 2)),
+    "EP4 to TP4 EP2 with MoE-TP2": Pair(MOE, train(4, ep=4), engine(1, 4, 2)),
+    "EP8 to eight engines": Pair(MOE, train(8, ep=8), engine(8), round_bytes=64_000),
+    "TP4 EP2 ETP2 to TP4 EP4": Pair(MOE, train(4, tp=4, ep=2, expert_tp=2), engine(1, 4, 4)),
+    "TP2 EP2 ETP2 to TP1": Pair(MOE, train(4, tp=2, ep=2, expert_tp=2), engine(1)),
+    "TP2 CP2 EP2 to TP8 with copied kv heads": Pair(MOE, train(8, 2, ep=2, cp=2), engine(1, 8), round_bytes=64_000),
+    "CP2 DP2 to four engines": Pair(MOE, train(4, cp=2), engine(4)),
+    "TP2 CP2 PP2 to TP4": Pair(MOE, train(8, tp=2, cp=2, pp=2), engine(1, 4), **BF16),
+    "training TP4 over two kv heads": Pair(TWO_KV_HEADS, train(4, tp=4), engine(1, 2)),
+    "engine TP8 over two kv heads": Pair(TWO_KV_HEADS, train(8, tp=2, ep=4), engine(1, 8), round_bytes=64_000),
+    "both sides TP4 over two kv heads": Pair(TWO_KV_HEADS, train(4, tp=4, ep=4), engine(1, 4, 4)),
+    "16 ranks to TP16": Pair(WIDE, train(16, 2, 2, 2), engine(1, 16, 2), round_bytes=64_000),
+    "16 ranks to four TP4 EP4 on four nodes": Pair(
+        MOE, train(16, 2, 2, 4), engine(4, 4, 4), gpus_per_node=4, round_bytes=64_000
+    ),
+    "16 ranks with CP2 VPP2 to two TP8 on two nodes": Pair(
+        MOE, train(16, 2, 2, 2, cp=2, vpp=2), engine(2, 8, 8), gpus_per_node=8, round_bytes=64_000, **BF16
+    ),
+    "TP12 over three nodes": Pair(
+        replace(MOE, num_heads=12, num_kv_heads=12, num_experts=12, moe_ffn_size=24),
+        train(12, pp=4, ep=3), engine(1, 12), gpus_per_node=4, round_bytes=64_000,
+    ),
+    "nodes that no engine fills": Pair(MOE, train(6, pp=2, ep=1), engine(2, 2), gpus_per_node=3),
+    "DP attention": Pair(MOE, train(4, tp=2, ep=2), engine(1, 4, 1, dp=2)),
+    "DP attention with EP4 on two nodes": Pair(
+        MOE, train(8, 2, 2, 2), engine(2, 4, 4, dp=4), gpus_per_node=4, round_bytes=64_000
+    ),
+    "engines beside the training ranks": Pair(MOE, train(4, 2, 2, 2), engine(2, 2, first=4)),
+    "engines on nodes of their own": Pair(MOE, train(8, 2, 2, 2), engine(2, 4, first=8), gpus_per_node=4),
+    "some slots shared": Pair(MOE, train(4, 2, 2, 2), engine(2, 2, first=2)),
+    "an engine over the end of the training ranks": Pair(MOE, train(2, pp=2), engine(1, 4, 2, first=1)),
+    "more engine slots than training ranks": Pair(MOE, train(2, tp=2, ep=2), engine(2, 2, 2), gpus_per_node=2),
+    "TransformerEngine's names": Pair(MOE, train(4, 2, 2, 2), engine(2, 2), transformer_engine=True),
+    "TransformerEngine's names, PP2 VPP2": Pair(
+        MOE, train(4, 2, pp=2, vpp=2), engine(1, 4, 2), transformer_engine=True, **BF16
+    ),
+    "one large round": Pair(MOE, train(4, 2, 2, 2), engine(1, 4), round_bytes=1 << 29, **BF16),
+    "large tensors, TP2 PP2 EP2 to TP4": Pair(LARGE, train(4, 2, 2, 2), engine(1, 4), round_bytes=1 << 20),
+    "large tensors, TransformerEngine's names, to EP4": Pair(
+        LARGE, train(4, 2, 2, 2), engine(1, 4, 4), transformer_engine=True, round_bytes=1 << 20, **BF16
+    ),
+    "large tensors on two nodes": Pair(LARGE, train(4, 1, 2, 2), engine(2, 2, 2), round_bytes=1 << 20, gpus_per_node=2),
+    "padding ranks": Pair(FEW_WORDS, train(4, tp=4, ep=4), engine(1, 4)),
+    "Qwen2 TP2 PP2 to TP4": Pair(QWEN2, train(4, tp=2, pp=2), engine(1, 4)),
+    "Qwen3 TP4 PP2 to four TP2 on two nodes": Pair(DENSE, train(8, tp=4, pp=2), engine(4, 2), gpus_per_node=4),
+    "Llama PP2 VPP2 to TP2": Pair(LLAMA, train(2, pp=2, vpp=2), engine(1, 2), **BF16),
+    "tied PP2": Pair(TIED, train(4, tp=2, pp=2), engine(2, 2)),
+    "tied PP1 to TP4": Pair(TIED, train(2, tp=2), engine(1, 4)),
+    "MLA TP2 PP2 EP2 to TP2 EP2": Pair(MLA, train(4, 2, 2, 2), engine(2, 2, 2)),
+    "MLA uneven PP2 to TP4": Pair(MLA, train(4, 2, pp=2, ep=2, stage_layers=(3, 1)), engine(1, 4)),
+    "MLA PP2 VPP2 to DP attention": Pair(MLA, train(4, pp=2, ep=2, vpp=2), engine(1, 4, 4, dp=4), **BF16),
+    "MLA without query compression": Pair(WHOLE_QUERIES, train(2, tp=2, ep=2), engine(1, 2)),
+    "MLA on two nodes, TransformerEngine's names": Pair(
+        MLA, train(16, 2, 2, 4), engine(2, 8, 4), transformer_engine=True, gpus_per_node=8, round_bytes=64_000
+    ),
+    "MLA beside the training ranks": Pair(MLA, train(4, 2, 2, 2), engine(1, 4, 2, first=4), gpus_per_node=4, **BF16),
+    "fp8 TP2 to TP2": Pair(FP8_MOE, train(2, tp=2, ep=2), engine(1, 2, fp8=True), round_bytes=1 << 20, **BF16),
+    "fp8 PP2 EP2 to TP2 EP2": Pair(
+        FP8_MOE, train(4, pp=2, ep=2), engine(2, 2, 2, fp8=True), round_bytes=1 << 20, **BF16
+    ),
+    "fp8 MLA on two nodes": Pair(
+        FP8_MLA, train(4, 2, 2, 2), engine(2, 2, 2, fp8=True), round_bytes=1 << 20, gpus_per_node=2, **BF16
+    ),
+    "fp8 MLA beside the training ranks": Pair(
+        FP8_MLA, train(2, pp=2), engine(1, 2, 1, fp8=True, first=2), round_bytes=1 << 20, gpus_per_node=2, **BF16
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    made = Pool(16)
+    yield made
+    made.end()
+
+
+@pytest.mark.parametrize(("number", "pair"), list(enumerate(PAIRS.values())), ids=PAIRS)
+def test_every_bit_arrives(pool: Pool, number: int, pair: Pair) -> None:
+    opened = pool.open(replace(pair, verify=MODES[number % len(MODES)]))
+    opened.fill(1)
+    stats = opened.run(1)
+    wanted = [shard for slot in opened.slots for shard in pair.target_shards(slot)]
+    wanted_bytes = sum(shard.area * item_bytes(shard.dtype or pair.dtype) for shard in wanted)
+    assert stats.wire_bytes + stats.local_bytes == wanted_bytes  # each byte once, those of forwards included
+    assert stats.extra_bytes < 3 * pair.round_bytes
+    num_keys = pool.store.num_keys()
+    opened.fill(2)
+    again = opened.run(2)
+    assert pool.store.num_keys() == num_keys  # a long run does not fill the store
+    assert replace(again, plan_s=0, seconds=0) == replace(stats, plan_s=0, seconds=0)
+    assert again.plan_s == 0 or pair.engine.fp8  # it was kept
+
+
+@pytest.mark.parametrize("kill", [False, True], ids=["an error", "a death"])
+@pytest.mark.parametrize("sends", [0, 3])
+def test_the_attempt_after_a_failure_repairs_all(pool: Pool, sends: int, kill: bool) -> None:
+    """Member 1 fails in the middle of an exchange: all hear it long before the timeout, and nobody reports success."""
+    opened = pool.open(Pair(MOE, train(4, 2, 2, 2), engine(2, 2), gpus_per_node=2))
+    opened.fill(1)
+    opened.run(1)
+    opened.fill(2)
+    opened.ask(1, "sabotage", sends, kill)
+    started = time.perf_counter()
+    answers = opened.try_run(2)
+    assert time.perf_counter() - started < TIMEOUT_S / 4
+    assert isinstance(answers[1], EOFError if kill else RuntimeError)
+    assert all(isinstance(answers[slot], RuntimeError) for slot in (0, 2, 3))
+    if kill:
+        pool.revive(1)
+        opened.open_slot(1)
+        pool.slots[1].answer()
+        opened.fill(2)
+    else:
+        told = "member 1 failed in the exchange: the cable is broken"
+        assert "the cable is broken" in str(answers[1]) and all(told in str(answers[slot]) for slot in (0, 2, 3))
+    opened.run(2)
+    opened.fill(3)
+    opened.run(3)
+
+
+def move(slot: Slot) -> None:
+    """As an engine that binds its parameters anew."""
+    slot.targets = {name: param.clone() for name, param in slot.targets.items()}
+
+
+def test_parameters_may_move_between_exchanges(pool: Pool) -> None:
+    opened = pool.open(Pair(MOE, train(2, pp=2), engine(1, 2)))
+    opened.fill(1)
+    opened.run(1)
+    opened.tell("change", move)
+    opened.fill(2)
+    opened.run(2)
+
+
+def test_large_pieces_go_alone_and_small_ones_together() -> None:
+    """DIRECT_BYTES decides, of an item first, then of the copy; in a packed message wide elements come first."""
+    large = copy("a", ((2, 5), (0, 64), (0, DIRECT_BYTES // 256)), "float32")
+    flat = copy("b", ((0, 4), (0, 8), (0, DIRECT_BYTES // 128)), "float32")
+    small = [copy("c", ((0, 1), (0, 3), (0, 1)), "float8_e4m3fn"), copy("d", ((0, 1), (0, 3), (0, 1)), "float32")]
+    found = [[(piece.copy.name, piece.first, piece.number) for piece in one] for one in messages([*small, large, flat])]
+    assert found == [[("a", 0, 1)], [("a", 1, 1)], [("a", 2, 1)], [("b", 0, 4)], [("d", 0, 1), ("c", 0, 1)]]
+
+
+def copy(name: str, box: Box, dtype: str) -> Copy:
+    return Copy(name, box, dtype, 0, "source", (0, 0, 0), False, 1, "target", (0, 0, 0))
+
+
+def test_the_matrix_is_broad() -> None:
+    assert len(PAIRS) >= 40
+    sizes = {pair.num_members for pair in PAIRS.values()}
+    assert {1, 16} <= sizes and len(sizes) >= 6
+    assert {pair.dtype for pair in PAIRS.values()} == {"float32", "bfloat16"}
