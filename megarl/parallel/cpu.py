@@ -1,7 +1,7 @@
 """Megatron-Core 0.16.1 on a machine without CUDA: the places where it calls torch.cuda without asking.
 
 The patches replace the name `torch` inside Megatron's own modules; torch itself, and every other library, keeps its
-behaviour. The one exception is `Tensor.type()`, which no module-level name can redirect.
+behaviour. The exceptions are `Tensor.type()` and `Tensor.cuda()`, which no module-level name can redirect.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+from megarl.parallel.local_spec import DuplicatedLinear
 
 _CPU = torch.device("cpu")
 _LIKE = ("empty", "full", "ones", "zeros")
@@ -92,6 +95,11 @@ def name_tensor_types_as_cuda() -> None:
     torch.Tensor.type = type_as_cuda  # type: ignore[method-assign]
 
 
+def leave_tensors_where_they_are() -> None:
+    """`Tensor.cuda()` is called on the output layer's weight, and on tables of position embeddings."""
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+
+
 def keep_rng_states_on_cpu() -> None:
     """Megatron's RNG tracker saves and sets the CUDA generator through private functions: give it the CPU's.
 
@@ -118,11 +126,18 @@ def split_by_numbers() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
 
 
+def duplicate_down_projections() -> None:
+    """Latent attention asks for a duplicated layer only where it recognises TransformerEngine's: name ours so."""
+    multi_latent_attention.TELinear = DuplicatedLinear  # type: ignore[misc]
+
+
 @functools.cache
 def patch_megatron() -> None:
     """Everything above, once per process, after the Megatron modules that are used have been imported."""
     replace_torch_cuda()
     name_tensor_types_as_cuda()
+    leave_tensors_where_they_are()
     keep_rng_states_on_cpu()
     route_without_transformer_engine()
     split_by_numbers()
+    duplicate_down_projections()

@@ -28,6 +28,8 @@ def join(store: Store, rank: int, layout: TrainLayout, seed: int, timeout_s: flo
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
         order="tp-cp-ep-dp-pp",
@@ -43,6 +45,7 @@ def _megatron_coords() -> RankCoords:
     return RankCoords(
         rank=dist.get_rank(),
         tp=parallel_state.get_tensor_model_parallel_rank(),
+        cp=parallel_state.get_context_parallel_rank(),
         dp=parallel_state.get_data_parallel_rank(),
         pp=parallel_state.get_pipeline_model_parallel_rank(),
         ep=parallel_state.get_expert_model_parallel_rank(),

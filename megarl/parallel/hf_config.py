@@ -1,43 +1,203 @@
-"""What a HF `config.json` says beside the integers of ModelShape; without Megatron, so that it can be checked early."""
+"""What a HF `config.json` says: the integers of ModelShape, and the rest that building the model needs.
+
+Without Megatron, so that it can be checked early. A model that does something that megarl does not build is refused by
+the key that says so.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from megarl.types import UserFault
+from megarl.types import MlaShape, ModelShape, UserFault
+
+DENSE = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM")
+QWEN3_MOE, DEEPSEEK_V3 = "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"  # Kimi-K2 names the latter too
+FAMILIES = (QWEN3_MOE, DEEPSEEK_V3, *DENSE)
+_COMMON_INTEGERS = {  # ModelShape's field -> the key of config.json
+    "num_layers": ("num_hidden_layers",),
+    "hidden_size": ("hidden_size",),
+    "num_heads": ("num_attention_heads",),
+    "vocab_size": ("vocab_size",),
+}
+_EXPERT_INTEGERS = {  # transformers has several keys for the number of experts
+    "num_experts": ("num_experts", "n_routed_experts", "num_local_experts"),
+    "experts_per_token": ("num_experts_per_tok",),
+    "moe_ffn_size": ("moe_intermediate_size",),
+}
+_MLA_INTEGERS = {
+    "kv_lora_rank": ("kv_lora_rank",),
+    "nope_dim": ("qk_nope_head_dim",),
+    "rope_dim": ("qk_rope_head_dim",),
+    "v_dim": ("v_head_dim",),
+}
+_SUPPORTED: dict[str, Any] = {  # variants of any family that no weight map or model describes
+    "hidden_act": "silu",
+    "use_sliding_window": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "quantization_config": None,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_layer_freq": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "rope_interleave": True,
+}
+_MENDS = {"quantization_config": "convert the weights to bfloat16 first"}
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """Long context by YaRN (Peng et al., 2023) as DeepSeek uses it."""
+
+    factor: float
+    original_positions: int
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    mscale_all_dim: float
 
 
 @dataclass(frozen=True)
 class HfFacts:
-    """What a `config.json` says beside the integers of ModelShape."""
+    """What a `config.json` says beside the integers of ModelShape; the router's facts are DeepSeek's."""
 
     rms_norm_eps: float
     rope_theta: float
     norm_topk_prob: bool
     max_positions: int
+    yarn: Yarn | None = None
+    num_groups: int | None = None  # of experts, of which a token chooses top_groups
+    top_groups: int | None = None
+    routed_scaling: float = 1.0
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object. Raises UserFault: no such file, unreadable, something else."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserFault(str(file), "no such file", "set model.path to a Hugging Face checkpoint folder") from None
+    except (OSError, ValueError) as error:
+        raise UserFault(str(file), f"cannot be read ({error})", "download or export the checkpoint again") from None
+    if not isinstance(content, dict):
+        raise UserFault(str(file), "is not a JSON object", "download or export the checkpoint again")
+    return content
+
+
+def architecture(path: str | Path) -> str:
+    """The family's class name. Raises UserFault for any other."""
+    file = Path(path) / "config.json"
+    architectures = read_json(file).get("architectures")
+    if not isinstance(architectures, list) or len(architectures) != 1 or architectures[0] not in FAMILIES:
+        raise UserFault(str(file), f"architectures is {architectures}", f"use one of {', '.join(FAMILIES)}")
+    return architectures[0]
+
+
+def model_shape(path: str | Path) -> ModelShape:
+    """Read `config.json` of a checkpoint folder. Raises UserFault: no file, unknown architecture, missing key, ..."""
+    file, family = Path(path) / "config.json", architecture(path)
+    config = read_json(file)
+    _refuse_variants(file, config)
+    integers: dict[str, Any] = {field: _integer(file, config, keys) for field, keys in _COMMON_INTEGERS.items()}
+    tied = bool(config.get("tie_word_embeddings", False))
+    if family == DEEPSEEK_V3:
+        return ModelShape(**integers, **_deepseek(file, config), tied=tied)
+    integers["num_kv_heads"] = _integer(file, config, ("num_key_value_heads",), integers["num_heads"])
+    integers["head_dim"] = _integer(file, config, ("head_dim",), integers["hidden_size"] // integers["num_heads"])
+    if family == QWEN3_MOE:
+        experts: dict[str, Any] = {field: _integer(file, config, keys) for field, keys in _EXPERT_INTEGERS.items()}
+        return ModelShape(**integers, **experts, tied=tied)
+    return ModelShape(
+        **integers,
+        num_dense_layers=integers["num_layers"],
+        ffn_size=_integer(file, config, ("intermediate_size",)),
+        qk_norm=family == "Qwen3ForCausalLM",
+        qkv_bias=family == "Qwen2ForCausalLM",
+        tied=tied,
+    )
+
+
+def _deepseek(file: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of ModelShape that only DeepSeek-V3's family has, or has otherwise."""
+    mla = {field: _integer(file, config, keys) for field, keys in _MLA_INTEGERS.items()}
+    q_lora_rank = _integer(file, config, ("q_lora_rank",)) if config.get("q_lora_rank") is not None else None
+    return {
+        "num_kv_heads": _integer(file, config, ("num_attention_heads",)),
+        "head_dim": mla["v_dim"],
+        **{field: _integer(file, config, keys) for field, keys in _EXPERT_INTEGERS.items()},
+        "num_dense_layers": _integer(file, config, ("first_k_dense_replace",), 0, least=0),
+        "ffn_size": _integer(file, config, ("intermediate_size",)),
+        "num_shared_experts": _integer(file, config, ("n_shared_experts",), 0, least=0),
+        "router_bias": True,
+        "qk_norm": False,
+        "num_mtp_layers": _integer(file, config, ("num_nextn_predict_layers",), 0, least=0),
+        "mla": MlaShape(q_lora_rank=q_lora_rank, **mla),
+    }
+
+
+def _refuse_variants(file: Path, config: Mapping[str, Any]) -> None:
+    for key, supported in _SUPPORTED.items():
+        value = config.get(key)
+        if value is not None and value != supported:
+            mend = _MENDS.get(key, f"use a checkpoint where it is {json.dumps(supported)}")
+            raise UserFault(str(file), f"{key} is {json.dumps(value):.60}", mend)
+
+
+def _integer(
+    file: Path, config: Mapping[str, Any], keys: Sequence[str], default: int | None = None, least: int = 1
+) -> int:
+    value = next((config[key] for key in keys if config.get(key) is not None), default)
+    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
+        return value
+    problem = "is missing" if value is None else f"is {value!r}"
+    mend = "write it as a positive integer" if least else "write it as a whole number"
+    raise UserFault(str(file), f"{keys[0]} {problem}", mend)
 
 
 def hf_facts(path: str | Path) -> HfFacts:
     """Read `config.json`. Raises UserFault where the model does something that megarl does not build."""
     file = Path(path) / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8"))
+    config = read_json(file)
+    _refuse_variants(file, config)
     # transformers 5 writes one dictionary where 4 wrote rope_theta and rope_scaling.
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    wanted = {
-        "hidden_act": (config.get("hidden_act", "silu"), "silu"),
-        "use_sliding_window": (config.get("use_sliding_window", False), False),
-        "rope_type": (rope_type, "default"),
-    }
-    for key, (value, supported) in wanted.items():
-        if value != supported:
-            problem, mend = f"{key} is {value!r}", f"use a checkpoint where it is {supported!r}"
-            raise UserFault(str(file), problem, mend)
+    _refuse_groups(file, config)
     return HfFacts(
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10_000.0))),
         norm_topk_prob=bool(config.get("norm_topk_prob", False)),
         max_positions=int(config.get("max_position_embeddings", 32_768)),
+        yarn=_yarn(file, rope, architecture(path)),
+        num_groups=config.get("n_group"),
+        top_groups=config.get("topk_group"),
+        routed_scaling=float(config.get("routed_scaling_factor", 1.0)),
     )
+
+
+def _refuse_groups(file: Path, config: Mapping[str, Any]) -> None:
+    """A group's score is the sum of its 2 best experts; Megatron sums the chosen per chosen group (moe_utils.py)."""
+    groups, top_groups, chosen = (config.get(key) or 1 for key in ("n_group", "topk_group", "num_experts_per_tok"))
+    if groups > 1 and chosen // top_groups != 2:
+        problem = f"num_experts_per_tok / topk_group is {chosen} / {top_groups}"
+        raise UserFault(str(file), problem, "use a checkpoint where it is 2, as in DeepSeek-V3, or where n_group is 1")
+
+
+def _yarn(file: Path, rope: Mapping[str, Any], family: str) -> Yarn | None:
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type == "yarn" and family == DEEPSEEK_V3:
+        return Yarn(
+            factor=float(rope["factor"]),
+            original_positions=int(rope["original_max_position_embeddings"]),
+            beta_fast=float(rope.get("beta_fast", 32)),
+            beta_slow=float(rope.get("beta_slow", 1)),
+            mscale=float(rope.get("mscale", 1)),
+            mscale_all_dim=float(rope.get("mscale_all_dim", 0)),
+        )
+    if rope_type != "default":
+        raise UserFault(str(file), f"rope_type is {rope_type!r}", "use a checkpoint where it is 'default'")
+    return None

@@ -1,17 +1,21 @@
 """Megatron's layer spec from its own torch modules, for machines without TransformerEngine.
 
-Its norm refuses sequence parallelism and its attention refuses packed sequences, so both are replaced here.
+Its norm refuses sequence parallelism, its attention refuses packed sequences, and its latent attention is wrong under
+tensor parallelism, so all three are replaced here.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules, get_mtp_layer_spec
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -54,8 +58,8 @@ def _buckets(bounds: tuple[int, ...]) -> tuple[list[tuple[torch.Tensor, torch.Te
 class PackedAttention(torch.nn.Module):
     """Causal attention inside each segment of a packed row.
 
-    query [T, heads, d], key and value [T, kv heads, d] -> [T, heads * d]. Padding to the right of a segment needs no
-    mask: causal attention never looks there.
+    query [T, heads, d], key [T, kv heads, d], value [T, kv heads, v] -> [T, heads * v]. Padding to the right of a
+    segment needs no mask: causal attention never looks there.
     """
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
@@ -87,14 +91,56 @@ def _rows(tensor: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return rows.unflatten(0, positions.shape).transpose(1, 2)
 
 
-def local_spec(config: TransformerConfig, num_layers_here: int) -> TransformerBlockSubmodules:
-    """The layers of one pipeline stage."""
+class DuplicatedLinear(torch.nn.Module):
+    """MLA's down projection: whole on every tensor-parallel rank, each seeing its part of the tokens.
+
+    Megatron's own choice without TransformerEngine, cut by columns, leaves a part of its gradients unsummed. Takes what
+    TransformerEngine's linear layer takes; returns (output, no bias).
+    """
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **_: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        assert config.init_method is not None
+        config.init_method(self.weight)
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return F.linear(hidden, self.weight), None
+
+
+def layer_spec(config: TransformerConfig, dense: bool) -> ModuleSpec:
+    """One decoder layer, with an MLP or with experts."""
+    latent = getattr(config, "multi_latent_attention", False)
     spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
+        num_experts=None if dense else config.num_moe_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=latent,
+        normalization="RMSNorm",
     )
     layer: Any = spec.submodules
     attention: Any = layer.self_attention.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-    attention.q_layernorm = attention.k_layernorm = RMSNorm
     attention.core_attention = PackedAttention
-    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers_here, layer_norm=RMSNorm)  # type: ignore[arg-type]
+    if latent:
+        attention.q_layernorm = attention.kv_layernorm = RMSNorm
+        attention.linear_q_down_proj = attention.linear_kv_down_proj = DuplicatedLinear
+    elif config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return spec
+
+
+def block_spec(config: TransformerConfig, is_dense: Sequence[bool]) -> TransformerBlockSubmodules:
+    """The layers of one model chunk: is_dense says of each whether it has an MLP instead of experts."""
+    kinds = {dense: layer_spec(config, dense) for dense in set(is_dense)}
+    layers = [kinds[dense] for dense in is_dense]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)  # type: ignore[arg-type]
+
+
+def mtp_spec(config: TransformerConfig) -> MultiTokenPredictionBlockSubmodules:
+    """All multi-token prediction layers, each around a layer with experts."""
+    spec = get_mtp_layer_spec(layer_spec(config, dense=False), use_transformer_engine=False)
+    parts: Any = spec.submodules
+    parts.enorm = parts.hnorm = parts.layer_norm = RMSNorm
+    return MultiTokenPredictionBlockSubmodules(layer_specs=[spec] * (config.mtp_num_layers or 0))

@@ -1,33 +1,36 @@
-"""The Megatron model and optimizer of one training rank, built from a HF `config.json` (Qwen3-MoE family)."""
+"""The Megatron model and optimizer of one training rank, built from a HF `config.json`."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules, get_mtp_layer_spec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megarl.config import Train
 from megarl.device import DEVICE
 from megarl.parallel.hf_config import HfFacts, hf_facts
 from megarl.parallel.layout import TrainLayout
-from megarl.parallel.local_spec import local_spec
-from megarl.types import ModelShape, UserFault
+from megarl.parallel.local_spec import block_spec, mtp_spec
+from megarl.types import MlaShape, ModelShape, UserFault
 
 TRANSFORMER_ENGINE = DEVICE == "cuda" and HAVE_TE
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OPTIONS = "train.megatron"
+ROUTER_BIAS = "router.expert_bias"
 
 
 def _fixed_fields(shape: ModelShape, layout: TrainLayout, facts: HfFacts, dtype: torch.dtype) -> dict[str, Any]:
@@ -35,11 +38,12 @@ def _fixed_fields(shape: ModelShape, layout: TrainLayout, facts: HfFacts, dtype:
     return {
         "num_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,
-        "ffn_hidden_size": shape.moe_ffn_size,
+        "ffn_hidden_size": shape.ffn_size or shape.moe_ffn_size,
         "num_attention_heads": shape.num_heads,
         "num_query_groups": shape.num_kv_heads,
         "kv_channels": shape.head_dim,
-        "qk_layernorm": True,
+        "qk_layernorm": shape.qk_norm or shape.mla is not None,
+        "add_qkv_bias": shape.qkv_bias,
         "normalization": "RMSNorm",
         "layernorm_epsilon": facts.rms_norm_eps,
         "gated_linear_unit": True,
@@ -47,25 +51,10 @@ def _fixed_fields(shape: ModelShape, layout: TrainLayout, facts: HfFacts, dtype:
         "add_bias_linear": False,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        "num_moe_experts": shape.num_experts,
-        "moe_ffn_hidden_size": shape.moe_ffn_size,
-        "moe_router_topk": shape.experts_per_token,
-        "moe_router_score_function": "softmax",
-        # Softmax after the choice normalises over the chosen experts: HF's norm_topk_prob.
-        "moe_router_pre_softmax": not facts.norm_topk_prob,
-        "moe_router_load_balancing_type": "none",
-        # Megatron scales its auxiliary losses by token counts of its own, wrongly at TP > 1.
-        "moe_aux_loss_coeff": 0.0,
-        "moe_z_loss_coeff": None,
-        "moe_grouped_gemm": TRANSFORMER_ENGINE,
         "calculate_per_token_loss": True,  # gradients are summed over DP; pipeline.py divides them once
-        "tensor_model_parallel_size": layout.tp,
-        "pipeline_model_parallel_size": layout.pp,
-        "expert_model_parallel_size": layout.ep,
-        "expert_tensor_parallel_size": layout.etp,
-        "context_parallel_size": 1,
-        "virtual_pipeline_model_parallel_size": None,
-        "sequence_parallel": layout.tp > 1,
+        **_expert_fields(shape, facts),
+        **(_latent_fields(shape.mla, facts) if shape.mla else {}),
+        **_layout_fields(shape, layout),
         "variable_seq_lengths": True,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -75,6 +64,76 @@ def _fixed_fields(shape: ModelShape, layout: TrainLayout, facts: HfFacts, dtype:
         "perform_initialization": True,
         "use_cpu_initialization": False,
     }
+
+
+def _expert_fields(shape: ModelShape, facts: HfFacts) -> dict[str, Any]:
+    """Experts and router; DeepSeek's chooses by sigmoid score and bias, in groups."""
+    sparse = {
+        "num_moe_experts": shape.num_experts,
+        "moe_ffn_hidden_size": shape.moe_ffn_size,
+        "moe_layer_freq": [int(not shape.is_dense(layer)) for layer in range(shape.num_layers)],
+        "moe_shared_expert_intermediate_size": shape.num_shared_experts * shape.moe_ffn_size or None,
+        "moe_router_topk": shape.experts_per_token,
+        "moe_router_score_function": "sigmoid" if shape.router_bias else "softmax",
+        "moe_router_enable_expert_bias": shape.router_bias,
+        "moe_router_num_groups": facts.num_groups,
+        "moe_router_group_topk": facts.top_groups,
+        "moe_router_topk_scaling_factor": facts.routed_scaling if shape.router_bias else None,
+        # Softmax after the choice normalises over the chosen experts: HF's norm_topk_prob.
+        "moe_router_pre_softmax": not facts.norm_topk_prob and not shape.router_bias,
+        "moe_grouped_gemm": TRANSFORMER_ENGINE,
+        "mtp_num_layers": shape.num_mtp_layers or None,
+    }
+    return {
+        **(sparse if shape.num_experts else dict.fromkeys(sparse.keys() & {"num_moe_experts", "mtp_num_layers"})),
+        "moe_router_load_balancing_type": "none",
+        # Megatron scales its auxiliary losses by token counts of its own, wrongly at TP > 1.
+        "moe_aux_loss_coeff": 0.0,
+        "moe_z_loss_coeff": None,
+    }
+
+
+def _latent_fields(mla: MlaShape, facts: HfFacts) -> dict[str, Any]:
+    fields = {
+        "q_lora_rank": mla.q_lora_rank,
+        "kv_lora_rank": mla.kv_lora_rank,
+        "qk_head_dim": mla.nope_dim,
+        "qk_pos_emb_head_dim": mla.rope_dim,
+        "v_head_dim": mla.v_dim,
+        "rotary_base": facts.rope_theta,
+        "rope_type": "yarn" if facts.yarn else "rope",
+    }
+    if facts.yarn:
+        fields |= {
+            "rotary_scaling_factor": facts.yarn.factor,
+            "original_max_position_embeddings": facts.yarn.original_positions,
+            "beta_fast": facts.yarn.beta_fast,
+            "beta_slow": facts.yarn.beta_slow,
+            "mscale": facts.yarn.mscale,
+            "mscale_all_dim": facts.yarn.mscale_all_dim,
+        }
+    return fields
+
+
+def _layout_fields(shape: ModelShape, layout: TrainLayout) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        "context_parallel_size": layout.cp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        "pipeline_model_parallel_layout": _uneven_stages(shape, layout) if layout.stage_layers else None,
+        "sequence_parallel": layout.tp > 1,
+    }
+
+
+def _uneven_stages(shape: ModelShape, layout: TrainLayout) -> list[list[str]]:
+    """Megatron's words for what each virtual stage holds."""
+    stages = [["decoder"] * count for count in layout.stage_layers]
+    stages[0].insert(0, "embedding")
+    stages[-1] += ["mtp"] * shape.num_mtp_layers + ["loss"]
+    return stages
 
 
 def _default_fields() -> dict[str, Any]:
@@ -94,7 +153,7 @@ def _default_fields() -> dict[str, Any]:
 def option_faults(options: Mapping[str, Any]) -> list[UserFault]:
     """The keys of `train.megatron` that Megatron does not have, or that something else decides."""
     names = {field.name for field in dataclasses.fields(TransformerConfig) if field.init}
-    nothing = ModelShape(1, 1, 1, 1, 1, 1, 1, 1, 1)
+    nothing = ModelShape(1, 1, 1, 1, 1, 1, 1, 1, 1, mla=MlaShape(1, 1, 1, 1, 1))
     fixed = _fixed_fields(nothing, TrainLayout(1, 1, 1, 1), HfFacts(0.0, 0.0, True, 1), torch.float32)
     faults = []
     for key in options:
@@ -112,37 +171,76 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron's configuration. Raises UserFault when Megatron refuses the recipe's options."""
     fields = _fixed_fields(shape, layout, hf_facts(path), dtype)
+    made = MLATransformerConfig if shape.mla else TransformerConfig
     try:
-        return TransformerConfig(**(_default_fields() | dict(options) | fields))
+        return made(**(_default_fields() | dict(options) | fields))
     except (TypeError, ValueError, AssertionError) as error:
         mend = "change the options passed to Megatron"
         raise UserFault(OPTIONS, f"Megatron refuses them ({error})", mend) from error
 
 
-def build_model(
+def build_chunks(
     config: TransformerConfig, path: str | Path, shape: ModelShape, layout: TrainLayout, rank: int
-) -> DistributedDataParallel:
-    """This rank's stage, its parameters and gradients in Megatron's contiguous buffers, contents undefined."""
-    facts = hf_facts(path)
-    stage = layout.coords(rank).pp
-    if TRANSFORMER_ENGINE:
-        spec: Any = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=shape.num_experts, moe_grouped_gemm=True, qk_layernorm=True
+) -> list[GPTModel]:
+    """This rank's model chunks (one, but for virtual pipeline stages), contents undefined."""
+    facts, stage = hf_facts(path), layout.coords(rank).pp
+    found = []
+    for chunk in range(layout.vpp):
+        last = stage == layout.pp - 1 and chunk == layout.vpp - 1
+        is_dense = [shape.is_dense(layer) for layer in layout.layers(stage, shape.num_layers, chunk)]
+        block, mtp = _specs(config, is_dense, with_mtp=last and shape.num_mtp_layers > 0)
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=block,
+            vocab_size=layout.padded_vocab(shape.vocab_size),
+            max_sequence_length=facts.max_positions,
+            pre_process=stage == 0 and chunk == 0,
+            post_process=last,
+            share_embeddings_and_output_weights=shape.tied,
+            position_embedding_type="rope",
+            rotary_base=facts.rope_theta,  # type: ignore[arg-type]
+            mtp_block_spec=mtp,
+            vp_stage=chunk if layout.vpp > 1 else None,
         )
-    else:
-        spec = local_spec(config, len(layout.layers(stage, shape.num_layers)))
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=layout.padded_vocab(shape.vocab_size),
-        max_sequence_length=facts.max_positions,
-        pre_process=stage == 0,
-        post_process=stage == layout.pp - 1,
-        position_embedding_type="rope",
-        rotary_base=facts.rope_theta,  # type: ignore[arg-type]
-    )
+        found.append(model.to(DEVICE))
+    return found
+
+
+def _specs(config: TransformerConfig, is_dense: Sequence[bool], with_mtp: bool) -> tuple[Any, Any]:
+    """The layer specs of one chunk, and of the multi-token prediction layers behind it."""
+    if not TRANSFORMER_ENGINE:
+        return block_spec(config, is_dense), mtp_spec(config) if with_mtp else None
+
+    def layer(dense: bool) -> Any:
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=None if dense else config.num_moe_experts,
+            moe_grouped_gemm=not dense,
+            qk_layernorm=config.qk_layernorm,
+            multi_latent_attention=getattr(config, "multi_latent_attention", False),
+        )
+
+    specs: list[Any] = [layer(dense) for dense in is_dense]
+    # The chunk may have no layer of the decoder, whose last one a multi-token prediction layer is like.
+    mtp: Any = get_mtp_layer_spec(layer(dense=False), use_transformer_engine=True) if with_mtp else None
+    layers = [mtp] * (config.mtp_num_layers or 0)
+    block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm)  # type: ignore[arg-type]
+    return block, MultiTokenPredictionBlockSubmodules(layer_specs=layers) if with_mtp else None
+
+
+def wrap(config: TransformerConfig, model: GPTModel) -> DistributedDataParallel:
+    """Parameters and gradients in Megatron's contiguous buffers."""
     buffers = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-    return DistributedDataParallel(config, buffers, model.to(DEVICE))
+    return DistributedDataParallel(config, buffers, model)
+
+
+def params(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """A rank's weights by the weight map's names: parameters, and the buffers that are weights (router biases)."""
+    found: dict[str, torch.Tensor] = {}
+    for number, chunk in enumerate(chunks):
+        prefix = f"vpp{number}." if len(chunks) > 1 else ""
+        weights = [*chunk.named_parameters(), *((n, b) for n, b in chunk.named_buffers() if n.endswith(ROUTER_BIAS))]
+        found |= {prefix + name: weight.detach() for name, weight in weights}
+    return found
 
 
 def build_optimizer(model: DistributedDataParallel, train: Train, dtype: torch.dtype) -> ChainedOptimizer:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.checkpoint import model_shape
+from megarl.parallel.hf_config import model_shape
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.model import hf_facts, option_faults, transformer_config
 from megarl.types import UserFault
@@ -40,8 +40,8 @@ def test_facts_as_transformers_4_wrote_them(edited: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"use_sliding_window": True}, "use_sliding_window is True"),
+        ({"hidden_act": "gelu"}, "hidden_act is \"gelu\""),
+        ({"use_sliding_window": True}, "use_sliding_window is true"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type is 'yarn'"),
         ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'"),
     ],

@@ -18,6 +18,7 @@ from tests.parallel.worlds import assemble, deal, ragged, recipe, rectangles, ru
 
 ONE_RANK = TrainLayout(1, 1, 1, 1)
 LAYOUTS = {
+    "tp4, 2 key/value heads": TrainLayout(4, 4, 1, 1),
     "dp2": TrainLayout(2, 1, 1, 1),
     "tp2": TrainLayout(2, 2, 1, 1),
     "tp2ep2": TrainLayout(2, 2, 1, 2),

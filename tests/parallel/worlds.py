@@ -54,7 +54,18 @@ def _own_server() -> Iterator[None]:
 
 
 def run_world(made: Recipe, work: Callable[..., Any], *args: Any) -> list[Any]:
-    """`work(trainer, *args)` on every rank of a fresh world; the results by rank.
+    """`work(trainer, *args)` on every rank of a fresh world; the results by rank, as of `run_ranks`."""
+    return run_ranks(made.placement.gpus, _with_trainer, made, work, args)
+
+
+def _with_trainer(rank: int, port: int, made: Recipe, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    from megarl.trainer import Trainer
+
+    return work(Trainer(rank, made, port), *args)
+
+
+def run_ranks(world_size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
+    """`work(rank, store port, *args)` in a process for each rank; the results by rank.
 
     The processes are forked from a server that has done the imports. Raises RuntimeError with the first rank's
     traceback, or TimeoutError; no process outlives the call.
@@ -63,9 +74,9 @@ def run_world(made: Recipe, work: Callable[..., Any], *args: Any) -> list[Any]:
     store = device.host_store(TIMEOUT_S)
     processes, pipes = [], []
     try:
-        for rank in range(made.placement.gpus):
+        for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_rank_main, args=(rank, made, store.port, theirs, work, args))
+            process = context.Process(target=_rank_main, args=(rank, store.port, theirs, work, args))
             with _own_server():
                 process.start()
             theirs.close()
@@ -78,13 +89,9 @@ def run_world(made: Recipe, work: Callable[..., Any], *args: Any) -> list[Any]:
             process.join()
 
 
-def _rank_main(
-    rank: int, made: Recipe, port: int, pipe: Connection, work: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
-    from megarl.trainer import Trainer
-
+def _rank_main(rank: int, port: int, pipe: Connection, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
     try:
-        pipe.send((True, work(Trainer(rank, made, port), *args)))
+        pipe.send((True, work(rank, port, *args)))
     except BaseException:
         pipe.send((False, traceback.format_exc()))
 
@@ -147,15 +154,16 @@ Rectangle = tuple[str, tuple[int, int], tuple[int, int], np.ndarray]
 
 
 def rectangles(trainer: Any) -> list[Rectangle]:
-    """This rank's weights as (logical HF tensor, rows, cols, values)."""
+    """This rank's weights as (HF tensor, rows, cols, values)."""
     from megarl.resharding import megatron_map
-    from megarl.resharding.shards import rectangle
+    from megarl.resharding.shards import views
 
     params = trainer.params()
     found = []
-    for shard in megatron_map.shards(trainer.shape, trainer.layout, trainer.rank):
-        values = rectangle(params[shard.param], shard.at, shard.num_rows, shard.num_cols)
-        found.append((shard.name, shard.rows, shard.cols, values.float().numpy().copy()))
+    for shard in filter(lambda one: one.area, megatron_map.shards(trainer.shape, trainer.layout, trainer.rank)):
+        planes = [plane for view in views(params, shard.param, shard.at, shard.size) for plane in view]
+        for item, plane in zip(range(*shard.items), planes, strict=True):
+            found.append((shard.name.format(item), shard.rows, shard.cols, plane.float().numpy().copy()))
     return found
 
 

@@ -1,0 +1,128 @@
+"""Tiny checkpoints of every family, written by transformers: random weights, large enough that a wrong slice shows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from megarl.rollout import cpu
+
+EOS = 1
+COMMON: Mapping[str, Any] = {
+    "vocab_size": 47,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "eos_token_id": EOS,
+    "pad_token_id": 0,
+    "initializer_range": 0.1,
+}
+LATENT: Mapping[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {  # family -> transformers' class, what it adds to COMMON
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "norm_topk_prob": True,
+        },
+    ),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {
+            **LATENT,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 64,
+            "n_shared_experts": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "qwen2": ("Qwen2", {}),
+    "llama": ("Llama", {}),
+}
+# Fields of DeepSeek's own config.json that transformers has no use for.
+DEEPSEEK_FIELDS = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+
+
+def write(folder: Path, family: str, mtp_layers: int = 0, seed: int = 5, **changes: Any) -> Path:
+    """config.json and model.safetensors in `folder`, which is returned; `changes` are fields of the config."""
+    cpu.declare_torchvision_operators()
+    import transformers
+
+    name, more = FAMILIES[family]
+    fields = {**COMMON, **more, **changes}
+    fields["num_hidden_layers"] += mtp_layers  # a draft layer is one more layer with a few tensors around it
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**fields))
+    _randomise(model)
+    model.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if family == "deepseek-v3":
+        config |= DEEPSEEK_FIELDS | {"num_nextn_predict_layers": mtp_layers}
+    if mtp_layers:
+        config["num_hidden_layers"] -= mtp_layers
+        _add_mtp_tensors(folder / "model.safetensors", config["num_hidden_layers"], mtp_layers)
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    return folder
+
+
+@torch.no_grad()
+def _randomise(model: torch.nn.Module) -> None:
+    """Ones would hide a wrong norm, zeros a wrong bias."""
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.uniform_(0.5, 1.5)
+        elif name.endswith("bias"):
+            parameter.uniform_(-0.5, 0.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.uniform_(-0.1, 0.1)
+
+
+def _add_mtp_tensors(path: Path, num_layers: int, mtp_layers: int) -> None:
+    """What DeepSeek-V3's checkpoint has around a draft layer; its embedding and head are the main ones once more."""
+    tensors = load_file(path)
+    embedding, head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
+    hidden = embedding.shape[1]
+    for layer in range(num_layers, num_layers + mtp_layers):
+        prefix = f"model.layers.{layer}."
+        for norm in ("enorm", "hnorm", "shared_head.norm"):
+            tensors[f"{prefix}{norm}.weight"] = torch.empty(hidden).uniform_(0.5, 1.5)
+        tensors[prefix + "eh_proj.weight"] = torch.empty(hidden, 2 * hidden).normal_(std=0.1)
+        tensors[prefix + "embed_tokens.weight"] = embedding.clone()
+        tensors[prefix + "shared_head.head.weight"] = head.clone()
+    save_file(tensors, path, metadata={"format": "pt"})

@@ -1,0 +1,96 @@
+"""Every family's real Megatron model against its weight map, and against transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megarl import device
+from megarl.checkpoint import load_hf
+from megarl.parallel import cpu, groups, model
+from megarl.parallel.hf_config import model_shape
+from megarl.parallel.layout import TrainLayout
+from megarl.resharding import megatron_map
+from tests.parallel.checkpoints import write
+from tests.parallel.worlds import TIMEOUT_S, deal, ragged, recipe, run_ranks, run_world
+
+SPARSE, DENSE = ("qwen3-moe", "deepseek-v3"), ("qwen3", "qwen2", "llama")
+EVERY_LAYOUT = {  # of up to 4 ranks; the checkpoints have 4 layers and, but for DeepSeek-V3, 2 key/value heads
+    "one rank": TrainLayout(1, 1, 1, 1),
+    "uneven pp": TrainLayout(2, 1, 2, 1, stage_layers=(3, 1)),
+    "vpp2": TrainLayout(2, 1, 2, 1, vpp=2),
+    "uneven vpp2": TrainLayout(2, 1, 2, 1, vpp=2, stage_layers=(1, 1, 2, 0)),
+    "cp2": TrainLayout(2, 1, 1, 1, cp=2),
+}
+SPARSE_LAYOUTS = {
+    "tp2": TrainLayout(2, 2, 1, 1),
+    "ep2": TrainLayout(2, 1, 1, 2),
+    "tp2 ep2 etp2": TrainLayout(4, 2, 1, 2, expert_tp=2),
+    "tp2 pp2 ep2": TrainLayout(4, 2, 2, 2),
+}
+DENSE_LAYOUTS = {"kv heads < tp4": TrainLayout(4, 4, 1, 1), "tp2 pp2": TrainLayout(4, 2, 2, 1)}
+CASES = [(family, name) for family in SPARSE for name in EVERY_LAYOUT | SPARSE_LAYOUTS] + [
+    (family, name) for family in DENSE for name in EVERY_LAYOUT | DENSE_LAYOUTS
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    folder = tmp_path_factory.mktemp("families")
+    mtp = {"deepseek-v3": 1}
+    yield {family: write(folder / family, family, mtp_layers=mtp.get(family, 0)) for family in SPARSE + DENSE}
+
+
+def load_real_model(rank: int, port: int, path: Path, layout: TrainLayout) -> int:
+    """Build this rank's chunks and load them through the map, which proves that it describes every parameter."""
+    cpu.patch_megatron()
+    shape = model_shape(path)
+    groups.join(device.join_store(port, TIMEOUT_S), rank, layout, seed=1, timeout_s=TIMEOUT_S)
+    config = model.transformer_config(path, shape, layout, torch.float32, {})
+    params = model.params(model.build_chunks(config, path, shape, layout, rank))
+    load_hf(path, megatron_map.shards(shape, layout, rank), params)
+    return len(params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_the_map_describes_the_real_model(checkpoints: dict[str, Path], family: str, name: str) -> None:
+    layout = (EVERY_LAYOUT | SPARSE_LAYOUTS | DENSE_LAYOUTS)[name]
+    assert all(run_ranks(layout.world_size, load_real_model, checkpoints[family], layout))
+
+
+def trainer_logprobs(trainer: Any) -> list[np.ndarray] | None:
+    sequences = ragged(6, trainer.shape.vocab_size, seed=3)
+    return trainer.logprobs(deal(sequences, trainer.layout.coords(trainer.rank).dp, trainer.layout.dp, 2))
+
+
+def transformers_logprobs(path: Path, vocab_size: int) -> list[np.ndarray]:
+    from transformers import AutoModelForCausalLM
+
+    hf = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    found = []
+    for one in ragged(6, vocab_size, seed=3):
+        tokens_T = torch.from_numpy(one.token_ids_T)
+        with torch.no_grad():
+            logp_TV = hf(tokens_T[None]).logits[0].log_softmax(-1)
+        found.append(np.concatenate([[0.0], logp_TV[:-1].gather(-1, tokens_T[1:, None])[:, 0].numpy()]))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", SPARSE + DENSE)
+def test_logprobs_equal_those_of_transformers(tmp_path: Path, family: str) -> None:
+    path = write(tmp_path, family)  # without multi-token prediction, which transformers does not have
+    expected = transformers_logprobs(path, model_shape(path).vocab_size)
+    ep = 2 if family in SPARSE else 1
+    for layout in (TrainLayout(1, 1, 1, 1), TrainLayout(4, 2, 2, ep)):
+        results = run_world(recipe(path, layout), trainer_logprobs)
+        for rank, mine in enumerate(results):
+            assert (mine is None) == (layout.coords(rank).pp < layout.pp - 1)
+            if mine is not None:
+                np.testing.assert_allclose(np.concatenate(mine), np.concatenate(expected), atol=1e-4)
