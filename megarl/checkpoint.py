@@ -1,8 +1,7 @@
-"""HF checkpoints of the Qwen3-MoE family: the model's integers, a check of the files, the way into a rank's shards."""
+"""HF checkpoints: a check of the files, and the way into a rank's shards."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,64 +10,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megarl.resharding.shards import VOCAB_TENSORS, Shard, rectangle, verify_params
-from megarl.resharding.tensors import model_tensors
+from megarl.parallel.hf_config import read_json
+from megarl.resharding.shards import STACK, VOCAB_TENSORS, Box, Shard, verify_params, views
+from megarl.resharding.tensors import hf_tensors, mtp_prefix
 from megarl.types import ModelShape, UserFault
 
-ARCHITECTURE = "Qwen3MoeForCausalLM"
-INTEGER_KEYS = {  # ModelShape's field -> the key of config.json; newer transformers write the second expert key
-    "num_layers": ("num_hidden_layers",),
-    "hidden_size": ("hidden_size",),
-    "num_heads": ("num_attention_heads",),
-    "num_kv_heads": ("num_key_value_heads",),
-    "head_dim": ("head_dim",),
-    "vocab_size": ("vocab_size",),
-    "num_experts": ("num_experts", "num_local_experts"),
-    "experts_per_token": ("num_experts_per_tok",),
-    "moe_ffn_size": ("moe_intermediate_size",),
-}
-REQUIRED_VALUES = {  # variants that no weight map describes
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}
-
-
-def model_shape(path: str | Path) -> ModelShape:
-    """Read `config.json` of a checkpoint folder. Raises UserFault: no file, another architecture, a missing key."""
-    file = Path(path) / "config.json"
-    config = _read_json(file)
-    architectures = config.get("architectures")
-    if architectures != [ARCHITECTURE]:
-        raise UserFault(str(file), f"architectures is {architectures}", f"use a {ARCHITECTURE} checkpoint")
-    for key, wanted in REQUIRED_VALUES.items():
-        if config.get(key, wanted) != wanted:
-            problem = f"{key} is {json.dumps(config[key])}"
-            raise UserFault(str(file), problem, f"use a checkpoint where it is {json.dumps(wanted)}")
-    values = {field: _integer(file, config, keys) for field, keys in INTEGER_KEYS.items()}
-    return ModelShape(**values)
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserFault(str(file), "no such file", "set model.path to a Hugging Face checkpoint folder") from None
-    except (OSError, ValueError) as error:
-        raise UserFault(str(file), f"cannot be read ({error})", "download or export the checkpoint again") from None
-    if not isinstance(content, dict):
-        raise UserFault(str(file), "is not a JSON object", "download or export the checkpoint again")
-    return content
-
-
-def _integer(file: Path, config: Mapping[str, Any], keys: Sequence[str]) -> int:
-    value = next((config[key] for key in keys if key in config), None)
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
-    problem = "is missing" if value is None else f"is {value!r}"
-    raise UserFault(str(file), f"{keys[0]} {problem}", "write it as a positive integer")
-
+FILE_DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
 
 def tensor_files(path: str | Path) -> dict[str, Path]:
     """Tensor name -> the safetensors file that holds it (one `model.safetensors`, or several with an index).
@@ -78,7 +25,7 @@ def tensor_files(path: str | Path) -> dict[str, Path]:
     folder = Path(path)
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.exists():
-        names = _read_json(index).get("weight_map", {})
+        names = read_json(index).get("weight_map", {})
         missing = sorted({file for file in names.values() if not (folder / file).exists()})
         if missing:
             raise UserFault(str(index), f"names missing files: {', '.join(missing)}", "download them")
@@ -127,8 +74,12 @@ def check_hf(path: str | Path, shape: ModelShape) -> list[UserFault]:
     try:
         with ExitStack() as stack:
             slices = _Slices(path, stack)
-            for name, wanted in model_tensors(shape).items():
+            for name, wanted in hf_tensors(shape).items():
                 found += _tensor_faults(slices, name, wanted)
+            if not any(name.startswith(mtp_prefix(shape, 0)) for name in slices.files) and shape.num_mtp_layers:
+                file = str(Path(path) / "config.json")
+                problem = f"num_nextn_predict_layers is {shape.num_mtp_layers}, the files have no such layer"
+                return [UserFault(file, problem, "write num_nextn_predict_layers 0, or use a complete checkpoint")]
     except UserFault as fault:
         return [fault]
     by_mend: dict[str, list[UserFault]] = {}
@@ -145,9 +96,14 @@ def _first_of(faults: Sequence[UserFault]) -> UserFault:
 
 def _tensor_faults(slices: _Slices, name: str, wanted: tuple[int, ...]) -> list[UserFault]:
     try:
-        real = tuple(slices.get(name).get_shape())
+        tensor = slices.get(name)
+        real = tuple(tensor.get_shape())
     except UserFault as fault:
         return [fault]
+    dtype = tensor.get_dtype()
+    if dtype not in FILE_DTYPES:
+        mend = "use a checkpoint in bfloat16: quantised weights mean nothing without their scales"
+        return [UserFault(str(slices.files[name]), f"{name} is {dtype}", mend)]
     if real == wanted:
         return []
     problem = f"{name} is {list(real)}, config.json says {list(wanted)}"
@@ -155,7 +111,7 @@ def _tensor_faults(slices: _Slices, name: str, wanted: tuple[int, ...]) -> list[
 
 
 def load_hf(path: str | Path, shards: Sequence[Shard], params: Mapping[str, torch.Tensor]) -> None:
-    """Fill `params` (name -> parameter, any float dtype) in place with the rectangles that `shards` name.
+    """Fill `params` (name -> parameter, any float dtype) in place with the boxes that `shards` name.
 
     Only the needed slices are read. Vocabulary padding rows become zero. Raises LayoutError when the parameters are not
     those that the shards describe, UserFault naming a missing tensor.
@@ -164,16 +120,23 @@ def load_hf(path: str | Path, shards: Sequence[Shard], params: Mapping[str, torc
     with ExitStack() as stack, torch.no_grad():
         slices = _Slices(path, stack)
         for shard in shards:
-            param = params[shard.param]
             if shard.name in VOCAB_TENSORS:
-                param.zero_()
+                params[shard.param].zero_()
             if shard.area:
-                rectangle(param, shard.at, shard.num_rows, shard.num_cols).copy_(_read(slices, shard))
+                _fill(slices, shard, params)
 
 
-def _read(slices: _Slices, shard: Shard) -> torch.Tensor:
-    tensor = slices.get(shard.name)
-    (row, row_end), (col, col_end) = shard.rows, shard.cols
+def _fill(slices: _Slices, shard: Shard, params: Mapping[str, torch.Tensor]) -> None:
+    """Item by item, as the files have them."""
+    planes = [plane for view in views(params, shard.param, shard.at, shard.size) for plane in view]
+    for item, plane in zip(range(*shard.items), planes, strict=True):
+        name = shard.name.format(item) if STACK in shard.name else shard.name
+        plane.copy_(_read(slices, name, shard.box))
+
+
+def _read(slices: _Slices, name: str, box: Box) -> torch.Tensor:
+    tensor = slices.get(name)
+    _, (row, row_end), (col, col_end) = box
     if len(tensor.get_shape()) == 1:
         return tensor[row:row_end].unsqueeze(1)
     return tensor[row:row_end, col:col_end]

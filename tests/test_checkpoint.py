@@ -1,7 +1,8 @@
-"""Reading HF checkpoints: the config, the header check, and rectangles into parameters."""
+"""Reading HF checkpoints: the header check, and boxes into parameters."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megarl.checkpoint import check_hf, load_hf, model_shape, tensor_files
+from megarl.checkpoint import check_hf, load_hf, tensor_files
 from megarl.parallel.layout import TrainLayout
 from megarl.resharding import megatron_map
 from megarl.resharding.shards import Shard, param_table
-from megarl.resharding.tensors import model_tensors
+from megarl.resharding.tensors import hf_tensors
 from megarl.types import ModelShape, UserFault
 
 SHAPE = ModelShape(2, 6, 4, 2, 4, 50, 4, 2, 8)
@@ -35,7 +36,7 @@ CONFIG: dict[str, Any] = {
 
 def tensors() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(2)
-    return {name: torch.rand(size, generator=generator) for name, size in model_tensors(SHAPE).items()}
+    return {name: torch.rand(size, generator=generator) for name, size in hf_tensors(SHAPE).items()}
 
 
 def write(folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor] | None = None) -> Path:
@@ -56,42 +57,6 @@ def write_in_two_files(folder: Path, weights: dict[str, torch.Tensor]) -> Path:
     return folder
 
 
-def test_shape_is_read(tmp_path: Path) -> None:
-    assert model_shape(write(tmp_path, CONFIG)) == SHAPE
-
-
-def test_newer_name_of_the_expert_count(tmp_path: Path) -> None:
-    config = {key: value for key, value in CONFIG.items() if key != "num_experts"} | {"num_local_experts": 4}
-    assert model_shape(write(tmp_path, config)) == SHAPE
-
-
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM"),
-        ({"tie_word_embeddings": True}, "tie_word_embeddings is true"),
-        ({"attention_bias": True}, "attention_bias is true"),
-        ({"mlp_only_layers": [0]}, "mlp_only_layers is [0]"),
-        ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
-        ({"head_dim": None}, "head_dim is missing"),
-        ({"hidden_size": "6"}, "hidden_size is '6'"),
-    ],
-)
-def test_unsupported_configs(tmp_path: Path, change: dict[str, Any], problem: str) -> None:
-    with pytest.raises(UserFault) as caught:
-        model_shape(write(tmp_path, CONFIG | change))
-    assert problem in caught.value.problem
-    assert caught.value.where == str(tmp_path / "config.json")
-
-
-def test_missing_and_broken_config(tmp_path: Path) -> None:
-    with pytest.raises(UserFault, match="no such file; set model.path"):
-        model_shape(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserFault, match="cannot be read"):
-        model_shape(tmp_path)
-
-
 def test_complete_checkpoint_has_no_faults(tmp_path: Path) -> None:
     assert check_hf(write(tmp_path, CONFIG, tensors()), SHAPE) == []
 
@@ -105,6 +70,19 @@ def test_check_names_the_first_of_each_kind(tmp_path: Path) -> None:
     assert faults.count("\n") == 1
     assert "no tensor model.norm.weight" in faults
     assert "model.layers.1.mlp.experts.3.up_proj.weight is [9, 6], config.json says [8, 6] (and 1 more such" in faults
+
+
+def test_quantised_weights_are_refused(tmp_path: Path) -> None:
+    weights = tensors()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    weights[name] = weights[name].to(torch.float8_e4m3fn)
+    (fault,) = check_hf(write(tmp_path, CONFIG, weights), SHAPE)
+    assert f"{name} is F8_E4M3; use a checkpoint in bfloat16" in str(fault)
+
+
+def test_a_draft_layer_that_is_not_there_is_one_fault(tmp_path: Path) -> None:
+    (fault,) = check_hf(write(tmp_path, CONFIG, tensors()), dataclasses.replace(SHAPE, num_mtp_layers=1))
+    assert "config.json: num_nextn_predict_layers is 1, the files have no such layer; write" in str(fault)
 
 
 def test_check_without_weights_is_one_fault(tmp_path: Path) -> None:
@@ -131,7 +109,7 @@ def test_rectangles_are_loaded(tmp_path: Path, files: int, dtype: torch.dtype) -
     layout, parts = TrainLayout(2, 2, 1, 2), []
     for rank in range(2):
         shards = megatron_map.shards(SHAPE, layout, rank)
-        params = {name: torch.full(size, 9.0, dtype=dtype) for name, size in param_table(shards).items()}
+        params = {name: torch.full(size[1:], 9.0, dtype=dtype) for name, size in param_table(shards).items()}
         params["output_layer.weight"] = torch.full((128, 6), 9.0, dtype=dtype)
         load_hf(folder, shards, params)
         parts.append(params)
@@ -148,6 +126,6 @@ def test_rectangles_are_loaded(tmp_path: Path, files: int, dtype: torch.dtype) -
 
 def test_loading_names_a_missing_tensor(tmp_path: Path) -> None:
     folder = write(tmp_path, CONFIG, tensors())
-    shard = Shard("model.layers.9.input_layernorm.weight", (0, 6), (0, 1), "p", (0, 0))
+    shard = Shard("model.layers.9.input_layernorm.weight", (0, 6), (0, 1), "p")
     with pytest.raises(UserFault, match=r"no tensor model\.layers\.9\.input_layernorm\.weight"):
         load_hf(folder, [shard], {"p": torch.zeros(6)})

@@ -18,7 +18,7 @@ FLOORS = [
     {"config", "device", "processes", "ray_settings"},
     {"algos", "batching", "metrics", "memory", "parallel", "rollout"},
     {"resharding"},
-    {"checkpoint"},
+    {"checkpoint", "hf_export"},
     {"trainer", "cluster", "preflight"},
     {"fleet"},
     {"controller"},

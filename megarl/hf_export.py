@@ -1,0 +1,196 @@
+"""Write the trained weights as a Hugging Face checkpoint, all training ranks together.
+
+The same planner and executor as for resharding bring whole tensors together, file by file: in each wave every rank
+collects the tensors of at most one file, writes it and frees it, so that no rank ever holds more than one file's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from megarl.device import DEVICE
+from megarl.parallel.layout import TrainLayout
+from megarl.resharding import megatron_map
+from megarl.resharding.agreement import Agreement
+from megarl.resharding.execute import Executor, close_group, make_group
+from megarl.resharding.plan import DIGEST_BITS, item_bytes, plan_streams
+from megarl.resharding.shards import Part, Shard, cells, verify_params
+from megarl.resharding.tensors import aliases, is_vector, tensors
+from megarl.types import ModelShape, UserFault
+
+FILE_BYTES = 4 << 30
+COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")  # configuration and tokenizer
+INDEX = "model.safetensors.index.json"
+File = tuple[Shard, ...]  # the tensors of one file; a shard's param is the name in the file
+
+
+@dataclass(frozen=True)
+class Export:
+    """What to write where; the same on every rank but for `rank`. dtype: torch's name of the files' type.
+
+    source: the checkpoint folder whose configuration and tokenizer files are copied. folder, on a file system that all
+    ranks share, must not exist yet.
+    """
+
+    folder: str
+    source: str
+    shape: ModelShape
+    layout: TrainLayout
+    rank: int
+    transformer_engine: bool
+    dtype: str
+    gpus_per_node: int
+    timeout_s: float
+    file_bytes: int = FILE_BYTES
+    round_bytes: int = 512 << 20
+
+
+def export_hf(job: Export, params: Mapping[str, torch.Tensor], store: Store) -> Path:
+    """Write the checkpoint; every training rank calls it with its own parameters. Returns the folder.
+
+    The folder gets its name when all files are complete. store: one (prefix) that nothing else uses; each call needs
+    another. Raises LayoutError: parameters that the map does not describe; UserFault: the folder exists; RuntimeError
+    with another rank's words.
+    """
+    agreement = Agreement(PrefixStore("agree", store), job.rank, job.layout.world_size, job.timeout_s)
+    files, folder = plan_files(job.shape, job.dtype, job.file_bytes), Path(job.folder)
+    unfinished = folder.with_name(folder.name + ".unfinished")
+    waves = [f"wave {index}" for index in range(math.ceil(len(files) / job.layout.world_size))]
+    group = None
+    try:
+        verify_params(megatron_map.shards(job.shape, job.layout, job.rank, job.transformer_engine), params)
+        if job.rank == 0:
+            _begin(folder, unfinished)
+        agreement.reach("begin", {}, lambda verdicts: {})
+        group = make_group(PrefixStore("group", store), job.rank, job.layout.world_size, job.timeout_s)
+        for wave, stage in enumerate(waves):
+            _write_wave(job, params, partial(agreement.reach, stage), group, files, wave, unfinished)
+        agreement.reach("written", {}, lambda verdicts: {})
+        if job.rank == 0:
+            _finish(job, files, unfinished, folder)
+        agreement.reach("end", {}, lambda verdicts: {})
+    except Exception as error:
+        for stage in ("begin", *waves, "written", "end"):  # those that are over stay as they are
+            agreement.refuse(stage, f"cannot export: {error}")
+        raise
+    finally:
+        if group is not None:
+            close_group(group)
+    return folder
+
+
+def plan_files(shape: ModelShape, dtype: str, file_bytes: int) -> list[File]:
+    """The tensors in order, dealt to files of at most file_bytes, or of one tensor that is larger."""
+    files: list[list[Shard]] = [[]]
+    size = 0
+    for shard, item in _single_tensors(shape):
+        num_bytes = item.area * item_bytes(item.dtype or dtype)
+        if files[-1] and size + num_bytes > file_bytes:
+            files.append([])
+            size = 0
+        last = files[-1][-1] if files[-1] else None
+        if last and last.param == shard.param and last.items[1] == item.items[0]:
+            files[-1][-1] = last._replace(items=(last.items[0], item.items[1]))
+        else:
+            files[-1].append(item)
+        size += num_bytes
+    return [tuple(file) for file in files]
+
+
+def _single_tensors(shape: ModelShape) -> Iterator[tuple[Shard, Shard]]:
+    """Each tensor of the files: (its stack, itself as the stack's item)."""
+    repeated = {name: [name] for name in tensors(shape)}
+    for alias, name in aliases(shape).items():
+        repeated[name].append(alias)
+    for name, (items, rows, cols) in tensors(shape).items():
+        dtype = "float32" if name.endswith("e_score_correction_bias") else ""
+        for param in repeated[name]:
+            stack = Shard(name, (0, rows), (0, cols), param, items=(0, items), dtype=dtype)
+            for item in range(items):
+                yield stack, stack._replace(items=(item, item + 1), at=(item, 0, 0))
+
+
+def file_name(index: int, num_files: int) -> str:
+    """As Hugging Face names the files of a sharded checkpoint."""
+    return "model.safetensors" if num_files == 1 else f"model-{index + 1:05d}-of-{num_files:05d}.safetensors"
+
+
+def _begin(folder: Path, unfinished: Path) -> None:
+    if folder.exists():
+        raise UserFault(str(folder), "exists already", "name another folder or remove it")
+    if unfinished.exists():
+        shutil.rmtree(unfinished)  # of an export that was broken off
+    unfinished.mkdir(parents=True)
+
+
+def _write_wave(
+    job: Export,
+    params: Mapping[str, torch.Tensor],
+    agree: Callable[[Mapping[str, Any], Any], Mapping[str, Any]],
+    group: Any,
+    files: list[File],
+    wave: int,
+    folder: Path,
+) -> None:
+    """Every rank collects and writes its file of this wave, if there is one left for it."""
+    first, size = wave * job.layout.world_size, job.layout.world_size
+    of_wave = files[first : first + size]
+    targets = [Part(file, (rank,)) for rank, file in enumerate(of_wave)]
+    wanted = {shard.name for file in of_wave for shard in file}
+    sources = [
+        Part(tuple(shard for shard in part.shards if shard.name in wanted), part.members)
+        for part in megatron_map.parts(job.shape, job.layout, job.transformer_engine)
+    ]
+    streams = plan_streams(sources, targets, job.rank, size, gpus_per_node=job.gpus_per_node, dtype=job.dtype)
+    verdict = {"rounds": streams.rounds_needed(job.round_bytes), "digest": str(streams.digest)}
+    rounds = agree(verdict, _most_rounds)["rounds"]
+    mine = of_wave[job.rank] if job.rank < len(of_wave) else ()
+    tensors_of_file = _allocate(mine, job.dtype)
+    Executor(streams.deal(rounds), params, tensors_of_file).run(group, job.timeout_s)
+    if mine:
+        name = file_name(first + job.rank, len(files))
+        save_file(tensors_of_file, folder / name, metadata={"format": "pt"})
+
+
+def _most_rounds(verdicts: Any) -> dict[str, Any]:
+    if sum(int(verdict["digest"]) for verdict in verdicts) % 2**DIGEST_BITS:
+        raise RuntimeError("export: what the ranks would send is not what they would receive")
+    return {"rounds": [max(numbers) for numbers in zip(*(verdict["rounds"] for verdict in verdicts), strict=True)]}
+
+
+def _allocate(file: File, dtype: str) -> dict[str, torch.Tensor]:
+    """Name -> tensor, uninitialised, in the shape that the file has it in."""
+    found = {}
+    for shard in file:
+        size = shard.size[1:2] if is_vector(shard.name) else shard.size[1:]
+        for name, _ in cells(shard):
+            found[name] = torch.empty(size, dtype=getattr(torch, shard.dtype or dtype), device=DEVICE)
+    return found
+
+
+def _finish(job: Export, files: list[File], unfinished: Path, folder: Path) -> None:
+    """The index, the configuration and the tokenizer beside the weights; then the folder's name."""
+    if len(files) > 1:
+        of_file = {file_name(index, len(files)): file for index, file in enumerate(files)}
+        names = {name: file for file, held in of_file.items() for shard in held for name, _ in cells(shard)}
+        total = sum(shard.area * item_bytes(shard.dtype or job.dtype) for file in files for shard in file)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
+        (unfinished / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+    for file in sorted(Path(job.source).iterdir()):
+        if file.is_file() and file.suffix in COPIED and not file.name.endswith(".index.json"):
+            shutil.copyfile(file, unfinished / file.name)
+    config = json.loads((unfinished / "config.json").read_text(encoding="utf-8"))
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    (unfinished / "config.json").write_text(json.dumps(config | {key: job.dtype}, indent=2), encoding="utf-8")
+    unfinished.rename(folder)
