@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -31,11 +32,41 @@ _OURS = {
     "log_level": "",
     "trust_remote_code": "",
     "pp_size": "",
-    "dp_size": "",
+    "dp_size": "rollout.engine.dp",
+    "enable_dp_attention": "rollout.engine.dp",
+    "quantization": "rollout.engine.fp8",
+    "disable_shared_experts_fusion": "",
     "nnodes": "",
     "node_rank": "",
     "enable_memory_saver": "",
 }
+_SINGLE_OWNER = "it keeps weights in other places than resharding writes to"
+REFUSED = {  # first letters of server arguments that the weights' map cannot follow: why
+    "speculative_": "a draft model would keep the weights that it started with",
+    "enable_eplb": "it moves experts between ranks while the engine runs",
+    "ep_num_redundant_experts": "it holds some experts twice",
+    "init_expert_location": "it deals the experts to the ranks in another order",
+    "enable_elastic_expert_backup": _SINGLE_OWNER,
+    "elastic_ep_backend": "it moves experts between ranks while the engine runs",
+    "ep_join_mode": "it changes the number of ranks",
+    "enable_waterfill": "it fuses the shared experts with the routed ones",
+    "enforce_shared_experts_fusion": "it fuses the shared experts with the routed ones",
+    "moe_a2a_backend": "it changes which ranks hold the shared experts, and rollout.engine.ep",
+    "moe_dense_tp_size": "it changes which ranks hold the dense layers",
+    "moe_dp_size": "it changes which ranks hold the experts",
+    "dwdp_size": "it changes which ranks hold the experts",
+    "attn_cp_size": "it changes which ranks hold the attention",
+    "dcp_": "it changes which ranks hold the attention",
+    "enable_dp_lm_head": "it changes which ranks hold the output layer",
+    "enable_lora": _SINGLE_OWNER,
+    "lora_paths": _SINGLE_OWNER,
+    "cpu_offload_gb": _SINGLE_OWNER,
+    "offload_group_size": _SINGLE_OWNER,
+    "weight_cache_mode": _SINGLE_OWNER,
+    "kt_": _SINGLE_OWNER,
+    "json_model_override_args": "the engine's model would no longer be the one that is trained",
+}
+_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
 @dataclass(frozen=True)
@@ -53,7 +84,8 @@ class EngineSettings:
     """One engine: context_tokens is the longest prompt with its response, concurrency how many samples run at once.
 
     first_gpu is the GPU slot of its first tensor-parallel rank. Without load_weights it starts with made-up ones, and
-    refuses to sample before its first reshard.
+    refuses to sample before its first reshard. With fp8 the weights are held in tiles of 128 x 128 with their scales,
+    which a checkpoint in another type cannot fill: load_weights must be False.
     """
 
     model_path: str
@@ -66,6 +98,8 @@ class EngineSettings:
     first_gpu: int = 0
     load_weights: bool = True
     sglang: Mapping[str, Any] = field(default_factory=dict)
+    dp: int = 1
+    fp8: bool = False
 
 
 def server_arguments(settings: EngineSettings, weight_loader: str) -> dict[str, Any]:
@@ -83,7 +117,12 @@ def server_arguments(settings: EngineSettings, weight_loader: str) -> dict[str, 
         "skip_tokenizer_init": True,
         "log_level": "error",
         "trust_remote_code": False,
+        "dp_size": settings.dp,
+        "enable_dp_attention": settings.dp > 1,
+        "disable_shared_experts_fusion": True,  # fused, their layout would depend on the GPU
     }
+    if settings.fp8:
+        arguments["json_model_override_args"] = json.dumps({"quantization_config": _FP8})
     if DEVICE == "cpu":
         arguments |= cpu.server_arguments(settings.tp, settings.context_tokens, settings.concurrency)
     else:
@@ -101,6 +140,8 @@ def sglang_faults(arguments: Mapping[str, Any]) -> list[UserFault]:
             elsewhere = _OURS[key]
             mend = f"set {elsewhere} and remove it" if elsewhere else "remove it"
             faults.append(UserFault(f"{WHERE}.{key}", "is set by megarl itself", mend))
+        elif why := next((why for start, why in REFUSED.items() if key.startswith(start)), None):
+            faults.append(UserFault(f"{WHERE}.{key}", f"resharding does not support it: {why}", "remove it"))
         elif key not in known:
             near = difflib.get_close_matches(key, sorted(known), n=1)
             mend = f"did you mean {near[0]}?" if near else "see SGLang's ServerArgs for the names it has"

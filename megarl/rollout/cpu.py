@@ -36,6 +36,9 @@ def prepare() -> None:
 def patch_sglang() -> None:
     """The corrections that need SGLang's own modules; run in a scheduler before its model is built."""
     skip_remote_experts()
+    attend_to_latents()
+    pad_idle_groups()
+    scatter_without_nccl()
 
 
 def set_environment() -> None:
@@ -187,3 +190,32 @@ def _sum_local_experts(
         out = F.linear(F.silu(gate) * up, w2[expert])
         total.index_add_(0, token, (out * weights[token, choice, None]).to(x.dtype))
     return total
+
+
+def attend_to_latents() -> None:
+    """SGLang prefills latent attention (MLA) as plain attention where it does not know the backend, as it does not know
+    `torch_native`; that path reads keys and values which nobody wrote. Both phases go through the latent cache instead.
+    """
+    from sglang.srt.models.deepseek_common import attention_backend_handler
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+    attention_backend_handler.AttentionBackendRegistry.register("torch_native", lambda *_: AttnForwardMethod.MLA)
+
+
+def pad_idle_groups() -> None:
+    """With DP attention the groups pad their batches to one size; `torch_native` does not say with which length."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    backend: Any = TorchNativeAttnBackend
+    backend.get_cpu_graph_seq_len_fill_value = lambda self: 1
+
+
+def scatter_without_nccl() -> None:
+    """Uneven reduce-scatter (DP attention with expert parallelism) goes through NCCL whatever the device.
+
+    SGLang's own way of doing without, which it takes for deterministic sampling, is right on any device.
+    """
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
+
+    coordinator: Any = GroupCoordinator
+    coordinator.reduce_scatterv = coordinator._deterministic_reduce_scatterv

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import pickle
@@ -70,6 +71,10 @@ class Engine:
             self._stale = f"the engine has half-written weights: the reshard to version {version} failed: {failure}"
             raise EngineFault(f"the reshard to version {version} failed: {failure}")
         self._stale = None
+
+    async def check(self) -> None:
+        """Raises EngineFault when a scheduler has died; a failed reshard does not count."""
+        await self._host.run(asyncio.sleep(0))
 
     async def release_memory(self) -> None:
         """Give the device's memory (weights, KV cache) to training; a CPU has none to give."""

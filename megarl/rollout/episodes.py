@@ -29,9 +29,11 @@ def engine_settings(recipe: Recipe, index: int) -> EngineSettings:
         seed=recipe.run.seed + index,
         context_tokens=recipe.data.max_prompt_tokens + rollout.max_response_tokens,
         concurrency=math.ceil(rollout.prompts_per_step / engine.count) * rollout.samples_per_prompt,
-        first_gpu=index * engine.tp,
+        first_gpu=recipe.placement.first_engine_gpu + index * engine.tp,
         load_weights=False,
         sglang=engine.sglang,
+        dp=engine.dp,
+        fp8=engine.fp8,
     )
 
 
@@ -56,6 +58,10 @@ class RolloutWorker:
 
     async def reshard(self, message: Mapping[str, Any], version: int) -> None:
         await self._engine.reshard(message, version)
+
+    async def check(self) -> None:
+        """Raises EngineFault with what killed one of the engine's processes, if any is gone."""
+        await self._engine.check()
 
     async def release_memory(self) -> None:
         await self._engine.release_memory()

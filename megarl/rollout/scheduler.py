@@ -8,7 +8,7 @@ import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,9 @@ class SchedulerEntry:
         if DEVICE == "cpu":
             cpu.prepare()
 
-    def __call__(self, server_args: Any, port_args: Any, gpu_id: int, tp_rank: int, *rest: Any) -> None:
+    def __call__(
+        self, server_args: Any, port_args: Any, gpu_id: int, tp_rank: int, pp_rank: int, _: None, *rest: Any
+    ) -> None:
         os.environ.update(self.environment)
         # A file in the place of torch's TCPStore, whose server would listen on every interface.
         os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{self.directory / 'rendezvous'}"
@@ -75,7 +77,15 @@ class SchedulerEntry:
             _publish_no_load(scheduler)
             tqdm.set_lock(threading.RLock())  # its default lock is a named semaphore, which a SIGKILL leaves
             _report_failed_loads()
-            scheduler.run_scheduler_process(server_args, port_args, gpu_id, tp_rank, *rest)
+            group = tp_rank * server_args.dp_size // server_args.tp_size if server_args.dp_size > 1 else None
+            address = group_address(port_args.scheduler_input_ipc_name, group or 0)
+            port_args = replace(port_args, scheduler_input_ipc_name=address)
+            scheduler.run_scheduler_process(server_args, port_args, gpu_id, tp_rank, pp_rank, group, *rest)
+
+
+def group_address(first: str, group: int) -> str:
+    """Where the leader of a DP attention group takes requests; `first` is the first group's address."""
+    return f"{first}-{group}" if group else first
 
 
 def _write_output_to(log: Path) -> None:

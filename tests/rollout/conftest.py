@@ -1,4 +1,4 @@
-"""A tiny Qwen3-MoE with a real tokenizer, written by transformers, and its own logprobs to compare with."""
+"""Tiny models with a real tokenizer, written by transformers, and their own logprobs to compare with."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megarl.device import DEVICE
 from megarl.rollout import cpu, scheduler
 from megarl.rollout.engine import Engine
 from megarl.rollout.prompts import load_tokenizer
+from tests.parallel import checkpoints
 
 SPECIAL = ("<pad>", "<eos>", "<unk>", "<user>", "<assistant>")
 CHARACTERS = "0123456789+-*=? abcdefghijklmnopqrstuvwxyz"
-EOS = 1
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -43,45 +43,11 @@ def write_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:
     fast.save_pretrained(folder)
 
 
-def write_model(folder: Path) -> None:
-    """Random weights, large enough that a wrong slice shows; norms are not ones, as ones would hide a wrong norm."""
-    cpu.declare_torchvision_operators()
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(5)
-    settings: dict[str, Any] = {"head_dim": 32}  # a field of the class that its signature does not show
-    config = Qwen3MoeConfig(
-        vocab_size=len(SPECIAL) + len(CHARACTERS),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        norm_topk_prob=True,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        eos_token_id=EOS,
-        pad_token_id=0,
-        initializer_range=0.1,
-        **settings,
-    )
-    model = Qwen3MoeForCausalLM(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
-    model.save_pretrained(folder)
-
-
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny-qwen3-moe")
     write_tokenizer(folder)
-    write_model(folder)
-    return folder
+    return checkpoints.write(folder, "qwen3-moe")
 
 
 @pytest.fixture(scope="session")
@@ -104,9 +70,9 @@ class Reference:
 
     def __init__(self, folder: Path) -> None:
         cpu.declare_torchvision_operators()
-        from transformers import Qwen3MoeForCausalLM
+        from transformers import AutoModelForCausalLM
 
-        self.model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
     @torch.no_grad()
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
@@ -122,6 +88,9 @@ class Reference:
     def scale(self, factor: float) -> None:
         for parameter in self.model.parameters():
             parameter.mul_(factor)
+        for name, buffer in self.model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.mul_(factor)
 
 
 @pytest.fixture

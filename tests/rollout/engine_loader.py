@@ -1,4 +1,4 @@
-"""A weight loader for tests: scales every parameter in place, or fails on one rank. SGLang imports it by name."""
+"""A weight loader for tests, by name in SGLang: checks the map, scales every parameter, or fails on one rank."""
 
 from __future__ import annotations
 
@@ -8,12 +8,40 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from megarl.parallel.layout import EngineLayout
+from megarl.resharding import engine_model, sglang_map
+from megarl.resharding.shards import verify_params
+from megarl.types import MlaShape, ModelShape
+
 
 def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """The message's keys: shape and engine (verify the map of this rank), scale, refresh (False: derive nothing anew),
+    fail_on (a rank, which raises when it has scaled half of its parameters)."""
     (name, content), *_ = named_tensors
     message = json.loads(bytes(content.tolist()))
-    if message.get("fail_on") == dist.get_rank():
-        raise ValueError(f"shard of {name} is wrong")
+    params = list(engine_model.params(model).values())
+    if "shape" in message:
+        verify(model, message["shape"], message["engine"])
+    half = len(params) // 2
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in params[:half]:
             parameter.mul_(message.get("scale", 1.0))
+        if message.get("fail_on") == dist.get_rank():
+            raise ValueError(f"shard of {name} is wrong")
+        for parameter in params[half:]:
+            parameter.mul_(message.get("scale", 1.0))
+    if message.get("refresh", True):
+        engine_model.refresh_derived(model)
+    if faults := engine_model.derived_faults(model):
+        raise ValueError(faults[0])
+
+
+def verify(model: torch.nn.Module, shape: dict, engine: dict) -> None:
+    mla = MlaShape(**shape["mla"]) if shape["mla"] else None
+    shards = sglang_map.shards(ModelShape(**{**shape, "mla": mla}), EngineLayout(**engine), dist.get_rank())
+    verify_params(shards, engine_model.params(model))
+    if fault := engine_model.unknown_layout(model):
+        raise fault
+    wrong = [s.param for s in shards if s.dtype and not str(model.get_parameter(s.param).dtype).endswith(s.dtype)]
+    if wrong:
+        raise ValueError(f"{wrong[0]} has another type than the map says")

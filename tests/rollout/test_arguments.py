@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from megarl.rollout.arguments import EngineSettings, server_arguments, server_fields, sglang_faults
+from megarl.rollout.arguments import REFUSED, EngineSettings, server_arguments, server_fields, sglang_faults
 
 SETTINGS = EngineSettings("model", 2, 1, "float32", 7, 128, 64, sglang={"page_size": 16, "max_running_requests": 8})
 
@@ -36,6 +38,33 @@ def test_unknown_and_reserved_arguments_are_named() -> None:
         "rollout.engine.sglang.device: is set by megarl itself; remove it",
         "rollout.engine.sglang.qqq: SGLang has no such server argument; see SGLang's ServerArgs for the names it has",
     ]
+
+
+@needs_sglang
+def test_what_resharding_cannot_follow_is_refused_with_the_reason() -> None:
+    keys = ["speculative_algorithm", "enable_eplb", "ep_num_redundant_experts", "moe_a2a_backend", "quantization"]
+    faults = [str(fault) for fault in sglang_faults(dict.fromkeys(keys, 1))]
+    assert "a draft model would keep the weights that it started with; remove it" in faults[0]
+    assert "moves experts between ranks" in faults[1]
+    assert "holds some experts twice" in faults[2]
+    assert "shared experts" in faults[3]
+    assert faults[4].endswith("quantization: is set by megarl itself; set rollout.engine.fp8 and remove it")
+
+
+@needs_sglang
+def test_every_refused_name_is_one_that_sglang_has() -> None:
+    """Else SGLang has renamed it, and the refusal would be silent."""
+    assert [start for start in REFUSED if not any(name.startswith(start) for name in server_fields())] == []
+
+
+def test_attention_groups_and_quantised_weights() -> None:
+    plain = server_arguments(SETTINGS, "a.loader")
+    assert (plain["dp_size"], plain["enable_dp_attention"], plain["disable_shared_experts_fusion"]) == (1, False, True)
+    made = server_arguments(replace(SETTINGS, dp=2, fp8=True), "a.loader")
+    assert (made["dp_size"], made["enable_dp_attention"]) == (2, True)
+    quantised = json.loads(made["json_model_override_args"])["quantization_config"]
+    assert (quantised["quant_method"], quantised["weight_block_size"]) == ("fp8", [128, 128])
+    assert "json_model_override_args" not in plain
 
 
 @needs_sglang

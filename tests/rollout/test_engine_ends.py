@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import zmq.asyncio
 
 from megarl.rollout.engine import Engine, EngineFault, Sampling
 
@@ -68,8 +70,13 @@ def test_a_killed_scheduler_is_named_to_who_waits_and_to_who_comes(
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
+def open_contexts() -> set[int]:
+    """ZeroMQ contexts that would block the garbage collector, should it find them before their sockets."""
+    return {id(one) for one in gc.get_objects() if isinstance(one, zmq.asyncio.Context) and not one.closed}
+
+
 def test_an_engine_that_cannot_start_says_why(build_engine: Callable[..., Engine], checkpoint: Path) -> None:
-    files, processes = engine_files(), children()
+    files, processes, contexts = engine_files(), children(), open_contexts()
     weights = checkpoint / "model.safetensors"
     hidden = weights.rename(checkpoint / "hidden")
     try:
@@ -80,6 +87,7 @@ def test_an_engine_that_cannot_start_says_why(build_engine: Callable[..., Engine
     last = str(caught.value).splitlines()[-1]
     assert last.startswith("engine scheduler 0 (pid ")
     assert "Cannot find any model weights" in last
+    assert open_contexts() <= contexts
     assert children() == processes
     assert engine_files() <= files
 
