@@ -166,6 +166,17 @@ class Cluster:
             pending.pop(done[0], None)
         return ray.get(list(labels))
 
+    def settle(self, calls: Mapping[Ref, str]) -> bool:
+        """Wait until every call has ended, well or not; False as soon as the process of any worker is gone."""
+        watches = {worker.watch_ref for worker in self._workers}
+        pending = set(calls)
+        while pending:
+            done, _ = ray.wait([*pending, *watches], num_returns=1)
+            if done[0] in watches:
+                return False
+            pending.discard(done[0])
+        return True
+
     def call_all(self, workers: Sequence[Worker], method: str) -> list[Any]:
         """Call the same method of each; the results in their order. Raises as `gather` does."""
         return self.gather({worker.call(method): worker.name for worker in workers})

@@ -86,7 +86,9 @@ class Engines(Branch):
 
     count: Count = 1
     tp: Count = 1
-    ep: Count = 1
+    ep: Count = 1  # groups of tp / ep slots that share the experts out among them
+    dp: Count = 1  # SGLang's DP attention: groups of tp / dp slots that each hold the whole attention
+    fp8: bool = False  # weights in float8 tiles of 128 x 128, quantised before they are sent
     sglang: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -127,15 +129,22 @@ class Train(Branch):
 
 
 class Reshard(Branch):
-    """`round_bytes` bounds the bytes a member has in flight, whatever the model's size."""
+    """`round_bytes` bounds the bytes a member has in flight, whatever the model's size.
+
+    `verify` holds what the engines got against the trained weights: by sums, or by sending every byte once more.
+    """
 
     round_bytes: Annotated[int, Field(ge=1024)] = 512 * 1024 * 1024
+    verify: Literal["off", "checksum", "full"] = "off"
 
 
 class Placement(Branch):
-    """GPU slots of the run; trainer ranks and engines share them."""
+    """GPU slots of the run; trainer ranks and engines share them, or have slots of their own."""
 
     gpus: Count
+    train_gpus: Count | None = None  # training ranks, on the first slots; all slots unless it is set
+    first_engine_gpu: Annotated[int, Field(ge=0)] = 0  # from here on the engines sit; train_gpus: on GPUs of their own
+    gpus_per_node: Count = 8  # neighbours with fast links: what several of them need enters their node once
 
 
 class Recipe(Branch):

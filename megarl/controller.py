@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import torch
 
@@ -23,7 +24,7 @@ def train(recipe: Recipe, inputs: Inputs, log: RunLog) -> None:
         log.say("starting training ranks and engines side by side")
         with log.start() as record:
             with record.phase("start"):
-                fleet = Fleet(cluster, recipe)
+                fleet = Fleet(cluster, recipe, log.say)
             publish(fleet, record)  # engines start empty: every weight they ever have comes through the reshard
             evaluate(recipe, inputs, fleet, record)
         if recipe.warm_start.steps:
@@ -55,8 +56,8 @@ def publish(fleet: Fleet, record: Record) -> None:
     """Trained weights into the engines, which then hold the GPUs' memory again."""
     with record.phase("reshard"):
         moved = fleet.publish()
-    record.add({"reshard/wire_bytes": moved.wire_bytes, "reshard/local_bytes": moved.local_bytes})
-    record.add({"reshard/seconds": moved.seconds, "reshard/version": fleet.version})
+    record.add({f"reshard/{name}": value for name, value in asdict(moved).items()})
+    record.add({"reshard/version": fleet.version, "reshard/attempts": fleet.attempts})
 
 
 def evaluate(recipe: Recipe, inputs: Inputs, fleet: Fleet, record: Record) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megarl import checkpoint, device
+from megarl import device
 from megarl.algos import ALGORITHMS
 from megarl.batching import SampleRef, Update, plan_updates
-from megarl.cluster import Cluster, Ref
+from megarl.cluster import Cluster, Ref, WorkerFailed
 from megarl.config import Recipe
 from megarl.memory import Lender
+from megarl.parallel.hf_config import model_shape
 from megarl.parallel.layout import EngineLayout, TrainLayout
-from megarl.resharding.member import Sessions, Stats, collect_stats, sessions
+from megarl.parallel.placement import engine_layout, shared_slots, train_layout
+from megarl.resharding.member import Stats, collect_stats
+from megarl.resharding.session import Sessions, sessions
 from megarl.rollout.episodes import Sampling
 from megarl.trainer import Published
 from megarl.types import GroupSummary, Metrics, Prompt, SampleGroup
@@ -28,21 +31,24 @@ class Rollout:
 
 
 class TrainingRanks:
-    """All ranks of the Megatron world; rank r is on GPU slot r."""
+    """All ranks of the Megatron world; rank r is on GPU slot r. Those on `shared` slots give memory to an engine."""
 
-    def __init__(self, cluster: Cluster, recipe: Recipe, layout: TrainLayout, store_port: int) -> None:
+    def __init__(
+        self, cluster: Cluster, recipe: Recipe, layout: TrainLayout, shared: range, store_port: int
+    ) -> None:
         self._cluster, self._recipe, self._layout = cluster, recipe, layout
         self.workers = [cluster.worker(f"training rank {rank}", rank) for rank in range(layout.world_size)]
         self.started = {
             worker.start("megarl.trainer:Trainer", rank, recipe, store_port): worker.name
             for rank, worker in enumerate(self.workers)
         }
+        self._lenders = [self.workers[slot] for slot in shared]
 
     def onload(self) -> None:
-        self._cluster.call_all(self.workers, "onload")
+        self._cluster.call_all(self._lenders, "onload")
 
     def offload(self) -> None:
-        self._cluster.call_all(self.workers, "offload")
+        self._cluster.call_all(self._lenders, "offload")
 
     def publish(self) -> list[Published]:
         """Each rank's handles to its parameters."""
@@ -79,15 +85,18 @@ def _share(updates: Sequence[Update], dp_rank: int) -> list[Update]:
 
 
 class Engines:
-    """All SGLang engines as one; engine e starts on GPU slot e * tp."""
+    """All SGLang engines as one; engine e starts on GPU slot first + e * tp. Those on `shared` slots lend memory."""
 
-    def __init__(self, cluster: Cluster, recipe: Recipe, layout: EngineLayout) -> None:
+    def __init__(self, cluster: Cluster, recipe: Recipe, layout: EngineLayout, shared: range) -> None:
         self._cluster = cluster
-        self.workers = [cluster.worker(f"engine {index}", index * layout.tp) for index in range(layout.count)]
+        starts = [layout.first + index * layout.tp for index in range(layout.count)]
+        self.workers = [cluster.worker(f"engine {index}", slot) for index, slot in enumerate(starts)]
         self.started = {
             worker.start("megarl.rollout.episodes:RolloutWorker", recipe, index): worker.name
             for index, worker in enumerate(self.workers)
         }
+        # SGLang's ranks give their memory together, so that an engine on one shared GPU gives it on all of its own.
+        self._lenders = [worker for worker, slot in zip(self.workers, starts, strict=True) if slot in shared]
 
     def sample(self, prompts: Sequence[Prompt], sampling: Sampling) -> Rollout:
         """One group per prompt, in order; prompts are dealt round over the engines, which batch them themselves."""
@@ -103,36 +112,41 @@ class Engines:
         """The weights' version that each engine says it has."""
         return self._cluster.call_all(self.workers, "version")
 
+    def check(self) -> None:
+        """Raises WorkerFailed with the words of an engine of which a process has died."""
+        self._cluster.call_all(self.workers, "check")
+
     def release_memory(self) -> None:
-        self._cluster.call_all(self.workers, "release_memory")
+        self._cluster.call_all(self._lenders, "release_memory")
 
     def resume_weights(self) -> None:
-        self._cluster.call_all(self.workers, "resume_weights")
+        self._cluster.call_all(self._lenders, "resume_weights")
 
     def resume_cache(self) -> None:
-        self._cluster.call_all(self.workers, "resume_cache")
+        self._cluster.call_all(self._lenders, "resume_cache")
 
     def shutdown(self) -> None:
         self._cluster.call_all(self.workers, "shutdown")
 
 
 class Fleet:
-    """Both sides on the same GPUs. Starts them side by side; `version` counts the publications of the weights."""
+    """Both sides on their GPUs. Starts them side by side; `version` counts the publications of the weights."""
 
-    def __init__(self, cluster: Cluster, recipe: Recipe) -> None:
-        self._cluster, self._recipe = cluster, recipe
-        train, engine = recipe.train, recipe.rollout.engine
-        self._train_layout = TrainLayout(recipe.placement.gpus, train.tp, train.pp, train.ep)
-        self._engine_layout = EngineLayout(engine.count, engine.tp, engine.ep)
+    def __init__(self, cluster: Cluster, recipe: Recipe, say: Callable[[str], None]) -> None:
+        """say: tells the user in a line what was mended on the way."""
+        self._cluster, self._recipe, self._say = cluster, recipe, say
+        self._train_layout, self._engine_layout = train_layout(recipe), engine_layout(recipe)
+        shared = shared_slots(self._train_layout, self._engine_layout)
         self._store = device.host_store(recipe.run.timeout_s)
         self._run_id = secrets.token_hex(8)
-        self.trainers = TrainingRanks(cluster, recipe, self._train_layout, self._store.port)
-        self.engines = Engines(cluster, recipe, self._engine_layout)
+        self.trainers = TrainingRanks(cluster, recipe, self._train_layout, shared, self._store.port)
+        self.engines = Engines(cluster, recipe, self._engine_layout, shared)
         cluster.gather(self.trainers.started | self.engines.started)
         self.trainers.offload()  # built with everything: from here on the phases say who holds what
         self.memory = Lender(self.trainers, self.engines)
         self._sessions = self._open_sessions()
         self.version = -1
+        self.attempts = 0  # of publishing; more than there are versions once one had to be repeated
 
     def put(self, groups: Sequence[SampleGroup]) -> list[Ref]:
         """Place groups that no engine made where the training ranks can fetch them."""
@@ -141,24 +155,41 @@ class Fleet:
     def publish(self) -> Stats:
         """Move the trained weights into the engines, in place, and leave the GPUs' memory to them.
 
-        Raises RuntimeError if an engine then states another version than the trainer's.
+        An exchange that fails is tried once more while every process is alive: it writes everything anew, and between
+        the two the engines refuse to sample. Raises WorkerFailed when that fails too or a process is gone, and
+        RuntimeError if an engine then states another version than the trainer's.
         """
         if self.memory.phase == "train":
             self.memory.lend("reshard")
-        self.version += 1
+        version = self.version + 1
+        calls = self._exchange(version)
+        try:
+            self._cluster.gather(calls)
+        except WorkerFailed as failure:
+            self.engines.check()
+            if not self._cluster.settle(calls):
+                raise
+            self._say(f"the reshard to version {version} failed and is tried once more: {failure}")
+            self._cluster.gather(self._exchange(version))
+        versions = self.engines.versions()
+        if any(one != version for one in versions):
+            raise RuntimeError(f"the engines are at versions {versions}, the trainer is at {version}")
+        self.version = version
+        self.memory.lend("rollout")
+        num_members = max(self._train_layout.world_size, self._engine_layout.end)
+        return collect_stats(self._store, self._run_id, self.attempts, num_members)
+
+    def _exchange(self, version: int) -> dict[Ref, str]:
+        """Ask every member to take part in one attempt. Engines keep their session from the first that succeeded."""
+        self.attempts += 1
         calls: dict[Ref, str] = {}
         for index, worker in enumerate(self.engines.workers):
-            message = self._sessions.engine_message(index, self.version, first=self.version == 0)
-            calls[worker.call("reshard", message, self.version)] = worker.name
+            message = self._sessions.engine_message(index, version, self.attempts, first=version == 0)
+            calls[worker.call("reshard", message, version)] = worker.name
         for rank, session in self._sessions.trainers.items():
             worker = self.trainers.workers[rank]
-            calls[worker.call("reshard", session, self.version)] = worker.name
-        self._cluster.gather(calls)
-        versions = self.engines.versions()
-        if any(version != self.version for version in versions):
-            raise RuntimeError(f"the engines are at versions {versions}, the trainer is at {self.version}")
-        self.memory.lend("rollout")
-        return collect_stats(self._store, self._run_id, self.version, self._train_layout.world_size)
+            calls[worker.call("reshard", session, version, self.attempts)] = worker.name
+        return calls
 
     def shutdown(self) -> None:
         """End the engines in their own way; the cluster ends every process that is left."""
@@ -170,11 +201,13 @@ class Fleet:
             [one.source for one in handles],
             store_port=self._store.port,
             run_id=self._run_id,
-            shape=checkpoint.model_shape(self._recipe.model.path),
+            shape=model_shape(self._recipe.model.path),
             train=self._train_layout,
             engine=self._engine_layout,
             transformer_engine=handles[0].transformer_engine,
             dtype=self._recipe.model.dtype,
             round_bytes=self._recipe.reshard.round_bytes,
             timeout_s=self._recipe.run.timeout_s,
+            gpus_per_node=self._recipe.placement.gpus_per_node,
+            verify=self._recipe.reshard.verify,
         )

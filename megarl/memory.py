@@ -5,6 +5,9 @@
 | rollout | parameters                         | weights and KV cache  |
 | train   | parameters, gradients, optimizer   | nothing               |
 | reshard | parameters                         | weights               |
+
+This is so on GPUs that both sides use. On a GPU that only trains, or only samples, nobody waits for the memory: its
+side keeps all of it in every phase, which saves moving the optimizer to the host and back, and engines their pauses.
 """
 
 from __future__ import annotations

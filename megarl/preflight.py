@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,8 +15,12 @@ from megarl import checkpoint
 from megarl.algos import ALGORITHMS
 from megarl.config import Recipe
 from megarl.device import DEVICE
-from megarl.parallel.hf_config import hf_facts
-from megarl.parallel.layout import EngineLayout, TrainLayout
+from megarl.parallel.hf_config import QWEN3_MOE, architecture, hf_facts, model_shape
+from megarl.parallel.layout import FP8_TILE, EngineLayout, TrainLayout
+from megarl.parallel.placement import engine_layout, slot_faults, train_layout
+from megarl.resharding import fp8, megatron_map, sglang_map
+from megarl.resharding.plan import item_bytes, plan_streams
+from megarl.resharding.shards import LayoutError, Part
 from megarl.rollout.arguments import sglang_faults
 from megarl.rollout.prompts import PromptStream, load_prompts, load_tokenizer
 from megarl.rollout.rewards import judge, load_reward
@@ -39,7 +43,7 @@ class Inputs:
 class _NoTokenizer:
     """In place of a tokenizer that cannot be loaded, so that the data's own faults are told too."""
 
-    chat_template = ""
+    chat_template, eos_token_id = "", 0
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]], **_: object) -> str:
         return ""
@@ -102,21 +106,66 @@ def _run_faults(recipe: Recipe) -> Faults:
 
 def _layout_faults(recipe: Recipe) -> Faults:
     """Both layouts against the model and the GPUs, and the batch against the data-parallel ranks."""
-    train, engine = recipe.train, recipe.rollout.engine
-    layout = TrainLayout(recipe.placement.gpus, train.tp, train.pp, train.ep)
-    engines = EngineLayout(engine.count, engine.tp, engine.ep)
-    shape = _attempt([], lambda: checkpoint.model_shape(recipe.model.path)) or _shape_that_fits(layout, engines)
+    layout, engines = train_layout(recipe), engine_layout(recipe)
+    shape = _attempt([], lambda: model_shape(recipe.model.path)) or _shape_that_fits(layout, engines)
     faults = layout.faults(shape)
-    engine_faults = engines.faults(shape, recipe.placement.gpus)
-    if DEVICE == "cpu" and not engine_faults:
-        engine_faults = engines.cpu_faults(shape)
-    return faults + engine_faults + _batch_faults(recipe, 1 if faults else layout.dp)
+    if recipe.placement.train_gpus:  # then that is the key which says how many ranks there are
+        wheres = {"placement.gpus": "placement.train_gpus"}
+        faults = [UserFault(wheres.get(one.where, one.where), one.problem, one.mend) for one in faults]
+    on_cpu = DEVICE == "cpu"  # where fp8 itself is the fault, not the tiles that it cuts
+    engine_faults = replace(engines, fp8=engines.fp8 and not on_cpu).faults(shape, recipe.placement.gpus)
+    if not engine_faults:
+        engine_faults = engines.cpu_faults(shape) if on_cpu else engines.gpu_faults(shape)
+    slots = slot_faults(recipe.placement.gpus, layout, engines) + _node_faults(recipe, engines)
+    batch = _batch_faults(recipe, 1 if faults else layout.dp)
+    if faults or engine_faults or slots:
+        return faults + engine_faults + slots + batch
+    return _reshard_faults(recipe, shape, layout, engines) + batch
 
 
 def _shape_that_fits(layout: TrainLayout, engines: EngineLayout) -> ModelShape:
     """A model that every axis divides: without a checkpoint the layouts can still be held against the GPUs."""
-    size = 32 * math.lcm(layout.tp, layout.pp, layout.ep, engines.tp, engines.ep)
+    size = FP8_TILE * math.lcm(layout.tp, layout.pp, layout.ep, engines.tp, engines.ep)
     return ModelShape(size, size, size, size, size, size, size, size, size)
+
+
+def _node_faults(recipe: Recipe, engines: EngineLayout) -> Faults:
+    """An engine's ranks are children of one process. On CPU all slots are one machine's in any case."""
+    node = recipe.placement.gpus_per_node
+    starts = range(engines.first, engines.end, engines.tp)
+    split = [index for index, start in enumerate(starts) if start // node != (start + engines.tp - 1) // node]
+    if DEVICE == "cpu" or not split:
+        return []
+    problem = f"engine {split[0]} would sit on several nodes of {node} GPUs, which is not supported yet"
+    mend = f"choose rollout.engine.tp and placement.first_engine_gpu so that engines do not cross a multiple of {node}"
+    return [UserFault("rollout.engine.tp", problem, mend)]
+
+
+def _reshard_faults(recipe: Recipe, shape: ModelShape, layout: TrainLayout, engines: EngineLayout) -> Faults:
+    """fp8 tiles that the training ranks cut, and rounds too small for the smallest pieces that they carry."""
+    targets = sglang_map.parts(shape, engines)
+    try:
+        sources = fp8.with_scales(megatron_map.parts(shape, layout), targets)
+    except LayoutError as error:
+        mend = "choose sizes of train that do not, or set rollout.engine.fp8 to false"
+        return [UserFault("rollout.engine.fp8", str(error), mend)]
+    members = max(layout.world_size, engines.end)
+    round_bytes, dtype = recipe.reshard.round_bytes, recipe.model.dtype
+    if 4 * (members - 1) * _largest_granule(targets, dtype) <= round_bytes:  # a stream each way with each peer, twice
+        return []
+    node = recipe.placement.gpus_per_node
+    plans = (plan_streams(sources, targets, m, members, gpus_per_node=node, dtype=dtype) for m in range(members))
+    least = max(streams.least_round_bytes for streams in plans)
+    if least <= round_bytes:
+        return []
+    problem = f"{round_bytes} has no room for two of the smallest pieces to and from every peer ({least} bytes)"
+    return [UserFault("reshard.round_bytes", problem, f"set it to at least {least}")]
+
+
+def _largest_granule(targets: Sequence[Part], dtype: str) -> int:
+    """Bytes of the longest row, or row of tiles, that a round cannot cut."""
+    sizes = ((shard.dtype or dtype, shard.cols[1] - shard.cols[0]) for part in targets for shard in part.shards)
+    return max((FP8_TILE if kind.startswith("float8") else 1) * cols * item_bytes(kind) for kind, cols in sizes)
 
 
 def _batch_faults(recipe: Recipe, dp: int) -> Faults:
@@ -140,9 +189,16 @@ def _batch_faults(recipe: Recipe, dp: int) -> Faults:
 
 def _checkpoint_faults(recipe: Recipe) -> Faults:
     faults: Faults = []
-    shape = _attempt(faults, lambda: checkpoint.model_shape(recipe.model.path))
+    shape = _attempt(faults, lambda: model_shape(recipe.model.path))
     if shape is None:
         return faults
+    family = architecture(recipe.model.path)
+    if family != QWEN3_MOE:
+        problem = f"{family} can be resharded and exported, but training it is not proven yet"
+        faults.append(UserFault("model.path", problem, f"use a checkpoint of {QWEN3_MOE}"))
+    elif shape.tied:
+        problem = "tie_word_embeddings is true: training a shared embedding is not proven yet"
+        faults.append(UserFault("model.path", problem, "use a checkpoint where it is false"))
     faults += checkpoint.check_hf(recipe.model.path, shape)
     _attempt(faults, lambda: hf_facts(recipe.model.path))
     config = json.loads((Path(recipe.model.path) / "config.json").read_text(encoding="utf-8"))

@@ -17,11 +17,13 @@ from megarl.algos import ALGORITHMS
 from megarl.batching import Update, train_sequences
 from megarl.config import Recipe
 from megarl.parallel import cpu, groups, model, pipeline
-from megarl.parallel.layout import TrainLayout
+from megarl.parallel.hf_config import model_shape
+from megarl.parallel.placement import train_layout
 from megarl.parallel.sequences import PackedRow, PackedTargets, pack, unpack
 from megarl.resharding import megatron_map
-from megarl.resharding.member import Member, Session
+from megarl.resharding.member import Member
 from megarl.resharding.publish import SourceHandles, publish
+from megarl.resharding.session import Session
 from megarl.types import FloatArray, Metrics, SampleGroup, TrainSequence
 
 MicroBatches = Sequence[Sequence[TrainSequence]]
@@ -54,22 +56,23 @@ class Trainer:
         train, path = recipe.train, recipe.model.path
         dtype = model.DTYPES[recipe.model.dtype]
         self.rank, self.device, self._recipe = rank, device.DEVICE, recipe
-        self.shape = checkpoint.model_shape(path)
-        self.layout = TrainLayout(recipe.placement.gpus, train.tp, train.pp, train.ep)
+        self.shape = model_shape(path)
+        self.layout = train_layout(recipe)
         self.is_last_stage = self.layout.coords(rank).pp == self.layout.pp - 1
         config = model.transformer_config(path, self.shape, self.layout, dtype, train.megatron)
         store = device.join_store(store_port, recipe.run.timeout_s)
         groups.join(store, rank, self.layout, recipe.run.seed, recipe.run.timeout_s)
 
-        self._model = model.build_model(config, path, self.shape, self.layout, rank)
+        (chunk,) = model.build_chunks(config, path, self.shape, self.layout, rank)
+        self._model = model.wrap(config, chunk)
         shards = megatron_map.shards(self.shape, self.layout, rank, model.TRANSFORMER_ENGINE)
         checkpoint.load_hf(path, shards, self.params())
         self._optimizer = model.build_optimizer(self._model, train, dtype)
         self._member: Member | None = None
 
     def params(self) -> dict[str, torch.Tensor]:
-        """This rank's parameters by Megatron's names: views of long-lived buffers that every step updates in place."""
-        return {name: param.detach() for name, param in self._model.module.named_parameters()}
+        """This rank's weights by the map's names: views of long-lived buffers that every step updates in place."""
+        return model.params([self._model.module])
 
     def train(
         self, algorithm: str, updates: Sequence[Update], lr: float, group_ids: Sequence[int], *samples: SampleGroup
@@ -149,11 +152,11 @@ class Trainer:
         """Let another process of this GPU map the parameters; they stay where they are for this one."""
         return Published(publish(self.params()), model.TRANSFORMER_ENGINE)
 
-    def reshard(self, session: Session, version: int) -> None:
-        """Take part in an exchange for a GPU without an engine: this rank only sends."""
+    def reshard(self, session: Session, version: int, attempt: int) -> None:
+        """Take part in an exchange for a GPU without an engine: this rank only sends. attempt: never the same twice."""
         if self._member is None:
             self._member = Member(session, self.params())
-        self._member.run(version)
+        self._member.run(version, attempt)
 
     def offload(self) -> None:
         """Free the gradients and, on a GPU, move the optimizer's state to the host; parameters stay where they are."""

@@ -84,6 +84,12 @@ def test_an_exception_names_the_worker_and_its_cause_while_others_hang(cluster: 
     assert "in hang_or_raise" in caught.value.evidence, "the worker's own traceback"
 
 
+def test_calls_settle_when_each_has_ended_well_or_not(cluster: Cluster, workers: list[Worker]):
+    calls = {workers[0].call("fault"): "rank 0", workers[1].call("add", 1): "rank 1"}
+    assert cluster.settle(calls)
+    assert cluster.gather({ref: name for ref, name in calls.items() if name == "rank 1"}) == [2]
+
+
 _DIES = """
 import os, signal, sys
 from megarl.processes import raise_on_sigterm
@@ -100,6 +106,7 @@ with Cluster(2) as cluster:
         # Only the other worker is being waited for: a death is noticed whatever is in flight.
         cluster.gather({workers[1].call("hang"): "rank 1"})
     except WorkerFailed as failure:
+        print(cluster.settle({workers[1].call("hang"): "rank 1"}))  # it would never end
         print(failure)
 """
 
@@ -118,7 +125,8 @@ def test_a_death_or_an_interrupt_ends_the_session_and_leaves_nothing(how: str, l
     done = subprocess.run(
         [sys.executable, "-c", _DIES, how], env=environment, capture_output=True, text=True, timeout=90
     )
-    assert (done.stdout.strip().splitlines() or [""])[-1] == last_line
+    said = [line for line in done.stdout.splitlines() if "raylet" not in line]  # which tells of deaths too
+    assert said[-2:] == (["False", last_line] if last_line else [])
     assert (done.returncode == 0) == (how == "kill"), done.stderr
     assert ("KeyboardInterrupt" in done.stderr) == (how != "kill"), done.stderr
     assert _files() <= files_before

@@ -12,6 +12,7 @@ import pytest
 from megarl.config import load_recipe
 from megarl.preflight import Inputs, check
 from megarl.types import UserFaults
+from tests.parallel import checkpoints
 
 QUICKSTART = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
 
@@ -87,9 +88,21 @@ def test_evaluation_sets_are_cut_to_their_limit_and_the_seed_decides_the_order(g
         (["train.pp=3", "placement.gpus=6"], "train.pp", "3 does not divide the layers (4)"),
         (["train.ep=3", "placement.gpus=12"], "train.ep", "3 does not divide the experts (8)"),
         (["train.ep=8"], "train.ep", "8 does not divide the 2 ranks of a pipeline stage"),
-        (["rollout.engine.tp=8"], "rollout.engine.count", "placement.gpus is 4"),
-        (["rollout.engine.count=3"], "rollout.engine.count", "3 engines of 2 ranks need 6 GPUs"),
+        (["rollout.engine.tp=8"], "rollout.engine.count", "1 engines of 8 ranks end at GPU 8, there are 4"),
+        (["rollout.engine.count=3"], "rollout.engine.count", "3 engines of 2 ranks end at GPU 6, there are 4"),
         (["rollout.engine.ep=3"], "rollout.engine.ep", "3 does not divide"),
+        (["rollout.engine.dp=3"], "rollout.engine.dp", "3 does not divide"),
+        (["rollout.engine.fp8=true"], "rollout.engine.fp8", "need a GPU"),
+        (["placement.train_gpus=8"], "placement.train_gpus", "8 is more than placement.gpus (4)"),
+        (["placement.gpus=8", "placement.train_gpus=6"], "placement.train_gpus", "6 GPUs are not a multiple"),
+        (["placement.gpus=8", "placement.train_gpus=4"], "placement.gpus", "use the first 4; set it to 4"),
+        (["placement.first_engine_gpu=3"], "rollout.engine.count", "1 engines of 2 ranks end at GPU 5, there are 4"),
+        (
+            ["placement.gpus=8", "placement.train_gpus=4", "placement.first_engine_gpu=5"],
+            "placement.first_engine_gpu",
+            "5 leaves GPUs idle behind the 4 that train; set it to at most 4",
+        ),
+        (["reshard.round_bytes=1024"], "reshard.round_bytes", "1024 has no room for two of the smallest pieces"),
         (["train.updates_per_step=3"], "train.updates_per_step", "3 does not divide"),
         (
             ["train.tp=1", "train.ep=1", "rollout.prompts_per_step=2", "rollout.samples_per_prompt=2",
@@ -169,6 +182,23 @@ def test_a_checkpoint_that_does_not_fit_its_config(
     (line,) = told(f"model.path={copy}")
     assert "is [64, 64], config.json says [128, 64]" in line
     assert f"(and {4 * 8 * 3 - 1} more such tensors)" in line  # every projection of every expert of every layer
+
+
+@pytest.mark.parametrize("family", ["deepseek-v3", "llama"])
+def test_a_family_that_is_mapped_but_not_trained_is_refused(
+    told: Callable[..., list[str]], tmp_path: Path, family: str
+) -> None:
+    checkpoints.write(tmp_path / "model", family)
+    lines = told(f"model.path={tmp_path / 'model'}", "train.ep=1", "rollout.engine.tp=1")
+    wanted = "can be resharded and exported, but training it is not proven yet"
+    assert sum(line.startswith("model.path: ") and wanted in line for line in lines) == 1, lines
+
+
+def test_tied_embeddings_are_not_trained_yet(told: Callable[..., list[str]], tmp_path: Path) -> None:
+    folder = checkpoints.write(tmp_path / "tied", "qwen3-moe", tie_word_embeddings=True)
+    faults = told(f"model.path={folder}", "rollout.engine.tp=1")
+    assert any("training a shared embedding is not proven yet" in fault for fault in faults), faults
+
 
 
 def test_chat_messages_and_parquet_are_read(good: list[str], tmp_path: Path) -> None:

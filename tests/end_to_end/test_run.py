@@ -57,23 +57,29 @@ def _recipe() -> Path:
 
 
 @pytest.mark.parametrize(
-    ("train", "engine"),
+    ("train", "engine", "placement"),
     [
-        ({"tp": 1, "pp": 1, "ep": 2}, {"count": 2, "tp": 1, "ep": 1}),
-        ({"tp": 2, "pp": 1, "ep": 1}, {"count": 1, "tp": 2, "ep": 2}),
+        ({"tp": 1, "pp": 1, "ep": 2}, {"count": 2, "tp": 1, "ep": 1}, {"gpus": 3, "first_engine_gpu": 1}),
+        ({"tp": 2, "pp": 1, "ep": 1}, {"count": 1, "tp": 2, "ep": 2}, {"gpus": 4, "first_engine_gpu": 2}),
     ],
 )
-def test_other_layouts_agree_too(launch: Callable, train: dict, engine: dict):
-    """Two GPUs: data parallel into two engines, and split experts (ETP) into an expert-parallel engine."""
+def test_other_layouts_agree_too(launch: Callable, train: dict, engine: dict, placement: dict):
+    """Data parallel into two engines, one of them on a GPU that trains; split experts (ETP) into an expert-parallel
+    engine on GPUs of its own. What the engines get is held against the trained weights."""
+    placement = {**placement, "train_gpus": 2, "gpus_per_node": 2}
     overrides = [f"train.{key}={value}" for key, value in train.items()]
     overrides += [f"rollout.engine.{key}={value}" for key, value in engine.items()]
+    overrides += [f"placement.{key}={value}" for key, value in placement.items()]
     command = launch(
-        *overrides, "placement.gpus=2", "run.steps=3", "warm_start.steps=10", "train.updates_per_step=2",
-        "rollout.prompts_per_step=8", "evaluation.max_prompts=16",
+        *overrides, "run.steps=3", "warm_start.steps=10", "train.updates_per_step=2", "rollout.prompts_per_step=8",
+        "evaluation.max_prompts=16", "reshard.verify=checksum",
     )  # fmt: skip
     assert command.finish(300) == 0, command.err
     steps = [record for record in command.records() if record["step"] > 0]
     assert len(steps) == 3
     assert max(record["rollout/logprob_gap_mean"] for record in steps) < 1e-4
+    for record in steps:
+        assert record["reshard/wire_bytes"] >= record["reshard/inter_node_bytes"] > 0, "engines on another node"
+        assert record["reshard/attempts"] == record["reshard/version"] + 1, "no exchange had to be repeated"
     resolved = yaml.safe_load((command.folder / "runs/quickstart/recipe.yaml").read_text())
-    assert resolved["placement"] == {"gpus": 2}
+    assert resolved["placement"] == placement

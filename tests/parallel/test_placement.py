@@ -1,0 +1,33 @@
+"""Which slots train, which sample, and which do both."""
+
+from __future__ import annotations
+
+import pytest
+
+from megarl.parallel.layout import EngineLayout, TrainLayout
+from megarl.parallel.placement import shared_slots, slot_faults
+
+
+@pytest.mark.parametrize(
+    ("train_gpus", "first", "shared"),
+    [(8, 0, range(4)), (4, 4, range(0)), (6, 4, range(4, 6)), (2, 0, range(2)), (4, 6, range(0))],
+)
+def test_memory_is_shared_where_both_sides_sit(train_gpus: int, first: int, shared: range) -> None:
+    found = shared_slots(TrainLayout(train_gpus, 1, 1, 1), EngineLayout(count=2, tp=2, ep=1, first=first))
+    assert list(found) == list(shared)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "train_gpus", "first", "faulty"),
+    [
+        (8, 8, 0, []),
+        (8, 4, 4, []),
+        (6, 4, 2, []),
+        (8, 10, 0, ["placement.train_gpus"]),
+        (9, 4, 5, ["placement.first_engine_gpu"]),
+        (9, 4, 4, ["placement.gpus"]),
+    ],
+)
+def test_every_slot_exists_and_is_used(gpus: int, train_gpus: int, first: int, faulty: list[str]) -> None:
+    found = slot_faults(gpus, TrainLayout(train_gpus, 1, 1, 1), EngineLayout(count=2, tp=2, ep=1, first=first))
+    assert [fault.where for fault in found] == faulty
