@@ -1,0 +1,84 @@
+"""What was measured, for machines and for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from statistics import mean, median
+from typing import Any
+
+from megarl.resharding.account import Account
+from megarl.resharding.tensors import tensors
+
+from .case import Case, num_bytes
+from .compare import Figures
+
+MB = 1e6
+
+
+def _mean(numbers: Iterable[int]) -> int:
+    return round(mean(map(int, numbers)))
+
+
+def as_json(target: str, case: Case, figures: Mapping[str, Figures], minimum: Account) -> dict[str, Any]:
+    """The object that --json prints. Bytes per rank are what a rank receives, in the mean over the ranks."""
+    return {
+        "target": target,
+        "model_bytes": num_bytes(tensors(case.shape)),
+        "minimum_wire_bytes_per_rank": _mean(minimum.minimum_wire),
+        "methods": {
+            name: {
+                "wire_bytes_per_rank": _mean(one.wire_bytes()),
+                "inter_node_bytes_per_rank": _mean(one.inter_node_bytes(case)),
+                "median_s": median(one.seconds),
+                "extra_memory_bytes": max(one.memory),
+                "plan_s": one.plan_s,
+                "exact": one.exact,
+            }
+            for name, one in figures.items()
+        },
+    }
+
+
+def show(target: str, case: Case, figures: Mapping[str, Figures], minimum: Account, own_namespace: bool) -> list[str]:
+    """The same for people, with the spread and the cross-checks."""
+    found, least = as_json(target, case, figures, minimum), max(1, _mean(minimum.minimum_wire))
+    least_fabric = sum(minimum.minimum_fabric) / case.num_processes
+    lines = [
+        f"target {target}: {case.num_processes} processes on {case.num_processes // case.gpus_per_node} nodes, "
+        f"model {found['model_bytes'] / MB:.0f} MB, training TP{case.train.tp} PP{case.train.pp} EP{case.train.ep} -> "
+        f"{case.engine.count} engines TP{case.engine.tp} EP{case.engine.ep}",
+        f"least bytes a rank can receive: {least / MB:.2f} MB mean, {max(minimum.minimum_wire) / MB:.2f} max; "
+        f"least between nodes: {least_fabric / MB:.2f} MB mean",
+        "method          wire MB (max)   / least  between nodes  seconds (min - max)      x megarl  extra MB"
+        "  plan s  exact",
+    ]
+    for name, one in figures.items():
+        row, slowest = found["methods"][name], max(one.seconds)
+        lines.append(
+            f"{name:14} {row['wire_bytes_per_rank'] / MB:8.2f} ({max(one.wire_bytes()) / MB:6.2f}) "
+            f"{row['wire_bytes_per_rank'] / least:6.3f}  {row['inter_node_bytes_per_rank'] / MB:13.2f}  "
+            f"{row['median_s']:7.3f} ({min(one.seconds):.3f} - {slowest:.3f})  "
+            f"{row['median_s'] / found['methods']['megarl']['median_s']:8.2f}  "
+            f"{row['extra_memory_bytes'] / MB:8.1f}  {row['plan_s']:6.3f}  {row['exact']}"
+        )
+    for name, one in figures.items() if own_namespace else ():
+        total = sum(one.wire_bytes())
+        lines.append(
+            f"loopback of {name}: {one.loopback_bytes / MB:.1f} MB with headers, sockets {total / MB:.1f} MB "
+            f"({one.loopback_bytes / total:.4f} x), control {one.control_bytes / MB:.3f} MB"
+        )
+    return lines
+
+
+def bounds(figures: Mapping[str, Figures], megabits: int) -> list[str]:
+    """The time that the throttled loopback alone needs for each method's bytes, beside the time that it took."""
+    lines = []
+    for name, one in figures.items():
+        bound = sum(one.wire_bytes()) * 8 / (megabits * 1e6)
+        lines.append(
+            f"{name:14} at {megabits} Mbit/s: link's bound {bound:.3f} s, took {median(one.seconds):.3f} s "
+            f"({median(one.seconds) / bound:.2f} x)"
+        )
+    return lines
+
+
