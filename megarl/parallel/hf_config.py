@@ -166,7 +166,7 @@ def hf_facts(path: str | Path) -> HfFacts:
     _refuse_variants(file, config)
     # transformers 5 writes one dictionary where 4 wrote rope_theta and rope_scaling.
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    _refuse_groups(file, config)
+    _refuse_routing(file, config, architecture(path))
     return HfFacts(
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10_000.0))),
@@ -179,17 +179,35 @@ def hf_facts(path: str | Path) -> HfFacts:
     )
 
 
-def _refuse_groups(file: Path, config: Mapping[str, Any]) -> None:
-    """A group's score is the sum of its 2 best experts; Megatron sums the chosen per chosen group (moe_utils.py)."""
+def _refuse_routing(file: Path, config: Mapping[str, Any], family: str) -> None:
+    """Routers that Megatron's does not equal (moe_utils.py).
+
+    A group's score is the sum of its 2 best experts; Megatron sums the chosen per chosen group. It always normalises
+    sigmoid scores, unless one expert alone is chosen, whose softmax after the choice would be 1 whatever the score.
+    """
     groups, top_groups, chosen = (config.get(key) or 1 for key in ("n_group", "topk_group", "num_experts_per_tok"))
     if groups > 1 and chosen // top_groups != 2:
         problem = f"num_experts_per_tok / topk_group is {chosen} / {top_groups}"
         raise UserFault(str(file), problem, "use a checkpoint where it is 2, as in DeepSeek-V3, or where n_group is 1")
+    if family not in DENSE and chosen == 1:
+        raise UserFault(str(file), "num_experts_per_tok is 1", "use a checkpoint where it is 2 or more")
+    if family == DEEPSEEK_V3 and not config.get("norm_topk_prob", True):
+        raise UserFault(str(file), "norm_topk_prob is false", "use a checkpoint where it is true")
+
+
+def _refuse_yarn(file: Path, rope: Mapping[str, Any]) -> None:
+    """Variants of YaRN that Megatron does not have."""
+    wrong = [key for key, usual in (("attention_factor", None), ("truncate", True)) if rope.get(key, usual) != usual]
+    if rope.get("mscale_all_dim") is None and rope.get("mscale", 1) != 1:
+        wrong.append("mscale without mscale_all_dim")
+    if wrong:
+        raise UserFault(str(file), f"the rope parameters set {' and '.join(wrong)}", "use a checkpoint without")
 
 
 def _yarn(file: Path, rope: Mapping[str, Any], family: str) -> Yarn | None:
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type == "yarn" and family == DEEPSEEK_V3:
+        _refuse_yarn(file, rope)
         return Yarn(
             factor=float(rope["factor"]),
             original_positions=int(rope["original_max_position_embeddings"]),

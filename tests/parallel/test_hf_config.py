@@ -66,6 +66,7 @@ DEEPSEEK: dict[str, Any] = {  # the fields of DeepSeek-V3's own config.json that
     "v_head_dim": 128,
     "vocab_size": 129280,
 }
+YARN = DEEPSEEK["rope_scaling"]
 DENSE: dict[str, Any] = {
     "num_hidden_layers": 2,
     "hidden_size": 64,
@@ -140,6 +141,11 @@ def test_deepseek_without_query_compression(tmp_path: Path) -> None:
         ({"scoring_func": "softmax"}, 'scoring_func is "softmax"'),
         ({"moe_layer_freq": 2}, "moe_layer_freq is 2"),
         ({"topk_group": 8}, "num_experts_per_tok / topk_group is 8 / 8"),  # Megatron would score groups otherwise
+        ({"norm_topk_prob": False}, "norm_topk_prob is false"),  # these five: other numbers than transformers'
+        ({"num_experts_per_tok": 1, "n_group": 1}, "num_experts_per_tok is 1"),
+        ({"rope_scaling": YARN | {"attention_factor": 1.3}}, "set attention_factor"),
+        ({"rope_scaling": YARN | {"truncate": False}}, "set truncate"),
+        ({"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": None}}, "set mscale without mscale_all_dim"),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type is 'linear'"),
     ],
 )
