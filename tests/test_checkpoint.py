@@ -16,22 +16,8 @@ from megarl.parallel.layout import TrainLayout
 from megarl.resharding import megatron_map
 from megarl.resharding.shards import Shard, param_table
 from megarl.resharding.tensors import hf_tensors
-from megarl.types import ModelShape, UserFault
-
-SHAPE = ModelShape(2, 6, 4, 2, 4, 50, 4, 2, 8)
-CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "num_hidden_layers": 2,
-    "hidden_size": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "vocab_size": 50,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 8,
-    "tie_word_embeddings": False,
-}
+from megarl.types import UserFault
+from tests.parallel.test_hf_config import CONFIG, SHAPE
 
 
 def tensors() -> dict[str, torch.Tensor]:
