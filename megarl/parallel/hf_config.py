@@ -146,6 +146,10 @@ def _refuse_variants(file: Path, config: Mapping[str, Any]) -> None:
         if value is not None and value != supported:
             mend = _MENDS.get(key, f"use a checkpoint where it is {json.dumps(supported)}")
             raise UserFault(str(file), f"{key} is {json.dumps(value):.60}", mend)
+    kinds = set(config.get("layer_types") or ()) - {"full_attention"}
+    if kinds:
+        mend = "use a checkpoint where all are full_attention"
+        raise UserFault(str(file), f"layer_types has {', '.join(sorted(kinds))}", mend)
 
 
 def _integer(

@@ -101,6 +101,7 @@ def test_newer_name_of_the_expert_count(tmp_path: Path) -> None:
         ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
         ({"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
         ({"hidden_size": "6"}, "hidden_size is '6'"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has sliding_attention"),
     ],
 )
 def test_unsupported_configs(tmp_path: Path, change: dict[str, Any], problem: str) -> None:
