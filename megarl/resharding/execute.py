@@ -23,7 +23,7 @@ from megarl.resharding import fp8
 from megarl.resharding.fp8 import SCALE_SUFFIX
 from megarl.resharding.plan import Copy, Plan
 from megarl.resharding.routes import item_bytes
-from megarl.resharding.shards import Cell, Size, shape_as_stack, views
+from megarl.resharding.shards import FP8, Cell, Size, shape_as_stack, views
 
 Params = Mapping[str, torch.Tensor]
 
@@ -32,7 +32,6 @@ Params = Mapping[str, torch.Tensor]
 DIRECT_BYTES = 128 << 10 if BACKEND == "gloo" else 4 << 20
 ALIGN_BYTES = 16  # where a message may begin in a buffer
 SCRATCH_BYTES = 10  # for each element of a strip of 128 rows that is quantised: two float32, and the result
-FP8 = "float8_e4m3fn"
 POLL_S = 0.001
 
 

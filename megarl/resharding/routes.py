@@ -11,10 +11,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from megarl.resharding.shards import Box, LayoutError, Part, Shard, box_area, intersect_boxes, overlapping
+from megarl.resharding.shards import FP8, Box, LayoutError, Part, Shard, box_area, intersect_boxes, overlapping
 
 CHAPTERS = 4  # times of sending, where there are several nodes
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1}
 
 
 def item_bytes(dtype: str) -> int:

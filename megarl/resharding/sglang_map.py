@@ -23,10 +23,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megarl.parallel.layout import FP8_TILE, VOCAB_MULTIPLE, EngineLayout
-from megarl.resharding.shards import EMBEDDING, LM_HEAD, LayoutError, Part, Range, Shard, intersect
+from megarl.resharding.shards import EMBEDDING, FP8, LM_HEAD, LayoutError, Part, Range, Shard, intersect
 from megarl.types import MlaShape, ModelShape
 
-ONE_ITEM, FP8 = (0, 1), "float8_e4m3fn"
+ONE_ITEM = (0, 1)
 
 
 class Holder(NamedTuple):

@@ -17,6 +17,7 @@ Range = tuple[int, int]  # half open
 Cell = tuple[int, int, int]  # item, row, column
 Size = tuple[int, int, int]  # items, rows, columns
 Box = tuple[Range, Range, Range]  # items, rows, columns
+FP8 = "float8_e4m3fn"  # torch's name of the type of weights in tiles
 STACK = "{}"  # in a name: the item's number goes here
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 VOCAB_TENSORS = frozenset({EMBEDDING, LM_HEAD})  # their parameters may end in padding rows, which no tensor fills

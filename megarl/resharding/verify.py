@@ -17,9 +17,9 @@ import torch
 
 from megarl.device import DEVICE
 from megarl.parallel.layout import FP8_TILE, EngineLayout
-from megarl.resharding.execute import FP8, Params, Piece, batch, fill, settle, source_views, target_views
+from megarl.resharding.execute import Params, Piece, batch, fill, settle, source_views, target_views
 from megarl.resharding.plan import Copy, Streams
-from megarl.resharding.shards import FAULTS_SHOWN, Box
+from megarl.resharding.shards import FAULTS_SHOWN, FP8, Box
 
 VerifyMode = Literal["off", "checksum", "full"]
 MODES: tuple[VerifyMode, ...] = ("off", "checksum", "full")
