@@ -29,10 +29,15 @@ MicroBatch = tuple[SampleRef, ...]
 
 @dataclass(frozen=True)
 class Update:
-    """One optimizer update: micro_batches[dp_rank] are that rank's; the loss sum of all is divided by denominator."""
+    """One optimizer update: micro_batches[dp_rank] are that rank's; the loss sum of all is divided by denominator.
+
+    tokens and loss_tokens are counted over all ranks: prompts and responses, and responses alone.
+    """
 
     micro_batches: tuple[tuple[MicroBatch, ...], ...]
     denominator: float
+    tokens: int
+    loss_tokens: int
 
 
 def plan_updates(
@@ -47,7 +52,8 @@ def plan_updates(
     for index in range(updates):
         part = samples[index * len(samples) // updates : (index + 1) * len(samples) // updates]
         denominator = sum(sample.response_length for sample in part) if mean_over == "tokens" else len(part)
-        plans.append(Update(_balance(part, dp, token_budget), float(denominator)))
+        tokens, responses = (sum(one) for one in zip(*((s.length, s.response_length) for s in part), strict=True))
+        plans.append(Update(_balance(part, dp, token_budget), float(denominator), tokens, responses))
     return plans
 
 

@@ -14,8 +14,8 @@ from typing import Annotated
 
 import typer
 
-from megarl.config import load_recipe
 from megarl.processes import raise_on_sigterm, was_terminated
+from megarl.recipe_file import load_recipe
 from megarl.types import UserFault, UserFaults
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megarl import device
 from megarl.algos import ALGORITHMS
@@ -54,10 +54,10 @@ class TrainingRanks:
         """Each rank's handles to its parameters."""
         return self._cluster.call_all(self.workers, "publish")
 
-    def train(self, algorithm: str, samples: Sequence[SampleRef], refs: Sequence[Ref], lr: float) -> Metrics:
+    def train(self, algorithm: str, samples: Sequence[SampleRef], refs: Sequence[Ref], lr: float) -> list[Metrics]:
         """All optimizer updates of one step. Each rank fetches the groups that hold its own share, and no others.
 
-        Metrics are over all updates: the loss's statistics are sums, or maxima where the name ends in _max.
+        Metrics of each update: the loss's statistics are sums, or maxima where the name ends in _max.
         """
         train = self._recipe.train
         updates = plan_updates(
@@ -73,15 +73,16 @@ class TrainingRanks:
             needed = sorted({one.group for update in share for batch in update.micro_batches[0] for one in batch})
             call = worker.call("train", algorithm, share, lr, needed, *(refs[group] for group in needed))
             calls[call] = worker.name
-        merged: Metrics = {}
-        for metrics in self._cluster.gather(calls):
-            merged |= metrics
+        merged: list[Metrics] = [{} for _ in updates]
+        for of_rank in self._cluster.gather(calls):
+            for metrics, more in zip(merged, of_rank, strict=True):
+                metrics |= more
         return merged
 
 
 def _share(updates: Sequence[Update], dp_rank: int) -> list[Update]:
     """One data-parallel rank's part of each update."""
-    return [Update((update.micro_batches[dp_rank],), update.denominator) for update in updates]
+    return [replace(update, micro_batches=(update.micro_batches[dp_rank],)) for update in updates]
 
 
 class Engines:

@@ -22,6 +22,8 @@ from megarl.types import GroupSummary, Metrics
 _PLAIN_WIDTH = 160  # of a log file, where rich would otherwise fold lines at 80
 _TABLE = ("eval/accuracy", "reward/mean", "reward/accuracy", "rollout/response_length_mean")
 _WORST_GAP = "rollout/logprob_gap_max"
+_MEANS = ("loss", "grad_norm", "aux_loss", "z_loss", "mtp_loss")
+_NOT_PER_TOKEN = ("tokens", "gap", "gap_max", "differing_choices", "replayed_choices")
 _SHOWN = (  # metric, its name in the progress line, format, colour
     ("warm_start/loss", "loss", "{:.4f}", "default"),
     ("reward/mean", "reward", "{:.3f}", "green"),
@@ -48,15 +50,37 @@ def rollout_metrics(groups: Sequence[GroupSummary]) -> Metrics:
     }
 
 
-def train_metrics(stats: Metrics) -> Metrics:
-    """Statistics of an update (sums over its `tokens` masked tokens) as means; `gap` is |engine - trainer| logprob."""
+def train_metrics(updates: Sequence[Metrics]) -> Metrics:
+    """Statistics of a step's updates as means; `gap` is |engine - trainer| logprob.
+
+    Losses and the gradient norm are means over the updates, everything else is a sum over masked tokens. With several
+    updates those three and the tokens are also there of each, as `train/loss/1`...
+    """
+    stats = _over_updates(updates)
     tokens = stats["tokens"]
-    metrics = {f"train/{name}": stats[name] for name in ("loss", "grad_norm", "tokens")}
+    metrics = {f"train/{name}": stats[name] for name in (*_MEANS, "tokens") if name in stats}
     if "gap" in stats:
         metrics["rollout/logprob_gap_mean"] = stats["gap"] / tokens
         metrics["rollout/logprob_gap_max"] = stats["gap_max"]
-    sums = stats.keys() - {"loss", "grad_norm", "tokens", "gap", "gap_max"}
-    return metrics | {f"train/{name}": stats[name] / tokens for name in sorted(sums)}
+    if "replayed_choices" in stats:
+        metrics["replay/differing_share"] = stats.get("differing_choices", 0.0) / stats["replayed_choices"]
+    sums = stats.keys() - {*_MEANS, *_NOT_PER_TOKEN}
+    metrics |= {f"train/{name}": stats[name] / tokens for name in sorted(sums)}
+    if len(updates) > 1:
+        each = [(name, number) for name in ("loss", "grad_norm", "tokens") for number in range(1, len(updates) + 1)]
+        metrics |= {f"train/{name}/{number}": updates[number - 1][name] for name, number in each}
+    return metrics
+
+
+def _over_updates(updates: Sequence[Metrics]) -> Metrics:
+    """Losses and gradient norm as means, other statistics as sums, names ending in _max by maximum."""
+    merged: Metrics = {}
+    for name in {name: None for update in updates for name in update}:
+        values = [update[name] for update in updates if name in update]
+        merged[name] = max(values) if name.endswith("_max") else sum(values)
+        if name in _MEANS:
+            merged[name] /= len(values)
+    return merged
 
 
 def eval_metrics(sets: Mapping[str, Sequence[GroupSummary]]) -> Metrics:

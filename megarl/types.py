@@ -142,6 +142,7 @@ class TrainSequence:
 
     loss_mask_T is True on the tokens that are learnt from; the other arrays are 0 elsewhere. loss_weight_T is the
     token's weight in the loss sum: 1 for a mean over tokens, 1 / (response length) for a mean over sequences.
+    experts_TMK: what Sample.routed_experts says of the T - 1 tokens that were the engine's input.
     """
 
     token_ids_T: IntArray
@@ -149,3 +150,4 @@ class TrainSequence:
     loss_weight_T: FloatArray
     advantage_T: FloatArray
     engine_logp_T: FloatArray
+    experts_TMK: npt.NDArray[Any] | None = None

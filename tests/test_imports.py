@@ -16,6 +16,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = [
     {"types"},
     {"config", "device", "processes", "ray_settings"},
+    {"recipe_file"},
     {"algos", "batching", "metrics", "memory", "parallel", "rollout"},
     {"resharding"},
     {"checkpoint", "hf_export"},
@@ -35,8 +36,8 @@ DOORS = {  # library -> the only places that import it
     "typer": {"megarl.cli"},
     "rich": {"megarl.metrics"},
     "matplotlib": {"megarl.metrics"},
-    "pydantic": {"megarl.config"},
-    "yaml": {"megarl.config"},
+    "pydantic": {"megarl.config", "megarl.recipe_file"},
+    "yaml": {"megarl.config", "megarl.recipe_file"},
 }
 STANDARD = {"__future__", "collections", "dataclasses", "typing", "math", "functools", "itertools"}
 

@@ -15,8 +15,9 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megarl.config import Recipe, load_recipe
+from megarl.config import Recipe
 from megarl.metrics import RunLog, draw_curve, eval_metrics, pick_samples, rollout_metrics, train_metrics
+from megarl.recipe_file import load_recipe
 from megarl.types import GroupSummary
 
 QUICKSTART = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
@@ -79,9 +80,30 @@ def test_rollout_metrics_are_means_over_samples_not_over_groups() -> None:
     assert metrics["rollout/samples"] == 4
 
 
+def test_train_metrics_of_several_updates() -> None:
+    """Means over the updates, sums over all their tokens, and each update's own loss, gradient norm and tokens."""
+    first = {"loss": 0.5, "grad_norm": 2.0, "tokens": 6.0, "clipped": 3.0, "gap": 1.0, "gap_max": 0.4, "aux_loss": 1.0}
+    second = {"loss": 0.3, "grad_norm": 1.0, "tokens": 2.0, "clipped": 1.0, "gap": 1.0, "gap_max": 0.6, "aux_loss": 3.0}
+    assert train_metrics([first, second]) == {
+        "train/loss": 0.4,
+        "train/grad_norm": 1.5,
+        "train/tokens": 8.0,
+        "train/clipped": 0.5,
+        "train/aux_loss": 2.0,
+        "rollout/logprob_gap_mean": 0.25,
+        "rollout/logprob_gap_max": 0.6,
+        "train/loss/1": 0.5,
+        "train/loss/2": 0.3,
+        "train/grad_norm/1": 2.0,
+        "train/grad_norm/2": 1.0,
+        "train/tokens/1": 6.0,
+        "train/tokens/2": 2.0,
+    }
+
+
 def test_train_metrics_are_means_over_tokens() -> None:
     sums = {"gap": 4e-6, "gap_max": 3e-6, "clipped": 2.0, "entropy": 6.0}
-    assert train_metrics({"loss": 0.5, "grad_norm": 2.0, "tokens": 8.0, **sums}) == {
+    assert train_metrics([{"loss": 0.5, "grad_norm": 2.0, "tokens": 8.0, **sums}]) == {
         "train/loss": 0.5,
         "train/grad_norm": 2.0,
         "train/tokens": 8.0,
@@ -90,7 +112,7 @@ def test_train_metrics_are_means_over_tokens() -> None:
         "rollout/logprob_gap_mean": 5e-7,
         "rollout/logprob_gap_max": 3e-6,
     }
-    supervised = train_metrics({"loss": 0.5, "grad_norm": 2.0, "tokens": 8.0})
+    supervised = train_metrics([{"loss": 0.5, "grad_norm": 2.0, "tokens": 8.0}])
     assert not any(name.startswith("rollout/") for name in supervised)
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config import load_recipe
 from megarl.preflight import Inputs, check
+from megarl.recipe_file import load_recipe
 from megarl.types import UserFaults
 from tests.parallel import checkpoints
 

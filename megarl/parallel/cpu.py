@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
@@ -126,6 +127,29 @@ def split_by_numbers() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
 
 
+def exchange_uneven_lists() -> None:
+    """Expert tensor parallelism gathers and reduces lists of unlike tensors; gloo takes only lists of like ones."""
+    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather_any(input_: torch.Tensor, group: Any, output_split_sizes: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(input_, group, output_split_sizes, *args, **kwargs)
+        parts = [input_.new_empty(size, *input_.shape[1:]) for size in output_split_sizes]
+        parts[group.rank()] = input_.contiguous()
+        for rank, part in enumerate(parts):
+            torch.distributed.broadcast(part, group_src=rank, group=group)
+        return torch.cat(parts)
+
+    def reduce_any(input_: torch.Tensor, group: Any, input_split_sizes: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return reduce_scatter(input_, group, input_split_sizes, *args, **kwargs)
+        total = input_.contiguous().clone()
+        torch.distributed.all_reduce(total, group=group)
+        return total.split(list(input_split_sizes))[group.rank()].clone()
+
+    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_any, reduce_any
+
+
 def duplicate_down_projections() -> None:
     """Latent attention asks for a duplicated layer only where it recognises TransformerEngine's: name ours so."""
     multi_latent_attention.TELinear = DuplicatedLinear  # type: ignore[misc]
@@ -140,4 +164,5 @@ def patch_megatron() -> None:
     keep_rng_states_on_cpu()
     route_without_transformer_engine()
     split_by_numbers()
+    exchange_uneven_lists()
     duplicate_down_projections()

@@ -59,6 +59,11 @@ def tp_group() -> dist.ProcessGroup:
     return parallel_state.get_tensor_model_parallel_group()  # type: ignore[return-value]
 
 
+def cp_group() -> dist.ProcessGroup:
+    """The ranks that share out the tokens of this rank's sequences."""
+    return parallel_state.get_context_parallel_group()  # type: ignore[return-value]
+
+
 def dp_group() -> dist.ProcessGroup:
     """The ranks that hold the same dense shard and train on other sequences."""
     return parallel_state.get_data_parallel_group()  # type: ignore[return-value]

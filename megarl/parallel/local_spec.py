@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules, get_mtp_layer_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megarl.parallel.context import gather_keys
+from megarl.parallel.routing import Routing, router_class
+from megarl.parallel.sequences import zigzag
 
 
 class RMSNorm(torch.nn.Module):
@@ -34,37 +41,69 @@ class RMSNorm(torch.nn.Module):
         return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
 
 
-@functools.lru_cache(maxsize=64)
-def _buckets(bounds: tuple[int, ...]) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
-    """Segments of like length together: (positions [segments, longest], is_real) per bucket, and the way back.
+@dataclass(frozen=True)
+class _Bucket:
+    """Blocks of queries of like size, padded to the longest: places in the rank's share and in the whole row."""
 
-    A bucket holds lengths of one power of two, so padding at most doubles it. The last tensor gives, for every
-    position of the row, its place among the buckets' real positions. Cached: every layer of a micro-batch asks.
+    queries: torch.Tensor  # [blocks, longest]
+    is_real: torch.Tensor  # [blocks, longest]
+    keys: torch.Tensor  # [blocks, longest of the keys]
+    is_seen: torch.Tensor | None  # [blocks, 1, longest, longest of the keys]; None: causal from the first token on
+
+
+@functools.lru_cache(maxsize=64)
+def _buckets(bounds: tuple[int, ...], cp: int, rank: int) -> tuple[list[_Bucket], torch.Tensor, torch.Tensor]:
+    """What a rank attends from and to; where its queries' results are; the ranks' keys in the order of the row.
+
+    Without context parallelism a block is a segment, else one of the rank's two chunks of it, which sees the segment up
+    to its own end. A bucket holds lengths of one power of two, so padding at most doubles it. Cached: every layer of a
+    micro-batch asks.
     """
-    by_size: dict[int, list[tuple[int, int]]] = {}
+    by_size: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
+    done = 0
     for start, end in zip(bounds[:-1], bounds[1:], strict=True):
-        by_size.setdefault((end - start - 1).bit_length(), []).append((start, end - start))
-    buckets, order = [], []
-    for segments in by_size.values():
-        starts, lengths = torch.tensor(segments).T
-        column = torch.arange(int(lengths.max()))
-        is_real = column < lengths[:, None]
-        positions = torch.where(is_real, starts[:, None] + column, starts[:, None])
-        buckets.append((positions, is_real))
-        order.append(positions[is_real])
-    return buckets, torch.argsort(torch.cat(order))
+        chunk = (end - start) // (2 * cp) if cp > 1 else end - start
+        lasts = [start + (rank + 1) * chunk, start + (2 * cp - rank) * chunk] if cp > 1 else [end]
+        for last in lasts:
+            size = (chunk - 1).bit_length(), (last - start - 1).bit_length()
+            by_size.setdefault(size, []).append((done, chunk, start, last - start))
+            done += chunk
+    buckets = [_bucket(blocks) for blocks in by_size.values()]
+    found = torch.cat([bucket.queries[bucket.is_real] for bucket in buckets])
+    shares = [zigzag(np.array(bounds), cp, other) for other in range(cp)]
+    return buckets, torch.argsort(found), torch.from_numpy(np.argsort(np.concatenate(shares)))
+
+
+def _bucket(blocks: Sequence[tuple[int, int, int, int]]) -> _Bucket:
+    """blocks: (first query, queries, first key, keys) of each, the last query being the last key."""
+    first, queries, first_key, keys = (column[:, None] for column in torch.tensor(blocks).T)
+    column, key = torch.arange(int(queries.max())), torch.arange(int(keys.max()))
+    is_real = column < queries
+    is_seen = None
+    if not torch.equal(queries, keys):
+        is_seen = (key <= (column + keys - queries)[..., None])[:, None]
+    from_keys = torch.where(key < keys, first_key + key, first_key)
+    return _Bucket(torch.where(is_real, first + column, first), is_real, from_keys, is_seen)
 
 
 class PackedAttention(torch.nn.Module):
     """Causal attention inside each segment of a packed row.
 
-    query [T, heads, d], key [T, kv heads, d], value [T, kv heads, v] -> [T, heads * v]. Padding to the right of a
-    segment needs no mask: causal attention never looks there.
+    query [L, heads, d], key [L, kv heads, d], value [L, kv heads, v] -> [L, heads * v], of the L tokens that this
+    context-parallel rank holds; keys and values are gathered from all. Padding to the right of a segment needs no mask:
+    causal attention never looks there.
     """
 
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        softmax_scale: float | None = None,
+        *,
+        pg_collection: ProcessGroupCollection,
+        **_: Any,
+    ) -> None:
         super().__init__()
-        self.softmax_scale = softmax_scale
+        self.softmax_scale, self.group = softmax_scale, pg_collection.cp
 
     def forward(
         self,
@@ -76,17 +115,22 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackedSeqParams,
         **_: Any,
     ) -> torch.Tensor:
-        buckets, order = _buckets(tuple(packed_seq_params.cu_seqlens_q.tolist()))
+        bounds = tuple(packed_seq_params.cu_seqlens_q.tolist())
+        buckets, back, order_T = _buckets(bounds, self.group.size(), self.group.rank())
+        key, value = (gather_keys(one, order_T.to(query.device), self.group) for one in (key, value))
         outputs = []
-        for positions, is_real in buckets:
-            q, k, v = (_rows(one, positions) for one in (query, key, value))
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=True)
-            outputs.append(out.transpose(1, 2)[is_real.to(out.device)])
-        return torch.cat(outputs).index_select(0, order.to(query.device)).flatten(1)
+        for one in buckets:
+            q, k, v = _rows(query, one.queries), _rows(key, one.keys), _rows(value, one.keys)
+            mask = None if one.is_seen is None else one.is_seen.to(query.device)
+            out = F.scaled_dot_product_attention(
+                q, k, v, mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=True
+            )
+            outputs.append(out.transpose(1, 2)[one.is_real.to(out.device)])
+        return torch.cat(outputs).index_select(0, back.to(query.device)).flatten(1)
 
 
 def _rows(tensor: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """[T, heads, d] -> [segments, heads, longest, d]."""
+    """[T, heads, d] -> [blocks, heads, longest, d]."""
     rows = tensor.index_select(0, positions.flatten().to(tensor.device))
     return rows.unflatten(0, positions.shape).transpose(1, 2)
 
@@ -109,7 +153,7 @@ class DuplicatedLinear(torch.nn.Module):
         return F.linear(hidden, self.weight), None
 
 
-def layer_spec(config: TransformerConfig, dense: bool) -> ModuleSpec:
+def layer_spec(config: TransformerConfig, dense: bool, routing: Routing) -> ModuleSpec:
     """One decoder layer, with an MLP or with experts."""
     latent = getattr(config, "multi_latent_attention", False)
     spec = get_gpt_layer_local_spec(
@@ -128,19 +172,21 @@ def layer_spec(config: TransformerConfig, dense: bool) -> ModuleSpec:
         attention.linear_q_down_proj = attention.linear_kv_down_proj = DuplicatedLinear
     elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if not dense:
+        layer.mlp.submodules.router = router_class(routing)
     return spec
 
 
-def block_spec(config: TransformerConfig, is_dense: Sequence[bool]) -> TransformerBlockSubmodules:
+def block_spec(config: TransformerConfig, is_dense: Sequence[bool], routing: Routing) -> TransformerBlockSubmodules:
     """The layers of one model chunk: is_dense says of each whether it has an MLP instead of experts."""
-    kinds = {dense: layer_spec(config, dense) for dense in set(is_dense)}
+    kinds = {dense: layer_spec(config, dense, routing) for dense in set(is_dense)}
     layers = [kinds[dense] for dense in is_dense]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)  # type: ignore[arg-type]
 
 
-def mtp_spec(config: TransformerConfig) -> MultiTokenPredictionBlockSubmodules:
+def mtp_spec(config: TransformerConfig, routing: Routing) -> MultiTokenPredictionBlockSubmodules:
     """All multi-token prediction layers, each around a layer with experts."""
-    spec = get_mtp_layer_spec(layer_spec(config, dense=False), use_transformer_engine=False)
+    spec = get_mtp_layer_spec(layer_spec(config, False, routing), use_transformer_engine=False)
     parts: Any = spec.submodules
     parts.enorm = parts.hnorm = parts.layer_norm = RMSNorm
     return MultiTokenPredictionBlockSubmodules(layer_specs=[spec] * (config.mtp_num_layers or 0))

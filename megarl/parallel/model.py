@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +27,7 @@ from megarl.device import DEVICE
 from megarl.parallel.hf_config import HfFacts, hf_facts
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.local_spec import block_spec, mtp_spec
+from megarl.parallel.routing import Routing, router_class
 from megarl.types import MlaShape, ModelShape, UserFault
 
 TRANSFORMER_ENGINE = DEVICE == "cuda" and HAVE_TE
@@ -33,7 +36,9 @@ OPTIONS = "train.megatron"
 ROUTER_BIAS = "router.expert_bias"
 
 
-def _fixed_fields(shape: ModelShape, layout: TrainLayout, facts: HfFacts, dtype: torch.dtype) -> dict[str, Any]:
+def _fixed_fields(
+    shape: ModelShape, layout: TrainLayout, facts: HfFacts, dtype: torch.dtype, train: Train
+) -> dict[str, Any]:
     """The fields that the checkpoint, the layout and the loss's normalisation decide."""
     return {
         "num_layers": shape.num_layers,
@@ -53,6 +58,7 @@ def _fixed_fields(shape: ModelShape, layout: TrainLayout, facts: HfFacts, dtype:
         "attention_dropout": 0.0,
         "calculate_per_token_loss": True,  # gradients are summed over DP; pipeline.py divides them once
         **_expert_fields(shape, facts),
+        "moe_router_bias_update_rate": train.router_bias_rate,
         **(_latent_fields(shape.mla, facts) if shape.mla else {}),
         **_layout_fields(shape, layout),
         "variable_seq_lengths": True,
@@ -86,10 +92,11 @@ def _expert_fields(shape: ModelShape, facts: HfFacts) -> dict[str, Any]:
     }
     return {
         **(sparse if shape.num_experts else dict.fromkeys(sparse.keys() & {"num_moe_experts", "mtp_num_layers"})),
+        # routing.py has its own auxiliary losses; train.aux_loss and train.z_loss weigh them.
         "moe_router_load_balancing_type": "none",
-        # Megatron scales its auxiliary losses by token counts of its own, wrongly at TP > 1.
         "moe_aux_loss_coeff": 0.0,
         "moe_z_loss_coeff": None,
+        "moe_router_fusion": False,
     }
 
 
@@ -123,6 +130,9 @@ def _layout_fields(shape: ModelShape, layout: TrainLayout) -> dict[str, Any]:
         "expert_tensor_parallel_size": layout.etp,
         "context_parallel_size": layout.cp,
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        "microbatch_group_size_per_vp_stage": layout.pp,
+        "overlap_p2p_comm": layout.vpp > 1,  # batched, rows of several lengths meet the wrong buffers
+        "batch_p2p_comm": layout.vpp == 1,
         "pipeline_model_parallel_layout": _uneven_stages(shape, layout) if layout.stage_layers else None,
         "sequence_parallel": layout.tp > 1,
     }
@@ -140,6 +150,7 @@ def _default_fields() -> dict[str, Any]:
     """The fields that a recipe may set otherwise: which kernels run, not what they compute."""
     return {
         "moe_token_dispatcher_type": "alltoall",
+        "moe_router_dtype": "fp32",
         "deallocate_pipeline_outputs": True,
         "apply_rope_fusion": TRANSFORMER_ENGINE,
         "bias_activation_fusion": False,
@@ -154,7 +165,7 @@ def option_faults(options: Mapping[str, Any]) -> list[UserFault]:
     """The keys of `train.megatron` that Megatron does not have, or that something else decides."""
     names = {field.name for field in dataclasses.fields(TransformerConfig) if field.init}
     nothing = ModelShape(1, 1, 1, 1, 1, 1, 1, 1, 1, mla=MlaShape(1, 1, 1, 1, 1))
-    fixed = _fixed_fields(nothing, TrainLayout(1, 1, 1, 1), HfFacts(0.0, 0.0, True, 1), torch.float32)
+    fixed = _fixed_fields(nothing, TrainLayout(1, 1, 1, 1), HfFacts(0.0, 0.0, True, 1), torch.float32, Train(lr=1.0))
     faults = []
     for key in options:
         if key in fixed:
@@ -167,29 +178,55 @@ def option_faults(options: Mapping[str, Any]) -> list[UserFault]:
 
 
 def transformer_config(
-    path: str | Path, shape: ModelShape, layout: TrainLayout, dtype: torch.dtype, options: Mapping[str, Any]
+    path: str | Path, shape: ModelShape, layout: TrainLayout, dtype: torch.dtype, train: Train
 ) -> TransformerConfig:
     """Megatron's configuration. Raises UserFault when Megatron refuses the recipe's options."""
-    fields = _fixed_fields(shape, layout, hf_facts(path), dtype)
+    fields = _fixed_fields(shape, layout, hf_facts(path), dtype, train)
     made = MLATransformerConfig if shape.mla else TransformerConfig
     try:
-        return made(**(_default_fields() | dict(options) | fields))
+        return made(**(_default_fields() | train.megatron | fields))
     except (TypeError, ValueError, AssertionError) as error:
         mend = "change the options passed to Megatron"
         raise UserFault(OPTIONS, f"Megatron refuses them ({error})", mend) from error
 
 
+class Chunk(GPTModel):
+    """Megatron's model (or the part of it in one virtual stage), but its output is hidden states, not logits.
+
+    The last stage's are [s, b, h] after the final norm, and behind them, along s, those of each multi-token prediction
+    layer while `predicts_ahead` is set.
+    """
+
+    predicts_ahead = False
+
+    def _postprocess(self, *, hidden_states: torch.Tensor, mtp_in_postprocess: bool, **inputs: Any) -> torch.Tensor:
+        if not (mtp_in_postprocess and self.predicts_ahead):
+            return hidden_states
+        wanted = inspect.signature(self.mtp.forward).parameters
+        return self.mtp(
+            hidden_states=hidden_states,
+            embedding=self.embedding,
+            **{name: value for name, value in inputs.items() if name in wanted},
+        )
+
+    def output_weight(self) -> torch.Tensor:
+        """[this TP rank's rows of the padded vocabulary, h], on the last stage."""
+        if self.share_embeddings_and_output_weights:
+            return cast(torch.Tensor, self.shared_embedding_or_output_weight())
+        return cast(torch.Tensor, self.output_layer.weight)
+
+
 def build_chunks(
-    config: TransformerConfig, path: str | Path, shape: ModelShape, layout: TrainLayout, rank: int
-) -> list[GPTModel]:
-    """This rank's model chunks (one, but for virtual pipeline stages), contents undefined."""
+    config: TransformerConfig, path: str | Path, shape: ModelShape, layout: TrainLayout, rank: int, routing: Routing
+) -> list[Chunk]:
+    """This rank's model chunks (one, but for virtual stages), contents undefined; routing is their routers'."""
     facts, stage = hf_facts(path), layout.coords(rank).pp
     found = []
     for chunk in range(layout.vpp):
         last = stage == layout.pp - 1 and chunk == layout.vpp - 1
         is_dense = [shape.is_dense(layer) for layer in layout.layers(stage, shape.num_layers, chunk)]
-        block, mtp = _specs(config, is_dense, with_mtp=last and shape.num_mtp_layers > 0)
-        model = GPTModel(
+        block, mtp = _specs(config, is_dense, routing, with_mtp=last and shape.num_mtp_layers > 0)
+        model = Chunk(
             config=config,
             transformer_layer_spec=block,
             vocab_size=layout.padded_vocab(shape.vocab_size),
@@ -202,22 +239,35 @@ def build_chunks(
             mtp_block_spec=mtp,
             vp_stage=chunk if layout.vpp > 1 else None,
         )
+        if model.mtp_process:
+            _keep_mtp_activations(model)
         found.append(model.to(DEVICE))
     return found
 
 
-def _specs(config: TransformerConfig, is_dense: Sequence[bool], with_mtp: bool) -> tuple[Any, Any]:
+def _keep_mtp_activations(chunk: Chunk) -> None:
+    """Full recomputation of a packed row fails in Megatron's multi-token prediction layers: theirs are kept."""
+    kept = copy.copy(chunk.config)
+    kept.recompute_granularity = None
+    for layer in chunk.mtp.layers:
+        layer.config = kept  # type: ignore[assignment]
+
+
+def _specs(config: TransformerConfig, is_dense: Sequence[bool], routing: Routing, with_mtp: bool) -> tuple[Any, Any]:
     """The layer specs of one chunk, and of the multi-token prediction layers behind it."""
     if not TRANSFORMER_ENGINE:
-        return block_spec(config, is_dense), mtp_spec(config) if with_mtp else None
+        return block_spec(config, is_dense, routing), mtp_spec(config, routing) if with_mtp else None
 
     def layer(dense: bool) -> Any:
-        return get_gpt_layer_with_transformer_engine_spec(
+        spec: Any = get_gpt_layer_with_transformer_engine_spec(
             num_experts=None if dense else config.num_moe_experts,
             moe_grouped_gemm=not dense,
             qk_layernorm=config.qk_layernorm,
             multi_latent_attention=getattr(config, "multi_latent_attention", False),
         )
+        if not dense:
+            spec.submodules.mlp.submodules.router = router_class(routing)
+        return spec
 
     specs: list[Any] = [layer(dense) for dense in is_dense]
     # The chunk may have no layer of the decoder, whose last one a multi-token prediction layer is like.
@@ -227,10 +277,17 @@ def _specs(config: TransformerConfig, is_dense: Sequence[bool], with_mtp: bool) 
     return block, MultiTokenPredictionBlockSubmodules(layer_specs=layers) if with_mtp else None
 
 
-def wrap(config: TransformerConfig, model: GPTModel) -> DistributedDataParallel:
+def freeze_mtp(chunks: Sequence[Chunk]) -> None:
+    """Keep the multi-token prediction layers as they are: without a loss, weight decay alone would move them."""
+    for chunk in chunks:
+        if chunk.mtp_process:
+            chunk.mtp.requires_grad_(False)
+
+
+def wrap(config: TransformerConfig, chunks: Sequence[Chunk]) -> list[DistributedDataParallel]:
     """Parameters and gradients in Megatron's contiguous buffers."""
     buffers = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-    return DistributedDataParallel(config, buffers, model)
+    return [DistributedDataParallel(config, buffers, chunk) for chunk in chunks]
 
 
 def params(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
@@ -243,7 +300,7 @@ def params(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
     return found
 
 
-def build_optimizer(model: DistributedDataParallel, train: Train, dtype: torch.dtype) -> ChainedOptimizer:
+def build_optimizer(chunks: Sequence[DistributedDataParallel], train: Train, dtype: torch.dtype) -> ChainedOptimizer:
     """AdamW (betas 0.9, 0.999) with its state split over the data-parallel ranks; after the weights are loaded.
 
     Norm weights are not decayed.
@@ -257,16 +314,16 @@ def build_optimizer(model: DistributedDataParallel, train: Train, dtype: torch.d
         params_dtype=dtype,
         use_distributed_optimizer=True,
     )
-    optimizer = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
+    optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
     for group in optimizer.param_groups:
         group["weight_decay"] = train.weight_decay * group["wd_mult"]
     assert isinstance(optimizer, ChainedOptimizer)  # one for the dense weights, one for the experts
     return optimizer
 
 
-def move_optimizer(optimizer: ChainedOptimizer, model: DistributedDataParallel, device: str) -> None:
+def move_optimizer(optimizer: ChainedOptimizer, chunks: Sequence[torch.nn.Module], device: str) -> None:
     """Move the optimizer's state and its own copies of the weights; a shard that is a view of a parameter stays."""
-    in_model = {param.untyped_storage().data_ptr() for param in model.parameters()}
+    in_model = {param.untyped_storage().data_ptr() for chunk in chunks for param in chunk.parameters()}
     for group in optimizer.param_groups:
         for shard in group["params"]:
             if shard.untyped_storage().data_ptr() not in in_model:

@@ -1,8 +1,9 @@
-"""Packed micro-batches through Megatron's pipeline schedule."""
+"""Packed micro-batches through Megatron's pipeline schedules."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -12,7 +13,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megarl.parallel import groups
-from megarl.parallel.logprobs import label_logprobs
+from megarl.parallel.context import gather_row
+from megarl.parallel.logprobs import hidden_logprobs
+from megarl.parallel.model import Chunk
+from megarl.parallel.routing import Choices, Routing
 from megarl.parallel.sequences import PackedRow
 
 Result = TypeVar("Result")
@@ -20,52 +24,139 @@ Result = TypeVar("Result")
 OnLogprobs = Callable[[PackedRow, torch.Tensor, torch.Tensor], tuple[torch.Tensor, Result]]
 
 
-def run(
-    model: DistributedDataParallel,
-    rows: Sequence[PackedRow],
-    on_logprobs: OnLogprobs[Result],
-    *,
-    vocab_size: int,
-    denominator: float | None,
-) -> list[Result]:
-    """Forward every row, and backward unless denominator is None; the results on the last stage, [] elsewhere.
+@dataclass(frozen=True)
+class Norms:
+    """What an update's loss sums are divided by: the main one's denominator, and the tokens that the others are of."""
 
-    Gradients are left in the model's buffers: of the loss sums over all rows and data-parallel ranks, divided by
-    denominator. Every data-parallel rank must bring the same number of rows: experts are exchanged between them.
-    """
-    model.config.finalize_model_grads_func = partial(_sum_then_divide, denominator)
-    with torch.set_grad_enabled(denominator is not None):
-        return get_forward_backward_func()(
-            forward_step_func=partial(_forward, on_logprobs, vocab_size),
-            data_iterator=iter(rows),
-            model=model,
-            num_microbatches=len(rows),
-            seq_length=1,  # variable_seq_lengths: the stages tell each other the real one
-            micro_batch_size=1,
-            forward_only=denominator is None,
+    denominator: float
+    tokens: int  # of all sequences, prompt and response
+    loss_tokens: int  # that are learnt from
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """Weights of the losses beside the main one, each a mean over tokens (`train.aux_loss`, `z_loss`, `mtp_loss`)."""
+
+    aux: float = 0.0
+    z: float = 0.0
+    mtp: float = 0.0
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """One training rank's model chunks and what their passes share."""
+
+    chunks: Sequence[DistributedDataParallel]
+    routing: Routing
+    vocab_size: int
+    coefficients: Coefficients = Coefficients()
+
+    def run(
+        self,
+        rows: Sequence[PackedRow],
+        on_logprobs: OnLogprobs[Result],
+        *,
+        norms: Norms | None = None,
+        choices: Sequence[Choices] | None = None,
+    ) -> list[Result]:
+        """Forward every row, and backward where norms are given; the results on the last stage, [] elsewhere.
+
+        Gradients are left in the model's buffers: of the loss sums over all rows and data-parallel ranks, divided by
+        the denominator. Every data-parallel rank must bring the same number of rows: experts are exchanged between
+        them. choices: for each row the experts that its tokens go to, or where to note them.
+        """
+        self._start(norms)
+        config = self.chunks[0].config
+        config.finalize_model_grads_func = partial(_sum_then_divide, norms.denominator if norms else None)
+        step = partial(self._forward, on_logprobs, norms)
+        feeds: list[Iterator[Any]] = [zip(rows, choices or [None] * len(rows), strict=True) for _ in self.chunks]
+        many = len(self.chunks) > 1
+        with torch.set_grad_enabled(norms is not None):
+            return get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=feeds if many else feeds[0],
+                model=list(self.chunks) if many else self.chunks[0],
+                num_microbatches=len(rows),
+                seq_length=1,  # variable_seq_lengths: the stages tell each other the real one
+                micro_batch_size=1,
+                forward_only=norms is None,
+            )
+
+    def _start(self, norms: Norms | None) -> None:
+        weights = self.coefficients
+        scale = norms.denominator / norms.tokens if norms else 0.0
+        self.routing.start(is_training=norms is not None, balance_scale=weights.aux * scale, z_scale=weights.z * scale)
+        for chunk in self.chunks:
+            _module(chunk).predicts_ahead = norms is not None and weights.mtp > 0
+
+    def _forward(
+        self,
+        on_logprobs: OnLogprobs[Any],
+        norms: Norms | None,
+        feed: Iterator[tuple[PackedRow, Choices | None]],
+        model: torch.nn.Module,
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
+        """Megatron's forward_step_func: the stage's output, and what the last stage makes of it."""
+        row, choices = next(feed)
+        packing = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=row.bounds,
+            cu_seqlens_kv=row.bounds,
+            max_seqlen_q=row.max_length,
+            max_seqlen_kv=row.max_length,
         )
+        tokens_1L = row.token_ids_L[None]
+        with self.routing.passing(row, choices):
+            output = model(
+                input_ids=tokens_1L,
+                position_ids=torch.zeros_like(tokens_1L),  # rotary: only rolled along by multi-token prediction
+                attention_mask=None,
+                packed_seq_params=packing,
+            )
+        return output, partial(self._loss, _module(model), row, on_logprobs, norms)
 
-
-def _forward(
-    on_logprobs: OnLogprobs[Any], vocab_size: int, rows: Iterator[PackedRow], model: torch.nn.Module
-) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
-    """Megatron's forward_step_func: the stage's output, and what the last stage makes of it."""
-    row = next(rows)
-    packing = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=row.bounds,
-        cu_seqlens_kv=row.bounds,
-        max_seqlen_q=row.max_length,
-        max_seqlen_kv=row.max_length,
-    )
-    output = model(input_ids=row.token_ids_T[None], position_ids=None, attention_mask=None, packed_seq_params=packing)
-
-    def loss(logits_1TV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        logp_T, entropy_T = label_logprobs(logits_1TV[0], row.labels_T, vocab_size=vocab_size, group=groups.tp_group())
+    def _loss(
+        self, chunk: Chunk, row: PackedRow, on_logprobs: OnLogprobs[Any], norms: Norms | None, output: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        depths = 1 + (chunk.config.mtp_num_layers or 0) * chunk.predicts_ahead
+        hidden, *ahead = output[:, 0].chunk(depths)
+        logp_T, entropy_T = self._logprobs(chunk, hidden, row, row.labels_L)
         loss_sum, result = on_logprobs(row, logp_T, entropy_T)
+        if ahead and norms:
+            loss_sum = loss_sum + self._ahead_loss(chunk, row, ahead) * (norms.denominator / norms.loss_tokens)
         return loss_sum, torch.zeros((), dtype=torch.int, device=loss_sum.device), result
 
-    return output, loss
+    def _logprobs(
+        self, chunk: Chunk, hidden: torch.Tensor, row: PackedRow, labels_L: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logp_T, entropy_T) of the whole row, on each of the context-parallel ranks."""
+        weight, tp = chunk.output_weight(), groups.tp_group()
+        found = hidden_logprobs(hidden, weight, labels_L, vocab_size=self.vocab_size, group=tp)
+        logp_T, entropy_T = (gather_row(one, row.order_T, groups.cp_group()) for one in found)
+        return logp_T, entropy_T
+
+    def _ahead_loss(self, chunk: Chunk, row: PackedRow, ahead: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Multi-token prediction: the mean over depths k of -log p of the token k + 1 places on, where it is learnt.
+
+        (DeepSeek-V3, arXiv 2412.19437, eq. 24-25.)
+        """
+        group = groups.cp_group()
+        labels_T, mask_T = gather_row(row.labels_L, row.order_T, group), row.targets.loss_mask_T
+        segment_T = torch.bucketize(torch.arange(len(mask_T), device=mask_T.device), row.bounds[1:], right=True)
+        places_L = torch.from_numpy(row.places).to(labels_T.device)
+        total = labels_T.new_zeros((), dtype=torch.float32)
+        for depth, hidden in enumerate(ahead, start=1):
+            labels_L = labels_T.roll(-depth)[places_L]
+            # The last positions of a sequence would predict tokens of the next one.
+            is_target_T = mask_T.roll(-depth) & (segment_T == segment_T.roll(-depth))
+            logp_T, _ = self._logprobs(chunk, hidden, row, labels_L)
+            total = total - torch.where(is_target_T, logp_T, 0.0).sum() / len(ahead)
+        self.routing.count("mtp_loss", total / (group.size() * groups.tp_group().size()))  # each of them has all of it
+        return total * self.coefficients.mtp
+
+
+def _module(model: torch.nn.Module) -> Chunk:
+    return model.module if isinstance(model, DistributedDataParallel) else model  # type: ignore[return-value]
 
 
 def _sum_then_divide(denominator: float | None, chunks: list[Any], num_tokens: object, **kwargs: Any) -> None:

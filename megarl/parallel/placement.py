@@ -10,7 +10,16 @@ from megarl.types import UserFault
 def train_layout(recipe: Recipe) -> TrainLayout:
     """The training ranks; rank r is on slot r."""
     train, placement = recipe.train, recipe.placement
-    return TrainLayout(placement.train_gpus or placement.gpus, train.tp, train.pp, train.ep)
+    return TrainLayout(
+        placement.train_gpus or placement.gpus,
+        train.tp,
+        train.pp,
+        train.ep,
+        cp=train.cp,
+        vpp=train.vpp,
+        expert_tp=train.etp or 0,
+        stage_layers=train.layers_per_stage,
+    )
 
 
 def engine_layout(recipe: Recipe) -> EngineLayout:

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from megarl.types import FloatArray, TrainSequence
+from megarl.types import FloatArray, IntArray, TrainSequence
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a row is split: cp ranks share out each sequence's tokens, tp ranks each such share. Here is cp_rank."""
+
+    tp: int = 1
+    cp: int = 1
+    cp_rank: int = 0
+
+    @property
+    def align(self) -> int:
+        """What every sequence's length is padded to a multiple of: a context-parallel rank holds two chunks of it."""
+        return 2 * self.cp if self.cp > 1 else 1
+
+    @property
+    def multiple(self) -> int:
+        """Tokens that the whole row is padded to a multiple of."""
+        return self.cp * math.lcm(2, self.tp) if self.cp > 1 else self.tp
 
 
 @dataclass(frozen=True)
@@ -26,53 +46,91 @@ class PackedTargets:
 
 @dataclass(frozen=True)
 class PackedRow:
-    """One micro-batch. token_ids_T, labels_T: int64 [T]; bounds: int32 [segments + 1], where each segment starts.
+    """One micro-batch: T tokens, of which this context-parallel rank holds the L = T / cp at `places`.
 
-    `lengths` are the sequences' own; when padding was needed one more segment, the last, holds it.
+    token_ids_L, labels_L: int64; sequence_L: int64, the sequence of each token, len(lengths) for padding. bounds: int32
+    [segments + 1], where each segment of the row starts; starts and lengths: the sequences themselves, without padding.
+    order_T: where the ranks' shares, one behind the other, hold the row's tokens.
     """
 
-    token_ids_T: torch.Tensor
-    labels_T: torch.Tensor
+    token_ids_L: torch.Tensor
+    labels_L: torch.Tensor
+    sequence_L: torch.Tensor
     bounds: torch.Tensor
-    max_length: int
+    order_T: torch.Tensor
+    places: IntArray
+    starts: tuple[int, ...]
     lengths: tuple[int, ...]
     targets: PackedTargets
     old_logp_T: torch.Tensor | None
+    experts_LMK: torch.Tensor | None = None  # of each token in each layer M with experts: K of them, -1 if not known
+
+    @property
+    def max_length(self) -> int:
+        """Of the longest segment, padding included."""
+        return int((self.bounds[1:] - self.bounds[:-1]).max())
+
+
+def zigzag(bounds: IntArray, cp: int, rank: int) -> IntArray:
+    """The places of a row that a context-parallel rank holds: chunks `rank` and `2 cp - 1 - rank` of each segment.
+
+    Early tokens attend to few and late ones to many, so that every rank has as much to do (Llama 3, section 3.3.2).
+    """
+    if cp == 1:
+        return np.arange(bounds[-1])
+    places = []
+    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+        chunks = np.arange(start, end).reshape(2 * cp, -1)
+        places += [chunks[rank], chunks[2 * cp - 1 - rank]]
+    return np.concatenate(places)
 
 
 def pack(
     sequences: Sequence[TrainSequence],
     *,
-    multiple: int,
+    split: Split,
     device: str,
     old_logp: Sequence[FloatArray] | None = None,
 ) -> PackedRow:
-    """Lay sequences end to end and pad the row to a multiple (sequence parallelism splits it tp ways).
+    """Lay sequences end to end, each padded to split.align and the row to split.multiple; no sequences: padding alone.
 
     old_logp holds one array per sequence, aligned like the sequence's own arrays.
     """
     lengths = tuple(len(one.token_ids_T) for one in sequences)
-    total = sum(lengths)
-    padding = -total % multiple
-    segments = [*lengths, padding] if padding else [*lengths]
+    segments = [-(-length // split.align) * split.align for length in lengths]
+    padding = -sum(segments) % split.multiple or (0 if segments else split.multiple)
+    segments += [padding] if padding else []
+    bounds = np.concatenate([[0], np.cumsum(segments)])
+    starts = tuple(int(start) for start in bounds[: len(lengths)])
+    shares = [zigzag(bounds, split.cp, rank) for rank in range(split.cp)]
+    places = shares[split.cp_rank]
 
-    def row(arrays: Sequence[np.ndarray], dtype: type, *, shifted: bool) -> torch.Tensor:
-        values_T = np.zeros(total + padding, dtype=dtype)
-        start = 0
-        for values in arrays:
-            own = values[1:] if shifted else values
-            values_T[start : start + len(own)] = own
-            start += len(values)
-        return torch.from_numpy(values_T).to(device)
+    def row(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+        """Entry t is about the token that t predicts: it stands before that token."""
+        values_T = np.zeros(bounds[-1], dtype=dtype)
+        for start, values in zip(starts, arrays, strict=True):
+            values_T[start : start + len(values) - 1] = values[1:]
+        return values_T
 
     def about_next(name: str, dtype: type) -> torch.Tensor:
-        return row([getattr(one, name) for one in sequences], dtype, shifted=True)
+        return on_device(row([getattr(one, name) for one in sequences], dtype))
 
+    def on_device(values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values).to(device)
+
+    token_ids_T, sequence_T = np.zeros(bounds[-1], np.int64), np.full(bounds[-1], len(lengths), np.int64)
+    for index, (start, one) in enumerate(zip(starts, sequences, strict=True)):
+        token_ids_T[start : start + lengths[index]] = one.token_ids_T
+        sequence_T[start : start + lengths[index]] = index
+    experts_TMK = _experts(sequences, starts, int(bounds[-1]))
     return PackedRow(
-        token_ids_T=row([one.token_ids_T for one in sequences], np.int64, shifted=False),
-        labels_T=about_next("token_ids_T", np.int64),
-        bounds=torch.tensor([0, *np.cumsum(segments)], dtype=torch.int32, device=device),
-        max_length=max(segments),
+        token_ids_L=on_device(token_ids_T[places]),
+        labels_L=on_device(row([one.token_ids_T for one in sequences], np.int64)[places]),
+        sequence_L=on_device(sequence_T[places]),
+        bounds=on_device(bounds.astype(np.int32)),
+        order_T=on_device(np.argsort(np.concatenate(shares))),
+        places=places,
+        starts=starts,
         lengths=lengths,
         targets=PackedTargets(
             loss_mask_T=about_next("loss_mask_T", np.bool_),
@@ -80,17 +138,28 @@ def pack(
             advantage_T=about_next("advantage_T", np.float32),
             engine_logp_T=about_next("engine_logp_T", np.float32),
         ),
-        old_logp_T=None if old_logp is None else row(old_logp, np.float32, shifted=True),
+        old_logp_T=None if old_logp is None else on_device(row(old_logp, np.float32)),
+        experts_LMK=None if experts_TMK is None else on_device(experts_TMK[places]),
     )
+
+
+def _experts(sequences: Sequence[TrainSequence], starts: Sequence[int], num_tokens: int) -> np.ndarray | None:
+    """The engine's choices, where every sequence brings them; its last token was never an input of the engine's."""
+    given = [one.experts_TMK for one in sequences]
+    if not given or any(one is None for one in given):
+        return None
+    experts_TMK = np.full((num_tokens, *given[0].shape[1:]), -1, np.int64)  # type: ignore[union-attr]
+    for start, one in zip(starts, given, strict=True):
+        experts_TMK[start : start + len(one)] = one  # type: ignore[arg-type]
+    return experts_TMK
 
 
 def unpack(row: PackedRow, values_T: torch.Tensor) -> list[FloatArray]:
     """Per-position values -> one float32 array per sequence, aligned to the token each is about; the first is 0."""
     flat_T = values_T.detach().float().cpu().numpy()
-    arrays, start = [], 0
-    for length in row.lengths:
+    arrays = []
+    for start, length in zip(row.starts, row.lengths, strict=True):
         own_T = np.zeros(length, dtype=np.float32)
         own_T[1:] = flat_T[start : start + length - 1]
         arrays.append(own_T)
-        start += length
     return arrays

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megarl.config import load_recipe
+from megarl.recipe_file import load_recipe
 
 pytestmark = pytest.mark.slow
 

@@ -12,9 +12,11 @@ import torch
 
 from megarl import device
 from megarl.checkpoint import load_hf
+from megarl.config import Train
 from megarl.parallel import cpu, groups, model
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.layout import TrainLayout
+from megarl.parallel.routing import Routing
 from megarl.resharding import megatron_map
 from tests.parallel.checkpoints import write
 from tests.parallel.worlds import TIMEOUT_S, deal, ragged, recipe, run_ranks, run_world
@@ -51,8 +53,8 @@ def load_real_model(rank: int, port: int, path: Path, layout: TrainLayout) -> in
     cpu.patch_megatron()
     shape = model_shape(path)
     groups.join(device.join_store(port, TIMEOUT_S), rank, layout, seed=1, timeout_s=TIMEOUT_S)
-    config = model.transformer_config(path, shape, layout, torch.float32, {})
-    params = model.params(model.build_chunks(config, path, shape, layout, rank))
+    config = model.transformer_config(path, shape, layout, torch.float32, Train(lr=1.0))
+    params = model.params(model.build_chunks(config, path, shape, layout, rank, Routing()))
     load_hf(path, megatron_map.shards(shape, layout, rank), params)
     return len(params)
 

@@ -14,13 +14,14 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from megarl.parallel.local_spec import PackedAttention, RMSNorm
 
+ALONE: Any = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1, rank=lambda: 0))
 CONFIG: Any = SimpleNamespace(params_dtype=torch.float64, sequence_parallel=True)
 
 
 def attend(inputs: list[torch.Tensor], lengths: list[int]) -> torch.Tensor:
     bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
     packing = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
-    return PackedAttention(CONFIG)(*inputs, None, packed_seq_params=packing)
+    return PackedAttention(CONFIG, pg_collection=ALONE)(*inputs, None, packed_seq_params=packing)
 
 
 def slow_attention(inputs: list[torch.Tensor], lengths: list[int]) -> torch.Tensor:

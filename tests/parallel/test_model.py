@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.config import Train
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.model import hf_facts, option_faults, transformer_config
@@ -53,7 +54,8 @@ def test_unsupported_variants_are_refused(edited: Any, changes: dict[str, Any], 
 
 
 def config(path: Path, options: dict[str, Any]) -> Any:
-    return transformer_config(path, model_shape(path), TrainLayout(4, 2, 2, 2), torch.bfloat16, options)
+    train = Train(lr=1.0, megatron=options)
+    return transformer_config(path, model_shape(path), TrainLayout(4, 2, 2, 2), torch.bfloat16, train)
 
 
 def test_config_follows_checkpoint_and_layout(checkpoint_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.parallel.sequences import pack, unpack
+from megarl.parallel.sequences import Split, pack, unpack, zigzag
 from megarl.types import TrainSequence
 
 
@@ -25,9 +27,9 @@ def sequence(tokens: list[int]) -> TrainSequence:
 
 
 def test_by_hand() -> None:
-    row = pack([sequence([5, 6, 7]), sequence([8, 9])], multiple=4, device="cpu")
-    assert row.token_ids_T.tolist() == [5, 6, 7, 8, 9, 0, 0, 0]
-    assert row.labels_T.tolist() == [6, 7, 0, 9, 0, 0, 0, 0]
+    row = pack([sequence([5, 6, 7]), sequence([8, 9])], split=Split(tp=4), device="cpu")
+    assert row.token_ids_L.tolist() == [5, 6, 7, 8, 9, 0, 0, 0]
+    assert row.labels_L.tolist() == [6, 7, 0, 9, 0, 0, 0, 0]
     assert row.bounds.tolist() == [0, 3, 5, 8]  # the padding is a segment of its own
     assert row.bounds.dtype == torch.int32
     assert row.max_length == 3
@@ -37,7 +39,7 @@ def test_by_hand() -> None:
 
 
 def test_no_padding_segment_where_none_is_needed() -> None:
-    row = pack([sequence([1, 2]), sequence([3, 4])], multiple=2, device="cpu")
+    row = pack([sequence([1, 2]), sequence([3, 4])], split=Split(tp=2), device="cpu")
     assert row.bounds.tolist() == [0, 2, 4]
     assert row.old_logp_T is None
 
@@ -45,20 +47,48 @@ def test_no_padding_segment_where_none_is_needed() -> None:
 def test_old_logprobs_are_shifted_like_the_targets() -> None:
     sequences = [sequence([5, 6, 7]), sequence([8, 9])]
     old = [np.array([0.0, -1.0, -2.0], np.float32), np.array([0.0, -3.0], np.float32)]
-    row = pack(sequences, multiple=1, device="cpu", old_logp=old)
+    row = pack(sequences, split=Split(), device="cpu", old_logp=old)
     assert row.old_logp_T is not None
     assert row.old_logp_T.tolist() == [-1.0, -2.0, 0.0, -3.0, 0.0]
 
 
-@given(st.lists(st.lists(st.integers(1, 99), min_size=1, max_size=9), min_size=1, max_size=6), st.integers(1, 8))
-def test_every_sequence_comes_back(tokens: list[list[int]], multiple: int) -> None:
-    row = pack([sequence(one) for one in tokens], multiple=multiple, device="cpu")
-    total = sum(map(len, tokens))
-    assert len(row.token_ids_T) % multiple == 0
-    assert total <= len(row.token_ids_T) < total + multiple
-    assert row.bounds[-1] == len(row.token_ids_T)
-    labels = unpack(row, row.labels_T)
-    assert [one.tolist() for one in labels] == [[0.0, *one[1:]] for one in tokens]
+@given(
+    st.lists(st.lists(st.integers(1, 99), min_size=1, max_size=9), max_size=6),
+    st.integers(1, 4),
+    st.integers(1, 3),
+)
+def test_every_sequence_comes_back_from_all_ranks(tokens: list[list[int]], tp: int, cp: int) -> None:
+    """The shares of the context-parallel ranks, put in order, are the row; what a position predicts comes with it."""
+    sequences = [sequence(one) for one in tokens]
+    shares = [pack(sequences, split=Split(tp, cp, rank), device="cpu") for rank in range(cp)]
+    row, total = shares[0], sum(map(len, tokens))
+    assert {len(share.token_ids_L) for share in shares} == {len(row.order_T) // cp}
+    assert len(row.token_ids_L) % tp == 0
+    assert len(row.order_T) < total + len(tokens) * (2 * cp - 1) * (cp > 1) + 2 * cp * tp + 1
+    assert row.bounds[-1] == len(row.order_T) > 0
+    labels_T = torch.cat([share.labels_L for share in shares])[row.order_T]
+    sequence_T = torch.cat([share.sequence_L for share in shares])[row.order_T]
+    assert [one.tolist() for one in unpack(row, labels_T)] == [[0.0, *one[1:]] for one in tokens]
+    counts = torch.bincount(sequence_T, minlength=len(tokens) + 1)[: len(tokens)]
+    assert counts.tolist() == [len(one) for one in tokens]
     masked = row.targets.loss_mask_T
-    assert torch.equal(row.targets.engine_logp_T[masked], -row.labels_T[masked].float())
-    assert int(masked.sum()) == sum(int(sequence(one).loss_mask_T[1:].sum()) for one in tokens)
+    assert torch.equal(row.targets.engine_logp_T[masked], -labels_T[masked].float())
+    assert int(masked.sum()) == sum(int(one.loss_mask_T[1:].sum()) for one in sequences)
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(2, 4))
+def test_context_parallel_ranks_attend_to_equally_many_tokens(chunks: list[int], cp: int) -> None:
+    bounds = np.concatenate([[0], np.cumsum([2 * cp * chunk for chunk in chunks])])
+    starts = np.repeat(bounds[:-1], np.diff(bounds))
+    seen = [int((places - starts[places] + 1).sum()) for places in (zigzag(bounds, cp, rank) for rank in range(cp))]
+    assert len(set(seen)) == 1
+
+
+def test_the_engines_experts_are_packed_with_the_tokens_they_are_of() -> None:
+    """Its last token was never an input of the engine's: nothing is known of it, nor of padding."""
+    given = [replace(sequence([5, 6, 7]), experts_TMK=np.arange(4).reshape(2, 1, 2)), sequence([8, 9])]
+    assert pack(given, split=Split(), device="cpu").experts_LMK is None  # one sequence has none
+    given[1] = replace(given[1], experts_TMK=np.full((1, 1, 2), 7))
+    row = pack(given, split=Split(tp=4), device="cpu")
+    assert row.experts_LMK is not None
+    assert row.experts_LMK[:, 0].tolist() == [[0, 1], [2, 3], [-1, -1], [7, 7], [-1, -1], [-1, -1], [-1, -1], [-1, -1]]

@@ -35,10 +35,23 @@ def recipe(path: Path, layout: TrainLayout, **train: Any) -> Recipe:
             "data": {"train": "none"},
             "reward": {"function": "none"},
             "rollout": {"prompts_per_step": 1, "samples_per_prompt": 2, "max_response_tokens": 1},
-            "train": {"tp": layout.tp, "pp": layout.pp, "ep": layout.ep, "lr": 1e-3, **train},
+            "train": {**axes(layout), "lr": 1e-3, **train},
             "placement": {"gpus": layout.world_size},
         }
     )
+
+
+def axes(layout: TrainLayout) -> dict[str, Any]:
+    """The layout as keys of the recipe's `train`."""
+    return {
+        "tp": layout.tp,
+        "pp": layout.pp,
+        "ep": layout.ep,
+        "cp": layout.cp,
+        "vpp": layout.vpp,
+        "etp": layout.expert_tp or None,
+        "layers_per_stage": layout.stage_layers,
+    }
 
 
 _server = forkserver.ForkServer()
@@ -139,6 +152,26 @@ def deal(sequences: Sequence[TrainSequence], dp_rank: int, dp: int, micro_batche
     return [mine[start:end] for start, end in zip(cuts[:-1], cuts[1:], strict=True)]
 
 
+def part(micro_batches: Sequence[Sequence[TrainSequence]], denominator: float, **more: Any) -> Any:
+    """An update of these micro-batches alone: what one rank, or one of equal data-parallel ranks, is given."""
+    return world_part(micro_batches, [one for batch in micro_batches for one in batch], denominator, **more)
+
+
+def world_part(
+    micro_batches: Sequence[Sequence[TrainSequence]],
+    everything: Sequence[TrainSequence],
+    denominator: float,
+    **more: Any,
+) -> Any:
+    """One rank's part of an update of all the sequences in `everything`."""
+    from megarl.parallel.pipeline import Norms
+    from megarl.trainer import Part
+
+    tokens = sum(len(one.token_ids_T) for one in everything)
+    norms = Norms(denominator, tokens, int(sum(one.loss_mask_T.sum() for one in everything)))
+    return Part(micro_batches, norms, **more)
+
+
 def weighted_loss(
     logp_T: torch.Tensor, old_logp_T: torch.Tensor, targets: Any
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -182,3 +215,12 @@ def assemble(ranks: Sequence[Sequence[Rectangle]]) -> dict[str, np.ndarray]:
     for name, values in logical.items():
         assert not np.isnan(values).any(), f"{name} is incomplete"
     return logical
+
+
+def check_weights(mine: dict[str, np.ndarray], expected: dict[str, np.ndarray], distance: float) -> None:
+    """Adam moves a weight by about lr a step whatever the gradient's size, so compare against that distance."""
+    assert mine.keys() == expected.keys()
+    for tensor, values in mine.items():
+        difference = np.abs(values - expected[tensor])
+        assert np.quantile(difference, 0.999) < 1e-2 * distance, tensor
+        assert np.linalg.norm(difference) < 1e-4 * np.linalg.norm(expected[tensor]), tensor

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megarl.config import load_recipe
+from megarl.recipe_file import load_recipe
 from megarl.types import UserFault, UserFaults
 
 ROOT = Path(__file__).parents[1]
@@ -106,7 +106,7 @@ def rename(tree: dict[str, Any], path: str, name: str) -> dict[str, Any]:
 
 def siblings(tree: dict[str, Any], path: str) -> set[str]:
     for key in path.split(".")[:-1]:
-        tree = tree[key]
+        tree = tree.get(key, {})
     return set(tree)
 
 

@@ -1,0 +1,61 @@
+"""Ranks that share out a row's tokens bring them together: gathers whose gradients go back to where they belong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class _GatherWhole(torch.autograd.Function):
+    """Shares [L, ...] -> all of them, for a loss that every rank computes in full: no sum on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.rank, ctx.length = group.rank(), len(share)
+        return _all_gather(share, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, None]:
+        start = ctx.rank * ctx.length
+        return gradients[0][start : start + ctx.length].contiguous(), None
+
+
+class _GatherShared(torch.autograd.Function):
+    """The same for what each rank uses in its own way: the gradients of all are summed into each rank's share."""
+
+    @staticmethod
+    def forward(ctx: Any, share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _all_gather(share, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, None]:
+        gradient = gradients[0].contiguous()
+        share = gradient.new_empty(len(gradient) // ctx.group.size(), *gradient.shape[1:])
+        dist.reduce_scatter_tensor(share, gradient, group=ctx.group)
+        return share, None
+
+
+def _all_gather(share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    whole = share.new_empty(group.size() * len(share), *share.shape[1:])
+    dist.all_gather_into_tensor(whole, share.contiguous(), group=group)
+    return whole
+
+
+def gather_row(share_L: torch.Tensor, order_T: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """One value a token, from every rank's share into the order of the row [T]; each rank's loss is of all of it."""
+    if group.size() == 1:
+        return share_L
+    return _GatherWhole.apply(share_L, group).index_select(0, order_T)  # type: ignore[union-attr]
+
+
+def gather_shared(share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[L, ...] of every rank, one behind the other, for each to use in its own way."""
+    return share if group.size() == 1 else _GatherShared.apply(share, group)  # type: ignore[return-value]
+
+
+def gather_keys(share: torch.Tensor, order_T: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Keys or values [L, heads, d] of every rank, in the order of the row [T, heads, d]."""
+    return share if group.size() == 1 else gather_shared(share, group).index_select(0, order_T)

@@ -1,0 +1,100 @@
+"""One training rank's part of a Megatron model: built, run, stepped, and moved out of the way."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.distributed.distributed_c10d import Store
+
+from megarl import device
+from megarl.config import Train
+from megarl.parallel import cpu, groups, model
+from megarl.parallel.layout import TrainLayout
+from megarl.parallel.pipeline import Coefficients, Pipeline
+from megarl.parallel.routing import Routing
+from megarl.parallel.sequences import Split
+from megarl.types import ModelShape
+
+
+class RankModel:
+    """Rank `rank` of a training world. Every method but `params` is called on all ranks together.
+
+    The constructor meets the other ranks at the store and builds this rank's chunks, contents undefined; once they are
+    loaded, `make_optimizer` copies from them. Raises UserFault for a Megatron option that does not fit.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        path: str,
+        shape: ModelShape,
+        layout: TrainLayout,
+        train: Train,
+        *,
+        dtype: str,
+        store: Store,
+        seed: int,
+        timeout_s: float,
+    ) -> None:
+        if device.DEVICE == "cpu":
+            cpu.patch_megatron()
+            torch.set_num_threads(1)
+        else:
+            torch.cuda.set_device(rank % torch.cuda.device_count())
+        self.rank, self.shape, self.layout, self._train = rank, shape, layout, train
+        self.at = layout.coords(rank)
+        self.is_last_stage = self.at.pp == layout.pp - 1
+        self.split = Split(layout.tp, layout.cp, self.at.cp)
+        self._dtype = model.DTYPES[dtype]
+        config = model.transformer_config(path, shape, layout, self._dtype, train)
+        groups.join(store, rank, layout, seed, timeout_s)
+        routing = Routing()
+        chunks = model.build_chunks(config, path, shape, layout, rank, routing)
+        if not train.mtp_loss:
+            model.freeze_mtp(chunks)
+        self.chunks = model.wrap(config, chunks)
+        self.pipeline = Pipeline(
+            self.chunks, routing, shape.vocab_size, Coefficients(train.aux_loss, train.z_loss, train.mtp_loss)
+        )
+
+    def make_optimizer(self) -> None:
+        """AdamW on this rank's weights as they are now."""
+        self.optimizer = model.build_optimizer(self.chunks, self._train, self._dtype)
+
+    def params(self) -> dict[str, torch.Tensor]:
+        """This rank's weights by the map's names: views of long-lived buffers that every step updates in place."""
+        return model.params([chunk.module for chunk in self.chunks])
+
+    def moe_layers(self) -> list[int]:
+        """All decoder layers with experts, in the whole model."""
+        return [layer for layer in range(self.shape.num_layers) if not self.shape.is_dense(layer)]
+
+    def zero_grad(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+
+    def step(self, lr: float) -> float:
+        """One AdamW step on the gradients that are there; their norm before clipping.
+
+        Raises FloatingPointError when it is not finite.
+        """
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        _, grad_norm, _ = self.optimizer.step()
+        self.optimizer.zero_grad()
+        if grad_norm is None or not math.isfinite(grad_norm):
+            raise FloatingPointError(f"training rank {self.rank}: the gradient norm is {grad_norm}")
+        return float(grad_norm)
+
+    def offload(self) -> None:
+        """Free the gradients and, on a GPU, move the optimizer's state to the host; parameters stay where they are."""
+        for chunk in self.chunks:
+            chunk.offload_grad_buffers()
+        model.move_optimizer(self.optimizer, self.chunks, "cpu")
+
+    def onload(self) -> None:
+        """Undo offload; gradients come back as zeros."""
+        model.move_optimizer(self.optimizer, self.chunks, device.DEVICE)
+        for chunk in self.chunks:
+            chunk.restore_grad_buffers()
