@@ -111,6 +111,7 @@ def train_sequence(
         loss_weight_T=on_response(1.0 if mean_over == "tokens" else 1.0 / length, np.float32),
         advantage_T=on_response(ref.advantage, np.float32),
         engine_logp_T=on_response(sample.engine_logp_T, np.float32),
+        experts_TMK=sample.routed_experts,
     )
 
 

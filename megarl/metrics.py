@@ -23,7 +23,8 @@ _PLAIN_WIDTH = 160  # of a log file, where rich would otherwise fold lines at 80
 _TABLE = ("eval/accuracy", "reward/mean", "reward/accuracy", "rollout/response_length_mean")
 _WORST_GAP = "rollout/logprob_gap_max"
 _MEANS = ("loss", "grad_norm", "aux_loss", "z_loss", "mtp_loss")
-_NOT_PER_TOKEN = ("tokens", "gap", "gap_max", "differing_choices", "replayed_choices")
+_REPLAY = ("replay_gap", "replay_gap_without", "replay_gap_tokens", "differing_choices", "replayed_choices")
+_NOT_PER_TOKEN = ("tokens", "gap", "gap_max", *_REPLAY)
 _SHOWN = (  # metric, its name in the progress line, format, colour
     ("warm_start/loss", "loss", "{:.4f}", "default"),
     ("reward/mean", "reward", "{:.3f}", "green"),
@@ -64,6 +65,9 @@ def train_metrics(updates: Sequence[Metrics]) -> Metrics:
         metrics["rollout/logprob_gap_max"] = stats["gap_max"]
     if "replayed_choices" in stats:
         metrics["replay/differing_share"] = stats.get("differing_choices", 0.0) / stats["replayed_choices"]
+    if stats.get("replay_gap_tokens"):
+        metrics["replay/logprob_gap"] = stats["replay_gap"] / stats["replay_gap_tokens"]
+        metrics["replay/logprob_gap_without"] = stats["replay_gap_without"] / stats["replay_gap_tokens"]
     sums = stats.keys() - {*_MEANS, *_NOT_PER_TOKEN}
     metrics |= {f"train/{name}": stats[name] / tokens for name in sorted(sums)}
     if len(updates) > 1:

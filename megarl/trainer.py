@@ -101,7 +101,9 @@ class Trainer:
         # Only later updates of a step train a policy that is no longer the one that the ratio is to.
         parts = [self._part(share, one, many=len(updates) > 1) for share, one in zip(shares, updates, strict=True)]
         loss = self._loss(row.loss)
-        return [self.train_step(part, lr, loss) for part in parts]
+        gaps = self._replay_gaps(parts[0])
+        first, *rest = [self.train_step(part, lr, loss) for part in parts]
+        return [first | gaps, *rest]
 
     def _part(self, share: MicroBatches, update: Update, many: bool) -> Part:
         """With what the old policy says of it, where that is asked for."""
@@ -164,6 +166,25 @@ class Trainer:
         grad_norm = self._model.step(lr)
         reduced = _reduce(stats, groups.dp_group()) if self._model.is_last_stage else {}
         return {**reduced, "grad_norm": grad_norm, **self._routing_stats(part.norms)}
+
+    def _replay_gaps(self, part: Part) -> Metrics:
+        """What replay does to |engine - trainer| logprob, summed over the first micro-batches' masked tokens."""
+
+        def gap(row: PackedRow, logp_T: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            targets = row.targets
+            gap_T = torch.where(targets.loss_mask_T, (logp_T - targets.engine_logp_T).abs(), 0.0)
+            return logp_T.sum(), torch.stack([gap_T.sum(), targets.loss_mask_T.sum()])
+
+        if not part.choices:
+            return {}
+        few = self.layout.pp if self.layout.vpp > 1 else 1  # an interleaved pipeline takes no fewer
+        rows, run = [self._pack(batch) for batch in part.micro_batches[:few]], self._model.pipeline.run
+        with_replay, without = run(rows, gap, choices=part.choices[:few]), run(rows, gap)
+        if not self._model.is_last_stage:
+            return {}
+        (replay_gap, tokens), (free_gap, _) = torch.stack(with_replay).sum(0), torch.stack(without).sum(0)
+        stats = {"replay_gap": replay_gap, "replay_gap_without": free_gap, "replay_gap_tokens": tokens}
+        return _reduce([stats], groups.dp_group())
 
     def _routing_stats(self, norms: Norms) -> Metrics:
         """The auxiliary losses as means over tokens (and layers), and sums of replayed choices, over all ranks."""

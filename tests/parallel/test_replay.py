@@ -1,0 +1,129 @@
+"""Routing replay: the choice of experts is given, whatever the layout, the packing and the recomputation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.parallel.layout import TrainLayout
+from megarl.types import TrainSequence
+from tests.parallel.checkpoints import write
+from tests.parallel.test_parity import RECOMPUTE
+from tests.parallel.worlds import (
+    assemble,
+    check_weights,
+    deal,
+    ragged,
+    recipe,
+    rectangles,
+    run_world,
+    weighted_loss,
+    world_part,
+)
+
+pytestmark = pytest.mark.slow
+
+VOCAB_SIZE, EXPERTS, DENOMINATOR, LR = 200, 8, 97.0, 1e-3
+TOP_K = {"qwen3-moe": 2, "deepseek-v3": 4}
+MOE_LAYERS = {"qwen3-moe": 4, "deepseek-v3": 3}
+ONE_RANK = TrainLayout(1, 1, 1, 1)
+LAYOUTS: dict[str, tuple[TrainLayout, dict[str, Any]]] = {
+    "tp2 vpp2 ep2, full recompute": (TrainLayout(4, 2, 2, 2, vpp=2), RECOMPUTE["full"]),
+    "tp2 cp2 ep4, selective recompute": (TrainLayout(4, 2, 1, 4, cp=2), RECOMPUTE["selective"]),
+    "tp2 vpp2 cp2 ep2": (TrainLayout(8, 2, 2, 2, cp=2, vpp=2), {}),
+}
+
+
+def sampled(family: str) -> list[TrainSequence]:
+    """Sequences whose engine chose experts at random, in one of them half of the time not known."""
+    rng = np.random.default_rng(1)
+    found = []
+    for one in ragged(14, VOCAB_SIZE, seed=3):
+        size = len(one.token_ids_T) - 1, MOE_LAYERS[family]
+        experts = np.array([rng.permutation(EXPERTS)[: TOP_K[family]] for _ in range(size[0] * size[1])])
+        found.append(replace(one, experts_TMK=experts.reshape(*size, -1)))
+    found[0].experts_TMK[::2] = -1  # type: ignore[index]
+    return found
+
+
+def replay_engine(trainer: Any, family: str) -> dict[str, Any]:
+    """Two steps in which every pass takes the engine's experts."""
+    sequences, at, dp = sampled(family), trainer.layout.coords(trainer.rank), trainer.layout.dp
+    micro_batches = deal(sequences, at.dp, dp, micro_batches=4)
+    choices = [trainer._engine_choices(trainer._pack(batch)) for batch in micro_batches]
+    part = world_part(micro_batches, sequences, DENOMINATOR, choices=choices)
+    return {
+        "gaps": trainer._replay_gaps(part),
+        "metrics": [trainer.train_step(part, LR, weighted_loss) for _ in range(2)],
+        "weights": rectangles(trainer),
+    }
+
+
+@pytest.fixture(scope="module", params=["qwen3-moe", "deepseek-v3"])
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def path(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp(family), family, vocab_size=VOCAB_SIZE, pad_token_id=None)
+
+
+@pytest.fixture(scope="module")
+def one_rank(path: Path, family: str) -> dict[str, Any]:
+    return run_world(recipe(path, ONE_RANK, aux_loss=0.02), replay_engine, family)[0]
+
+
+def test_most_random_choices_are_not_the_routers_own(one_rank: dict[str, Any]) -> None:
+    metrics = one_rank["metrics"][0]
+    tokens = sum(len(one.token_ids_T) - 1 for one in ragged(14, VOCAB_SIZE, seed=3))
+    assert metrics["replayed_choices"] < 4 * tokens
+    assert 0.7 < metrics["differing_choices"] / metrics["replayed_choices"] <= 1
+    assert one_rank["gaps"]["replay_gap"] != one_rank["gaps"]["replay_gap_without"]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_engines_experts_in_every_layout(path: Path, family: str, one_rank: dict[str, Any], name: str) -> None:
+    layout, options = LAYOUTS[name]
+    ranks = run_world(recipe(path, layout, aux_loss=0.02, megatron=options), replay_engine, family)
+    for mine, one in zip(ranks[-1]["metrics"], one_rank["metrics"], strict=True):
+        assert mine == pytest.approx(one, rel=1e-4)
+    assert {name: gap > 0 for name, gap in ranks[-1]["gaps"].items()} == dict.fromkeys(one_rank["gaps"], True)
+    check_weights(assemble([one["weights"] for one in ranks]), assemble([one_rank["weights"]]), 2 * LR)
+
+
+def replay_old_policy(trainer: Any, amount: float) -> dict[str, Any]:
+    """Logprobs; then the router biases, which choose experts but do not weigh them, are moved; then logprobs again."""
+    from megarl.parallel.routing import Choices
+
+    at = trainer.layout.coords(trainer.rank)
+    micro_batches = deal(ragged(14, VOCAB_SIZE, seed=3), at.dp, trainer.layout.dp, micro_batches=4)
+    choices = [Choices(is_noting=True) for _ in micro_batches]
+    before = trainer.logprobs(micro_batches, choices)
+    for one in choices:
+        one.is_noting = False
+    made = torch.Generator().manual_seed(0)
+    for name, bias in trainer.params().items():
+        if name.endswith("expert_bias"):
+            bias += amount * torch.randn(EXPERTS, generator=made)
+    return {
+        "before": before,
+        "plain": trainer.logprobs(micro_batches),
+        "replayed": trainer.logprobs(micro_batches, choices),
+        "sums": {name: float(value) for name, value in trainer._model.pipeline.routing.sums.items()},
+    }
+
+
+@pytest.mark.parametrize("layout", [ONE_RANK, TrainLayout(8, 2, 2, 2, cp=2, vpp=2)], ids=["one rank", "8 ranks"])
+def test_the_old_policys_experts_undo_a_perturbed_router(tmp_path: Path, layout: TrainLayout) -> None:
+    path = write(tmp_path, "deepseek-v3", vocab_size=VOCAB_SIZE, pad_token_id=None)
+    *_, last = run_world(recipe(path, layout), replay_old_policy, 0.5)
+    before, plain, replayed = (np.concatenate(last[name]) for name in ("before", "plain", "replayed"))
+    assert np.abs(plain - before).max() > 0.1, "plain recomputation takes other experts"
+    np.testing.assert_allclose(replayed, before, atol=1e-5)
+    assert last["sums"]["differing_choices"] > 0.1 * last["sums"]["replayed_choices"]
