@@ -15,7 +15,7 @@ from megarl import checkpoint
 from megarl.algos import ALGORITHMS
 from megarl.config import Recipe
 from megarl.device import DEVICE
-from megarl.parallel.hf_config import QWEN3_MOE, architecture, hf_facts, model_shape
+from megarl.parallel.hf_config import hf_facts, model_shape
 from megarl.parallel.layout import FP8_TILE, EngineLayout, TrainLayout
 from megarl.parallel.placement import engine_layout, slot_faults, train_layout
 from megarl.resharding import fp8, megatron_map, sglang_map
@@ -192,13 +192,7 @@ def _checkpoint_faults(recipe: Recipe) -> Faults:
     shape = _attempt(faults, lambda: model_shape(recipe.model.path))
     if shape is None:
         return faults
-    family = architecture(recipe.model.path)
-    if family != QWEN3_MOE:
-        problem = f"{family} can be resharded and exported, but training it is not proven yet"
-        faults.append(UserFault("model.path", problem, f"use a checkpoint of {QWEN3_MOE}"))
-    elif shape.tied:
-        problem = "tie_word_embeddings is true: training a shared embedding is not proven yet"
-        faults.append(UserFault("model.path", problem, "use a checkpoint where it is false"))
+    faults += _loss_faults(recipe, shape)
     faults += checkpoint.check_hf(recipe.model.path, shape)
     _attempt(faults, lambda: hf_facts(recipe.model.path))
     config = json.loads((Path(recipe.model.path) / "config.json").read_text(encoding="utf-8"))
@@ -208,6 +202,22 @@ def _checkpoint_faults(recipe: Recipe) -> Faults:
         problem = f"with rollout.max_response_tokens it makes {longest} tokens, the model's context is {context}"
         mend = f"bring the sum to at most {context - _SPARE_CONTEXT}"
         faults.append(UserFault("data.max_prompt_tokens", problem, mend))
+    return faults
+
+
+def _loss_faults(recipe: Recipe, shape: ModelShape) -> Faults:
+    """Keys of `train` that speak of parts which the model does not have."""
+    train, faults = recipe.train, []
+    of_experts = {"aux_loss": train.aux_loss, "z_loss": train.z_loss, "replay": train.replay != "off"}
+    for key in [key for key, is_set in of_experts.items() if is_set and not shape.num_experts]:
+        problem, mend = "the model has no experts", f"leave train.{key} out"
+        faults.append(UserFault(f"train.{key}", problem, mend))
+    if train.router_bias_rate and not shape.router_bias:
+        problem, mend = "the model's routers have no biases", "set it to 0, or use train.aux_loss"
+        faults.append(UserFault("train.router_bias_rate", problem, mend))
+    if train.mtp_loss and not shape.num_mtp_layers:
+        problem = "the checkpoint has no multi-token prediction layers"
+        faults.append(UserFault("train.mtp_loss", problem, "set it to 0"))
     return faults
 
 

@@ -87,6 +87,10 @@ def test_evaluation_sets_are_cut_to_their_limit_and_the_seed_decides_the_order(g
         (["train.tp=3", "placement.gpus=6"], "train.tp", "3 does not divide"),
         (["train.pp=3", "placement.gpus=6"], "train.pp", "3 does not divide the layers (4)"),
         (["train.ep=3", "placement.gpus=12"], "train.ep", "3 does not divide the experts (8)"),
+        (["train.cp=2"], "placement.gpus", "4 GPUs are not a multiple of train.tp x train.cp x train.pp = 8"),
+        (["train.vpp=3"], "train.vpp", "train.pp x train.vpp = 6 does not divide the layers (4)"),
+        (["train.etp=3"], "train.ep", "2 x train.etp (3) does not divide the 2 ranks of a pipeline stage"),
+        (["train.layers_per_stage=[3]"], "train.layers_per_stage", "write 2 numbers"),
         (["train.ep=8"], "train.ep", "8 does not divide the 2 ranks of a pipeline stage"),
         (["rollout.engine.tp=8"], "rollout.engine.count", "1 engines of 8 ranks end at GPU 8, there are 4"),
         (["rollout.engine.count=3"], "rollout.engine.count", "3 engines of 2 ranks end at GPU 6, there are 4"),
@@ -184,21 +188,12 @@ def test_a_checkpoint_that_does_not_fit_its_config(
     assert f"(and {4 * 8 * 3 - 1} more such tensors)" in line  # every projection of every expert of every layer
 
 
-@pytest.mark.parametrize("family", ["deepseek-v3", "llama"])
-def test_a_family_that_is_mapped_but_not_trained_is_refused(
-    told: Callable[..., list[str]], tmp_path: Path, family: str
-) -> None:
-    checkpoints.write(tmp_path / "model", family)
-    lines = told(f"model.path={tmp_path / 'model'}", "train.ep=1", "rollout.engine.tp=1")
-    wanted = "can be resharded and exported, but training it is not proven yet"
-    assert sum(line.startswith("model.path: ") and wanted in line for line in lines) == 1, lines
-
-
-def test_tied_embeddings_are_not_trained_yet(told: Callable[..., list[str]], tmp_path: Path) -> None:
-    folder = checkpoints.write(tmp_path / "tied", "qwen3-moe", tie_word_embeddings=True)
-    faults = told(f"model.path={folder}", "rollout.engine.tp=1")
-    assert any("training a shared embedding is not proven yet" in fault for fault in faults), faults
-
+def test_losses_of_parts_that_the_model_does_not_have(told: Callable[..., list[str]], tmp_path: Path) -> None:
+    folder = checkpoints.write(tmp_path / "dense", "llama")
+    keys = ["aux_loss=0.1", "z_loss=0.1", "router_bias_rate=0.1", "mtp_loss=0.1", "replay=r3"]
+    lines = told(f"model.path={folder}", "train.ep=1", "rollout.engine.tp=1", *(f"train.{key}" for key in keys))
+    for key in keys:
+        assert sum(line.startswith(f"train.{key.partition('=')[0]}: ") for line in lines) == 1, lines
 
 
 def test_chat_messages_and_parquet_are_read(good: list[str], tmp_path: Path) -> None:

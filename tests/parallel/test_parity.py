@@ -51,6 +51,8 @@ LAYOUTS = {
     "tp2 pp2 cp2 ep2": TrainLayout(8, 2, 2, 2, cp=2),
     "tp2 vpp2 cp2 ep2": TrainLayout(8, 2, 2, 2, cp=2, vpp=2),
 }
+DENSE = ("qwen3", "qwen2", "llama")
+DENSE_LAYOUTS = (ONE_RANK, TrainLayout(4, 2, 2, 1), TrainLayout(4, 1, 2, 1, cp=2, vpp=2))
 RECOMPUTE = {
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]},
@@ -105,6 +107,15 @@ def test_recomputed_activations_change_nothing(one_rank: dict[str, Any], family:
     layout = LAYOUTS["tp2 vpp2 ep2" if name == "full" else "tp2 cp2 ep4"]
     path, expected = one_rank[family]
     check(run(path, family, layout, **RECOMPUTE[name]), layout, expected)
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_dense_families(tmp_path: Path, family: str) -> None:
+    """Without experts; Qwen3's embedding is also its output layer, on two stages in two copies."""
+    path = write(tmp_path, family, vocab_size=VOCAB_SIZE, pad_token_id=None)
+    made = {layout: run_world(recipe(path, layout, weight_decay=0.1), train) for layout in DENSE_LAYOUTS}
+    for layout, ranks in made.items():
+        check(ranks, layout, made[ONE_RANK][0])
 
 
 def check(ranks: list[dict[str, Any]], layout: TrainLayout, expected: dict[str, Any]) -> None:
