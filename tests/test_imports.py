@@ -17,7 +17,7 @@ FLOORS = [
     {"types"},
     {"config", "device", "processes", "ray_settings"},
     {"recipe_file"},
-    {"algos", "batching", "metrics", "memory", "parallel", "rollout"},
+    {"algos", "batching", "metrics", "memory", "parallel", "rollout", "snapshots"},
     {"resharding"},
     {"checkpoint", "hf_export"},
     {"trainer", "cluster", "preflight"},

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import torch
 from torch.distributed.distributed_c10d import Store
 
 from megarl import device
 from megarl.config import Train
-from megarl.parallel import cpu, groups, model
+from megarl.parallel import cpu, groups, model, saving
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.pipeline import Coefficients, Pipeline
 from megarl.parallel.routing import Routing
@@ -86,6 +87,14 @@ class RankModel:
         if grad_norm is None or not math.isfinite(grad_norm):
             raise FloatingPointError(f"training rank {self.rank}: the gradient norm is {grad_norm}")
         return float(grad_norm)
+
+    def save(self, folder: Path) -> saving.Pending:
+        """Begin to write everything that training goes on from."""
+        return saving.save(folder, self.chunks, self.optimizer)
+
+    def load(self, folder: Path) -> None:
+        """Go on from what `save` wrote, in whatever layout."""
+        saving.load(folder, self.chunks, self.optimizer)
 
     def offload(self) -> None:
         """Free the gradients and, on a GPU, move the optimizer's state to the host; parameters stay where they are."""

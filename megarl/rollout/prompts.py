@@ -170,6 +170,11 @@ class PromptStream:
         self._prompts = list(prompts)
         self._random = random.Random(seed)
         self._waiting: list[Prompt] = []
+        self.taken = 0  # since the stream began: all that it takes to go on from there
+
+    def __len__(self) -> int:
+        """Prompts in one epoch."""
+        return len(self._prompts)
 
     def take(self, n: int) -> list[Prompt]:
         """The next n prompts; an epoch's end may fall inside."""
@@ -180,4 +185,10 @@ class PromptStream:
             missing = n - len(taken)
             taken += self._waiting[:missing]
             self._waiting = self._waiting[missing:]
+        self.taken += n
         return taken
+
+    def skip_to(self, taken: int) -> None:
+        """Go on as if this many prompts had been taken from a new stream."""
+        while self.taken < taken:
+            self.take(min(len(self._prompts), taken - self.taken))

@@ -222,7 +222,7 @@ def check_weights(mine: dict[str, np.ndarray], expected: dict[str, np.ndarray], 
     assert mine.keys() == expected.keys()
     for tensor, values in mine.items():
         difference = np.abs(values - expected[tensor])
-        # A key's bias in the slow rotary dimensions cancels in the softmax: its gradient is rounding, which Adam scales.
+        # A key's bias in slow rotary dimensions cancels in the softmax: its gradient is rounding, which Adam scales.
         known = 0.7 if tensor.endswith("k_proj.bias") else 0.999
         assert np.quantile(difference, known) < 1e-2 * distance, tensor
         assert np.linalg.norm(difference) < 1e-4 * np.linalg.norm(expected[tensor]), tensor

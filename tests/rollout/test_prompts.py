@@ -162,3 +162,13 @@ def test_epochs_and_seeds_differ() -> None:
     assert first != PromptStream(numbered(50), 2).take(50)
     with pytest.raises(ValueError, match="at least one prompt"):
         PromptStream([], 1)
+
+
+@pytest.mark.parametrize("taken", [0, 3, 7, 23])
+def test_a_stream_goes_on_from_where_another_was(taken: int) -> None:
+    prompts = [Prompt(str(n), "", (n,), "") for n in range(7)]
+    first, second = PromptStream(prompts, seed=4), PromptStream(prompts, seed=4)
+    first.take(taken)
+    second.skip_to(first.taken)
+    assert second.taken == taken
+    assert [one.id for one in first.take(20)] == [one.id for one in second.take(20)]

@@ -1,0 +1,197 @@
+"""A training rank's state on disk, by Megatron's dist_checkpointing: any layout loads what any other saved."""
+
+from __future__ import annotations
+
+import os
+import queue
+import random
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core.dist_checkpointing.strategies import common, filesystem_async, state_dict_saver  # noqa: F401
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategy  # noqa: F401 - else loaded too late
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+from megarl.parallel.model import Chunk
+
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+
+
+@dataclass
+class Pending:
+    """A save whose tensors are copied, and whose files a thread is writing."""
+
+    files: tuple[str, ...]  # that this rank writes, in the checkpoint's folder
+    _thread: threading.Thread
+    _finalize: Sequence[Callable[[], None]]
+    _faults: list[BaseException] = field(default_factory=list)
+
+    def finish(self) -> None:
+        """Wait for the files of this rank, then for those of all; called on all ranks together."""
+        self._thread.join()
+        if self._faults:
+            raise self._faults[0]
+        for step in self._finalize:
+            step()
+
+
+def save(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer) -> Pending:
+    """Begin to write weights, optimizer and random states into an empty folder; called on all ranks together.
+
+    What is to be written is copied before this returns, so that training may go on.
+    """
+    _write_in_threads()
+    request = dist_checkpointing.save(
+        _state(chunks, optimizer, is_loading=False), str(folder), async_sharded_save=True, content_metadata=_METADATA
+    )
+    assert request is not None and request.async_fn is not None
+    rank_file = folder / f"rank-{dist.get_rank():05d}.pt"
+    torch.save(_random_state(), rank_file)
+    _, buckets, results = request.async_fn_args
+    copies = [(file, key, (values, _copied(tensors))) for file, key, (values, tensors) in buckets]
+    pending = Pending(
+        (rank_file.name, *(os.path.relpath(file, folder) for file, _, _ in copies)), threading.Thread(), []
+    )
+
+    def write() -> None:
+        try:
+            request.async_fn(dist.get_rank(), copies, results)  # type: ignore[misc]
+        except BaseException as error:
+            pending._faults.append(error)
+
+    pending._thread, pending._finalize = threading.Thread(target=write, name="checkpoint"), request.finalize_fns
+    pending._thread.start()
+    return pending
+
+
+def load(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer) -> None:
+    """Read what `save` wrote, in this layout or another; called on all ranks together.
+
+    The random states are read where as many ranks wrote them; else they stay as they were seeded.
+    """
+    _keep_steps()
+    state: Any = dist_checkpointing.load(_state(chunks, optimizer, is_loading=True), str(folder))
+    for index, chunk in enumerate(chunks):
+        chunk.module.load_state_dict(state[_chunk_key(chunks, index)])
+    optimizer.load_state_dict(state["optimizer"])
+    _own_steps(optimizer)
+    rank_file = folder / f"rank-{dist.get_rank():05d}.pt"
+    if len(list(folder.glob("rank-*.pt"))) == dist.get_world_size():
+        _set_random_state(torch.load(rank_file, weights_only=True))
+
+
+def _chunk_key(chunks: Sequence[object], index: int) -> str:
+    """As Megatron's optimizers name the chunks of a model."""
+    return "model" if len(chunks) == 1 else f"model{index}"
+
+
+def _state(
+    chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer, is_loading: bool
+) -> dict[str, Any]:
+    _start_states(optimizer)
+    state: dict[str, Any] = {
+        _chunk_key(chunks, index): cast(Chunk, chunk.module).sharded_state_dict(metadata=_METADATA)
+        for index, chunk in enumerate(chunks)
+    }
+    state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=_METADATA)
+    return state
+
+
+def _start_states(optimizer: ChainedOptimizer) -> None:
+    """AdamW makes its state in its first step; Megatron asserts that it is there."""
+    for chained in optimizer.chained_optimizers:
+        inner = chained.optimizer
+        if not isinstance(inner, torch.optim.AdamW):
+            continue
+        for param in (param for group in inner.param_groups for param in group["params"]):
+            if not inner.state[param]:
+                moments = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
+                inner.state[param] = {"step": torch.zeros((), dtype=torch.float32), **moments}
+
+
+def _own_steps(optimizer: ChainedOptimizer) -> None:
+    """Megatron gives all parameters one `step` tensor, which each of them would count up (distrib_optimizer.py)."""
+    for chained in optimizer.chained_optimizers:
+        for state in chained.optimizer.state.values():
+            if torch.is_tensor(state.get("step")):
+                state["step"] = state["step"].clone()
+
+
+@cache
+def _keep_steps() -> None:
+    """Megatron looks for torch AdamW's `step` among a parameter's loaded tensors, where it never is: its own then."""
+    original = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def set_states(self: Any, model_param: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
+        group_index, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group_index]["params"][order]]
+        original(self, model_param, {**tensors, "step": state["step"]} if "step" in state else tensors)
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_states
+
+
+def _copied(tensors: Sequence[tuple[Any, torch.Tensor]]) -> list[tuple[Any, torch.Tensor]]:
+    """On the host, in memory of their own."""
+    return [(item, tensor.clone() if tensor.is_cpu else tensor.cpu()) for item, tensor in tensors]
+
+
+class _NoCount:
+    """A bucket's writer tells a queue that it is done; here whoever asked is the same thread."""
+
+    def get(self) -> None: ...
+    def task_done(self) -> None: ...
+
+
+@cache
+def _write_in_threads() -> None:
+    """Megatron forks a process for each file, from one that has threads of torch, gRPC and CUDA: a thread instead."""
+    writer: Any = filesystem_async.FileSystemWriterAsync
+
+    def write(transforms: list[Any], _: bool, rank: int, buckets: Sequence[Any], results: Any) -> None:
+        found: dict[int, Any] = {}
+        for index, bucket in enumerate(buckets):
+            outcome: queue.SimpleQueue[Any] = queue.SimpleQueue()
+            writer.write_preloaded_data(transforms, index, bucket, outcome, _NoCount(), use_fsync=True)
+            _, found[index] = outcome.get()
+        failed = next((one for one in found.values() if isinstance(one, Exception)), None)
+        results.put(failed or found)
+
+    writer.write_preloaded_data_multiproc = staticmethod(write)
+    filesystem_async._get_write_results_queue = queue.SimpleQueue
+
+
+def _tracker() -> Any:
+    """Megatron's generators, one for each kind of parallel region."""
+    return tensor_parallel.get_cuda_rng_tracker()
+
+
+def _random_state() -> dict[str, Any]:
+    """Of every generator of this process, as values that torch loads without unpickling code."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # type: ignore[misc]
+    return {
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "megatron": _tracker().get_states(),
+    }
+
+
+def _set_random_state(state: Mapping[str, Any]) -> None:
+    random.setstate(state["python"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    _tracker().set_states(state["megatron"])

@@ -1,0 +1,131 @@
+"""What is saved and loaded goes on exactly: to the last bit in the same layout, to rounding in another."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.parallel.layout import TrainLayout
+from tests.parallel.checkpoints import write
+from tests.parallel.worlds import (
+    assemble,
+    deal,
+    ragged,
+    recipe,
+    rectangles,
+    run_world,
+    weighted_loss,
+    world_part,
+)
+
+pytestmark = pytest.mark.slow
+
+VOCAB_SIZE, LR = 200, 1e-3
+FROM = TrainLayout(4, 2, 2, 2)
+TO = {
+    "dp2 ep2": TrainLayout(2, 1, 1, 2),
+    "tp2 vpp2 ep4 with cp2": TrainLayout(8, 2, 2, 4, cp=2, vpp=2),
+}
+
+
+def steps(trainer: Any, count: int) -> list[dict[str, float]]:
+    sequences, at, dp = ragged(14, VOCAB_SIZE, seed=3), trainer.layout.coords(trainer.rank), trainer.layout.dp
+    part = world_part(deal(sequences, at.dp, dp, micro_batches=4), sequences, 97.0)
+    return [trainer.train_step(part, LR, weighted_loss) for _ in range(count)]
+
+
+def moments(trainer: Any) -> list[np.ndarray]:
+    """All of the optimizer's state on this rank."""
+    inner = [chained.optimizer for chained in trainer._model.optimizer.chained_optimizers]
+    params = [param for one in inner for group in one.param_groups for param in group["params"]]
+    states = {**{key: value for one in inner for key, value in one.state.items()}}
+    return [states[param][name].numpy().copy() for param in params for name in ("step", "exp_avg", "exp_avg_sq")]
+
+
+def draws() -> list[float]:
+    """One number of each generator."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    with get_cuda_rng_tracker().fork():  # type: ignore[union-attr]
+        tracked = float(torch.rand(()))
+    return [random.random(), float(np.random.rand()), float(torch.rand(())), tracked]
+
+
+def save_and_go_on(trainer: Any, folder: Path) -> dict[str, Any]:
+    steps(trainer, 2)
+    pending = trainer._model.save(folder)
+    after = steps(trainer, 2)  # while the files are written
+    pending.finish()
+    return {"metrics": after, "weights": rectangles(trainer), "moments": moments(trainer), "files": pending.files}
+
+
+def load_and_go_on(trainer: Any, folder: Path) -> dict[str, Any]:
+    trainer._model.load(folder)
+    return {"metrics": steps(trainer, 2), "weights": rectangles(trainer), "moments": moments(trainer)}
+
+
+def save_random_states(trainer: Any, folder: Path) -> list[float]:
+    draws()
+    trainer._model.save(folder).finish()
+    return draws()
+
+
+def load_random_states(trainer: Any, folder: Path) -> list[float]:
+    trainer._model.load(folder)
+    return draws()
+
+
+@pytest.fixture(scope="module", params=["qwen3-moe", "deepseek-v3"])
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def path(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    mtp = int(family == "deepseek-v3")
+    return write(tmp_path_factory.mktemp(family), family, mtp, vocab_size=VOCAB_SIZE, pad_token_id=None)
+
+
+@pytest.fixture(scope="module")
+def settings(family: str) -> dict[str, Any]:
+    return {"weight_decay": 0.1, **({"mtp_loss": 0.1, "router_bias_rate": 1e-3} if family == "deepseek-v3" else {})}
+
+
+@pytest.fixture(scope="module")
+def saved(path: Path, settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    return folder, run_world(recipe(path, FROM, **settings), save_and_go_on, folder)
+
+
+def test_the_same_layout_goes_on_to_the_last_bit(saved: tuple[Path, Any], path: Path, settings: dict[str, Any]) -> None:
+    folder, expected = saved
+    for mine, other in zip(run_world(recipe(path, FROM, **settings), load_and_go_on, folder), expected, strict=True):
+        assert mine["metrics"] == other["metrics"]
+        for one, two in zip(mine["weights"], other["weights"], strict=True):
+            assert one[:3] == two[:3] and np.array_equal(one[3], two[3]), one[0]
+        assert all(np.array_equal(one, two) for one, two in zip(mine["moments"], other["moments"], strict=True))
+    files = [name for rank in expected for name in rank["files"]]
+    assert len(files) == len(set(files)) and all((folder / name).stat().st_size for name in files)
+
+
+@pytest.mark.parametrize("name", TO)
+def test_another_layout_goes_on_within_rounding(
+    saved: tuple[Path, Any], path: Path, settings: dict[str, Any], name: str
+) -> None:
+    folder, expected = saved
+    ranks = run_world(recipe(path, TO[name], **settings), load_and_go_on, folder)
+    for mine, other in zip(ranks[-1]["metrics"], expected[-1]["metrics"], strict=True):
+        assert mine == pytest.approx(other, rel=1e-5)
+    weights, others = (assemble([one["weights"] for one in world]) for world in (ranks, expected))
+    for tensor, values in weights.items():
+        assert np.linalg.norm(values - others[tensor]) < 1e-5 * np.linalg.norm(others[tensor]), tensor
+
+
+def test_every_generator_goes_on(path: Path, tmp_path: Path) -> None:
+    made = recipe(path, TrainLayout(2, 2, 1, 2))
+    assert run_world(made, save_random_states, tmp_path) == run_world(made, load_random_states, tmp_path)
