@@ -101,7 +101,9 @@ class Sample:
     """One response of the engine.
 
     response_ids_T and engine_logp_T have the response's length (the end-of-sequence token included when it was
-    sampled); version is the weights' version that sampled it.
+    sampled); version is the weights' version that sampled it. routed_experts [T - 1, M, K], where it was asked for, are
+    the experts of prompt and response together but for the last token, which the engine did not compute, in each of the
+    M layers that have experts, from the model's first on: uint8, or int16 if there are more than 256.
     """
 
     response_ids_T: IntArray
@@ -109,6 +111,7 @@ class Sample:
     text: str
     finished: bool  # False: cut at the length limit
     version: int
+    routed_experts: npt.NDArray[Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.device import DEVICE
-from megarl.rollout import cpu
+from megarl.rollout import cpu, seeded
 from megarl.types import UserFault
 
 WHERE = "rollout.engine.sglang"
@@ -39,6 +39,8 @@ _OURS = {
     "nnodes": "",
     "node_rank": "",
     "enable_memory_saver": "",
+    "enable_deterministic_inference": "rollout.seeded",
+    "enable_return_routed_experts": "train.replay",
 }
 _SINGLE_OWNER = "it keeps weights in other places than resharding writes to"
 REFUSED = {  # first letters of server arguments that the weights' map cannot follow: why
@@ -71,12 +73,16 @@ _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_siz
 
 @dataclass(frozen=True)
 class Sampling:
-    """num_samples responses a prompt, each of max_tokens at most (end of sequence included); temperature 0: greedy."""
+    """num_samples responses a prompt, each of max_tokens at most (end of sequence included); temperature 0: greedy.
+
+    stream names the prompt's draw (run seed, step, place of the prompt) where samples repeat.
+    """
 
     num_samples: int
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
+    stream: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,9 @@ class EngineSettings:
     first_gpu is the GPU slot of its first tensor-parallel rank. Without load_weights it starts with made-up ones, and
     refuses to sample before its first reshard. With fp8 the weights are held in tiles of 128 x 128 with their scales,
     which a checkpoint in another type cannot fill: load_weights must be False.
+
+    seeded: a prompt's samples are the same, to the last bit, whenever weights and stream are; slower. routed_experts:
+    every sample says which experts its tokens went to.
     """
 
     model_path: str
@@ -100,6 +109,8 @@ class EngineSettings:
     sglang: Mapping[str, Any] = field(default_factory=dict)
     dp: int = 1
     fp8: bool = False
+    seeded: bool = False
+    routed_experts: bool = False
 
 
 def server_arguments(settings: EngineSettings, weight_loader: str) -> dict[str, Any]:
@@ -120,6 +131,7 @@ def server_arguments(settings: EngineSettings, weight_loader: str) -> dict[str, 
         "dp_size": settings.dp,
         "enable_dp_attention": settings.dp > 1,
         "disable_shared_experts_fusion": True,  # fused, their layout would depend on the GPU
+        "enable_return_routed_experts": settings.routed_experts,
     }
     if settings.fp8:
         arguments["json_model_override_args"] = json.dumps({"quantization_config": _FP8})
@@ -128,7 +140,10 @@ def server_arguments(settings: EngineSettings, weight_loader: str) -> dict[str, 
     else:
         # The memory saver: training takes the engine's memory between rollouts.
         arguments |= {"base_gpu_id": settings.first_gpu, "enable_memory_saver": True}
-    return arguments | dict(settings.sglang)
+    arguments |= settings.sglang
+    if settings.seeded:  # last: samples that are said to repeat must not depend on other settings
+        arguments |= seeded.server_arguments(settings.context_tokens, settings.concurrency)
+    return arguments
 
 
 def sglang_faults(arguments: Mapping[str, Any]) -> list[UserFault]:

@@ -39,6 +39,7 @@ def patch_sglang() -> None:
     attend_to_latents()
     pad_idle_groups()
     scatter_without_nccl()
+    keep_memory_unpinned()
 
 
 def set_environment() -> None:
@@ -164,7 +165,8 @@ def stand_in_for_kernels() -> None:
 def skip_remote_experts() -> None:
     """With expert parallelism SGLang marks another rank's expert by id -1, which its torch experts would index with.
 
-    Calls that hold such ids are summed expert by expert over the local ones; all others go SGLang's own way.
+    Its layers are summed expert by expert over the local ones, whether a batch has such ids or not: one order of
+    addition for all. Others go SGLang's own way.
     """
     from sglang.srt.layers.moe import fused_moe_native
 
@@ -172,7 +174,7 @@ def skip_remote_experts() -> None:
 
     def forward(layer: Any, x: torch.Tensor, topk_output: Any, config: Any) -> torch.Tensor:
         weights, ids, _ = topk_output
-        if config.activation != "silu" or not bool((ids < 0).any()):
+        if config.activation != "silu" or layer.moe_ep_size == 1:
             return original(layer, x, topk_output, config)
         return _sum_local_experts(x, weights, ids, layer.w13_weight, layer.w2_weight)
 
@@ -219,3 +221,10 @@ def scatter_without_nccl() -> None:
 
     coordinator: Any = GroupCoordinator
     coordinator.reduce_scatterv = coordinator._deterministic_reduce_scatterv
+
+
+def keep_memory_unpinned() -> None:
+    """SGLang pins its list of routed experts for the GPU's copies, whatever the device."""
+    from sglang.srt.mem_cache.pool_host import common
+
+    common._cuda_host_register = lambda *args: None

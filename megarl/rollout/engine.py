@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import io
 import json
 import pickle
@@ -15,6 +16,7 @@ import torch
 from megarl.device import DEVICE
 from megarl.rollout.arguments import EngineSettings, Sampling, server_arguments
 from megarl.rollout.host import EngineFault, Host
+from megarl.rollout.seeded import sample_seed
 from megarl.types import Sample
 
 WEIGHT_LOADER = "megarl.resharding.member.load"
@@ -28,9 +30,9 @@ class Engine:
     """
 
     def __init__(self, settings: EngineSettings, weight_loader: str = WEIGHT_LOADER) -> None:
-        self._tp = settings.tp
+        self._tp, self._seeded, self._routed_experts = settings.tp, settings.seeded, settings.routed_experts
         self._weight_loader = weight_loader
-        self._host = Host(server_arguments(settings, weight_loader))
+        self._host = Host(server_arguments(settings, weight_loader), settings.seeded)
         self._manager: Any = self._host.server.tokenizer_manager
         from transformers import AutoTokenizer  # seconds, which the host spends while its schedulers start
 
@@ -56,8 +58,8 @@ class Engine:
         """
         if self._stale is not None:
             raise EngineFault(self._stale)
-        outputs = await self._host.run(self._sglang_generate([list(prompt_ids)] * sampling.num_samples, sampling))
-        return [self._sample(output) for output in outputs]
+        outputs = await self._host.run(self._sglang_generate(list(prompt_ids), sampling))
+        return [self._sample(output, len(prompt_ids)) for output in outputs]
 
     async def reshard(self, message: Mapping[str, Any], version: int) -> None:
         """Every scheduler runs the weight loader on `message` with `version` added, then drops its KV cache.
@@ -95,14 +97,19 @@ class Engine:
         """End and reap the schedulers, and leave no file; harmless when repeated."""
         self._host.stop()
 
-    async def _sglang_generate(self, input_ids: list[list[int]], sampling: Sampling) -> list[dict[str, Any]]:
-        parameters = {
+    async def _sglang_generate(self, prompt_ids: list[int], sampling: Sampling) -> list[dict[str, Any]]:
+        common = {
             "max_new_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
         }
+        seeds = [sample_seed(sampling.stream, index) for index in range(sampling.num_samples)]
         return await self._host.server.async_generate(
-            input_ids=input_ids, sampling_params=parameters, return_logprob=True, logprob_start_len=-1
+            input_ids=[prompt_ids] * sampling.num_samples,
+            sampling_params=[common | ({"sampling_seed": seed} if self._seeded else {}) for seed in seeds],
+            return_logprob=True,
+            logprob_start_len=-1,
+            return_routed_experts=self._routed_experts,
         )
 
     async def _sglang_reshard(self, message: Mapping[str, Any], version: str) -> str | None:
@@ -126,7 +133,7 @@ class Engine:
         ended, ending = await self._manager.end_weight_update(EndWeightUpdateReqInput())
         return next((text for good, text in ((loaded, loading), (ended, ending)) if not good), None)
 
-    def _sample(self, output: Mapping[str, Any]) -> Sample:
+    def _sample(self, output: Mapping[str, Any], prompt_length: int) -> Sample:
         meta = output["meta_info"]
         reason = meta["finish_reason"]
         if reason["type"] == "abort":
@@ -139,7 +146,17 @@ class Engine:
             text=self._tokenizer.decode(token_ids, skip_special_tokens=True),
             finished=reason["type"] == "stop",
             version=int(span["version"]),
+            routed_experts=self._experts(meta, prompt_length + len(token_ids)) if self._routed_experts else None,
         )
+
+    def _experts(self, meta: Mapping[str, Any], num_tokens: int) -> np.ndarray:
+        """SGLang's base64 int32 [tokens - 1, layers, experts a token], of which dense layers say nothing."""
+        config = self._manager.model_config.hf_text_config
+        shape = num_tokens - 1, config.num_hidden_layers, config.num_experts_per_tok
+        experts = np.frombuffer(base64.b64decode(meta["routed_experts"]), dtype=np.int32).reshape(shape)
+        num_experts = getattr(config, "n_routed_experts", None) or config.num_experts
+        smallest = np.uint8 if num_experts <= 256 else np.int16
+        return experts[:, getattr(config, "first_k_dense_replace", 0) :].astype(smallest)
 
 
 def _named_tensors(message: Mapping[str, Any]) -> bytes:

@@ -34,6 +34,8 @@ def engine_settings(recipe: Recipe, index: int) -> EngineSettings:
         sglang=engine.sglang,
         dp=engine.dp,
         fp8=engine.fp8,
+        seeded=rollout.seeded,
+        routed_experts=recipe.train.replay == "r3",
     )
 
 

@@ -39,12 +39,12 @@ class Host:
     where an event loop already runs. Building it blocks until the schedulers are ready; EngineFault if they are not.
     """
 
-    def __init__(self, server_arguments: Mapping[str, Any]) -> None:
+    def __init__(self, server_arguments: Mapping[str, Any], seeded: bool = False) -> None:
         self._fault: EngineFault | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
         self._stop_reader, self._stop_writer = connection.Pipe(duplex=False)
-        self._entry = scheduler.SchedulerEntry(Path(tempfile.mkdtemp(prefix="megarl-engine-")))
+        self._entry = scheduler.SchedulerEntry(Path(tempfile.mkdtemp(prefix="megarl-engine-")), seeded)
         scheduler.set_environment()
         if DEVICE == "cpu":
             cpu.start_fork_server()

@@ -16,7 +16,7 @@ from typing import Any
 from tqdm import tqdm
 
 from megarl.device import DEVICE, use_loopback
-from megarl.rollout import cpu
+from megarl.rollout import cpu, seeded
 
 
 def set_environment() -> None:
@@ -41,6 +41,7 @@ class SchedulerEntry:
     """
 
     directory: Path
+    seeded: bool = False
     environment: dict[str, str] = field(default_factory=dict)
     processes: list[BaseProcess] = field(default_factory=list)
 
@@ -71,6 +72,8 @@ class SchedulerEntry:
             if DEVICE == "cpu":
                 cpu.live_no_longer_than_host()
                 cpu.patch_sglang()
+            if self.seeded:
+                seeded.patch_sglang()
             from sglang.srt.managers import scheduler
 
             _end_on_exceptions(scheduler)

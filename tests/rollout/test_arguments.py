@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megarl.device import DEVICE
 from megarl.rollout.arguments import REFUSED, EngineSettings, server_arguments, server_fields, sglang_faults
 
 SETTINGS = EngineSettings("model", 2, 1, "float32", 7, 128, 64, sglang={"page_size": 16, "max_running_requests": 8})
@@ -26,7 +27,7 @@ def test_the_recipe_wins_over_our_defaults() -> None:
 
 @needs_sglang
 def test_all_our_arguments_are_sglangs() -> None:
-    assert set(server_arguments(SETTINGS, "a.loader")) <= server_fields()
+    assert set(server_arguments(replace(SETTINGS, seeded=True), "a.loader")) <= server_fields()
 
 
 @needs_sglang
@@ -65,6 +66,21 @@ def test_attention_groups_and_quantised_weights() -> None:
     quantised = json.loads(made["json_model_override_args"])["quantization_config"]
     assert (quantised["quant_method"], quantised["weight_block_size"]) == ("fp8", [128, 128])
     assert "json_model_override_args" not in plain
+
+
+def test_seeded_samples_depend_on_no_other_setting() -> None:
+    mine = replace(SETTINGS, seeded=True, sglang={"disable_radix_cache": False, "chunked_prefill_size": 8})
+    arguments = server_arguments(mine, "a.loader")
+    if DEVICE == "cpu":
+        assert arguments["disable_radix_cache"]
+        assert arguments["chunked_prefill_size"] == arguments["max_total_tokens"] == 128 * 64, "room for all, whole"
+    else:
+        assert arguments["enable_deterministic_inference"]
+
+
+def test_experts_are_told_where_they_are_asked_for() -> None:
+    assert not server_arguments(SETTINGS, "a.loader")["enable_return_routed_experts"]
+    assert server_arguments(replace(SETTINGS, routed_experts=True), "a.loader")["enable_return_routed_experts"]
 
 
 @needs_sglang

@@ -48,6 +48,18 @@ def test_an_engines_settings_come_from_the_recipe() -> None:
     assert settings.concurrency == 16, "an engine gets at most 4 of 7 prompts"
     assert not settings.load_weights
     assert settings.sglang == {"page_size": 1}
+    assert not settings.seeded
+    assert not settings.routed_experts
+
+
+@pytest.mark.parametrize(("replay", "asked"), [("off", False), ("r2", False), ("r3", True)])
+def test_an_engine_is_seeded_and_tells_its_experts_as_the_recipe_says(replay: str, asked: bool) -> None:
+    tree = recipe("somewhere").model_dump()
+    tree["rollout"]["seeded"] = True
+    tree["train"]["replay"] = replay
+    settings = engine_settings(Recipe.model_validate(tree), index=0)
+    assert settings.seeded
+    assert settings.routed_experts is asked
 
 
 def test_a_summary_is_the_group_without_its_tokens() -> None:
