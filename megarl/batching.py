@@ -1,16 +1,16 @@
-"""From samples to token-balanced micro-batches for every data-parallel rank. Pure."""
+"""From samples to micro-batches, alike in work, for every data-parallel rank. Pure."""
 
 from __future__ import annotations
 
-import heapq
-import math
-from collections.abc import Mapping, Sequence
+import bisect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
-from megarl.types import SampleGroup, TrainSequence
+from megarl.types import IntArray, SampleGroup, TrainSequence
 
 
 @dataclass(frozen=True)
@@ -41,55 +41,127 @@ class Update:
 
 
 def plan_updates(
-    samples: Sequence[SampleRef], *, updates: int, dp: int, token_budget: int, mean_over: Literal["tokens", "sequences"]
+    samples: Sequence[SampleRef],
+    *,
+    updates: int,
+    dp: int,
+    token_budget: int,
+    mean_over: Literal["tokens", "sequences"],
+    work: Callable[[int], float],
+    align: int = 1,
+    multiple: int = 1,
 ) -> list[Update]:
     """Split samples, in order, into `updates` equal optimizer updates and balance each over the dp ranks.
 
-    Every rank gets the same number of micro-batches, none empty, each of at most token_budget tokens.
-    Raises ValueError when there are fewer samples than updates x dp or a sample is longer than the budget.
+    Every rank gets the same number of micro-batches, a multiple of `multiple` and as few as are found to do; some may
+    be empty. A sequence takes its length of a micro-batch's token_budget, rounded up to a multiple of `align`.
+    work: what a sequence of so many tokens costs, by which ranks, and micro-batches at the same place in them, are made
+    alike. The plan does not depend on the samples' order within an update.
+    Raises ValueError when there are fewer samples than updates or a sample is longer than the budget.
     """
+    if len(samples) < updates:
+        raise ValueError(f"{len(samples)} samples cannot make {updates} updates")
     plans = []
     for index in range(updates):
         part = samples[index * len(samples) // updates : (index + 1) * len(samples) // updates]
-        denominator = sum(sample.response_length for sample in part) if mean_over == "tokens" else len(part)
-        tokens, responses = (sum(one) for one in zip(*((s.length, s.response_length) for s in part), strict=True))
-        plans.append(Update(_balance(part, dp, token_budget), float(denominator), tokens, responses))
+        tokens, responses = sum(one.length for one in part), sum(one.response_length for one in part)
+        denominator = responses if mean_over == "tokens" else len(part)
+        load = _Load.of(part, work, align)
+        if load.tokens[0] > token_budget:
+            raise ValueError(f"a sample of {load.tokens[0]} tokens exceeds the micro-batch budget of {token_budget}")
+        shares = _deal(_fill(load, dp, multiple, token_budget), load, dp)
+        plans.append(Update(shares, float(denominator), tokens, responses))
     return plans
 
 
-def _balance(samples: Sequence[SampleRef], dp: int, token_budget: int) -> tuple[tuple[MicroBatch, ...], ...]:
-    if len(samples) < dp:
-        raise ValueError(f"{len(samples)} samples cannot give each of {dp} data-parallel ranks a micro-batch")
-    longest = max(sample.length for sample in samples)
-    if longest > token_budget:
-        raise ValueError(f"a sample of {longest} tokens exceeds the micro-batch budget of {token_budget}")
-    tokens = sum(sample.length for sample in samples)
-    most = len(samples) // dp
-    for per_rank in range(min(most, max(1, math.ceil(tokens / (dp * token_budget)))), most + 1):
-        bins = _longest_first(samples, dp * per_rank)
-        if all(sum(sample.length for sample in one) <= token_budget for one in bins):
-            return _deal(bins, dp)
-    raise ValueError(f"{len(samples)} samples do not fit {dp} x {most} micro-batches of {token_budget} tokens")
+@dataclass(frozen=True)
+class _Load:
+    """Samples, longest first, with the tokens [N] that each takes of a row and the work [N] that it is."""
+
+    samples: tuple[SampleRef, ...]
+    tokens: IntArray
+    work: npt.NDArray[np.float64]
+
+    @staticmethod
+    def of(samples: Sequence[SampleRef], work: Callable[[int], float], align: int) -> _Load:
+        ordered = tuple(sorted(samples, key=lambda one: (-one.length, one.group, one.sample)))
+        lengths, places = np.unique([one.length for one in ordered], return_inverse=True)
+        works = np.array([work(int(length)) for length in lengths])
+        return _Load(ordered, (-(-lengths // align) * align)[places], works[places])
 
 
-def _longest_first(samples: Sequence[SampleRef], count: int) -> list[list[SampleRef]]:
-    """Give each sample, longest first, to the bin with the fewest tokens, the lowest of equals: it is repeatable."""
-    bins: list[list[SampleRef]] = [[] for _ in range(count)]
-    heap = [(0, index) for index in range(count)]
-    for sample in sorted(samples, key=lambda one: (-one.length, one.group, one.sample)):
-        load, index = heapq.heappop(heap)
-        bins[index].append(sample)
-        heapq.heappush(heap, (load + sample.length, index))
+_Bin = list[int]  # places in a _Load
+
+
+def _fill(load: _Load, ranks: int, multiple: int, budget: int) -> list[_Bin]:
+    """As few micro-batches as best-fit finds, rounded up for the ranks, and alike in work if they can be."""
+    tight = _best_fit(load.tokens, budget)
+    count = -(-len(tight) // (ranks * multiple)) * ranks * multiple
+    for weights, start in ((load.work, _head_start(load.work, count, ranks)), (load.tokens, np.zeros(count))):
+        bins = _least_first(load.tokens, weights, start, budget)
+        if bins is not None:
+            return bins
+    return tight + [[] for _ in range(count - len(tight))]
+
+
+def _best_fit(tokens: IntArray, budget: int) -> list[_Bin]:
+    """Each, longest first, where it leaves the least room, or into a new one (Johnson, 1973: up to 11/9 of fewest)."""
+    bins: list[_Bin] = []
+    room: list[tuple[int, int]] = []  # (tokens left, place in bins), ascending
+    for place, need in enumerate(tokens.tolist()):
+        at = bisect.bisect_left(room, (need, -1))
+        left, index = room.pop(at) if at < len(room) else (budget, len(bins))
+        if index == len(bins):
+            bins.append([])
+        bins[index].append(place)
+        bisect.insort(room, (left - need, index))
     return bins
 
 
-def _deal(bins: list[list[SampleRef]], dp: int) -> tuple[tuple[MicroBatch, ...], ...]:
-    """Deal bins, fullest first, back and forth over the ranks, so that the ranks' totals come out even."""
-    order = sorted(range(len(bins)), key=lambda index: (-sum(one.length for one in bins[index]), index))
+def _head_start(work: npt.NDArray[np.float64], count: int, ranks: int) -> npt.NDArray[np.float64]:
+    """Work [count] that micro-batches are taken to have already, so that they come out alike at each place.
+
+    A sample that is more work than the mean of micro-batches is waited for by the other ranks: theirs at its place may
+    be as heavy, and all others then lighter.
+    """
+    targets, left, places = [], work.sum() / ranks, count // ranks
+    for place in range(places):
+        heaviest = work[place * ranks] if place * ranks < len(work) else 0.0
+        targets.append(max(heaviest, left / (places - place)))
+        left = max(0.0, left - targets[-1])
+    return np.repeat(max(targets) - np.array(targets), ranks)
+
+
+def _least_first(
+    tokens: IntArray, weights: npt.NDArray[Any], start: npt.NDArray[np.float64], budget: int
+) -> list[_Bin] | None:
+    """Each, longest first, into the lightest that has room (Graham, 1969), or None. start: what they weigh empty."""
+    bins: list[_Bin] = [[] for _ in start]
+    room, weight = np.full(len(start), budget), start.copy()
+    for place, need in enumerate(tokens):
+        index = int(np.where(room >= need, weight, np.inf).argmin())
+        if room[index] < need:
+            return None
+        bins[index].append(place)
+        room[index] -= need
+        weight[index] += weights[place]
+    return bins
+
+
+def _deal(bins: list[_Bin], load: _Load, dp: int) -> tuple[tuple[MicroBatch, ...], ...]:
+    """Micro-batches that are next to each other in work, heaviest first, go to the same place in the ranks' lists.
+
+    So ranks that exchange tokens with each other's experts wait least. Of each such set the heaviest goes to the rank
+    that has had the least.
+    """
+    weight = np.array([load.work[one].sum() for one in bins])
+    order = np.lexsort((np.arange(len(bins)), -weight))
     hands: list[list[MicroBatch]] = [[] for _ in range(dp)]
-    for turn, index in enumerate(order):
-        lap, seat = divmod(turn, dp)
-        hands[seat if lap % 2 == 0 else dp - 1 - seat].append(tuple(bins[index]))
+    totals = np.zeros(dp)
+    for chosen in order.reshape(-1, dp):
+        for rank, index in zip(np.argsort(totals, kind="stable"), chosen, strict=True):
+            hands[rank].append(tuple(load.samples[place] for place in bins[index]))
+            totals[rank] += weight[index]
     return tuple(tuple(hand) for hand in hands)
 
 

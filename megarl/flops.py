@@ -1,0 +1,88 @@
+"""Floating-point operations of a model on one sequence, and what share of a GPU's peak a step used. Pure.
+
+The literature's count (Megatron-LM, Narayanan et al. 2021, section 5.1; PaLM, appendix B): 2 for each multiply-add of a
+matrix product, nothing for norms, softmax, rotary positions or lookups. Unlike theirs, causal attention counts the
+pairs that are computed, T (T + 1) / 2, and not T^2: a lower MFU, and the right work for balancing. Recomputed
+activations do not count: MFU is of the work that had to be done. Multi-token prediction layers are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megarl.types import ModelShape
+
+TRAIN_OVER_FORWARD = 3  # backward: the gradients of weights and of inputs, each one forward's worth
+# Dense bf16 operations per second, from NVIDIA's data sheets (which print twice that, for sparse matrices), by what
+# torch.cuda.get_device_name has in it; of several, the longest is meant.
+PEAKS = {
+    "A100": 312e12,
+    "A800": 312e12,
+    "H100": 989.4e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835.5e12,
+    "H800": 989.4e12,
+    "H800 PCIe": 756e12,
+    "H200": 989.4e12,
+    "H200 NVL": 835.5e12,
+    "H20": 148e12,
+    "B200": 2250e12,
+    "GB200": 2500e12,
+}
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bf16 operations per second of one GPU; None for one that is not in `PEAKS`, and on CPU."""
+    words = device_name.replace("-", " ").split()
+    named = [name for name in PEAKS if all(part in words for part in name.split())]
+    return PEAKS[max(named, key=len)] if named else None
+
+
+def mfu(flops: float, seconds: float, gpus: int, peak: float) -> float:
+    """Model FLOPs utilisation: operations that had to be done / what `gpus` GPUs of `peak` a second could have."""
+    return flops / (seconds * gpus * peak)
+
+
+def forward_flops(shape: ModelShape, length: int) -> float:
+    """Operations of one forward pass over a sequence of `length` tokens, the output layer at every token included."""
+    linear, per_pair = _multiply_adds(shape)
+    return 2.0 * (length * linear + length * (length + 1) // 2 * per_pair)
+
+
+def train_flops(shape: ModelShape, length: int) -> float:
+    """Operations of forward and backward."""
+    return TRAIN_OVER_FORWARD * forward_flops(shape, length)
+
+
+def train_work(shape: ModelShape) -> Callable[[int], float]:
+    """`train_flops` of a model by length: the work that batches are balanced by."""
+    linear, per_pair = _multiply_adds(shape)
+
+    def work(length: int) -> float:
+        return TRAIN_OVER_FORWARD * 2.0 * (length * linear + length * (length + 1) // 2 * per_pair)
+
+    return work
+
+
+def _multiply_adds(shape: ModelShape) -> tuple[int, int]:
+    """(for each token, for each pair of a query and a key) of the whole model."""
+    attention, per_pair = _attention(shape)
+    dense, hidden = shape.num_dense_layers, shape.hidden_size
+    expert = 3 * hidden * shape.moe_ffn_size
+    sparse_layer = hidden * shape.num_experts + (shape.experts_per_token + shape.num_shared_experts) * expert
+    linear = shape.num_layers * attention + dense * 3 * hidden * shape.ffn_size
+    linear += (shape.num_layers - dense) * sparse_layer + hidden * shape.vocab_size
+    return linear, shape.num_layers * per_pair
+
+
+def _attention(shape: ModelShape) -> tuple[int, int]:
+    """(projections, for each token; scores and values, for each pair) of one layer."""
+    hidden, heads = shape.hidden_size, shape.num_heads
+    if shape.mla is None:
+        width = shape.head_dim
+        return 2 * hidden * width * (heads + shape.num_kv_heads), 2 * heads * width
+    mla = shape.mla
+    key = mla.nope_dim + mla.rope_dim
+    query = hidden * heads * key if mla.q_lora_rank is None else mla.q_lora_rank * (hidden + heads * key)
+    latent = hidden * (mla.kv_lora_rank + mla.rope_dim) + mla.kv_lora_rank * heads * (mla.nope_dim + mla.v_dim)
+    return query + latent + heads * mla.v_dim * hidden, heads * (key + mla.v_dim)
