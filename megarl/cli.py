@@ -1,4 +1,4 @@
-"""The command line: `megarl train RECIPE [a.b=c ...]`.
+"""The command line: `megarl train RECIPE [a.b=c ...]`, and `megarl rollout` for samples alone.
 
 Exit codes: 0 done; 1 the run failed, its cause on the last line; 2 something to mend in the recipe or its files, a line
 each; 130 Ctrl-C; 143 SIGTERM. Heavy imports wait until the recipe is known to be good.
@@ -9,14 +9,20 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from megarl.config import Recipe
 from megarl.processes import raise_on_sigterm, was_terminated
 from megarl.recipe_file import load_recipe
 from megarl.types import UserFault, UserFaults
+
+_RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")]
+_Overrides = Annotated[list[str] | None, typer.Argument(metavar="a.b=c", help="Keys to set otherwise.")]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -28,18 +34,41 @@ def megarl() -> None:
 
 @app.command()
 def train(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="a.b=c", help="Keys to set otherwise.")] = None,
+    recipe: _RecipeFile,
+    overrides: _Overrides = None,
+    resume: Annotated[bool, typer.Option(help="Go on in run.dir/run.name from its newest good checkpoint.")] = False,
+    from_samples: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Train on a file of `megarl rollout`, without engines.")
+    ] = None,
 ) -> None:
     """Run a recipe; everything it makes lies in run.dir/run.name."""
     raise_on_sigterm()
-    sys.exit(_outcome(recipe, overrides or []))
+    run = partial(_train_from, samples=from_samples, resume=resume) if from_samples else partial(_train, resume=resume)
+    sys.exit(_outcome(recipe, overrides or [], run))
 
 
-def _outcome(path: Path, overrides: list[str]) -> int:
+@app.command()
+def rollout(
+    recipe: _RecipeFile,
+    overrides: _Overrides = None,
+    *,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The parquet file to write.")],
+    steps: Annotated[int | None, typer.Option(help="How many steps' prompts; run.steps unless it is given.")] = None,
+) -> None:
+    """Sample and score a recipe's prompts into a file, and train nothing."""
+    raise_on_sigterm()
+    given = [] if steps is None else [f"run.steps={steps}"]
+    sys.exit(_outcome(recipe, (overrides or []) + given, partial(_rollout, out=out)))
+
+
+def _outcome(path: Path, overrides: list[str], run: Callable[[Recipe], None]) -> int:
     """Run, say how it ended on the last lines of stderr, and return the exit code."""
     try:
-        _run(path, overrides)
+        recipe = load_recipe(path, overrides)
+        sys.path.append(os.getcwd())  # where a user's reward function lies; the console script does not look there
+        from megarl import ray_settings  # noqa: F401  (before a reward module that imports Ray itself)
+
+        run(recipe)
     except (UserFault, UserFaults) as fault:
         print(fault, file=sys.stderr)
         return 2
@@ -54,20 +83,44 @@ def _outcome(path: Path, overrides: list[str]) -> int:
     return 0
 
 
-def _run(path: Path, overrides: list[str]) -> None:
-    recipe = load_recipe(path, overrides)
-    sys.path.append(os.getcwd())  # where a user's reward function lies; the console script does not look there
-
-    from megarl import ray_settings  # noqa: F401  (before a reward module that imports Ray itself)
+def _train(recipe: Recipe, *, resume: bool) -> None:
     from megarl.preflight import check
 
     inputs = check(recipe)
 
     from megarl.controller import train as train_recipe
-    from megarl.metrics import RunLog
+    from megarl.resume import find
+    from megarl.run_log import RunLog
+
+    start = find(recipe, inputs.prompts, lambda text: print(text, flush=True)) if resume else None
+    with RunLog(recipe, go_on=resume, step=start.step if start else -1) as log:
+        train_recipe(recipe, inputs, log, start)
+
+
+def _train_from(recipe: Recipe, *, samples: Path, resume: bool) -> None:
+    if resume:
+        raise UserFault("--resume", "training on a file begins with the weights of model.path", "leave one of them out")
+    from megarl.preflight import check_samples
+
+    file = check_samples(recipe, samples)
+
+    from megarl.offline import train_from
+    from megarl.run_log import RunLog
 
     with RunLog(recipe) as log:
-        train_recipe(recipe, inputs, log)
+        train_from(recipe, file, log)
+
+
+def _rollout(recipe: Recipe, *, out: Path) -> None:
+    from megarl.preflight import check_rollout
+
+    inputs = check_rollout(recipe, out)
+
+    from megarl.offline import roll_out
+    from megarl.run_log import RunLog
+
+    with RunLog(recipe) as log:
+        roll_out(recipe, inputs, log, out)
 
 
 def main() -> None:

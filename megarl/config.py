@@ -139,6 +139,16 @@ class Train(Branch):
     megatron: dict[str, Any] = Field(default_factory=dict)
 
 
+class Reference(Branch):
+    """A model that stays as it is, which the policy's drift is measured against: the start unless `path` names another.
+
+    It needs no GPU memory: its weights wait in the host's and change places with the policy's for a forward pass.
+    """
+
+    use: bool = False
+    path: Text | None = None
+
+
 class Checkpoint(Branch):
     """Everything a run needs to go on: written every `every` steps (never, unless it is set), the last `keep` kept."""
 
@@ -178,6 +188,7 @@ class Recipe(Branch):
     rollout: Rollout
     evaluation: Evaluation = Field(default_factory=Evaluation)
     train: Train
+    reference: Reference = Field(default_factory=Reference)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     reshard: Reshard = Field(default_factory=Reshard)
     placement: Placement

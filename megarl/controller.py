@@ -7,48 +7,70 @@ from dataclasses import asdict
 
 import torch
 
+from megarl import resume
 from megarl.algos import ALGORITHMS
 from megarl.batching import SampleRef
 from megarl.cluster import Cluster
 from megarl.config import Recipe
 from megarl.fleet import Fleet
-from megarl.metrics import Record, RunLog, eval_metrics, rollout_metrics, train_metrics
+from megarl.metrics import eval_metrics, rollout_metrics, train_metrics
 from megarl.preflight import Inputs
+from megarl.resume import Saver
 from megarl.rollout.episodes import Sampling, demonstration, summary
+from megarl.run_log import Record, RunLog
+from megarl.snapshots import Snapshot
 from megarl.types import GroupSummary
 
 
-def train(recipe: Recipe, inputs: Inputs, log: RunLog) -> None:
-    """Run a checked recipe. Raises WorkerFailed when a process of the run fails, UserFault when the reward does."""
+def train(recipe: Recipe, inputs: Inputs, log: RunLog, start: Snapshot | None = None) -> None:
+    """Run a checked recipe, from a checkpoint on where one is given.
+
+    Raises WorkerFailed when a process of the run fails, UserFault when the reward does.
+    """
     with Cluster(recipe.placement.gpus) as cluster:
         log.say("starting training ranks and engines side by side")
-        with log.start() as record:
-            with record.phase("start"):
-                fleet = Fleet(cluster, recipe, log.say)
-            publish(fleet, record)  # engines start empty: every weight they ever have comes through the reshard
-            evaluate(recipe, inputs, fleet, record)
-        if recipe.warm_start.steps:
-            warm_start(recipe, inputs, fleet, log)
-        for step in range(1, recipe.run.steps + 1):
+        fleet, saver = begin(recipe, inputs, cluster, log, start)
+        for step in range(start.step + 1 if start else 1, recipe.run.steps + 1):
             with log.step(step) as record:
-                train_step(recipe, inputs, fleet, record)
+                train_step(recipe, inputs, fleet, saver, record)
                 if step % recipe.evaluation.every == 0 or step == recipe.run.steps:
                     evaluate(recipe, inputs, fleet, record)
+            saver.settle(step)
         fleet.shutdown()
 
 
-def train_step(recipe: Recipe, inputs: Inputs, fleet: Fleet, record: Record) -> None:
+def begin(
+    recipe: Recipe, inputs: Inputs, cluster: Cluster, log: RunLog, start: Snapshot | None
+) -> tuple[Fleet, Saver]:
+    """Everything that comes before the first step: of the run, or after a checkpoint."""
+    with log.start(is_new=start is None) as record:
+        with record.phase("start"):
+            fleet = Fleet(cluster, recipe, log.say)
+        saver = Saver(recipe, fleet, inputs.prompts, log.folder, log.say)
+        if start:
+            resume.go_on(start, fleet, inputs.prompts)
+        publish(fleet, record)  # engines start empty: every weight they ever have comes through the reshard
+        if not start:
+            evaluate(recipe, inputs, fleet, record)
+    if recipe.warm_start.steps and not start:
+        warm_start(recipe, inputs, fleet, saver, log)
+    return fleet, saver
+
+
+def train_step(recipe: Recipe, inputs: Inputs, fleet: Fleet, saver: Saver, record: Record) -> None:
     """Rollout -> reward -> advantage -> train -> reshard; every phase waits for the one before (synchronous)."""
-    name, rollout = recipe.algorithm.name, recipe.rollout
-    sampling = Sampling(rollout.samples_per_prompt, rollout.max_response_tokens, rollout.temperature, rollout.top_p)
+    name = recipe.algorithm.name
+    sampling = sampling_of(recipe, record.step)
     with record.phase("rollout"):
-        groups = fleet.engines.sample(inputs.prompts.take(rollout.prompts_per_step), sampling)
+        groups = fleet.engines.sample(inputs.prompts.take(recipe.rollout.prompts_per_step), sampling)
     with record.phase("train"):
         fleet.memory.lend("train")
         lr = warmed_up(recipe.train.lr, recipe.train.warmup_steps, record.step)
         metrics = fleet.trainers.train(name, samples_of(groups.summaries, name), groups.refs, lr)
+    with record.phase("save"):
+        saver.begin(record.step)
     publish(fleet, record)
-    record.add(rollout_metrics(groups.summaries) | train_metrics(metrics))
+    record.add(rollout_metrics(groups.summaries) | train_metrics(metrics) | fleet.trainers.speed)
     record.samples(groups.summaries)
 
 
@@ -58,6 +80,7 @@ def publish(fleet: Fleet, record: Record) -> None:
         moved = fleet.publish()
     record.add({f"reshard/{name}": value for name, value in asdict(moved).items()})
     record.add({"reshard/version": fleet.version, "reshard/attempts": fleet.attempts})
+    record.add(fleet.memory.readings())
 
 
 def evaluate(recipe: Recipe, inputs: Inputs, fleet: Fleet, record: Record) -> None:
@@ -68,7 +91,7 @@ def evaluate(recipe: Recipe, inputs: Inputs, fleet: Fleet, record: Record) -> No
     record.add(eval_metrics({name: groups.summaries for name, groups in answered.items()}))
 
 
-def warm_start(recipe: Recipe, inputs: Inputs, fleet: Fleet, log: RunLog) -> None:
+def warm_start(recipe: Recipe, inputs: Inputs, fleet: Fleet, saver: Saver, log: RunLog) -> None:
     """Supervised steps on the training answers; the engines get the weights once, after the last."""
     warm = recipe.warm_start
     fleet.memory.lend("train")
@@ -82,8 +105,21 @@ def warm_start(recipe: Recipe, inputs: Inputs, fleet: Fleet, log: RunLog) -> Non
                 metrics = fleet.trainers.train("sft", samples, fleet.put(groups), lr)
             record.add(train_metrics(metrics))
             if step == warm.steps:
+                saver.begin(0)
                 publish(fleet, record)
                 evaluate(recipe, inputs, fleet, record)
+
+
+def sampling_of(recipe: Recipe, step: int) -> Sampling:
+    """How a training step's responses are sampled."""
+    rollout = recipe.rollout
+    return Sampling(
+        rollout.samples_per_prompt,
+        rollout.max_response_tokens,
+        rollout.temperature,
+        rollout.top_p,
+        stream=(recipe.run.seed, step),
+    )
 
 
 def samples_of(groups: Sequence[GroupSummary], algorithm: str) -> list[SampleRef]:

@@ -6,12 +6,25 @@ import os
 import socket
 from datetime import timedelta
 
+import psutil
 import torch
 from torch._C._distributed_c10d import TCPStore
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKEND = "nccl" if DEVICE == "cuda" else "gloo"
 LOOPBACK = "127.0.0.1"
+
+
+def name() -> str:
+    """Of the GPU, as its maker calls it; "" without one."""
+    return torch.cuda.get_device_name() if DEVICE == "cuda" else ""
+
+
+def held_bytes() -> int:
+    """Memory that this process holds: torch's tensors on the GPU; without one, what is resident of the process."""
+    if DEVICE == "cuda":
+        return torch.cuda.memory_allocated()
+    return psutil.Process().memory_info().rss
 
 
 def use_loopback() -> None:

@@ -8,9 +8,9 @@ activations do not count: MFU is of the work that had to be done. Multi-token pr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from megarl.types import ModelShape
+from megarl.types import Metrics, ModelShape
 
 TRAIN_OVER_FORWARD = 3  # backward: the gradients of weights and of inputs, each one forward's worth
 # Dense bf16 operations per second, from NVIDIA's data sheets (which print twice that, for sparse matrices), by what
@@ -41,6 +41,17 @@ def peak_flops(device_name: str) -> float | None:
 def mfu(flops: float, seconds: float, gpus: int, peak: float) -> float:
     """Model FLOPs utilisation: operations that had to be done / what `gpus` GPUs of `peak` a second could have."""
     return flops / (seconds * gpus * peak)
+
+
+def speed(shape: ModelShape, lengths: Sequence[int], seconds: float, gpus: int, device_name: str) -> Metrics:
+    """What training on sequences of these lengths in so many seconds comes to; MFU where the GPU's peak is known."""
+    flops = sum(map(train_work(shape), lengths))
+    found = {
+        "speed/train_tokens_per_s": sum(lengths) / seconds,
+        "speed/train_tflops_per_gpu": flops / seconds / gpus / 1e12,
+    }
+    peak = peak_flops(device_name)
+    return found | ({"speed/train_mfu": mfu(flops, seconds, gpus, peak)} if peak else {})
 
 
 def forward_flops(shape: ModelShape, length: int) -> float:

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
+from megarl.types import Metrics
+
 Phase = Literal["rollout", "train", "reshard"]
 
 
@@ -24,6 +26,10 @@ class TrainerMemory(Protocol):
 
     def onload(self) -> None:
         """Take them again."""
+        ...
+
+    def held_bytes(self) -> int:
+        """Of the device's memory, by the rank that holds most; on CPU, of the host's."""
         ...
 
 
@@ -43,11 +49,13 @@ class Lender:
     def __init__(self, trainer: TrainerMemory, engines: EngineMemory) -> None:
         self._trainer, self._engines = trainer, engines
         self.phase: Phase = "rollout"
+        self._seen: Metrics = {}
 
     def lend(self, phase: Phase) -> None:
         """Enter a phase: whoever gives does so before the other takes. Raises RuntimeError on a phase out of order."""
         if phase == self.phase:
             return
+        self._seen[f"memory/before_{phase}_bytes"] = self._trainer.held_bytes()
         match (self.phase, phase):
             case ("rollout", "train"):
                 self._engines.release_memory()
@@ -60,3 +68,9 @@ class Lender:
             case _:
                 raise RuntimeError(f"GPU memory cannot pass from the {self.phase} phase to {phase}")
         self.phase = phase
+        self._seen[f"memory/after_{phase}_bytes"] = self._trainer.held_bytes()
+
+    def readings(self) -> Metrics:
+        """What training ranks held before and after each change of hands since the last time this was asked."""
+        seen, self._seen = self._seen, {}
+        return seen

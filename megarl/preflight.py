@@ -24,6 +24,7 @@ from megarl.resharding.shards import LayoutError, Part
 from megarl.rollout.arguments import sglang_faults
 from megarl.rollout.prompts import PromptStream, load_prompts, load_tokenizer
 from megarl.rollout.rewards import judge, load_reward
+from megarl.sample_file import SampleFile, open_samples, sample_faults
 from megarl.types import ModelShape, Prompt, UserFault, UserFaults
 
 T = TypeVar("T")
@@ -75,6 +76,43 @@ def check(recipe: Recipe) -> Inputs:
     return Inputs(tokenizer, PromptStream(train, recipe.run.seed), eval_sets)
 
 
+def check_samples(recipe: Recipe, path: Path) -> SampleFile:
+    """The same for training on samples of a file, where no engine, prompt or reward has a part."""
+    faults: Faults = []
+    shape = _attempt([], lambda: model_shape(recipe.model.path))
+    faults += _run_faults(recipe)
+    faults += _train_layout_faults(recipe, shape or _shape_that_fits(train_layout(recipe), engine_layout(recipe)))
+    faults += _checkpoint_faults(recipe)
+    faults += _megatron_faults(recipe)
+    faults += _unused_faults(recipe, "a file's samples are trained on as they are")
+    samples = _attempt(faults, lambda: open_samples(path))
+    if samples and shape:
+        context, align = _config(recipe).get("max_position_embeddings"), train_layout(recipe).tokens_align
+        faults += sample_faults(samples, recipe, shape, context, align)
+    if samples is None or faults:
+        raise UserFaults(faults)
+    return samples
+
+
+def check_rollout(recipe: Recipe, out: Path) -> Inputs:
+    """The same for sampling into a file without training."""
+    faults = _unused_faults(recipe, "samples are made with the weights of model.path")
+    if out.exists() or not out.absolute().parent.is_dir():
+        problem = "it is there already" if out.exists() else f"{out.absolute().parent} is not a folder"
+        faults.append(UserFault(f"--out {out}", problem, "name another file"))
+    inputs = _attempt(faults, lambda: check(recipe))
+    if inputs is None or faults:
+        raise UserFaults(faults)
+    return inputs
+
+
+def _unused_faults(recipe: Recipe, reason: str) -> Faults:
+    """Keys whose part of a run is left out where only one side of it takes place."""
+    unused = {"warm_start.steps": (recipe.warm_start.steps, "0"), "checkpoint.every": (recipe.checkpoint.every, "null")}
+    told = [(key, value, none) for key, (value, none) in unused.items() if value]
+    return [UserFault(key, f"{value}, but {reason}", f"set it to {none}") for key, value, none in told]
+
+
 def _attempt(faults: Faults, read: Callable[[], T]) -> T | None:
     """The value, or None when a fault kept it from being read."""
     try:
@@ -108,19 +146,24 @@ def _layout_faults(recipe: Recipe) -> Faults:
     """Both layouts against the model and the GPUs, and the batch against the data-parallel ranks."""
     layout, engines = train_layout(recipe), engine_layout(recipe)
     shape = _attempt([], lambda: model_shape(recipe.model.path)) or _shape_that_fits(layout, engines)
-    faults = layout.faults(shape)
-    if recipe.placement.train_gpus:  # then that is the key which says how many ranks there are
-        wheres = {"placement.gpus": "placement.train_gpus"}
-        faults = [UserFault(wheres.get(one.where, one.where), one.problem, one.mend) for one in faults]
+    faults = _train_layout_faults(recipe, shape)
     on_cpu = DEVICE == "cpu"  # where fp8 itself is the fault, not the tiles that it cuts
     engine_faults = replace(engines, fp8=engines.fp8 and not on_cpu).faults(shape, recipe.placement.gpus)
     if not engine_faults:
         engine_faults = engines.cpu_faults(shape) if on_cpu else engines.gpu_faults(shape)
     slots = slot_faults(recipe.placement.gpus, layout, engines) + _node_faults(recipe, engines)
-    batch = _batch_faults(recipe, 1 if faults else layout.dp)
+    batch = _batch_faults(recipe)
     if faults or engine_faults or slots:
         return faults + engine_faults + slots + batch
     return _reshard_faults(recipe, shape, layout, engines) + batch
+
+
+def _train_layout_faults(recipe: Recipe, shape: ModelShape) -> Faults:
+    faults = train_layout(recipe).faults(shape)
+    if recipe.placement.train_gpus:  # then that is the key which says how many ranks there are
+        wheres = {"placement.gpus": "placement.train_gpus"}
+        faults = [UserFault(wheres.get(one.where, one.where), one.problem, one.mend) for one in faults]
+    return faults
 
 
 def _shape_that_fits(layout: TrainLayout, engines: EngineLayout) -> ModelShape:
@@ -168,23 +211,13 @@ def _largest_granule(targets: Sequence[Part], dtype: str) -> int:
     return max((FP8_TILE if kind.startswith("float8") else 1) * cols * item_bytes(kind) for kind, cols in sizes)
 
 
-def _batch_faults(recipe: Recipe, dp: int) -> Faults:
-    faults: Faults = []
+def _batch_faults(recipe: Recipe) -> Faults:
     rollout, updates = recipe.rollout, recipe.train.updates_per_step
     samples = rollout.prompts_per_step * rollout.samples_per_prompt
-    product = f"rollout.prompts_per_step x samples_per_prompt = {samples}"
-    if samples % updates:
-        mend = f"choose a divisor of {samples}"
-        faults.append(UserFault("train.updates_per_step", f"{updates} does not divide {product}", mend))
-    elif samples // updates % dp:
-        problem = f"{product} in {updates} updates does not divide over the {dp} data-parallel ranks"
-        mend = f"make it a multiple of {dp * updates}"
-        faults.append(UserFault("rollout.prompts_per_step", problem, mend))
-    warm = recipe.warm_start
-    if warm.steps and warm.sequences_per_step % dp:
-        problem = f"{warm.sequences_per_step} does not divide over the {dp} data-parallel ranks"
-        faults.append(UserFault("warm_start.sequences_per_step", problem, f"make it a multiple of {dp}"))
-    return faults
+    if samples >= updates:
+        return []
+    problem = f"{updates} is more than rollout.prompts_per_step x samples_per_prompt = {samples}"
+    return [UserFault("train.updates_per_step", problem, f"set it to at most {samples}")]
 
 
 def _checkpoint_faults(recipe: Recipe) -> Faults:
@@ -192,17 +225,20 @@ def _checkpoint_faults(recipe: Recipe) -> Faults:
     shape = _attempt(faults, lambda: model_shape(recipe.model.path))
     if shape is None:
         return faults
-    faults += _loss_faults(recipe, shape)
+    faults += _loss_faults(recipe, shape) + _reference_faults(recipe, shape)
     faults += checkpoint.check_hf(recipe.model.path, shape)
     _attempt(faults, lambda: hf_facts(recipe.model.path))
-    config = json.loads((Path(recipe.model.path) / "config.json").read_text(encoding="utf-8"))
     longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
-    context = config.get("max_position_embeddings", longest + _SPARE_CONTEXT)
+    context = _config(recipe).get("max_position_embeddings", longest + _SPARE_CONTEXT)
     if longest > context - _SPARE_CONTEXT:
         problem = f"with rollout.max_response_tokens it makes {longest} tokens, the model's context is {context}"
         mend = f"bring the sum to at most {context - _SPARE_CONTEXT}"
         faults.append(UserFault("data.max_prompt_tokens", problem, mend))
     return faults
+
+
+def _config(recipe: Recipe) -> dict[str, Any]:
+    return json.loads((Path(recipe.model.path) / "config.json").read_text(encoding="utf-8"))
 
 
 def _loss_faults(recipe: Recipe, shape: ModelShape) -> Faults:
@@ -219,6 +255,19 @@ def _loss_faults(recipe: Recipe, shape: ModelShape) -> Faults:
         problem = "the checkpoint has no multi-token prediction layers"
         faults.append(UserFault("train.mtp_loss", problem, "set it to 0"))
     return faults
+
+
+def _reference_faults(recipe: Recipe, shape: ModelShape) -> Faults:
+    """Its weights take the places of the policy's."""
+    path = recipe.reference.path
+    if not recipe.reference.use or path is None:
+        return []
+    faults: Faults = []
+    other = _attempt(faults, lambda: model_shape(path))
+    if other is not None and other != shape:
+        problem, mend = f"{path} is another model than model.path", "name a checkpoint of the same architecture"
+        return [UserFault("reference.path", problem, mend)]
+    return faults or checkpoint.check_hf(path, shape)
 
 
 def _sglang_faults(recipe: Recipe) -> Faults:
@@ -254,7 +303,9 @@ def _eval_set(recipe: Recipe, tokenizer: Any, name: str) -> list[Prompt]:
 def _length_faults(recipe: Recipe, tokenizer: Any, train: Sequence[Prompt]) -> Faults:
     """The longest possible sequence must fit a micro-batch; in a warm start the answers are the responses."""
     faults: Faults = []
+    align = train_layout(recipe).tokens_align
     longest = max(len(prompt.token_ids) for prompt in train) + recipe.rollout.max_response_tokens
+    longest = -(-longest // align) * align
     budget, limit = recipe.train.tokens_per_micro_batch, recipe.rollout.max_response_tokens
     if longest > budget:
         problem = f"{budget} is less than the longest prompt and response ({longest} tokens)"

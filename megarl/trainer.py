@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from megarl import checkpoint, device
 from megarl.algos import ALGORITHMS
 from megarl.batching import Update, train_sequences
 from megarl.config import Recipe
-from megarl.parallel import groups, model
+from megarl.parallel import groups, model, waiting
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.pipeline import Norms
 from megarl.parallel.placement import train_layout
@@ -26,6 +27,7 @@ from megarl.resharding import megatron_map
 from megarl.resharding.member import Member
 from megarl.resharding.publish import SourceHandles, publish
 from megarl.resharding.session import Session
+from megarl.snapshots import Digest, digests
 from megarl.types import FloatArray, Metrics, SampleGroup, TrainSequence
 
 MicroBatches = Sequence[Sequence[TrainSequence]]
@@ -53,6 +55,7 @@ class Part:
     norms: Norms
     old_logp: Sequence[FloatArray] | None = None
     choices: Sequence[Choices] | None = None
+    reference_logp: Sequence[FloatArray] | None = None
 
 
 class Trainer:
@@ -81,7 +84,10 @@ class Trainer:
         shards = megatron_map.shards(self.shape, self.layout, rank, model.TRANSFORMER_ENGINE)
         checkpoint.load_hf(path, shards, self.params())
         self._model.make_optimizer()
-        self.offload, self.onload = self._model.offload, self._model.onload
+        self._reference = waiting.room_for(self.params()) if recipe.reference.use else {}
+        if self._reference:
+            checkpoint.load_hf(recipe.reference.path or path, shards, self._reference)
+        self.offload, self.onload, self.held_bytes = self._model.offload, self._model.onload, device.held_bytes
         self._member: Member | None = None
 
     def params(self) -> dict[str, torch.Tensor]:
@@ -100,6 +106,9 @@ class Trainer:
         shares = [train_sequences(update.micro_batches[0], by_id, row.mean_over) for update in updates]
         # Only later updates of a step train a policy that is no longer the one that the ratio is to.
         parts = [self._part(share, one, many=len(updates) > 1) for share, one in zip(shares, updates, strict=True)]
+        if self._reference:
+            with waiting.in_place_of(self.params(), self._reference):
+                parts = [replace(part, reference_logp=self.logprobs(part.micro_batches)) for part in parts]
         loss = self._loss(row.loss)
         gaps = self._replay_gaps(parts[0])
         first, *rest = [self.train_step(part, lr, loss) for part in parts]
@@ -157,11 +166,13 @@ class Trainer:
             old_logp_T = logp_T.detach() if row.old_logp_T is None else row.old_logp_T
             loss_sum, stats = loss(logp_T, old_logp_T, row.targets)
             entropy = torch.where(row.targets.loss_mask_T, entropy_T, 0.0).sum()
+            if row.targets.reference_logp_T is not None:
+                stats = {**stats, "reference_kl": _k3(logp_T.detach(), row.targets)}
             return loss_sum, {"loss": loss_sum.detach() / part.norms.denominator, "entropy": entropy, **stats}
 
         self._model.zero_grad()
-        left = iter(part.old_logp) if part.old_logp is not None else None
-        rows = [self._pack(batch, [next(left) for _ in batch] if left else None) for batch in part.micro_batches]
+        old, reference = (_dealt(one, part.micro_batches) for one in (part.old_logp, part.reference_logp))
+        rows = [self._pack(*one) for one in zip(part.micro_batches, old, reference, strict=True)]
         stats = self._model.pipeline.run(rows, apply_loss, norms=part.norms, choices=part.choices)
         grad_norm = self._model.step(lr)
         reduced = _reduce(stats, groups.dp_group()) if self._model.is_last_stage else {}
@@ -199,8 +210,28 @@ class Trainer:
         units = {"mtp_loss": norms.loss_tokens} | dict.fromkeys(("aux_loss", "z_loss"), norms.tokens * layers)
         return {name: value / units.get(name, 1) for name, value in found.items() if value}
 
-    def _pack(self, batch: Sequence[TrainSequence], old_logp: Sequence[FloatArray] | None = None) -> PackedRow:
-        return pack(batch, split=self._model.split, device=self.device, old_logp=old_logp)
+    def _pack(
+        self,
+        batch: Sequence[TrainSequence],
+        old_logp: Sequence[FloatArray] | None = None,
+        reference_logp: Sequence[FloatArray] | None = None,
+    ) -> PackedRow:
+        split = self._model.split
+        return pack(batch, split=split, device=self.device, old_logp=old_logp, reference_logp=reference_logp)
+
+    def save(self, folder: Path) -> None:
+        """Begin to write this rank's part of a checkpoint into an empty folder; training may go on meanwhile."""
+        self._pending = folder, self._model.save(folder)
+
+    def finish_save(self) -> dict[str, Digest]:
+        """Wait until the files of all ranks are written; the digests of this rank's own."""
+        folder, pending = self._pending
+        pending.finish()
+        return digests(folder, pending.files)
+
+    def load(self, folder: Path) -> None:
+        """Go on from a checkpoint that `save` wrote, in whatever layout."""
+        self._model.load(folder)
 
     def publish(self) -> Published:
         """Let another process of this GPU map the parameters; they stay where they are for this one."""
@@ -211,6 +242,25 @@ class Trainer:
         if self._member is None:
             self._member = Member(session, self.params())
         self._member.run(version, attempt)
+
+
+def _dealt(
+    arrays: Sequence[FloatArray] | None, micro_batches: MicroBatches
+) -> Iterator[Sequence[FloatArray] | None]:
+    """One array per sequence, in order -> each micro-batch's own."""
+    left = iter(arrays) if arrays is not None else None
+    for batch in micro_batches:
+        yield [next(left) for _ in batch] if left else None
+
+
+def _k3(logp_T: torch.Tensor, targets: PackedTargets) -> torch.Tensor:
+    """Sum over masked tokens of exp(d) - 1 - d, d = reference - policy: an estimate of KL(policy | reference).
+
+    (Schulman, "Approximating KL divergence", 2020.)
+    """
+    assert targets.reference_logp_T is not None
+    difference_T = torch.where(targets.loss_mask_T, targets.reference_logp_T - logp_T, 0.0)
+    return (difference_T.exp() - 1.0 - difference_T).sum()
 
 
 def _reduce(stats: Sequence[dict[str, torch.Tensor]], group: dist.ProcessGroup) -> Metrics:

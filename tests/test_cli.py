@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from megarl import cli
+from megarl.config import Recipe
 from megarl.types import UserFault, UserFaults
 
 ROOT = Path(__file__).parents[1]
@@ -30,7 +32,7 @@ def test_a_bad_recipe_is_answered_with_every_fault_and_code_2() -> None:
     assert sorted(result.stderr.splitlines()) == [
         "override model.dtype=fp8: model.dtype is 'fp8'; it should be 'float32' or 'bfloat16'",
         "override rollot.temperature=1: unknown key rollot; did you mean rollout?",
-        "override train.tpp=2: unknown key train.tpp; did you mean train.tp or train.pp?",
+        "override train.tpp=2: unknown key train.tpp; did you mean train.tp or train.pp or train.vpp?",
     ]
 
 
@@ -54,7 +56,30 @@ def test_what_is_wrong_outside_the_recipe_is_told_at_once_and_leaves_no_folder(t
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("arguments", [["train"], ["trian", "x.yaml"], ["train", "--fast", "x.yaml"]])
+def test_what_keeps_one_side_of_a_run_from_running_alone_is_told_before_it_starts(
+    tmp_path: Path, quickstart_inputs: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    keys = [*quickstart_inputs, f"run.dir={tmp_path / 'runs'}", "checkpoint.every=1", "algorithm.name=grop"]
+    old = tmp_path / "old.parquet"
+    old.write_bytes(b"PAR1")
+    both = ["algorithm.name: 'grop'", "warm_start.steps: 140", "checkpoint.every: 1"]
+    for run, starts in (
+        (partial(cli._rollout, out=old), [*both, f"--out {old}: it is there already"]),
+        (partial(cli._rollout, out=tmp_path / "no" / "f"), [*both, f"--out {tmp_path}/no/f: {tmp_path}/no is not a"]),
+        (partial(cli._train_from, samples=old, resume=False), [*both, f"{old}: not a whole"]),
+        (partial(cli._train_from, samples=old, resume=True), ["--resume: "]),
+    ):
+        assert cli._outcome(QUICKSTART, keys, run) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert sorted(start for start in starts for line in lines if line.startswith(start)) == sorted(starts), lines
+        assert len(lines) == len(starts)
+    assert list(tmp_path.iterdir()) == [old]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["train"], ["trian", "x.yaml"], ["train", "--fast", "x.yaml"], ["rollout", str(QUICKSTART)]]
+)
 def test_a_wrong_command_line_is_code_2(arguments: list[str]) -> None:
     assert megarl(*arguments).returncode == 2
 
@@ -70,7 +95,7 @@ def test_nothing_heavy_is_imported_before_the_recipe_is_good(tmp_path: Path) -> 
     program = f"""
 import sys
 from megarl import cli
-assert cli._outcome(__import__("pathlib").Path({str(QUICKSTART)!r}), ["train.tpp=2"]) == 2
+assert cli._outcome(__import__("pathlib").Path({str(QUICKSTART)!r}), ["train.tpp=2"], print) == 2
 print(*[name for name in {HEAVY!r} if name in sys.modules])
 """
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
@@ -90,19 +115,17 @@ print(*[name for name in {HEAVY!r} if name in sys.modules])
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
 )
 def test_how_a_run_ended_is_its_code_and_last_line(
-    raised: BaseException, code: int, last: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    raised: BaseException, code: int, last: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run(path: Path, overrides: list[str]) -> None:
+    def run(recipe: Recipe) -> None:
         raise raised
 
-    monkeypatch.setattr(cli, "_run", run)
-    assert cli._outcome(QUICKSTART, []) == code
+    assert cli._outcome(QUICKSTART, [], run) == code
     captured = capsys.readouterr()
     assert captured.err.splitlines()[-1] == last
     assert captured.out == ""
     assert ("Traceback" in captured.err) == (code == 1)
 
 
-def test_a_good_run_is_code_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "_run", lambda path, overrides: None)
-    assert cli._outcome(QUICKSTART, []) == 0
+def test_a_good_run_is_code_0() -> None:
+    assert cli._outcome(QUICKSTART, [], lambda recipe: None) == 0

@@ -11,6 +11,7 @@ from megarl import fleet
 from megarl.cluster import WorkerFailed
 from megarl.fleet import Fleet
 from megarl.resharding.member import Stats
+from megarl.rollout.episodes import Sampling
 
 STATS = Stats(1, 0, 0, 0, 0.0, 0.0)
 
@@ -54,6 +55,7 @@ def made(monkeypatch: pytest.MonkeyPatch, cluster: Cluster, engines: Engines) ->
     layouts = SimpleNamespace(world_size=1, end=1)
     one.__dict__.update(
         _cluster=cluster, engines=engines, trainers=SimpleNamespace(workers=[]), version=3, attempts=4,
+        _have_sessions=True,
         memory=SimpleNamespace(phase="train", lend=phases.append), _say=said.append, _store=None, _run_id="run",
         _train_layout=layouts, _engine_layout=layouts,
         _sessions=SimpleNamespace(
@@ -90,3 +92,19 @@ def test_an_engine_that_states_another_version_ends_the_run(monkeypatch: pytest.
     with pytest.raises(RuntimeError, match=r"engines are at versions \[3\], the trainer is at 4"):
         one.publish()
     assert (one.version, phases) == (3, ["reshard"])
+
+
+def test_every_prompt_of_a_step_has_a_stream_of_its_own() -> None:
+    """Named by its place in the step, not by the engine that happens to answer."""
+    asked: list[tuple[int, ...]] = []
+
+    def call_two(method: str, prompt: str, sampling: Sampling) -> tuple[object, str]:
+        asked.append(sampling.stream)
+        return object(), prompt
+
+    for count in (1, 2):
+        engines: Any = fleet.Engines.__new__(fleet.Engines)
+        engines.workers = [SimpleNamespace(name=f"engine {index}", call_two=call_two) for index in range(count)]
+        engines._cluster = SimpleNamespace(gather=list)
+        engines.sample(["a", "b", "c"], Sampling(4, 8, stream=(11, 5)))
+    assert asked == [(11, 5, 0), (11, 5, 1), (11, 5, 2)] * 2

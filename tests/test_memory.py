@@ -17,6 +17,9 @@ class Recorder(TrainerMemory, EngineMemory):
     def onload(self) -> None:
         self.calls.append("onload")
 
+    def held_bytes(self) -> int:
+        return len(self.calls)
+
     def release_memory(self) -> None:
         self.calls.append("release_memory")
 
@@ -33,6 +36,20 @@ def test_a_step_gives_before_it_takes():
     for phase in ("rollout", "train", "train", "reshard", "rollout"):
         lender.lend(phase)
     assert both.calls == ["release_memory", "onload", "offload", "resume_weights", "resume_cache"]
+
+
+def test_what_is_held_is_read_before_and_after_each_change():
+    lender = Lender(Recorder(), Recorder())
+    lender.lend("train")
+    lender.lend("reshard")
+    assert lender.readings() == {
+        "memory/before_train_bytes": 0,
+        "memory/after_train_bytes": 1,
+        "memory/before_reshard_bytes": 1,
+        "memory/after_reshard_bytes": 2,
+    }
+    lender.lend("reshard")
+    assert lender.readings() == {}, "nothing changed hands since"
 
 
 @pytest.mark.parametrize(("path", "wrong"), [([], "reshard"), (["train"], "rollout")])

@@ -107,18 +107,7 @@ def test_evaluation_sets_are_cut_to_their_limit_and_the_seed_decides_the_order(g
             "5 leaves GPUs idle behind the 4 that train; set it to at most 4",
         ),
         (["reshard.round_bytes=1024"], "reshard.round_bytes", "1024 has no room for two of the smallest pieces"),
-        (["train.updates_per_step=3"], "train.updates_per_step", "3 does not divide"),
-        (
-            ["train.tp=1", "train.ep=1", "rollout.prompts_per_step=2", "rollout.samples_per_prompt=2",
-             "train.updates_per_step=4"],
-            "rollout.prompts_per_step",
-            "does not divide over the 2 data-parallel ranks",
-        ),
-        (
-            ["train.tp=1", "warm_start.steps=1", "warm_start.sequences_per_step=1"],
-            "warm_start.sequences_per_step",
-            "1 does not divide over the 2 data-parallel ranks",
-        ),
+        (["train.updates_per_step=2000"], "train.updates_per_step", "= 1024; set it to at most 1024"),
         (["train.tokens_per_micro_batch=12"], "train.tokens_per_micro_batch", "12 is less than the longest"),
         (["warm_start.steps=1", "rollout.max_response_tokens=3"], "rollout.max_response_tokens", "(4 tokens with its"),
         (["rollout.max_response_tokens=500"], "data.max_prompt_tokens", "516 tokens, the model's context is 512"),
@@ -194,6 +183,12 @@ def test_losses_of_parts_that_the_model_does_not_have(told: Callable[..., list[s
     lines = told(f"model.path={folder}", "train.ep=1", "rollout.engine.tp=1", *(f"train.{key}" for key in keys))
     for key in keys:
         assert sum(line.startswith(f"train.{key.partition('=')[0]}: ") for line in lines) == 1, lines
+
+
+def test_a_reference_of_another_architecture(told: Callable[..., list[str]], tmp_path: Path) -> None:
+    folder = checkpoints.write(tmp_path / "other", "llama")
+    (line,) = told("reference.use=true", f"reference.path={folder}")
+    assert line.startswith("reference.path: ") and "is another model than model.path" in line
 
 
 def test_chat_messages_and_parquet_are_read(good: list[str], tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from datetime import timedelta
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -13,7 +16,7 @@ from megarl.parallel.layout import RankCoords, TrainLayout
 
 
 def join(store: Store, rank: int, layout: TrainLayout, seed: int, timeout_s: float) -> None:
-    """Enter the training world and build Megatron's groups; blocks until every rank of the layout has come.
+    """Enter the training world, build Megatron's groups and seed every generator; blocks until all ranks have come.
 
     Raises RuntimeError when Megatron's placement of this rank is not the layout's, which the weight maps rely on.
     """
@@ -38,6 +41,9 @@ def join(store: Store, rank: int, layout: TrainLayout, seed: int, timeout_s: flo
     )
     if _megatron_coords() != layout.coords(rank):
         raise RuntimeError(f"rank {rank}: Megatron placed it at {_megatron_coords()}, not {layout.coords(rank)}")
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 

@@ -83,6 +83,11 @@ class TrainLayout:
             edp=rank // (self.etp * self.ep) % self.edp,
         )
 
+    @property
+    def tokens_align(self) -> int:
+        """What every sequence's length is padded to a multiple of: each CP rank holds two equal chunks of it."""
+        return 2 * self.cp if self.cp > 1 else 1
+
     def layers(self, pp_rank: int, num_layers: int, chunk: int = 0) -> range:
         """The global layer numbers (from 0) of one model chunk of a pipeline stage."""
         stage = chunk * self.pp + pp_rank

@@ -8,9 +8,11 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from megarl.device import DEVICE
 from megarl.parallel.context import gather_shared
 
-CHUNK_BYTES = 256 * 2**20  # of one chunk's float32 logits on a rank
+# Of one chunk's float32 logits on a rank: a CPU wants them in its cache, a GPU few passes over the weight.
+CHUNK_BYTES = (256 if DEVICE == "cuda" else 16) * 2**20
 
 
 class _HiddenLogprobs(torch.autograd.Function):
@@ -61,19 +63,32 @@ class _HiddenLogprobs(torch.autograd.Function):
         columns = (hidden_TH, labels_T, log_sum_T, entropy_T, *gradients)
         parts = zip(*(one.split(ctx.chunk_tokens) for one in (*columns, hidden_grad_TH)), strict=True)
         for hidden, labels, log_sum, entropy, logp_grad, entropy_grad, hidden_grad in parts:
-            logp_CV = _logits(hidden, weight_VH).sub_(log_sum[:, None])
-            p_CV = logp_CV.exp()
-            # -g p - g_H p (l + H), and g at the label.
-            grad_CV = logp_CV.add_(entropy[:, None]).mul_(entropy_grad[:, None]).add_(logp_grad[:, None])
-            grad_CV.mul_(p_CV).neg_()
-            if len(weight_VH):
-                is_local = (labels >= ctx.first) & (labels < ctx.first + len(weight_VH))
-                column = torch.where(is_local, labels - ctx.first, 0)[:, None]
-                grad_CV.scatter_add_(1, column, torch.where(is_local, logp_grad, 0.0)[:, None])
-            grad_CV = grad_CV.to(hidden.dtype)
+            grad_CV = _logits_grad(
+                _logits(hidden, weight_VH).sub_(log_sum[:, None]), labels - ctx.first, entropy, logp_grad, entropy_grad
+            ).to(hidden.dtype)
             torch.mm(grad_CV, weight_VH, out=hidden_grad)
             weight_grad_VH += grad_CV.T @ hidden
+            del grad_CV  # else it is there beside the next chunk's logits
         return hidden_grad_TH, weight_grad_VH.to(weight_VH.dtype), None, None, None, None
+
+
+def _logits_grad(
+    logp_CV: torch.Tensor,
+    column_C: torch.Tensor,
+    entropy_C: torch.Tensor,
+    logp_grad_C: torch.Tensor,
+    entropy_grad_C: torch.Tensor,
+) -> torch.Tensor:
+    """-g p - g_H p (l + H), and g more at the label, where that is a column of this rank; logp_CV is lost."""
+    p_CV = logp_CV.exp()
+    grad_CV = logp_CV.add_(entropy_C[:, None]).mul_(entropy_grad_C[:, None]).add_(logp_grad_C[:, None])
+    grad_CV.mul_(p_CV).neg_()
+    num_local = grad_CV.shape[1]
+    if num_local:
+        is_local_C = (column_C >= 0) & (column_C < num_local)
+        at_label_C = torch.where(is_local_C, logp_grad_C, 0.0)
+        grad_CV.scatter_add_(1, column_C.clamp(0, num_local - 1)[:, None], at_label_C[:, None])
+    return grad_CV
 
 
 def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
@@ -106,8 +121,9 @@ def hidden_logprobs(
     """(logp_T, entropy_T), float32 [T] and differentiable, from the final hidden states and the output layer's weight.
 
     hidden_LH: this tensor-parallel rank's L = T / group size tokens (sequence parallelism); weight_VH: its rows of the
-    padded vocabulary, of which those at or beyond vocab_size take no part. Beside the gradients, memory is that of a
-    chunk's logits, three times: 32,768 tokens of a vocabulary of 151,936 at TP 8 need 0.8 GB, not 2.5 GB three times.
+    padded vocabulary, of which those at or beyond vocab_size take no part. Beside the gradients (the weight's in
+    float32) there are a chunk's logits twice, in bfloat16 half once more: on a GPU 0.7 GB for 32,768 tokens of a
+    vocabulary of 151,936 at TP 8, whose whole logits are 2.5 GB.
     """
     per_rank = len(weight_VH)
     first = dist.get_rank(group) * per_rank

@@ -46,7 +46,7 @@ class RankModel:
         self.rank, self.shape, self.layout, self._train = rank, shape, layout, train
         self.at = layout.coords(rank)
         self.is_last_stage = self.at.pp == layout.pp - 1
-        self.split = Split(layout.tp, layout.cp, self.at.cp)
+        self.split = Split(layout.tp, layout.cp, self.at.cp, layout.tokens_align)
         self._dtype = model.DTYPES[dtype]
         config = model.transformer_config(path, shape, layout, self._dtype, train)
         groups.join(store, rank, layout, seed, timeout_s)
@@ -100,10 +100,12 @@ class RankModel:
         """Free the gradients and, on a GPU, move the optimizer's state to the host; parameters stay where they are."""
         for chunk in self.chunks:
             chunk.offload_grad_buffers()
-        model.move_optimizer(self.optimizer, self.chunks, "cpu")
+        if not model.offloads(self._train):
+            model.move_optimizer(self.optimizer, self.chunks, "cpu")
 
     def onload(self) -> None:
         """Undo offload; gradients come back as zeros."""
-        model.move_optimizer(self.optimizer, self.chunks, device.DEVICE)
+        if not model.offloads(self._train):
+            model.move_optimizer(self.optimizer, self.chunks, device.DEVICE)
         for chunk in self.chunks:
             chunk.restore_grad_buffers()

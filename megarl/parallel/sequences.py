@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,10 +21,7 @@ class Split:
     cp: int = 1
     cp_rank: int = 0
 
-    @property
-    def align(self) -> int:
-        """What every sequence's length is padded to a multiple of: a context-parallel rank holds two chunks of it."""
-        return 2 * self.cp if self.cp > 1 else 1
+    align: int = 1  # every sequence's length is padded to a multiple of this
 
     @property
     def multiple(self) -> int:
@@ -42,6 +40,7 @@ class PackedTargets:
     loss_weight_T: torch.Tensor
     advantage_T: torch.Tensor
     engine_logp_T: torch.Tensor
+    reference_logp_T: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -91,32 +90,26 @@ def pack(
     split: Split,
     device: str,
     old_logp: Sequence[FloatArray] | None = None,
+    reference_logp: Sequence[FloatArray] | None = None,
 ) -> PackedRow:
     """Lay sequences end to end, each padded to split.align and the row to split.multiple; no sequences: padding alone.
 
-    old_logp holds one array per sequence, aligned like the sequence's own arrays.
+    old_logp and reference_logp hold one array per sequence, aligned like the sequence's own arrays.
     """
     lengths = tuple(len(one.token_ids_T) for one in sequences)
-    segments = [-(-length // split.align) * split.align for length in lengths]
-    padding = -sum(segments) % split.multiple or (0 if segments else split.multiple)
-    segments += [padding] if padding else []
-    bounds = np.concatenate([[0], np.cumsum(segments)])
-    starts = tuple(int(start) for start in bounds[: len(lengths)])
+    bounds = _bounds(lengths, split)
+    starts = tuple(bounds[: len(lengths)].tolist())
     shares = [zigzag(bounds, split.cp, rank) for rank in range(split.cp)]
     places = shares[split.cp_rank]
 
-    def row(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
-        """Entry t is about the token that t predicts: it stands before that token."""
-        values_T = np.zeros(bounds[-1], dtype=dtype)
-        for start, values in zip(starts, arrays, strict=True):
-            values_T[start : start + len(values) - 1] = values[1:]
-        return values_T
-
-    def about_next(name: str, dtype: type) -> torch.Tensor:
-        return on_device(row([getattr(one, name) for one in sequences], dtype))
-
     def on_device(values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(device)
+
+    def row(arrays: Sequence[np.ndarray] | None, dtype: type) -> Any:
+        return None if arrays is None else on_device(_about_next(arrays, starts, int(bounds[-1]), dtype))
+
+    def targets(name: str, dtype: type) -> torch.Tensor:
+        return row([getattr(one, name) for one in sequences], dtype)
 
     token_ids_T, sequence_T = np.zeros(bounds[-1], np.int64), np.full(bounds[-1], len(lengths), np.int64)
     for index, (start, one) in enumerate(zip(starts, sequences, strict=True)):
@@ -125,7 +118,7 @@ def pack(
     experts_TMK = _experts(sequences, starts, int(bounds[-1]))
     return PackedRow(
         token_ids_L=on_device(token_ids_T[places]),
-        labels_L=on_device(row([one.token_ids_T for one in sequences], np.int64)[places]),
+        labels_L=targets("token_ids_T", np.int64)[on_device(places)],
         sequence_L=on_device(sequence_T[places]),
         bounds=on_device(bounds.astype(np.int32)),
         order_T=on_device(np.argsort(np.concatenate(shares))),
@@ -133,14 +126,30 @@ def pack(
         starts=starts,
         lengths=lengths,
         targets=PackedTargets(
-            loss_mask_T=about_next("loss_mask_T", np.bool_),
-            loss_weight_T=about_next("loss_weight_T", np.float32),
-            advantage_T=about_next("advantage_T", np.float32),
-            engine_logp_T=about_next("engine_logp_T", np.float32),
+            loss_mask_T=targets("loss_mask_T", np.bool_),
+            loss_weight_T=targets("loss_weight_T", np.float32),
+            advantage_T=targets("advantage_T", np.float32),
+            engine_logp_T=targets("engine_logp_T", np.float32),
+            reference_logp_T=row(reference_logp, np.float32),
         ),
-        old_logp_T=None if old_logp is None else on_device(row(old_logp, np.float32)),
+        old_logp_T=row(old_logp, np.float32),
         experts_LMK=None if experts_TMK is None else on_device(experts_TMK[places]),
     )
+
+
+def _bounds(lengths: Sequence[int], split: Split) -> IntArray:
+    """Where each segment of a row starts, and its end: sequences with their padding, then the row's own."""
+    segments = [-(-length // split.align) * split.align for length in lengths]
+    padding = -sum(segments) % split.multiple or (0 if segments else split.multiple)
+    return np.concatenate([[0], np.cumsum(segments + ([padding] if padding else []))])
+
+
+def _about_next(arrays: Sequence[np.ndarray], starts: Sequence[int], num_tokens: int, dtype: type) -> np.ndarray:
+    """[T], in which what is about a token stands before it, where it is predicted."""
+    values_T = np.zeros(num_tokens, dtype=dtype)
+    for start, values in zip(starts, arrays, strict=True):
+        values_T[start : start + len(values) - 1] = values[1:]
+    return values_T
 
 
 def _experts(sequences: Sequence[TrainSequence], starts: Sequence[int], num_tokens: int) -> np.ndarray | None:

@@ -33,7 +33,7 @@ class Seen:
 
 @dataclass
 class Command:
-    """A `megarl train` that is running, or has run, in a folder of its own."""
+    """A `megarl` that is running, or has run, in a folder of its own."""
 
     process: subprocess.Popen[str]
     folder: Path
@@ -42,8 +42,8 @@ class Command:
     out: str = ""
     err: str = ""
 
-    def records(self) -> list[dict[str, Any]]:
-        path = self.folder / "runs" / "quickstart" / "metrics.jsonl"
+    def records(self, run: str = "quickstart") -> list[dict[str, Any]]:
+        path = self.folder / "runs" / run / "metrics.jsonl"
         if not path.exists():
             return []
         return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
@@ -112,17 +112,19 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def launch(inputs: Path, tmp_path: Path) -> Iterator[Callable[..., Command]]:
-    """Start `megarl train` on the quickstart recipe with overrides; whatever a test does, nothing of it survives."""
+    """Start `megarl train` (or another verb) on the quickstart recipe with overrides and options, in a folder that all
+    commands of a test share; whatever a test does, nothing of it survives."""
     started: list[Command] = []
 
-    def start(*overrides: str) -> Command:
-        for name in ("models", "data"):
-            (tmp_path / name).symlink_to(inputs / name)
+    for name in ("models", "data"):
+        (tmp_path / name).symlink_to(inputs / name)
+
+    def start(*overrides: str, verb: str = "train") -> Command:
         marker = f"{tmp_path}-{len(started)}"
         environment = {**os.environ, "MEGARL_TEST": marker}
         before = files()
         process = subprocess.Popen(
-            [sys.executable, "-m", "megarl.cli", "train", str(RECIPE), *overrides],
+            [sys.executable, "-m", "megarl.cli", verb, str(RECIPE), *overrides],
             cwd=tmp_path,
             env=environment,
             stdout=subprocess.PIPE,

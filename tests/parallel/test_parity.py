@@ -109,6 +109,28 @@ def test_recomputed_activations_change_nothing(one_rank: dict[str, Any], family:
     check(run(path, family, layout, **RECOMPUTE[name]), layout, expected)
 
 
+def train_unevenly(trainer: Any) -> dict[str, Any]:
+    """The first data-parallel rank has everything, the others rows of padding."""
+    sequences = ragged(14, VOCAB_SIZE, seed=3)
+    micro_batches = deal(sequences, 0, 1, micro_batches=4)
+    mine = micro_batches if trainer.layout.coords(trainer.rank).dp == 0 else [[] for _ in micro_batches]
+    part = world_part(mine, sequences, DENOMINATOR)
+    metrics = [trainer.train_step(part, LR, weighted_loss) for _ in range(STEPS)]
+    return {"metrics": metrics, "weights": rectangles(trainer)}
+
+
+@pytest.mark.parametrize("family", SETTINGS)
+def test_ranks_without_sequences(one_rank: dict[str, Any], family: str) -> None:
+    """Any number of samples goes on any number of ranks."""
+    path, expected = one_rank[family]
+    made = recipe(path, TrainLayout(4, 2, 1, 2), grad_clip=1.0, weight_decay=0.1, **SETTINGS[family])
+    ranks = run_world(made, train_unevenly)
+    assert all(rank["metrics"] == ranks[0]["metrics"] for rank in ranks)
+    for mine, one in zip(ranks[0]["metrics"], expected["metrics"], strict=True):
+        assert mine == pytest.approx(one, rel=1e-4)
+    check_weights(assemble([rank["weights"] for rank in ranks]), assemble([expected["weights"]]), LR * STEPS)
+
+
 @pytest.mark.parametrize("family", DENSE)
 def test_dense_families(tmp_path: Path, family: str) -> None:
     """Without experts; Qwen3's embedding is also its output layer, on two stages in two copies."""

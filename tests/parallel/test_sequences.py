@@ -60,7 +60,7 @@ def test_old_logprobs_are_shifted_like_the_targets() -> None:
 def test_every_sequence_comes_back_from_all_ranks(tokens: list[list[int]], tp: int, cp: int) -> None:
     """The shares of the context-parallel ranks, put in order, are the row; what a position predicts comes with it."""
     sequences = [sequence(one) for one in tokens]
-    shares = [pack(sequences, split=Split(tp, cp, rank), device="cpu") for rank in range(cp)]
+    shares = [pack(sequences, split=Split(tp, cp, rank, 2 * cp if cp > 1 else 1), device="cpu") for rank in range(cp)]
     row, total = shares[0], sum(map(len, tokens))
     assert {len(share.token_ids_L) for share in shares} == {len(row.order_T) // cp}
     assert len(row.token_ids_L) % tp == 0

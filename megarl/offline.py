@@ -1,0 +1,61 @@
+"""One side of a run without the other: samples into a file without training, and training on such a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megarl.cluster import Cluster
+from megarl.config import Recipe
+from megarl.controller import publish, samples_of, sampling_of, warmed_up
+from megarl.fleet import Fleet, trainers_alone
+from megarl.metrics import rollout_metrics, train_metrics
+from megarl.parallel.hf_config import model_shape
+from megarl.parallel.placement import train_layout
+from megarl.preflight import Inputs
+from megarl.rollout.episodes import summary
+from megarl.run_log import RunLog
+from megarl.sample_file import SampleFile, writing
+
+
+def roll_out(recipe: Recipe, inputs: Inputs, log: RunLog, out: Path) -> None:
+    """Sample and score every step's prompts with the weights of the recipe's model, into a file.
+
+    Raises as `controller.train` does.
+    """
+    with Cluster(recipe.placement.gpus) as cluster, writing(out, model_shape(recipe.model.path).vocab_size) as file:
+        log.say("starting training ranks and engines side by side")
+        with log.start() as record:
+            with record.phase("start"):
+                fleet = Fleet(cluster, recipe, log.say)
+            publish(fleet, record)
+        for step in range(1, recipe.run.steps + 1):
+            with log.step(step) as record:
+                with record.phase("rollout"):
+                    prompts = inputs.prompts.take(recipe.rollout.prompts_per_step)
+                    groups = fleet.engines.sample(prompts, sampling_of(recipe, step))
+                    file.write(fleet.fetch(groups))
+                record.add(rollout_metrics(groups.summaries))
+                record.samples(groups.summaries)
+        fleet.shutdown()
+    log.say(f"the samples are in {out}")
+
+
+def train_from(recipe: Recipe, samples: SampleFile, log: RunLog) -> None:
+    """Train each step on the groups that the file has of it; no engine is started, so nothing is evaluated.
+
+    Raises WorkerFailed when a training rank fails.
+    """
+    name = recipe.algorithm.name
+    with Cluster(train_layout(recipe).world_size) as cluster:
+        log.say("starting training ranks")
+        trainers = trainers_alone(cluster, recipe)
+        for step in range(1, recipe.run.steps + 1):
+            with log.step(step) as record:
+                groups = samples.groups(step)
+                summaries = [summary(group) for group in groups]
+                with record.phase("train"):
+                    lr = warmed_up(recipe.train.lr, recipe.train.warmup_steps, step)
+                    refs = [cluster.put(group) for group in groups]
+                    metrics = trainers.train(name, samples_of(summaries, name), refs, lr)
+                record.add(rollout_metrics(summaries) | train_metrics(metrics))
+                record.samples(summaries)

@@ -1,0 +1,109 @@
+"""Going on after an end: what a checkpoint stores of the run, when one is written, and whether it fits the recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megarl.config import Recipe
+from megarl.fleet import Fleet
+from megarl.parallel.hf_config import model_shape
+from megarl.rollout.prompts import PromptStream
+from megarl.snapshots import Snapshot, Snapshots
+from megarl.types import UserFault, UserFaults
+
+FOLDER = "checkpoints"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What the controller goes on from after step `step`; version and attempts are those before its publication."""
+
+    step: int
+    version: int
+    attempts: int
+    prompts_taken: int
+    num_prompts: int
+    ep: int
+    shape: dict[str, object]
+
+
+def find(recipe: Recipe, prompts: PromptStream, say: Callable[[str], None]) -> Snapshot | None:
+    """The newest good checkpoint of the recipe's run, None if there is none yet.
+
+    Raises UserFaults when it is one of another model, of other data, or cannot be brought into the recipe's layout.
+    """
+    found = Snapshots(Path(recipe.run.dir) / recipe.run.name / FOLDER, say).newest()
+    if found is None:
+        return None
+    faults, then = [], Progress(**found.run)
+    shape = asdict(model_shape(recipe.model.path))
+    if then.shape != shape:
+        key = next(name for name in shape if then.shape.get(name) != shape[name])
+        problem = f"{found.folder} is of a model with {key} {then.shape.get(key)}, this one has {shape[key]}"
+        faults.append(UserFault("model.path", problem, "use the model that the run began with, or another run.name"))
+    if then.num_prompts != len(prompts):
+        problem = f"it has {len(prompts)} rows, {found.folder} was written with {then.num_prompts}"
+        faults.append(UserFault("data.train", problem, "use the data that the run began with, or another run.name"))
+    if (then.ep == 1) != (recipe.train.ep == 1):
+        problem = f"{found.folder} was written with {then.ep}, and Megatron does not convert the optimizer to or from 1"
+        faults.append(UserFault("train.ep", problem, "set it to more than 1" if then.ep > 1 else "set it to 1"))
+    if faults:
+        raise UserFaults(faults)
+    return found
+
+
+def go_on(snapshot: Snapshot, fleet: Fleet, prompts: PromptStream) -> None:
+    """Load a checkpoint into the ranks and take the data up where it was."""
+    then = Progress(**snapshot.run)
+    fleet.go_on(snapshot.folder, then.version, then.attempts)
+    prompts.skip_to(then.prompts_taken)
+
+
+class Saver:
+    """Writes checkpoints as the recipe wants them, at most one at a time."""
+
+    def __init__(self, recipe: Recipe, fleet: Fleet, prompts: PromptStream, folder: Path, say: Callable[[str], None]):
+        self._recipe, self._fleet, self._prompts = recipe, fleet, prompts
+        self._snapshots = Snapshots(folder / FOLDER, say)
+        self._begun: tuple[Path, Progress] | None = None
+
+    def is_due(self, step: int) -> bool:
+        """Every so many steps, after a warm start and at the end."""
+        every = self._recipe.checkpoint.every
+        if every is None:
+            return False
+        return step % every == 0 if 0 < step < self._recipe.run.steps else True
+
+    def begin(self, step: int) -> None:
+        """Start one, if it is due; call it while the training ranks hold their memory, before the publication."""
+        if not self.is_due(step):
+            return
+        self._complete()  # at most one at a time
+        progress = Progress(
+            step=step,
+            version=self._fleet.version,
+            attempts=self._fleet.attempts,
+            prompts_taken=self._prompts.taken,
+            num_prompts=len(self._prompts),
+            ep=self._recipe.train.ep,
+            shape=asdict(model_shape(self._recipe.model.path)),
+        )
+        partial = self._snapshots.begin(step)
+        self._fleet.trainers.save(partial.absolute())
+        self._begun = partial, progress
+
+    def settle(self, step: int) -> None:
+        """After step's record is written: complete what was begun, an asynchronous one a step later."""
+        is_young = self._begun is not None and self._begun[1].step == step < self._recipe.run.steps
+        if not (self._recipe.checkpoint.asynchronous and is_young):
+            self._complete()
+
+    def _complete(self) -> None:
+        if self._begun is None:
+            return
+        partial, progress = self._begun
+        known = self._fleet.trainers.finish_save()
+        self._snapshots.commit(partial, asdict(progress), known, self._recipe.checkpoint.keep)
+        self._begun = None

@@ -1,0 +1,168 @@
+"""Kill a run with SIGKILL again and again, resume it each time, and hold its end against a run that nobody disturbed.
+
+    python scripts/soak_resume.py --points 50 [--seed 1] [--folder DIR] [--json]
+
+A tiny model, on CPU, seeded samples: weights, optimizer, metrics (but for times) and samples must be the same to the
+last bit. A point is a moment drawn in advance: while everything starts, or so many seconds after a step was recorded,
+which is in the middle of a rollout, an update, a save or a reshard. Exit code 1: something differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+STEPS, WARM_STEPS = 12, 2
+REWARD = "def score(response, answer, row):\n    return sum(map(ord, response)) % 7 / 7\n"  # never the same for all
+OVERRIDES = [
+    f"warm_start.steps={WARM_STEPS}",
+    "warm_start.sequences_per_step=16",
+    "rollout.prompts_per_step=8",
+    "rollout.samples_per_prompt=4",
+    "rollout.seeded=true",
+    "rollout.engine.tp=1",
+    "train.tp=1",
+    "train.pp=1",
+    "train.ep=2",
+    "train.updates_per_step=2",
+    "placement.gpus=2",
+    "placement.train_gpus=2",
+    "evaluation.max_prompts=4",
+    "evaluation.every=3",
+    "reward.function=odd_reward:score",
+    "run.trackers=[]",
+    f"run.steps={STEPS}",
+    "checkpoint.every=2",
+]
+_POLL_S = 0.02
+_LIMIT_S = 300.0
+
+
+def prepare(folder: Path) -> None:
+    """The quickstart's model and data, and a reward that teaches something from the first step on."""
+    for script, target in (("make_tiny_moe.py", "models/tiny-qwen3-moe"), ("make_arithmetic.py", "data")):
+        command = [sys.executable, str(ROOT / "scripts" / script), "--out", str(folder / target)]
+        subprocess.run(command, check=True, capture_output=True)
+    (folder / "odd_reward.py").write_text(REWARD)
+
+
+def start(folder: Path, name: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "megarl.cli", "train", str(ROOT / "recipes" / "quickstart.yaml"), "--resume"]
+    log = (folder / f"{name}.log").open("ab")
+    settings = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    return subprocess.Popen(
+        [*command, *OVERRIDES, f"run.name={name}"],
+        cwd=folder,
+        env=os.environ | settings,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+    )
+
+
+def records(folder: Path, name: str) -> list[dict[str, Any]]:
+    file = folder / "runs" / name / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """What the death of a node does: the command and all of its processes, at once."""
+    tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    for one in tree:
+        try:
+            one.send_signal(signal.SIGKILL)
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(tree, timeout=30)
+    process.wait()
+
+
+def finish(folder: Path, name: str) -> None:
+    process = start(folder, name)
+    if process.wait(_LIMIT_S) != 0:
+        raise RuntimeError(f"the run failed:\n{(folder / f'{name}.log').read_text()[-4000:]}")
+
+
+def points(count: int, seed: int) -> Iterator[tuple[int, float]]:
+    """(record that is waited for, seconds after it); records are counted over the whole run, 0: the start of it."""
+    made = random.Random(seed)
+    for index in range(count):
+        after = round((index + 1) / (count + 1) * (STEPS + WARM_STEPS)) if index else 0
+        yield after, made.uniform(2.0, 6.0) if after == 0 else made.uniform(0.0, 0.8)
+
+
+def disturb(folder: Path, name: str, after: int, delay_s: float) -> str:
+    """Resume the run, kill it at a point, and say where that was."""
+    process = start(folder, name)
+    began = time.monotonic()
+    while len(records(folder, name)) < after or not (folder / "runs" / name).exists():
+        if process.poll() is not None:
+            return f"had ended (code {process.returncode})"
+        if time.monotonic() - began > _LIMIT_S:
+            kill(process)
+            raise TimeoutError(f"no record {after} in {_LIMIT_S} s")
+        time.sleep(_POLL_S)
+    time.sleep(delay_s)
+    kill(process)
+    steps = [record["step"] for record in records(folder, name)]
+    return f"killed {delay_s:.2f} s after record {after}, at step {steps[-1] if steps else 'none'}"
+
+
+def differences(folder: Path, one: str, other: str) -> list[str]:
+    """What is not the same in two runs that ended."""
+    found = []
+    for mine, theirs in zip(records(folder, one), records(folder, other), strict=True):
+        is_time = ("time/", "memory/", "speed/", "reshard/seconds", "reshard/plan_s")
+        names = [name for name in mine | theirs if not name.startswith(is_time)]
+        wrong = [name for name in names if mine.get(name) != theirs.get(name)]
+        found += [f"step {mine['step']}: {name} {mine.get(name)} {theirs.get(name)}" for name in wrong]
+    runs = [folder / "runs" / name for name in (one, other)]
+    if len({(run / "samples.jsonl").read_bytes() for run in runs}) > 1:
+        found.append("samples.jsonl")
+    ends = [json.loads((run / "checkpoints" / f"step-{STEPS:06d}" / "manifest.json").read_text()) for run in runs]
+    mine, theirs = (end["files"] for end in ends)  # .metadata names the folder that it was written to
+    return found + [name for name in sorted(mine | theirs) if mine[name] != theirs.get(name) and name != ".metadata"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--points", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--folder", type=Path, help="where the runs are written (default: a temporary folder)")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="soak-") as temporary:
+        folder = arguments.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        prepare(folder)
+        finish(folder, "undisturbed")
+        killed = []
+        for after, delay_s in points(arguments.points, arguments.seed):
+            killed.append(disturb(folder, "disturbed", after, delay_s))
+            if not arguments.json:
+                print(killed[-1], flush=True)
+        finish(folder, "disturbed")
+        found = differences(folder, "undisturbed", "disturbed")
+    if arguments.json:
+        print(json.dumps({"killed": killed, "differences": found}))
+    else:
+        print("\n".join(found) or f"identical after {len(killed)} kills: weights, optimizer, metrics, samples")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""The two sides of a run, one after the other: samples into a file, and the file through several layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megarl.sample_file import open_samples
+from tests.test_sample_file import SHAPE, group, write
+
+pytestmark = pytest.mark.slow
+
+LAYOUTS = {
+    "one": ("train.tp=1", "train.pp=1", "train.ep=1", "placement.gpus=1"),
+    "many": ("train.tp=2", "train.pp=2", "train.ep=2", "placement.gpus=4"),
+}
+# An untrained model is never right: by the exact answer every advantage, loss and gradient would be 0.
+REWARD = """
+def score(response, answer, row):
+    return sum(map(ord, response)) % 7 / 7
+"""
+
+
+def test_a_file_of_samples_trains_alike_in_every_layout(launch: Callable, tmp_path: Path):
+    (tmp_path / "text_reward.py").write_text(REWARD)
+    common = ("warm_start.steps=0", "rollout.prompts_per_step=4", "reward.function=text_reward:score")
+    engine = ("rollout.engine.tp=1", *LAYOUTS["one"])
+    sampling = launch(*common, *engine, "run.name=sampling", "--out=two.parquet", "--steps=2", verb="rollout")
+    assert sampling.finish(200) == 0, sampling.err
+    assert sampling.leftovers() == []
+    file = open_samples(sampling.folder / "two.parquet")
+    assert file.num_samples == (32, 32)
+    assert all(sample.version == 0 for step in (1, 2) for group in file.groups(step) for sample in group.samples)
+
+    for name, layout in LAYOUTS.items():
+        keys = (*common, *layout, f"run.name={name}", "run.steps=2", "train.updates_per_step=2")
+        training = launch(*keys, "--from-samples=two.parquet")
+        assert training.finish(200) == 0, training.err
+        assert training.leftovers() == []
+    sampled, one, many = (sampling.records(name) for name in ("sampling", "one", "many"))
+    for step, (alone, spread) in enumerate(zip(one, many, strict=True), start=1):
+        assert alone["step"] == step
+        assert alone["reward/mean"] == spread["reward/mean"] == sampled[step]["reward/mean"] > 0
+        assert not any(key.startswith(("reshard/", "eval/", "time/rollout")) for key in alone), "no engine has a part"
+        for key in ("loss", "grad_norm", "tokens"):
+            for name in (f"train/{key}", f"train/{key}/1", f"train/{key}/2"):
+                assert spread[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6)
+        assert min(alone["train/grad_norm/1"], alone["train/grad_norm/2"]) > 0.1
+        assert abs(alone["train/loss/2"]) > 1e-4
+    for records in (one, many):
+        assert records[0]["rollout/logprob_gap_mean"] < 1e-5, "the first step's policy is the one that sampled"
+        assert records[1]["rollout/logprob_gap_mean"] > 1e-3, "the second's has learnt since"
+
+
+def test_more_steps_than_the_file_has(launch: Callable, tmp_path: Path):
+    """Told with both numbers, before a rank starts."""
+    file = write(tmp_path / "few.parquet", [group(1)])
+    command = launch("warm_start.steps=0", "run.steps=2", f"--from-samples={file.path}")
+    assert command.finish(60) == 2
+    lines = command.err.splitlines()
+    assert f"run.steps: 2 is more than the 1 steps in {file.path}; set it to at most 1, or sample more" in lines
+    other = f"{file.path}: it was sampled from a vocabulary of {SHAPE.vocab_size} "
+    assert any(line.startswith(other) for line in lines)
+    assert not (command.folder / "runs").exists()

@@ -1,0 +1,130 @@
+"""Whether a checkpoint fits the recipe, and when one is written."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.config import Recipe
+from megarl.parallel.hf_config import model_shape
+from megarl.recipe_file import load_recipe
+from megarl.resume import FOLDER, Progress, Saver, find, go_on
+from megarl.rollout.prompts import PromptStream
+from megarl.snapshots import Snapshots
+from megarl.types import Prompt, UserFaults
+
+QUICKSTART = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
+
+
+def stream(count: int = 7) -> PromptStream:
+    return PromptStream([Prompt(str(n), "", (n,), "") for n in range(count)], seed=1)
+
+
+class Ranks:
+    """The training ranks' side of a checkpoint: one file."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self._folder = Path()
+
+    def save(self, folder: Path) -> None:
+        self.calls.append(f"save {folder.name.partition('.partial')[0]}")
+        self._folder = folder
+
+    def finish_save(self) -> dict[str, Any]:
+        self.calls.append("finish")
+        (self._folder / "rank-0.pt").write_bytes(b"weights")
+        return {}
+
+    def load(self, folder: Path) -> None:
+        self.calls.append(f"load {folder.name}")
+
+
+class Fleet(SimpleNamespace):
+    def go_on(self, folder: Path, version: int, attempts: int) -> None:
+        self.trainers.load(folder)
+        self.version, self.attempts = version, attempts
+
+
+@pytest.fixture
+def fleet() -> Any:
+    return Fleet(trainers=Ranks(), version=3, attempts=5)
+
+
+@pytest.fixture
+def made(tiny_model: Path, tmp_path: Path) -> Any:
+    def make(*overrides: str) -> Recipe:
+        base = [f"model.path={tiny_model}", f"run.dir={tmp_path}", "run.name=try", "run.steps=9", "checkpoint.every=4"]
+        return load_recipe(QUICKSTART, [*base, *overrides])
+
+    return make
+
+
+def saver(recipe: Recipe, fleet: Any, prompts: PromptStream, tmp_path: Path) -> Saver:
+    return Saver(recipe, fleet, prompts, tmp_path / "try", pytest.fail)
+
+
+def run(recipe: Recipe, fleet: Any, prompts: PromptStream, tmp_path: Path) -> None:
+    one = saver(recipe, fleet, prompts, tmp_path)
+    one.begin(0)  # after a warm start
+    for step in range(1, recipe.run.steps + 1):
+        prompts.take(3)
+        one.begin(step)
+        fleet.version += 1
+        one.settle(step)
+
+
+def test_an_asynchronous_checkpoint_is_completed_a_step_later(made: Any, fleet: Any, tmp_path: Path) -> None:
+    run(made(), fleet, stream(), tmp_path)
+    assert fleet.trainers.calls == [
+        *("save .step-000000", "finish"),
+        *("save .step-000004", "finish"),
+        *("save .step-000008", "finish"),
+        *("save .step-000009", "finish"),
+    ]
+
+
+def test_what_is_gone_on_from(made: Any, fleet: Any, tmp_path: Path) -> None:
+    prompts = stream()
+    run(made("checkpoint.asynchronous=false", "checkpoint.keep=2"), fleet, prompts, tmp_path)
+    names = sorted(one.name for one in (tmp_path / "try" / FOLDER).iterdir())
+    assert names == ["step-000008", "step-000009"]
+    again, other = stream(), Fleet(trainers=Ranks(), version=-1, attempts=0)
+    found = find(made(), again, pytest.fail)
+    assert found is not None and found.step == 9
+    go_on(found, other, again)  # type: ignore[arg-type]
+    assert (other.version, other.attempts, other.trainers.calls) == (11, 5, ["load step-000009"])
+    assert again.taken == prompts.taken and again.take(5) == prompts.take(5)
+
+
+def test_no_checkpoints_unless_they_are_asked_for(made: Any, fleet: Any, tmp_path: Path) -> None:
+    run(made("checkpoint.every=null"), fleet, stream(), tmp_path)
+    assert fleet.trainers.calls == []
+    assert find(made(), stream(), pytest.fail) is None
+
+
+def test_every_reason_not_to_go_on_is_told_at_once(made: Any, tiny_model: Path, tmp_path: Path) -> None:
+    snapshots = Snapshots(tmp_path / "try" / FOLDER, pytest.fail)
+    shape = asdict(model_shape(tiny_model)) | {"num_layers": 8}
+    progress = Progress(5, 2, 3, prompts_taken=9, num_prompts=11, ep=1, shape=json.loads(json.dumps(shape)))
+    snapshots.commit(snapshots.begin(5), asdict(progress), {}, keep=1)
+    with pytest.raises(UserFaults) as caught:
+        find(made("train.ep=2"), stream(), pytest.fail)
+    told = [str(fault) for fault in caught.value.faults]
+    assert [line.split(":")[0] for line in told] == ["model.path", "data.train", "train.ep"]
+    assert "is of a model with num_layers 8, this one has 4" in told[0]
+    assert "it has 7 rows" in told[1] and "was written with 11" in told[1]
+
+
+def test_a_damaged_checkpoint_is_passed_over_loudly(made: Any, fleet: Any, tmp_path: Path) -> None:
+    run(made(), fleet, stream(), tmp_path)
+    (tmp_path / "try" / FOLDER / "step-000009" / "rank-0.pt").write_bytes(b"weighty")
+    said: list[str] = []
+    found = find(made(), stream(), said.append)
+    assert found is not None and found.step == 8
+    assert len(said) == 1 and "step-000009 is damaged and passed over: rank-0.pt has other bytes" in said[0]
