@@ -37,7 +37,11 @@ def find(recipe: Recipe, prompts: PromptStream, say: Callable[[str], None]) -> S
     found = Snapshots(Path(recipe.run.dir) / recipe.run.name / FOLDER, say).newest()
     if found is None:
         return None
-    faults, then = [], Progress(**found.run)
+    try:
+        faults, then = [], Progress(**found.run)
+    except TypeError:
+        mend = "resume with the version of megarl that wrote it, or choose another run.name"
+        raise UserFaults([UserFault(str(found.folder), "was written by another version of megarl", mend)]) from None
     shape = asdict(model_shape(recipe.model.path))
     if then.shape != shape:
         key = next(name for name in shape if then.shape.get(name) != shape[name])

@@ -69,6 +69,8 @@ class Snapshots:
     def begin(self, step: int) -> Path:
         """A new hidden folder for the files of a checkpoint; what an earlier process left half-written is removed."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        for left in self._partials():
+            self._say(f"checkpoint {left} was never completed and is removed")
         self._remove_partials()
         partial = self.folder / f".step-{step:06d}{_PARTIAL}{secrets.token_hex(4)}"
         partial.mkdir()
@@ -84,13 +86,14 @@ class Snapshots:
         found = {**known, **digests(partial, names)}
         manifest = {"format": _FORMAT, "files": {name: asdict(found[name]) for name in sorted(found)}}
         _write(partial / MANIFEST, json.dumps(manifest, indent=1))
-        for folder in {(partial / name).parent for name in found} | {partial}:
-            _sync(folder)
+        for path in {partial / name for name in found} | {(partial / name).parent for name in found} | {partial}:
+            _sync(path)
         final = self.folder / partial.name[1:].partition(_PARTIAL)[0]
-        if final.exists():
-            shutil.rmtree(final)
+        if final.exists():  # under a hidden name until the new one has its place
+            final.rename(self.folder / f".{final.name}{_PARTIAL}{secrets.token_hex(4)}")
         partial.rename(final)
         _sync(self.folder)
+        self._remove_partials()
         for old in self._complete()[keep:]:
             shutil.rmtree(old)
         return final
@@ -98,7 +101,10 @@ class Snapshots:
     def newest(self) -> Snapshot | None:
         """The last checkpoint whose every byte is what was written; None where there is none."""
         for folder in self._complete():
-            fault = _fault(folder)
+            try:
+                fault = _fault(folder)
+            except OSError as error:
+                fault = f"it cannot be read ({error})"
             if fault is None:
                 run = json.loads((folder / RUN).read_text(encoding="utf-8"))
                 return Snapshot(folder, _step(folder), run)
@@ -110,11 +116,12 @@ class Snapshots:
         found = self.folder.iterdir() if self.folder.is_dir() else ()
         return sorted((one for one in found if one.is_dir() and _NAME.fullmatch(one.name)), key=_step, reverse=True)
 
+    def _partials(self) -> list[Path]:
+        return [one for one in self.folder.iterdir() if _PARTIAL in one.name]
+
     def _remove_partials(self) -> None:
-        for one in self.folder.iterdir():
-            if _PARTIAL in one.name:
-                self._say(f"checkpoint {one} was never completed and is removed")
-                shutil.rmtree(one)
+        for one in self._partials():
+            shutil.rmtree(one)
 
 
 def _step(folder: Path) -> int:
@@ -153,9 +160,9 @@ def _write(file: Path, text: str) -> None:
         os.fsync(stream.fileno())
 
 
-def _sync(folder: Path) -> None:
-    """What is in a folder, and under which names, is on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """What is in a file, or in a folder under which names, is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.snapshots import MANIFEST, RUN, Snapshots, digest
+from megarl.snapshots import MANIFEST, RUN, Digest, Snapshots, digest
 
 
 def write(snapshots: Snapshots, step: int, keep: int = 3) -> Path:
@@ -131,6 +131,23 @@ def test_any_damage_is_seen_and_the_one_before_used(
     found = snapshots.newest()
     assert found is not None and found.step == 1
     assert len(said) == 1 and "step-000002 is damaged and passed over: " in said[0]
+
+
+def test_a_checkpoint_that_cannot_be_read_is_passed_over(
+    snapshots: Snapshots, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(snapshots, 1)
+    write(snapshots, 2)
+
+    def read(file: Path) -> Digest:
+        if "step-000002" in str(file):
+            raise OSError(5, "Input/output error")
+        return digest(file)
+
+    monkeypatch.setattr("megarl.snapshots.digest", read)
+    found = snapshots.newest()
+    assert found is not None and found.step == 1
+    assert "cannot be read ([Errno 5] Input/output error)" in said[0]
 
 
 def test_every_byte_of_a_file_counts(snapshots: Snapshots) -> None:

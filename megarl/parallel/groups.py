@@ -70,6 +70,11 @@ def cp_group() -> dist.ProcessGroup:
     return parallel_state.get_context_parallel_group()  # type: ignore[return-value]
 
 
+def dp_cp_group() -> dist.ProcessGroup:
+    """The ranks that hold the same dense shard, whatever they train on."""
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)  # type: ignore[return-value]
+
+
 def dp_group() -> dist.ProcessGroup:
     """The ranks that hold the same dense shard and train on other sequences."""
     return parallel_state.get_data_parallel_group()  # type: ignore[return-value]

@@ -13,10 +13,11 @@ from megarl.parallel.context import gather_shared
 
 # Of one chunk's float32 logits on a rank: a CPU wants them in its cache, a GPU few passes over the weight.
 CHUNK_BYTES = (256 if DEVICE == "cuda" else 16) * 2**20
+KEPT_BYTES = 256 * 2**20  # all chunks' logits stay for the backward pass if they are no more than this
 
 
 class _HiddenLogprobs(torch.autograd.Function):
-    """Chunks of tokens one after the other: only one chunk's logits exist at a time, forward and backward.
+    """Chunks of tokens one after the other: where their logits are many, only one chunk's exist at a time.
 
     With l = log softmax, p = exp l and H = -sum p l: dl_y = onehot_y - p and dH = -p (l + H).
     """
@@ -30,9 +31,14 @@ class _HiddenLogprobs(torch.autograd.Function):
         first: int,
         group: dist.ProcessGroup,
         chunk_tokens: int,
+        keep: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        pieces = zip(hidden_TH.split(chunk_tokens), labels_T.split(chunk_tokens), strict=True)
-        chunks = [_chunk_statistics(_logits(hidden, weight_VH), labels, first) for hidden, labels in pieces]
+        chunks, kept = [], []
+        for hidden, labels in zip(hidden_TH.split(chunk_tokens), labels_T.split(chunk_tokens), strict=True):
+            logits_CV = _logits(hidden, weight_VH)
+            chunks.append(_chunk_statistics(logits_CV, labels, first))
+            kept += [logits_CV] if keep else []
+            del logits_CV
         peak_T, exp_T, weighted_T, label_T = (torch.cat(column) for column in zip(*chunks, strict=True))
         whole_peak_T = peak_T.clone()
         dist.all_reduce(whole_peak_T, op=dist.ReduceOp.MAX, group=group)
@@ -51,38 +57,52 @@ class _HiddenLogprobs(torch.autograd.Function):
         dist.all_reduce(sums_3T, group=group)
         total_T, weighted_T, label_T = sums_3T
         entropy_T = total_T.log() - weighted_T / total_T
-        ctx.save_for_backward(hidden_TH, weight_VH, labels_T, whole_peak_T + total_T.log(), entropy_T)
-        ctx.first, ctx.chunk_tokens = first, chunk_tokens
+        ctx.save_for_backward(hidden_TH, weight_VH, labels_T, whole_peak_T + total_T.log(), entropy_T, peak_T)
+        ctx.first, ctx.chunk_tokens, ctx.kept = first, chunk_tokens, kept
+        ctx.set_materialize_grads(False)  # most losses do not look at the entropy
         return label_T - total_T.log(), entropy_T
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
-        hidden_TH, weight_VH, labels_T, log_sum_T, entropy_T = ctx.saved_tensors
+        hidden_TH, weight_VH, labels_T, log_sum_T, entropy_T, peak_T = ctx.saved_tensors
         hidden_grad_TH = torch.empty_like(hidden_TH)
         weight_grad_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
-        columns = (hidden_TH, labels_T, log_sum_T, entropy_T, *gradients)
-        parts = zip(*(one.split(ctx.chunk_tokens) for one in (*columns, hidden_grad_TH)), strict=True)
-        for hidden, labels, log_sum, entropy, logp_grad, entropy_grad, hidden_grad in parts:
-            grad_CV = _logits_grad(
-                _logits(hidden, weight_VH).sub_(log_sum[:, None]), labels - ctx.first, entropy, logp_grad, entropy_grad
-            ).to(hidden.dtype)
+        logp_grad_T, entropy_grad_T = gradients
+        if logp_grad_T is None:
+            logp_grad_T = torch.zeros_like(log_sum_T)
+        columns = (hidden_TH, labels_T, log_sum_T, entropy_T, peak_T, logp_grad_T, hidden_grad_TH)
+        parts = zip(*(one.split(ctx.chunk_tokens) for one in columns), strict=True)
+        for index, (hidden, labels, log_sum, entropy, peak, logp_grad, hidden_grad) in enumerate(parts):
+            of_entropy = None if entropy_grad_T is None else (entropy, entropy_grad_T.split(ctx.chunk_tokens)[index])
+            if ctx.kept:
+                logp_CV = ctx.kept[index] - (log_sum - peak)[:, None]
+            else:
+                logp_CV = _logits(hidden, weight_VH).sub_(log_sum[:, None])
+            grad_CV = _logits_grad(logp_CV, labels - ctx.first, logp_grad, of_entropy).to(hidden.dtype)
+            del logp_CV
             torch.mm(grad_CV, weight_VH, out=hidden_grad)
             weight_grad_VH += grad_CV.T @ hidden
             del grad_CV  # else it is there beside the next chunk's logits
-        return hidden_grad_TH, weight_grad_VH.to(weight_VH.dtype), None, None, None, None
+        return hidden_grad_TH, weight_grad_VH.to(weight_VH.dtype), None, None, None, None, None
 
 
 def _logits_grad(
     logp_CV: torch.Tensor,
     column_C: torch.Tensor,
-    entropy_C: torch.Tensor,
     logp_grad_C: torch.Tensor,
-    entropy_grad_C: torch.Tensor,
+    of_entropy: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:
-    """-g p - g_H p (l + H), and g more at the label, where that is a column of this rank; logp_CV is lost."""
-    p_CV = logp_CV.exp()
-    grad_CV = logp_CV.add_(entropy_C[:, None]).mul_(entropy_grad_C[:, None]).add_(logp_grad_C[:, None])
-    grad_CV.mul_(p_CV).neg_()
+    """-g p - g_H p (l + H), and g more at the label, where that is a column of this rank; of_entropy: (H, g_H).
+
+    logp_CV is lost.
+    """
+    if of_entropy is None:
+        grad_CV = logp_CV.exp_().mul_(-logp_grad_C[:, None])
+    else:
+        entropy_C, entropy_grad_C = of_entropy
+        p_CV = logp_CV.exp()
+        grad_CV = logp_CV.add_(entropy_C[:, None]).mul_(entropy_grad_C[:, None]).add_(logp_grad_C[:, None])
+        grad_CV.mul_(p_CV).neg_()
     num_local = grad_CV.shape[1]
     if num_local:
         is_local_C = (column_C >= 0) & (column_C < num_local)
@@ -96,7 +116,10 @@ def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
 
 
 def _chunk_statistics(logits_CV: torch.Tensor, labels_C: torch.Tensor, first: int) -> tuple[torch.Tensor, ...]:
-    """(peak, sum exp, sum of (logit - peak) exp, the label's logit), about this rank's own columns; logits are lost."""
+    """(peak, sum exp, sum of (logit - peak) exp, the label's logit), about this rank's own columns.
+
+    The logits become differences to the peak.
+    """
     num_local = logits_CV.shape[1]
     if not num_local:  # all of its columns are padding
         nothing = logits_CV.new_zeros(len(logits_CV))
@@ -117,18 +140,22 @@ def hidden_logprobs(
     vocab_size: int,
     group: dist.ProcessGroup,
     chunk_bytes: int = CHUNK_BYTES,
+    kept_bytes: int = KEPT_BYTES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(logp_T, entropy_T), float32 [T] and differentiable, from the final hidden states and the output layer's weight.
 
     hidden_LH: this tensor-parallel rank's L = T / group size tokens (sequence parallelism); weight_VH: its rows of the
-    padded vocabulary, of which those at or beyond vocab_size take no part. Beside the gradients (the weight's in
-    float32) there are a chunk's logits twice, in bfloat16 half once more: on a GPU 0.7 GB for 32,768 tokens of a
-    vocabulary of 151,936 at TP 8, whose whole logits are 2.5 GB.
+    padded vocabulary, of which those at or beyond vocab_size take no part. Logits of more than kept_bytes are computed
+    again in the backward pass. Then there are, beside the gradients (the weight's in float32), a chunk's logits twice,
+    in bfloat16 half once more: on a GPU 0.7 GB for 32,768 tokens of a vocabulary of 151,936 at TP 8, whose whole logits
+    are 2.5 GB.
     """
     per_rank = len(weight_VH)
     first = dist.get_rank(group) * per_rank
     num_valid = max(0, min(per_rank, vocab_size - first))
-    chunk_tokens = max(1, chunk_bytes // (4 * max(1, num_valid)))
+    token_bytes = 4 * max(1, num_valid)
+    chunk_tokens = max(1, chunk_bytes // token_bytes)
+    keep = torch.is_grad_enabled() and len(labels_T) * token_bytes <= kept_bytes
     hidden_TH = gather_shared(hidden_LH, group)
     valid_VH = weight_VH if num_valid == per_rank else weight_VH[:num_valid]
-    return _HiddenLogprobs.apply(hidden_TH, valid_VH, labels_T, first, group, chunk_tokens)  # type: ignore[return-value]
+    return _HiddenLogprobs.apply(hidden_TH, valid_VH, labels_T, first, group, chunk_tokens, keep)  # type: ignore

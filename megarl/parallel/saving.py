@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import queue
 import random
 import threading
@@ -10,18 +11,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.strategies import common, filesystem_async, state_dict_saver  # noqa: F401
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategy  # noqa: F401 - else loaded too late
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
+from torch.distributed.checkpoint import default_planner, filesystem
 
+from megarl.parallel import groups
 from megarl.parallel.model import Chunk
 
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
@@ -51,13 +57,19 @@ def save(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: Cha
     What is to be written is copied before this returns, so that training may go on.
     """
     _write_in_threads()
+    shared_out = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), groups.dp_cp_group())
     request = dist_checkpointing.save(
-        _state(chunks, optimizer, is_loading=False), str(folder), async_sharded_save=True, content_metadata=_METADATA
+        _state(chunks, optimizer, is_loading=False),
+        str(folder),
+        shared_out,
+        async_sharded_save=True,
+        content_metadata=_METADATA,
     )
-    assert request is not None and request.async_fn is not None
+    assert request is not None
     rank_file = folder / f"rank-{dist.get_rank():05d}.pt"
     torch.save(_random_state(), rank_file)
-    _, buckets, results = request.async_fn_args
+    # A rank whose data-parallel peers write all that it holds has nothing to write, and no function either.
+    _, buckets, results = request.async_fn_args if request.async_fn else (None, [], None)
     copies = [(file, key, (values, _copied(tensors))) for file, key, (values, tensors) in buckets]
     pending = Pending(
         (rank_file.name, *(os.path.relpath(file, folder) for file, _, _ in copies)), threading.Thread(), []
@@ -65,7 +77,8 @@ def save(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: Cha
 
     def write() -> None:
         try:
-            request.async_fn(dist.get_rank(), copies, results)  # type: ignore[misc]
+            if request.async_fn:
+                request.async_fn(dist.get_rank(), copies, results)
         except BaseException as error:
             pending._faults.append(error)
 
@@ -80,6 +93,7 @@ def load(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: Cha
     The random states are read where as many ranks wrote them; else they stay as they were seeded.
     """
     _keep_steps()
+    _load_no_code()
     state: Any = dist_checkpointing.load(_state(chunks, optimizer, is_loading=True), str(folder))
     for index, chunk in enumerate(chunks):
         chunk.module.load_state_dict(state[_chunk_key(chunks, index)])
@@ -138,6 +152,30 @@ def _keep_steps() -> None:
         original(self, model_param, {**tensors, "step": state["step"]} if "step" in state else tensors)
 
     DistributedOptimizer._set_main_param_and_optimizer_states = set_states
+
+
+class _OfData(pickle.Unpickler):
+    """Knows the classes of a checkpoint's index and no others: a forged one cannot call anything."""
+
+    _modules = ("torch.distributed.checkpoint.metadata", filesystem.__name__, "torch.distributed.checkpoint.planner")
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name) if "." not in name else None
+        is_index = module in self._modules and isinstance(found, type) and found.__module__ == module
+        is_torch = module == "torch" and (found is torch.Size or isinstance(found, torch.dtype))
+        if is_index or is_torch or (module, name) in {("torch.serialization", "_get_layout")}:
+            return found
+        raise pickle.UnpicklingError(f"a checkpoint's index names {module}.{name}")
+
+
+@cache
+def _load_no_code() -> None:
+    """torch reads a checkpoint's index by pickle, and objects beside the tensors with weights_only=False."""
+    filesystem.pickle = SimpleNamespace(dump=pickle.dump, load=lambda file: _OfData(file).load())  # type: ignore
+    namespace = ModuleType("torch")
+    namespace.__dict__.update(torch.__dict__)
+    namespace.__dict__["load"] = lambda *args, **_: torch.load(*args, weights_only=True)
+    default_planner.torch = namespace  # type: ignore[assignment]
 
 
 def _copied(tensors: Sequence[tuple[Any, torch.Tensor]]) -> list[tuple[Any, torch.Tensor]]:

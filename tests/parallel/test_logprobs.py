@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ CASES: list[Case] = [  # ranks, vocabulary, dtype, bytes of a chunk; at 4 ranks 
     (1, 40, "bfloat16", 400),
     (4, 40, "bfloat16", 400),
 ]
+KEPT_BYTES = (0, 10**6)  # logits are computed again, or stay
 
 
 def inputs(dtype: str) -> tuple[torch.Tensor, ...]:
@@ -39,12 +41,12 @@ def every_case(rank: int, port: int) -> list[tuple[np.ndarray, ...]]:
     dist.init_process_group("gloo", store=device.join_store(port, TIMEOUT_S), rank=rank, world_size=4)
     groups: dict[int, Any] = {size: dist.new_subgroups(size)[0] for size in (1, 2, 4)}
     found = []
-    for size, vocab, dtype, chunk_bytes in CASES:
+    for (size, vocab, dtype, chunk_bytes), kept in product(CASES, KEPT_BYTES):
         hidden, weight, labels, *weights = inputs(dtype)
         mine = hidden.chunk(size)[rank % size].clone().requires_grad_()
         rows = weight.chunk(size)[rank % size].clone().requires_grad_()
         results = hidden_logprobs(
-            mine, rows, labels, vocab_size=vocab, group=groups[size], chunk_bytes=chunk_bytes
+            mine, rows, labels, vocab_size=vocab, group=groups[size], chunk_bytes=chunk_bytes, kept_bytes=kept
         )
         loss = sum((one * by).sum() for one, by in zip(results, weights, strict=True))
         assert isinstance(loss, torch.Tensor)
@@ -65,7 +67,7 @@ def plain(vocab: int, dtype: str) -> tuple[torch.Tensor, ...]:
 @pytest.mark.slow
 def test_values_and_gradients_over_ranks() -> None:
     ranks = run_ranks(4, every_case)
-    for index, (size, vocab, dtype, _) in enumerate(CASES):
+    for index, ((size, vocab, dtype, _), _) in enumerate(product(CASES, KEPT_BYTES)):
         expected = plain(vocab, dtype)
         tolerance = 1e-5 if dtype == "float32" else 3e-2
         for first in range(0, 4, size):
@@ -103,7 +105,7 @@ def test_no_tensor_is_larger_than_a_chunk(alone: Any) -> None:
     labels = torch.randint(0, 1000, (512,))
     with torch.autograd.set_multithreading_enabled(False), _Largest() as seen:
         logp_T, entropy_T = hidden_logprobs(
-            hidden, weight, labels, vocab_size=1000, group=alone, chunk_bytes=4 * 1000 * 16
+            hidden, weight, labels, vocab_size=1000, group=alone, chunk_bytes=4 * 1000 * 16, kept_bytes=0
         )
         (logp_T.sum() + entropy_T.sum()).backward()
     assert 1000 * 16 <= seen.numel < 1000 * 17

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import random
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.parallel import saving
 from megarl.parallel.layout import TrainLayout
 from tests.parallel.checkpoints import write
 from tests.parallel.worlds import (
@@ -69,6 +72,17 @@ def load_and_go_on(trainer: Any, folder: Path) -> dict[str, Any]:
     return {"metrics": steps(trainer, 2), "weights": rectangles(trainer), "moments": moments(trainer)}
 
 
+def save_and_load(trainer: Any, folder: Path) -> bool:
+    """Whether loading what was just saved changes nothing."""
+    steps(trainer, 1)
+    trainer._model.save(folder).finish()
+    before = [*moments(trainer), *(param.numpy().copy() for param in trainer.params().values())]
+    steps(trainer, 1)
+    trainer._model.load(folder)
+    after = [*moments(trainer), *(param.numpy() for param in trainer.params().values())]
+    return all(np.array_equal(one, two) for one, two in zip(before, after, strict=True))
+
+
 def save_random_states(trainer: Any, folder: Path) -> list[float]:
     draws()
     trainer._model.save(folder).finish()
@@ -124,6 +138,26 @@ def test_another_layout_goes_on_within_rounding(
     weights, others = (assemble([one["weights"] for one in world]) for world in (ranks, expected))
     for tensor, values in weights.items():
         assert np.linalg.norm(values - others[tensor]) < 1e-5 * np.linalg.norm(others[tensor]), tensor
+
+
+@pytest.mark.parametrize("layout", [TrainLayout(2, 1, 1, 1), TrainLayout(2, 1, 1, 1, cp=2)], ids=["dp2", "cp2"])
+def test_ranks_that_hold_the_same_share_the_writing(path: Path, tmp_path: Path, layout: TrainLayout) -> None:
+    assert all(run_world(recipe(path, layout), save_and_load, tmp_path))
+    sizes = {file.name: file.stat().st_size for file in tmp_path.glob("*.distcp")}
+    of_ranks = [sum(size for name, size in sizes.items() if name.startswith(f"__{rank}_")) for rank in range(2)]
+    assert max(of_ranks) < 2 * min(of_ranks)
+
+
+def test_an_index_that_would_run_something_is_refused(tmp_path: Path) -> None:
+    class Forged:
+        def __reduce__(self) -> tuple[Any, tuple[str]]:
+            return os.system, (f"touch {tmp_path / 'ran'}",)
+
+    saving._load_no_code()
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Forged()))
+    with pytest.raises(pickle.UnpicklingError, match="names posix.system"):
+        saving.filesystem.FileSystemReader(tmp_path).read_metadata()
+    assert not (tmp_path / "ran").exists()
 
 
 def test_every_generator_goes_on(path: Path, tmp_path: Path) -> None:
