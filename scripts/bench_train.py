@@ -1,0 +1,211 @@
+"""What megarl's training step costs over a bare megatron-core loop: same model, batch, layout, processes.
+
+The two take turns, step by step, so that whatever else the machine does hits both. Prints tokens per second of each,
+the ratio (median over pairs of steps), and the share of the GPUs' peak where it is known. Losses and gradient norms of
+every step must agree, or the bench fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+import torch
+
+from megarl import device, flops
+from megarl.batching import SampleRef, plan_updates
+from megarl.config import Recipe
+from megarl.types import TrainSequence
+
+TIMEOUT_S = 600.0
+LR = 1e-4
+WARM_UP = 2
+TOLERANCE = 1e-3
+
+
+def write_model(folder: Path, layers: int, hidden: int, vocab_size: int) -> None:
+    """A Qwen3-MoE checkpoint with random weights."""
+    sys.modules["torchvision"] = None  # type: ignore[assignment]  # PyPI's is a CUDA build
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        intermediate_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 128,
+        head_dim=64,  # type: ignore[call-arg]
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=hidden // 2,
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+        max_position_embeddings=32768,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+
+
+def make_recipe(path: str, args: argparse.Namespace) -> Recipe:
+    axes = {"tp": args.tp, "pp": args.pp, "ep": args.ep}
+    return Recipe.model_validate(
+        {
+            "run": {"name": "bench", "steps": 1, "timeout_s": TIMEOUT_S},
+            "model": {"path": path, "dtype": args.dtype},
+            "data": {"train": "none"},
+            "reward": {"function": "none"},
+            "rollout": {"prompts_per_step": 1, "samples_per_prompt": 2, "max_response_tokens": 1},
+            "train": {**axes, "lr": LR, "tokens_per_micro_batch": args.budget},
+            "placement": {"gpus": args.gpus},
+        }
+    )
+
+
+def make_sequences(count: int, longest: int, vocab_size: int) -> list[TrainSequence]:
+    """Random tokens of log-normal lengths; the latter three quarters of each are learnt from."""
+    rng = np.random.default_rng(0)
+    found = []
+    for drawn in rng.lognormal(np.log(longest / 4), 0.6, count):
+        length = int(np.clip(drawn, 8, longest))
+        mask_T = np.arange(length) >= length // 4
+        weight_T = mask_T.astype(np.float32)
+        found.append(TrainSequence(rng.integers(0, vocab_size, length), mask_T, weight_T, weight_T, 0 * weight_T))
+    return found
+
+
+def cross_entropy(logp_T: Any, old_logp_T: Any, targets: Any) -> tuple[Any, dict[str, Any]]:
+    """Megatron's own loss, as megarl's steps take one."""
+    return -(logp_T * targets.loss_mask_T).sum(), {"tokens": targets.loss_mask_T.sum()}
+
+
+def work(rank: int, port: int, recipe: Recipe, sequences: Sequence[TrainSequence], steps: int) -> dict[str, Any]:
+    """Both contenders on one rank; the seconds of their steps."""
+    import torch.distributed as dist
+
+    from megarl.parallel.pipeline import Norms
+    from megarl.parallel.sequences import pack
+    from megarl.trainer import Part, Trainer
+    from scripts.train_bench.bare import Bare
+
+    trainer = Trainer(rank, recipe, port)
+    layout, shape = trainer.layout, trainer.shape
+    bare = Bare(recipe, shape, layout, rank, trainer.params())
+    lengths = [(len(one.token_ids_T), int(one.loss_mask_T.sum())) for one in sequences]
+    refs = [SampleRef(index, 0, tokens, learnt, 0.0) for index, (tokens, learnt) in enumerate(lengths)]
+    budget, per_token = recipe.train.tokens_per_micro_batch, flops.train_work(shape)
+    (update,) = plan_updates(refs, updates=1, dp=layout.dp, token_budget=budget, mean_over="tokens", work=per_token)
+    mine = update.micro_batches[layout.coords(rank).dp]
+    batches = [[sequences[ref.group] for ref in batch] for batch in mine]
+    rows = [pack(batch, split=trainer._model.split, device=device.DEVICE) for batch in batches]
+    part = Part(batches, Norms(update.denominator, update.tokens, update.loss_tokens))
+
+    def ours() -> tuple[float, float]:
+        found = trainer.train_step(part, LR, cross_entropy)
+        return found.get("loss", 0.0), found["grad_norm"]
+
+    contenders: dict[str, Callable[[], tuple[float, float]]] = {"megarl": ours, "bare": lambda: bare.step(rows, LR)}
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for step in range(steps + WARM_UP):
+        order = list(contenders) if step % 2 else list(contenders)[::-1]
+        told = {}
+        for name in order:
+            dist.barrier()
+            started = time.perf_counter()
+            told[name] = contenders[name]()
+            dist.barrier()
+            seconds[name].append(time.perf_counter() - started)
+        np.testing.assert_allclose(told["megarl"], told["bare"], rtol=TOLERANCE)
+    total = sum(per_token(tokens) for tokens, _ in lengths)
+    kept = {name: times[WARM_UP:] for name, times in seconds.items()}
+    return {"seconds": kept, "tokens": update.tokens, "flops": total, "micro_batches": len(rows)}
+
+
+def run_rank(rank: int, port: int, pipe: Connection, *args: Any) -> None:
+    pipe.send(work(rank, port, *args))
+
+
+def run_world(world_size: int, *args: Any) -> dict[str, Any]:
+    """Rank 0's figures. Raises RuntimeError when a rank fails, which its own traceback explains."""
+    context = multiprocessing.get_context("spawn")
+    store = device.host_store(TIMEOUT_S)
+    processes, pipes = [], []
+    try:
+        for rank in range(world_size):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=run_rank, args=(rank, store.port, theirs, *args))
+            process.start()
+            theirs.close()
+            processes.append(process)
+            pipes.append(ours)
+        found: dict[int, dict[str, Any]] = {}
+        while len(found) < world_size:
+            for pipe in wait([one for rank, one in enumerate(pipes) if rank not in found], TIMEOUT_S):
+                rank = pipes.index(pipe)  # type: ignore[arg-type]
+                found[rank] = pipes[rank].recv()
+        return found[0]
+    except EOFError as error:
+        raise RuntimeError("a rank ended without figures: see above") from error
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def figures(found: dict[str, Any], gpus: int) -> dict[str, Any]:
+    """What is told of a run; seconds are of whole steps."""
+    ours, bare = found["seconds"]["megarl"], found["seconds"]["bare"]
+    row = {
+        "ratio": statistics.median(b / a for a, b in zip(ours, bare, strict=True)),
+        "megarl_tokens_per_s": found["tokens"] / statistics.median(ours),
+        "bare_tokens_per_s": found["tokens"] / statistics.median(bare),
+        "tokens": found["tokens"],
+        "micro_batches": found["micro_batches"],
+        "flops": found["flops"],
+        "tflops_per_gpu": found["flops"] / statistics.median(ours) / gpus / 1e12,
+        "mfu": None,
+    }
+    peak = flops.peak_flops(torch.cuda.get_device_name()) if device.DEVICE == "cuda" else None
+    if peak:
+        row["mfu"] = flops.mfu(found["flops"], statistics.median(ours), gpus, peak)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for axis, default in (("gpus", 1), ("tp", 1), ("pp", 1), ("ep", 1)):
+        parser.add_argument(f"--{axis}", type=int, default=default)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--hidden", type=int, default=256)
+    # 1,024 give the output layer a tenth of all FLOPs, its share in Qwen3-30B-A3B. Megatron's own loss counts padding.
+    parser.add_argument("--vocab", type=int, default=1024, help="a multiple of 128 x TP")
+    parser.add_argument("--samples", type=int, default=32)
+    parser.add_argument("--longest", type=int, default=512, help="tokens of a sample")
+    parser.add_argument("--budget", type=int, default=2048, help="tokens of a micro-batch")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"} if device.DEVICE == "cpu" else {}
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder), args.layers, args.hidden, args.vocab)
+        recipe = make_recipe(folder, args)
+        sequences = make_sequences(args.samples, args.longest, args.vocab)
+        row = figures(run_world(args.gpus, recipe, sequences, args.steps), args.gpus)
+    print(json.dumps(row) if args.json else "\n".join(f"{name:20} {value}" for name, value in row.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What the training bench compares: megarl's step, and a bare megatron-core loop."""
