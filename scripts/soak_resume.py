@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -80,15 +81,20 @@ def records(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """What the death of a node does: the command and all of its processes, at once."""
+    """What the death of a node does: the command and all of its processes, at once. Their session's files go too."""
     tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    sessions = set()
     for one in tree:
         try:
+            sessions.add(one.environ().get("TMPDIR", ""))
             one.send_signal(signal.SIGKILL)
         except psutil.NoSuchProcess:
             continue
     psutil.wait_procs(tree, timeout=30)
     process.wait()
+    for folder in sessions:
+        if Path(folder).name.startswith("megarl-"):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def finish(folder: Path, name: str) -> None:
