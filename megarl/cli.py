@@ -93,6 +93,9 @@ def _train(recipe: Recipe, *, resume: bool) -> None:
     from megarl.run_log import RunLog
 
     start = find(recipe, inputs.prompts, lambda text: print(text, flush=True)) if resume else None
+    if start and start.step >= recipe.run.steps:
+        print(f"{start.folder} is the end of the run: run.steps is {recipe.run.steps}")
+        return
     with RunLog(recipe, go_on=resume, step=start.step if start else -1) as log:
         train_recipe(recipe, inputs, log, start)
 

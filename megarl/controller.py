@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 
 import torch
@@ -30,13 +31,23 @@ def train(recipe: Recipe, inputs: Inputs, log: RunLog, start: Snapshot | None = 
     with Cluster(recipe.placement.gpus) as cluster:
         log.say("starting training ranks and engines side by side")
         fleet, saver = begin(recipe, inputs, cluster, log, start)
-        for step in range(start.step + 1 if start else 1, recipe.run.steps + 1):
-            with log.step(step) as record:
-                train_step(recipe, inputs, fleet, saver, record)
-                if step % recipe.evaluation.every == 0 or step == recipe.run.steps:
-                    evaluate(recipe, inputs, fleet, record)
-            saver.settle(step)
+        try:
+            take_steps(recipe, inputs, fleet, saver, log, first=start.step + 1 if start else 1)
+        except Exception:
+            with suppress(Exception):
+                saver.rescue()  # a failure does not cost the checkpoint that was being written
+            raise
         fleet.shutdown()
+
+
+def take_steps(recipe: Recipe, inputs: Inputs, fleet: Fleet, saver: Saver, log: RunLog, first: int) -> None:
+    """All training steps from the first on, with their evaluations and checkpoints."""
+    for step in range(first, recipe.run.steps + 1):
+        with log.step(step) as record:
+            train_step(recipe, inputs, fleet, saver, record)
+            if step % recipe.evaluation.every == 0 or step == recipe.run.steps:
+                evaluate(recipe, inputs, fleet, record)
+        saver.settle(step)
 
 
 def begin(
@@ -108,6 +119,7 @@ def warm_start(recipe: Recipe, inputs: Inputs, fleet: Fleet, saver: Saver, log: 
                 saver.begin(0)
                 publish(fleet, record)
                 evaluate(recipe, inputs, fleet, record)
+    saver.settle(0)
 
 
 def sampling_of(recipe: Recipe, step: int) -> Sampling:

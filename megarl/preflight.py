@@ -214,10 +214,13 @@ def _largest_granule(targets: Sequence[Part], dtype: str) -> int:
 def _batch_faults(recipe: Recipe) -> Faults:
     rollout, updates = recipe.rollout, recipe.train.updates_per_step
     samples = rollout.prompts_per_step * rollout.samples_per_prompt
-    if samples >= updates:
-        return []
-    problem = f"{updates} is more than rollout.prompts_per_step x samples_per_prompt = {samples}"
-    return [UserFault("train.updates_per_step", problem, f"set it to at most {samples}")]
+    product = "rollout.prompts_per_step x samples_per_prompt"
+    given = {product: samples}
+    if recipe.warm_start.steps:
+        given["warm_start.sequences_per_step"] = recipe.warm_start.sequences_per_step
+    few = {name: count for name, count in given.items() if count < updates}
+    mend = f"set it to at most {min(given.values())}"
+    return [UserFault("train.updates_per_step", f"{updates} is more than {n} = {c}", mend) for n, c in few.items()]
 
 
 def _checkpoint_faults(recipe: Recipe) -> Faults:

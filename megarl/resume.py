@@ -24,8 +24,10 @@ class Progress:
     version: int
     attempts: int
     prompts_taken: int
-    num_prompts: int
+    data: str
+    seed: int
     ep: int
+    trains_mtp: bool
     shape: dict[str, object]
 
 
@@ -47,12 +49,18 @@ def find(recipe: Recipe, prompts: PromptStream, say: Callable[[str], None]) -> S
         key = next(name for name in shape if then.shape.get(name) != shape[name])
         problem = f"{found.folder} is of a model with {key} {then.shape.get(key)}, this one has {shape[key]}"
         faults.append(UserFault("model.path", problem, "use the model that the run began with, or another run.name"))
-    if then.num_prompts != len(prompts):
-        problem = f"it has {len(prompts)} rows, {found.folder} was written with {then.num_prompts}"
+    if then.data != prompts.fingerprint:
+        problem = f"its rows are not those that {found.folder} was written with"
         faults.append(UserFault("data.train", problem, "use the data that the run began with, or another run.name"))
+    if then.seed != recipe.run.seed:
+        problem = f"{recipe.run.seed} orders the data otherwise than {then.seed}, with which {found.folder} was written"
+        faults.append(UserFault("run.seed", problem, f"set it to {then.seed}, or choose another run.name"))
     if (then.ep == 1) != (recipe.train.ep == 1):
         problem = f"{found.folder} was written with {then.ep}, and Megatron does not convert the optimizer to or from 1"
         faults.append(UserFault("train.ep", problem, "set it to more than 1" if then.ep > 1 else "set it to 1"))
+    if recipe.train.mtp_loss and not then.trains_mtp:
+        problem = f"{recipe.train.mtp_loss}, but in {found.folder} those layers were frozen and have no optimizer state"
+        faults.append(UserFault("train.mtp_loss", problem, "set it to 0, or choose another run.name"))
     if faults:
         raise UserFaults(faults)
     return found
@@ -72,6 +80,7 @@ class Saver:
         self._recipe, self._fleet, self._prompts = recipe, fleet, prompts
         self._snapshots = Snapshots(folder / FOLDER, say)
         self._begun: tuple[Path, Progress] | None = None
+        self._is_recorded = False  # the step that was begun with
 
     def is_due(self, step: int) -> bool:
         """Every so many steps, after a warm start and at the end."""
@@ -90,18 +99,26 @@ class Saver:
             version=self._fleet.version,
             attempts=self._fleet.attempts,
             prompts_taken=self._prompts.taken,
-            num_prompts=len(self._prompts),
+            data=self._prompts.fingerprint,
+            seed=self._recipe.run.seed,
             ep=self._recipe.train.ep,
+            trains_mtp=self._recipe.train.mtp_loss > 0,
             shape=asdict(model_shape(self._recipe.model.path)),
         )
         partial = self._snapshots.begin(step)
         self._fleet.trainers.save(partial.absolute())
-        self._begun = partial, progress
+        self._begun, self._is_recorded = (partial, progress), False
 
     def settle(self, step: int) -> None:
         """After step's record is written: complete what was begun, an asynchronous one a step later."""
         is_young = self._begun is not None and self._begun[1].step == step < self._recipe.run.steps
+        self._is_recorded = True
         if not (self._recipe.checkpoint.asynchronous and is_young):
+            self._complete()
+
+    def rescue(self) -> None:
+        """After a failure: complete what was begun in an earlier step, if the training ranks still can."""
+        if self._is_recorded:
             self._complete()
 
     def _complete(self) -> None:

@@ -72,13 +72,15 @@ class RunLog:
     """
 
     def __init__(self, recipe: Recipe, console: Console | None = None, *, go_on: bool = False, step: int = -1) -> None:
-        """go_on: in the folder of the run of that name, with what it wrote up to `step`; -1: with nothing of it."""
+        """go_on: in the folder of the run of that name, with what it wrote up to `step`; -1: anew, that set aside."""
         self._recipe = recipe
         self._console = console or _console()
         parent, name = Path(recipe.run.dir), recipe.run.name
         self.folder = _same_folder(parent, name) if go_on else _new_folder(parent, name)
         self._lock = _locked(self.folder)
         (self.folder / "recipe.yaml").write_text(recipe.dump_yaml(), encoding="utf-8")
+        if go_on and step < 0:
+            _set_aside(self.folder)
         self._history = [_with_nans(record) for record in _cut(self.folder / "metrics.jsonl", step)]
         _cut(self.folder / "samples.jsonl", step)
         self._records_file = (self.folder / "metrics.jsonl").open("a", encoding="utf-8")
@@ -130,7 +132,8 @@ class RunLog:
         record.metrics = {name.replace("train/", "warm_start/"): value for name, value in record.metrics.items()}
         record.add({"warm_start/step": step})
         written = self._write(record)
-        self._send({name: value for name, value in written.items() if name.startswith("warm_start/")}, step)
+        # Before step 0, where a run that goes on does not purge it.
+        self._send({name: value for name, value in written.items() if name.startswith("warm_start/")}, step - total)
         self._send({name: value for name, value in written.items() if name.startswith("eval/")}, 0)
         if step == total or step % max(1, total // 10) == 0:
             self._show(f"warm start {step}/{total}", written)
@@ -241,10 +244,22 @@ def _locked(folder: Path) -> IO[str]:
     return lock
 
 
+def _set_aside(folder: Path) -> None:
+    """Keep what a run wrote that never came to a checkpoint, under the next free number."""
+    number = 1
+    while any(folder.glob(f"*.{number}*")):
+        number += 1
+    for name in ("metrics.jsonl", "samples.jsonl", "events"):
+        old = folder / name
+        if old.exists():
+            old.rename(folder / f"{old.stem}.{number}{old.suffix}")
+
+
 def _cut(file: Path, step: int) -> list[Metrics]:
     """Keep the JSON lines of a file up to a step, and return them; a line that an end cut short goes too."""
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
-    whole = [(line, json.loads(line)) for line in lines if line.endswith("\n")]
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    lines = [f"{line}\n" for line in text.split("\n")[:-1]]  # splitlines knows ends of line that JSON does not escape
+    whole = [(line, json.loads(line)) for line in lines]
     kept = [(line, record) for line, record in whole if record["step"] <= step]
     partial = file.with_suffix(".partial")
     partial.write_text("".join(line for line, _ in kept), encoding="utf-8")

@@ -77,7 +77,7 @@ class Snapshots:
         return partial
 
     def commit(self, partial: Path, run: Mapping[str, Any], known: Mapping[str, Digest], keep: int) -> Path:
-        """Complete a folder that `begin` made and every rank has filled; older ones than the last `keep` are removed.
+        """Complete a folder that `begin` made and every rank has filled; it and at most `keep` - 1 earlier ones stay.
 
         known: digests that the ranks took of files of theirs. One of the same step that is there is replaced.
         """
@@ -94,7 +94,9 @@ class Snapshots:
         partial.rename(final)
         _sync(self.folder)
         self._remove_partials()
-        for old in self._complete()[keep:]:
+        folders = self._complete()
+        later = folders[: folders.index(final)]  # of a future that the run did not go on from
+        for old in [*later, *folders[len(later) + keep :]]:
             shutil.rmtree(old)
         return final
 

@@ -105,8 +105,11 @@ class Trainer:
         by_id = dict(zip(group_ids, samples, strict=True))
         shares = [train_sequences(update.micro_batches[0], by_id, row.mean_over) for update in updates]
         # Only later updates of a step train a policy that is no longer the one that the ratio is to.
-        parts = [self._part(share, one, many=len(updates) > 1) for share, one in zip(shares, updates, strict=True)]
-        if self._reference:
+        # Nobody chose experts for demonstrations.
+        replay = self._recipe.train.replay if row.learns_from == "rewards" else "off"
+        many = len(updates) > 1
+        parts = [self._part(share, one, many, replay) for share, one in zip(shares, updates, strict=True)]
+        if self._reference and row.learns_from == "rewards":
             with waiting.in_place_of(self.params(), self._reference):
                 parts = [replace(part, reference_logp=self.logprobs(part.micro_batches)) for part in parts]
         loss = self._loss(row.loss)
@@ -114,13 +117,13 @@ class Trainer:
         first, *rest = [self.train_step(part, lr, loss) for part in parts]
         return [first | gaps, *rest]
 
-    def _part(self, share: MicroBatches, update: Update, many: bool) -> Part:
+    def _part(self, share: MicroBatches, update: Update, many: bool, replay: str) -> Part:
         """With what the old policy says of it, where that is asked for."""
         norms = Norms(update.denominator, update.tokens, update.loss_tokens)
         choices = None
-        if self._recipe.train.replay == "r2" and many:
+        if replay == "r2" and many:
             choices = [Choices(is_noting=True) for _ in share]
-        elif self._recipe.train.replay == "r3":
+        elif replay == "r3":
             choices = [self._engine_choices(self._pack(batch)) for batch in share]
         old = self.logprobs(share, choices) if many else None
         for one in choices or ():
@@ -230,7 +233,7 @@ class Trainer:
         return digests(folder, pending.files)
 
     def load(self, folder: Path) -> None:
-        """Go on from a checkpoint that `save` wrote, in whatever layout."""
+        """Go on from a checkpoint that `save` wrote, in this layout or another."""
         self._model.load(folder)
 
     def publish(self) -> Published:

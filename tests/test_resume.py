@@ -111,14 +111,18 @@ def test_no_checkpoints_unless_they_are_asked_for(made: Any, fleet: Any, tmp_pat
 def test_every_reason_not_to_go_on_is_told_at_once(made: Any, tiny_model: Path, tmp_path: Path) -> None:
     snapshots = Snapshots(tmp_path / "try" / FOLDER, pytest.fail)
     shape = asdict(model_shape(tiny_model)) | {"num_layers": 8}
-    progress = Progress(5, 2, 3, prompts_taken=9, num_prompts=11, ep=1, shape=json.loads(json.dumps(shape)))
+    shape = json.loads(json.dumps(shape))
+    data = stream(11).fingerprint
+    progress = Progress(5, 2, 3, prompts_taken=9, data=data, seed=7, ep=1, trains_mtp=False, shape=shape)
     snapshots.commit(snapshots.begin(5), asdict(progress), {}, keep=1)
     with pytest.raises(UserFaults) as caught:
-        find(made("train.ep=2"), stream(), pytest.fail)
+        find(made("train.ep=2", "train.mtp_loss=0.1"), stream(), pytest.fail)
     told = [str(fault) for fault in caught.value.faults]
-    assert [line.split(":")[0] for line in told] == ["model.path", "data.train", "train.ep"]
+    keys = ["model.path", "data.train", "run.seed", "train.ep", "train.mtp_loss"]
+    assert [line.split(":")[0] for line in told] == keys
     assert "is of a model with num_layers 8, this one has 4" in told[0]
-    assert "it has 7 rows" in told[1] and "was written with 11" in told[1]
+    assert "its rows are not those" in told[1]
+    assert "1 orders the data otherwise than 7" in told[2]
 
 
 def test_a_damaged_checkpoint_is_passed_over_loudly(made: Any, fleet: Any, tmp_path: Path) -> None:
@@ -128,3 +132,16 @@ def test_a_damaged_checkpoint_is_passed_over_loudly(made: Any, fleet: Any, tmp_p
     found = find(made(), stream(), said.append)
     assert found is not None and found.step == 8
     assert len(said) == 1 and "step-000009 is damaged and passed over: rank-0.pt has other bytes" in said[0]
+
+
+def test_a_failure_does_not_cost_what_was_begun_before(made: Any, fleet: Any, tmp_path: Path) -> None:
+    """What an earlier step began is completed; a step that failed has no record, so its checkpoint is worth nothing."""
+    one = saver(made(), fleet, stream(), tmp_path)
+    one.begin(4)
+    one.rescue()
+    assert fleet.trainers.calls == ["save .step-000004"], "step 4 itself failed"
+    one.settle(4)
+    one.rescue()
+    assert fleet.trainers.calls[-1] == "finish"
+    found = find(made(), stream(), pytest.fail)
+    assert found is not None and found.step == 4

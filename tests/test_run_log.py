@@ -37,7 +37,7 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
-    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().split("\n")[:-1]]
 
 
 def run_of_four(folder: Path, console: Console | None = None) -> Path:
@@ -207,7 +207,7 @@ def test_the_warm_start_is_visible(tmp_path: Path) -> None:
     assert len(lines) == 10
     assert lines[-1].startswith("warm start 20/20  loss 0.1000  eval 25.0%  ")
     events = EventAccumulator(str(log.folder / "events")).Reload()
-    assert [event.step for event in events.Scalars("warm_start/loss")] == list(range(1, 21))
+    assert [event.step for event in events.Scalars("warm_start/loss")] == list(range(-19, 1))
     assert [event.step for event in events.Scalars("eval/accuracy")] == [0]
     assert not any(tag.startswith(("time/", "train/")) for tag in events.Tags()["scalars"])
 
@@ -219,7 +219,7 @@ def went(folder: Path, steps: int, **how: Any) -> None:
     for step in range(first, first + steps):
         with log.step(step) as record:
             record.add({"reward/mean": step / 10, "eval/accuracy": math.nan})
-            record.samples([group(f"prompt {step}", [1.0], [3])])
+            record.samples([group(f"prompt\u2028{step}", [1.0], [3])])
     with log._lock:  # what a kill leaves: nothing is closed in order
         log._records_file.close()
 
@@ -232,7 +232,7 @@ def test_a_run_goes_on_where_its_checkpoint_was(tmp_path: Path) -> None:
         file.write('{"step": 4, "rew')
     went(tmp_path, 2, go_on=True, step=2)
     assert [one["step"] for one in json_lines(folder / "metrics.jsonl")] == [1, 2, 3, 4]
-    assert [one["prompt"] for one in json_lines(folder / "samples.jsonl")] == [f"prompt {n}" for n in (1, 2, 3, 4)]
+    assert [one["prompt"] for one in json_lines(folder / "samples.jsonl")] == [f"prompt\u2028{n}" for n in (1, 2, 3, 4)]
     assert [one.name for one in tmp_path.iterdir()] == ["try"]
     log = RunLog(recipe_in(tmp_path), Console(file=io.StringIO()), go_on=True, step=4)
     with log:
@@ -243,7 +243,10 @@ def test_a_run_goes_on_where_its_checkpoint_was(tmp_path: Path) -> None:
 def test_a_run_without_a_checkpoint_begins_anew_in_its_folder(tmp_path: Path) -> None:
     went(tmp_path, 2)
     went(tmp_path, 1, go_on=True)
-    assert [one["step"] for one in json_lines(tmp_path / "try" / "metrics.jsonl")] == [1]
+    folder = tmp_path / "try"
+    assert [one["step"] for one in json_lines(folder / "metrics.jsonl")] == [1]
+    assert [one["step"] for one in json_lines(folder / "metrics.1.jsonl")] == [1, 2], "nothing is lost"
+    assert (folder / "samples.1.jsonl").exists() and (folder / "events.1").exists()
 
 
 def test_two_processes_do_not_write_one_run(tmp_path: Path) -> None:

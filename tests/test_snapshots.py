@@ -36,7 +36,7 @@ def snapshots(tmp_path: Path, said: list[str]) -> Snapshots:
 
 def test_the_newest_is_found_with_what_was_stored(snapshots: Snapshots, said: list[str]) -> None:
     assert snapshots.newest() is None
-    for step in (2, 10, 9):
+    for step in (2, 9, 10):
         write(snapshots, step)
     found = snapshots.newest()
     assert found is not None
@@ -48,6 +48,17 @@ def test_the_last_ones_are_kept(snapshots: Snapshots) -> None:
     for step in (1, 2, 3, 4):
         write(snapshots, step, keep=2)
     assert sorted(one.name for one in snapshots.folder.iterdir()) == ["step-000003", "step-000004"]
+
+
+def test_later_ones_that_were_passed_over_give_way(snapshots: Snapshots, said: list[str]) -> None:
+    """The run went back to step 20: what it writes next is its newest, whatever the numbers of the damaged are."""
+    write(snapshots, 20)
+    for step in (30, 40):
+        truncate(write(snapshots, step))
+    found = snapshots.newest()
+    assert found is not None and found.step == 20 and len(said) == 2
+    written = write(snapshots, 25, keep=1)
+    assert [one.name for one in snapshots.folder.iterdir()] == [written.name] == ["step-000025"]
 
 
 def test_a_step_that_is_done_again_replaces_the_old(snapshots: Snapshots) -> None:

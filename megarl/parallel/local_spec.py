@@ -51,7 +51,7 @@ class _Bucket:
     is_seen: torch.Tensor | None  # [blocks, 1, longest, longest of the keys]; None: causal from the first token on
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=8)
 def _buckets(bounds: tuple[int, ...], cp: int, rank: int) -> tuple[list[_Bucket], torch.Tensor, torch.Tensor]:
     """What a rank attends from and to; where its queries' results are; the ranks' keys in the order of the row.
 

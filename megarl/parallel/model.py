@@ -16,8 +16,6 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules, get_mtp_layer_spec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -298,53 +296,3 @@ def params(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
         weights = [*chunk.named_parameters(), *((n, b) for n, b in chunk.named_buffers() if n.endswith(ROUTER_BIAS))]
         found |= {prefix + name: weight.detach() for name, weight in weights}
     return found
-
-
-def build_optimizer(chunks: Sequence[DistributedDataParallel], train: Train, dtype: torch.dtype) -> ChainedOptimizer:
-    """AdamW (betas 0.9, 0.999) with its state split over the data-parallel ranks; after the weights are loaded.
-
-    Norm weights are not decayed.
-    """
-    config = OptimizerConfig(
-        optimizer="adam",
-        lr=train.lr,
-        weight_decay=train.weight_decay,
-        clip_grad=train.grad_clip,
-        bf16=dtype is torch.bfloat16,
-        params_dtype=dtype,
-        use_distributed_optimizer=True,
-        optimizer_cpu_offload=offloads(train),
-        optimizer_offload_fraction=1.0 if offloads(train) else 0.0,
-        overlap_cpu_optimizer_d2h_h2d=offloads(train),
-    )
-    optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
-    for group in optimizer.param_groups:
-        group["weight_decay"] = train.weight_decay * group["wd_mult"]
-    assert isinstance(optimizer, ChainedOptimizer)  # one for the dense weights, one for the experts
-    return optimizer
-
-
-def offloads(train: Train) -> bool:
-    """Whether the optimizer lives on the host while weights and gradients are on a GPU."""
-    return train.optimizer_offload and DEVICE == "cuda"
-
-
-def move_optimizer(optimizer: ChainedOptimizer, chunks: Sequence[torch.nn.Module], device: str) -> None:
-    """Move the optimizer's state and its own copies of the weights; a shard that is a view of a parameter stays.
-
-    On the host they are in pinned memory, from and to which a GPU copies by itself.
-    """
-    in_model = {param.untyped_storage().data_ptr() for chunk in chunks for param in chunk.parameters()}
-    for group in optimizer.param_groups:
-        for shard in group["params"]:
-            if shard.untyped_storage().data_ptr() not in in_model:
-                shard.data = _moved(shard.data, device)
-    for chained in optimizer.chained_optimizers:
-        for state in chained.optimizer.state.values():
-            state.update({key: _moved(value, device) for key, value in state.items() if torch.is_tensor(value)})
-
-
-def _moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    if device != "cpu" or tensor.is_cpu:
-        return tensor.to(device)
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)

@@ -98,12 +98,13 @@ class Pipeline:
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
         """Megatron's forward_step_func: the stage's output, and what the last stage makes of it."""
         row, choices = next(feed)
+        longest = row.max_length
         packing = PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=row.bounds,
             cu_seqlens_kv=row.bounds,
-            max_seqlen_q=row.max_length,
-            max_seqlen_kv=row.max_length,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
         )
         tokens_1L = row.token_ids_L[None]
         with self.routing.passing(row, choices):

@@ -10,7 +10,7 @@ from torch.distributed.distributed_c10d import Store
 
 from megarl import device
 from megarl.config import Train
-from megarl.parallel import cpu, groups, model, saving
+from megarl.parallel import cpu, groups, model, optimizer, saving
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.pipeline import Coefficients, Pipeline
 from megarl.parallel.routing import Routing
@@ -61,7 +61,7 @@ class RankModel:
 
     def make_optimizer(self) -> None:
         """AdamW on this rank's weights as they are now."""
-        self.optimizer = model.build_optimizer(self.chunks, self._train, self._dtype)
+        self.optimizer = optimizer.build_optimizer(self.chunks, self._train, self._dtype)
 
     def params(self) -> dict[str, torch.Tensor]:
         """This rank's weights by the map's names: views of long-lived buffers that every step updates in place."""
@@ -93,19 +93,20 @@ class RankModel:
         return saving.save(folder, self.chunks, self.optimizer)
 
     def load(self, folder: Path) -> None:
-        """Go on from what `save` wrote, in whatever layout."""
+        """Go on from what `save` wrote, in this layout or another; EP 1 and more are not converted to each other."""
         saving.load(folder, self.chunks, self.optimizer)
+        optimizer.set_weight_decay(self.optimizer, self._train)
 
     def offload(self) -> None:
         """Free the gradients and, on a GPU, move the optimizer's state to the host; parameters stay where they are."""
         for chunk in self.chunks:
             chunk.offload_grad_buffers()
-        if not model.offloads(self._train):
-            model.move_optimizer(self.optimizer, self.chunks, "cpu")
+        if not optimizer.offloads(self._train):
+            optimizer.move_optimizer(self.optimizer, self.chunks, "cpu")
 
     def onload(self) -> None:
         """Undo offload; gradients come back as zeros."""
-        if not model.offloads(self._train):
-            model.move_optimizer(self.optimizer, self.chunks, device.DEVICE)
+        if not optimizer.offloads(self._train):
+            optimizer.move_optimizer(self.optimizer, self.chunks, device.DEVICE)
         for chunk in self.chunks:
             chunk.restore_grad_buffers()

@@ -1,4 +1,4 @@
-"""A training rank's state on disk, by Megatron's dist_checkpointing: any layout loads what any other saved."""
+"""A training rank's state on disk, by Megatron's dist_checkpointing: a layout loads what another saved."""
 
 from __future__ import annotations
 
@@ -89,6 +89,8 @@ def save(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: Cha
 
 def load(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer) -> None:
     """Read what `save` wrote, in this layout or another; called on all ranks together.
+
+    Megatron does not convert the optimizer between EP 1 and more, nor makes up the state of weights that were frozen.
 
     The random states are read where as many ranks wrote them; else they stay as they were seeded.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -175,6 +176,14 @@ class PromptStream:
     def __len__(self) -> int:
         """Prompts in one epoch."""
         return len(self._prompts)
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for the same prompts in the same order."""
+        sha = hashlib.sha256()
+        for prompt in self._prompts:
+            sha.update(f"{prompt.id}\0{prompt.text}\0{prompt.answer}\0".encode())
+        return sha.hexdigest()
 
     def take(self, n: int) -> list[Prompt]:
         """The next n prompts; an epoch's end may fall inside."""
