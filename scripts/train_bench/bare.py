@@ -19,6 +19,7 @@ from megarl.device import DEVICE
 from megarl.parallel import groups, model
 from megarl.parallel.hf_config import hf_facts
 from megarl.parallel.layout import TrainLayout
+from megarl.parallel.optimizer import build_optimizer
 from megarl.parallel.routing import Routing
 from megarl.parallel.sequences import PackedRow
 from megarl.types import ModelShape
@@ -54,7 +55,7 @@ class Bare:
         self._chunks = model.wrap(config, [gpt])  # type: ignore[list-item]
         for name, weight in model.params([gpt]).items():
             weight.copy_(weights[name])
-        self._optimizer = model.build_optimizer(self._chunks, recipe.train, dtype)
+        self._optimizer = build_optimizer(self._chunks, recipe.train, dtype)
 
     def step(self, rows: Sequence[PackedRow], lr: float) -> tuple[float, float]:
         """(the mean loss over all ranks' tokens, on the last stage; the gradient's norm) of one update."""
