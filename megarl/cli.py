@@ -1,4 +1,4 @@
-"""The command line: `megarl train RECIPE [a.b=c ...]`, and `megarl rollout` for samples alone.
+"""The command line: `megarl train RECIPE [a.b=c ...]`, `megarl rollout` for samples alone, `megarl convert`.
 
 Exit codes: 0 done; 1 the run failed, its cause on the last line; 2 something to mend in the recipe or its files, a line
 each; 130 Ctrl-C; 143 SIGTERM. Heavy imports wait until the recipe is known to be good.
@@ -59,6 +59,23 @@ def rollout(
     raise_on_sigterm()
     given = [] if steps is None else [f"run.steps={steps}"]
     sys.exit(_outcome(recipe, (overrides or []) + given, partial(_rollout, out=out)))
+
+
+@app.command()
+def convert(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, with its checkpoints.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write, which must not exist.")],
+    overrides: _Overrides = None,
+    *,
+    step: Annotated[int | None, typer.Option(help="Which checkpoint; the newest unless it is given.")] = None,
+) -> None:
+    """Write a checkpoint of a run as a Hugging Face model."""
+    raise_on_sigterm()
+    if not (run / "recipe.yaml").is_file():
+        mend = "name the folder of a run, as runs/quickstart"
+        print(UserFault(str(run), "has no recipe.yaml", mend), file=sys.stderr)
+        sys.exit(2)
+    sys.exit(_outcome(run / "recipe.yaml", overrides or [], partial(_convert, run=run, out=out, step=step)))
 
 
 def _outcome(path: Path, overrides: list[str], run: Callable[[Recipe], None]) -> int:
@@ -124,6 +141,20 @@ def _rollout(recipe: Recipe, *, out: Path) -> None:
 
     with RunLog(recipe) as log:
         roll_out(recipe, inputs, log, out)
+
+
+def _convert(recipe: Recipe, *, run: Path, out: Path, step: int | None) -> None:
+    from megarl.preflight import check_convert
+
+    check_convert(recipe)
+
+    from megarl.convert import convert as convert_snapshot
+    from megarl.convert import find
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+
+    convert_snapshot(recipe, find(recipe, run, out, step, say), out, say)
 
 
 def main() -> None:

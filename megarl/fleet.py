@@ -77,6 +77,13 @@ class TrainingRanks:
     def load(self, folder: Path) -> None:
         self._call("load", folder)
 
+    def load_weights(self, folder: Path) -> None:
+        self._call("load_weights", folder)
+
+    def export(self, folder: Path) -> None:
+        """Write the weights as a Hugging Face checkpoint."""
+        self._call("export", folder)
+
     def _call(self, method: str, *args: object) -> None:
         self._cluster.gather({worker.call(method, *args): worker.name for worker in self.workers})
 

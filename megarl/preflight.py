@@ -94,6 +94,17 @@ def check_samples(recipe: Recipe, path: Path) -> SampleFile:
     return samples
 
 
+def check_convert(recipe: Recipe) -> None:
+    """The same for writing a run's weights as a Hugging Face checkpoint, where only training ranks have a part."""
+    faults: Faults = []
+    shape = _attempt(faults, lambda: model_shape(recipe.model.path))
+    if shape:
+        faults += _train_layout_faults(recipe, shape) + checkpoint.check_hf(recipe.model.path, shape)
+    faults += _megatron_faults(recipe)
+    if faults:
+        raise UserFaults(faults)
+
+
 def check_rollout(recipe: Recipe, out: Path) -> Inputs:
     """The same for sampling into a file without training."""
     faults = _unused_faults(recipe, "samples are made with the weights of model.path")

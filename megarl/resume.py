@@ -39,16 +39,7 @@ def find(recipe: Recipe, prompts: PromptStream, say: Callable[[str], None]) -> S
     found = Snapshots(Path(recipe.run.dir) / recipe.run.name / FOLDER, say).newest()
     if found is None:
         return None
-    try:
-        faults, then = [], Progress(**found.run)
-    except TypeError:
-        mend = "resume with the version of megarl that wrote it, or choose another run.name"
-        raise UserFaults([UserFault(str(found.folder), "was written by another version of megarl", mend)]) from None
-    shape = asdict(model_shape(recipe.model.path))
-    if then.shape != shape:
-        key = next(name for name in shape if then.shape.get(name) != shape[name])
-        problem = f"{found.folder} is of a model with {key} {then.shape.get(key)}, this one has {shape[key]}"
-        faults.append(UserFault("model.path", problem, "use the model that the run began with, or another run.name"))
+    faults, then = model_faults(found, recipe), Progress(**found.run)
     if then.data != prompts.fingerprint:
         problem = f"its rows are not those that {found.folder} was written with"
         faults.append(UserFault("data.train", problem, "use the data that the run began with, or another run.name"))
@@ -64,6 +55,24 @@ def find(recipe: Recipe, prompts: PromptStream, say: Callable[[str], None]) -> S
     if faults:
         raise UserFaults(faults)
     return found
+
+
+def model_faults(snapshot: Snapshot, recipe: Recipe) -> list[UserFault]:
+    """What keeps the weights of a checkpoint from being those of the recipe's model.
+
+    Raises UserFaults where it does not say what it is of.
+    """
+    try:
+        then = Progress(**snapshot.run)
+    except TypeError:
+        mend = "use the version of megarl that wrote it, or another run"
+        raise UserFaults([UserFault(str(snapshot.folder), "was written by another version of megarl", mend)]) from None
+    shape = asdict(model_shape(recipe.model.path))
+    if then.shape == shape:
+        return []
+    key = next(name for name in shape if then.shape.get(name) != shape[name])
+    problem = f"{snapshot.folder} is of a model with {key} {then.shape.get(key)}, this one has {shape[key]}"
+    return [UserFault("model.path", problem, "use the model that the run began with, or another run.name")]
 
 
 def go_on(snapshot: Snapshot, fleet: Fleet, prompts: PromptStream) -> None:

@@ -100,9 +100,11 @@ class Snapshots:
             shutil.rmtree(old)
         return final
 
-    def newest(self) -> Snapshot | None:
-        """The last checkpoint whose every byte is what was written; None where there is none."""
+    def newest(self, step: int | None = None) -> Snapshot | None:
+        """The last checkpoint whose every byte is what was written, or that of `step`; None where there is none."""
         for folder in self._complete():
+            if step not in (None, _step(folder)):
+                continue
             try:
                 fault = _fault(folder)
             except OSError as error:

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from megarl import checkpoint, device
 from megarl.algos import ALGORITHMS
 from megarl.batching import Update, train_sequences
 from megarl.config import Recipe
+from megarl.hf_export import Export, export_hf
 from megarl.parallel import groups, model, waiting
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.pipeline import Norms
@@ -70,6 +72,7 @@ class Trainer:
         path = recipe.model.path
         self.rank, self.device, self._recipe = rank, device.DEVICE, recipe
         self.shape, self.layout = model_shape(path), train_layout(recipe)
+        self._store = device.join_store(store_port, recipe.run.timeout_s)
         self._model = RankModel(
             rank,
             path,
@@ -77,7 +80,7 @@ class Trainer:
             self.layout,
             recipe.train,
             dtype=recipe.model.dtype,
-            store=device.join_store(store_port, recipe.run.timeout_s),
+            store=self._store,
             seed=recipe.run.seed,
             timeout_s=recipe.run.timeout_s,
         )
@@ -235,6 +238,26 @@ class Trainer:
     def load(self, folder: Path) -> None:
         """Go on from a checkpoint that `save` wrote, in this layout or another."""
         self._model.load(folder)
+
+    def load_weights(self, folder: Path) -> None:
+        """The weights alone of such a checkpoint."""
+        self._model.load_weights(folder)
+
+    def export(self, folder: Path) -> None:
+        """Write the weights as a Hugging Face checkpoint, with the configuration and tokenizer of model.path."""
+        recipe = self._recipe
+        job = Export(
+            folder=str(folder),
+            source=recipe.model.path,
+            shape=self.shape,
+            layout=self.layout,
+            rank=self.rank,
+            transformer_engine=model.TRANSFORMER_ENGINE,
+            dtype=recipe.model.dtype,
+            gpus_per_node=recipe.placement.gpus_per_node,
+            timeout_s=recipe.run.timeout_s,
+        )
+        export_hf(job, self.params(), PrefixStore(f"export {folder}", self._store))
 
     def publish(self) -> Published:
         """Let another process of this GPU map the parameters; they stay where they are for this one."""

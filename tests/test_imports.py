@@ -25,7 +25,7 @@ FLOORS = [
     {"fleet"},
     {"resume"},
     {"controller"},
-    {"offline"},
+    {"convert", "offline"},
     {"cli"},
 ]
 NARROWED = {"resharding": {"megarl.parallel.layout", "megarl.types", "megarl.device"}}  # it takes tensors, not engines

@@ -97,6 +97,10 @@ class RankModel:
         saving.load(folder, self.chunks, self.optimizer)
         optimizer.set_weight_decay(self.optimizer, self._train)
 
+    def load_weights(self, folder: Path) -> None:
+        """The weights alone of what `save` wrote, in any layout."""
+        saving.load_weights(folder, self.chunks)
+
     def offload(self) -> None:
         """Free the gradients and, on a GPU, move the optimizer's state to the host; parameters stay where they are."""
         for chunk in self.chunks:

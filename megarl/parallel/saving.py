@@ -97,13 +97,18 @@ def load(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: Cha
     _keep_steps()
     _load_no_code()
     state: Any = dist_checkpointing.load(_state(chunks, optimizer, is_loading=True), str(folder))
-    for index, chunk in enumerate(chunks):
-        chunk.module.load_state_dict(state[_chunk_key(chunks, index)])
+    _take_weights(chunks, state)
     optimizer.load_state_dict(state["optimizer"])
     _own_steps(optimizer)
     rank_file = folder / f"rank-{dist.get_rank():05d}.pt"
     if len(list(folder.glob("rank-*.pt"))) == dist.get_world_size():
         _set_random_state(torch.load(rank_file, weights_only=True))
+
+
+def load_weights(folder: Path, chunks: Sequence[DistributedDataParallel]) -> None:
+    """Read the weights alone of what `save` wrote, in any layout; called on all ranks together."""
+    _load_no_code()
+    _take_weights(chunks, dist_checkpointing.load(_weights(chunks), str(folder)))
 
 
 def _chunk_key(chunks: Sequence[object], index: int) -> str:
@@ -115,12 +120,21 @@ def _state(
     chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer, is_loading: bool
 ) -> dict[str, Any]:
     _start_states(optimizer)
-    state: dict[str, Any] = {
+    state = _weights(chunks)
+    state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=_METADATA)
+    return state
+
+
+def _weights(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
+    return {
         _chunk_key(chunks, index): cast(Chunk, chunk.module).sharded_state_dict(metadata=_METADATA)
         for index, chunk in enumerate(chunks)
     }
-    state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=_METADATA)
-    return state
+
+
+def _take_weights(chunks: Sequence[DistributedDataParallel], state: Mapping[str, Any]) -> None:
+    for index, chunk in enumerate(chunks):
+        chunk.module.load_state_dict(state[_chunk_key(chunks, index)])
 
 
 def _start_states(optimizer: ChainedOptimizer) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).parents[2]
 POINTS = 10
@@ -24,5 +27,20 @@ def test_ten_kills_leave_no_trace(tmp_path: Path) -> None:
     assert len(report["killed"]) == POINTS
     assert all(one.startswith("killed") for one in report["killed"]), "each of them was still running"
     assert report["differences"] == []
+    _convert(tmp_path)
     log = (tmp_path / "disturbed.log").read_text()
     assert "this run goes on after step" in log
+
+
+def _convert(folder: Path) -> None:
+    """The run's last weights as a model that transformers loads whole, by training ranks in another layout."""
+    command = [sys.executable, "-m", "megarl.cli", "convert", "runs/disturbed", "hf", "train.ep=1", "placement.gpus=1"]
+    settings = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [*command, "placement.train_gpus=1"], cwd=folder, env=settings, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    model, said = AutoModelForCausalLM.from_pretrained(folder / "hf", output_loading_info=True)
+    assert not said["missing_keys"] and not said["unexpected_keys"] and not said["mismatched_keys"]
+    begun = AutoModelForCausalLM.from_pretrained(folder / "models" / "tiny-qwen3-moe")
+    assert not torch.equal(model.lm_head.weight, begun.lm_head.weight)

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from megarl.parallel import saving
 from megarl.parallel.layout import TrainLayout
@@ -61,10 +63,17 @@ def draws() -> list[float]:
 
 def save_and_go_on(trainer: Any, folder: Path) -> dict[str, Any]:
     steps(trainer, 2)
+    saved = rectangles(trainer)
     pending = trainer._model.save(folder)
     after = steps(trainer, 2)  # while the files are written
     pending.finish()
-    return {"metrics": after, "weights": rectangles(trainer), "moments": moments(trainer), "files": pending.files}
+    ended = {"metrics": after, "weights": rectangles(trainer), "moments": moments(trainer)}
+    return {**ended, "saved": saved, "files": pending.files}
+
+
+def convert(trainer: Any, folder: Path, out: Path) -> None:
+    trainer.load_weights(folder)
+    trainer.export(out)
 
 
 def load_and_go_on(trainer: Any, folder: Path) -> dict[str, Any]:
@@ -138,6 +147,23 @@ def test_another_layout_goes_on_within_rounding(
     weights, others = (assemble([one["weights"] for one in world]) for world in (ranks, expected))
     for tensor, values in weights.items():
         assert np.linalg.norm(values - others[tensor]) < 1e-5 * np.linalg.norm(others[tensor]), tensor
+
+
+def test_the_weights_alone_become_a_hugging_face_checkpoint(
+    saved: tuple[Path, Any], path: Path, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """In a layout that the optimizer could not go on in: EP 1."""
+    folder, ranks = saved
+    expected = assemble([one["saved"] for one in ranks])
+    run_world(recipe(path, TrainLayout(2, 1, 2, 1), **settings), convert, folder, tmp_path / "hf")
+    written = load_file(tmp_path / "hf" / "model.safetensors")
+    begun = load_file(path / "model.safetensors")
+    assert written.keys() == begun.keys()
+    for name, values in expected.items():
+        assert np.array_equal(written[name].numpy().reshape(values.shape), values), name
+        assert not np.array_equal(begun[name].numpy().reshape(values.shape), values), f"{name} was not trained"
+    _, said = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not said["missing_keys"] and not said["mismatched_keys"]
 
 
 @pytest.mark.parametrize("layout", [TrainLayout(2, 1, 1, 1), TrainLayout(2, 1, 1, 1, cp=2)], ids=["dp2", "cp2"])
