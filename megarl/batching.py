@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from megarl.types import IntArray, SampleGroup, TrainSequence
+from megarl.types import FloatArray, IntArray, SampleGroup, TrainSequence
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,13 @@ class SampleRef:
 
 
 MicroBatch = tuple[SampleRef, ...]
+Key = tuple[int, int]  # group and sample
+Piece = dict[Key, FloatArray]  # something of each token of some samples' responses
+
+
+def key_of(ref: SampleRef) -> Key:
+    """A sample's name in its step."""
+    return ref.group, ref.sample
 
 
 @dataclass(frozen=True)

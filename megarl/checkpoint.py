@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from megarl.parallel.hf_config import read_json
 from megarl.resharding.shards import STACK, VOCAB_TENSORS, Box, Shard, verify_params, views
-from megarl.resharding.tensors import hf_tensors, mtp_prefix
+from megarl.resharding.tensors import SCORE, hf_tensors, mtp_prefix
 from megarl.types import ModelShape, UserFault
 
 FILE_DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
@@ -64,8 +64,13 @@ class _Slices:
             raise UserFault(str(file), f"does not hold {name}", "download the checkpoint again") from None
 
 
+def without_head(path: str | Path) -> bool:
+    """Whether a scorer's checkpoint is a language model's, so that its scores have yet to be learnt."""
+    return SCORE not in tensor_files(path)
+
+
 def check_hf(path: str | Path, shape: ModelShape) -> list[UserFault]:
-    """Names and shapes of the checkpoint against `config.json`, from the files' headers alone.
+    """Names and shapes of the checkpoint against `config.json`, from the files' headers alone; a head may be new.
 
     One fault for each kind of mend, naming its first tensor and counting the others: a wrong width is wrong in every
     layer.
@@ -74,7 +79,10 @@ def check_hf(path: str | Path, shape: ModelShape) -> list[UserFault]:
     try:
         with ExitStack() as stack:
             slices = _Slices(path, stack)
-            for name, wanted in hf_tensors(shape).items():
+            wanted_tensors = hf_tensors(shape)
+            if SCORE not in slices.files:
+                wanted_tensors.pop(SCORE, None)
+            for name, wanted in wanted_tensors.items():
                 found += _tensor_faults(slices, name, wanted)
             if not any(name.startswith(mtp_prefix(shape, 0)) for name in slices.files) and shape.num_mtp_layers:
                 file = str(Path(path) / "config.json")
@@ -113,16 +121,17 @@ def _tensor_faults(slices: _Slices, name: str, wanted: tuple[int, ...]) -> list[
 def load_hf(path: str | Path, shards: Sequence[Shard], params: Mapping[str, torch.Tensor]) -> None:
     """Fill `params` (name -> parameter, any float dtype) in place with the boxes that `shards` name.
 
-    Only the needed slices are read. Vocabulary padding rows become zero. Raises LayoutError when the parameters are not
-    those that the shards describe, UserFault naming a missing tensor.
+    Only the needed slices are read. Vocabulary padding rows become zero, and so do scores that are not there. Raises
+    LayoutError when the parameters are not those that the shards describe, UserFault naming a missing tensor.
     """
     verify_params(shards, params)
     with ExitStack() as stack, torch.no_grad():
         slices = _Slices(path, stack)
         for shard in shards:
-            if shard.name in VOCAB_TENSORS:
+            is_new = shard.name == SCORE and SCORE not in slices.files
+            if is_new or shard.name in VOCAB_TENSORS:
                 params[shard.param].zero_()
-            if shard.area:
+            if shard.area and not is_new:
                 _fill(slices, shard, params)
 
 

@@ -27,6 +27,7 @@ from megarl.types import UserFault
 Ref = ray.ObjectRef
 _GRACE_S = 3.0  # a death breaks its peers' collectives first: this long is waited for the cause to show
 _OBJECT_STORE_BYTES = 2**30
+_SHARES = 4  # of a GPU slot
 
 
 class WorkerFailed(Exception):
@@ -64,6 +65,10 @@ class _Shell:
             return await function(*args)
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*args))
 
+    async def call_many(self, count: int, method: str, *args: Any) -> Any:
+        found = await self.call(method, *args)
+        return found if count > 1 else found[0]  # Ray would take a single return to be the sequence itself
+
     async def watch(self) -> None:
         await asyncio.Event().wait()
 
@@ -83,10 +88,10 @@ class Worker:
         """Call a method; arguments that are references are fetched by the worker's node, not by the caller."""
         return self._actor.call.remote(method, *args)
 
-    def call_two(self, method: str, *args: Any) -> tuple[Ref, Ref]:
-        """Call a method that returns a pair whose halves live apart, so that one can stay where it is."""
-        first, second = self._actor.call.options(num_returns=2).remote(method, *args)
-        return first, second
+    def call_many(self, count: int, method: str, *args: Any) -> list[Ref]:
+        """Call a method that returns `count` things which live apart, so that each goes where it is wanted alone."""
+        refs = self._actor.call_many.options(num_returns=count).remote(count, method, *args)
+        return refs if count > 1 else [refs]
 
     def kill(self) -> None:
         ray.kill(self._actor)
@@ -113,7 +118,7 @@ class Cluster:
             ray.init(
                 address="local",
                 num_gpus=self._gpus,
-                num_cpus=2 * self._gpus,
+                num_cpus=_SHARES * self._gpus,
                 object_store_memory=_OBJECT_STORE_BYTES,
                 include_dashboard=False,
                 log_to_driver=False,
@@ -122,7 +127,7 @@ class Cluster:
                 _node_ip_address=LOOPBACK,
             )
             signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own handler would end this process without cleaning up
-            self._placement = placement_group([{"GPU": 1, "CPU": 2}] * self._gpus, strategy="PACK")
+            self._placement = placement_group([{"GPU": 1, "CPU": _SHARES}] * self._gpus, strategy="PACK")
             self.gather({self._placement.ready(): "placement group"})
         except BaseException:
             self.close()
@@ -133,12 +138,12 @@ class Cluster:
         self.close()
 
     def worker(self, name: str, slot: int) -> Worker:
-        """Start a process on half of GPU slot `slot` (a trainer and an engine share each GPU)."""
+        """Start a process on GPU slot `slot`, which up to four share: policy, engine, critic and reward model."""
         strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=slot)
         actor = (
             ray.remote(_Shell)
             .options(
-                num_gpus=0.5,
+                num_gpus=1 / _SHARES,
                 num_cpus=1,
                 scheduling_strategy=strategy,
                 max_concurrency=4096,
@@ -154,6 +159,11 @@ class Cluster:
 
     def gather(self, labels: Mapping[Ref, str]) -> list[Any]:
         """The results in order; raises WorkerFailed, or the worker's own UserFault, as soon as any worker fails."""
+        self.await_all(labels)
+        return ray.get(list(labels))
+
+    def await_all(self, labels: Mapping[Ref, str]) -> None:
+        """`gather` without fetching what comes of it."""
         watches = {worker.watch_ref: worker.name for worker in self._workers}
         pending = dict(labels)
         while pending:
@@ -164,7 +174,6 @@ class Cluster:
             if failure is not None:
                 raise self._cause([*pending, *watches], {**labels, **watches})
             pending.pop(done[0], None)
-        return ray.get(list(labels))
 
     def settle(self, calls: Mapping[Ref, str]) -> bool:
         """Wait until every call has ended, well or not; False as soon as the process of any worker is gone."""

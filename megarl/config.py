@@ -15,6 +15,7 @@ Count = Annotated[int, Field(ge=1)]
 Text = Annotated[str, Field(min_length=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
 FolderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Tracker = Literal["tensorboard"]
 
@@ -60,6 +61,8 @@ class Algorithm(Branch):
     name: Text = "grpo"
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
     clip_high: Positive = 0.2
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0  # discount of a token's reward, for those with a critic
+    gae_lambda: Share = 0.95  # 0: the critic's word for everything that comes; 1: what came
 
 
 class WarmStart(Branch):
@@ -149,6 +152,49 @@ class Reference(Branch):
     path: Text | None = None
 
 
+class Ranks(Branch):
+    """Training ranks of a model beside the policy; what is not set is as the policy's.
+
+    They sit on the slots from `first_gpu` on, shared with whoever else is there: those that share take turns.
+    """
+
+    first_gpu: Annotated[int, Field(ge=0)] = 0
+    gpus: Count | None = None
+    tp: Count | None = None
+    pp: Count | None = None
+    ep: Count | None = None
+    cp: Count | None = None
+    vpp: Count | None = None
+    etp: Count | None = None
+    layers_per_stage: Annotated[tuple[Annotated[int, Field(ge=0)], ...] | None, Field(strict=False)] = None
+    tokens_per_micro_batch: Count | None = None
+
+
+class Critic(Branch):
+    """The value model of algorithms that have one: a language model's or a classifier's checkpoint with one score.
+
+    `path`, `lr` and `warmup_steps` are the policy's unless they are set. Values are kept within `value_clip` of those
+    before the step, where it is set.
+    """
+
+    path: Text | None = None
+    lr: Positive | None = None
+    warmup_steps: Annotated[int, Field(ge=0)] | None = None
+    value_clip: Positive | None = None
+    ranks: Ranks = Field(default_factory=Ranks)
+
+
+class RewardModel(Branch):
+    """A sequence classifier with one score, whose `weight` times it is added to the reward of each response.
+
+    It reads prompt and response as a chat, by its own tokenizer and template; of one that is too long, the end.
+    """
+
+    path: Text | None = None
+    weight: float = 1.0
+    ranks: Ranks = Field(default_factory=Ranks)
+
+
 class Checkpoint(Branch):
     """Everything a run needs to go on: written every `every` steps (never, unless it is set), the last `keep` kept."""
 
@@ -189,6 +235,8 @@ class Recipe(Branch):
     evaluation: Evaluation = Field(default_factory=Evaluation)
     train: Train
     reference: Reference = Field(default_factory=Reference)
+    critic: Critic = Field(default_factory=Critic)
+    reward_model: RewardModel = Field(default_factory=RewardModel)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     reshard: Reshard = Field(default_factory=Reshard)
     placement: Placement

@@ -11,16 +11,17 @@ import torch
 from megarl import resume
 from megarl.algos import ALGORITHMS
 from megarl.batching import SampleRef
-from megarl.cluster import Cluster
+from megarl.cluster import Cluster, Ref
 from megarl.config import Recipe
 from megarl.fleet import Fleet
-from megarl.metrics import eval_metrics, rollout_metrics, train_metrics
+from megarl.metrics import critic_metrics, eval_metrics, rollout_metrics, train_metrics
 from megarl.preflight import Inputs
+from megarl.ranks import CriticRanks, Rollout, TrainingRanks
 from megarl.resume import Saver
 from megarl.rollout.episodes import Sampling, demonstration, summary
 from megarl.run_log import Record, RunLog
 from megarl.snapshots import Snapshot
-from megarl.types import GroupSummary
+from megarl.types import GroupSummary, Metrics
 
 
 def train(recipe: Recipe, inputs: Inputs, log: RunLog, start: Snapshot | None = None) -> None:
@@ -74,15 +75,44 @@ def train_step(recipe: Recipe, inputs: Inputs, fleet: Fleet, saver: Saver, recor
     sampling = sampling_of(recipe, record.step)
     with record.phase("rollout"):
         groups = fleet.engines.sample(inputs.prompts.take(recipe.rollout.prompts_per_step), sampling)
+    groups = score(fleet, groups, record)
+    samples = samples_of(groups.summaries, name)
+    if fleet.critic:
+        with record.phase("critic"):
+            fleet.memory.lend("critic")
+            record.add(learn_values(fleet.critic, fleet.trainers, name, samples, groups.refs, record.step))
     with record.phase("train"):
         fleet.memory.lend("train")
         lr = warmed_up(recipe.train.lr, recipe.train.warmup_steps, record.step)
-        metrics = fleet.trainers.train(name, samples_of(groups.summaries, name), groups.refs, lr)
+        metrics = fleet.trainers.train(name, samples, groups.refs, lr, fleet.critic)
     with record.phase("save"):
         saver.begin(record.step)
     publish(fleet, record)
     record.add(rollout_metrics(groups.summaries) | train_metrics(metrics) | fleet.trainers.speed)
     record.samples(groups.summaries)
+
+
+def score(fleet: Fleet, groups: Rollout, record: Record) -> Rollout:
+    """With the reward model's word, where there is one."""
+    if fleet.reward_model is None:
+        return groups
+    with record.phase("score"):
+        fleet.memory.lend("score")
+        return fleet.reward_model.score(groups)
+
+
+def learn_values(
+    critic: CriticRanks,
+    trainers: TrainingRanks,
+    algorithm: str,
+    samples: Sequence[SampleRef],
+    refs: Sequence[Ref],
+    step: int,
+) -> Metrics:
+    """The values of a step's samples, for the policy; then the critic's own updates on what came of them."""
+    critic.values(algorithm, samples, refs, trainers.plan(samples, algorithm))
+    train = critic.recipe.train
+    return critic_metrics(critic.train(warmed_up(train.lr, train.warmup_steps, step)))
 
 
 def publish(fleet: Fleet, record: Record) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from megarl.cluster import Cluster
 from megarl.config import Recipe, Reference
-from megarl.fleet import trainers_alone
 from megarl.parallel.placement import train_layout
+from megarl.ranks import trainers_alone
 from megarl.resume import FOLDER, model_faults
 from megarl.snapshots import Snapshot, Snapshots
 from megarl.types import UserFault, UserFaults

@@ -82,7 +82,7 @@ def _multiply_adds(shape: ModelShape) -> tuple[int, int]:
     expert = 3 * hidden * shape.moe_ffn_size
     sparse_layer = hidden * shape.num_experts + (shape.experts_per_token + shape.num_shared_experts) * expert
     linear = shape.num_layers * attention + dense * 3 * hidden * shape.ffn_size
-    linear += (shape.num_layers - dense) * sparse_layer + hidden * shape.vocab_size
+    linear += (shape.num_layers - dense) * sparse_layer + hidden * (shape.num_labels or shape.vocab_size)
     return linear, shape.num_layers * per_pair
 
 

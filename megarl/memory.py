@@ -6,6 +6,9 @@
 | train   | parameters, gradients, optimizer   | nothing               |
 | reshard | parameters                         | weights               |
 
+A critic and a reward model have phases of their own, `critic` and `score`, beside `train`: whoever computes holds all
+of its model, and beside it there are the trainer's parameters alone.
+
 This is so on GPUs that both sides use. On a GPU that only trains, or only samples, nobody waits for the memory: its
 side keeps all of it in every phase, which saves moving the optimizer to the host and back, and engines their pauses.
 """
@@ -16,12 +19,12 @@ from typing import Literal, Protocol
 
 from megarl.types import Metrics
 
-Phase = Literal["rollout", "train", "reshard"]
+Phase = Literal["rollout", "score", "critic", "train", "reshard"]
 
 
-class TrainerMemory(Protocol):
+class RanksMemory(Protocol):
     def offload(self) -> None:
-        """Give gradients and optimizer state back."""
+        """Give gradients and optimizer state back, and parameters that no engine maps."""
         ...
 
     def onload(self) -> None:
@@ -44,33 +47,46 @@ class EngineMemory(Protocol):
 
 
 class Lender:
-    """Moves the shared memory from phase to phase; after start-up both sides hold theirs as in `rollout`."""
+    """Moves the shared memory from phase to phase; after start-up all sides hold theirs as in `rollout`."""
 
-    def __init__(self, trainer: TrainerMemory, engines: EngineMemory) -> None:
-        self._trainer, self._engines = trainer, engines
+    def __init__(
+        self,
+        trainer: RanksMemory,
+        engines: EngineMemory,
+        critic: RanksMemory | None = None,
+        reward_model: RanksMemory | None = None,
+    ) -> None:
+        self._engines = engines
+        self._trainer = trainer
+        named = {"train": trainer, "critic": critic, "score": reward_model}
+        self._computing = {name: ranks for name, ranks in named.items() if ranks is not None}
         self.phase: Phase = "rollout"
         self._seen: Metrics = {}
 
     def lend(self, phase: Phase) -> None:
-        """Enter a phase: whoever gives does so before the other takes. Raises RuntimeError on a phase out of order."""
+        """Enter a phase: whoever gives does so before the other takes. Raises RuntimeError on a phase out of order.
+
+        From a rollout into computing phases, of these through `reshard` into the next rollout.
+        """
         if phase == self.phase:
             return
-        self._seen[f"memory/before_{phase}_bytes"] = self._trainer.held_bytes()
-        match (self.phase, phase):
-            case ("rollout", "train"):
-                self._engines.release_memory()
-                self._trainer.onload()
-            case ("train", "reshard"):
-                self._trainer.offload()
-                self._engines.resume_weights()
-            case ("reshard", "rollout"):
-                self._engines.resume_cache()
-            case _:
-                raise RuntimeError(f"GPU memory cannot pass from the {self.phase} phase to {phase}")
+        reader = self._computing.get(phase, self._trainer)
+        self._seen[f"memory/before_{phase}_bytes"] = reader.held_bytes()
+        takes, gives = self._computing.get(phase), self._computing.get(self.phase)
+        if takes and (gives or self.phase == "rollout"):
+            gives.offload() if gives else self._engines.release_memory()
+            takes.onload()
+        elif gives and phase == "reshard":
+            gives.offload()
+            self._engines.resume_weights()
+        elif (self.phase, phase) == ("reshard", "rollout"):
+            self._engines.resume_cache()
+        else:
+            raise RuntimeError(f"GPU memory cannot pass from the {self.phase} phase to {phase}")
         self.phase = phase
-        self._seen[f"memory/after_{phase}_bytes"] = self._trainer.held_bytes()
+        self._seen[f"memory/after_{phase}_bytes"] = reader.held_bytes()
 
     def readings(self) -> Metrics:
-        """What training ranks held before and after each change of hands since the last time this was asked."""
+        """What ranks held before and after each change of hands since the last time this was asked."""
         seen, self._seen = self._seen, {}
         return seen

@@ -56,6 +56,26 @@ def train_metrics(updates: Sequence[Metrics]) -> Metrics:
     return metrics
 
 
+def critic_metrics(updates: Sequence[Metrics]) -> Metrics:
+    """Of a critic's updates, by `value_loss`'s sums; what is explained is by the values before the step.
+
+    Explained variance: 1 - Var(return - value) / Var(return); 0 where all returns are the same.
+    """
+    stats = _over_updates(updates)
+    tokens = stats["tokens"]
+    means = {name: stats[name] / tokens for name in ("return", "return_square", "error", "error_square")}
+    variance = means["return_square"] - means["return"] ** 2
+    unexplained = means["error_square"] - means["error"] ** 2
+    return {
+        "critic/loss": stats["loss"],
+        "critic/grad_norm": stats["grad_norm"],
+        "critic/value_mean": stats["value"] / tokens,
+        "critic/return_mean": means["return"],
+        "critic/explained_variance": 1.0 - unexplained / variance if variance > 1e-12 else 0.0,
+        "critic/clipped": stats["clipped"] / tokens,
+    }
+
+
 def _over_updates(updates: Sequence[Metrics]) -> Metrics:
     """Losses and gradient norm as means, other statistics as sums, names ending in _max by maximum."""
     merged: Metrics = {}

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from megarl.cluster import Cluster
 from megarl.config import Recipe
-from megarl.controller import publish, samples_of, sampling_of, warmed_up
-from megarl.fleet import Fleet, trainers_alone
+from megarl.controller import learn_values, publish, samples_of, sampling_of, score, warmed_up
+from megarl.fleet import Fleet
 from megarl.metrics import rollout_metrics, train_metrics
 from megarl.parallel.hf_config import model_shape
-from megarl.parallel.placement import train_layout
 from megarl.preflight import Inputs
+from megarl.ranks import gpus_alone, ranks_alone
 from megarl.rollout.episodes import summary
 from megarl.run_log import RunLog
 from megarl.sample_file import SampleFile, writing
@@ -33,7 +33,10 @@ def roll_out(recipe: Recipe, inputs: Inputs, log: RunLog, out: Path) -> None:
                 with record.phase("rollout"):
                     prompts = inputs.prompts.take(recipe.rollout.prompts_per_step)
                     groups = fleet.engines.sample(prompts, sampling_of(recipe, step))
-                    file.write(fleet.fetch(groups))
+                groups = score(fleet, groups, record)
+                file.write(fleet.fetch(groups))
+                if fleet.reward_model:
+                    publish(fleet, record)  # it may have had the engines' memory, and then their weights are lost
                 record.add(rollout_metrics(groups.summaries))
                 record.samples(groups.summaries)
         fleet.shutdown()
@@ -46,16 +49,20 @@ def train_from(recipe: Recipe, samples: SampleFile, log: RunLog) -> None:
     Raises WorkerFailed when a training rank fails.
     """
     name = recipe.algorithm.name
-    with Cluster(train_layout(recipe).world_size) as cluster:
+    with Cluster(gpus_alone(recipe)) as cluster:
         log.say("starting training ranks")
-        trainers = trainers_alone(cluster, recipe)
+        trainers, critic = ranks_alone(cluster, recipe)
         for step in range(1, recipe.run.steps + 1):
             with log.step(step) as record:
                 groups = samples.groups(step)
                 summaries = [summary(group) for group in groups]
+                refs = [cluster.put(group) for group in groups]
+                taken = samples_of(summaries, name)
+                if critic:
+                    with record.phase("critic"):
+                        record.add(learn_values(critic, trainers, name, taken, refs, step))
                 with record.phase("train"):
                     lr = warmed_up(recipe.train.lr, recipe.train.warmup_steps, step)
-                    refs = [cluster.put(group) for group in groups]
-                    metrics = trainers.train(name, samples_of(summaries, name), refs, lr)
+                    metrics = trainers.train(name, taken, refs, lr, critic)
                 record.add(rollout_metrics(summaries) | train_metrics(metrics))
                 record.samples(summaries)

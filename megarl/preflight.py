@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megarl import checkpoint
-from megarl.algos import ALGORITHMS
+from megarl.algos import ALGORITHMS, has_critic
 from megarl.config import Recipe
 from megarl.device import DEVICE
+from megarl.model_faults import critic_faults, loss_faults, reference_faults, reward_model_faults
 from megarl.parallel.hf_config import hf_facts, model_shape
 from megarl.parallel.layout import FP8_TILE, EngineLayout, TrainLayout
-from megarl.parallel.placement import engine_layout, slot_faults, train_layout
+from megarl.parallel.placement import critic_recipe, engine_layout, slot_faults, slots_beside, train_layout
 from megarl.resharding import fp8, megatron_map, sglang_map
 from megarl.resharding.plan import item_bytes, plan_streams
 from megarl.resharding.shards import LayoutError, Part
@@ -71,6 +72,7 @@ def check(recipe: Recipe) -> Inputs:
     if train:
         faults += _length_faults(recipe, tokenizer, train)
     faults += _reward_faults(recipe, train)
+    faults += critic_faults(recipe) + reward_model_faults(recipe, train[0].row if train else None)
     if faults:
         raise UserFaults(faults)
     return Inputs(tokenizer, PromptStream(train, recipe.run.seed), eval_sets)
@@ -84,6 +86,7 @@ def check_samples(recipe: Recipe, path: Path) -> SampleFile:
     faults += _train_layout_faults(recipe, shape or _shape_that_fits(train_layout(recipe), engine_layout(recipe)))
     faults += _checkpoint_faults(recipe)
     faults += _megatron_faults(recipe)
+    faults += critic_faults(recipe)
     faults += _unused_faults(recipe, "a file's samples are trained on as they are")
     samples = _attempt(faults, lambda: open_samples(path))
     if samples and shape:
@@ -162,7 +165,8 @@ def _layout_faults(recipe: Recipe) -> Faults:
     engine_faults = replace(engines, fp8=engines.fp8 and not on_cpu).faults(shape, recipe.placement.gpus)
     if not engine_faults:
         engine_faults = engines.cpu_faults(shape) if on_cpu else engines.gpu_faults(shape)
-    slots = slot_faults(recipe.placement.gpus, layout, engines) + _node_faults(recipe, engines)
+    beside = slots_beside(recipe, has_critic(recipe.algorithm.name))
+    slots = slot_faults(recipe.placement.gpus, layout, engines, beside) + _node_faults(recipe, engines)
     batch = _batch_faults(recipe)
     if faults or engine_faults or slots:
         return faults + engine_faults + slots + batch
@@ -239,7 +243,7 @@ def _checkpoint_faults(recipe: Recipe) -> Faults:
     shape = _attempt(faults, lambda: model_shape(recipe.model.path))
     if shape is None:
         return faults
-    faults += _loss_faults(recipe, shape) + _reference_faults(recipe, shape)
+    faults += loss_faults(recipe, shape) + reference_faults(recipe, shape)
     faults += checkpoint.check_hf(recipe.model.path, shape)
     _attempt(faults, lambda: hf_facts(recipe.model.path))
     longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
@@ -253,35 +257,6 @@ def _checkpoint_faults(recipe: Recipe) -> Faults:
 
 def _config(recipe: Recipe) -> dict[str, Any]:
     return json.loads((Path(recipe.model.path) / "config.json").read_text(encoding="utf-8"))
-
-
-def _loss_faults(recipe: Recipe, shape: ModelShape) -> Faults:
-    """Keys of `train` that speak of parts which the model does not have."""
-    train, faults = recipe.train, []
-    of_experts = {"aux_loss": train.aux_loss, "z_loss": train.z_loss, "replay": train.replay != "off"}
-    for key in [key for key, is_set in of_experts.items() if is_set and not shape.num_experts]:
-        problem, mend = "the model has no experts", f"leave train.{key} out"
-        faults.append(UserFault(f"train.{key}", problem, mend))
-    if train.router_bias_rate and not shape.router_bias:
-        problem, mend = "the model's routers have no biases", "set it to 0, or use train.aux_loss"
-        faults.append(UserFault("train.router_bias_rate", problem, mend))
-    if train.mtp_loss and not shape.num_mtp_layers:
-        problem = "the checkpoint has no multi-token prediction layers"
-        faults.append(UserFault("train.mtp_loss", problem, "set it to 0"))
-    return faults
-
-
-def _reference_faults(recipe: Recipe, shape: ModelShape) -> Faults:
-    """Its weights take the places of the policy's."""
-    path = recipe.reference.path
-    if not recipe.reference.use or path is None:
-        return []
-    faults: Faults = []
-    other = _attempt(faults, lambda: model_shape(path))
-    if other is not None and other != shape:
-        problem, mend = f"{path} is another model than model.path", "name a checkpoint of the same architecture"
-        return [UserFault("reference.path", problem, mend)]
-    return faults or checkpoint.check_hf(path, shape)
 
 
 def _sglang_faults(recipe: Recipe) -> Faults:
@@ -317,13 +292,16 @@ def _eval_set(recipe: Recipe, tokenizer: Any, name: str) -> list[Prompt]:
 def _length_faults(recipe: Recipe, tokenizer: Any, train: Sequence[Prompt]) -> Faults:
     """The longest possible sequence must fit a micro-batch; in a warm start the answers are the responses."""
     faults: Faults = []
-    align = train_layout(recipe).tokens_align
-    longest = max(len(prompt.token_ids) for prompt in train) + recipe.rollout.max_response_tokens
-    longest = -(-longest // align) * align
-    budget, limit = recipe.train.tokens_per_micro_batch, recipe.rollout.max_response_tokens
-    if longest > budget:
-        problem = f"{budget} is less than the longest prompt and response ({longest} tokens)"
-        faults.append(UserFault("train.tokens_per_micro_batch", problem, f"set it to at least {longest}"))
+    limit, training = recipe.rollout.max_response_tokens, {"train": recipe}
+    if has_critic(recipe.algorithm.name):
+        training["critic.ranks"] = critic_recipe(recipe)
+    for branch, own in training.items():
+        align, budget = train_layout(own).tokens_align, own.train.tokens_per_micro_batch
+        longest = max(len(prompt.token_ids) for prompt in train) + limit
+        longest = -(-longest // align) * align
+        if longest > budget:
+            problem = f"{budget} is less than the longest prompt and response ({longest} tokens)"
+            faults.append(UserFault(f"{branch}.tokens_per_micro_batch", problem, f"set it to at least {longest}"))
     if recipe.warm_start.steps and tokenizer.eos_token_id is None:
         mend = "give it an eos_token, or set warm_start.steps to 0"
         faults.append(UserFault("model.path", "the tokenizer has no end-of-sequence token to teach", mend))

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megarl.algos import has_critic
 from megarl.config import Recipe
 from megarl.fleet import Fleet
-from megarl.parallel.hf_config import model_shape
+from megarl.parallel.hf_config import model_shape, scorer_shape
+from megarl.parallel.placement import critic_recipe
 from megarl.rollout.prompts import PromptStream
 from megarl.snapshots import Snapshot, Snapshots
 from megarl.types import UserFault, UserFaults
@@ -29,6 +31,7 @@ class Progress:
     ep: int
     trains_mtp: bool
     shape: dict[str, object]
+    critic: dict[str, object] | None  # its shape and ep, where there is one
 
 
 def find(recipe: Recipe, prompts: PromptStream, say: Callable[[str], None]) -> Snapshot | None:
@@ -52,9 +55,34 @@ def find(recipe: Recipe, prompts: PromptStream, say: Callable[[str], None]) -> S
     if recipe.train.mtp_loss and not then.trains_mtp:
         problem = f"{recipe.train.mtp_loss}, but in {found.folder} those layers were frozen and have no optimizer state"
         faults.append(UserFault("train.mtp_loss", problem, "set it to 0, or choose another run.name"))
+    faults += _critic_faults(found, then, recipe)
     if faults:
         raise UserFaults(faults)
     return found
+
+
+def _critic_of(recipe: Recipe) -> dict[str, object] | None:
+    if not has_critic(recipe.algorithm.name):
+        return None
+    own = critic_recipe(recipe)
+    return {"shape": asdict(scorer_shape(own.model.path)), "ep": own.train.ep}
+
+
+def _critic_faults(found: Snapshot, then: Progress, recipe: Recipe) -> list[UserFault]:
+    now = _critic_of(recipe)
+    if now is None:
+        return []
+    if then.critic is None:
+        problem = f"{recipe.algorithm.name} has a critic, and {found.folder} was written without one"
+        return [UserFault("algorithm.name", problem, "choose another run.name")]
+    if then.critic["shape"] != now["shape"]:
+        problem = f"{found.folder} was written with a critic of another architecture"
+        return [UserFault("critic.path", problem, "use the model that the run began with, or another run.name")]
+    if (then.critic["ep"] == 1) != (now["ep"] == 1):
+        problem = f"{found.folder} was written with {then.critic['ep']}, which Megatron does not convert to or from 1"
+        mend = "set it to more than 1" if then.critic["ep"] != 1 else "set it to 1"
+        return [UserFault("critic.ranks.ep", problem, mend)]
+    return []
 
 
 def model_faults(snapshot: Snapshot, recipe: Recipe) -> list[UserFault]:
@@ -113,9 +141,10 @@ class Saver:
             ep=self._recipe.train.ep,
             trains_mtp=self._recipe.train.mtp_loss > 0,
             shape=asdict(model_shape(self._recipe.model.path)),
+            critic=_critic_of(self._recipe),
         )
         partial = self._snapshots.begin(step)
-        self._fleet.trainers.save(partial.absolute())
+        self._fleet.save(partial.absolute())
         self._begun, self._is_recorded = (partial, progress), False
 
     def settle(self, step: int) -> None:
@@ -134,6 +163,6 @@ class Saver:
         if self._begun is None:
             return
         partial, progress = self._begun
-        known = self._fleet.trainers.finish_save()
+        known = self._fleet.finish_save()
         self._snapshots.commit(partial, asdict(progress), known, self._recipe.checkpoint.keep)
         self._begun = None

@@ -4,33 +4,34 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from megarl import checkpoint, device
+from megarl import checkpoint, credit, device
 from megarl.algos import ALGORITHMS
-from megarl.batching import Update, train_sequences
+from megarl.batching import Piece, Update, key_of, train_sequences
 from megarl.config import Recipe
 from megarl.hf_export import Export, export_hf
 from megarl.parallel import groups, model, waiting
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.pipeline import Norms
-from megarl.parallel.placement import train_layout
-from megarl.parallel.rank import RankModel
+from megarl.parallel.rank import RankModel, Saving
 from megarl.parallel.routing import Choices, engine_choices
-from megarl.parallel.sequences import PackedRow, PackedTargets, pack, unpack
+from megarl.parallel.sequences import PackedRow, PackedTargets, dealt, pack, unpack
 from megarl.resharding import megatron_map
 from megarl.resharding.member import Member
 from megarl.resharding.publish import SourceHandles, publish
 from megarl.resharding.session import Session
-from megarl.snapshots import Digest, digests
-from megarl.types import FloatArray, Metrics, SampleGroup, TrainSequence
+from megarl.snapshots import Digest
+from megarl.types import FloatArray, Metrics, TrainSequence
 
 MicroBatches = Sequence[Sequence[TrainSequence]]
 # (logp_T, old_logp_T, targets) -> (loss sum, statistics: sums, or maxima where the name ends in _max)
@@ -71,19 +72,10 @@ class Trainer:
         gc.freeze()  # what the imports made is never garbage, and walking it takes half a second
         path = recipe.model.path
         self.rank, self.device, self._recipe = rank, device.DEVICE, recipe
-        self.shape, self.layout = model_shape(path), train_layout(recipe)
+        self.shape = model_shape(path)
         self._store = device.join_store(store_port, recipe.run.timeout_s)
-        self._model = RankModel(
-            rank,
-            path,
-            self.shape,
-            self.layout,
-            recipe.train,
-            dtype=recipe.model.dtype,
-            store=self._store,
-            seed=recipe.run.seed,
-            timeout_s=recipe.run.timeout_s,
-        )
+        self._model = RankModel(rank, recipe, self.shape, self._store)
+        self.layout = self._model.layout
         shards = megatron_map.shards(self.shape, self.layout, rank, model.TRANSFORMER_ENGINE)
         checkpoint.load_hf(path, shards, self.params())
         self._model.make_optimizer()
@@ -98,15 +90,18 @@ class Trainer:
         return self._model.params()
 
     def train(
-        self, algorithm: str, updates: Sequence[Update], lr: float, group_ids: Sequence[int], *samples: SampleGroup
+        self, algorithm: str, updates: Sequence[Update], lr: float, group_ids: Sequence[int], *given: Any
     ) -> list[Metrics]:
         """All optimizer updates of one step; an update's micro_batches[0] are this data-parallel rank's.
 
-        samples[i] is the group that micro-batches call group_ids[i]. Metrics of each update as of `train_step`.
+        given: first the groups that micro-batches call group_ids, in their order, then what the critic's ranks said of
+        this rank's samples. Metrics of each update as of `train_step`.
         """
         row = ALGORITHMS[algorithm]
-        by_id = dict(zip(group_ids, samples, strict=True))
+        by_id = dict(zip(group_ids, given, strict=False))
         shares = [train_sequences(update.micro_batches[0], by_id, row.mean_over) for update in updates]
+        if row.has_critic:
+            shares = self._credit(updates, shares, given[len(group_ids) :])
         # Only later updates of a step train a policy that is no longer the one that the ratio is to.
         # Nobody chose experts for demonstrations.
         replay = self._recipe.train.replay if row.learns_from == "rewards" else "off"
@@ -119,6 +114,19 @@ class Trainer:
         gaps = self._replay_gaps(parts[0])
         first, *rest = [self.train_step(part, lr, loss) for part in parts]
         return [first | gaps, *rest]
+
+    def _credit(
+        self, updates: Sequence[Update], shares: Sequence[MicroBatches], pieces: Sequence[Piece]
+    ) -> list[MicroBatches]:
+        """The shares with an advantage for each token, whitened over the step's whole batch."""
+        values = {key: value_T for piece in pieces for key, value_T in piece.items()}
+        refs = [ref for update in updates for batch in update.micro_batches[0] for ref in batch]
+        flat = [one for share in shares for batch in share for one in batch]
+        of_flat = [np.pad(values[key_of(ref)], (ref.length - ref.response_length, 0)) for ref in refs]
+        settings = self._recipe.algorithm
+        advantages, _ = credit.by_values(flat, of_flat, gamma=settings.gamma, lam=settings.gae_lambda)
+        with_theirs = iter(credit.whitened(flat, advantages, groups.sum_over_dp))
+        return [[[next(with_theirs) for _ in batch] for batch in share] for share in shares]
 
     def _part(self, share: MicroBatches, update: Update, many: bool, replay: str) -> Part:
         """With what the old policy says of it, where that is asked for."""
@@ -177,11 +185,11 @@ class Trainer:
             return loss_sum, {"loss": loss_sum.detach() / part.norms.denominator, "entropy": entropy, **stats}
 
         self._model.zero_grad()
-        old, reference = (_dealt(one, part.micro_batches) for one in (part.old_logp, part.reference_logp))
+        old, reference = (dealt(one, part.micro_batches) for one in (part.old_logp, part.reference_logp))
         rows = [self._pack(*one) for one in zip(part.micro_batches, old, reference, strict=True)]
         stats = self._model.pipeline.run(rows, apply_loss, norms=part.norms, choices=part.choices)
         grad_norm = self._model.step(lr)
-        reduced = _reduce(stats, groups.dp_group()) if self._model.is_last_stage else {}
+        reduced = groups.reduced(stats) if self._model.is_last_stage else {}
         return {**reduced, "grad_norm": grad_norm, **self._routing_stats(part.norms)}
 
     def _replay_gaps(self, part: Part) -> Metrics:
@@ -201,7 +209,7 @@ class Trainer:
             return {}
         (replay_gap, tokens), (free_gap, _) = torch.stack(with_replay).sum(0), torch.stack(without).sum(0)
         stats = {"replay_gap": replay_gap, "replay_gap_without": free_gap, "replay_gap_tokens": tokens}
-        return _reduce([stats], groups.dp_group())
+        return groups.reduced([stats])
 
     def _routing_stats(self, norms: Norms) -> Metrics:
         """The auxiliary losses as means over tokens (and layers), and sums of replayed choices, over all ranks."""
@@ -227,13 +235,11 @@ class Trainer:
 
     def save(self, folder: Path) -> None:
         """Begin to write this rank's part of a checkpoint into an empty folder; training may go on meanwhile."""
-        self._pending = folder, self._model.save(folder)
+        self._saving = Saving(folder, self._model)
 
     def finish_save(self) -> dict[str, Digest]:
         """Wait until the files of all ranks are written; the digests of this rank's own."""
-        folder, pending = self._pending
-        pending.finish()
-        return digests(folder, pending.files)
+        return self._saving.finish()
 
     def load(self, folder: Path) -> None:
         """Go on from a checkpoint that `save` wrote, in this layout or another."""
@@ -270,15 +276,6 @@ class Trainer:
         self._member.run(version, attempt)
 
 
-def _dealt(
-    arrays: Sequence[FloatArray] | None, micro_batches: MicroBatches
-) -> Iterator[Sequence[FloatArray] | None]:
-    """One array per sequence, in order -> each micro-batch's own."""
-    left = iter(arrays) if arrays is not None else None
-    for batch in micro_batches:
-        yield [next(left) for _ in batch] if left else None
-
-
 def _k3(logp_T: torch.Tensor, targets: PackedTargets) -> torch.Tensor:
     """Sum over masked tokens of exp(d) - 1 - d, d = reference - policy: an estimate of KL(policy | reference).
 
@@ -287,17 +284,3 @@ def _k3(logp_T: torch.Tensor, targets: PackedTargets) -> torch.Tensor:
     assert targets.reference_logp_T is not None
     difference_T = torch.where(targets.loss_mask_T, targets.reference_logp_T - logp_T, 0.0)
     return (difference_T.exp() - 1.0 - difference_T).sum()
-
-
-def _reduce(stats: Sequence[dict[str, torch.Tensor]], group: dist.ProcessGroup) -> Metrics:
-    """Micro-batches' statistics over this rank and its data-parallel peers: names ending in _max by maximum."""
-    reduced: Metrics = {}
-    for op, is_max in ((dist.ReduceOp.SUM, False), (dist.ReduceOp.MAX, True)):
-        names = [name for name in stats[0] if name.endswith("_max") == is_max]
-        if not names:
-            continue
-        table = torch.stack([torch.stack([one[name].detach().double() for name in names]) for one in stats])
-        totals = table.amax(0) if is_max else table.sum(0)
-        dist.all_reduce(totals, op=op, group=group)
-        reduced |= dict(zip(names, totals.tolist(), strict=True))
-    return reduced

@@ -79,6 +79,7 @@ class ModelShape:
     tied: bool = False  # lm_head is embed_tokens
     num_mtp_layers: int = 0  # multi-token prediction layers, numbered after the decoder's in the checkpoint
     mla: MlaShape | None = None
+    num_labels: int = 0  # scores of each token in place of the vocabulary's logits
 
     def is_dense(self, layer: int) -> bool:
         """Whether decoder layer `layer` (from 0; MTP layers count on from num_layers) has an MLP and no experts."""

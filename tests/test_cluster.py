@@ -65,9 +65,11 @@ def test_results_come_back_in_order(cluster: Cluster, workers: list[Worker]):
 
 
 def test_half_a_pair_stays_in_the_object_store(cluster: Cluster, workers: list[Worker]):
-    light, heavy = workers[1].call_two("pair")
+    light, heavy = workers[1].call_many(2, "pair")
     assert cluster.gather({light: "rank 1"}) == [1]
     assert cluster.gather({workers[0].call("size", heavy): "rank 0"}) == [1000]
+    (light,) = workers[1].call_many(1, "pair")
+    assert cluster.gather({light: "rank 1"}) == [1], "not the pair"
 
 
 def test_a_user_fault_arrives_as_itself(cluster: Cluster, workers: list[Worker]):

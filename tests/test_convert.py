@@ -24,7 +24,8 @@ def made(tiny_model: Path, tmp_path: Path) -> Any:
     snapshots = Snapshots(tmp_path / FOLDER, pytest.fail)
     shape = json.loads(json.dumps(asdict(model_shape(tiny_model))))
     for step in (4, 8):
-        progress = Progress(step, 2, 3, prompts_taken=9, data="", seed=7, ep=2, trains_mtp=False, shape=shape)
+        known = {"prompts_taken": 9, "data": "", "seed": 7, "ep": 2, "trains_mtp": False, "critic": None}
+        progress = Progress(step, version=2, attempts=3, shape=shape, **known)
         partial = snapshots.begin(step)
         (partial / "rank-0.pt").write_bytes(b"weights")
         snapshots.commit(partial, asdict(progress), {}, keep=2)

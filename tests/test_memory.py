@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.memory import EngineMemory, Lender, TrainerMemory
+from megarl.memory import EngineMemory, Lender, RanksMemory
 
 
-class Recorder(TrainerMemory, EngineMemory):
+class Recorder(RanksMemory, EngineMemory):
     def __init__(self) -> None:
         self.calls: list[str] = []
 
@@ -59,3 +59,38 @@ def test_a_phase_out_of_order_is_refused(path, wrong):
         lender.lend(phase)
     with pytest.raises(RuntimeError, match=f"to {wrong}"):
         lender.lend(wrong)
+
+
+class Named(Recorder):
+    """Notes its calls in a list that it shares with others."""
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self.name, self.calls = name, calls
+
+    def offload(self) -> None:
+        self.calls.append(f"{self.name} gives")
+
+    def onload(self) -> None:
+        self.calls.append(f"{self.name} takes")
+
+
+def test_critic_and_reward_model_have_their_turns():
+    calls: list[str] = []
+    actor, critic, scorer = (Named(name, calls) for name in ("actor", "critic", "scorer"))
+    lender = Lender(actor, Named("engines", calls), critic, scorer)
+    for phase in ("score", "critic", "train", "critic", "reshard", "rollout"):
+        lender.lend(phase)
+    assert calls == [
+        *("release_memory", "scorer takes"),
+        *("scorer gives", "critic takes"),
+        *("critic gives", "actor takes"),
+        *("actor gives", "critic takes"),  # to be saved
+        *("critic gives", "resume_weights"),
+        "resume_cache",
+    ]
+    assert {"memory/before_score_bytes", "memory/after_critic_bytes"} <= lender.readings().keys()
+
+
+def test_who_is_not_there_cannot_take():
+    with pytest.raises(RuntimeError, match="to critic"):
+        Lender(Recorder(), Recorder()).lend("critic")

@@ -113,7 +113,7 @@ def test_every_reason_not_to_go_on_is_told_at_once(made: Any, tiny_model: Path, 
     shape = asdict(model_shape(tiny_model)) | {"num_layers": 8}
     shape = json.loads(json.dumps(shape))
     data = stream(11).fingerprint
-    progress = Progress(5, 2, 3, prompts_taken=9, data=data, seed=7, ep=1, trains_mtp=False, shape=shape)
+    progress = Progress(5, 2, 3, prompts_taken=9, data=data, seed=7, ep=1, trains_mtp=False, shape=shape, critic=None)
     snapshots.commit(snapshots.begin(5), asdict(progress), {}, keep=1)
     with pytest.raises(UserFaults) as caught:
         find(made("train.ep=2", "train.mtp_loss=0.1"), stream(), pytest.fail)

@@ -44,11 +44,14 @@ def _all_gather(share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return whole
 
 
+def gather_whole(share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[L, ...] of every rank, one behind the other, for a loss that each of them computes in full."""
+    return share if group.size() == 1 else _GatherWhole.apply(share, group)  # type: ignore[return-value]
+
+
 def gather_row(share_L: torch.Tensor, order_T: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """One value a token, from every rank's share into the order of the row [T]; each rank's loss is of all of it."""
-    if group.size() == 1:
-        return share_L
-    return _GatherWhole.apply(share_L, group).index_select(0, order_T)  # type: ignore[union-attr]
+    return share_L if group.size() == 1 else gather_whole(share_L, group).index_select(0, order_T)
 
 
 def gather_shared(share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

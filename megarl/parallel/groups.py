@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megarl import device
 from megarl.parallel.layout import RankCoords, TrainLayout
+from megarl.types import Metrics
 
 
 def join(store: Store, rank: int, layout: TrainLayout, seed: int, timeout_s: float) -> None:
@@ -78,3 +80,24 @@ def dp_cp_group() -> dist.ProcessGroup:
 def dp_group() -> dist.ProcessGroup:
     """The ranks that hold the same dense shard and train on other sequences."""
     return parallel_state.get_data_parallel_group()  # type: ignore[return-value]
+
+
+def reduced(stats: Sequence[Mapping[str, torch.Tensor]]) -> Metrics:
+    """Micro-batches' statistics over this rank and its data-parallel peers: names ending in _max by maximum."""
+    found: Metrics = {}
+    for op, is_max in ((dist.ReduceOp.SUM, False), (dist.ReduceOp.MAX, True)):
+        names = [name for name in stats[0] if name.endswith("_max") == is_max]
+        if not names:
+            continue
+        table = torch.stack([torch.stack([one[name].detach().double() for name in names]) for one in stats])
+        totals = table.amax(0) if is_max else table.sum(0)
+        dist.all_reduce(totals, op=op, group=dp_group())
+        found |= dict(zip(names, totals.tolist(), strict=True))
+    return found
+
+
+def sum_over_dp(values: torch.Tensor) -> torch.Tensor:
+    """The sum of this rank's values and its data-parallel peers'."""
+    summed = values.to(device.DEVICE, copy=True)
+    dist.all_reduce(summed, group=dp_group())
+    return summed.to(values.device)

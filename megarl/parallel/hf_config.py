@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from megarl.types import MlaShape, ModelShape, UserFault
 DENSE = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM")
 QWEN3_MOE, DEEPSEEK_V3 = "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"  # Kimi-K2 names the latter too
 FAMILIES = (QWEN3_MOE, DEEPSEEK_V3, *DENSE)
+_MODEL, _CLASSIFIER = "ForCausalLM", "ForSequenceClassification"  # how transformers ends a family's class names
 _COMMON_INTEGERS = {  # ModelShape's field -> the key of config.json
     "num_layers": ("num_hidden_layers",),
     "hidden_size": ("hidden_size",),
@@ -89,18 +90,35 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def architecture(path: str | Path) -> str:
-    """The family's class name. Raises UserFault for any other."""
+def architecture(path: str | Path) -> tuple[str, bool]:
+    """The family's class name, and whether this is its classifier. Raises UserFault for any other."""
     file = Path(path) / "config.json"
     architectures = read_json(file).get("architectures")
-    if not isinstance(architectures, list) or len(architectures) != 1 or architectures[0] not in FAMILIES:
+    name = architectures[0] if isinstance(architectures, list) and len(architectures) == 1 else None
+    is_classifier = str(name).endswith(_CLASSIFIER)
+    family = str(name).removesuffix(_CLASSIFIER) + _MODEL if is_classifier else name
+    if family not in FAMILIES:
         raise UserFault(str(file), f"architectures is {architectures}", f"use one of {', '.join(FAMILIES)}")
-    return architectures[0]
+    return family, is_classifier
 
 
 def model_shape(path: str | Path) -> ModelShape:
-    """Read `config.json` of a checkpoint folder. Raises UserFault: no file, unknown architecture, missing key, ..."""
-    file, family = Path(path) / "config.json", architecture(path)
+    """Read a language model's `config.json`. Raises UserFault: no file, unknown architecture, missing key, ..."""
+    family, is_classifier = architecture(path)
+    if is_classifier:
+        mend = "use a language model, or name it as critic.path or reward_model.path"
+        raise UserFault(str(Path(path) / "config.json"), "it is a classifier's", mend)
+    return _shape(path, family)
+
+
+def scorer_shape(path: str | Path) -> ModelShape:
+    """The same of a model with one score for each token: a classifier's, or a language model's without its head."""
+    shape = _shape(path, architecture(path)[0])
+    return replace(shape, num_labels=1, tied=False, num_mtp_layers=0)
+
+
+def _shape(path: str | Path, family: str) -> ModelShape:
+    file = Path(path) / "config.json"
     config = read_json(file)
     _refuse_variants(file, config)
     integers: dict[str, Any] = {field: _integer(file, config, keys) for field, keys in _COMMON_INTEGERS.items()}
@@ -170,13 +188,14 @@ def hf_facts(path: str | Path) -> HfFacts:
     _refuse_variants(file, config)
     # transformers 5 writes one dictionary where 4 wrote rope_theta and rope_scaling.
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    _refuse_routing(file, config, architecture(path))
+    family, _ = architecture(path)
+    _refuse_routing(file, config, family)
     return HfFacts(
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10_000.0))),
         norm_topk_prob=bool(config.get("norm_topk_prob", False)),
         max_positions=int(config.get("max_position_embeddings", 32_768)),
-        yarn=_yarn(file, rope, architecture(path)),
+        yarn=_yarn(file, rope, family),
         num_groups=config.get("n_group"),
         top_groups=config.get("topk_group"),
         routed_scaling=float(config.get("routed_scaling_factor", 1.0)),

@@ -188,6 +188,19 @@ def transformer_config(
         raise UserFault(OPTIONS, f"Megatron refuses them ({error})", mend) from error
 
 
+class Score(torch.nn.Module):
+    """A linear head in place of the output layer, whole on every tensor-parallel rank: [L, h] -> float32 [L]."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+        # Each rank scores its part of the tokens: finalize_model_grads sums the gradients of weights marked so.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden_LH: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden_LH.float(), self.weight.float())[:, 0]
+
+
 class Chunk(GPTModel):
     """Megatron's model (or the part of it in one virtual stage), but its output is hidden states, not logits.
 
@@ -237,6 +250,8 @@ def build_chunks(
             mtp_block_spec=mtp,
             vp_stage=chunk if layout.vpp > 1 else None,
         )
+        if last and shape.num_labels:
+            model.output_layer = Score(config)  # type: ignore[assignment]
         if model.mtp_process:
             _keep_mtp_activations(model)
         found.append(model.to(DEVICE))

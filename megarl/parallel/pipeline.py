@@ -13,15 +13,15 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megarl.parallel import groups
-from megarl.parallel.context import gather_row
+from megarl.parallel.context import gather_row, gather_whole
 from megarl.parallel.logprobs import hidden_logprobs
-from megarl.parallel.model import Chunk
+from megarl.parallel.model import Chunk, Score
 from megarl.parallel.routing import Choices, Routing
 from megarl.parallel.sequences import PackedRow
 
 Result = TypeVar("Result")
-# (row, logp_T, entropy_T) -> (loss sum, what to return of this micro-batch)
-OnLogprobs = Callable[[PackedRow, torch.Tensor, torch.Tensor], tuple[torch.Tensor, Result]]
+# (row, logp_T, entropy_T), of a scorer (row, score_T) -> (loss sum, what to return of this micro-batch)
+OnOutputs = Callable[..., tuple[torch.Tensor, Result]]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Coefficients:
 class Pipeline:
     """One training rank's model chunks and what their passes share."""
 
-    chunks: Sequence[DistributedDataParallel]
+    chunks: Sequence[DistributedDataParallel | Chunk]
     routing: Routing
     vocab_size: int
     coefficients: Coefficients = Coefficients()
@@ -54,7 +54,7 @@ class Pipeline:
     def run(
         self,
         rows: Sequence[PackedRow],
-        on_logprobs: OnLogprobs[Result],
+        on_outputs: OnOutputs[Result],
         *,
         norms: Norms | None = None,
         choices: Sequence[Choices] | None = None,
@@ -68,7 +68,7 @@ class Pipeline:
         self._start(norms)
         config = self.chunks[0].config
         config.finalize_model_grads_func = partial(_sum_then_divide, norms.denominator if norms else None)
-        step = partial(self._forward, on_logprobs, norms)
+        step = partial(self._forward, on_outputs, norms)
         feeds: list[Iterator[Any]] = [zip(rows, choices or [None] * len(rows), strict=True) for _ in self.chunks]
         many = len(self.chunks) > 1
         with torch.set_grad_enabled(norms is not None):
@@ -91,7 +91,7 @@ class Pipeline:
 
     def _forward(
         self,
-        on_logprobs: OnLogprobs[Any],
+        on_outputs: OnOutputs[Any],
         norms: Norms | None,
         feed: Iterator[tuple[PackedRow, Choices | None]],
         model: torch.nn.Module,
@@ -114,18 +114,26 @@ class Pipeline:
                 attention_mask=None,
                 packed_seq_params=packing,
             )
-        return output, partial(self._loss, _module(model), row, on_logprobs, norms)
+        return output, partial(self._loss, _module(model), row, on_outputs, norms)
 
     def _loss(
-        self, chunk: Chunk, row: PackedRow, on_logprobs: OnLogprobs[Any], norms: Norms | None, output: torch.Tensor
+        self, chunk: Chunk, row: PackedRow, on_outputs: OnOutputs[Any], norms: Norms | None, output: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
         depths = 1 + (chunk.config.mtp_num_layers or 0) * chunk.predicts_ahead
         hidden, *ahead = output[:, 0].chunk(depths)
-        logp_T, entropy_T = self._logprobs(chunk, hidden, row, row.labels_L)
-        loss_sum, result = on_logprobs(row, logp_T, entropy_T)
+        if isinstance(chunk.output_layer, Score):
+            outputs = (self._scores(chunk.output_layer, hidden, row),)
+        else:
+            outputs = self._logprobs(chunk, hidden, row, row.labels_L)
+        loss_sum, result = on_outputs(row, *outputs)
         if ahead and norms:
             loss_sum = loss_sum + self._ahead_loss(chunk, row, ahead) * (norms.denominator / norms.loss_tokens)
         return loss_sum, torch.zeros((), dtype=torch.int, device=loss_sum.device), result
+
+    def _scores(self, head: Score, hidden: torch.Tensor, row: PackedRow) -> torch.Tensor:
+        """score_T of the whole row, on each of the tensor- and context-parallel ranks."""
+        score_L = gather_whole(head(hidden), groups.tp_group())
+        return gather_row(score_L, row.order_T, groups.cp_group())
 
     def _logprobs(
         self, chunk: Chunk, hidden: torch.Tensor, row: PackedRow, labels_L: torch.Tensor

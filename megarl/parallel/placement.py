@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from megarl.config import Recipe
+from collections.abc import Iterable
+
+from megarl.config import Model, Placement, Ranks, Recipe, Reference, Train
 from megarl.parallel.layout import EngineLayout, TrainLayout
 from megarl.types import UserFault
 
@@ -29,22 +31,78 @@ def engine_layout(recipe: Recipe) -> EngineLayout:
     return EngineLayout(engine.count, engine.tp, engine.ep, engine.dp, engine.fp8, first)
 
 
-def shared_slots(train: TrainLayout, engine: EngineLayout) -> range:
-    """The slots on which both sides sit, and take turns with the memory."""
-    return range(engine.first, max(engine.first, min(train.world_size, engine.end)))
+def critic_recipe(recipe: Recipe) -> Recipe:
+    """The recipe as the critic's ranks read it: its checkpoint, axes and learning rate in the policy's places."""
+    critic = recipe.critic
+    given = {"lr": critic.lr, "warmup_steps": critic.warmup_steps}
+    own = {key: value for key, value in given.items() if value is not None}
+    return _recipe_beside(recipe, critic.path, critic.ranks, own)
 
 
-def slot_faults(gpus: int, train: TrainLayout, engine: EngineLayout) -> list[UserFault]:
-    """Slots that do not exist, or that nobody uses. (Engines beyond the last slot: EngineLayout.faults.)"""
+def reward_recipe(recipe: Recipe) -> Recipe:
+    """The same for the reward model's."""
+    return _recipe_beside(recipe, recipe.reward_model.path, recipe.reward_model.ranks, {})
+
+
+def _recipe_beside(recipe: Recipe, path: str | None, ranks: Ranks, own: dict[str, float]) -> Recipe:
+    axes = {key: value for key, value in ranks if value is not None and key in Train.model_fields}
+    train = recipe.train.model_copy(update={**axes, **own, "mtp_loss": 0.0, "replay": "off"})
+    placement = Placement(gpus=ranks.gpus or train_layout(recipe).world_size)
+    model = Model(path=path or recipe.model.path, dtype=recipe.model.dtype)
+    return recipe.model_copy(
+        update={"model": model, "train": train, "placement": placement, "reference": Reference()}
+    )
+
+
+def slots_beside(recipe: Recipe, uses_critic: bool) -> dict[str, range]:
+    """The slots of each model beside the policy, by the branch of the recipe that describes it."""
+    found = {}
+    if uses_critic:
+        found["critic"] = _slots(recipe.critic.ranks, critic_recipe(recipe))
+    if recipe.reward_model.path:
+        found["reward_model"] = _slots(recipe.reward_model.ranks, reward_recipe(recipe))
+    return found
+
+
+def _slots(ranks: Ranks, own: Recipe) -> range:
+    return range(ranks.first_gpu, ranks.first_gpu + own.placement.gpus)
+
+
+def shared_slots(sides: Iterable[range]) -> frozenset[int]:
+    """The slots on which several sides sit, and take turns with the memory."""
+    seen: set[int] = set()
+    shared: set[int] = set()
+    for side in sides:
+        shared |= seen & set(side)
+        seen |= set(side)
+    return frozenset(shared)
+
+
+def slot_faults(
+    gpus: int, train: TrainLayout, engine: EngineLayout, beside: dict[str, range] | None = None
+) -> list[UserFault]:
+    """Slots that do not exist, or that nobody uses. (Engines beyond the last slot: EngineLayout.faults.)
+
+    beside: the slots of the other models, as of `slots_beside`.
+    """
     found = []
+    beside = beside or {}
+    for branch, slots in beside.items():
+        if slots.stop > gpus:
+            problem = f"its ranks are on the slots {slots.start} to {slots.stop - 1}, placement.gpus is {gpus}"
+            mend = f"lower it or {branch}.ranks.first_gpu"
+            found.append(UserFault(f"{branch}.ranks.gpus", problem, mend))
     if train.world_size > gpus:
         problem = f"{train.world_size} is more than placement.gpus ({gpus})"
         found.append(UserFault("placement.train_gpus", problem, f"set it to at most {gpus}"))
-    if engine.first > train.world_size:
+    of_others = {slot for slots in beside.values() for slot in slots}
+    if set(range(train.world_size, engine.first)) - of_others:
         problem = f"{engine.first} leaves GPUs idle behind the {train.world_size} that train"
         found.append(UserFault("placement.first_engine_gpu", problem, f"set it to at most {train.world_size}"))
-    used = max(train.world_size, engine.end)
-    if used < gpus and not found:
-        problem = f"{gpus} GPUs, of which training and the engines use the first {used}"
-        found.append(UserFault("placement.gpus", problem, f"set it to {used}"))
+    used = {*range(train.world_size), *range(engine.first, engine.end)} | of_others
+    if len(used) < gpus and not found:
+        idle = min(set(range(gpus)) - used)
+        problem = f"{gpus} GPUs, of which nobody uses number {idle}"
+        mend = f"set it to {len(used)}" if idle == len(used) else "leave no gap"
+        found.append(UserFault("placement.gpus", problem, mend))
     return found

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.distributed_c10d import Store
 
 from megarl import device
-from megarl.config import Train
-from megarl.parallel import cpu, groups, model, optimizer, saving
-from megarl.parallel.layout import TrainLayout
+from megarl.config import Recipe
+from megarl.parallel import cpu, groups, model, optimizer, saving, waiting
 from megarl.parallel.pipeline import Coefficients, Pipeline
+from megarl.parallel.placement import train_layout
 from megarl.parallel.routing import Routing
 from megarl.parallel.sequences import Split
+from megarl.snapshots import Digest, digests
 from megarl.types import ModelShape
 
 
@@ -23,38 +26,39 @@ class RankModel:
 
     The constructor meets the other ranks at the store and builds this rank's chunks, contents undefined; once they are
     loaded, `make_optimizer` copies from them. Raises UserFault for a Megatron option that does not fit.
+    trains: whether there are gradients. is_published: engines map the parameters, so that they stay where they are.
     """
 
     def __init__(
         self,
         rank: int,
-        path: str,
+        recipe: Recipe,
         shape: ModelShape,
-        layout: TrainLayout,
-        train: Train,
-        *,
-        dtype: str,
         store: Store,
-        seed: int,
-        timeout_s: float,
+        *,
+        trains: bool = True,
+        is_published: bool = True,
     ) -> None:
         if device.DEVICE == "cpu":
             cpu.patch_megatron()
             torch.set_num_threads(1)
         else:
             torch.cuda.set_device(rank % torch.cuda.device_count())
+        path, train, layout = recipe.model.path, recipe.train, train_layout(recipe)
         self.rank, self.shape, self.layout, self._train = rank, shape, layout, train
         self.at = layout.coords(rank)
         self.is_last_stage = self.at.pp == layout.pp - 1
         self.split = Split(layout.tp, layout.cp, self.at.cp, layout.tokens_align)
-        self._dtype = model.DTYPES[dtype]
+        self._dtype = model.DTYPES[recipe.model.dtype]
         config = model.transformer_config(path, shape, layout, self._dtype, train)
-        groups.join(store, rank, layout, seed, timeout_s)
+        groups.join(store, rank, layout, recipe.run.seed, recipe.run.timeout_s)
         routing = Routing()
         chunks = model.build_chunks(config, path, shape, layout, rank, routing)
         if not train.mtp_loss:
             model.freeze_mtp(chunks)
-        self.chunks = model.wrap(config, chunks)
+        self._trains, self._is_published = trains, is_published
+        self._put_away: waiting.PutAway = []
+        self.chunks: Sequence[Any] = model.wrap(config, chunks) if trains else chunks
         self.pipeline = Pipeline(
             self.chunks, routing, shape.vocab_size, Coefficients(train.aux_loss, train.z_loss, train.mtp_loss)
         )
@@ -65,7 +69,7 @@ class RankModel:
 
     def params(self) -> dict[str, torch.Tensor]:
         """This rank's weights by the map's names: views of long-lived buffers that every step updates in place."""
-        return model.params([chunk.module for chunk in self.chunks])
+        return model.params([chunk.module for chunk in self.chunks] if self._trains else self.chunks)
 
     def moe_layers(self) -> list[int]:
         """All decoder layers with experts, in the whole model."""
@@ -102,15 +106,35 @@ class RankModel:
         saving.load_weights(folder, self.chunks)
 
     def offload(self) -> None:
-        """Free the gradients and, on a GPU, move the optimizer's state to the host; parameters stay where they are."""
-        for chunk in self.chunks:
-            chunk.offload_grad_buffers()
-        if not optimizer.offloads(self._train):
-            optimizer.move_optimizer(self.optimizer, self.chunks, "cpu")
+        """Free the gradients and, on a GPU, move the optimizer's state to the host; so do parameters nobody maps."""
+        if self._trains:
+            for chunk in self.chunks:
+                chunk.offload_grad_buffers()
+            if not optimizer.offloads(self._train):
+                optimizer.move_optimizer(self.optimizer, self.chunks, "cpu")
+        if not self._is_published:
+            self._put_away = waiting.put_away(self.params())
 
     def onload(self) -> None:
         """Undo offload; gradients come back as zeros."""
+        if not self._is_published:
+            waiting.put_back(self._put_away)
+            self._put_away = []
+        if not self._trains:
+            return
         if not optimizer.offloads(self._train):
             optimizer.move_optimizer(self.optimizer, self.chunks, device.DEVICE)
         for chunk in self.chunks:
             chunk.restore_grad_buffers()
+
+
+class Saving:
+    """A rank's part of a checkpoint on its way into a folder."""
+
+    def __init__(self, folder: Path, rank_model: RankModel) -> None:
+        self._folder, self._pending = folder, rank_model.save(folder)
+
+    def finish(self) -> dict[str, Digest]:
+        """Wait until the files of all ranks are written; the digests of this rank's own."""
+        self._pending.finish()
+        return digests(self._folder, self._pending.files)

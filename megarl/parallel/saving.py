@@ -108,7 +108,8 @@ def load(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: Cha
 def load_weights(folder: Path, chunks: Sequence[DistributedDataParallel]) -> None:
     """Read the weights alone of what `save` wrote, in any layout; called on all ranks together."""
     _load_no_code()
-    _take_weights(chunks, dist_checkpointing.load(_weights(chunks), str(folder)))
+    state: Any = dist_checkpointing.load(_weights(chunks), str(folder))
+    _take_weights(chunks, state)
 
 
 def _chunk_key(chunks: Sequence[object], index: int) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,16 @@ class PackedTargets:
 
 
 @dataclass(frozen=True)
+class PackedReturns:
+    """What a critic's loss reads, every tensor [T] and aligned in the same way."""
+
+    loss_mask_T: torch.Tensor
+    loss_weight_T: torch.Tensor
+    return_T: torch.Tensor
+    old_value_T: torch.Tensor
+
+
+@dataclass(frozen=True)
 class PackedRow:
     """One micro-batch: T tokens, of which this context-parallel rank holds the L = T / cp at `places`.
 
@@ -63,6 +73,7 @@ class PackedRow:
     targets: PackedTargets
     old_logp_T: torch.Tensor | None
     experts_LMK: torch.Tensor | None = None  # of each token in each layer M with experts: K of them, -1 if not known
+    returns: PackedReturns | None = None
 
     @property
     def max_length(self) -> int:
@@ -135,6 +146,28 @@ def pack(
         old_logp_T=row(old_logp, np.float32),
         experts_LMK=None if experts_TMK is None else on_device(experts_TMK[places]),
     )
+
+
+def with_returns(
+    row: PackedRow, returns: Sequence[FloatArray] | None, old_values: Sequence[FloatArray] | None
+) -> PackedRow:
+    """The row with what a critic learns of its sequences: an array of each, aligned like the sequence's own."""
+    if returns is None or old_values is None:
+        return row
+    num_tokens, device = len(row.targets.loss_mask_T), row.bounds.device
+    pair = (_about_next(arrays, row.starts, num_tokens, np.float32) for arrays in (returns, old_values))
+    return_T, old_value_T = (torch.from_numpy(values_T).to(device) for values_T in pair)
+    targets = PackedReturns(row.targets.loss_mask_T, row.targets.loss_weight_T, return_T, old_value_T)
+    return replace(row, returns=targets)
+
+
+def dealt(
+    arrays: Sequence[FloatArray] | None, micro_batches: Sequence[Sequence[TrainSequence]]
+) -> Iterator[Sequence[FloatArray] | None]:
+    """One array per sequence, in order -> each micro-batch's own."""
+    left = iter(arrays) if arrays is not None else None
+    for batch in micro_batches:
+        yield [next(left) for _ in batch] if left else None
 
 
 def _bounds(lengths: Sequence[int], split: Split) -> IntArray:

@@ -7,7 +7,7 @@ MLA's down projections are whole on every rank (transformer/multi_latent_attenti
 their model chunk; the last stage has the final norm, the output layer (with tied embeddings a copy of the embedding)
 and the multi-token prediction layers with another copy; no copies if it is the first stage too
 (transformer/multi_token_prediction.py); with such layers the final norm is behind the last decoder layer, wherever
-that is (transformer/transformer_block.py).
+that is (transformer/transformer_block.py). A scorer's head, in place of the output layer, is whole on every rank.
 TransformerEngine's modules fuse a norm into the linear layer behind it, and number grouped experts behind the name.
 """
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from megarl.parallel.layout import TrainLayout
 from megarl.resharding.shards import EMBEDDING, LM_HEAD, STACK, Part, Range, Shard, intersect
-from megarl.resharding.tensors import FINAL_NORM, expert_stack, layer_prefix, mtp_prefix
+from megarl.resharding.tensors import FINAL_NORM, SCORE, expert_stack, layer_prefix, mtp_prefix
 from megarl.types import MlaShape, ModelShape
 
 Shards = Iterator[Shard]
@@ -132,7 +132,9 @@ def _dense(shape: ModelShape, layout: TrainLayout, names: Names, stage: int, tp_
         yield _vocab_rows(shape, layout, tp_rank, EMBEDDING, prefix + "embedding.word_embeddings.weight")
     for index in range(shape.num_mtp_layers):
         yield from _mtp(shape, layout, index, tp_rank)
-    if not shape.tied:
+    if shape.num_labels:
+        yield Shard(SCORE, (0, shape.num_labels), (0, shape.hidden_size), prefix + "output_layer.weight")
+    elif not shape.tied:
         yield _vocab_rows(shape, layout, tp_rank, LM_HEAD, prefix + "output_layer.weight")
     elif not (first and layout.vpp == 1):
         yield _vocab_rows(shape, layout, tp_rank, EMBEDDING, prefix + "output_layer.weight")

@@ -12,13 +12,16 @@ from megarl.resharding.shards import EMBEDDING, LM_HEAD, STACK, Size
 from megarl.types import MlaShape, ModelShape
 
 FINAL_NORM = "model.norm.weight"
+SCORE = "score.weight"  # of a model for sequence classification
 Named = Iterator[tuple[str, Size]]
 
 
 def tensors(shape: ModelShape) -> dict[str, Size]:
     """Every logical tensor once: name -> (items, rows, columns); the experts of a layer and kind are one stack."""
     found = {EMBEDDING: (1, shape.vocab_size, shape.hidden_size), FINAL_NORM: _vector(shape.hidden_size)}
-    if not shape.tied:
+    if shape.num_labels:
+        found[SCORE] = (1, shape.num_labels, shape.hidden_size)
+    elif not shape.tied:
         found[LM_HEAD] = (1, shape.vocab_size, shape.hidden_size)
     for layer in range(shape.num_layers + shape.num_mtp_layers):
         found |= dict(_layer(shape, layer))

@@ -153,6 +153,15 @@ def _render(tokenizer: Any, prompt: Any) -> tuple[str, bool]:
         raise _BadRow(f"the chat template refuses the prompt: {error}", "mend the messages or the template") from error
 
 
+def conversation(tokenizer: Any, prompt: Any, response: str) -> list[int]:
+    """Token ids of a data row's prompt and a response to it, as a chat where the tokenizer has a template."""
+    if tokenizer.chat_template is None:
+        return tokenizer(f"{prompt}{response}")["input_ids"]
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    text = tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": response}], tokenize=False)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
 def _is_message(message: Any) -> bool:
     return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
 

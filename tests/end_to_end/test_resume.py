@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,7 +41,8 @@ def _convert(folder: Path) -> None:
         [*command, "placement.train_gpus=1"], cwd=folder, env=settings, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    model, said = AutoModelForCausalLM.from_pretrained(folder / "hf", output_loading_info=True)
+    load: Any = AutoModelForCausalLM.from_pretrained
+    model, said = load(folder / "hf", output_loading_info=True)
     assert not said["missing_keys"] and not said["unexpected_keys"] and not said["mismatched_keys"]
-    begun = AutoModelForCausalLM.from_pretrained(folder / "models" / "tiny-qwen3-moe")
+    begun = load(folder / "models" / "tiny-qwen3-moe")
     assert not torch.equal(model.lm_head.weight, begun.lm_head.weight)

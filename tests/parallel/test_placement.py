@@ -13,8 +13,11 @@ from megarl.parallel.placement import shared_slots, slot_faults
     [(8, 0, range(4)), (4, 4, range(0)), (6, 4, range(4, 6)), (2, 0, range(2)), (4, 6, range(0))],
 )
 def test_memory_is_shared_where_both_sides_sit(train_gpus: int, first: int, shared: range) -> None:
-    found = shared_slots(TrainLayout(train_gpus, 1, 1, 1), EngineLayout(count=2, tp=2, ep=1, first=first))
-    assert list(found) == list(shared)
+    assert sorted(shared_slots([range(train_gpus), range(first, first + 4)])) == list(shared)
+
+
+def test_any_two_of_several_sides_share() -> None:
+    assert sorted(shared_slots([range(2), range(3, 5), range(1, 2), range(4, 6)])) == [1, 4]
 
 
 @pytest.mark.parametrize(
@@ -31,3 +34,19 @@ def test_memory_is_shared_where_both_sides_sit(train_gpus: int, first: int, shar
 def test_every_slot_exists_and_is_used(gpus: int, train_gpus: int, first: int, faulty: list[str]) -> None:
     found = slot_faults(gpus, TrainLayout(train_gpus, 1, 1, 1), EngineLayout(count=2, tp=2, ep=1, first=first))
     assert [fault.where for fault in found] == faulty
+
+
+@pytest.mark.parametrize(
+    ("gpus", "critic", "faulty"),
+    [
+        (8, range(2, 4), []),
+        (8, range(6, 9), ["critic.ranks.gpus"]),
+        (9, range(8, 9), ["placement.first_engine_gpu"]),
+        (9, range(2, 4), ["placement.gpus"]),
+    ],
+)
+def test_a_critic_may_fill_a_gap(gpus: int, critic: range, faulty: list[str]) -> None:
+    """Two slots train, four sample, from the fifth on."""
+    engines = EngineLayout(count=2, tp=2, ep=1, first=4)
+    found = slot_faults(gpus, TrainLayout(2, 1, 1, 1), engines, {"critic": critic})
+    assert [fault.where for fault in found][:1] == faulty

@@ -1,0 +1,266 @@
+"""Groups of training ranks as the controller sees them: the policy's, the critic's and the reward model's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from megarl import device
+from megarl.algos import ALGORITHMS, has_critic
+from megarl.batching import SampleRef, Update, key_of, plan_updates
+from megarl.cluster import Cluster, Ref
+from megarl.config import Recipe
+from megarl.flops import speed, train_work
+from megarl.parallel.hf_config import model_shape, scorer_shape
+from megarl.parallel.placement import critic_recipe, reward_recipe, slots_beside, train_layout
+from megarl.snapshots import Digest
+from megarl.trainer import Published
+from megarl.types import GroupSummary, Metrics, ModelShape
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Groups as the controller holds them: summaries here, samples in the object store; index i is the same group."""
+
+    summaries: list[GroupSummary]
+    refs: list[Ref]
+
+
+class Ranks:
+    """All ranks of one Megatron world; rank r is on GPU slot first + r. Those on `shared` slots give their memory."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        recipe: Recipe,
+        shape: ModelShape,
+        shared: frozenset[int],
+        *,
+        name: str,
+        target: str,
+        first: int = 0,
+        more: Sequence[object] = (),
+    ) -> None:
+        """recipe: these ranks' own. name: of a rank, for people; target and more: its class, and what it is told."""
+        self._cluster, self._recipe, self._shape, self._layout = cluster, recipe, shape, train_layout(recipe)
+        self.store = device.host_store(recipe.run.timeout_s)  # they meet there: served as long as this object lives
+        slots = range(first, first + self._layout.world_size)
+        self.workers = [cluster.worker(f"{name} {rank}", slot) for rank, slot in enumerate(slots)]
+        self.started = {
+            worker.start(target, rank, recipe, self.store.port, *more): worker.name
+            for rank, worker in enumerate(self.workers)
+        }
+        self._lenders = [worker for worker, slot in zip(self.workers, slots, strict=True) if slot in shared]
+
+    def onload(self) -> None:
+        self._cluster.call_all(self._lenders, "onload")
+
+    def offload(self) -> None:
+        self._cluster.call_all(self._lenders, "offload")
+
+    def held_bytes(self) -> int:
+        """Memory of the rank on a shared slot that holds most; 0 where none is shared."""
+        return max(self._cluster.call_all(self._lenders, "held_bytes"), default=0)
+
+    def save(self, folder: Path) -> None:
+        """Begin a checkpoint: what is to be written is copied when this returns."""
+        self._call("save", folder)
+
+    def finish_save(self) -> dict[str, Digest]:
+        """Wait until all files are written; their digests, as far as the ranks took them."""
+        found: dict[str, Digest] = {}
+        for of_rank in self._cluster.call_all(self.workers, "finish_save"):
+            found |= of_rank
+        return found
+
+    def load(self, folder: Path) -> None:
+        self._call("load", folder)
+
+    def plan(self, samples: Sequence[SampleRef], algorithm: str) -> list[Update]:
+        """The step's updates; the micro-batches of each by data-parallel rank."""
+        train = self._recipe.train
+        return plan_updates(
+            samples,
+            updates=train.updates_per_step,
+            dp=self._layout.dp,
+            token_budget=train.tokens_per_micro_batch,
+            mean_over=ALGORITHMS[algorithm].mean_over,
+            work=train_work(self._shape),
+            align=self._layout.tokens_align,
+            multiple=self._layout.pp if self._layout.vpp > 1 else 1,  # as an interleaved pipeline takes them
+        )
+
+    def _call(self, method: str, *args: object) -> None:
+        self._cluster.gather({worker.call(method, *args): worker.name for worker in self.workers})
+
+    def _merged(self, calls: dict[Ref, str]) -> list[Metrics]:
+        """The metrics of each update, of which every rank says a part."""
+        merged: list[Metrics] = []
+        for of_rank in self._cluster.gather(calls):
+            merged = merged or [{} for _ in of_rank]
+            for metrics, more in zip(merged, of_rank, strict=True):
+                metrics |= more
+        return merged
+
+
+class TrainingRanks(Ranks):
+    """The policy's."""
+
+    def __init__(self, cluster: Cluster, recipe: Recipe, shared: frozenset[int]) -> None:
+        shape = model_shape(recipe.model.path)
+        super().__init__(cluster, recipe, shape, shared, name="training rank", target="megarl.trainer:Trainer")
+        self.speed: Metrics = {}  # of the last call of `train`
+
+    def load_weights(self, folder: Path) -> None:
+        """The weights alone of a checkpoint, from any layout."""
+        self._call("load_weights", folder)
+
+    def export(self, folder: Path) -> None:
+        """Write the weights as a Hugging Face checkpoint."""
+        self._call("export", folder)
+
+    def publish(self) -> list[Published]:
+        """Each rank's handles to its parameters."""
+        return self._cluster.call_all(self.workers, "publish")
+
+    def train(
+        self,
+        algorithm: str,
+        samples: Sequence[SampleRef],
+        refs: Sequence[Ref],
+        lr: float,
+        critic: CriticRanks | None = None,
+    ) -> list[Metrics]:
+        """All optimizer updates of one step. Each rank fetches the groups that hold its own share, and no others.
+
+        critic: whose values, asked for before, make the advantages. Metrics of each update: the loss's statistics are
+        sums, or maxima where the name ends in _max.
+        """
+        updates, began, calls = self.plan(samples, algorithm), time.perf_counter(), {}
+        for rank, worker in enumerate(self.workers):
+            at = self._layout.coords(rank).dp
+            share = _share(updates, at)
+            needed = _groups(share)
+            pieces = critic.pieces(at) if critic else []
+            call = worker.call("train", algorithm, share, lr, needed, *(refs[group] for group in needed), *pieces)
+            calls[call] = worker.name
+        merged = self._merged(calls)
+        lengths, seconds = [one.length for one in samples], time.perf_counter() - began
+        self.speed = speed(self._shape, lengths, seconds, self._layout.world_size, device.name())
+        return merged
+
+
+class CriticRanks(Ranks):
+    """The critic's."""
+
+    def __init__(self, cluster: Cluster, recipe: Recipe, shared: frozenset[int]) -> None:
+        own = critic_recipe(recipe)
+        super().__init__(
+            cluster,
+            own,
+            scorer_shape(own.model.path),
+            shared,
+            name="critic rank",
+            target="megarl.critic:Critic",
+            first=recipe.critic.ranks.first_gpu,
+            more=[recipe.critic.value_clip],
+        )
+        self._pieces: list[list[Ref]] = []
+
+    @property
+    def recipe(self) -> Recipe:
+        """As these ranks read it."""
+        return self._recipe
+
+    def values(
+        self, algorithm: str, samples: Sequence[SampleRef], refs: Sequence[Ref], readers: Sequence[Update]
+    ) -> None:
+        """Have every sample's tokens valued, for `pieces` and `train`; readers: the policy's own plan of the step."""
+        updates = self.plan(samples, algorithm)
+        wanted = [_keys(_share(readers, at)) for at in range(len(readers[0].micro_batches))]
+        self._pieces, calls = [], {}
+        for rank, worker in enumerate(self.workers):
+            share = _share(updates, self._layout.coords(rank).dp)
+            needed = _groups(share)
+            of_groups = [refs[group] for group in needed]
+            parts = worker.call_many(len(wanted), "values", share, wanted, needed, *of_groups)
+            calls |= dict.fromkeys(parts, worker.name)
+            self._pieces.append(parts)
+        self._cluster.await_all(calls)
+
+    def pieces(self, dp: int) -> list[Ref]:
+        """What all ranks said of the samples of the policy's data-parallel rank `dp`."""
+        return [parts[dp] for parts in self._pieces]
+
+    def train(self, lr: float) -> list[Metrics]:
+        """All optimizer updates of the step on what was valued last; metrics of each, sums as of `value_loss`."""
+        return self._merged({worker.call("train", lr): worker.name for worker in self.workers})
+
+
+class RewardRanks(Ranks):
+    """The reward model's."""
+
+    def __init__(self, cluster: Cluster, recipe: Recipe, shared: frozenset[int]) -> None:
+        own = reward_recipe(recipe)
+        super().__init__(
+            cluster,
+            own,
+            scorer_shape(own.model.path),
+            shared,
+            name="reward model rank",
+            target="megarl.reward_model:RewardModel",
+            first=recipe.reward_model.ranks.first_gpu,
+        )
+
+    def score(self, rollout: Rollout) -> Rollout:
+        """The rollout with `reward_model.weight` times each response's score added to its reward."""
+        dp, count, calls = self._layout.dp, len(rollout.refs), {}
+        for rank, worker in enumerate(self.workers):
+            own = range(self._layout.coords(rank).dp, count, dp)
+            calls[worker.call("score", *(rollout.refs[index] for index in own))] = worker.name
+        summaries = list(rollout.summaries)
+        for rank, scores in enumerate(self._cluster.gather(calls)):
+            for index, scores_G in zip(range(self._layout.coords(rank).dp, count, dp), scores or (), strict=False):
+                rewards_G = rollout.summaries[index].rewards_G + self._recipe.reward_model.weight * scores_G
+                summaries[index] = replace(rollout.summaries[index], rewards_G=rewards_G.astype(np.float32))
+        return Rollout(summaries, rollout.refs)
+
+
+def trainers_alone(cluster: Cluster, recipe: Recipe) -> TrainingRanks:
+    """The policy's ranks and no others: they keep their memory in every phase."""
+    ranks = TrainingRanks(cluster, recipe, frozenset())
+    cluster.gather(ranks.started)
+    return ranks
+
+
+def ranks_alone(cluster: Cluster, recipe: Recipe) -> tuple[TrainingRanks, CriticRanks | None]:
+    """What trains in a run without engines, on the first `gpus_alone` slots; all keep their memory in every phase."""
+    critic = CriticRanks(cluster, recipe, frozenset()) if has_critic(recipe.algorithm.name) else None
+    trainers = TrainingRanks(cluster, recipe, frozenset())
+    cluster.gather(trainers.started | (critic.started if critic else {}))
+    return trainers, critic
+
+
+def gpus_alone(recipe: Recipe) -> int:
+    """Slots that a run without engines needs."""
+    beside = slots_beside(recipe, has_critic(recipe.algorithm.name))
+    critic = beside.get("critic", range(0))
+    return max(train_layout(recipe).world_size, critic.stop)
+
+
+def _share(updates: Sequence[Update], dp_rank: int) -> list[Update]:
+    """One data-parallel rank's part of each update."""
+    return [replace(update, micro_batches=(update.micro_batches[dp_rank],)) for update in updates]
+
+
+def _groups(share: Sequence[Update]) -> list[int]:
+    """The groups whose samples are in a share, rising."""
+    return sorted({one.group for update in share for batch in update.micro_batches[0] for one in batch})
+
+
+def _keys(share: Sequence[Update]) -> frozenset[tuple[int, int]]:
+    return frozenset(key_of(one) for update in share for batch in update.micro_batches[0] for one in batch)
