@@ -1,10 +1,13 @@
-"""Group advantages against numbers worked out by hand."""
+"""Group advantages against numbers worked out by hand, GAE against the paper's sums."""
 
 from __future__ import annotations
 
+import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from megarl.algos.advantages import group_normalised
+from megarl.algos.advantages import gae, group_normalised, outcome
 
 
 def test_two_of_four_correct():
@@ -20,3 +23,39 @@ def test_equal_rewards_teach_nothing():
 
 def test_a_group_of_one_has_no_spread():
     assert group_normalised(torch.tensor([3.0])).tolist() == [0.0]
+
+
+def test_an_outcome_is_what_it_was():
+    assert outcome(torch.tensor([1.0, -0.5])).tolist() == [1.0, -0.5]
+
+
+def slow_gae(rewards, values, gamma, lam):
+    """One response: A_t = sum over l of (gamma lam)^l delta_t+l (arXiv 1506.02438, eq. 16), the last state worth 0."""
+    following = [*values[1:], 0.0]
+    deltas = [r + gamma * after - v for r, v, after in zip(rewards, values, following, strict=True)]
+    count = len(deltas)
+    return [sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, count)) for t in range(count)]
+
+
+step = st.tuples(st.floats(-2, 2), st.floats(-2, 2))
+responses = st.lists(st.lists(step, min_size=1, max_size=17), min_size=1, max_size=6)
+
+
+@settings(max_examples=100, deadline=None)
+@given(responses, st.sampled_from([1.0, 0.9]), st.sampled_from([0.0, 0.5, 0.95, 1.0]))
+def test_gae_equals_the_papers_sums_in_every_response(responses, gamma, lam):
+    flat = torch.tensor([one for response in responses for one in response], dtype=torch.float64)
+    ends = torch.tensor([len(response) for response in responses]).cumsum(0) - 1
+    is_last_T = torch.zeros(len(flat), dtype=torch.bool).index_fill(0, ends, True)
+    advantage_T, return_T = gae(flat[:, 0], flat[:, 1], is_last_T, gamma=gamma, lam=lam)
+    expected = [a for one in responses for a in slow_gae(*zip(*one, strict=True), gamma, lam)]
+    assert advantage_T.tolist() == pytest.approx(expected, abs=1e-12)
+    assert (return_T - flat[:, 1]).tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_with_lambda_1_returns_are_what_came():
+    """Monte Carlo: whatever the values say."""
+    is_last_T = torch.tensor([False, False, True, True, False, True])
+    reward_T = torch.tensor([0.0, 0.0, 1.0, -1.0, 2.0, 3.0])
+    _, return_T = gae(reward_T, torch.randn(6), is_last_T, gamma=1.0, lam=1.0)
+    torch.testing.assert_close(return_T, torch.tensor([1.0, 1.0, 1.0, -1.0, 5.0, 3.0]).double())

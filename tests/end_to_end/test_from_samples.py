@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 LAYOUTS = {
     "one": ("train.tp=1", "train.pp=1", "train.ep=1", "placement.gpus=1"),
-    "many": ("train.tp=2", "train.pp=2", "train.ep=2", "placement.gpus=4"),
+    "many": ("train.tp=2", "train.pp=1", "train.ep=2", "placement.gpus=4", "critic.ranks.tp=1", "critic.ranks.gpus=2"),
 }
 # An untrained model is never right: by the exact answer every advantage, loss and gradient would be 0.
 REWARD = """
@@ -35,7 +35,7 @@ def test_a_file_of_samples_trains_alike_in_every_layout(launch: Callable, tmp_pa
     assert all(sample.version == 0 for step in (1, 2) for group in file.groups(step) for sample in group.samples)
 
     for name, layout in LAYOUTS.items():
-        keys = (*common, *layout, f"run.name={name}", "run.steps=2", "train.updates_per_step=2")
+        keys = (*common, *layout, f"run.name={name}", "run.steps=2", "train.updates_per_step=2", "algorithm.name=ppo")
         training = launch(*keys, "--from-samples=two.parquet")
         assert training.finish(200) == 0, training.err
         assert training.leftovers() == []
@@ -47,6 +47,8 @@ def test_a_file_of_samples_trains_alike_in_every_layout(launch: Callable, tmp_pa
         for key in ("loss", "grad_norm", "tokens"):
             for name in (f"train/{key}", f"train/{key}/1", f"train/{key}/2"):
                 assert spread[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6)
+        for key in ("loss", "grad_norm", "value_mean", "return_mean", "explained_variance"):
+            assert spread[f"critic/{key}"] == pytest.approx(alone[f"critic/{key}"], rel=1e-4, abs=1e-5)
         assert min(alone["train/grad_norm/1"], alone["train/grad_norm/2"]) > 0.1
         assert abs(alone["train/loss/2"]) > 1e-4
     for records in (one, many):

@@ -7,11 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+
+from tests.parallel.checkpoints import load
 
 ROOT = Path(__file__).parents[2]
 POINTS = 10
@@ -41,8 +41,7 @@ def _convert(folder: Path) -> None:
         [*command, "placement.train_gpus=1"], cwd=folder, env=settings, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    load: Any = AutoModelForCausalLM.from_pretrained
-    model, said = load(folder / "hf", output_loading_info=True)
+    model, said = load(folder / "hf")
     assert not said["missing_keys"] and not said["unexpected_keys"] and not said["mismatched_keys"]
-    begun = load(folder / "models" / "tiny-qwen3-moe")
+    begun, _ = load(folder / "models" / "tiny-qwen3-moe")
     assert not torch.equal(model.lm_head.weight, begun.lm_head.weight)

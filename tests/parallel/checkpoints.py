@@ -78,7 +78,9 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {  # family -> transform
 DEEPSEEK_FIELDS = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
 
-def write(folder: Path, family: str, mtp_layers: int = 0, seed: int = 5, **changes: Any) -> Path:
+def write(
+    folder: Path, family: str, mtp_layers: int = 0, seed: int = 5, head: str = "ForCausalLM", **changes: Any
+) -> Path:
     """config.json and model.safetensors in `folder`, which is returned; `changes` are fields of the config."""
     cpu.declare_torchvision_operators()
     import transformers
@@ -87,7 +89,7 @@ def write(folder: Path, family: str, mtp_layers: int = 0, seed: int = 5, **chang
     fields = {**COMMON, **more, **changes}
     fields["num_hidden_layers"] += mtp_layers  # a draft layer is one more layer with a few tensors around it
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**fields))
+    model = getattr(transformers, f"{name}{head}")(getattr(transformers, f"{name}Config")(**fields))
     _randomise(model)
     model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -126,3 +128,25 @@ def _add_mtp_tensors(path: Path, num_layers: int, mtp_layers: int) -> None:
         tensors[prefix + "embed_tokens.weight"] = embedding.clone()
         tensors[prefix + "shared_head.head.weight"] = head.clone()
     save_file(tensors, path, metadata={"format": "pt"})
+
+
+def write_classifier(path: Path, folder: Path) -> Any:
+    """The language model in `path` as a classifier with one random score, in `folder`; returned in float32."""
+    cpu.declare_torchvision_operators()
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    torch.manual_seed(3)
+    model: Any = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
+    torch.nn.init.normal_(model.score.weight)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(path).save_pretrained(folder)
+    return model.float().eval()
+
+
+def load(path: Path) -> tuple[Any, dict[str, Any]]:
+    """transformers' model of a language model's folder, and what it says of missing and unexpected tensors."""
+    cpu.declare_torchvision_operators()
+    from transformers import AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM
+    return auto.from_pretrained(path, output_loading_info=True)

@@ -1,0 +1,50 @@
+"""A critic and a reward model, each on a GPU slot of its own, in a run as a user starts it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.rollout.prompts import conversation, load_prompts, load_tokenizer
+from tests.parallel.checkpoints import write_classifier
+
+pytestmark = pytest.mark.slow
+
+KEYS = (
+    "algorithm.name=ppo", "critic.ranks.first_gpu=1", "reward_model.path=classifier", "reward_model.weight=0.5",
+    "reward_model.ranks.first_gpu=2", "reward.function=nothing:score", "placement.gpus=3", "placement.train_gpus=1",
+    "train.tp=1", "train.pp=1", "train.ep=1", "rollout.engine.tp=1", "rollout.prompts_per_step=4", "run.steps=2",
+    "warm_start.steps=0", "evaluation.max_prompts=4", "run.trackers=[]",
+)  # fmt: skip
+
+
+def test_a_run_with_a_critic_and_a_reward_model(launch: Callable, tmp_path: Path) -> None:
+    model = write_classifier((tmp_path / "models" / "tiny-qwen3-moe").resolve(), tmp_path / "classifier")
+    (tmp_path / "nothing.py").write_text("def score(response, answer, row):\n    return 0.0\n")
+    command = launch(*KEYS)
+    assert command.finish(200) == 0, command.err
+    assert command.leftovers() == []
+    steps = [record for record in command.records() if record["step"]]
+    for record in steps:
+        assert {"time/score_s", "time/critic_s", "critic/loss", "critic/explained_variance"} <= record.keys()
+        assert record["rollout/logprob_gap_mean"] < 1e-4
+        assert record["critic/return_mean"] != record["critic/value_mean"]
+    assert steps[0]["critic/value_mean"] == 0.0, "a new head"
+    assert steps[1]["critic/value_mean"] != 0.0
+
+    tokenizer: Any = load_tokenizer(str(tmp_path / "classifier"))
+    columns = {"prompt_column": "prompt", "answer_column": "answer", "max_prompt_tokens": 64}
+    prompts = load_prompts(str(tmp_path / "data" / "train.jsonl"), "data.train", tokenizer, **columns)  # type: ignore
+    asked = {prompt.text: prompt.row["prompt"] for prompt in prompts}
+    lines = (tmp_path / "runs" / "quickstart" / "samples.jsonl").read_text().splitlines()
+    for one in map(json.loads, lines):
+        row = conversation(tokenizer, asked[one["prompt"]], one["response"])
+        with torch.no_grad():
+            score = float(model(torch.tensor([row])).logits[0, 0])
+        assert one["reward"] == pytest.approx(0.5 * score, abs=1e-4)
+    assert lines

@@ -1,0 +1,165 @@
+"""Critic and reward model: values of every token equal transformers', and every layout learns what one rank does."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.parallel.layout import TrainLayout
+from megarl.types import Prompt, Sample, SampleGroup
+from tests.parallel.checkpoints import write, write_classifier
+from tests.parallel.worlds import assemble, check_weights, deal, ragged, recipe, rectangles, run_ranks
+
+pytestmark = pytest.mark.slow
+
+ONE_RANK = TrainLayout(1, 1, 1, 1)
+LAYOUTS = {
+    "dp2": TrainLayout(2, 1, 1, 1),
+    "tp2 ep2": TrainLayout(2, 2, 1, 2),
+    "cp2 vpp2": TrainLayout(4, 1, 2, 1, cp=2, vpp=2),
+    "tp2 pp2 ep2": TrainLayout(4, 2, 2, 2),
+    "tp2 cp2 ep4": TrainLayout(4, 2, 1, 4, cp=2),
+}
+FAMILIES = ("qwen3-moe", "deepseek-v3")
+VOCAB_SIZE, STEPS, LR = 200, 3, 1e-3
+Scored = Any  # (a path, what one rank makes of it)
+
+
+def learn(rank: int, port: int, made: Any, takes_turns: bool) -> dict[str, Any]:
+    """Values, then three steps on uneven micro-batches, giving the memory back between them if it is shared."""
+    from megarl.critic import Critic
+    from megarl.parallel.pipeline import Norms
+
+    critic: Any = Critic(rank, made, port, 0.2)
+    layout = critic.layout
+    sequences = ragged(14, VOCAB_SIZE, seed=3)
+    micro_batches = deal(sequences, layout.coords(rank).dp, layout.dp, micro_batches=4)
+    tokens = int(sum(one.loss_mask_T.sum() for one in sequences))
+    norms = Norms(float(tokens), sum(len(one.token_ids_T) for one in sequences), tokens)
+    found, values = [], critic.values_of(micro_batches)
+    for _ in range(STEPS):
+        if takes_turns:
+            critic.offload()
+            assert not any(param.untyped_storage().nbytes() for param in critic.params().values())
+            critic.onload()
+        found.append(critic.train_step(micro_batches, values, norms, LR))
+    return {"values": values, "metrics": found, "weights": rectangles(critic)}
+
+
+def world(path: Path, layout: TrainLayout, takes_turns: bool = False) -> list[dict[str, Any]]:
+    made = recipe(path, layout, weight_decay=0.1, aux_loss=0.02)
+    return run_ranks(layout.world_size, learn, made, takes_turns)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def scored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Scored:
+    folder = tmp_path_factory.mktemp(request.param)
+    path = write(
+        folder, request.param, head="ForSequenceClassification", vocab_size=VOCAB_SIZE, pad_token_id=None, num_labels=1
+    )
+    return path, world(path, ONE_RANK)[0]
+
+
+def test_values_are_those_of_transformers(scored: Scored) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    path, mine = scored
+    model: Any = AutoModelForSequenceClassification.from_pretrained(path)
+    in_order = [one for batch in deal(ragged(14, VOCAB_SIZE, seed=3), 0, 1, micro_batches=4) for one in batch]
+    for one, value_T in zip(in_order, mine["values"], strict=True):
+        with torch.no_grad():
+            hidden = model.model(torch.from_numpy(one.token_ids_T)[None]).last_hidden_state
+            expected_T = model.score(hidden)[0, :, 0].numpy()
+        np.testing.assert_allclose(value_T[1:], expected_T[:-1], atol=2e-4)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_learns_what_one_rank_does(scored: Scored, name: str) -> None:
+    path, expected = scored
+    layout = LAYOUTS[name]
+    ranks = world(path, layout, takes_turns=True)
+    for rank, result in enumerate(ranks):
+        at = layout.coords(rank)
+        is_last = at.pp == layout.pp - 1
+        assert (result["values"] is None) == (not is_last)
+        for mine, one in zip(result["values"] or (), expected["values"][at.dp :: layout.dp], strict=False):
+            np.testing.assert_allclose(mine, one, atol=1e-4)
+        for mine, one in zip(result["metrics"], expected["metrics"], strict=True):
+            assert (mine.keys() == one.keys()) == is_last
+            assert mine == pytest.approx({key: one[key] for key in mine}, rel=1e-4)
+    check_weights(assemble([one["weights"] for one in ranks]), assemble([expected["weights"]]), LR * STEPS)
+
+
+def test_a_language_models_critic_begins_with_0_and_learns(tmp_path: Path) -> None:
+    """Its multi-token prediction layers have no part in it."""
+    path = write(tmp_path, "deepseek-v3", mtp_layers=1, vocab_size=VOCAB_SIZE, pad_token_id=None)
+    (one,) = world(path, ONE_RANK)
+    assert all(not value_T.any() for value_T in one["values"])
+    weights = assemble([one["weights"]])
+    assert weights["score.weight"].any() and not any("layers.4." in name for name in weights)
+    losses = [metrics["loss"] for metrics in one["metrics"]]
+    assert losses[0] > losses[1] > losses[2]
+
+
+def conversations() -> list[SampleGroup]:
+    """Groups of one to three responses, of other lengths each."""
+
+    def group(number: int) -> SampleGroup:
+        question, count = f"{100 + 37 * number}+{number}=", 1 + number % 3
+        samples = tuple(
+            Sample(np.zeros(1, np.int64), np.zeros(1, np.float32), "12345"[: 1 + (number + index) % 5], True, 0)
+            for index in range(count)
+        )
+        prompt = Prompt(str(number), question, (1,), "1", {"prompt": question})
+        return SampleGroup(prompt, samples, np.zeros(count, np.float32), np.zeros(count, np.bool_))
+
+    return [group(number) for number in range(5)]
+
+
+def score(rank: int, port: int, made: Any) -> Any:
+    from megarl.reward_model import RewardModel
+
+    judge: Any = RewardModel(rank, made, port)
+    layout = judge._model.layout
+    at = layout.coords(rank)
+    found = judge.score(*conversations()[at.dp :: layout.dp])
+    judge.offload()
+    judge.onload()
+    again = judge.score(*conversations()[at.dp :: layout.dp])
+    if at.pp < layout.pp - 1:
+        assert found is again is None
+        return None
+    assert all(np.array_equal(one, two) for one, two in zip(found, again, strict=True))
+    return at.dp, found
+
+
+@pytest.fixture(scope="module")
+def classifier(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """The quickstart's model with one score, in its own tokenizer's words."""
+    folder = tmp_path_factory.mktemp("classifier")
+    return folder, write_classifier(tiny_model, folder)
+
+
+@pytest.mark.parametrize(
+    "layout", [ONE_RANK, TrainLayout(4, 2, 1, 2), TrainLayout(4, 1, 2, 1, vpp=2)], ids=["one", "tp2 ep2", "vpp2 dp2"]
+)
+def test_scores_are_those_of_transformers(classifier: tuple[Path, Any], layout: TrainLayout) -> None:
+    """The last token's, of a chat by the model's own template; ranks have unequal numbers of groups."""
+    from transformers import AutoTokenizer
+
+    path, model = classifier
+    made = recipe(path, layout, tokens_per_micro_batch=40)
+    found = dict(filter(None, run_ranks(layout.world_size, score, made)))
+    tokenizer: Any = AutoTokenizer.from_pretrained(path)
+    tokens = partial(tokenizer.apply_chat_template, tokenize=True, return_dict=False)
+    for index, group in enumerate(conversations()):
+        chats = [[("user", group.prompt.text), ("assistant", sample.text)] for sample in group.samples]
+        rows = [tokens([dict(zip(("role", "content"), said, strict=True)) for said in chat]) for chat in chats]
+        with torch.no_grad():
+            expected = [float(model(torch.tensor([row])).logits[0, 0]) for row in rows]
+        np.testing.assert_allclose(found[index % layout.dp][index // layout.dp], expected, atol=1e-4)
