@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 
@@ -11,9 +11,10 @@ import torch
 from megarl import resume
 from megarl.algos import ALGORITHMS
 from megarl.batching import SampleRef
-from megarl.cluster import Cluster, Ref
+from megarl.cluster import Cluster
 from megarl.config import Recipe
 from megarl.fleet import Fleet
+from megarl.memory import Phase
 from megarl.metrics import critic_metrics, eval_metrics, rollout_metrics, train_metrics
 from megarl.preflight import Inputs
 from megarl.ranks import CriticRanks, Rollout, TrainingRanks
@@ -21,7 +22,7 @@ from megarl.resume import Saver
 from megarl.rollout.episodes import Sampling, demonstration, summary
 from megarl.run_log import Record, RunLog
 from megarl.snapshots import Snapshot
-from megarl.types import GroupSummary, Metrics
+from megarl.types import GroupSummary
 
 
 def train(recipe: Recipe, inputs: Inputs, log: RunLog, start: Snapshot | None = None) -> None:
@@ -71,25 +72,15 @@ def begin(
 
 def train_step(recipe: Recipe, inputs: Inputs, fleet: Fleet, saver: Saver, record: Record) -> None:
     """Rollout -> reward -> advantage -> train -> reshard; every phase waits for the one before (synchronous)."""
-    name = recipe.algorithm.name
     sampling = sampling_of(recipe, record.step)
     with record.phase("rollout"):
         groups = fleet.engines.sample(inputs.prompts.take(recipe.rollout.prompts_per_step), sampling)
     groups = score(fleet, groups, record)
-    samples = samples_of(groups.summaries, name)
-    if fleet.critic:
-        with record.phase("critic"):
-            fleet.memory.lend("critic")
-            record.add(learn_values(fleet.critic, fleet.trainers, name, samples, groups.refs, record.step))
-    with record.phase("train"):
-        fleet.memory.lend("train")
-        lr = warmed_up(recipe.train.lr, recipe.train.warmup_steps, record.step)
-        metrics = fleet.trainers.train(name, samples, groups.refs, lr, fleet.critic)
+    learn(recipe, fleet.trainers, fleet.critic, groups, record, fleet.memory.lend)
     with record.phase("save"):
         saver.begin(record.step)
     publish(fleet, record)
-    record.add(rollout_metrics(groups.summaries) | train_metrics(metrics) | fleet.trainers.speed)
-    record.samples(groups.summaries)
+    record.add(fleet.trainers.speed)
 
 
 def score(fleet: Fleet, groups: Rollout, record: Record) -> Rollout:
@@ -101,18 +92,32 @@ def score(fleet: Fleet, groups: Rollout, record: Record) -> Rollout:
         return fleet.reward_model.score(groups)
 
 
-def learn_values(
-    critic: CriticRanks,
+def learn(
+    recipe: Recipe,
     trainers: TrainingRanks,
-    algorithm: str,
-    samples: Sequence[SampleRef],
-    refs: Sequence[Ref],
-    step: int,
-) -> Metrics:
-    """The values of a step's samples, for the policy; then the critic's own updates on what came of them."""
-    critic.values(algorithm, samples, refs, trainers.plan(samples, algorithm))
-    train = critic.recipe.train
-    return critic_metrics(critic.train(warmed_up(train.lr, train.warmup_steps, step)))
+    critic: CriticRanks | None,
+    groups: Rollout,
+    record: Record,
+    lend: Callable[[Phase], None],
+) -> None:
+    """The updates of one step: the critic values its samples, then learns from what came of them, as the policy does.
+
+    lend: gives the memory to who is next.
+    """
+    name = recipe.algorithm.name
+    samples = samples_of(groups.summaries, name)
+    if critic:
+        with record.phase("critic"):
+            lend("critic")
+            critic.values(name, samples, groups.refs, trainers.plan(samples, name))
+            train = critic.recipe.train
+            record.add(critic_metrics(critic.train(warmed_up(train.lr, train.warmup_steps, record.step))))
+    with record.phase("train"):
+        lend("train")
+        lr = warmed_up(recipe.train.lr, recipe.train.warmup_steps, record.step)
+        metrics = trainers.train(name, samples, groups.refs, lr, critic)
+    record.add(rollout_metrics(groups.summaries) | train_metrics(metrics))
+    record.samples(groups.summaries)
 
 
 def publish(fleet: Fleet, record: Record) -> None:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from megarl.cluster import Cluster
 from megarl.config import Recipe
-from megarl.controller import learn_values, publish, samples_of, sampling_of, score, warmed_up
+from megarl.controller import learn, publish, sampling_of, score
 from megarl.fleet import Fleet
-from megarl.metrics import rollout_metrics, train_metrics
+from megarl.metrics import rollout_metrics
 from megarl.parallel.hf_config import model_shape
 from megarl.preflight import Inputs
-from megarl.ranks import gpus_alone, ranks_alone
+from megarl.ranks import Rollout, gpus_alone, ranks_alone
 from megarl.rollout.episodes import summary
 from megarl.run_log import RunLog
 from megarl.sample_file import SampleFile, writing
@@ -48,21 +48,11 @@ def train_from(recipe: Recipe, samples: SampleFile, log: RunLog) -> None:
 
     Raises WorkerFailed when a training rank fails.
     """
-    name = recipe.algorithm.name
     with Cluster(gpus_alone(recipe)) as cluster:
         log.say("starting training ranks")
         trainers, critic = ranks_alone(cluster, recipe)
         for step in range(1, recipe.run.steps + 1):
             with log.step(step) as record:
                 groups = samples.groups(step)
-                summaries = [summary(group) for group in groups]
-                refs = [cluster.put(group) for group in groups]
-                taken = samples_of(summaries, name)
-                if critic:
-                    with record.phase("critic"):
-                        record.add(learn_values(critic, trainers, name, taken, refs, step))
-                with record.phase("train"):
-                    lr = warmed_up(recipe.train.lr, recipe.train.warmup_steps, step)
-                    metrics = trainers.train(name, taken, refs, lr, critic)
-                record.add(rollout_metrics(summaries) | train_metrics(metrics))
-                record.samples(summaries)
+                given = Rollout([summary(group) for group in groups], [cluster.put(group) for group in groups])
+                learn(recipe, trainers, critic, given, record, lend=lambda _: None)

@@ -98,13 +98,13 @@ def test_every_prompt_of_a_step_has_a_stream_of_its_own() -> None:
     """Named by its place in the step, not by the engine that happens to answer."""
     asked: list[tuple[int, ...]] = []
 
-    def call_two(method: str, prompt: str, sampling: Sampling) -> tuple[object, str]:
+    def call_many(count: int, method: str, prompt: str, sampling: Sampling) -> tuple[object, str]:
         asked.append(sampling.stream)
         return object(), prompt
 
     for count in (1, 2):
         engines: Any = fleet.Engines.__new__(fleet.Engines)
-        engines.workers = [SimpleNamespace(name=f"engine {index}", call_two=call_two) for index in range(count)]
+        engines.workers = [SimpleNamespace(name=f"engine {index}", call_many=call_many) for index in range(count)]
         engines._cluster = SimpleNamespace(gather=list)
         engines.sample(["a", "b", "c"], Sampling(4, 8, stream=(11, 5)))
     assert asked == [(11, 5, 0), (11, 5, 1), (11, 5, 2)] * 2

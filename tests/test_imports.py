@@ -15,9 +15,9 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # Lowest floor first: a room imports from lower floors.
 FLOORS = [
     {"types"},
-    {"config", "device", "processes", "ray_settings"},
+    {"config", "device", "processes", "ray_settings", "snapshots"},
     {"recipe_file"},
-    {"algos", "batching", "flops", "metrics", "memory", "parallel", "rollout", "sample_file", "snapshots"},
+    {"algos", "batching", "flops", "metrics", "memory", "parallel", "rollout", "sample_file"},
     {"run_log", "credit"},
     {"resharding"},
     {"checkpoint", "hf_export"},

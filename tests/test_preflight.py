@@ -192,6 +192,41 @@ def test_a_reference_of_another_architecture(told: Callable[..., list[str]], tmp
     assert line.startswith("reference.path: ") and "is another model than model.path" in line
 
 
+def test_a_critic_that_does_not_fit(told: Callable[..., list[str]], tmp_path: Path) -> None:
+    """By its own keys, beside everything else; an algorithm without a critic does not look at them."""
+    folder = checkpoints.write(tmp_path / "other", "llama", num_attention_heads=2, num_key_value_heads=2)
+    keys = ["critic.ranks.tp=4", "critic.ranks.tokens_per_micro_batch=8", "critic.ranks.first_gpu=3"]
+    lines = told("algorithm.name=ppo", f"critic.path={folder}", *keys, "critic.ranks.gpus=4", "critic.ranks.pp=1")
+    starts = [
+        "critic.ranks.gpus: its ranks are on the slots 3 to 6, placement.gpus is 4",
+        "critic.ranks.tokens_per_micro_batch: 8 is less than",
+        "critic.ranks.tp: 4 does not divide the attention heads (2); set critic.ranks.tp to 2",
+        "critic.ranks.ep: ",
+    ]
+    for start in starts:
+        assert sum(line.startswith(start) for line in lines) == 1, (start, lines)
+    assert all(line.startswith("critic.") for line in lines), lines
+    (line,) = told("algorithm.name=grpo", f"critic.path={folder}", *keys, "train.lr=1e-3", "model.path=nowhere")[:1]
+    assert "critic" not in line
+
+
+def test_a_reward_model_that_is_none(told: Callable[..., list[str]], tiny_model: Path, tmp_path: Path) -> None:
+    (line,) = told(f"reward_model.path={tiny_model}")
+    assert line.startswith("reward_model.path: ") and "has no score.weight: it is a language model" in line
+    bare = checkpoints.write(tmp_path / "bare", "qwen3-moe", head="ForSequenceClassification", num_labels=1)
+    (line,) = told(f"reward_model.path={bare}")
+    assert line.startswith("reward_model.path: ") and "has no usable tokenizer" in line
+    many = checkpoints.write(tmp_path / "many", "qwen3-moe", head="ForSequenceClassification", num_labels=3)
+    (line,) = told(f"reward_model.path={many}")
+    assert "score.weight is [3, 128], config.json says [1, 128]" in line
+
+
+def test_a_classifier_is_no_policy(told: Callable[..., list[str]], tiny_model: Path, tmp_path: Path) -> None:
+    checkpoints.write_classifier(tiny_model, tmp_path / "classifier")
+    (line,) = told(f"model.path={tmp_path / 'classifier'}")
+    assert line.startswith(str(tmp_path / "classifier" / "config.json")) and "it is a classifier's" in line
+
+
 def test_chat_messages_and_parquet_are_read(good: list[str], tmp_path: Path) -> None:
     import pyarrow
     import pyarrow.parquet

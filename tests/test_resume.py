@@ -46,6 +46,12 @@ class Ranks:
 
 
 class Fleet(SimpleNamespace):
+    def save(self, folder: Path) -> None:
+        self.trainers.save(folder)
+
+    def finish_save(self) -> dict[str, Any]:
+        return self.trainers.finish_save()
+
     def go_on(self, folder: Path, version: int, attempts: int) -> None:
         self.trainers.load(folder)
         self.version, self.attempts = version, attempts

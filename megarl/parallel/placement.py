@@ -102,7 +102,9 @@ def slot_faults(
     used = {*range(train.world_size), *range(engine.first, engine.end)} | of_others
     if len(used) < gpus and not found:
         idle = min(set(range(gpus)) - used)
-        problem = f"{gpus} GPUs, of which nobody uses number {idle}"
-        mend = f"set it to {len(used)}" if idle == len(used) else "leave no gap"
+        if idle == len(used):
+            problem, mend = f"{gpus} GPUs, of which training and engines use the first {idle}", f"set it to {idle}"
+        else:
+            problem, mend = f"{gpus} GPUs, of which nobody uses number {idle}", "leave no gap"
         found.append(UserFault("placement.gpus", problem, mend))
     return found

@@ -29,7 +29,10 @@ def load_tokenizer(path: str) -> Any:
     if not Path(path).is_dir():
         raise UserFault("model.path", f"{path} is not a folder", "give the folder of a HF checkpoint")
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        found = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        if not found("a")["input_ids"]:
+            raise ValueError("no tokenizer files")  # transformers makes an empty one of config.json
+        return found
     except Exception as error:  # a broken file shows as whatever its parser met first
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         problem = f"{path} has no usable tokenizer ({reason})"

@@ -48,7 +48,7 @@ def test_gae_equals_the_papers_sums_in_every_response(responses, gamma, lam):
     ends = torch.tensor([len(response) for response in responses]).cumsum(0) - 1
     is_last_T = torch.zeros(len(flat), dtype=torch.bool).index_fill(0, ends, True)
     advantage_T, return_T = gae(flat[:, 0], flat[:, 1], is_last_T, gamma=gamma, lam=lam)
-    expected = [a for one in responses for a in slow_gae(*zip(*one, strict=True), gamma, lam)]
+    expected = [a for one in responses for a in slow_gae([r for r, _ in one], [v for _, v in one], gamma, lam)]
     assert advantage_T.tolist() == pytest.approx(expected, abs=1e-12)
     assert (return_T - flat[:, 1]).tolist() == pytest.approx(expected, abs=1e-12)
 
