@@ -30,7 +30,7 @@ STEPS, WARM_STEPS = 12, 2
 REWARD = "def score(response, answer, row):\n    return sum(map(ord, response)) % 7 / 7\n"  # never the same for all
 OVERRIDES = [
     "algorithm.name=ppo",  # so that there is a critic, too
-    "critic.ranks.tp=2",
+    "critic.ranks.gpus=1",
     "critic.ranks.ep=1",
     f"warm_start.steps={WARM_STEPS}",
     "warm_start.sequences_per_step=16",
@@ -144,7 +144,8 @@ def differences(folder: Path, one: str, other: str) -> list[str]:
         found.append("samples.jsonl")
     ends = [json.loads((run / "checkpoints" / f"step-{STEPS:06d}" / "manifest.json").read_text()) for run in runs]
     mine, theirs = (end["files"] for end in ends)  # .metadata names the folder that it was written to
-    return found + [name for name in sorted(mine | theirs) if mine[name] != theirs.get(name) and name != ".metadata"]
+    names = [name for name in sorted(mine | theirs) if Path(name).name != ".metadata"]
+    return found + [name for name in names if mine.get(name) != theirs.get(name)]
 
 
 def main() -> int:
