@@ -5,12 +5,12 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megarl.types import FloatArray, IntArray, SampleGroup, TrainSequence
+from megarl.types import Aggregation, FloatArray, IntArray, SampleGroup, TrainSequence
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ def plan_updates(
     updates: int,
     dp: int,
     token_budget: int,
-    mean_over: Literal["tokens", "sequences"],
+    aggregation: Aggregation,
+    longest_response: int = 0,
     work: Callable[[int], float],
     align: int = 1,
     multiple: int = 1,
@@ -64,6 +65,7 @@ def plan_updates(
     be empty. A sequence takes its length of a micro-batch's token_budget, rounded up to a multiple of `align`.
     work: what a sequence of so many tokens costs, by which ranks, and micro-batches at the same place in them, are made
     alike. The plan does not depend on the samples' order within an update.
+    longest_response: what the aggregation `constant` divides sequences' sums by.
     Raises ValueError when there are fewer samples than updates or a sample is longer than the budget.
     """
     if len(samples) < updates:
@@ -72,7 +74,8 @@ def plan_updates(
     for index in range(updates):
         part = samples[index * len(samples) // updates : (index + 1) * len(samples) // updates]
         tokens, responses = sum(one.length for one in part), sum(one.response_length for one in part)
-        denominator = responses if mean_over == "tokens" else len(part)
+        denominators = {"token_mean": responses, "constant": len(part) * longest_response}
+        denominator = denominators.get(aggregation, len(part))
         load = _Load.of(part, work, align)
         if load.tokens[0] > token_budget:
             raise ValueError(f"a sample of {load.tokens[0]} tokens exceeds the micro-batch budget of {token_budget}")
@@ -173,7 +176,7 @@ def _deal(bins: list[_Bin], load: _Load, dp: int) -> tuple[tuple[MicroBatch, ...
 
 
 def train_sequence(
-    group: SampleGroup, ref: SampleRef, mean_over: Literal["tokens", "sequences"]
+    group: SampleGroup, ref: SampleRef, aggregation: Aggregation
 ) -> TrainSequence:
     """Prompt and response of one sample as one training row; only response tokens are learnt from."""
     sample = group.samples[ref.sample]
@@ -187,7 +190,7 @@ def train_sequence(
     return TrainSequence(
         token_ids_T=np.concatenate([np.asarray(group.prompt.token_ids, np.int64), sample.response_ids_T]),
         loss_mask_T=on_response(1.0, np.bool_),
-        loss_weight_T=on_response(1.0 if mean_over == "tokens" else 1.0 / length, np.float32),
+        loss_weight_T=on_response(1.0 / length if aggregation == "sequence_mean" else 1.0, np.float32),
         advantage_T=on_response(ref.advantage, np.float32),
         engine_logp_T=on_response(sample.engine_logp_T, np.float32),
         experts_TMK=sample.routed_experts,
@@ -195,7 +198,7 @@ def train_sequence(
 
 
 def train_sequences(
-    micro_batches: Sequence[MicroBatch], groups: Mapping[int, SampleGroup], mean_over: Literal["tokens", "sequences"]
+    micro_batches: Sequence[MicroBatch], groups: Mapping[int, SampleGroup], aggregation: Aggregation
 ) -> list[list[TrainSequence]]:
     """The arrays that a rank's share of an update names."""
-    return [[train_sequence(groups[ref.group], ref, mean_over) for ref in batch] for batch in micro_batches]
+    return [[train_sequence(groups[ref.group], ref, aggregation) for ref in batch] for batch in micro_batches]

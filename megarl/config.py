@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
+from megarl.types import Aggregation, Estimator, Mismatch
+
 Count = Annotated[int, Field(ge=1)]
 Text = Annotated[str, Field(min_length=1)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -56,13 +58,27 @@ class Data(Branch):
 
 
 class Algorithm(Branch):
-    """A row of `megarl.algos.ALGORITHMS`; the probability ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    """A row of `megarl.algos.ALGORITHMS`, and those of its rules (`megarl.types.Rules`) that are to be others."""
 
     name: Text = "grpo"
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    clip_high: Positive = 0.2
-    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0  # discount of a token's reward, for those with a critic
-    gae_lambda: Share = 0.95  # 0: the critic's word for everything that comes; 1: what came
+    clip_low: Annotated[float, Field(gt=0, lt=1)] | None = None
+    clip_high: Positive | None = None
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    aggregation: Aggregation | None = None
+    kl_coefficient: NonNegative | None = None
+    kl_estimator: Estimator | None = None
+    entropy_coefficient: NonNegative | None = None
+    whiten: bool | None = None
+    gamma: Annotated[float, Field(gt=0, le=1)] | None = None
+    gae_lambda: Share | None = None
+    mismatch: Mismatch | None = None
+    mismatch_low: NonNegative | None = None
+    mismatch_high: Positive | None = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The rules that are set."""
+        return self.model_dump(exclude={"name"}, exclude_none=True)
 
 
 class WarmStart(Branch):

@@ -36,24 +36,22 @@ def by_values(
 
 
 def whitened(
-    sequences: Sequence[TrainSequence],
-    advantages: PerToken,
-    sum_over_all: Callable[[torch.Tensor], torch.Tensor],
+    sequences: Sequence[TrainSequence], sum_over_all: Callable[[torch.Tensor], torch.Tensor]
 ) -> list[TrainSequence]:
-    """The sequences with these advantages as (A - mean) / (std + 1e-8) over all tokens that are learnt from.
+    """The sequences with their advantages as (A - mean) / (std + 1e-8) over all tokens that are learnt from.
 
     sum_over_all: adds up values of these sequences with those of the batch's others, which are elsewhere.
     (The usual way with PPO, e.g. arXiv 2006.05990, section 3.5.)
     """
-    parts = [one_T[one.loss_mask_T].astype(np.float64) for one, one_T in zip(sequences, advantages, strict=True)]
+    parts = [one.advantage_T[one.loss_mask_T].astype(np.float64) for one in sequences]
     flat_T = torch.from_numpy(np.concatenate([np.zeros(0), *parts]))
     count, total = sum_over_all(torch.stack([torch.tensor(float(len(flat_T)), dtype=torch.float64), flat_T.sum()]))
     mean = float(total / count)
     variance = float(sum_over_all(((flat_T - mean) ** 2).sum()[None])[0] / count)
     scale = variance**0.5 + 1e-8
     found = []
-    for one, one_T in zip(sequences, advantages, strict=True):
-        of_mask_T = np.where(one.loss_mask_T, (one_T - mean) / scale, 0.0)
+    for one in sequences:
+        of_mask_T = np.where(one.loss_mask_T, (one.advantage_T - mean) / scale, 0.0)
         found.append(replace(one, advantage_T=of_mask_T.astype(np.float32)))
     return found
 

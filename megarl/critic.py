@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from megarl import checkpoint, credit, device
+from megarl.algos import rules_of
 from megarl.algos.losses import value_loss
 from megarl.batching import Key, Piece, Update, key_of, train_sequences
 from megarl.config import Recipe
@@ -33,7 +34,8 @@ class Critic:
     def __init__(self, rank: int, recipe: Recipe, store_port: int, value_clip: float | None) -> None:
         gc.freeze()  # as in a Trainer
         path = recipe.model.path
-        self.rank, self.shape, self._recipe, self._value_clip = rank, scorer_shape(path), recipe, value_clip
+        self.rank, self.shape, self._value_clip = rank, scorer_shape(path), value_clip
+        self._rules = rules_of(recipe.algorithm.name, recipe.algorithm)
         store = device.join_store(store_port, recipe.run.timeout_s)
         self._model = RankModel(rank, recipe, self.shape, store, is_published=False)
         self.layout = self._model.layout
@@ -60,7 +62,7 @@ class Critic:
         Pieces are empty but on one of the ranks that hold the same. For `train`, all of it is kept.
         """
         by_id = dict(zip(group_ids, samples, strict=True))
-        shares = [train_sequences(update.micro_batches[0], by_id, "tokens") for update in updates]
+        shares = [train_sequences(update.micro_batches[0], by_id, "token_mean") for update in updates]
         self._step = [(update, share, self.values_of(share)) for update, share in zip(updates, shares, strict=True)]
         at = self._model.at
         found: Piece = {}
@@ -102,8 +104,8 @@ class Critic:
         """
         returns = None
         if values is not None:
-            flat, settings = [one for batch in micro_batches for one in batch], self._recipe.algorithm
-            _, returns = credit.by_values(flat, values, gamma=settings.gamma, lam=settings.gae_lambda)
+            flat = [one for batch in micro_batches for one in batch]
+            _, returns = credit.by_values(flat, values, gamma=self._rules.gamma, lam=self._rules.gae_lambda)
 
         def apply_loss(row: PackedRow, value_T: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             assert row.returns is not None

@@ -12,7 +12,7 @@ from megarl.types import GroupSummary, Metrics
 
 _MEANS = ("loss", "grad_norm", "aux_loss", "z_loss", "mtp_loss")
 _REPLAY = ("replay_gap", "replay_gap_without", "replay_gap_tokens", "differing_choices", "replayed_choices")
-_NOT_PER_TOKEN = ("tokens", "gap", "gap_max", *_REPLAY)
+_NOT_PER_TOKEN = ("tokens", "gap", "gap_max", "mismatch_weight_square", *_REPLAY)
 
 
 def rollout_metrics(groups: Sequence[GroupSummary]) -> Metrics:
@@ -48,6 +48,10 @@ def train_metrics(updates: Sequence[Metrics]) -> Metrics:
     if stats.get("replay_gap_tokens"):
         metrics["replay/logprob_gap"] = stats["replay_gap"] / stats["replay_gap_tokens"]
         metrics["replay/logprob_gap_without"] = stats["replay_gap_without"] / stats["replay_gap_tokens"]
+    if "mismatch_weight" in stats:  # effective sample size, as a share of the tokens (Kish, 1965)
+        metrics["train/mismatch_ess"] = stats["mismatch_weight"] ** 2 / max(
+            tokens * stats["mismatch_weight_square"], 1e-30
+        )
     sums = stats.keys() - {*_MEANS, *_NOT_PER_TOKEN}
     metrics |= {f"train/{name}": stats[name] / tokens for name in sorted(sums)}
     if len(updates) > 1:

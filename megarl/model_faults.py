@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl import checkpoint
-from megarl.algos import has_critic
+from megarl.algos import has_critic, has_reference
 from megarl.config import Recipe
 from megarl.parallel.hf_config import hf_facts, model_shape, scorer_shape
 from megarl.parallel.placement import critic_recipe, reward_recipe, train_layout
@@ -35,7 +35,7 @@ def loss_faults(recipe: Recipe, shape: ModelShape) -> Faults:
 def reference_faults(recipe: Recipe, shape: ModelShape) -> Faults:
     """Its weights take the places of the policy's."""
     path = recipe.reference.path
-    if not recipe.reference.use or path is None:
+    if path is None or not has_reference(recipe.algorithm, recipe.reference.use):
         return []
     try:
         other = model_shape(path)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from megarl import device
-from megarl.algos import ALGORITHMS, has_critic
+from megarl.algos import has_critic, rules_of
 from megarl.batching import SampleRef, Update, key_of, plan_updates
 from megarl.cluster import Cluster, Ref
 from megarl.config import Recipe
@@ -88,7 +88,8 @@ class Ranks:
             updates=train.updates_per_step,
             dp=self._layout.dp,
             token_budget=train.tokens_per_micro_batch,
-            mean_over=ALGORITHMS[algorithm].mean_over,
+            aggregation=rules_of(algorithm, self._recipe.algorithm).aggregation,
+            longest_response=self._recipe.rollout.max_response_tokens,
             work=train_work(self._shape),
             align=self._layout.tokens_align,
             multiple=self._layout.pp if self._layout.vpp > 1 else 1,  # as an interleaved pipeline takes them

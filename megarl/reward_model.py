@@ -71,7 +71,7 @@ class RewardModel:
                 updates=1,
                 dp=1,
                 token_budget=self._recipe.train.tokens_per_micro_batch,
-                mean_over="sequences",
+                aggregation="sequence_mean",
                 work=train_work(self._shape),
                 align=layout.tokens_align,
                 multiple=multiple,

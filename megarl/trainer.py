@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from megarl import checkpoint, credit, device
-from megarl.algos import ALGORITHMS
+from megarl.algos import ALGORITHMS, Loss, has_reference, rules_of
+from megarl.algos.losses import kl_T
 from megarl.batching import Piece, Update, key_of, train_sequences
 from megarl.config import Recipe
 from megarl.hf_export import Export, export_hf
@@ -25,17 +24,15 @@ from megarl.parallel.hf_config import model_shape
 from megarl.parallel.pipeline import Norms
 from megarl.parallel.rank import RankModel, Saving
 from megarl.parallel.routing import Choices, engine_choices
-from megarl.parallel.sequences import PackedRow, PackedTargets, dealt, pack, unpack
+from megarl.parallel.sequences import PackedRow, dealt, pack, unpack
 from megarl.resharding import megatron_map
 from megarl.resharding.member import Member
 from megarl.resharding.publish import SourceHandles, publish
 from megarl.resharding.session import Session
 from megarl.snapshots import Digest
-from megarl.types import FloatArray, Metrics, TrainSequence
+from megarl.types import FloatArray, Metrics, Rules, TrainSequence
 
 MicroBatches = Sequence[Sequence[TrainSequence]]
-# (logp_T, old_logp_T, targets) -> (loss sum, statistics: sums, or maxima where the name ends in _max)
-Loss = Callable[[torch.Tensor, torch.Tensor, PackedTargets], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 _ROUTING = ("aux_loss", "z_loss", "mtp_loss", "differing_choices", "replayed_choices")
 
 
@@ -79,7 +76,8 @@ class Trainer:
         shards = megatron_map.shards(self.shape, self.layout, rank, model.TRANSFORMER_ENGINE)
         checkpoint.load_hf(path, shards, self.params())
         self._model.make_optimizer()
-        self._reference = waiting.room_for(self.params()) if recipe.reference.use else {}
+        has_one = has_reference(recipe.algorithm, recipe.reference.use)
+        self._reference = waiting.room_for(self.params()) if has_one else {}
         if self._reference:
             checkpoint.load_hf(recipe.reference.path or path, shards, self._reference)
         self.offload, self.onload, self.held_bytes = self._model.offload, self._model.onload, device.held_bytes
@@ -97,11 +95,13 @@ class Trainer:
         given: first the groups that micro-batches call group_ids, in their order, then what the critic's ranks said of
         this rank's samples. Metrics of each update as of `train_step`.
         """
-        row = ALGORITHMS[algorithm]
+        row, rules = ALGORITHMS[algorithm], rules_of(algorithm, self._recipe.algorithm)
         by_id = dict(zip(group_ids, given, strict=False))
-        shares = [train_sequences(update.micro_batches[0], by_id, row.mean_over) for update in updates]
+        shares = [train_sequences(update.micro_batches[0], by_id, rules.aggregation) for update in updates]
         if row.has_critic:
-            shares = self._credit(updates, shares, given[len(group_ids) :])
+            shares = self._credit(updates, shares, given[len(group_ids) :], rules)
+        if rules.whiten:
+            shares = self._whitened(shares)
         # Only later updates of a step train a policy that is no longer the one that the ratio is to.
         # Nobody chose experts for demonstrations.
         replay = self._recipe.train.replay if row.learns_from == "rewards" else "off"
@@ -110,23 +110,27 @@ class Trainer:
         if self._reference and row.learns_from == "rewards":
             with waiting.in_place_of(self.params(), self._reference):
                 parts = [replace(part, reference_logp=self.logprobs(part.micro_batches)) for part in parts]
-        loss = self._loss(row.loss)
+        loss = row.loss(rules)
         gaps = self._replay_gaps(parts[0])
         first, *rest = [self.train_step(part, lr, loss) for part in parts]
         return [first | gaps, *rest]
 
     def _credit(
-        self, updates: Sequence[Update], shares: Sequence[MicroBatches], pieces: Sequence[Piece]
+        self, updates: Sequence[Update], shares: Sequence[MicroBatches], pieces: Sequence[Piece], rules: Rules
     ) -> list[MicroBatches]:
-        """The shares with an advantage for each token, whitened over the step's whole batch."""
+        """The shares with an advantage for each token."""
         values = {key: value_T for piece in pieces for key, value_T in piece.items()}
         refs = [ref for update in updates for batch in update.micro_batches[0] for ref in batch]
         flat = [one for share in shares for batch in share for one in batch]
         of_flat = [np.pad(values[key_of(ref)], (ref.length - ref.response_length, 0)) for ref in refs]
-        settings = self._recipe.algorithm
-        advantages, _ = credit.by_values(flat, of_flat, gamma=settings.gamma, lam=settings.gae_lambda)
-        with_theirs = iter(credit.whitened(flat, advantages, groups.sum_over_dp))
-        return [[[next(with_theirs) for _ in batch] for batch in share] for share in shares]
+        advantages, _ = credit.by_values(flat, of_flat, gamma=rules.gamma, lam=rules.gae_lambda)
+        left = iter(advantages)
+        return [[[replace(one, advantage_T=next(left)) for one in batch] for batch in share] for share in shares]
+
+    def _whitened(self, shares: Sequence[MicroBatches]) -> list[MicroBatches]:
+        """The shares with their advantages whitened over the step's whole batch."""
+        left = iter(credit.whitened([one for share in shares for batch in share for one in batch], groups.sum_over_dp))
+        return [[[next(left) for _ in batch] for batch in share] for share in shares]
 
     def _part(self, share: MicroBatches, update: Update, many: bool, replay: str) -> Part:
         """With what the old policy says of it, where that is asked for."""
@@ -145,11 +149,6 @@ class Trainer:
         if row.experts_LMK is None:  # a row of padding, or samples that no engine made
             return Choices()
         return engine_choices(row, self._model.moe_layers(), self._model.at.tp, self.layout.tp)
-
-    def _loss(self, loss: Callable[..., object]) -> Loss:
-        """A loss names the `algorithm` keys of the recipe that it reads as its keyword-only parameters."""
-        keys = [p.name for p in inspect.signature(loss).parameters.values() if p.kind is p.KEYWORD_ONLY]
-        return partial(loss, **{key: getattr(self._recipe.algorithm, key) for key in keys})  # type: ignore[return-value]
 
     def logprobs(
         self, micro_batches: MicroBatches, choices: Sequence[Choices] | None = None
@@ -178,10 +177,11 @@ class Trainer:
             row: PackedRow, logp_T: torch.Tensor, entropy_T: torch.Tensor
         ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             old_logp_T = logp_T.detach() if row.old_logp_T is None else row.old_logp_T
-            loss_sum, stats = loss(logp_T, old_logp_T, row.targets)
+            loss_sum, stats = loss(logp_T, entropy_T, old_logp_T, row.targets)
             entropy = torch.where(row.targets.loss_mask_T, entropy_T, 0.0).sum()
             if row.targets.reference_logp_T is not None:
-                stats = {**stats, "reference_kl": _k3(logp_T.detach(), row.targets)}
+                kl = kl_T(logp_T.detach(), row.targets.reference_logp_T, "k3")
+                stats = {**stats, "reference_kl": torch.where(row.targets.loss_mask_T, kl, 0.0).sum()}
             return loss_sum, {"loss": loss_sum.detach() / part.norms.denominator, "entropy": entropy, **stats}
 
         self._model.zero_grad()
@@ -274,13 +274,3 @@ class Trainer:
         if self._member is None:
             self._member = Member(session, self.params())
         self._member.run(version, attempt)
-
-
-def _k3(logp_T: torch.Tensor, targets: PackedTargets) -> torch.Tensor:
-    """Sum over masked tokens of exp(d) - 1 - d, d = reference - policy: an estimate of KL(policy | reference).
-
-    (Schulman, "Approximating KL divergence", 2020.)
-    """
-    assert targets.reference_logp_T is not None
-    difference_T = torch.where(targets.loss_mask_T, targets.reference_logp_T - logp_T, 0.0)
-    return (difference_T.exp() - 1.0 - difference_T).sum()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,11 @@ IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 Metrics = dict[str, float]
+# What a loss is the mean of: tokens of the whole update; sequences' token means; sequences' token sums; the same over a
+# constant, the longest response there may be (Dr. GRPO, arXiv 2503.20783).
+Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
+Estimator = Literal["k1", "k2", "k3"]
+Mismatch = Literal["off", "tis", "mis_token", "mis_sequence", "mis_geometric", "icepop"]
 
 
 class UserFault(Exception):
@@ -155,3 +160,28 @@ class TrainSequence:
     advantage_T: FloatArray
     engine_logp_T: FloatArray
     experts_TMK: npt.NDArray[Any] | None = None
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The numbers and choices of an algorithm beside its functions.
+
+    clip_low, clip_high: the ratio is clipped to [1 - low, 1 + high]; dual_clip: where the advantage is negative the
+    objective is at least dual_clip times it. kl_coefficient: weight in the loss of the KL to the reference.
+    gamma, gae_lambda: of those with a critic. mismatch: how the difference between the engine's and the trainer's
+    probabilities is met, within the bounds; None: the usual ones.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    aggregation: Aggregation = "token_mean"
+    kl_coefficient: float = 0.0
+    kl_estimator: Estimator = "k3"
+    entropy_coefficient: float = 0.0
+    whiten: bool = False  # advantages over the whole batch's tokens
+    gamma: float = 1.0
+    gae_lambda: float = 0.95
+    mismatch: Mismatch = "off"
+    mismatch_low: float | None = None
+    mismatch_high: float | None = None

@@ -86,7 +86,7 @@ def make_sequences(count: int, longest: int, vocab_size: int) -> list[TrainSeque
     return found
 
 
-def cross_entropy(logp_T: Any, old_logp_T: Any, targets: Any) -> tuple[Any, dict[str, Any]]:
+def cross_entropy(logp_T: Any, entropy_T: Any, old_logp_T: Any, targets: Any) -> tuple[Any, dict[str, Any]]:
     """Megatron's own loss, as megarl's steps take one."""
     return -(logp_T * targets.loss_mask_T).sum(), {"tokens": targets.loss_mask_T.sum()}
 
@@ -106,7 +106,9 @@ def work(rank: int, port: int, recipe: Recipe, sequences: Sequence[TrainSequence
     lengths = [(len(one.token_ids_T), int(one.loss_mask_T.sum())) for one in sequences]
     refs = [SampleRef(index, 0, tokens, learnt, 0.0) for index, (tokens, learnt) in enumerate(lengths)]
     budget, per_token = recipe.train.tokens_per_micro_batch, flops.train_work(shape)
-    (update,) = plan_updates(refs, updates=1, dp=layout.dp, token_budget=budget, mean_over="tokens", work=per_token)
+    (update,) = plan_updates(
+        refs, updates=1, dp=layout.dp, token_budget=budget, aggregation="token_mean", work=per_token
+    )
     mine = update.micro_batches[layout.coords(rank).dp]
     batches = [[sequences[ref.group] for ref in batch] for batch in mine]
     rows = [pack(batch, split=trainer._model.split, device=device.DEVICE) for batch in batches]

@@ -26,7 +26,8 @@ def _refs(lengths: list[int]) -> list[SampleRef]:
 
 
 def _plan(samples: list[SampleRef], **changes: Any) -> list[Update]:
-    options: dict[str, Any] = {"updates": 1, "dp": 1, "token_budget": BUDGET, "mean_over": "tokens", "work": _work}
+    options: dict[str, Any] = {"updates": 1, "dp": 1, "token_budget": BUDGET, "work": _work}
+    options["aggregation"] = "token_mean"
     return plan_updates(samples, **(options | changes))
 
 
@@ -71,13 +72,15 @@ def test_every_sample_lands_once_within_the_budget(lengths, dp, updates, align, 
 def test_order_of_arrival_does_not_change_the_shares(order, dp):
     samples = _refs([2 + i * 7 % 60 for i in range(40)])
     shuffled = [samples[i] for i in order]
-    assert _plan(samples, dp=dp, mean_over="sequences") == _plan(shuffled, dp=dp, mean_over="sequences")
+    assert _plan(samples, dp=dp, aggregation="sequence_mean") == _plan(shuffled, dp=dp, aggregation="sequence_mean")
 
 
 def test_denominators_do_not_depend_on_the_number_of_ranks():
     samples = _refs([5, 9, 30, 2, 7, 12, 8, 21])
-    for mean_over, denominator in (("sequences", 8), ("tokens", 86)):
-        found = {_plan(samples, dp=dp, mean_over=mean_over)[0].denominator for dp in (1, 2, 3, 8, 11)}
+    expected = {"token_mean": 86, "sequence_mean": 8, "sequence_sum": 8, "constant": 8 * 20}
+    for aggregation, denominator in expected.items():
+        change = {"aggregation": aggregation, "longest_response": 20}
+        found = {_plan(samples, dp=dp, **change)[0].denominator for dp in (1, 2, 3, 8, 11)}
         assert found == {denominator}
 
 
@@ -135,11 +138,14 @@ def test_impossible_batches_say_why(lengths, changes, message):
         _plan(_refs(lengths), **changes)
 
 
-@pytest.mark.parametrize(("mean_over", "weight"), [("tokens", 1.0), ("sequences", 0.5)])
-def test_a_row_learns_from_its_response_alone(mean_over, weight):
+@pytest.mark.parametrize(
+    ("aggregation", "weight"),
+    [("token_mean", 1.0), ("sequence_mean", 0.5), ("sequence_sum", 1.0), ("constant", 1.0)],
+)
+def test_a_row_learns_from_its_response_alone(aggregation, weight):
     sample = Sample(np.array([7, 8]), np.array([-0.5, -1.5], np.float32), "ab", True, version=3)
     group = SampleGroup(Prompt("p", "x", (1, 2, 3), "ab"), (sample,), np.ones(1, np.float32), np.ones(1, bool))
-    row = train_sequence(group, SampleRef(0, 0, 5, 2, advantage=2.0), mean_over)
+    row = train_sequence(group, SampleRef(0, 0, 5, 2, advantage=2.0), aggregation)
     assert row.token_ids_T.tolist() == [1, 2, 3, 7, 8]
     assert row.loss_mask_T.tolist() == [False, False, False, True, True]
     assert row.loss_weight_T.tolist() == [0, 0, 0, weight, weight]

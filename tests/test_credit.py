@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -51,7 +53,8 @@ def test_whitening_is_over_all_parts_of_a_batch(parts: list[int]) -> None:
                 calls.append(values)
                 return sums[len(calls) - 1] if len(calls) <= len(sums) else values
 
-            found += whitened(sequences[part], advantages[part], add_up)
+            given = zip(sequences[part], advantages[part], strict=True)
+            found += whitened([replace(one, advantage_T=one_T) for one, one_T in given], add_up)
             asked.append(calls)
         return found, asked
 

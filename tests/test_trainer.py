@@ -79,7 +79,7 @@ def _step(updates: int) -> tuple[Any, ...]:
         groups.append(SampleGroup(prompt, tuple(samples), np.zeros(4, np.float32), np.zeros(4, np.bool_)))
         lengths = [len(sample.response_ids_T) for sample in samples]
         refs += [SampleRef(group, i, 5 + length, length, (-1.0) ** i) for i, length in enumerate(lengths)]
-    plan = plan_updates(refs, updates=updates, dp=1, token_budget=24, mean_over="sequences", work=float)
+    plan = plan_updates(refs, updates=updates, dp=1, token_budget=24, aggregation="sequence_mean", work=float)
     return plan, 1e-2, [0, 1], *groups
 
 
@@ -90,7 +90,9 @@ def _idle_share() -> float:
     return (time.process_time() - cpu_s) / (time.perf_counter() - start_s)
 
 
-def _infinite_loss(logp_T: torch.Tensor, old_logp_T: torch.Tensor, targets: Any) -> tuple[torch.Tensor, dict]:
+def _infinite_loss(
+    logp_T: torch.Tensor, entropy_T: torch.Tensor, old_logp_T: torch.Tensor, targets: Any
+) -> tuple[torch.Tensor, dict]:
     return logp_T.sum() * float("inf"), {"tokens": targets.loss_mask_T.sum()}
 
 

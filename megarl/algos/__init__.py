@@ -2,29 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, Protocol
 
 import torch
 
-from megarl.algos.advantages import group_normalised, outcome
-from megarl.algos.losses import LossResult, clipped_policy_loss, nll_loss
+from megarl.algos.advantages import centred, group_normalised, leave_one_out, outcome
+from megarl.algos.losses import LossResult, nll_loss, policy_loss
+from megarl.algos.surrogates import Surrogate, cispo, clipped, reinforce, sequence_clipped
+from megarl.algos.targets import Targets
+from megarl.types import Rules
+
+# (logp_T, entropy_T, old_logp_T, targets) -> (loss sum, statistics: sums, or maxima where the name ends in _max)
+Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Targets], LossResult]
+
+
+class RecipeOfAlgorithm(Protocol):
+    """The recipe's branch: the name of a row, and the rules that it sets."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def given(self) -> Mapping[str, Any]: ...
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One row: rewards_G -> advantage_G; the loss of a packed row; whether tokens or sequences weigh the same.
+    """One row: rewards_G -> advantage_G; the objective of a token; the rules, which a recipe may set otherwise.
 
-    With a critic, GAE makes advantages of tokens out of those of samples, and they are whitened over the batch.
-    A row that learns from demonstrations is for the warm start, the others are for `algorithm.name`.
+    With a critic, GAE makes advantages of tokens out of those of samples.
+    A row without an objective learns from demonstrations and is for the warm start; the others are for
+    `algorithm.name`.
     """
 
     advantage: Callable[[torch.Tensor], torch.Tensor]
-    loss: Callable[..., LossResult]
-    mean_over: Literal["tokens", "sequences"]
-    learns_from: Literal["rewards", "demonstrations"] = "rewards"
+    surrogate: Surrogate | None
+    rules: Rules
     has_critic: bool = False
+
+    @property
+    def learns_from(self) -> Literal["rewards", "demonstrations"]:
+        return "rewards" if self.surrogate else "demonstrations"
+
+    def loss(self, rules: Rules) -> Loss:
+        """The loss of a packed row under these rules."""
+        if self.surrogate is None:
+            return lambda logp_T, entropy_T, old_logp_T, targets: nll_loss(logp_T, targets)
+        return partial(policy_loss, self.surrogate, rules=rules)
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "grpo": Algorithm(
+        group_normalised, clipped, Rules(aggregation="sequence_mean", kl_coefficient=0.001)
+    ),  # arXiv 2402.03300
+    "dr_grpo": Algorithm(centred, clipped, Rules(aggregation="constant")),  # arXiv 2503.20783
+    "rloo": Algorithm(leave_one_out, reinforce, Rules(aggregation="sequence_sum")),  # arXiv 2402.14740
+    "gspo": Algorithm(
+        group_normalised, sequence_clipped, Rules(aggregation="sequence_mean", clip_low=3e-4, clip_high=4e-4)
+    ),  # arXiv 2507.18071
+    "cispo": Algorithm(group_normalised, cispo, Rules()),  # arXiv 2506.13585
+    "ppo": Algorithm(outcome, clipped, Rules(whiten=True), has_critic=True),  # arXiv 1707.06347
+    "sft": Algorithm(torch.zeros_like, None, Rules()),
+}
 
 
 def has_critic(name: str) -> bool:
@@ -32,8 +73,12 @@ def has_critic(name: str) -> bool:
     return name in ALGORITHMS and ALGORITHMS[name].has_critic
 
 
-ALGORITHMS: dict[str, Algorithm] = {
-    "grpo": Algorithm(advantage=group_normalised, loss=clipped_policy_loss, mean_over="sequences"),
-    "ppo": Algorithm(advantage=outcome, loss=clipped_policy_loss, mean_over="tokens", has_critic=True),
-    "sft": Algorithm(advantage=torch.zeros_like, loss=nll_loss, mean_over="tokens", learns_from="demonstrations"),
-}
+def rules_of(name: str, recipe: RecipeOfAlgorithm) -> Rules:
+    """The rules of a row; where it is the recipe's own, but for what the recipe sets."""
+    row = ALGORITHMS[name]
+    return replace(row.rules, **recipe.given) if name == recipe.name else row.rules
+
+
+def has_reference(recipe: RecipeOfAlgorithm, is_wanted: bool) -> bool:
+    """Whether the policy's distance from a reference is measured: for its loss, or because it is wanted."""
+    return is_wanted or (recipe.name in ALGORITHMS and rules_of(recipe.name, recipe).kl_coefficient > 0)

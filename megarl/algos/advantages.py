@@ -14,6 +14,18 @@ def group_normalised(rewards_G: torch.Tensor) -> torch.Tensor:
     return centred_G / (rewards_G.std(unbiased=True) + 1e-6)
 
 
+def centred(rewards_G: torch.Tensor) -> torch.Tensor:
+    """R - mean over one group (Dr. GRPO, arXiv 2503.20783)."""
+    rewards_G = rewards_G.double()
+    return rewards_G - rewards_G.mean()
+
+
+def leave_one_out(rewards_G: torch.Tensor) -> torch.Tensor:
+    """R - mean of the group's others; the reward itself where there are none (RLOO, arXiv 2402.14740)."""
+    rewards_G, others = rewards_G.double(), rewards_G.numel() - 1
+    return rewards_G - (rewards_G.sum() - rewards_G) / others if others else rewards_G
+
+
 def outcome(rewards_G: torch.Tensor) -> torch.Tensor:
     """The rewards as they are, for algorithms whose critic makes advantages of them."""
     return rewards_G.double()

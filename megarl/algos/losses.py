@@ -2,68 +2,68 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
-
-class Targets(Protocol):
-    """What a loss reads of a packed row, every tensor [T] and aligned with the logprobs."""
-
-    @property
-    def loss_mask_T(self) -> torch.Tensor: ...
-    @property
-    def loss_weight_T(self) -> torch.Tensor: ...
-    @property
-    def advantage_T(self) -> torch.Tensor: ...
-    @property
-    def engine_logp_T(self) -> torch.Tensor: ...
-
-
-class ValueTargets(Protocol):
-    """What the critic's loss reads."""
-
-    @property
-    def loss_mask_T(self) -> torch.Tensor: ...
-    @property
-    def loss_weight_T(self) -> torch.Tensor: ...
-    @property
-    def return_T(self) -> torch.Tensor: ...
-    @property
-    def old_value_T(self) -> torch.Tensor: ...
-
+from megarl.algos.mismatch import weights
+from megarl.algos.surrogates import Surrogate
+from megarl.algos.targets import Targets, ValueTargets
+from megarl.types import Estimator, Rules
 
 LossResult = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
-def clipped_policy_loss(
-    logp_T: torch.Tensor, old_logp_T: torch.Tensor, targets: Targets, *, clip_low: float, clip_high: float
+def policy_loss(
+    surrogate: Surrogate,
+    logp_T: torch.Tensor,
+    entropy_T: torch.Tensor,
+    old_logp_T: torch.Tensor,
+    targets: Targets,
+    rules: Rules,
 ) -> LossResult:
-    """Weighted sum of -min(r A, clip(r, 1 - low, 1 + high) A) over the masked tokens (PPO, arXiv 1707.06347, eq. 7).
+    """Weighted sum over the masked tokens of the surrogate, corrected for the engine's mismatch, and of the penalties.
 
-    Statistics: sums over the masked tokens, and `_max` for a maximum; `gap` is |engine - trainer| logprob.
+    + kl_coefficient x KL(policy | reference) - entropy_coefficient x entropy. Statistics: sums over the masked tokens,
+    and `_max` for a maximum; `gap` is |engine - trainer| logprob, `old_kl` the k3 estimate of KL(old | policy).
     """
     mask_T = targets.loss_mask_T
-    # Unmasked tokens get log-ratio 0 before exp, so that no inf * 0 reaches the gradient.
-    log_ratio_T = torch.where(mask_T, logp_T - old_logp_T, 0.0)
-    ratio_T = log_ratio_T.exp()
-    clipped_T = ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high)
-    advantage_T = targets.advantage_T
-    loss_T = torch.where(mask_T, -torch.minimum(ratio_T * advantage_T, clipped_T * advantage_T), 0.0)
+    # Unmasked tokens get 0 before anything is multiplied, so that no inf * 0 reaches the gradient.
+    logp_T = torch.where(mask_T, logp_T, 0.0)
+    old_logp_T = torch.where(mask_T, old_logp_T, 0.0)
+    log_ratio_T = logp_T - old_logp_T
+    loss_T, is_clipped_T = surrogate(logp_T, log_ratio_T, targets, rules)
+    if rules.mismatch == "off":
+        stats = {}
+    else:
+        weight_T, stats = weights(old_logp_T, targets, rules)
+        loss_T = loss_T * weight_T
+    if rules.kl_coefficient and targets.reference_logp_T is not None:
+        loss_T = loss_T + rules.kl_coefficient * kl_T(logp_T, targets.reference_logp_T, rules.kl_estimator)
+    if rules.entropy_coefficient:
+        loss_T = loss_T - rules.entropy_coefficient * entropy_T
     with torch.no_grad():
         gap_T = torch.where(mask_T, (old_logp_T - targets.engine_logp_T).abs(), 0.0)
-        is_clipped_T = mask_T & (clipped_T * advantage_T < ratio_T * advantage_T)
-        stats = {
+        stats |= {
             "tokens": mask_T.sum(),
             "gap": gap_T.sum(),
             "gap_max": gap_T.max(),
-            "clipped": is_clipped_T.sum(),
-            "old_kl": torch.where(mask_T, ratio_T - 1.0 - log_ratio_T, 0.0).sum(),
+            "clipped": (mask_T & is_clipped_T).sum(),
+            "old_kl": torch.where(mask_T, log_ratio_T.exp() - 1.0 - log_ratio_T, 0.0).sum(),
         }
-    return (loss_T * targets.loss_weight_T).sum(), stats
+    return (torch.where(mask_T, loss_T, 0.0) * targets.loss_weight_T).sum(), stats
 
 
-def nll_loss(logp_T: torch.Tensor, old_logp_T: torch.Tensor, targets: Targets) -> LossResult:
+def kl_T(logp_T: torch.Tensor, reference_logp_T: torch.Tensor, estimator: Estimator) -> torch.Tensor:
+    """Of each token, an estimate of KL(policy | reference) (Schulman, "Approximating KL divergence", 2020).
+
+    With d = log reference - log policy: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d.
+    """
+    difference_T = reference_logp_T - logp_T
+    if estimator == "k1":
+        return -difference_T
+    return difference_T**2 / 2 if estimator == "k2" else difference_T.exp() - 1.0 - difference_T
+
+
+def nll_loss(logp_T: torch.Tensor, targets: Targets) -> LossResult:
     """Weighted sum of -log p over the masked tokens: supervised fine-tuning."""
     mask_T = targets.loss_mask_T
     return -(torch.where(mask_T, logp_T, 0.0) * targets.loss_weight_T).sum(), {"tokens": mask_T.sum()}

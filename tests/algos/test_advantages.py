@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.algos.advantages import gae, group_normalised, outcome
+from megarl.algos.advantages import centred, gae, group_normalised, leave_one_out, outcome
 
 
 def test_two_of_four_correct():
@@ -23,6 +23,21 @@ def test_equal_rewards_teach_nothing():
 
 def test_a_group_of_one_has_no_spread():
     assert group_normalised(torch.tensor([3.0])).tolist() == [0.0]
+
+
+def test_centred_and_leave_one_out_by_hand():
+    rewards_G = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.5])
+    torch.testing.assert_close(centred(rewards_G), rewards_G.double() - 0.5)
+    expected = [1 - 1.5 / 4, 0 - 2.5 / 4, 0 - 2.5 / 4, 1 - 1.5 / 4, 0.5 - 2 / 4]
+    torch.testing.assert_close(leave_one_out(rewards_G), torch.tensor(expected).double())
+    assert leave_one_out(torch.tensor([0.7])).item() == pytest.approx(0.7)
+
+
+@given(st.lists(st.floats(-5, 5), min_size=2, max_size=9))
+def test_leave_one_out_is_centred_times_g_over_g_minus_1(rewards):
+    rewards_G = torch.tensor(rewards, dtype=torch.float64)
+    scale = len(rewards) / (len(rewards) - 1)
+    torch.testing.assert_close(leave_one_out(rewards_G), centred(rewards_G) * scale, atol=1e-12, rtol=1e-12)
 
 
 def test_an_outcome_is_what_it_was():

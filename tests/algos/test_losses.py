@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.algos.losses import clipped_policy_loss, nll_loss, value_loss
+from megarl.algos import ALGORITHMS
+from megarl.algos.losses import nll_loss, policy_loss, value_loss
+from megarl.algos.mismatch import MISMATCH_BOUNDS
+from megarl.algos.surrogates import cispo, clipped, reinforce, sequence_clipped
+from megarl.types import Rules
+
+SURROGATES = {"clipped": clipped, "sequence": sequence_clipped, "cispo": cispo, "reinforce": reinforce}
+floats = st.floats(-3, 3)
 
 
 @dataclass
@@ -19,63 +29,169 @@ class Row:
     loss_weight_T: torch.Tensor
     advantage_T: torch.Tensor
     engine_logp_T: torch.Tensor
+    reference_logp_T: torch.Tensor | None
+    sequence_T: torch.Tensor
 
 
-def _row(mask: list[bool], weight: list[float], advantage: list[float], engine: list[float]) -> Row:
-    return Row(torch.tensor(mask), *(torch.tensor(x, dtype=torch.float64) for x in (weight, advantage, engine)))
+def clip(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)
 
 
-def _slow_grpo(logp, old, row, low, high):
-    """Loss sum and its gradient, token by token: d loss / d logp = -r A where the unclipped branch is the minimum."""
-    total, grads = 0.0, []
-    for t in range(len(logp)):
-        if not row.loss_mask_T[t]:
-            grads.append(0.0)
+def slow_surrogate(name: str, rules: Rules, logp: Any, old: float, log_s: Any, advantage: float) -> Any:
+    """One token's loss, as the papers have it; log_s: the mean log-ratio of its sequence."""
+    log_ratio = log_s if name == "sequence" else logp - old
+    low, high = 1 - rules.clip_low, 1 + rules.clip_high
+    if name == "reinforce":
+        return -advantage * logp
+    if name == "cispo":
+        return -clip(float(log_ratio.detach().exp()), low, high) * advantage * logp
+    ratio = log_ratio.exp()
+    objective = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
+    if rules.dual_clip and advantage < 0 and float(objective.detach()) < rules.dual_clip * advantage:
+        objective = torch.zeros_like(ratio) + rules.dual_clip * advantage
+    return -objective
+
+
+def slow_weight(rules: Rules, w: float, product: float, mean: float) -> float:
+    """Of pi_old / mu: of the token, of its sequence's product and geometric mean."""
+    if rules.mismatch == "off":
+        return 1.0
+    low, high = MISMATCH_BOUNDS[rules.mismatch]
+    low = low if rules.mismatch_low is None else rules.mismatch_low
+    high = high if rules.mismatch_high is None else rules.mismatch_high
+    if rules.mismatch == "tis":
+        return min(w, high)
+    decides = {"mis_sequence": product, "mis_geometric": mean}.get(rules.mismatch, w)
+    return (product if rules.mismatch == "mis_sequence" else w) * (low <= decides <= high)
+
+
+def slow_kl(rules: Rules, logp: Any, reference: float) -> Any:
+    ratio = (reference - logp).exp()
+    return {"k1": -ratio.log(), "k2": ratio.log() ** 2 / 2, "k3": ratio - 1 - ratio.log()}[rules.kl_estimator]
+
+
+def slow_loss(
+    name: str, rules: Rules, logp_T: torch.Tensor, entropy_T: torch.Tensor, old: list[float], row: Row
+) -> Any:
+    """The whole row, sequence by sequence and token by token."""
+    total = torch.zeros((), dtype=torch.float64)
+    numbers = range(len(logp_T))
+    for _, found in groupby(numbers, key=lambda t: int(row.sequence_T[t])):
+        places = [t for t in found if row.loss_mask_T[t]]
+        if not places:
             continue
-        ratio, advantage, weight = math.exp(logp[t] - old[t]), float(row.advantage_T[t]), float(row.loss_weight_T[t])
-        plain, clipped = ratio * advantage, min(max(ratio, 1 - low), 1 + high) * advantage
-        total += -min(plain, clipped) * weight
-        grads.append(-ratio * advantage * weight if plain <= clipped else 0.0)
-    return total, grads
+        log_s = sum(logp_T[t] - old[t] for t in places) / len(places)
+        log_w = [old[t] - float(row.engine_logp_T[t]) for t in places]
+        product, mean = math.exp(sum(log_w)), math.exp(sum(log_w) / len(log_w))
+        for t, own in zip(places, log_w, strict=True):
+            one = slow_surrogate(name, rules, logp_T[t], old[t], log_s, float(row.advantage_T[t]))
+            one = one * slow_weight(rules, math.exp(own), product, mean)
+            assert row.reference_logp_T is not None
+            one = one + rules.kl_coefficient * slow_kl(rules, logp_T[t], float(row.reference_logp_T[t]))
+            one = one - rules.entropy_coefficient * entropy_T[t]
+            total = total + one * row.loss_weight_T[t]
+    return total
 
 
-floats = st.floats(-3, 3)
-token = st.tuples(st.floats(-4, -0.01), st.floats(-4, -0.01), st.booleans(), floats, st.floats(0.01, 1), floats)
+token = st.tuples(
+    st.floats(-4, -0.01), st.floats(-4, -0.01), st.booleans(), floats, st.floats(0.01, 1), st.floats(-4, -0.01),
+    st.floats(-4, -0.01), st.floats(0, 2),
+)  # fmt: skip
+some_rules = st.builds(
+    Rules,
+    clip_low=st.floats(0.05, 0.3),
+    clip_high=st.floats(0.05, 0.4),
+    dual_clip=st.sampled_from([None, 3.0]),
+    kl_coefficient=st.sampled_from([0.0, 0.1]),
+    kl_estimator=st.sampled_from(["k1", "k2", "k3"]),
+    entropy_coefficient=st.sampled_from([0.0, 0.01]),
+    mismatch=st.sampled_from(["off", *MISMATCH_BOUNDS]),
+    mismatch_low=st.sampled_from([None, 0.3]),
+    mismatch_high=st.sampled_from([None, 1.7]),
+)
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.lists(token, min_size=1, max_size=12), st.floats(0.05, 0.3), st.floats(0.05, 0.4))
-def test_clipped_loss_and_gradient_equal_the_slow_loop(tokens, low, high):
-    logp, old, mask, advantage, weight, engine = (list(column) for column in zip(*tokens, strict=True))
-    row = _row(mask, weight, advantage, engine)
-    logp_T = torch.tensor(logp, dtype=torch.float64, requires_grad=True)
-    loss, stats = clipped_policy_loss(
-        logp_T, torch.tensor(old, dtype=torch.float64), row, clip_low=low, clip_high=high
+@pytest.mark.parametrize("name", SURROGATES)
+@settings(max_examples=60, deadline=None)
+@given(sequences=st.lists(st.lists(token, min_size=1, max_size=6), min_size=1, max_size=4), rules=some_rules)
+def test_loss_and_gradient_equal_the_slow_loop(name: str, sequences: list[list[Any]], rules: Rules) -> None:
+    columns = zip(*(one for sequence in sequences for one in sequence), strict=True)
+    logp, old, mask, advantage, weight, engine, reference, entropy = map(list, columns)
+    numbers = [number for number, sequence in enumerate(sequences) for _ in sequence]
+    exact = partial(torch.tensor, dtype=torch.float64)
+    row = Row(
+        torch.tensor(mask), exact(weight), exact(advantage), exact(engine), exact(reference), torch.tensor(numbers)
     )
-    loss.backward()
-    expected, grads = _slow_grpo(logp, old, row, low, high)
-    assert float(loss.detach()) == pytest.approx(expected, abs=1e-12)
-    assert logp_T.grad is not None
-    assert logp_T.grad.tolist() == pytest.approx(grads, abs=1e-12)
+    results = []
+    for loss in (
+        lambda p_T, h_T: policy_loss(SURROGATES[name], p_T, h_T, exact(old), row, rules),
+        lambda p_T, h_T: (slow_loss(name, rules, p_T, h_T, old, row), {}),
+    ):
+        logp_T, entropy_T = exact(logp, requires_grad=True), exact(entropy, requires_grad=True)
+        value, stats = loss(logp_T, entropy_T)
+        if value.requires_grad:
+            value.backward()
+        grads = [torch.zeros_like(one) if one.grad is None else one.grad for one in (logp_T, entropy_T)]
+        results.append((value.detach(), grads, stats))
+    (mine, my_grads, stats), (slow, slow_grads, _) = results
+    torch.testing.assert_close(mine, slow, atol=1e-9, rtol=1e-9)
+    for one, other in zip(my_grads, slow_grads, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-9)
     gaps = [abs(o - e) for o, e, m in zip(old, engine, mask, strict=True) if m]
     assert float(stats["gap"]) == pytest.approx(sum(gaps), abs=1e-12)
     assert float(stats["gap_max"]) == pytest.approx(max(gaps, default=0.0), abs=1e-12)
     assert int(stats["tokens"]) == sum(mask)
 
 
-def test_prompt_tokens_cannot_poison_the_gradient():
-    row = _row([False, True], [0.0, 1.0], [0.0, 1.0], [0.0, -1.0])
+def row_of(mask: list[bool], weight: list[float], advantage: list[float], engine: list[float]) -> Row:
+    weight_T, advantage_T, engine_T = (torch.tensor(one, dtype=torch.float64) for one in (weight, advantage, engine))
+    return Row(torch.tensor(mask), weight_T, advantage_T, engine_T, None, torch.zeros(len(mask), dtype=torch.int64))
+
+
+def test_prompt_tokens_cannot_poison_the_gradient() -> None:
+    row = row_of([False, True], [0.0, 1.0], [0.0, 1.0], [0.0, -1.0])
     logp_T = torch.tensor([500.0, -1.0], dtype=torch.float64, requires_grad=True)
-    loss, _ = clipped_policy_loss(logp_T, torch.tensor([-500.0, -1.0]).double(), row, clip_low=0.2, clip_high=0.2)
+    old_logp_T = torch.tensor([-500.0, -1.0]).double()
+    for surrogate in SURROGATES.values():
+        logp_T.grad = None
+        loss, _ = policy_loss(surrogate, logp_T, torch.zeros(2).double(), old_logp_T, row, Rules())
+        loss.backward()
+        assert logp_T.grad is not None
+        assert logp_T.grad.tolist() == [0.0, -1.0]
+
+
+def seen(name: str, rules: Rules, mask: list[bool], numbers: list[int]) -> tuple[float, list[float]]:
+    """Loss and gradient of a fixed row."""
+    count = len(mask)
+    generator = torch.Generator().manual_seed(4)
+    draws = torch.rand(6, count, generator=generator, dtype=torch.float64)
+    row = Row(torch.tensor(mask), draws[0], draws[1] - 0.5, -draws[2], -draws[3], torch.tensor(numbers))
+    logp_T = (-draws[4]).requires_grad_()
+    loss, _ = policy_loss(ALGORITHMS[name].surrogate, logp_T, draws[5], -draws[0], row, rules)  # type: ignore[arg-type]
     loss.backward()
     assert logp_T.grad is not None
-    assert logp_T.grad.tolist() == [0.0, -1.0]
+    return float(loss.detach()), logp_T.grad.tolist()
 
 
-def test_nll_is_the_weighted_sum_over_the_response():
-    row = _row([False, True, True], [0.0, 1.0, 0.5], [0.0] * 3, [0.0] * 3)
+def test_gspo_of_one_token_is_grpo() -> None:
+    rules = replace(ALGORITHMS["grpo"].rules, kl_coefficient=0.0)
+    mask, numbers = [True] * 5, list(range(5))
+    mine, expected = seen("gspo", rules, mask, numbers), seen("grpo", rules, mask, numbers)
+    assert mine[0] == pytest.approx(expected[0], abs=1e-12)
+    assert mine[1] == pytest.approx(expected[1], abs=1e-12)
+
+
+def test_a_row_of_padding_costs_nothing() -> None:
+    for name, row in ALGORITHMS.items():
+        if row.surrogate:
+            loss, gradient = seen(name, row.rules, [False] * 4, [0, 0, 1, 1])
+            assert loss == 0.0 and gradient == [0.0] * 4
+
+
+def test_nll_is_the_weighted_sum_over_the_response() -> None:
+    row = row_of([False, True, True], [0.0, 1.0, 0.5], [0.0] * 3, [0.0] * 3)
     logp_T = torch.tensor([-9.0, -2.0, -4.0], dtype=torch.float64, requires_grad=True)
-    loss, stats = nll_loss(logp_T, logp_T.detach(), row)
+    loss, stats = nll_loss(logp_T, row)
     loss.backward()
     assert float(loss.detach()) == 4.0
     assert logp_T.grad is not None
@@ -115,14 +231,14 @@ def _slow_value_loss(value, row, clip):
 def test_value_loss_and_gradient_equal_the_slow_loop(tokens, data):
     value, target, old, mask, weight = (list(column) for column in zip(*tokens, strict=True))
     row = ValueRow(torch.tensor(mask), *(torch.tensor(x, dtype=torch.float64) for x in (weight, target, old)))
-    clip = data.draw(st.sampled_from([None, 0.2, 1.0]))
+    limit = data.draw(st.sampled_from([None, 0.2, 1.0]))
     value_T = torch.tensor(value, dtype=torch.float64, requires_grad=True)
-    loss, stats = value_loss(value_T, row, value_clip=clip)
+    loss, stats = value_loss(value_T, row, value_clip=limit)
     loss.backward()
-    expected, grads = _slow_value_loss(value, row, clip)
+    expected, grads = _slow_value_loss(value, row, limit)
     assert float(loss.detach()) == pytest.approx(expected, abs=1e-12)
     assert value_T.grad is not None
-    on_edge = [clip is not None and abs(abs(v - o) - clip) < 1e-9 for v, o in zip(value, old, strict=True)]
+    on_edge = [limit is not None and abs(abs(v - o) - limit) < 1e-9 for v, o in zip(value, old, strict=True)]
     same = [abs((v - r) ** 2 - (o - r) ** 2) < 1e-12 for v, r, o in zip(value, target, old, strict=True)]
     for mine, other, is_tie in zip(value_T.grad.tolist(), grads, map(max, on_edge, same), strict=True):
         assert is_tie or mine == pytest.approx(other, abs=1e-12)

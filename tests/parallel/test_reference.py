@@ -144,4 +144,4 @@ def router_losses(
 def hf_loss(logits_TV: torch.Tensor, row: PackedRow) -> torch.Tensor:
     logp_TV = logits_TV[: len(row.labels_L)].log_softmax(-1)
     logp_T = logp_TV.gather(-1, row.labels_L[:, None])[:, 0]
-    return weighted_loss(logp_T, logp_T.detach(), row.targets)[0]
+    return weighted_loss(logp_T, logp_T, logp_T.detach(), row.targets)[0]

@@ -173,7 +173,7 @@ def world_part(
 
 
 def weighted_loss(
-    logp_T: torch.Tensor, old_logp_T: torch.Tensor, targets: Any
+    logp_T: torch.Tensor, entropy_T: torch.Tensor, old_logp_T: torch.Tensor, targets: Any
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """A small loss of every input, so that a misaligned one shows: sum w m (A (old - log p) - (p - e)^2 / 10)."""
     mask_T = targets.loss_mask_T

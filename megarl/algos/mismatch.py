@@ -1,0 +1,66 @@
+"""The engine samples with other probabilities than the trainer computes: weights that make up for it, or give up.
+
+With mu the engine's probability of a token and pi_old the trainer's, w = pi_old / mu.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megarl.algos.segments import segment_mean, segment_sum
+from megarl.algos.targets import Targets
+from megarl.types import Rules
+
+# Bounds of pi_old / mu: of a token, of a sequence's product, of its geometric mean.
+MISMATCH_BOUNDS: dict[str, tuple[float, float]] = {
+    "tis": (0.0, 2.0),
+    "mis_token": (0.0, 2.0),
+    "mis_sequence": (0.0, 2.0),
+    "mis_geometric": (0.99, 1.01),
+    "icepop": (0.5, 5.0),
+}
+Weighted = tuple[torch.Tensor, dict[str, torch.Tensor]]
+
+
+def weights(old_logp_T: torch.Tensor, targets: Targets, rules: Rules) -> Weighted:
+    """(weight_T, without a gradient; sums over the masked tokens).
+
+    tis: min(w, high), truncated (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy
+    training"). mis_...: w, but 0 where the ratio leaves [low, high]: of the token; of the sequence's product; of its
+    geometric mean (Liu et al. 2025, "When speed kills stability"). icepop: the same as mis_token, with a lower bound
+    too (Ling team, 2025). A sequence's product is a weight of all its tokens, the geometric mean only decides.
+    """
+    mask_T = targets.loss_mask_T
+    log_w_T = torch.where(mask_T, old_logp_T - targets.engine_logp_T, 0.0).detach()
+    if rules.mismatch == "off":
+        return torch.ones_like(log_w_T), {}
+    usual = MISMATCH_BOUNDS[rules.mismatch]
+    low, high = (given if given is not None else of for given, of in zip(_given(rules), usual, strict=True))
+    if rules.mismatch == "tis":
+        weight_T = log_w_T.exp().clamp(max=high)
+        is_out_T = log_w_T.exp() > high
+        return weight_T, _statistics(log_w_T, weight_T, mask_T, clipped=is_out_T, masked=torch.zeros_like(mask_T))
+    log_by = {"mis_sequence": segment_sum, "mis_geometric": segment_mean}.get(rules.mismatch)
+    log_ratio_T = log_by(log_w_T, mask_T, targets.sequence_T) if log_by else log_w_T
+    is_out_T = (log_ratio_T.exp() < low) | (log_ratio_T.exp() > high)
+    kept_T = log_ratio_T if rules.mismatch == "mis_sequence" else log_w_T
+    weight_T = torch.where(is_out_T, 0.0, kept_T.exp())
+    return weight_T, _statistics(log_w_T, weight_T, mask_T, clipped=torch.zeros_like(mask_T), masked=is_out_T)
+
+
+def _given(rules: Rules) -> tuple[float | None, float | None]:
+    return rules.mismatch_low, rules.mismatch_high
+
+
+def _statistics(
+    log_w_T: torch.Tensor, weight_T: torch.Tensor, mask_T: torch.Tensor, *, clipped: torch.Tensor, masked: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """mismatch_kl: w - 1 - log w, whose mean over the engine's samples is KL(mu | pi_old)."""
+    of_tokens = {
+        "mismatch_kl": log_w_T.exp() - 1.0 - log_w_T,
+        "mismatch_weight": weight_T,
+        "mismatch_weight_square": weight_T**2,
+        "mismatch_clipped": clipped.to(log_w_T.dtype),
+        "mismatch_masked": masked.to(log_w_T.dtype),
+    }
+    return {name: torch.where(mask_T, value_T, 0.0).sum() for name, value_T in of_tokens.items()}

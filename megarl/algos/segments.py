@@ -1,0 +1,21 @@
+"""Sums over the sequences of a packed row."""
+
+from __future__ import annotations
+
+import torch
+
+
+def segment_sum(values_T: torch.Tensor, mask_T: torch.Tensor, sequence_T: torch.Tensor) -> torch.Tensor:
+    """At every token the sum over the masked tokens of its sequence [T]; sequence_T: the sequences' numbers."""
+    return _sums(torch.where(mask_T, values_T, 0.0), sequence_T)[sequence_T]
+
+
+def segment_mean(values_T: torch.Tensor, mask_T: torch.Tensor, sequence_T: torch.Tensor) -> torch.Tensor:
+    """The same of the mean; 0 in a sequence without masked tokens."""
+    counts = _sums(mask_T.to(values_T.dtype), sequence_T).clamp(min=1)
+    return (_sums(torch.where(mask_T, values_T, 0.0), sequence_T) / counts)[sequence_T]
+
+
+def _sums(values_T: torch.Tensor, sequence_T: torch.Tensor) -> torch.Tensor:
+    count = int(sequence_T.max()) + 1 if len(sequence_T) else 0
+    return values_T.new_zeros(count).index_add(0, sequence_T, values_T)
