@@ -157,14 +157,17 @@ class Cluster:
     def put(self, value: object) -> Ref:
         return ray.put(value)
 
-    def gather(self, labels: Mapping[Ref, str]) -> list[Any]:
-        """The results in order; raises WorkerFailed, or the worker's own UserFault, as soon as any worker fails."""
-        self.await_all(labels)
+    def gather(self, labels: Mapping[Ref, str], among: Sequence[Worker] | None = None) -> list[Any]:
+        """The results in order; raises WorkerFailed, or the worker's own UserFault, as soon as any worker fails.
+
+        among: the workers whose failures count; all of them unless they are given.
+        """
+        self.await_all(labels, among)
         return ray.get(list(labels))
 
-    def await_all(self, labels: Mapping[Ref, str]) -> None:
+    def await_all(self, labels: Mapping[Ref, str], among: Sequence[Worker] | None = None) -> None:
         """`gather` without fetching what comes of it."""
-        watches = {worker.watch_ref: worker.name for worker in self._workers}
+        watches = {worker.watch_ref: worker.name for worker in (self._workers if among is None else among)}
         pending = dict(labels)
         while pending:
             done, _ = ray.wait([*pending, *watches], num_returns=1)

@@ -109,7 +109,7 @@ def learn(
     if critic:
         with record.phase("critic"):
             lend("critic")
-            critic.values(name, samples, groups.refs, trainers.plan(samples, name))
+            critic.values(samples, groups.refs, trainers.plan_of(name, samples))
             train = critic.recipe.train
             record.add(critic_metrics(critic.train(warmed_up(train.lr, train.warmup_steps, record.step))))
     with record.phase("train"):

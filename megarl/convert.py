@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,8 +21,9 @@ def find(recipe: Recipe, run: Path, out: Path, step: int | None, say: Callable[[
     Raises UserFaults: there is none, it is of another model than the recipe's, `out` cannot be written.
     """
     faults = []
-    if out.exists() or not out.absolute().parent.is_dir():
-        problem = "exists already" if out.exists() else f"{out.absolute().parent} is not a folder"
+    parent = out.absolute().parent
+    if out.exists() or not (parent.is_dir() and os.access(parent, os.W_OK)):
+        problem = "exists already" if out.exists() else f"{parent} is not a folder to write to"
         faults.append(UserFault(str(out), problem, "name another folder"))
     found = Snapshots(run / FOLDER, say).newest(step)
     if found is None:

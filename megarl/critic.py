@@ -31,13 +31,15 @@ class Critic:
     It begins with the weights of model.path: a classifier's, or a language model's and scores of 0.
     """
 
-    def __init__(self, rank: int, recipe: Recipe, store_port: int, value_clip: float | None) -> None:
+    def __init__(
+        self, rank: int, recipe: Recipe, store_port: int, first_gpu: int = 0, value_clip: float | None = None
+    ) -> None:
         gc.freeze()  # as in a Trainer
         path = recipe.model.path
         self.rank, self.shape, self._value_clip = rank, scorer_shape(path), value_clip
         self._rules = rules_of(recipe.algorithm.name, recipe.algorithm)
         store = device.join_store(store_port, recipe.run.timeout_s)
-        self._model = RankModel(rank, recipe, self.shape, store, is_published=False)
+        self._model = RankModel(rank, recipe, self.shape, store, slot=first_gpu + rank, is_published=False)
         self.layout = self._model.layout
         checkpoint.load_hf(
             path, megatron_map.shards(self.shape, self.layout, rank, model.TRANSFORMER_ENGINE), self.params()

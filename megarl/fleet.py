@@ -74,11 +74,11 @@ class Engines:
 class Fleet:
     """Both sides on their GPUs. Starts them side by side; `version` counts the publications of the weights."""
 
-    def __init__(self, cluster: Cluster, recipe: Recipe, say: Callable[[str], None]) -> None:
-        """say: tells the user in a line what was mended on the way."""
+    def __init__(self, cluster: Cluster, recipe: Recipe, say: Callable[[str], None], *, learns: bool = True) -> None:
+        """say: tells the user in a line what was mended on the way. learns: or nobody asks for values."""
         self._cluster, self._recipe, self._say = cluster, recipe, say
         self._train_layout, self._engine_layout = train_layout(recipe), engine_layout(recipe)
-        beside = slots_beside(recipe, has_critic(recipe.algorithm.name))
+        beside = slots_beside(recipe, learns and has_critic(recipe.algorithm.name))
         engine_slots = range(self._engine_layout.first, self._engine_layout.end)
         shared = shared_slots([range(self._train_layout.world_size), engine_slots, *beside.values()])
         self._run_id = secrets.token_hex(8)

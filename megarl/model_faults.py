@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarl import checkpoint
@@ -10,7 +10,7 @@ from megarl.algos import has_critic, has_reference
 from megarl.config import Recipe
 from megarl.parallel.hf_config import hf_facts, model_shape, scorer_shape
 from megarl.parallel.placement import critic_recipe, reward_recipe, train_layout
-from megarl.rollout.prompts import conversation, load_tokenizer
+from megarl.rollout.prompts import chat, load_tokenizer
 from megarl.types import ModelShape, UserFault
 
 Faults = list[UserFault]
@@ -52,15 +52,30 @@ def critic_faults(recipe: Recipe) -> Faults:
     if not has_critic(recipe.algorithm.name):
         return []
     own = critic_recipe(recipe)
-    return _scorer_faults(own, "critic", is_new=own.model.path == recipe.model.path)
+    is_policys = own.model.path == recipe.model.path
+    faults = _scorer_faults(own, "critic", is_known=is_policys)
+    if faults or is_policys:
+        return faults
+    try:
+        vocab_size = model_shape(recipe.model.path).vocab_size
+    except UserFault:
+        return []  # told of the policy
+    if scorer_shape(own.model.path).vocab_size < vocab_size:
+        problem = f"{own.model.path} has a vocabulary of {scorer_shape(own.model.path).vocab_size}, the policy of"
+        faults.append(UserFault("critic.path", f"{problem} {vocab_size}", "use a model with the policy's tokenizer"))
+    longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
+    if hf_facts(own.model.path).max_positions < longest:
+        problem = f"its context is {hf_facts(own.model.path).max_positions}, prompt and response may be {longest}"
+        faults.append(UserFault("critic.path", problem, "use a model with the policy's context"))
+    return faults
 
 
-def reward_model_faults(recipe: Recipe, row: Mapping[str, Any] | None) -> Faults:
-    """Of the reward model's checkpoint, ranks and tokenizer, where there is one; row: one of the training data."""
+def reward_model_faults(recipe: Recipe, rows: Sequence[Mapping[str, Any]]) -> Faults:
+    """Of the reward model's checkpoint, ranks and tokenizer, where there is one; rows: the training data's."""
     path = recipe.reward_model.path
     if path is None:
         return []
-    faults = _scorer_faults(reward_recipe(recipe), "reward_model", is_new=False)
+    faults = _scorer_faults(reward_recipe(recipe), "reward_model", is_known=False)
     if faults:
         return faults
     if checkpoint.without_head(path):
@@ -70,31 +85,34 @@ def reward_model_faults(recipe: Recipe, row: Mapping[str, Any] | None) -> Faults
         tokenizer = load_tokenizer(path)
     except UserFault as fault:
         return [UserFault("reward_model.path", fault.problem, fault.mend)]
-    if row is None:
-        return []
-    try:
-        conversation(tokenizer, row[recipe.data.prompt], "")
-    except Exception as error:  # a template raises whatever its author wrote
-        mend = "mend the messages or the template"
-        return [UserFault("reward_model.path", f"its chat template refuses the first prompt: {error}", mend)]
+    for number, row in enumerate(rows, start=1):
+        try:
+            chat(tokenizer, row[recipe.data.prompt], "")
+        except Exception as error:  # a template raises whatever its author wrote
+            mend = "mend the messages or the template"
+            return [UserFault("reward_model.path", f"its tokenizer refuses prompt {number}: {error}", mend)]
     return []
 
 
-def _scorer_faults(own: Recipe, branch: str, is_new: bool) -> Faults:
-    """own: the recipe of the scorer's ranks. is_new: what is wrong with its checkpoint is told elsewhere."""
+def _scorer_faults(own: Recipe, branch: str, is_known: bool) -> Faults:
+    """own: the recipe of the scorer's ranks. is_known: what is wrong with its checkpoint is told elsewhere."""
     path = own.model.path
     try:
         shape = scorer_shape(path)
         hf_facts(path)
     except UserFault as fault:
-        return [] if is_new else [fault]
-    faults = [] if is_new else checkpoint.check_hf(path, shape)
-    return faults + [_renamed(fault, branch) for fault in train_layout(own).faults(shape)]
+        return [] if is_known else [_renamed(fault, branch)]
+    faults = [] if is_known else checkpoint.check_hf(path, shape)
+    return [_renamed(fault, branch) for fault in faults + train_layout(own).faults(shape)]
 
 
 def _renamed(fault: UserFault, branch: str) -> UserFault:
     """A fault of the policy's keys as one of those that stand for them."""
-    words = {"placement.gpus": f"{branch}.ranks.gpus", "train.": f"{branch}.ranks."}
+    words = {
+        "placement.gpus": f"{branch}.ranks.gpus",
+        "train.": f"{branch}.ranks.",
+        "model.path": f"{branch}.path",
+    }
 
     def own(text: str) -> str:
         for policy, ours in words.items():

@@ -26,7 +26,7 @@ def roll_out(recipe: Recipe, inputs: Inputs, log: RunLog, out: Path) -> None:
         log.say("starting training ranks and engines side by side")
         with log.start() as record:
             with record.phase("start"):
-                fleet = Fleet(cluster, recipe, log.say)
+                fleet = Fleet(cluster, recipe, log.say, learns=False)
             publish(fleet, record)
         for step in range(1, recipe.run.steps + 1):
             with log.step(step) as record:

@@ -72,7 +72,7 @@ def check(recipe: Recipe) -> Inputs:
     if train:
         faults += _length_faults(recipe, tokenizer, train)
     faults += _reward_faults(recipe, train)
-    faults += critic_faults(recipe) + reward_model_faults(recipe, train[0].row if train else None)
+    faults += critic_faults(recipe) + reward_model_faults(recipe, [prompt.row for prompt in train])
     if faults:
         raise UserFaults(faults)
     return Inputs(tokenizer, PromptStream(train, recipe.run.seed), eval_sets)
@@ -90,8 +90,8 @@ def check_samples(recipe: Recipe, path: Path) -> SampleFile:
     faults += _unused_faults(recipe, "a file's samples are trained on as they are")
     samples = _attempt(faults, lambda: open_samples(path))
     if samples and shape:
-        context, align = _config(recipe).get("max_position_embeddings"), train_layout(recipe).tokens_align
-        faults += sample_faults(samples, recipe, shape, context, align)
+        context = _config(recipe).get("max_position_embeddings")
+        faults += sample_faults(samples, recipe, shape, context, _budgets(recipe))
     if samples is None or faults:
         raise UserFaults(faults)
     return samples
@@ -111,8 +111,8 @@ def check_convert(recipe: Recipe) -> None:
 def check_rollout(recipe: Recipe, out: Path) -> Inputs:
     """The same for sampling into a file without training."""
     faults = _unused_faults(recipe, "samples are made with the weights of model.path")
-    if out.exists() or not out.absolute().parent.is_dir():
-        problem = "it is there already" if out.exists() else f"{out.absolute().parent} is not a folder"
+    if out.exists() or not _is_writable(out.absolute().parent):
+        problem = "it is there already" if out.exists() else f"{out.absolute().parent} is not a folder to write to"
         faults.append(UserFault(f"--out {out}", problem, "name another file"))
     inputs = _attempt(faults, lambda: check(recipe))
     if inputs is None or faults:
@@ -146,7 +146,7 @@ def _run_faults(recipe: Recipe) -> Faults:
     folder = Path(recipe.run.dir).absolute()
     while not folder.exists() and not folder.is_symlink():
         folder = folder.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
+    if not _is_writable(folder):
         problem = f"{folder} is not a folder that can be written to"
         faults.append(UserFault("run.dir", problem, "name another folder"))
     names = [name for name, row in ALGORITHMS.items() if row.learns_from == "rewards"]
@@ -154,6 +154,10 @@ def _run_faults(recipe: Recipe) -> Faults:
         problem, mend = f"{recipe.algorithm.name!r} is no algorithm", f"choose from {', '.join(names)}"
         faults.append(UserFault("algorithm.name", problem, mend))
     return faults
+
+
+def _is_writable(folder: Path) -> bool:
+    return folder.is_dir() and os.access(folder, os.W_OK)
 
 
 def _layout_faults(recipe: Recipe) -> Faults:
@@ -289,19 +293,27 @@ def _eval_set(recipe: Recipe, tokenizer: Any, name: str) -> list[Prompt]:
     return prompts[: recipe.evaluation.max_prompts]
 
 
+def _budgets(recipe: Recipe) -> dict[str, tuple[int, int]]:
+    """By key, of all that train: a micro-batch's tokens, and what a sequence's length is padded to a multiple of."""
+    training = {"train": recipe}
+    if has_critic(recipe.algorithm.name):
+        training["critic.ranks"] = critic_recipe(recipe)
+    return {
+        f"{branch}.tokens_per_micro_batch": (own.train.tokens_per_micro_batch, train_layout(own).tokens_align)
+        for branch, own in training.items()
+    }
+
+
 def _length_faults(recipe: Recipe, tokenizer: Any, train: Sequence[Prompt]) -> Faults:
     """The longest possible sequence must fit a micro-batch; in a warm start the answers are the responses."""
     faults: Faults = []
-    limit, training = recipe.rollout.max_response_tokens, {"train": recipe}
-    if has_critic(recipe.algorithm.name):
-        training["critic.ranks"] = critic_recipe(recipe)
-    for branch, own in training.items():
-        align, budget = train_layout(own).tokens_align, own.train.tokens_per_micro_batch
+    limit = recipe.rollout.max_response_tokens
+    for key, (budget, align) in _budgets(recipe).items():
         longest = max(len(prompt.token_ids) for prompt in train) + limit
         longest = -(-longest // align) * align
         if longest > budget:
             problem = f"{budget} is less than the longest prompt and response ({longest} tokens)"
-            faults.append(UserFault(f"{branch}.tokens_per_micro_batch", problem, f"set it to at least {longest}"))
+            faults.append(UserFault(key, problem, f"set it to at least {longest}"))
     if recipe.warm_start.steps and tokenizer.eos_token_id is None:
         mend = "give it an eos_token, or set warm_start.steps to 0"
         faults.append(UserFault("model.path", "the tokenizer has no end-of-sequence token to teach", mend))

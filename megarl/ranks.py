@@ -19,7 +19,7 @@ from megarl.parallel.hf_config import model_shape, scorer_shape
 from megarl.parallel.placement import critic_recipe, reward_recipe, slots_beside, train_layout
 from megarl.snapshots import Digest
 from megarl.trainer import Published
-from megarl.types import GroupSummary, Metrics, ModelShape
+from megarl.types import Aggregation, GroupSummary, Metrics, ModelShape, UserFault
 
 
 @dataclass(frozen=True)
@@ -71,16 +71,19 @@ class Ranks:
         self._call("save", folder)
 
     def finish_save(self) -> dict[str, Digest]:
-        """Wait until all files are written; their digests, as far as the ranks took them."""
-        found: dict[str, Digest] = {}
-        for of_rank in self._cluster.call_all(self.workers, "finish_save"):
+        """Wait until all files are written; their digests, as far as the ranks took them.
+
+        Whatever has become of other processes: a run that fails saves what it has begun.
+        """
+        calls, found = {worker.call("finish_save"): worker.name for worker in self.workers}, {}
+        for of_rank in self._cluster.gather(calls, among=self.workers):
             found |= of_rank
         return found
 
     def load(self, folder: Path) -> None:
         self._call("load", folder)
 
-    def plan(self, samples: Sequence[SampleRef], algorithm: str) -> list[Update]:
+    def plan(self, samples: Sequence[SampleRef], aggregation: Aggregation) -> list[Update]:
         """The step's updates; the micro-batches of each by data-parallel rank."""
         train = self._recipe.train
         return plan_updates(
@@ -88,7 +91,7 @@ class Ranks:
             updates=train.updates_per_step,
             dp=self._layout.dp,
             token_budget=train.tokens_per_micro_batch,
-            aggregation=rules_of(algorithm, self._recipe.algorithm).aggregation,
+            aggregation=aggregation,
             longest_response=self._recipe.rollout.max_response_tokens,
             work=train_work(self._shape),
             align=self._layout.tokens_align,
@@ -128,6 +131,10 @@ class TrainingRanks(Ranks):
         """Each rank's handles to its parameters."""
         return self._cluster.call_all(self.workers, "publish")
 
+    def plan_of(self, algorithm: str, samples: Sequence[SampleRef]) -> list[Update]:
+        """As `train` has the step."""
+        return self.plan(samples, rules_of(algorithm, self._recipe.algorithm).aggregation)
+
     def train(
         self,
         algorithm: str,
@@ -141,7 +148,7 @@ class TrainingRanks(Ranks):
         critic: whose values, asked for before, make the advantages. Metrics of each update: the loss's statistics are
         sums, or maxima where the name ends in _max.
         """
-        updates, began, calls = self.plan(samples, algorithm), time.perf_counter(), {}
+        updates, began, calls = self.plan_of(algorithm, samples), time.perf_counter(), {}
         for rank, worker in enumerate(self.workers):
             at = self._layout.coords(rank).dp
             share = _share(updates, at)
@@ -168,7 +175,7 @@ class CriticRanks(Ranks):
             name="critic rank",
             target="megarl.critic:Critic",
             first=recipe.critic.ranks.first_gpu,
-            more=[recipe.critic.value_clip],
+            more=[recipe.critic.ranks.first_gpu, recipe.critic.value_clip],
         )
         self._pieces: list[list[Ref]] = []
 
@@ -177,11 +184,9 @@ class CriticRanks(Ranks):
         """As these ranks read it."""
         return self._recipe
 
-    def values(
-        self, algorithm: str, samples: Sequence[SampleRef], refs: Sequence[Ref], readers: Sequence[Update]
-    ) -> None:
+    def values(self, samples: Sequence[SampleRef], refs: Sequence[Ref], readers: Sequence[Update]) -> None:
         """Have every sample's tokens valued, for `pieces` and `train`; readers: the policy's own plan of the step."""
-        updates = self.plan(samples, algorithm)
+        updates = self.plan(samples, "token_mean")
         wanted = [_keys(_share(readers, at)) for at in range(len(readers[0].micro_batches))]
         self._pieces, calls = [], {}
         for rank, worker in enumerate(self.workers):
@@ -215,10 +220,14 @@ class RewardRanks(Ranks):
             name="reward model rank",
             target="megarl.reward_model:RewardModel",
             first=recipe.reward_model.ranks.first_gpu,
+            more=[recipe.reward_model.ranks.first_gpu],
         )
 
     def score(self, rollout: Rollout) -> Rollout:
-        """The rollout with `reward_model.weight` times each response's score added to its reward."""
+        """The rollout with `reward_model.weight` times each response's score added to its reward.
+
+        Raises UserFault(reward_model.path) for a score that is no finite number.
+        """
         dp, count, calls = self._layout.dp, len(rollout.refs), {}
         for rank, worker in enumerate(self.workers):
             own = range(self._layout.coords(rank).dp, count, dp)
@@ -226,6 +235,10 @@ class RewardRanks(Ranks):
         summaries = list(rollout.summaries)
         for rank, scores in enumerate(self._cluster.gather(calls)):
             for index, scores_G in zip(range(self._layout.coords(rank).dp, count, dp), scores or (), strict=False):
+                if not np.isfinite(scores_G).all():
+                    asked = rollout.summaries[index].prompt_text
+                    problem, mend = f"scores {scores_G} in answer to {asked!r}", "use another model, or model.dtype"
+                    raise UserFault("reward_model.path", problem, mend)
                 rewards_G = rollout.summaries[index].rewards_G + self._recipe.reward_model.weight * scores_G
                 summaries[index] = replace(rollout.summaries[index], rewards_G=rewards_G.astype(np.float32))
         return Rollout(summaries, rollout.refs)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -117,11 +117,16 @@ def open_samples(path: Path) -> SampleFile:
 
 
 def sample_faults(
-    samples: SampleFile, recipe: Recipe, shape: ModelShape, context: int | None, tokens_align: int = 1
+    samples: SampleFile,
+    recipe: Recipe,
+    shape: ModelShape,
+    context: int | None,
+    budgets: Mapping[str, tuple[int, int]] | None = None,
 ) -> list[UserFault]:
     """All that keeps a recipe from training on a file, which is read whole. context: the model's, in tokens.
 
-    tokens_align: what every sequence's length is padded to a multiple of.
+    budgets: by key, the tokens of a micro-batch and what every sequence's length in it is padded to a multiple of;
+    those of `train` without padding unless they are given.
     """
     where, train, faults = str(samples.path), recipe.train, []
     try:
@@ -137,10 +142,12 @@ def sample_faults(
         mend = f"the vocabulary of model.path has {shape.vocab_size}: name the model that made the file"
         faults.append(UserFault(where, problem, mend))
     longest = max((one.longest for one in seen), default=0)
-    needed = -(-longest // tokens_align) * tokens_align
-    if needed > train.tokens_per_micro_batch:
-        problem = f"{train.tokens_per_micro_batch} is less than the longest sequence in {where} ({longest} tokens)"
-        faults.append(UserFault("train.tokens_per_micro_batch", problem, f"set it to at least {needed}"))
+    own = {"train.tokens_per_micro_batch": (train.tokens_per_micro_batch, 1)}
+    for key, (budget, align) in (budgets or own).items():
+        needed = -(-longest // align) * align
+        if needed > budget:
+            problem = f"{budget} is less than the longest sequence in {where} ({longest} tokens)"
+            faults.append(UserFault(key, problem, f"set it to at least {needed}"))
     if context is not None and longest > context:
         problem = f"its longest sequence has {longest} tokens, the model's context is {context}"
         faults.append(UserFault(where, problem, "sample shorter ones, or name the model that made the file"))

@@ -71,7 +71,7 @@ class Trainer:
         self.rank, self.device, self._recipe = rank, device.DEVICE, recipe
         self.shape = model_shape(path)
         self._store = device.join_store(store_port, recipe.run.timeout_s)
-        self._model = RankModel(rank, recipe, self.shape, self._store)
+        self._model = RankModel(rank, recipe, self.shape, self._store, slot=rank)
         self.layout = self._model.layout
         shards = megatron_map.shards(self.shape, self.layout, rank, model.TRANSFORMER_ENGINE)
         checkpoint.load_hf(path, shards, self.params())

@@ -72,6 +72,15 @@ def test_half_a_pair_stays_in_the_object_store(cluster: Cluster, workers: list[W
     assert cluster.gather({light: "rank 1"}) == [1], "not the pair"
 
 
+def test_those_who_are_alive_can_end_what_they_began(cluster: Cluster, workers: list[Worker]):
+    dead = cluster.worker("dead", 0)
+    dead.kill()
+    with pytest.raises(WorkerFailed, match="dead: its process died"):
+        cluster.gather({workers[0].call("add", 10): "rank 0"})
+    assert cluster.gather({workers[0].call("add", 10): "rank 0"}, among=workers) == [10]
+    cluster._workers.remove(dead)
+
+
 def test_a_user_fault_arrives_as_itself(cluster: Cluster, workers: list[Worker]):
     with pytest.raises(UserFault) as caught:
         cluster.gather({workers[0].call("fault"): "rank 0"})

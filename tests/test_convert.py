@@ -78,6 +78,6 @@ def test_a_run_without_checkpoints(tiny_model: Path, tmp_path: Path) -> None:
     result = megarl("convert", "run", "no/out", cwd=tmp_path)
     assert result.returncode == 2
     assert result.stderr.splitlines() == [
-        f"no/out: {tmp_path}/no is not a folder; name another folder",
+        f"no/out: {tmp_path}/no is not a folder to write to; name another folder",
         "run/checkpoints: there is no whole checkpoint; name another run",
     ]

@@ -104,7 +104,7 @@ def test_evaluation_sets_are_cut_to_their_limit_and_the_seed_decides_the_order(g
         (
             ["placement.gpus=8", "placement.train_gpus=4", "placement.first_engine_gpu=5"],
             "placement.first_engine_gpu",
-            "5 leaves GPUs idle behind the 4 that train; set it to at most 4",
+            "5 leaves a gap behind the 4 GPUs that train; set it to at most 4",
         ),
         (["reshard.round_bytes=1024"], "reshard.round_bytes", "1024 has no room for two of the smallest pieces"),
         (["train.updates_per_step=2000"], "train.updates_per_step", "= 1024; set"),
@@ -206,6 +206,10 @@ def test_a_critic_that_does_not_fit(told: Callable[..., list[str]], tmp_path: Pa
     for start in starts:
         assert sum(line.startswith(start) for line in lines) == 1, (start, lines)
     assert all(line.startswith("critic.") for line in lines), lines
+    (line,) = told("algorithm.name=ppo", f"critic.path={folder}", "critic.ranks.tp=1", "critic.ranks.ep=1")
+    assert line.startswith("critic.path: ") and "has a vocabulary of 47, the policy of" in line
+    (line,) = told("algorithm.name=ppo", "critic.path=/nope")
+    assert line.endswith("set critic.path to a Hugging Face checkpoint folder")
     (line,) = told("algorithm.name=grpo", f"critic.path={folder}", *keys, "train.lr=1e-3", "model.path=nowhere")[:1]
     assert "critic" not in line
 

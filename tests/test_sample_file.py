@@ -172,7 +172,8 @@ def test_what_does_not_fit_is_told_with_the_numbers(
 
 def test_a_sequence_is_held_against_the_budget_as_long_as_it_is_padded(tmp_path: Path) -> None:
     file = write(tmp_path / "samples.parquet", [group(1)], [group(2)])
-    (fault,) = sample_faults(file, recipe("train.tokens_per_micro_batch=7"), SHAPE, None, tokens_align=4)
+    budgets = {"train.tokens_per_micro_batch": (7, 4)}
+    (fault,) = sample_faults(file, recipe("train.tokens_per_micro_batch=7"), SHAPE, None, budgets)
     assert (fault.where, fault.mend) == ("train.tokens_per_micro_batch", "set it to at least 8")
 
 

@@ -57,7 +57,7 @@ def explore(trainer: Any) -> dict[str, Any]:
     facts["grpo"] = [trainer.train("grpo", *one) for one in (_step(1), _step(2))]
     facts["sft"] = [trainer.train("sft", *_step(1)) for _ in range(8)]
     facts["idle_share"] = _idle_share()
-    with pytest.raises(FloatingPointError, match=f"training rank {trainer.rank}"):
+    with pytest.raises(FloatingPointError, match="the gradient norm is nan"):
         trainer.train_step(part(batches, 50.0), 1e-3, _infinite_loss)
     return facts
 

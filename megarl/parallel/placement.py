@@ -96,8 +96,8 @@ def slot_faults(
         problem = f"{train.world_size} is more than placement.gpus ({gpus})"
         found.append(UserFault("placement.train_gpus", problem, f"set it to at most {gpus}"))
     of_others = {slot for slots in beside.values() for slot in slots}
-    if set(range(train.world_size, engine.first)) - of_others:
-        problem = f"{engine.first} leaves GPUs idle behind the {train.world_size} that train"
+    if engine.first > train.world_size:  # the exchange numbers its members without a gap
+        problem = f"{engine.first} leaves a gap behind the {train.world_size} GPUs that train"
         found.append(UserFault("placement.first_engine_gpu", problem, f"set it to at most {train.world_size}"))
     used = {*range(train.world_size), *range(engine.first, engine.end)} | of_others
     if len(used) < gpus and not found:

@@ -26,7 +26,8 @@ class RankModel:
 
     The constructor meets the other ranks at the store and builds this rank's chunks, contents undefined; once they are
     loaded, `make_optimizer` copies from them. Raises UserFault for a Megatron option that does not fit.
-    trains: whether there are gradients. is_published: engines map the parameters, so that they stay where they are.
+    slot: of the GPU. trains: whether there are gradients. is_published: engines map the parameters, so that they stay
+    where they are.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class RankModel:
         shape: ModelShape,
         store: Store,
         *,
+        slot: int,
         trains: bool = True,
         is_published: bool = True,
     ) -> None:
@@ -43,7 +45,7 @@ class RankModel:
             cpu.patch_megatron()
             torch.set_num_threads(1)
         else:
-            torch.cuda.set_device(rank % torch.cuda.device_count())
+            torch.cuda.set_device(slot % torch.cuda.device_count())
         path, train, layout = recipe.model.path, recipe.train, train_layout(recipe)
         self.rank, self.shape, self.layout, self._train = rank, shape, layout, train
         self.at = layout.coords(rank)
@@ -89,7 +91,7 @@ class RankModel:
         _, grad_norm, _ = self.optimizer.step()
         self.optimizer.zero_grad()
         if grad_norm is None or not math.isfinite(grad_norm):
-            raise FloatingPointError(f"training rank {self.rank}: the gradient norm is {grad_norm}")
+            raise FloatingPointError(f"the gradient norm is {grad_norm}")
         return float(grad_norm)
 
     def save(self, folder: Path) -> saving.Pending:

@@ -156,13 +156,24 @@ def _render(tokenizer: Any, prompt: Any) -> tuple[str, bool]:
         raise _BadRow(f"the chat template refuses the prompt: {error}", "mend the messages or the template") from error
 
 
-def conversation(tokenizer: Any, prompt: Any, response: str) -> list[int]:
-    """Token ids of a data row's prompt and a response to it, as a chat where the tokenizer has a template."""
+def chat(tokenizer: Any, prompt: Any, response: str) -> tuple[str, bool]:
+    """A data row's prompt with a response to it as text, and whether the tokenizer still has to add special tokens.
+
+    A chat by the tokenizer's template. Raises ValueError for messages where it has none, and what a template raises.
+    """
     if tokenizer.chat_template is None:
-        return tokenizer(f"{prompt}{response}")["input_ids"]
+        if not isinstance(prompt, str):
+            raise ValueError("it is chat messages, and there is no chat template")
+        return prompt + response, True
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    text = tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": response}], tokenize=False)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    answered = [*messages, {"role": "assistant", "content": response}]
+    return tokenizer.apply_chat_template(answered, tokenize=False), False
+
+
+def conversation(tokenizer: Any, prompt: Any, response: str) -> list[int]:
+    """The token ids of such a text."""
+    text, special = chat(tokenizer, prompt, response)
+    return tokenizer(text, add_special_tokens=special)["input_ids"]
 
 
 def _is_message(message: Any) -> bool:

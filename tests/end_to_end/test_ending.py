@@ -15,7 +15,10 @@ from tests.end_to_end.conftest import files
 
 pytestmark = pytest.mark.slow
 
-FOREVER = ("run.steps=100000", "warm_start.steps=0", "rollout.prompts_per_step=8", "evaluation.max_prompts=8")
+FOREVER = (
+    "run.steps=100000", "warm_start.steps=0", "rollout.prompts_per_step=8", "evaluation.max_prompts=8",
+    "train.tp=1", "train.pp=1", "train.ep=2", "placement.gpus=2",
+)  # fmt: skip
 BOUND_S = 30.0
 RAY_SERVERS = ("gcs_server", "raylet", "/ray/")
 

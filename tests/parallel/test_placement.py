@@ -39,14 +39,22 @@ def test_every_slot_exists_and_is_used(gpus: int, train_gpus: int, first: int, f
 @pytest.mark.parametrize(
     ("gpus", "critic", "faulty"),
     [
-        (8, range(2, 4), []),
+        (8, range(6, 8), []),
+        (6, range(1, 5), []),
         (8, range(6, 9), ["critic.ranks.gpus"]),
-        (9, range(8, 9), ["placement.first_engine_gpu"]),
-        (9, range(2, 4), ["placement.gpus"]),
+        (9, range(7, 9), ["placement.gpus"]),
+        (9, range(6, 8), ["placement.gpus"]),
     ],
 )
-def test_a_critic_may_fill_a_gap(gpus: int, critic: range, faulty: list[str]) -> None:
-    """Two slots train, four sample, from the fifth on."""
-    engines = EngineLayout(count=2, tp=2, ep=1, first=4)
+def test_a_critic_has_its_place_behind_the_engines_or_among_them(gpus: int, critic: range, faulty: list[str]) -> None:
+    """Two slots train, the next four sample."""
+    engines = EngineLayout(count=2, tp=2, ep=1, first=2)
     found = slot_faults(gpus, TrainLayout(2, 1, 1, 1), engines, {"critic": critic})
-    assert [fault.where for fault in found][:1] == faulty
+    assert [fault.where for fault in found] == faulty
+
+
+def test_the_engines_follow_the_training_ranks_without_a_gap() -> None:
+    """Whoever else sits there: it has no part in the exchange."""
+    engines = EngineLayout(count=1, tp=2, ep=1, first=4)
+    (fault,) = slot_faults(6, TrainLayout(2, 1, 1, 1), engines, {"critic": range(2, 4)})
+    assert fault.where == "placement.first_engine_gpu"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rollout.prompts import PromptStream, load_prompts, load_tokenizer
+from megarl.rollout.prompts import PromptStream, chat, conversation, load_prompts, load_tokenizer
 from megarl.types import Prompt, UserFault, UserFaults
 
 QUESTION = {"prompt": "1+2=", "answer": "3"}
@@ -132,6 +133,19 @@ def test_a_missing_tokenizer_is_the_models_fault(tmp_path: Path, folder: str, pr
     with pytest.raises(UserFault, match=problem) as caught:
         load_tokenizer(str(tmp_path / folder))
     assert caught.value.where == "model.path"
+
+
+def test_a_chat_for_a_judge(tokenizer: Any) -> None:
+    """By its own template, which says where the response is; without one, text goes before text."""
+    asked = [{"role": "user", "content": "1+1="}]
+    assert conversation(tokenizer, "1+1=", "2") == conversation(tokenizer, asked, "2")
+    text, special = chat(tokenizer, asked, "2")
+    assert not special and "1+1=" in text and "2" in text
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_template = None
+    assert chat(tokenizer, "1+1=", "2") == ("1+1=2", True)
+    with pytest.raises(ValueError, match="no chat template"):
+        chat(tokenizer, asked, "2")
 
 
 def numbered(count: int) -> list[Prompt]:
