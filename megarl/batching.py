@@ -22,6 +22,7 @@ class SampleRef:
     length: int
     response_length: int
     advantage: float
+    is_correct: bool = False
 
 
 MicroBatch = tuple[SampleRef, ...]
@@ -38,13 +39,19 @@ def key_of(ref: SampleRef) -> Key:
 class Update:
     """One optimizer update: micro_batches[dp_rank] are that rank's; the loss sum of all is divided by denominator.
 
-    tokens and loss_tokens are counted over all ranks: prompts and responses, and responses alone.
+    tokens, loss_tokens and correct_tokens are counted over all ranks: of prompts and responses, of responses alone, and
+    of correct ones.
     """
 
     micro_batches: tuple[tuple[MicroBatch, ...], ...]
     denominator: float
     tokens: int
     loss_tokens: int
+    correct_tokens: int = 0
+
+    def nll_weight(self, coefficient: float) -> float:
+        """Of a correct sample's tokens in the loss sum, so that they add `coefficient` times their mean -log p."""
+        return coefficient * self.denominator / self.correct_tokens if self.correct_tokens else 0.0
 
 
 def plan_updates(
@@ -80,7 +87,8 @@ def plan_updates(
         if load.tokens[0] > token_budget:
             raise ValueError(f"a sample of {load.tokens[0]} tokens exceeds the micro-batch budget of {token_budget}")
         shares = _deal(_fill(load, dp, multiple, token_budget), load, dp)
-        plans.append(Update(shares, float(denominator), tokens, responses))
+        correct = sum(one.response_length for one in part if one.is_correct)
+        plans.append(Update(shares, float(denominator), tokens, responses, correct))
     return plans
 
 
@@ -176,9 +184,12 @@ def _deal(bins: list[_Bin], load: _Load, dp: int) -> tuple[tuple[MicroBatch, ...
 
 
 def train_sequence(
-    group: SampleGroup, ref: SampleRef, aggregation: Aggregation
+    group: SampleGroup, ref: SampleRef, aggregation: Aggregation, nll_weight: float = 0.0
 ) -> TrainSequence:
-    """Prompt and response of one sample as one training row; only response tokens are learnt from."""
+    """Prompt and response of one sample as one training row; only response tokens are learnt from.
+
+    nll_weight: of the tokens' -log p, where the sample is correct.
+    """
     sample = group.samples[ref.sample]
     prompt_length, length = len(group.prompt.token_ids), len(sample.response_ids_T)
 
@@ -193,12 +204,18 @@ def train_sequence(
         loss_weight_T=on_response(1.0 / length if aggregation == "sequence_mean" else 1.0, np.float32),
         advantage_T=on_response(ref.advantage, np.float32),
         engine_logp_T=on_response(sample.engine_logp_T, np.float32),
+        nll_weight_T=on_response(nll_weight, np.float32) if nll_weight and ref.is_correct else None,
         experts_TMK=sample.routed_experts,
     )
 
 
 def train_sequences(
-    micro_batches: Sequence[MicroBatch], groups: Mapping[int, SampleGroup], aggregation: Aggregation
+    micro_batches: Sequence[MicroBatch],
+    groups: Mapping[int, SampleGroup],
+    aggregation: Aggregation,
+    nll_weight: float = 0.0,
 ) -> list[list[TrainSequence]]:
     """The arrays that a rank's share of an update names."""
-    return [[train_sequence(groups[ref.group], ref, aggregation) for ref in batch] for batch in micro_batches]
+    return [
+        [train_sequence(groups[ref.group], ref, aggregation, nll_weight) for ref in batch] for batch in micro_batches
+    ]

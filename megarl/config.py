@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
-from megarl.types import Aggregation, Estimator, Mismatch
+from megarl.types import Aggregation, Estimator, Mismatch, WhenShort
 
 Count = Annotated[int, Field(ge=1)]
 Text = Annotated[str, Field(min_length=1)]
@@ -71,9 +71,19 @@ class Algorithm(Branch):
     whiten: bool | None = None
     gamma: Annotated[float, Field(gt=0, le=1)] | None = None
     gae_lambda: Share | None = None
+    critic_lambda: Share | None = None
+    lambda_alpha: Positive | None = None
+    positive_nll: NonNegative | None = None
+    critic_warmup_steps: Annotated[int, Field(ge=0)] | None = None
     mismatch: Mismatch | None = None
     mismatch_low: NonNegative | None = None
     mismatch_high: Positive | None = None
+    dynamic_sampling: bool | None = None
+    oversample: Annotated[float, Field(ge=1)] | None = None
+    max_rounds: Count | None = None
+    when_short: WhenShort | None = None
+    overlong_share: Share | None = None
+    overlong_filter: bool | None = None
 
     @property
     def given(self) -> dict[str, Any]:

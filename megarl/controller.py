@@ -9,9 +9,10 @@ from dataclasses import asdict
 import torch
 
 from megarl import resume
-from megarl.algos import ALGORITHMS
+from megarl.algos import ALGORITHMS, rules_of
 from megarl.batching import SampleRef
 from megarl.cluster import Cluster
+from megarl.collect import collect, shaped
 from megarl.config import Recipe
 from megarl.fleet import Fleet
 from megarl.memory import Phase
@@ -22,7 +23,7 @@ from megarl.resume import Saver
 from megarl.rollout.episodes import Sampling, demonstration, summary
 from megarl.run_log import Record, RunLog
 from megarl.snapshots import Snapshot
-from megarl.types import GroupSummary
+from megarl.types import GroupSummary, Prompt, UserFault
 
 
 def train(recipe: Recipe, inputs: Inputs, log: RunLog, start: Snapshot | None = None) -> None:
@@ -72,9 +73,15 @@ def begin(
 
 def train_step(recipe: Recipe, inputs: Inputs, fleet: Fleet, saver: Saver, record: Record) -> None:
     """Rollout -> reward -> advantage -> train -> reshard; every phase waits for the one before (synchronous)."""
-    sampling = sampling_of(recipe, record.step)
+    rules = rules_of(recipe.algorithm.name, recipe.algorithm)
+
+    def sample(prompts: Sequence[Prompt], number: int) -> Rollout:
+        return fleet.engines.sample(prompts, sampling_of(recipe, record.step, number))
+
     with record.phase("rollout"):
-        groups = fleet.engines.sample(inputs.prompts.take(recipe.rollout.prompts_per_step), sampling)
+        groups, fleet.carried, done = collect(recipe, rules, inputs.prompts.take, sample, fleet.carried)
+        groups = shaped(groups, rules, recipe.rollout.max_response_tokens)
+    record.add(done)
     groups = score(fleet, groups, record)
     learn(recipe, fleet.trainers, fleet.critic, groups, record, fleet.memory.lend)
     with record.phase("save"):
@@ -105,19 +112,28 @@ def learn(
     lend: gives the memory to who is next.
     """
     name = recipe.algorithm.name
-    samples = samples_of(groups.summaries, name)
+    rules = rules_of(name, recipe.algorithm)
+    samples = samples_of(groups.summaries, name, rules.overlong_filter)
+    if len(samples) < recipe.train.updates_per_step:
+        problem = f"{len(samples)} of the step's responses are left to learn from"
+        mend = "set algorithm.overlong_filter to false, or raise rollout.max_response_tokens"
+        raise UserFault("train.updates_per_step", f"{recipe.train.updates_per_step}, but {problem}", mend)
     if critic:
         with record.phase("critic"):
             lend("critic")
             critic.values(samples, groups.refs, trainers.plan_of(name, samples))
             train = critic.recipe.train
             record.add(critic_metrics(critic.train(warmed_up(train.lr, train.warmup_steps, record.step))))
+    record.add(rollout_metrics(groups.summaries))
+    record.samples(groups.summaries)
+    before = rules.critic_warmup_steps if critic else 0
+    if record.step <= before:
+        return
     with record.phase("train"):
         lend("train")
-        lr = warmed_up(recipe.train.lr, recipe.train.warmup_steps, record.step)
+        lr = warmed_up(recipe.train.lr, recipe.train.warmup_steps, record.step - before)
         metrics = trainers.train(name, samples, groups.refs, lr, critic)
-    record.add(rollout_metrics(groups.summaries) | train_metrics(metrics))
-    record.samples(groups.summaries)
+    record.add(train_metrics(metrics))
 
 
 def publish(fleet: Fleet, record: Record) -> None:
@@ -157,26 +173,30 @@ def warm_start(recipe: Recipe, inputs: Inputs, fleet: Fleet, saver: Saver, log: 
     saver.settle(0)
 
 
-def sampling_of(recipe: Recipe, step: int) -> Sampling:
-    """How a training step's responses are sampled."""
+def sampling_of(recipe: Recipe, step: int, number: int = 0) -> Sampling:
+    """How the responses of a training step's round, counted from 0, are sampled."""
     rollout = recipe.rollout
     return Sampling(
         rollout.samples_per_prompt,
         rollout.max_response_tokens,
         rollout.temperature,
         rollout.top_p,
-        stream=(recipe.run.seed, step),
+        stream=(recipe.run.seed, step, number) if number else (recipe.run.seed, step),
     )
 
 
-def samples_of(groups: Sequence[GroupSummary], algorithm: str) -> list[SampleRef]:
-    """Every sample of every group with its advantage."""
+def samples_of(groups: Sequence[GroupSummary], algorithm: str, only_finished: bool = False) -> list[SampleRef]:
+    """Every sample of every group with its advantage, or those alone that were not cut."""
     samples = []
     for index, group in enumerate(groups):
         advantage_G = ALGORITHMS[algorithm].advantage(torch.tensor(group.rewards_G))
         for sample, (length, advantage) in enumerate(zip(group.response_lengths_G, advantage_G, strict=True)):
             response = int(length)
-            samples.append(SampleRef(index, sample, group.prompt_length + response, response, float(advantage)))
+            if only_finished and not group.finished_G[sample]:
+                continue
+            is_correct = bool(group.correct_G[sample])
+            length = group.prompt_length + response
+            samples.append(SampleRef(index, sample, length, response, float(advantage), is_correct))
     return samples
 
 

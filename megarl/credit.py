@@ -15,11 +15,17 @@ PerToken = list[FloatArray]  # one array per sequence, aligned like the sequence
 
 
 def by_values(
-    sequences: Sequence[TrainSequence], values: Sequence[FloatArray], *, gamma: float, lam: float
+    sequences: Sequence[TrainSequence],
+    values: Sequence[FloatArray],
+    *,
+    gamma: float,
+    lam: float,
+    alpha: float | None = None,
 ) -> tuple[PerToken, PerToken]:
     """(advantages, returns) by GAE; the reward of a sequence, its advantage_T, comes with its last token.
 
-    values: of the state before each token; what they say of a prompt is not read.
+    values: of the state before each token; what they say of a prompt is not read. alpha: lambda is
+    1 - 1 / (alpha x length of the response) in the place of lam, but not below 0 (VAPO, arXiv 2504.05118, eq. 8).
     """
     if not sequences:
         return [], []
@@ -30,7 +36,9 @@ def by_values(
     is_last_T[ends] = True
     reward_T[ends] = [one.advantage_T[-1] for one in sequences]
     value_T = np.concatenate([one_T[mask_T] for one_T, mask_T in zip(values, masks, strict=True)])
-    found = gae(*map(torch.from_numpy, (reward_T, value_T, is_last_T)), gamma=gamma, lam=lam)
+    of_sequences = np.full(len(lengths), lam) if alpha is None else np.maximum(0.0, 1 - 1 / (alpha * lengths))
+    lam_T = torch.from_numpy(np.repeat(of_sequences, lengths))
+    found = gae(*map(torch.from_numpy, (reward_T, value_T, is_last_T)), gamma=gamma, lam=lam_T)
     advantages, returns = (np.split(one.numpy().astype(np.float32), ends[:-1] + 1) for one in found)
     return _on_masks(masks, advantages), _on_masks(masks, returns)
 

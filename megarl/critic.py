@@ -107,7 +107,9 @@ class Critic:
         returns = None
         if values is not None:
             flat = [one for batch in micro_batches for one in batch]
-            _, returns = credit.by_values(flat, values, gamma=self._rules.gamma, lam=self._rules.gae_lambda)
+            given = self._rules.critic_lambda
+            lam = self._rules.gae_lambda if given is None else given
+            _, returns = credit.by_values(flat, values, gamma=self._rules.gamma, lam=lam)
 
         def apply_loss(row: PackedRow, value_T: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             assert row.returns is not None

@@ -17,11 +17,13 @@ from megarl.parallel.placement import engine_layout, shared_slots, slots_beside,
 from megarl.ranks import CriticRanks, RewardRanks, Rollout, TrainingRanks
 from megarl.resharding.member import Stats, collect_stats
 from megarl.resharding.session import Sessions, sessions
-from megarl.rollout.episodes import Sampling
+from megarl.rollout.episodes import Sampling, summary
+from megarl.sample_file import open_samples, writing
 from megarl.snapshots import Digest
 from megarl.types import Prompt, SampleGroup
 
 CRITIC = "critic"  # folder of its part of a checkpoint
+CARRIED = "carried.parquet"  # samples that wait for the next step
 
 
 class Engines:
@@ -95,6 +97,7 @@ class Fleet:
         self._sessions = self._open_sessions()
         self.version = -1
         self.attempts = 0  # of publishing; more than there are versions once one had to be repeated
+        self.carried = Rollout([], [])  # groups that a step had too many of, for the next
         self._have_sessions = False  # the engines, from the first publication on
 
     def put(self, groups: Sequence[SampleGroup]) -> list[Ref]:
@@ -153,10 +156,17 @@ class Fleet:
         self.memory.lend("train")
         self.trainers.load(folder)
         self.version, self.attempts = version, attempts
+        if (folder / CARRIED).exists():
+            groups = open_samples(folder / CARRIED).groups(1)
+            self.carried = Rollout([summary(group) for group in groups], self.put(groups))
 
     def save(self, folder: Path) -> None:
-        """Begin a checkpoint in the train phase; then, with a critic, it has the memory."""
+        """Begin a checkpoint after a step's updates; who is saved last has the memory then."""
+        self.memory.lend("train")
         self.trainers.save(folder)
+        if self.carried.refs:
+            with writing(folder / CARRIED, model_shape(self._recipe.model.path).vocab_size) as file:
+                file.write(self.fetch(self.carried))
         if self.critic:
             self.memory.lend("critic")
             (folder / CRITIC).mkdir()

@@ -97,7 +97,10 @@ class Trainer:
         """
         row, rules = ALGORITHMS[algorithm], rules_of(algorithm, self._recipe.algorithm)
         by_id = dict(zip(group_ids, given, strict=False))
-        shares = [train_sequences(update.micro_batches[0], by_id, rules.aggregation) for update in updates]
+        shares = [
+            train_sequences(update.micro_batches[0], by_id, rules.aggregation, update.nll_weight(rules.positive_nll))
+            for update in updates
+        ]
         if row.has_critic:
             shares = self._credit(updates, shares, given[len(group_ids) :], rules)
         if rules.whiten:
@@ -123,7 +126,9 @@ class Trainer:
         refs = [ref for update in updates for batch in update.micro_batches[0] for ref in batch]
         flat = [one for share in shares for batch in share for one in batch]
         of_flat = [np.pad(values[key_of(ref)], (ref.length - ref.response_length, 0)) for ref in refs]
-        advantages, _ = credit.by_values(flat, of_flat, gamma=rules.gamma, lam=rules.gae_lambda)
+        advantages, _ = credit.by_values(
+            flat, of_flat, gamma=rules.gamma, lam=rules.gae_lambda, alpha=rules.lambda_alpha
+        )
         left = iter(advantages)
         return [[[replace(one, advantage_T=next(left)) for one in batch] for batch in share] for share in shares]
 

@@ -20,6 +20,7 @@ Metrics = dict[str, float]
 # constant, the longest response there may be (Dr. GRPO, arXiv 2503.20783).
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
 Estimator = Literal["k1", "k2", "k3"]
+WhenShort = Literal["train", "stop"]
 Mismatch = Literal["off", "tis", "mis_token", "mis_sequence", "mis_geometric", "icepop"]
 
 
@@ -151,6 +152,7 @@ class TrainSequence:
 
     loss_mask_T is True on the tokens that are learnt from; the other arrays are 0 elsewhere. loss_weight_T is the
     token's weight in the loss sum: 1 for a mean over tokens, 1 / (response length) for a mean over sequences.
+    nll_weight_T: the weight of -log p in the loss sum, beside what the advantage adds; None: 0.
     experts_TMK: what Sample.routed_experts says of the T - 1 tokens that were the engine's input.
     """
 
@@ -159,6 +161,7 @@ class TrainSequence:
     loss_weight_T: FloatArray
     advantage_T: FloatArray
     engine_logp_T: FloatArray
+    nll_weight_T: FloatArray | None = None
     experts_TMK: npt.NDArray[Any] | None = None
 
 
@@ -166,10 +169,20 @@ class TrainSequence:
 class Rules:
     """The numbers and choices of an algorithm beside its functions.
 
-    clip_low, clip_high: the ratio is clipped to [1 - low, 1 + high]; dual_clip: where the advantage is negative the
+    clip_low, clip_high: the ratio is clipped to [1 - low, 1 + high]. dual_clip: where the advantage is negative the
     objective is at least dual_clip times it. kl_coefficient: weight in the loss of the KL to the reference.
-    gamma, gae_lambda: of those with a critic. mismatch: how the difference between the engine's and the trainer's
-    probabilities is met, within the bounds; None: the usual ones.
+
+    gamma, gae_lambda: of those with a critic. critic_lambda: of its own targets, if it is another. lambda_alpha: where
+    it is set, the policy's lambda is 1 - 1 / (alpha x length). positive_nll: weight in the loss of -log p of correct
+    samples, a mean over their tokens. critic_warmup_steps: first steps, in which the critic alone learns.
+
+    mismatch: how the difference between the engine's and the trainer's probabilities is met, within the bounds; None:
+    the usual ones.
+
+    dynamic_sampling: a step has only groups with right and wrong answers. In each of at most max_rounds rounds
+    oversample times as many prompts are drawn as groups are missing; when_short: what is done if some are missing then.
+    overlong_share: over which part of the longest response, up to its end, a punishment grows to -1. overlong_filter:
+    responses that were cut are not learnt from.
     """
 
     clip_low: float = 0.2
@@ -182,6 +195,16 @@ class Rules:
     whiten: bool = False  # advantages over the whole batch's tokens
     gamma: float = 1.0
     gae_lambda: float = 0.95
+    critic_lambda: float | None = None
+    lambda_alpha: float | None = None
+    positive_nll: float = 0.0
+    critic_warmup_steps: int = 0
     mismatch: Mismatch = "off"
     mismatch_low: float | None = None
     mismatch_high: float | None = None
+    dynamic_sampling: bool = False
+    oversample: float = 1.5
+    max_rounds: int = 10
+    when_short: WhenShort = "train"
+    overlong_share: float = 0.0
+    overlong_filter: bool = False

@@ -27,9 +27,11 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS, WARM_STEPS = 12, 2
-REWARD = "def score(response, answer, row):\n    return sum(map(ord, response)) % 7 / 7\n"  # never the same for all
+REWARD = "def score(response, answer, row):\n    return sum(map(ord, response)) % 7 / 6\n"  # one in seven is correct
 OVERRIDES = [
-    "algorithm.name=ppo",  # so that there is a critic, too
+    "algorithm.name=vapo",  # so that there is a critic, too
+    "algorithm.critic_warmup_steps=2",
+    "algorithm.dynamic_sampling=true",  # and samples that wait for the next step
     "critic.ranks.gpus=1",
     "critic.ranks.ep=1",
     f"warm_start.steps={WARM_STEPS}",

@@ -151,3 +151,18 @@ def test_a_row_learns_from_its_response_alone(aggregation, weight):
     assert row.loss_weight_T.tolist() == [0, 0, 0, weight, weight]
     assert row.advantage_T.tolist() == [0, 0, 0, 2, 2]
     assert row.engine_logp_T.tolist() == [0, 0, 0, -0.5, -1.5]
+
+
+def test_correct_samples_weigh_together_what_the_recipe_says():
+    """Of 4 + 2 correct tokens and a denominator of 9: 0.1 of their mean is 0.1 x 9 / 6 of each."""
+    refs = [SampleRef(0, 0, 6, 4, 1.0, True), SampleRef(0, 1, 5, 3, 0.0, False), SampleRef(0, 2, 4, 2, 1.0, True)]
+    (update,) = plan_updates(refs, updates=1, dp=2, token_budget=99, aggregation="token_mean", work=float)
+    assert (update.denominator, update.correct_tokens) == (9, 6)
+    assert update.nll_weight(0.1) == pytest.approx(0.15)
+    (none,) = plan_updates(refs[1:2], updates=1, dp=1, token_budget=99, aggregation="token_mean", work=float)
+    assert none.nll_weight(0.1) == 0.0
+    samples = tuple(Sample(np.arange(n), np.zeros(n, np.float32), "", True, 0) for n in (4, 3, 2))
+    group = SampleGroup(Prompt("", "", (1, 2), ""), samples, np.zeros(3, np.float32), np.zeros(3, np.bool_))
+    right, wrong = (train_sequence(group, ref, "token_mean", 0.15) for ref in refs[:2])
+    assert right.nll_weight_T is not None and wrong.nll_weight_T is None
+    assert right.nll_weight_T.tolist() == pytest.approx([0, 0, 0.15, 0.15, 0.15, 0.15])

@@ -29,6 +29,15 @@ def test_a_reward_comes_with_the_last_token() -> None:
     assert returns[1].tolist() == [0, -1.0]
 
 
+def test_long_responses_have_a_longer_memory() -> None:
+    """lambda = 1 - 1 / (0.5 x length), but not below 0: 0 of one token or two, 1/3 of three."""
+    sequences = [sequence(1, 3, 1.0), sequence(1, 2, 1.0), sequence(1, 1, 1.0)]
+    values = [np.zeros(4, np.float32), np.zeros(3, np.float32), np.zeros(2, np.float32)]
+    advantages, _ = by_values(sequences, values, gamma=1.0, lam=0.95, alpha=0.5)
+    assert advantages[0].tolist() == pytest.approx([0, 1 / 9, 1 / 3, 1])
+    assert [one.tolist() for one in advantages[1:]] == [[0, 0, 1], [0, 1]]
+
+
 def test_no_sequences() -> None:
     assert by_values([], [], gamma=1.0, lam=0.9) == ([], [])
 

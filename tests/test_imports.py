@@ -24,7 +24,7 @@ FLOORS = [
     {"model_faults"},
     {"trainer", "critic", "reward_model", "cluster", "preflight"},
     {"ranks"},
-    {"fleet"},
+    {"collect", "fleet"},
     {"resume"},
     {"controller"},
     {"convert", "offline"},

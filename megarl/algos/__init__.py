@@ -57,6 +57,9 @@ ALGORITHMS: dict[str, Algorithm] = {
     "grpo": Algorithm(
         group_normalised, clipped, Rules(aggregation="sequence_mean", kl_coefficient=0.001)
     ),  # arXiv 2402.03300
+    "dapo": Algorithm(
+        group_normalised, clipped, Rules(clip_high=0.28, dynamic_sampling=True, overlong_share=0.2)
+    ),  # arXiv 2503.14476
     "dr_grpo": Algorithm(centred, clipped, Rules(aggregation="constant")),  # arXiv 2503.20783
     "rloo": Algorithm(leave_one_out, reinforce, Rules(aggregation="sequence_sum")),  # arXiv 2402.14740
     "gspo": Algorithm(
@@ -64,6 +67,12 @@ ALGORITHMS: dict[str, Algorithm] = {
     ),  # arXiv 2507.18071
     "cispo": Algorithm(group_normalised, cispo, Rules()),  # arXiv 2506.13585
     "ppo": Algorithm(outcome, clipped, Rules(whiten=True), has_critic=True),  # arXiv 1707.06347
+    "vapo": Algorithm(
+        outcome,
+        clipped,
+        Rules(clip_high=0.28, critic_lambda=1.0, lambda_alpha=0.05, positive_nll=0.1, critic_warmup_steps=50),
+        has_critic=True,
+    ),  # arXiv 2504.05118
     "sft": Algorithm(torch.zeros_like, None, Rules()),
 }
 

@@ -32,18 +32,24 @@ def outcome(rewards_G: torch.Tensor) -> torch.Tensor:
 
 
 def gae(
-    reward_T: torch.Tensor, value_T: torch.Tensor, is_last_T: torch.Tensor, *, gamma: float, lam: float
+    reward_T: torch.Tensor,
+    value_T: torch.Tensor,
+    is_last_T: torch.Tensor,
+    *,
+    gamma: float,
+    lam: float | torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(advantage_T, return_T), float64, of responses laid end to end (GAE, arXiv 1506.02438, eq. 16).
 
-    value_T: of the state before each token; is_last_T: where a response ends, after which everything is worth 0. With
+    value_T: of the state before each token; is_last_T: where a response ends, after which everything is worth 0; lam:
+    for all tokens or of each [T]. With
     d_t = r_t + gamma V_t+1 - V_t the advantage is d_t + gamma lam A_t+1, and the return is A_t + V_t. In each of
     log2(longest) passes every token takes in as many tokens behind it as it has already, not beyond its response.
     """
     value_T = value_T.double()
     following_T = torch.where(is_last_T, 0.0, value_T.roll(-1))
     sum_T = reward_T.double() + gamma * following_T - value_T
-    decay_T = torch.where(is_last_T, 0.0, torch.full_like(value_T, gamma * lam))
+    decay_T = torch.where(is_last_T, 0.0, gamma * lam * torch.ones_like(value_T))
     reach = 1
     while reach < len(sum_T) and decay_T.any():
         sum_T[:-reach] += decay_T[:-reach] * sum_T[reach:].clone()

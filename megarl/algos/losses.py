@@ -22,8 +22,9 @@ def policy_loss(
 ) -> LossResult:
     """Weighted sum over the masked tokens of the surrogate, corrected for the engine's mismatch, and of the penalties.
 
-    + kl_coefficient x KL(policy | reference) - entropy_coefficient x entropy. Statistics: sums over the masked tokens,
-    and `_max` for a maximum; `gap` is |engine - trainer| logprob, `old_kl` the k3 estimate of KL(old | policy).
+    + kl_coefficient x KL(policy | reference) - entropy_coefficient x entropy; and of -log p by weights of its own
+    (of the correct samples: VAPO, arXiv 2504.05118, eq. 10). Statistics: sums over the masked tokens, and `_max` for a
+    maximum; `gap` is |engine - trainer| logprob, `old_kl` the k3 estimate of KL(old | policy).
     """
     mask_T = targets.loss_mask_T
     # Unmasked tokens get 0 before anything is multiplied, so that no inf * 0 reaches the gradient.
@@ -49,7 +50,10 @@ def policy_loss(
             "clipped": (mask_T & is_clipped_T).sum(),
             "old_kl": torch.where(mask_T, log_ratio_T.exp() - 1.0 - log_ratio_T, 0.0).sum(),
         }
-    return (torch.where(mask_T, loss_T, 0.0) * targets.loss_weight_T).sum(), stats
+    loss = (torch.where(mask_T, loss_T, 0.0) * targets.loss_weight_T).sum()
+    if rules.positive_nll:
+        loss = loss - (logp_T * targets.nll_weight_T).sum()
+    return loss, stats
 
 
 def kl_T(logp_T: torch.Tensor, reference_logp_T: torch.Tensor, estimator: Estimator) -> torch.Tensor:

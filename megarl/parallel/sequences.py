@@ -40,6 +40,7 @@ class PackedTargets:
     loss_weight_T: torch.Tensor
     advantage_T: torch.Tensor
     engine_logp_T: torch.Tensor
+    nll_weight_T: torch.Tensor
     sequence_T: torch.Tensor  # int64, the sequence of each token, the number of sequences for padding
     reference_logp_T: torch.Tensor | None = None
 
@@ -142,12 +143,17 @@ def pack(
             loss_weight_T=targets("loss_weight_T", np.float32),
             advantage_T=targets("advantage_T", np.float32),
             engine_logp_T=targets("engine_logp_T", np.float32),
+            nll_weight_T=row([_nll_weights(one) for one in sequences], np.float32),
             sequence_T=on_device(sequence_T),
             reference_logp_T=row(reference_logp, np.float32),
         ),
         old_logp_T=row(old_logp, np.float32),
         experts_LMK=None if experts_TMK is None else on_device(experts_TMK[places]),
     )
+
+
+def _nll_weights(one: TrainSequence) -> FloatArray:
+    return np.zeros(len(one.token_ids_T), np.float32) if one.nll_weight_T is None else one.nll_weight_T
 
 
 def with_returns(

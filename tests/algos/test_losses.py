@@ -31,6 +31,7 @@ class Row:
     engine_logp_T: torch.Tensor
     reference_logp_T: torch.Tensor | None
     sequence_T: torch.Tensor
+    nll_weight_T: torch.Tensor
 
 
 def clip(value: float, low: float, high: float) -> float:
@@ -90,6 +91,7 @@ def slow_loss(
             one = one + rules.kl_coefficient * slow_kl(rules, logp_T[t], float(row.reference_logp_T[t]))
             one = one - rules.entropy_coefficient * entropy_T[t]
             total = total + one * row.loss_weight_T[t]
+            total = total - (logp_T[t] * row.nll_weight_T[t] if rules.positive_nll else 0.0)
     return total
 
 
@@ -108,6 +110,7 @@ some_rules = st.builds(
     mismatch=st.sampled_from(["off", *MISMATCH_BOUNDS]),
     mismatch_low=st.sampled_from([None, 0.3]),
     mismatch_high=st.sampled_from([None, 1.7]),
+    positive_nll=st.sampled_from([0.0, 0.1]),
 )
 
 
@@ -120,8 +123,9 @@ def test_loss_and_gradient_equal_the_slow_loop(name: str, sequences: list[list[A
     numbers = [number for number, sequence in enumerate(sequences) for _ in sequence]
     exact = partial(torch.tensor, dtype=torch.float64)
     row = Row(
-        torch.tensor(mask), exact(weight), exact(advantage), exact(engine), exact(reference), torch.tensor(numbers)
-    )
+        torch.tensor(mask), exact(weight), exact(advantage), exact(engine), exact(reference), torch.tensor(numbers),
+        exact(weight) * torch.tensor(mask) * (torch.tensor(numbers) % 2),
+    )  # fmt: skip
     results = []
     for loss in (
         lambda p_T, h_T: policy_loss(SURROGATES[name], p_T, h_T, exact(old), row, rules),
@@ -145,7 +149,8 @@ def test_loss_and_gradient_equal_the_slow_loop(name: str, sequences: list[list[A
 
 def row_of(mask: list[bool], weight: list[float], advantage: list[float], engine: list[float]) -> Row:
     weight_T, advantage_T, engine_T = (torch.tensor(one, dtype=torch.float64) for one in (weight, advantage, engine))
-    return Row(torch.tensor(mask), weight_T, advantage_T, engine_T, None, torch.zeros(len(mask), dtype=torch.int64))
+    numbers_T, nothing_T = torch.zeros(len(mask), dtype=torch.int64), torch.zeros(len(mask), dtype=torch.float64)
+    return Row(torch.tensor(mask), weight_T, advantage_T, engine_T, None, numbers_T, nothing_T)
 
 
 def test_prompt_tokens_cannot_poison_the_gradient() -> None:
@@ -165,7 +170,7 @@ def seen(name: str, rules: Rules, mask: list[bool], numbers: list[int]) -> tuple
     count = len(mask)
     generator = torch.Generator().manual_seed(4)
     draws = torch.rand(6, count, generator=generator, dtype=torch.float64)
-    row = Row(torch.tensor(mask), draws[0], draws[1] - 0.5, -draws[2], -draws[3], torch.tensor(numbers))
+    row = Row(torch.tensor(mask), draws[0], draws[1] - 0.5, -draws[2], -draws[3], torch.tensor(numbers), draws[0] * 0)
     logp_T = (-draws[4]).requires_grad_()
     loss, _ = policy_loss(ALGORITHMS[name].surrogate, logp_T, draws[5], -draws[0], row, rules)  # type: ignore[arg-type]
     loss.backward()
