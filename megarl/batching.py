@@ -23,6 +23,7 @@ class SampleRef:
     response_length: int
     advantage: float
     is_correct: bool = False
+    is_stale: bool = False  # sampled by an earlier policy than the step's
 
 
 MicroBatch = tuple[SampleRef, ...]
@@ -205,6 +206,7 @@ def train_sequence(
         advantage_T=on_response(ref.advantage, np.float32),
         engine_logp_T=on_response(sample.engine_logp_T, np.float32),
         nll_weight_T=on_response(nll_weight, np.float32) if nll_weight and ref.is_correct else None,
+        is_stale=ref.is_stale,
         experts_TMK=sample.routed_experts,
     )
 

@@ -34,19 +34,21 @@ def collect(
     wanted = recipe.rollout.prompts_per_step
     if not rules.dynamic_sampling:
         return sample(take(wanted), 0), Rollout([], []), {}
-    kept, drawn, rounds = carried, 0, 0
+    kept, drawn, rounds, correct = carried, 0, 0, []
     while len(kept.refs) < wanted and rounds < rules.max_rounds:
         count = math.ceil((wanted - len(kept.refs)) * rules.oversample)
         new = sample(take(count), rounds)
         places = [index for index, group in enumerate(new.summaries) if is_mixed(group)]
+        correct += [group.correct_G.mean() for group in new.summaries]
         kept = _joined(kept, _chosen(new, places))
         drawn, rounds = drawn + count, rounds + 1
     found = len(kept.refs)
     if found < wanted and (rules.when_short == "stop" or not found):
-        raise _too_few(found - len(carried.refs), wanted, drawn, rounds)
+        raise _too_few(found, wanted, drawn, rounds, rules)
     step, rest = _chosen(kept, range(min(found, wanted))), _chosen(kept, range(wanted, found))
     mixed = found - len(carried.refs)
-    return step, rest, {
+    accuracy = {"sampling/accuracy": float(np.mean(correct))} if correct else {}
+    return step, rest, accuracy | {
         "sampling/rounds": rounds,
         "sampling/drawn": drawn,
         "sampling/mixed_share": mixed / drawn if drawn else 1.0,
@@ -56,10 +58,12 @@ def collect(
     }
 
 
-def _too_few(mixed: int, wanted: int, drawn: int, rounds: int) -> UserFault:
-    problem = f"{rounds} rounds of {drawn} prompts gave {mixed} groups with right and wrong answers, {wanted} are asked"
-    mend = "raise it or algorithm.oversample, set algorithm.when_short to train, or use data of other difficulty"
-    return UserFault("algorithm.max_rounds", problem, mend)
+def _too_few(found: int, wanted: int, drawn: int, rounds: int, rules: Rules) -> UserFault:
+    problem = f"{rounds} rounds of {drawn} prompts and what waited: {found} groups with right and wrong answers, not"
+    mend = "raise it or algorithm.oversample, or use data of other difficulty"
+    if rules.when_short == "stop" and found:
+        mend += ", or set algorithm.when_short to train"
+    return UserFault("algorithm.max_rounds", f"{problem} {wanted}", mend)
 
 
 def shaped(rollout: Rollout, rules: Rules, longest: int) -> Rollout:

@@ -61,7 +61,7 @@ class Algorithm(Branch):
     """A row of `megarl.algos.ALGORITHMS`, and those of its rules (`megarl.types.Rules`) that are to be others."""
 
     name: Text = "grpo"
-    clip_low: Annotated[float, Field(gt=0, lt=1)] | None = None
+    clip_low: Annotated[float, Field(gt=0, le=1)] | None = None
     clip_high: Positive | None = None
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     aggregation: Aggregation | None = None
@@ -72,7 +72,7 @@ class Algorithm(Branch):
     gamma: Annotated[float, Field(gt=0, le=1)] | None = None
     gae_lambda: Share | None = None
     critic_lambda: Share | None = None
-    lambda_alpha: Positive | None = None
+    lambda_alpha: NonNegative | None = None
     positive_nll: NonNegative | None = None
     critic_warmup_steps: Annotated[int, Field(ge=0)] | None = None
     mismatch: Mismatch | None = None

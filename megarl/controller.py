@@ -80,14 +80,13 @@ def train_step(recipe: Recipe, inputs: Inputs, fleet: Fleet, saver: Saver, recor
 
     with record.phase("rollout"):
         groups, fleet.carried, done = collect(recipe, rules, inputs.prompts.take, sample, fleet.carried)
-        groups = shaped(groups, rules, recipe.rollout.max_response_tokens)
     record.add(done)
     groups = score(fleet, groups, record)
-    learn(recipe, fleet.trainers, fleet.critic, groups, record, fleet.memory.lend)
+    learn(recipe, fleet.trainers, fleet.critic, groups, record, fleet.memory.lend, fleet.version)
     with record.phase("save"):
         saver.begin(record.step)
     publish(fleet, record)
-    record.add(fleet.trainers.speed)
+    record.add(fleet.trainers.take_speed())
 
 
 def score(fleet: Fleet, groups: Rollout, record: Record) -> Rollout:
@@ -106,18 +105,19 @@ def learn(
     groups: Rollout,
     record: Record,
     lend: Callable[[Phase], None],
+    version: int = -1,
 ) -> None:
     """The updates of one step: the critic values its samples, then learns from what came of them, as the policy does.
 
-    lend: gives the memory to who is next.
+    lend: gives the memory to who is next. version: of the policy; samples of earlier ones are stale.
     """
     name = recipe.algorithm.name
     rules = rules_of(name, recipe.algorithm)
-    samples = samples_of(groups.summaries, name, rules.overlong_filter)
-    if len(samples) < recipe.train.updates_per_step:
-        problem = f"{len(samples)} of the step's responses are left to learn from"
-        mend = "set algorithm.overlong_filter to false, or raise rollout.max_response_tokens"
-        raise UserFault("train.updates_per_step", f"{recipe.train.updates_per_step}, but {problem}", mend)
+    groups = shaped(groups, rules, recipe.rollout.max_response_tokens)
+    samples = samples_of(groups.summaries, name, only_finished=rules.overlong_filter, version=version)
+    if not samples:
+        mend = "raise it, or set algorithm.overlong_filter to false"
+        raise UserFault("rollout.max_response_tokens", "every response of the step was cut", mend)
     if critic:
         with record.phase("critic"):
             lend("critic")
@@ -185,8 +185,10 @@ def sampling_of(recipe: Recipe, step: int, number: int = 0) -> Sampling:
     )
 
 
-def samples_of(groups: Sequence[GroupSummary], algorithm: str, only_finished: bool = False) -> list[SampleRef]:
-    """Every sample of every group with its advantage, or those alone that were not cut."""
+def samples_of(
+    groups: Sequence[GroupSummary], algorithm: str, *, only_finished: bool = False, version: int = -1
+) -> list[SampleRef]:
+    """Every sample of every group with its advantage, or those alone that were not cut; version: the policy's."""
     samples = []
     for index, group in enumerate(groups):
         advantage_G = ALGORITHMS[algorithm].advantage(torch.tensor(group.rewards_G))
@@ -196,7 +198,8 @@ def samples_of(groups: Sequence[GroupSummary], algorithm: str, only_finished: bo
                 continue
             is_correct = bool(group.correct_G[sample])
             length = group.prompt_length + response
-            samples.append(SampleRef(index, sample, length, response, float(advantage), is_correct))
+            is_stale = group.version < version
+            samples.append(SampleRef(index, sample, length, response, float(advantage), is_correct, is_stale))
     return samples
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megarl.cluster import Cluster
-from megarl.config import Recipe, Reference
-from megarl.parallel.placement import train_layout
+from megarl.config import Recipe
+from megarl.parallel.placement import train_layout, without_reference
 from megarl.ranks import trainers_alone
 from megarl.resume import FOLDER, model_faults
 from megarl.snapshots import Snapshot, Snapshots
@@ -42,7 +42,7 @@ def convert(recipe: Recipe, snapshot: Snapshot, out: Path, say: Callable[[str], 
 
     Raises WorkerFailed when a training rank fails.
     """
-    recipe = recipe.model_copy(update={"reference": Reference()})
+    recipe = without_reference(recipe)
     with Cluster(train_layout(recipe).world_size) as cluster:
         say("starting training ranks")
         trainers = trainers_alone(cluster, recipe)

@@ -13,7 +13,7 @@ from megarl.config import Recipe
 from megarl.memory import Lender
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.layout import EngineLayout
-from megarl.parallel.placement import engine_layout, shared_slots, slots_beside, train_layout
+from megarl.parallel.placement import engine_layout, shared_slots, slots_beside, train_layout, without_reference
 from megarl.ranks import CriticRanks, RewardRanks, Rollout, TrainingRanks
 from megarl.resharding.member import Stats, collect_stats
 from megarl.resharding.session import Sessions, sessions
@@ -84,7 +84,7 @@ class Fleet:
         engine_slots = range(self._engine_layout.first, self._engine_layout.end)
         shared = shared_slots([range(self._train_layout.world_size), engine_slots, *beside.values()])
         self._run_id = secrets.token_hex(8)
-        self.trainers = TrainingRanks(cluster, recipe, shared)
+        self.trainers = TrainingRanks(cluster, recipe if learns else without_reference(recipe), shared)
         self._store = self.trainers.store
         self.engines = Engines(cluster, recipe, self._engine_layout, shared)
         self.critic = CriticRanks(cluster, recipe, shared) if "critic" in beside else None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megarl import checkpoint
-from megarl.algos import ALGORITHMS, has_critic
+from megarl.algos import ALGORITHMS, has_critic, rules_of
 from megarl.config import Recipe
 from megarl.device import DEVICE
 from megarl.model_faults import critic_faults, loss_faults, reference_faults, reward_model_faults
@@ -25,6 +25,7 @@ from megarl.resharding.shards import LayoutError, Part
 from megarl.rollout.arguments import sglang_faults
 from megarl.rollout.prompts import PromptStream, load_prompts, load_tokenizer
 from megarl.rollout.rewards import judge, load_reward
+from megarl.rule_faults import rule_faults
 from megarl.sample_file import SampleFile, open_samples, sample_faults
 from megarl.types import ModelShape, Prompt, UserFault, UserFaults
 
@@ -123,6 +124,9 @@ def check_rollout(recipe: Recipe, out: Path) -> Inputs:
 def _unused_faults(recipe: Recipe, reason: str) -> Faults:
     """Keys whose part of a run is left out where only one side of it takes place."""
     unused = {"warm_start.steps": (recipe.warm_start.steps, "0"), "checkpoint.every": (recipe.checkpoint.every, "null")}
+    if recipe.algorithm.name in ALGORITHMS:
+        rules = rules_of(recipe.algorithm.name, recipe.algorithm)
+        unused["algorithm.dynamic_sampling"] = (rules.dynamic_sampling, "false")
     told = [(key, value, none) for key, (value, none) in unused.items() if value]
     return [UserFault(key, f"{value}, but {reason}", f"set it to {none}") for key, value, none in told]
 
@@ -153,7 +157,7 @@ def _run_faults(recipe: Recipe) -> Faults:
     if recipe.algorithm.name not in names:
         problem, mend = f"{recipe.algorithm.name!r} is no algorithm", f"choose from {', '.join(names)}"
         faults.append(UserFault("algorithm.name", problem, mend))
-    return faults
+    return faults + rule_faults(recipe)
 
 
 def _is_writable(folder: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from megarl.parallel.hf_config import model_shape, scorer_shape
 from megarl.parallel.placement import critic_recipe, reward_recipe, slots_beside, train_layout
 from megarl.snapshots import Digest
 from megarl.trainer import Published
-from megarl.types import Aggregation, GroupSummary, Metrics, ModelShape, UserFault
+from megarl.types import GroupSummary, Metrics, ModelShape, Rules, UserFault
 
 
 @dataclass(frozen=True)
@@ -83,16 +84,22 @@ class Ranks:
     def load(self, folder: Path) -> None:
         self._call("load", folder)
 
-    def plan(self, samples: Sequence[SampleRef], aggregation: Aggregation) -> list[Update]:
-        """The step's updates; the micro-batches of each by data-parallel rank."""
-        train = self._recipe.train
+    def plan(self, samples: Sequence[SampleRef], rules: Rules) -> list[Update]:
+        """The step's updates; the micro-batches of each by data-parallel rank.
+
+        Where rules leave samples out, as many updates fewer as there are samples fewer than asked for.
+        """
+        train, rollout, updates = self._recipe.train, self._recipe.rollout, self._recipe.train.updates_per_step
+        if rules.dynamic_sampling or rules.overlong_filter:
+            share = len(samples) / (rollout.prompts_per_step * rollout.samples_per_prompt)
+            updates = min(updates, len(samples), math.ceil(updates * share))
         return plan_updates(
             samples,
-            updates=train.updates_per_step,
+            updates=updates,
             dp=self._layout.dp,
             token_budget=train.tokens_per_micro_batch,
-            aggregation=aggregation,
-            longest_response=self._recipe.rollout.max_response_tokens,
+            aggregation=rules.aggregation,
+            longest_response=rollout.max_response_tokens,
             work=train_work(self._shape),
             align=self._layout.tokens_align,
             multiple=self._layout.pp if self._layout.vpp > 1 else 1,  # as an interleaved pipeline takes them
@@ -117,7 +124,7 @@ class TrainingRanks(Ranks):
     def __init__(self, cluster: Cluster, recipe: Recipe, shared: frozenset[int]) -> None:
         shape = model_shape(recipe.model.path)
         super().__init__(cluster, recipe, shape, shared, name="training rank", target="megarl.trainer:Trainer")
-        self.speed: Metrics = {}  # of the last call of `train`
+        self._speed: Metrics = {}
 
     def load_weights(self, folder: Path) -> None:
         """The weights alone of a checkpoint, from any layout."""
@@ -131,9 +138,14 @@ class TrainingRanks(Ranks):
         """Each rank's handles to its parameters."""
         return self._cluster.call_all(self.workers, "publish")
 
+    def take_speed(self) -> Metrics:
+        """Of the last call of `train`, once; nothing in a step without one."""
+        found, self._speed = self._speed, {}
+        return found
+
     def plan_of(self, algorithm: str, samples: Sequence[SampleRef]) -> list[Update]:
         """As `train` has the step."""
-        return self.plan(samples, rules_of(algorithm, self._recipe.algorithm).aggregation)
+        return self.plan(samples, rules_of(algorithm, self._recipe.algorithm))
 
     def train(
         self,
@@ -158,7 +170,7 @@ class TrainingRanks(Ranks):
             calls[call] = worker.name
         merged = self._merged(calls)
         lengths, seconds = [one.length for one in samples], time.perf_counter() - began
-        self.speed = speed(self._shape, lengths, seconds, self._layout.world_size, device.name())
+        self._speed = speed(self._shape, lengths, seconds, self._layout.world_size, device.name())
         return merged
 
 
@@ -186,7 +198,8 @@ class CriticRanks(Ranks):
 
     def values(self, samples: Sequence[SampleRef], refs: Sequence[Ref], readers: Sequence[Update]) -> None:
         """Have every sample's tokens valued, for `pieces` and `train`; readers: the policy's own plan of the step."""
-        updates = self.plan(samples, "token_mean")
+        rules = rules_of(self._recipe.algorithm.name, self._recipe.algorithm)
+        updates = self.plan(samples, replace(rules, aggregation="token_mean"))
         wanted = [_keys(_share(readers, at)) for at in range(len(readers[0].micro_batches))]
         self._pieces, calls = [], {}
         for rank, worker in enumerate(self.workers):

@@ -127,7 +127,7 @@ class Trainer:
         flat = [one for share in shares for batch in share for one in batch]
         of_flat = [np.pad(values[key_of(ref)], (ref.length - ref.response_length, 0)) for ref in refs]
         advantages, _ = credit.by_values(
-            flat, of_flat, gamma=rules.gamma, lam=rules.gae_lambda, alpha=rules.lambda_alpha
+            flat, of_flat, gamma=rules.gamma, lam=rules.gae_lambda, alpha=rules.lambda_alpha or None
         )
         left = iter(advantages)
         return [[[replace(one, advantage_T=next(left)) for one in batch] for batch in share] for share in shares]
@@ -182,6 +182,7 @@ class Trainer:
             row: PackedRow, logp_T: torch.Tensor, entropy_T: torch.Tensor
         ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             old_logp_T = logp_T.detach() if row.old_logp_T is None else row.old_logp_T
+            old_logp_T = torch.where(row.targets.is_stale_T, row.targets.engine_logp_T, old_logp_T)
             loss_sum, stats = loss(logp_T, entropy_T, old_logp_T, row.targets)
             entropy = torch.where(row.targets.loss_mask_T, entropy_T, 0.0).sum()
             if row.targets.reference_logp_T is not None:

@@ -152,7 +152,8 @@ class TrainSequence:
 
     loss_mask_T is True on the tokens that are learnt from; the other arrays are 0 elsewhere. loss_weight_T is the
     token's weight in the loss sum: 1 for a mean over tokens, 1 / (response length) for a mean over sequences.
-    nll_weight_T: the weight of -log p in the loss sum, beside what the advantage adds; None: 0.
+    nll_weight_T: the weight of -log p in the loss sum, beside what the advantage adds; None: 0. is_stale: an earlier
+    policy sampled it, and what the engine said of it is the old policy's word.
     experts_TMK: what Sample.routed_experts says of the T - 1 tokens that were the engine's input.
     """
 
@@ -162,6 +163,7 @@ class TrainSequence:
     advantage_T: FloatArray
     engine_logp_T: FloatArray
     nll_weight_T: FloatArray | None = None
+    is_stale: bool = False
     experts_TMK: npt.NDArray[Any] | None = None
 
 
@@ -169,11 +171,12 @@ class TrainSequence:
 class Rules:
     """The numbers and choices of an algorithm beside its functions.
 
-    clip_low, clip_high: the ratio is clipped to [1 - low, 1 + high]. dual_clip: where the advantage is negative the
-    objective is at least dual_clip times it. kl_coefficient: weight in the loss of the KL to the reference.
+    clip_low, clip_high: the ratio is clipped to [1 - low, 1 + high]; low 1: without a lower bound. dual_clip: where the
+    advantage is negative the objective is at least dual_clip times it. kl_coefficient: weight in the loss of the KL to
+    the reference.
 
-    gamma, gae_lambda: of those with a critic. critic_lambda: of its own targets, if it is another. lambda_alpha: where
-    it is set, the policy's lambda is 1 - 1 / (alpha x length). positive_nll: weight in the loss of -log p of correct
+    gamma, gae_lambda: of those with a critic. critic_lambda: of its own targets, if it is another. lambda_alpha: above
+    0, the policy's lambda is 1 - 1 / (alpha x length). positive_nll: weight in the loss of -log p of correct
     samples, a mean over their tokens. critic_warmup_steps: first steps, in which the critic alone learns.
 
     mismatch: how the difference between the engine's and the trainer's probabilities is met, within the bounds; None:
@@ -196,7 +199,7 @@ class Rules:
     gamma: float = 1.0
     gae_lambda: float = 0.95
     critic_lambda: float | None = None
-    lambda_alpha: float | None = None
+    lambda_alpha: float = 0.0
     positive_nll: float = 0.0
     critic_warmup_steps: int = 0
     mismatch: Mismatch = "off"

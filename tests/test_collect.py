@@ -75,7 +75,7 @@ def test_groups_are_filtered_refilled_and_carried_over(recipe: Recipe) -> None:
     assert (names(step), names(rest)) == (["0", "3", "5"], ["6"])
     assert done == {
         "sampling/rounds": 2, "sampling/drawn": 7, "sampling/mixed_share": 4 / 7, "sampling/carried_in": 0,
-        "sampling/carried_out": 1, "sampling/missing": 0,
+        "sampling/carried_out": 1, "sampling/missing": 0, "sampling/accuracy": pytest.approx((4 * 0.5 + 1) / 7),
     }  # fmt: skip
     step, rest, done = collect(recipe, rules, source.take, source.sample, rest)
     assert source.rounds[2:] == [(0, 3)]
@@ -102,7 +102,7 @@ def test_a_step_that_stays_short_trains_on_what_there_is(recipe: Recipe) -> None
 def test_or_stops_and_says_how_many_there_were(recipe: Recipe, when_short: Any, first: Any) -> None:
     """Whatever is asked for: with nothing at all there is nothing to train on."""
     source = Source([first, *[WRONG] * 20])
-    with pytest.raises(UserFault, match="4 rounds of .* prompts gave . groups with right and wrong answers, 3") as e:
+    with pytest.raises(UserFault, match="4 rounds of .* prompts and what waited: . groups .*, not 3") as e:
         collect(recipe, replace(DYNAMIC, when_short=when_short), source.take, source.sample, NOTHING)
     assert e.value.where == "algorithm.max_rounds"
 
@@ -120,5 +120,7 @@ def test_the_soft_punishment_of_the_paper() -> None:
 def test_what_was_cut_counts_in_its_group_and_teaches_nothing() -> None:
     cut = replace(group("a", (True, False, True)), finished_G=np.array([True, False, True]))
     everything, finished = samples_of([cut], "grpo"), samples_of([cut], "grpo", only_finished=True)
+    assert [one.is_stale for one in samples_of([cut], "grpo", version=1)] == [True] * 3
+    assert not any(one.is_stale for one in samples_of([cut], "grpo", version=cut.version))
     assert [one.sample for one in finished] == [0, 2]
     assert finished == [everything[0], everything[2]], "the advantages are those of all three"

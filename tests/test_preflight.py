@@ -192,6 +192,28 @@ def test_a_reference_of_another_architecture(told: Callable[..., list[str]], tmp
     assert line.startswith("reference.path: ") and "is another model than model.path" in line
 
 
+@pytest.mark.parametrize(
+    ("overrides", "where", "says"),
+    [
+        (["name=rloo", "clip_low=0.1"], "clip_low", "rloo has no ratio"),
+        (["name=cispo", "dual_clip=3.0"], "dual_clip", "no minimum of two"),
+        (["name=gspo", "gae_lambda=0.9"], "gae_lambda", "gspo has no critic"),
+        (["max_rounds=3"], "max_rounds", "dynamic_sampling is off"),
+        (["name=vapo", "gae_lambda=0.9", "critic_warmup_steps=1"], "gae_lambda", "lambda_alpha decides"),
+        (["mismatch_high=3.0"], "mismatch_high", "algorithm.mismatch is off"),
+        (["mismatch=tis", "mismatch_low=0.1"], "mismatch_low", "an upper bound alone"),
+        (["mismatch=icepop", "mismatch_low=6.0"], "mismatch_low", "are 6.0 and 5.0, between which nothing is kept"),
+        (["name=vapo"], "critic_warmup_steps", "50 are all of run.steps (40)"),
+        (["kl_coefficient=0.1"], "kl_coefficient", "as it is before the warm start"),
+    ],
+)
+def test_rules_that_contradict_or_mean_nothing(
+    told: Callable[..., list[str]], overrides: list[str], where: str, says: str
+) -> None:
+    lines = told(*(f"algorithm.{one}" for one in overrides))
+    assert sum(line.startswith(f"algorithm.{where}: ") and says in line for line in lines) == 1, lines
+
+
 def test_a_critic_that_does_not_fit(told: Callable[..., list[str]], tmp_path: Path) -> None:
     """By its own keys, beside everything else; an algorithm without a critic does not look at them."""
     folder = checkpoints.write(tmp_path / "other", "llama", num_attention_heads=2, num_key_value_heads=2)

@@ -65,7 +65,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "gspo": Algorithm(
         group_normalised, sequence_clipped, Rules(aggregation="sequence_mean", clip_low=3e-4, clip_high=4e-4)
     ),  # arXiv 2507.18071
-    "cispo": Algorithm(group_normalised, cispo, Rules()),  # arXiv 2506.13585
+    "cispo": Algorithm(group_normalised, cispo, Rules(clip_low=1.0)),  # arXiv 2506.13585: no lower bound
     "ppo": Algorithm(outcome, clipped, Rules(whiten=True), has_critic=True),  # arXiv 1707.06347
     "vapo": Algorithm(
         outcome,

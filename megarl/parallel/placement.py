@@ -54,6 +54,12 @@ def _recipe_beside(recipe: Recipe, path: str | None, ranks: Ranks, own: dict[str
     )
 
 
+def without_reference(recipe: Recipe) -> Recipe:
+    """For ranks that measure no distance from one."""
+    algorithm = recipe.algorithm.model_copy(update={"kl_coefficient": 0.0})
+    return recipe.model_copy(update={"reference": Reference(), "algorithm": algorithm})
+
+
 def slots_beside(recipe: Recipe, uses_critic: bool) -> dict[str, range]:
     """The slots of each model beside the policy, by the branch of the recipe that describes it."""
     found = {}

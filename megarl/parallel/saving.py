@@ -143,6 +143,8 @@ def _start_states(optimizer: ChainedOptimizer) -> None:
     for chained in optimizer.chained_optimizers:
         inner = chained.optimizer
         if not isinstance(inner, torch.optim.AdamW):
+            if not inner.state and chained.init_state_fn is not None:  # a fused one that has not stepped yet
+                chained.init_state_fn(inner, chained.config)
             continue
         for param in (param for group in inner.param_groups for param in group["params"]):
             if not inner.state[param]:

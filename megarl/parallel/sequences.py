@@ -41,6 +41,7 @@ class PackedTargets:
     advantage_T: torch.Tensor
     engine_logp_T: torch.Tensor
     nll_weight_T: torch.Tensor
+    is_stale_T: torch.Tensor
     sequence_T: torch.Tensor  # int64, the sequence of each token, the number of sequences for padding
     reference_logp_T: torch.Tensor | None = None
 
@@ -144,6 +145,7 @@ def pack(
             advantage_T=targets("advantage_T", np.float32),
             engine_logp_T=targets("engine_logp_T", np.float32),
             nll_weight_T=row([_nll_weights(one) for one in sequences], np.float32),
+            is_stale_T=row([np.full(len(one.token_ids_T), one.is_stale) for one in sequences], np.bool_),
             sequence_T=on_device(sequence_T),
             reference_logp_T=row(reference_logp, np.float32),
         ),

@@ -1,0 +1,72 @@
+"""Rules of an algorithm that contradict each other, or that nothing reads."""
+
+from __future__ import annotations
+
+from megarl.algos import ALGORITHMS, rules_of
+from megarl.algos.mismatch import MISMATCH_BOUNDS
+from megarl.algos.surrogates import cispo, reinforce
+from megarl.config import Recipe
+from megarl.types import Rules, UserFault
+
+_OF_CRITIC = ("gamma", "gae_lambda", "critic_lambda", "lambda_alpha", "critic_warmup_steps")
+_OF_SAMPLING = ("oversample", "max_rounds", "when_short")
+
+
+def rule_faults(recipe: Recipe) -> list[UserFault]:
+    """All that is wrong with the recipe's rules; of an unknown algorithm nothing is known."""
+    name = recipe.algorithm.name
+    if name not in ALGORITHMS:
+        return []
+    rules = rules_of(name, recipe.algorithm)
+    unread = _unread(name, rules)
+    faults = [
+        UserFault(f"algorithm.{key}", f"is set, and {unread[key]}", "leave it out")
+        for key in recipe.algorithm.given
+        if key in unread
+    ]
+    return faults + _bounds_faults(rules) + _start_faults(recipe, rules)
+
+
+def _unread(name: str, rules: Rules) -> dict[str, str]:
+    """Rule -> why it means nothing beside the others."""
+    row, found = ALGORITHMS[name], {}
+    if row.surrogate is reinforce:
+        found |= dict.fromkeys(("clip_low", "clip_high", "dual_clip"), f"{name} has no ratio")
+    if row.surrogate is cispo:
+        found["dual_clip"] = f"{name} has no minimum of two objectives"
+    if not row.has_critic:
+        found |= dict.fromkeys(_OF_CRITIC, f"{name} has no critic")
+    if not rules.dynamic_sampling:
+        found |= dict.fromkeys(_OF_SAMPLING, "algorithm.dynamic_sampling is off")
+    if rules.lambda_alpha:
+        found["gae_lambda"] = "algorithm.lambda_alpha decides for the policy (0: not), critic_lambda for the critic"
+    if rules.mismatch == "off":
+        found |= dict.fromkeys(("mismatch_low", "mismatch_high"), "algorithm.mismatch is off")
+    if rules.mismatch == "tis":
+        found["mismatch_low"] = "tis has an upper bound alone"
+    return found
+
+
+def _bounds_faults(rules: Rules) -> list[UserFault]:
+    if rules.mismatch == "off":
+        return []
+    low, high = MISMATCH_BOUNDS[rules.mismatch]
+    low = low if rules.mismatch_low is None else rules.mismatch_low
+    high = high if rules.mismatch_high is None else rules.mismatch_high
+    if low < high:
+        return []
+    problem = f"the bounds of {rules.mismatch} are {low} and {high}, between which nothing is kept"
+    return [UserFault("algorithm.mismatch_low", problem, "set it below algorithm.mismatch_high")]
+
+
+def _start_faults(recipe: Recipe, rules: Rules) -> list[UserFault]:
+    """Of what a run begins with."""
+    faults = []
+    if ALGORITHMS[recipe.algorithm.name].has_critic and rules.critic_warmup_steps >= recipe.run.steps:
+        problem = f"{rules.critic_warmup_steps} are all of run.steps ({recipe.run.steps}): the policy would never learn"
+        faults.append(UserFault("algorithm.critic_warmup_steps", problem, f"set it below {recipe.run.steps}"))
+    if rules.kl_coefficient and recipe.warm_start.steps and recipe.reference.path is None:
+        problem = f"{rules.kl_coefficient}, but the reference is model.path as it is before the warm start"
+        mend = "set it to 0, warm_start.steps to 0, or name reference.path"
+        faults.append(UserFault("algorithm.kl_coefficient", problem, mend))
+    return faults
