@@ -165,14 +165,14 @@ def test_random_boxes(sides: Sides, gpus_per_node: int, slack: int) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(layouts(), st.booleans(), st.integers(1, 16), st.integers(0, 50_000))
 def test_many_real_models(layout: Layouts, transformer_engine: bool, gpus_per_node: int, slack: int) -> None:
     check(sides_of(layout, transformer_engine), gpus_per_node, slack)
 
 
 @pytest.mark.slow
-@settings(max_examples=1_000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(of_random_boxes(), st.integers(1, 5), st.integers(0, 10_000))
 def test_many_random_boxes(sides: Sides, gpus_per_node: int, slack: int) -> None:
     check(sides, gpus_per_node, slack)
