@@ -247,7 +247,8 @@ class RewardRanks(Ranks):
             calls[worker.call("score", *(rollout.refs[index] for index in own))] = worker.name
         summaries = list(rollout.summaries)
         for rank, scores in enumerate(self._cluster.gather(calls)):
-            for index, scores_G in zip(range(self._layout.coords(rank).dp, count, dp), scores or (), strict=False):
+            own = range(self._layout.coords(rank).dp, count, dp) if scores is not None else ()  # not on this stage
+            for index, scores_G in zip(own, scores or (), strict=True):
                 if not np.isfinite(scores_G).all():
                     asked = rollout.summaries[index].prompt_text
                     problem, mend = f"scores {scores_G} in answer to {asked!r}", "use another model, or model.dtype"

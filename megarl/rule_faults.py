@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.algos import ALGORITHMS, rules_of
-from megarl.algos.mismatch import MISMATCH_BOUNDS
+from megarl.algos.mismatch import bounds
 from megarl.algos.surrogates import cispo, reinforce
 from megarl.config import Recipe
 from megarl.types import Rules, UserFault
@@ -50,9 +50,7 @@ def _unread(name: str, rules: Rules) -> dict[str, str]:
 def _bounds_faults(rules: Rules) -> list[UserFault]:
     if rules.mismatch == "off":
         return []
-    low, high = MISMATCH_BOUNDS[rules.mismatch]
-    low = low if rules.mismatch_low is None else rules.mismatch_low
-    high = high if rules.mismatch_high is None else rules.mismatch_high
+    low, high = bounds(rules)
     if low < high:
         return []
     problem = f"the bounds of {rules.mismatch} are {low} and {high}, between which nothing is kept"

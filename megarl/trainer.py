@@ -96,7 +96,7 @@ class Trainer:
         this rank's samples. Metrics of each update as of `train_step`.
         """
         row, rules = ALGORITHMS[algorithm], rules_of(algorithm, self._recipe.algorithm)
-        by_id = dict(zip(group_ids, given, strict=False))
+        by_id = dict(zip(group_ids, given[: len(group_ids)], strict=True))
         shares = [
             train_sequences(update.micro_batches[0], by_id, rules.aggregation, update.nll_weight(rules.positive_nll))
             for update in updates

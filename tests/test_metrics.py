@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.metrics import eval_metrics, pick_samples, rollout_metrics, train_metrics
+from megarl.metrics import critic_metrics, eval_metrics, pick_samples, rollout_metrics, train_metrics
 from megarl.types import GroupSummary
 
 QUICKSTART = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
@@ -87,3 +87,22 @@ def test_samples_come_from_as_many_groups_as_possible() -> None:
     assert [sample["response"] for sample in pick_samples(groups, 4)] == ["a0", "b0", "a1", "b1"]
     assert len(pick_samples(groups, 99)) == 5
     assert pick_samples([], 3) == []
+
+
+def test_what_a_critics_values_explain_of_the_returns() -> None:
+    """Returns 0, 1, 1, 2 (variance 1/2); values 0.5 too low for two of them: the errors' variance is 1/16."""
+    update = {"loss": 0.3, "grad_norm": 2.0, "tokens": 4.0, "clipped": 1.0, "value": 3.0, "return": 4.0,
+              "return_square": 6.0, "error": 1.0, "error_square": 0.5}  # fmt: skip
+    found = critic_metrics([update, update])
+    assert found["critic/explained_variance"] == pytest.approx(1 - (0.125 - 0.0625) / 0.5)
+    assert (found["critic/loss"], found["critic/clipped"], found["critic/value_mean"]) == (0.3, 0.25, 0.75)
+    flat = update | {"return": 4.0, "return_square": 4.0}
+    assert critic_metrics([flat])["critic/explained_variance"] == 0.0, "nothing to explain"
+
+
+def test_the_effective_sample_size_is_a_share_of_the_tokens() -> None:
+    """Kish: weights 1, 1, 0, 0 are as good as half of the samples."""
+    stats = {"loss": 0.0, "grad_norm": 1.0, "tokens": 4.0, "mismatch_weight": 2.0, "mismatch_weight_square": 2.0}
+    found = train_metrics([stats])
+    assert found["train/mismatch_ess"] == pytest.approx(0.5)
+    assert "train/mismatch_weight_square" not in found

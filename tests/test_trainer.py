@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,8 @@ def explore(trainer: Any) -> dict[str, Any]:
 
     facts["on_policy"] = trainer.train_step(part(batches, 50.0), 0.0, weighted_loss)
     facts["off_policy"] = trainer.train_step(part(batches, 50.0, old_logp=facts["logprobs"]), 0.0, weighted_loss)
+    stale = [[replace(one, is_stale=index % 2 == 0) for index, one in enumerate(batch)] for batch in batches]
+    facts["stale"] = trainer.train_step(part(stale, 50.0), 0.0, _distances)
     facts["grpo"] = [trainer.train("grpo", *one) for one in (_step(1), _step(2))]
     facts["sft"] = [trainer.train("sft", *_step(1)) for _ in range(8)]
     facts["idle_share"] = _idle_share()
@@ -88,6 +91,19 @@ def _idle_share() -> float:
     start_s, cpu_s = time.perf_counter(), time.process_time()
     time.sleep(IDLE_S)
     return (time.process_time() - cpu_s) / (time.perf_counter() - start_s)
+
+
+def _distances(
+    logp_T: torch.Tensor, entropy_T: torch.Tensor, old_logp_T: torch.Tensor, targets: Any
+) -> tuple[torch.Tensor, dict]:
+    """How far the old policy's word is from the engine's and the policy's own, over stale tokens and the others."""
+    mask_T, is_stale_T = targets.loss_mask_T, targets.is_stale_T
+    stats = {}
+    for kind, of_T in (("stale", mask_T & is_stale_T), ("fresh", mask_T & ~is_stale_T)):
+        stats[f"{kind}_tokens"] = of_T.sum()
+        stats[f"{kind}_to_engine"] = torch.where(of_T, (old_logp_T - targets.engine_logp_T).abs(), 0.0).sum()
+        stats[f"{kind}_to_policy"] = torch.where(of_T, (old_logp_T - logp_T.detach()).abs(), 0.0).sum()
+    return logp_T.sum() * 0.0, stats
 
 
 def _infinite_loss(
@@ -146,6 +162,13 @@ def test_metrics_are_the_same_on_every_rank(world: list[dict[str, Any]]) -> None
 def test_supervised_steps_learn(world: list[dict[str, Any]]) -> None:
     losses = [metrics["loss"] for (metrics,) in world[0]["sft"]]
     assert losses[-1] < 0.5 * losses[0]
+
+
+def test_samples_of_an_earlier_policy_are_held_to_what_the_engine_said(world: list[dict[str, Any]]) -> None:
+    stats = world[0]["stale"]
+    assert min(stats["stale_tokens"], stats["fresh_tokens"]) > 5
+    assert stats["stale_to_engine"] == stats["fresh_to_policy"] == 0.0
+    assert min(stats["stale_to_policy"], stats["fresh_to_engine"]) > 1.0
 
 
 def test_an_idle_rank_leaves_the_cpu_alone(world: list[dict[str, Any]]) -> None:

@@ -23,7 +23,7 @@ Weighted = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
 def weights(old_logp_T: torch.Tensor, targets: Targets, rules: Rules) -> Weighted:
-    """(weight_T, without a gradient; sums over the masked tokens).
+    """(weight_T, without a gradient; sums over the masked tokens), where rules.mismatch is not off.
 
     tis: min(w, high), truncated (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy
     training"). mis_...: w, but 0 where the ratio leaves [low, high]: of the token; of the sequence's product; of its
@@ -32,10 +32,7 @@ def weights(old_logp_T: torch.Tensor, targets: Targets, rules: Rules) -> Weighte
     """
     mask_T = targets.loss_mask_T
     log_w_T = torch.where(mask_T, old_logp_T - targets.engine_logp_T, 0.0).detach()
-    if rules.mismatch == "off":
-        return torch.ones_like(log_w_T), {}
-    usual = MISMATCH_BOUNDS[rules.mismatch]
-    low, high = (given if given is not None else of for given, of in zip(_given(rules), usual, strict=True))
+    low, high = bounds(rules)
     if rules.mismatch == "tis":
         weight_T = log_w_T.exp().clamp(max=high)
         is_out_T = log_w_T.exp() > high
@@ -48,8 +45,11 @@ def weights(old_logp_T: torch.Tensor, targets: Targets, rules: Rules) -> Weighte
     return weight_T, _statistics(log_w_T, weight_T, mask_T, clipped=torch.zeros_like(mask_T), masked=is_out_T)
 
 
-def _given(rules: Rules) -> tuple[float | None, float | None]:
-    return rules.mismatch_low, rules.mismatch_high
+def bounds(rules: Rules) -> tuple[float, float]:
+    """What the ratio is kept within: as the rules say, else as is usual; of rules whose mismatch is not off."""
+    low, high = MISMATCH_BOUNDS[rules.mismatch]
+    given = rules.mismatch_low, rules.mismatch_high
+    return low if given[0] is None else given[0], high if given[1] is None else given[1]
 
 
 def _statistics(
