@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 from collections.abc import Callable
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from safetensors.torch import load_file
 from torch.distributed.distributed_c10d import PrefixStore
 
 from megarl import checkpoint
-from megarl.device import host_store, join_store, use_loopback
+from megarl.device import join_store
 from megarl.hf_export import Export, export_hf, plan_files
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.layout import TrainLayout
@@ -25,41 +23,25 @@ from megarl.resharding.shards import cells, param_table
 from megarl.resharding.tensors import is_vector
 from megarl.types import ModelShape
 from tests.parallel import checkpoints
-
-FORK = multiprocessing.get_context("fork")  # the heavy imports are done; children use one thread
-TIMEOUT_S = 60.0
+from tests.parallel.worlds import TIMEOUT_S, run_ranks
 
 
-def rank_main(pipe: Connection, port: int, job: Export, damage: str) -> None:
-    torch.set_num_threads(1)
-    use_loopback()
+def export_rank(rank: int, port: int, job: Export, damage: dict[int, str]) -> str:
+    job = replace(job, rank=rank)
+    shards = megatron_map.shards(job.shape, job.layout, rank, job.transformer_engine)
+    table = {name: torch.zeros(size) for name, size in param_table(shards).items()}
+    checkpoint.load_hf(job.source, shards, table)
+    table.pop(damage.get(rank, ""), None)
     try:
-        shards = megatron_map.shards(job.shape, job.layout, job.rank, job.transformer_engine)
-        table = {name: torch.zeros(size) for name, size in param_table(shards).items()}
-        checkpoint.load_hf(job.source, shards, table)
-        table.pop(damage, None)
         export_hf(job, table, PrefixStore("export", join_store(port, TIMEOUT_S)))
-        pipe.send("done")
     except Exception as error:
-        pipe.send(f"{type(error).__name__}: {error}")
+        return f"{type(error).__name__}: {error}"
+    return "done"
 
 
 def export(job: Export, damage: dict[int, str] | None = None) -> list[str]:
     """What every rank says in the end; damage: rank -> a parameter that it does not have."""
-    store, pipes, processes = host_store(TIMEOUT_S), [], []
-    for rank in range(job.layout.world_size):
-        ours, theirs = FORK.Pipe()
-        mine = replace(job, rank=rank), (damage or {}).get(rank, "")
-        processes.append(FORK.Process(target=rank_main, args=(theirs, store.port, *mine), daemon=True))
-        processes[-1].start()
-        pipes.append(ours)
-    try:
-        assert all(pipe.poll(TIMEOUT_S) for pipe in pipes), "a rank does not answer"
-        return [pipe.recv() for pipe in pipes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    return run_ranks(job.layout.world_size, export_rank, job, damage or {})
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,6 @@ def inputs(dtype: str) -> tuple[torch.Tensor, ...]:
 
 def every_case(rank: int, port: int) -> list[tuple[np.ndarray, ...]]:
     """(logp, entropy, hidden's gradient, weight's gradient) of this rank in each case."""
-    device.use_loopback()
     dist.init_process_group("gloo", store=device.join_store(port, TIMEOUT_S), rank=rank, world_size=4)
     groups: dict[int, Any] = {size: dist.new_subgroups(size)[0] for size in (1, 2, 4)}
     found = []

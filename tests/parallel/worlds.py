@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from multiprocessing import forkserver
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -21,9 +16,9 @@ from megarl import device
 from megarl.config import Recipe
 from megarl.parallel.layout import TrainLayout
 from megarl.types import TrainSequence
+from tests import forked
 
 TIMEOUT_S = 120.0
-WORKER_ENV = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 
 
 def recipe(path: Path, layout: TrainLayout, **train: Any) -> Recipe:
@@ -54,18 +49,6 @@ def axes(layout: TrainLayout) -> dict[str, Any]:
     }
 
 
-_server = forkserver.ForkServer()
-_server.set_forkserver_preload(["megarl.trainer", "tests.parallel.worlds"])
-
-
-@contextmanager
-def _own_server() -> Iterator[None]:
-    """Fork from a server of these tests' own: the process-wide one may have imported SGLang."""
-    connect = patch.object(forkserver, "connect_to_new_process", _server.connect_to_new_process)
-    with connect, patch.dict(os.environ, WORKER_ENV):  # the server keeps the environment of its first request
-        yield
-
-
 def run_world(made: Recipe, work: Callable[..., Any], *args: Any) -> list[Any]:
     """`work(trainer, *args)` on every rank of a fresh world; the results by rank, as of `run_ranks`."""
     return run_ranks(made.placement.gpus, _with_trainer, made, work, args)
@@ -83,18 +66,13 @@ def run_ranks(world_size: int, work: Callable[..., Any], *args: Any) -> list[Any
     The processes are forked from a server that has done the imports. Raises RuntimeError with the first rank's
     traceback, or TimeoutError; no process outlives the call.
     """
-    context = multiprocessing.get_context("forkserver")
     store = device.host_store(TIMEOUT_S)
     processes, pipes = [], []
     try:
         for rank in range(world_size):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_rank_main, args=(rank, store.port, theirs, work, args))
-            with _own_server():
-                process.start()
-            theirs.close()
+            process, pipe = forked.start(_rank_main, rank, store.port, work, args)
             processes.append(process)
-            pipes.append(ours)
+            pipes.append(pipe)
         return _collect(pipes)
     finally:
         for process in processes:
@@ -102,7 +80,8 @@ def run_ranks(world_size: int, work: Callable[..., Any], *args: Any) -> list[Any
             process.join()
 
 
-def _rank_main(rank: int, port: int, pipe: Connection, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank_main(pipe: Connection, rank: int, port: int, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    device.use_loopback()
     try:
         pipe.send((True, work(rank, port, *args)))
     except BaseException:

@@ -6,8 +6,6 @@ wrong element anywhere is seen. The processes of a `Pool` are forked once and gi
 
 from __future__ import annotations
 
-import gc
-import multiprocessing
 import os
 import signal
 import zlib
@@ -27,8 +25,8 @@ from megarl.resharding.session import Session
 from megarl.resharding.shards import STACK, VOCAB_TENSORS, Box, Shard, cells, param_table, views
 from megarl.resharding.verify import VerifyMode
 from megarl.types import MlaShape, ModelShape
+from tests import forked
 
-FORK = multiprocessing.get_context("fork")  # the heavy imports are done; children use one thread
 TIMEOUT_S = 60.0
 PADDING = 77.0
 Params = dict[str, torch.Tensor]
@@ -107,10 +105,7 @@ class Process:
     """A forked child that answers over a pipe; an exception in it is raised here."""
 
     def __init__(self, work: Callable[..., None], *args: Any) -> None:
-        self.pipe, other = FORK.Pipe()
-        self.process = FORK.Process(target=guarded, args=(work, other, *args), daemon=True)
-        self.process.start()
-        other.close()
+        self.process, self.pipe = forked.start(guarded, work, *args)
 
     def send(self, message: Any) -> None:
         self.pipe.send(message)
@@ -133,8 +128,7 @@ class Process:
         self.process.join()
 
 
-def guarded(work: Callable[..., None], pipe: Connection, *args: Any) -> None:
-    gc.freeze()  # the parent's garbage is not this process's to collect: ending a store waits for a thread of its own
+def guarded(pipe: Connection, work: Callable[..., None], *args: Any) -> None:
     torch.set_num_threads(1)
     use_loopback()
     try:
@@ -249,7 +243,7 @@ class Pool:
 
     def __init__(self, size: int) -> None:
         self.slots = [Process(slot_process) for _ in range(size)]
-        self.store = host_store(TIMEOUT_S)  # after the fork: its thread would not be in the children
+        self.store = host_store(TIMEOUT_S)
         self.num_pairs = 0
 
     def open(self, pair: Pair, timeout_s: float = TIMEOUT_S) -> Opened:
