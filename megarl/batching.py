@@ -36,6 +36,24 @@ def key_of(ref: SampleRef) -> Key:
     return ref.group, ref.sample
 
 
+def pieces_of(
+    refs: Sequence[SampleRef], arrays: Sequence[FloatArray] | None, readers: Sequence[frozenset[Key]]
+) -> tuple[Piece, ...]:
+    """For each reader what is said of the responses that it reads.
+
+    arrays: one per sample, aligned like the whole sequence; None: nothing is said here.
+    """
+    found: Piece = {}
+    if arrays is not None:
+        found = {key_of(ref): one_T[-ref.response_length :] for ref, one_T in zip(refs, arrays, strict=True)}
+    return tuple({key: found[key] for key in found.keys() & reader} for reader in readers)
+
+
+def spread(response_T: FloatArray, ref: SampleRef) -> FloatArray:
+    """What is said of a response's tokens, aligned like the whole sequence; 0 on its prompt."""
+    return np.pad(response_T, (ref.length - ref.response_length, 0))
+
+
 @dataclass(frozen=True)
 class Update:
     """One optimizer update: micro_batches[dp_rank] are that rank's; the loss sum of all is divided by denominator.

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
-from megarl.types import Aggregation, Estimator, Mismatch, WhenShort
+from megarl.types import Aggregation, Estimator, KlPlace, Mismatch, WhenShort
 
 Count = Annotated[int, Field(ge=1)]
 Text = Annotated[str, Field(min_length=1)]
@@ -67,14 +67,17 @@ class Algorithm(Branch):
     aggregation: Aggregation | None = None
     kl_coefficient: NonNegative | None = None
     kl_estimator: Estimator | None = None
+    kl_place: KlPlace | None = None
     entropy_coefficient: NonNegative | None = None
     whiten: bool | None = None
-    gamma: Annotated[float, Field(gt=0, le=1)] | None = None
+    gamma: Share | None = None
     gae_lambda: Share | None = None
     critic_lambda: Share | None = None
+    value_clip: Positive | None = None
     lambda_alpha: NonNegative | None = None
     positive_nll: NonNegative | None = None
     critic_warmup_steps: Annotated[int, Field(ge=0)] | None = None
+    process_scale: Positive | None = None
     mismatch: Mismatch | None = None
     mismatch_low: NonNegative | None = None
     mismatch_high: Positive | None = None
@@ -197,16 +200,15 @@ class Ranks(Branch):
 
 
 class Critic(Branch):
-    """The value model of algorithms that have one: a language model's or a classifier's checkpoint with one score.
+    """The model that learns beside the policy, of algorithms that have one; for PRIME its implicit reward model.
 
-    `path`, `lr` and `warmup_steps` are the policy's unless they are set. Values are kept within `value_clip` of those
-    before the step, where it is set.
+    A critic's checkpoint is a language model's or a classifier's with one score, the reward model's a language model's.
+    `path`, `lr` and `warmup_steps` are the policy's unless they are set.
     """
 
     path: Text | None = None
     lr: Positive | None = None
     warmup_steps: Annotated[int, Field(ge=0)] | None = None
-    value_clip: Positive | None = None
     ranks: Ranks = Field(default_factory=Ranks)
 
 

@@ -119,11 +119,15 @@ def learn(
         mend = "raise it, or set algorithm.overlong_filter to false"
         raise UserFault("rollout.max_response_tokens", "every response of the step was cut", mend)
     if critic:
+        if rules.pays_kl:
+            with record.phase("observe"):
+                lend("train")
+                trainers.observe(name, samples, groups.refs, critic.plan_of(samples))
         with record.phase("critic"):
             lend("critic")
             critic.values(samples, groups.refs, trainers.plan_of(name, samples))
-            train = critic.recipe.train
-            record.add(critic_metrics(critic.train(warmed_up(train.lr, train.warmup_steps, record.step))))
+            lr = warmed_up(critic.recipe.train.lr, critic.recipe.train.warmup_steps, record.step)
+            record.add(critic_metrics(critic.train(lr, trainers if rules.pays_kl else None)))
     record.add(rollout_metrics(groups.summaries))
     record.samples(groups.summaries)
     before = rules.critic_warmup_steps if critic else 0

@@ -61,12 +61,20 @@ def train_metrics(updates: Sequence[Metrics]) -> Metrics:
 
 
 def critic_metrics(updates: Sequence[Metrics]) -> Metrics:
-    """Of a critic's updates, by `value_loss`'s sums; what is explained is by the values before the step.
+    """Of a critic's updates, by `value_loss`'s sums, or of an implicit reward model's, by those of `outcome_loss`.
 
-    Explained variance: 1 - Var(return - value) / Var(return); 0 where all returns are the same.
+    What is explained is by the values before the step: 1 - Var(return - value) / Var(return); 0 where all returns are
+    the same. right: the share of tokens in responses whose reward's sign says the outcome.
     """
     stats = _over_updates(updates)
     tokens = stats["tokens"]
+    if "right" in stats:
+        return {
+            "critic/loss": stats["loss"],
+            "critic/grad_norm": stats["grad_norm"],
+            "critic/right": stats["right"] / tokens,
+            "critic/reward_mean": stats["reward"] / tokens,
+        }
     means = {name: stats[name] / tokens for name in ("return", "return_square", "error", "error_square")}
     variance = means["return_square"] - means["return"] ** 2
     unexplained = means["error_square"] - means["error"] ** 2

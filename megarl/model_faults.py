@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarl import checkpoint
-from megarl.algos import has_critic, has_reference
+from megarl.algos import ALGORITHMS, has_critic, has_reference
 from megarl.config import Recipe
-from megarl.parallel.hf_config import hf_facts, model_shape, scorer_shape
+from megarl.parallel.hf_config import beside_shape, hf_facts, model_shape
 from megarl.parallel.placement import critic_recipe, reward_recipe, train_layout
 from megarl.rollout.prompts import chat, load_tokenizer
 from megarl.types import ModelShape, UserFault
@@ -51,17 +51,17 @@ def critic_faults(recipe: Recipe) -> Faults:
     """Of the critic's checkpoint and ranks, where the algorithm has one."""
     if not has_critic(recipe.algorithm.name):
         return []
-    own = critic_recipe(recipe)
+    own, says = critic_recipe(recipe), ALGORITHMS[recipe.algorithm.name].critic
     is_policys = own.model.path == recipe.model.path
-    faults = _scorer_faults(own, "critic", is_known=is_policys)
+    faults = _faults_beside(own, "critic", says, is_known=is_policys)
     if faults or is_policys:
         return faults
     try:
         vocab_size = model_shape(recipe.model.path).vocab_size
     except UserFault:
         return []  # told of the policy
-    if scorer_shape(own.model.path).vocab_size < vocab_size:
-        problem = f"{own.model.path} has a vocabulary of {scorer_shape(own.model.path).vocab_size}, the policy of"
+    if beside_shape(own.model.path, says).vocab_size < vocab_size:
+        problem = f"{own.model.path} has a vocabulary of {beside_shape(own.model.path, says).vocab_size}, the policy of"
         faults.append(UserFault("critic.path", f"{problem} {vocab_size}", "use a model with the policy's tokenizer"))
     longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
     if hf_facts(own.model.path).max_positions < longest:
@@ -75,7 +75,7 @@ def reward_model_faults(recipe: Recipe, rows: Sequence[Mapping[str, Any]]) -> Fa
     path = recipe.reward_model.path
     if path is None:
         return []
-    faults = _scorer_faults(reward_recipe(recipe), "reward_model", is_known=False)
+    faults = _faults_beside(reward_recipe(recipe), "reward_model", "values", is_known=False)
     if faults:
         return faults
     if checkpoint.without_head(path):
@@ -94,11 +94,11 @@ def reward_model_faults(recipe: Recipe, rows: Sequence[Mapping[str, Any]]) -> Fa
     return []
 
 
-def _scorer_faults(own: Recipe, branch: str, is_known: bool) -> Faults:
-    """own: the recipe of the scorer's ranks. is_known: what is wrong with its checkpoint is told elsewhere."""
+def _faults_beside(own: Recipe, branch: str, says: str, is_known: bool) -> Faults:
+    """own: the recipe of its ranks. is_known: what is wrong with its checkpoint is told elsewhere."""
     path = own.model.path
     try:
-        shape = scorer_shape(path)
+        shape = beside_shape(path, says)
         hf_facts(path)
     except UserFault as fault:
         return [] if is_known else [_renamed(fault, branch)]

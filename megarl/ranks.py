@@ -11,16 +11,20 @@ from pathlib import Path
 import numpy as np
 
 from megarl import device
-from megarl.algos import has_critic, rules_of
+from megarl.algos import ALGORITHMS, has_critic, rules_of
 from megarl.batching import SampleRef, Update, key_of, plan_updates
 from megarl.cluster import Cluster, Ref
 from megarl.config import Recipe
 from megarl.flops import speed, train_work
-from megarl.parallel.hf_config import model_shape, scorer_shape
+from megarl.parallel.hf_config import beside_shape, model_shape, scorer_shape
 from megarl.parallel.placement import critic_recipe, reward_recipe, slots_beside, train_layout
 from megarl.snapshots import Digest
 from megarl.trainer import Published
-from megarl.types import GroupSummary, Metrics, ModelShape, Rules, UserFault
+from megarl.types import Aggregation, GroupSummary, Metrics, ModelShape, Rules, UserFault
+
+# Of the model beside the policy, by what it says of tokens: its rank's class, and what people call it.
+_TARGETS = {"values": "megarl.critic:Critic", "process_rewards": "megarl.process_rewards:ProcessRewards"}
+_NAMES = {"values": "critic", "process_rewards": "implicit reward model"}
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ class Ranks:
             for rank, worker in enumerate(self.workers)
         }
         self._lenders = [worker for worker, slot in zip(self.workers, slots, strict=True) if slot in shared]
+        self._pieces: list[list[Ref]] = []
 
     def onload(self) -> None:
         self._cluster.call_all(self._lenders, "onload")
@@ -83,6 +88,25 @@ class Ranks:
 
     def load(self, folder: Path) -> None:
         self._call("load", folder)
+
+    def pieces(self, dp: int) -> list[Ref]:
+        """What all ranks said, when they were asked last, to the readers' data-parallel rank `dp`."""
+        return [parts[dp] for parts in self._pieces]
+
+    def _ask(
+        self, method: str, updates: Sequence[Update], refs: Sequence[Ref], readers: Sequence[Update], *first: object
+    ) -> None:
+        """Have each rank say something of its share's tokens, in pieces for those whose plan `readers` is."""
+        wanted = [_keys(_share(readers, at)) for at in range(len(readers[0].micro_batches))]
+        self._pieces, calls = [], {}
+        for rank, worker in enumerate(self.workers):
+            share = _share(updates, self._layout.coords(rank).dp)
+            needed = _groups(share)
+            of_groups = [refs[group] for group in needed]
+            parts = worker.call_many(len(wanted), method, *first, share, wanted, needed, *of_groups)
+            calls |= dict.fromkeys(parts, worker.name)
+            self._pieces.append(parts)
+        self._cluster.await_all(calls)
 
     def plan(self, samples: Sequence[SampleRef], rules: Rules) -> list[Update]:
         """The step's updates; the micro-batches of each by data-parallel rank.
@@ -147,6 +171,12 @@ class TrainingRanks(Ranks):
         """As `train` has the step."""
         return self.plan(samples, rules_of(algorithm, self._recipe.algorithm))
 
+    def observe(
+        self, algorithm: str, samples: Sequence[SampleRef], refs: Sequence[Ref], readers: Sequence[Update]
+    ) -> None:
+        """Have the samples looked at ahead of `train`, for the KL penalties of their tokens; readers: the critic's."""
+        self._ask("observe", self.plan_of(algorithm, samples), refs, readers, algorithm)
+
     def train(
         self,
         algorithm: str,
@@ -175,49 +205,46 @@ class TrainingRanks(Ranks):
 
 
 class CriticRanks(Ranks):
-    """The critic's."""
+    """Of the model that learns beside the policy."""
 
     def __init__(self, cluster: Cluster, recipe: Recipe, shared: frozenset[int]) -> None:
-        own = critic_recipe(recipe)
+        own, kind = critic_recipe(recipe), ALGORITHMS[recipe.algorithm.name].critic
         super().__init__(
             cluster,
             own,
-            scorer_shape(own.model.path),
+            beside_shape(own.model.path, kind),
             shared,
-            name="critic rank",
-            target="megarl.critic:Critic",
+            name=f"{_NAMES[kind]} rank",
+            target=_TARGETS[kind],
             first=recipe.critic.ranks.first_gpu,
-            more=[recipe.critic.ranks.first_gpu, recipe.critic.value_clip],
+            more=[recipe.critic.ranks.first_gpu],
         )
-        self._pieces: list[list[Ref]] = []
+        self._aggregation: Aggregation = "token_mean" if kind == "values" else "sequence_mean"
 
     @property
     def recipe(self) -> Recipe:
         """As these ranks read it."""
         return self._recipe
 
+    def plan_of(self, samples: Sequence[SampleRef]) -> list[Update]:
+        """As these ranks have the step."""
+        rules = rules_of(self._recipe.algorithm.name, self._recipe.algorithm)
+        return self.plan(samples, replace(rules, aggregation=self._aggregation))
+
     def values(self, samples: Sequence[SampleRef], refs: Sequence[Ref], readers: Sequence[Update]) -> None:
         """Have every sample's tokens valued, for `pieces` and `train`; readers: the policy's own plan of the step."""
-        rules = rules_of(self._recipe.algorithm.name, self._recipe.algorithm)
-        updates = self.plan(samples, replace(rules, aggregation="token_mean"))
-        wanted = [_keys(_share(readers, at)) for at in range(len(readers[0].micro_batches))]
-        self._pieces, calls = [], {}
+        self._ask("values", self.plan_of(samples), refs, readers)
+
+    def train(self, lr: float, rewards: Ranks | None) -> list[Metrics]:
+        """All optimizer updates of the step on what was valued last; metrics of each, sums as of its loss.
+
+        rewards: ranks that were asked for the tokens' own.
+        """
+        calls = {}
         for rank, worker in enumerate(self.workers):
-            share = _share(updates, self._layout.coords(rank).dp)
-            needed = _groups(share)
-            of_groups = [refs[group] for group in needed]
-            parts = worker.call_many(len(wanted), "values", share, wanted, needed, *of_groups)
-            calls |= dict.fromkeys(parts, worker.name)
-            self._pieces.append(parts)
-        self._cluster.await_all(calls)
-
-    def pieces(self, dp: int) -> list[Ref]:
-        """What all ranks said of the samples of the policy's data-parallel rank `dp`."""
-        return [parts[dp] for parts in self._pieces]
-
-    def train(self, lr: float) -> list[Metrics]:
-        """All optimizer updates of the step on what was valued last; metrics of each, sums as of `value_loss`."""
-        return self._merged({worker.call("train", lr): worker.name for worker in self.workers})
+            pieces = rewards.pieces(self._layout.coords(rank).dp) if rewards else []
+            calls[worker.call("train", lr, *pieces)] = worker.name
+        return self._merged(calls)
 
 
 class RewardRanks(Ranks):

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megarl.algos import has_critic
+from megarl.algos import ALGORITHMS, has_critic
 from megarl.config import Recipe
 from megarl.fleet import Fleet
-from megarl.parallel.hf_config import model_shape, scorer_shape
+from megarl.parallel.hf_config import beside_shape, model_shape
 from megarl.parallel.placement import critic_recipe
 from megarl.rollout.prompts import PromptStream
 from megarl.snapshots import Snapshot, Snapshots
@@ -65,7 +65,8 @@ def _critic_of(recipe: Recipe) -> dict[str, object] | None:
     if not has_critic(recipe.algorithm.name):
         return None
     own = critic_recipe(recipe)
-    return {"shape": asdict(scorer_shape(own.model.path)), "ep": own.train.ep}
+    says = ALGORITHMS[recipe.algorithm.name].critic
+    return {"shape": asdict(beside_shape(own.model.path, says)), "ep": own.train.ep}
 
 
 def _critic_faults(found: Snapshot, then: Progress, recipe: Recipe) -> list[UserFault]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from megarl.algos import ALGORITHMS, rules_of
+from megarl.algos import ALGORITHMS, has_critic, rules_of
 from megarl.algos.mismatch import bounds
 from megarl.algos.surrogates import cispo, reinforce
 from megarl.config import Recipe
 from megarl.types import Rules, UserFault
 
-_OF_CRITIC = ("gamma", "gae_lambda", "critic_lambda", "lambda_alpha", "critic_warmup_steps")
+_OF_VALUES = ("gae_lambda", "critic_lambda", "lambda_alpha", "value_clip")
 _OF_SAMPLING = ("oversample", "max_rounds", "when_short")
 
 
@@ -34,8 +34,14 @@ def _unread(name: str, rules: Rules) -> dict[str, str]:
         found |= dict.fromkeys(("clip_low", "clip_high", "dual_clip"), f"{name} has no ratio")
     if row.surrogate is cispo:
         found["dual_clip"] = f"{name} has no minimum of two objectives"
-    if not row.has_critic:
-        found |= dict.fromkeys(_OF_CRITIC, f"{name} has no critic")
+    if row.critic != "values":
+        found |= dict.fromkeys(_OF_VALUES, f"{name} has no critic")
+    if not row.critic:
+        found["critic_warmup_steps"] = f"{name} has no model that learns beside the policy"
+    if not (row.critic or rules.pays_kl):
+        found["gamma"] = f"no token has a reward of its own with {name}"
+    if row.critic != "process_rewards":
+        found["process_scale"] = f"{name} has no process rewards"
     if not rules.dynamic_sampling:
         found |= dict.fromkeys(_OF_SAMPLING, "algorithm.dynamic_sampling is off")
     if rules.lambda_alpha:
@@ -60,7 +66,7 @@ def _bounds_faults(rules: Rules) -> list[UserFault]:
 def _start_faults(recipe: Recipe, rules: Rules) -> list[UserFault]:
     """Of what a run begins with."""
     faults = []
-    if ALGORITHMS[recipe.algorithm.name].has_critic and rules.critic_warmup_steps >= recipe.run.steps:
+    if has_critic(recipe.algorithm.name) and rules.critic_warmup_steps >= recipe.run.steps:
         problem = f"{rules.critic_warmup_steps} are all of run.steps ({recipe.run.steps}): the policy would never learn"
         faults.append(UserFault("algorithm.critic_warmup_steps", problem, f"set it below {recipe.run.steps}"))
     if rules.kl_coefficient and recipe.warm_start.steps and recipe.reference.path is None:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from megarl import checkpoint, credit, device
-from megarl.algos import ALGORITHMS, Loss, has_reference, rules_of
+from megarl.algos import ALGORITHMS, Algorithm, Loss, has_reference, rules_of
 from megarl.algos.losses import kl_T
-from megarl.batching import Piece, Update, key_of, train_sequences
+from megarl.batching import Key, Piece, SampleRef, Update, pieces_of, train_sequences
 from megarl.config import Recipe
 from megarl.hf_export import Export, export_hf
 from megarl.parallel import groups, model, waiting
@@ -30,9 +29,10 @@ from megarl.resharding.member import Member
 from megarl.resharding.publish import SourceHandles, publish
 from megarl.resharding.session import Session
 from megarl.snapshots import Digest
-from megarl.types import FloatArray, Metrics, Rules, TrainSequence
+from megarl.types import FloatArray, Metrics, Rules, SampleGroup, TrainSequence
 
 MicroBatches = Sequence[Sequence[TrainSequence]]
+_OF_POLICIES = ("old_logp", "reference_logp")
 _ROUTING = ("aux_loss", "z_loss", "mtp_loss", "differing_choices", "replayed_choices")
 
 
@@ -82,10 +82,27 @@ class Trainer:
             checkpoint.load_hf(recipe.reference.path or path, shards, self._reference)
         self.offload, self.onload, self.held_bytes = self._model.offload, self._model.onload, device.held_bytes
         self._member: Member | None = None
+        self._observed: list[Part] = []
 
     def params(self) -> dict[str, torch.Tensor]:
         """This rank's weights by the map's names: views of long-lived buffers that every step updates in place."""
         return self._model.params()
+
+    def observe(
+        self,
+        algorithm: str,
+        updates: Sequence[Update],
+        readers: Sequence[frozenset[Key]],
+        group_ids: Sequence[int],
+        *samples: SampleGroup,
+    ) -> tuple[Piece, ...]:
+        """Look at this rank's share of a step ahead of `train`: its tokens' KL penalties, a piece for each reader.
+
+        Pieces are empty but on one of the ranks that hold the same.
+        """
+        self._observed = self._look(algorithm, updates, dict(zip(group_ids, samples, strict=True)))
+        penalties = self._penalties(self._observed, rules_of(algorithm, self._recipe.algorithm))
+        return pieces_of(_refs(updates), penalties if self._model.speaks else None, readers)
 
     def train(
         self, algorithm: str, updates: Sequence[Update], lr: float, group_ids: Sequence[int], *given: Any
@@ -97,45 +114,58 @@ class Trainer:
         """
         row, rules = ALGORITHMS[algorithm], rules_of(algorithm, self._recipe.algorithm)
         by_id = dict(zip(group_ids, given[: len(group_ids)], strict=True))
-        shares = [
-            train_sequences(update.micro_batches[0], by_id, rules.aggregation, update.nll_weight(rules.positive_nll))
-            for update in updates
-        ]
-        if row.has_critic:
-            shares = self._credit(updates, shares, given[len(group_ids) :], rules)
-        if rules.whiten:
-            shares = self._whitened(shares)
-        # Only later updates of a step train a policy that is no longer the one that the ratio is to.
-        # Nobody chose experts for demonstrations.
-        replay = self._recipe.train.replay if row.learns_from == "rewards" else "off"
-        many = len(updates) > 1
-        parts = [self._part(share, one, many, replay) for share, one in zip(shares, updates, strict=True)]
-        if self._reference and row.learns_from == "rewards":
-            with waiting.in_place_of(self.params(), self._reference):
-                parts = [replace(part, reference_logp=self.logprobs(part.micro_batches)) for part in parts]
+        parts = self._observed or self._look(algorithm, updates, by_id)
+        self._observed = []
+        if self._model.is_last_stage:  # on the others nobody reads an advantage
+            parts = self._credited(row, rules, updates, parts, given[len(group_ids) :])
         loss = row.loss(rules)
         gaps = self._replay_gaps(parts[0])
         first, *rest = [self.train_step(part, lr, loss) for part in parts]
         return [first | gaps, *rest]
 
-    def _credit(
-        self, updates: Sequence[Update], shares: Sequence[MicroBatches], pieces: Sequence[Piece], rules: Rules
-    ) -> list[MicroBatches]:
-        """The shares with an advantage for each token."""
-        values = {key: value_T for piece in pieces for key, value_T in piece.items()}
-        refs = [ref for update in updates for batch in update.micro_batches[0] for ref in batch]
-        flat = [one for share in shares for batch in share for one in batch]
-        of_flat = [np.pad(values[key_of(ref)], (ref.length - ref.response_length, 0)) for ref in refs]
-        advantages, _ = credit.by_values(
-            flat, of_flat, gamma=rules.gamma, lam=rules.gae_lambda, alpha=rules.lambda_alpha or None
-        )
-        left = iter(advantages)
-        return [[[replace(one, advantage_T=next(left)) for one in batch] for batch in share] for share in shares]
+    def _look(self, algorithm: str, updates: Sequence[Update], by_id: Mapping[int, SampleGroup]) -> list[Part]:
+        """The shares of a step's updates, with what the old policy and the reference say where that is read."""
+        row, rules = ALGORITHMS[algorithm], rules_of(algorithm, self._recipe.algorithm)
+        # Only later updates of a step train a policy that is no longer the one that the ratio is to.
+        many = len(updates) > 1 or rules.pays_kl
+        # Nobody chose experts for demonstrations.
+        replay = self._recipe.train.replay if row.learns_from == "rewards" else "off"
+        parts = []
+        for update in updates:
+            nll_weight = update.nll_weight(rules.positive_nll)
+            share = train_sequences(update.micro_batches[0], by_id, rules.aggregation, nll_weight)
+            parts.append(self._part(share, update, many, replay))
+        if self._reference and row.learns_from == "rewards":
+            with waiting.in_place_of(self.params(), self._reference):
+                parts = [replace(part, reference_logp=self.logprobs(part.micro_batches)) for part in parts]
+        return parts
 
-    def _whitened(self, shares: Sequence[MicroBatches]) -> list[MicroBatches]:
-        """The shares with their advantages whitened over the step's whole batch."""
-        left = iter(credit.whitened([one for share in shares for batch in share for one in batch], groups.sum_over_dp))
-        return [[[next(left) for _ in batch] for batch in share] for share in shares]
+    def _credited(
+        self, row: Algorithm, rules: Rules, updates: Sequence[Update], parts: Sequence[Part], pieces: Sequence[Piece]
+    ) -> list[Part]:
+        """The parts with an advantage for each token."""
+        flat = credit.credited(
+            row,
+            rules,
+            _refs(updates),
+            [one for part in parts for batch in part.micro_batches for one in batch],
+            {key: value_T for piece in pieces for key, value_T in piece.items()},
+            self._penalties(parts, rules),
+            sum_over_all=groups.sum_over_dp,
+            max_over_all=groups.max_over_dp,
+        )
+        left = iter(flat)
+        return [
+            replace(part, micro_batches=[[next(left) for _ in batch] for batch in part.micro_batches])
+            for part in parts
+        ]
+
+    def _penalties(self, parts: Sequence[Part], rules: Rules) -> list[FloatArray] | None:
+        """What each token pays for its distance from the reference, where it does; None but on the last stage."""
+        if not (rules.pays_kl and self._model.is_last_stage):
+            return None
+        old, reference = ([one for part in parts for one in getattr(part, name)] for name in _OF_POLICIES)
+        return credit.kl_penalties(old, reference, rules)
 
     def _part(self, share: MicroBatches, update: Update, many: bool, replay: str) -> Part:
         """With what the old policy says of it, where that is asked for."""
@@ -280,3 +310,8 @@ class Trainer:
         if self._member is None:
             self._member = Member(session, self.params())
         self._member.run(version, attempt)
+
+
+def _refs(updates: Sequence[Update]) -> list[SampleRef]:
+    """Every sample of this rank's share, in order."""
+    return [ref for update in updates for batch in update.micro_batches[0] for ref in batch]

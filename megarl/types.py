@@ -20,6 +20,7 @@ Metrics = dict[str, float]
 # constant, the longest response there may be (Dr. GRPO, arXiv 2503.20783).
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
 Estimator = Literal["k1", "k2", "k3"]
+KlPlace = Literal["loss", "reward"]
 WhenShort = Literal["train", "stop"]
 Mismatch = Literal["off", "tis", "mis_token", "mis_sequence", "mis_geometric", "icepop"]
 
@@ -172,12 +173,14 @@ class Rules:
     """The numbers and choices of an algorithm beside its functions.
 
     clip_low, clip_high: the ratio is clipped to [1 - low, 1 + high]; low 1: without a lower bound. dual_clip: where the
-    advantage is negative the objective is at least dual_clip times it. kl_coefficient: weight in the loss of the KL to
-    the reference.
+    advantage is negative the objective is at least dual_clip times it. kl_coefficient: weight of the KL to the
+    reference; kl_place: in the loss, or of each token's in its reward, by the policy before the step.
 
-    gamma, gae_lambda: of those with a critic. critic_lambda: of its own targets, if it is another. lambda_alpha: above
+    gamma: of those whose tokens have rewards of their own; gae_lambda: of those with a critic. critic_lambda: of its
+    own targets, if it is another. value_clip: how far from the old one a value is followed. lambda_alpha: above
     0, the policy's lambda is 1 - 1 / (alpha x length). positive_nll: weight in the loss of -log p of correct
     samples, a mean over their tokens. critic_warmup_steps: first steps, in which the critic alone learns.
+    process_scale: of the log-ratio that is a token's process reward.
 
     mismatch: how the difference between the engine's and the trainer's probabilities is met, within the bounds; None:
     the usual ones.
@@ -194,14 +197,17 @@ class Rules:
     aggregation: Aggregation = "token_mean"
     kl_coefficient: float = 0.0
     kl_estimator: Estimator = "k3"
+    kl_place: KlPlace = "loss"
     entropy_coefficient: float = 0.0
     whiten: bool = False  # advantages over the whole batch's tokens
     gamma: float = 1.0
     gae_lambda: float = 0.95
     critic_lambda: float | None = None
+    value_clip: float | None = None
     lambda_alpha: float = 0.0
     positive_nll: float = 0.0
     critic_warmup_steps: int = 0
+    process_scale: float = 0.05
     mismatch: Mismatch = "off"
     mismatch_low: float | None = None
     mismatch_high: float | None = None
@@ -211,3 +217,8 @@ class Rules:
     when_short: WhenShort = "train"
     overlong_share: float = 0.0
     overlong_filter: bool = False
+
+    @property
+    def pays_kl(self) -> bool:
+        """Whether the distance from the reference is part of the tokens' rewards."""
+        return self.kl_place == "reward" and self.kl_coefficient > 0

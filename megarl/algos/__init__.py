@@ -32,15 +32,16 @@ class RecipeOfAlgorithm(Protocol):
 class Algorithm:
     """One row: rewards_G -> advantage_G; the objective of a token; the rules, which a recipe may set otherwise.
 
-    With a critic, GAE makes advantages of tokens out of those of samples.
-    A row without an objective learns from demonstrations and is for the warm start; the others are for
-    `algorithm.name`.
+    critic: what the model that learns beside the policy says of each token. GAE makes advantages of its values, which
+    are sums of process rewards otherwise. greedy_baseline: each group has a greedy sample too, whose reward is taken
+    from the others' before they become advantages. A row without an objective learns from demonstrations.
     """
 
     advantage: Callable[[torch.Tensor], torch.Tensor]
     surrogate: Surrogate | None
     rules: Rules
-    has_critic: bool = False
+    critic: Literal["", "values", "process_rewards"] = ""
+    greedy_baseline: bool = False
 
     @property
     def learns_from(self) -> Literal["rewards", "demonstrations"]:
@@ -66,20 +67,38 @@ ALGORITHMS: dict[str, Algorithm] = {
         group_normalised, sequence_clipped, Rules(aggregation="sequence_mean", clip_low=3e-4, clip_high=4e-4)
     ),  # arXiv 2507.18071
     "cispo": Algorithm(group_normalised, cispo, Rules(clip_low=1.0)),  # arXiv 2506.13585: no lower bound
-    "ppo": Algorithm(outcome, clipped, Rules(whiten=True), has_critic=True),  # arXiv 1707.06347
+    "remax": Algorithm(
+        outcome, reinforce, Rules(aggregation="sequence_sum"), greedy_baseline=True
+    ),  # arXiv 2310.10505
+    "reinforce_pp": Algorithm(
+        outcome, clipped, Rules(whiten=True, kl_coefficient=0.001, kl_estimator="k1", kl_place="reward")
+    ),  # arXiv 2501.03262
+    "reinforce_pp_baseline": Algorithm(
+        centred, clipped, Rules(whiten=True, kl_coefficient=0.001, kl_estimator="k1", kl_place="reward")
+    ),  # the same, section 3
+    "on_policy_distillation": Algorithm(
+        torch.zeros_like, clipped, Rules(gamma=0.0, kl_coefficient=1.0, kl_estimator="k1", kl_place="reward")
+    ),  # reverse KL to the reference of each token by itself: arXiv 2306.13649, section 3
+    "prime": Algorithm(leave_one_out, clipped, Rules(), critic="process_rewards"),  # arXiv 2502.01456
+    "ppo": Algorithm(
+        outcome,
+        clipped,
+        Rules(whiten=True, value_clip=0.2, kl_coefficient=0.001, kl_estimator="k1", kl_place="reward"),
+        critic="values",
+    ),  # arXiv 1707.06347, 2203.02155
     "vapo": Algorithm(
         outcome,
         clipped,
         Rules(clip_high=0.28, critic_lambda=1.0, lambda_alpha=0.05, positive_nll=0.1, critic_warmup_steps=50),
-        has_critic=True,
+        critic="values",
     ),  # arXiv 2504.05118
     "sft": Algorithm(torch.zeros_like, None, Rules()),
 }
 
 
 def has_critic(name: str) -> bool:
-    """Whether there is such an algorithm, and it has a critic."""
-    return name in ALGORITHMS and ALGORITHMS[name].has_critic
+    """Whether there is such an algorithm, and a model learns beside its policy."""
+    return name in ALGORITHMS and bool(ALGORITHMS[name].critic)
 
 
 def rules_of(name: str, recipe: RecipeOfAlgorithm) -> Rules:

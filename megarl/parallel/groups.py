@@ -98,6 +98,15 @@ def reduced(stats: Sequence[Mapping[str, torch.Tensor]]) -> Metrics:
 
 def sum_over_dp(values: torch.Tensor) -> torch.Tensor:
     """The sum of this rank's values and its data-parallel peers'."""
-    summed = values.to(device.DEVICE, copy=True)
-    dist.all_reduce(summed, group=dp_group())
-    return summed.to(values.device)
+    return _over_dp(values, dist.ReduceOp.SUM)
+
+
+def max_over_dp(values: torch.Tensor) -> torch.Tensor:
+    """The largest of this rank's values and its data-parallel peers', of each."""
+    return _over_dp(values, dist.ReduceOp.MAX)
+
+
+def _over_dp(values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+    found = values.to(device.DEVICE, copy=True)
+    dist.all_reduce(found, op=op, group=dp_group())
+    return found.to(values.device)

@@ -35,7 +35,7 @@ def learn(rank: int, port: int, made: Any, takes_turns: bool) -> dict[str, Any]:
     from megarl.critic import Critic
     from megarl.parallel.pipeline import Norms
 
-    critic: Any = Critic(rank, made, port, value_clip=0.2)
+    critic: Any = Critic(rank, made, port)
     layout = critic.layout
     sequences = ragged(14, VOCAB_SIZE, seed=3)
     micro_batches = deal(sequences, layout.coords(rank).dp, layout.dp, micro_batches=4)

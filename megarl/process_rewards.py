@@ -1,0 +1,90 @@
+"""One rank of PRIME's implicit reward model: process rewards of all tokens, and steps towards the outcomes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from megarl import checkpoint
+from megarl.algos.losses import outcome_loss
+from megarl.batching import Piece, SampleRef
+from megarl.beside import Beside, MicroBatches
+from megarl.config import Recipe
+from megarl.parallel import groups, waiting
+from megarl.parallel.hf_config import model_shape
+from megarl.parallel.pipeline import Norms
+from megarl.parallel.sequences import PackedRow, dealt, unpack
+from megarl.types import FloatArray, Metrics, TrainSequence
+
+
+class ProcessRewards(Beside):
+    """A rank of it (arXiv 2502.01456): a language model whose log-ratio to what it began as rewards each token."""
+
+    aggregation = "sequence_mean"
+
+    def __init__(self, rank: int, recipe: Recipe, store_port: int, first_gpu: int = 0) -> None:
+        super().__init__(rank, recipe, store_port, model_shape(recipe.model.path), first_gpu)
+        self._reference = waiting.room_for(self.params())
+        checkpoint.load_hf(recipe.model.path, self._shards, self._reference)
+        self._reference_logp: list[list[FloatArray] | None] = []  # of the shares that were valued, for `train_step`
+
+    def values(self, *said: Any) -> tuple[Piece, ...]:
+        self._reference_logp = []
+        return super().values(*said)
+
+    def values_of(self, micro_batches: MicroBatches) -> list[FloatArray] | None:
+        """One array per sequence, in order: each token's process_scale x log(model / reference) (the first: 0).
+
+        None on all but the last pipeline stage.
+        """
+        own = self._logprobs(micro_batches)
+        with waiting.in_place_of(self.params(), self._reference):
+            reference = self._logprobs(micro_batches)
+        self._reference_logp.append(reference)
+        if own is None or reference is None:
+            return None
+        scale = self._rules.process_scale
+        return [scale * (one_T - other_T) for one_T, other_T in zip(own, reference, strict=True)]
+
+    def _logprobs(self, micro_batches: MicroBatches) -> list[FloatArray] | None:
+        def keep(row: PackedRow, logp_T: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, list[FloatArray]]:
+            return logp_T.sum(), unpack(row, logp_T)
+
+        results = self._model.pipeline.run([self._pack(batch) for batch in micro_batches], keep)
+        return [array for arrays in results for array in arrays] if self._model.is_last_stage else None
+
+    def labelled(self, micro_batches: MicroBatches, refs: Sequence[SampleRef]) -> MicroBatches:
+        """With the outcome in the advantage's place."""
+        left = iter(refs)
+
+        def label(one: TrainSequence) -> TrainSequence:
+            return replace(one, advantage_T=one.loss_mask_T.astype(np.float32) * next(left).is_correct)
+
+        return [[label(one) for one in batch] for batch in micro_batches]
+
+    def train_step(
+        self,
+        micro_batches: MicroBatches,
+        values: Sequence[FloatArray] | None,
+        norms: Norms,
+        lr: float,
+        rewards: Sequence[FloatArray] | None = None,
+    ) -> Metrics:
+        """One update towards the outcomes, on the first share valued of those left; statistics of `outcome_loss`."""
+
+        def apply_loss(
+            row: PackedRow, logp_T: torch.Tensor, _: torch.Tensor
+        ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            loss_sum, stats = outcome_loss(logp_T, row.targets, scale=self._rules.process_scale)
+            return loss_sum, {"loss": loss_sum.detach() / norms.denominator, **stats}
+
+        reference = dealt(self._reference_logp.pop(0), micro_batches)
+        rows = [self._pack(*one) for one in zip(micro_batches, reference, strict=True)]
+        self._model.zero_grad()
+        stats = self._model.pipeline.run(rows, apply_loss, norms=norms)
+        grad_norm = self._model.step(lr)
+        return {**(groups.reduced(stats) if self._model.is_last_stage else {}), "grad_norm": grad_norm}
