@@ -19,7 +19,8 @@ Take = Callable[[int], list[Prompt]]
 
 def is_mixed(group: GroupSummary) -> bool:
     """Whether some samples are correct and some are not: others teach nothing (DAPO, arXiv 2503.14476, eq. 11)."""
-    return bool(group.correct_G.any() and not group.correct_G.all())
+    correct = group.correct_G[group.drawn_G]
+    return bool(correct.any() and not correct.all())
 
 
 def collect(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 
+import numpy as np
 import torch
 
 from megarl import resume
@@ -73,7 +74,19 @@ def begin(
 
 def train_step(recipe: Recipe, inputs: Inputs, fleet: Fleet, saver: Saver, record: Record) -> None:
     """Rollout -> reward -> advantage -> train -> reshard; every phase waits for the one before (synchronous)."""
+    groups = gather(recipe, inputs, fleet, record)
+    learn(recipe, fleet.trainers, fleet.critic, groups, record, fleet.memory.lend, fleet.version)
+    with record.phase("save"):
+        saver.begin(record.step)
+    publish(fleet, record)
+    record.add(fleet.trainers.take_speed())
+
+
+def gather(recipe: Recipe, inputs: Inputs, fleet: Fleet, record: Record) -> Rollout:
+    """What a step learns from: scored samples, or demonstrations for algorithms that have no rewards."""
     rules = rules_of(recipe.algorithm.name, recipe.algorithm)
+    if ALGORITHMS[recipe.algorithm.name].learns_from == "demonstrations":
+        return demonstrations(inputs, fleet, recipe.rollout.prompts_per_step)
 
     def sample(prompts: Sequence[Prompt], number: int) -> Rollout:
         return fleet.engines.sample(prompts, sampling_of(recipe, record.step, number))
@@ -81,12 +94,10 @@ def train_step(recipe: Recipe, inputs: Inputs, fleet: Fleet, saver: Saver, recor
     with record.phase("rollout"):
         groups, fleet.carried, done = collect(recipe, rules, inputs.prompts.take, sample, fleet.carried)
     record.add(done)
-    groups = score(fleet, groups, record)
-    learn(recipe, fleet.trainers, fleet.critic, groups, record, fleet.memory.lend, fleet.version)
-    with record.phase("save"):
-        saver.begin(record.step)
-    publish(fleet, record)
-    record.add(fleet.trainers.take_speed())
+    groups = shaped(score(fleet, groups, record), rules, recipe.rollout.max_response_tokens)
+    record.add(rollout_metrics(groups.summaries))
+    record.samples(groups.summaries)
+    return groups
 
 
 def score(fleet: Fleet, groups: Rollout, record: Record) -> Rollout:
@@ -113,7 +124,6 @@ def learn(
     """
     name = recipe.algorithm.name
     rules = rules_of(name, recipe.algorithm)
-    groups = shaped(groups, rules, recipe.rollout.max_response_tokens)
     samples = samples_of(groups.summaries, name, only_finished=rules.overlong_filter, version=version)
     if not samples:
         mend = "raise it, or set algorithm.overlong_filter to false"
@@ -128,8 +138,6 @@ def learn(
             critic.values(samples, groups.refs, trainers.plan_of(name, samples))
             lr = warmed_up(critic.recipe.train.lr, critic.recipe.train.warmup_steps, record.step)
             record.add(critic_metrics(critic.train(lr, trainers if rules.pays_kl else None)))
-    record.add(rollout_metrics(groups.summaries))
-    record.samples(groups.summaries)
     before = rules.critic_warmup_steps if critic else 0
     if record.step <= before:
         return
@@ -164,17 +172,21 @@ def warm_start(recipe: Recipe, inputs: Inputs, fleet: Fleet, saver: Saver, log: 
     for step in range(1, warm.steps + 1):
         with log.warm_step(step) as record:
             with record.phase("train"):
-                prompts = inputs.prompts.take(warm.sequences_per_step)
-                groups = [demonstration(prompt, inputs.tokenizer) for prompt in prompts]
-                samples = samples_of([summary(group) for group in groups], "sft")
+                groups = demonstrations(inputs, fleet, warm.sequences_per_step)
                 lr = warmed_up(warm.lr, warm.warmup_steps, step)
-                metrics = fleet.trainers.train("sft", samples, fleet.put(groups), lr)
+                metrics = fleet.trainers.train("sft", samples_of(groups.summaries, "sft"), groups.refs, lr)
             record.add(train_metrics(metrics))
             if step == warm.steps:
                 saver.begin(0)
                 publish(fleet, record)
                 evaluate(recipe, inputs, fleet, record)
     saver.settle(0)
+
+
+def demonstrations(inputs: Inputs, fleet: Fleet, count: int) -> Rollout:
+    """The next prompts' own answers in the place of samples."""
+    groups = [demonstration(prompt, inputs.tokenizer) for prompt in inputs.prompts.take(count)]
+    return Rollout([summary(group) for group in groups], fleet.put(groups))
 
 
 def sampling_of(recipe: Recipe, step: int, number: int = 0) -> Sampling:
@@ -186,23 +198,30 @@ def sampling_of(recipe: Recipe, step: int, number: int = 0) -> Sampling:
         rollout.temperature,
         rollout.top_p,
         stream=(recipe.run.seed, step, number) if number else (recipe.run.seed, step),
+        with_baseline=ALGORITHMS[recipe.algorithm.name].greedy_baseline,
     )
 
 
 def samples_of(
     groups: Sequence[GroupSummary], algorithm: str, *, only_finished: bool = False, version: int = -1
 ) -> list[SampleRef]:
-    """Every sample of every group with its advantage, or those alone that were not cut; version: the policy's."""
-    samples = []
+    """Every drawn sample with its advantage, or those alone that were not cut; version: the policy's.
+
+    Where the algorithm compares with a greedy sample, groups without one are left out.
+    """
+    samples, row = [], ALGORITHMS[algorithm]
     for index, group in enumerate(groups):
-        advantage_G = ALGORITHMS[algorithm].advantage(torch.tensor(group.rewards_G))
-        for sample, (length, advantage) in enumerate(zip(group.response_lengths_G, advantage_G, strict=True)):
-            response = int(length)
+        rewards_G = torch.tensor(group.rewards_G)
+        if row.greedy_baseline:
+            if group.baseline is None:
+                continue
+            rewards_G = rewards_G - rewards_G[group.baseline]
+        drawn = np.flatnonzero(group.drawn_G)
+        for sample, advantage in zip(drawn.tolist(), row.advantage(rewards_G[drawn]), strict=True):
             if only_finished and not group.finished_G[sample]:
                 continue
-            is_correct = bool(group.correct_G[sample])
-            length = group.prompt_length + response
-            is_stale = group.version < version
+            is_correct, response = bool(group.correct_G[sample]), int(group.response_lengths_G[sample])
+            length, is_stale = group.prompt_length + response, group.version < version
             samples.append(SampleRef(index, sample, length, response, float(advantage), is_correct, is_stale))
     return samples
 

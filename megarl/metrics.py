@@ -16,14 +16,15 @@ _NOT_PER_TOKEN = ("tokens", "gap", "gap_max", "mismatch_weight_square", *_REPLAY
 
 
 def rollout_metrics(groups: Sequence[GroupSummary]) -> Metrics:
-    """Means over all samples of a step; `truncated` is the share that was cut at the length limit."""
-    rewards = np.concatenate([group.rewards_G for group in groups])
-    lengths = np.concatenate([group.response_lengths_G for group in groups])
-    finished = np.concatenate([group.finished_G for group in groups])
+    """Means over all samples of a step that were drawn; `truncated` is the share that was cut at the length limit."""
+    rewards = np.concatenate([group.rewards_G[group.drawn_G] for group in groups])
+    lengths = np.concatenate([group.response_lengths_G[group.drawn_G] for group in groups])
+    finished = np.concatenate([group.finished_G[group.drawn_G] for group in groups])
+    correct = np.concatenate([group.correct_G[group.drawn_G] for group in groups])
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
-        "reward/accuracy": float(np.concatenate([group.correct_G for group in groups]).mean()),
+        "reward/accuracy": float(correct.mean()),
         "rollout/samples": float(len(rewards)),
         "rollout/response_length_mean": float(lengths.mean()),
         "rollout/response_length_max": float(lengths.max()),

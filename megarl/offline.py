@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megarl.algos import rules_of
 from megarl.cluster import Cluster
+from megarl.collect import shaped
 from megarl.config import Recipe
 from megarl.controller import learn, publish, sampling_of, score
 from megarl.fleet import Fleet
@@ -48,6 +50,7 @@ def train_from(recipe: Recipe, samples: SampleFile, log: RunLog) -> None:
 
     Raises WorkerFailed when a training rank fails.
     """
+    rules = rules_of(recipe.algorithm.name, recipe.algorithm)
     with Cluster(gpus_alone(recipe)) as cluster:
         log.say("starting training ranks")
         trainers, critic = ranks_alone(cluster, recipe)
@@ -55,4 +58,7 @@ def train_from(recipe: Recipe, samples: SampleFile, log: RunLog) -> None:
             with log.step(step) as record:
                 groups = samples.groups(step)
                 given = Rollout([summary(group) for group in groups], [cluster.put(group) for group in groups])
+                given = shaped(given, rules, recipe.rollout.max_response_tokens)
+                record.add(rollout_metrics(given.summaries))
+                record.samples(given.summaries)
                 learn(recipe, trainers, critic, given, record, lend=lambda _: None)

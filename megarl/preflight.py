@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megarl import checkpoint
-from megarl.algos import ALGORITHMS, has_critic, rules_of
+from megarl.algos import ALGORITHMS, has_critic, learns_from_answers, rules_of
 from megarl.config import Recipe
 from megarl.device import DEVICE
 from megarl.model_faults import critic_faults, loss_faults, reference_faults, reward_model_faults
@@ -153,9 +153,8 @@ def _run_faults(recipe: Recipe) -> Faults:
     if not _is_writable(folder):
         problem = f"{folder} is not a folder that can be written to"
         faults.append(UserFault("run.dir", problem, "name another folder"))
-    names = [name for name, row in ALGORITHMS.items() if row.learns_from == "rewards"]
-    if recipe.algorithm.name not in names:
-        problem, mend = f"{recipe.algorithm.name!r} is no algorithm", f"choose from {', '.join(names)}"
+    if recipe.algorithm.name not in ALGORITHMS:
+        problem, mend = f"{recipe.algorithm.name!r} is no algorithm", f"choose from {', '.join(ALGORITHMS)}"
         faults.append(UserFault("algorithm.name", problem, mend))
     return faults + rule_faults(recipe)
 
@@ -318,10 +317,11 @@ def _length_faults(recipe: Recipe, tokenizer: Any, train: Sequence[Prompt]) -> F
         if longest > budget:
             problem = f"{budget} is less than the longest prompt and response ({longest} tokens)"
             faults.append(UserFault(key, problem, f"set it to at least {longest}"))
-    if recipe.warm_start.steps and tokenizer.eos_token_id is None:
-        mend = "give it an eos_token, or set warm_start.steps to 0"
+    teaches = recipe.warm_start.steps or learns_from_answers(recipe.algorithm.name)
+    if teaches and tokenizer.eos_token_id is None:
+        mend = "give it an eos_token, or learn from rewards alone"
         faults.append(UserFault("model.path", "the tokenizer has no end-of-sequence token to teach", mend))
-    if recipe.warm_start.steps:
+    if teaches:
         answers = tokenizer([prompt.answer for prompt in train], add_special_tokens=False)["input_ids"]
         needed = 1 + max(map(len, answers))
         if needed > limit:

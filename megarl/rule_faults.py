@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from megarl.algos import ALGORITHMS, has_critic, rules_of
 from megarl.algos.mismatch import bounds
 from megarl.algos.surrogates import cispo, reinforce
@@ -21,8 +23,8 @@ def rule_faults(recipe: Recipe) -> list[UserFault]:
     unread = _unread(name, rules)
     faults = [
         UserFault(f"algorithm.{key}", f"is set, and {unread[key]}", "leave it out")
-        for key in recipe.algorithm.given
-        if key in unread
+        for key, value in recipe.algorithm.given.items()
+        if key in unread and value != getattr(ALGORITHMS[name].rules, key)
     ]
     return faults + _bounds_faults(rules) + _start_faults(recipe, rules)
 
@@ -30,6 +32,9 @@ def rule_faults(recipe: Recipe) -> list[UserFault]:
 def _unread(name: str, rules: Rules) -> dict[str, str]:
     """Rule -> why it means nothing beside the others."""
     row, found = ALGORITHMS[name], {}
+    if row.surrogate is None:
+        others = [field.name for field in fields(Rules) if field.name != "aggregation"]
+        return dict.fromkeys(others, f"{name} learns from the data's answers")
     if row.surrogate is reinforce:
         found |= dict.fromkeys(("clip_low", "clip_high", "dual_clip"), f"{name} has no ratio")
     if row.surrogate is cispo:
@@ -69,7 +74,10 @@ def _start_faults(recipe: Recipe, rules: Rules) -> list[UserFault]:
     if has_critic(recipe.algorithm.name) and rules.critic_warmup_steps >= recipe.run.steps:
         problem = f"{rules.critic_warmup_steps} are all of run.steps ({recipe.run.steps}): the policy would never learn"
         faults.append(UserFault("algorithm.critic_warmup_steps", problem, f"set it below {recipe.run.steps}"))
-    if rules.kl_coefficient and recipe.warm_start.steps and recipe.reference.path is None:
+    if not recipe.reference.path and recipe.algorithm.name == "on_policy_distillation":
+        problem = "on_policy_distillation learns from the reference, and model.path has nothing to teach itself"
+        faults.append(UserFault("reference.path", problem, "name the teacher's checkpoint"))
+    elif rules.kl_coefficient and recipe.warm_start.steps and recipe.reference.path is None:
         problem = f"{rules.kl_coefficient}, but the reference is model.path as it is before the warm start"
         mend = "set it to 0, warm_start.steps to 0, or name reference.path"
         faults.append(UserFault("algorithm.kl_coefficient", problem, mend))

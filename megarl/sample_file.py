@@ -6,7 +6,7 @@ A parquet file of one row a sample, one row group a step, so that any tool that 
 - prompt_id, prompt, prompt_ids, answer, row: the group's prompt (`row`: the data row in JSON), the same in each of its
   samples
 - response, response_ids, engine_logp: the text, and a token id and float32 logprob for each of its tokens
-- finished, version, reward, correct
+- finished, version, reward, correct; baseline: Sample.is_baseline
 - experts, experts_type, experts_shape: Sample.routed_experts' bytes, or nulls
 
 The schema's metadata has the format's number and the size of the vocabulary that sampled. Pages carry checksums.
@@ -28,7 +28,7 @@ import numpy as np
 from megarl.config import Recipe
 from megarl.types import ModelShape, Prompt, Sample, SampleGroup, UserFault
 
-_FORMAT = 1
+_FORMAT = 2
 _KEY = b"megarl"
 _MEND = "make it anew with `megarl rollout --out`"
 _EXPERTS = ("uint8", "int16")
@@ -205,6 +205,7 @@ def _schema() -> Any:
         "version": pa.int64(),
         "reward": pa.float32(),
         "correct": pa.bool_(),
+        "baseline": pa.bool_(),
         "experts": pa.binary(),
         "experts_type": text,
         "experts_shape": ids,
@@ -231,6 +232,7 @@ def _row(step: int, number: int, group: SampleGroup, index: int) -> dict[str, An
         "version": sample.version,
         "reward": group.rewards_G[index],
         "correct": bool(group.correct_G[index]),
+        "baseline": sample.is_baseline,
         "experts": None if experts is None else np.ascontiguousarray(experts).tobytes(),
         "experts_type": None if experts is None else experts.dtype.name,
         "experts_shape": None if experts is None else experts.shape,
@@ -311,6 +313,7 @@ def _sample(row: dict[str, Any]) -> Sample:
         finished=row["finished"],
         version=row["version"],
         routed_experts=experts,
+        is_baseline=row["baseline"],
     )
 
 

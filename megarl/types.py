@@ -120,6 +120,7 @@ class Sample:
     finished: bool  # False: cut at the length limit
     version: int
     routed_experts: npt.NDArray[Any] | None = None
+    is_baseline: bool = False  # greedy: the group's others are compared with it, and nothing is learnt from it
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,12 @@ class GroupSummary:
     rewards_G: FloatArray
     correct_G: BoolArray
     version: int
+    baseline: int | None = None  # which sample is it, if any
+
+    @property
+    def drawn_G(self) -> BoolArray:
+        """Which samples were drawn from the policy: all but the baseline."""
+        return np.arange(len(self.rewards_G)) != (-1 if self.baseline is None else self.baseline)
 
 
 @dataclass(frozen=True)

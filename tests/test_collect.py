@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.collect import collect, overlong_penalty, shaped
+from megarl.collect import collect, is_mixed, overlong_penalty, shaped
 from megarl.config import Recipe
 from megarl.controller import samples_of
+from megarl.metrics import rollout_metrics
 from megarl.parallel.layout import TrainLayout
 from megarl.ranks import Rollout
 from megarl.types import GroupSummary, Prompt, Rules, UserFault
@@ -115,6 +116,17 @@ def test_the_soft_punishment_of_the_paper() -> None:
     (one,) = shaped(rollout, Rules(overlong_share=0.4), 5).summaries  # lengths 1 to 5, of which 4 and 5 are long
     assert one.rewards_G.tolist() == [1.0, 0.0, 1.0, -0.5, 0.0]
     assert shaped(rollout, Rules(), 5) is rollout
+
+
+def test_a_greedy_sample_is_compared_with_and_not_learnt_from() -> None:
+    """ReMax: R - R(greedy) (arXiv 2310.10505, eq. 5)."""
+    drawn = replace(group("a", (True, False, True)), baseline=1, rewards_G=np.array([1.0, 0.25, -0.5], np.float32))
+    found = samples_of([drawn, group("b", (True, False))], "remax")
+    assert [(one.group, one.sample, one.advantage) for one in found] == [(0, 0, 0.75), (0, 2, -0.75)]
+    assert [(one.sample, one.advantage) for one in samples_of([drawn], "dr_grpo")] == [(0, 0.75), (2, -0.75)]
+    assert not is_mixed(drawn), "the baseline's verdict is not one of the group's"
+    assert rollout_metrics([drawn])["reward/accuracy"] == 1.0
+    assert rollout_metrics([drawn])["rollout/samples"] == 2.0
 
 
 def test_what_was_cut_counts_in_its_group_and_teaches_nothing() -> None:

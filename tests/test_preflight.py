@@ -118,7 +118,6 @@ def test_evaluation_sets_are_cut_to_their_limit_and_the_seed_decides_the_order(g
         (["data.train=none.jsonl"], "data.train", "none.jsonl is not a file"),
         (["data.eval.extra=none.parquet"], "data.eval.extra", "none.parquet is not a file"),
         (["algorithm.name=grop"], "algorithm.name", "'grop' is no algorithm"),
-        (["algorithm.name=sft"], "algorithm.name", "'sft' is no algorithm"),
         (["run.dir=/dev/null/x"], "run.dir", "/dev/null is not a folder that can be written to"),
         (["rollout.engine.sglang.pagesize=1"], "rollout.engine.sglang.pagesize", "no such server argument"),
         (["rollout.engine.sglang.tp_size=1"], "rollout.engine.sglang.tp_size", "set by megarl itself"),
@@ -198,6 +197,12 @@ def test_a_reference_of_another_architecture(told: Callable[..., list[str]], tmp
         (["name=rloo", "clip_low=0.1"], "clip_low", "rloo has no ratio"),
         (["name=cispo", "dual_clip=3.0"], "dual_clip", "no minimum of two"),
         (["name=gspo", "gae_lambda=0.9"], "gae_lambda", "gspo has no critic"),
+        (["gamma=0.9"], "gamma", "no token has a reward of its own with grpo"),
+        (["name=prime", "value_clip=0.1"], "value_clip", "prime has no critic"),
+        (["name=vapo", "process_scale=0.1", "critic_warmup_steps=1"], "process_scale", "no process rewards"),
+        (["critic_warmup_steps=1"], "critic_warmup_steps", "no model that learns beside the policy"),
+        (["name=sft", "clip_high=0.3"], "clip_high", "sft learns from the data's answers"),
+        (["name=reinforce_pp", "kl_coefficient=0.01"], "kl_coefficient", "as it is before the warm start"),
         (["max_rounds=3"], "max_rounds", "dynamic_sampling is off"),
         (["name=vapo", "gae_lambda=0.9", "critic_warmup_steps=1"], "gae_lambda", "lambda_alpha decides"),
         (["mismatch_high=3.0"], "mismatch_high", "algorithm.mismatch is off"),
@@ -212,6 +217,17 @@ def test_rules_that_contradict_or_mean_nothing(
 ) -> None:
     lines = told(*(f"algorithm.{one}" for one in overrides))
     assert sum(line.startswith(f"algorithm.{where}: ") and says in line for line in lines) == 1, lines
+
+
+def test_a_rule_that_is_repeated_is_no_fault(good: list[str]) -> None:
+    """The quickstart's own clip_low and kl_coefficient are those of rows that do not read them."""
+    for name in ("rloo", "sft", "remax"):
+        assert check(load_recipe(QUICKSTART, [*good, f"algorithm.name={name}"])).prompts
+
+
+def test_distillation_wants_a_teacher(told: Callable[..., list[str]]) -> None:
+    (line,) = told("algorithm.name=on_policy_distillation", "algorithm.kl_coefficient=1.0")
+    assert line.startswith("reference.path: ") and "name the teacher's checkpoint" in line
 
 
 def test_a_critic_that_does_not_fit(told: Callable[..., list[str]], tmp_path: Path) -> None:

@@ -101,6 +101,11 @@ def has_critic(name: str) -> bool:
     return name in ALGORITHMS and bool(ALGORITHMS[name].critic)
 
 
+def learns_from_answers(name: str) -> bool:
+    """Whether there is such an algorithm, and it learns from the data's own answers."""
+    return name in ALGORITHMS and ALGORITHMS[name].learns_from == "demonstrations"
+
+
 def rules_of(name: str, recipe: RecipeOfAlgorithm) -> Rules:
     """The rules of a row; where it is the recipe's own, but for what the recipe sets."""
     row = ALGORITHMS[name]

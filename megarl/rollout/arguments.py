@@ -75,7 +75,8 @@ _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_siz
 class Sampling:
     """num_samples responses a prompt, each of max_tokens at most (end of sequence included); temperature 0: greedy.
 
-    stream names the prompt's draw (run seed, step, place of the prompt) where samples repeat.
+    stream names the prompt's draw (run seed, step, place of the prompt) where samples repeat. with_baseline: and a
+    greedy one, which the others are compared with.
     """
 
     num_samples: int
@@ -83,6 +84,7 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     stream: tuple[int, ...] = ()
+    with_baseline: bool = False
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ class RolloutWorker:
 
     async def sample(self, prompt: Prompt, sampling: Sampling) -> tuple[GroupSummary, SampleGroup]:
         """A scored group. Raises UserFault(reward.function) and EngineFault."""
-        samples = await self._engine.generate(prompt.token_ids, sampling)
+        samples = await self._generate(prompt.token_ids, sampling)
         verdicts = await asyncio.to_thread(self._judge, prompt, samples)  # a slow reward holds up no other prompt
         group = SampleGroup(
             prompt=prompt,
@@ -57,6 +58,13 @@ class RolloutWorker:
             correct_G=np.asarray([verdict.correct for verdict in verdicts], dtype=np.bool_),
         )
         return summary(group), group
+
+    async def _generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[Sample]:
+        calls = [self._engine.generate(prompt_ids, sampling)]
+        if sampling.with_baseline:
+            calls.append(self._engine.generate(prompt_ids, replace(sampling, num_samples=1, temperature=0.0)))
+        drawn, *greedy = await asyncio.gather(*calls)
+        return drawn + [replace(one, is_baseline=True) for (one,) in greedy]
 
     async def reshard(self, message: Mapping[str, Any], version: int) -> None:
         await self._engine.reshard(message, version)
@@ -97,6 +105,7 @@ def summary(group: SampleGroup) -> GroupSummary:
         rewards_G=group.rewards_G,
         correct_G=group.correct_G,
         version=samples[0].version,
+        baseline=next((index for index, sample in enumerate(samples) if sample.is_baseline), None),
     )
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algos import ALGORITHMS
-from megarl.algos.losses import nll_loss, policy_loss, value_loss
+from megarl.algos.losses import nll_loss, outcome_loss, policy_loss, value_loss
 from megarl.algos.mismatch import MISMATCH_BOUNDS
 from megarl.algos.surrogates import cispo, clipped, reinforce, sequence_clipped
 from megarl.types import Rules
@@ -202,6 +202,43 @@ def test_nll_is_the_weighted_sum_over_the_response() -> None:
     assert logp_T.grad is not None
     assert logp_T.grad.tolist() == [0.0, -1.0, -0.5]
     assert int(stats["tokens"]) == 2
+
+
+outcome_token = st.tuples(floats, floats, st.booleans(), st.booleans())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(outcome_token, min_size=1, max_size=5), min_size=1, max_size=4))
+def test_outcome_loss_and_gradient_equal_the_slow_loop(sequences: list[list[Any]]) -> None:
+    """-o log sigmoid(r) - (1 - o) log(1 - sigmoid(r)), r = 0.5 sum log(p / p_ref) (arXiv 2502.01456, eq. 6)."""
+    columns = zip(*(one for sequence in sequences for one in sequence), strict=True)
+    logp, reference, mask, _ = map(list, columns)
+    numbers = [number for number, sequence in enumerate(sequences) for _ in sequence]
+    outcomes = [float(sequence[0][3]) for sequence in sequences]
+    counts = [max(1, sum(token[2] for token in sequence)) for sequence in sequences]
+    exact = partial(torch.tensor, dtype=torch.float64)
+    nothing_T = torch.zeros(len(logp), dtype=torch.float64)
+    row = Row(
+        torch.tensor(mask), exact([1 / counts[n] for n in numbers]), exact([outcomes[n] for n in numbers]), nothing_T,
+        exact(reference), torch.tensor(numbers), nothing_T,
+    )  # fmt: skip
+    logp_T = exact(logp, requires_grad=True)
+    loss, stats = outcome_loss(logp_T, row, scale=0.5)
+    loss.backward()
+    slow_T = exact(logp, requires_grad=True)
+    slow, right = torch.zeros((), dtype=torch.float64), 0
+    for number, outcome in enumerate(outcomes):
+        places = [t for t, n in enumerate(numbers) if n == number and mask[t]]
+        if places:
+            reward = torch.stack([0.5 * (slow_T[t] - reference[t]) for t in places]).sum()
+            slow = slow - (torch.sigmoid(reward).log() if outcome else torch.sigmoid(-reward).log())
+            right += len(places) * ((float(reward.detach()) > 0) == bool(outcome))
+    torch.testing.assert_close(loss.detach(), slow.detach(), atol=1e-9, rtol=1e-9)
+    if slow.requires_grad:
+        slow.backward()
+    grads = [torch.zeros_like(one) if one.grad is None else one.grad for one in (logp_T, slow_T)]
+    torch.testing.assert_close(*grads, atol=1e-9, rtol=1e-9)
+    assert int(stats["right"]) == right
 
 
 value_token = st.tuples(floats, floats, floats, st.booleans(), st.floats(0.01, 1))

@@ -1,0 +1,189 @@
+"""Rewards of single tokens, from logprobs of real models: KL penalties, and PRIME's process rewards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.batching import Piece, SampleRef, Update, key_of, plan_updates
+from megarl.config import Algorithm, Reference
+from megarl.parallel.layout import TrainLayout
+from megarl.types import Prompt, Sample, SampleGroup
+from tests.parallel.conftest import write_checkpoint
+from tests.parallel.worlds import recipe, run_ranks
+
+pytestmark = pytest.mark.slow
+
+ONE_RANK = TrainLayout(1, 1, 1, 1)
+LAYOUTS = {
+    "dp2": TrainLayout(2, 1, 1, 1),
+    "tp2 pp2": TrainLayout(4, 2, 2, 1),
+    "cp2 ep2": TrainLayout(2, 1, 1, 2, cp=2),
+}
+VOCAB_SIZE, GROUPS, LR = 100, 3, 1e-3
+ALGORITHMS = ("ppo", "reinforce_pp", "reinforce_pp_baseline", "prime", "on_policy_distillation")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A policy, and another model of the same shape."""
+    sizes = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 2}
+    policy, teacher = (tmp_path_factory.mktemp(name) for name in ("policy", "teacher"))
+    return write_checkpoint(policy, **sizes), write_checkpoint(teacher, **sizes, initializer_range=0.05)
+
+
+def batch() -> tuple[list[SampleGroup], list[SampleRef]]:
+    """Groups of 1, 2 and 3 samples of 1 to 6 tokens, every other one correct."""
+    rng = np.random.default_rng(9)
+    groups, refs = [], []
+    for number in range(GROUPS):
+        lengths = rng.integers(1, 7, number + 1)
+        samples = tuple(
+            Sample(rng.integers(0, VOCAB_SIZE, length), np.full(length, -4.0, np.float32), "", True, 0)
+            for length in lengths
+        )
+        prompt = Prompt("", "", tuple(rng.integers(0, VOCAB_SIZE, 5)), "")
+        nothing = np.zeros(len(samples), np.float32)
+        groups.append(SampleGroup(prompt, samples, nothing, nothing > 0))
+        refs += [
+            SampleRef(number, i, 5 + int(length), int(length), (-1.0) ** i, is_correct=i % 2 == 0)
+            for i, length in enumerate(lengths)
+        ]
+    return groups, refs
+
+
+def plan(layout: TrainLayout, dp_rank: int, updates: int, outcomes: bool = True) -> list[Update]:
+    """This data-parallel rank's part of the batch."""
+    refs = [ref if outcomes else replace(ref, advantage=0.0) for ref in batch()[1]]
+    plans = plan_updates(
+        refs, updates=updates, dp=layout.dp, token_budget=24, aggregation="sequence_mean", work=float,
+        align=layout.tokens_align,
+    )  # fmt: skip
+    return [Update((one.micro_batches[dp_rank],), one.denominator, one.tokens, one.loss_tokens) for one in plans]
+
+
+def said_of(refs: list[SampleRef], seed: int) -> Piece:
+    """What a model beside the policy might say."""
+    return {
+        key_of(ref): np.random.default_rng([seed, *key_of(ref)]).normal(size=ref.response_length).astype(np.float32)
+        for ref in refs
+    }
+
+
+def pay(rank: int, port: int, made: Any) -> dict[str, Any]:
+    """One step with each algorithm, one after the other; PPO's critic is told first what the tokens pay."""
+    from megarl.trainer import Trainer
+
+    trainer: Any = Trainer(rank, made, port)
+    layout, (groups, refs) = trainer.layout, batch()
+    at, everything = layout.coords(rank), [*range(GROUPS)]
+    readers = [frozenset(map(key_of, refs[:3])), frozenset(map(key_of, refs[3:]))]
+    found: dict[str, Any] = {}
+    for algorithm in ALGORITHMS:
+        share = plan(layout, at.dp, updates=2 if algorithm in ("ppo", "prime") else 1)
+        if algorithm == "ppo":
+            found["pieces"] = trainer.observe("ppo", share, readers, everything, *groups)
+        pieces = [said_of(refs[:2], 4), said_of(refs[2:], 4)]
+        found[algorithm] = trainer.train(algorithm, share, LR, everything, *groups, *pieces)
+    return found
+
+
+def distil(rank: int, port: int, made: Any) -> dict[str, Any]:
+    """What two models say of every token, and one step of distillation."""
+    from megarl.batching import train_sequences
+    from megarl.parallel import waiting
+    from megarl.trainer import Trainer
+
+    trainer: Any = Trainer(rank, made, port)
+    groups, _ = batch()
+    (update,) = plan(ONE_RANK, 0, 1, outcomes=False)
+    share = train_sequences(update.micro_batches[0], dict(enumerate(groups)), "token_mean")
+    masks = [one.loss_mask_T for row in share for one in row]
+    student = trainer.logprobs(share)
+    with waiting.in_place_of(trainer.params(), trainer._reference):
+        teacher = trainer.logprobs(share)
+    gaps = [(a - b)[m] for a, b, m in zip(student, teacher, masks, strict=True)]
+    (metrics,) = trainer.train("on_policy_distillation", [update], LR, [*range(GROUPS)], *groups)
+    return {"gap": np.concatenate(gaps).sum() / update.denominator, "loss": metrics["loss"]}
+
+
+def world(models: tuple[Path, Path], layout: TrainLayout, work: Any, algorithm: str = "grpo") -> list[dict[str, Any]]:
+    changes = {
+        "reference": Reference(use=True, path=str(models[1])),
+        "algorithm": Algorithm(name=algorithm, process_scale=0.5 if algorithm == "prime" else None),
+    }
+    made = recipe(models[0], layout).model_copy(update=changes)
+    return run_ranks(layout.world_size, work, made)
+
+
+@pytest.fixture(scope="module")
+def one_rank(models: tuple[Path, Path]) -> dict[str, Any]:
+    return world(models, ONE_RANK, pay)[0]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_pays_what_one_rank_does(
+    models: tuple[Path, Path], one_rank: dict[str, Any], name: str
+) -> None:
+    layout = LAYOUTS[name]
+    ranks = world(models, layout, pay)
+    for reader in range(2):
+        spoken = [rank["pieces"][reader] for rank in ranks]
+        expected = one_rank["pieces"][reader]
+        assert sorted(key for piece in spoken for key in piece) == sorted(expected), "each sample once"
+        for piece in spoken:
+            for key, value_T in piece.items():
+                np.testing.assert_allclose(value_T, expected[key], atol=1e-5)
+    assert any(np.abs(value_T).max() > 1e-4 for value_T in one_rank["pieces"][0].values())
+    for algorithm in ALGORITHMS:
+        for rank in ranks:
+            for mine, one in zip(rank[algorithm], one_rank[algorithm], strict=True):
+                assert mine == pytest.approx({key: one[key] for key in mine}, rel=2e-4, abs=1e-6), algorithm
+
+
+def test_distillation_is_the_reverse_kl_of_each_token(models: tuple[Path, Path]) -> None:
+    """On the policy's own samples, at the first update: E[log student - log teacher]."""
+    (found,) = world(models, ONE_RANK, distil, "on_policy_distillation")
+    assert found["loss"] == pytest.approx(found["gap"], rel=1e-5)
+    assert abs(found["gap"]) > 0.01
+
+
+def learn_outcomes(rank: int, port: int, made: Any) -> dict[str, Any]:
+    """Three steps of PRIME's model, each on what it said before."""
+    from megarl.process_rewards import ProcessRewards
+
+    model: Any = ProcessRewards(rank, made, port)
+    groups, refs = batch()
+    share = plan(model.layout, model.layout.coords(rank).dp, updates=2)
+    found = {"said": [], "metrics": []}
+    for _ in range(3):
+        found["said"].append(model.values(share, [frozenset(map(key_of, refs))], [*range(GROUPS)], *groups)[0])
+        found["metrics"].append(model.train(LR))
+        model.offload()
+        model.onload()
+    return found
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_process_rewards_tell_outcomes_apart(models: tuple[Path, Path], name: str) -> None:
+    """At first nothing is said; then correct responses are worth more; any layout says what one rank does."""
+    (one,), ranks = (world(models, layout, learn_outcomes, "prime") for layout in (ONE_RANK, LAYOUTS[name]))
+    _, refs = batch()
+    assert all(not value_T.any() for value_T in one["said"][0].values())
+    assert one["metrics"][0][0]["loss"] == pytest.approx(np.log(2), rel=1e-5)
+    total = {ref.is_correct: 0.0 for ref in refs}
+    for ref in refs:
+        total[ref.is_correct] += one["said"][2][key_of(ref)].sum()
+    assert total[True] > 0 > total[False]
+    for step in range(3):
+        merged = {key: value_T for rank in ranks for key, value_T in rank["said"][step].items()}
+        assert merged.keys() == one["said"][step].keys()
+        for key, value_T in merged.items():
+            np.testing.assert_allclose(value_T, one["said"][step][key], atol=1e-4)
+        for rank in ranks:
+            for mine, other in zip(rank["metrics"][step], one["metrics"][step], strict=True):
+                assert mine == pytest.approx({key: other[key] for key in mine}, rel=1e-3, abs=1e-5)
