@@ -135,11 +135,36 @@ class Rollout(Branch):
     engine: Engines = Field(default_factory=Engines)
 
 
+class EvaluationSet(Branch):
+    """How one set of `data.eval` is answered; what is not set is as for all sets."""
+
+    max_prompts: Count | None = None
+    samples: Count | None = None
+    temperature: NonNegative | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    max_response_tokens: Count | None = None
+
+
 class Evaluation(Branch):
-    """Greedy answers to at most `max_prompts` prompts of each set: before training, every `every` steps, at the end."""
+    """`samples` answers to at most `max_prompts` prompts of each set, every `every` steps and at the end.
+
+    Before training, too, unless `at_start` is false. At temperature 0 the answer is the greedy one.
+    `max_response_tokens` is the rollout's unless it is set; `sets` has what is otherwise with single sets.
+    """
 
     every: Count = 10
+    at_start: bool = True
     max_prompts: Count = 256
+    samples: Count = 1
+    temperature: NonNegative = 0.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    max_response_tokens: Count | None = None
+    sets: Mapping[FolderName, EvaluationSet] = Field(default_factory=dict)
+
+    def of(self, name: str) -> Evaluation:
+        """As the set of this name has it."""
+        own = self.sets.get(name, EvaluationSet()).model_dump(exclude_none=True)
+        return self.model_copy(update=own)
 
 
 class Train(Branch):
@@ -268,6 +293,12 @@ class Recipe(Branch):
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     reshard: Reshard = Field(default_factory=Reshard)
     placement: Placement
+
+    @property
+    def longest_response(self) -> int:
+        """The most tokens that an engine is asked for at once."""
+        sets = [self.evaluation.of(name).max_response_tokens or 0 for name in self.data.eval]
+        return max(self.rollout.max_response_tokens, *sets) if sets else self.rollout.max_response_tokens
 
     def dump_yaml(self) -> str:
         """The whole recipe, defaults included, as YAML that loads back to an equal recipe."""

@@ -26,6 +26,8 @@ from megarl.run_log import Record, RunLog
 from megarl.snapshots import Snapshot
 from megarl.types import GroupSummary, Prompt, UserFault
 
+_EVAL_STREAMS = 1_000_000  # beyond the rounds of a step, whose samples have streams of their own
+
 
 def train(recipe: Recipe, inputs: Inputs, log: RunLog, start: Snapshot | None = None) -> None:
     """Run a checked recipe, from a checkpoint on where one is given.
@@ -65,7 +67,7 @@ def begin(
         if start:
             resume.go_on(start, fleet, inputs.prompts)
         publish(fleet, record)  # engines start empty: every weight they ever have comes through the reshard
-        if not start:
+        if not start and recipe.evaluation.at_start:
             evaluate(recipe, inputs, fleet, record)
     if recipe.warm_start.steps and not start:
         warm_start(recipe, inputs, fleet, saver, log)
@@ -158,11 +160,13 @@ def publish(fleet: Fleet, record: Record) -> None:
 
 
 def evaluate(recipe: Recipe, inputs: Inputs, fleet: Fleet, record: Record) -> None:
-    """One greedy answer to each prompt of every evaluation set."""
-    greedy = Sampling(1, recipe.rollout.max_response_tokens, temperature=0.0)
+    """Answers to the prompts of every evaluation set, each sampled and judged in its own way."""
     with record.phase("eval"):
-        answered = {name: fleet.engines.sample(prompts, greedy) for name, prompts in inputs.eval_sets.items()}
-    record.add(eval_metrics({name: groups.summaries for name, groups in answered.items()}))
+        answered = {
+            name: fleet.engines.sample(prompts, eval_sampling(recipe, name, record.step, number)).summaries
+            for number, (name, prompts) in enumerate(inputs.eval_sets.items())
+        }
+    record.add(eval_metrics(answered))
 
 
 def warm_start(recipe: Recipe, inputs: Inputs, fleet: Fleet, saver: Saver, log: RunLog) -> None:
@@ -200,6 +204,14 @@ def sampling_of(recipe: Recipe, step: int, number: int = 0) -> Sampling:
         stream=(recipe.run.seed, step, number) if number else (recipe.run.seed, step),
         with_baseline=ALGORITHMS[recipe.algorithm.name].greedy_baseline,
     )
+
+
+def eval_sampling(recipe: Recipe, name: str, step: int, number: int) -> Sampling:
+    """How the answers to an evaluation set, number `number` of them, are sampled."""
+    own = recipe.evaluation.of(name)
+    longest = own.max_response_tokens or recipe.rollout.max_response_tokens
+    stream = (recipe.run.seed, step, _EVAL_STREAMS + number)
+    return Sampling(own.samples, longest, own.temperature, own.top_p, stream=stream)
 
 
 def samples_of(

@@ -101,12 +101,38 @@ def _over_updates(updates: Sequence[Metrics]) -> Metrics:
 
 
 def eval_metrics(sets: Mapping[str, Sequence[GroupSummary]]) -> Metrics:
-    """Accuracy of each evaluation set, and their mean: every set weighs the same, whatever its size."""
-    accuracy = {
-        f"eval/{name}/accuracy": float(np.concatenate([group.correct_G for group in groups]).mean())
-        for name, groups in sets.items()
-    }
-    return {**accuracy, "eval/accuracy": sum(accuracy.values()) / len(accuracy)} if accuracy else {}
+    """Of each evaluation set; `eval/accuracy`, their mean: every set weighs the same, whatever its size.
+
+    With k > 1 samples of each prompt `accuracy` is avg@k, the mean over all of them; pass@k: the share of prompts of
+    which any is right; maj@k: of which the answer that most of them give is right.
+    """
+    found: Metrics = {}
+    for name, groups in sets.items():
+        found[f"eval/{name}/accuracy"] = _mean([group.correct_G for group in groups])
+        found[f"eval/{name}/response_length_mean"] = _mean([group.response_lengths_G for group in groups])
+        found[f"eval/{name}/truncated"] = 1.0 - _mean([group.finished_G for group in groups])
+        k = max(len(group.responses) for group in groups)
+        if k > 1:
+            found[f"eval/{name}/avg@{k}"] = found[f"eval/{name}/accuracy"]
+            found[f"eval/{name}/pass@{k}"] = float(np.mean([group.correct_G.any() for group in groups]))
+            found[f"eval/{name}/maj@{k}"] = float(np.mean([_majority(group) for group in groups]))
+    accuracy = [found[f"eval/{name}/accuracy"] for name in sets]
+    return {**found, "eval/accuracy": sum(accuracy) / len(accuracy)} if sets else {}
+
+
+def _mean(arrays: Sequence[np.ndarray]) -> float:
+    return float(np.concatenate(arrays).mean())
+
+
+def _majority(group: GroupSummary) -> float:
+    """Whether the answer given most often is right; among equally many, the share of them that are."""
+    votes: dict[str, list[bool]] = {}
+    for said, is_correct in zip(group.said or group.responses, group.correct_G, strict=True):
+        if said:
+            votes.setdefault(said, []).append(bool(is_correct))
+    most = max(map(len, votes.values()), default=0)
+    ahead = [any(verdicts) for verdicts in votes.values() if len(verdicts) == most]
+    return sum(ahead) / len(ahead) if ahead else 0.0
 
 
 def pick_samples(groups: Sequence[GroupSummary], count: int) -> list[dict[str, Any]]:

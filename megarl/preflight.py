@@ -15,6 +15,7 @@ from megarl import checkpoint
 from megarl.algos import ALGORITHMS, has_critic, learns_from_answers, rules_of
 from megarl.config import Recipe
 from megarl.device import DEVICE
+from megarl.eval_faults import eval_faults
 from megarl.model_faults import critic_faults, loss_faults, reference_faults, reward_model_faults
 from megarl.parallel.hf_config import hf_facts, model_shape
 from megarl.parallel.layout import FP8_TILE, EngineLayout, TrainLayout
@@ -156,7 +157,7 @@ def _run_faults(recipe: Recipe) -> Faults:
     if recipe.algorithm.name not in ALGORITHMS:
         problem, mend = f"{recipe.algorithm.name!r} is no algorithm", f"choose from {', '.join(ALGORITHMS)}"
         faults.append(UserFault("algorithm.name", problem, mend))
-    return faults + rule_faults(recipe)
+    return faults + rule_faults(recipe) + eval_faults(recipe)
 
 
 def _is_writable(folder: Path) -> bool:
@@ -253,10 +254,10 @@ def _checkpoint_faults(recipe: Recipe) -> Faults:
     faults += loss_faults(recipe, shape) + reference_faults(recipe, shape)
     faults += checkpoint.check_hf(recipe.model.path, shape)
     _attempt(faults, lambda: hf_facts(recipe.model.path))
-    longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
+    longest = recipe.data.max_prompt_tokens + recipe.longest_response
     context = _config(recipe).get("max_position_embeddings", longest + _SPARE_CONTEXT)
     if longest > context - _SPARE_CONTEXT:
-        problem = f"with rollout.max_response_tokens it makes {longest} tokens, the model's context is {context}"
+        problem = f"with the longest response it makes {longest} tokens, the model's context is {context}"
         mend = f"bring the sum to at most {context - _SPARE_CONTEXT}"
         faults.append(UserFault("data.max_prompt_tokens", problem, mend))
     return faults
@@ -293,7 +294,7 @@ def _prompts(recipe: Recipe, tokenizer: Any, path: str, where: str) -> list[Prom
 
 def _eval_set(recipe: Recipe, tokenizer: Any, name: str) -> list[Prompt]:
     prompts = _prompts(recipe, tokenizer, recipe.data.eval[name], f"data.eval.{name}")
-    return prompts[: recipe.evaluation.max_prompts]
+    return prompts[: recipe.evaluation.of(name).max_prompts]
 
 
 def _budgets(recipe: Recipe) -> dict[str, tuple[int, int]]:

@@ -131,6 +131,7 @@ class SampleGroup:
     samples: tuple[Sample, ...]
     rewards_G: FloatArray
     correct_G: BoolArray
+    said: tuple[str, ...] = ()  # each sample's answer, as the reward function read it
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,7 @@ class GroupSummary:
     correct_G: BoolArray
     version: int
     baseline: int | None = None  # which sample is it, if any
+    said: tuple[str, ...] = ()
 
     @property
     def drawn_G(self) -> BoolArray:

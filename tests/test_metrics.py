@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -78,8 +79,24 @@ def test_train_metrics_are_means_over_tokens() -> None:
 
 def test_every_evaluation_set_weighs_the_same() -> None:
     sets = {"hard": [group("a", [0.0], [1])], "easy": [group("b", [1.0], [1]), group("c", [1.0], [1])]}
-    assert eval_metrics(sets) == {"eval/hard/accuracy": 0.0, "eval/easy/accuracy": 1.0, "eval/accuracy": 0.5}
+    found = eval_metrics(sets)
+    assert (found["eval/hard/accuracy"], found["eval/easy/accuracy"], found["eval/accuracy"]) == (0.0, 1.0, 0.5)
+    assert not any("@" in name for name in found), "one answer to each prompt"
     assert eval_metrics({}) == {}
+
+
+def test_several_answers_to_a_prompt() -> None:
+    """Of four: two right ones ahead of single wrong ones, a tie of right and wrong, one right beside three wrong."""
+    answers = {"ahead": "7 7 8 9", "tie": "7 7 8 8", "behind": "8 7 8 8", "silent": " , , , "}
+    sets = []
+    for name, text in answers.items():
+        said = tuple(one.strip() for one in (text.split(",") if "," in text else text.split()))
+        right = [float(one == "7") for one in said]
+        sets.append(replace(group(name, right, [1] * 4), said=said, correct_G=np.array(right) > 0))
+    found = eval_metrics({"set": sets})
+    assert found["eval/set/avg@4"] == found["eval/set/accuracy"] == 5 / 16
+    assert found["eval/set/pass@4"] == 3 / 4
+    assert found["eval/set/maj@4"] == (1 + 0.5 + 0 + 0) / 4
 
 
 def test_samples_come_from_as_many_groups_as_possible() -> None:

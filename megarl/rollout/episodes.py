@@ -28,7 +28,7 @@ def engine_settings(recipe: Recipe, index: int) -> EngineSettings:
         ep=engine.ep,
         dtype=recipe.model.dtype,
         seed=recipe.run.seed + index,
-        context_tokens=recipe.data.max_prompt_tokens + rollout.max_response_tokens,
+        context_tokens=recipe.data.max_prompt_tokens + recipe.longest_response,
         concurrency=math.ceil(rollout.prompts_per_step / engine.count) * rollout.samples_per_prompt,
         first_gpu=recipe.placement.first_engine_gpu + index * engine.tp,
         load_weights=False,
@@ -105,6 +105,7 @@ def summary(group: SampleGroup) -> GroupSummary:
         rewards_G=group.rewards_G,
         correct_G=group.correct_G,
         version=samples[0].version,
+        said=group.said,
         baseline=next((index for index, sample in enumerate(samples) if sample.is_baseline), None),
     )
 
