@@ -88,7 +88,7 @@ def by_rewards(
 ) -> list[FloatArray]:
     """Each token's advantage: the sum of its own reward and later ones, discounted; as of `by_values` without values.
 
-    (REINFORCE++, arXiv 2501.03262, eq. 6.)
+    (REINFORCE++, arXiv 2501.03262.)
     """
     nothing = [np.zeros(len(one.token_ids_T), np.float32) for one in sequences]
     return by_values(sequences, nothing, gamma=gamma, lam=1.0, rewards=rewards)[0]
@@ -112,7 +112,7 @@ def less_the_others(
 ) -> PerToken:
     """Process rewards of each token, less the mean over the group's others of their tokens' mean.
 
-    One without others keeps its own. (PRIME, arXiv 2502.01456, eq. 5.)
+    One without others keeps its own. (PRIME, arXiv 2502.01456.)
     """
     means = np.array([one_T[own.loss_mask_T].mean() for one_T, own in zip(process, sequences, strict=True)])
     places = torch.tensor([ref.group for ref in refs], dtype=torch.int64)

@@ -119,7 +119,7 @@ def test_the_soft_punishment_of_the_paper() -> None:
 
 
 def test_a_greedy_sample_is_compared_with_and_not_learnt_from() -> None:
-    """ReMax: R - R(greedy) (arXiv 2310.10505, eq. 5)."""
+    """ReMax: R - R(greedy) (arXiv 2310.10505)."""
     drawn = replace(group("a", (True, False, True)), baseline=1, rewards_G=np.array([1.0, 0.25, -0.5], np.float32))
     found = samples_of([drawn, group("b", (True, False))], "remax")
     assert [(one.group, one.sample, one.advantage) for one in found] == [(0, 0, 0.75), (0, 2, -0.75)]

@@ -104,7 +104,7 @@ def assign(name: str, sequences: list[TrainSequence], **how: Any) -> list[list[f
 
 
 def test_a_penalty_is_paid_by_the_tokens_before_it() -> None:
-    """REINFORCE++: R - sum of the penalties from here on (arXiv 2501.03262, eq. 6)."""
+    """REINFORCE++: R - sum of the penalties from here on (arXiv 2501.03262)."""
     rules = replace(ALGORITHMS["reinforce_pp"].rules, whiten=False)
     pays = [np.array([7, 7, -0.25, -0.5, -1.0], np.float32), np.array([7, -0.125], np.float32)]
     found = assign("reinforce_pp", [sequence(2, 3, 1.0), sequence(1, 1, -1.0)], penalties=pays, rules=rules)
@@ -125,7 +125,7 @@ def test_a_critic_sees_penalties_as_rewards() -> None:
 
 
 def test_process_rewards_are_held_against_the_others() -> None:
-    """arXiv 2502.01456, eq. 5: less the mean of the others' means; a group of one keeps its own."""
+    """arXiv 2502.01456: less the mean of the others' means; a group of one keeps its own."""
     sequences = [sequence(2, 2, 0.5), sequence(1, 1, -0.5), sequence(3, 2, 0.0), sequence(1, 2, 0.25)]
     refs = refs_of(sequences, [0, 0, 0, 2])
     said = {

@@ -159,8 +159,8 @@ def test_a_misspelt_required_key_is_told_once(tmp_path: Path) -> None:
 
 
 def test_a_key_in_the_wrong_section_is_found_in_the_right_one() -> None:
-    (fault,) = faults_of(QUICKSTART, "placement.temperature=1.0")
-    assert fault.mend == "did you mean rollout.temperature?"
+    (fault,) = faults_of(QUICKSTART, "placement.samples_per_prompt=4")
+    assert fault.mend == "did you mean rollout.samples_per_prompt?"
 
 
 def test_a_key_like_no_other_lists_the_keys_there() -> None:

@@ -76,7 +76,7 @@ def nll_loss(logp_T: torch.Tensor, targets: Targets) -> LossResult:
 
 
 def outcome_loss(logp_T: torch.Tensor, targets: Targets, *, scale: float) -> LossResult:
-    """Weighted sum of the cross-entropy between outcomes and sigmoid(reward) (PRIME, arXiv 2502.01456, eq. 6).
+    """Weighted sum of the cross-entropy between outcomes and sigmoid(reward) (PRIME, arXiv 2502.01456).
 
     A sequence's reward is scale x log(policy / reference), summed over its masked tokens, each of which adds its
     sequence's cross-entropy by its weight. targets.advantage_T: the outcome, 0 or 1, at every masked token. Statistics:

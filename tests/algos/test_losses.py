@@ -210,7 +210,7 @@ outcome_token = st.tuples(floats, floats, st.booleans(), st.booleans())
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(outcome_token, min_size=1, max_size=5), min_size=1, max_size=4))
 def test_outcome_loss_and_gradient_equal_the_slow_loop(sequences: list[list[Any]]) -> None:
-    """-o log sigmoid(r) - (1 - o) log(1 - sigmoid(r)), r = 0.5 sum log(p / p_ref) (arXiv 2502.01456, eq. 6)."""
+    """-o log sigmoid(r) - (1 - o) log(1 - sigmoid(r)), r = 0.5 sum log(p / p_ref) (arXiv 2502.01456)."""
     columns = zip(*(one for sequence in sequences for one in sequence), strict=True)
     logp, reference, mask, _ = map(list, columns)
     numbers = [number for number, sequence in enumerate(sequences) for _ in sequence]

@@ -1,0 +1,56 @@
+"""What the documents show is true: their examples are executed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.algos import ALGORITHMS, rules_of
+from megarl.config import Algorithm
+from megarl.types import Rules
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+@pytest.fixture
+def table() -> Iterator[dict[str, Any]]:
+    """The table of algorithms, which is as it was afterwards."""
+    before = dict(ALGORITHMS)
+    yield ALGORITHMS
+    ALGORITHMS.clear()
+    ALGORITHMS.update(before)
+
+
+def blocks(name: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (DOCS / name).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def test_the_example_of_a_new_algorithm(table: dict[str, Any]) -> None:
+    """Its blocks run in order, its test passes, and a recipe that names it gets its loss."""
+    room: dict[str, Any] = {}
+    for block in blocks("algorithms.md"):
+        exec(compile(block, "docs/algorithms.md", "exec"), room)
+    tests = [name for name in room if name.startswith("test_")]
+    assert tests
+    for name in tests:
+        room[name]()
+    rules = rules_of("topr", Algorithm(name="topr", entropy_coefficient=0.5))
+    assert rules == Rules(aggregation="sequence_sum", entropy_coefficient=0.5)
+    ones_T = torch.ones(2)
+    row = room["SimpleNamespace"](
+        loss_mask_T=ones_T > 0, loss_weight_T=ones_T, advantage_T=ones_T, engine_logp_T=ones_T, nll_weight_T=ones_T,
+        sequence_T=ones_T.long(), reference_logp_T=None,
+    )  # fmt: skip
+    loss, _ = table["topr"].loss(rules)(-ones_T, 4 * ones_T, -ones_T, row)
+    assert float(loss) == 2 * (1 - 0.5 * 4)
+
+
+def test_every_algorithm_and_rule_is_described() -> None:
+    text = (DOCS / "algorithms.md").read_text(encoding="utf-8")
+    missing = [name for name in (*ALGORITHMS, *Algorithm.model_fields) if f"`{name}`" not in text]
+    assert missing == ["name"], "algorithm.name itself is the first sentence"
