@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
-from megarl.types import Aggregation, Estimator, KlPlace, Mismatch, WhenShort
+from megarl.types import Aggregation, Estimator, KlPlace, LrSchedule, Mismatch, WhenShort
 
 Count = Annotated[int, Field(ge=1)]
 Text = Annotated[str, Field(min_length=1)]
@@ -183,6 +183,8 @@ class Train(Branch):
     layers_per_stage: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)] = ()  # uneven stages
     lr: Positive
     warmup_steps: Annotated[int, Field(ge=0)] = 0
+    lr_schedule: LrSchedule = "constant"
+    lr_end: Share = 0.0  # of lr, what the schedule comes down to at the last step
     weight_decay: NonNegative = 0.0
     grad_clip: Positive = 1.0
     tokens_per_micro_batch: Count = 4096
@@ -228,12 +230,14 @@ class Critic(Branch):
     """The model that learns beside the policy, of algorithms that have one; for PRIME its implicit reward model.
 
     A critic's checkpoint is a language model's or a classifier's with one score, the reward model's a language model's.
-    `path`, `lr` and `warmup_steps` are the policy's unless they are set.
+    `path` and what is said of the learning rate are the policy's unless they are set.
     """
 
     path: Text | None = None
     lr: Positive | None = None
     warmup_steps: Annotated[int, Field(ge=0)] | None = None
+    lr_schedule: LrSchedule | None = None
+    lr_end: Share | None = None
     ranks: Ranks = Field(default_factory=Ranks)
 
 

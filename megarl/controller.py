@@ -23,6 +23,7 @@ from megarl.ranks import CriticRanks, Rollout, TrainingRanks
 from megarl.resume import Saver
 from megarl.rollout.episodes import Sampling, demonstration, summary
 from megarl.run_log import Record, RunLog
+from megarl.schedule import learning_rate
 from megarl.snapshots import Snapshot
 from megarl.types import GroupSummary, Prompt, UserFault
 
@@ -138,16 +139,16 @@ def learn(
         with record.phase("critic"):
             lend("critic")
             critic.values(samples, groups.refs, trainers.plan_of(name, samples))
-            lr = warmed_up(critic.recipe.train.lr, critic.recipe.train.warmup_steps, record.step)
-            record.add(critic_metrics(critic.train(lr, trainers if rules.pays_kl else None)))
+            lr = learning_rate(critic.recipe.train, record.step, recipe.run.steps)
+            record.add({"critic/lr": lr, **critic_metrics(critic.train(lr, trainers if rules.pays_kl else None))})
     before = rules.critic_warmup_steps if critic else 0
     if record.step <= before:
         return
     with record.phase("train"):
         lend("train")
-        lr = warmed_up(recipe.train.lr, recipe.train.warmup_steps, record.step - before)
+        lr = learning_rate(recipe.train, record.step - before, recipe.run.steps - before)
         metrics = trainers.train(name, samples, groups.refs, lr, critic)
-    record.add(train_metrics(metrics))
+    record.add({"train/lr": lr, **train_metrics(metrics)})
 
 
 def publish(fleet: Fleet, record: Record) -> None:
@@ -177,7 +178,7 @@ def warm_start(recipe: Recipe, inputs: Inputs, fleet: Fleet, saver: Saver, log: 
         with log.warm_step(step) as record:
             with record.phase("train"):
                 groups = demonstrations(inputs, fleet, warm.sequences_per_step)
-                lr = warmed_up(warm.lr, warm.warmup_steps, step)
+                lr = warm.lr * min(1.0, step / max(1, warm.warmup_steps))
                 metrics = fleet.trainers.train("sft", samples_of(groups.summaries, "sft"), groups.refs, lr)
             record.add(train_metrics(metrics))
             if step == warm.steps:
@@ -236,8 +237,3 @@ def samples_of(
             length, is_stale = group.prompt_length + response, group.version < version
             samples.append(SampleRef(index, sample, length, response, float(advantage), is_correct, is_stale))
     return samples
-
-
-def warmed_up(lr: float, warmup_steps: int, step: int) -> float:
-    """Linear warm-up over the first steps, counted from 1; constant afterwards."""
-    return lr * min(1.0, step / max(1, warmup_steps))

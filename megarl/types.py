@@ -21,6 +21,7 @@ Metrics = dict[str, float]
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
 Estimator = Literal["k1", "k2", "k3"]
 KlPlace = Literal["loss", "reward"]
+LrSchedule = Literal["constant", "linear", "cosine"]
 WhenShort = Literal["train", "stop"]
 Mismatch = Literal["off", "tis", "mis_token", "mis_sequence", "mis_geometric", "icepop"]
 

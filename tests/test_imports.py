@@ -15,7 +15,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # Lowest floor first: a room imports from lower floors.
 FLOORS = [
     {"types"},
-    {"config", "device", "processes", "ray_settings", "snapshots"},
+    {"config", "device", "processes", "ray_settings", "schedule", "snapshots"},
     {"recipe_file"},
     {"algos", "batching", "flops", "metrics", "memory", "parallel", "rollout", "sample_file"},
     {"run_log", "credit"},

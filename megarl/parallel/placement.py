@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from megarl.config import Model, Placement, Ranks, Recipe, Reference, Train
 from megarl.parallel.layout import EngineLayout, TrainLayout
@@ -34,7 +35,7 @@ def engine_layout(recipe: Recipe) -> EngineLayout:
 def critic_recipe(recipe: Recipe) -> Recipe:
     """The recipe as the critic's ranks read it: its checkpoint, axes and learning rate in the policy's places."""
     critic = recipe.critic
-    given = {"lr": critic.lr, "warmup_steps": critic.warmup_steps}
+    given = critic.model_dump(include={"lr", "warmup_steps", "lr_schedule", "lr_end"})
     own = {key: value for key, value in given.items() if value is not None}
     return _recipe_beside(recipe, critic.path, critic.ranks, own)
 
@@ -44,7 +45,7 @@ def reward_recipe(recipe: Recipe) -> Recipe:
     return _recipe_beside(recipe, recipe.reward_model.path, recipe.reward_model.ranks, {})
 
 
-def _recipe_beside(recipe: Recipe, path: str | None, ranks: Ranks, own: dict[str, float]) -> Recipe:
+def _recipe_beside(recipe: Recipe, path: str | None, ranks: Ranks, own: dict[str, Any]) -> Recipe:
     axes = {key: value for key, value in ranks if value is not None and key in Train.model_fields}
     train = recipe.train.model_copy(update={**axes, **own, "mtp_loss": 0.0, "replay": "off"})
     placement = Placement(gpus=ranks.gpus or train_layout(recipe).world_size)
