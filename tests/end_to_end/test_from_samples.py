@@ -36,6 +36,7 @@ def test_a_file_of_samples_trains_alike_in_every_layout(launch: Callable, tmp_pa
 
     for name, layout in LAYOUTS.items():
         keys = (*common, *layout, f"run.name={name}", "run.steps=2", "train.updates_per_step=2", "algorithm.name=ppo")
+        keys += ("algorithm.kl_coefficient=0.1",)  # in the rewards: the critic's ranks hear of it from the policy's
         training = launch(*keys, "--from-samples=two.parquet")
         assert training.finish(200) == 0, training.err
         assert training.leftovers() == []

@@ -19,7 +19,8 @@ KEYS = (
     "algorithm.name=ppo", "critic.ranks.first_gpu=1", "reward_model.path=classifier", "reward_model.weight=0.5",
     "reward_model.ranks.first_gpu=2", "reward.function=nothing:score", "placement.gpus=3", "placement.train_gpus=1",
     "train.tp=1", "train.pp=1", "train.ep=1", "rollout.engine.tp=1", "rollout.prompts_per_step=4", "run.steps=2",
-    "warm_start.steps=0", "evaluation.max_prompts=4", "run.trackers=[]",
+    "warm_start.steps=0", "evaluation.max_prompts=4", "evaluation.samples=3", "evaluation.temperature=1.0",
+    "run.trackers=[]", "algorithm.kl_coefficient=0.1", "train.lr=0.01",
 )  # fmt: skip
 
 
@@ -34,6 +35,9 @@ def test_a_run_with_a_critic_and_a_reward_model(launch: Callable, tmp_path: Path
         assert {"time/score_s", "time/critic_s", "critic/loss", "critic/explained_variance"} <= record.keys()
         assert record["rollout/logprob_gap_mean"] < 1e-4
         assert record["critic/return_mean"] != record["critic/value_mean"]
+        assert "time/observe_s" in record, "the policy says what its tokens pay before the critic learns"
+    assert abs(steps[0]["train/reference_kl"]) < 1e-9 < steps[1]["train/reference_kl"]
+    assert {"eval/arith/avg@3", "eval/arith/pass@3", "eval/arith/maj@3"} <= command.records()[0].keys()
     assert steps[0]["critic/value_mean"] == 0.0, "a new head"
     assert steps[1]["critic/value_mean"] != 0.0
 

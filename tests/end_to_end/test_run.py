@@ -57,13 +57,13 @@ def _recipe() -> Path:
 
 
 @pytest.mark.parametrize(
-    ("train", "engine", "placement"),
+    ("algorithm", "train", "engine", "placement"),
     [
-        ({"tp": 1, "pp": 1, "ep": 2}, {"count": 2, "tp": 1, "ep": 1}, {"gpus": 3, "first_engine_gpu": 1}),
-        ({"tp": 2, "pp": 1, "ep": 1}, {"count": 1, "tp": 2, "ep": 2}, {"gpus": 4, "first_engine_gpu": 2}),
+        ("remax", {"tp": 1, "pp": 1, "ep": 2}, {"count": 2, "tp": 1, "ep": 1}, {"gpus": 3, "first_engine_gpu": 1}),
+        ("prime", {"tp": 2, "pp": 1, "ep": 1}, {"count": 1, "tp": 2, "ep": 2}, {"gpus": 4, "first_engine_gpu": 2}),
     ],
 )
-def test_other_layouts_agree_too(launch: Callable, train: dict, engine: dict, placement: dict):
+def test_other_layouts_agree_too(launch: Callable, algorithm: str, train: dict, engine: dict, placement: dict):
     """Data parallel into two engines, one of them on a GPU that trains; split experts (ETP) into an expert-parallel
     engine on GPUs of its own. What the engines get is held against the trained weights."""
     placement = {**placement, "train_gpus": 2, "gpus_per_node": 2}
@@ -72,7 +72,7 @@ def test_other_layouts_agree_too(launch: Callable, train: dict, engine: dict, pl
     overrides += [f"placement.{key}={value}" for key, value in placement.items()]
     command = launch(
         *overrides, "run.steps=3", "warm_start.steps=10", "train.updates_per_step=2", "rollout.prompts_per_step=8",
-        "evaluation.max_prompts=16", "reshard.verify=checksum",
+        "evaluation.max_prompts=16", "reshard.verify=checksum", f"algorithm.name={algorithm}",
     )  # fmt: skip
     assert command.finish(300) == 0, command.err
     steps = [record for record in command.records() if record["step"] > 0]
@@ -80,6 +80,8 @@ def test_other_layouts_agree_too(launch: Callable, train: dict, engine: dict, pl
     assert max(record["rollout/logprob_gap_mean"] for record in steps) < 1e-4
     for record in steps:
         assert record["reshard/wire_bytes"] >= record["reshard/inter_node_bytes"] > 0, "engines on another node"
+        assert record["rollout/samples"] == 64, "a greedy sample to compare with is none of them"
+        assert (algorithm == "prime") == ("critic/right" in record)
         assert record["reshard/attempts"] == record["reshard/version"] + 1, "no exchange had to be repeated"
     resolved = yaml.safe_load((command.folder / "runs/quickstart/recipe.yaml").read_text())
     assert resolved["placement"] == placement
