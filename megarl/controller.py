@@ -16,11 +16,12 @@ from megarl.collect import collect, shaped
 from megarl.config import Recipe
 from megarl.fleet import Fleet
 from megarl.memory import Phase
-from megarl.metrics import critic_metrics, eval_metrics, rollout_metrics, train_metrics
+from megarl.metrics import critic_metrics, eval_metrics, failed_share, rollout_metrics, train_metrics
 from megarl.preflight import Inputs
 from megarl.ranks import CriticRanks, Rollout, TrainingRanks
 from megarl.resume import Saver
 from megarl.rollout.episodes import Sampling, demonstration, summary
+from megarl.rollout.rewards import MEND
 from megarl.run_log import Record, RunLog
 from megarl.snapshots import Snapshot
 from megarl.types import GroupSummary, Prompt, UserFault
@@ -75,14 +76,20 @@ def train_step(recipe: Recipe, inputs: Inputs, fleet: Fleet, saver: Saver, recor
     """Rollout -> reward -> advantage -> train -> reshard; every phase waits for the one before (synchronous)."""
     rules = rules_of(recipe.algorithm.name, recipe.algorithm)
 
+    sampled: list[GroupSummary] = []
+
     def sample(prompts: Sequence[Prompt], number: int) -> Rollout:
-        return fleet.engines.sample(prompts, sampling_of(recipe, record.step, number))
+        found = fleet.engines.sample(prompts, sampling_of(recipe, record.step, number))
+        sampled.extend(found.summaries)
+        return found
 
     with record.phase("rollout"):
         groups, fleet.carried, done = collect(recipe, rules, inputs.prompts.take, sample, fleet.carried)
     record.add(done)
     groups = score(fleet, groups, record)
     learn(recipe, fleet.trainers, fleet.critic, groups, record, fleet.memory.lend, fleet.version)
+    record.add({"reward/failed": failed_share(sampled)})  # also of groups that the step does not train on
+    record.failed(sampled)
     with record.phase("save"):
         saver.begin(record.step)
     publish(fleet, record)
@@ -150,6 +157,11 @@ def evaluate(recipe: Recipe, inputs: Inputs, fleet: Fleet, record: Record) -> No
     greedy = Sampling(1, recipe.rollout.max_response_tokens, temperature=0.0)
     with record.phase("eval"):
         answered = {name: fleet.engines.sample(prompts, greedy) for name, prompts in inputs.eval_sets.items()}
+    for name, groups in answered.items():
+        record.failed(groups.summaries)
+        if not any(len(group.rewards_G) for group in groups.summaries):
+            problem = f"every verdict of data.eval.{name} failed, the first: {groups.summaries[0].failures[0]}"
+            raise UserFault("reward.function", problem, MEND)
     record.add(eval_metrics({name: groups.summaries for name, groups in answered.items()}))
 
 

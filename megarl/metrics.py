@@ -24,11 +24,18 @@ def rollout_metrics(groups: Sequence[GroupSummary]) -> Metrics:
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/accuracy": float(np.concatenate([group.correct_G for group in groups]).mean()),
+        "reward/failed": failed_share(groups),
         "rollout/samples": float(len(rewards)),
         "rollout/response_length_mean": float(lengths.mean()),
         "rollout/response_length_max": float(lengths.max()),
         "rollout/truncated": float(1.0 - finished.mean()),
     }
+
+
+def failed_share(groups: Sequence[GroupSummary]) -> float:
+    """Of all samples, those whose verdict failed, in the groups or dropped from them."""
+    asked = sum(len(group.rewards_G) + group.num_dropped for group in groups)
+    return sum(len(group.failures) for group in groups) / max(asked, 1)
 
 
 def train_metrics(updates: Sequence[Metrics]) -> Metrics:
@@ -97,7 +104,10 @@ def eval_metrics(sets: Mapping[str, Sequence[GroupSummary]]) -> Metrics:
         f"eval/{name}/accuracy": float(np.concatenate([group.correct_G for group in groups]).mean())
         for name, groups in sets.items()
     }
-    return {**accuracy, "eval/accuracy": sum(accuracy.values()) / len(accuracy)} if accuracy else {}
+    if not accuracy:
+        return {}
+    failed = failed_share([group for groups in sets.values() for group in groups])
+    return {**accuracy, "eval/accuracy": sum(accuracy.values()) / len(accuracy), "eval/failed": failed}
 
 
 def pick_samples(groups: Sequence[GroupSummary], count: int) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ Metrics = dict[str, float]
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
 Estimator = Literal["k1", "k2", "k3"]
 WhenShort = Literal["train", "stop"]
+WhenFailed = Literal["drop", "stop", "penalise"]
 Mismatch = Literal["off", "tis", "mis_token", "mis_sequence", "mis_geometric", "icepop"]
 
 
@@ -133,7 +134,10 @@ class SampleGroup:
 
 @dataclass(frozen=True)
 class GroupSummary:
-    """What the controller keeps of a group: the samples themselves stay in the object store."""
+    """What the controller keeps of a group: the samples themselves stay in the object store.
+
+    failures: what befell each verdict that failed, in words. Of those samples num_dropped are not in the group.
+    """
 
     prompt_text: str
     answer: str
@@ -144,6 +148,8 @@ class GroupSummary:
     rewards_G: FloatArray
     correct_G: BoolArray
     version: int
+    failures: tuple[str, ...] = ()
+    num_dropped: int = 0
 
 
 @dataclass(frozen=True)

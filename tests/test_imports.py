@@ -21,7 +21,7 @@ FLOORS = [
     {"run_log", "credit"},
     {"resharding"},
     {"checkpoint", "hf_export"},
-    {"model_faults", "rule_faults"},
+    {"model_faults", "rule_faults", "reward_faults", "reward_check"},
     {"trainer", "critic", "reward_model", "cluster", "preflight"},
     {"ranks"},
     {"collect", "fleet"},
