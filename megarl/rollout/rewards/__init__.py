@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import isfinite  # not the module: a room of ours has its name
 from numbers import Real
 from typing import Any
 
@@ -72,11 +72,11 @@ def verdict_of(result: Any) -> Verdict | Failure:
     """What a function returned, as a verdict; a failure if it is no number that a float32 holds."""
     value = result.reward if isinstance(result, Verdict) else result
     try:
-        if not (isinstance(value, Real) and math.isfinite(value) and abs(float(value)) <= _LARGEST):
+        if not (isinstance(value, Real) and isfinite(value) and abs(float(value)) <= _LARGEST):
             return Failure(f"returned {short(result)}")
         correct = result.correct if isinstance(result, Verdict) else float(value) >= 1.0
         return Verdict(float(value), bool(correct))
-    except Exception:  # an integer beyond all floats, or a number of the user's own making
+    except OverflowError:  # an integer beyond all floats
         return Failure(f"returned a {type(value).__name__} that is no finite number")
 
 

@@ -18,10 +18,12 @@ _HOSTILE = re.compile(
     r"|(?:\^|\*\*)\s*[{(]?\s*-?\d{5}"  # exponents of five digits
     r"|(?:\^|\*\*)[\s{(]*-?\d+[\s})]*(?:\^|\*\*)"  # towers of exponents
     r"|\d{4}\s*!|!\s*!|!\s*\)\s*!"  # factorials of large numbers, or of each other
-    r"|\\(?:sum|prod|int|lim|begin|binom)(?![a-z]).{0,80}?\d{5}"  # long sums
+    r"|[a-zA-Z][^(]{0,80}\)\s*\^\s*\{?\s*\d{3}"  # large powers of sums
+    r"|\\d?binom.{0,20}?\d{5}"
     r"|(?:\\begin\b.*){3}",  # matrices of matrices
     re.DOTALL,
 )
+_UNDONE = re.compile(r"\\(?:sum|prod|o?i+nt|lim)(?![a-z])")
 _TARGETS = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # a warning that the worker's clock answers
@@ -32,13 +34,14 @@ def score(
 ) -> float:
     """`correct` if the last \\boxed{...}, or else the final answer in the end of the text, equals the answer.
 
-    Expressions made to be costly (towers of exponents, numbers without end) are wrong without being computed; one that
-    gets through ends its worker, and with `reward.on_failure: penalise` that counts as wrong too.
+    Expressions made to be costly (towers of exponents, numbers without end) are wrong without being computed, and so is
+    a sum, integral or limit where the answer has none. One that gets through ends its worker: that is the policy's
+    doing, and with `reward.on_failure: penalise` it counts as wrong too.
     """
     given = final_answer(response)
     if given and _bare(given) == _bare(answer):
         return correct
-    if not given or is_hostile(given):
+    if not given or is_hostile(given) or (_UNDONE.search(given) and not _UNDONE.search(answer)):
         return wrong
     gold = _gold(answer)
     found = parse(given, _TARGETS, parsing_timeout=None)  # type: ignore[arg-type]

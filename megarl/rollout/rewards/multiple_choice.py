@@ -8,7 +8,7 @@ from typing import Any
 
 _WRAPS = r"[\s*_$({\[]*(?:\\(?:text|textbf|mathrm|mathbf|boxed)\{)?[\s*_$({\[]*"
 _END = r"(?![A-Za-z0-9'’])"
-_BOXED = re.compile(rf"\\boxed\{{{_WRAPS}([A-Za-z]){_END}([^{{}}]{{0,200}})")
+_BOXED = re.compile(rf"\\boxed\{{{_WRAPS}([A-Za-z]){_END}([^{{}}]{{0,200}})\}}")
 _TOLD = re.compile(
     rf"(?i:\banswer\b(?:\s+is)?(?:\s*:)?|\b(?:option|choice)\b(?:\s+is)?(?:\s*:)?){_WRAPS}([A-Z]){_END}"
 )
