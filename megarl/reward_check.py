@@ -67,8 +67,9 @@ def check(
     own, other = (_mean(found[kind]) for kind in (_OWN, _OTHER))
     if own is not None and other is not None and own <= other:
         print("a row's own answer is worth no more than another's: does the function read it as a response?")
-    failures = [(one.words, response) for of_kind in found.values() for response, one in of_kind if _failed(one)]
-    first = {words: response for words, response in reversed(failures)}
+    every = [pair for of_kind in found.values() for pair in of_kind]
+    failures = [(one.words, response) for response, one in every if isinstance(one, Failure)]
+    first = dict(reversed(failures))
     for words, count in Counter(words for words, _ in failures).most_common():
         print(f"failed {count} x: {words}, first on response {short(first[words])}")
     return not failures
@@ -96,10 +97,6 @@ def _judged(judges: Judges, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> di
     answer, row = rows[0]
     found[_BOMBS] = list(zip(BOMBS, judges.wait_for_verdicts(answer, row, BOMBS), strict=True))
     return found
-
-
-def _failed(one: Verdict | Failure) -> bool:
-    return isinstance(one, Failure)
 
 
 def _mean(found: Found) -> float | None:

@@ -108,10 +108,8 @@ MATH = [  # of a question whose answer is 42
 
 FORMAT = [  # beside a pattern that backtracks without end: ((\w+\s?)+)<answer>...
     "a" * 40,
-    "a" * 400,
     "a " * 40,
     "a" * 40 + "<answer>",
-    "a" * 40 + "<answer>42</answer",
     "<answer>" * 2000,
     "<think>" * 2000,
     "a" * 40 + "\x00",

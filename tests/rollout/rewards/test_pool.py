@@ -182,7 +182,8 @@ def test_a_row_that_cannot_be_said_is_a_failure(judges: Build) -> None:
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]
-    for row in ({("a", "b"): 1}, looped, {"deep": deep}):
+    rows: list[Any] = [{("a", "b"): 1}, looped, {"deep": deep}]
+    for row in rows:
         assert all("the row cannot be sent" in one for one in words(odd.wait_for_verdicts("7", row, ["7", "8"])))
     assert odd.wait_for_verdicts("7", {"object": object()}, ["7"]) == [Verdict(1.0, True)]
 
