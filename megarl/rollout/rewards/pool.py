@@ -17,6 +17,7 @@ from megarl.types import UserFault
 
 _BATCH = 16  # at most so many wait behind one that hangs
 _BATCH_S = 0.01
+_MOST_FAILED_STARTS = 3
 
 
 class Pool:
@@ -32,6 +33,7 @@ class Pool:
         self._fault: UserFault | None = None
         self._ready = self._loop.create_future()
         self._timer: asyncio.TimerHandle | None = None
+        self._failed_starts = 0  # one after the other
         self.slowest_s = 0.0  # of all verdicts so far
 
     async def start(self) -> None:
@@ -109,6 +111,7 @@ class Pool:
             self._fail(UserFault(*message))
             return
         worker.is_ready, worker.is_async = True, message[0]
+        self._failed_starts = 0
         if all(one.is_ready for one in self._workers) and not self._ready.done():
             self._ready.set_result(None)
         self._feed()
@@ -195,8 +198,12 @@ class Pool:
         code = await asyncio.to_thread(worker.process.wait)
         if worker not in self._workers:
             return
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        how = f"killed by {_name(-code)}" if code < 0 else f"exit code {code}"
         if not worker.is_ready:
+            self._failed_starts += 1
+            if self._ready.done() and self._failed_starts <= _MOST_FAILED_STARTS:  # it was imported before
+                self._replace(worker)
+                return
             problem = f"the process that imports {self._order.function} ended ({how})"
             self._fail(UserFault(self._order.where, problem, "mend what it does when it is imported"))
             return
@@ -222,6 +229,13 @@ class Pool:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 def _settle(item: Item, found: Verdict | Failure) -> None:

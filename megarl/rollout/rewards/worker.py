@@ -3,7 +3,7 @@
 JSON lines on the socket that is its standard input and output. In: first an object, what to judge with; then
 `[answer, row]`, for all responses that follow, and `[number, response]` for each of them. Out: first `[is_async]`, or
 the fault `[where, problem, mend]`; then, of each response, `[number, reward, correct]`, or `[number, words, is_last]`
-where there is no verdict, is_last if the process ends with it.
+where there is no verdict, is_last if the process is good for no other.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from megarl.types import UserFault
 
 _PR_SET_PDEATHSIG = 1
 _LINE_BYTES = 2**30
+_spare = [bytes(4 * 2**20)]  # for the words of an end for want of memory
 
 
 class Link:
@@ -115,13 +116,14 @@ def _judge_in_turn(link: Link, reward: Reward) -> None:
         number, response = message
         found = _judge(reward, response, answer, row)
         link.write(_reply(number, found))
-        _end_without_memory(found)
+        _wait_without_memory(found)
 
 
 def _judge(reward: Reward, response: str, answer: str, row: Mapping[str, Any]) -> Verdict | Failure | MemoryError:
     try:
         return verdict_of(reward(response, answer, row))
     except MemoryError as error:
+        _spare.clear()
         return error
     except BaseException as error:  # a user's function raises what it likes, and ends no process of ours
         return Failure(f"raised {said(error)}")
@@ -140,11 +142,12 @@ async def _judge_together(link: Link, reward: Reward, timeout_s: float) -> None:
         except TimeoutError as error:
             found = Failure(too_long(timeout_s) if bound.expired() else f"raised {said(error)}")
         except MemoryError as error:
+            _spare.clear()
             found = error
         except BaseException as error:
             found = Failure(f"raised {said(error)}")
         writer.write(_line(_reply(number, found)))
-        _end_without_memory(found)
+        _wait_without_memory(found)
 
     answer, row = "", {}
     while line := await reader.readline():
@@ -164,9 +167,9 @@ def _reply(number: int, found: Verdict | Failure | MemoryError) -> list[object]:
     return [number, found.words, False] if isinstance(found, Failure) else [number, "ran out of memory", True]
 
 
-def _end_without_memory(found: object) -> None:
-    if isinstance(found, MemoryError):
-        os._exit(1)  # what is left of its memory is in pieces
+def _wait_without_memory(found: object) -> None:
+    while isinstance(found, MemoryError):
+        signal.pause()  # what is left of its memory is in pieces; the parent kills it when it has read why
 
 
 def _line(message: object) -> bytes:

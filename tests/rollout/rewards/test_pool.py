@@ -58,6 +58,7 @@ def words(found: list[Verdict | Failure]) -> list[str]:
         ("exit 3", "ended its process (exit code 3)"),
         ("exit 0", "ended its process (exit code 0)"),
         ("segfault", "ended its process (killed by SIGSEGV)"),
+        ("signal 40", "ended its process (killed by signal 40)"),
         ("raise ValueError", "raised ValueError: no unit"),
         ("raise SystemExit", "raised SystemExit: 0"),
         ("raise KeyboardInterrupt", "raised KeyboardInterrupt:"),
@@ -157,6 +158,31 @@ def test_an_import_that_fails_is_a_fault(
         Judges(Reward(function="bad_import:score"), 1.0)
     assert caught.value.where == "reward.function"
     assert set(psutil.Process().children()) <= before
+
+
+@pytest.mark.parametrize(("kills", "says"), [(2, None), (100, r"the process that imports .* \(killed by SIGKILL\)")])
+def test_a_worker_that_is_killed_while_it_imports_is_replaced(
+    judges: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int, says: str | None
+) -> None:
+    """As by a machine that is short of memory for a moment, or for good."""
+    left = tmp_path / "left"
+    (tmp_path / "killed_import.py").write_text(
+        "import os, pathlib, signal\n"
+        f"left = pathlib.Path({str(left)!r})\n"
+        "count = int(left.read_text()) if left.exists() else 0\n"
+        "if count:\n"
+        "    left.write_text(str(count - 1))\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "def score(response, answer, row): return os._exit(0) if response == 'exit' else 1.0\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    killed = judges("killed_import:score", workers=1)
+    left.write_text(str(kills))
+    if says:
+        with pytest.raises(UserFault, match=says):
+            killed.wait_for_verdicts("7", {}, ["exit", "7"])
+    else:
+        assert killed.wait_for_verdicts("7", {}, ["exit", "7"])[1] == Verdict(1.0, True)
 
 
 def test_rows_come_as_json_can_say_them(judges: Build) -> None:
