@@ -1,4 +1,4 @@
-"""The command line: `megarl train RECIPE [a.b=c ...]`, `megarl rollout` for samples alone, `megarl convert`.
+"""The command line: `megarl train RECIPE [a.b=c ...]`; `rollout` for samples alone, `convert`, `reward-check`.
 
 Exit codes: 0 done; 1 the run failed, its cause on the last line; 2 something to mend in the recipe or its files, a line
 each; 130 Ctrl-C; 143 SIGTERM. Heavy imports wait until the recipe is known to be good.
@@ -78,14 +78,47 @@ def convert(
     sys.exit(_outcome(run / "recipe.yaml", overrides or [], partial(_convert, run=run, out=out, step=step)))
 
 
-def _outcome(path: Path, overrides: list[str], run: Callable[[Recipe], None]) -> int:
-    """Run, say how it ended on the last lines of stderr, and return the exit code."""
-    try:
-        recipe = load_recipe(path, overrides)
-        sys.path.append(os.getcwd())  # where a user's reward function lies; the console script does not look there
-        from megarl import ray_settings  # noqa: F401  (before a reward module that imports Ray itself)
+@app.command()
+def reward_check(
+    function: Annotated[str, typer.Argument(metavar="FUNCTION", help="module:function, as in reward.function.")],
+    *,
+    data: Annotated[Path, typer.Option(metavar="FILE", help="JSONL or parquet, as in data.train.")],
+    argument: Annotated[
+        list[str] | None, typer.Option(metavar="k=v", help="A keyword argument for it; the value is JSON, or text.")
+    ] = None,
+    answer: Annotated[str, typer.Option(help="The column of the answers.")] = "answer",
+    rows: Annotated[int, typer.Option(min=1, help="How many rows, from the first.")] = 100,
+    timeout_s: Annotated[float, typer.Option(min=0.001, help="As in reward.timeout_s.")] = 5.0,
+    memory_mb: Annotated[int, typer.Option(min=1, help="As in reward.memory_mb.")] = 1024,
+) -> None:
+    """Try a reward on its data's own answers, on others, and on responses that are made to break it."""
+    raise_on_sigterm()
 
+    def run() -> int:
+        from megarl.reward_check import check
+
+        is_good = check(function, argument or [], data, answer, rows, timeout_s=timeout_s, memory_mb=memory_mb)
+        return 0 if is_good else 1
+
+    sys.exit(_ended(run))
+
+
+def _outcome(path: Path, overrides: list[str], run: Callable[[Recipe], None]) -> int:
+    """Load a recipe and run; the exit code."""
+
+    def run_recipe() -> int:
+        recipe = load_recipe(path, overrides)
         run(recipe)
+        return 0
+
+    return _ended(run_recipe)
+
+
+def _ended(run: Callable[[], int]) -> int:
+    """Run, say how it ended on the last lines of stderr, and return the exit code."""
+    sys.path.append(os.getcwd())  # where a user's reward function lies; the console script does not look there
+    try:
+        return run()
     except (UserFault, UserFaults) as fault:
         print(fault, file=sys.stderr)
         return 2
@@ -97,7 +130,6 @@ def _outcome(path: Path, overrides: list[str], run: Callable[[Recipe], None]) ->
         cause = str(error).strip().splitlines() or [""]
         print(f"megarl: {type(error).__name__}: {cause[0]}", file=sys.stderr)
         return 1
-    return 0
 
 
 def _train(recipe: Recipe, *, resume: bool) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
-from megarl.types import Aggregation, Estimator, KlPlace, LrSchedule, Mismatch, WhenShort
+from megarl.types import Aggregation, Estimator, KlPlace, LrSchedule, Mismatch, WhenFailed, WhenShort
 
 Count = Annotated[int, Field(ge=1)]
 Text = Annotated[str, Field(min_length=1)]
@@ -103,10 +103,29 @@ class WarmStart(Branch):
     warmup_steps: Annotated[int, Field(ge=0)] = 0
 
 
-class Reward(Branch):
-    """`module:function` that scores one response."""
+class SourceReward(Branch):
+    """Who judges the rows of one source: `module:function`, and keyword arguments for it."""
 
     function: Text
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+
+class Reward(Branch):
+    """`module:function` that scores one response, with keyword arguments; rows of a named source have their own.
+
+    Every verdict is computed in a process that ends when it takes too long or too much: docs/rewards.md. One that
+    fails costs what `on_failure` says: its sample leaves the group, the run stops, or the reward is `penalty`.
+    """
+
+    function: Text | None = None
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    source: Text = "data_source"  # the column that names a row's source
+    by_source: Mapping[Text, SourceReward] = Field(default_factory=dict)
+    workers: Count = 2  # processes of each function beside every engine
+    timeout_s: Positive = 5.0  # of one verdict
+    memory_mb: Count = 1024  # of one verdict, beside what the function takes to be there
+    on_failure: WhenFailed = "drop"
+    penalty: float = 0.0
 
 
 class Engines(Branch):

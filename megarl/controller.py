@@ -17,11 +17,12 @@ from megarl.collect import collect, shaped
 from megarl.config import Recipe
 from megarl.fleet import Fleet
 from megarl.memory import Phase
-from megarl.metrics import critic_metrics, eval_metrics, rollout_metrics, train_metrics
+from megarl.metrics import critic_metrics, eval_metrics, failed_share, rollout_metrics, train_metrics
 from megarl.preflight import Inputs
 from megarl.ranks import CriticRanks, Rollout, TrainingRanks
 from megarl.resume import Saver
 from megarl.rollout.episodes import Sampling, demonstration, summary
+from megarl.rollout.rewards import MEND
 from megarl.run_log import Record, RunLog
 from megarl.schedule import learning_rate
 from megarl.snapshots import Snapshot
@@ -91,14 +92,20 @@ def gather(recipe: Recipe, inputs: Inputs, fleet: Fleet, record: Record) -> Roll
     if ALGORITHMS[recipe.algorithm.name].learns_from == "demonstrations":
         return demonstrations(inputs, fleet, recipe.rollout.prompts_per_step)
 
+    sampled: list[GroupSummary] = []
+
     def sample(prompts: Sequence[Prompt], number: int) -> Rollout:
-        return fleet.engines.sample(prompts, sampling_of(recipe, record.step, number))
+        found = fleet.engines.sample(prompts, sampling_of(recipe, record.step, number))
+        sampled.extend(found.summaries)
+        return found
 
     with record.phase("rollout"):
         groups, fleet.carried, done = collect(recipe, rules, inputs.prompts.take, sample, fleet.carried)
     record.add(done)
     groups = shaped(score(fleet, groups, record), rules, recipe.rollout.max_response_tokens)
     record.add(rollout_metrics(groups.summaries))
+    record.add({"reward/failed": failed_share(sampled)})  # also of groups that the step does not train on
+    record.failed(sampled)
     record.samples(groups.summaries)
     return groups
 
@@ -167,6 +174,11 @@ def evaluate(recipe: Recipe, inputs: Inputs, fleet: Fleet, record: Record) -> No
             name: fleet.engines.sample(prompts, eval_sampling(recipe, name, record.step, number)).summaries
             for number, (name, prompts) in enumerate(inputs.eval_sets.items())
         }
+    for name, groups in answered.items():
+        record.failed(groups)
+        if not any(len(group.rewards_G) for group in groups):
+            problem = f"every verdict of data.eval.{name} failed, the first: {groups[0].failures[0]}"
+            raise UserFault("reward.function", problem, MEND)
     record.add(eval_metrics(answered))
 
 

@@ -25,11 +25,18 @@ def rollout_metrics(groups: Sequence[GroupSummary]) -> Metrics:
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/accuracy": float(correct.mean()),
+        "reward/failed": failed_share(groups),
         "rollout/samples": float(len(rewards)),
         "rollout/response_length_mean": float(lengths.mean()),
         "rollout/response_length_max": float(lengths.max()),
         "rollout/truncated": float(1.0 - finished.mean()),
     }
+
+
+def failed_share(groups: Sequence[GroupSummary]) -> float:
+    """Of all samples, those whose verdict failed, in the groups or dropped from them."""
+    asked = sum(len(group.rewards_G) + group.num_dropped for group in groups)
+    return sum(len(group.failures) for group in groups) / max(asked, 1)
 
 
 def train_metrics(updates: Sequence[Metrics]) -> Metrics:
@@ -107,7 +114,8 @@ def eval_metrics(sets: Mapping[str, Sequence[GroupSummary]]) -> Metrics:
     which any is right; maj@k: of which the answer that most of them give is right.
     """
     found: Metrics = {}
-    for name, groups in sets.items():
+    for name, asked in sets.items():
+        groups = [group for group in asked if len(group.rewards_G)]  # others' verdicts failed
         found[f"eval/{name}/accuracy"] = _mean([group.correct_G for group in groups])
         found[f"eval/{name}/response_length_mean"] = _mean([group.response_lengths_G for group in groups])
         found[f"eval/{name}/truncated"] = 1.0 - _mean([group.finished_G for group in groups])
@@ -117,7 +125,10 @@ def eval_metrics(sets: Mapping[str, Sequence[GroupSummary]]) -> Metrics:
             found[f"eval/{name}/pass@{k}"] = float(np.mean([group.correct_G.any() for group in groups]))
             found[f"eval/{name}/maj@{k}"] = float(np.mean([_majority(group) for group in groups]))
     accuracy = [found[f"eval/{name}/accuracy"] for name in sets]
-    return {**found, "eval/accuracy": sum(accuracy) / len(accuracy)} if sets else {}
+    if not sets:
+        return {}
+    failed = failed_share([group for groups in sets.values() for group in groups])
+    return {**found, "eval/accuracy": sum(accuracy) / len(accuracy), "eval/failed": failed}
 
 
 def _mean(arrays: Sequence[np.ndarray]) -> float:

@@ -41,6 +41,7 @@ def roll_out(recipe: Recipe, inputs: Inputs, log: RunLog, out: Path) -> None:
                     publish(fleet, record)  # it may have had the engines' memory, and then their weights are lost
                 record.add(rollout_metrics(groups.summaries))
                 record.samples(groups.summaries)
+                record.failed(groups.summaries)
         fleet.shutdown()
     log.say(f"the samples are in {out}")
 

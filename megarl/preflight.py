@@ -23,9 +23,9 @@ from megarl.parallel.placement import critic_recipe, engine_layout, slot_faults,
 from megarl.resharding import fp8, megatron_map, sglang_map
 from megarl.resharding.plan import item_bytes, plan_streams
 from megarl.resharding.shards import LayoutError, Part
+from megarl.reward_faults import reward_faults
 from megarl.rollout.arguments import sglang_faults
 from megarl.rollout.prompts import PromptStream, load_prompts, load_tokenizer
-from megarl.rollout.rewards import judge, load_reward
 from megarl.rule_faults import rule_faults
 from megarl.sample_file import SampleFile, open_samples, sample_faults
 from megarl.types import ModelShape, Prompt, UserFault, UserFaults
@@ -73,7 +73,7 @@ def check(recipe: Recipe) -> Inputs:
         eval_sets[name] = _attempt(faults, lambda name=name: _eval_set(recipe, tokenizer, name)) or []
     if train:
         faults += _length_faults(recipe, tokenizer, train)
-    faults += _reward_faults(recipe, train)
+    faults += reward_faults(recipe, [*train, *(prompt for prompts in eval_sets.values() for prompt in prompts)])
     faults += critic_faults(recipe) + reward_model_faults(recipe, [prompt.row for prompt in train])
     if faults:
         raise UserFaults(faults)
@@ -329,14 +329,3 @@ def _length_faults(recipe: Recipe, tokenizer: Any, train: Sequence[Prompt]) -> F
             problem = f"{limit} is less than the longest answer ({needed} tokens with its end)"
             faults.append(UserFault("rollout.max_response_tokens", problem, f"set it to at least {needed}"))
     return faults
-
-
-def _reward_faults(recipe: Recipe, train: Sequence[Prompt]) -> Faults:
-    """The function must exist and score a right and an empty response to the first row."""
-    faults: Faults = []
-    reward = _attempt(faults, lambda: load_reward(recipe.reward.function))
-    if reward is not None and train:
-        first = train[0]
-        for response in (first.answer, ""):
-            _attempt(faults, lambda response=response: judge(reward, response, first.answer, first.row))
-    return faults[:1]

@@ -116,10 +116,10 @@ class Ranks:
         train, rollout, updates = self._recipe.train, self._recipe.rollout, self._recipe.train.updates_per_step
         if rules.dynamic_sampling or rules.overlong_filter:
             share = len(samples) / (rollout.prompts_per_step * rollout.samples_per_prompt)
-            updates = min(updates, len(samples), math.ceil(updates * share))
+            updates = min(updates, math.ceil(updates * share))
         return plan_updates(
             samples,
-            updates=updates,
+            updates=min(updates, len(samples)),  # verdicts that failed may leave fewer samples too
             dp=self._layout.dp,
             token_budget=train.tokens_per_micro_batch,
             aggregation=rules.aggregation,

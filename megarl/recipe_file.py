@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import ValidationError
@@ -142,9 +142,10 @@ def _where(path: str, origins: Origins, file: str) -> str:
 
 def _fields(section: str) -> dict[str, type[Branch] | None]:
     """Keys of a section ("" is the top) with their branch, None for a leaf."""
-    branch: type[Branch] = Recipe
+    branch: Any = Recipe
     for key in filter(None, section.split(".")):
-        branch = branch.model_fields[key].annotation  # type: ignore[assignment]
+        of_mapping = get_args(branch)  # whose keys are the user's own
+        branch = of_mapping[1] if of_mapping else branch.model_fields[key].annotation
     kinds = {name: field.annotation for name, field in branch.model_fields.items()}
     return {n: k if isinstance(k, type) and issubclass(k, Branch) else None for n, k in kinds.items()}
 

@@ -39,6 +39,7 @@ class Record:
         self.step = step
         self.metrics: Metrics = {}
         self.groups: Sequence[GroupSummary] = ()
+        self.failures: list[str] = []
         self._phases: Metrics = {}
         self._began = time.perf_counter()
 
@@ -56,6 +57,10 @@ class Record:
     def samples(self, groups: Sequence[GroupSummary]) -> None:
         """The groups of which some responses are written to samples.jsonl."""
         self.groups = groups
+
+    def failed(self, groups: Sequence[GroupSummary]) -> None:
+        """Groups that were judged, for the user to be told of verdicts that failed."""
+        self.failures += [words for group in groups for words in group.failures]
 
     def close(self) -> Metrics:
         """The flat record; `time/other_s` is what no phase accounts for."""
@@ -158,6 +163,9 @@ class RunLog:
         for sample in pick_samples(record.groups, self._recipe.run.sample_log_count):
             self._samples_file.write(json.dumps({"step": record.step, **sample}, ensure_ascii=False) + "\n")
         self._samples_file.flush()
+        if record.failures:
+            count, first = len(record.failures), record.failures[0]
+            self.say(f"step {record.step}: {count} {'verdict' if count == 1 else 'verdicts'} failed, the first {first}")
         self._history.append(metrics)
         return metrics
 

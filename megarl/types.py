@@ -23,6 +23,7 @@ Estimator = Literal["k1", "k2", "k3"]
 KlPlace = Literal["loss", "reward"]
 LrSchedule = Literal["constant", "linear", "cosine"]
 WhenShort = Literal["train", "stop"]
+WhenFailed = Literal["drop", "stop", "penalise"]
 Mismatch = Literal["off", "tis", "mis_token", "mis_sequence", "mis_geometric", "icepop"]
 
 
@@ -137,7 +138,10 @@ class SampleGroup:
 
 @dataclass(frozen=True)
 class GroupSummary:
-    """What the controller keeps of a group: the samples themselves stay in the object store."""
+    """What the controller keeps of a group: the samples themselves stay in the object store.
+
+    failures: what befell each verdict that failed, in words. Of those samples num_dropped are not in the group.
+    """
 
     prompt_text: str
     answer: str
@@ -150,6 +154,8 @@ class GroupSummary:
     version: int
     baseline: int | None = None  # which sample is it, if any
     said: tuple[str, ...] = ()
+    failures: tuple[str, ...] = ()
+    num_dropped: int = 0
 
     @property
     def drawn_G(self) -> BoolArray:

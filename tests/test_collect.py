@@ -136,3 +136,12 @@ def test_what_was_cut_counts_in_its_group_and_teaches_nothing() -> None:
     assert not any(one.is_stale for one in samples_of([cut], "grpo", version=cut.version))
     assert [one.sample for one in finished] == [0, 2]
     assert finished == [everything[0], everything[2]], "the advantages are those of all three"
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo", "dr_grpo"])
+def test_groups_of_different_sizes_have_their_own_advantages(algorithm: str) -> None:
+    """As verdicts that failed leave them; a group of one has nobody to be better than."""
+    samples = samples_of([group("a", (True, False, True)), group("b", (False,)), group("c", RIGHT)], algorithm)
+    assert [(one.group, one.sample) for one in samples] == [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (2, 1)]
+    assert samples[0].advantage == samples[2].advantage > 0 > samples[1].advantage
+    assert [one.advantage for one in samples[3:]] == [0.0, 0.0, 0.0]

@@ -21,7 +21,7 @@ FLOORS = [
     {"run_log", "credit"},
     {"resharding"},
     {"checkpoint", "hf_export"},
-    {"model_faults", "rule_faults", "eval_faults"},
+    {"model_faults", "rule_faults", "eval_faults", "reward_faults", "reward_check"},
     {"beside"},
     {"trainer", "critic", "process_rewards", "reward_model", "cluster", "preflight"},
     {"ranks"},

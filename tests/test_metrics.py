@@ -9,7 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.metrics import critic_metrics, eval_metrics, pick_samples, rollout_metrics, train_metrics
+from megarl.metrics import (
+    critic_metrics,
+    eval_metrics,
+    failed_share,
+    pick_samples,
+    rollout_metrics,
+    train_metrics,
+)
 from megarl.types import GroupSummary
 
 QUICKSTART = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
@@ -39,6 +46,18 @@ def test_rollout_metrics_are_means_over_samples_not_over_groups() -> None:
     assert metrics["rollout/response_length_max"] == 10.0
     assert metrics["rollout/truncated"] == 0.25
     assert metrics["rollout/samples"] == 4
+
+
+def test_failed_verdicts_are_a_share_of_all_samples_dropped_or_not() -> None:
+    dropped = replace(group("a", [1.0], [2]), failures=("x", "y", "z"), num_dropped=3)
+    penalised = replace(group("b", [1.0, 0.0, 0.0, -1.0], [2, 2, 2, 2]), failures=("x",))
+    empty = replace(group("c", [], []), failures=("x",), num_dropped=1)
+    assert rollout_metrics([dropped, penalised])["reward/failed"] == 0.5
+    assert failed_share([]) == 0.0
+    metrics = eval_metrics({"hard": [dropped, empty], "easy": [empty, penalised]})
+    assert metrics["eval/hard/accuracy"] == 1.0 and metrics["eval/easy/accuracy"] == 0.25, "of those that were judged"
+    assert metrics["eval/failed"] == 0.6
+    assert [sample["prompt"] for sample in pick_samples([dropped, empty, penalised], 3)] == ["a", "b", "b"]
 
 
 def test_train_metrics_of_several_updates() -> None:
@@ -81,6 +100,7 @@ def test_every_evaluation_set_weighs_the_same() -> None:
     sets = {"hard": [group("a", [0.0], [1])], "easy": [group("b", [1.0], [1]), group("c", [1.0], [1])]}
     found = eval_metrics(sets)
     assert (found["eval/hard/accuracy"], found["eval/easy/accuracy"], found["eval/accuracy"]) == (0.0, 1.0, 0.5)
+    assert found["eval/failed"] == 0.0
     assert not any("@" in name for name in found), "one answer to each prompt"
     assert eval_metrics({}) == {}
 

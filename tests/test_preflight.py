@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,25 +14,6 @@ from megarl.types import UserFaults
 from tests.parallel import checkpoints
 
 QUICKSTART = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
-
-REWARDS = """
-import math
-def broken(response, answer, row): raise KeyError("no such unit")
-def nan(response, answer, row): return math.nan
-def nan_when_empty(response, answer, row): return 1.0 if response else math.nan
-def words(response, answer, row): return "good"
-def row_reader(response, answer, row): return float(row["prompt"].endswith("="))
-not_callable = 3
-"""
-
-
-@pytest.fixture
-def rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    (tmp_path / "preflight_rewards.py").write_text(REWARDS)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield
-    sys.modules.pop("preflight_rewards", None)
-
 
 @pytest.fixture
 def good(quickstart_inputs: list[str], arithmetic: Path, tmp_path: Path) -> list[str]:
@@ -135,27 +115,13 @@ def test_a_fault_names_its_key(told: Callable[..., list[str]], overrides: list[s
     assert len(lines) == len(set(lines))
 
 
-@pytest.mark.parametrize(
-    ("function", "says"),
-    [
-        ("broken", "raised KeyError: 'no such unit' on response '"),
-        ("nan", "returned nan on response '"),
-        ("nan_when_empty", "returned nan on response ''"),
-        ("words", "returned 'good' on response '"),
-        ("not_callable", "is a int, not a function"),
-        ("gone", "has no 'gone'"),
-    ],
-)
-@pytest.mark.usefixtures("rewards")
-def test_a_bad_reward_function_is_one_line(told: Callable[..., list[str]], function: str, says: str) -> None:
-    (line,) = told(f"reward.function=preflight_rewards:{function}")
-    assert line.startswith("reward.function: ")
-    assert says in line
-
-
-@pytest.mark.usefixtures("rewards")
-def test_a_reward_function_gets_the_whole_row(good: list[str]) -> None:
-    check(load_recipe(QUICKSTART, [*good, "reward.function=preflight_rewards:row_reader"]))
+def test_rewards_are_tried_on_the_data(told: Callable[..., list[str]], tmp_path: Path) -> None:
+    """Of the training rows, and of those to be evaluated on."""
+    (line,) = told("reward.function=null", "reward.by_source.b.function=megarl.rollout.rewards.exact:score")
+    assert line.startswith("reward.by_source: ") and "(and 355 more such rows)" in line
+    odd = write_rows(tmp_path / "odd.jsonl", [{"prompt": "1+2=", "answer": "3", "data_source": "b"}])
+    (line,) = told(f"data.eval.odd={odd}", "reward.by_source.b.function=megarl.rollout.rewards.exact:gone")
+    assert line.startswith("reward.by_source.b.function: megarl.rollout.rewards.exact has no 'gone'")
 
 
 def test_a_missing_checkpoint_hides_no_other_fault(told: Callable[..., list[str]]) -> None:

@@ -158,6 +158,13 @@ def test_a_misspelt_required_key_is_told_once(tmp_path: Path) -> None:
     ]
 
 
+def test_a_misspelt_key_of_a_source_is_told() -> None:
+    function = "reward.by_source.gsm8k.function=megarl.rollout.rewards.exact:score"
+    (fault,) = faults_of(QUICKSTART, function, "reward.by_source.gsm8k.argument={}")
+    assert fault.problem == "unknown key reward.by_source.gsm8k.argument"
+    assert fault.mend == "did you mean reward.by_source.gsm8k.arguments?"
+
+
 def test_a_key_in_the_wrong_section_is_found_in_the_right_one() -> None:
     (fault,) = faults_of(QUICKSTART, "placement.samples_per_prompt=4")
     assert fault.mend == "did you mean rollout.samples_per_prompt?"

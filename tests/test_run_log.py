@@ -7,6 +7,7 @@ import json
 import math
 import struct
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,20 @@ def run_of_four(folder: Path, console: Console | None = None) -> Path:
                 if step == 4:
                     record.add({"eval/accuracy": 0.9, "eval/arith/accuracy": 0.9})
     return log.folder
+
+
+def test_verdicts_that_failed_are_told_in_a_line(tmp_path: Path) -> None:
+    console, text = plain()
+    with RunLog(recipe_in(tmp_path), console) as log:
+        for step in (1, 2):
+            with log.step(step) as record:
+                bad = replace(group("p", [1.0, 0.0], [2, 3]), failures=("took longer on response 'r'",) * step)
+                record.failed([bad] * step)
+    lines = [line for line in text.getvalue().splitlines() if " failed, " in line]
+    assert lines == [
+        "step 1: 1 verdict failed, the first took longer on response 'r'",
+        "step 2: 4 verdicts failed, the first took longer on response 'r'",
+    ]
 
 
 def test_folder_holds_recipe_records_samples_events_and_curve(tmp_path: Path) -> None:

@@ -194,3 +194,10 @@ def test_the_data_row_is_kept_as_json(tmp_path: Path) -> None:
 
     path = write(tmp_path / "samples.parquet", [group(3)]).path
     assert json.loads(pyarrow.parquet.read_table(path)["row"][0].as_py()) == group(3).prompt.row
+
+
+def test_groups_that_lost_samples_come_back_as_they_are(tmp_path: Path) -> None:
+    groups = [group(1, samples=3), group(2, samples=1), group(3, samples=2)]
+    file = write(tmp_path / "f.parquet", groups)
+    assert [bits(one) for one in file.groups(1)] == [bits(one) for one in groups]
+    assert file.num_samples == (6,)

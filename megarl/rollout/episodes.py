@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from megarl.config import Recipe
+from megarl.config import Recipe, Reward
 from megarl.rollout.arguments import EngineSettings, Sampling
 from megarl.rollout.engine import Engine
-from megarl.rollout.rewards import Verdict, judge, load_reward
-from megarl.types import GroupSummary, Prompt, Sample, SampleGroup
+from megarl.rollout.rewards import MEND, WHERE, Failure, Verdict, told
+from megarl.rollout.rewards.judges import Judges
+from megarl.types import GroupSummary, Prompt, Sample, SampleGroup, UserFault
 
-__all__ = ["RolloutWorker", "Sampling", "demonstration", "engine_settings", "summary"]
+__all__ = ["RolloutWorker", "Sampling", "demonstration", "engine_settings", "scored", "summary"]
 
 
 def engine_settings(recipe: Recipe, index: int) -> EngineSettings:
@@ -44,20 +45,23 @@ class RolloutWorker:
     """One engine's process: samples and scores. Its engine has no weights before the first reshard."""
 
     def __init__(self, recipe: Recipe, index: int) -> None:
-        self._reward = load_reward(recipe.reward.function)
-        self._engine = Engine(engine_settings(recipe, index))
+        self._reward = recipe.reward
+        self._judges = Judges(recipe.reward, recipe.run.timeout_s)
+        try:
+            self._engine = Engine(engine_settings(recipe, index))
+        except BaseException:
+            self._judges.shutdown()
+            raise
 
     async def sample(self, prompt: Prompt, sampling: Sampling) -> tuple[GroupSummary, SampleGroup]:
-        """A scored group. Raises UserFault(reward.function) and EngineFault."""
+        """A scored group; of one sample (an evaluation's) whose verdict failed there may be none left.
+
+        Raises UserFault(reward.function) when failed verdicts leave none of several, or at the first if the recipe says
+        so, and EngineFault.
+        """
         samples = await self._generate(prompt.token_ids, sampling)
-        verdicts = await asyncio.to_thread(self._judge, prompt, samples)  # a slow reward holds up no other prompt
-        group = SampleGroup(
-            prompt=prompt,
-            samples=tuple(samples),
-            rewards_G=np.asarray([verdict.reward for verdict in verdicts], dtype=np.float32),
-            correct_G=np.asarray([verdict.correct for verdict in verdicts], dtype=np.bool_),
-        )
-        return summary(group), group
+        verdicts = await self._judges.verdicts(prompt.answer, prompt.row, [sample.text for sample in samples])
+        return scored(prompt, samples, verdicts, self._reward)
 
     async def _generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[Sample]:
         calls = [self._engine.generate(prompt_ids, sampling)]
@@ -86,10 +90,32 @@ class RolloutWorker:
         return self._engine.version
 
     def shutdown(self) -> None:
+        self._judges.shutdown()
         self._engine.shutdown()
 
-    def _judge(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Verdict]:
-        return [judge(self._reward, sample.text, prompt.answer, prompt.row) for sample in samples]
+
+def scored(
+    prompt: Prompt, samples: Sequence[Sample], verdicts: Sequence[Verdict | Failure], reward: Reward
+) -> tuple[GroupSummary, SampleGroup]:
+    """The group that verdicts make of samples; those that failed cost what the recipe says. Raises as `sample`."""
+    pairs = list(zip(samples, verdicts, strict=True))
+    failures = tuple(told(one, sample.text, prompt.answer) for sample, one in pairs if isinstance(one, Failure))
+    if reward.on_failure == "penalise":
+        penalty = Verdict(reward.penalty, False)
+        pairs = [(sample, penalty if isinstance(one, Failure) else one) for sample, one in pairs]
+    judged = [(sample, one) for sample, one in pairs if isinstance(one, Verdict)]
+    num_dropped = len(samples) - len(judged)
+    if num_dropped and (reward.on_failure == "stop" or (not judged and len(samples) > 1)):
+        many = "" if reward.on_failure == "stop" else f", as did all {len(samples)} of the group"
+        raise UserFault(WHERE, f"{prompt.id}: {failures[0]}{many}", f"{MEND}, or see reward.on_failure")
+    group = SampleGroup(
+        prompt=prompt,
+        samples=tuple(sample for sample, _ in judged),
+        rewards_G=np.asarray([verdict.reward for _, verdict in judged], dtype=np.float32),
+        correct_G=np.asarray([verdict.correct for _, verdict in judged], dtype=np.bool_),
+        said=tuple(sample.text.strip() if one.answer is None else one.answer for sample, one in judged),
+    )
+    return replace(summary(group), failures=failures, num_dropped=num_dropped), group
 
 
 def summary(group: SampleGroup) -> GroupSummary:
@@ -104,7 +130,7 @@ def summary(group: SampleGroup) -> GroupSummary:
         finished_G=np.asarray([sample.finished for sample in samples], dtype=np.bool_),
         rewards_G=group.rewards_G,
         correct_G=group.correct_G,
-        version=samples[0].version,
+        version=samples[0].version if samples else -1,
         said=group.said,
         baseline=next((index for index, sample in enumerate(samples) if sample.is_baseline), None),
     )

@@ -6,6 +6,7 @@ import hashlib
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,19 @@ def load_prompts(
     if not prompts:
         raise UserFaults([UserFault(where, f"{path} has no rows", "give a file with at least one")])
     return prompts
+
+
+def answered_rows(path: str, where: str, answer_column: str, most: int) -> list[tuple[str, Mapping[str, Any]]]:
+    """(answer, row) of the first rows of such a file, for those who need no prompt. Raises UserFaults likewise."""
+    found = []
+    for place, row in islice(_read_rows(path, where), most):
+        try:
+            found.append((_answer(_column(row, answer_column, "--answer"), answer_column), row))
+        except _BadRow as error:
+            raise UserFaults([_summary(where, [(place, error)])]) from None
+    if not found:
+        raise UserFaults([UserFault(where, f"{path} has no rows", "give a file with at least one")])
+    return found
 
 
 def _summary(where: str, rows: Sequence[tuple[str, _BadRow]]) -> UserFault:

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.config import Recipe
+from megarl.config import Recipe, Reward
 from megarl.rollout.engine import Engine, EngineFault
-from megarl.rollout.episodes import RolloutWorker, Sampling, demonstration, engine_settings, summary
+from megarl.rollout.episodes import RolloutWorker, Sampling, demonstration, engine_settings, scored, summary
+from megarl.rollout.rewards import Failure, Verdict
 from megarl.types import Prompt, Sample, SampleGroup, UserFault
 
 PROMPT = Prompt("rows.jsonl:1", "<user>1+2=<assistant>", (3, 6, 15, 7, 18, 4), "3", {"level": 1})
@@ -77,6 +78,53 @@ def test_a_summary_is_the_group_without_its_tokens() -> None:
     assert short.correct_G.tolist() == [False, True, False]
 
 
+def samples(*texts: str) -> list[Sample]:
+    return [
+        Sample(np.arange(1 + n, dtype=np.int64), np.zeros(1 + n, np.float32), text, True, version=4)
+        for n, text in enumerate(texts)
+    ]
+
+
+RIGHT, LATE, NAN = Verdict(1.0, True), Failure("took longer than 5 s"), Failure("returned nan")
+
+
+def test_a_failed_verdict_drops_its_sample() -> None:
+    short, kept = scored(PROMPT, samples("a", "b", "c", "d"), [LATE, RIGHT, NAN, Verdict(0.5, False)], Reward())
+    assert short.responses == tuple(sample.text for sample in kept.samples) == ("b", "d")
+    assert short.response_lengths_G.tolist() == [2, 4]
+    assert kept.rewards_G.tolist() == short.rewards_G.tolist() == [1.0, 0.5]
+    assert kept.correct_G.tolist() == [True, False]
+    assert short.num_dropped == 2
+    assert short.failures == (
+        "took longer than 5 s on response 'a', answer '3'",
+        "returned nan on response 'c', answer '3'",
+    )
+
+
+def test_a_group_may_be_left_with_one_sample_but_not_with_none() -> None:
+    short, kept = scored(PROMPT, samples("a", "b"), [LATE, RIGHT], Reward())
+    assert short.responses == ("b",) and len(kept.samples) == 1
+    with pytest.raises(UserFault, match="reward.function: rows.jsonl:1: took longer than 5 s on response 'a'"):
+        scored(PROMPT, samples("a", "b"), [LATE, NAN], Reward())
+
+
+def test_one_greedy_answer_without_a_verdict_is_no_answer() -> None:
+    short, kept = scored(PROMPT, samples("a"), [LATE], Reward())
+    assert kept.samples == () and short.responses == ()
+    assert len(short.failures) == short.num_dropped == 1
+
+
+def test_a_failed_verdict_may_be_penalised_or_stop_the_run() -> None:
+    penalise = Reward(on_failure="penalise", penalty=-1.0)
+    for verdicts, rewards in (([LATE, RIGHT], [-1.0, 1.0]), ([LATE, LATE], [-1.0, -1.0])):
+        short, kept = scored(PROMPT, samples("a", "b"), verdicts, penalise)
+        assert short.rewards_G.tolist() == rewards and not kept.correct_G[0]
+        assert len(short.failures) == rewards.count(-1.0) and short.num_dropped == 0
+    with pytest.raises(UserFault, match="returned nan on response 'b'"):
+        scored(PROMPT, samples("a", "b"), [RIGHT, NAN], Reward(on_failure="stop"))
+    assert scored(PROMPT, samples("a"), [RIGHT], Reward(on_failure="stop"))[0].failures == ()
+
+
 def test_a_demonstration_is_the_answer_and_its_end(tokenizer: Any) -> None:
     group = demonstration(PROMPT, tokenizer)
     (sample,) = group.samples
@@ -133,6 +181,8 @@ def test_a_worker_samples_once_it_has_weights(worker: RolloutWorker) -> None:
 def test_a_reward_that_raises_is_the_users_fault(worker: RolloutWorker) -> None:
     if worker.version() < 0:
         asyncio.run(worker.reshard({}, 0))
+    pids = worker._judges.pids()
     prompt = Prompt("rows.jsonl:2", PROMPT.text, PROMPT.token_ids, "3", {"level": 9})
     with pytest.raises(UserFault, match="raised ValueError: level 9 has no score"):
         asyncio.run(worker.sample(prompt, Sampling(2, 4)))
+    assert worker._judges.pids() == pids, "an exception costs no process"

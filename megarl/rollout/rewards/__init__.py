@@ -3,62 +3,105 @@
 from __future__ import annotations
 
 import importlib
-import math
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from math import isfinite  # not the module: a room of ours has its name
 from numbers import Real
-from typing import Any, cast
+from typing import Any
 
 from megarl.types import UserFault
 
 WHERE = "reward.function"
-_MEND = "write module:function, for example megarl.rollout.rewards.exact:score"
+MEND = "make it return a finite number for every response"
+_FORM = "write module:function, for example megarl.rollout.rewards.exact:score"
+_LARGEST = 3.4e38  # rewards are float32
+_LONGEST_WORDS = 300
+_LONGEST_ANSWER = 1000  # of two that begin so long alike nobody asks whether they are the same
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a response is worth, and whether it counts as correct in the accuracy."""
+    """What a response is worth, and whether it counts as correct in the accuracy.
+
+    answer: what it says, for the vote of an evaluation's maj@k; "" if it says nothing, None: the response as it is.
+    """
 
     reward: float
     correct: bool
+    answer: str | None = None
 
 
-Reward = Callable[[str, str, Mapping[str, Any]], "float | Verdict"]
+@dataclass(frozen=True)
+class Failure:
+    """Why there is no verdict, in a few words."""
+
+    words: str
 
 
-def load_reward(path: str) -> Reward:
-    """The function at `module:function`. Raises UserFault(reward.function) when there is none."""
+# (response, answer, row) -> a verdict or a number, of which 1 and more is correct; or, `async def`, a promise of it.
+Reward = Callable[[str, str, Mapping[str, Any]], Any]
+
+
+def load_reward(path: str, arguments: Mapping[str, Any], where: str = WHERE) -> Reward:
+    """The function at `module:function`, with its keyword arguments. Raises UserFault when there is none such.
+
+    where: the recipe key that names it.
+    """
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):
-        raise UserFault(WHERE, f"{path!r} is not module:function", _MEND)
+        raise UserFault(where, f"{path!r} is not module:function", _FORM)
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # a user's module raises whatever it likes while it is imported
-        raise UserFault(WHERE, f"{module_name} cannot be imported ({_said(error)})", "mend or install it") from error
+    except BaseException as error:  # a user's module raises whatever it likes while it is imported
+        raise UserFault(where, f"{module_name} cannot be imported ({said(error)})", "mend or install it") from error
     function = getattr(module, name, None)
     if function is None:
-        raise UserFault(WHERE, f"{module_name} has no {name!r}", _MEND)
+        raise UserFault(where, f"{module_name} has no {name!r}", _FORM)
     if not callable(function):
-        raise UserFault(WHERE, f"{path} is a {type(function).__name__}, not a function", _MEND)
-    return cast(Reward, function)
-
-
-def judge(reward: Reward, response: str, answer: str, row: Mapping[str, Any]) -> Verdict:
-    """Score one response; a bare number is correct from 1 upwards.
-
-    Raises UserFault(reward.function) when the function raises or returns no finite number.
-    """
+        raise UserFault(where, f"{path} is a {type(function).__name__}, not a function", _FORM)
     try:
-        result = reward(response, answer, row)
-    except Exception as error:  # a user's function
-        problem = f"raised {_said(error)} on response {response!r}, answer {answer!r}"
-        raise UserFault(WHERE, problem, "make it return a number for every response") from error
+        inspect.signature(function).bind("response", "answer", {}, **arguments)
+    except TypeError as error:
+        call = ", ".join(["response", "answer", "row", *(f"{key}=..." for key in arguments)])
+        key = f"{where.rpartition('.')[0]}.arguments"
+        mend = f"make {key} those that it takes, after response, answer and row"
+        raise UserFault(where, f"{path} cannot be called with ({call}): {error}", mend) from None
+    except ValueError:  # one that is written in C may not say what it takes
+        pass
+    return partial(function, **arguments) if arguments else function
+
+
+def verdict_of(result: Any) -> Verdict | Failure:
+    """What a function returned, as a verdict; a failure if it is no number that a float32 holds."""
     value = result.reward if isinstance(result, Verdict) else result
-    if not isinstance(value, Real) or not math.isfinite(value):
-        problem = f"returned {result!r} on response {response!r}, answer {answer!r}"
-        raise UserFault(WHERE, problem, "make it return a finite number or a Verdict")
-    return Verdict(float(value), result.correct if isinstance(result, Verdict) else float(value) >= 1.0)
+    try:
+        if not (isinstance(value, Real) and isfinite(value) and abs(float(value)) <= _LARGEST):
+            return Failure(f"returned {short(result)}")
+        if not isinstance(result, Verdict):
+            return Verdict(float(value), float(value) >= 1.0)
+        answer = None if result.answer is None else str(result.answer)[:_LONGEST_ANSWER]
+        return Verdict(float(value), bool(result.correct), answer)
+    except OverflowError:  # an integer beyond all floats
+        return Failure(f"returned a {type(value).__name__} that is no finite number")
 
 
-def _said(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
+def told(failure: Failure, response: str, answer: str) -> str:
+    """A failure with what it befell."""
+    return f"{failure.words} on response {short(response)}, answer {short(answer)}"
+
+
+def short(value: object, longest: int = 80) -> str:
+    """As Python writes it, cut where it is long."""
+    text = repr(value[: 2 * longest] if isinstance(value, str) else value)
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
+
+
+def said(error: BaseException) -> str:
+    """An exception in a line."""
+    try:
+        words = " ".join(f"{type(error).__name__}: {error}".split())
+    except Exception:  # its own words raise
+        words = type(error).__name__
+    return words if len(words) <= _LONGEST_WORDS else f"{words[: _LONGEST_WORDS - 3]}..."

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rollout.rewards import Verdict, judge, load_reward
+from megarl.rollout.rewards import Failure, Verdict, load_reward, said, short, verdict_of
 from megarl.rollout.rewards.exact import score
 from megarl.types import UserFault
+
+EXACT = "megarl.rollout.rewards.exact:score"
 
 
 @pytest.mark.parametrize(
@@ -29,64 +32,63 @@ from megarl.types import UserFault
 )
 def test_a_bad_path_is_named(path: str, problem: str) -> None:
     with pytest.raises(UserFault) as caught:
-        load_reward(path)
+        load_reward(path, {})
     assert caught.value.where == "reward.function"
     assert problem in caught.value.problem
 
 
-def test_a_module_that_raises_while_it_is_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "broken_reward.py").write_text("raise RuntimeError('no licence')\n")
+@pytest.mark.parametrize("words", ["raise RuntimeError('no licence')", "raise SystemExit('no licence')"])
+def test_a_module_that_raises_while_it_is_imported_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    (tmp_path / "broken_reward.py").write_text(f"{words}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(UserFault, match="RuntimeError: no licence"):
-        load_reward("broken_reward:score")
+    with pytest.raises(UserFault, match="(RuntimeError|SystemExit): no licence"):
+        load_reward("broken_reward:score", {})
+
+
+def test_arguments_that_it_does_not_take_are_named() -> None:
+    with pytest.raises(UserFault, match="unexpected keyword argument 'wrng'") as caught:
+        load_reward("megarl.rollout.rewards.math:score", {"wrng": -1.0}, "reward.by_source.gsm8k.function")
+    assert caught.value.where == "reward.by_source.gsm8k.function"
+    assert "make reward.by_source.gsm8k.arguments those that it takes" in caught.value.mend
 
 
 def test_the_shipped_reward_is_found() -> None:
-    assert load_reward("megarl.rollout.rewards.exact:score") is score
+    assert load_reward(EXACT, {}) is score
 
 
-def returns(value: Any) -> Any:
-    def reward(response: str, answer: str, row: Mapping[str, Any]) -> Any:
-        return value
-
-    return reward
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, "1", None, 1j, Verdict(math.nan, True)])
-def test_what_is_no_finite_number_is_refused_with_the_response(value: Any) -> None:
-    with pytest.raises(UserFault, match="on response 'r', answer 'a'") as caught:
-        judge(returns(value), "r", "a", {})
-    assert caught.value.where == "reward.function"
+@pytest.mark.parametrize(
+    "value", [math.nan, math.inf, "1", None, 1j, Decimal(1), Verdict(math.nan, True), 1e39, 10**400, [1.0], np.nan]
+)
+def test_what_is_no_finite_number_is_a_failure(value: Any) -> None:
+    found = verdict_of(value)
+    assert isinstance(found, Failure)
+    assert "returned" in found.words
 
 
-def test_what_it_raises_is_told_in_a_line() -> None:
-    def reward(response: str, answer: str, row: Mapping[str, Any]) -> float:
-        raise KeyError("level\nof row")
-
-    with pytest.raises(UserFault, match="raised KeyError") as caught:
-        judge(reward, "r", "a", {})
-    assert "\n" not in str(caught.value)
+@pytest.mark.parametrize("value", [np.float32(0.5), np.float64(0.5), True, 2, Verdict(0.5, True)])
+def test_numbers_of_all_kinds_are_verdicts(value: Any) -> None:
+    found = verdict_of(value)
+    assert isinstance(found, Verdict)
+    assert type(found.reward) is float and type(found.correct) is bool
 
 
-@given(value=st.floats(allow_nan=False, allow_infinity=False))
+@given(value=st.floats(min_value=-3e38, max_value=3e38))
 def test_a_number_is_correct_from_one_upwards(value: float) -> None:
-    assert judge(returns(value), "", "", {}) == Verdict(value, value >= 1.0)
+    assert verdict_of(value) == Verdict(value, value >= 1.0)
 
 
-@given(value=st.floats(allow_nan=False, allow_infinity=False), correct=st.booleans())
+@given(value=st.floats(min_value=-3e38, max_value=3e38), correct=st.booleans())
 def test_a_verdict_says_itself_what_is_correct(value: float, correct: bool) -> None:
-    assert judge(returns(Verdict(value, correct)), "", "", {}) == Verdict(value, correct)
+    assert verdict_of(Verdict(value, correct)) == Verdict(value, correct)
 
 
-def test_it_sees_the_response_the_answer_and_the_row() -> None:
-    seen: list[Any] = []
-
-    def reward(*arguments: Any) -> int:
-        seen.extend(arguments)
-        return 1
-
-    assert judge(reward, "r", "a", {"level": 2}) == Verdict(1.0, True)
-    assert seen == ["r", "a", {"level": 2}]
+def test_words_are_one_short_line() -> None:
+    assert said(KeyError("level\nof row")) == r"KeyError: 'level\nof row'"
+    assert "\n" not in said(ValueError("a\nb"))
+    assert len(said(ValueError("x" * 10_000))) == 300
+    assert short("x" * 10_000).endswith("...") and len(short("x" * 10_000)) == 80
 
 
 @pytest.mark.parametrize(("response", "expected"), [("12", 1.0), (" 12\n", 1.0), ("1 2", 0.0), ("", 0.0), ("12.", 0.0)])

@@ -1,0 +1,98 @@
+"""Mathematical answers, which may be written in many ways: math-verify decides whether two mean the same."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+from megarl.rollout.rewards import Verdict
+
+_TAIL = 1000  # characters in which a final answer is looked for where nothing is boxed
+_LONGEST = 400  # of an answer, in characters: beyond it nothing that a data set asks for is written
+_DEEPEST = 40  # brackets in each other; the parser's own stack is not endless
+_HOSTILE = re.compile(
+    r"\d{60}"  # digits that only a number meant to cost something has
+    r"|(?:\^|\*\*)\s*[{(]?\s*-?\d{5}"  # exponents of five digits
+    r"|(?:\^|\*\*)[\s{(]*-?\d+[\s})]*(?:\^|\*\*)"  # towers of exponents
+    r"|\d{4}\s*!|!\s*!|!\s*\)\s*!"  # factorials of large numbers, or of each other
+    r"|[a-zA-Z][^(]{0,80}\)\s*\^\s*\{?\s*\d{3}"  # large powers of sums
+    r"|\\d?binom.{0,20}?\d{5}"
+    r"|(?:\\begin\b.*){3}",  # matrices of matrices
+    re.DOTALL,
+)
+_UNDONE = re.compile(r"\\(?:sum|prod|o?i+nt|lim)(?![a-z])")
+_TARGETS = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
+
+logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # a warning that the worker's clock answers
+
+
+def score(
+    response: str, answer: str, row: Mapping[str, Any], *, correct: float = 1.0, wrong: float = 0.0
+) -> Verdict:
+    """`correct` if the last \\boxed{...}, or else the final answer in the end of the text, equals the answer.
+
+    Expressions made to be costly (towers of exponents, numbers without end) are wrong without being computed, and so is
+    a sum, integral or limit where the answer has none. One that gets through ends its worker: that is the policy's
+    doing, and with `reward.on_failure: penalise` it counts as wrong too.
+    """
+    given = final_answer(response)
+    right = Verdict(correct, True, _bare(answer))
+    if given and _bare(given) == _bare(answer):
+        return right
+    if not given or is_hostile(given) or (_UNDONE.search(given) and not _UNDONE.search(answer)):
+        return Verdict(wrong, False, _bare(given) if given.startswith("\\boxed") else "")
+    gold = _gold(answer)
+    found = parse(given, _TARGETS, parsing_timeout=None)  # type: ignore[arg-type]
+    if gold and found and verify(gold, found, timeout_seconds=None):
+        return right
+    return Verdict(wrong, False, str(found[-1]) if found else "")
+
+
+def final_answer(response: str) -> str:
+    """The last \\boxed{...}, as it stands, or else the text's end. "" of a box that is empty or not closed."""
+    start = response.rfind("\\boxed")
+    if start < 0:
+        return response[-_TAIL:]
+    opening = response.find("{", start, start + 20)
+    if opening < 0:
+        return ""
+    end = _closing(response, opening)
+    return response[start : end + 1] if end and response[opening + 1 : end].strip() else ""
+
+
+def is_hostile(text: str) -> bool:
+    """Whether an answer looks as if it were to cost the judge, not to be judged."""
+    boxed = text.startswith("\\boxed")
+    depth = deepest = 0
+    for letter in text:
+        depth += (letter in "({[") - (letter in ")}]")
+        deepest = max(deepest, depth)
+    return (boxed and len(text) > _LONGEST) or deepest > _DEEPEST or bool(_HOSTILE.search(text))
+
+
+def _bare(text: str) -> str:
+    """Without the box, dollars and spaces."""
+    boxed = text[text.index("{") + 1 : -1] if text.startswith("\\boxed") else text
+    return "".join(boxed.replace("$", "").split())
+
+
+def _closing(text: str, opening: int) -> int:
+    """Where the bracket at `opening` is closed; 0 if nowhere near."""
+    depth = 0
+    for index in range(opening, min(len(text), opening + 10 * _LONGEST)):
+        if text[index] in "{}" and text[index - 1] != "\\":
+            depth += 1 if text[index] == "{" else -1
+            if not depth:
+                return index
+    return 0
+
+
+@lru_cache(maxsize=64)  # a group's samples have one answer
+def _gold(answer: str) -> list[Any]:
+    is_marked = "$" in answer or "\\boxed" in answer or "\\(" in answer or "\\[" in answer
+    return parse(answer if is_marked else f"\\boxed{{{answer}}}", _TARGETS, parsing_timeout=None)  # type: ignore[arg-type]

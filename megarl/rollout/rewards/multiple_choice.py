@@ -1,0 +1,71 @@
+"""Questions with lettered options: which letter a response settles on, if it settles on one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.rollout.rewards import Verdict
+
+_WRAPS = r"[\s*_$({\[]*(?:\\(?:text|textbf|mathrm|mathbf|boxed)\{)?[\s*_$({\[]*"
+_END = r"(?![A-Za-z0-9'’])"
+_BOXED = re.compile(rf"\\boxed\{{{_WRAPS}([A-Za-z]){_END}([^{{}}]{{0,200}})\}}")
+_TOLD = re.compile(
+    rf"(?i:\banswer\b(?:\s+is)?(?:\s*:)?|\b(?:option|choice)\b(?:\s+is)?(?:\s*:)?){_WRAPS}([A-Z]){_END}"
+)
+_OR_ANOTHER = re.compile(r"[\s*)}\]]*(?:or|and|,|/|&)[\s*({\[]*[A-Z]\b")
+_IN_BRACKETS = re.compile(rf"\(([A-Z])\){_END}")
+_STANDING = re.compile(r"(?<![A-Za-z0-9'’\\])([A-Z])(?=[\s.,:;!?)*\]]|$)(?!\s+(?!or\b|and\b)[a-z])")
+_TAIL = 2000  # characters
+
+
+def score(
+    response: str,
+    answer: str,
+    row: Mapping[str, Any],
+    *,
+    options: str = "ABCDEFGHIJ",
+    correct: float = 1.0,
+    wrong: float = 0.0,
+) -> Verdict:
+    """`correct` if the response settles on the answer's letter, one of the options, else `wrong`."""
+    letter = answer.strip().strip("()[].*").upper()
+    given = chosen(response, options)
+    is_right = bool(letter) and given == letter
+    return Verdict(correct if is_right else wrong, is_right, given or "")
+
+
+def chosen(response: str, options: str) -> str | None:
+    """The letter in the last box, else after the last "answer is", else the only one in brackets or standing alone.
+
+    None where that is several letters, or none.
+    """
+    tail = response[-_TAIL:]
+    boxes = list(_BOXED.finditer(tail))
+    if boxes:
+        letter, rest = boxes[-1].groups()
+        is_several = _letters(_STANDING, f" {rest.rstrip('}) ')} ", options)
+        return None if is_several else _among(letter, options)
+    if "\\boxed" in tail:
+        return None
+    told = [match for match in _TOLD.finditer(tail) if match[1] in options]
+    if told:
+        return None if _OR_ANOTHER.match(tail, told[-1].end()) else told[-1][1]
+    lines = [line.strip() for line in tail.splitlines() if line.strip()]
+    if not lines or len({line for line in lines if line in options}) > 1:
+        return None
+    for pattern in (_IN_BRACKETS, _STANDING):
+        for text in (lines[-1], tail):
+            found = _letters(pattern, text, options)
+            if found:
+                return found.pop() if len(found) == 1 else None
+    return None
+
+
+def _letters(pattern: re.Pattern[str], text: str, options: str) -> set[str]:
+    return {letter for letter in pattern.findall(text) if letter in options}
+
+
+def _among(letter: str, options: str) -> str | None:
+    return letter.upper() if letter.upper() in options else None

@@ -1,0 +1,154 @@
+"""Rewards that do what no reward should, as the response says."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.rollout.rewards import Verdict
+
+_kept: list[Any] = []
+
+
+def score(response: str, answer: str, row: Mapping[str, Any]) -> Any:
+    """1 for the answer; else what the response's first word says."""
+    word, _, rest = response.partition(" ")
+    return _ODD[word](rest) if word in _ODD else float(response == answer)
+
+
+def _loop(_: str) -> None:
+    while True:
+        pass
+
+
+def _deaf(_: str) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM):
+        signal.signal(number, signal.SIG_IGN)
+    while True:
+        time.sleep(100)
+
+
+def _fill(_: str) -> None:
+    while True:
+        _kept.append(bytes(16 * 2**20))  # untouched: it is the address space that is bounded
+
+
+def _fork(path: str) -> None:
+    """A child that would sleep for ever; its number is in the file."""
+    child = os.fork()
+    if child == 0:
+        _deaf("")
+    _write(path, child)
+    _deaf("")
+
+
+def _spawn(path: str) -> None:
+    """Another program in a session of its own."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
+    _write(path, child.pid)
+    _deaf("")
+
+
+def _fork_and_leave(path: str) -> None:
+    child = os.fork()
+    if child == 0:
+        _deaf("")
+    _write(path, child)
+    os._exit(3)
+
+
+def _write(path: str, pid: int) -> None:
+    with open(f"{path}.partial", "w", encoding="utf-8") as file:
+        file.write(str(pid))
+    os.replace(f"{path}.partial", path)
+
+
+def _flood(_: str) -> float:
+    for _number in range(2000):
+        print('[0, 1.0, true]', "x" * 80)
+        sys.__stdout__.write("[0, 1.0, true]\n")  # type: ignore[union-attr]
+    os.write(1, b"[0, 1.0, true]\n")
+    return 0.25
+
+
+def _raise(name: str) -> None:
+    raise {"ValueError": ValueError("no unit"), "SystemExit": SystemExit(0), "KeyboardInterrupt": KeyboardInterrupt()}[
+        name
+    ]
+
+
+def _recurse(_: str) -> Any:
+    return _recurse(_)
+
+
+_ODD = {
+    "loop": _loop,
+    "deaf": _deaf,
+    "fill": _fill,
+    "exit": lambda code: os._exit(int(code)),
+    "signal": lambda number: os.kill(os.getpid(), int(number)),
+    "segfault": lambda _: ctypes.string_at(0),
+    "fork": _fork,
+    "spawn": _spawn,
+    "fork_and_leave": _fork_and_leave,
+    "flood": _flood,
+    "raise": _raise,
+    "recurse": _recurse,
+    "nan": lambda _: float("nan"),
+    "words": lambda _: "good",
+    "stop": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
+    "read": lambda _: float(len(sys.stdin.read())),
+    "sleep": lambda seconds: time.sleep(float(seconds)) or 1.0,
+}
+
+
+def of_row(response: str, answer: str, row: Mapping[str, Any]) -> float:
+    """1 if the response is the row as JSON."""
+    return float(json.loads(response) == row)
+
+
+def of_json(response: str, answer: str, row: Mapping[str, Any]) -> float:
+    return float(json.loads(response)["value"] == 42)
+
+
+def worth(response: str, answer: str, row: Mapping[str, Any], *, right: float, wrong: float = 0.0) -> Verdict:
+    return Verdict(right if response == answer else wrong, response == answer)
+
+
+async def patient(response: str, answer: str, row: Mapping[str, Any]) -> float:
+    """Waits as the response says, without holding anybody up, or in some other way."""
+    word, _, rest = response.partition(" ")
+    if word == "hang":
+        await asyncio.Event().wait()
+    if word == "cling":
+        while True:
+            try:
+                await asyncio.sleep(100)
+            except asyncio.CancelledError:
+                continue
+    if word == "block":
+        time.sleep(1000)
+    if word == "exit":
+        os._exit(4)
+    if word == "raise":
+        raise KeyError(rest)
+    await asyncio.sleep(0.05)
+    return 1.0
+
+
+class Judge:
+    """One with a state, whose instance is called."""
+
+    async def __call__(self, response: str, answer: str, row: Mapping[str, Any]) -> float:
+        return float(response == answer)
+
+
+judge = Judge()

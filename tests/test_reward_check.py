@@ -1,0 +1,91 @@
+"""`megarl reward-check` on small files: what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from megarl.cli import app
+
+REWARDS = """
+import re, time
+def good(response, answer, row): return float(response == answer)
+def worth(response, answer, row, *, right, unit): return right if response == answer and unit == row["unit"] else 0.0
+def slow(response, answer, row): re.fullmatch(r"(a+)+", response); return float(response == answer)
+def always(response, answer, row): return 1.0
+def nothing(response, answer, row): return 1.0 / len(response)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "checked_rewards.py").write_text(REWARDS)
+    rows = [{"question": n, "answer": str(n % 3), "unit": "m"} for n in range(12)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["reward-check", *arguments])
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_good_reward() -> None:
+    done = run("checked_rewards:good", "--data", "rows.jsonl", "--rows", "9")
+    assert done.exit_code == 0, done.output
+    table = [line.split() for line in done.stdout.splitlines()]
+    assert table[1][-4:] == ["9", "1.000", "100.0%", "0"]
+    assert table[2][-4:] == ["9", "0.000", "0.0%", "0"]
+    assert table[3][-4:] == ["9", "0.000", "0.0%", "0"]
+    assert table[4][0] == "bombs" and table[4][-1] == "0"
+
+
+@pytest.mark.usefixtures("folder")
+def test_arguments_are_json_or_text() -> None:
+    done = run("checked_rewards:worth", "--data", "rows.jsonl", "--argument", "right=2.5", "--argument", "unit=m")
+    assert done.exit_code == 0, done.output
+    assert done.stdout.splitlines()[1].split()[-4:] == ["12", "2.500", "100.0%", "0"]
+
+
+@pytest.mark.usefixtures("folder")
+def test_what_takes_too_long_is_told_and_ends_with_1() -> None:
+    done = run("checked_rewards:slow", "--data", "rows.jsonl", "--timeout-s", "1")
+    assert done.exit_code == 1
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("failed 1 x: took longer than 1 s, first on response 'aaaa")
+
+
+@pytest.mark.usefixtures("folder")
+def test_what_raises_is_told_by_kind() -> None:
+    done = run("checked_rewards:nothing", "--data", "rows.jsonl")
+    assert done.exit_code == 1
+    assert "failed 12 x: raised ZeroDivisionError: float division by zero, first on response ''" in done.stdout
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_reward_that_likes_everything_is_noticed() -> None:
+    done = run("checked_rewards:always", "--data", "rows.jsonl")
+    assert done.exit_code == 0
+    assert "a row's own answer is worth no more than another's" in done.stdout
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["checked_rewards:gone", "--data", "rows.jsonl"], "reward.function: checked_rewards has no 'gone'"),
+        (["checked_rewards:good", "--data", "gone.jsonl"], "--data: gone.jsonl is not a file"),
+        (["checked_rewards:good", "--data", "rows.jsonl", "--answer", "a"], "there is no column 'a'; set --answer to"),
+        (["checked_rewards:worth", "--data", "rows.jsonl"], "missing a required argument: 'right'"),
+        (["checked_rewards:good", "--data", "rows.jsonl", "--argument", "x"], "--argument x: is not of the form"),
+    ],
+)
+def test_faults_end_with_2(arguments: list[str], says: str) -> None:
+    done = run(*arguments)
+    assert done.exit_code == 2
+    assert says in done.stderr
