@@ -99,7 +99,8 @@ def drawn(count: int, longest: int, seed: int) -> Batch:
     logp, noise, far, advantage, value = torch.randn(5, total, generator=generator)
     rewards = (torch.rand(count, generator=generator) < 0.4).float()
     reward = torch.zeros(total).index_put((ends,), rewards)
-    logp = -logp.abs()
+    of_samples = torch.repeat_interleave(torch.randn(count, generator=generator), torch.from_numpy(lengths))
+    logp, advantage = -logp.abs(), of_samples + advantage * 0.1
     tokens = Tokens(
         logp, logp + noise * 0.2, logp + far * 0.2, advantage, value * 0.5, reward, torch.ones(total, dtype=torch.bool)
     )
