@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from megarl.algos.recurrence import from_the_end
+
+_BLOCK = 1 << 18  # tokens that `gae` works on at once
+
 
 def group_normalised(rewards_G: torch.Tensor) -> torch.Tensor:
     """(R - mean) / (std + 1e-6) over one group, std unbiased; 0 for a group of one (GRPO, arXiv 2402.03300, 4.1.2)."""
@@ -43,17 +47,20 @@ def gae(
 
     value_T: of the state before each token; is_last_T: where a response ends, after which everything is worth 0; lam:
     for all tokens or of each [T]. With
-    d_t = r_t + gamma V_t+1 - V_t the advantage is d_t + gamma lam A_t+1, and the return is A_t + V_t. In each of
-    log2(longest) passes every token takes in as many tokens behind it as it has already, not beyond its response.
+    d_t = r_t + gamma V_t+1 - V_t the advantage is d_t + gamma lam A_t+1, and the return is A_t + V_t. Blocks of tokens
+    that stay in a processor's cache are done one after the other, from the last; each hands its first advantage on.
     """
-    value_T = value_T.double()
-    following_T = torch.where(is_last_T, 0.0, value_T.roll(-1))
-    sum_T = reward_T.double() + gamma * following_T - value_T
-    decay_T = torch.where(is_last_T, 0.0, gamma * lam * torch.ones_like(value_T))
-    reach = 1
-    while reach < len(sum_T) and decay_T.any():
-        sum_T[:-reach] += decay_T[:-reach] * sum_T[reach:].clone()
-        decay_T = torch.cat([decay_T[:-reach] * decay_T[reach:], torch.zeros_like(decay_T[-reach:])])
-        reach *= 2
-    return sum_T, sum_T + value_T
-
+    advantage_T, return_T = (torch.empty_like(value_T, dtype=torch.float64) for _ in range(2))
+    decay_T = gamma * torch.as_tensor(lam, dtype=torch.float64, device=value_T.device).expand(len(value_T))
+    behind = torch.zeros(2, dtype=torch.float64, device=value_T.device)  # the next token's value and advantage
+    for start in reversed(range(0, len(value_T), _BLOCK)):
+        block = slice(start, start + _BLOCK)
+        own_B, is_last_B = value_T[block].double(), is_last_T[block]
+        following_B = torch.cat([own_B[1:], behind[:1]])
+        delta_B = reward_T[block] + torch.where(is_last_B, 0.0, gamma * following_B) - own_B
+        decay_B = torch.where(is_last_B, 0.0, decay_T[block])
+        delta_B[-1] += decay_B[-1] * behind[1]
+        advantage_T[block] = advantage_B = from_the_end(delta_B, decay_B)
+        torch.add(advantage_B, own_B, out=return_T[block])
+        behind = torch.stack([own_B[0], advantage_B[0]])
+    return advantage_T, return_T

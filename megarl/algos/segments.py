@@ -18,4 +18,6 @@ def segment_mean(values_T: torch.Tensor, mask_T: torch.Tensor, sequence_T: torch
 
 def _sums(values_T: torch.Tensor, sequence_T: torch.Tensor) -> torch.Tensor:
     count = int(sequence_T.max()) + 1 if len(sequence_T) else 0
-    return values_T.new_zeros(count).index_add(0, sequence_T, values_T)
+    # One token after the other in float32, a sum of 100,000 would be wrong in its fourth digit.
+    sums = torch.zeros(count, dtype=torch.float64, device=values_T.device).index_add(0, sequence_T, values_T.double())
+    return sums.to(values_T.dtype)

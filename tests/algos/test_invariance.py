@@ -1,0 +1,266 @@
+"""Every row of the table learns the same, however its samples are packed, split and dealt over ranks.
+
+The expected loss is worked out sample by sample, each in a row of its own; the mean over them as the aggregation says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.algos import ALGORITHMS
+from megarl.algos.mismatch import MISMATCH_BOUNDS
+from megarl.algos.segments import segment_mean, segment_sum
+from megarl.batching import Key, MicroBatch, SampleRef, key_of, plan_updates, train_sequences
+from megarl.parallel.sequences import Split, pack
+from megarl.types import Aggregation, FloatArray, Mismatch, Prompt, Rules, Sample, SampleGroup
+
+PER_GROUP, LONGEST, BUDGET = 3, 9, 48
+FROM_REWARDS = [name for name, row in ALGORITHMS.items() if row.learns_from == "rewards"]
+OF_GROUPS = ["grpo", "dapo", "dr_grpo", "rloo", "gspo", "cispo"]  # whose equal rewards are no reason to change
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples, what the policy [length, float64] and its forerunners say of their responses' tokens."""
+
+    groups: dict[int, SampleGroup]
+    refs: list[SampleRef]
+    logp: dict[Key, torch.Tensor]
+    entropy: dict[Key, torch.Tensor]
+    old_logp: dict[Key, FloatArray]
+    reference_logp: dict[Key, FloatArray]
+
+    def leaves(self) -> list[torch.Tensor]:
+        return [*self.logp.values(), *self.entropy.values()]
+
+
+def batch_of(lengths: Sequence[int], seed: int) -> Batch:
+    """Responses of these lengths, three to a prompt; some near the old policy and the engine, some far from them."""
+    rng = np.random.default_rng(seed)
+    groups, made = {}, Batch({}, [], {}, {}, {}, {})
+    for number, start in enumerate(range(0, len(lengths), PER_GROUP)):
+        own = lengths[start : start + PER_GROUP]
+        prompt, samples = Prompt(str(number), "", tuple(range(rng.integers(1, 5))), ""), []
+        for index, length in enumerate(own):
+            key, logp = (number, index), rng.uniform(-3, -0.1, length)
+            old = logp + rng.normal(0, rng.choice([1e-4, 0.3]), length)
+            engine = old + rng.normal(0, rng.choice([1e-3, 0.5]), length)
+            made.logp[key] = torch.from_numpy(logp).requires_grad_()
+            made.entropy[key] = torch.from_numpy(rng.uniform(0, 2, length)).requires_grad_()
+            made.old_logp[key], made.reference_logp[key] = (
+                (one + at).astype(np.float32) for one, at in ((old, 0.0), (logp, rng.normal(0, 0.3, length)))
+            )
+            samples.append(Sample(np.arange(length), engine.astype(np.float32), "", True, 0))
+            total = len(prompt.token_ids) + length
+            made.refs.append(SampleRef(number, index, total, length, float(rng.normal()), bool(rng.integers(2))))
+        nothing = np.zeros(len(own), np.float32)
+        groups[number] = SampleGroup(prompt, tuple(samples), nothing, nothing.astype(np.bool_))
+    return replace(made, groups=groups)
+
+
+def padded(batch: Batch, ref: SampleRef, values: FloatArray, junk: float) -> FloatArray:
+    """A response's values as an array of the whole sequence, with junk on the prompt."""
+    return np.pad(values, (ref.length - ref.response_length, 0), constant_values=junk)
+
+
+Seen = tuple[float, list[torch.Tensor], dict[str, float]]
+
+
+def seen(
+    name: str,
+    rules: Rules,
+    batch: Batch,
+    shares: Sequence[Sequence[MicroBatch]],
+    *,
+    nll_weight: float = 0.0,
+    aggregation: Aggregation | None = None,
+    split: Split = Split(),  # noqa: B008
+    junk: float = 0.0,
+) -> Seen:
+    """(loss sum, its gradient by logprobs and entropies, statistics) of all ranks' micro-batches.
+
+    What is not learnt from is junk, in the policy's outputs as in what the old, the reference and the engine say of it.
+    """
+    for leaf in batch.leaves():
+        leaf.grad = None
+    total, stats = 0.0, {}
+    for micro_batches in shares:
+        made = train_sequences(micro_batches, batch.groups, aggregation or rules.aggregation, nll_weight)
+        for refs, sequences in zip(micro_batches, made, strict=True):
+            old, reference = (
+                [padded(batch, ref, values[key_of(ref)], junk) for ref in refs]
+                for values in (batch.old_logp, batch.reference_logp)
+            )
+            row = pack(sequences, split=split, device="cpu", old_logp=old, reference_logp=reference)
+            assert row.old_logp_T is not None
+            targets, free_T = row.targets, ~row.targets.loss_mask_T
+            targets = replace(targets, engine_logp_T=targets.engine_logp_T.masked_fill(free_T, junk))
+            # Everything that the mask does not name is junk, which the gradient is asked of, too.
+            junk_T = torch.full((2, len(free_T)), junk, dtype=torch.float64, requires_grad=True)
+            at = [start + ref.length - ref.response_length - 1 for start, ref in zip(row.starts, refs, strict=True)]
+            places = [torch.arange(start, start + ref.response_length) for start, ref in zip(at, refs, strict=True)]
+            logp_T, entropy_T = (
+                junk_T[i].index_put((torch.cat(places),), torch.cat([values[key_of(ref)] for ref in refs]))
+                if refs else junk_T[i] * 1
+                for i, values in enumerate((batch.logp, batch.entropy))
+            )  # fmt: skip
+            loss, found = ALGORITHMS[name].loss(rules)(logp_T, entropy_T, row.old_logp_T, targets)
+            loss.backward()
+            assert junk_T.grad is not None and not junk_T.grad.any(), "what is not learnt from has a gradient"
+            total += float(loss.detach())
+            for stat, value in found.items():
+                both = stats.get(stat, 0.0), float(value)
+                stats[stat] = max(both) if stat.endswith("_max") else sum(both)
+    return total, [torch.zeros_like(one) if one.grad is None else one.grad for one in batch.leaves()], stats
+
+
+def expected(name: str, rules: Rules, batch: Batch) -> Seen:
+    """The mean that the aggregation names, of samples that each are seen alone, behind a prompt of one token."""
+    prompt = Prompt("", "", (0,), "")
+    one_token = {number: replace(group, prompt=prompt) for number, group in batch.groups.items()}
+    alone, of_policy = replace(batch, groups=one_token), replace(rules, positive_nll=0.0)
+    tokens = sum(ref.response_length for ref in batch.refs)
+    loss, gradients = 0.0, [torch.zeros_like(one) for one in batch.leaves()]
+    stats: dict[str, float] = {}
+    for ref in batch.refs:
+        share = {
+            "token_mean": 1 / tokens,
+            "sequence_mean": 1 / ref.response_length / len(batch.refs),
+            "sequence_sum": 1 / len(batch.refs),
+            "constant": 1 / LONGEST / len(batch.refs),
+        }[rules.aggregation]
+        shares = [[(replace(ref, length=1 + ref.response_length),)]]
+        one, own, found = seen(name, of_policy, alone, shares, aggregation="token_mean")
+        loss += one * share
+        gradients = [total + gradient * share for total, gradient in zip(gradients, own, strict=True)]
+        for stat, value in found.items():
+            both = stats.get(stat, 0.0), value
+            stats[stat] = max(both) if stat.endswith("_max") else sum(both)
+    if rules.positive_nll and ALGORITHMS[name].surrogate:
+        correct = [key_of(ref) for ref in batch.refs if ref.is_correct]
+        count = sum(len(batch.logp[key]) for key in correct)
+        for place, (key, logp) in enumerate(batch.logp.items()):
+            if key in correct:
+                loss -= rules.positive_nll * float(logp.detach().sum()) / count
+                gradients[place] = gradients[place] - rules.positive_nll / count
+    return loss, gradients, stats
+
+
+def same(mine: Seen, other: Seen, divisor: float = 1.0) -> None:
+    """Within what float32 weights allow; the loss is a sum of terms of about 1 that cancel."""
+    assert mine[0] / divisor == pytest.approx(other[0], rel=1e-5, abs=2e-6)
+    for gradient, wanted in zip(mine[1], other[1], strict=True):
+        torch.testing.assert_close(gradient / divisor, wanted, rtol=1e-5, atol=2e-6)
+    assert mine[2] == pytest.approx(other[2], rel=1e-5, abs=1e-6)
+
+
+def all_at_once(name: str, mismatch: Mismatch) -> Rules:
+    """The row's own rules with every penalty."""
+    more = {"kl_coefficient": 0.1, "entropy_coefficient": 0.01, "positive_nll": 0.1, "mismatch": mismatch}
+    return replace(ALGORITHMS[name].rules, **more)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, LONGEST), min_size=1, max_size=10),
+    seed=st.integers(0, 2**31),
+    mismatch=st.sampled_from(["off", *MISMATCH_BOUNDS]),
+    dp=st.integers(1, 4),
+    budget=st.sampled_from([LONGEST + 7, BUDGET, 10_000]),
+    split=st.sampled_from([Split(), Split(tp=4), Split(tp=2, cp=2, align=4)]),
+    shuffle=st.randoms(use_true_random=False),
+)
+def test_neither_prompts_packing_splitting_nor_ranks_change_what_is_learnt(
+    name, lengths, seed, mismatch, dp, budget, split, shuffle
+):
+    """Ranks without a sample among them, whose rows are padding."""
+    batch, rules = batch_of(lengths, seed), all_at_once(name, mismatch)
+    (plan,) = plan_updates(
+        batch.refs, updates=1, dp=dp, token_budget=budget, aggregation=rules.aggregation, longest_response=LONGEST,
+        work=lambda length: length + length**2 / 16, align=split.align,
+    )  # fmt: skip
+    shares = [[tuple(shuffle.sample(refs, len(refs))) for refs in rank] for rank in plan.micro_batches]
+    shuffle.shuffle(shares)
+    mine = seen(name, rules, batch, shares, nll_weight=plan.nll_weight(rules.positive_nll), split=split, junk=math.nan)
+    same(mine, expected(name, rules, batch), plan.denominator)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_more_ranks_than_samples(name):
+    batch, rules = batch_of([3, 1], seed=4), all_at_once(name, "mis_sequence")
+    (plan,) = plan_updates(
+        batch.refs, updates=1, dp=5, token_budget=BUDGET, aggregation=rules.aggregation, longest_response=LONGEST,
+        work=float,
+    )  # fmt: skip
+    assert [len(refs) for rank in plan.micro_batches for refs in rank].count(0) == 3
+    mine = seen(name, rules, batch, plan.micro_batches, nll_weight=plan.nll_weight(rules.positive_nll))
+    same(mine, expected(name, rules, batch), plan.denominator)
+
+
+@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf, 1e30])
+@pytest.mark.parametrize("mismatch", ["off", *MISMATCH_BOUNDS])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_what_is_not_learnt_from_may_be_anything(name, mismatch, junk):
+    """Prompts and padding: nothing of them in loss, gradient or statistics."""
+    batch, rules = batch_of([4, 1, 9, 2, 2], seed=7), all_at_once(name, mismatch)
+    shares, split = [[tuple(batch.refs[:3]), ()], [tuple(batch.refs[3:])]], Split(tp=2, cp=2, align=4)
+    mine, clean = (
+        seen(name, rules, batch, shares, nll_weight=0.1, split=split, junk=value) for value in (junk, 0.0)
+    )
+    assert math.isfinite(clean[0]) and all(one.isfinite().all() for one in clean[1])
+    assert (mine[0], mine[2]) == (clean[0], clean[2])
+    assert all(torch.equal(one, other) for one, other in zip(mine[1], clean[1], strict=True))
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_row_without_a_sample_costs_nothing(name):
+    batch = batch_of([3], seed=1)
+    loss, gradients, stats = seen(name, all_at_once(name, "tis"), batch, [[(), ()]], split=Split(tp=4), junk=math.nan)
+    assert loss == 0.0 and not any(one.any() for one in gradients) and not any(stats.values())
+
+
+@pytest.mark.parametrize("name", FROM_REWARDS)
+def test_without_an_advantage_there_is_nothing_to_learn(name):
+    batch = batch_of([1, 1, 5, 9], seed=2)
+    refs = tuple(replace(ref, advantage=0.0) for ref in batch.refs)
+    rules = replace(ALGORITHMS[name].rules, kl_coefficient=0.0, positive_nll=0.0, mismatch="mis_token")
+    loss, gradients, _ = seen(name, rules, batch, [[refs]])
+    assert loss == 0.0 and not any(one.any() for one in gradients)
+
+
+@pytest.mark.parametrize("name", OF_GROUPS)
+@pytest.mark.parametrize("reward", [0.0, 0.7, -1.0])
+def test_equal_rewards_have_no_advantage(name, reward):
+    for size in (2, 3, 16):
+        advantage_G = ALGORITHMS[name].advantage(torch.full((size,), reward))
+        assert advantage_G.shape == (size,) and float(advantage_G.abs().max()) < 1e-9
+
+
+def test_dapo_without_its_extras_is_grpo():
+    batch = batch_of([4, 1, 9, 2, 7, 8, 5, 9], seed=3)
+    rules = replace(ALGORITHMS["dapo"].rules, clip_high=0.2, dynamic_sampling=False, overlong_share=0.0)
+    rules = replace(rules, aggregation="sequence_mean", kl_coefficient=0.001)
+    assert rules == ALGORITHMS["grpo"].rules
+    rewards_G = torch.tensor([1.0, 0.0, 0.5])
+    assert torch.equal(*(ALGORITHMS[name].advantage(rewards_G) for name in ("dapo", "grpo")))
+    mine, other = (seen(name, rules, batch, [[tuple(batch.refs)]]) for name in ("dapo", "grpo"))
+    assert mine[2]["clipped"] > 0
+    same(mine, other)
+
+
+def test_sums_over_long_sequences_are_exact():
+    """Added up one by one in float32, 100,000 tokens of 0.1 are 9998.6."""
+    values_T, mask_T = torch.full((100_001,), 0.1), torch.arange(100_001) > 0
+    sequence_T = torch.zeros(100_001, dtype=torch.int64)
+    for over, value in ((segment_sum, 1e4), (segment_mean, 0.1)):
+        result_T = over(values_T, mask_T, sequence_T)
+        assert result_T.dtype == torch.float32 and result_T[0].item() == pytest.approx(value, rel=1e-7)
