@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 from megarl.rollout.rewards import bubblewrap
 from megarl.rollout.rewards.bubblewrap import ENVIRONMENT, Files, Way
@@ -129,10 +129,13 @@ def _launch(limits: Limits, uid: int | None, path: str, *, die_with_parent: bool
     return [bubblewrap.interpreter(), "-I", "-S", "-c", _LAUNCHER, json.dumps(said), path]
 
 
-def _start(line: list[str], stdin: int, **options: Any) -> subprocess.Popen[bytes]:
+def _start(
+    line: list[str], stdin: int, env: dict[str, str], pass_fds: tuple[int, ...] = (), cwd: str | None = None
+) -> subprocess.Popen[bytes]:
     pipe = subprocess.PIPE
-    options |= {"start_new_session": True, "bufsize": 0}
-    return subprocess.Popen(line, stdin=stdin, stdout=pipe, stderr=pipe, **options)
+    return subprocess.Popen(
+        line, stdin=stdin, stdout=pipe, stderr=pipe, env=env, pass_fds=pass_fds, cwd=cwd, start_new_session=True
+    )
 
 
 @contextmanager
@@ -150,7 +153,7 @@ def _sealed(content: str | bytes) -> Iterator[int]:
 class _Bounded:
     """The first bytes of a pipe."""
 
-    def __init__(self, pipe: Any, most_bytes: int) -> None:
+    def __init__(self, pipe: IO[bytes], most_bytes: int) -> None:
         self.pipe, self.most_bytes, self.content, self.full = pipe, most_bytes, bytearray(), False
         os.set_blocking(pipe.fileno(), False)
 
