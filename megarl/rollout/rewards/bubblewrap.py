@@ -1,18 +1,16 @@
-"""The command line of bubblewrap (bwrap) for one program, and whether this machine can run it."""
+"""The command line of bubblewrap (bwrap) for one program."""
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-# As root the judged program gets a user of its own: Linux counts the processes of every user but the first. Else a
-# user namespace makes it a user without rights. Inside either it is nobody that owns a file here.
+# As root the judged program gets a user of its own: Linux counts the processes of every user but root, and root, even
+# in a user namespace, owns the files of /proc/sys. Other users' programs get a user namespace.
 Way = Literal["own_user", "user_namespace"]
 _NOBODY = 65534
 _FIRST_UID, _NUM_UIDS = 61184, 4336  # systemd's range for users made on the fly
@@ -37,27 +35,31 @@ class Files:
     info: int
 
 
+def way() -> Way:
+    return "own_user" if os.geteuid() == 0 else "user_namespace"
+
+
 def interpreter() -> str:
     """The Python that judged programs run in: the one under this environment, without this environment's packages."""
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
-def uid(way: Way) -> int | None:
+def uid() -> int | None:
     """The user that the launcher becomes, by process so that programs judged at once are counted apart; None: none."""
-    return _FIRST_UID + os.getpid() % _NUM_UIDS if way == "own_user" else None
+    return _FIRST_UID + os.getpid() % _NUM_UIDS if way() == "own_user" else None
 
 
-def command(way: Way, files: Files, tmp_bytes: int) -> list[str]:
+def command(files: Files, tmp_bytes: int) -> list[str]:
     """bwrap with everything but the command that it starts; that finds its program at /tmp/main.py."""
     line = [
         *(shutil.which("bwrap") or "bwrap", "--die-with-parent", "--new-session", "--clearenv"),
         *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
         *("--hostname", "sandbox", "--info-fd", str(files.info), "--cap-drop", "ALL"),
     ]
-    if way == "own_user":
+    if way() == "own_user":
         line += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]  # gone once the launcher has used them
     else:
-        line += ["--unshare-user", "--disable-userns", "--uid", str(_NOBODY), "--gid", str(_NOBODY)]
+        line += ["--unshare-user", "--disable-userns", "--uid", str(_NOBODY), "--gid", str(_NOBODY), "--as-pid-1"]
     if files.filter is not None:
         line += ["--seccomp", str(files.filter)]
     for name, value in ENVIRONMENT.items():
@@ -92,35 +94,3 @@ def _interpreter_binds() -> list[str]:
     for folder in reversed(prefix.parents[:-1]):  # of these only the names are seen
         line += ["--perms", "0755", "--dir", str(folder)]
     return [*line, "--ro-bind", str(prefix), str(prefix)]
-
-
-@functools.cache
-def find_way() -> tuple[Way | None, str]:
-    """How bwrap isolates on this machine, tried out once; or None, and why it does not."""
-    if shutil.which("bwrap") is None:
-        return None, "bubblewrap (bwrap) is not installed"
-    ways: list[Way] = ["own_user", "user_namespace"] if os.geteuid() == 0 else ["user_namespace"]
-    said = ""
-    for way in ways:
-        said = _try_out(way)
-        if not said:
-            return way, ""
-    return None, f"bubblewrap does not work on this machine ({said})"
-
-
-def _try_out(way: Way) -> str:
-    """What bwrap, or Python in it, says against a way; empty: nothing."""
-    source, info = os.memfd_create("program"), os.open("/dev/null", os.O_WRONLY)
-    try:
-        become = f"import os; uid = {uid(way)}; uid and (os.setgroups([]), os.setresuid(uid, uid, uid)); print('works')"
-        line = [*command(way, Files(source, None, info), 1 << 20), interpreter(), "-I", "-S", "-c", become]
-        os.close(os.pidfd_open(os.getpid()))
-        run = subprocess.run(line, env={}, pass_fds=(source, info), capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return " ".join(str(error).split())
-    finally:
-        os.close(source)
-        os.close(info)
-    if run.stdout == "works\n":
-        return ""
-    return (run.stderr.strip().splitlines() or [f"exit status {run.returncode}"])[-1]

@@ -7,10 +7,12 @@ limited per process; the limit on processes times it is what a program can take 
 from __future__ import annotations
 
 import fcntl
+import functools
 import json
 import math
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -22,7 +24,7 @@ from pathlib import Path
 from typing import IO
 
 from megarl.rollout.rewards import bubblewrap
-from megarl.rollout.rewards.bubblewrap import ENVIRONMENT, Files, Way
+from megarl.rollout.rewards.bubblewrap import ENVIRONMENT, Files
 from megarl.rollout.rewards.seccomp import filter_program
 from megarl.types import UserFault
 
@@ -71,10 +73,23 @@ class Outcome:
 
 def sandbox_faults(*, unsafe: bool = False) -> list[UserFault]:
     """Why programs cannot be run isolated on this machine; a bwrap is started to see. Empty: they can, or need not."""
-    if unsafe:
-        return []
-    way, problem = bubblewrap.find_way()
-    return [] if way else [UserFault(WHERE, problem, _MEND)]
+    problem = "" if unsafe else find_problem()
+    return [UserFault(WHERE, problem, _MEND)] if problem else []
+
+
+@functools.cache
+def find_problem() -> str:
+    """What keeps bubblewrap from working on this machine, tried out once; empty: nothing."""
+    if shutil.which("bwrap") is None:
+        return "bubblewrap (bwrap) is not installed"
+    try:
+        outcome = _run_isolated("print('works')", "", Limits(wall_s=60.0))
+    except OSError as error:
+        return f"bubblewrap does not work on this machine ({error})"
+    if outcome.stdout == "works\n":
+        return ""
+    said = (outcome.stderr.strip().splitlines() or [f"exit status {outcome.status}"])[-1]
+    return f"bubblewrap does not work on this machine ({said})"
 
 
 def run(program: str, stdin: str = "", limits: Limits | None = None, *, unsafe: bool = False) -> Outcome:
@@ -86,19 +101,18 @@ def run(program: str, stdin: str = "", limits: Limits | None = None, *, unsafe: 
     limits = limits or Limits()
     if unsafe:
         return _run_unsafe(program, stdin, limits)
-    way, problem = bubblewrap.find_way()
-    if way is None:
-        raise UserFault(WHERE, problem, _MEND)
-    return _run_isolated(way, program, stdin, limits)
+    for fault in sandbox_faults():
+        raise fault
+    return _run_isolated(program, stdin, limits)
 
 
-def _run_isolated(way: Way, program: str, stdin: str, limits: Limits) -> Outcome:
+def _run_isolated(program: str, stdin: str, limits: Limits) -> Outcome:
     with _sealed(program) as source, _sealed(stdin) as given, _sealed(filter_program() or b"") as filtered:
         info_read, info_write = os.pipe()
         with os.fdopen(info_read, "rb") as info:
             files = Files(source, filtered if filter_program() else None, info_write)
-            line = bubblewrap.command(way, files, limits.tmp_mb << 20)
-            line += _launch(limits, bubblewrap.uid(way), "/tmp/main.py", die_with_parent=False)
+            line = bubblewrap.command(files, limits.tmp_mb << 20)
+            line += _launch(limits, bubblewrap.uid(), "/tmp/main.py", die_with_parent=False)
             try:
                 # An empty environment: the one that bwrap itself was started with can be read in /proc/1.
                 process = _start(line, given, env={}, pass_fds=(source, filtered, info_write))
