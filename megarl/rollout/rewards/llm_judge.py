@@ -119,12 +119,12 @@ def _question(row: Mapping[str, Any], column: str) -> str:
 
 
 def _fill(prompt: str, question: str, answer: str, response: str) -> str:
-    """The template with its fields, in one pass: braces in what is filled in mean nothing. The fence cannot be known
-    to the response, so that it cannot end itself."""
+    """The template with its fields, in one pass: braces in what is filled in mean nothing. A response cannot know the
+    fence, so it cannot end itself."""
     fence = f"=== {secrets.token_hex(12)} ==="
     values = {"question": question, "answer": answer, "response": response, "fence": fence}
     if "{fence}" not in prompt:
-        values["response"] = f"{fence}\n{response}\n{fence}"
+        values["response"] = f"\n{fence}\n{response}\n{fence}\n"
     return _FIELD.sub(lambda match: values[match[1]], prompt)
 
 
