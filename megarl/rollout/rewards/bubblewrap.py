@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -45,8 +46,8 @@ def interpreter() -> str:
 
 
 def uid() -> int | None:
-    """The user that the launcher becomes, by process so that programs judged at once are counted apart; None: none."""
-    return _FIRST_UID + os.getpid() % _NUM_UIDS if way() == "own_user" else None
+    """The user that the launcher becomes, by thread so that programs judged at once are counted apart; None: none."""
+    return _FIRST_UID + threading.get_native_id() % _NUM_UIDS if way() == "own_user" else None
 
 
 def command(files: Files, tmp_bytes: int) -> list[str]:

@@ -20,6 +20,7 @@ from typing import Any
 
 from megarl.rollout.rewards import Verdict, sandbox, sandbox_service
 from megarl.rollout.rewards.code_tests import Check, Report, Suite, read_tests
+from megarl.rollout.rewards.inside_tests import BEGUN
 from megarl.rollout.rewards.sandbox import Limits
 
 _INSIDE = Path(__file__).with_name("inside_tests.py").read_text(encoding="utf-8")
@@ -46,7 +47,8 @@ def score(
 
     timeout_s: of one test; total_s: of all, those not reached by then are not passed. partial: the share of passed
     tests is the reward, wrong if none is. url: a SandboxFusion service instead of this machine. Raises ValueError for
-    tests that cannot be read, UserFault where there is no isolation, ConnectionError from the service.
+    tests that cannot be read, UserFault where there is no isolation, ConnectionError from the service, RuntimeError
+    when a sandbox does not come to the tests: none of them is a verdict.
     """
     if tests not in row:
         raise ValueError(f"the row has no column {tests!r}")
@@ -91,7 +93,11 @@ class _Runner:
             outcome = sandbox.run(_INSIDE, json.dumps(job), self.limits, unsafe=self.unsafe)
         else:
             outcome = sandbox_service.run(self.url, _INSIDE, json.dumps(job), self.limits)
-        return _read_reports(outcome.stdout)
+        begun, _, reports = outcome.stdout.partition("\n")
+        if begun != BEGUN:  # nothing of the program has been run yet
+            said = (outcome.stderr.strip().splitlines() or ["nothing said"])[-1]
+            raise RuntimeError(f"the sandbox did not come to the tests ({said[:200]})")
+        return _read_reports(reports)
 
 
 def _read_reports(said: str) -> list[Report]:

@@ -1,9 +1,9 @@
 """Runs in the sandbox: a program's tests, each in a process forked for it. Imports nothing of megarl.
 
 stdin: JSON {program, setup, tests, wall_s, output_bytes, stop}; setup is run before the program. A test is {stdin},
-{call, arguments}, {expression} or {inside}. stdout: a line of JSON for each test that was run: {status, stdout, value,
-passed}. No test's expected answer comes here, but in {inside}, so nothing is gained by what a program does to this
-process or to its lines.
+{call, arguments}, {expression} or {inside}. stdout: `begun`, and a line of JSON for each test that was run: {status,
+stdout, value, passed}. No test's expected answer comes here, but in {inside}, so nothing is gained by what a program
+does to this process or to its lines.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import time
 from typing import Any
 
 _NAME = "main.py"
+BEGUN = "begun"
 _MOST_NODES = 1_000_000  # of one value
 
 
@@ -132,6 +133,7 @@ def read_from_start(descriptor: int, most_bytes: int) -> str:
 
 def main() -> None:
     job = json.load(sys.stdin)
+    print(BEGUN, flush=True)
     try:
         code = compile(job["program"], _NAME, "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -271,6 +271,13 @@ def test_tests_that_cannot_be_read_are_no_verdict(tests: Any, problem: str) -> N
         code.score("", "", {"tests": tests}, tests="other")
 
 
+def test_a_sandbox_that_does_not_come_to_the_tests_is_no_verdict() -> None:
+    with pytest.raises(RuntimeError, match="did not come to the tests"):
+        judged(ADD, ADDS, memory_mb=16)
+    with pytest.raises(RuntimeError, match="did not come to the tests"):
+        judged(ADD, ADDS, total_s=0.0)
+
+
 # --- a service ---------------------------------------------------------------------------------------------------
 
 
