@@ -273,7 +273,7 @@ def test_tests_that_cannot_be_read_are_no_verdict(tests: Any, problem: str) -> N
 
 def test_a_sandbox_that_does_not_come_to_the_tests_is_no_verdict() -> None:
     with pytest.raises(RuntimeError, match="did not come to the tests"):
-        judged(ADD, ADDS, memory_mb=16)
+        judged(ADD, ADDS, memory_mb=4)
     with pytest.raises(RuntimeError, match="did not come to the tests"):
         judged(ADD, ADDS, total_s=0.0)
 
