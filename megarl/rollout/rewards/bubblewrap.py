@@ -56,11 +56,12 @@ def command(files: Files, tmp_bytes: int) -> list[str]:
         *(shutil.which("bwrap") or "bwrap", "--die-with-parent", "--new-session", "--clearenv"),
         *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
         *("--hostname", "sandbox", "--info-fd", str(files.info), "--cap-drop", "ALL"),
+        "--as-pid-1",  # bwrap's own process 1 outlives bwrap for a moment, an orphan that not every container collects
     ]
     if way() == "own_user":
         line += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]  # gone once the launcher has used them
     else:
-        line += ["--unshare-user", "--disable-userns", "--uid", str(_NOBODY), "--gid", str(_NOBODY), "--as-pid-1"]
+        line += ["--unshare-user", "--disable-userns", "--uid", str(_NOBODY), "--gid", str(_NOBODY)]
     if files.filter is not None:
         line += ["--seccomp", str(files.filter)]
     for name, value in ENVIRONMENT.items():

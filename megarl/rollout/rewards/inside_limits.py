@@ -15,8 +15,8 @@ _FORKS_COUNTED_BY_NAMESPACE = (5, 14)  # before it, Linux counts a user's proces
 
 
 def become_init() -> None:
-    """Stay as process 1 of the namespace, with the program in a child. As the same user it could else write into
-    process 1, which has no limits."""
+    """Stay as process 1 of the namespace, with the program in a child. Where it is the same user, it could
+    else write into process 1, which has no limits."""
     _prctl(_PR_SET_DUMPABLE, 0)
     program = os.fork()
     while program:

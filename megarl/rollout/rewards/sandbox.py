@@ -6,6 +6,7 @@ limited per process; the limit on processes times it is what a program can take 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import json
@@ -195,15 +196,16 @@ def _watch(process: subprocess.Popen[bytes], limits: Limits, info: int | None) -
     with process.stdout, process.stderr:
         out, error = _Bounded(process.stdout, limits.stdout_bytes), _Bounded(process.stderr, limits.stderr_bytes)
         outer = os.pidfd_open(process.pid)
-        first = None if info is None else _first_of_namespace(info, limits.wall_s)
+        first = None if info is None else _first_of_namespace(process.pid, info, limits.wall_s)
         try:
             ended = _follow(outer, out, error, deadline)
         finally:
+            if first is not None:  # and with it all of its namespace; bwrap, its parent, collects it and ends
+                _end(first)
+                _await_end(outer)
             os.killpg(process.pid, signal.SIGKILL)  # also after its end: nothing of its group stays
             status = process.wait()
             os.close(outer)
-            if first is not None:  # killed as its parent died, and with it all of its namespace
-                _await_end(first)
         texts = out.text(), error.text()
     status = 128 - status if status < 0 else status
     return Outcome(status if ended else None, *texts, timed_out=not ended and not out.full, too_much_output=out.full)
@@ -224,7 +226,7 @@ def _follow(outer: int, out: _Bounded, error: _Bounded, deadline: float) -> bool
     return False
 
 
-def _first_of_namespace(info: int, wall_s: float) -> int | None:
+def _first_of_namespace(parent: int, info: int, wall_s: float) -> int | None:
     """A descriptor of process 1 in the sandbox, whose end is everybody's; None: it has ended, or there was none."""
     said = b""
     with selectors.DefaultSelector() as selector:
@@ -234,16 +236,29 @@ def _first_of_namespace(info: int, wall_s: float) -> int | None:
             if not chunk:
                 return None
             said += chunk
+    pid = json.loads(said)["child-pid"]
     try:
-        return os.pidfd_open(json.loads(said)["child-pid"])
+        descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         return None
+    with contextlib.suppress(OSError):
+        # Another process may have its number by now.
+        if int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) == parent:
+            return descriptor
+    os.close(descriptor)
+    return None
 
 
-def _await_end(first: int) -> None:
-    with selectors.DefaultSelector() as selector:
-        selector.register(first, selectors.EVENT_READ)
-        ended = selector.select(_ENDS_WITHIN_S)
+def _end(first: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(first, signal.SIGKILL)
+    _await_end(first)
     os.close(first)
-    if not ended:
-        raise RuntimeError(f"a killed sandbox is still there after {_ENDS_WITHIN_S:.0f} s")
+
+
+def _await_end(process: int) -> None:
+    """Raises RuntimeError when a killed process does not end, so that there is no verdict."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(process, selectors.EVENT_READ)
+        if not selector.select(_ENDS_WITHIN_S):
+            raise RuntimeError(f"a killed sandbox is still there after {_ENDS_WITHIN_S:.0f} s")
