@@ -12,6 +12,7 @@ CORE = [
     "pydantic>=2.10",  # the recipe's types, and errors that name the key
     "PyYAML>=6",  # the recipe's file, with line numbers
     "typer>=0.15",  # the command line, and with it rich for the progress line
+    "httpx>=0.27",  # asks judges and remote sandboxes; transformers brings it
     "math-verify>=0.9",  # mathematical answers that are written differently and mean the same
     "matplotlib>=3.9",  # the learning curve
 ]

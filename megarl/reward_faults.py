@@ -7,8 +7,15 @@ from collections.abc import Sequence
 from megarl.config import Recipe, Reward
 from megarl.rollout.rewards import MEND, WHERE, Failure, told
 from megarl.rollout.rewards.judges import DEFAULT, Judges, orders, source_of
+from megarl.rollout.rewards.process import Order
+from megarl.rollout.rewards.sandbox import sandbox_faults
+from megarl.rollout.rewards.sandbox_service import url_faults
 from megarl.types import Prompt, UserFault
 
+_CODE = "megarl.rollout.rewards.code:score"
+# The argument that bounds a verdict, and what it is unless it is given.
+_BOUNDS = {_CODE: ("total_s", 30.0), "megarl.rollout.rewards.llm_judge:score": ("timeout_s", 60.0)}
+_SPARE_S = 5.0  # to begin and to end
 
 def reward_faults(recipe: Recipe, prompts: Sequence[Prompt]) -> list[UserFault]:
     """All that can be known from the keys and all prompts, and from two verdicts of each function on its first row.
@@ -58,6 +65,22 @@ def _only(reward: Reward, source: str) -> Reward:
     return reward.model_copy(update={"function": None, "by_source": own, "workers": 1})
 
 
+def _own_faults(order: Order) -> list[UserFault]:
+    """Of those functions of ours that start programs or wait for others, which have bounds of their own."""
+    given, faults = order.arguments, []
+    if order.function == _CODE:
+        url = given.get("url")
+        faults = url_faults(url) if url else sandbox_faults(unsafe=given.get("unsafe", False))
+        faults = [UserFault(order.where, one.problem, one.mend) for one in faults]
+    key, usual_s = _BOUNDS.get(order.function, ("", 0.0))
+    needed_s = given.get(key, usual_s)
+    if isinstance(needed_s, int | float) and needed_s > order.timeout_s:
+        problem = f"{order.timeout_s:g} is less than the {needed_s:g} s that {key} gives {order.function}"
+        mend = f"set it to {needed_s + _SPARE_S:g}, or {key} in its arguments lower"
+        faults.append(UserFault("reward.timeout_s", problem, mend))
+    return faults
+
+
 def _function_faults(reward: Reward, start_s: float, first: Prompt | None) -> list[UserFault]:
     """The function must be there, and judge a right and an empty response to the first of its rows."""
     try:
@@ -73,6 +96,9 @@ def _function_faults(reward: Reward, start_s: float, first: Prompt | None) -> li
     finally:
         judges.shutdown()
     (order,) = orders(reward, start_s).values()
+    own = _own_faults(order)
+    if own:
+        return own
     for one, response in zip(found, responses, strict=True):
         if isinstance(one, Failure):
             return [UserFault(order.where, told(one, response, answer), MEND)]

@@ -109,3 +109,23 @@ def test_all_faults_are_told_at_once() -> None:
     ]
     assert len(lines) == len(starts)
     assert all(line.startswith(start) for line, start in zip(lines, starts, strict=True)), lines
+
+
+CODE = "megarl.rollout.rewards.code:score"
+
+
+def test_functions_of_ours_are_given_the_time_that_they_may_take() -> None:
+    lines = told(function=CODE, arguments={"unsafe": True})
+    wanted = f"reward.timeout_s: 5 is less than the 30 s that total_s gives {CODE}; set it to 35, or total_s in its"
+    assert [line[: len(wanted)] for line in lines] == [wanted]
+    asks = {"function": "megarl.rollout.rewards.llm_judge:score", "arguments": {"url": "u", "model": "m"}}
+    by_source = {"math": asks}
+    assert any("than the 60 s that timeout_s gives" in line for line in told(function=EXACT, by_source=by_source))
+
+
+def test_programs_without_isolation_are_told_of_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.rollout.rewards.sandbox.find_problem", lambda: "bubblewrap (bwrap) is not installed")
+    (line,) = told(function=CODE, timeout_s=60.0)
+    assert line.startswith("reward.function: bubblewrap (bwrap) is not installed; ")
+    (line,) = told(function=CODE, timeout_s=60.0, arguments={"url": "sandbox.local"})
+    assert line.startswith("reward.function: url 'sandbox.local' is no address of a service")

@@ -136,7 +136,7 @@ def lock() -> dict[str, str]:
 
 def test_core_is_small_and_every_dependency_says_why() -> None:
     core, _ = packaging_lists()
-    assert len(core) <= 10
+    assert len(core) <= 12
     source = (ROOT / "setup.py").read_text()
     for requirement in core:
         assert re.search(rf'"{re.escape(requirement)}",  # \w+', source), requirement
@@ -285,3 +285,52 @@ def test_a_missing_python_is_said_in_a_line(sandbox: Sandbox, tmp_path: Path) ->
     result = sandbox.set_up(tmp_path)
     assert result.returncode == 2
     assert result.stderr == "megarl: python3.11 is missing: install Python 3.11 and run this again\n"
+
+
+# --- test.sh -----------------------------------------------------------------------------------------------------
+
+MISSING = "megarl: bubblewrap (bwrap) is missing: the tests of the sandbox will be skipped"
+INSTALLING = "megarl: installing bubblewrap for the tests of the sandbox"
+INSTALL = "BIN/apt-get install -y --no-install-recommends bubblewrap"
+
+
+@pytest.mark.parametrize(
+    ("uid", "apt_get", "says", "does"),
+    [
+        ("0", "cp {bwrap} BIN/bwrap", [INSTALLING], [INSTALL]),
+        (
+            "0",
+            "[[ $1 == update ]] && : >{updated}; [[ -e {updated} ]] && cp {bwrap} BIN/bwrap",
+            [INSTALLING],
+            [INSTALL, "BIN/apt-get update", INSTALL],
+        ),
+        ("0", "exit 100", [INSTALLING, MISSING], [INSTALL, "BIN/apt-get update"]),
+        ("0", None, [MISSING], []),
+        ("1000", "cp {bwrap} BIN/bwrap", [MISSING], []),
+        ("0", "there already", [], []),
+    ],
+    ids=["at once", "after an update", "not at all", "without apt-get", "without rights", "there already"],
+)
+def test_test_sh_provides_bubblewrap_where_it_can(
+    sandbox: Sandbox, tmp_path: Path, uid: str, apt_get: str | None, says: list[str], does: list[str]
+) -> None:
+    sandbox.set_up(tmp_path)
+    sandbox.commands()
+    bwrap = tmp_path / "bwrap"
+    bwrap.write_text("")
+    bwrap.chmod(0o755)
+    sandbox.stand_in("id", f"echo {uid}")
+    for name in ("ruff", "pyright", "python"):
+        path = sandbox.repo / ".venv" / "bin" / name
+        path.write_text(f"#!{shutil.which('bash')}\n")
+        path.chmod(0o755)
+    if apt_get == "there already":
+        sandbox.stand_in("bwrap", "")
+    elif apt_get is not None:
+        body = apt_get.format(bwrap=bwrap, updated=tmp_path / "updated").replace("BIN", str(sandbox.bin))
+        sandbox.stand_in("apt-get", f"echo noise; echo noise >&2; {body}")
+    command = ["bash", str(sandbox.repo / "scripts" / "test.sh")]
+    result = subprocess.run(command, env={"PATH": str(sandbox.bin)}, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert [line for line in result.stdout.splitlines() if "bubblewrap" in line or "noise" in line] == says
+    assert [line for line in sandbox.commands() if "apt-get" in line] == does

@@ -1,4 +1,4 @@
-"""Judges that end with their test, and the rewards of `odd_rewards.py`, importable by workers."""
+"""Judges that end with their test, the rewards of `odd_rewards.py`, and a machine where bubblewrap works."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from megarl.config import Reward
 from megarl.rollout.rewards.judges import Judges
+from megarl.rollout.rewards.sandbox import sandbox_faults
 
 START_S = 120.0
 
@@ -31,3 +32,10 @@ def judges() -> Iterator[Callable[..., Judges]]:
     yield build
     for one in built:
         one.shutdown()
+
+
+@pytest.fixture
+def isolation() -> None:
+    """Or a skip that says why not."""
+    for fault in sandbox_faults():
+        pytest.skip(str(fault))

@@ -1,0 +1,249 @@
+"""Tests of a program as data rows hold them, and what a program's answers are worth. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.rollout.rewards.code_asserts import Cut, cut, imports_of
+
+_TOLERANCE = 1e-6  # relative and absolute, between numbers with a fraction
+_NAMES = ("fn_name", "func_name")
+# Solutions to tasks that give the head of a function rely on what that head was written with.
+_CALL_SETUP = "from typing import *"
+
+_NO_VALUE = (ValueError, TypeError, LookupError, RecursionError)  # what a program wrote instead of a value
+
+Report = Mapping[str, Any]  # of one test, by inside_tests.py
+
+
+@dataclass(frozen=True)
+class Check:
+    """One test. sent: what goes into the sandbox; judge: of the reports on it, whether it is passed, or an expression
+    that says so where the program is not."""
+
+    sent: tuple[dict[str, Any], ...]
+    judge: Callable[[Sequence[Report]], bool | str]
+
+
+@dataclass(frozen=True)
+class Suite:
+    setup: str
+    checks: tuple[Check, ...]
+
+
+def read_tests(tests: Any) -> Suite:
+    """The tests of one row: JSON text, or what it stands for. Raises ValueError, naming what is wrong with them.
+
+    {"inputs": [...], "outputs": [...]}: stdin and stdout; with "fn_name": arguments and result of a function, or of a
+    method of `Solution`; [{"input": ..., "output": ...}, ...]: the same; ["assert ...", ...].
+    """
+    if isinstance(tests, str):
+        try:
+            tests = json.loads(tests)
+        except ValueError as error:
+            raise ValueError(f"the tests are no JSON ({error})") from error
+    if isinstance(tests, Mapping) and {"inputs", "outputs"} <= tests.keys():
+        inputs, outputs = list(tests["inputs"]), list(tests["outputs"])
+        name = next((tests[key] for key in _NAMES if tests.get(key)), None)
+    elif isinstance(tests, Sequence) and all(isinstance(test, Mapping) for test in tests):
+        try:
+            inputs, outputs = [test["input"] for test in tests], [test["output"] for test in tests]
+        except KeyError as error:
+            raise ValueError(f"a test has no {error.args[0]!r}") from error
+        name = next((test[key] for test in tests for key in _NAMES if test.get(key)), None)
+        if name is None and any(test.get("testtype") == "functional" for test in tests):
+            raise ValueError("tests of a function without its fn_name")
+    elif isinstance(tests, Sequence) and all(isinstance(test, str) for test in tests):
+        return _asserts(tests)
+    else:
+        raise ValueError("the tests are neither inputs and outputs nor a list of assertions")
+    if not inputs or len(inputs) != len(outputs):
+        raise ValueError(f"{len(inputs)} inputs and {len(outputs)} outputs")
+    return _calls(name, inputs, outputs) if name else Suite("", tuple(map(_stdin, inputs, outputs)))
+
+
+# --- stdin and stdout --------------------------------------------------------------------------------------------
+
+
+def _stdin(given: Any, expected: Any) -> Check:
+    given, expected = _text(given), _text(expected)
+
+    def judge(reports: Sequence[Report]) -> bool:
+        return reports[0]["status"] == 0 and same_output(reports[0]["stdout"], expected)
+
+    return Check(({"stdin": given},), judge)
+
+
+def _text(lines: Any) -> str:
+    return lines if isinstance(lines, str) else "\n".join(map(str, lines)) if isinstance(lines, list) else str(lines)
+
+
+def same_output(output: str, expected: str) -> bool:
+    """Equal but for white space at the ends of lines and of the whole; a number that is expected with a fraction may be
+    off by a millionth."""
+    ours, theirs = output.strip().splitlines(), expected.strip().splitlines()
+    return len(ours) == len(theirs) and all(map(_same_line, ours, theirs))
+
+
+def _same_line(ours: str, theirs: str) -> bool:
+    if ours.strip() == theirs.strip():
+        return True
+    words, expected_words = ours.split(), theirs.split()
+    return len(words) == len(expected_words) and all(map(_same_word, words, expected_words))
+
+
+def _same_word(ours: str, theirs: str) -> bool:
+    if ours == theirs:
+        return True
+    if not any(mark in theirs for mark in ".eE"):
+        return False
+    try:
+        return math.isclose(float(ours), float(theirs), rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+    except ValueError:
+        return False
+
+
+# --- calls -------------------------------------------------------------------------------------------------------
+
+
+def _calls(name: str, inputs: list[Any], outputs: list[Any]) -> Suite:
+    # LiveCodeBench writes an argument a line, as JSON; APPS puts every result into a list of one.
+    arguments = [list(map(json.loads, each.splitlines())) if isinstance(each, str) else each for each in inputs]
+    results = [_from_json(output) for output in outputs]
+    wrapped = all(isinstance(result, list) and len(result) == 1 for result in results)
+    return Suite(_CALL_SETUP, tuple(_call(name, *pair, wrapped) for pair in zip(arguments, results, strict=True)))
+
+
+def _from_json(output: Any) -> Any:
+    try:
+        return json.loads(output) if isinstance(output, str) else output
+    except ValueError:
+        return output
+
+
+def _call(name: str, arguments: list[Any], expected: Any, wrapped: bool) -> Check:
+    def judge(reports: Sequence[Report]) -> bool:
+        try:
+            value = decode(_encoded(reports[0]))
+        except _NO_VALUE:
+            return False
+        return same_value(value, expected) or (wrapped and same_value(value, expected[0]))
+
+    return Check(({"call": name, "arguments": arguments},), judge)
+
+
+def same_value(value: Any, expected: Any) -> bool:
+    """Equal as JSON: tuples are lists, keys are strings, True is not 1; floats may be off by a millionth."""
+    if isinstance(value, list | tuple) and isinstance(expected, list | tuple):
+        return len(value) == len(expected) and all(map(same_value, value, expected))
+    if isinstance(value, dict) and isinstance(expected, dict):
+        ours, theirs = ({str(key): item for key, item in each.items()} for each in (value, expected))
+        return ours.keys() == theirs.keys() and all(same_value(ours[key], theirs[key]) for key in ours)
+    if isinstance(value, bool) or isinstance(expected, bool):
+        return value is expected
+    if isinstance(value, float) or (isinstance(expected, float) and isinstance(value, int)):
+        number = isinstance(expected, int | float) and abs(value) < 1e300
+        return value == expected or (number and math.isclose(value, expected, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE))
+    return type(value) is type(expected) and value == expected
+
+
+# --- assertions --------------------------------------------------------------------------------------------------
+
+
+def _asserts(texts: Sequence[str]) -> Suite:
+    imports = imports_of(texts)
+    checks = []
+    for text in texts:
+        cuts = cut(text, imports)
+        if cuts is None:
+            checks.append(Check(({"inside": text},), _passed_inside))
+        elif cuts:
+            checks.append(_assertions(cuts))
+    if not checks:
+        raise ValueError("no assertion among the tests")
+    return Suite(imports, tuple(checks))
+
+
+def _passed_inside(reports: Sequence[Report]) -> bool:
+    return reports[0]["status"] == 0 and reports[0]["passed"]
+
+
+def _assertions(cuts: Sequence[Cut]) -> Check:
+    def judge(reports: Sequence[Report]) -> bool | str:
+        conditions, position = [], 0
+        for one in cuts:
+            taken = reports[position : position + len(one.expressions)]
+            position += len(one.expressions)
+            try:
+                said = _said_of(one, [_encoded(report) for report in taken])
+            except _NO_VALUE:
+                return False
+            if said is False:
+                return False
+            conditions += [said] if isinstance(said, str) else []
+        return " and ".join(conditions) or True
+
+    return Check(tuple({"expression": text} for one in cuts for text in one.expressions), judge)
+
+
+def _said_of(one: Cut, values: list[Any]) -> bool | str:
+    if one.literal is not None:
+        try:
+            return decode(values[0]) == one.literal[0]
+        except LookupError:  # of a type that Python's literals do not have
+            pass
+    names = ", ".join(f"_{index}" for index in range(len(values)))
+    return f"bool((lambda {names}: {one.condition})({', '.join(map(source, values))}))"
+
+
+# --- values ------------------------------------------------------------------------------------------------------
+
+_PLAIN: dict[str, Callable[[Any], Any]] = {
+    "int": lambda digits: int(digits, 16),
+    "float": float,
+    "complex": complex,
+    "bytes": bytes.fromhex,
+    "bytearray": bytearray.fromhex,
+}
+_MANY = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+_MADE_BY = {"decimal": "Decimal", "fractions": "Fraction"}
+
+
+def _encoded(report: Report) -> Any:
+    if report["status"] != 0:
+        raise ValueError(f"ended with {report['status']}")
+    return json.loads(report["value"])
+
+
+def decode(encoded: Any) -> Any:
+    """The value that inside_tests.py encoded. Raises LookupError for a type that has no literal."""
+    if not isinstance(encoded, list):
+        return encoded
+    name, content = encoded
+    if name in _PLAIN:
+        return _PLAIN[name](content)
+    if name == "dict":
+        return {decode(key): decode(item) for key, item in content}
+    return _MANY[name](map(decode, content))
+
+
+def source(encoded: Any) -> str:
+    """A Python expression for the value; what a program wrote comes into it as a literal only."""
+    if not isinstance(encoded, list):
+        return repr(encoded)
+    name, content = encoded
+    if name in _PLAIN:
+        value = decode(encoded)
+        if name == "int":
+            return f"({value:#x})"
+        return f"{name}({str(value)!r})" if name in ("float", "complex") else repr(value)
+    if name in _MADE_BY:
+        return f"__import__({name!r}).{_MADE_BY[name]}({str(content)!r})"
+    if name == "dict":
+        return "{" + ", ".join(f"{source(key)}: {source(item)}" for key, item in content) + "}"
+    items = f"[{', '.join(map(source, content))}]"
+    return f"iter({items})" if name == "iterator" else f"{_MANY[name].__name__}({items})"

@@ -1,0 +1,67 @@
+"""Started first inside the sandbox: takes the limits on itself, then becomes the program. Imports nothing of megarl.
+
+argv: the limits as JSON, the program's path.
+"""
+
+import json
+import os
+import resource
+import signal
+import sys
+from typing import Any
+
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
+_FORKS_COUNTED_BY_NAMESPACE = (5, 14)  # before it, Linux counts a user's processes over the whole machine
+
+
+def become_init() -> None:
+    """Stay as process 1 of the namespace, with the program in a child. Where it is the same user, it could
+    else write into process 1, which has no limits."""
+    _prctl(_PR_SET_DUMPABLE, 0)
+    program = os.fork()
+    while program:
+        ended, status = os.wait()
+        if ended == program:
+            code = os.waitstatus_to_exitcode(status)
+            os._exit(code if code >= 0 else 128 - code)
+    _prctl(_PR_SET_DUMPABLE, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    import ctypes  # a third of the launcher's time, for those who need it
+
+    if ctypes.CDLL(None).prctl(option, value, 0, 0, 0):
+        raise OSError(f"prctl {option} failed")
+
+
+def take_limits(limits: dict[str, Any]) -> None:
+    if limits["die_with_parent"]:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # short of memory, the kernel ends a judged program, not a trainer
+    release = tuple(int(part) for part in os.uname().release.split(".")[:2])
+    if limits["uid"] is not None or release >= _FORKS_COUNTED_BY_NAMESPACE:
+        _limit(resource.RLIMIT_NPROC, limits["processes"])
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_CPU, limits["cpu_s"], grace=1)
+    _limit(resource.RLIMIT_FSIZE, limits["file_bytes"])
+    _limit(resource.RLIMIT_NOFILE, limits["open_files"])
+    _limit(resource.RLIMIT_AS, limits["memory_bytes"])
+    if limits["uid"] is not None:
+        os.setgroups([])
+        os.setresgid(limits["uid"], limits["uid"], limits["uid"])
+        os.setresuid(limits["uid"], limits["uid"], limits["uid"])
+
+
+def _limit(kind: int, value: int, grace: int = 0) -> None:
+    hard = resource.getrlimit(kind)[1]
+    most = value + grace if hard == resource.RLIM_INFINITY else min(value + grace, hard)
+    resource.setrlimit(kind, (min(value, most), most))
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[1])
+    if os.getpid() == 1:
+        become_init()
+    take_limits(given)
+    os.execv(sys.executable, [sys.executable, "-I", "-B", "-X", "utf8", sys.argv[2]])

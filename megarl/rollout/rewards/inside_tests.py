@@ -1,0 +1,169 @@
+"""Runs in the sandbox: a program's tests, each in a process forked for it. Imports nothing of megarl.
+
+stdin: JSON {program, setup, tests, wall_s, output_bytes, stop}; setup is run before the program. A test is {stdin},
+{call, arguments}, {expression} or {inside}. stdout: `begun`, and a line of JSON for each test that was run: {status,
+stdout, value, passed}. No test's expected answer comes here, but in {inside}, so nothing is gained by what a program
+does to this process or to its lines.
+"""
+
+import contextlib
+import io
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+_NAME = "main.py"
+BEGUN = "begun"
+_MOST_NODES = 1_000_000  # of one value
+
+
+class Encoder:
+    """A value as JSON that says its types: null, true, "s", or [type, content]. Raises TypeError for other values."""
+
+    def __init__(self) -> None:
+        self.nodes = 0
+
+    def encode(self, value: Any) -> Any:
+        self.nodes += 1
+        if self.nodes > _MOST_NODES:
+            raise TypeError("a value of too many parts")
+        if value is None or isinstance(value, bool | str):
+            return value if value is None or isinstance(value, bool) else str.__str__(value)
+        if isinstance(value, int):
+            return ["int", format(int(value), "x")]  # no limit on digits, and quick
+        if isinstance(value, float):
+            return ["float", float.__repr__(value)]
+        if isinstance(value, complex):
+            return ["complex", complex.__repr__(value)]
+        if isinstance(value, bytes | bytearray):
+            return [type(value).__name__, bytes(value).hex()]
+        for kind, name in ((list, "list"), (tuple, "tuple"), (set, "set"), (frozenset, "frozenset")):
+            if isinstance(value, kind):
+                return [name, [self.encode(item) for item in value]]
+        if isinstance(value, dict):
+            return ["dict", [[self.encode(key), self.encode(item)] for key, item in value.items()]]
+        return self._encode_library(value)
+
+    def _encode_library(self, value: Any) -> Any:
+        library = type(value).__module__.partition(".")[0]
+        if library in ("decimal", "fractions"):
+            return [library, str(value)]
+        if library in ("collections", "builtins", "itertools") and hasattr(value, "__iter__"):
+            return ["iterator", [self.encode(item) for item in value]]
+        raise TypeError(f"a value of type {type(value).__name__}")
+
+
+def run_test(code: Any, setup: str, test: dict[str, Any], token: int, answer: int) -> None:
+    """In the test's own process. What of Python it needs afterwards it holds in its own variables, out of reach of
+    a program that replaces built-in functions."""
+    run, evaluate, build, read, write, leave = exec, eval, compile, os.read, os.write, os._exit
+    encode, dump = Encoder().encode, json.dumps
+    name = "__main__" if "stdin" in test else "solution"  # what a program does as __main__ is no part of its functions
+    module = sys.modules["__main__"] = sys.modules[name] = type(sys)(name)
+    space: dict[str, Any] = module.__dict__
+    run(build(setup, "<setup>", "exec"), space)
+    run(code, space)
+    if "stdin" in test:
+        return
+    if "inside" in test:
+        run(build(test["inside"], "<test>", "exec"), space)
+        write(answer, read(token, 64))
+    elif "expression" in test:
+        write_all(write, answer, dump(encode(evaluate(build(test["expression"], "<test>", "eval"), space))).encode())
+    else:
+        function = space[test["call"]] if test["call"] in space else getattr(space["Solution"](), test["call"])
+        write_all(write, answer, dump(encode(function(*test["arguments"]))).encode())
+    leave(0)
+
+
+def write_all(write: Any, descriptor: int, content: bytes) -> None:
+    while content:
+        content = content[write(descriptor, content) :]
+
+
+def become_program(stdin: int, stdout: int, *kept: int) -> None:
+    """Standard streams and arguments as at the start of an interpreter; no other descriptor but those kept."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    for standard, descriptor in enumerate((stdin, stdout, null)):
+        os.dup2(descriptor, standard)
+    first = 3
+    for descriptor in sorted(kept):
+        os.closerange(first, descriptor)
+        first = descriptor + 1
+    os.closerange(first, 1 << 16)
+    streams = [io.FileIO(standard, mode, closefd=False) for standard, mode in enumerate(("rb", "wb", "wb"))]
+    sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.BufferedReader(streams[0]), encoding="utf-8")
+    sys.stdout = sys.__stdout__ = io.TextIOWrapper(io.BufferedWriter(streams[1]), encoding="utf-8")
+    sys.stderr = sys.__stderr__ = io.TextIOWrapper(io.BufferedWriter(streams[2]), encoding="utf-8")
+    sys.argv[:] = [_NAME]
+
+
+def fresh(path: str) -> int:
+    """An empty file that no program of an earlier test has open."""
+    if os.path.lexists(path):
+        os.unlink(path)
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+
+
+def await_child(pid: int, wall_s: float) -> int | None:
+    """Its exit status (128 + signal where one ended it); None: it had to be killed."""
+    deadline, status = time.monotonic() + wall_s, None
+    while status is None and (left := deadline - time.monotonic()) > 0:
+        signal.sigtimedwait({signal.SIGCHLD}, left)
+        ended, raw = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            code = os.waitstatus_to_exitcode(raw)
+            status = code if code >= 0 else 128 - code
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)  # also what it started, when it has ended itself
+    if status is None:
+        os.kill(pid, signal.SIGKILL)  # it may not have come to make a group of its own
+        os.waitpid(pid, 0)
+    return status
+
+
+def read_from_start(descriptor: int, most_bytes: int) -> str:
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    with open(descriptor, "rb") as file:
+        return file.read(most_bytes + 1).decode("utf-8", "replace")
+
+
+def main() -> None:
+    job = json.load(sys.stdin)
+    print(BEGUN, flush=True)
+    try:
+        code = compile(job["program"], _NAME, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    for test in job["tests"]:
+        stdin, stdout, value = fresh("stdin"), fresh("stdout"), fresh("value")
+        write_all(os.write, stdin, test.get("stdin", "").encode("utf-8", "replace"))
+        os.lseek(stdin, 0, os.SEEK_SET)
+        token_read, token_write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+            become_program(stdin, stdout, token_read, value)
+            run_test(code, job["setup"], test, token_read, value)
+            return
+        os.close(token_read)
+        os.close(stdin)
+        token = os.urandom(16).hex()  # made after the fork: no memory of the program's process has it
+        os.write(token_write, token.encode())
+        status = await_child(pid, job["wall_s"])
+        os.close(token_write)
+        said = read_from_start(value, job["output_bytes"])
+        passed = "inside" not in test or said == token
+        report = {"status": status, "stdout": read_from_start(stdout, job["output_bytes"]), "passed": passed}
+        print(json.dumps(report | {"value": said if "inside" not in test else ""}), flush=True)
+        if job["stop"] and (status != 0 or not passed):
+            return
+
+
+if __name__ == "__main__":
+    main()
