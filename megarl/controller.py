@@ -135,9 +135,11 @@ def learn(
     name = recipe.algorithm.name
     rules = rules_of(name, recipe.algorithm)
     samples = samples_of(groups.summaries, name, only_finished=rules.overlong_filter, version=version)
-    if not samples:
+    if not samples and rules.overlong_filter:
         mend = "raise it, or set algorithm.overlong_filter to false"
         raise UserFault("rollout.max_response_tokens", "every response of the step was cut", mend)
+    if not samples:
+        raise UserFault("reward.function", "the verdict on every greedy sample of the step failed", MEND)
     if critic:
         if rules.pays_kl:
             with record.phase("observe"):

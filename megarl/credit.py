@@ -131,17 +131,17 @@ def whitened(sequences: Sequence[TrainSequence], sum_over_all: OverAll) -> list[
 
     (The usual way with PPO, e.g. arXiv 2006.05990, section 3.5.)
     """
-    parts = [one.advantage_T[one.loss_mask_T].astype(np.float64) for one in sequences]
-    flat_T = torch.from_numpy(np.concatenate([np.zeros(0), *parts]))
-    count, total = sum_over_all(torch.stack([torch.tensor(float(len(flat_T)), dtype=torch.float64), flat_T.sum()]))
+    mask_T = np.concatenate([np.zeros(0, np.bool_), *(one.loss_mask_T for one in sequences)])
+    flat_T = np.concatenate([np.zeros(0, np.float32), *(one.advantage_T for one in sequences)])
+    learnt_T = torch.from_numpy(flat_T[mask_T]).double()
+    count, total = sum_over_all(torch.tensor([len(learnt_T), learnt_T.sum()], dtype=torch.float64))
     mean = float(total / count)
-    variance = float(sum_over_all(((flat_T - mean) ** 2).sum()[None])[0] / count)
-    scale = variance**0.5 + 1e-8
-    found = []
-    for one in sequences:
-        of_mask_T = np.where(one.loss_mask_T, (one.advantage_T - mean) / scale, 0.0)
-        found.append(replace(one, advantage_T=of_mask_T.astype(np.float32)))
-    return found
+    variance = float(sum_over_all(((learnt_T - mean) ** 2).sum()[None])[0] / count)
+    flat_T[mask_T] = ((learnt_T - mean) / (variance**0.5 + 1e-8)).numpy()
+    flat_T[~mask_T] = 0.0
+    ends = np.cumsum([len(one.advantage_T) for one in sequences])
+    parts = np.split(flat_T, ends[:-1]) if sequences else []
+    return [replace(one, advantage_T=own_T) for one, own_T in zip(sequences, parts, strict=True)]
 
 
 def _on_responses(arrays: Sequence[FloatArray], masks: Sequence[np.ndarray]) -> np.ndarray:
