@@ -22,12 +22,13 @@ LAYOUTS = {
     ),
 }  # fmt: skip
 OWN_RANKS = "own ranks"  # of the critic, behind the others'; else it shares theirs
-CRITIC = ["critic.lr=3e-3"]
+COMMON = ["warm_start.steps=0", "train.lr=3e-4", "evaluation.every=4", "run.trackers=[]"]
+CRITIC = ["critic.lr=3e-3", "algorithm.critic_warmup_steps=3"]
 VARIANTS = {
     "grpo": ("grpo", ["algorithm.kl_coefficient=0.001"]),
     "dapo": ("dapo", ["algorithm.overlong_share=0.0"]),  # the longest answers of this task are right ones
-    "vapo": ("vapo", ["algorithm.critic_warmup_steps=3", *CRITIC]),
-    f"vapo, {OWN_RANKS}": ("vapo", ["algorithm.critic_warmup_steps=3", *CRITIC]),
+    "vapo": ("vapo", CRITIC),
+    f"vapo, {OWN_RANKS}": ("vapo", CRITIC),
     "ppo": ("ppo", ["algorithm.kl_coefficient=0.001", *CRITIC]),
     "rloo": ("rloo", []),
     "gspo": ("gspo", []),
@@ -44,14 +45,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/comparison"), help="folder of the runs and the plot")
     parser.add_argument("--only", nargs="*", choices=list(VARIANTS), default=list(VARIANTS), metavar="VARIANT")
-    parser.add_argument("--layouts", type=int, choices=(1, 2), default=2, help="how many of the two")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--layouts", type=int, choices=(1, 2), default=2, help="1: the second alone")
+    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--start-steps", type=int, default=150, help="supervised steps before")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     start, curves = make_start(args.out, args.start_steps), {}
     for name in args.only:
-        for layout in list(LAYOUTS)[: args.layouts]:
+        for layout in list(LAYOUTS)[-args.layouts :]:
             curves[(name, layout)] = train(args.out, start, name, layout, args.steps)
             first, last = curves[(name, layout)][0][1], curves[(name, layout)][-1][1]
             print(f"{name:24}{layout:34}{first:.3f} -> {last:.3f}", flush=True)
@@ -85,8 +86,7 @@ def train(out: Path, start: Path, name: str, layout: str, steps: int) -> list[tu
     if not found or found[-1][0] != steps:
         megarl(
             "train", ROOT / "recipes/quickstart.yaml", f"run.dir={out}", f"run.name={run}", f"run.steps={steps}",
-            f"model.path={start}", "warm_start.steps=0", f"algorithm.name={algorithm}", f"placement.gpus={gpus}",
-            *axes, *keys,
+            f"model.path={start}", f"algorithm.name={algorithm}", f"placement.gpus={gpus}", *COMMON, *axes, *keys,
         )  # fmt: skip
         found = curve(out / run)
     return found
