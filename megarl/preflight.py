@@ -93,7 +93,8 @@ def check_samples(recipe: Recipe, path: Path) -> SampleFile:
     samples = _attempt(faults, lambda: open_samples(path))
     if samples and shape:
         context = _config(recipe).get("max_position_embeddings")
-        faults += sample_faults(samples, recipe, shape, context, _budgets(recipe))
+        wants_baseline = recipe.algorithm.name in ALGORITHMS and ALGORITHMS[recipe.algorithm.name].greedy_baseline
+        faults += sample_faults(samples, recipe, shape, context, _budgets(recipe), wants_baseline)
     if samples is None or faults:
         raise UserFaults(faults)
     return samples

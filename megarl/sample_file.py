@@ -122,9 +122,11 @@ def sample_faults(
     shape: ModelShape,
     context: int | None,
     budgets: Mapping[str, tuple[int, int]] | None = None,
+    wants_baseline: bool = False,
 ) -> list[UserFault]:
     """All that keeps a recipe from training on a file, which is read whole. context: the model's, in tokens.
 
+    wants_baseline: the algorithm compares every group's samples with a greedy one.
     budgets: by key, the tokens of a micro-batch and what every sequence's length in it is padded to a multiple of;
     those of `train` without padding unless they are given.
     """
@@ -155,6 +157,10 @@ def sample_faults(
     if fewest < train.updates_per_step:
         problem = f"{train.updates_per_step} is more than the {fewest} samples of a step in {where}"
         faults.append(UserFault("train.updates_per_step", problem, f"set it to at most {fewest}"))
+    if wants_baseline and not all(one.has_baselines for one in seen):
+        problem = f"{recipe.algorithm.name} compares with greedy samples, and {where} has steps without any"
+        mend = f"sample with algorithm.name={recipe.algorithm.name}"
+        faults.append(UserFault("algorithm.name", problem, mend))
     if train.replay == "r3" and not all(one.has_experts for one in seen):
         problem = f"r3 replays the experts that the engine chose, and {where} does not have them of this model"
         faults.append(UserFault("train.replay", problem, "set it to off or r2, or sample with train.replay=r3"))
@@ -163,15 +169,17 @@ def sample_faults(
 
 @dataclass(frozen=True)
 class _Seen:
-    """What checks ask of a step. has_experts: every sample has them, in the model's own shape."""
+    """What checks ask of a step. Every sample has experts, in the model's own shape; some group has a baseline."""
 
     highest_id: int
     longest: int
     has_experts: bool
+    has_baselines: bool
 
 
 def _seen(groups: Sequence[SampleGroup], shape: ModelShape) -> _Seen:
     highest, longest, has_experts = 0, 0, True
+    has_baselines = any(sample.is_baseline for group in groups for sample in group.samples)
     layers = shape.num_layers - shape.num_dense_layers
     for group in groups:
         prompt = len(group.prompt.token_ids)
@@ -182,7 +190,7 @@ def _seen(groups: Sequence[SampleGroup], shape: ModelShape) -> _Seen:
             experts = sample.routed_experts
             fits = experts is not None and experts.shape == (length - 1, layers, shape.experts_per_token)
             has_experts = has_experts and fits
-    return _Seen(highest, longest, has_experts)
+    return _Seen(highest, longest, has_experts, has_baselines)
 
 
 def _schema() -> Any:

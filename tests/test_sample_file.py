@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.recipe_file import load_recipe
+from megarl.rollout.episodes import summary
 from megarl.sample_file import SampleFile, open_samples, sample_faults, writing
 from megarl.types import ModelShape, Prompt, Sample, SampleGroup, UserFault
 
@@ -201,3 +203,15 @@ def test_groups_that_lost_samples_come_back_as_they_are(tmp_path: Path) -> None:
     file = write(tmp_path / "f.parquet", groups)
     assert [bits(one) for one in file.groups(1)] == [bits(one) for one in groups]
     assert file.num_samples == (6,)
+
+
+def test_greedy_samples_come_back_and_are_missed(tmp_path: Path) -> None:
+    with_one = replace(group(1), samples=(*group(1).samples[:-1], replace(group(1).samples[-1], is_baseline=True)))
+    file = write(tmp_path / "f.parquet", [with_one, group(2)])
+    assert [sample.is_baseline for sample in file.groups(1)[0].samples] == [False, False, True]
+    assert summary(file.groups(1)[0]).baseline == len(with_one.samples) - 1
+    keys = recipe("algorithm.name=remax", "run.steps=1")
+    assert sample_faults(file, keys, SHAPE, None, wants_baseline=True) == []
+    other = write(tmp_path / "g.parquet", [group(1)], [group(2)])
+    (fault,) = sample_faults(other, keys, SHAPE, None, wants_baseline=True)
+    assert fault.where == "algorithm.name" and fault.mend == "sample with algorithm.name=remax"
