@@ -1,7 +1,8 @@
 """Train the quickstart's model with one algorithm after the other, on two layouts, from the same start, and plot it.
 
 A short supervised phase (`algorithm.name: sft`) makes the start, which `megarl convert` writes as a checkpoint: so
-there is a reference to measure the KL to. A run that is finished is not run again. See docs/algorithms.md.
+there is a reference to measure the KL to. A run that is finished is not run again, one that was broken off begins anew.
+See docs/algorithms.md.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def make_start(out: Path, steps: int) -> Path:
             "run.name=supervised", f"run.steps={steps}", "algorithm.name=sft", "train.lr=3e-3",
             "train.warmup_steps=10", f"checkpoint.every={steps}", f"evaluation.every={steps}",
         ]  # fmt: skip
-        megarl("train", ROOT / "recipes/quickstart.yaml", f"run.dir={out}", "warm_start.steps=0", *keys)
+        recipe = ROOT / "recipes/quickstart.yaml"
+        megarl("train", recipe, "--resume", f"run.dir={out}", "warm_start.steps=0", *keys)
         megarl("convert", out / "supervised", folder)
     return folder
 
@@ -80,12 +82,12 @@ def train(out: Path, start: Path, name: str, layout: str, steps: int) -> list[tu
     gpus, axes = LAYOUTS[layout]
     run = f"{name}-{layout}".replace(", ", "-").replace(" ", "-")
     if OWN_RANKS in name:
-        axes = [*axes, f"critic.ranks.first_gpu={gpus}", f"critic.ranks.gpus={gpus}"]
+        axes = [*axes, f"placement.train_gpus={gpus}", f"critic.ranks.first_gpu={gpus}", f"critic.ranks.gpus={gpus}"]
         gpus *= 2
     found = curve(out / run)
     if not found or found[-1][0] != steps:
         megarl(
-            "train", ROOT / "recipes/quickstart.yaml", f"run.dir={out}", f"run.name={run}", f"run.steps={steps}",
+            "train", ROOT / "recipes/quickstart.yaml", "--resume", f"run.dir={out}", f"run.name={run}", f"run.steps={steps}",
             f"model.path={start}", f"algorithm.name={algorithm}", f"placement.gpus={gpus}", *COMMON, *axes, *keys,
         )  # fmt: skip
         found = curve(out / run)
