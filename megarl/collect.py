@@ -40,7 +40,7 @@ def collect(
         count = math.ceil((wanted - len(kept.refs)) * rules.oversample)
         new = sample(take(count), rounds)
         places = [index for index, group in enumerate(new.summaries) if is_mixed(group)]
-        correct += [group.correct_G.mean() for group in new.summaries]
+        correct += [group.correct_G[group.drawn_G].mean() for group in new.summaries]
         kept = _joined(kept, _chosen(new, places))
         drawn, rounds = drawn + count, rounds + 1
     found = len(kept.refs)

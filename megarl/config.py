@@ -203,7 +203,7 @@ class Train(Branch):
     lr: Positive
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     lr_schedule: LrSchedule = "constant"
-    lr_end: Share = 0.0  # of lr, what the schedule comes down to at the last step
+    lr_end: Share = 0.0  # of lr, what the schedule comes down towards, behind the last step
     weight_decay: NonNegative = 0.0
     grad_clip: Positive = 1.0
     tokens_per_micro_batch: Count = 4096

@@ -135,22 +135,22 @@ def learn(
     name = recipe.algorithm.name
     rules = rules_of(name, recipe.algorithm)
     samples = samples_of(groups.summaries, name, only_finished=rules.overlong_filter, version=version)
-    if not samples and rules.overlong_filter:
+    if not samples and not any(group.finished_G.any() for group in groups.summaries):
         mend = "raise it, or set algorithm.overlong_filter to false"
         raise UserFault("rollout.max_response_tokens", "every response of the step was cut", mend)
     if not samples:
         raise UserFault("reward.function", "the verdict on every greedy sample of the step failed", MEND)
+    before = rules.critic_warmup_steps if critic else 0
     if critic:
         if rules.pays_kl:
             with record.phase("observe"):
                 lend("train")
-                trainers.observe(name, samples, groups.refs, critic.plan_of(samples))
+                trainers.observe(name, samples, groups.refs, critic.plan_of(samples), keeps=record.step > before)
         with record.phase("critic"):
             lend("critic")
             critic.values(samples, groups.refs, trainers.plan_of(name, samples))
             lr = learning_rate(critic.recipe.train, record.step, recipe.run.steps)
             record.add({"critic/lr": lr, **critic_metrics(critic.train(lr, trainers if rules.pays_kl else None))})
-    before = rules.critic_warmup_steps if critic else 0
     if record.step <= before:
         return
     with record.phase("train"):
@@ -226,7 +226,7 @@ def eval_sampling(recipe: Recipe, name: str, step: int, number: int) -> Sampling
     own = recipe.evaluation.of(name)
     longest = own.max_response_tokens or recipe.rollout.max_response_tokens
     stream = (recipe.run.seed, step, _EVAL_STREAMS + number)
-    return Sampling(own.samples, longest, own.temperature, own.top_p, stream=stream)
+    return Sampling(own.samples, longest, own.temperature, own.top_p, stream=stream, may_lose_all=True)
 
 
 def samples_of(

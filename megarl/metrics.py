@@ -119,7 +119,7 @@ def eval_metrics(sets: Mapping[str, Sequence[GroupSummary]]) -> Metrics:
         found[f"eval/{name}/accuracy"] = _mean([group.correct_G for group in groups])
         found[f"eval/{name}/response_length_mean"] = _mean([group.response_lengths_G for group in groups])
         found[f"eval/{name}/truncated"] = 1.0 - _mean([group.finished_G for group in groups])
-        k = max(len(group.responses) for group in groups)
+        k = max(len(group.responses) + group.num_dropped for group in groups)
         if k > 1:
             found[f"eval/{name}/avg@{k}"] = found[f"eval/{name}/accuracy"]
             found[f"eval/{name}/pass@{k}"] = float(np.mean([group.correct_G.any() for group in groups]))

@@ -56,10 +56,10 @@ class _NoTokenizer:
         return {"input_ids": [0] if isinstance(text, str) else [[0] for _ in text]}
 
 
-def check(recipe: Recipe) -> Inputs:
-    """Read and check all that a recipe names. Raises UserFaults with everything that has to be mended."""
+def check(recipe: Recipe, *, learns: bool = True) -> Inputs:
+    """Read and check all that a recipe names; learns: or samples alone. Raises UserFaults with all that is to mend."""
     faults: Faults = []
-    faults += _run_faults(recipe)
+    faults += _run_faults(recipe, learns)
     faults += _layout_faults(recipe)
     faults += _checkpoint_faults(recipe)
     faults += _sglang_faults(recipe)
@@ -90,6 +90,9 @@ def check_samples(recipe: Recipe, path: Path) -> SampleFile:
     faults += _megatron_faults(recipe)
     faults += critic_faults(recipe)
     faults += _unused_faults(recipe, "a file's samples are trained on as they are")
+    if learns_from_answers(recipe.algorithm.name):
+        problem = f"{recipe.algorithm.name} learns from the data's answers, not from samples"
+        faults.append(UserFault("algorithm.name", problem, "leave --from-samples out, or name another"))
     samples = _attempt(faults, lambda: open_samples(path))
     if samples and shape:
         context = _config(recipe).get("max_position_embeddings")
@@ -117,7 +120,7 @@ def check_rollout(recipe: Recipe, out: Path) -> Inputs:
     if out.exists() or not _is_writable(out.absolute().parent):
         problem = "it is there already" if out.exists() else f"{out.absolute().parent} is not a folder to write to"
         faults.append(UserFault(f"--out {out}", problem, "name another file"))
-    inputs = _attempt(faults, lambda: check(recipe))
+    inputs = _attempt(faults, lambda: check(recipe, learns=False))
     if inputs is None or faults:
         raise UserFaults(faults)
     return inputs
@@ -144,7 +147,7 @@ def _attempt(faults: Faults, read: Callable[[], T]) -> T | None:
     return None
 
 
-def _run_faults(recipe: Recipe) -> Faults:
+def _run_faults(recipe: Recipe, learns: bool = True) -> Faults:
     faults: Faults = []
     if "tensorboard" in recipe.run.trackers and importlib.util.find_spec("tensorboard") is None:
         mend = "pip install 'megarl[trackers]' or set run.trackers to []"
@@ -158,7 +161,7 @@ def _run_faults(recipe: Recipe) -> Faults:
     if recipe.algorithm.name not in ALGORITHMS:
         problem, mend = f"{recipe.algorithm.name!r} is no algorithm", f"choose from {', '.join(ALGORITHMS)}"
         faults.append(UserFault("algorithm.name", problem, mend))
-    return faults + rule_faults(recipe) + eval_faults(recipe)
+    return faults + rule_faults(recipe, learns=learns) + eval_faults(recipe)
 
 
 def _is_writable(folder: Path) -> bool:
@@ -238,8 +241,9 @@ def _largest_granule(targets: Sequence[Part], dtype: str) -> int:
 def _batch_faults(recipe: Recipe) -> Faults:
     rollout, updates = recipe.rollout, recipe.train.updates_per_step
     samples = rollout.prompts_per_step * rollout.samples_per_prompt
-    product = "rollout.prompts_per_step x samples_per_prompt"
-    given = {product: samples}
+    given = {"rollout.prompts_per_step x samples_per_prompt": samples}
+    if learns_from_answers(recipe.algorithm.name):
+        given = {"rollout.prompts_per_step": rollout.prompts_per_step}
     if recipe.warm_start.steps:
         given["warm_start.sequences_per_step"] = recipe.warm_start.sequences_per_step
     few = {name: count for name, count in given.items() if count < updates}

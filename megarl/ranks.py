@@ -172,10 +172,19 @@ class TrainingRanks(Ranks):
         return self.plan(samples, rules_of(algorithm, self._recipe.algorithm))
 
     def observe(
-        self, algorithm: str, samples: Sequence[SampleRef], refs: Sequence[Ref], readers: Sequence[Update]
+        self,
+        algorithm: str,
+        samples: Sequence[SampleRef],
+        refs: Sequence[Ref],
+        readers: Sequence[Update],
+        *,
+        keeps: bool,
     ) -> None:
-        """Have the samples looked at ahead of `train`, for the KL penalties of their tokens; readers: the critic's."""
-        self._ask("observe", self.plan_of(algorithm, samples), refs, readers, algorithm)
+        """Have the samples looked at for the KL penalties of their tokens; readers: the critic's plan.
+
+        keeps: `train` follows, and need not look again.
+        """
+        self._ask("observe", self.plan_of(algorithm, samples), refs, readers, algorithm, keeps)
 
     def train(
         self,

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from megarl.algos import ALGORITHMS, has_critic
 from megarl.config import Recipe
-from megarl.fleet import Fleet
+from megarl.fleet import CARRIED, Fleet
 from megarl.parallel.hf_config import beside_shape, model_shape
 from megarl.parallel.placement import critic_recipe
 from megarl.rollout.prompts import PromptStream
+from megarl.sample_file import open_samples
 from megarl.snapshots import Snapshot, Snapshots
 from megarl.types import UserFault, UserFaults
 
@@ -55,10 +56,21 @@ def find(recipe: Recipe, prompts: PromptStream, say: Callable[[str], None]) -> S
     if recipe.train.mtp_loss and not then.trains_mtp:
         problem = f"{recipe.train.mtp_loss}, but in {found.folder} those layers were frozen and have no optimizer state"
         faults.append(UserFault("train.mtp_loss", problem, "set it to 0, or choose another run.name"))
-    faults += _critic_faults(found, then, recipe)
+    faults += _critic_faults(found, then, recipe) + _carried_faults(found)
     if faults:
         raise UserFaults(faults)
     return found
+
+
+def _carried_faults(found: Snapshot) -> list[UserFault]:
+    """Samples that wait for the next step, of another version's format."""
+    if (found.folder / CARRIED).exists():
+        try:
+            open_samples(found.folder / CARRIED)
+        except UserFault as fault:
+            mend = "go on with the version that wrote it, or choose another run.name"
+            return [UserFault(fault.where, fault.problem, mend)]
+    return []
 
 
 def _critic_of(recipe: Recipe) -> dict[str, object] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from megarl.algos import ALGORITHMS, has_critic, rules_of
+from megarl.algos import ALGORITHMS, has_critic, learns_from_answers, rules_of
 from megarl.algos.mismatch import bounds
 from megarl.algos.surrogates import cispo, reinforce
 from megarl.config import Recipe
@@ -14,8 +14,8 @@ _OF_VALUES = ("gae_lambda", "critic_lambda", "lambda_alpha", "value_clip")
 _OF_SAMPLING = ("oversample", "max_rounds", "when_short")
 
 
-def rule_faults(recipe: Recipe) -> list[UserFault]:
-    """All that is wrong with the recipe's rules; of an unknown algorithm nothing is known."""
+def rule_faults(recipe: Recipe, *, learns: bool = True) -> list[UserFault]:
+    """All that is wrong with the recipe's rules; of an unknown algorithm nothing is known. learns: or samples alone."""
     name = recipe.algorithm.name
     if name not in ALGORITHMS:
         return []
@@ -26,7 +26,7 @@ def rule_faults(recipe: Recipe) -> list[UserFault]:
         for key, value in recipe.algorithm.given.items()
         if key in unread and value != getattr(ALGORITHMS[name].rules, key)
     ]
-    return faults + _bounds_faults(rules) + _start_faults(recipe, rules)
+    return faults + _bounds_faults(rules) + (_start_faults(recipe, rules) + _idle_faults(recipe) if learns else [])
 
 
 def _unread(name: str, rules: Rules) -> dict[str, str]:
@@ -47,6 +47,8 @@ def _unread(name: str, rules: Rules) -> dict[str, str]:
         found["gamma"] = f"no token has a reward of its own with {name}"
     if row.critic != "process_rewards":
         found["process_scale"] = f"{name} has no process rewards"
+    if not rules.kl_coefficient:
+        found |= dict.fromkeys(("kl_estimator", "kl_place"), "algorithm.kl_coefficient is 0")
     if not rules.dynamic_sampling:
         found |= dict.fromkeys(_OF_SAMPLING, "algorithm.dynamic_sampling is off")
     if rules.lambda_alpha:
@@ -74,7 +76,11 @@ def _start_faults(recipe: Recipe, rules: Rules) -> list[UserFault]:
     if has_critic(recipe.algorithm.name) and rules.critic_warmup_steps >= recipe.run.steps:
         problem = f"{rules.critic_warmup_steps} are all of run.steps ({recipe.run.steps}): the policy would never learn"
         faults.append(UserFault("algorithm.critic_warmup_steps", problem, f"set it below {recipe.run.steps}"))
-    if not recipe.reference.path and recipe.algorithm.name == "on_policy_distillation":
+    distils = recipe.algorithm.name == "on_policy_distillation"
+    if distils and not rules.kl_coefficient:
+        problem = "0, and on_policy_distillation learns from nothing else"
+        faults.append(UserFault("algorithm.kl_coefficient", problem, "leave it out"))
+    if distils and not recipe.reference.path:
         problem = "on_policy_distillation learns from the reference, and model.path has nothing to teach itself"
         faults.append(UserFault("reference.path", problem, "name the teacher's checkpoint"))
     elif rules.kl_coefficient and recipe.warm_start.steps and recipe.reference.path is None:
@@ -82,3 +88,16 @@ def _start_faults(recipe: Recipe, rules: Rules) -> list[UserFault]:
         mend = "set it to 0, warm_start.steps to 0, or name reference.path"
         faults.append(UserFault("algorithm.kl_coefficient", problem, mend))
     return faults
+
+
+def _idle_faults(recipe: Recipe) -> list[UserFault]:
+    """Models and choices that nobody asks where the data's answers are learnt from."""
+    if not learns_from_answers(recipe.algorithm.name):
+        return []
+    idle = {
+        "reference.use": recipe.reference.use,
+        "reward_model.path": recipe.reward_model.path is not None,
+        "train.replay": recipe.train.replay != "off",
+    }
+    problem, mend = f"is set, and {recipe.algorithm.name} learns from the data's answers", "leave it out"
+    return [UserFault(key, problem, mend) for key, is_set in idle.items() if is_set]

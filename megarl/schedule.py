@@ -22,10 +22,10 @@ class Schedule(Protocol):
 
 
 def learning_rate(schedule: Schedule, step: int, last_step: int) -> float:
-    """Linear warm-up over the first steps, counted from 1; from there to lr_end x lr at the last one, as it says."""
+    """Linear warm-up over the first steps, counted from 1; from there towards lr_end x lr, behind the last one."""
     if step <= schedule.warmup_steps:
         return schedule.lr * step / schedule.warmup_steps
-    done = min(1.0, (step - schedule.warmup_steps) / max(1, last_step - schedule.warmup_steps))
+    done = min(1.0, (step - schedule.warmup_steps - 1) / max(1, last_step - schedule.warmup_steps))
     if schedule.lr_schedule == "constant":
         return schedule.lr
     left = 1.0 - done if schedule.lr_schedule == "linear" else (1.0 + math.cos(math.pi * done)) / 2

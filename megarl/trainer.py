@@ -91,17 +91,19 @@ class Trainer:
     def observe(
         self,
         algorithm: str,
+        keeps: bool,
         updates: Sequence[Update],
         readers: Sequence[frozenset[Key]],
         group_ids: Sequence[int],
         *samples: SampleGroup,
     ) -> tuple[Piece, ...]:
-        """Look at this rank's share of a step ahead of `train`: its tokens' KL penalties, a piece for each reader.
+        """Look at this rank's share of a step: its tokens' KL penalties, a piece for each reader.
 
-        Pieces are empty but on one of the ranks that hold the same.
+        Pieces are empty but on one of the ranks that hold the same. keeps: for `train`, which then does not look again.
         """
-        self._observed = self._look(algorithm, updates, dict(zip(group_ids, samples, strict=True)))
-        penalties = self._penalties(self._observed, rules_of(algorithm, self._recipe.algorithm))
+        parts = self._look(algorithm, updates, dict(zip(group_ids, samples, strict=True)))
+        penalties = self._penalties(parts, rules_of(algorithm, self._recipe.algorithm))
+        self._observed = parts if keeps else []
         return pieces_of(_refs(updates), penalties if self._model.speaks else None, readers)
 
     def train(

@@ -87,8 +87,9 @@ def train(out: Path, start: Path, name: str, layout: str, steps: int) -> list[tu
     found = curve(out / run)
     if not found or found[-1][0] != steps:
         megarl(
-            "train", ROOT / "recipes/quickstart.yaml", "--resume", f"run.dir={out}", f"run.name={run}", f"run.steps={steps}",
-            f"model.path={start}", f"algorithm.name={algorithm}", f"placement.gpus={gpus}", *COMMON, *axes, *keys,
+            "train", ROOT / "recipes/quickstart.yaml", "--resume", f"run.dir={out}", f"run.name={run}",
+            f"run.steps={steps}", f"model.path={start}", f"algorithm.name={algorithm}", f"placement.gpus={gpus}",
+            *COMMON, *axes, *keys,
         )  # fmt: skip
         found = curve(out / run)
     return found

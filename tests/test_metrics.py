@@ -21,6 +21,8 @@ from megarl.types import GroupSummary
 
 QUICKSTART = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
 
+ARRAYS = ("response_lengths_G", "finished_G", "rewards_G", "correct_G")
+
 
 def group(prompt: str, rewards: list[float], lengths: list[int], finished: list[bool] | None = None) -> GroupSummary:
     return GroupSummary(
@@ -117,6 +119,9 @@ def test_several_answers_to_a_prompt() -> None:
     assert found["eval/set/avg@4"] == found["eval/set/accuracy"] == 5 / 16
     assert found["eval/set/pass@4"] == 3 / 4
     assert found["eval/set/maj@4"] == (1 + 0.5 + 0 + 0) / 4
+    lost = replace(sets[0], responses=sets[0].responses[:3], num_dropped=1, **dict.fromkeys(ARRAYS, np.ones(3)))
+    lost = replace(lost, said=lost.said[:3])
+    assert "eval/set/maj@4" in eval_metrics({"set": [lost, lost]}), "as many as were asked for"
 
 
 def test_samples_come_from_as_many_groups_as_possible() -> None:

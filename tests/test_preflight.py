@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.preflight import Inputs, check
+from megarl.preflight import Inputs, check, check_rollout, check_samples
 from megarl.recipe_file import load_recipe
 from megarl.types import UserFaults
 from tests.parallel import checkpoints
@@ -172,6 +172,8 @@ def test_a_reference_of_another_architecture(told: Callable[..., list[str]], tmp
         (["name=vapo", "process_scale=0.1", "critic_warmup_steps=1"], "process_scale", "no process rewards"),
         (["critic_warmup_steps=1"], "critic_warmup_steps", "no model that learns beside the policy"),
         (["name=sft", "clip_high=0.3"], "clip_high", "sft learns from the data's answers"),
+        (["kl_place=reward"], "kl_place", "algorithm.kl_coefficient is 0"),
+        (["name=on_policy_distillation"], "kl_coefficient", "learns from nothing else"),
         (["name=reinforce_pp", "kl_coefficient=0.01"], "kl_coefficient", "as it is before the warm start"),
         (["max_rounds=3"], "max_rounds", "dynamic_sampling is off"),
         (["name=vapo", "gae_lambda=0.9", "critic_warmup_steps=1"], "gae_lambda", "lambda_alpha decides"),
@@ -193,6 +195,27 @@ def test_a_rule_that_is_repeated_is_no_fault(good: list[str]) -> None:
     """The quickstart's own clip_low and kl_coefficient are those of rows that do not read them."""
     for name in ("rloo", "sft", "remax"):
         assert check(load_recipe(QUICKSTART, [*good, f"algorithm.name={name}"])).prompts
+
+
+def test_what_nobody_asks_where_answers_are_learnt_from(told: Callable[..., list[str]]) -> None:
+    keys = ["reference.use=true", "train.replay=r3", "train.updates_per_step=200", "warm_start.steps=0"]
+    lines = told(*keys, "algorithm.name=sft")
+    for start in (
+        "reference.use: is set, and sft learns", "train.replay: is set, and sft learns",
+        "train.updates_per_step: 200 is more than rollout.prompts_per_step = 128; set it to at most 128",
+    ):  # fmt: skip
+        assert sum(line.startswith(start) for line in lines) == 1, (start, lines)
+    assert len(lines) == 3
+
+
+def test_sampling_alone_does_not_ask_how_long_a_critic_warms_up(good: list[str], tmp_path: Path) -> None:
+    keys = ["algorithm.name=vapo", "algorithm.dynamic_sampling=false", "warm_start.steps=0", "run.steps=10"]
+    assert check_rollout(load_recipe(QUICKSTART, [*good, *keys]), tmp_path / "samples.parquet").prompts
+
+
+def test_answers_are_not_learnt_from_a_file_of_samples(good: list[str], tmp_path: Path) -> None:
+    with pytest.raises(UserFaults, match="sft learns from the data's answers, not from samples"):
+        check_samples(load_recipe(QUICKSTART, [*good, "algorithm.name=sft"]), tmp_path / "none.parquet")
 
 
 def test_distillation_wants_a_teacher(told: Callable[..., list[str]]) -> None:

@@ -18,9 +18,9 @@ def rates(steps: int, **keys: object) -> list[float]:
 def test_schedules() -> None:
     assert rates(4) == [2.0] * 4
     assert rates(4, warmup_steps=2) == [1.0, 2.0, 2.0, 2.0]
-    assert rates(5, warmup_steps=1, lr_schedule="linear") == [2.0, 1.5, 1.0, 0.5, 0.0]
-    assert rates(5, warmup_steps=1, lr_schedule="linear", lr_end=0.5) == [2.0, 1.75, 1.5, 1.25, 1.0]
-    assert rates(5, warmup_steps=1, lr_schedule="cosine") == pytest.approx([2.0, 1 + 0.5**0.5, 1.0, 1 - 0.5**0.5, 0.0])
+    assert rates(4, lr_schedule="linear") == [2.0, 1.5, 1.0, 0.5]
+    assert rates(5, warmup_steps=1, lr_schedule="linear", lr_end=0.5) == [2.0, 2.0, 1.75, 1.5, 1.25]
+    assert rates(5, warmup_steps=1, lr_schedule="cosine") == pytest.approx([2.0, 2.0, 1 + 0.5**0.5, 1.0, 1 - 0.5**0.5])
     assert rates(2, warmup_steps=5, lr_schedule="cosine") == pytest.approx([0.4, 0.8]), "the run ends in its warm-up"
 
 

@@ -74,8 +74,8 @@ ALGORITHMS: dict[str, Algorithm] = {
         outcome, clipped, Rules(whiten=True, kl_coefficient=0.001, kl_estimator="k1", kl_place="reward")
     ),  # arXiv 2501.03262
     "reinforce_pp_baseline": Algorithm(
-        centred, clipped, Rules(whiten=True, kl_coefficient=0.001, kl_estimator="k1", kl_place="reward")
-    ),  # the same, section 3
+        centred, clipped, Rules(whiten=True, kl_coefficient=0.001, kl_estimator="k2")
+    ),  # the same, for several samples of a prompt
     "on_policy_distillation": Algorithm(
         torch.zeros_like, clipped, Rules(gamma=0.0, kl_coefficient=1.0, kl_estimator="k1", kl_place="reward")
     ),  # reverse KL to the reference of each token by itself: arXiv 2306.13649, section 3

@@ -76,7 +76,8 @@ class Sampling:
     """num_samples responses a prompt, each of max_tokens at most (end of sequence included); temperature 0: greedy.
 
     stream names the prompt's draw (run seed, step, place of the prompt) where samples repeat. with_baseline: and a
-    greedy one, which the others are compared with.
+    greedy one, which the others are compared with. may_lose_all: a prompt may be left without a sample whose verdict
+    did not fail.
     """
 
     num_samples: int
@@ -85,6 +86,7 @@ class Sampling:
     top_p: float = 1.0
     stream: tuple[int, ...] = ()
     with_baseline: bool = False
+    may_lose_all: bool = False
 
 
 @dataclass(frozen=True)

@@ -54,14 +54,14 @@ class RolloutWorker:
             raise
 
     async def sample(self, prompt: Prompt, sampling: Sampling) -> tuple[GroupSummary, SampleGroup]:
-        """A scored group; of one sample (an evaluation's) whose verdict failed there may be none left.
+        """A scored group.
 
-        Raises UserFault(reward.function) when failed verdicts leave none of several, or at the first if the recipe says
-        so, and EngineFault.
+        Raises UserFault(reward.function) when failed verdicts leave none of it (but where it may lose all), or at the
+        first if the recipe says so, and EngineFault.
         """
         samples = await self._generate(prompt.token_ids, sampling)
         verdicts = await self._judges.verdicts(prompt.answer, prompt.row, [sample.text for sample in samples])
-        return scored(prompt, samples, verdicts, self._reward)
+        return scored(prompt, samples, verdicts, self._reward, may_lose_all=sampling.may_lose_all)
 
     async def _generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[Sample]:
         calls = [self._engine.generate(prompt_ids, sampling)]
@@ -95,7 +95,12 @@ class RolloutWorker:
 
 
 def scored(
-    prompt: Prompt, samples: Sequence[Sample], verdicts: Sequence[Verdict | Failure], reward: Reward
+    prompt: Prompt,
+    samples: Sequence[Sample],
+    verdicts: Sequence[Verdict | Failure],
+    reward: Reward,
+    *,
+    may_lose_all: bool = False,
 ) -> tuple[GroupSummary, SampleGroup]:
     """The group that verdicts make of samples; those that failed cost what the recipe says. Raises as `sample`."""
     pairs = list(zip(samples, verdicts, strict=True))
@@ -105,8 +110,9 @@ def scored(
         pairs = [(sample, penalty if isinstance(one, Failure) else one) for sample, one in pairs]
     judged = [(sample, one) for sample, one in pairs if isinstance(one, Verdict)]
     num_dropped = len(samples) - len(judged)
-    if num_dropped and (reward.on_failure == "stop" or (not judged and len(samples) > 1)):
-        many = "" if reward.on_failure == "stop" else f", as did all {len(samples)} of the group"
+    is_lost = not may_lose_all and all(sample.is_baseline for sample, _ in judged)
+    if num_dropped and (reward.on_failure == "stop" or is_lost):
+        many = "" if reward.on_failure == "stop" else ", as did all of the group"
         raise UserFault(WHERE, f"{prompt.id}: {failures[0]}{many}", f"{MEND}, or see reward.on_failure")
     group = SampleGroup(
         prompt=prompt,

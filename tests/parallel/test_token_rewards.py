@@ -86,7 +86,11 @@ def pay(rank: int, port: int, made: Any) -> dict[str, Any]:
     for algorithm in ALGORITHMS:
         share = plan(layout, at.dp, updates=2 if algorithm in ("ppo", "prime") else 1)
         if algorithm == "ppo":
-            found["pieces"] = trainer.observe("ppo", share, readers, everything, *groups)
+            found["pieces"] = trainer.observe("ppo", True, share, readers, everything, *groups)
+            assert len(trainer._observed) == len(share)
+            trainer.observe("ppo", False, share, readers, everything, *groups)
+            assert trainer._observed == [], "in a critic's warm-up nobody comes back to it"
+            trainer.observe("ppo", True, share, readers, everything, *groups)
         pieces = [said_of(refs[:2], 4), said_of(refs[2:], 4)]
         found[algorithm] = trainer.train(algorithm, share, LR, everything, *groups, *pieces)
     return found

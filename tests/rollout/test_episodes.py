@@ -6,6 +6,7 @@ import asyncio
 import functools
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,10 +109,16 @@ def test_a_group_may_be_left_with_one_sample_but_not_with_none() -> None:
         scored(PROMPT, samples("a", "b"), [LATE, NAN], Reward())
 
 
-def test_one_greedy_answer_without_a_verdict_is_no_answer() -> None:
-    short, kept = scored(PROMPT, samples("a"), [LATE], Reward())
+    drawn, greedy = samples("a", "b")
+    with pytest.raises(UserFault, match="as did all of the group"):
+        scored(PROMPT, [drawn, replace(greedy, is_baseline=True)], [LATE, RIGHT], Reward())
+
+
+@pytest.mark.parametrize("texts", ["a", "abc"])
+def test_an_evaluation_may_lose_all_answers_to_a_prompt(texts: str) -> None:
+    short, kept = scored(PROMPT, samples(*texts), [LATE] * len(texts), Reward(), may_lose_all=True)
     assert kept.samples == () and short.responses == ()
-    assert len(short.failures) == short.num_dropped == 1
+    assert len(short.failures) == short.num_dropped == len(texts)
 
 
 def test_a_failed_verdict_may_be_penalised_or_stop_the_run() -> None:
