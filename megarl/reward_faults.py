@@ -72,10 +72,12 @@ def _own_faults(order: Order) -> list[UserFault]:
         url = given.get("url")
         faults = url_faults(url) if url else sandbox_faults(unsafe=given.get("unsafe", False))
         faults = [UserFault(order.where, one.problem, one.mend) for one in faults]
-    key, usual_s = _BOUNDS.get(order.function, ("", 0.0))
+    if order.function not in _BOUNDS:
+        return faults
+    key, usual_s = _BOUNDS[order.function]
     needed_s = given.get(key, usual_s)
-    if isinstance(needed_s, int | float) and needed_s > order.timeout_s:
-        problem = f"{order.timeout_s:g} is less than the {needed_s:g} s that {key} gives {order.function}"
+    if isinstance(needed_s, int | float) and needed_s + _SPARE_S > order.timeout_s:
+        problem = f"{order.timeout_s:g} is too little beside the {needed_s:g} s that {key} gives {order.function}"
         mend = f"set it to {needed_s + _SPARE_S:g}, or {key} in its arguments lower"
         faults.append(UserFault("reward.timeout_s", problem, mend))
     return faults

@@ -116,11 +116,13 @@ CODE = "megarl.rollout.rewards.code:score"
 
 def test_functions_of_ours_are_given_the_time_that_they_may_take() -> None:
     lines = told(function=CODE, arguments={"unsafe": True})
-    wanted = f"reward.timeout_s: 5 is less than the 30 s that total_s gives {CODE}; set it to 35, or total_s in its"
+    wanted = f"reward.timeout_s: 5 is too little beside the 30 s that total_s gives {CODE}; set it to 35, or total_s"
     assert [line[: len(wanted)] for line in lines] == [wanted]
     asks = {"function": "megarl.rollout.rewards.llm_judge:score", "arguments": {"url": "u", "model": "m"}}
     by_source = {"math": asks}
-    assert any("than the 60 s that timeout_s gives" in line for line in told(function=EXACT, by_source=by_source))
+    enough = told(function=CODE, arguments={"unsafe": True, "total_s": 10}, timeout_s=15.0)
+    assert not any(line.startswith("reward.timeout_s") for line in enough)
+    assert any("beside the 60 s that timeout_s gives" in line for line in told(function=EXACT, by_source=by_source))
 
 
 def test_programs_without_isolation_are_told_of_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,9 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,7 @@ def _read_reports(said: str) -> list[Report]:
 def _judge(runner: _Runner, program: str, suite: Suite, *, stop: bool) -> list[bool]:
     """Which checks the program passes."""
     sent = [test for check in suite.checks for test in check.sent]
+    began = time.monotonic()
     reports = runner.reports(program, suite.setup, sent, stop=stop)
     said: list[bool | str] = []
     for check in suite.checks:
@@ -126,7 +128,9 @@ def _judge(runner: _Runner, program: str, suite: Suite, *, stop: bool) -> list[b
     if stop and False in said:
         return [one is True for one in said]
     conditions = [{"expression": one} for one in said if isinstance(one, str)]
-    answers = iter(runner.reports("", suite.setup, conditions, stop=False) if conditions else ())
+    left_s = runner.limits.wall_s - (time.monotonic() - began)
+    rest = replace(runner, limits=replace(runner.limits, wall_s=left_s))
+    answers = iter(rest.reports("", suite.setup, conditions, stop=False) if conditions and left_s > 0 else ())
     return [one if isinstance(one, bool) else next(answers, {}).get("value") == "true" for one in said]
 
 

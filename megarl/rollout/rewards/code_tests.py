@@ -146,7 +146,7 @@ def same_value(value: Any, expected: Any) -> bool:
     if isinstance(value, bool) or isinstance(expected, bool):
         return value is expected
     if isinstance(value, float) or (isinstance(expected, float) and isinstance(value, int)):
-        number = isinstance(expected, int | float) and abs(value) < 1e300
+        number = isinstance(expected, int | float) and max(abs(value), abs(expected)) < 1e300
         return value == expected or (number and math.isclose(value, expected, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE))
     return type(value) is type(expected) and value == expected
 

@@ -15,16 +15,22 @@ from megarl.rollout.rewards import Verdict
 _TAIL = 1000  # characters in which a final answer is looked for where nothing is boxed
 _LONGEST = 400  # of an answer, in characters: beyond it nothing that a data set asks for is written
 _DEEPEST = 40  # brackets in each other; the parser's own stack is not endless
-_HOSTILE = re.compile(
-    r"\d{60}"  # digits that only a number meant to cost something has
-    r"|(?:\^|\*\*)\s*[{(]?\s*-?\d{5}"  # exponents of five digits
-    r"|(?:\^|\*\*)[\s{(]*-?\d+[\s})]*(?:\^|\*\*)"  # towers of exponents
-    r"|\d{4}\s*!|!\s*!|!\s*\)\s*!"  # factorials of large numbers, or of each other
-    r"|[a-zA-Z][^(]{0,80}\)\s*\^\s*\{?\s*\d{3}"  # large powers of sums
-    r"|\\d?binom.{0,20}?\d{5}"
-    r"|(?:\\begin\b.*){3}",  # matrices of matrices
-    re.DOTALL,
-)
+_HOSTILE = [
+    re.compile(pattern, re.DOTALL)
+    for pattern in (
+        r"\d{60}",  # digits that only a number meant to cost something has
+        r"(?:\^|\*\*)\s*[{(]?\s*-?\d{5}",  # exponents of five digits
+        r"(?:\^|\*\*)[\s{(]*-?\d+[\s})]*(?:\^|\*\*)",  # towers of exponents
+        r"\d{4}\s*!|!\s*!|!\s*\)\s*!",  # factorials of large numbers, or of each other
+        r"[a-zA-Z][^(]{0,80}\)\s*\^\s*\{?\s*\d{3}",  # large powers of sums
+        r"\\d?binom.{0,20}?\d{5}",
+        r"(?:\\begin\b.*){3}",  # matrices of matrices
+    )
+]
+_DOLLAR = re.compile(r"(?<!\\)\$")  # that is no price
+_EMPHASIS = re.compile(r"\*\*|`|(?<!\S)\*(?=[^*\n]+\*(?!\w))|(?<=[^\s*])\*(?!\S)")
+_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
+_ORNAMENT = re.compile(r"\\(?:left|right)(?![a-z])|\\[!,;]|\\?\$|\s|\.$")
 _UNDONE = re.compile(r"\\(?:sum|prod|o?i+nt|lim)(?![a-z])")
 _TARGETS = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
 
@@ -36,15 +42,15 @@ def score(
 ) -> Verdict:
     """`correct` if the last \\boxed{...}, or else the final answer in the end of the text, equals the answer.
 
-    Expressions made to be costly (towers of exponents, numbers without end) are wrong without being computed, and so is
-    a sum, integral or limit where the answer has none. One that gets through ends its worker: that is the policy's
-    doing, and with `reward.on_failure: penalise` it counts as wrong too.
+    Expressions made to be costly (towers of exponents, numbers without end) are wrong without being computed where the
+    answer has nothing of the kind, and so is a sum, integral or limit. One that gets through ends its worker: that is
+    the policy's doing, and with `reward.on_failure: penalise` it counts as wrong too.
     """
     given = final_answer(response)
     right = Verdict(correct, True, _bare(answer))
     if given and _bare(given) == _bare(answer):
         return right
-    if not given or is_hostile(given) or (_UNDONE.search(given) and not _UNDONE.search(answer)):
+    if not given or is_hostile(given, answer) or (_UNDONE.search(given) and not _UNDONE.search(answer)):
         return Verdict(wrong, False, _bare(given) if given.startswith("\\boxed") else "")
     gold = _gold(answer)
     found = parse(given, _TARGETS, parsing_timeout=None)  # type: ignore[arg-type]
@@ -57,7 +63,7 @@ def final_answer(response: str) -> str:
     """The last \\boxed{...}, as it stands, or else the text's end. "" of a box that is empty or not closed."""
     start = response.rfind("\\boxed")
     if start < 0:
-        return response[-_TAIL:]
+        return _EMPHASIS.sub("", response[-_TAIL:])
     opening = response.find("{", start, start + 20)
     if opening < 0:
         return ""
@@ -65,20 +71,23 @@ def final_answer(response: str) -> str:
     return response[start : end + 1] if end and response[opening + 1 : end].strip() else ""
 
 
-def is_hostile(text: str) -> bool:
-    """Whether an answer looks as if it were to cost the judge, not to be judged."""
+def is_hostile(text: str, answer: str = "") -> bool:
+    """Whether a text looks as if it were to cost the judge, not to be judged, in a way that the answer does not."""
     boxed = text.startswith("\\boxed")
     depth = deepest = 0
     for letter in text:
         depth += (letter in "({[") - (letter in ")}]")
         deepest = max(deepest, depth)
-    return (boxed and len(text) > _LONGEST) or deepest > _DEEPEST or bool(_HOSTILE.search(text))
+    if (boxed and len(text) > _LONGEST) or deepest > _DEEPEST:
+        return True
+    return any(rule.search(text) and not rule.search(answer) for rule in _HOSTILE)
 
 
 def _bare(text: str) -> str:
-    """Without the box, dollars and spaces."""
+    """Without the box, and without what does not change the meaning: dollars, spaces, sizes of brackets."""
     boxed = text[text.index("{") + 1 : -1] if text.startswith("\\boxed") else text
-    return "".join(boxed.replace("$", "").split())
+    plain = _ORNAMENT.sub("", _TEXT.sub(r"\1", boxed))
+    return re.sub(r"\^\{(\w)\}", r"^\1", re.sub(r"\\[dt]frac", r"\\frac", plain))
 
 
 def _closing(text: str, opening: int) -> int:
@@ -94,5 +103,5 @@ def _closing(text: str, opening: int) -> int:
 
 @lru_cache(maxsize=64)  # a group's samples have one answer
 def _gold(answer: str) -> list[Any]:
-    is_marked = "$" in answer or "\\boxed" in answer or "\\(" in answer or "\\[" in answer
+    is_marked = bool(_DOLLAR.search(answer)) or "\\boxed" in answer or "\\(" in answer or "\\[" in answer
     return parse(answer if is_marked else f"\\boxed{{{answer}}}", _TARGETS, parsing_timeout=None)  # type: ignore[arg-type]

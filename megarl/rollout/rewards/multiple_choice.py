@@ -8,13 +8,15 @@ from typing import Any
 
 from megarl.rollout.rewards import Verdict
 
-_WRAPS = r"[\s*_$({\[]*(?:\\(?:text|textbf|mathrm|mathbf|boxed)\{)?[\s*_$({\[]*"
+_WRAP = r"(?:[\s*_$({\[`\"'<>]|\\\()*"
+_WRAPS = rf"{_WRAP}(?:\\(?:text|textbf|mathrm|mathbf|boxed)\{{)?{_WRAP}"
 _END = r"(?![A-Za-z0-9'’])"
-_BOXED = re.compile(rf"\\boxed\{{{_WRAPS}([A-Za-z]){_END}([^{{}}]{{0,200}})\}}")
-_TOLD = re.compile(
-    rf"(?i:\banswer\b(?:\s+is)?(?:\s*:)?|\b(?:option|choice)\b(?:\s+is)?(?:\s*:)?){_WRAPS}([A-Z]){_END}"
-)
-_OR_ANOTHER = re.compile(r"[\s*)}\]]*(?:or|and|,|/|&)[\s*({\[]*[A-Z]\b")
+_IN_BOX = re.compile(rf"{_WRAPS}([A-Za-z]){_END}(.*)", re.DOTALL)
+_IS = r"(?:\s+is)?(?:\s*:)?"
+_LETTER = rf"{_WRAPS}([A-Z]){_END}(?!(?<=I)\s+[a-z])"  # I is also the first person
+_ANSWER = re.compile(rf"(?i:\banswer\b{_IS}(?:\s+(?:option|choice)\b)?{_IS}){_LETTER}")
+_OPTION = re.compile(rf"(?i:\b(?:option|choice)\b{_IS}){_LETTER}")
+_OR_ANOTHER = re.compile(r"[\s*)}\]]*(?:or|and|,|/|&)[\s*({\[]*[A-Z]\b|[\s)}\]]+[A-Z][\s)}\]]*$")
 _IN_BRACKETS = re.compile(rf"\(([A-Z])\){_END}")
 _STANDING = re.compile(r"(?<![A-Za-z0-9'’\\])([A-Z])(?=[\s.,:;!?)*\]]|$)(?!\s+(?!or\b|and\b)[a-z])")
 _TAIL = 2000  # characters
@@ -37,21 +39,19 @@ def score(
 
 
 def chosen(response: str, options: str) -> str | None:
-    """The letter in the last box, else after the last "answer is", else the only one in brackets or standing alone.
+    """The letter in the last box, else after the last "answer is", else after the last "option", else the only one in
+    brackets or standing alone.
 
     None where that is several letters, or none.
     """
     tail = response[-_TAIL:]
-    boxes = list(_BOXED.finditer(tail))
-    if boxes:
-        letter, rest = boxes[-1].groups()
-        is_several = _letters(_STANDING, f" {rest.rstrip('}) ')} ", options)
-        return None if is_several else _among(letter, options)
     if "\\boxed" in tail:
-        return None
-    told = [match for match in _TOLD.finditer(tail) if match[1] in options]
-    if told:
-        return None if _OR_ANOTHER.match(tail, told[-1].end()) else told[-1][1]
+        found = _IN_BOX.fullmatch(_box(tail))
+        return None if found is None or _OR_ANOTHER.match(found[2]) else _among(found[1], options)
+    for pattern in (_ANSWER, _OPTION):
+        told = [match for match in pattern.finditer(tail) if match[1] in options]
+        if told:
+            return None if _OR_ANOTHER.match(tail, told[-1].end()) else told[-1][1]
     lines = [line.strip() for line in tail.splitlines() if line.strip()]
     if not lines or len({line for line in lines if line in options}) > 1:
         return None
@@ -61,6 +61,17 @@ def chosen(response: str, options: str) -> str | None:
             if found:
                 return found.pop() if len(found) == 1 else None
     return None
+
+
+def _box(text: str) -> str:
+    """What the last box holds; "" where it is not closed."""
+    start = text.rfind("\\boxed{") + len("\\boxed{")
+    depth = 1
+    for index, letter in enumerate(text[start:], start):
+        depth += (letter == "{") - (letter == "}")
+        if not depth:
+            return text[start:index]
+    return ""
 
 
 def _letters(pattern: re.Pattern[str], text: str, options: str) -> set[str]:

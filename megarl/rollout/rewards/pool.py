@@ -67,10 +67,14 @@ class Pool:
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def heard(self, worker: Worker, message: list[Any]) -> None:
-        """A line of a worker's."""
-        if not worker.is_ready:
+    def heard(self, worker: Worker, message: list[Any] | None) -> None:
+        """A line of a worker's; None, or of a response that it has not: the function wrote it."""
+        if message and not worker.is_ready:
             self._started(worker, message)
+            return
+        if not message or len(message) < 3 or not isinstance(message[0], int) or message[0] not in worker.in_flight:
+            self._blame(worker, Failure("wrote to its process's link"))
+            self._replace(worker)
             return
         number, value, flag, *answer = message
         item = worker.in_flight.pop(number)

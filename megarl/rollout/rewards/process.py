@@ -37,7 +37,9 @@ class Order:
 class Owner(Protocol):
     """Who is told of what a worker says."""
 
-    def heard(self, worker: Worker, message: list[Any]) -> None: ...
+    def heard(self, worker: Worker, message: list[Any] | None) -> None:
+        """None: no message of ours."""
+        ...
 
     def lost(self, worker: Worker) -> None: ...
 
@@ -75,6 +77,7 @@ class Worker(asyncio.Protocol):
         self.is_ready, self.is_async, self.is_gone = False, False, False
         self.in_flight: dict[int, Item] = {}
         self.batch, self.batch_began, self.batch_size = 1, 0.0, 1
+        self.heard_at = 0.0
         self._context, self._rest = b"", b""
         self._transport: asyncio.Transport | None = None
 
@@ -96,10 +99,11 @@ class Worker(asyncio.Protocol):
         )
 
     def data_received(self, data: bytes) -> None:
+        self.heard_at = asyncio.get_running_loop().time()
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if not self.is_gone:
-                self._owner.heard(self, json.loads(line))
+                self._owner.heard(self, _message(line))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._owner.lost(self)
@@ -124,9 +128,15 @@ class Worker(asyncio.Protocol):
         return len(self.in_flight) < AT_ONCE if self.is_async else not self.in_flight
 
     def deadline(self) -> float | None:
-        """When the first of those in flight has taken too long."""
+        """When the first of those in flight has taken too long.
+
+        A process with many in flight may be late in giving up those that take too long: it has time while it speaks.
+        """
         first = next(iter(self.in_flight.values()), None)
-        return first.began + self._order.timeout_s + (GRACE_S if self.is_async else 0.0) if first else None
+        if first is None:
+            return None
+        end = first.began + self._order.timeout_s
+        return max(end, min(self.heard_at, end + self._order.timeout_s)) + GRACE_S if self.is_async else end
 
     def kill(self) -> None:
         """It and all that it has started, once: while it is not reaped its number is nobody else's."""
@@ -141,3 +151,11 @@ class Worker(asyncio.Protocol):
             os.killpg(self.process.pid, signal.SIGKILL)
         if self._transport:
             self._transport.abort()
+
+
+def _message(line: bytes) -> list[Any] | None:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, list) and found else None

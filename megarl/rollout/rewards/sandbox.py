@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import json
 import math
 import os
@@ -24,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+import psutil
+
 from megarl.rollout.rewards import bubblewrap
 from megarl.rollout.rewards.bubblewrap import ENVIRONMENT, Files
 from megarl.rollout.rewards.seccomp import filter_program
@@ -35,6 +36,7 @@ _LAUNCHER = Path(__file__).with_name("inside_limits.py").read_text(encoding="utf
 _ENDS_WITHIN_S = 10.0  # how long the kernel may take to clear a killed namespace away
 _CHUNK_BYTES = 1 << 16
 _KILLED = 128 + signal.SIGKILL
+_has_worked = False
 
 
 @dataclass(frozen=True)
@@ -78,9 +80,11 @@ def sandbox_faults(*, unsafe: bool = False) -> list[UserFault]:
     return [UserFault(WHERE, problem, _MEND)] if problem else []
 
 
-@functools.cache
 def find_problem() -> str:
-    """What keeps bubblewrap from working on this machine, tried out once; empty: nothing."""
+    """What keeps bubblewrap from working on this machine, tried out until it has worked once; empty: nothing."""
+    global _has_worked
+    if _has_worked:
+        return ""
     if shutil.which("bwrap") is None:
         return "bubblewrap (bwrap) is not installed"
     try:
@@ -88,6 +92,7 @@ def find_problem() -> str:
     except OSError as error:
         return f"bubblewrap does not work on this machine ({error})"
     if outcome.stdout == "works\n":
+        _has_worked = True
         return ""
     said = (outcome.stderr.strip().splitlines() or [f"exit status {outcome.status}"])[-1]
     return f"bubblewrap does not work on this machine ({said})"
@@ -203,6 +208,11 @@ def _watch(process: subprocess.Popen[bytes], limits: Limits, info: int | None) -
             if first is not None:  # and with it all of its namespace; bwrap, its parent, collects it and ends
                 _end(first)
                 _await_end(outer)
+            elif not ended:  # without a namespace those that have left the group are found by their parents
+                with contextlib.suppress(psutil.Error):
+                    for child in psutil.Process(process.pid).children(recursive=True):
+                        with contextlib.suppress(psutil.Error):
+                            child.kill()
             os.killpg(process.pid, signal.SIGKILL)  # also after its end: nothing of its group stays
             status = process.wait()
             os.close(outer)

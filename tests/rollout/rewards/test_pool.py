@@ -249,6 +249,14 @@ def test_an_async_function_that_hangs_is_cancelled_in_its_worker(judges: Build) 
     assert patient.pids() == before
 
 
+def test_many_that_hang_and_begin_late_cost_no_worker(judges: Build) -> None:
+    """The last begins two seconds after it was asked: it is given up in time, not asked for again by itself."""
+    patient = judges(PATIENT, workers=1, timeout_s=2.0)
+    before = patient.pids()
+    assert set(words(patient.wait_for_verdicts("7", {}, ["work"] * 64))) == {"took longer than 2 s"}
+    assert patient.pids() == before
+
+
 @pytest.mark.parametrize(
     ("word", "failure"),
     [("cling", "took longer than 1 s"), ("block", "took longer than 1 s"), ("exit", "ended its process (exit code 4)")],

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -212,11 +211,10 @@ def test_any_text_goes_in_and_out(isolation: None, unsafe: bool) -> None:
 
 
 @pytest.fixture
-def other_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def other_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", str(tmp_path))
-    sandbox.find_problem.cache_clear()
-    yield tmp_path
-    sandbox.find_problem.cache_clear()
+    monkeypatch.setattr(sandbox, "_has_worked", False)
+    return tmp_path
 
 
 def test_a_missing_bubblewrap_is_said_in_a_line(other_path: Path) -> None:
