@@ -208,17 +208,22 @@ def _watch(process: subprocess.Popen[bytes], limits: Limits, info: int | None) -
             if first is not None:  # and with it all of its namespace; bwrap, its parent, collects it and ends
                 _end(first)
                 _await_end(outer)
-            elif not ended:  # without a namespace those that have left the group are found by their parents
-                with contextlib.suppress(psutil.Error):
-                    for child in psutil.Process(process.pid).children(recursive=True):
-                        with contextlib.suppress(psutil.Error):
-                            child.kill()
+            elif not ended:
+                _kill_children(process.pid)
             os.killpg(process.pid, signal.SIGKILL)  # also after its end: nothing of its group stays
             status = process.wait()
             os.close(outer)
         texts = out.text(), error.text()
     status = 128 - status if status < 0 else status
     return Outcome(status if ended else None, *texts, timed_out=not ended and not out.full, too_much_output=out.full)
+
+
+def _kill_children(parent: int) -> None:
+    """Without a namespace those that have left the group are found by their parents."""
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(parent).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                child.kill()
 
 
 def _follow(outer: int, out: _Bounded, error: _Bounded, deadline: float) -> bool:
