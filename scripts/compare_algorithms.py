@@ -25,11 +25,12 @@ LAYOUTS = {
 OWN_RANKS = "own ranks"  # of the critic, behind the others'; else it shares theirs
 COMMON = ["warm_start.steps=0", "train.lr=3e-4", "evaluation.every=4", "run.trackers=[]"]
 CRITIC = ["critic.lr=3e-3", "algorithm.critic_warmup_steps=3"]
+VAPO = [*CRITIC, "algorithm.lambda_alpha=1.0"]  # the paper's 0.05 makes lambda 0 for answers of up to 20 tokens
 VARIANTS = {
     "grpo": ("grpo", ["algorithm.kl_coefficient=0.001"]),
     "dapo": ("dapo", ["algorithm.overlong_share=0.0"]),  # the longest answers of this task are right ones
-    "vapo": ("vapo", CRITIC),
-    f"vapo, {OWN_RANKS}": ("vapo", CRITIC),
+    "vapo": ("vapo", VAPO),
+    f"vapo, {OWN_RANKS}": ("vapo", VAPO),
     "ppo": ("ppo", ["algorithm.kl_coefficient=0.001", *CRITIC]),
     "rloo": ("rloo", []),
     "gspo": ("gspo", []),
