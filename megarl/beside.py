@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ from megarl import checkpoint, device
 from megarl.algos import rules_of
 from megarl.batching import Key, Piece, SampleRef, Update, key_of, pieces_of, spread, train_sequences
 from megarl.config import Recipe
-from megarl.parallel import model
+from megarl.parallel import groups, model
 from megarl.parallel.pipeline import Norms
 from megarl.parallel.rank import RankModel, Saving
 from megarl.parallel.sequences import PackedRow, pack
@@ -106,6 +107,13 @@ class Beside(ABC):
         Returns grad_norm, and on the last stage the loss and its statistics over all data-parallel ranks. Raises
         FloatingPointError when the gradient is not finite.
         """
+
+    def _update(self, rows: Sequence[PackedRow], loss: Callable[..., Any], norms: Norms, lr: float) -> Metrics:
+        """One optimizer update by the pipeline's loss of each row; what `train_step` returns."""
+        self._model.zero_grad()
+        stats = self._model.pipeline.run(rows, loss, norms=norms)
+        grad_norm = self._model.step(lr)
+        return {**(groups.reduced(stats) if self._model.is_last_stage else {}), "grad_norm": grad_norm}
 
     def _pack(
         self, batch: Sequence[TrainSequence], reference_logp: Sequence[FloatArray] | None = None

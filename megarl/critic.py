@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from megarl import credit
+from megarl.algos import AGGREGATION_BESIDE
 from megarl.algos.losses import value_loss
 from megarl.beside import Beside, MicroBatches
 from megarl.config import Recipe
-from megarl.parallel import groups
 from megarl.parallel.hf_config import scorer_shape
 from megarl.parallel.pipeline import Norms
 from megarl.parallel.sequences import PackedRow, dealt, unpack, with_returns
@@ -20,7 +20,7 @@ from megarl.types import FloatArray, Metrics
 class Critic(Beside):
     """A rank of it. It begins as a classifier, or as a language model with scores of 0."""
 
-    aggregation = "token_mean"
+    aggregation = AGGREGATION_BESIDE["values"]
 
     def __init__(self, rank: int, recipe: Recipe, store_port: int, first_gpu: int = 0) -> None:
         super().__init__(rank, recipe, store_port, scorer_shape(recipe.model.path), first_gpu)
@@ -59,7 +59,4 @@ class Critic(Beside):
 
         targets = zip(micro_batches, dealt(returns, micro_batches), dealt(values, micro_batches), strict=True)
         rows = [with_returns(self._pack(batch), *pair) for batch, *pair in targets]
-        self._model.zero_grad()
-        stats = self._model.pipeline.run(rows, apply_loss, norms=norms)
-        grad_norm = self._model.step(lr)
-        return {**(groups.reduced(stats) if self._model.is_last_stage else {}), "grad_norm": grad_norm}
+        return self._update(rows, apply_loss, norms, lr)

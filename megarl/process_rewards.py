@@ -10,11 +10,12 @@ import numpy as np
 import torch
 
 from megarl import checkpoint
+from megarl.algos import AGGREGATION_BESIDE
 from megarl.algos.losses import outcome_loss
 from megarl.batching import Piece, SampleRef
 from megarl.beside import Beside, MicroBatches
 from megarl.config import Recipe
-from megarl.parallel import groups, waiting
+from megarl.parallel import waiting
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.pipeline import Norms
 from megarl.parallel.sequences import PackedRow, dealt, unpack
@@ -24,7 +25,7 @@ from megarl.types import FloatArray, Metrics, TrainSequence
 class ProcessRewards(Beside):
     """A rank of it (arXiv 2502.01456): a language model whose log-ratio to what it began as rewards each token."""
 
-    aggregation = "sequence_mean"
+    aggregation = AGGREGATION_BESIDE["process_rewards"]
 
     def __init__(self, rank: int, recipe: Recipe, store_port: int, first_gpu: int = 0) -> None:
         super().__init__(rank, recipe, store_port, model_shape(recipe.model.path), first_gpu)
@@ -84,7 +85,4 @@ class ProcessRewards(Beside):
 
         reference = dealt(self._reference_logp.pop(0), micro_batches)
         rows = [self._pack(*one) for one in zip(micro_batches, reference, strict=True)]
-        self._model.zero_grad()
-        stats = self._model.pipeline.run(rows, apply_loss, norms=norms)
-        grad_norm = self._model.step(lr)
-        return {**(groups.reduced(stats) if self._model.is_last_stage else {}), "grad_norm": grad_norm}
+        return self._update(rows, apply_loss, norms, lr)

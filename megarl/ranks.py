@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from megarl import device
-from megarl.algos import ALGORITHMS, has_critic, rules_of
+from megarl.algos import AGGREGATION_BESIDE, ALGORITHMS, has_critic, rules_of
 from megarl.batching import SampleRef, Update, key_of, plan_updates
 from megarl.cluster import Cluster, Ref
 from megarl.config import Recipe
@@ -20,7 +20,7 @@ from megarl.parallel.hf_config import beside_shape, model_shape, scorer_shape
 from megarl.parallel.placement import critic_recipe, reward_recipe, slots_beside, train_layout
 from megarl.snapshots import Digest
 from megarl.trainer import Published
-from megarl.types import Aggregation, GroupSummary, Metrics, ModelShape, Rules, UserFault
+from megarl.types import GroupSummary, Metrics, ModelShape, Rules, UserFault
 
 # Of the model beside the policy, by what it says of tokens: its rank's class, and what people call it.
 _TARGETS = {"values": "megarl.critic:Critic", "process_rewards": "megarl.process_rewards:ProcessRewards"}
@@ -228,7 +228,7 @@ class CriticRanks(Ranks):
             first=recipe.critic.ranks.first_gpu,
             more=[recipe.critic.ranks.first_gpu],
         )
-        self._aggregation: Aggregation = "token_mean" if kind == "values" else "sequence_mean"
+        self._aggregation = AGGREGATION_BESIDE[kind]
 
     @property
     def recipe(self) -> Recipe:

@@ -32,7 +32,6 @@ from megarl.snapshots import Digest
 from megarl.types import FloatArray, Metrics, Rules, SampleGroup, TrainSequence
 
 MicroBatches = Sequence[Sequence[TrainSequence]]
-_OF_POLICIES = ("old_logp", "reference_logp")
 _ROUTING = ("aux_loss", "z_loss", "mtp_loss", "differing_choices", "replayed_choices")
 
 
@@ -166,7 +165,8 @@ class Trainer:
         """What each token pays for its distance from the reference, where it does; None but on the last stage."""
         if not (rules.pays_kl and self._model.is_last_stage):
             return None
-        old, reference = ([one for part in parts for one in getattr(part, name)] for name in _OF_POLICIES)
+        old = [one for part in parts for one in part.old_logp or ()]
+        reference = [one for part in parts for one in part.reference_logp or ()]
         return credit.kl_penalties(old, reference, rules)
 
     def _part(self, share: MicroBatches, update: Update, many: bool, replay: str) -> Part:

@@ -13,7 +13,10 @@ from megarl.algos.advantages import centred, group_normalised, leave_one_out, ou
 from megarl.algos.losses import LossResult, nll_loss, policy_loss
 from megarl.algos.surrogates import Surrogate, cispo, clipped, reinforce, sequence_clipped
 from megarl.algos.targets import Targets
-from megarl.types import Rules
+from megarl.types import Aggregation, Rules
+
+# What the loss of the model beside the policy is the mean of, by what it says of tokens.
+AGGREGATION_BESIDE: dict[str, Aggregation] = {"values": "token_mean", "process_rewards": "sequence_mean"}
 
 # (logp_T, entropy_T, old_logp_T, targets) -> (loss sum, statistics: sums, or maxima where the name ends in _max)
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Targets], LossResult]
