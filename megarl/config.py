@@ -41,9 +41,13 @@ class Run(Branch):
 
 
 class Model(Branch):
-    """A HF checkpoint folder, and the type in which both sides hold its weights."""
+    """A HF checkpoint folder, and the type in which both sides hold its weights.
+
+    `config` is a folder with its config.json alone, for plans and dry runs where the checkpoint is not at hand.
+    """
 
     path: Text
+    config: Text | None = None
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
 
 
@@ -296,6 +300,8 @@ class Placement(Branch):
     train_gpus: Count | None = None  # training ranks, on the first slots; all slots unless it is set
     first_engine_gpu: Annotated[int, Field(ge=0)] = 0  # from here on the engines sit; train_gpus: on GPUs of their own
     gpus_per_node: Count = 8  # neighbours with fast links: what several of them need enters their node once
+    network: Literal["loopback", "nodes"] = "loopback"  # nodes: of a Ray cluster that runs, by the addresses it has
+    hardware: Text | None = None  # a file of recipes/hardware, which `megarl plan` reckons with
 
 
 class Recipe(Branch):
