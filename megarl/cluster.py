@@ -12,6 +12,8 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from megarl import ray_settings  # noqa: F401  isort: skip  (before Ray)
@@ -41,6 +43,13 @@ class WorkerFailed(Exception):
         return self.message
 
 
+@dataclass(frozen=True)
+class _Together:
+    """Arguments that travel as one object; the method that is called with it gets them one by one."""
+
+    values: tuple[Any, ...]
+
+
 class _Shell:
     """The actor around a plain class: async methods run on the loop, the others on one thread that never changes.
 
@@ -61,6 +70,7 @@ class _Shell:
 
     async def call(self, method: str, *args: Any) -> Any:
         function = getattr(self._target, method)
+        args = tuple(chain.from_iterable(one.values if isinstance(one, _Together) else (one,) for one in args))
         if asyncio.iscoroutinefunction(function):
             return await function(*args)
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*args))
@@ -68,6 +78,11 @@ class _Shell:
     async def call_many(self, count: int, method: str, *args: Any) -> Any:
         found = await self.call(method, *args)
         return found if count > 1 else found[0]  # Ray would take a single return to be the sequence itself
+
+    async def together(self, function: str, *args: Any) -> _Together:
+        module, _, name = function.partition(":")
+        make = getattr(importlib.import_module(module), name)
+        return _Together(tuple(await asyncio.get_running_loop().run_in_executor(self._thread, lambda: make(*args))))
 
     async def watch(self) -> None:
         await asyncio.Event().wait()
@@ -92,6 +107,13 @@ class Worker:
         """Call a method that returns `count` things which live apart, so that each goes where it is wanted alone."""
         refs = self._actor.call_many.options(num_returns=count).remote(count, method, *args)
         return refs if count > 1 else [refs]
+
+    def together(self, function: str, *args: Any) -> Ref:
+        """What `module:function` makes of the arguments over there, as one object that many are called with.
+
+        They get its items as arguments. Every reference among a call's arguments costs its caller some 10 microseconds.
+        """
+        return self._actor.together.remote(function, *args)
 
     def kill(self) -> None:
         ray.kill(self._actor)
