@@ -192,23 +192,23 @@ class Cluster:
         watches = {worker.watch_ref: worker.name for worker in (self._workers if among is None else among)}
         pending = dict(labels)
         while pending:
-            done, _ = ray.wait([*pending, *watches], num_returns=1)
-            failure = _failure(done[0])
-            if isinstance(failure, UserFault):
-                raise failure
-            if failure is not None:
-                raise self._cause([*pending, *watches], {**labels, **watches})
-            pending.pop(done[0], None)
+            done = _ended([*pending, *watches])
+            failures = [failure for ref in done if (failure := _failure(ref)) is not None]
+            if failures:
+                at_fault = [failure for failure in failures if isinstance(failure, UserFault)]
+                raise at_fault[0] if at_fault else self._cause([*pending, *watches], {**labels, **watches})
+            for ref in done:
+                pending.pop(ref, None)
 
     def settle(self, calls: Mapping[Ref, str]) -> bool:
         """Wait until every call has ended, well or not; False as soon as the process of any worker is gone."""
         watches = {worker.watch_ref for worker in self._workers}
         pending = set(calls)
         while pending:
-            done, _ = ray.wait([*pending, *watches], num_returns=1)
-            if done[0] in watches:
+            done = {*_ended([*pending, *watches])}
+            if done & watches:
                 return False
-            pending.discard(done[0])
+            pending -= done
         return True
 
     def call_all(self, workers: Sequence[Worker], method: str) -> list[Any]:
@@ -234,6 +234,16 @@ class Cluster:
             os.environ.pop("TMPDIR")
             if self._tmpdir is not None:
                 os.environ["TMPDIR"] = self._tmpdir
+
+
+def _ended(refs: list[Ref]) -> list[Ref]:
+    """Those that have ended, as soon as one has. All of them: each question costs as much as there are references.
+
+    What they return stays on its node.
+    """
+    ray.wait(refs, num_returns=1, fetch_local=False)
+    done, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
+    return done
 
 
 def _failure(ref: Ref) -> Exception | None:
