@@ -77,31 +77,38 @@ class Clock:
         return {f"{name}_s": end.wall_s - self.wall_s, f"{name}_cpu_s": end.cpu_s - self.cpu_s}
 
 
+class Unsent:
+    """In the place of a reference while calls are weighed and not made."""
+
+
 class Counted(Worker):
-    """A simulated rank in the process of another worker: its calls are counted, and what is pickled for each."""
+    """A simulated rank in the process of another worker: its calls are counted, or weighed in place of being made."""
 
     def __init__(self, name: str, host: Worker, step: Step) -> None:
         self.name, self._actor, self.watch_ref, self._step = name, host._actor, host.watch_ref, step
 
-    def call(self, method: str, *args: Any) -> Ref:
-        self._note(args)
-        return super().call(method, *args)
+    def call(self, method: str, *args: Any) -> Any:
+        return Unsent() if self._is_weighed(args) else super().call(method, *args)
 
-    def call_many(self, count: int, method: str, *args: Any) -> list[Ref]:
-        self._note(args)
-        return super().call_many(count, method, *args)
+    def call_many(self, count: int, method: str, *args: Any) -> Any:
+        return [Unsent()] * count if self._is_weighed(args) else super().call_many(count, method, *args)
 
-    def together(self, function: str, *args: Any) -> Ref:
-        self._note(args)
-        return super().together(function, *args)
+    def together(self, function: str, *args: Any) -> Any:
+        return Unsent() if self._is_weighed(args) else super().together(function, *args)
 
-    def _note(self, args: Sequence[Any]) -> None:
-        values, count = [one for one in args if not isinstance(one, Ref)], self._step.count
+    def _is_weighed(self, args: Sequence[Any]) -> bool:
+        values, count = [one for one in args if not isinstance(one, Ref | Unsent)], self._step.count
         count["calls"] += 1
         count["references"] += len(args) - len(values)
         sizes = [size_of(one) for one in values] if self._step.weighs else []
         count["pickled_bytes"] += sum(sizes)
         count["stored_bytes"] += sum(size for size in sizes if size > INLINE_BYTES)
+        return self._step.weighs
+
+
+def tell(figures: Mapping[str, Any]) -> None:
+    """At once, to who waits: with 512 ranks a part may take minutes."""
+    print({key: value for key, value in figures.items() if value}, file=sys.stderr, flush=True)
 
 
 def size_of(value: object) -> int:
@@ -115,11 +122,11 @@ class CountedCluster:
     def __init__(self, cluster: Cluster, step: Step) -> None:
         self._cluster, self._step = cluster, step
 
-    def put(self, value: object) -> Ref:
+    def put(self, value: object) -> Any:
         size = size_of(value) if self._step.weighs else 0
         for name, more in {"puts": 1, "pickled_bytes": size, "stored_bytes": size}.items():
             self._step.count[name] += more
-        return self._cluster.put(value)
+        return Unsent() if self._step.weighs else self._cluster.put(value)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cluster, name)
@@ -151,7 +158,9 @@ class Step:
         self.count.update(dict.fromkeys(COUNTS, 0.0))
         start = Clock.now()
         found = work()
-        return found, start.since("step") | self.count
+        figures = start.since("step") | self.count
+        tell(figures)
+        return found, figures
 
     def fan_out(self, send: Callable[[], dict[Ref, str]]) -> Figures:
         """One call to every rank, the two halves apart."""
@@ -159,6 +168,7 @@ class Step:
         start = Clock.now()
         calls = send()
         found = start.since("dispatch")
+        tell(found)
         start = Clock.now()
         self.trainers._merged(calls)
         return found | start.since("collect") | self.count
@@ -215,13 +225,10 @@ def node_bytes(way: str, layout: TrainLayout, updates: Sequence[Update], group_b
     total = 0
     for first in range(0, layout.world_size, GPUS_PER_NODE):
         own = [layout.coords(rank) for rank in range(first, min(first + GPUS_PER_NODE, layout.world_size))]
-        dps = {at.dp for at in own}
-        groups = {dp: _groups(_share(updates, dp)) for dp in dps}
-        fetched = {dp: groups[dp] for dp in dps}
-        if way == "dealt":
-            fetched = {dp: groups[dp] for at in own for dp in [at.dp] if (at.tp, at.cp, at.pp) == (0, 0, 0)}
-            total += sum(own_bytes(updates, dp) for dp in dps - fetched.keys())
-        wanted = range(len(group_bytes)) if way == "everything" else set().union(*fetched.values(), set())
+        fetching = {at.dp for at in own if way != "dealt" or (at.tp, at.cp, at.pp) == (0, 0, 0)}
+        total += sum(own_bytes(updates, dp) for dp in {at.dp for at in own} - fetching)
+        wanted = {group for dp in fetching for group in _groups(_share(updates, dp))}
+        wanted = range(len(group_bytes)) if way == "everything" else wanted
         total += sum(group_bytes[group] for group in wanted)
     return total
 
@@ -249,25 +256,26 @@ def measure(step: Step, prompts: Sequence[Prompt], updates: int, with_all: bool)
     samples = samples_of(rollout.summaries, "grpo")
     plan, found["plan"] = step.counted(lambda: step.trainers.plan_of("grpo", samples))
     assert len(plan) == updates
-    found |= ways(step, plan, rollout, with_all)
     found |= rest(step, samples, rollout, plan)
-    return found
+    return found | ways(step, plan, rollout, with_all)
 
 
 def ways(step: Step, plan: Sequence[Update], rollout: Rollout, with_all: bool) -> dict[str, Figures]:
-    """Each way to send the updates twice: the first time what is pickled is weighed, the second time it is timed."""
+    """Each way to send the updates: what is pickled is weighed without a call, then the calls are made and timed.
+
+    everything: only weighed, unless `with_all`.
+    """
     group_bytes = [TOKEN_BYTES * int(one.response_lengths_G.sum()) for one in rollout.summaries]
     found = {}
     for name, way in WAYS.items():
-        if name == "everything" and not with_all:
-            continue
         step.weighs = True
-        weighed = step.fan_out(lambda way=way: way(step, plan, rollout.refs))
-        step.weighs = False
-        found[name] = step.fan_out(lambda way=way: way(step, plan, rollout.refs))
-        found[name] |= {key: weighed[key] for key in ("pickled_bytes", "stored_bytes")}
+        step.counted(lambda way=way: way(step, plan, rollout.refs))
+        step.weighs, weighed = False, dict(step.count)
+        is_timed = with_all or name != "everything"
+        timed = step.fan_out(lambda way=way: way(step, plan, rollout.refs)) if is_timed else {}
+        found[name] = timed | weighed
         found[name]["node_bytes"] = float(node_bytes(name, step.layout, plan, group_bytes))
-        print(f"{step.layout.world_size} ranks, {name}: {found[name]}", file=sys.stderr, flush=True)
+        tell({name: found[name]})
     return found
 
 
@@ -312,7 +320,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=8, help="processes that stand for all ranks and engines")
     parser.add_argument("--groups", type=int, default=512, help="of 16 samples")
     parser.add_argument("--updates", type=int, default=16)
-    parser.add_argument("--everything", action="store_true", help="and the way that gives each rank all")
+    parser.add_argument("--everything", action="store_true", help="time the way that gives each rank all too")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print one JSON object: ranks, part, figure")
     args = parser.parse_args()
