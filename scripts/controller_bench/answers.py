@@ -53,10 +53,12 @@ class Answers:
     def values(
         self, updates: Sequence[Update], readers: Sequence[frozenset[Key]], group_ids: Sequence[int], *groups: Any
     ) -> tuple[Piece, ...]:
+        """Pieces without contents, as of all ranks but one of those that hold the same."""
         refs = [ref for update in updates for batch in update.micro_batches[0] for ref in batch]
         by_id = dict(zip(group_ids, groups, strict=True))
-        arrays: list[FloatArray] = [_array(ref, by_id[ref.group]) for ref in refs]
-        return pieces_of(refs, arrays, readers)
+        for ref in refs:
+            _array(ref, by_id[ref.group])
+        return pieces_of(refs, None, readers)
 
     def onload(self) -> None: ...
 
