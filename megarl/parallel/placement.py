@@ -25,6 +25,12 @@ def train_layout(recipe: Recipe) -> TrainLayout:
     )
 
 
+def speaks(layout: TrainLayout, rank: int) -> bool:
+    """Whether this rank says what all that have the same samples could say: the first of the last stage."""
+    at = layout.coords(rank)
+    return (at.tp, at.cp, at.pp) == (0, 0, layout.pp - 1)
+
+
 def engine_layout(recipe: Recipe) -> EngineLayout:
     """The engines, from slot `first` on."""
     engine = recipe.rollout.engine
