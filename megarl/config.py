@@ -52,7 +52,10 @@ class Model(Branch):
 
 
 class Data(Branch):
-    """JSONL or parquet files; `prompt` and `answer` name their columns, `eval` maps a set's name to its file."""
+    """JSONL or parquet files; `prompt` and `answer` name their columns, `eval` maps a set's name to its file.
+
+    A dotted name is of what lies inside a column: `reward_model.ground_truth`.
+    """
 
     train: Text
     eval: Mapping[FolderName, Text] = Field(default_factory=dict)
