@@ -23,7 +23,7 @@ from megarl.types import UserFault, UserFaults
 
 _RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")]
 _Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="a.b=c", help="Keys to set otherwise, or YAML files of such keys, in order.")
+    list[str] | None, typer.Argument(metavar="a.b=c", help="Keys to set otherwise, or YAML files of such, in order.")
 ]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -19,7 +19,8 @@ ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
 LONGEST = ROOT / "recipes" / "vapo_deepseek671b.yaml"
-FREE_NAMES = {"train.megatron", "rollout.engine.sglang", "data.eval", "reward.arguments"}  # the user's own keys live below these
+# The user's own keys live below these.
+FREE_NAMES = {"train.megatron", "rollout.engine.sglang", "data.eval", "reward.arguments"}
 
 
 def faults_of(path: Path, *overrides: str) -> tuple[UserFault, ...]:
@@ -289,6 +290,7 @@ def test_several_broken_overlays_are_told_at_once_beside_the_recipes_own_faults(
     broken, gone = overlay(tmp_path, "train: [\n"), str(tmp_path / "gone.yaml")
     twice = overlay(tmp_path, "run: {steps: 1, steps: 2}\n", "twice.yaml")
     lines = [str(fault) for fault in faults_of(QUICKSTART, broken, gone, twice, "train.tp=x")]
-    for start in (f"{broken}:", f"{gone}: cannot read", f"{twice}:1: run.steps is written twice", "override train.tp=x:"):
+    starts = f"{broken}:", f"{gone}: cannot read", f"{twice}:1: run.steps is written twice", "override train.tp=x:"
+    for start in starts:
         assert sum(line.startswith(start) for line in lines) == 1, (start, lines)
     assert len(lines) == 4
