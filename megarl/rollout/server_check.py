@@ -60,7 +60,7 @@ def _field_faults(key: str, value: Any, kind: Any) -> Faults:
 def _resolution_faults(arguments: Mapping[str, Any]) -> Faults:
     """SGLang completes the arguments in the light of the model's config, and refuses what contradicts itself."""
     try:
-        with _environment_kept():
+        with _environment_kept(), cpu.quiet_import():
             server = ServerArgs(**arguments)
             server.resolve_once()
             server.check_server_args()
