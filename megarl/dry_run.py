@@ -20,7 +20,7 @@ from megarl.resharding import fp8, megatron_map, sglang_map
 from megarl.resharding.account import Account, account
 from megarl.resharding.plan import plan_streams
 from megarl.resharding.shards import LayoutError, Part
-from megarl.rollout.arguments import server_arguments
+from megarl.rollout.arguments import server_arguments, sglang_faults
 from megarl.rollout.episodes import engine_settings
 from megarl.types import ModelShape, UserFault, UserFaults
 
@@ -76,7 +76,8 @@ def argument_faults(recipe: Recipe, device: str, absent: Container[str]) -> Faul
     faults: Faults = []
     for world in _worlds(recipe, shape, absent):
         if not world.layout.faults(world.shape):
-            faults += _megatron_faults(world, device)
+            told = [str(fault) for fault in faults]  # of the policy: train.megatron is for all worlds
+            faults += [fault for fault in _megatron_faults(world, device) if str(fault) not in told]
     if not engine_layout(recipe).faults(shape, recipe.placement.gpus):
         faults += _sglang_faults(recipe, device)
     return faults
@@ -106,10 +107,12 @@ def _worlds(recipe: Recipe, shape: ModelShape, absent: Container[str]) -> Iterat
 
 
 def _megatron_faults(world: _World, device: str) -> Faults:
-    """Megatron checks a configuration when it is made."""
-    from megarl.parallel.model import DTYPES, buffers_config, transformer_config
+    """Megatron checks a configuration when it is made; keys that it does not have are told elsewhere."""
+    from megarl.parallel.model import DTYPES, buffers_config, option_faults, transformer_config
     from megarl.parallel.optimizer import optimizer_config
 
+    if option_faults(world.recipe.train.megatron):
+        return []
     own, dtype = world.recipe, DTYPES[world.recipe.model.dtype]
     try:
         transformer_config(own.model.path, world.shape, world.layout, dtype, own.train)
@@ -124,7 +127,12 @@ def _megatron_faults(world: _World, device: str) -> Faults:
 
 
 def _sglang_faults(recipe: Recipe, device: str) -> Faults:
-    """All engines have the same arguments but for their slots and seeds."""
+    """All engines have the same arguments but for their slots and seeds. Unknown ones are told elsewhere."""
+    try:
+        if sglang_faults(recipe.rollout.engine.sglang):
+            return []
+    except UserFault:
+        return []
     from megarl.rollout.server_check import server_faults
 
     settings = replace(engine_settings(recipe, 0), first_gpu=0)

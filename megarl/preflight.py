@@ -195,7 +195,8 @@ def _is_writable(folder: Path) -> bool:
 def _layout_faults(recipe: Recipe, device: str) -> Faults:
     """Both layouts against the model and the GPUs, and the batch against the data-parallel ranks."""
     layout, engines = train_layout(recipe), engine_layout(recipe)
-    shape = _attempt([], lambda: model_shape(recipe.model.path)) or _shape_that_fits(layout, engines)
+    known = _attempt([], lambda: model_shape(recipe.model.path))
+    shape = known or _shape_that_fits(layout, engines)
     faults = _train_layout_faults(recipe, shape)
     on_cpu = device == "cpu"  # where fp8 itself is the fault, not the tiles that it cuts
     engine_faults = replace(engines, fp8=engines.fp8 and not on_cpu).faults(shape, recipe.placement.gpus)
@@ -204,9 +205,9 @@ def _layout_faults(recipe: Recipe, device: str) -> Faults:
     beside = slots_beside(recipe, has_critic(recipe.algorithm.name))
     slots = slot_faults(recipe.placement.gpus, layout, engines, beside) + _node_faults(recipe, engines)
     batch = _batch_faults(recipe)
-    if faults or engine_faults or slots:
+    if faults or engine_faults or slots or known is None:
         return faults + engine_faults + slots + batch
-    return reshard_faults(recipe, shape, layout, engines) + batch
+    return reshard_faults(recipe, known, layout, engines) + batch
 
 
 def _train_layout_faults(recipe: Recipe, shape: ModelShape) -> Faults:

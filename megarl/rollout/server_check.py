@@ -36,8 +36,9 @@ def server_faults(arguments: Mapping[str, Any]) -> Faults:
 
     arguments: as of `server_arguments`; model_path may be a folder with its config.json alone.
     """
-    fields = {field.name: field for field in msgspec.structs.fields(ServerArgs)}
-    faults = [fault for key, value in arguments.items() for fault in _field_faults(key, value, fields[key].type)]
+    struct: Any = ServerArgs  # made at run time, which type checkers do not see
+    kinds = {field.name: field.type for field in msgspec.structs.fields(struct)}
+    faults = [fault for key, value in arguments.items() for fault in _field_faults(key, value, kinds[key])]
     return faults or _resolution_faults(arguments)
 
 
