@@ -22,7 +22,9 @@ from megarl.recipe_file import load_recipe
 from megarl.types import UserFault, UserFaults
 
 _RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")]
-_Overrides = Annotated[list[str] | None, typer.Argument(metavar="a.b=c", help="Keys to set otherwise.")]
+_Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="a.b=c", help="Keys to set otherwise, or YAML files of such, in order.")
+]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -40,9 +42,14 @@ def train(
     from_samples: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Train on a file of `megarl rollout`, without engines.")
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything that can be checked here, and launch nothing.")
+    ] = False,
 ) -> None:
     """Run a recipe; everything it makes lies in run.dir/run.name."""
     raise_on_sigterm()
+    if dry_run:
+        sys.exit(_outcome(recipe, overrides or [], partial(_dry_run, other="--resume" if resume else from_samples)))
     run = partial(_train_from, samples=from_samples, resume=resume) if from_samples else partial(_train, resume=resume)
     sys.exit(_outcome(recipe, overrides or [], run))
 
@@ -147,6 +154,14 @@ def _train(recipe: Recipe, *, resume: bool) -> None:
         return
     with RunLog(recipe, go_on=resume, step=start.step if start else -1) as log:
         train_recipe(recipe, inputs, log, start)
+
+
+def _dry_run(recipe: Recipe, *, other: str | Path | None) -> None:
+    if other:
+        raise UserFault("--dry-run", f"nothing is launched, and {other} says how", "leave one of them out")
+    from megarl.dry_run import dry_run
+
+    dry_run(recipe, lambda text: print(text, flush=True))
 
 
 def _train_from(recipe: Recipe, *, samples: Path, resume: bool) -> None:

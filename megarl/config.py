@@ -41,10 +41,7 @@ class Run(Branch):
 
 
 class Model(Branch):
-    """A HF checkpoint folder, and the type in which both sides hold its weights.
-
-    `config` is a folder with its config.json alone, for plans and dry runs where the checkpoint is not at hand.
-    """
+    """A HF checkpoint folder, a folder with its config.json alone, for plans, and the type of both sides' weights."""
 
     path: Text
     config: Text | None = None
@@ -52,7 +49,10 @@ class Model(Branch):
 
 
 class Data(Branch):
-    """JSONL or parquet files; `prompt` and `answer` name their columns, `eval` maps a set's name to its file."""
+    """JSONL or parquet files; `prompt` and `answer` name their columns, `eval` maps a set's name to its file.
+
+    A dotted name is of what lies inside a column: `reward_model.ground_truth`.
+    """
 
     train: Text
     eval: Mapping[FolderName, Text] = Field(default_factory=dict)
@@ -303,6 +303,15 @@ class Placement(Branch):
     network: Literal["loopback", "nodes"] = "loopback"  # nodes: of a Ray cluster that runs, by the addresses it has
     hardware: Text | None = None  # a file of recipes/hardware, which `megarl plan` reckons with
 
+    @property
+    def node_gpus(self) -> int | None:
+        """GPUs of each node of the Ray cluster that runs; None where the run begins one of its own on this machine."""
+        return self.gpus_per_node if self.network == "nodes" else None
+
+    def gpu_of(self, slot: int) -> int:
+        """The number that a slot's GPU has on its node."""
+        return slot % self.gpus_per_node if self.network == "nodes" else slot
+
 
 class Recipe(Branch):
     """Everything about a run."""
@@ -328,6 +337,12 @@ class Recipe(Branch):
         """The most tokens that an engine is asked for at once."""
         sets = [self.evaluation.of(name).max_response_tokens or 0 for name in self.data.eval]
         return max(self.rollout.max_response_tokens, *sets) if sets else self.rollout.max_response_tokens
+
+    @property
+    def engine_nodes(self) -> int:
+        """The nodes that one engine spans."""
+        tp = self.rollout.engine.tp
+        return max(1, tp // (self.placement.node_gpus or tp))
 
     def dump_yaml(self) -> str:
         """The whole recipe, defaults included, as YAML that loads back to an equal recipe."""

@@ -17,7 +17,6 @@ from megarl.parallel.hf_config import model_shape
 from megarl.parallel.layout import EngineLayout
 from megarl.parallel.placement import (
     engine_layout,
-    engine_nodes,
     shared_slots,
     slots_beside,
     train_layout,
@@ -53,7 +52,7 @@ class Engines:
 
     def _start(self, recipe: Recipe, index: int, worker: Worker, slot: int) -> None:
         """An engine, with a process on each further node of it."""
-        meet, num_nodes = None, engine_nodes(recipe)
+        meet, num_nodes = None, recipe.engine_nodes
         if num_nodes > 1:
             self._stores.append(host_store(recipe.run.timeout_s, self._cluster.host))
             meet = address_of(self._stores[-1])

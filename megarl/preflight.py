@@ -6,7 +6,7 @@ import importlib.util
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,9 +20,7 @@ from megarl.model_faults import critic_faults, loss_faults, reference_faults, re
 from megarl.parallel.hf_config import hf_facts, model_shape
 from megarl.parallel.layout import FP8_TILE, EngineLayout, TrainLayout
 from megarl.parallel.placement import critic_recipe, engine_layout, node_faults, slot_faults, slots_beside, train_layout
-from megarl.resharding import fp8, megatron_map, sglang_map
-from megarl.resharding.plan import item_bytes, plan_streams
-from megarl.resharding.shards import LayoutError, Part
+from megarl.reshard_faults import reshard_faults
 from megarl.reward_faults import reward_faults
 from megarl.rollout.arguments import sglang_faults
 from megarl.rollout.prompts import PromptStream, load_prompts, load_tokenizer
@@ -58,26 +56,52 @@ class _NoTokenizer:
 
 def check(recipe: Recipe, *, learns: bool = True) -> Inputs:
     """Read and check all that a recipe names; learns: or samples alone. Raises UserFaults with all that is to mend."""
+    faults = _cluster_faults(recipe)
+    inputs = _read(recipe, faults, learns=learns)
+    if faults or inputs is None:
+        raise UserFaults(faults)
+    return inputs
+
+
+def faults_elsewhere(recipe: Recipe, device: str, absent: Container[str]) -> Faults:
+    """All that is to mend, as far as it can be known on another machine than the run's.
+
+    device: that the run is meant for. absent: keys that name files which are not here; model.path must be a folder with
+    the model's config.json even so. Where the data is not here its prompts are taken to be as long as they may be.
+    """
     faults: Faults = []
-    faults += _run_faults(recipe, learns) + _cluster_faults(recipe)
-    faults += _layout_faults(recipe)
-    faults += _checkpoint_faults(recipe)
+    _read(recipe, faults, device=device, absent=absent)
+    return faults
+
+
+def _read(
+    recipe: Recipe, faults: Faults, *, learns: bool = True, device: str = DEVICE, absent: Container[str] = ()
+) -> Inputs | None:
+    """The inputs, where the training data could be read; what is wrong with the recipe is added to `faults`."""
+    faults += _run_faults(recipe, learns)
+    faults += _layout_faults(recipe, device)
+    faults += _checkpoint_faults(recipe, has_weights="model.path" not in absent)
     faults += _sglang_faults(recipe)
     faults += _megatron_faults(recipe)
     tokenizer = _NoTokenizer()
-    if Path(recipe.model.path).is_dir():  # else the checkpoint's own fault says it
+    if "model.path" not in absent and Path(recipe.model.path).is_dir():  # else the checkpoint's own fault says it
         tokenizer = _attempt(faults, lambda: load_tokenizer(recipe.model.path)) or tokenizer
-    train = _attempt(faults, lambda: _prompts(recipe, tokenizer, recipe.data.train, "data.train")) or []
+    train: Sequence[Prompt] = []
+    if "data.train" not in absent:
+        train = _attempt(faults, lambda: _prompts(recipe, tokenizer, recipe.data.train, "data.train")) or []
     eval_sets: dict[str, Sequence[Prompt]] = {}
     for name in recipe.data.eval:
-        eval_sets[name] = _attempt(faults, lambda name=name: _eval_set(recipe, tokenizer, name)) or []
-    if train:
-        faults += _length_faults(recipe, tokenizer, train)
+        if f"data.eval.{name}" not in absent:
+            eval_sets[name] = _attempt(faults, lambda name=name: _eval_set(recipe, tokenizer, name)) or []
+    longest = Prompt("", "", (0,) * recipe.data.max_prompt_tokens, "")
+    if train or "data.train" in absent:
+        faults += _length_faults(recipe, tokenizer, train or [longest])
     faults += reward_faults(recipe, [*train, *(prompt for prompts in eval_sets.values() for prompt in prompts)])
-    faults += critic_faults(recipe) + reward_model_faults(recipe, [prompt.row for prompt in train])
-    if faults:
-        raise UserFaults(faults)
-    return Inputs(tokenizer, PromptStream(train, recipe.run.seed), eval_sets)
+    if "critic.path" not in absent:
+        faults += critic_faults(recipe)
+    if "reward_model.path" not in absent:
+        faults += reward_model_faults(recipe, [prompt.row for prompt in train])
+    return Inputs(tokenizer, PromptStream(train, recipe.run.seed), eval_sets) if train else None
 
 
 def check_samples(recipe: Recipe, path: Path) -> SampleFile:
@@ -168,12 +192,13 @@ def _is_writable(folder: Path) -> bool:
     return folder.is_dir() and os.access(folder, os.W_OK)
 
 
-def _layout_faults(recipe: Recipe) -> Faults:
+def _layout_faults(recipe: Recipe, device: str) -> Faults:
     """Both layouts against the model and the GPUs, and the batch against the data-parallel ranks."""
     layout, engines = train_layout(recipe), engine_layout(recipe)
-    shape = _attempt([], lambda: model_shape(recipe.model.path)) or _shape_that_fits(layout, engines)
+    known = _attempt([], lambda: model_shape(recipe.model.path))
+    shape = known or _shape_that_fits(layout, engines)
     faults = _train_layout_faults(recipe, shape)
-    on_cpu = DEVICE == "cpu"  # where fp8 itself is the fault, not the tiles that it cuts
+    on_cpu = device == "cpu"  # where fp8 itself is the fault, not the tiles that it cuts
     engine_faults = replace(engines, fp8=engines.fp8 and not on_cpu).faults(shape, recipe.placement.gpus)
     if not engine_faults:
         engine_faults = engines.cpu_faults(shape) if on_cpu else engines.gpu_faults(shape)
@@ -182,9 +207,9 @@ def _layout_faults(recipe: Recipe) -> Faults:
     if recipe.placement.network == "nodes" or not on_cpu:  # else all slots are one machine's in any case
         slots += node_faults(recipe, beside)
     batch = _batch_faults(recipe)
-    if faults or engine_faults or slots:
+    if faults or engine_faults or slots or known is None:
         return faults + engine_faults + slots + batch
-    return _reshard_faults(recipe, shape, layout, engines) + batch
+    return reshard_faults(recipe, known, layout, engines) + batch
 
 
 def _train_layout_faults(recipe: Recipe, shape: ModelShape) -> Faults:
@@ -216,33 +241,6 @@ def _cluster_faults(recipe: Recipe) -> Faults:
     return faults
 
 
-def _reshard_faults(recipe: Recipe, shape: ModelShape, layout: TrainLayout, engines: EngineLayout) -> Faults:
-    """fp8 tiles that the training ranks cut, and rounds too small for the smallest pieces that they carry."""
-    targets = sglang_map.parts(shape, engines)
-    try:
-        sources = fp8.with_scales(megatron_map.parts(shape, layout), targets)
-    except LayoutError as error:
-        mend = "choose sizes of train that do not, or set rollout.engine.fp8 to false"
-        return [UserFault("rollout.engine.fp8", str(error), mend)]
-    members = max(layout.world_size, engines.end)
-    round_bytes, dtype = recipe.reshard.round_bytes, recipe.model.dtype
-    if 4 * (members - 1) * _largest_granule(targets, dtype) <= round_bytes:  # a stream each way with each peer, twice
-        return []
-    node = recipe.placement.gpus_per_node
-    plans = (plan_streams(sources, targets, m, members, gpus_per_node=node, dtype=dtype) for m in range(members))
-    least = max(streams.least_round_bytes for streams in plans)
-    if least <= round_bytes:
-        return []
-    problem = f"{round_bytes} has no room for two of the smallest pieces to and from every peer ({least} bytes)"
-    return [UserFault("reshard.round_bytes", problem, f"set it to at least {least}")]
-
-
-def _largest_granule(targets: Sequence[Part], dtype: str) -> int:
-    """Bytes of the longest row, or row of tiles, that a round cannot cut."""
-    sizes = ((shard.dtype or dtype, shard.cols[1] - shard.cols[0]) for part in targets for shard in part.shards)
-    return max((FP8_TILE if kind.startswith("float8") else 1) * cols * item_bytes(kind) for kind, cols in sizes)
-
-
 def _batch_faults(recipe: Recipe) -> Faults:
     rollout, updates = recipe.rollout, recipe.train.updates_per_step
     samples = rollout.prompts_per_step * rollout.samples_per_prompt
@@ -256,13 +254,14 @@ def _batch_faults(recipe: Recipe) -> Faults:
     return [UserFault("train.updates_per_step", f"{updates} is more than {n} = {c}", mend) for n, c in few.items()]
 
 
-def _checkpoint_faults(recipe: Recipe) -> Faults:
+def _checkpoint_faults(recipe: Recipe, has_weights: bool = True) -> Faults:
     faults: Faults = []
     shape = _attempt(faults, lambda: model_shape(recipe.model.path))
     if shape is None:
         return faults
     faults += loss_faults(recipe, shape) + reference_faults(recipe, shape)
-    faults += checkpoint.check_hf(recipe.model.path, shape)
+    if has_weights:
+        faults += checkpoint.check_hf(recipe.model.path, shape)
     _attempt(faults, lambda: hf_facts(recipe.model.path))
     longest = recipe.data.max_prompt_tokens + recipe.longest_response
     context = _config(recipe).get("max_position_embeddings", longest + _SPARE_CONTEXT)

@@ -1,4 +1,4 @@
-"""A recipe on disk: YAML and `a.b=c` overrides into the frozen tree, with every fault told where it was written."""
+"""A recipe on disk: YAML, overlays and `a.b=c` into the frozen tree, with every fault told where it was written."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from megarl.config import Branch, Recipe
 from megarl.types import UserFault, UserFaults
 
 Origins = dict[str, str]  # dotted path -> where the user wrote it: "file:line" or "override a.b=c"
+_YAML = (".yaml", ".yml")
 
 _MENDS = {  # pydantic's error types whose own words are for programmers
     "model_type": "write a mapping of keys there",
@@ -28,14 +29,18 @@ _MENDS = {  # pydantic's error types whose own words are for programmers
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a YAML recipe and apply `a.b=c` overrides in order; values are YAML too.
+    """Read a YAML recipe and apply overrides in order: `a.b=c`, whose value is YAML, or the name of an overlay's file.
 
-    Raises UserFaults with every fault at once: unknown keys with the nearest known one, wrong types, missing keys.
+    An overlay is a YAML file with some of a recipe's keys: mappings merge key by key, anything else is replaced. Raises
+    UserFaults with every fault at once: unknown keys with the nearest known one, wrong types, missing keys.
     """
     faults: list[UserFault] = []
     tree, origins = _read_yaml(Path(path), faults)
     for override in overrides:
-        _apply(override, tree, origins, faults)
+        if "=" not in override and Path(override).suffix in _YAML:
+            _lay_over(Path(override), tree, origins, faults)
+        else:
+            _apply(override, tree, origins, faults)
     try:
         recipe = Recipe.model_validate(tree)
     except ValidationError as error:
@@ -111,6 +116,25 @@ def _apply(override: str, tree: dict[str, Any], origins: Origins, faults: list[U
     origins[dotted] = where
 
 
+def _lay_over(path: Path, tree: dict[str, Any], origins: Origins, faults: list[UserFault]) -> None:
+    """Write an overlay's keys into the tree."""
+    try:
+        overlay, places = _read_yaml(path, faults)
+    except UserFaults as fault:
+        faults += fault.faults
+        return
+    _merge(overlay, tree)
+    origins |= places
+
+
+def _merge(overlay: Mapping[Any, Any], tree: dict[Any, Any]) -> None:
+    for key, value in overlay.items():
+        if isinstance(value, dict) and isinstance(tree.get(key), dict):
+            _merge(value, tree[key])
+        else:
+            tree[key] = value
+
+
 def _explain(error: ValidationError, tree: dict[str, Any], origins: Origins, file: str) -> list[UserFault]:
     """Pydantic's errors in the user's words; a missing key that was only misspelt is not told twice."""
     faults: list[UserFault] = []
@@ -120,7 +144,7 @@ def _explain(error: ValidationError, tree: dict[str, Any], origins: Origins, fil
         path = ".".join(str(part) for part in item["loc"])
         where = _where(path, origins, file)
         if item["type"] == "extra_forbidden":
-            guesses = _nearest(path, tree, where.startswith("override"))
+            guesses = _nearest(path, tree, not where.startswith(f"{file}:"))
             misspelt.update(guesses)
             mend = f"did you mean {' or '.join(guesses)}?" if guesses else f"the keys there are {_known(path)}"
             faults.append(UserFault(where, f"unknown key {path}", mend))

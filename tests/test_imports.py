@@ -21,14 +21,14 @@ FLOORS = [
     {"run_log", "credit"},
     {"resharding"},
     {"checkpoint", "hf_export"},
-    {"model_faults", "rule_faults", "eval_faults", "reward_faults", "reward_check"},
+    {"model_faults", "rule_faults", "eval_faults", "reward_faults", "reward_check", "reshard_faults"},
     {"beside"},
     {"trainer", "critic", "process_rewards", "reward_model", "cluster", "preflight"},
     {"ranks"},
     {"collect", "fleet"},
     {"resume"},
     {"controller"},
-    {"convert", "offline"},
+    {"convert", "offline", "dry_run"},
     {"cli"},
 ]
 NARROWED = {"resharding": {"megarl.parallel.layout", "megarl.types", "megarl.device"}}  # it takes tensors, not engines
@@ -36,6 +36,7 @@ THIRD_PARTY_OF_ALGOS = {"torch"}
 DOORS = {  # library -> the only places that import it
     "ray": {"megarl.cluster"},
     "sglang": {"megarl.rollout"},
+    "msgspec": {"megarl.rollout"},
     "megatron.core.parallel_state": {"megarl.parallel.groups"},
     "megatron": {"megarl.parallel"},
     "transformer_engine": {"megarl.parallel"},

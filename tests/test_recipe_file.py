@@ -18,7 +18,9 @@ from megarl.types import UserFault, UserFaults
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
-FREE_NAMES = {"train.megatron", "rollout.engine.sglang", "data.eval"}  # the user's own keys live below these
+LONGEST = ROOT / "recipes" / "vapo_deepseek671b.yaml"
+# The user's own keys live below these.
+FREE_NAMES = {"train.megatron", "rollout.engine.sglang", "data.eval", "reward.arguments"}
 
 
 def faults_of(path: Path, *overrides: str) -> tuple[UserFault, ...]:
@@ -114,7 +116,7 @@ def suggested(fault: UserFault) -> list[str]:
     return fault.mend.removeprefix("did you mean ").removesuffix("?").split(" or ")
 
 
-@pytest.mark.parametrize("recipe_path", RECIPES, ids=lambda path: path.name)
+@pytest.mark.parametrize("recipe_path", [QUICKSTART, LONGEST], ids=lambda path: path.name)
 @pytest.mark.parametrize("way", ["yaml", "override"])
 def test_every_key_misspelt_by_one_letter_is_refused_with_the_right_key(
     recipe_path: Path, way: str, tmp_path: Path
@@ -245,3 +247,50 @@ def test_a_missing_or_binary_file(tmp_path: Path) -> None:
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     assert "No such file" in faults_of(tmp_path / "none.yaml")[0].problem
     assert "not UTF-8" in faults_of(tmp_path / "binary.yaml")[0].problem
+
+
+# --- overlays ----------------------------------------------------------------------------------------------------
+
+
+def overlay(tmp_path: Path, text: str, name: str = "overlay.yaml") -> str:
+    (tmp_path / name).write_text(text)
+    return str(tmp_path / name)
+
+
+def test_overlays_and_overrides_are_applied_in_order_key_by_key(tmp_path: Path) -> None:
+    first = overlay(tmp_path, "train: {tp: 4, lr: 5e-6}\nrun: {trackers: []}\nevaluation: {every: 7}\n")
+    second = overlay(tmp_path, "train: {tp: 8, megatron: {a: 1}}\n", "second.yml")
+    recipe = load_recipe(QUICKSTART, ["train.lr=1.0", first, "train.tp=2", second, "train.megatron.b=2"])
+    assert (recipe.train.tp, recipe.train.lr, recipe.train.pp) == (8, 5e-6, 2)
+    assert recipe.train.megatron == {"a": 1, "b": 2}
+    assert recipe.run.trackers == ()
+    assert (recipe.evaluation.every, recipe.evaluation.max_prompts) == (7, 256)
+
+
+def test_an_overlay_replaces_a_leaf_by_a_mapping_and_lists_whole(tmp_path: Path) -> None:
+    text = "checkpoint: {every: 3}\ntrain: {pp: 2, layers_per_stage: [3]}\ncritic: {ranks: {tp: 1}}\n"
+    path = overlay(tmp_path, text)
+    recipe = load_recipe(QUICKSTART, ["train.layers_per_stage=[1,3]", "checkpoint=null", path])
+    assert recipe.train.layers_per_stage == (3,)
+    assert (recipe.checkpoint.every, recipe.critic.ranks.tp) == (3, 1)
+
+
+def test_an_overlays_faults_name_its_lines(tmp_path: Path) -> None:
+    path = overlay(tmp_path, "train:\n  tpp: 3\n  lr: fast\nrollot: {}\n")
+    lines = [str(fault) for fault in faults_of(QUICKSTART, path, "train.epp=1")]
+    assert sorted(lines) == [
+        f"{path}:2: unknown key train.tpp; did you mean train.tp or train.pp or train.vpp?",
+        f"{path}:3: train.lr is 'fast'; write a number",
+        f"{path}:4: unknown key rollot; did you mean rollout?",
+        "override train.epp=1: unknown key train.epp; did you mean train.pp or train.ep or train.vpp?",
+    ]
+
+
+def test_several_broken_overlays_are_told_at_once_beside_the_recipes_own_faults(tmp_path: Path) -> None:
+    broken, gone = overlay(tmp_path, "train: [\n"), str(tmp_path / "gone.yaml")
+    twice = overlay(tmp_path, "run: {steps: 1, steps: 2}\n", "twice.yaml")
+    lines = [str(fault) for fault in faults_of(QUICKSTART, broken, gone, twice, "train.tp=x")]
+    starts = f"{broken}:", f"{gone}: cannot read", f"{twice}:1: run.steps is written twice", "override train.tp=x:"
+    for start in starts:
+        assert sum(line.startswith(start) for line in lines) == 1, (start, lines)
+    assert len(lines) == 4

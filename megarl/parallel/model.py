@@ -299,8 +299,11 @@ def freeze_mtp(chunks: Sequence[Chunk]) -> None:
 
 def wrap(config: TransformerConfig, chunks: Sequence[Chunk]) -> list[DistributedDataParallel]:
     """Parameters and gradients in Megatron's contiguous buffers."""
-    buffers = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-    return [DistributedDataParallel(config, buffers, chunk) for chunk in chunks]
+    return [DistributedDataParallel(config, buffers_config(), chunk) for chunk in chunks]
+
+
+def buffers_config() -> DistributedDataParallelConfig:
+    return DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
 
 
 def params(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:

@@ -18,7 +18,16 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], train: Train, dty
 
     Norm weights are not decayed.
     """
-    config = OptimizerConfig(
+    config = optimizer_config(train, dtype, offloads(train))
+    optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
+    set_weight_decay(optimizer, train)
+    assert isinstance(optimizer, ChainedOptimizer)  # one for the dense weights, one for the experts
+    return optimizer
+
+
+def optimizer_config(train: Train, dtype: torch.dtype, offloaded: bool) -> OptimizerConfig:
+    """Megatron's configuration; offloaded: the optimizer lives on the host while weights and gradients do not."""
+    return OptimizerConfig(
         optimizer="adam",
         lr=train.lr,
         weight_decay=train.weight_decay,
@@ -26,14 +35,10 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], train: Train, dty
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=True,
-        optimizer_cpu_offload=offloads(train),
-        optimizer_offload_fraction=1.0 if offloads(train) else 0.0,
-        overlap_cpu_optimizer_d2h_h2d=offloads(train),
+        optimizer_cpu_offload=offloaded,
+        optimizer_offload_fraction=1.0 if offloaded else 0.0,
+        overlap_cpu_optimizer_d2h_h2d=offloaded,
     )
-    optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
-    set_weight_decay(optimizer, train)
-    assert isinstance(optimizer, ChainedOptimizer)  # one for the dense weights, one for the experts
-    return optimizer
 
 
 def set_weight_decay(optimizer: MegatronOptimizer, train: Train) -> None:

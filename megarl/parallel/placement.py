@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from megarl.config import Model, Placement, Ranks, Recipe, Reference, Train
+from megarl.config import Model, Ranks, Recipe, Reference, Train
 from megarl.parallel.layout import EngineLayout, TrainLayout, divisors, nearest
 from megarl.types import UserFault
 
@@ -36,22 +36,6 @@ def engine_layout(recipe: Recipe) -> EngineLayout:
     engine = recipe.rollout.engine
     first = recipe.placement.first_engine_gpu
     return EngineLayout(engine.count, engine.tp, engine.ep, engine.dp, engine.fp8, first)
-
-
-def node_gpus(recipe: Recipe) -> int | None:
-    """GPUs of each node of the Ray cluster that runs; None where the run begins one of its own on this machine."""
-    return recipe.placement.gpus_per_node if recipe.placement.network == "nodes" else None
-
-
-def engine_nodes(recipe: Recipe) -> int:
-    """The nodes that one engine spans."""
-    node = node_gpus(recipe)
-    return recipe.rollout.engine.tp // node if node and recipe.rollout.engine.tp > node else 1
-
-
-def gpu_of(placement: Placement, slot: int) -> int:
-    """The number that a slot's GPU has on its node."""
-    return slot % placement.gpus_per_node if placement.network == "nodes" else slot
 
 
 def critic_recipe(recipe: Recipe) -> Recipe:

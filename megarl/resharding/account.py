@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megarl.resharding.plan import granule_bytes
 from megarl.resharding.routes import Flow, Router
 from megarl.resharding.shards import Box, Part
 from megarl.types import IntArray
@@ -66,6 +67,25 @@ def account(
         minimum_wire=np.array(dest) - np.array(local),
         minimum_fabric=np.array(minimum_fabric),
     )
+
+
+def least_round_bytes(
+    sources: Sequence[Part], targets: Sequence[Part], num_members: int, *, gpus_per_node: int, dtype: str
+) -> int:
+    """The largest `Streams.least_round_bytes` of any member, without making anyone's streams."""
+    router = Router(sources, targets, num_members, gpus_per_node=gpus_per_node, dtype=dtype)
+    largest: dict[tuple[int, int, int], int] = defaultdict(int)  # granule by chapter, source and target
+    for flow, hops in router.flows():
+        num_bytes = granule_bytes(flow.box, flow.dtype)
+        for source, target, _, forwarded in hops:
+            key = flow.held.chapter + forwarded, source, target
+            if source != target and largest[key] < num_bytes:
+                largest[key] = num_bytes
+    of_member = np.zeros((router.num_chapters, num_members), np.int64)
+    for (chapter, source, target), num_bytes in largest.items():
+        of_member[chapter, source] += num_bytes
+        of_member[chapter, target] += num_bytes
+    return 2 * int(of_member.max(initial=0))
 
 
 class _Needs:

@@ -199,7 +199,7 @@ def _digest(member: int, chapters: Sequence[Chapter]) -> int:
 
 def _sizes(stream: Stream) -> tuple[int, int]:
     """Bytes of a stream and of its largest granule."""
-    return sum(copy.num_bytes for copy in stream), max(map(_granule_bytes, stream))
+    return sum(copy.num_bytes for copy in stream), max(granule_bytes(copy.box, copy.dtype) for copy in stream)
 
 
 def _num_rounds(streams: Sequence[tuple[int, int]], round_bytes: int) -> int:
@@ -223,21 +223,22 @@ def _rounds(chapter: Chapter, member: int, num_rounds: int) -> list[Round]:
     return [Round(tuple(out), tuple(into)) for out, into in zip(sends, receives, strict=True)]
 
 
-def _granule_rows(copy: Copy) -> int:
+def _granule_rows(dtype: str) -> int:
     """Rows that stay together: a row, or a row of tiles where tiles share a scale."""
-    return FP8_TILE if copy.dtype.startswith("float8") else 1
+    return FP8_TILE if dtype.startswith("float8") else 1
 
 
-def _granule_bytes(copy: Copy) -> int:
-    _, rows, cols = copy.size
-    return min(rows, _granule_rows(copy)) * cols * item_bytes(copy.dtype)
+def granule_bytes(box: Box, dtype: str) -> int:
+    """Bytes of what a round cannot cut of a box of this type."""
+    _, rows, cols = box_size(box)
+    return min(rows, _granule_rows(dtype)) * cols * item_bytes(dtype)
 
 
 def cut(stream: Stream, num_rounds: int) -> Iterator[tuple[int, Copy]]:
     """Deal a stream evenly over the rounds, in order: a granule goes into the round in whose share it starts."""
     total, done = sum(copy.num_bytes for copy in stream), 0  # done: bytes of the stream before `copy`
     for copy in stream:
-        (num_items, num_rows, num_cols), line = copy.size, _granule_rows(copy)
+        (num_items, num_rows, num_cols), line = copy.size, _granule_rows(copy.dtype)
         per_item, row_bytes = -(-num_rows // line), num_cols * item_bytes(copy.dtype)
         granule, num_granules = 0, num_items * per_item
         while granule < num_granules:

@@ -129,7 +129,7 @@ class EngineSettings:
         return self.node * self.tp // self.nodes
 
 
-def server_arguments(settings: EngineSettings, weight_loader: str) -> dict[str, Any]:
+def server_arguments(settings: EngineSettings, weight_loader: str, device: str = DEVICE) -> dict[str, Any]:
     """Keyword arguments of SGLang's `ServerArgs`; the recipe's `rollout.engine.sglang` wins over our defaults."""
     arguments: dict[str, Any] = {
         "model_path": settings.model_path,
@@ -154,14 +154,14 @@ def server_arguments(settings: EngineSettings, weight_loader: str) -> dict[str, 
         arguments |= {"nnodes": settings.nodes, "node_rank": settings.node, "dist_init_addr": address}
     if settings.fp8:
         arguments["json_model_override_args"] = json.dumps({"quantization_config": _FP8})
-    if DEVICE == "cpu":
+    if device == "cpu":
         arguments |= cpu.server_arguments(settings.tp, settings.context_tokens, settings.concurrency)
     else:
         # The memory saver: training takes the engine's memory between rollouts.
         arguments |= {"base_gpu_id": settings.first_gpu, "enable_memory_saver": True}
     arguments |= settings.sglang
     if settings.seeded:  # last: samples that are said to repeat must not depend on other settings
-        arguments |= seeded.server_arguments(settings.context_tokens, settings.concurrency)
+        arguments |= seeded.server_arguments(settings.context_tokens, settings.concurrency, device)
     return arguments
 
 

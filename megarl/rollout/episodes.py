@@ -12,7 +12,6 @@ import numpy as np
 
 from megarl.config import Recipe, Reward
 from megarl.device import Address
-from megarl.parallel.placement import engine_nodes, gpu_of
 from megarl.rollout.arguments import EngineSettings, Sampling
 from megarl.rollout.engine import Engine, Schedulers
 from megarl.rollout.rewards import MEND, WHERE, Failure, Verdict, told
@@ -36,14 +35,14 @@ def engine_settings(recipe: Recipe, index: int, node: int = 0, meet: Address | N
         seed=recipe.run.seed + index,
         context_tokens=recipe.data.max_prompt_tokens + recipe.longest_response,
         concurrency=math.ceil(rollout.prompts_per_step / engine.count) * rollout.samples_per_prompt,
-        first_gpu=0 if node else gpu_of(recipe.placement, recipe.placement.first_engine_gpu + index * engine.tp),
+        first_gpu=0 if node else recipe.placement.gpu_of(recipe.placement.first_engine_gpu + index * engine.tp),
         load_weights=False,
         sglang=engine.sglang,
         dp=engine.dp,
         fp8=engine.fp8,
         seeded=rollout.seeded,
         routed_experts=recipe.train.replay == "r3",
-        nodes=engine_nodes(recipe),
+        nodes=recipe.engine_nodes,
         node=node,
         meet=meet,
     )

@@ -137,6 +137,10 @@ def _read_parquet(source: Path, where: str) -> Iterator[Row]:
 
 
 def _column(row: Mapping[str, Any], column: str, key: str) -> Any:
+    """A column, or by a dotted name what lies inside one."""
+    outer, _, inner = column.partition(".")
+    if column not in row and inner and isinstance(row.get(outer), dict):
+        return _column(row[outer], inner, key)
     if column not in row:
         present = ", ".join(sorted(row)) or "the columns it has"
         raise _BadRow(f"there is no column {column!r}", f"set {key} to one of {present}")

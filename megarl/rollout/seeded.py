@@ -23,9 +23,9 @@ _LINE = 32  # columns to whose multiple a row is laid out: it starts on a cache 
 _LOW = 0xFFFFFFFF
 
 
-def server_arguments(context_tokens: int, concurrency: int) -> dict[str, Any]:
+def server_arguments(context_tokens: int, concurrency: int, device: str) -> dict[str, Any]:
     """SGLang's server arguments. On CPU a prompt is computed once and whole: no shared prefix, chunk or retreat."""
-    if DEVICE != "cpu":
+    if device != "cpu":
         return {"enable_deterministic_inference": True}
     room = context_tokens * concurrency
     return {"disable_radix_cache": True, "chunked_prefill_size": room, "max_total_tokens": room}

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.parallel.layout import EngineLayout, TrainLayout
-from megarl.parallel.placement import critic_recipe, engine_nodes, gpu_of, node_faults, shared_slots, slot_faults
+from megarl.parallel.placement import critic_recipe, node_faults, shared_slots, slot_faults
 from tests.parallel.worlds import recipe
 
 
@@ -105,12 +105,12 @@ def test_an_engine_that_is_said_to_span_nodes_needs_their_network() -> None:
     made = on_nodes(tp=8)
     loopback = made.model_copy(update={"placement": made.placement.model_copy(update={"network": "loopback"})})
     assert [fault.where for fault in node_faults(loopback, {})] == ["placement.network"]
-    assert (engine_nodes(made), engine_nodes(loopback), engine_nodes(on_nodes(tp=4))) == (2, 1, 1)
+    assert (made.engine_nodes, loopback.engine_nodes, on_nodes(tp=4).engine_nodes) == (2, 1, 1)
 
 
 def test_a_gpu_has_its_number_on_its_node() -> None:
     made = on_nodes()
-    assert [gpu_of(made.placement, slot) for slot in (3, 4, 9)] == [3, 0, 1]
+    assert [made.placement.gpu_of(slot) for slot in (3, 4, 9)] == [3, 0, 1]
     loopback = made.placement.model_copy(update={"network": "loopback"})
-    assert gpu_of(loopback, 9) == 9, "all are on this machine, whatever is said of fast links"
-    assert gpu_of(critic_recipe(made).placement, 5) == 1, "the critic's ranks are on the same nodes"
+    assert loopback.gpu_of(9) == 9, "all are on this machine, whatever is said of fast links"
+    assert critic_recipe(made).placement.gpu_of(5) == 1, "the critic's ranks are on the same nodes"

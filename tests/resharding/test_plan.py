@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from megarl.parallel.layout import EngineLayout, TrainLayout
 from megarl.resharding import megatron_map, sglang_map
 from megarl.resharding.account import account
+from megarl.resharding.account import least_round_bytes as least_of_all
 from megarl.resharding.plan import Plan, cut, plan_streams
 from megarl.resharding.shards import Box, LayoutError, Part, Range, Shard, box_area
 from megarl.types import MlaShape, ModelShape, UserFault
@@ -95,7 +96,9 @@ def check(sides: Sides, gpus_per_node: int, slack: int) -> None:
     sources, targets, num_members = sides
     streams = all_streams(sources, targets, num_members, gpus_per_node)
     assert sum(one.digest for one in streams) % 2**128 == 0
-    round_bytes = max(least_round_bytes(one) for one in streams) + slack
+    least = max(least_round_bytes(one) for one in streams)
+    assert least_of_all(*sides, gpus_per_node=gpus_per_node, dtype="bfloat16") == (least if least > 1 else 0)
+    round_bytes = least + slack
     plans = all_plans(streams, round_bytes)
     check_pairs(plans)
     assert max((round_bytes_of(step) for plan in plans for step in plan.rounds), default=0) <= round_bytes

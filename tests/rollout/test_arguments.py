@@ -25,6 +25,12 @@ def test_the_recipe_wins_over_our_defaults() -> None:
     assert arguments["random_seed"] == 7
 
 
+def test_the_arguments_of_another_device_than_this_ones() -> None:
+    gpu, cpu = (server_arguments(replace(SETTINGS, seeded=True), "a.loader", device) for device in ("cuda", "cpu"))
+    assert gpu["enable_memory_saver"] and gpu["enable_deterministic_inference"] and "device" not in gpu
+    assert cpu["device"] == "cpu" and not {"enable_memory_saver", "enable_deterministic_inference"} & set(cpu)
+
+
 @needs_sglang
 def test_all_our_arguments_are_sglangs() -> None:
     assert set(server_arguments(replace(SETTINGS, seeded=True), "a.loader")) <= server_fields()

@@ -48,6 +48,21 @@ def test_a_string_becomes_one_user_message(tmp_path: Path, tokenizer: Any) -> No
     assert prompt.id.endswith("rows.jsonl:1")
 
 
+def test_a_dotted_name_is_of_what_lies_inside_a_column(tmp_path: Path, tokenizer: Any) -> None:
+    """As in the files of DAPO-Math-17k; a column that is called so goes first."""
+    row = {"prompt": "1+2=", "reward_model": {"ground_truth": "3"}}
+
+    def answers(*rows: dict[str, Any]) -> list[str]:
+        keys = {"prompt_column": "prompt", "answer_column": "reward_model.ground_truth", "max_prompt_tokens": 32}
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), tmp_path / "rows.parquet")
+        return [one.answer for one in load_prompts(str(tmp_path / "rows.parquet"), "data.train", tokenizer, **keys)]
+
+    assert answers(row, row) == ["3", "3"]
+    assert answers(row | {"reward_model.ground_truth": "4"}) == ["4"]
+    with pytest.raises(UserFaults, match="there is no column 'ground_truth'; set data.answer to one of style"):
+        answers({"prompt": "1+2=", "reward_model": {"style": "rule"}})
+
+
 def test_messages_keep_their_roles(tmp_path: Path, tokenizer: Any) -> None:
     messages = [
         {"role": "user", "content": "1"},

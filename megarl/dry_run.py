@@ -1,0 +1,224 @@
+"""`megarl train --dry-run`: everything that can be known of a run on a machine that has none of its GPUs.
+
+Recipes of cluster runs are checked where neither the weights nor the data are: what could not be checked is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.algos import ALGORITHMS, has_critic
+from megarl.config import Recipe
+from megarl.device import DEVICE, LOOPBACK, Address
+from megarl.parallel.hf_config import beside_shape, model_shape, scorer_shape
+from megarl.parallel.layout import EngineLayout, TrainLayout
+from megarl.parallel.placement import (
+    critic_recipe,
+    engine_layout,
+    reward_recipe,
+    slots_beside,
+    train_layout,
+)
+from megarl.preflight import faults_elsewhere
+from megarl.resharding import fp8, megatron_map, sglang_map
+from megarl.resharding.account import Account, account
+from megarl.resharding.plan import plan_streams
+from megarl.resharding.shards import LayoutError, Part
+from megarl.rollout.arguments import server_arguments, sglang_faults
+from megarl.rollout.episodes import engine_settings
+from megarl.types import ModelShape, UserFault, UserFaults
+
+Faults = list[UserFault]
+_LOADER = "megarl.rollout.scheduler:load"  # any name: it is looked up where the weights arrive
+
+
+def dry_run(recipe: Recipe, say: Callable[[str], None]) -> None:
+    """Check a recipe, launch nothing, write nothing, and say in some lines what was found.
+
+    A recipe that names a GPU model (placement.hardware) is checked as for GPUs, another one as for this machine. Raises
+    UserFaults with all that is to mend.
+    """
+    device = "cuda" if recipe.placement.hardware else DEVICE
+    found, absent = at_hand(recipe)
+    faults = faults_elsewhere(found, device, absent) + argument_faults(found, device, absent)
+    if faults:
+        raise UserFaults(faults)
+    for line in (*_roles(found), *_reshard(found, device), *_not_checked(recipe, device, absent)):
+        say(line)
+
+
+def at_hand(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
+    """The recipe as far as its files are here, and by key what is not.
+
+    The model's config.json takes the place of its checkpoint; another model beside it is taken to be of its kind.
+    """
+    absent = {}
+    model = recipe.model
+    if model.config and not (Path(model.path) / "config.json").is_file():
+        absent["model.path"] = f"{model.path}: weights and tokenizer (its shape is from {model.config})"
+        recipe = recipe.model_copy(update={"model": model.model_copy(update={"path": model.config})})
+    data = {"data.train": recipe.data.train} | {f"data.eval.{name}": file for name, file in recipe.data.eval.items()}
+    absent |= {key: f"{file}: the data" for key, file in data.items() if not Path(file).is_file()}
+    for branch in ("critic", "reward_model", "reference"):
+        own = getattr(recipe, branch)
+        if own.path and not Path(own.path).is_dir():
+            absent[f"{branch}.path"] = f"{own.path}: another model's folder"
+            if branch != "reward_model":  # whose path says that there is one
+                recipe = recipe.model_copy(update={branch: own.model_copy(update={"path": None})})
+    return recipe, absent
+
+
+def argument_faults(recipe: Recipe, device: str, absent: Container[str]) -> Faults:
+    """What Megatron's and SGLang's own classes say of the arguments that they would get.
+
+    Nothing where the layouts or the model's shape are wrong themselves: that is told elsewhere.
+    """
+    try:
+        shape = model_shape(recipe.model.path)
+    except UserFault:
+        return []
+    faults: Faults = []
+    for world in _worlds(recipe, shape, absent):
+        if not world.layout.faults(world.shape):
+            told = [str(fault) for fault in faults]  # of the policy: train.megatron is for all worlds
+            faults += [fault for fault in _megatron_faults(world, device) if str(fault) not in told]
+    if not engine_layout(recipe).faults(shape, recipe.placement.gpus):
+        faults += _sglang_faults(recipe, device)
+    return faults
+
+
+@dataclass(frozen=True)
+class _World:
+    """The training ranks of one model: the recipe as they read it, and its shape and layout."""
+
+    branch: str
+    recipe: Recipe
+    shape: ModelShape
+
+    @property
+    def layout(self) -> TrainLayout:
+        return train_layout(self.recipe)
+
+
+def _worlds(recipe: Recipe, shape: ModelShape, absent: Container[str]) -> Iterator[_World]:
+    yield _World("train", recipe, shape)
+    if has_critic(recipe.algorithm.name):
+        own = critic_recipe(recipe)
+        yield _World("critic", own, beside_shape(own.model.path, ALGORITHMS[recipe.algorithm.name].critic))
+    if recipe.reward_model.path and "reward_model.path" not in absent:
+        own = reward_recipe(recipe)
+        yield _World("reward_model", own, scorer_shape(own.model.path))
+
+
+def _megatron_faults(world: _World, device: str) -> Faults:
+    """Megatron checks a configuration when it is made; keys that it does not have are told elsewhere."""
+    from megarl.parallel.model import DTYPES, buffers_config, option_faults, transformer_config
+    from megarl.parallel.optimizer import optimizer_config
+
+    if option_faults(world.recipe.train.megatron):
+        return []
+    own, dtype = world.recipe, DTYPES[world.recipe.model.dtype]
+    try:
+        transformer_config(own.model.path, world.shape, world.layout, dtype, own.train)
+    except UserFault as fault:
+        return [fault]
+    try:
+        buffers_config()
+        optimizer_config(own.train, dtype, own.train.optimizer_offload and device == "cuda")
+    except (TypeError, ValueError, AssertionError) as error:
+        return [UserFault(world.branch, f"Megatron refuses the optimizer's arguments ({error})", "change them")]
+    return []
+
+
+def _sglang_faults(recipe: Recipe, device: str) -> Faults:
+    """All engines have the same arguments but for their slots and seeds. Unknown ones are told elsewhere."""
+    try:
+        if sglang_faults(recipe.rollout.engine.sglang):
+            return []
+    except UserFault:
+        return []
+    from megarl.rollout.server_check import server_faults
+
+    meet = Address(LOOPBACK, 1) if recipe.engine_nodes > 1 else None  # any: nobody goes there
+    arguments = server_arguments(engine_settings(recipe, 0, meet=meet), _LOADER, device)
+    return server_faults(arguments | {"device": device})
+
+
+def _roles(recipe: Recipe) -> Iterator[str]:
+    """Who sits where; every rank's place in every grid is computed."""
+    layout, engines = train_layout(recipe), engine_layout(recipe)
+    yield f"train: {_axes(layout)}; slots 0 to {layout.world_size - 1}"
+    beside = slots_beside(recipe, has_critic(recipe.algorithm.name))
+    for branch, slots in beside.items():
+        own = critic_recipe(recipe) if branch == "critic" else reward_recipe(recipe)
+        yield f"{branch}: {_axes(train_layout(own))}; slots {slots.start} to {slots.stop - 1}"
+    kind = "fp8" if engines.fp8 else recipe.model.dtype
+    yield (
+        f"engines: {engines.count} x TP{engines.tp} EP{engines.ep} DP{engines.dp} in {kind}; "
+        f"slots {engines.first} to {engines.end - 1}"
+    )
+
+
+def _axes(layout: TrainLayout) -> str:
+    """In words, once each rank has been found to have a place of its own in either grid."""
+    places = [layout.coords(rank) for rank in range(layout.world_size)]
+    dense = {(at.tp, at.cp, at.dp, at.pp) for at in places}
+    sparse = {(at.etp, at.ep, at.edp, at.pp) for at in places}
+    assert len(dense) == len(sparse) == layout.world_size
+    sizes = {"TP": layout.tp, "CP": layout.cp, "PP": layout.pp, "VPP": layout.vpp, "DP": layout.dp}
+    sizes |= {"EP": layout.ep, "ETP": layout.etp}
+    return " ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "one rank"
+
+
+def _reshard(recipe: Recipe, device: str) -> Iterator[str]:
+    """The account of the whole exchange, and the plans of some of its members."""
+    shape, layout, engines = model_shape(recipe.model.path), train_layout(recipe), engine_layout(recipe)
+    targets = sglang_map.parts(shape, engines)
+    sources = fp8.with_scales(megatron_map.parts(shape, layout, transformer_engine=device == "cuda"), targets)
+    members = max(layout.world_size, engines.end)
+    topology = {"gpus_per_node": recipe.placement.gpus_per_node, "dtype": recipe.model.dtype}
+    try:
+        total = account(sources, targets, members, **topology)
+        sample = _sample(layout, engines)
+        rounds = 0
+        for member in sample:
+            streams = plan_streams(sources, targets, member, members, **topology)
+            rounds = max(rounds, sum(streams.rounds_needed(recipe.reshard.round_bytes)))
+    except LayoutError as error:
+        raise UserFaults([UserFault("rollout.engine", str(error), "tell us: the two maps do not fit")]) from error
+    yield _in_words(total, sources, targets)
+    yield f"reshard: planned for {len(sample)} of {members} members ({_numbers(sample)}): {rounds} rounds at most"
+
+
+def _sample(layout: TrainLayout, engines: EngineLayout) -> list[int]:
+    """The first and the last member, the first of each of a few pipeline stages, and both ends of the first engine."""
+    members = max(layout.world_size, engines.end)
+    per_stage = layout.world_size // layout.pp
+    stages = {0, layout.pp // 2, layout.pp - 1}
+    return sorted({0, members - 1, engines.first, engines.first + engines.tp - 1, *(s * per_stage for s in stages)})
+
+
+def _in_words(total: Account, sources: Sequence[Part], targets: Sequence[Part]) -> str:
+    """Of `account`, GB a GPU."""
+    figures = (total.dest, total.local, total.node_in, total.fabric_in)
+    whole, local, nvlink, fabric = (f"{one.max() / 1e9:.2f}" for one in figures)
+    return (
+        f"reshard: {len(sources)} source and {len(targets)} target parts; at most {whole} GB into a GPU "
+        f"(up to {local} from its own training rank, {nvlink} inside the node, {fabric} over the fabric)"
+    )
+
+
+def _numbers(members: Sequence[int]) -> str:
+    return ", ".join(map(str, members))
+
+
+def _not_checked(recipe: Recipe, device: str, absent: dict[str, str]) -> Iterator[str]:
+    for key, what in absent.items():
+        yield f"not checked here: {key}: {what}"
+    if device != DEVICE:
+        from megarl.rollout.server_check import NOT_CHECKED
+
+        yield f"not checked here: {NOT_CHECKED}; Megatron's kernels, which ask for TransformerEngine"
+    yield f"{recipe.run.name}: nothing to mend"
