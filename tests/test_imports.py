@@ -16,7 +16,8 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = [
     {"types"},
     {"config", "device", "processes", "ray_settings", "schedule", "snapshots"},
-    {"recipe_file", "hardware"},
+    {"recipe_file"},
+    {"hardware"},
     {"algos", "batching", "flops", "metrics", "memory", "parallel", "rollout", "sample_file"},
     {"run_log", "credit"},
     {"resharding"},
