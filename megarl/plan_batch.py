@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 import numpy as np
+import numpy.typing as npt
 
 from megarl.algos import ALGORITHMS, learns_from_answers, rules_of
 from megarl.batching import SampleRef, Update, plan_updates
 from megarl.config import Recipe
 from megarl.flops import train_work
 from megarl.parallel.layout import TrainLayout, nearest
-from megarl.types import FloatArray, IntArray, ModelShape, UserFault
+from megarl.types import IntArray, ModelShape, UserFault
 
 MEAN_RESPONSE_SHARE = 0.4  # assumption: of rollout.max_response_tokens, the mean response
 PROMPT_SHARE = 0.25  # assumption: of data.max_prompt_tokens, every prompt
@@ -96,7 +97,7 @@ def response_lengths(count: int, longest: int, mean_share: float) -> IntArray:
     return np.random.default_rng(0).permutation(np.maximum(1, lengths))
 
 
-def _cut(lengths: FloatArray, longest: int) -> FloatArray:
+def _cut(lengths: npt.NDArray[np.float64], longest: int) -> npt.NDArray[np.float64]:
     return np.minimum(lengths, longest)
 
 

@@ -45,7 +45,7 @@ def load_branch(kind: type[Loaded], path: str | Path, overrides: Sequence[str] =
     try:
         loaded = kind.model_validate(tree)
     except ValidationError as error:
-        faults += _explain(error, tree, origins, str(path), kind)
+        raise UserFaults(faults + _explain(error, tree, origins, str(path), kind)) from None
     if faults:
         raise UserFaults(faults)
     return loaded
