@@ -11,13 +11,7 @@ from megarl.model_faults import loss_faults, renamed
 from megarl.parallel.hf_config import beside_shape, hf_facts, model_shape
 from megarl.parallel.placement import critic_recipe, reward_recipe, train_layout
 from megarl.plan_batch import budget_faults
-from megarl.preflight import (
-    algorithm_faults,
-    context_faults,
-    engine_option_faults,
-    layout_faults,
-    train_option_faults,
-)
+from megarl.preflight import context_faults, engine_option_faults, layout_faults, train_option_faults
 from megarl.rule_faults import rule_faults
 from megarl.types import UserFault
 
@@ -48,7 +42,7 @@ def plan_faults(recipe: Recipe) -> list[UserFault]:
 
     The recipe is `readable`.
     """
-    faults = algorithm_faults(recipe) + rule_faults(recipe) + eval_faults(recipe)
+    faults = rule_faults(recipe) + eval_faults(recipe)
     faults += engine_option_faults(recipe) + train_option_faults(recipe)
     faults += budget_faults("train", recipe, train_layout(recipe))
     faults += layout_faults(recipe, on_cpu=False) + _beside_faults(recipe)

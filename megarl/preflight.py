@@ -158,15 +158,7 @@ def _run_faults(recipe: Recipe, learns: bool = True) -> Faults:
     if not _is_writable(folder):
         problem = f"{folder} is not a folder that can be written to"
         faults.append(UserFault("run.dir", problem, "name another folder"))
-    return faults + algorithm_faults(recipe) + rule_faults(recipe, learns=learns) + eval_faults(recipe)
-
-
-def algorithm_faults(recipe: Recipe) -> Faults:
-    """A name that is nobody's."""
-    if recipe.algorithm.name in ALGORITHMS:
-        return []
-    problem, mend = f"{recipe.algorithm.name!r} is no algorithm", f"choose from {', '.join(ALGORITHMS)}"
-    return [UserFault("algorithm.name", problem, mend)]
+    return faults + rule_faults(recipe, learns=learns) + eval_faults(recipe)
 
 
 def _is_writable(folder: Path) -> bool:
