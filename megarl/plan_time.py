@@ -43,6 +43,7 @@ class TrainTime:
     """Parts of what a model's ranks do in a step, in order; memory_s: moving the optimizer's state in and out."""
 
     memory_s: float = 0.0
+    values_s: float = 0.0
     old_logprobs_s: float = 0.0
     reference_s: float = 0.0
     updates_s: float = 0.0
@@ -51,10 +52,7 @@ class TrainTime:
 
     @property
     def total_s(self) -> float:
-        return (
-            self.memory_s + self.old_logprobs_s + self.reference_s
-            + self.updates_s + self.gradients_s + self.optimizer_s
-        )  # fmt: skip
+        return sum(vars(self).values())
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ class StepTime:
 
     @property
     def total_s(self) -> float:
-        return self.rollout_s + self.score_s + self.critic_s + self.train_s + self.reshard_s + self.save_s
+        return sum(vars(self).values())
 
 
 def forward_s(model: Model, samples: Samples, hardware: Hardware) -> float:
@@ -94,7 +92,7 @@ def policy_time(recipe: Recipe, model: Model, samples: Samples, hardware: Hardwa
 
 def critic_time(model: Model, samples: Samples, hardware: Hardware, node: int) -> TrainTime:
     """A forward pass for the values, then its updates."""
-    return replace(learning_time(model, samples, hardware, node), old_logprobs_s=forward_s(model, samples, hardware))
+    return replace(learning_time(model, samples, hardware, node), values_s=forward_s(model, samples, hardware))
 
 
 def learning_time(model: Model, samples: Samples, hardware: Hardware, node: int) -> TrainTime:

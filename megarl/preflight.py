@@ -197,13 +197,14 @@ def _shape_that_fits(layout: TrainLayout, engines: EngineLayout) -> ModelShape:
 
 
 def _node_faults(recipe: Recipe, engines: EngineLayout, on_cpu: bool) -> Faults:
-    """An engine's ranks are children of one process. On CPU all slots are one machine's in any case."""
+    """An engine lies inside a node or fills whole ones. On CPU all slots are one machine's in any case."""
     node = recipe.placement.gpus_per_node
     starts = range(engines.first, engines.end, engines.tp)
     split = [index for index, start in enumerate(starts) if start // node != (start + engines.tp - 1) // node]
-    if on_cpu or not split:
+    fills = engines.tp % node == 0 and engines.first % node == 0
+    if on_cpu or fills or not split:
         return []
-    problem = f"engine {split[0]} would sit on several nodes of {node} GPUs, which is not supported yet"
+    problem = f"engine {split[0]} would neither lie inside a node of {node} GPUs nor fill whole ones"
     mend = f"choose rollout.engine.tp and placement.first_engine_gpu so that engines do not cross a multiple of {node}"
     return [UserFault("rollout.engine.tp", problem, mend)]
 

@@ -82,5 +82,5 @@ def test_a_checkpoint_costs_its_step_the_copies_or_the_files_too(tmp_path: Path)
 
 
 def test_a_total_is_the_sum_of_its_phases() -> None:
-    assert TrainTime(1, 2, 4, 8, 16, 32).total_s == 63
+    assert TrainTime(1, 2, 4, 8, 16, 32, 64).total_s == 127
     assert plan_time.StepTime(1, 2, 4, 8, 16, 32).total_s == 63
