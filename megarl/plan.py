@@ -89,16 +89,18 @@ class Plan:
     def title(self) -> str:
         """The recipe in one line."""
         size, recipe = self.policy, self.recipe
-        active = f" ({size.active_parameters / 1e9:,.1f} B active)" if size.shape.num_experts else ""
-        model = f"{size.parameters / 1e9:,.1f} B parameters{active}"
-        where = f"{recipe.placement.gpus} {self.hardware.name} in {self.num_nodes} nodes"
+        active = f" ({amount(size.active_parameters / 1e9)} B active)" if size.shape.num_experts else ""
+        model = f"{amount(size.parameters / 1e9)} B parameters{active}"
+        nodes = f"{self.num_nodes} nodes" if self.num_nodes > 1 else "1 node"
+        where = f"{recipe.placement.gpus} {self.hardware.name} in {nodes}"
         return f"{recipe.run.name}: {recipe.algorithm.name}, {model}, on {where}"
 
     @property
     def verdict(self) -> str:
         """Whether it fits, in one line."""
         fullest = self.memory.device[self.peak_phase].total_bytes / self.hardware.memory_bytes
-        words = f"{fullest:.0%} of a GPU in {self.peak_phase}, its fullest phase; {self.step.total_s:,.0f} s a step"
+        fills = f"{fullest:.0%} of a GPU in {self.peak_phase}, its fullest phase"
+        words = f"{fills}; {amount(self.step.total_s)} s a step (an estimate)"
         return f"fits: {words}" if self.fits else f"does not fit: {words}"
 
     def axes_of(self, model: str) -> str:
@@ -180,6 +182,14 @@ class Plan:
             "host_bytes": self.memory.host_bytes,
             "host_capacity_bytes": self.memory.host_capacity_bytes,
         }
+
+
+def amount(value: float) -> str:
+    """A number of three digits, or all of those before the point: 1,339 42.1 3.01 0.305 0."""
+    if not value:
+        return "0"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{digits}f}" if digits < 6 else f"{value:.1e}"
 
 
 def _slot_json(slot: Slot) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from megarl.plan import Plan
+from megarl.plan import Plan, amount
 from megarl.plan_map import Slot
-from megarl.plan_report import amount
 
-_WIDTH = 16.0  # inches
-_NODES_PER_BAND = 64  # side by side; more nodes go on below
-_LABEL_INCHES = 0.62  # a cell as wide as this has room for words
+_WIDTH_INCHES = 16.0
+_DOWN = 8  # so many nodes at most are rows, with words in every cell
+_ACROSS = 64  # of more nodes, so many stand side by side
 _STAGE_COLOURS = "turbo"
 _PART_COLOURS = {
     "weights": "#4059ad", "grads": "#6b9ac4", "optimizer": "#97d8c4", "activations": "#eff2f1", "logits": "#c9cebd",
@@ -26,62 +26,120 @@ _PHASE_COLOURS = {
     "rollout": "#f2804a", "score": "#c9cebd", "critic": "#97d8c4", "train": "#4059ad", "reshard": "#a4036f",
     "save": "#8d99ae",
 }  # fmt: skip
-_OTHER_MODEL, _NOBODY, _ENGINE_EDGE = "#e8e8e8", "#ffffff", "#111111"
+_OTHERS, _NOBODY, _FRAME, _RED = "#e8e8e8", "#ffffff", "#111111", "#b00020"
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """How slots become cells. down: a row is a node; else nodes stand side by side, in bands of `_ACROSS` of them."""
+
+    down: bool
+    num_nodes: int
+    per_node: int
+
+    @property
+    def bands(self) -> int:
+        return 1 if self.down else -(-self.num_nodes // _ACROSS)
+
+    @property
+    def columns(self) -> int:
+        return self.per_node if self.down else min(self.num_nodes, _ACROSS)
+
+    @property
+    def rows(self) -> int:
+        """Of all bands, with an empty one between two."""
+        return self.num_nodes if self.down else self.bands * (self.per_node + 1) - 1
+
+    @property
+    def cell_inches(self) -> tuple[float, float]:
+        """Width and height."""
+        if self.down:
+            return min(2.6, _WIDTH_INCHES * 0.9 / self.columns), 0.72
+        size = min(0.55, _WIDTH_INCHES * 0.93 / self.columns)
+        return size, size
+
+    def boxes(self, slots: range) -> list[tuple[float, float, float, float]]:
+        """(left, top, width, height) of a run of slots, joined where nodes that are next to each other have as much."""
+        parts: list[list[int]] = []  # [first node, last node, first GPU, last GPU]
+        for node in range(slots.start // self.per_node, (slots.stop - 1) // self.per_node + 1):
+            start = node * self.per_node
+            low, high = max(slots.start, start) - start, min(slots.stop, start + self.per_node) - 1 - start
+            joins = bool(parts) and parts[-1][1:] == [node - 1, low, high] and (self.down or node % _ACROSS)
+            if joins:
+                parts[-1][1] = node
+            else:
+                parts.append([node, node, low, high])
+        return [self._box(*part) for part in parts]
+
+    def _box(self, first: int, last: int, low: int, high: int) -> tuple[float, float, float, float]:
+        if self.down:
+            return low, first, high - low + 1, last - first + 1
+        band, column = divmod(first, _ACROSS)
+        return column, band * (self.per_node + 1) + low, last - first + 1, high - low + 1
 
 
 def draw(plan: Plan, path: Path) -> None:
     """Write the picture as a PNG."""
-    grids = plan.alike()  # one map for all models that lie alike
-    bands = -(-plan.num_nodes // _NODES_PER_BAND)
-    rows = min(plan.recipe.placement.gpus_per_node, len(plan.slots))
-    columns = min(plan.num_nodes, _NODES_PER_BAND)
-    cell = min(1.1, (_WIDTH - 1.6) / columns, 4.5 / rows)
-    grid_inches = [bands * (rows * cell + 0.35) + 0.45 for _ in grids]
-    height = sum(grid_inches) + 5.4
-    figure = Figure(figsize=(_WIDTH, height), dpi=110, layout="constrained")
-    ratios = [*grid_inches, 5.0]
-    outer = figure.add_gridspec(len(ratios), 1, height_ratios=ratios)
-    for place, models in enumerate(grids):
-        title = " and ".join(models).replace("_", " ")
-        _draw_grid(figure.add_subplot(outer[place]), plan, title, models[0], cell)
-    below = outer[len(grids)].subgridspec(1, 2, width_ratios=[3, 2])
+    per_node = min(plan.recipe.placement.gpus_per_node, len(plan.slots))
+    grid = _Grid(plan.num_nodes <= _DOWN, plan.num_nodes, per_node)
+    models = plan.alike()  # one map for all models that lie alike
+    heights = [*[grid.rows * grid.cell_inches[1] + 0.75] * len(models), 4.8]
+    figure = Figure(figsize=(_WIDTH_INCHES, sum(heights) + 0.6), dpi=110, layout="constrained")
+    outer = figure.add_gridspec(len(heights), 1, height_ratios=heights)
+    for place, alike in enumerate(models):
+        _draw_grid(figure.add_subplot(outer[place]), plan, grid, alike)
+    below = outer[len(models)].subgridspec(1, 2, width_ratios=[3, 2])
     _draw_memory(figure.add_subplot(below[0]), plan)
     right = below[1].subgridspec(2, 1)
     _draw_step(figure.add_subplot(right[0]), plan)
     _draw_reshard(figure.add_subplot(right[1]), plan)
-    figure.suptitle(f"{plan.title}\n{plan.verdict}", fontsize=13, color="black" if plan.fits else "#b00020")
+    figure.suptitle(f"{plan.title}\n{plan.verdict}", fontsize=13, color="black" if plan.fits else _RED)
     FigureCanvasAgg(figure).print_png(path)
 
 
-def _draw_grid(axes: Any, plan: Plan, title: str, model: str, cell: float) -> None:
-    """Nodes from left to right, their GPUs downwards; colour is the pipeline stage, a frame is an engine."""
-    per_node = min(plan.recipe.placement.gpus_per_node, len(plan.slots))
-    columns = min(plan.num_nodes, _NODES_PER_BAND)
-    layout = plan.layouts[model][1]
-    colours = _stage_colours(layout.pp)
+def _draw_grid(axes: Any, plan: Plan, grid: _Grid, models: Sequence[str]) -> None:
+    """Colour is the pipeline stage of `models`, which lie alike; a frame is an engine."""
+    model = models[0]
+    colours = _stage_colours(plan.layouts[model][1].pp)
     for slot in plan.slots:
-        column, row = _place(slot, per_node)
         at = slot.ranks.get(model)
-        colour = colours[at.pp] if at else _OTHER_MODEL if slot.ranks or slot.engine is not None else _NOBODY
-        axes.add_patch(Rectangle((column, row), 1, 1, facecolor=colour, edgecolor="white", linewidth=0.4))
-        if cell >= _LABEL_INCHES:
-            axes.text(column + 0.5, row + 0.5, _label(slot, model), ha="center", va="center", fontsize=7)
-    if cell < _LABEL_INCHES:
-        _label_stages(axes, plan, model, per_node)
-    _frame_engines(axes, plan, per_node)
-    bands = -(-plan.num_nodes // _NODES_PER_BAND)
-    for band in range(bands):
-        for column in range(0, columns, max(1, columns // 16)):
-            node = band * _NODES_PER_BAND + column
-            if node < plan.num_nodes:
-                top = band * (per_node + 1)
-                axes.text(column + 0.5, top - 0.15, f"node {node}" if columns <= 16 else node, ha="center", fontsize=7)
-    axes.set_xlim(-0.1, columns + 0.1)
-    axes.set_ylim(bands * (per_node + 1) - 0.8, -0.9)
-    axes.set_aspect("equal")
+        colour = colours[at.pp] if at else _OTHERS if slot.ranks or slot.engine is not None else _NOBODY
+        ((left, top, *_),) = grid.boxes(range(slot.slot, slot.slot + 1))
+        axes.add_patch(Rectangle((left, top), 1, 1, facecolor=colour, edgecolor="white", linewidth=0.5))
+        if grid.down:
+            axes.text(left + 0.5, top + 0.5, _label(slot, model), ha="center", va="center", fontsize=8)
+    for stage in plan.stages if not grid.down else ():
+        if stage.model == model:
+            left, top, width, height = max(grid.boxes(stage.slots), key=lambda box: box[2] * box[3])
+            number = str(stage.stage)
+            at = left + width / 2, top + height / 2
+            axes.text(*at, number, ha="center", va="center", fontsize=11, fontweight="bold")
+    for engine in range(plan.engine.count):
+        first = plan.engine.first + engine * plan.engine.tp
+        for left, top, width, height in grid.boxes(range(first, first + plan.engine.tp)):
+            corner, size = (left + 0.03, top + 0.03), (width - 0.06, height - 0.06)
+            axes.add_patch(Rectangle(corner, *size, fill=False, edgecolor=_FRAME, linewidth=1.8))
+    _name_nodes(axes, grid)
+    wide, high = grid.cell_inches
+    axes.set_xlim(-0.75 if grid.down else -0.1, grid.columns + 0.1)
+    axes.set_ylim(grid.rows + 0.1, -0.1 if grid.down else -0.75)
+    axes.set_aspect(high / wide, anchor="W")
     axes.axis("off")
-    words = f"{title}: {plan.axes_of(model)}. Colours: pipeline stages; frames: engines, {plan.engines_words}"
-    axes.set_title(words, fontsize=10, loc="left")
+    words = f"{' and '.join(models).replace('_', ' ')}: {plan.axes_of(model)}"
+    key = f"colours and numbers: pipeline stages; frames: engines, {plan.engines_words}"
+    axes.set_title(f"{words}.   {key}", fontsize=10, loc="left")
+
+
+def _name_nodes(axes: Any, grid: _Grid) -> None:
+    if grid.down:
+        for node in range(grid.num_nodes):
+            axes.text(-0.08, node + 0.5, f"node {node}", ha="right", va="center", fontsize=9)
+        return
+    every = max(1, grid.columns // 16)
+    for node in range(0, grid.num_nodes, every):
+        band, column = divmod(node, _ACROSS)
+        words = f"node {node}" if column == 0 else str(node)
+        axes.text(column + 0.1, band * (grid.per_node + 1) - 0.15, words, fontsize=8)
 
 
 def _stage_colours(count: int) -> list[Any]:
@@ -92,61 +150,14 @@ def _stage_colours(count: int) -> list[Any]:
     return [tuple(0.45 * part + 0.55 for part in shade[:3]) for shade in shades]
 
 
-def _place(slot: Slot, per_node: int) -> tuple[int, int]:
-    """Column and row of a slot's cell; a band ends with an empty row."""
-    band, column = divmod(slot.node, _NODES_PER_BAND)
-    return column, band * (per_node + 1) + slot.gpu
-
-
 def _label(slot: Slot, model: str) -> str:
     at, words = slot.ranks.get(model), []
     if at:
-        words += [f"stage {at.pp}", f"tp {at.tp}  dp {at.dp}", f"ep {at.ep}"]
+        words.append(f"stage {at.pp}  tp {at.tp}  dp {at.dp}")
+        words.append(f"ep {at.ep}  etp {at.etp}  edp {at.edp}")
     if slot.engine is not None:
-        words.append(f"engine {slot.engine}.{slot.engine_rank}")
+        words.append(f"engine {slot.engine}, rank {slot.engine_rank}")
     return "\n".join(words) or "idle"
-
-
-def _label_stages(axes: Any, plan: Plan, model: str, per_node: int) -> None:
-    """The number of each stage in the middle of its first whole run of cells."""
-    for stage in plan.stages:
-        if stage.model != model:
-            continue
-        cells = [_place(plan.slots[slot], per_node) for slot in stage.slots]
-        row = cells[0][1] // (per_node + 1) * (per_node + 1)
-        columns = [column for column, at in cells if at // (per_node + 1) == row // (per_node + 1)]
-        rows = [at - row for column, at in cells if column == columns[0]]
-        middle = row + (per_node / 2 if len(set(columns)) > 1 else sum(rows) / len(rows) + 0.5)
-        x = (min(columns) + max(columns) + 1) / 2
-        axes.text(x, middle, str(stage.stage), ha="center", va="center", fontsize=11, fontweight="bold")
-
-
-def _frame_engines(axes: Any, plan: Plan, per_node: int) -> None:
-    for engine in range(plan.engine.count):
-        first = plan.engine.first + engine * plan.engine.tp
-        boxes: dict[tuple[int, int], list[int]] = {}  # (band, column) -> rows
-        for slot in plan.slots[first : first + plan.engine.tp]:
-            column, row = _place(slot, per_node)
-            boxes.setdefault((row // (per_node + 1), column), []).append(row)
-        for (band, column), rows in _joined(boxes):
-            width, low, high = column[1] - column[0] + 1, min(rows), max(rows) + 1
-            del band
-            corner = (column[0] + 0.04, low + 0.04)
-            size = width - 0.08, high - low - 0.08
-            axes.add_patch(Rectangle(corner, *size, fill=False, edgecolor=_ENGINE_EDGE, linewidth=1.6))
-
-
-def _joined(boxes: dict[tuple[int, int], list[int]]) -> list[tuple[tuple[int, tuple[int, int]], list[int]]]:
-    """Neighbouring columns with the same rows as one box: ((band, (first, last column)), rows)."""
-    found: list[tuple[tuple[int, tuple[int, int]], list[int]]] = []
-    for (band, column), rows in sorted(boxes.items()):
-        if found:
-            (other, (start, end)), same = found[-1]
-            if (other, end, same) == (band, column - 1, rows):
-                found[-1] = (band, (start, column)), rows
-                continue
-        found.append(((band, (column, column)), rows))
-    return found
 
 
 def _draw_memory(axes: Any, plan: Plan) -> None:
@@ -163,10 +174,10 @@ def _draw_memory(axes: Any, plan: Plan) -> None:
     for place, total in enumerate(bottoms):
         too_much = total > capacity
         words = amount(total)
-        axes.text(place, total + capacity * 0.012, words, ha="center", color="#b00020" if too_much else "black")
-    axes.axhline(capacity, color="#b00020", linestyle="--", linewidth=1.3)
+        axes.text(place, total + capacity * 0.012, words, ha="center", color=_RED if too_much else "black")
+    axes.axhline(capacity, color=_RED, linestyle="--", linewidth=1.3)
     words = f"{plan.hardware.name}: {capacity:.1f} GB"
-    axes.text(len(phases) - 0.45, capacity, words, color="#b00020", va="bottom", ha="right", fontsize=9)
+    axes.text(len(phases) - 0.45, capacity, words, color=_RED, va="bottom", ha="right", fontsize=9)
     axes.set_ylim(0, max(capacity, *bottoms) * 1.12)
     axes.set_xlim(-0.6, len(phases) - 0.4)
     axes.set_ylabel("GB on the fullest GPU")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megarl.plan import Plan
+from megarl.plan import Plan, amount
 from megarl.plan_map import spans
 from megarl.plan_reshard import Spread
 
@@ -122,14 +121,6 @@ def _and(models: Iterable[str]) -> str:
 
 def _gigabytes(spread: Spread) -> Iterable[str]:
     return amount(spread.mean / 1e9), amount(spread.max / 1e9)
-
-
-def amount(value: float) -> str:
-    """A number of three digits, or all of those before the point: 1,339 42.1 3.01 0.305 0."""
-    if not value:
-        return "0"
-    digits = max(0, 2 - math.floor(math.log10(abs(value))))
-    return f"{value:,.{digits}f}" if digits < 6 else f"{value:.1e}"
 
 
 def _table(title: str, *columns: str) -> Table:
