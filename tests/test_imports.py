@@ -18,7 +18,7 @@ FLOORS = [
     {"config", "device", "processes", "ray_settings", "schedule", "snapshots"},
     {"recipe_file", "hardware"},
     {"algos", "batching", "flops", "metrics", "memory", "parallel", "rollout", "sample_file"},
-    {"run_log", "credit"},
+    {"run_log", "credit", "plan_model"},
     {"resharding"},
     {"checkpoint", "hf_export"},
     {"model_faults", "rule_faults", "eval_faults", "reward_faults", "reward_check"},
