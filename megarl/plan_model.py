@@ -77,14 +77,22 @@ def sizes_of(recipes: Sequence[Recipe], *, whole: bool) -> list[dict[Role, Model
     asked: list[tuple[int, Role, Recipe]] = [
         (index, role, own) for index, recipe in enumerate(recipes) for role, own in roles(recipe).items()
     ]
-    requests = [
-        {"recipe": own.model_dump_json(), "scores": _scores(recipes[index], role), "whole": whole}
-        for index, role, own in asked
-    ]
+    requests: dict[Any, dict[str, Any]] = {}
+    for index, role, own in asked:
+        scores = _scores(recipes[index], role)
+        requests[_kind(own, scores)] = {"recipe": own.model_dump_json(), "scores": scores, "whole": whole}
+    answers = dict(zip(requests, _built(list(requests.values())), strict=True))
     found: list[dict[Role, ModelSize]] = [{} for _ in recipes]
-    for (index, role, own), answer in zip(asked, _built(requests), strict=True):
-        found[index][role] = _size(recipes[index], role, own, answer)
+    for index, role, own in asked:
+        found[index][role] = _size(recipes[index], role, own, answers[_kind(own, _scores(recipes[index], role))])
     return found
+
+
+def _kind(own: Recipe, scores: bool) -> tuple[Any, ...]:
+    """What the sizes of a role's ranks depend on: not on how many of them hold the same."""
+    layout = train_layout(own)
+    axes = (layout.tp, layout.pp, layout.vpp, layout.ep, layout.etp, layout.stage_layers)
+    return (own.model.path, own.model.dtype, bool(own.train.mtp_loss), scores, *axes)
 
 
 def _scores(recipe: Recipe, role: Role) -> bool:

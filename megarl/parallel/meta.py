@@ -28,7 +28,7 @@ from megarl.types import ModelShape, UserFault
 
 
 def whole(path: str, shape: ModelShape, recipe: Recipe) -> Whole:
-    """All layers, in one of as many ranks as there are experts: each has one expert of a layer, and all hold as much."""
+    """All layers, in one of as many ranks as there are experts: each has one of a layer, and all hold as much."""
     ranks = shape.num_experts or 1
     (chunk,) = _chunks(path, shape, TrainLayout(ranks, 1, 1, ranks), 0, recipe)
     of_mtp = {id(param) for param in chunk.mtp.parameters()} if chunk.mtp_process else set()
