@@ -16,8 +16,9 @@ from megarl.plan_activations import item_bytes
 from megarl.plan_batch import MEAN_RESPONSE_SHARE, Samples, Share, advice, share_of, step_samples
 from megarl.plan_faults import plan_faults, readable
 from megarl.plan_map import Slot, Stage, slot_map, spans, stages
-from megarl.plan_memory import GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES, MemoryPlan, memory
+from megarl.plan_memory import memory
 from megarl.plan_model import ModelSize, Role, model_sizes
+from megarl.plan_phases import GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES, MemoryPlan
 from megarl.plan_reshard import ReshardPlan, plan_reshard
 from megarl.plan_rollout import RolloutTime, engine_speed, rollout_time
 from megarl.plan_time import (

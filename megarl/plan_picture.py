@@ -157,7 +157,7 @@ def _label(slot: Slot, model: str) -> str:
         words.append(f"ep {at.ep}  etp {at.etp}  edp {at.edp}")
     if slot.engine is not None:
         words.append(f"engine {slot.engine}, rank {slot.engine_rank}")
-    return "\n".join(words) or "idle"
+    return "\n".join(words) or ("" if slot.ranks else "idle")
 
 
 def _draw_memory(axes: Any, plan: Plan) -> None:
