@@ -31,6 +31,7 @@ from megarl.plan_time import (
     policy_time,
     save_s,
 )
+from megarl.resharding.shards import LayoutError
 from megarl.types import UserFault, UserFaults
 
 
@@ -207,7 +208,11 @@ def make_plan(recipe: Recipe, hardware: Hardware, response_share: float = MEAN_R
     sizes, engine = model_sizes(recipe), engine_layout(recipe)
     policy = sizes["policy"]
     samples = step_samples(recipe, response_share)
-    reshard = plan_reshard(recipe, policy.shape, policy.layout, engine, hardware)
+    try:
+        reshard = plan_reshard(recipe, policy.shape, policy.layout, engine, hardware)
+    except LayoutError as error:  # tiles of fp8 that training ranks cut
+        mend = "choose sizes of train that do not, or set rollout.engine.fp8 to false"
+        raise UserFault("rollout.engine.fp8", str(error), mend) from None
     shares = {role: share_of(size.recipe, size.shape, size.layout, samples) for role, size in sizes.items()}
     mean_tokens, micro_batches = math.ceil(samples.lengths.mean()), math.ceil(shares["policy"].micro_batches)
     held = memory(recipe, hardware, sizes, mean_tokens=mean_tokens, micro_batches=micro_batches)
@@ -223,13 +228,13 @@ def make_plan(recipe: Recipe, hardware: Hardware, response_share: float = MEAN_R
         slots=slot_map(recipe, layouts, engine),
         stages=tuple(
             stage
-            for role, (first, layout) in layouts.items()
-            for stage in stages(role, first, layout, sizes[role].shape.num_layers)
+            for role, size in sizes.items()
+            for stage in stages(role, size.first_slot, size.layout, size.shape.num_layers)
         ),
         memory=held,
         samples=samples,
         shares=shares,
-        advice=tuple(advice(recipe, policy.layout, engine.count, samples)),
+        advice=(*advice(recipe, policy.layout, engine.count, samples), *_cache_advice(recipe, policy, held)),
         reshard=reshard,
         rollout=rollout,
         learning=learning,
@@ -259,6 +264,20 @@ def _rollout(
         kv_bytes=held.kv.token_bytes,
     )
     return rollout_time(speed, samples, held.kv.concurrency_mean)
+
+
+def _cache_advice(recipe: Recipe, policy: ModelSize, held: MemoryPlan) -> list[str]:
+    """Where the KV cache keeps most of a step's sequences waiting: what gives it room."""
+    cache, engine = held.kv, recipe.rollout.engine
+    if cache.concurrency_mean >= cache.wanted / 2 or learns_from_answers(recipe.algorithm.name):
+        return []
+    knobs = [] if engine.fp8 else ["rollout.engine.fp8 true halves the weights beside it"]
+    if policy.shape.mla and engine.dp < engine.tp:
+        knobs.insert(0, f"rollout.engine.dp above {engine.dp}: a latent cache is whole on every rank of a group")
+    elif policy.shape.num_kv_heads < engine.tp // engine.dp:
+        knobs.insert(0, f"rollout.engine.tp {policy.shape.num_kv_heads} at most, or dp: more ranks hold the same heads")
+    now = f"{cache.concurrency_mean} of {cache.wanted} sequences at once"
+    return [f"rollout.engine: the KV cache has room for {now}; {'; '.join(knobs) or 'more engines would have more'}"]
 
 
 def _times(

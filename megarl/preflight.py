@@ -60,10 +60,10 @@ def check(recipe: Recipe, *, learns: bool = True) -> Inputs:
     """Read and check all that a recipe names; learns: or samples alone. Raises UserFaults with all that is to mend."""
     faults: Faults = []
     faults += _run_faults(recipe, learns)
-    faults += layout_faults(recipe)
+    faults += _layout_faults(recipe)
     faults += _checkpoint_faults(recipe)
-    faults += engine_option_faults(recipe)
-    faults += train_option_faults(recipe)
+    faults += _sglang_faults(recipe)
+    faults += _megatron_faults(recipe)
     tokenizer = _NoTokenizer()
     if Path(recipe.model.path).is_dir():  # else the checkpoint's own fault says it
         tokenizer = _attempt(faults, lambda: load_tokenizer(recipe.model.path)) or tokenizer
@@ -87,7 +87,7 @@ def check_samples(recipe: Recipe, path: Path) -> SampleFile:
     faults += _run_faults(recipe)
     faults += _train_layout_faults(recipe, shape or _shape_that_fits(train_layout(recipe), engine_layout(recipe)))
     faults += _checkpoint_faults(recipe)
-    faults += train_option_faults(recipe)
+    faults += _megatron_faults(recipe)
     faults += critic_faults(recipe)
     faults += _unused_faults(recipe, "a file's samples are trained on as they are")
     if learns_from_answers(recipe.algorithm.name):
@@ -109,7 +109,7 @@ def check_convert(recipe: Recipe) -> None:
     shape = _attempt(faults, lambda: model_shape(recipe.model.path))
     if shape:
         faults += _train_layout_faults(recipe, shape) + checkpoint.check_hf(recipe.model.path, shape)
-    faults += train_option_faults(recipe)
+    faults += _megatron_faults(recipe)
     if faults:
         raise UserFaults(faults)
 
@@ -158,6 +158,9 @@ def _run_faults(recipe: Recipe, learns: bool = True) -> Faults:
     if not _is_writable(folder):
         problem = f"{folder} is not a folder that can be written to"
         faults.append(UserFault("run.dir", problem, "name another folder"))
+    if recipe.algorithm.name not in ALGORITHMS:
+        problem, mend = f"{recipe.algorithm.name!r} is no algorithm", f"choose from {', '.join(ALGORITHMS)}"
+        faults.append(UserFault("algorithm.name", problem, mend))
     return faults + rule_faults(recipe, learns=learns) + eval_faults(recipe)
 
 
@@ -165,17 +168,17 @@ def _is_writable(folder: Path) -> bool:
     return folder.is_dir() and os.access(folder, os.W_OK)
 
 
-def layout_faults(recipe: Recipe, on_cpu: bool = DEVICE == "cpu") -> Faults:
+def _layout_faults(recipe: Recipe) -> Faults:
     """Both layouts against the model and the GPUs, and the batch against the data-parallel ranks."""
     layout, engines = train_layout(recipe), engine_layout(recipe)
     shape = _attempt([], lambda: model_shape(recipe.model.path)) or _shape_that_fits(layout, engines)
     faults = _train_layout_faults(recipe, shape)
-    fp8_counts = engines.fp8 and not on_cpu  # on CPU fp8 itself is the fault, not the tiles that it cuts
-    engine_faults = replace(engines, fp8=fp8_counts).faults(shape, recipe.placement.gpus)
+    on_cpu = DEVICE == "cpu"  # where fp8 itself is the fault, not the tiles that it cuts
+    engine_faults = replace(engines, fp8=engines.fp8 and not on_cpu).faults(shape, recipe.placement.gpus)
     if not engine_faults:
         engine_faults = engines.cpu_faults(shape) if on_cpu else engines.gpu_faults(shape)
     beside = slots_beside(recipe, has_critic(recipe.algorithm.name))
-    slots = slot_faults(recipe.placement.gpus, layout, engines, beside) + _node_faults(recipe, engines, on_cpu)
+    slots = slot_faults(recipe.placement.gpus, layout, engines, beside) + _node_faults(recipe, engines)
     batch = _batch_faults(recipe)
     if faults or engine_faults or slots:
         return faults + engine_faults + slots + batch
@@ -196,15 +199,14 @@ def _shape_that_fits(layout: TrainLayout, engines: EngineLayout) -> ModelShape:
     return ModelShape(size, size, size, size, size, size, size, size, size)
 
 
-def _node_faults(recipe: Recipe, engines: EngineLayout, on_cpu: bool) -> Faults:
-    """An engine lies inside a node or fills whole ones. On CPU all slots are one machine's in any case."""
+def _node_faults(recipe: Recipe, engines: EngineLayout) -> Faults:
+    """An engine's ranks are children of one process. On CPU all slots are one machine's in any case."""
     node = recipe.placement.gpus_per_node
     starts = range(engines.first, engines.end, engines.tp)
     split = [index for index, start in enumerate(starts) if start // node != (start + engines.tp - 1) // node]
-    fills = engines.tp % node == 0 and engines.first % node == 0
-    if on_cpu or fills or not split:
+    if DEVICE == "cpu" or not split:
         return []
-    problem = f"engine {split[0]} would neither lie inside a node of {node} GPUs nor fill whole ones"
+    problem = f"engine {split[0]} would sit on several nodes of {node} GPUs, which is not supported yet"
     mend = f"choose rollout.engine.tp and placement.first_engine_gpu so that engines do not cross a multiple of {node}"
     return [UserFault("rollout.engine.tp", problem, mend)]
 
@@ -257,32 +259,25 @@ def _checkpoint_faults(recipe: Recipe) -> Faults:
     faults += loss_faults(recipe, shape) + reference_faults(recipe, shape)
     faults += checkpoint.check_hf(recipe.model.path, shape)
     _attempt(faults, lambda: hf_facts(recipe.model.path))
-    return faults + context_faults(recipe)
-
-
-def context_faults(recipe: Recipe) -> Faults:
-    """Prompts and responses longer than the model's context; its config.json is known to be there."""
     longest = recipe.data.max_prompt_tokens + recipe.longest_response
     context = _config(recipe).get("max_position_embeddings", longest + _SPARE_CONTEXT)
     if longest > context - _SPARE_CONTEXT:
         problem = f"with the longest response it makes {longest} tokens, the model's context is {context}"
         mend = f"bring the sum to at most {context - _SPARE_CONTEXT}"
-        return [UserFault("data.max_prompt_tokens", problem, mend)]
-    return []
+        faults.append(UserFault("data.max_prompt_tokens", problem, mend))
+    return faults
 
 
 def _config(recipe: Recipe) -> dict[str, Any]:
     return json.loads((Path(recipe.model.path) / "config.json").read_text(encoding="utf-8"))
 
 
-def engine_option_faults(recipe: Recipe) -> Faults:
-    """SGLang's own options that it does not have, or that are the recipe's elsewhere."""
+def _sglang_faults(recipe: Recipe) -> Faults:
     faults: Faults = []
     return _attempt(faults, lambda: sglang_faults(recipe.rollout.engine.sglang)) or faults
 
 
-def train_option_faults(recipe: Recipe) -> Faults:
-    """The same of Megatron's."""
+def _megatron_faults(recipe: Recipe) -> Faults:
     if not recipe.train.megatron:
         return []
     from megarl.parallel.model import option_faults  # importing Megatron takes seconds

@@ -15,11 +15,10 @@ _OF_SAMPLING = ("oversample", "max_rounds", "when_short")
 
 
 def rule_faults(recipe: Recipe, *, learns: bool = True) -> list[UserFault]:
-    """All that is wrong with the recipe's algorithm and its rules. learns: or samples alone."""
+    """All that is wrong with the recipe's rules; of an unknown algorithm nothing is known. learns: or samples alone."""
     name = recipe.algorithm.name
     if name not in ALGORITHMS:
-        problem, mend = f"{name!r} is no algorithm", f"choose from {', '.join(ALGORITHMS)}"
-        return [UserFault("algorithm.name", problem, mend)]
+        return []
     rules = rules_of(name, recipe.algorithm)
     unread = _unread(name, rules)
     faults = [
