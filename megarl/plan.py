@@ -102,8 +102,9 @@ class Plan:
         """Whether it fits, in one line."""
         fullest = self.memory.device[self.peak_phase].total_bytes / self.hardware.memory_bytes
         fills = f"{fullest:.0%} of a GPU in {self.peak_phase}, its fullest phase"
-        words = f"{fills}; {amount(self.step.total_s)} s a step (an estimate)"
-        return f"fits: {words}" if self.fits else f"does not fit: {words}"
+        if not self.fits:
+            return f"does not fit: {fills}"
+        return f"fits: {fills}; {amount(self.step.total_s)} s a step (an estimate)"
 
     def axes_of(self, model: str) -> str:
         """A model's parallel sizes in one line."""
@@ -269,7 +270,7 @@ def _rollout(
 def _cache_advice(recipe: Recipe, policy: ModelSize, held: MemoryPlan) -> list[str]:
     """Where the KV cache keeps most of a step's sequences waiting: what gives it room."""
     cache, engine = held.kv, recipe.rollout.engine
-    if cache.concurrency_mean >= cache.wanted / 2 or learns_from_answers(recipe.algorithm.name):
+    if held.faults or cache.concurrency_mean >= cache.wanted / 2 or learns_from_answers(recipe.algorithm.name):
         return []
     knobs = [] if engine.fp8 else ["rollout.engine.fp8 true halves the weights beside it"]
     if policy.shape.mla and engine.dp < engine.tp:

@@ -112,6 +112,8 @@ def _step(plan: Plan) -> RenderableType:
         table.add_row(phase, amount(seconds), f"{seconds / plan.step.total_s:.0%}", parts)
     table.add_row("all", amount(plan.step.total_s), "", "", style="bold")
     words = "An estimate from the hardware's table, which no run on GPUs has been held against yet: docs/plan.md."
+    if not plan.fits:
+        words += " It means little before the recipe fits."
     return Group(table, Text(words, style="dim"))
 
 

@@ -69,6 +69,15 @@ def test_the_json_has_the_keys_that_are_promised(deepseek: Plan) -> None:
     assert (last["node"], last["gpu"], last["engine"], last["engine_rank"], last["policy"]["pp"]) == (63, 7, 15, 31, 15)
 
 
+def test_the_document_names_every_key_of_the_json(deepseek: Plan) -> None:
+    text, found = (planning.ROOT / "docs" / "plan.md").read_text(), deepseek.to_json()
+    named = set(re.findall(r"`([a-z_.]+)`", text.partition("## JSON")[2].replace("[phase]", "")))
+    wanted = {*found["reshard"], *found["step"], *(f"{part}_bytes" for part in PARTS)}
+    wanted |= {f"memory.{key}" for key in found["memory"]} - {"memory.host_capacity_bytes"}
+    assert wanted <= named
+    assert {key for key in found if not any(name.split(".")[0] == key for name in named)} == {"name", "hardware"}
+
+
 def test_deepseek_is_as_large_as_published_and_what_arrives_adds_up(deepseek: Plan) -> None:
     assert deepseek.policy.parameters == pytest.approx(671.03e9, rel=1e-3)
     assert deepseek.policy.active_parameters == pytest.approx(37.6e9, rel=1e-2)  # both vocabulary tables among them
