@@ -55,8 +55,8 @@ class _Grid:
         """Width and height."""
         if self.down:
             return min(2.6, _WIDTH_INCHES * 0.9 / self.columns), 0.72
-        size = min(0.55, _WIDTH_INCHES * 0.93 / self.columns)
-        return size, size
+        wide = min(1.1, _WIDTH_INCHES * 0.93 / self.columns)
+        return wide, min(0.5, wide)
 
     def boxes(self, slots: range) -> list[tuple[float, float, float, float]]:
         """(left, top, width, height) of a run of slots, joined where nodes that are next to each other have as much."""
@@ -111,9 +111,10 @@ def _draw_grid(axes: Any, plan: Plan, grid: _Grid, models: Sequence[str]) -> Non
     for stage in plan.stages if not grid.down else ():
         if stage.model == model:
             left, top, width, height = max(grid.boxes(stage.slots), key=lambda box: box[2] * box[3])
-            number = str(stage.stage)
             at = left + width / 2, top + height / 2
-            axes.text(*at, number, ha="center", va="center", fontsize=11, fontweight="bold")
+            behind = {"facecolor": colours[stage.stage], "edgecolor": "none", "boxstyle": "round,pad=0.15"}
+            words = {"ha": "center", "va": "center", "fontsize": 11, "fontweight": "bold", "bbox": behind, "zorder": 3}
+            axes.text(*at, str(stage.stage), **words)
     for engine in range(plan.engine.count):
         first = plan.engine.first + engine * plan.engine.tp
         for left, top, width, height in grid.boxes(range(first, first + plan.engine.tp)):
@@ -177,7 +178,8 @@ def _draw_memory(axes: Any, plan: Plan) -> None:
         axes.text(place, total + capacity * 0.012, words, ha="center", color=_RED if too_much else "black")
     axes.axhline(capacity, color=_RED, linestyle="--", linewidth=1.3)
     words = f"{plan.hardware.name}: {capacity:.1f} GB"
-    axes.text(len(phases) - 0.45, capacity, words, color=_RED, va="bottom", ha="right", fontsize=9)
+    behind = {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1.0}
+    axes.text(len(phases) - 0.45, capacity * 1.01, words, color=_RED, va="bottom", ha="right", fontsize=9, bbox=behind)
     axes.set_ylim(0, max(capacity, *bottoms) * 1.12)
     axes.set_xlim(-0.6, len(phases) - 0.4)
     axes.set_ylabel("GB on the fullest GPU")
