@@ -169,6 +169,7 @@ def test_sglangs_own_limits_count(made: Recipe, tmp_path: Path) -> None:
     halved = counted(with_engine(kv_cache_dtype="fp8_e4m3"), plans.H800, sizes_of(made))
     assert halved.kv.token_bytes == 12_288
     assert 0.8 < settings_of(with_engine(), plans.H800).mem_fraction_static < 0.9
+    assert settings_of(with_engine(cuda_graph_max_bs_decode=64), plans.H800).graph_sequences == 64
     assert settings_of(with_engine(disable_cuda_graph=True), plans.H800).graph_sequences == 0
 
 
