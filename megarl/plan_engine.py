@@ -61,8 +61,8 @@ def settings_of(recipe: Recipe, hardware: Hardware) -> Settings:
     card = hardware.memory_bytes / MIB
     _, chunk, small, large = next((row for row in CARDS if card < row[0]), LARGER_CARDS)
     chunk = given.get("chunked_prefill_size") or chunk
-    graphs = given.get("cuda_graph_max_bs") or (small if engine.tp < 4 else large)
-    graphs = 0 if given.get("disable_cuda_graph") else graphs
+    graphs = given.get("cuda_graph_max_bs_decode") or (small if engine.tp < 4 else large)
+    graphs = 0 if given.get("disable_cuda_graph") or given.get("disable_decode_cuda_graph") else graphs
     fraction = given.get("mem_fraction_static")
     if fraction is None:
         reserved = RESERVED_MIB + max(chunk, 2048) * CHUNK_MIB + engine.tp / 8 * 1024 + graphs * GRAPH_MIB

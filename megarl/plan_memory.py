@@ -49,7 +49,7 @@ def memory(
         return counted(changed, hardware, found, mean_tokens=mean_tokens, micro_batches=micro_batches)
 
     plan = count(recipe, sizes or model_sizes(recipe))
-    full = [phase for phase in (*plan.device, HOST) if _lacks(recipe, plan, phase)]
+    full = _lacking(recipe, plan)
     if not full:
         return plan
     return replace(plan, faults=_faults(recipe, hardware, plan, full, count))
@@ -78,11 +78,11 @@ def _faults(
 def _fault(
     recipe: Recipe, hardware: Hardware, plan: MemoryPlan, phase: str, tried: Sequence[tuple[_Change, MemoryPlan]]
 ) -> UserFault:
-    """Of the knobs that make the phase fit the first, the cheapest; else that which helps most."""
+    """Of the knobs that make the phase fit, and others if they can, the cheapest; else that which helps most."""
     problem = _problem(recipe, hardware, plan, phase)
     fitting = [one for one in tried if not _lacks(one[0].recipe, one[1], phase)]
     if fitting:
-        change, found = fitting[0]
+        change, found = min(fitting, key=lambda one: len(_lacking(one[0].recipe, one[1])))
         return UserFault(change.key, problem, f"set {change.words}: then it is {_bytes(found, phase) / GB:.1f} GB")
     if not tried:
         return UserFault("placement.gpus", problem, "use more GPUs, or cards with more memory")
@@ -109,6 +109,11 @@ def _problem(recipe: Recipe, hardware: Hardware, plan: MemoryPlan, phase: str) -
 
 def _bytes(plan: MemoryPlan, phase: str) -> int:
     return plan.host_bytes if phase == HOST else plan.device[phase].total_bytes
+
+
+def _lacking(recipe: Recipe, plan: MemoryPlan) -> list[str]:
+    """The phases that do not fit, and the host."""
+    return [phase for phase in (*plan.device, HOST) if _lacks(recipe, plan, phase)]
 
 
 def _lacks(recipe: Recipe, plan: MemoryPlan, phase: str) -> bool:
@@ -177,6 +182,8 @@ def _engine_changes(recipe: Recipe, phase: str) -> Iterator[_Change]:
             yield _set(recipe, "reshard.round_bytes", recipe.reshard.round_bytes // share)
     if not engine.fp8:
         yield _set(recipe, f"{where}.fp8", True)
+    if recipe.train.optimizer_offload:  # which leaves the masters on the GPU in every phase
+        yield _set(recipe, "train.optimizer_offload", False)
     for times in (2, 4):
         ep = engine.ep * times if engine.ep > 1 else 1
         update = {"tp": engine.tp * times, "count": engine.count // times, "ep": ep}

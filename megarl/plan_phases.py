@@ -43,7 +43,7 @@ MOMENTS_BYTES = 8  # AdamW's two, float32
 # makes them on the GPU, and HybridDeviceOptimizer copies what it is given (distrib_optimizer.py, hybrid_optimizer.py).
 MASTER_BYTES = 4
 GATHER_BYTES = 4  # saving.py, fully_reshardable: every rank gathers a buffer's state, one of three kinds at a time
-GATHERED_BYTES = 12  # and keeps all three on its host until it has copied what it writes itself
+GATHERED_BYTES = 12  # and has all three on its host until it has cloned what it writes itself
 SCRATCH_BYTES = 10 * 128  # resharding/execute.py: of each column of a strip that is quantised
 PINNED_SHARE = 1.4  # torch rounds pinned memory up to powers of two: the mean of sizes that fall anywhere
 PROCESS_BYTES = 6 << 30  # assumption: of the host, each process of a GPU: libraries, CUDA's own, samples on their way
@@ -240,6 +240,7 @@ class _Count:
 
     def _slot_host(self, slot: int) -> dict[str, int]:
         found: dict[str, int] = {"processes": 0}
+        most = begun = 0  # of checkpoints: the roles' begin one after the other
         if slot in range(self.engine.first, self.engine.end):
             found["processes"] += PROCESS_BYTES
         for role, size in self.sizes.items():
@@ -249,7 +250,10 @@ class _Count:
             held = self._stages[role, size.layout.coords(slot - size.first_slot).pp]
             of_rank = held.host(size, slot in self.shared, self.recipe)
             found |= {purpose: found.get(purpose, 0) + num_bytes for purpose, num_bytes in of_rank.items()}
-        return found
+            if size.trains and self.recipe.checkpoint.every:
+                gathering, waiting = held.staging(size)
+                most, begun = max(most, begun + gathering, begun + waiting), begun + waiting
+        return found | ({"checkpoint": most} if most else {})
 
 
 @dataclass(frozen=True)
@@ -276,10 +280,16 @@ class _Held:
             found["reference"] = math.ceil(PINNED_SHARE * weights)
         if size.role != "policy" and is_shared:
             found["offloaded_weights"] = math.ceil(PINNED_SHARE * weights)
-        if size.trains and recipe.checkpoint.every:
-            written = (GATHERED_BYTES + item_bytes(size)) * self.share
-            found["checkpoint"] = GATHERED_BYTES * self.trained + 2 * self.gather_bytes + written
         return found
+
+    def staging(self, size: ModelSize) -> tuple[int, int]:
+        """Bytes of the rank's host while its checkpoint is gathered, and afterwards until it is written.
+
+        First the optimizer's whole state, two lists of one buffer's, and what this rank writes of it, which is then
+        there twice (filesystem_async.py clones it, saving.py copies that).
+        """
+        written = (GATHERED_BYTES + item_bytes(size)) * self.share
+        return GATHERED_BYTES * self.trained + 2 * self.gather_bytes + written, 2 * written
 
 
 def _stage_parts(size: ModelSize, stage: int, micro_batches: int | None) -> _Held:

@@ -98,10 +98,10 @@ def _padding(chunk: model.Chunk, shape: ModelShape) -> int:
     tables = []
     if hasattr(chunk, "embedding"):
         tables.append(chunk.embedding.word_embeddings.weight)
-    if chunk.post_process and not shape.num_labels and not chunk.share_embeddings_and_output_weights:
+    if chunk.post_process and not shape.num_labels and chunk.output_layer.weight is not None:  # None: the embedding's
         tables.append(chunk.output_layer.weight)
-    padded = -(-shape.vocab_size // 128) * 128
-    return sum(len(table) * (padded - shape.vocab_size) // padded * table.shape[1] for table in tables)
+    tp = chunk.config.tensor_model_parallel_size
+    return sum((len(table) * tp - shape.vocab_size) * table.shape[1] // tp for table in tables)
 
 
 def answer(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
