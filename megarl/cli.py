@@ -1,4 +1,4 @@
-"""The command line: `megarl train RECIPE [a.b=c ...]`; `rollout` for samples alone, `convert`, `reward-check`.
+"""The command line: `megarl train RECIPE [a.b=c ...]`; `plan`, `rollout` for samples alone, `convert`, `reward-check`.
 
 Exit codes: 0 done; 1 the run failed, its cause on the last line; 2 something to mend in the recipe or its files, a line
 each; 130 Ctrl-C; 143 SIGTERM. Heavy imports wait until the recipe is known to be good.
@@ -6,6 +6,7 @@ each; 130 Ctrl-C; 143 SIGTERM. Heavy imports wait until the recipe is known to b
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import traceback
@@ -66,6 +67,26 @@ def rollout(
     raise_on_sigterm()
     given = [] if steps is None else [f"run.steps={steps}"]
     sys.exit(_outcome(recipe, (overrides or []) + given, partial(_rollout, out=out)))
+
+
+@app.command()
+def plan(
+    recipe: _RecipeFile,
+    overrides: _Overrides = None,
+    *,
+    hardware: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Which GPUs; placement.hardware unless it is given.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object in place of the report.")] = False,
+    picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it, too: a PNG.")] = None,
+    response_share: Annotated[
+        float | None, typer.Option(min=0.001, max=1.0, help="The mean response, as a share of the longest; supposed.")
+    ] = None,
+) -> None:
+    """Say who sits where, what fills the memory and what a step takes, without a GPU; exit code 2: it does not fit."""
+    raise_on_sigterm()
+    run = partial(_plan, hardware=hardware, as_json=as_json, picture=picture, response_share=response_share)
+    sys.exit(_outcome(recipe, overrides or [], run))
 
 
 @app.command()
@@ -188,6 +209,31 @@ def _rollout(recipe: Recipe, *, out: Path) -> None:
 
     with RunLog(recipe) as log:
         roll_out(recipe, inputs, log, out)
+
+
+def _plan(
+    recipe: Recipe, *, hardware: Path | None, as_json: bool, picture: Path | None, response_share: float | None
+) -> None:
+    from megarl.hardware import load_hardware
+
+    card = load_hardware(hardware or recipe.placement.hardware)
+
+    from megarl.plan import make_plan
+    from megarl.plan_batch import MEAN_RESPONSE_SHARE
+
+    found = make_plan(recipe, card, response_share or MEAN_RESPONSE_SHARE)
+    if as_json:
+        print(json.dumps(found.to_json()))
+    else:
+        from megarl.plan_report import show
+
+        show(found)
+    if picture:
+        from megarl.plan_picture import draw
+
+        draw(found, picture)
+    if found.faults:
+        raise UserFaults(found.faults)
 
 
 def _convert(recipe: Recipe, *, run: Path, out: Path, step: int | None) -> None:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from megarl.config import Branch, Count, Positive, Share, Text
+from megarl.recipe_file import load_branch
+from megarl.types import UserFault
+
+FOLDER = Path("recipes/hardware")  # of the files that are there, from where the command is given
 
 
 class Hardware(Branch):
@@ -25,4 +31,17 @@ class Hardware(Branch):
     compute_share: Share  # of bf16_flops that training's matrix products reach
     prefill_share: Share  # of bf16_flops that the engine's reading of prompts reaches
     hbm_share: Share  # of hbm_bytes_per_s that the engine's decoding reaches
-    link_share: Share  # of nvlink_bytes_per_s and nic_bytes_per_s that large messages reach
+    nvlink_share: Share  # of nvlink_bytes_per_s that large messages reach
+    nic_share: Share  # the same of nic_bytes_per_s
+    nvlink_latency_s: Positive  # of one small all-reduce inside a node
+    nic_latency_s: Positive  # the same over several nodes
+
+
+def load_hardware(path: str | Path | None) -> Hardware:
+    """Read one file. Raises UserFaults: what is wrong with it, line by line; UserFault where none is named."""
+    if path is None:
+        there = sorted(str(file) for file in FOLDER.glob("*.yaml"))
+        files = f"one of {', '.join(there)}" if there else "a file like those of recipes/hardware"
+        mend = f"set it, or give --hardware, to {files}"
+        raise UserFault("placement.hardware", "no hardware is named to reckon with", mend)
+    return load_branch(Hardware, path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import ValidationError
@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from megarl.config import Branch, Recipe
 from megarl.types import UserFault, UserFaults
 
+Loaded = TypeVar("Loaded", bound=Branch)
 Origins = dict[str, str]  # dotted path -> where the user wrote it: "file:line" or "override a.b=c"
 _YAML = (".yaml", ".yml")
 
@@ -34,6 +35,11 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     An overlay is a YAML file with some of a recipe's keys: mappings merge key by key, anything else is replaced. Raises
     UserFaults with every fault at once: unknown keys with the nearest known one, wrong types, missing keys.
     """
+    return load_branch(Recipe, path, overrides)
+
+
+def load_branch(kind: type[Loaded], path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
+    """The same for a file of another kind than a recipe."""
     faults: list[UserFault] = []
     tree, origins = _read_yaml(Path(path), faults)
     for override in overrides:
@@ -42,12 +48,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         else:
             _apply(override, tree, origins, faults)
     try:
-        recipe = Recipe.model_validate(tree)
+        loaded = kind.model_validate(tree)
     except ValidationError as error:
-        faults += _explain(error, tree, origins, str(path))
+        raise UserFaults(faults + _explain(error, tree, origins, str(path), kind)) from None
     if faults:
         raise UserFaults(faults)
-    return recipe
+    return loaded
 
 
 class _Loader(yaml.SafeLoader):
@@ -68,13 +74,13 @@ def _read_yaml(path: Path, faults: list[UserFault]) -> tuple[dict[str, Any], Ori
         tree = loader.construct_document(node) if node else {}
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise UserFaults([UserFault(str(path), f"cannot read the recipe ({reason})", "name a YAML file")]) from None
+        raise UserFaults([UserFault(str(path), f"cannot be read ({reason})", "name a YAML file")]) from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that no calendar has
         line = getattr(getattr(error, "problem_mark", None), "line", 0) + 1
         problem = f"not valid YAML ({getattr(error, 'problem', None) or error})"
         raise UserFaults([UserFault(f"{path}:{line}", problem, "correct the syntax")]) from None
     if not isinstance(tree, dict):
-        fault = UserFault(str(path), "the recipe is not a mapping", "write `section: {key: value}` lines")
+        fault = UserFault(str(path), "the file is not a mapping", "write `key: value` lines")
         raise UserFaults([fault])
     return tree, origins
 
@@ -135,7 +141,9 @@ def _merge(overlay: Mapping[Any, Any], tree: dict[Any, Any]) -> None:
             tree[key] = value
 
 
-def _explain(error: ValidationError, tree: dict[str, Any], origins: Origins, file: str) -> list[UserFault]:
+def _explain(
+    error: ValidationError, tree: dict[str, Any], origins: Origins, file: str, root: type[Branch]
+) -> list[UserFault]:
     """Pydantic's errors in the user's words; a missing key that was only misspelt is not told twice."""
     faults: list[UserFault] = []
     missing: list[tuple[str, str]] = []
@@ -144,9 +152,9 @@ def _explain(error: ValidationError, tree: dict[str, Any], origins: Origins, fil
         path = ".".join(str(part) for part in item["loc"])
         where = _where(path, origins, file)
         if item["type"] == "extra_forbidden":
-            guesses = _nearest(path, tree, not where.startswith(f"{file}:"))
+            guesses = _nearest(path, tree, not where.startswith(f"{file}:"), root)
             misspelt.update(guesses)
-            mend = f"did you mean {' or '.join(guesses)}?" if guesses else f"the keys there are {_known(path)}"
+            mend = f"did you mean {' or '.join(guesses)}?" if guesses else f"the keys there are {_known(path, root)}"
             faults.append(UserFault(where, f"unknown key {path}", mend))
         elif item["type"] == "missing":
             missing.append((where, path))
@@ -164,9 +172,9 @@ def _where(path: str, origins: Origins, file: str) -> str:
     return origins.get(path, file)
 
 
-def _fields(section: str) -> dict[str, type[Branch] | None]:
+def _fields(section: str, root: type[Branch]) -> dict[str, type[Branch] | None]:
     """Keys of a section ("" is the top) with their branch, None for a leaf."""
-    branch: Any = Recipe
+    branch: Any = root
     for key in filter(None, section.split(".")):
         of_mapping = get_args(branch)  # whose keys are the user's own
         branch = of_mapping[1] if of_mapping else branch.model_fields[key].annotation
@@ -174,19 +182,19 @@ def _fields(section: str) -> dict[str, type[Branch] | None]:
     return {n: k if isinstance(k, type) and issubclass(k, Branch) else None for n, k in kinds.items()}
 
 
-def _known(path: str) -> str:
-    return ", ".join(_fields(path.rpartition(".")[0]))
+def _known(path: str, root: type[Branch]) -> str:
+    return ", ".join(_fields(path.rpartition(".")[0], root))
 
 
-def _leaves(section: str = "") -> Iterator[str]:
-    for name, branch in _fields(section).items():
+def _leaves(root: type[Branch], section: str = "") -> Iterator[str]:
+    for name, branch in _fields(section, root).items():
         path = f"{section}.{name}".lstrip(".")
         yield path
         if branch:
-            yield from _leaves(path)
+            yield from _leaves(root, path)
 
 
-def _nearest(path: str, tree: Mapping[str, Any], in_override: bool) -> list[str]:
+def _nearest(path: str, tree: Mapping[str, Any], in_override: bool, root: type[Branch]) -> list[str]:
     """Known paths that an unknown one was probably meant to be, at most three, best first.
 
     Spelling first; among equals, in a file, a key that is not written yet; else the same name in another section.
@@ -195,14 +203,14 @@ def _nearest(path: str, tree: Mapping[str, Any], in_override: bool) -> list[str]
     written: Any = tree
     for key in filter(None, section.split(".")):
         written = written[key]
-    distance = {known: _edits(name, known) for known in _fields(section)}
+    distance = {known: _edits(name, known) for known in _fields(section, root)}
     best = min(distance.values())
     if best <= 1 + len(name) // 4:
         near = [known for known, edits in distance.items() if edits == best]
         unwritten = [known for known in near if known not in written]
         names = near if in_override else unwritten or near
         return [f"{section}.{known}".lstrip(".") for known in names][:3]
-    return [known for known in _leaves() if known.rpartition(".")[2] == name][:3]
+    return [known for known in _leaves(root) if known.rpartition(".")[2] == name][:3]
 
 
 def _edits(a: str, b: str) -> int:

@@ -229,7 +229,7 @@ def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
     ("text", "says"),
     [
         ("run: {name: a", "recipe.yaml:1: not valid YAML"),
-        ("- a\n- b\n", "recipe.yaml: the recipe is not a mapping"),
+        ("- a\n- b\n", "recipe.yaml: the file is not a mapping"),
         ("", "recipe.yaml: run is missing; add run"),
         ("run: !!python/object:os.system {}\n", "recipe.yaml:1: not valid YAML"),
         ("run: {}\nrun: {}\n", "recipe.yaml:2: run is written twice; keep one of the two"),

@@ -42,13 +42,13 @@ def _in_order(stream: object) -> Iterator[None]:
     yield
 
 
-def _torch_without_cuda() -> ModuleType:
-    """A copy of the torch namespace whose `cuda` is the CPU and whose factories take device="cuda" as the CPU."""
+def _torch_without_cuda(device: torch.device) -> ModuleType:
+    """A copy of the torch namespace whose `cuda` is the CPU and whose factories take device="cuda" as `device`."""
     cuda = ModuleType("torch.cuda")
     cuda.__dict__.update(torch.cuda.__dict__)
     stream = _Stream()
     cuda.__dict__.update(
-        current_device=lambda: _CPU,
+        current_device=lambda: device,
         synchronize=lambda *_: None,
         empty_cache=lambda: None,
         Stream=_Stream,
@@ -62,24 +62,24 @@ def _torch_without_cuda() -> ModuleType:
     )
     namespace = ModuleType("torch")
     namespace.__dict__.update(torch.__dict__)
-    namespace.__dict__.update({name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}, cuda=cuda)
+    namespace.__dict__.update({name: _on_device(device, getattr(torch, name)) for name in _FACTORIES}, cuda=cuda)
     return namespace
 
 
-def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _on_device(device: torch.device, factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(factory)
-    def on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def on_device(*args: Any, **kwargs: Any) -> torch.Tensor:
         if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
-            kwargs["device"] = _CPU
+            kwargs["device"] = device
         kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
-    return on_cpu
+    return on_device
 
 
-def replace_torch_cuda() -> None:
+def replace_torch_cuda(device: torch.device) -> None:
     """Give every loaded Megatron module a torch whose CUDA is the CPU: buffers, schedules and clipping ask for it."""
-    namespace = _torch_without_cuda()
+    namespace = _torch_without_cuda(device)
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
             module.__dict__["torch"] = namespace
@@ -156,9 +156,12 @@ def duplicate_down_projections() -> None:
 
 
 @functools.cache
-def patch_megatron() -> None:
-    """Everything above, once per process, after the Megatron modules that are used have been imported."""
-    replace_torch_cuda()
+def patch_megatron(device: torch.device = _CPU) -> None:
+    """Everything above, once per process, after the Megatron modules that are used have been imported.
+
+    device: where tensors lie that are meant for a GPU; `meta` for modules that have shapes and no contents.
+    """
+    replace_torch_cuda(device)
     name_tensor_types_as_cuda()
     leave_tensors_where_they_are()
     keep_rng_states_on_cpu()

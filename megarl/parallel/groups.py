@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.testing._internal.distributed.fake_pg import FakeStore  # and the backend that needs no peers
 
 from megarl import device
 from megarl.parallel.layout import RankCoords, TrainLayout
@@ -30,6 +32,27 @@ def join(store: Store, rank: int, layout: TrainLayout, seed: int, timeout_s: flo
         world_size=layout.world_size,
         timeout=timedelta(seconds=timeout_s),
     )
+    _take_places(layout, rank, timeout_s)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+@contextmanager
+def simulated(rank: int, layout: TrainLayout) -> Iterator[None]:
+    """Inside, this process is one rank of a world whose others are not there: modules are built, no tensor is sent."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
+    try:
+        _take_places(layout, rank, timeout_s=60.0)
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _take_places(layout: TrainLayout, rank: int, timeout_s: float) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -43,10 +66,6 @@ def join(store: Store, rank: int, layout: TrainLayout, seed: int, timeout_s: flo
     )
     if _megatron_coords() != layout.coords(rank):
         raise RuntimeError(f"rank {rank}: Megatron placed it at {_megatron_coords()}, not {layout.coords(rank)}")
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
 def _megatron_coords() -> RankCoords:

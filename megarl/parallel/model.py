@@ -228,7 +228,13 @@ class Chunk(GPTModel):
 
 
 def build_chunks(
-    config: TransformerConfig, path: str | Path, shape: ModelShape, layout: TrainLayout, rank: int, routing: Routing
+    config: TransformerConfig,
+    path: str | Path,
+    shape: ModelShape,
+    layout: TrainLayout,
+    rank: int,
+    routing: Routing,
+    device: str = DEVICE,
 ) -> list[Chunk]:
     """This rank's model chunks (one, but for virtual stages), contents undefined; routing is their routers'."""
     facts, stage = hf_facts(path), layout.coords(rank).pp
@@ -254,7 +260,7 @@ def build_chunks(
             model.output_layer = Score(config)  # type: ignore[assignment]
         if model.mtp_process:
             _keep_mtp_activations(model)
-        found.append(model.to(DEVICE))
+        found.append(model.to(device))
     return found
 
 

@@ -1,0 +1,134 @@
+"""How large the models of a recipe are, and which part each of their ranks holds: from Megatron's real modules."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import megarl
+from megarl.algos import ALGORITHMS
+from megarl.config import Recipe
+from megarl.parallel.hf_config import beside_shape, model_shape, scorer_shape
+from megarl.parallel.layout import TrainLayout
+from megarl.parallel.placement import critic_recipe, reward_recipe, slots_beside, train_layout
+from megarl.parallel.sizes import ChunkSize
+from megarl.types import ModelShape, UserFault
+
+Role = Literal["policy", "critic", "reward_model"]
+_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """A role's model, as the ranks of its layout hold it; its ranks sit on the slots from `first_slot` on.
+
+    stages: of each pipeline rank its chunks. The ranks of a stage all hold as much. trains: whether there are
+    gradients. parameters, routed and mtp_parameters are of the whole model, 0 where they were not asked for: without
+    multi-token prediction's own weights and the vocabulary's padding; of them the routed experts; those own weights.
+    """
+
+    role: Role
+    shape: ModelShape
+    recipe: Recipe
+    layout: TrainLayout
+    first_slot: int
+    trains: bool
+    stages: tuple[tuple[ChunkSize, ...], ...]
+    parameters: int = 0
+    routed: int = 0
+    mtp_parameters: int = 0
+
+    @property
+    def active_parameters(self) -> int:
+        """That one token meets: all but the routed experts that its router does not choose; the whole embedding."""
+        if not self.shape.num_experts:
+            return self.parameters
+        return self.parameters - self.routed + self.routed * self.shape.experts_per_token // self.shape.num_experts
+
+    @property
+    def slots(self) -> range:
+        return range(self.first_slot, self.first_slot + self.layout.world_size)
+
+
+def roles(recipe: Recipe) -> dict[Role, Recipe]:
+    """The models with ranks of their own, each with the recipe as its ranks read it."""
+    found: dict[Role, Recipe] = {"policy": recipe}
+    critic = ALGORITHMS[recipe.algorithm.name].critic if recipe.algorithm.name in ALGORITHMS else ""
+    if critic:
+        found["critic"] = critic_recipe(recipe)
+    if recipe.reward_model.path:
+        found["reward_model"] = reward_recipe(recipe)
+    return found
+
+
+def model_sizes(recipe: Recipe) -> dict[Role, ModelSize]:
+    """Every model of a recipe. Raises UserFault for one that Megatron cannot build; its layouts must have no fault."""
+    return sizes_of([recipe], whole=True)[0]
+
+
+def sizes_of(recipes: Sequence[Recipe], *, whole: bool) -> list[dict[Role, ModelSize]]:
+    """The same of several recipes, with one start of the program that builds; whole: with the whole models' totals."""
+    asked: list[tuple[int, Role, Recipe]] = [
+        (index, role, own) for index, recipe in enumerate(recipes) for role, own in roles(recipe).items()
+    ]
+    requests: dict[Any, dict[str, Any]] = {}
+    for index, role, own in asked:
+        scores = _scores(recipes[index], role)
+        requests[_kind(own, scores)] = {"recipe": own.model_dump_json(), "scores": scores, "whole": whole}
+    answers = dict(zip(requests, _built(list(requests.values())), strict=True))
+    found: list[dict[Role, ModelSize]] = [{} for _ in recipes]
+    for index, role, own in asked:
+        found[index][role] = _size(recipes[index], role, own, answers[_kind(own, _scores(recipes[index], role))])
+    return found
+
+
+def _kind(own: Recipe, scores: bool) -> tuple[Any, ...]:
+    """What the sizes of a role's ranks depend on: not on how many of them hold the same."""
+    layout = train_layout(own)
+    axes = (layout.tp, layout.pp, layout.vpp, layout.ep, layout.etp, layout.stage_layers)
+    return (own.model.path, own.model.dtype, bool(own.train.mtp_loss), scores, *axes)
+
+
+def _scores(recipe: Recipe, role: Role) -> bool:
+    """Whether the model has a score of each token in place of logits."""
+    return role == "reward_model" or (role == "critic" and ALGORITHMS[recipe.algorithm.name].critic == "values")
+
+
+def _size(recipe: Recipe, role: Role, own: Recipe, answer: dict[str, Any]) -> ModelSize:
+    path, first = own.model.path, 0
+    if role == "policy":
+        shape = model_shape(path)
+    else:
+        first = slots_beside(recipe, True)[role].start
+        shape = scorer_shape(path) if _scores(recipe, role) else beside_shape(path, "process_rewards")
+    chunks = tuple(tuple(ChunkSize(**chunk) for chunk in stage) for stage in answer["stages"])
+    return ModelSize(
+        role, shape, own, train_layout(own), first, role != "reward_model", chunks, **answer.get("whole", {})
+    )
+
+
+def _built(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What `megarl.parallel.meta` says, in a process of its own: Megatron keeps global state."""
+    path = os.pathsep.join(filter(None, [str(Path(megarl.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]))
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "megarl.parallel.meta"],
+        input=json.dumps(requests),
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+    )
+    if done.returncode:
+        raise RuntimeError(f"the models could not be built on the meta device:\n{done.stderr[-4000:]}")
+    found = json.loads(done.stdout)
+    for one in found:
+        if "fault" in one:
+            raise UserFault(*one["fault"])
+    return found
