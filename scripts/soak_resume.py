@@ -1,10 +1,11 @@
-"""Kill a run with SIGKILL again and again, resume it each time, and hold its end against a run that nobody disturbed.
+"""End a run with SIGKILL again and again, resume it each time, and hold its end against a run that nobody disturbed.
 
     python scripts/soak_resume.py --points 50 [--seed 1] [--folder DIR] [--json]
 
 A tiny model, on CPU, seeded samples: weights, optimizer, metrics (but for times) and samples must be the same to the
 last bit. A point is a moment drawn in advance: while everything starts, or so many seconds after a step was recorded,
-which is in the middle of a rollout, an update, a save or a reshard. Exit code 1: something differs.
+which is in the middle of a rollout, an update, a save or a reshard. At one of the points SIGUSR1 asks the run to end,
+as Slurm does before the time limit. Exit code 1: something differs.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ OVERRIDES = [
     "checkpoint.every=2",
 ]
 _POLL_S = 0.02
+_TRY_AGAIN = 75
 _LIMIT_S = 300.0
 
 
@@ -116,21 +118,41 @@ def points(count: int, seed: int) -> Iterator[tuple[int, float]]:
         yield after, made.uniform(2.0, 6.0) if after == 0 else made.uniform(0.0, 0.8)
 
 
-def disturb(folder: Path, name: str, after: int, delay_s: float) -> str:
-    """Resume the run, kill it at a point, and say where that was."""
+def reach(folder: Path, name: str, after: int) -> subprocess.Popen[bytes]:
+    """Resume the run and wait for a record; the process has ended where the run was over before."""
     process = start(folder, name)
     began = time.monotonic()
     while len(records(folder, name)) < after or not (folder / "runs" / name).exists():
         if process.poll() is not None:
-            return f"had ended (code {process.returncode})"
+            return process
         if time.monotonic() - began > _LIMIT_S:
             kill(process)
             raise TimeoutError(f"no record {after} in {_LIMIT_S} s")
         time.sleep(_POLL_S)
+    return process
+
+
+def disturb(folder: Path, name: str, after: int, delay_s: float) -> str:
+    """Resume the run, kill it at a point, and say where that was."""
+    process = reach(folder, name, after)
+    if process.returncode is not None:
+        return f"had ended (code {process.returncode})"
     time.sleep(delay_s)
     kill(process)
     steps = [record["step"] for record in records(folder, name)]
     return f"killed {delay_s:.2f} s after record {after}, at step {steps[-1] if steps else 'none'}"
+
+
+def ask(folder: Path, name: str, after: int) -> str:
+    """Resume the run, ask it to end soon, and say whether it did, with a checkpoint of all that it recorded."""
+    process = reach(folder, name, after)
+    process.send_signal(signal.SIGUSR1)
+    code = process.wait(_LIMIT_S)
+    if code != _TRY_AGAIN:
+        return f"ended with code {code}, not {_TRY_AGAIN}"
+    last = records(folder, name)[-1]["step"]
+    saved = (folder / "runs" / name / "checkpoints" / f"step-{last:06d}" / "manifest.json").exists()
+    return f"asked after record {after}, ended with{'' if saved else 'out'} a checkpoint of step {last}"
 
 
 def differences(folder: Path, one: str, other: str) -> list[str]:
@@ -162,17 +184,18 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         prepare(folder)
         finish(folder, "undisturbed")
-        killed = []
-        for after, delay_s in points(arguments.points, arguments.seed):
-            killed.append(disturb(folder, "disturbed", after, delay_s))
+        ends = []
+        for index, (after, delay_s) in enumerate(points(arguments.points, arguments.seed)):
+            is_asked = index == arguments.points // 2 + 1  # of 10, in a step that no checkpoint is due in
+            ends.append(ask(folder, "disturbed", after) if is_asked else disturb(folder, "disturbed", after, delay_s))
             if not arguments.json:
-                print(killed[-1], flush=True)
+                print(ends[-1], flush=True)
         finish(folder, "disturbed")
         found = differences(folder, "undisturbed", "disturbed")
     if arguments.json:
-        print(json.dumps({"killed": killed, "differences": found}))
+        print(json.dumps({"ends": ends, "differences": found}))
     else:
-        print("\n".join(found) or f"identical after {len(killed)} kills: weights, optimizer, metrics, samples")
+        print("\n".join(found) or f"identical after {len(ends)} ends: weights, optimizer, metrics, samples")
     return 1 if found else 0
 
 
