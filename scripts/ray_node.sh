@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # This machine as one node of a Ray cluster, in the foreground until it is ended:
 #
-#   bash scripts/ray_node.sh head FILE [ray start's options]          writes the cluster's host:port to FILE once it listens
+#   bash scripts/ray_node.sh head FILE [ray start's options]          writes host:port to FILE once others may join
 #   bash scripts/ray_node.sh worker HOST:PORT [ray start's options]
 #
 # RAY_AUTH_TOKEN_PATH names the file with the cluster's token. MEGARL_NODE_ADDRESS, or the network MEGARL_INTERFACE, says
-# what this node is known by, MEGARL_GPUS_PER_NODE how many GPUs it gives: those that are there, unless one is said.
+# what this node is known by; MEGARL_GPUS_PER_NODE how many GPUs it gives, unless it is all; MEGARL_RAY_DIR where Ray's
+# sockets and logs lie, on a disk of the node, in place of /tmp.
 source "$(dirname "${BASH_SOURCE[0]}")/launch_env.sh"
 
 CPUS_PER_GPU=4 # as many processes as may share a GPU
@@ -50,7 +51,7 @@ export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0
 export RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=1 # an engine takes several GPUs: its process picks them by slot
 gpus=$(num_gpus)
 ((gpus > 0)) || stop "this node has no GPU: MEGARL_GPUS_PER_NODE says how many it is to give all the same"
-folder=$(mktemp -d /tmp/megarl-ray-XXXXXX) # a short path: Ray puts Unix sockets into it
+folder=$(mktemp -d "${MEGARL_RAY_DIR:-/tmp}/megarl-ray-XXXXXX") # short: the path of a Unix socket has 107 bytes
 options=(--block --node-ip-address="$address" --num-gpus="$gpus" --num-cpus=$((CPUS_PER_GPU * gpus)) --temp-dir="$folder"
     --min-worker-port=0 --max-worker-port=0 --disable-usage-stats)
 if [[ $role == head ]]; then
@@ -59,7 +60,8 @@ else
     options+=(--address="$meets")
 fi
 
-ray start "${options[@]}" "$@" &
+say "Ray on $address gives $gpus GPUs"
+ray start "${options[@]}" "$@" >"$folder/start.log" 2>&1 &
 ray=$!
 is_ended=''
 trap '((signals += 1)); is_ended=1; kill -TERM "$ray" 2>/dev/null || true' TERM INT HUP
@@ -76,6 +78,7 @@ await_end "$ray"
 if [[ -n $is_ended ]]; then
     rm -rf "$folder"
 else
-    say "Ray ended on $address (exit code $code); what it wrote is in $folder"
+    tail -n 3 "$folder/start.log"
+    say "Ray ended on $address (exit code $code); what it wrote is in $folder there"
 fi
 exit "$code"

@@ -34,6 +34,7 @@ class Desk:
             "PATH": self.path,
             "FAKE_SLURM": str(room),
             "MEGARL_JOBS": str(self.jobs),
+            "MEGARL_RAY_DIR": str(room),
         }
         self.started: list[subprocess.Popen[str]] = []
 
@@ -154,6 +155,7 @@ def test_a_job_gives_megarl_a_ray_of_all_its_nodes(desk: Desk) -> None:
     assert life["env"]["RAY_AUTH_MODE"] == "token"
     assert "--address=127.0.0.2:6001" in desk.ray("127.0.0.4")["argv"]
     assert list((desk.room / "nodes").iterdir()) == [], "Ray was ended on every node, by SIGTERM"
+    assert list(desk.room.glob("megarl-ray-*")) == []
     assert list(desk.jobs.iterdir()) == []
 
 
