@@ -33,11 +33,11 @@ class Beside(ABC):
 
     aggregation: Aggregation
 
-    def __init__(self, rank: int, recipe: Recipe, store_port: int, shape: ModelShape, first_gpu: int) -> None:
+    def __init__(self, rank: int, recipe: Recipe, meet: device.Address, shape: ModelShape, first_gpu: int) -> None:
         gc.freeze()  # as in a Trainer
         self.rank, self.shape = rank, shape
         self._rules = rules_of(recipe.algorithm.name, recipe.algorithm)
-        store = device.join_store(store_port, recipe.run.timeout_s)
+        store = device.join_store(meet, recipe.run.timeout_s)
         self._model = RankModel(rank, recipe, shape, store, slot=first_gpu + rank, is_published=False)
         self.layout = self._model.layout
         self._shards = megatron_map.shards(shape, self.layout, rank, model.TRANSFORMER_ENGINE)

@@ -1,9 +1,10 @@
-"""Ray: one session, one placement group of GPU slots, training ranks and engines on it. The only `import ray`."""
+"""Ray: a session of our own or a running cluster, GPU slots on its nodes, processes on them. The only `import ray`."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib
+import ipaddress
 import logging
 import os
 import shutil
@@ -17,17 +18,18 @@ from typing import Any
 from megarl import ray_settings  # noqa: F401  isort: skip  (before Ray)
 import ray
 import ray.exceptions
-from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl import processes
-from megarl.device import LOOPBACK
+from megarl.device import LOOPBACK, is_loopback, use_network
 from megarl.types import UserFault
 
 Ref = ray.ObjectRef
 _GRACE_S = 3.0  # a death breaks its peers' collectives first: this long is waited for the cause to show
 _OBJECT_STORE_BYTES = 2**30
 _SHARES = 4  # of a GPU slot
+_PLACING_S = 60.0  # that GPUs of a running cluster are waited for
 
 
 class WorkerFailed(Exception):
@@ -51,15 +53,20 @@ class _Shell:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._target: Any = None
+        self._is_made = asyncio.Event()
 
-    async def start(self, target: str, *args: Any) -> int:
+    async def start(self, host: str, folder: str, target: str, *args: Any) -> int:
         module, _, name = target.partition(":")
         loop = asyncio.get_running_loop()
+        use_network(host)
+        _enter(folder)
         cls = await loop.run_in_executor(self._thread, lambda: getattr(importlib.import_module(module), name))
         self._target = await loop.run_in_executor(self._thread, lambda: cls(*args))
+        self._is_made.set()
         return os.getpid()
 
     async def call(self, method: str, *args: Any) -> Any:
+        await self._is_made.wait()
         function = getattr(self._target, method)
         if asyncio.iscoroutinefunction(function):
             return await function(*args)
@@ -76,13 +83,14 @@ class _Shell:
 class Worker:
     """One remote process."""
 
-    def __init__(self, name: str, actor: Any) -> None:
-        self.name, self._actor = name, actor
-        self.watch_ref: Ref = actor.watch.remote()
+    def __init__(self, name: str, actor: Any, host: str) -> None:
+        """host: an address of the node from which the run is led."""
+        self.name, self._actor, self._host = name, actor, host
+        self.watch_refs: list[Ref] = [actor.watch.remote()]
 
     def start(self, target: str, *args: Any) -> Ref:
         """Import `module:Class` over there and make it with args; the reference is the process id."""
-        return self._actor.start.remote(target, *args)
+        return self._actor.start.remote(self._host, os.getcwd(), target, *args)
 
     def call(self, method: str, *args: Any) -> Ref:
         """Call a method; arguments that are references are fetched by the worker's node, not by the caller."""
@@ -93,18 +101,30 @@ class Worker:
         refs = self._actor.call_many.options(num_returns=count).remote(count, method, *args)
         return refs if count > 1 else [refs]
 
+    def watch(self, method: str) -> None:
+        """Hear from now on, whatever else is being called, what a method raises that otherwise does not return."""
+        self.watch_refs.append(self.call(method))
+
     def kill(self) -> None:
         ray.kill(self._actor)
 
 
 class Cluster:
-    """A Ray session of this command's own: started, and ended with every process and file of it, by `with`."""
+    """GPU slots of a Ray session, of this command's own or of nodes that run already; left as it was found, by `with`.
 
-    def __init__(self, gpus: int) -> None:
-        self._gpus = gpus
+    A session of its own ends with every process and file of it. Slot s is on node s // node_gpus; of a running cluster
+    the nodes are in the order of their addresses, and each gives all slots of a node together.
+    """
+
+    def __init__(self, gpus: int, node_gpus: int | None = None) -> None:
+        """node_gpus: join the cluster that RAY_ADDRESS names, and take so many of each node; None: begin one here."""
+        self._gpus, self._joins, self._node_gpus = gpus, node_gpus is not None, node_gpus or gpus
         self._workers: list[Worker] = []
         self._placement: PlacementGroup
+        self._bundles: list[int] = []  # of each node, in the order of the slots
         self._folder = ""
+        self.host = LOOPBACK
+        self.nodes: list[str] = []  # their addresses, in the order of the slots
 
     def __enter__(self) -> Cluster:
         processes.adopt_orphans()
@@ -115,20 +135,9 @@ class Cluster:
         os.environ["TMPDIR"] = self._folder  # what a killed worker leaves is found and removed with the session
         on_sigterm = signal.getsignal(signal.SIGTERM)
         try:
-            ray.init(
-                address="local",
-                num_gpus=self._gpus,
-                num_cpus=_SHARES * self._gpus,
-                object_store_memory=_OBJECT_STORE_BYTES,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                _temp_dir=self._folder,
-                _node_ip_address=LOOPBACK,
-            )
+            self._join() if self._joins else self._begin()
             signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own handler would end this process without cleaning up
-            self._placement = placement_group([{"GPU": 1, "CPU": _SHARES}] * self._gpus, strategy="PACK")
-            self.gather({self._placement.ready(): "placement group"})
+            self._take_slots()
         except BaseException:
             self.close()
             raise
@@ -137,20 +146,62 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _begin(self) -> None:
+        ray.init(
+            address="local",
+            num_gpus=self._gpus,
+            num_cpus=_SHARES * self._gpus,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _temp_dir=self._folder,
+            _node_ip_address=LOOPBACK,
+        )
+
+    def _join(self) -> None:
+        address = os.environ["RAY_ADDRESS"]
+        host = address.rpartition(":")[0]
+        try:
+            ray.init(
+                address=address,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                # Several nodes on one machine, as in tests: Ray itself would take the address of the network.
+                _node_ip_address=host if is_loopback(host) else None,
+            )
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            problem = f"no Ray cluster that can be joined at {address} ({str(error).splitlines()[0]})"
+            mend = "start Ray here and on the other nodes with the token that RAY_AUTH_TOKEN_PATH names"
+            raise UserFault("RAY_ADDRESS", problem, mend) from error
+        self.host = ray.util.get_node_ip_address()
+
+    def _take_slots(self) -> None:
+        """One bundle for each node: its GPUs, as many as the run needs of it."""
+        sizes = [min(self._node_gpus, self._gpus - start) for start in range(0, self._gpus, self._node_gpus)]
+        fit = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU", 0) >= self._node_gpus]
+        if len(fit) < len(sizes):
+            problem = f"{self._gpus} GPUs are {len(sizes)} nodes of {self._node_gpus}, Ray has {len(fit)} such nodes"
+            raise UserFault("placement.gpus", problem, "start Ray on more nodes, or lower it")
+        self._placement = placement_group([{"GPU": size} for size in sizes], strategy="STRICT_SPREAD")
+        ready = self._placement.ready()
+        if not ray.wait([ready], timeout=_PLACING_S)[0]:
+            mend = "wait for the other job of this Ray cluster to end, or start more nodes"
+            raise UserFault("placement.gpus", f"{self._gpus} GPUs are not free in the Ray cluster", mend)
+        self.gather({ready: "placement group"})
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in fit}
+        on = {bundle: addresses[node] for bundle, node in _nodes_of(self._placement).items()}
+        # The last slots are on the node that gives fewer: its bundle cannot change places with another.
+        by_address = sorted(range(len(sizes)), key=lambda bundle: (-sizes[bundle], ipaddress.ip_address(on[bundle])))
+        self._bundles, self.nodes = by_address, [on[bundle] for bundle in by_address]
+
     def worker(self, name: str, slot: int) -> Worker:
         """Start a process on GPU slot `slot`, which up to four share: policy, engine, critic and reward model."""
-        strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=slot)
-        actor = (
-            ray.remote(_Shell)
-            .options(
-                num_gpus=1 / _SHARES,
-                num_cpus=1,
-                scheduling_strategy=strategy,
-                max_concurrency=4096,
-            )
-            .remote()
-        )
-        worker = Worker(name, actor)
+        bundle = self._bundles[slot // self._node_gpus]
+        strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=bundle)
+        options: dict[str, Any] = {"num_gpus": 1 / _SHARES, "num_cpus": 0, "max_concurrency": 4096}
+        actor = ray.remote(_Shell).options(scheduling_strategy=strategy, **options).remote()
+        worker = Worker(name, actor, self.host)
         self._workers.append(worker)
         return worker
 
@@ -167,7 +218,8 @@ class Cluster:
 
     def await_all(self, labels: Mapping[Ref, str], among: Sequence[Worker] | None = None) -> None:
         """`gather` without fetching what comes of it."""
-        watches = {worker.watch_ref: worker.name for worker in (self._workers if among is None else among)}
+        watched = self._workers if among is None else among
+        watches = {ref: worker.name for worker in watched for ref in worker.watch_refs}
         pending = dict(labels)
         while pending:
             done, _ = ray.wait([*pending, *watches], num_returns=1)
@@ -180,7 +232,7 @@ class Cluster:
 
     def settle(self, calls: Mapping[Ref, str]) -> bool:
         """Wait until every call has ended, well or not; False as soon as the process of any worker is gone."""
-        watches = {worker.watch_ref for worker in self._workers}
+        watches = {ref for worker in self._workers for ref in worker.watch_refs}
         pending = set(calls)
         while pending:
             done, _ = ray.wait([*pending, *watches], num_returns=1)
@@ -212,6 +264,20 @@ class Cluster:
             os.environ.pop("TMPDIR")
             if self._tmpdir is not None:
                 os.environ["TMPDIR"] = self._tmpdir
+
+
+def _enter(folder: str) -> None:
+    """Make the paths of a recipe mean on every node what they mean to the command."""
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        problem = f"is not on node {ray.util.get_node_ip_address()} ({error.strerror})"
+        raise UserFault(folder, problem, "start the run in a folder that all nodes share") from None
+
+
+def _nodes_of(placement: PlacementGroup) -> dict[int, str]:
+    """Ray's id of the node on which each bundle is."""
+    return placement_group_table(placement)["bundles_to_node_id"]
 
 
 def _failure(ref: Ref) -> Exception | None:

@@ -18,6 +18,7 @@ from megarl.config import Recipe
 from megarl.fleet import Fleet
 from megarl.memory import Phase
 from megarl.metrics import critic_metrics, eval_metrics, failed_share, rollout_metrics, train_metrics
+from megarl.parallel.placement import node_gpus
 from megarl.preflight import Inputs
 from megarl.ranks import CriticRanks, Rollout, TrainingRanks
 from megarl.resume import Saver
@@ -36,7 +37,7 @@ def train(recipe: Recipe, inputs: Inputs, log: RunLog, start: Snapshot | None = 
 
     Raises WorkerFailed when a process of the run fails, UserFault when the reward does, EndedEarly after a SIGUSR1.
     """
-    with Cluster(recipe.placement.gpus) as cluster:
+    with Cluster(recipe.placement.gpus, node_gpus(recipe)) as cluster:
         log.say("starting training ranks and engines side by side")
         fleet, saver = begin(recipe, inputs, cluster, log, start)
         try:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megarl.cluster import Cluster
 from megarl.config import Recipe
-from megarl.parallel.placement import train_layout, without_reference
+from megarl.parallel.placement import node_gpus, train_layout, without_reference
 from megarl.ranks import trainers_alone
 from megarl.resume import FOLDER, model_faults
 from megarl.snapshots import Snapshot, Snapshots
@@ -43,7 +43,7 @@ def convert(recipe: Recipe, snapshot: Snapshot, out: Path, say: Callable[[str], 
     Raises WorkerFailed when a training rank fails.
     """
     recipe = without_reference(recipe)
-    with Cluster(train_layout(recipe).world_size) as cluster:
+    with Cluster(train_layout(recipe).world_size, node_gpus(recipe)) as cluster:
         say("starting training ranks")
         trainers = trainers_alone(cluster, recipe)
         trainers.load_weights(snapshot.folder.absolute())

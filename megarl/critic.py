@@ -11,6 +11,7 @@ from megarl.algos import AGGREGATION_BESIDE
 from megarl.algos.losses import value_loss
 from megarl.beside import Beside, MicroBatches
 from megarl.config import Recipe
+from megarl.device import Address
 from megarl.parallel.hf_config import scorer_shape
 from megarl.parallel.pipeline import Norms
 from megarl.parallel.sequences import PackedRow, dealt, unpack, with_returns
@@ -22,8 +23,8 @@ class Critic(Beside):
 
     aggregation = AGGREGATION_BESIDE["values"]
 
-    def __init__(self, rank: int, recipe: Recipe, store_port: int, first_gpu: int = 0) -> None:
-        super().__init__(rank, recipe, store_port, scorer_shape(recipe.model.path), first_gpu)
+    def __init__(self, rank: int, recipe: Recipe, meet: Address, first_gpu: int = 0) -> None:
+        super().__init__(rank, recipe, meet, scorer_shape(recipe.model.path), first_gpu)
 
     def values_of(self, micro_batches: MicroBatches) -> list[FloatArray] | None:
         """One array per sequence, in order: the value of the state before every token (the first: 0).

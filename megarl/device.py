@@ -1,10 +1,11 @@
-"""Which device, which collective backend, which store: each is chosen here and nowhere else."""
+"""Which device, which collective backend, which store and which network: each is chosen here and nowhere else."""
 
 from __future__ import annotations
 
 import os
 import socket
 from datetime import timedelta
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -27,25 +28,55 @@ def held_bytes() -> int:
     return psutil.Process().memory_info().rss
 
 
+class Address(NamedTuple):
+    """Where processes of a run meet."""
+
+    host: str
+    port: int
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an IPv4 address is of this machine alone."""
+    return host.startswith("127.")
+
+
 def use_loopback() -> None:
-    """Keep gloo's own sockets on loopback; call before the first process group of a process."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    """Keep gloo's and NCCL's own sockets on loopback, unless `use_network` said otherwise in this process before."""
+    use_network(LOOPBACK)
 
 
-def loopback_socket() -> socket.socket:
-    """A listening socket on a free port of 127.0.0.1."""
+def use_network(host: str) -> None:
+    """Put gloo's and NCCL's own sockets on the interface that leads to `host`; call before the first process group.
+
+    What the environment says of them stays: the user knows the cluster better.
+    """
+    interface = "lo" if is_loopback(host) else _interface_to(host)
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, interface)
+
+
+def _interface_to(host: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # of a datagram socket: looks the route up and sends nothing
+        own = probe.getsockname()[0]
+    names = [name for name, found in psutil.net_if_addrs().items() if own in {one.address for one in found}]
+    return "lo" if is_loopback(own) else names[0]
+
+
+def listening_socket(host: str = LOOPBACK) -> socket.socket:
+    """Listens on a free port of one of this machine's addresses, and on no other address."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind((LOOPBACK, 0))
+    listener.bind((host, 0))
     listener.listen(1024)
     return listener
 
 
-def host_store(timeout_s: float) -> TCPStore:
-    """Serve a key-value store on loopback; torch's own server would listen on every interface."""
-    listener = loopback_socket()
+def host_store(timeout_s: float, host: str = LOOPBACK) -> TCPStore:
+    """Serve a key-value store on one address; torch's own server would listen on every interface."""
+    listener = listening_socket(host)
     port = listener.getsockname()[1]
     return TCPStore(
-        LOOPBACK,
+        host,
         port,
         is_master=True,
         wait_for_workers=False,
@@ -54,8 +85,12 @@ def host_store(timeout_s: float) -> TCPStore:
     )
 
 
-def join_store(port: int, timeout_s: float) -> TCPStore:
-    """Connect to a store that `host_store` serves on this machine."""
-    return TCPStore(
-        LOOPBACK, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-    )
+def address_of(store: TCPStore) -> Address:
+    """For `join_store`."""
+    return Address(store.host, store.port)
+
+
+def join_store(address: Address, timeout_s: float) -> TCPStore:
+    """Connect to a store that `host_store` serves."""
+    host, port = address
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))

@@ -6,14 +6,23 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megarl.algos import has_critic
-from megarl.cluster import Cluster, Ref, WorkerFailed
+from megarl.cluster import Cluster, Ref, Worker, WorkerFailed
 from megarl.config import Recipe
+from megarl.device import address_of, host_store
 from megarl.memory import Lender
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.layout import EngineLayout
-from megarl.parallel.placement import engine_layout, shared_slots, slots_beside, train_layout, without_reference
+from megarl.parallel.placement import (
+    engine_layout,
+    engine_nodes,
+    shared_slots,
+    slots_beside,
+    train_layout,
+    without_reference,
+)
 from megarl.ranks import CriticRanks, RewardRanks, Rollout, TrainingRanks
 from megarl.resharding.member import Stats, collect_stats
 from megarl.resharding.session import Sessions, sessions
@@ -33,13 +42,28 @@ class Engines:
         self._cluster = cluster
         starts = [layout.first + index * layout.tp for index in range(layout.count)]
         self.workers = [cluster.worker(f"engine {index}", slot) for index, slot in enumerate(starts)]
-        self.started = {
-            worker.start("megarl.rollout.episodes:RolloutWorker", recipe, index): worker.name
-            for index, worker in enumerate(self.workers)
-        }
+        self._stores: list[Any] = []  # where the ranks of engines on several nodes meet, served by this process
+        self._parts: list[Worker] = []
+        self.started: dict[Ref, str] = {}
+        for index, (worker, slot) in enumerate(zip(self.workers, starts, strict=True)):
+            self._start(recipe, index, worker, slot)
         # SGLang's ranks give their memory together, so that an engine on one shared GPU gives it on all of its own.
         engines = zip(self.workers, starts, strict=True)
         self._lenders = [worker for worker, slot in engines if shared & {*range(slot, slot + layout.tp)}]
+
+    def _start(self, recipe: Recipe, index: int, worker: Worker, slot: int) -> None:
+        """An engine, with a process on each further node of it."""
+        meet, num_nodes = None, engine_nodes(recipe)
+        if num_nodes > 1:
+            self._stores.append(host_store(recipe.run.timeout_s, self._cluster.host))
+            meet = address_of(self._stores[-1])
+        self.started[worker.start("megarl.rollout.episodes:RolloutWorker", recipe, index, meet)] = worker.name
+        for node in range(1, num_nodes):
+            name, at = f"{worker.name}, node {node}", slot + node * recipe.placement.gpus_per_node
+            part = self._cluster.worker(name, at)
+            self.started[part.start("megarl.rollout.episodes:EnginePart", recipe, index, node, meet)] = name
+            part.watch("fail")
+            self._parts.append(part)
 
     def sample(self, prompts: Sequence[Prompt], sampling: Sampling) -> Rollout:
         """One group per prompt, in order; prompts are dealt round over the engines, which batch them themselves."""
@@ -70,7 +94,7 @@ class Engines:
         self._cluster.call_all(self._lenders, "resume_cache")
 
     def shutdown(self) -> None:
-        self._cluster.call_all(self.workers, "shutdown")
+        self._cluster.call_all([*self.workers, *self._parts], "shutdown")
 
 
 class Fleet:
@@ -186,7 +210,7 @@ class Fleet:
         handles = self.trainers.publish()
         return sessions(
             [one.source for one in handles],
-            store_port=self._store.port,
+            meet=address_of(self._store),
             run_id=self._run_id,
             shape=model_shape(self._recipe.model.path),
             train=self._train_layout,

@@ -12,6 +12,7 @@ from megarl.controller import learn, publish, sampling_of, score
 from megarl.fleet import Fleet
 from megarl.metrics import rollout_metrics
 from megarl.parallel.hf_config import model_shape
+from megarl.parallel.placement import node_gpus
 from megarl.preflight import Inputs
 from megarl.ranks import Rollout, gpus_alone, ranks_alone
 from megarl.rollout.episodes import summary
@@ -24,7 +25,8 @@ def roll_out(recipe: Recipe, inputs: Inputs, log: RunLog, out: Path) -> None:
 
     Raises as `controller.train` does.
     """
-    with Cluster(recipe.placement.gpus) as cluster, writing(out, model_shape(recipe.model.path).vocab_size) as file:
+    vocab_size = model_shape(recipe.model.path).vocab_size
+    with Cluster(recipe.placement.gpus, node_gpus(recipe)) as cluster, writing(out, vocab_size) as file:
         log.say("starting training ranks and engines side by side")
         with log.start() as record:
             with record.phase("start"):
@@ -52,7 +54,7 @@ def train_from(recipe: Recipe, samples: SampleFile, log: RunLog) -> None:
     Raises WorkerFailed when a training rank fails.
     """
     rules = rules_of(recipe.algorithm.name, recipe.algorithm)
-    with Cluster(gpus_alone(recipe)) as cluster:
+    with Cluster(gpus_alone(recipe), node_gpus(recipe)) as cluster:
         log.say("starting training ranks")
         trainers, critic = ranks_alone(cluster, recipe)
         for step in range(1, recipe.run.steps + 1):

@@ -15,6 +15,7 @@ from megarl.algos.losses import outcome_loss
 from megarl.batching import Piece, SampleRef
 from megarl.beside import Beside, MicroBatches
 from megarl.config import Recipe
+from megarl.device import Address
 from megarl.parallel import waiting
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.pipeline import Norms
@@ -27,8 +28,8 @@ class ProcessRewards(Beside):
 
     aggregation = AGGREGATION_BESIDE["process_rewards"]
 
-    def __init__(self, rank: int, recipe: Recipe, store_port: int, first_gpu: int = 0) -> None:
-        super().__init__(rank, recipe, store_port, model_shape(recipe.model.path), first_gpu)
+    def __init__(self, rank: int, recipe: Recipe, meet: Address, first_gpu: int = 0) -> None:
+        super().__init__(rank, recipe, meet, model_shape(recipe.model.path), first_gpu)
         self._reference = waiting.room_for(self.params())
         checkpoint.load_hf(recipe.model.path, self._shards, self._reference)
         self._reference_logp: list[list[FloatArray] | None] = []  # of the shares that were valued, for `train_step`

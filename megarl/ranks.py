@@ -52,11 +52,12 @@ class Ranks:
     ) -> None:
         """recipe: these ranks' own. name: of a rank, for people; target and more: its class, and what it is told."""
         self._cluster, self._recipe, self._shape, self._layout = cluster, recipe, shape, train_layout(recipe)
-        self.store = device.host_store(recipe.run.timeout_s)  # they meet there: served as long as this object lives
+        # They meet there: served as long as this object lives.
+        self.store = device.host_store(recipe.run.timeout_s, cluster.host)
         slots = range(first, first + self._layout.world_size)
         self.workers = [cluster.worker(f"{name} {rank}", slot) for rank, slot in enumerate(slots)]
         self.started = {
-            worker.start(target, rank, recipe, self.store.port, *more): worker.name
+            worker.start(target, rank, recipe, device.address_of(self.store), *more): worker.name
             for rank, worker in enumerate(self.workers)
         }
         self._lenders = [worker for worker, slot in zip(self.workers, slots, strict=True) if slot in shared]

@@ -25,11 +25,11 @@ from megarl.types import FloatArray, IntArray, SampleGroup, TrainSequence
 class RewardModel:
     """Rank `rank` of the reward model's world, whose recipe this is. Every method is called on all ranks together."""
 
-    def __init__(self, rank: int, recipe: Recipe, store_port: int, first_gpu: int = 0) -> None:
+    def __init__(self, rank: int, recipe: Recipe, meet: device.Address, first_gpu: int = 0) -> None:
         gc.freeze()  # as in a Trainer
         path = recipe.model.path
         self._recipe, self._shape, self._tokenizer = recipe, scorer_shape(path), load_tokenizer(path)
-        store = device.join_store(store_port, recipe.run.timeout_s)
+        store = device.join_store(meet, recipe.run.timeout_s)
         self._model = RankModel(
             rank, recipe, self._shape, store, slot=first_gpu + rank, trains=False, is_published=False
         )

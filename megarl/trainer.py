@@ -60,16 +60,16 @@ class Part:
 class Trainer:
     """Rank `rank` of the training world. Every method but `params` is called on all ranks together.
 
-    The constructor meets the other ranks at the store on `store_port`, builds this rank's part of the model and loads
+    The constructor meets the other ranks at the store at `meet`, builds this rank's part of the model and loads
     its weights from the HF checkpoint. Raises UserFault for a checkpoint or Megatron option that does not fit.
     """
 
-    def __init__(self, rank: int, recipe: Recipe, store_port: int) -> None:
+    def __init__(self, rank: int, recipe: Recipe, meet: device.Address) -> None:
         gc.freeze()  # what the imports made is never garbage, and walking it takes half a second
         path = recipe.model.path
         self.rank, self.device, self._recipe = rank, device.DEVICE, recipe
         self.shape = model_shape(path)
-        self._store = device.join_store(store_port, recipe.run.timeout_s)
+        self._store = device.join_store(meet, recipe.run.timeout_s)
         self._model = RankModel(rank, recipe, self.shape, self._store, slot=rank)
         self.layout = self._model.layout
         shards = megatron_map.shards(self.shape, self.layout, rank, model.TRANSFORMER_ENGINE)

@@ -28,6 +28,7 @@ import torch
 from megarl import device, flops
 from megarl.batching import SampleRef, plan_updates
 from megarl.config import Recipe
+from megarl.device import Address
 from megarl.types import TrainSequence
 
 TIMEOUT_S = 600.0
@@ -91,7 +92,7 @@ def cross_entropy(logp_T: Any, entropy_T: Any, old_logp_T: Any, targets: Any) ->
     return -(logp_T * targets.loss_mask_T).sum(), {"tokens": targets.loss_mask_T.sum()}
 
 
-def work(rank: int, port: int, recipe: Recipe, sequences: Sequence[TrainSequence], steps: int) -> dict[str, Any]:
+def work(rank: int, meet: Address, recipe: Recipe, sequences: Sequence[TrainSequence], steps: int) -> dict[str, Any]:
     """Both contenders on one rank; the seconds of their steps."""
     import torch.distributed as dist
 
@@ -100,7 +101,7 @@ def work(rank: int, port: int, recipe: Recipe, sequences: Sequence[TrainSequence
     from megarl.trainer import Part, Trainer
     from scripts.train_bench.bare import Bare
 
-    trainer = Trainer(rank, recipe, port)
+    trainer = Trainer(rank, recipe, meet)
     layout, shape = trainer.layout, trainer.shape
     bare = Bare(recipe, shape, layout, rank, trainer.params())
     lengths = [(len(one.token_ids_T), int(one.loss_mask_T.sum())) for one in sequences]
@@ -135,8 +136,8 @@ def work(rank: int, port: int, recipe: Recipe, sequences: Sequence[TrainSequence
     return {"seconds": kept, "tokens": update.tokens, "flops": total, "micro_batches": len(rows)}
 
 
-def run_rank(rank: int, port: int, pipe: Connection, *args: Any) -> None:
-    pipe.send(work(rank, port, *args))
+def run_rank(rank: int, meet: Address, pipe: Connection, *args: Any) -> None:
+    pipe.send(work(rank, meet, *args))
 
 
 def run_world(world_size: int, *args: Any) -> dict[str, Any]:
@@ -147,7 +148,7 @@ def run_world(world_size: int, *args: Any) -> dict[str, Any]:
     try:
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=run_rank, args=(rank, store.port, theirs, *args))
+            process = context.Process(target=run_rank, args=(rank, device.address_of(store), theirs, *args))
             process.start()
             theirs.close()
             processes.append(process)

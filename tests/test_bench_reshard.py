@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.device import loopback_socket
+from megarl.device import listening_socket
 from megarl.resharding import megatron_map, sglang_map
 from megarl.resharding.shards import box_area, intersect_boxes
 from scripts.reshard_bench import wire
@@ -34,7 +34,7 @@ FIGURES = {
 
 @pytest.fixture
 def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
-    with loopback_socket() as listener, socket.create_connection(listener.getsockname()) as client:
+    with listening_socket() as listener, socket.create_connection(listener.getsockname()) as client:
         server, _ = listener.accept()
         with server:
             yield client, server

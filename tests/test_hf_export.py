@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch.distributed.distributed_c10d import PrefixStore
 
 from megarl import checkpoint
-from megarl.device import join_store
+from megarl.device import Address, join_store
 from megarl.hf_export import Export, export_hf, plan_files
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.layout import TrainLayout
@@ -26,14 +26,14 @@ from tests.parallel import checkpoints
 from tests.parallel.worlds import TIMEOUT_S, run_ranks
 
 
-def export_rank(rank: int, port: int, job: Export, damage: dict[int, str]) -> str:
+def export_rank(rank: int, meet: Address, job: Export, damage: dict[int, str]) -> str:
     job = replace(job, rank=rank)
     shards = megatron_map.shards(job.shape, job.layout, rank, job.transformer_engine)
     table = {name: torch.zeros(size) for name, size in param_table(shards).items()}
     checkpoint.load_hf(job.source, shards, table)
     table.pop(damage.get(rank, ""), None)
     try:
-        export_hf(job, table, PrefixStore("export", join_store(port, TIMEOUT_S)))
+        export_hf(job, table, PrefixStore("export", join_store(meet, TIMEOUT_S)))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "done"

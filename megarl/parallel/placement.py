@@ -32,6 +32,22 @@ def engine_layout(recipe: Recipe) -> EngineLayout:
     return EngineLayout(engine.count, engine.tp, engine.ep, engine.dp, engine.fp8, first)
 
 
+def node_gpus(recipe: Recipe) -> int | None:
+    """GPUs of each node of the Ray cluster that runs; None where the run begins one of its own on this machine."""
+    return recipe.placement.gpus_per_node if recipe.placement.network == "nodes" else None
+
+
+def engine_nodes(recipe: Recipe) -> int:
+    """The nodes that one engine spans."""
+    node = node_gpus(recipe)
+    return recipe.rollout.engine.tp // node if node and recipe.rollout.engine.tp > node else 1
+
+
+def gpu_of(placement: Placement, slot: int) -> int:
+    """The number that a slot's GPU has on its node."""
+    return slot % placement.gpus_per_node if placement.network == "nodes" else slot
+
+
 def critic_recipe(recipe: Recipe) -> Recipe:
     """The recipe as the critic's ranks read it: its checkpoint, axes and learning rate in the policy's places."""
     critic = recipe.critic
@@ -48,7 +64,8 @@ def reward_recipe(recipe: Recipe) -> Recipe:
 def _recipe_beside(recipe: Recipe, path: str | None, ranks: Ranks, own: dict[str, Any]) -> Recipe:
     axes = {key: value for key, value in ranks if value is not None and key in Train.model_fields}
     train = recipe.train.model_copy(update={**axes, **own, "mtp_loss": 0.0, "replay": "off"})
-    placement = Placement(gpus=ranks.gpus or train_layout(recipe).world_size)
+    gpus = ranks.gpus or train_layout(recipe).world_size
+    placement = recipe.placement.model_copy(update={"gpus": gpus, "train_gpus": None, "first_engine_gpu": 0})
     model = Model(path=path or recipe.model.path, dtype=recipe.model.dtype)
     return recipe.model_copy(
         update={"model": model, "train": train, "placement": placement, "reference": Reference()}

@@ -14,7 +14,7 @@ from megarl import device
 from megarl.config import Recipe
 from megarl.parallel import cpu, groups, model, optimizer, saving, waiting
 from megarl.parallel.pipeline import Coefficients, Pipeline
-from megarl.parallel.placement import train_layout
+from megarl.parallel.placement import gpu_of, train_layout
 from megarl.parallel.routing import Routing
 from megarl.parallel.sequences import Split
 from megarl.snapshots import Digest, digests
@@ -45,7 +45,7 @@ class RankModel:
             cpu.patch_megatron()
             torch.set_num_threads(1)
         else:
-            torch.cuda.set_device(slot % torch.cuda.device_count())
+            torch.cuda.set_device(gpu_of(recipe.placement, slot))
         path, train, layout = recipe.model.path, recipe.train, train_layout(recipe)
         self.rank, self.shape, self.layout, self._train = rank, shape, layout, train
         self.at = layout.coords(rank)

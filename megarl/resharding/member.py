@@ -59,7 +59,7 @@ class Member:
         if source_params is None:
             source_params = attach(session.source) if session.source else {}
         self.source_params = source_params
-        self._store = PrefixStore(f"reshard/{session.run_id}", join_store(session.store_port, session.timeout_s))
+        self._store = PrefixStore(f"reshard/{session.run_id}", join_store(session.meet, session.timeout_s))
         self._agreement = Agreement(self._store, session.member, session.num_members, session.timeout_s)
         self._plan: tuple[list[int], Plan] | None = None  # with the numbers of rounds that it was dealt for
         self._executor: Executor | None = None

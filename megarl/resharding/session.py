@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megarl.device import Address
 from megarl.parallel.layout import EngineLayout, TrainLayout
 from megarl.resharding.publish import SourceHandles
 from megarl.resharding.verify import VerifyMode
@@ -19,7 +20,7 @@ class Session:
     A member is a GPU slot, which trains, or holds a rank of an engine, or both.
     """
 
-    store_port: int
+    meet: Address
     run_id: str
     member: int
     shape: ModelShape
@@ -46,6 +47,7 @@ class Session:
         nested = {
             "shape": ModelShape(**{**shape, "mla": MlaShape(**shape["mla"]) if shape["mla"] else None}),
             "train": TrainLayout(**{**train, "stage_layers": tuple(train["stage_layers"])}),
+            "meet": Address(*content["meet"]),
             "engine": EngineLayout(**content["engine"]),
             "source": SourceHandles.from_json(content["source"]) if content["source"] else None,
         }
@@ -75,7 +77,7 @@ class Sessions:
 def sessions(
     handles: Sequence[SourceHandles],
     *,
-    store_port: int,
+    meet: Address,
     run_id: str,
     shape: ModelShape,
     train: TrainLayout,
@@ -99,7 +101,7 @@ def sessions(
     for slot in range(max(train.world_size, engine.end)):
         at = engine.member(slot)
         session = Session(
-            store_port, run_id, slot, shape, train, engine, transformer_engine, dtype, round_bytes, timeout_s,
+            meet, run_id, slot, shape, train, engine, transformer_engine, dtype, round_bytes, timeout_s,
             gpus_per_node, verify, handles[slot] if at and slot < train.world_size else None,
         )  # fmt: skip
         if at:

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megarl.device import DEVICE
+from megarl.device import DEVICE, Address
 from megarl.rollout import cpu, seeded
 from megarl.types import UserFault
 
@@ -38,6 +38,7 @@ _OURS = {
     "disable_shared_experts_fusion": "",
     "nnodes": "",
     "node_rank": "",
+    "dist_init_addr": "",
     "enable_memory_saver": "",
     "enable_deterministic_inference": "rollout.seeded",
     "enable_return_routed_experts": "train.replay",
@@ -97,6 +98,9 @@ class EngineSettings:
     refuses to sample before its first reshard. With fp8 the weights are held in tiles of 128 x 128 with their scales,
     which a checkpoint in another type cannot fill: load_weights must be False.
 
+    nodes: over which the ranks are spread, as many on each; `node` is the one that this process looks after, and `meet`
+    where the ranks of all nodes meet (None on a single one).
+
     seeded: a prompt's samples are the same, to the last bit, whenever weights and stream are; slower. routed_experts:
     every sample says which experts its tokens went to.
     """
@@ -115,6 +119,14 @@ class EngineSettings:
     fp8: bool = False
     seeded: bool = False
     routed_experts: bool = False
+    nodes: int = 1
+    node: int = 0
+    meet: Address | None = None
+
+    @property
+    def first_rank(self) -> int:
+        """The first of the tensor-parallel ranks on this node."""
+        return self.node * self.tp // self.nodes
 
 
 def server_arguments(settings: EngineSettings, weight_loader: str) -> dict[str, Any]:
@@ -137,6 +149,9 @@ def server_arguments(settings: EngineSettings, weight_loader: str) -> dict[str, 
         "disable_shared_experts_fusion": True,  # fused, their layout would depend on the GPU
         "enable_return_routed_experts": settings.routed_experts,
     }
+    if settings.meet:
+        address = f"{settings.meet.host}:{settings.meet.port}"
+        arguments |= {"nnodes": settings.nodes, "node_rank": settings.node, "dist_init_addr": address}
     if settings.fp8:
         arguments["json_model_override_args"] = json.dumps({"quantization_config": _FP8})
     if DEVICE == "cpu":

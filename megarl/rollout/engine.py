@@ -32,7 +32,7 @@ class Engine:
     def __init__(self, settings: EngineSettings, weight_loader: str = WEIGHT_LOADER) -> None:
         self._tp, self._seeded, self._routed_experts = settings.tp, settings.seeded, settings.routed_experts
         self._weight_loader = weight_loader
-        self._host = Host(server_arguments(settings, weight_loader), settings.seeded)
+        self._host = _host_of(settings, weight_loader)
         self._manager: Any = self._host.server.tokenizer_manager
         from transformers import AutoTokenizer  # seconds, which the host spends while its schedulers start
 
@@ -157,6 +157,32 @@ class Engine:
         num_experts = getattr(config, "n_routed_experts", None) or config.num_experts
         smallest = np.uint8 if num_experts <= 256 else np.int16
         return experts[:, getattr(config, "first_k_dense_replace", 0) :].astype(smallest)
+
+
+class Schedulers:
+    """The schedulers on one further node of an engine; building it blocks until those of all its nodes are ready."""
+
+    def __init__(self, settings: EngineSettings, weight_loader: str = WEIGHT_LOADER) -> None:
+        self._host = _host_of(settings, weight_loader)
+        self._is_down = False
+
+    async def fail(self) -> None:
+        """Raises EngineFault when one of them has died; does not return."""
+        try:
+            await self._host.run(asyncio.Event().wait())
+        except EngineFault:
+            if not self._is_down:
+                raise
+        await asyncio.Event().wait()
+
+    def shutdown(self) -> None:
+        """End and reap them, and leave no file."""
+        self._is_down = True
+        self._host.stop()
+
+
+def _host_of(settings: EngineSettings, weight_loader: str) -> Host:
+    return Host(server_arguments(settings, weight_loader), settings.seeded, settings.meet, settings.first_rank)
 
 
 def _named_tensors(message: Mapping[str, Any]) -> bytes:

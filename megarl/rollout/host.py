@@ -14,7 +14,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megarl.device import DEVICE
+from megarl.device import DEVICE, Address
 from megarl.rollout import cpu, scheduler
 
 Result = TypeVar("Result")
@@ -39,12 +39,20 @@ class Host:
     where an event loop already runs. Building it blocks until the schedulers are ready; EngineFault if they are not.
     """
 
-    def __init__(self, server_arguments: Mapping[str, Any], seeded: bool = False) -> None:
+    def __init__(
+        self,
+        server_arguments: Mapping[str, Any],
+        seeded: bool = False,
+        meet: Address | None = None,
+        first_rank: int = 0,
+    ) -> None:
+        """meet: where the ranks of an engine on several nodes meet; first_rank: the first of them on this node."""
         self._fault: EngineFault | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
         self._stop_reader, self._stop_writer = connection.Pipe(duplex=False)
-        self._entry = scheduler.SchedulerEntry(Path(tempfile.mkdtemp(prefix="megarl-engine-")), seeded)
+        folder = Path(tempfile.mkdtemp(prefix="megarl-engine-"))
+        self._entry = scheduler.SchedulerEntry(folder, seeded, meet, first_rank)
         scheduler.set_environment()
         if DEVICE == "cpu":
             cpu.start_fork_server()
@@ -58,7 +66,8 @@ class Host:
             fault = self._death() or EngineFault(f"the engine did not start: {type(error).__name__}: {error}")
             self.stop()
             raise fault from error
-        self.server.tokenizer_manager.on_failure = self._fail_host
+        if self.server.tokenizer_manager is not None:  # on the first node alone
+            self.server.tokenizer_manager.on_failure = self._fail_host
         threading.Thread(target=self._watch, name="engine-watch", daemon=True).start()
         atexit.register(self.stop)
 
@@ -131,7 +140,8 @@ class Host:
 
     def _death(self) -> EngineFault | None:
         """Who died and of what; a killed process comes before those that failed because it was gone."""
-        dead = [(rank, process) for rank, process in enumerate(self._entry.processes) if process.exitcode is not None]
+        ranks = enumerate(self._entry.processes, start=self._entry.first_rank)
+        dead = [(rank, process) for rank, process in ranks if process.exitcode is not None]
         if not dead:
             return None
         rank, process = min(dead, key=lambda item: (item[1].exitcode or 0) >= 0)

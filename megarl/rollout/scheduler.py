@@ -15,7 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from megarl.device import DEVICE, use_loopback
+from megarl.device import DEVICE, Address, use_loopback
 from megarl.rollout import cpu, seeded
 
 
@@ -26,8 +26,8 @@ def set_environment() -> None:
     temperature and truncation, so that they are the trainer's too.
     """
     use_loopback()
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     os.environ["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "1"
+    os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"  # on an engine's further nodes its start returns
     os.environ["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"  # a /dev/shm file that a SIGKILL leaves
     if DEVICE == "cpu":
         cpu.set_environment()
@@ -42,6 +42,8 @@ class SchedulerEntry:
 
     directory: Path
     seeded: bool = False
+    meet: Address | None = None
+    first_rank: int = 0
     environment: dict[str, str] = field(default_factory=dict)
     processes: list[BaseProcess] = field(default_factory=list)
 
@@ -55,6 +57,15 @@ class SchedulerEntry:
         for process in self.processes:
             process.join()
 
+    def _set_rendezvous(self) -> None:
+        """Torch's own TCPStore would listen on every interface: a file in its place, or for several nodes a store."""
+        method = f"file://{self.directory / 'rendezvous'}"
+        if self.meet:
+            method = f"tcp://{self.meet.host}:{self.meet.port}"
+            # Torch then joins the store that is there, and nobody serves another (distributed/rendezvous.py).
+            os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+        os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = method
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """The target is unpickled before its arguments, which import SGLang."""
         self.__dict__.update(state)
@@ -65,8 +76,7 @@ class SchedulerEntry:
         self, server_args: Any, port_args: Any, gpu_id: int, tp_rank: int, pp_rank: int, _: None, *rest: Any
     ) -> None:
         os.environ.update(self.environment)
-        # A file in the place of torch's TCPStore, whose server would listen on every interface.
-        os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{self.directory / 'rendezvous'}"
+        self._set_rendezvous()
         _write_output_to(self.log_path(tp_rank))
         with _exit_with_traceback():
             if DEVICE == "cpu":

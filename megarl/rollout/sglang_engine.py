@@ -96,7 +96,8 @@ class SglangEngine(sglang_engine.Engine):
         except BaseException:
             self._close_sockets()
             raise
-        self.tokenizer_manager._subprocess_watchdog.stop()  # it would answer a dead child with SIGQUIT to ourselves
+        if self.tokenizer_manager is not None:  # on the first node alone
+            self.tokenizer_manager._subprocess_watchdog.stop()  # it would answer a dead child with SIGQUIT to ourselves
 
     def _launch_subprocesses(self, *, init_tokenizer_manager_func: Callable[..., Any], **kwargs: Any) -> Any:
         def keep(*args: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megarl.device import host_store
+from megarl.device import address_of, host_store
 
 from . import process, wire
 from .case import Case
@@ -32,7 +32,7 @@ class World:
             self._pipes.append(ours)
         self._store = host_store(process.TIMEOUT_S)  # only now: it has threads, which a fork does not take along
         for pipe in self._pipes:
-            pipe.send(self._store.port)
+            pipe.send(address_of(self._store))
         self._answers()
 
     def __enter__(self) -> World:

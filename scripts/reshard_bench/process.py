@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from megarl.device import join_store, use_loopback
+from megarl.device import Address, join_store, use_loopback
 from megarl.resharding import megatron_map, sglang_map
 
 from . import wire
@@ -45,9 +45,9 @@ class Contender(NamedTuple):
 class Process:
     """What the commands of the parent do; every one runs on all ranks at once."""
 
-    def __init__(self, store_port: int, case: Case, rank: int, round_bytes: int, bucket_bytes: int) -> None:
+    def __init__(self, meet: Address, case: Case, rank: int, round_bytes: int, bucket_bytes: int) -> None:
         use_loopback()
-        store = join_store(store_port, TIMEOUT_S)
+        store = join_store(meet, TIMEOUT_S)
         timeout = timedelta(seconds=TIMEOUT_S)
         dist.init_process_group(
             "gloo", store=PrefixStore("world", store), rank=rank, world_size=case.num_processes, timeout=timeout
@@ -101,7 +101,7 @@ class Process:
 
 
 def main(pipe: Connection, *args: Any) -> None:
-    """Serve commands (name, arguments) until the pipe closes; what comes first is the store's port."""
+    """Serve commands (name, arguments) until the pipe closes; what comes first is the address of the store."""
     ctypes.CDLL(None).prctl(END_WITH_PARENT, signal.SIGKILL)
     try:
         process = Process(pipe.recv(), *args)

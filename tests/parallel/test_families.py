@@ -13,6 +13,7 @@ import torch
 from megarl import device
 from megarl.checkpoint import load_hf
 from megarl.config import Train
+from megarl.device import Address
 from megarl.parallel import cpu, groups, model
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.layout import TrainLayout
@@ -48,11 +49,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
     yield {family: write(folder / family, family, mtp_layers=mtp.get(family, 0)) for family in SPARSE + DENSE}
 
 
-def load_real_model(rank: int, port: int, path: Path, layout: TrainLayout) -> int:
+def load_real_model(rank: int, meet: Address, path: Path, layout: TrainLayout) -> int:
     """Build this rank's chunks and load them through the map, which proves that it describes every parameter."""
     cpu.patch_megatron()
     shape = model_shape(path)
-    groups.join(device.join_store(port, TIMEOUT_S), rank, layout, seed=1, timeout_s=TIMEOUT_S)
+    groups.join(device.join_store(meet, TIMEOUT_S), rank, layout, seed=1, timeout_s=TIMEOUT_S)
     config = model.transformer_config(path, shape, layout, torch.float32, Train(lr=1.0))
     params = model.params(model.build_chunks(config, path, shape, layout, rank, Routing()))
     load_hf(path, megatron_map.shards(shape, layout, rank), params)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl import device
+from megarl.device import Address
 from megarl.parallel.logprobs import hidden_logprobs
 from tests.parallel.worlds import TIMEOUT_S, run_ranks
 
@@ -35,9 +36,9 @@ def inputs(dtype: str) -> tuple[torch.Tensor, ...]:
     return hidden.to(kind), weight.to(kind), labels, *torch.randn(2, NUM_TOKENS, generator=made)
 
 
-def every_case(rank: int, port: int) -> list[tuple[np.ndarray, ...]]:
+def every_case(rank: int, meet: Address) -> list[tuple[np.ndarray, ...]]:
     """(logp, entropy, hidden's gradient, weight's gradient) of this rank in each case."""
-    dist.init_process_group("gloo", store=device.join_store(port, TIMEOUT_S), rank=rank, world_size=4)
+    dist.init_process_group("gloo", store=device.join_store(meet, TIMEOUT_S), rank=rank, world_size=4)
     groups: dict[int, Any] = {size: dist.new_subgroups(size)[0] for size in (1, 2, 4)}
     found = []
     for (size, vocab, dtype, chunk_bytes), kept in product(CASES, KEPT_BYTES):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.device import Address
 from megarl.parallel.layout import TrainLayout
 from megarl.types import Prompt, Sample, SampleGroup
 from tests.parallel.checkpoints import write, write_classifier
@@ -30,12 +31,12 @@ VOCAB_SIZE, STEPS, LR = 200, 3, 1e-3
 Scored = Any  # (a path, what one rank makes of it)
 
 
-def learn(rank: int, port: int, made: Any, takes_turns: bool) -> dict[str, Any]:
+def learn(rank: int, meet: Address, made: Any, takes_turns: bool) -> dict[str, Any]:
     """Values, then three steps on uneven micro-batches, giving the memory back between them if it is shared."""
     from megarl.critic import Critic
     from megarl.parallel.pipeline import Norms
 
-    critic: Any = Critic(rank, made, port)
+    critic: Any = Critic(rank, made, meet)
     layout = critic.layout
     sequences = ragged(14, VOCAB_SIZE, seed=3)
     micro_batches = deal(sequences, layout.coords(rank).dp, layout.dp, micro_batches=4)
@@ -122,10 +123,10 @@ def conversations() -> list[SampleGroup]:
     return [group(number) for number in range(5)]
 
 
-def score(rank: int, port: int, made: Any) -> Any:
+def score(rank: int, meet: Address, made: Any) -> Any:
     from megarl.reward_model import RewardModel
 
-    judge: Any = RewardModel(rank, made, port)
+    judge: Any = RewardModel(rank, made, meet)
     layout = judge._model.layout
     at = layout.coords(rank)
     found = judge.score(*conversations()[at.dp :: layout.dp])

@@ -11,6 +11,7 @@ import pytest
 
 from megarl.batching import Piece, SampleRef, Update, key_of, plan_updates
 from megarl.config import Algorithm, Reference
+from megarl.device import Address
 from megarl.parallel.layout import TrainLayout
 from megarl.types import Prompt, Sample, SampleGroup
 from tests.parallel.conftest import write_checkpoint
@@ -74,11 +75,11 @@ def said_of(refs: list[SampleRef], seed: int) -> Piece:
     }
 
 
-def pay(rank: int, port: int, made: Any) -> dict[str, Any]:
+def pay(rank: int, meet: Address, made: Any) -> dict[str, Any]:
     """One step with each algorithm, one after the other; PPO's critic is told first what the tokens pay."""
     from megarl.trainer import Trainer
 
-    trainer: Any = Trainer(rank, made, port)
+    trainer: Any = Trainer(rank, made, meet)
     layout, (groups, refs) = trainer.layout, batch()
     at, everything = layout.coords(rank), [*range(GROUPS)]
     readers = [frozenset(map(key_of, refs[:3])), frozenset(map(key_of, refs[3:]))]
@@ -96,13 +97,13 @@ def pay(rank: int, port: int, made: Any) -> dict[str, Any]:
     return found
 
 
-def distil(rank: int, port: int, made: Any) -> dict[str, Any]:
+def distil(rank: int, meet: Address, made: Any) -> dict[str, Any]:
     """What two models say of every token, and one step of distillation."""
     from megarl.batching import train_sequences
     from megarl.parallel import waiting
     from megarl.trainer import Trainer
 
-    trainer: Any = Trainer(rank, made, port)
+    trainer: Any = Trainer(rank, made, meet)
     groups, _ = batch()
     (update,) = plan(ONE_RANK, 0, 1, outcomes=False)
     share = train_sequences(update.micro_batches[0], dict(enumerate(groups)), "token_mean")
@@ -156,11 +157,11 @@ def test_distillation_is_the_reverse_kl_of_each_token(models: tuple[Path, Path])
     assert abs(found["gap"]) > 0.01
 
 
-def learn_outcomes(rank: int, port: int, made: Any) -> dict[str, Any]:
+def learn_outcomes(rank: int, meet: Address, made: Any) -> dict[str, Any]:
     """Three steps of PRIME's model, each on what it said before."""
     from megarl.process_rewards import ProcessRewards
 
-    model: Any = ProcessRewards(rank, made, port)
+    model: Any = ProcessRewards(rank, made, meet)
     groups, refs = batch()
     share = plan(model.layout, model.layout.coords(rank).dp, updates=2)
     found = {"said": [], "metrics": []}

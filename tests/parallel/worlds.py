@@ -14,6 +14,7 @@ import torch
 
 from megarl import device
 from megarl.config import Recipe
+from megarl.device import Address
 from megarl.parallel.layout import TrainLayout
 from megarl.types import TrainSequence
 from tests import forked
@@ -54,14 +55,14 @@ def run_world(made: Recipe, work: Callable[..., Any], *args: Any) -> list[Any]:
     return run_ranks(made.placement.gpus, _with_trainer, made, work, args)
 
 
-def _with_trainer(rank: int, port: int, made: Recipe, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _with_trainer(rank: int, meet: Address, made: Recipe, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     from megarl.trainer import Trainer
 
-    return work(Trainer(rank, made, port), *args)
+    return work(Trainer(rank, made, meet), *args)
 
 
 def run_ranks(world_size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
-    """`work(rank, store port, *args)` in a process for each rank; the results by rank.
+    """`work(rank, address of the store, *args)` in a process for each rank; the results by rank.
 
     The processes are forked from a server that has done the imports. Raises RuntimeError with the first rank's
     traceback, or TimeoutError; no process outlives the call.
@@ -70,7 +71,7 @@ def run_ranks(world_size: int, work: Callable[..., Any], *args: Any) -> list[Any
     processes, pipes = [], []
     try:
         for rank in range(world_size):
-            process, pipe = forked.start(_rank_main, rank, store.port, work, args)
+            process, pipe = forked.start(_rank_main, rank, device.address_of(store), work, args)
             processes.append(process)
             pipes.append(pipe)
         return _collect(pipes)
@@ -80,10 +81,10 @@ def run_ranks(world_size: int, work: Callable[..., Any], *args: Any) -> list[Any
             process.join()
 
 
-def _rank_main(pipe: Connection, rank: int, port: int, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank_main(pipe: Connection, rank: int, meet: Address, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
     device.use_loopback()
     try:
-        pipe.send((True, work(rank, port, *args)))
+        pipe.send((True, work(rank, meet, *args)))
     except BaseException:
         pipe.send((False, traceback.format_exc()))
 

@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.distributed_c10d import PrefixStore
 
-from megarl.device import DEVICE, host_store, join_store
+from megarl.device import DEVICE, Address, address_of, host_store, join_store
 from megarl.hf_export import Export, export_hf
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.layout import EngineLayout, TrainLayout
@@ -61,9 +61,9 @@ def perturb(weights: Iterable[torch.Tensor]) -> None:
         weight.mul_(0.95).add_(torch.sin(40 * weight), alpha=0.02)
 
 
-def train_rank(trainer: Any, port: int, source: str, exported: str) -> None:
+def train_rank(trainer: Any, meet: Address, source: str, exported: str) -> None:
     """What each rank of the Megatron world does: export, then orders from the store until there is none."""
-    store, rank = PrefixStore("test", join_store(port, TIMEOUT_S)), trainer.rank
+    store, rank = PrefixStore("test", join_store(meet, TIMEOUT_S)), trainer.rank
     params = trainer.params()
     perturb(params.values())
     store.set(f"handles/{rank}", json.dumps(trainer.publish().source.to_json()))
@@ -109,7 +109,7 @@ class World:
         self.store = PrefixStore("test", self.host)
         self._numbers = count()
         recipe = worlds.recipe(self.source, TRAIN)
-        arguments = recipe, train_rank, self.host.port, str(self.source), str(self.exported)
+        arguments = recipe, train_rank, address_of(self.host), str(self.source), str(self.exported)
         self._failures: list[Exception] = []
         self._thread = threading.Thread(target=self._run, args=arguments, daemon=True)
         self._thread.start()
@@ -153,7 +153,7 @@ class Served:
         layout, verify = ENGINES[case]
         self.world, self.layout, self._attempts = world, layout, count()
         self.sessions = sessions(
-            world.handles, store_port=world.host.port, run_id=case, shape=model_shape(world.source), train=TRAIN,
+            world.handles, meet=address_of(world.host), run_id=case, shape=model_shape(world.source), train=TRAIN,
             engine=layout, transformer_engine=TRANSFORMER_ENGINE, dtype="float32", round_bytes=200_000,
             timeout_s=TIMEOUT_S, gpus_per_node=2, verify=verify,
         )  # fmt: skip

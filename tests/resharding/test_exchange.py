@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from megarl.device import host_store, join_store
+from megarl.device import Address, address_of, host_store, join_store
 from megarl.parallel.layout import EngineLayout, TrainLayout
 from megarl.resharding.agreement import Agreement
 from megarl.resharding.member import Member, Stats, collect_stats, conclude, load
@@ -71,10 +71,10 @@ def trainer(pipe: Connection, pair: Pair, rank: int) -> None:
         pipe.send("done")
 
 
-def engine_rank(pipe: Connection, port: int, pair: Pair, slot: int, dtype: str) -> None:
+def engine_rank(pipe: Connection, meet: Address, pair: Pair, slot: int, dtype: str) -> None:
     at = pair.engine.member(slot)
     assert at
-    store = PrefixStore(f"engine{at[0]}", join_store(port, TIMEOUT_S))
+    store = PrefixStore(f"engine{at[0]}", join_store(meet, TIMEOUT_S))
     dist.init_process_group("gloo", store=store, rank=at[1], world_size=pair.engine.tp)
     shards, mla = pair.target_shards(slot), pair.shape.mla
     model = Model(make_params(shards, getattr(torch, dtype)), mla.nope_dim if mla else 0)
@@ -100,7 +100,7 @@ class World:
         self.pair, self.attempt, self.store = pair, 0, host_store(TIMEOUT_S)
         self.trainers = [Process(trainer, pair, rank) for rank in range(pair.train.world_size)]
         self.engines = {
-            slot: Process(engine_rank, self.store.port, pair, slot, engine_dtype or pair.dtype)
+            slot: Process(engine_rank, address_of(self.store), pair, slot, engine_dtype or pair.dtype)
             for slot in range(pair.engine.first, pair.engine.end)
         }
         self.handles = [SourceHandles.from_json(child.answer()) for child in self.trainers]
@@ -110,7 +110,7 @@ class World:
         """Hand out the sessions; the engines get theirs with the next attempt."""
         pair = self.pair
         self.sessions = sessions(
-            self.handles, store_port=self.store.port, run_id="test", shape=pair.shape, train=pair.train,
+            self.handles, meet=address_of(self.store), run_id="test", shape=pair.shape, train=pair.train,
             engine=pair.engine, transformer_engine=pair.transformer_engine, dtype=pair.dtype,
             round_bytes=pair.round_bytes, timeout_s=TIMEOUT_S, gpus_per_node=pair.gpus_per_node,
             verify=pair.verify,
@@ -228,8 +228,8 @@ def test_a_session_is_json() -> None:
     layouts = TrainLayout(4, 2, 2, 2, stage_layers=(3, 1)), EngineLayout(1, 2, 2, first=4)
     handles = [SourceHandles((), {})] * 4
     made = sessions(
-        handles, store_port=1, run_id="a", shape=MLA, train=layouts[0], engine=layouts[1], transformer_engine=False,
-        dtype="bfloat16", round_bytes=1 << 20, timeout_s=1.0, gpus_per_node=4, verify="full",
+        handles, meet=Address("127.0.0.1", 1), run_id="a", shape=MLA, train=layouts[0], engine=layouts[1],
+        transformer_engine=False, dtype="bfloat16", round_bytes=1 << 20, timeout_s=1.0, gpus_per_node=4, verify="full",
     )  # fmt: skip
     assert set(made.trainers) == {0, 1, 2, 3} and [set(one) for one in made.engines] == [{0, 1}]
     assert made.engines[0][1].source is None and made.engines[0][1].num_members == 6
@@ -237,8 +237,9 @@ def test_a_session_is_json() -> None:
         assert Session.from_json(json.loads(json.dumps(session.to_json()))) == session
     with pytest.raises(UserFault, match="engines begin at GPU 5, the training ranks end at 4"):
         sessions(
-            handles, store_port=1, run_id="a", shape=MLA, train=layouts[0], engine=replace(layouts[1], first=5),
-            transformer_engine=False, dtype="bfloat16", round_bytes=1, timeout_s=1.0, gpus_per_node=4, verify="off",
+            handles, meet=Address("127.0.0.1", 1), run_id="a", shape=MLA, train=layouts[0],
+            engine=replace(layouts[1], first=5), transformer_engine=False, dtype="bfloat16",
+            round_bytes=1, timeout_s=1.0, gpus_per_node=4, verify="off",
         )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megarl.device import host_store, use_loopback
+from megarl.device import address_of, host_store, use_loopback
 from megarl.parallel.layout import EngineLayout, TrainLayout
 from megarl.resharding import fp8, megatron_map, sglang_map
 from megarl.resharding.member import Member, Stats, collect_stats
@@ -278,8 +278,9 @@ class Opened:
         """Give the slot its part; it answers when it is ready."""
         pair = self.pair
         session = Session(
-            self.pool.store.port, self.run_id, slot, pair.shape, pair.train, pair.engine, pair.transformer_engine,
-            pair.dtype, pair.round_bytes, self.timeout_s, pair.gpus_per_node, pair.verify, None,
+            address_of(self.pool.store), self.run_id, slot, pair.shape, pair.train, pair.engine,
+            pair.transformer_engine, pair.dtype, pair.round_bytes, self.timeout_s,
+            pair.gpus_per_node, pair.verify, None,
         )  # fmt: skip
         self.pool.slots[slot].send(("open", pair, session))
 
