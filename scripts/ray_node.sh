@@ -9,7 +9,6 @@
 # sockets and logs lie, on a disk of the node, in place of /tmp.
 source "$(dirname "${BASH_SOURCE[0]}")/launch_env.sh"
 
-CPUS_PER_GPU=4 # as many processes as may share a GPU
 FIRST_PORT=20000 LAST_PORT=32000 # below those that the kernel gives to connections
 
 own_address() {
@@ -52,7 +51,8 @@ export RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=1 # an engine takes several G
 gpus=$(num_gpus)
 ((gpus > 0)) || stop "this node has no GPU: MEGARL_GPUS_PER_NODE says how many it is to give all the same"
 folder=$(mktemp -d "${MEGARL_RAY_DIR:-/tmp}/megarl-ray-XXXXXX") # short: the path of a Unix socket has 107 bytes
-options=(--block --node-ip-address="$address" --num-gpus="$gpus" --num-cpus=$((CPUS_PER_GPU * gpus)) --temp-dir="$folder"
+# megarl asks for GPUs alone, and Ray starts an idle process for each CPU that it is told of.
+options=(--block --node-ip-address="$address" --num-gpus="$gpus" --num-cpus="$gpus" --temp-dir="$folder"
     --min-worker-port=0 --max-worker-port=0 --disable-usage-stats)
 if [[ $role == head ]]; then
     options+=(--head --port=0 --ray-client-server-port="$(free_port "$address")" --include-dashboard=false)

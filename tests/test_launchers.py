@@ -181,7 +181,7 @@ def test_each_job_has_ports_of_its_own(desk: Desk) -> None:
     head = desk.ray("127.0.0.2")
     assert {"--port=0", "--min-worker-port=0", "--max-worker-port=0"} <= set(head["argv"])
     assert "--ray-client-server-port=24711" in head["argv"]
-    assert {"--num-gpus=2", "--num-cpus=8", "--include-dashboard=false", "--disable-usage-stats"} <= set(head["argv"])
+    assert {"--num-gpus=2", "--num-cpus=2", "--include-dashboard=false", "--disable-usage-stats"} <= set(head["argv"])
     wanted = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
     assert (wanted | {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}).items() <= head["env"].items()
 
