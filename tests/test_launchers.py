@@ -140,6 +140,13 @@ def test_what_a_node_lacks_is_said_in_a_line(
     assert out.startswith(f"megarl: {says}") and out.count("\n") == 1
 
 
+def test_every_variable_is_described() -> None:
+    files = [*(ROOT / "scripts").glob("*.sh"), *(ROOT / "scripts" / "slurm").iterdir()]
+    names = {name for file in files for name in re.findall(r"MEGARL_[A-Z_]+", file.read_text())}
+    text = (ROOT / "docs" / "cluster.md").read_text()
+    assert {name for name in names if f"`{name}`" not in text} == {"MEGARL_TORCH_INDEX"}, "that is of the set-up"
+
+
 # --- megarl.sbatch -----------------------------------------------------------------------------------------------
 
 
@@ -172,6 +179,12 @@ def test_the_token_is_in_a_file_of_the_users_own_alone(desk: Desk) -> None:
         assert token not in " ".join([*one["argv"], *one["env"].values()])
         assert "RAY_AUTH_TOKEN" not in one["env"]
     assert token not in out
+
+
+def test_a_job_from_elsewhere_is_answered_in_a_line(desk: Desk, tmp_path: Path) -> None:
+    code, out = ended(desk.submit("r.yaml", MEGARL_ROOT=str(tmp_path)))
+    assert code == 2
+    assert out == f"megarl: {tmp_path} is not the repository: submit the job there, or set MEGARL_ROOT\n"
 
 
 def test_each_job_has_ports_of_its_own(desk: Desk) -> None:
