@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -30,7 +32,8 @@ _POLL_S = 0.1
 class Job:
     """A run of the quickstart on two nodes, in a folder of its own."""
 
-    def __init__(self, inputs: Path, folder: Path) -> None:
+    def __init__(self, inputs: Path, folder: Path, disk: str) -> None:
+        """disk: a short path, for what the nodes have of their own, and leave when they die."""
         self._run = folder / "runs" / "quickstart"
         self.jobs, self._log = folder / "jobs", folder / "job.log"
         data = [f"model.path={inputs}/models/tiny-qwen3-moe", f"data.train={inputs}/data/train.jsonl"]
@@ -43,6 +46,8 @@ class Job:
             "PYTHONPATH": str(ROOT),
             "FAKE_SLURM": str(folder),
             "MEGARL_JOBS": str(self.jobs),
+            "MEGARL_RAY_DIR": disk,
+            "TMPDIR": disk,
             "OMP_NUM_THREADS": "1",
             "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(2**28),
         }
@@ -83,8 +88,9 @@ class Job:
         """All processes of it, at once."""
         start = f"bash {ROOT}/scripts/ray_node.sh worker"
         node = next(one for one in self.tree() if _line(one).startswith(start))
-        for one in [*node.children(recursive=True), node]:
-            one.kill()
+        for one in [node, *node.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
 
 
 def _line(process: psutil.Process) -> str:
@@ -96,12 +102,14 @@ def _line(process: psutil.Process) -> str:
 
 @pytest.fixture
 def job(inputs: Path, tmp_path: Path) -> Iterator[Job]:
-    made = Job(inputs, tmp_path)
-    yield made
-    if made.process.poll() is None:
-        for one in [*made.tree(), made.process]:
-            one.kill()
-        made.process.wait()
+    with tempfile.TemporaryDirectory(prefix="nodes-", dir="/tmp", ignore_cleanup_errors=True) as disk:
+        made = Job(inputs, tmp_path, disk)
+        yield made
+        if made.process.poll() is None:
+            for one in [psutil.Process(made.process.pid), *made.tree()]:
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
+            made.process.wait()
 
 
 def test_a_job_of_two_nodes_survives_the_death_of_one(job: Job) -> None:
