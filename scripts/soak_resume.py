@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -27,7 +28,7 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
-STEPS, WARM_STEPS = 12, 2
+STEPS, WARM_STEPS, EVERY = 12, 2, 2
 REWARD = "def score(response, answer, row):\n    return sum(map(ord, response)) % 7 / 6\n"  # one in seven is correct
 OVERRIDES = [
     "algorithm.name=vapo",  # so that there is a critic, too
@@ -52,7 +53,7 @@ OVERRIDES = [
     "reward.function=odd_reward:score",
     "run.trackers=[]",
     f"run.steps={STEPS}",
-    "checkpoint.every=2",
+    f"checkpoint.every={EVERY}",
 ]
 _POLL_S = 0.02
 _TRY_AGAIN = 75
@@ -118,41 +119,45 @@ def points(count: int, seed: int) -> Iterator[tuple[int, float]]:
         yield after, made.uniform(2.0, 6.0) if after == 0 else made.uniform(0.0, 0.8)
 
 
-def reach(folder: Path, name: str, after: int) -> subprocess.Popen[bytes]:
-    """Resume the run and wait for a record; the process has ended where the run was over before."""
+def disturb(folder: Path, name: str, after: int, delay_s: float) -> str:
+    """Resume the run, kill it at a point, and say where that was."""
     process = start(folder, name)
     began = time.monotonic()
     while len(records(folder, name)) < after or not (folder / "runs" / name).exists():
         if process.poll() is not None:
-            return process
+            return f"had ended (code {process.returncode})"
         if time.monotonic() - began > _LIMIT_S:
             kill(process)
             raise TimeoutError(f"no record {after} in {_LIMIT_S} s")
         time.sleep(_POLL_S)
-    return process
-
-
-def disturb(folder: Path, name: str, after: int, delay_s: float) -> str:
-    """Resume the run, kill it at a point, and say where that was."""
-    process = reach(folder, name, after)
-    if process.returncode is not None:
-        return f"had ended (code {process.returncode})"
     time.sleep(delay_s)
     kill(process)
     steps = [record["step"] for record in records(folder, name)]
     return f"killed {delay_s:.2f} s after record {after}, at step {steps[-1] if steps else 'none'}"
 
 
-def ask(folder: Path, name: str, after: int) -> str:
-    """Resume the run, ask it to end soon, and say whether it did, with a checkpoint of all that it recorded."""
-    process = reach(folder, name, after)
+def ask(folder: Path, name: str) -> str:
+    """Resume the run, ask it to end soon, and say whether it did, with a checkpoint of all that it recorded.
+
+    Two steps after a checkpoint another was due; the step that is asked in has none of its own.
+    """
+    log = folder / f"{name}.log"
+    said = log.stat().st_size
+    process, began = start(folder, name), time.monotonic()
+    while len(re.findall(rb"^step \d+/", log.read_bytes()[said:], re.MULTILINE)) < EVERY:
+        is_late = time.monotonic() - began > _LIMIT_S
+        if is_late and process.poll() is None:
+            kill(process)
+        if is_late or process.poll() is not None:
+            raise RuntimeError(f"the run did not take {EVERY} steps:\n{log.read_text()[-4000:]}")
+        time.sleep(_POLL_S)
     process.send_signal(signal.SIGUSR1)
     code = process.wait(_LIMIT_S)
     if code != _TRY_AGAIN:
         return f"ended with code {code}, not {_TRY_AGAIN}"
     last = records(folder, name)[-1]["step"]
     saved = (folder / "runs" / name / "checkpoints" / f"step-{last:06d}" / "manifest.json").exists()
-    return f"asked after record {after}, ended with{'' if saved else 'out'} a checkpoint of step {last}"
+    return f"asked after {EVERY} steps, ended with{'' if saved else 'out'} a checkpoint of step {last}"
 
 
 def differences(folder: Path, one: str, other: str) -> list[str]:
@@ -186,8 +191,8 @@ def main() -> int:
         finish(folder, "undisturbed")
         ends = []
         for index, (after, delay_s) in enumerate(points(arguments.points, arguments.seed)):
-            is_asked = index == arguments.points // 2 + 1  # of 10, in a step that no checkpoint is due in
-            ends.append(ask(folder, "disturbed", after) if is_asked else disturb(folder, "disturbed", after, delay_s))
+            is_asked = index == arguments.points // 2
+            ends.append(ask(folder, "disturbed") if is_asked else disturb(folder, "disturbed", after, delay_s))
             if not arguments.json:
                 print(ends[-1], flush=True)
         finish(folder, "disturbed")

@@ -29,7 +29,7 @@ def test_ten_ends_leave_no_trace(tmp_path: Path) -> None:
     report = json.loads(done.stdout)
     assert len(report["ends"]) == POINTS
     (asked,) = [one for one in report["ends"] if not one.startswith("killed")]
-    assert re.fullmatch(r"asked after record 9, ended with a checkpoint of step \d+", asked), report["ends"]
+    assert re.fullmatch(r"asked after 2 steps, ended with a checkpoint of step \d+", asked), report["ends"]
     assert report["differences"] == []
     _convert(tmp_path)
     log = (tmp_path / "disturbed.log").read_text()
