@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megarl.types import Aggregation, FloatArray, IntArray, SampleGroup, TrainSequence
+from megarl.types import Aggregation, FloatArray, IntArray, Sample, SampleGroup, TrainSequence
 
 
 @dataclass(frozen=True)
@@ -200,6 +200,20 @@ def _deal(bins: list[_Bin], load: _Load, dp: int) -> tuple[tuple[MicroBatch, ...
             hands[rank].append(tuple(load.samples[place] for place in bins[index]))
             totals[rank] += weight[index]
     return tuple(tuple(hand) for hand in hands)
+
+
+def own_samples(
+    updates: Sequence[Update], group_ids: Sequence[int], *groups: SampleGroup
+) -> tuple[Sequence[int], *tuple[SampleGroup, ...]]:
+    """The ids and the groups, these without tokens and text of the samples that a rank's share does not name."""
+    named = {key_of(ref) for update in updates for batch in update.micro_batches[0] for ref in batch}
+    nothing = Sample(np.zeros(0, np.int64), np.zeros(0, np.float32), "", finished=True, version=-1)
+
+    def own(group_id: int, group: SampleGroup) -> SampleGroup:
+        samples = [one if (group_id, at) in named else nothing for at, one in enumerate(group.samples)]
+        return replace(group, samples=tuple(samples), said=())
+
+    return group_ids, *(own(*pair) for pair in zip(group_ids, groups, strict=True))
 
 
 def train_sequence(

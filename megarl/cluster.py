@@ -13,6 +13,8 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from megarl import ray_settings  # noqa: F401  isort: skip  (before Ray)
@@ -43,6 +45,13 @@ class WorkerFailed(Exception):
         return self.message
 
 
+@dataclass(frozen=True)
+class _Together:
+    """Arguments that travel as one object; the method that is called with it gets them one by one."""
+
+    values: tuple[Any, ...]
+
+
 class _Shell:
     """The actor around a plain class: async methods run on the loop, the others on one thread that never changes.
 
@@ -68,6 +77,7 @@ class _Shell:
     async def call(self, method: str, *args: Any) -> Any:
         await self._is_made.wait()
         function = getattr(self._target, method)
+        args = tuple(chain.from_iterable(one.values if isinstance(one, _Together) else (one,) for one in args))
         if asyncio.iscoroutinefunction(function):
             return await function(*args)
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*args))
@@ -75,6 +85,11 @@ class _Shell:
     async def call_many(self, count: int, method: str, *args: Any) -> Any:
         found = await self.call(method, *args)
         return found if count > 1 else found[0]  # Ray would take a single return to be the sequence itself
+
+    async def together(self, function: str, *args: Any) -> _Together:
+        module, _, name = function.partition(":")
+        make = getattr(importlib.import_module(module), name)
+        return _Together(tuple(await asyncio.get_running_loop().run_in_executor(self._thread, lambda: make(*args))))
 
     async def watch(self) -> None:
         await asyncio.Event().wait()
@@ -104,6 +119,13 @@ class Worker:
     def watch(self, method: str) -> None:
         """Hear from now on, whatever else is being called, what a method raises that otherwise does not return."""
         self.watch_refs.append(self.call(method))
+
+    def together(self, function: str, *args: Any) -> Ref:
+        """What `module:function` makes of the arguments over there, as one object that many are called with.
+
+        They get its items as arguments. Every reference among a call's arguments costs its caller some 10 microseconds.
+        """
+        return self._actor.together.remote(function, *args)
 
     def kill(self) -> None:
         ray.kill(self._actor)
@@ -222,23 +244,23 @@ class Cluster:
         watches = {ref: worker.name for worker in watched for ref in worker.watch_refs}
         pending = dict(labels)
         while pending:
-            done, _ = ray.wait([*pending, *watches], num_returns=1)
-            failure = _failure(done[0])
-            if isinstance(failure, UserFault):
-                raise failure
-            if failure is not None:
-                raise self._cause([*pending, *watches], {**labels, **watches})
-            pending.pop(done[0], None)
+            done = _ended([*pending, *watches])
+            failures = [failure for ref in done if (failure := _failure(ref)) is not None]
+            if failures:
+                at_fault = [failure for failure in failures if isinstance(failure, UserFault)]
+                raise at_fault[0] if at_fault else self._cause([*pending, *watches], {**labels, **watches})
+            for ref in done:
+                pending.pop(ref, None)
 
     def settle(self, calls: Mapping[Ref, str]) -> bool:
         """Wait until every call has ended, well or not; False as soon as the process of any worker is gone."""
         watches = {ref for worker in self._workers for ref in worker.watch_refs}
         pending = set(calls)
         while pending:
-            done, _ = ray.wait([*pending, *watches], num_returns=1)
-            if done[0] in watches:
+            done = {*_ended([*pending, *watches])}
+            if done & watches:
                 return False
-            pending.discard(done[0])
+            pending -= done
         return True
 
     def call_all(self, workers: Sequence[Worker], method: str) -> list[Any]:
@@ -278,6 +300,16 @@ def _enter(folder: str) -> None:
 def _nodes_of(placement: PlacementGroup) -> dict[int, str]:
     """Ray's id of the node on which each bundle is."""
     return placement_group_table(placement)["bundles_to_node_id"]
+
+
+def _ended(refs: list[Ref]) -> list[Ref]:
+    """Those that have ended, as soon as one has. All of them: each question costs as much as there are references.
+
+    What they return stays on its node.
+    """
+    ray.wait(refs, num_returns=1, fetch_local=False)
+    done, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
+    return done
 
 
 def _failure(ref: Ref) -> Exception | None:

@@ -19,7 +19,7 @@ from megarl.eval_faults import eval_faults
 from megarl.model_faults import critic_faults, loss_faults, reference_faults, reward_model_faults
 from megarl.parallel.hf_config import hf_facts, model_shape
 from megarl.parallel.layout import FP8_TILE, EngineLayout, TrainLayout
-from megarl.parallel.placement import critic_recipe, engine_layout, slot_faults, slots_beside, train_layout
+from megarl.parallel.placement import critic_recipe, engine_layout, node_faults, slot_faults, slots_beside, train_layout
 from megarl.resharding import fp8, megatron_map, sglang_map
 from megarl.resharding.plan import item_bytes, plan_streams
 from megarl.resharding.shards import LayoutError, Part
@@ -59,7 +59,7 @@ class _NoTokenizer:
 def check(recipe: Recipe, *, learns: bool = True) -> Inputs:
     """Read and check all that a recipe names; learns: or samples alone. Raises UserFaults with all that is to mend."""
     faults: Faults = []
-    faults += _run_faults(recipe, learns)
+    faults += _run_faults(recipe, learns) + _cluster_faults(recipe)
     faults += _layout_faults(recipe)
     faults += _checkpoint_faults(recipe)
     faults += _sglang_faults(recipe)
@@ -84,7 +84,7 @@ def check_samples(recipe: Recipe, path: Path) -> SampleFile:
     """The same for training on samples of a file, where no engine, prompt or reward has a part."""
     faults: Faults = []
     shape = _attempt([], lambda: model_shape(recipe.model.path))
-    faults += _run_faults(recipe)
+    faults += _run_faults(recipe) + _cluster_faults(recipe)
     faults += _train_layout_faults(recipe, shape or _shape_that_fits(train_layout(recipe), engine_layout(recipe)))
     faults += _checkpoint_faults(recipe)
     faults += _megatron_faults(recipe)
@@ -109,7 +109,7 @@ def check_convert(recipe: Recipe) -> None:
     shape = _attempt(faults, lambda: model_shape(recipe.model.path))
     if shape:
         faults += _train_layout_faults(recipe, shape) + checkpoint.check_hf(recipe.model.path, shape)
-    faults += _megatron_faults(recipe)
+    faults += _megatron_faults(recipe) + _cluster_faults(recipe)
     if faults:
         raise UserFaults(faults)
 
@@ -178,7 +178,9 @@ def _layout_faults(recipe: Recipe) -> Faults:
     if not engine_faults:
         engine_faults = engines.cpu_faults(shape) if on_cpu else engines.gpu_faults(shape)
     beside = slots_beside(recipe, has_critic(recipe.algorithm.name))
-    slots = slot_faults(recipe.placement.gpus, layout, engines, beside) + _node_faults(recipe, engines)
+    slots = slot_faults(recipe.placement.gpus, layout, engines, beside)
+    if recipe.placement.network == "nodes" or not on_cpu:  # else all slots are one machine's in any case
+        slots += node_faults(recipe, beside)
     batch = _batch_faults(recipe)
     if faults or engine_faults or slots:
         return faults + engine_faults + slots + batch
@@ -199,16 +201,19 @@ def _shape_that_fits(layout: TrainLayout, engines: EngineLayout) -> ModelShape:
     return ModelShape(size, size, size, size, size, size, size, size, size)
 
 
-def _node_faults(recipe: Recipe, engines: EngineLayout) -> Faults:
-    """An engine's ranks are children of one process. On CPU all slots are one machine's in any case."""
-    node = recipe.placement.gpus_per_node
-    starts = range(engines.first, engines.end, engines.tp)
-    split = [index for index, start in enumerate(starts) if start // node != (start + engines.tp - 1) // node]
-    if DEVICE == "cpu" or not split:
+def _cluster_faults(recipe: Recipe) -> Faults:
+    """What is missing to join a Ray cluster."""
+    if recipe.placement.network == "loopback":
         return []
-    problem = f"engine {split[0]} would sit on several nodes of {node} GPUs, which is not supported yet"
-    mend = f"choose rollout.engine.tp and placement.first_engine_gpu so that engines do not cross a multiple of {node}"
-    return [UserFault("rollout.engine.tp", problem, mend)]
+    faults: Faults = []
+    if "RAY_ADDRESS" not in os.environ:
+        mend = "start one (docs/cluster.md), or set it to loopback"
+        faults.append(UserFault("placement.network", "nodes, but RAY_ADDRESS names no Ray cluster", mend))
+    elif not os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
+        problem = "is not set: a Ray cluster without a token runs what anybody sends it"
+        mend = "name the file with the token that Ray was started with"
+        faults.append(UserFault("RAY_AUTH_TOKEN_PATH", problem, mend))
+    return faults
 
 
 def _reshard_faults(recipe: Recipe, shape: ModelShape, layout: TrainLayout, engines: EngineLayout) -> Faults:

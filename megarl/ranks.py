@@ -17,7 +17,7 @@ from megarl.cluster import Cluster, Ref
 from megarl.config import Recipe
 from megarl.flops import speed, train_work
 from megarl.parallel.hf_config import beside_shape, model_shape, scorer_shape
-from megarl.parallel.placement import critic_recipe, reward_recipe, slots_beside, train_layout
+from megarl.parallel.placement import critic_recipe, reward_recipe, slots_beside, speaks, train_layout
 from megarl.snapshots import Digest
 from megarl.trainer import Published
 from megarl.types import GroupSummary, Metrics, ModelShape, Rules, UserFault
@@ -91,23 +91,39 @@ class Ranks:
         self._call("load", folder)
 
     def pieces(self, dp: int) -> list[Ref]:
-        """What all ranks said, when they were asked last, to the readers' data-parallel rank `dp`."""
+        """What was said, when the ranks were asked last, to the readers' data-parallel rank `dp`."""
         return [parts[dp] for parts in self._pieces]
 
     def _ask(
         self, method: str, updates: Sequence[Update], refs: Sequence[Ref], readers: Sequence[Update], *first: object
     ) -> None:
         """Have each rank say something of its share's tokens, in pieces for those whose plan `readers` is."""
-        wanted = [_keys(_share(readers, at)) for at in range(len(readers[0].micro_batches))]
+        count = len(readers[0].micro_batches)
+        wanted = self._cluster.put([_keys(_share(readers, at)) for at in range(count)])
+        dealt = self._dealt(updates, refs)
         self._pieces, calls = [], {}
         for rank, worker in enumerate(self.workers):
-            share = _share(updates, self._layout.coords(rank).dp)
-            needed = _groups(share)
-            of_groups = [refs[group] for group in needed]
-            parts = worker.call_many(len(wanted), method, *first, share, wanted, needed, *of_groups)
+            share, samples = dealt[self._layout.coords(rank).dp]
+            if not speaks(self._layout, rank):
+                calls[worker.call(method, *first, share, wanted, samples)] = worker.name
+                continue
+            parts = worker.call_many(count, method, *first, share, wanted, samples)
             calls |= dict.fromkeys(parts, worker.name)
             self._pieces.append(parts)
         self._cluster.await_all(calls)
+
+    def _dealt(self, updates: Sequence[Update], refs: Sequence[Ref]) -> list[tuple[Ref, Ref]]:
+        """Of each data-parallel rank the updates and their samples, once for all ranks that have the same.
+
+        The first of these fetches the groups; what it passes on has no sample that others train on.
+        """
+        found, first = [], self._layout.tp * self._layout.cp  # Megatron's order: then the next data-parallel rank's
+        for dp, worker in enumerate(self.workers[: self._layout.dp * first : first]):
+            share = _share(updates, dp)
+            needed, shared = _groups(share), self._cluster.put(share)
+            of_groups = [refs[group] for group in needed]
+            found.append((shared, worker.together("megarl.batching:own_samples", shared, needed, *of_groups)))
+        return found
 
     def plan(self, samples: Sequence[SampleRef], rules: Rules) -> list[Update]:
         """The step's updates; the micro-batches of each by data-parallel rank.
@@ -195,19 +211,18 @@ class TrainingRanks(Ranks):
         lr: float,
         critic: CriticRanks | None = None,
     ) -> list[Metrics]:
-        """All optimizer updates of one step. Each rank fetches the groups that hold its own share, and no others.
+        """All optimizer updates of one step. Each rank gets the samples of its own share, and no others.
 
         critic: whose values, asked for before, make the advantages. Metrics of each update: the loss's statistics are
         sums, or maxima where the name ends in _max.
         """
         updates, began, calls = self.plan_of(algorithm, samples), time.perf_counter(), {}
+        dealt = self._dealt(updates, refs)
         for rank, worker in enumerate(self.workers):
             at = self._layout.coords(rank).dp
-            share = _share(updates, at)
-            needed = _groups(share)
+            share, own = dealt[at]
             pieces = critic.pieces(at) if critic else []
-            call = worker.call("train", algorithm, share, lr, needed, *(refs[group] for group in needed), *pieces)
-            calls[call] = worker.name
+            calls[worker.call("train", algorithm, share, lr, own, *pieces)] = worker.name
         merged = self._merged(calls)
         lengths, seconds = [one.length for one in samples], time.perf_counter() - began
         self._speed = speed(self._shape, lengths, seconds, self._layout.world_size, device.name())

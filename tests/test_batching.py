@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.batching import SampleRef, Update, plan_updates, train_sequence
+from megarl.batching import SampleRef, Update, own_samples, plan_updates, train_sequence, train_sequences
 from megarl.types import Prompt, Sample, SampleGroup
 
 BUDGET = 64
@@ -166,3 +166,30 @@ def test_correct_samples_weigh_together_what_the_recipe_says():
     right, wrong = (train_sequence(group, ref, "token_mean", 0.15) for ref in refs[:2])
     assert right.nll_weight_T is not None and wrong.nll_weight_T is None
     assert right.nll_weight_T.tolist() == pytest.approx([0, 0, 0.15, 0.15, 0.15, 0.15])
+
+
+def test_a_share_needs_no_more_than_its_own_samples():
+    """What a rank makes of its updates is the same, and what others train on did not come."""
+    prompt = Prompt("0", "2+3=", (1, 2), "5")
+
+    def group(lengths: list[int]) -> SampleGroup:
+        samples = tuple(
+            Sample(np.arange(n), np.full(n, -0.5, np.float32), "x" * n, True, version=0) for n in lengths
+        )
+        return SampleGroup(prompt, samples, np.ones(len(lengths), np.float32), np.ones(len(lengths), np.bool_))
+
+    groups = {3: group([4, 5, 6]), 7: group([7, 8])}
+    named = [(3, 2), (7, 0), (3, 0)]
+    refs = [SampleRef(at, which, 2 + len(groups[at].samples[which].response_ids_T), 4, 1.0) for at, which in named]
+    updates = [Update(((tuple(refs[:2]),),), 1.0, 1, 1), Update(((tuple(refs[2:]),),), 1.0, 1, 1)]
+    ids, *kept = own_samples(updates, [3, 7], *groups.values())
+    assert ids == [3, 7]
+    assert [[len(one.response_ids_T) for one in group.samples] for group in kept] == [[4, 0, 6], [7, 0]]
+    assert "".join(one.text for one in kept[0].samples) == "x" * 10
+    for update in updates:
+        (batch,) = update.micro_batches[0]
+        before = train_sequences((batch,), groups, "token_mean")
+        after = train_sequences((batch,), dict(zip(ids, kept, strict=True)), "token_mean")
+        for one, other in zip(before[0], after[0], strict=True):
+            np.testing.assert_array_equal(one.token_ids_T, other.token_ids_T)
+            np.testing.assert_array_equal(one.engine_logp_T, other.engine_logp_T)

@@ -18,6 +18,10 @@ from megarl.types import UserFault
 ROOT = Path(__file__).parents[1]
 
 
+def doubled(first: str, *rest: int) -> tuple[str | int, ...]:
+    return first, *(2 * one for one in rest)
+
+
 class Target:
     """Runs in the workers; found there by this module's name."""
 
@@ -32,6 +36,9 @@ class Target:
 
     def size(self, payload: bytes) -> int:
         return len(payload)
+
+    def join(self, *args: str | int) -> str:
+        return "".join(map(str, args))
 
     def fault(self) -> None:
         raise UserFault("reward.function", "returned nan", "return a finite number")
@@ -70,6 +77,19 @@ def test_half_a_pair_stays_in_the_object_store(cluster: Cluster, workers: list[W
     assert cluster.gather({workers[0].call("size", heavy): "rank 0"}) == [1000]
     (light,) = workers[1].call_many(1, "pair")
     assert cluster.gather({light: "rank 1"}) == [1], "not the pair"
+
+
+def test_what_one_worker_puts_together_others_get_as_arguments(cluster: Cluster, workers: list[Worker]):
+    parts = [cluster.put(number) for number in range(1, 4)]
+    together = workers[1].together("test_cluster:doubled", "a", *parts)
+    calls = {worker.call("join", worker.name, together, "z"): worker.name for worker in workers}
+    assert cluster.gather(calls) == ["rank 0a246z", "rank 1a246z"]
+
+
+def test_what_could_not_be_put_together_fails_the_calls_with_it(cluster: Cluster, workers: list[Worker]):
+    together = workers[1].together("test_cluster:doubled", "a", None)
+    with pytest.raises(WorkerFailed, match=r"^rank 0: TypeError: unsupported operand"):
+        cluster.gather({workers[0].call("join", together): "rank 0"})
 
 
 def test_those_who_are_alive_can_end_what_they_began(cluster: Cluster, workers: list[Worker]):

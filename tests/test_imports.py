@@ -17,7 +17,7 @@ FLOORS = [
     {"types"},
     {"config", "device", "processes", "ray_settings", "schedule", "snapshots"},
     {"recipe_file", "hardware"},
-    {"algos", "batching", "flops", "metrics", "memory", "parallel", "rollout", "sample_file"},
+    {"algos", "batching", "flops", "metrics", "memory", "nics", "parallel", "rollout", "sample_file"},
     {"run_log", "credit"},
     {"resharding"},
     {"checkpoint", "hf_export"},

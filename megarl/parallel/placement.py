@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from megarl.config import Model, Placement, Ranks, Recipe, Reference, Train
-from megarl.parallel.layout import EngineLayout, TrainLayout
+from megarl.parallel.layout import EngineLayout, TrainLayout, divisors, nearest
 from megarl.types import UserFault
 
 
@@ -23,6 +23,12 @@ def train_layout(recipe: Recipe) -> TrainLayout:
         expert_tp=train.etp or 0,
         stage_layers=train.layers_per_stage,
     )
+
+
+def speaks(layout: TrainLayout, rank: int) -> bool:
+    """Whether this rank says what all that have the same samples could say: the first of the last stage."""
+    at = layout.coords(rank)
+    return (at.tp, at.cp, at.pp) == (0, 0, layout.pp - 1)
 
 
 def engine_layout(recipe: Recipe) -> EngineLayout:
@@ -132,3 +138,41 @@ def slot_faults(
             problem, mend = f"{gpus} GPUs, of which nobody uses number {idle}", "leave no gap"
         found.append(UserFault("placement.gpus", problem, mend))
     return found
+
+
+def node_faults(recipe: Recipe, beside: dict[str, range]) -> list[UserFault]:
+    """Groups that talk at every layer and would do so between nodes; engines that lie across a node's edge.
+
+    beside: as for `slot_faults`.
+    """
+    node, found = recipe.placement.gpus_per_node, []
+    if max(recipe.placement.gpus, engine_layout(recipe).end) <= node:
+        return found
+    sides = {"train": (recipe, 0)}
+    own = {"critic": critic_recipe, "reward_model": reward_recipe}
+    sides |= {f"{branch}.ranks": (own[branch](recipe), slots.start) for branch, slots in beside.items()}
+    for key, (side, first) in sides.items():
+        tp = side.train.tp
+        if node % tp or first % tp:
+            problem = f"{tp} ranks at a time, from GPU {first} on, would not all lie inside nodes of {node} GPUs"
+            first_mend = f"set {key}.first_gpu to a multiple of it"
+            mend = f"set it to {nearest(tp, divisors(node))}" if node % tp else first_mend
+            found.append(UserFault(f"{key}.tp", problem, mend))
+    return found + _engine_faults(recipe)
+
+
+def _engine_faults(recipe: Recipe) -> list[UserFault]:
+    node, engine, layout = recipe.placement.gpus_per_node, recipe.rollout.engine, engine_layout(recipe)
+    inside = node % engine.tp == 0 and layout.first % engine.tp == 0
+    whole = engine.tp % node == 0 and layout.first % node == 0
+    if not inside and not whole:
+        problem = f"{engine.tp} ranks, from GPU {layout.first} on, neither lie in nodes of {node} GPUs nor fill them"
+        mend = f"choose a divisor or a multiple of {node}, and placement.first_engine_gpu as a multiple of it"
+        return [UserFault("rollout.engine.tp", problem, mend)]
+    if whole and engine.tp > node and recipe.placement.network == "loopback":
+        problem = f"an engine of {engine.tp} ranks is on several nodes of {node} GPUs, which meet on no loopback"
+        return [UserFault("placement.network", problem, "set it to nodes, or correct placement.gpus_per_node")]
+    if engine.tp > node and engine.dp > 1:
+        problem = f"{engine.dp}: DP attention is not supported in an engine of several nodes ({engine.tp} ranks)"
+        return [UserFault("rollout.engine.dp", problem, f"set it to 1, or rollout.engine.tp to at most {node}")]
+    return []

@@ -14,7 +14,7 @@ from megarl import device
 from megarl.config import Recipe
 from megarl.parallel import cpu, groups, model, optimizer, saving, waiting
 from megarl.parallel.pipeline import Coefficients, Pipeline
-from megarl.parallel.placement import gpu_of, train_layout
+from megarl.parallel.placement import gpu_of, speaks, train_layout
 from megarl.parallel.routing import Routing
 from megarl.parallel.sequences import Split
 from megarl.snapshots import Digest, digests
@@ -50,7 +50,7 @@ class RankModel:
         self.rank, self.shape, self.layout, self._train = rank, shape, layout, train
         self.at = layout.coords(rank)
         self.is_last_stage = self.at.pp == layout.pp - 1
-        self.speaks = self.is_last_stage and (self.at.tp, self.at.cp) == (0, 0)  # for those that hold the same
+        self.speaks = speaks(layout, rank)  # for those that hold the same
         self.split = Split(layout.tp, layout.cp, self.at.cp, layout.tokens_align)
         self._dtype = model.DTYPES[recipe.model.dtype]
         config = model.transformer_config(path, shape, layout, self._dtype, train)

@@ -166,6 +166,10 @@ class Schedulers:
         self._host = _host_of(settings, weight_loader)
         self._is_down = False
 
+    def pids(self) -> list[int]:
+        """The scheduler processes, by tensor-parallel rank."""
+        return self._host.pids()
+
     async def fail(self) -> None:
         """Raises EngineFault when one of them has died; does not return."""
         try:

@@ -1,0 +1,350 @@
+"""What the controller costs in one step: planning, calls to all ranks, and waiting for what they say. No rank computes.
+
+Ray, the calls and their arguments are those of a run: 8,192 samples of 512 groups, 16 updates, a rank's share of which
+is dealt by megarl.batching. Ranks are simulated: a few processes stand for all of them, each for many, through calls of
+their own, so that calls, arguments, references and results are those of so many ranks; what is missing is so many
+processes, their memory and the network between them. docs/controller_bench.md says what is compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from megarl.batching import SampleRef, Update
+from megarl.cluster import Cluster, Ref, Worker
+from megarl.config import Recipe
+from megarl.controller import samples_of
+from megarl.fleet import Engines, Fleet
+from megarl.memory import Lender
+from megarl.parallel.layout import TrainLayout
+from megarl.ranks import CriticRanks, Rollout, TrainingRanks, _groups, _share
+from megarl.recipe_file import load_recipe
+from megarl.rollout.arguments import Sampling
+from megarl.types import ModelShape, Prompt
+from scripts.controller_bench.answers import PROMPT_TOKENS
+
+ROOT = Path(__file__).parents[1]
+QWEN3_30B = ModelShape(
+    num_layers=48, hidden_size=2048, num_heads=32, num_kv_heads=4, head_dim=128, vocab_size=151936, num_experts=128,
+    experts_per_token=8, moe_ffn_size=768,
+)  # fmt: skip
+LAYOUTS = {
+    8: (TrainLayout(8, tp=2, pp=2, ep=2), 4),
+    16: (TrainLayout(16, tp=2, pp=2, ep=2), 4),
+    64: (TrainLayout(64, tp=4, pp=4, ep=4), 8),
+    512: (TrainLayout(512, tp=4, pp=16, ep=16), 16),
+}  # by ranks, with the number of engines
+GPUS_PER_NODE = 8
+LONGEST, SAMPLES = 20_000, 16
+MEAN, SIGMA = 7.5, 0.8  # of the logarithm of a response's tokens: median 1,800
+TOKEN_BYTES = 12  # its id and its logprob; texts are left out
+INLINE_BYTES = 100 * 1024  # Ray sends a larger argument through the object store, once for each call
+Figures = dict[str, float]
+COLUMNS = (
+    "dispatch_s", "dispatch_cpu_s", "collect_s", "collect_cpu_s", "calls", "references", "puts", "pickled_bytes",
+    "stored_bytes", "node_bytes",
+)  # fmt: skip
+COUNTS: tuple[str, ...] = ("calls", "references", "puts", "pickled_bytes", "stored_bytes")
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Wall seconds, and the driver process's own on a core: Ray's threads in it included."""
+
+    wall_s: float
+    cpu_s: float
+
+    @staticmethod
+    def now() -> Clock:
+        return Clock(time.perf_counter(), time.process_time())
+
+    def since(self, name: str) -> Figures:
+        end = Clock.now()
+        return {f"{name}_s": end.wall_s - self.wall_s, f"{name}_cpu_s": end.cpu_s - self.cpu_s}
+
+
+class Unsent:
+    """In the place of a reference while calls are weighed and not made."""
+
+
+class Counted(Worker):
+    """A simulated rank in the process of another worker: its calls are counted, or weighed in place of being made."""
+
+    def __init__(self, name: str, host: Worker, step: Step) -> None:
+        self.name, self._actor, self.watch_ref, self._step = name, host._actor, host.watch_ref, step
+
+    def call(self, method: str, *args: Any) -> Any:
+        return Unsent() if self._is_weighed(args) else super().call(method, *args)
+
+    def call_many(self, count: int, method: str, *args: Any) -> Any:
+        return [Unsent()] * count if self._is_weighed(args) else super().call_many(count, method, *args)
+
+    def together(self, function: str, *args: Any) -> Any:
+        return Unsent() if self._is_weighed(args) else super().together(function, *args)
+
+    def _is_weighed(self, args: Sequence[Any]) -> bool:
+        values, count = [one for one in args if not isinstance(one, Ref | Unsent)], self._step.count
+        count["calls"] += 1
+        count["references"] += len(args) - len(values)
+        sizes = [size_of(one) for one in values] if self._step.weighs else []
+        count["pickled_bytes"] += sum(sizes)
+        count["stored_bytes"] += sum(size for size in sizes if size > INLINE_BYTES)
+        return self._step.weighs
+
+
+def tell(figures: Mapping[str, Any]) -> None:
+    """At once, to who waits: with 512 ranks a part may take minutes."""
+    print({key: value for key, value in figures.items() if value}, file=sys.stderr, flush=True)
+
+
+def size_of(value: object) -> int:
+    """Bytes of an argument, pickled in the protocol that Ray uses."""
+    return len(pickle.dumps(value, protocol=5))
+
+
+class CountedCluster:
+    """A session whose `put` is counted too; `gather` and the rest are the product's."""
+
+    def __init__(self, cluster: Cluster, step: Step) -> None:
+        self._cluster, self._step = cluster, step
+
+    def put(self, value: object) -> Any:
+        size = size_of(value) if self._step.weighs else 0
+        for name, more in {"puts": 1, "pickled_bytes": size, "stored_bytes": size}.items():
+            self._step.count[name] += more
+        return Unsent() if self._step.weighs else self._cluster.put(value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cluster, name)
+
+
+class Step:
+    """Everything of one step for `ranks` simulated ranks on the processes that there are."""
+
+    def __init__(self, cluster: Cluster, hosts: Sequence[Worker], ranks: int, recipe: Recipe) -> None:
+        layout, num_engines = LAYOUTS[ranks]
+        self.layout, self.count, self.weighs = layout, dict.fromkeys(COUNTS, 0.0), False
+        self.cluster: Any = CountedCluster(cluster, self)
+        workers = [Counted(f"rank {rank}", hosts[rank % len(hosts)], self) for rank in range(ranks)]
+        self.trainers, self.critic = (self._ranks(kind, recipe, workers) for kind in (TrainingRanks, CriticRanks))
+        self.engines: Any = Engines.__new__(Engines)
+        engines = [Counted(f"engine {index}", hosts[index % len(hosts)], self) for index in range(num_engines)]
+        self.engines.__dict__.update(_cluster=self.cluster, workers=engines, _lenders=engines)
+
+    def _ranks(self, kind: type[Any], recipe: Recipe, workers: Sequence[Worker]) -> Any:
+        found = object.__new__(kind)
+        found.__dict__.update(
+            _cluster=self.cluster, _recipe=recipe, _shape=QWEN3_30B, _layout=self.layout, workers=workers,
+            _lenders=workers, _pieces=[], _speed={},
+        )  # fmt: skip
+        return found
+
+    def counted(self, work: Callable[[], Any]) -> tuple[Any, Figures]:
+        """What it returns; its seconds and counts."""
+        self.count.update(dict.fromkeys(COUNTS, 0.0))
+        start = Clock.now()
+        found = work()
+        figures = start.since("step") | self.count
+        tell(figures)
+        return found, figures
+
+    def fan_out(self, send: Callable[[], dict[Ref, str]]) -> Figures:
+        """One call to every rank, the two halves apart."""
+        self.count.update(dict.fromkeys(COUNTS, 0.0))
+        start = Clock.now()
+        calls = send()
+        found = start.since("dispatch")
+        tell(found)
+        start = Clock.now()
+        self.trainers._merged(calls)
+        return found | start.since("collect") | self.count
+
+
+def inline(step: Step, updates: Sequence[Update], refs: Sequence[Ref]) -> dict[Ref, str]:
+    """Each call carries its rank's share and a reference to each group of it."""
+    calls = {}
+    for rank, worker in enumerate(step.trainers.workers):
+        share = _share(updates, step.layout.coords(rank).dp)
+        needed = _groups(share)
+        call = worker.call("train", "grpo", share, 1e-6, needed, *(refs[group] for group in needed))
+        calls[call] = worker.name
+    return calls
+
+
+def shares_put(step: Step, updates: Sequence[Update], refs: Sequence[Ref]) -> dict[Ref, str]:
+    """Shares and lists of groups once for all ranks that have the same; groups by reference as before."""
+    shares = [_share(updates, dp) for dp in range(step.layout.dp)]
+    needed = [_groups(share) for share in shares]
+    put = [(step.cluster.put(share), step.cluster.put(ids)) for share, ids in zip(shares, needed, strict=True)]
+    calls = {}
+    for rank, worker in enumerate(step.trainers.workers):
+        dp = step.layout.coords(rank).dp
+        share, ids = put[dp]
+        call = worker.call("train", "grpo", share, 1e-6, ids, *(refs[group] for group in needed[dp]))
+        calls[call] = worker.name
+    return calls
+
+
+def dealt(step: Step, updates: Sequence[Update], refs: Sequence[Ref]) -> dict[Ref, str]:
+    """megarl's: the first rank of those with the same share makes one object of its samples for all of them."""
+    shares, calls = step.trainers._dealt(updates, refs), {}
+    for rank, worker in enumerate(step.trainers.workers):
+        share, own = shares[step.layout.coords(rank).dp]
+        calls[worker.call("train", "grpo", share, 1e-6, own)] = worker.name
+    return calls
+
+
+def everything(step: Step, updates: Sequence[Update], refs: Sequence[Ref]) -> dict[Ref, str]:
+    """The whole plan and every group to every rank, which picks what is its own."""
+    calls = {}
+    for rank, worker in enumerate(step.trainers.workers):
+        call = worker.call("train_own", "grpo", updates, 1e-6, step.layout.coords(rank).dp, *refs)
+        calls[call] = worker.name
+    return calls
+
+
+WAYS = {"dealt": dealt, "shares_put": shares_put, "inline": inline, "everything": everything}
+
+
+def node_bytes(way: str, layout: TrainLayout, updates: Sequence[Update], group_bytes: Sequence[int]) -> int:
+    """Bytes of samples that come to all nodes' object stores together, wherever the engines put them."""
+    total = 0
+    for first in range(0, layout.world_size, GPUS_PER_NODE):
+        own = [layout.coords(rank) for rank in range(first, min(first + GPUS_PER_NODE, layout.world_size))]
+        fetching = {at.dp for at in own if way != "dealt" or (at.tp, at.cp, at.pp) == (0, 0, 0)}
+        total += sum(own_bytes(updates, dp) for dp in {at.dp for at in own} - fetching)
+        wanted = {group for dp in fetching for group in _groups(_share(updates, dp))}
+        wanted = range(len(group_bytes)) if way == "everything" else wanted
+        total += sum(group_bytes[group] for group in wanted)
+    return total
+
+
+def own_bytes(updates: Sequence[Update], dp: int) -> int:
+    """Of the samples that a share names."""
+    refs = [ref for one in updates for batch in one.micro_batches[dp] for ref in batch]
+    return sum(TOKEN_BYTES * ref.response_length for ref in refs)
+
+
+def prompts_of(groups: int, seed: int) -> tuple[list[Prompt], dict[str, list[int]]]:
+    """Prompts, and the lengths of the responses to each."""
+    drawn = np.random.default_rng(seed).lognormal(MEAN, SIGMA, (groups, SAMPLES)).clip(1, LONGEST - PROMPT_TOKENS)
+    ids = tuple(range(PROMPT_TOKENS))
+    prompts = [Prompt(str(index), "word" * PROMPT_TOKENS, ids, "42") for index in range(groups)]
+    return prompts, {prompt.id: lengths for prompt, lengths in zip(prompts, drawn.astype(int).tolist(), strict=True)}
+
+
+def measure(step: Step, prompts: Sequence[Prompt], updates: int, with_all: bool) -> dict[str, Figures]:
+    """The figures of each part of a step, and of each way to send the updates."""
+    found: dict[str, Figures] = {}
+    sampling = Sampling(SAMPLES, LONGEST, stream=(1, 1))
+    rollout, found["sample"] = step.counted(lambda: step.engines.sample(prompts, sampling))
+    found["sample"]["result_bytes"] = float(sum(size_of(one) for one in rollout.summaries))
+    samples = samples_of(rollout.summaries, "grpo")
+    plan, found["plan"] = step.counted(lambda: step.trainers.plan_of("grpo", samples))
+    assert len(plan) == updates
+    found |= rest(step, samples, rollout, plan)
+    return found | ways(step, plan, rollout, with_all)
+
+
+def ways(step: Step, plan: Sequence[Update], rollout: Rollout, with_all: bool) -> dict[str, Figures]:
+    """Each way to send the updates: what is pickled is weighed without a call, then the calls are made and timed.
+
+    everything: only weighed, unless `with_all`.
+    """
+    group_bytes = [TOKEN_BYTES * int(one.response_lengths_G.sum()) for one in rollout.summaries]
+    found = {}
+    for name, way in WAYS.items():
+        step.weighs = True
+        step.counted(lambda way=way: way(step, plan, rollout.refs))
+        step.weighs, weighed = False, dict(step.count)
+        is_timed = with_all or name != "everything"
+        timed = step.fan_out(lambda way=way: way(step, plan, rollout.refs)) if is_timed else {}
+        found[name] = timed | weighed
+        found[name]["node_bytes"] = float(node_bytes(name, step.layout, plan, group_bytes))
+        tell({name: found[name]})
+    return found
+
+
+def rest(step: Step, samples: Sequence[SampleRef], rollout: Rollout, plan: Sequence[Update]) -> dict[str, Figures]:
+    """The other calls of a step: memory that changes hands, an exchange, and what a critic adds."""
+    lender = Lender(step.trainers, step.engines)
+    fleet: Any = Fleet.__new__(Fleet)
+    message = {"run_id": "0" * 16, "version": 1, "attempt": 1}
+    sessions = SimpleNamespace(trainers={}, engine_message=lambda *_: message)
+    fleet.__dict__.update(
+        engines=step.engines, trainers=step.trainers, attempts=0, _have_sessions=True, _sessions=sessions
+    )
+
+    def exchange() -> None:
+        step.cluster.gather(fleet._exchange(1))
+        step.engines.versions()
+
+    parts: dict[str, Callable[[], Any]] = {
+        "to_train": lambda: lender.lend("train"),
+        "to_reshard": lambda: lender.lend("reshard"),
+        "exchange": exchange,
+        "to_rollout": lambda: lender.lend("rollout"),
+        "values": lambda: step.critic._ask("values", plan, rollout.refs, plan),
+        "train_on_values": lambda: step.trainers.train("grpo", samples, rollout.refs, 1e-6, step.critic),
+    }
+    return {name: step.counted(work)[1] for name, work in parts.items()}
+
+
+def show(found: Mapping[str, Mapping[str, Figures]]) -> None:
+    """A table for each number of ranks; sizes in MB, seconds of the wall and of the driver's own process."""
+    for ranks, rows in found.items():
+        print(f"\n{ranks} ranks\n{'':16}", *(f"{name:>15}" for name in COLUMNS))
+        for name, row in rows.items():
+            seconds = {"dispatch_s": row.get("step_s", 0.0), "dispatch_cpu_s": row.get("step_cpu_s", 0.0)} | row
+            cells = [(seconds.get(key, 0.0) / 1e6 if "bytes" in key else seconds.get(key, 0.0)) for key in COLUMNS]
+            print(f"{name:16}", *(f"{cell:15.4g}" for cell in cells))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512], choices=LAYOUTS)
+    parser.add_argument("--hosts", type=int, default=8, help="processes that stand for all ranks and engines")
+    parser.add_argument("--groups", type=int, default=512, help="of 16 samples")
+    parser.add_argument("--updates", type=int, default=16)
+    parser.add_argument("--everything", action="store_true", help="time the way that gives each rank all too")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="print one JSON object: ranks, part, figure")
+    args = parser.parse_args()
+    os.environ["PYTHONPATH"] = str(ROOT)
+    recipe = load_recipe(
+        ROOT / "recipes/quickstart.yaml",
+        [
+            f"rollout.prompts_per_step={args.groups}", f"rollout.samples_per_prompt={SAMPLES}",
+            f"train.updates_per_step={args.updates}", "train.tokens_per_micro_batch=32768",
+        ],
+    )  # fmt: skip
+    prompts, lengths = prompts_of(args.groups, args.seed)
+    found = {}
+    with Cluster(args.hosts) as cluster:
+        hosts = [cluster.worker(f"process {index}", index) for index in range(args.hosts)]
+        target = "scripts.controller_bench.answers:Answers"
+        cluster.gather({host.start(target, lengths): host.name for host in hosts})
+        for ranks in args.ranks:
+            found[str(ranks)] = measure(Step(cluster, hosts, ranks, recipe), prompts, args.updates, args.everything)
+    if args.json:
+        print(json.dumps(found))
+    else:
+        show(found)
+
+
+if __name__ == "__main__":
+    main()

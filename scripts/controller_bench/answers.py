@@ -1,0 +1,108 @@
+"""What answers the controller's calls in the bench: stands for many ranks or engines, and computes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megarl.batching import Key, Piece, SampleRef, Update, key_of, pieces_of
+from megarl.types import FloatArray, GroupSummary, Metrics, Prompt, Sample, SampleGroup
+
+PROMPT_TOKENS = 200
+_NAMES = [f"statistic_{number}" for number in range(20)]  # about as many as an update's loss and routing say
+
+
+class Answers:
+    """Whatever a step calls. Each sample that it is told to train on is looked at: one that did not come is missed."""
+
+    def __init__(self, lengths: Mapping[str, Sequence[int]]) -> None:
+        """lengths: of the responses to each prompt, by its id."""
+        self._lengths = lengths
+
+    def sample(self, prompt: Prompt, sampling: object) -> tuple[GroupSummary, SampleGroup]:
+        """Responses of the lengths that were drawn for the prompt.
+
+        Their text, four letters for each token, is in the summary alone: a process has the arguments of all its calls
+        at once, and one that stands for 64 ranks would have as many copies of it.
+        """
+        samples = tuple(
+            Sample(np.zeros(length, np.int64), np.zeros(length, np.float32), "", True, 1)
+            for length in self._lengths[prompt.id]
+        )
+        rewards_G = np.arange(len(samples)) % 2
+        said = tuple("42" for _ in samples)
+        group = SampleGroup(prompt, samples, rewards_G.astype(np.float32), rewards_G.astype(np.bool_), said)
+        return summary_of(group), group
+
+    def train(
+        self, algorithm: str, updates: Sequence[Update], lr: float, group_ids: Sequence[int], *given: Any
+    ) -> list[Metrics]:
+        """The metrics of each update: all ranks say all of them here, in a run those of the last stage."""
+        by_id = dict(zip(group_ids, given, strict=False))
+        return [dict.fromkeys(_NAMES, _tokens(update, by_id)) for update in updates]
+
+    def train_own(
+        self, algorithm: str, updates: Sequence[Update], lr: float, dp: int, *groups: SampleGroup
+    ) -> list[Metrics]:
+        """`train` by a rank that is given everything and picks what is its own."""
+        mine = [Update((one.micro_batches[dp],), one.denominator, one.tokens, one.loss_tokens) for one in updates]
+        return self.train(algorithm, mine, lr, range(len(groups)), *groups)
+
+    def values(
+        self, updates: Sequence[Update], readers: Sequence[frozenset[Key]], group_ids: Sequence[int], *groups: Any
+    ) -> tuple[Piece, ...]:
+        """Pieces without contents, as of all ranks but one of those that hold the same."""
+        refs = [ref for update in updates for batch in update.micro_batches[0] for ref in batch]
+        by_id = dict(zip(group_ids, groups, strict=True))
+        for ref in refs:
+            _array(ref, by_id[ref.group])
+        return pieces_of(refs, None, readers)
+
+    def onload(self) -> None: ...
+
+    def offload(self) -> None: ...
+
+    def held_bytes(self) -> int:
+        return 1 << 30
+
+    def release_memory(self) -> None: ...
+
+    def resume_weights(self) -> None: ...
+
+    def resume_cache(self) -> None: ...
+
+    def reshard(self, message: object, version: int, attempt: int = 0) -> None:
+        self._version = version
+
+    def version(self) -> int:
+        return self._version
+
+
+def summary_of(group: SampleGroup) -> GroupSummary:
+    """As an engine's process tells it the controller."""
+    lengths_G = np.asarray([len(sample.response_ids_T) for sample in group.samples])
+    return GroupSummary(
+        prompt_text=group.prompt.text,
+        answer=group.prompt.answer,
+        responses=tuple("word" * int(length) for length in lengths_G),
+        prompt_length=len(group.prompt.token_ids),
+        response_lengths_G=lengths_G,
+        finished_G=np.ones(len(group.samples), np.bool_),
+        rewards_G=group.rewards_G,
+        correct_G=group.correct_G,
+        version=1,
+        said=group.said,
+    )
+
+
+def _tokens(update: Update, by_id: Mapping[int, SampleGroup]) -> float:
+    refs = [ref for batch in update.micro_batches[0] for ref in batch]
+    return float(sum(len(_array(ref, by_id[ref.group])) for ref in refs))
+
+
+def _array(ref: SampleRef, group: SampleGroup) -> FloatArray:
+    found_T = group.samples[ref.sample].engine_logp_T
+    assert len(found_T) == ref.response_length, f"sample {key_of(ref)} did not come"
+    return found_T

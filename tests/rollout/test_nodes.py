@@ -1,0 +1,83 @@
+"""One engine on two nodes, whose schedulers have two hosts: it samples, takes weights, and dies as one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.device import address_of, host_store
+from megarl.rollout.engine import Engine, EngineFault, Sampling
+from tests.rollout.test_engine import PROMPTS, TOLERANCE, sample_all, worst_gap
+
+pytestmark = pytest.mark.slow
+
+HERE = Path(__file__).parent
+
+
+@dataclass
+class Nodes:
+    """The engine on the first node, and the process that is its part on the second."""
+
+    engine: Engine
+    part: subprocess.Popen[str]
+    scheduler: int  # process id of the one on the second node
+
+
+@pytest.fixture(scope="module")
+def nodes(build_engine: Callable[..., Engine], checkpoint: Path) -> Iterator[Nodes]:
+    store = host_store(120)
+    settings: dict[str, Any] = {"model_path": str(checkpoint), "dtype": "float32", "seed": 3, "context_tokens": 512}
+    settings |= {"tp": 2, "ep": 2, "concurrency": 256, "nodes": 2}
+    environment = os.environ | {"PYTHONPATH": f"{HERE.parents[1]}:{HERE}"}
+    part = subprocess.Popen(
+        [sys.executable, str(HERE / "engine_part.py")],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+    )  # fmt: skip
+    assert part.stdin and part.stdout
+    try:
+        part.stdin.write(json.dumps(settings | {"node": 1, "meet": address_of(store)}) + "\n")
+        part.stdin.flush()
+        engine = build_engine(2, 2, nodes=2, meet=address_of(store))
+        yield Nodes(engine, part, scheduler=int(part.stdout.readline()))
+        engine.shutdown()
+    finally:
+        part.kill()
+        part.wait()
+
+
+def test_both_nodes_make_one_model(nodes: Nodes, reference: Any) -> None:
+    groups = asyncio.run(sample_all(nodes.engine, Sampling(4, 12)))
+    assert [len(group) for group in groups] == [4] * len(PROMPTS)
+    assert worst_gap(groups, reference) < TOLERANCE
+    assert len(nodes.engine.pids()) == 1, "the other rank is the other host's"
+
+
+def test_new_weights_come_to_both_nodes(nodes: Nodes, reference: Any) -> None:
+    asyncio.run(nodes.engine.reshard({"scale": 1.1}, 1))
+    reference.scale(1.1)
+    assert worst_gap(asyncio.run(sample_all(nodes.engine, Sampling(4, 12))), reference) < TOLERANCE
+
+
+def test_what_fails_on_the_other_node_is_told(nodes: Nodes) -> None:
+    with pytest.raises(EngineFault, match=r"rank 1: ValueError: shard of session"):
+        asyncio.run(nodes.engine.reshard({"fail_on": 1}, 2))
+    asyncio.run(nodes.engine.reshard({}, 2))
+
+
+def test_a_death_on_the_other_node_is_heard_there_and_ends_the_engine(nodes: Nodes) -> None:
+    os.kill(nodes.scheduler, signal.SIGKILL)
+    assert nodes.part.stdout
+    assert nodes.part.stdout.readline() == f"engine scheduler 1 (pid {nodes.scheduler}) was killed by SIGKILL\n"
+    with pytest.raises(EngineFault, match="engine scheduler 0 "):
+        asyncio.run(nodes.engine.generate(PROMPTS[0], Sampling(64, 400)))
+    nodes.part.wait(60)
