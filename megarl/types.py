@@ -52,6 +52,18 @@ class UserFaults(Exception):
         return "\n".join(str(fault) for fault in self.faults)
 
 
+class EndedEarly(Exception):
+    """A run that was asked to end soon has; the CLI exits with 75. `step`: the one it learnt and saved last, if any."""
+
+    def __init__(self, step: int | None) -> None:
+        super().__init__(step)
+        self.step = step
+
+    def __str__(self) -> str:
+        saved = "nothing new to save" if self.step is None else f"the checkpoint of step {self.step} is complete"
+        return f"ended early by SIGUSR1, {saved}: the same command with --resume goes on"
+
+
 @dataclass(frozen=True)
 class MlaShape:
     """Multi-head latent attention (DeepSeek-V2, section 2.1): widths of its projections, per head where not a rank."""

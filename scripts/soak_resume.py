@@ -1,10 +1,11 @@
-"""Kill a run with SIGKILL again and again, resume it each time, and hold its end against a run that nobody disturbed.
+"""End a run with SIGKILL again and again, resume it each time, and hold its end against a run that nobody disturbed.
 
     python scripts/soak_resume.py --points 50 [--seed 1] [--folder DIR] [--json]
 
 A tiny model, on CPU, seeded samples: weights, optimizer, metrics (but for times) and samples must be the same to the
 last bit. A point is a moment drawn in advance: while everything starts, or so many seconds after a step was recorded,
-which is in the middle of a rollout, an update, a save or a reshard. Exit code 1: something differs.
+which is in the middle of a rollout, an update, a save or a reshard. At one of the points SIGUSR1 asks the run to end,
+as Slurm does before the time limit. Exit code 1: something differs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -26,7 +28,7 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
-STEPS, WARM_STEPS = 12, 2
+STEPS, WARM_STEPS, EVERY = 12, 2, 2
 REWARD = "def score(response, answer, row):\n    return sum(map(ord, response)) % 7 / 6\n"  # one in seven is correct
 OVERRIDES = [
     "algorithm.name=vapo",  # so that there is a critic, too
@@ -51,9 +53,10 @@ OVERRIDES = [
     "reward.function=odd_reward:score",
     "run.trackers=[]",
     f"run.steps={STEPS}",
-    "checkpoint.every=2",
+    f"checkpoint.every={EVERY}",
 ]
 _POLL_S = 0.02
+_TRY_AGAIN = 75
 _LIMIT_S = 300.0
 
 
@@ -133,6 +136,30 @@ def disturb(folder: Path, name: str, after: int, delay_s: float) -> str:
     return f"killed {delay_s:.2f} s after record {after}, at step {steps[-1] if steps else 'none'}"
 
 
+def ask(folder: Path, name: str) -> str:
+    """Resume the run, ask it to end soon, and say whether it did, with a checkpoint of all that it recorded.
+
+    Two steps after a checkpoint another was due; the step that is asked in has none of its own.
+    """
+    log = folder / f"{name}.log"
+    said = log.stat().st_size
+    process, began = start(folder, name), time.monotonic()
+    while len(re.findall(rb"^step \d+/", log.read_bytes()[said:], re.MULTILINE)) < EVERY:
+        is_late = time.monotonic() - began > _LIMIT_S
+        if is_late and process.poll() is None:
+            kill(process)
+        if is_late or process.poll() is not None:
+            raise RuntimeError(f"the run did not take {EVERY} steps:\n{log.read_text()[-4000:]}")
+        time.sleep(_POLL_S)
+    process.send_signal(signal.SIGUSR1)
+    code = process.wait(_LIMIT_S)
+    if code != _TRY_AGAIN:
+        return f"ended with code {code}, not {_TRY_AGAIN}"
+    last = records(folder, name)[-1]["step"]
+    saved = (folder / "runs" / name / "checkpoints" / f"step-{last:06d}" / "manifest.json").exists()
+    return f"asked after {EVERY} steps, ended with{'' if saved else 'out'} a checkpoint of step {last}"
+
+
 def differences(folder: Path, one: str, other: str) -> list[str]:
     """What is not the same in two runs that ended."""
     found = []
@@ -162,17 +189,18 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         prepare(folder)
         finish(folder, "undisturbed")
-        killed = []
-        for after, delay_s in points(arguments.points, arguments.seed):
-            killed.append(disturb(folder, "disturbed", after, delay_s))
+        ends = []
+        for index, (after, delay_s) in enumerate(points(arguments.points, arguments.seed)):
+            is_asked = index == arguments.points // 2
+            ends.append(ask(folder, "disturbed") if is_asked else disturb(folder, "disturbed", after, delay_s))
             if not arguments.json:
-                print(killed[-1], flush=True)
+                print(ends[-1], flush=True)
         finish(folder, "disturbed")
         found = differences(folder, "undisturbed", "disturbed")
     if arguments.json:
-        print(json.dumps({"killed": killed, "differences": found}))
+        print(json.dumps({"ends": ends, "differences": found}))
     else:
-        print("\n".join(found) or f"identical after {len(killed)} kills: weights, optimizer, metrics, samples")
+        print("\n".join(found) or f"identical after {len(ends)} ends: weights, optimizer, metrics, samples")
     return 1 if found else 0
 
 

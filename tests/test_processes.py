@@ -38,3 +38,23 @@ def test_a_descendant_whose_parent_is_gone_is_killed_and_reaped():
     assert done.stdout.split() == ["False", "None", "False"], done.stderr
     sleepers = (["sleep", "600"], ["sleep", "601"])
     assert not [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] in sleepers]
+
+
+_NOTED = """
+import os, signal
+from megarl import processes
+processes.raise_on_sigterm()
+processes.note_sigusr1()
+os.kill(os.getpid(), signal.SIGUSR1)
+print(processes.is_end_wanted(), processes.was_terminated())
+try:
+    os.kill(os.getpid(), signal.SIGUSR1)
+    signal.pause()
+except KeyboardInterrupt:
+    print(processes.was_terminated())
+"""
+
+
+def test_the_first_sigusr1_is_noted_and_the_second_ends_as_sigterm_does():
+    done = subprocess.run([sys.executable, "-c", _NOTED], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["True", "False", "True"], done.stderr

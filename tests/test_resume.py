@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
+from megarl import processes
 from megarl.config import Recipe
 from megarl.parallel.hf_config import model_shape
 from megarl.recipe_file import load_recipe
 from megarl.resume import FOLDER, Progress, Saver, find, go_on
 from megarl.rollout.prompts import PromptStream
 from megarl.snapshots import Snapshots
-from megarl.types import Prompt, UserFaults
+from megarl.types import EndedEarly, Prompt, UserFaults
 
 QUICKSTART = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
 
@@ -112,6 +113,48 @@ def test_no_checkpoints_unless_they_are_asked_for(made: Any, fleet: Any, tmp_pat
     run(made("checkpoint.every=null"), fleet, stream(), tmp_path)
     assert fleet.trainers.calls == []
     assert find(made(), stream(), pytest.fail) is None
+
+
+def test_a_wish_to_end_costs_nothing_that_was_learnt(
+    made: Any, fleet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where no checkpoint is ever due: one is written after the publication, as if it had been before it."""
+    prompts, recipe = stream(), made("checkpoint.every=null")
+    one = saver(recipe, fleet, prompts, tmp_path)
+    monkeypatch.setattr(processes, "is_end_wanted", lambda: False)
+    one.leave_if_wanted()
+    prompts.take(3)
+    one.begin(1)
+    fleet.version += 1
+    one.settle(1)
+    monkeypatch.setattr(processes, "is_end_wanted", lambda: True)
+    with pytest.raises(EndedEarly, match="the checkpoint of step 1 is complete"):
+        one.leave_if_wanted()
+    found = find(recipe, stream(), pytest.fail)
+    assert found is not None and found.step == 1
+    assert (found.run["version"], found.run["prompts_taken"]) == (3, 3), "what step 1's publication is repeated from"
+
+
+@pytest.mark.parametrize("asynchronous", ["true", "false"])
+def test_a_wish_to_end_completes_what_was_begun_and_writes_no_second(
+    made: Any, fleet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: str
+) -> None:
+    one = saver(made(f"checkpoint.asynchronous={asynchronous}"), fleet, stream(), tmp_path)
+    one.begin(4)
+    one.settle(4)
+    monkeypatch.setattr(processes, "is_end_wanted", lambda: True)
+    with pytest.raises(EndedEarly, match="step 4"):
+        one.leave_if_wanted()
+    assert fleet.trainers.calls == ["save .step-000004", "finish"]
+
+
+def test_a_wish_to_end_before_anything_was_learnt_saves_nothing(
+    made: Any, fleet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "is_end_wanted", lambda: True)
+    with pytest.raises(EndedEarly, match="nothing new to save"):
+        saver(made(), fleet, stream(), tmp_path).leave_if_wanted()
+    assert fleet.trainers.calls == []
 
 
 def test_every_reason_not_to_go_on_is_told_at_once(made: Any, tiny_model: Path, tmp_path: Path) -> None:

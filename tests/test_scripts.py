@@ -17,7 +17,12 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
-SHELL_FILES = [*sorted((ROOT / "scripts").glob("*.sh")), ROOT / ".ci" / "run"]
+SHELL_FILES = [
+    *sorted((ROOT / "scripts").glob("*.sh")),
+    *sorted((ROOT / "scripts" / "slurm").iterdir()),
+    ROOT / "tests" / "slurm" / "scontrol",
+    ROOT / ".ci" / "run",
+]
 
 
 def make(script: str, *arguments: str | Path) -> str:
@@ -157,8 +162,8 @@ def test_the_lock_satisfies_setup_py() -> None:
 @pytest.mark.parametrize("path", SHELL_FILES, ids=lambda path: path.name)
 def test_shell_files_are_sound(path: Path) -> None:
     subprocess.run(["bash", "-n", path], check=True)
-    if shutil.which("shellcheck"):
-        subprocess.run(["shellcheck", "-x", "--source-path=SCRIPTDIR", path], check=True)
+    shellcheck = Path(sys.executable).with_name("shellcheck")
+    subprocess.run([shellcheck, "-x", "--source-path=SCRIPTDIR", path], check=True)
 
 
 # A stand-in for python3.11: `-m venv --clear DIR` puts the stand-in itself there, anything else does nothing.
