@@ -85,7 +85,7 @@ class Counted(Worker):
     """A simulated rank in the process of another worker: its calls are counted, or weighed in place of being made."""
 
     def __init__(self, name: str, host: Worker, step: Step) -> None:
-        self.name, self._actor, self.watch_ref, self._step = name, host._actor, host.watch_ref, step
+        self.name, self._actor, self.watch_refs, self._step = name, host._actor, host.watch_refs, step
 
     def call(self, method: str, *args: Any) -> Any:
         return Unsent() if self._is_weighed(args) else super().call(method, *args)

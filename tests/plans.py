@@ -88,7 +88,10 @@ H800 = Hardware(
     compute_share=0.4,
     prefill_share=0.4,
     hbm_share=0.7,
-    link_share=0.8,
+    nvlink_share=0.8,
+    nic_share=0.9,
+    nvlink_latency_s=15e-6,
+    nic_latency_s=40e-6,
 )
 
 

@@ -122,12 +122,12 @@ def test_real_ranks_hold_as_much(tmp_path: Path, dtype: str) -> None:
     assert sum(state_bytes for *_, state_bytes in ranks) == (8 + masters) * stepped
 
 
-def _hold(rank: int, port: int, made: Recipe) -> tuple[int, int, int]:
+def _hold(rank: int, meet: device.Address, made: Recipe) -> tuple[int, int, int]:
     """(elements of the weights, bytes of their gradients, of the optimizer's state) of a rank as training builds it."""
     from megarl.parallel import saving
     from megarl.parallel.rank import RankModel
 
-    store = device.join_store(port, 60.0)
+    store = device.join_store(meet, 60.0)
     held = RankModel(rank, made, model_shape(made.model.path), store, slot=rank)
     held.make_optimizer()
     saving._start_states(held.optimizer)

@@ -290,7 +290,7 @@ def test_several_broken_overlays_are_told_at_once_beside_the_recipes_own_faults(
     broken, gone = overlay(tmp_path, "train: [\n"), str(tmp_path / "gone.yaml")
     twice = overlay(tmp_path, "run: {steps: 1, steps: 2}\n", "twice.yaml")
     lines = [str(fault) for fault in faults_of(QUICKSTART, broken, gone, twice, "train.tp=x")]
-    starts = f"{broken}:", f"{gone}: cannot read", f"{twice}:1: run.steps is written twice", "override train.tp=x:"
+    starts = f"{broken}:", f"{gone}: cannot be read", f"{twice}:1: run.steps is written twice", "override train.tp=x:"
     for start in starts:
         assert sum(line.startswith(start) for line in lines) == 1, (start, lines)
     assert len(lines) == 4
