@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from megarl.algos import ALGORITHMS, has_critic
+from megarl.at_hand import at_hand
 from megarl.config import Recipe
 from megarl.device import DEVICE, LOOPBACK, Address
 from megarl.parallel.hf_config import beside_shape, model_shape, scorer_shape
@@ -47,27 +47,6 @@ def dry_run(recipe: Recipe, say: Callable[[str], None]) -> None:
         raise UserFaults(faults)
     for line in (*_roles(found), *_reshard(found, device), *_not_checked(recipe, device, absent)):
         say(line)
-
-
-def at_hand(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
-    """The recipe as far as its files are here, and by key what is not.
-
-    The model's config.json takes the place of its checkpoint; another model beside it is taken to be of its kind.
-    """
-    absent = {}
-    model = recipe.model
-    if model.config and not (Path(model.path) / "config.json").is_file():
-        absent["model.path"] = f"{model.path}: weights and tokenizer (its shape is from {model.config})"
-        recipe = recipe.model_copy(update={"model": model.model_copy(update={"path": model.config})})
-    data = {"data.train": recipe.data.train} | {f"data.eval.{name}": file for name, file in recipe.data.eval.items()}
-    absent |= {key: f"{file}: the data" for key, file in data.items() if not Path(file).is_file()}
-    for branch in ("critic", "reward_model", "reference"):
-        own = getattr(recipe, branch)
-        if own.path and not Path(own.path).is_dir():
-            absent[f"{branch}.path"] = f"{own.path}: another model's folder"
-            if branch != "reward_model":  # whose path says that there is one
-                recipe = recipe.model_copy(update={branch: own.model_copy(update={"path": None})})
-    return recipe, absent
 
 
 def argument_faults(recipe: Recipe, device: str, absent: Container[str]) -> Faults:

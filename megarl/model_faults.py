@@ -101,12 +101,12 @@ def _faults_beside(own: Recipe, branch: str, says: str, is_known: bool) -> Fault
         shape = beside_shape(path, says)
         hf_facts(path)
     except UserFault as fault:
-        return [] if is_known else [_renamed(fault, branch)]
+        return [] if is_known else [renamed(fault, branch)]
     faults = [] if is_known else checkpoint.check_hf(path, shape)
-    return [_renamed(fault, branch) for fault in faults + train_layout(own).faults(shape)]
+    return [renamed(fault, branch) for fault in faults + train_layout(own).faults(shape)]
 
 
-def _renamed(fault: UserFault, branch: str) -> UserFault:
+def renamed(fault: UserFault, branch: str) -> UserFault:
     """A fault of the policy's keys as one of those that stand for them."""
     words = {
         "placement.gpus": f"{branch}.ranks.gpus",

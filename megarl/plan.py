@@ -8,13 +8,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megarl.algos import learns_from_answers
+from megarl.at_hand import at_hand
 from megarl.config import Recipe
 from megarl.hardware import Hardware
 from megarl.parallel.layout import EngineLayout, TrainLayout
 from megarl.parallel.placement import engine_layout, shared_slots
 from megarl.plan_activations import item_bytes
 from megarl.plan_batch import MEAN_RESPONSE_SHARE, Samples, Share, advice, share_of, step_samples
-from megarl.plan_faults import plan_faults, readable
+from megarl.plan_faults import plan_faults
 from megarl.plan_map import Slot, Stage, slot_map, spans, stages
 from megarl.plan_memory import memory
 from megarl.plan_model import ModelSize, Role, model_sizes
@@ -202,7 +203,7 @@ def _slot_json(slot: Slot) -> dict[str, Any]:
 
 def make_plan(recipe: Recipe, hardware: Hardware, response_share: float = MEAN_RESPONSE_SHARE) -> Plan:
     """Plan a recipe. Raises UserFaults where its keys or layouts leave nothing to plan; what is too large is in it."""
-    recipe = readable(recipe)
+    recipe, _ = at_hand(recipe)
     faults = plan_faults(recipe)
     if faults:
         raise UserFaults(faults)

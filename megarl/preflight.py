@@ -206,7 +206,7 @@ def _layout_faults(recipe: Recipe, device: str) -> Faults:
     slots = slot_faults(recipe.placement.gpus, layout, engines, beside)
     if recipe.placement.network == "nodes" or not on_cpu:  # else all slots are one machine's in any case
         slots += node_faults(recipe, beside)
-    batch = _batch_faults(recipe)
+    batch = batch_faults(recipe)
     if faults or engine_faults or slots or known is None:
         return faults + engine_faults + slots + batch
     return reshard_faults(recipe, known, layout, engines) + batch
@@ -241,7 +241,8 @@ def _cluster_faults(recipe: Recipe) -> Faults:
     return faults
 
 
-def _batch_faults(recipe: Recipe) -> Faults:
+def batch_faults(recipe: Recipe) -> Faults:
+    """More updates than a step has samples."""
     rollout, updates = recipe.rollout, recipe.train.updates_per_step
     samples = rollout.prompts_per_step * rollout.samples_per_prompt
     given = {"rollout.prompts_per_step x samples_per_prompt": samples}

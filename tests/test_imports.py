@@ -25,7 +25,7 @@ FLOORS = [
     {"plan_phases"},
     {"plan_memory"},
     {"checkpoint", "hf_export"},
-    {"model_faults", "rule_faults", "eval_faults", "reward_faults", "reward_check", "reshard_faults"},
+    {"model_faults", "rule_faults", "eval_faults", "reward_faults", "reward_check", "reshard_faults", "at_hand"},
     {"beside"},
     {"trainer", "critic", "process_rewards", "reward_model", "cluster", "preflight"},
     {"ranks", "plan_faults", "plan_map"},

@@ -12,10 +12,11 @@ import pytest
 from rich.console import Console
 
 from megarl import cli
+from megarl.at_hand import at_hand
 from megarl.hardware import load_hardware
 from megarl.parallel.layout import TrainLayout
 from megarl.plan import Plan, amount, make_plan
-from megarl.plan_faults import plan_faults, readable
+from megarl.plan_faults import plan_faults
 from megarl.plan_picture import draw
 from megarl.plan_report import show
 from megarl.types import UserFaults
@@ -126,7 +127,7 @@ def test_every_fault_of_a_layout_is_told_at_once(tmp_path: Path) -> None:
 
 def test_faults_of_a_critic_name_its_own_keys(tmp_path: Path) -> None:
     keys = ["algorithm.name=ppo", "critic.lr=1e-5", "critic.ranks.tp=3", "critic.ranks.gpus=6"]
-    found = plan_faults(readable(planning.small(tmp_path, *keys)))
+    found = plan_faults(at_hand(planning.small(tmp_path, *keys))[0])
     assert "critic.ranks.tp" in {fault.where for fault in found}
     assert not [fault for fault in found if fault.where.startswith("train.")]
 
@@ -142,18 +143,18 @@ def test_faults_of_a_critic_name_its_own_keys(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_planned_is_named(keys: list[str], where: str, tmp_path: Path) -> None:
-    assert where in [fault.where for fault in plan_faults(readable(planning.small(tmp_path, *keys)))]
+    assert where in [fault.where for fault in plan_faults(at_hand(planning.small(tmp_path, *keys))[0])]
 
 
 def test_a_checkpoint_that_is_there_is_read_before_the_config_alone(tmp_path: Path) -> None:
     recipe = planning.small(tmp_path)
-    assert readable(recipe).model.path == str(tmp_path)
+    assert at_hand(recipe)[0].model.path == str(tmp_path)
     other = tmp_path / "other"
     other.mkdir()
     here = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": str(other)})})
-    assert readable(here).model.path == str(tmp_path)  # a folder without a config.json
+    assert at_hand(here)[0].model.path == str(tmp_path)  # a folder without a config.json
     (other / "config.json").write_text("{}")
-    assert readable(here).model.path == str(other)
+    assert at_hand(here)[0].model.path == str(other)
 
 
 def run_plan(*arguments: str | Path) -> int:
