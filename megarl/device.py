@@ -55,10 +55,15 @@ def use_network(host: str) -> None:
         os.environ.setdefault(name, interface)
 
 
-def _interface_to(host: str) -> str:
+def own_address(host: str) -> str:
+    """This machine's address on the way to `host`."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # of a datagram socket: looks the route up and sends nothing
-        own = probe.getsockname()[0]
+        return probe.getsockname()[0]
+
+
+def _interface_to(host: str) -> str:
+    own = own_address(host)
     names = [name for name, found in psutil.net_if_addrs().items() if own in {one.address for one in found}]
     return "lo" if is_loopback(own) else names[0]
 

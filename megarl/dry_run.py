@@ -26,7 +26,7 @@ from megarl.resharding import fp8, megatron_map, sglang_map
 from megarl.resharding.account import Account, account
 from megarl.resharding.plan import plan_streams
 from megarl.resharding.shards import LayoutError, Part
-from megarl.rollout.arguments import server_arguments, sglang_faults
+from megarl.rollout.arguments import Door, Span, server_arguments, sglang_faults
 from megarl.rollout.episodes import engine_settings
 from megarl.types import ModelShape, UserFault, UserFaults
 
@@ -120,8 +120,9 @@ def _sglang_faults(recipe: Recipe, device: str) -> Faults:
         return []
     from megarl.rollout.server_check import server_faults
 
-    meet = Address(LOOPBACK, 1) if recipe.engine_nodes > 1 else None  # any: nobody goes there
-    arguments = server_arguments(engine_settings(recipe, 0, meet=meet), _LOADER, device)
+    nowhere = Address(LOOPBACK, 1)
+    span = Span(recipe.engine_nodes, 0, nowhere, Door(b"")) if recipe.engine_nodes > 1 else None
+    arguments = server_arguments(engine_settings(recipe, 0, span), _LOADER, device)
     return server_faults(arguments | {"device": device})
 
 

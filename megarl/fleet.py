@@ -25,6 +25,7 @@ from megarl.parallel.placement import (
 from megarl.ranks import CriticRanks, RewardRanks, Rollout, TrainingRanks
 from megarl.resharding.member import Stats, collect_stats
 from megarl.resharding.session import Sessions, sessions
+from megarl.rollout.arguments import Span
 from megarl.rollout.episodes import Sampling, summary
 from megarl.sample_file import open_samples, writing
 from megarl.snapshots import Digest
@@ -52,17 +53,23 @@ class Engines:
 
     def _start(self, recipe: Recipe, index: int, worker: Worker, slot: int) -> None:
         """An engine, with a process on each further node of it."""
-        meet, num_nodes = None, recipe.engine_nodes
-        if num_nodes > 1:
-            self._stores.append(host_store(recipe.run.timeout_s, self._cluster.host))
-            meet = address_of(self._stores[-1])
-        self.started[worker.start("megarl.rollout.episodes:RolloutWorker", recipe, index, meet)] = worker.name
-        for node in range(1, num_nodes):
+        span = self._span(recipe) if recipe.engine_nodes > 1 else None
+        self.started[worker.start("megarl.rollout.episodes:RolloutWorker", recipe, index, span)] = worker.name
+        if span is None:
+            return
+        for node in range(1, span.nodes):
             name, at = f"{worker.name}, node {node}", slot + node * recipe.placement.gpus_per_node
-            part = self._cluster.worker(name, at)
-            self.started[part.start("megarl.rollout.episodes:EnginePart", recipe, index, node, meet)] = name
+            part, own = self._cluster.worker(name, at), replace(span, node=node, door=span.door.for_guests)
+            self.started[part.start("megarl.rollout.episodes:EnginePart", recipe, index, own)] = name
             part.watch("fail")
             self._parts.append(part)
+
+    def _span(self, recipe: Recipe) -> Span:
+        """The first of an engine's nodes, with a store and a key for all of them."""
+        from megarl.rollout.relay import new_door  # ZeroMQ comes with SGLang
+
+        self._stores.append(host_store(recipe.run.timeout_s, self._cluster.host))
+        return Span(recipe.engine_nodes, 0, address_of(self._stores[-1]), new_door())
 
     def sample(self, prompts: Sequence[Prompt], sampling: Sampling) -> Rollout:
         """One group per prompt, in order; prompts are dealt round over the engines, which batch them themselves."""

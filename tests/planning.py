@@ -90,5 +90,6 @@ def deepseek(folder: Path, *overrides: str) -> Recipe:
         "train.megatron": "{recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}",
         "checkpoint.every": 20,
         "placement.gpus": 512,
+        "placement.network": "nodes",
     }
     return recipe(folder, DEEPSEEK, *(f"{key}={value}" for key, value in given.items()), *overrides)

@@ -156,7 +156,4 @@ def _engine_faults(recipe: Recipe) -> list[UserFault]:
     if whole and engine.tp > node and recipe.placement.network == "loopback":
         problem = f"an engine of {engine.tp} ranks is on several nodes of {node} GPUs, which meet on no loopback"
         return [UserFault("placement.network", problem, "set it to nodes, or correct placement.gpus_per_node")]
-    if engine.tp > node and engine.dp > 1:
-        problem = f"{engine.dp}: DP attention is not supported in an engine of several nodes ({engine.tp} ranks)"
-        return [UserFault("rollout.engine.dp", problem, f"set it to 1, or rollout.engine.tp to at most {node}")]
     return []

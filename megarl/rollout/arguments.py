@@ -91,6 +91,31 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Door:
+    """The key of the relay on an engine's first node; its secret half is that node's alone."""
+
+    public: bytes
+    secret: bytes = field(default=b"", repr=False)
+
+    @property
+    def for_guests(self) -> Door:
+        return Door(self.public)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Node `node` of the `nodes` that an engine is on, with as many ranks on each.
+
+    meet: a store where the ranks of all nodes meet. door: with which the relays of attention groups join.
+    """
+
+    nodes: int
+    node: int
+    meet: Address
+    door: Door
+
+
+@dataclass(frozen=True)
 class EngineSettings:
     """One engine: context_tokens is the longest prompt with its response, concurrency how many samples run at once.
 
@@ -98,8 +123,7 @@ class EngineSettings:
     refuses to sample before its first reshard. With fp8 the weights are held in tiles of 128 x 128 with their scales,
     which a checkpoint in another type cannot fill: load_weights must be False.
 
-    nodes: over which the ranks are spread, as many on each; `node` is the one that this process looks after, and `meet`
-    where the ranks of all nodes meet (None on a single one).
+    span: the node that this process looks after, where the engine is on several.
 
     seeded: a prompt's samples are the same, to the last bit, whenever weights and stream are; slower. routed_experts:
     every sample says which experts its tokens went to.
@@ -119,14 +143,12 @@ class EngineSettings:
     fp8: bool = False
     seeded: bool = False
     routed_experts: bool = False
-    nodes: int = 1
-    node: int = 0
-    meet: Address | None = None
+    span: Span | None = None
 
     @property
     def first_rank(self) -> int:
         """The first of the tensor-parallel ranks on this node."""
-        return self.node * self.tp // self.nodes
+        return self.span.node * self.tp // self.span.nodes if self.span else 0
 
 
 def server_arguments(settings: EngineSettings, weight_loader: str, device: str = DEVICE) -> dict[str, Any]:
@@ -149,9 +171,10 @@ def server_arguments(settings: EngineSettings, weight_loader: str, device: str =
         "disable_shared_experts_fusion": True,  # fused, their layout would depend on the GPU
         "enable_return_routed_experts": settings.routed_experts,
     }
-    if settings.meet:
-        address = f"{settings.meet.host}:{settings.meet.port}"
-        arguments |= {"nnodes": settings.nodes, "node_rank": settings.node, "dist_init_addr": address}
+    if settings.span:
+        host, port = settings.span.meet
+        arguments |= {"nnodes": settings.span.nodes, "node_rank": settings.span.node}
+        arguments |= {"dist_init_addr": f"{host}:{port}"}
     if settings.fp8:
         arguments["json_model_override_args"] = json.dumps({"quantization_config": _FP8})
     if device == "cpu":

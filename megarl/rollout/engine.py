@@ -186,7 +186,7 @@ class Schedulers:
 
 
 def _host_of(settings: EngineSettings, weight_loader: str) -> Host:
-    return Host(server_arguments(settings, weight_loader), settings.seeded, settings.meet, settings.first_rank)
+    return Host(settings, server_arguments(settings, weight_loader))
 
 
 def _named_tensors(message: Mapping[str, Any]) -> bytes:

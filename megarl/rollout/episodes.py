@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from megarl.config import Recipe, Reward
-from megarl.device import Address
-from megarl.rollout.arguments import EngineSettings, Sampling
+from megarl.rollout.arguments import EngineSettings, Sampling, Span
 from megarl.rollout.engine import Engine, Schedulers
 from megarl.rollout.rewards import MEND, WHERE, Failure, Verdict, told
 from megarl.rollout.rewards.judges import Judges
@@ -21,10 +20,10 @@ from megarl.types import GroupSummary, Prompt, Sample, SampleGroup, UserFault
 __all__ = ["RolloutWorker", "Sampling", "demonstration", "engine_settings", "scored", "summary"]
 
 
-def engine_settings(recipe: Recipe, index: int, node: int = 0, meet: Address | None = None) -> EngineSettings:
+def engine_settings(recipe: Recipe, index: int, span: Span | None = None) -> EngineSettings:
     """Engine `index` of a run: its slots, its share of a step's samples, and a seed of its own.
 
-    node: which of its nodes; meet: where the ranks of several nodes meet.
+    span: which of its nodes, where it is on several.
     """
     rollout, engine = recipe.rollout, recipe.rollout.engine
     return EngineSettings(
@@ -35,28 +34,26 @@ def engine_settings(recipe: Recipe, index: int, node: int = 0, meet: Address | N
         seed=recipe.run.seed + index,
         context_tokens=recipe.data.max_prompt_tokens + recipe.longest_response,
         concurrency=math.ceil(rollout.prompts_per_step / engine.count) * rollout.samples_per_prompt,
-        first_gpu=0 if node else recipe.placement.gpu_of(recipe.placement.first_engine_gpu + index * engine.tp),
+        first_gpu=recipe.placement.gpu_of(recipe.placement.first_engine_gpu + index * engine.tp),
         load_weights=False,
         sglang=engine.sglang,
         dp=engine.dp,
         fp8=engine.fp8,
         seeded=rollout.seeded,
         routed_experts=recipe.train.replay == "r3",
-        nodes=recipe.engine_nodes,
-        node=node,
-        meet=meet,
+        span=span,
     )
 
 
 class RolloutWorker:
     """One engine's process: samples and scores. Its engine has no weights before the first reshard."""
 
-    def __init__(self, recipe: Recipe, index: int, meet: Address | None = None) -> None:
-        """meet: where the ranks of an engine on several nodes meet."""
+    def __init__(self, recipe: Recipe, index: int, span: Span | None = None) -> None:
+        """span: the first of the engine's nodes, where it is on several."""
         self._reward = recipe.reward
         self._judges = Judges(recipe.reward, recipe.run.timeout_s)
         try:
-            self._engine = Engine(engine_settings(recipe, index, meet=meet))
+            self._engine = Engine(engine_settings(recipe, index, span))
         except BaseException:
             self._judges.shutdown()
             raise
@@ -105,8 +102,8 @@ class RolloutWorker:
 class EnginePart:
     """The schedulers on a further node of an engine; the RolloutWorker on its first node leads them."""
 
-    def __init__(self, recipe: Recipe, index: int, node: int, meet: Address) -> None:
-        self._schedulers = Schedulers(engine_settings(recipe, index, node, meet))
+    def __init__(self, recipe: Recipe, index: int, span: Span) -> None:
+        self._schedulers = Schedulers(engine_settings(recipe, index, span))
 
     async def fail(self) -> None:
         """Raises EngineFault when a scheduler has died; does not return."""

@@ -14,8 +14,9 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megarl.device import DEVICE, Address
+from megarl.device import DEVICE
 from megarl.rollout import cpu, scheduler
+from megarl.rollout.arguments import EngineSettings
 
 Result = TypeVar("Result")
 _LOG_LINES = 30
@@ -39,23 +40,21 @@ class Host:
     where an event loop already runs. Building it blocks until the schedulers are ready; EngineFault if they are not.
     """
 
-    def __init__(
-        self,
-        server_arguments: Mapping[str, Any],
-        seeded: bool = False,
-        meet: Address | None = None,
-        first_rank: int = 0,
-    ) -> None:
-        """meet: where the ranks of an engine on several nodes meet; first_rank: the first of them on this node."""
+    def __init__(self, settings: EngineSettings, server_arguments: Mapping[str, Any]) -> None:
         self._fault: EngineFault | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
         self._stop_reader, self._stop_writer = connection.Pipe(duplex=False)
         folder = Path(tempfile.mkdtemp(prefix="megarl-engine-"))
-        self._entry = scheduler.SchedulerEntry(folder, seeded, meet, first_rank)
+        self._entry = scheduler.SchedulerEntry(folder, settings.seeded, settings.span, settings.first_rank)
         scheduler.set_environment()
         if DEVICE == "cpu":
             cpu.start_fork_server()
+        self._relay: Any = None
+        if settings.span and settings.dp > 1:
+            from megarl.rollout.relay import Groups, Relay
+
+            self._relay = Relay(folder, Groups(settings.tp, settings.dp, settings.span.nodes), settings.span)
         started: Future[Any] = Future()
         serve = (started, server_arguments)
         self._thread = threading.Thread(target=self._serve, args=serve, name="engine", daemon=True)
@@ -88,6 +87,8 @@ class Host:
         self._stop_writer.send_bytes(b"stop")
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        if self._relay:
+            self._relay.stop()
         if DEVICE == "cpu":
             cpu.stop_fork_server()
         shutil.rmtree(self._entry.directory, ignore_errors=True)

@@ -15,8 +15,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from megarl.device import DEVICE, Address, use_loopback
+from megarl.device import DEVICE, use_loopback
 from megarl.rollout import cpu, seeded
+from megarl.rollout.arguments import Span
 
 
 def set_environment() -> None:
@@ -42,7 +43,7 @@ class SchedulerEntry:
 
     directory: Path
     seeded: bool = False
-    meet: Address | None = None
+    span: Span | None = None
     first_rank: int = 0
     environment: dict[str, str] = field(default_factory=dict)
     processes: list[BaseProcess] = field(default_factory=list)
@@ -60,8 +61,9 @@ class SchedulerEntry:
     def _set_rendezvous(self) -> None:
         """Torch's own TCPStore would listen on every interface: a file in its place, or for several nodes a store."""
         method = f"file://{self.directory / 'rendezvous'}"
-        if self.meet:
-            method = f"tcp://{self.meet.host}:{self.meet.port}"
+        if self.span:
+            host, port = self.span.meet
+            method = f"tcp://{host}:{port}"
             # Torch then joins the store that is there, and nobody serves another (distributed/rendezvous.py).
             os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
         os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = method
@@ -94,6 +96,11 @@ class SchedulerEntry:
             address = group_address(port_args.scheduler_input_ipc_name, group or 0)
             port_args = replace(port_args, scheduler_input_ipc_name=address)
             scheduler.run_scheduler_process(server_args, port_args, gpu_id, tp_rank, pp_rank, group, *rest)
+
+
+def ipc_address(folder: Path, name: str) -> str:
+    """ZeroMQ's address of a socket that is a file."""
+    return f"ipc://{folder / name}"
 
 
 def group_address(first: str, group: int) -> str:

@@ -20,7 +20,7 @@ import zmq
 
 from megarl.device import DEVICE
 from megarl.rollout import cpu
-from megarl.rollout.scheduler import SchedulerEntry, group_address
+from megarl.rollout.scheduler import SchedulerEntry, group_address, ipc_address
 
 if DEVICE == "cpu":
     cpu.prepare()
@@ -164,9 +164,7 @@ def _without_controller() -> Iterator[None]:
 def private_ports(entry: SchedulerEntry) -> PortArgs:
     """Unix sockets in a directory of ours alone, in the place of files in the common temporary folder."""
 
-    def address(name: str) -> str:
-        return f"ipc://{entry.directory / name}"
-
+    address = functools.partial(ipc_address, entry.directory)
     return PortArgs(
         tokenizer_ipc_name=address("tokenizer"),
         scheduler_input_ipc_name=address("scheduler"),

@@ -86,8 +86,7 @@ def on_nodes(*, train: dict[str, Any] | None = None, first: int = 0, critic: int
         (on_nodes(tp=4, first=2), ["rollout.engine.tp"]),
         (on_nodes(tp=8, first=4), []),
         (on_nodes(tp=6), ["rollout.engine.tp"]),
-        (on_nodes(tp=8, dp=2), ["rollout.engine.dp"]),
-        (on_nodes(tp=4, dp=2), []),
+        (on_nodes(tp=8, dp=2), []),
     ],
 )
 def test_what_talks_at_every_layer_lies_inside_a_node_and_engines_fill_nodes(made: Recipe, faulty: list[str]) -> None:

@@ -7,32 +7,21 @@ import json
 import sys
 
 from megarl.device import Address
-from megarl.rollout.arguments import EngineSettings
+from megarl.rollout.arguments import Door, EngineSettings, Span
 from megarl.rollout.engine import EngineFault, Schedulers
 
 
 def main() -> None:
     settings = json.loads(sys.stdin.readline())
-    meet = Address(*settings.pop("meet"))
-    part = Schedulers(EngineSettings(**settings, meet=meet), "engine_loader.load")
+    door = Door(settings.pop("door").encode())
+    span = Span(2, 1, Address(*settings.pop("meet")), door)
+    part = Schedulers(EngineSettings(**settings, span=span), "engine_loader.load")
     print(*part.pids(), flush=True)
     try:
-        asyncio.run(wait(part))
-        print("asked to end", flush=True)
+        asyncio.run(part.fail())
     except EngineFault as fault:
         print(fault.cause, flush=True)
     part.shutdown()
-
-
-async def wait(part: Schedulers) -> None:
-    """Until stdin ends or a scheduler does."""
-    asked = asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
-    failed = asyncio.ensure_future(part.fail())
-    done, _ = await asyncio.wait([asked, failed], return_when=asyncio.FIRST_COMPLETED)
-    if failed in done:
-        sys.stdin.close()
-        failed.result()
-    failed.cancel()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 
 from megarl.device import address_of, host_store
+from megarl.rollout.arguments import Span
 from megarl.rollout.engine import Engine, EngineFault, Sampling
+from megarl.rollout.relay import new_door
 from tests.rollout.test_engine import PROMPTS, TOLERANCE, sample_all, worst_gap
 
 pytestmark = pytest.mark.slow
@@ -33,11 +35,11 @@ class Nodes:
     scheduler: int  # process id of the one on the second node
 
 
-@pytest.fixture(scope="module")
-def nodes(build_engine: Callable[..., Engine], checkpoint: Path) -> Iterator[Nodes]:
-    store = host_store(120)
+@pytest.fixture(scope="module", params=[1, 2], ids=["one-group", "a-group-on-each-node"])
+def nodes(request: pytest.FixtureRequest, build_engine: Callable[..., Engine], checkpoint: Path) -> Iterator[Nodes]:
+    store, door = host_store(120), new_door()
     settings: dict[str, Any] = {"model_path": str(checkpoint), "dtype": "float32", "seed": 3, "context_tokens": 512}
-    settings |= {"tp": 2, "ep": 2, "concurrency": 256, "nodes": 2}
+    settings |= {"tp": 2, "ep": 2, "concurrency": 256, "dp": request.param}
     environment = os.environ | {"PYTHONPATH": f"{HERE.parents[1]}:{HERE}"}
     part = subprocess.Popen(
         [sys.executable, str(HERE / "engine_part.py")],
@@ -45,9 +47,9 @@ def nodes(build_engine: Callable[..., Engine], checkpoint: Path) -> Iterator[Nod
     )  # fmt: skip
     assert part.stdin and part.stdout
     try:
-        part.stdin.write(json.dumps(settings | {"node": 1, "meet": address_of(store)}) + "\n")
+        part.stdin.write(json.dumps(settings | {"meet": address_of(store), "door": door.public.decode()}) + "\n")
         part.stdin.flush()
-        engine = build_engine(2, 2, nodes=2, meet=address_of(store))
+        engine = build_engine(2, 2, dp=request.param, span=Span(2, 0, address_of(store), door))
         yield Nodes(engine, part, scheduler=int(part.stdout.readline()))
         engine.shutdown()
     finally:
