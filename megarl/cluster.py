@@ -1,9 +1,7 @@
-"""Ray: a session of our own or a running cluster, GPU slots on its nodes, processes on them. The only `import ray`."""
+"""Ray: a session of our own or a running cluster, GPU slots on its nodes. With worker.py the only `import ray`."""
 
 from __future__ import annotations
 
-import asyncio
-import importlib
 import ipaddress
 import logging
 import os
@@ -11,10 +9,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 from megarl import ray_settings  # noqa: F401  isort: skip  (before Ray)
@@ -24,13 +19,14 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl import processes
-from megarl.device import LOOPBACK, is_loopback, use_network
+from megarl.config import Placement
+from megarl.device import LOOPBACK, is_loopback
+from megarl.nics import Seat
 from megarl.types import UserFault
+from megarl.worker import SHARES, Ref, Worker
 
-Ref = ray.ObjectRef
 _GRACE_S = 3.0  # a death breaks its peers' collectives first: this long is waited for the cause to show
 _OBJECT_STORE_BYTES = 2**30
-_SHARES = 4  # of a GPU slot
 _PLACING_S = 60.0  # that GPUs of a running cluster are waited for
 
 
@@ -43,92 +39,6 @@ class WorkerFailed(Exception):
 
     def __str__(self) -> str:
         return self.message
-
-
-@dataclass(frozen=True)
-class _Together:
-    """Arguments that travel as one object; the method that is called with it gets them one by one."""
-
-    values: tuple[Any, ...]
-
-
-class _Shell:
-    """The actor around a plain class: async methods run on the loop, the others on one thread that never changes.
-
-    (Autograd modes, CUDA contexts and collectives are per thread.) `watch` never returns, so its reference fails the
-    moment the process is gone, whatever else is or is not being called.
-    """
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(max_workers=1)
-        self._target: Any = None
-        self._is_made = asyncio.Event()
-
-    async def start(self, host: str, folder: str, target: str, *args: Any) -> int:
-        module, _, name = target.partition(":")
-        loop = asyncio.get_running_loop()
-        use_network(host)
-        _enter(folder)
-        cls = await loop.run_in_executor(self._thread, lambda: getattr(importlib.import_module(module), name))
-        self._target = await loop.run_in_executor(self._thread, lambda: cls(*args))
-        self._is_made.set()
-        return os.getpid()
-
-    async def call(self, method: str, *args: Any) -> Any:
-        await self._is_made.wait()
-        function = getattr(self._target, method)
-        args = tuple(chain.from_iterable(one.values if isinstance(one, _Together) else (one,) for one in args))
-        if asyncio.iscoroutinefunction(function):
-            return await function(*args)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*args))
-
-    async def call_many(self, count: int, method: str, *args: Any) -> Any:
-        found = await self.call(method, *args)
-        return found if count > 1 else found[0]  # Ray would take a single return to be the sequence itself
-
-    async def together(self, function: str, *args: Any) -> _Together:
-        module, _, name = function.partition(":")
-        make = getattr(importlib.import_module(module), name)
-        return _Together(tuple(await asyncio.get_running_loop().run_in_executor(self._thread, lambda: make(*args))))
-
-    async def watch(self) -> None:
-        await asyncio.Event().wait()
-
-
-class Worker:
-    """One remote process."""
-
-    def __init__(self, name: str, actor: Any, host: str) -> None:
-        """host: an address of the node from which the run is led."""
-        self.name, self._actor, self._host = name, actor, host
-        self.watch_refs: list[Ref] = [actor.watch.remote()]
-
-    def start(self, target: str, *args: Any) -> Ref:
-        """Import `module:Class` over there and make it with args; the reference is the process id."""
-        return self._actor.start.remote(self._host, os.getcwd(), target, *args)
-
-    def call(self, method: str, *args: Any) -> Ref:
-        """Call a method; arguments that are references are fetched by the worker's node, not by the caller."""
-        return self._actor.call.remote(method, *args)
-
-    def call_many(self, count: int, method: str, *args: Any) -> list[Ref]:
-        """Call a method that returns `count` things which live apart, so that each goes where it is wanted alone."""
-        refs = self._actor.call_many.options(num_returns=count).remote(count, method, *args)
-        return refs if count > 1 else [refs]
-
-    def watch(self, method: str) -> None:
-        """Hear from now on, whatever else is being called, what a method raises that otherwise does not return."""
-        self.watch_refs.append(self.call(method))
-
-    def together(self, function: str, *args: Any) -> Ref:
-        """What `module:function` makes of the arguments over there, as one object that many are called with.
-
-        They get its items as arguments. Every reference among a call's arguments costs its caller some 10 microseconds.
-        """
-        return self._actor.together.remote(function, *args)
-
-    def kill(self) -> None:
-        ray.kill(self._actor)
 
 
 class Cluster:
@@ -172,7 +82,7 @@ class Cluster:
         ray.init(
             address="local",
             num_gpus=self._gpus,
-            num_cpus=_SHARES * self._gpus,
+            num_cpus=SHARES * self._gpus,
             object_store_memory=_OBJECT_STORE_BYTES,
             include_dashboard=False,
             log_to_driver=False,
@@ -221,11 +131,18 @@ class Cluster:
         """Start a process on GPU slot `slot`, which up to four share: policy, engine, critic and reward model."""
         bundle = self._bundles[slot // self._node_gpus]
         strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=bundle)
-        options: dict[str, Any] = {"num_gpus": 1 / _SHARES, "num_cpus": 0, "max_concurrency": 4096}
-        actor = ray.remote(_Shell).options(scheduling_strategy=strategy, **options).remote()
-        worker = Worker(name, actor, self.host)
+        worker = Worker(name, slot, self.host, strategy)
         self._workers.append(worker)
         return worker
+
+    def seats(self, workers: Sequence[Worker], placement: Placement) -> list[Seat]:
+        """Where each sits. Raises RuntimeError where a process is not on the node of its slot."""
+        found = self.gather({worker.seat(placement.gpu_of(worker.slot)): worker.name for worker in workers})
+        for worker, seat in zip(workers, found, strict=True):
+            wanted = self.nodes[worker.slot // self._node_gpus]
+            if seat.address != wanted:
+                raise RuntimeError(f"{worker.name} of GPU slot {worker.slot} is on {seat.address}, not on {wanted}")
+        return found
 
     def put(self, value: object) -> Ref:
         return ray.put(value)
@@ -286,15 +203,6 @@ class Cluster:
             os.environ.pop("TMPDIR")
             if self._tmpdir is not None:
                 os.environ["TMPDIR"] = self._tmpdir
-
-
-def _enter(folder: str) -> None:
-    """Make the paths of a recipe mean on every node what they mean to the command."""
-    try:
-        os.chdir(folder)
-    except OSError as error:
-        problem = f"is not on node {ray.util.get_node_ip_address()} ({error.strerror})"
-        raise UserFault(folder, problem, "start the run in a folder that all nodes share") from None
 
 
 def _nodes_of(placement: PlacementGroup) -> dict[int, str]:

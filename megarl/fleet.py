@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.algos import has_critic
-from megarl.cluster import Cluster, Ref, Worker, WorkerFailed
+from megarl.cluster import Cluster, WorkerFailed
 from megarl.config import Recipe
 from megarl.device import address_of, host_store
 from megarl.memory import Lender
@@ -30,6 +30,7 @@ from megarl.rollout.episodes import Sampling, summary
 from megarl.sample_file import open_samples, writing
 from megarl.snapshots import Digest
 from megarl.types import Prompt, SampleGroup
+from megarl.worker import Ref, Worker
 
 CRITIC = "critic"  # folder of its part of a checkpoint
 CARRIED = "carried.parquet"  # samples that wait for the next step

@@ -12,8 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.cluster import Cluster, Worker, WorkerFailed
+from megarl.cluster import Cluster, WorkerFailed
 from megarl.types import UserFault
+from megarl.worker import Worker
 
 ROOT = Path(__file__).parents[1]
 

@@ -19,7 +19,7 @@ FLOORS = [
     {"recipe_file"},
     {"hardware"},
     {"algos", "batching", "flops", "metrics", "memory", "nics", "parallel", "rollout", "sample_file"},
-    {"run_log", "credit", "plan_model"},
+    {"run_log", "credit", "plan_model", "worker"},
     {"resharding", "plan_activations", "plan_batch"},
     {"plan_engine", "plan_reshard", "plan_rollout", "plan_time"},
     {"plan_phases"},
@@ -40,7 +40,7 @@ FLOORS = [
 NARROWED = {"resharding": {"megarl.parallel.layout", "megarl.types", "megarl.device"}}  # it takes tensors, not engines
 THIRD_PARTY_OF_ALGOS = {"torch"}
 DOORS = {  # library -> the only places that import it
-    "ray": {"megarl.cluster"},
+    "ray": {"megarl.cluster", "megarl.worker"},
     "sglang": {"megarl.rollout"},
     "msgspec": {"megarl.rollout"},
     "megatron.core.parallel_state": {"megarl.parallel.groups"},

@@ -1,4 +1,4 @@
-"""One engine on two nodes, whose schedulers have two hosts: it samples, takes weights, and dies as one."""
+"""One engine on two nodes, an attention group on each: it samples, takes weights, and dies as one."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Nodes:
     scheduler: int  # process id of the one on the second node
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one-group", "a-group-on-each-node"])
-def nodes(request: pytest.FixtureRequest, build_engine: Callable[..., Engine], checkpoint: Path) -> Iterator[Nodes]:
+@pytest.fixture(scope="module")
+def nodes(build_engine: Callable[..., Engine], checkpoint: Path) -> Iterator[Nodes]:
     store, door = host_store(120), new_door()
     settings: dict[str, Any] = {"model_path": str(checkpoint), "dtype": "float32", "seed": 3, "context_tokens": 512}
-    settings |= {"tp": 2, "ep": 2, "concurrency": 256, "dp": request.param}
+    settings |= {"tp": 2, "ep": 2, "concurrency": 256, "dp": 2}
     environment = os.environ | {"PYTHONPATH": f"{HERE.parents[1]}:{HERE}"}
     part = subprocess.Popen(
         [sys.executable, str(HERE / "engine_part.py")],
@@ -49,7 +49,7 @@ def nodes(request: pytest.FixtureRequest, build_engine: Callable[..., Engine], c
     try:
         part.stdin.write(json.dumps(settings | {"meet": address_of(store), "door": door.public.decode()}) + "\n")
         part.stdin.flush()
-        engine = build_engine(2, 2, dp=request.param, span=Span(2, 0, address_of(store), door))
+        engine = build_engine(2, 2, dp=2, span=Span(2, 0, address_of(store), door))
         yield Nodes(engine, part, scheduler=int(part.stdout.readline()))
         engine.shutdown()
     finally:
