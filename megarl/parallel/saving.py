@@ -71,7 +71,8 @@ def save(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: Cha
     torch.save(_random_state(), rank_file)
     # A rank whose data-parallel peers write all that it holds has nothing to write, and no function either.
     _, buckets, results = request.async_fn_args if request.async_fn else (None, [], None)
-    copies = [(file, key, (values, _copied(tensors))) for file, key, (values, tensors) in buckets]
+    live = _storages(chunks)
+    copies = [(file, key, (values, _copied(tensors, live))) for file, key, (values, tensors) in buckets]
     pending = Pending(
         (rank_file.name, *(os.path.relpath(file, folder) for file, _, _ in copies)), threading.Thread(), []
     )
@@ -215,9 +216,18 @@ def _load_no_code() -> None:
     default_planner.torch = namespace  # type: ignore[assignment]
 
 
-def _copied(tensors: Sequence[tuple[Any, torch.Tensor]]) -> list[tuple[Any, torch.Tensor]]:
-    """On the host, in memory of their own."""
-    return [(item, tensor.clone() if tensor.is_cpu else tensor.cpu()) for item, tensor in tensors]
+def _storages(chunks: Sequence[DistributedDataParallel]) -> set[int]:
+    """Addresses of what training goes on to write."""
+    held = (one for chunk in chunks for one in (*chunk.module.parameters(), *chunk.module.buffers()))
+    return {one.untyped_storage().data_ptr() for one in held}
+
+
+def _copied(tensors: Sequence[tuple[Any, torch.Tensor]], live: set[int]) -> list[tuple[Any, torch.Tensor]]:
+    """On the host, apart from `live` storages: Megatron gathered the optimizer's state for this save alone."""
+    return [
+        (item, tensor.clone() if tensor.is_cpu and tensor.untyped_storage().data_ptr() in live else tensor.cpu())
+        for item, tensor in tensors
+    ]
 
 
 class _NoCount:
