@@ -12,7 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from megarl import ray_settings  # noqa: F401  isort: skip  (before Ray)
+import psutil
+
+from megarl import ray_settings  # isort: skip  (before Ray)
 import ray
 import ray.exceptions
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
@@ -26,7 +28,7 @@ from megarl.types import UserFault
 from megarl.worker import SHARES, Ref, Worker
 
 _GRACE_S = 3.0  # a death breaks its peers' collectives first: this long is waited for the cause to show
-_OBJECT_STORE_BYTES = 2**30
+_OBJECT_STORE_BYTES = max(2**30, min(2**35, psutil.virtual_memory().total // 10))  # samples of a step, mostly
 _PLACING_S = 60.0  # that GPUs of a running cluster are waited for
 
 
@@ -79,6 +81,7 @@ class Cluster:
         self.close()
 
     def _begin(self) -> None:
+        ray_settings.use_own_token()
         ray.init(
             address="local",
             num_gpus=self._gpus,
@@ -109,23 +112,29 @@ class Cluster:
         self.host = ray.util.get_node_ip_address()
 
     def _take_slots(self) -> None:
-        """One bundle for each node: its GPUs, as many as the run needs of it."""
-        sizes = [min(self._node_gpus, self._gpus - start) for start in range(0, self._gpus, self._node_gpus)]
-        fit = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU", 0) >= self._node_gpus]
-        if len(fit) < len(sizes):
-            problem = f"{self._gpus} GPUs are {len(sizes)} nodes of {self._node_gpus}, Ray has {len(fit)} such nodes"
-            raise UserFault("placement.gpus", problem, "start Ray on more nodes, or lower it")
-        self._placement = placement_group([{"GPU": size} for size in sizes], strategy="STRICT_SPREAD")
+        """One bundle for each node, of all its GPUs: a process takes the GPU of its slot's number, whoever has others.
+
+        Raises UserFault where Ray has no such nodes, WorkerFailed where it has lost them or another run has them.
+        """
+        count = -(-self._gpus // self._node_gpus)
+        nodes = ray.nodes()
+        fit = [node for node in nodes if node["Alive"] and node["Resources"].get("GPU", 0) == self._node_gpus]
+        if len(fit) < count:
+            problem = f"{self._gpus} GPUs are {count} nodes of {self._node_gpus}, Ray has {len(fit)} with as many GPUs"
+            if len(fit) + sum(not node["Alive"] for node in nodes) >= count:
+                raise WorkerFailed(f"{problem}: others have gone", problem)
+            mend = "start Ray on more nodes, lower it, or correct placement.gpus_per_node"
+            raise UserFault("placement.gpus", problem, mend)
+        self._placement = placement_group([{"GPU": self._node_gpus}] * count, strategy="STRICT_SPREAD")
         ready = self._placement.ready()
         if not ray.wait([ready], timeout=_PLACING_S)[0]:
-            mend = "wait for the other job of this Ray cluster to end, or start more nodes"
-            raise UserFault("placement.gpus", f"{self._gpus} GPUs are not free in the Ray cluster", mend)
+            problem = f"{count} whole nodes were not free in the Ray cluster for {_PLACING_S:.0f} s: a run has one"
+            raise WorkerFailed(problem, problem)
         self.gather({ready: "placement group"})
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in fit}
         on = {bundle: addresses[node] for bundle, node in _nodes_of(self._placement).items()}
-        # The last slots are on the node that gives fewer: its bundle cannot change places with another.
-        by_address = sorted(range(len(sizes)), key=lambda bundle: (-sizes[bundle], ipaddress.ip_address(on[bundle])))
-        self._bundles, self.nodes = by_address, [on[bundle] for bundle in by_address]
+        self._bundles = sorted(range(count), key=lambda bundle: ipaddress.ip_address(on[bundle]))
+        self.nodes = [on[bundle] for bundle in self._bundles]
 
     def worker(self, name: str, slot: int) -> Worker:
         """Start a process on GPU slot `slot`, which up to four share: policy, engine, critic and reward model."""
@@ -153,7 +162,10 @@ class Cluster:
         among: the workers whose failures count; all of them unless they are given.
         """
         self.await_all(labels, among)
-        return ray.get(list(labels))
+        try:
+            return ray.get(list(labels))
+        except ray.exceptions.RayError:  # a node is gone, with what was to be fetched from it
+            raise self._cause(list(labels), labels) from None
 
     def await_all(self, labels: Mapping[Ref, str], among: Sequence[Worker] | None = None) -> None:
         """`gather` without fetching what comes of it."""

@@ -14,6 +14,7 @@ from megarl.cluster import Cluster, WorkerFailed
 from megarl.config import Recipe
 from megarl.device import address_of, host_store
 from megarl.memory import Lender
+from megarl.nics import seat_faults, seat_lines
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.layout import EngineLayout
 from megarl.parallel.placement import (
@@ -142,12 +143,20 @@ class Fleet:
             ranks.offload()  # built with everything: from here on the phases say who holds what
         if waits:
             cluster.gather(self.engines.start())
+        if recipe.placement.node_gpus:
+            self._say_seats()
         self.memory = Lender(self.trainers, self.engines, self.critic, self.reward_model)
         self._sessions = self._open_sessions()
         self.version = -1
         self.attempts = 0  # of publishing; more than there are versions once one had to be repeated
         self.carried = Rollout([], [])  # groups that a step had too many of, for the next
         self._have_sessions = False  # the engines, from the first publication on
+
+    def _say_seats(self) -> None:
+        """Which training rank sits where, and what of it slows the fabric down."""
+        seats = self._cluster.seats(self.trainers.workers, self._recipe.placement)
+        for line in [*seat_lines(seats), *map(str, seat_faults(seats))]:
+            self._say(line)
 
     def put(self, groups: Sequence[SampleGroup]) -> list[Ref]:
         """Place groups that no engine made where the training ranks can fetch them."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -19,6 +21,7 @@ from megarl.types import UserFault
 
 Ref = ray.ObjectRef
 SHARES = 4  # of a GPU slot
+_ERROR_LETTERS = 20_000
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,8 @@ class _Shell:
         use_network(host)
         _enter(folder)
         cls = await loop.run_in_executor(self._thread, lambda: getattr(importlib.import_module(module), name))
-        self._target = await loop.run_in_executor(self._thread, lambda: cls(*args))
+        with _short_errors():
+            self._target = await loop.run_in_executor(self._thread, lambda: cls(*args))
         self._is_made.set()
         return os.getpid()
 
@@ -54,9 +58,10 @@ class _Shell:
         await self._is_made.wait()
         function = getattr(self._target, method)
         args = tuple(chain.from_iterable(one.values if isinstance(one, _Together) else (one,) for one in args))
-        if asyncio.iscoroutinefunction(function):
-            return await function(*args)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*args))
+        with _short_errors():
+            if asyncio.iscoroutinefunction(function):
+                return await function(*args)
+            return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*args))
 
     async def call_many(self, count: int, method: str, *args: Any) -> Any:
         found = await self.call(method, *args)
@@ -114,6 +119,19 @@ class Worker:
 
     def kill(self) -> None:
         ray.kill(self._actor)
+
+
+@contextmanager
+def _short_errors() -> Iterator[None]:
+    """Cut what is raised: Ray leaves a large error on its node, where who only waits does not see it."""
+    try:
+        yield
+    except Exception as error:
+        text = str(error)
+        if len(text) <= _ERROR_LETTERS:
+            raise
+        half = _ERROR_LETTERS // 2
+        raise RuntimeError(f"{type(error).__name__}: {text[:half]}\n[...]\n{text[-half:]}") from None
 
 
 def _enter(folder: str) -> None:
