@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,13 @@ ROOT = Path(__file__).parents[1]
 SLURM = ROOT / "tests" / "slurm"
 RUNS = sorted((ROOT / "scripts").glob("run_*.sh"))
 _LIMIT_S = 60.0
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _LIMIT_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 class Desk:
@@ -38,9 +45,11 @@ class Desk:
         }
         self.started: list[subprocess.Popen[str]] = []
 
-    def start(self, *command: str | Path, lives: str = "0", **more: str) -> subprocess.Popen[str]:
+    def start(
+        self, *command: str | Path, lives: str = "0", cwd: Path = ROOT, **more: str
+    ) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            list(map(str, command)), cwd=ROOT, env=self._environment | {"FAKE_LIVES": lives} | more,
+            list(map(str, command)), cwd=cwd, env=self._environment | {"FAKE_LIVES": lives} | more,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         )  # fmt: skip
         self.started.append(process)
@@ -54,10 +63,11 @@ class Desk:
         return [json.loads(one.read_text()) for one in sorted(self.room.glob("life-*.json"))]
 
     def wait_for_life(self, count: int) -> None:
-        deadline = time.monotonic() + _LIMIT_S
-        while len(self.lives()) < count:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: len(self.lives()) >= count)
+
+    def heard(self) -> list[str]:
+        file = self.room / "heard"
+        return file.read_text().splitlines() if file.exists() else []
 
     def ray(self, address: str) -> dict[str, Any]:
         return json.loads((self.room / f"ray-{address}.json").read_text())
@@ -103,7 +113,8 @@ def test_a_launcher_hands_everything_on(desk: Desk) -> None:
     (life,) = desk.lives()
     assert life["argv"] == ["train", "recipes/dapo_deepseek671b.yaml", *given]
     assert life["cwd"] == str(ROOT)
-    expected = {"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "eth7", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    expected = {"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "=eth7", "GLOO_SOCKET_IFNAME": "eth7"}
+    expected |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     assert expected.items() <= life["env"].items()
 
 
@@ -140,6 +151,52 @@ def test_what_a_node_lacks_is_said_in_a_line(
     assert out.startswith(f"megarl: {says}") and out.count("\n") == 1
 
 
+def stub(folder: Path, name: str, says: str) -> None:
+    (folder / name).write_text(f"#!/usr/bin/env bash\n{says}\n")
+    (folder / name).chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({}, "this node has several addresses (10.0.0.7, 192.168.0.7): set MEGARL_NODE_ADDRESS or MEGARL_INTERFACE"),
+        ({"MEGARL_NODE_ADDRESS": "node7"}, "MEGARL_NODE_ADDRESS is node7: write a numeric IPv4 address"),
+        ({"MEGARL_NODE_ADDRESS": "fe80::7"}, "MEGARL_NODE_ADDRESS is fe80::7: write a numeric IPv4 address"),
+    ],
+)
+def test_the_address_of_a_node_is_not_guessed(desk: Desk, tmp_path: Path, more: dict[str, str], says: str) -> None:
+    stub(tmp_path, "getent", "echo '127.0.1.1 STREAM node7'")
+    stub(tmp_path, "hostname", "[[ $# == 0 ]] && echo node7 || echo '127.0.1.1 10.0.0.7 192.168.0.7 fe80::7'")
+    path = os.pathsep.join([str(tmp_path), desk.path])
+    command = ["bash", ROOT / "scripts" / "ray_node.sh", "worker", "h:1"]
+    code, out = ended(desk.start(*command, PATH=path, RAY_AUTH_TOKEN="x", **more))
+    assert (code, out) == (2, f"megarl: {says}\n")
+
+
+def test_paths_are_of_the_callers_folder(desk: Desk, tmp_path: Path) -> None:
+    """Overlays, and what the environment names; a recipe of the repository is found from everywhere."""
+    caller = tmp_path / "elsewhere"
+    caller.mkdir()
+    for name in ("own.yaml", "token"):
+        (caller / name).touch()
+    given = ["own.yaml", "recipes/overlays/smoke.yaml", "run.name=own.yaml"]
+    command = ["bash", ROOT / "scripts" / "run_dapo_deepseek671b.sh", *given]
+    code, out = ended(desk.start(*command, cwd=caller))
+    assert code == 0, out
+    assert desk.lives()[0]["argv"][2:] == [f"{caller}/own.yaml", *given[1:]]
+    own = {"MEGARL_RAY_DIR": ".", "RAY_AUTH_TOKEN_PATH": "token", "MEGARL_NODE_ADDRESS": "127.0.0.2"}
+    node = desk.start(
+        "bash", ROOT / "scripts" / "ray_node.sh", "head", "address", MEGARL_GPUS_PER_NODE="1", cwd=caller, **own
+    )
+    wait_until((caller / "address").exists)
+    (folder,) = caller.glob("megarl-ray-*")
+    assert desk.ray("127.0.0.2")["env"]["TMPDIR"] == f"{caller}/./{folder.name}/tmp"
+    wait_until((desk.room / "nodes" / "127.0.0.2").exists)
+    node.send_signal(signal.SIGTERM)
+    ended(node)
+    assert not folder.exists()
+
+
 def test_every_variable_is_described() -> None:
     files = [*(ROOT / "scripts").glob("*.sh"), *(ROOT / "scripts" / "slurm").iterdir()]
     names = {name for file in files for name in re.findall(r"MEGARL_[A-Z_]+", file.read_text())}
@@ -162,7 +219,7 @@ def test_a_job_gives_megarl_a_ray_of_all_its_nodes(desk: Desk) -> None:
     assert life["env"]["RAY_AUTH_MODE"] == "token"
     assert "--address=127.0.0.2:6001" in desk.ray("127.0.0.4")["argv"]
     assert list((desk.room / "nodes").iterdir()) == [], "Ray was ended on every node, by SIGTERM"
-    assert list(desk.room.glob("megarl-ray-*")) == []
+    assert list(desk.room.glob("megarl-*")) == []
     assert list(desk.jobs.iterdir()) == []
 
 
@@ -196,6 +253,8 @@ def test_each_job_has_ports_of_its_own(desk: Desk) -> None:
     assert "--ray-client-server-port=24711" in head["argv"]
     assert {"--num-gpus=2", "--num-cpus=2", "--include-dashboard=false", "--disable-usage-stats"} <= set(head["argv"])
     wanted = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
+    assert int(next(one for one in head["argv"] if "--object-store" in one).split("=")[1]) <= 2**35
+    wanted |= {"RAY_memory_usage_threshold": "0.99"}
     assert (wanted | {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}).items() <= head["env"].items()
 
 
@@ -216,7 +275,9 @@ def test_what_is_queued_again(desk: Desk, lives: str, last_line: str, code: int)
     assert found == code, out
     assert out.splitlines()[-1] == f"megarl: job 4711: {last_line}"
     assert len(desk.lives()) == len(lives.split())
-    assert list(desk.jobs.iterdir()) == [], "neither a token nor a count is left"
+    kept = [str(index) for index, end in enumerate(lives.split()) if end not in ("0", "75")]
+    assert {one.name for one in desk.jobs.iterdir()} <= {"4711.logs"}, "neither a token nor a count is left"
+    assert sorted(one.name for one in desk.jobs.glob("4711.logs/*")) == kept, "of each life that failed"
     tokens = {life["env"]["RAY_AUTH_TOKEN_PATH"] for life in desk.lives()}
     assert len(tokens) == len(lives.split()), "each life has a cluster of its own"
 
@@ -238,7 +299,86 @@ def test_a_job_that_is_cancelled_ends_megarl_and_stays_ended(desk: Desk) -> None
     code, out = ended(job)
     assert code == 143, out
     assert out.splitlines()[-1] == "megarl: job 4711: ended by a signal; it is not queued again"
-    assert list((desk.room / "nodes").iterdir()) == list(desk.jobs.iterdir()) == []
+    assert list((desk.room / "nodes").iterdir()) == []
+    assert [one.name for one in desk.jobs.iterdir()] == ["4711.logs"]
+
+
+def test_a_step_that_outlasts_the_time_limit_goes_on_from_its_checkpoint(desk: Desk) -> None:
+    """SIGUSR1 twice, by the user and by Slurm, then the limit: megarl would take a second one as SIGTERM."""
+    job = desk.submit("r.yaml", lives="BUSY 0", MEGARL_MAX_RESTARTS="0")
+    desk.wait_for_life(1)
+    job.send_signal(signal.SIGUSR1)
+    wait_until(lambda: desk.heard() == ["SIGUSR1"])
+    job.send_signal(signal.SIGUSR1)
+    job.send_signal(signal.SIGTERM)
+    code, out = ended(job)
+    assert code == 0, out
+    assert desk.heard() == ["SIGUSR1", "SIGTERM"]
+    assert "megarl: job 4711: ended before its time limit and is queued again" in out.splitlines()
+    assert len(desk.lives()) == 2
+
+
+def test_a_cancelled_job_stays_ended_although_it_was_asked_to_end_before(desk: Desk) -> None:
+    job = desk.submit("r.yaml", nodes=1, lives="BUSY", SLURM_JOB_END_TIME=str(int(time.time()) + 3600))
+    desk.wait_for_life(1)
+    job.send_signal(signal.SIGUSR1)
+    wait_until(lambda: desk.heard() == ["SIGUSR1"])
+    job.send_signal(signal.SIGTERM)
+    code, out = ended(job)
+    assert code == 143, out
+    assert out.splitlines()[-1] == "megarl: job 4711: ended by a signal; it is not queued again"
+
+
+def test_at_the_limit_the_job_is_queued_before_ray_is_ended(desk: Desk, tmp_path: Path) -> None:
+    """Slurm kills the job's script half a minute after its SIGTERM."""
+    first, order = tmp_path / "bin", tmp_path / "order"
+    first.mkdir()
+    for name in ("scontrol", "scancel"):
+        stub(first, name, f'echo {name} >>{order}\nexec {SLURM / name} "$@"')
+    job = desk.submit("r.yaml", nodes=1, lives="BUSY 0", PATH=os.pathsep.join([str(first), desk.path]))
+    desk.wait_for_life(1)
+    job.send_signal(signal.SIGUSR1)
+    wait_until(lambda: desk.heard() == ["SIGUSR1"])
+    job.send_signal(signal.SIGTERM)
+    code, out = ended(job)
+    assert code == 0, out
+    assert order.read_text().split() == ["scontrol", "scancel", "scancel"]
+
+
+def test_a_job_that_makes_no_progress_is_not_queued_for_ever(desk: Desk, tmp_path: Path) -> None:
+    arguments = ["recipes/quickstart.yaml", f"run.dir={tmp_path}", "run.name=x", "--dry-run"]
+    saves = str(tmp_path / "x" / "checkpoints")
+    lives = "75 75+ 75+ 75 75"
+    code, out = ended(desk.submit(*arguments, nodes=1, lives=lives, FAKE_SAVES=saves, MEGARL_MAX_RESTARTS="1"))
+    assert code == 75, out
+    said = [line.removeprefix("megarl: job 4711: ") for line in out.splitlines() if "queued again" in line]
+    early = "ended before its time limit"
+    assert said == [
+        *[f"{early} and is queued again"] * 3,
+        f"{early} with no newer checkpoint than last time and is queued again, restart 1 of 1",
+        f"{early} with no newer checkpoint than last time and is not queued again after 1 restarts",
+    ]
+    assert list(desk.jobs.iterdir()) == []
+
+
+def test_one_node_of_many_that_does_not_start_is_noticed(desk: Desk) -> None:
+    """srun itself goes on for as long as any node of its step does."""
+    code, out = ended(desk.submit("r.yaml", nodes=3, FAKE_BROKEN="127.0.0.4", MEGARL_MAX_RESTARTS="0"))
+    assert code == 1, out
+    reason = "127.0.0.4: Ray ended (exit code 7), this node is broken"
+    assert f"megarl: Ray ended on a node while Ray on all 3 nodes was awaited: {reason}" in out.splitlines()
+    assert list((desk.room / "nodes").iterdir()) == []
+
+
+def test_the_logs_of_a_run_that_failed_outlive_its_nodes(desk: Desk) -> None:
+    code, out = ended(desk.submit("r.yaml", lives="1", MEGARL_MAX_RESTARTS="0"))
+    assert code == 1, out
+    logs = desk.jobs / "4711.logs" / "0"
+    assert f"megarl: job 4711: the logs of its nodes are in {logs}" in out.splitlines()
+    for address in ("127.0.0.2", "127.0.0.3"):
+        assert (logs / address / "logs" / "worker.out").read_text() == f"of {address}"
+        assert desk.ray(address)["env"]["NCCL_DEBUG_FILE"] == f"{logs}/nccl.%h.%p"
+    assert list(desk.room.glob("megarl-*")) == []
 
 
 @pytest.mark.parametrize("broken", ["127.0.0.2", "127.0.0.3"])
@@ -260,16 +400,12 @@ def test_ray_is_not_waited_for_without_end(desk: Desk) -> None:
 
 def test_a_signal_while_ray_starts_queues_the_job_again(desk: Desk, tmp_path: Path) -> None:
     """In the job's first life Ray never says that all nodes have joined."""
-    stub, asked, real = tmp_path / "bin" / "ray", tmp_path / "asked", SLURM / "stubs" / "ray"
-    stub.parent.mkdir()
+    first, asked, real = tmp_path / "bin", tmp_path / "asked", SLURM / "stubs" / "ray"
+    first.mkdir()
     ready = "[[ $1 == start || $SLURM_RESTART_COUNT == 1 ]]"
-    stub.write_text(f'#!/usr/bin/env bash\n{ready} && exec {real} "$@"\n: >{asked}\n')
-    stub.chmod(0o755)
-    job = desk.submit("r.yaml", PATH=os.pathsep.join([str(stub.parent), desk.path]))
-    deadline = time.monotonic() + _LIMIT_S
-    while not asked.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    stub(first, "ray", f'{ready} && exec {real} "$@"\n: >{asked}')
+    job = desk.submit("r.yaml", PATH=os.pathsep.join([str(first), desk.path]))
+    wait_until(asked.exists)
     job.send_signal(signal.SIGUSR1)
     code, out = ended(job)
     assert code == 0, out
