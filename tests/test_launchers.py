@@ -34,6 +34,7 @@ class Desk:
     def __init__(self, room: Path) -> None:
         self.room = room
         self.jobs = room / "jobs"
+        self.folder = ROOT
         (room / "nodes").mkdir()
         path = [SLURM, SLURM / "stubs", Path(sys.executable).parent, os.environ["PATH"]]
         self.path = os.pathsep.join(map(str, path))
@@ -45,11 +46,9 @@ class Desk:
         }
         self.started: list[subprocess.Popen[str]] = []
 
-    def start(
-        self, *command: str | Path, lives: str = "0", cwd: Path = ROOT, **more: str
-    ) -> subprocess.Popen[str]:
+    def start(self, *command: str | Path, lives: str = "0", **more: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            list(map(str, command)), cwd=cwd, env=self._environment | {"FAKE_LIVES": lives} | more,
+            list(map(str, command)), cwd=self.folder, env=self._environment | {"FAKE_LIVES": lives} | more,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         )  # fmt: skip
         self.started.append(process)
@@ -181,13 +180,12 @@ def test_paths_are_of_the_callers_folder(desk: Desk, tmp_path: Path) -> None:
         (caller / name).touch()
     given = ["own.yaml", "recipes/overlays/smoke.yaml", "run.name=own.yaml"]
     command = ["bash", ROOT / "scripts" / "run_dapo_deepseek671b.sh", *given]
-    code, out = ended(desk.start(*command, cwd=caller))
+    desk.folder = caller
+    code, out = ended(desk.start(*command))
     assert code == 0, out
     assert desk.lives()[0]["argv"][2:] == [f"{caller}/own.yaml", *given[1:]]
     own = {"MEGARL_RAY_DIR": ".", "RAY_AUTH_TOKEN_PATH": "token", "MEGARL_NODE_ADDRESS": "127.0.0.2"}
-    node = desk.start(
-        "bash", ROOT / "scripts" / "ray_node.sh", "head", "address", MEGARL_GPUS_PER_NODE="1", cwd=caller, **own
-    )
+    node = desk.start("bash", ROOT / "scripts" / "ray_node.sh", "head", "address", MEGARL_GPUS_PER_NODE="1", **own)
     wait_until((caller / "address").exists)
     (folder,) = caller.glob("megarl-ray-*")
     assert desk.ray("127.0.0.2")["env"]["TMPDIR"] == f"{caller}/./{folder.name}/tmp"
