@@ -48,7 +48,7 @@ class Job:
             "FAKE_SLURM": str(folder),
             "MEGARL_JOBS": str(self.jobs),
             "MEGARL_RAY_DIR": disk,
-            "TMPDIR": disk,
+            "TMPDIR": str(folder),  # of the driver; the nodes have folders of their own on the disk
             "OMP_NUM_THREADS": "1",
             "MEGARL_OBJECT_STORE_BYTES": str(2**28),
         }
