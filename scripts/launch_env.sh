@@ -5,8 +5,22 @@
 set -euo pipefail
 
 unset CDPATH
+# shellcheck disable=SC2034
+CALLER=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 ROOT=$PWD
+
+# What the caller names by a path of the caller's folder means the same here. Recipes and overlays of the repository may be
+# named from its root everywhere, and so are the paths in keys.
+for name in MEGARL_JOBS MEGARL_LOGS MEGARL_RAY_DIR RAY_AUTH_TOKEN_PATH; do
+    [[ -z ${!name:-} || ${!name} == /* ]] || export "$name=$CALLER/${!name}"
+done
+given=()
+for one; do
+    [[ $CALLER == "$ROOT" || $one != [^/-]*.y?(a)ml || $one == *=* || ! -f $CALLER/$one ]] || one=$CALLER/$one
+    given+=("$one")
+done
+set -- "${given[@]}"
 
 say() { printf 'megarl: %s\n' "$*"; }
 stop() {
@@ -28,6 +42,9 @@ await_end() {
 command -v megarl >/dev/null || PATH=$ROOT/.venv/bin:$PATH
 command -v megarl >/dev/null || stop "megarl is neither on PATH nor in $ROOT/.venv/bin: install it there, or activate its environment"
 
+PYTHON=$(dirname "$(command -v megarl)")/python # of megarl's environment
+[[ -x $PYTHON ]] || PYTHON=python3
+
 # One for each: 512 processes must not ask the hub for a tokenizer that lies on the disk; a batch job's log says what is,
 # not what was a buffer ago; each of a node's processes, two or three a GPU, would take every core; NCCL's own word on why
 # a collective failed is one that torch does not repeat.
@@ -40,9 +57,14 @@ command -v megarl >/dev/null || stop "megarl is neither on PATH nor in $ROOT/.ve
 : "${SGLANG_JIT_DEEPGEMM_FAST_WARMUP:=1}"
 export HF_HUB_OFFLINE PYTHONUNBUFFERED OMP_NUM_THREADS NCCL_DEBUG NCCL_IB_TIMEOUT CUDA_DEVICE_MAX_CONNECTIONS
 export SGLANG_JIT_DEEPGEMM_FAST_WARMUP
+# Ray keeps what its processes say in files of the node.
+if [[ -n ${MEGARL_LOGS:-} ]]; then
+    export NCCL_DEBUG_FILE="${NCCL_DEBUG_FILE:-$MEGARL_LOGS/nccl.%h.%p}"
+fi
 
 # Where a node has several networks: the one by which nodes know each other. Else NCCL and gloo each guess on their own.
 if [[ -n ${MEGARL_INTERFACE:-} ]]; then
-    : "${NCCL_SOCKET_IFNAME:=$MEGARL_INTERFACE}" "${GLOO_SOCKET_IFNAME:=$MEGARL_INTERFACE}"
+    # For NCCL a bare name is a beginning: eth1 takes eth10 too.
+    : "${NCCL_SOCKET_IFNAME:==$MEGARL_INTERFACE}" "${GLOO_SOCKET_IFNAME:=$MEGARL_INTERFACE}"
     export NCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME
 fi

@@ -6,20 +6,35 @@
 #
 # RAY_AUTH_TOKEN_PATH names the file with the cluster's token. MEGARL_NODE_ADDRESS, or the network MEGARL_INTERFACE, says
 # what this node is known by; MEGARL_GPUS_PER_NODE how many GPUs it gives, unless it is all; MEGARL_RAY_DIR where Ray's
-# sockets and logs lie, on a disk of the node, in place of /tmp.
+# sockets, logs and temporary files lie, on a disk of the node, in place of /tmp; MEGARL_OBJECT_STORE_BYTES how much memory
+# Ray's objects may take. MEGARL_LOGS, a folder that all nodes see, gets this node's logs when it ends, if it is still there.
 source "$(dirname "${BASH_SOURCE[0]}")/launch_env.sh"
 
 FIRST_PORT=20000 LAST_PORT=32000 # below those that the kernel gives to connections
 
-own_address() {
-    local name=${SLURMD_NODENAME:-$(hostname)}
+name=${SLURMD_NODENAME:-$(hostname)}
+kept=${MEGARL_LOGS:+$MEGARL_LOGS/$name}
+[[ -z $kept ]] || mkdir -p "$kept"
+
+# Whoever waits for all nodes finds the reason there: srun does not end while other nodes of its step run.
+note_failure() {
+    [[ ! -d $kept ]] || { printf '%s: %s\n' "$name" "$1" >"$kept/.failed" && mv "$kept/.failed" "$kept/failed"; }
+}
+
+give_up() {
+    note_failure "$1"
+    stop "$1"
+}
+
+# One a line. Some systems list their own name as loopback, which no other node reaches.
+own_addresses() {
     if [[ -n ${MEGARL_NODE_ADDRESS:-} ]]; then
         printf '%s\n' "$MEGARL_NODE_ADDRESS"
     elif [[ -n ${MEGARL_INTERFACE:-} ]]; then
         ip -4 -o address show dev "$MEGARL_INTERFACE" | awk '{ sub("/.*", "", $4); print $4; exit }'
-    else # some systems list their own name as loopback, which no other node reaches
-        { getent ahostsv4 "$name" && hostname -I | tr ' ' '\n'; } |
-            awk 'NF && $1 != "127.0.0.1" && $1 != "127.0.1.1" { print $1; exit }'
+    else
+        getent ahostsv4 "$name" | awk '!/^127\.0\.[01]\.1 / { print $1; exit }' | grep . ||
+            hostname -I | tr ' ' '\n' | awk '/^[0-9.]+$/ && !/^127\.0\.[01]\.1$/'
     fi
 }
 
@@ -41,18 +56,34 @@ free_port() {
 [[ $# -ge 2 && $1 =~ ^(head|worker)$ ]] || stop "usage: ray_node.sh head FILE | worker HOST:PORT [ray start's options]"
 role=$1 meets=$2
 shift 2
+[[ $role == worker || $meets == /* ]] || meets=$CALLER/$meets
 [[ -n ${RAY_AUTH_TOKEN:-} || -r ${RAY_AUTH_TOKEN_PATH:-} ]] ||
-    stop "RAY_AUTH_TOKEN_PATH names no file with the cluster's token: whoever reaches a Ray without one may run code"
-address=$(own_address)
-[[ -n $address ]] || stop "this node has no address but loopback: set MEGARL_NODE_ADDRESS or MEGARL_INTERFACE"
+    give_up "RAY_AUTH_TOKEN_PATH names no file with the cluster's token: whoever reaches a Ray without one may run code"
+address=$(own_addresses) || true
+[[ -n $address ]] || give_up "this node has no address but loopback: set MEGARL_NODE_ADDRESS or MEGARL_INTERFACE"
+[[ $address != *$'\n'* ]] ||
+    give_up "this node has several addresses (${address//$'\n'/, }): set MEGARL_NODE_ADDRESS or MEGARL_INTERFACE"
+[[ $address =~ ^[0-9]+\.[0-9]+\.[0-9]+\.[0-9]+$ ]] || give_up "MEGARL_NODE_ADDRESS is $address: write a numeric IPv4 address"
 
 export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0
 export RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=1 # an engine takes several GPUs: its process picks them by slot
+# Above its threshold, 95 % of the host's memory, Ray kills the process that takes most: a training rank whose optimizer or
+# checkpoint lies there by plan, and the run with it.
+export RAY_memory_usage_threshold="${RAY_memory_usage_threshold:-0.99}"
 gpus=$(num_gpus)
-((gpus > 0)) || stop "this node has no GPU: MEGARL_GPUS_PER_NODE says how many it is to give all the same"
-folder=$(mktemp -d "${MEGARL_RAY_DIR:-/tmp}/megarl-ray-XXXXXX") # short: the path of a Unix socket has 107 bytes
+((gpus > 0)) || give_up "this node has no GPU: MEGARL_GPUS_PER_NODE says how many it is to give all the same"
+room=${MEGARL_RAY_DIR:-/tmp}
+for left in "$room/megarl-${SLURM_JOB_ID:-none}"-*; do # by a life of this job that was killed here
+    [[ ! -f $left/address || $(<"$left/address") != "$address" ]] || rm -rf "$left"
+done
+folder=$(mktemp -d "$room/megarl-${SLURM_JOB_ID:-ray}-XXXXXX") # short: the path of a Unix socket has 107 bytes
+printf '%s\n' "$address" >"$folder/address"
+mkdir "$folder/tmp"
+export TMPDIR=$folder/tmp # what a killed process leaves goes with the node's folder
+store_bytes=$(awk '/^MemTotal/ { tenth = $2 * 102; most = 2 ^ 35; printf "%d", tenth < most ? tenth : most }' /proc/meminfo)
 # megarl asks for GPUs alone, and Ray starts an idle process for each CPU that it is told of.
 options=(--block --node-ip-address="$address" --num-gpus="$gpus" --num-cpus="$gpus" --temp-dir="$folder"
+    --object-store-memory="${MEGARL_OBJECT_STORE_BYTES:-$store_bytes}"
     --min-worker-port=0 --max-worker-port=0 --disable-usage-stats)
 if [[ $role == head ]]; then
     options+=(--head --port=0 --ray-client-server-port="$(free_port "$address")" --include-dashboard=false)
@@ -61,10 +92,11 @@ else
 fi
 
 say "Ray on $address gives $gpus GPUs"
+is_ended='' ray=''
+trap '((signals += 1)); is_ended=1; [[ -z $ray ]] || kill -TERM "$ray" 2>/dev/null || true' TERM INT HUP
 ray start "${options[@]}" "$@" >"$folder/start.log" 2>&1 &
 ray=$!
-is_ended=''
-trap '((signals += 1)); is_ended=1; kill -TERM "$ray" 2>/dev/null || true' TERM INT HUP
+[[ -z $is_ended ]] || kill -TERM "$ray" 2>/dev/null || true
 
 if [[ $role == head ]]; then
     until [[ -s $folder/ray_current_cluster ]] || ! kill -0 "$ray" 2>/dev/null; do sleep 0.1; done
@@ -75,10 +107,22 @@ if [[ $role == head ]]; then
 fi
 
 await_end "$ray"
-if [[ -n $is_ended ]]; then
-    rm -rf "$folder"
-else
+if [[ -z $is_ended ]]; then
+    reason="Ray ended (exit code $code), $(tail -n 1 "$folder/start.log")"
+    note_failure "$reason"
     tail -n 3 "$folder/start.log"
-    say "Ray ended on $address (exit code $code); what it wrote is in $folder there"
+fi
+if [[ -d $kept ]]; then
+    for log in "$folder"/session_*/logs "$folder/start.log"; do # session_latest is a link to the session
+        [[ -L ${log%/logs} || ! -e $log ]] || cp -r "$log" "$kept" || true
+    done
+fi
+if [[ -n $is_ended || -d $kept ]]; then
+    rm -rf "$folder"
+fi
+if [[ -z $is_ended ]]; then
+    where="in $folder there"
+    [[ ! -d $kept ]] || where="in $kept"
+    say "Ray ended on $address (exit code $code); what it wrote is $where"
 fi
 exit "$code"

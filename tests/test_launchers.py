@@ -1,81 +1,24 @@
-"""The launchers, with stand-ins for Slurm, Ray and megarl on PATH: what they start, hand on, requeue and leave."""
+"""The launchers, with stand-ins for Ray and megarl on PATH: what they start, hand on, refuse and leave."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-SLURM = ROOT / "tests" / "slurm"
+from tests.slurm.desk import ROOT, Desk, ended, stub, wait_until
+
 RUNS = sorted((ROOT / "scripts").glob("run_*.sh"))
-_LIMIT_S = 60.0
-
-
-class Desk:
-    """Where jobs are submitted from, and what the stand-ins noted."""
-
-    def __init__(self, room: Path) -> None:
-        self.room = room
-        self.jobs = room / "jobs"
-        (room / "nodes").mkdir()
-        path = [SLURM, SLURM / "stubs", Path(sys.executable).parent, os.environ["PATH"]]
-        self.path = os.pathsep.join(map(str, path))
-        self._environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {
-            "PATH": self.path,
-            "FAKE_SLURM": str(room),
-            "MEGARL_JOBS": str(self.jobs),
-            "MEGARL_RAY_DIR": str(room),
-        }
-        self.started: list[subprocess.Popen[str]] = []
-
-    def start(self, *command: str | Path, lives: str = "0", **more: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            list(map(str, command)), cwd=ROOT, env=self._environment | {"FAKE_LIVES": lives} | more,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        )  # fmt: skip
-        self.started.append(process)
-        return process
-
-    def submit(self, *arguments: str, nodes: int = 2, lives: str = "0", **more: str) -> subprocess.Popen[str]:
-        command = ["sbatch", f"--nodes={nodes}", "scripts/slurm/megarl.sbatch", *arguments]
-        return self.start(*command, lives=lives, **more)
-
-    def lives(self) -> list[dict[str, Any]]:
-        return [json.loads(one.read_text()) for one in sorted(self.room.glob("life-*.json"))]
-
-    def wait_for_life(self, count: int) -> None:
-        deadline = time.monotonic() + _LIMIT_S
-        while len(self.lives()) < count:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-
-    def ray(self, address: str) -> dict[str, Any]:
-        return json.loads((self.room / f"ray-{address}.json").read_text())
 
 
 @pytest.fixture
 def desk(tmp_path: Path) -> Iterator[Desk]:
-    made = Desk(tmp_path)
-    yield made
-    for process in made.started:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-
-
-def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    out, _ = process.communicate(timeout=_LIMIT_S)
-    return process.returncode, out
+    with Desk(tmp_path) as made:
+        yield made
 
 
 # --- run_*.sh ----------------------------------------------------------------------------------------------------
@@ -103,7 +46,8 @@ def test_a_launcher_hands_everything_on(desk: Desk) -> None:
     (life,) = desk.lives()
     assert life["argv"] == ["train", "recipes/dapo_deepseek671b.yaml", *given]
     assert life["cwd"] == str(ROOT)
-    expected = {"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "eth7", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    expected = {"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "=eth7", "GLOO_SOCKET_IFNAME": "eth7"}
+    expected |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     assert expected.items() <= life["env"].items()
 
 
@@ -140,138 +84,48 @@ def test_what_a_node_lacks_is_said_in_a_line(
     assert out.startswith(f"megarl: {says}") and out.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({}, "this node has several addresses (10.0.0.7, 192.168.0.7): set MEGARL_NODE_ADDRESS or MEGARL_INTERFACE"),
+        ({"MEGARL_NODE_ADDRESS": "node7"}, "MEGARL_NODE_ADDRESS is node7: write a numeric IPv4 address"),
+        ({"MEGARL_NODE_ADDRESS": "fe80::7"}, "MEGARL_NODE_ADDRESS is fe80::7: write a numeric IPv4 address"),
+    ],
+)
+def test_the_address_of_a_node_is_not_guessed(desk: Desk, tmp_path: Path, more: dict[str, str], says: str) -> None:
+    stub(tmp_path, "getent", "echo '127.0.1.1 STREAM node7'")
+    stub(tmp_path, "hostname", "[[ $# == 0 ]] && echo node7 || echo '127.0.1.1 10.0.0.7 192.168.0.7 fe80::7'")
+    path = os.pathsep.join([str(tmp_path), desk.path])
+    command = ["bash", ROOT / "scripts" / "ray_node.sh", "worker", "h:1"]
+    code, out = ended(desk.start(*command, PATH=path, RAY_AUTH_TOKEN="x", **more))
+    assert (code, out) == (2, f"megarl: {says}\n")
+
+
+def test_paths_are_of_the_callers_folder(desk: Desk, tmp_path: Path) -> None:
+    """Overlays, and what the environment names; a recipe of the repository is found from everywhere."""
+    caller = tmp_path / "elsewhere"
+    caller.mkdir()
+    for name in ("own.yaml", "token"):
+        (caller / name).touch()
+    given = ["own.yaml", "recipes/overlays/smoke.yaml", "run.name=own.yaml"]
+    command = ["bash", ROOT / "scripts" / "run_dapo_deepseek671b.sh", *given]
+    desk.folder = caller
+    code, out = ended(desk.start(*command))
+    assert code == 0, out
+    assert desk.lives()[0]["argv"][2:] == [f"{caller}/own.yaml", *given[1:]]
+    own = {"MEGARL_RAY_DIR": ".", "RAY_AUTH_TOKEN_PATH": "token", "MEGARL_NODE_ADDRESS": "127.0.0.2"}
+    node = desk.start("bash", ROOT / "scripts" / "ray_node.sh", "head", "address", MEGARL_GPUS_PER_NODE="1", **own)
+    wait_until((caller / "address").exists)
+    (folder,) = caller.glob("megarl-ray-*")
+    assert desk.ray("127.0.0.2")["env"]["TMPDIR"] == f"{caller}/./{folder.name}/tmp"
+    wait_until((desk.room / "nodes" / "127.0.0.2").exists)
+    node.send_signal(signal.SIGTERM)
+    ended(node)
+    assert not folder.exists()
+
+
 def test_every_variable_is_described() -> None:
     files = [*(ROOT / "scripts").glob("*.sh"), *(ROOT / "scripts" / "slurm").iterdir()]
     names = {name for file in files for name in re.findall(r"MEGARL_[A-Z_]+", file.read_text())}
     text = (ROOT / "docs" / "cluster.md").read_text()
     assert {name for name in names if f"`{name}`" not in text} == {"MEGARL_TORCH_INDEX"}, "that is of the set-up"
-
-
-# --- megarl.sbatch -----------------------------------------------------------------------------------------------
-
-
-def test_a_job_gives_megarl_a_ray_of_all_its_nodes(desk: Desk) -> None:
-    code, out = ended(desk.submit("recipes/dapo_deepseek671b.yaml", "run.name=a b", nodes=3))
-    assert code == 0, out
-    assert out.splitlines()[-1] == "megarl: job 4711: the run is done"
-    (life,) = desk.lives()
-    keys = ["placement.network=nodes", "run.name=a b"]
-    assert life["argv"] == ["train", "recipes/dapo_deepseek671b.yaml", *keys, "--resume"]
-    assert life["nodes"] == ["127.0.0.2", "127.0.0.3", "127.0.0.4"], "all of them were there before it began"
-    assert life["env"]["RAY_ADDRESS"] == "127.0.0.2:6001"
-    assert life["env"]["RAY_AUTH_MODE"] == "token"
-    assert "--address=127.0.0.2:6001" in desk.ray("127.0.0.4")["argv"]
-    assert list((desk.room / "nodes").iterdir()) == [], "Ray was ended on every node, by SIGTERM"
-    assert list(desk.room.glob("megarl-ray-*")) == []
-    assert list(desk.jobs.iterdir()) == []
-
-
-def test_the_token_is_in_a_file_of_the_users_own_alone(desk: Desk) -> None:
-    code, out = ended(desk.submit("r.yaml", RAY_AUTH_TOKEN="of another cluster"))
-    assert code == 0, out
-    (life,) = desk.lives()
-    processes = [desk.ray("127.0.0.2"), desk.ray("127.0.0.3"), life]
-    (token,) = {one["token"] for one in processes[:2]}
-    assert re.fullmatch(r"[0-9a-f]{64}", token)
-    assert {one["mode"] for one in processes[:2]} == {0o600}
-    for one in processes:
-        assert one["env"]["RAY_AUTH_TOKEN_PATH"].startswith(str(desk.jobs))
-        assert token not in " ".join([*one["argv"], *one["env"].values()])
-        assert "RAY_AUTH_TOKEN" not in one["env"]
-    assert token not in out
-
-
-def test_a_job_from_elsewhere_is_answered_in_a_line(desk: Desk, tmp_path: Path) -> None:
-    code, out = ended(desk.submit("r.yaml", MEGARL_ROOT=str(tmp_path)))
-    assert code == 2
-    assert out == f"megarl: {tmp_path} is not the repository: submit the job there, or set MEGARL_ROOT\n"
-
-
-def test_each_job_has_ports_of_its_own(desk: Desk) -> None:
-    """Two on one node: what Ray would take a fixed port for gets a free one."""
-    code, out = ended(desk.submit("r.yaml", nodes=1))
-    assert code == 0, out
-    head = desk.ray("127.0.0.2")
-    assert {"--port=0", "--min-worker-port=0", "--max-worker-port=0"} <= set(head["argv"])
-    assert "--ray-client-server-port=24711" in head["argv"]
-    assert {"--num-gpus=2", "--num-cpus=2", "--include-dashboard=false", "--disable-usage-stats"} <= set(head["argv"])
-    wanted = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
-    assert (wanted | {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}).items() <= head["env"].items()
-
-
-@pytest.mark.parametrize(
-    ("lives", "last_line", "code"),
-    [
-        ("1 75 1 0", "the run is done", 0),
-        ("137 1", "failed (exit code 1) and is not queued again after 1 restarts", 1),
-        ("75 75 0", "the run is done", 0),
-        ("2", "something is to be mended, see above; it is not queued again", 2),
-        ("143", "ended by a signal; it is not queued again", 143),
-    ],
-)
-def test_what_is_queued_again(desk: Desk, lives: str, last_line: str, code: int) -> None:
-    """A failure so many times between two ends that were asked for; the user's fault never."""
-    (desk.jobs / "4711-killed").mkdir(parents=True)  # left by a life that ended with its node
-    found, out = ended(desk.submit("r.yaml", nodes=1, lives=lives, MEGARL_MAX_RESTARTS="1"))
-    assert found == code, out
-    assert out.splitlines()[-1] == f"megarl: job 4711: {last_line}"
-    assert len(desk.lives()) == len(lives.split())
-    assert list(desk.jobs.iterdir()) == [], "neither a token nor a count is left"
-    tokens = {life["env"]["RAY_AUTH_TOKEN_PATH"] for life in desk.lives()}
-    assert len(tokens) == len(lives.split()), "each life has a cluster of its own"
-
-
-def test_the_signal_before_the_time_limit_reaches_megarl_and_the_job_goes_on(desk: Desk) -> None:
-    job = desk.submit("r.yaml", lives="USR1 0", MEGARL_MAX_RESTARTS="0")
-    desk.wait_for_life(1)
-    job.send_signal(signal.SIGUSR1)
-    code, out = ended(job)
-    assert code == 0, out
-    assert "megarl: job 4711: ended before its time limit and is queued again" in out.splitlines()
-    assert [life["env"]["SLURM_RESTART_COUNT"] for life in desk.lives()] == ["0", "1"]
-
-
-def test_a_job_that_is_cancelled_ends_megarl_and_stays_ended(desk: Desk) -> None:
-    job = desk.submit("r.yaml", lives="TERM")
-    desk.wait_for_life(1)
-    job.send_signal(signal.SIGTERM)
-    code, out = ended(job)
-    assert code == 143, out
-    assert out.splitlines()[-1] == "megarl: job 4711: ended by a signal; it is not queued again"
-    assert list((desk.room / "nodes").iterdir()) == list(desk.jobs.iterdir()) == []
-
-
-@pytest.mark.parametrize("broken", ["127.0.0.2", "127.0.0.3"])
-def test_a_node_whose_ray_does_not_start_is_a_failure(desk: Desk, broken: str) -> None:
-    code, out = ended(desk.submit("r.yaml", FAKE_BROKEN=broken, MEGARL_MAX_RESTARTS="1"))
-    assert code == 1, out
-    assert f"megarl: Ray ended on {broken} (exit code 7)" in out
-    assert "megarl: Ray ended on a node while Ray" in out
-    assert out.count("is queued again, restart 1 of 1") == 1
-    assert out.splitlines()[-1].endswith("failed (exit code 1) and is not queued again after 1 restarts")
-    assert desk.lives() == []
-
-
-def test_ray_is_not_waited_for_without_end(desk: Desk) -> None:
-    code, out = ended(desk.submit("r.yaml", FAKE_MUTE="1", MEGARL_START_S="1", MEGARL_MAX_RESTARTS="0"))
-    assert code == 1, out
-    assert "megarl: waited 1 s in vain for Ray's head" in out.splitlines()
-
-
-def test_a_signal_while_ray_starts_queues_the_job_again(desk: Desk, tmp_path: Path) -> None:
-    """In the job's first life Ray never says that all nodes have joined."""
-    stub, asked, real = tmp_path / "bin" / "ray", tmp_path / "asked", SLURM / "stubs" / "ray"
-    stub.parent.mkdir()
-    ready = "[[ $1 == start || $SLURM_RESTART_COUNT == 1 ]]"
-    stub.write_text(f'#!/usr/bin/env bash\n{ready} && exec {real} "$@"\n: >{asked}\n')
-    stub.chmod(0o755)
-    job = desk.submit("r.yaml", PATH=os.pathsep.join([str(stub.parent), desk.path]))
-    deadline = time.monotonic() + _LIMIT_S
-    while not asked.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    job.send_signal(signal.SIGUSR1)
-    code, out = ended(job)
-    assert code == 0, out
-    assert "ended before its time limit and is queued again" in out
-    assert len(desk.lives()) == 1

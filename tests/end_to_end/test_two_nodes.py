@@ -33,7 +33,8 @@ class Job:
     """A run of the quickstart on two nodes, in a folder of its own."""
 
     def __init__(self, inputs: Path, folder: Path, disk: str) -> None:
-        """disk: a short path, for what the nodes have of their own, and leave when they die."""
+        """disk: a short path, for what the nodes have of their own."""
+        self.disk = Path(disk)
         self._run = folder / "runs" / "quickstart"
         self.jobs, self._log = folder / "jobs", folder / "job.log"
         data = [f"model.path={inputs}/models/tiny-qwen3-moe", f"data.train={inputs}/data/train.jsonl"]
@@ -47,9 +48,9 @@ class Job:
             "FAKE_SLURM": str(folder),
             "MEGARL_JOBS": str(self.jobs),
             "MEGARL_RAY_DIR": disk,
-            "TMPDIR": disk,
+            "TMPDIR": str(folder),  # of the driver; the nodes have folders of their own on the disk
             "OMP_NUM_THREADS": "1",
-            "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(2**28),
+            "MEGARL_OBJECT_STORE_BYTES": str(2**28),
         }
         with self._log.open("w") as log:
             self.process = subprocess.Popen(command, cwd=ROOT, env=inherited | own, stdout=log, stderr=log)
@@ -102,7 +103,7 @@ def _line(process: psutil.Process) -> str:
 
 @pytest.fixture
 def job(inputs: Path, tmp_path: Path) -> Iterator[Job]:
-    with tempfile.TemporaryDirectory(prefix="nodes-", dir="/tmp", ignore_cleanup_errors=True) as disk:
+    with tempfile.TemporaryDirectory(prefix="nodes-", dir="/tmp") as disk:
         made = Job(inputs, tmp_path, disk)
         yield made
         if made.process.poll() is None:
@@ -131,4 +132,7 @@ def test_a_job_of_two_nodes_survives_the_death_of_one(job: Job) -> None:
     assert [step for step in job.steps() if step] == [1, 2, 3]
     for record in job.records():
         assert record.get("rollout/logprob_gap_mean", 0.0) < 1e-4, "the weights came over whole, between nodes too"
-    assert list(job.jobs.iterdir()) == []
+    assert [one.name for one in job.jobs.iterdir()] == ["4711.logs"]
+    kept = list(job.jobs.glob(f"4711.logs/0/{NODES[0]}/logs/worker-*"))
+    assert kept, "what the processes said in the life that failed; the other node died"
+    assert list(job.disk.iterdir()) == [], "the next life takes away what the dead node left"

@@ -1,0 +1,10 @@
+"""Print where a run's checkpoints lie: checkpoints_folder.py RECIPE [a.b=c ...] [options of `megarl train`]."""
+
+import sys
+from pathlib import Path
+
+from megarl.recipe_file import load_recipe
+
+path, *keys = [one for one in sys.argv[1:] if not one.startswith("-")]
+run = load_recipe(path, keys).run
+print(Path(run.dir).absolute() / run.name / "checkpoints")

@@ -1,0 +1,87 @@
+"""Where launchers are called with stand-ins for Slurm, Ray and megarl on PATH."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+SLURM = ROOT / "tests" / "slurm"
+_LIMIT_S = 60.0
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _LIMIT_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+class Desk:
+    """Where jobs are submitted from, and what the stand-ins noted."""
+
+    def __init__(self, room: Path) -> None:
+        self.room = room
+        self.jobs = room / "jobs"
+        self.folder = ROOT
+        (room / "nodes").mkdir()
+        path = [SLURM, SLURM / "stubs", Path(sys.executable).parent, os.environ["PATH"]]
+        self.path = os.pathsep.join(map(str, path))
+        self._environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {
+            "PATH": self.path,
+            "FAKE_SLURM": str(room),
+            "MEGARL_JOBS": str(self.jobs),
+            "MEGARL_RAY_DIR": str(room),
+        }
+        self.started: list[subprocess.Popen[str]] = []
+
+    def start(self, *command: str | Path, lives: str = "0", **more: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            list(map(str, command)), cwd=self.folder, env=self._environment | {"FAKE_LIVES": lives} | more,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        )  # fmt: skip
+        self.started.append(process)
+        return process
+
+    def submit(self, *arguments: str, nodes: int = 2, lives: str = "0", **more: str) -> subprocess.Popen[str]:
+        command = ["sbatch", f"--nodes={nodes}", "scripts/slurm/megarl.sbatch", *arguments]
+        return self.start(*command, lives=lives, **more)
+
+    def lives(self) -> list[dict[str, Any]]:
+        return [json.loads(one.read_text()) for one in sorted(self.room.glob("life-*.json"))]
+
+    def wait_for_life(self, count: int) -> None:
+        wait_until(lambda: len(self.lives()) >= count)
+
+    def heard(self) -> list[str]:
+        file = self.room / "heard"
+        return file.read_text().splitlines() if file.exists() else []
+
+    def ray(self, address: str) -> dict[str, Any]:
+        return json.loads((self.room / f"ray-{address}.json").read_text())
+
+    def __enter__(self) -> Desk:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.started:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    out, _ = process.communicate(timeout=_LIMIT_S)
+    return process.returncode, out
+
+
+def stub(folder: Path, name: str, says: str) -> None:
+    (folder / name).write_text(f"#!/usr/bin/env bash\n{says}\n")
+    (folder / name).chmod(0o755)

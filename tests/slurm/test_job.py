@@ -1,0 +1,227 @@
+"""megarl.sbatch, with stand-ins for Slurm, Ray and megarl on PATH: what it starts, hands on, requeues and leaves."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.desk import SLURM, Desk, ended, stub, wait_until
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    with Desk(tmp_path) as made:
+        yield made
+
+
+def test_a_job_gives_megarl_a_ray_of_all_its_nodes(desk: Desk) -> None:
+    code, out = ended(desk.submit("recipes/dapo_deepseek671b.yaml", "run.name=a b", nodes=3))
+    assert code == 0, out
+    assert out.splitlines()[-1] == "megarl: job 4711: the run is done"
+    (life,) = desk.lives()
+    keys = ["placement.network=nodes", "run.name=a b"]
+    assert life["argv"] == ["train", "recipes/dapo_deepseek671b.yaml", *keys, "--resume"]
+    assert life["nodes"] == ["127.0.0.2", "127.0.0.3", "127.0.0.4"], "all of them were there before it began"
+    assert life["env"]["RAY_ADDRESS"] == "127.0.0.2:6001"
+    assert life["env"]["RAY_AUTH_MODE"] == "token"
+    assert "--address=127.0.0.2:6001" in desk.ray("127.0.0.4")["argv"]
+    assert list((desk.room / "nodes").iterdir()) == [], "Ray was ended on every node, by SIGTERM"
+    assert list(desk.room.glob("megarl-*")) == []
+    assert list(desk.jobs.iterdir()) == []
+
+
+def test_the_token_is_in_a_file_of_the_users_own_alone(desk: Desk) -> None:
+    code, out = ended(desk.submit("r.yaml", RAY_AUTH_TOKEN="of another cluster"))
+    assert code == 0, out
+    (life,) = desk.lives()
+    processes = [desk.ray("127.0.0.2"), desk.ray("127.0.0.3"), life]
+    (token,) = {one["token"] for one in processes[:2]}
+    assert re.fullmatch(r"[0-9a-f]{64}", token)
+    assert {one["mode"] for one in processes[:2]} == {0o600}
+    for one in processes:
+        assert one["env"]["RAY_AUTH_TOKEN_PATH"].startswith(str(desk.jobs))
+        assert token not in " ".join([*one["argv"], *one["env"].values()])
+        assert "RAY_AUTH_TOKEN" not in one["env"]
+    assert token not in out
+
+
+def test_a_job_from_elsewhere_is_answered_in_a_line(desk: Desk, tmp_path: Path) -> None:
+    code, out = ended(desk.submit("r.yaml", MEGARL_ROOT=str(tmp_path)))
+    assert code == 2
+    assert out == f"megarl: {tmp_path} is not the repository: submit the job there, or set MEGARL_ROOT\n"
+
+
+def test_each_job_has_ports_of_its_own(desk: Desk) -> None:
+    """Two on one node: what Ray would take a fixed port for gets a free one."""
+    code, out = ended(desk.submit("r.yaml", nodes=1))
+    assert code == 0, out
+    head = desk.ray("127.0.0.2")
+    assert {"--port=0", "--min-worker-port=0", "--max-worker-port=0"} <= set(head["argv"])
+    port = next(one for one in head["argv"] if one.startswith("--ray-client-server-port="))
+    assert 24711 <= int(port.split("=")[1]) < 32000, "by the job's number, unless another job has it"
+    assert {"--num-gpus=2", "--num-cpus=2", "--include-dashboard=false", "--disable-usage-stats"} <= set(head["argv"])
+    wanted = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
+    assert int(next(one for one in head["argv"] if "--object-store" in one).split("=")[1]) <= 2**35
+    wanted |= {"RAY_memory_usage_threshold": "0.99"}
+    assert (wanted | {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}).items() <= head["env"].items()
+
+
+@pytest.mark.parametrize(
+    ("lives", "last_line", "code"),
+    [
+        ("1 75 1 0", "the run is done", 0),
+        ("137 1", "failed (exit code 1) and is not queued again after 1 restarts", 1),
+        ("75 75 0", "the run is done", 0),
+        ("2", "something is to be mended, see above; it is not queued again", 2),
+        ("143", "ended by a signal; it is not queued again", 143),
+    ],
+)
+def test_what_is_queued_again(desk: Desk, lives: str, last_line: str, code: int) -> None:
+    """A failure so many times between two ends that were asked for; the user's fault never."""
+    (desk.jobs / "4711-killed").mkdir(parents=True)  # left by a life that ended with its node
+    found, out = ended(desk.submit("r.yaml", nodes=1, lives=lives, MEGARL_MAX_RESTARTS="1"))
+    assert found == code, out
+    assert out.splitlines()[-1] == f"megarl: job 4711: {last_line}"
+    assert len(desk.lives()) == len(lives.split())
+    kept = [str(index) for index, end in enumerate(lives.split()) if end not in ("0", "75")]
+    assert {one.name for one in desk.jobs.iterdir()} <= {"4711.logs"}, "neither a token nor a count is left"
+    assert sorted(one.name for one in desk.jobs.glob("4711.logs/*")) == kept, "of each life that failed"
+    tokens = {life["env"]["RAY_AUTH_TOKEN_PATH"] for life in desk.lives()}
+    assert len(tokens) == len(lives.split()), "each life has a cluster of its own"
+
+
+def test_the_signal_before_the_time_limit_reaches_megarl_and_the_job_goes_on(desk: Desk) -> None:
+    job = desk.submit("r.yaml", lives="USR1 0", MEGARL_MAX_RESTARTS="0")
+    desk.wait_for_life(1)
+    job.send_signal(signal.SIGUSR1)
+    code, out = ended(job)
+    assert code == 0, out
+    assert "megarl: job 4711: ended before its time limit and is queued again" in out.splitlines()
+    assert [life["env"]["SLURM_RESTART_COUNT"] for life in desk.lives()] == ["0", "1"]
+
+
+def test_a_job_that_is_cancelled_ends_megarl_and_stays_ended(desk: Desk) -> None:
+    job = desk.submit("r.yaml", lives="TERM")
+    desk.wait_for_life(1)
+    job.send_signal(signal.SIGTERM)
+    code, out = ended(job)
+    assert code == 143, out
+    assert out.splitlines()[-1] == "megarl: job 4711: ended by a signal; it is not queued again"
+    assert list((desk.room / "nodes").iterdir()) == []
+    assert [one.name for one in desk.jobs.iterdir()] == ["4711.logs"]
+
+
+def test_a_step_that_outlasts_the_time_limit_goes_on_from_its_checkpoint(desk: Desk) -> None:
+    """SIGUSR1 twice, by the user and by Slurm, then the limit: megarl would take a second one as SIGTERM."""
+    job = desk.submit("r.yaml", lives="BUSY 0", MEGARL_MAX_RESTARTS="0")
+    desk.wait_for_life(1)
+    job.send_signal(signal.SIGUSR1)
+    wait_until(lambda: desk.heard() == ["SIGUSR1"])
+    job.send_signal(signal.SIGUSR1)
+    job.send_signal(signal.SIGTERM)
+    code, out = ended(job)
+    assert code == 0, out
+    assert desk.heard() == ["SIGUSR1", "SIGTERM"]
+    assert "megarl: job 4711: ended before its time limit and is queued again" in out.splitlines()
+    assert len(desk.lives()) == 2
+
+
+def test_a_cancelled_job_stays_ended_although_it_was_asked_to_end_before(desk: Desk) -> None:
+    job = desk.submit("r.yaml", nodes=1, lives="BUSY", SLURM_JOB_END_TIME=str(int(time.time()) + 3600))
+    desk.wait_for_life(1)
+    job.send_signal(signal.SIGUSR1)
+    wait_until(lambda: desk.heard() == ["SIGUSR1"])
+    job.send_signal(signal.SIGTERM)
+    code, out = ended(job)
+    assert code == 143, out
+    assert out.splitlines()[-1] == "megarl: job 4711: ended by a signal; it is not queued again"
+
+
+def test_at_the_limit_the_job_is_queued_before_ray_is_ended(desk: Desk, tmp_path: Path) -> None:
+    """Slurm kills the job's script half a minute after its SIGTERM."""
+    first, order = tmp_path / "bin", tmp_path / "order"
+    first.mkdir()
+    for name in ("scontrol", "scancel"):
+        stub(first, name, f'echo {name} >>{order}\nexec {SLURM / name} "$@"')
+    job = desk.submit("r.yaml", nodes=1, lives="BUSY 0", PATH=os.pathsep.join([str(first), desk.path]))
+    desk.wait_for_life(1)
+    job.send_signal(signal.SIGUSR1)
+    wait_until(lambda: desk.heard() == ["SIGUSR1"])
+    job.send_signal(signal.SIGTERM)
+    code, out = ended(job)
+    assert code == 0, out
+    assert order.read_text().split() == ["scontrol", "scancel", "scancel"]
+
+
+def test_a_job_that_makes_no_progress_is_not_queued_for_ever(desk: Desk, tmp_path: Path) -> None:
+    arguments = ["recipes/quickstart.yaml", f"run.dir={tmp_path}", "run.name=x", "--dry-run"]
+    saves = str(tmp_path / "x" / "checkpoints")
+    lives = "75 75+ 75+ 75 75"
+    code, out = ended(desk.submit(*arguments, nodes=1, lives=lives, FAKE_SAVES=saves, MEGARL_MAX_RESTARTS="1"))
+    assert code == 75, out
+    said = [line.removeprefix("megarl: job 4711: ") for line in out.splitlines() if "queued again" in line]
+    early = "ended before its time limit"
+    assert said == [
+        *[f"{early} and is queued again"] * 3,
+        f"{early} with no newer checkpoint than last time and is queued again, restart 1 of 1",
+        f"{early} with no newer checkpoint than last time and is not queued again after 1 restarts",
+    ]
+    assert list(desk.jobs.iterdir()) == []
+
+
+def test_one_node_of_many_that_does_not_start_is_noticed(desk: Desk) -> None:
+    """srun itself goes on for as long as any node of its step does."""
+    code, out = ended(desk.submit("r.yaml", nodes=3, FAKE_BROKEN="127.0.0.4", MEGARL_MAX_RESTARTS="0"))
+    assert code == 1, out
+    reason = "127.0.0.4: Ray ended (exit code 7), this node is broken"
+    assert f"megarl: Ray ended on a node while Ray on all 3 nodes was awaited: {reason}" in out.splitlines()
+    assert list((desk.room / "nodes").iterdir()) == []
+
+
+def test_the_logs_of_a_run_that_failed_outlive_its_nodes(desk: Desk) -> None:
+    code, out = ended(desk.submit("r.yaml", lives="1", MEGARL_MAX_RESTARTS="0"))
+    assert code == 1, out
+    logs = desk.jobs / "4711.logs" / "0"
+    assert f"megarl: job 4711: the logs of its nodes are in {logs}" in out.splitlines()
+    for address in ("127.0.0.2", "127.0.0.3"):
+        assert (logs / address / "logs" / "worker.out").read_text() == f"of {address}"
+        assert desk.ray(address)["env"]["NCCL_DEBUG_FILE"] == f"{logs}/nccl.%h.%p"
+    assert list(desk.room.glob("megarl-*")) == []
+
+
+@pytest.mark.parametrize("broken", ["127.0.0.2", "127.0.0.3"])
+def test_a_node_whose_ray_does_not_start_is_a_failure(desk: Desk, broken: str) -> None:
+    code, out = ended(desk.submit("r.yaml", FAKE_BROKEN=broken, MEGARL_MAX_RESTARTS="1"))
+    assert code == 1, out
+    assert f"megarl: Ray ended on {broken} (exit code 7)" in out
+    assert "megarl: Ray ended on a node while Ray" in out
+    assert out.count("is queued again, restart 1 of 1") == 1
+    assert out.splitlines()[-1].endswith("failed (exit code 1) and is not queued again after 1 restarts")
+    assert desk.lives() == []
+
+
+def test_ray_is_not_waited_for_without_end(desk: Desk) -> None:
+    code, out = ended(desk.submit("r.yaml", FAKE_MUTE="1", MEGARL_START_S="1", MEGARL_MAX_RESTARTS="0"))
+    assert code == 1, out
+    assert "megarl: waited 1 s in vain for Ray's head" in out.splitlines()
+
+
+def test_a_signal_while_ray_starts_queues_the_job_again(desk: Desk, tmp_path: Path) -> None:
+    """In the job's first life Ray never says that all nodes have joined."""
+    first, asked, real = tmp_path / "bin", tmp_path / "asked", SLURM / "stubs" / "ray"
+    first.mkdir()
+    ready = "[[ $1 == start || $SLURM_RESTART_COUNT == 1 ]]"
+    stub(first, "ray", f'{ready} && exec {real} "$@"\n: >{asked}')
+    job = desk.submit("r.yaml", PATH=os.pathsep.join([str(first), desk.path]))
+    wait_until(asked.exists)
+    job.send_signal(signal.SIGUSR1)
+    code, out = ended(job)
+    assert code == 0, out
+    assert "ended before its time limit and is queued again" in out
+    assert len(desk.lives()) == 1
