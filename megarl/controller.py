@@ -37,7 +37,7 @@ def train(recipe: Recipe, inputs: Inputs, log: RunLog, start: Snapshot | None = 
     Raises WorkerFailed when a process of the run fails, UserFault when the reward does, EndedEarly after a SIGUSR1.
     """
     with Cluster(recipe.placement.gpus, recipe.placement.node_gpus) as cluster:
-        log.say("starting training ranks and engines side by side")
+        log.say("starting training ranks and engines")
         fleet, saver = begin(recipe, inputs, cluster, log, start)
         try:
             take_steps(recipe, inputs, fleet, saver, log, first=start.step + 1 if start else 1)

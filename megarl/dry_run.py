@@ -106,6 +106,8 @@ def _megatron_faults(world: _World, device: str) -> Faults:
     try:
         buffers_config()
         optimizer_config(own.train, dtype, own.train.optimizer_offload and device == "cuda")
+    except UserFault as fault:
+        return [fault]
     except (TypeError, ValueError, AssertionError) as error:
         return [UserFault(world.branch, f"Megatron refuses the optimizer's arguments ({error})", "change them")]
     return []

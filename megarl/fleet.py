@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megarl import device
 from megarl.algos import has_critic
 from megarl.cluster import Cluster, Ref, Worker, WorkerFailed
 from megarl.config import Recipe
@@ -36,31 +37,41 @@ CARRIED = "carried.parquet"  # samples that wait for the next step
 
 
 class Engines:
-    """All SGLang engines as one; engine e starts on GPU slot first + e * tp. Those on `shared` slots lend memory."""
+    """All SGLang engines as one; engine e is on GPU slots from first + e * tp. Those on `shared` slots lend memory."""
 
     def __init__(self, cluster: Cluster, recipe: Recipe, layout: EngineLayout, shared: frozenset[int]) -> None:
-        self._cluster = cluster
-        starts = [layout.first + index * layout.tp for index in range(layout.count)]
-        self.workers = [cluster.worker(f"engine {index}", slot) for index, slot in enumerate(starts)]
+        self._cluster, self._recipe = cluster, recipe
+        self._slots = [layout.first + index * layout.tp for index in range(layout.count)]
+        self.workers = [cluster.worker(f"engine {index}", slot) for index, slot in enumerate(self._slots)]
         self._stores: list[Any] = []  # where the ranks of engines on several nodes meet, served by this process
         self._parts: list[Worker] = []
-        self.started: dict[Ref, str] = {}
-        for index, (worker, slot) in enumerate(zip(self.workers, starts, strict=True)):
-            self._start(recipe, index, worker, slot)
+        self._started: dict[Ref, str] = {}
         # SGLang's ranks give their memory together, so that an engine on one shared GPU gives it on all of its own.
-        engines = zip(self.workers, starts, strict=True)
+        engines = zip(self.workers, self._slots, strict=True)
         self._lenders = [worker for worker, slot in engines if shared & {*range(slot, slot + layout.tp)}]
 
-    def _start(self, recipe: Recipe, index: int, worker: Worker, slot: int) -> None:
+    @property
+    def measures_shared_memory(self) -> bool:
+        """Whether a start depends on what ranks hold: on a GPU SGLang sizes its cache by what is free then."""
+        return device.DEVICE == "cuda" and bool(self._lenders)
+
+    def start(self) -> dict[Ref, str]:
+        """Begin to start all of them, once; what to wait for."""
+        for index, (worker, slot) in enumerate(zip(self.workers, self._slots, strict=True)):
+            self._start(index, worker, slot)
+        return self._started
+
+    def _start(self, index: int, worker: Worker, slot: int) -> None:
         """An engine, with a process on each further node of it."""
+        recipe = self._recipe
         span = self._span(recipe) if recipe.engine_nodes > 1 else None
-        self.started[worker.start("megarl.rollout.episodes:RolloutWorker", recipe, index, span)] = worker.name
+        self._started[worker.start("megarl.rollout.episodes:RolloutWorker", recipe, index, span)] = worker.name
         if span is None:
             return
         for node in range(1, span.nodes):
             name, at = f"{worker.name}, node {node}", slot + node * recipe.placement.gpus_per_node
             part, own = self._cluster.worker(name, at), replace(span, node=node, door=span.door.for_guests)
-            self.started[part.start("megarl.rollout.episodes:EnginePart", recipe, index, own)] = name
+            self._started[part.start("megarl.rollout.episodes:EnginePart", recipe, index, own)] = name
             part.watch("fail")
             self._parts.append(part)
 
@@ -104,7 +115,10 @@ class Engines:
 
 
 class Fleet:
-    """Both sides on their GPUs. Starts them side by side; `version` counts the publications of the weights."""
+    """Both sides on their GPUs. Starts them side by side, or engines behind ranks whose memory they measure.
+
+    `version` counts the publications of the weights.
+    """
 
     def __init__(self, cluster: Cluster, recipe: Recipe, say: Callable[[str], None], *, learns: bool = True) -> None:
         """say: tells the user in a line what was mended on the way. learns: or nobody asks for values."""
@@ -120,9 +134,13 @@ class Fleet:
         self.critic = CriticRanks(cluster, recipe, shared) if "critic" in beside else None
         self.reward_model = RewardRanks(cluster, recipe, shared) if "reward_model" in beside else None
         computing = [one for one in (self.trainers, self.critic, self.reward_model) if one]
-        cluster.gather(self.engines.started | {ref: name for ranks in computing for ref, name in ranks.started.items()})
+        waits = self.engines.measures_shared_memory
+        starting = {} if waits else self.engines.start()
+        cluster.gather(starting | {ref: name for ranks in computing for ref, name in ranks.started.items()})
         for ranks in computing:
             ranks.offload()  # built with everything: from here on the phases say who holds what
+        if waits:
+            cluster.gather(self.engines.start())
         self.memory = Lender(self.trainers, self.engines, self.critic, self.reward_model)
         self._sessions = self._open_sessions()
         self.version = -1

@@ -26,7 +26,7 @@ def roll_out(recipe: Recipe, inputs: Inputs, log: RunLog, out: Path) -> None:
     """
     vocab_size = model_shape(recipe.model.path).vocab_size
     with Cluster(recipe.placement.gpus, recipe.placement.node_gpus) as cluster, writing(out, vocab_size) as file:
-        log.say("starting training ranks and engines side by side")
+        log.say("starting training ranks and engines")
         with log.start() as record:
             with record.phase("start"):
                 fleet = Fleet(cluster, recipe, log.say, learns=False)

@@ -182,8 +182,6 @@ def _engine_changes(recipe: Recipe, phase: str) -> Iterator[_Change]:
             yield _set(recipe, "reshard.round_bytes", recipe.reshard.round_bytes // share)
     if not engine.fp8:
         yield _set(recipe, f"{where}.fp8", True)
-    if recipe.train.optimizer_offload:  # which leaves the masters on the GPU in every phase
-        yield _set(recipe, "train.optimizer_offload", False)
     for times in (2, 4):
         ep = engine.ep * times if engine.ep > 1 else 1
         update = {"tp": engine.tp * times, "count": engine.count // times, "ep": ep}

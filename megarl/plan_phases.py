@@ -1,9 +1,9 @@
 """Which memory a recipe takes of every GPU in each phase, and of every node's host: arithmetic, without a GPU.
 
 Who holds what is as in memory.py: on GPUs that both sides use, whoever computes has the memory, and beside it there are
-the policy's parameters alone, and what an optimizer on the host leaves on the GPU. Parameters are those of Megatron's
-real modules (plan_model.py); what training keeps for its backward pass is in plan_activations.py, an engine's memory in
-plan_engine.py. Nothing here was measured on a GPU; what is an assumption is a constant with that word beside it.
+the policy's parameters alone. Parameters are those of Megatron's real modules (plan_model.py); what training keeps for
+its backward pass is in plan_activations.py, an engine's memory in plan_engine.py. Nothing here was measured on a GPU;
+what is an assumption is a constant with that word beside it.
 """
 
 from __future__ import annotations
@@ -39,11 +39,9 @@ COMMUNICATOR_BYTES = 192 * MIB  # assumption: NCCL's buffers of one group: up to
 FRAGMENTED_SHARE = 0.06  # assumption: of activations and logits, blocks that torch's allocator holds and cannot use
 GRADIENT_BYTES = 4  # DistributedDataParallelConfig(grad_reduce_in_fp32=True)
 MOMENTS_BYTES = 8  # AdamW's two, float32
-# Float32 copies of weights in another type. With optimizer_offload the host has them once more: DistributedOptimizer
-# makes them on the GPU, and HybridDeviceOptimizer copies what it is given (distrib_optimizer.py, hybrid_optimizer.py).
-MASTER_BYTES = 4
+MASTER_BYTES = 4  # float32 copies of weights in another type; with optimizer_offload on the host alone, and not pinned
 GATHER_BYTES = 4  # saving.py, fully_reshardable: every rank gathers a buffer's state, one of three kinds at a time
-GATHERED_BYTES = 12  # and has all three on its host until it has cloned what it writes itself
+GATHERED_BYTES = 12  # and has all three on its host until filesystem_async.py has cloned what it writes itself
 SCRATCH_BYTES = 10 * 128  # resharding/execute.py: of each column of a strip that is quantised
 PINNED_SHARE = 1.4  # torch rounds pinned memory up to powers of two: the mean of sizes that fall anywhere
 PROCESS_BYTES = 6 << 30  # assumption: of the host, each process of a GPU: libraries, CUDA's own, samples on their way
@@ -171,8 +169,7 @@ class _Count:
         held = self._stages[role, size.layout.coords(slot - size.first_slot).pp]
         is_at_work = role == computes
         if not is_at_work and slot in self.shared:
-            stays = Parts(weights_bytes=held.parts.weights_bytes) if role == "policy" else Parts()
-            return stays + Parts(optimizer_bytes=held.masters_bytes)
+            return Parts(weights_bytes=held.parts.weights_bytes) if role == "policy" else Parts()
         if not is_at_work:
             return held.parts
         if phase == SAVE:
@@ -263,7 +260,6 @@ class _Held:
     parts: Parts
     at_work: Parts
     gather_bytes: int = 0
-    masters_bytes: int = 0  # of weights in float32 that never leave the GPU
     share: int = 0  # elements that this rank's optimizer steps on
     trained: int = 0  # elements
 
@@ -272,8 +268,9 @@ class _Held:
         found: dict[str, int] = {}
         weights = self.parts.weights_bytes
         if size.trains and size.recipe.train.optimizer_offload:
-            of_element = PINNED_SHARE * (MASTER_BYTES + GRADIENT_BYTES) + MOMENTS_BYTES
-            found["optimizer"] = math.ceil(of_element * self.share)
+            steps = (PINNED_SHARE * GRADIENT_BYTES + MASTER_BYTES + MOMENTS_BYTES) * self.share
+            building = MASTER_BYTES * (self.trained + self.share)  # Megatron first makes one over whole weights
+            found["optimizer"] = max(math.ceil(steps), building)
         elif size.trains and is_shared:
             found["offloaded_optimizer"] = math.ceil(PINNED_SHARE * self.parts.optimizer_bytes)
         if size.role == "policy" and has_reference(recipe.algorithm, recipe.reference.use):
@@ -285,11 +282,11 @@ class _Held:
     def staging(self, size: ModelSize) -> tuple[int, int]:
         """Bytes of the rank's host while its checkpoint is gathered, and afterwards until it is written.
 
-        First the optimizer's whole state, two lists of one buffer's, and what this rank writes of it, which is then
-        there twice (filesystem_async.py clones it, saving.py copies that).
+        First the optimizer's whole state, beside it a buffer's own part and two lists of one kind of it, or else clones
+        of what this rank writes, as much as its own part; these stay, and the weights join them.
         """
-        written = (GATHERED_BYTES + item_bytes(size)) * self.share
-        return GATHERED_BYTES * self.trained + 2 * self.gather_bytes + written, 2 * written
+        gathering = GATHERED_BYTES * (self.trained + self.share) + 2 * self.gather_bytes
+        return gathering, (GATHERED_BYTES + item_bytes(size)) * self.share
 
 
 def _stage_parts(size: ModelSize, stage: int, micro_batches: int | None) -> _Held:
@@ -300,15 +297,15 @@ def _stage_parts(size: ModelSize, stage: int, micro_batches: int | None) -> _Hel
         return _Held(Parts(weights_bytes=weights), _at_work(running, 0.0))
     trained = sum(chunk.trained for chunk in chunks)
     share = math.ceil(sum(chunk.dense / (layout.dp * layout.cp) + chunk.expert / layout.edp for chunk in chunks))
-    masters, offloads = share * MASTER_BYTES * (item == 2), size.recipe.train.optimizer_offload
+    masters = MASTER_BYTES * (item == 2)
     parts = Parts(
         weights_bytes=weights,
         grads_bytes=trained * GRADIENT_BYTES,
-        optimizer_bytes=masters + (0 if offloads else share * MOMENTS_BYTES),
+        optimizer_bytes=0 if size.recipe.train.optimizer_offload else share * (masters + MOMENTS_BYTES),
     )
     largest = max(max(chunk.dense, chunk.expert) for chunk in chunks)
     at_work = _at_work(activation_bytes(size, stage, micro_batches), logits_bytes(size, stage))
-    return _Held(parts, at_work, largest * GATHER_BYTES, masters * offloads, share, trained)
+    return _Held(parts, at_work, largest * GATHER_BYTES, share, trained)
 
 
 def _at_work(activations: float, logits: float) -> Parts:

@@ -1,7 +1,11 @@
-"""What publishing does when an exchange fails. Exchange, engines and Ray are stood in for: each is real elsewhere."""
+"""In which order a fleet starts, and what publishing does when an exchange fails.
+
+Exchange, engines, ranks and Ray are stood in for: each is real elsewhere.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +16,7 @@ from megarl.cluster import WorkerFailed
 from megarl.fleet import Fleet
 from megarl.resharding.member import Stats
 from megarl.rollout.episodes import Sampling
+from tests import plans
 
 STATS = Stats(1, 0, 0, 0, 0.0, 0.0)
 
@@ -108,3 +113,41 @@ def test_every_prompt_of_a_step_has_a_stream_of_its_own() -> None:
         engines._cluster = SimpleNamespace(gather=list)
         engines.sample(["a", "b", "c"], Sampling(4, 8, stream=(11, 5)))
     assert asked == [(11, 5, 0), (11, 5, 1), (11, 5, 2)] * 2
+
+
+class Starts:
+    """A cluster whose processes only note, in order, what is begun and waited for."""
+
+    host = "127.0.0.1"
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def worker(self, name: str, slot: int) -> Any:
+        return SimpleNamespace(name=name, start=lambda *_: self.seen.append(f"start {name}") or name)
+
+    def gather(self, calls: dict[Any, str]) -> None:
+        self.seen.append(f"await {' '.join(calls.values())}")
+
+
+@pytest.mark.parametrize(
+    ("device", "first_engine_gpu", "expected"),
+    [
+        ("cpu", 0, ["start engine 0", "await engine 0 rank", "offload"]),
+        ("cuda", 2, ["start engine 0", "await engine 0 rank", "offload"]),
+        ("cuda", 0, ["await rank", "offload", "start engine 0", "await engine 0"]),
+    ],
+)
+def test_an_engine_measures_a_shared_gpu_when_the_ranks_have_given_it_back(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, first_engine_gpu: int, expected: list[str]
+) -> None:
+    cluster: Any = Starts()
+    ranks = SimpleNamespace(started={"rank": "rank"}, store=None, offload=lambda: cluster.seen.append("offload"))
+    monkeypatch.setattr(fleet.device, "DEVICE", device)
+    monkeypatch.setattr(fleet, "TrainingRanks", lambda *_: ranks)
+    monkeypatch.setattr(Fleet, "_open_sessions", lambda _: None)
+    placement = {"train_gpus": 2, "first_engine_gpu": first_engine_gpu} if first_engine_gpu else {}
+    gpus = first_engine_gpu + 2
+    made = plans.recipe(tmp_path, "tiny", gpus, ep=2, engine={"count": 1, "tp": 2, "ep": 2}, placement=placement)
+    Fleet(cluster, made, lambda _: None)
+    assert cluster.seen == expected

@@ -83,12 +83,13 @@ def test_who_computes_has_the_memory_and_the_others_their_least(made: Recipe) ->
     assert plan.slot_bytes["train"] == [train.total_bytes] * 8
 
 
-def test_an_optimizer_on_the_host_leaves_its_masters_on_the_gpu(made: Recipe) -> None:
+def test_an_optimizer_on_the_host_leaves_nothing_on_the_gpu(made: Recipe) -> None:
     offloading = made.model_copy(update={"train": made.train.model_copy(update={"optimizer_offload": True})})
     plan = counted(offloading, plans.H800, sizes_of(offloading))
-    masters = 4 * (400_000_000 // 2 + 3_600_000_000)
-    assert [parts.optimizer_bytes for parts in plan.device.values()] == [masters] * 3
-    assert plan.host["optimizer"] > 8 * 3 * masters  # moments, masters and gradients of 8 ranks
+    assert [parts.optimizer_bytes for parts in plan.device.values()] == [0] * 3
+    share = 400_000_000 // 2 + 3_600_000_000
+    gradients, masters, moments = PINNED_SHARE * 4, 4, 8
+    assert plan.host["optimizer"] == pytest.approx(8 * share * (gradients + masters + moments))
     assert "offloaded_optimizer" not in plan.host
 
 
@@ -129,7 +130,8 @@ def test_saving_gathers_a_buffer_on_every_gpu(made: Recipe) -> None:
     standing = plan.device["reshard"].other_bytes
     assert plan.device["save"].other_bytes - standing == GATHER_BYTES * CHUNK.expert
     assert plan.device["save"].activations_bytes == 0
-    assert plan.host["checkpoint"] > 8 * 12 * CHUNK.trained
+    share = CHUNK.dense / 2 + CHUNK.expert
+    assert plan.host["checkpoint"] == 8 * (12 * CHUNK.trained + 12 * share + 2 * GATHER_BYTES * CHUNK.expert)
 
 
 def test_a_reference_waits_on_the_host(made: Recipe) -> None:

@@ -30,6 +30,7 @@ def small_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def explore(trainer: Any) -> dict[str, Any]:
+    from megarl import device
     from megarl.resharding import megatron_map
     from megarl.resharding.publish import attach
     from megarl.resharding.shards import verify_params
@@ -40,6 +41,8 @@ def explore(trainer: Any) -> dict[str, Any]:
 
     storages = [buffer.grad_data.untyped_storage() for buffer in _buffers(trainer)]
     full_bytes = [storage.nbytes() for storage in storages]
+    facts["held_when_given_back"] = []
+    device.free_unused = lambda: facts["held_when_given_back"].append(sum(storage.nbytes() for storage in storages))
     trainer.offload()
     facts["offloaded_bytes"] = [storage.nbytes() for storage in storages]
     facts["logprobs_offloaded"] = trainer.logprobs(batches)
@@ -133,6 +136,7 @@ def test_logprobs_where_one_rank_holds_only_padding(world: list[dict[str, Any]],
 def test_offload_frees_the_gradients_and_keeps_the_weights(world: list[dict[str, Any]]) -> None:
     for rank in world:
         assert set(rank["offloaded_bytes"]) == {0}
+        assert rank["held_when_given_back"] == [0]
         assert rank["is_restored"] and rank["gradients_after_onload"] == 0.0
         for kept, before in zip(rank["logprobs_offloaded"], rank["logprobs"], strict=True):
             np.testing.assert_array_equal(kept, before)

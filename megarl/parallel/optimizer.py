@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +12,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimize
 
 from megarl.config import Train
 from megarl.device import DEVICE
+from megarl.types import UserFault
 
 
 def build_optimizer(chunks: Sequence[DistributedDataParallel], train: Train, dtype: torch.dtype) -> ChainedOptimizer:
@@ -20,14 +22,22 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], train: Train, dty
     """
     config = optimizer_config(train, dtype, offloads(train))
     optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
+    if config.optimizer_cpu_offload:
+        gc.collect()  # Megatron first makes one over whole weights, and drops it in a cycle: 4 B an element of the host
     set_weight_decay(optimizer, train)
     assert isinstance(optimizer, ChainedOptimizer)  # one for the dense weights, one for the experts
     return optimizer
 
 
 def optimizer_config(train: Train, dtype: torch.dtype, offloaded: bool) -> OptimizerConfig:
-    """Megatron's configuration; offloaded: the optimizer lives on the host while weights and gradients do not."""
-    return OptimizerConfig(
+    """Megatron's configuration; offloaded: the optimizer lives on the host while weights and gradients do not.
+
+    Raises UserFault where it cannot.
+    """
+    if offloaded and dtype is torch.float32:
+        problem = "Megatron's optimizer on the host steps on copies in float32, and model.dtype is float32 itself"
+        raise UserFault("train.optimizer_offload", problem, "set it to false, or model.dtype to bfloat16")
+    config = OptimizerConfig(
         optimizer="adam",
         lr=train.lr,
         weight_decay=train.weight_decay,
@@ -39,6 +49,11 @@ def optimizer_config(train: Train, dtype: torch.dtype, offloaded: bool) -> Optim
         optimizer_offload_fraction=1.0 if offloaded else 0.0,
         overlap_cpu_optimizer_d2h_h2d=offloaded,
     )
+    if offloaded:
+        # Else DistributedOptimizer makes float32 masters on the GPU, of which the host only has copies. Set behind the
+        # constructor's back, which asks for TransformerEngine's version: its optimizer is not the one that steps here.
+        config.use_precision_aware_optimizer = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+    return config
 
 
 def set_weight_decay(optimizer: MegatronOptimizer, train: Train) -> None:

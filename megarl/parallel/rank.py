@@ -112,11 +112,12 @@ class RankModel:
         """Free the gradients and, on a GPU, move the optimizer's state to the host; so do parameters nobody maps."""
         if self._trains:
             for chunk in self.chunks:
-                chunk.offload_grad_buffers()
+                chunk.offload_grad_buffers(empty_cache=False)
             if not optimizer.offloads(self._train):
                 optimizer.move_optimizer(self.optimizer, self.chunks, "cpu")
         if not self._is_published:
             self._put_away = waiting.put_away(self.params())
+        device.free_unused()  # when all of it has moved: the engine resumes in what is free
 
     def onload(self) -> None:
         """Undo offload; gradients come back as zeros."""

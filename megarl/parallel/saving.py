@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.strategies import common, filesystem_async
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategy  # noqa: F401 - else loaded too late
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch.distributed.checkpoint import default_planner, filesystem
@@ -70,7 +71,8 @@ def save(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: Cha
     torch.save(_random_state(), rank_file)
     # A rank whose data-parallel peers write all that it holds has nothing to write, and no function either.
     _, buckets, results = request.async_fn_args if request.async_fn else (None, [], None)
-    copies = [(file, key, (values, _copied(tensors))) for file, key, (values, tensors) in buckets]
+    live = _storages(chunks)
+    copies = [(file, key, (values, _copied(tensors, live))) for file, key, (values, tensors) in buckets]
     pending = Pending(
         (rank_file.name, *(os.path.relpath(file, folder) for file, _, _ in copies)), threading.Thread(), []
     )
@@ -99,7 +101,7 @@ def load(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: Cha
     state: Any = dist_checkpointing.load(_state(chunks, optimizer, is_loading=True), str(folder))
     _take_weights(chunks, state)
     optimizer.load_state_dict(state["optimizer"])
-    _own_steps(optimizer)
+    _own_states(optimizer)
     rank_file = folder / f"rank-{dist.get_rank():05d}.pt"
     if len(list(folder.glob("rank-*.pt"))) == dist.get_world_size():
         _set_random_state(torch.load(rank_file, weights_only=True))
@@ -122,8 +124,11 @@ def _state(
 ) -> dict[str, Any]:
     _start_states(optimizer)
     state = _weights(chunks)
-    state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=_METADATA)
-    return state
+    found = optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=_METADATA)
+    for one in found.values() if len(optimizer.chained_optimizers) > 1 else [found]:
+        groups = one["optimizer"]["param_groups"]  # HybridDeviceOptimizer's name classes, which no load would take
+        groups[:] = [{key: value for key, value in group.items() if not isinstance(value, type)} for group in groups]
+    return state | {"optimizer": found}
 
 
 def _weights(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
@@ -142,22 +147,36 @@ def _start_states(optimizer: ChainedOptimizer) -> None:
     """AdamW makes its state in its first step; Megatron asserts that it is there."""
     for chained in optimizer.chained_optimizers:
         inner = chained.optimizer
-        if not isinstance(inner, torch.optim.AdamW):
-            if not inner.state and chained.init_state_fn is not None:  # a fused one that has not stepped yet
-                chained.init_state_fn(inner, chained.config)
-            continue
-        for param in (param for group in inner.param_groups for param in group["params"]):
-            if not inner.state[param]:
-                moments = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
-                inner.state[param] = {"step": torch.zeros((), dtype=torch.float32), **moments}
+        if isinstance(inner, HybridDeviceOptimizer):
+            for on_host in inner.cpu_optimizers:
+                _start_adamw(on_host)
+            inner._sync_sub_optimizers_state_to_hdo()
+        elif isinstance(inner, torch.optim.AdamW):
+            _start_adamw(inner)
+        elif not inner.state and chained.init_state_fn is not None:  # a fused one that has not stepped yet
+            chained.init_state_fn(inner, chained.config)
 
 
-def _own_steps(optimizer: ChainedOptimizer) -> None:
-    """Megatron gives all parameters one `step` tensor, which each of them would count up (distrib_optimizer.py)."""
+def _start_adamw(inner: torch.optim.AdamW) -> None:
+    for param in (param for group in inner.param_groups for param in group["params"]):
+        if not inner.state[param]:
+            moments = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
+            inner.state[param] = {"step": torch.zeros((), dtype=torch.float32), **moments}
+
+
+def _own_states(optimizer: ChainedOptimizer) -> None:
+    """Megatron gives all parameters one `step` tensor, which each of them would count up (distrib_optimizer.py).
+
+    On the host it makes the rest views of what was read, which is the state of all data-parallel ranks.
+    """
     for chained in optimizer.chained_optimizers:
-        for state in chained.optimizer.state.values():
-            if torch.is_tensor(state.get("step")):
-                state["step"] = state["step"].clone()
+        inner = chained.optimizer
+        is_on_host = isinstance(inner, HybridDeviceOptimizer)
+        for state in inner.state.values():
+            wanted = ("step", "exp_avg", "exp_avg_sq") if is_on_host else ("step",)
+            state.update({name: state[name].clone() for name in wanted if torch.is_tensor(state.get(name))})
+        if is_on_host:
+            inner._sync_sub_optimizers_state_to_hdo()  # masters, which were copied from what was read
 
 
 @cache
@@ -197,9 +216,18 @@ def _load_no_code() -> None:
     default_planner.torch = namespace  # type: ignore[assignment]
 
 
-def _copied(tensors: Sequence[tuple[Any, torch.Tensor]]) -> list[tuple[Any, torch.Tensor]]:
-    """On the host, in memory of their own."""
-    return [(item, tensor.clone() if tensor.is_cpu else tensor.cpu()) for item, tensor in tensors]
+def _storages(chunks: Sequence[DistributedDataParallel]) -> set[int]:
+    """Addresses of what training goes on to write."""
+    held = (one for chunk in chunks for one in (*chunk.module.parameters(), *chunk.module.buffers()))
+    return {one.untyped_storage().data_ptr() for one in held}
+
+
+def _copied(tensors: Sequence[tuple[Any, torch.Tensor]], live: set[int]) -> list[tuple[Any, torch.Tensor]]:
+    """On the host, apart from `live` storages: Megatron gathered the optimizer's state for this save alone."""
+    return [
+        (item, tensor.clone() if tensor.is_cpu and tensor.untyped_storage().data_ptr() in live else tensor.cpu())
+        for item, tensor in tensors
+    ]
 
 
 class _NoCount:

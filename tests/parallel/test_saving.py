@@ -185,6 +185,14 @@ def test_an_index_that_would_run_something_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+def test_what_megatron_gathered_for_the_save_alone_is_not_copied_again() -> None:
+    weights, gathered = torch.arange(6.0), torch.arange(4.0)
+    live = {weights.untyped_storage().data_ptr()}
+    (_, mine), (_, other) = saving._copied([(0, weights[2:]), (1, gathered)], live)
+    assert torch.equal(mine, weights[2:]) and mine.data_ptr() != weights[2:].data_ptr()
+    assert other is gathered
+
+
 def test_every_generator_goes_on(path: Path, tmp_path: Path) -> None:
     made = recipe(path, TrainLayout(2, 2, 1, 2))
     assert run_world(made, save_random_states, tmp_path) == run_world(made, load_random_states, tmp_path)

@@ -1,0 +1,180 @@
+"""An optimizer on the host steps, saves and loads as one beside the weights: here a CPU's tensors are said a GPU's."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.config import Train
+from megarl.device import Address
+from megarl.parallel.layout import TrainLayout
+from megarl.parallel.optimizer import optimizer_config
+from megarl.types import UserFault
+from tests.parallel.checkpoints import write
+from tests.parallel.worlds import deal, ragged, recipe, rectangles, run_ranks, weighted_loss, world_part
+
+pytestmark = pytest.mark.slow
+
+VOCAB_SIZE, LR = 200, 1e-3
+LAYOUT = TrainLayout(2, 1, 1, 2)
+STATE = ("param", "exp_avg", "exp_avg_sq")
+
+
+def say_gpu() -> None:
+    """Have megarl and Megatron's HybridDeviceOptimizer take the weights for a GPU's, in this process."""
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    from megarl.parallel import cpu, optimizer
+
+    optimizer.offloads = lambda train: train.optimizer_offload
+    cpu._Stream.wait = lambda *_: None  # type: ignore[attr-defined]
+    plain = HybridDeviceOptimizer._get_sub_optimizer_param_groups
+
+    def marking(self: Any, offload_fraction: float) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.is_said_gpu = True
+        return plain(self, offload_fraction)
+
+    HybridDeviceOptimizer._get_sub_optimizer_param_groups = marking
+    torch.Tensor.is_cuda = property(lambda self: getattr(self, "is_said_gpu", False))  # type: ignore[misc]
+    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
+
+
+def on_rank(rank: int, meet: Address, made: Any, work: Any, folder: Path) -> Any:
+    if made.train.optimizer_offload:
+        say_gpu()
+    from megarl.trainer import Trainer
+
+    return work(Trainer(rank, made, meet), folder)
+
+
+def steps(trainer: Any, count: int) -> list[dict[str, float]]:
+    """With a turn of the others after each."""
+    sequences, at, dp = ragged(14, VOCAB_SIZE, seed=3), trainer.layout.coords(trainer.rank), trainer.layout.dp
+    part = world_part(deal(sequences, at.dp, dp, micro_batches=2), sequences, 97.0)
+    found = []
+    for _ in range(count):
+        found.append(trainer.train_step(part, LR, weighted_loss))
+        trainer.offload()
+        trainer.onload()
+    return found
+
+
+def state(trainer: Any) -> dict[tuple[int, int, str], np.ndarray]:
+    """This rank's masters and moments, by Megatron's order."""
+    found = {}
+    for index, chained in enumerate(trainer._model.optimizer.chained_optimizers):
+        for place, param in enumerate(chained.model_param_group_index_map):
+            tensors = chained._get_main_param_and_optimizer_states(param)
+            found |= {(index, place, name): tensors[name].detach().numpy().copy() for name in STATE}
+    return found
+
+
+def hybrids() -> int:
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    return sum(isinstance(one, HybridDeviceOptimizer) for one in gc.get_objects())
+
+
+def keep_track(gathered: list[weakref.ref[torch.Tensor]]) -> None:
+    """Of what Megatron gathers for a save, in this process."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    plain: Any = DistributedOptimizer.get_parameter_state_dp_zero
+
+    def tracking(self: Any, **options: Any) -> Any:
+        found = plain(self, **options)
+        kinds = [one for value in found.values() if isinstance(value, dict) for one in value.values()]
+        gathered.extend(weakref.ref(kind[name]) for kind in kinds for name in STATE)
+        return found
+
+    DistributedOptimizer.get_parameter_state_dp_zero = tracking  # type: ignore[method-assign]
+
+
+def train_and_save(trainer: Any, folder: Path) -> dict[str, Any]:
+    gathered: list[weakref.ref[torch.Tensor]] = []
+    keep_track(gathered)
+    optimizers = trainer._model.optimizer.chained_optimizers
+    groups = [group for one in optimizers for group in one.shard_fp32_from_float16_groups]
+    found: dict[str, Any] = {
+        "beside": sum(one is not None for group in groups for one in group), "hybrids": hybrids(),
+        "before": steps(trainer, 3), "saved": state(trainer),
+    }  # fmt: skip
+    pending = trainer._model.save(folder)
+    found |= {"gathered": len(gathered), "alive": sum(one() is not None for one in gathered)}
+    found |= {"after": steps(trainer, 2), "ended": state(trainer), "weights": rectangles(trainer)}
+    pending.finish()
+    return found
+
+
+def load_and_go_on(trainer: Any, folder: Path) -> dict[str, Any]:
+    trainer._model.load(folder)
+    loaded = state(trainer)
+    optimizers = trainer._model.optimizer.chained_optimizers
+    tensors = [one for chained in optimizers for held in chained.optimizer.state.values() for one in held.values()]
+    parts = sum(one.untyped_storage().nbytes() > one.nbytes for one in tensors if torch.is_tensor(one))
+    return {"loaded": loaded, "parts": parts, "after": steps(trainer, 2), "ended": state(trainer)}
+
+
+def run(path: Path, offloads: bool, work: Any, folder: Path) -> list[dict[str, Any]]:
+    made = recipe(path, LAYOUT, dtype="bfloat16", optimizer_offload=offloads, weight_decay=0.1)
+    return run_ranks(LAYOUT.world_size, on_rank, made, work, folder)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, more = tmp_path_factory.mktemp("qwen3-moe"), {"num_hidden_layers": 2, "pad_token_id": None}
+    return write(folder, "qwen3-moe", 0, vocab_size=VOCAB_SIZE, **more)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def runs(path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, tuple[Path, list[dict[str, Any]]]]:
+    """By whether the optimizer is on the host: the checkpoint, and what the ranks say."""
+    folders = {offloads: tmp_path_factory.mktemp("checkpoint") for offloads in (False, True)}
+    return {offloads: (folder, run(path, offloads, train_and_save, folder)) for offloads, folder in folders.items()}
+
+
+def test_the_steps_are_those_of_an_optimizer_beside_the_weights(runs: Any) -> None:
+    for mine, other in zip(runs[True][1], runs[False][1], strict=True):
+        for name in ("before", "after"):
+            for metrics, expected in zip(mine[name], other[name], strict=True):
+                assert metrics == pytest.approx(expected, rel=1e-6)
+        for key, values in mine["ended"].items():
+            np.testing.assert_allclose(values, other["ended"][key], rtol=1e-5, atol=1e-6)
+        for one, two in zip(mine["weights"], other["weights"], strict=True):
+            assert one[:3] == two[:3]
+            assert np.mean(one[3] != two[3]) < 1e-3, one[0]  # a master on the verge may be rounded the other way
+
+
+def test_it_has_no_masters_beside_the_weights_and_keeps_one_of_itself(runs: Any) -> None:
+    assert {(rank["beside"] > 0, rank["hybrids"]) for rank in runs[False][1]} == {(True, 0)}
+    assert {(rank["beside"], rank["hybrids"]) for rank in runs[True][1]} == {(0, 2)}  # of dense weights, of experts
+
+
+def test_what_was_gathered_for_a_save_is_gone_when_training_goes_on(runs: Any) -> None:
+    assert {(rank["gathered"] > 0, rank["alive"]) for _, ranks in runs.values() for rank in ranks} == {(True, 0)}
+
+
+@pytest.mark.parametrize(("source", "target"), [(True, True), (True, False), (False, True)])
+def test_a_checkpoint_goes_on_wherever_the_optimizer_is(path: Path, runs: Any, source: bool, target: bool) -> None:
+    folder, expected = runs[source]
+    for mine, other in zip(run(path, target, load_and_go_on, folder), expected, strict=True):
+        assert not mine["parts"]  # of the other ranks' state
+        for key, values in other["saved"].items():
+            np.testing.assert_array_equal(mine["loaded"][key], values)
+        for metrics, others in zip(mine["after"], other["after"], strict=True):
+            assert metrics == pytest.approx(others, rel=1e-6)
+        for key, values in other["ended"].items():
+            np.testing.assert_allclose(mine["ended"][key], values, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_in_float32_have_no_copies_to_step_on() -> None:
+    with pytest.raises(UserFault, match=r"train\.optimizer_offload: .* set it to false"):
+        optimizer_config(Train(lr=LR, optimizer_offload=True), torch.float32, True)
