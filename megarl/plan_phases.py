@@ -20,6 +20,7 @@ from megarl.parallel.layout import TrainLayout
 from megarl.parallel.placement import engine_layout, shared_slots
 from megarl.parallel.sizes import ChunkSize
 from megarl.plan_activations import activation_bytes, forward_bytes, item_bytes, logits_bytes
+from megarl.plan_batch import samples_bytes
 from megarl.plan_engine import (
     GRAPH_MIB,
     MIB,
@@ -42,7 +43,7 @@ GRADIENT_BYTES = 4  # DistributedDataParallelConfig(grad_reduce_in_fp32=True)
 MOMENTS_BYTES = 8  # AdamW's two, float32
 MASTER_BYTES = 4  # float32 copies of weights in another type; with optimizer_offload on the host alone, and not pinned
 GATHER_BYTES = 4  # saving.py, fully_reshardable: every rank gathers a buffer's state, one of three kinds at a time
-GATHER_COPIES = 2  # on the GPU: the list that all_gather fills, and ProcessGroupNCCL's flat copy of it; and the own part
+GATHER_COPIES = 2  # on the GPU, beside the own part: all_gather's list, and ProcessGroupNCCL's flat copy of it
 GATHERED_BYTES = 12  # and has all three on its host until filesystem_async.py has cloned what it writes itself
 SCRATCH_BYTES = 10 * 128  # resharding/execute.py: of each column of a strip that is quantised
 PINNED_SHARE = 1.4  # torch rounds pinned memory up to powers of two: the mean of sizes that fall anywhere
@@ -114,7 +115,7 @@ def counted(
         device={phase: tables[phase][slot] for phase, slot in fullest.items()},
         fullest_slot=fullest,
         slot_bytes={phase: [one.total_bytes for one in table.values()] for phase, table in tables.items()},
-        host=count.host(),
+        host=count.host(mean),
         host_capacity_bytes=hardware.host_bytes,
         kv=kv_of(recipe, count.tokens, count.token_bytes, mean),
     )
@@ -227,12 +228,14 @@ class _Count:
         staged = 2 * min(self.recipe.reshard.round_bytes, 2 * max(self.engine_weights))
         return staged + SCRATCH_BYTES * widest * engine.fp8
 
-    def host(self) -> dict[str, int]:
+    def host(self, mean_tokens: float) -> dict[str, int]:
         """Of the fullest node by purpose; see the constants."""
-        per_node: dict[int, dict[str, int]] = {}
+        policy = self.sizes["policy"]
+        samples = samples_bytes(self.recipe, policy.shape, policy.layout, self.engine, mean_tokens)
+        per_node = {node: {"samples": num_bytes} for node, num_bytes in enumerate(samples)}
         node_size = self.recipe.placement.gpus_per_node
         for slot in range(self.recipe.placement.gpus):
-            table = per_node.setdefault(slot // node_size, {})
+            table = per_node[slot // node_size]
             for purpose, num_bytes in self._slot_host(slot).items():
                 table[purpose] = table.get(purpose, 0) + num_bytes
         return max(per_node.values(), key=lambda table: sum(table.values()))
