@@ -1,9 +1,7 @@
-"""Ray: a session of our own or a running cluster, GPU slots on its nodes, processes on them. The only `import ray`."""
+"""Ray: a session of our own or a running cluster, GPU slots on its nodes. With worker.py the only `import ray`."""
 
 from __future__ import annotations
 
-import asyncio
-import importlib
 import ipaddress
 import logging
 import os
@@ -11,26 +9,26 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
-from megarl import ray_settings  # noqa: F401  isort: skip  (before Ray)
+import psutil
+
+from megarl import ray_settings  # isort: skip  (before Ray)
 import ray
 import ray.exceptions
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl import processes
-from megarl.device import LOOPBACK, is_loopback, use_network
+from megarl.config import Placement
+from megarl.device import LOOPBACK, is_loopback
+from megarl.nics import Seat
 from megarl.types import UserFault
+from megarl.worker import SHARES, Ref, Worker
 
-Ref = ray.ObjectRef
 _GRACE_S = 3.0  # a death breaks its peers' collectives first: this long is waited for the cause to show
-_OBJECT_STORE_BYTES = 2**30
-_SHARES = 4  # of a GPU slot
+_OBJECT_STORE_BYTES = max(2**30, min(2**35, psutil.virtual_memory().total // 10))  # samples of a step, mostly
 _PLACING_S = 60.0  # that GPUs of a running cluster are waited for
 
 
@@ -43,92 +41,6 @@ class WorkerFailed(Exception):
 
     def __str__(self) -> str:
         return self.message
-
-
-@dataclass(frozen=True)
-class _Together:
-    """Arguments that travel as one object; the method that is called with it gets them one by one."""
-
-    values: tuple[Any, ...]
-
-
-class _Shell:
-    """The actor around a plain class: async methods run on the loop, the others on one thread that never changes.
-
-    (Autograd modes, CUDA contexts and collectives are per thread.) `watch` never returns, so its reference fails the
-    moment the process is gone, whatever else is or is not being called.
-    """
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(max_workers=1)
-        self._target: Any = None
-        self._is_made = asyncio.Event()
-
-    async def start(self, host: str, folder: str, target: str, *args: Any) -> int:
-        module, _, name = target.partition(":")
-        loop = asyncio.get_running_loop()
-        use_network(host)
-        _enter(folder)
-        cls = await loop.run_in_executor(self._thread, lambda: getattr(importlib.import_module(module), name))
-        self._target = await loop.run_in_executor(self._thread, lambda: cls(*args))
-        self._is_made.set()
-        return os.getpid()
-
-    async def call(self, method: str, *args: Any) -> Any:
-        await self._is_made.wait()
-        function = getattr(self._target, method)
-        args = tuple(chain.from_iterable(one.values if isinstance(one, _Together) else (one,) for one in args))
-        if asyncio.iscoroutinefunction(function):
-            return await function(*args)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*args))
-
-    async def call_many(self, count: int, method: str, *args: Any) -> Any:
-        found = await self.call(method, *args)
-        return found if count > 1 else found[0]  # Ray would take a single return to be the sequence itself
-
-    async def together(self, function: str, *args: Any) -> _Together:
-        module, _, name = function.partition(":")
-        make = getattr(importlib.import_module(module), name)
-        return _Together(tuple(await asyncio.get_running_loop().run_in_executor(self._thread, lambda: make(*args))))
-
-    async def watch(self) -> None:
-        await asyncio.Event().wait()
-
-
-class Worker:
-    """One remote process."""
-
-    def __init__(self, name: str, actor: Any, host: str) -> None:
-        """host: an address of the node from which the run is led."""
-        self.name, self._actor, self._host = name, actor, host
-        self.watch_refs: list[Ref] = [actor.watch.remote()]
-
-    def start(self, target: str, *args: Any) -> Ref:
-        """Import `module:Class` over there and make it with args; the reference is the process id."""
-        return self._actor.start.remote(self._host, os.getcwd(), target, *args)
-
-    def call(self, method: str, *args: Any) -> Ref:
-        """Call a method; arguments that are references are fetched by the worker's node, not by the caller."""
-        return self._actor.call.remote(method, *args)
-
-    def call_many(self, count: int, method: str, *args: Any) -> list[Ref]:
-        """Call a method that returns `count` things which live apart, so that each goes where it is wanted alone."""
-        refs = self._actor.call_many.options(num_returns=count).remote(count, method, *args)
-        return refs if count > 1 else [refs]
-
-    def watch(self, method: str) -> None:
-        """Hear from now on, whatever else is being called, what a method raises that otherwise does not return."""
-        self.watch_refs.append(self.call(method))
-
-    def together(self, function: str, *args: Any) -> Ref:
-        """What `module:function` makes of the arguments over there, as one object that many are called with.
-
-        They get its items as arguments. Every reference among a call's arguments costs its caller some 10 microseconds.
-        """
-        return self._actor.together.remote(function, *args)
-
-    def kill(self) -> None:
-        ray.kill(self._actor)
 
 
 class Cluster:
@@ -169,10 +81,11 @@ class Cluster:
         self.close()
 
     def _begin(self) -> None:
+        ray_settings.use_own_token()
         ray.init(
             address="local",
             num_gpus=self._gpus,
-            num_cpus=_SHARES * self._gpus,
+            num_cpus=SHARES * self._gpus,
             object_store_memory=_OBJECT_STORE_BYTES,
             include_dashboard=False,
             log_to_driver=False,
@@ -199,33 +112,46 @@ class Cluster:
         self.host = ray.util.get_node_ip_address()
 
     def _take_slots(self) -> None:
-        """One bundle for each node: its GPUs, as many as the run needs of it."""
-        sizes = [min(self._node_gpus, self._gpus - start) for start in range(0, self._gpus, self._node_gpus)]
-        fit = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU", 0) >= self._node_gpus]
-        if len(fit) < len(sizes):
-            problem = f"{self._gpus} GPUs are {len(sizes)} nodes of {self._node_gpus}, Ray has {len(fit)} such nodes"
-            raise UserFault("placement.gpus", problem, "start Ray on more nodes, or lower it")
-        self._placement = placement_group([{"GPU": size} for size in sizes], strategy="STRICT_SPREAD")
+        """One bundle for each node, of all its GPUs: a process takes the GPU of its slot's number, whoever has others.
+
+        Raises UserFault where Ray has no such nodes, WorkerFailed where it has lost them or another run has them.
+        """
+        count = -(-self._gpus // self._node_gpus)
+        nodes = ray.nodes()
+        fit = [node for node in nodes if node["Alive"] and node["Resources"].get("GPU", 0) == self._node_gpus]
+        if len(fit) < count:
+            problem = f"{self._gpus} GPUs are {count} nodes of {self._node_gpus}, Ray has {len(fit)} with as many GPUs"
+            if len(fit) + sum(not node["Alive"] for node in nodes) >= count:
+                raise WorkerFailed(f"{problem}: others have gone", problem)
+            mend = "start Ray on more nodes, lower it, or correct placement.gpus_per_node"
+            raise UserFault("placement.gpus", problem, mend)
+        self._placement = placement_group([{"GPU": self._node_gpus}] * count, strategy="STRICT_SPREAD")
         ready = self._placement.ready()
         if not ray.wait([ready], timeout=_PLACING_S)[0]:
-            mend = "wait for the other job of this Ray cluster to end, or start more nodes"
-            raise UserFault("placement.gpus", f"{self._gpus} GPUs are not free in the Ray cluster", mend)
+            problem = f"{count} whole nodes were not free in the Ray cluster for {_PLACING_S:.0f} s: a run has one"
+            raise WorkerFailed(problem, problem)
         self.gather({ready: "placement group"})
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in fit}
         on = {bundle: addresses[node] for bundle, node in _nodes_of(self._placement).items()}
-        # The last slots are on the node that gives fewer: its bundle cannot change places with another.
-        by_address = sorted(range(len(sizes)), key=lambda bundle: (-sizes[bundle], ipaddress.ip_address(on[bundle])))
-        self._bundles, self.nodes = by_address, [on[bundle] for bundle in by_address]
+        self._bundles = sorted(range(count), key=lambda bundle: ipaddress.ip_address(on[bundle]))
+        self.nodes = [on[bundle] for bundle in self._bundles]
 
     def worker(self, name: str, slot: int) -> Worker:
         """Start a process on GPU slot `slot`, which up to four share: policy, engine, critic and reward model."""
         bundle = self._bundles[slot // self._node_gpus]
         strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=bundle)
-        options: dict[str, Any] = {"num_gpus": 1 / _SHARES, "num_cpus": 0, "max_concurrency": 4096}
-        actor = ray.remote(_Shell).options(scheduling_strategy=strategy, **options).remote()
-        worker = Worker(name, actor, self.host)
+        worker = Worker(name, slot, self.host, strategy)
         self._workers.append(worker)
         return worker
+
+    def seats(self, workers: Sequence[Worker], placement: Placement) -> list[Seat]:
+        """Where each sits. Raises RuntimeError where a process is not on the node of its slot."""
+        found = self.gather({worker.seat(placement.gpu_of(worker.slot)): worker.name for worker in workers})
+        for worker, seat in zip(workers, found, strict=True):
+            wanted = self.nodes[worker.slot // self._node_gpus]
+            if seat.address != wanted:
+                raise RuntimeError(f"{worker.name} of GPU slot {worker.slot} is on {seat.address}, not on {wanted}")
+        return found
 
     def put(self, value: object) -> Ref:
         return ray.put(value)
@@ -236,7 +162,10 @@ class Cluster:
         among: the workers whose failures count; all of them unless they are given.
         """
         self.await_all(labels, among)
-        return ray.get(list(labels))
+        try:
+            return ray.get(list(labels))
+        except ray.exceptions.RayError:  # a node is gone, with what was to be fetched from it
+            raise self._cause(list(labels), labels) from None
 
     def await_all(self, labels: Mapping[Ref, str], among: Sequence[Worker] | None = None) -> None:
         """`gather` without fetching what comes of it."""
@@ -286,15 +215,6 @@ class Cluster:
             os.environ.pop("TMPDIR")
             if self._tmpdir is not None:
                 os.environ["TMPDIR"] = self._tmpdir
-
-
-def _enter(folder: str) -> None:
-    """Make the paths of a recipe mean on every node what they mean to the command."""
-    try:
-        os.chdir(folder)
-    except OSError as error:
-        problem = f"is not on node {ray.util.get_node_ip_address()} ({error.strerror})"
-        raise UserFault(folder, problem, "start the run in a folder that all nodes share") from None
 
 
 def _nodes_of(placement: PlacementGroup) -> dict[int, str]:

@@ -26,7 +26,7 @@ from megarl.rollout.rewards import MEND
 from megarl.run_log import Record, RunLog
 from megarl.schedule import learning_rate
 from megarl.snapshots import Snapshot
-from megarl.types import GroupSummary, Prompt, UserFault
+from megarl.types import EndedEarly, GroupSummary, Prompt, UserFault
 
 _EVAL_STREAMS = 1_000_000  # beyond the rounds of a step, whose samples have streams of their own
 
@@ -41,6 +41,9 @@ def train(recipe: Recipe, inputs: Inputs, log: RunLog, start: Snapshot | None = 
         fleet, saver = begin(recipe, inputs, cluster, log, start)
         try:
             take_steps(recipe, inputs, fleet, saver, log, first=start.step + 1 if start else 1)
+        except EndedEarly:
+            fleet.shutdown()
+            raise
         except Exception:
             with suppress(Exception):
                 saver.rescue()  # a failure does not cost the checkpoint that was being written

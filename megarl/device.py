@@ -57,8 +57,8 @@ def use_network(host: str) -> None:
     What the environment says of them stays: the user knows the cluster better.
     """
     interface = "lo" if is_loopback(host) else _interface_to(host)
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(name, interface)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without the sign it also takes names that begin so
 
 
 def own_address(host: str) -> str:

@@ -10,10 +10,11 @@ from typing import Any
 
 from megarl import device
 from megarl.algos import has_critic
-from megarl.cluster import Cluster, Ref, Worker, WorkerFailed
+from megarl.cluster import Cluster, WorkerFailed
 from megarl.config import Recipe
 from megarl.device import address_of, host_store
 from megarl.memory import Lender
+from megarl.nics import seat_faults, seat_lines
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.layout import EngineLayout
 from megarl.parallel.placement import (
@@ -31,6 +32,7 @@ from megarl.rollout.episodes import Sampling, summary
 from megarl.sample_file import open_samples, writing
 from megarl.snapshots import Digest
 from megarl.types import Prompt, SampleGroup
+from megarl.worker import Ref, Worker
 
 CRITIC = "critic"  # folder of its part of a checkpoint
 CARRIED = "carried.parquet"  # samples that wait for the next step
@@ -141,6 +143,8 @@ class Fleet:
             ranks.offload()  # built with everything: from here on the phases say who holds what
         if waits:
             cluster.gather(self.engines.start())
+        if recipe.placement.node_gpus:
+            self._say_seats()
         self.memory = Lender(self.trainers, self.engines, self.critic, self.reward_model)
         self._sessions = self._open_sessions()
         self.version = -1
@@ -148,6 +152,12 @@ class Fleet:
         self.attempts = 0  # of publishing; more than there are versions once one had to be repeated
         self.carried = Rollout([], [])  # groups that a step had too many of, for the next
         self._have_sessions = False  # the engines, from the first publication on
+
+    def _say_seats(self) -> None:
+        """Which training rank sits where, and what of it slows the fabric down."""
+        seats = self._cluster.seats(self.trainers.workers, self._recipe.placement)
+        for line in [*seat_lines(seats), *map(str, seat_faults(seats))]:
+            self._say(line)
 
     def put(self, groups: Sequence[SampleGroup]) -> list[Ref]:
         """Place groups that no engine made where the training ranks can fetch them."""

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from megarl import checkpoint
 from megarl.algos import ALGORITHMS, has_critic, learns_from_answers, rules_of
+from megarl.cluster_faults import cluster_faults
 from megarl.config import Recipe
 from megarl.device import DEVICE
 from megarl.eval_faults import eval_faults
@@ -56,7 +57,7 @@ class _NoTokenizer:
 
 def check(recipe: Recipe, *, learns: bool = True) -> Inputs:
     """Read and check all that a recipe names; learns: or samples alone. Raises UserFaults with all that is to mend."""
-    faults = _cluster_faults(recipe)
+    faults = cluster_faults(recipe.placement)
     inputs = _read(recipe, faults, learns=learns)
     if faults or inputs is None:
         raise UserFaults(faults)
@@ -108,7 +109,7 @@ def check_samples(recipe: Recipe, path: Path) -> SampleFile:
     """The same for training on samples of a file, where no engine, prompt or reward has a part."""
     faults: Faults = []
     shape = _attempt([], lambda: model_shape(recipe.model.path))
-    faults += _run_faults(recipe) + _cluster_faults(recipe)
+    faults += _run_faults(recipe) + cluster_faults(recipe.placement)
     faults += _train_layout_faults(recipe, shape or _shape_that_fits(train_layout(recipe), engine_layout(recipe)))
     faults += _checkpoint_faults(recipe)
     faults += _megatron_faults(recipe)
@@ -133,7 +134,7 @@ def check_convert(recipe: Recipe) -> None:
     shape = _attempt(faults, lambda: model_shape(recipe.model.path))
     if shape:
         faults += _train_layout_faults(recipe, shape) + checkpoint.check_hf(recipe.model.path, shape)
-    faults += _megatron_faults(recipe) + _cluster_faults(recipe)
+    faults += _megatron_faults(recipe) + cluster_faults(recipe.placement)
     if faults:
         raise UserFaults(faults)
 
@@ -224,21 +225,6 @@ def _shape_that_fits(layout: TrainLayout, engines: EngineLayout) -> ModelShape:
     """A model that every axis divides: without a checkpoint the layouts can still be held against the GPUs."""
     size = FP8_TILE * math.lcm(layout.tp, layout.pp, layout.ep, engines.tp, engines.ep)
     return ModelShape(size, size, size, size, size, size, size, size, size)
-
-
-def _cluster_faults(recipe: Recipe) -> Faults:
-    """What is missing to join a Ray cluster."""
-    if recipe.placement.network == "loopback":
-        return []
-    faults: Faults = []
-    if "RAY_ADDRESS" not in os.environ:
-        mend = "start one (docs/cluster.md), or set it to loopback"
-        faults.append(UserFault("placement.network", "nodes, but RAY_ADDRESS names no Ray cluster", mend))
-    elif not os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
-        problem = "is not set: a Ray cluster without a token runs what anybody sends it"
-        mend = "name the file with the token that Ray was started with"
-        faults.append(UserFault("RAY_AUTH_TOKEN_PATH", problem, mend))
-    return faults
 
 
 def batch_faults(recipe: Recipe) -> Faults:

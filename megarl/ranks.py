@@ -13,7 +13,7 @@ import numpy as np
 from megarl import device
 from megarl.algos import AGGREGATION_BESIDE, ALGORITHMS, has_critic, rules_of
 from megarl.batching import SampleRef, Update, key_of, plan_updates
-from megarl.cluster import Cluster, Ref
+from megarl.cluster import Cluster
 from megarl.config import Recipe
 from megarl.flops import speed, train_work
 from megarl.parallel.hf_config import beside_shape, model_shape, scorer_shape
@@ -21,6 +21,7 @@ from megarl.parallel.placement import critic_recipe, reward_recipe, slots_beside
 from megarl.snapshots import Digest
 from megarl.trainer import Published
 from megarl.types import GroupSummary, Metrics, ModelShape, Rules, UserFault
+from megarl.worker import Ref
 
 # Of the model beside the policy, by what it says of tokens: its rank's class, and what people call it.
 _TARGETS = {"values": "megarl.critic:Critic", "process_rewards": "megarl.process_rewards:ProcessRewards"}

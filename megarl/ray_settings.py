@@ -6,20 +6,21 @@ import os
 import secrets
 import sys
 
+_OWN_TOKEN = secrets.token_hex(32)
+
 
 def _set() -> None:
-    """Authentication is not the caller's choice: Ray listens on every interface, and whoever gets in may run code.
-
-    The token is one of this run's own, but where a running cluster may be joined: then the one that it has.
-    """
-    given = os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}
+    """Authentication is not the caller's choice: Ray listens on every interface, and whoever gets in may run code."""
     os.environ["RAY_AUTH_MODE"] = "token"
-    if not (given and "RAY_ADDRESS" in os.environ):
-        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-        os.environ.pop("RAY_AUTH_TOKEN_PATH", None)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # An engine spans several GPUs from one process: every process sees all GPUs of its node and picks by slot.
     os.environ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
+
+
+def use_own_token() -> None:
+    """For a session of this process's own: nobody else has its token, also where the environment has one of others."""
+    os.environ["RAY_AUTH_TOKEN"] = _OWN_TOKEN
+    os.environ.pop("RAY_AUTH_TOKEN_PATH", None)
 
 
 if "ray" not in sys.modules:  # in a worker Ray is there first, with the settings of the run

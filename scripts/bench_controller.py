@@ -25,7 +25,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megarl.batching import SampleRef, Update
-from megarl.cluster import Cluster, Ref, Worker
+from megarl.cluster import Cluster
 from megarl.config import Recipe
 from megarl.controller import samples_of
 from megarl.fleet import Engines, Fleet
@@ -35,6 +35,7 @@ from megarl.ranks import CriticRanks, Rollout, TrainingRanks, _groups, _share
 from megarl.recipe_file import load_recipe
 from megarl.rollout.arguments import Sampling
 from megarl.types import ModelShape, Prompt
+from megarl.worker import Ref, Worker
 from scripts.controller_bench.answers import PROMPT_TOKENS
 
 ROOT = Path(__file__).parents[1]

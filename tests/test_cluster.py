@@ -12,8 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.cluster import Cluster, Worker, WorkerFailed
+from megarl.cluster import Cluster, WorkerFailed
+from megarl.config import Placement
 from megarl.types import UserFault
+from megarl.worker import Worker
 
 ROOT = Path(__file__).parents[1]
 
@@ -47,6 +49,9 @@ class Target:
         if self.rank == rank:
             raise ValueError("first line\nthe cause")
         self.hang()
+
+    def raise_much(self) -> None:
+        raise ValueError("the beginning" + "x" * 3_000_000 + "the end")
 
     def hang(self) -> None:
         time.sleep(600)
@@ -113,6 +118,22 @@ def test_an_exception_names_the_worker_and_its_cause_while_others_hang(cluster: 
     with pytest.raises(WorkerFailed, match=r"^stuck 1: ValueError: the cause$") as caught:
         cluster.gather({worker.call("hang_or_raise", 1): worker.name for worker in pair})
     assert "in hang_or_raise" in caught.value.evidence, "the worker's own traceback"
+
+
+def test_a_large_error_is_cut_and_heard(cluster: Cluster, workers: list[Worker]):
+    """Ray would keep it on the node where it was raised."""
+    with pytest.raises(WorkerFailed, match="the end") as caught:
+        cluster.gather({workers[0].call("raise_much"): "rank 0"})
+    assert "ValueError: the beginning" in caught.value.evidence and len(caught.value.evidence) < 50_000
+
+
+def test_every_worker_says_where_it_sits(cluster: Cluster, workers: list[Worker]):
+    seats = cluster.seats(workers, Placement(gpus=2))
+    assert [seat.address for seat in seats] == cluster.nodes * 2
+    cluster.nodes[0], right = "127.0.0.9", cluster.nodes[0]
+    with pytest.raises(RuntimeError, match=rf"rank 0 of GPU slot 0 is on {right}, not on 127\.0\.0\.9"):
+        cluster.seats(workers, Placement(gpus=2))
+    cluster.nodes[0] = right
 
 
 def test_calls_settle_when_each_has_ended_well_or_not(cluster: Cluster, workers: list[Worker]):
@@ -196,9 +217,12 @@ def test_a_client_without_the_token_or_with_a_wrong_one_is_refused(cluster: Clus
 
 
 def test_the_caller_cannot_switch_authentication_off():
-    script = "import os, megarl.ray_settings; print(os.environ['RAY_AUTH_MODE'], os.environ['RAY_AUTH_TOKEN'])"
+    script = (
+        "import os; from megarl.ray_settings import use_own_token; use_own_token();"
+        "print(os.environ['RAY_AUTH_MODE'], os.environ['RAY_AUTH_TOKEN'], os.environ.get('RAY_AUTH_TOKEN_PATH'))"
+    )
     weak = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "known", "RAY_AUTH_TOKEN_PATH": "/dev/null"}
+    weak["RAY_ADDRESS"] = "10.0.0.1:6379"  # of a cluster of others, which a run of its own does not join
     done = subprocess.run([sys.executable, "-c", script], env=weak, capture_output=True, text=True, check=True)
-    mode, token = done.stdout.split()
-    assert mode == "token"
-    assert len(token) == 64
+    mode, token, path = done.stdout.split()
+    assert (mode, len(token), path) == ("token", 64, "None")

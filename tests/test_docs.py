@@ -12,6 +12,8 @@ import torch
 
 from megarl.algos import ALGORITHMS, rules_of
 from megarl.config import Algorithm
+from megarl.parallel.placement import engine_layout, node_faults, shared_slots, slot_faults, slots_beside, train_layout
+from megarl.recipe_file import load_recipe
 from megarl.types import Rules
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -26,8 +28,9 @@ def table() -> Iterator[dict[str, Any]]:
     ALGORITHMS.update(before)
 
 
-def blocks(name: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", (DOCS / name).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+def blocks(name: str, language: str = "python") -> list[str]:
+    text = (DOCS / name).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
 def test_the_example_of_a_new_algorithm(table: dict[str, Any]) -> None:
@@ -54,3 +57,20 @@ def test_every_algorithm_and_rule_is_described() -> None:
     text = (DOCS / "algorithms.md").read_text(encoding="utf-8")
     missing = [name for name in (*ALGORITHMS, *Algorithm.model_fields) if f"`{name}`" not in text]
     assert missing == ["name"], "algorithm.name itself is the first sentence"
+
+
+def test_the_placements_that_are_shown_share_what_is_said(tmp_path: Path) -> None:
+    (page,) = blocks("placement.md", "yaml")
+    found = {}
+    for example in re.split(r"^# ", page, flags=re.MULTILINE)[1:]:
+        title, _, keys = example.partition("\n")
+        overlay = tmp_path / "overlay.yaml"
+        overlay.write_text(keys)
+        given = ["train.tp=4", "train.pp=1", "algorithm.name=ppo", "critic.lr=1e-5", "placement.network=nodes"]
+        recipe = load_recipe(DOCS.parent / "recipes" / "quickstart.yaml", [str(overlay), *given])
+        train, engine, beside = train_layout(recipe), engine_layout(recipe), slots_beside(recipe, title[0] == "m")
+        faults = slot_faults(recipe.placement.gpus, train, engine, beside) + node_faults(recipe, beside)
+        assert faults == [], title
+        sides = [range(train.world_size), range(engine.first, engine.end), *beside.values()]
+        found[title.partition(":")[0]] = len(shared_slots(sides))
+    assert found == {"shared": 16, "split": 0, "mixed": 12}

@@ -19,13 +19,14 @@ FLOORS = [
     {"recipe_file"},
     {"hardware"},
     {"algos", "batching", "flops", "metrics", "memory", "nics", "parallel", "rollout", "sample_file"},
-    {"run_log", "credit", "plan_model"},
+    {"run_log", "credit", "plan_model", "worker"},
     {"resharding", "plan_activations", "plan_batch"},
     {"plan_engine", "plan_reshard", "plan_rollout", "plan_time"},
     {"plan_phases"},
     {"plan_memory"},
     {"checkpoint", "hf_export"},
-    {"model_faults", "rule_faults", "eval_faults", "reward_faults", "reward_check", "reshard_faults", "at_hand"},
+    {"at_hand", "cluster_faults"},
+    {"model_faults", "rule_faults", "eval_faults", "reward_faults", "reward_check", "reshard_faults"},
     {"beside"},
     {"trainer", "critic", "process_rewards", "reward_model", "cluster", "preflight"},
     {"ranks", "plan_faults", "plan_map"},
@@ -40,7 +41,7 @@ FLOORS = [
 NARROWED = {"resharding": {"megarl.parallel.layout", "megarl.types", "megarl.device"}}  # it takes tensors, not engines
 THIRD_PARTY_OF_ALGOS = {"torch"}
 DOORS = {  # library -> the only places that import it
-    "ray": {"megarl.cluster"},
+    "ray": {"megarl.cluster", "megarl.worker"},
     "sglang": {"megarl.rollout"},
     "msgspec": {"megarl.rollout"},
     "megatron.core.parallel_state": {"megarl.parallel.groups"},

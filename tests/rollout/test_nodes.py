@@ -1,4 +1,4 @@
-"""One engine on two nodes, whose schedulers have two hosts: it samples, takes weights, and dies as one."""
+"""One engine on two nodes, an attention group on each: it samples, takes weights, and dies as one."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Nodes:
     scheduler: int  # process id of the one on the second node
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one-group", "a-group-on-each-node"])
-def nodes(request: pytest.FixtureRequest, build_engine: Callable[..., Engine], checkpoint: Path) -> Iterator[Nodes]:
+@pytest.fixture
+def nodes(build_engine: Callable[..., Engine], checkpoint: Path) -> Iterator[Nodes]:
     store, door = host_store(120), new_door()
     settings: dict[str, Any] = {"model_path": str(checkpoint), "dtype": "float32", "seed": 3, "context_tokens": 512}
-    settings |= {"tp": 2, "ep": 2, "concurrency": 256, "dp": request.param}
+    settings |= {"tp": 2, "ep": 2, "concurrency": 256, "dp": 2}
     environment = os.environ | {"PYTHONPATH": f"{HERE.parents[1]}:{HERE}"}
     part = subprocess.Popen(
         [sys.executable, str(HERE / "engine_part.py")],
@@ -49,7 +49,7 @@ def nodes(request: pytest.FixtureRequest, build_engine: Callable[..., Engine], c
     try:
         part.stdin.write(json.dumps(settings | {"meet": address_of(store), "door": door.public.decode()}) + "\n")
         part.stdin.flush()
-        engine = build_engine(2, 2, dp=request.param, span=Span(2, 0, address_of(store), door))
+        engine = build_engine(2, 2, dp=2, span=Span(2, 0, address_of(store), door))
         yield Nodes(engine, part, scheduler=int(part.stdout.readline()))
         engine.shutdown()
     finally:
@@ -57,26 +57,19 @@ def nodes(request: pytest.FixtureRequest, build_engine: Callable[..., Engine], c
         part.wait()
 
 
-def test_both_nodes_make_one_model(nodes: Nodes, reference: Any) -> None:
+def test_it_samples_takes_weights_and_dies_as_one(nodes: Nodes, reference: Any) -> None:
     groups = asyncio.run(sample_all(nodes.engine, Sampling(4, 12)))
     assert [len(group) for group in groups] == [4] * len(PROMPTS)
     assert worst_gap(groups, reference) < TOLERANCE
     assert len(nodes.engine.pids()) == 1, "the other rank is the other host's"
 
-
-def test_new_weights_come_to_both_nodes(nodes: Nodes, reference: Any) -> None:
     asyncio.run(nodes.engine.reshard({"scale": 1.1}, 1))
     reference.scale(1.1)
     assert worst_gap(asyncio.run(sample_all(nodes.engine, Sampling(4, 12))), reference) < TOLERANCE
-
-
-def test_what_fails_on_the_other_node_is_told(nodes: Nodes) -> None:
     with pytest.raises(EngineFault, match=r"rank 1: ValueError: shard of session"):
         asyncio.run(nodes.engine.reshard({"fail_on": 1}, 2))
     asyncio.run(nodes.engine.reshard({}, 2))
 
-
-def test_a_death_on_the_other_node_is_heard_there_and_ends_the_engine(nodes: Nodes) -> None:
     os.kill(nodes.scheduler, signal.SIGKILL)
     assert nodes.part.stdout
     assert nodes.part.stdout.readline() == f"engine scheduler 1 (pid {nodes.scheduler}) was killed by SIGKILL\n"

@@ -1,0 +1,143 @@
+"""One remote process of a run, from both of its ends. Besides cluster.py the only `import ray`."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from megarl import ray_settings  # noqa: F401  isort: skip  (before Ray)
+import ray
+
+from megarl.device import use_network
+from megarl.nics import Seat, seat
+from megarl.types import UserFault
+
+Ref = ray.ObjectRef
+SHARES = 4  # of a GPU slot
+_ERROR_LETTERS = 20_000
+
+
+@dataclass(frozen=True)
+class _Together:
+    """Arguments that travel as one object; the method that is called with it gets them one by one."""
+
+    values: tuple[Any, ...]
+
+
+class _Shell:
+    """The actor around a plain class: async methods run on the loop, the others on one thread that never changes.
+
+    (Autograd modes, CUDA contexts and collectives are per thread.) `watch` never returns, so its reference fails the
+    moment the process is gone, whatever else is or is not being called.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._target: Any = None
+        self._is_made = asyncio.Event()
+
+    async def start(self, host: str, folder: str, target: str, *args: Any) -> int:
+        module, _, name = target.partition(":")
+        loop = asyncio.get_running_loop()
+        use_network(host)
+        _enter(folder)
+        cls = await loop.run_in_executor(self._thread, lambda: getattr(importlib.import_module(module), name))
+        with _short_errors():
+            self._target = await loop.run_in_executor(self._thread, lambda: cls(*args))
+        self._is_made.set()
+        return os.getpid()
+
+    async def call(self, method: str, *args: Any) -> Any:
+        await self._is_made.wait()
+        function = getattr(self._target, method)
+        args = tuple(chain.from_iterable(one.values if isinstance(one, _Together) else (one,) for one in args))
+        with _short_errors():
+            if asyncio.iscoroutinefunction(function):
+                return await function(*args)
+            return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*args))
+
+    async def call_many(self, count: int, method: str, *args: Any) -> Any:
+        found = await self.call(method, *args)
+        return found if count > 1 else found[0]  # Ray would take a single return to be the sequence itself
+
+    async def together(self, function: str, *args: Any) -> _Together:
+        module, _, name = function.partition(":")
+        make = getattr(importlib.import_module(module), name)
+        return _Together(tuple(await asyncio.get_running_loop().run_in_executor(self._thread, lambda: make(*args))))
+
+    async def seat(self, gpu: int) -> Seat:
+        return seat(gpu, ray.util.get_node_ip_address())
+
+    async def watch(self) -> None:
+        await asyncio.Event().wait()
+
+
+class Worker:
+    """One remote process."""
+
+    def __init__(self, name: str, slot: int, host: str, strategy: object) -> None:
+        """slot: of the GPU; host: an address of the node from which the run is led; strategy: Ray's, where it goes."""
+        options: dict[str, Any] = {"num_gpus": 1 / SHARES, "num_cpus": 0, "max_concurrency": 4096}
+        actor: Any = ray.remote(_Shell).options(scheduling_strategy=strategy, **options).remote()
+        self.name, self.slot, self._actor, self._host = name, slot, actor, host
+        self.watch_refs: list[Ref] = [actor.watch.remote()]
+
+    def start(self, target: str, *args: Any) -> Ref:
+        """Import `module:Class` over there and make it with args; the reference is the process id."""
+        return self._actor.start.remote(self._host, os.getcwd(), target, *args)
+
+    def call(self, method: str, *args: Any) -> Ref:
+        """Call a method; arguments that are references are fetched by the worker's node, not by the caller."""
+        return self._actor.call.remote(method, *args)
+
+    def call_many(self, count: int, method: str, *args: Any) -> list[Ref]:
+        """Call a method that returns `count` things which live apart, so that each goes where it is wanted alone."""
+        refs = self._actor.call_many.options(num_returns=count).remote(count, method, *args)
+        return refs if count > 1 else [refs]
+
+    def watch(self, method: str) -> None:
+        """Hear from now on, whatever else is being called, what a method raises that otherwise does not return."""
+        self.watch_refs.append(self.call(method))
+
+    def together(self, function: str, *args: Any) -> Ref:
+        """What `module:function` makes of the arguments over there, as one object that many are called with.
+
+        They get its items as arguments. Every reference among a call's arguments costs its caller some 10 microseconds.
+        """
+        return self._actor.together.remote(function, *args)
+
+    def seat(self, gpu: int) -> Ref:
+        """Where it sits: a `Seat` of its node, as the process that uses the node's GPU number `gpu`."""
+        return self._actor.seat.remote(gpu)
+
+    def kill(self) -> None:
+        ray.kill(self._actor)
+
+
+@contextmanager
+def _short_errors() -> Iterator[None]:
+    """Cut what is raised: Ray leaves a large error on its node, where who only waits does not see it."""
+    try:
+        yield
+    except Exception as error:
+        text = str(error)
+        if len(text) <= _ERROR_LETTERS:
+            raise
+        half = _ERROR_LETTERS // 2
+        raise RuntimeError(f"{type(error).__name__}: {text[:half]}\n[...]\n{text[-half:]}") from None
+
+
+def _enter(folder: str) -> None:
+    """Make the paths of a recipe mean on every node what they mean to the command."""
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        problem = f"is not on node {ray.util.get_node_ip_address()} ({error.strerror})"
+        raise UserFault(folder, problem, "start the run in a folder that all nodes share") from None
