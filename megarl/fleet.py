@@ -148,6 +148,7 @@ class Fleet:
         self.memory = Lender(self.trainers, self.engines, self.critic, self.reward_model)
         self._sessions = self._open_sessions()
         self.version = -1
+        self._digests: dict[str, Digest] = {}  # of the policy's part of a checkpoint, where its files are written
         self.attempts = 0  # of publishing; more than there are versions once one had to be repeated
         self.carried = Rollout([], [])  # groups that a step had too many of, for the next
         self._have_sessions = False  # the engines, from the first publication on
@@ -219,20 +220,26 @@ class Fleet:
             self.carried = Rollout([summary(group) for group in groups], self.put(groups))
 
     def save(self, folder: Path) -> None:
-        """Begin a checkpoint after a step's updates; who is saved last has the memory then."""
+        """Begin a checkpoint after a step's updates; who is saved last has the memory then.
+
+        The policy's files are waited for before the critic's are begun, unless checkpoints are asynchronous.
+        """
+        self._digests = {}
         self.memory.lend("train")
         self.trainers.save(folder)
         if self.carried.refs:
             with writing(folder / CARRIED, model_shape(self._recipe.model.path).vocab_size) as file:
                 file.write(self.fetch(self.carried))
         if self.critic:
+            if not self._recipe.checkpoint.asynchronous:
+                self._digests = self.trainers.finish_save()  # a host may have no room for the copies of both
             self.memory.lend("critic")
             (folder / CRITIC).mkdir()
             self.critic.save(folder / CRITIC)
 
     def finish_save(self) -> dict[str, Digest]:
         """Wait until all files are written; their digests, as far as the ranks took them."""
-        found = self.trainers.finish_save()
+        found = self._digests or self.trainers.finish_save()
         of_critic = self.critic.finish_save() if self.critic else {}
         return found | {f"{CRITIC}/{name}": digest for name, digest in of_critic.items()}
 

@@ -17,7 +17,7 @@ from megarl.algos import ALGORITHMS, learns_from_answers, rules_of
 from megarl.batching import SampleRef, Update, plan_updates
 from megarl.config import Recipe
 from megarl.flops import train_work
-from megarl.parallel.layout import TrainLayout, nearest
+from megarl.parallel.layout import EngineLayout, TrainLayout, nearest
 from megarl.types import IntArray, ModelShape, UserFault
 
 MEAN_RESPONSE_SHARE = 0.4  # assumption: of rollout.max_response_tokens, the mean response
@@ -83,6 +83,27 @@ def step_samples(recipe: Recipe, mean_share: float = MEAN_RESPONSE_SHARE) -> Sam
     responses = response_lengths(drawn, longest, mean_share)
     full = recipe.data.max_prompt_tokens + longest
     return Samples(prompts, drawn_prompts, drawn, trained, prompt, full, responses)
+
+
+def samples_bytes(
+    recipe: Recipe, shape: ModelShape, layout: TrainLayout, engine: EngineLayout, mean_tokens: float
+) -> list[int]:
+    """Of each node's host: what its engines sample, and what the training ranks there fetch (ranks.py, `_dealt`).
+
+    Of each token an id of 8 bytes, a probability of 4, and with replay the experts of each layer, of 1 byte, or of 2
+    where there are more than 256. The first pipeline stage fetches whole groups too, to take the samples out of them.
+    """
+    size, counts = recipe.placement.gpus_per_node, step_samples(recipe)
+    of_expert = 1 if shape.num_experts <= 256 else 2
+    chosen = (shape.num_layers - shape.num_dense_layers) * shape.experts_per_token * of_expert
+    of_sample = mean_tokens * (8 + 4 + chosen * (recipe.train.replay != "off"))
+    found = [0.0] * -(-recipe.placement.gpus // size)
+    for index in range(engine.count):
+        found[(engine.first + index * engine.tp) // size] += counts.num_drawn * of_sample / engine.count
+    ranks = {(rank // size, at.dp, at.pp == 0) for rank in range(layout.world_size) for at in [layout.coords(rank)]}
+    for node, _, is_first in ranks:
+        found[node] += (1 + is_first) * counts.num_trained * of_sample / layout.dp
+    return [math.ceil(one) for one in found]
 
 
 def response_lengths(count: int, longest: int, mean_share: float) -> IntArray:

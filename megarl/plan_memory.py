@@ -10,7 +10,7 @@ from megarl.config import Recipe
 from megarl.hardware import Hardware
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.placement import engine_layout, slot_faults, slots_beside, train_layout
-from megarl.plan_model import ModelSize, Role, model_sizes, roles, sizes_of
+from megarl.plan_model import ModelSize, Role, model_sizes, resized, roles, sizes_of
 from megarl.plan_phases import SAVE, MemoryPlan, Parts, counted
 from megarl.types import UserFault
 
@@ -48,11 +48,12 @@ def memory(
     def count(changed: Recipe, found: Mapping[Role, ModelSize]) -> MemoryPlan:
         return counted(changed, hardware, found, mean_tokens=mean_tokens, micro_batches=micro_batches)
 
-    plan = count(recipe, sizes or model_sizes(recipe))
+    sizes = sizes or model_sizes(recipe)
+    plan = count(recipe, sizes)
     full = _lacking(recipe, plan)
     if not full:
         return plan
-    return replace(plan, faults=_faults(recipe, hardware, plan, full, count))
+    return replace(plan, faults=_faults(recipe, hardware, plan, full, sizes, count))
 
 
 def _faults(
@@ -60,15 +61,25 @@ def _faults(
     hardware: Hardware,
     plan: MemoryPlan,
     full: Sequence[str],
+    sizes: Mapping[Role, ModelSize],
     count: Callable[[Recipe, Mapping[Role, ModelSize]], MemoryPlan],
 ) -> list[UserFault]:
-    """One for each phase that is full; every knob is tried by counting once more."""
+    """One for each phase that is full; knobs are tried by counting once more.
+
+    Those for which models would have to be built again are tried where none of the others is enough.
+    """
     by_phase = {phase: [one for one in _changes(recipe, phase) if _is_valid(one.recipe)] for phase in full}
-    changes = {one.words: one for found in by_phase.values() for one in found}
-    sizes = sizes_of([one.recipe for one in changes.values()], whole=False) if changes else []
-    plans = {
-        words: count(change.recipe, found) for (words, change), found in zip(changes.items(), sizes, strict=True)
-    }
+    plans: dict[str, MemoryPlan] = {}
+    for change in (one for tried in by_phase.values() for one in tried):
+        same = resized(sizes, change.recipe)
+        if same is not None and change.words not in plans:
+            plans[change.words] = count(change.recipe, same)
+    for phase, tried in by_phase.items():
+        fits = [one for one in tried if one.words in plans and not _lacks(one.recipe, plans[one.words], phase)]
+        by_phase[phase] = fits or tried
+    to_build = {one.words: one for tried in by_phase.values() for one in tried if one.words not in plans}
+    built = sizes_of([one.recipe for one in to_build.values()], whole=False) if to_build else []
+    plans |= {words: count(one.recipe, found) for (words, one), found in zip(to_build.items(), built, strict=True)}
     return [
         _fault(recipe, hardware, plan, phase, [(one, plans[one.words]) for one in tried])
         for phase, tried in by_phase.items()
@@ -78,17 +89,29 @@ def _faults(
 def _fault(
     recipe: Recipe, hardware: Hardware, plan: MemoryPlan, phase: str, tried: Sequence[tuple[_Change, MemoryPlan]]
 ) -> UserFault:
-    """Of the knobs that make the phase fit, and others if they can, the cheapest; else that which helps most."""
+    """Of the knobs that make the phase fit, and others if they can, the cheapest; else that which helps most.
+
+    One that leaves the KV cache less than half of the room that another one leaves it comes behind that one.
+    """
     problem = _problem(recipe, hardware, plan, phase)
     fitting = [one for one in tried if not _lacks(one[0].recipe, one[1], phase)]
     if fitting:
-        change, found = min(fitting, key=lambda one: len(_lacking(one[0].recipe, one[1])))
-        return UserFault(change.key, problem, f"set {change.words}: then it is {_bytes(found, phase) / GB:.1f} GB")
+        fewest = min(len(_lacking(change.recipe, found)) for change, found in fitting)
+        best = [one for one in fitting if len(_lacking(one[0].recipe, one[1])) == fewest]
+        most_room = max(map(_room, best))
+        change, found = next(one for one in best if _room(one) >= most_room / 2)
+        left = f"{_bytes(found, phase) / GB:.1f} GB, and an engine has room for {found.kv.concurrency_mean} sequences"
+        return UserFault(change.key, problem, f"set {change.words}: then it is {left} of {found.kv.wanted}")
     if not tried:
         return UserFault("placement.gpus", problem, "use more GPUs, or cards with more memory")
     change, found = min(tried, key=lambda one: _bytes(one[1], phase))
     most = f"{_bytes(found, phase) / GB:.1f} GB"
     return UserFault(change.key, problem, f"nothing alone is enough; most helps to set {change.words}: {most}")
+
+
+def _room(one: tuple[_Change, MemoryPlan]) -> float:
+    """The share of a step's sequences that engines hold at once."""
+    return one[1].kv.concurrency_mean / one[1].kv.wanted
 
 
 def _problem(recipe: Recipe, hardware: Hardware, plan: MemoryPlan, phase: str) -> str:
@@ -181,7 +204,7 @@ def _engine_changes(recipe: Recipe, phase: str) -> Iterator[_Change]:
         for share in (2, 4, 8):
             yield _set(recipe, "reshard.round_bytes", recipe.reshard.round_bytes // share)
     if not engine.fp8:
-        yield _set(recipe, f"{where}.fp8", True)
+        yield _in_fp8(recipe)
     for times in (2, 4):
         ep = engine.ep * times if engine.ep > 1 else 1
         update = {"tp": engine.tp * times, "count": engine.count // times, "ep": ep}
@@ -192,7 +215,18 @@ def _engine_changes(recipe: Recipe, phase: str) -> Iterator[_Change]:
         yield _set(recipe, f"train.{axis}", 2 * getattr(recipe.train, axis))
 
 
+def _in_fp8(recipe: Recipe) -> _Change:
+    """With what makes up for the samples' other probabilities."""
+    change = _set(recipe, "rollout.engine.fp8", True)
+    if recipe.algorithm.mismatch not in (None, "off"):
+        return change
+    words = f"{change.words} and algorithm.mismatch to tis"
+    return replace(change, words=words, recipe=_with(change.recipe, ["algorithm"], {"mismatch": "tis"}))
+
+
 def _host_changes(recipe: Recipe) -> Iterator[_Change]:
+    if recipe.checkpoint.every and recipe.checkpoint.asynchronous:
+        yield _set(recipe, "checkpoint.asynchronous", False)
     if recipe.train.optimizer_offload:
         yield _set(recipe, "train.optimizer_offload", False)
     if recipe.reference.use:

@@ -6,8 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -85,6 +85,18 @@ def sizes_of(recipes: Sequence[Recipe], *, whole: bool) -> list[dict[Role, Model
     found: list[dict[Role, ModelSize]] = [{} for _ in recipes]
     for index, role, own in asked:
         found[index][role] = _size(recipes[index], role, own, answers[_kind(own, _scores(recipes[index], role))])
+    return found
+
+
+def resized(sizes: Mapping[Role, ModelSize], recipe: Recipe) -> dict[Role, ModelSize] | None:
+    """The sizes of another recipe whose ranks hold as much as those of `sizes`; None: it has to be built."""
+    found: dict[Role, ModelSize] = {}
+    for role, own in roles(recipe).items():
+        known, scores = sizes.get(role), _scores(recipe, role)
+        if known is None or _kind(own, scores) != _kind(known.recipe, scores):
+            return None
+        first = 0 if role == "policy" else slots_beside(recipe, True)[role].start
+        found[role] = replace(known, recipe=own, layout=train_layout(own), first_slot=first)
     return found
 
 

@@ -9,7 +9,7 @@ what is an assumption is a constant with that word beside it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from megarl.algos import has_reference
@@ -18,7 +18,9 @@ from megarl.hardware import Hardware
 from megarl.memory import Phase
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.placement import engine_layout, shared_slots
+from megarl.parallel.sizes import ChunkSize
 from megarl.plan_activations import activation_bytes, forward_bytes, item_bytes, logits_bytes
+from megarl.plan_batch import samples_bytes
 from megarl.plan_engine import (
     GRAPH_MIB,
     MIB,
@@ -41,6 +43,7 @@ GRADIENT_BYTES = 4  # DistributedDataParallelConfig(grad_reduce_in_fp32=True)
 MOMENTS_BYTES = 8  # AdamW's two, float32
 MASTER_BYTES = 4  # float32 copies of weights in another type; with optimizer_offload on the host alone, and not pinned
 GATHER_BYTES = 4  # saving.py, fully_reshardable: every rank gathers a buffer's state, one of three kinds at a time
+GATHER_COPIES = 2  # on the GPU, beside the own part: all_gather's list, and ProcessGroupNCCL's flat copy of it
 GATHERED_BYTES = 12  # and has all three on its host until filesystem_async.py has cloned what it writes itself
 SCRATCH_BYTES = 10 * 128  # resharding/execute.py: of each column of a strip that is quantised
 PINNED_SHARE = 1.4  # torch rounds pinned memory up to powers of two: the mean of sizes that fall anywhere
@@ -112,7 +115,7 @@ def counted(
         device={phase: tables[phase][slot] for phase, slot in fullest.items()},
         fullest_slot=fullest,
         slot_bytes={phase: [one.total_bytes for one in table.values()] for phase, table in tables.items()},
-        host=count.host(),
+        host=count.host(mean),
         host_capacity_bytes=hardware.host_bytes,
         kv=kv_of(recipe, count.tokens, count.token_bytes, mean),
     )
@@ -173,7 +176,7 @@ class _Count:
         if not is_at_work:
             return held.parts
         if phase == SAVE:
-            return held.parts + Parts(other_bytes=held.gather_bytes)
+            return held.parts + Parts(other_bytes=held.gathering_bytes)
         return held.parts + held.at_work
 
     def _engine(self, slot: int, phase: str) -> Parts:
@@ -225,19 +228,21 @@ class _Count:
         staged = 2 * min(self.recipe.reshard.round_bytes, 2 * max(self.engine_weights))
         return staged + SCRATCH_BYTES * widest * engine.fp8
 
-    def host(self) -> dict[str, int]:
+    def host(self, mean_tokens: float) -> dict[str, int]:
         """Of the fullest node by purpose; see the constants."""
-        per_node: dict[int, dict[str, int]] = {}
+        policy = self.sizes["policy"]
+        samples = samples_bytes(self.recipe, policy.shape, policy.layout, self.engine, mean_tokens)
+        per_node = {node: {"samples": num_bytes} for node, num_bytes in enumerate(samples)}
         node_size = self.recipe.placement.gpus_per_node
         for slot in range(self.recipe.placement.gpus):
-            table = per_node.setdefault(slot // node_size, {})
+            table = per_node[slot // node_size]
             for purpose, num_bytes in self._slot_host(slot).items():
                 table[purpose] = table.get(purpose, 0) + num_bytes
         return max(per_node.values(), key=lambda table: sum(table.values()))
 
     def _slot_host(self, slot: int) -> dict[str, int]:
         found: dict[str, int] = {"processes": 0}
-        most = begun = 0  # of checkpoints: the roles' begin one after the other
+        most = begun = 0  # of checkpoints: the roles' begin one after the other, synchronous ones when that is written
         if slot in range(self.engine.first, self.engine.end):
             found["processes"] += PROCESS_BYTES
         for role, size in self.sizes.items():
@@ -249,7 +254,8 @@ class _Count:
             found |= {purpose: found.get(purpose, 0) + num_bytes for purpose, num_bytes in of_rank.items()}
             if size.trains and self.recipe.checkpoint.every:
                 gathering, waiting = held.staging(size)
-                most, begun = max(most, begun + gathering, begun + waiting), begun + waiting
+                most = max(most, begun + gathering, begun + waiting)
+                begun += waiting if self.recipe.checkpoint.asynchronous else 0
         return found | ({"checkpoint": most} if most else {})
 
 
@@ -259,7 +265,8 @@ class _Held:
 
     parts: Parts
     at_work: Parts
-    gather_bytes: int = 0
+    gather_bytes: int = 0  # of the whole of a buffer's one kind of state
+    gathering_bytes: int = 0  # of the GPU meanwhile
     share: int = 0  # elements that this rank's optimizer steps on
     trained: int = 0  # elements
 
@@ -303,9 +310,16 @@ def _stage_parts(size: ModelSize, stage: int, micro_batches: int | None) -> _Hel
         grads_bytes=trained * GRADIENT_BYTES,
         optimizer_bytes=0 if size.recipe.train.optimizer_offload else share * (masters + MOMENTS_BYTES),
     )
-    largest = max(max(chunk.dense, chunk.expert) for chunk in chunks)
     at_work = _at_work(activation_bytes(size, stage, micro_batches), logits_bytes(size, stage))
-    return _Held(parts, at_work, largest * GATHER_BYTES, share, trained)
+    return _Held(parts, at_work, *_gathered(layout, chunks), share, trained)
+
+
+def _gathered(layout: TrainLayout, chunks: Sequence[ChunkSize]) -> tuple[int, int]:
+    """Bytes of one kind of state in the largest buffer; of all copies of it on the GPU, the own part among them."""
+    buffers = [(chunk.dense, layout.dp * layout.cp) for chunk in chunks]
+    buffers += [(chunk.expert, layout.edp) for chunk in chunks]
+    on_gpu = max(GATHER_COPIES * elements + elements / replicas for elements, replicas in buffers)
+    return GATHER_BYTES * max(elements for elements, _ in buffers), math.ceil(GATHER_BYTES * on_gpu)
 
 
 def _at_work(activations: float, logits: float) -> Parts:

@@ -8,8 +8,8 @@ import pytest
 
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.layout import TrainLayout
-from megarl.parallel.placement import train_layout
-from megarl.plan_batch import advice, budget_faults, response_lengths, share_of, step_samples
+from megarl.parallel.placement import engine_layout, train_layout
+from megarl.plan_batch import advice, budget_faults, response_lengths, samples_bytes, share_of, step_samples
 from tests import planning
 
 
@@ -34,6 +34,20 @@ def test_samples_are_counted_by_the_algorithm(tmp_path: Path) -> None:
         assert (found.prompt_tokens, found.longest) == (25, 105)
         counts[name] = found.drawn_prompts, found.num_drawn, found.num_trained
     assert counts == {"grpo": (30, 120, 120), "dapo": (45, 180, 120), "remax": (30, 150, 120), "sft": (30, 30, 30)}
+
+
+def test_a_nodes_samples_are_its_engines_and_its_ranks(tmp_path: Path) -> None:
+    """Two stages of a node each, all data-parallel ranks on both; 2 experts of 4 layers and 12 bytes a token."""
+    recipe = planning.small(
+        tmp_path, "algorithm.name=grpo", "rollout.prompts_per_step=10", "rollout.samples_per_prompt=4",
+        "train.tp=2", "train.pp=2", "train.replay=r3",
+    )  # fmt: skip
+    found = samples_bytes(recipe, model_shape(tmp_path), train_layout(recipe), engine_layout(recipe), 100)
+    whole = 10 * 4 * 100 * (4 * 2 + 8 + 4)
+    assert found == [whole / 2 + 2 * whole, whole / 2 + whole]  # the first stage takes them out of whole groups
+    off = recipe.model_copy(update={"train": recipe.train.model_copy(update={"replay": "off"})})
+    bare = samples_bytes(off, model_shape(tmp_path), train_layout(recipe), engine_layout(recipe), 100)
+    assert [one * 12 for one in found] == [one * 20 for one in bare]
 
 
 def test_a_share_is_what_a_run_would_pack(tmp_path: Path) -> None:

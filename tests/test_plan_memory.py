@@ -22,7 +22,6 @@ from megarl.plan_model import ModelSize, Role, model_sizes
 from megarl.plan_phases import (
     COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
-    GATHER_BYTES,
     PINNED_SHARE,
     Parts,
     communicators,
@@ -128,10 +127,19 @@ def test_saving_gathers_a_buffer_on_every_gpu(made: Recipe) -> None:
     plan = counted(saving, plans.H800, sizes_of(saving))
     assert list(plan.device)[-2:] == ["save", "reshard"]
     standing = plan.device["reshard"].other_bytes
-    assert plan.device["save"].other_bytes - standing == GATHER_BYTES * CHUNK.expert
+    # float32: the list of all ranks' parts, NCCL's flat copy, and the rank's own, which without replicas is all of it
+    assert plan.device["save"].other_bytes - standing == 4 * (2 * 3_600_000_000 + 3_600_000_000)
     assert plan.device["save"].activations_bytes == 0
     share = CHUNK.dense / 2 + CHUNK.expert
-    assert plan.host["checkpoint"] == 8 * (12 * CHUNK.trained + 12 * share + 2 * GATHER_BYTES * CHUNK.expert)
+    assert plan.host["checkpoint"] == 8 * (12 * CHUNK.trained + 12 * share + 2 * 4 * CHUNK.expert)
+
+
+def test_saving_with_replicas_gathers_from_a_part(tmp_path: Path) -> None:
+    """Experts of two replicas over 16 GPUs: half of the buffer is the rank's own."""
+    made = plans.recipe(tmp_path, "qwen3-30b", 16, tp=4, ep=8, checkpoint={"every": 5}, engine={"count": 4, "tp": 4})
+    plan = counted(made, plans.H800, sizes_of(made))
+    gathered = plan.device["save"].other_bytes - plan.device["reshard"].other_bytes
+    assert gathered == 4 * (2 * 3_600_000_000 + 1_800_000_000)
 
 
 def test_a_reference_waits_on_the_host(made: Recipe) -> None:

@@ -136,6 +136,7 @@ def test_one_side_of_a_run_can_be_debugged_alone(name: str, overlay: str) -> Non
     rules = rules_of(recipe.algorithm.name, recipe.algorithm)
     assert (recipe.checkpoint.every, rules.dynamic_sampling, recipe.warm_start.steps) == (None, False, 0)
     assert rules.critic_warmup_steps < recipe.run.steps == 1
+    assert overlay == "debug_train.yaml" or recipe.rollout.engine.count == 1
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.rglob("*.yaml")), ids=lambda path: path.name)
@@ -275,7 +276,7 @@ def test_other_models_that_are_not_here_are_told() -> None:
     lines = lines_of(load("vapo_qwen3_30b", (), *keys, "reference.use=true"))
     for branch in ("critic", "reward_model", "reference"):
         assert sum(line.startswith(f"not checked here: {branch}.path: gone/") for line in lines) == 1
-    assert any(line.startswith("reward_model: TP4 DP2 EP8; slots 0 to 7") for line in lines)
+    assert any(line.startswith("reward_model: TP4 DP4 EP8; slots 0 to 15") for line in lines)
 
 
 def test_the_command_says_so_and_ends_with_0_or_2(monkeypatch: pytest.MonkeyPatch) -> None:
