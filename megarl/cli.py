@@ -230,18 +230,23 @@ def _plan(
     from megarl.plan_batch import MEAN_RESPONSE_SHARE
 
     found = make_plan(recipe, card, response_share or MEAN_RESPONSE_SHARE)
-    if as_json:
-        print(json.dumps(found.to_json()))
-    else:
-        from megarl.plan_report import show
+    from megarl.plan_report import page
 
-        show(found)
+    _say_all(json.dumps(found.to_json()) if as_json else page(found))
     if picture:
         from megarl.plan_picture import draw
 
         draw(found, picture)
     if found.faults:
         raise UserFaults(found.faults)
+
+
+def _say_all(text: str) -> None:
+    """Print; whoever reads may have had enough, as `head` has."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails once more as it ends
 
 
 def _convert(recipe: Recipe, *, run: Path, out: Path, step: int | None) -> None:

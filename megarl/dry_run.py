@@ -164,14 +164,15 @@ def _reshard(recipe: Recipe, device: str) -> Iterator[str]:
     try:
         total = account(sources, targets, members, **topology)
         sample = _sample(layout, engines)
-        rounds = 0
-        for member in sample:
-            streams = plan_streams(sources, targets, member, members, **topology)
-            rounds = max(rounds, sum(streams.rounds_needed(recipe.reshard.round_bytes)))
+        needed = [
+            plan_streams(sources, targets, member, members, **topology).rounds_needed(recipe.reshard.round_bytes)
+            for member in sample
+        ]
     except LayoutError as error:
         raise UserFaults([UserFault("rollout.engine", str(error), "tell us: the two maps do not fit")]) from error
     yield _in_words(total, sources, targets)
-    yield f"reshard: planned for {len(sample)} of {members} members ({_numbers(sample)}): {rounds} rounds at most"
+    rounds = sum(map(max, zip(*needed, strict=True)))  # of each chapter all go on with the largest number
+    yield f"reshard: planned for {len(sample)} of {members} members ({_numbers(sample)}): about {rounds} rounds"
 
 
 def _sample(layout: TrainLayout, engines: EngineLayout) -> list[int]:
@@ -203,4 +204,6 @@ def _not_checked(recipe: Recipe, device: str, absent: dict[str, str]) -> Iterato
         from megarl.rollout.server_check import NOT_CHECKED
 
         yield f"not checked here: {NOT_CHECKED}; Megatron's kernels, which ask for TransformerEngine"
+    if recipe.placement.hardware:
+        yield "not checked here: memory and time: megarl plan"
     yield f"{recipe.run.name}: nothing to mend"

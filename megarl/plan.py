@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean
 from typing import Any
 
 from megarl.algos import learns_from_answers
@@ -14,12 +15,14 @@ from megarl.hardware import Hardware
 from megarl.parallel.layout import EngineLayout, TrainLayout
 from megarl.parallel.placement import engine_layout, shared_slots
 from megarl.plan_activations import item_bytes
+from megarl.plan_advice import cache_advice
 from megarl.plan_batch import MEAN_RESPONSE_SHARE, Samples, Share, advice, share_of, step_samples
+from megarl.plan_engine import weight_bytes
 from megarl.plan_faults import plan_faults
 from megarl.plan_map import Slot, Stage, slot_map, spans, stages
 from megarl.plan_memory import memory
 from megarl.plan_model import ModelSize, Role, model_sizes
-from megarl.plan_phases import GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES, MemoryPlan
+from megarl.plan_phases import GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES, MemoryPlan, counted
 from megarl.plan_reshard import ReshardPlan, plan_reshard
 from megarl.plan_rollout import RolloutTime, engine_speed, rollout_time
 from megarl.plan_time import (
@@ -219,8 +222,15 @@ def make_plan(recipe: Recipe, hardware: Hardware, response_share: float = MEAN_R
     mean_tokens, micro_batches = math.ceil(samples.lengths.mean()), math.ceil(shares["policy"].micro_batches)
     held = memory(recipe, hardware, sizes, mean_tokens=mean_tokens, micro_batches=micro_batches)
     layouts = {role: (size.first_slot, size.layout) for role, size in sizes.items()}
-    rollout = _rollout(recipe, policy, engine, hardware, held, reshard, samples)
+    rollout = _rollout(recipe, policy, engine, hardware, held, samples)
     learning, step = _times(recipe, hardware, sizes, shares, samples, rollout.total_s, reshard.expected_s)
+
+    def tried(changed: Recipe) -> tuple[MemoryPlan, float]:
+        """What is held, and a rollout's seconds, with other engines."""
+        own: dict[Role, ModelSize] = {**sizes, "policy": replace(policy, recipe=changed)}
+        room = counted(changed, hardware, own, mean_tokens=mean_tokens, micro_batches=micro_batches)
+        return room, _rollout(changed, policy, engine_layout(changed), hardware, room, samples).total_s
+
     return Plan(
         recipe=recipe,
         hardware=hardware,
@@ -236,7 +246,10 @@ def make_plan(recipe: Recipe, hardware: Hardware, response_share: float = MEAN_R
         memory=held,
         samples=samples,
         shares=shares,
-        advice=(*advice(recipe, policy.layout, engine.count, samples), *_cache_advice(recipe, policy, held)),
+        advice=(
+            *advice(recipe, policy.layout, engine.count, samples),
+            *cache_advice(recipe, sizes, held, step.total_s - rollout.total_s, tried),
+        ),
         reshard=reshard,
         rollout=rollout,
         learning=learning,
@@ -251,7 +264,6 @@ def _rollout(
     engine: EngineLayout,
     hardware: Hardware,
     held: MemoryPlan,
-    reshard: ReshardPlan,
     samples: Samples,
 ) -> RolloutTime:
     if learns_from_answers(recipe.algorithm.name):  # nobody samples
@@ -262,24 +274,10 @@ def _rollout(
         hardware,
         recipe.placement.gpus_per_node,
         recipe.model.dtype,
-        weight_bytes=reshard.dest_bytes.mean,
+        weight_bytes=fmean(weight_bytes(policy.shape, engine, recipe.model.dtype)),
         kv_bytes=held.kv.token_bytes,
     )
     return rollout_time(speed, samples, held.kv.concurrency_mean)
-
-
-def _cache_advice(recipe: Recipe, policy: ModelSize, held: MemoryPlan) -> list[str]:
-    """Where the KV cache keeps most of a step's sequences waiting: what gives it room."""
-    cache, engine = held.kv, recipe.rollout.engine
-    if held.faults or cache.concurrency_mean >= cache.wanted / 2 or learns_from_answers(recipe.algorithm.name):
-        return []
-    knobs = [] if engine.fp8 else ["rollout.engine.fp8 true halves the weights beside it"]
-    if policy.shape.mla and engine.dp < engine.tp:
-        knobs.insert(0, f"rollout.engine.dp above {engine.dp}: a latent cache is whole on every rank of a group")
-    elif policy.shape.num_kv_heads < engine.tp // engine.dp:
-        knobs.insert(0, f"rollout.engine.tp {policy.shape.num_kv_heads} at most, or dp: more ranks hold the same heads")
-    now = f"{cache.concurrency_mean} of {cache.wanted} sequences at once"
-    return [f"rollout.engine: the KV cache has room for {now}; {'; '.join(knobs) or 'more engines would have more'}"]
 
 
 def _times(

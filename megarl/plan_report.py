@@ -13,14 +13,15 @@ from megarl.plan_map import spans
 from megarl.plan_reshard import Spread
 
 _PLAIN_WIDTH = 130  # of a file or a pipe, where rich would otherwise fold lines at 80
+_OF_WORDS = ("of what",)
+_HEADS = {"activations": "activa-\ntions", "optimizer": "opti-\nmizer"}
 _PARTS = (
     "weights", "grads", "optimizer", "activations", "logits", "engine_weights", "kv_cache", "reshard", "other",
 )  # fmt: skip
 
 
-def show(plan: Plan, console: Console | None = None) -> None:
+def show(plan: Plan, console: Console) -> None:
     """Print the whole report."""
-    console = console or _console()
     console.print(Text(plan.title, style="bold"))
     console.print(Text(plan.verdict, style="green" if plan.fits else "bold red"))
     for part in (_where(plan), _memory(plan), _batch(plan), _rollout(plan), _reshard(plan), _step(plan)):
@@ -44,12 +45,12 @@ def _memory(plan: Plan) -> RenderableType:
     """GB of the fullest GPU in each phase."""
     found, capacity = plan.memory, plan.hardware.memory_bytes
     used = [part for part in _PARTS if any(getattr(one, f"{part}_bytes") for one in found.device.values())]
-    names = [part.replace("_", " ") for part in used]
-    table = _table("memory of the fullest GPU, GB", "phase", *names, "total", "of it")
+    names = [_HEADS.get(part, part.replace("_", "\n")) for part in used]
+    table = _table("memory of the fullest GPU, GB", "phase", *names, "total", "share")
     for phase, parts in found.device.items():
         share = parts.total_bytes / capacity
         style = "bold red" if share > 1 else "bold" if phase == plan.peak_phase else ""
-        row = [amount(getattr(parts, f"{part}_bytes") / 1e9) for part in used]
+        row = [amount(round(getattr(parts, f"{part}_bytes") / 1e9, 2)) for part in used]
         table.add_row(phase, *row, amount(parts.total_bytes / 1e9), f"{share:.0%}", style=style)
     slot = found.fullest_slot[plan.peak_phase]
     words = f"{plan.hardware.name} has {amount(capacity / 1e9)} GB; {plan.peak_phase} takes most, on slot {slot}"
@@ -60,8 +61,8 @@ def _memory(plan: Plan) -> RenderableType:
 
 def _batch(plan: Plan) -> RenderableType:
     samples = plan.samples
-    table = _table("what a step trains on", "model", "updates", "DP ranks", "sequences", "tokens", "micro-batches",
-                   "if all were longest", "bubble", "balance")  # fmt: skip
+    table = _table("what a step trains on", "model", "updates", "DP\nranks", "sequen-\nces", "tokens",
+                   "micro-\nbatches", "if all were\nlongest", "bubble", "balance")  # fmt: skip
     for model, share in plan.shares.items():
         table.add_row(
             model.replace("_", " "), str(share.updates), str(share.dp), amount(share.sequences), amount(share.tokens),
@@ -106,7 +107,7 @@ def _reshard(plan: Plan) -> RenderableType:
 
 
 def _step(plan: Plan) -> RenderableType:
-    table = _table("a step, seconds", "phase", "s", "share", "of it")
+    table = _table("a step, seconds", "phase", "s", "share", "of what")
     for phase, seconds, of_it in plan.phases:
         parts = ", ".join(f"{name} {amount(value)}" for name, value in of_it.items() if value)
         table.add_row(phase, amount(seconds), f"{seconds / plan.step.total_s:.0%}", parts)
@@ -126,12 +127,20 @@ def _gigabytes(spread: Spread) -> Iterable[str]:
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold cyan", box=None, pad_edge=False)
+    """Heads have their line ends, so that a page of 80 columns need not cut figures; columns of words may be folded."""
+    table = Table(
+        title=title, title_justify="left", title_style="bold cyan", box=None, pad_edge=False, padding=(0, 1, 0, 0)
+    )
     for place, column in enumerate(columns):
-        table.add_column(column, justify="right" if place else "left")
+        folds = column in _OF_WORDS
+        table.add_column(column, justify="right" if place and not folds else "left", no_wrap=not folds)
     return table
 
 
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=_PLAIN_WIDTH)
+def page(plan: Plan) -> str:
+    """The report as it suits stdout: in colours and as wide as a terminal, or plain."""
+    terminal = Console()
+    console = terminal if terminal.is_terminal else Console(width=_PLAIN_WIDTH)
+    with console.capture() as capture:
+        show(plan, console)
+    return capture.get().rstrip("\n")

@@ -124,10 +124,14 @@ def expected_s(found: Account, hardware: Hardware) -> float:
 
 
 def gather_bound_s(num_bytes: float, members: int, gpus_per_node: int, hardware: Hardware) -> float:
-    """Gathering at its best: each byte enters a node once, and goes on from GPU to GPU at the same time."""
+    """Gathering at its best: each byte enters a node once, and goes on from GPU to GPU at the same time.
+
+    Over links at the share that large messages reach, as in `expected_s`, with which it is compared.
+    """
     per_node = min(gpus_per_node, members)
-    fabric = num_bytes / (per_node * hardware.nic_bytes_per_s) if members > gpus_per_node else 0.0
-    inside = num_bytes * (per_node - 1) / per_node / hardware.nvlink_bytes_per_s
+    cards = per_node * hardware.nic_bytes_per_s * hardware.nic_share
+    fabric = num_bytes / cards if members > gpus_per_node else 0.0
+    inside = num_bytes * (per_node - 1) / per_node / (hardware.nvlink_bytes_per_s * hardware.nvlink_share)
     return max(fabric, inside)
 
 

@@ -23,7 +23,7 @@ FLOORS = [
     {"resharding", "plan_activations", "plan_batch"},
     {"plan_engine", "plan_reshard", "plan_rollout", "plan_time"},
     {"plan_phases"},
-    {"plan_memory"},
+    {"plan_memory", "plan_advice"},
     {"checkpoint", "hf_export"},
     {"at_hand", "cluster_faults"},
     {"model_faults", "rule_faults", "eval_faults", "reward_faults", "reward_check", "reshard_faults"},

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +40,9 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     return make_plan(planning.deepseek(tmp_path_factory.mktemp("deepseek")), CARD)
 
 
-def report_of(plan: Plan) -> str:
+def report_of(plan: Plan, width: int = 140) -> str:
     page = io.StringIO()
-    show(plan, Console(file=page, width=140))
+    show(plan, Console(file=page, width=width))
     return page.getvalue()
 
 
@@ -95,10 +97,31 @@ def test_the_report_says_what_peaks_and_why_a_reshard_takes_its_time(deepseek: P
     assert "671 B parameters (37.6 B active), on 512 H800 in 64 nodes" in page
     assert f"{deepseek.peak_phase} takes most, on slot" in page
     assert re.search(r"policy +15 +60-63 +480-511 +58-60", page)  # the last stage: nodes, slots, layers
-    assert "gathering everything would bring  1,339" in page
+    assert re.search(r"gathering everything would bring +1,339", page)
     assert "12,288 prompts" not in page and "768 prompts drawn" in page
     assert "an estimate" in page and "docs/plan.md" in page
     assert len(page.splitlines()) < 90
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_narrow_page_cuts_no_figure(width: int, deepseek: Plan) -> None:
+    page, wide = report_of(deepseek, width), report_of(deepseek)
+    assert max(map(len, page.splitlines())) <= width and "\N{HORIZONTAL ELLIPSIS}" not in page
+    assert set(re.findall(r"[\d.,]*\d", wide)) == set(re.findall(r"[\d.,]*\d", page))
+
+
+def test_a_reader_that_has_enough_is_no_failure() -> None:
+    """As `megarl plan --json | head` is."""
+    program = "from megarl import cli; import sys; sys.stdin.read(); cli._say_all('x' * 10**6)"
+    child = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert child.stdin and child.stdout and child.stderr
+    child.stdout.close()
+    child.stdin.close()
+    said = child.stderr.read()
+    child.stderr.close()
+    assert (child.wait(60), said) == (0, b"")
 
 
 def test_a_picture_is_a_png_of_the_size_that_the_map_needs(small: Plan, deepseek: Plan, tmp_path: Path) -> None:

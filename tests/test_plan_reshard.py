@@ -12,8 +12,9 @@ from megarl.parallel.hf_config import model_shape
 from megarl.parallel.layout import EngineLayout, TrainLayout
 from megarl.parallel.placement import engine_layout, train_layout
 from megarl.plan_reshard import ReshardPlan, bound_s, expected_s, gather_bound_s, gathered_bytes, plan_reshard
-from megarl.resharding import megatron_map, sglang_map
-from megarl.resharding.account import Account
+from megarl.resharding import fp8, megatron_map, sglang_map
+from megarl.resharding.account import Account, account
+from megarl.resharding.shards import Part
 from megarl.types import ModelShape
 from tests import planning
 
@@ -43,7 +44,7 @@ def test_what_arrives_is_local_or_came_over_a_wire(tmp_path: Path) -> None:
 def test_one_node_has_no_fabric(tmp_path: Path) -> None:
     found = plan_of(tmp_path, "placement.gpus_per_node=8")
     assert found.fabric_in_bytes.max == 0 and found.nvlink_bytes.max > 0
-    assert found.gather_bound_s == pytest.approx(found.gather_everything_bytes.max * 7 / 8 / CARD.nvlink_bytes_per_s)
+    assert found.gather_bound_s == pytest.approx(found.gather_everything_bytes.max * 7 / 8 / 160e9)
 
 
 def test_gathering_brings_everything_that_a_rank_does_not_hold(tmp_path: Path) -> None:
@@ -56,6 +57,11 @@ def test_gathering_brings_everything_that_a_rank_does_not_hold(tmp_path: Path) -
     assert found.gather_everything_bytes.max == small_model_bytes() - min(held)
 
 
+def dest_bytes(sources: list[Part], targets: list[Part]) -> int:
+    whole = fp8.with_scales(sources, targets)
+    return int(account(whole, targets, 4, gpus_per_node=4, dtype="bfloat16").dest.max())
+
+
 def test_fp8_engines_take_half_and_gathering_does_not_shrink() -> None:
     shape = ModelShape(2, 256, 4, 4, 128, 1024, 4, 2, 256)
     train, members = TrainLayout(4, 1, 2, 2), 4
@@ -65,6 +71,10 @@ def test_fp8_engines_take_half_and_gathering_does_not_shrink() -> None:
         for fp8 in (False, True)
     ]
     assert gathered[0].tolist() == gathered[1].tolist()
+    layouts = [EngineLayout(1, 2, 1, fp8=is_fp8) for is_fp8 in (False, True)]
+    wide, narrow = (dest_bytes(sources, sglang_map.parts(shape, layout)) for layout in layouts)
+    tiled = 2 * (4 * 3 * 256 * 256 + 256 * (4 + 2 * 4) * 128 + 4 * 128 * 256) // 2  # of a rank: layers' projections
+    assert wide - narrow == pytest.approx(tiled, rel=1e-3), "a byte less of each, but for the scales"
 
 
 def test_deepseek_gathers_what_the_architecture_says() -> None:
@@ -97,5 +107,5 @@ def test_the_shorter_way_is_hidden_but_for_one_chapter_of_four() -> None:
 
 
 def test_gathering_at_its_best_by_hand() -> None:
-    assert gather_bound_s(800e9, 16, 8, CARD) == pytest.approx(max(800 / 8 / 50, 800 * 7 / 8 / 200))
+    assert gather_bound_s(800e9, 16, 8, CARD) == pytest.approx(max(800 / 8 / 45, 800 * 7 / 8 / 160))
     assert gather_bound_s(800e9, 1, 8, CARD) == 0

@@ -139,3 +139,12 @@ def test_engines_that_are_too_small_fill_the_rollout(name: str) -> None:
     faults = by_phase(held(load(name, (), *overrides)))
     assert {phase: fault.where for phase, fault in faults.items()} == dict.fromkeys(phases, knob)
     assert held(load(name, (), *overrides, *mends(faults["rollout"].mend))).faults == []
+
+
+def test_without_attention_groups_the_best_number_of_them_is_advised() -> None:
+    """And what a step then takes, as a plan of such engines says itself."""
+    alone = planned("dapo_deepseek671b", ("rollout.engine.dp=1",))
+    (advised,) = [re.search(r"rollout.engine.dp (\d+) would make it ([\d,]+) s a step", one) for one in alone.advice]
+    assert advised and float(advised[2].replace(",", "")) < alone.step.total_s / 2
+    groups = planned("dapo_deepseek671b", (f"rollout.engine.dp={advised[1]}",))
+    assert groups.step.total_s == pytest.approx(float(advised[2].replace(",", "")), rel=0.02)

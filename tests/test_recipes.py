@@ -110,6 +110,7 @@ def test_it_dry_runs(name: str, over: tuple[str, ...], quickstart_inputs: list[s
     assert any(line.startswith("critic: ") for line in lines) == (recipe.algorithm.name == "vapo")
     unchecked = {line.split(": ")[1] for line in lines if line.startswith("not checked here: ")}
     expected = {"model.path", "data.train", "data.eval.aime2024", "SGLang's choices of kernels and memory, which ask"}
+    expected |= {"memory and time"}
     assert {key.split(" the GPU")[0] for key in unchecked} == (set() if name == "quickstart" else expected)
     assert list(tmp_path.iterdir()) == [], "nothing is written"
 
