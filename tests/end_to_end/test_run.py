@@ -84,4 +84,4 @@ def test_other_layouts_agree_too(launch: Callable, algorithm: str, train: dict, 
         assert (algorithm == "prime") == ("critic/right" in record)
         assert record["reshard/attempts"] == record["reshard/version"] + 1, "no exchange had to be repeated"
     resolved = yaml.safe_load((command.folder / "runs/quickstart/recipe.yaml").read_text())
-    assert resolved["placement"] == placement
+    assert resolved["placement"] == {**placement, "network": "loopback", "hardware": None}

@@ -15,6 +15,8 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 SLURM = ROOT / "tests" / "slurm"
 _LIMIT_S = 60.0
+# A launcher leaves what is set as it is, and other tests of this process may have set these.
+_NOT_HANDED_ON = ("RAY_", "NCCL_", "GLOO_", "CUDA_", "MEGARL_", "SGLANG_")
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
@@ -34,7 +36,8 @@ class Desk:
         (room / "nodes").mkdir()
         path = [SLURM, SLURM / "stubs", Path(sys.executable).parent, os.environ["PATH"]]
         self.path = os.pathsep.join(map(str, path))
-        self._environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {
+        handed_on = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_HANDED_ON)}
+        self._environment = handed_on | {
             "PATH": self.path,
             "FAKE_SLURM": str(room),
             "MEGARL_JOBS": str(self.jobs),
