@@ -133,7 +133,7 @@ class Cluster:
         self.gather({ready: "placement group"})
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in fit}
         on = {bundle: addresses[node] for bundle, node in _nodes_of(self._placement).items()}
-        self._bundles = sorted(range(count), key=lambda bundle: ipaddress.ip_address(on[bundle]))
+        self._bundles = in_order(on)
         self.nodes = [on[bundle] for bundle in self._bundles]
 
     def worker(self, name: str, slot: int) -> Worker:
@@ -164,8 +164,9 @@ class Cluster:
         self.await_all(labels, among)
         try:
             return ray.get(list(labels))
-        except ray.exceptions.RayError:  # a node is gone, with what was to be fetched from it
-            raise self._cause(list(labels), labels) from None
+        except ray.exceptions.RayError as error:  # a node is gone, with what was to be fetched from it
+            failures = [(name, failure) for ref, name in labels.items() if (failure := _failure(ref)) is not None]
+            raise _worst(failures or [("a worker's result", error)]) from None
 
     def await_all(self, labels: Mapping[Ref, str], among: Sequence[Worker] | None = None) -> None:
         """`gather` without fetching what comes of it."""
@@ -215,6 +216,15 @@ class Cluster:
             os.environ.pop("TMPDIR")
             if self._tmpdir is not None:
                 os.environ["TMPDIR"] = self._tmpdir
+
+
+def in_order(addresses: Mapping[int, str]) -> list[int]:
+    """The bundles by their nodes' addresses. Raises UserFault where Ray knows a node by a name."""
+    try:
+        return sorted(addresses, key=lambda bundle: ipaddress.IPv4Address(addresses[bundle]))
+    except ipaddress.AddressValueError as error:
+        mend = "start Ray with the number: ray start --node-ip-address=10.0.0.2"
+        raise UserFault("placement.network", f"Ray knows a node by no IPv4 address ({error})", mend) from None
 
 
 def _nodes_of(placement: PlacementGroup) -> dict[int, str]:

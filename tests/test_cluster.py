@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.cluster import Cluster, WorkerFailed
+from megarl.cluster import Cluster, WorkerFailed, in_order
 from megarl.config import Placement
 from megarl.types import UserFault
 from megarl.worker import Worker
@@ -134,6 +134,12 @@ def test_every_worker_says_where_it_sits(cluster: Cluster, workers: list[Worker]
     with pytest.raises(RuntimeError, match=rf"rank 0 of GPU slot 0 is on {right}, not on 127\.0\.0\.9"):
         cluster.seats(workers, Placement(gpus=2))
     cluster.nodes[0] = right
+
+
+def test_nodes_are_ordered_by_number_and_known_by_no_name() -> None:
+    assert in_order({0: "10.0.0.10", 1: "10.0.0.9", 2: "10.0.0.1"}) == [2, 1, 0]
+    with pytest.raises(UserFault, match=r"placement\.network: .*'vm'.*--node-ip-address"):
+        in_order({0: "10.0.0.1", 1: "vm"})
 
 
 def test_calls_settle_when_each_has_ended_well_or_not(cluster: Cluster, workers: list[Worker]):

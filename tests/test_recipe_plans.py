@@ -6,7 +6,7 @@ All models are built in one start of the program that builds them; what several 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -19,7 +19,7 @@ from megarl.hardware import load_hardware
 from megarl.parallel.placement import engine_layout, train_layout
 from megarl.plan_memory import memory
 from megarl.plan_phases import MemoryPlan
-from tests.test_recipes import CLUSTER, DEBUG, OVERLAYS, RECIPES, ROOT, load, model_of
+from tests.test_recipes import CLUSTER, DEBUG, OVERLAYS, RECIPES, ROOT, kept, load, model_of
 
 CASES = [
     (name, over)
@@ -34,18 +34,6 @@ TOO_FEW: dict[str, tuple[dict[str, int], list[str], str]] = {
     "deepseek671b": ({"tp": 16, "ep": 16, "dp": 8}, ["rollout", "reshard"], "rollout.engine.fp8"),
     "qwen2_5_32b": ({"tp": 1}, ["rollout"], "rollout.engine.fp8"),
 }
-
-
-def kept(function: Callable[..., Any], key_of: Callable[..., Any]) -> Callable[..., Any]:
-    answers: dict[Any, Any] = {}
-
-    def call(*arguments: Any) -> Any:
-        key = key_of(*arguments)
-        if key not in answers:
-            answers[key] = function(*arguments)
-        return answers[key]
-
-    return call
 
 
 def kind_of(request: dict[str, Any]) -> Any:

@@ -62,19 +62,22 @@ def load(name: str, over: tuple[str, ...] = (), *overrides: str) -> Recipe:
     return load_recipe(RECIPES / f"{name}.yaml", [*given, *overrides])
 
 
+def kept(function: Callable[..., Any], key_of: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose answers are kept by key."""
+    answers: dict[Any, Any] = {}
+
+    def call(*arguments: Any) -> Any:
+        key = key_of(*arguments)
+        if key not in answers:
+            answers[key] = function(*arguments)
+        return answers[key]
+
+    return call
+
+
 @pytest.fixture(scope="module", autouse=True)
 def once() -> Iterator[None]:
     """The same functions, but each answer is kept for the recipes in which everything that it follows from is equal."""
-
-    def kept(function: Callable[..., Any], key_of: Callable[..., Any], answers: dict[Any, Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def call(*arguments: Any) -> Any:
-            key = key_of(*arguments)
-            if key not in answers:
-                answers[key] = function(*arguments)
-            return answers[key]
-
-        return call
 
     def places(recipe: Recipe, *_: Any) -> Any:
         exchange = recipe.reshard.round_bytes, recipe.placement, recipe.model.path, recipe.model.dtype
@@ -85,9 +88,9 @@ def once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)  # the recipes' own paths are relative to it
-        patch.setattr(dry_run, "_reshard", kept(lambda *given: list(_reshard(*given)), places, {}))
-        patch.setattr(preflight, "reshard_faults", kept(preflight.reshard_faults, places, {}))
-        patch.setattr(preflight, "reward_faults", kept(preflight.reward_faults, judge, {}))
+        patch.setattr(dry_run, "_reshard", kept(lambda *given: list(_reshard(*given)), places))
+        patch.setattr(preflight, "reshard_faults", kept(preflight.reshard_faults, places))
+        patch.setattr(preflight, "reward_faults", kept(preflight.reward_faults, judge))
         yield
 
 
