@@ -19,7 +19,8 @@ KEPT_BYTES = 256 * 2**20  # all chunks' logits stay for the backward pass if the
 class _HiddenLogprobs(torch.autograd.Function):
     """Chunks of tokens one after the other: where their logits are many, only one chunk's exist at a time.
 
-    With l = log softmax, p = exp l and H = -sum p l: dl_y = onehot_y - p and dH = -p (l + H).
+    With l = log softmax(z / temperature), p = exp l and H = -sum p l, by z / temperature: dl_y = onehot_y - p and
+    dH = -p (l + H).
     """
 
     @staticmethod
@@ -32,10 +33,11 @@ class _HiddenLogprobs(torch.autograd.Function):
         group: dist.ProcessGroup,
         chunk_tokens: int,
         keep: bool,
+        temperature: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         chunks, kept = [], []
         for hidden, labels in zip(hidden_TH.split(chunk_tokens), labels_T.split(chunk_tokens), strict=True):
-            logits_CV = _logits(hidden, weight_VH)
+            logits_CV = _logits(hidden, weight_VH, temperature)
             chunks.append(_chunk_statistics(logits_CV, labels, first))
             kept += [logits_CV] if keep else []
             del logits_CV
@@ -58,7 +60,7 @@ class _HiddenLogprobs(torch.autograd.Function):
         total_T, weighted_T, label_T = sums_3T
         entropy_T = total_T.log() - weighted_T / total_T
         ctx.save_for_backward(hidden_TH, weight_VH, labels_T, whole_peak_T + total_T.log(), entropy_T, peak_T)
-        ctx.first, ctx.chunk_tokens, ctx.kept = first, chunk_tokens, kept
+        ctx.first, ctx.chunk_tokens, ctx.kept, ctx.temperature = first, chunk_tokens, kept, temperature
         ctx.set_materialize_grads(False)  # most losses do not look at the entropy
         return label_T - total_T.log(), entropy_T
 
@@ -67,7 +69,7 @@ class _HiddenLogprobs(torch.autograd.Function):
         hidden_TH, weight_VH, labels_T, log_sum_T, entropy_T, peak_T = ctx.saved_tensors
         hidden_grad_TH = torch.empty_like(hidden_TH)
         weight_grad_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
-        logp_grad_T, entropy_grad_T = gradients
+        logp_grad_T, entropy_grad_T = (None if one is None else one / ctx.temperature for one in gradients)
         if logp_grad_T is None:
             logp_grad_T = torch.zeros_like(log_sum_T)
         columns = (hidden_TH, labels_T, log_sum_T, entropy_T, peak_T, logp_grad_T, hidden_grad_TH)
@@ -77,13 +79,13 @@ class _HiddenLogprobs(torch.autograd.Function):
             if ctx.kept:
                 logp_CV = ctx.kept[index] - (log_sum - peak)[:, None]
             else:
-                logp_CV = _logits(hidden, weight_VH).sub_(log_sum[:, None])
+                logp_CV = _logits(hidden, weight_VH, ctx.temperature).sub_(log_sum[:, None])
             grad_CV = _logits_grad(logp_CV, labels - ctx.first, logp_grad, of_entropy).to(hidden.dtype)
             del logp_CV
             torch.mm(grad_CV, weight_VH, out=hidden_grad)
             weight_grad_VH += grad_CV.T @ hidden
             del grad_CV  # else it is there beside the next chunk's logits
-        return hidden_grad_TH, weight_grad_VH.to(weight_VH.dtype), None, None, None, None, None
+        return hidden_grad_TH, weight_grad_VH.to(weight_VH.dtype), None, None, None, None, None, None
 
 
 def _logits_grad(
@@ -111,8 +113,10 @@ def _logits_grad(
     return grad_CV
 
 
-def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
-    return functional.linear(hidden_CH, weight_VH).float()
+def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Divided by the temperature in float32, as an engine's sampler divides them."""
+    logits_CV = functional.linear(hidden_CH, weight_VH).float()
+    return logits_CV if temperature == 1.0 else logits_CV.div_(temperature)
 
 
 def _chunk_statistics(logits_CV: torch.Tensor, labels_C: torch.Tensor, first: int) -> tuple[torch.Tensor, ...]:
@@ -139,13 +143,15 @@ def hidden_logprobs(
     *,
     vocab_size: int,
     group: dist.ProcessGroup,
+    temperature: float = 1.0,
     chunk_bytes: int = CHUNK_BYTES,
     kept_bytes: int = KEPT_BYTES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(logp_T, entropy_T), float32 [T] and differentiable, from the final hidden states and the output layer's weight.
 
     hidden_LH: this tensor-parallel rank's L = T / group size tokens (sequence parallelism); weight_VH: its rows of the
-    padded vocabulary, of which those at or beyond vocab_size take no part. Logits of more than kept_bytes are computed
+    padded vocabulary, of which those at or beyond vocab_size take no part; temperature: that the logits are divided by,
+    so that both results are those of the distribution that is sampled from. Logits of more than kept_bytes are computed
     again in the backward pass. Then there are, beside the gradients (the weight's in float32), a chunk's logits twice,
     in bfloat16 half once more: on a GPU 0.7 GB for 32,768 tokens of a vocabulary of 151,936 at TP 8, whose whole logits
     are 2.5 GB.
@@ -158,4 +164,5 @@ def hidden_logprobs(
     keep = torch.is_grad_enabled() and len(labels_T) * token_bytes <= kept_bytes
     hidden_TH = gather_shared(hidden_LH, group)
     valid_VH = weight_VH if num_valid == per_rank else weight_VH[:num_valid]
-    return _HiddenLogprobs.apply(hidden_TH, valid_VH, labels_T, first, group, chunk_tokens, keep)  # type: ignore
+    arguments = hidden_TH, valid_VH, labels_T, first, group, chunk_tokens, keep, temperature
+    return _HiddenLogprobs.apply(*arguments)  # type: ignore[return-value]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib.util
 import json
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from typing import Any
 
 from megarl.device import DEVICE, Address
 from megarl.rollout import cpu, seeded
+from megarl.spelling import near
 from megarl.types import UserFault
 
 WHERE = "rollout.engine.sglang"
@@ -69,6 +69,10 @@ REFUSED = {  # first letters of server arguments that the weights' map cannot fo
     "kt_": _SINGLE_OWNER,
     "json_model_override_args": "the engine's model would no longer be the one that is trained",
 }
+# Attention backends that read latent attention's keys from an fp8 cache (SGLang's layers/attention). Its others, among
+# them those that it chooses on Hopper, copy a layer's whole cache into the model's type in every step (`.to(q.dtype)`).
+LATENT_FP8_BACKENDS = ("cutedsl_mla", "flashmla", "tokenspeed_mla", "triton", "trtllm_mla")
+_PLAIN_CACHES = ("auto", "bf16", "bfloat16")
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
@@ -127,6 +131,8 @@ class EngineSettings:
 
     seeded: a prompt's samples are the same, to the last bit, whenever weights and stream are; slower. routed_experts:
     every sample says which experts its tokens went to.
+
+    timeout_s: how long a scheduler may stand still.
     """
 
     model_path: str
@@ -144,6 +150,7 @@ class EngineSettings:
     seeded: bool = False
     routed_experts: bool = False
     span: Span | None = None
+    timeout_s: float = 600.0
 
     @property
     def first_rank(self) -> int:
@@ -170,6 +177,7 @@ def server_arguments(settings: EngineSettings, weight_loader: str, device: str =
         "enable_dp_attention": settings.dp > 1,
         "disable_shared_experts_fusion": True,  # fused, their layout would depend on the GPU
         "enable_return_routed_experts": settings.routed_experts,
+        "watchdog_timeout": 2 * settings.timeout_s,  # later than the host, which says who stands still
     }
     if settings.span:
         host, port = settings.span.meet
@@ -200,10 +208,32 @@ def sglang_faults(arguments: Mapping[str, Any]) -> list[UserFault]:
         elif why := next((why for start, why in REFUSED.items() if key.startswith(start)), None):
             faults.append(UserFault(f"{WHERE}.{key}", f"resharding does not support it: {why}", "remove it"))
         elif key not in known:
-            near = difflib.get_close_matches(key, sorted(known), n=1)
-            mend = f"did you mean {near[0]}?" if near else "see SGLang's ServerArgs for the names it has"
+            meant = near(key, sorted(known))
+            mend = f"did you mean {meant[0]}?" if meant else "see SGLang's ServerArgs for the names it has"
             faults.append(UserFault(f"{WHERE}.{key}", "SGLang has no such server argument", mend))
     return faults
+
+
+def latent_cache_faults(arguments: Mapping[str, Any]) -> list[UserFault]:
+    """A KV cache's type that the attention backend of a model with latent attention does not take."""
+    cached = arguments.get("kv_cache_dtype", "auto")
+    if cached in _PLAIN_CACHES:
+        return []
+    where, mend = f"{WHERE}.kv_cache_dtype", f"remove it, or set {WHERE}.attention_backend to"
+    mend = f"{mend} flashmla (Hopper), trtllm_mla (Blackwell) or triton"
+    if cached != "fp8_e4m3":
+        problem = f"SGLang's latent attention does not take a cache in {cached!r}"
+        return [UserFault(where, problem, "set it to fp8_e4m3, or remove it")]
+    both = arguments.get("attention_backend")
+    named = [arguments.get(f"{phase}_attention_backend") or both for phase in ("prefill", "decode")]
+    others = sorted({str(backend) for backend in named if backend and backend not in LATENT_FP8_BACKENDS})
+    if others:
+        problem = f"'{cached}', but {others[0]} copies a layer's whole cache of latent attention into another type"
+        return [UserFault(where, problem, mend)]
+    if None in named:
+        problem = f"'{cached}', but no attention backend is named: SGLang may choose one that does not take it"
+        return [UserFault(where, problem, mend)]
+    return []
 
 
 @cache

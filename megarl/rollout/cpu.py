@@ -25,10 +25,12 @@ import torch
 from torch.nn import functional as F
 
 _KERNELS = "sgl_kernel"
+_VISION = "torchvision"
 
 
 def prepare() -> None:
     """Make `import sglang` work."""
+    stand_in_for_torchvision()
     declare_torchvision_operators()
     stand_in_for_kernels()
 
@@ -111,7 +113,7 @@ def quiet_import() -> Iterator[None]:
 
 def declare_torchvision_operators() -> None:
     """PyPI's torchvision wheel is a CUDA build: its library does not load here, so its import finds no operators."""
-    spec = importlib.util.find_spec("torchvision")
+    spec = importlib.util.find_spec(_VISION)
     if spec is None or spec.origin is None:
         return
     with suppress(OSError):
@@ -127,39 +129,55 @@ def declare_torchvision_operators() -> None:
 _KEPT_LIBRARIES: list[torch.library.Library] = []  # a Library that is collected takes its definitions away
 
 
-class _MissingKernel:
-    """A name of `sgl_kernel`: its attributes are missing kernels too (SGLang reads constants), calling it raises."""
+class _MissingName:
+    """A name of a missing package: its attributes are missing names too (SGLang reads constants), calling it raises."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def __getattr__(self, name: str) -> _MissingKernel:
+    def __getattr__(self, name: str) -> _MissingName:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _MissingKernel(f"{self._name}.{name}")
+        return _MissingName(f"{self._name}.{name}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(f"{self._name} was called on a machine that has no SGLang kernels")
+        package = self._name.split(".")[0]
+        raise RuntimeError(f"{self._name} was called on a machine without {package}, which SGLang imports")
 
 
-class _MissingKernels(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds `sgl_kernel` and any submodule of it."""
+class _MissingPackage(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds a package that is not installed, and any submodule of it."""
+
+    def __init__(self, package: str) -> None:
+        self._package = package
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname.split(".")[0] != _KERNELS:
+        if fullname.split(".")[0] != self._package:
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__dict__["__getattr__"] = _MissingKernel(module.__name__).__getattr__
+        module.__dict__["__getattr__"] = _MissingName(module.__name__).__getattr__
 
 
 def stand_in_for_kernels() -> None:
     """SGLang imports `sgl_kernel` while loading but calls its torch paths on CPU; the wheel needs CUDA to import."""
     if importlib.util.find_spec(_KERNELS) is None:
-        sys.meta_path.append(_MissingKernels())
+        sys.meta_path.append(_MissingPackage(_KERNELS))
+
+
+def stand_in_for_torchvision() -> None:
+    """SGLang imports torchvision for its image models and registers their processors, also where no image is read.
+
+    Transformers decides first that torchvision is absent, and keeps that answer: it must not take the stand-in for a
+    release of torchvision. Its AutoImageProcessor needs none, but its package puts a class that raises in its place.
+    """
+    if importlib.util.find_spec(_VISION) is None:
+        processors = importlib.import_module("transformers.models.auto.image_processing_auto")
+        vars(sys.modules["transformers"])["AutoImageProcessor"] = processors.AutoImageProcessor
+        sys.meta_path.append(_MissingPackage(_VISION))
 
 
 def skip_remote_experts() -> None:

@@ -52,8 +52,8 @@ class Engine:
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[Sample]:
         """`sampling.num_samples` responses to one prompt.
 
-        The logprobs are those of the model's own distribution (temperature 1, nothing truncated) whatever the
-        sampling is, so that the trainer's logprobs of the same tokens equal them.
+        The logprobs are those of softmax(logits / temperature), not truncated, so that the trainer's logprobs of the
+        same tokens equal them. Those of greedy samples are of temperature 1.
         Raises EngineFault when a scheduler has died or a reshard has failed.
         """
         if self._stale is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,9 +11,11 @@ import numpy as np
 
 from megarl.config import Recipe, Reward
 from megarl.rollout.arguments import EngineSettings, Sampling, Span
+from megarl.rollout.concurrency import most_sequences
 from megarl.rollout.engine import Engine, Schedulers
 from megarl.rollout.rewards import MEND, WHERE, Failure, Verdict, told
 from megarl.rollout.rewards.judges import Judges
+from megarl.rollout.seeded import generator_seed
 from megarl.types import GroupSummary, Prompt, Sample, SampleGroup, UserFault
 
 __all__ = ["RolloutWorker", "Sampling", "demonstration", "engine_settings", "scored", "summary"]
@@ -31,9 +32,9 @@ def engine_settings(recipe: Recipe, index: int, span: Span | None = None) -> Eng
         tp=engine.tp,
         ep=engine.ep,
         dtype=recipe.model.dtype,
-        seed=recipe.run.seed + index,
+        seed=generator_seed(recipe.run.seed, index),
         context_tokens=recipe.data.max_prompt_tokens + recipe.longest_response,
-        concurrency=math.ceil(rollout.prompts_per_step / engine.count) * rollout.samples_per_prompt,
+        concurrency=most_sequences(recipe),
         first_gpu=recipe.placement.gpu_of(recipe.placement.first_engine_gpu + index * engine.tp),
         load_weights=False,
         sglang=engine.sglang,
@@ -42,6 +43,7 @@ def engine_settings(recipe: Recipe, index: int, span: Span | None = None) -> Eng
         seeded=rollout.seeded,
         routed_experts=recipe.train.replay == "r3",
         span=span,
+        timeout_s=recipe.run.timeout_s,
     )
 
 

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import shutil
 import signal
 import tempfile
 import threading
 from collections.abc import Coroutine, Mapping
+from concurrent import futures
 from concurrent.futures import Future
 from multiprocessing import connection
-from pathlib import Path
 from typing import Any, TypeVar
 
 from megarl.device import DEVICE
 from megarl.rollout import cpu, scheduler
 from megarl.rollout.arguments import EngineSettings
+from megarl.rollout.rounds import Standstill, make_file
+from megarl.session_folder import SessionFolder, remove_dead
+from megarl.types import Silence
 
 Result = TypeVar("Result")
 _LOG_LINES = 30
+PREFIX = "megarl-engine-"  # of its folder; in a run that lies in the run's own
 
 
 class EngineFault(RuntimeError):
@@ -31,6 +34,10 @@ class EngineFault(RuntimeError):
 
     def __str__(self) -> str:
         return f"{self.log}\n{self.cause}" if self.log else self.cause
+
+
+class EngineStandstill(EngineFault, Silence):
+    """A scheduler is alive and has done nothing for run.timeout_s."""
 
 
 class Host:
@@ -45,25 +52,36 @@ class Host:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
         self._stop_reader, self._stop_writer = connection.Pipe(duplex=False)
-        folder = Path(tempfile.mkdtemp(prefix="megarl-engine-"))
-        self._entry = scheduler.SchedulerEntry(folder, settings.seeded, settings.span, settings.first_rank)
         scheduler.set_environment()
-        if DEVICE == "cpu":
-            cpu.start_fork_server()
+        remove_dead(PREFIX, tempfile.gettempdir())
+        self._folder = SessionFolder(PREFIX, tempfile.gettempdir())
+        self._entry = scheduler.SchedulerEntry(self._folder.path, settings.seeded, settings.span, settings.first_rank)
+        make_file(self._entry.rounds_path, settings.tp)
+        self._standstill = Standstill(self._entry.rounds_path, settings.timeout_s)
         self._relay: Any = None
         if settings.span and settings.dp > 1:
             from megarl.rollout.relay import Groups, Relay
 
-            self._relay = Relay(folder, Groups(settings.tp, settings.dp, settings.span.nodes), settings.span)
+            groups = Groups(settings.tp, settings.dp, settings.span.nodes)
+            try:
+                self._relay = Relay(self._folder.path, groups, settings.span)
+            except BaseException:
+                self._folder.remove()
+                raise
+        if DEVICE == "cpu":
+            cpu.start_fork_server()
         started: Future[Any] = Future()
         serve = (started, server_arguments)
         self._thread = threading.Thread(target=self._serve, args=serve, name="engine", daemon=True)
         self._thread.start()
         try:
-            self.server = started.result()
-        except Exception as error:
-            fault = self._death() or EngineFault(f"the engine did not start: {type(error).__name__}: {error}")
+            self.server = self._outcome(started)
+        except BaseException as error:
+            fault = self._fault or self._death()
+            fault = fault or EngineFault(f"the engine did not start: {type(error).__name__}: {error}")
             self.stop()
+            if not isinstance(error, Exception):
+                raise
             raise fault from error
         if self.server.tokenizer_manager is not None:  # on the first node alone
             self.server.tokenizer_manager.on_failure = self._fail_host
@@ -91,7 +109,7 @@ class Host:
             self._relay.stop()
         if DEVICE == "cpu":
             cpu.stop_fork_server()
-        shutil.rmtree(self._entry.directory, ignore_errors=True)
+        self._folder.remove()
         atexit.unregister(self.stop)
 
     def _serve(self, started: Future[Any], server_arguments: Mapping[str, Any]) -> None:
@@ -122,19 +140,36 @@ class Host:
         except asyncio.CancelledError:
             if self._fault is None:
                 raise
-            raise EngineFault(*self._fault.args) from None
+            raise type(self._fault)(*self._fault.args) from None
         finally:
             self._tasks.discard(task)
 
     def _refuse_if_gone(self, work: Coroutine[Any, Any, Any]) -> None:
         if self._fault is not None:
             work.close()
-            raise EngineFault(*self._fault.args)
+            raise type(self._fault)(*self._fault.args)
+
+    def _outcome(self, started: Future[Any]) -> Any:
+        """Wait for the start, and end it when a scheduler stands still."""
+        while not futures.wait([started], self._standstill.period_s).done:
+            if self._look():
+                self._entry.kill()
+        return started.result()
+
+    def _look(self) -> bool:
+        """Whether a scheduler stands still; who waits is told."""
+        words = self._standstill.look(self._entry.processes, self._entry.first_rank)
+        if words:
+            self._fail(EngineStandstill(words))
+        return words is not None
 
     def _watch(self) -> None:
-        """A dead scheduler leaves its peers waiting in a collective: they are ended too."""
+        """A scheduler that is dead or stands still leaves its peers waiting in a collective: they are ended too."""
         waited: list[Any] = [self._stop_reader, *(process.sentinel for process in self._entry.processes)]
-        if self._stop_reader in connection.wait(waited):
+        while not (ended := connection.wait(waited, self._standstill.period_s)):
+            if self._look():
+                break
+        if self._stop_reader in ended:
             return
         self._fail(self._death() or EngineFault("a scheduler of the engine ended"))
         self._entry.kill()

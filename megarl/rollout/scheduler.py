@@ -18,16 +18,17 @@ from tqdm import tqdm
 from megarl.device import DEVICE, use_loopback
 from megarl.rollout import cpu, seeded
 from megarl.rollout.arguments import Span
+from megarl.rollout.rounds import Rounds
 
 
 def set_environment() -> None:
     """What SGLang and its libraries read from the environment, some of it when they are imported.
 
-    Run in the host process before its schedulers start. Logprobs are asked for as the model gives them, before
-    temperature and truncation, so that they are the trainer's too.
+    Run in the host process before its schedulers start. Logprobs are those of the distribution at the sampling
+    temperature, as the trainer computes them, even where the user's environment asks SGLang for those of temperature 1.
     """
     use_loopback()
-    os.environ["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "1"
+    os.environ["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "0"
     os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"  # on an engine's further nodes its start returns
     os.environ["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"  # a /dev/shm file that a SIGKILL leaves
     if DEVICE == "cpu":
@@ -50,6 +51,11 @@ class SchedulerEntry:
 
     def log_path(self, tp_rank: int) -> Path:
         return self.directory / f"scheduler-{tp_rank}.log"
+
+    @property
+    def rounds_path(self) -> Path:
+        """Of the file in which the schedulers count their rounds."""
+        return self.directory / "rounds"
 
     def kill(self) -> None:
         """End and reap the schedulers."""
@@ -88,10 +94,13 @@ class SchedulerEntry:
                 seeded.patch_sglang()
             from sglang.srt.managers import scheduler
 
+            rounds = Rounds(self.rounds_path, tp_rank - self.first_rank)
+            _seed_groups(scheduler)
+            _count_rounds(scheduler, rounds)
             _end_on_exceptions(scheduler)
             _publish_no_load(scheduler)
             tqdm.set_lock(threading.RLock())  # its default lock is a named semaphore, which a SIGKILL leaves
-            _report_failed_loads()
+            _report_failed_loads(rounds)
             group = tp_rank * server_args.dp_size // server_args.tp_size if server_args.dp_size > 1 else None
             address = group_address(port_args.scheduler_input_ipc_name, group or 0)
             port_args = replace(port_args, scheduler_input_ipc_name=address)
@@ -126,6 +135,22 @@ def _exit_with_traceback() -> Iterator[None]:
         os._exit(1)
 
 
+def _seed_groups(scheduler: Any) -> None:
+    """SGLang gives every rank one seed, by which all attention groups would draw the same samples of a prompt.
+
+    The ranks of one group share a seed: each of them draws the group's tokens for itself.
+    """
+    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.utils import set_random_seed
+
+    class Scheduler(scheduler.Scheduler):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            set_random_seed(seeded.generator_seed(self.random_seed, get_parallel().attn_dp_rank))
+
+    scheduler.Scheduler = Scheduler
+
+
 def _end_on_exceptions(scheduler: Any) -> None:
     """SGLang answers a scheduler's exception with SIGQUIT to its parent, which would kill the actor without a word."""
 
@@ -141,12 +166,23 @@ def _end_on_exceptions(scheduler: Any) -> None:
     scheduler.Scheduler = Scheduler
 
 
+def _count_rounds(scheduler: Any, rounds: Rounds) -> None:
+    """SGLang's own watchdog counts forward passes alone, and answers a standstill with SIGQUIT to its parent."""
+
+    class Scheduler(scheduler.Scheduler):
+        def ingest_requests(self, *args: Any, **kwargs: Any) -> Any:
+            rounds.count()
+            return super().ingest_requests(*args, **kwargs)
+
+    scheduler.Scheduler = Scheduler
+
+
 def _publish_no_load(scheduler: Any) -> None:
     """SGLang's load snapshot for balancers is a file in /dev/shm that nothing of ours reads and a SIGKILL leaves."""
     scheduler.create_load_snapshot_writer = lambda *args, **kwargs: None
 
 
-def _report_failed_loads() -> None:
+def _report_failed_loads(rounds: Rounds) -> None:
     """A custom weight loader that raises ends SGLang's scheduler; ours must answer, on every rank, what was wrong.
 
     The ranks exchange their errors, so that rank 0, the only one that answers, also knows of the others'.
@@ -160,7 +196,8 @@ def _report_failed_loads() -> None:
 
     def update(self: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
         try:
-            success, message = original(self, *args, **kwargs)
+            with rounds.exempt():
+                success, message = original(self, *args, **kwargs)
         except Exception as error:
             traceback.print_exc()
             success, message = False, " ".join(f"{type(error).__name__}: {error}".split())

@@ -37,6 +37,11 @@ def sample_seed(stream: Sequence[int], index: int) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
 
 
+def generator_seed(seed: int, index: int) -> int:
+    """A seed of 32 bits (as NumPy takes it) for generator `index` of those that share `seed` and draw independently."""
+    return sample_seed((seed,), index) >> 31
+
+
 def patch_sglang() -> None:
     """Run in a scheduler before its model is built."""
     choose_by_seed()

@@ -24,6 +24,7 @@ CASES: list[Case] = [  # ranks, vocabulary, dtype, bytes of a chunk; at 4 ranks 
     (4, 40, "bfloat16", 400),
 ]
 KEPT_BYTES = (0, 10**6)  # logits are computed again, or stay
+TEMPERATURES = (1.0, 0.7, 1.3)
 
 
 def inputs(dtype: str) -> tuple[torch.Tensor, ...]:
@@ -41,13 +42,12 @@ def every_case(rank: int, meet: Address) -> list[tuple[np.ndarray, ...]]:
     dist.init_process_group("gloo", store=device.join_store(meet, TIMEOUT_S), rank=rank, world_size=4)
     groups: dict[int, Any] = {size: dist.new_subgroups(size)[0] for size in (1, 2, 4)}
     found = []
-    for (size, vocab, dtype, chunk_bytes), kept in product(CASES, KEPT_BYTES):
+    for (size, vocab, dtype, chunk_bytes), kept, temperature in product(CASES, KEPT_BYTES, TEMPERATURES):
         hidden, weight, labels, *weights = inputs(dtype)
         mine = hidden.chunk(size)[rank % size].clone().requires_grad_()
         rows = weight.chunk(size)[rank % size].clone().requires_grad_()
-        results = hidden_logprobs(
-            mine, rows, labels, vocab_size=vocab, group=groups[size], chunk_bytes=chunk_bytes, kept_bytes=kept
-        )
+        limits = {"vocab_size": vocab, "chunk_bytes": chunk_bytes, "kept_bytes": kept}
+        results = hidden_logprobs(mine, rows, labels, group=groups[size], temperature=temperature, **limits)
         loss = sum((one * by).sum() for one, by in zip(results, weights, strict=True))
         assert isinstance(loss, torch.Tensor)
         gradients = torch.autograd.grad(loss, (mine, rows))
@@ -55,10 +55,10 @@ def every_case(rank: int, meet: Address) -> list[tuple[np.ndarray, ...]]:
     return found
 
 
-def plain(vocab: int, dtype: str) -> tuple[torch.Tensor, ...]:
+def plain(vocab: int, dtype: str, temperature: float) -> tuple[torch.Tensor, ...]:
     hidden, weight, labels, *weights = inputs(dtype)
     hidden, weight = (one.double().requires_grad_() for one in (hidden, weight))
-    full_TV = (hidden @ weight[:vocab].T).log_softmax(-1)
+    full_TV = (hidden @ weight[:vocab].T / temperature).log_softmax(-1)
     logp_T, entropy_T = full_TV.gather(-1, labels[:, None])[:, 0], -(full_TV.exp() * full_TV).sum(-1)
     loss = (logp_T * weights[0]).sum() + (entropy_T * weights[1]).sum()
     return logp_T.detach(), entropy_T.detach(), *torch.autograd.grad(loss, (hidden, weight))
@@ -67,8 +67,8 @@ def plain(vocab: int, dtype: str) -> tuple[torch.Tensor, ...]:
 @pytest.mark.slow
 def test_values_and_gradients_over_ranks() -> None:
     ranks = run_ranks(4, every_case)
-    for index, ((size, vocab, dtype, _), _) in enumerate(product(CASES, KEPT_BYTES)):
-        expected = plain(vocab, dtype)
+    for index, ((size, vocab, dtype, _), _, temperature) in enumerate(product(CASES, KEPT_BYTES, TEMPERATURES)):
+        expected = plain(vocab, dtype, temperature)
         tolerance = 1e-5 if dtype == "float32" else 3e-2
         for first in range(0, 4, size):
             members = [tuple(map(torch.from_numpy, ranks[first + member][index])) for member in range(size)]

@@ -79,9 +79,9 @@ class Reference:
         """[tokens, vocabulary]"""
         return self.model(torch.tensor([list(token_ids)])).logits[0]
 
-    def logprobs(self, prompt: Sequence[int], response: Sequence[int]) -> torch.Tensor:
+    def logprobs(self, prompt: Sequence[int], response: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
         """Of each response token, given all before it."""
-        logits = self.logits([*prompt, *response])[len(prompt) - 1 : -1]
+        logits = self.logits([*prompt, *response])[len(prompt) - 1 : -1] / temperature
         return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
 
     @torch.no_grad()

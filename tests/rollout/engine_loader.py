@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 
 import torch
@@ -16,10 +17,14 @@ from megarl.types import MlaShape, ModelShape
 
 def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """The message's keys: shape and engine (verify the map of this rank), scale, refresh (False: derive nothing anew),
-    fail_on (a rank, which raises when it has scaled half of its parameters)."""
+    fail_on (a rank, which raises when it has scaled half of its parameters), rest_s (seconds to take), and
+    rest_in_next_round_s (seconds that the next forward pass takes)."""
     (name, content), *_ = named_tensors
     message = json.loads(bytes(content.tolist()))
     params = list(engine_model.params(model).values())
+    time.sleep(message.get("rest_s", 0.0))
+    if seconds := message.get("rest_in_next_round_s"):
+        model.register_forward_pre_hook(lambda *_: time.sleep(seconds))
     if "shape" in message:
         verify(model, message["shape"], message["engine"])
     half = len(params) // 2

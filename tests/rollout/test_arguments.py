@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megarl.device import DEVICE
-from megarl.rollout.arguments import REFUSED, EngineSettings, server_arguments, server_fields, sglang_faults
+from megarl.rollout.arguments import (
+    LATENT_FP8_BACKENDS,
+    REFUSED,
+    EngineSettings,
+    latent_cache_faults,
+    server_arguments,
+    server_fields,
+    sglang_faults,
+)
 
 SETTINGS = EngineSettings("model", 2, 1, "float32", 7, 128, 64, sglang={"page_size": 16, "max_running_requests": 8})
+
+COPIED = re.compile(r"get_key_buffer\([^)]*\)\.to\(\s*q\.dtype")
 
 needs_sglang = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
 
@@ -56,6 +68,52 @@ def test_what_resharding_cannot_follow_is_refused_with_the_reason() -> None:
     assert "holds some experts twice" in faults[2]
     assert "shared experts" in faults[3]
     assert faults[4].endswith("quantization: is set by megarl itself; set rollout.engine.fp8 and remove it")
+
+
+TAKEN = [
+    {},
+    {"kv_cache_dtype": "auto"},
+    {"kv_cache_dtype": "bfloat16", "attention_backend": "fa3"},
+    {"kv_cache_dtype": "fp8_e4m3", "attention_backend": "flashmla"},
+    {"kv_cache_dtype": "fp8_e4m3", "prefill_attention_backend": "triton", "decode_attention_backend": "trtllm_mla"},
+]
+NOT_TAKEN = [
+    ({"kv_cache_dtype": "fp8_e4m3"}, "'fp8_e4m3', but no attention backend is named"),
+    ({"kv_cache_dtype": "fp8_e4m3", "attention_backend": "fa3"}, "'fp8_e4m3', but fa3 copies a layer's whole cache"),
+    (
+        {"kv_cache_dtype": "fp8_e4m3", "attention_backend": "flashmla", "decode_attention_backend": "flashinfer"},
+        "'fp8_e4m3', but flashinfer copies",
+    ),
+    ({"kv_cache_dtype": "fp8_e4m3", "decode_attention_backend": "flashmla"}, "no attention backend is named"),
+    ({"kv_cache_dtype": "fp8_e5m2", "attention_backend": "flashmla"}, "does not take a cache in 'fp8_e5m2'"),
+]
+
+
+@pytest.mark.parametrize("arguments", TAKEN, ids=str)
+def test_a_cache_that_latent_attention_takes(arguments: dict[str, Any]) -> None:
+    assert latent_cache_faults(arguments) == []
+
+
+@pytest.mark.parametrize(("arguments", "says"), NOT_TAKEN, ids=str)
+def test_a_cache_that_latent_attention_does_not_take(arguments: dict[str, Any], says: str) -> None:
+    (fault,) = latent_cache_faults(arguments)
+    assert fault.where == "rollout.engine.sglang.kv_cache_dtype"
+    assert says in fault.problem
+    assert "remove it" in fault.mend
+
+
+@needs_sglang
+def test_the_backends_are_sglangs_and_those_left_out_copy_the_cache() -> None:
+    """In SGLang's source: a backend that copies the cache has `get_key_buffer(...).to(q.dtype)` where it decodes."""
+    spec = importlib.util.find_spec("sglang")
+    assert spec and spec.origin
+    folder = Path(spec.origin).parent / "srt" / "layers" / "attention"
+    registered = (folder / "attention_registry.py").read_text()
+    for name in LATENT_FP8_BACKENDS:
+        assert f'@register_attention_backend("{name}")' in registered
+        assert not COPIED.search((folder / f"{name}_backend.py").read_text()), name
+    for name in ("flashattention", "flashinfer_mla"):  # fa3, fa4; flashinfer
+        assert COPIED.search((folder / f"{name}_backend.py").read_text()), name
 
 
 @needs_sglang

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,20 +33,33 @@ async def sample_all(engine: Engine, sampling: Sampling) -> list[list[Sample]]:
     return await asyncio.gather(*(engine.generate(prompt, sampling) for prompt in PROMPTS))
 
 
-def worst_gap(groups: list[list[Sample]], reference: Any) -> float:
+def worst_gap(
+    groups: list[list[Sample]], reference: Any, temperature: float = 1.0, prompts: Sequence[list[int]] = PROMPTS
+) -> float:
     """The largest |engine - transformers| over all sampled tokens."""
     return max(
-        float(np.abs(sample.engine_logp_T - reference.logprobs(prompt, sample.response_ids_T.tolist()).numpy()).max())
-        for prompt, group in zip(PROMPTS, groups, strict=True)
+        float(np.abs(sample.engine_logp_T - logps.numpy()).max())
+        for prompt, group in zip(prompts, groups, strict=True)
         for sample in group
+        for logps in [reference.logprobs(prompt, sample.response_ids_T.tolist(), temperature)]
     )
 
 
-@pytest.mark.parametrize("sampling", [Sampling(4, 12), Sampling(4, 12, 0.6, 0.9)], ids=["plain", "cooler-truncated"])
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(4, 12), Sampling(4, 12, 0.6, 0.9), Sampling(4, 12, 1.3)],
+    ids=["plain", "cooler-truncated", "warmer"],
+)
 def test_logprobs_are_those_of_the_model(engine: Engine, reference: Any, sampling: Sampling) -> None:
-    groups = asyncio.run(sample_all(engine, sampling))
+    """At the temperature that was sampled at, beside greedy samples, whose own are of temperature 1."""
+
+    async def sample_both() -> tuple[list[list[Sample]], list[list[Sample]]]:
+        return await asyncio.gather(sample_all(engine, sampling), sample_all(engine, Sampling(1, 12, 0.0)))
+
+    groups, greedy = asyncio.run(sample_both())
     assert [len(group) for group in groups] == [4] * len(PROMPTS)
-    assert worst_gap(groups, reference) < TOLERANCE
+    assert worst_gap(groups, reference, sampling.temperature) < TOLERANCE
+    assert worst_gap(greedy, reference) < TOLERANCE
     assert len({sample.response_ids_T.tobytes() for sample in groups[0]}) > 1, "samples of a group must differ"
 
 

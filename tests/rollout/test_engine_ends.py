@@ -18,10 +18,14 @@ import pytest
 import zmq.asyncio
 
 from megarl.rollout.engine import Engine, EngineFault, Sampling
+from megarl.rollout.host import PREFIX
+from megarl.rollout.rounds import PEERS_S
+from megarl.session_folder import remove_dead
 
 pytestmark = pytest.mark.slow
 
 PROMPT = [3, 7, 15, 8, 18, 4]
+BOUND_S = 5.0  # of a standstill; the machine may be busy
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -70,6 +74,35 @@ def test_a_killed_scheduler_is_named_to_who_waits_and_to_who_comes(
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_scheduler_is_named_to_who_waits(build_engine: Callable[..., Engine], rank: int) -> None:
+    """A signal that stops it leaves its peers waiting in a collective, and nothing to hear of."""
+    engine = build_engine(2, 1, timeout_s=BOUND_S)
+    pids = engine.pids()
+    cause = rf"^engine scheduler {rank} \(pid {pids[rank]}\) was stopped by a signal, {BOUND_S:g} s ago$"
+
+    async def stop_while_waiting() -> None:
+        pending = asyncio.ensure_future(engine.generate(PROMPT, Sampling(64, 450)))
+        os.kill(pids[rank], signal.SIGSTOP)
+        with pytest.raises(EngineFault, match=cause):
+            await asyncio.wait_for(pending, timeout=10 * BOUND_S)
+
+    asyncio.run(stop_while_waiting())
+    engine.shutdown()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_a_scheduler_that_stays_in_one_round_is_named(build_engine: Callable[..., Engine]) -> None:
+    """The weight loader may take its time, whoever loads; a round of the loop may not."""
+    engine = build_engine(2, 1, timeout_s=BOUND_S)
+    asyncio.run(engine.reshard({"rest_s": BOUND_S + 2 * PEERS_S}, 1))
+    asyncio.run(engine.generate(PROMPT, Sampling(1, 4)))
+    asyncio.run(engine.reshard({"rest_in_next_round_s": 600.0}, 2))
+    both = r"0 \(pid \d+\), 1 \(pid \d+\)"
+    with pytest.raises(EngineFault, match=rf"^engine scheduler {both} has done nothing for {BOUND_S:g} s$"):
+        asyncio.run(asyncio.wait_for(engine.generate(PROMPT, Sampling(1, 4)), timeout=10 * BOUND_S))
+
+
 def open_contexts() -> set[int]:
     """ZeroMQ contexts that would block the garbage collector, should it find them before their sockets."""
     return {id(one) for one in gc.get_objects() if isinstance(one, zmq.asyncio.Context) and not one.closed}
@@ -97,7 +130,9 @@ def test_an_argument_that_sglang_refuses_is_named(build_engine: Callable[..., En
         build_engine(1, 1, sglang={"schedule_policy": "no-such-policy"})
 
 
-def test_schedulers_die_with_a_killed_host(checkpoint: Path) -> None:
+def test_schedulers_die_with_a_killed_host_and_the_next_start_removes_its_folder(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     program = """
 import sys
 from megarl.rollout.engine import Engine, EngineSettings
@@ -106,7 +141,8 @@ print(*engine.pids(), flush=True)
 sys.stdin.read()
 """
     command = [sys.executable, "-c", program, str(checkpoint)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as host:
+    own = {**os.environ, "TMPDIR": str(tmp_path)}  # who is killed cannot remove its folder
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=own) as host:
         assert host.stdout is not None
         schedulers = [psutil.Process(int(pid)) for pid in host.stdout.readline().split()]
         host.kill()
@@ -115,6 +151,10 @@ sys.stdin.read()
         while alive := [process for process in schedulers if is_alive(process)]:
             assert time.monotonic() < deadline, alive
             time.sleep(0.1)
+    (left,) = tmp_path.glob("megarl-engine-*")
+    assert left.stat().st_mode & 0o777 == 0o700
+    assert remove_dead(PREFIX, str(tmp_path)) == 1
+    assert list(tmp_path.glob("megarl-engine-*")) == []
 
 
 def is_alive(process: psutil.Process) -> bool:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from megarl.config import Recipe, Reward
+from megarl.rollout.concurrency import step_sequences
 from megarl.rollout.engine import Engine, EngineFault
 from megarl.rollout.episodes import RolloutWorker, Sampling, demonstration, engine_settings, scored, summary
 from megarl.rollout.rewards import Failure, Verdict
@@ -45,13 +46,41 @@ def recipe(model: str, reward: str = "megarl.rollout.rewards.exact:score") -> Re
 def test_an_engines_settings_come_from_the_recipe() -> None:
     settings = engine_settings(recipe("somewhere"), index=1)
     assert (settings.tp, settings.ep, settings.dtype, settings.first_gpu) == (2, 1, "float32", 2)
-    assert settings.seed == 12, "engines that share a seed would sample the same from the same prompt"
     assert settings.context_tokens == 40
     assert settings.concurrency == 16, "an engine gets at most 4 of 7 prompts"
     assert not settings.load_weights
     assert settings.sglang == {"page_size": 1}
     assert not settings.seeded
     assert not settings.routed_experts
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "rollout", "evaluation", "sequences"),
+    [
+        ({"name": "dapo"}, {}, {}, 24),  # 11 prompts for 7 groups: an engine gets at most 6 of them
+        ({"name": "dapo", "oversample": 3.0}, {}, {}, 44),
+        ({"name": "remax"}, {}, {}, 20),  # with the greedy sample
+        ({"name": "ppo"}, {"samples_per_prompt": 1}, {}, 4),
+        ({"name": "ppo"}, {"samples_per_prompt": 1}, {"max_prompts": 5}, 4),
+        ({"name": "ppo"}, {"samples_per_prompt": 1}, {"max_prompts": 9, "samples": 3, "temperature": 1.0}, 15),
+        ({"name": "ppo"}, {"samples_per_prompt": 1}, {"max_prompts": 9, "sets": {"hard": {"samples": 3}}}, 15),
+        ({"name": "ppo"}, {"samples_per_prompt": 1, "dp": 2}, {"max_prompts": 9, "samples": 3}, 16),  # 8 of each group
+    ],
+)
+def test_an_engine_runs_all_at_once_that_it_is_given(
+    algorithm: dict[str, Any], rollout: dict[str, Any], evaluation: dict[str, Any], sequences: int
+) -> None:
+    """The largest round of a step, or an evaluation set, if that is more."""
+    tree = recipe("somewhere").model_dump()
+    dp = rollout.pop("dp", 1)
+    tree["algorithm"] = algorithm
+    tree["rollout"] |= rollout
+    tree["rollout"]["engine"]["dp"] = dp
+    if evaluation:
+        tree["data"]["eval"], tree["evaluation"] = {"easy": "easy.jsonl", "hard": "hard.jsonl"}, evaluation
+    made = Recipe.model_validate(tree)
+    assert engine_settings(made, index=0).concurrency == sequences
+    assert step_sequences(made) == (sequences if not evaluation else 4)
 
 
 @pytest.mark.parametrize(("replay", "asked"), [("off", False), ("r2", False), ("r3", True)])

@@ -19,6 +19,7 @@ from megarl.device import address_of, host_store
 from megarl.rollout.arguments import Span
 from megarl.rollout.engine import Engine, EngineFault, Sampling
 from megarl.rollout.relay import new_door
+from tests.rollout.draws import check_draws
 from tests.rollout.test_engine import PROMPTS, TOLERANCE, sample_all, worst_gap
 
 pytestmark = pytest.mark.slow
@@ -36,11 +37,11 @@ class Nodes:
 
 
 @pytest.fixture
-def nodes(build_engine: Callable[..., Engine], checkpoint: Path) -> Iterator[Nodes]:
+def nodes(build_engine: Callable[..., Engine], checkpoint: Path, tmp_path: Path) -> Iterator[Nodes]:
     store, door = host_store(120), new_door()
     settings: dict[str, Any] = {"model_path": str(checkpoint), "dtype": "float32", "seed": 3, "context_tokens": 512}
     settings |= {"tp": 2, "ep": 2, "concurrency": 256, "dp": 2}
-    environment = os.environ | {"PYTHONPATH": f"{HERE.parents[1]}:{HERE}"}
+    environment = os.environ | {"PYTHONPATH": f"{HERE.parents[1]}:{HERE}", "TMPDIR": str(tmp_path)}
     part = subprocess.Popen(
         [sys.executable, str(HERE / "engine_part.py")],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
@@ -62,6 +63,7 @@ def test_it_samples_takes_weights_and_dies_as_one(nodes: Nodes, reference: Any) 
     assert [len(group) for group in groups] == [4] * len(PROMPTS)
     assert worst_gap(groups, reference) < TOLERANCE
     assert len(nodes.engine.pids()) == 1, "the other rank is the other host's"
+    check_draws([nodes.engine], reference)
 
     asyncio.run(nodes.engine.reshard({"scale": 1.1}, 1))
     reference.scale(1.1)

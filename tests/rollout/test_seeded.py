@@ -18,9 +18,11 @@ from megarl.rollout.engine import Engine, Sampling
 from megarl.types import Sample
 from tests.parallel import checkpoints
 from tests.rollout.conftest import Reference, write_tokenizer
+from tests.rollout.draws import check_draws
+from tests.rollout.test_engine import TOLERANCE, worst_gap
 
 PROMPTS = [[3, 7, 15, 8, 18, 4], [9, 9, 9], [3, *range(20, 44), 4], [5, 6, 7, *([8, 9] * 40)]]
-KINDS = [(1.0, 1.0), (0.0, 1.0), (0.7, 0.9)]  # temperature, top-p
+KINDS = [(1.0, 1.0), (0.0, 1.0), (0.7, 1.0), (0.7, 0.9)]  # temperature, top-p
 CASES = {
     "qwen3-moe tp1": ("qwen3-moe", {"tp": 1, "ep": 1}),
     "qwen3-moe tp2": ("qwen3-moe", {"tp": 2, "ep": 1}),
@@ -150,27 +152,28 @@ def test_samples_repeat_in_another_engine_and_in_any_company(
     for seed, ask in ((3, alone), (4, in_company)):
         engine = build_engine(**options, seed=seed)
         groups.append([asyncio.run(ask(engine, kind)) for kind in KINDS])
+        if layout.get("dp", 1) > 1 and len(groups) == 1:
+            with one_thread():
+                check_draws([engine], Reference(folder))
         engine.shutdown()
     for kind, first, second in zip(KINDS, *groups, strict=True):
         assert [bits(group) for group in first] == [bits(group) for group in second], kind
-    plain, greedy, _ = groups[0]
+    plain, greedy, *cooler = groups[0]
     assert all(len({tokens for tokens, _ in bits(group)}) == 3 for group in plain), "samples of a group must differ"
     assert all(len(set(bits(group))) == 1 for group in greedy)
     check_experts(folder, plain)
     check_experts(folder, groups[1][0])
+    with one_thread():
+        reference = Reference(folder)
+        assert worst_gap(plain, reference, prompts=PROMPTS) < TOLERANCE
+        assert max(worst_gap(one, reference, 0.7, PROMPTS) for one in cooler) < TOLERANCE
 
 
 @pytest.mark.slow
-def test_a_token_is_drawn_as_often_as_it_is_likely(
-    checkpoint: Path, build_engine: Callable[..., Engine], reference: Reference
-) -> None:
+def test_seeded_samples_are_independent_draws(build_engine: Callable[..., Engine], reference: Reference) -> None:
     engine = build_engine(1, 1, seeded=True, context_tokens=32)
-    many = asyncio.run(engine.generate(PROMPTS[0], Sampling(2000, 1, stream=(1, 2, 3))))
+    check_draws([engine], reference, temperature=0.7)
     engine.shutdown()
-    expected = reference.logits(PROMPTS[0])[-1].softmax(-1).numpy()
-    drawn = np.bincount([int(sample.response_ids_T[0]) for sample in many], minlength=len(expected))[: len(expected)]
-    deviation = np.sqrt(2000 * expected * (1 - expected))
-    assert (np.abs(drawn - 2000 * expected) < 5 * deviation + 1).all()
 
 
 @pytest.mark.slow

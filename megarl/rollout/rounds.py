@@ -1,0 +1,80 @@
+"""Whether an engine's schedulers go on: each counts the rounds of its loop in memory that their host reads."""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from megarl import processes
+
+_COUNT = struct.Struct("q")
+_EXEMPT = -1  # what is being done has bounds of its own
+PEERS_S = 5.0  # who waits for a process that stands still is named this much later than the process itself
+
+
+class Rounds:
+    """The counter of one scheduler, 0 before its loop begins; a round is a batch's forward pass, or a look for work."""
+
+    def __init__(self, file: Path, index: int) -> None:
+        with file.open("r+b") as opened:
+            self._memory = mmap.mmap(opened.fileno(), 0)
+        self._offset, self._count = index * _COUNT.size, 0
+
+    def count(self) -> None:
+        self._count += 1
+        self._write(self._count)
+
+    @contextmanager
+    def exempt(self) -> Iterator[None]:
+        """Inside, the scheduler may take as long as it does: what is done there gives up by itself."""
+        self._write(_EXEMPT)
+        try:
+            yield
+        finally:
+            self.count()
+
+    def _write(self, count: int) -> None:
+        _COUNT.pack_into(self._memory, self._offset, count)
+
+
+def make_file(file: Path, count: int) -> None:
+    """For the `Rounds` of so many schedulers."""
+    file.write_bytes(bytes(count * _COUNT.size))
+
+
+class Standstill:
+    """Looks for schedulers that a signal has stopped, or whose loop stays in one round, for too long.
+
+    Time counts only between looks that follow each other soon: where the host was suspended too, nobody stood still.
+    """
+
+    def __init__(self, file: Path, timeout_s: float) -> None:
+        """timeout_s: how long a scheduler may be stopped, or in one round."""
+        self.period_s = max(0.1, min(1.0, timeout_s / 10))
+        self._file, self._timeout_s, self._looked_at = file, timeout_s, time.monotonic()
+        self._stopped_s: dict[int, float] = {}
+        self._same_s: dict[int, float] = {}
+        self._counts: dict[int, int] = {}
+
+    def look(self, schedulers: Sequence[BaseProcess], first_rank: int) -> str | None:
+        """Who stands still, in words; first_rank: of the first scheduler."""
+        now = time.monotonic()
+        passed_s, self._looked_at = min(now - self._looked_at, 2 * self.period_s), now
+        counts = [count for (count,) in _COUNT.iter_unpack(self._file.read_bytes())]
+        for index, process in enumerate(schedulers):
+            is_stopped = process.pid is not None and processes.is_stopped(process.pid)
+            self._stopped_s[index] = self._stopped_s.get(index, 0.0) + passed_s if is_stopped else 0.0
+            is_same = counts[index] > 0 and counts[index] == self._counts.get(index)
+            self._same_s[index] = self._same_s.get(index, 0.0) + passed_s if is_same else 0.0
+            self._counts[index] = counts[index]
+        names = [f"{first_rank + index} (pid {process.pid})" for index, process in enumerate(schedulers)]
+        for index, name in enumerate(names):
+            if self._stopped_s[index] >= self._timeout_s:
+                return f"engine scheduler {name} was stopped by a signal, {self._timeout_s:g} s ago"
+        still = [name for index, name in enumerate(names) if self._same_s[index] >= self._timeout_s + PEERS_S]
+        return f"engine scheduler {', '.join(still)} has done nothing for {self._timeout_s:g} s" if still else None

@@ -1,0 +1,68 @@
+"""No two that sample draw the same: attention groups, engines; and the ranks of one group draw together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megarl.rollout.engine import Engine, Sampling
+from megarl.rollout.episodes import engine_settings
+from megarl.rollout.seeded import generator_seed
+from tests.rollout.conftest import Reference
+from tests.rollout.draws import LEAST_P, MOST_DEVIATIONS, check_draws, chi_square_p, deviations
+from tests.rollout.test_engine import TOLERANCE, sample_all, worst_gap
+from tests.rollout.test_episodes import recipe
+
+
+def test_every_attention_group_of_every_engine_has_a_seed_of_its_own() -> None:
+    engines = [engine_settings(recipe("somewhere"), index).seed for index in range(64)]
+    seeds = {generator_seed(engine, group) for engine, group in product(engines, range(32))}
+    assert len(seeds) == 64 * 32
+    assert all(0 <= seed < 2**32 for seed in seeds), "NumPy takes no more"
+
+
+def test_the_statistics_tell_repeated_draws_and_those_of_another_temperature() -> None:
+    """Draws of NumPy's own generator, in which engines have no part."""
+    rng = np.random.default_rng(1)
+    logits_N = 1.1 * rng.normal(size=47)
+    probs_N, cooler_N = (np.exp(logits_N / one) / np.exp(logits_N / one).sum() for one in (1.0, 0.9))
+    drawn_GS = rng.choice(47, size=(1000, 8), p=probs_N)
+    counts_N = np.bincount(drawn_GS.ravel(), minlength=47)
+    assert chi_square_p(counts_N, probs_N) > LEAST_P > chi_square_p(counts_N, cooler_N)
+    assert deviations(drawn_GS, probs_N) < MOST_DEVIATIONS
+    drawn_GS[:200, 4:] = drawn_GS[:200, :4]
+    assert deviations(drawn_GS, probs_N) > MOST_DEVIATIONS, "one group in five repeats itself"
+
+
+@pytest.fixture(scope="module")
+def engines(checkpoint: Path, build_engine: Callable[..., Engine]) -> Iterator[list[Engine]]:
+    """Two engines of one run, the first with two attention groups of two ranks each."""
+    seeds = [engine_settings(recipe(str(checkpoint)), index).seed for index in range(2)]
+    built = [build_engine(4, 1, dp=2, seed=seeds[0]), build_engine(1, 1, seed=seeds[1])]
+    yield built
+    for engine in built:
+        engine.shutdown()
+
+
+@pytest.mark.slow
+def test_attention_groups_draw_independently_and_their_ranks_together(
+    engines: list[Engine], reference: Reference
+) -> None:
+    check_draws(engines[:1], reference)
+    groups = asyncio.run(sample_all(engines[0], Sampling(4, 12, 1.3)))
+    assert worst_gap(groups, reference, 1.3) < TOLERANCE, "ranks that draw other tokens have other caches"
+
+
+@pytest.mark.slow
+def test_a_single_rank_draws_by_the_temperature(engines: list[Engine], reference: Reference) -> None:
+    check_draws(engines[1:], reference, temperature=1.3)
+
+
+@pytest.mark.slow
+def test_engines_draw_independently(engines: list[Engine], reference: Reference) -> None:
+    check_draws(engines, reference)
