@@ -7,11 +7,21 @@ the key that says so.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megarl.parallel.hf_values import (
+    end_tokens,
+    integer,
+    mapping,
+    number,
+    optional_integer,
+    refuse_contradictions,
+    texts,
+    truth,
+)
 from megarl.types import MlaShape, ModelShape, UserFault
 
 DENSE = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM")
@@ -83,7 +93,7 @@ def read_json(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserFault(str(file), "no such file", "set model.path to a Hugging Face checkpoint folder") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserFault(str(file), f"cannot be read ({error})", "download or export the checkpoint again") from None
     if not isinstance(content, dict):
         raise UserFault(str(file), "is not a JSON object", "download or export the checkpoint again")
@@ -126,39 +136,53 @@ def _shape(path: str | Path, family: str) -> ModelShape:
     file = Path(path) / "config.json"
     config = read_json(file)
     _refuse_variants(file, config)
-    integers: dict[str, Any] = {field: _integer(file, config, keys) for field, keys in _COMMON_INTEGERS.items()}
-    tied = bool(config.get("tie_word_embeddings", False))
+    shape = _shape_of(file, config, family)
+    groups = optional_integer(file, config, "n_group") or 1 if family == DEEPSEEK_V3 else 1
+    top_groups = optional_integer(file, config, "topk_group") or groups if family == DEEPSEEK_V3 else 1
+    refuse_contradictions(file, shape, groups, top_groups)
+    return shape
+
+
+def _shape_of(file: Path, config: Mapping[str, Any], family: str) -> ModelShape:
+    integers: dict[str, Any] = {field: integer(file, config, keys) for field, keys in _COMMON_INTEGERS.items()}
+    tied = truth(file, config, "tie_word_embeddings")
     if family == DEEPSEEK_V3:
         return ModelShape(**integers, **_deepseek(file, config), tied=tied)
-    integers["num_kv_heads"] = _integer(file, config, ("num_key_value_heads",), integers["num_heads"])
-    integers["head_dim"] = _integer(file, config, ("head_dim",), integers["hidden_size"] // integers["num_heads"])
+    integers["num_kv_heads"] = integer(file, config, ("num_key_value_heads",), integers["num_heads"])
+    integers["head_dim"] = integer(file, config, ("head_dim",), _head_dim(integers))
     if family == QWEN3_MOE:
-        experts: dict[str, Any] = {field: _integer(file, config, keys) for field, keys in _EXPERT_INTEGERS.items()}
+        experts: dict[str, Any] = {field: integer(file, config, keys) for field, keys in _EXPERT_INTEGERS.items()}
         return ModelShape(**integers, **experts, tied=tied)
     return ModelShape(
         **integers,
         num_dense_layers=integers["num_layers"],
-        ffn_size=_integer(file, config, ("intermediate_size",)),
+        ffn_size=integer(file, config, ("intermediate_size",)),
         qk_norm=family == "Qwen3ForCausalLM",
         qkv_bias=family == "Qwen2ForCausalLM",
         tied=tied,
     )
 
 
+def _head_dim(integers: Mapping[str, int]) -> int | None:
+    """Where config.json does not say it; None where the heads do not share out the hidden size."""
+    width, rest = divmod(integers["hidden_size"], integers["num_heads"])
+    return None if rest else width
+
+
 def _deepseek(file: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of ModelShape that only DeepSeek-V3's family has, or has otherwise."""
-    mla = {field: _integer(file, config, keys) for field, keys in _MLA_INTEGERS.items()}
-    q_lora_rank = _integer(file, config, ("q_lora_rank",)) if config.get("q_lora_rank") is not None else None
+    mla = {field: integer(file, config, keys) for field, keys in _MLA_INTEGERS.items()}
+    q_lora_rank = optional_integer(file, config, "q_lora_rank")
     return {
-        "num_kv_heads": _integer(file, config, ("num_attention_heads",)),
+        "num_kv_heads": integer(file, config, ("num_attention_heads",)),
         "head_dim": mla["v_dim"],
-        **{field: _integer(file, config, keys) for field, keys in _EXPERT_INTEGERS.items()},
-        "num_dense_layers": _integer(file, config, ("first_k_dense_replace",), 0, least=0),
-        "ffn_size": _integer(file, config, ("intermediate_size",)),
-        "num_shared_experts": _integer(file, config, ("n_shared_experts",), 0, least=0),
+        **{field: integer(file, config, keys) for field, keys in _EXPERT_INTEGERS.items()},
+        "num_dense_layers": integer(file, config, ("first_k_dense_replace",), 0, least=0),
+        "ffn_size": integer(file, config, ("intermediate_size",)),
+        "num_shared_experts": integer(file, config, ("n_shared_experts",), 0, least=0),
         "router_bias": True,
         "qk_norm": False,
-        "num_mtp_layers": _integer(file, config, ("num_nextn_predict_layers",), 0, least=0),
+        "num_mtp_layers": integer(file, config, ("num_nextn_predict_layers",), 0, least=0),
         "mla": MlaShape(q_lora_rank=q_lora_rank, **mla),
     }
 
@@ -169,21 +193,10 @@ def _refuse_variants(file: Path, config: Mapping[str, Any]) -> None:
         if value is not None and value != supported:
             mend = _MENDS.get(key, f"use a checkpoint where it is {json.dumps(supported)}")
             raise UserFault(str(file), f"{key} is {json.dumps(value):.60}", mend)
-    kinds = set(config.get("layer_types") or ()) - {"full_attention"}
+    kinds = set(texts(file, config, "layer_types")) - {"full_attention"}
     if kinds:
         mend = "use a checkpoint where all are full_attention"
         raise UserFault(str(file), f"layer_types has {', '.join(sorted(kinds))}", mend)
-
-
-def _integer(
-    file: Path, config: Mapping[str, Any], keys: Sequence[str], default: int | None = None, least: int = 1
-) -> int:
-    value = next((config[key] for key in keys if config.get(key) is not None), default)
-    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
-        return value
-    problem = "is missing" if value is None else f"is {value!r}"
-    mend = "write it as a positive integer" if least else "write it as a whole number"
-    raise UserFault(str(file), f"{keys[0]} {problem}", mend)
 
 
 def hf_facts(path: str | Path) -> HfFacts:
@@ -192,18 +205,18 @@ def hf_facts(path: str | Path) -> HfFacts:
     config = read_json(file)
     _refuse_variants(file, config)
     # transformers 5 writes one dictionary where 4 wrote rope_theta and rope_scaling.
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = mapping(file, config, "rope_parameters", "rope_scaling")
     family, _ = architecture(path)
     _refuse_routing(file, config, family)
     return HfFacts(
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10_000.0))),
-        norm_topk_prob=bool(config.get("norm_topk_prob", False)),
-        max_positions=int(config.get("max_position_embeddings", 32_768)),
+        rms_norm_eps=number(file, config, "rms_norm_eps", 1e-6, most=1.0),
+        rope_theta=number(file, config | dict(rope), "rope_theta", 10_000.0, most=1e12),
+        norm_topk_prob=truth(file, config, "norm_topk_prob"),
+        max_positions=integer(file, config, ("max_position_embeddings",), 32_768),
         yarn=_yarn(file, rope, family),
-        num_groups=config.get("n_group"),
-        top_groups=config.get("topk_group"),
-        routed_scaling=float(config.get("routed_scaling_factor", 1.0)),
+        num_groups=optional_integer(file, config, "n_group"),
+        top_groups=optional_integer(file, config, "topk_group"),
+        routed_scaling=number(file, config, "routed_scaling_factor", 1.0, most=1e6),
     )
 
 
@@ -213,7 +226,8 @@ def _refuse_routing(file: Path, config: Mapping[str, Any], family: str) -> None:
     A group's score is the sum of its 2 best experts; Megatron sums the chosen per chosen group. It always normalises
     sigmoid scores, unless one expert alone is chosen, whose softmax after the choice would be 1 whatever the score.
     """
-    groups, top_groups, chosen = (config.get(key) or 1 for key in ("n_group", "topk_group", "num_experts_per_tok"))
+    keys = "n_group", "topk_group", "num_experts_per_tok"
+    groups, top_groups, chosen = (optional_integer(file, config, key) or 1 for key in keys)
     if groups > 1 and chosen // top_groups != 2:
         problem = f"num_experts_per_tok / topk_group is {chosen} / {top_groups}"
         raise UserFault(str(file), problem, "use a checkpoint where it is 2, as in DeepSeek-V3, or where n_group is 1")
@@ -237,13 +251,22 @@ def _yarn(file: Path, rope: Mapping[str, Any], family: str) -> Yarn | None:
     if rope_type == "yarn" and family == DEEPSEEK_V3:
         _refuse_yarn(file, rope)
         return Yarn(
-            factor=float(rope["factor"]),
-            original_positions=int(rope["original_max_position_embeddings"]),
-            beta_fast=float(rope.get("beta_fast", 32)),
-            beta_slow=float(rope.get("beta_slow", 1)),
-            mscale=float(rope.get("mscale", 1)),
-            mscale_all_dim=float(rope.get("mscale_all_dim", 0)),
+            factor=number(file, rope, "factor", 0.0, least=1.0, most=1e6),
+            original_positions=integer(file, rope, ("original_max_position_embeddings",)),
+            beta_fast=number(file, rope, "beta_fast", 32.0, most=1e6),
+            beta_slow=number(file, rope, "beta_slow", 1.0, most=1e6),
+            mscale=number(file, rope, "mscale", 1.0, most=1e6),
+            mscale_all_dim=number(file, rope, "mscale_all_dim", 1.0, most=1e6) if rope.get("mscale_all_dim") else 0.0,
         )
     if rope_type != "default":
         raise UserFault(str(file), f"rope_type is {rope_type!r}", "use a checkpoint where it is 'default'")
     return None
+
+
+def end_token_ids(path: str | Path) -> frozenset[int]:
+    """The tokens at which an engine ends a response. Raises UserFault as `model_shape`, and for no such token."""
+    configs = [("config.json", read_json(Path(path) / "config.json"))]
+    other = Path(path) / "generation_config.json"
+    if other.exists():
+        configs.append((other.name, read_json(other)))
+    return end_tokens(path, configs, _shape(path, architecture(path)[0]).vocab_size)

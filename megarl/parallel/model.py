@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,11 +25,13 @@ from megarl.parallel.hf_config import HfFacts, hf_facts
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.local_spec import block_spec, mtp_spec
 from megarl.parallel.routing import Routing, router_class
+from megarl.spelling import near
 from megarl.types import MlaShape, ModelShape, UserFault
 
 TRANSFORMER_ENGINE = DEVICE == "cuda" and HAVE_TE
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OPTIONS = "train.megatron"
+LOW_PRECISION = ("fp8", "fp8_param", "fp4", "fp4_param")
 ROUTER_BIAS = "router.expert_bias"
 
 
@@ -144,13 +145,14 @@ def _uneven_stages(shape: ModelShape, layout: TrainLayout) -> list[list[str]]:
     return stages
 
 
-def _default_fields() -> dict[str, Any]:
+def _default_fields(shape: ModelShape, facts: HfFacts) -> dict[str, Any]:
     """The fields that a recipe may set otherwise: which kernels run, not what they compute."""
+    has_fused_rope = shape.mla is None or facts.yarn is not None  # Megatron has none for latent attention without YaRN
     return {
         "moe_token_dispatcher_type": "alltoall",
         "moe_router_dtype": "fp32",
         "deallocate_pipeline_outputs": True,
-        "apply_rope_fusion": TRANSFORMER_ENGINE,
+        "apply_rope_fusion": TRANSFORMER_ENGINE and has_fused_rope,
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
@@ -169,9 +171,13 @@ def option_faults(options: Mapping[str, Any]) -> list[UserFault]:
         if key in fixed:
             mend = "remove it"
             faults.append(UserFault(f"{OPTIONS}.{key}", "is decided by the checkpoint and the other train keys", mend))
+        elif key in LOW_PRECISION:
+            problem = "megarl does not pad packed rows to the multiples of 16 or 128 tokens that these kernels need"
+            faults.append(UserFault(f"{OPTIONS}.{key}", problem, "remove it"))
         elif key not in names:
-            near = difflib.get_close_matches(key, names - set(fixed), n=1, cutoff=0.0)
-            faults.append(UserFault(f"{OPTIONS}.{key}", "TransformerConfig has no such field", f"use {near[0]}"))
+            meant = near(key, sorted(names - set(fixed)))
+            mend = f"use {meant[0]}" if meant else "remove it, or see Megatron's TransformerConfig for the names it has"
+            faults.append(UserFault(f"{OPTIONS}.{key}", "TransformerConfig has no such field", mend))
     return faults
 
 
@@ -179,10 +185,11 @@ def transformer_config(
     path: str | Path, shape: ModelShape, layout: TrainLayout, dtype: torch.dtype, train: Train
 ) -> TransformerConfig:
     """Megatron's configuration. Raises UserFault when Megatron refuses the recipe's options."""
-    fields = _fixed_fields(shape, layout, hf_facts(path), dtype, train)
+    facts = hf_facts(path)
+    fields = _fixed_fields(shape, layout, facts, dtype, train)
     made = MLATransformerConfig if shape.mla else TransformerConfig
     try:
-        return made(**(_default_fields() | train.megatron | fields))
+        return made(**(_default_fields(shape, facts) | train.megatron | fields))
     except (TypeError, ValueError, AssertionError) as error:
         mend = "change the options passed to Megatron"
         raise UserFault(OPTIONS, f"Megatron refuses them ({error})", mend) from error

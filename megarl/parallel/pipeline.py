@@ -58,17 +58,19 @@ class Pipeline:
         *,
         norms: Norms | None = None,
         choices: Sequence[Choices] | None = None,
+        temperature: float = 1.0,
     ) -> list[Result]:
         """Forward every row, and backward where norms are given; the results on the last stage, [] elsewhere.
 
         Gradients are left in the model's buffers: of the loss sums over all rows and data-parallel ranks, divided by
         the denominator. Every data-parallel rank must bring the same number of rows: experts are exchanged between
-        them. choices: for each row the experts that its tokens go to, or where to note them.
+        them. choices: for each row the experts that its tokens go to, or where to note them. temperature: of the policy
+        whose log-probabilities and entropy on_outputs gets.
         """
         self._start(norms)
         config = self.chunks[0].config
         config.finalize_model_grads_func = partial(_sum_then_divide, norms.denominator if norms else None)
-        step = partial(self._forward, on_outputs, norms)
+        step = partial(self._forward, on_outputs, norms, temperature)
         feeds: list[Iterator[Any]] = [zip(rows, choices or [None] * len(rows), strict=True) for _ in self.chunks]
         many = len(self.chunks) > 1
         with torch.set_grad_enabled(norms is not None):
@@ -93,6 +95,7 @@ class Pipeline:
         self,
         on_outputs: OnOutputs[Any],
         norms: Norms | None,
+        temperature: float,
         feed: Iterator[tuple[PackedRow, Choices | None]],
         model: torch.nn.Module,
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
@@ -114,17 +117,23 @@ class Pipeline:
                 attention_mask=None,
                 packed_seq_params=packing,
             )
-        return output, partial(self._loss, _module(model), row, on_outputs, norms)
+        return output, partial(self._loss, _module(model), row, on_outputs, norms, temperature)
 
     def _loss(
-        self, chunk: Chunk, row: PackedRow, on_outputs: OnOutputs[Any], norms: Norms | None, output: torch.Tensor
+        self,
+        chunk: Chunk,
+        row: PackedRow,
+        on_outputs: OnOutputs[Any],
+        norms: Norms | None,
+        temperature: float,
+        output: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
         depths = 1 + (chunk.config.mtp_num_layers or 0) * chunk.predicts_ahead
         hidden, *ahead = output[:, 0].chunk(depths)
         if isinstance(chunk.output_layer, Score):
             outputs = (self._scores(chunk.output_layer, hidden, row),)
         else:
-            outputs = self._logprobs(chunk, hidden, row, row.labels_L)
+            outputs = self._logprobs(chunk, hidden, row, row.labels_L, temperature)
         loss_sum, result = on_outputs(row, *outputs)
         if ahead and norms:
             loss_sum = loss_sum + self._ahead_loss(chunk, row, ahead) * (norms.denominator / norms.loss_tokens)
@@ -136,18 +145,18 @@ class Pipeline:
         return gather_row(score_L, row.order_T, groups.cp_group())
 
     def _logprobs(
-        self, chunk: Chunk, hidden: torch.Tensor, row: PackedRow, labels_L: torch.Tensor
+        self, chunk: Chunk, hidden: torch.Tensor, row: PackedRow, labels_L: torch.Tensor, temperature: float = 1.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(logp_T, entropy_T) of the whole row, on each of the context-parallel ranks."""
-        weight, tp = chunk.output_weight(), groups.tp_group()
-        found = hidden_logprobs(hidden, weight, labels_L, vocab_size=self.vocab_size, group=tp)
+        weight, size, tp = chunk.output_weight(), self.vocab_size, groups.tp_group()
+        found = hidden_logprobs(hidden, weight, labels_L, vocab_size=size, group=tp, temperature=temperature)
         logp_T, entropy_T = (gather_row(one, row.order_T, groups.cp_group()) for one in found)
         return logp_T, entropy_T
 
     def _ahead_loss(self, chunk: Chunk, row: PackedRow, ahead: Sequence[torch.Tensor]) -> torch.Tensor:
         """Multi-token prediction: the mean over depths k of -log p of the token k + 1 places on, where it is learnt.
 
-        (DeepSeek-V3, arXiv 2412.19437, eq. 24-25.)
+        A supervised loss, at temperature 1 whatever the policy's is (DeepSeek-V3, arXiv 2412.19437, eq. 24-25).
         """
         group = groups.cp_group()
         labels_T, mask_T = gather_row(row.labels_L, row.order_T, group), row.targets.loss_mask_T

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from megarl.config import Model, Ranks, Recipe, Reference, Train
+from megarl.config import Model, Recipe, Reference, Train
+from megarl.config.roles import Ranks
 from megarl.parallel.layout import EngineLayout, TrainLayout, divisors, nearest
 from megarl.types import UserFault
 

@@ -12,12 +12,13 @@ from torch.distributed.distributed_c10d import Store
 
 from megarl import device
 from megarl.config import Recipe
+from megarl.disk import writing
 from megarl.parallel import cpu, groups, model, optimizer, saving, waiting
 from megarl.parallel.pipeline import Coefficients, Pipeline
 from megarl.parallel.placement import speaks, train_layout
 from megarl.parallel.routing import Routing
 from megarl.parallel.sequences import Split
-from megarl.snapshots import Digest, digests
+from megarl.snapshots import Digest, digests, home
 from megarl.types import ModelShape
 
 
@@ -136,9 +137,13 @@ class Saving:
     """A rank's part of a checkpoint on its way into a folder."""
 
     def __init__(self, folder: Path, rank_model: RankModel) -> None:
-        self._folder, self._pending = folder, rank_model.save(folder)
+        """Raises UserFault where the disk is full or the folder is gone."""
+        self._folder = folder
+        with writing(home(folder), "a checkpoint"):
+            self._pending = rank_model.save(folder)
 
     def finish(self) -> dict[str, Digest]:
-        """Wait until the files of all ranks are written; the digests of this rank's own."""
-        self._pending.finish()
-        return digests(self._folder, self._pending.files)
+        """Wait until the files of all ranks are written; the digests of this rank's own. Raises as the constructor."""
+        with writing(home(self._folder), "a checkpoint"):
+            self._pending.finish()
+            return digests(self._folder, self._pending.files)

@@ -150,12 +150,7 @@ class Router(TopKRouter):
         start = self.tp_group.rank() * num_tokens  # sequence parallelism: each TP rank has its part of the share
         choices = self._shared.choices
         replayed = choices.experts.get(self._layer) if choices is not None and not choices.is_noting else None
-        lengths = [*row.lengths, 1]
-        tokens = _Tokens(
-            row.sequence_L[start : start + num_tokens],
-            torch.tensor(lengths, dtype=torch.float32, device=row.sequence_L.device),
-            replayed,
-        )
+        tokens = _Tokens(row.sequence_L[start : start + num_tokens], row.lengths_S, replayed)
         if self._shared.is_training and not torch.is_grad_enabled():
             self._to_recompute.append(tokens)
         return tokens
@@ -184,7 +179,8 @@ class Router(TopKRouter):
         """Count the tokens of each expert, from which router biases are updated; nothing is counted twice."""
         if self.enable_expert_bias and self._shared.is_training and torch.is_grad_enabled():
             with torch.no_grad():
-                self.local_tokens_per_expert += routing_map[self._tokens.is_real_N].sum(dim=0)  # type: ignore[operator]
+                real_NE = routing_map & self._tokens.is_real_N[:, None]  # indexing would wait for the device
+                self.local_tokens_per_expert += real_NE.sum(dim=0)  # type: ignore[operator]
 
 
 def router_class(routing: Routing) -> Callable[..., Any]:

@@ -27,6 +27,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch.distributed.checkpoint import default_planner, filesystem
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.parallel import groups
 from megarl.parallel.model import Chunk
@@ -42,14 +43,18 @@ class Pending:
     _thread: threading.Thread
     _finalize: Sequence[Callable[[], None]]
     _faults: list[BaseException] = field(default_factory=list)
+    _unwritten: Exception | None = None
 
     def finish(self) -> None:
         """Wait for the files of this rank, then for those of all; called on all ranks together."""
         self._thread.join()
         if self._faults:
             raise self._faults[0]
-        for step in self._finalize:
-            step()
+        try:
+            for step in self._finalize:
+                step()
+        except CheckpointException as error:  # no Exception, and it has forgotten what the system said
+            raise RuntimeError(f"a rank could not write its part of the checkpoint: {error}") from self._unwritten
 
 
 def save(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer) -> Pending:
@@ -79,8 +84,10 @@ def save(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: Cha
 
     def write() -> None:
         try:
-            if request.async_fn:
+            if request.async_fn and results is not None:
                 request.async_fn(dist.get_rank(), copies, results)
+                results.put(found := results.get())  # what Megatron reads later
+                pending._unwritten = found if isinstance(found, Exception) else None
         except BaseException as error:
             pending._faults.append(error)
 

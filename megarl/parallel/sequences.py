@@ -12,6 +12,8 @@ import torch
 
 from megarl.types import FloatArray, IntArray, TrainSequence
 
+LENGTH_STEP = 1024
+
 
 @dataclass(frozen=True)
 class Split:
@@ -63,6 +65,9 @@ class PackedRow:
     token_ids_L, labels_L: int64; sequence_L: int64, the sequence of each token, len(lengths) for padding. bounds: int32
     [segments + 1], where each segment of the row starts; starts and lengths: the sequences themselves, without padding.
     order_T: where the ranks' shares, one behind the other, hold the row's tokens.
+
+    lengths_S: float32, the length of every sequence, and 1 for the padding. max_length: an upper bound of the longest
+    segment, padding included. Both are made with the row: reading them from the device would hold up the host.
     """
 
     token_ids_L: torch.Tensor
@@ -73,15 +78,12 @@ class PackedRow:
     places: IntArray
     starts: tuple[int, ...]
     lengths: tuple[int, ...]
+    lengths_S: torch.Tensor
+    max_length: int
     targets: PackedTargets
     old_logp_T: torch.Tensor | None
     experts_LMK: torch.Tensor | None = None  # of each token in each layer M with experts: K of them, -1 if not known
     returns: PackedReturns | None = None
-
-    @property
-    def max_length(self) -> int:
-        """Of the longest segment, padding included."""
-        return int((self.bounds[1:] - self.bounds[:-1]).max())
 
 
 def zigzag(bounds: IntArray, cp: int, rank: int) -> IntArray:
@@ -139,6 +141,8 @@ def pack(
         places=places,
         starts=starts,
         lengths=lengths,
+        lengths_S=on_device(np.array([*lengths, 1], np.float32)),
+        max_length=rounded_length(int(np.diff(bounds).max())),
         targets=PackedTargets(
             loss_mask_T=targets("loss_mask_T", np.bool_),
             loss_weight_T=targets("loss_weight_T", np.float32),
@@ -152,6 +156,11 @@ def pack(
         old_logp_T=row(old_logp, np.float32),
         experts_LMK=None if experts_TMK is None else on_device(experts_TMK[places]),
     )
+
+
+def rounded_length(length: int) -> int:
+    """The next multiple of LENGTH_STEP: attention kernels are planned anew for each value that they are given."""
+    return -(-length // LENGTH_STEP) * LENGTH_STEP
 
 
 def _nll_weights(one: TrainSequence) -> FloatArray:

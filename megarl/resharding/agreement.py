@@ -51,6 +51,14 @@ class Agreement:
         first = self._propose(stage, {"fault": words}).get("fault")
         return None if first == words else first
 
+    def ask(self, stage: str) -> None:
+        """Return at once; raises RuntimeError with the words of a member that has refused the stage, if one has."""
+        key = f"{stage}/outcome"
+        if self._store.check([key]):
+            outcome = json.loads(self._store.get(key))
+            if "fault" in outcome:
+                raise RuntimeError(outcome["fault"])
+
     def forget(self) -> list[str]:
         """The keys written so far, for `delete` once everyone has gone on to another stage."""
         keys, self._keys = self._keys, []

@@ -3,6 +3,11 @@
 Facts from SGLang 0.5.21: latent attention multiplies with `w_kc` and `w_vc`, which `post_load_weights` derives from
 `kv_b_proj` (models/deepseek_common/deepseek_weight_loader.py); `end_weight_update` runs it only when no loader ran, so
 the loader runs it itself. It writes into the tensors it made first, so that captured CUDA graphs see the new values.
+
+Attention layers that are told of the quantisation (in fp8 engines of DeepSeek-V3, Qwen2 and Llama) have the parameters
+`k_scale` and `v_scale`, by which an fp8 KV cache is scaled (layers/quantization/kv_cache.py). No checkpoint of these
+families has them, and SGLang then takes 1, which the end of its weight update puts into `k_scale_float` and
+`v_scale_float`. The parameters' memory is given back with that of the weights, so every reshard writes them anew.
 """
 
 from __future__ import annotations
@@ -17,11 +22,21 @@ from megarl.resharding.shards import LayoutError
 # SGLang's MoE layers that store experts in another order: each is a flag of the layer or of its quantisation method.
 _UNKNOWN_MOE_LAYOUTS = ("use_triton_kernels", "use_flashinfer_trtllm_moe", "load_up_proj_weight_first")
 _REPLICATED_QUERIES = "w_kc_qrep"  # made once at start from the weights of that time
+_CACHE_SCALES = ("k_scale", "v_scale")
 
 
 def params(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The weights: a tied lm_head is left out, being the embedding itself; no buffer of these families is a weight."""
-    return dict(model.named_parameters())
+    return {name: param for name, param in model.named_parameters() if not _is_constant(name, param)}
+
+
+def constants(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The scales [] of the KV cache, which are no weights and must be 1."""
+    return {name: param for name, param in model.named_parameters() if _is_constant(name, param)}
+
+
+def _is_constant(name: str, param: torch.Tensor) -> bool:
+    return name.rpartition(".")[2] in _CACHE_SCALES and param.dim() == 0
 
 
 def unknown_layout(model: torch.nn.Module) -> LayoutError | None:
@@ -35,10 +50,20 @@ def unknown_layout(model: torch.nn.Module) -> LayoutError | None:
             return LayoutError(f"{name}: SGLang replicated the query weights at start and would keep the old ones")
         if getattr(module, "num_fused_shared_experts", 0):
             return LayoutError(f"{name}: SGLang fused the shared experts with the routed ones, which has no map")
+        kept = {scale: getattr(module, f"{scale}_float", None) for scale in _CACHE_SCALES}
+        if wrong := [f"{scale} {value}" for scale, value in kept.items() if value not in (None, 1.0)]:
+            return LayoutError(f"{name}: SGLang captured its graphs with {wrong[0]}, which must be 1")
     for name, param in model.named_parameters():
         if getattr(param, "format_ue8m0", False):
             return LayoutError(f"{name}: SGLang rounds these scales to powers of two, which has no map")
     return None
+
+
+@torch.no_grad()
+def write_constants(model: torch.nn.Module) -> None:
+    """Set every constant to 1, in place."""
+    for param in constants(model).values():
+        param.fill_(1.0)
 
 
 @torch.no_grad()
@@ -47,6 +72,12 @@ def refresh_derived(model: torch.nn.Module) -> None:
     derive = getattr(model, "post_load_weights", None)
     if derive is not None:
         derive()
+
+
+def constant_faults(model: torch.nn.Module) -> list[str]:
+    """Constants that are not 1, each by its name."""
+    values = {name: param.item() for name, param in constants(model).items()}
+    return [f"{name} is {value:g}, not 1" for name, value in values.items() if value != 1.0]
 
 
 @torch.no_grad()

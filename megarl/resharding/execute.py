@@ -6,24 +6,21 @@ is small or strided is packed. While the messages of one round are on the wire, 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
 
-from megarl.device import BACKEND, DEVICE, use_loopback
+from megarl.device import BACKEND, DEVICE
 from megarl.parallel.layout import FP8_TILE
 from megarl.resharding import fp8
 from megarl.resharding.fp8 import SCALE_SUFFIX
 from megarl.resharding.plan import Copy, Plan
 from megarl.resharding.routes import item_bytes
 from megarl.resharding.shards import FP8, Cell, Size, shape_as_stack, views
+from megarl.resharding.transport import Ask, batch, settle, wait
 
 Params = Mapping[str, torch.Tensor]
 
@@ -32,7 +29,6 @@ Params = Mapping[str, torch.Tensor]
 DIRECT_BYTES = 128 << 10 if BACKEND == "gloo" else 4 << 20
 ALIGN_BYTES = 16  # where a message may begin in a buffer
 SCRATCH_BYTES = 10  # for each element of a strip of 128 rows that is quantised: two float32, and the result
-POLL_S = 0.001
 
 
 class Piece(NamedTuple):
@@ -147,22 +143,23 @@ class Executor:
         return self._addresses == (_addresses(sources), _addresses(targets))
 
     @torch.no_grad()
-    def run(self, group: Any, timeout_s: float) -> int:
+    def run(self, group: Any, timeout_s: float, ask: Ask = lambda: None) -> int:
         """Write every target box of this member; returns when all are there, with the peak of extra bytes.
 
-        Raises RuntimeError when a peer ends, or stays silent for timeout_s.
+        Raises RuntimeError when a peer ends, or stays silent for timeout_s. ask: raises the words of a failed peer;
+        over NCCL only it tells that a peer will never send, because an aborted communicator closes no connection.
         """
         out, into = ([self._buffer(side, parity) for parity in (0, 1)] for side in ("sends", "receives"))
         pending: OnTheWay | None = None
         for index, step in enumerate(self._steps):
             if step.drain:
-                pending = _finish(pending, timeout_s)
+                pending = _finish(pending, timeout_s, ask)
             posted = _post(group, step, out[index % 2], into[index % 2])
             if index == 0:
                 self._copy_local()
-            _finish(pending, timeout_s)
+            _finish(pending, timeout_s, ask)
             pending = posted
-        _finish(pending, timeout_s)
+        _finish(pending, timeout_s, ask)
         if not self._steps:
             self._copy_local()
         settle(timeout_s)
@@ -237,6 +234,8 @@ def _lane(peer: int, pieces: list[tuple[Piece, list[torch.Tensor]]]) -> Lane:
 def _post(group: Any, step: Step, out: torch.Tensor, into: torch.Tensor) -> OnTheWay:
     """Start a round: the receives first, for the peers that are ahead, then each send as soon as it is packed."""
     unpack: list[tuple[Lane, torch.Tensor]] = []
+    if not (step.receives or step.sends):
+        return OnTheWay([], [])
     with batch(group) as works:
         for lane, buffer in _places(step.receives, into):
             works.append(group.recv([buffer], lane.peer, 0))
@@ -257,58 +256,14 @@ def _places(lanes: Sequence[Lane], buffer: torch.Tensor) -> Iterator[tuple[Lane,
         start += lane.staged_bytes
 
 
-def _finish(pending: OnTheWay | None, timeout_s: float) -> None:
+def _finish(pending: OnTheWay | None, timeout_s: float, ask: Ask) -> None:
     """Wait for a round, if there is one, and unpack it."""
     if pending is None:
         return
-    for work in pending.works:
-        work.wait(timedelta(seconds=timeout_s))
+    wait(pending.works, timeout_s, ask)
     for lane, buffer in pending.unpack:
         for _, found, place in lane.stage(buffer):
             torch._foreach_copy_(found, [place] if len(found) == 1 else list(place.split(1)))  # pyright: ignore
-
-
-@contextmanager
-def batch(group: Any) -> Iterator[list[dist.Work]]:
-    """Collects the works posted inside; NCCL starts them all together at the end, so that they cannot block another."""
-    works: list[dist.Work] = []
-    if BACKEND == "nccl":
-        group._start_coalescing(torch.device(DEVICE))
-    yield works
-    if BACKEND == "nccl":
-        works[:] = [group._end_coalescing(torch.device(DEVICE))] if works else []
-
-
-def settle(timeout_s: float) -> None:
-    """Return when the device has done everything. CUDA: a peer that is gone shows as a wait that does not end."""
-    if DEVICE != "cuda":
-        return
-    done = torch.cuda.Event()
-    done.record()
-    deadline = time.monotonic() + timeout_s
-    while not done.query():
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"the exchange did not end within {timeout_s} s")
-        time.sleep(POLL_S)
-
-
-def make_group(store: Store, member: int, num_members: int, timeout_s: float) -> Any:
-    """A process group of the members alone; the default group belongs to Megatron in one process, to SGLang in another.
-
-    Every member must call this with a store (prefix) that no other group uses.
-    """
-    timeout = timedelta(seconds=timeout_s)
-    if BACKEND == "gloo":
-        use_loopback()
-        return dist.ProcessGroupGloo(store, member, num_members, timeout)
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = 2 * timeout  # of NCCL's watchdog, which ends the process: a wait of ours gives up before
-    return dist.ProcessGroupNCCL(store, member, num_members, options)
-
-
-def close_group(group: Any) -> None:
-    """End a group: its connections close, and what waits on them, here or at a peer, fails."""
-    group.abort()
 
 
 def _addresses(params: Params) -> dict[str, int]:

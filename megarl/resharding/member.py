@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -22,11 +22,12 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from megarl.device import join_store
 from megarl.resharding import engine_model, fp8, megatron_map, sglang_map
 from megarl.resharding.agreement import Agreement, Verdict
-from megarl.resharding.execute import Executor, Params, close_group, make_group
+from megarl.resharding.execute import Executor, Params
 from megarl.resharding.plan import DIGEST_BITS, Plan, Streams, plan_streams
 from megarl.resharding.publish import attach
 from megarl.resharding.session import Session
 from megarl.resharding.shards import FAULTS_SHOWN, LayoutError, Part, Shard, cells, verify_params
+from megarl.resharding.transport import Ask, close_group, make_group
 from megarl.resharding.verify import Verifier, VerifyError
 
 PLANNER = 1  # to be raised whenever the same inputs give another plan: members of two versions must not meet
@@ -104,11 +105,11 @@ class Member:
         outcome = self._agree(f"{attempt}/ready", version, targets, fault)
         stage = f"{attempt}/done"
         try:
-            executor = self._prepare(outcome["rounds"], targets)
-            extra_bytes = executor.run(self._group_of(outcome["group"]), self.session.timeout_s)
+            executor, ask = self._prepare(outcome["rounds"], targets), partial(self._agreement.ask, stage)
+            extra_bytes = executor.run(self._group_of(outcome["group"]), self.session.timeout_s, ask)
             if finish:
                 finish()
-            self.verify(targets)
+            self.verify(targets, ask)
             stats = self._stats(extra_bytes, time.perf_counter() - started)
         except Exception as error:
             first = self._agreement.refuse(stage, f"failed in the exchange: {error}")
@@ -125,18 +126,17 @@ class Member:
             self._executor = None
         return stats
 
-    def verify(self, targets: Params) -> None:
+    def verify(self, targets: Params, ask: Ask = lambda: None) -> None:
         """Hold this member's targets against what the others have, as session.verify says; all must call it.
 
-        Raises VerifyError. Only between two exchanges that succeeded, or inside one.
+        Raises VerifyError, or what `ask` raises when another member has failed. Only between two exchanges that
+        succeeded, or inside one.
         """
         s = self.session
         if s.verify != "off":
             assert self._group
-            group = self._group[1]
-            Verifier(self.streams, s.engine, group, self.source_params, targets, s.round_bytes, s.timeout_s).check(
-                s.verify
-            )
+            bounds = s.round_bytes, s.timeout_s, ask
+            Verifier(self.streams, s.engine, self._group[1], self.source_params, targets, *bounds).check(s.verify)
 
     def _agree(self, stage: str, version: int, targets: Params, fault: Exception | None) -> Verdict:
         """Go on only if every member is ready, and was given the same."""
@@ -209,7 +209,7 @@ class Member:
         return self._group[1]
 
     def close(self) -> None:
-        """End the connections, so that a peer that waits on one of them hears it; another exchange makes new ones."""
+        """End this member's process group; another exchange makes a new one."""
         if self._group:
             close_group(self._group[1])
         self._group = None
@@ -281,9 +281,11 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
     member = _engine_members[run_id]
 
     def finish() -> None:
+        engine_model.write_constants(model)
         engine_model.refresh_derived(model)
-        faults = engine_model.derived_faults(model) if member.session.verify != "off" else []
-        if faults:
+        if member.session.verify == "off":
+            return
+        if faults := engine_model.constant_faults(model) + engine_model.derived_faults(model):
             raise VerifyError("; ".join(faults[:FAULTS_SHOWN]))
 
     member.run(

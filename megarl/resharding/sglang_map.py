@@ -11,7 +11,8 @@ sglang/srt:
 - layers/vocab_parallel_embedding.py: the vocabulary is padded to 64, on CPU to 64 x TP where TP does not divide that.
 - DP attention: attention and embedding are cut over the attention group of TP / DP ranks (TP rank % its size), all
   else over the whole TP group.
-- layers/quantization/fp8.py: `<weight>_scale_inv` holds one float32 for each 128 x 128 tile of a weight.
+- layers/quantization/fp8.py: `<weight>_scale_inv` holds one float32 for each 128 x 128 tile of a weight. (The scales
+  of the KV cache are no weights: engine_model.py writes them.)
 The engine does not load the multi-token prediction layers: they are a draft model's, which it does not have.
 """
 

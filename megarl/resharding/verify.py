@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import chain, zip_longest
 from typing import Any, Literal
 
@@ -17,9 +16,10 @@ import torch
 
 from megarl.device import DEVICE
 from megarl.parallel.layout import FP8_TILE, EngineLayout
-from megarl.resharding.execute import Params, Piece, batch, fill, settle, source_views, target_views
+from megarl.resharding.execute import Params, Piece, fill, source_views, target_views
 from megarl.resharding.plan import Copy, Streams
 from megarl.resharding.shards import FAULTS_SHOWN, FP8, Box
+from megarl.resharding.transport import Ask, batch, settle, wait
 
 VerifyMode = Literal["off", "checksum", "full"]
 MODES: tuple[VerifyMode, ...] = ("off", "checksum", "full")
@@ -42,6 +42,7 @@ class Verifier:
     targets: Params
     round_bytes: int
     timeout_s: float
+    ask: Ask = lambda: None  # raises the words of a peer that has failed
 
     @torch.no_grad()
     def check(self, mode: Literal["checksum", "full"]) -> None:
@@ -77,7 +78,7 @@ class Verifier:
             for peer, copies in sent.items():
                 works.append(self.group.send([self._sums(copies, "source", weights)], peer, 0))
         ours = {peer: self._sums(copies, "target", weights) for peer, copies in received.items()}
-        self._wait(works)
+        wait(works, self.timeout_s, self.ask)
         return [
             self._words(copy, copy.box)
             for peer, copies in received.items()
@@ -111,7 +112,7 @@ class Verifier:
             with batch(self.group) as works:
                 works += [self.group.recv([content], peer, 0) for peer, content in theirs.items()]
                 works += [self.group.send([content], peer, 0) for peer, content in ours.items()]
-            self._wait(works)
+            wait(works, self.timeout_s, self.ask)
             for peer, strip in into.items():
                 found = self._bytes(strip, "target")
                 if not torch.equal(theirs[peer], found):
@@ -129,10 +130,6 @@ class Verifier:
             for place, part in zip([staged] if len(found) == 1 else staged.split(1), found, strict=True):
                 place.copy_(part)
         return staged.flatten().view(torch.uint8)
-
-    def _wait(self, works: Sequence[Any]) -> None:
-        for work in works:
-            work.wait(timedelta(seconds=self.timeout_s))
 
     def _words(self, copy: Copy, box: Box) -> str:
         """A fault for the user."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarl.parallel.hf_config import Yarn, hf_facts, model_shape
+from megarl.parallel.hf_config import Yarn, end_token_ids, hf_facts, model_shape
 from megarl.types import MlaShape, ModelShape, UserFault
 
 SHAPE = ModelShape(2, 6, 4, 2, 4, 50, 4, 2, 8)
@@ -166,3 +166,82 @@ def test_dense_families(tmp_path: Path, architecture: str, qk_norm: bool, qkv_bi
         2, 64, 4, 2, 16, 50, num_dense_layers=2, ffn_size=96, qk_norm=qk_norm, qkv_bias=qkv_bias, tied=True
     )
     assert shape.is_dense(1)
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "problem"),
+    [
+        (CONFIG, {"num_experts_per_tok": 5}, "num_experts_per_tok is 5, more than the experts (4)"),
+        (CONFIG, {"num_experts_per_tok": -1}, "num_experts_per_tok is -1"),
+        (CONFIG, {"num_experts": True}, "num_experts is True"),
+        (CONFIG, {"num_experts": 10**9}, "num_experts is 1e+09"),
+        (CONFIG, {"num_hidden_layers": 10**9}, "num_hidden_layers is 1e+09"),
+        (CONFIG, {"num_hidden_layers": 4000, "num_experts": 4000}, "layers x experts is 16000000"),
+        (CONFIG, {"vocab_size": 10**30}, "vocab_size is 1e+30"),
+        (CONFIG, {"vocab_size": 50.0}, "vocab_size is 50.0"),
+        (CONFIG, {"num_key_value_heads": 3}, "num_attention_heads (4) is no multiple of num_key_value_heads (3)"),
+        (CONFIG, {"head_dim": 5}, "head_dim is odd (5)"),
+        (CONFIG, {"head_dim": None}, "head_dim is missing"),  # 4 heads do not share out 6
+        (CONFIG, {"head_dim": 0}, "head_dim is 0"),
+        (CONFIG, {"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"),
+        (CONFIG, {"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'"),
+        (CONFIG, {"rms_norm_eps": -1e-6}, "rms_norm_eps is -1e-06"),
+        (CONFIG, {"rope_theta": 0}, "rope_theta is 0"),
+        (CONFIG, {"rope_theta": float("nan")}, "rope_theta is nan"),
+        (CONFIG, {"rope_scaling": "yarn"}, "rope_scaling is 'yarn'"),
+        (CONFIG, {"norm_topk_prob": 1}, "norm_topk_prob is 1"),
+        (CONFIG, {"max_position_embeddings": "512"}, "max_position_embeddings is '512'"),
+        (CONFIG, {"max_position_embeddings": -1}, "max_position_embeddings is -1"),
+        (CONFIG, {"layer_types": 3}, "layer_types is 3"),
+        (DEEPSEEK, {"n_group": 7}, "n_group (7) does not divide the experts (256)"),
+        (DEEPSEEK, {"n_group": "8"}, "n_group is '8'"),
+        (DEEPSEEK, {"topk_group": 9}, "topk_group is 9, more than n_group (8)"),
+        (DEEPSEEK, {"num_experts_per_tok": 200}, "more than the experts of its groups (128)"),
+        (DEEPSEEK, {"first_k_dense_replace": 62}, "first_k_dense_replace is more than num_hidden_layers"),
+        (DEEPSEEK, {"qk_rope_head_dim": 63}, "qk_rope_head_dim is odd (63)"),
+        (DEEPSEEK, {"routed_scaling_factor": "2.5"}, "routed_scaling_factor is '2.5'"),
+        (DEEPSEEK, {"rope_scaling": {"type": "yarn"}}, "factor is 0.0"),
+        (DEEPSEEK, {"rope_scaling": YARN | {"original_max_position_embeddings": None}}, "_embeddings is missing"),
+        (DEEPSEEK, {"rope_scaling": YARN | {"beta_fast": []}}, "beta_fast is []"),
+    ],
+)  # fmt: skip
+def test_values_that_no_model_has(tmp_path: Path, base: dict[str, Any], change: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UserFault) as caught:
+        model_shape(write(tmp_path, base | change))
+        hf_facts(tmp_path)
+    assert problem in caught.value.problem
+    assert caught.value.where == str(tmp_path / "config.json")
+
+
+def test_a_config_that_is_nested_too_deep(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"a": ' + "[" * 100_000)
+    with pytest.raises(UserFault, match="cannot be read"):
+        model_shape(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "found"),
+    [
+        ({}, None, set()),
+        ({"eos_token_id": None}, {}, set()),
+        ({"eos_token_id": 3}, None, {3}),
+        ({"eos_token_id": [3, 4]}, {"eos_token_id": 5}, {3, 4, 5}),
+        ({}, {"eos_token_id": [0]}, {0}),
+    ],
+)
+def test_end_tokens(
+    tmp_path: Path, config: dict[str, Any], generation: dict[str, Any] | None, found: set[int]
+) -> None:
+    write(tmp_path, CONFIG | config)
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert end_token_ids(tmp_path) == found
+
+
+@pytest.mark.parametrize("value", [50, -1, "<eos>", [3, None], True, 1.0])
+def test_an_end_token_that_the_vocabulary_does_not_have(tmp_path: Path, value: object) -> None:
+    write(tmp_path, CONFIG)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(UserFault, match="the vocabulary has 50 tokens") as caught:
+        end_token_ids(tmp_path)
+    assert caught.value.where == str(tmp_path / "generation_config.json")

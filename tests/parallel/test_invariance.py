@@ -15,7 +15,8 @@ from megarl.batching import MicroBatch, SampleRef, Update, plan_updates, train_s
 from megarl.parallel.layout import TrainLayout
 from megarl.types import FloatArray, Prompt, Rules, Sample, SampleGroup, TrainSequence
 from tests.parallel.checkpoints import write
-from tests.parallel.worlds import assemble, check_weights, recipe, rectangles, run_world
+from tests.parallel.gradients import check_learning, recorded
+from tests.parallel.worlds import recipe, run_world
 
 pytestmark = pytest.mark.slow
 
@@ -84,8 +85,9 @@ def update_of(trainer: Any, case: str, refs: Sequence[SampleRef], groups: dict[i
 def train(trainer: Any) -> dict[str, Any]:
     """Of each case an update of many samples, and one of a single sample, without any for the other ranks."""
     groups, refs = samples(12)
-    metrics = [update_of(trainer, case, part, groups) for case in CASES for part in (refs, refs[1:2])]
-    return {"metrics": metrics, "weights": rectangles(trainer)}
+    with recorded(trainer) as learning:
+        metrics = [update_of(trainer, case, part, groups) for case in CASES for part in (refs, refs[1:2])]
+    return {"metrics": metrics, "learning": learning}
 
 
 @pytest.fixture(scope="module")
@@ -113,5 +115,4 @@ def test_a_sequences_objective_equals_one_ranks(path: Path, one_rank: dict[str, 
     for rank in ranks:
         for mine, one in zip(rank["metrics"], one_rank["metrics"], strict=True):
             assert mine == pytest.approx({stat: one[stat] for stat in mine}, rel=1e-4, abs=1e-5)
-    weights = assemble([rank["weights"] for rank in ranks])
-    check_weights(weights, assemble([one_rank["weights"]]), LR * len(one_rank["metrics"]))
+    check_learning([rank["learning"] for rank in ranks], [one_rank["learning"]])

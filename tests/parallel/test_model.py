@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from megarl.config import Train
+from megarl.parallel import model
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.model import hf_facts, option_faults, transformer_config
 from megarl.types import UserFault
+from tests.parallel.checkpoints import write
 
 
 @pytest.fixture
@@ -83,6 +85,8 @@ def test_options_pass_through(checkpoint_path: Path) -> None:
         ("recompute_granularty", "use recompute_granularity"),
         ("tensor_model_parallel_size", "decided by the checkpoint"),
         ("moe_aux_loss_coeff", "decided by the checkpoint"),
+        ("fp8", "does not pad packed rows"),
+        ("fp8_param", "does not pad packed rows"),
     ],
 )
 def test_option_faults(key: str, words: str) -> None:
@@ -99,3 +103,17 @@ def test_megatrons_own_refusal_is_a_users_fault(checkpoint_path: Path) -> None:
     with pytest.raises(UserFault, match="train.megatron") as caught:
         config(checkpoint_path, {"recompute_granularity": "sometimes"})
     assert "sometimes" in str(caught.value)
+
+
+@pytest.mark.parametrize("has_yarn", [True, False])
+def test_rope_is_fused_where_megatron_has_a_kernel(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_yarn: bool
+) -> None:
+    """As with TransformerEngine: for latent attention Megatron refuses the fusion without YaRN."""
+    monkeypatch.setattr(model, "TRANSFORMER_ENGINE", True)
+    path = write(tmp_path / "model", "deepseek-v3")
+    if not has_yarn:
+        config_file = path / "config.json"
+        facts = json.loads(config_file.read_text()) | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+        config_file.write_text(json.dumps(facts))
+    assert config(path, {}).apply_rope_fusion is has_yarn

@@ -1,4 +1,4 @@
-"""Every layout computes what one rank computes: losses, gradient norm, and the weights after 3 steps."""
+"""Every layout computes what one rank computes: losses, gradients, and the weights after 3 steps."""
 
 from __future__ import annotations
 
@@ -10,17 +10,8 @@ import pytest
 
 from megarl.parallel.layout import TrainLayout
 from tests.parallel.checkpoints import write
-from tests.parallel.worlds import (
-    assemble,
-    check_weights,
-    deal,
-    ragged,
-    recipe,
-    rectangles,
-    run_world,
-    weighted_loss,
-    world_part,
-)
+from tests.parallel.gradients import check_learning, recorded
+from tests.parallel.worlds import deal, ragged, recipe, run_world, weighted_loss, world_part
 
 pytestmark = pytest.mark.slow
 
@@ -66,16 +57,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def train(trainer: Any) -> dict[str, Any]:
-    """Logprobs, then three steps on uneven micro-batches, and the weights after them."""
+    """Logprobs, then three steps on uneven micro-batches."""
     at, dp = trainer.layout.coords(trainer.rank), trainer.layout.dp
     sequences = ragged(14, VOCAB_SIZE, seed=3)
     micro_batches = deal(sequences, at.dp, dp, micro_batches=4)
     mine = world_part(micro_batches, sequences, DENOMINATOR)
-    return {
-        "logprobs": trainer.logprobs(micro_batches),
-        "metrics": [trainer.train_step(mine, LR, weighted_loss) for _ in range(STEPS)],
-        "weights": rectangles(trainer),
-    }
+    logprobs = trainer.logprobs(micro_batches)
+    with recorded(trainer) as learning:
+        metrics = [trainer.train_step(mine, LR, weighted_loss) for _ in range(STEPS)]
+    return {"logprobs": logprobs, "metrics": metrics, "learning": learning}
 
 
 def run(path: Path, family: str, layout: TrainLayout, **options: Any) -> list[dict[str, Any]]:
@@ -115,8 +105,9 @@ def train_unevenly(trainer: Any) -> dict[str, Any]:
     micro_batches = deal(sequences, 0, 1, micro_batches=4)
     mine = micro_batches if trainer.layout.coords(trainer.rank).dp == 0 else [[] for _ in micro_batches]
     part = world_part(mine, sequences, DENOMINATOR)
-    metrics = [trainer.train_step(part, LR, weighted_loss) for _ in range(STEPS)]
-    return {"metrics": metrics, "weights": rectangles(trainer)}
+    with recorded(trainer) as learning:
+        metrics = [trainer.train_step(part, LR, weighted_loss) for _ in range(STEPS)]
+    return {"metrics": metrics, "learning": learning}
 
 
 @pytest.mark.parametrize("family", SETTINGS)
@@ -128,7 +119,7 @@ def test_ranks_without_sequences(one_rank: dict[str, Any], family: str) -> None:
     assert all(rank["metrics"] == ranks[0]["metrics"] for rank in ranks)
     for mine, one in zip(ranks[0]["metrics"], expected["metrics"], strict=True):
         assert mine == pytest.approx(one, rel=1e-4)
-    check_weights(assemble([rank["weights"] for rank in ranks]), assemble([expected["weights"]]), LR * STEPS)
+    check_learning([rank["learning"] for rank in ranks], [expected["learning"]])
 
 
 @pytest.mark.parametrize("family", DENSE)
@@ -150,8 +141,7 @@ def check(ranks: list[dict[str, Any]], layout: TrainLayout, expected: dict[str, 
             assert mine == pytest.approx({name: one[name] for name in mine}, rel=1e-4)
     last = [result["metrics"] for rank, result in enumerate(ranks) if layout.coords(rank).pp == layout.pp - 1]
     assert all(metrics == last[0] for metrics in last)
-    weights = assemble([result["weights"] for result in ranks])
-    check_weights(weights, assemble([expected["weights"]]), LR * STEPS)
+    check_learning([rank["learning"] for rank in ranks], [expected["learning"]])
 
 
 def check_logprobs(mine: list[np.ndarray] | None, expected: list[np.ndarray] | None) -> None:

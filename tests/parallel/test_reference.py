@@ -13,17 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.sequences import PackedRow, Split, pack
 from tests.parallel.checkpoints import write
-from tests.parallel.worlds import (
-    assemble,
-    check_weights,
-    deal,
-    part,
-    ragged,
-    recipe,
-    rectangles,
-    run_world,
-    weighted_loss,
-)
+from tests.parallel.gradients import Tensors, check_gradients, check_weights, recorded, whole
+from tests.parallel.worlds import deal, part, ragged, recipe, run_world, weighted_loss
 
 pytestmark = pytest.mark.slow
 
@@ -36,13 +27,12 @@ TOP_K = {"qwen3-moe": 2, "deepseek-v3": 4}
 
 
 def train(trainer: Any) -> dict[str, Any]:
-    """Logprobs, then three steps on uneven micro-batches, and the weights after them."""
+    """Logprobs, then three steps on uneven micro-batches."""
     micro_batches = deal(ragged(14, VOCAB_SIZE, seed=3), 0, 1, micro_batches=3)
-    return {
-        "logprobs": trainer.logprobs(micro_batches),
-        "metrics": [trainer.train_step(part(micro_batches, DENOMINATOR), LR, weighted_loss) for _ in range(STEPS)],
-        "weights": rectangles(trainer),
-    }
+    logprobs = trainer.logprobs(micro_batches)
+    with recorded(trainer) as learning:
+        metrics = [trainer.train_step(part(micro_batches, DENOMINATOR), LR, weighted_loss) for _ in range(STEPS)]
+    return {"logprobs": logprobs, "metrics": metrics, "learning": learning}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -80,9 +70,7 @@ def test_logprobs_equal_those_of_transformers(path: Path, one_rank: dict[str, An
 def test_steps_equal_transformers_and_torch(
     path: Path, family: str, one_rank: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The same losses on transformers' model, clipped and stepped by torch: losses, gradient norm, all weights."""
-    from safetensors.numpy import load_file
-
+    """The same losses on transformers' model, clipped and stepped by torch: losses, gradients, weights."""
     model = hf_model(path)
     norms = [parameter for name, parameter in model.named_parameters() if "norm" in name]
     others = [parameter for name, parameter in model.named_parameters() if "norm" not in name]
@@ -91,7 +79,7 @@ def test_steps_equal_transformers_and_torch(
     rows = [pack([one], split=Split(), device="cpu") for one in ragged(14, VOCAB_SIZE, seed=3)]
     tokens = pad_sequence([row.token_ids_L for row in rows], batch_first=True)
     lengths = [len(row.token_ids_L) for row in rows]
-    seen = watch_routers(model)
+    seen, gradients = watch_routers(model), []
     for metrics in one_rank["metrics"]:
         optimizer.zero_grad()
         seen.clear()
@@ -99,16 +87,27 @@ def test_steps_equal_transformers_and_torch(
         loss = torch.stack([hf_loss(logits[index], row) for index, row in enumerate(rows)]).sum() / DENOMINATOR
         aux, z = router_losses(seen, lengths, TOP_K[family], family)
         (loss + AUX * aux + Z * z).backward()
+        gradients.append(gradient_of(model, tmp_path))
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP)
         optimizer.step()
         mine = {name: metrics[name] for name in ("loss", "aux_loss", "z_loss", "grad_norm")}
         aux, z = aux / len(seen), z / len(seen)
         expected = {"loss": loss.item(), "aux_loss": aux.item(), "z_loss": z.item(), "grad_norm": norm.item()}
         assert mine == pytest.approx(expected, rel=1e-4)
-    model.save_pretrained(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    expected = {name: tensor.reshape(len(tensor), -1) for name, tensor in weights.items()}
-    check_weights(assemble([one_rank["weights"]]), expected, LR * STEPS)
+    mine = whole([one_rank["learning"]])
+    check_gradients(mine.gradients, gradients)
+    check_weights(mine)
+    assert mine.after
+    for bias in mine.after.keys() - gradients[0].keys():  # of the router; its rate is 0
+        np.testing.assert_array_equal(mine.after[bias], mine.before[bias])
+
+
+def gradient_of(model: Any, folder: Path) -> Tensors:
+    """The gradients of all parameters, 2-D, by the names that weights have in the model's checkpoint."""
+    from safetensors.numpy import load_file
+
+    model.save_pretrained(folder, state_dict={name: one.grad for name, one in model.named_parameters()})
+    return {name: one.reshape(len(one), -1) for name, one in load_file(folder / "model.safetensors").items()}
 
 
 def watch_routers(model: Any) -> list[torch.Tensor]:

@@ -13,18 +13,9 @@ import torch
 from megarl.parallel.layout import TrainLayout
 from megarl.types import TrainSequence
 from tests.parallel.checkpoints import write
+from tests.parallel.gradients import check_learning, recorded
 from tests.parallel.test_parity import RECOMPUTE
-from tests.parallel.worlds import (
-    assemble,
-    check_weights,
-    deal,
-    ragged,
-    recipe,
-    rectangles,
-    run_world,
-    weighted_loss,
-    world_part,
-)
+from tests.parallel.worlds import deal, ragged, recipe, run_world, weighted_loss, world_part
 
 pytestmark = pytest.mark.slow
 
@@ -57,11 +48,10 @@ def replay_engine(trainer: Any, family: str) -> dict[str, Any]:
     micro_batches = deal(sequences, at.dp, dp, micro_batches=4)
     choices = [trainer._engine_choices(trainer._pack(batch)) for batch in micro_batches]
     part = world_part(micro_batches, sequences, DENOMINATOR, choices=choices)
-    return {
-        "gaps": trainer._replay_gaps(part),
-        "metrics": [trainer.train_step(part, LR, weighted_loss) for _ in range(2)],
-        "weights": rectangles(trainer),
-    }
+    gaps = trainer._replay_gaps(part)
+    with recorded(trainer) as learning:
+        metrics = [trainer.train_step(part, LR, weighted_loss) for _ in range(2)]
+    return {"gaps": gaps, "metrics": metrics, "learning": learning}
 
 
 @pytest.fixture(scope="module", params=["qwen3-moe", "deepseek-v3"])
@@ -94,7 +84,7 @@ def test_the_engines_experts_in_every_layout(path: Path, family: str, one_rank: 
     for mine, one in zip(ranks[-1]["metrics"], one_rank["metrics"], strict=True):
         assert mine == pytest.approx(one, rel=1e-4)
     assert {name: gap > 0 for name, gap in ranks[-1]["gaps"].items()} == dict.fromkeys(one_rank["gaps"], True)
-    check_weights(assemble([one["weights"] for one in ranks]), assemble([one_rank["weights"]]), 2 * LR)
+    check_learning([rank["learning"] for rank in ranks], [one_rank["learning"]])
 
 
 def replay_old_policy(trainer: Any, amount: float) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,11 @@ from safetensors.torch import load_file
 
 from megarl.parallel import saving
 from megarl.parallel.layout import TrainLayout
+from megarl.types import UserFault
 from tests.parallel.checkpoints import load, write
-from tests.parallel.worlds import (
-    assemble,
-    deal,
-    ragged,
-    recipe,
-    rectangles,
-    run_world,
-    weighted_loss,
-    world_part,
-)
+from tests.parallel.gradients import check_learning, recorded
+from tests.parallel.worlds import assemble, deal, ragged, recipe, run_world, weighted_loss, world_part
+from tests.small_disk import small_disk
 
 pytestmark = pytest.mark.slow
 
@@ -61,13 +56,14 @@ def draws() -> list[float]:
 
 
 def save_and_go_on(trainer: Any, folder: Path) -> dict[str, Any]:
-    steps(trainer, 2)
-    saved = rectangles(trainer)
+    with recorded(trainer) as earlier:
+        steps(trainer, 2)
     pending = trainer._model.save(folder)
-    after = steps(trainer, 2)  # while the files are written
+    with recorded(trainer) as learning:
+        after = steps(trainer, 2)  # while the files are written
     pending.finish()
-    ended = {"metrics": after, "weights": rectangles(trainer), "moments": moments(trainer)}
-    return {**ended, "saved": saved, "files": pending.files}
+    ended = {"metrics": after, "learning": learning, "moments": moments(trainer)}
+    return {**ended, "earlier": earlier, "files": pending.files}
 
 
 def convert(trainer: Any, folder: Path, out: Path) -> None:
@@ -77,7 +73,9 @@ def convert(trainer: Any, folder: Path, out: Path) -> None:
 
 def load_and_go_on(trainer: Any, folder: Path) -> dict[str, Any]:
     trainer._model.load(folder)
-    return {"metrics": steps(trainer, 2), "weights": rectangles(trainer), "moments": moments(trainer)}
+    with recorded(trainer) as learning:
+        metrics = steps(trainer, 2)
+    return {"metrics": metrics, "learning": learning, "moments": moments(trainer)}
 
 
 def save_and_load(trainer: Any, folder: Path) -> bool:
@@ -128,7 +126,7 @@ def test_the_same_layout_goes_on_to_the_last_bit(saved: tuple[Path, Any], path: 
     folder, expected = saved
     for mine, other in zip(run_world(recipe(path, FROM, **settings), load_and_go_on, folder), expected, strict=True):
         assert mine["metrics"] == other["metrics"]
-        for one, two in zip(mine["weights"], other["weights"], strict=True):
+        for one, two in zip(mine["learning"].after, other["learning"].after, strict=True):
             assert one[:3] == two[:3] and np.array_equal(one[3], two[3]), one[0]
         assert all(np.array_equal(one, two) for one, two in zip(mine["moments"], other["moments"], strict=True))
     files = [name for rank in expected for name in rank["files"]]
@@ -143,9 +141,8 @@ def test_another_layout_goes_on_within_rounding(
     ranks = run_world(recipe(path, TO[name], **settings), load_and_go_on, folder)
     for mine, other in zip(ranks[-1]["metrics"], expected[-1]["metrics"], strict=True):
         assert mine == pytest.approx(other, rel=1e-5)
-    weights, others = (assemble([one["weights"] for one in world]) for world in (ranks, expected))
-    for tensor, values in weights.items():
-        assert np.linalg.norm(values - others[tensor]) < 1e-5 * np.linalg.norm(others[tensor]), tensor
+    mine, other = ([rank["learning"] for rank in world] for world in (ranks, expected))
+    check_learning(mine, other, earlier=[rank["earlier"] for rank in expected])
 
 
 def test_the_weights_alone_become_a_hugging_face_checkpoint(
@@ -153,7 +150,7 @@ def test_the_weights_alone_become_a_hugging_face_checkpoint(
 ) -> None:
     """In a layout that the optimizer could not go on in: EP 1."""
     folder, ranks = saved
-    expected = assemble([one["saved"] for one in ranks])
+    expected = assemble([one["earlier"].after for one in ranks])
     run_world(recipe(path, TrainLayout(2, 1, 2, 1), **settings), convert, folder, tmp_path / "hf")
     written = load_file(tmp_path / "hf" / "model.safetensors")
     begun = load_file(path / "model.safetensors")
@@ -196,3 +193,34 @@ def test_what_megatron_gathered_for_the_save_alone_is_not_copied_again() -> None
 def test_every_generator_goes_on(path: Path, tmp_path: Path) -> None:
     made = recipe(path, TrainLayout(2, 2, 1, 2))
     assert run_world(made, save_random_states, tmp_path) == run_world(made, load_random_states, tmp_path)
+
+
+def save_with_room(trainer: Any, disk: Path) -> dict[str, str]:
+    """What is said of a checkpoint on a disk that becomes full at its beginning, in its middle and at its end."""
+    steps(trainer, 1)
+    folder = disk / "checkpoints" / ".step-000001.partial-abcd"
+    said, needed = {}, 0
+    for name in ("enough", "nothing", "half", "all but the index"):
+        folder.mkdir(parents=True)
+        room = {"nothing": 0, "half": needed // 2, "all but the index": needed - 8192}.get(name)
+        free = shutil.disk_usage(disk).free
+        with (disk / "filler").open("wb") as file:
+            file.write(bytes(0 if room is None else free - room))
+        try:
+            trainer.save(folder)
+            trainer.finish_save()
+            said[name] = "saved"
+        except UserFault as fault:
+            said[name] = str(fault)
+        needed = needed or free - shutil.disk_usage(disk).free
+        (disk / "filler").unlink()
+        shutil.rmtree(folder)
+    return said
+
+
+def test_a_disk_without_room_is_told_in_a_line_wherever_the_room_ends(path: Path, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "32m") as disk:
+        (said,) = run_world(recipe(path, TrainLayout(1, 1, 1, 1)), save_with_room, disk)
+    mend = "make room there, or name a folder on another disk"
+    told = f"run.dir: no space left in {disk}/checkpoints while writing a checkpoint; {mend}"
+    assert said == {"enough": "saved", "nothing": told, "half": told, "all but the index": told}

@@ -14,7 +14,8 @@ from megarl.device import Address
 from megarl.parallel.layout import TrainLayout
 from megarl.types import Prompt, Sample, SampleGroup
 from tests.parallel.checkpoints import write, write_classifier
-from tests.parallel.worlds import assemble, check_weights, deal, ragged, recipe, rectangles, run_ranks
+from tests.parallel.gradients import check_learning, recorded, whole
+from tests.parallel.worlds import deal, ragged, recipe, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -43,13 +44,14 @@ def learn(rank: int, meet: Address, made: Any, takes_turns: bool) -> dict[str, A
     tokens = int(sum(one.loss_mask_T.sum() for one in sequences))
     norms = Norms(float(tokens), sum(len(one.token_ids_T) for one in sequences), tokens)
     found, values = [], critic.values_of(micro_batches)
-    for _ in range(STEPS):
-        if takes_turns:
-            critic.offload()
-            assert not any(param.untyped_storage().nbytes() for param in critic.params().values())
-            critic.onload()
-        found.append(critic.train_step(micro_batches, values, norms, LR))
-    return {"values": values, "metrics": found, "weights": rectangles(critic)}
+    with recorded(critic) as learning:
+        for _ in range(STEPS):
+            if takes_turns:
+                critic.offload()
+                assert not any(param.untyped_storage().nbytes() for param in critic.params().values())
+                critic.onload()
+            found.append(critic.train_step(micro_batches, values, norms, LR))
+    return {"values": values, "metrics": found, "learning": learning}
 
 
 def world(path: Path, layout: TrainLayout, takes_turns: bool = False) -> list[dict[str, Any]]:
@@ -94,7 +96,7 @@ def test_every_layout_learns_what_one_rank_does(scored: Scored, name: str) -> No
         for mine, one in zip(result["metrics"], expected["metrics"], strict=True):
             assert (mine.keys() == one.keys()) == is_last
             assert mine == pytest.approx({key: one[key] for key in mine}, rel=1e-4)
-    check_weights(assemble([one["weights"] for one in ranks]), assemble([expected["weights"]]), LR * STEPS)
+    check_learning([rank["learning"] for rank in ranks], [expected["learning"]])
 
 
 def test_a_language_models_critic_begins_with_0_and_learns(tmp_path: Path) -> None:
@@ -102,8 +104,8 @@ def test_a_language_models_critic_begins_with_0_and_learns(tmp_path: Path) -> No
     path = write(tmp_path, "deepseek-v3", mtp_layers=1, vocab_size=VOCAB_SIZE, pad_token_id=None)
     (one,) = world(path, ONE_RANK)
     assert all(not value_T.any() for value_T in one["values"])
-    weights = assemble([one["weights"]])
-    assert weights["score.weight"].any() and not any("layers.4." in name for name in weights)
+    weights = whole([one["learning"]]).after
+    assert weights and weights["score.weight"].any() and not any("layers.4." in name for name in weights)
     losses = [metrics["loss"] for metrics in one["metrics"]]
     assert losses[0] > losses[1] > losses[2]
 
@@ -117,7 +119,7 @@ def conversations() -> list[SampleGroup]:
             Sample(np.zeros(1, np.int64), np.zeros(1, np.float32), "12345"[: 1 + (number + index) % 5], True, 0)
             for index in range(count)
         )
-        prompt = Prompt(str(number), question, (1,), "1", {"prompt": question})
+        prompt = Prompt(str(number), question, (1,), "1", messages=question)
         return SampleGroup(prompt, samples, np.zeros(count, np.float32), np.zeros(count, np.bool_))
 
     return [group(number) for number in range(5)]

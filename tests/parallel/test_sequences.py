@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.parallel.sequences import Split, pack, unpack, zigzag
+from megarl.parallel.routing import Router, Routing
+from megarl.parallel.sequences import LENGTH_STEP, Split, pack, unpack, zigzag
 from megarl.types import TrainSequence
 
 
@@ -32,10 +35,33 @@ def test_by_hand() -> None:
     assert row.labels_L.tolist() == [6, 7, 0, 9, 0, 0, 0, 0]
     assert row.bounds.tolist() == [0, 3, 5, 8]  # the padding is a segment of its own
     assert row.bounds.dtype == torch.int32
-    assert row.max_length == 3
+    assert row.max_length == LENGTH_STEP
+    assert row.lengths_S.tolist() == [3.0, 2.0, 1.0]
     assert row.targets.loss_mask_T.tolist() == [True, True, False, True, False, False, False, False]
     assert row.targets.loss_weight_T.tolist() == [3.0, 3.5, 0.0, 4.5, 0.0, 0.0, 0.0, 0.0]
     assert row.targets.engine_logp_T.tolist() == [-6.0, -7.0, 0.0, -9.0, 0.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(("longest", "bound"), [(1, 1024), (1024, 1024), (1025, 2048), (20_480, 20_480)])
+def test_attention_is_told_few_different_lengths(longest: int, bound: int) -> None:
+    assert pack([sequence([1] * longest), sequence([2])], split=Split(), device="cpu").max_length == bound
+
+
+def test_what_a_step_asks_of_a_row_needs_no_look_at_the_device() -> None:
+    """On the meta device every value that is read back raises, as every read of a GPU's value would wait for it."""
+    row = pack([sequence([5, 6, 7]), sequence([8, 9])], split=Split(tp=4), device="meta")
+    assert row.max_length == LENGTH_STEP
+    router = SimpleNamespace(
+        _shared=Routing(is_training=True, row=row),
+        _layer=0,
+        tp_group=SimpleNamespace(rank=lambda: 1),
+        enable_expert_bias=True,
+        local_tokens_per_expert=torch.zeros(4, device="meta"),
+    )
+    router._tokens = Router._see(router, 4)  # type: ignore[arg-type]
+    assert router._tokens.sequence_N.shape == (4,)
+    Router._apply_expert_bias(router, torch.ones(4, 4, dtype=torch.bool, device="meta"))  # type: ignore[arg-type]
+    assert router.local_tokens_per_expert.shape == (4,)
 
 
 def test_no_padding_segment_where_none_is_needed() -> None:

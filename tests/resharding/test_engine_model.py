@@ -106,12 +106,45 @@ def mark(owner: str, name: str, value: Any):
     return change
 
 
+class CachedAttention(torch.nn.Module):
+    """As SGLang makes it in fp8 engines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("k_scale", "v_scale"):
+            self.register_parameter(name, torch.nn.Parameter(torch.tensor(-1.0), requires_grad=False))
+        self.k_scale_float = self.v_scale_float = None
+
+
+def test_the_scales_of_the_kv_cache_are_written_in_place_and_verified() -> None:
+    model = Model(CachedAttention())
+    names = ["self_attn.k_scale", "self_attn.v_scale"]
+    found = engine_model.constants(model)
+    assert list(found) == names and not found.keys() & engine_model.params(model).keys()
+    assert engine_model.constant_faults(model) == [f"{name} is -1, not 1" for name in names]
+    engine_model.write_constants(model)
+    assert engine_model.constant_faults(model) == []
+    assert all(param is engine_model.constants(model)[name] for name, param in found.items()), "graphs keep the tensors"
+    found["self_attn.v_scale"].fill_(float("nan"))
+    assert engine_model.constant_faults(model) == ["self_attn.v_scale is nan, not 1"]
+
+
+def test_a_scale_for_each_head_is_no_constant() -> None:
+    """The map must refuse what it does not know."""
+    model = Model(CachedAttention())
+    model.self_attn.k_scale = torch.nn.Parameter(torch.ones(4))
+    assert "self_attn.k_scale" in engine_model.params(model) and "self_attn.k_scale" not in engine_model.constants(
+        model
+    )
+
+
 UNKNOWN = [
     (mark("module", "use_triton_kernels", True), r"self_attn: .*use_triton_kernels"),
     (mark("module", "use_flashinfer_trtllm_moe", True), "use_flashinfer_trtllm_moe"),
     (mark("method", "load_up_proj_weight_first", True), "load_up_proj_weight_first"),
     (mark("module", "num_fused_shared_experts", 1), "fused the shared experts"),
     (mark("module", "w_kc_qrep", torch.ones(1)), "replicated the query weights"),
+    (mark("module", "v_scale_float", 0.5), r"self_attn: .*captured its graphs with v_scale 0\.5"),
     (mark("parameter", "format_ue8m0", True), r"self_attn\.kv_b_proj\.weight: .* powers of two"),
 ]
 

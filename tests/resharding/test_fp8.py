@@ -46,7 +46,7 @@ def one_tile_at_a_time(block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     return quantised, scales
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(SIZES, st.integers(0, 99), DTYPES)
 def test_every_tile_has_the_scale_of_its_own_largest_element(
     size: tuple[int, int, int], seed: int, dtype: torch.dtype
@@ -60,7 +60,7 @@ def test_every_tile_has_the_scale_of_its_own_largest_element(
     assert torch.equal(block, before)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(SIZES, st.integers(0, 99), DTYPES)
 def test_dequantised_weights_are_within_the_types_precision(
     size: tuple[int, int, int], seed: int, dtype: torch.dtype
@@ -73,7 +73,7 @@ def test_dequantised_weights_are_within_the_types_precision(
     assert (error <= 1.001 * torch.maximum(block.double().abs() / 16, step * 2.0**-10)).all()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.data())
 def test_a_part_on_tile_boundaries_gives_the_bytes_of_the_whole(data: st.DataObject) -> None:
     rows, cols = data.draw(st.integers(1, 520)), data.draw(st.integers(1, 520))

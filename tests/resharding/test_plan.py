@@ -155,27 +155,27 @@ def check_account(sides: Sides, plans: Sequence[Plan], gpus_per_node: int) -> No
     assert found.fabric_into_nodes(gpus_per_node).tolist() == found.minimum_fabric.tolist()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(layouts(), st.sampled_from([2, 4, 8, 16]), st.sampled_from([0, 1_000, 20_000]))
 def test_real_models(layout: Layouts, gpus_per_node: int, slack: int) -> None:
     check(sides_of(layout), gpus_per_node, slack)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(of_random_boxes(), st.integers(1, 5), st.sampled_from([0, 100, 3_000]))
 def test_random_boxes(sides: Sides, gpus_per_node: int, slack: int) -> None:
     check(sides, gpus_per_node, slack)
 
 
 @pytest.mark.slow
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(layouts(), st.booleans(), st.integers(1, 16), st.integers(0, 50_000))
 def test_many_real_models(layout: Layouts, transformer_engine: bool, gpus_per_node: int, slack: int) -> None:
     check(sides_of(layout, transformer_engine), gpus_per_node, slack)
 
 
 @pytest.mark.slow
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(of_random_boxes(), st.integers(1, 5), st.integers(0, 10_000))
 def test_many_random_boxes(sides: Sides, gpus_per_node: int, slack: int) -> None:
     check(sides, gpus_per_node, slack)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 
 from megarl.parallel.layout import EngineLayout, TrainLayout
+from megarl.resharding.execute import Params
+from megarl.resharding.transport import Ask
 from megarl.resharding.verify import VerifyMode, _strips, _weights
 from tests.resharding.worlds import FP8_MOE, MOE, Opened, Pair, Pool, Slot
 
@@ -130,9 +132,9 @@ def change_behind(slot: Slot) -> None:
     """Every verification of this slot finds a bit flipped just before."""
     check = slot.member.verify
 
-    def flip_first(targets: Mapping[str, torch.Tensor]) -> None:
+    def flip_first(targets: Params, ask: Ask = lambda: None) -> None:
         flip_bit(slot)
-        check(targets)
+        check(targets, ask)
 
     slot.member.verify = flip_first
 

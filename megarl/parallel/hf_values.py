@@ -1,0 +1,112 @@
+"""The values of a HF `config.json`, each of the type and within the bounds that its key can have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.types import ModelShape, UserFault
+
+_LARGEST = 2**31 - 1
+_LARGEST_OF = {"num_hidden_layers": 4096, "num_nextn_predict_layers": 64, "num_experts": 4096, "n_shared_experts": 4096}
+_MOST_EXPERTS = 2**20  # of all layers
+_MEND = "use a checkpoint whose config.json is that of its weights"
+
+
+def integer(
+    file: Path, config: Mapping[str, Any], keys: Sequence[str], default: int | None = None, least: int = 1
+) -> int:
+    """The first of the keys that is there. Raises UserFault: missing, or no whole number from `least` on."""
+    value = next((config[key] for key in keys if config.get(key) is not None), default)
+    largest = _LARGEST_OF.get(keys[0], _LARGEST)
+    if isinstance(value, int) and not isinstance(value, bool) and least <= value <= largest:
+        return value
+    if isinstance(value, int) and value > largest:
+        raise UserFault(str(file), f"{keys[0]} is {value:.6g}", f"use a checkpoint where it is at most {largest}")
+    problem = "is missing" if value is None else f"is {value!r:.60}"
+    mend = "write it as a positive integer" if least else "write it as a whole number"
+    raise UserFault(str(file), f"{keys[0]} {problem}", mend)
+
+
+def optional_integer(file: Path, config: Mapping[str, Any], key: str) -> int | None:
+    """The same where the key may be absent or null."""
+    return None if config.get(key) is None else integer(file, config, (key,))
+
+
+def number(
+    file: Path, config: Mapping[str, Any], key: str, default: float, *, most: float, least: float = 0.0
+) -> float:
+    """A number above 0. Raises UserFault for another value."""
+    value = default if config.get(key) is None else config[key]
+    if isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most and value > 0:
+        return float(value)
+    mend = f"write it as a number above {least:g} and at most {most:g}"
+    raise UserFault(str(file), f"{key} is {value!r:.60}", mend)
+
+
+def truth(file: Path, config: Mapping[str, Any], key: str, default: bool = False) -> bool:
+    """A boolean. Raises UserFault for another value."""
+    value = default if config.get(key) is None else config[key]
+    if isinstance(value, bool):
+        return value
+    raise UserFault(str(file), f"{key} is {value!r:.60}", "write true or false")
+
+
+def mapping(file: Path, config: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
+    """A JSON object, the first of the keys that has one; empty where none has. Raises UserFault for another value."""
+    for key in keys:
+        value = config.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise UserFault(str(file), f"{key} is {value!r:.60}", "write it as a JSON object, or null")
+        if value:
+            return value
+    return {}
+
+
+def texts(file: Path, config: Mapping[str, Any], key: str) -> list[str]:
+    """A list of texts, empty where there is none. Raises UserFault for another value."""
+    value = [] if config.get(key) is None else config[key]
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return value
+    raise UserFault(str(file), f"{key} is {value!r:.60}", "write it as a list of texts, or null")
+
+
+def refuse_contradictions(file: Path, shape: ModelShape, groups: int, top_groups: int) -> None:
+    """Integers that contradict each other; groups: of experts, of which a token uses those of top_groups."""
+    experts, chosen, heads, mla = shape.num_experts, shape.experts_per_token, shape.num_heads, shape.mla
+    in_reach = top_groups * experts // groups
+    checks = [
+        (chosen <= experts, f"num_experts_per_tok is {chosen}, more than the experts ({experts})"),
+        (experts % groups == 0, f"n_group ({groups}) does not divide the experts ({experts})"),
+        (top_groups <= groups, f"topk_group is {top_groups}, more than n_group ({groups})"),
+        (chosen <= in_reach, f"num_experts_per_tok is {chosen}, more than the experts of its groups ({in_reach})"),
+        (shape.num_dense_layers <= shape.num_layers, "first_k_dense_replace is more than num_hidden_layers"),
+        (shape.num_layers * experts <= _MOST_EXPERTS, f"layers x experts is {shape.num_layers * experts}"),
+    ]
+    if mla:
+        checks.append((mla.rope_dim % 2 == 0, f"qk_rope_head_dim is odd ({mla.rope_dim}), and pairs are turned"))
+    else:
+        problem = f"num_attention_heads ({heads}) is no multiple of num_key_value_heads ({shape.num_kv_heads})"
+        checks.append((heads % shape.num_kv_heads == 0, problem))
+        checks.append((shape.head_dim % 2 == 0, f"head_dim is odd ({shape.head_dim}), and pairs are turned"))
+    problem = next((problem for is_good, problem in checks if not is_good), None)
+    if problem:
+        raise UserFault(str(file), problem, _MEND)
+
+
+def end_tokens(folder: str | Path, configs: Sequence[tuple[str, Mapping[str, Any]]], vocab_size: int) -> frozenset[int]:
+    """The tokens at which SGLang ends a response: `eos_token_id` of config.json and of generation_config.json.
+
+    configs: each file's name and content. Raises UserFault for a value that is no token of the vocabulary.
+    """
+    found: set[int] = set()
+    for name, config in configs:
+        value = config.get("eos_token_id")
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        for one in ids:
+            if not isinstance(one, int) or isinstance(one, bool) or not 0 <= one < vocab_size:
+                problem = f"eos_token_id is {value!r:.60}, and the vocabulary has {vocab_size} tokens"
+                raise UserFault(str(Path(folder) / name), problem, "write the number of the token that ends a response")
+        found.update(ids)
+    return frozenset(found)

@@ -1,0 +1,148 @@
+"""What a training world learns, compared with another world's where it is well defined: in the gradients.
+
+Adam moves a weight by about the learning rate however small its gradient is. Where a gradient is zero but for rounding
+(a token's embedding that no loss depends on, a key's bias that cancels in the softmax), the CPU's instructions decide
+in which direction. So weights of two worlds are not compared: their gradients are, before the optimizer sees them, and
+each world's weights with those that torch's AdamW makes of its own gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.parallel.worlds import Rectangle, assemble, rectangles
+
+Tensors = dict[str, np.ndarray]
+Held = TypeVar("Held")
+
+# An element of the first step's gradient may differ by this part of itself and of its tensor's root mean square. The
+# layouts differ by 1e-5 at most, and an error of 1e-3 on one rank is to be found.
+FIRST = 1e-4
+# A tensor's gradient at a later step may differ by this part of its norm: Adam has turned some rounding into weights.
+LATER = 1e-3
+
+
+@dataclass
+class Learning(Generic[Held]):
+    """Optimizer steps, as one rank's rectangles or as the world's whole tensors; gradients are not clipped yet."""
+
+    grad_clip: float
+    weight_decay: float
+    before: Held
+    gradients: list[Held] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    after: Held | None = None
+
+
+@contextmanager
+def recorded(trainer: Any) -> Iterator[Learning[list[Rectangle]]]:
+    """This rank's part of every step that the trainer (or the critic) takes inside; called on all ranks together."""
+    rank_model = trainer._model
+    found = Learning(rank_model._train.grad_clip, rank_model._train.weight_decay, rectangles(trainer))
+    take_step = rank_model.step
+
+    def record(lr: float) -> float:
+        found.gradients.append(rectangles(trainer, _whole_gradients(trainer)))
+        found.rates.append(lr)
+        found.norms.append(take_step(lr))
+        return found.norms[-1]
+
+    with patch.object(rank_model, "step", record):
+        yield found
+    found.after = rectangles(trainer)
+
+
+def _whole_gradients(trainer: Any) -> dict[str, torch.Tensor]:
+    """Gradients by the weight map's names. Each data-parallel rank holds a shard of the sums, so gather the others."""
+    by_place = {}
+    for chunk in trainer._model.chunks:
+        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets:
+                own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
+        by_place |= {one.data_ptr(): one.main_grad for one in chunk.parameters() if hasattr(one, "main_grad")}
+    return {name: by_place[one.data_ptr()] for name, one in trainer.params().items() if one.data_ptr() in by_place}
+
+
+def whole(ranks: Sequence[Learning[list[Rectangle]]]) -> Learning[Tensors]:
+    """The world's tensors from all of its ranks' rectangles. Raises AssertionError where replicas differ."""
+    first = ranks[0]
+    assert all((rank.rates, rank.norms) == (first.rates, first.norms) for rank in ranks)
+    gradients = [assemble(step) for step in zip(*(rank.gradients for rank in ranks), strict=True)]
+    before, after = assemble([rank.before for rank in ranks]), assemble([rank.after or [] for rank in ranks])
+    return Learning(first.grad_clip, first.weight_decay, before, gradients, first.rates, first.norms, after)
+
+
+def check_learning(
+    ranks: Sequence[Learning[list[Rectangle]]],
+    reference: Sequence[Learning[list[Rectangle]]],
+    earlier: Sequence[Learning[list[Rectangle]]] = (),
+) -> None:
+    """Assert that two worlds learnt the same; earlier: the steps of a world that both of them resumed."""
+    mine, expected = whole(ranks), whole(reference)
+    check_gradients(mine.gradients, expected.gradients)
+    check_weights(resumed(whole(earlier), mine) if earlier else mine)
+    assert mine.after and expected.after and mine.after.keys() == expected.after.keys()
+    for tensor in mine.after.keys() - mine.gradients[0].keys():  # moved by other rules (router biases), or frozen
+        np.testing.assert_allclose(mine.after[tensor], expected.after[tensor], rtol=1e-6, atol=1e-7, err_msg=tensor)
+
+
+def resumed(first: Learning[Tensors], then: Learning[Tensors]) -> Learning[Tensors]:
+    """Steps, and those that began with the weights that they left."""
+    assert first.after and first.after.keys() == then.before.keys()
+    for tensor, values in first.after.items():
+        np.testing.assert_array_equal(then.before[tensor], values, err_msg=tensor)
+    lists = {name: [*getattr(first, name), *getattr(then, name)] for name in ("gradients", "rates", "norms")}
+    return replace(then, before=first.before, **lists)
+
+
+def check_gradients(mine: Sequence[Tensors], expected: Sequence[Tensors]) -> None:
+    """Compare each step's gradient. Raises AssertionError with the step and the tensor."""
+    for step, (gradients, others) in enumerate(zip(mine, expected, strict=True)):
+        assert gradients.keys() == others.keys(), f"step {step}: {sorted(gradients.keys() ^ others.keys())}"
+        for tensor, gradient in gradients.items():
+            difference, other = np.abs(gradient - others[tensor]), np.abs(others[tensor])
+            if step == 0:
+                excess = float(np.max(difference / (FIRST * (other + root_mean_square(other)) + 1e-30)))
+            else:
+                excess = root_mean_square(difference) / (LATER * root_mean_square(other) + 1e-30)
+            assert excess < 1, f"step {step}: the gradient of {tensor} differs by {excess:.1f} times what it may"
+
+
+def root_mean_square(values: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(values, dtype=np.float64))))
+
+
+def check_weights(learning: Learning[Tensors]) -> None:
+    """Compare all weights after the steps with what torch's clipping and AdamW make of the gradients.
+
+    Raises AssertionError with the tensor, or with the step whose gradient norm is another.
+    """
+    moved = {name: torch.tensor(learning.before[name], requires_grad=True) for name in learning.gradients[0]}
+    norms = [one for name, one in moved.items() if "norm" in name or name.endswith(".bias")]
+    others = [one for name, one in moved.items() if not ("norm" in name or name.endswith(".bias"))]
+    groups = [{"params": norms, "weight_decay": 0.0}, {"params": others, "weight_decay": learning.weight_decay}]
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.999), eps=1e-8)
+    for gradients, lr, norm in zip(learning.gradients, learning.rates, learning.norms, strict=True):
+        for name, weight in moved.items():
+            weight.grad = torch.tensor(gradients[name])
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        found = float(torch.nn.utils.clip_grad_norm_(moved.values(), learning.grad_clip))
+        assert found == pytest.approx(norm, rel=1e-5), "the gradient norm is not that of the gradient"
+        optimizer.step()
+    assert learning.after
+    for name, weight in moved.items():
+        atol = 1e-4 * sum(learning.rates)
+        np.testing.assert_allclose(learning.after[name], weight.detach(), rtol=1e-6, atol=atol, err_msg=name)

@@ -1,0 +1,177 @@
+"""The map of engine parameters against the ones that SGLang's own classes build, at full width and few layers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from megarl.parallel.hf_config import model_shape
+from megarl.parallel.layout import EngineLayout
+from megarl.resharding import sglang_map
+from megarl.resharding.shards import LayoutError, Shard, cells, verify_params
+from tests.resharding.meta_engines import Request, build, write_config
+
+MODELS = Path(__file__).parents[2] / "recipes" / "models"
+FEW_LAYERS = {"num_hidden_layers": 2}
+
+
+def published(name: str, **changes: Any) -> dict[str, Any]:
+    return json.loads((MODELS / name / "config.json").read_text()) | FEW_LAYERS | changes
+
+
+def dense(family: str, **sizes: Any) -> dict[str, Any]:
+    common = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu", "max_position_embeddings": 32768}
+    return common | {"architectures": [f"{family}ForCausalLM"], "model_type": family.lower(), **FEW_LAYERS, **sizes}
+
+
+DEEPSEEK = published("deepseek-v3", first_k_dense_replace=1)
+CONFIGS = {
+    "deepseek-v3": DEEPSEEK,
+    "kimi-k2": DEEPSEEK
+    | {"n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_heads": 64, "vocab_size": 163840}
+    | {"n_group": 1, "topk_group": 1},
+    "moonlight": DEEPSEEK
+    | {"q_lora_rank": None, "hidden_size": 2048, "intermediate_size": 11264, "moe_intermediate_size": 1408}
+    | {"n_routed_experts": 64, "n_shared_experts": 2, "num_attention_heads": 16, "num_key_value_heads": 16}
+    | {"n_group": 1, "topk_group": 1, "vocab_size": 163840},
+    "qwen3-30b-a3b": published("qwen3-30b-a3b"),
+    "qwen3-235b-a22b": published("qwen3-235b-a22b"),
+    "qwen2.5-32b": published("qwen2.5-32b"),
+    "qwen3, padded vocabulary": dense(
+        "Qwen3", hidden_size=2560, intermediate_size=9728, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+        vocab_size=151669, tie_word_embeddings=True,
+    ),
+    "llama-3.1-8b": dense(
+        "Llama", hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=128256, tie_word_embeddings=False,
+    ),
+}  # fmt: skip
+LAYOUTS = {  # TP, EP, DP: in bfloat16, and in fp8 where no tile is cut
+    "deepseek-v3": [(8, 1, 1), (16, 4, 1), (16, 16, 8), (8, 8, 8), (32, 32, 8)],
+    "kimi-k2": [(16, 16, 4)],
+    "moonlight": [(4, 2, 1), (2, 2, 1)],
+    "qwen3-30b-a3b": [(1, 1, 1), (4, 2, 2), (8, 8, 1)],
+    "qwen3-235b-a22b": [(8, 8, 8), (16, 16, 4)],
+    "qwen2.5-32b": [(8, 1, 1), (4, 1, 1)],
+    "qwen3, padded vocabulary": [(2, 1, 1), (4, 1, 1)],
+    "llama-3.1-8b": [(8, 1, 1), (16, 1, 1)],
+}
+CUT_TILES = {"deepseek-v3": (32, 32, 8), "moonlight": (4, 2, 1)}
+CACHE_SCALES = {"deepseek-v3": 4, "kimi-k2": 4, "moonlight": 4, "qwen2.5-32b": 2, "llama-3.1-8b": 2}  # of a layer
+
+
+class Case(NamedTuple):
+    model: str
+    engine: EngineLayout
+    rank: int
+
+    def __str__(self) -> str:
+        engine, kind = self.engine, "fp8" if self.engine.fp8 else "bf16"
+        return f"{self.model} {kind} tp{engine.tp} ep{engine.ep} dp{engine.dp} rank {self.rank}"
+
+
+PLAIN_CACHE = Case("deepseek-v3", EngineLayout(1, 16, 16, dp=8, fp8=True), 0)
+FP8_CACHE = {"kv_cache_dtype": "fp8_e4m3", "attention_backend": "flashmla"}
+
+
+def cases() -> list[Case]:
+    """The first, middle and last rank of every layout."""
+    return [
+        Case(model, layout(axes, fp8), rank)
+        for model, layouts in LAYOUTS.items()
+        for axes in layouts
+        for fp8 in (False, True)
+        for rank in sorted({0, axes[0] // 2, axes[0] - 1})
+        if not (fp8 and CUT_TILES.get(model) == axes)
+    ]
+
+
+def layout(axes: tuple[int, int, int], fp8: bool) -> EngineLayout:
+    tp, ep, dp = axes
+    return EngineLayout(1, tp, ep, dp=dp, fp8=fp8)
+
+
+class Models:
+    """The folders with the configs, and what one child process built of all cases and of some others."""
+
+    def __init__(self, folder: Path) -> None:
+        paths = {name: write_config(folder / name, config) for name, config in CONFIGS.items()}
+        self.shapes = {name: model_shape(path) for name, path in paths.items()}
+        requests = [Request(paths[case.model], case.engine, case.rank) for case in cases()]
+        requests.append(Request(paths[PLAIN_CACHE.model], PLAIN_CACHE.engine, PLAIN_CACHE.rank, FP8_CACHE))
+        requests += [Request(paths[model], layout(axes, True), 0) for model, axes in CUT_TILES.items()]
+        found = build(requests)
+        self.built = dict(zip(cases(), found, strict=False))
+        self.fp8_cache, *cut = found[len(cases()) :]
+        self.cut = dict(zip(CUT_TILES, cut, strict=True))
+
+    def shards(self, case: Case) -> list[Shard]:
+        return sglang_map.shards(self.shapes[case.model], case.engine, case.rank)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_the_map_describes_the_parameters_of_sglangs_own_class(models: Models, case: Case) -> None:
+    shape, built = models.shapes[case.model], models.built[case]
+    assert not built.error, built.error
+    assert case.engine.faults(shape, case.engine.tp) == case.engine.gpu_faults(shape) == []
+    assert not built.unknown
+    shards = models.shards(case)
+    verify_params(shards, built.params)
+    for shard in shards:
+        for name, _ in cells(shard):
+            assert built.params[name].dtype == getattr(torch, shard.dtype or "bfloat16"), name
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_the_scales_of_the_kv_cache_are_constants(models: Models, case: Case) -> None:
+    """They start as made-up weights may; SGLang's own processing must take the 1 that was written."""
+    built = models.built[case]
+    number = CACHE_SCALES.get(case.model, 0) * models.shapes[case.model].num_layers if case.engine.fp8 else 0
+    assert len(built.constants) == number
+    assert list(built.constants.values()) == built.cache_scales == [1.0] * number
+    assert not built.constants.keys() & built.params.keys()
+
+
+@pytest.mark.parametrize("case", [case for case in cases() if case.model == "deepseek-v3"], ids=str)
+def test_latent_attention_derives_its_tensors_in_bfloat16(models: Models, case: Case) -> None:
+    """As `derived_faults` expects them: also from fp8 tiles."""
+    mla, heads = models.shapes[case.model].mla, 128 // case.engine.attention_tp
+    assert mla is not None
+    assert models.built[case].derived == {
+        "w_kc": [[heads, mla.nope_dim, mla.kv_lora_rank], "bfloat16"],
+        "w_vc": [[heads, mla.kv_lora_rank, mla.v_dim], "bfloat16"],
+    }
+
+
+def test_an_fp8_kv_cache_changes_no_parameter(models: Models) -> None:
+    cached, plain = models.fp8_cache, models.built[PLAIN_CACHE]
+    assert not cached.error, cached.error
+    assert {name: (param.shape, param.dtype) for name, param in cached.params.items()} == {
+        name: (param.shape, param.dtype) for name, param in plain.params.items()
+    }
+    assert cached.constants == plain.constants
+
+
+@pytest.mark.parametrize("changes", [{"dp": 1}, {"ep": 4}, {"fp8": True}], ids=str)
+def test_another_layout_than_the_engines_is_refused(models: Models, changes: dict[str, Any]) -> None:
+    case = Case("qwen3-30b-a3b", EngineLayout(1, 4, 2, dp=2), 3)
+    other = case._replace(engine=replace(case.engine, **changes))
+    with pytest.raises(LayoutError, match="weight map and model differ"):
+        verify_params(models.shards(other), models.built[case].params)
+
+
+@pytest.mark.parametrize("model", CUT_TILES)
+def test_a_cut_tile_is_refused_by_us_before_sglang_refuses_it(models: Models, model: str) -> None:
+    engine = layout(CUT_TILES[model], fp8=True)
+    assert engine.faults(models.shapes[model], engine.tp)
+    assert "is not divisible by weight quantization block" in models.cut[model].error

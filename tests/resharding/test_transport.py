@@ -1,0 +1,128 @@
+"""What the exchange asks of torch's process groups, held against torch's own classes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.distributed_c10d import PrefixStore
+
+from megarl.resharding import transport
+from megarl.resharding.agreement import Agreement
+
+
+class RecordingBackend:
+    """A stand-in for NCCL's backend: its coalescing calls go to a real gloo backend, which has the same binding."""
+
+    def __init__(self) -> None:
+        self._real: Any = dist.ProcessGroupGloo(HashStore(), 0, 1, timedelta(seconds=60))
+        self.open_blocks = 0
+        self.posted = 0
+
+    def _start_coalescing(self, *arguments: Any) -> None:
+        _bind(self._real._start_coalescing, *arguments)
+        self.open_blocks += 1
+
+    def _end_coalescing(self, *arguments: Any) -> SimpleNamespace | None:
+        _bind(self._real._end_coalescing, *arguments)
+        self.open_blocks -= 1
+        return SimpleNamespace(messages=self.posted) if self.posted else None
+
+    def post(self) -> SimpleNamespace:
+        self.posted += 1
+        return SimpleNamespace()
+
+
+def _bind(method: Any, *arguments: Any) -> None:
+    """Raise TypeError where torch's binding does not take these arguments; that gloo does not coalesce is no fault."""
+    with suppress(RuntimeError):
+        method(*arguments)
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingBackend]:
+    monkeypatch.setattr(transport, "BACKEND", "nccl")
+    backend = RecordingBackend()
+    yield backend
+    assert backend.open_blocks == 0, "an NCCL group that stays open swallows what is posted later"
+
+
+def test_the_contract_refuses_a_device() -> None:
+    with pytest.raises(TypeError):
+        RecordingBackend()._start_coalescing(torch.device("cpu"))
+
+
+def test_a_round_becomes_one_work(nccl: RecordingBackend) -> None:
+    with transport.batch(nccl) as works:
+        works += [nccl.post(), nccl.post()]
+    assert works == [SimpleNamespace(messages=2)]
+
+
+def test_a_round_without_messages_is_closed(nccl: RecordingBackend) -> None:
+    with transport.batch(nccl) as works:
+        pass
+    assert works == []
+
+
+def test_an_error_inside_a_round_closes_it(nccl: RecordingBackend) -> None:
+    with pytest.raises(ZeroDivisionError), transport.batch(nccl) as works:
+        works.append(nccl.post())  # type: ignore[arg-type]
+        raise ZeroDivisionError
+
+
+class Stuck:
+    """A message whose peer will never send: NCCL's communicator says nothing of it."""
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def test_the_words_of_a_failed_peer_end_a_wait_over_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "BACKEND", "nccl")
+    monkeypatch.setattr(transport, "ASK_S", 0.01)
+    store = HashStore()
+    ours, theirs = (Agreement(PrefixStore("x", store), member, 2, 60.0) for member in (0, 1))
+    ours.ask("1/done")  # nobody has refused yet
+    theirs.refuse("1/done", "failed in the exchange: no memory")
+    with pytest.raises(RuntimeError, match="member 1 failed in the exchange: no memory"):
+        transport.wait([Stuck()], 600.0, lambda: ours.ask("1/done"))  # type: ignore[list-item]
+
+
+def test_a_stage_that_all_reached_is_no_failure() -> None:
+    agreement = Agreement(HashStore(), 0, 1, 60.0)
+    agreement.reach("1/done", {}, lambda verdicts: {})
+    agreement.ask("1/done")
+
+
+def test_a_wait_has_an_end() -> None:
+    with pytest.raises(RuntimeError, match=r"did not end within 0\.05 s"):
+        transport.poll(lambda: False, 0.05, lambda: None)
+
+
+def test_nccl_connects_when_the_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member that has no message in the first round would otherwise never join the communicator."""
+    connected: list[torch.device] = []
+
+    class Nccl:
+        Options = SimpleNamespace
+
+        def __init__(self, *arguments: object) -> None:
+            pass
+
+        def eager_connect_single_device(self, device: torch.device) -> None:
+            connected.append(device)
+
+    monkeypatch.setattr(transport, "BACKEND", "nccl")
+    monkeypatch.setattr(transport, "DEVICE", "cuda")
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    transport.make_group(HashStore(), 0, 1, 60.0)
+    assert connected == [torch.device("cuda", 3)]
+    assert "arg0: torch.device) -> None" in (dist.ProcessGroupGloo.eager_connect_single_device.__doc__ or "")
