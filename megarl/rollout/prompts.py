@@ -3,24 +3,55 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megarl.types import Prompt, UserFault, UserFaults
+import numpy as np
 
-Row = tuple[str, Mapping[str, Any]]  # where it stands in its file, and its columns
+from megarl.rollout.data_files import BadRow, RowFaults, answer_of, column, no_rows, read_rows, short
+from megarl.rollout.template_check import template_fault
+from megarl.rollout.token_cache import TokenCache
+from megarl.rollout.tokens import ProgressBar, Tokens, cached_tokens, no_bar, tokenise
+from megarl.types import Prompt, UserFault, UserFaults, WhenOverlong
+
+OWN_TOKENIZER = "give model.path the tokenizer that its weights were trained with"
+_MESSAGES = "write a non-empty string, or a list of messages {role, content} whose contents are strings"
 
 
-class _BadRow(Exception):
-    """What is wrong with one row, and the mend; many rows with the same mend become one fault."""
+@dataclass(frozen=True)
+class PromptSource:
+    """A file of prompts: the recipe key that names it, its path and its columns.
 
-    def __init__(self, problem: str, mend: str) -> None:
-        super().__init__(problem, mend)
-        self.problem, self.mend = problem, mend
+    prompt_mend, answer_mend: what to write where a column is missing, with {columns} in place of those of the row.
+    """
+
+    where: str
+    path: str
+    prompt: str = "prompt"
+    answer: str = "answer"
+    prompt_mend: str = "set data.prompt to one of {columns}"
+    answer_mend: str = "set data.answer to one of {columns}"
+
+
+@dataclass(frozen=True)
+class PromptFile:
+    """What a file gave: its prompts in order. num_rows: also those that were dropped as too long.
+
+    longest: tokens of the longest prompt, dropped or not.
+    """
+
+    source: PromptSource
+    prompts: Sequence[Prompt]
+    num_rows: int
+    longest: int
+
+    @property
+    def num_dropped(self) -> int:
+        return self.num_rows - len(self.prompts)
 
 
 def load_tokenizer(path: str) -> Any:
@@ -40,138 +71,166 @@ def load_tokenizer(path: str) -> Any:
         raise UserFault("model.path", problem, "add its tokenizer files") from error
 
 
+def token_beyond(tokenizer: Any, token_ids: Iterable[int], vocab_size: int) -> str | None:
+    """The largest of token_ids in words, where a model of vocab_size tokens has no such token; else None."""
+    largest = max(token_ids, default=0)
+    if largest < vocab_size:
+        return None
+    text = tokenizer.convert_ids_to_tokens(largest)
+    return f"token {largest} ({text!r}), and the ids of the model's {vocab_size} tokens end at {vocab_size - 1}"
+
+
 def load_prompts(
-    path: str, where: str, tokenizer: Any, *, prompt_column: str, answer_column: str, max_prompt_tokens: int
-) -> list[Prompt]:
+    source: PromptSource,
+    tokenizer: Any,
+    *,
+    max_prompt_tokens: int,
+    vocab_size: int | None = None,
+    overlong: WhenOverlong = "refuse",
+    cache: TokenCache | None = None,
+    bar: ProgressBar = no_bar,
+) -> PromptFile:
     """Every row of a JSONL or parquet file as a prompt with its answer.
 
     A prompt is a string, which becomes one user message, or a list of chat messages; both go through the tokenizer's
-    chat template. Without a template a string is used as it stands.
-    `where` is the recipe key that named the file. Raises UserFaults: one fault per kind, with how many rows have it.
+    chat template. Without a template a string is used as it stands. overlong: whether prompts of more than
+    max_prompt_tokens are refused or dropped. vocab_size: the model's, or None where it is not known. Raises UserFaults:
+    one fault per kind, with how many rows have it.
     """
-    prompts: list[Prompt] = []
-    bad: dict[str, list[tuple[str, _BadRow]]] = {}
-    for place, row in _read_rows(path, where):
+    bad = RowFaults(source.where)
+    rows = list(_rows(source, tokenizer.chat_template is not None, bad))
+    messages = [row.messages for row in rows]
+    title = f"{source.where}: tokenising {len(rows):,} prompts"
+
+    def make() -> Tokens | None:
+        if unbounded := template_fault(tokenizer, [(row.place, row.messages) for row in rows]):
+            raise UserFaults([*bad.told(), unbounded])
+        with bar(title, len(rows)) as done:
+            texts = _texts(tokenizer, rows, bad)
+            tokens = tokenise(tokenizer, texts, special=tokenizer.chat_template is None, done=done)
+        return tokens if len(tokens.texts) == len(rows) else None
+
+    tokens = cached_tokens(cache, tokenizer, "prompts", messages, make)
+    faults = bad.told()
+    if tokens is None:
+        raise UserFaults(faults)
+    if not rows and not faults:
+        raise UserFaults([no_rows(source.path, source.where)])
+    prompts = [
+        Prompt(row.place, tokens.texts[number], tokens.of(number), row.answer, row.columns, row.messages)
+        for number, row in enumerate(rows)
+    ]
+    empty = next((prompt.id for prompt in prompts if not prompt.token_ids), None)
+    if empty:
+        mend = "write a prompt of at least one token, or mend the chat template"
+        faults.append(UserFault(source.where, f"{empty}: the prompt has no tokens", mend))
+    if vocab_size:
+        faults += faults_beyond(source.where, tokenizer, prompts, tokens, "prompt", vocab_size)
+    kept = [prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_tokens]
+    if len(kept) < len(prompts) and (overlong == "refuse" or not kept):
+        faults.append(_overlong_fault(source, prompts, len(kept), max_prompt_tokens))
+    if faults:
+        raise UserFaults(faults)
+    return PromptFile(source, kept, len(prompts), int(tokens.lengths.max()))
+
+
+def faults_beyond(
+    where: str, tokenizer: Any, prompts: Sequence[Prompt], tokens: Tokens, part: str, vocab_size: int
+) -> list[UserFault]:
+    """Rows with token ids that a model of vocab_size tokens does not have, told as one fault.
+
+    tokens: of one part of every row, which `part` names: "prompt" or "answer".
+    """
+    bad = RowFaults(where)
+    beyond = np.flatnonzero(tokens.ids >= vocab_size)
+    for number in np.unique(np.searchsorted(tokens.ends, beyond, side="right")).tolist():
+        words = token_beyond(tokenizer, tokens.of(number), vocab_size)
+        bad.add(prompts[number].id, BadRow(f"the {part} has {words}", OWN_TOKENIZER))
+    return bad.told()
+
+
+def _overlong_fault(source: PromptSource, prompts: Sequence[Prompt], num_kept: int, limit: int) -> UserFault:
+    longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
+    many = f"{len(prompts) - num_kept} of the {len(prompts)} prompts of {source.path}"
+    problem = f"data.max_prompt_tokens ({limit}) is exceeded by {many}, the longest is {longest.id}"
+    mend = f"raise data.max_prompt_tokens to {len(longest.token_ids)}"
+    if num_kept:
+        mend += " or less, and set data.overlong to drop to leave out longer prompts"
+    return UserFault(source.where, f"{problem} with {len(longest.token_ids)} tokens", mend)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A row that was read, before its prompt goes through the template."""
+
+    place: str
+    columns: Mapping[str, Any]
+    messages: Any
+    answer: str
+
+
+def _rows(source: PromptSource, has_template: bool, bad: RowFaults) -> Iterator[_Row]:
+    """The rows with a usable prompt; all that is wrong with them or with others is added to `bad`."""
+    for place, row in read_rows(source.path, source.where, bad):
+        answer = ""
         try:
-            text, special = _render(tokenizer, _column(row, prompt_column, "data.prompt"))
-            answer = _answer(_column(row, answer_column, "data.answer"), answer_column)
-            token_ids = tuple(tokenizer(text, add_special_tokens=special)["input_ids"])
-            if not 0 < len(token_ids) <= max_prompt_tokens:
-                raise _BadRow(
-                    f"the prompt has {len(token_ids)} tokens, data.max_prompt_tokens allows 1 to {max_prompt_tokens}",
-                    "raise data.max_prompt_tokens or remove such rows",
-                )
-        except _BadRow as error:
-            bad.setdefault(error.mend, []).append((place, error))
+            answer = answer_of(column(row, source.answer, source.answer_mend), source.answer)
+        except BadRow as error:
+            bad.add(place, error)
+        try:
+            prompt = column(row, source.prompt, source.prompt_mend)
+            _check_messages(prompt, has_template)
+        except BadRow as error:
+            bad.add(place, error)
         else:
-            prompts.append(Prompt(place, text, token_ids, answer, row))
-    if bad:
-        raise UserFaults([_summary(where, rows) for rows in bad.values()])
-    if not prompts:
-        raise UserFaults([UserFault(where, f"{path} has no rows", "give a file with at least one")])
-    return prompts
+            yield _Row(place, row, prompt, answer)
 
 
-def answered_rows(path: str, where: str, answer_column: str, most: int) -> list[tuple[str, Mapping[str, Any]]]:
-    """(answer, row) of the first rows of such a file, for those who need no prompt. Raises UserFaults likewise."""
-    found = []
-    for place, row in islice(_read_rows(path, where), most):
-        try:
-            found.append((_answer(_column(row, answer_column, "--answer"), answer_column), row))
-        except _BadRow as error:
-            raise UserFaults([_summary(where, [(place, error)])]) from None
-    if not found:
-        raise UserFaults([UserFault(where, f"{path} has no rows", "give a file with at least one")])
-    return found
-
-
-def _summary(where: str, rows: Sequence[tuple[str, _BadRow]]) -> UserFault:
-    place, first = rows[0]
-    more = f" (and {len(rows) - 1} more such rows)" if len(rows) > 1 else ""
-    return UserFault(where, f"{place}: {first.problem}{more}", first.mend)
-
-
-def _read_rows(path: str, where: str) -> Iterator[Row]:
-    """Raises UserFaults when the file cannot be read at all."""
-    source = Path(path)
-    if not source.is_file():
-        raise UserFaults([UserFault(where, f"{path} is not a file", "check the path; it is relative to where you are")])
-    if source.suffix == ".parquet":
-        yield from _read_parquet(source, where)
-    elif source.suffix in (".jsonl", ".json"):
-        try:
-            yield from _read_jsonl(source, where)
-        except (OSError, UnicodeDecodeError) as error:
-            fault = UserFault(where, f"cannot read {path} ({error})", "give a UTF-8 file that this user may read")
-            raise UserFaults([fault]) from error
-    else:
-        raise UserFaults([UserFault(where, f"{path} is neither .jsonl nor .parquet", "convert it to one of them")])
-
-
-def _read_jsonl(source: Path, where: str) -> Iterator[Row]:
-    with source.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            place = f"{source}:{number}"
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                fault = UserFault(where, f"{place} is not JSON ({error.msg})", "write one JSON object a line")
-                raise UserFaults([fault]) from error
-            if not isinstance(row, dict):
-                raise UserFaults([UserFault(where, f"{place} is not a JSON object", "write one JSON object a line")])
-            yield place, row
-
-
-def _read_parquet(source: Path, where: str) -> Iterator[Row]:
-    import pyarrow.lib
-    import pyarrow.parquet
-
-    try:
-        table = pyarrow.parquet.read_table(source)
-    except (OSError, pyarrow.lib.ArrowException) as error:
-        raise UserFaults([UserFault(where, f"{source} is not a parquet file ({error})", "write it again")]) from error
-    for number, row in enumerate(table.to_pylist()):
-        yield f"{source} row {number}", row
-
-
-def _column(row: Mapping[str, Any], column: str, key: str) -> Any:
-    """A column, or by a dotted name what lies inside one."""
-    outer, _, inner = column.partition(".")
-    if column not in row and inner and isinstance(row.get(outer), dict):
-        return _column(row[outer], inner, key)
-    if column not in row:
-        present = ", ".join(sorted(row)) or "the columns it has"
-        raise _BadRow(f"there is no column {column!r}", f"set {key} to one of {present}")
-    return row[column]
-
-
-def _answer(value: Any, column: str) -> str:
-    if value is None or isinstance(value, (list, dict)) or str(value) == "":
-        raise _BadRow(f"{column!r} is {value!r}", f"give every row a text or a number in {column!r}")
-    return str(value)
-
-
-def _render(tokenizer: Any, prompt: Any) -> tuple[str, bool]:
-    """The prompt's text, and whether the tokenizer still has to add its special tokens (a template writes them)."""
-    mend = "write a non-empty string, or a list of messages {role, content}"
+def _check_messages(prompt: Any, has_template: bool) -> None:
+    """Raises BadRow unless it is a text or chat messages, and these have a template."""
     if isinstance(prompt, str):
-        messages = [{"role": "user", "content": prompt}]
         if not prompt.strip():
-            raise _BadRow("the prompt is empty", mend)
-    elif isinstance(prompt, list) and prompt and all(_is_message(message) for message in prompt):
-        messages = prompt
-    else:
-        raise _BadRow(f"the prompt is {_short(prompt)}", mend)
+            raise BadRow("the prompt is empty", _MESSAGES)
+        return
+    if not isinstance(prompt, list) or not prompt:
+        raise BadRow(f"the prompt is {short(prompt)}", _MESSAGES)
+    for number, message in enumerate(prompt, start=1):
+        if not isinstance(message, dict):
+            raise BadRow(f"message {number} of the prompt is {short(message)}", _MESSAGES)
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                value = short(message[key]) if key in message else "missing"
+                raise BadRow(f"the {key} of message {number} of the prompt is {value}", _MESSAGES)
+    if not has_template:
+        raise BadRow("the prompt is chat messages, and the tokenizer has no chat template", "write prompts as strings")
+
+
+def _texts(tokenizer: Any, rows: Sequence[_Row], bad: RowFaults) -> Iterator[str]:
+    """The prompts' texts, without those that the template refuses."""
+    for row in rows:
+        try:
+            text = _render(tokenizer, row.messages)
+        except BadRow as error:
+            bad.add(row.place, error)
+        else:
+            yield text
+
+
+def _render(tokenizer: Any, prompt: Any) -> str:
+    """One prompt through the chat template, which writes the special tokens. Raises BadRow."""
     if tokenizer.chat_template is None:
-        if isinstance(prompt, str):
-            return prompt, True
-        raise _BadRow("the prompt is chat messages, and the tokenizer has no chat template", "write prompts as strings")
+        return prompt
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True), False
+        return tokenizer.apply_chat_template(_messages(prompt), tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template raises whatever its author wrote
-        raise _BadRow(f"the chat template refuses the prompt: {error}", "mend the messages or the template") from error
+        raise BadRow(f"the chat template refuses the prompt: {error}", "mend the messages or the template") from error
+
+
+def _messages(prompt: Any) -> list[Mapping[str, Any]]:
+    """Chat messages; a key without a value is left out, for parquet writes it into every message that lacks the key."""
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return [{key: value for key, value in message.items() if value is not None} for message in prompt]
 
 
 def chat(tokenizer: Any, prompt: Any, response: str) -> tuple[str, bool]:
@@ -183,8 +242,7 @@ def chat(tokenizer: Any, prompt: Any, response: str) -> tuple[str, bool]:
         if not isinstance(prompt, str):
             raise ValueError("it is chat messages, and there is no chat template")
         return prompt + response, True
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    answered = [*messages, {"role": "assistant", "content": response}]
+    answered = [*_messages(prompt), {"role": "assistant", "content": response}]
     return tokenizer.apply_chat_template(answered, tokenize=False), False
 
 
@@ -194,31 +252,23 @@ def conversation(tokenizer: Any, prompt: Any, response: str) -> list[int]:
     return tokenizer(text, add_special_tokens=special)["input_ids"]
 
 
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
 class PromptStream:
     """Prompts without end: every epoch is a new shuffle, and holds each prompt once. The seed decides all of it."""
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int) -> None:
+    def __init__(self, prompts: Sequence[Prompt], seed: int | str) -> None:
         if not prompts:
             raise ValueError("a stream needs at least one prompt")
         self._prompts = list(prompts)
         self._random = random.Random(seed)
-        self._waiting: list[Prompt] = []
+        self._epoch: list[Prompt] = []
+        self._place = 0  # in the epoch
         self.taken = 0  # since the stream began: all that it takes to go on from there
 
     def __len__(self) -> int:
         """Prompts in one epoch."""
         return len(self._prompts)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """The same for the same prompts in the same order."""
         sha = hashlib.sha256()
@@ -230,11 +280,11 @@ class PromptStream:
         """The next n prompts; an epoch's end may fall inside."""
         taken: list[Prompt] = []
         while len(taken) < n:
-            if not self._waiting:
-                self._waiting = self._random.sample(self._prompts, len(self._prompts))
+            if self._place == len(self._epoch):
+                self._epoch, self._place = self._random.sample(self._prompts, len(self._prompts)), 0
             missing = n - len(taken)
-            taken += self._waiting[:missing]
-            self._waiting = self._waiting[missing:]
+            taken += self._epoch[self._place : self._place + missing]
+            self._place = min(self._place + missing, len(self._epoch))
         self.taken += n
         return taken
 

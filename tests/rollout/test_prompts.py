@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rollout.prompts import PromptStream, chat, conversation, load_prompts, load_tokenizer
+from megarl.rollout.prompts import PromptSource, PromptStream, chat, conversation, load_prompts, load_tokenizer
 from megarl.types import Prompt, UserFault, UserFaults
 
 QUESTION = {"prompt": "1+2=", "answer": "3"}
@@ -26,10 +27,8 @@ def write(folder: Path, rows: Sequence[Any], name: str = "rows.jsonl") -> str:
     return str(path)
 
 
-def load(path: str, tokenizer: Any, limit: int = 32) -> list[Prompt]:
-    return load_prompts(
-        path, "data.train", tokenizer, prompt_column="prompt", answer_column="answer", max_prompt_tokens=limit
-    )
+def load(path: str, tokenizer: Any, limit: int = 32) -> Sequence[Prompt]:
+    return load_prompts(PromptSource("data.train", path), tokenizer, max_prompt_tokens=limit).prompts
 
 
 def faults(path: str, tokenizer: Any, limit: int = 32) -> tuple[UserFault, ...]:
@@ -42,7 +41,7 @@ def faults(path: str, tokenizer: Any, limit: int = 32) -> tuple[UserFault, ...]:
 def test_a_string_becomes_one_user_message(tmp_path: Path, tokenizer: Any) -> None:
     (prompt,) = load(write(tmp_path, [QUESTION | {"level": 2}]), tokenizer)
     assert prompt.text == "<user>1+2=<assistant>"
-    assert prompt.token_ids == tuple(tokenizer.convert_tokens_to_ids(["<user>", *"1+2=", "<assistant>"]))
+    assert tuple(prompt.token_ids) == tuple(tokenizer.convert_tokens_to_ids(["<user>", *"1+2=", "<assistant>"]))
     assert prompt.answer == "3"
     assert prompt.row == QUESTION | {"level": 2}
     assert prompt.id.endswith("rows.jsonl:1")
@@ -53,9 +52,10 @@ def test_a_dotted_name_is_of_what_lies_inside_a_column(tmp_path: Path, tokenizer
     row = {"prompt": "1+2=", "reward_model": {"ground_truth": "3"}}
 
     def answers(*rows: dict[str, Any]) -> list[str]:
-        keys = {"prompt_column": "prompt", "answer_column": "reward_model.ground_truth", "max_prompt_tokens": 32}
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), tmp_path / "rows.parquet")
-        return [one.answer for one in load_prompts(str(tmp_path / "rows.parquet"), "data.train", tokenizer, **keys)]
+        path = str(tmp_path / "rows.parquet")
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
+        source = PromptSource("data.train", path, answer="reward_model.ground_truth")
+        return [one.answer for one in load_prompts(source, tokenizer, max_prompt_tokens=32).prompts]
 
     assert answers(row, row) == ["3", "3"]
     assert answers(row | {"reward_model.ground_truth": "4"}) == ["4"]
@@ -104,13 +104,20 @@ def test_parquet_and_jsonl_hold_the_same(tmp_path: Path, tokenizer: Any) -> None
         ({"prompt": " ", "answer": "3"}, "the prompt is empty", "non-empty string"),
         ({"prompt": 5, "answer": "3"}, "the prompt is 5", "non-empty string"),
         ({"prompt": [], "answer": "3"}, "the prompt is []", "list of messages"),
-        ({"prompt": [{"role": "user"}], "answer": "3"}, "the prompt is [{'role': 'user'}]", "list of messages"),
-        ({"prompt": "1", "answer": None}, "'answer' is None", "give every row"),
-        ({"prompt": "1", "answer": ""}, "'answer' is ''", "give every row"),
-        ({"prompt": "1", "answer": ["3"]}, "'answer' is ['3']", "give every row"),
-        ({"prompt": "1" * 40, "answer": "3"}, "has 42 tokens", "raise data.max_prompt_tokens"),
-        ("{'prompt': 1}", "is not JSON", "one JSON object a line"),
-        ("[1]", "is not a JSON object", "one JSON object a line"),
+        ({"prompt": [{"role": "user"}], "answer": "3"}, "content of message 1 of the prompt is missing", "strings"),
+        ({"prompt": [[{"role": "user", "content": "1"}]], "answer": "3"}, "message 1 of the prompt is [{", "messages"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "text", "text": "1"}]}], "answer": "3"},
+            "the content of message 1 of the prompt is [{'type'",
+            "contents are strings",
+        ),
+        ({"prompt": "1", "answer": None}, "'answer' is None", "write a text or a number"),
+        ({"prompt": "1", "answer": ""}, "'answer' is ''", "write a text or a number"),
+        ({"prompt": "1", "answer": ["3"]}, "'answer' is ['3']", "write a text or a number"),
+        ({"prompt": "1", "answer": math.nan}, "'answer' is nan", "write a text or a number"),
+        ({"prompt": "1" * 40, "answer": "3"}, "1 of the 2 prompts", "raise data.max_prompt_tokens to 42 or less"),
+        ("{'prompt': 1}", "is not JSON", "one JSON object on each line"),
+        ("[1]", "is not a JSON object", "one JSON object on each line"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path: Path, tokenizer: Any, row: Any, problem: str, mend: str) -> None:
@@ -139,7 +146,7 @@ def test_an_empty_file_and_a_broken_parquet_are_named(tmp_path: Path, tokenizer:
     (fault,) = faults(write(tmp_path, []), tokenizer)
     assert "has no rows" in fault.problem
     (fault,) = faults(write(tmp_path, ["PAR"], "rows.parquet"), tokenizer)
-    assert "is not a parquet file" in fault.problem
+    assert "is not a parquet file that can be read" in fault.problem
 
 
 @pytest.mark.parametrize(("folder", "problem"), [("none", "is not a folder"), ("empty", "has no usable tokenizer")])

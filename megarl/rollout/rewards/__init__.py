@@ -16,7 +16,7 @@ from megarl.types import UserFault
 WHERE = "reward.function"
 MEND = "make it return a finite number for every response"
 _FORM = "write module:function, for example megarl.rollout.rewards.exact:score"
-_LARGEST = 3.4e38  # rewards are float32
+LARGEST = 3.4e38  # rewards are float32
 _LONGEST_WORDS = 300
 _LONGEST_ANSWER = 1000  # of two that begin so long alike nobody asks whether they are the same
 
@@ -77,7 +77,7 @@ def verdict_of(result: Any) -> Verdict | Failure:
     """What a function returned, as a verdict; a failure if it is no number that a float32 holds."""
     value = result.reward if isinstance(result, Verdict) else result
     try:
-        if not (isinstance(value, Real) and isfinite(value) and abs(float(value)) <= _LARGEST):
+        if not (isinstance(value, Real) and isfinite(value) and abs(float(value)) <= LARGEST):
             return Failure(f"returned {short(result)}")
         if not isinstance(result, Verdict):
             return Verdict(float(value), float(value) >= 1.0)

@@ -11,13 +11,14 @@ from itertools import count
 from typing import Any
 
 from megarl.rollout.rewards import Failure, Verdict
-from megarl.rollout.rewards.process import AT_ONCE, Item, Order, Worker
-from megarl.rollout.rewards.worker import too_long
+from megarl.rollout.rewards.process import AT_ONCE, Item, Order, Worker, reply_of, start_of
+from megarl.rollout.rewards.worker import LINK_CLOSED, too_long
 from megarl.types import UserFault
 
 _BATCH = 16  # at most so many wait behind one that hangs
 _BATCH_S = 0.01
 _MOST_FAILED_STARTS = 3
+_GARBAGE, _CLOSED = "wrote to its process's link", "closed its process's link"
 
 
 class Pool:
@@ -68,21 +69,20 @@ class Pool:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def heard(self, worker: Worker, message: list[Any] | None) -> None:
-        """A line of a worker's; None, or of a response that it has not: the function wrote it."""
-        if message and not worker.is_ready:
+        """A line of a worker's; None, of another form or about a response that it has not: the function wrote it."""
+        if not worker.is_ready:
             self._started(worker, message)
             return
-        if not message or len(message) < 3 or not isinstance(message[0], int) or message[0] not in worker.in_flight:
-            self._blame(worker, Failure("wrote to its process's link"))
+        reply = reply_of(message)
+        if reply is None or reply.number not in worker.in_flight:
+            self._blame(worker, Failure(_GARBAGE))
             self._replace(worker)
             return
-        number, value, flag, *answer = message
-        item = worker.in_flight.pop(number)
+        item = worker.in_flight.pop(reply.number)
         now = self._loop.time()
         self.slowest_s = max(self.slowest_s, now - item.began)
-        is_last = isinstance(value, str) and flag
-        _settle(item, Failure(value) if isinstance(value, str) else Verdict(value, flag, *answer))
-        if is_last:
+        _settle(item, reply.found)
+        if reply.is_last:
             self._replace(worker)
             return
         if not worker.is_async:
@@ -110,11 +110,15 @@ class Pool:
         await self._loop.create_connection(lambda: worker, sock=worker.socket)
         self._loop.call_later(self._order.start_s, self._give_up_start, worker)
 
-    def _started(self, worker: Worker, message: list[Any]) -> None:
-        if len(message) == 3:
-            self._fail(UserFault(*message))
+    def _started(self, worker: Worker, message: list[Any] | None) -> None:
+        first = start_of(message)
+        if first is None:
+            problem = f"{self._order.function} {_GARBAGE} while it was imported"
+            first = UserFault(self._order.where, problem, "leave files alone that it did not open")
+        if isinstance(first, UserFault):
+            self._fail(first)
             return
-        worker.is_ready, worker.is_async = True, message[0]
+        worker.is_ready, worker.is_async = True, first
         self._failed_starts = 0
         if all(one.is_ready for one in self._workers) and not self._ready.done():
             self._ready.set_result(None)
@@ -197,21 +201,21 @@ class Pool:
             del worker.in_flight[first.number]
 
     async def _bury(self, worker: Worker) -> None:
-        """Of a worker that ended by itself: say what of."""
+        """Of a worker that closed its link, at its end or before it: say which, and what it ended of."""
+        code = await worker.own_end()
         worker.kill()  # what it leaves
-        code = await asyncio.to_thread(worker.process.wait)
         if worker not in self._workers:
             return
-        how = f"killed by {_name(-code)}" if code < 0 else f"exit code {code}"
+        how = _CLOSED if code in (None, LINK_CLOSED) else f"ended its process ({_name(code)})"
         if not worker.is_ready:
             self._failed_starts += 1
             if self._ready.done() and self._failed_starts <= _MOST_FAILED_STARTS:  # it was imported before
                 self._replace(worker)
                 return
-            problem = f"the process that imports {self._order.function} ended ({how})"
+            problem = f"{self._order.function} {how} while it was imported"
             self._fail(UserFault(self._order.where, problem, "mend what it does when it is imported"))
             return
-        self._blame(worker, Failure(f"ended its process ({how})"))
+        self._blame(worker, Failure(how))
         self._replace(worker)
 
     def _replace(self, worker: Worker) -> None:
@@ -235,11 +239,14 @@ class Pool:
         task.add_done_callback(self._tasks.discard)
 
 
-def _name(number: int) -> str:
+def _name(code: int) -> str:
+    """How a process ended: its exit code, or -1 times the signal that killed it."""
+    if code >= 0:
+        return f"exit code {code}"
     try:
-        return signal.Signals(number).name
+        return f"killed by {signal.Signals(-code).name}"
     except ValueError:  # a real-time signal
-        return f"signal {number}"
+        return f"killed by signal {-code}"
 
 
 def _settle(item: Item, found: Verdict | Failure) -> None:

@@ -17,7 +17,8 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from megarl.rollout.rewards import Failure, Reward, Verdict, load_reward, said, verdict_of
@@ -25,6 +26,7 @@ from megarl.types import UserFault
 
 _PR_SET_PDEATHSIG = 1
 _LINE_BYTES = 2**30
+LINK_CLOSED = 117  # exit code
 _spare = [bytes(4 * 2**20)]  # for the words of an end for want of memory
 
 
@@ -42,15 +44,26 @@ class Link:
 
     def read(self) -> Any:
         """The next line, or None at the end."""
-        line = self._file.readline()
+        with _ended_without_link():
+            line = self._file.readline()
         return json.loads(line) if line else None
 
     def write(self, message: object) -> None:
-        self.socket.sendall(_line(message))
+        with _ended_without_link():
+            self.socket.sendall(_line(message))
 
     def close_in_child(self) -> None:
         """Or a fork of the function's would keep the parent from seeing the end of this process."""
         os.close(self.socket.detach())
+
+
+@contextmanager
+def _ended_without_link() -> Iterator[None]:
+    """End the process, in a way that the parent knows, where the function has closed the socket."""
+    try:
+        yield
+    except OSError:
+        os._exit(LINK_CLOSED)
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.rollout.rewards.code_asserts import cut, imports_of
@@ -53,7 +53,6 @@ PLAIN = st.recursive(
 )  # fmt: skip
 
 
-@settings(deadline=None)  # a busy machine
 @given(PLAIN)
 def test_a_value_crosses_as_it_is(value: Any) -> None:
     crossed = json.loads(json.dumps(Encoder().encode(value)))

@@ -59,6 +59,21 @@ def words(found: list[Verdict | Failure]) -> list[str]:
         ("exit 0", "ended its process (exit code 0)"),
         ("segfault", "ended its process (killed by SIGSEGV)"),
         ("signal 40", "ended its process (killed by signal 40)"),
+        ("signal 9", "ended its process (killed by SIGKILL)"),
+        ("close", "closed its process's link"),
+        ("close deaf", "closed its process's link"),
+        ("shut", "closed its process's link"),
+        ("exec", "closed its process's link"),
+        ("pour", "wrote to its process's link"),
+        ("reply garbage", "wrote to its process's link"),
+        ("reply []", "wrote to its process's link"),
+        ('reply [1, "a", "b", "c", "d"]', "wrote to its process's link"),
+        ("reply [1, 1.0, true, null, 7]", "wrote to its process's link"),
+        ("reply [1, {}, true, null]", "wrote to its process's link"),
+        ("reply [1, NaN, true, null]", "wrote to its process's link"),
+        ("reply [1e9, 1.0, true, null]", "wrote to its process's link"),
+        (f"reply [1, 1{'0' * 400}, true, null]", "wrote to its process's link"),
+        (f"reply {'[' * 100_000}", "wrote to its process's link"),
         ("raise ValueError", "raised ValueError: no unit"),
         ("raise SystemExit", "raised SystemExit: 0"),
         ("raise KeyboardInterrupt", "raised KeyboardInterrupt:"),
@@ -142,7 +157,9 @@ def test_import_time_is_not_verdict_time(judges: Build, tmp_path: Path, monkeypa
     ("body", "problem"),
     [
         ("raise OSError('no disk')", "OSError: no disk"),
-        ("import os; os._exit(5)", r"the process that imports bad_import:score ended \(exit code 5\)"),
+        ("import os; os._exit(5)", r"bad_import:score ended its process \(exit code 5\) while it was imported"),
+        ("import os, time; os.closerange(3, 99); time.sleep(99)", "bad_import:score closed its process's link while"),
+        ("from odd_rewards import _reply; _reply('[1, 2]')", "bad_import:score wrote to its process's link while"),
         ("import time; time.sleep(1000)", "was not imported within 1 s"),
     ],
 )
@@ -155,12 +172,12 @@ def test_an_import_that_fails_is_a_fault(
     monkeypatch.syspath_prepend(str(tmp_path))
     before = set(psutil.Process().children())
     with pytest.raises(UserFault, match=problem) as caught:
-        Judges(Reward(function="bad_import:score"), 1.0)
+        Judges(Reward(function="bad_import:score"), 1.0 if "within" in problem else 120.0)
     assert caught.value.where == "reward.function"
     assert set(psutil.Process().children()) <= before
 
 
-@pytest.mark.parametrize(("kills", "says"), [(2, None), (100, r"the process that imports .* \(killed by SIGKILL\)")])
+@pytest.mark.parametrize(("kills", "says"), [(2, None), (100, r"score ended its process \(killed by SIGKILL\) while")])
 def test_a_worker_that_is_killed_while_it_imports_is_replaced(
     judges: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int, says: str | None
 ) -> None:

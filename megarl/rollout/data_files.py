@@ -1,0 +1,230 @@
+"""JSONL and parquet files of data: their rows one by one, and each row that cannot be used told by file and line."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from megarl.types import UserFault, UserFaults
+
+Row = tuple[str, Mapping[str, Any]]  # its place (`file:line`, or `file row N` from 0 of parquet) and its columns
+_MAX_DEPTH = 100  # of lists and objects inside each other: Python's own JSON and pickle fail near 1000
+_HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # a surrogate, which JSON can write and no text can hold
+_ONE_OBJECT = "write one JSON object on each line"
+_PARQUET_ROWS = 1024  # of which Python objects are made at once
+
+
+class BadRow(Exception):
+    """What is wrong with one row, and the mend."""
+
+    def __init__(self, problem: str, mend: str) -> None:
+        super().__init__(problem, mend)
+        self.problem, self.mend = problem, mend
+
+
+class RowFaults:
+    """What is wrong with the rows of one file: rows with the same mend become one fault, told of the first of them."""
+
+    def __init__(self, where: str) -> None:
+        """where: the recipe key that names the file."""
+        self._where = where
+        self._first: dict[str, str] = {}  # by mend
+        self._count: dict[str, int] = {}
+
+    def add(self, place: str, row: BadRow) -> None:
+        self._first.setdefault(row.mend, f"{place}: {row.problem}")
+        self._count[row.mend] = self._count.get(row.mend, 0) + 1
+
+    def told(self) -> list[UserFault]:
+        faults = []
+        for mend, problem in self._first.items():
+            others = self._count[mend] - 1
+            more = f" (and {others} more such {'row' if others == 1 else 'rows'})" if others else ""
+            faults.append(UserFault(self._where, problem + more, mend))
+        return faults
+
+
+def read_rows(path: str, where: str, bad: RowFaults) -> Iterator[Row]:
+    """Every row that can be read; those that cannot are added to `bad`.
+
+    where: the recipe key that names the file. Raises UserFaults when the file as a whole cannot be read.
+    """
+    source = Path(path)
+    if not source.is_file():
+        problem = f"{path} is not a file" if source.exists() else f"{path} is not a file: there is nothing of that name"
+        mend = "write the path of a .jsonl or .parquet file, relative to the folder that you start megarl in"
+        raise UserFaults([UserFault(where, problem, mend)])
+    if source.suffix not in (".parquet", ".jsonl", ".json"):
+        raise UserFaults([UserFault(where, f"{path} is neither .jsonl nor .parquet", "convert it to one of them")])
+    try:
+        yield from _read_parquet(source, where, bad) if source.suffix == ".parquet" else _read_jsonl(source, bad)
+    except OSError as error:
+        mend = "write it again, or name a file that this user may read"
+        raise UserFaults([UserFault(where, f"{path} cannot be read ({error})", mend)]) from error
+
+
+def column(row: Mapping[str, Any], name: str, mend: str) -> Any:
+    """The value of a column, or by a dotted name a value inside one. `mend` has {columns} in place of what is there."""
+    outer, _, inner = name.partition(".")
+    if name not in row and inner and isinstance(row.get(outer), dict):
+        return column(row[outer], inner, mend)
+    if name not in row:
+        present = ", ".join(sorted(row)) or "the columns that the file has"
+        raise BadRow(f"there is no column {name!r}", mend.replace("{columns}", present))
+    return row[name]
+
+
+def answer_of(value: Any, name: str) -> str:
+    """The answer as text; `name` is its column."""
+    is_missing = value is None or value != value or isinstance(value, list | dict | bytes)  # NaN differs from itself
+    if is_missing or str(value) == "":
+        raise BadRow(f"{name!r} is {short(value)}", f"write a text or a number into {name!r} of every row")
+    return str(value)
+
+
+def answered_rows(path: str, where: str, answer_column: str, most: int) -> list[tuple[str, Mapping[str, Any]]]:
+    """(answer, row) of the first rows of such a file, where no prompt is needed. Raises UserFaults likewise."""
+    found, bad, mend = [], RowFaults(where), "set --answer to one of {columns}"
+    for place, row in islice(read_rows(path, where, bad), most):
+        try:
+            found.append((answer_of(column(row, answer_column, mend), answer_column), row))
+        except BadRow as error:
+            bad.add(place, error)
+    faults = bad.told()
+    if faults or not found:
+        raise UserFaults(faults or [no_rows(path, where)])
+    return found
+
+
+def no_rows(path: str, where: str) -> UserFault:
+    return UserFault(where, f"{path} has no rows", "name a file with at least one")
+
+
+def short(value: Any) -> str:
+    """A value of a row as one short line."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _read_jsonl(source: Path, bad: RowFaults) -> Iterator[Row]:
+    with source.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            place = f"{source}:{number}"
+            line = line.removeprefix(codecs.BOM_UTF8).rstrip()  # also inside: files with one are joined by `cat`
+            if not line:
+                continue
+            try:
+                row = _parsed(line)
+            except BadRow as error:
+                bad.add(place, error)
+            else:
+                yield place, row
+
+
+def _parsed(line: bytes) -> Mapping[str, Any]:
+    """One line of JSONL. Raises BadRow."""
+    too_deep = BadRow(f"the row is nested more than {_MAX_DEPTH} deep", "write it with fewer levels, or as text")
+    try:
+        text = line.decode("utf-8")
+        row = json.loads(text)
+    except UnicodeDecodeError as error:
+        raise BadRow(f"byte {error.start + 1} of the line is not UTF-8", "save the file as UTF-8") from None
+    except RecursionError:
+        raise too_deep from None
+    except json.JSONDecodeError as error:
+        raise BadRow(f"the line is not JSON ({error.msg}, column {error.colno})", _ONE_OBJECT) from None
+    except ValueError:
+        raise BadRow("the row has a whole number of more than 4300 digits", "write such numbers in quotes") from None
+    if not isinstance(row, dict):
+        raise BadRow("the line is not a JSON object", _ONE_OBJECT)
+    if text.count("[") + text.count("{") > _MAX_DEPTH and _depth(row) > _MAX_DEPTH:
+        raise too_deep
+    if _HALF_PAIR.search(text):
+        _refuse_half_pairs(row)
+    return row
+
+
+def _depth(row: Any) -> int:
+    """How many lists and objects lie inside each other."""
+    depth, level = 0, [row]
+    while level:
+        depth += 1
+        inner = (value.values() if isinstance(value, dict) else value for value in level)
+        level = [value for values in inner for value in values if isinstance(value, dict | list)]
+    return depth
+
+
+def _refuse_half_pairs(row: Mapping[str, Any]) -> None:
+    """UTF-8 has no bytes for half a surrogate pair: neither the tokenizer nor a file takes it."""
+    for name, value in row.items():
+        try:
+            json.dumps([name, value], ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as error:
+            half = f"\\u{ord(error.object[error.start]):04x}"
+            problem = f"{ascii(name)} has half of a surrogate pair ({half}), which is no character"
+            raise BadRow(problem, "write the whole pair, or remove it") from None
+
+
+def _read_parquet(source: Path, where: str, bad: RowFaults) -> Iterator[Row]:
+    import pyarrow.lib
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(source) as file:
+            names = file.schema_arrow.names
+            twice = sorted({name for name in names if names.count(name) > 1})
+            if twice:
+                problem = f"{source} has several columns named {', '.join(map(repr, twice))}"
+                raise UserFaults([UserFault(where, problem, "write it again with one of each name")])
+            values = (row for batch in file.iter_batches(_PARQUET_ROWS) for row in _row_values(_in_microseconds(batch)))
+            for number, row in enumerate(values):
+                if isinstance(row, BadRow):
+                    bad.add(f"{source} row {number}", row)
+                else:
+                    yield f"{source} row {number}", row
+    except (OSError, pyarrow.lib.ArrowException) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        problem = f"{source} is not a parquet file that can be read ({reason})"
+        raise UserFaults([UserFault(where, problem, "write it again")]) from error
+
+
+def _in_microseconds(batch: Any) -> Any:
+    """Times of nanoseconds, as pandas writes them, have no Python object: they lose what is below a microsecond."""
+    import pyarrow as pa
+
+    columns = []
+    for values in batch.columns:
+        kind = values.type
+        if pa.types.is_timestamp(kind) and kind.unit == "ns":
+            values = values.cast(pa.timestamp("us", kind.tz), safe=False)
+        elif pa.types.is_duration(kind) and kind.unit == "ns":
+            values = values.cast(pa.duration("us"), safe=False)
+        elif pa.types.is_time64(kind) and kind.unit == "ns":
+            values = values.cast(pa.time64("us"), safe=False)
+        columns.append(values)
+    return pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
+
+
+def _row_values(batch: Any) -> Sequence[Mapping[str, Any] | BadRow]:
+    """The rows as Python objects, and a BadRow where a value has none."""
+    try:
+        return batch.to_pylist()
+    except (ValueError, OverflowError):  # now value by value, to name its row and column
+        return [_row_value(batch.slice(number, 1)) for number in range(batch.num_rows)]
+
+
+def _row_value(one_row: Any) -> Mapping[str, Any] | BadRow:
+    row = {}
+    for name in one_row.schema.names:
+        try:
+            (row[name],) = one_row.column(name).to_pylist()
+        except (ValueError, OverflowError) as error:
+            kind, reason = one_row.schema.field(name).type, str(error).partition(". ")[0]
+            problem = f"the value of {name!r} (type {kind}) cannot be read ({reason})"
+            return BadRow(problem, f"write the column {name!r} as text, or leave it out")
+    return row

@@ -1,0 +1,67 @@
+"""Several files of prompts as one stream, each with its share of it."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import cached_property
+
+import numpy as np
+
+from megarl.rollout.prompts import PromptStream
+from megarl.types import IntArray, Prompt
+
+# The fractional parts of the golden ratio's multiples are spread as evenly as any number's (Knuth, TAOCP 3, 6.4):
+# any n neighbours meet each share but for about log(n) prompts, and no pattern recurs with the number of engines.
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio
+_SKIPPED_AT_ONCE = 1 << 20
+
+
+class MixedStream(PromptStream):
+    """Prompts of several files without end, each file in epochs of its own, by its weight.
+
+    The n-th prompt's file depends on n, the seed and the weights alone, so `taken` is still all of its state.
+    """
+
+    def __init__(self, files: Sequence[Sequence[Prompt]], weights: Sequence[float], seed: int) -> None:
+        """files: of at least one prompt each; weights: above 0."""
+        super().__init__([prompt for file in files for prompt in file], seed)
+        self._streams = [PromptStream(file, f"{seed} {number}") for number, file in enumerate(files)]
+        self._offset = random.Random(f"{seed} mix").getrandbits(64)
+        self._bounds = _bounds(weights)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The same for the same prompts in the same order and with the same shares."""
+        parts = [*(stream.fingerprint for stream in self._streams), *map(str, self._bounds.tolist())]
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+    def take(self, n: int) -> list[Prompt]:
+        files = self._files(self.taken, n)
+        counts = np.bincount(files, minlength=len(self._streams)).tolist()
+        drawn = [iter(stream.take(count)) for stream, count in zip(self._streams, counts, strict=True)]
+        self.taken += n
+        return [next(drawn[file]) for file in files.tolist()]
+
+    def skip_to(self, taken: int) -> None:
+        counts = np.zeros(len(self._streams), dtype=np.int64)
+        for first in range(self.taken, taken, _SKIPPED_AT_ONCE):
+            files = self._files(first, min(_SKIPPED_AT_ONCE, taken - first))
+            counts += np.bincount(files, minlength=len(self._streams))
+        for stream, count in zip(self._streams, counts.tolist(), strict=True):
+            stream.skip_to(stream.taken + count)
+        self.taken = max(self.taken, taken)
+
+    def _files(self, first: int, n: int) -> IntArray:
+        """Which file each of the n prompts from the first on is of; whole numbers, so the same on every machine."""
+        places = np.arange(first, first + n, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(self._offset)
+        return np.searchsorted(self._bounds, places, side="right").astype(np.int64)
+
+
+def _bounds(weights: Sequence[float]) -> np.ndarray:
+    """Where each file but the last ends among 2^64 places."""
+    exact = [Fraction(weight) for weight in weights]
+    ends = [sum(exact[: number + 1], Fraction()) / sum(exact) for number in range(len(exact) - 1)]
+    return np.asarray([min(int(end * 2**64), 2**64 - 1) for end in ends], dtype=np.uint64)

@@ -1,0 +1,149 @@
+"""A chat template is a program that came with a checkpoint: a child process tries it in bounded time and memory.
+
+Of a large file some rows are tried: the longest, the first of each kind of chat, and others at even distances.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import signal
+import time
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.types import UserFault
+
+_MOST_ROWS = 2048
+_MOST_CHARACTERS = 1_000_000  # of a text, beside 100 for each that its messages have
+_MORE_BYTES = 1024**3  # that a rendering may take
+_MEND = "correct the checkpoint's chat template (chat_template.jinja, or in tokenizer_config.json)"
+
+Chat = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """row_s: for one row; total_s: after so long no further row is tried."""
+
+    row_s: float = 10.0
+    total_s: float = 30.0
+
+
+def template_fault(
+    tokenizer: Any, prompts: Iterable[tuple[str, Any]], response: str | None = None, bounds: Bounds | None = None
+) -> UserFault | None:
+    """What is wrong with a template that does not end, or writes without bounds; what it refuses is no matter here.
+
+    prompts: (place, a text or chat messages). response: of the assistant, as another model reads it.
+    """
+    if not tokenizer.chat_template:
+        return None
+    end = [] if response is None else [{"role": "assistant", "content": response}]
+    chats = [(place, [*messages, *end]) for place, messages in _chats(prompts)]
+    chosen = _chosen([chat for _, chat in chats])
+    number, problem = _try([chats[index][1] for index in chosen], tokenizer, response is None, bounds or Bounds())
+    if not problem:
+        return None
+    return UserFault("model.path", f"the chat template {problem} for {chats[chosen[number]][0]}", _MEND)
+
+
+def _chats(prompts: Iterable[tuple[str, Any]]) -> Iterable[tuple[str, Chat]]:
+    for place, prompt in prompts:
+        if isinstance(prompt, str):
+            yield place, [{"role": "user", "content": prompt}]
+        elif isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt):
+            yield place, prompt
+
+
+def _size(chat: Chat) -> int:
+    return sum(len(value) for message in chat for value in message.values() if isinstance(value, str))
+
+
+def _chosen(chats: Sequence[Chat]) -> list[int]:
+    """The numbers of at most _MOST_ROWS chats."""
+    if len(chats) <= _MOST_ROWS:
+        return list(range(len(chats)))
+    longest = sorted(range(len(chats)), key=lambda index: -_size(chats[index]))[: _MOST_ROWS // 2]
+    kinds: dict[object, int] = {}
+    for index, chat in enumerate(chats):
+        kinds.setdefault(tuple((str(message.get("role")), *map(str, message)) for message in chat), index)
+    first = list(kinds.values())[: _MOST_ROWS // 4]
+    between = range(0, len(chats), -(-len(chats) // (_MOST_ROWS // 4)))
+    return list(dict.fromkeys([*longest, *first, *between]))
+
+
+def _try(chats: Sequence[Chat], tokenizer: Any, asks: bool, bounds: Bounds) -> tuple[int, str]:
+    """(number of the first chat whose text is not bounded, in what way), or "" where all are good."""
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads: the child uses none of theirs
+        child = os.fork()
+    if not child:
+        _render_all(chats, tokenizer, asks, writing, bounds)
+    os.close(writing)
+    try:
+        return _watch(reading, len(chats), bounds)
+    finally:
+        os.close(reading)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def _watch(reading: int, count: int, bounds: Bounds) -> tuple[int, str]:
+    """What the child says: a byte for each good chat, and of the first other one its problem."""
+    end = time.monotonic() + bounds.total_s
+    done = 0
+    while done < count and time.monotonic() < end:
+        if not select.select([reading], [], [], bounds.row_s)[0]:
+            return done, f"does not end within {bounds.row_s:g} s"
+        said = os.read(reading, 4096)
+        good = len(said) - len(said.lstrip(b"."))
+        done += good
+        if said[good:]:
+            return done, said[good:].decode()
+        if not said:
+            return done, "ends the process that renders it"
+    return done, ""
+
+
+def _render_all(chats: Sequence[Chat], tokenizer: Any, asks: bool, writing: int, bounds: Bounds) -> None:
+    """In the child, which ends here."""
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+        _limit(resource.RLIMIT_AS, _used_bytes() + _MORE_BYTES)
+        _limit(resource.RLIMIT_CPU, int(bounds.total_s + bounds.row_s) + 1)  # should the parent be gone
+        _limit(resource.RLIMIT_CORE, 0)
+        for chat in chats:
+            problem = _problem(chat, tokenizer, asks)
+            os.write(writing, problem.encode() or b".")
+            if problem:
+                break
+    finally:
+        os._exit(0)
+
+
+def _problem(chat: Chat, tokenizer: Any, asks: bool) -> str:
+    try:
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=asks)
+    except MemoryError:
+        return f"takes more than {_MORE_BYTES // 1024**2} MB"
+    except Exception:
+        return ""  # a template raises whatever its author wrote: told with the row, where it is rendered to be used
+    most = _MOST_CHARACTERS + 100 * _size(chat)
+    return f"writes {len(text)} characters" if len(text) > most else ""
+
+
+def _limit(kind: int, amount: int) -> None:
+    _, most = resource.getrlimit(kind)
+    least = amount if most == resource.RLIM_INFINITY else min(amount, most)
+    resource.setrlimit(kind, (least, least))
+
+
+def _used_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
