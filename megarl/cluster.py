@@ -5,10 +5,9 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
-import shutil
 import signal
-import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -24,12 +23,17 @@ from megarl import processes
 from megarl.config import Placement
 from megarl.device import LOOPBACK, is_loopback
 from megarl.nics import Seat
-from megarl.types import UserFault
-from megarl.worker import SHARES, Ref, Worker
+from megarl.ray_servers import RayServers
+from megarl.session_folder import SessionFolder, remove_dead
+from megarl.types import Silence, UserFault
+from megarl.worker import SHARES, Pulses, Ref, Worker
 
 _GRACE_S = 3.0  # a death breaks its peers' collectives first: this long is waited for the cause to show
 _OBJECT_STORE_BYTES = max(2**30, min(2**35, psutil.virtual_memory().total // 10))  # samples of a step, mostly
 _PLACING_S = 60.0  # that GPUs of a running cluster are waited for
+_LOOK_S = 1.0  # between two looks at Ray's servers and at pulses
+_PREFIX, _ROOM = "megarl-", "/tmp"  # of a session's folder; not TMPDIR: a Unix socket's path has 107 bytes at most
+_OTHER = 3
 
 
 class WorkerFailed(Exception):
@@ -50,35 +54,51 @@ class Cluster:
     the nodes are in the order of their addresses, and each gives all slots of a node together.
     """
 
-    def __init__(self, gpus: int, node_gpus: int | None = None) -> None:
-        """node_gpus: join the cluster that RAY_ADDRESS names, and take so many of each node; None: begin one here."""
+    def __init__(
+        self,
+        gpus: int,
+        node_gpus: int | None = None,
+        timeout_s: float = 600.0,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """node_gpus: join the cluster that RAY_ADDRESS names, and take so many of each node; None: begin one here.
+
+        timeout_s: how long a worker may leave its pulse unanswered. say: tells the user of dead sessions' folders.
+        """
         self._gpus, self._joins, self._node_gpus = gpus, node_gpus is not None, node_gpus or gpus
+        self._timeout_s, self._say = timeout_s, say
+        self._pulses = Pulses(timeout_s)
         self._workers: list[Worker] = []
         self._placement: PlacementGroup
         self._bundles: list[int] = []  # of each node, in the order of the slots
-        self._folder = ""
+        self._servers: RayServers | None = None
         self.host = LOOPBACK
         self.nodes: list[str] = []  # their addresses, in the order of the slots
 
     def __enter__(self) -> Cluster:
         processes.adopt_orphans()
         self._not_ours = {process.pid for process in processes.descendants()}
-        # Not TMPDIR: Ray puts Unix sockets in it, whose paths may have 107 bytes at most.
-        self._folder = tempfile.mkdtemp(prefix="megarl-", dir="/tmp")
+        if count := remove_dead(_PREFIX, _ROOM):
+            self._say(f"removed {count} temporary folder{'s' * (count > 1)} of sessions that were killed")
+        self._folder = SessionFolder(_PREFIX, _ROOM)
         self._tmpdir = os.environ.get("TMPDIR")
-        os.environ["TMPDIR"] = self._folder  # what a killed worker leaves is found and removed with the session
+        os.environ["TMPDIR"] = str(self._folder.path)  # what a killed worker leaves is removed with the session
         on_sigterm = signal.getsignal(signal.SIGTERM)
         try:
             self._join() if self._joins else self._begin()
             signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own handler would end this process without cleaning up
+            self._servers = RayServers(_raylet_socket(), self._timeout_s)
             self._take_slots()
         except BaseException:
             self.close()
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        fault = self._servers.fault() if self._servers else None
         self.close()
+        if fault and isinstance(error, Exception) and not isinstance(error, WorkerFailed):
+            raise WorkerFailed(fault, "".join(traceback.format_exception(error))) from None
 
     def _begin(self) -> None:
         ray_settings.use_own_token()
@@ -90,7 +110,7 @@ class Cluster:
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
-            _temp_dir=self._folder,
+            _temp_dir=str(self._folder.path / "ray"),  # Ray opens its folder to everyone; ours stays closed
             _node_ip_address=LOOPBACK,
         )
 
@@ -148,12 +168,16 @@ class Cluster:
         """Where each sits. Raises RuntimeError where a process is not on the node of its slot."""
         found = self.gather({worker.seat(placement.gpu_of(worker.slot)): worker.name for worker in workers})
         for worker, seat in zip(workers, found, strict=True):
-            wanted = self.nodes[worker.slot // self._node_gpus]
+            wanted = self._node_of(worker)
             if seat.address != wanted:
                 raise RuntimeError(f"{worker.name} of GPU slot {worker.slot} is on {seat.address}, not on {wanted}")
         return found
 
+    def _node_of(self, worker: Worker) -> str:
+        return self.nodes[worker.slot // self._node_gpus]
+
     def put(self, value: object) -> Ref:
+        self._check_servers()
         return ray.put(value)
 
     def gather(self, labels: Mapping[Ref, str], among: Sequence[Worker] | None = None) -> list[Any]:
@@ -163,10 +187,10 @@ class Cluster:
         """
         self.await_all(labels, among)
         try:
-            return ray.get(list(labels))
+            return ray.get(list(labels), timeout=self._timeout_s)
         except ray.exceptions.RayError as error:  # a node is gone, with what was to be fetched from it
             failures = [(name, failure) for ref, name in labels.items() if (failure := _failure(ref)) is not None]
-            raise _worst(failures or [("a worker's result", error)]) from None
+            raise _reported(*min(failures or [("a worker's result", error)], key=_rank)) from None
 
     def await_all(self, labels: Mapping[Ref, str], among: Sequence[Worker] | None = None) -> None:
         """`gather` without fetching what comes of it."""
@@ -174,21 +198,23 @@ class Cluster:
         watches = {ref: worker.name for worker in watched for ref in worker.watch_refs}
         pending = dict(labels)
         while pending:
-            done = _ended([*pending, *watches])
+            done = self._ended([*pending, *watches], watched)
             failures = [failure for ref in done if (failure := _failure(ref)) is not None]
             if failures:
                 at_fault = [failure for failure in failures if isinstance(failure, UserFault)]
                 raise at_fault[0] if at_fault else self._cause([*pending, *watches], {**labels, **watches})
             for ref in done:
                 pending.pop(ref, None)
+            if pending and (silence := self._silence(watched)):
+                raise WorkerFailed(silence, silence)
 
     def settle(self, calls: Mapping[Ref, str]) -> bool:
-        """Wait until every call has ended, well or not; False as soon as the process of any worker is gone."""
+        """Wait until every call has ended, well or not; False as soon as any worker is gone or silent for too long."""
         watches = {ref for worker in self._workers for ref in worker.watch_refs}
         pending = set(calls)
         while pending:
-            done = {*_ended([*pending, *watches])}
-            if done & watches:
+            done = {*self._ended([*pending, *watches], self._workers)}
+            if done & watches or self._silence(self._workers):
                 return False
             pending -= done
         return True
@@ -198,21 +224,73 @@ class Cluster:
         return self.gather({worker.call(method): worker.name for worker in workers})
 
     def _cause(self, refs: Sequence[Ref], labels: Mapping[Ref, str]) -> Exception:
-        """The failure to report: a user's fault first, then a dead process, then whatever else was raised."""
+        """The failure to report: a user's fault first, then a dead process, a silent one, then whatever was raised."""
+        self._pulses.ask(self._workers)
         done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=_GRACE_S)
         failures = [(labels[ref], failure) for ref in done if (failure := _failure(ref)) is not None]
-        return _worst(failures)
+        name, cause = min(failures, key=_rank)
+        # Who waited in vain for a process that stands still may have begun before it did.
+        if _rank((name, cause)) == _OTHER and (silence := self._silence_now()):
+            return WorkerFailed(silence, str(cause))
+        return _reported(name, cause)
+
+    def _ended(self, refs: list[Ref], watched: Sequence[Worker]) -> list[Ref]:
+        """Those that have ended, as soon as one has, or none after a while; every worker is asked for its pulse.
+
+        All that have: each question costs as much as there are references. What they return stays on its node. Raises
+        WorkerFailed when a server of Ray is gone.
+        """
+        self._pulses.look(watched)
+        ray.wait(refs, num_returns=1, timeout=_LOOK_S, fetch_local=False)
+        self._check_servers()
+        done, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
+        return done
+
+    def _check_servers(self) -> None:
+        """Raises WorkerFailed when a server of Ray is gone: Ray itself would say so late, or end this process."""
+        if self._servers and (fault := self._servers.fault()):
+            raise WorkerFailed(fault, fault)
+
+    def _silence(self, workers: Sequence[Worker]) -> str | None:
+        """Which of them has not answered for too long, in words."""
+        silent = (worker for worker in workers if self._pulses.silence_s(worker) >= self._timeout_s)
+        return next((self._silence_of(worker) for worker in silent), None)
+
+    def _silence_now(self) -> str | None:
+        """Who has been silent for half as long, or is seen to be stopped."""
+        for worker in self._pulses.unanswered():
+            if self._pulses.silence_s(worker) >= self._timeout_s / 2 or self._is_stopped(worker):
+                return self._silence_of(worker)
+        return None
+
+    def _silence_of(self, worker: Worker) -> str:
+        pid = self._pulses.pid(worker)
+        who = f"{worker.name} (pid {pid})" if pid else worker.name
+        why = ": a signal stopped it" if self._is_stopped(worker) else ""
+        return f"{who} has not answered for {self._pulses.silence_s(worker):.0f} s{why}"
+
+    def _is_stopped(self, worker: Worker) -> bool:
+        """Whether a signal has stopped it, as far as can be seen from this node."""
+        pid = self._pulses.pid(worker)
+        is_near = not self._joins or self._node_of(worker) == self.host
+        return is_near and pid is not None and processes.is_stopped(pid)
 
     def close(self) -> None:
         """End the session: no process, socket, shared-memory file or folder of it is left."""
         with processes.interrupts_ignored():
-            for worker in self._workers:
-                with suppress(Exception):
-                    worker.kill()
+            if self._servers and self._servers.fault():  # Ray's own ways out would wait for what is gone
+                processes.kill_descendants(spare=self._not_ours)
+            else:
+                for worker in self._workers:
+                    with suppress(Exception):
+                        worker.kill()
             self._workers.clear()
             ray.shutdown()
+            if self._servers:
+                self._servers.close()
+                self._servers = None
             processes.kill_descendants(spare=self._not_ours)
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
             os.environ.pop("TMPDIR")
             if self._tmpdir is not None:
                 os.environ["TMPDIR"] = self._tmpdir
@@ -232,14 +310,10 @@ def _nodes_of(placement: PlacementGroup) -> dict[int, str]:
     return placement_group_table(placement)["bundles_to_node_id"]
 
 
-def _ended(refs: list[Ref]) -> list[Ref]:
-    """Those that have ended, as soon as one has. All of them: each question costs as much as there are references.
-
-    What they return stays on its node.
-    """
-    ray.wait(refs, num_returns=1, fetch_local=False)
-    done, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
-    return done
+def _raylet_socket() -> str:
+    """The path of the socket of this process's raylet."""
+    own = ray.get_runtime_context().get_node_id()
+    return next(node["RayletSocketName"] for node in ray.nodes() if node["NodeID"] == own)
 
 
 def _failure(ref: Ref) -> Exception | None:
@@ -254,13 +328,16 @@ def _failure(ref: Ref) -> Exception | None:
     return None
 
 
-def _worst(failures: Iterable[tuple[str, Exception]]) -> Exception:
-    def rank(item: tuple[str, Exception]) -> int:
-        if isinstance(item[1], UserFault):
-            return 0
-        return 1 if isinstance(item[1], ray.exceptions.RayActorError) else 2
+def _rank(failure: tuple[str, Exception]) -> int:
+    """The most telling first: a user's fault, a dead process, one that stands still, whatever else was raised."""
+    _, error = failure
+    if isinstance(getattr(error, "cause", None), Silence):
+        return 2
+    return 0 if isinstance(error, UserFault) else 1 if isinstance(error, ray.exceptions.RayActorError) else _OTHER
 
-    name, cause = min(failures, key=rank)
+
+def _reported(name: str, cause: Exception) -> Exception:
+    """What is raised of a worker's failure."""
     if isinstance(cause, UserFault):
         return cause
     if isinstance(cause, ray.exceptions.RayActorError):

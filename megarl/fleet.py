@@ -228,7 +228,8 @@ class Fleet:
         self.memory.lend("train")
         self.trainers.save(folder)
         if self.carried.refs:
-            with writing(folder / CARRIED, model_shape(self._recipe.model.path).vocab_size) as file:
+            vocab_size, temperature = model_shape(self._recipe.model.path).vocab_size, self._recipe.rollout.temperature
+            with writing(folder / CARRIED, vocab_size, temperature) as file:
                 file.write(self.fetch(self.carried))
         if self.critic:
             if not self._recipe.checkpoint.asynchronous:

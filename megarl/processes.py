@@ -78,6 +78,13 @@ def descendants(spare: Collection[int] = ()) -> list[psutil.Process]:
     return found
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped the process (SIGSTOP, Ctrl-Z): it is there and does nothing."""
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    return False
+
+
 def kill_descendants(spare: Collection[int]) -> None:
     """SIGKILL and reap every descendant of this process but those to spare and theirs."""
     left = descendants(spare)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import math
 import os
-from collections.abc import Iterator
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from megarl import ray_settings  # noqa: F401  isort: skip  (before Ray)
 import ray
+import ray.exceptions
 
 from megarl.device import use_network
 from megarl.nics import Seat, seat
@@ -22,6 +26,7 @@ from megarl.types import UserFault
 Ref = ray.ObjectRef
 SHARES = 4  # of a GPU slot
 _ERROR_LETTERS = 20_000
+_CALLS = 2**20  # at once in a process: a pulse must not wait behind the prompts of an evaluation
 
 
 @dataclass(frozen=True)
@@ -78,13 +83,16 @@ class _Shell:
     async def watch(self) -> None:
         await asyncio.Event().wait()
 
+    async def pulse(self) -> int:
+        return os.getpid()  # by the loop, whatever its thread is at
+
 
 class Worker:
     """One remote process."""
 
     def __init__(self, name: str, slot: int, host: str, strategy: object) -> None:
         """slot: of the GPU; host: an address of the node from which the run is led; strategy: Ray's, where it goes."""
-        options: dict[str, Any] = {"num_gpus": 1 / SHARES, "num_cpus": 0, "max_concurrency": 4096}
+        options: dict[str, Any] = {"num_gpus": 1 / SHARES, "num_cpus": 0, "max_concurrency": _CALLS}
         actor: Any = ray.remote(_Shell).options(scheduling_strategy=strategy, **options).remote()
         self.name, self.slot, self._actor, self._host = name, slot, actor, host
         self.watch_refs: list[Ref] = [actor.watch.remote()]
@@ -117,8 +125,62 @@ class Worker:
         """Where it sits: a `Seat` of its node, as the process that uses the node's GPU number `gpu`."""
         return self._actor.seat.remote(gpu)
 
+    def pulse(self) -> Ref:
+        """The process id, at once whatever the process is busy with: no answer means that it stands still."""
+        return self._actor.pulse.remote()
+
     def kill(self) -> None:
         ray.kill(self._actor)
+
+
+class Pulses:
+    """Asks each worker from time to time whether it lives, and knows for how long it has not answered.
+
+    A silence is counted in periods in which this process itself has looked: if everything is suspended together, with a
+    laptop or by Slurm, nobody was silent. What a call of a worker takes does not count.
+    """
+
+    def __init__(self, bound_s: float) -> None:
+        """bound_s: the silence that is to be noticed; looks are a tenth of it apart, and 10 s at most."""
+        self._period_s = max(0.1, min(10.0, bound_s / 10))
+        self._looked_at = -math.inf
+        self._asked: dict[Worker, Ref] = {}
+        self._missed: Counter[Worker] = Counter()
+        self._pids: dict[Worker, int] = {}
+
+    def look(self, workers: Sequence[Worker]) -> None:
+        """See who has answered, and ask again, once a period."""
+        if time.monotonic() - self._looked_at < self._period_s:
+            return
+        self._looked_at = time.monotonic()
+        self._missed.update(self.unanswered())
+        self.ask(workers)
+
+    def ask(self, workers: Sequence[Worker]) -> None:
+        """Ask everyone who does not owe an answer."""
+        silent = {*self.unanswered()}
+        for worker in workers:
+            if worker in silent:
+                continue
+            if worker in self._asked and worker not in self._pids:
+                with suppress(ray.exceptions.RayError):
+                    self._pids[worker] = ray.get(self._asked[worker])
+            self._missed[worker], self._asked[worker] = 0, worker.pulse()
+
+    def unanswered(self) -> list[Worker]:
+        """Who owes an answer; of a process that is gone nothing is expected."""
+        if not self._asked:
+            return []
+        waiting = {*ray.wait(list(self._asked.values()), num_returns=len(self._asked), timeout=0)[1]}
+        return [worker for worker, ref in self._asked.items() if ref in waiting]
+
+    def silence_s(self, worker: Worker) -> float:
+        """For how long it has not answered, in whole periods."""
+        return self._missed[worker] * self._period_s
+
+    def pid(self, worker: Worker) -> int | None:
+        """None: it has never answered."""
+        return self._pids.get(worker)
 
 
 @contextmanager

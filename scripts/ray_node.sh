@@ -76,13 +76,16 @@ room=${MEGARL_RAY_DIR:-/tmp}
 for left in "$room/megarl-${SLURM_JOB_ID:-none}"-*; do # by a life of this job that was killed here
     [[ ! -f $left/address || $(<"$left/address") != "$address" ]] || rm -rf "$left"
 done
-folder=$(mktemp -d "$room/megarl-${SLURM_JOB_ID:-ray}-XXXXXX") # short: the path of a Unix socket has 107 bytes
+# Of mode 0700; Ray opens the folder that it is given to everyone, so that one lies inside. Short names: the path of a Unix
+# socket has 107 bytes.
+folder=$(mktemp -d "$room/megarl-${SLURM_JOB_ID:-ray}-XXXX")
+sockets=$folder/r
 printf '%s\n' "$address" >"$folder/address"
 mkdir "$folder/tmp"
 export TMPDIR=$folder/tmp # what a killed process leaves goes with the node's folder
 store_bytes=$(awk '/^MemTotal/ { tenth = $2 * 102; most = 2 ^ 35; printf "%d", tenth < most ? tenth : most }' /proc/meminfo)
 # megarl asks for GPUs alone, and Ray starts an idle process for each CPU that it is told of.
-options=(--block --node-ip-address="$address" --num-gpus="$gpus" --num-cpus="$gpus" --temp-dir="$folder"
+options=(--block --node-ip-address="$address" --num-gpus="$gpus" --num-cpus="$gpus" --temp-dir="$sockets"
     --object-store-memory="${MEGARL_OBJECT_STORE_BYTES:-$store_bytes}"
     --min-worker-port=0 --max-worker-port=0 --disable-usage-stats)
 if [[ $role == head ]]; then
@@ -99,9 +102,9 @@ ray=$!
 [[ -z $is_ended ]] || kill -TERM "$ray" 2>/dev/null || true
 
 if [[ $role == head ]]; then
-    until [[ -s $folder/ray_current_cluster ]] || ! kill -0 "$ray" 2>/dev/null; do sleep 0.1; done
-    if [[ -s $folder/ray_current_cluster ]]; then # under its name only when it is whole
-        cp "$folder/ray_current_cluster" "$meets.partial"
+    until [[ -s $sockets/ray_current_cluster ]] || ! kill -0 "$ray" 2>/dev/null; do sleep 0.1; done
+    if [[ -s $sockets/ray_current_cluster ]]; then # under its name only when it is whole
+        cp "$sockets/ray_current_cluster" "$meets.partial"
         mv "$meets.partial" "$meets"
     fi
 fi
@@ -113,7 +116,7 @@ if [[ -z $is_ended ]]; then
     tail -n 3 "$folder/start.log"
 fi
 if [[ -d $kept ]]; then
-    for log in "$folder"/session_*/logs "$folder/start.log"; do # session_latest is a link to the session
+    for log in "$sockets"/session_*/logs "$folder/start.log"; do # session_latest is a link to the session
         [[ -L ${log%/logs} || ! -e $log ]] || cp -r "$log" "$kept" || true
     done
 fi

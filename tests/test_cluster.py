@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -15,9 +17,10 @@ import pytest
 from megarl.cluster import Cluster, WorkerFailed, in_order
 from megarl.config import Placement
 from megarl.types import UserFault
-from megarl.worker import Worker
+from megarl.worker import Pulses, Worker
 
 ROOT = Path(__file__).parents[1]
+BOUND_S = 5.0  # of a silence; the machine may be busy
 
 
 def doubled(first: str, *rest: int) -> tuple[str | int, ...]:
@@ -55,6 +58,19 @@ class Target:
 
     def hang(self) -> None:
         time.sleep(600)
+
+    def work(self, seconds: float) -> int:
+        """As long a call as a rollout is, to the bound of a test."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            sum(range(1000))
+        return self.rank
+
+    def fail_when_stopped(self, pid: int) -> None:
+        """What a collective does whose peer stands still."""
+        while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
+            time.sleep(0.01)
+        raise RuntimeError("Timed out waiting 20000ms for recv operation to complete")
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +134,50 @@ def test_an_exception_names_the_worker_and_its_cause_while_others_hang(cluster: 
     with pytest.raises(WorkerFailed, match=r"^stuck 1: ValueError: the cause$") as caught:
         cluster.gather({worker.call("hang_or_raise", 1): worker.name for worker in pair})
     assert "in hang_or_raise" in caught.value.evidence, "the worker's own traceback"
+
+
+@pytest.fixture
+def stuck(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[Worker], int]]:
+    """Two workers more, whose silence is noticed soon, and the process id of the second."""
+    pair = [cluster.worker(f"peer {rank}", rank) for rank in range(2)]
+    calls = {worker.start("test_cluster:Target", rank): worker.name for rank, worker in enumerate(pair)}
+    _, pid = cluster.gather(calls)
+    monkeypatch.setattr(cluster, "_timeout_s", BOUND_S)
+    monkeypatch.setattr(cluster, "_pulses", Pulses(BOUND_S))
+    cluster.gather({worker.call("work", BOUND_S / 2): worker.name for worker in pair})  # pulses came meanwhile
+    yield pair, pid
+    os.kill(pid, signal.SIGKILL)
+    for worker in pair:
+        cluster._workers.remove(worker)
+        worker.kill()
+
+
+def test_a_stopped_process_is_named_whoever_is_waited_for(cluster: Cluster, stuck: tuple[list[Worker], int]):
+    (first, _), pid = stuck
+    os.kill(pid, signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(WorkerFailed, match=rf"^peer 1 \(pid {pid}\) has not answered for \d+ s: a signal stopped it$"):
+        cluster.gather({first.call("hang"): first.name})
+    assert time.monotonic() - began < 5 * BOUND_S
+    assert not cluster.settle({first.call("hang"): first.name}), "it would never end"
+
+
+def test_a_stopped_process_is_named_before_the_peers_who_gave_up_on_it(
+    cluster: Cluster, stuck: tuple[list[Worker], int], monkeypatch: pytest.MonkeyPatch
+):
+    (first, second), pid = stuck
+    monkeypatch.setattr(cluster, "_timeout_s", 600.0)  # a peer may have waited for long when its partner is stopped
+    calls = {first.call("fail_when_stopped", pid): first.name, second.call("hang"): second.name}
+    os.kill(pid, signal.SIGSTOP)
+    named = rf"^peer 1 \(pid {pid}\) has not answered for .*: a signal stopped it$"
+    with pytest.raises(WorkerFailed, match=named) as caught:
+        cluster.gather(calls)
+    assert "Timed out waiting 20000ms" in caught.value.evidence
+
+
+def test_a_call_may_take_longer_than_a_silence(cluster: Cluster, stuck: tuple[list[Worker], int]):
+    pair, _ = stuck
+    assert cluster.gather({worker.call("work", 2 * BOUND_S): worker.name for worker in pair}) == [0, 1]
 
 
 def test_a_large_error_is_cut_and_heard(cluster: Cluster, workers: list[Worker]):
@@ -191,6 +251,56 @@ def test_a_death_or_an_interrupt_ends_the_session_and_leaves_nothing(how: str, l
     ours = [p for p in psutil.process_iter(["environ"]) if p.pid not in before]
     left = [p for p in ours if (p.info["environ"] or {}).get("MEGARL_TEST") == str(tmp_path)]
     assert not left, [p.cmdline() for p in left]
+
+
+_ONE_SESSION = """
+import os, signal, sys
+import psutil
+from megarl.cluster import Cluster, WorkerFailed
+with Cluster(1, say=print) as cluster:
+    worker = cluster.worker("rank 0", 0)
+    cluster.gather({worker.start("test_cluster:Target", 0): worker.name})
+    print(cluster._folder.path, flush=True)
+    below = psutil.Process().children(recursive=True)
+    os.kill(next(p.pid for p in [psutil.Process(), *below] if sys.argv[1] in p.name()), signal.SIGKILL)
+    try:
+        cluster.gather({worker.call("hang"): worker.name})
+    except WorkerFailed as failure:
+        print(failure, flush=True)
+        raise SystemExit(1)
+"""
+
+
+def _one_session(victim: str, marker: Path) -> subprocess.CompletedProcess[str]:
+    """A session in which a process with that name is killed."""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "MEGARL_TEST": str(marker)}
+    command = [sys.executable, "-c", _ONE_SESSION, victim]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def _left(marker: Path) -> list[str]:
+    """The command lines of what a session left behind."""
+    left = []
+    for one in psutil.process_iter(["environ", "cmdline", "status"]):
+        is_ours = (one.info["environ"] or {}).get("MEGARL_TEST") == str(marker)
+        if is_ours and one.info["status"] != psutil.STATUS_ZOMBIE:
+            left.append(" ".join(one.info["cmdline"] or []))
+    return left
+
+
+@pytest.mark.slow
+def test_the_death_of_a_server_of_rays_is_named_and_the_folder_of_a_killed_session_goes_with_the_next(tmp_path: Path):
+    killed = Path(_one_session("python", tmp_path / "0").stdout.splitlines()[-1])
+    assert killed.is_dir() and killed.stat().st_mode & 0o777 == 0o700
+    assert (killed / "ray").is_dir(), "Ray opens its folder to everyone: it must lie inside"
+    for server in ("raylet", "gcs_server"):
+        done = _one_session(server, tmp_path / server)
+        folder, said = done.stdout.splitlines()[-2:]
+        assert re.fullmatch(rf"Ray's {server} \(pid \d+\) was killed by SIGKILL", said), done
+        assert done.returncode == 1
+        assert not Path(folder).exists()
+        assert _left(tmp_path / server) == []
+    assert not killed.exists()
 
 
 _CLIENT = """

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -10,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.end_to_end.conftest import files
 
@@ -20,6 +24,7 @@ FOREVER = (
     "train.tp=1", "train.pp=1", "train.ep=2", "placement.gpus=2",
 )  # fmt: skip
 BOUND_S = 30.0
+SILENCE_S = 30.0  # the machine may be busy
 RAY_SERVERS = ("gcs_server", "raylet", "/ray/")
 
 
@@ -37,6 +42,7 @@ def test_ctrl_c_and_what_a_live_run_exposes(launch: Callable):
     command.wait_for_step(1)
     _check_sockets(command)
     _check_secrets(command)
+    _check_folders(command)
     os.killpg(command.process.pid, signal.SIGINT)
     _end(command, "interrupted", 130)
     assert len(command.records()) >= 2, "what was measured before stays"
@@ -79,6 +85,23 @@ def _check_secrets(command) -> None:
             assert token not in _text(path), path
 
 
+def _check_folders(command) -> None:
+    """Nobody but this user can reach what a run has in the common places: Ray opens its own folder to everyone."""
+    made = [Path(path) for path in files() - command.files_before]
+    own = [one for one in made if _is_of(command, one)]
+    assert len(own) == 1, (made, "one session, one folder")
+    assert own[0].is_dir() and not own[0].is_symlink()
+    assert own[0].stat().st_mode & 0o7777 == 0o700 and own[0].stat().st_uid == os.geteuid()
+    assert list(own[0].glob("megarl-engine-*")) and list(own[0].glob("ray/session_*/sockets/raylet*"))
+    longest = max(len(str(path)) for path in own[0].rglob("*") if path.is_socket())
+    assert longest <= 107 - len("4294967")  # a process id may have more digits than these have
+
+
+def _is_of(command, path: Path) -> bool:
+    """Whether a process of the command has its temporary files there."""
+    return any(one.environment.get("TMPDIR") == str(path) for one in command.look())
+
+
 def _text(path: Path) -> str:
     """Of a file that may be gone by now; sockets and folders have none."""
     try:
@@ -94,6 +117,20 @@ def test_a_killed_training_rank(launch: Callable):
     victim.kill()
     _end(command, "its process died", 1)
     assert "training rank" in command.err.strip().splitlines()[-1]
+
+
+def test_a_stopped_training_rank(launch: Callable):
+    """It is there and says nothing, and its peers wait for it in their collectives."""
+    command = launch(*FOREVER, f"run.timeout_s={SILENCE_S:g}")
+    command.wait_for_step(1)
+    victim = _trainer(command)
+    began = time.monotonic()
+    victim.suspend()
+    assert command.finish(4 * SILENCE_S + BOUND_S) == 1, command.err
+    assert time.monotonic() - began < 4 * SILENCE_S + BOUND_S
+    last = command.err.strip().splitlines()[-1]
+    assert re.search(rf"training rank \d \(pid {victim.pid}\) has not answered for .* s: a signal stopped it", last)
+    assert command.leftovers() == []
 
 
 def _trainer(command) -> psutil.Process:
@@ -115,9 +152,14 @@ def test_a_killed_engine_process(launch: Callable):
     _end(command, f"(pid {schedulers[1].pid}) was killed by SIGKILL", 1)
 
 
-def test_an_exception_in_a_rank(launch: Callable):
-    """A learning rate that overflows: the gradient is not finite, and the rank says so."""
-    command = launch(*FOREVER, "warm_start.steps=5", "warm_start.lr=1e30")
+def test_an_exception_in_a_rank(launch: Callable, inputs: Path, tmp_path: Path):
+    """A weight that is not finite: neither is the gradient, and the rank says so."""
+    folder = tmp_path / "broken"
+    shutil.copytree(inputs / "models" / "tiny-qwen3-moe", folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][0] = math.inf
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    command = launch(*FOREVER, "warm_start.steps=5", f"model.path={folder}")
     _end_after_start(command, "the gradient norm is", 1)
 
 

@@ -48,3 +48,14 @@ def _convert(folder: Path) -> None:
     assert not said["missing_keys"] and not said["unexpected_keys"] and not said["mismatched_keys"]
     begun, _ = load(folder / "models" / "tiny-qwen3-moe")
     assert not torch.equal(model.lm_head.weight, begun.lm_head.weight)
+    _try_the_readme(folder)
+
+
+def _try_the_readme(folder: Path) -> None:
+    """README's example, in a process that knows nothing of megarl: transformers loads the model and generates."""
+    (program,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert program.count('"OUT"') == 2
+    command = [sys.executable, "-c", program.replace('"OUT"', '"hf"')]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"123\+4=.{0,5}", done.stdout.strip("\n"), re.DOTALL), done.stdout

@@ -63,18 +63,28 @@ def _recipe() -> Path:
         ("prime", {"tp": 2, "pp": 1, "ep": 1}, {"count": 1, "tp": 2, "ep": 2}, {"gpus": 4, "first_engine_gpu": 2}),
     ],
 )
-def test_other_layouts_agree_too(launch: Callable, algorithm: str, train: dict, engine: dict, placement: dict):
+def test_other_layouts_agree_too(
+    launch: Callable, tmp_path: Path, algorithm: str, train: dict, engine: dict, placement: dict
+):
     """Data parallel into two engines, one of them on a GPU that trains; split experts (ETP) into an expert-parallel
-    engine on GPUs of its own. What the engines get is held against the trained weights."""
+    engine on GPUs of its own. What the engines get is held against the trained weights. The prompts are of two files
+    with columns of their own, one of them too long."""
+    odd = tmp_path / "odd.jsonl"
+    odd.write_text("".join(json.dumps({"ask": ask, "reply": 3}) + "\n" for ask in ("1+2=", "2+1=", "1+1+1=" * 9)))
+    files = f"{{path: data/train.jsonl, weight: 3}}, {{path: {odd}, prompt: ask, answer: reply, weight: 1}}"
+    given = [f"data.train=[{files}]", "data.overlong=drop"]
     placement = {**placement, "train_gpus": 2, "gpus_per_node": 2}
     overrides = [f"train.{key}={value}" for key, value in train.items()]
     overrides += [f"rollout.engine.{key}={value}" for key, value in engine.items()]
     overrides += [f"placement.{key}={value}" for key, value in placement.items()]
     command = launch(
         *overrides, "run.steps=3", "warm_start.steps=10", "train.updates_per_step=2", "rollout.prompts_per_step=8",
-        "evaluation.max_prompts=16", "reshard.verify=checksum", f"algorithm.name={algorithm}",
+        "evaluation.max_prompts=16", "reshard.verify=checksum", f"algorithm.name={algorithm}", *given,
     )  # fmt: skip
     assert command.finish(300) == 0, command.err
+    assert command.out.count(f"1 of the 3 prompts of {odd} were dropped") == 1
+    first = command.records()[0]
+    assert first["step"] == 0 and first["data/train/dropped"] == 1.0 and first["data/eval/arith/prompts"] == 256.0
     steps = [record for record in command.records() if record["step"] > 0]
     assert len(steps) == 3
     assert max(record["rollout/logprob_gap_mean"] for record in steps) < 1e-4

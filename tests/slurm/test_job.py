@@ -1,11 +1,13 @@
-"""megarl.sbatch, with stand-ins for Slurm, Ray and megarl on PATH: what it starts, hands on, requeues and leaves."""
+"""megarl.sbatch, with stand-ins for Slurm, Ray and megarl on PATH: what takes a real Slurm longer than a test may.
+
+That is many lives of one job, time limits, and nodes that do not start; tests/end_to_end/test_slurm.py has the rest.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -96,30 +98,9 @@ def test_what_is_queued_again(desk: Desk, lives: str, last_line: str, code: int)
     assert len(tokens) == len(lives.split()), "each life has a cluster of its own"
 
 
-def test_the_signal_before_the_time_limit_reaches_megarl_and_the_job_goes_on(desk: Desk) -> None:
-    job = desk.submit("r.yaml", lives="USR1 0", MEGARL_MAX_RESTARTS="0")
-    desk.wait_for_life(1)
-    job.send_signal(signal.SIGUSR1)
-    code, out = ended(job)
-    assert code == 0, out
-    assert "megarl: job 4711: ended before its time limit and is queued again" in out.splitlines()
-    assert [life["env"]["SLURM_RESTART_COUNT"] for life in desk.lives()] == ["0", "1"]
-
-
-def test_a_job_that_is_cancelled_ends_megarl_and_stays_ended(desk: Desk) -> None:
-    job = desk.submit("r.yaml", lives="TERM")
-    desk.wait_for_life(1)
-    job.send_signal(signal.SIGTERM)
-    code, out = ended(job)
-    assert code == 143, out
-    assert out.splitlines()[-1] == "megarl: job 4711: ended by a signal; it is not queued again"
-    assert list((desk.room / "nodes").iterdir()) == []
-    assert [one.name for one in desk.jobs.iterdir()] == ["4711.logs"]
-
-
 def test_a_step_that_outlasts_the_time_limit_goes_on_from_its_checkpoint(desk: Desk) -> None:
     """SIGUSR1 twice, by the user and by Slurm, then the limit: megarl would take a second one as SIGTERM."""
-    job = desk.submit("r.yaml", lives="BUSY 0", MEGARL_MAX_RESTARTS="0")
+    job = desk.submit("r.yaml", lives="BUSY 0", MEGARL_MAX_RESTARTS="0", FAKE_REASON="TimeLimit")
     desk.wait_for_life(1)
     job.send_signal(signal.SIGUSR1)
     wait_until(lambda: desk.heard() == ["SIGUSR1"])
@@ -132,24 +113,14 @@ def test_a_step_that_outlasts_the_time_limit_goes_on_from_its_checkpoint(desk: D
     assert len(desk.lives()) == 2
 
 
-def test_a_cancelled_job_stays_ended_although_it_was_asked_to_end_before(desk: Desk) -> None:
-    job = desk.submit("r.yaml", nodes=1, lives="BUSY", SLURM_JOB_END_TIME=str(int(time.time()) + 3600))
-    desk.wait_for_life(1)
-    job.send_signal(signal.SIGUSR1)
-    wait_until(lambda: desk.heard() == ["SIGUSR1"])
-    job.send_signal(signal.SIGTERM)
-    code, out = ended(job)
-    assert code == 143, out
-    assert out.splitlines()[-1] == "megarl: job 4711: ended by a signal; it is not queued again"
-
-
 def test_at_the_limit_the_job_is_queued_before_ray_is_ended(desk: Desk, tmp_path: Path) -> None:
     """Slurm kills the job's script half a minute after its SIGTERM."""
     first, order = tmp_path / "bin", tmp_path / "order"
     first.mkdir()
     for name in ("scontrol", "scancel"):
         stub(first, name, f'echo {name} >>{order}\nexec {SLURM / name} "$@"')
-    job = desk.submit("r.yaml", nodes=1, lives="BUSY 0", PATH=os.pathsep.join([str(first), desk.path]))
+    path = os.pathsep.join([str(first), desk.path])
+    job = desk.submit("r.yaml", nodes=1, lives="BUSY 0", PATH=path, FAKE_REASON="TimeLimit")
     desk.wait_for_life(1)
     job.send_signal(signal.SIGUSR1)
     wait_until(lambda: desk.heard() == ["SIGUSR1"])

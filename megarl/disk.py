@@ -1,0 +1,69 @@
+"""Writing files: what keeps a file from being written is one line that names the folder, the file and the reason."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megarl.types import FolderGone, UserFault
+
+_FULL = {errno.ENOSPC: "no space left", errno.EDQUOT: "the disk quota is used up"}
+_GONE = (errno.ENOENT, errno.ESTALE)
+_OTHERS = (errno.EACCES, errno.EFBIG, errno.EIO, errno.EISDIR, errno.ENOTDIR, errno.EPERM, errno.EROFS)
+_FULL_BYTES = 2**16  # with so little left, a library that hides the system's error has met the end of the disk
+
+
+@contextmanager
+def writing(folder: Path, what: str, where: str = "run.dir") -> Iterator[None]:
+    """In place of an error of the file system inside: a fault that says what was being written in which folder.
+
+    where: the recipe key or option that names the disk. Raises UserFault; FolderGone when the folder is not there.
+    """
+    try:
+        yield
+    except UserFault:
+        raise
+    except Exception as error:
+        fault = fault_of(error, folder, what, where)
+        if fault is None:
+            raise
+        raise fault from error
+
+
+def fault_of(error: BaseException, folder: Path, what: str, where: str = "run.dir") -> UserFault | None:
+    """What `writing` raises in place of an error; None for an error that has nothing to do with the file system."""
+    cause = _system_error(error)
+    if not folder.is_dir() and (cause is None or cause.errno in _GONE):
+        return gone(folder, what)
+    if cause is None and not _is_full(folder):
+        return None
+    number = errno.ENOSPC if cause is None else cause.errno
+    if number in _FULL:
+        problem = f"{_FULL[number]} in {folder} while writing {what}"
+        return UserFault(where, problem, "make room there, or name a folder on another disk")
+    reason = cause.strerror if cause else ""
+    return UserFault(where, f"{what} cannot be written in {folder} ({reason})", "mend that, or name another folder")
+
+
+def gone(folder: Path, what: str) -> FolderGone:
+    """The fault of a folder that is not there any more, or is another one."""
+    problem = f"the folder was removed or replaced while the run wrote {what}"
+    return FolderGone(str(folder), problem, "what it held is lost, so start the run again")
+
+
+def _system_error(error: BaseException | None) -> OSError | None:
+    """The first error of the file system among an error and its causes."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, OSError) and error.errno in (*_FULL, *_GONE, *_OTHERS):
+            return error
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _is_full(folder: Path) -> bool:
+    return shutil.disk_usage(folder).free < _FULL_BYTES

@@ -1,0 +1,82 @@
+"""A folder in /tmp that only this user can enter, for the files of one session; dead sessions are removed. Linux."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import stat
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+_LOCK = "megarl.lock"
+_ATTEMPTS = 10  # another start can take a folder for a dead one before it is locked
+_SUFFIX = "[a-z0-9_]{8}"  # what tempfile appends to a prefix
+
+
+class SessionFolder:
+    """A new folder of mode 0700, locked as long as this process lives and has not removed it.
+
+    The lock (flock) ends with the process, however that dies, so that `remove_dead` tells dead sessions from live ones.
+    """
+
+    def __init__(self, prefix: str, parent: str) -> None:
+        """Raises OSError when no folder can be made in the parent folder, or no file be locked there."""
+        for _ in range(_ATTEMPTS):
+            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+            self._lock = _locked(self.path, os.O_CREAT)
+            if self._lock >= 0:
+                return
+        raise OSError(f"no file can be locked in {parent}")
+
+    def remove(self) -> None:
+        """Remove the folder with everything in it; harmless when repeated."""
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def remove_dead(prefix: str, parent: str) -> int:
+    """Remove this user's folders whose process is gone; how many there were.
+
+    A folder without our lock file, of another user or behind a symbolic link is not ours to remove.
+    """
+    found = 0
+    for path in Path(parent).glob(f"{prefix}*"):
+        if not re.fullmatch(re.escape(prefix) + _SUFFIX, path.name) or not _is_private(path):
+            continue
+        lock = _locked(path, 0)
+        if lock >= 0:
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(lock)
+            found += 1
+    return found
+
+
+def _is_private(path: Path) -> bool:
+    """Whether it is a folder, no link, that belongs to this user and that no other user can enter."""
+    with suppress(FileNotFoundError):
+        status = path.lstat()
+        return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) == 0o700
+    return False
+
+
+def _locked(folder: Path, flags: int) -> int:
+    """A descriptor that holds the folder's lock, or -1: another process has it, or the folder is not a session's.
+
+    Between the making of a folder and its locking another process may take it for dead and remove it.
+    """
+    path = folder / _LOCK
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW | flags, 0o600)
+    except OSError:
+        return -1
+    with suppress(OSError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(lock), path.lstat()):
+            return lock
+    os.close(lock)
+    return -1

@@ -1,0 +1,209 @@
+"""megarl.sbatch under a real Slurm of two nodes, which are Ray nodes of this machine with addresses of their own."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.slurm.cluster import NODES, Slurm, line_of, missing, processes_with, wait_until
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(missing()), reason=f"Slurm is not installed: {', '.join(missing())} missing"),
+]
+
+ROOT = Path(__file__).parents[2]
+STEPS = 3
+SMALL = (
+    "placement.gpus=4", "placement.gpus_per_node=2", "train.tp=2", "train.pp=2", "train.ep=2", "rollout.engine.count=2",
+    "rollout.engine.tp=2", "warm_start.steps=2", "rollout.prompts_per_step=8", "evaluation.max_prompts=8",
+    "run.trackers=[]", f"run.steps={STEPS}", "checkpoint.asynchronous=false",
+)  # fmt: skip
+_LIMIT_S = 400.0
+
+
+class Job:
+    """A run of the quickstart on both nodes, in a folder of its own."""
+
+    def __init__(self, slurm: Slurm, inputs: Path, folder: Path, disk: str) -> None:
+        """disk: a short path, for what the nodes have of their own."""
+        self._slurm, self._inputs, self._folder, self.disk = slurm, inputs, folder, Path(disk)
+        self._run = folder / "runs" / "quickstart"
+        self.jobs, self._log = folder / "jobs", folder / "job.log"
+        self.id = ""
+
+    def submit(self, *keys: str) -> None:
+        """SIGUSR1 half an hour before the time limit of an hour."""
+        files = [f"model.path={self._inputs}/models/tiny-qwen3-moe", f"data.train={self._inputs}/data/train.jsonl"]
+        files += [f"data.eval.arith={self._inputs}/data/eval.jsonl", f"run.dir={self._folder}/runs"]
+        own = {
+            "PATH": f"{Path(sys.executable).parent}:{self._slurm.environment['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "MEGARL_JOBS": str(self.jobs),
+            "MEGARL_RAY_DIR": str(self.disk),
+            "TMPDIR": str(self._folder),  # of the driver; the nodes have folders of their own on the disk
+            "OMP_NUM_THREADS": "1",
+            "MEGARL_OBJECT_STORE_BYTES": str(2**28),
+        }
+        handed_on = self._slurm.environment.items()
+        known = {name: value for name, value in handed_on if not name.startswith(("RAY_", "MEGARL_"))}
+        options = ["--nodes=2", "--gpus-per-node=2", "--time=60", "--signal=B:USR1@1800", f"--output={self._log}"]
+        options += [f"--chdir={ROOT}", "--parsable"]
+        self.id = self._slurm.call(
+            "env", "-i", *(f"{name}={value}" for name, value in (known | own).items()),
+            "sbatch", *options, "scripts/slurm/megarl.sbatch", "recipes/quickstart.yaml", *SMALL, *files, *keys,
+        ).strip()  # fmt: skip
+
+    def log(self) -> str:
+        return self._log.read_text() if self._log.exists() else ""
+
+    def said(self) -> list[str]:
+        """What the job's script told, without the job's number."""
+        mark = f"megarl: job {self.id}: "
+        return [line.removeprefix(mark) for line in self.log().splitlines() if line.startswith(mark)]
+
+    def records(self) -> list[dict[str, float]]:
+        file = self._run / "metrics.jsonl"
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def steps(self) -> list[float]:
+        return [record["step"] for record in self.records() if record["step"]]
+
+    def state(self) -> str:
+        return self._slurm.field(self.id, "JobState")
+
+    def wait_for_state(self, *states: str) -> None:
+        wait_until(lambda: self.state() in states, _LIMIT_S, self._tell)
+
+    def wait_for_step(self, step: int) -> None:
+        def is_there() -> bool:
+            assert not self.said(), self._tell()
+            return step in self.steps()
+
+        wait_until(is_there, _LIMIT_S, self._tell)
+
+    def _tell(self) -> str:
+        return f"{self.log()}\n{self._slurm.call('scontrol', 'show', 'job', self.id)}\n{self._slurm.log()}"
+
+    def processes(self) -> list[psutil.Process]:
+        return processes_with("MEGARL_JOBS", str(self.jobs))
+
+    def driver(self) -> psutil.Process:
+        return next(one for one in self.processes() if "megarl train recipes/quickstart.yaml" in line_of(one))
+
+    def on_node(self, address: str) -> list[psutil.Process]:
+        """What runs there as a step; the first node has the job's script and its children beside it."""
+        own = set(self.processes()) & set(processes_with("SLURMD_NODENAME", address))
+        return [one for one in own if one.environ().get("SLURM_STEP_ID")]
+
+    def below_raylet(self, address: str) -> list[psutil.Process]:
+        """The megarl processes of a node."""
+        (raylet,) = [one for one in self.on_node(address) if one.name() == "raylet"]
+        return [one for one in raylet.children() if line_of(one).startswith("ray::_Shell")]
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[Slurm]:
+    with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as folder, Slurm(Path(folder)) as started:
+        yield started
+
+
+@pytest.fixture
+def job(slurm: Slurm, inputs: Path, tmp_path: Path) -> Iterator[Job]:
+    with tempfile.TemporaryDirectory(prefix="nodes-", dir="/tmp") as disk:
+        made = Job(slurm, inputs, tmp_path, disk)
+        yield made
+        if made.id:
+            slurm.end(made.id)
+            for process in made.processes():
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            wait_until(lambda: not made.processes(), _LIMIT_S, made.log)
+
+
+def is_pending(process: psutil.Process, number: signal.Signals) -> bool:
+    """Whether a process that is stopped has been sent the signal."""
+    status = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    pending = next(line.split()[1] for line in status if line.startswith("ShdPnd"))
+    return bool(int(pending, 16) >> (number - 1) & 1)
+
+
+def test_a_job_goes_on_after_the_signal_before_its_time_limit(job: Job, slurm: Slurm) -> None:
+    """The limit is drawn near once a step is done; the driver is stopped until Slurm's signal has come."""
+    job.submit()
+    job.wait_for_step(1)
+    driver = job.driver()
+    driver.suspend()
+    slurm.call("scontrol", "update", f"JobId={job.id}", "TimeLimit=25")
+    wait_until(lambda: is_pending(driver, signal.SIGUSR1), _LIMIT_S, job.log)
+    driver.resume()
+    job.wait_for_state("PENDING")
+    slurm.call("scontrol", "update", f"JobId={job.id}", "TimeLimit=60")
+    job.wait_for_state("COMPLETED", "FAILED", "CANCELLED")
+
+    assert job.said() == ["ended before its time limit and is queued again", "the run is done"], job.log()
+    (resumed,) = [line for line in job.log().splitlines() if line.startswith("this run goes on after step ")]
+    assert resumed.startswith(("this run goes on after step 1", "this run goes on after step 2"))
+    assert job.steps() == [1, 2, 3]
+    assert list(job.jobs.iterdir()) == [], "neither a token, a count nor logs"
+    assert list(job.disk.iterdir()) == []
+    assert job.processes() == []
+
+
+def test_a_job_survives_the_death_of_its_second_node(job: Job, slurm: Slurm) -> None:
+    """Each engine lies inside a node; when the second is gone the job is queued again, and goes on when it is back."""
+    job.submit("checkpoint.every=1")
+    job.wait_for_step(1)
+    job.driver().suspend()  # so that the run is where it is for as long as we look
+    for address in NODES:
+        # An engine's ranks are forked, on CPU, from a server that is the child of its worker.
+        ranks = [sum(len(one.children()) for one in worker.children()) for worker in job.below_raylet(address)]
+        assert sorted(ranks) == [0, 0, 2], "two training ranks, and both ranks of an engine"
+    slurm.kill_node(NODES[1], job.on_node(NODES[1]))
+    job.driver().resume()
+    wait_until(lambda: bool(job.said()), _LIMIT_S, job.log)
+    slurm.start_node(NODES[1])
+    job.wait_for_state("COMPLETED", "FAILED", "CANCELLED")
+
+    logs = f"the logs of its nodes are in {job.jobs / f'{job.id}.logs' / '0'}"
+    restarted = "failed (exit code 1) and is queued again, restart 1 of 3"
+    assert job.said() == [logs, restarted, "the run is done"], job.log()
+    assert any(line.startswith("this run goes on after step ") for line in job.log().splitlines())
+    assert job.steps() == [1, 2, 3]
+    for record in job.records():
+        assert record.get("rollout/logprob_gap_mean", 0.0) < 1e-4, "the weights came over whole, between nodes too"
+    assert [one.name for one in job.jobs.iterdir()] == [f"{job.id}.logs"]
+    kept = list(job.jobs.glob(f"{job.id}.logs/0/{NODES[0]}/logs/worker-*"))
+    assert kept, "what the processes said in the life that failed; the other node died"
+    assert list(job.disk.iterdir()) == [], "the next life takes away what the dead node left"
+    assert job.processes() == []
+
+
+def test_a_cancelled_job_leaves_nothing(job: Job, slurm: Slurm) -> None:
+    """Also where it was asked to end before: a step that takes long is a driver that is stopped for a while."""
+    job.submit()
+    job.wait_for_step(1)
+    driver = job.driver()
+    driver.suspend()
+    for number, command in (
+        (signal.SIGUSR1, ["scancel", "--signal=USR1", "--batch", job.id]),
+        (signal.SIGTERM, ["scancel", job.id]),
+    ):
+        slurm.call(*command)
+        wait_until(partial(is_pending, driver, number), _LIMIT_S, job.log)
+    driver.resume()
+    job.wait_for_state("CANCELLED")
+    wait_until(lambda: not job.processes(), _LIMIT_S, job.log)
+    assert job.said()[-1] == "ended by a signal; it is not queued again", job.log()
+    assert list(job.disk.iterdir()) == []
+    assert [one.name for one in job.jobs.iterdir()] == [f"{job.id}.logs"]

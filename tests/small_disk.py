@@ -1,0 +1,32 @@
+"""A disk of a megabyte or so, in a mount namespace of its own: nothing of it is left when its process has ended."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+_SCRIPT = 'mount -t tmpfs -o size="$1" none "$2" && echo mounted && exec cat'
+
+
+@contextmanager
+def small_disk(at: Path, size: str) -> Iterator[Path]:
+    """A path by which every process of this user reaches the disk; skips where this user may not mount one."""
+    at.mkdir()
+    command = ["unshare", "--map-root-user", "--mount", "sh", "-c", _SCRIPT, "sh", size, str(at)]
+    if os.geteuid() == 0:
+        command.remove("--map-root-user")
+    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert holder.stdin and holder.stdout
+    try:
+        if holder.stdout.readline() != "mounted\n":
+            pytest.skip("this user may not mount a disk in a namespace of its own")
+        yield Path(f"/proc/{holder.pid}/root{at}")
+    finally:
+        holder.stdin.close()  # ends it, and the disk with it
+        holder.wait()
+        holder.stdout.close()

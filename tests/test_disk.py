@@ -1,0 +1,308 @@
+"""A disk that is full, or a folder that is gone, is one line that names it and what was being written."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import math
+import pickle
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from megarl import run_log
+from megarl.disk import writing
+from megarl.run_log import RunLog
+from megarl.sample_file import writing as writing_samples
+from megarl.snapshots import Snapshots
+from megarl.types import FolderGone, Prompt, Sample, SampleGroup, UserFault
+from tests.small_disk import small_disk
+from tests.test_metrics import group
+from tests.test_run_log import plain, recipe_in
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", "1m") as path:
+        yield path
+
+
+def fill(disk: Path, left: int = 0) -> Path:
+    """Take all room of a disk but for so many bytes; what is left is the filler."""
+    filler = disk / "filler"
+    with filler.open("ab", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        while True:
+            file.write(bytes(4096))
+    with filler.open("ab") as file:
+        file.truncate(filler.stat().st_size - left)
+    return filler
+
+
+def full(folder: Path, what: str) -> str:
+    return f"run.dir: no space left in {folder} while writing {what}; make room there, or name a folder on another disk"
+
+
+def a_step(log: RunLog, step: int, **metrics: float) -> None:
+    with log.step(step) as record:
+        record.add({"reward/mean": 0.5, **metrics})
+        record.samples([group("p", [1.0, 0.0], [2, 3])])
+
+
+def big_record(log: RunLog) -> None:
+    a_step(log, 1, **{f"filler/{number}": 0.1 for number in range(1000)})
+
+
+def big_samples(log: RunLog) -> None:
+    with log.step(1) as record:
+        record.samples([group("p" * 30_000, [1.0, 0.0], [2, 3])])
+
+
+def big_events(log: RunLog) -> None:
+    log._send({f"filler/{number}": 0.1 for number in range(1000)}, 1)
+
+
+@pytest.mark.parametrize(
+    ("write", "what"), [(big_record, "metrics.jsonl"), (big_samples, "samples.jsonl"), (big_events, "events")]
+)
+def test_a_step_that_the_disk_has_no_room_for(disk: Path, write: Callable[[RunLog], None], what: str) -> None:
+    with pytest.raises(UserFault) as caught, RunLog(recipe_in(disk), plain()[0]) as log:
+        fill(disk, left=8192)
+        write(log)
+    assert str(caught.value) == full(disk / "try", what)
+    assert not isinstance(caught.value, FolderGone)
+
+
+@pytest.mark.parametrize(("left", "what"), [(0, "recipe.yaml"), (4096, "events")])
+def test_a_run_that_the_disk_has_no_room_for(disk: Path, left: int, what: str) -> None:
+    fill(disk, left)
+    with pytest.raises(UserFault) as caught:
+        RunLog(recipe_in(disk), plain()[0])
+    assert str(caught.value) == full(disk / "try", what)
+
+
+def test_a_curve_that_the_disk_has_no_room_for_costs_no_run(disk: Path) -> None:
+    console, text = plain()
+    with RunLog(recipe_in(disk), console) as log:
+        a_step(log, 1)
+        fill(disk)
+    said = [line for line in text.getvalue().splitlines() if "curve.png is not drawn" in line]
+    assert said == [f"curve.png is not drawn: {full(log.folder, 'curve.png')}"]
+    assert not (log.folder / "curve.png").exists(), "half a picture"
+    assert "reward/mean" in text.getvalue().split("curve.png is not drawn")[1], "the closing table"
+
+
+def test_a_curve_that_cannot_be_drawn_costs_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no font\x1b[2J")
+
+    monkeypatch.setattr(run_log, "draw_curve", fail)
+    console, text = plain()
+    with RunLog(recipe_in(tmp_path), console) as log:
+        a_step(log, 1)
+    assert r"curve.png is not drawn: no font\x1b[2J" in text.getvalue()
+
+
+def test_the_first_fault_is_told_when_closing_fails_too(disk: Path) -> None:
+    with pytest.raises(ValueError, match="first"), RunLog(recipe_in(disk), plain()[0]) as log:
+        a_step(log, 1)
+        fill(disk)
+        log._records_file.write("x" * 5000)
+        raise ValueError("first")
+
+
+def test_a_record_that_is_not_whole_at_the_end_is_told(disk: Path) -> None:
+    with pytest.raises(UserFault) as caught, RunLog(recipe_in(disk, "run.trackers=[]"), plain()[0]) as log:
+        a_step(log, 1)
+        fill(disk)
+        log._records_file.write("x" * 5000)
+    assert str(caught.value) == full(disk / "try", "metrics.jsonl")
+
+
+def test_a_run_goes_on_from_the_records_that_a_full_disk_cut(disk: Path) -> None:
+    with pytest.raises(UserFault, match="no space left"), RunLog(recipe_in(disk), plain()[0]) as log:
+        a_step(log, 1)
+        filler = fill(disk, left=4096)
+        big_record(log)
+    assert not (log.folder / "metrics.jsonl").read_bytes().endswith(b"\n")
+    filler.unlink()
+    with RunLog(recipe_in(disk), plain()[0], go_on=True, step=1) as log:
+        a_step(log, 2)
+    assert [json.loads(line)["step"] for line in (log.folder / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+
+
+def test_a_checkpoint_that_the_disk_has_no_room_for_is_not_left_half_written(disk: Path) -> None:
+    snapshots = Snapshots(disk / "checkpoints", print)
+    partial = snapshots.begin(3)
+    filler = fill(disk, left=8192)
+    (partial / "rank").write_bytes(bytes(8192))
+    with pytest.raises(UserFault) as caught, writing(disk, "the checkpoint of step 3"):
+        snapshots.commit(partial, {"step": 3, "filler": "x" * 10_000}, {}, keep=1)
+    assert str(caught.value) == full(disk, "the checkpoint of step 3")
+    snapshots.abandon(partial)
+    assert [one.name for one in snapshots.folder.iterdir()] == []
+    assert filler.exists() and shutil.disk_usage(disk).free >= 8192
+
+
+def a_group(num_tokens: int) -> SampleGroup:
+    rng = np.random.default_rng(1)
+    ids, logp = rng.integers(0, 90, num_tokens), rng.random(num_tokens, dtype=np.float32)
+    sample = Sample(ids, logp, "x", True, 0)
+    return SampleGroup(Prompt("1", "p", (1, 2), "7"), (sample,), np.ones(1, np.float32), np.ones(1, np.bool_))
+
+
+def test_samples_that_the_disk_has_no_room_for(disk: Path) -> None:
+    out = disk / "samples.parquet"
+    fill(disk, left=4096)
+    with (
+        pytest.raises(UserFault) as caught,
+        writing_samples(out, 90, 1.0, "--out") as file,
+        writing(disk, out.name, "--out"),
+    ):
+        file.write([a_group(500_000)])
+    assert str(caught.value).startswith(f"--out: no space left in {disk} while writing samples.parquet; ")
+    assert [one.name for one in disk.iterdir()] == ["filler"]
+    with pytest.raises(UserFault, match="no space left"), writing_samples(out, 90, 1.0, "--out") as file:
+        (disk / "filler").unlink()
+        for _ in range(30):
+            file.write([a_group(3)])
+        fill(disk)  # what is left to write is the end of the file, some hundred bytes a step
+
+
+def test_a_library_that_hides_the_systems_error_is_understood(disk: Path) -> None:
+    filler = fill(disk)
+    with pytest.raises(UserFault, match=f"no space left in {disk} while writing x"), writing(disk, "x"):
+        torch.save(torch.zeros(10_000), disk / "x")
+    filler.unlink()
+    with pytest.raises(RuntimeError, match="another"), writing(disk, "x"):
+        raise RuntimeError("another")
+
+
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [(errno.EDQUOT, "the disk quota is used up"), (errno.EROFS, "x cannot be written in"), (errno.EIO, "put error")],
+)
+def test_other_errors_of_a_disk(tmp_path: Path, number: int, says: str) -> None:
+    with pytest.raises(UserFault, match=says), writing(tmp_path, "x"):
+        raise OSError(number, "Input/output error")
+
+
+def test_what_is_no_error_of_the_disk_stays_what_it_is(tmp_path: Path) -> None:
+    with pytest.raises(ConnectionRefusedError), writing(tmp_path, "x"):
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "refused")
+    with pytest.raises(UserFault, match="its own"), writing(tmp_path, "x"):
+        raise UserFault("key", "its own", "mend")
+
+
+def remove(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def replace(folder: Path) -> None:
+    """As by a second run of the same name."""
+    shutil.move(folder, folder.with_name("elsewhere"))
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("")
+
+
+@pytest.mark.parametrize("change", [remove, replace])
+@pytest.mark.parametrize("at_end", [False, True])
+def test_a_folder_that_is_removed_is_told_at_once(tmp_path: Path, change: Callable[[Path], None], at_end: bool) -> None:
+    console, text = plain()
+    with pytest.raises(FolderGone) as caught, RunLog(recipe_in(tmp_path), console) as log:
+        a_step(log, 1)
+        change(tmp_path / "try")
+        if not at_end:
+            a_step(log, 2)
+    words = "the folder was removed or replaced while the run wrote metrics.jsonl; what it held is lost, so start"
+    assert str(caught.value) == f"{tmp_path}/try: {words} the run again"
+    assert "records, samples" not in text.getvalue()
+    assert len(text.getvalue().splitlines()) == 2, "where it is written, and one step"
+    assert not list(tmp_path.glob("try/curve.png")), "it would be another run's"
+
+
+def test_a_checkpoint_is_not_written_where_the_run_was(tmp_path: Path) -> None:
+    run = tmp_path / "try"
+    with pytest.raises(FolderGone, match="while the run wrote the checkpoint"), writing(run, "the checkpoint"):
+        Snapshots(run / "checkpoints", print).begin(1)
+    assert not run.exists(), "nobody asked for it again"
+
+
+def test_the_fault_survives_the_way_from_another_process(tmp_path: Path) -> None:
+    with pytest.raises(FolderGone) as caught, writing(tmp_path / "gone", "x"):
+        raise FileNotFoundError(errno.ENOENT, "No such file")
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert type(again) is FolderGone and str(again) == str(caught.value)
+
+
+def broken(folder: Path, name: str, line: bytes) -> list[str]:
+    """What resuming says when the second of three lines is another one; nothing of the run is changed by it."""
+    with RunLog(recipe_in(folder), Console(file=io.StringIO())) as log:
+        for step in (1, 2, 3):
+            a_step(log, step)
+    file = log.folder / name
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join([lines[0], line + b"\n", *lines[2:]]))
+    before = {one: one.read_bytes() for one in log.folder.rglob("*") if one.is_file()}
+    with pytest.raises(Exception) as caught:
+        RunLog(recipe_in(folder, "run.sample_log_count=1"), plain()[0], go_on=True, step=2)
+    assert {one: one.read_bytes() for one in log.folder.rglob("*") if one.is_file()} == before
+    return str(caught.value).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b'{"step": 2, "rew', "is not JSON (Unterminated string"),
+        (b"", "is not JSON (Expecting value"),
+        (b"\x00" * 10, "is not JSON ("),
+        (b'{"step": 2, "\xff": 1}', "is not JSON ("),
+        (b"[" * 100_000, "is nested too deep for JSON"),
+        (b"[1, 2]", "is not a record but list"),
+        (b'{"reward/mean": 1.0}', "has no whole number as its step"),
+        (b'{"step": "2"}', "has no whole number as its step"),
+        (b'{"step": 2, "reward/mean": "high"}', "has something other than a number as 'reward/mean'"),
+    ],
+)
+def test_a_broken_record_is_told_by_file_and_line(tmp_path: Path, line: bytes, problem: str) -> None:
+    (said,) = broken(tmp_path, "metrics.jsonl", line)
+    assert said.startswith(f"{tmp_path}/try/metrics.jsonl:2: {problem}")
+    assert said.endswith("; remove the line, or choose another run.name")
+    assert said.isprintable()
+
+
+def test_a_broken_sample_is_told_by_file_and_line(tmp_path: Path) -> None:
+    (said,) = broken(tmp_path, "samples.jsonl", b'{"step": 2, "prompt": "a\x01"}')
+    assert said.startswith(f"{tmp_path}/try/samples.jsonl:2: is not JSON (Invalid control character")
+
+
+def test_records_that_are_not_finite_are_read_back(tmp_path: Path) -> None:
+    with RunLog(recipe_in(tmp_path), plain()[0]) as log:
+        a_step(log, 1, **{"train/loss": math.nan})
+    with RunLog(recipe_in(tmp_path), plain()[0], go_on=True, step=1) as log:
+        assert math.isnan(log._history[0]["train/loss"])
+
+
+def test_no_character_of_a_sample_reaches_a_terminal(tmp_path: Path) -> None:
+    hostile: Any = group("\x1b[2J\u202egpj\ud800数\x9b", [1.0], [2])
+    with RunLog(recipe_in(tmp_path), plain()[0]) as log, log.step(1) as record:
+        record.samples([hostile])
+    text = (log.folder / "samples.jsonl").read_text(encoding="utf-8")
+    assert text.replace("\n", "").isprintable() and "数" in text
+    assert json.loads(text)["prompt"] == hostile.prompt_text
+
+
+def test_no_character_of_a_failed_verdict_reaches_the_terminal(tmp_path: Path) -> None:
+    from dataclasses import replace as changed
+
+    console, text = plain()
+    with RunLog(recipe_in(tmp_path), console) as log, log.step(1) as record:
+        record.failed([changed(group("p", [1.0], [2]), failures=("raised \x1b]0;x\x07\u202e\r\nforged",))])
+    (line,) = [line for line in text.getvalue().splitlines() if "verdict failed" in line]
+    assert line == r"step 1: 1 verdict failed, the first raised \x1b]0;x\x07\u202e\r\nforged"

@@ -1,0 +1,96 @@
+"""Text of others is shown escaped, and nothing of megarl's reaches a terminal by another way."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import sys
+import unicodedata
+from collections.abc import Iterator
+
+import pytest
+
+from megarl.printable import is_hidden, json_line, one_line, printable, show
+from megarl.types import UserFault, UserFaults
+from tests.test_imports import PACKAGE, SOURCES
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\r\x00\x7f\x9b31m\u202egpj.exe\u2066\u200b\ufeff\u2028\ud800\U000e0041"
+# Which functions may print: all that they print is printable, or is coloured by rich around printable text.
+DOORS = {
+    "printable.py": {"show"},
+    "cli.py": {"_say_all"},
+    "run_log.py": {"say", "_show", "__exit__"},
+    "plan_report.py": {"show"},
+    "progress.py": {"progress_bar"},  # names of recipe keys and numbers
+    "rollout/rewards/inside_tests.py": {"main"},  # of a sandbox, into a pipe
+}
+
+
+def test_no_character_of_a_hostile_text_is_left() -> None:
+    shown = printable(HOSTILE)
+    assert shown.isascii() and shown.isprintable()
+    assert shown.startswith(r"\x1b]0;owned\x07\x1b[2J\r\x00\x7f\x9b31m\u202egpj.exe\u2066\u200b\ufeff\u2028\ud800")
+    shown.encode("utf-8")
+
+
+def test_every_character_that_a_terminal_obeys_or_a_reader_does_not_see_is_escaped() -> None:
+    for number in range(sys.maxunicode + 1):
+        character = chr(number)
+        hidden = unicodedata.category(character)[0] == "C" or unicodedata.category(character) in ("Zl", "Zp")
+        assert is_hidden(character) is hidden
+        assert (one_line(character) != character) is hidden, hex(number)
+
+
+def test_words_stay_as_they_are() -> None:
+    for text in ("naïve café", "数学 😀", "a\nb\tc", r"\boxed{7}", "٣ + ٤", "e\u0301"):
+        assert printable(text) == text
+    assert one_line("a\nb\tc") == r"a\nb\tc"
+
+
+def test_a_line_of_json_reads_back_as_it_was_and_hides_nothing() -> None:
+    value = {"response": HOSTILE + "数学 😀\n\\u202e", HOSTILE: [1.5, None, True]}
+    line = json_line(value)
+    assert json.loads(line) == value
+    assert not [one for one in line if is_hidden(one)]
+    assert "数学 😀" in line, "words of other languages stay readable"
+    line.encode("utf-8")
+
+
+def test_a_fault_is_one_printable_line() -> None:
+    fault = UserFault(f"a{HOSTILE}", "b\nforged: line", "c\x1b[31m")
+    assert str(fault).isprintable() and str(fault).count("\\n") == 1
+    assert str(UserFaults([fault, fault])).count("\n") == 1
+
+
+def test_what_is_shown_is_printable() -> None:
+    stream = io.StringIO()
+    show(f"{HOSTILE}\nnext", stream)
+    assert stream.getvalue() == f"{printable(HOSTILE)}\nnext\n"
+
+
+def _printing(tree: ast.AST, function: str = "") -> Iterator[str]:
+    """The functions in which something is printed or written to a standard stream."""
+    for node in ast.iter_child_nodes(tree):
+        inside = node.name if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else function
+        if isinstance(node, ast.Call) and _prints(node.func):
+            yield inside
+        yield from _printing(node, inside)
+
+
+def _prints(called: ast.expr) -> bool:
+    if isinstance(called, ast.Name):
+        return called.id == "print"
+    if not isinstance(called, ast.Attribute):
+        return False
+    stream = ast.unparse(called.value)
+    return called.attr == "print" or (called.attr in ("write", "writelines") and stream.startswith("sys.std"))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_printing_has_its_doors(path) -> None:
+    text = path.read_text(encoding="utf-8")
+    found = set(_printing(ast.parse(text)))
+    assert found == DOORS.get(str(path.relative_to(PACKAGE)), set())
+    # data_files.py looks for halves of surrogate pairs with it, and shows nothing of what it makes.
+    assert "ensure_ascii=False" not in text or path.name in ("printable.py", "data_files.py")
