@@ -17,8 +17,8 @@ def at_hand(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
     if model.config and not _has_config(model.path):
         absent["model.path"] = f"{model.path}: weights and tokenizer (its shape is from {model.config})"
         recipe = recipe.model_copy(update={"model": model.model_copy(update={"path": model.config})})
-    data = {"data.train": recipe.data.train} | {f"data.eval.{name}": file for name, file in recipe.data.eval.items()}
-    absent |= {key: f"{file}: the data" for key, file in data.items() if not Path(file).is_file()}
+    data = {key: file.path for key, file in recipe.data.files.items()}
+    absent |= {key: f"{path}: the data" for key, path in data.items() if not Path(path).is_file()}
     for branch in ("critic", "reward_model", "reference"):
         own = getattr(recipe, branch)
         if own.path and not _has_config(own.path):

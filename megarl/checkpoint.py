@@ -26,6 +26,8 @@ def tensor_files(path: str | Path) -> dict[str, Path]:
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.exists():
         names = read_json(index).get("weight_map", {})
+        if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+            raise UserFault(str(index), "weight_map does not map tensors to files", "download the checkpoint again")
         missing = sorted({file for file in names.values() if not (folder / file).exists()})
         if missing:
             raise UserFault(str(index), f"names missing files: {', '.join(missing)}", "download them")

@@ -19,9 +19,10 @@ from typing import Annotated
 import typer
 
 from megarl.config import Recipe
+from megarl.printable import one_line, show
 from megarl.processes import note_sigusr1, raise_on_sigterm, was_terminated
 from megarl.recipe_file import load_recipe
-from megarl.types import EndedEarly, UserFault, UserFaults
+from megarl.types import EndedEarly, FolderGone, UserFault, UserFaults
 
 _RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")]
 _Overrides = Annotated[
@@ -106,7 +107,7 @@ def convert(
     raise_on_sigterm()
     if not (run / "recipe.yaml").is_file():
         mend = "name the folder of a run, as runs/quickstart"
-        print(UserFault(str(run), "has no recipe.yaml", mend), file=sys.stderr)
+        show(UserFault(str(run), "has no recipe.yaml", mend), sys.stderr)
         sys.exit(2)
     sys.exit(_outcome(run / "recipe.yaml", overrides or [], partial(_convert, run=run, out=out, step=step)))
 
@@ -121,8 +122,8 @@ def reward_check(
     ] = None,
     answer: Annotated[str, typer.Option(help="The column of the answers.")] = "answer",
     rows: Annotated[int, typer.Option(min=1, help="How many rows, from the first.")] = 100,
-    timeout_s: Annotated[float, typer.Option(min=0.001, help="As in reward.timeout_s.")] = 5.0,
-    memory_mb: Annotated[int, typer.Option(min=1, help="As in reward.memory_mb.")] = 1024,
+    timeout_s: Annotated[float, typer.Option(min=0.01, max=604_800, help="As in reward.timeout_s.")] = 5.0,
+    memory_mb: Annotated[int, typer.Option(min=1, max=2**24, help="As in reward.memory_mb.")] = 1024,
 ) -> None:
     """Try a reward on its data's own answers, on others, and on responses that are made to break it."""
     raise_on_sigterm()
@@ -152,23 +153,35 @@ def _ended(run: Callable[[], int]) -> int:
     sys.path.append(os.getcwd())  # where a user's reward function lies; the console script does not look there
     try:
         return run()
+    except FolderGone as fault:
+        show(f"megarl: {fault}", sys.stderr)
+        return 1
     except (UserFault, UserFaults) as fault:
-        print(fault, file=sys.stderr)
+        show(fault, sys.stderr)
         return 2
     except EndedEarly as end:
-        print(f"megarl: {end}", file=sys.stderr)
+        show(f"megarl: {end}", sys.stderr)
         return _TRY_AGAIN
     except KeyboardInterrupt:
-        print(f"megarl: {'terminated' if was_terminated() else 'interrupted'}", file=sys.stderr)
+        show(f"megarl: {'terminated' if was_terminated() else 'interrupted'}", sys.stderr)
         return 143 if was_terminated() else 130
     except Exception as error:
-        print(getattr(error, "evidence", None) or traceback.format_exc(), file=sys.stderr)
+        show(getattr(error, "evidence", None) or traceback.format_exc(), sys.stderr)
         cause = str(error).strip().splitlines() or [""]
-        print(f"megarl: {type(error).__name__}: {cause[0]}", file=sys.stderr)
+        show(one_line(f"megarl: {type(error).__name__}: {cause[0]}"), sys.stderr)
         return 1
 
 
+def _advise(recipe: Recipe) -> None:
+    """Say on stderr what nothing reads and what is hardly meant; the command goes on."""
+    from megarl.unused_keys import advice
+
+    for line in advice(recipe):
+        show(f"megarl: {line}", sys.stderr)
+
+
 def _train(recipe: Recipe, *, resume: bool) -> None:
+    _advise(recipe)
     from megarl.preflight import check
 
     inputs = check(recipe)
@@ -177,25 +190,29 @@ def _train(recipe: Recipe, *, resume: bool) -> None:
     from megarl.resume import find
     from megarl.run_log import RunLog
 
-    start = find(recipe, inputs.prompts, lambda text: print(text, flush=True)) if resume else None
+    start = find(recipe, inputs.prompts, show) if resume else None
     if start and start.step >= recipe.run.steps:
-        print(f"{start.folder} is the end of the run: run.steps is {recipe.run.steps}")
+        show(f"{start.folder} is the end of the run: run.steps is {recipe.run.steps}")
         return
     with RunLog(recipe, go_on=resume, step=start.step if start else -1) as log:
+        for note in inputs.notes:
+            log.say(note)
         train_recipe(recipe, inputs, log, start)
 
 
 def _dry_run(recipe: Recipe, *, other: str | Path | None) -> None:
     if other:
         raise UserFault("--dry-run", f"nothing is launched, and {other} says how", "leave one of them out")
+    _advise(recipe)
     from megarl.dry_run import dry_run
 
-    dry_run(recipe, lambda text: print(text, flush=True))
+    dry_run(recipe, show)
 
 
 def _train_from(recipe: Recipe, *, samples: Path, resume: bool) -> None:
     if resume:
         raise UserFault("--resume", "training on a file begins with the weights of model.path", "leave one of them out")
+    _advise(recipe)
     from megarl.preflight import check_samples
 
     file = check_samples(recipe, samples)
@@ -208,6 +225,7 @@ def _train_from(recipe: Recipe, *, samples: Path, resume: bool) -> None:
 
 
 def _rollout(recipe: Recipe, *, out: Path) -> None:
+    _advise(recipe)
     from megarl.preflight import check_rollout
 
     inputs = check_rollout(recipe, out)
@@ -216,6 +234,8 @@ def _rollout(recipe: Recipe, *, out: Path) -> None:
     from megarl.run_log import RunLog
 
     with RunLog(recipe) as log:
+        for note in inputs.notes:
+            log.say(note)
         roll_out(recipe, inputs, log, out)
 
 
@@ -224,6 +244,7 @@ def _plan(
 ) -> None:
     from megarl.hardware import load_hardware
 
+    _advise(recipe)
     card = load_hardware(hardware or recipe.placement.hardware)
 
     from megarl.plan import make_plan
@@ -257,10 +278,7 @@ def _convert(recipe: Recipe, *, run: Path, out: Path, step: int | None) -> None:
     from megarl.convert import convert as convert_snapshot
     from megarl.convert import find
 
-    def say(text: str) -> None:
-        print(text, flush=True)
-
-    convert_snapshot(recipe, find(recipe, run, out, step, say), out, say)
+    convert_snapshot(recipe, find(recipe, run, out, step, show), out, show)
 
 
 def main() -> None:

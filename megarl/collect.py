@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -37,7 +36,7 @@ def collect(
         return sample(take(wanted), 0), Rollout([], []), {}
     kept, drawn, rounds, correct = carried, 0, 0, []
     while len(kept.refs) < wanted and rounds < rules.max_rounds:
-        count = math.ceil((wanted - len(kept.refs)) * rules.oversample)
+        count = rules.num_drawn(wanted - len(kept.refs))
         new = sample(take(count), rounds)
         places = [index for index, group in enumerate(new.summaries) if is_mixed(group)]
         correct += [group.correct_G[group.drawn_G].mean() for group in new.summaries]

@@ -36,7 +36,7 @@ def train(recipe: Recipe, inputs: Inputs, log: RunLog, start: Snapshot | None = 
 
     Raises WorkerFailed when a process of the run fails, UserFault when the reward does, EndedEarly after a SIGUSR1.
     """
-    with Cluster(recipe.placement.gpus, recipe.placement.node_gpus) as cluster:
+    with Cluster(recipe.placement.gpus, recipe.placement.node_gpus, recipe.run.timeout_s, log.say) as cluster:
         log.say("starting training ranks and engines")
         fleet, saver = begin(recipe, inputs, cluster, log, start)
         try:
@@ -67,6 +67,7 @@ def begin(
 ) -> tuple[Fleet, Saver]:
     """Everything that comes before the first step: of the run, or after a checkpoint."""
     with log.start(is_new=start is None) as record:
+        record.add(inputs.metrics)
         with record.phase("start"):
             fleet = Fleet(cluster, recipe, log.say)
         saver = Saver(recipe, fleet, inputs.prompts, log.folder, log.say)

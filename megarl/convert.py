@@ -43,7 +43,7 @@ def convert(recipe: Recipe, snapshot: Snapshot, out: Path, say: Callable[[str], 
     Raises WorkerFailed when a training rank fails.
     """
     recipe = without_reference(recipe)
-    with Cluster(train_layout(recipe).world_size, recipe.placement.node_gpus) as cluster:
+    with Cluster(train_layout(recipe).world_size, recipe.placement.node_gpus, recipe.run.timeout_s, say) as cluster:
         say("starting training ranks")
         trainers = trainers_alone(cluster, recipe)
         trainers.load_weights(snapshot.folder.absolute())

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
-
 from megarl.config import Recipe
+from megarl.spelling import near
 from megarl.types import UserFault
 
 
@@ -13,8 +12,8 @@ def eval_faults(recipe: Recipe) -> list[UserFault]:
     faults, names = [], list(recipe.data.eval)
     for name in recipe.evaluation.sets:
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            mend = f"use {near[0]}" if near else f"name one of {', '.join(names)}" if names else "leave it out"
+            meant = near(name, names)
+            mend = f"use {meant[0]}" if meant else f"name one of {', '.join(names)}" if names else "leave it out"
             faults.append(UserFault(f"evaluation.sets.{name}", "data.eval has no such set", mend))
     for name in names:
         own = recipe.evaluation.of(name)

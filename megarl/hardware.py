@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megarl.config import Branch, Count, Positive, Share, Text
+from megarl.config.fields import Branch, Bytes, ParallelSize, Positive, Share, Speed, Text
 from megarl.recipe_file import load_branch
 from megarl.types import UserFault
 
@@ -18,16 +18,16 @@ class Hardware(Branch):
     """
 
     name: Text
-    memory_bytes: Count  # as the driver reports it
-    bf16_flops: Positive  # dense
-    fp8_flops: Positive | None = None  # None: the card has none
-    hbm_bytes_per_s: Positive
-    nvlink_bytes_per_s: Positive  # of a GPU to all others of its node, each way
-    nic_bytes_per_s: Positive  # of the network card beside each GPU, each way
-    pcie_bytes_per_s: Positive  # between a GPU and its host, each way
-    gpus_per_node: Count = 8
-    host_bytes: Count  # of a node
-    disk_bytes_per_s: Positive  # that a node writes to the file system of checkpoints
+    memory_bytes: Bytes  # as the driver reports it
+    bf16_flops: Speed  # dense
+    fp8_flops: Speed | None = None  # None: the card has none
+    hbm_bytes_per_s: Speed
+    nvlink_bytes_per_s: Speed  # of a GPU to all others of its node, each way
+    nic_bytes_per_s: Speed  # of the network card beside each GPU, each way
+    pcie_bytes_per_s: Speed  # between a GPU and its host, each way
+    gpus_per_node: ParallelSize = 8
+    host_bytes: Bytes  # of a node
+    disk_bytes_per_s: Speed  # that a node writes to the file system of checkpoints
     compute_share: Share  # of bf16_flops that training's matrix products reach
     prefill_share: Share  # of bf16_flops that the engine's reading of prompts reaches
     hbm_share: Share  # of hbm_bytes_per_s that the engine's decoding reaches

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,10 +23,11 @@ from megarl.device import DEVICE
 from megarl.parallel.layout import TrainLayout
 from megarl.resharding import megatron_map
 from megarl.resharding.agreement import Agreement
-from megarl.resharding.execute import Executor, close_group, make_group
+from megarl.resharding.execute import Executor
 from megarl.resharding.plan import DIGEST_BITS, item_bytes, plan_streams
 from megarl.resharding.shards import Part, Shard, cells, verify_params
 from megarl.resharding.tensors import aliases, is_vector, tensors
+from megarl.resharding.transport import close_group, make_group
 from megarl.types import ModelShape, UserFault
 
 FILE_BYTES = 4 << 30
@@ -75,7 +76,7 @@ def export_hf(job: Export, params: Mapping[str, torch.Tensor], store: Store) -> 
         agreement.reach("begin", {}, lambda verdicts: {})
         group = make_group(PrefixStore("group", store), job.rank, job.layout.world_size, job.timeout_s)
         for wave, stage in enumerate(waves):
-            _write_wave(job, params, partial(agreement.reach, stage), group, files, wave, unfinished)
+            _write_wave(job, params, agreement, stage, group, files, wave, unfinished)
         agreement.reach("written", {}, lambda verdicts: {})
         if job.rank == 0:
             _finish(job, files, unfinished, folder)
@@ -137,7 +138,8 @@ def _begin(folder: Path, unfinished: Path) -> None:
 def _write_wave(
     job: Export,
     params: Mapping[str, torch.Tensor],
-    agree: Callable[[Mapping[str, Any], Any], Mapping[str, Any]],
+    agreement: Agreement,
+    stage: str,
     group: Any,
     files: list[File],
     wave: int,
@@ -154,10 +156,11 @@ def _write_wave(
     ]
     streams = plan_streams(sources, targets, job.rank, size, gpus_per_node=job.gpus_per_node, dtype=job.dtype)
     verdict = {"rounds": streams.rounds_needed(job.round_bytes), "digest": str(streams.digest)}
-    rounds = agree(verdict, _most_rounds)["rounds"]
+    rounds = agreement.reach(stage, verdict, _most_rounds)["rounds"]
     mine = of_wave[job.rank] if job.rank < len(of_wave) else ()
     tensors_of_file = _allocate(mine, job.dtype)
-    Executor(streams.deal(rounds), params, tensors_of_file).run(group, job.timeout_s)
+    executor = Executor(streams.deal(rounds), params, tensors_of_file)
+    executor.run(group, job.timeout_s, partial(agreement.ask, "written"))
     if mine:
         name = file_name(first + job.rank, len(files))
         save_file(tensors_of_file, folder / name, metadata={"format": "pt"})

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from megarl import checkpoint
 from megarl.algos import ALGORITHMS, has_critic, has_reference
 from megarl.config import Recipe
-from megarl.parallel.hf_config import beside_shape, hf_facts, model_shape
+from megarl.parallel.hf_config import beside_shape, hf_facts, model_shape, scorer_shape
 from megarl.parallel.placement import critic_recipe, reward_recipe, train_layout
-from megarl.rollout.prompts import chat, load_tokenizer
-from megarl.types import ModelShape, UserFault
+from megarl.rollout.prompts import OWN_TOKENIZER, chat, load_tokenizer, token_beyond
+from megarl.rollout.template_check import template_fault
+from megarl.types import ModelShape, Prompt, UserFault
 
 Faults = list[UserFault]
+
+
+def tokenizer_faults(tokenizer: Any, shape: ModelShape) -> Faults:
+    """Special tokens that the model's embedding does not have: an answer ends in one, a chat template writes others."""
+    if beyond := token_beyond(tokenizer, tokenizer.all_special_ids, shape.vocab_size):
+        return [UserFault("model.path", f"its tokenizer has the special {beyond}", OWN_TOKENIZER)]
+    return []
 
 
 def loss_faults(recipe: Recipe, shape: ModelShape) -> Faults:
@@ -70,8 +78,8 @@ def critic_faults(recipe: Recipe) -> Faults:
     return faults
 
 
-def reward_model_faults(recipe: Recipe, rows: Sequence[Mapping[str, Any]]) -> Faults:
-    """Of the reward model's checkpoint, ranks and tokenizer, where there is one; rows: the training data's."""
+def reward_model_faults(recipe: Recipe, prompts: Sequence[Prompt]) -> Faults:
+    """Of the reward model's checkpoint, ranks and tokenizer, where there is one; prompts: those to train on."""
     path = recipe.reward_model.path
     if path is None:
         return []
@@ -85,12 +93,18 @@ def reward_model_faults(recipe: Recipe, rows: Sequence[Mapping[str, Any]]) -> Fa
         tokenizer = load_tokenizer(path)
     except UserFault as fault:
         return [UserFault("reward_model.path", fault.problem, fault.mend)]
-    for number, row in enumerate(rows, start=1):
+    if beyond := token_beyond(tokenizer, tokenizer.get_vocab().values(), scorer_shape(path).vocab_size):
+        mend = OWN_TOKENIZER.replace("model.path", "reward_model.path")
+        return [UserFault("reward_model.path", f"it reads any text, and its tokenizer has {beyond}", mend)]
+    unbounded = template_fault(tokenizer, [(prompt.id, prompt.messages) for prompt in prompts], response="")
+    if unbounded:
+        return [renamed(unbounded, "reward_model")]
+    for prompt in prompts:
         try:
-            chat(tokenizer, row[recipe.data.prompt], "")
+            chat(tokenizer, prompt.messages, "")
         except Exception as error:  # a template raises whatever its author wrote
             mend = "mend the messages or the template"
-            return [UserFault("reward_model.path", f"its tokenizer refuses prompt {number}: {error}", mend)]
+            return [UserFault("reward_model.path", f"{prompt.id}: its tokenizer refuses the prompt: {error}", mend)]
     return []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megarl import disk
 from megarl.algos import rules_of
 from megarl.cluster import Cluster
 from megarl.collect import shaped
@@ -24,10 +25,12 @@ def roll_out(recipe: Recipe, inputs: Inputs, log: RunLog, out: Path) -> None:
 
     Raises as `controller.train` does.
     """
-    vocab_size = model_shape(recipe.model.path).vocab_size
-    with Cluster(recipe.placement.gpus, recipe.placement.node_gpus) as cluster, writing(out, vocab_size) as file:
+    vocab_size, temperature = model_shape(recipe.model.path).vocab_size, recipe.rollout.temperature
+    cluster = Cluster(recipe.placement.gpus, recipe.placement.node_gpus, recipe.run.timeout_s, log.say)
+    with cluster, writing(out, vocab_size, temperature, "--out") as file:
         log.say("starting training ranks and engines")
         with log.start() as record:
+            record.add(inputs.metrics)
             with record.phase("start"):
                 fleet = Fleet(cluster, recipe, log.say, learns=False)
             publish(fleet, record)
@@ -37,7 +40,8 @@ def roll_out(recipe: Recipe, inputs: Inputs, log: RunLog, out: Path) -> None:
                     prompts = inputs.prompts.take(recipe.rollout.prompts_per_step)
                     groups = fleet.engines.sample(prompts, sampling_of(recipe, step))
                 groups = score(fleet, groups, record)
-                file.write(fleet.fetch(groups))
+                with disk.writing(out.parent, out.name, "--out"):
+                    file.write(fleet.fetch(groups))
                 if fleet.reward_model:
                     publish(fleet, record)  # it may have had the engines' memory, and then their weights are lost
                 record.add(rollout_metrics(groups.summaries))
@@ -53,7 +57,7 @@ def train_from(recipe: Recipe, samples: SampleFile, log: RunLog) -> None:
     Raises WorkerFailed when a training rank fails.
     """
     rules = rules_of(recipe.algorithm.name, recipe.algorithm)
-    with Cluster(gpus_alone(recipe), recipe.placement.node_gpus) as cluster:
+    with Cluster(gpus_alone(recipe), recipe.placement.node_gpus, recipe.run.timeout_s, log.say) as cluster:
         log.say("starting training ranks")
         trainers, critic = ranks_alone(cluster, recipe)
         for step in range(1, recipe.run.steps + 1):

@@ -75,9 +75,7 @@ def step_samples(recipe: Recipe, mean_share: float = MEAN_RESPONSE_SHARE) -> Sam
     if learns_from_answers(name):
         trained = drawn = prompts
     else:
-        rules = rules_of(name, recipe.algorithm)
-        if rules.dynamic_sampling:  # one round that just brings enough
-            drawn_prompts = math.ceil(prompts * rules.oversample)
+        drawn_prompts = rules_of(name, recipe.algorithm).num_drawn(prompts)  # one round that just brings enough
         trained = prompts * rollout.samples_per_prompt
         drawn = drawn_prompts * (rollout.samples_per_prompt + ALGORITHMS[name].greedy_baseline)
     responses = response_lengths(drawn, longest, mean_share)

@@ -15,6 +15,7 @@ from megarl.hardware import Hardware
 from megarl.parallel.layout import EngineLayout
 from megarl.resharding import sglang_map
 from megarl.resharding.routes import item_bytes
+from megarl.rollout.concurrency import step_sequences
 from megarl.types import ModelShape
 
 MIB = 1 << 20
@@ -110,9 +111,8 @@ def cache_tokens(settings: Settings, free_bytes: float, weights: int, of_token: 
 
 def kv_of(recipe: Recipe, tokens: int, of_token: int, mean_tokens: int) -> Kv:
     """tokens: of one GPU. DP attention's groups each have a cache of their own requests."""
-    rollout, engine = recipe.rollout, recipe.rollout.engine
+    engine, wanted = recipe.rollout.engine, step_sequences(recipe)
     longest = recipe.data.max_prompt_tokens + recipe.longest_response
-    wanted = math.ceil(rollout.prompts_per_step / engine.count) * rollout.samples_per_prompt
     most = min(wanted, engine.sglang.get("max_running_requests") or wanted)
     at_longest, at_mean = (min(most, max(0, tokens) // length * engine.dp) for length in (longest, mean_tokens))
     return Kv(of_token, max(0, tokens) * engine.dp, at_longest, at_mean, mean_tokens, wanted)

@@ -11,6 +11,7 @@ from megarl.plan_batch import budget_faults
 from megarl.plan_model import Role, roles
 from megarl.preflight import batch_faults
 from megarl.rule_faults import rule_faults
+from megarl.sampling_faults import sampling_faults
 from megarl.types import UserFault
 
 Faults = list[UserFault]
@@ -21,7 +22,7 @@ def plan_faults(recipe: Recipe) -> Faults:
     if recipe.algorithm.name not in ALGORITHMS:
         problem, mend = f"{recipe.algorithm.name!r} is no algorithm", f"choose from {', '.join(ALGORITHMS)}"
         return [UserFault("algorithm.name", problem, mend)]
-    faults = rule_faults(recipe)
+    faults = rule_faults(recipe) + sampling_faults(recipe)
     for role, own in roles(recipe).items():
         faults += _world_faults(own, role)
     try:

@@ -11,6 +11,7 @@ from rich.text import Text
 from megarl.plan import Plan, amount
 from megarl.plan_map import spans
 from megarl.plan_reshard import Spread
+from megarl.printable import printable
 
 _PLAIN_WIDTH = 130  # of a file or a pipe, where rich would otherwise fold lines at 80
 _OF_WORDS = ("of what",)
@@ -22,8 +23,8 @@ _PARTS = (
 
 def show(plan: Plan, console: Console) -> None:
     """Print the whole report."""
-    console.print(Text(plan.title, style="bold"))
-    console.print(Text(plan.verdict, style="green" if plan.fits else "bold red"))
+    console.print(_text(plan.title, style="bold"))
+    console.print(_text(plan.verdict, style="green" if plan.fits else "bold red"))
     for part in (_where(plan), _memory(plan), _batch(plan), _rollout(plan), _reshard(plan), _step(plan)):
         console.print()
         console.print(part)
@@ -37,8 +38,8 @@ def _where(plan: Plan) -> RenderableType:
         for stage in [one for one in plan.stages if one.model == models[0]]:
             nodes = tuple(sorted({slot // per_node for slot in stage.slots}))
             table.add_row(_and(models), str(stage.stage), spans(nodes), spans(stage.slots), spans(stage.layers))
-    lines = [Text(f"{_and(models)}: {plan.axes_of(models[0])}") for models in alike]
-    return Group(table, *lines, Text(f"engines: {plan.engines_words}"))
+    lines = [_text(f"{_and(models)}: {plan.axes_of(models[0])}") for models in alike]
+    return Group(table, *lines, _text(f"engines: {plan.engines_words}"))
 
 
 def _memory(plan: Plan) -> RenderableType:
@@ -56,7 +57,7 @@ def _memory(plan: Plan) -> RenderableType:
     words = f"{plan.hardware.name} has {amount(capacity / 1e9)} GB; {plan.peak_phase} takes most, on slot {slot}"
     purposes = ", ".join(f"{name.replace('_', ' ')} {amount(value / 1e9)}" for name, value in found.host.items())
     host = f"{amount(found.host_bytes / 1e9)} of {amount(found.host_capacity_bytes / 1e9)} GB: {purposes}"
-    return Group(table, Text(words), Text(f"the fullest node's host holds {host}"))
+    return Group(table, _text(words), _text(f"the fullest node's host holds {host}"))
 
 
 def _batch(plan: Plan) -> RenderableType:
@@ -72,8 +73,8 @@ def _batch(plan: Plan) -> RenderableType:
     drawn = f"{samples.drawn_prompts:,} prompts drawn" if samples.drawn_prompts != samples.prompts else ""
     words = f"{samples.prompts:,} prompts make {samples.num_trained:,} samples{f', {drawn}' if drawn else ''}; "
     mean = f"{samples.lengths.mean():,.0f} tokens in the mean (supposed), {samples.longest:,} at most"
-    lines = [Text(words + mean), Text("sequences, tokens and micro-batches are of one rank and one update")]
-    return Group(table, *lines, *(Text(line, style="yellow") for line in plan.advice))
+    lines = [_text(words + mean), _text("sequences, tokens and micro-batches are of one rank and one update")]
+    return Group(table, *lines, *(_text(line, style="yellow") for line in plan.advice))
 
 
 def _rollout(plan: Plan) -> RenderableType:
@@ -103,7 +104,7 @@ def _reshard(plan: Plan) -> RenderableType:
         table.add_row(name, *_gigabytes(spread))
     rounds = f"in {found.rounds} rounds of {plan.recipe.reshard.round_bytes / 1e6:,.0f} MB"
     words = f"{amount(found.expected_s)} s expected, {amount(found.bound_s)} s at least, {rounds}"
-    return Group(table, Text(f"{words}; gathering everything: {amount(found.gather_bound_s)} s at best"))
+    return Group(table, _text(f"{words}; gathering everything: {amount(found.gather_bound_s)} s at best"))
 
 
 def _step(plan: Plan) -> RenderableType:
@@ -115,7 +116,7 @@ def _step(plan: Plan) -> RenderableType:
     words = "An estimate from the hardware's table, which no run on GPUs has been held against yet: docs/plan.md."
     if not plan.fits:
         words += " It means little before the recipe fits."
-    return Group(table, Text(words, style="dim"))
+    return Group(table, _text(words, style="dim"))
 
 
 def _and(models: Iterable[str]) -> str:
@@ -135,6 +136,10 @@ def _table(title: str, *columns: str) -> Table:
         folds = column in _OF_WORDS
         table.add_column(column, justify="right" if place and not folds else "left", no_wrap=not folds)
     return table
+
+
+def _text(words: str, style: str = "") -> Text:
+    return Text(printable(words), style=style)
 
 
 def page(plan: Plan) -> str:

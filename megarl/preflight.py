@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import os
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,19 +14,27 @@ from megarl import checkpoint
 from megarl.algos import ALGORITHMS, has_critic, learns_from_answers, rules_of
 from megarl.cluster_faults import cluster_faults
 from megarl.config import Recipe
+from megarl.data_faults import read_data
 from megarl.device import DEVICE
+from megarl.eos_faults import eos_faults
 from megarl.eval_faults import eval_faults
-from megarl.model_faults import critic_faults, loss_faults, reference_faults, reward_model_faults
+from megarl.length_faults import budgets, length_faults
+from megarl.model_faults import critic_faults, loss_faults, reference_faults, reward_model_faults, tokenizer_faults
 from megarl.parallel.hf_config import hf_facts, model_shape
 from megarl.parallel.layout import FP8_TILE, EngineLayout, TrainLayout
-from megarl.parallel.placement import critic_recipe, engine_layout, node_faults, slot_faults, slots_beside, train_layout
+from megarl.parallel.placement import engine_layout, node_faults, slot_faults, slots_beside, train_layout
+from megarl.progress import progress_bar
 from megarl.reshard_faults import reshard_faults
 from megarl.reward_faults import reward_faults
-from megarl.rollout.arguments import sglang_faults
-from megarl.rollout.prompts import PromptStream, load_prompts, load_tokenizer
+from megarl.rollout.arguments import latent_cache_faults, sglang_faults
+from megarl.rollout.prompts import PromptStream, load_tokenizer
+from megarl.rollout.token_cache import TokenCache
 from megarl.rule_faults import rule_faults
-from megarl.sample_file import SampleFile, open_samples, sample_faults
-from megarl.types import ModelShape, Prompt, UserFault, UserFaults
+from megarl.sample_faults import sample_faults
+from megarl.sample_file import SampleFile, open_samples
+from megarl.sampling_faults import sampling_faults
+from megarl.types import Metrics, ModelShape, Prompt, UserFault, UserFaults
+from megarl.value_faults import is_writable, value_faults
 
 T = TypeVar("T")
 Faults = list[UserFault]
@@ -36,11 +43,16 @@ _SPARE_CONTEXT = 2  # positions that SGLang keeps free: it cuts a longer respons
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run reads from disk: an endless stream of training prompts, and each evaluation set, cut to its limit."""
+    """What a run reads from disk: an endless stream of training prompts, and each evaluation set, cut to its limit.
+
+    notes, metrics: what is to be said of the data at the start, and its numbers for the record of step 0.
+    """
 
     tokenizer: Any
     prompts: PromptStream
     eval_sets: Mapping[str, Sequence[Prompt]]
+    notes: Sequence[str] = ()
+    metrics: Metrics = field(default_factory=dict)
 
 
 class _NoTokenizer:
@@ -58,7 +70,7 @@ class _NoTokenizer:
 def check(recipe: Recipe, *, learns: bool = True) -> Inputs:
     """Read and check all that a recipe names; learns: or samples alone. Raises UserFaults with all that is to mend."""
     faults = cluster_faults(recipe.placement)
-    inputs = _read(recipe, faults, learns=learns)
+    inputs = _read(recipe, faults, TokenCache.of_user(), learns=learns)
     if faults or inputs is None:
         raise UserFaults(faults)
     return inputs
@@ -71,38 +83,48 @@ def faults_elsewhere(recipe: Recipe, device: str, absent: Container[str]) -> Fau
     the model's config.json even so. Where the data is not here its prompts are taken to be as long as they may be.
     """
     faults: Faults = []
-    _read(recipe, faults, device=device, absent=absent)
+    _read(recipe, faults, TokenCache.of_user(writes=False), device=device, absent=absent)
     return faults
 
 
 def _read(
-    recipe: Recipe, faults: Faults, *, learns: bool = True, device: str = DEVICE, absent: Container[str] = ()
+    recipe: Recipe,
+    faults: Faults,
+    cache: TokenCache | None,
+    *,
+    learns: bool = True,
+    device: str = DEVICE,
+    absent: Container[str] = (),
 ) -> Inputs | None:
     """The inputs, where the training data could be read; what is wrong with the recipe is added to `faults`."""
-    faults += _run_faults(recipe, learns)
+    faults += _run_faults(recipe, learns, device)
     faults += _layout_faults(recipe, device)
     faults += _checkpoint_faults(recipe, has_weights="model.path" not in absent)
     faults += _sglang_faults(recipe)
     faults += _megatron_faults(recipe)
     tokenizer = _NoTokenizer()
     if "model.path" not in absent and Path(recipe.model.path).is_dir():  # else the checkpoint's own fault says it
-        tokenizer = _attempt(faults, lambda: load_tokenizer(recipe.model.path)) or tokenizer
-    train: Sequence[Prompt] = []
-    if "data.train" not in absent:
-        train = _attempt(faults, lambda: _prompts(recipe, tokenizer, recipe.data.train, "data.train")) or []
-    eval_sets: dict[str, Sequence[Prompt]] = {}
-    for name in recipe.data.eval:
-        if f"data.eval.{name}" not in absent:
-            eval_sets[name] = _attempt(faults, lambda name=name: _eval_set(recipe, tokenizer, name)) or []
-    longest = Prompt("", "", (0,) * recipe.data.max_prompt_tokens, "")
-    if train or "data.train" in absent:
-        faults += _length_faults(recipe, tokenizer, train or [longest])
+        loaded = _attempt(faults, lambda: load_tokenizer(recipe.model.path))
+        tokenizer = loaded or tokenizer
+    shape = _attempt([], lambda: model_shape(recipe.model.path))  # without one its fault is told already
+    if shape and not isinstance(tokenizer, _NoTokenizer):
+        faults += tokenizer_faults(tokenizer, shape) or eos_faults(recipe, tokenizer)
+    vocab_size = shape.vocab_size if shape else None
+    data = read_data(recipe, tokenizer, progress_bar, vocab_size=vocab_size, absent=absent, cache=cache)
+    faults += data.faults
+    is_whole = all(where in data.train or where in absent for where in recipe.data.train_files)
+    train = data.train_prompts if is_whole else []  # what is wrong with a file says nothing about the others' rows
+    eval_sets = {name: file.prompts[: recipe.evaluation.of(name).max_prompts] for name, file in data.eval_sets.items()}
+    if is_whole:
+        is_here = len(data.train) == len(recipe.data.train)
+        unknown = [] if is_here else [Prompt("", "", (0,) * recipe.data.max_prompt_tokens, "")]
+        faults += length_faults(recipe, tokenizer, [*train, *unknown], cache, vocab_size)
     faults += reward_faults(recipe, [*train, *(prompt for prompts in eval_sets.values() for prompt in prompts)])
     if "critic.path" not in absent:
         faults += critic_faults(recipe)
     if "reward_model.path" not in absent:
-        faults += reward_model_faults(recipe, [prompt.row for prompt in train])
-    return Inputs(tokenizer, PromptStream(train, recipe.run.seed), eval_sets) if train else None
+        faults += reward_model_faults(recipe, train)
+    return Inputs(tokenizer, data.stream(recipe), eval_sets, data.notes, data.metrics) if train else None
 
 
 def check_samples(recipe: Recipe, path: Path) -> SampleFile:
@@ -120,9 +142,10 @@ def check_samples(recipe: Recipe, path: Path) -> SampleFile:
         faults.append(UserFault("algorithm.name", problem, "leave --from-samples out, or name another"))
     samples = _attempt(faults, lambda: open_samples(path))
     if samples and shape:
-        context = _config(recipe).get("max_position_embeddings")
-        wants_baseline = recipe.algorithm.name in ALGORITHMS and ALGORITHMS[recipe.algorithm.name].greedy_baseline
-        faults += sample_faults(samples, recipe, shape, context, _budgets(recipe), wants_baseline)
+        context = None if faults else _config(recipe).get("max_position_embeddings")
+        row = ALGORITHMS.get(recipe.algorithm.name)
+        wants = (row.greedy_baseline, row.needs_group) if row else (False, False)
+        faults += sample_faults(samples, recipe, shape, context, budgets(recipe), *wants)
     if samples is None or faults:
         raise UserFaults(faults)
     return samples
@@ -142,7 +165,7 @@ def check_convert(recipe: Recipe) -> None:
 def check_rollout(recipe: Recipe, out: Path) -> Inputs:
     """The same for sampling into a file without training."""
     faults = _unused_faults(recipe, "samples are made with the weights of model.path")
-    if out.exists() or not _is_writable(out.absolute().parent):
+    if out.exists() or not is_writable(out.absolute().parent):
         problem = "it is there already" if out.exists() else f"{out.absolute().parent} is not a folder to write to"
         faults.append(UserFault(f"--out {out}", problem, "name another file"))
     inputs = _attempt(faults, lambda: check(recipe, learns=False))
@@ -172,25 +195,15 @@ def _attempt(faults: Faults, read: Callable[[], T]) -> T | None:
     return None
 
 
-def _run_faults(recipe: Recipe, learns: bool = True) -> Faults:
-    faults: Faults = []
+def _run_faults(recipe: Recipe, learns: bool = True, device: str = DEVICE) -> Faults:
+    faults = value_faults(recipe, device)
     if "tensorboard" in recipe.run.trackers and importlib.util.find_spec("tensorboard") is None:
         mend = "pip install 'megarl[trackers]' or set run.trackers to []"
         faults.append(UserFault("run.trackers", "tensorboard is not installed", mend))
-    folder = Path(recipe.run.dir).absolute()
-    while not folder.exists() and not folder.is_symlink():
-        folder = folder.parent
-    if not _is_writable(folder):
-        problem = f"{folder} is not a folder that can be written to"
-        faults.append(UserFault("run.dir", problem, "name another folder"))
     if recipe.algorithm.name not in ALGORITHMS:
         problem, mend = f"{recipe.algorithm.name!r} is no algorithm", f"choose from {', '.join(ALGORITHMS)}"
         faults.append(UserFault("algorithm.name", problem, mend))
-    return faults + rule_faults(recipe, learns=learns) + eval_faults(recipe)
-
-
-def _is_writable(folder: Path) -> bool:
-    return folder.is_dir() and os.access(folder, os.W_OK)
+    return faults + rule_faults(recipe, learns=learns) + sampling_faults(recipe) + eval_faults(recipe)
 
 
 def _layout_faults(recipe: Recipe, device: str) -> Faults:
@@ -249,7 +262,8 @@ def _checkpoint_faults(recipe: Recipe, has_weights: bool = True) -> Faults:
     faults += loss_faults(recipe, shape) + reference_faults(recipe, shape)
     if has_weights:
         faults += checkpoint.check_hf(recipe.model.path, shape)
-    _attempt(faults, lambda: hf_facts(recipe.model.path))
+    if _attempt(faults, lambda: hf_facts(recipe.model.path)) is None:
+        return faults
     longest = recipe.data.max_prompt_tokens + recipe.longest_response
     context = _config(recipe).get("max_position_embeddings", longest + _SPARE_CONTEXT)
     if longest > context - _SPARE_CONTEXT:
@@ -265,7 +279,9 @@ def _config(recipe: Recipe) -> dict[str, Any]:
 
 def _sglang_faults(recipe: Recipe) -> Faults:
     faults: Faults = []
-    return _attempt(faults, lambda: sglang_faults(recipe.rollout.engine.sglang)) or faults
+    arguments, shape = recipe.rollout.engine.sglang, _attempt([], lambda: model_shape(recipe.model.path))
+    faults += _attempt(faults, lambda: sglang_faults(arguments)) or []
+    return faults + (latent_cache_faults(arguments) if shape and shape.mla else [])
 
 
 def _megatron_faults(recipe: Recipe) -> Faults:
@@ -274,54 +290,3 @@ def _megatron_faults(recipe: Recipe) -> Faults:
     from megarl.parallel.model import option_faults  # importing Megatron takes seconds
 
     return option_faults(recipe.train.megatron)
-
-
-def _prompts(recipe: Recipe, tokenizer: Any, path: str, where: str) -> list[Prompt]:
-    data = recipe.data
-    return load_prompts(
-        path,
-        where,
-        tokenizer,
-        prompt_column=data.prompt,
-        answer_column=data.answer,
-        max_prompt_tokens=data.max_prompt_tokens,
-    )
-
-
-def _eval_set(recipe: Recipe, tokenizer: Any, name: str) -> list[Prompt]:
-    prompts = _prompts(recipe, tokenizer, recipe.data.eval[name], f"data.eval.{name}")
-    return prompts[: recipe.evaluation.of(name).max_prompts]
-
-
-def _budgets(recipe: Recipe) -> dict[str, tuple[int, int]]:
-    """By key, of all that train: a micro-batch's tokens, and what a sequence's length is padded to a multiple of."""
-    training = {"train": recipe}
-    if has_critic(recipe.algorithm.name):
-        training["critic.ranks"] = critic_recipe(recipe)
-    return {
-        f"{branch}.tokens_per_micro_batch": (own.train.tokens_per_micro_batch, train_layout(own).tokens_align)
-        for branch, own in training.items()
-    }
-
-
-def _length_faults(recipe: Recipe, tokenizer: Any, train: Sequence[Prompt]) -> Faults:
-    """The longest possible sequence must fit a micro-batch; in a warm start the answers are the responses."""
-    faults: Faults = []
-    limit = recipe.rollout.max_response_tokens
-    for key, (budget, align) in _budgets(recipe).items():
-        longest = max(len(prompt.token_ids) for prompt in train) + limit
-        longest = -(-longest // align) * align
-        if longest > budget:
-            problem = f"{budget} is less than the longest prompt and response ({longest} tokens)"
-            faults.append(UserFault(key, problem, f"set it to at least {longest}"))
-    teaches = recipe.warm_start.steps or learns_from_answers(recipe.algorithm.name)
-    if teaches and tokenizer.eos_token_id is None:
-        mend = "give it an eos_token, or learn from rewards alone"
-        faults.append(UserFault("model.path", "the tokenizer has no end-of-sequence token to teach", mend))
-    if teaches:
-        answers = tokenizer([prompt.answer for prompt in train], add_special_tokens=False)["input_ids"]
-        needed = 1 + max(map(len, answers))
-        if needed > limit:
-            problem = f"{limit} is less than the longest answer ({needed} tokens with its end)"
-            faults.append(UserFault("rollout.max_response_tokens", problem, f"set it to at least {needed}"))
-    return faults

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin
 
-import yaml
 from pydantic import ValidationError
 
-from megarl.config import Branch, Recipe
+from megarl.config import Recipe
+from megarl.config.fields import Branch
+from megarl.recipe_yaml import Parsed, parse, read_file
+from megarl.spelling import near
 from megarl.types import UserFault, UserFaults
 
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
 Loaded = TypeVar("Loaded", bound=Branch)
-Origins = dict[str, str]  # dotted path -> where the user wrote it: "file:line" or "override a.b=c"
+_LONGEST_SHOWN = 200  # characters of an override
+_MOST_KEYS = 32  # of one dotted path
 _YAML = (".yaml", ".yml")
 
 _MENDS = {  # pydantic's error types whose own words are for programmers
@@ -25,6 +30,9 @@ _MENDS = {  # pydantic's error types whose own words are for programmers
     "int_type": "write a whole number",
     "float_type": "write a number",
     "string_type": "write text, in quotes when it reads as a number",
+    "string_too_short": "write text",
+    "string_pattern_mismatch": "write letters, digits, dots, dashes and underscores, a letter or a digit first",
+    "bool_type": "write true or false",
     "invalid_key": "the names of keys are text",
 }
 
@@ -40,97 +48,72 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def load_branch(kind: type[Loaded], path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     """The same for a file of another kind than a recipe."""
-    faults: list[UserFault] = []
-    tree, origins = _read_yaml(Path(path), faults)
+    found = _read_yaml(Path(path), kind)
+    tree = found.value
     for override in overrides:
         if "=" not in override and Path(override).suffix in _YAML:
-            _lay_over(Path(override), tree, origins, faults)
+            _lay_over(Path(override), kind, tree, found)
         else:
-            _apply(override, tree, origins, faults)
+            _apply(override, kind, tree, found)
     try:
         loaded = kind.model_validate(tree)
     except ValidationError as error:
-        raise UserFaults(faults + _explain(error, tree, origins, str(path), kind)) from None
-    if faults:
-        raise UserFaults(faults)
+        raise UserFaults(found.faults + _explain(error, found, str(path), kind)) from None
+    if found.faults:
+        raise UserFaults(found.faults)
     return loaded
 
 
-class _Loader(yaml.SafeLoader):
-    """Safe YAML in which 1e-3 is a number (YAML 1.2), not text (YAML 1.1)."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
-
-
-def _read_yaml(path: Path, faults: list[UserFault]) -> tuple[dict[str, Any], Origins]:
-    """The file as plain values, and the line of every key; faults that leave nothing to go on are raised."""
-    try:
-        loader = _Loader(path.read_text(encoding="utf-8"))
-        node = loader.get_single_node()
-        origins = dict(_origins(node, "", str(path), faults)) if node else {}
-        tree = loader.construct_document(node) if node else {}
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise UserFaults([UserFault(str(path), f"cannot be read ({reason})", "name a YAML file")]) from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that no calendar has
-        line = getattr(getattr(error, "problem_mark", None), "line", 0) + 1
-        problem = f"not valid YAML ({getattr(error, 'problem', None) or error})"
-        raise UserFaults([UserFault(f"{path}:{line}", problem, "correct the syntax")]) from None
-    if not isinstance(tree, dict):
-        fault = UserFault(str(path), "the file is not a mapping", "write `key: value` lines")
-        raise UserFaults([fault])
-    return tree, origins
-
-
-def _origins(node: yaml.Node, prefix: str, file: str, faults: list[UserFault]) -> Iterator[tuple[str, str]]:
-    """Every key below `node` with its `file:line`; a key written twice is a fault, for YAML drops one in silence."""
-    if not isinstance(node, yaml.MappingNode) or prefix.count(".") > 16:  # an alias may contain itself
-        return
-    seen: set[str] = set()
-    for key, value in node.value:
-        path, where = f"{prefix}{key.value}", f"{file}:{key.start_mark.line + 1}"
-        if path in seen:
-            faults.append(UserFault(where, f"{path} is written twice", "keep one of the two"))
-        seen.add(path)
-        yield path, where
-        yield from _origins(value, f"{path}.", file, faults)
-
-
-def _apply(override: str, tree: dict[str, Any], origins: Origins, faults: list[UserFault]) -> None:
+def _apply(override: str, kind: type[Branch], tree: dict[str, Any], found: Parsed) -> None:
     """Write one `a.b=c` into the tree."""
-    where = f"override {override}"
+    where = f"override {override if len(override) <= _LONGEST_SHOWN else override[:_LONGEST_SHOWN] + '...'}"
     dotted, equals, text = override.partition("=")
     keys = dotted.split(".")
-    if not equals or not all(keys):
-        faults.append(UserFault(where, "not of the form a.b=c", "write for example train.lr=1e-4"))
+    if not equals or not all(keys) or len(keys) > _MOST_KEYS:
+        found.faults.append(UserFault(where, "not of the form a.b=c", "write for example train.lr=1e-4"))
         return
     try:
-        value = yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
-    except (yaml.YAMLError, ValueError):  # ValueError: a date that no calendar has
-        faults.append(UserFault(where, f"{text!r} is not a YAML value", "put text in quotes"))
+        parsed = parse(text, lambda line: where, lambda path: _is_free(path, kind), dotted)
+    except UserFaults as error:
+        found.faults += error.faults
         return
     branch = tree
     for depth, key in enumerate(keys[:-1]):
         if not isinstance(branch.get(key), dict):
             branch[key] = {}
-            origins[".".join(keys[: depth + 1])] = where
+            found.origins[".".join(keys[: depth + 1])] = where
         branch = branch[key]
-    branch[keys[-1]] = value
-    origins[dotted] = where
+    branch[keys[-1]] = parsed.value
+    _note(parsed, found)
+    found.origins[dotted] = where
 
 
-def _lay_over(path: Path, tree: dict[str, Any], origins: Origins, faults: list[UserFault]) -> None:
+def _lay_over(path: Path, kind: type[Branch], tree: dict[str, Any], found: Parsed) -> None:
     """Write an overlay's keys into the tree."""
     try:
-        overlay, places = _read_yaml(path, faults)
-    except UserFaults as fault:
-        faults += fault.faults
+        overlay = _read_yaml(path, kind)
+    except UserFaults as error:
+        found.faults += error.faults
         return
-    _merge(overlay, tree)
-    origins |= places
+    _merge(overlay.value, tree)
+    _note(overlay, found)
+
+
+def _note(parsed: Parsed, found: Parsed) -> None:
+    """Where its keys are written, and what is wrong with them, beside what is known so far."""
+    found.origins |= parsed.origins
+    found.faults += parsed.faults
+    found.keys_at_fault |= parsed.keys_at_fault
+
+
+def _read_yaml(path: Path, kind: type[Branch]) -> Parsed:
+    """A file whose value is a mapping. Raises UserFaults when there is nothing to go on from."""
+    parsed = parse(read_file(path), lambda line: f"{path}:{line}", lambda key: _is_free(key, kind))
+    if parsed.value is None:
+        parsed.value = {}
+    if not isinstance(parsed.value, dict):
+        raise UserFaults([UserFault(str(path), "the file is not a mapping", "write `key: value` lines")])
+    return parsed
 
 
 def _merge(overlay: Mapping[Any, Any], tree: dict[Any, Any]) -> None:
@@ -141,16 +124,17 @@ def _merge(overlay: Mapping[Any, Any], tree: dict[Any, Any]) -> None:
             tree[key] = value
 
 
-def _explain(
-    error: ValidationError, tree: dict[str, Any], origins: Origins, file: str, root: type[Branch]
-) -> list[UserFault]:
+def _explain(error: ValidationError, found: Parsed, file: str, root: type[Branch]) -> list[UserFault]:
     """Pydantic's errors in the user's words; a missing key that was only misspelt is not told twice."""
+    tree, origins = found.value, found.origins
     faults: list[UserFault] = []
     missing: list[tuple[str, str]] = []
     misspelt: set[str] = set()
     for item in error.errors(include_url=False):
-        path = ".".join(str(part) for part in item["loc"])
+        path = ".".join(str(part) for part in item["loc"] if part != "[key]")
         where = _where(path, origins, file)
+        if path in found.keys_at_fault:
+            continue
         if item["type"] == "extra_forbidden":
             guesses = _nearest(path, tree, not where.startswith(f"{file}:"), root)
             misspelt.update(guesses)
@@ -159,13 +143,26 @@ def _explain(
         elif item["type"] == "missing":
             missing.append((where, path))
         else:
-            mend = _MENDS.get(item["type"]) or item["msg"].replace("Input should", "it should")
-            faults.append(UserFault(where, f"{path} is {item['input']!r:.80}", mend))
+            is_name = item["loc"][-1] == "[key]"  # of a mapping whose keys are the user's own
+            problem = f"{path} has the name" if is_name else f"{path} is"
+            faults.append(UserFault(where, f"{problem} {item['input']!r:.80}", _mend(item)))
     gone = [(where, path) for where, path in missing if path not in misspelt]
     return faults + [UserFault(where, f"{path} is missing", f"add {path}") for where, path in gone]
 
 
-def _where(path: str, origins: Origins, file: str) -> str:
+def _mend(item: ErrorDetails) -> str:
+    """What to write in place of a value of the right place but not of the right kind."""
+    if item["type"] in _MENDS:
+        return _MENDS[item["type"]]
+    context = item.get("ctx", {})
+    if item["type"] == "value_error":
+        return str(context["error"])
+    if item["type"] == "string_too_long":
+        return f"write at most {context['max_length']} characters"
+    return item["msg"].replace("Input should", "it should")
+
+
+def _where(path: str, origins: Mapping[str, str], file: str) -> str:
     """Where the key, or else the innermost section around it, is written."""
     while path and path not in origins:
         path = path.rpartition(".")[0]
@@ -176,10 +173,25 @@ def _fields(section: str, root: type[Branch]) -> dict[str, type[Branch] | None]:
     """Keys of a section ("" is the top) with their branch, None for a leaf."""
     branch: Any = root
     for key in filter(None, section.split(".")):
-        of_mapping = get_args(branch)  # whose keys are the user's own
-        branch = of_mapping[1] if of_mapping else branch.model_fields[key].annotation
+        inner = get_args(branch)  # of a mapping, whose keys are the user's own, or of a list
+        branch = inner[get_origin(branch) is not tuple] if inner else branch.model_fields[key].annotation
     kinds = {name: field.annotation for name, field in branch.model_fields.items()}
     return {n: k if isinstance(k, type) and issubclass(k, Branch) else None for n, k in kinds.items()}
+
+
+def _is_free(path: str, root: type[Branch]) -> bool:
+    """Whether the value of a key may be of any type: it is inside of what is passed through."""
+    kind: Any = root
+    for key in path.split("."):
+        if get_origin(kind) is dict:
+            return True
+        if get_args(kind):
+            kind = get_args(kind)[-1]
+        elif isinstance(kind, type) and issubclass(kind, Branch) and key in kind.model_fields:
+            kind = kind.model_fields[key].annotation
+        else:
+            return False
+    return get_origin(kind) is dict
 
 
 def _known(path: str, root: type[Branch]) -> str:
@@ -202,25 +214,10 @@ def _nearest(path: str, tree: Mapping[str, Any], in_override: bool, root: type[B
     section, _, name = path.rpartition(".")
     written: Any = tree
     for key in filter(None, section.split(".")):
-        written = written[key]
-    distance = {known: _edits(name, known) for known in _fields(section, root)}
-    best = min(distance.values())
-    if best <= 1 + len(name) // 4:
-        near = [known for known, edits in distance.items() if edits == best]
-        unwritten = [known for known in near if known not in written]
-        names = near if in_override else unwritten or near
+        written = written[int(key) if isinstance(written, list) else key]
+    meant = near(name, _fields(section, root))
+    if meant:
+        unwritten = [known for known in meant if known not in written]
+        names = meant if in_override else unwritten or meant
         return [f"{section}.{known}".lstrip(".") for known in names][:3]
     return [known for known in _leaves(root) if known.rpartition(".")[2] == name][:3]
-
-
-def _edits(a: str, b: str) -> int:
-    """Letters to insert, delete, replace or swap with their neighbour to turn `a` into `b` (Damerau, 1964)."""
-    before: list[int] = []
-    row = list(range(len(b) + 1))
-    for i, letter in enumerate(a, start=1):
-        older, before, row = before, row, [i]
-        for j, other in enumerate(b, start=1):
-            row.append(min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != other)))
-            if i > 1 and j > 1 and letter == b[j - 2] and a[i - 2] == other:
-                row[j] = min(row[j], older[j - 2] + 1)
-    return row[-1]

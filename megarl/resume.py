@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megarl import processes
 from megarl.algos import ALGORITHMS, has_critic
 from megarl.config import Recipe
+from megarl.disk import writing
 from megarl.fleet import CARRIED, Fleet
 from megarl.parallel.hf_config import beside_shape, model_shape
 from megarl.parallel.placement import critic_recipe
@@ -46,8 +48,9 @@ def find(recipe: Recipe, prompts: PromptStream, say: Callable[[str], None]) -> S
         return None
     faults, then = model_faults(found, recipe), Progress(**found.run)
     if then.data != prompts.fingerprint:
-        problem = f"its rows are not those that {found.folder} was written with"
-        faults.append(UserFault("data.train", problem, "use the data that the run began with, or another run.name"))
+        problem = f"its rows, or the weights of its files, are not those that {found.folder} was written with"
+        mend = "use the files, weights and data.overlong that the run began with, or another run.name"
+        faults.append(UserFault("data.train", problem, mend))
     if then.seed != recipe.run.seed:
         problem = f"{recipe.run.seed} orders the data otherwise than {then.seed}, with which {found.folder} was written"
         faults.append(UserFault("run.seed", problem, f"set it to {then.seed}, or choose another run.name"))
@@ -164,9 +167,22 @@ class Saver:
 
     def _write(self, progress: Progress) -> None:
         self._complete()  # at most one at a time
-        partial = self._snapshots.begin(progress.step)
-        self._fleet.save(partial.absolute())
-        self._begun, self._is_recorded, self._is_saved = (partial, progress), False, True
+        with self._writing(progress.step):
+            partial = self._snapshots.begin(progress.step)
+            self._begun, self._is_recorded, self._is_saved = (partial, progress), False, True
+            self._fleet.save(partial.absolute())
+
+    @contextmanager
+    def _writing(self, step: int) -> Iterator[None]:
+        """A checkpoint that the disk has no room for leaves its room to the others."""
+        try:
+            with writing(self._snapshots.folder.parent, f"the checkpoint of step {step}"):
+                yield
+        except UserFault:
+            begun, self._begun, self._is_saved = self._begun, None, False
+            if begun:
+                self._snapshots.abandon(begun[0])
+            raise
 
     def settle(self, step: int) -> None:
         """After step's record is written: complete what was begun, an asynchronous one a step later."""
@@ -193,6 +209,7 @@ class Saver:
         if self._begun is None:
             return
         partial, progress = self._begun
-        known = self._fleet.finish_save()
-        self._snapshots.commit(partial, asdict(progress), known, self._recipe.checkpoint.keep)
+        with self._writing(progress.step):
+            known = self._fleet.finish_save()
+            self._snapshots.commit(partial, asdict(progress), known, self._recipe.checkpoint.keep)
         self._begun = None

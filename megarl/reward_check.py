@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import Reward
-from megarl.rollout.prompts import answered_rows
+from megarl.printable import one_line, show
+from megarl.rollout.data_files import answered_rows
 from megarl.rollout.rewards import Failure, Verdict, short
 from megarl.rollout.rewards.judges import Judges
 from megarl.types import UserFault
@@ -62,16 +63,16 @@ def check(
         slowest_s = judges.slowest_s
     finally:
         judges.shutdown()
-    print(_report(found))
-    print(f"the slowest verdict took {slowest_s:.3f} s of {timeout_s:g} s")
+    show(_report(found))
+    show(f"the slowest verdict took {slowest_s:.3f} s of {timeout_s:g} s")
     own, other = (_mean(found[kind]) for kind in (_OWN, _OTHER))
     if own is not None and other is not None and own <= other:
-        print("a row's own answer is worth no more than another's: does the function read it as a response?")
+        show("a row's own answer is worth no more than another's: does the function read it as a response?")
     every = [pair for of_kind in found.values() for pair in of_kind]
     failures = [(one.words, response) for response, one in every if isinstance(one, Failure)]
     first = dict(reversed(failures))
     for words, count in Counter(words for words, _ in failures).most_common():
-        print(f"failed {count} x: {words}, first on response {short(first[words])}")
+        show(one_line(f"failed {count} x: {words}, first on response {short(first[words])}"))
     return not failures
 
 

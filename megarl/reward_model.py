@@ -60,8 +60,7 @@ class RewardModel:
         return np.split(scores, cuts) if groups_of_rank else []
 
     def _token_ids(self, group: SampleGroup, response: str) -> IntArray:
-        asked = group.prompt.row[self._recipe.data.prompt]
-        return np.asarray(conversation(self._tokenizer, asked, response)[-self._longest :], np.int64)
+        return np.asarray(conversation(self._tokenizer, group.prompt.messages, response)[-self._longest :], np.int64)
 
     def _micro_batches(self, lengths: Sequence[int]) -> list[list[int]]:
         """Which samples share a row; as many rows on every data-parallel rank, which exchange tokens for experts."""

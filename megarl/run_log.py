@@ -5,18 +5,24 @@ from __future__ import annotations
 import fcntl
 import json
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from megarl.config import Recipe
+from megarl.disk import gone, writing
+from megarl.events import Events
 from megarl.metrics import pick_samples
+from megarl.printable import json_line, one_line, printable
+from megarl.run_lines import checked, read_lines
 from megarl.types import GroupSummary, Metrics, UserFault
 
 _PLAIN_WIDTH = 160  # of a log file, where rich would otherwise fold lines at 80
@@ -81,16 +87,14 @@ class RunLog:
         self._recipe = recipe
         self._console = console or _console()
         parent, name = Path(recipe.run.dir), recipe.run.name
-        self.folder = _same_folder(parent, name) if go_on else _new_folder(parent, name)
-        self._lock = _locked(self.folder)
-        (self.folder / "recipe.yaml").write_text(recipe.dump_yaml(), encoding="utf-8")
+        with writing(parent, f"the run's folder {name}"):
+            self.folder = _same_folder(parent, name) if go_on else _new_folder(parent, name)
+            self._lock = _locked(self.folder)
         if go_on and step < 0:
             _set_aside(self.folder)
-        self._history = [_with_nans(record) for record in _cut(self.folder / "metrics.jsonl", step)]
-        _cut(self.folder / "samples.jsonl", step)
-        self._records_file = (self.folder / "metrics.jsonl").open("a", encoding="utf-8")
-        self._samples_file = (self.folder / "samples.jsonl").open("a", encoding="utf-8")
-        self._events = _event_writer(self.folder, step + 1) if "tensorboard" in recipe.run.trackers else None
+        self._history = self._begin(step)
+        with writing(self.folder, "events"):
+            self._events = Events(self.folder / "events", step + 1) if "tensorboard" in recipe.run.trackers else None
         self._began = time.perf_counter()
         self._training_began: float | None = None
         self._first_step = max(step, 0) + 1
@@ -98,22 +102,70 @@ class RunLog:
             self.say(f"{recipe.run.dir}/{name} exists and is kept")
         self.say(f"this run {f'goes on after step {step}' if step >= 0 else 'is written'} in {self.folder}")
 
+    def _begin(self, step: int) -> list[Metrics]:
+        """Write the recipe, cut records and samples off after `step` and open them; the records that stay."""
+        records, samples = self.folder / "metrics.jsonl", self.folder / "samples.jsonl"
+        kept = checked([read_lines(records, step), read_lines(samples, step, only_numbers=False)])
+        with writing(self.folder, "recipe.yaml"):
+            (self.folder / "recipe.yaml").write_text(self._recipe.dump_yaml(), encoding="utf-8")
+        for file, lines in zip((records, samples), kept, strict=True):
+            with writing(self.folder, file.name):
+                partial = file.with_suffix(".partial")
+                partial.write_bytes(b"".join(line.raw for line in lines))
+                partial.replace(file)
+        self._records_file = records.open("a", encoding="utf-8")
+        self._own = os.fstat(self._records_file.fileno())
+        self._samples_file = samples.open("a", encoding="utf-8")
+        return [_with_nans(line.record) for line in kept[0]]
+
     def __enter__(self) -> RunLog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for file in (self._records_file, self._samples_file, self._lock):
-            file.close()
-        if self._events:
-            self._events.close()
+        with self._lock, suppress(Exception) if error else ExitStack():  # of two errors the first is the cause
+            self._close()
         if any("eval/accuracy" in record or "reward/mean" in record for record in self._history):
-            draw_curve(self._history, self.folder / "curve.png", self._recipe.run.name)
+            self._draw()
             if error is None:
                 self._console.print(self._closing_table())
 
+    def _close(self) -> None:
+        """Close every file. Raises UserFault where a file is not whole on the disk, or not there any more."""
+        with ExitStack() as files:
+            files.callback(self._close_events)
+            for file, name in ((self._records_file, "metrics.jsonl"), (self._samples_file, "samples.jsonl")):
+                files.enter_context(writing(self.folder, name))
+                files.callback(file.close)
+            self._refuse_if_gone()
+
+    def _close_events(self) -> None:
+        if self._events:
+            with writing(self.folder, "events"):
+                self._events.close()
+
+    def _draw(self) -> None:
+        picture = self.folder / "curve.png"
+        if self._is_gone():
+            return
+        try:
+            with writing(self.folder, picture.name):
+                draw_curve(self._history, picture, self._recipe.run.name)
+        except Exception as error:  # a picture is worth no run
+            picture.unlink(missing_ok=True)
+            self.say(f"{picture.name} is not drawn: {error}")
+
+    def _is_gone(self) -> bool:
+        """Whether what is written goes to a file that nobody will find."""
+        path = self.folder / "metrics.jsonl"
+        return not (path.exists() and os.path.samestat(path.stat(), self._own))
+
+    def _refuse_if_gone(self) -> None:
+        if self._is_gone():
+            raise gone(self.folder, "metrics.jsonl")
+
     def say(self, text: str) -> None:
         """One line to the terminal."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(one_line(text), markup=False, highlight=False, soft_wrap=True)
 
     @contextmanager
     def start(self, is_new: bool = True) -> Iterator[Record]:
@@ -158,11 +210,14 @@ class RunLog:
     def _write(self, record: Record) -> Metrics:
         metrics = record.close()
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._records_file.write(json.dumps(finite) + "\n")
-        self._records_file.flush()
-        for sample in pick_samples(record.groups, self._recipe.run.sample_log_count):
-            self._samples_file.write(json.dumps({"step": record.step, **sample}, ensure_ascii=False) + "\n")
-        self._samples_file.flush()
+        self._refuse_if_gone()
+        with writing(self.folder, "metrics.jsonl"):
+            self._records_file.write(json.dumps(finite) + "\n")
+            self._records_file.flush()
+        with writing(self.folder, "samples.jsonl"):
+            for sample in pick_samples(record.groups, self._recipe.run.sample_log_count):
+                self._samples_file.write(json_line({"step": record.step, **sample}) + "\n")
+            self._samples_file.flush()
         if record.failures:
             count, first = len(record.failures), record.failures[0]
             self.say(f"step {record.step}: {count} {'verdict' if count == 1 else 'verdicts'} failed, the first {first}")
@@ -171,8 +226,8 @@ class RunLog:
 
     def _send(self, metrics: Metrics, step: int) -> None:
         if self._events:
-            for name in metrics.keys() - {"step"}:
-                self._events.add_scalar(name, metrics[name], step)
+            with writing(self.folder, "events"):
+                self._events.add(metrics, step)
 
     def _show(self, title: str, metrics: Metrics, eta: str = "") -> None:
         """One line: what is learnt, then the seconds of each phase in the order in which they were timed."""
@@ -201,7 +256,7 @@ class RunLog:
         trained = [record for record in self._history if "reward/mean" in record]
         for name in dict.fromkeys(name for record in trained for name in record if name.startswith("time/")):
             table.add_row(f"{name}, mean", "", f"{sum(record.get(name, 0.0) for record in trained) / len(trained):.2f}")
-        table.caption = f"records, samples and curve.png: {self.folder}"
+        table.caption = Text(printable(f"records, samples and curve.png: {self.folder}"))
         return table
 
 
@@ -263,27 +318,9 @@ def _set_aside(folder: Path) -> None:
             old.rename(folder / f"{old.stem}.{number}{old.suffix}")
 
 
-def _cut(file: Path, step: int) -> list[Metrics]:
-    """Keep the JSON lines of a file up to a step, and return them; a line that an end cut short goes too."""
-    text = file.read_text(encoding="utf-8") if file.exists() else ""
-    lines = [f"{line}\n" for line in text.split("\n")[:-1]]  # splitlines knows ends of line that JSON does not escape
-    whole = [(line, json.loads(line)) for line in lines]
-    kept = [(line, record) for line, record in whole if record["step"] <= step]
-    partial = file.with_suffix(".partial")
-    partial.write_text("".join(line for line, _ in kept), encoding="utf-8")
-    partial.replace(file)
-    return [record for _, record in kept]
-
-
 def _with_nans(record: Mapping[str, float | None]) -> Metrics:
     """A record as it was before JSON, which has no word for what is not finite."""
     return {name: math.nan if value is None else value for name, value in record.items()}
-
-
-def _event_writer(folder: Path, first_step: int) -> Any:
-    from torch.utils.tensorboard import SummaryWriter  # seconds to import, and an extra of the package
-
-    return SummaryWriter(str(folder / "events"), purge_step=first_step or None)
 
 
 def _console() -> Console:

@@ -9,15 +9,16 @@ A parquet file of one row a sample, one row group a step, so that any tool that 
 - finished, version, reward, correct; baseline: Sample.is_baseline
 - experts, experts_type, experts_shape: Sample.routed_experts' bytes, or nulls
 
-The schema's metadata has the format's number and the size of the vocabulary that sampled. Pages carry checksums.
+The schema's metadata has the format's number, the size of the vocabulary that sampled, and the temperature of sampling
+and of engine_logp. Pages carry checksums.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -25,10 +26,12 @@ from typing import Any
 
 import numpy as np
 
-from megarl.config import Recipe
-from megarl.types import ModelShape, Prompt, Sample, SampleGroup, UserFault
+from megarl import disk
+from megarl.printable import json_line
+from megarl.snapshots import home
+from megarl.types import Prompt, Sample, SampleGroup, UserFault
 
-_FORMAT = 2
+_FORMAT = 3
 _KEY = b"megarl"
 _MEND = "make it anew with `megarl rollout --out`"
 _EXPERTS = ("uint8", "int16")
@@ -37,16 +40,17 @@ _EXPERTS = ("uint8", "int16")
 class SampleWriter:
     """Adds one step after the other. The file has its name when it is complete; see `writing`."""
 
-    def __init__(self, path: Path, vocab_size: int) -> None:
+    def __init__(self, path: Path, vocab_size: int, temperature: float) -> None:
         import pyarrow.parquet  # half a second
 
-        metadata = {_KEY: json.dumps({"format": _FORMAT, "vocab_size": vocab_size}).encode()}
+        ours = {"format": _FORMAT, "vocab_size": vocab_size, "temperature": temperature}
+        metadata = {_KEY: json.dumps(ours).encode()}
         self._schema = _schema().with_metadata(metadata)
         self._file = pyarrow.parquet.ParquetWriter(path, self._schema, write_page_checksum=True)
         self._step = 0
 
     def write(self, groups: Sequence[SampleGroup]) -> None:
-        """All groups of the next step."""
+        """All groups of the next step. Raises OSError where the disk is full."""
         import pyarrow
 
         self._step += 1
@@ -63,16 +67,22 @@ class SampleWriter:
 
 
 @contextmanager
-def writing(path: Path, vocab_size: int) -> Iterator[SampleWriter]:
-    """A writer of a file that is renamed to `path` when the block ends well, and removed when it does not."""
+def writing(path: Path, vocab_size: int, temperature: float, where: str = "run.dir") -> Iterator[SampleWriter]:
+    """A writer of a file that is renamed to `path` when the block ends well, and removed when it does not.
+
+    where: the recipe key or option that names the disk, in the UserFault that is raised when the disk is full.
+    """
     partial = path.with_name(f".{path.name}.partial")
-    writer = SampleWriter(partial, vocab_size)
+    with disk.writing(home(path.parent), path.name, where):
+        writer = SampleWriter(partial, vocab_size, temperature)
     try:
         yield writer
-        writer.close()
-        os.replace(partial, path)
+        with disk.writing(home(path.parent), path.name, where):
+            writer.close()
+            os.replace(partial, path)
     except BaseException:
-        writer.close()
+        with suppress(OSError):
+            writer.close()
         partial.unlink(missing_ok=True)
         raise
 
@@ -86,6 +96,7 @@ class SampleFile:
 
     path: Path
     vocab_size: int
+    temperature: float
     num_samples: tuple[int, ...]
 
     @property
@@ -106,91 +117,14 @@ def open_samples(path: Path) -> SampleFile:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             schema, footer = file.schema_arrow, file.metadata
-        ours = {"vocab_size": 0, **json.loads((schema.metadata or {}).get(_KEY, b"{}"))}
+        ours = {"vocab_size": 0, "temperature": 1.0, **json.loads((schema.metadata or {}).get(_KEY, b"{}"))}
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise _unreadable(path, error) from None
     if ours.get("format") != _FORMAT or not schema.equals(_schema()):
         problem = f"its format is {ours.get('format', 'not ours')}, this version reads {_FORMAT}"
         raise UserFault(str(path), problem, _MEND)
     counts = tuple(footer.row_group(index).num_rows for index in range(footer.num_row_groups))
-    return SampleFile(path, ours["vocab_size"], counts)
-
-
-def sample_faults(
-    samples: SampleFile,
-    recipe: Recipe,
-    shape: ModelShape,
-    context: int | None,
-    budgets: Mapping[str, tuple[int, int]] | None = None,
-    wants_baseline: bool = False,
-) -> list[UserFault]:
-    """All that keeps a recipe from training on a file, which is read whole. context: the model's, in tokens.
-
-    wants_baseline: the algorithm compares every group's samples with a greedy one.
-    budgets: by key, the tokens of a micro-batch and what every sequence's length in it is padded to a multiple of;
-    those of `train` without padding unless they are given.
-    """
-    where, train, faults = str(samples.path), recipe.train, []
-    try:
-        seen = [_seen(samples.groups(step), shape) for step in range(1, samples.num_steps + 1)]
-    except UserFault as fault:
-        return [fault]
-    if recipe.run.steps > samples.num_steps:
-        problem = f"{recipe.run.steps} is more than the {samples.num_steps} steps in {where}"
-        faults.append(UserFault("run.steps", problem, f"set it to at most {samples.num_steps}, or sample more"))
-    highest = max((one.highest_id for one in seen), default=0)
-    if highest >= shape.vocab_size or samples.vocab_size != shape.vocab_size:
-        problem = f"it was sampled from a vocabulary of {samples.vocab_size} (highest id {highest})"
-        mend = f"the vocabulary of model.path has {shape.vocab_size}: name the model that made the file"
-        faults.append(UserFault(where, problem, mend))
-    longest = max((one.longest for one in seen), default=0)
-    own = {"train.tokens_per_micro_batch": (train.tokens_per_micro_batch, 1)}
-    for key, (budget, align) in (budgets or own).items():
-        needed = -(-longest // align) * align
-        if needed > budget:
-            problem = f"{budget} is less than the longest sequence in {where} ({longest} tokens)"
-            faults.append(UserFault(key, problem, f"set it to at least {needed}"))
-    if context is not None and longest > context:
-        problem = f"its longest sequence has {longest} tokens, the model's context is {context}"
-        faults.append(UserFault(where, problem, "sample shorter ones, or name the model that made the file"))
-    fewest = min(samples.num_samples, default=0)
-    if fewest < train.updates_per_step:
-        problem = f"{train.updates_per_step} is more than the {fewest} samples of a step in {where}"
-        faults.append(UserFault("train.updates_per_step", problem, f"set it to at most {fewest}"))
-    if wants_baseline and not all(one.has_baselines for one in seen):
-        problem = f"{recipe.algorithm.name} compares with greedy samples, and {where} has steps without any"
-        mend = f"sample with algorithm.name={recipe.algorithm.name}"
-        faults.append(UserFault("algorithm.name", problem, mend))
-    if train.replay == "r3" and not all(one.has_experts for one in seen):
-        problem = f"r3 replays the experts that the engine chose, and {where} does not have them of this model"
-        faults.append(UserFault("train.replay", problem, "set it to off or r2, or sample with train.replay=r3"))
-    return faults
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """What checks ask of a step. Every sample has experts, in the model's own shape; some group has a baseline."""
-
-    highest_id: int
-    longest: int
-    has_experts: bool
-    has_baselines: bool
-
-
-def _seen(groups: Sequence[SampleGroup], shape: ModelShape) -> _Seen:
-    highest, longest, has_experts = 0, 0, True
-    has_baselines = any(sample.is_baseline for group in groups for sample in group.samples)
-    layers = shape.num_layers - shape.num_dense_layers
-    for group in groups:
-        prompt = len(group.prompt.token_ids)
-        for sample in group.samples:
-            length = prompt + len(sample.response_ids_T)
-            highest = max(highest, *group.prompt.token_ids, int(sample.response_ids_T.max()))
-            longest = max(longest, length)
-            experts = sample.routed_experts
-            fits = experts is not None and experts.shape == (length - 1, layers, shape.experts_per_token)
-            has_experts = has_experts and fits
-    return _Seen(highest, longest, has_experts, has_baselines)
+    return SampleFile(path, ours["vocab_size"], ours["temperature"], counts)
 
 
 def _schema() -> Any:
@@ -232,7 +166,7 @@ def _row(step: int, number: int, group: SampleGroup, index: int) -> dict[str, An
         "prompt": prompt.text,
         "prompt_ids": prompt.token_ids,
         "answer": prompt.answer,
-        "row": json.dumps(prompt.row, default=str, ensure_ascii=False),  # dates and the like: for the reader only
+        "row": json_line(prompt.row, default=str),  # dates and the like: for the reader only
         "response": sample.text,
         "response_ids": sample.response_ids_T,
         "engine_logp": sample.engine_logp_T,

@@ -68,7 +68,7 @@ class Snapshots:
 
     def begin(self, step: int) -> Path:
         """A new hidden folder for the files of a checkpoint; what an earlier process left half-written is removed."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(exist_ok=True)  # in the run's folder, which is not made anew where somebody removed it
         for left in self._partials():
             self._say(f"checkpoint {left} was never completed and is removed")
         self._remove_partials()
@@ -100,6 +100,10 @@ class Snapshots:
             shutil.rmtree(old)
         return final
 
+    def abandon(self, partial: Path) -> None:
+        """Give the room of a folder that will not be completed back to the disk."""
+        shutil.rmtree(partial, ignore_errors=True)
+
     def newest(self, step: int | None = None) -> Snapshot | None:
         """The last checkpoint whose every byte is what was written, or that of `step`; None where there is none."""
         for folder in self._complete():
@@ -126,6 +130,12 @@ class Snapshots:
     def _remove_partials(self) -> None:
         for one in self._partials():
             shutil.rmtree(one)
+
+
+def home(folder: Path) -> Path:
+    """Where the checkpoint will be that is written in a hidden folder, or in a folder of that."""
+    hidden = [one for one in (folder, *folder.parents) if _PARTIAL in one.name]
+    return hidden[0].parent if hidden else folder
 
 
 def _step(folder: Path) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ class Published:
 class Part:
     """This rank's share of one update. old_logp: of the policy before this step's updates; None: it is the current one.
 
-    choices: of the experts, one for each micro-batch.
+    choices: of the experts, one for each micro-batch. temperature: of the policy, as `Trainer.logprobs`.
     """
 
     micro_batches: MicroBatches
@@ -55,6 +56,7 @@ class Part:
     old_logp: Sequence[FloatArray] | None = None
     choices: Sequence[Choices] | None = None
     reference_logp: Sequence[FloatArray] | None = None
+    temperature: float = 1.0
 
 
 class Trainer:
@@ -129,16 +131,19 @@ class Trainer:
         row, rules = ALGORITHMS[algorithm], rules_of(algorithm, self._recipe.algorithm)
         # Only later updates of a step train a policy that is no longer the one that the ratio is to.
         many = len(updates) > 1 or rules.pays_kl
-        # Nobody chose experts for demonstrations.
-        replay = self._recipe.train.replay if row.learns_from == "rewards" else "off"
+        # Nobody chose experts for demonstrations, or sampled them at a temperature.
+        is_sampled, replay, temperature = row.learns_from == "rewards", "off", 1.0
+        if is_sampled:
+            replay, temperature = self._recipe.train.replay, self._recipe.rollout.temperature
         parts = []
         for update in updates:
             nll_weight = update.nll_weight(rules.positive_nll)
             share = train_sequences(update.micro_batches[0], by_id, rules.aggregation, nll_weight)
-            parts.append(self._part(share, update, many, replay))
-        if self._reference and row.learns_from == "rewards":
+            parts.append(self._part(share, update, many, replay, temperature))
+        if self._reference and is_sampled:
             with waiting.in_place_of(self.params(), self._reference):
-                parts = [replace(part, reference_logp=self.logprobs(part.micro_batches)) for part in parts]
+                logps = [self.logprobs(part.micro_batches, temperature=temperature) for part in parts]
+            parts = [replace(part, reference_logp=logp) for part, logp in zip(parts, logps, strict=True)]
         return parts
 
     def _credited(
@@ -169,7 +174,7 @@ class Trainer:
         reference = [one for part in parts for one in part.reference_logp or ()]
         return credit.kl_penalties(old, reference, rules)
 
-    def _part(self, share: MicroBatches, update: Update, many: bool, replay: str) -> Part:
+    def _part(self, share: MicroBatches, update: Update, many: bool, replay: str, temperature: float) -> Part:
         """With what the old policy says of it, where that is asked for."""
         norms = Norms(update.denominator, update.tokens, update.loss_tokens)
         choices = None
@@ -177,10 +182,10 @@ class Trainer:
             choices = [Choices(is_noting=True) for _ in share]
         elif replay == "r3":
             choices = [self._engine_choices(self._pack(batch)) for batch in share]
-        old = self.logprobs(share, choices) if many else None
+        old = self.logprobs(share, choices, temperature) if many else None
         for one in choices or ():
             one.is_noting = False
-        return Part(share, norms, old, choices)
+        return Part(share, norms, old, choices, temperature=temperature)
 
     def _engine_choices(self, row: PackedRow) -> Choices:
         if row.experts_LMK is None:  # a row of padding, or samples that no engine made
@@ -188,18 +193,18 @@ class Trainer:
         return engine_choices(row, self._model.moe_layers(), self._model.at.tp, self.layout.tp)
 
     def logprobs(
-        self, micro_batches: MicroBatches, choices: Sequence[Choices] | None = None
+        self, micro_batches: MicroBatches, choices: Sequence[Choices] | None = None, temperature: float = 1.0
     ) -> list[FloatArray] | None:
         """One array per sequence, in order: log p of every token given those before it (the first: 0).
 
-        None on all but the last pipeline stage.
+        p = softmax(logits / temperature). None on all but the last pipeline stage.
         """
 
         def keep(row: PackedRow, logp_T: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, list[FloatArray]]:
             return logp_T.sum(), unpack(row, logp_T)
 
         rows = [self._pack(batch) for batch in micro_batches]
-        results = self._model.pipeline.run(rows, keep, choices=choices)
+        results = self._model.pipeline.run(rows, keep, choices=choices, temperature=temperature)
         return [array for arrays in results for array in arrays] if self._model.is_last_stage else None
 
     def train_step(self, part: Part, lr: float, loss: Loss) -> Metrics:
@@ -225,7 +230,8 @@ class Trainer:
         self._model.zero_grad()
         old, reference = (dealt(one, part.micro_batches) for one in (part.old_logp, part.reference_logp))
         rows = [self._pack(*one) for one in zip(part.micro_batches, old, reference, strict=True)]
-        stats = self._model.pipeline.run(rows, apply_loss, norms=part.norms, choices=part.choices)
+        run, temperature = self._model.pipeline.run, part.temperature
+        stats = run(rows, apply_loss, norms=part.norms, choices=part.choices, temperature=temperature)
         grad_norm = self._model.step(lr)
         reduced = groups.reduced(stats) if self._model.is_last_stage else {}
         return {**reduced, "grad_norm": grad_norm, **self._routing_stats(part.norms)}
@@ -241,7 +247,8 @@ class Trainer:
         if not part.choices:
             return {}
         few = self.layout.pp if self.layout.vpp > 1 else 1  # an interleaved pipeline takes no fewer
-        rows, run = [self._pack(batch) for batch in part.micro_batches[:few]], self._model.pipeline.run
+        rows = [self._pack(batch) for batch in part.micro_batches[:few]]
+        run = partial(self._model.pipeline.run, temperature=part.temperature)
         with_replay, without = run(rows, gap, choices=part.choices[:few]), run(rows, gap)
         if not self._model.is_last_stage:
             return {}

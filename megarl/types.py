@@ -5,12 +5,15 @@ Suffixes: `_P` prompts, `_G` samples of one group, `_T` tokens of one sequence o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+
+from megarl.printable import one_line
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
@@ -24,6 +27,7 @@ KlPlace = Literal["loss", "reward"]
 LrSchedule = Literal["constant", "linear", "cosine"]
 WhenShort = Literal["train", "stop"]
 WhenFailed = Literal["drop", "stop", "penalise"]
+WhenOverlong = Literal["refuse", "drop"]
 Mismatch = Literal["off", "tis", "mis_token", "mis_sequence", "mis_geometric", "icepop"]
 
 
@@ -38,7 +42,11 @@ class UserFault(Exception):
         self.where, self.problem, self.mend = where, problem, mend
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.problem}; {self.mend}"
+        return one_line(f"{self.where}: {self.problem}; {self.mend}")
+
+
+class FolderGone(UserFault):
+    """The folder that a run writes was removed or replaced meanwhile: the run has failed, and the CLI exits with 1."""
 
 
 class UserFaults(Exception):
@@ -50,6 +58,10 @@ class UserFaults(Exception):
 
     def __str__(self) -> str:
         return "\n".join(str(fault) for fault in self.faults)
+
+
+class Silence(Exception):
+    """A process of the run is there and has not gone on for run.timeout_s."""
 
 
 class EndedEarly(Exception):
@@ -109,13 +121,18 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of the data, tokenised with the chat template. `row` is the whole data row, for rewards."""
+    """One row of the data, tokenised with the chat template.
+
+    token_ids: a tuple, or an array("i") where there are many prompts: 4 bytes a token. `row` is the whole data row, for
+    rewards; `messages` is its prompt before the template, a string or a list of chat messages.
+    """
 
     id: str
     text: str
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     answer: str
     row: Mapping[str, Any] = field(default_factory=dict)
+    messages: Any = ""
 
 
 @dataclass(frozen=True)
@@ -245,6 +262,10 @@ class Rules:
     when_short: WhenShort = "train"
     overlong_share: float = 0.0
     overlong_filter: bool = False
+
+    def num_drawn(self, missing: int) -> int:
+        """How many prompts a round draws where so many groups are missing."""
+        return math.ceil(missing * self.oversample) if self.dynamic_sampling else missing
 
     @property
     def pays_kl(self) -> bool:

@@ -39,7 +39,6 @@ TOLERANCE = 1e-3
 
 def write_model(folder: Path, layers: int, hidden: int, vocab_size: int) -> None:
     """A Qwen3-MoE checkpoint with random weights."""
-    sys.modules["torchvision"] = None  # type: ignore[assignment]  # PyPI's is a CUDA build
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(

@@ -8,15 +8,11 @@ from __future__ import annotations
 import argparse
 import shutil
 import string
-import sys
 from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-
-sys.modules["torchvision"] = None  # type: ignore[assignment]  # PyPI's is a CUDA build: importing it without CUDA fails
-
-from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: E402
+from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>", "<user>", "<assistant>"]
 CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n"]

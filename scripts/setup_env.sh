@@ -28,34 +28,64 @@ wanted_stamp() {
     cat requirements/cpu.txt setup.py pyproject.toml | sha256sum
 }
 
-check_machine() {
-    command -v python3.11 >/dev/null || stop "python3.11 is missing: install Python 3.11 and run this again"
-    python3.11 -c 'import ensurepip, venv' 2>/dev/null ||
-        stop "python3.11 cannot make environments: install its venv package (python3.11-venv) and run this again"
+# Sets python: 3.11 where both are there. A name on PATH may still not run, as those of pyenv.
+choose_python() {
+    local name found=''
+    for name in python3.11 python3.12; do
+        "$name" -c '' 2>/dev/null || continue
+        : "${found:=$name}"
+        if "$name" -c 'import ensurepip, venv' 2>/dev/null; then
+            python=$name
+            return
+        fi
+    done
+    [[ -n $found ]] || stop "python3.11 and python3.12 are missing: install Python 3.11 or 3.12 and run this again"
+    stop "$found cannot make environments: install its venv package ($found-venv) and run this again"
+}
+
+check_disk() {
     local free_kib
     free_kib=$(df -Pk "$ROOT" | awk 'NR == 2 { print $4 }')
     ((free_kib >= NEEDED_GIB * 1024 * 1024)) ||
         stop "$((free_kib / 1024 / 1024)) GiB free on the disk of $ROOT, $NEEDED_GIB GiB are needed: make room and run this again"
 }
 
-# Where pip finds no CPU build of torch it takes the CUDA build, which does not even import without CUDA's packages.
-install_cpu_torch() {
-    local index=${MEGARL_TORCH_INDEX:-$TORCH_CPU_INDEX}
-    say "pip chose a torch that needs CUDA: taking the CPU build from $index"
-    "$VENV/bin/python" -m pip install -qq --no-deps --no-compile --force-reinstall --index-url "$index" \
-        "$(grep '^torch==' requirements/cpu.txt)" || true
-    "$VENV/bin/python" -c 'import torch' 2>/dev/null ||
-        stop "no CPU build of torch from $index: set MEGARL_TORCH_INDEX to an index that has one and run this again"
+pip_install() {
+    "$VENV/bin/python" -m pip install -qq --no-deps --no-compile "$@"
+}
+
+# PyPI's torch for x86-64 is the CUDA build: half a gigabyte that does not even import without CUDA's packages. The CPU
+# build is asked for by its whole version, which no CUDA build has: pip then looks in every index it knows, and for no other.
+install_torch() {
+    local pin error report default=() index=${MEGARL_TORCH_INDEX:-$TORCH_CPU_INDEX}
+    [[ -z ${MEGARL_TORCH_INDEX-} ]] || default=(--index-url "$index")
+    pin=$(grep '^torch==' requirements/cpu.txt)
+    if error=$(pip_install --retries 1 --timeout 15 --index-url "$index" "$pin+cpu" 2>&1); then return; fi
+    say "no ${pin/==/ }+cpu from $index (${error##*$'\n'}): looking for another build"
+    # What a build needs is known before it is fetched, and tells a CUDA build.
+    if report=$(pip_install "${default[@]}" --dry-run --ignore-installed --report - "$pin" 2>/dev/null) &&
+        [[ $report != *nvidia-* ]]; then
+        pip_install "${default[@]}" "$pin"
+    else
+        stop "pip finds no build of torch that runs without CUDA: fetch $(cpu_wheel "${pin#*==}") from" \
+            "$TORCH_CPU_INDEX/torch/ and run this again with PIP_FIND_LINKS=FOLDER, where you have put it," \
+            "or with MEGARL_TORCH_INDEX=URL of an index that has it"
+    fi
+}
+
+cpu_wheel() { # $1: version
+    local tag=${python/python3./cp3}
+    printf 'torch-%s+cpu-%s-%s-manylinux_2_28_x86_64.whl' "$1" "$tag" "$tag"
 }
 
 install_environment() {
-    say "making $VENV (once; a minute or two, 3 GiB)"
-    python3.11 -m venv --clear "$VENV"
+    say "making $VENV with $python (once; a minute or two, 3 GiB)"
+    "$python" -m venv --clear "$VENV"
     say "installing $(grep -c == requirements/cpu.txt) pinned packages from requirements/cpu.txt"
-    "$VENV/bin/python" -m pip install -qq --no-deps --no-compile -r requirements/cpu.txt
-    "$VENV/bin/python" -c 'import torch' 2>/dev/null || install_cpu_torch
+    install_torch
+    pip_install -r requirements/cpu.txt
     say "installing megarl from $ROOT"
-    "$VENV/bin/python" -m pip install -qq --no-deps --no-build-isolation -e .
+    pip_install --no-build-isolation -e .
     wanted_stamp >"$STAMP"
 }
 
@@ -64,7 +94,8 @@ flock 9
 if [[ -f $STAMP && "$(cat "$STAMP")" == "$(wanted_stamp)" ]]; then
     say "using $VENV"
 else
-    check_machine
+    choose_python
+    check_disk
     install_environment
 fi
 exec 9>&-

@@ -52,6 +52,7 @@ OVERRIDES = [
     "evaluation.every=3",
     "reward.function=odd_reward:score",
     "run.trackers=[]",
+    "data.train=[{path: data/train.jsonl, weight: 2}, {path: data/eval.jsonl, weight: 1}]",
     f"run.steps={STEPS}",
     f"checkpoint.every={EVERY}",
 ]

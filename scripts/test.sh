@@ -2,19 +2,20 @@
 # Style, types and tests; arguments go to pytest, e.g. bash scripts/test.sh -m "not slow"
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 
-# The tests of the sandbox for judged programs need bubblewrap, and skip without it.
-provide_bubblewrap() {
-    command -v bwrap >/dev/null && return
-    local install=(apt-get install -y --no-install-recommends bubblewrap)
+# Some tests need programs that pip does not have, and skip without them.
+provide() { # $1: program, $2: its name, $3: the tests, then its packages
+    local install=(apt-get install -y --no-install-recommends "${@:4}")
+    command -v "$1" >/dev/null && return
     if [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
-        say "installing bubblewrap for the tests of the sandbox"
+        say "installing $2 for $3"
         export DEBIAN_FRONTEND=noninteractive
         "${install[@]}" >/dev/null 2>&1 || { apt-get update && "${install[@]}"; } >/dev/null 2>&1 || true
     fi
-    command -v bwrap >/dev/null || say "bubblewrap (bwrap) is missing: the tests of the sandbox will be skipped"
+    command -v "$1" >/dev/null || say "$2 ($1) is missing: $3 will be skipped"
 }
 
-provide_bubblewrap
+provide bwrap bubblewrap "the tests of the sandbox" bubblewrap
+provide slurmctld Slurm "the tests of Slurm jobs" munge slurm-client slurmctld slurmd
 say "ruff check"
 ruff check .
 say "pyright"

@@ -7,6 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("any machine", deadline=None)  # an example's default bound of 0.2 s knows how busy it is
+settings.load_profile("any machine")
 
 ROOT = Path(__file__).parents[1]
 

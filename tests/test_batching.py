@@ -40,7 +40,7 @@ def _lognormal(count: int) -> list[int]:
     return [int(n) + 2 for n in np.minimum(np.random.default_rng(0).lognormal(6, 1, count), 8000)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.integers(2, 40), min_size=2, max_size=80),
     st.integers(1, 9),
@@ -67,7 +67,7 @@ def test_every_sample_lands_once_within_the_budget(lengths, dp, updates, align, 
         assert plan.tokens == sum(ref.length for ref in refs)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.permutations(range(40)), st.integers(1, 5))
 def test_order_of_arrival_does_not_change_the_shares(order, dp):
     samples = _refs([2 + i * 7 % 60 for i in range(40)])

@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from megarl.algos import ALGORITHMS
 from megarl.collect import collect, is_mixed, overlong_penalty, shaped
 from megarl.config import Recipe
 from megarl.controller import samples_of
@@ -136,6 +138,23 @@ def test_what_was_cut_counts_in_its_group_and_teaches_nothing() -> None:
     assert not any(one.is_stale for one in samples_of([cut], "grpo", version=cut.version))
     assert [one.sample for one in finished] == [0, 2]
     assert finished == [everything[0], everything[2]], "the advantages are those of all three"
+
+
+@pytest.mark.parametrize("algorithm", [name for name, row in ALGORITHMS.items() if row.surrogate])
+def test_one_sample_of_a_prompt_teaches_where_samples_are_not_compared(algorithm: str) -> None:
+    """`needs_group` is what the function of the row does: only then is a sample's advantage also the others'."""
+    row = ALGORITHMS[algorithm]
+    one, other = (row.advantage(torch.tensor([1.0, reward]))[0].item() for reward in (0.0, 0.5))
+    assert (one != other) == row.needs_group
+    if row.needs_group or algorithm == "on_policy_distillation":  # whose rewards are the teacher's
+        return
+    baseline = int(row.greedy_baseline)
+    groups = [group(name, (correct, *[True] * baseline)) for name, correct in (("a", True), ("b", False))]
+    groups = [replace(one, baseline=1 if baseline else None) for one in groups]
+    assert [(one.group, one.sample, one.advantage) for one in samples_of(groups, algorithm)] == [
+        (0, 0, 1.0 - baseline), (1, 0, 0.0 - baseline),
+    ]  # fmt: skip
+    assert rollout_metrics(groups)["rollout/samples"] == 2.0
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo", "dr_grpo"])

@@ -74,3 +74,14 @@ def test_the_placements_that_are_shown_share_what_is_said(tmp_path: Path) -> Non
         sides = [range(train.world_size), range(engine.first, engine.end), *beside.values()]
         found[title.partition(":")[0]] = len(shared_slots(sides))
     assert found == {"shared": 16, "split": 0, "mixed": 12}
+
+
+def test_the_examples_of_data_are_recipes(tmp_path: Path) -> None:
+    found = []
+    for number, example in enumerate(blocks("data.md", "yaml")):
+        overlay = tmp_path / f"{number}.yaml"
+        overlay.write_text(example)
+        found.append(load_recipe(DOCS.parent / "recipes" / "quickstart.yaml", [str(overlay)]).data)
+    columns, weights = found
+    assert columns.eval["math500"].prompt == "problem" and columns.eval["aime2024"].prompt is None
+    assert [file.weight for file in weights.train] == [3.0, 1.0]

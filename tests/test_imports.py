@@ -14,19 +14,24 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 # Lowest floor first: a room imports from lower floors.
 FLOORS = [
+    {"printable"},
     {"types"},
-    {"config", "device", "processes", "ray_settings", "schedule", "snapshots"},
+    {"disk", "events", "run_lines"},
+    {"algos", "config", "spelling", "device", "processes", "ray_settings", "schedule", "session_folder", "snapshots"},
+    {"ray_servers", "recipe_yaml"},
     {"recipe_file"},
     {"hardware"},
-    {"algos", "batching", "flops", "metrics", "memory", "nics", "parallel", "rollout", "sample_file"},
-    {"run_log", "credit", "plan_model", "worker"},
+    {"batching", "flops", "metrics", "memory", "nics", "parallel", "rollout", "sample_file"},
+    {"run_log", "progress", "credit", "plan_model", "sample_faults", "worker"},
     {"resharding", "plan_activations", "plan_batch"},
     {"plan_engine", "plan_reshard", "plan_rollout", "plan_time"},
     {"plan_phases"},
     {"plan_memory", "plan_advice"},
     {"checkpoint", "hf_export"},
-    {"at_hand", "cluster_faults"},
-    {"model_faults", "rule_faults", "eval_faults", "reward_faults", "reward_check", "reshard_faults"},
+    {"at_hand", "cluster_faults", "value_faults", "unused_keys"},
+    {"model_faults", "rule_faults", "eval_faults", "eos_faults", "sampling_faults"},
+    {"reward_faults", "reward_check", "reshard_faults", "data_faults"},
+    {"length_faults"},
     {"beside"},
     {"trainer", "critic", "process_rewards", "reward_model", "cluster", "preflight"},
     {"ranks", "plan_faults", "plan_map"},
@@ -48,10 +53,11 @@ DOORS = {  # library -> the only places that import it
     "megatron": {"megarl.parallel"},
     "transformer_engine": {"megarl.parallel"},
     "typer": {"megarl.cli"},
-    "rich": {"megarl.run_log", "megarl.plan_report"},
+    "rich": {"megarl.run_log", "megarl.plan_report", "megarl.progress"},
+    "tensorboard": {"megarl.events"},
     "matplotlib": {"megarl.run_log", "megarl.plan_picture"},
     "pydantic": {"megarl.config", "megarl.recipe_file"},
-    "yaml": {"megarl.config", "megarl.recipe_file"},
+    "yaml": {"megarl.config", "megarl.recipe_yaml"},
 }
 STANDARD = {"__future__", "collections", "dataclasses", "typing", "math", "functools", "itertools"}
 

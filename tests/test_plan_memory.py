@@ -246,7 +246,7 @@ def test_logits_are_in_chunks(tmp_path: Path) -> None:
     assert logits_bytes(sizes_of(made)["policy"], 0) - gradients == pytest.approx(0.7e9, rel=0.05)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     tokens=st.integers(1, 50_000),
     more=st.integers(1, 50_000),

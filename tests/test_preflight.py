@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,10 +11,12 @@ import pytest
 
 from megarl.preflight import Inputs, check, check_rollout, check_samples
 from megarl.recipe_file import load_recipe
+from megarl.rollout.prompts import load_tokenizer
 from megarl.types import UserFaults
 from tests.parallel import checkpoints
 
 QUICKSTART = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
+
 
 @pytest.fixture
 def good(quickstart_inputs: list[str], arithmetic: Path, tmp_path: Path) -> list[str]:
@@ -92,7 +95,7 @@ def test_evaluation_sets_are_cut_to_their_limit_and_the_seed_decides_the_order(g
         (["train.tokens_per_micro_batch=12"], "train.tokens_per_micro_batch", "12 is less than the longest"),
         (["warm_start.steps=1", "rollout.max_response_tokens=3"], "rollout.max_response_tokens", "(4 tokens with its"),
         (["rollout.max_response_tokens=500"], "data.max_prompt_tokens", "516 tokens, the model's context is 512"),
-        (["data.max_prompt_tokens=4"], "data.train", "data.max_prompt_tokens allows 1 to 4"),
+        (["data.max_prompt_tokens=4"], "data.train", "max_prompt_tokens (4) is exceeded by 100 of the 100"),
         (["data.prompt=question"], "data.train", "there is no column 'question'"),
         (["data.answer=solution"], "data.train", "there is no column 'solution'"),
         (["data.train=none.jsonl"], "data.train", "none.jsonl is not a file"),
@@ -102,10 +105,27 @@ def test_evaluation_sets_are_cut_to_their_limit_and_the_seed_decides_the_order(g
         (["evaluation.sets.arith.samples=2"], "evaluation.sets.arith.samples", "set a temperature, or samples to 1"),
         (["evaluation.sets.arith.max_response_tokens=500"], "data.max_prompt_tokens", "it makes 516 tokens"),
         (["algorithm.name=grop"], "algorithm.name", "'grop' is no algorithm"),
+        (["rollout.top_p=0.9"], "rollout.top_p", "0.9 cuts off tokens that the policy's log-probabilities"),
+        (["rollout.samples_per_prompt=1"], "rollout.samples_per_prompt", "1, and grpo compares the samples of a"),
+        (
+            ["algorithm.name=prime", "rollout.samples_per_prompt=1"],
+            "rollout.samples_per_prompt",
+            "(remax, reinforce_pp, on_policy_distillation, ppo, vapo)",
+        ),
+        (
+            ["algorithm.name=ppo", "rollout.samples_per_prompt=1", "algorithm.dynamic_sampling=true"],
+            "algorithm.dynamic_sampling",
+            "true keeps prompts with right and wrong answers, and rollout.samples_per_prompt is 1",
+        ),
         (["run.dir=/dev/null/x"], "run.dir", "/dev/null is not a folder that can be written to"),
         (["rollout.engine.sglang.pagesize=1"], "rollout.engine.sglang.pagesize", "no such server argument"),
         (["rollout.engine.sglang.tp_size=1"], "rollout.engine.sglang.tp_size", "set by megarl itself"),
         (["train.megatron.moe_permute_fusio=true"], "train.megatron.moe_permute_fusio", "use moe_permute_fusion"),
+        (["train.megatron.foo=1"], "train.megatron.foo", "TransformerConfig has no such field; remove it, or see"),
+        (["rollout.engine.sglang.foo=1"], "rollout.engine.sglang.foo", "see SGLang's ServerArgs for the names it has"),
+        (["placement.hardware=nope"], "placement.hardware", "nope: cannot be read (No such file or directory)"),
+        (["run.dir=/proc"], "run.dir", "/proc is not a folder that can be written to"),
+        (["placement.gpus=60000"], "placement.gpus", "60000 simulated GPUs are as many processes"),
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else None,
 )  # fmt: skip
@@ -113,6 +133,16 @@ def test_a_fault_names_its_key(told: Callable[..., list[str]], overrides: list[s
     lines = told(*overrides)
     assert any(line.startswith(f"{where}: ") and says in line for line in lines), lines
     assert len(lines) == len(set(lines))
+
+
+def test_one_sample_of_a_prompt_and_a_truncated_evaluation_are_good(good: list[str]) -> None:
+    """Where nothing is compared; and demonstrations have no samples at all."""
+    for name in ("remax", "ppo"):
+        keys = [f"algorithm.name={name}", "rollout.samples_per_prompt=1", "rollout.temperature=0.7"]
+        keys += ["evaluation.temperature=1.0", "evaluation.top_p=0.7"]
+        assert check(load_recipe(QUICKSTART, [*good, *keys])).prompts
+    keys = ["algorithm.name=sft", "rollout.samples_per_prompt=1", "rollout.top_p=0.9"]
+    assert check(load_recipe(QUICKSTART, [*good, *keys])).prompts
 
 
 def test_rewards_are_tried_on_the_data(told: Callable[..., list[str]], tmp_path: Path) -> None:
@@ -147,12 +177,110 @@ def test_a_checkpoint_that_does_not_fit_its_config(
     assert f"(and {4 * 8 * 3 - 1} more such tensors)" in line  # every projection of every expert of every layer
 
 
+def with_far_token(model: Path, folder: Path, *, end: bool = False) -> Path:
+    """The checkpoint, its tokenizer with one token more than the vocabulary; end: which ends a response."""
+    shutil.copytree(model, folder)
+    tokenizer = load_tokenizer(str(model))
+    tokenizer.add_tokens(["<far>"])
+    if end:
+        tokenizer.eos_token = "<far>"
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_special_tokens_that_the_model_does_not_have(
+    told: Callable[..., list[str]], tiny_model: Path, tmp_path: Path
+) -> None:
+    (line,) = told(f"model.path={with_far_token(tiny_model, tmp_path / 'far', end=True)}")
+    assert line == (
+        "model.path: its tokenizer has the special token 102 ('<far>'), and the ids of the model's 102 tokens end at "
+        "101; give model.path the tokenizer that its weights were trained with"
+    )
+
+
+@pytest.mark.parametrize("key", ["data.train", "data.eval.arith"])
+def test_a_prompt_with_tokens_that_the_model_does_not_have(
+    told: Callable[..., list[str]], tiny_model: Path, tmp_path: Path, key: str
+) -> None:
+    folder = with_far_token(tiny_model, tmp_path / "far")
+    questions = ["1+2=", "<far>1+2=", "3<far>="]
+    data = write_rows(tmp_path / "rows.jsonl", [{"prompt": question, "answer": "3"} for question in questions])
+    (line,) = told(f"model.path={folder}", f"{key}={data}")
+    assert line.startswith(f"{key}: {data}:2: the prompt has token ") and "('<far>')" in line
+    assert "(and 1 more such row)" in line
+
+
+def test_an_answer_with_tokens_that_the_model_does_not_have(
+    good: list[str], told: Callable[..., list[str]], tiny_model: Path, tmp_path: Path
+) -> None:
+    folder = with_far_token(tiny_model, tmp_path / "far")
+    data = write_rows(tmp_path / "rows.jsonl", [{"prompt": "1+2=", "answer": "3"}, {"prompt": "1=", "answer": "<far>"}])
+    keys = [f"model.path={folder}", f"data.train={data}"]
+    (line,) = told(*keys)
+    assert line.startswith(f"data.train: {data}:2: the answer has token ") and "('<far>')" in line
+    check(load_recipe(QUICKSTART, [*good, *keys, "warm_start.steps=0"]))  # then nobody learns from the answers
+
+
+def test_a_reward_models_tokenizer_that_is_anothers(
+    told: Callable[..., list[str]], tiny_model: Path, tmp_path: Path
+) -> None:
+    checkpoints.write_classifier(tiny_model, tmp_path / "classifier")
+    (line,) = told(f"reward_model.path={with_far_token(tmp_path / 'classifier', tmp_path / 'far')}")
+    assert line.startswith("reward_model.path: it reads any text, and its tokenizer has token ")
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "value", "says"),
+    [
+        ("config.json", "num_experts_per_tok", 9, "num_experts_per_tok is 9, more than the experts (8);"),
+        ("config.json", "max_position_embeddings", -1, "max_position_embeddings is -1;"),
+        ("config.json", "eos_token_id", 400, "eos_token_id is 400, and the vocabulary has 102 tokens;"),
+        ("generation_config.json", "eos_token_id", [2, -1], "eos_token_id is [2, -1], and the vocabulary has 102"),
+    ],
+)
+def test_a_checkpoint_whose_own_files_cannot_be(
+    told: Callable[..., list[str]], tiny_model: Path, tmp_path: Path, file: str, key: str, value: object, says: str
+) -> None:
+    """Told once, and not once more by those who read the file after the first."""
+    folder = copied(tiny_model, tmp_path / "model", file, key, value)
+    (line,) = told(f"model.path={folder}")
+    assert line.startswith(f"{folder / file}: {says}"), line
+
+
+def copied(model: Path, folder: Path, file: str, key: str, value: object) -> Path:
+    """The checkpoint with one key of one of its JSON files set otherwise; None: without it."""
+    shutil.copytree(model, folder)
+    path = folder / file
+    content = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(content | {key: value}))
+    return folder
+
+
+def test_a_chat_template_without_bounds_is_told_once_of_all_files(
+    told: Callable[..., list[str]], tiny_model: Path, tmp_path: Path
+) -> None:
+    folder = copied(tiny_model, tmp_path / "model", "generation_config.json", "eos_token_id", 2)
+    (folder / "chat_template.jinja").write_text("{{ 'x' * 30000000000 }}")
+    (line,) = told(f"model.path={folder}")
+    assert line.startswith("model.path: the chat template takes more than 1024 MB for "), line
+
+
 def test_losses_of_parts_that_the_model_does_not_have(told: Callable[..., list[str]], tmp_path: Path) -> None:
     folder = checkpoints.write(tmp_path / "dense", "llama")
     keys = ["aux_loss=0.1", "z_loss=0.1", "router_bias_rate=0.1", "mtp_loss=0.1", "replay=r3"]
     lines = told(f"model.path={folder}", "train.ep=1", "rollout.engine.tp=1", *(f"train.{key}" for key in keys))
     for key in keys:
         assert sum(line.startswith(f"train.{key.partition('=')[0]}: ") for line in lines) == 1, lines
+
+
+def test_an_fp8_cache_is_refused_where_latent_attention_does_not_take_it(
+    told: Callable[..., list[str]], good: list[str], tmp_path: Path
+) -> None:
+    folder = checkpoints.write(tmp_path / "latent", "deepseek-v3")
+    cache = "rollout.engine.sglang.kv_cache_dtype"
+    lines = told(f"model.path={folder}", f"{cache}=fp8_e4m3", "rollout.engine.sglang.attention_backend=fa3")
+    assert sum(line.startswith(f"{cache}: 'fp8_e4m3', but fa3 copies") for line in lines) == 1, lines
+    check(load_recipe(QUICKSTART, [*good, f"{cache}=fp8_e4m3"]))  # the quickstart's attention has heads of its own
 
 
 def test_a_reference_of_another_architecture(told: Callable[..., list[str]], tmp_path: Path) -> None:
@@ -260,6 +388,76 @@ def test_a_classifier_is_no_policy(told: Callable[..., list[str]], tiny_model: P
     checkpoints.write_classifier(tiny_model, tmp_path / "classifier")
     (line,) = told(f"model.path={tmp_path / 'classifier'}")
     assert line.startswith(str(tmp_path / "classifier" / "config.json")) and "it is a classifier's" in line
+
+
+def test_every_file_may_have_columns_of_its_own(
+    good: list[str], told: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """A benchmark's file as it is published, beside the training file as it is."""
+    rows: list[dict[str, object]] = [{"question": "1+2=", "meta": {"final": 3}}]
+    bench = write_rows(tmp_path / "bench.jsonl", rows)
+    keys = [f"data.eval.bench={{path: {bench}, prompt: question, answer: meta.final}}"]
+    inputs = check(load_recipe(QUICKSTART, [*good, *keys]))
+    (prompt,) = inputs.eval_sets["bench"]
+    assert (prompt.messages, prompt.answer) == ("1+2=", "3")
+    prompt_line, answer_line = sorted(told(f"data.eval.bench={bench}"), reverse=True)
+    assert "no column 'prompt'; set data.prompt to one of meta, question, or for this file alone write" in prompt_line
+    assert f"write data.eval.bench as {{path: {bench}, answer: COLUMN}}" in answer_line
+    (line,) = told(f"data.eval.bench={{path: {bench}, prompt: asked, answer: meta.final}}")
+    assert line.endswith("there is no column 'asked'; set prompt of data.eval.bench to one of meta, question")
+    (line,) = told(f"data.train=[{{path: {bench}, prompt: question, answer: meta.nothing}}]")
+    assert line.endswith("there is no column 'nothing'; set answer of data.train to one of final")
+
+
+def test_training_files_are_mixed_by_weight_or_read_as_one(
+    good: list[str], told: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    few = write_rows(tmp_path / "few.jsonl", [{"ask": f"{n}+1=", "answer": n + 1} for n in range(10)])
+    many = write_rows(tmp_path / "many.jsonl", [{"prompt": f"{n}+2=", "answer": n + 2} for n in range(90)])
+
+    def drawn(*weights: str) -> list[bool]:
+        """Of 100 prompts, which are of the first file."""
+        one, other = (f", weight: {weight}" if weight else "" for weight in weights)
+        given = f"data.train=[{{path: {few}, prompt: ask{one}}}, {{path: {many}{other}}}]"
+        prompts = check(load_recipe(QUICKSTART, [*good, given])).prompts.take(100)
+        return ["ask" in prompt.row for prompt in prompts]
+
+    assert sum(drawn("", "")) == 10, "every row of both once"
+    assert abs(sum(drawn("3", "1")) - 75) <= 2
+    given = f"data.train=[{{path: {few}, prompt: ask, weight: 2}}, {many}]"
+    (line,) = told(given)
+    assert line.startswith("data.train: data.train.1 has no weight, and other files have; write a weight for every")
+    lines = told(f"data.train=[{few}, {{path: {tmp_path}/none.jsonl}}]")
+    assert [line.split(": ")[0] for line in lines] == ["data.train.0", "data.train.1"]
+
+
+def test_prompts_that_are_too_long_are_refused_or_dropped_and_counted(
+    good: list[str], told: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    rows: list[dict[str, object]] = [{"prompt": "1" * length, "answer": "1"} for length in (3, 40, 4, 30, 5)]
+    path = write_rows(tmp_path / "long.jsonl", rows)
+    keys = [f"data.train={path}", f"data.eval.arith={path}"]
+    train, evaluation = told(*keys)
+    assert train == (
+        f"data.train: data.max_prompt_tokens (16) is exceeded by 2 of the 5 prompts of {path}, the longest is {path}:2"
+        " with 43 tokens; raise data.max_prompt_tokens to 43 or less, and set data.overlong to drop to leave out longer"
+        " prompts"
+    )
+    assert evaluation.startswith("data.eval.arith: ")
+    inputs = check(load_recipe(QUICKSTART, [*good, *keys, "data.overlong=drop"]))
+    assert sorted(len(prompt.token_ids) for prompt in inputs.prompts.take(3)) == [6, 7, 8]
+    assert [prompt.id for prompt in inputs.eval_sets["arith"]] == [f"{path}:{line}" for line in (1, 3, 5)]
+    assert len(inputs.notes) == 2
+    assert inputs.notes[0] == (
+        f"data.train: 2 of the 5 prompts of {path} were dropped because they are longer than data.max_prompt_tokens;"
+        " the longest has 43 tokens"
+    )
+    assert inputs.metrics == {
+        "data/train/prompts": 3, "data/train/dropped": 2, "data/eval/arith/prompts": 3, "data/eval/arith/dropped": 2
+    }  # fmt: skip
+    only_long = write_rows(tmp_path / "only.jsonl", rows[1:2])
+    (line,) = told(f"data.eval.arith={only_long}", "data.overlong=drop")
+    assert "exceeded by 1 of the 1 prompts" in line and line.endswith("raise data.max_prompt_tokens to 43")
 
 
 def test_chat_messages_and_parquet_are_read(good: list[str], tmp_path: Path) -> None:

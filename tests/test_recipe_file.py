@@ -65,7 +65,7 @@ def test_overrides_are_applied_in_order_and_typed_as_yaml() -> None:
     )
     assert recipe.train.lr == 1e-4
     assert recipe.run.name == "b"
-    assert dict(recipe.data.eval) == {"x": "y.jsonl", "z": "w.jsonl"}
+    assert {name: file.path for name, file in recipe.data.eval.items()} == {"x": "y.jsonl", "z": "w.jsonl"}
     assert recipe.run.trackers == ()
 
 
@@ -167,6 +167,28 @@ def test_a_misspelt_key_of_a_source_is_told() -> None:
     assert fault.mend == "did you mean reward.by_source.gsm8k.arguments?"
 
 
+def test_files_of_data_are_paths_or_branches(tmp_path: Path) -> None:
+    train = "data.train=[a.jsonl, {path: b.jsonl, weight: 2, prompt: ask}]"
+    recipe = load_recipe(QUICKSTART, [train, "data.eval.x={path: c.jsonl, answer: a.b}"])
+    assert list(recipe.data.files) == ["data.train.0", "data.train.1", "data.eval.arith", "data.eval.x"]
+    assert [file.path for file in recipe.data.files.values()] == ["a.jsonl", "b.jsonl", "data/eval.jsonl", "c.jsonl"]
+    assert (recipe.data.train[1].weight, recipe.data.train[1].prompt) == (2.0, "ask")
+    assert list(load_recipe(QUICKSTART).data.train_files) == ["data.train"]
+    (tmp_path / "again.yaml").write_text(recipe.dump_yaml())
+    assert load_recipe(tmp_path / "again.yaml") == recipe
+    faults = faults_of(QUICKSTART, "data.train=[{path: b.jsonl, wieght: 2}, 7, {path: c, weight: 0}]")
+    assert [str(fault).partition("]: ")[2] for fault in faults] == [
+        "unknown key data.train.0.wieght; did you mean data.train.0.weight?",
+        "data.train.1 is 7; write a path, or a branch with path, prompt and answer",
+        "data.train.2.weight is 0; it should be greater than or equal to 0.000000001",
+    ]
+    (fault,) = faults_of(QUICKSTART, "data.eval.x={path: c.jsonl, anwser: b}")
+    assert fault.mend == "did you mean data.eval.x.answer?"
+    for none in ("''", "[]", "{path: a.jsonl}"):
+        (fault,) = faults_of(QUICKSTART, f"data.train={none}")
+        assert fault.mend == "write a path, or a list of files with path and weight"
+
+
 def test_a_key_in_the_wrong_section_is_found_in_the_right_one() -> None:
     (fault,) = faults_of(QUICKSTART, "placement.samples_per_prompt=4")
     assert fault.mend == "did you mean rollout.samples_per_prompt?"
@@ -190,15 +212,15 @@ def test_a_key_like_no_other_lists_the_keys_there() -> None:
         ("train.lr=fast", "train.lr is 'fast'; write a number"),
         ("train.lr=.nan", "train.lr is nan; it should be a finite number"),
         ("run.name=7", "run.name is 7; write text, in quotes when it reads as a number"),
-        ("run.name=../up", "run.name is '../up'; "),
-        ("data.train=", "data.train is None; write text"),
+        ("run.name=../up", "run.name is '../up'; write letters, digits, dots, dashes and underscores, a "),
+        ("data.train=", "data.train is None; write a path, or a list of files with path and weight"),
         ("data.eval=[a]", "data.eval is ['a']; write a mapping of keys there"),
-        ("data.eval.x=3", "data.eval.x is 3; write text"),
+        ("data.eval.x=3", "data.eval.x is 3; write a path, or a branch with path, prompt and answer"),
         ("model.dtype=fp8", "model.dtype is 'fp8'; it should be 'float32' or 'bfloat16'"),
         ("run.trackers=[wandb]", "run.trackers.0 is 'wandb'; it should be 'tensorboard'"),
         ("train=3", "train is 3; write a mapping of keys there"),
-        ("rollout.samples_per_prompt=1", "rollout.samples_per_prompt is 1; it should be greater than or equal to 2"),
-        ("rollout.temperature=0", "rollout.temperature is 0; it should be greater than 0"),
+        ("rollout.samples_per_prompt=0", "rollout.samples_per_prompt is 0; it should be greater than or equal to 1"),
+        ("rollout.temperature=0", "rollout.temperature is 0; it should be greater than or equal to 0.01"),
         ("lonely", "not of the form a.b=c; write for example train.lr=1e-4"),
         ("train..lr=1", "not of the form a.b=c; write for example train.lr=1e-4"),
         ("train.lr=[", "'[' is not a YAML value; put text in quotes"),
@@ -233,7 +255,7 @@ def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
         ("", "recipe.yaml: run is missing; add run"),
         ("run: !!python/object:os.system {}\n", "recipe.yaml:1: not valid YAML"),
         ("run: {}\nrun: {}\n", "recipe.yaml:2: run is written twice; keep one of the two"),
-        ("run: &a {name: *a}\n", "recipe.yaml:1: run.name is "),
+        ("run: &a {name: *a}\n", "recipe.yaml:1: an alias stands inside of what it names"),
         ("1: {}\n", "recipe.yaml:1: 1 "),
     ],
 )

@@ -15,6 +15,7 @@ from megarl.config import Recipe
 from megarl.parallel.hf_config import model_shape
 from megarl.recipe_file import load_recipe
 from megarl.resume import FOLDER, Progress, Saver, find, go_on
+from megarl.rollout.mixing import MixedStream
 from megarl.rollout.prompts import PromptStream
 from megarl.snapshots import Snapshots
 from megarl.types import EndedEarly, Prompt, UserFaults
@@ -65,6 +66,8 @@ def fleet() -> Any:
 
 @pytest.fixture
 def made(tiny_model: Path, tmp_path: Path) -> Any:
+    (tmp_path / "try").mkdir()  # as the run's log makes it, before anything is saved
+
     def make(*overrides: str) -> Recipe:
         base = [f"model.path={tiny_model}", f"run.dir={tmp_path}", "run.name=try", "run.steps=9", "checkpoint.every=4"]
         return load_recipe(QUICKSTART, [*base, *overrides])
@@ -107,6 +110,24 @@ def test_what_is_gone_on_from(made: Any, fleet: Any, tmp_path: Path) -> None:
     go_on(found, other, again)  # type: ignore[arg-type]
     assert (other.version, other.attempts, other.trainers.calls) == (11, 5, ["load step-000009"])
     assert again.taken == prompts.taken and again.take(5) == prompts.take(5)
+
+
+def test_a_mix_of_files_goes_on_where_it_was_and_other_weights_are_refused(
+    made: Any, fleet: Any, tmp_path: Path
+) -> None:
+    def mixed(*weights: float) -> MixedStream:
+        files = [[Prompt(f"{name}{n}", "", (n,), "") for n in range(size)] for name, size in (("a", 7), ("b", 11))]
+        return MixedStream(files, weights, seed=1)
+
+    prompts = mixed(3.0, 1.0)
+    run(made(), fleet, prompts, tmp_path)
+    again, other = mixed(3.0, 1.0), Fleet(trainers=Ranks(), version=-1, attempts=0)
+    found = find(made(), again, pytest.fail)
+    assert found is not None and found.run["prompts_taken"] == 27
+    go_on(found, other, again)  # type: ignore[arg-type]
+    assert again.taken == prompts.taken and again.take(40) == prompts.take(40)
+    with pytest.raises(UserFaults, match="data.train: its rows, or the weights of its files, are not those"):
+        find(made(), mixed(3.0, 2.0), pytest.fail)
 
 
 def test_no_checkpoints_unless_they_are_asked_for(made: Any, fleet: Any, tmp_path: Path) -> None:
@@ -170,7 +191,7 @@ def test_every_reason_not_to_go_on_is_told_at_once(made: Any, tiny_model: Path, 
     keys = ["model.path", "data.train", "run.seed", "train.ep", "train.mtp_loss"]
     assert [line.split(":")[0] for line in told] == keys
     assert "is of a model with num_layers 8, this one has 4" in told[0]
-    assert "its rows are not those" in told[1]
+    assert "its rows, or the weights of its files, are not those" in told[1]
     assert "1 orders the data otherwise than 7" in told[2]
 
 

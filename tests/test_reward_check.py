@@ -80,7 +80,7 @@ def test_a_reward_that_likes_everything_is_noticed() -> None:
     [
         (["checked_rewards:gone", "--data", "rows.jsonl"], "reward.function: checked_rewards has no 'gone'"),
         (["checked_rewards:good", "--data", "gone.jsonl"], "--data: gone.jsonl is not a file"),
-        (["checked_rewards:good", "--data", "rows.jsonl", "--answer", "a"], "there is no column 'a'; set --answer to"),
+        (["checked_rewards:good", "--data", "rows.jsonl", "--answer", "a"], "more such rows); set --answer to one of"),
         (["checked_rewards:worth", "--data", "rows.jsonl"], "missing a required argument: 'right'"),
         (["checked_rewards:good", "--data", "rows.jsonl", "--argument", "x"], "--argument x: is not of the form"),
     ],

@@ -13,10 +13,12 @@ import pytest
 from megarl.config import Recipe
 from megarl.recipe_file import load_recipe
 from megarl.rollout.episodes import summary
-from megarl.sample_file import SampleFile, open_samples, sample_faults, writing
+from megarl.sample_faults import sample_faults
+from megarl.sample_file import SampleFile, open_samples, writing
 from megarl.types import ModelShape, Prompt, Sample, SampleGroup, UserFault
 
 QUICKSTART = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
+TEMPERATURE = 0.7
 SHAPE = ModelShape(4, 64, 4, 2, 16, vocab_size=32, num_experts=8, experts_per_token=2, num_dense_layers=1)
 
 
@@ -50,14 +52,14 @@ def bits(group: SampleGroup) -> list[Any]:
 
 
 def write(path: Path, *steps: list[SampleGroup]) -> SampleFile:
-    with writing(path, SHAPE.vocab_size) as file:
+    with writing(path, SHAPE.vocab_size, TEMPERATURE) as file:
         for step in steps:
             file.write(step)
     return open_samples(path)
 
 
 def recipe(*overrides: str) -> Recipe:
-    return load_recipe(QUICKSTART, ["run.steps=2", *overrides])
+    return load_recipe(QUICKSTART, ["run.steps=2", f"rollout.temperature={TEMPERATURE}", *overrides])
 
 
 def told(samples: SampleFile, *overrides: str, context: int | None = None, shape: ModelShape = SHAPE) -> list[str]:
@@ -83,7 +85,7 @@ def test_samples_with_and_without_experts_may_be_neighbours(tmp_path: Path) -> N
 
 
 def test_a_file_that_was_not_finished_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), writing(tmp_path / "samples.parquet", 32) as file:
+    with pytest.raises(KeyboardInterrupt), writing(tmp_path / "samples.parquet", 32, TEMPERATURE) as file:
         file.write([group(1)])
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
@@ -120,7 +122,7 @@ def test_other_files_are_refused_by_name(tmp_path: Path) -> None:
 
     other = tmp_path / "rows.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1+1="]}), other)
-    with pytest.raises(UserFault, match="its format is not ours, this version reads 2"):
+    with pytest.raises(UserFault, match="its format is not ours, this version reads 3"):
         open_samples(other)
     with pytest.raises(UserFault, match="gone.parquet: not a whole file of samples"):
         open_samples(tmp_path / "gone.parquet")
@@ -160,6 +162,7 @@ def test_a_file_that_fits_has_no_fault(tmp_path: Path) -> None:
         (["train.tokens_per_micro_batch=5"], None, "train.tokens_per_micro_batch: 5 is less than the longest"),
         ([], 5, "its longest sequence has 6 tokens, the model's context is 5"),
         (["train.updates_per_step=4"], None, "train.updates_per_step: 4 is more than the 3 samples of a step"),
+        (["rollout.temperature=1.0"], None, "rollout.temperature: 1.0, and "),
         (["train.replay=r3"], None, "train.replay: r3 replays the experts that the engine chose"),
     ],
 )
@@ -189,6 +192,24 @@ def test_experts_of_another_model_are_not_replayed(tmp_path: Path) -> None:
     file = write(tmp_path / "samples.parquet", [group(1, experts=np.uint8)], [group(2, experts=np.uint8)])
     (line,) = told(file, "train.replay=r3", shape=ModelShape(**{**SHAPE.__dict__, "num_dense_layers": 0}))
     assert line.startswith("train.replay: ")
+
+
+def test_another_temperature_is_told_with_what_to_write(tmp_path: Path) -> None:
+    path = write(tmp_path / "samples.parquet", [group(1)], [group(2)]).path
+    assert told(open_samples(path), f"rollout.temperature={TEMPERATURE}") == []
+    (line,) = told(open_samples(path), "rollout.temperature=1.3")
+    assert line == f"rollout.temperature: 1.3, and {path} was sampled at 0.7; set it to 0.7, or sample anew"
+
+
+def test_samples_without_company_are_refused_where_they_are_compared(tmp_path: Path) -> None:
+    """Groups that lost all but one sample are no fault, as long as there are others."""
+    alone = write(tmp_path / "alone.parquet", [group(1, samples=1)], [group(2, samples=1)])
+    mixed = write(tmp_path / "mixed.parquet", [group(1, samples=1)], [group(2, samples=2)])
+    assert sample_faults(mixed, recipe(), SHAPE, None, needs_group=True) == []
+    assert sample_faults(alone, recipe(), SHAPE, None) == []
+    (fault,) = sample_faults(alone, recipe(), SHAPE, None, needs_group=True)
+    assert fault.where == "algorithm.name"
+    assert fault.problem == f"grpo compares the samples of a prompt, and {alone.path} has one of each prompt"
 
 
 def test_the_data_row_is_kept_as_json(tmp_path: Path) -> None:

@@ -10,17 +10,20 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 SHELL_FILES = [
     *sorted((ROOT / "scripts").glob("*.sh")),
     *sorted((ROOT / "scripts" / "slurm").iterdir()),
-    ROOT / "tests" / "slurm" / "scontrol",
+    *(ROOT / "tests" / "slurm" / name for name in ("scancel", "scontrol", "squeue")),
     ROOT / ".ci" / "run",
 ]
 
@@ -83,7 +86,6 @@ def test_the_model_is_what_the_quickstart_promises(tiny_model: Path) -> None:
 
 def test_transformers_loads_the_model_without_a_missing_or_extra_weight(tiny_model: Path) -> None:
     program = f"""
-import sys; sys.modules["torchvision"] = None
 import torch
 from transformers import AutoModelForCausalLM
 model, info = AutoModelForCausalLM.from_pretrained({str(tiny_model)!r}, output_loading_info=True)
@@ -156,6 +158,63 @@ def test_the_lock_satisfies_setup_py() -> None:
     assert "sglang==0.5.21" in extras["gpu"]
 
 
+PYTHONS = ("3.11", "3.12")
+
+
+def test_every_list_of_pythons_is_the_same() -> None:
+    assert 'python_requires=">=3.11,<3.13"' in (ROOT / "setup.py").read_text()
+    assert "for name in python3.11 python3.12; do" in (ROOT / "scripts" / "setup_env.sh").read_text()
+    assert "with Python 3.11 or 3.12 and no GPU" in (ROOT / "README.md").read_text()
+    assert 'target-version = "py311"' in (ROOT / "pyproject.toml").read_text()
+
+
+def unmet(python: str) -> set[str]:
+    """What the pinned packages ask for under this Python, and the lock does not have in a version that they take."""
+    pins, found = lock(), set()
+    for name, version in pins.items():
+        package = metadata.distribution(name)
+        assert package.version.split("+")[0] == version, name
+        headers: Any = package.metadata
+        assert SpecifierSet(headers.get("Requires-Python") or "").contains(f"{python}.1"), name
+        for text in package.requires or []:
+            wanted = Requirement(text)
+            environment = {"python_version": python, "python_full_version": f"{python}.1", "extra": ""}
+            pin = pins.get(canonicalize_name(wanted.name), "")
+            if not wanted.marker or wanted.marker.evaluate(environment):
+                found |= {f"{name} wants {text}"} if not pin or not wanted.specifier.contains(pin) else set()
+    return found
+
+
+def test_the_lock_lacks_the_same_under_every_python() -> None:
+    """Left out is what the tests do without, most of it SGLang's kernels: they run under one Python, here are both."""
+    first, second = map(unmet, PYTHONS)
+    assert first == second
+    lacking = {line.split()[0] for line in first} - {"torch"}  # of which a CUDA build needs CUDA's packages
+    assert lacking == {"sglang", "huggingface-hub", "pyright", "python-dateutil"}
+
+
+def fits_one_python(name: str) -> bool:
+    """Whether the wheel that is installed has machine code for this Python alone."""
+    tags = re.findall(r"^Tag: (\S+)", metadata.distribution(name).read_text("WHEEL") or "", re.MULTILINE)
+    return all(tag.startswith("cp") and "-abi3-" not in tag for tag in tags)
+
+
+@pytest.mark.slow
+def test_pip_finds_every_pinned_package_for_the_other_python(tmp_path: Path) -> None:
+    """For this one they are installed. A newer pip reads what a package index says of its files, and fetches none."""
+    install = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--retries", "1"]
+    fetched = subprocess.run([*install, "--target", tmp_path / "pip", "pip>=25"], capture_output=True, text=True)
+    if fetched.returncode:
+        pytest.skip(f"no package index is in reach: {fetched.stderr.strip().splitlines()[-1]}")
+    (other,) = set(PYTHONS) - {f"3.{sys.version_info.minor}"}
+    pins = [f"{name}=={version}" for name, version in lock().items() if fits_one_python(name)]
+    assert {"numpy", "ray", "torch"} <= {pin.split("==")[0] for pin in pins}
+    asked = ["--dry-run", "--only-binary=:all:", "--target", tmp_path / "x", "--python-version", other, *pins]
+    settings = os.environ | {"PYTHONPATH": str(tmp_path / "pip")}
+    done = subprocess.run([*install, *asked], env=settings, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 # --- shell -------------------------------------------------------------------------------------------------------
 
 
@@ -166,8 +225,16 @@ def test_shell_files_are_sound(path: Path) -> None:
     subprocess.run([shellcheck, "-x", "--source-path=SCRIPTDIR", path], check=True)
 
 
-# A stand-in for python3.11: `-m venv --clear DIR` puts the stand-in itself there, anything else does nothing.
+# A stand-in for a Python: `-m venv --clear DIR` puts the stand-in itself there, anything else does nothing.
 MAKES_VENV = '[[ $2 == venv ]] && mkdir -p "$4/bin" && cp "$0" "$4/bin/python"; exit 0'
+NO_VENV = "[[ -z $2 || $1 != -c ]] || exit 1"  # of one that runs, and lacks the module
+
+
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+TORCH = "torch==2.13.0"
+PIP = "REPO/.venv/bin/python -m pip install -qq --no-deps --no-compile"
+FROM_CPU_INDEX = "--retries 1 --timeout 15"
+NO_CPU_BUILD = '[[ "$*" == *+cpu ]] && { echo noise; echo "ERROR: none" >&2; exit 1; }'
 
 
 class Sandbox:
@@ -214,11 +281,11 @@ def test_set_up_installs_the_lock_once_and_then_reuses_it(sandbox: Sandbox, tmp_
     assert first.returncode == 0, first.stderr
     assert first.stdout.splitlines()[-1] == f"at {sandbox.repo} clean"
     assert f"making {sandbox.repo}/.venv" in first.stdout
-    pip = "REPO/.venv/bin/python -m pip install -qq --no-deps"
     assert [line for line in sandbox.commands() if "-c" not in line.split()] == [
         "BIN/python3.11 -m venv --clear REPO/.venv",
-        f"{pip} --no-compile -r requirements/cpu.txt",
-        f"{pip} --no-build-isolation -e .",
+        f"{PIP} {FROM_CPU_INDEX} --index-url {CPU_INDEX} {TORCH}+cpu",
+        f"{PIP} -r requirements/cpu.txt",
+        f"{PIP} --no-build-isolation -e .",
     ]
     second = sandbox.set_up(Path("/"))
     assert second.stdout.splitlines() == [f"megarl: using {sandbox.repo}/.venv", f"at {sandbox.repo} clean"]
@@ -226,20 +293,41 @@ def test_set_up_installs_the_lock_once_and_then_reuses_it(sandbox: Sandbox, tmp_
 
 
 @pytest.mark.parametrize(
-    ("environment", "index"),
-    [({}, "https://download.pytorch.org/whl/cpu"), ({"MEGARL_TORCH_INDEX": "https://i"}, "https://i")],
+    ("environment", "index", "otherwise"),
+    [({}, CPU_INDEX, ""), ({"MEGARL_TORCH_INDEX": "https://i"}, "https://i", "--index-url https://i ")],
+    ids=["default", "named"],
 )
-def test_a_cuda_build_of_torch_is_replaced(
-    sandbox: Sandbox, tmp_path: Path, environment: dict[str, str], index: str
+def test_where_the_cpu_index_has_no_torch_another_build_without_cuda_is_taken(
+    sandbox: Sandbox, tmp_path: Path, environment: dict[str, str], index: str, otherwise: str
 ) -> None:
-    replaced = tmp_path / "replaced"
-    breaks = f'[[ "$*" == *force-reinstall* ]] && : >{replaced}\n[[ $2 == *torch* && ! -e {replaced} ]] && exit 1\n'
-    sandbox.stand_in("python3.11", breaks + MAKES_VENV)
+    sandbox.stand_in("python3.11", f"{NO_CPU_BUILD}\n{MAKES_VENV}")
     result = sandbox.set_up(tmp_path, **environment)
-    assert result.returncode == 0, result.stderr
-    assert f"taking the CPU build from {index}" in result.stdout
-    (command,) = [line for line in sandbox.commands() if "force-reinstall" in line]
-    assert command.endswith(f"--index-url {index} torch==2.13.0")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert f"megarl: no torch 2.13.0+cpu from {index} (ERROR: none): looking for another build" in result.stdout
+    assert [line for line in sandbox.commands() if "torch==" in line] == [
+        f"{PIP} {FROM_CPU_INDEX} --index-url {index} {TORCH}+cpu",
+        f"{PIP} {otherwise}--dry-run --ignore-installed --report - {TORCH}",
+        f"{PIP} {otherwise}{TORCH}",
+    ]
+
+
+@pytest.mark.parametrize("report", ['echo \'["nvidia-cublas; platform_system == \\"Linux\\""]\'', "exit 1"])
+@pytest.mark.parametrize(("name", "tag"), [("python3.11", "cp311"), ("python3.12", "cp312")])
+def test_where_only_the_cuda_build_is_in_reach_the_file_to_fetch_is_named(
+    sandbox: Sandbox, tmp_path: Path, name: str, tag: str, report: str
+) -> None:
+    (sandbox.bin / "python3.11").unlink()
+    sandbox.stand_in(name, f'{NO_CPU_BUILD}\n[[ "$*" == *--report* ]] && {report}\n{MAKES_VENV}')
+    result = sandbox.set_up(tmp_path)
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(
+        "megarl: pip finds no build of torch that runs without CUDA: fetch "
+        f"torch-2.13.0+cpu-{tag}-{tag}-manylinux_2_28_x86_64.whl from {CPU_INDEX}/torch/ and run this again"
+    )
+    assert "PIP_FIND_LINKS=" in line
+    assert "MEGARL_TORCH_INDEX=" in line
+    assert not [one for one in sandbox.commands() if "-r " in one or one.endswith(TORCH) and "--dry-run" not in one]
 
 
 @pytest.mark.parametrize("file", ["requirements/cpu.txt", "setup.py"])
@@ -259,7 +347,7 @@ def test_a_moved_repository_makes_a_new_environment(sandbox: Sandbox, tmp_path: 
 
 
 def test_an_interrupted_installation_is_done_again(sandbox: Sandbox, tmp_path: Path) -> None:
-    sandbox.stand_in("python3.11", f"[[ $2 == pip ]] && exit 1\n{MAKES_VENV}")
+    sandbox.stand_in("python3.11", f'[[ "$*" == *" -r "* ]] && exit 1\n{MAKES_VENV}')
     assert sandbox.set_up(tmp_path).returncode == 1
     sandbox.stand_in("python3.11", MAKES_VENV)
     assert "making" in sandbox.set_up(tmp_path).stdout
@@ -270,8 +358,7 @@ def test_an_interrupted_installation_is_done_again(sandbox: Sandbox, tmp_path: P
     ("name", "body", "says"),
     [
         ("df", "echo head; echo disk 9 9 1048576 1% /", "1 GiB free on the disk of"),
-        ("python3.11", "exit 1", "python3.11 cannot make environments"),
-        ("python3.11", f"[[ $2 == *torch* ]] && exit 1\n{MAKES_VENV}", "no CPU build of torch from https://download"),
+        ("python3.11", NO_VENV, "python3.11 cannot make environments: install its venv package (python3.11-venv)"),
     ],
 )
 def test_what_the_machine_lacks_is_said_in_a_line(
@@ -289,53 +376,84 @@ def test_a_missing_python_is_said_in_a_line(sandbox: Sandbox, tmp_path: Path) ->
     (sandbox.bin / "python3.11").unlink()
     result = sandbox.set_up(tmp_path)
     assert result.returncode == 2
-    assert result.stderr == "megarl: python3.11 is missing: install Python 3.11 and run this again\n"
+    missing = "python3.11 and python3.12 are missing: install Python 3.11 or 3.12 and run this again"
+    assert result.stderr == f"megarl: {missing}\n"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "chosen"),
+    [
+        (MAKES_VENV, MAKES_VENV, "python3.11"),
+        (None, MAKES_VENV, "python3.12"),
+        ("echo 'not this version' >&2; exit 127", MAKES_VENV, "python3.12"),
+        (NO_VENV, MAKES_VENV, "python3.12"),
+    ],
+    ids=["both", "3.12 alone", "3.11 does not run", "3.11 makes no environments"],
+)
+def test_the_set_up_takes_the_python_that_is_there(
+    sandbox: Sandbox, tmp_path: Path, first: str | None, second: str, chosen: str
+) -> None:
+    (sandbox.bin / "python3.11").unlink()
+    for name, body in (("python3.11", first), ("python3.12", second)):
+        if body is not None:
+            sandbox.stand_in(name, body)
+    result = sandbox.set_up(tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert f"making {sandbox.repo}/.venv with {chosen}" in result.stdout
+    assert f"BIN/{chosen} -m venv --clear REPO/.venv" in sandbox.commands()
 
 
 # --- test.sh -----------------------------------------------------------------------------------------------------
 
-MISSING = "megarl: bubblewrap (bwrap) is missing: the tests of the sandbox will be skipped"
-INSTALLING = "megarl: installing bubblewrap for the tests of the sandbox"
-INSTALL = "BIN/apt-get install -y --no-install-recommends bubblewrap"
+PROGRAMS = {"bwrap": ("bubblewrap", "the tests of the sandbox"), "slurmctld": ("Slurm", "the tests of Slurm jobs")}
+PACKAGES = {"bwrap": "bubblewrap", "slurmctld": "munge slurm-client slurmctld slurmd"}
+MISSING = "{name} ({program}) is missing: {tests} will be skipped"
+INSTALLING = "installing {name} for {tests}"
+INSTALL = "BIN/apt-get install -y --no-install-recommends {packages}"
 
 
+@pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize(
     ("uid", "apt_get", "says", "does"),
     [
-        ("0", "cp {bwrap} BIN/bwrap", [INSTALLING], [INSTALL]),
+        ("0", "cp {file} BIN/{program}", [INSTALLING], [INSTALL]),
         (
             "0",
-            "[[ $1 == update ]] && : >{updated}; [[ -e {updated} ]] && cp {bwrap} BIN/bwrap",
+            "[[ $1 == update ]] && : >{updated}; [[ -e {updated} ]] && cp {file} BIN/{program}",
             [INSTALLING],
             [INSTALL, "BIN/apt-get update", INSTALL],
         ),
         ("0", "exit 100", [INSTALLING, MISSING], [INSTALL, "BIN/apt-get update"]),
         ("0", None, [MISSING], []),
-        ("1000", "cp {bwrap} BIN/bwrap", [MISSING], []),
+        ("1000", "cp {file} BIN/{program}", [MISSING], []),
         ("0", "there already", [], []),
     ],
     ids=["at once", "after an update", "not at all", "without apt-get", "without rights", "there already"],
 )
-def test_test_sh_provides_bubblewrap_where_it_can(
-    sandbox: Sandbox, tmp_path: Path, uid: str, apt_get: str | None, says: list[str], does: list[str]
+def test_test_sh_provides_a_program_where_it_can(
+    sandbox: Sandbox, tmp_path: Path, program: str, uid: str, apt_get: str | None, says: list[str], does: list[str]
 ) -> None:
     sandbox.set_up(tmp_path)
     sandbox.commands()
-    bwrap = tmp_path / "bwrap"
-    bwrap.write_text("")
-    bwrap.chmod(0o755)
+    file = tmp_path / "program"
+    file.write_text("")
+    file.chmod(0o755)
+    name, tests = PROGRAMS[program]
+    told = {"program": program, "name": name, "tests": tests, "packages": PACKAGES[program]}
+    for other in PROGRAMS:
+        if other != program or apt_get == "there already":
+            sandbox.stand_in(other, "")
     sandbox.stand_in("id", f"echo {uid}")
-    for name in ("ruff", "pyright", "python"):
-        path = sandbox.repo / ".venv" / "bin" / name
+    for tool in ("ruff", "pyright", "python"):
+        path = sandbox.repo / ".venv" / "bin" / tool
         path.write_text(f"#!{shutil.which('bash')}\n")
         path.chmod(0o755)
-    if apt_get == "there already":
-        sandbox.stand_in("bwrap", "")
-    elif apt_get is not None:
-        body = apt_get.format(bwrap=bwrap, updated=tmp_path / "updated").replace("BIN", str(sandbox.bin))
+    if apt_get not in (None, "there already"):
+        body = apt_get.format(file=file, program=program, updated=tmp_path / "updated").replace("BIN", str(sandbox.bin))
         sandbox.stand_in("apt-get", f"echo noise; echo noise >&2; {body}")
     command = ["bash", str(sandbox.repo / "scripts" / "test.sh")]
     result = subprocess.run(command, env={"PATH": str(sandbox.bin)}, capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (0, "")
-    assert [line for line in result.stdout.splitlines() if "bubblewrap" in line or "noise" in line] == says
-    assert [line for line in sandbox.commands() if "apt-get" in line] == does
+    lines = [line for line in result.stdout.splitlines() if name in line or "noise" in line]
+    assert lines == [f"megarl: {line.format(**told)}" for line in says]
+    assert [line for line in sandbox.commands() if "apt-get" in line] == [line.format(**told) for line in does]

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
 
 VOCAB_SIZE = 100  # padded to 256 at TP 2, so that the second rank's half of the vocabulary is all padding
 IDLE_S = 1.0
+TEMPERATURE = 0.7
 
 
 @pytest.fixture(scope="module")
@@ -181,9 +182,14 @@ def test_an_idle_rank_leaves_the_cpu_alone(world: list[dict[str, Any]]) -> None:
 
 
 def drift(trainer: Any) -> dict[str, Any]:
-    """GRPO steps with a reference, what it says of the last one's samples, and whose weights are where."""
+    """GRPO steps with a reference, what it says of the last one's samples, and whose weights are where.
+
+    Before that, steps that move nothing: what is measured of the policy and of demonstrations.
+    """
     from megarl.parallel import waiting
 
+    plan, _, *samples = _step(1)
+    still = {name: trainer.train(name, plan, 0.0, *samples)[0] for name in ("grpo", "sft")}
     batches = deal(ragged(6, VOCAB_SIZE, seed=5), 0, 1, micro_batches=2)
     before, places = trainer.logprobs(batches), {name: one.data_ptr() for name, one in trainer.params().items()}
     kls = [metrics.get("reference_kl") for (metrics,) in (trainer.train("grpo", *_step(1)) for _ in range(3))]
@@ -191,6 +197,7 @@ def drift(trainer: Any) -> dict[str, Any]:
     with waiting.in_place_of(trainer.params(), trainer._reference):
         during = trainer.logprobs(batches)
     return {
+        "still": still,
         "kls": kls,
         "same": [np.array_equal(one, two) for one, two in zip(before or (), during or (), strict=True)],
         "back": all(torch.equal(weights[name], param) for name, param in trainer.params().items()),
@@ -201,9 +208,14 @@ def drift(trainer: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_reference_stays_what_the_policy_was(small_vocabulary: Path, dtype: str) -> None:
-    """It sits in the policy's own memory while it is asked, and the policy comes back to the last bit."""
+    """It sits in the policy's own memory while it is asked, and the policy comes back to the last bit.
+
+    The samples are of another temperature than 1: the policy and the reference too, so that nothing is between them,
+    but not a supervised loss.
+    """
     made = recipe(small_vocabulary, TrainLayout(2, 1, 2, 1), dtype=dtype)
-    made = made.model_copy(update={"reference": Reference(use=True)})
+    rollout = made.rollout.model_copy(update={"temperature": TEMPERATURE})
+    made = made.model_copy(update={"reference": Reference(use=True), "rollout": rollout})
     first, last = run_world(made, drift)
     for rank in (first, last):
         assert all(rank["same"]) and rank["back"] and rank["moved"] == []
@@ -211,6 +223,29 @@ def test_the_reference_stays_what_the_policy_was(small_vocabulary: Path, dtype: 
     start, *later = last["kls"]
     assert start == pytest.approx(0.0, abs=1e-6)
     assert all(kl > 1e-3 for kl in later)
+    (update,), *_ = _step(1)
+    tempered_T, plain_T = (_response_logps(small_vocabulary, one) for one in (TEMPERATURE, 1.0))
+    distance, nll = np.abs(tempered_T + 4.0).sum(), -plain_T.sum()  # what the engine said of every token is -4
+    tolerance = 1e-5 if dtype == "float32" else 5e-3
+    assert last["still"]["grpo"]["gap"] == pytest.approx(distance, rel=tolerance)
+    assert last["still"]["sft"]["loss"] == pytest.approx(nll / update.denominator, rel=tolerance)
+    assert abs(np.abs(plain_T + 4.0).sum() - distance) > 0.05 * distance
+    assert abs(tempered_T.sum() - plain_T.sum()) > 0.05 * nll
+
+
+def _response_logps(path: Path, temperature: float) -> np.ndarray:
+    """transformers' log-probability of every response token of `_step`'s samples."""
+    from transformers import Qwen3MoeForCausalLM
+
+    model, found = Qwen3MoeForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), []
+    *_, one, other = _step(1)
+    for group in (one, other):
+        for sample in group.samples:
+            ids = torch.tensor([[*group.prompt.token_ids, *sample.response_ids_T.tolist()]])
+            with torch.no_grad():
+                logp_TV = (model(ids).logits[0, :-1] / temperature).log_softmax(-1)
+            found.append(logp_TV.gather(-1, ids[0, 1:, None])[-len(sample.response_ids_T) :, 0].numpy())
+    return np.concatenate(found)
 
 
 def lend(trainer: Any) -> list[int]:

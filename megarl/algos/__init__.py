@@ -37,7 +37,8 @@ class Algorithm:
 
     critic: what the model that learns beside the policy says of each token. GAE makes advantages of its values, which
     are sums of process rewards otherwise. greedy_baseline: each group has a greedy sample too, whose reward is taken
-    from the others' before they become advantages. A row without an objective learns from demonstrations.
+    from the others' before they become advantages. needs_group: an advantage compares the samples of a prompt, so that
+    one sample alone teaches nothing. A row without an objective learns from demonstrations.
     """
 
     advantage: Callable[[torch.Tensor], torch.Tensor]
@@ -45,6 +46,7 @@ class Algorithm:
     rules: Rules
     critic: Literal["", "values", "process_rewards"] = ""
     greedy_baseline: bool = False
+    needs_group: bool = True
 
     @property
     def learns_from(self) -> Literal["rewards", "demonstrations"]:
@@ -71,16 +73,22 @@ ALGORITHMS: dict[str, Algorithm] = {
     ),  # arXiv 2507.18071
     "cispo": Algorithm(group_normalised, cispo, Rules(clip_low=1.0)),  # arXiv 2506.13585: no lower bound
     "remax": Algorithm(
-        outcome, reinforce, Rules(aggregation="sequence_sum"), greedy_baseline=True
+        outcome, reinforce, Rules(aggregation="sequence_sum"), greedy_baseline=True, needs_group=False
     ),  # arXiv 2310.10505
     "reinforce_pp": Algorithm(
-        outcome, clipped, Rules(whiten=True, kl_coefficient=0.001, kl_estimator="k1", kl_place="reward")
+        outcome,
+        clipped,
+        Rules(whiten=True, kl_coefficient=0.001, kl_estimator="k1", kl_place="reward"),
+        needs_group=False,
     ),  # arXiv 2501.03262
     "reinforce_pp_baseline": Algorithm(
         centred, clipped, Rules(whiten=True, kl_coefficient=0.001, kl_estimator="k2")
     ),  # the same, for several samples of a prompt
     "on_policy_distillation": Algorithm(
-        torch.zeros_like, clipped, Rules(gamma=0.0, kl_coefficient=1.0, kl_estimator="k1", kl_place="reward")
+        torch.zeros_like,
+        clipped,
+        Rules(gamma=0.0, kl_coefficient=1.0, kl_estimator="k1", kl_place="reward"),
+        needs_group=False,
     ),  # reverse KL to the reference of each token by itself: arXiv 2306.13649, section 3
     "prime": Algorithm(leave_one_out, clipped, Rules(), critic="process_rewards"),  # arXiv 2502.01456
     "ppo": Algorithm(
@@ -88,14 +96,16 @@ ALGORITHMS: dict[str, Algorithm] = {
         clipped,
         Rules(whiten=True, value_clip=0.2, kl_coefficient=0.001, kl_estimator="k1", kl_place="reward"),
         critic="values",
+        needs_group=False,
     ),  # arXiv 1707.06347, 2203.02155
     "vapo": Algorithm(
         outcome,
         clipped,
         Rules(clip_high=0.28, critic_lambda=1.0, lambda_alpha=0.05, positive_nll=0.1, critic_warmup_steps=50),
         critic="values",
+        needs_group=False,
     ),  # arXiv 2504.05118
-    "sft": Algorithm(torch.zeros_like, None, Rules()),
+    "sft": Algorithm(torch.zeros_like, None, Rules(), needs_group=False),
 }
 
 

@@ -56,7 +56,7 @@ step = st.tuples(st.floats(-2, 2), st.floats(-2, 2))
 responses = st.lists(st.lists(step, min_size=1, max_size=17), min_size=1, max_size=6)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(responses, st.sampled_from([1.0, 0.9]), st.sampled_from([0.0, 0.5, 0.95, 1.0]))
 def test_gae_equals_the_papers_sums_in_every_response(responses, gamma, lam):
     flat = torch.tensor([one for response in responses for one in response], dtype=torch.float64)

@@ -169,7 +169,7 @@ def all_at_once(name: str, mismatch: Mismatch) -> Rules:
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     lengths=st.lists(st.integers(1, LONGEST), min_size=1, max_size=10),
     seed=st.integers(0, 2**31),

@@ -115,7 +115,7 @@ some_rules = st.builds(
 
 
 @pytest.mark.parametrize("name", SURROGATES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sequences=st.lists(st.lists(token, min_size=1, max_size=6), min_size=1, max_size=4), rules=some_rules)
 def test_loss_and_gradient_equal_the_slow_loop(name: str, sequences: list[list[Any]], rules: Rules) -> None:
     columns = zip(*(one for sequence in sequences for one in sequence), strict=True)
@@ -207,7 +207,7 @@ def test_nll_is_the_weighted_sum_over_the_response() -> None:
 outcome_token = st.tuples(floats, floats, st.booleans(), st.booleans())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.lists(outcome_token, min_size=1, max_size=5), min_size=1, max_size=4))
 def test_outcome_loss_and_gradient_equal_the_slow_loop(sequences: list[list[Any]]) -> None:
     """-o log sigmoid(r) - (1 - o) log(1 - sigmoid(r)), r = 0.5 sum log(p / p_ref) (arXiv 2502.01456)."""
@@ -264,11 +264,12 @@ def _slow_value_loss(value, row, clip):
             grads.append(0.0)
             continue
         total += max(plain, clipped) * weight
-        grads.append(0.0 if clipped > plain else (value[t] - target) * weight)
+        is_cut = clip is not None and abs(value[t] - old) > clip  # else the two differ by rounding alone
+        grads.append(0.0 if is_cut and clipped > plain else (value[t] - target) * weight)
     return total, grads
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(value_token, min_size=1, max_size=12), st.data())
 def test_value_loss_and_gradient_equal_the_slow_loop(tokens, data):
     value, target, old, mask, weight = (list(column) for column in zip(*tokens, strict=True))

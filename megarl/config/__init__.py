@@ -1,0 +1,243 @@
+"""The recipe: one frozen tree that says everything about a run.
+
+Paths are relative to the working directory of the command. `recipe_file.load_recipe` reads YAML and overrides into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field
+
+from megarl.config.data import Data, Reward
+from megarl.config.fields import (
+    Branch,
+    Count,
+    FilePath,
+    FolderName,
+    LearningRate,
+    NonNegative,
+    ParallelSize,
+    Positive,
+    RunSeconds,
+    SampleCount,
+    SamplingTemperature,
+    Seed,
+    Share,
+    Slot,
+    Temperature,
+    Text,
+    TopP,
+    Whole,
+)
+from megarl.config.roles import Critic, Reference, RewardModel, Train
+from megarl.types import Aggregation, Estimator, KlPlace, Mismatch, WhenShort
+
+Tracker = Literal["tensorboard"]
+
+
+class Run(Branch):
+    """The run as a whole: `dir/name` receives every file.
+
+    `timeout_s` bounds silence, not work: a collective or rendezvous whose peers do not come, a training rank or engine
+    whose process does not answer, a scheduler of SGLang's that is stopped or stays in one round of its loop (the
+    forward pass of one batch). Whoever stands still for so long is named, and the run ends. A rollout, a step or a
+    checkpoint may take longer.
+    """
+
+    name: FolderName
+    dir: FilePath = "runs"
+    seed: Seed = 1
+    steps: Count
+    trackers: Annotated[tuple[Tracker, ...], Field(strict=False)] = ()
+    sample_log_count: Whole = 8  # responses written to samples.jsonl each step
+    timeout_s: RunSeconds = 600.0
+
+
+class Model(Branch):
+    """A HF checkpoint folder, a folder with its config.json alone, for plans, and the type of both sides' weights."""
+
+    path: FilePath
+    config: FilePath | None = None
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+
+
+class Algorithm(Branch):
+    """A row of `megarl.algos.ALGORITHMS`, and those of its rules (`megarl.types.Rules`) that are to be others."""
+
+    name: Text = "grpo"
+    clip_low: Annotated[float, Field(ge=1e-9, le=1)] | None = None
+    clip_high: Positive | None = None
+    dual_clip: Annotated[float, Field(gt=1, le=1e9)] | None = None
+    aggregation: Aggregation | None = None
+    kl_coefficient: NonNegative | None = None
+    kl_estimator: Estimator | None = None
+    kl_place: KlPlace | None = None
+    entropy_coefficient: NonNegative | None = None
+    whiten: bool | None = None
+    gamma: Share | None = None
+    gae_lambda: Share | None = None
+    critic_lambda: Share | None = None
+    value_clip: Positive | None = None
+    lambda_alpha: NonNegative | None = None
+    positive_nll: NonNegative | None = None
+    critic_warmup_steps: Whole | None = None
+    process_scale: Positive | None = None
+    mismatch: Mismatch | None = None
+    mismatch_low: NonNegative | None = None
+    mismatch_high: Positive | None = None
+    dynamic_sampling: bool | None = None
+    oversample: Annotated[float, Field(ge=1, le=100)] | None = None
+    max_rounds: Count | None = None
+    when_short: WhenShort | None = None
+    overlong_share: Share | None = None
+    overlong_filter: bool | None = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The rules that are set."""
+        return self.model_dump(exclude={"name"}, exclude_none=True)
+
+
+class WarmStart(Branch):
+    """Supervised steps on the training answers before step 1; none by default."""
+
+    steps: Whole = 0
+    sequences_per_step: Count = 256
+    lr: LearningRate = 1e-3
+    warmup_steps: Whole = 0
+
+
+class Engines(Branch):
+    """`count` SGLang engines of `tp` slots each; `sglang` passes SGLang's own server arguments through."""
+
+    count: ParallelSize = 1
+    tp: ParallelSize = 1
+    ep: ParallelSize = 1  # groups of tp / ep slots that share the experts out among them
+    dp: ParallelSize = 1  # SGLang's DP attention: groups of tp / dp slots that each hold the whole attention
+    fp8: bool = False  # weights in float8 tiles of 128 x 128, quantised before they are sent
+    sglang: dict[str, Any] = Field(default_factory=dict)
+
+
+class Rollout(Branch):
+    """What is sampled in one step, and by which engines.
+
+    The policy is the distribution that is sampled from, softmax(logits / temperature): logprobs, ratios, entropy and
+    the KL to the reference are those of this temperature on both sides. Supervised losses are of temperature 1.
+    """
+
+    prompts_per_step: Count
+    samples_per_prompt: SampleCount  # at least 2 where an advantage compares the samples of a group
+    max_response_tokens: Count
+    temperature: SamplingTemperature = 1.0
+    top_p: TopP = 1.0  # 1 for training samples; an evaluation's may be less
+    seeded: bool = False  # the same seed and weights give the same samples, to the last bit; slower
+    engine: Engines = Field(default_factory=Engines)
+
+
+class EvaluationSet(Branch):
+    """How one set of `data.eval` is answered; what is not set is as for all sets."""
+
+    max_prompts: Count | None = None
+    samples: SampleCount | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    max_response_tokens: Count | None = None
+
+
+class Evaluation(Branch):
+    """`samples` answers to at most `max_prompts` prompts of each set, every `every` steps and at the end.
+
+    Before training, too, unless `at_start` is false. At temperature 0 the answer is the greedy one.
+    `max_response_tokens` is the rollout's unless it is set; `sets` has what is otherwise with single sets.
+    """
+
+    every: Count = 10
+    at_start: bool = True
+    max_prompts: Count = 256
+    samples: SampleCount = 1
+    temperature: Temperature = 0.0
+    top_p: TopP = 1.0
+    max_response_tokens: Count | None = None
+    sets: Mapping[FolderName, EvaluationSet] = Field(default_factory=dict)
+
+    def of(self, name: str) -> Evaluation:
+        """As the set of this name has it."""
+        own = self.sets.get(name, EvaluationSet()).model_dump(exclude_none=True)
+        return self.model_copy(update=own)
+
+
+class Checkpoint(Branch):
+    """Everything a run needs to go on: written every `every` steps (never, unless it is set), the last `keep` kept."""
+
+    every: Count | None = None
+    keep: Count = 3
+    asynchronous: bool = True  # files are written while training goes on
+
+
+class Reshard(Branch):
+    """`round_bytes` bounds the bytes a member has in flight, whatever the model's size.
+
+    `verify` holds what the engines got against the trained weights: by sums, or by sending every byte once more.
+    """
+
+    round_bytes: Annotated[int, Field(ge=1024, le=2**40)] = 512 * 1024 * 1024
+    verify: Literal["off", "checksum", "full"] = "off"
+
+
+class Placement(Branch):
+    """GPU slots of the run; trainer ranks and engines share them, or have slots of their own."""
+
+    gpus: ParallelSize
+    train_gpus: ParallelSize | None = None  # training ranks, on the first slots; all slots unless it is set
+    first_engine_gpu: Slot = 0  # from here on the engines sit; train_gpus: on GPUs of their own
+    gpus_per_node: ParallelSize = 8  # neighbours with fast links: what several of them need enters their node once
+    network: Literal["loopback", "nodes"] = "loopback"  # nodes: of a Ray cluster that runs, by the addresses it has
+    hardware: FilePath | None = None  # a file of recipes/hardware, which `megarl plan` reckons with
+
+    @property
+    def node_gpus(self) -> int | None:
+        """GPUs of each node of the Ray cluster that runs; None where the run begins one of its own on this machine."""
+        return self.gpus_per_node if self.network == "nodes" else None
+
+    def gpu_of(self, slot: int) -> int:
+        """The number that a slot's GPU has on its node."""
+        return slot % self.gpus_per_node if self.network == "nodes" else slot
+
+
+class Recipe(Branch):
+    """Everything about a run."""
+
+    run: Run
+    model: Model
+    data: Data
+    algorithm: Algorithm = Field(default_factory=Algorithm)
+    warm_start: WarmStart = Field(default_factory=WarmStart)
+    reward: Reward
+    rollout: Rollout
+    evaluation: Evaluation = Field(default_factory=Evaluation)
+    train: Train
+    reference: Reference = Field(default_factory=Reference)
+    critic: Critic = Field(default_factory=Critic)
+    reward_model: RewardModel = Field(default_factory=RewardModel)
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    reshard: Reshard = Field(default_factory=Reshard)
+    placement: Placement
+
+    @property
+    def longest_response(self) -> int:
+        """The most tokens that an engine is asked for at once."""
+        sets = [self.evaluation.of(name).max_response_tokens or 0 for name in self.data.eval]
+        return max(self.rollout.max_response_tokens, *sets) if sets else self.rollout.max_response_tokens
+
+    @property
+    def engine_nodes(self) -> int:
+        """The nodes that one engine spans."""
+        tp = self.rollout.engine.tp
+        return max(1, tp // (self.placement.node_gpus or tp))
+
+    def dump_yaml(self) -> str:
+        """The whole recipe, defaults included, as YAML that loads back to an equal recipe."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)

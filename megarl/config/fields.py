@@ -1,0 +1,64 @@
+"""The types of the recipe's values, and what every branch of it is.
+
+Each number has bounds, beyond which no run can use it: what float32, NumPy's seeds, a file's name or a clock can hold.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+_LONGEST_NAME, _LONGEST_PATH = 255, 4095  # bytes: Linux's NAME_MAX and PATH_MAX
+_DAY_S = 86_400.0
+_LEAST_START_S = 5
+
+
+def _path(text: str) -> str:
+    """A path that the operating system can be asked for. Raises ValueError with what to write instead."""
+    if "\0" in text:
+        raise ValueError("write a path without a NUL character")
+    if len(text.encode()) > _LONGEST_PATH or any(len(name.encode()) > _LONGEST_NAME for name in text.split("/")):
+        raise ValueError(f"write at most {_LONGEST_NAME} bytes between slashes, and {_LONGEST_PATH} in all")
+    return text
+
+
+def _start(seconds: float) -> float:
+    if seconds < _LEAST_START_S:
+        raise ValueError(f"write {_LEAST_START_S} or more: no engine and no training rank starts within less")
+    return seconds
+
+
+def _temperature(value: float) -> float:
+    if value and not 0.01 <= value <= 100:
+        raise ValueError("write 0 (greedy), or a number from 0.01 to 100")
+    return value
+
+
+Whole = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+ParallelSize = Annotated[int, Field(ge=1, le=65_536)]
+Slot = Annotated[int, Field(ge=0, le=65_536)]
+Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]  # NumPy's are below 2**32, and engines and ranks add their numbers
+SampleCount = Annotated[int, Field(ge=1, le=65_536)]  # of one prompt
+Bytes = Annotated[int, Field(ge=1, le=2**60)]
+Text = Annotated[str, Field(min_length=1)]
+FilePath = Annotated[str, Field(min_length=1), AfterValidator(_path)]
+FolderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+NonNegative = Annotated[float, Field(ge=0, le=1e6)]
+Positive = Annotated[float, Field(ge=1e-9, le=1e9)]
+Speed = Annotated[float, Field(ge=1, le=1e21)]  # bytes or operations a second
+Weight = Annotated[float, Field(ge=-1e6, le=1e6)]
+Share = Annotated[float, Field(ge=0, le=1)]
+LearningRate = Annotated[float, Field(ge=1e-15, le=10)]
+Temperature = Annotated[float, Field(ge=0), AfterValidator(_temperature)]  # 0: greedy
+SamplingTemperature = Annotated[float, Field(ge=0.01, le=100)]
+TopP = Annotated[float, Field(ge=1e-6, le=1)]
+Seconds = Annotated[float, Field(ge=0.01, le=7 * _DAY_S)]
+RunSeconds = Annotated[float, Field(gt=0, le=7 * _DAY_S), AfterValidator(_start)]
+
+
+class Branch(BaseModel):
+    """One branch of the recipe: frozen, exact types, no key that is not declared."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)

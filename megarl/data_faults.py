@@ -1,0 +1,128 @@
+"""The data that a recipe names, read and tokenised, and what is wrong with its files."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megarl.config import Recipe
+from megarl.config.data import Data, DataFile
+from megarl.rollout.mixing import MixedStream
+from megarl.rollout.prompts import PromptFile, PromptSource, PromptStream, load_prompts
+from megarl.rollout.token_cache import TokenCache
+from megarl.rollout.tokens import ProgressBar, Tokens, cached_tokens, tokenise
+from megarl.types import Metrics, Prompt, UserFault, UserFaults
+
+
+@dataclass(frozen=True)
+class DataRead:
+    """The files that could be read, by their recipe keys, and what is wrong with the others."""
+
+    train: Mapping[str, PromptFile]
+    eval_sets: Mapping[str, PromptFile]
+    faults: list[UserFault] = field(default_factory=list)
+
+    @property
+    def train_prompts(self) -> Sequence[Prompt]:
+        return [prompt for file in self.train.values() for prompt in file.prompts]
+
+    @property
+    def notes(self) -> list[str]:
+        """A line for each file from which prompts were dropped."""
+        return [
+            f"{file.source.where}: {file.num_dropped} of the {file.num_rows} prompts of {file.source.path} were dropped"
+            f" because they are longer than data.max_prompt_tokens; the longest has {file.longest} tokens"
+            for file in (*self.train.values(), *self.eval_sets.values())
+            if file.num_dropped
+        ]
+
+    @property
+    def metrics(self) -> Metrics:
+        """For the record of step 0: prompts that are there and that were dropped, of training and of each set."""
+        found: Metrics = {}
+        sets = {"train": list(self.train.values())} | {f"eval/{name}": [file] for name, file in self.eval_sets.items()}
+        for name, files in sets.items():
+            found[f"data/{name}/prompts"] = float(sum(len(file.prompts) for file in files))
+            found[f"data/{name}/dropped"] = float(sum(file.num_dropped for file in files))
+        return found
+
+    def stream(self, recipe: Recipe) -> PromptStream:
+        """Of the training files that were read, at least one: by weight where they have any, else all rows alike."""
+        weights = [recipe.data.train_files[where].weight for where in self.train]
+        if len(weights) < 2 or None in weights:
+            return PromptStream(self.train_prompts, recipe.run.seed)
+        files = [file.prompts for file in self.train.values()]
+        return MixedStream(files, [weight for weight in weights if weight], recipe.run.seed)
+
+
+def read_data(
+    recipe: Recipe,
+    tokenizer: object,
+    bar: ProgressBar,
+    *,
+    vocab_size: int | None = None,
+    absent: Container[str] = (),
+    cache: TokenCache | None = None,
+) -> DataRead:
+    """Every file of the recipe's data but those whose keys are absent; every fault of every file is in what returns.
+
+    vocab_size: the model's, or None where it is not known.
+    """
+    data, faults = recipe.data, _weight_faults(recipe.data)
+    read: dict[str, PromptFile] = {}
+    for where, file in data.files.items():
+        if where in absent:
+            continue
+        try:
+            read[where] = load_prompts(
+                _source(data, where, file),
+                tokenizer,
+                max_prompt_tokens=data.max_prompt_tokens,
+                vocab_size=vocab_size,
+                overlong=data.overlong,
+                cache=cache,
+                bar=bar,
+            )
+        except UserFaults as several:
+            faults += several.faults
+            if any(fault.where == "model.path" for fault in several.faults):  # the template: no file can be rendered
+                break
+    train = {where: read[where] for where in data.train_files if where in read}
+    eval_sets = {name: read[f"data.eval.{name}"] for name in data.eval if f"data.eval.{name}" in read}
+    return DataRead(train, eval_sets, faults)
+
+
+def tokens_of_answers(
+    tokenizer: object, prompts: Sequence[Prompt], bar: ProgressBar, cache: TokenCache | None
+) -> Tokens:
+    """The answers as supervised steps learn them, but for the end-of-sequence token."""
+    answers = [prompt.answer for prompt in prompts]
+
+    def make() -> Tokens:
+        with bar(f"data.train: tokenising {len(answers):,} answers", len(answers)) as done:
+            return tokenise(tokenizer, answers, special=False, done=done)
+
+    return cached_tokens(cache, tokenizer, "answers", answers, make) or make()
+
+
+def _source(data: Data, where: str, file: DataFile) -> PromptSource:
+    """The file with its own columns, or those of all files."""
+    given = {"prompt": file.prompt, "answer": file.answer}
+    mends = {}
+    for key, name in given.items():
+        mends[key] = f"set data.{key} to one of {{columns}}"
+        if name:
+            mends[key] = f"set {key} of {where} to one of {{columns}}"
+        elif where != "data.train":
+            mends[key] += f", or for this file alone write {where} as {{path: {file.path}, {key}: COLUMN}}"
+    prompt, answer = file.prompt or data.prompt, file.answer or data.answer
+    return PromptSource(where, file.path, prompt, answer, mends["prompt"], mends["answer"])
+
+
+def _weight_faults(data: Data) -> list[UserFault]:
+    """Weights of some files and not of others say nothing about these."""
+    without = [where for where, file in data.train_files.items() if file.weight is None]
+    if not without or len(without) == len(data.train):
+        return []
+    problem = f"{' and '.join(without)} {'has' if len(without) == 1 else 'have'} no weight, and other files have"
+    return [UserFault("data.train", problem, "write a weight for every file, or for none")]

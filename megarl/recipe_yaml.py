@@ -1,0 +1,220 @@
+"""YAML text -> plain values, and where each key is written.
+
+Words are read as YAML 1.2 reads them: `off`, `yes` and `2026-01-01` are text, 1e-3 is a number. What YAML 1.1 and 1.2
+read as two different values (017, 1:30) is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megarl.types import UserFault, UserFaults
+
+_MOST_BYTES = 1024 * 1024
+_DEEPEST = 32  # mappings and lists inside each other
+_MOST_VALUES = 20_000  # where aliases are counted as what they stand for
+_MOST_DIGITS = 40
+_TAG = "tag:yaml.org,2002:"
+_SCALARS = tuple(_TAG + name for name in ("str", "int", "float", "bool", "null", "merge", "value"))
+_COLLECTIONS = (_TAG + "map", _TAG + "seq")
+_OCTAL = re.compile(r"[-+]?0[0-9_]*[0-9]")
+_SEXAGESIMAL = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
+_SWITCHES = {"yes": "true", "on": "true", "no": "false", "off": "false"}  # YAML 1.1's further names of the booleans
+
+
+class _TooDeep(Exception):
+    """line: where the mappings and lists are nested too deep."""
+
+    def __init__(self, line: int) -> None:
+        super().__init__(line)
+        self.line = line
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML whose words are those of YAML 1.2."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, words) for tag, words in resolvers if tag not in (_TAG + "bool", _TAG + "timestamp")]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Raises _TooDeep before Python's stack ends: it takes a few function calls for each level."""
+        self.depth += 1
+        if self.depth > _DEEPEST:
+            raise _TooDeep(self.peek_event().start_mark.line + 1)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+_Loader.add_implicit_resolver(_TAG + "bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+_Loader.add_implicit_resolver(
+    _TAG + "float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+_RESOLVER = _Loader("")  # of single words
+
+
+@dataclass
+class Parsed:
+    """A YAML text's value; dotted key -> where it is written; the faults of single values, and whose they are."""
+
+    value: Any = None
+    origins: dict[str, str] = field(default_factory=dict)
+    faults: list[UserFault] = field(default_factory=list)
+    keys_at_fault: set[str] = field(default_factory=set)
+
+
+def read_file(path: Path) -> str:
+    """The text of a file; a byte order mark is left out. Raises UserFaults: unreadable, too large, not UTF-8."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: a NUL character in the path
+        reason = getattr(error, "strerror", None) or error
+        raise UserFaults([UserFault(str(path), f"cannot be read ({reason})", "name a YAML file")]) from None
+    if len(content) > _MOST_BYTES:
+        problem = f"it has more than {_MOST_BYTES} bytes, which no recipe has"
+        raise UserFaults([UserFault(str(path), problem, "name a YAML file of a recipe's keys")])
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        where = f"{path}:{content[: error.start].count(10) + 1}"
+        problem = f"not UTF-8 text (the byte 0x{content[error.start]:02x})"
+        raise UserFaults([UserFault(where, problem, "save the file as UTF-8")]) from None
+
+
+def parse(text: str, where: Callable[[int], str], is_free: Callable[[str], bool], prefix: str = "") -> Parsed:
+    """The value of a YAML text.
+
+    where: a line, counted from 1 -> where it is, for faults and origins. is_free: whether the value of a dotted key may
+    be of any type, so that no later check tells of one that is meant otherwise. prefix: the dotted key whose value the
+    text is. Raises UserFaults for a text that has no value.
+    """
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        found = Parsed()
+        if node is not None:
+            _check_size(node, where)
+            _walk(node, prefix, where, is_free, found)
+            found.value = loader.construct_document(node)
+        return found
+    except _TooDeep as error:
+        problem = f"mappings and lists are nested more than {_DEEPEST} deep, and no key of a recipe is"
+        raise UserFaults([UserFault(where(error.line), problem, "take the nesting out")]) from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        problem = f"not valid YAML (the character U+{int(error.character):04X} is not allowed)"
+        raise UserFaults([UserFault(where(line), problem, "remove it")]) from None
+    except yaml.YAMLError as error:
+        if prefix:
+            raise UserFaults([UserFault(where(1), f"{text!r:.80} is not a YAML value", "put text in quotes")]) from None
+        line = getattr(getattr(error, "problem_mark", None), "line", 0) + 1
+        problem = f"not valid YAML ({getattr(error, 'problem', None) or error})"
+        raise UserFaults([UserFault(where(line), problem, "correct the syntax")]) from None
+
+
+def _check_size(root: yaml.Node, where: Callable[[int], str]) -> None:
+    """Aliases of aliases make a short text very long, and one inside of what it names endless."""
+    sizes: dict[int, int | None] = {}  # None: not known yet, because it is being counted
+
+    def size(node: yaml.Node) -> int:
+        if id(node) in sizes:
+            known = sizes[id(node)]
+            if known is None:
+                line = where(node.start_mark.line + 1)
+                raise UserFaults([UserFault(line, "an alias stands inside of what it names", "write the value out")])
+            return known
+        sizes[id(node)] = None
+        sizes[id(node)] = total = 1 + sum(map(size, _children(node)))
+        return total
+
+    if size(root) > _MOST_VALUES:
+        problem = f"it has more than {_MOST_VALUES} values, which no recipe has"
+        raise UserFaults([UserFault(where(root.start_mark.line + 1), problem, "take the aliases or the values out")])
+
+
+def _children(node: yaml.Node) -> Iterator[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            yield key
+            yield value
+    elif isinstance(node, yaml.SequenceNode):
+        yield from node.value
+
+
+def _walk(
+    node: yaml.Node, path: str, where: Callable[[int], str], is_free: Callable[[str], bool], found: Parsed
+) -> None:
+    """Note every key below `node` with its place, and the faults of its values; path: the node's dotted key.
+
+    A key written twice is a fault, for YAML drops one in silence. Raises UserFaults for what has no value.
+    """
+    place = where(node.start_mark.line + 1)
+    if isinstance(node, yaml.ScalarNode):
+        fault = _scalar_fault(node, place, is_free(path))
+        if fault:
+            found.faults.append(fault)
+            found.keys_at_fault.add(path)
+    elif node.tag not in _COLLECTIONS:
+        raise _tag_fault(node, place)
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _walk(item, path, where, is_free, found)
+    elif isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            line = where(key.start_mark.line + 1)
+            if not isinstance(key, yaml.ScalarNode) or not key.value.isprintable():
+                raise UserFaults([UserFault(line, "a key is not printable text on one line", "write a recipe's key")])
+            name = f"{path}.{key.value}".lstrip(".")
+            if name in seen:
+                found.faults.append(UserFault(line, f"{name} is written twice", "keep one of the two"))
+            seen.add(name)
+            found.origins[name] = line
+            _walk(value, name, where, is_free, found)
+
+
+def _tag_fault(node: yaml.Node, place: str) -> UserFaults:
+    name = str(node.tag).replace(_TAG, "!!")
+    problem = f"not valid YAML for a recipe (the tag {name!r:.60})"
+    return UserFaults([UserFault(place, problem, "write the value without a tag")])
+
+
+def _scalar_fault(node: yaml.ScalarNode, place: str, is_free: bool) -> UserFault | None:
+    text, is_plain = node.value, node.style is None
+    plain_tag = _TAG + "str" if not is_plain else _RESOLVER.resolve(yaml.ScalarNode, text, (True, False))
+    if node.tag not in _SCALARS or (node.tag != plain_tag and node.tag != _TAG + "str"):
+        raise _tag_fault(node, place)
+    odd = next((letter for letter in text if letter in "\0\ufeff" or "\ud800" <= letter <= "\udfff"), None)
+    if odd is not None:
+        return UserFault(place, f"the text has the character U+{ord(odd):04X}", "remove it")
+    if not is_plain:
+        return None
+    if node.tag == _TAG + "int" and len(text) > _MOST_DIGITS:
+        problem = f"{text[:20]}... is a number of {len(text)} digits"  # Python refuses to read some
+        raise UserFaults([UserFault(place, problem, "write a smaller one")])
+    if _OCTAL.fullmatch(text) and text.strip("+-0_"):
+        problem = f"{text} begins with a zero, for which YAML 1.1 and 1.2 read two different values"
+        return UserFault(place, problem, f"write {_without_zeros(text)}, or '{text}' in quotes where text is meant")
+    if _SEXAGESIMAL.fullmatch(text) and node.tag != _TAG + "str":
+        problem = f"{text} is a number to the base 60 in YAML 1.1, and text in YAML 1.2"
+        return UserFault(place, problem, f"write the number out, or '{text}' in quotes where text is meant")
+    if is_free and text.lower() in _SWITCHES:
+        problem = f"{text} is {_SWITCHES[text.lower()]} in YAML 1.1, and text in YAML 1.2"
+        return UserFault(place, problem, f"write {_SWITCHES[text.lower()]}, or '{text}' in quotes where text is meant")
+    return None
+
+
+def _without_zeros(text: str) -> str:
+    sign = text[0] if text[0] in "+-" else ""
+    return sign + text.lstrip("+-0_")
