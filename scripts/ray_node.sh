@@ -66,6 +66,7 @@ address=$(own_addresses) || true
 [[ $address =~ ^[0-9]+\.[0-9]+\.[0-9]+\.[0-9]+$ ]] || give_up "MEGARL_NODE_ADDRESS is $address: write a numeric IPv4 address"
 
 export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0
+export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0 # Ray would wait half a minute for work that its driver has ended
 export RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=1 # an engine takes several GPUs: its process picks them by slot
 # Above its threshold, 95 % of the host's memory, Ray kills the process that takes most: a training rank whose optimizer or
 # checkpoint lies there by plan, and the run with it.

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
 
 VOCAB_SIZE = 100  # padded to 256 at TP 2, so that the second rank's half of the vocabulary is all padding
 IDLE_S = 1.0
+STEPS = 200  # of a run that may not grow
 TEMPERATURE = 0.7
 
 
@@ -73,14 +74,14 @@ def _buffers(trainer: Any) -> list[Any]:
     return [buffer for chunk in trainer._model.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
 
 
-def _step(updates: int) -> tuple[Any, ...]:
-    """Arguments of Trainer.train: two groups of four samples."""
-    rng = np.random.default_rng(9)
+def _step(updates: int, seed: int = 9, longest: int = 6) -> tuple[Any, ...]:
+    """Arguments of Trainer.train: two groups of four samples of up to `longest` tokens."""
+    rng = np.random.default_rng(seed)
     groups, refs = [], []
     for group in range(2):
         samples = [
             Sample(rng.integers(0, VOCAB_SIZE, length), np.full(length, -4.0, np.float32), "", True, 0)
-            for length in rng.integers(1, 7, 4)
+            for length in rng.integers(1, longest + 1, 4)
         ]
         prompt = Prompt("", "", tuple(rng.integers(0, VOCAB_SIZE, 5)), "")
         groups.append(SampleGroup(prompt, tuple(samples), np.zeros(4, np.float32), np.zeros(4, np.bool_)))
@@ -267,6 +268,24 @@ def test_lending_gives_the_gradients_memory_back_to_the_machine(tmp_path: Path) 
     gradients = 2 * 32_000 * 256 * 4
     assert full - lent > 0.9 * gradients
     assert again - lent > 0.9 * gradients
+
+
+def hold(trainer: Any) -> list[int]:
+    """What the process holds after each step of a run; every step is of other shapes."""
+    held = []
+    for seed in range(STEPS):
+        trainer.onload()
+        trainer.train("grpo", *_step(2, seed, longest=19))
+        trainer.offload()
+        held.append(trainer.held_bytes())
+    return held
+
+
+def test_memory_is_flat_over_two_hundred_steps(small_vocabulary: Path) -> None:
+    """A step that kept 0.1 MB would show: 10 MB from the second quarter of the steps to the last."""
+    (held,) = run_world(recipe(small_vocabulary, TrainLayout(1, 1, 1, 1)), hold)
+    quarter = STEPS // 4
+    assert np.median(held[-quarter:]) - np.median(held[quarter : 2 * quarter]) < 50e3 * 2 * quarter, held
 
 
 def learn(trainer: Any) -> dict[str, Any]:

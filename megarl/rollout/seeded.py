@@ -48,6 +48,7 @@ def patch_sglang() -> None:
     if DEVICE == "cpu":
         hand_on_seeds()
         hash_without_kernels()
+        round_logprobs_alike()
         compute_rows_alike()
         add_in_rank_order()
 
@@ -101,6 +102,18 @@ def hash_without_kernels() -> None:
     from sglang.srt.layers import sampler
 
     sampler.murmur_hash32 = murmur_hash  # type: ignore[assignment]
+
+
+def round_logprobs_alike() -> None:
+    """SGLang's logprobs are log_softmax where a whole batch is greedy or deterministic, and log(softmax) elsewhere."""
+    from sglang.srt.layers import sampler
+
+    class Sampler(sampler.Sampler):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enable_deterministic = True
+
+    sampler.Sampler = Sampler
 
 
 def murmur_hash(seeds: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import cProfile
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -294,8 +294,13 @@ def test_one_expert_cut_inside_a_tile_is_refused() -> None:
     assert sglang_map.parts(only_experts, EngineLayout(1, 32, 32, fp8=True))
 
 
-def test_a_large_cluster_is_mapped_at_once() -> None:
-    for engine in (EngineLayout(16, 32, 1), EngineLayout(16, 32, 32)):
-        start = time.process_time()
-        assert len(sglang_map.parts(V3, engine)) == 33
-        assert time.process_time() - start < 0.5
+def calls_of_mapping(engine: EngineLayout) -> int:
+    profile = cProfile.Profile()
+    profile.runcall(sglang_map.parts, V3, engine)
+    return sum(entry.callcount for entry in profile.getstats())
+
+
+@pytest.mark.parametrize("ep", [1, 8])
+def test_a_cluster_sixteen_times_as_large_costs_less_than_sixteen_times_as_much(ep: int) -> None:
+    assert len(sglang_map.parts(V3, EngineLayout(16, 32, ep * 4))) == 33
+    assert calls_of_mapping(EngineLayout(16, 32, ep * 4)) < 8 * calls_of_mapping(EngineLayout(4, 8, ep))

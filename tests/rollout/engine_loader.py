@@ -24,7 +24,8 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
     params = list(engine_model.params(model).values())
     time.sleep(message.get("rest_s", 0.0))
     if seconds := message.get("rest_in_next_round_s"):
-        model.register_forward_pre_hook(lambda *_: time.sleep(seconds))
+        decoder = next(model.children())  # SGLang calls the whole model's forward itself, past its hooks
+        decoder.register_forward_pre_hook(lambda *_: time.sleep(seconds))
     if "shape" in message:
         verify(model, message["shape"], message["engine"])
     half = len(params) // 2

@@ -44,6 +44,7 @@ MpiDefault=none
 MessageTimeout=60
 BatchStartTimeout=60
 KillWait=60
+CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
 NodeName={nodes[0]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=1 RealMemory=1000 Gres=gpu:2
 NodeName={nodes[1]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=1 RealMemory=1000 Gres=gpu:2
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
