@@ -74,6 +74,15 @@ def _interface_to(host: str) -> str:
     return "lo" if is_loopback(own) else names[0]
 
 
+def agree_on_nccl() -> None:
+    """Give NCCL the settings that SGLang gives it in engines; training ranks share communicators with them.
+
+    SGLang leaves alone what the environment says, so that a user's own values hold on both sides too.
+    """
+    os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+
+
 def listening_socket(host: str = LOOPBACK) -> socket.socket:
     """Listens on a free port of one of this machine's addresses, and on no other address."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)

@@ -19,7 +19,7 @@ from megarl import ray_settings  # noqa: F401  isort: skip  (before Ray)
 import ray
 import ray.exceptions
 
-from megarl.device import use_network
+from megarl.device import agree_on_nccl, use_network
 from megarl.nics import Seat, seat
 from megarl.types import UserFault
 
@@ -52,6 +52,7 @@ class _Shell:
         module, _, name = target.partition(":")
         loop = asyncio.get_running_loop()
         use_network(host)
+        agree_on_nccl()
         _enter(folder)
         cls = await loop.run_in_executor(self._thread, lambda: getattr(importlib.import_module(module), name))
         with _short_errors():

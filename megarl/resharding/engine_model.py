@@ -20,7 +20,12 @@ from megarl.parallel.layout import FP8_TILE
 from megarl.resharding.shards import LayoutError
 
 # SGLang's MoE layers that store experts in another order: each is a flag of the layer or of its quantisation method.
-_UNKNOWN_MOE_LAYOUTS = ("use_triton_kernels", "use_flashinfer_trtllm_moe", "load_up_proj_weight_first")
+_UNKNOWN_MOE_LAYOUTS = (
+    "use_triton_kernels",
+    "use_flashinfer_trtllm_moe",
+    "load_up_proj_weight_first",
+    "w13_swiglu_interleaved",
+)
 _REPLICATED_QUERIES = "w_kc_qrep"  # made once at start from the weights of that time
 _CACHE_SCALES = ("k_scale", "v_scale")
 

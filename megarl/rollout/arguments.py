@@ -44,6 +44,7 @@ _OURS = {
     "enable_return_routed_experts": "train.replay",
 }
 _SINGLE_OWNER = "it keeps weights in other places than resharding writes to"
+_ONE_SIDED = "it sets up NCCL in engines alone; NCCL_NVLS_ENABLE and NCCL_CUMEM_ENABLE of the environment hold for all"
 REFUSED = {  # first letters of server arguments that the weights' map cannot follow: why
     "speculative_": "a draft model would keep the weights that it started with",
     "enable_eplb": "it moves experts between ranks while the engine runs",
@@ -67,11 +68,14 @@ REFUSED = {  # first letters of server arguments that the weights' map cannot fo
     "offload_group_size": _SINGLE_OWNER,
     "weight_cache_mode": _SINGLE_OWNER,
     "kt_": _SINGLE_OWNER,
+    "enable_nccl_nvls": _ONE_SIDED,
+    "enable_symm_mem": _ONE_SIDED,
     "json_model_override_args": "the engine's model would no longer be the one that is trained",
 }
 # Attention backends that read latent attention's keys from an fp8 cache (SGLang's layers/attention). Its others, among
 # them those that it chooses on Hopper, copy a layer's whole cache into the model's type in every step (`.to(q.dtype)`).
 LATENT_FP8_BACKENDS = ("cutedsl_mla", "flashmla", "tokenspeed_mla", "triton", "trtllm_mla")
+_SPARE_CONTEXT = 8  # SGLang keeps two positions of the context free behind a response, and six behind a prompt
 _PLAIN_CACHES = ("auto", "bf16", "bfloat16")
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
@@ -132,7 +136,8 @@ class EngineSettings:
     seeded: a prompt's samples are the same, to the last bit, whenever weights and stream are; slower. routed_experts:
     every sample says which experts its tokens went to.
 
-    timeout_s: how long a scheduler may stand still.
+    timeout_s: how long a scheduler may stand still. model_context: positions that the model has; None: not known, and
+    SGLang makes tables for the longest that it finds.
     """
 
     model_path: str
@@ -151,6 +156,7 @@ class EngineSettings:
     routed_experts: bool = False
     span: Span | None = None
     timeout_s: float = 600.0
+    model_context: int | None = None
 
     @property
     def first_rank(self) -> int:
@@ -179,6 +185,8 @@ def server_arguments(settings: EngineSettings, weight_loader: str, device: str =
         "enable_return_routed_experts": settings.routed_experts,
         "watchdog_timeout": 2 * settings.timeout_s,  # later than the host, which says who stands still
     }
+    if settings.model_context:
+        arguments["context_length"] = min(settings.context_tokens + _SPARE_CONTEXT, settings.model_context)
     if settings.span:
         host, port = settings.span.meet
         arguments |= {"nnodes": settings.span.nodes, "node_rank": settings.span.node}
@@ -189,7 +197,7 @@ def server_arguments(settings: EngineSettings, weight_loader: str, device: str =
         arguments |= cpu.server_arguments(settings.tp, settings.context_tokens, settings.concurrency)
     else:
         # The memory saver: training takes the engine's memory between rollouts.
-        arguments |= {"base_gpu_id": settings.first_gpu, "enable_memory_saver": True}
+        arguments |= {"base_gpu_id": settings.first_gpu, "enable_memory_saver": True, "sleep_on_idle": True}
     arguments |= settings.sglang
     if settings.seeded:  # last: samples that are said to repeat must not depend on other settings
         arguments |= seeded.server_arguments(settings.context_tokens, settings.concurrency, device)

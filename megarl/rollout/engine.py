@@ -20,6 +20,7 @@ from megarl.rollout.seeded import sample_seed
 from megarl.types import Sample
 
 WEIGHT_LOADER = "megarl.resharding.member.load"
+_LENT = ("kv_cache", "weights")  # SGLang's names of what training has in between; CUDA graphs stay
 
 
 class Engine:
@@ -83,14 +84,15 @@ class Engine:
         if DEVICE != "cpu":
             from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
-            await self._host.run(self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput()))
+            request = ReleaseMemoryOccupationReqInput(tags=list(_LENT))
+            await self._host.run(self._manager.release_memory_occupation(request))
 
-    async def resume_memory(self, tags: Sequence[str] | None = None) -> None:
-        """Take the device's memory again: "weights" before a reshard, "kv_cache" after it; None is both."""
+    async def resume_memory(self, tags: Sequence[str] = _LENT) -> None:
+        """Take the device's memory again: "weights" before a reshard, "kv_cache" after it; both unless it is said."""
         if DEVICE != "cpu":
             from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
-            request = ResumeMemoryOccupationReqInput(tags=list(tags) if tags else None)
+            request = ResumeMemoryOccupationReqInput(tags=list(tags))
             await self._host.run(self._manager.resume_memory_occupation(request))
 
     def shutdown(self) -> None:
@@ -124,6 +126,7 @@ class Engine:
             serialized_named_tensors=[_named_tensors(message)] * self._tp,
             load_format=self._weight_loader,
             flush_cache=True,
+            torch_empty_cache=True,  # else the reshard's staging stays with torch
             weight_version=version,
         )
         opened, opening = await self._manager.begin_weight_update(BeginWeightUpdateReqInput())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,7 +46,15 @@ def engine_settings(recipe: Recipe, index: int, span: Span | None = None) -> Eng
         routed_experts=recipe.train.replay == "r3",
         span=span,
         timeout_s=recipe.run.timeout_s,
+        model_context=_positions(recipe.model.path),
     )
+
+
+def _positions(model_path: str) -> int | None:
+    """How many the model's config.json says that it has, if it does."""
+    file = Path(model_path) / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return config.get("max_position_embeddings")
 
 
 class RolloutWorker:

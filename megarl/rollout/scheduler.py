@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
@@ -15,7 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from megarl.device import DEVICE, use_loopback
+from megarl.device import DEVICE, agree_on_nccl, use_loopback
 from megarl.rollout import cpu, seeded
 from megarl.rollout.arguments import Span
 from megarl.rollout.rounds import Rounds
@@ -31,6 +31,8 @@ def set_environment() -> None:
     os.environ["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "0"
     os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"  # on an engine's further nodes its start returns
     os.environ["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"  # a /dev/shm file that a SIGKILL leaves
+    os.environ["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"  # training takes unequal parts of an engine's GPUs
+    agree_on_nccl()
     if DEVICE == "cpu":
         cpu.set_environment()
 
@@ -105,6 +107,14 @@ class SchedulerEntry:
             address = group_address(port_args.scheduler_input_ipc_name, group or 0)
             port_args = replace(port_args, scheduler_input_ipc_name=address)
             scheduler.run_scheduler_process(server_args, port_args, gpu_id, tp_rank, pp_rank, group, *rest)
+
+
+def handed_on(environment: Mapping[str, str]) -> dict[str, str]:
+    """What a scheduler takes over of this process's environment: a fork server's own is older.
+
+    Not LD_PRELOAD: SGLang sets it for the schedulers alone, while they start, for the memory saver that looks it up.
+    """
+    return {name: value for name, value in environment.items() if name != "LD_PRELOAD"}
 
 
 def ipc_address(folder: Path, name: str) -> str:

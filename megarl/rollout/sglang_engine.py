@@ -20,7 +20,7 @@ import zmq
 
 from megarl.device import DEVICE
 from megarl.rollout import cpu
-from megarl.rollout.scheduler import SchedulerEntry, group_address, ipc_address
+from megarl.rollout.scheduler import SchedulerEntry, group_address, handed_on, ipc_address
 
 if DEVICE == "cpu":
     cpu.prepare()
@@ -113,7 +113,7 @@ class SglangEngine(sglang_engine.Engine):
         cls, server_args: ServerArgs, port_args: PortArgs, run_scheduler_process_func: SchedulerEntry, **kwargs: Any
     ) -> Any:
         entry = run_scheduler_process_func
-        entry.environment = dict(os.environ)  # a fork server's own is older
+        entry.environment = handed_on(os.environ)
         if DEVICE == "cpu":
             multiprocessing.set_start_method("forkserver", force=True)
         with _without_controller():

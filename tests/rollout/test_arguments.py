@@ -43,6 +43,27 @@ def test_the_arguments_of_another_device_than_this_ones() -> None:
     assert cpu["device"] == "cpu" and not {"enable_memory_saver", "enable_deterministic_inference"} & set(cpu)
 
 
+def test_the_context_is_what_a_run_needs_of_what_the_model_has() -> None:
+    def context(model_context: int | None) -> Any:
+        return server_arguments(replace(SETTINGS, model_context=model_context), "a.loader").get("context_length")
+
+    assert [context(None), context(130), context(40_960)] == [None, 130, 136]
+
+
+def test_an_idle_engine_leaves_the_cores_to_the_optimizer() -> None:
+    for device in ("cuda", "cpu"):
+        assert server_arguments(SETTINGS, "a.loader", device)["sleep_on_idle"]
+    mine = replace(SETTINGS, sglang={"sleep_on_idle": False})
+    assert not server_arguments(mine, "a.loader", "cuda")["sleep_on_idle"]
+
+
+@needs_sglang
+@pytest.mark.parametrize("key", ["enable_nccl_nvls", "enable_symm_mem"])
+def test_nccl_is_not_set_up_in_engines_alone(key: str) -> None:
+    (fault,) = sglang_faults({key: True})
+    assert "NCCL_NVLS_ENABLE and NCCL_CUMEM_ENABLE of the environment" in fault.problem
+
+
 @needs_sglang
 def test_all_our_arguments_are_sglangs() -> None:
     assert set(server_arguments(replace(SETTINGS, seeded=True), "a.loader")) <= server_fields()

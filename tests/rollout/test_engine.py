@@ -129,6 +129,33 @@ def test_it_listens_on_loopback_alone(engine: Engine) -> None:
             assert socket.status != psutil.CONN_LISTEN or ipaddress.ip_address(socket.laddr[0]).is_loopback, socket
 
 
+def test_memory_that_training_had_in_between(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, by SGLang's own bookkeeping: it fails where a part is given back that was not taken."""
+    monkeypatch.setattr("megarl.rollout.engine.DEVICE", "cuda")
+
+    async def lend(*taken: list[str]) -> None:
+        await engine.release_memory()
+        for tags in taken:
+            await engine.resume_memory(tags)
+
+    before = asyncio.run(sample_all(engine, Sampling(1, 8, 0.0)))
+    asyncio.run(lend(["weights"], ["kv_cache"]))
+    asyncio.run(lend(["weights", "kv_cache"]))
+    after = asyncio.run(sample_all(engine, Sampling(1, 8, 0.0)))
+    for (one,), (other,) in zip(before, after, strict=True):
+        assert one.response_ids_T.tolist() == other.response_ids_T.tolist()
+
+
+def test_a_full_prompt_and_a_full_response_fit_into_the_context(build_engine: Callable[..., Engine]) -> None:
+    """SGLang's tables are of the context that the recipe needs, and not of the model's."""
+    engine = build_engine(1, 1, context_tokens=40, model_context=512)
+    assert engine._manager.context_len < 50
+    (sample,) = asyncio.run(engine.generate([9] * 39, Sampling(1, 1)))
+    assert len(sample.response_ids_T) == 1
+    assert max(len(sample.response_ids_T) for sample in asyncio.run(engine.generate([9] * 8, Sampling(64, 32)))) == 32
+    engine.shutdown()
+
+
 def test_it_is_idle_when_it_has_nothing_to_do(engine: Engine) -> None:
     asyncio.run(engine.generate(PROMPTS[0], Sampling(1, 4)))
     processes = [psutil.Process(pid) for pid in engine.pids()]

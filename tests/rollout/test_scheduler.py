@@ -1,0 +1,72 @@
+"""What SGLang's scheduler processes are given beside their arguments: the environment."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+
+from megarl.device import agree_on_nccl
+from megarl.rollout.scheduler import handed_on, set_environment
+
+NCCL = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
+SGLANG_SETS = """
+import os
+from types import SimpleNamespace
+from megarl.rollout import cpu, scheduler
+cpu.prepare()
+with cpu.quiet_import():
+    from sglang.srt.entrypoints import engine
+scheduler.set_environment()
+known = {"nnodes": 1, "enable_symm_mem": False, "enable_nccl_nvls": False, "dcp_size": 1, "enable_metrics": False}
+engine.resolving_view = lambda arguments: arguments
+try:
+    engine._set_envs_and_config(SimpleNamespace(**known))
+except AttributeError:
+    pass  # of what it reads once NCCL's part is set
+print(os.environ["NCCL_CUMEM_ENABLE"], os.environ["NCCL_NVLS_ENABLE"])
+"""
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"]})
+    return monkeypatch
+
+
+def test_training_ranks_and_engines_give_nccl_the_same_settings() -> None:
+    agree_on_nccl()
+    ranks = [os.environ[name] for name in NCCL]
+    for name in NCCL:
+        del os.environ[name]
+    set_environment()
+    assert [os.environ[name] for name in NCCL] == ranks == ["0", "0"]
+
+
+def test_the_users_settings_of_nccl_hold() -> None:
+    os.environ["NCCL_NVLS_ENABLE"] = "1"
+    agree_on_nccl()
+    set_environment()
+    assert [os.environ[name] for name in NCCL] == ["0", "1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nvls", ["0", "1"])
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
+def test_sglang_itself_leaves_them(nvls: str) -> None:
+    environment = {**os.environ, "NCCL_NVLS_ENABLE": nvls}
+    done = subprocess.run([sys.executable, "-c", SGLANG_SETS], env=environment, capture_output=True, text=True)
+    assert done.stdout.split()[-2:] == ["0", nvls], done.stderr
+
+
+def test_an_engine_starts_beside_training_that_takes_unequal_parts_of_its_gpus() -> None:
+    set_environment()
+    assert os.environ["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] == "0"
+
+
+def test_the_memory_savers_library_is_looked_up_where_it_was_loaded() -> None:
+    here = {"LD_PRELOAD": "", "HOME": "/home/me", "NCCL_DEBUG": "WARN"}
+    assert handed_on(here) == {"HOME": "/home/me", "NCCL_DEBUG": "WARN"}
