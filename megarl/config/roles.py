@@ -50,6 +50,7 @@ class Train(Branch):
     router_bias_rate: NonNegative = 0.0  # by which DeepSeek's router biases move towards balance after an update
     replay: Literal["off", "r2", "r3"] = "off"  # experts of each token: chosen anew, by the old policy, by the engine
     optimizer_offload: bool = False  # the optimizer lives and steps in host memory
+    local_layers: bool = False  # Megatron's own layers on GPUs that lack TransformerEngine; slower
     megatron: dict[str, Any] = Field(default_factory=dict)
 
 

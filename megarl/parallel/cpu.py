@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel import random as megatron_random
-from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-from megarl.parallel.local_spec import DuplicatedLinear
+from megarl.parallel.local_spec import use_local_layers
 
 _CPU = torch.device("cpu")
 _LIKE = ("empty", "full", "ones", "zeros")
@@ -111,12 +110,6 @@ def keep_rng_states_on_cpu() -> None:
     megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
 
 
-def route_without_transformer_engine() -> None:
-    """Without TransformerEngine moe_utils never defines `te_general_gemm`, yet the router's GEMM reads it."""
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
-
-
 def split_by_numbers() -> None:
     """all_to_all split sizes stay tensors on CPU (they are not `is_cuda`), and gloo refuses tensors: numpy instead."""
 
@@ -150,11 +143,6 @@ def exchange_uneven_lists() -> None:
     mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_any, reduce_any
 
 
-def duplicate_down_projections() -> None:
-    """Latent attention asks for a duplicated layer only where it recognises TransformerEngine's: name ours so."""
-    multi_latent_attention.TELinear = DuplicatedLinear  # type: ignore[misc]
-
-
 @functools.cache
 def patch_megatron(device: torch.device = _CPU) -> None:
     """Everything above, once per process, after the Megatron modules that are used have been imported.
@@ -165,7 +153,6 @@ def patch_megatron(device: torch.device = _CPU) -> None:
     name_tensor_types_as_cuda()
     leave_tensors_where_they_are()
     keep_rng_states_on_cpu()
-    route_without_transformer_engine()
     split_by_numbers()
     exchange_uneven_lists()
-    duplicate_down_projections()
+    use_local_layers()

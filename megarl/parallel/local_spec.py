@@ -1,4 +1,4 @@
-"""Megatron's layer spec from its own torch modules, for machines without TransformerEngine.
+"""Megatron's layer spec from its own torch modules, for machines without TransformerEngine, with a GPU or without.
 
 Its norm refuses sequence parallelism, its attention refuses packed sequences, and its latent attention is wrong under
 tensor parallelism, so all three are replaced here.
@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules, get_mtp_layer_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -151,6 +153,17 @@ class DuplicatedLinear(torch.nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
         return F.linear(hidden, self.weight), None
+
+
+def use_local_layers() -> None:
+    """Let Megatron's own modules do without TransformerEngine in two places where they name it unasked.
+
+    The router's product reads `te_general_gemm`, which moe_utils then never defines. Latent attention asks for a
+    duplicated layer only where it recognises TransformerEngine's: ours is named so.
+    """
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    multi_latent_attention.TELinear = DuplicatedLinear  # type: ignore[misc]
 
 
 def layer_spec(config: TransformerConfig, dense: bool, routing: Routing) -> ModuleSpec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib
 import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from megarl.config import Train
 from megarl.device import DEVICE
 from megarl.parallel.hf_config import HfFacts, hf_facts
 from megarl.parallel.layout import TrainLayout
-from megarl.parallel.local_spec import block_spec, mtp_spec
+from megarl.parallel.local_spec import block_spec, mtp_spec, use_local_layers
 from megarl.parallel.routing import Routing, router_class
 from megarl.spelling import near
 from megarl.types import MlaShape, ModelShape, UserFault
@@ -33,6 +34,25 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OPTIONS = "train.megatron"
 LOW_PRECISION = ("fp8", "fp8_param", "fp4", "fp4_param")
 ROUTER_BIAS = "router.expert_bias"
+
+
+def choose_layers(train: Train, is_gpu: bool = DEVICE == "cuda", has_engine: bool = HAVE_TE) -> None:
+    """Before the first chunk is built on a GPU: TransformerEngine's layers, or Megatron's own where the recipe allows.
+
+    Raises UserFault where TransformerEngine is missing and the recipe does not.
+    """
+    if not is_gpu or has_engine:
+        return
+    if not train.local_layers:
+        try:
+            importlib.import_module("transformer_engine.pytorch")
+            reason = "Megatron does not find its layers"
+        except Exception as error:
+            reason = str(error).partition("\n")[0]
+        problem = f"TransformerEngine cannot be used ({reason})"
+        mend = "install transformer-engine[pytorch], or set it to true: Megatron's own layers, which are slower"
+        raise UserFault("train.local_layers", problem, mend)
+    use_local_layers()
 
 
 def _fixed_fields(

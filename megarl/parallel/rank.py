@@ -47,6 +47,7 @@ class RankModel:
             torch.set_num_threads(1)
         else:
             torch.cuda.set_device(recipe.placement.gpu_of(slot))
+            model.choose_layers(recipe.train)
         path, train, layout = recipe.model.path, recipe.train, train_layout(recipe)
         self.rank, self.shape, self.layout, self._train = rank, shape, layout, train
         self.at = layout.coords(rank)

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.moe import moe_utils
 
 from megarl.config import Train
 from megarl.parallel import model
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.layout import TrainLayout
+from megarl.parallel.local_spec import DuplicatedLinear
 from megarl.parallel.model import hf_facts, option_faults, transformer_config
 from megarl.types import UserFault
 from tests.parallel.checkpoints import write
@@ -103,6 +106,22 @@ def test_megatrons_own_refusal_is_a_users_fault(checkpoint_path: Path) -> None:
     with pytest.raises(UserFault, match="train.megatron") as caught:
         config(checkpoint_path, {"recompute_granularity": "sometimes"})
     assert "sometimes" in str(caught.value)
+
+
+def test_a_gpu_without_transformer_engine_is_refused_by_the_package() -> None:
+    with pytest.raises(UserFault) as caught:
+        model.choose_layers(Train(lr=1.0), is_gpu=True, has_engine=False)
+    assert str(caught.value).startswith("train.local_layers: TransformerEngine cannot be used (No module named ")
+    assert "install transformer-engine[pytorch], or set it to true" in caught.value.mend
+
+
+def test_a_gpu_without_transformer_engine_has_the_layers_that_a_recipe_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole model is built and run from them on CPU in every other test here."""
+    monkeypatch.delattr(moe_utils, "te_general_gemm", raising=False)
+    monkeypatch.setattr(multi_latent_attention, "TELinear", None)
+    model.choose_layers(Train(lr=1.0, local_layers=True), is_gpu=True, has_engine=False)
+    assert moe_utils.te_general_gemm is None
+    assert multi_latent_attention.TELinear is DuplicatedLinear
 
 
 @pytest.mark.parametrize("has_yarn", [True, False])
