@@ -6,11 +6,13 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.testing._internal.distributed.fake_pg import FakeStore  # and the backend that needs no peers
 
@@ -84,6 +86,20 @@ def _megatron_coords() -> RankCoords:
 def tp_group() -> dist.ProcessGroup:
     """The ranks that split this rank's layers and vocabulary."""
     return parallel_state.get_tensor_model_parallel_group()  # type: ignore[return-value]
+
+
+def pp_group() -> dist.ProcessGroup:
+    """The ranks whose stages make up one model."""
+    return parallel_state.get_pipeline_model_parallel_group()  # type: ignore[return-value]
+
+
+def collection() -> ProcessGroupCollection:
+    """What Megatron's schedules look up themselves where they are given no communicator."""
+    found: Any = ProcessGroupCollection()
+    found.tp, found.cp, found.pp, found.dp_cp = tp_group(), cp_group(), pp_group(), dp_cp_group()
+    found.embd = parallel_state.get_embedding_group(check_initialized=False)
+    found.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    return found
 
 
 def cp_group() -> dist.ProcessGroup:

@@ -172,6 +172,7 @@ def _default_fields(shape: ModelShape, facts: HfFacts) -> dict[str, Any]:
         "moe_token_dispatcher_type": "alltoall",
         "moe_router_dtype": "fp32",
         "deallocate_pipeline_outputs": True,
+        "batch_p2p_sync": False,  # of the host after each hop, for releases of torch that are gone
         "apply_rope_fusion": TRANSFORMER_ENGINE and has_fused_rope,
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,

@@ -14,6 +14,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megarl.parallel import groups
 from megarl.parallel.context import gather_row, gather_whole
+from megarl.parallel.hops import KnownShapes
 from megarl.parallel.logprobs import hidden_logprobs
 from megarl.parallel.model import Chunk, Score
 from megarl.parallel.routing import Choices, Routing
@@ -79,10 +80,21 @@ class Pipeline:
                 data_iterator=feeds if many else feeds[0],
                 model=list(self.chunks) if many else self.chunks[0],
                 num_microbatches=len(rows),
-                seq_length=1,  # variable_seq_lengths: the stages tell each other the real one
+                seq_length=1,  # variable_seq_lengths: the hops know the real one
                 micro_batch_size=1,
                 forward_only=norms is None,
+                **self._hops(rows),
             )
+
+    def _hops(self, rows: Sequence[PackedRow]) -> dict[str, Any]:
+        """What Megatron sends between stages with, and the groups that it otherwise takes together with that."""
+        if groups.pp_group().size() == 1:
+            return {}
+        lengths = [len(row.token_ids_L) for row in rows]
+        return {
+            "p2p_communicator": KnownShapes(self.chunks[0].config, lengths),
+            "pg_collection": groups.collection(),
+        }
 
     def _start(self, norms: Norms | None) -> None:
         weights = self.coefficients
