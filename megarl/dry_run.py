@@ -93,23 +93,19 @@ def _worlds(recipe: Recipe, shape: ModelShape, absent: Container[str]) -> Iterat
 
 def _megatron_faults(world: _World, device: str) -> Faults:
     """Megatron checks a configuration when it is made; keys that it does not have are told elsewhere."""
-    from megarl.parallel.model import DTYPES, buffers_config, option_faults, transformer_config
+    from megarl.parallel.model import DTYPES, buffers_config, fixed_names, transformer_config
     from megarl.parallel.optimizer import optimizer_config
+    from megarl.parallel.options import option_faults
 
-    if option_faults(world.recipe.train.megatron):
+    if option_faults(world.recipe.train, fixed_names):
         return []
     own, dtype = world.recipe, DTYPES[world.recipe.model.dtype]
     try:
         transformer_config(own.model.path, world.shape, world.layout, dtype, own.train)
-    except UserFault as fault:
-        return [fault]
-    try:
-        buffers_config()
+        buffers_config(own.train)
         optimizer_config(own.train, dtype, own.train.optimizer_offload and device == "cuda")
     except UserFault as fault:
         return [fault]
-    except (TypeError, ValueError, AssertionError) as error:
-        return [UserFault(world.branch, f"Megatron refuses the optimizer's arguments ({error})", "change them")]
     return []
 
 

@@ -285,8 +285,9 @@ def _sglang_faults(recipe: Recipe) -> Faults:
 
 
 def _megatron_faults(recipe: Recipe) -> Faults:
-    if not recipe.train.megatron:
+    if not (recipe.train.megatron or recipe.train.ddp or recipe.train.optimizer):
         return []
-    from megarl.parallel.model import option_faults  # importing Megatron takes seconds
+    from megarl.parallel.model import fixed_names  # importing Megatron takes seconds
+    from megarl.parallel.options import option_faults
 
-    return option_faults(recipe.train.megatron)
+    return option_faults(recipe.train, fixed_names)

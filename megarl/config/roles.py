@@ -23,7 +23,10 @@ from megarl.types import LrSchedule
 
 
 class Train(Branch):
-    """Parallel axes and optimiser of the trainer; `megatron` passes Megatron's own TransformerConfig fields through.
+    """Parallel axes and optimiser of the trainer.
+
+    Megatron's own fields pass through: `megatron` to its TransformerConfig, `ddp` to its DistributedDataParallelConfig,
+    `optimizer` to its OptimizerConfig.
 
     The coefficients are of means over the update's tokens: of each sequence's load balance (aux_loss), of the squared
     log of the router's partition function (z_loss), of the multi-token prediction's loss (mtp_loss; 0 freezes it).
@@ -52,6 +55,8 @@ class Train(Branch):
     optimizer_offload: bool = False  # the optimizer lives and steps in host memory
     local_layers: bool = False  # Megatron's own layers on GPUs that lack TransformerEngine; slower
     megatron: dict[str, Any] = Field(default_factory=dict)
+    ddp: dict[str, Any] = Field(default_factory=dict)
+    optimizer: dict[str, Any] = Field(default_factory=dict)
 
 
 class Reference(Branch):

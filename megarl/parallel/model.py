@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import importlib
+import importlib.util
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
+from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm, fused_permute
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules, get_mtp_layer_spec
@@ -25,14 +25,13 @@ from megarl.device import DEVICE
 from megarl.parallel.hf_config import HfFacts, hf_facts
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.local_spec import block_spec, mtp_spec, use_local_layers
+from megarl.parallel.options import configured
 from megarl.parallel.routing import Routing, router_class
-from megarl.spelling import near
 from megarl.types import MlaShape, ModelShape, UserFault
 
 TRANSFORMER_ENGINE = DEVICE == "cuda" and HAVE_TE
+HAS_WEIGHT_GRADIENT_KERNEL = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None  # apex has it
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-OPTIONS = "train.megatron"
-LOW_PRECISION = ("fp8", "fp8_param", "fp4", "fp4_param")
 ROUTER_BIAS = "router.expert_bias"
 
 
@@ -171,35 +170,16 @@ def _default_fields(shape: ModelShape, facts: HfFacts) -> dict[str, Any]:
     return {
         "moe_token_dispatcher_type": "alltoall",
         "moe_router_dtype": "fp32",
-        "deallocate_pipeline_outputs": True,
+        "deallocate_pipeline_outputs": DEVICE == "cuda",  # gloo sends from memory that would be free
         "batch_p2p_sync": False,  # of the host after each hop, for releases of torch that are gone
         "apply_rope_fusion": TRANSFORMER_ENGINE and has_fused_rope,
-        "bias_activation_fusion": False,
+        "bias_activation_fusion": TRANSFORMER_ENGINE,
+        "moe_permute_fusion": TRANSFORMER_ENGINE and fused_permute is not None,
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
-        "gradient_accumulation_fusion": False,  # needs apex
+        "gradient_accumulation_fusion": TRANSFORMER_ENGINE and HAS_WEIGHT_GRADIENT_KERNEL,
     }
-
-
-def option_faults(options: Mapping[str, Any]) -> list[UserFault]:
-    """The keys of `train.megatron` that Megatron does not have, or that something else decides."""
-    names = {field.name for field in dataclasses.fields(TransformerConfig) if field.init}
-    nothing = ModelShape(1, 1, 1, 1, 1, 1, 1, 1, 1, mla=MlaShape(1, 1, 1, 1, 1))
-    fixed = _fixed_fields(nothing, TrainLayout(1, 1, 1, 1), HfFacts(0.0, 0.0, True, 1), torch.float32, Train(lr=1.0))
-    faults = []
-    for key in options:
-        if key in fixed:
-            mend = "remove it"
-            faults.append(UserFault(f"{OPTIONS}.{key}", "is decided by the checkpoint and the other train keys", mend))
-        elif key in LOW_PRECISION:
-            problem = "megarl does not pad packed rows to the multiples of 16 or 128 tokens that these kernels need"
-            faults.append(UserFault(f"{OPTIONS}.{key}", problem, "remove it"))
-        elif key not in names:
-            meant = near(key, sorted(names - set(fixed)))
-            mend = f"use {meant[0]}" if meant else "remove it, or see Megatron's TransformerConfig for the names it has"
-            faults.append(UserFault(f"{OPTIONS}.{key}", "TransformerConfig has no such field", mend))
-    return faults
 
 
 def transformer_config(
@@ -209,11 +189,14 @@ def transformer_config(
     facts = hf_facts(path)
     fields = _fixed_fields(shape, layout, facts, dtype, train)
     made = MLATransformerConfig if shape.mla else TransformerConfig
-    try:
-        return made(**(_default_fields(shape, facts) | train.megatron | fields))
-    except (TypeError, ValueError, AssertionError) as error:
-        mend = "change the options passed to Megatron"
-        raise UserFault(OPTIONS, f"Megatron refuses them ({error})", mend) from error
+    return configured("train.megatron", made, _default_fields(shape, facts) | train.megatron | fields)
+
+
+def fixed_names() -> set[str]:
+    """The fields of TransformerConfig that no recipe sets by their names."""
+    nothing = ModelShape(1, 1, 1, 1, 1, 1, 1, 1, 1, mla=MlaShape(1, 1, 1, 1, 1))
+    facts = HfFacts(0.0, 0.0, True, 1)
+    return set(_fixed_fields(nothing, TrainLayout(1, 1, 1, 1), facts, torch.float32, Train(lr=1.0)))
 
 
 class Score(torch.nn.Module):
@@ -331,13 +314,21 @@ def freeze_mtp(chunks: Sequence[Chunk]) -> None:
             chunk.mtp.requires_grad_(False)
 
 
-def wrap(config: TransformerConfig, chunks: Sequence[Chunk]) -> list[DistributedDataParallel]:
+def wrap(config: TransformerConfig, chunks: Sequence[Chunk], train: Train) -> list[DistributedDataParallel]:
     """Parameters and gradients in Megatron's contiguous buffers."""
-    return [DistributedDataParallel(config, buffers_config(), chunk) for chunk in chunks]
+    own = buffers_config(train)
+    wrapped = [DistributedDataParallel(config, own, chunk) for chunk in chunks]
+    if own.overlap_grad_reduce:
+        ways: list[Any] = [chunk.no_sync for chunk in wrapped]  # for all micro-batches but the last
+        config.no_sync_func = ways if len(ways) > 1 else ways[0]  # type: ignore[assignment]
+    return wrapped
 
 
-def buffers_config() -> DistributedDataParallelConfig:
-    return DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+def buffers_config(train: Train) -> DistributedDataParallelConfig:
+    """Where gradients are summed, and when. Raises UserFault when Megatron refuses the recipe's options."""
+    fixed = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True}
+    fields = {"overlap_grad_reduce": TRANSFORMER_ENGINE} | train.ddp | fixed
+    return configured("train.ddp", DistributedDataParallelConfig, fields)
 
 
 def params(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:

@@ -12,13 +12,16 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimize
 
 from megarl.config import Train
 from megarl.device import DEVICE
+from megarl.parallel.options import configured
 from megarl.types import UserFault
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "uint8": torch.uint8}
 
 
 def build_optimizer(chunks: Sequence[DistributedDataParallel], train: Train, dtype: torch.dtype) -> ChainedOptimizer:
-    """AdamW (betas 0.9, 0.999) with its state split over the data-parallel ranks; after the weights are loaded.
+    """AdamW with its state split over the data-parallel ranks; after the weights are loaded.
 
-    Norm weights are not decayed.
+    Betas are 0.9 and 0.999 unless train.optimizer says otherwise. Norm weights are not decayed.
     """
     config = optimizer_config(train, dtype, offloads(train))
     optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
@@ -32,28 +35,36 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], train: Train, dty
 def optimizer_config(train: Train, dtype: torch.dtype, offloaded: bool) -> OptimizerConfig:
     """Megatron's configuration; offloaded: the optimizer lives on the host while weights and gradients do not.
 
-    Raises UserFault where it cannot.
+    Raises UserFault where it cannot, or where Megatron refuses the recipe's options.
     """
     if offloaded and dtype is torch.float32:
         problem = "Megatron's optimizer on the host steps on copies in float32, and model.dtype is float32 itself"
         raise UserFault("train.optimizer_offload", problem, "set it to false, or model.dtype to bfloat16")
-    config = OptimizerConfig(
-        optimizer="adam",
-        lr=train.lr,
-        weight_decay=train.weight_decay,
-        clip_grad=train.grad_clip,
-        bf16=dtype is torch.bfloat16,
-        params_dtype=dtype,
-        use_distributed_optimizer=True,
-        optimizer_cpu_offload=offloaded,
-        optimizer_offload_fraction=1.0 if offloaded else 0.0,
-        overlap_cpu_optimizer_d2h_h2d=offloaded,
-    )
+    fixed = {
+        "optimizer": "adam",
+        "lr": train.lr,
+        "weight_decay": train.weight_decay,
+        "clip_grad": train.grad_clip,
+        "bf16": dtype is torch.bfloat16,
+        "params_dtype": dtype,
+        "use_distributed_optimizer": True,
+        "optimizer_cpu_offload": offloaded,
+        "optimizer_offload_fraction": 1.0 if offloaded else 0.0,
+        "overlap_cpu_optimizer_d2h_h2d": offloaded,
+    }
+    named = {key: _dtype(key, value) if key.endswith("_dtype") else value for key, value in train.optimizer.items()}
+    config = configured("train.optimizer", OptimizerConfig, named | fixed)
     if offloaded:
         # Else DistributedOptimizer makes float32 masters on the GPU, of which the host only has copies. Set behind the
         # constructor's back, which asks for TransformerEngine's version: its optimizer is not the one that steps here.
         config.use_precision_aware_optimizer = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
     return config
+
+
+def _dtype(key: str, name: object) -> torch.dtype:
+    if name not in _DTYPES:
+        raise UserFault(f"train.optimizer.{key}", f"{name!r} is no type of its state", f"use {' or '.join(_DTYPES)}")
+    return _DTYPES[str(name)]
 
 
 def set_weight_decay(optimizer: MegatronOptimizer, train: Train) -> None:

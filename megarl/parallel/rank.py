@@ -63,7 +63,7 @@ class RankModel:
             model.freeze_mtp(chunks)
         self._trains, self._is_published = trains, is_published
         self._put_away: waiting.PutAway = []
-        self.chunks: Sequence[Any] = model.wrap(config, chunks) if trains else chunks
+        self.chunks: Sequence[Any] = model.wrap(config, chunks, train) if trains else chunks
         self.pipeline = Pipeline(
             self.chunks, routing, shape.vocab_size, Coefficients(train.aux_loss, train.z_loss, train.mtp_loss)
         )

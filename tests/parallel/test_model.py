@@ -16,7 +16,7 @@ from megarl.parallel import model
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.local_spec import DuplicatedLinear
-from megarl.parallel.model import hf_facts, option_faults, transformer_config
+from megarl.parallel.model import hf_facts, transformer_config
 from megarl.types import UserFault
 from tests.parallel.checkpoints import write
 
@@ -78,28 +78,7 @@ def test_unnormalised_routing_takes_the_softmax_first(edited: Any) -> None:
 
 def test_options_pass_through(checkpoint_path: Path) -> None:
     options = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    assert option_faults(options) == []
     assert config(checkpoint_path, options).recompute_num_layers == 1
-
-
-@pytest.mark.parametrize(
-    ("key", "words"),
-    [
-        ("recompute_granularty", "use recompute_granularity"),
-        ("tensor_model_parallel_size", "decided by the checkpoint"),
-        ("moe_aux_loss_coeff", "decided by the checkpoint"),
-        ("fp8", "does not pad packed rows"),
-        ("fp8_param", "does not pad packed rows"),
-    ],
-)
-def test_option_faults(key: str, words: str) -> None:
-    (fault,) = option_faults({key: 1})
-    assert fault.where == f"train.megatron.{key}"
-    assert words in str(fault)
-
-
-def test_every_wrong_option_at_once() -> None:
-    assert len(option_faults({"nonsense": 1, "num_layers": 2, "bf16": True, "fp8_margin": 0})) == 3
 
 
 def test_megatrons_own_refusal_is_a_users_fault(checkpoint_path: Path) -> None:

@@ -99,6 +99,17 @@ def test_recomputed_activations_change_nothing(one_rank: dict[str, Any], family:
     check(run(path, family, layout, **RECOMPUTE[name]), layout, expected)
 
 
+@pytest.mark.parametrize("family", SETTINGS)
+@pytest.mark.parametrize("layout", [TrainLayout(2, 1, 1, 2), TrainLayout(4, 1, 2, 1, vpp=2)], ids=["ep2", "vpp2 dp2"])
+def test_gradients_that_are_summed_while_others_are_computed(
+    one_rank: dict[str, Any], family: str, layout: TrainLayout
+) -> None:
+    """In many buckets, as on a GPU with TransformerEngine."""
+    path, expected = one_rank[family]
+    options = {"ddp": {"overlap_grad_reduce": True, "bucket_size": 5_000}, **SETTINGS[family]}
+    check(run_world(recipe(path, layout, grad_clip=1.0, weight_decay=0.1, **options), train), layout, expected)
+
+
 def train_unevenly(trainer: Any) -> dict[str, Any]:
     """The first data-parallel rank has everything, the others rows of padding."""
     sequences = ragged(14, VOCAB_SIZE, seed=3)

@@ -1,0 +1,77 @@
+"""Megatron's own options in a recipe: of its model, of its gradients' buffers and of its optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megarl.config import Train
+from megarl.spelling import near
+from megarl.types import UserFault
+
+Made = TypeVar("Made")
+LOW_PRECISION = ("fp8", "fp8_param", "fp4", "fp4_param")
+# Not among them: gathering parameters late, of which the reshard would send some old ones; other ways to share out
+# parameters and gradients, which the weights' map, the checkpoints and the plan do not know.
+OF_BUFFERS = (
+    "overlap_grad_reduce", "bucket_size", "pad_buckets_for_high_nccl_busbw", "check_for_nan_in_grad",
+    "check_for_large_grads", "reduce_scatter_with_fp32_accumulation", "gradient_reduce_div_fusion",
+)  # fmt: skip
+OF_OPTIMIZER = (
+    "adam_beta1", "adam_beta2", "adam_eps", "decoupled_weight_decay", "apply_wd_to_qk_layernorm",
+    "use_precision_aware_optimizer", "store_param_remainders", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype",
+    "log_num_zeros_in_grad", "barrier_with_L1_time",
+)  # fmt: skip
+
+
+def option_faults(train: Train, fixed: Callable[[], set[str]]) -> list[UserFault]:
+    """The keys that Megatron does not have, or that something else decides.
+
+    fixed: tells the fields of TransformerConfig that the checkpoint, the layout and the loss's normalisation decide.
+    """
+    faults = [*_model_faults(train.megatron, fixed() if train.megatron else set())]
+    faults += _listed_faults("train.ddp", train.ddp, DistributedDataParallelConfig, OF_BUFFERS)
+    return faults + [*_listed_faults("train.optimizer", train.optimizer, OptimizerConfig, OF_OPTIMIZER)]
+
+
+def configured(where: str, kind: Callable[..., Made], fields: Mapping[str, Any]) -> Made:
+    """One of Megatron's configurations, which check themselves. Raises UserFault in their words."""
+    try:
+        return kind(**fields)
+    except (TypeError, ValueError, AssertionError) as error:
+        mend = "change the options passed to Megatron"
+        raise UserFault(where, f"Megatron refuses them ({error})", mend) from error
+
+
+def _model_faults(options: Mapping[str, Any], fixed: set[str]) -> Iterator[UserFault]:
+    names = {field.name for field in dataclasses.fields(TransformerConfig) if field.init}
+    for key in options:
+        where = f"train.megatron.{key}"
+        if key in fixed:
+            yield UserFault(where, "is decided by the checkpoint and the other train keys", "remove it")
+        elif key in LOW_PRECISION:
+            problem = "megarl does not pad packed rows to the multiples of 16 or 128 tokens that these kernels need"
+            yield UserFault(where, problem, "remove it")
+        elif key not in names:
+            yield _unknown(where, key, TransformerConfig, names - fixed)
+
+
+def _listed_faults(branch: str, options: Mapping[str, Any], kind: Any, listed: tuple[str, ...]) -> Iterator[UserFault]:
+    names = {field.name for field in dataclasses.fields(kind) if field.init}
+    for key in options:
+        where = f"{branch}.{key}"
+        if key not in names:
+            yield _unknown(where, key, kind, set(listed))
+        elif key not in listed:
+            yield UserFault(where, "other keys of the recipe decide it, or megarl relies on its value", "remove it")
+
+
+def _unknown(where: str, key: str, kind: Any, names: set[str]) -> UserFault:
+    meant = near(key, sorted(names))
+    mend = f"use {meant[0]}" if meant else f"remove it, or see Megatron's {kind.__name__} for the names it has"
+    return UserFault(where, f"{kind.__name__} has no such field", mend)
