@@ -172,11 +172,12 @@ def test_a_job_survives_the_death_of_its_second_node(job: Job, slurm: Slurm) -> 
         assert sorted(ranks) == [0, 0, 2], "two training ranks, and both ranks of an engine"
     slurm.kill_node(NODES[1], job.on_node(NODES[1]))
     job.driver().resume()
-    job.wait_for_state("PENDING")
+    wait_until(lambda: len(job.said()) == 2, _LIMIT_S, job.log)
+    slurm.start_node(NODES[1])
+    job.wait_for_state("PENDING")  # once the node has told that nothing of the job is left
     # Slurm sends the step's last signal once more after a minute, to a node that is back by then. Where cred_expire is
     # Slurm's own, 120 s, the next life begins later than that.
-    slurm.call("scontrol", "update", f"JobId={job.id}", "StartTime=now+120")
-    slurm.start_node(NODES[1])
+    slurm.call("scontrol", "update", f"JobId={job.id}", "StartTime=now+90")
     job.wait_for_state("COMPLETED", "FAILED", "CANCELLED")
 
     logs = f"the logs of its nodes are in {job.jobs / f'{job.id}.logs' / '0'}"
