@@ -28,6 +28,14 @@ def held_bytes() -> int:
     return psutil.Process().memory_info().rss
 
 
+def taken_bytes() -> int:
+    """Memory of the GPU that whoever holds it has, libraries' own too; 0 without one."""
+    if DEVICE != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
 def free_unused() -> None:
     """Give back to the GPU what torch keeps of freed tensors: another process on it looks for room."""
     if DEVICE == "cuda":

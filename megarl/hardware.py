@@ -25,6 +25,7 @@ class Hardware(Branch):
     nvlink_bytes_per_s: Speed  # of a GPU to all others of its node, each way
     nic_bytes_per_s: Speed  # of the network card beside each GPU, each way
     pcie_bytes_per_s: Speed  # between a GPU and its host, each way
+    communicator_bytes: Bytes = 192 << 20  # of a GPU for one group of NCCL's, as a run tells when it starts; assumption
     gpus_per_node: ParallelSize = 8
     host_bytes: Bytes  # of a node
     disk_bytes_per_s: Speed  # that a node writes to the file system of checkpoints

@@ -37,7 +37,6 @@ from megarl.plan_model import ModelSize, Role
 from megarl.types import UserFault
 
 CONTEXT_BYTES = 600 * MIB  # assumption: of a process's CUDA context with its kernels, on recent cards
-COMMUNICATOR_BYTES = 192 * MIB  # assumption: NCCL's buffers of one group: up to 32 channels of a few MiB to each peer
 FRAGMENTED_SHARE = 0.06  # assumption: of activations and logits, blocks that torch's allocator holds and cannot use
 GRADIENT_BYTES = 4  # DistributedDataParallelConfig(grad_reduce_in_fp32=True)
 MOMENTS_BYTES = 8  # AdamW's two, float32
@@ -211,12 +210,12 @@ class _Count:
         found = 0
         for size in self.sizes.values():
             if slot in size.slots:
-                found += CONTEXT_BYTES + communicators(size.layout) * COMMUNICATOR_BYTES
+                found += CONTEXT_BYTES + communicators(size.layout) * self.hardware.communicator_bytes
         if slot in range(self.engine.first, self.engine.end):
             groups = (self.engine.tp > 1) + (self.engine.dp > 1)
-            found += CONTEXT_BYTES + groups * COMMUNICATOR_BYTES
+            found += CONTEXT_BYTES + groups * self.hardware.communicator_bytes
             found += math.ceil(self.settings.graph_sequences * GRAPH_MIB * MIB)
-        return found + COMMUNICATOR_BYTES * self._exchanges(slot)
+        return found + self.hardware.communicator_bytes * self._exchanges(slot)
 
     def _exchanges(self, slot: int) -> bool:
         return slot < max(self.sizes["policy"].layout.world_size, self.engine.end)

@@ -142,7 +142,9 @@ def test_an_engine_measures_a_shared_gpu_when_the_ranks_have_given_it_back(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, first_engine_gpu: int, expected: list[str]
 ) -> None:
     cluster: Any = Starts()
-    ranks = SimpleNamespace(started={"rank": "rank"}, store=None, offload=lambda: cluster.seen.append("offload"))
+    ranks = SimpleNamespace(
+        started={"rank": "rank"}, store=None, offload=lambda: cluster.seen.append("offload"), communicator_bytes=int
+    )
     monkeypatch.setattr(fleet.device, "DEVICE", device)
     monkeypatch.setattr(fleet, "TrainingRanks", lambda *_: ranks)
     monkeypatch.setattr(Fleet, "_open_sessions", lambda _: None)

@@ -20,7 +20,6 @@ from megarl.plan_engine import settings_of, token_bytes, weight_bytes
 from megarl.plan_memory import memory
 from megarl.plan_model import ModelSize, Role, model_sizes
 from megarl.plan_phases import (
-    COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
     PINNED_SHARE,
     Parts,
@@ -160,7 +159,7 @@ def test_the_cache_is_what_the_weights_leave(made: Recipe) -> None:
     plan = counted(made, plans.H800, sizes_of(made), mean_tokens=4096)
     rollout = plan.device["rollout"]
     graphs = 512 * 2 * 2**20
-    standing = 2 * CONTEXT_BYTES + (communicators(train_layout(made)) + 2) * COMMUNICATOR_BYTES
+    standing = 2 * CONTEXT_BYTES + (communicators(train_layout(made)) + 2) * plans.H800.communicator_bytes
     free = plans.H800.memory_bytes - rollout.weights_bytes - standing
     budget = 0.8 * free - rollout.engine_weights_bytes
     assert budget - 24_576 < rollout.kv_cache_bytes <= budget

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,38 @@ def join(store: Store, rank: int, layout: TrainLayout, seed: int, timeout_s: flo
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def connect() -> int:
+    """Open every communicator of this rank; all ranks together. Bytes of the GPU that went for each, about; 0 on CPU.
+
+    NCCL opens one at its first message, which could be when the memory it takes is lent. Groups come in the order in
+    which all ranks made them. Single messages, as virtual stages send them, have one communicator for each pair.
+    """
+    taken = device.taken_bytes()
+    opened: list[Any] = [one for one in parallel_state._global_process_group_list or [] if _size(one) > 1]
+    for group in opened:
+        dist.all_reduce(torch.zeros(1, device=device.DEVICE), group=group)
+    if parallel_state.get_virtual_pipeline_model_parallel_world_size():
+        for group in (pp_group(), dist.group.WORLD) if _size(pp_group()) == 2 else (pp_group(),):
+            _pass_round(group)
+    return (device.taken_bytes() - taken) // max(1, len(opened))
+
+
+def _size(group: Any) -> int:
+    return dist.get_world_size(group)
+
+
+def _pass_round(group: Any) -> None:
+    """From each stage to the next, in the order in which Megatron's stages do it."""
+    ranks = dist.get_process_group_ranks(pp_group())
+    own = ranks.index(dist.get_rank())
+    after, before = ranks[(own + 1) % len(ranks)], ranks[own - 1]
+    message, found = (torch.zeros(1, device=device.DEVICE) for _ in range(2))
+    ways = [partial(dist.isend, message, after, group), partial(dist.irecv, found, before, group)]
+    for work in [way() for way in (ways if own % 2 == 0 else reversed(ways))]:
+        assert work is not None
+        work.wait()
 
 
 @contextmanager

@@ -57,6 +57,7 @@ class RankModel:
         self._dtype = model.DTYPES[recipe.model.dtype]
         config = model.transformer_config(path, shape, layout, self._dtype, train)
         groups.join(store, rank, layout, recipe.run.seed, recipe.run.timeout_s)
+        self.communicator_bytes = groups.connect()
         routing = Routing()
         chunks = model.build_chunks(config, path, shape, layout, rank, routing)
         if not train.mtp_loss:
