@@ -7,7 +7,7 @@ their slowness away from the run. Keys of the services come from their clients' 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from megarl.printable import printable
@@ -18,7 +18,7 @@ from megarl.trackers.wandb_run import WandbRun
 from megarl.trackers.writer import Writer, reason
 from megarl.types import Metrics
 
-TRACKERS: Mapping[str, type[Tracker]] = {"tensorboard": TensorboardFile, "wandb": WandbRun, "mlflow": MlflowRun}
+TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorboardFile, "wandb": WandbRun, "mlflow": MlflowRun}
 END_S = 60.0  # how long the end of a run waits for all trackers together
 
 
@@ -33,7 +33,7 @@ class Trackers:
             try:
                 tracker = TRACKERS[name](run)
             except Exception as error:  # of the client's own import and start
-                say(f"{name}: it does not start, and this run is not tracked there ({reason(error)}); the run goes on")
+                say(f"{name}: it does not start, and the run goes on without it ({reason(error)})")
             else:
                 self._open[name] = tracker, Writer(name, tracker, say)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
+from threading import Thread
 from typing import Any
 
 import psutil
@@ -13,6 +15,7 @@ from megarl.trackers.interface import Row, State, TrackedRun
 from megarl.types import Metrics
 
 _FINISH_S = 45.0  # the client's own bound; the guard's is longer
+_TEAR_DOWN_S = 5.0
 _EXIT_CODES = {"finished": 0, "failed": 1, "stopped": 143}
 
 
@@ -34,7 +37,8 @@ class WandbRun:
             console="off",  # a run's log stays here
             silent=True,  # also: no question on the terminal
             force=True,  # without a key: an error, not a run that is sent nowhere
-            disable_git=True,  # it would tell the working directory's, not megarl's
+            disable_git=True,  # else it looks into the working directory
+            git_commit=run.commit or None,
             finish_timeout=_FINISH_S,
             finish_timeout_raises=True,
             reinit="create_new",
@@ -57,6 +61,7 @@ class WandbRun:
             config={**run.recipe, "commit": run.commit},
             settings=self._settings,
         )
+        self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         return f"this run is {self._run.url}" if self._run.url else ""
 
@@ -68,12 +73,24 @@ class WandbRun:
         self._run.log({"step": step, "samples": table})
 
     def close(self, state: State) -> None:
-        self._run.finish(exit_code=_EXIT_CODES[state])
+        try:
+            self._run.finish(exit_code=_EXIT_CODES[state])
+        finally:
+            self._tear_down()
 
     def abandon(self) -> None:
         """Kill the client's process, for which it would wait when ours exits; `wandb sync` can send what is on disk."""
         for process in self._service:
-            process.kill()
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        last = Thread(target=self._tear_down, daemon=True)
+        last.start()
+        last.join(_TEAR_DOWN_S)
+
+    def _tear_down(self) -> None:
+        """What the client would do when this process exits, with a traceback if its own process is dead."""
+        with suppress(Exception, SystemExit):
+            self._wandb.teardown()
 
 
 def _children() -> list[psutil.Process]:

@@ -37,22 +37,22 @@ class Writer:
             self._calls.put((what, call))
 
     def end(self, state: State) -> None:
-        """Have the run closed after all that waits; returns at once."""
-        self.put("the end of the run", lambda: self._tracker.close(state))
+        """Have the run closed after all that waits, however much it is; returns at once."""
+        self._calls.put(("the end of the run", lambda: self._tracker.close(state)))
         self._calls.put(None)
 
     def join(self, deadline: float) -> None:
         """Wait until everything is written, or, by time.monotonic, until the deadline, and leave it then."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            self._fail("it is not done with the run and is left, so that the run can end")
+            self._fail("it does not finish, and is left so that the run can end")
             self._tracker.abandon()
 
     def _work(self) -> None:
         try:
             where = self._tracker.open()
         except Exception as error:
-            self._fail(f"it does not open, and this run is not tracked there ({reason(error)})")
+            self._fail(f"it does not open, and the run goes on without it ({reason(error)})")
             return
         if where:
             self._say(f"{self._name}: {scrubbed(where)}")
@@ -61,13 +61,13 @@ class Writer:
             try:
                 call()
             except Exception as error:
-                self._fail(f"{what} is not written ({reason(error)})")
+                self._fail(f"{what} is not written, and the run goes on ({reason(error)})")
 
     def _fail(self, problem: str) -> None:
         """Tell the first failure; later writes are tried, and their failures are not told."""
         if not self._has_failed:
             self._has_failed = True
-            self._say(f"{self._name}: {problem}; the run goes on, metrics.jsonl has everything")
+            self._say(f"{self._name}: {problem}; metrics.jsonl has everything")
 
 
 def reason(error: BaseException) -> str:
