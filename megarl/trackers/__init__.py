@@ -18,7 +18,11 @@ from megarl.trackers.wandb_run import WandbRun
 from megarl.trackers.writer import Writer, reason
 from megarl.types import Metrics
 
-TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorboardFile, "wandb": WandbRun, "mlflow": MlflowRun}
+TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
+    "tensorboard": TensorboardFile,
+    "wandb": WandbRun,
+    "mlflow": MlflowRun,
+}
 END_S = 60.0  # how long the end of a run waits for all trackers together
 
 

@@ -45,13 +45,11 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """One service or file that shows runs.
+    """One service or file that shows runs, made with a TrackedRun.
 
-    It is made in the run's own thread, where it imports its client and starts what is local. All else is called from
-    one other thread, in this order, and may wait for a network. Every method may raise what its client raises.
+    It is made in the run's own thread, where it imports its client and starts what is local. `open`, then the others,
+    are called from one other thread, and may wait for a network and raise what the client raises.
     """
-
-    def __init__(self, run: TrackedRun) -> None: ...
 
     def open(self) -> str:
         """Begin the run, or go on with it; in words where it is seen, or ""."""
@@ -70,7 +68,10 @@ class Tracker(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Let go of what would keep this process from ending; called in the run's thread, during another call."""
+        """Let go of what would keep this process from ending: after `open` failed, or while another call does not end.
+
+        Raises nothing, and waits for no network.
+        """
         ...
 
 

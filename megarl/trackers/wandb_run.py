@@ -81,8 +81,9 @@ class WandbRun:
     def abandon(self) -> None:
         """Kill the client's process, for which it would wait when ours exits; `wandb sync` can send what is on disk."""
         for process in self._service:
-            with suppress(psutil.NoSuchProcess):
+            with suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
                 process.kill()
+                process.wait(_TEAR_DOWN_S)
         last = Thread(target=self._tear_down, daemon=True)
         last.start()
         last.join(_TEAR_DOWN_S)

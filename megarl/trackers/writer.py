@@ -53,6 +53,7 @@ class Writer:
             where = self._tracker.open()
         except Exception as error:
             self._fail(f"it does not open, and the run goes on without it ({reason(error)})")
+            self._tracker.abandon()
             return
         if where:
             self._say(f"{self._name}: {scrubbed(where)}")

@@ -22,7 +22,9 @@ def tracked(folder: Path, first_step: int = 0, project: str | None = None) -> Tr
     return TrackedRun("try", folder, project, RECIPE, "c0ffee", first_step)
 
 
-def track(name: str, run: TrackedRun, steps: dict[int, Metrics], state: State = "finished", table: int = -1) -> list[str]:
+def track(
+    name: str, run: TrackedRun, steps: dict[int, Metrics], state: State = "finished", table: int = -1
+) -> list[str]:
     """A run of one tracker, with a table at one step; the lines that the user sees."""
     lines: list[str] = []
     trackers = Trackers([name], run, lines.append)

@@ -20,7 +20,7 @@ def texts(events: Any, tag: str) -> np.ndarray:
 
 
 def test_a_run_is_read_back(tmp_path: Path) -> None:
-    steps = {-1: {"warm_start/loss": 2.0}, 0: {"eval/accuracy": 0.25}, 1: {"reward/mean": 0.5}, 2: {"reward/mean": 0.75}}
+    steps = {-1: {"warm_start/loss": 2.0}, 1: {"reward/mean": 0.5}, 2: {"reward/mean": 0.75}}
     assert track("tensorboard", tracked(tmp_path), steps, table=2) == []
     events = EventAccumulator(str(tmp_path / "events")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.5), (2, 0.75)]
@@ -31,7 +31,7 @@ def test_a_run_is_read_back(tmp_path: Path) -> None:
     assert table[0].tolist() == list(ROWS[0])
     assert table[1].tolist() == ["1+1=", "2\n\\x1b[2J, or =3", "1.0", "True"]
     assert events.Tensors("samples")[-1].step == 2
-    html = text_array_to_html(np.vectorize(str.encode)(table), enable_markdown=True)
+    html = str(text_array_to_html(np.vectorize(str.encode)(table), enable_markdown=True))
     assert html.count("<tr>") == 3 and "é|4" in html
 
 
