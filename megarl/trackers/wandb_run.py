@@ -20,9 +20,10 @@ _EXIT_CODES = {"finished": 0, "failed": 1, "stopped": 143}
 
 
 class WandbRun:
-    """One run of W&B, whose id is in the run's folder. Steps are the axis `step`, W&B's own counter its rows.
+    """One run of W&B, whose id is in the run's folder.
 
-    W&B takes no row below its counter, and keeps what it has: a step that is done again after --resume has two rows.
+    Steps are the axis `step`, not W&B's own counter, which begins at 0 and drops rows below what it has seen. A step
+    that is done again after --resume has two rows.
     """
 
     def __init__(self, run: TrackedRun) -> None:

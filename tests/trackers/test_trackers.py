@@ -227,6 +227,7 @@ def test_wandbs_process_is_there_before_the_runs_own(tmp_path: Path, offline: Pa
     (process,) = set(psutil.Process().children()) - before
     assert tracker._service == [process]
     assert SECRET not in " ".join(process.cmdline())
+    assert [one for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN] == []
     tracker.abandon()
     assert not process.is_running()
 
