@@ -19,7 +19,7 @@ CORE = [
 
 EXTRAS = {
     "gpu": ["sglang==0.5.21", "transformer-engine[pytorch]>=2"],  # apex comes from NVIDIA's source, not from PyPI
-    "trackers": ["tensorboard>=2.18"],
+    "trackers": ["tensorboard>=2.18", "wandb>=0.28.2", "mlflow-skinny>=3.17"],
     "dev": [
         "pytest>=8",
         "pytest-timeout>=2.3",

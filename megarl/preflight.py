@@ -197,9 +197,10 @@ def _attempt(faults: Faults, read: Callable[[], T]) -> T | None:
 
 def _run_faults(recipe: Recipe, learns: bool = True, device: str = DEVICE) -> Faults:
     faults = value_faults(recipe, device)
-    if "tensorboard" in recipe.run.trackers and importlib.util.find_spec("tensorboard") is None:
-        mend = "pip install 'megarl[trackers]' or set run.trackers to []"
-        faults.append(UserFault("run.trackers", "tensorboard is not installed", mend))
+    for name in dict.fromkeys(recipe.run.trackers):  # each is the name of its client's package
+        if importlib.util.find_spec(name) is None:
+            mend = "pip install 'megarl[trackers]' or leave it out"
+            faults.append(UserFault("run.trackers", f"{name} is not installed", mend))
     if recipe.algorithm.name not in ALGORITHMS:
         problem, mend = f"{recipe.algorithm.name!r} is no algorithm", f"choose from {', '.join(ALGORITHMS)}"
         faults.append(UserFault("algorithm.name", problem, mend))

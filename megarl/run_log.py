@@ -1,4 +1,4 @@
-"""What a run leaves behind: records, samples, events, a line to watch, a curve, a table. One step is one record."""
+"""What a run leaves behind: records, samples, a line to watch, a curve, a table, and what its trackers are told."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import fcntl
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -19,11 +20,13 @@ from rich.text import Text
 
 from megarl.config import Recipe
 from megarl.disk import gone, writing
-from megarl.events import Events
 from megarl.metrics import pick_samples
 from megarl.printable import json_line, one_line, printable
 from megarl.run_lines import checked, read_lines
-from megarl.types import GroupSummary, Metrics, UserFault
+from megarl.trackers import Trackers
+from megarl.trackers.interface import State, TrackedRun, code_commit
+from megarl.trackers.withheld import without_secrets
+from megarl.types import EndedEarly, GroupSummary, Metrics, UserFault
 
 _PLAIN_WIDTH = 160  # of a log file, where rich would otherwise fold lines at 80
 _TABLE = ("eval/accuracy", "reward/mean", "reward/accuracy", "rollout/response_length_mean")
@@ -93,8 +96,7 @@ class RunLog:
         if go_on and step < 0:
             _set_aside(self.folder)
         self._history = self._begin(step)
-        with writing(self.folder, "events"):
-            self._events = Events(self.folder / "events", step + 1) if "tensorboard" in recipe.run.trackers else None
+        self._trackers = Trackers(recipe.run.trackers, self._tracked(step + 1), self.say)
         self._began = time.perf_counter()
         self._training_began: float | None = None
         self._first_step = max(step, 0) + 1
@@ -118,12 +120,21 @@ class RunLog:
         self._samples_file = samples.open("a", encoding="utf-8")
         return [_with_nans(line.record) for line in kept[0]]
 
+    def _tracked(self, first_step: int) -> TrackedRun:
+        recipe, project = without_secrets(self._recipe.model_dump(mode="json")), self._recipe.run.project
+        commit = code_commit() if self._recipe.run.trackers else ""
+        return TrackedRun(self.folder.name, self.folder, project, recipe, commit, first_step)
+
     def __enter__(self) -> RunLog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        with self._lock, suppress(Exception) if error else ExitStack():  # of two errors the first is the cause
-            self._close()
+        with self._lock:
+            try:
+                with suppress(Exception) if error else ExitStack():  # of two errors the first is the cause
+                    self._close()
+            finally:
+                self._trackers.close(_state(error or sys.exception()))
         if any("eval/accuracy" in record or "reward/mean" in record for record in self._history):
             self._draw()
             if error is None:
@@ -132,16 +143,10 @@ class RunLog:
     def _close(self) -> None:
         """Close every file. Raises UserFault where a file is not whole on the disk, or not there any more."""
         with ExitStack() as files:
-            files.callback(self._close_events)
             for file, name in ((self._records_file, "metrics.jsonl"), (self._samples_file, "samples.jsonl")):
                 files.enter_context(writing(self.folder, name))
                 files.callback(file.close)
             self._refuse_if_gone()
-
-    def _close_events(self) -> None:
-        if self._events:
-            with writing(self.folder, "events"):
-                self._events.close()
 
     def _draw(self) -> None:
         picture = self.folder / "curve.png"
@@ -175,7 +180,7 @@ class RunLog:
         if not is_new:
             return
         written = self._write(record)
-        self._send(written, 0)
+        self._trackers.log(0, written)
         self._show("before training", written)
 
     @contextmanager
@@ -190,8 +195,8 @@ class RunLog:
         record.add({"warm_start/step": step})
         written = self._write(record)
         # Before step 0, where a run that goes on does not purge it.
-        self._send({name: value for name, value in written.items() if name.startswith("warm_start/")}, step - total)
-        self._send({name: value for name, value in written.items() if name.startswith("eval/")}, 0)
+        for prefix, at in (("warm_start/", step - total), ("eval/", 0)):
+            self._trackers.log(at, {name: value for name, value in written.items() if name.startswith(prefix)})
         if step == total or step % max(1, total // 10) == 0:
             self._show(f"warm start {step}/{total}", written)
 
@@ -203,7 +208,7 @@ class RunLog:
         record, steps = Record(step), self._recipe.run.steps
         yield record
         written = self._write(record)
-        self._send(written, step)
+        self._trackers.log(step, written)
         per_step = (time.perf_counter() - self._training_began) / (step - self._first_step + 1)
         self._show(f"step {step}/{steps}", written, f"ETA {_clock(per_step * (steps - step))}")
 
@@ -214,20 +219,18 @@ class RunLog:
         with writing(self.folder, "metrics.jsonl"):
             self._records_file.write(json.dumps(finite) + "\n")
             self._records_file.flush()
+        samples = pick_samples(record.groups, self._recipe.run.sample_log_count)
         with writing(self.folder, "samples.jsonl"):
-            for sample in pick_samples(record.groups, self._recipe.run.sample_log_count):
+            for sample in samples:
                 self._samples_file.write(json_line({"step": record.step, **sample}) + "\n")
             self._samples_file.flush()
+        if "eval/accuracy" in metrics:  # those of every step would be too many for a service
+            self._trackers.table(record.step, samples)
         if record.failures:
             count, first = len(record.failures), record.failures[0]
             self.say(f"step {record.step}: {count} {'verdict' if count == 1 else 'verdicts'} failed, the first {first}")
         self._history.append(metrics)
         return metrics
-
-    def _send(self, metrics: Metrics, step: int) -> None:
-        if self._events:
-            with writing(self.folder, "events"):
-                self._events.add(metrics, step)
 
     def _show(self, title: str, metrics: Metrics, eta: str = "") -> None:
         """One line: what is learnt, then the seconds of each phase in the order in which they were timed."""
@@ -312,10 +315,17 @@ def _set_aside(folder: Path) -> None:
     number = 1
     while any(folder.glob(f"*.{number}*")):
         number += 1
-    for name in ("metrics.jsonl", "samples.jsonl", "events"):
+    for name in ("metrics.jsonl", "samples.jsonl", "events", "wandb.id", "mlflow.id"):
         old = folder / name
         if old.exists():
             old.rename(folder / f"{old.stem}.{number}{old.suffix}")
+
+
+def _state(error: BaseException | None) -> State:
+    """How the run ended: SIGUSR1, Ctrl-C and SIGTERM stop it."""
+    if error is None:
+        return "finished"
+    return "stopped" if isinstance(error, EndedEarly | KeyboardInterrupt) else "failed"
 
 
 def _with_nans(record: Mapping[str, float | None]) -> Metrics:

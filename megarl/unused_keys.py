@@ -21,6 +21,10 @@ def _warm_start(recipe: Recipe) -> str:
     return "" if warm.steps or "steps" in warm.model_fields_set else "warm_start.steps is not set"
 
 
+def _project(recipe: Recipe) -> str:
+    return "" if set(recipe.run.trackers) - {"tensorboard"} else "run.trackers names neither wandb nor mlflow"
+
+
 def _sources(recipe: Recipe) -> str:
     return "" if recipe.reward.by_source else "reward.by_source names no source"
 
@@ -77,6 +81,7 @@ def _always(recipe: Recipe) -> str:
 # written as off (warm_start.steps, data.eval, checkpoint.every) is meant: what belongs to it is not told of.
 USED_WHEN: Mapping[str, Callable[[Recipe], str]] = {
     "run": _always,
+    "run.project": _project,
     "model": _always,
     "data": _always,
     "algorithm": _always,  # rule_faults

@@ -8,6 +8,7 @@ import json
 import math
 import pickle
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -64,13 +65,7 @@ def big_samples(log: RunLog) -> None:
         record.samples([group("p" * 30_000, [1.0, 0.0], [2, 3])])
 
 
-def big_events(log: RunLog) -> None:
-    log._send({f"filler/{number}": 0.1 for number in range(1000)}, 1)
-
-
-@pytest.mark.parametrize(
-    ("write", "what"), [(big_record, "metrics.jsonl"), (big_samples, "samples.jsonl"), (big_events, "events")]
-)
+@pytest.mark.parametrize(("write", "what"), [(big_record, "metrics.jsonl"), (big_samples, "samples.jsonl")])
 def test_a_step_that_the_disk_has_no_room_for(disk: Path, write: Callable[[RunLog], None], what: str) -> None:
     with pytest.raises(UserFault) as caught, RunLog(recipe_in(disk), plain()[0]) as log:
         fill(disk, left=8192)
@@ -79,12 +74,26 @@ def test_a_step_that_the_disk_has_no_room_for(disk: Path, write: Callable[[RunLo
     assert not isinstance(caught.value, FolderGone)
 
 
-@pytest.mark.parametrize(("left", "what"), [(0, "recipe.yaml"), (4096, "events")])
-def test_a_run_that_the_disk_has_no_room_for(disk: Path, left: int, what: str) -> None:
-    fill(disk, left)
+def test_a_run_that_the_disk_has_no_room_for(disk: Path) -> None:
+    fill(disk)
     with pytest.raises(UserFault) as caught:
         RunLog(recipe_in(disk), plain()[0])
-    assert str(caught.value) == full(disk / "try", what)
+    assert str(caught.value) == full(disk / "try", "recipe.yaml")
+
+
+def test_events_that_the_disk_has_no_room_for_cost_no_run(disk: Path) -> None:
+    console, text = plain()
+    with RunLog(recipe_in(disk), console) as log:
+        filler = fill(disk)
+        log._trackers.log(1, {f"filler/{number}": 0.1 for number in range(1000)})
+        while "tensorboard" not in text.getvalue():
+            time.sleep(0.01)
+        filler.unlink()
+        a_step(log, 1)
+    (said,) = [line for line in text.getvalue().splitlines() if "tensorboard" in line]
+    problem = "step 1 is not written, and the run goes on (OSError: [Errno 28] No space left on device)"
+    assert said == f"tensorboard: {problem}; metrics.jsonl has everything"
+    assert (log.folder / "curve.png").exists()
 
 
 def test_a_curve_that_the_disk_has_no_room_for_costs_no_run(disk: Path) -> None:

@@ -85,3 +85,11 @@ def test_the_examples_of_data_are_recipes(tmp_path: Path) -> None:
     columns, weights = found
     assert columns.eval["math500"].prompt == "problem" and columns.eval["aime2024"].prompt is None
     assert [file.weight for file in weights.train] == [3.0, 1.0]
+
+
+def test_the_example_of_trackers_is_a_recipe(tmp_path: Path) -> None:
+    (page,) = blocks("tracking.md", "yaml")
+    overlay = tmp_path / "overlay.yaml"
+    overlay.write_text(page)
+    run = load_recipe(DOCS.parent / "recipes" / "quickstart.yaml", [str(overlay)]).run
+    assert (run.trackers, run.project) == (("tensorboard", "wandb", "mlflow"), "math")

@@ -16,7 +16,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = [
     {"printable"},
     {"types"},
-    {"disk", "events", "run_lines"},
+    {"disk", "run_lines", "trackers"},
     {"algos", "config", "spelling", "device", "processes", "ray_settings", "schedule", "session_folder", "snapshots"},
     {"ray_servers", "recipe_yaml"},
     {"recipe_file"},
@@ -54,10 +54,12 @@ DOORS = {  # library -> the only places that import it
     "transformer_engine": {"megarl.parallel"},
     "typer": {"megarl.cli"},
     "rich": {"megarl.run_log", "megarl.plan_report", "megarl.progress"},
-    "tensorboard": {"megarl.events"},
+    "tensorboard": {"megarl.trackers.tensorboard_file"},
+    "wandb": {"megarl.trackers.wandb_run"},
+    "mlflow": {"megarl.trackers.mlflow_run"},
     "matplotlib": {"megarl.run_log", "megarl.plan_picture"},
     "pydantic": {"megarl.config", "megarl.recipe_file"},
-    "yaml": {"megarl.config", "megarl.recipe_yaml"},
+    "yaml": {"megarl.config", "megarl.recipe_yaml", "megarl.trackers"},
 }
 STANDARD = {"__future__", "collections", "dataclasses", "typing", "math", "functools", "itertools"}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,6 +52,16 @@ def test_the_quickstart_is_good_and_its_inputs_are_read(good: list[str], tmp_pat
     assert inputs.tokenizer.decode(list(prompt.token_ids)) == prompt.text
     assert len(inputs.eval_sets["arith"]) == 256
     assert not (tmp_path / "runs").exists(), "checking makes nothing"
+
+
+def test_a_tracker_that_is_not_installed_is_told(
+    told: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("wandb", "mlflow"):
+        monkeypatch.setitem(sys.modules, name, None)  # no module of the name is found
+    mend = "pip install 'megarl[trackers]' or leave it out"
+    lines = told("run.trackers=[wandb, tensorboard, mlflow]")
+    assert lines == [f"run.trackers: {name} is not installed; {mend}" for name in ("wandb", "mlflow")]
 
 
 def test_evaluation_sets_are_cut_to_their_limit_and_the_seed_decides_the_order(good: list[str]) -> None:

@@ -217,7 +217,7 @@ def test_a_key_like_no_other_lists_the_keys_there() -> None:
         ("data.eval=[a]", "data.eval is ['a']; write a mapping of keys there"),
         ("data.eval.x=3", "data.eval.x is 3; write a path, or a branch with path, prompt and answer"),
         ("model.dtype=fp8", "model.dtype is 'fp8'; it should be 'float32' or 'bfloat16'"),
-        ("run.trackers=[wandb]", "run.trackers.0 is 'wandb'; it should be 'tensorboard'"),
+        ("run.trackers=[neptune]", "run.trackers.0 is 'neptune'; it should be 'tensorboard', 'wandb' or 'mlflow'"),
         ("train=3", "train is 3; write a mapping of keys there"),
         ("rollout.samples_per_prompt=0", "rollout.samples_per_prompt is 0; it should be greater than or equal to 1"),
         ("rollout.temperature=0", "rollout.temperature is 0; it should be greater than or equal to 0.01"),

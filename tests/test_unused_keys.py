@@ -50,6 +50,7 @@ def test_a_recipe_as_a_run_writes_it_is_told_nothing(tmp_path: Path) -> None:
         (["algorithm.name=ppo", "critic.lr_end=0.1"], "critic.lr_end is set, and nothing reads it: the critic's lr_s"),
         (["checkpoint.keep=7"], "checkpoint.keep is set, and nothing reads it: checkpoint.every is not set: a check"),
         (["algorithm.name=sft", "rollout.top_p=0.9"], "rollout.top_p is set, and nothing reads it: sft learns from"),
+        (["run.project=math"], "run.project is set, and nothing reads it: run.trackers names neither wandb nor mlflow"),
         (["train.lr=0.5"], "train.lr is 0.5, and rates of AdamW above 0.1 destroy a model"),
         (["placement.gpus=60000"], "15000 data-parallel ranks share the 1024 samples of an update: some of them have"),
         (["rollout.engine.count=200"], "200 engines (rollout.engine.count) share the 128 prompts of a step"),
@@ -66,6 +67,7 @@ def test_what_nothing_reads_is_told(overrides: list[str], says: str) -> None:
     [
         ["algorithm.name=ppo", "critic.lr=1e-5", "critic.ranks.tp=2"],
         ["algorithm.name=ppo", "train.lr_schedule=cosine", "train.lr_end=0.1", "critic.lr_end=0.2"],
+        ["run.project=math", "run.trackers=[tensorboard, mlflow]"],
         ["reference.use=true", "reference.path=a"],
         ["algorithm.kl_coefficient=0.1", "reference.path=a"],
         ["reward_model.path=a", "reward_model.weight=0.5"],

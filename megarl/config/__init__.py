@@ -35,7 +35,7 @@ from megarl.config.fields import (
 from megarl.config.roles import Critic, Reference, RewardModel, Train
 from megarl.types import Aggregation, Estimator, KlPlace, Mismatch, WhenShort
 
-Tracker = Literal["tensorboard"]
+Tracker = Literal["tensorboard", "wandb", "mlflow"]
 
 
 class Run(Branch):
@@ -52,6 +52,7 @@ class Run(Branch):
     seed: Seed = 1
     steps: Count
     trackers: Annotated[tuple[Tracker, ...], Field(strict=False)] = ()
+    project: FolderName | None = None  # of W&B, experiment of MLflow; the clients' own variable, or megarl, unless set
     sample_log_count: Whole = 8  # responses written to samples.jsonl each step
     timeout_s: RunSeconds = 600.0
 

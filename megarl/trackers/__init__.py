@@ -1,0 +1,65 @@
+"""Experiment trackers beside the run's own JSON lines: TensorBoard, Weights & Biases, MLflow.
+
+A tracker is a class of `interface.Tracker`; `Trackers` opens those that a recipe names and keeps their failures and
+their slowness away from the run. Keys of the services come from their clients' own environment variables alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from megarl.printable import printable
+from megarl.trackers.interface import Row, State, TrackedRun, Tracker
+from megarl.trackers.mlflow_run import MlflowRun
+from megarl.trackers.tensorboard_file import TensorboardFile
+from megarl.trackers.wandb_run import WandbRun
+from megarl.trackers.writer import Writer, reason
+from megarl.types import Metrics
+
+TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
+    "tensorboard": TensorboardFile,
+    "wandb": WandbRun,
+    "mlflow": MlflowRun,
+}
+END_S = 60.0  # how long the end of a run waits for all trackers together
+
+
+class Trackers:
+    """Every tracker of a run. No method raises what a tracker raises, and none but `close` waits for one."""
+
+    def __init__(self, names: Sequence[str], run: TrackedRun, say: Callable[[str], None], end_s: float = END_S) -> None:
+        """say: how a line reaches the user; called from several threads."""
+        self._end_s = end_s
+        self._open: dict[str, tuple[Tracker, Writer]] = {}
+        for name in dict.fromkeys(names):
+            try:
+                tracker = TRACKERS[name](run)
+            except Exception as error:  # of the client's own import and start
+                say(f"{name}: it does not start, and the run goes on without it ({reason(error)})")
+            else:
+                self._open[name] = tracker, Writer(name, tracker, say)
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """A step's numbers, all but `step` itself."""
+        numbers = {name: value for name, value in metrics.items() if name != "step"}
+        for tracker, writer in self._open.values():
+            if numbers:
+                writer.put(f"step {step}", partial(tracker.log, step, numbers))
+
+    def table(self, step: int, samples: Sequence[Row]) -> None:
+        """A step's samples; of their text, what a reader would not see is escaped."""
+        rows = [{key: printable(it) if isinstance(it, str) else it for key, it in row.items()} for row in samples]
+        for tracker, writer in self._open.values():
+            if rows:
+                writer.put(f"the samples of step {step}", partial(tracker.table, step, rows))
+
+    def close(self, state: State) -> None:
+        """Send what is left and say how the run ended; at most for so long, whatever a tracker waits for."""
+        deadline = time.monotonic() + self._end_s
+        for _, writer in self._open.values():
+            writer.end(state)
+        for _, writer in self._open.values():
+            writer.join(deadline)
+        self._open = {}
