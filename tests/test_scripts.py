@@ -229,6 +229,87 @@ def test_where_only_the_cuda_build_is_in_reach_the_file_to_fetch_is_named(
     assert not [one for one in sandbox.commands() if "-r " in one or one.endswith(TORCH) and "--dry-run" not in one]
 
 
+TWO_GPUS = 'echo "GPU 0: NVIDIA H800 (UUID: GPU-0)"; echo "GPU 1: NVIDIA H800 (UUID: GPU-1)"'
+NO_DRIVER = "echo \"NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\"; exit 9"
+TOOLKIT = 'echo "Cuda compilation tools, release 13.0, V13.0.88"'
+CUDA_BUILD = '[[ "$*" == *--report* ]] && echo \'["nvidia-cudnn-cu13"]\''
+ENGINE = "transformer-engine-torch==2.14.1"
+
+
+def with_gpus(sandbox: Sandbox, python: str = CUDA_BUILD, nvcc: str | None = TOOLKIT) -> None:
+    sandbox.stand_in("nvidia-smi", TWO_GPUS)
+    shows_lock = f'[[ "$*" == *" -r "* ]] && cat "${{@: -1}}" >>{sandbox.log}'
+    sandbox.stand_in("python3.11", f"{python}\n{shows_lock}\n{MAKES_VENV}")
+    if nvcc:
+        sandbox.stand_in("nvcc", nvcc)
+
+
+def test_where_there_are_gpus_their_lock_is_installed(sandbox: Sandbox, tmp_path: Path) -> None:
+    """TransformerEngine's torch part last and in the environment itself: apart, it would be built for another torch."""
+    with_gpus(sandbox)
+    result = sandbox.set_up(tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    done = sandbox.commands()
+    installs = [re.sub(r"/dev/fd/\d+", "FILE", line) for line in done if line.startswith(PIP)]
+    assert installs == [
+        f"{PIP} --dry-run --ignore-installed --report - {TORCH}",
+        f"{PIP} -r FILE",
+        f"{PIP} --no-build-isolation {ENGINE}",
+        f"{PIP} --no-build-isolation -e .",
+    ]
+    whole = (ROOT / "requirements" / "gpu.txt").read_text().splitlines()
+    assert [line for line in whole if line not in done] == [line for line in whole if line.startswith(ENGINE)]
+    assert sandbox.set_up(tmp_path).stdout.startswith(f"megarl: using {sandbox.repo}/.venv")
+
+
+@pytest.mark.parametrize(
+    ("nvidia_smi", "environment", "lock"),
+    [
+        (NO_DRIVER, {}, "cpu"),
+        ("exit 0", {}, "cpu"),
+        (TWO_GPUS, {"MEGARL_DEVICE": "cpu"}, "cpu"),
+        ("exit 0", {"MEGARL_DEVICE": "cuda"}, "gpu"),
+    ],
+    ids=["no driver", "no GPU", "CPU is asked for", "GPUs are elsewhere"],
+)
+def test_which_lock_is_installed(
+    sandbox: Sandbox, tmp_path: Path, nvidia_smi: str, environment: dict[str, str], lock: str
+) -> None:
+    with_gpus(sandbox)
+    sandbox.stand_in("nvidia-smi", nvidia_smi)
+    result = sandbox.set_up(tmp_path, **environment)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert f"pinned packages from requirements/{lock}.txt" in result.stdout
+
+
+def test_another_device_makes_a_new_environment(sandbox: Sandbox, tmp_path: Path) -> None:
+    with_gpus(sandbox)
+    sandbox.set_up(tmp_path, MEGARL_DEVICE="cpu")
+    assert "making" in sandbox.set_up(tmp_path).stdout
+
+
+@pytest.mark.parametrize(
+    ("python", "nvcc", "environment", "says"),
+    [
+        (CUDA_BUILD, None, {}, "no CUDA toolkit 13 (nvcc)"),
+        (CUDA_BUILD, 'echo "Cuda compilation tools, release 12.9, V12.9.86"', {}, "no CUDA toolkit 13 (nvcc)"),
+        ('[[ "$*" == *--report* ]] && echo \'["filelock"]\'', TOOLKIT, {}, "pip would install torch's CPU build"),
+        ('[[ "$*" == *--report* ]] && exit 1', TOOLKIT, {}, "pip finds no torch 2.13.0"),
+        (CUDA_BUILD, TOOLKIT, {"MEGARL_DEVICE": "gpu"}, "MEGARL_DEVICE is gpu: write cpu or cuda"),
+    ],
+    ids=["no toolkit", "an older toolkit", "CPU build", "no torch", "unknown device"],
+)
+def test_what_gpus_lack_is_said_in_a_line(
+    sandbox: Sandbox, tmp_path: Path, python: str, nvcc: str | None, environment: dict[str, str], says: str
+) -> None:
+    with_gpus(sandbox, python, nvcc)
+    result = sandbox.set_up(tmp_path, **environment)
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"megarl: {says}")
+    assert not [one for one in sandbox.commands() if " -r " in one], "nothing is installed"
+
+
 @pytest.mark.parametrize("file", ["requirements/cpu.txt", "setup.py"])
 def test_a_changed_lock_makes_a_new_environment(sandbox: Sandbox, tmp_path: Path, file: str) -> None:
     sandbox.set_up(tmp_path)
