@@ -102,7 +102,8 @@ def test_every_process_of_a_run_looks_at_its_own_node(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize(("asked", "chosen"), [("", "cuda nccl"), ("cuda", "cuda nccl"), ("cpu", "cpu gloo")])
 def test_the_cpu_can_be_chosen_where_torch_sees_gpus(asked: str, chosen: str) -> None:
-    program = "import torch; torch.cuda.is_available = lambda: True; import megarl.device as d; print(d.DEVICE, d.BACKEND)"
+    seen = "import torch; torch.cuda.is_available = lambda: True"
+    program = f"{seen}; from megarl.device import BACKEND, DEVICE; print(DEVICE, BACKEND)"
     done = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, "MEGARL_DEVICE": asked}, capture_output=True, text=True
     )
