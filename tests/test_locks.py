@@ -185,7 +185,7 @@ def test_the_gpu_lock_has_all_that_the_installed_packages_ask_for(python: str) -
 
 def test_the_gpu_lock_is_of_one_cuda() -> None:
     found = lock("gpu")
-    assert not [name for name in found if re.search(r"(?<!libs)-cu12$", name)], "the CUDA 12 core has the same files"
+    assert not [name for name in found if re.search(r"(?<!libs)-cu12$", name)], "one folder takes one core"
     assert {"transformer-engine-cu13", "nvidia-nccl-cu13", "nvidia-cudnn-cu13"} <= found.keys()
     engine = {version for name, version in found.items() if name.startswith("transformer-engine")}
     assert len(engine) == 1, "TransformerEngine refuses parts of several versions"
