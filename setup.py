@@ -1,4 +1,4 @@
-"""Packaging of megarl. `requirements/cpu.txt` pins everything that the scripts install on a machine without a GPU."""
+"""Packaging of megarl. The locks in `requirements` pin all that the scripts install: cpu.txt, and gpu.txt with GPUs."""
 
 from setuptools import find_packages, setup
 
@@ -18,7 +18,7 @@ CORE = [
 ]
 
 EXTRAS = {
-    "gpu": ["sglang==0.5.21", "transformer-engine[pytorch]>=2"],  # apex comes from NVIDIA's source, not from PyPI
+    "gpu": ["sglang==0.5.21", "transformer-engine[core_cu13,pytorch]==2.14.1"],  # docs/install.md: which, and apex
     "trackers": ["tensorboard>=2.18", "wandb>=0.28.2", "mlflow-skinny>=3.17"],
     "dev": [
         "pytest>=8",

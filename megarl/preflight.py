@@ -16,6 +16,7 @@ from megarl.cluster_faults import cluster_faults
 from megarl.config import Recipe
 from megarl.data_faults import read_data
 from megarl.device import DEVICE
+from megarl.device_faults import device_faults
 from megarl.eos_faults import eos_faults
 from megarl.eval_faults import eval_faults
 from megarl.length_faults import budgets, length_faults
@@ -69,7 +70,7 @@ class _NoTokenizer:
 
 def check(recipe: Recipe, *, learns: bool = True) -> Inputs:
     """Read and check all that a recipe names; learns: or samples alone. Raises UserFaults with all that is to mend."""
-    faults = cluster_faults(recipe.placement)
+    faults = device_faults() + cluster_faults(recipe.placement)
     inputs = _read(recipe, faults, TokenCache.of_user(), learns=learns)
     if faults or inputs is None:
         raise UserFaults(faults)
@@ -131,7 +132,7 @@ def check_samples(recipe: Recipe, path: Path) -> SampleFile:
     """The same for training on samples of a file, where no engine, prompt or reward has a part."""
     faults: Faults = []
     shape = _attempt([], lambda: model_shape(recipe.model.path))
-    faults += _run_faults(recipe) + cluster_faults(recipe.placement)
+    faults += device_faults() + _run_faults(recipe) + cluster_faults(recipe.placement)
     faults += _train_layout_faults(recipe, shape or _shape_that_fits(train_layout(recipe), engine_layout(recipe)))
     faults += _checkpoint_faults(recipe)
     faults += _megatron_faults(recipe)
@@ -157,7 +158,7 @@ def check_convert(recipe: Recipe) -> None:
     shape = _attempt(faults, lambda: model_shape(recipe.model.path))
     if shape:
         faults += _train_layout_faults(recipe, shape) + checkpoint.check_hf(recipe.model.path, shape)
-    faults += _megatron_faults(recipe) + cluster_faults(recipe.placement)
+    faults += _megatron_faults(recipe) + device_faults() + cluster_faults(recipe.placement)
     if faults:
         raise UserFaults(faults)
 

@@ -20,6 +20,7 @@ import ray
 import ray.exceptions
 
 from megarl.device import agree_on_nccl, use_network
+from megarl.device_faults import device_faults
 from megarl.nics import Seat, seat
 from megarl.types import UserFault
 
@@ -54,6 +55,7 @@ class _Shell:
         use_network(host)
         agree_on_nccl()
         _enter(folder)
+        await loop.run_in_executor(self._thread, _check_device)
         cls = await loop.run_in_executor(self._thread, lambda: getattr(importlib.import_module(module), name))
         with _short_errors():
             self._target = await loop.run_in_executor(self._thread, lambda: cls(*args))
@@ -195,6 +197,12 @@ def _short_errors() -> Iterator[None]:
             raise
         half = _ERROR_LETTERS // 2
         raise RuntimeError(f"{type(error).__name__}: {text[:half]}\n[...]\n{text[-half:]}") from None
+
+
+def _check_device() -> None:
+    """Of this node: what the command has checked is the machine where it runs, which may have no GPU."""
+    for fault in device_faults():
+        raise fault
 
 
 def _enter(folder: str) -> None:

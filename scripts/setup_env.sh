@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# Sourced by quickstart.sh and test.sh: goes to the repository root and makes, or reuses, .venv there.
+# Sourced by quickstart.sh and test.sh: goes to the repository root and makes, or reuses, .venv there: from
+# requirements/gpu.txt where nvidia-smi lists GPUs, else from cpu.txt; MEGARL_DEVICE (cpu or cuda) says otherwise.
 # MEGARL_TORCH_INDEX may name the package index that offers torch's CPU build, where PyTorch's own is out of reach.
 
 set -euo pipefail
@@ -13,7 +14,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 ROOT=$PWD
 VENV=$ROOT/.venv
 STAMP=$VENV/megarl.stamp
-NEEDED_GIB=8
 TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 
 say() { printf 'megarl: %s\n' "$*"; }
@@ -22,10 +22,26 @@ stop() {
     exit 2
 }
 
+# Sets device, lock, needed_gib and effort.
+choose_lock() {
+    local num_gpus
+    device=${MEGARL_DEVICE:-}
+    if [[ -z $device ]]; then
+        num_gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU ') || true
+        device=cpu
+        ((num_gpus == 0)) || device=cuda
+    fi
+    case $device in
+        cpu) lock=requirements/cpu.txt needed_gib=8 effort='a minute or two, 3 GiB' ;;
+        cuda) lock=requirements/gpu.txt needed_gib=40 effort='TransformerEngine is compiled, which takes a while' ;;
+        *) stop "MEGARL_DEVICE is $device: write cpu or cuda, or leave it out" ;;
+    esac
+}
+
 # The stamp names everything the environment was made from: a moved repository or a new lock makes a new one.
 wanted_stamp() {
     printf '%s\n' "$ROOT"
-    cat requirements/cpu.txt setup.py pyproject.toml | sha256sum
+    cat "$lock" setup.py pyproject.toml | sha256sum
 }
 
 # Sets python: 3.11 where both are there. A name on PATH may still not run, as those of pyenv.
@@ -46,8 +62,8 @@ choose_python() {
 check_disk() {
     local free_kib
     free_kib=$(df -Pk "$ROOT" | awk 'NR == 2 { print $4 }')
-    ((free_kib >= NEEDED_GIB * 1024 * 1024)) ||
-        stop "$((free_kib / 1024 / 1024)) GiB free on the disk of $ROOT, $NEEDED_GIB GiB are needed: make room and run this again"
+    ((free_kib >= needed_gib * 1024 * 1024)) ||
+        stop "$((free_kib / 1024 / 1024)) GiB free on the disk of $ROOT, $needed_gib GiB are needed: make room and run this again"
 }
 
 pip_install() {
@@ -56,10 +72,9 @@ pip_install() {
 
 # PyPI's torch for x86-64 is the CUDA build: half a gigabyte that does not even import without CUDA's packages. The CPU
 # build is asked for by its whole version, which no CUDA build has: pip then looks in every index it knows, and for no other.
-install_torch() {
-    local pin error report default=() index=${MEGARL_TORCH_INDEX:-$TORCH_CPU_INDEX}
+install_cpu_torch() {
+    local error report default=() index=${MEGARL_TORCH_INDEX:-$TORCH_CPU_INDEX}
     [[ -z ${MEGARL_TORCH_INDEX-} ]] || default=(--index-url "$index")
-    pin=$(grep '^torch==' requirements/cpu.txt)
     if error=$(pip_install --retries 1 --timeout 15 --index-url "$index" "$pin+cpu" 2>&1); then return; fi
     say "no ${pin/==/ }+cpu from $index (${error##*$'\n'}): looking for another build"
     # What a build needs is known before it is fetched, and tells a CUDA build.
@@ -78,17 +93,54 @@ cpu_wheel() { # $1: version
     printf 'torch-%s+cpu-%s-%s-manylinux_2_28_x86_64.whl' "$1" "$tag" "$tag"
 }
 
+# A pin without a local version takes any build, and a CPU build would train over gloo without a word.
+check_cuda_torch() {
+    local report
+    report=$(pip_install --dry-run --ignore-installed --report - "$pin") ||
+        stop "pip finds no ${pin/==/ }: name a package index that has PyPI's files (PIP_INDEX_URL) and run this again"
+    [[ $report == *nvidia-* ]] ||
+        stop "pip would install torch's CPU build on a machine with GPUs, from an index of its settings (pip config list):" \
+            "leave that index out and run this again, or set MEGARL_DEVICE=cpu to use no GPU"
+}
+
+# TransformerEngine's torch part is compiled against the torch that is installed, with the toolkit's headers.
+check_toolkit() {
+    [[ -z ${CUDA_HOME:-} ]] || export PATH="$PATH:$CUDA_HOME/bin"
+    [[ $(nvcc --version 2>/dev/null) == *"release 13."* ]] ||
+        stop "no CUDA toolkit 13 (nvcc), with which TransformerEngine is compiled: install one, set CUDA_HOME and run this" \
+            "again (docs/install.md), or set MEGARL_DEVICE=cpu to use no GPU"
+}
+
+compile_transformer_engine() {
+    local headers
+    say "compiling TransformerEngine for ${pin/==/ }"
+    headers=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia
+    # Its setup would otherwise look for a wheel on GitHub that nothing pins.
+    CPLUS_INCLUDE_PATH=$headers/cudnn/include:$headers/nccl/include NVTE_PYTORCH_FORCE_BUILD=TRUE \
+        pip_install --no-build-isolation "$(grep -o '^transformer-engine-torch==[^ ]*' "$lock")"
+}
+
 install_environment() {
-    say "making $VENV with $python (once; a minute or two, 3 GiB)"
+    local pin
+    pin=$(grep -o '^torch==[^ ]*' "$lock")
+    [[ $device == cpu ]] || check_toolkit
+    say "making $VENV with $python (once; $effort)"
     "$python" -m venv --clear "$VENV"
-    say "installing $(grep -c == requirements/cpu.txt) pinned packages from requirements/cpu.txt"
-    install_torch
-    pip_install -r requirements/cpu.txt
+    [[ $device == cpu ]] || check_cuda_torch
+    say "installing $(grep -c == "$lock") pinned packages from $lock"
+    if [[ $device == cpu ]]; then
+        install_cpu_torch
+        pip_install -r "$lock"
+    else
+        pip_install -r <(grep -v '^transformer-engine-torch==' "$lock")
+        compile_transformer_engine
+    fi
     say "installing megarl from $ROOT"
     pip_install --no-build-isolation -e .
     wanted_stamp >"$STAMP"
 }
 
+choose_lock
 exec 9>"$ROOT/.venv.lock" # two scripts at once: the second waits for the first one's installation
 flock 9
 if [[ -f $STAMP && "$(cat "$STAMP")" == "$(wanted_stamp)" ]]; then

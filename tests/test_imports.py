@@ -18,7 +18,7 @@ FLOORS = [
     {"types"},
     {"disk", "run_lines", "trackers"},
     {"algos", "config", "spelling", "device", "processes", "ray_settings", "schedule", "session_folder", "snapshots"},
-    {"ray_servers", "recipe_yaml"},
+    {"ray_servers", "recipe_yaml", "device_faults"},
     {"recipe_file"},
     {"hardware"},
     {"batching", "flops", "metrics", "memory", "nics", "parallel", "rollout", "sample_file"},

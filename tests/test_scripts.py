@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 import os
@@ -10,14 +9,9 @@ import re
 import shutil
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import pytest
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
-from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 SHELL_FILES = [
@@ -118,101 +112,6 @@ def test_the_tokenizer_reads_one_character_a_token_and_chats(tiny_model: Path) -
     assert prompt_ids[0] == tokenizer.bos_token_id
     assert len(prompt_ids) == len("12+34=") + 3
     assert tokenizer.decode([*tokenizer.encode("46"), tokenizer.eos_token_id], skip_special_tokens=True) == "46"
-
-
-# --- packaging ---------------------------------------------------------------------------------------------------
-
-
-def packaging_lists() -> tuple[list[str], dict[str, list[str]]]:
-    """CORE and EXTRAS of setup.py, which is not run."""
-    tree = ast.parse((ROOT / "setup.py").read_text())
-    values = {
-        node.targets[0].id: ast.literal_eval(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-    }
-    return values["CORE"], values["EXTRAS"]
-
-
-def lock() -> dict[str, str]:
-    lines = (ROOT / "requirements" / "cpu.txt").read_text().splitlines()
-    pins = [line.split("==") for line in lines if not line.startswith("#")]
-    assert all(len(pin) == 2 for pin in pins)
-    return {canonicalize_name(name): version for name, version in pins}
-
-
-def test_core_is_small_and_every_dependency_says_why() -> None:
-    core, _ = packaging_lists()
-    assert len(core) <= 12
-    source = (ROOT / "setup.py").read_text()
-    for requirement in core:
-        assert re.search(rf'"{re.escape(requirement)}",  # \w+', source), requirement
-
-
-def test_the_lock_satisfies_setup_py() -> None:
-    core, extras = packaging_lists()
-    pins = lock()
-    for text in [*core, *extras["trackers"], *extras["dev"], "sglang==0.5.21"]:
-        requirement = Requirement(text)
-        assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), text
-    assert "sglang==0.5.21" in extras["gpu"]
-
-
-PYTHONS = ("3.11", "3.12")
-
-
-def test_every_list_of_pythons_is_the_same() -> None:
-    assert 'python_requires=">=3.11,<3.13"' in (ROOT / "setup.py").read_text()
-    assert "for name in python3.11 python3.12; do" in (ROOT / "scripts" / "setup_env.sh").read_text()
-    assert "with Python 3.11 or 3.12 and no GPU" in (ROOT / "README.md").read_text()
-    assert 'target-version = "py311"' in (ROOT / "pyproject.toml").read_text()
-
-
-def unmet(python: str) -> set[str]:
-    """What the pinned packages ask for under this Python, and the lock does not have in a version that they take."""
-    pins, found = lock(), set()
-    for name, version in pins.items():
-        package = metadata.distribution(name)
-        assert package.version.split("+")[0] == version, name
-        headers: Any = package.metadata
-        assert SpecifierSet(headers.get("Requires-Python") or "").contains(f"{python}.1"), name
-        for text in package.requires or []:
-            wanted = Requirement(text)
-            environment = {"python_version": python, "python_full_version": f"{python}.1", "extra": ""}
-            pin = pins.get(canonicalize_name(wanted.name), "")
-            if not wanted.marker or wanted.marker.evaluate(environment):
-                found |= {f"{name} wants {text}"} if not pin or not wanted.specifier.contains(pin) else set()
-    return found
-
-
-def test_the_lock_lacks_the_same_under_every_python() -> None:
-    """Left out is what the tests do without, most of it SGLang's kernels: they run under one Python, here are both."""
-    first, second = map(unmet, PYTHONS)
-    assert first == second
-    lacking = {line.split()[0] for line in first} - {"torch"}  # of which a CUDA build needs CUDA's packages
-    assert lacking == {"sglang", "huggingface-hub", "pyright", "python-dateutil", "databricks-sdk"}
-
-
-def fits_one_python(name: str) -> bool:
-    """Whether the wheel that is installed has machine code for this Python alone."""
-    tags = re.findall(r"^Tag: (\S+)", metadata.distribution(name).read_text("WHEEL") or "", re.MULTILINE)
-    return all(tag.startswith("cp") and "-abi3-" not in tag for tag in tags)
-
-
-@pytest.mark.slow
-def test_pip_finds_every_pinned_package_for_the_other_python(tmp_path: Path) -> None:
-    """For this one they are installed. A newer pip reads what a package index says of its files, and fetches none."""
-    install = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--retries", "1"]
-    fetched = subprocess.run([*install, "--target", tmp_path / "pip", "pip>=25"], capture_output=True, text=True)
-    if fetched.returncode:
-        pytest.skip(f"no package index is in reach: {fetched.stderr.strip().splitlines()[-1]}")
-    (other,) = set(PYTHONS) - {f"3.{sys.version_info.minor}"}
-    pins = [f"{name}=={version}" for name, version in lock().items() if fits_one_python(name)]
-    assert {"numpy", "ray", "torch"} <= {pin.split("==")[0] for pin in pins}
-    asked = ["--dry-run", "--only-binary=:all:", "--target", tmp_path / "x", "--python-version", other, *pins]
-    settings = os.environ | {"PYTHONPATH": str(tmp_path / "pip")}
-    done = subprocess.run([*install, *asked], env=settings, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 # --- shell -------------------------------------------------------------------------------------------------------
@@ -328,6 +227,87 @@ def test_where_only_the_cuda_build_is_in_reach_the_file_to_fetch_is_named(
     assert "PIP_FIND_LINKS=" in line
     assert "MEGARL_TORCH_INDEX=" in line
     assert not [one for one in sandbox.commands() if "-r " in one or one.endswith(TORCH) and "--dry-run" not in one]
+
+
+TWO_GPUS = 'echo "GPU 0: NVIDIA H800 (UUID: GPU-0)"; echo "GPU 1: NVIDIA H800 (UUID: GPU-1)"'
+NO_DRIVER = "echo \"NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\"; exit 9"
+TOOLKIT = 'echo "Cuda compilation tools, release 13.0, V13.0.88"'
+CUDA_BUILD = '[[ "$*" == *--report* ]] && echo \'["nvidia-cudnn-cu13"]\''
+ENGINE = "transformer-engine-torch==2.14.1"
+
+
+def with_gpus(sandbox: Sandbox, python: str = CUDA_BUILD, nvcc: str | None = TOOLKIT) -> None:
+    sandbox.stand_in("nvidia-smi", TWO_GPUS)
+    shows_lock = f'[[ "$*" == *" -r "* ]] && cat "${{@: -1}}" >>{sandbox.log}'
+    sandbox.stand_in("python3.11", f"{python}\n{shows_lock}\n{MAKES_VENV}")
+    if nvcc:
+        sandbox.stand_in("nvcc", nvcc)
+
+
+def test_where_there_are_gpus_their_lock_is_installed(sandbox: Sandbox, tmp_path: Path) -> None:
+    """TransformerEngine's torch part last and in the environment itself: apart, it would be built for another torch."""
+    with_gpus(sandbox)
+    result = sandbox.set_up(tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    done = sandbox.commands()
+    installs = [re.sub(r"/dev/fd/\d+", "FILE", line) for line in done if line.startswith(PIP)]
+    assert installs == [
+        f"{PIP} --dry-run --ignore-installed --report - {TORCH}",
+        f"{PIP} -r FILE",
+        f"{PIP} --no-build-isolation {ENGINE}",
+        f"{PIP} --no-build-isolation -e .",
+    ]
+    whole = (ROOT / "requirements" / "gpu.txt").read_text().splitlines()
+    assert [line for line in whole if line not in done] == [line for line in whole if line.startswith(ENGINE)]
+    assert sandbox.set_up(tmp_path).stdout.startswith(f"megarl: using {sandbox.repo}/.venv")
+
+
+@pytest.mark.parametrize(
+    ("nvidia_smi", "environment", "lock"),
+    [
+        (NO_DRIVER, {}, "cpu"),
+        ("exit 0", {}, "cpu"),
+        (TWO_GPUS, {"MEGARL_DEVICE": "cpu"}, "cpu"),
+        ("exit 0", {"MEGARL_DEVICE": "cuda"}, "gpu"),
+    ],
+    ids=["no driver", "no GPU", "CPU is asked for", "GPUs are elsewhere"],
+)
+def test_which_lock_is_installed(
+    sandbox: Sandbox, tmp_path: Path, nvidia_smi: str, environment: dict[str, str], lock: str
+) -> None:
+    with_gpus(sandbox)
+    sandbox.stand_in("nvidia-smi", nvidia_smi)
+    result = sandbox.set_up(tmp_path, **environment)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert f"pinned packages from requirements/{lock}.txt" in result.stdout
+
+
+def test_another_device_makes_a_new_environment(sandbox: Sandbox, tmp_path: Path) -> None:
+    with_gpus(sandbox)
+    sandbox.set_up(tmp_path, MEGARL_DEVICE="cpu")
+    assert "making" in sandbox.set_up(tmp_path).stdout
+
+
+@pytest.mark.parametrize(
+    ("python", "nvcc", "environment", "says"),
+    [
+        (CUDA_BUILD, None, {}, "no CUDA toolkit 13 (nvcc)"),
+        (CUDA_BUILD, 'echo "Cuda compilation tools, release 12.9, V12.9.86"', {}, "no CUDA toolkit 13 (nvcc)"),
+        ('[[ "$*" == *--report* ]] && echo \'["filelock"]\'', TOOLKIT, {}, "pip would install torch's CPU build"),
+        ('[[ "$*" == *--report* ]] && exit 1', TOOLKIT, {}, "pip finds no torch 2.13.0"),
+        (CUDA_BUILD, TOOLKIT, {"MEGARL_DEVICE": "gpu"}, "MEGARL_DEVICE is gpu: write cpu or cuda"),
+    ],
+    ids=["no toolkit", "an older toolkit", "CPU build", "no torch", "unknown device"],
+)
+def test_what_gpus_lack_is_said_in_a_line(
+    sandbox: Sandbox, tmp_path: Path, python: str, nvcc: str | None, environment: dict[str, str], says: str
+) -> None:
+    with_gpus(sandbox, python, nvcc)
+    result = sandbox.set_up(tmp_path, **environment)
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"megarl: {says}")
+    assert not [one for one in sandbox.commands() if " -r " in one], "nothing is installed"
 
 
 @pytest.mark.parametrize("file", ["requirements/cpu.txt", "setup.py"])

@@ -1,0 +1,58 @@
+"""GPUs that torch does not see: the run would train on the CPU over gloo, thousands of times slower, without a word."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+
+import torch
+
+from megarl.device import CHOICE, DEVICE
+from megarl.types import UserFault
+
+_ANSWER_S = 60.0  # without persistence mode the driver starts up for each call, seconds a GPU
+_INSTALL = "install requirements/gpu.txt (docs/install.md)"
+
+
+def device_faults() -> list[UserFault]:
+    """Of this machine and this process's environment; none where MEGARL_DEVICE asks for the CPU."""
+    asked = os.environ.get(CHOICE, "")
+    if asked not in ("", "cpu", "cuda"):
+        return [UserFault(CHOICE, f"{asked!r} is no device", "set it to cpu or cuda, or leave it out")]
+    if DEVICE == "cuda" or asked == "cpu":
+        return []
+    count = num_listed_gpus()
+    if count == 0:
+        problem = f"cuda, but nvidia-smi lists no GPU on {socket.gethostname()}"
+        mend = "mend the driver (docs/install.md), or leave it out"
+        return [UserFault(CHOICE, problem, mend)] if asked else []
+    return [_unseen(count)]
+
+
+def _unseen(count: int) -> UserFault:
+    """Why torch sees none of the GPUs that nvidia-smi lists."""
+    anyway = f"or set {CHOICE}=cpu to use no GPU"
+    gpus = f"nvidia-smi lists {count} GPU{'s' if count > 1 else ''} on {socket.gethostname()}"
+    if torch.version.cuda is None:
+        problem = f"{torch.__version__} is a build without CUDA, and {gpus}"
+        return UserFault("torch", problem, f"{_INSTALL}, {anyway}")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        problem = f"{visible!r}: torch sees no GPU, and {gpus}"
+        return UserFault("CUDA_VISIBLE_DEVICES", problem, f"leave it out, {anyway}")
+    problem = f"{torch.__version__} (CUDA {torch.version.cuda}) sees no GPU, and {gpus}"
+    return UserFault("torch", problem, f"update the driver (docs/install.md), {anyway}")
+
+
+def num_listed_gpus() -> int:
+    """How many GPUs the driver shows; 0 without one, or where it does not answer."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return 0
+    try:
+        listed = subprocess.run([program, "--list-gpus"], capture_output=True, text=True, timeout=_ANSWER_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) if listed.returncode == 0 else 0
