@@ -27,7 +27,7 @@ _NEEDED = {  # module -> what a run on GPUs does with it, and the distribution
 def gpu_findings(node: NodeFacts) -> list[Finding]:
     """All that these rules find; of a node without GPUs only that its driver does not answer."""
     if node.nvidia_smi:
-        mend = "look at dmesg and nvidia-smi -q; the driver's module and library must be of one version"
+        mend = "look at dmesg, and whether the driver's module and library are of one version"
         return [_of(node, "fault", "nvidia-smi", f"it does not answer ({node.nvidia_smi})", mend)]
     if not node.has_gpus:
         return []
@@ -61,7 +61,7 @@ def _kernels(node: NodeFacts) -> Iterator[Finding]:
 
 def _attention(node: NodeFacts) -> Iterator[Finding]:
     errors = node.import_errors
-    if errors.get("flash_attn", "") and not node.torch.cudnn:
+    if errors.get("flash_attn", "") and node.torch.cuda and not node.torch.cudnn:
         problem = f"neither it ({errors['flash_attn']}) nor cuDNN: TransformerEngine's attention takes T x T memory"
         yield _of(node, "warning", "flash-attn", problem, f"{INSTALL}: flash-attn or cuDNN")
     if error := errors.get("flashinfer", ""):

@@ -95,7 +95,7 @@ def _ports(node: NodeFacts) -> Iterator[Finding]:
     for port in node.ports:
         if port.taken_by:
             severity: Severity = "fault" if port.is_needed else "warning"
-            mend = "end that, or name another port (ray start --port=...; scripts/ray_node.sh takes a free one)"
+            mend = "end that, or name another port: ray start --port=..., or scripts/ray_node.sh: it takes a free one"
             yield _of(node, severity, f"port {port.number}", f"taken by {port.taken_by}", mend)
 
 
