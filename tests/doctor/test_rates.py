@@ -96,9 +96,8 @@ def test_a_card_that_reaches_less_than_its_share_has_that_share(tmp_path: Path) 
 
 
 def test_what_could_not_be_measured_is_the_cards_own(tmp_path: Path) -> None:
-    alone: dict[str, object] = dict.fromkeys(("inside_bytes_per_s", "between_bytes_per_s"))
-    alone |= dict.fromkeys(("inside_latency_s", "between_latency_s", "host_bytes_per_s"))
-    card = written(tmp_path, gpu(**alone))
+    peers = {"inside_bytes_per_s": None, "between_bytes_per_s": None, "inside_latency_s": None}
+    card = written(tmp_path, gpu(**peers, between_latency_s=None, host_bytes_per_s=None))
     names = ("nvlink_bytes_per_s", "nvlink_share", "nic_bytes_per_s", "nic_share", "nvlink_latency_s", "nic_latency_s")
     assert [getattr(card, name) for name in names] == [getattr(H800, name) for name in names]
     assert card.pcie_bytes_per_s == H800.pcie_bytes_per_s
