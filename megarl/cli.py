@@ -159,7 +159,11 @@ def doctor(
         except UserFaults as several:  # the machine is looked at all the same
             faults = several.faults
 
-        from megarl.doctor.visit import Asked, examine
+        try:
+            from megarl.doctor.visit import Asked, examine
+        except (ImportError, OSError) as error:  # without torch nothing can be looked at
+            name, mend = getattr(error, "name", None) or "Python", "install it as requirements/gpu.txt names it"
+            raise UserFault(name, f"it cannot be imported ({error})", mend) from error
 
         asked = Asked(loaded, faults, out if measure else None, port or ())
         report = examine(asked, lambda line: show(f"megarl: {line}", sys.stderr))

@@ -23,7 +23,8 @@ _CHUNK_BYTES = 2**22
 _SPARE_BYTES = 4 * _WRITTEN_BYTES  # a disk with less is nearly full, and is left alone
 _CGROUP = Path("/sys/fs/cgroup")
 _INHERITED = ("NCCL_", "GLOO_", "CUDA_", "SGLANG_", "RAY_EXPERIMENTAL_", "RAY_AUTH_MODE", "OMP_NUM_THREADS", "HF_HOME")
-_OWN = ("CUDA_VISIBLE_DEVICES",)  # Ray sets it for each process
+# Ray sets the first for each process, megarl the others by the node's own network.
+_OWN = ("CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 

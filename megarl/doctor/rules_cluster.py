@@ -11,10 +11,11 @@ from megarl.doctor.findings import Finding, Severity
 
 _SKEW_S, _SMALL_SKEW_S = 5.0, 0.5
 _ABSENT = "nothing"
+_ALL_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"  # a process picks its GPU by its slot
 
 
 def cluster_findings(nodes: Sequence[NodeFacts]) -> list[Finding]:
-    """All that these rules find; nothing of a single node but its clock and Ray's count of its GPUs."""
+    """All that these rules find; nothing of a single node but its clock and what Ray was told there."""
     each = chain.from_iterable(chain(_clock(node), _ray_gpus(node), _shared(node, nodes[0])) for node in nodes)
     if len(nodes) < 2:
         return [*each]
@@ -36,6 +37,10 @@ def _ray_gpus(node: NodeFacts) -> Iterator[Finding]:
         problem = f"Ray was told of {node.ray_gpus} GPUs, nvidia-smi lists {len(node.gpus)}"
         mend = "start Ray there anew with --num-gpus, or mend the GPUs"
         yield Finding("fault", "Ray", problem, mend, (node.address,))
+    if node.has_gpus and node.ray_gpus is not None and node.environment.get(_ALL_GPUS) != "1":
+        problem = "it is not 1 in Ray's environment: Ray hides all GPUs but one from each process"
+        mend = "export it before Ray is started there, or start Ray by scripts/ray_node.sh"
+        yield Finding("fault", _ALL_GPUS, problem, mend, (node.address,))
 
 
 def _shared(node: NodeFacts, first: NodeFacts) -> Iterator[Finding]:

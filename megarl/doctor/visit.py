@@ -100,7 +100,12 @@ def _of_recipe(recipe: Recipe, nodes: Sequence[NodeFacts]) -> list[Finding]:
     except UserFaults as several:
         faults += several.faults
     hardware = _hardware(recipe)
-    size = _checkpoint_bytes(recipe) if recipe.checkpoint.every and not faults else 0
+    size = 0
+    if recipe.checkpoint.every and not faults:
+        try:
+            size = _checkpoint_bytes(recipe)
+        except UserFault as fault:
+            faults.append(fault)
     return of_faults(faults) + recipe_findings(recipe, nodes, hardware, size)
 
 

@@ -83,6 +83,7 @@ def sound(**changed: Any) -> NodeFacts:
             "torch_memory_saver": "",
         },
         "pins": {"sglang-kernel": "0.4.7", "torch": "2.13.0"}, "source": "0123456789ab", "folders": folders,
+        "environment": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"},
     }  # fmt: skip
     return NodeFacts(**(values | changed))
 

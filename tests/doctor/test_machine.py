@@ -121,6 +121,7 @@ def test_the_tightest_control_group_bounds_the_host(tmp_path: Path) -> None:
 def test_of_the_environment_only_what_libraries_read_is_told() -> None:
     given = {"NCCL_IB_HCA": "mlx5", "PATH": "/bin", "WANDB_API_KEY": "x", "SGLANG_API_KEY": "y", "HF_TOKEN": "z"}
     given |= {"CUDA_VISIBLE_DEVICES": "0", "RAY_AUTH_TOKEN": "t", "RAY_AUTH_MODE": "token"}
+    given |= {"NCCL_SOCKET_IFNAME": "=ens1"}
     assert machine.environment(given.items()) == {"NCCL_IB_HCA": "mlx5", "RAY_AUTH_MODE": "token"}
 
 

@@ -100,6 +100,8 @@ def folder(**changed: Any) -> Folder:
         ({"has_peermem": False}, "warning: GPUDirect: neither nvidia_peermem", "modprobe"),
         ({"clock_offset_s": -61.0, "clock_error_s": 0.01}, "fault: clock: 61.0 s behind the first node's", "chronyd"),
         ({"clock_offset_s": 2.0}, "warning: clock: 2.0 s ahead of", "chronyd"),
+        ({"ray_gpus": 8, "environment": {}},
+         "fault: RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES: it is not 1 in Ray's environment", "scripts/ray_node.sh"),
         ({"ray_gpus": 4}, "fault: Ray: Ray was told of 4 GPUs, nvidia-smi lists 8", "--num-gpus"),
     ],
 )  # fmt: skip
@@ -154,12 +156,13 @@ def second(**changed: Any) -> tuple[NodeFacts, NodeFacts]:
         ({"source": "ffff"}, "fault: 10.0.0.2: megarl: source ffff, where 1 node has source 0123456789ab"),
         ({"torch": replace(sound().torch, nccl="2.27.3")}, "fault: 10.0.0.2: NCCL: 2.27.3, where 1 node has 2.28.9"),
         ({"driver": "570.1"}, "warning: 10.0.0.2: driver: 570.1, where 1 node has 580.65.06"),
-        ({"environment": {"NCCL_IB_HCA": "mlx5"}}, "warning: 10.0.0.2: NCCL_IB_HCA: mlx5, where 1 node has nothing"),
+        ({"environment": {**sound().environment, "NCCL_IB_HCA": "mlx5"}},
+         "warning: 10.0.0.2: NCCL_IB_HCA: mlx5, where 1 node has nothing"),
         ({"folders": (folder(is_shared=False),)}, "fault: 10.0.0.2: /shared/runs (run.dir): a file of the first node"),
         ({"folders": (folder(exists=False, is_written=False),)}, "fault: 10.0.0.2: /shared/runs (run.dir): it is on"),
         ({"clock_offset_s": 30.0}, "fault: 10.0.0.2: clock: 30.0 s ahead of the first node's"),
     ],
-)
+)  # fmt: skip
 def test_one_difference_between_two_nodes_is_one_line(changed: dict[str, Any], line: str) -> None:
     assert only(*second(**changed)).startswith(line)
 

@@ -76,6 +76,14 @@ def test_a_recipe_that_cannot_be_read_and_a_cluster_that_is_gone_keep_nothing_el
     assert "0" * 64 not in done.stdout + done.stderr
 
 
+def test_a_torch_that_cannot_be_imported_is_a_line(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open', name='torch')\n")
+    done = doctor(tmp_path, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    assert done.returncode == 2
+    assert done.stderr.startswith("torch: it cannot be imported (libcudart.so.13: cannot open); install it")
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_a_token_of_mode_600_is_nobody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     token = tmp_path / "token"
     token.write_text("x")

@@ -113,6 +113,23 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
                 process.wait()
 
 
+def test_this_machine_measures_itself_and_a_plan_takes_it(inputs: Path, tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+    def megarl(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "megarl.cli", *arguments]
+        return subprocess.run(command, cwd=inputs, env=environment, capture_output=True, text=True, timeout=_LIMIT_S)
+
+    file = tmp_path / "mine.yaml"
+    done = megarl("doctor", "--measure", "--out", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"measured: {file}, for megarl plan RECIPE --hardware {file}" in done.stdout.splitlines()
+    plan = megarl("plan", str(ROOT / "recipes/quickstart.yaml"), "--hardware", str(file), "--json")
+    assert plan.returncode == 0, plan.stderr
+    assert json.loads(plan.stdout)["step"]["total_s"] > 0
+
+
 def test_both_nodes_are_looked_at_measured_and_told_apart(nodes: Nodes) -> None:
     file = nodes.folder / "hardware.yaml"
     done = nodes.doctor("--measure", "--out", str(file), "--json")
