@@ -137,7 +137,7 @@ def test_who_asks_for_answers_gets_those_there_are(cluster: Cluster, workers: li
 
 def test_every_node_gets_a_worker_that_takes_no_gpu(cluster: Cluster, workers: list[Worker]):
     (node,) = ray_nodes(cluster.host)
-    assert (node.address, node.gpus) == ("127.0.0.1", 2)
+    assert node.gpus == 2
     started = answers({node.worker.start("test_cluster:Target", 5): "node"}, 120.0)
     assert isinstance(started["node"], int), started
     assert answers({node.worker.call("add", 1): "node"}, BOUND_S) == {"node": 6}

@@ -52,7 +52,7 @@ def examine(asked: Asked, say: Callable[[str], None]) -> Report:
     if asked.recipe and nodes:
         findings += _of_recipe(asked.recipe, nodes)
     rates: list[RankRates] = []
-    if asked.hardware_file and nodes:
+    if asked.hardware_file and nodes and joins == _has_cluster():  # this machine alone is not what was asked for
         rates = _measured(asked, nodes, joins, findings, say)
     written = str(asked.hardware_file) if rates else ""
     return Report(nodes, merged(findings), rates, written)
@@ -60,7 +60,7 @@ def examine(asked: Asked, say: Callable[[str], None]) -> Report:
 
 def _seen(asked: Asked, findings: list[Finding], say: Callable[[str], None]) -> tuple[Survey, bool]:
     """The nodes, and whether they are those of a Ray cluster that was joined."""
-    has_cluster = bool(os.environ.get("RAY_ADDRESS"))
+    has_cluster = _has_cluster()
     wants_cluster = asked.recipe is not None and asked.recipe.placement.network == "nodes"
     wanted = _wanted(asked, None if has_cluster else RAY_PORT, is_needed=wants_cluster)
     if not has_cluster:
@@ -71,6 +71,10 @@ def _seen(asked: Asked, findings: list[Finding], say: Callable[[str], None]) -> 
         return survey_here(wanted), False
     survey = survey_cluster(wanted, say)
     return survey, not (len(survey.nodes) == 1 and survey.nodes[0].ray_gpus is None)
+
+
+def _has_cluster() -> bool:
+    return bool(os.environ.get("RAY_ADDRESS"))
 
 
 def _wanted(asked: Asked, ray_port: int | None, *, is_needed: bool) -> Wanted:

@@ -67,13 +67,14 @@ def test_a_recipe_that_cannot_be_read_and_a_cluster_that_is_gone_keep_nothing_el
     token = tmp_path / "token"
     token.write_text("0" * 64)
     token.chmod(0o644)
-    done = doctor(tmp_path, QUICKSTART, "train.tpp=2", RAY_ADDRESS=address, RAY_AUTH_TOKEN_PATH=str(token))
+    done = doctor(tmp_path, QUICKSTART, "train.tpp=2", "--measure", RAY_ADDRESS=address, RAY_AUTH_TOKEN_PATH=str(token))
     assert done.returncode == 2
     starts = ["fault: override train.tpp=2: unknown key", f"fault: RAY_ADDRESS: nobody answers at {address}"]
     starts += [f"fault: RAY_AUTH_TOKEN_PATH: {token} can be read by other users", "note: GPUs: nvidia-smi lists none"]
     for start in starts:
         assert sum(line.startswith(start) for line in done.stdout.splitlines()) == 1, done.stdout
     assert "0" * 64 not in done.stdout + done.stderr
+    assert [*tmp_path.iterdir()] == [token], "one machine's figures are not the cluster's"
 
 
 def test_a_torch_that_cannot_be_imported_is_a_line(tmp_path: Path) -> None:

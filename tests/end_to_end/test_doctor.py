@@ -126,8 +126,10 @@ def test_this_machine_measures_itself_and_a_plan_takes_it(inputs: Path, tmp_path
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"measured: {file}, for megarl plan RECIPE --hardware {file}" in done.stdout.splitlines()
     plan = megarl("plan", str(ROOT / "recipes/quickstart.yaml"), "--hardware", str(file), "--json")
-    assert plan.returncode == 0, plan.stderr
-    assert json.loads(plan.stdout)["step"]["total_s"] > 0
+    assert plan.returncode in (0, 2), plan.stderr  # whether the quickstart fits on a GPU like that is not the question
+    found, card = json.loads(plan.stdout), load_hardware(file)
+    assert found["memory"]["capacity_bytes"] == card.memory_bytes
+    assert found["step"]["total_s"] > 0
 
 
 def test_both_nodes_are_looked_at_measured_and_told_apart(nodes: Nodes) -> None:
