@@ -1,4 +1,5 @@
-"""The command line: `megarl train RECIPE [a.b=c ...]`; `plan`, `rollout` for samples alone, `convert`, `reward-check`.
+"""The command line: `megarl train RECIPE [a.b=c ...]`; `plan`, `doctor`, `rollout` for samples alone, `convert`,
+`reward-check`.
 
 Exit codes: 0 done; 1 the run failed, its cause on the last line; 2 something to mend in the recipe or its files, a line
 each; 75 ended early by SIGUSR1, to be started again with --resume; 130 Ctrl-C; 143 SIGTERM. Heavy imports wait until
@@ -133,6 +134,41 @@ def reward_check(
 
         is_good = check(function, argument or [], data, answer, rows, timeout_s=timeout_s, memory_mb=memory_mb)
         return 0 if is_good else 1
+
+    sys.exit(_ended(run))
+
+
+@app.command()
+def doctor(
+    recipe: Annotated[Path | None, typer.Argument(metavar="[RECIPE]", help="Also what this recipe needs.")] = None,
+    overrides: _Overrides = None,
+    *,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure the GPUs and their links, too.")] = False,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where --measure writes.")] = Path("hardware.yaml"),
+    port: Annotated[list[int] | None, typer.Option(min=1, max=65535, help="A port that must be free.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object in place of the lines.")] = False,
+) -> None:
+    """Say what keeps this machine, or every node of the Ray cluster at RAY_ADDRESS, from training; exit code 0 or 2."""
+    raise_on_sigterm()
+
+    def run() -> int:
+        faults: tuple[UserFault, ...] = ()
+        loaded = None
+        try:
+            loaded = load_recipe(recipe, overrides or []) if recipe else None
+        except UserFaults as several:  # the machine is looked at all the same
+            faults = several.faults
+
+        try:
+            from megarl.doctor.visit import Asked, examine
+        except (ImportError, OSError) as error:  # without torch nothing can be looked at
+            name, mend = getattr(error, "name", None) or "Python", "install it as requirements/gpu.txt names it"
+            raise UserFault(name, f"it cannot be imported ({error})", mend) from error
+
+        asked = Asked(loaded, faults, out if measure else None, port or ())
+        report = examine(asked, lambda line: show(f"megarl: {line}", sys.stderr))
+        _say_all(report.to_json() if as_json else "\n".join(report.lines()))
+        return report.exit_code
 
     sys.exit(_ended(run))
 

@@ -62,6 +62,7 @@ class Cluster:
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         """node_gpus: join the cluster that RAY_ADDRESS names, and take so many of each node; None: begin one here.
+        gpus 0: join, and take none.
 
         timeout_s: how long a worker may leave its pulse unanswered. say: tells the user of dead sessions' folders.
         """
@@ -136,7 +137,8 @@ class Cluster:
 
         Raises UserFault where Ray has no such nodes, WorkerFailed where it has lost them or another run has them.
         """
-        count = -(-self._gpus // self._node_gpus)
+        if not (count := -(-self._gpus // self._node_gpus)):
+            return
         nodes = ray.nodes()
         fit = [node for node in nodes if node["Alive"] and node["Resources"].get("GPU", 0) == self._node_gpus]
         if len(fit) < count:

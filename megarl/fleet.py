@@ -145,7 +145,7 @@ class Fleet:
             cluster.gather(self.engines.start())
         if recipe.placement.node_gpus:
             self._say_seats()
-        if taken := self.trainers.communicator_bytes():
+        if taken := max(cluster.call_all(self.trainers.workers, "communicator_bytes"), default=0):
             say(f"each of NCCL's groups takes {taken} bytes of a training GPU: communicator_bytes of a hardware file")
         self.memory = Lender(self.trainers, self.engines, self.critic, self.reward_model)
         self._sessions = self._open_sessions()

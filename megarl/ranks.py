@@ -74,10 +74,6 @@ class Ranks:
         """Memory of the rank on a shared slot that holds most; 0 where none is shared."""
         return max(self._cluster.call_all(self._lenders, "held_bytes"), default=0)
 
-    def communicator_bytes(self) -> int:
-        """What a group of NCCL's takes of the GPU where it takes most; 0 on CPU."""
-        return max(self._cluster.call_all(self.workers, "communicator_bytes"))
-
     def save(self, folder: Path) -> None:
         """Begin a checkpoint: what is to be written is copied when this returns."""
         self._call("save", folder)

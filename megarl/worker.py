@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from typing import Any
 from megarl import ray_settings  # noqa: F401  isort: skip  (before Ray)
 import ray
 import ray.exceptions
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.device import agree_on_nccl, use_network
 from megarl.device_faults import device_faults
@@ -93,9 +94,12 @@ class _Shell:
 class Worker:
     """One remote process."""
 
-    def __init__(self, name: str, slot: int, host: str, strategy: object) -> None:
-        """slot: of the GPU; host: an address of the node from which the run is led; strategy: Ray's, where it goes."""
-        options: dict[str, Any] = {"num_gpus": 1 / SHARES, "num_cpus": 0, "max_concurrency": _CALLS}
+    def __init__(self, name: str, slot: int, host: str, strategy: object, gpus: float = 1 / SHARES) -> None:
+        """slot: of the GPU; host: an address of the node from which the run is led; strategy: Ray's, where it goes.
+
+        gpus: how much of a GPU it takes from Ray's count; 0 for a process that only looks at its node.
+        """
+        options: dict[str, Any] = {"num_gpus": gpus, "num_cpus": 0, "max_concurrency": _CALLS}
         actor: Any = ray.remote(_Shell).options(scheduling_strategy=strategy, **options).remote()
         self.name, self.slot, self._actor, self._host = name, slot, actor, host
         self.watch_refs: list[Ref] = [actor.watch.remote()]
@@ -134,6 +138,46 @@ class Worker:
 
     def kill(self) -> None:
         ray.kill(self._actor)
+
+
+@dataclass(frozen=True)
+class RayNode:
+    """A node of the Ray cluster that this process has joined, with a worker on it that takes none of its GPUs."""
+
+    address: str
+    gpus: int  # that Ray was told of
+    worker: Worker
+
+
+def ray_nodes(host: str) -> list[RayNode]:
+    """Every node that lives; host: an address of this process's own. A run that holds the GPUs is not disturbed."""
+    found = []
+    for node in ray.nodes():
+        if node["Alive"]:
+            address, gpus = node["NodeManagerAddress"], int(node["Resources"].get("GPU", 0))
+            strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            found.append(RayNode(address, gpus, Worker(f"node {address}", 0, host, strategy, gpus=0)))
+    return found
+
+
+def answers(calls: Mapping[Ref, str], timeout_s: float) -> dict[str, Any]:
+    """By label what each call returned, or in its place the exception: a node that fails keeps no other from answering.
+
+    After timeout_s a call that has not returned is a TimeoutError.
+    """
+    ray.wait(list(calls), num_returns=len(calls), timeout=timeout_s)
+    return {label: _answer(ref) for ref, label in calls.items()}
+
+
+def _answer(ref: Ref) -> Any:
+    try:
+        return ray.get(ref, timeout=0)
+    except ray.exceptions.GetTimeoutError:
+        return TimeoutError("no answer")
+    except ray.exceptions.RayTaskError as error:
+        return error.cause or error
+    except ray.exceptions.RayError as error:
+        return error
 
 
 class Pulses:

@@ -17,7 +17,7 @@ import pytest
 from megarl.cluster import Cluster, WorkerFailed, in_order
 from megarl.config import Placement
 from megarl.types import UserFault
-from megarl.worker import Pulses, Worker
+from megarl.worker import Pulses, Worker, answers, ray_nodes
 
 ROOT = Path(__file__).parents[1]
 BOUND_S = 5.0  # of a silence; the machine may be busy
@@ -120,6 +120,28 @@ def test_those_who_are_alive_can_end_what_they_began(cluster: Cluster, workers: 
         cluster.gather({workers[0].call("add", 10): "rank 0"})
     assert cluster.gather({workers[0].call("add", 10): "rank 0"}, among=workers) == [10]
     cluster._workers.remove(dead)
+
+
+def test_who_asks_for_answers_gets_those_there_are(cluster: Cluster, workers: list[Worker]):
+    stuck = cluster.worker("stuck", 0)
+    cluster.gather({stuck.start("test_cluster:Target", 2): "stuck"})
+    calls = {workers[0].call("add", 10): "sound", workers[1].call("fault"): "faulty", stuck.call("hang"): "stuck"}
+    found = answers(calls, BOUND_S)
+    assert found["sound"] == 10
+    assert isinstance(found["faulty"], UserFault) and found["faulty"].where == "reward.function"
+    assert isinstance(found["stuck"], TimeoutError)
+    stuck.kill()
+    cluster._workers.remove(stuck)
+    assert isinstance(answers({stuck.call("add", 1): "dead"}, BOUND_S)["dead"], Exception)
+
+
+def test_every_node_gets_a_worker_that_takes_no_gpu(cluster: Cluster, workers: list[Worker]):
+    (node,) = ray_nodes(cluster.host)
+    assert node.gpus == 2
+    started = answers({node.worker.start("test_cluster:Target", 5): "node"}, 120.0)
+    assert isinstance(started["node"], int), started
+    assert answers({node.worker.call("add", 1): "node"}, BOUND_S) == {"node": 6}
+    node.worker.kill()
 
 
 def test_a_user_fault_arrives_as_itself(cluster: Cluster, workers: list[Worker]):

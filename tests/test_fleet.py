@@ -129,6 +129,9 @@ class Starts:
     def gather(self, calls: dict[Any, str]) -> None:
         self.seen.append(f"await {' '.join(calls.values())}")
 
+    def call_all(self, workers: list[Any], method: str) -> list[Any]:
+        return []
+
 
 @pytest.mark.parametrize(
     ("device", "first_engine_gpu", "expected"),
@@ -143,7 +146,7 @@ def test_an_engine_measures_a_shared_gpu_when_the_ranks_have_given_it_back(
 ) -> None:
     cluster: Any = Starts()
     ranks = SimpleNamespace(
-        started={"rank": "rank"}, store=None, offload=lambda: cluster.seen.append("offload"), communicator_bytes=int
+        started={"rank": "rank"}, store=None, offload=lambda: cluster.seen.append("offload"), workers=[]
     )
     monkeypatch.setattr(fleet.device, "DEVICE", device)
     monkeypatch.setattr(fleet, "TrainingRanks", lambda *_: ranks)

@@ -40,7 +40,7 @@ FLOORS = [
     {"collect", "fleet"},
     {"resume"},
     {"controller"},
-    {"convert", "offline", "dry_run"},
+    {"convert", "offline", "dry_run", "doctor"},
     {"cli"},
 ]
 NARROWED = {"resharding": {"megarl.parallel.layout", "megarl.types", "megarl.device"}}  # it takes tensors, not engines

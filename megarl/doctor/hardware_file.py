@@ -1,0 +1,125 @@
+"""What was measured, as a hardware file that `megarl plan --hardware` takes; the rest is the card's own file's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.doctor.facts import NodeFacts
+from megarl.doctor.rates import RankRates
+from megarl.hardware import FOLDER, Hardware, load_hardware
+
+_ASSUMED = {  # where neither a measurement nor the card's file says
+    "compute_share": 0.4, "prefill_share": 0.45, "hbm_share": 0.7, "nvlink_share": 0.8, "nic_share": 0.9,
+    "nvlink_latency_s": 15e-6, "nic_latency_s": 40e-6, "disk_bytes_per_s": 1e9,
+}  # fmt: skip
+_LARGEST = "sends and receipts at once, slowest GPU"
+_LEAST_S = 1e-9  # as the file's bounds have it
+
+
+@dataclass(frozen=True)
+class _Line:
+    value: float | int | str
+    source: str
+
+
+def base_of(device_name: str, folder: Path = FOLDER) -> Hardware | None:
+    """The file of this card among those that are there; of several that fit the one with the longest name."""
+    words = device_name.replace("-", " ").lower().split()
+    cards = [load_hardware(path) for path in sorted(folder.glob("*.yaml"))]
+    named = [card for card in cards if card.name.lower() in words]
+    return max(named, key=lambda card: len(card.name), default=None)
+
+
+def hardware_text(rates: Sequence[RankRates], nodes: Sequence[NodeFacts], base: Hardware | None) -> str:
+    """The file. Raises ValueError where there is nothing measured.
+
+    Links are as they were measured, with a share of 1. Of products and copies the card's file knows the peak, and what
+    a run reaches of it; that is lowered to what was reached here, where it was less. Without such a file the peak is
+    what was measured.
+    """
+    lines = _lines(rates, nodes, base)
+    card = f", beside {base.name}'s own file" if base else ""
+    head = f"# Measured by megarl doctor --measure on {len({one.node for one in rates})} node(s){card}.\n"
+    return head + "".join(f"{key}: {_yaml(line.value)}   # {line.source}\n" for key, line in lines.items())
+
+
+def _lines(rates: Sequence[RankRates], nodes: Sequence[NodeFacts], base: Hardware | None) -> dict[str, _Line]:
+    flops = min(one.matmul_flops for one in rates)
+    copied = min(one.copy_bytes_per_s for one in rates)
+    device = rates[0].device_name
+    found = {
+        "name": _Line(base.name if base else device or "CPU", "as torch names it"),
+        "memory_bytes": _Line(min(one.memory_bytes for one in rates), "measured: as torch reports it"),
+        "bf16_flops": _peak(base, "bf16_flops", flops, "large matrix products, slowest GPU"),
+        "hbm_bytes_per_s": _peak(base, "hbm_bytes_per_s", copied, "copies, read and written, slowest GPU"),
+        "compute_share": _share(base, "compute_share", flops, "bf16_flops"),
+        "prefill_share": _share(base, "prefill_share", flops, "bf16_flops"),
+        "hbm_share": _share(base, "hbm_share", copied, "hbm_bytes_per_s"),
+        "gpus_per_node": _Line(len(rates) // len({one.node for one in rates}), "counted"),
+        "host_bytes": _Line(min(node.host_bytes for node in nodes), "measured: the smallest host"),
+    }
+    if base and base.fp8_flops:
+        found["fp8_flops"] = _Line(base.fp8_flops, f"{base.name}'s own file")
+    inside = _link(base, "nvlink", _least(rates, "inside_bytes_per_s"), copied / 2)
+    between = _link(base, "nic", _least(rates, "between_bytes_per_s"), float(inside["nvlink_bytes_per_s"].value))
+    found |= inside | between
+    from_host = _least(rates, "host_bytes_per_s")
+    found["pcie_bytes_per_s"] = _known(base, "pcie_bytes_per_s", from_host, copied / 2, "copies of pinned memory")
+    for key, name in (("nvlink_latency_s", "inside_latency_s"), ("nic_latency_s", "between_latency_s")):
+        slowest = _most(rates, name)
+        found[key] = _known(base, key, slowest, _ASSUMED[key], "a small all-reduce, outside CUDA graphs")
+    speeds = [folder.write_bytes_per_s for node in nodes for folder in node.folders[:1]]
+    known = [speed for speed in speeds if speed]
+    what = "files in the run's folder, all nodes at once"
+    found["disk_bytes_per_s"] = _known(base, "disk_bytes_per_s", min(known, default=None), 1e9, what)
+    return {key: found[key] for key in Hardware.model_fields if key in found}
+
+
+def _peak(base: Hardware | None, key: str, measured: float, what: str) -> _Line:
+    """The card's, which nobody reaches, or what was reached."""
+    if base:
+        return _Line(max(getattr(base, key), measured), f"{base.name}'s own file; measured: {measured:.3g}, {what}")
+    return _Line(measured, f"measured: {what}")
+
+
+def _share(base: Hardware | None, key: str, measured: float, peak: str) -> _Line:
+    if not base:
+        return _Line(_ASSUMED[key], "assumption, of what was measured")
+    reached, usual = measured / max(getattr(base, peak), measured), getattr(base, key)
+    if reached < usual:
+        return _Line(round(reached, 4), f"measured: {base.name}'s own file has {usual:g}, which nothing reached here")
+    return _Line(usual, f"{base.name}'s own file; measured here at most {reached:.2f}")
+
+
+def _link(base: Hardware | None, name: str, measured: float | None, otherwise: float) -> dict[str, _Line]:
+    """A link's speed and the share of it that large messages reach: all of it, where it was measured with them."""
+    speed, share = f"{name}_bytes_per_s", f"{name}_share"
+    if measured:
+        return {speed: _Line(measured, f"measured: {_LARGEST}"), share: _Line(1.0, "the speed is what was reached")}
+    return {speed: _known(base, speed, None, otherwise, ""), share: _known(base, share, None, _ASSUMED[share], "")}
+
+
+def _known(base: Hardware | None, key: str, measured: float | None, otherwise: float, what: str) -> _Line:
+    if measured:
+        return _Line(max(measured, _LEAST_S), f"measured: {what}")
+    if base:
+        return _Line(getattr(base, key), f"not measured: {base.name}'s own file")
+    return _Line(otherwise, "assumption: there was nothing to measure")
+
+
+def _least(rates: Sequence[RankRates], name: str) -> float | None:
+    values = [getattr(one, name) for one in rates if getattr(one, name) is not None]
+    return min(values, default=None)
+
+
+def _most(rates: Sequence[RankRates], name: str) -> float | None:
+    values = [getattr(one, name) for one in rates if getattr(one, name) is not None]
+    return max(values, default=None)
+
+
+def _yaml(value: float | int | str) -> str:
+    if isinstance(value, str):
+        return f'"{value}"' if value.isascii() and '"' not in value and "\\" not in value else '"GPU"'
+    return str(value) if isinstance(value, int) else f"{value:.6e}" if value >= 1e4 or value < 1e-2 else f"{value:g}"

@@ -1,0 +1,86 @@
+"""`--measure`: start a rank on every GPU, have all of them measure together, and find those that lag behind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from statistics import median
+
+from megarl import device
+from megarl.cluster import Cluster, WorkerFailed
+from megarl.doctor.facts import NodeFacts
+from megarl.doctor.findings import Finding, of_faults
+from megarl.doctor.rates import RankRates
+from megarl.types import UserFault
+
+SIMULATED = 2  # ranks on a machine without GPUs
+_RANK = "megarl.doctor.rates:RateRank"
+_TIMEOUT_S = 300.0
+_SLOW = 0.8  # of the median: all ranks of a run wait for one like that
+_WHAT = {
+    "matmul_flops": "matrix products",
+    "copy_bytes_per_s": "copies in its memory",
+    "host_bytes_per_s": "copies from the host",
+    "inside_bytes_per_s": "messages inside the node",
+    "between_bytes_per_s": "messages between nodes",
+}
+
+
+def measure(
+    nodes: Sequence[NodeFacts], joins: bool, say: Callable[[str], None]
+) -> tuple[list[RankRates], list[Finding]]:
+    """The rates of all ranks, in the order of their nodes' addresses, and what is wrong with them.
+
+    joins: the ranks are the Ray cluster's, of its nodes with the usual number of GPUs; else this machine's alone.
+    """
+    if joins:
+        counts = Counter(node.ray_gpus for node in nodes if node.ray_gpus)
+        if not counts:
+            mend = "start Ray with --num-gpus, on a machine without GPUs too"
+            return [], [Finding("fault", "--measure", "Ray was told of no GPU on any node", mend)]
+        ((per_node, count),) = counts.most_common(1)
+    else:
+        per_node, count = len(nodes[0].gpus) or SIMULATED, 1
+    try:
+        rates = _run(per_node * count, per_node, joins, say)
+    except UserFault as fault:
+        return [], of_faults([fault])
+    except WorkerFailed as error:
+        mend = "look at the lines above, then at NCCL's log (NCCL_DEBUG=INFO): a run would end there too"
+        return [], [Finding("fault", "--measure", f"it failed ({error})", mend)]
+    addresses = [node.address for node in nodes if not joins or node.ray_gpus == per_node]
+    return rates, laggards(rates, _in_order(addresses))
+
+
+def _run(num_ranks: int, per_node: int, joins: bool, say: Callable[[str], None]) -> list[RankRates]:
+    with Cluster(num_ranks, per_node if joins else None, _TIMEOUT_S, say) as cluster:
+        store = device.host_store(_TIMEOUT_S, cluster.host)
+        workers = [cluster.worker(f"measuring rank {rank}", rank) for rank in range(num_ranks)]
+        arguments = (num_ranks, per_node, device.address_of(store), _TIMEOUT_S)
+        calls = {worker.start(_RANK, rank, *arguments): worker.name for rank, worker in enumerate(workers)}
+        cluster.gather(calls)
+        rates = cluster.call_all(workers, "measure")
+        cluster.call_all(workers, "close")
+        return rates
+
+
+def laggards(rates: Sequence[RankRates], addresses: Sequence[str]) -> list[Finding]:
+    """Ranks that are much slower than the median of all. addresses[node]."""
+    found = []
+    for name, what in _WHAT.items():
+        values = [getattr(one, name) for one in rates]
+        if None in values or len(values) < 3:  # of two nobody knows which is slow
+            continue
+        usual, per_node = median(values), len(rates) // max(1, len({one.node for one in rates}))
+        for rank, (one, value) in enumerate(zip(rates, values, strict=True)):
+            if value < _SLOW * usual:
+                problem = f"{what} at {value / usual:.0%} of the median GPU's rate"
+                mend = "look at its clocks and links, or leave the node out: all ranks wait for it"
+                where = (addresses[one.node],) if one.node < len(addresses) else ()
+                found.append(Finding("warning", f"GPU {rank % per_node}", problem, mend, where))
+    return found
+
+
+def _in_order(addresses: Sequence[str]) -> list[str]:
+    """As a run's nodes are: by their addresses' numbers."""
+    return sorted(addresses, key=lambda address: [int(part) for part in address.split(".")])

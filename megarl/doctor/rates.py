@@ -1,0 +1,161 @@
+"""How fast one rank computes, copies and sends, in company of all others: run in a worker of its own, on its GPU.
+
+Every rank does the same in the same order. Sends go around a ring, so that each rank sends and receives at once, as in
+a reshard; between nodes each GPU sends to the GPU of its own number, through its own network card.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from megarl import device
+from megarl.device import Address
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of what is timed: bytes of a message, of a copy and of a small all-reduce; the width of a square product."""
+
+    message_bytes: int
+    copy_bytes: int
+    small_bytes: int
+    width: int
+    repeats: int
+
+
+GPU_SIZES = Sizes(256 * 2**20, 2**30, 16 * 2**10, 8192, 20)
+CPU_SIZES = Sizes(8 * 2**20, 32 * 2**20, 16 * 2**10, 512, 3)
+
+
+@dataclass(frozen=True)
+class RankRates:
+    """Bytes and operations a second of one rank, each way where there are two; None for what there is no peer for.
+
+    copy_bytes_per_s counts what is read and what is written. Latencies are of a small all-reduce.
+    """
+
+    node: int
+    device_name: str
+    memory_bytes: int
+    matmul_flops: float
+    copy_bytes_per_s: float
+    host_bytes_per_s: float | None  # from pinned host memory to the GPU
+    inside_bytes_per_s: float | None
+    between_bytes_per_s: float | None
+    inside_latency_s: float | None
+    between_latency_s: float | None
+
+
+class RateRank:
+    """Rank `rank` of `num_ranks`, of which `node_ranks` are on each node, on GPU rank % node_ranks of its node."""
+
+    def __init__(self, rank: int, num_ranks: int, node_ranks: int, address: Address, timeout_s: float) -> None:
+        """Blocks until all ranks have come."""
+        self._rank, self._num_ranks, self._node_ranks = rank, num_ranks, node_ranks
+        if device.DEVICE == "cuda":
+            torch.cuda.set_device(rank % node_ranks)
+        self._device = torch.device(device.DEVICE)
+        self._node_group = join(rank, num_ranks, node_ranks, address, timeout_s)
+        self._sizes = GPU_SIZES if device.DEVICE == "cuda" else CPU_SIZES
+
+    def measure(self) -> RankRates:
+        """All of it; every rank must be called."""
+        sizes, node = self._sizes, self._rank // self._node_ranks
+        first, has_peers, has_nodes = node * self._node_ranks, self._node_ranks > 1, self._num_ranks > self._node_ranks
+        ring = [first + slot for slot in range(self._node_ranks)]
+        column = [*range(self._rank % self._node_ranks, self._num_ranks, self._node_ranks)]
+        return RankRates(
+            node=node,
+            device_name=device.name(),
+            memory_bytes=self._memory_bytes(),
+            matmul_flops=2 * sizes.width**3 / self._seconds(self._matmul()),
+            copy_bytes_per_s=2 * sizes.copy_bytes / self._seconds(self._copy()),
+            host_bytes_per_s=self._from_host(),
+            inside_bytes_per_s=sizes.message_bytes / self._seconds(self._shift(ring)) if has_peers else None,
+            between_bytes_per_s=sizes.message_bytes / self._seconds(self._shift(column)) if has_nodes else None,
+            inside_latency_s=self._seconds(self._all_reduce(self._node_group)) if has_peers else None,
+            between_latency_s=self._seconds(self._all_reduce(None)) if has_nodes else None,
+        )
+
+    def _memory_bytes(self) -> int:
+        """Of the GPU; on CPU this rank's part of the host's."""
+        if device.DEVICE == "cuda":
+            return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        return psutil.virtual_memory().total // self._node_ranks
+
+    def _matmul(self) -> Callable[[], object]:
+        """In bfloat16; on CPU in float32, for which its cores have instructions."""
+        dtype = torch.bfloat16 if device.DEVICE == "cuda" else torch.float32
+        one = torch.randn(self._sizes.width, self._sizes.width, dtype=dtype, device=self._device)
+        out = torch.empty_like(one)
+        return lambda: torch.matmul(one, one, out=out)
+
+    def _copy(self) -> Callable[[], object]:
+        source = self._empty(self._sizes.copy_bytes)
+        target = torch.zeros_like(source)
+        return lambda: target.copy_(source)
+
+    def _from_host(self) -> float | None:
+        if device.DEVICE != "cuda":
+            return None
+        target = self._empty(self._sizes.copy_bytes)
+        source = torch.empty(self._sizes.copy_bytes, dtype=torch.uint8, pin_memory=True)
+        return self._sizes.copy_bytes / self._seconds(lambda: target.copy_(source, non_blocking=True))
+
+    def _shift(self, ring: Sequence[int]) -> Callable[[], object]:
+        """Send to the next rank of the ring and receive from the one before, at once."""
+        place = ring.index(self._rank)
+        after, before = ring[(place + 1) % len(ring)], ring[place - 1]
+        source, target = self._empty(self._sizes.message_bytes), self._empty(self._sizes.message_bytes)
+
+        def shift() -> None:
+            both = [dist.P2POp(dist.isend, source, after), dist.P2POp(dist.irecv, target, before)]
+            for work in dist.batch_isend_irecv(both):
+                work.wait()
+
+        return shift
+
+    def _all_reduce(self, group: dist.ProcessGroup | None) -> Callable[[], object]:
+        small = torch.zeros(self._sizes.small_bytes // 4, device=self._device)
+        return lambda: dist.all_reduce(small, group=group)
+
+    def _empty(self, num_bytes: int) -> torch.Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def _seconds(self, work: Callable[[], object]) -> float:
+        """Of one call, when all ranks have begun together; the first, which makes communicators, does not count."""
+        work()
+        self._wait()
+        dist.barrier()
+        start = time.monotonic()
+        for _ in range(self._sizes.repeats):
+            work()
+        self._wait()
+        return max(time.monotonic() - start, 1e-9) / self._sizes.repeats
+
+    def _wait(self) -> None:
+        if device.DEVICE == "cuda":
+            torch.cuda.synchronize()
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+def join(rank: int, num_ranks: int, node_ranks: int, address: Address, timeout_s: float) -> dist.ProcessGroup:
+    """Enter the world of all ranks by the backend of `megarl.device`; the group of this rank's node."""
+    device.use_loopback()
+    limit = timedelta(seconds=timeout_s)
+    store = PrefixStore("doctor", device.join_store(address, timeout_s))
+    dist.init_process_group(device.BACKEND, store=store, rank=rank, world_size=num_ranks, timeout=limit)
+    groups = [
+        dist.new_group([*range(first, first + node_ranks)], timeout=limit) for first in range(0, num_ranks, node_ranks)
+    ]
+    return groups[rank // node_ranks]  # type: ignore[return-value]

@@ -1,0 +1,55 @@
+"""What the doctor found, as lines for a terminal and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+from megarl.doctor.facts import NodeFacts
+from megarl.doctor.findings import Finding
+from megarl.doctor.rates import RankRates
+
+
+@dataclass(frozen=True)
+class Report:
+    """findings: the worst first. hardware_file: "" where nothing was measured."""
+
+    nodes: Sequence[NodeFacts]
+    findings: Sequence[Finding]
+    rates: Sequence[RankRates] = field(default_factory=tuple)
+    hardware_file: str = ""
+
+    @property
+    def exit_code(self) -> int:
+        return 2 if any(one.severity == "fault" for one in self.findings) else 0
+
+    def lines(self) -> list[str]:
+        """One a finding, then what was seen in all."""
+        found = [one.line(len(self.nodes)) for one in self.findings]
+        if self.hardware_file:
+            found.append(f"measured: {self.hardware_file}, for megarl plan RECIPE --hardware {self.hardware_file}")
+        return [*found, f"megarl doctor: {self._seen()}: {self._verdict()}"]
+
+    def to_json(self) -> str:
+        """One object; `facts` has what every finding was drawn from."""
+        tree = {
+            "exit_code": self.exit_code,
+            "findings": [asdict(one) for one in self.findings],
+            "hardware_file": self.hardware_file or None,
+            "rates": [asdict(one) for one in self.rates],
+            "facts": [asdict(one) for one in self.nodes],
+        }
+        return json.dumps(tree)
+
+    def _seen(self) -> str:
+        kinds = Counter(gpu.name for node in self.nodes for gpu in node.gpus)
+        gpus = " and ".join(f"{count} x {name}" for name, count in kinds.items()) or "no GPU"
+        return f"{len(self.nodes)} node{'s' * (len(self.nodes) != 1)}, {gpus}"
+
+    def _verdict(self) -> str:
+        counts = Counter(one.severity for one in self.findings)
+        faults, warnings = counts["fault"], counts["warning"]
+        said = f"{faults} fault{'s' * (faults != 1)} to mend" if faults else "nothing must be mended"
+        return f"{said}, {warnings} warning{'s' * (warnings != 1)}"

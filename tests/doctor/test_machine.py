@@ -1,0 +1,134 @@
+"""Facts of this machine: real disks, ports and limits."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.device import listening_socket
+from megarl.doctor import machine
+from megarl.doctor.facts import UNLIMITED
+from megarl.doctor.rules_node import node_findings
+from tests.doctor.nodes import sound
+from tests.small_disk import small_disk
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        with (disk / "filler").open("ab", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+            while True:
+                file.write(bytes(4096))
+        found = machine.folder(disk / "runs", "run.dir", is_written=True)
+        assert (found.exists, found.is_written, found.total_bytes) == (False, True, 2**20)
+        assert found.error == "no space left" and found.write_bytes_per_s is None
+        (finding,) = node_findings(sound(folders=(found,)))
+    assert finding.line(1).startswith(f"fault: {disk}/runs (run.dir): the disk is full: ")
+
+
+def test_a_small_dev_shm_is_named(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "shm", "4m") as disk:
+        total, free = machine.disk_bytes(disk)
+    assert 0 < free <= total == 4 * 2**20
+    (finding,) = node_findings(sound(shm_total_bytes=total, shm_free_bytes=free))
+    assert finding.line(1).startswith("fault: /dev/shm: 0.0042 GB of 0.0042 GB free; NCCL")
+    assert machine.disk_bytes(tmp_path / "nowhere") == (0, 0)
+
+
+def test_a_disk_with_room_is_written_to_and_left_as_it_was(tmp_path: Path) -> None:
+    found = machine.folder(tmp_path, "run.dir", is_written=True)
+    assert found.error == "" and found.exists and found.file_system
+    assert found.write_bytes_per_s is not None and found.write_bytes_per_s > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_only_read_is_not_written_to(tmp_path: Path) -> None:
+    assert machine.folder(tmp_path, "model.path", is_written=False).write_bytes_per_s is None
+    missing = machine.folder(tmp_path / "no" / "model", "model.path", is_written=False)
+    assert (missing.exists, missing.is_written) == (False, False)
+
+
+def test_a_folder_knows_whether_it_sees_the_first_nodes_file(tmp_path: Path) -> None:
+    (tmp_path / "probe").touch()
+    seen = [machine.folder(tmp_path / "runs", "run.dir", is_written=True, shared_name=name) for name in ("probe", "x")]
+    assert [one.is_shared for one in seen] == [True, False]
+    assert machine.folder(tmp_path, "run.dir", is_written=True).is_shared is None
+
+
+def test_a_port_that_is_taken_names_who_has_it() -> None:
+    with listening_socket() as listener:
+        number = listener.getsockname()[1]
+        taken = machine.port(number)
+    assert taken.taken_by == f"{psutil.Process().name()} (pid {os.getpid()})"
+    (finding,) = node_findings(sound(ports=(taken,)))
+    assert finding.line(1).startswith(f"fault: port {number}: taken by ")
+    assert machine.port(number).taken_by == ""
+
+
+def test_a_port_on_which_only_a_connection_has_ended_is_free() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # which lets others reuse its address, as servers do
+        number = listener.getsockname()[1]
+        client = socket.create_connection(("127.0.0.1", number))
+        server, _ = listener.accept()
+        server.close()  # this side closes first, so that the port stays in TIME_WAIT
+        client.close()
+    assert machine.port(number).taken_by == ""
+
+
+def test_the_limits_are_the_soft_ones_of_the_process() -> None:
+    program = (
+        "import json, resource; from megarl.doctor import machine;"
+        "resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]));"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (777, resource.getrlimit(resource.RLIMIT_NOFILE)[1]));"
+        "found = machine.limits(); print(json.dumps([found.memlock_bytes, found.num_files]))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    memlock, files = json.loads(done.stdout)
+    assert (memlock, files) == (65536, 777)
+    own = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    found = machine.limits().num_processes
+    assert found == UNLIMITED or own == resource.RLIM_INFINITY or found <= own
+
+
+def test_a_low_memlock_is_named() -> None:
+    program = (
+        "import resource; from megarl.doctor import machine; from megarl.doctor.rules_node import node_findings;"
+        "from tests.doctor.nodes import sound;"
+        "resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]));"
+        "print(*[one.line(1) for one in node_findings(sound(limits=machine.limits())) if one.where == 'memlock'])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("fault: memlock: 64 KiB may be locked, and the RDMA cards (mlx5_0, ")
+
+
+def test_the_tightest_control_group_bounds_the_host(tmp_path: Path) -> None:
+    assert machine.host_bytes(tmp_path) == psutil.virtual_memory().total
+    (tmp_path / "memory.max").write_text("max\n")
+    assert machine.host_bytes(tmp_path) == psutil.virtual_memory().total
+    (tmp_path / "memory.max").write_text(f"{10**9}\n")
+    assert machine.host_bytes(tmp_path) == 10**9
+
+
+def test_of_the_environment_only_what_libraries_read_is_told() -> None:
+    given = {"NCCL_IB_HCA": "mlx5", "PATH": "/bin", "WANDB_API_KEY": "x", "SGLANG_API_KEY": "y", "HF_TOKEN": "z"}
+    given |= {"CUDA_VISIBLE_DEVICES": "0", "RAY_AUTH_TOKEN": "t", "RAY_AUTH_MODE": "token"}
+    given |= {"NCCL_SOCKET_IFNAME": "=ens1"}
+    assert machine.environment(given.items()) == {"NCCL_IB_HCA": "mlx5", "RAY_AUTH_MODE": "token"}
+
+
+def test_the_digest_is_of_every_python_file(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("x = 1\n")
+    before = machine.source_digest(tmp_path)
+    (tmp_path / "notes.txt").write_text("x")
+    assert machine.source_digest(tmp_path) == before
+    (tmp_path / "a.py").rename(tmp_path / "b.py")
+    assert machine.source_digest(tmp_path) != before

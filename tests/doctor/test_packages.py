@@ -1,0 +1,60 @@
+"""Facts of packages: a kernel of another build is named with the loader's own words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.doctor import packages
+from megarl.doctor.rules_gpu import gpu_findings
+from tests.doctor.nodes import sound
+
+
+@pytest.fixture
+def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which modules are found by this process and by those it starts."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def test_a_missing_kernel_and_a_missing_te_are_named() -> None:
+    errors = packages.import_errors(("transformer_engine.pytorch", "sgl_kernel"))
+    assert errors == dict.fromkeys(errors, "not installed"), "neither has a build for CPU"
+    lines = [one.line(1) for one in gpu_findings(sound(import_errors=errors))]
+    assert [line.partition(" (")[0] for line in lines] == [
+        "fault: transformer-engine: it cannot be imported", "fault: sglang-kernel: it cannot be imported",
+    ]  # fmt: skip
+
+
+def test_a_kernel_of_another_build_is_named_with_its_error(broken: Path) -> None:
+    (broken / "sgl_kernel_x.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')\n")
+    assert packages.import_error("sgl_kernel_x") == "ImportError: libcudart.so.12: cannot open shared object file"
+    (broken / "crashes_x.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
+    assert packages.import_error("crashes_x") == "killed by signal 11"
+    (broken / "sound_x.py").write_text("")
+    assert packages.import_error("sound_x") == ""
+    assert packages.import_error("no_such_module.below") == "not installed"
+
+
+def test_torch_says_what_it_was_built_for() -> None:
+    found = packages.torch_facts()
+    assert (found.version, found.cuda) == (torch.__version__, torch.version.cuda or "")
+    assert found.error == "" or found.cuda
+
+
+def test_a_torch_that_does_not_start_is_told(broken: Path) -> None:
+    (broken / "torch.py").write_text("raise ImportError('libtorch_cuda.so: undefined symbol: ncclCommWindow')\n")
+    assert packages.torch_facts().error == "ImportError: libtorch_cuda.so: undefined symbol: ncclCommWindow"
+
+
+def test_only_exact_demands_that_count_here_are_pins() -> None:
+    demands = ["torch==2.13.0", "sglang-kernel==0.4.7", "flashinfer_python[cu13]==0.6.18", "transformers>=5"]
+    demands += ["numpy==1", "sgl-deep-gemm==0.2.0; extra == 'x'", "not a requirement at all!"]
+    assert packages.pins(demands) == {"torch": "2.13.0", "sglang-kernel": "0.4.7", "flashinfer-python": "0.6.18"}
+
+
+def test_the_installed_sglang_pins_the_torch_that_is_installed() -> None:
+    assert packages.versions()["torch"].partition("+")[0] == packages.sglang_pins()["torch"]

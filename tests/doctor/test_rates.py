@@ -1,0 +1,123 @@
+"""Ranks that measure one another over gloo, and the hardware file that is made of it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from megarl.device import Address, address_of, host_store
+from megarl.doctor import rates
+from megarl.doctor.hardware_file import base_of, hardware_text
+from megarl.doctor.measure import laggards
+from megarl.doctor.rates import RankRates, RateRank, Sizes
+from megarl.hardware import Hardware, load_hardware
+from tests import forked
+from tests.doctor.nodes import sound
+
+ROOT = Path(__file__).parents[2]
+H800 = load_hardware(ROOT / "recipes/hardware/h800.yaml")
+_TIMEOUT_S = 60.0
+_SMALL = Sizes(4096, 65_536, 64, 16, 1)
+
+
+def measuring(pipe: Connection, rank: int, num_ranks: int, node_ranks: int, address: Address) -> None:
+    """One rank, in a process of its own."""
+    rates.CPU_SIZES = _SMALL
+    one = RateRank(rank, num_ranks, node_ranks, address, _TIMEOUT_S)
+    pipe.send(asdict(one.measure()))
+    one.close()
+
+
+@pytest.fixture(scope="module")
+def measured() -> list[RankRates]:
+    """Four ranks as on two nodes of two."""
+    store = host_store(_TIMEOUT_S)
+    started = [forked.start(measuring, rank, 4, 2, address_of(store)) for rank in range(4)]
+    found = [RankRates(**pipe.recv()) for _, pipe in started]
+    for process, _ in started:
+        process.join(_TIMEOUT_S)
+        assert process.exitcode == 0
+    return found
+
+
+def test_every_rank_measures_everything_that_it_has_a_peer_for(measured: list[RankRates]) -> None:
+    assert [one.node for one in measured] == [0, 0, 1, 1]
+    for one in measured:
+        values = {name: value for name, value in asdict(one).items() if name not in ("node", "device_name")}
+        assert values.pop("host_bytes_per_s") is None, "without a GPU nothing is copied to one"
+        assert all(value > 0 for value in values.values()), values
+
+
+def test_what_was_measured_is_a_hardware_file(measured: list[RankRates], tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(hardware_text(measured, [sound()], None))
+    card = load_hardware(file)
+    assert (card.name, card.gpus_per_node, card.host_bytes, card.fp8_flops) == ("CPU", 2, 2 * 10**12, None)
+    assert card.bf16_flops == pytest.approx(min(one.matmul_flops for one in measured), rel=1e-5)
+    assert card.nvlink_bytes_per_s == pytest.approx(min(one.inside_bytes_per_s or 0 for one in measured), rel=1e-5)
+    assert card.nic_bytes_per_s == pytest.approx(min(one.between_bytes_per_s or 0 for one in measured), rel=1e-5)
+    assert card.nic_latency_s == pytest.approx(max(one.between_latency_s or 0 for one in measured), rel=1e-5)
+    assert card.nvlink_share == card.nic_share == 1.0
+    assert card.disk_bytes_per_s == 5e9, "of the first folder that was written to"
+    assert all("#" in line for line in file.read_text().splitlines())
+
+
+def gpu(**changed: object) -> RankRates:
+    values: dict[str, object] = {
+        "node": 0, "device_name": "NVIDIA H800", "memory_bytes": 84_930_000_000, "matmul_flops": 700e12,
+        "copy_bytes_per_s": 2.9e12, "host_bytes_per_s": 55e9, "inside_bytes_per_s": 170e9, "between_bytes_per_s": 48e9,
+        "inside_latency_s": 20e-6, "between_latency_s": 45e-6,
+    }  # fmt: skip
+    return RankRates(**(values | changed))  # type: ignore[arg-type]
+
+
+def written(tmp_path: Path, *ranks: RankRates) -> Hardware:
+    file = tmp_path / "mine.yaml"
+    file.write_text(hardware_text(ranks, [sound()], H800))
+    return load_hardware(file)
+
+
+def test_of_a_known_card_peaks_stay_and_links_are_the_measured_ones(tmp_path: Path) -> None:
+    card = written(tmp_path, gpu(), gpu(node=0, inside_bytes_per_s=160e9), gpu(node=1), gpu(node=1))
+    assert (card.name, card.bf16_flops, card.fp8_flops) == ("H800", H800.bf16_flops, H800.fp8_flops)
+    assert (card.compute_share, card.hbm_share) == (H800.compute_share, H800.hbm_share)
+    assert card.nvlink_bytes_per_s * card.nvlink_share == 160e9, "the slowest GPU's"
+    assert (card.nic_bytes_per_s * card.nic_share, card.pcie_bytes_per_s) == (48e9, 55e9)
+    assert (card.gpus_per_node, card.nvlink_latency_s) == (2, pytest.approx(20e-6))
+
+
+def test_a_card_that_reaches_less_than_its_share_has_that_share(tmp_path: Path) -> None:
+    card = written(tmp_path, gpu(matmul_flops=300e12, copy_bytes_per_s=1e12))
+    assert card.compute_share == card.prefill_share == pytest.approx(300 / 989.4, rel=1e-3)
+    assert card.hbm_share == pytest.approx(1 / 3.35, rel=1e-3)
+
+
+def test_what_could_not_be_measured_is_the_cards_own(tmp_path: Path) -> None:
+    peers = {"inside_bytes_per_s": None, "between_bytes_per_s": None, "inside_latency_s": None}
+    card = written(tmp_path, gpu(**peers, between_latency_s=None, host_bytes_per_s=None))
+    names = ("nvlink_bytes_per_s", "nvlink_share", "nic_bytes_per_s", "nic_share", "nvlink_latency_s", "nic_latency_s")
+    assert [getattr(card, name) for name in names] == [getattr(H800, name) for name in names]
+    assert card.pcie_bytes_per_s == H800.pcie_bytes_per_s
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA H800", "H800"), ("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H20-3e", "H20"), ("NVIDIA L40S", None),
+        ("", None),
+    ],
+)  # fmt: skip
+def test_the_cards_own_file_is_found_by_its_name(device: str, name: str | None) -> None:
+    found = base_of(device, ROOT / "recipes/hardware")
+    assert (found.name if found else None) == name
+
+
+def test_a_gpu_that_lags_behind_is_named_on_its_node() -> None:
+    ranks = [gpu(node=rank // 4) for rank in range(8)]
+    ranks[6] = gpu(node=1, matmul_flops=420e12)
+    (finding,) = laggards(ranks, ["10.0.0.1", "10.0.0.2"])
+    assert finding.line(2).startswith("warning: 10.0.0.2: GPU 2: matrix products at 60% of the median GPU's rate; ")
+    assert laggards(ranks[:2], ["10.0.0.1"]) == []

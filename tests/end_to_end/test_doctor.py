@@ -1,0 +1,169 @@
+"""`megarl doctor` on two Ray nodes of this machine, each with an address of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.hardware import load_hardware
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+FIRST, SECOND = "127.0.0.2", "127.0.0.3"
+_LIMIT_S = 300.0
+_POLL_S = 0.2
+
+
+@dataclass
+class Nodes:
+    """Two nodes of two simulated GPUs each; the second has a package more, and a variable of NCCL's."""
+
+    folder: Path
+    disk: Path
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    address: str = ""
+
+    def __post_init__(self) -> None:
+        self.token = self.folder / "token"
+        self.token.write_text("5" * 64)
+        self.token.chmod(0o600)
+        extra = self.folder / "site" / "apex-0.1.dist-info"
+        extra.mkdir(parents=True)
+        (extra / "METADATA").write_text("Metadata-Version: 2.1\nName: apex\nVersion: 0.1\n")
+
+    def start(self) -> None:
+        meets = self.folder / "address"
+        self._node(FIRST, "head", str(meets))
+        self.wait(meets.exists)
+        self.address = meets.read_text().strip()
+        site = os.pathsep.join([str(ROOT), str(self.folder / "site")])
+        self._node(SECOND, "worker", self.address, PYTHONPATH=site, NCCL_IB_HCA="mlx5_1")
+        self.wait(lambda: self._num_joined() == 2)
+
+    def wait(self, holds: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + _LIMIT_S
+        while not holds():
+            assert all(one.poll() is None for one in self.processes), self._logs()
+            assert time.monotonic() < deadline, self._logs()
+            time.sleep(_POLL_S)
+
+    def doctor(self, *arguments: str, token: Path | None = None) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "megarl.cli", "doctor", *arguments]
+        own = self.environment() | {"RAY_ADDRESS": self.address, "RAY_AUTH_TOKEN_PATH": str(token or self.token)}
+        return subprocess.run(command, cwd=self.folder, env=own, capture_output=True, text=True, timeout=_LIMIT_S)
+
+    def environment(self) -> dict[str, str]:
+        """Of a node, and of the command on one."""
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "MEGARL_"))}
+        return inherited | {
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "PYTHONPATH": str(ROOT),
+            "RAY_AUTH_TOKEN_PATH": str(self.token),
+            "RAY_AUTH_MODE": "token",
+            "MEGARL_GPUS_PER_NODE": "2",
+            "MEGARL_RAY_DIR": str(self.disk),
+            "MEGARL_OBJECT_STORE_BYTES": str(2**27),
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def _node(self, own_address: str, *arguments: str, **environment: str) -> None:
+        own = self.environment() | {"MEGARL_NODE_ADDRESS": own_address, **environment}
+        command = ["bash", str(ROOT / "scripts/ray_node.sh"), *arguments]
+        with (self.folder / f"{own_address}.log").open("wb") as log:
+            self.processes.append(subprocess.Popen(command, cwd=ROOT, env=own, stdout=log, stderr=log))
+
+    def _num_joined(self) -> int:
+        command = [str(Path(sys.executable).parent / "ray"), "status", "--address", self.address]
+        done = subprocess.run(command, env=self.environment(), capture_output=True, text=True)
+        return sum(line.strip().startswith("1 node_") for line in done.stdout.splitlines())
+
+    def _logs(self) -> str:
+        return "\n".join(file.read_text() for file in self.folder.glob("*.log"))
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    with tempfile.TemporaryDirectory(prefix="d-", dir="/tmp") as disk:
+        made = Nodes(tmp_path_factory.mktemp("doctor"), Path(disk))
+        try:
+            made.start()
+            yield made
+        finally:
+            for process in made.processes:
+                tree = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+                process.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(60)
+                for one in tree:
+                    with suppress(psutil.NoSuchProcess):
+                        one.kill()
+                process.kill()
+                process.wait()
+
+
+def test_this_machine_measures_itself_and_a_plan_takes_it(inputs: Path, tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+    def megarl(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "megarl.cli", *arguments]
+        return subprocess.run(command, cwd=inputs, env=environment, capture_output=True, text=True, timeout=_LIMIT_S)
+
+    file = tmp_path / "mine.yaml"
+    done = megarl("doctor", "--measure", "--out", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"measured: {file}, for megarl plan RECIPE --hardware {file}" in done.stdout.splitlines()
+    plan = megarl("plan", str(ROOT / "recipes/quickstart.yaml"), "--hardware", str(file), "--json")
+    assert plan.returncode in (0, 2), plan.stderr  # whether the quickstart fits on a GPU like that is not the question
+    found, card = json.loads(plan.stdout), load_hardware(file)
+    assert found["memory"]["capacity_bytes"] == card.memory_bytes
+    assert found["step"]["total_s"] > 0
+
+
+def test_both_nodes_are_looked_at_measured_and_told_apart(nodes: Nodes) -> None:
+    file = nodes.folder / "hardware.yaml"
+    done = nodes.doctor("--measure", "--out", str(file), "--json")
+    assert done.returncode == 2, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert {node["address"]: node["ray_gpus"] for node in found["facts"]} == {FIRST: 2, SECOND: 2}
+    assert found["facts"][0]["address"] == FIRST, "this command's own node"
+    lines = {(one["severity"], one["where"], *one["nodes"]): one["problem"] for one in found["findings"]}
+    assert lines["fault", "apex", SECOND] == "0.1, where 1 node has nothing"
+    assert lines["warning", "NCCL_IB_HCA", SECOND] == "mlx5_1, where 1 node has nothing"
+    assert [key for key in lines if key[0] == "fault"] == [("fault", "apex", SECOND)]
+    for node in found["facts"]:
+        assert abs(node["clock_offset_s"]) <= node["clock_error_s"], "two processes of one machine have one clock"
+        assert node["folders"][0]["is_shared"] is True
+    assert [(one["node"], one["between_bytes_per_s"] > 0) for one in found["rates"]] == [
+        (0, True), (0, True), (1, True), (1, True),
+    ]  # fmt: skip
+    card = load_hardware(file)
+    assert card.gpus_per_node == 2
+    assert card.nic_bytes_per_s == pytest.approx(min(one["between_bytes_per_s"] for one in found["rates"]), rel=1e-5)
+    leftovers = [path.name for path in nodes.folder.iterdir() if path.name.startswith(".megarl")]
+    assert leftovers == [], "the file by which nodes know a shared disk"
+
+
+def test_a_wrong_token_is_named_and_this_machine_is_looked_at_all_the_same(nodes: Nodes) -> None:
+    wrong = nodes.folder / "wrong"
+    wrong.write_text("6" * 64)
+    wrong.chmod(0o600)
+    done = nodes.doctor(token=wrong)
+    assert done.returncode == 2, done.stdout + done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("fault: ")]
+    assert line.startswith(f"fault: RAY_ADDRESS: no Ray cluster that can be joined at {nodes.address} (")
+    assert "token that RAY_AUTH_TOKEN_PATH names" in line
+    assert "note: GPUs: nvidia-smi lists none" in done.stdout
+    assert "6" * 64 not in done.stdout + done.stderr
