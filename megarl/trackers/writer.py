@@ -12,6 +12,7 @@ from megarl.trackers.interface import State, Tracker
 from megarl.trackers.withheld import scrubbed
 
 _MOST_WAITING = 1000  # writes; what comes while so many wait is left out
+_LAST_S = 10.0  # that an abandoned tracker has for its last call
 
 Call = tuple[str, Callable[[], None]]  # what it writes, in words, and how
 
@@ -47,6 +48,7 @@ class Writer:
         if self._thread.is_alive():
             self._fail("it does not finish, and is left so that the run can end")
             self._tracker.abandon()
+            self._thread.join(_LAST_S)  # its calls mostly fail now; a thread that ends with the interpreter may abort it
 
     def _work(self) -> None:
         try:
