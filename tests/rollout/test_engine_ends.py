@@ -121,7 +121,7 @@ def test_an_engine_that_cannot_start_says_why(build_engine: Callable[..., Engine
     assert last.startswith("engine scheduler 0 (pid ")
     assert "Cannot find any model weights" in last
     assert open_contexts() <= contexts
-    assert children() == processes
+    assert children() <= processes
     assert engine_files() <= files
 
 
