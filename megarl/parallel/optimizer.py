@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
-from megarl.config import Train
 from megarl.device import DEVICE
 from megarl.parallel.options import configured
 from megarl.types import UserFault
+
+if TYPE_CHECKING:
+    from megarl.config import Train
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "uint8": torch.uint8}
 
