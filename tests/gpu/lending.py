@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class Lender:
 
     def read(self) -> list[float]:
         """The smallest and the largest value."""
-        return [float(one) for one in self._flat.aminmax()]
+        return ends([self._flat.view(-1, 1024)])
 
 
 class Borrower:
@@ -52,9 +53,8 @@ class Borrower:
     def read(self) -> dict[str, Any]:
         """The smallest and the largest value of both parameters, and the seconds that reading takes."""
         started = time.perf_counter()
-        pairs = [one.aminmax() for one in self._params.values()]
-        ends = [float(min(pair.min for pair in pairs)), float(max(pair.max for pair in pairs))]
-        return {"ends": ends, "seconds": time.perf_counter() - started}
+        found = ends(list(self._params.values()))
+        return {"ends": found, "seconds": time.perf_counter() - started}
 
     def write(self, value: float) -> None:
         for one in self._params.values():
@@ -67,3 +67,9 @@ class Borrower:
 
     def is_alive(self) -> bool:
         return True
+
+
+def ends(tensors: Sequence[torch.Tensor]) -> list[float]:
+    """The smallest and the largest value, by parts whose elements 32 bits can count."""
+    parts = [part for one in tensors for part in one.chunk(8, int(one.shape[1] > one.shape[0]))]
+    return [float(min(part.min() for part in parts)), float(max(part.max() for part in parts))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.gpu.conftest import Record
 pytestmark = pytest.mark.slow
 
 ON_GPU = DEVICE == "cuda"
+HAS_ENGINE = ON_GPU and importlib.util.find_spec("transformer_engine") is not None
 STEPS = 4
 SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3-moe": {"weight_decay": 0.1, "aux_loss": 0.02, "z_loss": 1e-3},
@@ -47,6 +49,7 @@ def rank(path: Path, family: str, environment: dict[str, str] | None = None, **m
     return Child("tests.gpu.rank:Rank", environment, folder=str(path), **SETTINGS[family], **more)
 
 
+@pytest.mark.skipif(HAS_ENGINE, reason="TransformerEngine's attention takes packed rows in bfloat16 alone")
 def test_the_device_learns_what_the_cpu_does_with_its_memory_lent_between_steps(
     path: Path, family: str, reference: dict[str, Any], record: Record
 ) -> None:
@@ -73,10 +76,33 @@ def test_the_device_learns_what_the_cpu_does_with_its_memory_lent_between_steps(
     record("offload", away["seconds"], "s")
 
 
-@pytest.mark.skipif(not ON_GPU, reason="bfloat16 is compared between a GPU and a CPU")
+@pytest.mark.skipif(not ON_GPU or HAS_ENGINE, reason="of Megatron's own layers on a GPU")
 def test_bfloat16_stays_near_the_cpus_float32(
     path: Path, family: str, reference: dict[str, Any], record: Record
 ) -> None:
+    check_bfloat16(path, family, reference, record)
+
+
+@pytest.mark.skipif(not HAS_ENGINE, reason="TransformerEngine runs on a GPU, and is not on every one")
+def test_transformer_engine_stays_near_the_cpus_float32(
+    path: Path, family: str, reference: dict[str, Any], record: Record
+) -> None:
+    check_bfloat16(path, family, reference, record)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="an optimizer on the host is for weights on a GPU")
+def test_an_optimizer_on_the_host_takes_the_same_steps(path: Path, family: str, record: Record) -> None:
+    found = {}
+    for is_on_host in (False, True):
+        with rank(path, family, dtype="bfloat16", optimizer_offload=is_on_host) as child:
+            found[is_on_host] = [child.ask("step") for _ in range(STEPS)]
+            record(f"a step, on the host: {is_on_host}", found[is_on_host][-1]["seconds"], "s")
+    for mine, other in zip(found[True], found[False], strict=True):
+        for name in ("loss", "grad_norm"):
+            assert mine[name] == pytest.approx(other[name], rel=0.02, abs=1e-3), name
+
+
+def check_bfloat16(path: Path, family: str, reference: dict[str, Any], record: Record) -> None:
     with rank(path, family, dtype="bfloat16") as child:
         gap = np.abs(np.subtract(child.ask("logprobs"), reference["before"]))
         steps = [child.ask("step") for _ in range(STEPS)]
