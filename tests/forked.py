@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 from megarl.device import DEVICE
 
-CONTEXT = multiprocessing.get_context("forkserver" if DEVICE == "cpu" else "spawn")
+CONTEXT: Any = multiprocessing.get_context("forkserver" if DEVICE == "cpu" else "spawn")
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 
 _server = forkserver.ForkServer()

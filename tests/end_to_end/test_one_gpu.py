@@ -22,8 +22,8 @@ ONE_SLOT = (
     "train.tp=1", "train.pp=1", "train.ep=1", "rollout.engine.tp=1", "placement.gpus=1", "run.steps=3",
     "warm_start.steps=10", "rollout.prompts_per_step=8", "evaluation.max_prompts=16", "reshard.verify=full",
 )  # fmt: skip
-TILES = {"head_dim": 128, "moe_intermediate_size": 128, "intermediate_size": 256}  # whole fp8 tiles
-LATENT = {  # as wide as the kernels of latent attention want it
+TILES: dict[str, Any] = {"head_dim": 128, "moe_intermediate_size": 128, "intermediate_size": 256}  # whole fp8 tiles
+LATENT: dict[str, Any] = {  # as wide as the kernels of latent attention want it
     "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "q_lora_rank": 128,
     "num_attention_heads": 16, "num_key_value_heads": 16,
 }  # fmt: skip

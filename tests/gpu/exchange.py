@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from megarl.device import BACKEND, DEVICE
 from megarl.resharding import fp8
@@ -35,7 +35,7 @@ class Exchange:
 
     def connect(self) -> float:
         """Make a group on a store of its own; the seconds that it takes."""
-        store, num_members = dist.HashStore(), 1 if ALONE else 2
+        store, num_members = HashStore(), 1 if ALONE else 2
         started = time.perf_counter()
         with ThreadPoolExecutor(num_members) as pool:
             members = range(num_members)

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch._C._distributed_c10d import HashStore
 
 from megarl import checkpoint, device
 from megarl.parallel import model
@@ -72,7 +72,7 @@ class Rank:
     def __init__(self, folder: str, dtype: str = "float32", deterministic: bool = False, **train: Any) -> None:
         torch.use_deterministic_algorithms(deterministic, warn_only=True)
         shape = model_shape(folder)
-        self._rank = RankModel(0, recipe(folder, dtype, **train), shape, dist.HashStore(), slot=0)
+        self._rank = RankModel(0, recipe(folder, dtype, **train), shape, HashStore(), slot=0)
         shards = megatron_map.shards(shape, self._rank.layout, 0, model.TRANSFORMER_ENGINE)
         checkpoint.load_hf(folder, shards, self._rank.params())
         self._rank.make_optimizer()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.cuda.nccl
 
 UNVERIFIED = Path(__file__).parents[2] / "docs" / "gpu" / "UNVERIFIED.md"
 PACKAGES = ("megatron-core", "transformer-engine", "sglang", "ray", "transformers")

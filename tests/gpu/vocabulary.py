@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from megarl.device import BACKEND, DEVICE
 from megarl.parallel.logprobs import hidden_logprobs
@@ -21,7 +22,7 @@ class Vocabulary:
     """Hidden states, an output layer's weight and labels, all random; the tensor-parallel group is this process."""
 
     def __init__(self, tokens: int, hidden: int, vocab: int, dtype: str) -> None:
-        dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(BACKEND, store=HashStore(), rank=0, world_size=1)
         made = torch.Generator(DEVICE).manual_seed(1)
         kind = getattr(torch, dtype)
         self._hidden = torch.randn(tokens, hidden, generator=made, device=DEVICE).to(kind).requires_grad_()
