@@ -19,6 +19,7 @@ import torch.cuda.nccl
 
 UNVERIFIED = Path(__file__).parents[2] / "docs" / "gpu" / "UNVERIFIED.md"
 PACKAGES = ("megatron-core", "transformer-engine", "sglang", "ray", "transformers")
+KINDS = ("passed", "failed", "skipped", "not run")
 Result = Mapping[str, Any]
 
 
@@ -37,15 +38,21 @@ def rows(text: str) -> list[Row]:
 
 
 def read(folder: Path) -> dict[int, list[Result]]:
-    """Tier -> the outcomes of its tests, from the files that the plugin wrote."""
-    files = sorted(folder.glob("[123].jsonl"))
-    return {int(file.stem): [json.loads(line) for line in file.read_text().splitlines()] for file in files}
+    """Tier -> the outcomes of its tests, from the files that the plugin wrote; of those not reached, `not run`."""
+    found = {}
+    for file in sorted(folder.glob("[123].jsonl")):
+        names, *outcomes = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        done = {one["test"] for one in outcomes}
+        missing = [name for name in names["collected"] if name not in done]
+        late = {"outcome": "not run", "seconds": 0, "reason": "the tier's time was over", "figures": {}}
+        found[int(file.stem)] = outcomes + [{"test": name, **late} for name in missing]
+    return found
 
 
 def verdict(row: Row, results: Iterable[Result]) -> str:
     """`settled` where all tests that the row names have passed, `failed` where one has failed, else `open`.
 
-    A test of a file that skips itself here leaves the row open.
+    A test that skips itself here, or that the time did not suffice for, leaves the row open.
     """
     own = [[one for one in results if is_of(one["test"], name)] for name in row.tests]
     outcomes = {one["outcome"] for named in own for one in named}
@@ -83,7 +90,7 @@ def page(about: Mapping[str, str], results: Mapping[int, Sequence[Result]], tabl
     lines += [f"| {name} | {value} |" for name, value in about.items()]
     for tier, outcomes in results.items():
         found = Counter(one["outcome"] for one in outcomes)
-        counts = ", ".join(f"{found[kind]} {kind}" for kind in ("passed", "failed", "skipped"))
+        counts = ", ".join(f"{found[kind]} {kind}" for kind in KINDS if found[kind])
         lines += ["", f"## Tier {tier}: {counts}", "", "| test | outcome | s | figures |", "|---|---|---|---|"]
         lines += [_line(one) for one in outcomes]
     lines += ["", "## Rows of UNVERIFIED.md", ""]

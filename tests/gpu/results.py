@@ -8,14 +8,20 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 VARIABLE = "MEGARL_GPU_RESULTS"  # names the file
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """The first line: the names of all tests that are to run."""
+    _append({"collected": [item.nodeid for item in session.items]})
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Append to the file; of set-up and clean-up only what went wrong, or was skipped."""
+    """A line for each test; of set-up and clean-up only what went wrong, or was skipped."""
     if report.when != "call" and report.outcome == "passed":
         return
     line = {
@@ -25,6 +31,10 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         "reason": _reason(report),
         "figures": dict(report.user_properties),
     }
+    _append(line)
+
+
+def _append(line: dict[str, Any]) -> None:
     with Path(os.environ[VARIABLE]).open("a", encoding="utf-8") as lines:
         lines.write(json.dumps(line) + "\n")
 

@@ -27,7 +27,6 @@ TIERS: dict[int, tuple[str, ...]] = {
         "tests/end_to_end/test_one_gpu.py",
     ),
     3: (
-        "tests/parallel/test_parity.py",
         "tests/parallel/test_replay.py",
         "tests/parallel/test_token_rewards.py",
         "tests/parallel/test_optimizer_offload.py",
@@ -40,6 +39,8 @@ TIERS: dict[int, tuple[str, ...]] = {
         "tests/test_bench_train.py",
         "tests/end_to_end/test_run.py",
         "tests/end_to_end/test_roles.py",
+        "tests/end_to_end/test_slurm.py",
+        "tests/parallel/test_parity.py",
     ),
 }
 # The conftest above tests/gpu imports what machines of tier 1 lack; the harness is tested where all tests run.
