@@ -29,12 +29,17 @@ class Exchange:
 
     def __init__(self) -> None:
         self._kept: list[Any] = []
+        self._sender: Any = None
+        self._receiver: Any = None
         if DEVICE == "cuda":
             torch.cuda.set_device(0)
         self.connect()
 
     def connect(self) -> float:
-        """Make a group on a store of its own; the seconds that it takes."""
+        """End the group that there is and make another on a store of its own; the seconds that making it takes."""
+        if self._receiver is not None:
+            close_group(self._receiver)
+        self._sender = self._receiver = None
         store, num_members = HashStore(), 1 if ALONE else 2
         started = time.perf_counter()
         with ThreadPoolExecutor(num_members) as pool:
@@ -87,13 +92,14 @@ class Exchange:
         was_in_flight = not all(work.is_completed() for work in works)
         started = time.perf_counter()
         close_group(self._sender)
-        self._sender: Any = None  # over gloo the peer of who waits, which ends with the last reference
+        self._sender = None  # over gloo the peer of who waits, which ends with the last reference
         seconds = time.perf_counter() - started
         try:
             wait(works, GIVE_UP_S, _nobody_failed)
             ended = "done"
         except RuntimeError:
             ended = "failed"
+        self._receiver = None
         return {"was_in_flight": was_in_flight, "abort_s": seconds, "ended": ended}
 
     def _post(self, out: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> list[Any]:
