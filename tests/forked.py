@@ -1,6 +1,7 @@
 """Child processes for tests, forked from a server that has the heavy imports done and no second thread.
 
-Not from pytest itself: a child forked while another thread holds a lock (tqdm, OpenMP) may wait for it for ever.
+Not from pytest itself: a child forked while another thread holds a lock (tqdm, OpenMP) may wait for it for ever. With a
+GPU they are spawned: asking whether there is one initialises CUDA's driver, which no fork survives.
 """
 
 from __future__ import annotations
@@ -10,18 +11,20 @@ import os
 from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.process import BaseProcess
 from typing import Any
 from unittest.mock import patch
 
-CONTEXT = multiprocessing.get_context("forkserver")
+from megarl.device import DEVICE
+
+CONTEXT: Any = multiprocessing.get_context("forkserver" if DEVICE == "cpu" else "spawn")
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 
 _server = forkserver.ForkServer()
 _server.set_forkserver_preload(["megarl.trainer", "tests.parallel.worlds", "tests.resharding.worlds"])
 
 
-def start(target: Callable[..., None], *args: Any) -> tuple[ForkServerProcess, Connection]:
+def start(target: Callable[..., None], *args: Any) -> tuple[BaseProcess, Connection]:
     """A child that runs target(its end of a pipe, *args); the child, and our end of the pipe."""
     ours, theirs = CONTEXT.Pipe()
     process = CONTEXT.Process(target=target, args=(theirs, *args), daemon=True)

@@ -152,9 +152,9 @@ def hidden_logprobs(
     hidden_LH: this tensor-parallel rank's L = T / group size tokens (sequence parallelism); weight_VH: its rows of the
     padded vocabulary, of which those at or beyond vocab_size take no part; temperature: that the logits are divided by,
     so that both results are those of the distribution that is sampled from. Logits of more than kept_bytes are computed
-    again in the backward pass. Then there are, beside the gradients (the weight's in float32), a chunk's logits twice,
-    in bfloat16 half once more: on a GPU 0.7 GB for 32,768 tokens of a vocabulary of 151,936 at TP 8, whose whole logits
-    are 2.5 GB.
+    again in the backward pass. Then there are, beside the gradients (the weight's in float32) and a chunk's part of the
+    weight's, a chunk's logits twice, in bfloat16 half once more: on a GPU 0.7 GB for 32,768 tokens of a vocabulary of
+    151,936 at TP 8, whose whole logits are 2.5 GB.
     """
     per_rank = len(weight_VH)
     first = dist.get_rank(group) * per_rank

@@ -8,7 +8,7 @@ import importlib.util
 import inspect
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,6 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megarl.config import Train
 from megarl.device import DEVICE
 from megarl.parallel.hf_config import HfFacts, hf_facts
 from megarl.parallel.layout import TrainLayout
@@ -28,6 +27,9 @@ from megarl.parallel.local_spec import block_spec, mtp_spec, use_local_layers
 from megarl.parallel.options import configured
 from megarl.parallel.routing import Routing, router_class
 from megarl.types import MlaShape, ModelShape, UserFault
+
+if TYPE_CHECKING:
+    from megarl.config import Train
 
 TRANSFORMER_ENGINE = DEVICE == "cuda" and HAVE_TE
 HAS_WEIGHT_GRADIENT_KERNEL = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None  # apex has it
@@ -55,7 +57,7 @@ def choose_layers(train: Train, is_gpu: bool = DEVICE == "cuda", has_engine: boo
 
 
 def _fixed_fields(
-    shape: ModelShape, layout: TrainLayout, facts: HfFacts, dtype: torch.dtype, train: Train
+    shape: ModelShape, layout: TrainLayout, facts: HfFacts, dtype: torch.dtype, router_bias_rate: float
 ) -> dict[str, Any]:
     """The fields that the checkpoint, the layout and the loss's normalisation decide."""
     return {
@@ -76,7 +78,7 @@ def _fixed_fields(
         "attention_dropout": 0.0,
         "calculate_per_token_loss": True,  # gradients are summed over DP; pipeline.py divides them once
         **_expert_fields(shape, facts),
-        "moe_router_bias_update_rate": train.router_bias_rate,
+        "moe_router_bias_update_rate": router_bias_rate,
         **(_latent_fields(shape.mla, facts) if shape.mla else {}),
         **_layout_fields(shape, layout),
         "variable_seq_lengths": True,
@@ -187,7 +189,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron's configuration. Raises UserFault when Megatron refuses the recipe's options."""
     facts = hf_facts(path)
-    fields = _fixed_fields(shape, layout, facts, dtype, train)
+    fields = _fixed_fields(shape, layout, facts, dtype, train.router_bias_rate)
     made = MLATransformerConfig if shape.mla else TransformerConfig
     return configured("train.megatron", made, _default_fields(shape, facts) | train.megatron | fields)
 
@@ -196,7 +198,7 @@ def fixed_names() -> set[str]:
     """The fields of TransformerConfig that no recipe sets by their names."""
     nothing = ModelShape(1, 1, 1, 1, 1, 1, 1, 1, 1, mla=MlaShape(1, 1, 1, 1, 1))
     facts = HfFacts(0.0, 0.0, True, 1)
-    return set(_fixed_fields(nothing, TrainLayout(1, 1, 1, 1), facts, torch.float32, Train(lr=1.0)))
+    return set(_fixed_fields(nothing, TrainLayout(1, 1, 1, 1), facts, torch.float32, 0.0))
 
 
 class Score(torch.nn.Module):

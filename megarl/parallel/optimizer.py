@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
-from megarl.config import Train
 from megarl.device import DEVICE
 from megarl.parallel.options import configured
 from megarl.types import UserFault
+
+if TYPE_CHECKING:
+    from megarl.config import Train
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "uint8": torch.uint8}
 
@@ -81,7 +84,8 @@ def offloads(train: Train) -> bool:
 def move_optimizer(optimizer: ChainedOptimizer, chunks: Sequence[torch.nn.Module], device: str) -> None:
     """Move the optimizer's state and its own copies of the weights; a shard that is a view of a parameter stays.
 
-    On the host they are in pinned memory, from and to which a GPU copies by itself.
+    On the host they are in pinned memory, from and to which a GPU copies by itself. Counts of steps stay, too: torch's
+    AdamW keeps them on the host, and reads them for each weight.
     """
     in_model = {param.untyped_storage().data_ptr() for chunk in chunks for param in chunk.parameters()}
     for group in optimizer.param_groups:
@@ -90,7 +94,8 @@ def move_optimizer(optimizer: ChainedOptimizer, chunks: Sequence[torch.nn.Module
                 shard.data = _moved(shard.data, device)
     for chained in optimizer.chained_optimizers:
         for state in chained.optimizer.state.values():
-            state.update({key: _moved(value, device) for key, value in state.items() if torch.is_tensor(value)})
+            arrays = {key: value for key, value in state.items() if torch.is_tensor(value) and value.dim()}
+            state.update({key: _moved(value, device) for key, value in arrays.items()})
 
 
 def _moved(tensor: torch.Tensor, device: str) -> torch.Tensor:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.config import Train
 from megarl.spelling import near
 from megarl.types import UserFault
+
+if TYPE_CHECKING:
+    from megarl.config import Train
 
 Made = TypeVar("Made")
 LOW_PRECISION = ("fp8", "fp8_param", "fp4", "fp4_param")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megarl.config import Model, Recipe, Reference, Train
-from megarl.config.roles import Ranks
 from megarl.parallel.layout import EngineLayout, TrainLayout, divisors, nearest
 from megarl.types import UserFault
+
+if TYPE_CHECKING:
+    from megarl.config import Recipe
+    from megarl.config.roles import Ranks
 
 
 def train_layout(recipe: Recipe) -> TrainLayout:
@@ -53,20 +55,20 @@ def reward_recipe(recipe: Recipe) -> Recipe:
 
 
 def _recipe_beside(recipe: Recipe, path: str | None, ranks: Ranks, own: dict[str, Any]) -> Recipe:
-    axes = {key: value for key, value in ranks if value is not None and key in Train.model_fields}
+    axes = {key: value for key, value in ranks if value is not None and key in type(recipe.train).model_fields}
     train = recipe.train.model_copy(update={**axes, **own, "mtp_loss": 0.0, "replay": "off"})
     gpus = ranks.gpus or train_layout(recipe).world_size
     placement = recipe.placement.model_copy(update={"gpus": gpus, "train_gpus": None, "first_engine_gpu": 0})
-    model = Model(path=path or recipe.model.path, dtype=recipe.model.dtype)
+    model = recipe.model.model_copy(update={"path": path or recipe.model.path, "config": None})
     return recipe.model_copy(
-        update={"model": model, "train": train, "placement": placement, "reference": Reference()}
+        update={"model": model, "train": train, "placement": placement, "reference": type(recipe.reference)()}
     )
 
 
 def without_reference(recipe: Recipe) -> Recipe:
     """For ranks that measure no distance from one."""
     algorithm = recipe.algorithm.model_copy(update={"kl_coefficient": 0.0})
-    return recipe.model_copy(update={"reference": Reference(), "algorithm": algorithm})
+    return recipe.model_copy(update={"reference": type(recipe.reference)(), "algorithm": algorithm})
 
 
 def slots_beside(recipe: Recipe, uses_critic: bool) -> dict[str, range]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.distributed_c10d import Store
 
 from megarl import device
-from megarl.config import Recipe
 from megarl.disk import writing
 from megarl.parallel import cpu, groups, model, optimizer, saving, waiting
 from megarl.parallel.pipeline import Coefficients, Pipeline
@@ -20,6 +19,9 @@ from megarl.parallel.routing import Routing
 from megarl.parallel.sequences import Split
 from megarl.snapshots import Digest, digests, home
 from megarl.types import ModelShape
+
+if TYPE_CHECKING:
+    from megarl.config import Recipe
 
 
 class RankModel:

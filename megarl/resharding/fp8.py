@@ -55,7 +55,8 @@ def _scales(rows: torch.Tensor) -> torch.Tensor:
     """One scale for each tile of a strip [up to 128, cols]."""
     largest = rows.abs().amax(0)
     ragged = -len(largest) % FP8_TILE
-    scales = torch.nn.functional.pad(largest, (0, ragged)).view(-1, FP8_TILE).amax(1) / LARGEST
+    largest = torch.nn.functional.pad(largest, (0, ragged)).view(-1, FP8_TILE).amax(1)
+    scales = largest / torch.full_like(largest, LARGEST)  # by a number CUDA multiplies with its rounded reciprocal
     return torch.where(scales == 0, 1.0, scales)
 
 

@@ -90,5 +90,9 @@ def make_group(store: Store, member: int, num_members: int, timeout_s: float) ->
 
 
 def close_group(group: Any) -> None:
-    """End a group. What waits on it in this process fails; at a peer only gloo's does, for NCCL see `wait`."""
+    """End a group; whoever calls this keeps no reference to it.
+
+    NCCL aborts what waits on it in this process, and a peer hears nothing of it: see `wait`. For gloo an abort means
+    nothing: its connections are closed with the last reference, and what waits on them fails at the peers.
+    """
     group.abort()

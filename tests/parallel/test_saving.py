@@ -43,7 +43,7 @@ def moments(trainer: Any) -> list[np.ndarray]:
     inner = [chained.optimizer for chained in trainer._model.optimizer.chained_optimizers]
     params = [param for one in inner for group in one.param_groups for param in group["params"]]
     states = {**{key: value for one in inner for key, value in one.state.items()}}
-    return [states[param][name].numpy().copy() for param in params for name in ("step", "exp_avg", "exp_avg_sq")]
+    return [states[param][name].cpu().numpy().copy() for param in params for name in ("step", "exp_avg", "exp_avg_sq")]
 
 
 def draws() -> list[float]:
@@ -82,10 +82,10 @@ def save_and_load(trainer: Any, folder: Path) -> bool:
     """Whether loading what was just saved changes nothing."""
     steps(trainer, 1)
     trainer._model.save(folder).finish()
-    before = [*moments(trainer), *(param.numpy().copy() for param in trainer.params().values())]
+    before = [*moments(trainer), *(param.cpu().numpy().copy() for param in trainer.params().values())]
     steps(trainer, 1)
     trainer._model.load(folder)
-    after = [*moments(trainer), *(param.numpy() for param in trainer.params().values())]
+    after = [*moments(trainer), *(param.cpu().numpy() for param in trainer.params().values())]
     return all(np.array_equal(one, two) for one, two in zip(before, after, strict=True))
 
 

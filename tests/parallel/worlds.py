@@ -178,7 +178,7 @@ def rectangles(trainer: Any, tensors: Mapping[str, torch.Tensor] | None = None) 
             continue
         planes = [plane for view in views(held, shard.param, shard.at, shard.size) for plane in view]
         for item, plane in zip(range(*shard.items), planes, strict=True):
-            values = plane.float().clone().numpy()  # a storage that NumPy has seen cannot be resized any more
+            values = plane.float().clone().cpu().numpy()  # a storage that NumPy has seen cannot be resized any more
             found.append((shard.name.format(item), shard.rows, shard.cols, values))
     return found
 

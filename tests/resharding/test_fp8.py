@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.parallel.layout import EngineLayout, TrainLayout
 from megarl.resharding import megatron_map, sglang_map
@@ -86,6 +89,29 @@ def test_a_part_on_tile_boundaries_gives_the_bytes_of_the_whole(data: st.DataObj
     part = block[elements]  # not contiguous, as a shard of a larger parameter is not
     assert torch.equal(quantise(part).view(torch.uint8), quantise(block)[elements].view(torch.uint8))
     assert torch.equal(tile_scales(part), tile_scales(block)[:, top:bottom, left:right])
+
+
+class Divisions(TorchDispatchMode):
+    """Notes what is divided by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.divisors: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.div, torch.ops.aten.div_):
+            self.divisors.append(args[1])
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_is_divided_by_a_number() -> None:
+    """CUDA would multiply by the number's rounded inverse, and a scale's last bit would not be the CPU's."""
+    with Divisions() as found:
+        quantise(torch.ones(1, 200, 200))
+    assert found.divisors
+    assert all(torch.is_tensor(one) and one.dim() for one in found.divisors)
+    largest = torch.rand(1000, generator=torch.Generator().manual_seed(0))
+    assert not torch.equal(largest / LARGEST, largest * torch.tensor(1 / LARGEST)), "the two differ"
 
 
 def test_zero_tiles_keep_scale_one() -> None:

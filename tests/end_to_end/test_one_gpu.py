@@ -1,0 +1,72 @@
+"""A whole run on one slot, trainer and engine on the same GPU: real reshards, the logprob gap, memory given and taken.
+
+Without a GPU it is the quickstart's model in float32, with one it is bfloat16 and what only a GPU's kernels can do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.device import DEVICE
+from tests.parallel import checkpoints
+from tests.rollout.conftest import write_tokenizer
+
+pytestmark = pytest.mark.slow
+
+ON_GPU = DEVICE == "cuda"
+ONE_SLOT = (
+    "train.tp=1", "train.pp=1", "train.ep=1", "rollout.engine.tp=1", "placement.gpus=1", "run.steps=3",
+    "warm_start.steps=10", "rollout.prompts_per_step=8", "evaluation.max_prompts=16", "reshard.verify=full",
+)  # fmt: skip
+TILES: dict[str, Any] = {"head_dim": 128, "moe_intermediate_size": 128, "intermediate_size": 256}  # whole fp8 tiles
+LATENT: dict[str, Any] = {  # as wide as the kernels of latent attention want it
+    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "q_lora_rank": 128,
+    "num_attention_heads": 16, "num_key_value_heads": 16,
+}  # fmt: skip
+
+
+def steps_of(
+    launch: Callable, tmp_path: Path, key: str, family: str = "qwen3-moe", **changes: Any
+) -> list[dict[str, Any]]:
+    """The records of the steps of a run with one more key; changes: to the family's tiny model."""
+    folder = tmp_path / "model"
+    write_tokenizer(folder)
+    checkpoints.write(folder, family, **changes)
+    dtype = "bfloat16" if ON_GPU else "float32"
+    command = launch(*ONE_SLOT, f"model.path={folder}", f"model.dtype={dtype}", key)
+    assert command.finish(300) == 0, command.err
+    assert command.leftovers() == []
+    return [record for record in command.records() if record["step"] > 0]
+
+
+def check(steps: list[dict[str, Any]], gap: float) -> None:
+    """gap: how far the engine's logprobs may be from the trainer's, on average.
+
+    Every reshard was verified byte by byte: a run whose weights differ has ended with an error.
+    """
+    assert len(steps) == 3
+    assert max(record["rollout/logprob_gap_mean"] for record in steps) < gap
+    assert [record["reshard/version"] for record in steps] == sorted({record["reshard/version"] for record in steps})
+
+
+@pytest.mark.parametrize("seeded", ["false", "true"])
+def test_a_run_on_one_slot(launch: Callable, tmp_path: Path, seeded: str) -> None:
+    steps = steps_of(launch, tmp_path, f"rollout.seeded={seeded}")
+    check(steps, 0.05 if ON_GPU else 1e-4)
+    if ON_GPU:
+        assert all(0 < record["speed/train_mfu"] < 1 for record in steps)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="engines with fp8 weights run on a GPU")
+def test_a_run_with_fp8_weights(launch: Callable, tmp_path: Path) -> None:
+    check(steps_of(launch, tmp_path, "rollout.engine.fp8=true", **TILES), 0.2)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="fp8 caches of latent attention run on a GPU")
+def test_a_run_of_latent_attention_with_an_fp8_cache(launch: Callable, tmp_path: Path) -> None:
+    cache = "rollout.engine.sglang={kv_cache_dtype: fp8_e4m3, attention_backend: flashmla}"
+    check(steps_of(launch, tmp_path, cache, "deepseek-v3", **LATENT), 0.2)

@@ -1,0 +1,164 @@
+"""One training rank of a tiny model on this process's device, built as a run builds it."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch._C._distributed_c10d import HashStore
+
+from megarl import checkpoint, device
+from megarl.parallel import model
+from megarl.parallel.hf_config import model_shape
+from megarl.parallel.pipeline import Norms
+from megarl.parallel.rank import RankModel
+from megarl.parallel.sequences import PackedRow, pack, unpack
+from megarl.resharding import megatron_map
+from megarl.types import TrainSequence
+
+LR, DENOMINATOR = 1e-3, 97.0
+
+
+def train_keys(**given: Any) -> dict[str, Any]:
+    """`train` of a recipe: its defaults, Megatron's own layers allowed, and what is given."""
+    return {
+        "tp": 1, "pp": 1, "ep": 1, "cp": 1, "vpp": 1, "etp": None, "layers_per_stage": (),
+        "lr": LR, "warmup_steps": 0, "lr_schedule": "constant", "lr_end": 0.0, "weight_decay": 0.0, "grad_clip": 1.0,
+        "tokens_per_micro_batch": 4096, "updates_per_step": 1, "aux_loss": 0.0, "z_loss": 0.0, "mtp_loss": 0.0,
+        "router_bias_rate": 0.0, "replay": "off", "optimizer_offload": False, "local_layers": True,
+        "megatron": {}, "ddp": {}, "optimizer": {},
+    } | given  # fmt: skip
+
+
+def recipe(path: str, dtype: str, **train: Any) -> Any:
+    """What a rank's model reads of a recipe; the recipe's own classes need pydantic."""
+    return SimpleNamespace(
+        run=SimpleNamespace(seed=1, timeout_s=60.0),
+        model=SimpleNamespace(path=path, dtype=dtype),
+        train=SimpleNamespace(**train_keys(**train)),
+        placement=SimpleNamespace(gpus=1, train_gpus=None, gpu_of=lambda slot: slot),
+    )
+
+
+def sequences(count: int, vocab_size: int, longest: int) -> list[TrainSequence]:
+    """Random tokens of unequal lengths, half of them learnt from."""
+    rng, found = np.random.default_rng(3), []
+    for _ in range(count):
+        length = int(rng.integers(2, longest + 1))
+        mask_T = np.arange(length) >= length // 2
+        found.append(
+            TrainSequence(
+                token_ids_T=rng.integers(0, vocab_size, length),
+                loss_mask_T=mask_T,
+                loss_weight_T=mask_T.astype(np.float32),
+                advantage_T=(mask_T * rng.normal(size=length)).astype(np.float32),
+                engine_logp_T=np.zeros(length, np.float32),
+            )
+        )
+    return found
+
+
+class Rank:
+    """The only rank of a world, with the weights of the checkpoint in `folder`."""
+
+    def __init__(self, folder: str, dtype: str = "float32", deterministic: bool = False, **train: Any) -> None:
+        torch.use_deterministic_algorithms(deterministic, warn_only=True)
+        shape = model_shape(folder)
+        self._rank = RankModel(0, recipe(folder, dtype, **train), shape, HashStore(), slot=0)
+        shards = megatron_map.shards(shape, self._rank.layout, 0, model.TRANSFORMER_ENGINE)
+        checkpoint.load_hf(folder, shards, self._rank.params())
+        self._rank.make_optimizer()
+        everything = sequences(12, shape.vocab_size, 40)
+        self._batches = [everything[:3], everything[3:8], everything[8:]]
+        tokens, learnt = (sum(map(count, everything)) for count in (_num_tokens, _num_learnt))
+        self._norms = Norms(DENOMINATOR, tokens, learnt)
+
+    def device(self) -> str:
+        return device.DEVICE
+
+    def logprobs(self) -> list[float]:
+        """Of all tokens of all sequences, one behind the other."""
+
+        def keep(row: PackedRow, logp_T: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, Any]:
+            return logp_T.sum(), unpack(row, logp_T)
+
+        found = self._rank.pipeline.run(self._rows(), keep)
+        return [float(one) for arrays in found for array_T in arrays for one in array_T]
+
+    def step(self) -> dict[str, float]:
+        """One optimizer step: the loss, the norm of its gradient, and the seconds that it takes."""
+
+        def loss(row: PackedRow, logp_T: torch.Tensor, entropy_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            per_token_T = -row.targets.advantage_T * logp_T - 0.01 * entropy_T
+            total = torch.where(row.targets.loss_mask_T, per_token_T, 0.0).sum()
+            return total, total.detach()
+
+        started = time.perf_counter()
+        self._rank.zero_grad()
+        sums = self._rank.pipeline.run(self._rows(), loss, norms=self._norms)
+        norm = self._rank.step(LR)
+        found = float(torch.stack(sums).sum()) / DENOMINATOR
+        return {"loss": found, "grad_norm": norm, "seconds": time.perf_counter() - started}
+
+    def offload(self) -> dict[str, Any]:
+        """Give memory to an engine; what the device held before and after, and where the optimizer's state is."""
+        before, started = device.held_bytes(), time.perf_counter()
+        self._rank.offload()
+        seconds = time.perf_counter() - started
+        states = [one for one in self._moments() if one.dim()]
+        return {
+            "before_bytes": before,
+            "after_bytes": device.held_bytes(),
+            "seconds": seconds,
+            "on_host": all(one.is_cpu for one in states),
+            "pinned": device.DEVICE == "cpu" or all(one.is_pinned() for one in states),
+        }
+
+    def onload(self) -> None:
+        self._rank.onload()
+
+    def save(self, folder: str) -> None:
+        self._rank.save(Path(folder)).finish()
+
+    def load(self, folder: str) -> None:
+        self._rank.load(Path(folder))
+
+    def digest(self) -> str:
+        """Of the weights and the optimizer's state."""
+        found = hashlib.sha256()
+        for one in (*self._rank.params().values(), *self._moments()):
+            found.update(one.detach().cpu().clone().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        return found.hexdigest()
+
+    def draws(self) -> list[float]:
+        """One number of each generator: Python's, NumPy's, torch's, the device's and Megatron's."""
+        with get_cuda_rng_tracker().fork():  # type: ignore[union-attr]
+            tracked = torch.rand((), device=device.DEVICE)
+        drawn = torch.rand(()), torch.rand((), device=device.DEVICE), tracked
+        return [random.random(), float(np.random.rand()), *map(float, drawn)]
+
+    def _rows(self) -> list[PackedRow]:
+        return [pack(batch, split=self._rank.split, device=device.DEVICE) for batch in self._batches]
+
+    def _moments(self) -> Iterator[torch.Tensor]:
+        for chained in self._rank.optimizer.chained_optimizers:
+            for group in chained.optimizer.param_groups:
+                for param in group["params"]:
+                    state = chained.optimizer.state[param]
+                    yield from (state[name] for name in sorted(state) if torch.is_tensor(state[name]))
+
+
+def _num_tokens(one: TrainSequence) -> int:
+    return len(one.token_ids_T)
+
+
+def _num_learnt(one: TrainSequence) -> int:
+    return int(one.loss_mask_T.sum())

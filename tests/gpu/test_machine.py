@@ -1,0 +1,74 @@
+"""A machine with a GPU, a driver and megarl's packages, as megarl itself sees it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.device_faults import device_faults, num_listed_gpus
+
+ROOT = Path(__file__).parents[2]
+FAULTS = "from megarl.device_faults import device_faults; print(*device_faults())"
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
+
+
+@needs_gpu
+def test_the_driver_lists_the_gpus_that_torch_sees() -> None:
+    assert num_listed_gpus() >= torch.cuda.device_count() > 0
+    assert device_faults() == []
+
+
+@needs_gpu
+def test_hidden_gpus_are_a_fault_and_a_wish_for_the_cpu_is_none() -> None:
+    """Each in a process of its own: torch looks once."""
+
+    def said(**environment: str) -> str:
+        own = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+        done = subprocess.run([sys.executable, "-c", FAULTS], env=own, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    assert said(CUDA_VISIBLE_DEVICES="").startswith("CUDA_VISIBLE_DEVICES: ''")
+    assert said(CUDA_VISIBLE_DEVICES="", MEGARL_DEVICE="cpu") == ""
+
+
+@needs_gpu
+def test_nvidia_smi_is_understood() -> None:
+    pytest.importorskip("pydantic", reason="the doctor is tested where everything is installed")
+    from megarl.doctor.gpus import gpu_facts
+
+    found = gpu_facts()
+    assert found.error == ""
+    assert re.fullmatch(r"\d+\.\d+(\.\d+)?", found.driver) and found.driver_cuda
+    names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
+    assert names <= {gpu.name for gpu in found.gpus}
+
+
+@needs_gpu
+def test_the_packages_that_a_run_needs_are_the_locks_and_load() -> None:
+    pytest.importorskip("sglang", reason="the packages are tested where everything is installed")
+    from megarl.doctor.packages import MODULES, import_errors, versions
+
+    lines = (ROOT / "requirements" / "gpu.txt").read_text(encoding="utf-8").splitlines()
+    lock = dict(re.findall(r"^([\w.-]+)==(\S+)", "\n".join(lines), re.MULTILINE))
+    wrong = {name: version for name, version in versions().items() if lock.get(name, version) != version.split("+")[0]}
+    assert wrong == {}
+    errors = import_errors()
+    optional = {"flash_attn"}  # cuDNN's attention is used
+    assert {name: errors[name] for name in MODULES if errors.get(name) and name not in optional} == {}
+    importlib.import_module("transformer_engine.pytorch")
+
+
+@needs_gpu
+def test_a_sound_machine_has_no_fault() -> None:
+    pytest.importorskip("sglang", reason="the doctor is tested where everything is installed")
+    command = [sys.executable, "-m", "megarl.cli", "doctor"]
+    own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    done = subprocess.run(command, env=own, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,145 @@
+"""A tiny model's rank on a device: what it computes, with its memory lent between steps, and how it is resumed."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.device import DEVICE
+from tests.gpu import tiny
+from tests.gpu.child import ON_CPU, Child
+from tests.gpu.conftest import Record
+
+pytestmark = pytest.mark.slow
+
+ON_GPU = DEVICE == "cuda"
+HAS_ENGINE = ON_GPU and importlib.util.find_spec("transformer_engine") is not None
+STEPS = 4
+SETTINGS: dict[str, dict[str, Any]] = {
+    "qwen3-moe": {"weight_decay": 0.1, "aux_loss": 0.02, "z_loss": 1e-3},
+    "deepseek-v3": {"weight_decay": 0.1, "mtp_loss": 0.1, "router_bias_rate": 1e-3},
+}
+REPEATABLE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+
+
+@pytest.fixture(scope="module", params=SETTINGS)
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def path(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write(tmp_path_factory.mktemp(family), family)
+
+
+@pytest.fixture(scope="module")
+def reference(path: Path, family: str) -> dict[str, Any]:
+    """Logprobs and steps on the CPU in float32, nothing moved in between."""
+    with rank(path, family, ON_CPU) as child:
+        assert child.ask("device") == "cpu"
+        before = child.ask("logprobs")
+        return {"before": before, "steps": [child.ask("step") for _ in range(STEPS)], "after": child.ask("logprobs")}
+
+
+def rank(path: Path, family: str, environment: dict[str, str] | None = None, **more: Any) -> Child:
+    return Child("tests.gpu.rank:Rank", environment, folder=str(path), **SETTINGS[family], **more)
+
+
+@pytest.mark.skipif(HAS_ENGINE, reason="TransformerEngine's attention takes packed rows in bfloat16 alone")
+def test_the_device_learns_what_the_cpu_does_with_its_memory_lent_between_steps(
+    path: Path, family: str, reference: dict[str, Any], record: Record
+) -> None:
+    with rank(path, family) as child:
+        assert child.ask("device") == DEVICE
+        before, steps = child.ask("logprobs"), []
+        for _ in range(STEPS):
+            steps.append(child.ask("step"))
+            away = child.ask("offload")
+            assert away["on_host"] and away["pinned"]
+            child.ask("onload")
+        after = child.ask("logprobs")
+    if ON_GPU:
+        assert away["after_bytes"] < away["before_bytes"]
+    np.testing.assert_allclose(before, reference["before"], atol=1e-4)
+    for mine, other in zip(steps, reference["steps"], strict=True):
+        for name in ("loss", "grad_norm"):
+            assert mine[name] == pytest.approx(other[name], rel=1e-3, abs=1e-6), name
+    np.testing.assert_allclose(after, reference["after"], atol=5e-3)
+    gaps = [np.abs(np.subtract(*pair)).max() for pair in ((before, reference["before"]), (after, reference["after"]))]
+    record("logprob gap before", gaps[0], "")
+    record("logprob gap after", gaps[1], "")
+    record("step", steps[-1]["seconds"], "s")
+    record("offload", away["seconds"], "s")
+
+
+@pytest.mark.skipif(not ON_GPU or HAS_ENGINE, reason="of Megatron's own layers on a GPU")
+def test_bfloat16_stays_near_the_cpus_float32(
+    path: Path, family: str, reference: dict[str, Any], record: Record
+) -> None:
+    check_bfloat16(path, family, reference, record)
+
+
+@pytest.mark.skipif(not HAS_ENGINE, reason="TransformerEngine runs on a GPU, and is not on every one")
+def test_transformer_engine_stays_near_the_cpus_float32(
+    path: Path, family: str, reference: dict[str, Any], record: Record
+) -> None:
+    check_bfloat16(path, family, reference, record)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="an optimizer on the host is for weights on a GPU")
+def test_an_optimizer_on_the_host_takes_the_same_steps(path: Path, family: str, record: Record) -> None:
+    found = {}
+    for is_on_host in (False, True):
+        with rank(path, family, dtype="bfloat16", optimizer_offload=is_on_host) as child:
+            found[is_on_host] = [child.ask("step") for _ in range(STEPS)]
+            record(f"a step, on the host: {is_on_host}", found[is_on_host][-1]["seconds"], "s")
+    for mine, other in zip(found[True], found[False], strict=True):
+        for name in ("loss", "grad_norm"):
+            assert mine[name] == pytest.approx(other[name], rel=0.02, abs=1e-3), name
+
+
+def check_bfloat16(path: Path, family: str, reference: dict[str, Any], record: Record) -> None:
+    with rank(path, family, dtype="bfloat16") as child:
+        gap = np.abs(np.subtract(child.ask("logprobs"), reference["before"]))
+        steps = [child.ask("step") for _ in range(STEPS)]
+    record("mean logprob gap", gap.mean(), "")
+    assert gap.mean() < 0.1
+    assert steps[0]["grad_norm"] == pytest.approx(reference["steps"][0]["grad_norm"], rel=0.2)
+
+
+def test_a_rank_is_resumed_with_all_its_generators(path: Path, family: str, tmp_path: Path, record: Record) -> None:
+    """To the last bit as it was saved. Its next steps are the same, too, but for what the device sums in any order."""
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    with rank(path, family, REPEATABLE, deterministic=True) as child:
+        child.ask("step")
+        child.ask("draws")
+        child.ask("save", folder=str(folder))
+        saved = child.ask("digest"), child.ask("draws")
+        steps = [child.ask("step") for _ in range(2)]
+    with rank(path, family, REPEATABLE, deterministic=True) as child:
+        child.ask("load", folder=str(folder))
+        assert (child.ask("digest"), child.ask("draws")) == saved
+        resumed = [child.ask("step") for _ in range(2)]
+    pairs = [(one[name], two[name]) for one, two in zip(steps, resumed, strict=True) for name in ("loss", "grad_norm")]
+    is_exact = all(one == two for one, two in pairs)
+    record("the next steps are exact", is_exact, "")
+    assert is_exact or ON_GPU
+    for one, two in pairs:
+        assert one == pytest.approx(two, rel=1e-5)
+
+
+def test_a_rank_that_has_not_stepped_is_saved(path: Path, family: str, tmp_path: Path) -> None:
+    """Its optimizer has no state yet."""
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    with rank(path, family) as child:
+        child.ask("save", folder=str(folder))
+        saved = child.ask("digest")
+        child.ask("step")
+        child.ask("load", folder=str(folder))
+        assert child.ask("digest") == saved

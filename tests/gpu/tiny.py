@@ -1,0 +1,86 @@
+"""Tiny checkpoints of two families, written without transformers, whose versions differ between machines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from megarl.parallel.hf_config import model_shape
+from megarl.resharding.tensors import aliases, hf_tensors
+
+COMMON: Mapping[str, Any] = {
+    "vocab_size": 200,  # no multiple of what Megatron pads to
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "qwen3-moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "rope_theta": 50000.0,
+    },
+    "deepseek-v3": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "num_key_value_heads": 4,
+        "q_lora_rank": 48,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 24,
+        "rope_parameters": YARN,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "n_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "num_nextn_predict_layers": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    },
+}
+
+
+def write(folder: Path, family: str) -> Path:
+    """config.json and model.safetensors with random weights; returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**COMMON, **FAMILIES[family]}), encoding="utf-8")
+    made = torch.Generator().manual_seed(5)
+    shape = model_shape(folder)
+    found = {name: _values(name, size, made) for name, size in sorted(hf_tensors(shape).items())}
+    found |= {copy: found[name].clone() for copy, name in aliases(shape).items()}
+    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _values(name: str, size: tuple[int, ...], made: torch.Generator) -> torch.Tensor:
+    """Ones would hide a wrong norm."""
+    if "norm" in name:
+        return torch.rand(size, generator=made) + 0.5
+    return torch.randn(size, generator=made) * 0.1
