@@ -48,7 +48,7 @@ class Writer:
         if self._thread.is_alive():
             self._fail("it does not finish, and is left so that the run can end")
             self._tracker.abandon()
-            self._thread.join(_LAST_S)  # its calls mostly fail now; a thread that ends with the interpreter may abort it
+            self._thread.join(_LAST_S)  # its calls mostly fail now; a thread that the interpreter ends may abort it
 
     def _work(self) -> None:
         try:
