@@ -85,7 +85,10 @@ def start(folder: Path, name: str) -> subprocess.Popen[bytes]:
 
 def records(folder: Path, name: str) -> list[dict[str, Any]]:
     file = folder / "runs" / name / "metrics.jsonl"
-    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    try:
+        lines = file.read_text().splitlines(keepends=True)
+    except FileNotFoundError:  # a run without a checkpoint begins anew, and removes what the one before it recorded
+        lines = []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 

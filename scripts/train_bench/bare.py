@@ -52,7 +52,7 @@ class Bare:
             position_embedding_type="rope",
             rotary_base=facts.rope_theta,  # type: ignore[arg-type]
         ).to(DEVICE)
-        self._chunks = model.wrap(config, [gpt])  # type: ignore[list-item]
+        self._chunks = model.wrap(config, [gpt], recipe.train)  # type: ignore[list-item]
         for name, weight in model.params([gpt]).items():
             weight.copy_(weights[name])
         self._optimizer = build_optimizer(self._chunks, recipe.train, dtype)
