@@ -70,6 +70,7 @@ def begin(
         record.add(inputs.metrics)
         with record.phase("start"):
             fleet = Fleet(cluster, recipe, log.say)
+        log.options(fleet.options())
         saver = Saver(recipe, fleet, inputs.prompts, log.folder, log.say)
         saver.leave_if_wanted()
         if start:

@@ -161,6 +161,11 @@ class Fleet:
         for line in [*seat_lines(seats), *map(str, seat_faults(seats))]:
             self._say(line)
 
+    def options(self) -> dict[str, dict[str, Any]]:
+        """Megatron's options that the training ranks run with, as a recipe writes them under `train`."""
+        (found,) = self._cluster.call_all(self.trainers.workers[:1], "options")
+        return found
+
     def put(self, groups: Sequence[SampleGroup]) -> list[Ref]:
         """Place groups that no engine made where the training ranks can fetch them."""
         return [self._cluster.put(group) for group in groups]

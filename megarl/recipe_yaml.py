@@ -7,7 +7,7 @@ read as two different values (017, 1:30) is refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -218,3 +218,10 @@ def _scalar_fault(node: yaml.ScalarNode, place: str, is_free: bool) -> UserFault
 def _without_zeros(text: str) -> str:
     sign = text[0] if text[0] in "+-" else ""
     return sign + text.lstrip("+-0_")
+
+
+def options_comment(in_force: Mapping[str, Any]) -> str:
+    """Megatron's options of a run as lines behind its recipe, each a comment that can be moved into its `train`."""
+    text = yaml.safe_dump({"train": dict(in_force)}, sort_keys=False)
+    head = "The training ranks ran with these options of Megatron, of which the recipe left some to their defaults:"
+    return "".join(f"# {line}\n" for line in [head, *text.splitlines()])

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -22,6 +22,7 @@ from megarl.config import Recipe
 from megarl.disk import gone, writing
 from megarl.metrics import pick_samples
 from megarl.printable import json_line, one_line, printable
+from megarl.recipe_yaml import options_comment
 from megarl.run_lines import checked, read_lines
 from megarl.trackers import Trackers
 from megarl.trackers.interface import State, TrackedRun, code_commit
@@ -167,6 +168,11 @@ class RunLog:
     def _refuse_if_gone(self) -> None:
         if self._is_gone():
             raise gone(self.folder, "metrics.jsonl")
+
+    def options(self, in_force: Mapping[str, Any]) -> None:
+        """Write the options of Megatron that the training ranks run with behind the saved recipe, as a comment."""
+        with writing(self.folder, "recipe.yaml"), (self.folder / "recipe.yaml").open("a", encoding="utf-8") as file:
+            file.write(options_comment(in_force))
 
     def say(self, text: str) -> None:
         """One line to the terminal."""

@@ -82,6 +82,7 @@ class Trainer:
         if self._reference:
             checkpoint.load_hf(recipe.reference.path or path, shards, self._reference)
         self.communicator_bytes = lambda: self._model.communicator_bytes
+        self.options = self._model.options
         self.offload, self.onload, self.held_bytes = self._model.offload, self._model.onload, device.held_bytes
         self._member: Member | None = None
         self._observed: list[Part] = []

@@ -57,7 +57,7 @@ class _Shell:
         agree_on_nccl()
         _enter(folder)
         await loop.run_in_executor(self._thread, _check_device)
-        cls = await loop.run_in_executor(self._thread, lambda: getattr(importlib.import_module(module), name))
+        cls = await loop.run_in_executor(self._thread, lambda: getattr(_imported(module), name))
         with _short_errors():
             self._target = await loop.run_in_executor(self._thread, lambda: cls(*args))
         self._is_made.set()
@@ -247,6 +247,16 @@ def _check_device() -> None:
     """Of this node: what the command has checked is the machine where it runs, which may have no GPU."""
     for fault in device_faults():
         raise fault
+
+
+def _imported(module: str) -> Any:
+    """The module. Raises UserFault where a shared library that it loads is not of this machine's environment."""
+    try:
+        return importlib.import_module(module)
+    except OSError as error:
+        problem = f"{module} cannot be imported on node {ray.util.get_node_ip_address()} ({error})"
+        mend = "install requirements/gpu.txt there (docs/install.md); megarl doctor names the package"
+        raise UserFault("installation", problem, mend) from error
 
 
 def _enter(folder: str) -> None:

@@ -150,6 +150,14 @@ def test_a_user_fault_arrives_as_itself(cluster: Cluster, workers: list[Worker])
     assert (caught.value.where, caught.value.mend) == ("reward.function", "return a finite number")
 
 
+def test_a_library_that_cannot_be_loaded_is_the_installations_fault(cluster: Cluster):
+    """What `import torch` raises where CUDA's libraries are another release's."""
+    worker = cluster.worker("rank 0", 0)
+    with pytest.raises(UserFault, match=r"installation: cannot_load cannot be imported on node .*libnone\.so\.1: cannot"):
+        cluster.gather({worker.start("cannot_load:Target", 0): worker.name})
+    worker.kill()
+
+
 def test_an_exception_names_the_worker_and_its_cause_while_others_hang(cluster: Cluster):
     pair = [cluster.worker(f"stuck {rank}", rank) for rank in range(2)]
     cluster.gather({worker.start("test_cluster:Target", rank): worker.name for rank, worker in enumerate(pair)})

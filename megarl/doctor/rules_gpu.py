@@ -17,22 +17,26 @@ _WHY = {  # a word of CUDA's error -> what to look at
     "802": "start nvidia-fabricmanager, of the driver's own version",
     "not yet initialized": "start nvidia-fabricmanager, of the driver's own version",
 }
+_LAYERS = "transformer_engine.pytorch"
 _NEEDED = {  # module -> what a run on GPUs does with it, and the distribution
-    "transformer_engine.pytorch": ("TransformerEngine computes the training ranks' layers", "transformer-engine"),
+    _LAYERS: ("TransformerEngine computes the training ranks' layers", "transformer-engine"),
     "sgl_kernel": ("SGLang's engines compute with its kernels", "sglang-kernel"),
     "torch_memory_saver": ("engines give their memory to the training ranks by it", "torch-memory-saver"),
 }
 
 
-def gpu_findings(node: NodeFacts) -> list[Finding]:
-    """All that these rules find; of a node without GPUs only that its driver does not answer."""
+def gpu_findings(node: NodeFacts, local_layers: bool = False) -> list[Finding]:
+    """All that these rules find; of a node without GPUs only that its driver does not answer.
+
+    local_layers: the recipe takes Megatron's own layers where TransformerEngine is missing.
+    """
     if node.nvidia_smi:
         mend = "look at dmesg, and whether the driver's module and library are of one version"
         return [_of(node, "fault", "nvidia-smi", f"it does not answer ({node.nvidia_smi})", mend)]
     if not node.has_gpus:
         return []
-    rules = (_torch, _kernels, _attention, _each_gpu, _alike, _nvlink, _nics, _peer_memory)
-    return [*chain.from_iterable(rule(node) for rule in rules)]
+    rules = (_torch, _attention, _each_gpu, _alike, _nvlink, _nics, _peer_memory)
+    return [*_kernels(node, local_layers), *chain.from_iterable(rule(node) for rule in rules)]
 
 
 def _torch(node: NodeFacts) -> Iterator[Finding]:
@@ -52,9 +56,13 @@ def _torch(node: NodeFacts) -> Iterator[Finding]:
         yield _of(node, "fault", "torch", problem, "unset CUDA_VISIBLE_DEVICES where Ray is started, or mend the GPUs")
 
 
-def _kernels(node: NodeFacts) -> Iterator[Finding]:
+def _kernels(node: NodeFacts, local_layers: bool) -> Iterator[Finding]:
     for module, (purpose, distribution) in _NEEDED.items():
-        if error := node.import_errors.get(module, ""):
+        error, has_other = node.import_errors.get(module, ""), local_layers and module == _LAYERS
+        if error and has_other:
+            problem = f"it cannot be imported ({error}): train.local_layers takes Megatron's own layers, which are slower"
+            yield _of(node, "warning", distribution, problem, f"{INSTALL}, for this torch and this CUDA")
+        elif error:
             problem = f"it cannot be imported ({error}), and {purpose}"
             yield _of(node, "fault", distribution, problem, f"{INSTALL}, for this torch and this CUDA")
 

@@ -45,8 +45,9 @@ def examine(asked: Asked, say: Callable[[str], None]) -> Report:
     seen, joins = _seen(asked, findings, say)
     nodes = seen.nodes
     findings += seen.findings
+    local_layers = asked.recipe is not None and asked.recipe.train.local_layers
     for node in nodes:
-        findings += node_findings(node) + gpu_findings(node)
+        findings += node_findings(node) + gpu_findings(node, local_layers)
     if nodes:
         findings += cluster_findings(nodes)
     if asked.recipe and nodes:

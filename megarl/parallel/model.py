@@ -201,6 +201,11 @@ def fixed_names() -> set[str]:
     return set(_fixed_fields(nothing, TrainLayout(1, 1, 1, 1), facts, torch.float32, 0.0))
 
 
+def default_names(shape: ModelShape) -> set[str]:
+    """The fields of TransformerConfig whose values megarl chooses where the recipe does not."""
+    return set(_default_fields(shape, HfFacts(0.0, 0.0, True, 1)))
+
+
 class Score(torch.nn.Module):
     """A linear head in place of the output layer, whole on every tensor-parallel rank: [L, h] -> float32 [L]."""
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -48,6 +49,24 @@ def configured(where: str, kind: Callable[..., Made], fields: Mapping[str, Any])
     except (TypeError, ValueError, AssertionError) as error:
         mend = "change the options passed to Megatron"
         raise UserFault(where, f"Megatron refuses them ({error})", mend) from error
+
+
+def in_force(
+    config: TransformerConfig, buffers: DistributedDataParallelConfig, optimizer: OptimizerConfig, names: Iterable[str]
+) -> dict[str, dict[str, Any]]:
+    """The options that ranks run with, as a recipe writes them under `train`; names: fields of the model's to tell."""
+    return {
+        "megatron": {name: _written(getattr(config, name)) for name in sorted(names)},
+        "ddp": {name: _written(getattr(buffers, name)) for name in OF_BUFFERS},
+        "optimizer": {name: _written(getattr(optimizer, name)) for name in OF_OPTIMIZER},
+    }
+
+
+def _written(value: Any) -> Any:
+    """A value as YAML has it."""
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return value if isinstance(value, (bool, int, float, str, list, dict, type(None))) else str(value)
 
 
 def _model_faults(options: Mapping[str, Any], fixed: set[str]) -> Iterator[UserFault]:

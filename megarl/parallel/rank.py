@@ -13,6 +13,7 @@ from torch.distributed.distributed_c10d import Store
 from megarl import device
 from megarl.disk import writing
 from megarl.parallel import cpu, groups, model, optimizer, saving, waiting
+from megarl.parallel.options import in_force
 from megarl.parallel.pipeline import Coefficients, Pipeline
 from megarl.parallel.placement import speaks, train_layout
 from megarl.parallel.routing import Routing
@@ -74,6 +75,11 @@ class RankModel:
     def make_optimizer(self) -> None:
         """AdamW on this rank's weights as they are now."""
         self.optimizer = optimizer.build_optimizer(self.chunks, self._train, self._dtype)
+
+    def options(self) -> dict[str, dict[str, Any]]:
+        """Megatron's options that this rank runs with, as a recipe writes them under `train`."""
+        names = model.default_names(self.shape) | set(self._train.megatron)
+        return in_force(self.chunks[0].config, self.chunks[0].ddp_config, self.optimizer.config, names)
 
     def params(self) -> dict[str, torch.Tensor]:
         """This rank's weights by the map's names: views of long-lived buffers that every step updates in place."""

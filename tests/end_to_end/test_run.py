@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megarl.config import Train
+from megarl.parallel.model import fixed_names
+from megarl.parallel.options import option_faults
 from megarl.recipe_file import load_recipe
 
 pytestmark = pytest.mark.slow
@@ -48,6 +51,11 @@ def test_the_quickstart_learns(launch: Callable):
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     assert {"prompt", "response", "reward", "step"} <= samples[-1].keys()
     assert load_recipe(run / "recipe.yaml", []).model_dump() == load_recipe(_recipe(), []).model_dump()
+    comments = [line for line in (run / "recipe.yaml").read_text().splitlines() if line.startswith("# ")]
+    in_force = Train(lr=1.0, **yaml.safe_load("\n".join(line[2:] for line in comments[1:]))["train"])
+    assert option_faults(in_force, fixed_names) == [], "what is recorded can be moved into a recipe"
+    assert in_force.megatron["moe_router_dtype"] == "fp32" and in_force.optimizer["adam_beta2"] == 0.999
+    assert in_force.ddp["overlap_grad_reduce"] is False
     assert f"step {len(steps)}/{len(steps)}" in command.out
     assert "eval/accuracy" in command.out.split(f"step {len(steps)}/{len(steps)}")[1], "the closing table"
 

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config import Train
 from megarl.parallel import model
 from megarl.parallel.model import buffers_config, fixed_names
 from megarl.parallel.optimizer import optimizer_config
-from megarl.parallel.options import OF_BUFFERS, OF_OPTIMIZER, option_faults
+from megarl.parallel.options import OF_BUFFERS, OF_OPTIMIZER, in_force, option_faults
 from megarl.types import UserFault
 
 
@@ -48,6 +50,21 @@ def test_every_wrong_option_at_once() -> None:
 
 def test_all_that_are_listed_are_megatrons() -> None:
     assert faults(ddp=dict.fromkeys(OF_BUFFERS, 1), optimizer=dict.fromkeys(OF_OPTIMIZER, 1)) == []
+
+
+def test_options_in_force_are_those_of_a_recipe() -> None:
+    """Ranks that are given what is told of them run with the same."""
+    given = Train(lr=1.0, megatron={"moe_router_dtype": "fp64"}, optimizer={"adam_eps": 1e-9})
+
+    def told(train: Train) -> dict[str, dict[str, Any]]:
+        config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, **train.megatron)
+        optimizer = optimizer_config(train, torch.float32, offloaded=False)
+        return in_force(config, buffers_config(train), optimizer, {"moe_router_dtype", "deallocate_pipeline_outputs"})
+
+    found = told(given)
+    assert found["megatron"] == {"deallocate_pipeline_outputs": False, "moe_router_dtype": "fp64"}
+    assert (found["optimizer"]["adam_eps"], found["optimizer"]["exp_avg_dtype"]) == (1e-9, "float32")
+    assert told(Train(lr=1.0, **yaml.safe_load(yaml.safe_dump(found)))) == found
 
 
 def test_options_of_the_buffers_pass_through(monkeypatch: pytest.MonkeyPatch) -> None:
