@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from megarl.algos import has_reference
-from megarl.config import Recipe
+from megarl.config import Recipe, Train
 from megarl.hardware import Hardware
 from megarl.memory import Phase
 from megarl.parallel.layout import TrainLayout
@@ -40,6 +40,7 @@ CONTEXT_BYTES = 600 * MIB  # assumption: of a process's CUDA context with its ke
 FRAGMENTED_SHARE = 0.06  # assumption: of activations and logits, blocks that torch's allocator holds and cannot use
 GRADIENT_BYTES = 4  # DistributedDataParallelConfig(grad_reduce_in_fp32=True)
 MOMENTS_BYTES = 8  # AdamW's two, float32
+_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "uint8": 1}
 MASTER_BYTES = 4  # float32 copies of weights in another type; with optimizer_offload on the host alone, and not pinned
 GATHER_BYTES = 4  # saving.py, fully_reshardable: every rank gathers a buffer's state, one of three kinds at a time
 GATHER_COPIES = 2  # on the GPU, beside the own part: all_gather's list, and ProcessGroupNCCL's flat copy of it
@@ -303,14 +304,25 @@ def _stage_parts(size: ModelSize, stage: int, micro_batches: int | None) -> _Hel
         return _Held(Parts(weights_bytes=weights), _at_work(running, 0.0))
     trained = sum(chunk.trained for chunk in chunks)
     share = math.ceil(sum(chunk.dense / (layout.dp * layout.cp) + chunk.expert / layout.edp for chunk in chunks))
-    masters = MASTER_BYTES * (item == 2)
     parts = Parts(
         weights_bytes=weights,
         grads_bytes=trained * GRADIENT_BYTES,
-        optimizer_bytes=0 if size.recipe.train.optimizer_offload else share * (masters + MOMENTS_BYTES),
+        optimizer_bytes=0 if size.recipe.train.optimizer_offload else share * state_bytes(size.recipe.train, item),
     )
     at_work = _at_work(activation_bytes(size, stage, micro_batches), logits_bytes(size, stage))
     return _Held(parts, at_work, *_gathered(layout, chunks), share, trained)
+
+
+def state_bytes(train: Train, item: int) -> int:
+    """Bytes of the GPU that AdamW keeps of a weight of `item` bytes: its master in another type and two moments."""
+    options = train.optimizer
+    if not options.get("use_precision_aware_optimizer"):
+        return MASTER_BYTES * (item == 2) + MOMENTS_BYTES
+    master, *moments = (
+        _DTYPE_BYTES.get(str(options.get(key)), 4) for key in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    )
+    keeps_remainders = item == 2 and master == 4 and options.get("store_param_remainders", True)  # lower halves alone
+    return (2 if keeps_remainders else master) + sum(moments)
 
 
 def _gathered(layout: TrainLayout, chunks: Sequence[ChunkSize]) -> tuple[int, int]:

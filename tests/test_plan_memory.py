@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.config import Recipe
+from megarl.config import Recipe, Train
 from megarl.hardware import Hardware
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.layout import EngineLayout, TrainLayout
@@ -25,6 +25,7 @@ from megarl.plan_phases import (
     Parts,
     communicators,
     counted,
+    state_bytes,
 )
 from megarl.types import MlaShape, ModelShape
 from tests import plans
@@ -89,6 +90,23 @@ def test_an_optimizer_on_the_host_leaves_nothing_on_the_gpu(made: Recipe) -> Non
     gradients, masters, moments = PINNED_SHARE * 4, 4, 8
     assert plan.host["optimizer"] == pytest.approx(8 * share * (gradients + masters + moments))
     assert "offloaded_optimizer" not in plan.host
+
+
+@pytest.mark.parametrize(
+    ("options", "in_bfloat16", "in_float32"),
+    [
+        ({}, 12, 8),
+        ({"exp_avg_dtype": "bfloat16"}, 12, 8),  # Megatron refuses it without the precision-aware optimizer
+        ({"use_precision_aware_optimizer": True}, 10, 12),
+        ({"use_precision_aware_optimizer": True, "store_param_remainders": False}, 12, 12),
+        ({"use_precision_aware_optimizer": True, "exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "bfloat16"}, 5, 7),
+        ({"use_precision_aware_optimizer": True, "main_params_dtype": "float16"}, 10, 10),
+    ],
+)
+def test_the_optimizers_state_by_hand(options: dict[str, Any], in_bfloat16: int, in_float32: int) -> None:
+    """Bytes of a weight: TransformerEngine's FusedAdam keeps a bfloat16 weight's lower half, or a master of its own."""
+    train = Train(lr=1.0, optimizer=options)
+    assert (state_bytes(train, 2), state_bytes(train, 4)) == (in_bfloat16, in_float32)
 
 
 def test_nobody_lends_a_gpu_of_its_own(tmp_path: Path) -> None:

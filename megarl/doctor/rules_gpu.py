@@ -60,7 +60,7 @@ def _kernels(node: NodeFacts, local_layers: bool) -> Iterator[Finding]:
     for module, (purpose, distribution) in _NEEDED.items():
         error, has_other = node.import_errors.get(module, ""), local_layers and module == _LAYERS
         if error and has_other:
-            problem = f"it cannot be imported ({error}): train.local_layers takes Megatron's own layers, which are slower"
+            problem = f"it cannot be imported ({error}): training takes Megatron's own layers, which are slower"
             yield _of(node, "warning", distribution, problem, f"{INSTALL}, for this torch and this CUDA")
         elif error:
             problem = f"it cannot be imported ({error}), and {purpose}"

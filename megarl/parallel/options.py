@@ -46,7 +46,7 @@ def configured(where: str, kind: Callable[..., Made], fields: Mapping[str, Any])
     """One of Megatron's configurations, which check themselves. Raises UserFault in their words."""
     try:
         return kind(**fields)
-    except (TypeError, ValueError, AssertionError) as error:
+    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
         mend = "change the options passed to Megatron"
         raise UserFault(where, f"Megatron refuses them ({error})", mend) from error
 
