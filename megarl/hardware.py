@@ -38,6 +38,13 @@ class Hardware(Branch):
     nic_latency_s: Positive  # the same over several nodes
 
 
+def communicator_bytes(path: str | Path | None) -> int:
+    """Of a GPU for one group of NCCL's, by the file that a recipe names, or as supposed where it names none."""
+    if path is None:
+        return Hardware.model_fields["communicator_bytes"].default
+    return load_hardware(path).communicator_bytes
+
+
 def load_hardware(path: str | Path | None) -> Hardware:
     """Read one file. Raises UserFaults: what is wrong with it, line by line; UserFault where none is named."""
     if path is None:

@@ -60,6 +60,7 @@ def train_from(recipe: Recipe, samples: SampleFile, log: RunLog) -> None:
     with Cluster(gpus_alone(recipe), recipe.placement.node_gpus, recipe.run.timeout_s, log.say) as cluster:
         log.say("starting training ranks")
         trainers, critic = ranks_alone(cluster, recipe)
+        log.options(*cluster.call_all(trainers.workers[:1], "options"))
         for step in range(1, recipe.run.steps + 1):
             with log.step(step) as record:
                 groups = samples.groups(step)

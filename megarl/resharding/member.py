@@ -103,10 +103,17 @@ class Member:
         started, targets = time.perf_counter(), targets or {}
         self._plan_s = 0.0
         outcome = self._agree(f"{attempt}/ready", version, targets, fault)
-        stage = f"{attempt}/done"
+        done, key = f"{attempt}/done", outcome["group"]
+        has_group = self._group is not None and self._group[0] == key
+        stage = done if has_group else f"{attempt}/prepared"
         try:
-            executor, ask = self._prepare(outcome["rounds"], targets), partial(self._agreement.ask, stage)
-            extra_bytes = executor.run(self._group_of(outcome["group"]), self.session.timeout_s, ask)
+            executor, ask = self._prepare(outcome["rounds"], targets), partial(self._agreement.ask, done)
+            if not has_group:  # NCCL waits without a bound for a member that fails before it joins
+                self._agreement.reach(stage, {}, lambda verdicts: {})
+                stage = done
+                self._join(key, ask)
+            assert self._group
+            extra_bytes = executor.run(self._group[1], self.session.timeout_s, ask)
             if finish:
                 finish()
             self.verify(targets, ask)
@@ -201,12 +208,11 @@ class Member:
             self._plan_s += time.perf_counter() - started
         return self._executor
 
-    def _group_of(self, key: str) -> Any:
-        if self._group is None or self._group[0] != key:
-            self.close()
-            s = self.session
-            self._group = key, make_group(PrefixStore(key, self._store), s.member, s.num_members, s.timeout_s)
-        return self._group[1]
+    def _join(self, key: str, ask: Ask) -> None:
+        """Make the group of this key in place of the one that is there; all members must call it."""
+        self.close()
+        s = self.session
+        self._group = key, make_group(PrefixStore(key, self._store), s.member, s.num_members, s.timeout_s, ask)
 
     def close(self) -> None:
         """End this member's process group; another exchange makes a new one."""

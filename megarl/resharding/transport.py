@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
+from threading import Thread
 from typing import Any
 
 import torch
@@ -72,10 +74,26 @@ def settle(timeout_s: float) -> None:
     poll(done.query, timeout_s, lambda: None)
 
 
-def make_group(store: Store, member: int, num_members: int, timeout_s: float) -> Any:
+def bounded(call: Callable[[], object], timeout_s: float, ask: Ask) -> None:
+    """Return when `call` has, which may block for ever. Raises what it raises, or as `poll`; its thread then stays."""
+    ended: Future[object] = Future()
+
+    def run() -> None:
+        try:
+            ended.set_result(call())
+        except BaseException as error:
+            ended.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    poll(ended.done, timeout_s, ask)
+    ended.result()
+
+
+def make_group(store: Store, member: int, num_members: int, timeout_s: float, ask: Ask = lambda: None) -> Any:
     """A process group of the members alone; the default group belongs to Megatron in one process, to SGLang in another.
 
-    Every member must call this with a store (prefix) that no other group uses.
+    Every member must call this with a store (prefix) that no other group uses. Raises RuntimeError when it is not made
+    within timeout_s, or what `ask` raises.
     """
     timeout = timedelta(seconds=timeout_s)
     if BACKEND == "gloo":
@@ -84,8 +102,14 @@ def make_group(store: Store, member: int, num_members: int, timeout_s: float) ->
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = 2 * timeout  # of NCCL's watchdog, which ends the process: a wait of ours gives up before
     group = dist.ProcessGroupNCCL(store, member, num_members, options)
-    # Otherwise the first message makes the communicator, and a member that has none in that round never joins it.
-    group.eager_connect_single_device(torch.device(DEVICE, torch.cuda.current_device()))
+    here = torch.device(DEVICE, torch.cuda.current_device())
+
+    def connect() -> None:
+        """Otherwise the first message makes the communicator, and a member that has none in that round never joins."""
+        torch.cuda.set_device(here)  # of this thread
+        group.eager_connect_single_device(here)
+
+    bounded(connect, timeout_s, ask)
     return group
 
 

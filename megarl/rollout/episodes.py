@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from megarl.config import Recipe, Reward
+from megarl.hardware import communicator_bytes
 from megarl.rollout.arguments import EngineSettings, Sampling, Span
 from megarl.rollout.concurrency import most_sequences
 from megarl.rollout.engine import Engine, Schedulers
@@ -47,6 +48,7 @@ def engine_settings(recipe: Recipe, index: int, span: Span | None = None) -> Eng
         span=span,
         timeout_s=recipe.run.timeout_s,
         model_context=_positions(recipe.model.path),
+        reserve_bytes=communicator_bytes(recipe.placement.hardware),
     )
 
 

@@ -55,7 +55,9 @@ class Host:
         scheduler.set_environment()
         remove_dead(PREFIX, tempfile.gettempdir())
         self._folder = SessionFolder(PREFIX, tempfile.gettempdir())
-        self._entry = scheduler.SchedulerEntry(self._folder.path, settings.seeded, settings.span, settings.first_rank)
+        self._entry = scheduler.SchedulerEntry(
+            self._folder.path, settings.seeded, settings.span, settings.first_rank, settings.reserve_bytes
+        )
         make_file(self._entry.rounds_path, settings.tp)
         self._standstill = Standstill(self._entry.rounds_path, settings.timeout_s)
         self._relay: Any = None

@@ -48,6 +48,7 @@ class SchedulerEntry:
     seeded: bool = False
     span: Span | None = None
     first_rank: int = 0
+    reserve_bytes: int = 0
     environment: dict[str, str] = field(default_factory=dict)
     processes: list[BaseProcess] = field(default_factory=list)
 
@@ -98,6 +99,8 @@ class SchedulerEntry:
 
             rounds = Rounds(self.rounds_path, tp_rank - self.first_rank)
             _seed_groups(scheduler)
+            if DEVICE == "cuda":
+                _keep_room(scheduler, gpu_id, self.reserve_bytes)
             _count_rounds(scheduler, rounds)
             _end_on_exceptions(scheduler)
             _publish_no_load(scheduler)
@@ -157,6 +160,23 @@ def _seed_groups(scheduler: Any) -> None:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             set_random_seed(seeded.generator_seed(self.random_seed, get_parallel().attn_dp_rank))
+
+    scheduler.Scheduler = Scheduler
+
+
+def _keep_room(scheduler: Any, gpu_id: int, num_bytes: int) -> None:
+    """SGLang's cache takes what is free at the start, and the exchange's communicator is made after it.
+
+    Its memory is held until the cache is there, so that the first `resume_cache` finds as much as the start did.
+    """
+    import torch
+
+    class Scheduler(scheduler.Scheduler):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            room = torch.empty(num_bytes, dtype=torch.uint8, device=f"cuda:{gpu_id}")
+            super().__init__(*args, **kwargs)
+            del room
+            torch.cuda.empty_cache()
 
     scheduler.Scheduler = Scheduler
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from typing import NoReturn
 
 import pytest
 import torch
@@ -83,6 +84,9 @@ def engine_rank(pipe: Connection, meet: Address, pair: Pair, slot: int, dtype: s
             if order == "flag":
                 setattr(model.get_submodule(arguments[0]), arguments[1], True)
                 pipe.send("done")
+            elif order == "starve":
+                Member._prepare = starving  # type: ignore[method-assign]
+                pipe.send("done")
             else:
                 message = json.dumps(arguments[0]).encode()
                 load(model, [("session", torch.frombuffer(bytearray(message), dtype=torch.uint8))])
@@ -90,6 +94,10 @@ def engine_rank(pipe: Connection, meet: Address, pair: Pair, slot: int, dtype: s
                 pipe.send(wrong_params(dict(model.named_parameters()), shards, version, pair.torch_dtype))
         except Exception as error:
             pipe.send(error)
+
+
+def starving(self: Member, rounds: list[int], targets: Params) -> NoReturn:
+    raise MemoryError("no room for its tables")
 
 
 class World:
@@ -220,6 +228,18 @@ def test_a_member_that_cannot_take_part_ends_all_with_its_words(fault: str) -> N
         with pytest.raises(RuntimeError, match="reshard: member 0 cannot take part: " + words):
             made.reshard(1)
         with pytest.raises(RuntimeError, match=words):
+            made.engines[0].answer()
+        assert time.perf_counter() - started < TIMEOUT_S / 4
+
+
+def test_nobody_joins_a_group_before_all_are_prepared() -> None:
+    """NCCL's start waits without a bound for a member that ran out of memory on its way there; gloo's for its bound."""
+    with world(Pair(MOE, TrainLayout(2, 1, 2, 1), EngineLayout(1, 1, 1))) as made:
+        made.engines[0].ask(("starve",))
+        started = time.perf_counter()
+        with pytest.raises(RuntimeError, match=r"^reshard: member 0 failed in the exchange: no room for its tables$"):
+            made.reshard(1)
+        with pytest.raises(MemoryError, match="no room for its tables"):
             made.engines[0].answer()
         assert time.perf_counter() - started < TIMEOUT_S / 4
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,9 +108,29 @@ def test_a_wait_has_an_end() -> None:
         transport.poll(lambda: False, 0.05, lambda: None)
 
 
+def test_what_blocks_for_ever_ends_with_a_peers_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NCCL's start does where a member never comes to it."""
+    monkeypatch.setattr(transport, "ASK_S", 0.01)
+    never, store = Event(), HashStore()
+    Agreement(PrefixStore("a", store), 1, 2, 60.0).refuse("done", "failed in the exchange: out of memory")
+    ask = partial(Agreement(PrefixStore("a", store), 0, 2, 60.0).ask, "done")
+    with pytest.raises(RuntimeError, match="member 1 failed in the exchange: out of memory"):
+        transport.bounded(never.wait, 60.0, ask)
+    with pytest.raises(RuntimeError, match=r"did not end within 0\.05 s"):
+        transport.bounded(never.wait, 0.05, lambda: None)
+    never.set()
+
+
+def test_what_ends_says_how() -> None:
+    transport.bounded(lambda: None, 60.0, lambda: None)
+    with pytest.raises(KeyError, match="the cause"):
+        transport.bounded(lambda: {}["the cause"], 60.0, lambda: None)
+
+
 def test_nccl_connects_when_the_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """A member that has no message in the first round would otherwise never join the communicator."""
     connected: list[torch.device] = []
+    chosen: list[torch.device] = []  # by the thread that connects
 
     class Nccl:
         Options = SimpleNamespace
@@ -123,6 +145,7 @@ def test_nccl_connects_when_the_group_is_made(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(transport, "DEVICE", "cuda")
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     transport.make_group(HashStore(), 0, 1, 60.0)
-    assert connected == [torch.device("cuda", 3)]
+    assert connected == chosen == [torch.device("cuda", 3)]
     assert "arg0: torch.device) -> None" in (dist.ProcessGroupGloo.eager_connect_single_device.__doc__ or "")

@@ -6,11 +6,13 @@ import importlib.util
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megarl.device import agree_on_nccl
-from megarl.rollout.scheduler import handed_on, set_environment
+from megarl.rollout.scheduler import _keep_room, handed_on, set_environment
 
 NCCL = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
 SGLANG_SETS = """
@@ -65,6 +67,28 @@ def test_sglang_itself_leaves_them(nvls: str) -> None:
 def test_an_engine_starts_beside_training_that_takes_unequal_parts_of_its_gpus() -> None:
     set_environment()
     assert os.environ["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] == "0"
+
+
+def test_room_is_held_until_sglang_has_sized_its_cache(environment: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+
+    class Room:
+        def __init__(self, num_bytes: int, **how: object) -> None:
+            events.append(f"{num_bytes} bytes on {how['device']}")
+
+        def __del__(self) -> None:
+            events.append("given up")
+
+    class Scheduler:
+        def __init__(self, argument: int) -> None:
+            events.append(f"cache {argument}")
+
+    environment.setattr(torch, "empty", Room)
+    environment.setattr(torch.cuda, "empty_cache", lambda: events.append("given back"))
+    sglang = SimpleNamespace(Scheduler=Scheduler)
+    _keep_room(sglang, 3, 100)
+    sglang.Scheduler(7)
+    assert events == ["100 bytes on cuda:3", "cache 7", "given up", "given back"]
 
 
 def test_the_memory_savers_library_is_looked_up_where_it_was_loaded() -> None:
