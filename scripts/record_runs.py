@@ -61,7 +61,7 @@ def run(folder: Path, name: str) -> dict[str, Any]:
     for overrides in RUNS[name]:
         megarl(folder, "train", recipe, *overrides, f"run.name={name}", "--resume")
     runs, weights = folder / "runs" / name, folder / f"{name}-weights"
-    megarl(folder, "convert", str(runs), "--out", str(weights))
+    megarl(folder, "convert", str(runs), str(weights))
     records = [json.loads(line) for line in (runs / "metrics.jsonl").read_text().splitlines()]
     kept = [{key: value for key, value in one.items() if not MEASURED.search(key)} for one in records]
     digests = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in weights.glob("*.safetensors")}

@@ -12,7 +12,7 @@ import pytest
 
 from megarl import cli
 from megarl.config import Recipe
-from megarl.types import UserFault, UserFaults
+from megarl.types import FolderGone, UserFault, UserFaults
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
@@ -107,6 +107,7 @@ print(*[name for name in {HEAVY!r} if name in sys.modules])
     ("raised", "code", "last"),
     [
         (UserFault("train.tp", "is 3", "set it to 2"), 2, "train.tp: is 3; set it to 2"),
+        (FolderGone("runs/a", "is not there", "start again"), 1, "megarl: runs/a: is not there; start again"),
         (UserFaults([UserFault("a", "b", "c"), UserFault("d", "e", "f")]), 2, "d: e; f"),
         (KeyboardInterrupt(), 130, "megarl: interrupted"),
         (ValueError("rank 2: loss is nan\nand more"), 1, "megarl: ValueError: rank 2: loss is nan"),
@@ -124,7 +125,7 @@ def test_how_a_run_ended_is_its_code_and_last_line(
     captured = capsys.readouterr()
     assert captured.err.splitlines()[-1] == last
     assert captured.out == ""
-    assert ("Traceback" in captured.err) == (code == 1)
+    assert ("Traceback" in captured.err) == (code == 1 and not isinstance(raised, FolderGone))
 
 
 def test_a_good_run_is_code_0() -> None:

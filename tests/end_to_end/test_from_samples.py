@@ -41,6 +41,8 @@ def test_a_file_of_samples_trains_alike_in_every_layout(launch: Callable, tmp_pa
         training = launch(*keys, "--from-samples=two.parquet")
         assert training.finish(200) == 0, training.err
         assert training.leftovers() == []
+        saved = (training.folder / "runs" / name / "recipe.yaml").read_text()
+        assert "#     moe_router_dtype: fp32\n" in saved, "what the ranks ran with"
     sampled, one, many = (sampling.records(name) for name in ("sampling", "one", "many"))
     for step, (alone, spread) in enumerate(zip(one, many, strict=True), start=1):
         assert alone["step"] == step

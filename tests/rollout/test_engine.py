@@ -86,11 +86,22 @@ async def gather_one(engine: Engine, prompt: list[int], sampling: Sampling) -> l
     return [await engine.generate(prompt, sampling)]
 
 
-def test_new_weights_are_sampled_from_and_named(engine: Engine, reference: Any) -> None:
+def test_new_weights_are_sampled_from_and_named(
+    engine: Engine, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Same prompts before and after: a prompt's old KV cache would show."""
-    before = engine.version
+    before, update = engine.version, engine._manager.update_weights_from_tensor
+    asked: list[Any] = []
     asyncio.run(sample_all(engine, Sampling(4, 12)))
-    asyncio.run(engine.reshard({"scale": 1.1}, before + 1))
+
+    def noting(request: Any) -> Any:
+        asked.append(request)
+        return update(request)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._manager, "update_weights_from_tensor", noting)
+        asyncio.run(engine.reshard({"scale": 1.1}, before + 1))
+    assert [request.torch_empty_cache for request in asked] == [True], "or torch keeps the staging, on a GPU"
     groups = asyncio.run(sample_all(engine, Sampling(4, 12)))
     assert engine.version == before + 1
     assert {sample.version for group in groups for sample in group} == {before + 1}

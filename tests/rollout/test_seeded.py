@@ -171,9 +171,10 @@ def test_samples_repeat_in_another_engine_and_in_any_company(
 
 @pytest.mark.slow
 def test_seeded_samples_are_independent_draws(build_engine: Callable[..., Engine], reference: Reference) -> None:
-    engine = build_engine(1, 1, seeded=True, context_tokens=32)
-    check_draws([engine], reference, temperature=0.7)
-    engine.shutdown()
+    engines = [build_engine(1, 1, seeded=True, context_tokens=32) for _ in range(2)]
+    check_draws(engines, reference, temperature=0.7)
+    for engine in engines:
+        engine.shutdown()
 
 
 @pytest.mark.slow
