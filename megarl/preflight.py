@@ -102,7 +102,7 @@ def _read(
     faults += _layout_faults(recipe, device)
     faults += _checkpoint_faults(recipe, has_weights="model.path" not in absent)
     faults += _sglang_faults(recipe)
-    faults += _megatron_faults(recipe)
+    faults += _megatron_faults(recipe, device)
     tokenizer = _NoTokenizer()
     if "model.path" not in absent and Path(recipe.model.path).is_dir():  # else the checkpoint's own fault says it
         loaded = _attempt(faults, lambda: load_tokenizer(recipe.model.path))
@@ -286,10 +286,11 @@ def _sglang_faults(recipe: Recipe) -> Faults:
     return faults + (latent_cache_faults(arguments) if shape and shape.mla else [])
 
 
-def _megatron_faults(recipe: Recipe) -> Faults:
+def _megatron_faults(recipe: Recipe, device: str = DEVICE) -> Faults:
+    """Of Megatron's own options, where the recipe sets any: importing Megatron takes seconds."""
     if not (recipe.train.megatron or recipe.train.ddp or recipe.train.optimizer):
         return []
-    from megarl.parallel.model import fixed_names  # importing Megatron takes seconds
-    from megarl.parallel.options import option_faults
+    from megarl.parallel.refusals import megatron_faults
 
-    return option_faults(recipe.train, fixed_names)
+    shape = _attempt([], lambda: model_shape(recipe.model.path))
+    return megatron_faults(recipe, shape, train_layout(recipe), device)
