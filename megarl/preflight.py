@@ -34,6 +34,7 @@ from megarl.rule_faults import rule_faults
 from megarl.sample_faults import sample_faults
 from megarl.sample_file import SampleFile, open_samples
 from megarl.sampling_faults import sampling_faults
+from megarl.secret_faults import secret_faults
 from megarl.types import Metrics, ModelShape, Prompt, UserFault, UserFaults
 from megarl.value_faults import is_writable, value_faults
 
@@ -197,7 +198,7 @@ def _attempt(faults: Faults, read: Callable[[], T]) -> T | None:
 
 
 def _run_faults(recipe: Recipe, learns: bool = True, device: str = DEVICE) -> Faults:
-    faults = value_faults(recipe, device)
+    faults = value_faults(recipe, device) + secret_faults(recipe)
     for name in dict.fromkeys(recipe.run.trackers):  # each is the name of its client's package
         if importlib.util.find_spec(name) is None:
             mend = "pip install 'megarl[trackers]' or leave it out"

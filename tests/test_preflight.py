@@ -133,6 +133,7 @@ def test_evaluation_sets_are_cut_to_their_limit_and_the_seed_decides_the_order(g
         (["rollout.engine.sglang.tp_size=1"], "rollout.engine.sglang.tp_size", "set by megarl itself"),
         (["train.megatron.moe_permute_fusio=true"], "train.megatron.moe_permute_fusio", "use moe_permute_fusion"),
         (["train.megatron.foo=1"], "train.megatron.foo", "TransformerConfig has no such field; remove it, or see"),
+        (["rollout.engine.sglang.api_token=s3cret"], "rollout.engine.sglang.api_token", "holds a secret, and the run"),
         (["train.optimizer.adam_beta1=5"], "train.optimizer.adam_beta1", "5 is out of range; set it to a number from"),
         (["train.megatron.recompute_granularity=full"], "train.megatron", "Megatron refuses them ("),
         (["rollout.engine.sglang.foo=1"], "rollout.engine.sglang.foo", "see SGLang's ServerArgs for the names it has"),
