@@ -55,13 +55,13 @@ def gone(folder: Path, what: str) -> FolderGone:
 
 
 def _system_error(error: BaseException | None) -> OSError | None:
-    """The first error of the file system among an error and its causes."""
+    """The first error of the file system among an error and its causes, without what `from None` sets aside."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, OSError) and error.errno in (*_FULL, *_GONE, *_OTHERS):
             return error
         seen.add(id(error))
-        error = error.__cause__ or error.__context__
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return None
 
 

@@ -42,7 +42,9 @@ def dry_run(recipe: Recipe, say: Callable[[str], None]) -> None:
     """
     device = "cuda" if recipe.placement.hardware else DEVICE
     found, absent = at_hand(recipe)
-    faults = faults_elsewhere(found, device, absent) + argument_faults(found, device, absent)
+    faults = faults_elsewhere(found, device, absent)
+    told = {str(fault) for fault in faults}  # of Megatron's options in the policy's ranks
+    faults += [fault for fault in argument_faults(found, device, absent) if str(fault) not in told]
     if faults:
         raise UserFaults(faults)
     for line in (*_roles(found), *_reshard(found, device), *_not_checked(recipe, device, absent)):
@@ -52,17 +54,19 @@ def dry_run(recipe: Recipe, say: Callable[[str], None]) -> None:
 def argument_faults(recipe: Recipe, device: str, absent: Container[str]) -> Faults:
     """What Megatron's and SGLang's own classes say of the arguments that they would get.
 
-    Nothing where the layouts or the model's shape are wrong themselves: that is told elsewhere.
+    No more than keys and types where the layouts or the model's shape are wrong themselves: that is told elsewhere.
     """
     try:
         shape = model_shape(recipe.model.path)
     except UserFault:
         return []
+    from megarl.parallel.refusals import megatron_faults
+
     faults: Faults = []
     for world in _worlds(recipe, shape, absent):
-        if not world.layout.faults(world.shape):
-            told = [str(fault) for fault in faults]  # of the policy: train.megatron is for all worlds
-            faults += [fault for fault in _megatron_faults(world, device) if str(fault) not in told]
+        told = [str(fault) for fault in faults]  # of the policy: train.megatron is for all worlds
+        refused = megatron_faults(world.recipe, world.shape, world.layout, device)
+        faults += [fault for fault in refused if str(fault) not in told]
     if not engine_layout(recipe).faults(shape, recipe.placement.gpus):
         faults += _sglang_faults(recipe, device)
     return faults
@@ -89,24 +93,6 @@ def _worlds(recipe: Recipe, shape: ModelShape, absent: Container[str]) -> Iterat
     if recipe.reward_model.path and "reward_model.path" not in absent:
         own = reward_recipe(recipe)
         yield _World("reward_model", own, scorer_shape(own.model.path))
-
-
-def _megatron_faults(world: _World, device: str) -> Faults:
-    """Megatron checks a configuration when it is made; keys that it does not have are told elsewhere."""
-    from megarl.parallel.model import DTYPES, buffers_config, fixed_names, transformer_config
-    from megarl.parallel.optimizer import optimizer_config
-    from megarl.parallel.options import option_faults
-
-    if option_faults(world.recipe.train, fixed_names):
-        return []
-    own, dtype = world.recipe, DTYPES[world.recipe.model.dtype]
-    try:
-        transformer_config(own.model.path, world.shape, world.layout, dtype, own.train)
-        buffers_config(own.train)
-        optimizer_config(own.train, dtype, own.train.optimizer_offload and device == "cuda")
-    except UserFault as fault:
-        return [fault]
-    return []
 
 
 def _sglang_faults(recipe: Recipe, device: str) -> Faults:

@@ -37,6 +37,15 @@ class Hardware(Branch):
     nvlink_latency_s: Positive  # of one small all-reduce inside a node
     nic_latency_s: Positive  # the same over several nodes
 
+    def is_card(self, device_name: str) -> bool:
+        """Whether a GPU, as its driver names it, is this one: by whole words, for H20 is no H200."""
+        own, words = _words(self.name), _words(device_name)
+        return any(words[at : at + len(own)] == own for at in range(len(words)))
+
+
+def _words(name: str) -> list[str]:
+    return name.lower().replace("-", " ").split()
+
 
 def communicator_bytes(path: str | Path | None) -> int:
     """Of a GPU for one group of NCCL's, by the file that a recipe names, or as supposed where it names none."""

@@ -34,6 +34,7 @@ from megarl.rule_faults import rule_faults
 from megarl.sample_faults import sample_faults
 from megarl.sample_file import SampleFile, open_samples
 from megarl.sampling_faults import sampling_faults
+from megarl.secret_faults import secret_faults
 from megarl.types import Metrics, ModelShape, Prompt, UserFault, UserFaults
 from megarl.value_faults import is_writable, value_faults
 
@@ -102,7 +103,7 @@ def _read(
     faults += _layout_faults(recipe, device)
     faults += _checkpoint_faults(recipe, has_weights="model.path" not in absent)
     faults += _sglang_faults(recipe)
-    faults += _megatron_faults(recipe)
+    faults += _megatron_faults(recipe, device)
     tokenizer = _NoTokenizer()
     if "model.path" not in absent and Path(recipe.model.path).is_dir():  # else the checkpoint's own fault says it
         loaded = _attempt(faults, lambda: load_tokenizer(recipe.model.path))
@@ -197,7 +198,7 @@ def _attempt(faults: Faults, read: Callable[[], T]) -> T | None:
 
 
 def _run_faults(recipe: Recipe, learns: bool = True, device: str = DEVICE) -> Faults:
-    faults = value_faults(recipe, device)
+    faults = value_faults(recipe, device) + secret_faults(recipe)
     for name in dict.fromkeys(recipe.run.trackers):  # each is the name of its client's package
         if importlib.util.find_spec(name) is None:
             mend = "pip install 'megarl[trackers]' or leave it out"
@@ -286,10 +287,11 @@ def _sglang_faults(recipe: Recipe) -> Faults:
     return faults + (latent_cache_faults(arguments) if shape and shape.mla else [])
 
 
-def _megatron_faults(recipe: Recipe) -> Faults:
+def _megatron_faults(recipe: Recipe, device: str = DEVICE) -> Faults:
+    """Of Megatron's own options, where the recipe sets any: importing Megatron takes seconds."""
     if not (recipe.train.megatron or recipe.train.ddp or recipe.train.optimizer):
         return []
-    from megarl.parallel.model import fixed_names  # importing Megatron takes seconds
-    from megarl.parallel.options import option_faults
+    from megarl.parallel.refusals import megatron_faults
 
-    return option_faults(recipe.train, fixed_names)
+    shape = _attempt([], lambda: model_shape(recipe.model.path))
+    return megatron_faults(recipe, shape, train_layout(recipe), device)

@@ -1,7 +1,8 @@
 """YAML text -> plain values, and where each key is written.
 
 Words are read as YAML 1.2 reads them: `off`, `yes` and `2026-01-01` are text, 1e-3 is a number. What YAML 1.1 and 1.2
-read as two different values (017, 1:30) is refused.
+read as two different values (017, 0o17, 0b11, 1:30) is refused, but for underscores between digits: 1_000 is a number,
+as YAML 1.1 has it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ _TAG = "tag:yaml.org,2002:"
 _SCALARS = tuple(_TAG + name for name in ("str", "int", "float", "bool", "null", "merge", "value"))
 _COLLECTIONS = (_TAG + "map", _TAG + "seq")
 _OCTAL = re.compile(r"[-+]?0[0-9_]*[0-9]")
+_PREFIXED = re.compile(r"[-+]?0(?:[bB][01_]+|[oO][0-7_]+)")
 _SEXAGESIMAL = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
 _SWITCHES = {"yes": "true", "on": "true", "no": "false", "off": "false"}  # YAML 1.1's further names of the booleans
 
@@ -206,6 +208,9 @@ def _scalar_fault(node: yaml.ScalarNode, place: str, is_free: bool) -> UserFault
     if _OCTAL.fullmatch(text) and text.strip("+-0_"):
         problem = f"{text} begins with a zero, for which YAML 1.1 and 1.2 read two different values"
         return UserFault(place, problem, f"write {_without_zeros(text)}, or '{text}' in quotes where text is meant")
+    if _PREFIXED.fullmatch(text) and text.strip("+-0bBoO_"):
+        problem = f"{text} is a number in one of YAML 1.1 and 1.2, and text in the other"
+        return UserFault(place, problem, f"write {_in_digits(text)}, or '{text}' in quotes where text is meant")
     if _SEXAGESIMAL.fullmatch(text) and node.tag != _TAG + "str":
         problem = f"{text} is a number to the base 60 in YAML 1.1, and text in YAML 1.2"
         return UserFault(place, problem, f"write the number out, or '{text}' in quotes where text is meant")
@@ -218,6 +223,10 @@ def _scalar_fault(node: yaml.ScalarNode, place: str, is_free: bool) -> UserFault
 def _without_zeros(text: str) -> str:
     sign = text[0] if text[0] in "+-" else ""
     return sign + text.lstrip("+-0_")
+
+
+def _in_digits(text: str) -> int:
+    return int(text.replace("_", ""), 0)
 
 
 def options_comment(in_force: Mapping[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from megarl.config import Recipe, Reward
@@ -16,7 +15,6 @@ from megarl.types import Prompt, UserFault
 _CODE = "megarl.rollout.rewards.code:score"
 # The argument that bounds a verdict, and what it is unless it is given.
 _BOUNDS = {_CODE: ("total_s", 30.0), "megarl.rollout.rewards.llm_judge:score": ("timeout_s", 60.0)}
-_SECRET = re.compile(r"(?:^|_)(?:api_?key|auth_?token|access_?token|passw(?:or)?d|secret)$", re.IGNORECASE)
 _SPARE_S = 5.0  # to begin and to end
 
 
@@ -26,7 +24,7 @@ def reward_faults(recipe: Recipe, prompts: Sequence[Prompt]) -> list[UserFault]:
     The functions run in processes of their own, as in the run: here too one that hangs costs its time alone.
     """
     reward = recipe.reward
-    faults = _key_faults(reward) + _secret_faults(reward) + _source_faults(reward, prompts)
+    faults = _key_faults(reward) + _source_faults(reward, prompts)
     for source in orders(reward, recipe.run.timeout_s):
         first = next((prompt for prompt in prompts if source_of(reward, prompt.row) == source), None)
         faults += _function_faults(_only(reward, source), recipe.run.timeout_s, first)
@@ -44,19 +42,6 @@ def _key_faults(reward: Reward) -> list[UserFault]:
         problem = f"{reward.penalty} is set, and reward.on_failure is {reward.on_failure}"
         faults.append(UserFault("reward.penalty", problem, "leave it out, or set reward.on_failure to penalise"))
     return faults
-
-
-def _secret_faults(reward: Reward) -> list[UserFault]:
-    """The recipe is saved with the run, where everybody who may read the run's folder reads it."""
-    named = [("reward.arguments", reward.arguments)]
-    named += [(f"reward.by_source.{source}.arguments", one.arguments) for source, one in reward.by_source.items()]
-    mend = "give the name of an environment variable instead, and let the function read that"
-    return [
-        UserFault(f"{where}.{key}", "holds a secret, and the run saves its recipe", mend)
-        for where, arguments in named
-        for key, value in arguments.items()
-        if value and isinstance(value, str) and _SECRET.search(key)
-    ]
 
 
 def _source_faults(reward: Reward, prompts: Sequence[Prompt]) -> list[UserFault]:

@@ -41,12 +41,13 @@ def _gpu_faults(recipe: Recipe, device: str) -> Faults:
         most = max(1, room // _RANK_BYTES)
         problem = f"{placement.gpus} simulated GPUs are as many processes of {_RANK_BYTES / 1e9:g} GB and more"
         problem += f", and this machine has {room / 1e9:.0f} GB"
+        mend = f"set it to at most {most}"
     else:
         most = placement.gpus_per_node
         problem = f"{placement.gpus} GPUs on one machine (placement.network is loopback), whose nodes have {most}"
+        mend = f"set placement.gpus_per_node to {placement.gpus}, placement.network to nodes, or it to at most {most}"
     if placement.gpus <= most:
         return []
-    mend = f"set it to at most {most}" + ("" if device == "cpu" else ", or placement.network to nodes")
     return [UserFault("placement.gpus", problem, mend)]
 
 

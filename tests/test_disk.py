@@ -96,6 +96,20 @@ def test_events_that_the_disk_has_no_room_for_cost_no_run(disk: Path) -> None:
     assert (log.folder / "curve.png").exists()
 
 
+@pytest.mark.parametrize("is_set_aside", [True, False], ids=["from None", "with its context"])
+def test_an_error_that_is_raised_from_none_is_not_the_disks(tmp_path: Path, is_set_aside: bool) -> None:
+    """Of the process that a rank ran in: what was being handled then is not why it died."""
+    with pytest.raises(Exception) as caught, writing(tmp_path, "a checkpoint"):
+        try:
+            (tmp_path / "none").read_bytes()
+        except FileNotFoundError:
+            error = RuntimeError("rank 3: its process died")
+            if is_set_aside:
+                raise error from None
+            raise error  # noqa: B904
+    assert type(caught.value) is (RuntimeError if is_set_aside else UserFault)
+
+
 def test_a_curve_that_the_disk_has_no_room_for_costs_no_run(disk: Path) -> None:
     console, text = plain()
     with RunLog(recipe_in(disk), console) as log:

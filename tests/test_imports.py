@@ -14,7 +14,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 # Lowest floor first: a room imports from lower floors.
 FLOORS = [
-    {"printable"},
+    {"printable", "secret_names"},
     {"types"},
     {"disk", "run_lines", "trackers"},
     {"algos", "config", "spelling", "device", "processes", "ray_settings", "schedule", "session_folder", "snapshots"},
@@ -28,7 +28,7 @@ FLOORS = [
     {"plan_phases"},
     {"plan_memory", "plan_advice"},
     {"checkpoint", "hf_export"},
-    {"at_hand", "cluster_faults", "value_faults", "unused_keys"},
+    {"at_hand", "cluster_faults", "secret_faults", "value_faults", "unused_keys"},
     {"model_faults", "rule_faults", "eval_faults", "eos_faults", "sampling_faults"},
     {"reward_faults", "reward_check", "reshard_faults", "data_faults"},
     {"length_faults"},

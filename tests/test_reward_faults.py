@@ -17,7 +17,6 @@ import math, os, time
 def broken(response, answer, row): raise KeyError("no such unit")
 def nan_when_empty(response, answer, row): return 1.0 if response else math.nan
 def row_reader(response, answer, row): return float(row["level"] == 3)
-def keyed(response, answer, row, api_key, stop_token): return 1.0
 def hangs(response, answer, row): time.sleep(1000)
 def dies(response, answer, row): os._exit(0)
 """
@@ -73,10 +72,6 @@ def test_what_is_right(reward: dict[str, Any]) -> None:
     ("reward", "says"),
     [
         ({}, "reward.function: nobody judges; "),
-        (
-            {"function": "faulty_rewards:keyed", "arguments": {"api_key": "sk-12345", "stop_token": "</s>"}},
-            "reward.arguments.api_key: holds a secret, and the run saves its recipe; give the name of an environment",
-        ),
         ({"function": EXACT, "penalty": -1.0}, "reward.penalty: -1.0 is set, and reward.on_failure is drop; "),
         (
             {"function": EXACT, "arguments": {"wrong": 0.0}},

@@ -148,6 +148,14 @@ def test_values_that_are_too_much_together(
     assert faults and str(faults[0]).startswith(says), [str(fault) for fault in faults]
 
 
+def test_one_machine_of_sixteen_gpus_is_named_so(good: list[str]) -> None:
+    overrides = [*good, "placement.gpus=16"]
+    (fault,) = value_faults(load_recipe(QUICKSTART, overrides), "cuda")
+    mend = "set placement.gpus_per_node to 16, placement.network to nodes, or it to at most 8"
+    assert (fault.where, fault.mend) == ("placement.gpus", mend)
+    assert value_faults(load_recipe(QUICKSTART, [*overrides, "placement.gpus_per_node=16"]), "cuda") == []
+
+
 @pytest.mark.parametrize("network", ["loopback", "nodes"])
 def test_what_one_machine_or_a_cluster_has_is_no_fault(good: list[str], network: str) -> None:
     gpus = 8 if network == "loopback" else 4096

@@ -26,9 +26,8 @@ class _Line:
 
 def base_of(device_name: str, folder: Path = FOLDER) -> Hardware | None:
     """The file of this card among those that are there; of several that fit the one with the longest name."""
-    words = device_name.replace("-", " ").lower().split()
     cards = [load_hardware(path) for path in sorted(folder.glob("*.yaml"))]
-    named = [card for card in cards if card.name.lower() in words]
+    named = [card for card in cards if card.is_card(device_name)]
     return max(named, key=lambda card: len(card.name), default=None)
 
 
@@ -70,6 +69,8 @@ def _lines(rates: Sequence[RankRates], nodes: Sequence[NodeFacts], base: Hardwar
     for key, name in (("nvlink_latency_s", "inside_latency_s"), ("nic_latency_s", "between_latency_s")):
         slowest = _most(rates, name)
         found[key] = _known(base, key, slowest, _ASSUMED[key], "a small all-reduce, outside CUDA graphs")
+    usual = Hardware.model_fields["communicator_bytes"].default
+    found["communicator_bytes"] = _known(base, "communicator_bytes", None, usual, "")
     speeds = [folder.write_bytes_per_s for node in nodes for folder in node.folders[:1]]
     known = [speed for speed in speeds if speed]
     what = "files in the run's folder, all nodes at once"

@@ -58,7 +58,7 @@ def _card(node: NodeFacts, hardware: Hardware | None) -> Iterator[Finding]:
     if hardware is None or not node.has_gpus:
         return
     name, memory = node.gpus[0].name, min((gpu.memory_bytes or 0) for gpu in node.gpus)
-    if hardware.name.lower() not in name.lower().replace("-", " ").split():
+    if not hardware.is_card(name):
         problem = f"{hardware.name}, and the GPUs are {name}: a plan of this recipe is another card's"
         mend = "name the file of this card, or write one with megarl doctor --measure"
         yield Finding("warning", "placement.hardware", problem, mend, (node.address,))

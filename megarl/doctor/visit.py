@@ -139,7 +139,7 @@ def _measured(
     findings += found
     if rates and asked.hardware_file:
         own = _hardware(asked.recipe) if asked.recipe else None
-        is_own = own is not None and own.name.lower() in rates[0].device_name.lower()
+        is_own = own is not None and own.is_card(rates[0].device_name)
         text = hardware_text(rates, nodes, own if is_own else base_of(rates[0].device_name))
         with writing(asked.hardware_file.absolute().parent, asked.hardware_file.name, "--out"):
             asked.hardware_file.write_text(text, encoding="utf-8")

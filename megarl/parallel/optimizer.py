@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
 from megarl.device import DEVICE
-from megarl.parallel.options import configured
+from megarl.parallel.option_values import state_dtype
+from megarl.parallel.options import PRECISION_AWARE, configured
 from megarl.types import UserFault
 
 if TYPE_CHECKING:
     from megarl.config import Train
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "uint8": torch.uint8}
-
 
 def build_optimizer(chunks: Sequence[DistributedDataParallel], train: Train, dtype: torch.dtype) -> ChainedOptimizer:
     """AdamW with its state split over the data-parallel ranks; after the weights are loaded.
 
-    Betas are 0.9 and 0.999 unless train.optimizer says otherwise. Norm weights are not decayed.
+    Betas are 0.9 and 0.999 unless train.optimizer says otherwise. Norm weights are not decayed. Raises UserFault
+    where TransformerEngine is missing and the recipe asks for its optimizer.
     """
+    fault = engine_fault(train, offloads(train))
+    if fault:
+        raise fault
     config = optimizer_config(train, dtype, offloads(train))
     optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
     if config.optimizer_cpu_offload:
@@ -55,19 +59,26 @@ def optimizer_config(train: Train, dtype: torch.dtype, offloaded: bool) -> Optim
         "optimizer_offload_fraction": 1.0 if offloaded else 0.0,
         "overlap_cpu_optimizer_d2h_h2d": offloaded,
     }
-    named = {key: _dtype(key, value) if key.endswith("_dtype") else value for key, value in train.optimizer.items()}
+    named = {key: state_dtype(key, it) if key.endswith("_dtype") else it for key, it in train.optimizer.items()}
+    late: dict[str, Any] = {}
+    if named.get(PRECISION_AWARE) and not HAVE_TE:  # the constructor asks for its version, and fails without one
+        late = {key: named.pop(key) for key in [*named] if key == PRECISION_AWARE or key.endswith("_dtype")}
     config = configured("train.optimizer", OptimizerConfig, named | fixed)
-    if offloaded:
-        # Else DistributedOptimizer makes float32 masters on the GPU, of which the host only has copies. Set behind the
-        # constructor's back, which asks for TransformerEngine's version: its optimizer is not the one that steps here.
+    for key, value in late.items():
+        setattr(config, key, value)
+    if offloaded or late:
+        # Offloaded, DistributedOptimizer else makes float32 masters on the GPU, of which the host only has copies; it
+        # is set behind the constructor's back because TransformerEngine's optimizer is not the one that steps there.
         config.use_precision_aware_optimizer = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
     return config
 
 
-def _dtype(key: str, name: object) -> torch.dtype:
-    if name not in _DTYPES:
-        raise UserFault(f"train.optimizer.{key}", f"{name!r} is no type of its state", f"use {' or '.join(_DTYPES)}")
-    return _DTYPES[str(name)]
+def engine_fault(train: Train, offloaded: bool) -> UserFault | None:
+    """That the optimizer which the recipe asks for is TransformerEngine's, where that is not installed."""
+    if HAVE_TE or offloaded or not train.optimizer.get(PRECISION_AWARE):
+        return None
+    problem = "that optimizer is TransformerEngine's, which cannot be used here"
+    return UserFault(f"train.optimizer.{PRECISION_AWARE}", problem, "install transformer-engine[pytorch], or remove it")
 
 
 def set_weight_decay(optimizer: MegatronOptimizer, train: Train) -> None:

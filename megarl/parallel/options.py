@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megarl.parallel.option_values import value_faults
 from megarl.spelling import near
 from megarl.types import UserFault
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from megarl.config import Train
 
 Made = TypeVar("Made")
+PRECISION_AWARE = "use_precision_aware_optimizer"  # TransformerEngine's, or on the host Megatron's own
 LOW_PRECISION = ("fp8", "fp8_param", "fp4", "fp4_param")
 # Not among them: gathering parameters late, of which the reshard would send some old ones; other ways to share out
 # parameters and gradients, which the weights' map, the checkpoints and the plan do not know.
@@ -27,13 +29,13 @@ OF_BUFFERS = (
 )  # fmt: skip
 OF_OPTIMIZER = (
     "adam_beta1", "adam_beta2", "adam_eps", "decoupled_weight_decay", "apply_wd_to_qk_layernorm",
-    "use_precision_aware_optimizer", "store_param_remainders", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype",
+    PRECISION_AWARE, "store_param_remainders", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype",
     "log_num_zeros_in_grad", "barrier_with_L1_time",
 )  # fmt: skip
 
 
 def option_faults(train: Train, fixed: Callable[[], set[str]]) -> list[UserFault]:
-    """The keys that Megatron does not have, or that something else decides.
+    """The keys that Megatron does not have, or that something else decides, and the values that its fields do not take.
 
     fixed: tells the fields of TransformerConfig that the checkpoint, the layout and the loss's normalisation decide.
     """
@@ -52,13 +54,22 @@ def configured(where: str, kind: Callable[..., Made], fields: Mapping[str, Any])
 
 
 def in_force(
-    config: TransformerConfig, buffers: DistributedDataParallelConfig, optimizer: OptimizerConfig, names: Iterable[str]
+    train: Train,
+    config: TransformerConfig,
+    buffers: DistributedDataParallelConfig,
+    optimizer: OptimizerConfig,
+    names: Iterable[str],
 ) -> dict[str, dict[str, Any]]:
-    """The options that ranks run with, as a recipe writes them under `train`; names: fields of the model's to tell."""
+    """The options that ranks run with, as a recipe writes them under `train`.
+
+    names: fields of the model's to tell beside those that the recipe sets. What megarl itself sets for an optimizer on
+    the host is left out: with it a recipe would ask for TransformerEngine's optimizer.
+    """
+    hidden = {PRECISION_AWARE} - train.optimizer.keys() if optimizer.optimizer_cpu_offload else set()
     return {
-        "megatron": {name: _written(getattr(config, name)) for name in sorted(names)},
+        "megatron": {name: _written(getattr(config, name)) for name in sorted({*names, *train.megatron})},
         "ddp": {name: _written(getattr(buffers, name)) for name in OF_BUFFERS},
-        "optimizer": {name: _written(getattr(optimizer, name)) for name in OF_OPTIMIZER},
+        "optimizer": {name: _written(getattr(optimizer, name)) for name in OF_OPTIMIZER if name not in hidden},
     }
 
 
@@ -71,7 +82,8 @@ def _written(value: Any) -> Any:
 
 def _model_faults(options: Mapping[str, Any], fixed: set[str]) -> Iterator[UserFault]:
     names = {field.name for field in dataclasses.fields(TransformerConfig) if field.init}
-    for key in options:
+    hints = get_type_hints(TransformerConfig)
+    for key, value in options.items():
         where = f"train.megatron.{key}"
         if key in fixed:
             yield UserFault(where, "is decided by the checkpoint and the other train keys", "remove it")
@@ -80,16 +92,21 @@ def _model_faults(options: Mapping[str, Any], fixed: set[str]) -> Iterator[UserF
             yield UserFault(where, problem, "remove it")
         elif key not in names:
             yield _unknown(where, key, TransformerConfig, names - fixed)
+        else:
+            yield from value_faults(where, value, hints[key])
 
 
 def _listed_faults(branch: str, options: Mapping[str, Any], kind: Any, listed: tuple[str, ...]) -> Iterator[UserFault]:
     names = {field.name for field in dataclasses.fields(kind) if field.init}
-    for key in options:
+    hints = get_type_hints(kind)
+    for key, value in options.items():
         where = f"{branch}.{key}"
         if key not in names:
             yield _unknown(where, key, kind, set(listed))
         elif key not in listed:
             yield UserFault(where, "other keys of the recipe decide it, or megarl relies on its value", "remove it")
+        else:
+            yield from value_faults(where, value, hints[key])
 
 
 def _unknown(where: str, key: str, kind: Any, names: set[str]) -> UserFault:

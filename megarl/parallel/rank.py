@@ -78,9 +78,9 @@ class RankModel:
 
     def options(self) -> dict[str, dict[str, Any]]:
         """Megatron's options that this rank runs with, as a recipe writes them under `train`."""
-        names = model.default_names(self.shape) | set(self._train.megatron)
+        names = model.default_names(self.shape)
         own = optimizer.optimizer_config(self._train, self._dtype, optimizer.offloads(self._train))
-        return in_force(self.chunks[0].config, self.chunks[0].ddp_config, own, names)
+        return in_force(self._train, self.chunks[0].config, self.chunks[0].ddp_config, own, names)
 
     def params(self) -> dict[str, torch.Tensor]:
         """This rank's weights by the map's names: views of long-lived buffers that every step updates in place."""

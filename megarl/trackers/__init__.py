@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 
 from megarl.printable import printable
@@ -24,6 +25,8 @@ TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
     "mlflow": MlflowRun,
 }
 END_S = 60.0  # how long the end of a run waits for all trackers together
+EARLY_END_S = 7.0  # the same of one that is stopped or fails: Slurm kills what is there 30 s after its signal
+_LAST_S, _EARLY_LAST_S = 10.0, 1.0  # that those which are left then have for their last calls, together
 
 
 class Trackers:
@@ -56,10 +59,26 @@ class Trackers:
                 writer.put(f"the samples of step {step}", partial(tracker.table, step, rows))
 
     def close(self, state: State) -> None:
-        """Send what is left and say how the run ended; at most for so long, whatever a tracker waits for."""
-        deadline = time.monotonic() + self._end_s
-        for _, writer in self._open.values():
-            writer.end(state)
-        for _, writer in self._open.values():
-            writer.join(deadline)
+        """Send what is left and say how the run ended; at most for so long, whatever a tracker waits for.
+
+        A second signal in the meantime ends the waiting; what would keep the process from ending is let go of even so.
+        """
+        wait_s, last_s = (self._end_s, _LAST_S) if state == "finished" else (EARLY_END_S, _EARLY_LAST_S)
+        deadline = time.monotonic() + min(wait_s, self._end_s)
+        writers = [writer for _, writer in self._open.values()]
         self._open = {}
+        with ExitStack() as left:  # which goes on with the others where a signal interrupts one
+            left.callback(self._wait_for_last, writers, last_s)
+            for writer in writers:
+                left.callback(writer.leave)
+            for writer in writers:
+                writer.end(state)
+            for writer in writers:
+                writer.join(deadline)
+
+    @staticmethod
+    def _wait_for_last(writers: Sequence[Writer], last_s: float) -> None:
+        """Calls of abandoned trackers mostly fail now; a thread that the interpreter ends may abort it."""
+        deadline = time.monotonic() + last_s
+        for writer in writers:
+            writer.join(deadline)

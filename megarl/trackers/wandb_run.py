@@ -15,7 +15,7 @@ from megarl.trackers.interface import Row, State, TrackedRun
 from megarl.types import Metrics
 
 _FINISH_S = 45.0  # the client's own bound; the guard's is longer
-_TEAR_DOWN_S = 5.0
+_TEAR_DOWN_S = 3.0
 _EXIT_CODES = {"finished": 0, "failed": 1, "stopped": 143}
 
 

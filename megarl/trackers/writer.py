@@ -12,7 +12,6 @@ from megarl.trackers.interface import State, Tracker
 from megarl.trackers.withheld import scrubbed
 
 _MOST_WAITING = 1000  # writes; what comes while so many wait is left out
-_LAST_S = 10.0  # that an abandoned tracker has for its last call
 
 Call = tuple[str, Callable[[], None]]  # what it writes, in words, and how
 
@@ -43,12 +42,16 @@ class Writer:
         self._calls.put(None)
 
     def join(self, deadline: float) -> None:
-        """Wait until everything is written, or, by time.monotonic, until the deadline, and leave it then."""
+        """Wait until everything is written, or, by time.monotonic, until the deadline."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
+
+    def leave(self) -> None:
+        """Let go of the tracker where it is not done."""
         if self._thread.is_alive():
-            self._fail("it does not finish, and is left so that the run can end")
-            self._tracker.abandon()
-            self._thread.join(_LAST_S)  # its calls mostly fail now; a thread that the interpreter ends may abort it
+            try:
+                self._fail("it does not finish, and is left so that the run can end")
+            finally:
+                self._tracker.abandon()
 
     def _work(self) -> None:
         try:

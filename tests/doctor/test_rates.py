@@ -74,9 +74,9 @@ def gpu(**changed: object) -> RankRates:
     return RankRates(**(values | changed))  # type: ignore[arg-type]
 
 
-def written(tmp_path: Path, *ranks: RankRates) -> Hardware:
+def written(tmp_path: Path, *ranks: RankRates, base: Hardware = H800) -> Hardware:
     file = tmp_path / "mine.yaml"
-    file.write_text(hardware_text(ranks, [sound()], H800))
+    file.write_text(hardware_text(ranks, [sound()], base))
     return load_hardware(file)
 
 
@@ -101,6 +101,27 @@ def test_what_could_not_be_measured_is_the_cards_own(tmp_path: Path) -> None:
     names = ("nvlink_bytes_per_s", "nvlink_share", "nic_bytes_per_s", "nic_share", "nvlink_latency_s", "nic_latency_s")
     assert [getattr(card, name) for name in names] == [getattr(H800, name) for name in names]
     assert card.pcie_bytes_per_s == H800.pcie_bytes_per_s
+
+
+def test_what_a_group_of_nccls_takes_is_the_cards_own(tmp_path: Path) -> None:
+    """A run tells it when it starts, and the doctor has nothing to measure it with."""
+    base = H800.model_copy(update={"communicator_bytes": 123_456_789})
+    assert written(tmp_path, gpu(), base=base).communicator_bytes == 123_456_789
+
+
+def test_every_key_of_a_hardware_file_is_written(tmp_path: Path) -> None:
+    assert written(tmp_path, gpu()).model_fields_set == set(Hardware.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "is_it"),
+    [
+        ("H20", "NVIDIA H20-3e", True), ("H20", "NVIDIA H200", False), ("H200", "NVIDIA H200", True),
+        ("NVIDIA L40S", "NVIDIA L40S", True), ("A100 80GB", "NVIDIA A100-SXM4-80GB", False), ("CPU", "", False),
+    ],
+)  # fmt: skip
+def test_a_card_is_known_by_the_whole_words_of_its_name(name: str, device: str, is_it: bool) -> None:
+    assert H800.model_copy(update={"name": name}).is_card(device) == is_it
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,14 @@ from pathlib import Path
 import pytest
 
 from megarl.device import listening_socket
+from megarl.doctor import measure
 from megarl.doctor.findings import Finding
 from megarl.doctor.report import Report
-from megarl.doctor.visit import _token_findings
+from megarl.doctor.visit import Asked, _measured, _token_findings
+from megarl.hardware import load_hardware
+from megarl.recipe_file import load_recipe
 from tests.doctor.nodes import SMI_HEAD, fake_smi, smi_csv, smi_topology, sound
+from tests.doctor.test_rates import gpu
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "recipes/quickstart.yaml"
@@ -112,3 +116,14 @@ def test_only_faults_fail(severities: tuple[str, ...], code: int, verdict: str) 
     assert len(report.lines()) == len(severities) + 1
     assert report.lines()[-1] == f"megarl doctor: 1 node, 8 x NVIDIA H800: {verdict}"
     assert json.loads(report.to_json())["facts"][0]["gpus"][0]["pci"] == "0000:18:00.0"
+
+
+def test_a_recipe_with_another_cards_file_is_measured_beside_the_cards_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The letters of H20 are in H200."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(measure, "measure", lambda *_: ([gpu(device_name="NVIDIA H200")], []))
+    recipe, file = load_recipe(QUICKSTART, ["placement.hardware=recipes/hardware/h20.yaml"]), tmp_path / "mine.yaml"
+    assert _measured(Asked(recipe, hardware_file=file), [sound()], False, [], print)
+    assert load_hardware(file).name == "H200"

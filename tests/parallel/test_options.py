@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config import Train
-from megarl.parallel import model
+from megarl.parallel import model, optimizer
 from megarl.parallel.model import buffers_config, fixed_names
 from megarl.parallel.optimizer import optimizer_config
 from megarl.parallel.options import OF_BUFFERS, OF_OPTIMIZER, in_force, option_faults
@@ -48,8 +51,84 @@ def test_every_wrong_option_at_once() -> None:
     assert len(faults(megatron=megatron, ddp={"nonsense": 1}, optimizer={"lr": 1.0})) == 5
 
 
-def test_all_that_are_listed_are_megatrons() -> None:
-    assert faults(ddp=dict.fromkeys(OF_BUFFERS, 1), optimizer=dict.fromkeys(OF_OPTIMIZER, 1)) == []
+def test_all_that_are_listed_are_megatrons_and_take_their_defaults() -> None:
+    buffers, adam = DistributedDataParallelConfig(), OptimizerConfig()
+    ddp = {name: getattr(buffers, name) for name in OF_BUFFERS}
+    own = {name: str(getattr(adam, name)).removeprefix("torch.") for name in OF_OPTIMIZER if "dtype" in name}
+    own |= {name: getattr(adam, name) for name in OF_OPTIMIZER if name not in own}
+    assert faults(ddp=ddp, optimizer=own) == []
+
+
+def test_values_of_yaml_that_megatrons_fields_take() -> None:
+    megatron = {
+        "recompute_granularity": "full", "recompute_num_layers": 1, "moe_router_dtype": None, "init_method_std": 1,
+        "recompute_modules": ["moe", "mlp"], "window_size": [128, 0], "no_rope_freq": [0, 1],
+        "moe_permute_fusion": True,
+    }  # fmt: skip
+    assert faults(megatron=megatron, ddp={"bucket_size": None}, optimizer={"adam_beta1": 0, "adam_eps": 1}) == []
+
+
+@pytest.mark.parametrize(
+    ("branch", "key", "value", "mend"),
+    [
+        ("optimizer", "exp_avg_dtype", "bf61", "set it to float32 or bfloat16 or float16 or uint8"),
+        ("optimizer", "exp_avg_dtype", ["float32"], "set it to float32 or bfloat16"),
+        ("optimizer", "adam_beta1", 5, "set it to a number from 0 to below 1"),
+        ("optimizer", "adam_beta2", 1.0, "set it to a number from 0 to below 1"),
+        ("optimizer", "adam_beta2", -0.1, "set it to a number from 0 to below 1"),
+        ("optimizer", "adam_beta2", True, "set it to a number from 0 to below 1"),
+        ("optimizer", "adam_eps", "tiny", "set it to a number above 0"),
+        ("optimizer", "adam_eps", 0.0, "set it to a number above 0"),
+        ("optimizer", "adam_eps", math.inf, "set it to a number above 0"),
+        ("optimizer", "decoupled_weight_decay", 1, "set it to true or false"),
+        ("ddp", "bucket_size", "foo", "set it to a whole number above 0, or null"),
+        ("ddp", "bucket_size", 0, "set it to a whole number above 0, or null"),
+        ("ddp", "bucket_size", 1.5, "set it to a whole number above 0, or null"),
+        ("megatron", "recompute_granularity", "ful", "set it to full or selective or null"),
+        ("megatron", "recompute_num_layers", True, "set it to a whole number or null"),
+        ("megatron", "recompute_modules", ["moe", 1], "set it to a list, each text or null"),
+        ("megatron", "window_size", [1], "set it to a list of 2 values or null"),
+        ("megatron", "moe_permute_fusion", "yes", "set it to true or false"),
+        ("megatron", "attention_backend", "flash", "remove it: no recipe can write such a value"),
+    ],
+)
+def test_a_wrong_value_is_named(branch: str, key: str, value: Any, mend: str) -> None:
+    (fault,) = faults(**{branch: {key: value}})
+    assert fault.where == f"train.{branch}.{key}"
+    assert repr(value) in fault.problem and mend in fault.mend
+
+
+def test_every_wrong_value_at_once() -> None:
+    adam = {"exp_avg_dtype": "bf61", "adam_beta1": 5, "nonsense": 1}
+    found = faults(optimizer=adam, ddp={"bucket_size": "foo"}, megatron={"recompute_granularity": "ful"})
+    assert len(found) == 5
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_a_precision_aware_optimizer_is_accepted_where_transformer_engine_is_not(
+    monkeypatch: pytest.MonkeyPatch, offloaded: bool
+) -> None:
+    """A login node without GPUs checks a recipe of the cluster; an optimizer on the host does without it anyway."""
+    monkeypatch.setattr(optimizer, "HAVE_TE", False)
+    options = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16"}
+    made = optimizer_config(Train(lr=1.0, optimizer=options), torch.bfloat16, offloaded)
+    assert made.use_precision_aware_optimizer and made.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+    assert (made.exp_avg_dtype, made.params_dtype) == (torch.bfloat16, torch.bfloat16)
+
+
+def test_a_rank_without_transformer_engine_names_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer, "HAVE_TE", False)
+    train = Train(lr=1.0, optimizer={"use_precision_aware_optimizer": True})
+    with pytest.raises(UserFault, match=r"^train\.optimizer\.use_precision_aware_optimizer: .* TransformerEngine's"):
+        optimizer.build_optimizer([], train, torch.bfloat16)
+
+
+@pytest.mark.parametrize("options", [{}, {"use_precision_aware_optimizer": True}], ids=["not set", "set"])
+def test_what_an_optimizer_on_the_host_needs_is_no_option_in_force(options: dict[str, Any]) -> None:
+    train = Train(lr=1.0, optimizer=options)
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+    found = in_force(train, config, buffers_config(train), optimizer_config(train, torch.bfloat16, True), ())
+    assert found["optimizer"].get("use_precision_aware_optimizer") == options.get("use_precision_aware_optimizer")
 
 
 def test_options_in_force_are_those_of_a_recipe() -> None:
@@ -58,8 +137,8 @@ def test_options_in_force_are_those_of_a_recipe() -> None:
 
     def told(train: Train) -> dict[str, dict[str, Any]]:
         config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, **train.megatron)
-        optimizer = optimizer_config(train, torch.float32, offloaded=False)
-        return in_force(config, buffers_config(train), optimizer, {"moe_router_dtype", "deallocate_pipeline_outputs"})
+        own = optimizer_config(train, torch.float32, offloaded=False)
+        return in_force(train, config, buffers_config(train), own, {"deallocate_pipeline_outputs"})
 
     found = told(given)
     assert found["megatron"] == {"deallocate_pipeline_outputs": False, "moe_router_dtype": "fp64"}

@@ -6,13 +6,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from megarl import trackers as trackers_module
 from megarl.run_log import RunLog
 from megarl.trackers import TRACKERS, Trackers
 from megarl.trackers.interface import Row, State, code_commit
@@ -79,9 +81,60 @@ def test_a_tracker_that_does_not_end_is_left() -> None:
     writer, lines = writer_of(slow)
     writer.end("failed")
     writer.join(time.monotonic())
+    assert not slow.was_abandoned
+    writer.leave()
     assert lines == ["slow: it does not finish, and is left so that the run can end; metrics.jsonl has everything"]
     assert slow.was_abandoned
     slow.go.set()
+
+
+@pytest.fixture
+def slow_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Trackers, list[Slow]]]:
+    """Two trackers of a run whose networks do not answer."""
+    made: list[Slow] = []
+
+    def make(_: object) -> Slow:
+        made.append(Slow())
+        return made[-1]
+
+    for name in ("tensorboard", "mlflow"):
+        monkeypatch.setitem(TRACKERS, name, make)
+    yield Trackers(["tensorboard", "mlflow"], tracked(tmp_path), lambda line: None), made
+    for one in made:
+        one.go.set()
+
+
+@pytest.mark.parametrize("state", ["stopped", "failed"])
+def test_a_run_that_does_not_finish_does_not_wait_long(
+    slow_ones: tuple[Trackers, list[Slow]], monkeypatch: pytest.MonkeyPatch, state: State
+) -> None:
+    """Slurm kills a job's processes 30 s after its signal."""
+    now, waited = 1000.0, []
+
+    def join(writer: Writer, deadline: float) -> None:
+        nonlocal now
+        waited.append(deadline - now)
+        now = deadline
+
+    monkeypatch.setattr(Writer, "join", join)
+    monkeypatch.setattr(trackers_module, "time", SimpleNamespace(monotonic=lambda: now))
+    trackers, made = slow_ones
+    trackers.close(state)
+    assert sum(waited) <= 10.0
+    assert [one.was_abandoned for one in made] == [True, True]
+
+
+def test_a_second_interrupt_lets_go_of_every_tracker(
+    slow_ones: tuple[Trackers, list[Slow]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Writer, "join", interrupted)
+    trackers, made = slow_ones
+    with pytest.raises(KeyboardInterrupt):
+        trackers.close("finished")
+    assert [one.was_abandoned for one in made] == [True, True]
 
 
 def test_a_tracker_that_cannot_start_costs_no_run(tmp_path: Path) -> None:
@@ -196,7 +249,10 @@ def test_a_run_is_told_to_every_tracker(tmp_path: Path, offline: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "status"), [(ValueError("x"), "FAILED"), (EndedEarly(1), "KILLED"), (KeyboardInterrupt(), "KILLED")]
 )
-def test_trackers_know_how_a_run_ended(tmp_path: Path, offline: Path, error: BaseException, status: str) -> None:
+def test_trackers_know_how_a_run_ended(
+    tmp_path: Path, offline: Path, error: BaseException, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trackers_module, "EARLY_END_S", 60.0)  # of a machine that is busy
     with pytest.raises(type(error)):
         run_of(tmp_path, error)
     assert the_run()[1].info.status == status

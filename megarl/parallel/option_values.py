@@ -1,0 +1,92 @@
+"""Values of Megatron's own options, held against the types and ranges of the fields before anything is built."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+from collections.abc import Iterator
+from typing import Any, Literal, Union, get_args, get_origin
+
+import torch
+
+from megarl.types import UserFault
+
+STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "uint8": torch.uint8}
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Range:
+    """Numbers from `least` on and below `end`; without `has_least` they are above it."""
+
+    least: float
+    end: float
+    words: str
+    has_least: bool = True
+
+    def holds(self, value: float) -> bool:
+        return (value >= self.least if self.has_least else value > self.least) and value < self.end
+
+
+_SHARE = _Range(0, 1, "a number from 0 to below 1")
+_RANGES = {
+    "train.optimizer.adam_beta1": _SHARE,
+    "train.optimizer.adam_beta2": _SHARE,
+    "train.optimizer.adam_eps": _Range(0, math.inf, "a number above 0", has_least=False),
+    "train.ddp.bucket_size": _Range(1, math.inf, "a whole number above 0, or null"),
+}
+
+
+def value_faults(where: str, value: Any, hint: Any) -> Iterator[UserFault]:
+    """The fault of a value that a field does not take, if it is one; hint: the field's type."""
+    wanted = _RANGES.get(where)
+    if not _fits(value, hint):
+        words = wanted.words if wanted else " or ".join(_in_words(hint))
+        mend = f"set it to {words}" if words else "remove it: no recipe can write such a value"
+        yield UserFault(where, f"{value!r:.80} is no value that Megatron's field takes", mend)
+    elif wanted and value is not None and not wanted.holds(value):
+        yield UserFault(where, f"{value!r:.80} is out of range", f"set it to {wanted.words}")
+
+
+def state_dtype(key: str, name: str) -> torch.dtype:
+    """The type of the optimizer's state that a recipe names. Raises UserFault for another name."""
+    if name not in STATE_DTYPES:
+        problem = f"{name!r:.80} is no type of its state"
+        raise UserFault(f"train.optimizer.{key}", problem, f"use {' or '.join(STATE_DTYPES)}")
+    return STATE_DTYPES[name]
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value of YAML can be that of a field; a whole number is a number too, and a list is a tuple."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, one) for one in inner)
+    if origin is Literal:
+        return any(value == one and type(value) is type(one) for one in inner)
+    if origin is list or hint is list:
+        return isinstance(value, list) and all(_fits(item, inner[0]) for item in value if inner)
+    if origin is tuple:
+        return isinstance(value, list | tuple) and len(value) == len(inner) and all(map(_fits, value, inner))
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if hint is torch.dtype:
+        return isinstance(value, str) and value in STATE_DTYPES
+    return hint in _WORDS and type(value) is hint
+
+
+def _in_words(hint: Any) -> list[str]:
+    """What a recipe may write for a field, in alternatives; none where it can write nothing."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return list(dict.fromkeys(words for one in inner for words in _in_words(one)))
+    if origin is Literal:
+        return [str(one) for one in inner]
+    if origin is list or hint is list:
+        items = _in_words(inner[0]) if inner else ["values"]
+        return [f"a list, each {' or '.join(items)}"] if items else []
+    if origin is tuple:
+        return [f"a list of {len(inner)} values"]
+    if hint is torch.dtype:
+        return list(STATE_DTYPES)
+    return [_WORDS[hint]] if hint in _WORDS else []

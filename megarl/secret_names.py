@@ -1,0 +1,50 @@
+"""Which values of a recipe are secrets: one rule for what is refused, and for what does not leave the machine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_PLAIN = {"apikey", "secret", "password", "passwd", "passphrase", "credential", "authorization", "bearer"}
+_BEFORE_KEY = {"api", "judge", "private", "access", "secret", "auth"}  # not: answer, sort
+_BEFORE_TOKEN = {"hf", "auth", "access", "api", "bearer", "judge", "refresh", "tracking"}  # not: stop, eos, pad
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_NOT_OF_WORDS = re.compile(r"[^a-z0-9]+")
+_VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+")
+_OF_ENVIRONMENT = re.compile(r"(?:^|[^a-z])(?:api)?(?:key|token|passw(?:or)?d|secret|credentials?)$", re.IGNORECASE)
+_PASSWORD_OF_URL = re.compile(r"://[^/@\s:]*:[^/@\s]+@")
+
+
+def is_secret(name: str, value: object) -> bool:
+    """Whether the value under a key of a recipe is a secret by the key's name; never the name of a variable."""
+    return isinstance(value, str) and bool(value) and _names_secret(name) and not _VARIABLE.fullmatch(value)
+
+
+def is_secret_variable(name: str) -> bool:
+    """Whether a variable of the environment may hold a secret: more names than a recipe's, for nothing is refused."""
+    return bool(_OF_ENVIRONMENT.search(name))
+
+
+def secrets_in(value: Any, where: str, name: str = "") -> Iterator[tuple[str, str]]:
+    """Of a tree of mappings and lists: where a secret is, and what it is, in words that do not show it."""
+    if isinstance(value, Mapping):
+        for key, below in value.items():
+            yield from secrets_in(below, f"{where}.{key}", str(key))
+    elif isinstance(value, list | tuple):
+        for number, below in enumerate(value):
+            yield from secrets_in(below, f"{where}[{number}]", name)
+    elif is_secret(name, value):
+        yield where, "holds a secret"
+    elif isinstance(value, str) and _PASSWORD_OF_URL.search(value):
+        yield where, "holds a URL with a password"
+
+
+def _names_secret(name: str) -> bool:
+    """By the last words of a name, in the singular; a list of words before `key` and `token`, which are columns too."""
+    *before, last = _NOT_OF_WORDS.split(_CAMEL.sub("_", name).lower())
+    previous = before[-1] if before else ""
+    if last == "token":
+        return not previous or previous in _BEFORE_TOKEN
+    last = last.removesuffix("s")
+    return last in _PLAIN or (last == "key" and previous in _BEFORE_KEY)
