@@ -69,8 +69,8 @@ def _lines(rates: Sequence[RankRates], nodes: Sequence[NodeFacts], base: Hardwar
     for key, name in (("nvlink_latency_s", "inside_latency_s"), ("nic_latency_s", "between_latency_s")):
         slowest = _most(rates, name)
         found[key] = _known(base, key, slowest, _ASSUMED[key], "a small all-reduce, outside CUDA graphs")
-    usual = Hardware.model_fields["communicator_bytes"].default
-    found["communicator_bytes"] = _known(base, "communicator_bytes", None, usual, "")
+    usual, what = Hardware.model_fields["communicator_bytes"].default, "a group's first message, largest of all GPUs"
+    found["communicator_bytes"] = _known(base, "communicator_bytes", _most(rates, "communicator_bytes"), usual, what)
     speeds = [folder.write_bytes_per_s for node in nodes for folder in node.folders[:1]]
     known = [speed for speed in speeds if speed]
     what = "files in the run's folder, all nodes at once"

@@ -52,6 +52,7 @@ class RankRates:
     between_bytes_per_s: float | None
     inside_latency_s: float | None
     between_latency_s: float | None
+    communicator_bytes: int | None  # of the GPU, for one group of NCCL's
 
 
 class RateRank:
@@ -70,6 +71,7 @@ class RateRank:
         """All of it; every rank must be called."""
         sizes, node = self._sizes, self._rank // self._node_ranks
         first, has_peers, has_nodes = node * self._node_ranks, self._node_ranks > 1, self._num_ranks > self._node_ranks
+        communicator_bytes = self._communicator_bytes(has_peers)  # before anything else is sent
         ring = [first + slot for slot in range(self._node_ranks)]
         column = [*range(self._rank % self._node_ranks, self._num_ranks, self._node_ranks)]
         return RankRates(
@@ -83,7 +85,19 @@ class RateRank:
             between_bytes_per_s=sizes.message_bytes / self._seconds(self._shift(column)) if has_nodes else None,
             inside_latency_s=self._seconds(self._all_reduce(self._node_group)) if has_peers else None,
             between_latency_s=self._seconds(self._all_reduce(None)) if has_nodes else None,
+            communicator_bytes=communicator_bytes,
         )
+
+    def _communicator_bytes(self, has_peers: bool) -> int | None:
+        """Of the node's group, or where the node has one GPU of that of all ranks."""
+        if device.DEVICE != "cuda" or self._num_ranks == 1:
+            return None
+        message = self._empty(4)
+        self._wait()
+        taken = device.taken_bytes()
+        dist.all_reduce(message, group=self._node_group if has_peers else None)
+        self._wait()
+        return max(0, device.taken_bytes() - taken)
 
     def _memory_bytes(self) -> int:
         """Of the GPU; on CPU this rank's part of the host's."""

@@ -48,6 +48,7 @@ def test_every_rank_measures_everything_that_it_has_a_peer_for(measured: list[Ra
     for one in measured:
         values = {name: value for name, value in asdict(one).items() if name not in ("node", "device_name")}
         assert values.pop("host_bytes_per_s") is None, "without a GPU nothing is copied to one"
+        assert values.pop("communicator_bytes") is None, "nor is memory of one taken"
         assert all(value > 0 for value in values.values()), values
 
 
@@ -70,6 +71,7 @@ def gpu(**changed: object) -> RankRates:
         "node": 0, "device_name": "NVIDIA H800", "memory_bytes": 84_930_000_000, "matmul_flops": 700e12,
         "copy_bytes_per_s": 2.9e12, "host_bytes_per_s": 55e9, "inside_bytes_per_s": 170e9, "between_bytes_per_s": 48e9,
         "inside_latency_s": 20e-6, "between_latency_s": 45e-6,
+        "communicator_bytes": 300 << 20,
     }  # fmt: skip
     return RankRates(**(values | changed))  # type: ignore[arg-type]
 
@@ -103,10 +105,11 @@ def test_what_could_not_be_measured_is_the_cards_own(tmp_path: Path) -> None:
     assert card.pcie_bytes_per_s == H800.pcie_bytes_per_s
 
 
-def test_what_a_group_of_nccls_takes_is_the_cards_own(tmp_path: Path) -> None:
-    """A run tells it when it starts, and the doctor has nothing to measure it with."""
+def test_what_a_group_of_nccls_takes_is_measured_or_the_cards_own(tmp_path: Path) -> None:
     base = H800.model_copy(update={"communicator_bytes": 123_456_789})
-    assert written(tmp_path, gpu(), base=base).communicator_bytes == 123_456_789
+    assert written(tmp_path, gpu(communicator_bytes=None), base=base).communicator_bytes == 123_456_789
+    measured = written(tmp_path, gpu(), gpu(communicator_bytes=500 << 20), base=base)
+    assert measured.communicator_bytes == 500 << 20, "of the GPU where it took most"
 
 
 def test_every_key_of_a_hardware_file_is_written(tmp_path: Path) -> None:
