@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-_CALL_KEYS = 8192  # of one call: more of them, with their values, leave the processor's caches
+_CALL_NUMBERS = 2**18  # in the keys of one call: more of them, with their values, leave the processor's caches
 _FREE_KEYS = 1024  # to read so many takes no longer than another call
 
 
@@ -77,7 +77,7 @@ def _attend(batch: _Batch, options: dict[str, Any]) -> torch.Tensor:
     num_keys, order = batch.num_keys.sort()
     requests = batch.requests[order]
     ends = num_keys[:, None]
-    for start, end in shared_calls(num_keys.tolist()):
+    for start, end in shared_calls(num_keys.tolist(), _CALL_NUMBERS // batch.k_cache[0].numel()):
         members = order[start:end]
         keys, values = _keys_and_values(batch, requests[start:end], ends[start:end])
         out = _attention(batch.query[members], keys, values, ends[start:end], options)
@@ -85,16 +85,16 @@ def _attend(batch: _Batch, options: dict[str, Any]) -> torch.Tensor:
     return batch.output
 
 
-def shared_calls(num_keys: Sequence[int]) -> Iterator[tuple[int, int]]:
+def shared_calls(num_keys: Sequence[int], most_keys: int) -> Iterator[tuple[int, int]]:
     """The sequences (start, end) of each call, of those that are sorted by length.
 
     A call is padded to its longest sequence. That doubles its work at most, unless there is little of it; and it has
-    no more than _CALL_KEYS unless one sequence has.
+    no more than most_keys unless one sequence has.
     """
     start = own_keys = 0
     for index, longest in enumerate(num_keys):
         padded = (index + 1 - start) * longest
-        if index > start and padded > min(_CALL_KEYS, 2 * (own_keys + longest) + _FREE_KEYS):
+        if index > start and padded > min(most_keys, 2 * (own_keys + longest) + _FREE_KEYS):
             yield start, index
             start, own_keys = index, 0
         own_keys += longest
