@@ -16,7 +16,7 @@ from typing import Any
 from tqdm import tqdm
 
 from megarl.device import DEVICE, agree_on_nccl, use_loopback
-from megarl.rollout import cpu, seeded
+from megarl.rollout import cpu, cpu_attention, seeded
 from megarl.rollout.arguments import Span
 from megarl.rollout.rounds import Rounds
 
@@ -92,9 +92,7 @@ class SchedulerEntry:
         with _exit_with_traceback():
             if DEVICE == "cpu":
                 cpu.live_no_longer_than_host()
-                cpu.patch_sglang()
-            if self.seeded:
-                seeded.patch_sglang()
+            patch_sglang(repeatable=self.seeded)
             from sglang.srt.managers import scheduler
 
             rounds = Rounds(self.rounds_path, tp_rank - self.first_rank)
@@ -110,6 +108,16 @@ class SchedulerEntry:
             address = group_address(port_args.scheduler_input_ipc_name, group or 0)
             port_args = replace(port_args, scheduler_input_ipc_name=address)
             scheduler.run_scheduler_process(server_args, port_args, gpu_id, tp_rank, pp_rank, group, *rest)
+
+
+def patch_sglang(repeatable: bool) -> None:
+    """What SGLang needs on this device, and for samples that repeat; run before its model is built."""
+    if DEVICE == "cpu":
+        cpu.patch_sglang()
+        if not repeatable:
+            cpu_attention.attend_together()
+    if repeatable:
+        seeded.patch_sglang()
 
 
 def handed_on(environment: Mapping[str, str]) -> dict[str, str]:
