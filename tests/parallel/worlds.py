@@ -18,6 +18,7 @@ from megarl.device import Address
 from megarl.parallel.layout import TrainLayout
 from megarl.types import TrainSequence
 from tests import forked
+from tests.parallel.precision import dtype
 
 TIMEOUT_S = 120.0
 
@@ -27,7 +28,7 @@ def recipe(path: Path, layout: TrainLayout, **train: Any) -> Recipe:
     return Recipe.model_validate(
         {
             "run": {"name": "test", "steps": 1, "timeout_s": TIMEOUT_S},
-            "model": {"path": str(path), "dtype": train.pop("dtype", "float32")},
+            "model": {"path": str(path), "dtype": train.pop("dtype", dtype())},
             "data": {"train": "none"},
             "reward": {"function": "none"},
             "rollout": {"prompts_per_step": 1, "samples_per_prompt": 2, "max_response_tokens": 1},
@@ -168,12 +169,14 @@ Rectangle = tuple[str, tuple[int, int], tuple[int, int], np.ndarray]
 
 def rectangles(trainer: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> list[Rectangle]:
     """This rank's weights as (HF tensor, rows, cols, values); or other tensors by the names of (some) weights."""
+    from megarl.parallel.model import TRANSFORMER_ENGINE
     from megarl.resharding import megatron_map
     from megarl.resharding.shards import cells, views
 
     held = trainer.params() if tensors is None else tensors
     found = []
-    for shard in filter(lambda one: one.area, megatron_map.shards(trainer.shape, trainer.layout, trainer.rank)):
+    mapped = megatron_map.shards(trainer.shape, trainer.layout, trainer.rank, TRANSFORMER_ENGINE)
+    for shard in filter(lambda one: one.area, mapped):
         if tensors is not None and not all(param in tensors for param, _ in cells(shard)):
             continue
         planes = [plane for view in views(held, shard.param, shard.at, shard.size) for plane in view]
