@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -65,6 +66,22 @@ def test_sglang_itself_leaves_them(nvls: str) -> None:
 def test_an_engine_starts_beside_training_that_takes_unequal_parts_of_its_gpus() -> None:
     set_environment()
     assert os.environ["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] == "0"
+
+
+def test_no_file_that_others_may_write_is_run_to_start_a_scheduler() -> None:
+    """Whatever the user's environment says: SGLang's scheduler then binds itself to its GPU's NUMA node."""
+    os.environ["SGLANG_NUMA_BIND_V2"] = "1"
+    set_environment()
+    assert os.environ["SGLANG_NUMA_BIND_V2"] == "0"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
+def test_sglang_still_reads_that_variable() -> None:
+    spec = importlib.util.find_spec("sglang")
+    assert spec and spec.origin
+    source = (Path(spec.origin).parent / "srt" / "utils" / "numa_utils.py").read_text()
+    start = source.partition("def configure_subprocess(")[2].partition("_create_numactl_executable")[0]
+    assert "if envs.SGLANG_NUMA_BIND_V2.get():" in start
 
 
 def test_the_memory_savers_library_is_looked_up_where_it_was_loaded() -> None:
