@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from megarl import device
@@ -49,6 +50,13 @@ def axes(layout: TrainLayout) -> dict[str, Any]:
         "etp": layout.expert_tp or None,
         "layers_per_stage": layout.stage_layers,
     }
+
+
+def need_gpus(count: int) -> None:
+    """Skip the test where each rank is to have a GPU of its own and there are not as many."""
+    found = torch.cuda.device_count()
+    if device.DEVICE == "cuda" and found < count:
+        pytest.skip(f"{count} ranks on {found} GPU{'s' * (found != 1)}: each needs its own")
 
 
 def run_world(made: Recipe, work: Callable[..., Any], *args: Any) -> list[Any]:
