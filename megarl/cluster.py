@@ -26,7 +26,7 @@ from megarl.nics import Seat
 from megarl.ray_servers import RayServers
 from megarl.session_folder import SessionFolder, remove_dead
 from megarl.types import Silence, UserFault
-from megarl.worker import SHARES, Pulses, Ref, Worker
+from megarl.worker import SHARES, Pulses, Ref, Worker, failure
 
 _GRACE_S = 3.0  # a death breaks its peers' collectives first: this long is waited for the cause to show
 _OBJECT_STORE_BYTES = max(2**30, min(2**35, psutil.virtual_memory().total // 10))  # samples of a step, mostly
@@ -191,7 +191,7 @@ class Cluster:
         try:
             return ray.get(list(labels), timeout=self._timeout_s)
         except ray.exceptions.RayError as error:  # a node is gone, with what was to be fetched from it
-            failures = [(name, failure) for ref, name in labels.items() if (failure := _failure(ref)) is not None]
+            failures = [(name, why) for ref, name in labels.items() if (why := failure(ref)) is not None]
             raise _reported(*min(failures or [("a worker's result", error)], key=_rank)) from None
 
     def await_all(self, labels: Mapping[Ref, str], among: Sequence[Worker] | None = None) -> None:
@@ -201,9 +201,9 @@ class Cluster:
         pending = dict(labels)
         while pending:
             done = self._ended([*pending, *watches], watched)
-            failures = [failure for ref in done if (failure := _failure(ref)) is not None]
+            failures = [why for ref in done if (why := failure(ref)) is not None]
             if failures:
-                at_fault = [failure for failure in failures if isinstance(failure, UserFault)]
+                at_fault = [why for why in failures if isinstance(why, UserFault)]
                 raise at_fault[0] if at_fault else self._cause([*pending, *watches], {**labels, **watches})
             for ref in done:
                 pending.pop(ref, None)
@@ -229,7 +229,7 @@ class Cluster:
         """The failure to report: a user's fault first, then a dead process, a silent one, then whatever was raised."""
         self._pulses.ask(self._workers)
         done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=_GRACE_S)
-        failures = [(labels[ref], failure) for ref in done if (failure := _failure(ref)) is not None]
+        failures = [(labels[ref], why) for ref in done if (why := failure(ref)) is not None]
         name, cause = min(failures, key=_rank)
         # Who waited in vain for a process that stands still may have begun before it did.
         if _rank((name, cause)) == _OTHER and (silence := self._silence_now()):
@@ -273,13 +273,19 @@ class Cluster:
 
     def _is_stopped(self, worker: Worker) -> bool:
         """Whether a signal has stopped it, as far as can be seen from this node."""
-        pid = self._pulses.pid(worker)
+        pid = self._pid_here(worker)
+        return pid is not None and processes.is_stopped(pid)
+
+    def _pid_here(self, worker: Worker) -> int | None:
+        """Its process id, if it is on this node and has said it."""
         is_near = not self._joins or self._node_of(worker) == self.host
-        return is_near and pid is not None and processes.is_stopped(pid)
+        return self._pulses.pid(worker) if is_near else None
 
     def close(self) -> None:
         """End the session: no process, socket, shared-memory file or folder of it is left."""
         with processes.interrupts_ignored():
+            ended = {pid for worker in self._pulses.answered() if (pid := self._pid_here(worker)) is not None}
+            ended |= {process.pid for process in processes.descendants(spare=self._not_ours)}
             if self._servers and self._servers.fault():  # Ray's own ways out would wait for what is gone
                 processes.kill_descendants(spare=self._not_ours)
             else:
@@ -292,6 +298,7 @@ class Cluster:
                 self._servers.close()
                 self._servers = None
             processes.kill_descendants(spare=self._not_ours)
+            processes.remove_counters(ended)
             self._folder.remove()
             os.environ.pop("TMPDIR")
             if self._tmpdir is not None:
@@ -318,21 +325,9 @@ def _raylet_socket() -> str:
     return next(node["RayletSocketName"] for node in ray.nodes() if node["NodeID"] == own)
 
 
-def _failure(ref: Ref) -> Exception | None:
-    try:
-        ray.get(ref, timeout=0)
-    except ray.exceptions.GetTimeoutError:
-        return None
-    except ray.exceptions.RayTaskError as error:
-        return error.cause if isinstance(error.cause, UserFault) else error
-    except ray.exceptions.RayError as error:
-        return error
-    return None
-
-
-def _rank(failure: tuple[str, Exception]) -> int:
+def _rank(failed: tuple[str, Exception]) -> int:
     """The most telling first: a user's fault, a dead process, one that stands still, whatever else was raised."""
-    _, error = failure
+    _, error = failed
     if isinstance(getattr(error, "cause", None), Silence):
         return 2
     return 0 if isinstance(error, UserFault) else 1 if isinstance(error, ray.exceptions.RayActorError) else _OTHER

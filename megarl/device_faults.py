@@ -1,8 +1,12 @@
-"""GPUs that torch does not see: the run would train on the CPU over gloo, thousands of times slower, without a word."""
+"""GPUs that torch does not see, and memory of theirs that cannot be lent.
+
+Without the first check a run would train on the CPU over gloo, thousands of times slower, without a word.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -13,6 +17,8 @@ from megarl.device import CHOICE, DEVICE
 from megarl.types import UserFault
 
 _ANSWER_S = 60.0  # without persistence mode the driver starts up for each call, seconds a GPU
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads both
+_EXPANDABLE = re.compile(r"\bexpandable_segments\s*:\s*true\b", re.IGNORECASE)
 _INSTALL = "install requirements/gpu.txt (docs/install.md)"
 
 
@@ -21,7 +27,9 @@ def device_faults() -> list[UserFault]:
     asked = os.environ.get(CHOICE, "")
     if asked not in ("", "cpu", "cuda"):
         return [UserFault(CHOICE, f"{asked!r} is no device", "set it to cpu or cuda, or leave it out")]
-    if DEVICE == "cuda" or asked == "cpu":
+    if DEVICE == "cuda":
+        return _allocator_faults()
+    if asked == "cpu":
         return []
     count = num_listed_gpus()
     if count == 0:
@@ -29,6 +37,13 @@ def device_faults() -> list[UserFault]:
         mend = "mend the driver (docs/install.md), or leave it out"
         return [UserFault(CHOICE, problem, mend)] if asked else []
     return [_unseen(count)]
+
+
+def _allocator_faults() -> list[UserFault]:
+    """Of the environment: engines map the parameters of training ranks by CUDA IPC, a segment at a time."""
+    named = [name for name in _ALLOCATOR if _EXPANDABLE.search(os.environ.get(name, ""))]
+    problem = "it has expandable_segments:True, and expandable segments cannot be mapped by the engines"
+    return [UserFault(name, problem, "remove expandable_segments from it") for name in named]
 
 
 def _unseen(count: int) -> UserFault:

@@ -8,10 +8,12 @@ import signal
 import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 
 import psutil
 
+SHARED_MEMORY = Path("/dev/shm")
 _PR_SET_CHILD_SUBREAPER = 36
 _REAP_S = 5.0
 
@@ -97,6 +99,25 @@ def kill_descendants(spare: Collection[int]) -> None:
         if {process.pid for process in alive} == {process.pid for process in left}:
             return  # unkillable (kernel wait): nothing more can be done from here
         left = alive
+
+
+def remove_counters(pids: Collection[int], folder: Path = SHARED_MEMORY) -> None:
+    """Remove the files by which torch counts who uses the GPU memory that a process lent, of those that have ended.
+
+    Torch removes its `torch_<pid>_*` as it exits, and the processes of a run are killed. What is older than this
+    command, or another user's, is of a process in another container that has the same number.
+    """
+    ending: list[psutil.Process] = []
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            ending.append(psutil.Process(pid))
+    alive = {process.pid for process in psutil.wait_procs(ending, timeout=_REAP_S)[1]}
+    began = psutil.Process().create_time()
+    for file in (file for pid in {*pids} - alive for file in folder.glob(f"torch_{pid}_*")):
+        with suppress(OSError):
+            status = file.lstat()
+            if status.st_uid == os.geteuid() and status.st_mtime >= began:
+                file.unlink()
 
 
 @contextmanager

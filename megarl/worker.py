@@ -180,6 +180,19 @@ def _answer(ref: Ref) -> Any:
         return error
 
 
+def failure(ref: Ref) -> Exception | None:
+    """Why a call has failed; None where it has not, or has not ended."""
+    try:
+        ray.get(ref, timeout=0)
+    except ray.exceptions.GetTimeoutError:
+        return None
+    except ray.exceptions.RayTaskError as error:
+        return error.cause if isinstance(error.cause, UserFault) else error
+    except ray.exceptions.RayError as error:
+        return error
+    return None
+
+
 class Pulses:
     """Asks each worker from time to time whether it lives, and knows for how long it has not answered.
 
@@ -224,6 +237,10 @@ class Pulses:
     def silence_s(self, worker: Worker) -> float:
         """For how long it has not answered, in whole periods."""
         return self._missed[worker] * self._period_s
+
+    def answered(self) -> list[Worker]:
+        """Whose process id is known, whether it lives or not."""
+        return list(self._pids)
 
     def pid(self, worker: Worker) -> int | None:
         """None: it has never answered."""

@@ -22,7 +22,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's CPU build on any machine, and nothing said of the device."""
     monkeypatch.setattr(device_faults, "DEVICE", "cpu")
     monkeypatch.setattr(torch.version, "cuda", None)
-    for name in ("MEGARL_DEVICE", "CUDA_VISIBLE_DEVICES"):
+    for name in ("MEGARL_DEVICE", "CUDA_VISIBLE_DEVICES", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -85,6 +85,18 @@ def test_what_is_asked_for_counts(
     driver(tmp_path, monkeypatch, body)
     monkeypatch.setenv("MEGARL_DEVICE", asked)
     assert [where for where, _, _ in told()] == wheres
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_memory_that_engines_cannot_map_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "max_split_size_mb:128,expandable_segments:True")
+    assert told() == [], "the CPU's memory has no segments"
+    monkeypatch.setattr(device_faults, "DEVICE", "cuda")
+    ((where, problem, mend),) = told()
+    assert (where, mend) == (name, "remove expandable_segments from it")
+    assert problem.endswith("expandable segments cannot be mapped by the engines")
+    monkeypatch.setenv(name, "expandable_segments:False")
+    assert told() == []
 
 
 def test_a_driver_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 
-from megarl.processes import interrupts_ignored
+from megarl.processes import interrupts_ignored, remove_counters
 
 _ORPHAN = """
 import subprocess, psutil
@@ -38,6 +39,23 @@ def test_a_descendant_whose_parent_is_gone_is_killed_and_reaped():
     assert done.stdout.split() == ["False", "None", "False"], done.stderr
     sleepers = (["sleep", "600"], ["sleep", "601"])
     assert not [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] in sleepers]
+
+
+def test_what_torch_counts_lent_memory_by_is_removed_with_its_process(tmp_path: Path):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    with subprocess.Popen(["sleep", "602"]) as other:
+        names = {pid: tmp_path / f"torch_{pid}_1234_0" for pid in (ended.pid, other.pid, os.getpid())}
+        older = tmp_path / f"torch_{ended.pid}_99_0"
+        for file in (*names.values(), older):
+            file.write_bytes(bytes(8))
+        os.utime(older, (1.0, 1.0))
+        remove_counters({ended.pid}, tmp_path)
+        assert [file.exists() for file in names.values()] == [False, True, True]
+        assert older.exists(), "it is of a process in another container"
+        other.send_signal(signal.SIGKILL)
+        remove_counters({other.pid}, tmp_path)
+    assert [file.exists() for file in names.values()] == [False, False, True]
 
 
 _NOTED = """

@@ -15,6 +15,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from megatron.core import optimizer, utils
+from megatron.core.optimizer import clip_grads, distrib_optimizer
+from megatron.core.optimizer import optimizer as megatron_optimizer
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
@@ -143,6 +146,24 @@ def exchange_uneven_lists() -> None:
     mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_any, reduce_any
 
 
+def step_without_engine() -> None:
+    """Give Megatron torch's optimizers, and its own loops over lists of tensors, as where no package has fused ones.
+
+    TransformerEngine and apex may be installed where MEGARL_DEVICE=cpu asks for the CPU. Megatron takes their fused
+    optimizers and kernels as soon as it can import them, and these run on a GPU alone.
+    """
+    chosen: Any = optimizer
+    chosen.Adam, chosen.SGD, chosen.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, torch.optim.SGD, True
+    distributed: Any = distrib_optimizer
+    distributed.Adam, distributed.HAVE_APEX_OR_TE = torch.optim.Adam, False
+    distributed.USING_TE_OPTIMIZER = distributed.USING_APEX_OPTIMIZER = False
+    loops: tuple[Any, ...] = megatron_optimizer, clip_grads
+    for module in loops:
+        module.multi_tensor_applier = utils.local_multi_tensor_applier
+        module.multi_tensor_scale_impl = utils.local_multi_tensor_scale
+    clip_grads.l2_norm_impl = utils.local_multi_tensor_l2_norm
+
+
 @functools.cache
 def patch_megatron(device: torch.device = _CPU) -> None:
     """Everything above, once per process, after the Megatron modules that are used have been imported.
@@ -155,4 +176,5 @@ def patch_megatron(device: torch.device = _CPU) -> None:
     keep_rng_states_on_cpu()
     split_by_numbers()
     exchange_uneven_lists()
+    step_without_engine()
     use_local_layers()

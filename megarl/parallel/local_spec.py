@@ -158,11 +158,11 @@ class DuplicatedLinear(torch.nn.Module):
 def use_local_layers() -> None:
     """Let Megatron's own modules do without TransformerEngine in two places where they name it unasked.
 
-    The router's product reads `te_general_gemm`, which moe_utils then never defines. Latent attention asks for a
-    duplicated layer only where it recognises TransformerEngine's: ours is named so.
+    The router's product reads `te_general_gemm`, which moe_utils does not define without TransformerEngine, and which
+    runs on a GPU alone. Latent attention asks for a duplicated layer only where it recognises TransformerEngine's: ours
+    is named so.
     """
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
+    moe_utils.te_general_gemm = None  # type: ignore[assignment]
     multi_latent_attention.TELinear = DuplicatedLinear  # type: ignore[misc]
 
 

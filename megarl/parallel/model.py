@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megarl.device import DEVICE
 from megarl.parallel.hf_config import HfFacts, hf_facts
+from megarl.parallel.latent import has_fused_rope, latent_fields
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.local_spec import block_spec, mtp_spec, use_local_layers
 from megarl.parallel.options import configured
@@ -37,12 +38,19 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ROUTER_BIAS = "router.expert_bias"
 
 
-def choose_layers(train: Train, is_gpu: bool = DEVICE == "cuda", has_engine: bool = HAVE_TE) -> None:
+def choose_layers(
+    train: Train, dtype: torch.dtype, is_gpu: bool = DEVICE == "cuda", has_engine: bool = HAVE_TE
+) -> None:
     """Before the first chunk is built on a GPU: TransformerEngine's layers, or Megatron's own where the recipe allows.
 
-    Raises UserFault where TransformerEngine is missing and the recipe does not.
+    Raises UserFault where TransformerEngine is missing and the recipe does not, or where it has no attention in dtype.
     """
-    if not is_gpu or has_engine:
+    if not is_gpu:
+        return
+    if has_engine:
+        if dtype is torch.float32:
+            problem = "float32, and TransformerEngine's attention takes packed rows in bfloat16 alone"
+            raise UserFault("model.dtype", problem, "set it to bfloat16")
         return
     if not train.local_layers:
         try:
@@ -79,7 +87,7 @@ def _fixed_fields(
         "calculate_per_token_loss": True,  # gradients are summed over DP; pipeline.py divides them once
         **_expert_fields(shape, facts),
         "moe_router_bias_update_rate": router_bias_rate,
-        **(_latent_fields(shape.mla, facts) if shape.mla else {}),
+        **(latent_fields(shape.mla, facts) if shape.mla else {}),
         **_layout_fields(shape, layout),
         "variable_seq_lengths": True,
         "params_dtype": dtype,
@@ -120,28 +128,6 @@ def _expert_fields(shape: ModelShape, facts: HfFacts) -> dict[str, Any]:
     }
 
 
-def _latent_fields(mla: MlaShape, facts: HfFacts) -> dict[str, Any]:
-    fields = {
-        "q_lora_rank": mla.q_lora_rank,
-        "kv_lora_rank": mla.kv_lora_rank,
-        "qk_head_dim": mla.nope_dim,
-        "qk_pos_emb_head_dim": mla.rope_dim,
-        "v_head_dim": mla.v_dim,
-        "rotary_base": facts.rope_theta,
-        "rope_type": "yarn" if facts.yarn else "rope",
-    }
-    if facts.yarn:
-        fields |= {
-            "rotary_scaling_factor": facts.yarn.factor,
-            "original_max_position_embeddings": facts.yarn.original_positions,
-            "beta_fast": facts.yarn.beta_fast,
-            "beta_slow": facts.yarn.beta_slow,
-            "mscale": facts.yarn.mscale,
-            "mscale_all_dim": facts.yarn.mscale_all_dim,
-        }
-    return fields
-
-
 def _layout_fields(shape: ModelShape, layout: TrainLayout) -> dict[str, Any]:
     return {
         "tensor_model_parallel_size": layout.tp,
@@ -168,13 +154,13 @@ def _uneven_stages(shape: ModelShape, layout: TrainLayout) -> list[list[str]]:
 
 def _default_fields(shape: ModelShape, facts: HfFacts) -> dict[str, Any]:
     """The fields that a recipe may set otherwise: which kernels run, not what they compute."""
-    has_fused_rope = shape.mla is None or facts.yarn is not None  # Megatron has none for latent attention without YaRN
+    is_rope_fused = TRANSFORMER_ENGINE and (shape.mla is None or has_fused_rope(shape.mla, facts))
     return {
         "moe_token_dispatcher_type": "alltoall",
         "moe_router_dtype": "fp32",
         "deallocate_pipeline_outputs": DEVICE == "cuda",  # gloo sends from memory that would be free
         "batch_p2p_sync": False,  # of the host after each hop, for releases of torch that are gone
-        "apply_rope_fusion": TRANSFORMER_ENGINE and has_fused_rope,
+        "apply_rope_fusion": is_rope_fused,
         "bias_activation_fusion": TRANSFORMER_ENGINE,
         "moe_permute_fusion": TRANSFORMER_ENGINE and fused_permute is not None,
         "bias_dropout_fusion": False,

@@ -45,19 +45,19 @@ class RankModel:
         trains: bool = True,
         is_published: bool = True,
     ) -> None:
+        self._dtype = model.DTYPES[recipe.model.dtype]
         if device.DEVICE == "cpu":
             cpu.patch_megatron()
             torch.set_num_threads(1)
         else:
             torch.cuda.set_device(recipe.placement.gpu_of(slot))
-            model.choose_layers(recipe.train)
+            model.choose_layers(recipe.train, self._dtype)
         path, train, layout = recipe.model.path, recipe.train, train_layout(recipe)
         self.rank, self.shape, self.layout, self._train = rank, shape, layout, train
         self.at = layout.coords(rank)
         self.is_last_stage = self.at.pp == layout.pp - 1
         self.speaks = speaks(layout, rank)  # for those that hold the same
         self.split = Split(layout.tp, layout.cp, self.at.cp, layout.tokens_align)
-        self._dtype = model.DTYPES[recipe.model.dtype]
         config = model.transformer_config(path, shape, layout, self._dtype, train)
         groups.join(store, rank, layout, recipe.run.seed, recipe.run.timeout_s)
         self.communicator_bytes = groups.connect()

@@ -20,12 +20,13 @@ from megarl.parallel.layout import FP8_TILE
 from megarl.resharding.shards import LayoutError
 
 # SGLang's MoE layers that store experts in another order: each is a flag of the layer or of its quantisation method.
-_UNKNOWN_MOE_LAYOUTS = (
-    "use_triton_kernels",
-    "use_flashinfer_trtllm_moe",
-    "load_up_proj_weight_first",
-    "w13_swiglu_interleaved",
-)
+_OTHER_BACKEND = "set rollout.engine.sglang.moe_runner_backend to triton"
+_UNKNOWN_MOE_LAYOUTS = {
+    "use_triton_kernels": _OTHER_BACKEND,
+    "use_flashinfer_trtllm_moe": _OTHER_BACKEND,
+    "load_up_proj_weight_first": _OTHER_BACKEND,
+    "w13_swiglu_interleaved": "leave SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED out of the environment",
+}
 _REPLICATED_QUERIES = "w_kc_qrep"  # made once at start from the weights of that time
 _CACHE_SCALES = ("k_scale", "v_scale")
 
@@ -50,7 +51,8 @@ def unknown_layout(model: torch.nn.Module) -> LayoutError | None:
         owners = (module, getattr(module, "quant_method", None))
         flags = [flag for flag in _UNKNOWN_MOE_LAYOUTS if any(getattr(owner, flag, False) for owner in owners)]
         if flags:
-            return LayoutError(f"{name}: this MoE backend of SGLang ({flags[0]}) stores experts in an unmapped layout")
+            why = f"this MoE backend of SGLang ({flags[0]}) stores experts in an unmapped layout"
+            return LayoutError(f"{name}: {why}; {_UNKNOWN_MOE_LAYOUTS[flags[0]]}")
         if getattr(module, _REPLICATED_QUERIES, None) is not None:
             return LayoutError(f"{name}: SGLang replicated the query weights at start and would keep the old ones")
         if getattr(module, "num_fused_shared_experts", 0):

@@ -200,6 +200,8 @@ def server_arguments(settings: EngineSettings, weight_loader: str, device: str =
     else:
         # The memory saver: training takes the engine's memory between rollouts.
         arguments |= {"base_gpu_id": settings.first_gpu, "enable_memory_saver": True, "sleep_on_idle": True}
+        if not settings.fp8:  # what "auto" is on Hopper; on Blackwell it is a backend whose layout has no map
+            arguments["moe_runner_backend"] = "triton"
     arguments |= settings.sglang
     if settings.seeded:  # last: samples that are said to repeat must not depend on other settings
         arguments |= seeded.server_arguments(settings.context_tokens, settings.concurrency, device)

@@ -31,6 +31,7 @@ def set_environment() -> None:
     os.environ["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "0"
     os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"  # on an engine's further nodes its start returns
     os.environ["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"  # a /dev/shm file that a SIGKILL leaves
+    os.environ["SGLANG_NUMA_BIND_V2"] = "0"  # a script in /tmp that everyone may write is run; it binds itself instead
     os.environ["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"  # training takes unequal parts of an engine's GPUs
     agree_on_nccl()
     if DEVICE == "cpu":

@@ -12,16 +12,21 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from megarl.device import DEVICE, is_loopback
+from megarl.flops import peak_flops
 from megarl.hardware import load_hardware
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 FIRST, SECOND = "127.0.0.2", "127.0.0.3"
+HEAD = os.environ.get("RAY_ADDRESS", "").rpartition(":")[0]
+JOINS_OTHERS = HEAD != "" and not is_loopback(HEAD)
 _LIMIT_S = 300.0
 _POLL_S = 0.2
 
@@ -130,6 +135,34 @@ def test_this_machine_measures_itself_and_a_plan_takes_it(inputs: Path, tmp_path
     found, card = json.loads(plan.stdout), load_hardware(file)
     assert found["memory"]["capacity_bytes"] == card.memory_bytes
     assert found["step"]["total_s"] > 0
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="peaks are known of GPUs alone")
+def test_products_reach_a_good_part_of_the_peak_and_no_more(tmp_path: Path) -> None:
+    """A peak that is too low is passed; that of sparse products, twice the right one, is not reached by half."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    for rate in measured_rates(tmp_path, environment)["rates"]:
+        peak = peak_flops(rate["device_name"])
+        assert peak, f"megarl/flops.py has no peak of {rate['device_name']}"
+        assert 0.4 < rate["matmul_flops"] / peak <= 1, rate["device_name"]
+
+
+@pytest.mark.skipif(not JOINS_OTHERS, reason="RAY_ADDRESS names no cluster of several machines")
+def test_several_machines_measure_the_links_between_them(tmp_path: Path) -> None:
+    found = measured_rates(tmp_path, dict(os.environ))
+    addresses = {node["address"] for node in found["facts"]}
+    assert len(addresses) > 1 and not any(map(is_loopback, addresses))
+    assert {rate["node"] for rate in found["rates"]} == {*range(len(addresses))}
+    assert all(rate["between_bytes_per_s"] > 0 for rate in found["rates"])
+
+
+def measured_rates(folder: Path, environment: dict[str, str]) -> dict[str, Any]:
+    """What `megarl doctor --measure` says; its findings are not the question."""
+    command = [sys.executable, "-m", "megarl.cli", "doctor", "--measure", "--json", "--out", str(folder / "mine.yaml")]
+    own = environment | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, timeout=_LIMIT_S)
+    assert done.returncode in (0, 2), done.stdout + done.stderr
+    return json.loads(done.stdout)
 
 
 def test_both_nodes_are_looked_at_measured_and_told_apart(nodes: Nodes) -> None:

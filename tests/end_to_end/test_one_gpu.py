@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megarl.device import DEVICE
 from tests.parallel import checkpoints
@@ -67,6 +68,13 @@ def test_a_run_with_fp8_weights(launch: Callable, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not ON_GPU, reason="fp8 caches of latent attention run on a GPU")
-def test_a_run_of_latent_attention_with_an_fp8_cache(launch: Callable, tmp_path: Path) -> None:
-    cache = "rollout.engine.sglang={kv_cache_dtype: fp8_e4m3, attention_backend: flashmla}"
+@pytest.mark.parametrize(("backend", "capability"), [("flashmla", 9), ("trtllm_mla", 10)])
+def test_a_run_of_latent_attention_with_an_fp8_cache(
+    launch: Callable, tmp_path: Path, backend: str, capability: int
+) -> None:
+    """By the backend of each generation of GPUs: Hopper's and Blackwell's."""
+    found = torch.cuda.get_device_capability()[0]
+    if found != capability:
+        pytest.skip(f"{backend} is for GPUs of compute capability {capability}, and this one has {found}")
+    cache = f"rollout.engine.sglang={{kv_cache_dtype: fp8_e4m3, attention_backend: {backend}}}"
     check(steps_of(launch, tmp_path, cache, "deepseek-v3", **LATENT), 0.2)

@@ -67,10 +67,14 @@ def sequences(count: int, vocab_size: int, longest: int) -> list[TrainSequence]:
 
 
 class Rank:
-    """The only rank of a world, with the weights of the checkpoint in `folder`."""
+    """The only rank of a world, with the weights of the checkpoint in `folder`.
 
-    def __init__(self, folder: str, dtype: str = "float32", deterministic: bool = False, **train: Any) -> None:
+    In float32 unless dtype is given, or in bfloat16 where TransformerEngine runs: it has no attention in float32.
+    """
+
+    def __init__(self, folder: str, dtype: str = "", deterministic: bool = False, **train: Any) -> None:
         torch.use_deterministic_algorithms(deterministic, warn_only=True)
+        dtype = dtype or ("bfloat16" if model.TRANSFORMER_ENGINE else "float32")
         shape = model_shape(folder)
         self._rank = RankModel(0, recipe(folder, dtype, **train), shape, HashStore(), slot=0)
         shards = megatron_map.shards(shape, self._rank.layout, 0, model.TRANSFORMER_ENGINE)

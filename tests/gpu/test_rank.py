@@ -23,6 +23,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3-moe": {"weight_decay": 0.1, "aux_loss": 0.02, "z_loss": 1e-3},
     "deepseek-v3": {"weight_decay": 0.1, "mtp_loss": 0.1, "router_bias_rate": 1e-3},
 }
+RESUMED = 0.01 if HAS_ENGINE else 1e-5  # a step after a resume, where the device sums in any order: bfloat16, float32
 REPEATABLE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
@@ -130,7 +131,7 @@ def test_a_rank_is_resumed_with_all_its_generators(path: Path, family: str, tmp_
     record("the next steps are exact", is_exact, "")
     assert is_exact or ON_GPU
     for one, two in pairs:
-        assert one == pytest.approx(two, rel=1e-5)
+        assert one == pytest.approx(two, rel=RESUMED)
 
 
 def test_a_rank_that_has_not_stepped_is_saved(path: Path, family: str, tmp_path: Path) -> None:

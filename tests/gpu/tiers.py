@@ -19,7 +19,6 @@ TIERS: dict[int, tuple[str, ...]] = {
     1: ("tests/gpu",),
     2: (
         "tests/parallel/test_reference.py",
-        "tests/parallel/test_families.py",
         "tests/rollout/test_engine.py",
         "tests/rollout/test_draws.py",
         "tests/rollout/test_seeded.py",
@@ -28,6 +27,7 @@ TIERS: dict[int, tuple[str, ...]] = {
         "tests/end_to_end/test_doctor.py",
     ),
     3: (
+        "tests/parallel/test_families.py",
         "tests/parallel/test_groups.py",
         "tests/parallel/test_replay.py",
         "tests/parallel/test_token_rewards.py",

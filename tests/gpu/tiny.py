@@ -51,7 +51,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "kv_lora_rank": 32,
         "qk_nope_head_dim": 16,
         "qk_rope_head_dim": 16,
-        "v_head_dim": 24,
+        "v_head_dim": 32,  # another than the keys', and a power of two, as fused rotary positions want it
         "rope_parameters": YARN,
         "first_k_dense_replace": 1,
         "n_routed_experts": 8,
@@ -69,13 +69,20 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 
 def write(folder: Path, family: str) -> Path:
     """config.json and model.safetensors with random weights; returns the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**COMMON, **FAMILIES[family]}), encoding="utf-8")
+    write_config(folder, family)
     made = torch.Generator().manual_seed(5)
     shape = model_shape(folder)
     found = {name: _values(name, size, made) for name, size in sorted(hf_tensors(shape).items())}
     found |= {copy: found[name].clone() for copy, name in aliases(shape).items()}
     save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def write_config(folder: Path, family: str, **changes: Any) -> Path:
+    """config.json alone; returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = {**COMMON, **FAMILIES[family], **changes}
+    (folder / "config.json").write_text(json.dumps(found), encoding="utf-8")
     return folder
 
 

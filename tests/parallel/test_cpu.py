@@ -6,6 +6,16 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from megatron.core import optimizer as chosen
+from megatron.core import utils
+from megatron.core.optimizer import clip_grads, distrib_optimizer
+from megatron.core.optimizer import optimizer as megatron_optimizer
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.moe import moe_utils
+
+from megarl.parallel.cpu import step_without_engine
+from megarl.parallel.local_spec import use_local_layers
 
 PROGRAM = """
 import torch
@@ -37,6 +47,36 @@ try:
 except (RuntimeError, AssertionError):
     print("torch itself still refuses")
 """
+
+
+def test_packages_for_gpus_are_not_stepped_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's modules as they are where TransformerEngine is installed, on a machine whose CPU is asked for."""
+    tensors = ("multi_tensor_applier", "multi_tensor_scale_impl")
+    for module in (megatron_optimizer, clip_grads):
+        for name in tensors:
+            monkeypatch.setattr(module, name, None)
+    for module, names in (
+        (clip_grads, ("l2_norm_impl",)),
+        (chosen, ("Adam", "SGD", "USING_PYTORCH_OPTIMIZER")),
+        (distrib_optimizer, ("Adam",)),
+        (moe_utils, ("te_general_gemm",)),
+        (multi_latent_attention, ("TELinear",)),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, "TransformerEngine's", raising=False)
+    for name in ("HAVE_APEX_OR_TE", "USING_TE_OPTIMIZER", "USING_APEX_OPTIMIZER"):
+        monkeypatch.setattr(distrib_optimizer, name, True)
+    step_without_engine()
+    use_local_layers()
+    assert (chosen.Adam, chosen.SGD, chosen.USING_PYTORCH_OPTIMIZER) == (torch.optim.AdamW, torch.optim.SGD, True)
+    assert distrib_optimizer.Adam is torch.optim.Adam
+    assert not distrib_optimizer.HAVE_APEX_OR_TE
+    assert not (distrib_optimizer.USING_TE_OPTIMIZER or distrib_optimizer.USING_APEX_OPTIMIZER)
+    for module in (megatron_optimizer, clip_grads):
+        assert module.multi_tensor_applier is utils.local_multi_tensor_applier
+        assert module.multi_tensor_scale_impl is utils.local_multi_tensor_scale
+    assert clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm
+    assert moe_utils.te_general_gemm is None
 
 
 @pytest.mark.slow

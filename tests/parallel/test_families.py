@@ -19,8 +19,10 @@ from megarl.parallel.hf_config import model_shape
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.routing import Routing
 from megarl.resharding import megatron_map
+from tests.parallel import precision
 from tests.parallel.checkpoints import write
-from tests.parallel.worlds import TIMEOUT_S, deal, ragged, recipe, run_ranks, run_world
+from tests.parallel.precision import within
+from tests.parallel.worlds import TIMEOUT_S, deal, need_gpus, ragged, recipe, run_ranks, run_world
 
 SPARSE, DENSE = ("qwen3-moe", "deepseek-v3"), ("qwen3", "qwen2", "llama")
 EVERY_LAYOUT = {  # of up to 4 ranks; the checkpoints have 4 layers and, but for DeepSeek-V3, 2 key/value heads
@@ -51,12 +53,17 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
 
 def load_real_model(rank: int, meet: Address, path: Path, layout: TrainLayout) -> int:
     """Build this rank's chunks and load them through the map, which proves that it describes every parameter."""
-    cpu.patch_megatron()
+    dtype, train = model.DTYPES[precision.dtype()], Train(lr=1.0, local_layers=True)
+    if device.DEVICE == "cpu":
+        cpu.patch_megatron()
+    else:
+        torch.cuda.set_device(rank)
+        model.choose_layers(train, dtype)
     shape = model_shape(path)
     groups.join(device.join_store(meet, TIMEOUT_S), rank, layout, seed=1, timeout_s=TIMEOUT_S)
-    config = model.transformer_config(path, shape, layout, torch.float32, Train(lr=1.0))
+    config = model.transformer_config(path, shape, layout, dtype, train)
     params = model.params(model.build_chunks(config, path, shape, layout, rank, Routing()))
-    load_hf(path, megatron_map.shards(shape, layout, rank), params)
+    load_hf(path, megatron_map.shards(shape, layout, rank, model.TRANSFORMER_ENGINE), params)
     return len(params)
 
 
@@ -64,6 +71,7 @@ def load_real_model(rank: int, meet: Address, path: Path, layout: TrainLayout) -
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_the_map_describes_the_real_model(checkpoints: dict[str, Path], family: str, name: str) -> None:
     layout = (EVERY_LAYOUT | SPARSE_LAYOUTS | DENSE_LAYOUTS)[name]
+    need_gpus(layout.world_size)
     assert all(run_ranks(layout.world_size, load_real_model, checkpoints[family], layout))
 
 
@@ -92,8 +100,9 @@ def test_logprobs_equal_those_of_transformers(tmp_path: Path, family: str) -> No
     expected = transformers_logprobs(path, model_shape(path).vocab_size)
     ep = 2 if family in SPARSE else 1
     for layout in (TrainLayout(1, 1, 1, 1), TrainLayout(4, 2, 2, ep)):
+        need_gpus(layout.world_size)
         results = run_world(recipe(path, layout), trainer_logprobs)
         for rank, mine in enumerate(results):
             assert (mine is None) == (layout.coords(rank).pp < layout.pp - 1)
             if mine is not None:
-                np.testing.assert_allclose(np.concatenate(mine), np.concatenate(expected), atol=1e-4)
+                np.testing.assert_allclose(np.concatenate(mine), np.concatenate(expected), atol=within(1e-4))

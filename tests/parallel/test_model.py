@@ -18,7 +18,7 @@ from megarl.parallel.layout import TrainLayout
 from megarl.parallel.local_spec import DuplicatedLinear
 from megarl.parallel.model import hf_facts, transformer_config
 from megarl.types import UserFault
-from tests.parallel.checkpoints import write
+from tests.gpu import tiny
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_megatrons_own_refusal_is_a_users_fault(checkpoint_path: Path) -> None:
 
 def test_a_gpu_without_transformer_engine_is_refused_by_the_package() -> None:
     with pytest.raises(UserFault) as caught:
-        model.choose_layers(Train(lr=1.0), is_gpu=True, has_engine=False)
+        model.choose_layers(Train(lr=1.0), torch.bfloat16, is_gpu=True, has_engine=False)
     assert str(caught.value).startswith("train.local_layers: TransformerEngine cannot be used (No module named ")
     assert "install transformer-engine[pytorch], or set it to true" in caught.value.mend
 
@@ -98,20 +98,36 @@ def test_a_gpu_without_transformer_engine_has_the_layers_that_a_recipe_allows(mo
     """The whole model is built and run from them on CPU in every other test here."""
     monkeypatch.delattr(moe_utils, "te_general_gemm", raising=False)
     monkeypatch.setattr(multi_latent_attention, "TELinear", None)
-    model.choose_layers(Train(lr=1.0, local_layers=True), is_gpu=True, has_engine=False)
+    model.choose_layers(Train(lr=1.0, local_layers=True), torch.float32, is_gpu=True, has_engine=False)
     assert moe_utils.te_general_gemm is None
     assert multi_latent_attention.TELinear is DuplicatedLinear
 
 
-@pytest.mark.parametrize("has_yarn", [True, False])
+def test_transformer_engine_is_given_no_float32() -> None:
+    """Where its layers are used alone; it has no attention for packed rows in another type than 16 bits."""
+    with pytest.raises(UserFault) as caught:
+        model.choose_layers(Train(lr=1.0), torch.float32, is_gpu=True, has_engine=True)
+    assert (caught.value.where, caught.value.mend) == ("model.dtype", "set it to bfloat16")
+    model.choose_layers(Train(lr=1.0), torch.bfloat16, is_gpu=True, has_engine=True)
+    model.choose_layers(Train(lr=1.0), torch.float32, is_gpu=False, has_engine=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_fused"),
+    [
+        ({}, True),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, False),
+        ({"qk_nope_head_dim": 24}, False),
+        ({"v_head_dim": 48}, False),
+        ({"qk_rope_head_dim": 24}, False),
+        ({"qk_rope_head_dim": 2}, False),
+    ],
+    ids=str,
+)
 def test_rope_is_fused_where_megatron_has_a_kernel(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_yarn: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changes: dict[str, Any], is_fused: bool
 ) -> None:
-    """As with TransformerEngine: for latent attention Megatron refuses the fusion without YaRN."""
+    """As with TransformerEngine: latent attention's kernels are of YaRN, and Triton counts to powers of two alone."""
     monkeypatch.setattr(model, "TRANSFORMER_ENGINE", True)
-    path = write(tmp_path / "model", "deepseek-v3")
-    if not has_yarn:
-        config_file = path / "config.json"
-        facts = json.loads(config_file.read_text()) | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-        config_file.write_text(json.dumps(facts))
-    assert config(path, {}).apply_rope_fusion is has_yarn
+    folder = tiny.write_config(tmp_path / "model", "deepseek-v3", **{"v_head_dim": 32, **changes})
+    assert config(folder, {}).apply_rope_fusion is is_fused

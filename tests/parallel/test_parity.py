@@ -11,6 +11,7 @@ import pytest
 from megarl.parallel.layout import TrainLayout
 from tests.parallel.checkpoints import write
 from tests.parallel.gradients import check_learning, recorded
+from tests.parallel.precision import within
 from tests.parallel.worlds import deal, ragged, recipe, run_world, weighted_loss, world_part
 
 pytestmark = pytest.mark.slow
@@ -129,7 +130,7 @@ def test_ranks_without_sequences(one_rank: dict[str, Any], family: str) -> None:
     ranks = run_world(made, train_unevenly)
     assert all(rank["metrics"] == ranks[0]["metrics"] for rank in ranks)
     for mine, one in zip(ranks[0]["metrics"], expected["metrics"], strict=True):
-        assert mine == pytest.approx(one, rel=1e-4)
+        assert mine == pytest.approx(one, rel=within(1e-4))
     check_learning([rank["learning"] for rank in ranks], [expected["learning"]])
 
 
@@ -149,7 +150,7 @@ def check(ranks: list[dict[str, Any]], layout: TrainLayout, expected: dict[str, 
         check_logprobs(result["logprobs"], expected["logprobs"][at.dp :: layout.dp] if is_last else None)
         for mine, one in zip(result["metrics"], expected["metrics"], strict=True):
             assert (mine.keys() == one.keys()) == is_last
-            assert mine == pytest.approx({name: one[name] for name in mine}, rel=1e-4)
+            assert mine == pytest.approx({name: one[name] for name in mine}, rel=within(1e-4))
     last = [result["metrics"] for rank, result in enumerate(ranks) if layout.coords(rank).pp == layout.pp - 1]
     assert all(metrics == last[0] for metrics in last)
     check_learning([rank["learning"] for rank in ranks], [expected["learning"]])
@@ -158,4 +159,4 @@ def check(ranks: list[dict[str, Any]], layout: TrainLayout, expected: dict[str, 
 def check_logprobs(mine: list[np.ndarray] | None, expected: list[np.ndarray] | None) -> None:
     assert (mine is None) == (expected is None)
     for one, other in zip(mine or (), expected or (), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-4)
+        np.testing.assert_allclose(one, other, atol=within(1e-4))

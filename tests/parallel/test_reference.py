@@ -14,6 +14,7 @@ from megarl.parallel.layout import TrainLayout
 from megarl.parallel.sequences import PackedRow, Split, pack
 from tests.parallel.checkpoints import write
 from tests.parallel.gradients import Tensors, check_gradients, check_weights, recorded, whole
+from tests.parallel.precision import within
 from tests.parallel.worlds import deal, part, ragged, recipe, run_world, weighted_loss
 
 pytestmark = pytest.mark.slow
@@ -64,7 +65,8 @@ def test_logprobs_equal_those_of_transformers(path: Path, one_rank: dict[str, An
         tokens_T = torch.from_numpy(one.token_ids_T)
         with torch.no_grad():
             logp_TV = model(tokens_T[None]).logits[0].log_softmax(-1)
-        np.testing.assert_allclose(mine[1:], logp_TV[:-1].gather(-1, tokens_T[1:, None])[:, 0], atol=1e-4)
+        expected_T = logp_TV[:-1].gather(-1, tokens_T[1:, None])[:, 0]
+        np.testing.assert_allclose(mine[1:], expected_T, atol=within(1e-4))
 
 
 def test_steps_equal_transformers_and_torch(
@@ -93,7 +95,7 @@ def test_steps_equal_transformers_and_torch(
         mine = {name: metrics[name] for name in ("loss", "aux_loss", "z_loss", "grad_norm")}
         aux, z = aux / len(seen), z / len(seen)
         expected = {"loss": loss.item(), "aux_loss": aux.item(), "z_loss": z.item(), "grad_norm": norm.item()}
-        assert mine == pytest.approx(expected, rel=1e-4)
+        assert mine == pytest.approx(expected, rel=within(1e-4))
     mine = whole([one_rank["learning"]])
     check_gradients(mine.gradients, gradients)
     check_weights(mine)

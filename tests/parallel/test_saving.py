@@ -19,6 +19,7 @@ from megarl.parallel.layout import TrainLayout
 from megarl.types import UserFault
 from tests.parallel.checkpoints import load, write
 from tests.parallel.gradients import check_learning, recorded
+from tests.parallel.precision import within
 from tests.parallel.worlds import assemble, deal, ragged, recipe, run_world, weighted_loss, world_part
 from tests.small_disk import small_disk
 
@@ -140,7 +141,7 @@ def test_another_layout_goes_on_within_rounding(
     folder, expected = saved
     ranks = run_world(recipe(path, TO[name], **settings), load_and_go_on, folder)
     for mine, other in zip(ranks[-1]["metrics"], expected[-1]["metrics"], strict=True):
-        assert mine == pytest.approx(other, rel=1e-5)
+        assert mine == pytest.approx(other, rel=within(1e-5))
     mine, other = ([rank["learning"] for rank in world] for world in (ranks, expected))
     check_learning(mine, other, earlier=[rank["earlier"] for rank in expected])
 

@@ -15,6 +15,7 @@ from megarl.device import Address
 from megarl.parallel.layout import TrainLayout
 from megarl.types import Prompt, Sample, SampleGroup
 from tests.parallel.conftest import write_checkpoint
+from tests.parallel.precision import within
 from tests.parallel.worlds import recipe, run_ranks
 
 pytestmark = pytest.mark.slow
@@ -142,12 +143,12 @@ def test_every_layout_pays_what_one_rank_does(
         assert sorted(key for piece in spoken for key in piece) == sorted(expected), "each sample once"
         for piece in spoken:
             for key, value_T in piece.items():
-                np.testing.assert_allclose(value_T, expected[key], atol=1e-5)
+                np.testing.assert_allclose(value_T, expected[key], atol=within(1e-5))
     assert any(np.abs(value_T).max() > 1e-4 for value_T in one_rank["pieces"][0].values())
     for algorithm in ALGORITHMS:
         for rank in ranks:
             for mine, one in zip(rank[algorithm], one_rank[algorithm], strict=True):
-                assert mine == pytest.approx({key: one[key] for key in mine}, rel=2e-4, abs=1e-6), algorithm
+                assert mine == pytest.approx({key: one[key] for key in mine}, rel=within(2e-4), abs=1e-6), algorithm
 
 
 def test_distillation_is_the_reverse_kl_of_each_token(models: tuple[Path, Path]) -> None:
@@ -188,7 +189,7 @@ def test_process_rewards_tell_outcomes_apart(models: tuple[Path, Path], name: st
         merged = {key: value_T for rank in ranks for key, value_T in rank["said"][step].items()}
         assert merged.keys() == one["said"][step].keys()
         for key, value_T in merged.items():
-            np.testing.assert_allclose(value_T, one["said"][step][key], atol=1e-4)
+            np.testing.assert_allclose(value_T, one["said"][step][key], atol=within(1e-4))
         for rank in ranks:
             for mine, other in zip(rank["metrics"][step], one["metrics"][step], strict=True):
-                assert mine == pytest.approx({key: other[key] for key in mine}, rel=1e-3, abs=1e-5)
+                assert mine == pytest.approx({key: other[key] for key in mine}, rel=within(1e-3), abs=1e-5)

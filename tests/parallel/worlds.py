@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from megarl import device
@@ -18,6 +19,7 @@ from megarl.device import Address
 from megarl.parallel.layout import TrainLayout
 from megarl.types import TrainSequence
 from tests import forked
+from tests.parallel.precision import dtype
 
 TIMEOUT_S = 120.0
 
@@ -27,7 +29,7 @@ def recipe(path: Path, layout: TrainLayout, **train: Any) -> Recipe:
     return Recipe.model_validate(
         {
             "run": {"name": "test", "steps": 1, "timeout_s": TIMEOUT_S},
-            "model": {"path": str(path), "dtype": train.pop("dtype", "float32")},
+            "model": {"path": str(path), "dtype": train.pop("dtype", dtype())},
             "data": {"train": "none"},
             "reward": {"function": "none"},
             "rollout": {"prompts_per_step": 1, "samples_per_prompt": 2, "max_response_tokens": 1},
@@ -48,6 +50,13 @@ def axes(layout: TrainLayout) -> dict[str, Any]:
         "etp": layout.expert_tp or None,
         "layers_per_stage": layout.stage_layers,
     }
+
+
+def need_gpus(count: int) -> None:
+    """Skip the test where each rank is to have a GPU of its own and there are not as many."""
+    found = torch.cuda.device_count()
+    if device.DEVICE == "cuda" and found < count:
+        pytest.skip(f"{count} ranks on {found} GPU{'s' * (found != 1)}: each needs its own")
 
 
 def run_world(made: Recipe, work: Callable[..., Any], *args: Any) -> list[Any]:
@@ -168,12 +177,14 @@ Rectangle = tuple[str, tuple[int, int], tuple[int, int], np.ndarray]
 
 def rectangles(trainer: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> list[Rectangle]:
     """This rank's weights as (HF tensor, rows, cols, values); or other tensors by the names of (some) weights."""
+    from megarl.parallel.model import TRANSFORMER_ENGINE
     from megarl.resharding import megatron_map
     from megarl.resharding.shards import cells, views
 
     held = trainer.params() if tensors is None else tensors
     found = []
-    for shard in filter(lambda one: one.area, megatron_map.shards(trainer.shape, trainer.layout, trainer.rank)):
+    mapped = megatron_map.shards(trainer.shape, trainer.layout, trainer.rank, TRANSFORMER_ENGINE)
+    for shard in filter(lambda one: one.area, mapped):
         if tensors is not None and not all(param in tensors for param, _ in cells(shard)):
             continue
         planes = [plane for view in views(held, shard.param, shard.at, shard.size) for plane in view]

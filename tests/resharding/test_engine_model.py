@@ -139,9 +139,9 @@ def test_a_scale_for_each_head_is_no_constant() -> None:
 
 
 UNKNOWN = [
-    (mark("module", "use_triton_kernels", True), r"self_attn: .*use_triton_kernels"),
-    (mark("module", "use_flashinfer_trtllm_moe", True), "use_flashinfer_trtllm_moe"),
-    (mark("module", "w13_swiglu_interleaved", True), "w13_swiglu_interleaved"),
+    (mark("module", "use_triton_kernels", True), r"self_attn: .*use_triton_kernels.*moe_runner_backend to triton"),
+    (mark("module", "use_flashinfer_trtllm_moe", True), "use_flashinfer_trtllm_moe.*to triton"),
+    (mark("module", "w13_swiglu_interleaved", True), "w13_swiglu_interleaved.*leave SGLANG_OPT_FUSE_SWIGLU"),
     (mark("method", "load_up_proj_weight_first", True), "load_up_proj_weight_first"),
     (mark("module", "num_fused_shared_experts", 1), "fused the shared experts"),
     (mark("module", "w_kc_qrep", torch.ones(1)), "replicated the query weights"),

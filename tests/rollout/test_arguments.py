@@ -57,6 +57,27 @@ def test_an_idle_engine_leaves_the_cores_to_the_optimizer() -> None:
     assert not server_arguments(mine, "a.loader", "cuda")["sleep_on_idle"]
 
 
+def test_experts_lie_where_the_map_has_them_on_every_gpu() -> None:
+    """SGLang's own choice on Blackwell lays them out in another way; for fp8 tiles it keeps its choice."""
+
+    def backend(device: str = "cuda", **changes: Any) -> Any:
+        return server_arguments(replace(SETTINGS, **changes), "a.loader", device).get("moe_runner_backend")
+
+    assert (backend(), backend(fp8=True), backend("cpu")) == ("triton", None, None)
+    assert backend(sglang={"moe_runner_backend": "deep_gemm"}) == "deep_gemm"
+
+
+@needs_sglang
+def test_triton_is_what_sglang_chooses_on_hopper_itself() -> None:
+    """In its source: unquantised experts go to Triton where no other backend is named."""
+    spec = importlib.util.find_spec("sglang")
+    assert spec and spec.origin
+    source = (Path(spec.origin).parent / "srt" / "layers" / "quantization" / "unquant.py").read_text()
+    runner = source.partition("def create_moe_runner(")[2].partition("self.runner = MoeRunner(backend")[0]
+    assert runner.rstrip().endswith("else:\n            backend = MoeRunnerBackend.TRITON")
+    assert "is_auto" not in runner
+
+
 @needs_sglang
 @pytest.mark.parametrize("key", ["enable_nccl_nvls", "enable_symm_mem"])
 def test_nccl_is_not_set_up_in_engines_alone(key: str) -> None:

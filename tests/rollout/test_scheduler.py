@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -89,6 +90,22 @@ def test_room_is_held_until_sglang_has_sized_its_cache(environment: pytest.Monke
     _keep_room(sglang, 3, 100)
     sglang.Scheduler(7)
     assert events == ["100 bytes on cuda:3", "cache 7", "given up", "given back"]
+
+
+def test_no_file_that_others_may_write_is_run_to_start_a_scheduler() -> None:
+    """Whatever the user's environment says: SGLang's scheduler then binds itself to its GPU's NUMA node."""
+    os.environ["SGLANG_NUMA_BIND_V2"] = "1"
+    set_environment()
+    assert os.environ["SGLANG_NUMA_BIND_V2"] == "0"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
+def test_sglang_still_reads_that_variable() -> None:
+    spec = importlib.util.find_spec("sglang")
+    assert spec and spec.origin
+    source = (Path(spec.origin).parent / "srt" / "utils" / "numa_utils.py").read_text()
+    start = source.partition("def configure_subprocess(")[2].partition("_create_numactl_executable")[0]
+    assert "if envs.SGLANG_NUMA_BIND_V2.get():" in start
 
 
 def test_the_memory_savers_library_is_looked_up_where_it_was_loaded() -> None:
