@@ -282,10 +282,13 @@ def hold(trainer: Any) -> list[int]:
 
 
 def test_memory_is_flat_over_two_hundred_steps(small_vocabulary: Path) -> None:
-    """A step that kept 0.1 MB would show: 10 MB from the second quarter of the steps to the last."""
+    """A step that kept 0.1 MB would show: 5 MB from each quarter of the steps to the next, after the first.
+
+    Once in a while the allocator takes a piece of some MB and keeps it: between two of the quarters, not between all.
+    """
     (held,) = run_world(recipe(small_vocabulary, TrainLayout(1, 1, 1, 1)), hold)
-    quarter = STEPS // 4
-    assert np.median(held[-quarter:]) - np.median(held[quarter : 2 * quarter]) < 50e3 * 2 * quarter, held
+    _, *quarters = np.median(np.reshape(held, (4, -1)), axis=1)
+    assert min(np.diff(quarters)) < 50e3 * STEPS / 4, held
 
 
 def learn(trainer: Any) -> dict[str, Any]:
