@@ -392,6 +392,33 @@ INSTALLING = "installing {name} for {tests}"
 INSTALL = "BIN/apt-get install -y --no-install-recommends {packages}"
 
 
+def prepare_test_sh(sandbox: Sandbox, folder: Path) -> None:
+    """An environment whose checkers do nothing."""
+    sandbox.set_up(folder)
+    sandbox.commands()
+    for tool in ("ruff", "pyright", "python"):
+        path = sandbox.repo / ".venv" / "bin" / tool
+        path.write_text(f"#!{shutil.which('bash')}\n")
+        path.chmod(0o755)
+
+
+def run_test_sh(sandbox: Sandbox) -> list[str]:
+    """What the script says."""
+    command = ["bash", str(sandbox.repo / "scripts" / "test.sh")]
+    result = subprocess.run(command, env={"PATH": str(sandbox.bin)}, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+    return result.stdout.splitlines()
+
+
+def test_test_sh_installs_no_slurm_beside_a_clusters_own(sandbox: Sandbox, tmp_path: Path) -> None:
+    prepare_test_sh(sandbox, tmp_path)
+    for program, body in {"bwrap": "", "scontrol": "", "id": "echo 0", "apt-get": "exit 1"}.items():
+        sandbox.stand_in(program, body)
+    (line,) = [line for line in run_test_sh(sandbox) if "Slurm" in line]
+    assert line.startswith("megarl: this machine belongs to a Slurm cluster")
+    assert not [line for line in sandbox.commands() if "apt-get" in line]
+
+
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize(
     ("uid", "apt_get", "says", "does"),
@@ -413,8 +440,7 @@ INSTALL = "BIN/apt-get install -y --no-install-recommends {packages}"
 def test_test_sh_provides_a_program_where_it_can(
     sandbox: Sandbox, tmp_path: Path, program: str, uid: str, apt_get: str | None, says: list[str], does: list[str]
 ) -> None:
-    sandbox.set_up(tmp_path)
-    sandbox.commands()
+    prepare_test_sh(sandbox, tmp_path)
     file = tmp_path / "program"
     file.write_text("")
     file.chmod(0o755)
@@ -424,16 +450,9 @@ def test_test_sh_provides_a_program_where_it_can(
         if other != program or apt_get == "there already":
             sandbox.stand_in(other, "")
     sandbox.stand_in("id", f"echo {uid}")
-    for tool in ("ruff", "pyright", "python"):
-        path = sandbox.repo / ".venv" / "bin" / tool
-        path.write_text(f"#!{shutil.which('bash')}\n")
-        path.chmod(0o755)
     if apt_get not in (None, "there already"):
         body = apt_get.format(file=file, program=program, updated=tmp_path / "updated").replace("BIN", str(sandbox.bin))
         sandbox.stand_in("apt-get", f"echo noise; echo noise >&2; {body}")
-    command = ["bash", str(sandbox.repo / "scripts" / "test.sh")]
-    result = subprocess.run(command, env={"PATH": str(sandbox.bin)}, capture_output=True, text=True)
-    assert (result.returncode, result.stderr) == (0, "")
-    lines = [line for line in result.stdout.splitlines() if name in line or "noise" in line]
+    lines = [line for line in run_test_sh(sandbox) if name in line or "noise" in line]
     assert lines == [f"megarl: {line.format(**told)}" for line in says]
     assert [line for line in sandbox.commands() if "apt-get" in line] == [line.format(**told) for line in does]
