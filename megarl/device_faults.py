@@ -42,7 +42,7 @@ def device_faults() -> list[UserFault]:
 def _allocator_faults() -> list[UserFault]:
     """Of the environment: engines map the parameters of training ranks by CUDA IPC, a segment at a time."""
     named = [name for name in _ALLOCATOR if _EXPANDABLE.search(os.environ.get(name, ""))]
-    problem = "it has expandable_segments:True, and expandable segments cannot be mapped by the engines"
+    problem = "it has expandable_segments:True, and no engine was seen to map such memory over CUDA IPC yet"
     return [UserFault(name, problem, "remove expandable_segments from it") for name in named]
 
 

@@ -48,7 +48,7 @@ def _words(name: str) -> list[str]:
 
 
 def communicator_bytes(path: str | Path | None) -> int:
-    """Of a GPU for one group of NCCL's, by the file that a recipe names, or as supposed where it names none."""
+    """Of a GPU for one group of NCCL's, by the file that a recipe names; the default where it names none."""
     if path is None:
         return Hardware.model_fields["communicator_bytes"].default
     return load_hardware(path).communicator_bytes

@@ -22,7 +22,7 @@ from megarl.plan_faults import plan_faults
 from megarl.plan_map import Slot, Stage, slot_map, spans, stages
 from megarl.plan_memory import memory
 from megarl.plan_model import ModelSize, Role, model_sizes
-from megarl.plan_phases import GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES, MemoryPlan, counted
+from megarl.plan_phases import GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES, MemoryPlan, counted, state_bytes
 from megarl.plan_reshard import ReshardPlan, plan_reshard
 from megarl.plan_rollout import RolloutTime, engine_speed, rollout_time
 from megarl.plan_time import (
@@ -320,6 +320,7 @@ def _model(size: ModelSize, share: Share, takes_turns: bool) -> Model:
         sum(chunk.dense / (layout.dp * layout.cp) + chunk.expert / layout.edp for chunk in chunks)
         for chunks in size.stages
     )
+    each = MOMENTS_BYTES + MASTER_BYTES if options.optimizer_offload else state_bytes(options, item_bytes(size))
     return Model(
         shape=size.shape,
         layout=layout,
@@ -329,5 +330,5 @@ def _model(size: ModelSize, share: Share, takes_turns: bool) -> Model:
         takes_turns=takes_turns,
         weights_bytes=weights * item_bytes(size),
         grads_bytes=trained * GRADIENT_BYTES,
-        optimizer_bytes=shards * (MOMENTS_BYTES + MASTER_BYTES),
+        optimizer_bytes=shards * each,
     )

@@ -1,4 +1,4 @@
-"""Which values of a recipe are secrets: one rule for what is refused, and for what does not leave the machine."""
+"""Which names mean secrets: a narrow rule for what a recipe may not hold, a wide one for what leaves the machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ _BEFORE_TOKEN = {"hf", "auth", "access", "api", "bearer", "judge", "refresh", "t
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _NOT_OF_WORDS = re.compile(r"[^a-z0-9]+")
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+")
-_OF_ENVIRONMENT = re.compile(r"(?:^|[^a-z])(?:api)?(?:key|token|passw(?:or)?d|secret|credentials?)$", re.IGNORECASE)
+_WIDE = re.compile(
+    r"(?:^|[^a-z])(?:api)?(?:key|token|passw(?:or)?d|secret|credentials?|authorization|bearer)$", re.IGNORECASE
+)
 _PASSWORD_OF_URL = re.compile(r"://[^/@\s:]*:[^/@\s]+@")
 
 
@@ -21,9 +23,9 @@ def is_secret(name: str, value: object) -> bool:
     return isinstance(value, str) and bool(value) and _names_secret(name) and not _VARIABLE.fullmatch(value)
 
 
-def is_secret_variable(name: str) -> bool:
-    """Whether a variable of the environment may hold a secret: more names than a recipe's, for nothing is refused."""
-    return bool(_OF_ENVIRONMENT.search(name))
+def may_be_secret(name: str) -> bool:
+    """Whether a key or a variable of this name may hold a secret: withholding too much costs nothing."""
+    return bool(_WIDE.search(name))
 
 
 def secrets_in(value: Any, where: str, name: str = "") -> Iterator[tuple[str, str]]:
@@ -41,7 +43,7 @@ def secrets_in(value: Any, where: str, name: str = "") -> Iterator[tuple[str, st
 
 
 def _names_secret(name: str) -> bool:
-    """By the last words of a name, in the singular; a list of words before `key` and `token`, which are columns too."""
+    """Whether the last words of a name mean a secret; `key` and `token` only after some words: columns are named so."""
     *before, last = _NOT_OF_WORDS.split(_CAMEL.sub("_", name).lower())
     previous = before[-1] if before else ""
     if last == "token":

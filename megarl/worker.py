@@ -267,13 +267,13 @@ def _check_device() -> None:
 
 
 def _imported(module: str) -> Any:
-    """The module. Raises UserFault where a shared library that it loads is not of this machine's environment."""
+    """Import a module. Raises UserFault where a shared library that it needs cannot be loaded."""
     try:
         return importlib.import_module(module)
     except OSError as error:
-        problem = f"{module} cannot be imported on node {ray.util.get_node_ip_address()} ({error})"
+        problem = f"it cannot be imported on node {ray.util.get_node_ip_address()} ({error})"
         mend = "install requirements/gpu.txt there (docs/install.md); megarl doctor names the package"
-        raise UserFault("installation", problem, mend) from error
+        raise UserFault(module, problem, mend) from error
 
 
 def _enter(folder: str) -> None:

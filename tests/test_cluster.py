@@ -153,7 +153,7 @@ def test_a_user_fault_arrives_as_itself(cluster: Cluster, workers: list[Worker])
 def test_a_library_that_cannot_be_loaded_is_the_installations_fault(cluster: Cluster):
     """What `import torch` raises where CUDA's libraries are another release's."""
     worker = cluster.worker("rank 0", 0)
-    with pytest.raises(UserFault, match=r"installation: cannot_load cannot be imported .*libnone\.so\.1: cannot"):
+    with pytest.raises(UserFault, match=r"cannot_load: it cannot be imported .*libnone\.so\.1: cannot"):
         cluster.gather({worker.start("cannot_load:Target", 0): worker.name})
     worker.kill()
 

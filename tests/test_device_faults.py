@@ -94,7 +94,7 @@ def test_memory_that_engines_cannot_map_is_refused_on_a_gpu(monkeypatch: pytest.
     monkeypatch.setattr(device_faults, "DEVICE", "cuda")
     ((where, problem, mend),) = told()
     assert (where, mend) == (name, "remove expandable_segments from it")
-    assert problem.endswith("expandable segments cannot be mapped by the engines")
+    assert problem.endswith("no engine was seen to map such memory over CUDA IPC yet")
     monkeypatch.setenv(name, "expandable_segments:False")
     assert told() == []
 

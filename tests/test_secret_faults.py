@@ -1,4 +1,4 @@
-"""Secrets in a recipe are refused before a run, by one rule with what trackers withhold."""
+"""Secrets in a recipe are refused before a run; trackers get no value whose name may mean one."""
 
 from __future__ import annotations
 
@@ -52,9 +52,19 @@ def test_a_secret_is_refused_and_withheld(key: str) -> None:
 
 
 @pytest.mark.parametrize("key", HARMLESS)
-def test_other_names_are_not(key: str) -> None:
+def test_other_names_are_not_refused(key: str) -> None:
     assert told({"arguments": {key: VALUE}}) == []
+
+
+@pytest.mark.parametrize("key", ["tokens", "max_tokens", "tokenizer", "monkey", "key_env", "secretary"])
+def test_what_no_name_of_a_secret_ends_is_sent(key: str) -> None:
     assert without_secrets({key: VALUE}) == {key: VALUE}
+
+
+def test_what_may_be_a_secret_is_withheld() -> None:
+    assert without_secrets({"openai_key": VALUE, "github_token": VALUE}) == dict.fromkeys(
+        ("openai_key", "github_token"), "(withheld)"
+    )
 
 
 @pytest.mark.parametrize("value", ["", None, 7, True, "JUDGE_KEY", "MEGARL_JUDGE_KEY_2"])

@@ -49,7 +49,7 @@ def choose_layers(
         return
     if has_engine:
         if dtype is torch.float32:
-            problem = "float32, and TransformerEngine's attention takes packed rows in bfloat16 alone"
+            problem = "float32, and TransformerEngine's attention takes packed rows in 16-bit types alone"
             raise UserFault("model.dtype", problem, "set it to bfloat16")
         return
     if not train.local_layers:

@@ -67,8 +67,8 @@ def optimizer_config(train: Train, dtype: torch.dtype, offloaded: bool) -> Optim
     for key, value in late.items():
         setattr(config, key, value)
     if offloaded or late:
-        # Offloaded, DistributedOptimizer else makes float32 masters on the GPU, of which the host only has copies; it
-        # is set behind the constructor's back because TransformerEngine's optimizer is not the one that steps there.
+        # With the optimizer on the host DistributedOptimizer would otherwise make float32 masters on the GPU. Set here,
+        # because the constructor asks for TransformerEngine, whose optimizer is not used there.
         config.use_precision_aware_optimizer = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
     return config
 
@@ -77,7 +77,7 @@ def engine_fault(train: Train, offloaded: bool) -> UserFault | None:
     """That the optimizer which the recipe asks for is TransformerEngine's, where that is not installed."""
     if HAVE_TE or offloaded or not train.optimizer.get(PRECISION_AWARE):
         return None
-    problem = "that optimizer is TransformerEngine's, which cannot be used here"
+    problem = "true, but this optimizer comes with TransformerEngine, which cannot be used here"
     return UserFault(f"train.optimizer.{PRECISION_AWARE}", problem, "install transformer-engine[pytorch], or remove it")
 
 

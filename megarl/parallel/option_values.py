@@ -38,7 +38,7 @@ _RANGES = {
 }
 
 
-def value_faults(where: str, value: Any, hint: Any) -> Iterator[UserFault]:
+def field_faults(where: str, value: Any, hint: Any) -> Iterator[UserFault]:
     """The fault of a value that a field does not take, if it is one; hint: the field's type."""
     wanted = _RANGES.get(where)
     if not _fits(value, hint):

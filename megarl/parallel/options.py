@@ -11,7 +11,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.parallel.option_values import value_faults
+from megarl.parallel.option_values import field_faults
 from megarl.spelling import near
 from megarl.types import UserFault
 
@@ -93,7 +93,7 @@ def _model_faults(options: Mapping[str, Any], fixed: set[str]) -> Iterator[UserF
         elif key not in names:
             yield _unknown(where, key, TransformerConfig, names - fixed)
         else:
-            yield from value_faults(where, value, hints[key])
+            yield from field_faults(where, value, hints[key])
 
 
 def _listed_faults(branch: str, options: Mapping[str, Any], kind: Any, listed: tuple[str, ...]) -> Iterator[UserFault]:
@@ -106,7 +106,7 @@ def _listed_faults(branch: str, options: Mapping[str, Any], kind: Any, listed: t
         elif key not in listed:
             yield UserFault(where, "other keys of the recipe decide it, or megarl relies on its value", "remove it")
         else:
-            yield from value_faults(where, value, hints[key])
+            yield from field_faults(where, value, hints[key])
 
 
 def _unknown(where: str, key: str, kind: Any, names: set[str]) -> UserFault:

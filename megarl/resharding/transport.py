@@ -75,7 +75,7 @@ def settle(timeout_s: float) -> None:
 
 
 def bounded(call: Callable[[], object], timeout_s: float, ask: Ask) -> None:
-    """Return when `call` has, which may block for ever. Raises what it raises, or as `poll`; its thread then stays."""
+    """Run in a thread what may block for ever. Raises what it raises, or as `poll`: the thread is then left behind."""
     ended: Future[object] = Future()
 
     def run() -> None:

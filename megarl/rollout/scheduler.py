@@ -174,9 +174,9 @@ def _seed_groups(scheduler: Any) -> None:
 
 
 def _keep_room(scheduler: Any, gpu_id: int, num_bytes: int) -> None:
-    """SGLang's cache takes what is free at the start, and the exchange's communicator is made after it.
+    """Hold as much memory as the exchange's communicator will take until SGLang has sized its cache.
 
-    Its memory is held until the cache is there, so that the first `resume_cache` finds as much as the start did.
+    The communicator is made later, and the first `resume_cache` must find as much memory free as the start did.
     """
     import torch
 

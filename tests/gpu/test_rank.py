@@ -50,7 +50,7 @@ def rank(path: Path, family: str, environment: dict[str, str] | None = None, **m
     return Child("tests.gpu.rank:Rank", environment, folder=str(path), **SETTINGS[family], **more)
 
 
-@pytest.mark.skipif(HAS_ENGINE, reason="TransformerEngine's attention takes packed rows in bfloat16 alone")
+@pytest.mark.skipif(HAS_ENGINE, reason="TransformerEngine's attention takes packed rows in 16-bit types alone")
 def test_the_device_learns_what_the_cpu_does_with_its_memory_lent_between_steps(
     path: Path, family: str, reference: dict[str, Any], record: Record
 ) -> None:
