@@ -119,7 +119,7 @@ def test_a_precision_aware_optimizer_is_accepted_where_transformer_engine_is_not
 def test_a_rank_without_transformer_engine_names_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizer, "HAVE_TE", False)
     train = Train(lr=1.0, optimizer={"use_precision_aware_optimizer": True})
-    with pytest.raises(UserFault, match=r"^train\.optimizer\.use_precision_aware_optimizer: .* comes with TransformerEngine"):
+    with pytest.raises(UserFault, match=r"^train\.optimizer\.use_precision_aware_optimizer: .* with TransformerEngine"):
         optimizer.build_optimizer([], train, torch.bfloat16)
 
 
