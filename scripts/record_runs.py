@@ -3,7 +3,7 @@
     python scripts/record_runs.py OUT            # metrics, samples, the weights' digests and all plans, one file each
     python scripts/record_runs.py OUT --against EARLIER      # exit code 1 where something differs, a line for each
 
-On CPU, with the quickstart's model and data; a few minutes. Figures depend on the CPU: record both on one machine.
+On CPU, with the quickstart's model and data; about ten minutes. Figures depend on the CPU: record both on one machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 # What is measured differs between two runs.
-MEASURED = re.compile(r"^(time|memory|speed|perf)/|_s$|_per_s$|mfu|tflops|held_bytes|host_bytes")
+MEASURED = re.compile(r"^(time|memory|speed|perf)/|_s$|_per_s$|mfu|tflops|held_bytes|host_bytes|seconds$")
 SMALL = [
     "rollout.seeded=true", "run.trackers=[]", "placement.gpus=2", "train.tp=1", "train.pp=1", "train.ep=2",
     "rollout.engine.tp=1", "rollout.prompts_per_step=8", "rollout.samples_per_prompt=4", "evaluation.max_prompts=8",
