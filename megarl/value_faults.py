@@ -45,7 +45,8 @@ def _gpu_faults(recipe: Recipe, device: str) -> Faults:
     else:
         most = placement.gpus_per_node
         problem = f"{placement.gpus} GPUs on one machine (placement.network is loopback), whose nodes have {most}"
-        mend = f"set placement.gpus_per_node to {placement.gpus}, placement.network to nodes, or it to at most {most}"
+        mend = f"set it to at most {most}, or placement.gpus_per_node to {placement.gpus}, "
+        mend += "or placement.network to nodes"
     if placement.gpus <= most:
         return []
     return [UserFault("placement.gpus", problem, mend)]

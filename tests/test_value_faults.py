@@ -151,7 +151,7 @@ def test_values_that_are_too_much_together(
 def test_one_machine_of_sixteen_gpus_is_named_so(good: list[str]) -> None:
     overrides = [*good, "placement.gpus=16"]
     (fault,) = value_faults(load_recipe(QUICKSTART, overrides), "cuda")
-    mend = "set placement.gpus_per_node to 16, placement.network to nodes, or it to at most 8"
+    mend = "set it to at most 8, or placement.gpus_per_node to 16, or placement.network to nodes"
     assert (fault.where, fault.mend) == ("placement.gpus", mend)
     assert value_faults(load_recipe(QUICKSTART, [*overrides, "placement.gpus_per_node=16"]), "cuda") == []
 

@@ -74,8 +74,8 @@ def optimizer_config(train: Train, dtype: torch.dtype, offloaded: bool) -> Optim
 
 
 def engine_fault(train: Train, offloaded: bool) -> UserFault | None:
-    """That the optimizer which the recipe asks for is TransformerEngine's, where that is not installed."""
-    if HAVE_TE or offloaded or not train.optimizer.get(PRECISION_AWARE):
+    """That the recipe asks for TransformerEngine's optimizer where that is not installed, or on the CPU."""
+    if (HAVE_TE and DEVICE == "cuda") or offloaded or not train.optimizer.get(PRECISION_AWARE):
         return None
     problem = "true, but this optimizer comes with TransformerEngine, which cannot be used here"
     return UserFault(f"train.optimizer.{PRECISION_AWARE}", problem, "install transformer-engine[pytorch], or remove it")

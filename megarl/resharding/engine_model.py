@@ -19,8 +19,8 @@ import torch
 from megarl.parallel.layout import FP8_TILE
 from megarl.resharding.shards import LayoutError
 
-# SGLang's MoE layers that store experts in another order: each is a flag of the layer or of its quantisation method.
 _OTHER_BACKEND = "set rollout.engine.sglang.moe_runner_backend to triton"
+# MoE layers of SGLang that store experts in another order: a flag of the layer or its quantisation -> the mend.
 _UNKNOWN_MOE_LAYOUTS = {
     "use_triton_kernels": _OTHER_BACKEND,
     "use_flashinfer_trtllm_moe": _OTHER_BACKEND,

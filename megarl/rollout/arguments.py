@@ -136,9 +136,9 @@ class EngineSettings:
     seeded: a prompt's samples are the same, to the last bit, whenever weights and stream are; slower. routed_experts:
     every sample says which experts its tokens went to.
 
-    timeout_s: how long a scheduler may stand still. reserve_bytes: of each GPU, kept free of SGLang's cache for
-    the exchange's communicator. model_context: positions that the model has; None: not known, and
-    SGLang makes tables for the longest that it finds.
+    timeout_s: how long a scheduler may stand still. reserve_bytes: memory of each GPU that SGLang's cache leaves free
+    for the exchange's communicator. model_context: positions that the model has; None: not known, and SGLang makes
+    tables for the longest that it finds.
     """
 
     model_path: str
