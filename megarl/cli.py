@@ -19,10 +19,10 @@ from typing import Annotated
 
 import typer
 
+from megarl.cluster.processes import note_sigusr1, raise_on_sigterm, was_terminated
 from megarl.config import Recipe
+from megarl.config.loading import load_recipe
 from megarl.printable import one_line, show
-from megarl.processes import note_sigusr1, raise_on_sigterm, was_terminated
-from megarl.recipe_file import load_recipe
 from megarl.types import EndedEarly, FolderGone, UserFault, UserFaults
 
 _RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")]
@@ -130,7 +130,7 @@ def reward_check(
     raise_on_sigterm()
 
     def run() -> int:
-        from megarl.reward_check import check
+        from megarl.commands.reward_check import check
 
         is_good = check(function, argument or [], data, answer, rows, timeout_s=timeout_s, memory_mb=memory_mb)
         return 0 if is_good else 1
@@ -210,7 +210,7 @@ def _ended(run: Callable[[], int]) -> int:
 
 def _advise(recipe: Recipe) -> None:
     """Say on stderr what nothing reads and what is hardly meant; the command goes on."""
-    from megarl.unused_keys import advice
+    from megarl.preflight.unused_keys import advice
 
     for line in advice(recipe):
         show(f"megarl: {line}", sys.stderr)
@@ -218,19 +218,19 @@ def _advise(recipe: Recipe) -> None:
 
 def _train(recipe: Recipe, *, resume: bool) -> None:
     _advise(recipe)
-    from megarl.preflight import check
+    from megarl.preflight.check import check
 
     inputs = check(recipe)
 
-    from megarl.controller import train as train_recipe
-    from megarl.resume import find
-    from megarl.run_log import RunLog
+    from megarl.controller.loop import train as train_recipe
+    from megarl.controller.saver import find
+    from megarl.tracking.run_log import RunLog
 
     start = find(recipe, inputs.prompts, show) if resume else None
     if start and start.step >= recipe.run.steps:
         show(f"{start.folder} is the end of the run: run.steps is {recipe.run.steps}")
         return
-    with RunLog(recipe, go_on=resume, step=start.step if start else -1) as log:
+    with RunLog(recipe, resume=resume, step=start.step if start else -1) as log:
         for note in inputs.notes:
             log.say(note)
         train_recipe(recipe, inputs, log, start)
@@ -240,7 +240,7 @@ def _dry_run(recipe: Recipe, *, other: str | Path | None) -> None:
     if other:
         raise UserFault("--dry-run", f"nothing is launched, and {other} says how", "leave one of them out")
     _advise(recipe)
-    from megarl.dry_run import dry_run
+    from megarl.commands.dry_run import dry_run
 
     dry_run(recipe, show)
 
@@ -249,12 +249,12 @@ def _train_from(recipe: Recipe, *, samples: Path, resume: bool) -> None:
     if resume:
         raise UserFault("--resume", "training on a file begins with the weights of model.path", "leave one of them out")
     _advise(recipe)
-    from megarl.preflight import check_samples
+    from megarl.preflight.check import check_samples
 
     file = check_samples(recipe, samples)
 
-    from megarl.offline import train_from
-    from megarl.run_log import RunLog
+    from megarl.commands.from_files import train_from
+    from megarl.tracking.run_log import RunLog
 
     with RunLog(recipe) as log:
         train_from(recipe, file, log)
@@ -262,12 +262,12 @@ def _train_from(recipe: Recipe, *, samples: Path, resume: bool) -> None:
 
 def _rollout(recipe: Recipe, *, out: Path) -> None:
     _advise(recipe)
-    from megarl.preflight import check_rollout
+    from megarl.preflight.check import check_rollout
 
     inputs = check_rollout(recipe, out)
 
-    from megarl.offline import roll_out
-    from megarl.run_log import RunLog
+    from megarl.commands.from_files import roll_out
+    from megarl.tracking.run_log import RunLog
 
     with RunLog(recipe) as log:
         for note in inputs.notes:
@@ -278,20 +278,20 @@ def _rollout(recipe: Recipe, *, out: Path) -> None:
 def _plan(
     recipe: Recipe, *, hardware: Path | None, as_json: bool, picture: Path | None, response_share: float | None
 ) -> None:
-    from megarl.hardware import load_hardware
+    from megarl.config.hardware import load_hardware
 
     _advise(recipe)
     card = load_hardware(hardware or recipe.placement.hardware)
 
-    from megarl.plan import make_plan
-    from megarl.plan_batch import MEAN_RESPONSE_SHARE
+    from megarl.plan.batch import MEAN_RESPONSE_SHARE
+    from megarl.plan.run_plan import make_plan
 
     found = make_plan(recipe, card, response_share or MEAN_RESPONSE_SHARE)
-    from megarl.plan_report import page
+    from megarl.plan.report import page
 
     _say_all(json.dumps(found.to_json()) if as_json else page(found))
     if picture:
-        from megarl.plan_picture import draw
+        from megarl.plan.picture import draw
 
         draw(found, picture)
     if found.faults:
@@ -307,12 +307,12 @@ def _say_all(text: str) -> None:
 
 
 def _convert(recipe: Recipe, *, run: Path, out: Path, step: int | None) -> None:
-    from megarl.preflight import check_convert
+    from megarl.preflight.check import check_convert
 
     check_convert(recipe)
 
-    from megarl.convert import convert as convert_snapshot
-    from megarl.convert import find
+    from megarl.commands.convert import convert as convert_snapshot
+    from megarl.commands.convert import find
 
     convert_snapshot(recipe, find(recipe, run, out, step, show), out, show)
 

@@ -11,7 +11,7 @@ import psutil
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-CHOICE = "MEGARL_DEVICE"  # cpu: use no GPU, whatever is there; cuda: never the CPU (megarl/device_faults.py)
+CHOICE = "MEGARL_DEVICE"  # cpu: use no GPU, whatever is there; cuda: never the CPU (megarl/cluster/visible_gpus.py)
 DEVICE = "cuda" if torch.cuda.is_available() and os.environ.get(CHOICE) != "cpu" else "cpu"
 BACKEND = "nccl" if DEVICE == "cuda" else "gloo"
 LOOPBACK = "127.0.0.1"

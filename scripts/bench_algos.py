@@ -22,10 +22,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from megarl import credit
 from megarl.algos import ALGORITHMS
 from megarl.algos.advantages import centred, gae, group_normalised, leave_one_out
 from megarl.algos.losses import kl_T, policy_loss
+from megarl.training import credit
 from megarl.types import Rules, TrainSequence
 from scripts.algos_loops import (
     GAMMA,

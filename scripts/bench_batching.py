@@ -18,8 +18,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from megarl.batching import SampleRef, plan_updates
-from megarl.flops import train_work
+from megarl.training.batching import SampleRef, plan_updates
+from megarl.training.flops import train_work
 from megarl.types import ModelShape
 
 QWEN3_30B = ModelShape(
@@ -65,7 +65,7 @@ def differencing(weights: Sequence[int], count: int, equal_size: bool) -> list[l
 
 
 def ours(lengths: Sequence[int], dp: int, budget: int, work: Callable[[int], float]) -> Plan:
-    """megarl.batching, as a run uses it."""
+    """megarl.training.batching, as a run uses it."""
     samples = [SampleRef(0, index, length, length, 0.0) for index, length in enumerate(lengths)]
     (plan,) = plan_updates(samples, updates=1, dp=dp, token_budget=budget, aggregation="token_mean", work=work)
     return [[[ref.sample for ref in batch] for batch in rank] for rank in plan.micro_batches]

@@ -1,9 +1,9 @@
 """What the controller costs in one step: planning, calls to all ranks, and waiting for what they say. No rank computes.
 
 Ray, the calls and their arguments are those of a run: 8,192 samples of 512 groups, 16 updates, a rank's share of which
-is dealt by megarl.batching. Ranks are simulated: a few processes stand for all of them, each for many, through calls of
-their own, so that calls, arguments, references and results are those of so many ranks; what is missing is so many
-processes, their memory and the network between them. docs/controller_bench.md says what is compared.
+is dealt by megarl.training.batching. Ranks are simulated: a few processes stand for all of them, each for many, through
+calls of their own, so that calls, arguments, references and results are those of so many ranks; what is missing is so
+many processes, their memory and the network between them. docs/controller_bench.md says what is compared.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from megarl.batching import SampleRef, Update
-from megarl.cluster import Cluster
+from megarl.cluster.actor import Ref, Worker
+from megarl.cluster.session import Cluster
 from megarl.config import Recipe
-from megarl.controller import samples_of
-from megarl.fleet import Engines, Fleet
-from megarl.memory import Lender
+from megarl.config.loading import load_recipe
+from megarl.controller.loop import samples_of
+from megarl.fleet.fleet import Engines, Fleet
+from megarl.fleet.memory import Lender
+from megarl.fleet.rank_groups import CriticRanks, Rollout, TrainingRanks, _groups, _share
 from megarl.parallel.layout import TrainLayout
-from megarl.ranks import CriticRanks, Rollout, TrainingRanks, _groups, _share
-from megarl.recipe_file import load_recipe
-from megarl.rollout.arguments import Sampling
+from megarl.rollout.sglang.arguments import Sampling
+from megarl.training.batching import SampleRef, Update
 from megarl.types import ModelShape, Prompt
-from megarl.worker import Ref, Worker
 from scripts.controller_bench.answers import PROMPT_TOKENS
 
 ROOT = Path(__file__).parents[1]

@@ -14,9 +14,9 @@ import time
 
 from megarl.parallel.layout import EngineLayout, TrainLayout
 from megarl.resharding import megatron_map, sglang_map
-from megarl.resharding.account import account
 from megarl.resharding.fp8 import with_scales
 from megarl.resharding.plan import plan_streams
+from megarl.resharding.traffic import account
 from megarl.types import MlaShape, ModelShape
 
 DEEPSEEK_V3 = ModelShape(

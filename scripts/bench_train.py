@@ -25,10 +25,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 import torch
 
-from megarl import device, flops
-from megarl.batching import SampleRef, plan_updates
+from megarl import device
 from megarl.config import Recipe
 from megarl.device import Address
+from megarl.training import flops
+from megarl.training.batching import SampleRef, plan_updates
 from megarl.types import TrainSequence
 
 TIMEOUT_S = 600.0
@@ -97,7 +98,7 @@ def work(rank: int, meet: Address, recipe: Recipe, sequences: Sequence[TrainSequ
 
     from megarl.parallel.pipeline import Norms
     from megarl.parallel.sequences import pack
-    from megarl.trainer import Part, Trainer
+    from megarl.training.policy import Part, Trainer
     from scripts.train_bench.bare import Bare
 
     trainer = Trainer(rank, recipe, meet)

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from megarl.recipe_file import load_recipe
+from megarl.config.loading import load_recipe
 
 path, *keys = [one for one in sys.argv[1:] if not one.startswith("-")]
 run = load_recipe(path, keys).run

@@ -19,7 +19,7 @@ from typing import Any
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from megarl.checkpoint import tensor_files
+from megarl.checkpoints.hf_import import tensor_files
 from megarl.parallel.hf_config import read_json
 from megarl.types import UserFault
 

@@ -18,15 +18,15 @@ import pytest
 import torch
 from rich.console import Console
 
-from megarl import run_log
+from megarl.checkpoints.snapshots import Snapshots
 from megarl.disk import writing
-from megarl.run_log import RunLog
-from megarl.sample_file import writing as writing_samples
-from megarl.snapshots import Snapshots
+from megarl.rollout.sample_file import writing as writing_samples
+from megarl.tracking import run_log
+from megarl.tracking.run_log import RunLog
 from megarl.types import FolderGone, Prompt, Sample, SampleGroup, UserFault
 from tests.small_disk import small_disk
-from tests.test_metrics import group
-from tests.test_run_log import plain, recipe_in
+from tests.tracking.test_metrics import group
+from tests.tracking.test_run_log import plain, recipe_in
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def test_a_run_goes_on_from_the_records_that_a_full_disk_cut(disk: Path) -> None
         big_record(log)
     assert not (log.folder / "metrics.jsonl").read_bytes().endswith(b"\n")
     filler.unlink()
-    with RunLog(recipe_in(disk), plain()[0], go_on=True, step=1) as log:
+    with RunLog(recipe_in(disk), plain()[0], resume=True, step=1) as log:
         a_step(log, 2)
     assert [json.loads(line)["step"] for line in (log.folder / "metrics.jsonl").read_text().splitlines()] == [1, 2]
 
@@ -274,7 +274,7 @@ def broken(folder: Path, name: str, line: bytes) -> list[str]:
     file.write_bytes(b"".join([lines[0], line + b"\n", *lines[2:]]))
     before = {one: one.read_bytes() for one in log.folder.rglob("*") if one.is_file()}
     with pytest.raises(Exception) as caught:
-        RunLog(recipe_in(folder, "run.sample_log_count=1"), plain()[0], go_on=True, step=2)
+        RunLog(recipe_in(folder, "run.sample_log_count=1"), plain()[0], resume=True, step=2)
     assert {one: one.read_bytes() for one in log.folder.rglob("*") if one.is_file()} == before
     return str(caught.value).splitlines()
 
@@ -308,7 +308,7 @@ def test_a_broken_sample_is_told_by_file_and_line(tmp_path: Path) -> None:
 def test_records_that_are_not_finite_are_read_back(tmp_path: Path) -> None:
     with RunLog(recipe_in(tmp_path), plain()[0]) as log:
         a_step(log, 1, **{"train/loss": math.nan})
-    with RunLog(recipe_in(tmp_path), plain()[0], go_on=True, step=1) as log:
+    with RunLog(recipe_in(tmp_path), plain()[0], resume=True, step=1) as log:
         assert math.isnan(log._history[0]["train/loss"])
 
 

@@ -12,8 +12,8 @@ import torch
 
 from megarl.algos import ALGORITHMS, rules_of
 from megarl.config import Algorithm
+from megarl.config.loading import load_recipe
 from megarl.parallel.placement import engine_layout, node_faults, shared_slots, slot_faults, slots_beside, train_layout
-from megarl.recipe_file import load_recipe
 from megarl.types import Rules
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -20,9 +20,9 @@ HOSTILE = "\x1b]0;owned\x07\x1b[2J\r\x00\x7f\x9b31m\u202egpj.exe\u2066\u200b\ufe
 DOORS = {
     "printable.py": {"show"},
     "cli.py": {"_say_all"},
-    "run_log.py": {"say", "_show", "__exit__"},
-    "plan_report.py": {"show"},
-    "progress.py": {"progress_bar"},  # names of recipe keys and numbers
+    "tracking/run_log.py": {"say", "_show", "__exit__"},
+    "plan/report.py": {"show"},
+    "tracking/progress.py": {"progress_bar"},  # names of recipe keys and numbers
     "rollout/rewards/inside_tests.py": {"main"},  # of a sandbox, into a pipe
 }
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megarl.config.hardware import FOLDER, Hardware, load_hardware
 from megarl.doctor.facts import NodeFacts
 from megarl.doctor.rates import RankRates
-from megarl.hardware import FOLDER, Hardware, load_hardware
 
 _ASSUMED = {  # where neither a measurement nor the card's file says
     "compute_share": 0.4, "prefill_share": 0.45, "hbm_share": 0.7, "nvlink_share": 0.8, "nic_share": 0.9,

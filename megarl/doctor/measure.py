@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 
 from megarl import device
-from megarl.cluster import Cluster, WorkerFailed
+from megarl.cluster.session import Cluster, WorkerFailed
 from megarl.doctor.facts import NodeFacts
 from megarl.doctor.findings import Finding, of_faults
 from megarl.doctor.rates import RankRates

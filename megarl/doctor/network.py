@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from megarl.cluster.topology import SYSFS, nearest_nics, seat_faults, seat_of
 from megarl.doctor.facts import Nic
-from megarl.nics import SYSFS, nearest_nics, seat_faults, seat_of
 
 _RATE = re.compile(r"([\d.]+)\s*Gb/sec")
 

@@ -1,4 +1,4 @@
-"""What the nodes lack for one recipe. Pure; the recipe's own faults are told by `megarl.preflight`."""
+"""What the nodes lack for one recipe. Pure; the recipe's own faults are told by `megarl.preflight.check`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from megarl.config import Recipe
+from megarl.config.hardware import Hardware
 from megarl.doctor.facts import NodeFacts
 from megarl.doctor.findings import Finding
 from megarl.doctor.rules_node import gb
-from megarl.hardware import Hardware
 
 _FP8_CAPABILITY = (8, 9)  # Ada; Hopper has 9.0
 _HOST_SHARE, _DEVICE_SHARE = 0.9, 0.97  # of what the hardware's file says that a node may lack: firmware takes some

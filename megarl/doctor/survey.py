@@ -37,8 +37,8 @@ def survey_here(wanted: Wanted) -> Survey:
 
 def survey_cluster(wanted: Wanted, say: Callable[[str], None]) -> Survey:
     """Of every node of the cluster; of this machine alone where the cluster cannot be joined, with the reason."""
-    from megarl.cluster import Cluster
-    from megarl.worker import RayNode, answers, ray_nodes
+    from megarl.cluster.actor import RayNode, answers, ray_nodes
+    from megarl.cluster.session import Cluster
 
     def ask(nodes: Sequence[RayNode], timeout_s: float, method: str, *args: Any) -> Mapping[str, Any]:
         return answers({node.worker.call(method, *args): node.address for node in nodes}, timeout_s)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.cluster_faults import cluster_faults
 from megarl.config import Placement, Recipe
+from megarl.config.hardware import Hardware, load_hardware
 from megarl.disk import writing
 from megarl.doctor.facts import NodeFacts
 from megarl.doctor.findings import Finding, merged, of_faults
@@ -20,7 +20,7 @@ from megarl.doctor.rules_gpu import gpu_findings
 from megarl.doctor.rules_node import node_findings
 from megarl.doctor.rules_recipe import recipe_findings
 from megarl.doctor.survey import Survey, survey_cluster, survey_here
-from megarl.hardware import Hardware, load_hardware
+from megarl.preflight.environment import cluster_faults
 from megarl.types import UserFault, UserFaults
 
 RAY_PORT = 6379  # that `ray start --head` takes where nobody names another
@@ -97,7 +97,7 @@ def _token_findings() -> list[Finding]:
 
 def _of_recipe(recipe: Recipe, nodes: Sequence[NodeFacts]) -> list[Finding]:
     """What a run checks before its start, and what it needs of these nodes."""
-    from megarl.preflight import check
+    from megarl.preflight.check import check
 
     faults: list[UserFault] = []
     try:
@@ -123,7 +123,7 @@ def _hardware(recipe: Recipe) -> Hardware | None:
 
 def _checkpoint_bytes(recipe: Recipe) -> int:
     """Of all models that train, from Megatron's own modules on the meta device."""
-    from megarl.plan_model import model_sizes
+    from megarl.plan.model_size import model_sizes
 
     return _BYTES_OF_PARAMETER * sum(size.parameters for size in model_sizes(recipe).values() if size.trains)
 

@@ -24,7 +24,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.parallel.context import gather_keys
+from megarl.parallel.cp_gather import gather_keys
 from megarl.parallel.routing import Routing, router_class
 from megarl.parallel.sequences import zigzag
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from megarl.device import DEVICE
-from megarl.parallel.context import gather_shared
+from megarl.parallel.cp_gather import gather_shared
 
 # Of one chunk's float32 logits on a rank: a CPU wants them in its cache, a GPU few passes over the weight.
 CHUNK_BYTES = (256 if DEVICE == "cuda" else 16) * 2**20

@@ -13,7 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megarl.parallel import groups
-from megarl.parallel.context import gather_row, gather_whole
+from megarl.parallel.cp_gather import gather_row, gather_whole
 from megarl.parallel.hops import KnownShapes
 from megarl.parallel.logprobs import hidden_logprobs
 from megarl.parallel.model import Chunk, Score

@@ -23,8 +23,8 @@ from megarl.device import join_store
 from megarl.resharding import engine_model, fp8, megatron_map, sglang_map
 from megarl.resharding.agreement import Agreement, Verdict
 from megarl.resharding.execute import Executor, Params
+from megarl.resharding.memory_handles import attach
 from megarl.resharding.plan import DIGEST_BITS, Plan, Streams, plan_streams
-from megarl.resharding.publish import attach
 from megarl.resharding.session import Session
 from megarl.resharding.shards import FAULTS_SHOWN, LayoutError, Part, Shard, cells, verify_params
 from megarl.resharding.transport import Ask, close_group, make_group

@@ -8,7 +8,7 @@ from typing import Any
 
 from megarl.device import Address
 from megarl.parallel.layout import EngineLayout, TrainLayout
-from megarl.resharding.publish import SourceHandles
+from megarl.resharding.memory_handles import SourceHandles
 from megarl.resharding.verify import VerifyMode
 from megarl.types import MlaShape, ModelShape, UserFault
 

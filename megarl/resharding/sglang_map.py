@@ -7,7 +7,7 @@ sglang/srt:
 - layers/moe/fused_moe_triton/layer.py: `w13_weight` is [experts, gate; up, hidden], `w2_weight` [experts, hidden,
   width]; runtime_context.py: the TP rank is expert rank x (TP / EP) + rank inside the expert.
 - models/deepseek_v2.py: `fused_qkv_a_proj_with_mqa` is [q_a; kv_a], whole on every rank; the shared experts are an MLP
-  of their own as long as they are not fused with the routed ones, which rollout/arguments.py switches off.
+  of their own as long as they are not fused with the routed ones, which rollout/sglang/arguments.py switches off.
 - layers/vocab_parallel_embedding.py: the vocabulary is padded to 64, on CPU to 64 x TP where TP does not divide that.
 - DP attention: attention and embedding are cut over the attention group of TP / DP ranks (TP rank % its size), all
   else over the whole TP group.

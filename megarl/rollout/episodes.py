@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from megarl.config import Recipe, Reward
-from megarl.hardware import communicator_bytes
-from megarl.rollout.arguments import EngineSettings, Sampling, Span
+from megarl.config.hardware import communicator_bytes
 from megarl.rollout.concurrency import most_sequences
-from megarl.rollout.engine import Engine, Schedulers
 from megarl.rollout.rewards import MEND, WHERE, Failure, Verdict, told
-from megarl.rollout.rewards.judges import Judges
-from megarl.rollout.seeded import generator_seed
+from megarl.rollout.sglang.arguments import EngineSettings, Sampling, Span
+from megarl.rollout.sglang.deterministic import generator_seed
+from megarl.rollout.sglang.engine import Engine, Schedulers
+from megarl.rollout.verdicts.scorers import Judges
 from megarl.types import GroupSummary, Prompt, Sample, SampleGroup, UserFault
 
 __all__ = ["RolloutWorker", "Sampling", "demonstration", "engine_settings", "scored", "summary"]

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from megarl import processes
+from megarl.cluster import processes
 
 _COUNT = struct.Struct("q")
 _EXEMPT = -1  # what is being done has bounds of its own

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.batching import Key, Piece, SampleRef, Update, key_of, pieces_of
+from megarl.training.batching import Key, Piece, SampleRef, Update, key_of, pieces_of
 from megarl.types import FloatArray, GroupSummary, Metrics, Prompt, Sample, SampleGroup
 
 PROMPT_TOKENS = 200

@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megarl.resharding import megatron_map, sglang_map
-from megarl.resharding.account import Account, account
 from megarl.resharding.execute import Executor
 from megarl.resharding.plan import plan_streams
+from megarl.resharding.traffic import Account, account
 from megarl.resharding.transport import make_group
 
 from .case import DTYPE, Case, Params

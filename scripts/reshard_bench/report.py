@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from statistics import mean, median
 from typing import Any
 
-from megarl.resharding.account import Account
 from megarl.resharding.tensors import tensors
+from megarl.resharding.traffic import Account
 
 from .case import Case, num_bytes
 from .compare import Figures

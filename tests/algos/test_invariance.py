@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from megarl.algos import ALGORITHMS
 from megarl.algos.mismatch import MISMATCH_BOUNDS
 from megarl.algos.segments import segment_mean, segment_sum
-from megarl.batching import Key, MicroBatch, SampleRef, key_of, plan_updates, train_sequences
 from megarl.parallel.sequences import Split, pack
+from megarl.training.batching import Key, MicroBatch, SampleRef, key_of, plan_updates, train_sequences
 from megarl.types import Aggregation, FloatArray, Mismatch, Prompt, Rules, Sample, SampleGroup
 
 PER_GROUP, LONGEST, BUDGET = 3, 9, 48

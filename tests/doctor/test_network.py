@@ -8,7 +8,7 @@ import pytest
 
 from megarl.doctor import network
 from megarl.doctor.facts import Nic
-from tests.test_nics import card, hgx
+from tests.cluster.test_topology import card, hgx
 
 
 def test_every_port_has_its_state_and_rate(tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from megarl.config import Recipe
+from megarl.config.hardware import load_hardware
+from megarl.config.loading import load_recipe
 from megarl.doctor.facts import Folder
 from megarl.doctor.findings import Finding
 from megarl.doctor.rules_recipe import recipe_findings
-from megarl.hardware import load_hardware
-from megarl.recipe_file import load_recipe
 from tests.doctor.nodes import sound
 
 ROOT = Path(__file__).parents[2]

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from megarl.config.hardware import load_hardware
+from megarl.config.loading import load_recipe
 from megarl.device import listening_socket
 from megarl.doctor import measure
 from megarl.doctor.findings import Finding
 from megarl.doctor.report import Report
 from megarl.doctor.visit import Asked, _measured, _token_findings
-from megarl.hardware import load_hardware
-from megarl.recipe_file import load_recipe
 from tests.doctor.nodes import SMI_HEAD, fake_smi, smi_csv, smi_topology, sound
 from tests.doctor.test_rates import gpu
 

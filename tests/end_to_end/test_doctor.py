@@ -17,9 +17,9 @@ from typing import Any
 import psutil
 import pytest
 
+from megarl.config.hardware import load_hardware
 from megarl.device import DEVICE, is_loopback
-from megarl.flops import peak_flops
-from megarl.hardware import load_hardware
+from megarl.training.flops import peak_flops
 
 pytestmark = pytest.mark.slow
 
@@ -143,7 +143,7 @@ def test_products_reach_a_good_part_of_the_peak_and_no_more(tmp_path: Path) -> N
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     for rate in measured_rates(tmp_path, environment)["rates"]:
         peak = peak_flops(rate["device_name"])
-        assert peak, f"megarl/flops.py has no peak of {rate['device_name']}"
+        assert peak, f"megarl/training/flops.py has no peak of {rate['device_name']}"
         assert 0.4 < rate["matmul_flops"] / peak <= 1, rate["device_name"]
 
 

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from megarl.config import Train
+from megarl.config.loading import load_recipe
 from megarl.parallel.model import fixed_names
 from megarl.parallel.options import option_faults
-from megarl.recipe_file import load_recipe
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megarl.device import DEVICE
-from megarl.resharding.publish import SourceHandles, attach, publish
+from megarl.resharding.memory_handles import SourceHandles, attach, publish
 from megarl.resharding.transport import settle
 
 TIMEOUT_S = 60.0

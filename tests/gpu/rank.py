@@ -15,11 +15,12 @@ import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch._C._distributed_c10d import HashStore
 
-from megarl import checkpoint, device
+from megarl import device
+from megarl.checkpoints import hf_import
 from megarl.parallel import model
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.pipeline import Norms
-from megarl.parallel.rank import RankModel
+from megarl.parallel.rank_model import RankModel
 from megarl.parallel.sequences import PackedRow, pack, unpack
 from megarl.resharding import megatron_map
 from megarl.types import TrainSequence
@@ -78,7 +79,7 @@ class Rank:
         shape = model_shape(folder)
         self._rank = RankModel(0, recipe(folder, dtype, **train), shape, HashStore(), slot=0)
         shards = megatron_map.shards(shape, self._rank.layout, 0, model.TRANSFORMER_ENGINE)
-        checkpoint.load_hf(folder, shards, self._rank.params())
+        hf_import.load_hf(folder, shards, self._rank.params())
         self._rank.make_optimizer()
         everything = sequences(12, shape.vocab_size, 40)
         self._batches = [everything[:3], everything[3:8], everything[8:]]

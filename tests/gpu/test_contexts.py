@@ -13,10 +13,10 @@ from tests.gpu.conftest import Record
 ON_GPU = DEVICE == "cuda"
 MODULES = [
     "megarl.device",
-    "megarl.checkpoint",
-    "megarl.parallel.rank",
+    "megarl.checkpoints.hf_import",
+    "megarl.parallel.rank_model",
     "megarl.resharding.execute",
-    "megarl.resharding.publish",
+    "megarl.resharding.memory_handles",
 ]
 FREE_OF_NOISE = 64  # MiB; a context takes several times as much
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.device_faults import device_faults, num_listed_gpus
+from megarl.cluster.visible_gpus import device_faults, num_listed_gpus
 
 ROOT = Path(__file__).parents[2]
-FAULTS = "from megarl.device_faults import device_faults; print(*device_faults())"
+FAULTS = "from megarl.cluster.visible_gpus import device_faults; print(*device_faults())"
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.rollout import cpu
+from megarl.rollout.sglang import cpu
 
 EOS = 1
 COMMON: Mapping[str, Any] = {

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megarl import device
-from megarl.checkpoint import load_hf
+from megarl.checkpoints.hf_import import load_hf
 from megarl.config import Train
 from megarl.device import Address
 from megarl.parallel import cpu, groups, model

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from megarl.algos import ALGORITHMS
-from megarl.batching import MicroBatch, SampleRef, Update, plan_updates, train_sequences
 from megarl.parallel.layout import TrainLayout
+from megarl.training.batching import MicroBatch, SampleRef, Update, plan_updates, train_sequences
 from megarl.types import FloatArray, Prompt, Rules, Sample, SampleGroup, TrainSequence
 from tests.parallel.checkpoints import write
 from tests.parallel.gradients import check_learning, recorded
@@ -64,7 +64,7 @@ def seen_by_engine(ref: SampleRef, logp_T: FloatArray, case: str) -> tuple[Float
 def update_of(trainer: Any, case: str, refs: Sequence[SampleRef], groups: dict[int, SampleGroup]) -> dict[str, float]:
     """One optimizer update, as a run plans it; raises AssertionError where a rank is not left empty by few samples."""
     from megarl.parallel.pipeline import Norms
-    from megarl.trainer import Part
+    from megarl.training.policy import Part
 
     layout, rules = trainer.layout, CASES[case][0]
     plan: Update = plan_updates(

@@ -50,7 +50,7 @@ def say_gpu() -> None:
 def on_rank(rank: int, meet: Address, made: Any, work: Any, folder: Path) -> Any:
     if made.train.optimizer_offload:
         say_gpu()
-    from megarl.trainer import Trainer
+    from megarl.training.policy import Trainer
 
     return work(Trainer(rank, made, meet), folder)
 

@@ -34,8 +34,8 @@ Scored = Any  # (a path, what one rank makes of it)
 
 def learn(rank: int, meet: Address, made: Any, takes_turns: bool) -> dict[str, Any]:
     """Values, then three steps on uneven micro-batches, giving the memory back between them if it is shared."""
-    from megarl.critic import Critic
     from megarl.parallel.pipeline import Norms
+    from megarl.training.critic import Critic
 
     critic: Any = Critic(rank, made, meet)
     layout = critic.layout
@@ -126,7 +126,7 @@ def conversations() -> list[SampleGroup]:
 
 
 def score(rank: int, meet: Address, made: Any) -> Any:
-    from megarl.reward_model import RewardModel
+    from megarl.training.reward_model import RewardModel
 
     judge: Any = RewardModel(rank, made, meet)
     layout = judge._model.layout

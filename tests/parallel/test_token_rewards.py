@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.batching import Piece, SampleRef, Update, key_of, plan_updates
 from megarl.config import Algorithm, Reference
 from megarl.device import Address
 from megarl.parallel.layout import TrainLayout
+from megarl.training.batching import Piece, SampleRef, Update, key_of, plan_updates
 from megarl.types import Prompt, Sample, SampleGroup
 from tests.parallel.conftest import write_checkpoint
 from tests.parallel.precision import within
@@ -78,7 +78,7 @@ def said_of(refs: list[SampleRef], seed: int) -> Piece:
 
 def pay(rank: int, meet: Address, made: Any) -> dict[str, Any]:
     """One step with each algorithm, one after the other; PPO's critic is told first what the tokens pay."""
-    from megarl.trainer import Trainer
+    from megarl.training.policy import Trainer
 
     trainer: Any = Trainer(rank, made, meet)
     layout, (groups, refs) = trainer.layout, batch()
@@ -100,9 +100,9 @@ def pay(rank: int, meet: Address, made: Any) -> dict[str, Any]:
 
 def distil(rank: int, meet: Address, made: Any) -> dict[str, Any]:
     """What two models say of every token, and one step of distillation."""
-    from megarl.batching import train_sequences
-    from megarl.parallel import waiting
-    from megarl.trainer import Trainer
+    from megarl.parallel import host_offload
+    from megarl.training.batching import train_sequences
+    from megarl.training.policy import Trainer
 
     trainer: Any = Trainer(rank, made, meet)
     groups, _ = batch()
@@ -110,7 +110,7 @@ def distil(rank: int, meet: Address, made: Any) -> dict[str, Any]:
     share = train_sequences(update.micro_batches[0], dict(enumerate(groups)), "token_mean")
     masks = [one.loss_mask_T for row in share for one in row]
     student = trainer.logprobs(share)
-    with waiting.in_place_of(trainer.params(), trainer._reference):
+    with host_offload.in_place_of(trainer.params(), trainer._reference):
         teacher = trainer.logprobs(share)
     gaps = [(a - b)[m] for a, b, m in zip(student, teacher, masks, strict=True)]
     (metrics,) = trainer.train("on_policy_distillation", [update], LR, [*range(GROUPS)], *groups)
@@ -160,7 +160,7 @@ def test_distillation_is_the_reverse_kl_of_each_token(models: tuple[Path, Path])
 
 def learn_outcomes(rank: int, meet: Address, made: Any) -> dict[str, Any]:
     """Three steps of PRIME's model, each on what it said before."""
-    from megarl.process_rewards import ProcessRewards
+    from megarl.training.implicit_reward import ProcessRewards
 
     model: Any = ProcessRewards(rank, made, meet)
     groups, refs = batch()

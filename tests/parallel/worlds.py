@@ -65,7 +65,7 @@ def run_world(made: Recipe, work: Callable[..., Any], *args: Any) -> list[Any]:
 
 
 def _with_trainer(rank: int, meet: Address, made: Recipe, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    from megarl.trainer import Trainer
+    from megarl.training.policy import Trainer
 
     return work(Trainer(rank, made, meet), *args)
 
@@ -154,7 +154,7 @@ def world_part(
 ) -> Any:
     """One rank's part of an update of all the sequences in `everything`."""
     from megarl.parallel.pipeline import Norms
-    from megarl.trainer import Part
+    from megarl.training.policy import Part
 
     tokens = sum(len(one.token_ids_T) for one in everything)
     norms = Norms(denominator, tokens, int(sum(one.loss_mask_T.sum() for one in everything)))

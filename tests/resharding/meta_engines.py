@@ -162,7 +162,7 @@ def take_for_hopper() -> None:
 def answer(requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """For each request its `Built` as JSON."""
     take_for_hopper()
-    from megarl.rollout import cpu
+    from megarl.rollout.sglang import cpu
 
     cpu.stand_in_for_torchvision()
     cpu.declare_torchvision_operators()
@@ -205,7 +205,7 @@ def _model(request: Mapping[str, Any]) -> torch.nn.Module:
     from sglang.srt.model_loader.utils import set_default_torch_dtype
     from sglang.srt.server_args import ServerArgs
 
-    from megarl.rollout.arguments import EngineSettings, server_arguments
+    from megarl.rollout.sglang.arguments import EngineSettings, server_arguments
 
     engine, rank = EngineLayout(**request["engine"]), request["rank"]
     settings = EngineSettings(

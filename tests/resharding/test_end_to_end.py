@@ -23,18 +23,18 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.distributed_c10d import PrefixStore
 
+from megarl.checkpoints.hf_export import Export, export_hf
 from megarl.device import DEVICE, Address, address_of, host_store, join_store
-from megarl.hf_export import Export, export_hf
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.layout import EngineLayout, TrainLayout
 from megarl.parallel.model import TRANSFORMER_ENGINE
 from megarl.resharding.member import Member, collect_stats
-from megarl.resharding.publish import SourceHandles
+from megarl.resharding.memory_handles import SourceHandles
 from megarl.resharding.session import Session, sessions
 from megarl.resharding.verify import VerifyMode
-from megarl.rollout import cpu, scheduler
-from megarl.rollout.arguments import EngineSettings
-from megarl.rollout.engine import Engine, EngineFault, Sampling
+from megarl.rollout.sglang import cpu, scheduler
+from megarl.rollout.sglang.arguments import EngineSettings
+from megarl.rollout.sglang.engine import Engine, EngineFault, Sampling
 from tests.parallel import checkpoints, worlds
 from tests.rollout.conftest import Reference, write_tokenizer
 

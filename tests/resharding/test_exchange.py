@@ -21,7 +21,7 @@ from megarl.device import Address, address_of, host_store, join_store
 from megarl.parallel.layout import EngineLayout, TrainLayout
 from megarl.resharding.agreement import Agreement
 from megarl.resharding.member import Member, Stats, collect_stats, conclude, load
-from megarl.resharding.publish import SourceHandles, attach, publish
+from megarl.resharding.memory_handles import SourceHandles, attach, publish
 from megarl.resharding.session import Session, sessions
 from megarl.types import UserFault
 from tests.resharding.worlds import MLA, MOE, TIMEOUT_S, Pair, Params, Process, fill, make_params, wrong_params

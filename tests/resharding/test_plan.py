@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from megarl.parallel.layout import EngineLayout, TrainLayout
 from megarl.resharding import megatron_map, sglang_map
-from megarl.resharding.account import account
-from megarl.resharding.account import least_round_bytes as least_of_all
 from megarl.resharding.plan import Plan, cut, plan_streams
 from megarl.resharding.shards import Box, LayoutError, Part, Range, Shard, box_area
+from megarl.resharding.traffic import account
+from megarl.resharding.traffic import least_round_bytes as least_of_all
 from megarl.types import MlaShape, ModelShape, UserFault
 from tests.resharding.simulated import World, all_plans, all_streams, round_bytes_of
 

@@ -8,9 +8,9 @@ import pytest
 
 from megarl.parallel.layout import EngineLayout, TrainLayout
 from megarl.resharding import megatron_map, sglang_map
-from megarl.resharding.account import account
 from megarl.resharding.routes import Hop, Router
 from megarl.resharding.shards import LayoutError, Part, Shard
+from megarl.resharding.traffic import account
 from megarl.types import ModelShape
 
 TENSORS = tuple(Shard(f"t{number}", (0, 10), (0, 10), f"t{number}") for number in range(8))

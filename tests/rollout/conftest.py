@@ -1,21 +1,25 @@
-"""Tiny models with a real tokenizer, written by transformers, and their own logprobs to compare with."""
+"""Tiny models with a real tokenizer and transformers' logprobs to compare with; judges that end with their test."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megarl.config import Reward
 from megarl.device import DEVICE
-from megarl.rollout import cpu, scheduler
-from megarl.rollout.engine import Engine
 from megarl.rollout.prompts import load_tokenizer
+from megarl.rollout.sandbox.sandbox import sandbox_faults
+from megarl.rollout.sglang import cpu, scheduler
+from megarl.rollout.sglang.engine import Engine
+from megarl.rollout.verdicts.scorers import Judges
 from tests.parallel import checkpoints
 
+START_S = 120.0  # of a judge
 SPECIAL = ("<pad>", "<eos>", "<unk>", "<user>", "<assistant>")
 CHARACTERS = "0123456789+-*=? abcdefghijklmnopqrstuvwxyz"
 TEMPLATE = (
@@ -104,7 +108,7 @@ def reference(checkpoint: Path) -> Iterator[Reference]:
 @pytest.fixture(scope="session")
 def loader_path() -> str:
     """The name by which SGLang's processes import the tests' own weight loader."""
-    sys.path.append(str(Path(__file__).parent))
+    sys.path.append(str(Path(__file__).parent / "sglang"))
     return "engine_loader.load"
 
 
@@ -121,7 +125,7 @@ def fork_server() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def build_engine(checkpoint: Path, loader_path: str, fork_server: None) -> Iterator[Any]:
-    from megarl.rollout.arguments import EngineSettings
+    from megarl.rollout.sglang.arguments import EngineSettings
 
     engines: list[Engine] = []
 
@@ -133,3 +137,29 @@ def build_engine(checkpoint: Path, loader_path: str, fork_server: None) -> Itera
     yield build
     for engine in engines:
         engine.shutdown()
+
+
+@pytest.fixture
+def odd_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "rewards"))
+
+
+@pytest.fixture
+def judges() -> Iterator[Callable[..., Judges]]:
+    """Build judges of a recipe's keys; whatever a test does, none of their processes survives."""
+    built: list[Judges] = []
+
+    def build(function: str | None, **keys: Any) -> Judges:
+        built.append(Judges(Reward(function=function, **keys), START_S))
+        return built[-1]
+
+    yield build
+    for one in built:
+        one.shutdown()
+
+
+@pytest.fixture
+def isolation() -> None:
+    """Or a skip that says why not."""
+    for fault in sandbox_faults():
+        pytest.skip(str(fault))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from megarl.rollout.engine import Engine, Sampling
+from megarl.rollout.sglang.engine import Engine, Sampling
 from tests.parallel.checkpoints import EOS
 from tests.rollout.conftest import Reference
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.rollout.engine import Engine, Sampling
 from megarl.rollout.episodes import engine_settings
-from megarl.rollout.seeded import generator_seed
+from megarl.rollout.sglang.deterministic import generator_seed
+from megarl.rollout.sglang.engine import Engine, Sampling
 from tests.rollout.conftest import Reference
 from tests.rollout.draws import LEAST_P, MOST_DEVIATIONS, check_draws, chi_square_p, deviations
-from tests.rollout.test_engine import TOLERANCE, sample_all, worst_gap
+from tests.rollout.sglang.test_engine import TOLERANCE, sample_all, worst_gap
 from tests.rollout.test_episodes import recipe
 
 

@@ -19,10 +19,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megarl.rollout.rewards import Verdict, sandbox, sandbox_service
+from megarl.rollout.rewards import Verdict
 from megarl.rollout.rewards.code_tests import Check, Report, Suite, read_tests
 from megarl.rollout.rewards.inside_tests import BEGUN
-from megarl.rollout.rewards.sandbox import Limits
+from megarl.rollout.sandbox import http_service, sandbox
+from megarl.rollout.sandbox.sandbox import Limits
 
 _INSIDE = Path(__file__).with_name("inside_tests.py").read_text(encoding="utf-8")
 _BLOCK = re.compile(r"^[ \t]*```[ \t]*(?:python3?|py)[ \t]*\r?\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.I)
@@ -93,7 +94,7 @@ class _Runner:
         if self.url is None:
             outcome = sandbox.run(_INSIDE, json.dumps(job), self.limits, unsafe=self.unsafe)
         else:
-            outcome = sandbox_service.run(self.url, _INSIDE, json.dumps(job), self.limits)
+            outcome = http_service.run(self.url, _INSIDE, json.dumps(job), self.limits)
         begun, _, reports = outcome.stdout.partition("\n")
         if begun != BEGUN:  # nothing of the program has been run yet
             said = (outcome.stderr.strip().splitlines() or ["nothing said"])[-1]

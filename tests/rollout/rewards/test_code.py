@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from megarl.rollout.rewards import Verdict, code, sandbox_service
-from megarl.rollout.rewards.sandbox import Limits
+from megarl.rollout.rewards import Verdict, code
+from megarl.rollout.sandbox import http_service
+from megarl.rollout.sandbox.sandbox import Limits
 
 ADDS_LINES = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 ADDS = {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]}
@@ -331,10 +332,10 @@ def test_a_service_judges_like_this_machine(service: tuple[str, type[Service]], 
 
 def test_a_service_says_how_a_program_ended(service: tuple[str, type[Service]]) -> None:
     url, handler = service
-    outcome = sandbox_service.run(url, "import sys; print(1); sys.exit(3)", "", Limits(wall_s=60.0))
+    outcome = http_service.run(url, "import sys; print(1); sys.exit(3)", "", Limits(wall_s=60.0))
     assert (outcome.status, outcome.stdout, outcome.timed_out) == (3, "1\n", False)
     handler.reply = {"status": "Failed", "run_result": {"status": "TimeLimitExceeded", "return_code": None}}
-    outcome = sandbox_service.run(url, "", "", Limits(wall_s=60.0))
+    outcome = http_service.run(url, "", "", Limits(wall_s=60.0))
     assert (outcome.status, outcome.timed_out) == (None, True)
 
 
@@ -349,5 +350,5 @@ def test_a_service_that_fails_is_no_verdict(service: tuple[str, type[Service]], 
 def test_a_service_that_is_not_there_is_no_verdict(service: tuple[str, type[Service]]) -> None:
     with pytest.raises(ConnectionError, match="gave no answer: ConnectError"):
         judged(ADD, ADDS, url="http://127.0.0.1:1")
-    assert [fault.where for fault in sandbox_service.url_faults("sandbox:8080")] == ["reward.function"]
-    assert sandbox_service.url_faults(service[0]) == []
+    assert [fault.where for fault in http_service.url_faults("sandbox:8080")] == ["reward.function"]
+    assert http_service.url_faults(service[0]) == []

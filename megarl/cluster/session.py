@@ -1,0 +1,344 @@
+"""Ray: a session of our own or a running cluster, GPU slots on its nodes. With actor.py the only `import ray`."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import signal
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import psutil
+
+from megarl.cluster import ray_environment  # isort: skip  (before Ray)
+import ray
+import ray.exceptions
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from megarl.cluster import processes
+from megarl.cluster.actor import SHARES, Pulses, Ref, Worker, failure
+from megarl.cluster.ray_servers import RayServers
+from megarl.cluster.session_folder import SessionFolder, remove_dead
+from megarl.cluster.topology import Seat
+from megarl.config import Placement
+from megarl.device import LOOPBACK, is_loopback
+from megarl.types import Silence, UserFault
+
+_GRACE_S = 3.0  # a death breaks its peers' collectives first: this long is waited for the cause to show
+_OBJECT_STORE_BYTES = max(2**30, min(2**35, psutil.virtual_memory().total // 10))  # samples of a step, mostly
+_PLACING_S = 60.0  # that GPUs of a running cluster are waited for
+_LOOK_S = 1.0  # between two looks at Ray's servers and at pulses
+_PREFIX, _ROOM = "megarl-", "/tmp"  # of a session's folder; not TMPDIR: a Unix socket's path has 107 bytes at most
+_OTHER = 3
+
+
+class WorkerFailed(Exception):
+    """A worker died or raised; the message names the worker and its own cause, `evidence` is its traceback or end."""
+
+    def __init__(self, message: str, evidence: str) -> None:
+        super().__init__(message, evidence)
+        self.message, self.evidence = message, evidence
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class Cluster:
+    """GPU slots of a Ray session, of this command's own or of nodes that run already; left as it was found, by `with`.
+
+    A session of its own ends with every process and file of it. Slot s is on node s // node_gpus; of a running cluster
+    the nodes are in the order of their addresses, and each gives all slots of a node together.
+    """
+
+    def __init__(
+        self,
+        gpus: int,
+        node_gpus: int | None = None,
+        timeout_s: float = 600.0,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """node_gpus: join the cluster that RAY_ADDRESS names, and take so many of each node; None: begin one here.
+        gpus 0: join, and take none.
+
+        timeout_s: how long a worker may leave its pulse unanswered. say: tells the user of dead sessions' folders.
+        """
+        self._gpus, self._joins, self._node_gpus = gpus, node_gpus is not None, node_gpus or gpus
+        self._timeout_s, self._say = timeout_s, say
+        self._pulses = Pulses(timeout_s)
+        self._workers: list[Worker] = []
+        self._placement: PlacementGroup
+        self._bundles: list[int] = []  # of each node, in the order of the slots
+        self._servers: RayServers | None = None
+        self.host = LOOPBACK
+        self.nodes: list[str] = []  # their addresses, in the order of the slots
+
+    def __enter__(self) -> Cluster:
+        processes.adopt_orphans()
+        self._not_ours = {process.pid for process in processes.descendants()}
+        if count := remove_dead(_PREFIX, _ROOM):
+            self._say(f"removed {count} temporary folder{'s' * (count > 1)} of sessions that were killed")
+        self._folder = SessionFolder(_PREFIX, _ROOM)
+        self._tmpdir = os.environ.get("TMPDIR")
+        os.environ["TMPDIR"] = str(self._folder.path)  # what a killed worker leaves is removed with the session
+        on_sigterm = signal.getsignal(signal.SIGTERM)
+        try:
+            self._join() if self._joins else self._begin()
+            signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own handler would end this process without cleaning up
+            self._servers = RayServers(_raylet_socket(), self._timeout_s)
+            self._take_slots()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        fault = self._servers.fault() if self._servers else None
+        self.close()
+        if fault and isinstance(error, Exception) and not isinstance(error, WorkerFailed):
+            raise WorkerFailed(fault, "".join(traceback.format_exception(error))) from None
+
+    def _begin(self) -> None:
+        ray_environment.use_own_token()
+        ray.init(
+            address="local",
+            num_gpus=self._gpus,
+            num_cpus=SHARES * self._gpus,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _temp_dir=str(self._folder.path / "ray"),  # Ray opens its folder to everyone; ours stays closed
+            _node_ip_address=LOOPBACK,
+        )
+
+    def _join(self) -> None:
+        address = os.environ["RAY_ADDRESS"]
+        host = address.rpartition(":")[0]
+        try:
+            ray.init(
+                address=address,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                # Several nodes on one machine, as in tests: Ray itself would take the address of the network.
+                _node_ip_address=host if is_loopback(host) else None,
+            )
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            problem = f"no Ray cluster that can be joined at {address} ({str(error).splitlines()[0]})"
+            mend = "start Ray here and on the other nodes with the token that RAY_AUTH_TOKEN_PATH names"
+            raise UserFault("RAY_ADDRESS", problem, mend) from error
+        self.host = ray.util.get_node_ip_address()
+
+    def _take_slots(self) -> None:
+        """One bundle for each node, of all its GPUs: a process takes the GPU of its slot's number, whoever has others.
+
+        Raises UserFault where Ray has no such nodes, WorkerFailed where it has lost them or another run has them.
+        """
+        if not (count := -(-self._gpus // self._node_gpus)):
+            return
+        nodes = ray.nodes()
+        fit = [node for node in nodes if node["Alive"] and node["Resources"].get("GPU", 0) == self._node_gpus]
+        if len(fit) < count:
+            problem = f"{self._gpus} GPUs are {count} nodes of {self._node_gpus}, Ray has {len(fit)} with as many GPUs"
+            if len(fit) + sum(not node["Alive"] for node in nodes) >= count:
+                raise WorkerFailed(f"{problem}: others have gone", problem)
+            mend = "start Ray on more nodes, lower it, or correct placement.gpus_per_node"
+            raise UserFault("placement.gpus", problem, mend)
+        self._placement = placement_group([{"GPU": self._node_gpus}] * count, strategy="STRICT_SPREAD")
+        ready = self._placement.ready()
+        if not ray.wait([ready], timeout=_PLACING_S)[0]:
+            problem = f"{count} whole nodes were not free in the Ray cluster for {_PLACING_S:.0f} s: a run has one"
+            raise WorkerFailed(problem, problem)
+        self.gather({ready: "placement group"})
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in fit}
+        on = {bundle: addresses[node] for bundle, node in _nodes_of(self._placement).items()}
+        self._bundles = in_order(on)
+        self.nodes = [on[bundle] for bundle in self._bundles]
+
+    def worker(self, name: str, slot: int) -> Worker:
+        """Start a process on GPU slot `slot`, which up to four share: policy, engine, critic and reward model."""
+        bundle = self._bundles[slot // self._node_gpus]
+        strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=bundle)
+        worker = Worker(name, slot, self.host, strategy)
+        self._workers.append(worker)
+        return worker
+
+    def seats(self, workers: Sequence[Worker], placement: Placement) -> list[Seat]:
+        """Where each sits. Raises RuntimeError where a process is not on the node of its slot."""
+        found = self.gather({worker.seat(placement.gpu_of(worker.slot)): worker.name for worker in workers})
+        for worker, seat in zip(workers, found, strict=True):
+            wanted = self._node_of(worker)
+            if seat.address != wanted:
+                raise RuntimeError(f"{worker.name} of GPU slot {worker.slot} is on {seat.address}, not on {wanted}")
+        return found
+
+    def _node_of(self, worker: Worker) -> str:
+        return self.nodes[worker.slot // self._node_gpus]
+
+    def put(self, value: object) -> Ref:
+        self._check_servers()
+        return ray.put(value)
+
+    def gather(self, labels: Mapping[Ref, str], among: Sequence[Worker] | None = None) -> list[Any]:
+        """The results in order; raises WorkerFailed, or the worker's own UserFault, as soon as any worker fails.
+
+        among: the workers whose failures count; all of them unless they are given.
+        """
+        self.await_all(labels, among)
+        try:
+            return ray.get(list(labels), timeout=self._timeout_s)
+        except ray.exceptions.RayError as error:  # a node is gone, with what was to be fetched from it
+            failures = [(name, why) for ref, name in labels.items() if (why := failure(ref)) is not None]
+            raise _reported(*min(failures or [("a worker's result", error)], key=_rank)) from None
+
+    def await_all(self, labels: Mapping[Ref, str], among: Sequence[Worker] | None = None) -> None:
+        """`gather` without fetching what comes of it."""
+        watched = self._workers if among is None else among
+        watches = {ref: worker.name for worker in watched for ref in worker.watch_refs}
+        pending = dict(labels)
+        while pending:
+            done = self._ended([*pending, *watches], watched)
+            failures = [why for ref in done if (why := failure(ref)) is not None]
+            if failures:
+                at_fault = [why for why in failures if isinstance(why, UserFault)]
+                raise at_fault[0] if at_fault else self._cause([*pending, *watches], {**labels, **watches})
+            for ref in done:
+                pending.pop(ref, None)
+            if pending and (silence := self._silence(watched)):
+                raise WorkerFailed(silence, silence)
+
+    def settle(self, calls: Mapping[Ref, str]) -> bool:
+        """Wait until every call has ended, well or not; False as soon as any worker is gone or silent for too long."""
+        watches = {ref for worker in self._workers for ref in worker.watch_refs}
+        pending = set(calls)
+        while pending:
+            done = {*self._ended([*pending, *watches], self._workers)}
+            if done & watches or self._silence(self._workers):
+                return False
+            pending -= done
+        return True
+
+    def call_all(self, workers: Sequence[Worker], method: str) -> list[Any]:
+        """Call the same method of each; the results in their order. Raises as `gather` does."""
+        return self.gather({worker.call(method): worker.name for worker in workers})
+
+    def _cause(self, refs: Sequence[Ref], labels: Mapping[Ref, str]) -> Exception:
+        """The failure to report: a user's fault first, then a dead process, a silent one, then whatever was raised."""
+        self._pulses.ask(self._workers)
+        done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=_GRACE_S)
+        failures = [(labels[ref], why) for ref in done if (why := failure(ref)) is not None]
+        name, cause = min(failures, key=_rank)
+        # Who waited in vain for a process that stands still may have begun before it did.
+        if _rank((name, cause)) == _OTHER and (silence := self._silence_now()):
+            return WorkerFailed(silence, str(cause))
+        return _reported(name, cause)
+
+    def _ended(self, refs: list[Ref], watched: Sequence[Worker]) -> list[Ref]:
+        """Those that have ended, as soon as one has, or none after a while; every worker is asked for its pulse.
+
+        All that have: each question costs as much as there are references. What they return stays on its node. Raises
+        WorkerFailed when a server of Ray is gone.
+        """
+        self._pulses.look(watched)
+        ray.wait(refs, num_returns=1, timeout=_LOOK_S, fetch_local=False)
+        self._check_servers()
+        done, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
+        return done
+
+    def _check_servers(self) -> None:
+        """Raises WorkerFailed when a server of Ray is gone: Ray itself would say so late, or end this process."""
+        if self._servers and (fault := self._servers.fault()):
+            raise WorkerFailed(fault, fault)
+
+    def _silence(self, workers: Sequence[Worker]) -> str | None:
+        """Which of them has not answered for too long, in words."""
+        silent = (worker for worker in workers if self._pulses.silence_s(worker) >= self._timeout_s)
+        return next((self._silence_of(worker) for worker in silent), None)
+
+    def _silence_now(self) -> str | None:
+        """Who has been silent for half as long, or is seen to be stopped."""
+        for worker in self._pulses.unanswered():
+            if self._pulses.silence_s(worker) >= self._timeout_s / 2 or self._is_stopped(worker):
+                return self._silence_of(worker)
+        return None
+
+    def _silence_of(self, worker: Worker) -> str:
+        pid = self._pulses.pid(worker)
+        who = f"{worker.name} (pid {pid})" if pid else worker.name
+        why = ": a signal stopped it" if self._is_stopped(worker) else ""
+        return f"{who} has not answered for {self._pulses.silence_s(worker):.0f} s{why}"
+
+    def _is_stopped(self, worker: Worker) -> bool:
+        """Whether a signal has stopped it, as far as can be seen from this node."""
+        pid = self._pid_here(worker)
+        return pid is not None and processes.is_stopped(pid)
+
+    def _pid_here(self, worker: Worker) -> int | None:
+        """Its process id, if it is on this node and has said it."""
+        is_near = not self._joins or self._node_of(worker) == self.host
+        return self._pulses.pid(worker) if is_near else None
+
+    def close(self) -> None:
+        """End the session: no process, socket, shared-memory file or folder of it is left."""
+        with processes.interrupts_ignored():
+            ended = {pid for worker in self._pulses.answered() if (pid := self._pid_here(worker)) is not None}
+            ended |= {process.pid for process in processes.descendants(spare=self._not_ours)}
+            if self._servers and self._servers.fault():  # Ray's own ways out would wait for what is gone
+                processes.kill_descendants(spare=self._not_ours)
+            else:
+                for worker in self._workers:
+                    with suppress(Exception):
+                        worker.kill()
+            self._workers.clear()
+            ray.shutdown()
+            if self._servers:
+                self._servers.close()
+                self._servers = None
+            processes.kill_descendants(spare=self._not_ours)
+            processes.remove_counters(ended)
+            self._folder.remove()
+            os.environ.pop("TMPDIR")
+            if self._tmpdir is not None:
+                os.environ["TMPDIR"] = self._tmpdir
+
+
+def in_order(addresses: Mapping[int, str]) -> list[int]:
+    """The bundles by their nodes' addresses. Raises UserFault where Ray knows a node by a name."""
+    try:
+        return sorted(addresses, key=lambda bundle: ipaddress.IPv4Address(addresses[bundle]))
+    except ipaddress.AddressValueError as error:
+        mend = "start Ray with the number: ray start --node-ip-address=10.0.0.2"
+        raise UserFault("placement.network", f"Ray knows a node by no IPv4 address ({error})", mend) from None
+
+
+def _nodes_of(placement: PlacementGroup) -> dict[int, str]:
+    """Ray's id of the node on which each bundle is."""
+    return placement_group_table(placement)["bundles_to_node_id"]
+
+
+def _raylet_socket() -> str:
+    """The path of the socket of this process's raylet."""
+    own = ray.get_runtime_context().get_node_id()
+    return next(node["RayletSocketName"] for node in ray.nodes() if node["NodeID"] == own)
+
+
+def _rank(failed: tuple[str, Exception]) -> int:
+    """The most telling first: a user's fault, a dead process, one that stands still, whatever else was raised."""
+    _, error = failed
+    if isinstance(getattr(error, "cause", None), Silence):
+        return 2
+    return 0 if isinstance(error, UserFault) else 1 if isinstance(error, ray.exceptions.RayActorError) else _OTHER
+
+
+def _reported(name: str, cause: Exception) -> Exception:
+    """What is raised of a worker's failure."""
+    if isinstance(cause, UserFault):
+        return cause
+    if isinstance(cause, ray.exceptions.RayActorError):
+        return WorkerFailed(f"{name}: its process died", str(cause))
+    raised = getattr(cause, "cause", cause)
+    last_line = str(raised).strip().splitlines()[-1:] or [""]
+    return WorkerFailed(f"{name}: {type(raised).__name__}: {last_line[0]}", str(cause))

@@ -1,0 +1,64 @@
+"""What a plan reckons with: one GPU model and the node around it, as recipes/hardware/*.yaml state them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megarl.config.fields import Branch, Bytes, ParallelSize, Positive, Share, Speed, Text
+from megarl.config.loading import load_branch
+from megarl.types import UserFault
+
+FOLDER = Path("recipes/hardware")  # of the files that are there, from where the command is given
+
+
+class Hardware(Branch):
+    """Bytes, bytes a second and operations a second of one GPU, each way where there are two ways; of the node's host.
+
+    The shares say how much of a peak is reached; each file says where its figures are from.
+    """
+
+    name: Text
+    memory_bytes: Bytes  # as the driver reports it
+    bf16_flops: Speed  # dense
+    fp8_flops: Speed | None = None  # None: the card has none
+    hbm_bytes_per_s: Speed
+    nvlink_bytes_per_s: Speed  # of a GPU to all others of its node, each way
+    nic_bytes_per_s: Speed  # of the network card beside each GPU, each way
+    pcie_bytes_per_s: Speed  # between a GPU and its host, each way
+    communicator_bytes: Bytes = 192 << 20  # of a GPU for one group of NCCL's, as a run tells when it starts; assumption
+    gpus_per_node: ParallelSize = 8
+    host_bytes: Bytes  # of a node
+    disk_bytes_per_s: Speed  # that a node writes to the file system of checkpoints
+    compute_share: Share  # of bf16_flops that training's matrix products reach
+    prefill_share: Share  # of bf16_flops that the engine's reading of prompts reaches
+    hbm_share: Share  # of hbm_bytes_per_s that the engine's decoding reaches
+    nvlink_share: Share  # of nvlink_bytes_per_s that large messages reach
+    nic_share: Share  # the same of nic_bytes_per_s
+    nvlink_latency_s: Positive  # of one small all-reduce inside a node
+    nic_latency_s: Positive  # the same over several nodes
+
+    def is_card(self, device_name: str) -> bool:
+        """Whether a GPU, as its driver names it, is this one: by whole words, for H20 is no H200."""
+        own, words = _words(self.name), _words(device_name)
+        return any(words[at : at + len(own)] == own for at in range(len(words)))
+
+
+def _words(name: str) -> list[str]:
+    return name.lower().replace("-", " ").split()
+
+
+def communicator_bytes(path: str | Path | None) -> int:
+    """Of a GPU for one group of NCCL's, by the file that a recipe names; the default where it names none."""
+    if path is None:
+        return Hardware.model_fields["communicator_bytes"].default
+    return load_hardware(path).communicator_bytes
+
+
+def load_hardware(path: str | Path | None) -> Hardware:
+    """Read one file. Raises UserFaults: what is wrong with it, line by line; UserFault where none is named."""
+    if path is None:
+        there = sorted(str(file) for file in FOLDER.glob("*.yaml"))
+        files = f"one of {', '.join(there)}" if there else "a file like those of recipes/hardware"
+        mend = f"set it, or give --hardware, to {files}"
+        raise UserFault("placement.hardware", "no hardware is named to reckon with", mend)
+    return load_branch(Hardware, path)

@@ -1,0 +1,223 @@
+"""A recipe on disk: YAML, overlays and `a.b=c` into the frozen tree, with every fault told where it was written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin
+
+from pydantic import ValidationError
+
+from megarl.config import Recipe
+from megarl.config.fields import Branch
+from megarl.config.spelling import near
+from megarl.config.yaml_text import Parsed, parse, read_file
+from megarl.types import UserFault, UserFaults
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+Loaded = TypeVar("Loaded", bound=Branch)
+_LONGEST_SHOWN = 200  # characters of an override
+_MOST_KEYS = 32  # of one dotted path
+_YAML = (".yaml", ".yml")
+
+_MENDS = {  # pydantic's error types whose own words are for programmers
+    "model_type": "write a mapping of keys there",
+    "dict_type": "write a mapping of keys there",
+    "mapping_type": "write a mapping of keys there",
+    "tuple_type": "write a list there",
+    "int_type": "write a whole number",
+    "float_type": "write a number",
+    "string_type": "write text, in quotes when it reads as a number",
+    "string_too_short": "write text",
+    "string_pattern_mismatch": "write letters, digits, dots, dashes and underscores, a letter or a digit first",
+    "bool_type": "write true or false",
+    "invalid_key": "the names of keys are text",
+}
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a YAML recipe and apply overrides in order: `a.b=c`, whose value is YAML, or the name of an overlay's file.
+
+    An overlay is a YAML file with some of a recipe's keys: mappings merge key by key, anything else is replaced. Raises
+    UserFaults with every fault at once: unknown keys with the nearest known one, wrong types, missing keys.
+    """
+    return load_branch(Recipe, path, overrides)
+
+
+def load_branch(kind: type[Loaded], path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
+    """The same for a file of another kind than a recipe."""
+    found = _read_yaml(Path(path), kind)
+    tree = found.value
+    for override in overrides:
+        if "=" not in override and Path(override).suffix in _YAML:
+            _lay_over(Path(override), kind, tree, found)
+        else:
+            _apply(override, kind, tree, found)
+    try:
+        loaded = kind.model_validate(tree)
+    except ValidationError as error:
+        raise UserFaults(found.faults + _explain(error, found, str(path), kind)) from None
+    if found.faults:
+        raise UserFaults(found.faults)
+    return loaded
+
+
+def _apply(override: str, kind: type[Branch], tree: dict[str, Any], found: Parsed) -> None:
+    """Write one `a.b=c` into the tree."""
+    where = f"override {override if len(override) <= _LONGEST_SHOWN else override[:_LONGEST_SHOWN] + '...'}"
+    dotted, equals, text = override.partition("=")
+    keys = dotted.split(".")
+    if not equals or not all(keys) or len(keys) > _MOST_KEYS:
+        found.faults.append(UserFault(where, "not of the form a.b=c", "write for example train.lr=1e-4"))
+        return
+    try:
+        parsed = parse(text, lambda line: where, lambda path: _is_free(path, kind), dotted)
+    except UserFaults as error:
+        found.faults += error.faults
+        return
+    branch = tree
+    for depth, key in enumerate(keys[:-1]):
+        if not isinstance(branch.get(key), dict):
+            branch[key] = {}
+            found.origins[".".join(keys[: depth + 1])] = where
+        branch = branch[key]
+    branch[keys[-1]] = parsed.value
+    _note(parsed, found)
+    found.origins[dotted] = where
+
+
+def _lay_over(path: Path, kind: type[Branch], tree: dict[str, Any], found: Parsed) -> None:
+    """Write an overlay's keys into the tree."""
+    try:
+        overlay = _read_yaml(path, kind)
+    except UserFaults as error:
+        found.faults += error.faults
+        return
+    _merge(overlay.value, tree)
+    _note(overlay, found)
+
+
+def _note(parsed: Parsed, found: Parsed) -> None:
+    """Where its keys are written, and what is wrong with them, beside what is known so far."""
+    found.origins |= parsed.origins
+    found.faults += parsed.faults
+    found.keys_at_fault |= parsed.keys_at_fault
+
+
+def _read_yaml(path: Path, kind: type[Branch]) -> Parsed:
+    """A file whose value is a mapping. Raises UserFaults when there is nothing to go on from."""
+    parsed = parse(read_file(path), lambda line: f"{path}:{line}", lambda key: _is_free(key, kind))
+    if parsed.value is None:
+        parsed.value = {}
+    if not isinstance(parsed.value, dict):
+        raise UserFaults([UserFault(str(path), "the file is not a mapping", "write `key: value` lines")])
+    return parsed
+
+
+def _merge(overlay: Mapping[Any, Any], tree: dict[Any, Any]) -> None:
+    for key, value in overlay.items():
+        if isinstance(value, dict) and isinstance(tree.get(key), dict):
+            _merge(value, tree[key])
+        else:
+            tree[key] = value
+
+
+def _explain(error: ValidationError, found: Parsed, file: str, root: type[Branch]) -> list[UserFault]:
+    """Pydantic's errors in the user's words; a missing key that was only misspelt is not told twice."""
+    tree, origins = found.value, found.origins
+    faults: list[UserFault] = []
+    missing: list[tuple[str, str]] = []
+    misspelt: set[str] = set()
+    for item in error.errors(include_url=False):
+        path = ".".join(str(part) for part in item["loc"] if part != "[key]")
+        where = _where(path, origins, file)
+        if path in found.keys_at_fault:
+            continue
+        if item["type"] == "extra_forbidden":
+            guesses = _nearest(path, tree, not where.startswith(f"{file}:"), root)
+            misspelt.update(guesses)
+            mend = f"did you mean {' or '.join(guesses)}?" if guesses else f"the keys there are {_known(path, root)}"
+            faults.append(UserFault(where, f"unknown key {path}", mend))
+        elif item["type"] == "missing":
+            missing.append((where, path))
+        else:
+            is_name = item["loc"][-1] == "[key]"  # of a mapping whose keys are the user's own
+            problem = f"{path} has the name" if is_name else f"{path} is"
+            faults.append(UserFault(where, f"{problem} {item['input']!r:.80}", _mend(item)))
+    gone = [(where, path) for where, path in missing if path not in misspelt]
+    return faults + [UserFault(where, f"{path} is missing", f"add {path}") for where, path in gone]
+
+
+def _mend(item: ErrorDetails) -> str:
+    """What to write in place of a value of the right place but not of the right kind."""
+    if item["type"] in _MENDS:
+        return _MENDS[item["type"]]
+    context = item.get("ctx", {})
+    if item["type"] == "value_error":
+        return str(context["error"])
+    if item["type"] == "string_too_long":
+        return f"write at most {context['max_length']} characters"
+    return item["msg"].replace("Input should", "it should")
+
+
+def _where(path: str, origins: Mapping[str, str], file: str) -> str:
+    """Where the key, or else the innermost section around it, is written."""
+    while path and path not in origins:
+        path = path.rpartition(".")[0]
+    return origins.get(path, file)
+
+
+def _fields(section: str, root: type[Branch]) -> dict[str, type[Branch] | None]:
+    """Keys of a section ("" is the top) with their branch, None for a leaf."""
+    branch: Any = root
+    for key in filter(None, section.split(".")):
+        inner = get_args(branch)  # of a mapping, whose keys are the user's own, or of a list
+        branch = inner[get_origin(branch) is not tuple] if inner else branch.model_fields[key].annotation
+    kinds = {name: field.annotation for name, field in branch.model_fields.items()}
+    return {n: k if isinstance(k, type) and issubclass(k, Branch) else None for n, k in kinds.items()}
+
+
+def _is_free(path: str, root: type[Branch]) -> bool:
+    """Whether the value of a key may be of any type: it is inside of what is passed through."""
+    kind: Any = root
+    for key in path.split("."):
+        if get_origin(kind) is dict:
+            return True
+        if get_args(kind):
+            kind = get_args(kind)[-1]
+        elif isinstance(kind, type) and issubclass(kind, Branch) and key in kind.model_fields:
+            kind = kind.model_fields[key].annotation
+        else:
+            return False
+    return get_origin(kind) is dict
+
+
+def _known(path: str, root: type[Branch]) -> str:
+    return ", ".join(_fields(path.rpartition(".")[0], root))
+
+
+def _leaves(root: type[Branch], section: str = "") -> Iterator[str]:
+    for name, branch in _fields(section, root).items():
+        path = f"{section}.{name}".lstrip(".")
+        yield path
+        if branch:
+            yield from _leaves(root, path)
+
+
+def _nearest(path: str, tree: Mapping[str, Any], in_override: bool, root: type[Branch]) -> list[str]:
+    """Known paths that an unknown one was probably meant to be, at most three, best first.
+
+    Spelling first; among equals, in a file, a key that is not written yet; else the same name in another section.
+    """
+    section, _, name = path.rpartition(".")
+    written: Any = tree
+    for key in filter(None, section.split(".")):
+        written = written[int(key) if isinstance(written, list) else key]
+    meant = near(name, _fields(section, root))
+    if meant:
+        unwritten = [known for known in meant if known not in written]
+        names = meant if in_override else unwritten or meant
+        return [f"{section}.{known}".lstrip(".") for known in names][:3]
+    return [known for known in _leaves(root) if known.rpartition(".")[2] == name][:3]

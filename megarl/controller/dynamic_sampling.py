@@ -1,0 +1,90 @@
+"""The samples of a step: as many prompts as asked for, or, with dynamic sampling, as many mixed groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from megarl.config import Recipe
+from megarl.fleet.rank_groups import Rollout
+from megarl.types import FloatArray, GroupSummary, IntArray, Metrics, Prompt, Rules, UserFault
+
+# (prompts, number of the round) -> their groups
+Sample = Callable[[Sequence[Prompt], int], Rollout]
+Take = Callable[[int], list[Prompt]]
+
+
+def is_mixed(group: GroupSummary) -> bool:
+    """Whether some samples are correct and some are not: others teach nothing (DAPO, arXiv 2503.14476, eq. 11)."""
+    correct = group.correct_G[group.drawn_G]
+    return bool(correct.any() and not correct.all())
+
+
+def collect(
+    recipe: Recipe, rules: Rules, take: Take, sample: Sample, carried: Rollout
+) -> tuple[Rollout, Rollout, Metrics]:
+    """(the step's groups, those that are too many and wait for the next step, what was done).
+
+    With dynamic sampling prompts are drawn, more of them than are missing, until there are enough mixed groups; those
+    carried from the step before come first. After max_rounds the step trains on what there is, or the run stops, as
+    the recipe says. Raises UserFault(algorithm.max_rounds) in the latter case, and when there is nothing at all.
+    """
+    wanted = recipe.rollout.prompts_per_step
+    if not rules.dynamic_sampling:
+        return sample(take(wanted), 0), Rollout([], []), {}
+    kept, drawn, rounds, correct = carried, 0, 0, []
+    while len(kept.refs) < wanted and rounds < rules.max_rounds:
+        count = rules.num_drawn(wanted - len(kept.refs))
+        new = sample(take(count), rounds)
+        places = [index for index, group in enumerate(new.summaries) if is_mixed(group)]
+        correct += [group.correct_G[group.drawn_G].mean() for group in new.summaries]
+        kept = _joined(kept, _chosen(new, places))
+        drawn, rounds = drawn + count, rounds + 1
+    found = len(kept.refs)
+    if found < wanted and (rules.when_short == "stop" or not found):
+        raise _too_few(found, wanted, drawn, rounds, rules)
+    step, rest = _chosen(kept, range(min(found, wanted))), _chosen(kept, range(wanted, found))
+    mixed = found - len(carried.refs)
+    accuracy = {"sampling/accuracy": float(np.mean(correct))} if correct else {}
+    return step, rest, accuracy | {
+        "sampling/rounds": rounds,
+        "sampling/drawn": drawn,
+        "sampling/mixed_share": mixed / drawn if drawn else 1.0,
+        "sampling/carried_in": len(carried.refs),
+        "sampling/carried_out": len(rest.refs),
+        "sampling/missing": max(0, wanted - found),
+    }
+
+
+def _too_few(found: int, wanted: int, drawn: int, rounds: int, rules: Rules) -> UserFault:
+    problem = f"{rounds} rounds of {drawn} prompts and what waited: {found} groups with right and wrong answers, not"
+    mend = "raise it or algorithm.oversample, or use data of other difficulty"
+    if rules.when_short == "stop" and found:
+        mend += ", or set algorithm.when_short to train"
+    return UserFault("algorithm.max_rounds", f"{problem} {wanted}", mend)
+
+
+def shaped(rollout: Rollout, rules: Rules, longest: int) -> Rollout:
+    """With the soft overlong punishment added to each reward, where the rules have one."""
+    if not rules.overlong_share:
+        return rollout
+    summaries = []
+    for group in rollout.summaries:
+        penalty_G = overlong_penalty(group.response_lengths_G, longest, rules.overlong_share * longest)
+        summaries.append(replace(group, rewards_G=(group.rewards_G + penalty_G).astype(np.float32)))
+    return Rollout(summaries, rollout.refs)
+
+
+def overlong_penalty(lengths_G: IntArray, longest: int, cache: float) -> FloatArray:
+    """0 up to longest - cache tokens, from there down to -1 at the longest (DAPO, arXiv 2503.14476, eq. 13)."""
+    return np.clip((longest - cache - lengths_G) / cache, -1.0, 0.0).astype(np.float32)
+
+
+def _chosen(rollout: Rollout, places: Sequence[int]) -> Rollout:
+    return Rollout([rollout.summaries[place] for place in places], [rollout.refs[place] for place in places])
+
+
+def _joined(one: Rollout, other: Rollout) -> Rollout:
+    return Rollout(one.summaries + other.summaries, one.refs + other.refs)

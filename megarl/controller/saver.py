@@ -1,0 +1,215 @@
+"""Going on after an end: what a checkpoint stores of the run, when one is written, and whether it fits the recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megarl.algos import ALGORITHMS, has_critic
+from megarl.checkpoints.snapshots import Snapshot, Snapshots
+from megarl.cluster import processes
+from megarl.config import Recipe
+from megarl.disk import writing
+from megarl.fleet.fleet import CARRIED, Fleet
+from megarl.parallel.hf_config import beside_shape, model_shape
+from megarl.parallel.placement import critic_recipe
+from megarl.rollout.prompts import PromptStream
+from megarl.rollout.sample_file import open_samples
+from megarl.types import EndedEarly, UserFault, UserFaults
+
+FOLDER = "checkpoints"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What the controller goes on from after step `step`; version and attempts are those before its publication."""
+
+    step: int
+    version: int
+    attempts: int
+    prompts_taken: int
+    data: str
+    seed: int
+    ep: int
+    trains_mtp: bool
+    shape: dict[str, object]
+    critic: dict[str, object] | None  # its shape and ep, where there is one
+
+
+def find(recipe: Recipe, prompts: PromptStream, say: Callable[[str], None]) -> Snapshot | None:
+    """The newest good checkpoint of the recipe's run, None if there is none yet.
+
+    Raises UserFaults when it is one of another model, of other data, or cannot be brought into the recipe's layout.
+    """
+    found = Snapshots(Path(recipe.run.dir) / recipe.run.name / FOLDER, say).newest()
+    if found is None:
+        return None
+    faults, then = model_faults(found, recipe), Progress(**found.run)
+    if then.data != prompts.fingerprint:
+        problem = f"its rows, or the weights of its files, are not those that {found.folder} was written with"
+        mend = "use the files, weights and data.overlong that the run began with, or another run.name"
+        faults.append(UserFault("data.train", problem, mend))
+    if then.seed != recipe.run.seed:
+        problem = f"{recipe.run.seed} orders the data otherwise than {then.seed}, with which {found.folder} was written"
+        faults.append(UserFault("run.seed", problem, f"set it to {then.seed}, or choose another run.name"))
+    if (then.ep == 1) != (recipe.train.ep == 1):
+        problem = f"{found.folder} was written with {then.ep}, and Megatron does not convert the optimizer to or from 1"
+        faults.append(UserFault("train.ep", problem, "set it to more than 1" if then.ep > 1 else "set it to 1"))
+    if recipe.train.mtp_loss and not then.trains_mtp:
+        problem = f"{recipe.train.mtp_loss}, but in {found.folder} those layers were frozen and have no optimizer state"
+        faults.append(UserFault("train.mtp_loss", problem, "set it to 0, or choose another run.name"))
+    faults += _critic_faults(found, then, recipe) + _carried_faults(found)
+    if faults:
+        raise UserFaults(faults)
+    return found
+
+
+def _carried_faults(found: Snapshot) -> list[UserFault]:
+    """Samples that wait for the next step, of another version's format."""
+    if (found.folder / CARRIED).exists():
+        try:
+            open_samples(found.folder / CARRIED)
+        except UserFault as fault:
+            mend = "go on with the version that wrote it, or choose another run.name"
+            return [UserFault(fault.where, fault.problem, mend)]
+    return []
+
+
+def _critic_of(recipe: Recipe) -> dict[str, object] | None:
+    if not has_critic(recipe.algorithm.name):
+        return None
+    own = critic_recipe(recipe)
+    says = ALGORITHMS[recipe.algorithm.name].critic
+    return {"shape": asdict(beside_shape(own.model.path, says)), "ep": own.train.ep}
+
+
+def _critic_faults(found: Snapshot, then: Progress, recipe: Recipe) -> list[UserFault]:
+    now = _critic_of(recipe)
+    if now is None:
+        return []
+    if then.critic is None:
+        problem = f"{recipe.algorithm.name} has a critic, and {found.folder} was written without one"
+        return [UserFault("algorithm.name", problem, "choose another run.name")]
+    if then.critic["shape"] != now["shape"]:
+        problem = f"{found.folder} was written with a critic of another architecture"
+        return [UserFault("critic.path", problem, "use the model that the run began with, or another run.name")]
+    if (then.critic["ep"] == 1) != (now["ep"] == 1):
+        problem = f"{found.folder} was written with {then.critic['ep']}, which Megatron does not convert to or from 1"
+        mend = "set it to more than 1" if then.critic["ep"] != 1 else "set it to 1"
+        return [UserFault("critic.ranks.ep", problem, mend)]
+    return []
+
+
+def model_faults(snapshot: Snapshot, recipe: Recipe) -> list[UserFault]:
+    """What keeps the weights of a checkpoint from being those of the recipe's model.
+
+    Raises UserFaults where it does not say what it is of.
+    """
+    try:
+        then = Progress(**snapshot.run)
+    except TypeError:
+        mend = "use the version of megarl that wrote it, or another run"
+        raise UserFaults([UserFault(str(snapshot.folder), "was written by another version of megarl", mend)]) from None
+    shape = asdict(model_shape(recipe.model.path))
+    if then.shape == shape:
+        return []
+    key = next(name for name in shape if then.shape.get(name) != shape[name])
+    problem = f"{snapshot.folder} is of a model with {key} {then.shape.get(key)}, this one has {shape[key]}"
+    return [UserFault("model.path", problem, "use the model that the run began with, or another run.name")]
+
+
+def resume(snapshot: Snapshot, fleet: Fleet, prompts: PromptStream) -> None:
+    """Load a checkpoint into the ranks and take the data up where it was."""
+    then = Progress(**snapshot.run)
+    fleet.resume(snapshot.folder, then.version, then.attempts)
+    prompts.skip_to(then.prompts_taken)
+
+
+class Saver:
+    """Writes checkpoints as the recipe wants them, at most one at a time."""
+
+    def __init__(self, recipe: Recipe, fleet: Fleet, prompts: PromptStream, folder: Path, say: Callable[[str], None]):
+        self._recipe, self._fleet, self._prompts = recipe, fleet, prompts
+        self._snapshots = Snapshots(folder / FOLDER, say)
+        self._now: Progress | None = None  # what a checkpoint written now would hold, and whether one does
+        self._is_saved = False
+        self._begun: tuple[Path, Progress] | None = None
+        self._is_recorded = False  # the step that was begun with
+
+    def is_due(self, step: int) -> bool:
+        """Every so many steps, after a warm start and at the end."""
+        every = self._recipe.checkpoint.every
+        if every is None:
+            return False
+        return step % every == 0 if 0 < step < self._recipe.run.steps else True
+
+    def begin(self, step: int) -> None:
+        """Start one, if it is due; call it while the training ranks hold their memory, before the publication."""
+        self._now, self._is_saved = self._progress(step), False
+        if self.is_due(step):
+            self._write(self._now)
+
+    def _progress(self, step: int) -> Progress:
+        return Progress(
+            step=step,
+            version=self._fleet.version,
+            attempts=self._fleet.attempts,
+            prompts_taken=self._prompts.taken,
+            data=self._prompts.fingerprint,
+            seed=self._recipe.run.seed,
+            ep=self._recipe.train.ep,
+            trains_mtp=self._recipe.train.mtp_loss > 0,
+            shape=asdict(model_shape(self._recipe.model.path)),
+            critic=_critic_of(self._recipe),
+        )
+
+    def _write(self, progress: Progress) -> None:
+        self._complete()  # at most one at a time
+        with self._writing(progress.step):
+            partial = self._snapshots.begin(progress.step)
+            self._begun, self._is_recorded, self._is_saved = (partial, progress), False, True
+            self._fleet.save(partial.absolute())
+
+    @contextmanager
+    def _writing(self, step: int) -> Iterator[None]:
+        """A checkpoint that the disk has no room for leaves its room to the others."""
+        try:
+            with writing(self._snapshots.folder.parent, f"the checkpoint of step {step}"):
+                yield
+        except UserFault:
+            begun, self._begun, self._is_saved = self._begun, None, False
+            if begun:
+                self._snapshots.abandon(begun[0])
+            raise
+
+    def settle(self, step: int) -> None:
+        """After step's record is written: complete what was begun, an asynchronous one a step later."""
+        is_young = self._begun is not None and self._begun[1].step == step < self._recipe.run.steps
+        self._is_recorded = True
+        if not (self._recipe.checkpoint.asynchronous and is_young):
+            self._complete()
+
+    def leave_if_wanted(self) -> None:
+        """Between two steps: after a SIGUSR1, complete a checkpoint of what was learnt and raise EndedEarly."""
+        if not processes.is_end_wanted():
+            return
+        if self._now is not None and not self._is_saved:
+            self._write(self._now)
+        self._complete()
+        raise EndedEarly(self._now.step if self._now is not None else None)
+
+    def rescue(self) -> None:
+        """After a failure: complete what was begun in an earlier step, if the training ranks still can."""
+        if self._is_recorded:
+            self._complete()
+
+    def _complete(self) -> None:
+        if self._begun is None:
+            return
+        partial, progress = self._begun
+        with self._writing(progress.step):
+            known = self._fleet.finish_save()
+            self._snapshots.commit(partial, asdict(progress), known, self._recipe.checkpoint.keep)
+        self._begun = None

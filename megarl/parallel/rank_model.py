@@ -1,0 +1,142 @@
+"""One training rank's part of a Megatron model: built, run, stepped, and moved out of the way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.distributed_c10d import Store
+
+from megarl import device
+from megarl.parallel import cpu, dist_checkpoint, groups, host_offload, model, optimizer
+from megarl.parallel.options import in_force
+from megarl.parallel.pipeline import Coefficients, Pipeline
+from megarl.parallel.placement import speaks, train_layout
+from megarl.parallel.routing import Routing
+from megarl.parallel.sequences import Split
+from megarl.types import ModelShape
+
+if TYPE_CHECKING:
+    from megarl.config import Recipe
+
+
+class RankModel:
+    """Rank `rank` of a training world. Every method but `params` is called on all ranks together.
+
+    The constructor meets the other ranks at the store and builds this rank's chunks, contents undefined; once they are
+    loaded, `make_optimizer` copies from them. Raises UserFault for a Megatron option that does not fit.
+    slot: of the GPU. trains: whether there are gradients. is_published: engines map the parameters, so that they stay
+    where they are.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        recipe: Recipe,
+        shape: ModelShape,
+        store: Store,
+        *,
+        slot: int,
+        trains: bool = True,
+        is_published: bool = True,
+    ) -> None:
+        self._dtype = model.DTYPES[recipe.model.dtype]
+        if device.DEVICE == "cpu":
+            cpu.patch_megatron()
+            torch.set_num_threads(1)
+        else:
+            torch.cuda.set_device(recipe.placement.gpu_of(slot))
+            model.choose_layers(recipe.train, self._dtype)
+        path, train, layout = recipe.model.path, recipe.train, train_layout(recipe)
+        self.rank, self.shape, self.layout, self._train = rank, shape, layout, train
+        self.at = layout.coords(rank)
+        self.is_last_stage = self.at.pp == layout.pp - 1
+        self.speaks = speaks(layout, rank)  # for those that hold the same
+        self.split = Split(layout.tp, layout.cp, self.at.cp, layout.tokens_align)
+        config = model.transformer_config(path, shape, layout, self._dtype, train)
+        groups.join(store, rank, layout, recipe.run.seed, recipe.run.timeout_s)
+        self.communicator_bytes = groups.connect()
+        routing = Routing()
+        chunks = model.build_chunks(config, path, shape, layout, rank, routing)
+        if not train.mtp_loss:
+            model.freeze_mtp(chunks)
+        self._trains, self._is_published = trains, is_published
+        self._put_away: host_offload.PutAway = []
+        self.chunks: Sequence[Any] = model.wrap(config, chunks, train) if trains else chunks
+        self.pipeline = Pipeline(
+            self.chunks, routing, shape.vocab_size, Coefficients(train.aux_loss, train.z_loss, train.mtp_loss)
+        )
+
+    def make_optimizer(self) -> None:
+        """AdamW on this rank's weights as they are now."""
+        self.optimizer = optimizer.build_optimizer(self.chunks, self._train, self._dtype)
+
+    def options(self) -> dict[str, dict[str, Any]]:
+        """Megatron's options that this rank runs with, as a recipe writes them under `train`."""
+        names = model.default_names(self.shape)
+        own = optimizer.optimizer_config(self._train, self._dtype, optimizer.offloads(self._train))
+        return in_force(self._train, self.chunks[0].config, self.chunks[0].ddp_config, own, names)
+
+    def params(self) -> dict[str, torch.Tensor]:
+        """This rank's weights by the map's names: views of long-lived buffers that every step updates in place."""
+        return model.params([chunk.module for chunk in self.chunks] if self._trains else self.chunks)
+
+    def moe_layers(self) -> list[int]:
+        """All decoder layers with experts, in the whole model."""
+        return [layer for layer in range(self.shape.num_layers) if not self.shape.is_dense(layer)]
+
+    def zero_grad(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+
+    def step(self, lr: float) -> float:
+        """One AdamW step on the gradients that are there; their norm before clipping.
+
+        Raises FloatingPointError when it is not finite.
+        """
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        _, grad_norm, _ = self.optimizer.step()
+        self.optimizer.zero_grad()
+        if grad_norm is None or not math.isfinite(grad_norm):
+            raise FloatingPointError(f"the gradient norm is {grad_norm}")
+        return float(grad_norm)
+
+    def save(self, folder: Path) -> dist_checkpoint.Pending:
+        """Begin to write everything that training goes on from."""
+        return dist_checkpoint.save(folder, self.chunks, self.optimizer)
+
+    def load(self, folder: Path) -> None:
+        """Go on from what `save` wrote, in this layout or another; EP 1 and more are not converted to each other."""
+        dist_checkpoint.load(folder, self.chunks, self.optimizer)
+        optimizer.set_weight_decay(self.optimizer, self._train)
+
+    def load_weights(self, folder: Path) -> None:
+        """The weights alone of what `save` wrote, in any layout."""
+        dist_checkpoint.load_weights(folder, self.chunks)
+
+    def offload(self) -> None:
+        """Free the gradients and, on a GPU, move the optimizer's state to the host; so do parameters nobody maps."""
+        if self._trains:
+            for chunk in self.chunks:
+                chunk.offload_grad_buffers(empty_cache=False)
+            if not optimizer.offloads(self._train):
+                optimizer.move_optimizer(self.optimizer, self.chunks, "cpu")
+        if not self._is_published:
+            self._put_away = host_offload.put_away(self.params())
+        device.free_unused()  # when all of it has moved: the engine resumes in what is free
+
+    def onload(self) -> None:
+        """Undo offload; gradients come back as zeros."""
+        if not self._is_published:
+            host_offload.put_back(self._put_away)
+            self._put_away = []
+        if not self._trains:
+            return
+        if not optimizer.offloads(self._train):
+            optimizer.move_optimizer(self.optimizer, self.chunks, device.DEVICE)
+        for chunk in self.chunks:
+            chunk.restore_grad_buffers()

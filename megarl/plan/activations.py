@@ -1,0 +1,223 @@
+"""What a training rank keeps between a micro-batch's forward and backward pass, and what the output layer takes.
+
+Formulas from the shapes that the layers save: Korthikanti et al. 2022 (arXiv 2205.05198), section 4, carried over to
+grouped-query and latent attention, SwiGLU and experts. Read from megatron-core 0.16.1 with TransformerEngine, as it
+runs on GPUs: fused attention (no score matrix), norms of their own memory, experts by grouped products, the all-to-all
+dispatcher. Nothing here was measured on a GPU.
+
+t: tokens of a row on one context-parallel rank; s = t / TP: of them on one tensor-parallel rank (sequence parallelism);
+n: copies of tokens that meet this rank's experts; b: bytes of an element.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.parallel.layout import TrainLayout
+from megarl.plan.model_size import ModelSize
+from megarl.types import ModelShape
+
+EXPERT_IMBALANCE = 1.3  # assumption: tokens of the fullest rank's experts over the mean; nothing balances RL's choices
+LOGITS_CHUNK_BYTES = 256 << 20  # parallel/logprobs.py: CHUNK_BYTES and KEPT_BYTES on a GPU
+LOGITS_CHUNKS = 2.5  # parallel/logprobs.py: a chunk's logits twice, in bfloat16 half once more
+DROPPED_BY = {  # Megatron's recompute_modules -> what is then not kept (transformer_config.py)
+    "core_attn": {"lse"},
+    "mla_up_proj": {"up_projections"},
+    "layernorm": {"norm_outputs"},
+    "mlp": {"mlp"},
+    "moe": {"router", "experts_in", "experts_fc1", "experts_act", "shared"},
+    "moe_act": {"experts_act"},
+    "shared_experts": {"shared"},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A micro-batch on one rank, and the model's sizes that its memory depends on."""
+
+    shape: ModelShape
+    layout: TrainLayout
+    tokens: float  # t
+    item: int  # b
+
+    @property
+    def share(self) -> float:
+        """s"""
+        return self.tokens / self.layout.tp
+
+    @property
+    def routed(self) -> float:
+        """n: as many copies leave this rank as come in the mean; expert tensor parallelism gathers its peers' too."""
+        return self.share * self.shape.experts_per_token * self.layout.etp * EXPERT_IMBALANCE
+
+    @property
+    def boundary_bytes(self) -> float:
+        """Hidden states between two layers: s h b."""
+        return self.share * self.shape.hidden_size * self.item
+
+    def layer(self, dense: bool) -> dict[str, float]:
+        """Bytes that one layer saves when nothing is recomputed, by what they are of.
+
+        inputs: of the two norms, 2 s h b; norm_outputs: as much.
+        """
+        found = {"inputs": 2 * self.boundary_bytes, "norm_outputs": 2 * self.boundary_bytes}
+        found |= self._latent_attention() if self.shape.mla else self._attention()
+        return found | (self._mlp() if dense else self._experts())
+
+    def _attention(self) -> dict[str, float]:
+        """q, k, v before a norm of each head (if there is one) and behind it: t (heads + 2 kv heads) d b / TP each.
+
+        The result t heads d b / TP, which the output projection reads too; float32 log-sum-exp of each query and head.
+        """
+        shape, per_rank = self.shape, self.tokens / self.layout.tp
+        width = shape.head_dim * self.item
+        kv_heads = max(shape.num_kv_heads, self.layout.tp)  # fewer than ranks: the group is gathered
+        times = 2 if shape.qk_norm else 1
+        return {
+            "qkv": per_rank * (times * (shape.num_heads + kv_heads) + kv_heads) * width,
+            "attention_out": per_rank * shape.num_heads * width,
+            "lse": per_rank * shape.num_heads * 4,
+        }
+
+    def _latent_attention(self) -> dict[str, float]:
+        """Compressed queries, keys and values, before and behind their norms: s (2 q_lora + 2 kv_lora + rope) b.
+
+        Behind the up projections, of each head: the query before and behind rotation, 2 (nope + rope), the key put
+        together, nope + rope, keys and values as projected, nope + v; then the result, v.
+        """
+        mla = self.shape.mla
+        assert mla is not None
+        key, heads = mla.nope_dim + mla.rope_dim, self.tokens * self.shape.num_heads / self.layout.tp
+        compressed = 2 * (mla.q_lora_rank or 0) + 2 * mla.kv_lora_rank + mla.rope_dim
+        return {
+            "compressed": self.share * compressed * self.item,
+            "up_projections": heads * (3 * key + mla.nope_dim + mla.v_dim) * self.item,
+            "attention_out": heads * mla.v_dim * self.item,
+            "lse": heads * 4,
+        }
+
+    def _gated(self, tokens: float, width: float) -> float:
+        """SwiGLU, not fused: gate and up 2 f, silu(gate) f, the product f."""
+        return 4 * tokens * width * self.item
+
+    def _mlp(self) -> dict[str, float]:
+        return {"mlp": self._gated(self.tokens, self.shape.ffn_size / self.layout.tp)}
+
+    def _experts(self) -> dict[str, float]:
+        """Float32 logits, probabilities and choice of each expert; n copies of h; 2 f, then f three times.
+
+        The third is the product with the router's probability (moe/experts.py).
+        """
+        shape, width = self.shape, self.shape.moe_ffn_size / self.layout.etp
+        return {
+            "router": self.share * shape.num_experts * 3 * 4,
+            "experts_in": self.routed * shape.hidden_size * self.item,
+            "experts_fc1": self.routed * 2 * width * self.item,
+            "experts_act": self.routed * 3 * width * self.item,
+            "shared": self._gated(self.tokens, shape.num_shared_experts * shape.moe_ffn_size / self.layout.tp),
+        }
+
+    def working_bytes(self, dense: bool) -> float:
+        """Gradients on their way through the widest products of a layer; and its input of all tokens, gathered."""
+        shape, gathered = self.shape, self.tokens * self.shape.hidden_size * self.item
+        if dense:
+            return gathered + self.tokens * 3 * shape.ffn_size / self.layout.tp * self.item
+        return gathered + self.routed * (2 * shape.hidden_size + 3 * shape.moe_ffn_size / self.layout.etp) * self.item
+
+
+def kept_and_again(row: Row, layers: Sequence[bool], options: dict[str, Any]) -> tuple[float, float]:
+    """Bytes that a chunk of these layers keeps of a micro-batch, and those that exist once while it goes back.
+
+    layers: of each whether it has an MLP in place of experts. options: `train.megatron`, whose recompute_* fields
+    count: full keeps the input of each run of layers (uniform) or of the first ones (block); selective drops parts.
+    """
+    saved = [row.layer(dense) for dense in layers]
+    working = max((row.working_bytes(dense) for dense in layers), default=0.0)
+    mode, number = options.get("recompute_granularity"), options.get("recompute_num_layers") or 1
+    if mode == "full":
+        whole = [sum(one.values()) for one in saved]
+        uniform = options.get("recompute_method", "uniform") == "uniform"
+        length, end = (number, len(whole)) if uniform else (1, number)
+        runs = [whole[start : start + length] for start in range(0, min(end, len(whole)), length)]
+        kept = len(runs) * row.boundary_bytes + sum(whole[end:])
+        return kept, max(map(sum, runs), default=0.0) + working
+    names = options.get("recompute_modules") or ["core_attn"]
+    dropped = set().union(*(DROPPED_BY.get(name, set()) for name in names)) if mode == "selective" else set()
+    again = max((sum(size for part, size in one.items() if part in dropped) for one in saved), default=0.0)
+    kept = sum(size for one in saved for part, size in one.items() if part not in dropped)
+    return kept, again + working
+
+
+def in_flight(layout: TrainLayout, stage: int, micro_batches: int | None = None) -> list[int]:
+    """Micro-batches of each chunk of a stage that wait for their backward pass, at most.
+
+    1F1B: those that a stage sends on before the first comes back (schedules.py, get_pp_rank_microbatches), and the one
+    at work. Interleaved, chunks take turns in groups of PP micro-batches. micro_batches: of an update; None: many.
+    """
+    if layout.vpp == 1:
+        most = layout.pp - stage
+        return [min(most, micro_batches) if micro_batches else most]
+    units = 2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1
+    if micro_batches:
+        units = min(units, micro_batches * layout.vpp)
+    counts = Counter(unit // layout.pp % layout.vpp for unit in range(units))
+    return [counts[chunk] for chunk in range(layout.vpp)]
+
+
+def activation_bytes(size: ModelSize, stage: int, micro_batches: int | None = None) -> float:
+    """Of a rank of a pipeline stage, at the moment when most micro-batches wait."""
+    row, train, layout = row_of(size), size.recipe.train, size.layout
+    waiting, total, again = in_flight(layout, stage, micro_batches), 0.0, 0.0
+    for chunk, number in enumerate(waiting):
+        layers = [size.shape.is_dense(one) for one in layout.layers(stage, size.shape.num_layers, chunk)]
+        kept, once = kept_and_again(row, layers, train.megatron)
+        total, again = total + number * kept, max(again, once)
+    if stage == layout.pp - 1:
+        total += waiting[-1] * 2 * row.boundary_bytes  # the last norm's input and output
+        if train.mtp_loss:  # their activations are kept (parallel/model.py); two hidden states go in side by side
+            ahead = sum(row.layer(dense=False).values()) + 3 * row.boundary_bytes
+            total += waiting[-1] * size.shape.num_mtp_layers * ahead
+    return total + again
+
+
+def forward_bytes(size: ModelSize, stage: int) -> float:
+    """Of a forward pass alone: one layer's, for nothing waits."""
+    row, shape = row_of(size), size.shape
+    kinds = {
+        shape.is_dense(one)
+        for chunk in range(size.layout.vpp)
+        for one in size.layout.layers(stage, shape.num_layers, chunk)
+    }
+    return max((sum(row.layer(dense).values()) for dense in kinds), default=0.0)
+
+
+def logits_bytes(size: ModelSize, stage: int) -> float:
+    """Of the last stage's output layer, forward and backward: parallel/logprobs.py.
+
+    Hidden states of all tokens, gathered, and their gradient; the weight's gradient in float32 and in the model's type;
+    logits by chunks. A scorer has hidden states in float32 in place of all that.
+    """
+    if stage != size.layout.pp - 1:
+        return 0.0
+    row, shape = row_of(size), size.shape
+    if shape.num_labels:
+        return row.share * shape.hidden_size * 4
+    rows = size.layout.padded_vocab(shape.vocab_size) // size.layout.tp
+    depths = 1 + shape.num_mtp_layers * bool(size.recipe.train.mtp_loss)
+    hidden = (depths + 1) * row.tokens * shape.hidden_size * row.item
+    logits = min(LOGITS_CHUNK_BYTES, row.tokens * rows * 4) * LOGITS_CHUNKS
+    return hidden + logits + rows * shape.hidden_size * (4 + row.item)
+
+
+def row_of(size: ModelSize) -> Row:
+    """The fullest micro-batch of a model's ranks."""
+    tokens = size.recipe.train.tokens_per_micro_batch / size.layout.cp
+    return Row(size.shape, size.layout, tokens, item_bytes(size))
+
+
+def item_bytes(size: ModelSize) -> int:
+    """Of one weight."""
+    return 2 if size.recipe.model.dtype == "bfloat16" else 4

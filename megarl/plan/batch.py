@@ -1,0 +1,192 @@
+"""A step's samples in numbers: how many there are, how long they are taken to be, and what each rank makes of them.
+
+Nobody knows how long responses will be, so a plan supposes it: log-normal lengths, cut at the longest allowed, with a
+stated mean. The micro-batches are then those that `batching.plan_updates` makes of such samples, as in a run.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+import numpy.typing as npt
+
+from megarl.algos import ALGORITHMS, learns_from_answers, rules_of
+from megarl.config import Recipe
+from megarl.parallel.layout import EngineLayout, TrainLayout, nearest
+from megarl.training.batching import SampleRef, Update, plan_updates
+from megarl.training.flops import train_work
+from megarl.types import IntArray, ModelShape, UserFault
+
+MEAN_RESPONSE_SHARE = 0.4  # assumption: of rollout.max_response_tokens, the mean response
+PROMPT_SHARE = 0.25  # assumption: of data.max_prompt_tokens, every prompt
+LENGTH_SPREAD = 0.7  # assumption: sigma of the logarithm of the lengths, before they are cut
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What a step draws and trains on. drawn_prompts: with dynamic sampling more than are trained on.
+
+    responses [num_drawn] are token counts of everything that is drawn, in no order; the first num_trained are learnt
+    from. longest: prompt and response together.
+    """
+
+    prompts: int
+    drawn_prompts: int
+    num_drawn: int
+    num_trained: int
+    prompt_tokens: int
+    longest: int
+    responses: IntArray
+
+    @property
+    def lengths(self) -> IntArray:
+        """[num_trained] of prompt and response together."""
+        return self.prompt_tokens + self.responses[: self.num_trained]
+
+
+@dataclass(frozen=True)
+class Share:
+    """One model's part: what each of its data-parallel ranks does in one of the step's updates (means over updates).
+
+    micro_batches_full: if every response had the longest length. bubble: of a pipeline's time with so many
+    micro-batches, over the time without, less 1: (pp - 1) / (micro-batches x vpp) (Narayanan et al. 2021, section 2.2).
+    balance: the work of the mean rank over that of the slowest, micro-batch by micro-batch.
+    """
+
+    updates: int
+    dp: int
+    sequences: float
+    tokens: float
+    tokens_full: float
+    micro_batches: float
+    micro_batches_full: float
+    bubble: float
+    balance: float
+
+
+def step_samples(recipe: Recipe, mean_share: float = MEAN_RESPONSE_SHARE) -> Samples:
+    """What a step of this recipe is taken to be; mean_share: the mean response, of the longest."""
+    rollout, name = recipe.rollout, recipe.algorithm.name
+    prompt, longest = max(1, round(PROMPT_SHARE * recipe.data.max_prompt_tokens)), rollout.max_response_tokens
+    prompts = drawn_prompts = rollout.prompts_per_step
+    if learns_from_answers(name):
+        trained = drawn = prompts
+    else:
+        drawn_prompts = rules_of(name, recipe.algorithm).num_drawn(prompts)  # one round that just brings enough
+        trained = prompts * rollout.samples_per_prompt
+        drawn = drawn_prompts * (rollout.samples_per_prompt + ALGORITHMS[name].greedy_baseline)
+    responses = response_lengths(drawn, longest, mean_share)
+    full = recipe.data.max_prompt_tokens + longest
+    return Samples(prompts, drawn_prompts, drawn, trained, prompt, full, responses)
+
+
+def samples_bytes(
+    recipe: Recipe, shape: ModelShape, layout: TrainLayout, engine: EngineLayout, mean_tokens: float
+) -> list[int]:
+    """Of each node's host: what its engines sample, and what training ranks there fetch (`_dealt`, rank_groups).
+
+    Of each token an id of 8 bytes, a probability of 4, and with replay the experts of each layer, of 1 byte, or of 2
+    where there are more than 256. The first pipeline stage fetches whole groups too, to take the samples out of them.
+    """
+    size, counts = recipe.placement.gpus_per_node, step_samples(recipe)
+    of_expert = 1 if shape.num_experts <= 256 else 2
+    chosen = (shape.num_layers - shape.num_dense_layers) * shape.experts_per_token * of_expert
+    of_sample = mean_tokens * (8 + 4 + chosen * (recipe.train.replay != "off"))
+    found = [0.0] * -(-recipe.placement.gpus // size)
+    for index in range(engine.count):
+        found[(engine.first + index * engine.tp) // size] += counts.num_drawn * of_sample / engine.count
+    ranks = {(rank // size, at.dp, at.pp == 0) for rank in range(layout.world_size) for at in [layout.coords(rank)]}
+    for node, _, is_first in ranks:
+        found[node] += (1 + is_first) * counts.num_trained * of_sample / layout.dp
+    return [math.ceil(one) for one in found]
+
+
+def response_lengths(count: int, longest: int, mean_share: float) -> IntArray:
+    """[count] lengths, shuffled: even quantiles of a cut log-normal distribution whose mean is mean_share x longest."""
+    normal = np.array([NormalDist().inv_cdf((place + 0.5) / count) for place in range(count)])
+    spread = np.exp(LENGTH_SPREAD * normal)
+    low, high = 0.0, 1e6 * longest / float(spread.min())
+    for _ in range(100):  # the mean rises with the median
+        middle = (low + high) / 2
+        low, high = (low, middle) if _cut(spread * middle, longest).mean() > mean_share * longest else (middle, high)
+    lengths = np.rint(_cut(spread * high, longest)).astype(np.int64)
+    return np.random.default_rng(0).permutation(np.maximum(1, lengths))
+
+
+def _cut(lengths: npt.NDArray[np.float64], longest: int) -> npt.NDArray[np.float64]:
+    return np.minimum(lengths, longest)
+
+
+def share_of(recipe: Recipe, shape: ModelShape, layout: TrainLayout, samples: Samples) -> Share:
+    """What a model of this recipe and layout (the policy's, or one's beside it) makes of a step's samples."""
+    work = train_work(shape)
+    updates = _updates(recipe, layout, samples.lengths, shape)
+    full = _updates(recipe, layout, np.full(samples.num_trained, samples.longest), shape)
+    micro_batches, micro_batches_full = (
+        float(np.mean([len(update.micro_batches[0]) for update in some])) for some in (updates, full)
+    )
+    slowest = total = 0.0
+    for update in updates:
+        works = np.array([[sum(work(ref.length) for ref in row) for row in rank] for rank in update.micro_batches])
+        slowest, total = slowest + works.max(0).sum(), total + works.sum() / layout.dp
+    per_rank = len(updates) * layout.dp
+    return Share(
+        updates=len(updates),
+        dp=layout.dp,
+        sequences=samples.num_trained / per_rank,
+        tokens=float(samples.lengths.sum()) / per_rank,
+        tokens_full=samples.num_trained * samples.longest / per_rank,
+        micro_batches=micro_batches,
+        micro_batches_full=micro_batches_full,
+        bubble=(layout.pp - 1) / (micro_batches * layout.vpp),
+        balance=float(total / slowest),
+    )
+
+
+def _updates(recipe: Recipe, layout: TrainLayout, lengths: IntArray, shape: ModelShape) -> list[Update]:
+    """As `ranks.Ranks.plan` cuts a step."""
+    refs = [SampleRef(0, place, int(length), 1, 0.0) for place, length in enumerate(lengths)]
+    return plan_updates(
+        refs,
+        updates=recipe.train.updates_per_step,
+        dp=layout.dp,
+        token_budget=recipe.train.tokens_per_micro_batch,
+        aggregation="token_mean",
+        work=train_work(shape),
+        align=layout.tokens_align,
+        multiple=layout.pp if layout.vpp > 1 else 1,
+    )
+
+
+def budget_faults(key: str, recipe: Recipe, layout: TrainLayout) -> list[UserFault]:
+    """The longest sequence that a recipe allows must fit a micro-batch. key: the branch that sets the budget."""
+    align = layout.tokens_align
+    longest = -(-(recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens) // align) * align
+    budget = recipe.train.tokens_per_micro_batch
+    if longest <= budget:
+        return []
+    problem = f"{budget} is less than data.max_prompt_tokens and rollout.max_response_tokens together ({longest})"
+    return [UserFault(f"{key}.tokens_per_micro_batch", problem, f"set it to at least {longest}")]
+
+
+def advice(recipe: Recipe, layout: TrainLayout, engines: int, samples: Samples) -> list[str]:
+    """What does not divide. It costs time alone, for shares may be uneven: the nearest values that do."""
+    rollout, updates = recipe.rollout, recipe.train.updates_per_step
+    per_prompt = samples.num_trained // samples.prompts
+    uneven = {
+        f"train.updates_per_step x data-parallel ranks = {updates} x {layout.dp}": (per_prompt, updates * layout.dp),
+    }
+    if samples.drawn_prompts == samples.prompts:  # all samples of a prompt are one engine's
+        uneven[f"rollout.engine.count = {engines}"] = 1, engines
+    found = []
+    for of, (each, parts) in uneven.items():
+        if rollout.prompts_per_step * each % parts:
+            step = parts // math.gcd(parts, each)
+            valid = [step * (rollout.prompts_per_step // step), step * (rollout.prompts_per_step // step + 1)]
+            wanted = nearest(rollout.prompts_per_step, [value for value in valid if value])
+            given = f"{rollout.prompts_per_step} x {each}" if each > 1 else f"{rollout.prompts_per_step}"
+            found.append(f"rollout.prompts_per_step: {given} over {of} leaves a rest; {wanted} would divide")
+    return found

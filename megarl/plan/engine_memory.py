@@ -1,0 +1,134 @@
+"""An engine's memory on each of its GPUs: weights, KV cache, and what SGLang 0.5.21 leaves room for.
+
+Nothing here was measured on a GPU. SGLang shares the memory out when it starts (kv_cache_configurator.py): of what is
+free then, `mem_fraction_static` is for weights and cache. It is supposed to find beside it what it finds in a rollout,
+the parameters of those that train; an engine that starts while they still hold more makes a smaller cache.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megarl.config import Recipe
+from megarl.config.hardware import Hardware
+from megarl.parallel.layout import EngineLayout
+from megarl.resharding import sglang_map
+from megarl.resharding.routes import item_bytes
+from megarl.rollout.concurrency import step_sequences
+from megarl.types import ModelShape
+
+MIB = 1 << 20
+# memory_hook.py, handle_gpu_memory_settings: (below so many MiB of the card, tokens of a chunk of prompts, sequences of
+# a CUDA graph under TP 4, from TP 4 on)
+CARDS = ((20 << 10, 2048, 8, 8), (35 << 10, 4096, 48, 160), (60 << 10, 4096, 32, 160), (160 << 10, 8192, 256, 512))
+LARGER_CARDS = (0, 16384, 512, 512)
+GRAPH_MIB = 2.0  # memory_hook.py: of CUDA graphs, for each sequence that they are made for
+CHUNK_MIB = 1.5  # the same: reserved for each token of a chunk
+RESERVED_MIB = 512  # the same: for whatever else
+LEAST_RESERVED_MIB = 10 << 10  # the same: on cards of more than 60 GiB
+EXPERT_COPIES = 2.0  # assumption: of the chosen experts' inputs and outputs there are both at once
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What SGLang makes of the recipe and the card."""
+
+    mem_fraction_static: float
+    chunk_tokens: int
+    graph_sequences: int
+    max_total_tokens: int | None
+    cache_item_bytes: int
+
+
+@dataclass(frozen=True)
+class Kv:
+    """Bytes of a token's KV cache on one GPU; tokens that one engine has room for; sequences that it holds at once.
+
+    Of the longest prompt with the longest response, and of mean_tokens together; never more than are asked for.
+    """
+
+    token_bytes: int
+    tokens: int
+    concurrency_longest: int
+    concurrency_mean: int
+    mean_tokens: int
+    wanted: int  # sequences of a step that one engine is given
+
+
+def settings_of(recipe: Recipe, hardware: Hardware) -> Settings:
+    """The recipe's own server arguments, or SGLang's defaults for the card."""
+    given, engine = recipe.rollout.engine.sglang, recipe.rollout.engine
+    card = hardware.memory_bytes / MIB
+    _, chunk, small, large = next((row for row in CARDS if card < row[0]), LARGER_CARDS)
+    chunk = given.get("chunked_prefill_size") or chunk
+    graphs = given.get("cuda_graph_max_bs_decode") or (small if engine.tp < 4 else large)
+    graphs = 0 if given.get("disable_cuda_graph") or given.get("disable_decode_cuda_graph") else graphs
+    fraction = given.get("mem_fraction_static")
+    if fraction is None:
+        reserved = RESERVED_MIB + max(chunk, 2048) * CHUNK_MIB + engine.tp / 8 * 1024 + graphs * GRAPH_MIB
+        reserved = max(reserved, LEAST_RESERVED_MIB) if card > 60 << 10 else reserved
+        fraction = round((card - reserved) / card, 3)
+    cached = str(given.get("kv_cache_dtype", "auto"))
+    item = 1 if cached.startswith("fp8") else 2 if recipe.model.dtype == "bfloat16" or cached == "bfloat16" else 4
+    return Settings(fraction, chunk, graphs, given.get("max_total_tokens"), item)
+
+
+def weight_bytes(shape: ModelShape, engine: EngineLayout, dtype: str) -> list[int]:
+    """Of each rank of an engine: every rectangle of SGLang's parameters, fp8's scales with them.
+
+    With latent attention also `w_kc` and `w_vc`, which SGLang makes of kv_b_proj in the model's type.
+    """
+    alone = EngineLayout(1, engine.tp, engine.ep, engine.dp, engine.fp8)
+    found = [0] * engine.tp
+    for part in sglang_map.parts(shape, alone):
+        num_bytes = sum(shard.area * item_bytes(shard.dtype or dtype) for shard in part.shards)
+        for member in part.members:
+            found[member] += num_bytes
+    derived = 0
+    if shape.mla:
+        of_heads = shape.num_heads // engine.attention_tp * (shape.mla.nope_dim + shape.mla.v_dim)
+        derived = shape.num_layers * of_heads * shape.mla.kv_lora_rank * item_bytes(dtype)
+    return [one + derived for one in found]
+
+
+def token_bytes(shape: ModelShape, engine: EngineLayout, item: int) -> int:
+    """Of one token's keys and values on one GPU: 2 x heads x width of each layer, heads split over attention's ranks.
+
+    With latent attention the compressed ones, kv_lora + rope, whole on every rank (DeepSeek-V2, arXiv 2405.04434).
+    """
+    if shape.mla:
+        return shape.num_layers * (shape.mla.kv_lora_rank + shape.mla.rope_dim) * item
+    heads = max(1, shape.num_kv_heads // engine.attention_tp)
+    return 2 * shape.num_layers * heads * shape.head_dim * item
+
+
+def cache_tokens(settings: Settings, free_bytes: float, weights: int, of_token: int) -> int:
+    """That fit beside the weights into the static share of what was free; 0 or less: SGLang refuses to start."""
+    fits = math.floor((settings.mem_fraction_static * free_bytes - weights) / of_token)
+    return fits if settings.max_total_tokens is None else min(fits, settings.max_total_tokens)
+
+
+def kv_of(recipe: Recipe, tokens: int, of_token: int, mean_tokens: int) -> Kv:
+    """tokens: of one GPU. DP attention's groups each have a cache of their own requests."""
+    engine, wanted = recipe.rollout.engine, step_sequences(recipe)
+    longest = recipe.data.max_prompt_tokens + recipe.longest_response
+    most = min(wanted, engine.sglang.get("max_running_requests") or wanted)
+    at_longest, at_mean = (min(most, max(0, tokens) // length * engine.dp) for length in (longest, mean_tokens))
+    return Kv(of_token, max(0, tokens) * engine.dp, at_longest, at_mean, mean_tokens, wanted)
+
+
+def running_bytes(shape: ModelShape, engine: EngineLayout, settings: Settings, sequences: int) -> tuple[float, float]:
+    """(activations, logits) while it samples: a chunk of prompts in its widest layer; float32 logits of all sequences.
+
+    Without experts the layer holds gate, up and their product; with them the chosen experts' inputs or outputs.
+    """
+    hidden, tokens = shape.hidden_size, settings.chunk_tokens
+    widths = [4 * hidden]
+    if shape.num_dense_layers:
+        widths.append(4 * hidden + 3 * shape.ffn_size // engine.tp)
+    if shape.num_experts:
+        of_copy = EXPERT_COPIES * hidden + 3 * shape.moe_ffn_size / engine.moe_tp
+        widths.append(4 * hidden + math.ceil(shape.experts_per_token / engine.ep * of_copy))
+    rows = max(sequences // engine.dp, 1)
+    return tokens * max(widths) * 2.0, rows * shape.vocab_size / engine.tp * 4 * 2

@@ -1,0 +1,220 @@
+"""A plan as one picture: who sits where, what fills the GPUs in each phase, what a step and a reshard take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from megarl.plan.run_plan import Plan, amount
+from megarl.plan.slots import Slot
+
+_WIDTH_INCHES = 16.0
+_DOWN = 8  # so many nodes at most are rows, with words in every cell
+_ACROSS = 64  # of more nodes, so many stand side by side
+_STAGE_COLOURS = "turbo"
+_PART_COLOURS = {
+    "weights": "#4059ad", "grads": "#6b9ac4", "optimizer": "#97d8c4", "activations": "#eff2f1", "logits": "#c9cebd",
+    "engine_weights": "#f4b942", "kv_cache": "#f2804a", "reshard": "#a4036f", "other": "#8d99ae",
+}  # fmt: skip
+_PHASE_COLOURS = {
+    "rollout": "#f2804a", "score": "#c9cebd", "critic": "#97d8c4", "train": "#4059ad", "reshard": "#a4036f",
+    "save": "#8d99ae",
+}  # fmt: skip
+_OTHERS, _NOBODY, _FRAME, _RED = "#e8e8e8", "#ffffff", "#111111", "#b00020"
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """How slots become cells. down: a row is a node; else nodes stand side by side, in bands of `_ACROSS` of them."""
+
+    down: bool
+    num_nodes: int
+    per_node: int
+
+    @property
+    def bands(self) -> int:
+        return 1 if self.down else -(-self.num_nodes // _ACROSS)
+
+    @property
+    def columns(self) -> int:
+        return self.per_node if self.down else min(self.num_nodes, _ACROSS)
+
+    @property
+    def rows(self) -> int:
+        """Of all bands, with an empty one between two."""
+        return self.num_nodes if self.down else self.bands * (self.per_node + 1) - 1
+
+    @property
+    def cell_inches(self) -> tuple[float, float]:
+        """Width and height."""
+        if self.down:
+            return min(2.6, _WIDTH_INCHES * 0.9 / self.columns), 0.72
+        wide = min(1.1, _WIDTH_INCHES * 0.93 / self.columns)
+        return wide, min(0.5, wide)
+
+    def boxes(self, slots: range) -> list[tuple[float, float, float, float]]:
+        """(left, top, width, height) of a run of slots, joined where nodes that are next to each other have as much."""
+        parts: list[list[int]] = []  # [first node, last node, first GPU, last GPU]
+        for node in range(slots.start // self.per_node, (slots.stop - 1) // self.per_node + 1):
+            start = node * self.per_node
+            low, high = max(slots.start, start) - start, min(slots.stop, start + self.per_node) - 1 - start
+            joins = bool(parts) and parts[-1][1:] == [node - 1, low, high] and (self.down or node % _ACROSS)
+            if joins:
+                parts[-1][1] = node
+            else:
+                parts.append([node, node, low, high])
+        return [self._box(*part) for part in parts]
+
+    def _box(self, first: int, last: int, low: int, high: int) -> tuple[float, float, float, float]:
+        if self.down:
+            return low, first, high - low + 1, last - first + 1
+        band, column = divmod(first, _ACROSS)
+        return column, band * (self.per_node + 1) + low, last - first + 1, high - low + 1
+
+
+def draw(plan: Plan, path: Path) -> None:
+    """Write the picture as a PNG."""
+    per_node = min(plan.recipe.placement.gpus_per_node, len(plan.slots))
+    grid = _Grid(plan.num_nodes <= _DOWN, plan.num_nodes, per_node)
+    models = plan.alike()  # one map for all models that lie alike
+    heights = [*[grid.rows * grid.cell_inches[1] + 0.75] * len(models), 4.8]
+    figure = Figure(figsize=(_WIDTH_INCHES, sum(heights) + 0.6), dpi=110, layout="constrained")
+    outer = figure.add_gridspec(len(heights), 1, height_ratios=heights)
+    for place, alike in enumerate(models):
+        _draw_grid(figure.add_subplot(outer[place]), plan, grid, alike)
+    below = outer[len(models)].subgridspec(1, 2, width_ratios=[3, 2])
+    _draw_memory(figure.add_subplot(below[0]), plan)
+    right = below[1].subgridspec(2, 1)
+    _draw_step(figure.add_subplot(right[0]), plan)
+    _draw_reshard(figure.add_subplot(right[1]), plan)
+    figure.suptitle(f"{plan.title}\n{plan.verdict}", fontsize=13, color="black" if plan.fits else _RED)
+    FigureCanvasAgg(figure).print_png(path)
+
+
+def _draw_grid(axes: Any, plan: Plan, grid: _Grid, models: Sequence[str]) -> None:
+    """Colour is the pipeline stage of `models`, which lie alike; a frame is an engine."""
+    model = models[0]
+    colours = _stage_colours(plan.layouts[model][1].pp)
+    for slot in plan.slots:
+        at = slot.ranks.get(model)
+        colour = colours[at.pp] if at else _OTHERS if slot.ranks or slot.engine is not None else _NOBODY
+        ((left, top, *_),) = grid.boxes(range(slot.slot, slot.slot + 1))
+        axes.add_patch(Rectangle((left, top), 1, 1, facecolor=colour, edgecolor="white", linewidth=0.5))
+        if grid.down:
+            axes.text(left + 0.5, top + 0.5, _label(slot, model), ha="center", va="center", fontsize=8)
+    for stage in plan.stages if not grid.down else ():
+        if stage.model == model:
+            left, top, width, height = max(grid.boxes(stage.slots), key=lambda box: box[2] * box[3])
+            at = left + width / 2, top + height / 2
+            behind = {"facecolor": colours[stage.stage], "edgecolor": "none", "boxstyle": "round,pad=0.15"}
+            words = {"ha": "center", "va": "center", "fontsize": 11, "fontweight": "bold", "bbox": behind, "zorder": 3}
+            axes.text(*at, str(stage.stage), **words)
+    for engine in range(plan.engine.count):
+        first = plan.engine.first + engine * plan.engine.tp
+        for left, top, width, height in grid.boxes(range(first, first + plan.engine.tp)):
+            corner, size = (left + 0.03, top + 0.03), (width - 0.06, height - 0.06)
+            axes.add_patch(Rectangle(corner, *size, fill=False, edgecolor=_FRAME, linewidth=1.8))
+    _name_nodes(axes, grid)
+    wide, high = grid.cell_inches
+    axes.set_xlim(-0.75 if grid.down else -0.1, grid.columns + 0.1)
+    axes.set_ylim(grid.rows + 0.1, -0.1 if grid.down else -0.75)
+    axes.set_aspect(high / wide, anchor="W")
+    axes.axis("off")
+    words = f"{' and '.join(models).replace('_', ' ')}: {plan.axes_of(model)}"
+    key = f"colours and numbers: pipeline stages; frames: engines, {plan.engines_words}"
+    axes.set_title(f"{words}.   {key}", fontsize=10, loc="left")
+
+
+def _name_nodes(axes: Any, grid: _Grid) -> None:
+    if grid.down:
+        for node in range(grid.num_nodes):
+            axes.text(-0.08, node + 0.5, f"node {node}", ha="right", va="center", fontsize=9)
+        return
+    every = max(1, grid.columns // 16)
+    for node in range(0, grid.num_nodes, every):
+        band, column = divmod(node, _ACROSS)
+        words = f"node {node}" if column == 0 else str(node)
+        axes.text(column + 0.1, band * (grid.per_node + 1) - 0.15, words, fontsize=8)
+
+
+def _stage_colours(count: int) -> list[Any]:
+    """Light enough for black words, and neighbours apart."""
+    from matplotlib import colormaps
+
+    shades = [colormaps[_STAGE_COLOURS](0.08 + 0.84 * place / max(1, count - 1)) for place in range(count)]
+    return [tuple(0.45 * part + 0.55 for part in shade[:3]) for shade in shades]
+
+
+def _label(slot: Slot, model: str) -> str:
+    at, words = slot.ranks.get(model), []
+    if at:
+        words.append(f"stage {at.pp}  tp {at.tp}  dp {at.dp}")
+        words.append(f"ep {at.ep}  etp {at.etp}  edp {at.edp}")
+    if slot.engine is not None:
+        words.append(f"engine {slot.engine}, rank {slot.engine_rank}")
+    return "\n".join(words) or ("" if slot.ranks else "idle")
+
+
+def _draw_memory(axes: Any, plan: Plan) -> None:
+    """The fullest GPU of each phase, in parts, against what the card has."""
+    phases = list(plan.memory.device)
+    bottoms = [0.0] * len(phases)
+    for part, colour in _PART_COLOURS.items():
+        heights = [getattr(plan.memory.device[phase], f"{part}_bytes") / 1e9 for phase in phases]
+        if any(heights):
+            label = part.replace("_", " ")
+            axes.bar(phases, heights, 0.62, bottoms, color=colour, label=label, edgecolor="#555555", linewidth=0.4)
+        bottoms = [low + height for low, height in zip(bottoms, heights, strict=True)]
+    capacity = plan.hardware.memory_bytes / 1e9
+    for place, total in enumerate(bottoms):
+        too_much = total > capacity
+        words = amount(total)
+        axes.text(place, total + capacity * 0.012, words, ha="center", color=_RED if too_much else "black")
+    axes.axhline(capacity, color=_RED, linestyle="--", linewidth=1.3)
+    words = f"{plan.hardware.name}: {capacity:.1f} GB"
+    behind = {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1.0}
+    axes.text(len(phases) - 0.45, capacity * 1.01, words, color=_RED, va="bottom", ha="right", fontsize=9, bbox=behind)
+    axes.set_ylim(0, max(capacity, *bottoms) * 1.12)
+    axes.set_xlim(-0.6, len(phases) - 0.4)
+    axes.set_ylabel("GB on the fullest GPU")
+    axes.set_title("memory by phase", loc="left", fontsize=10)
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_step(axes: Any, plan: Plan) -> None:
+    times = {name: getattr(plan.step, f"{name}_s") for name in _PHASE_COLOURS}
+    _bars(axes, {name: seconds for name, seconds in times.items() if seconds}, _PHASE_COLOURS, "s")
+    axes.set_title(f"a step: {amount(plan.step.total_s)} s (an estimate)", loc="left", fontsize=10)
+
+
+def _draw_reshard(axes: Any, plan: Plan) -> None:
+    found = plan.reshard
+    values = {
+        "gather everything": found.gather_everything_bytes.max / 1e9,
+        "over the fabric": found.fabric_in_bytes.max / 1e9,
+        "over NVLink": found.nvlink_bytes.max / 1e9,
+        "from the own GPU": found.local_bytes.max / 1e9,
+    }
+    colours = dict.fromkeys(values, _PHASE_COLOURS["reshard"]) | {"gather everything": "#bbbbbb"}
+    _bars(axes, values, colours, "GB")
+    words = f"reshard, GB into a GPU: {amount(found.expected_s)} s, at least {amount(found.bound_s)} s"
+    axes.set_title(words, loc="left", fontsize=10)
+
+
+def _bars(axes: Any, values: dict[str, float], colours: dict[str, str], unit: str) -> None:
+    names: Sequence[str] = list(values)
+    axes.barh(names, list(values.values()), color=[colours[name] for name in names])
+    largest = max(values.values(), default=1.0) or 1.0
+    for place, value in enumerate(values.values()):
+        axes.text(value + largest * 0.01, place, f"{amount(value)} {unit}", va="center", fontsize=8)
+    axes.set_xlim(0, largest * 1.18)
+    axes.invert_yaxis()
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    axes.set_xticks([])

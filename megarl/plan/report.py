@@ -1,0 +1,151 @@
+"""A plan as a page for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from megarl.plan.reshard_cost import Spread
+from megarl.plan.run_plan import Plan, amount
+from megarl.plan.slots import spans
+from megarl.printable import printable
+
+_PLAIN_WIDTH = 130  # of a file or a pipe, where rich would otherwise fold lines at 80
+_OF_WORDS = ("of what",)
+_HEADS = {"activations": "activa-\ntions", "optimizer": "opti-\nmizer"}
+_PARTS = (
+    "weights", "grads", "optimizer", "activations", "logits", "engine_weights", "kv_cache", "reshard", "other",
+)  # fmt: skip
+
+
+def show(plan: Plan, console: Console) -> None:
+    """Print the whole report."""
+    console.print(_text(plan.title, style="bold"))
+    console.print(_text(plan.verdict, style="green" if plan.fits else "bold red"))
+    for part in (_where(plan), _memory(plan), _batch(plan), _rollout(plan), _reshard(plan), _step(plan)):
+        console.print()
+        console.print(part)
+
+
+def _where(plan: Plan) -> RenderableType:
+    per_node = plan.recipe.placement.gpus_per_node
+    table = _table("who sits where", "models", "stage", "nodes", "GPU slots", "decoder layers")
+    alike = plan.alike()
+    for models in alike:
+        for stage in [one for one in plan.stages if one.model == models[0]]:
+            nodes = tuple(sorted({slot // per_node for slot in stage.slots}))
+            table.add_row(_and(models), str(stage.stage), spans(nodes), spans(stage.slots), spans(stage.layers))
+    lines = [_text(f"{_and(models)}: {plan.axes_of(models[0])}") for models in alike]
+    return Group(table, *lines, _text(f"engines: {plan.engines_words}"))
+
+
+def _memory(plan: Plan) -> RenderableType:
+    """GB of the fullest GPU in each phase."""
+    found, capacity = plan.memory, plan.hardware.memory_bytes
+    used = [part for part in _PARTS if any(getattr(one, f"{part}_bytes") for one in found.device.values())]
+    names = [_HEADS.get(part, part.replace("_", "\n")) for part in used]
+    table = _table("memory of the fullest GPU, GB", "phase", *names, "total", "share")
+    for phase, parts in found.device.items():
+        share = parts.total_bytes / capacity
+        style = "bold red" if share > 1 else "bold" if phase == plan.peak_phase else ""
+        row = [amount(round(getattr(parts, f"{part}_bytes") / 1e9, 2)) for part in used]
+        table.add_row(phase, *row, amount(parts.total_bytes / 1e9), f"{share:.0%}", style=style)
+    slot = found.fullest_slot[plan.peak_phase]
+    words = f"{plan.hardware.name} has {amount(capacity / 1e9)} GB; {plan.peak_phase} takes most, on slot {slot}"
+    purposes = ", ".join(f"{name.replace('_', ' ')} {amount(value / 1e9)}" for name, value in found.host.items())
+    host = f"{amount(found.host_bytes / 1e9)} of {amount(found.host_capacity_bytes / 1e9)} GB: {purposes}"
+    return Group(table, _text(words), _text(f"the fullest node's host holds {host}"))
+
+
+def _batch(plan: Plan) -> RenderableType:
+    samples = plan.samples
+    table = _table("what a step trains on", "model", "updates", "DP\nranks", "sequen-\nces", "tokens",
+                   "micro-\nbatches", "if all were\nlongest", "bubble", "balance")  # fmt: skip
+    for model, share in plan.shares.items():
+        table.add_row(
+            model.replace("_", " "), str(share.updates), str(share.dp), amount(share.sequences), amount(share.tokens),
+            amount(share.micro_batches), f"{amount(share.tokens_full)} in {amount(share.micro_batches_full)}",
+            f"{share.bubble:.0%}", f"{share.balance:.0%}",
+        )  # fmt: skip
+    drawn = f"{samples.drawn_prompts:,} prompts drawn" if samples.drawn_prompts != samples.prompts else ""
+    words = f"{samples.prompts:,} prompts make {samples.num_trained:,} samples{f', {drawn}' if drawn else ''}; "
+    mean = f"{samples.lengths.mean():,.0f} tokens in the mean (supposed), {samples.longest:,} at most"
+    lines = [_text(words + mean), _text("sequences, tokens and micro-batches are of one rank and one update")]
+    return Group(table, *lines, *(_text(line, style="yellow") for line in plan.advice))
+
+
+def _rollout(plan: Plan) -> RenderableType:
+    found, cache = plan.rollout, plan.memory.kv
+    table = _table("what an engine holds", "", "")
+    table.add_row("tokens in its KV cache", f"{cache.tokens:,}")
+    table.add_row("sequences at once, all at the longest", f"{cache.concurrency_longest:,}")
+    table.add_row("sequences at once, at the mean length", f"{cache.concurrency_mean:,}")
+    table.add_row("sequences of a step", f"{cache.wanted:,}")
+    table.add_row("sequences at once, as planned", f"{found.running:,}")
+    table.add_row("tokens a second, all engines", amount(found.tokens_per_s))
+    return table
+
+
+def _reshard(plan: Plan) -> RenderableType:
+    found = plan.reshard
+    table = _table("a reshard, GB of one GPU", "", "mean", "max")
+    rows = {
+        "engine weights": found.dest_bytes,
+        "from the own GPU": found.local_bytes,
+        "in over NVLink": found.nvlink_bytes,
+        "in over the fabric": found.fabric_in_bytes,
+        "out over the fabric": found.fabric_out_bytes,
+        "gathering everything would bring": found.gather_everything_bytes,
+    }
+    for name, spread in rows.items():
+        table.add_row(name, *_gigabytes(spread))
+    rounds = f"in {found.rounds} rounds of {plan.recipe.reshard.round_bytes / 1e6:,.0f} MB"
+    words = f"{amount(found.expected_s)} s expected, {amount(found.bound_s)} s at least, {rounds}"
+    return Group(table, _text(f"{words}; gathering everything: {amount(found.gather_bound_s)} s at best"))
+
+
+def _step(plan: Plan) -> RenderableType:
+    table = _table("a step, seconds", "phase", "s", "share", "of what")
+    for phase, seconds, of_it in plan.phases:
+        parts = ", ".join(f"{name} {amount(value)}" for name, value in of_it.items() if value)
+        table.add_row(phase, amount(seconds), f"{seconds / plan.step.total_s:.0%}", parts)
+    table.add_row("all", amount(plan.step.total_s), "", "", style="bold")
+    words = "An estimate from the hardware's table, which no run on GPUs has been held against yet: docs/plan.md."
+    if not plan.fits:
+        words += " It means little before the recipe fits."
+    return Group(table, _text(words, style="dim"))
+
+
+def _and(models: Iterable[str]) -> str:
+    return " and ".join(models).replace("_", " ")
+
+
+def _gigabytes(spread: Spread) -> Iterable[str]:
+    return amount(spread.mean / 1e9), amount(spread.max / 1e9)
+
+
+def _table(title: str, *columns: str) -> Table:
+    """Heads have their line ends, so that a page of 80 columns need not cut figures; columns of words may be folded."""
+    table = Table(
+        title=title, title_justify="left", title_style="bold cyan", box=None, pad_edge=False, padding=(0, 1, 0, 0)
+    )
+    for place, column in enumerate(columns):
+        folds = column in _OF_WORDS
+        table.add_column(column, justify="right" if place and not folds else "left", no_wrap=not folds)
+    return table
+
+
+def _text(words: str, style: str = "") -> Text:
+    return Text(printable(words), style=style)
+
+
+def page(plan: Plan) -> str:
+    """The report as it suits stdout: in colours and as wide as a terminal, or plain."""
+    terminal = Console()
+    console = terminal if terminal.is_terminal else Console(width=_PLAIN_WIDTH)
+    with console.capture() as capture:
+        show(plan, console)
+    return capture.get().rstrip("\n")

@@ -1,0 +1,151 @@
+"""What a reshard moves, over which wires, and how long that takes: from the very maps and routes that a run uses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megarl.config import Recipe
+from megarl.config.hardware import Hardware
+from megarl.parallel.layout import EngineLayout, TrainLayout
+from megarl.resharding import fp8, megatron_map, sglang_map
+from megarl.resharding.plan import plan_streams
+from megarl.resharding.routes import CHAPTERS, item_bytes
+from megarl.resharding.shards import Part
+from megarl.resharding.traffic import Account, account
+from megarl.types import IntArray, ModelShape
+
+_WATCHED = 8  # members whose rounds are planned: the longest queues, and some at even distances
+
+
+@dataclass(frozen=True)
+class Spread:
+    """One figure over all GPUs that take part."""
+
+    mean: float
+    max: float
+
+    @staticmethod
+    def of(values: IntArray) -> Spread:
+        return Spread(float(values.mean()), float(values.max()))
+
+
+@dataclass(frozen=True)
+class ReshardPlan:
+    """Bytes per GPU, and seconds.
+
+    dest: of the engine's weights on a GPU. local: what of them the GPU's own training rank holds. nvlink: what comes
+    over the links of the node; fabric_in, fabric_out: what comes from and goes to other nodes. gather_everything: what
+    a GPU receives where every rank gathers every weight in the model's type and keeps its part (verl's way).
+
+    bound_s, gather_bound_s: see `bound_s` and `gather_bound_s`. expected_s: see `expected_s`. rounds: of at most
+    reshard.round_bytes in flight, as far as `_WATCHED` members tell.
+    """
+
+    dest_bytes: Spread
+    local_bytes: Spread
+    nvlink_bytes: Spread
+    fabric_in_bytes: Spread
+    fabric_out_bytes: Spread
+    gather_everything_bytes: Spread
+    rounds: int
+    bound_s: float
+    expected_s: float
+    gather_bound_s: float
+
+
+def plan_reshard(
+    recipe: Recipe, shape: ModelShape, train: TrainLayout, engine: EngineLayout, hardware: Hardware
+) -> ReshardPlan:
+    """Account for the whole exchange. Raises LayoutError where the two layouts do not fit together."""
+    targets = sglang_map.parts(shape, engine)
+    sources = fp8.with_scales(megatron_map.parts(shape, train, transformer_engine=True), targets)
+    members, node, dtype = max(train.world_size, engine.end), recipe.placement.gpus_per_node, recipe.model.dtype
+    found = account(sources, targets, members, gpus_per_node=node, dtype=dtype)
+    gathered = gathered_bytes(sources, targets, members, dtype)
+    wanting = found.dest > 0
+    return ReshardPlan(
+        dest_bytes=Spread.of(found.dest[wanting]),
+        local_bytes=Spread.of(found.local[wanting]),
+        nvlink_bytes=Spread.of(found.node_in[wanting]),
+        fabric_in_bytes=Spread.of(found.fabric_in[wanting]),
+        fabric_out_bytes=Spread.of(found.fabric_out),
+        gather_everything_bytes=Spread.of(gathered),
+        rounds=_num_rounds(sources, targets, found, recipe, members),
+        bound_s=bound_s(found, node, hardware),
+        expected_s=expected_s(found, hardware),
+        gather_bound_s=gather_bound_s(float(gathered.max()), members, node, hardware),
+    )
+
+
+def gathered_bytes(sources: Sequence[Part], targets: Sequence[Part], members: int, dtype: str) -> IntArray:
+    """[members] the model's bytes that each does not hold itself, of the tensors that the engines want.
+
+    In the model's type: quantising comes behind a gather. The distinct boxes of all parts are the model, for parts
+    overlap only where they are replicas.
+    """
+    wanted = {shard.name for part in targets for shard in part.shards}
+    boxes: dict[tuple[str, object], int] = {}
+    held = np.zeros(members, np.int64)
+    for part in sources:
+        own: dict[tuple[str, object], int] = {}
+        for shard in part.shards:
+            if shard.name in wanted and not shard.name.endswith(fp8.SCALE_SUFFIX):
+                own[shard.name, shard.box] = shard.area * item_bytes(shard.dtype or dtype)
+        boxes |= own
+        held[list(part.members)] += sum(own.values())
+    return sum(boxes.values()) - held
+
+
+def bound_s(found: Account, gpus_per_node: int, hardware: Hardware) -> float:
+    """What no plan can go below: the bytes that must move, over links at their nominal speed.
+
+    The distinct bytes that a node lacks come in over all its network cards; what a GPU's own slot does not hold comes
+    in over its network card and its NVLink together.
+    """
+    cards = gpus_per_node * hardware.nic_bytes_per_s
+    of_nodes = float(found.minimum_fabric.max()) / cards
+    of_gpus = float(found.minimum_wire.max()) / (hardware.nic_bytes_per_s + hardware.nvlink_bytes_per_s)
+    return max(of_nodes, of_gpus)
+
+
+def expected_s(found: Account, hardware: Hardware) -> float:
+    """The planned bytes of the busiest GPU, over links at the share that large messages reach.
+
+    What one chapter brings to a node is forwarded inside it in the next: the shorter of the two ways is hidden but for
+    one chapter (docs/resharding.md). Everything is written once more, out of buffers into parameters.
+    """
+    fabric = max(found.fabric_in.max(), found.fabric_out.max()) / (hardware.nic_bytes_per_s * hardware.nic_share)
+    inside = max(found.node_in.max(), found.node_out.max()) / (hardware.nvlink_bytes_per_s * hardware.nvlink_share)
+    copied = 2 * found.dest.max() / (hardware.hbm_bytes_per_s * hardware.hbm_share)
+    return float(max(fabric, inside) + min(fabric, inside) / CHAPTERS + copied)
+
+
+def gather_bound_s(num_bytes: float, members: int, gpus_per_node: int, hardware: Hardware) -> float:
+    """Gathering at its best: each byte enters a node once, and goes on from GPU to GPU at the same time.
+
+    Over links at the share that large messages reach, as in `expected_s`, with which it is compared.
+    """
+    per_node = min(gpus_per_node, members)
+    cards = per_node * hardware.nic_bytes_per_s * hardware.nic_share
+    fabric = num_bytes / cards if members > gpus_per_node else 0.0
+    inside = num_bytes * (per_node - 1) / per_node / (hardware.nvlink_bytes_per_s * hardware.nvlink_share)
+    return max(fabric, inside)
+
+
+def _num_rounds(
+    sources: Sequence[Part], targets: Sequence[Part], found: Account, recipe: Recipe, members: int
+) -> int:
+    """All members go on with the largest number that anyone needs of each chapter (`Streams.rounds_needed`)."""
+    busiest = np.argsort(-(found.wire_in + found.wire_out), kind="stable")[: _WATCHED // 2]
+    watched = {*busiest.tolist(), *range(0, members, max(1, members * 2 // _WATCHED))}
+    node, dtype = recipe.placement.gpus_per_node, recipe.model.dtype
+    needed = [
+        plan_streams(sources, targets, member, members, gpus_per_node=node, dtype=dtype).rounds_needed(
+            recipe.reshard.round_bytes
+        )
+        for member in sorted(watched)
+    ]
+    return sum(map(max, zip(*needed, strict=True)))

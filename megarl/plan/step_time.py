@@ -1,0 +1,158 @@
+"""How long a step takes, phase by phase. An estimate from a hardware table, which nobody has held against a GPU yet.
+
+The controller is synchronous, so phases add up. Rewards are taken to be judged while other samples are drawn. What is
+counted, and what is not: docs/plan.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megarl.algos import has_reference, rules_of
+from megarl.config import Recipe
+from megarl.config.hardware import Hardware
+from megarl.parallel.layout import TrainLayout
+from megarl.plan.batch import Samples, Share
+from megarl.training.flops import TRAIN_OVER_FORWARD, forward_flops
+from megarl.types import ModelShape
+
+HOST_ADAM_BYTES_PER_S = 40e9  # assumption: a GPU's eighth of a host's memory bandwidth, for an optimizer there
+_GRAD_BYTES = 4  # megarl's ranks sum gradients in float32 (parallel/model.py)
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model that computes: the policy, or one beside it. held: bytes of its fullest rank.
+
+    recomputes: the backward pass runs the forward pass again. takes_turns: it shares its GPUs' memory with others.
+    """
+
+    shape: ModelShape
+    layout: TrainLayout
+    share: Share
+    recomputes: bool
+    offloads: bool
+    takes_turns: bool
+    weights_bytes: float
+    grads_bytes: float
+    optimizer_bytes: float
+
+
+@dataclass(frozen=True)
+class TrainTime:
+    """Parts of what a model's ranks do in a step, in order; memory_s: moving the optimizer's state in and out."""
+
+    memory_s: float = 0.0
+    values_s: float = 0.0
+    old_logprobs_s: float = 0.0
+    reference_s: float = 0.0
+    updates_s: float = 0.0
+    gradients_s: float = 0.0
+    optimizer_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return sum(vars(self).values())
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds. save_s: what a checkpoint costs the step that makes it, over the steps between; it is in total_s."""
+
+    rollout_s: float
+    score_s: float
+    critic_s: float
+    train_s: float
+    reshard_s: float
+    save_s: float
+
+    @property
+    def total_s(self) -> float:
+        return sum(vars(self).values())
+
+
+def forward_s(model: Model, samples: Samples, hardware: Hardware) -> float:
+    """One forward pass over the step's samples: FLOPs over what all ranks reach, stretched by bubble and imbalance."""
+    flops = sum(forward_flops(model.shape, int(length)) for length in samples.lengths)
+    ideal = flops / (model.layout.world_size * hardware.bf16_flops * hardware.compute_share)
+    return ideal * (1 + model.share.bubble) / model.share.balance
+
+
+def policy_time(recipe: Recipe, model: Model, samples: Samples, hardware: Hardware, node: int) -> TrainTime:
+    """What `trainer.Trainer` does: old log-probabilities where later updates or penalties read them, the reference's
+    where there is one, then the updates."""
+    rules, once = rules_of(recipe.algorithm.name, recipe.algorithm), forward_s(model, samples, hardware)
+    reads_old = model.share.updates > 1 or rules.pays_kl
+    reference = 0.0
+    if has_reference(recipe.algorithm, recipe.reference.use):  # its weights and the policy's change places, and back
+        reference = once + 4 * model.weights_bytes / hardware.pcie_bytes_per_s
+    learnt = learning_time(model, samples, hardware, node)
+    return replace(learnt, old_logprobs_s=once if reads_old else 0.0, reference_s=reference)
+
+
+def critic_time(model: Model, samples: Samples, hardware: Hardware, node: int) -> TrainTime:
+    """A forward pass for the values, then its updates."""
+    return replace(learning_time(model, samples, hardware, node), values_s=forward_s(model, samples, hardware))
+
+
+def learning_time(model: Model, samples: Samples, hardware: Hardware, node: int) -> TrainTime:
+    """The updates of a step: forward, again where it is recomputed, and backward, as two forwards."""
+    passes = TRAIN_OVER_FORWARD + model.recomputes
+    return TrainTime(
+        memory_s=memory_s(model, hardware),
+        updates_s=passes * forward_s(model, samples, hardware),
+        gradients_s=model.share.updates * gradients_s(model, hardware, node),
+        optimizer_s=model.share.updates * optimizer_s(model, hardware),
+    )
+
+
+def gradients_s(model: Model, hardware: Hardware, node: int) -> float:
+    """Gradients summed into shards and weights gathered again, once an update and not hidden behind anything.
+
+    A ring of n ranks moves (n - 1) / n of each (Rabenseifner 2004); experts have replicas of their own.
+    """
+    shape, layout = model.shape, model.layout
+    experts = (shape.num_layers - shape.num_dense_layers) / layout.pp * shape.num_experts / layout.ep
+    of_experts = min(experts * 3 * shape.hidden_size * shape.moe_ffn_size / layout.etp * _GRAD_BYTES, model.grads_bytes)
+    both = 1 + model.weights_bytes / max(1.0, model.grads_bytes)  # there as gradients, back as weights
+    replicas = layout.dp * layout.cp
+    volume = of_experts * (1 - 1 / layout.edp) + (model.grads_bytes - of_experts) * (1 - 1 / replicas)
+    inside = layout.world_size <= node
+    speed = hardware.nvlink_bytes_per_s * hardware.nvlink_share if inside else _fabric(hardware)
+    return both * volume / speed
+
+
+def optimizer_s(model: Model, hardware: Hardware) -> float:
+    """AdamW reads and writes its state once: in the GPU's memory, or in the host's, whose shards cross PCIe twice."""
+    if not model.offloads:
+        return 2 * model.optimizer_bytes / (hardware.hbm_bytes_per_s * hardware.hbm_share)
+    shard = model.optimizer_bytes / 12  # weights: 12 bytes of state each
+    return 2 * model.optimizer_bytes / HOST_ADAM_BYTES_PER_S + (_GRAD_BYTES + 2) * shard / hardware.pcie_bytes_per_s
+
+
+def memory_s(model: Model, hardware: Hardware) -> float:
+    """The optimizer's state to the GPU and back to the host, where GPUs are shared and it does not live there."""
+    moves = model.takes_turns and not model.offloads
+    return 2 * model.optimizer_bytes / hardware.pcie_bytes_per_s if moves else 0.0
+
+
+def save_s(recipe: Recipe, model: Model, hardware: Hardware, nodes: int, parameters: int) -> float:
+    """Of each step, on average: copies to the host, and where training waits for them the files too.
+
+    Files have each parameter once: in the model's type, and 12 bytes of optimizer.
+    """
+    every = recipe.checkpoint.every
+    if not every:
+        return 0.0
+    copied = (model.weights_bytes + model.optimizer_bytes) / hardware.pcie_bytes_per_s
+    written = 0.0 if recipe.checkpoint.asynchronous else write_s(hardware, nodes, parameters)
+    return (copied + written) / every
+
+
+def write_s(hardware: Hardware, nodes: int, parameters: int) -> float:
+    """A checkpoint's files, by all nodes at once; where training goes on meanwhile, the least time between two."""
+    return parameters * (2 + 12) / (nodes * hardware.disk_bytes_per_s)
+
+
+def _fabric(hardware: Hardware) -> float:
+    return hardware.nic_bytes_per_s * hardware.nic_share

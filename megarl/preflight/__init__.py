@@ -1,0 +1,1 @@
+"""Every check of a recipe before a process starts."""

@@ -1,0 +1,108 @@
+"""What is wrong with a recipe's rewards: keys that contradict each other, rows without a judge, verdicts that fail."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megarl.config import Recipe, Reward
+from megarl.rollout.rewards import MEND, WHERE, Failure, told
+from megarl.rollout.sandbox.http_service import url_faults
+from megarl.rollout.sandbox.sandbox import sandbox_faults
+from megarl.rollout.verdicts.process import Order
+from megarl.rollout.verdicts.scorers import DEFAULT, Judges, orders, source_of
+from megarl.types import Prompt, UserFault
+
+_CODE = "megarl.rollout.rewards.code:score"
+# The argument that bounds a verdict, and what it is unless it is given.
+_BOUNDS = {_CODE: ("total_s", 30.0), "megarl.rollout.rewards.llm_judge:score": ("timeout_s", 60.0)}
+_SPARE_S = 5.0  # to begin and to end
+
+
+def reward_faults(recipe: Recipe, prompts: Sequence[Prompt]) -> list[UserFault]:
+    """All that can be known from the keys and all prompts, and from two verdicts of each function on its first row.
+
+    The functions run in processes of their own, as in the run: here too one that hangs costs its time alone.
+    """
+    reward = recipe.reward
+    faults = _key_faults(reward) + _source_faults(reward, prompts)
+    for source in orders(reward, recipe.run.timeout_s):
+        first = next((prompt for prompt in prompts if source_of(reward, prompt.row) == source), None)
+        faults += _function_faults(_only(reward, source), recipe.run.timeout_s, first)
+    return faults
+
+
+def _key_faults(reward: Reward) -> list[UserFault]:
+    faults = []
+    if reward.function is None and not reward.by_source:
+        faults.append(UserFault(WHERE, "nobody judges", "name a function, or functions in reward.by_source"))
+    if reward.function is None and reward.arguments:
+        mend = "name it, or give arguments in reward.by_source"
+        faults.append(UserFault("reward.arguments", "are set, and there is no reward.function", mend))
+    if reward.penalty and reward.on_failure != "penalise":
+        problem = f"{reward.penalty} is set, and reward.on_failure is {reward.on_failure}"
+        faults.append(UserFault("reward.penalty", problem, "leave it out, or set reward.on_failure to penalise"))
+    return faults
+
+
+def _source_faults(reward: Reward, prompts: Sequence[Prompt]) -> list[UserFault]:
+    """Rows of no named source, where nobody judges all others."""
+    if reward.function is not None or not reward.by_source:
+        return []
+    unknown = [prompt for prompt in prompts if source_of(reward, prompt.row) == DEFAULT]
+    if not unknown:
+        return []
+    first = unknown[0]
+    value = f"{first.row[reward.source]!r}" if reward.source in first.row else "not there"
+    more = f" (and {len(unknown) - 1} more such rows)" if len(unknown) > 1 else ""
+    problem = f"{first.id}: {reward.source!r} is {value}{more}, which reward.by_source does not name"
+    return [UserFault("reward.by_source", problem, "name it there, or a reward.function for all other rows")]
+
+
+def _only(reward: Reward, source: str) -> Reward:
+    """The recipe's branch with the function of one source alone, and one worker."""
+    if source == DEFAULT:
+        return reward.model_copy(update={"by_source": {}, "workers": 1})
+    own = {source: reward.by_source[source]}
+    return reward.model_copy(update={"function": None, "by_source": own, "workers": 1})
+
+
+def _own_faults(order: Order) -> list[UserFault]:
+    """Of those functions of ours that start programs or wait for others, which have bounds of their own."""
+    given, faults = order.arguments, []
+    if order.function == _CODE:
+        url = given.get("url")
+        faults = url_faults(url) if url else sandbox_faults(unsafe=given.get("unsafe", False))
+        faults = [UserFault(order.where, one.problem, one.mend) for one in faults]
+    if order.function not in _BOUNDS:
+        return faults
+    key, usual_s = _BOUNDS[order.function]
+    needed_s = given.get(key, usual_s)
+    if isinstance(needed_s, int | float) and needed_s + _SPARE_S > order.timeout_s:
+        problem = f"{order.timeout_s:g} is too little beside the {needed_s:g} s that {key} gives {order.function}"
+        mend = f"set it to {needed_s + _SPARE_S:g}, or {key} in its arguments lower"
+        faults.append(UserFault("reward.timeout_s", problem, mend))
+    return faults
+
+
+def _function_faults(reward: Reward, start_s: float, first: Prompt | None) -> list[UserFault]:
+    """The function must be there, and judge a right and an empty response to the first of its rows."""
+    try:
+        judges = Judges(reward, start_s)
+    except UserFault as fault:
+        return [fault]
+    try:
+        answer = first.answer if first else ""
+        responses = [answer, ""] if first else []
+        found = judges.wait_for_verdicts(answer, first.row, responses) if first else []
+    except UserFault as fault:
+        return [fault]
+    finally:
+        judges.shutdown()
+    (order,) = orders(reward, start_s).values()
+    own = _own_faults(order)
+    if own:
+        return own
+    for one, response in zip(found, responses, strict=True):
+        if isinstance(one, Failure):
+            return [UserFault(order.where, told(one, response, answer), MEND)]
+    return []

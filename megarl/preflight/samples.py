@@ -1,0 +1,100 @@
+"""What keeps a recipe from training on a file of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megarl.config import Recipe
+from megarl.rollout.sample_file import SampleFile
+from megarl.types import ModelShape, SampleGroup, UserFault
+
+
+def sample_faults(
+    samples: SampleFile,
+    recipe: Recipe,
+    shape: ModelShape,
+    context: int | None,
+    budgets: Mapping[str, tuple[int, int]] | None = None,
+    wants_baseline: bool = False,
+    needs_group: bool = False,
+) -> list[UserFault]:
+    """All that keeps a recipe from training on a file, which is read whole. context: the model's, in tokens.
+
+    wants_baseline, needs_group: the algorithm compares every group's samples with a greedy one, with each other.
+    budgets: by key, the tokens of a micro-batch and what every sequence's length in it is padded to a multiple of;
+    those of `train` without padding unless they are given.
+    """
+    where, train, faults = str(samples.path), recipe.train, []
+    try:
+        seen = [_seen(samples.groups(step), shape) for step in range(1, samples.num_steps + 1)]
+    except UserFault as fault:
+        return [fault]
+    if recipe.run.steps > samples.num_steps:
+        problem = f"{recipe.run.steps} is more than the {samples.num_steps} steps in {where}"
+        faults.append(UserFault("run.steps", problem, f"set it to at most {samples.num_steps}, or sample more"))
+    if recipe.rollout.temperature != samples.temperature:
+        problem = f"{recipe.rollout.temperature}, and {where} was sampled at {samples.temperature}"
+        faults.append(UserFault("rollout.temperature", problem, f"set it to {samples.temperature}, or sample anew"))
+    highest = max((one.highest_id for one in seen), default=0)
+    if highest >= shape.vocab_size or samples.vocab_size != shape.vocab_size:
+        problem = f"it was sampled from a vocabulary of {samples.vocab_size} (highest id {highest})"
+        mend = f"the vocabulary of model.path has {shape.vocab_size}: name the model that made the file"
+        faults.append(UserFault(where, problem, mend))
+    longest = max((one.longest for one in seen), default=0)
+    own = {"train.tokens_per_micro_batch": (train.tokens_per_micro_batch, 1)}
+    for key, (budget, align) in (budgets or own).items():
+        needed = -(-longest // align) * align
+        if needed > budget:
+            problem = f"{budget} is less than the longest sequence in {where} ({longest} tokens)"
+            faults.append(UserFault(key, problem, f"set it to at least {needed}"))
+    if context is not None and longest > context:
+        problem = f"its longest sequence has {longest} tokens, the model's context is {context}"
+        faults.append(UserFault(where, problem, "sample shorter ones, or name the model that made the file"))
+    fewest = min(samples.num_samples, default=0)
+    if fewest < train.updates_per_step:
+        problem = f"{train.updates_per_step} is more than the {fewest} samples of a step in {where}"
+        faults.append(UserFault("train.updates_per_step", problem, f"set it to at most {fewest}"))
+    if wants_baseline and not all(one.has_baselines for one in seen):
+        problem = f"{recipe.algorithm.name} compares with greedy samples, and {where} has steps without any"
+        mend = f"sample with algorithm.name={recipe.algorithm.name}"
+        faults.append(UserFault("algorithm.name", problem, mend))
+    if needs_group and not any(one.has_groups for one in seen):
+        problem = f"{recipe.algorithm.name} compares the samples of a prompt, and {where} has one of each prompt"
+        mend = "choose an algorithm that does not, or sample with rollout.samples_per_prompt of at least 2"
+        faults.append(UserFault("algorithm.name", problem, mend))
+    if train.replay == "r3" and not all(one.has_experts for one in seen):
+        problem = f"r3 replays the experts that the engine chose, and {where} does not have them of this model"
+        faults.append(UserFault("train.replay", problem, "set it to off or r2, or sample with train.replay=r3"))
+    return faults
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What checks ask of a step.
+
+    Every sample has experts, in the model's own shape; some group has a baseline, some has two samples besides.
+    """
+
+    highest_id: int
+    longest: int
+    has_experts: bool
+    has_baselines: bool
+    has_groups: bool
+
+
+def _seen(groups: Sequence[SampleGroup], shape: ModelShape) -> _Seen:
+    highest, longest, has_experts = 0, 0, True
+    has_baselines = any(sample.is_baseline for group in groups for sample in group.samples)
+    has_groups = any(sum(not sample.is_baseline for sample in group.samples) > 1 for group in groups)
+    layers = shape.num_layers - shape.num_dense_layers
+    for group in groups:
+        prompt = len(group.prompt.token_ids)
+        for sample in group.samples:
+            length = prompt + len(sample.response_ids_T)
+            highest = max(highest, *group.prompt.token_ids, int(sample.response_ids_T.max()))
+            longest = max(longest, length)
+            experts = sample.routed_experts
+            fits = experts is not None and experts.shape == (length - 1, layers, shape.experts_per_token)
+            has_experts = has_experts and fits
+    return _Seen(highest, longest, has_experts, has_baselines, has_groups)

@@ -1,0 +1,22 @@
+"""Secrets in a recipe. A run saves its recipe where everybody reads it who may read the run's folder."""
+
+from __future__ import annotations
+
+from megarl.config import Recipe
+from megarl.tracking.secret_names import secrets_in
+from megarl.types import UserFault
+
+_MEND = "give the name of an environment variable instead, and let the function read that"
+
+
+def secret_faults(recipe: Recipe) -> list[UserFault]:
+    """Under the free keys that others' code gets: by the names of keys, and passwords in URLs."""
+    free = [("reward.arguments", recipe.reward.arguments, _MEND)]
+    for source, one in recipe.reward.by_source.items():
+        free.append((f"reward.by_source.{source}.arguments", one.arguments, _MEND))
+    free.append(("rollout.engine.sglang", recipe.rollout.engine.sglang, "remove it from the recipe"))
+    return [
+        UserFault(place, f"{what}, and the run saves its recipe", mend)
+        for where, arguments, mend in free
+        for place, what in secrets_in(arguments, where)
+    ]

@@ -1,0 +1,87 @@
+"""Values of a recipe of which each could be, and that together ask for more than there is; files that keys name."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from megarl.config import Recipe
+from megarl.config.hardware import load_hardware
+from megarl.types import UserFault, UserFaults
+
+Faults = list[UserFault]
+_MOST_SAMPLES = 2**24  # whose summaries the controller holds at a time
+_LONGEST_FOLDER = 3500  # bytes of a path, of which Linux takes 4095
+_RANK_BYTES = 200_000_000  # at least so much memory has a training rank of its own on CPU
+
+
+def value_faults(recipe: Recipe, device: str) -> Faults:
+    """Batches beyond what one process holds, GPUs that one machine cannot have, folders and files that cannot be."""
+    faults = _sample_faults(recipe) + _gpu_faults(recipe, device)
+    return faults + _hardware_faults(recipe) + _folder_faults(recipe)
+
+
+def _sample_faults(recipe: Recipe) -> Faults:
+    prompts, samples = recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt
+    if prompts * samples <= _MOST_SAMPLES:
+        return []
+    problem = f"{prompts} prompts of {samples} samples each are {prompts * samples} samples a step"
+    mend = f"bring the product with rollout.samples_per_prompt to at most {_MOST_SAMPLES}"
+    return [UserFault("rollout.prompts_per_step", problem, mend)]
+
+
+def _gpu_faults(recipe: Recipe, device: str) -> Faults:
+    """Of runs on one machine. On CPU each simulated GPU is a process."""
+    placement = recipe.placement
+    if placement.network == "nodes":
+        return []
+    if device == "cpu":
+        room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        most = max(1, room // _RANK_BYTES)
+        problem = f"{placement.gpus} simulated GPUs are as many processes of {_RANK_BYTES / 1e9:g} GB and more"
+        problem += f", and this machine has {room / 1e9:.0f} GB"
+        mend = f"set it to at most {most}"
+    else:
+        most = placement.gpus_per_node
+        problem = f"{placement.gpus} GPUs on one machine (placement.network is loopback), whose nodes have {most}"
+        mend = f"set it to at most {most}, or placement.gpus_per_node to {placement.gpus}, "
+        mend += "or placement.network to nodes"
+    if placement.gpus <= most:
+        return []
+    return [UserFault("placement.gpus", problem, mend)]
+
+
+def _hardware_faults(recipe: Recipe) -> Faults:
+    path = recipe.placement.hardware
+    if path is None:
+        return []
+    try:
+        load_hardware(path)
+    except UserFaults as error:
+        told = [(f"{fault.where}: {fault.problem}", f"{fault.mend}, or leave the key out") for fault in error.faults]
+        return [UserFault("placement.hardware", problem, mend) for problem, mend in told]
+    return []
+
+
+def _folder_faults(recipe: Recipe) -> Faults:
+    """run.dir must be a folder, or one that can be made, with room for the names of the files below."""
+    folder = Path(recipe.run.dir).absolute()
+    length = len(os.fsencode(folder / recipe.run.name))
+    if length > _LONGEST_FOLDER:
+        problem = f"with run.name it makes a path of {length} bytes, to which the names of files are added"
+        return [UserFault("run.dir", problem, f"name a folder of at most {_LONGEST_FOLDER} bytes")]
+    while not os.path.lexists(folder):
+        folder = folder.parent
+    if is_writable(folder):
+        return []
+    return [UserFault("run.dir", f"{folder} is not a folder that can be written to", "name another folder")]
+
+
+def is_writable(folder: Path) -> bool:
+    """Whether files can be made in a folder: some refuse what their modes allow (/proc, a file system without room)."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):  # without a name where the file system can
+            return True
+    except OSError:
+        return False

@@ -1,0 +1,264 @@
+"""Scored samples on disk: what `megarl rollout --out` writes and `megarl train --from-samples` trains on.
+
+A parquet file of one row a sample, one row group a step, so that any tool that reads parquet shows what was sampled:
+
+- step, group, sample: from 1, from 0 in the step, from 0 in the group; rows are in this order
+- prompt_id, prompt, prompt_ids, answer, row: the group's prompt (`row`: the data row in JSON), the same in each of its
+  samples
+- response, response_ids, engine_logp: the text, and a token id and float32 logprob for each of its tokens
+- finished, version, reward, correct; baseline: Sample.is_baseline
+- experts, experts_type, experts_shape: Sample.routed_experts' bytes, or nulls
+
+The schema's metadata has the format's number, the size of the vocabulary that sampled, and the temperature of sampling
+and of engine_logp. Pages carry checksums.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megarl import disk
+from megarl.checkpoints.snapshots import home
+from megarl.printable import json_line
+from megarl.types import Prompt, Sample, SampleGroup, UserFault
+
+_FORMAT = 3
+_KEY = b"megarl"
+_MEND = "make it anew with `megarl rollout --out`"
+_EXPERTS = ("uint8", "int16")
+
+
+class SampleWriter:
+    """Adds one step after the other. The file has its name when it is complete; see `writing`."""
+
+    def __init__(self, path: Path, vocab_size: int, temperature: float) -> None:
+        import pyarrow.parquet  # half a second
+
+        ours = {"format": _FORMAT, "vocab_size": vocab_size, "temperature": temperature}
+        metadata = {_KEY: json.dumps(ours).encode()}
+        self._schema = _schema().with_metadata(metadata)
+        self._file = pyarrow.parquet.ParquetWriter(path, self._schema, write_page_checksum=True)
+        self._step = 0
+
+    def write(self, groups: Sequence[SampleGroup]) -> None:
+        """All groups of the next step. Raises OSError where the disk is full."""
+        import pyarrow
+
+        self._step += 1
+        rows = [
+            _row(self._step, number, group, index)
+            for number, group in enumerate(groups)
+            for index in range(len(group.samples))
+        ]
+        table = pyarrow.Table.from_pylist(rows, schema=self._schema)
+        self._file.write_table(table, row_group_size=len(rows))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@contextmanager
+def writing(path: Path, vocab_size: int, temperature: float, where: str = "run.dir") -> Iterator[SampleWriter]:
+    """A writer of a file that is renamed to `path` when the block ends well, and removed when it does not.
+
+    where: the recipe key or option that names the disk, in the UserFault that is raised when the disk is full.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    with disk.writing(home(path.parent), path.name, where):
+        writer = SampleWriter(partial, vocab_size, temperature)
+    try:
+        yield writer
+        with disk.writing(home(path.parent), path.name, where):
+            writer.close()
+            os.replace(partial, path)
+    except BaseException:
+        with suppress(OSError):
+            writer.close()
+        partial.unlink(missing_ok=True)
+        raise
+
+
+@dataclass(frozen=True)
+class SampleFile:
+    """A file that `open_samples` opened; groups of a step are read when they are asked for.
+
+    num_samples[i] is the number of step i + 1.
+    """
+
+    path: Path
+    vocab_size: int
+    temperature: float
+    num_samples: tuple[int, ...]
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.num_samples)
+
+    def groups(self, step: int) -> list[SampleGroup]:
+        """The groups of a step, from 1, as they were written. Raises UserFault for a damaged file."""
+        rows = _read(self.path, step)
+        return [_group(list(of_group)) for _, of_group in groupby(rows, key=lambda row: row["group"])]
+
+
+def open_samples(path: Path) -> SampleFile:
+    """Open a file, without its samples. Raises UserFault when it is none of ours, or cut short."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            schema, footer = file.schema_arrow, file.metadata
+        ours = {"vocab_size": 0, "temperature": 1.0, **json.loads((schema.metadata or {}).get(_KEY, b"{}"))}
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        raise _unreadable(path, error) from None
+    if ours.get("format") != _FORMAT or not schema.equals(_schema()):
+        problem = f"its format is {ours.get('format', 'not ours')}, this version reads {_FORMAT}"
+        raise UserFault(str(path), problem, _MEND)
+    counts = tuple(footer.row_group(index).num_rows for index in range(footer.num_row_groups))
+    return SampleFile(path, ours["vocab_size"], ours["temperature"], counts)
+
+
+def _schema() -> Any:
+    import pyarrow as pa
+
+    ids, text = pa.list_(pa.int64()), pa.string()
+    columns = {
+        "step": pa.int64(),
+        "group": pa.int64(),
+        "sample": pa.int64(),
+        "prompt_id": text,
+        "prompt": text,
+        "prompt_ids": ids,
+        "answer": text,
+        "row": text,
+        "response": text,
+        "response_ids": ids,
+        "engine_logp": pa.list_(pa.float32()),
+        "finished": pa.bool_(),
+        "version": pa.int64(),
+        "reward": pa.float32(),
+        "correct": pa.bool_(),
+        "baseline": pa.bool_(),
+        "experts": pa.binary(),
+        "experts_type": text,
+        "experts_shape": ids,
+    }
+    return pa.schema(list(columns.items()))
+
+
+def _row(step: int, number: int, group: SampleGroup, index: int) -> dict[str, Any]:
+    prompt, sample = group.prompt, group.samples[index]
+    experts = sample.routed_experts
+    return {
+        "step": step,
+        "group": number,
+        "sample": index,
+        "prompt_id": prompt.id,
+        "prompt": prompt.text,
+        "prompt_ids": prompt.token_ids,
+        "answer": prompt.answer,
+        "row": json_line(prompt.row, default=str),  # dates and the like: for the reader only
+        "response": sample.text,
+        "response_ids": sample.response_ids_T,
+        "engine_logp": sample.engine_logp_T,
+        "finished": sample.finished,
+        "version": sample.version,
+        "reward": group.rewards_G[index],
+        "correct": bool(group.correct_G[index]),
+        "baseline": sample.is_baseline,
+        "experts": None if experts is None else np.ascontiguousarray(experts).tobytes(),
+        "experts_type": None if experts is None else experts.dtype.name,
+        "experts_shape": None if experts is None else experts.shape,
+    }
+
+
+def _read(path: Path, step: int) -> list[dict[str, Any]]:
+    """The rows of a step; lists of numbers as arrays, so that a float32 stays what it is to the last bit."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
+            table = file.read_row_group(step - 1)
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        raise _unreadable(path, error) from None
+    arrays = {"prompt_ids", "response_ids", "engine_logp", "experts_shape"}
+    rows = table.drop_columns(list(arrays)).to_pylist()
+    for name in arrays:
+        for row, scalar in zip(rows, table[name], strict=True):
+            row[name] = None if scalar.values is None else scalar.values.to_numpy(zero_copy_only=False).copy()
+    for number, row in enumerate(rows):
+        fault = _row_fault(row, step)
+        if fault:
+            raise UserFault(str(path), f"sample {number} of step {step} {fault}", _MEND)
+    return rows
+
+
+def _row_fault(row: dict[str, Any], step: int) -> str | None:
+    """What no file of ours has, but a file that another program wrote may have."""
+    if row["step"] != step:
+        return f"says that it is of step {row['step']}"
+    optional = {"experts", "experts_type", "experts_shape"}
+    empty = [name for name, value in row.items() if value is None and name not in optional]
+    if empty:
+        return f"has no {empty[0]}"
+    ids, logps = row["response_ids"], row["engine_logp"]
+    if not len(row["prompt_ids"]) or not len(ids) or len(ids) != len(logps):
+        return f"has {len(row['prompt_ids'])} prompt tokens, {len(ids)} response tokens and {len(logps)} logprobs"
+    if min(row["prompt_ids"].min(), ids.min()) < 0:
+        return "has a negative token id"
+    if row["experts"] is None:
+        return None
+    if row["experts_type"] not in _EXPERTS or row["experts_shape"] is None:
+        return f"has experts of type {row['experts_type']}"
+    if len(row["experts_shape"]) != 3 or row["experts_shape"].min() < 0:
+        return f"has experts of shape {row['experts_shape'].tolist()}"
+    wanted = int(np.prod(row["experts_shape"])) * np.dtype(row["experts_type"]).itemsize
+    return None if wanted == len(row["experts"]) else f"has {len(row['experts'])} bytes of experts, not {wanted}"
+
+
+def _group(rows: Sequence[dict[str, Any]]) -> SampleGroup:
+    first = rows[0]
+    prompt = Prompt(
+        id=first["prompt_id"],
+        text=first["prompt"],
+        token_ids=tuple(first["prompt_ids"].tolist()),
+        answer=first["answer"],
+        row=json.loads(first["row"]),
+    )
+    return SampleGroup(
+        prompt=prompt,
+        samples=tuple(_sample(row) for row in rows),
+        rewards_G=np.asarray([row["reward"] for row in rows], dtype=np.float32),
+        correct_G=np.asarray([row["correct"] for row in rows], dtype=np.bool_),
+    )
+
+
+def _sample(row: dict[str, Any]) -> Sample:
+    experts = None
+    if row["experts"] is not None:
+        flat = np.frombuffer(row["experts"], dtype=row["experts_type"])
+        experts = flat.reshape(row["experts_shape"]).copy()  # writable, as the engine's own
+    return Sample(
+        response_ids_T=row["response_ids"],
+        engine_logp_T=row["engine_logp"],
+        text=row["response"],
+        finished=row["finished"],
+        version=row["version"],
+        routed_experts=experts,
+        is_baseline=row["baseline"],
+    )
+
+
+def _unreadable(path: Path, error: Exception) -> UserFault:
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    return UserFault(str(path), f"not a whole file of samples ({reason})", _MEND)

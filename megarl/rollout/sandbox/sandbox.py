@@ -1,0 +1,279 @@
+"""Runs a Python program that nobody vouches for: bubblewrap's namespaces, limits from inside, a deadline from outside.
+
+The program sees the system's libraries and a bare Python, read-only, an empty /tmp of its own and no network. Memory is
+limited per process; the limit on processes times it is what a program can take at most, and the kernel ends it first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+from megarl.rollout.sandbox import bubblewrap
+from megarl.rollout.sandbox.bubblewrap import ENVIRONMENT, Files
+from megarl.rollout.sandbox.seccomp import filter_program
+from megarl.types import UserFault
+
+WHERE = "reward.function"
+_MEND = "install bubblewrap, name a remote sandbox with `url`, or run without isolation with `unsafe: true`"
+_LAUNCHER = Path(__file__).with_name("inside_limits.py").read_text(encoding="utf-8")
+_ENDS_WITHIN_S = 10.0  # how long the kernel may take to clear a killed namespace away
+_CHUNK_BYTES = 1 << 16
+_KILLED = 128 + signal.SIGKILL
+_has_worked = False
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a program may use. cpu_s, memory, file_mb and open_files are per process; tmp_mb is all that it stores.
+
+    Of stdout and stderr that many bytes are kept; a program that writes more to stdout is killed.
+    """
+
+    wall_s: float = 4.0
+    cpu_s: float = 5.0
+    memory_mb: int = 512
+    file_mb: int = 16
+    tmp_mb: int = 64
+    processes: int = 32
+    open_files: int = 64
+    stdout_bytes: int = 1 << 20
+    stderr_bytes: int = 1 << 16
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a program. status is a shell's: 128 + the signal that ended it; None: killed from outside."""
+
+    status: int | None
+    stdout: str
+    stderr: str
+    timed_out: bool = False
+    too_much_output: bool = False
+
+    @property
+    def out_of_memory(self) -> bool:
+        """The kernel ended it, or Python did not get what it asked for."""
+        last = self.stderr.rstrip().rpartition("\n")[2]
+        return self.status == _KILLED or (self.status == 1 and last.startswith("MemoryError"))
+
+
+def sandbox_faults(*, unsafe: bool = False) -> list[UserFault]:
+    """Why programs cannot be run isolated on this machine; a bwrap is started to see. Empty: they can, or need not."""
+    problem = "" if unsafe else find_problem()
+    return [UserFault(WHERE, problem, _MEND)] if problem else []
+
+
+def find_problem() -> str:
+    """What keeps bubblewrap from working on this machine, tried out until it has worked once; empty: nothing."""
+    global _has_worked
+    if _has_worked:
+        return ""
+    if shutil.which("bwrap") is None:
+        return "bubblewrap (bwrap) is not installed"
+    try:
+        outcome = _run_isolated("print('works')", "", Limits(wall_s=60.0))
+    except OSError as error:
+        return f"bubblewrap does not work on this machine ({error})"
+    if outcome.stdout == "works\n":
+        _has_worked = True
+        return ""
+    said = (outcome.stderr.strip().splitlines() or [f"exit status {outcome.status}"])[-1]
+    return f"bubblewrap does not work on this machine ({said})"
+
+
+def run(program: str, stdin: str = "", limits: Limits | None = None, *, unsafe: bool = False) -> Outcome:
+    """Run a program's text to its end or its limits; nothing of it is left then.
+
+    unsafe: with limits and a process group only, in a folder of its own. It sees and may do what this user may, and
+    what it starts in a session of its own is not ended. Raises UserFault where there is no isolation.
+    """
+    limits = limits or Limits()
+    if unsafe:
+        return _run_unsafe(program, stdin, limits)
+    for fault in sandbox_faults():
+        raise fault
+    return _run_isolated(program, stdin, limits)
+
+
+def _run_isolated(program: str, stdin: str, limits: Limits) -> Outcome:
+    with _sealed(program) as source, _sealed(stdin) as given, _sealed(filter_program() or b"") as filtered:
+        info_read, info_write = os.pipe()
+        with os.fdopen(info_read, "rb") as info:
+            files = Files(source, filtered if filter_program() else None, info_write)
+            line = bubblewrap.command(files, limits.tmp_mb << 20)
+            line += _launch(limits, bubblewrap.uid(), "/tmp/main.py", die_with_parent=False)
+            try:
+                # An empty environment: the one that bwrap itself was started with can be read in /proc/1.
+                process = _start(line, given, env={}, pass_fds=(source, filtered, info_write))
+            finally:
+                os.close(info_write)
+            return _watch(process, limits, info.fileno())
+
+
+def _run_unsafe(program: str, stdin: str, limits: Limits) -> Outcome:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, _sealed(stdin) as given:
+        path = Path(folder, "main.py")
+        path.write_text(program, encoding="utf-8", errors="replace")
+        line = _launch(limits, None, str(path), die_with_parent=True)
+        environment = ENVIRONMENT | {"HOME": folder, "TMPDIR": folder}
+        return _watch(_start(line, given, env=environment, cwd=folder), limits, None)
+
+
+def _launch(limits: Limits, uid: int | None, path: str, *, die_with_parent: bool) -> list[str]:
+    said = {
+        "uid": uid,
+        "die_with_parent": die_with_parent,
+        "cpu_s": math.ceil(limits.cpu_s),
+        "memory_bytes": limits.memory_mb << 20,
+        "file_bytes": limits.file_mb << 20,
+        "processes": limits.processes,
+        "open_files": limits.open_files,
+    }
+    return [bubblewrap.interpreter(), "-I", "-S", "-c", _LAUNCHER, json.dumps(said), path]
+
+
+def _start(
+    line: list[str], stdin: int, env: dict[str, str], pass_fds: tuple[int, ...] = (), cwd: str | None = None
+) -> subprocess.Popen[bytes]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        line, stdin=stdin, stdout=pipe, stderr=pipe, env=env, pass_fds=pass_fds, cwd=cwd, start_new_session=True
+    )
+
+
+@contextmanager
+def _sealed(content: str | bytes) -> Iterator[int]:
+    """A descriptor of a file in memory, at its start, that whoever inherits it cannot change."""
+    descriptor = os.memfd_create("given", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content if isinstance(content, bytes) else content.encode("utf-8", "replace"))
+        file.flush()
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+        file.seek(0)
+        yield descriptor
+
+
+class _Bounded:
+    """The first bytes of a pipe."""
+
+    def __init__(self, pipe: IO[bytes], most_bytes: int) -> None:
+        self.pipe, self.most_bytes, self.content, self.full = pipe, most_bytes, bytearray(), False
+        os.set_blocking(pipe.fileno(), False)
+
+    def read(self) -> bool:
+        """Take what is there, once; False at the end, or when nothing is there."""
+        try:
+            chunk = os.read(self.pipe.fileno(), _CHUNK_BYTES)
+        except BlockingIOError:
+            return False
+        room = self.most_bytes - len(self.content)
+        self.content += chunk[:room]
+        self.full = self.full or len(chunk) > room
+        return bool(chunk)
+
+    def text(self) -> str:
+        while not self.full and self.read():
+            pass
+        return self.content.decode("utf-8", "replace")
+
+
+def _watch(process: subprocess.Popen[bytes], limits: Limits, info: int | None) -> Outcome:
+    """Read until the program ends, or make it end. info: the pipe on which bwrap says its child's process id."""
+    assert process.stdout and process.stderr
+    deadline = time.monotonic() + limits.wall_s
+    with process.stdout, process.stderr:
+        out, error = _Bounded(process.stdout, limits.stdout_bytes), _Bounded(process.stderr, limits.stderr_bytes)
+        outer = os.pidfd_open(process.pid)
+        first = None if info is None else _first_of_namespace(process.pid, info, limits.wall_s)
+        try:
+            ended = _follow(outer, out, error, deadline)
+        finally:
+            if first is not None:  # and with it all of its namespace; bwrap, its parent, collects it and ends
+                _end(first)
+                _await_end(outer)
+            elif not ended:
+                _kill_children(process.pid)
+            os.killpg(process.pid, signal.SIGKILL)  # also after its end: nothing of its group stays
+            status = process.wait()
+            os.close(outer)
+        texts = out.text(), error.text()
+    status = 128 - status if status < 0 else status
+    return Outcome(status if ended else None, *texts, timed_out=not ended and not out.full, too_much_output=out.full)
+
+
+def _kill_children(parent: int) -> None:
+    """Without a namespace those that have left the group are found by their parents."""
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(parent).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+
+
+def _follow(outer: int, out: _Bounded, error: _Bounded, deadline: float) -> bool:
+    """Whether the program ended by itself, before the deadline and before it wrote too much."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(outer, selectors.EVENT_READ)
+        for pipe in (out, error):
+            selector.register(pipe.pipe, selectors.EVENT_READ, pipe)
+        while (left := deadline - time.monotonic()) > 0 and not out.full:
+            for key, _ in selector.select(left):
+                if key.data is None:
+                    return True
+                if not key.data.read():
+                    selector.unregister(key.fileobj)
+    return False
+
+
+def _first_of_namespace(parent: int, info: int, wall_s: float) -> int | None:
+    """A descriptor of process 1 in the sandbox, whose end is everybody's; None: it has ended, or there was none."""
+    said = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(info, selectors.EVENT_READ)
+        while b"}" not in said:
+            chunk = os.read(info, _CHUNK_BYTES) if selector.select(wall_s) else b""
+            if not chunk:
+                return None
+            said += chunk
+    pid = json.loads(said)["child-pid"]
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+    with contextlib.suppress(OSError):
+        # Another process may have its number by now.
+        if int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) == parent:
+            return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _end(first: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(first, signal.SIGKILL)
+    _await_end(first)
+    os.close(first)
+
+
+def _await_end(process: int) -> None:
+    """Raises RuntimeError when a killed process does not end, so that there is no verdict."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(process, selectors.EVENT_READ)
+        if not selector.select(_ENDS_WITHIN_S):
+            raise RuntimeError(f"a killed sandbox is still there after {_ENDS_WITHIN_S:.0f} s")

@@ -1,0 +1,248 @@
+"""SGLang on a machine without an accelerator: every patch it needs, each with its reason.
+
+Run `prepare` in a process before its first `import sglang`.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import forkserver
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+_KERNELS = "sgl_kernel"
+_VISION = "torchvision"
+
+
+def prepare() -> None:
+    """Make `import sglang` work."""
+    stand_in_for_torchvision()
+    declare_torchvision_operators()
+    stand_in_for_kernels()
+
+
+def patch_sglang() -> None:
+    """The corrections that need SGLang's own modules; run in a scheduler before its model is built."""
+    skip_remote_experts()
+    attend_to_latents()
+    pad_idle_groups()
+    scatter_without_nccl()
+    keep_memory_unpinned()
+
+
+def set_environment() -> None:
+    """One thread a process and no spinning: engine, trainer and controller share the same cores."""
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling small functions costs the first batch 18 s
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
+    os.environ.setdefault("KMP_BLOCKTIME", "0")
+
+
+def server_arguments(tp: int, context_tokens: int, concurrency: int) -> dict[str, Any]:
+    """SGLang's server arguments for CPU; there is no device memory to divide, so the KV cache is sized by need."""
+    cores = os.cpu_count() or 1
+    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank % cores) for rank in range(tp))
+    return {
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "disable_overlap_schedule": True,
+        "sleep_on_idle": True,
+        "max_total_tokens": context_tokens * concurrency,
+    }
+
+
+def start_fork_server() -> None:
+    """Let schedulers be forked from a process that has SGLang imported; it imports while this process does.
+
+    Spawned, each would spend seconds of the shared cores on the same imports. (With CUDA a fork server is no way:
+    importing SGLang initialises the driver.)
+    """
+    multiprocessing.set_forkserver_preload(["megarl.rollout.sglang.preload"])
+    forkserver.ensure_running()
+    _FORK_SERVER_USERS.append(None)
+
+
+def stop_fork_server() -> None:
+    """The last engine of this process takes the fork server along; Python itself keeps it until the process ends."""
+    _FORK_SERVER_USERS.pop()
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    if not _FORK_SERVER_USERS:
+        os.kill(server._forkserver_pid, signal.SIGKILL)  # asked to end, it takes seconds to unload what it imported
+        server._stop()
+
+
+def live_no_longer_than_host() -> None:
+    """The fork server ends when nobody holds its lifeline, and SGLang's schedulers end with their parent.
+
+    Python hands the lifeline to every forked process as well, which would keep both after the host was killed.
+    """
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
+
+
+_FORK_SERVER_USERS: list[None] = []
+
+
+@contextmanager
+def quiet_import() -> Iterator[None]:
+    """While it is imported, SGLang warns of every model and kernel that this machine lacks."""
+    logging.getLogger("sglang").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def declare_torchvision_operators() -> None:
+    """PyPI's torchvision wheel is a CUDA build: its library does not load here, so its import finds no operators."""
+    spec = importlib.util.find_spec(_VISION)
+    if spec is None or spec.origin is None:
+        return
+    with suppress(OSError):
+        torch.ops.load_library(str(Path(spec.origin).parent / "_C.so"))
+    if hasattr(torch.ops.torchvision, "nms"):
+        return
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _KEPT_LIBRARIES.append(library)
+
+
+_KEPT_LIBRARIES: list[torch.library.Library] = []  # a Library that is collected takes its definitions away
+
+
+class _MissingName:
+    """A name of a missing package: its attributes are missing names too (SGLang reads constants), calling it raises."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> _MissingName:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _MissingName(f"{self._name}.{name}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        package = self._name.split(".")[0]
+        raise RuntimeError(f"{self._name} was called on a machine without {package}, which SGLang imports")
+
+
+class _MissingPackage(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds a package that is not installed, and any submodule of it."""
+
+    def __init__(self, package: str) -> None:
+        self._package = package
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname.split(".")[0] != self._package:
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__dict__["__getattr__"] = _MissingName(module.__name__).__getattr__
+
+
+def stand_in_for_kernels() -> None:
+    """SGLang imports `sgl_kernel` while loading but calls its torch paths on CPU; the wheel needs CUDA to import."""
+    if importlib.util.find_spec(_KERNELS) is None:
+        sys.meta_path.append(_MissingPackage(_KERNELS))
+
+
+def stand_in_for_torchvision() -> None:
+    """SGLang imports torchvision for its image models and registers their processors, also where no image is read.
+
+    Transformers decides first that torchvision is absent, and keeps that answer: it must not take the stand-in for a
+    release of torchvision. Its AutoImageProcessor needs none, but its package puts a class that raises in its place.
+    """
+    if importlib.util.find_spec(_VISION) is None:
+        processors = importlib.import_module("transformers.models.auto.image_processing_auto")
+        vars(sys.modules["transformers"])["AutoImageProcessor"] = processors.AutoImageProcessor
+        sys.meta_path.append(_MissingPackage(_VISION))
+
+
+def skip_remote_experts() -> None:
+    """With expert parallelism SGLang marks another rank's expert by id -1, which its torch experts would index with.
+
+    Its layers are summed expert by expert over the local ones, whether a batch has such ids or not: one order of
+    addition for all. Others go SGLang's own way.
+    """
+    from sglang.srt.layers.moe import fused_moe_native
+
+    original = fused_moe_native.moe_forward_native
+
+    def forward(layer: Any, x: torch.Tensor, topk_output: Any, config: Any) -> torch.Tensor:
+        weights, ids, _ = topk_output
+        if config.activation != "silu" or layer.moe_ep_size == 1:
+            return original(layer, x, topk_output, config)
+        return _sum_local_experts(x, weights, ids, layer.w13_weight, layer.w2_weight)
+
+    fused_moe_native.moe_forward_native = forward
+
+
+def _sum_local_experts(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor
+) -> torch.Tensor:
+    """x [tokens, hidden], weights and ids [tokens, top-k], w13 [experts, 2 ffn, hidden], w2 [experts, hidden, ffn]."""
+    total = torch.zeros_like(x)
+    for expert in range(w13.shape[0]):
+        token, choice = torch.where(ids == expert)
+        gate, up = F.linear(x[token], w13[expert]).chunk(2, dim=-1)
+        out = F.linear(F.silu(gate) * up, w2[expert])
+        total.index_add_(0, token, (out * weights[token, choice, None]).to(x.dtype))
+    return total
+
+
+def attend_to_latents() -> None:
+    """SGLang prefills latent attention (MLA) as plain attention where it does not know the backend, as it does not know
+    `torch_native`; that path reads keys and values which nobody wrote. Both phases go through the latent cache instead.
+    """
+    from sglang.srt.models.deepseek_common import attention_backend_handler
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+    attention_backend_handler.AttentionBackendRegistry.register("torch_native", lambda *_: AttnForwardMethod.MLA)
+
+
+def pad_idle_groups() -> None:
+    """With DP attention the groups pad their batches to one size; `torch_native` does not say with which length."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    backend: Any = TorchNativeAttnBackend
+    backend.get_cpu_graph_seq_len_fill_value = lambda self: 1
+
+
+def scatter_without_nccl() -> None:
+    """Uneven reduce-scatter (DP attention with expert parallelism) goes through NCCL whatever the device.
+
+    SGLang's own way of doing without, which it takes for deterministic sampling, is right on any device.
+    """
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
+
+    coordinator: Any = GroupCoordinator
+    coordinator.reduce_scatterv = coordinator._deterministic_reduce_scatterv
+
+
+def keep_memory_unpinned() -> None:
+    """SGLang pins its list of routed experts for the GPU's copies, whatever the device."""
+    from sglang.srt.mem_cache.pool_host import common
+
+    common._cuda_host_register = lambda *args: None

@@ -1,0 +1,200 @@
+"""One SGLang engine: samples with logprobs, and new weights written in place."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from megarl.device import DEVICE
+from megarl.rollout.sglang.arguments import EngineSettings, Sampling, server_arguments
+from megarl.rollout.sglang.deterministic import sample_seed
+from megarl.rollout.sglang.host import EngineFault, Host
+from megarl.types import Sample
+
+WEIGHT_LOADER = "megarl.resharding.member.load"
+_LENT = ("kv_cache", "weights")  # SGLang's names of what training has in between; CUDA graphs stay
+
+
+class Engine:
+    """One SGLang engine; its schedulers are child processes, and it serves on no port.
+
+    Building it blocks until the schedulers are ready. It may be built and awaited in any thread, whether or not an
+    event loop runs there. Raises EngineFault when the engine does not start.
+    """
+
+    def __init__(self, settings: EngineSettings, weight_loader: str = WEIGHT_LOADER) -> None:
+        self._tp, self._seeded, self._routed_experts = settings.tp, settings.seeded, settings.routed_experts
+        self._weight_loader = weight_loader
+        self._host = _host_of(settings, weight_loader)
+        self._manager: Any = self._host.server.tokenizer_manager
+        from transformers import AutoTokenizer  # seconds, which the host spends while its schedulers start
+
+        self._tokenizer = AutoTokenizer.from_pretrained(settings.model_path, trust_remote_code=False)
+        # Why the weights cannot be sampled from, if they cannot.
+        self._stale = None if settings.load_weights else "the engine has no weights: none were resharded into it yet"
+
+    @property
+    def version(self) -> int:
+        """The version of the weights as SGLang states it."""
+        return int(self._manager.config_value("weight_version"))
+
+    def pids(self) -> list[int]:
+        """The scheduler processes, by tensor-parallel rank."""
+        return self._host.pids()
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[Sample]:
+        """`sampling.num_samples` responses to one prompt.
+
+        The logprobs are those of softmax(logits / temperature), not truncated, so that the trainer's logprobs of the
+        same tokens equal them. Those of greedy samples are of temperature 1.
+        Raises EngineFault when a scheduler has died or a reshard has failed.
+        """
+        if self._stale is not None:
+            raise EngineFault(self._stale)
+        outputs = await self._host.run(self._sglang_generate(list(prompt_ids), sampling))
+        return [self._sample(output, len(prompt_ids)) for output in outputs]
+
+    async def reshard(self, message: Mapping[str, Any], version: int) -> None:
+        """Every scheduler runs the weight loader on `message` with `version` added, then drops its KV cache.
+
+        Raises EngineFault with what a loader raised, and on which rank; the engine then refuses to generate until a
+        reshard succeeds.
+        """
+        self._stale = f"the engine has half-written weights: the reshard to version {version} did not finish"
+        failure = await self._host.run(self._sglang_reshard({**message, "version": version}, str(version)))
+        if failure is not None:
+            self._stale = f"the engine has half-written weights: the reshard to version {version} failed: {failure}"
+            raise EngineFault(f"the reshard to version {version} failed: {failure}")
+        self._stale = None
+
+    async def check(self) -> None:
+        """Raises EngineFault when a scheduler has died; a failed reshard does not count."""
+        await self._host.run(asyncio.sleep(0))
+
+    async def release_memory(self) -> None:
+        """Give the device's memory (weights, KV cache) to training; a CPU has none to give."""
+        if DEVICE != "cpu":
+            from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+            request = ReleaseMemoryOccupationReqInput(tags=list(_LENT))
+            await self._host.run(self._manager.release_memory_occupation(request))
+
+    async def resume_memory(self, tags: Sequence[str] = _LENT) -> None:
+        """Take the device's memory again: "weights" before a reshard, "kv_cache" after it; both unless it is said."""
+        if DEVICE != "cpu":
+            from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+            request = ResumeMemoryOccupationReqInput(tags=list(tags))
+            await self._host.run(self._manager.resume_memory_occupation(request))
+
+    def shutdown(self) -> None:
+        """End and reap the schedulers, and leave no file; harmless when repeated."""
+        self._host.stop()
+
+    async def _sglang_generate(self, prompt_ids: list[int], sampling: Sampling) -> list[dict[str, Any]]:
+        common = {
+            "max_new_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+        }
+        seeds = [sample_seed(sampling.stream, index) for index in range(sampling.num_samples)]
+        return await self._host.server.async_generate(
+            input_ids=[prompt_ids] * sampling.num_samples,
+            sampling_params=[common | ({"sampling_seed": seed} if self._seeded else {}) for seed in seeds],
+            return_logprob=True,
+            logprob_start_len=-1,
+            return_routed_experts=self._routed_experts,
+        )
+
+    async def _sglang_reshard(self, message: Mapping[str, Any], version: str) -> str | None:
+        """None, or what went wrong. The session is closed either way: a later reshard opens its own."""
+        from sglang.srt.managers.io_struct import (
+            BeginWeightUpdateReqInput,
+            EndWeightUpdateReqInput,
+            UpdateWeightsFromTensorReqInput,
+        )
+
+        request = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[_named_tensors(message)] * self._tp,
+            load_format=self._weight_loader,
+            flush_cache=True,
+            torch_empty_cache=True,  # else the reshard's staging stays with torch
+            weight_version=version,
+        )
+        opened, opening = await self._manager.begin_weight_update(BeginWeightUpdateReqInput())
+        if not opened:
+            return opening
+        loaded, loading = await self._manager.update_weights_from_tensor(request)
+        ended, ending = await self._manager.end_weight_update(EndWeightUpdateReqInput())
+        return next((text for good, text in ((loaded, loading), (ended, ending)) if not good), None)
+
+    def _sample(self, output: Mapping[str, Any], prompt_length: int) -> Sample:
+        meta = output["meta_info"]
+        reason = meta["finish_reason"]
+        if reason["type"] == "abort":
+            raise EngineFault(f"SGLang aborted a request: {reason.get('message')}")
+        token_ids = np.asarray(output["output_ids"], dtype=np.int64)
+        (span,) = meta["weight_versions"]  # a reshard waits for running requests: one version made all tokens
+        return Sample(
+            response_ids_T=token_ids,
+            engine_logp_T=np.asarray([logp for logp, *_ in meta["output_token_logprobs"]], dtype=np.float32),
+            text=self._tokenizer.decode(token_ids, skip_special_tokens=True),
+            finished=reason["type"] == "stop",
+            version=int(span["version"]),
+            routed_experts=self._experts(meta, prompt_length + len(token_ids)) if self._routed_experts else None,
+        )
+
+    def _experts(self, meta: Mapping[str, Any], num_tokens: int) -> np.ndarray:
+        """SGLang's base64 int32 [tokens - 1, layers, experts a token], of which dense layers say nothing."""
+        config = self._manager.model_config.hf_text_config
+        shape = num_tokens - 1, config.num_hidden_layers, config.num_experts_per_tok
+        experts = np.frombuffer(base64.b64decode(meta["routed_experts"]), dtype=np.int32).reshape(shape)
+        num_experts = getattr(config, "n_routed_experts", None) or config.num_experts
+        smallest = np.uint8 if num_experts <= 256 else np.int16
+        return experts[:, getattr(config, "first_k_dense_replace", 0) :].astype(smallest)
+
+
+class Schedulers:
+    """The schedulers on one further node of an engine; building it blocks until those of all its nodes are ready."""
+
+    def __init__(self, settings: EngineSettings, weight_loader: str = WEIGHT_LOADER) -> None:
+        self._host = _host_of(settings, weight_loader)
+        self._is_down = False
+
+    def pids(self) -> list[int]:
+        """The scheduler processes, by tensor-parallel rank."""
+        return self._host.pids()
+
+    async def fail(self) -> None:
+        """Raises EngineFault when one of them has died; does not return."""
+        try:
+            await self._host.run(asyncio.Event().wait())
+        except EngineFault:
+            if not self._is_down:
+                raise
+        await asyncio.Event().wait()
+
+    def shutdown(self) -> None:
+        """End and reap them, and leave no file."""
+        self._is_down = True
+        self._host.stop()
+
+
+def _host_of(settings: EngineSettings, weight_loader: str) -> Host:
+    return Host(settings, server_arguments(settings, weight_loader))
+
+
+def _named_tensors(message: Mapping[str, Any]) -> bytes:
+    """The message as SGLang's loaders get their weights: a named tensor, pickled by value (no shared memory)."""
+    content = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
+    buffer = io.BytesIO()
+    pickle.Pickler(buffer).dump([("session", content)])
+    return buffer.getvalue()

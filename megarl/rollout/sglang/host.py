@@ -1,0 +1,202 @@
+"""SGLang in a thread of its own: started, watched and ended, with a death told to everyone who waits."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import signal
+import tempfile
+import threading
+from collections.abc import Coroutine, Mapping
+from concurrent import futures
+from concurrent.futures import Future
+from multiprocessing import connection
+from typing import Any, TypeVar
+
+from megarl.cluster.session_folder import SessionFolder, remove_dead
+from megarl.device import DEVICE
+from megarl.rollout.rounds import Standstill, make_file
+from megarl.rollout.sglang import cpu, scheduler
+from megarl.rollout.sglang.arguments import EngineSettings
+from megarl.types import Silence
+
+Result = TypeVar("Result")
+_LOG_LINES = 30
+PREFIX = "megarl-engine-"  # of its folder; in a run that lies in the run's own
+
+
+class EngineFault(RuntimeError):
+    """The engine cannot answer; the last line says why, the lines before it are what its scheduler printed last."""
+
+    def __init__(self, cause: str, log: str = "") -> None:
+        super().__init__(cause, log)
+        self.cause, self.log = cause, log
+
+    def __str__(self) -> str:
+        return f"{self.log}\n{self.cause}" if self.log else self.cause
+
+
+class EngineStandstill(EngineFault, Silence):
+    """A scheduler is alive and has done nothing for run.timeout_s."""
+
+
+class Host:
+    """The thread and event loop that own one SGLang engine, and the thread that waits for a scheduler's death.
+
+    A thread, because SGLang in a main thread takes over the process's signals, and so that an engine can be built
+    where an event loop already runs. Building it blocks until the schedulers are ready; EngineFault if they are not.
+    """
+
+    def __init__(self, settings: EngineSettings, server_arguments: Mapping[str, Any]) -> None:
+        self._fault: EngineFault | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._stop_reader, self._stop_writer = connection.Pipe(duplex=False)
+        scheduler.set_environment()
+        remove_dead(PREFIX, tempfile.gettempdir())
+        self._folder = SessionFolder(PREFIX, tempfile.gettempdir())
+        self._entry = scheduler.SchedulerEntry(
+            self._folder.path, settings.seeded, settings.span, settings.first_rank, settings.reserve_bytes
+        )
+        make_file(self._entry.rounds_path, settings.tp)
+        self._standstill = Standstill(self._entry.rounds_path, settings.timeout_s)
+        self._relay: Any = None
+        if settings.span and settings.dp > 1:
+            from megarl.rollout.sglang.relay import Groups, Relay
+
+            groups = Groups(settings.tp, settings.dp, settings.span.nodes)
+            try:
+                self._relay = Relay(self._folder.path, groups, settings.span)
+            except BaseException:
+                self._folder.remove()
+                raise
+        if DEVICE == "cpu":
+            cpu.start_fork_server()
+        started: Future[Any] = Future()
+        serve = (started, server_arguments)
+        self._thread = threading.Thread(target=self._serve, args=serve, name="engine", daemon=True)
+        self._thread.start()
+        try:
+            self.server = self._outcome(started)
+        except BaseException as error:
+            fault = self._fault or self._death()
+            fault = fault or EngineFault(f"the engine did not start: {type(error).__name__}: {error}")
+            self.stop()
+            if not isinstance(error, Exception):
+                raise
+            raise fault from error
+        if self.server.tokenizer_manager is not None:  # on the first node alone
+            self.server.tokenizer_manager.on_failure = self._fail_host
+        threading.Thread(target=self._watch, name="engine-watch", daemon=True).start()
+        atexit.register(self.stop)
+
+    async def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Run a coroutine in SGLang's loop; EngineFault when a scheduler dies before it is done."""
+        self._refuse_if_gone(work)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._guarded(work), self._loop))
+
+    def pids(self) -> list[int]:
+        """The scheduler processes, by tensor-parallel rank."""
+        return [process.pid for process in self._entry.processes if process.pid is not None]
+
+    def stop(self) -> None:
+        """End and reap the schedulers and remove every file; what still waits gets an EngineFault."""
+        if not self._thread.is_alive():
+            return
+        self._fail(EngineFault("the engine was shut down"))
+        self._stop_writer.send_bytes(b"stop")
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        if self._relay:
+            self._relay.stop()
+        if DEVICE == "cpu":
+            cpu.stop_fork_server()
+        self._folder.remove()
+        atexit.unregister(self.stop)
+
+    def _serve(self, started: Future[Any], server_arguments: Mapping[str, Any]) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            from megarl.rollout.sglang.server import SglangEngine
+
+            server = SglangEngine(self._entry, **server_arguments)
+        except BaseException as error:
+            started.set_exception(error)
+        else:
+            started.set_result(server)
+        self._loop.run_forever()
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*asyncio.all_tasks(self._loop), return_exceptions=True))
+        if started.exception() is None:
+            started.result().shutdown()
+        self._entry.kill()
+        self._loop.close()
+
+    async def _guarded(self, work: Coroutine[Any, Any, Result]) -> Result:
+        self._refuse_if_gone(work)  # again: now in the loop's thread, where those who wait are cancelled
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if self._fault is None:
+                raise
+            raise type(self._fault)(*self._fault.args) from None
+        finally:
+            self._tasks.discard(task)
+
+    def _refuse_if_gone(self, work: Coroutine[Any, Any, Any]) -> None:
+        if self._fault is not None:
+            work.close()
+            raise type(self._fault)(*self._fault.args)
+
+    def _outcome(self, started: Future[Any]) -> Any:
+        """Wait for the start, and end it when a scheduler stands still."""
+        while not futures.wait([started], self._standstill.period_s).done:
+            if self._look():
+                self._entry.kill()
+        return started.result()
+
+    def _look(self) -> bool:
+        """Whether a scheduler stands still; who waits is told."""
+        words = self._standstill.look(self._entry.processes, self._entry.first_rank)
+        if words:
+            self._fail(EngineStandstill(words))
+        return words is not None
+
+    def _watch(self) -> None:
+        """A scheduler that is dead or stands still leaves its peers waiting in a collective: they are ended too."""
+        waited: list[Any] = [self._stop_reader, *(process.sentinel for process in self._entry.processes)]
+        while not (ended := connection.wait(waited, self._standstill.period_s)):
+            if self._look():
+                break
+        if self._stop_reader in ended:
+            return
+        self._fail(self._death() or EngineFault("a scheduler of the engine ended"))
+        self._entry.kill()
+
+    def _death(self) -> EngineFault | None:
+        """Who died and of what; a killed process comes before those that failed because it was gone."""
+        ranks = enumerate(self._entry.processes, start=self._entry.first_rank)
+        dead = [(rank, process) for rank, process in ranks if process.exitcode is not None]
+        if not dead:
+            return None
+        rank, process = min(dead, key=lambda item: (item[1].exitcode or 0) >= 0)
+        code = process.exitcode or 0
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        log = self._entry.log_path(rank)
+        lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:] if log.exists() else []
+        reason = f": {lines[-1].strip()}" if lines and code > 0 else ""
+        return EngineFault(f"engine scheduler {rank} (pid {process.pid}) {how}{reason}", "\n".join(lines))
+
+    def _fail_host(self, error: BaseException) -> None:
+        self._fail(EngineFault(f"the engine's tokenizer manager failed: {type(error).__name__}: {error}"))
+
+    def _fail(self, fault: EngineFault) -> None:
+        self._fault = self._fault or fault
+        self._loop.call_soon_threadsafe(self._cancel_tasks)
+
+    def _cancel_tasks(self) -> None:
+        for task in self._tasks:
+            task.cancel()

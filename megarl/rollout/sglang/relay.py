@@ -1,0 +1,122 @@
+"""Requests and answers of attention groups between the nodes of an engine; SGLang's own sockets stay files of a node.
+
+With DP attention the leader of each group takes requests from the engine's host and answers it. For leaders on further
+nodes each node has a relay: what comes out of one node's file goes over TCP into the same file of the other. Only who
+was given the first node's key gets a connection, and nobody else can read it (CURVE, ZeroMQ's RFC 26).
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+
+from megarl.device import Address, join_store, own_address
+from megarl.rollout.sglang.arguments import Door, Span
+from megarl.rollout.sglang.scheduler import group_address, ipc_address
+
+_PORTS, _ANSWERS, _JOIN_S = "relay", "answers", 600.0
+
+
+def new_door() -> Door:
+    """A key that nobody else has."""
+    return Door(*zmq.curve_keypair())
+
+
+@dataclass(frozen=True)
+class Groups:
+    """An engine's attention groups: tp ranks in dp groups, as many ranks on each of the nodes."""
+
+    tp: int
+    dp: int
+    nodes: int
+
+    def led_on(self, node: int) -> list[int]:
+        """The groups whose first rank is on a node."""
+        ranks_per_node, ranks_per_group = self.tp // self.nodes, self.tp // self.dp
+        return [group for group in range(self.dp) if group * ranks_per_group // ranks_per_node == node]
+
+
+class Relay:
+    """One node's end, which forwards in a thread of its own until it is stopped."""
+
+    def __init__(self, folder: Path, groups: Groups, span: Span) -> None:
+        """folder: of this node's sockets. The first node says its ports where the ranks meet."""
+        self._context, self._door, self._folder = zmq.Context(), span.door, folder
+        try:
+            led = groups.led_on(span.node)
+            pairs = self._follow(led, span.meet) if span.node else self._lead(groups, span.meet)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._thread = threading.Thread(target=self._forward, args=(pairs,), name="engine-relay", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Close every connection; harmless when repeated."""
+        self._context.term()  # ends the thread's waiting, and waits until it has closed its sockets
+        self._thread.join()
+
+    def _lead(self, groups: Groups, meet: Address) -> list[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
+        host, ports = own_address(meet.host), {}
+        answers = self._socket(zmq.PULL)
+        ports[_ANSWERS] = answers.bind_to_random_port(f"tcp://{host}")
+        pairs = [(answers, self._file(zmq.PUSH, "tokenizer"))]
+        for group in (group for node in range(1, groups.nodes) for group in groups.led_on(node)):
+            requests = self._socket(zmq.PUSH)
+            ports[str(group)] = requests.bind_to_random_port(f"tcp://{host}")
+            pairs.append((self._file(zmq.PULL, group_address("scheduler", group)), requests))
+        join_store(meet, _JOIN_S).set(_PORTS, json.dumps({"host": host, "ports": ports}))
+        return pairs
+
+    def _follow(self, groups: list[int], meet: Address) -> list[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
+        found = json.loads(join_store(meet, _JOIN_S).get(_PORTS))
+
+        def joined(kind: int, name: str) -> zmq.Socket[bytes]:
+            socket = self._socket(kind)
+            socket.connect(f"tcp://{found['host']}:{found['ports'][name]}")
+            return socket
+
+        pairs = [(self._file(zmq.PULL, "tokenizer", binds=True), joined(zmq.PUSH, _ANSWERS))]
+        for group in groups:
+            file = self._file(zmq.PUSH, group_address("scheduler", group), binds=True)
+            pairs.append((joined(zmq.PULL, str(group)), file))
+        return pairs
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        """Of a TCP connection: the first node serves, the others come with its public key and one of their own."""
+        socket = self._file_socket(kind)
+        if self._door.secret:
+            socket.curve_server, socket.curve_publickey = True, self._door.public
+            socket.curve_secretkey = self._door.secret
+        else:
+            socket.curve_serverkey = self._door.public
+            socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+        return socket
+
+    def _file(self, kind: int, name: str, binds: bool = False) -> zmq.Socket[bytes]:
+        socket, address = self._file_socket(kind), ipc_address(self._folder, name)
+        socket.bind(address) if binds else socket.connect(address)
+        return socket
+
+    def _file_socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.set_hwm(0)  # as SGLang's own: nothing waits for a slow reader
+        socket.linger = 0
+        return socket
+
+    def _forward(self, pairs: list[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]) -> None:
+        poller, onward = zmq.Poller(), dict(pairs)
+        for source in onward:
+            poller.register(source, zmq.POLLIN)
+        with suppress(zmq.ContextTerminated):
+            while True:
+                for source, _ in poller.poll():
+                    onward[source].send_multipart(source.recv_multipart(copy=False), copy=False)
+        for pair in pairs:
+            for socket in pair:
+                socket.close()

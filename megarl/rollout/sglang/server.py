@@ -1,0 +1,178 @@
+"""SGLang's engine with what it does to its host process taken away: signals, logging, temporary files, killing.
+
+Importing this module imports SGLang (seconds): import it where an engine is built.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import functools
+import itertools
+import logging
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import zmq
+
+from megarl.device import DEVICE
+from megarl.rollout.sglang import cpu
+from megarl.rollout.sglang.scheduler import SchedulerEntry, group_address, handed_on, ipc_address
+
+if DEVICE == "cpu":
+    cpu.prepare()
+
+_loop_policy = asyncio.get_event_loop_policy()
+with cpu.quiet_import():
+    from sglang.srt.entrypoints import engine as sglang_engine
+    from sglang.srt.managers import io_struct
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.server_args import PortArgs, ServerArgs
+    from sglang.srt.utils.network import get_zmq_socket
+asyncio.set_event_loop_policy(_loop_policy)  # SGLang chooses uvloop for the whole process
+
+
+def leave_logging_alone() -> None:
+    """SGLang reconfigures the root logger of its host process; only its own loggers are set, to errors."""
+    sglang_engine.configure_logger = lambda *args, **kwargs: logging.getLogger("sglang").setLevel(logging.ERROR)
+
+
+class Tokenizer(TokenizerManager):
+    """The host's end of the engine; tells of its own failure where SGLang's would kill the whole process tree.
+
+    With DP attention it deals the requests to the groups, each to one in turn; all else goes to the first group, which
+    tells the others. SGLang has a process of its own for that, which would stand between us and the schedulers.
+    """
+
+    on_failure: Callable[[BaseException], None]
+
+    def init_ipc_channels(self, port_args: PortArgs) -> None:
+        super().init_ipc_channels(port_args)
+        first: zmq.Socket[Any] = cast(Any, self.send_to_scheduler)
+        address, groups = port_args.scheduler_input_ipc_name, range(1, get_parallel().dp_size)
+        others = [get_zmq_socket(first.context, zmq.PUSH, group_address(address, group), True) for group in groups]
+        self._groups = itertools.cycle([first, *cast(Any, others)])
+
+    def _dispatch_to_scheduler(self, obj: Any) -> None:
+        if isinstance(obj, io_struct.TokenizedGenerateReqInput):
+            io_struct.sock_send(next(self._groups), obj)
+        elif isinstance(obj, io_struct.BatchTokenizedGenerateReqInput):
+            for one in obj:
+                self._dispatch_to_scheduler(one)
+        else:
+            super()._dispatch_to_scheduler(obj)
+
+    async def handle_loop(self) -> None:
+        try:
+            await super().handle_loop()
+        except Exception as error:
+            self.on_failure(error)
+
+
+class SglangEngine(sglang_engine.Engine):
+    """Schedulers as children; no detokenizer process, no port, no file outside `directory`.
+
+    Build it and run its coroutines in one thread that is not the main one: SGLang then installs no signal handlers,
+    and its children, who die with the thread that started them, live as long as the engine.
+    """
+
+    tokenizer_manager: Any
+    send_to_rpc: Any
+    init_tokenizer_manager_func = staticmethod(
+        functools.partial(cast(Any, sglang_engine.init_tokenizer_manager), TokenizerManagerClass=Tokenizer)
+    )
+
+    def __init__(self, entry: SchedulerEntry, **server_args: Any) -> None:
+        leave_logging_alone()
+        self.entry = entry
+        self.run_scheduler_process_func = entry
+        self._tokenizer: Tokenizer | None = None
+        try:
+            super().__init__(**server_args)
+        except BaseException:
+            self._close_sockets()
+            raise
+        if self.tokenizer_manager is not None:  # on the first node alone
+            self.tokenizer_manager._subprocess_watchdog.stop()  # it would answer a dead child with SIGQUIT to ourselves
+
+    def _launch_subprocesses(self, *, init_tokenizer_manager_func: Callable[..., Any], **kwargs: Any) -> Any:
+        def keep(*args: Any) -> Any:
+            made = init_tokenizer_manager_func(*args)
+            self._tokenizer = made[0]  # SGLang itself forgets it when a scheduler fails
+            return made
+
+        ports = private_ports(self.entry)
+        return super()._launch_subprocesses(port_args=ports, init_tokenizer_manager_func=keep, **kwargs)
+
+    @classmethod
+    def _launch_scheduler_processes(
+        cls, server_args: ServerArgs, port_args: PortArgs, run_scheduler_process_func: SchedulerEntry, **kwargs: Any
+    ) -> Any:
+        entry = run_scheduler_process_func
+        entry.environment = handed_on(os.environ)
+        if DEVICE == "cpu":
+            multiprocessing.set_start_method("forkserver", force=True)
+        with _without_controller():
+            result, processes = cast(Any, super())._launch_scheduler_processes(server_args, port_args, entry, **kwargs)
+        entry.processes.extend(processes)
+        return result, processes
+
+    @classmethod
+    def _launch_detokenizer_subprocesses(cls, **kwargs: Any) -> tuple[list[Any], list[str]]:
+        return [], []  # the schedulers answer with token ids, straight to the tokenizer manager
+
+    def shutdown(self) -> None:
+        """SGLang's own kills every child of the host process, whoever started it; here the schedulers alone."""
+        atexit.unregister(self.shutdown)
+        self.entry.kill()
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        """Unsent messages to the dead would keep the process from ending.
+
+        A context that the garbage collector finds first waits for its sockets, forever and in whatever thread that is.
+        """
+        for owner, name in ((self._tokenizer, "send_to_scheduler"), (self, "send_to_rpc")):
+            socket = getattr(owner, name, None)
+            if socket is not None:
+                socket.context.destroy(linger=0)
+
+
+class _OneGroup:
+    """SGLang's parallel sizes, as they would be without DP attention."""
+
+    dp_size = 1
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(get_parallel(), name)
+
+
+@contextmanager
+def _without_controller() -> Iterator[None]:
+    """Start the schedulers of all attention groups as our own children, as SGLang does where there is one group."""
+    sglang_engine.get_parallel = _OneGroup  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sglang_engine.get_parallel = get_parallel
+
+
+def private_ports(entry: SchedulerEntry) -> PortArgs:
+    """Unix sockets in a directory of ours alone, in the place of files in the common temporary folder."""
+
+    address = functools.partial(ipc_address, entry.directory)
+    return PortArgs(
+        tokenizer_ipc_name=address("tokenizer"),
+        scheduler_input_ipc_name=address("scheduler"),
+        detokenizer_ipc_name=address("detokenizer"),
+        nccl_port=0,  # not used: the rendezvous is a file
+        rpc_ipc_name=address("rpc"),
+        metrics_ipc_name=address("metrics"),
+        tokenizer_worker_ipc_name=None,
+        decoupled_spec_ipc_config=None,
+        instance_id=entry.directory.name,
+    )

@@ -1,0 +1,350 @@
+"""What a run leaves behind: records, samples, a line to watch, a curve, a table, and what its trackers are told."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megarl.config import Recipe
+from megarl.config.yaml_text import options_comment
+from megarl.disk import gone, writing
+from megarl.printable import json_line, one_line, printable
+from megarl.tracking.metrics import pick_samples
+from megarl.tracking.record_lines import checked, read_lines
+from megarl.tracking.trackers import Trackers
+from megarl.tracking.trackers.interface import State, TrackedRun, code_commit
+from megarl.tracking.trackers.withheld import without_secrets
+from megarl.types import EndedEarly, GroupSummary, Metrics, UserFault
+
+_PLAIN_WIDTH = 160  # of a log file, where rich would otherwise fold lines at 80
+_TABLE = ("eval/accuracy", "reward/mean", "reward/accuracy", "rollout/response_length_mean")
+_WORST_GAP = "rollout/logprob_gap_max"
+_SHOWN = (  # metric, its name in the progress line, format, colour
+    ("warm_start/loss", "loss", "{:.4f}", "default"),
+    ("reward/mean", "reward", "{:.3f}", "green"),
+    ("reward/accuracy", "accuracy", "{:.1%}", "green"),
+    ("rollout/response_length_mean", "length", "{:.1f}", "default"),
+    ("rollout/logprob_gap_mean", "gap", "{:.1e}", "yellow"),
+    ("eval/accuracy", "eval", "{:.1%}", "bold green"),
+)
+
+
+class Record:
+    """One step while it runs: seconds by phase, metrics, samples."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.metrics: Metrics = {}
+        self.groups: Sequence[GroupSummary] = ()
+        self.failures: list[str] = []
+        self._phases: Metrics = {}
+        self._began = time.perf_counter()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the seconds inside to `time/<name>_s`; phases do not overlap."""
+        began = time.perf_counter()
+        yield
+        key = f"time/{name}_s"
+        self._phases[key] = self._phases.get(key, 0.0) + time.perf_counter() - began
+
+    def add(self, metrics: Metrics) -> None:
+        self.metrics |= metrics
+
+    def samples(self, groups: Sequence[GroupSummary]) -> None:
+        """The groups of which some responses are written to samples.jsonl."""
+        self.groups = groups
+
+    def failed(self, groups: Sequence[GroupSummary]) -> None:
+        """Groups that were judged, for the user to be told of verdicts that failed."""
+        self.failures += [words for group in groups for words in group.failures]
+
+    def close(self) -> Metrics:
+        """The flat record; `time/other_s` is what no phase accounts for."""
+        step_s = time.perf_counter() - self._began
+        times = {**self._phases, "time/other_s": step_s - sum(self._phases.values()), "time/step_s": step_s}
+        return {"step": self.step, **{name: float(value) for name, value in (self.metrics | times).items()}}
+
+
+class RunLog:
+    """The run's folder and the terminal.
+
+    Used as a context manager: it draws the curve at the end whatever happened, and the table if all went well. A
+    `start`, `warm_step` and `step` give a Record to fill, and write it when their block ends without error.
+    """
+
+    def __init__(self, recipe: Recipe, console: Console | None = None, *, resume: bool = False, step: int = -1) -> None:
+        """resume: in the folder of the run of that name, with what it wrote up to `step`; -1: anew, that set aside."""
+        self._recipe = recipe
+        self._console = console or _console()
+        parent, name = Path(recipe.run.dir), recipe.run.name
+        with writing(parent, f"the run's folder {name}"):
+            self.folder = _same_folder(parent, name) if resume else _new_folder(parent, name)
+            self._lock = _locked(self.folder)
+        if resume and step < 0:
+            _set_aside(self.folder)
+        self._history = self._begin(step)
+        self._trackers = Trackers(recipe.run.trackers, self._tracked(step + 1), self.say)
+        self._began = time.perf_counter()
+        self._training_began: float | None = None
+        self._first_step = max(step, 0) + 1
+        if self.folder.name != name:
+            self.say(f"{recipe.run.dir}/{name} exists and is kept")
+        self.say(f"this run {f'goes on after step {step}' if step >= 0 else 'is written'} in {self.folder}")
+
+    def _begin(self, step: int) -> list[Metrics]:
+        """Write the recipe, cut records and samples off after `step` and open them; the records that stay."""
+        records, samples = self.folder / "metrics.jsonl", self.folder / "samples.jsonl"
+        kept = checked([read_lines(records, step), read_lines(samples, step, only_numbers=False)])
+        with writing(self.folder, "recipe.yaml"):
+            (self.folder / "recipe.yaml").write_text(self._recipe.dump_yaml(), encoding="utf-8")
+        for file, lines in zip((records, samples), kept, strict=True):
+            with writing(self.folder, file.name):
+                partial = file.with_suffix(".partial")
+                partial.write_bytes(b"".join(line.raw for line in lines))
+                partial.replace(file)
+        self._records_file = records.open("a", encoding="utf-8")
+        self._own = os.fstat(self._records_file.fileno())
+        self._samples_file = samples.open("a", encoding="utf-8")
+        return [_with_nans(line.record) for line in kept[0]]
+
+    def _tracked(self, first_step: int) -> TrackedRun:
+        recipe, project = without_secrets(self._recipe.model_dump(mode="json")), self._recipe.run.project
+        commit = code_commit() if self._recipe.run.trackers else ""
+        return TrackedRun(self.folder.name, self.folder, project, recipe, commit, first_step)
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        with self._lock:
+            try:
+                with suppress(Exception) if error else ExitStack():  # of two errors the first is the cause
+                    self._close()
+            finally:
+                self._trackers.close(_state(error or sys.exception()))
+        if any("eval/accuracy" in record or "reward/mean" in record for record in self._history):
+            self._draw()
+            if error is None:
+                self._console.print(self._closing_table())
+
+    def _close(self) -> None:
+        """Close every file. Raises UserFault where a file is not whole on the disk, or not there any more."""
+        with ExitStack() as files:
+            for file, name in ((self._records_file, "metrics.jsonl"), (self._samples_file, "samples.jsonl")):
+                files.enter_context(writing(self.folder, name))
+                files.callback(file.close)
+            self._refuse_if_gone()
+
+    def _draw(self) -> None:
+        picture = self.folder / "curve.png"
+        if self._is_gone():
+            return
+        try:
+            with writing(self.folder, picture.name):
+                draw_curve(self._history, picture, self._recipe.run.name)
+        except Exception as error:  # a picture is worth no run
+            picture.unlink(missing_ok=True)
+            self.say(f"{picture.name} is not drawn: {error}")
+
+    def _is_gone(self) -> bool:
+        """Whether what is written goes to a file that nobody will find."""
+        path = self.folder / "metrics.jsonl"
+        return not (path.exists() and os.path.samestat(path.stat(), self._own))
+
+    def _refuse_if_gone(self) -> None:
+        if self._is_gone():
+            raise gone(self.folder, "metrics.jsonl")
+
+    def options(self, in_force: Mapping[str, Any]) -> None:
+        """Write the options of Megatron that the training ranks run with behind the saved recipe, as a comment."""
+        with writing(self.folder, "recipe.yaml"), (self.folder / "recipe.yaml").open("a", encoding="utf-8") as file:
+            file.write(options_comment(in_force))
+
+    def say(self, text: str) -> None:
+        """One line to the terminal."""
+        self._console.print(one_line(text), markup=False, highlight=False, soft_wrap=True)
+
+    @contextmanager
+    def start(self, is_new: bool = True) -> Iterator[Record]:
+        """What is measured before anything is learnt: step 0. A run that goes on has its record already."""
+        record = Record(0)
+        yield record
+        if not is_new:
+            return
+        written = self._write(record)
+        self._trackers.log(0, written)
+        self._show("before training", written)
+
+    @contextmanager
+    def warm_step(self, step: int) -> Iterator[Record]:
+        """One supervised step before step 1: recorded as step 0, its `train/` metrics as `warm_start/`.
+
+        Ten lines are shown for the whole phase.
+        """
+        record, total = Record(0), self._recipe.warm_start.steps
+        yield record
+        record.metrics = {name.replace("train/", "warm_start/"): value for name, value in record.metrics.items()}
+        record.add({"warm_start/step": step})
+        written = self._write(record)
+        # Before step 0, where a run that goes on does not purge it.
+        for prefix, at in (("warm_start/", step - total), ("eval/", 0)):
+            self._trackers.log(at, {name: value for name, value in written.items() if name.startswith(prefix)})
+        if step == total or step % max(1, total // 10) == 0:
+            self._show(f"warm start {step}/{total}", written)
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[Record]:
+        """One training step, from 1: its record, its samples, its progress line."""
+        if self._training_began is None:
+            self._training_began = time.perf_counter()
+        record, steps = Record(step), self._recipe.run.steps
+        yield record
+        written = self._write(record)
+        self._trackers.log(step, written)
+        per_step = (time.perf_counter() - self._training_began) / (step - self._first_step + 1)
+        self._show(f"step {step}/{steps}", written, f"ETA {_clock(per_step * (steps - step))}")
+
+    def _write(self, record: Record) -> Metrics:
+        metrics = record.close()
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._refuse_if_gone()
+        with writing(self.folder, "metrics.jsonl"):
+            self._records_file.write(json.dumps(finite) + "\n")
+            self._records_file.flush()
+        samples = pick_samples(record.groups, self._recipe.run.sample_log_count)
+        with writing(self.folder, "samples.jsonl"):
+            for sample in samples:
+                self._samples_file.write(json_line({"step": record.step, **sample}) + "\n")
+            self._samples_file.flush()
+        if "eval/accuracy" in metrics:  # those of every step would be too many for a service
+            self._trackers.table(record.step, samples)
+        if record.failures:
+            count, first = len(record.failures), record.failures[0]
+            self.say(f"step {record.step}: {count} {'verdict' if count == 1 else 'verdicts'} failed, the first {first}")
+        self._history.append(metrics)
+        return metrics
+
+    def _show(self, title: str, metrics: Metrics, eta: str = "") -> None:
+        """One line: what is learnt, then the seconds of each phase in the order in which they were timed."""
+        learnt = [
+            f"[{colour}]{label} {form.format(metrics[name])}[/]"
+            for name, label, form, colour in _SHOWN
+            if name in metrics
+        ]
+        times = [f"{name[5:-2]} {value:.1f}s" for name, value in metrics.items() if name.startswith("time/")]
+        parts = [f"[bold]{title}[/]", *learnt, " ".join(times), f"[cyan]{eta}[/]" if eta else ""]
+        self._console.print("  ".join(filter(None, parts)), highlight=False, soft_wrap=True)
+
+    def _closing_table(self) -> Table:
+        """First and last value of what is learnt, worst logprob gap, mean seconds of each phase of a step."""
+        duration = _clock(time.perf_counter() - self._began)
+        table = Table(title=f"{self._recipe.run.name}: {duration}", title_justify="left")
+        for column in ("", "first", "last"):
+            table.add_column(column, justify="right" if column else "left")
+        for name in _TABLE:
+            values = [record[name] for record in self._history if name in record]
+            if values:
+                table.add_row(name, f"{values[0]:.3f}", f"{values[-1]:.3f}")
+        gaps = [record[_WORST_GAP] for record in self._history if _WORST_GAP in record]
+        if gaps:
+            table.add_row(f"{_WORST_GAP}, worst", "", f"{max(gaps):.1e}")
+        trained = [record for record in self._history if "reward/mean" in record]
+        for name in dict.fromkeys(name for record in trained for name in record if name.startswith("time/")):
+            table.add_row(f"{name}, mean", "", f"{sum(record.get(name, 0.0) for record in trained) / len(trained):.2f}")
+        table.caption = Text(printable(f"records, samples and curve.png: {self.folder}"))
+        return table
+
+
+def draw_curve(history: Sequence[Metrics], path: Path, title: str) -> None:
+    """PNG of mean reward and accuracy by step, with the evaluations as points."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    axes = figure.add_subplot(xlabel="step", title=title)
+    styles = {"reward/mean": "-", "reward/accuracy": "-", "eval/accuracy": "o--"}
+    for name, style in styles.items():
+        points = [(record["step"], record[name]) for record in history if name in record]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=name)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="best")
+    FigureCanvasAgg(figure).print_png(path)
+
+
+def _new_folder(parent: Path, name: str) -> Path:
+    """Make `parent/name`, or name-2, name-3...: an older run is never written over."""
+    parent.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while True:
+        folder = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            number += 1
+
+
+def _same_folder(parent: Path, name: str) -> Path:
+    folder = parent / name
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _locked(folder: Path) -> IO[str]:
+    """A file that nobody else may hold: two processes of one run would write over each other."""
+    lock = (folder / ".lock").open("w", encoding="utf-8")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        mend = "wait until it has ended, or choose another run.name"
+        raise UserFault("run.name", f"another process writes to {folder}", mend) from None
+    return lock
+
+
+def _set_aside(folder: Path) -> None:
+    """Keep what a run wrote that never came to a checkpoint, under the next free number."""
+    number = 1
+    while any(folder.glob(f"*.{number}*")):
+        number += 1
+    for name in ("metrics.jsonl", "samples.jsonl", "events", "wandb.id", "mlflow.id"):
+        old = folder / name
+        if old.exists():
+            old.rename(folder / f"{old.stem}.{number}{old.suffix}")
+
+
+def _state(error: BaseException | None) -> State:
+    """How the run ended: SIGUSR1, Ctrl-C and SIGTERM stop it."""
+    if error is None:
+        return "finished"
+    return "stopped" if isinstance(error, EndedEarly | KeyboardInterrupt) else "failed"
+
+
+def _with_nans(record: Mapping[str, float | None]) -> Metrics:
+    """A record as it was before JSON, which has no word for what is not finite."""
+    return {name: math.nan if value is None else value for name, value in record.items()}
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=_PLAIN_WIDTH)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,99 @@
+"""Weights & Biases, by its own client: WANDB_API_KEY, WANDB_ENTITY, WANDB_MODE, WANDB_DIR and others are obeyed."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from contextlib import suppress
+from threading import Thread
+from typing import Any
+
+import psutil
+
+from megarl.tracking.trackers.interface import Row, State, TrackedRun
+from megarl.types import Metrics
+
+_FINISH_S = 45.0  # the client's own bound; the guard's is longer
+_TEAR_DOWN_S = 3.0
+_EXIT_CODES = {"finished": 0, "failed": 1, "stopped": 143}
+
+
+class WandbRun:
+    """One run of W&B, whose id is in the run's folder.
+
+    Steps are the axis `step`, not W&B's own counter, which begins at 0 and drops rows below what it has seen. A step
+    that is done again after --resume has two rows.
+    """
+
+    def __init__(self, run: TrackedRun) -> None:
+        """Start the client's process here, before the run's own: it is not one of those that the run's end kills."""
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # to the makers of the client
+        import wandb
+
+        self._wandb: Any = wandb
+        self._tracked = run
+        before = _children()
+        self._settings = wandb.Settings(
+            console="off",  # a run's log stays here
+            silent=True,  # also: no question on the terminal
+            force=True,  # without a key: an error, not a run that is sent nowhere
+            disable_git=True,  # else it looks into the working directory
+            git_commit=run.commit or None,
+            finish_timeout=_FINISH_S,
+            finish_timeout_raises=True,
+            reinit="create_new",
+            stop_fn=lambda: None,  # a tracker does not stop the run
+        )
+        wandb.setup(self._settings)
+        self._service = [process for process in _children() if process not in before]
+
+    def open(self) -> str:
+        run = self._tracked
+        known = run.known_id("wandb")
+        if known is None:
+            run.keep_id("wandb", known := secrets.token_hex(8))
+        self._run = self._wandb.init(
+            project=run.project or os.environ.get("WANDB_PROJECT", "megarl"),
+            name=run.name,
+            id=known,
+            resume="allow" if run.first_step else None,
+            dir=os.environ.get("WANDB_DIR", str(run.folder)),
+            config={**run.recipe, "commit": run.commit},
+            settings=self._settings,
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        return f"this run is {self._run.url}" if self._run.url else ""
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        self._run.log({"step": step, **metrics})
+
+    def table(self, step: int, rows: Sequence[Row]) -> None:
+        table = self._wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        self._run.log({"step": step, "samples": table})
+
+    def close(self, state: State) -> None:
+        try:
+            self._run.finish(exit_code=_EXIT_CODES[state])
+        finally:
+            self._tear_down()
+
+    def abandon(self) -> None:
+        """Kill the client's process, for which it would wait when ours exits; `wandb sync` can send what is on disk."""
+        for process in self._service:
+            with suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
+                process.kill()
+                process.wait(_TEAR_DOWN_S)
+        last = Thread(target=self._tear_down, daemon=True)
+        last.start()
+        last.join(_TEAR_DOWN_S)
+
+    def _tear_down(self) -> None:
+        """What the client would do when this process exits, with a traceback if its own process is dead."""
+        with suppress(Exception, SystemExit):
+            self._wandb.teardown()
+
+
+def _children() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if child.is_running()]

@@ -1,0 +1,82 @@
+"""The guard around a tracker: its calls run in a thread of their own, and its failure is one line."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+from threading import Thread
+
+from megarl.printable import one_line
+from megarl.tracking.trackers.interface import State, Tracker
+from megarl.tracking.trackers.withheld import scrubbed
+
+_MOST_WAITING = 1000  # writes; what comes while so many wait is left out
+
+Call = tuple[str, Callable[[], None]]  # what it writes, in words, and how
+
+
+class Writer:
+    """Calls one tracker, so that neither its network nor its errors reach the run.
+
+    The thread is a daemon: a call that never returns does not keep the process from ending.
+    """
+
+    def __init__(self, name: str, tracker: Tracker, say: Callable[[str], None]) -> None:
+        self._name, self._tracker, self._say = name, tracker, say
+        self._calls: queue.Queue[Call | None] = queue.Queue()
+        self._has_failed = False
+        self._thread = Thread(target=self._work, name=f"tracker {name}", daemon=True)
+        self._thread.start()
+
+    def put(self, what: str, call: Callable[[], None]) -> None:
+        """Have something written, soon and after what came before; returns at once."""
+        if self._calls.qsize() >= _MOST_WAITING:
+            self._fail(f"{what} is left out, {_MOST_WAITING} writes wait already")
+        elif self._thread.is_alive():  # ended: it could not be opened
+            self._calls.put((what, call))
+
+    def end(self, state: State) -> None:
+        """Have the run closed after all that waits, however much it is; returns at once."""
+        self._calls.put(("the end of the run", lambda: self._tracker.close(state)))
+        self._calls.put(None)
+
+    def join(self, deadline: float) -> None:
+        """Wait until everything is written, or, by time.monotonic, until the deadline."""
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+
+    def leave(self) -> None:
+        """Let go of the tracker where it is not done."""
+        if self._thread.is_alive():
+            try:
+                self._fail("it does not finish, and is left so that the run can end")
+            finally:
+                self._tracker.abandon()
+
+    def _work(self) -> None:
+        try:
+            where = self._tracker.open()
+        except Exception as error:
+            self._fail(f"it does not open, and the run goes on without it ({reason(error)})")
+            self._tracker.abandon()
+            return
+        if where:
+            self._say(f"{self._name}: {scrubbed(where)}")
+        while found := self._calls.get():
+            what, call = found
+            try:
+                call()
+            except Exception as error:
+                self._fail(f"{what} is not written, and the run goes on ({reason(error)})")
+
+    def _fail(self, problem: str) -> None:
+        """Tell the first failure; later writes are tried, and their failures are not told."""
+        if not self._has_failed:
+            self._has_failed = True
+            self._say(f"{self._name}: {problem}; metrics.jsonl has everything")
+
+
+def reason(error: BaseException) -> str:
+    """The type and the first line of an error, on one line and without secrets."""
+    lines = str(error).strip().splitlines() or [""]
+    return one_line(scrubbed(f"{type(error).__name__}: {lines[0]}".removesuffix(": ")))

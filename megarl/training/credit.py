@@ -1,0 +1,158 @@
+"""From rewards of responses to advantages and returns of their tokens. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from megarl.algos import Algorithm
+from megarl.algos.advantages import gae
+from megarl.algos.losses import kl_T
+from megarl.training.batching import Piece, SampleRef, key_of, spread
+from megarl.types import FloatArray, Rules, TrainSequence
+
+PerToken = list[FloatArray]  # one array per sequence, aligned like the sequence's own
+OverAll = Callable[[torch.Tensor], torch.Tensor]  # of these sequences' values and of the batch's others, elsewhere
+
+
+def credited(
+    row: Algorithm,
+    rules: Rules,
+    refs: Sequence[SampleRef],
+    sequences: Sequence[TrainSequence],
+    said: Piece,
+    penalties: Sequence[FloatArray] | None,
+    *,
+    sum_over_all: OverAll,
+    max_over_all: OverAll,
+) -> list[TrainSequence]:
+    """The sequences, whose advantages are their samples', with an advantage for each token, as the algorithm has it.
+
+    said: what the model beside the policy said of the responses' tokens. penalties: each token's own reward, if any.
+    """
+    of_critic = [spread(said[key_of(ref)], ref) for ref in refs] if row.critic else []
+    advantages, found = None, list(sequences)
+    if row.critic == "values":
+        alpha = rules.lambda_alpha or None
+        how = {"gamma": rules.gamma, "lam": rules.gae_lambda, "alpha": alpha}
+        advantages, _ = by_values(found, of_critic, rewards=penalties, **how)
+    elif row.critic == "process_rewards" or penalties is not None:
+        rewards = list(penalties or [np.zeros(ref.length, np.float32) for ref in refs])
+        if row.critic:
+            process = less_the_others(refs, found, of_critic, sum_over_all, max_over_all)
+            rewards = [one + other for one, other in zip(rewards, process, strict=True)]
+        advantages = by_rewards(found, rewards, gamma=rules.gamma)
+    if advantages is not None:
+        found = [replace(one, advantage_T=own_T) for one, own_T in zip(found, advantages, strict=True)]
+    return whitened(found, sum_over_all) if rules.whiten else found
+
+
+def by_values(
+    sequences: Sequence[TrainSequence],
+    values: Sequence[FloatArray],
+    *,
+    gamma: float,
+    lam: float,
+    alpha: float | None = None,
+    rewards: Sequence[FloatArray] | None = None,
+) -> tuple[PerToken, PerToken]:
+    """(advantages, returns) by GAE; the reward of a sequence, its advantage_T, comes with its last token.
+
+    values: of the state before each token; rewards: of each token, beside it. What they say of a prompt is not read.
+    alpha: lambda is 1 - 1 / (alpha x length of the response) in the place of lam, but not below 0 (VAPO, arXiv
+    2504.05118, eq. 8).
+    """
+    if not sequences:
+        return [], []
+    masks = [one.loss_mask_T for one in sequences]
+    lengths = np.array([int(mask_T.sum()) for mask_T in masks])
+    ends = np.cumsum(lengths) - 1
+    is_last_T, reward_T = np.zeros(lengths.sum(), np.bool_), np.zeros(lengths.sum())
+    if rewards is not None:
+        reward_T += _on_responses(rewards, masks)
+    is_last_T[ends] = True
+    reward_T[ends] += [one.advantage_T[-1] for one in sequences]
+    value_T = _on_responses(values, masks)
+    of_sequences = np.full(len(lengths), lam) if alpha is None else np.maximum(0.0, 1 - 1 / (alpha * lengths))
+    lam_T = torch.from_numpy(np.repeat(of_sequences, lengths))
+    found = gae(*map(torch.from_numpy, (reward_T, value_T, is_last_T)), gamma=gamma, lam=lam_T)
+    advantages, returns = (np.split(one.numpy().astype(np.float32), ends[:-1] + 1) for one in found)
+    return _on_masks(masks, advantages), _on_masks(masks, returns)
+
+
+def by_rewards(
+    sequences: Sequence[TrainSequence], rewards: Sequence[FloatArray], *, gamma: float
+) -> list[FloatArray]:
+    """Each token's advantage: the sum of its own reward and later ones, discounted; as of `by_values` without values.
+
+    (REINFORCE++, arXiv 2501.03262.)
+    """
+    nothing = [np.zeros(len(one.token_ids_T), np.float32) for one in sequences]
+    return by_values(sequences, nothing, gamma=gamma, lam=1.0, rewards=rewards)[0]
+
+
+def kl_penalties(
+    old_logp: Sequence[FloatArray], reference_logp: Sequence[FloatArray], rules: Rules
+) -> list[FloatArray]:
+    """The reward of each token that is -kl_coefficient x KL(old policy | reference) (arXiv 2203.02155, eq. 2)."""
+    pairs = zip(map(torch.from_numpy, old_logp), map(torch.from_numpy, reference_logp), strict=True)
+    kls = [kl_T(*pair, rules.kl_estimator).numpy() for pair in pairs]
+    return [(-rules.kl_coefficient * one_T).astype(np.float32) for one_T in kls]
+
+
+def less_the_others(
+    refs: Sequence[SampleRef],
+    sequences: Sequence[TrainSequence],
+    process: Sequence[FloatArray],
+    sum_over_all: OverAll,
+    max_over_all: OverAll,
+) -> PerToken:
+    """Process rewards of each token, less the mean over the group's others of their tokens' mean.
+
+    One without others keeps its own. (PRIME, arXiv 2502.01456.)
+    """
+    means = np.array([one_T[own.loss_mask_T].mean() for one_T, own in zip(process, sequences, strict=True)])
+    places = torch.tensor([ref.group for ref in refs], dtype=torch.int64)
+    last = int(max_over_all(torch.tensor(max((ref.group for ref in refs), default=0))))
+    sums_N = torch.zeros(2, last + 1, dtype=torch.float64)
+    sums_N[0].index_add_(0, places, torch.from_numpy(means.astype(np.float64)))
+    sums_N[1].index_add_(0, places, torch.ones(len(refs), dtype=torch.float64))
+    totals, counts = sum_over_all(sums_N)[:, places].numpy()
+    baselines = np.where(counts > 1, (totals - means) / np.maximum(counts - 1, 1), 0.0)
+    pairs = zip(process, sequences, baselines, strict=True)
+    return [np.where(own.loss_mask_T, one_T - base, 0.0).astype(np.float32) for one_T, own, base in pairs]
+
+
+def whitened(sequences: Sequence[TrainSequence], sum_over_all: OverAll) -> list[TrainSequence]:
+    """The sequences with their advantages as (A - mean) / (std + 1e-8) over all tokens that are learnt from.
+
+    (The usual way with PPO, e.g. arXiv 2006.05990, section 3.5.)
+    """
+    mask_T = np.concatenate([np.zeros(0, np.bool_), *(one.loss_mask_T for one in sequences)])
+    flat_T = np.concatenate([np.zeros(0, np.float32), *(one.advantage_T for one in sequences)])
+    learnt_T = torch.from_numpy(flat_T[mask_T]).double()
+    count, total = sum_over_all(torch.tensor([len(learnt_T), learnt_T.sum()], dtype=torch.float64))
+    mean = float(total / count)
+    variance = float(sum_over_all(((learnt_T - mean) ** 2).sum()[None])[0] / count)
+    flat_T[mask_T] = ((learnt_T - mean) / (variance**0.5 + 1e-8)).numpy()
+    flat_T[~mask_T] = 0.0
+    ends = np.cumsum([len(one.advantage_T) for one in sequences])
+    parts = np.split(flat_T, ends[:-1]) if sequences else []
+    return [replace(one, advantage_T=own_T) for one, own_T in zip(sequences, parts, strict=True)]
+
+
+def _on_responses(arrays: Sequence[FloatArray], masks: Sequence[np.ndarray]) -> np.ndarray:
+    """What is said of the responses' tokens, end to end."""
+    return np.concatenate([one_T[mask_T] for one_T, mask_T in zip(arrays, masks, strict=True)])
+
+
+def _on_masks(masks: Sequence[np.ndarray], parts: Sequence[FloatArray]) -> PerToken:
+    spread = []
+    for mask_T, part in zip(masks, parts, strict=True):
+        row_T = np.zeros(len(mask_T), np.float32)
+        row_T[mask_T] = part
+        spread.append(row_T)
+    return spread

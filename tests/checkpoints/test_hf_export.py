@@ -1,0 +1,157 @@
+"""Checkpoints written by several processes together, from parameters filled out of another checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.distributed_c10d import PrefixStore
+
+from megarl.checkpoints import hf_import
+from megarl.checkpoints.hf_export import Export, export_hf, plan_files
+from megarl.device import Address, join_store
+from megarl.parallel.hf_config import model_shape
+from megarl.parallel.layout import TrainLayout
+from megarl.resharding import megatron_map
+from megarl.resharding.shards import cells, param_table
+from megarl.resharding.tensors import is_vector
+from megarl.types import ModelShape
+from tests.parallel import checkpoints
+from tests.parallel.worlds import TIMEOUT_S, run_ranks
+
+
+def export_rank(rank: int, meet: Address, job: Export, damage: dict[int, str]) -> str:
+    job = replace(job, rank=rank)
+    shards = megatron_map.shards(job.shape, job.layout, rank, job.transformer_engine)
+    table = {name: torch.zeros(size) for name, size in param_table(shards).items()}
+    hf_import.load_hf(job.source, shards, table)
+    table.pop(damage.get(rank, ""), None)
+    try:
+        export_hf(job, table, PrefixStore("export", join_store(meet, TIMEOUT_S)))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "done"
+
+
+def export(job: Export, damage: dict[int, str] | None = None) -> list[str]:
+    """What every rank says in the end; damage: rank -> a parameter that it does not have."""
+    return run_ranks(job.layout.world_size, export_rank, job, damage or {})
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    made: dict[str, Path] = {}
+
+    def get(family: str, **changes: Any) -> Path:
+        key = f"{family}-{changes}"
+        if key not in made:
+            folder = tmp_path_factory.mktemp("source")
+            made[key] = checkpoints.write(folder, family, num_hidden_layers=2, **changes)
+            (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
+            (folder / "pytorch_model.bin.index.json").write_text("{}", encoding="utf-8")
+        return made[key]
+
+    return get
+
+
+def job(source: Path, folder: Path, layout: TrainLayout, **changes: Any) -> Export:
+    fixed = {"dtype": "float32", "gpus_per_node": 2, "timeout_s": TIMEOUT_S} | changes
+    return Export(str(folder), str(source), model_shape(source), layout, 0, False, **fixed)
+
+
+def read(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+CASES: dict[str, tuple[str, dict[str, Any], TrainLayout, int]] = {
+    "qwen3-moe tp2 pp2 ep2, many files": ("qwen3-moe", {}, TrainLayout(4, 2, 2, 2), 150_000),
+    "deepseek with mtp tp2 pp2 ep2": ("deepseek-v3", {"mtp_layers": 1}, TrainLayout(4, 2, 2, 2), 400_000),
+    "tied qwen3 tp2": ("qwen3", {}, TrainLayout(2, 2, 1, 1), 1 << 30),
+    "qwen2 pp2": ("qwen2", {}, TrainLayout(2, 1, 2, 1), 300_000),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_the_checkpoint_that_the_weights_came_from(
+    case: str, source: Callable[..., Path], tmp_path: Path
+) -> None:
+    family, changes, layout, file_bytes = CASES[case]
+    original, folder = source(family, **changes), tmp_path / "out"
+    made = job(original, folder, layout, file_bytes=file_bytes, round_bytes=65_536)
+    assert export(made) == ["done"] * layout.world_size
+    wanted, found = read(original), read(folder)
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+    files = sorted(folder.glob("*.safetensors"))
+    assert hf_import.check_hf(folder, made.shape) == []
+    if file_bytes == 1 << 30:
+        assert [file.name for file in files] == ["model.safetensors"]
+    else:
+        assert len(files) > layout.world_size, "more than one wave"
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        assert index["weight_map"].keys() == wanted.keys()
+        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in wanted.values())
+    config = json.loads((folder / "config.json").read_text())
+    assert config == json.loads((original / "config.json").read_text()) | {"dtype": "float32"}
+    assert (folder / "tokenizer.json").exists()
+    assert not folder.with_name("out.unfinished").exists()
+
+
+def test_it_converts_but_keeps_what_must_be_exact(source: Callable[..., Path], tmp_path: Path) -> None:
+    original, folder = source("deepseek-v3", mtp_layers=1), tmp_path / "out"
+    assert export(job(original, folder, TrainLayout(2, 1, 1, 2), dtype="bfloat16")) == ["done"] * 2
+    for name, tensor in read(folder).items():
+        wanted = read(original)[name] if name.endswith("correction_bias") else read(original)[name].bfloat16()
+        assert torch.equal(tensor, wanted), name
+        assert tensor.dtype == wanted.dtype
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_transformers_reads_it(source: Callable[..., Path], tmp_path: Path) -> None:
+    original, folder = source("deepseek-v3", mtp_layers=1), tmp_path / "out"
+    assert export(job(original, folder, TrainLayout(2, 1, 2, 1), file_bytes=300_000)) == ["done"] * 2
+    from transformers import AutoModelForCausalLM
+
+    first, second = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (original, folder))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_rank_that_cannot_is_heard_by_all_and_nothing_gets_the_name(
+    source: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "out"
+    made = job(source("qwen3-moe"), folder, TrainLayout(2, 1, 2, 1))
+    missing = "decoder.final_layernorm.weight"
+    answers = export(made, damage={1: missing})
+    assert f"{missing}: the model has no such parameter" in answers[1]
+    assert "member 1 cannot export" in answers[0]
+    assert missing in answers[0]
+    assert not folder.exists()
+    assert export(made) == ["done"] * 2, "the next one clears away what was left"
+
+
+def test_a_folder_that_exists_is_left_alone(source: Callable[..., Path], tmp_path: Path) -> None:
+    answers = export(job(source("qwen3-moe"), tmp_path, TrainLayout(2, 1, 2, 1)))
+    assert all("exists already" in answer for answer in answers)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_hold_every_tensor_once_and_stay_in_their_limit() -> None:
+    shape = ModelShape(2, 8, 4, 2, 2, 100, num_experts=5, experts_per_token=2, moe_ffn_size=16)
+    limit = 4 * 16 * 8 * 3
+    files = plan_files(shape, "float32", limit)
+    names = [name for file in files for shard in file for name, _ in cells(shard)]
+    assert len(names) == len(set(names))
+    assert set(names) == set(hf_import.hf_tensors(shape))
+    for file in files:
+        assert sum(shard.area * 4 for shard in file) <= limit or len(file) == 1
+    assert any(shard.items == (2, 5) for file in files for shard in file), "a stack is cut between experts"
+    assert all(shard.cols == (0, 1) for file in files for shard in file if is_vector(shard.name))

@@ -1,0 +1,117 @@
+"""Reading HF checkpoints: the header check, and boxes into parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megarl.checkpoints.hf_import import check_hf, load_hf, tensor_files
+from megarl.parallel.layout import TrainLayout
+from megarl.resharding import megatron_map
+from megarl.resharding.shards import Shard, param_table
+from megarl.resharding.tensors import hf_tensors
+from megarl.types import UserFault
+from tests.parallel.test_hf_config import CONFIG, SHAPE
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return {name: torch.rand(size, generator=generator) for name, size in hf_tensors(SHAPE).items()}
+
+
+def write(folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor] | None = None) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    if weights is not None:
+        save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def write_in_two_files(folder: Path, weights: dict[str, torch.Tensor]) -> Path:
+    names = sorted(weights)
+    weight_map = {}
+    for number, part in enumerate((names[::2], names[1::2]), start=1):
+        file = f"model-{number:05}-of-00002.safetensors"
+        save_file({name: weights[name] for name in part}, folder / file)
+        weight_map |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+def test_complete_checkpoint_has_no_faults(tmp_path: Path) -> None:
+    assert check_hf(write(tmp_path, CONFIG, tensors()), SHAPE) == []
+
+
+def test_check_names_the_first_of_each_kind(tmp_path: Path) -> None:
+    weights = tensors()
+    del weights["model.norm.weight"]
+    weights["model.layers.1.mlp.experts.3.up_proj.weight"] = torch.zeros(9, 6)
+    weights["model.layers.1.mlp.experts.3.down_proj.weight"] = torch.zeros(6)
+    faults = "\n".join(map(str, check_hf(write(tmp_path, CONFIG, weights), SHAPE)))
+    assert faults.count("\n") == 1
+    assert "no tensor model.norm.weight" in faults
+    assert "model.layers.1.mlp.experts.3.up_proj.weight is [9, 6], config.json says [8, 6] (and 1 more such" in faults
+
+
+def test_quantised_weights_are_refused(tmp_path: Path) -> None:
+    weights = tensors()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    weights[name] = weights[name].to(torch.float8_e4m3fn)
+    (fault,) = check_hf(write(tmp_path, CONFIG, weights), SHAPE)
+    assert f"{name} is F8_E4M3; use a checkpoint in bfloat16" in str(fault)
+
+
+def test_a_draft_layer_that_is_not_there_is_one_fault(tmp_path: Path) -> None:
+    (fault,) = check_hf(write(tmp_path, CONFIG, tensors()), dataclasses.replace(SHAPE, num_mtp_layers=1))
+    assert "config.json: num_nextn_predict_layers is 1, the files have no such layer; write" in str(fault)
+
+
+def test_check_without_weights_is_one_fault(tmp_path: Path) -> None:
+    (fault,) = check_hf(write(tmp_path, CONFIG), SHAPE)
+    assert "model.safetensors: no such file" in str(fault)
+    (tmp_path / "model.safetensors").write_bytes(b"not tensors")
+    (fault,) = check_hf(tmp_path, SHAPE)
+    assert "is not a safetensors file" in str(fault)
+
+
+def test_index_that_names_a_missing_file(tmp_path: Path) -> None:
+    write_in_two_files(tmp_path, tensors())
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(UserFault, match=r"names missing files: model-00002"):
+        tensor_files(tmp_path)
+
+
+@pytest.mark.parametrize("files", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rectangles_are_loaded(tmp_path: Path, files: int, dtype: torch.dtype) -> None:
+    """Two TP ranks together hold each tensor; the padding of the vocabulary becomes zero."""
+    weights = tensors()
+    folder = write(tmp_path, CONFIG, weights) if files == 1 else write_in_two_files(tmp_path, weights)
+    layout, parts = TrainLayout(2, 2, 1, 2), []
+    for rank in range(2):
+        shards = megatron_map.shards(SHAPE, layout, rank)
+        params = {name: torch.full(size[1:], 9.0, dtype=dtype) for name, size in param_table(shards).items()}
+        params["output_layer.weight"] = torch.full((128, 6), 9.0, dtype=dtype)
+        load_hf(folder, shards, params)
+        parts.append(params)
+    head = torch.cat([part["output_layer.weight"] for part in parts])
+    assert torch.equal(head[:50], weights["lm_head.weight"].to(dtype))
+    assert not head[50:].any()
+    proj = torch.cat([part["decoder.layers.1.self_attention.linear_proj.weight"] for part in parts], dim=1)
+    assert torch.equal(proj, weights["model.layers.1.self_attn.o_proj.weight"].to(dtype))
+    fc1 = parts[1]["decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight"]
+    expert = "model.layers.0.mlp.experts.3."
+    gate_up = torch.cat([weights[expert + "gate_proj.weight"], weights[expert + "up_proj.weight"]])
+    assert torch.equal(fc1, gate_up.to(dtype))
+
+
+def test_loading_names_a_missing_tensor(tmp_path: Path) -> None:
+    folder = write(tmp_path, CONFIG, tensors())
+    shard = Shard("model.layers.9.input_layernorm.weight", (0, 6), (0, 1), "p")
+    with pytest.raises(UserFault, match=r"no tensor model\.layers\.9\.input_layernorm\.weight"):
+        load_hf(folder, [shard], {"p": torch.zeros(6)})

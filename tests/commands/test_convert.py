@@ -1,0 +1,83 @@
+"""Which checkpoint is converted, and what is told when there is none."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.checkpoints.snapshots import Snapshots
+from megarl.commands.convert import find
+from megarl.config.loading import load_recipe
+from megarl.controller.saver import FOLDER, Progress
+from megarl.parallel.hf_config import model_shape
+from megarl.types import UserFaults
+from tests.test_cli import QUICKSTART, megarl
+
+
+@pytest.fixture
+def made(tiny_model: Path, tmp_path: Path) -> Any:
+    """A run's folder with checkpoints of steps 4 and 8, and its recipe."""
+    snapshots = Snapshots(tmp_path / FOLDER, pytest.fail)
+    shape = json.loads(json.dumps(asdict(model_shape(tiny_model))))
+    for step in (4, 8):
+        known = {"prompts_taken": 9, "data": "", "seed": 7, "ep": 2, "trains_mtp": False, "critic": None}
+        progress = Progress(step, version=2, attempts=3, shape=shape, **known)
+        partial = snapshots.begin(step)
+        (partial / "rank-0.pt").write_bytes(b"weights")
+        snapshots.commit(partial, asdict(progress), {}, keep=2)
+    return load_recipe(QUICKSTART, [f"model.path={tiny_model}"]), tmp_path
+
+
+def test_the_newest_or_the_one_that_is_asked_for(made: Any) -> None:
+    recipe, run = made
+    assert find(recipe, run, run / "out", None, pytest.fail).step == 8
+    assert find(recipe, run, run / "out", 4, pytest.fail).step == 4
+
+
+@pytest.mark.parametrize(
+    ("step", "damage", "told"),
+    [
+        (5, "", "there is no whole checkpoint of step 5; leave --step out for the newest"),
+        (8, "step-000008", "there is no whole checkpoint of step 8; leave --step out for the newest"),
+    ],
+)
+def test_one_that_is_not_there_or_damaged(made: Any, step: int, damage: str, told: str) -> None:
+    recipe, run = made
+    if damage:
+        (run / FOLDER / damage / "rank-0.pt").write_bytes(b"Weights")
+    said: list[str] = []
+    (run / "out").mkdir()
+    with pytest.raises(UserFaults) as caught:
+        find(recipe, run, run / "out", step, said.append)
+    assert [str(one) for one in caught.value.faults] == [
+        f"{run}/out: exists already; name another folder",
+        f"{run / FOLDER}: {told}",
+    ]
+    assert len(said) == bool(damage)
+
+
+def test_a_folder_without_a_run(tmp_path: Path) -> None:
+    result = megarl("convert", "nowhere", "out", cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (
+        2,
+        "nowhere: has no recipe.yaml; name the folder of a run, as runs/quickstart\n",
+    )
+
+
+def test_a_run_without_checkpoints(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    recipe = load_recipe(QUICKSTART, [f"model.path={tiny_model}"])
+    (tmp_path / "run" / "recipe.yaml").write_text(recipe.dump_yaml())
+    result = megarl("convert", "run", "no/out", "train.tp=3", cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.startswith("train.tp: 3 does not divide the attention heads")
+    result = megarl("convert", "run", "no/out", cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.splitlines() == [
+        f"no/out: {tmp_path}/no is not a folder to write to; name another folder",
+        "run/checkpoints: there is no whole checkpoint; name another run",
+    ]

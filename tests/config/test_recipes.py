@@ -1,0 +1,301 @@
+"""The recipes that are shipped: each, and each with its overlays, is good as far as this machine can tell.
+
+What costs time and is the same in several recipes (an exchange, a judge's start) is computed once for all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from megarl import cli
+from megarl.algos import rules_of
+from megarl.commands import dry_run
+from megarl.config import Recipe
+from megarl.config.loading import load_recipe
+from megarl.parallel.hf_config import model_shape
+from megarl.parallel.placement import engine_layout, train_layout
+from megarl.preflight import check
+from megarl.resharding.tensors import mtp_prefix, tensors
+from megarl.types import UserFaults
+from scripts.keep_layers import keep_layers
+
+ROOT = Path(__file__).parents[2]
+RECIPES = ROOT / "recipes"
+DEBUG = ("debug_rollout.yaml", "debug_train.yaml")
+DEEPSEEK_512 = "deepseek671b_512gpus.yaml", "fp8_rollout_deepseek671b.yaml"
+# What is laid over the recipes of a model; the recipes themselves are all that there are.
+OVERLAYS: dict[str, list[tuple[str, ...]]] = {
+    "quickstart": [()],
+    "qwen3_30b": [(), ("qwen3_30b_16gpus.yaml",), ("fp8_rollout.yaml",), *((one,) for one in DEBUG)],
+    "qwen3_235b": [(), ("qwen3_235b_128gpus.yaml", "fp8_rollout.yaml"), *((one,) for one in DEBUG)],
+    "deepseek671b": [
+        (), DEEPSEEK_512[:1], DEEPSEEK_512[1:], (*DEEPSEEK_512, "rollout.engine.count=32"), *((one,) for one in DEBUG),
+    ],
+    "qwen2_5_32b": [(), ("fp8_rollout.yaml",), *((one,) for one in DEBUG)],
+}  # fmt: skip
+
+
+def model_of(path: Path) -> str:
+    return next(model for model in OVERLAYS if path.stem.endswith(model))
+
+
+def cases() -> list[Any]:
+    """(recipe's name, what is laid over it), of every recipe in the folder."""
+    return [
+        pytest.param(path.stem, over, id="+".join([path.stem, *over]))
+        for path in sorted(RECIPES.glob("*.yaml"))
+        for over in OVERLAYS[model_of(path)]
+    ]
+
+
+CLUSTER = [path.stem for path in sorted(RECIPES.glob("*.yaml")) if path.stem != "quickstart"]  # meant for GPUs
+
+
+def load(name: str, over: tuple[str, ...] = (), *overrides: str) -> Recipe:
+    given = [str(RECIPES / "overlays" / one) if one.endswith(".yaml") else one for one in over]
+    return load_recipe(RECIPES / f"{name}.yaml", [*given, *overrides])
+
+
+def kept(function: Callable[..., Any], key_of: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose answers are kept by key."""
+    answers: dict[Any, Any] = {}
+
+    def call(*arguments: Any) -> Any:
+        key = key_of(*arguments)
+        if key not in answers:
+            answers[key] = function(*arguments)
+        return answers[key]
+
+    return call
+
+
+@pytest.fixture(scope="module", autouse=True)
+def once() -> Iterator[None]:
+    """The same functions, but each answer is kept for the recipes in which everything that it follows from is equal."""
+
+    def places(recipe: Recipe, *_: Any) -> Any:
+        exchange = recipe.reshard.round_bytes, recipe.placement, recipe.model.path, recipe.model.dtype
+        return exchange, train_layout(recipe), engine_layout(recipe)
+
+    def judge(recipe: Recipe, prompts: Any) -> Any:
+        return recipe.reward.model_dump_json(), bool(prompts)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)  # the recipes' own paths are relative to it
+        patch.setattr(dry_run, "_reshard", kept(lambda *given: list(_reshard(*given)), places))
+        patch.setattr(check, "reshard_faults", kept(check.reshard_faults, places))
+        patch.setattr(check, "reward_faults", kept(check.reward_faults, judge))
+        yield
+
+
+_reshard = dry_run._reshard
+
+
+def lines_of(recipe: Recipe) -> list[str]:
+    lines: list[str] = []
+    dry_run.dry_run(recipe, lines.append)
+    return lines
+
+
+@pytest.mark.parametrize(("name", "over"), cases())
+def test_it_dry_runs(name: str, over: tuple[str, ...], quickstart_inputs: list[str], tmp_path: Path) -> None:
+    inputs = quickstart_inputs if name == "quickstart" else []
+    recipe = load(name, over, *inputs, f"run.dir={tmp_path / 'runs'}")
+    lines = lines_of(recipe)
+    assert lines[-1] == f"{recipe.run.name}: nothing to mend"
+    assert sum(line.startswith("reshard: ") for line in lines) == 2
+    assert any(line.startswith("critic: ") for line in lines) == (recipe.algorithm.name == "vapo")
+    unchecked = {line.split(": ")[1] for line in lines if line.startswith("not checked here: ")}
+    expected = {"model.path", "data.train", "data.eval.aime2024", "SGLang's choices of kernels and memory, which ask"}
+    expected |= {"memory and time"}
+    assert {key.split(" the GPU")[0] for key in unchecked} == (set() if name == "quickstart" else expected)
+    assert list(tmp_path.iterdir()) == [], "nothing is written"
+
+
+@pytest.mark.parametrize("name", [name for name in CLUSTER if "qwen2_5" not in name])
+def test_it_dry_runs_with_its_first_layers_alone(name: str, tmp_path: Path) -> None:
+    whole = load(name).model.config
+    assert whole
+    keep_layers(Path(whole), tmp_path / "first", 4)
+    recipe = load(name, ("debug_layers.yaml",), f"model.config={tmp_path / 'first'}")
+    assert lines_of(recipe)[0] == "train: TP4 DP2 EP8; slots 0 to 7"
+
+
+def test_the_overlays_that_there_are_are_tried() -> None:
+    tried = {one for of_model in OVERLAYS.values() for over in of_model for one in over}
+    assert {path.name for path in (RECIPES / "overlays").glob("*.yaml")} <= tried | {"debug_layers.yaml"}
+
+
+@pytest.mark.parametrize("name", CLUSTER)
+@pytest.mark.parametrize("overlay", DEBUG)
+def test_one_side_of_a_run_can_be_debugged_alone(name: str, overlay: str) -> None:
+    """What `megarl rollout` and `--from-samples` refuse is not in the recipe any more."""
+    recipe = load(name, (overlay,))
+    rules = rules_of(recipe.algorithm.name, recipe.algorithm)
+    assert (recipe.checkpoint.every, rules.dynamic_sampling, recipe.warm_start.steps) == (None, False, 0)
+    assert rules.critic_warmup_steps < recipe.run.steps == 1
+    assert overlay == "debug_train.yaml" or recipe.rollout.engine.count == 1
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.rglob("*.yaml")), ids=lambda path: path.name)
+def test_recipes_are_short_and_say_what_they_are(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    assert lines[0].startswith("# ")
+    assert len(lines) <= 70
+    assert max(map(len, lines)) <= 130
+
+
+# --- the papers --------------------------------------------------------------------------------------------------
+
+COMMON = {
+    "rollout.prompts_per_step": 512, "rollout.samples_per_prompt": 16, "rollout.temperature": 1.0, "rollout.top_p": 1.0,
+    "train.lr": 1e-6, "train.updates_per_step": 16,
+}  # fmt: skip
+EVALUATION = {"evaluation.samples": 32, "evaluation.temperature": 1.0, "evaluation.top_p": 0.7}
+# By algorithm: where the paper says it -> key, or rule as the algorithm reads it, and value.
+PAPERS: dict[str, dict[str, dict[str, Any]]] = {
+    "dapo": {  # arXiv 2503.14476
+        "3.1 Clip-Higher": {"rules.clip_low": 0.2, "rules.clip_high": 0.28},
+        "3.2 Dynamic Sampling": {"rules.dynamic_sampling": True},
+        "3.3 Token-Level Loss": {"rules.aggregation": "token_mean"},
+        "3.4 and 4.1 Soft Overlong Punishment": {"rules.overlong_share": 4096 / 20480},
+        "2.3 no KL, 2.4 rewards": {"rules.kl_coefficient": 0.0, "reward.arguments": {"correct": 1.0, "wrong": -1.0}},
+        "4.1 Training Details": {**COMMON, "train.warmup_steps": 20, "rollout.max_response_tokens": 16384 + 4096},
+        "4.1 evaluation": EVALUATION,
+    },
+    "vapo": {  # arXiv 2504.05118
+        "4.1 Value-Pretraining": {"rules.critic_warmup_steps": 50},
+        "4.1 Decoupled GAE": {"rules.critic_lambda": 1.0, "rules.gamma": 1.0},
+        "4.2 Length-Adaptive GAE": {"rules.lambda_alpha": 0.05},
+        "4.2 Token-Level Loss": {"rules.aggregation": "token_mean"},
+        "4.3 Clip-Higher": {"rules.clip_low": 0.2, "rules.clip_high": 0.28},
+        "4.3 Positive Example LM Loss": {"rules.positive_nll": 0.1},
+        "4.3 Group-Sampling, 5.1": {**COMMON, "critic.lr": 2e-6, "rules.kl_coefficient": 0.0},
+    },
+    "grpo": {  # arXiv 2402.03300, 2501.12948
+        "DeepSeekMath, 4.2": {"train.lr": 1e-6, "rules.aggregation": "sequence_mean"},
+        "DeepSeek-R1": {**COMMON, "rules.kl_coefficient": 0.001, "rules.kl_estimator": "k3"},
+    },
+}
+
+
+def value_of(recipe: Recipe, key: str) -> Any:
+    if key.startswith("rules."):
+        return getattr(rules_of(recipe.algorithm.name, recipe.algorithm), key.removeprefix("rules."))
+    return functools.reduce(getattr, key.split("."), recipe)
+
+
+@pytest.mark.parametrize("name", CLUSTER)
+def test_it_says_what_the_paper_says(name: str) -> None:
+    recipe = load(name)
+    said = PAPERS[recipe.algorithm.name]
+    found = {place: {key: value_of(recipe, key) for key in values} for place, values in said.items()}
+    assert found == said
+
+
+PARAMETERS = {  # as the model cards have them; DeepSeek's README_WEIGHTS.md counts prediction layers apart
+    "qwen3-30b-a3b": 30.5e9, "qwen3-235b-a22b": 235e9, "deepseek-v3": 671e9, "qwen2.5-32b": 32.8e9,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("folder", sorted((RECIPES / "models").iterdir()), ids=lambda path: path.name)
+def test_a_models_shape_is_the_published_one(folder: Path) -> None:
+    shape = model_shape(folder)
+    ahead = mtp_prefix(shape, 0) if shape.num_mtp_layers else "no tensor"
+    sizes = {name: items * rows * cols for name, (items, rows, cols) in tensors(shape).items()}
+    main = sum(size for name, size in sizes.items() if not name.startswith(ahead))
+    assert main == pytest.approx(PARAMETERS[folder.name], rel=2e-3)
+    if shape.num_mtp_layers:
+        assert sum(sizes.values()) - main == pytest.approx(11.5e9, rel=1e-2)
+    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+
+
+# --- what is wrong -----------------------------------------------------------------------------------------------
+
+
+def told(name: str, *overrides: str) -> list[str]:
+    with pytest.raises(UserFaults) as caught:
+        lines_of(load(name, (), *overrides))
+    return [str(fault) for fault in caught.value.faults]
+
+
+@pytest.mark.parametrize(
+    ("override", "start"),
+    [
+        ("train.megatron.recompute_granularity=some", "train.megatron.recompute_granularity: 'some' is no value that"),
+        ("train.megatron.recompute_method=null", "train.megatron: Megatron refuses them ("),
+        ("rollout.engine.sglang.mem_fraction_static=most", "rollout.engine.sglang.mem_fraction_static: 'most' is of"),
+        ("rollout.engine.sglang.attention_backend=fa33", "rollout.engine.sglang.attention_backend: 'fa33' is none of"),
+        ("rollout.engine.sglang.pagesize=1", "rollout.engine.sglang.pagesize: SGLang has no such server argument"),
+        ("train.megatron.recompute=full", "train.megatron.recompute: TransformerConfig has no such field"),
+        ("train.etp=5", "train.etp: 5 does not divide"),
+        ("rollout.engine.sglang.tokenizer_worker_num=0", "rollout.engine.sglang: SGLang refuses the engine's argu"),
+        ("rollout.max_response_tokens=39000", "data.max_prompt_tokens: "),
+        ("train.tokens_per_micro_batch=20480", "train.tokens_per_micro_batch: 20480 is less than the longest"),
+        ("critic.ranks.layers_per_stage=[1]", "critic.ranks.layers_per_stage: [1] are not 1 numbers"),
+        ("model.config=null", "models/Qwen3-30B-A3B/config.json: no such file"),
+        ("model.config=gone", "gone/config.json: no such file"),
+        ("reward.function=megarl.rollout.rewards.math:scores", "reward.function: "),
+    ],
+)
+def test_a_fault_is_told(override: str, start: str) -> None:
+    lines = told("vapo_qwen3_30b", override)
+    assert sum(line.startswith(start) for line in lines) == 1, lines
+    assert not any(line.startswith("train.megatron: ") for line in lines) or start.startswith("train.megatron: ")
+
+
+def test_faults_of_every_kind_are_told_at_once() -> None:
+    keys = ["train.megatron.recompute_granularity=some", "rollout.engine.sglang.page_size=big", "run.dir=/dev/null/x"]
+    lines = told("dapo_qwen3_30b", *keys, "algorithm.gamma=0.9", "placement.train_gpus=16")
+    starts = ["train.megatron.recompute_granularity: ", "rollout.engine.sglang.page_size: ", "run.dir: "]
+    starts += ["algorithm.gamma: ", "placement."]
+    for start in starts:
+        assert sum(line.startswith(start) for line in lines) == 1, (start, lines)
+    assert len(lines) == len(starts)
+
+
+def test_the_named_hardware_decides_what_is_checked(tmp_path: Path) -> None:
+    """An engine on CPU has no fp8, and none of the widths that a GPU takes."""
+    over = ("fp8_rollout.yaml",)
+    assert "x TP4 EP4 DP1 in fp8" in "\n".join(lines_of(load("dapo_qwen3_30b", over)))
+    lines = told("dapo_qwen3_30b", "placement.hardware=null", "rollout.engine.fp8=true")
+    assert any(line.startswith("rollout.engine.fp8: SGLang's kernels for fp8 weights need a GPU") for line in lines)
+
+
+def test_data_that_is_here_is_read(tmp_path: Path, arithmetic: Path) -> None:
+    lines = told("grpo_qwen3_30b", f"data.train={arithmetic / 'train.jsonl'}")
+    assert len(lines) == 1
+    assert lines[0].startswith("data.train: ") and "no column 'reward_model.ground_truth'" in lines[0]
+    good = load("grpo_qwen3_30b", (), f"data.train={arithmetic / 'train.jsonl'}", "data.answer=answer")
+    assert not any(line.startswith("not checked here: data.train") for line in lines_of(good))
+
+
+def test_other_models_that_are_not_here_are_told() -> None:
+    keys = ["critic.path=gone/critic", "reward_model.path=gone/judge", "reference.path=gone/start"]
+    lines = lines_of(load("vapo_qwen3_30b", (), *keys, "reference.use=true"))
+    for branch in ("critic", "reward_model", "reference"):
+        assert sum(line.startswith(f"not checked here: {branch}.path: gone/") for line in lines) == 1
+    assert any(line.startswith("reward_model: TP4 DP4 EP8; slots 0 to 15") for line in lines)
+
+
+def test_the_command_says_so_and_ends_with_0_or_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "raise_on_sigterm", lambda: None)  # this process is pytest's
+    arguments = ["train", "recipes/dapo_qwen3_30b.yaml", "recipes/overlays/qwen3_30b_16gpus.yaml", "--dry-run"]
+    good = CliRunner().invoke(cli.app, arguments)
+    assert good.exit_code == 0, good.output
+    assert re.search(r"engines: 4 x TP4 .*slots 0 to 15\n", good.stdout)
+    bad = CliRunner().invoke(cli.app, [*arguments, "train.pp=5", "rollout.engine.sglang.page_size=big"])
+    assert bad.exit_code == 2
+    starts = {line.split(": ")[0] for line in bad.stderr.splitlines()}
+    assert starts == {"train.pp", "placement.gpus", "rollout.engine.sglang.page_size"}
+    both = CliRunner().invoke(cli.app, [*arguments, "--resume"])
+    assert both.exit_code == 2
+    assert both.stderr.startswith("--dry-run: nothing is launched, and --resume says how")

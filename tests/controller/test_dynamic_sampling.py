@@ -1,0 +1,166 @@
+"""What becomes a step's samples: filtered, refilled, carried over, and what happens when there are too few."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.algos import ALGORITHMS
+from megarl.config import Recipe
+from megarl.controller.dynamic_sampling import collect, is_mixed, overlong_penalty, shaped
+from megarl.controller.loop import samples_of
+from megarl.fleet.rank_groups import Rollout
+from megarl.parallel.layout import TrainLayout
+from megarl.tracking.metrics import rollout_metrics
+from megarl.types import GroupSummary, Prompt, Rules, UserFault
+from tests.parallel.worlds import recipe as recipe_of
+
+NOTHING = Rollout([], [])
+DYNAMIC = Rules(dynamic_sampling=True, oversample=1.0, max_rounds=4)
+
+
+def group(name: str, correct: Sequence[bool]) -> GroupSummary:
+    count = len(correct)
+    lengths_G, correct_G = np.arange(1, count + 1), np.array(correct)
+    return GroupSummary(
+        name, "", ("",) * count, 1, lengths_G, np.ones(count, np.bool_), correct_G.astype(np.float32), correct_G, 0
+    )
+
+
+class Source:
+    """Prompts 0, 1, 2...; what comes of prompt n is right[n]."""
+
+    def __init__(self, right: Sequence[Sequence[bool]]) -> None:
+        self.right, self.taken, self.rounds = right, 0, []
+
+    def take(self, count: int) -> list[Prompt]:
+        first, self.taken = self.taken, self.taken + count
+        return [Prompt(str(number), "", (1,), "") for number in range(first, self.taken)]
+
+    def sample(self, prompts: Sequence[Prompt], number: int) -> Rollout:
+        self.rounds.append((number, len(prompts)))
+        names = [prompt.id for prompt in prompts]
+        return Rollout([group(name, self.right[int(name)]) for name in names], [f"ref {name}" for name in names])  # type: ignore
+
+
+MIXED, RIGHT, WRONG = (True, False), (True, True), (False, False)
+
+
+def names(rollout: Rollout) -> list[str]:
+    assert [f"ref {one.prompt_text}" for one in rollout.summaries] == rollout.refs
+    return [one.prompt_text for one in rollout.summaries]
+
+
+@pytest.fixture
+def recipe() -> Recipe:
+    """Three prompts a step."""
+    made: Any = recipe_of(Path("none"), TrainLayout(1, 1, 1, 1))
+    return made.model_copy(update={"rollout": made.rollout.model_copy(update={"prompts_per_step": 3})})
+
+
+def test_without_it_a_step_is_what_was_drawn(recipe: Recipe) -> None:
+    source = Source([RIGHT, MIXED, WRONG])
+    step, rest, done = collect(recipe, Rules(), source.take, source.sample, NOTHING)
+    assert (names(step), names(rest), done, source.rounds) == (["0", "1", "2"], [], {}, [(0, 3)])
+
+
+def test_groups_are_filtered_refilled_and_carried_over(recipe: Recipe) -> None:
+    source = Source([MIXED, RIGHT, WRONG, MIXED, WRONG, MIXED, MIXED, MIXED, MIXED, MIXED, RIGHT])
+    rules = replace(DYNAMIC, oversample=1.5)
+    step, rest, done = collect(recipe, rules, source.take, source.sample, NOTHING)
+    assert source.rounds == [(0, 5), (1, 2)], "half as many again as are missing"
+    assert (names(step), names(rest)) == (["0", "3", "5"], ["6"])
+    assert done == {
+        "sampling/rounds": 2, "sampling/drawn": 7, "sampling/mixed_share": 4 / 7, "sampling/carried_in": 0,
+        "sampling/carried_out": 1, "sampling/missing": 0, "sampling/accuracy": pytest.approx((4 * 0.5 + 1) / 7),
+    }  # fmt: skip
+    step, rest, done = collect(recipe, rules, source.take, source.sample, rest)
+    assert source.rounds[2:] == [(0, 3)]
+    assert (names(step), names(rest)) == (["6", "7", "8"], ["9"]), "what waited comes first"
+    assert (done["sampling/carried_in"], done["sampling/mixed_share"]) == (1, 1.0)
+
+
+def test_enough_that_waits_needs_no_new_sample(recipe: Recipe) -> None:
+    waiting = Rollout([group(name, MIXED) for name in "abcd"], [f"ref {name}" for name in "abcd"])  # type: ignore
+    source = Source([])
+    step, rest, done = collect(recipe, DYNAMIC, source.take, source.sample, waiting)
+    assert (names(step), names(rest), source.rounds, source.taken) == (["a", "b", "c"], ["d"], [], 0)
+    assert (done["sampling/drawn"], done["sampling/carried_in"], done["sampling/carried_out"]) == (0, 4, 1)
+
+
+def test_a_step_that_stays_short_trains_on_what_there_is(recipe: Recipe) -> None:
+    source = Source([RIGHT, MIXED, *[WRONG] * 20])
+    step, rest, done = collect(recipe, DYNAMIC, source.take, source.sample, NOTHING)
+    assert (names(step), names(rest)) == (["1"], [])
+    assert (len(source.rounds), done["sampling/missing"]) == (DYNAMIC.max_rounds, 2)
+
+
+@pytest.mark.parametrize(("when_short", "first"), [("stop", MIXED), ("train", WRONG)])
+def test_or_stops_and_says_how_many_there_were(recipe: Recipe, when_short: Any, first: Any) -> None:
+    """Whatever is asked for: with nothing at all there is nothing to train on."""
+    source = Source([first, *[WRONG] * 20])
+    with pytest.raises(UserFault, match="4 rounds of .* prompts and what waited: . groups .*, not 3") as e:
+        collect(recipe, replace(DYNAMIC, when_short=when_short), source.take, source.sample, NOTHING)
+    assert e.value.where == "algorithm.max_rounds"
+
+
+def test_the_soft_punishment_of_the_paper() -> None:
+    """Longest 20480, the last 4096 tokens count (DAPO, arXiv 2503.14476, eq. 13)."""
+    lengths_G = np.array([1, 16384, 16384 + 1024, 16384 + 4096, 30000])
+    assert overlong_penalty(lengths_G, 20480, 4096).tolist() == [0, 0, -0.25, -1, -1]
+    rollout = Rollout([group("a", (True, False, True, False, True))], ["ref a"])  # type: ignore[list-item]
+    (one,) = shaped(rollout, Rules(overlong_share=0.4), 5).summaries  # lengths 1 to 5, of which 4 and 5 are long
+    assert one.rewards_G.tolist() == [1.0, 0.0, 1.0, -0.5, 0.0]
+    assert shaped(rollout, Rules(), 5) is rollout
+
+
+def test_a_greedy_sample_is_compared_with_and_not_learnt_from() -> None:
+    """ReMax: R - R(greedy) (arXiv 2310.10505)."""
+    drawn = replace(group("a", (True, False, True)), baseline=1, rewards_G=np.array([1.0, 0.25, -0.5], np.float32))
+    found = samples_of([drawn, group("b", (True, False))], "remax")
+    assert [(one.group, one.sample, one.advantage) for one in found] == [(0, 0, 0.75), (0, 2, -0.75)]
+    assert [(one.sample, one.advantage) for one in samples_of([drawn], "dr_grpo")] == [(0, 0.75), (2, -0.75)]
+    assert not is_mixed(drawn), "the baseline's verdict is not one of the group's"
+    assert rollout_metrics([drawn])["reward/accuracy"] == 1.0
+    assert rollout_metrics([drawn])["rollout/samples"] == 2.0
+
+
+def test_what_was_cut_counts_in_its_group_and_teaches_nothing() -> None:
+    cut = replace(group("a", (True, False, True)), finished_G=np.array([True, False, True]))
+    everything, finished = samples_of([cut], "grpo"), samples_of([cut], "grpo", only_finished=True)
+    assert [one.is_stale for one in samples_of([cut], "grpo", version=1)] == [True] * 3
+    assert not any(one.is_stale for one in samples_of([cut], "grpo", version=cut.version))
+    assert [one.sample for one in finished] == [0, 2]
+    assert finished == [everything[0], everything[2]], "the advantages are those of all three"
+
+
+@pytest.mark.parametrize("algorithm", [name for name, row in ALGORITHMS.items() if row.surrogate])
+def test_one_sample_of_a_prompt_teaches_where_samples_are_not_compared(algorithm: str) -> None:
+    """`needs_group` is what the function of the row does: only then is a sample's advantage also the others'."""
+    row = ALGORITHMS[algorithm]
+    one, other = (row.advantage(torch.tensor([1.0, reward]))[0].item() for reward in (0.0, 0.5))
+    assert (one != other) == row.needs_group
+    if row.needs_group or algorithm == "on_policy_distillation":  # whose rewards are the teacher's
+        return
+    baseline = int(row.greedy_baseline)
+    groups = [group(name, (correct, *[True] * baseline)) for name, correct in (("a", True), ("b", False))]
+    groups = [replace(one, baseline=1 if baseline else None) for one in groups]
+    assert [(one.group, one.sample, one.advantage) for one in samples_of(groups, algorithm)] == [
+        (0, 0, 1.0 - baseline), (1, 0, 0.0 - baseline),
+    ]  # fmt: skip
+    assert rollout_metrics(groups)["rollout/samples"] == 2.0
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo", "dr_grpo"])
+def test_groups_of_different_sizes_have_their_own_advantages(algorithm: str) -> None:
+    """As verdicts that failed leave them; a group of one has nobody to be better than."""
+    samples = samples_of([group("a", (True, False, True)), group("b", (False,)), group("c", RIGHT)], algorithm)
+    assert [(one.group, one.sample) for one in samples] == [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (2, 1)]
+    assert samples[0].advantage == samples[2].advantage > 0 > samples[1].advantage
+    assert [one.advantage for one in samples[3:]] == [0.0, 0.0, 0.0]

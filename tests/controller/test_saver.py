@@ -1,0 +1,217 @@
+"""Whether a checkpoint fits the recipe, and when one is written."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.checkpoints.snapshots import Snapshots
+from megarl.cluster import processes
+from megarl.config import Recipe
+from megarl.config.loading import load_recipe
+from megarl.controller.saver import FOLDER, Progress, Saver, find, resume
+from megarl.parallel.hf_config import model_shape
+from megarl.rollout.mixing import MixedStream
+from megarl.rollout.prompts import PromptStream
+from megarl.types import EndedEarly, Prompt, UserFaults
+
+QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+
+
+def stream(count: int = 7) -> PromptStream:
+    return PromptStream([Prompt(str(n), "", (n,), "") for n in range(count)], seed=1)
+
+
+class Ranks:
+    """The training ranks' side of a checkpoint: one file."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self._folder = Path()
+
+    def save(self, folder: Path) -> None:
+        self.calls.append(f"save {folder.name.partition('.partial')[0]}")
+        self._folder = folder
+
+    def finish_save(self) -> dict[str, Any]:
+        self.calls.append("finish")
+        (self._folder / "rank-0.pt").write_bytes(b"weights")
+        return {}
+
+    def load(self, folder: Path) -> None:
+        self.calls.append(f"load {folder.name}")
+
+
+class Fleet(SimpleNamespace):
+    def save(self, folder: Path) -> None:
+        self.trainers.save(folder)
+
+    def finish_save(self) -> dict[str, Any]:
+        return self.trainers.finish_save()
+
+    def resume(self, folder: Path, version: int, attempts: int) -> None:
+        self.trainers.load(folder)
+        self.version, self.attempts = version, attempts
+
+
+@pytest.fixture
+def fleet() -> Any:
+    return Fleet(trainers=Ranks(), version=3, attempts=5)
+
+
+@pytest.fixture
+def made(tiny_model: Path, tmp_path: Path) -> Any:
+    (tmp_path / "try").mkdir()  # as the run's log makes it, before anything is saved
+
+    def make(*overrides: str) -> Recipe:
+        base = [f"model.path={tiny_model}", f"run.dir={tmp_path}", "run.name=try", "run.steps=9", "checkpoint.every=4"]
+        return load_recipe(QUICKSTART, [*base, *overrides])
+
+    return make
+
+
+def saver(recipe: Recipe, fleet: Any, prompts: PromptStream, tmp_path: Path) -> Saver:
+    return Saver(recipe, fleet, prompts, tmp_path / "try", pytest.fail)
+
+
+def run(recipe: Recipe, fleet: Any, prompts: PromptStream, tmp_path: Path) -> None:
+    one = saver(recipe, fleet, prompts, tmp_path)
+    one.begin(0)  # after a warm start
+    for step in range(1, recipe.run.steps + 1):
+        prompts.take(3)
+        one.begin(step)
+        fleet.version += 1
+        one.settle(step)
+
+
+def test_an_asynchronous_checkpoint_is_completed_a_step_later(made: Any, fleet: Any, tmp_path: Path) -> None:
+    run(made(), fleet, stream(), tmp_path)
+    assert fleet.trainers.calls == [
+        *("save .step-000000", "finish"),
+        *("save .step-000004", "finish"),
+        *("save .step-000008", "finish"),
+        *("save .step-000009", "finish"),
+    ]
+
+
+def test_what_is_gone_on_from(made: Any, fleet: Any, tmp_path: Path) -> None:
+    prompts = stream()
+    run(made("checkpoint.asynchronous=false", "checkpoint.keep=2"), fleet, prompts, tmp_path)
+    names = sorted(one.name for one in (tmp_path / "try" / FOLDER).iterdir())
+    assert names == ["step-000008", "step-000009"]
+    again, other = stream(), Fleet(trainers=Ranks(), version=-1, attempts=0)
+    found = find(made(), again, pytest.fail)
+    assert found is not None and found.step == 9
+    resume(found, other, again)  # type: ignore[arg-type]
+    assert (other.version, other.attempts, other.trainers.calls) == (11, 5, ["load step-000009"])
+    assert again.taken == prompts.taken and again.take(5) == prompts.take(5)
+
+
+def test_a_mix_of_files_goes_on_where_it_was_and_other_weights_are_refused(
+    made: Any, fleet: Any, tmp_path: Path
+) -> None:
+    def mixed(*weights: float) -> MixedStream:
+        files = [[Prompt(f"{name}{n}", "", (n,), "") for n in range(size)] for name, size in (("a", 7), ("b", 11))]
+        return MixedStream(files, weights, seed=1)
+
+    prompts = mixed(3.0, 1.0)
+    run(made(), fleet, prompts, tmp_path)
+    again, other = mixed(3.0, 1.0), Fleet(trainers=Ranks(), version=-1, attempts=0)
+    found = find(made(), again, pytest.fail)
+    assert found is not None and found.run["prompts_taken"] == 27
+    resume(found, other, again)  # type: ignore[arg-type]
+    assert again.taken == prompts.taken and again.take(40) == prompts.take(40)
+    with pytest.raises(UserFaults, match="data.train: its rows, or the weights of its files, are not those"):
+        find(made(), mixed(3.0, 2.0), pytest.fail)
+
+
+def test_no_checkpoints_unless_they_are_asked_for(made: Any, fleet: Any, tmp_path: Path) -> None:
+    run(made("checkpoint.every=null"), fleet, stream(), tmp_path)
+    assert fleet.trainers.calls == []
+    assert find(made(), stream(), pytest.fail) is None
+
+
+def test_a_wish_to_end_costs_nothing_that_was_learnt(
+    made: Any, fleet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where no checkpoint is ever due: one is written after the publication, as if it had been before it."""
+    prompts, recipe = stream(), made("checkpoint.every=null")
+    one = saver(recipe, fleet, prompts, tmp_path)
+    monkeypatch.setattr(processes, "is_end_wanted", lambda: False)
+    one.leave_if_wanted()
+    prompts.take(3)
+    one.begin(1)
+    fleet.version += 1
+    one.settle(1)
+    monkeypatch.setattr(processes, "is_end_wanted", lambda: True)
+    with pytest.raises(EndedEarly, match="the checkpoint of step 1 is complete"):
+        one.leave_if_wanted()
+    found = find(recipe, stream(), pytest.fail)
+    assert found is not None and found.step == 1
+    assert (found.run["version"], found.run["prompts_taken"]) == (3, 3), "what step 1's publication is repeated from"
+
+
+@pytest.mark.parametrize("asynchronous", ["true", "false"])
+def test_a_wish_to_end_completes_what_was_begun_and_writes_no_second(
+    made: Any, fleet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: str
+) -> None:
+    one = saver(made(f"checkpoint.asynchronous={asynchronous}"), fleet, stream(), tmp_path)
+    one.begin(4)
+    one.settle(4)
+    monkeypatch.setattr(processes, "is_end_wanted", lambda: True)
+    with pytest.raises(EndedEarly, match="step 4"):
+        one.leave_if_wanted()
+    assert fleet.trainers.calls == ["save .step-000004", "finish"]
+
+
+def test_a_wish_to_end_before_anything_was_learnt_saves_nothing(
+    made: Any, fleet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "is_end_wanted", lambda: True)
+    with pytest.raises(EndedEarly, match="nothing new to save"):
+        saver(made(), fleet, stream(), tmp_path).leave_if_wanted()
+    assert fleet.trainers.calls == []
+
+
+def test_every_reason_not_to_go_on_is_told_at_once(made: Any, tiny_model: Path, tmp_path: Path) -> None:
+    snapshots = Snapshots(tmp_path / "try" / FOLDER, pytest.fail)
+    shape = asdict(model_shape(tiny_model)) | {"num_layers": 8}
+    shape = json.loads(json.dumps(shape))
+    data = stream(11).fingerprint
+    progress = Progress(5, 2, 3, prompts_taken=9, data=data, seed=7, ep=1, trains_mtp=False, shape=shape, critic=None)
+    snapshots.commit(snapshots.begin(5), asdict(progress), {}, keep=1)
+    with pytest.raises(UserFaults) as caught:
+        find(made("train.ep=2", "train.mtp_loss=0.1"), stream(), pytest.fail)
+    told = [str(fault) for fault in caught.value.faults]
+    keys = ["model.path", "data.train", "run.seed", "train.ep", "train.mtp_loss"]
+    assert [line.split(":")[0] for line in told] == keys
+    assert "is of a model with num_layers 8, this one has 4" in told[0]
+    assert "its rows, or the weights of its files, are not those" in told[1]
+    assert "1 orders the data otherwise than 7" in told[2]
+
+
+def test_a_damaged_checkpoint_is_passed_over_loudly(made: Any, fleet: Any, tmp_path: Path) -> None:
+    run(made(), fleet, stream(), tmp_path)
+    (tmp_path / "try" / FOLDER / "step-000009" / "rank-0.pt").write_bytes(b"weighty")
+    said: list[str] = []
+    found = find(made(), stream(), said.append)
+    assert found is not None and found.step == 8
+    assert len(said) == 1 and "step-000009 is damaged and passed over: rank-0.pt has other bytes" in said[0]
+
+
+def test_a_failure_does_not_cost_what_was_begun_before(made: Any, fleet: Any, tmp_path: Path) -> None:
+    """What an earlier step began is completed; a step that failed has no record, so its checkpoint is worth nothing."""
+    one = saver(made(), fleet, stream(), tmp_path)
+    one.begin(4)
+    one.rescue()
+    assert fleet.trainers.calls == ["save .step-000004"], "step 4 itself failed"
+    one.settle(4)
+    one.rescue()
+    assert fleet.trainers.calls[-1] == "finish"
+    found = find(made(), stream(), pytest.fail)
+    assert found is not None and found.step == 4

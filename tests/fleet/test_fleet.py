@@ -1,0 +1,158 @@
+"""In which order a fleet starts, and what publishing does when an exchange fails.
+
+Exchange, engines, ranks and Ray are stood in for: each is real elsewhere.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.cluster.session import WorkerFailed
+from megarl.fleet import fleet
+from megarl.fleet.fleet import Fleet
+from megarl.resharding.member import Stats
+from megarl.rollout.episodes import Sampling
+from tests.plan import plans
+
+STATS = Stats(1, 0, 0, 0, 0.0, 0.0)
+
+
+class Cluster:
+    """Fails the first `failures` exchanges; `alive`: whether every process outlives them."""
+
+    def __init__(self, failures: int, alive: bool) -> None:
+        self.failures, self.alive = failures, alive
+
+    def gather(self, calls: dict[Any, str]) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise WorkerFailed("engine 0: broken off", "traceback")
+
+    def settle(self, calls: dict[Any, str]) -> bool:
+        return self.alive
+
+
+class Engines:
+    """One engine; it takes the version of an exchange, or states `stuck`."""
+
+    def __init__(self, stuck: int | None = None) -> None:
+        self.stuck, self.asked = stuck, []
+        self.workers = [SimpleNamespace(name="engine 0", call=self.call)]
+
+    def call(self, method: str, message: dict[str, int], version: int) -> object:
+        self.asked.append((version, message["attempt"]))
+        return object()
+
+    def versions(self) -> list[int]:
+        return [self.asked[-1][0] if self.stuck is None else self.stuck]
+
+    def check(self) -> None: ...
+
+
+def made(monkeypatch: pytest.MonkeyPatch, cluster: Cluster, engines: Engines) -> tuple[Fleet, list[str], list[str]]:
+    """A fleet whose other parts are stood in for, what it says, and the phases it lends the memory to."""
+    monkeypatch.setattr(fleet, "collect_stats", lambda *_: STATS)
+    one, said, phases = Fleet.__new__(Fleet), [], []
+    layouts = SimpleNamespace(world_size=1, end=1)
+    one.__dict__.update(
+        _cluster=cluster, engines=engines, trainers=SimpleNamespace(workers=[]), version=3, attempts=4,
+        _have_sessions=True,
+        memory=SimpleNamespace(phase="train", lend=phases.append), _say=said.append, _store=None, _run_id="run",
+        _train_layout=layouts, _engine_layout=layouts,
+        _sessions=SimpleNamespace(
+            trainers={}, engine_message=lambda index, version, attempt, first: {"attempt": attempt}
+        ),
+    )  # fmt: skip
+    return one, said, phases
+
+
+def test_an_exchange_that_fails_is_repeated_once_under_a_new_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = Engines()
+    one, said, phases = made(monkeypatch, Cluster(failures=1, alive=True), engines)
+    assert one.publish() == STATS
+    assert engines.asked == [(4, 5), (4, 6)]
+    assert (one.version, one.attempts) == (4, 6)
+    assert said == ["the reshard to version 4 failed and is tried once more: engine 0: broken off"]
+    assert phases == ["reshard", "rollout"]
+
+
+@pytest.mark.parametrize(("failures", "alive", "attempts"), [(2, True, 2), (1, False, 1)])
+def test_then_the_run_ends_with_the_version_it_had(
+    monkeypatch: pytest.MonkeyPatch, failures: int, alive: bool, attempts: int
+) -> None:
+    engines = Engines()
+    one, _, phases = made(monkeypatch, Cluster(failures, alive), engines)
+    with pytest.raises(WorkerFailed, match="broken off"):
+        one.publish()
+    assert (one.version, len(engines.asked)) == (3, attempts)
+    assert phases == ["reshard"]  # nobody may sample
+
+
+def test_an_engine_that_states_another_version_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, _, phases = made(monkeypatch, Cluster(0, True), Engines(stuck=3))
+    with pytest.raises(RuntimeError, match=r"engines are at versions \[3\], the trainer is at 4"):
+        one.publish()
+    assert (one.version, phases) == (3, ["reshard"])
+
+
+def test_every_prompt_of_a_step_has_a_stream_of_its_own() -> None:
+    """Named by its place in the step, not by the engine that happens to answer."""
+    asked: list[tuple[int, ...]] = []
+
+    def call_many(count: int, method: str, prompt: str, sampling: Sampling) -> tuple[object, str]:
+        asked.append(sampling.stream)
+        return object(), prompt
+
+    for count in (1, 2):
+        engines: Any = fleet.Engines.__new__(fleet.Engines)
+        engines.workers = [SimpleNamespace(name=f"engine {index}", call_many=call_many) for index in range(count)]
+        engines._cluster = SimpleNamespace(gather=list)
+        engines.sample(["a", "b", "c"], Sampling(4, 8, stream=(11, 5)))
+    assert asked == [(11, 5, 0), (11, 5, 1), (11, 5, 2)] * 2
+
+
+class Starts:
+    """A cluster whose processes only note, in order, what is begun and waited for."""
+
+    host = "127.0.0.1"
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def worker(self, name: str, slot: int) -> Any:
+        return SimpleNamespace(name=name, start=lambda *_: self.seen.append(f"start {name}") or name)
+
+    def gather(self, calls: dict[Any, str]) -> None:
+        self.seen.append(f"await {' '.join(calls.values())}")
+
+    def call_all(self, workers: list[Any], method: str) -> list[Any]:
+        return []
+
+
+@pytest.mark.parametrize(
+    ("device", "first_engine_gpu", "expected"),
+    [
+        ("cpu", 0, ["start engine 0", "await engine 0 rank", "offload"]),
+        ("cuda", 2, ["start engine 0", "await engine 0 rank", "offload"]),
+        ("cuda", 0, ["await rank", "offload", "start engine 0", "await engine 0"]),
+    ],
+)
+def test_an_engine_measures_a_shared_gpu_when_the_ranks_have_given_it_back(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, first_engine_gpu: int, expected: list[str]
+) -> None:
+    cluster: Any = Starts()
+    ranks = SimpleNamespace(
+        started={"rank": "rank"}, store=None, offload=lambda: cluster.seen.append("offload"), workers=[]
+    )
+    monkeypatch.setattr(fleet.device, "DEVICE", device)
+    monkeypatch.setattr(fleet, "TrainingRanks", lambda *_: ranks)
+    monkeypatch.setattr(Fleet, "_open_sessions", lambda _: None)
+    placement = {"train_gpus": 2, "first_engine_gpu": first_engine_gpu} if first_engine_gpu else {}
+    gpus = first_engine_gpu + 2
+    made = plans.recipe(tmp_path, "tiny", gpus, ep=2, engine={"count": 1, "tp": 2, "ep": 2}, placement=placement)
+    Fleet(cluster, made, lambda _: None)
+    assert cluster.seen == expected

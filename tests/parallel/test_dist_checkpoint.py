@@ -1,0 +1,227 @@
+"""What is saved and loaded goes on exactly: to the last bit in the same layout, to rounding in another."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megarl.parallel import dist_checkpoint
+from megarl.parallel.layout import TrainLayout
+from megarl.types import UserFault
+from tests.parallel.checkpoints import load, write
+from tests.parallel.gradients import check_learning, recorded
+from tests.parallel.precision import within
+from tests.parallel.worlds import assemble, deal, ragged, recipe, run_world, weighted_loss, world_part
+from tests.small_disk import small_disk
+
+pytestmark = pytest.mark.slow
+
+VOCAB_SIZE, LR = 200, 1e-3
+FROM = TrainLayout(4, 2, 2, 2)
+TO = {
+    "dp2 ep2": TrainLayout(2, 1, 1, 2),
+    "tp2 vpp2 ep4 with cp2": TrainLayout(8, 2, 2, 4, cp=2, vpp=2),
+}
+
+
+def steps(trainer: Any, count: int) -> list[dict[str, float]]:
+    sequences, at, dp = ragged(14, VOCAB_SIZE, seed=3), trainer.layout.coords(trainer.rank), trainer.layout.dp
+    part = world_part(deal(sequences, at.dp, dp, micro_batches=4), sequences, 97.0)
+    return [trainer.train_step(part, LR, weighted_loss) for _ in range(count)]
+
+
+def moments(trainer: Any) -> list[np.ndarray]:
+    """All of the optimizer's state on this rank."""
+    inner = [chained.optimizer for chained in trainer._model.optimizer.chained_optimizers]
+    params = [param for one in inner for group in one.param_groups for param in group["params"]]
+    states = {**{key: value for one in inner for key, value in one.state.items()}}
+    return [states[param][name].cpu().numpy().copy() for param in params for name in ("step", "exp_avg", "exp_avg_sq")]
+
+
+def draws() -> list[float]:
+    """One number of each generator."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    with get_cuda_rng_tracker().fork():  # type: ignore[union-attr]
+        tracked = float(torch.rand(()))
+    return [random.random(), float(np.random.rand()), float(torch.rand(())), tracked]
+
+
+def save_and_go_on(trainer: Any, folder: Path) -> dict[str, Any]:
+    with recorded(trainer) as earlier:
+        steps(trainer, 2)
+    pending = trainer._model.save(folder)
+    with recorded(trainer) as learning:
+        after = steps(trainer, 2)  # while the files are written
+    pending.finish()
+    ended = {"metrics": after, "learning": learning, "moments": moments(trainer)}
+    return {**ended, "earlier": earlier, "files": pending.files}
+
+
+def convert(trainer: Any, folder: Path, out: Path) -> None:
+    trainer.load_weights(folder)
+    trainer.export(out)
+
+
+def load_and_go_on(trainer: Any, folder: Path) -> dict[str, Any]:
+    trainer._model.load(folder)
+    with recorded(trainer) as learning:
+        metrics = steps(trainer, 2)
+    return {"metrics": metrics, "learning": learning, "moments": moments(trainer)}
+
+
+def save_and_load(trainer: Any, folder: Path) -> bool:
+    """Whether loading what was just saved changes nothing."""
+    steps(trainer, 1)
+    trainer._model.save(folder).finish()
+    before = [*moments(trainer), *(param.cpu().numpy().copy() for param in trainer.params().values())]
+    steps(trainer, 1)
+    trainer._model.load(folder)
+    after = [*moments(trainer), *(param.cpu().numpy() for param in trainer.params().values())]
+    return all(np.array_equal(one, two) for one, two in zip(before, after, strict=True))
+
+
+def save_random_states(trainer: Any, folder: Path) -> list[float]:
+    draws()
+    trainer._model.save(folder).finish()
+    return draws()
+
+
+def load_random_states(trainer: Any, folder: Path) -> list[float]:
+    trainer._model.load(folder)
+    return draws()
+
+
+@pytest.fixture(scope="module", params=["qwen3-moe", "deepseek-v3"])
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def path(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    mtp = int(family == "deepseek-v3")
+    return write(tmp_path_factory.mktemp(family), family, mtp, vocab_size=VOCAB_SIZE, pad_token_id=None)
+
+
+@pytest.fixture(scope="module")
+def settings(family: str) -> dict[str, Any]:
+    return {"weight_decay": 0.1, **({"mtp_loss": 0.1, "router_bias_rate": 1e-3} if family == "deepseek-v3" else {})}
+
+
+@pytest.fixture(scope="module")
+def saved(path: Path, settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    return folder, run_world(recipe(path, FROM, **settings), save_and_go_on, folder)
+
+
+def test_the_same_layout_goes_on_to_the_last_bit(saved: tuple[Path, Any], path: Path, settings: dict[str, Any]) -> None:
+    folder, expected = saved
+    for mine, other in zip(run_world(recipe(path, FROM, **settings), load_and_go_on, folder), expected, strict=True):
+        assert mine["metrics"] == other["metrics"]
+        for one, two in zip(mine["learning"].after, other["learning"].after, strict=True):
+            assert one[:3] == two[:3] and np.array_equal(one[3], two[3]), one[0]
+        assert all(np.array_equal(one, two) for one, two in zip(mine["moments"], other["moments"], strict=True))
+    files = [name for rank in expected for name in rank["files"]]
+    assert len(files) == len(set(files)) and all((folder / name).stat().st_size for name in files)
+
+
+@pytest.mark.parametrize("name", TO)
+def test_another_layout_goes_on_within_rounding(
+    saved: tuple[Path, Any], path: Path, settings: dict[str, Any], name: str
+) -> None:
+    folder, expected = saved
+    ranks = run_world(recipe(path, TO[name], **settings), load_and_go_on, folder)
+    for mine, other in zip(ranks[-1]["metrics"], expected[-1]["metrics"], strict=True):
+        assert mine == pytest.approx(other, rel=within(1e-5))
+    mine, other = ([rank["learning"] for rank in world] for world in (ranks, expected))
+    check_learning(mine, other, earlier=[rank["earlier"] for rank in expected])
+
+
+def test_the_weights_alone_become_a_hugging_face_checkpoint(
+    saved: tuple[Path, Any], path: Path, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """In a layout that the optimizer could not go on in: EP 1."""
+    folder, ranks = saved
+    expected = assemble([one["earlier"].after for one in ranks])
+    run_world(recipe(path, TrainLayout(2, 1, 2, 1), **settings), convert, folder, tmp_path / "hf")
+    written = load_file(tmp_path / "hf" / "model.safetensors")
+    begun = load_file(path / "model.safetensors")
+    assert written.keys() == begun.keys()
+    for name, values in expected.items():
+        assert np.array_equal(written[name].numpy().reshape(values.shape), values), name
+        assert not np.array_equal(begun[name].numpy().reshape(values.shape), values), f"{name} was not trained"
+    _, said = load(tmp_path / "hf")
+    assert not said["missing_keys"] and not said["mismatched_keys"]
+
+
+@pytest.mark.parametrize("layout", [TrainLayout(2, 1, 1, 1), TrainLayout(2, 1, 1, 1, cp=2)], ids=["dp2", "cp2"])
+def test_ranks_that_hold_the_same_share_the_writing(path: Path, tmp_path: Path, layout: TrainLayout) -> None:
+    assert all(run_world(recipe(path, layout), save_and_load, tmp_path))
+    sizes = {file.name: file.stat().st_size for file in tmp_path.glob("*.distcp")}
+    of_ranks = [sum(size for name, size in sizes.items() if name.startswith(f"__{rank}_")) for rank in range(2)]
+    assert max(of_ranks) < 2 * min(of_ranks)
+
+
+def test_an_index_that_would_run_something_is_refused(tmp_path: Path) -> None:
+    class Forged:
+        def __reduce__(self) -> tuple[Any, tuple[str]]:
+            return os.system, (f"touch {tmp_path / 'ran'}",)
+
+    dist_checkpoint._load_no_code()
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Forged()))
+    with pytest.raises(pickle.UnpicklingError, match="names posix.system"):
+        dist_checkpoint.filesystem.FileSystemReader(tmp_path).read_metadata()
+    assert not (tmp_path / "ran").exists()
+
+
+def test_what_megatron_gathered_for_the_save_alone_is_not_copied_again() -> None:
+    weights, gathered = torch.arange(6.0), torch.arange(4.0)
+    live = {weights.untyped_storage().data_ptr()}
+    (_, mine), (_, other) = dist_checkpoint._copied([(0, weights[2:]), (1, gathered)], live)
+    assert torch.equal(mine, weights[2:]) and mine.data_ptr() != weights[2:].data_ptr()
+    assert other is gathered
+
+
+def test_every_generator_goes_on(path: Path, tmp_path: Path) -> None:
+    made = recipe(path, TrainLayout(2, 2, 1, 2))
+    assert run_world(made, save_random_states, tmp_path) == run_world(made, load_random_states, tmp_path)
+
+
+def save_with_room(trainer: Any, disk: Path) -> dict[str, str]:
+    """What is said of a checkpoint on a disk that becomes full at its beginning, in its middle and at its end."""
+    steps(trainer, 1)
+    folder = disk / "checkpoints" / ".step-000001.partial-abcd"
+    said, needed = {}, 0
+    for name in ("enough", "nothing", "half", "all but the index"):
+        folder.mkdir(parents=True)
+        room = {"nothing": 0, "half": needed // 2, "all but the index": needed - 8192}.get(name)
+        free = shutil.disk_usage(disk).free
+        with (disk / "filler").open("wb") as file:
+            file.write(bytes(0 if room is None else free - room))
+        try:
+            trainer.save(folder)
+            trainer.finish_save()
+            said[name] = "saved"
+        except UserFault as fault:
+            said[name] = str(fault)
+        needed = needed or free - shutil.disk_usage(disk).free
+        (disk / "filler").unlink()
+        shutil.rmtree(folder)
+    return said
+
+
+def test_a_disk_without_room_is_told_in_a_line_wherever_the_room_ends(path: Path, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "32m") as disk:
+        (said,) = run_world(recipe(path, TrainLayout(1, 1, 1, 1)), save_with_room, disk)
+    mend = "make room there, or name a folder on another disk"
+    told = f"run.dir: no space left in {disk}/checkpoints while writing a checkpoint; {mend}"
+    assert said == {"enough": "saved", "nothing": told, "half": told, "all but the index": told}

@@ -1,0 +1,95 @@
+"""Recipes to plan: a small one that every axis divides, and DeepSeek-V3 on 512 GPUs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megarl.config import Recipe
+from megarl.config.loading import load_recipe
+
+ROOT = Path(__file__).parents[2]
+H800 = ROOT / "recipes" / "hardware" / "h800.yaml"
+SMALL = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_hidden_layers": 4,
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "vocab_size": 1024,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 40960,
+}
+DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_hidden_layers": 61,
+    "hidden_size": 7168,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "vocab_size": 129280,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "intermediate_size": 18432,
+    "first_k_dense_replace": 3,
+    "n_shared_experts": 1,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 1,
+    "max_position_embeddings": 163840,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
+        "mscale": 1.0, "mscale_all_dim": 1.0,
+    },
+}  # fmt: skip
+_STAGES = [4] * 13 + [3] * 3
+
+
+def recipe(folder: Path, config: dict[str, Any], *overrides: str) -> Recipe:
+    """The quickstart's recipe with a model of which there is the config.json alone."""
+    (folder / "config.json").write_text(json.dumps(config))
+    given = ["model.path=nowhere", f"model.config={folder}", "model.dtype=bfloat16", "warm_start.steps=0"]
+    return load_recipe(ROOT / "recipes" / "quickstart.yaml", [*given, f"placement.hardware={H800}", *overrides])
+
+
+def small(folder: Path, *overrides: str) -> Recipe:
+    """A model of 4 layers and 8 experts on two nodes of 4 GPUs."""
+    given = ["placement.gpus=8", "placement.gpus_per_node=4", "rollout.engine.count=2", "rollout.engine.tp=4"]
+    return recipe(folder, SMALL, *given, *overrides)
+
+
+def deepseek(folder: Path, *overrides: str) -> Recipe:
+    """DAPO of DeepSeek-V3 on 64 nodes of 8 GPUs: TP4 PP16 EP32 into engines of TP32."""
+    given = {
+        "data.max_prompt_tokens": 2048,
+        "algorithm.name": "dapo",
+        "rollout.prompts_per_step": 512,
+        "rollout.samples_per_prompt": 16,
+        "rollout.max_response_tokens": 20480,
+        "rollout.engine": "{count: 16, tp: 32, ep: 32}",
+        "train.tp": 4,
+        "train.pp": 16,
+        "train.ep": 32,
+        "train.layers_per_stage": _STAGES,
+        "train.tokens_per_micro_batch": 22528,
+        "train.updates_per_step": 16,
+        "train.optimizer_offload": "true",
+        "train.megatron": "{recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}",
+        "checkpoint.every": 20,
+        "placement.gpus": 512,
+        "placement.network": "nodes",
+    }
+    return recipe(folder, DEEPSEEK, *(f"{key}={value}" for key, value in given.items()), *overrides)

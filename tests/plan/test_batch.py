@@ -1,0 +1,90 @@
+"""Batch arithmetic: lengths that are supposed, samples that are counted, micro-batches that are packed as in a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.parallel.hf_config import model_shape
+from megarl.parallel.layout import TrainLayout
+from megarl.parallel.placement import engine_layout, train_layout
+from megarl.plan.batch import advice, budget_faults, response_lengths, samples_bytes, share_of, step_samples
+from tests.plan import recipes as planning
+
+
+@pytest.mark.parametrize(("count", "share"), [(8192, 0.4), (100, 0.05), (1000, 0.9), (1, 0.5)])
+def test_supposed_lengths_have_the_stated_mean_and_end_at_the_longest(count: int, share: float) -> None:
+    lengths = response_lengths(count, 20_000, share)
+    assert len(lengths) == count and lengths.min() >= 1 and lengths.max() <= 20_000
+    assert lengths.mean() == pytest.approx(share * 20_000, rel=0.01)
+    assert list(lengths) == list(response_lengths(count, 20_000, share))
+
+
+def test_every_response_is_the_longest_at_a_share_of_1() -> None:
+    assert set(response_lengths(10, 7, 1.0).tolist()) == {7}
+
+
+def test_samples_are_counted_by_the_algorithm(tmp_path: Path) -> None:
+    given = ["rollout.prompts_per_step=30", "rollout.samples_per_prompt=4", "data.max_prompt_tokens=100"]
+    counts = {}
+    for name in ("grpo", "dapo", "remax", "sft"):
+        found = step_samples(planning.small(tmp_path, *given, f"algorithm.name={name}"))
+        assert len(found.responses) == found.num_drawn and len(found.lengths) == found.num_trained
+        assert (found.prompt_tokens, found.longest) == (25, 105)
+        counts[name] = found.drawn_prompts, found.num_drawn, found.num_trained
+    assert counts == {"grpo": (30, 120, 120), "dapo": (45, 180, 120), "remax": (30, 150, 120), "sft": (30, 30, 30)}
+
+
+def test_a_nodes_samples_are_its_engines_and_its_ranks(tmp_path: Path) -> None:
+    """Two stages of a node each, all data-parallel ranks on both; 2 experts of 4 layers and 12 bytes a token."""
+    recipe = planning.small(
+        tmp_path, "algorithm.name=grpo", "rollout.prompts_per_step=10", "rollout.samples_per_prompt=4",
+        "train.tp=2", "train.pp=2", "train.replay=r3",
+    )  # fmt: skip
+    found = samples_bytes(recipe, model_shape(tmp_path), train_layout(recipe), engine_layout(recipe), 100)
+    whole = 10 * 4 * 100 * (4 * 2 + 8 + 4)
+    assert found == [whole / 2 + 2 * whole, whole / 2 + whole]  # the first stage takes them out of whole groups
+    off = recipe.model_copy(update={"train": recipe.train.model_copy(update={"replay": "off"})})
+    bare = samples_bytes(off, model_shape(tmp_path), train_layout(recipe), engine_layout(recipe), 100)
+    assert [one * 12 for one in found] == [one * 20 for one in bare]
+
+
+def test_a_share_is_what_a_run_would_pack(tmp_path: Path) -> None:
+    """64 samples of 105 at most, on 2 data-parallel ranks, 2 updates: at full length 4 fit a micro-batch of 500."""
+    recipe = planning.small(
+        tmp_path, "rollout.prompts_per_step=16", "rollout.samples_per_prompt=4", "data.max_prompt_tokens=100",
+        "train.updates_per_step=2", "train.tokens_per_micro_batch=500",
+    )  # fmt: skip
+    layout, samples = train_layout(recipe), step_samples(recipe)
+    share = share_of(recipe, model_shape(tmp_path), layout, samples)
+    assert (share.updates, share.dp, share.sequences, share.tokens_full) == (2, 2, 16, 16 * 105)
+    assert share.tokens == samples.lengths.sum() / 4
+    assert share.micro_batches_full == 4 and share.micro_batches == 1  # of 27 tokens each 16 fit
+    assert share.bubble == 1.0  # (2 - 1) / 1
+    assert 0.9 < share.balance <= 1.0
+
+
+def test_an_interleaved_pipeline_waits_less(tmp_path: Path) -> None:
+    keys = ["train.tokens_per_micro_batch=64", "rollout.prompts_per_step=16"]
+    recipe = planning.small(tmp_path, *keys, "train.vpp=2")
+    share = share_of(recipe, model_shape(tmp_path), train_layout(recipe), step_samples(recipe))
+    assert share.micro_batches % 2 == 0
+    assert share.bubble == 1 / (2 * share.micro_batches)
+
+
+def test_a_micro_batch_that_the_longest_sequence_does_not_fit_is_a_fault(tmp_path: Path) -> None:
+    recipe = planning.small(tmp_path, "data.max_prompt_tokens=100", "train.tokens_per_micro_batch=105")
+    assert budget_faults("train", recipe, train_layout(recipe)) == []
+    (fault,) = budget_faults("train", recipe, TrainLayout(8, 1, 1, 1, cp=2))
+    assert str(fault).startswith("train.tokens_per_micro_batch: 105 is less") and "at least 108" in str(fault)
+
+
+def test_what_does_not_divide_is_told_with_the_nearest_that_does(tmp_path: Path) -> None:
+    keys = ["rollout.samples_per_prompt=4", "train.updates_per_step=2"]
+    fits, does_not = (planning.small(tmp_path, *keys, f"rollout.prompts_per_step={count}") for count in (12, 13))
+    layout = TrainLayout(16, 1, 2, 1)
+    assert layout.dp == 8
+    assert advice(fits, layout, 3, step_samples(fits)) == []
+    told = advice(does_not, layout, 3, step_samples(does_not))
+    assert [line.rpartition("; ")[2] for line in told] == ["12 or 16 would divide", "12 or 15 would divide"]

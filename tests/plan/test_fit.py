@@ -1,0 +1,334 @@
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.config import Recipe, Train
+from megarl.config.hardware import Hardware
+from megarl.parallel.hf_config import model_shape
+from megarl.parallel.layout import EngineLayout, TrainLayout
+from megarl.parallel.placement import train_layout
+from megarl.parallel.sizes import ChunkSize
+from megarl.plan.activations import activation_bytes, in_flight, kept_and_again, logits_bytes, row_of
+from megarl.plan.engine_memory import settings_of, token_bytes, weight_bytes
+from megarl.plan.fit import memory
+from megarl.plan.model_size import ModelSize, Role, model_sizes
+from megarl.plan.phase_memory import (
+    CONTEXT_BYTES,
+    PINNED_SHARE,
+    Parts,
+    communicators,
+    counted,
+    state_bytes,
+)
+from megarl.types import MlaShape, ModelShape
+from tests.plan import plans
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+DEEPSEEK = ModelShape(
+    num_layers=61, hidden_size=7168, num_heads=128, num_kv_heads=128, head_dim=128, vocab_size=129280,
+    num_experts=256, experts_per_token=8, moe_ffn_size=2048, num_dense_layers=3, ffn_size=18432,
+    num_shared_experts=1, router_bias=True, qk_norm=False, num_mtp_layers=1,
+    mla=MlaShape(q_lora_rank=1536, kv_lora_rank=512, nope_dim=128, rope_dim=64, v_dim=128),
+)  # fmt: skip
+QWEN3 = ModelShape(
+    num_layers=48, hidden_size=2048, num_heads=32, num_kv_heads=4, head_dim=128, vocab_size=151936,
+    num_experts=128, experts_per_token=8, moe_ffn_size=768,
+)  # fmt: skip
+CHUNK = ChunkSize(dense=400_000_000, expert=3_600_000_000, frozen=1_000_000, buffer_bytes=1000, padding=0)
+
+
+def sizes_of(recipe: Recipe, chunk: ChunkSize = CHUNK, **roles: ModelSize) -> dict[Role, ModelSize]:
+    """As if every rank held one such chunk for each virtual stage."""
+    layout = train_layout(recipe)
+    stages = ((chunk,) * layout.vpp,) * layout.pp
+    policy = ModelSize("policy", model_shape(recipe.model.path), recipe, layout, 0, True, stages)
+    return {"policy": policy, **roles}  # type: ignore[dict-item]
+
+
+def beside(recipe: Recipe, role: Role, first: int, gpus: int) -> ModelSize:
+    layout = TrainLayout(gpus, 1, 1, gpus)
+    shape = replace(model_shape(recipe.model.path), num_labels=1)
+    return ModelSize(role, shape, recipe, layout, first, role == "critic", ((CHUNK,),))
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Recipe:
+    """Qwen3-30B on 8 shared GPUs, all recomputed."""
+    engine = {"count": 2, "tp": 4, "ep": 4, "sglang": {"mem_fraction_static": 0.8}}
+    return plans.recipe(tmp_path, "qwen3-30b", 8, tp=4, ep=8, megatron=FULL, engine=engine)
+
+
+def test_who_computes_has_the_memory_and_the_others_their_least(made: Recipe) -> None:
+    size = sizes_of(made)["policy"]
+    plan = counted(made, plans.H800, {"policy": size})
+    assert list(plan.device) == ["rollout", "train", "reshard"]
+    weights = 4_001_000_000 * 2 + 1000
+    train, rollout, reshard = (plan.device[phase] for phase in ("train", "rollout", "reshard"))
+    assert (train.weights_bytes, rollout.weights_bytes, reshard.weights_bytes) == (weights,) * 3
+    assert (train.grads_bytes, rollout.grads_bytes, reshard.grads_bytes) == (16_000_000_000, 0, 0)
+    assert train.optimizer_bytes == 12 * (400_000_000 // 2 + 3_600_000_000)  # DP 2, one replica of each expert
+    assert rollout.optimizer_bytes == reshard.optimizer_bytes == 0
+    assert train.engine_weights_bytes == train.kv_cache_bytes == reshard.kv_cache_bytes == 0
+    assert reshard.engine_weights_bytes == rollout.engine_weights_bytes == plan.device["rollout"].engine_weights_bytes
+    assert reshard.reshard_bytes == 2 * made.reshard.round_bytes
+    assert plan.host["offloaded_optimizer"] == pytest.approx(PINNED_SHARE * 8 * train.optimizer_bytes)
+    assert plan.slot_bytes["train"] == [train.total_bytes] * 8
+
+
+def test_an_optimizer_on_the_host_leaves_nothing_on_the_gpu(made: Recipe) -> None:
+    offloading = made.model_copy(update={"train": made.train.model_copy(update={"optimizer_offload": True})})
+    plan = counted(offloading, plans.H800, sizes_of(offloading))
+    assert [parts.optimizer_bytes for parts in plan.device.values()] == [0] * 3
+    share = 400_000_000 // 2 + 3_600_000_000
+    gradients, masters, moments = PINNED_SHARE * 4, 4, 8
+    assert plan.host["optimizer"] == pytest.approx(8 * share * (gradients + masters + moments))
+    assert "offloaded_optimizer" not in plan.host
+
+
+@pytest.mark.parametrize(
+    ("options", "in_bfloat16", "in_float32"),
+    [
+        ({}, 12, 8),
+        ({"exp_avg_dtype": "bfloat16"}, 12, 8),  # Megatron refuses it without the precision-aware optimizer
+        ({"use_precision_aware_optimizer": True}, 10, 12),
+        ({"use_precision_aware_optimizer": True, "store_param_remainders": False}, 12, 12),
+        ({"use_precision_aware_optimizer": True, "exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "bfloat16"}, 5, 7),
+        ({"use_precision_aware_optimizer": True, "main_params_dtype": "float16"}, 10, 10),
+    ],
+)
+def test_the_optimizers_state_by_hand(options: dict[str, Any], in_bfloat16: int, in_float32: int) -> None:
+    """Bytes of a weight: TransformerEngine's FusedAdam keeps a bfloat16 weight's lower half, or a master of its own."""
+    train = Train(lr=1.0, optimizer=options)
+    assert (state_bytes(train, 2), state_bytes(train, 4)) == (in_bfloat16, in_float32)
+
+
+def test_nobody_lends_a_gpu_of_its_own(tmp_path: Path) -> None:
+    made = plans.recipe(
+        tmp_path, "qwen3-30b", 12, ep=8, megatron=FULL, engine={"count": 1, "tp": 4, "ep": 4},
+        placement={"train_gpus": 8, "first_engine_gpu": 8},
+    )  # fmt: skip
+    plan = counted(made, plans.H800, sizes_of(made))
+    assert plan.fullest_slot["train"] < 8
+    assert plan.device["train"].engine_weights_bytes == 0
+    train, rollout, reshard = (plan.slot_bytes[phase] for phase in ("train", "rollout", "reshard"))
+    assert train[8] == reshard[8] - plan.device["reshard"].reshard_bytes
+    state = 4 * 4_000_000_000 + 12 * (400_000_000 // 8 + 3_600_000_000)
+    assert train[0] > rollout[0] > state  # gradients and optimizer stay where they are
+    assert "offloaded_optimizer" not in plan.host
+
+
+def test_a_critic_and_a_reward_model_have_phases_of_their_own(made: Recipe) -> None:
+    sizes = sizes_of(
+        made, critic=beside(made, "critic", 0, 8), reward_model=beside(made, "reward_model", 4, 4)
+    )  # fmt: skip
+    plan = counted(made, plans.H800, sizes)
+    assert list(plan.device) == ["rollout", "score", "critic", "train", "reshard"]
+    weights = plan.device["train"].weights_bytes
+    assert plan.device["critic"].weights_bytes == 2 * weights  # the policy's, which engines map, and its own
+    assert plan.device["score"].weights_bytes == 2 * weights
+    assert plan.fullest_slot["score"] >= 4
+    assert plan.device["score"].grads_bytes == plan.device["score"].optimizer_bytes == 0
+    assert plan.device["rollout"].weights_bytes == weights
+    assert plan.host["offloaded_weights"] == pytest.approx(12 * PINNED_SHARE * weights)
+
+
+def test_saving_gathers_a_buffer_on_every_gpu(made: Recipe) -> None:
+    saving = made.model_copy(update={"checkpoint": made.checkpoint.model_copy(update={"every": 5})})
+    plan = counted(saving, plans.H800, sizes_of(saving))
+    assert list(plan.device)[-2:] == ["save", "reshard"]
+    standing = plan.device["reshard"].other_bytes
+    # float32: the list of all ranks' parts, NCCL's flat copy, and the rank's own, which without replicas is all of it
+    assert plan.device["save"].other_bytes - standing == 4 * (2 * 3_600_000_000 + 3_600_000_000)
+    assert plan.device["save"].activations_bytes == 0
+    share = CHUNK.dense / 2 + CHUNK.expert
+    assert plan.host["checkpoint"] == 8 * (12 * CHUNK.trained + 12 * share + 2 * 4 * CHUNK.expert)
+
+
+def test_saving_with_replicas_gathers_from_a_part(tmp_path: Path) -> None:
+    """Experts of two replicas over 16 GPUs: half of the buffer is the rank's own."""
+    made = plans.recipe(tmp_path, "qwen3-30b", 16, tp=4, ep=8, checkpoint={"every": 5}, engine={"count": 4, "tp": 4})
+    plan = counted(made, plans.H800, sizes_of(made))
+    gathered = plan.device["save"].other_bytes - plan.device["reshard"].other_bytes
+    assert gathered == 4 * (2 * 3_600_000_000 + 1_800_000_000)
+
+
+def test_a_reference_waits_on_the_host(made: Recipe) -> None:
+    with_one = made.model_copy(update={"reference": made.reference.model_copy(update={"use": True})})
+    plan = counted(with_one, plans.H800, sizes_of(with_one))
+    assert plan.host["reference"] == pytest.approx(PINNED_SHARE * 8 * plan.device["train"].weights_bytes)
+
+
+def test_tokens_in_the_cache_by_hand() -> None:
+    """DeepSeek-V3: 61 x (512 + 64) x 2 bytes = 70,272 on every rank; Qwen3-30B at TP 4: 2 x 48 x 1 x 128 x 2."""
+    assert token_bytes(DEEPSEEK, EngineLayout(1, 16, 16), 2) == 70_272
+    assert token_bytes(QWEN3, EngineLayout(1, 4, 4), 2) == 24_576
+    assert token_bytes(QWEN3, EngineLayout(1, 8, 8), 2) == 24_576  # fewer heads than ranks: each is held twice
+    assert token_bytes(QWEN3, EngineLayout(1, 4, 4, dp=4), 1) == 49_152
+
+
+def test_the_cache_is_what_the_weights_leave(made: Recipe) -> None:
+    plan = counted(made, plans.H800, sizes_of(made), mean_tokens=4096)
+    rollout = plan.device["rollout"]
+    graphs = 512 * 2 * 2**20
+    standing = 2 * CONTEXT_BYTES + (communicators(train_layout(made)) + 2) * plans.H800.communicator_bytes
+    free = plans.H800.memory_bytes - rollout.weights_bytes - standing
+    budget = 0.8 * free - rollout.engine_weights_bytes
+    assert budget - 24_576 < rollout.kv_cache_bytes <= budget
+    assert rollout.other_bytes == standing + graphs
+    assert plan.kv.tokens == rollout.kv_cache_bytes // 24_576
+    assert plan.kv.concurrency_longest == plan.kv.tokens // 10_240
+    assert plan.kv.concurrency_mean == plan.kv.tokens // 4096
+
+
+def test_sglangs_own_limits_count(made: Recipe, tmp_path: Path) -> None:
+    def with_engine(**sglang: Any) -> Recipe:
+        return plans.recipe(tmp_path, "qwen3-30b", 8, ep=8, engine={"count": 2, "tp": 4, "ep": 4, "sglang": sglang})
+
+    plan = counted(with_engine(max_total_tokens=50_000), plans.H800, sizes_of(made))
+    assert plan.kv.tokens == 50_000
+    halved = counted(with_engine(kv_cache_dtype="fp8_e4m3"), plans.H800, sizes_of(made))
+    assert halved.kv.token_bytes == 12_288
+    assert 0.8 < settings_of(with_engine(), plans.H800).mem_fraction_static < 0.9
+    assert settings_of(with_engine(cuda_graph_max_bs_decode=64), plans.H800).graph_sequences == 64
+    assert settings_of(with_engine(disable_cuda_graph=True), plans.H800).graph_sequences == 0
+
+
+def test_engine_weights_are_the_models_and_fp8_halves_them() -> None:
+    """671 B in bfloat16 over 32 ranks, each with all down projections and routers, and what is made of kv_b_proj."""
+    bf16 = weight_bytes(DEEPSEEK, EngineLayout(1, 32, 32), "bfloat16")
+    derived = 61 * 4 * (128 + 128) * 512 * 2
+    on_every_rank = 61 * (1536 + 512 + 64) * 7168 + 58 * 256 * 7168
+    assert sum(bf16) - 32 * derived == pytest.approx(2 * (671.026e9 + 31 * on_every_rank), rel=1e-4)
+    fp8 = weight_bytes(DEEPSEEK, EngineLayout(1, 16, 16, fp8=True), "bfloat16")
+    assert sum(fp8) == pytest.approx(sum(bf16) / 2, rel=0.03)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_1f1b_has_fewer_in_flight_on_later_stages(stage: int) -> None:
+    layout = TrainLayout(4, 1, 4, 1)
+    assert in_flight(layout, stage) == [4 - stage]
+    assert in_flight(layout, stage, 2) == [min(2, 4 - stage)]
+
+
+def test_interleaved_chunks_take_turns() -> None:
+    """PP 2, VPP 2: rank 0 warms up with 2 (2 - 0 - 1) + 2 = 4 units and runs the fifth: chunks 0 0 1 1 0."""
+    layout = TrainLayout(2, 1, 2, 1, vpp=2)
+    assert in_flight(layout, 0) == [3, 2]
+    assert in_flight(layout, 1) == [2, 1]
+    assert in_flight(layout, 0, 2) == [2, 2]
+
+
+def test_a_dense_layer_by_hand(tmp_path: Path) -> None:
+    """TP 2: the norms' inputs and outputs are split by tokens, the rest by heads and columns."""
+    made = plans.recipe(tmp_path, "tiny-tied", 2, tp=2, tokens_per_micro_batch=1000)
+    row = row_of(sizes_of(made)["policy"])
+    norms = 4 * 500 * 64 * 2
+    attention = 1000 * ((2 * (4 + 2) + 2) * 16 * 2 + 4 * 16 * 2 + 4 * 4) / 2
+    mlp = 1000 * 4 * 96 * 2 / 2
+    assert sum(row.layer(dense=True).values()) == norms + attention + mlp
+    assert row.boundary_bytes == 500 * 64 * 2
+
+
+def test_recomputing_more_keeps_less(tmp_path: Path) -> None:
+    made = plans.recipe(tmp_path, "deepseek-v3", 32, pp=1, ep=32)
+    row, layers = row_of(sizes_of(made)["policy"]), [True, False, False, False]
+    kept = [
+        kept_and_again(row, layers, options)[0]
+        for options in (
+            {},
+            {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
+            {"recompute_granularity": "selective", "recompute_modules": ["moe_act", "mla_up_proj", "layernorm"]},
+            {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3},
+            FULL,
+            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
+        )
+    ]
+    assert kept == sorted(kept, reverse=True)
+    assert len(set(kept)) == len(kept)
+    assert kept[-2:] == [4 * row.boundary_bytes, 2 * row.boundary_bytes]
+
+
+def test_logits_are_in_chunks(tmp_path: Path) -> None:
+    """logprobs.py's own figure: 32,768 tokens of a vocabulary of 151,936 at TP 8 take 0.7 GB beside the gradients."""
+    made = plans.recipe(tmp_path, "qwen3-30b", 8, tp=8, ep=8, tokens_per_micro_batch=32768)
+    rows, hidden = 152_576 // 8, 2048
+    gradients = rows * hidden * (4 + 2) + 2 * 32768 * hidden * 2
+    assert logits_bytes(sizes_of(made)["policy"], 0) - gradients == pytest.approx(0.7e9, rel=0.05)
+
+
+@settings(max_examples=40)
+@given(
+    tokens=st.integers(1, 50_000),
+    more=st.integers(1, 50_000),
+    pp=st.sampled_from([1, 2, 4]),
+    options=st.sampled_from([{}, FULL, {"recompute_granularity": "selective", "recompute_modules": ["moe"]}]),
+)
+def test_more_tokens_never_take_less(tokens: int, more: int, pp: int, options: dict[str, Any]) -> None:
+    def taken(count: int) -> list[float]:
+        recipe = Recipe.model_construct(
+            train=RECIPE.train.model_copy(update={"tokens_per_micro_batch": count, "megatron": options}),
+            model=RECIPE.model,
+        )
+        size = ModelSize("policy", QWEN3, recipe, TrainLayout(8, 1, pp, 2), 0, True, ((CHUNK,),) * pp)
+        return [call(size, stage) for stage in range(pp) for call in (activation_bytes, logits_bytes)]
+
+    assert all(less <= most for less, most in zip(taken(tokens), taken(tokens + more), strict=True))
+
+
+RECIPE = Recipe.model_validate(
+    {
+        "run": {"name": "x", "steps": 1},
+        "model": {"path": "none"},
+        "data": {"train": "none"},
+        "reward": {"function": "none"},
+        "rollout": {"prompts_per_step": 1, "samples_per_prompt": 2, "max_response_tokens": 1},
+        "train": {"lr": 1.0},
+        "placement": {"gpus": 1},
+    }
+)
+
+
+def test_what_fits_has_no_fault_and_is_json(made: Recipe) -> None:
+    plan = memory(made, plans.H800, sizes_of(made, replace(CHUNK, expert=1_000_000_000)))
+    assert plan.faults == []
+    names = {name for parts in json.loads(json.dumps(asdict(plan)))["device"].values() for name in parts}
+    assert names == {
+        "weights_bytes", "grads_bytes", "optimizer_bytes", "activations_bytes", "logits_bytes",
+        "engine_weights_bytes", "kv_cache_bytes", "reshard_bytes", "other_bytes",
+    }  # fmt: skip
+    assert Parts(1, 2, 3, 4, 5, 6, 7, 8, 9).total_bytes == 45
+
+
+def test_what_is_too_large_says_what_helps(tmp_path: Path) -> None:
+    """The real sizes, on cards of which each phase wants a little more than there is."""
+    engine = {"count": 1, "tp": 2, "ep": 2}
+    made = plans.recipe(tmp_path, "tiny", 2, ep=2, engine=engine, tokens_per_micro_batch=65536)
+    small = Hardware.model_validate({**plans.H800.model_dump(), "memory_bytes": 3_000_000_000})
+    size = model_sizes(made)["policy"]
+    plan = memory(made, small, {"policy": size})
+    faults = {str(fault).split(" phase")[0].split()[-1]: fault for fault in plan.faults}
+    assert faults["train"].where == "train.tokens_per_micro_batch"
+    assert "H800 has 3.0 GB" in faults["train"].problem
+    assert f"to {2048 + 8192}" in faults["train"].mend
+    changed = made.model_copy(update={"train": made.train.model_copy(update={"tokens_per_micro_batch": 10240})})
+    device = counted(changed, small, {"policy": replace(size, recipe=changed)}).device
+    assert device["train"].total_bytes <= 3_000_000_000 < plan.device["train"].total_bytes
+
+
+def test_a_full_host_is_said_too(tmp_path: Path) -> None:
+    """With engines on slots of their own no knob is turned: there is no other way than more or other nodes."""
+    made = plans.recipe(
+        tmp_path, "qwen3-30b", 12, ep=8, engine={"count": 1, "tp": 4, "ep": 4},
+        placement={"train_gpus": 8, "first_engine_gpu": 8}, megatron=FULL,
+    )  # fmt: skip
+    poor = Hardware.model_validate({**plans.H800.model_dump(), "host_bytes": 10_000_000_000})
+    plan = memory(made, poor, sizes_of(made, replace(CHUNK, expert=1_000_000_000)))
+    (fault,) = plan.faults
+    assert (fault.where, "host would hold" in fault.problem) == ("placement.gpus", True)

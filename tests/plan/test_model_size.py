@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl import device
+from megarl.config import Recipe
+from megarl.parallel.hf_config import model_shape
+from megarl.parallel.placement import train_layout
+from megarl.plan.model_size import ModelSize, model_sizes, sizes_of
+from megarl.resharding import megatron_map
+from megarl.types import UserFault
+from tests.parallel import worlds
+from tests.plan import plans
+
+# Totals of the published checkpoints' model.safetensors.index.json (total_size / 2 bytes; Qwen's model cards: 30.5 B,
+# 235 B), DeepSeek-V3's as of its report, arXiv 2412.19437: "671B total parameters with 37B activated", without the MTP
+# module. Active parameters are given by the cards with two digits.
+PUBLISHED = {
+    "qwen3-30b": (30_532_122_624, 3.3e9),
+    "qwen3-235b": (235_093_634_560, 22e9),
+    "deepseek-v3": (671e9, 37e9),
+}
+LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {  # model, GPUs, axes
+    "pp": ("tiny", 4, {"pp": 4, "mtp_loss": 0.1}),
+    "all": ("tiny", 16, {"tp": 2, "pp": 2, "ep": 4, "cp": 2, "mtp_loss": 0.1}),
+    "frozen": ("tiny", 4, {"tp": 2, "pp": 2, "ep": 2}),
+    "vpp": ("tiny", 4, {"pp": 2, "vpp": 2, "ep": 2}),
+    "uneven": ("tiny", 4, {"pp": 2, "ep": 2, "layers_per_stage": [3, 1]}),
+    "etp": ("tiny", 4, {"tp": 2, "ep": 1}),
+    "tied": ("tiny-tied", 4, {"tp": 2, "pp": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelSize]:
+    """Everything that these tests look at, from one start of the program."""
+    folder = tmp_path_factory.mktemp("models")
+    recipes = {name: plans.recipe(folder, name, 1) for name in PUBLISHED}
+    recipes["deepseek-v3"] = plans.recipe(folder, "deepseek-v3", 512, pp=16, ep=32, layers_per_stage=[3, *[4] * 14, 2])
+    recipes |= {name: plans.recipe(folder, model, gpus, **train) for name, (model, gpus, train) in LAYOUTS.items()}
+    found = sizes_of(list(recipes.values()), whole=True)
+    return {name: sizes["policy"] for name, sizes in zip(recipes, found, strict=True)}
+
+
+def elements_of(config: dict[str, Any]) -> tuple[int, int]:
+    """(all, of routed experts) from the tensors that a checkpoint of this config.json has, without MTP."""
+    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    heads, experts = config["num_attention_heads"], config.get("num_experts") or config["n_routed_experts"]
+    dense = config.get("first_k_dense_replace", 0)
+    if "kv_lora_rank" in config:
+        q, kv = config["q_lora_rank"], config["kv_lora_rank"]
+        nope, rope, v = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
+        attention = hidden * q + q + q * heads * (nope + rope)
+        attention += hidden * (kv + rope) + kv + kv * heads * (nope + v) + heads * v * hidden
+    else:
+        width = config["head_dim"]
+        attention = 2 * hidden * width * (heads + config["num_key_value_heads"]) + 2 * width
+    expert = 3 * hidden * config["moe_intermediate_size"]
+    routed = (layers - dense) * experts * expert
+    beside = hidden * experts + config.get("n_shared_experts", 0) * expert
+    total = layers * (attention + 2 * hidden) + dense * 3 * hidden * config.get("intermediate_size", 0)
+    return total + (layers - dense) * beside + routed + 2 * config["vocab_size"] * hidden + hidden, routed
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_whole_models_have_as_many_parameters_as_published(built: dict[str, ModelSize], name: str) -> None:
+    published, active = PUBLISHED[name]
+    size = built[name]
+    assert size.parameters == pytest.approx(published, rel=1e-3)
+    assert (size.parameters, size.routed) == elements_of(plans.CONFIGS[name])
+    assert size.active_parameters == pytest.approx(active, rel=0.02)
+
+
+def test_prediction_ahead_is_counted_apart(built: dict[str, ModelSize]) -> None:
+    """DeepSeek-V3's module is 14 B with its copies of embedding and head, which are the main model's."""
+    size = built["deepseek-v3"]
+    assert size.mtp_parameters + 2 * 129280 * 7168 == pytest.approx(14e9, rel=0.05)
+    (last,) = size.stages[-1]
+    assert last.frozen == size.mtp_parameters - (256 - 8) * 3 * 7168 * 2048  # at EP 32
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_ranks_together_hold_what_the_weight_map_says(built: dict[str, ModelSize], name: str) -> None:
+    size, layout = built[name], built[name].layout
+    ranks = range(layout.world_size)
+    held = sum(chunk.elements - chunk.padding for rank in ranks for chunk in size.stages[layout.coords(rank).pp])
+    mapped = [shard for rank in ranks for shard in megatron_map.shards(size.shape, layout, rank)]
+    assert held == sum(shard.area for shard in mapped if not shard.name.endswith("e_score_correction_bias"))
+
+
+@pytest.mark.parametrize("name", ["pp", "vpp", "uneven"])
+def test_stages_together_are_the_whole_model(built: dict[str, ModelSize], name: str) -> None:
+    size = built[name]
+    chunks = [chunk for stage in size.stages for chunk in stage]
+    copy = size.shape.vocab_size * size.shape.hidden_size  # of the embedding, beside the layer that predicts ahead
+    experts = size.shape.num_experts * 3 * size.shape.hidden_size * size.shape.moe_ffn_size
+    trained = sum(chunk.dense + chunk.expert * size.layout.ep - chunk.padding for chunk in chunks)
+    if size.recipe.train.mtp_loss:
+        assert trained == size.parameters + size.mtp_parameters + copy
+    else:
+        assert trained == size.parameters + copy
+        assert chunks[-1].frozen == size.mtp_parameters - experts + experts // size.layout.ep
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_real_ranks_hold_as_much(tmp_path: Path, dtype: str) -> None:
+    """Weights, gradients, and AdamW's state: shared out over all ranks that hold the same, to the element."""
+    made = plans.recipe(tmp_path, "tiny", 4, tp=2, pp=2, ep=2, dtype=dtype)
+    size = model_sizes(made)["policy"]
+    ranks = worlds.run_ranks(4, _hold, made)
+    masters = 4 if dtype == "bfloat16" else 0
+    stepped = 0.0
+    for rank, (elements, grads_bytes, _) in enumerate(ranks):
+        (chunk,) = size.stages[size.layout.coords(rank).pp]
+        assert elements == chunk.elements
+        assert grads_bytes == 4 * chunk.trained
+        stepped += chunk.dense / size.layout.dp + chunk.expert / size.layout.edp
+    assert sum(state_bytes for *_, state_bytes in ranks) == (8 + masters) * stepped
+
+
+def _hold(rank: int, meet: device.Address, made: Recipe) -> tuple[int, int, int]:
+    """(elements of the weights, bytes of their gradients, of the optimizer's state) of a rank as training builds it."""
+    from megarl.parallel import dist_checkpoint
+    from megarl.parallel.rank_model import RankModel
+
+    store = device.join_store(meet, 60.0)
+    held = RankModel(rank, made, model_shape(made.model.path), store, slot=rank)
+    held.make_optimizer()
+    dist_checkpoint._start_states(held.optimizer)
+    params = [param for chunk in held.chunks for param in chunk.parameters()]
+    in_model = {param.untyped_storage().data_ptr() for param in params}
+    shards = [shard for group in held.optimizer.param_groups for shard in group["params"]]
+    own = [shard for shard in shards if shard.untyped_storage().data_ptr() not in in_model]
+    states = [state for one in held.optimizer.chained_optimizers for state in one.optimizer.state.values()]
+    moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
+    grads = sum(param.main_grad.nbytes for param in params if param.requires_grad)
+    return sum(param.numel() for param in params), grads, sum(one.nbytes for one in [*own, *moments])
+
+
+def test_scorers_have_one_row_in_place_of_the_vocabulary(tmp_path: Path) -> None:
+    made = plans.recipe(
+        tmp_path, "tiny", 2, ep=2, algorithm={"name": "ppo"},
+        reward_model={"path": str(tmp_path / "tiny"), "ranks": {"first_gpu": 1, "gpus": 1, "ep": 1}},
+    )  # fmt: skip
+    found = model_sizes(made)
+    policy, critic = found["policy"], found["critic"]
+    assert critic.parameters == policy.parameters - (300 - 1) * 64
+    assert [size.trains for size in found.values()] == [True, True, False]
+    assert list(found["reward_model"].slots) == [1]
+    assert train_layout(critic.recipe) == critic.layout == policy.layout
+    assert critic.mtp_parameters == 0
+
+
+def test_what_megatron_cannot_build_is_the_users_fault(tmp_path: Path) -> None:
+    made = plans.recipe(tmp_path, "tiny", 1)
+    file = tmp_path / "tiny" / "config.json"
+    file.write_text(json.dumps(plans.CONFIGS["tiny"] | {"hidden_act": "gelu"}), encoding="utf-8")
+    with pytest.raises(UserFault, match="hidden_act"):
+        model_sizes(made)

@@ -1,0 +1,138 @@
+"""The shipped recipes by plan: each fits, with its overlays too; made too large, it is told what helps, and that does.
+
+All models are built in one start of the program that builds them; what several recipes have in common is planned once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+
+from megarl.config import Recipe
+from megarl.config.hardware import load_hardware
+from megarl.parallel.placement import engine_layout, train_layout
+from megarl.plan import model_size, run_plan
+from megarl.plan.fit import memory
+from megarl.plan.phase_memory import MemoryPlan
+from megarl.preflight.stand_ins import at_hand
+from tests.config.test_recipes import CLUSTER, DEBUG, OVERLAYS, RECIPES, ROOT, kept, load, model_of
+
+CASES = [
+    (name, over)
+    for name in CLUSTER
+    for over in OVERLAYS[model_of(RECIPES / f"{name}.yaml")]
+    if not set(over) & set(DEBUG)
+]
+# Engines of too few GPUs, in place of the recipe's; the phase that they fill; what is there to turn. By model.
+TOO_FEW: dict[str, tuple[dict[str, int], list[str], str]] = {
+    "qwen3_30b": ({"tp": 1, "ep": 1}, ["rollout"], "rollout.engine.fp8"),
+    "qwen3_235b": ({"tp": 4, "ep": 4, "dp": 1}, ["rollout", "reshard"], "rollout.engine.tp"),
+    "deepseek671b": ({"tp": 16, "ep": 16, "dp": 8}, ["rollout", "reshard"], "rollout.engine.fp8"),
+    "qwen2_5_32b": ({"tp": 1}, ["rollout"], "rollout.engine.fp8"),
+}
+
+
+def kind_of(request: dict[str, Any]) -> Any:
+    return model_size._kind(Recipe.model_validate_json(request["recipe"]), request["scores"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def once() -> Iterator[None]:
+    """Sizes by what they depend on, without the totals that memory has no part of, and exchanges by their layouts."""
+    built: dict[Any, dict[str, Any]] = {}
+    build = model_size._built
+
+    def remembered(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        new = {kind_of(one): one | {"whole": False} for one in requests if kind_of(one) not in built}
+        built.update(zip(new, build(list(new.values())) if new else [], strict=True))
+        return [built[kind_of(one)] for one in requests]
+
+    def places(recipe: Recipe, *_: Any) -> Any:
+        exchange = recipe.reshard.round_bytes, recipe.placement.gpus_per_node, recipe.model.path, recipe.model.dtype
+        return exchange, train_layout(recipe), engine_layout(recipe)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)  # the recipes' own paths are relative to it
+        patch.setattr(model_size, "_built", remembered)
+        patch.setattr(run_plan, "plan_reshard", kept(run_plan.plan_reshard, places))
+        model_size.sizes_of([at_hand(load(*case))[0] for case in CASES], whole=False)
+        yield
+
+
+@cache
+def planned(name: str, over: tuple[str, ...] = ()) -> run_plan.Plan:
+    recipe = load(name, over)
+    return run_plan.make_plan(recipe, load_hardware(recipe.placement.hardware))
+
+
+@pytest.mark.parametrize(("name", "over"), CASES, ids=["+".join([name, *over]) for name, over in CASES])
+def test_it_fits(name: str, over: tuple[str, ...]) -> None:
+    found = planned(name, over)
+    assert found.fits, [str(fault) for fault in found.faults]
+    assert found.memory.kv.concurrency_mean > 2 * found.recipe.rollout.samples_per_prompt
+
+
+@pytest.mark.parametrize("name", CLUSTER)
+def test_the_recipe_says_how_much_memory_a_host_needs(name: str) -> None:
+    said = re.search(r"a node's host needs ([0-9.]+) TB", (RECIPES / f"{name}.yaml").read_text())
+    assert said
+    needed = planned(name).memory.host_bytes / 1e12
+    assert needed <= float(said[1]) < needed + 0.1
+
+
+def held(recipe: Recipe) -> MemoryPlan:
+    there = at_hand(recipe)[0]
+    return memory(there, load_hardware(recipe.placement.hardware), model_size.model_sizes(there))
+
+
+def by_phase(found: MemoryPlan) -> dict[str, Any]:
+    """The faults, by the phase that their words name."""
+    names = [re.search(r"the (\w+) phase|node's (host)", fault.problem) for fault in found.faults]
+    return {name[1] or name[2]: fault for name, fault in zip(names, found.faults, strict=True) if name}
+
+
+def mends(mend: str) -> list[str]:
+    """The overrides that a mend tells: `set a.b to 1, c to 2 and d.e to 3: ...`, where c is beside b."""
+    told, branch = re.findall(r"([\w.]+) to (\{[^}]*\}|\[\]|[\w.]+)", mend.partition(": then")[0]), ""
+    found = []
+    for key, value in told:
+        branch = key.rpartition(".")[0] or branch
+        found.append(f"{key if '.' in key else f'{branch}.{key}'}={value}")
+    return found
+
+
+@pytest.mark.parametrize("name", CLUSTER)
+def test_micro_batches_that_are_too_long_fill_training(name: str) -> None:
+    tokens = f"train.tokens_per_micro_batch={16 * load(name).train.tokens_per_micro_batch}"
+    faults = by_phase(held(load(name, (), tokens)))
+    expected = {"train": "train.tokens_per_micro_batch"}
+    if name.startswith("vapo"):
+        expected["critic"] = "critic.ranks.tokens_per_micro_batch"
+    assert {phase: fault.where for phase, fault in faults.items()} == expected
+    for phase, fault in faults.items():
+        assert phase not in by_phase(held(load(name, (), tokens, *mends(fault.mend))))
+    together = [override for fault in faults.values() for override in mends(fault.mend)]
+    assert held(load(name, (), tokens, *together)).faults == []
+
+
+@pytest.mark.parametrize("name", CLUSTER)
+def test_engines_that_are_too_small_fill_the_rollout(name: str) -> None:
+    sizes, phases, knob = TOO_FEW[model_of(RECIPES / f"{name}.yaml")]
+    count = load(name).placement.gpus // sizes["tp"]
+    overrides = [f"rollout.engine.{key}={value}" for key, value in (sizes | {"count": count}).items()]
+    faults = by_phase(held(load(name, (), *overrides)))
+    assert {phase: fault.where for phase, fault in faults.items()} == dict.fromkeys(phases, knob)
+    assert held(load(name, (), *overrides, *mends(faults["rollout"].mend))).faults == []
+
+
+def test_without_attention_groups_the_best_number_of_them_is_advised() -> None:
+    """And what a step then takes, as a plan of such engines says itself."""
+    alone = planned("dapo_deepseek671b", ("rollout.engine.dp=1",))
+    (advised,) = [re.search(r"rollout.engine.dp (\d+) would make it ([\d,]+) s a step", one) for one in alone.advice]
+    assert advised and float(advised[2].replace(",", "")) < alone.step.total_s / 2
+    groups = planned("dapo_deepseek671b", (f"rollout.engine.dp={advised[1]}",))
+    assert groups.step.total_s == pytest.approx(float(advised[2].replace(",", "")), rel=0.02)

@@ -1,0 +1,212 @@
+"""The whole plan: of a small recipe by hand, of DeepSeek-V3 on 512 GPUs against what is published; and its faces."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from megarl import cli
+from megarl.config.hardware import load_hardware
+from megarl.parallel.layout import TrainLayout
+from megarl.plan.faults import plan_faults
+from megarl.plan.picture import draw
+from megarl.plan.report import show
+from megarl.plan.run_plan import Plan, amount, make_plan
+from megarl.preflight.stand_ins import at_hand
+from megarl.types import UserFaults
+from tests.plan import recipes as planning
+
+CARD = load_hardware(planning.H800)
+PARTS = [
+    "weights", "grads", "optimizer", "activations", "logits", "engine_weights", "kv_cache", "reshard", "other", "total",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    return make_plan(planning.small(tmp_path_factory.mktemp("small")), CARD)
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    return make_plan(planning.deepseek(tmp_path_factory.mktemp("deepseek")), CARD)
+
+
+def report_of(plan: Plan, width: int = 140) -> str:
+    page = io.StringIO()
+    show(plan, Console(file=page, width=width))
+    return page.getvalue()
+
+
+def test_a_small_plan_says_who_sits_where(small: Plan) -> None:
+    assert small.layouts == {"policy": (0, TrainLayout(8, 2, 2, 2))}
+    assert [stage.slots for stage in small.stages] == [range(4), range(4, 8)]
+    assert small.num_nodes == 2 and small.fits and small.faults == ()
+    layer = 256 * (8 + 2 * 4) * 32 + 8 * 32 * 256 + 2 * 32 + 2 * 256 + 8 * 256 + 8 * 3 * 256 * 128
+    assert small.policy.parameters == 4 * layer + 2 * 1024 * 256 + 256
+
+
+def test_the_json_has_the_keys_that_are_promised(deepseek: Plan) -> None:
+    found = json.loads(json.dumps(deepseek.to_json()))
+    for parts in found["memory"]["device"].values():
+        assert {f"{part}_bytes" for part in PARTS} == set(parts)
+        assert sum(size for name, size in parts.items() if name != "total_bytes") == parts["total_bytes"]
+    assert {"rollout", "train", "reshard", "save"} <= set(found["memory"]["device"])
+    assert found["memory"]["host_bytes"] > 0
+    for name in ("dest", "local", "nvlink", "fabric_in", "fabric_out", "gather_everything"):
+        assert 0 < found["reshard"][f"{name}_bytes"]["mean"] <= found["reshard"][f"{name}_bytes"]["max"]
+    assert 0 < found["reshard"]["bound_s"] < found["reshard"]["expected_s"] < found["reshard"]["gather_bound_s"]
+    step = found["step"]
+    assert min(step[f"{phase}_s"] for phase in ("rollout", "train", "reshard", "save")) > 0
+    assert step["total_s"] == pytest.approx(sum(value for name, value in step.items() if name != "total_s"))
+    assert len(found["ranks"]) == 512
+    last = found["ranks"][511]
+    assert (last["node"], last["gpu"], last["engine"], last["engine_rank"], last["policy"]["pp"]) == (63, 7, 15, 31, 15)
+
+
+def test_the_document_names_every_key_of_the_json(deepseek: Plan) -> None:
+    text, found = (planning.ROOT / "docs" / "plan.md").read_text(), deepseek.to_json()
+    named = set(re.findall(r"`([a-z_.]+)`", text.partition("## JSON")[2].replace("[phase]", "")))
+    wanted = {*found["reshard"], *found["step"], *(f"{part}_bytes" for part in PARTS)}
+    wanted |= {f"memory.{key}" for key in found["memory"]} - {"memory.host_capacity_bytes"}
+    assert wanted <= named
+    assert {key for key in found if not any(name.split(".")[0] == key for name in named)} == {"name", "hardware"}
+
+
+def test_deepseek_is_as_large_as_published_and_what_arrives_adds_up(deepseek: Plan) -> None:
+    assert deepseek.policy.parameters == pytest.approx(671.03e9, rel=1e-3)
+    assert deepseek.policy.active_parameters == pytest.approx(37.6e9, rel=1e-2)  # both vocabulary tables among them
+    moved = deepseek.reshard
+    assert moved.dest_bytes.mean == pytest.approx(2 * deepseek.policy.parameters / 32, rel=0.05)
+    parts = moved.local_bytes, moved.nvlink_bytes, moved.fabric_in_bytes
+    assert sum(part.mean for part in parts) == pytest.approx(moved.dest_bytes.mean)
+    assert 1335e9 < moved.gather_everything_bytes.mean < 2 * deepseek.policy.parameters
+    assert deepseek.rollout.running <= deepseek.memory.kv.wanted
+
+
+def test_the_report_says_what_peaks_and_why_a_reshard_takes_its_time(deepseek: Plan) -> None:
+    page = report_of(deepseek)
+    assert "671 B parameters (37.6 B active), on 512 H800 in 64 nodes" in page
+    assert f"{deepseek.peak_phase} takes most, on slot" in page
+    assert re.search(r"policy +15 +60-63 +480-511 +58-60", page)  # the last stage: nodes, slots, layers
+    assert re.search(r"gathering everything would bring +1,339", page)
+    assert "12,288 prompts" not in page and "768 prompts drawn" in page
+    assert "an estimate" in page and "docs/plan.md" in page
+    assert len(page.splitlines()) < 90
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_narrow_page_cuts_no_figure(width: int, deepseek: Plan) -> None:
+    page, wide = report_of(deepseek, width), report_of(deepseek)
+    assert max(map(len, page.splitlines())) <= width and "\N{HORIZONTAL ELLIPSIS}" not in page
+    assert set(re.findall(r"[\d.,]*\d", wide)) == set(re.findall(r"[\d.,]*\d", page))
+
+
+def test_a_reader_that_has_enough_is_no_failure() -> None:
+    """As `megarl plan --json | head` is."""
+    program = "from megarl import cli; import sys; sys.stdin.read(); cli._say_all('x' * 10**6)"
+    child = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert child.stdin and child.stdout and child.stderr
+    child.stdout.close()
+    child.stdin.close()
+    said = child.stderr.read()
+    child.stderr.close()
+    assert (child.wait(60), said) == (0, b"")
+
+
+def test_a_picture_is_a_png_of_the_size_that_the_map_needs(small: Plan, deepseek: Plan, tmp_path: Path) -> None:
+    from matplotlib.image import imread
+
+    for plan, height in ((small, 820), (deepseek, 900)):
+        draw(plan, tmp_path / "plan.png")
+        pixels = imread(tmp_path / "plan.png")
+        assert pixels.shape[1] == 1760 and pixels.shape[0] == pytest.approx(height, abs=150)
+        assert len({tuple(pixel) for pixel in pixels[::7, ::7, :3].reshape(-1, 3).tolist()}) > 10
+
+
+def test_numbers_are_told_with_three_digits() -> None:
+    assert [amount(value) for value in (1339.4, 42.09, 3.008, 0.3051, 0, 1e-5, 12345678)] == [
+        "1,339", "42.1", "3.01", "0.305", "0", "1.0e-05", "12,345,678",
+    ]  # fmt: skip
+
+
+def test_every_fault_of_a_layout_is_told_at_once(tmp_path: Path) -> None:
+    keys = ["train.tp=3", "rollout.engine.tp=3", "train.tokens_per_micro_batch=20", "algorithm.gamma=0.5"]
+    with pytest.raises(UserFaults) as caught:
+        make_plan(planning.small(tmp_path, *keys), CARD)
+    wheres = {fault.where for fault in caught.value.faults}
+    assert {"train.tp", "rollout.engine.tp", "train.tokens_per_micro_batch", "algorithm.gamma"} <= wheres
+
+
+def test_faults_of_a_critic_name_its_own_keys(tmp_path: Path) -> None:
+    keys = ["algorithm.name=ppo", "critic.lr=1e-5", "critic.ranks.tp=3", "critic.ranks.gpus=6"]
+    found = plan_faults(at_hand(planning.small(tmp_path, *keys))[0])
+    assert "critic.ranks.tp" in {fault.where for fault in found}
+    assert not [fault for fault in found if fault.where.startswith("train.")]
+
+
+@pytest.mark.parametrize(
+    ("keys", "where"),
+    [
+        (["rollout.engine.tp=8", "rollout.engine.count=1", "placement.gpus_per_node=3"], "rollout.engine.tp"),
+        (["train.updates_per_step=9999"], "train.updates_per_step"),
+        (["algorithm.name=grop"], "algorithm.name"),
+        (["model.config=null"], "nowhere/config.json"),
+        (["rollout.engine.fp8=true", "train.tp=8", "train.pp=1", "train.ep=1"], "rollout.engine.tp"),
+    ],
+)
+def test_what_cannot_be_planned_is_named(keys: list[str], where: str, tmp_path: Path) -> None:
+    assert where in [fault.where for fault in plan_faults(at_hand(planning.small(tmp_path, *keys))[0])]
+
+
+def test_a_checkpoint_that_is_there_is_read_before_the_config_alone(tmp_path: Path) -> None:
+    recipe = planning.small(tmp_path)
+    assert at_hand(recipe)[0].model.path == str(tmp_path)
+    other = tmp_path / "other"
+    other.mkdir()
+    here = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": str(other)})})
+    assert at_hand(here)[0].model.path == str(tmp_path)  # a folder without a config.json
+    (other / "config.json").write_text("{}")
+    assert at_hand(here)[0].model.path == str(other)
+
+
+def run_plan(*arguments: str | Path) -> int:
+    """The command's exit code."""
+    with pytest.raises(SystemExit) as ended:
+        cli.app(["plan", *map(str, arguments)], standalone_mode=False)
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_the_command_prints_the_plan_and_what_does_not_fit_with_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both in one start: a plan of a card with 3 GB is whole, and its faults follow it."""
+    recipe, tiny, picture = tmp_path / "recipe.yaml", tmp_path / "tiny.yaml", tmp_path / "plan.png"
+    recipe.write_text(planning.small(tmp_path).dump_yaml())
+    tiny.write_text(planning.H800.read_text().replace("84_930_000_000", "3_000_000_000"))
+    assert run_plan(recipe, "--hardware", tiny, "--json", "--picture", picture) == 2
+    said = capsys.readouterr()
+    content: dict[str, Any] = json.loads(said.out)
+    assert content["fits"] is False and content["hardware"]["memory_bytes"] == 3_000_000_000
+    lines = said.err.splitlines()
+    assert lines and len(lines) == len(content["faults"])
+    assert all(line.startswith(f"{fault['where']}: ") for fault, line in zip(content["faults"], lines, strict=True))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_hardware_nothing_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(planning.small(tmp_path, "placement.hardware=null").dump_yaml())
+    assert run_plan(recipe) == 2
+    assert "placement.hardware: no hardware is named" in capsys.readouterr().err

@@ -1,0 +1,86 @@
+"""The step's estimate: each formula by hand, and that phases which are not there take nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megarl.config.hardware import load_hardware
+from megarl.parallel.layout import TrainLayout
+from megarl.plan import step_time
+from megarl.plan.batch import Samples, Share
+from megarl.plan.step_time import Model, TrainTime
+from megarl.training.flops import train_flops
+from megarl.types import ModelShape
+from tests.plan import recipes as planning
+
+CARD = load_hardware(planning.H800)
+SHAPE = ModelShape(10, 1024, 16, 4, 64, 32000, num_experts=64, experts_per_token=8, moe_ffn_size=512)
+SAMPLES = Samples(2, 2, 8, 8, 50, 400, np.full(8, 50))
+LAYOUT = TrainLayout(16, tp=2, pp=2, ep=4)
+MODEL = Model(
+    SHAPE, LAYOUT, Share(2, 4, 1, 100, 400, 4, 4, 0.25, 0.8), False, False, True, 2e9, 4e9, 3e9
+)  # fmt: skip
+
+
+def test_updates_are_flops_stretched_by_bubble_and_imbalance() -> None:
+    ideal = 8 * train_flops(SHAPE, 100) / (16 * 989.4e12 * CARD.compute_share)
+    found = step_time.learning_time(MODEL, SAMPLES, CARD, 8)
+    assert found.updates_s == pytest.approx(ideal * 1.25 / 0.8)
+    again = step_time.learning_time(replace(MODEL, recomputes=True), SAMPLES, CARD, 8)
+    assert again.updates_s == pytest.approx(found.updates_s * 4 / 3)
+
+
+@pytest.mark.parametrize(
+    ("keys", "reads_old", "has_reference"),
+    [
+        (["algorithm.name=grpo"], True, True),
+        (["algorithm.name=dapo"], True, False),
+        (["algorithm.name=reinforce_pp"], True, True),
+    ],
+)
+def test_the_old_policy_and_the_reference_are_asked_where_they_are_read(
+    keys: list[str], reads_old: bool, has_reference: bool, tmp_path: Path
+) -> None:
+    recipe = planning.small(tmp_path, "algorithm.kl_coefficient=null", *keys)
+    found = step_time.policy_time(recipe, MODEL, SAMPLES, CARD, 8)
+    assert (found.old_logprobs_s > 0, found.reference_s > 0) == (reads_old, has_reference)
+    once = replace(MODEL, share=replace(MODEL.share, updates=1))
+    one_update = step_time.policy_time(recipe, once, SAMPLES, CARD, 8)
+    assert (one_update.old_logprobs_s > 0) == (keys == ["algorithm.name=reinforce_pp"])  # pays its KL in the reward
+    if has_reference:
+        assert found.reference_s == pytest.approx(found.old_logprobs_s + 4 * 2e9 / CARD.pcie_bytes_per_s)
+
+
+def test_gradients_of_experts_are_summed_over_their_own_replicas() -> None:
+    """5 layers of 16 experts in float32 over 2 replicas, the rest over 4; half as much again comes back as weights."""
+    experts = 5 * 16 * 3 * 1024 * 512 * 4
+    volume = experts / 2 + (4e9 - experts) * 3 / 4
+    assert step_time.gradients_s(MODEL, CARD, 8) == pytest.approx(1.5 * volume / 45e9)
+    assert step_time.gradients_s(MODEL, CARD, 16) == pytest.approx(1.5 * volume / 160e9)
+
+
+def test_an_optimizer_on_the_host_crosses_pcie_and_is_not_moved() -> None:
+    on_host = replace(MODEL, offloads=True)
+    assert step_time.memory_s(on_host, CARD) == 0 == step_time.memory_s(replace(MODEL, takes_turns=False), CARD)
+    assert step_time.memory_s(MODEL, CARD) == pytest.approx(2 * 3e9 / 50e9)
+    assert step_time.optimizer_s(MODEL, CARD) == pytest.approx(2 * 3e9 / (3.35e12 * 0.7))
+    assert step_time.optimizer_s(on_host, CARD) == pytest.approx(2 * 3e9 / 40e9 + 6 * 0.25e9 / 50e9)
+
+
+def test_a_checkpoint_costs_its_step_the_copies_or_the_files_too(tmp_path: Path) -> None:
+    def seconds(*keys: str) -> float:
+        return step_time.save_s(planning.small(tmp_path, *keys), MODEL, CARD, 2, 10**9)
+
+    assert seconds() == 0
+    assert seconds("checkpoint.every=10") == pytest.approx(5e9 / 50e9 / 10)
+    files = 14e9 / (2 * 5e9)
+    assert seconds("checkpoint.every=10", "checkpoint.asynchronous=false") == pytest.approx((0.1 + files) / 10)
+
+
+def test_a_total_is_the_sum_of_its_phases() -> None:
+    assert TrainTime(1, 2, 4, 8, 16, 32, 64).total_s == 127
+    assert step_time.StepTime(1, 2, 4, 8, 16, 32).total_s == 63

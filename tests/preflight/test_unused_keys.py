@@ -1,0 +1,119 @@
+"""Keys that nothing reads are told, and recipes as they are shipped are told nothing. Nothing is started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from megarl import cli
+from megarl.config import Recipe
+from megarl.config.fields import Branch
+from megarl.config.loading import load_recipe
+from megarl.preflight.unused_keys import USED_WHEN, advice
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+OVERLAYS = sorted((ROOT / "recipes" / "overlays").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_shipped_recipes_and_overlays_are_told_nothing(path: Path) -> None:
+    for overlays in ([], *([str(overlay)] for overlay in OVERLAYS if path != QUICKSTART)):
+        assert advice(load_recipe(path, overlays)) == [], overlays
+
+
+def test_a_recipe_as_a_run_writes_it_is_told_nothing(tmp_path: Path) -> None:
+    for path in RECIPES:
+        (tmp_path / "recipe.yaml").write_text(load_recipe(path).dump_yaml())
+        assert advice(load_recipe(tmp_path / "recipe.yaml")) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["critic.lr=1e-5"], "critic.lr is set, and nothing reads it: grpo has no critic"),
+        (
+            ["critic.path=a", "critic.ranks.tp=2"],
+            "critic.path and critic.ranks.tp are set, and nothing reads them: grpo has no critic",
+        ),
+        (["reference.path=a"], "reference.path is set, and nothing reads it: reference.use is false and algorithm.kl_"),
+        (["reference.path=a", "reference.use=false"], "reference.path is set, and nothing reads it: reference.use"),
+        (["reward_model.weight=0.5"], "reward_model.weight is set, and nothing reads it: reward_model.path is not set"),
+        (["reward_model.ranks.gpus=2"], "reward_model.ranks.gpus is set, and nothing reads it: reward_model.path"),
+        (["reward.source=kind"], "reward.source is set, and nothing reads it: reward.by_source names no source"),
+        (["evaluation.top_p=0.7"], "evaluation.top_p is set, and nothing reads it: at temperature 0 the most probable"),
+        (["train.lr_end=0.1"], "train.lr_end is set, and nothing reads it: train.lr_schedule is constant"),
+        (["algorithm.name=ppo", "critic.lr_end=0.1"], "critic.lr_end is set, and nothing reads it: the critic's lr_s"),
+        (["checkpoint.keep=7"], "checkpoint.keep is set, and nothing reads it: checkpoint.every is not set: a check"),
+        (["algorithm.name=sft", "rollout.top_p=0.9"], "rollout.top_p is set, and nothing reads it: sft learns from"),
+        (["run.project=math"], "run.project is set, and nothing reads it: run.trackers names neither wandb nor mlflow"),
+        (["train.lr=0.5"], "train.lr is 0.5, and rates of AdamW above 0.1 destroy a model"),
+        (["placement.gpus=60000"], "15000 data-parallel ranks share the 1024 samples of an update: some of them have"),
+        (["rollout.engine.count=200"], "200 engines (rollout.engine.count) share the 128 prompts of a step"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else None,
+)  # fmt: skip
+def test_what_nothing_reads_is_told(overrides: list[str], says: str) -> None:
+    (line,) = advice(load_recipe(QUICKSTART, overrides))
+    assert line.startswith(says), line
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm.name=ppo", "critic.lr=1e-5", "critic.ranks.tp=2"],
+        ["algorithm.name=ppo", "train.lr_schedule=cosine", "train.lr_end=0.1", "critic.lr_end=0.2"],
+        ["run.project=math", "run.trackers=[tensorboard, mlflow]"],
+        ["reference.use=true", "reference.path=a"],
+        ["algorithm.kl_coefficient=0.1", "reference.path=a"],
+        ["reward_model.path=a", "reward_model.weight=0.5"],
+        ["evaluation.sets.arith.temperature=0.6", "evaluation.top_p=0.7"],
+        ["checkpoint.every=5", "checkpoint.keep=7", "checkpoint.asynchronous=false"],
+        # A switch that is written as off is meant.
+        ["warm_start.steps=0"],
+        ["data.eval={}"],
+        ["checkpoint.every=null", "checkpoint.keep=7"],
+        # Defaults that are written are no wish.
+        ["reward_model.weight=1.0", "critic.ranks.first_gpu=0", "reference.path=null"],
+    ],
+    ids=lambda overrides: overrides[-1],
+)
+def test_what_is_read_or_switched_off_is_told_nothing(overrides: list[str]) -> None:
+    assert advice(load_recipe(QUICKSTART, overrides)) == []
+
+
+def test_a_warm_start_that_was_never_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(QUICKSTART.read_text().replace("warm_start: {steps: 220, ", "warm_start: {"))
+    (line,) = advice(load_recipe(path))
+    assert line.startswith("warm_start.lr and warm_start.sequences_per_step and warm_start.warmup_steps are set")
+
+
+def keys(kind: Any, path: str = "") -> Iterator[str]:
+    for name, field in kind.model_fields.items():
+        inner = [one for one in (field.annotation, *get_args(field.annotation)) if isinstance(one, type)]
+        branch = next((one for one in inner if issubclass(one, Branch)), None)
+        yield from keys(branch, f"{path}{name}.") if branch else [f"{path}{name}"]
+
+
+def test_the_table_names_keys_that_there_are_and_every_section() -> None:
+    known = list(keys(Recipe))
+    assert [entry for entry in USED_WHEN if not any(f"{key}.".startswith(f"{entry}.") for key in known)] == []
+    assert set(Recipe.model_fields) <= {entry.partition(".")[0] for entry in USED_WHEN}
+
+
+def test_the_command_says_so_on_stderr_and_goes_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(recipe: Recipe) -> None:
+        cli._advise(recipe)
+        print("goes on")
+
+    assert cli._outcome(QUICKSTART, ["critic.lr=1e-5"], run) == 0
+    captured = capsys.readouterr()
+    assert captured.err == "megarl: critic.lr is set, and nothing reads it: grpo has no critic\n"
+    assert captured.out == "goes on\n"

@@ -1,0 +1,28 @@
+"""The second node of an engine, for tests: settings as JSON on stdin; its scheduler, then what ends it, on stdout."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+
+from megarl.device import Address
+from megarl.rollout.sglang.arguments import Door, EngineSettings, Span
+from megarl.rollout.sglang.engine import EngineFault, Schedulers
+
+
+def main() -> None:
+    settings = json.loads(sys.stdin.readline())
+    door = Door(settings.pop("door").encode())
+    span = Span(2, 1, Address(*settings.pop("meet")), door)
+    part = Schedulers(EngineSettings(**settings, span=span), "engine_loader.load")
+    print(*part.pids(), flush=True)
+    try:
+        asyncio.run(part.fail())
+    except EngineFault as fault:
+        print(fault.cause, flush=True)
+    part.shutdown()
+
+
+if __name__ == "__main__":
+    main()

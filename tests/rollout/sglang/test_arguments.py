@@ -1,0 +1,198 @@
+"""SGLang's own arguments: unknown and reserved names are the user's fault, told without importing SGLang."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.device import DEVICE
+from megarl.rollout.sglang.arguments import (
+    LATENT_FP8_BACKENDS,
+    REFUSED,
+    EngineSettings,
+    latent_cache_faults,
+    server_arguments,
+    server_fields,
+    sglang_faults,
+)
+
+SETTINGS = EngineSettings("model", 2, 1, "float32", 7, 128, 64, sglang={"page_size": 16, "max_running_requests": 8})
+
+COPIED = re.compile(r"get_key_buffer\([^)]*\)\.to\(\s*q\.dtype")
+
+needs_sglang = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
+
+
+def test_the_recipe_wins_over_our_defaults() -> None:
+    arguments = server_arguments(SETTINGS, "a.loader")
+    assert arguments["page_size"] == 16
+    assert arguments["max_running_requests"] == 8
+    assert arguments["tp_size"] == 2
+    assert arguments["random_seed"] == 7
+
+
+def test_the_arguments_of_another_device_than_this_ones() -> None:
+    gpu, cpu = (server_arguments(replace(SETTINGS, seeded=True), "a.loader", device) for device in ("cuda", "cpu"))
+    assert gpu["enable_memory_saver"] and gpu["enable_deterministic_inference"] and "device" not in gpu
+    assert cpu["device"] == "cpu" and not {"enable_memory_saver", "enable_deterministic_inference"} & set(cpu)
+
+
+def test_the_context_is_what_a_run_needs_of_what_the_model_has() -> None:
+    def context(model_context: int | None) -> Any:
+        return server_arguments(replace(SETTINGS, model_context=model_context), "a.loader").get("context_length")
+
+    assert [context(None), context(130), context(40_960)] == [None, 130, 136]
+
+
+def test_an_idle_engine_leaves_the_cores_to_the_optimizer() -> None:
+    for device in ("cuda", "cpu"):
+        assert server_arguments(SETTINGS, "a.loader", device)["sleep_on_idle"]
+    mine = replace(SETTINGS, sglang={"sleep_on_idle": False})
+    assert not server_arguments(mine, "a.loader", "cuda")["sleep_on_idle"]
+
+
+def test_experts_lie_where_the_map_has_them_on_every_gpu() -> None:
+    """SGLang's own choice on Blackwell lays them out in another way; for fp8 tiles it keeps its choice."""
+
+    def backend(device: str = "cuda", **changes: Any) -> Any:
+        return server_arguments(replace(SETTINGS, **changes), "a.loader", device).get("moe_runner_backend")
+
+    assert (backend(), backend(fp8=True), backend("cpu")) == ("triton", None, None)
+    assert backend(sglang={"moe_runner_backend": "deep_gemm"}) == "deep_gemm"
+
+
+@needs_sglang
+def test_triton_is_what_sglang_chooses_on_hopper_itself() -> None:
+    """In its source: unquantised experts go to Triton where no other backend is named."""
+    spec = importlib.util.find_spec("sglang")
+    assert spec and spec.origin
+    source = (Path(spec.origin).parent / "srt" / "layers" / "quantization" / "unquant.py").read_text()
+    runner = source.partition("def create_moe_runner(")[2].partition("self.runner = MoeRunner(backend")[0]
+    assert runner.rstrip().endswith("else:\n            backend = MoeRunnerBackend.TRITON")
+    assert "is_auto" not in runner
+
+
+@needs_sglang
+@pytest.mark.parametrize("key", ["enable_nccl_nvls", "enable_symm_mem"])
+def test_nccl_is_not_set_up_in_engines_alone(key: str) -> None:
+    (fault,) = sglang_faults({key: True})
+    assert "NCCL_NVLS_ENABLE and NCCL_CUMEM_ENABLE of the environment" in fault.problem
+
+
+@needs_sglang
+def test_all_our_arguments_are_sglangs() -> None:
+    assert set(server_arguments(replace(SETTINGS, seeded=True), "a.loader")) <= server_fields()
+
+
+@needs_sglang
+def test_unknown_and_reserved_arguments_are_named() -> None:
+    faults = sglang_faults({"page_sise": 16, "tp_size": 4, "device": "cuda", "page_size": 16, "qqq": 1})
+    assert [str(fault) for fault in faults] == [
+        "rollout.engine.sglang.page_sise: SGLang has no such server argument; did you mean page_size?",
+        "rollout.engine.sglang.tp_size: is set by megarl itself; set rollout.engine.tp and remove it",
+        "rollout.engine.sglang.device: is set by megarl itself; remove it",
+        "rollout.engine.sglang.qqq: SGLang has no such server argument; see SGLang's ServerArgs for the names it has",
+    ]
+
+
+@needs_sglang
+def test_what_resharding_cannot_follow_is_refused_with_the_reason() -> None:
+    keys = ["speculative_algorithm", "enable_eplb", "ep_num_redundant_experts", "moe_a2a_backend", "quantization"]
+    faults = [str(fault) for fault in sglang_faults(dict.fromkeys(keys, 1))]
+    assert "a draft model would keep the weights that it started with; remove it" in faults[0]
+    assert "moves experts between ranks" in faults[1]
+    assert "holds some experts twice" in faults[2]
+    assert "shared experts" in faults[3]
+    assert faults[4].endswith("quantization: is set by megarl itself; set rollout.engine.fp8 and remove it")
+
+
+TAKEN = [
+    {},
+    {"kv_cache_dtype": "auto"},
+    {"kv_cache_dtype": "bfloat16", "attention_backend": "fa3"},
+    {"kv_cache_dtype": "fp8_e4m3", "attention_backend": "flashmla"},
+    {"kv_cache_dtype": "fp8_e4m3", "prefill_attention_backend": "triton", "decode_attention_backend": "trtllm_mla"},
+]
+NOT_TAKEN = [
+    ({"kv_cache_dtype": "fp8_e4m3"}, "'fp8_e4m3', but no attention backend is named"),
+    ({"kv_cache_dtype": "fp8_e4m3", "attention_backend": "fa3"}, "'fp8_e4m3', but fa3 copies a layer's whole cache"),
+    (
+        {"kv_cache_dtype": "fp8_e4m3", "attention_backend": "flashmla", "decode_attention_backend": "flashinfer"},
+        "'fp8_e4m3', but flashinfer copies",
+    ),
+    ({"kv_cache_dtype": "fp8_e4m3", "decode_attention_backend": "flashmla"}, "no attention backend is named"),
+    ({"kv_cache_dtype": "fp8_e5m2", "attention_backend": "flashmla"}, "does not take a cache in 'fp8_e5m2'"),
+]
+
+
+@pytest.mark.parametrize("arguments", TAKEN, ids=str)
+def test_a_cache_that_latent_attention_takes(arguments: dict[str, Any]) -> None:
+    assert latent_cache_faults(arguments) == []
+
+
+@pytest.mark.parametrize(("arguments", "says"), NOT_TAKEN, ids=str)
+def test_a_cache_that_latent_attention_does_not_take(arguments: dict[str, Any], says: str) -> None:
+    (fault,) = latent_cache_faults(arguments)
+    assert fault.where == "rollout.engine.sglang.kv_cache_dtype"
+    assert says in fault.problem
+    assert "remove it" in fault.mend
+
+
+@needs_sglang
+def test_the_backends_are_sglangs_and_those_left_out_copy_the_cache() -> None:
+    """In SGLang's source: a backend that copies the cache has `get_key_buffer(...).to(q.dtype)` where it decodes."""
+    spec = importlib.util.find_spec("sglang")
+    assert spec and spec.origin
+    folder = Path(spec.origin).parent / "srt" / "layers" / "attention"
+    registered = (folder / "attention_registry.py").read_text()
+    for name in LATENT_FP8_BACKENDS:
+        assert f'@register_attention_backend("{name}")' in registered
+        assert not COPIED.search((folder / f"{name}_backend.py").read_text()), name
+    for name in ("flashattention", "flashinfer_mla"):  # fa3, fa4; flashinfer
+        assert COPIED.search((folder / f"{name}_backend.py").read_text()), name
+
+
+@needs_sglang
+def test_every_refused_name_is_one_that_sglang_has() -> None:
+    """Else SGLang has renamed it, and the refusal would be silent."""
+    assert [start for start in REFUSED if not any(name.startswith(start) for name in server_fields())] == []
+
+
+def test_attention_groups_and_quantised_weights() -> None:
+    plain = server_arguments(SETTINGS, "a.loader")
+    assert (plain["dp_size"], plain["enable_dp_attention"], plain["disable_shared_experts_fusion"]) == (1, False, True)
+    made = server_arguments(replace(SETTINGS, dp=2, fp8=True), "a.loader")
+    assert (made["dp_size"], made["enable_dp_attention"]) == (2, True)
+    quantised = json.loads(made["json_model_override_args"])["quantization_config"]
+    assert (quantised["quant_method"], quantised["weight_block_size"]) == ("fp8", [128, 128])
+    assert "json_model_override_args" not in plain
+
+
+def test_seeded_samples_depend_on_no_other_setting() -> None:
+    mine = replace(SETTINGS, seeded=True, sglang={"disable_radix_cache": False, "chunked_prefill_size": 8})
+    arguments = server_arguments(mine, "a.loader")
+    if DEVICE == "cpu":
+        assert arguments["disable_radix_cache"]
+        assert arguments["chunked_prefill_size"] == arguments["max_total_tokens"] == 128 * 64, "room for all, whole"
+    else:
+        assert arguments["enable_deterministic_inference"]
+
+
+def test_experts_are_told_where_they_are_asked_for() -> None:
+    assert not server_arguments(SETTINGS, "a.loader")["enable_return_routed_experts"]
+    assert server_arguments(replace(SETTINGS, routed_experts=True), "a.loader")["enable_return_routed_experts"]
+
+
+@needs_sglang
+@pytest.mark.slow
+def test_the_names_read_from_the_source_are_those_of_the_class() -> None:
+    from megarl.rollout.sglang.server import ServerArgs
+
+    arguments: Any = ServerArgs
+    assert server_fields() == set(arguments.__struct_fields__)

@@ -1,0 +1,206 @@
+"""Seeded samples repeat to the last bit in any company; and each says which experts its tokens went to."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.rollout.sglang import deterministic
+from megarl.rollout.sglang.engine import Engine, Sampling
+from megarl.types import Sample
+from tests.parallel import checkpoints
+from tests.rollout.conftest import Reference, write_tokenizer
+from tests.rollout.draws import check_draws
+from tests.rollout.sglang.test_engine import TOLERANCE, worst_gap
+
+PROMPTS = [[3, 7, 15, 8, 18, 4], [9, 9, 9], [3, *range(20, 44), 4], [5, 6, 7, *([8, 9] * 40)]]
+KINDS = [(1.0, 1.0), (0.0, 1.0), (0.7, 1.0), (0.7, 0.9)]  # temperature, top-p
+CASES = {
+    "qwen3-moe tp1": ("qwen3-moe", {"tp": 1, "ep": 1}),
+    "qwen3-moe tp2": ("qwen3-moe", {"tp": 2, "ep": 1}),
+    "deepseek-v3 tp2 ep2 dp2": ("deepseek-v3", {"tp": 2, "ep": 2, "dp": 2}),
+}
+
+
+def test_every_sample_has_a_seed_of_its_own_for_ever() -> None:
+    streams = [(run, step, prompt) for run in (0, 1) for step in range(20) for prompt in range(20)]
+    seeds = {deterministic.sample_seed(stream, index) for stream in streams for index in range(8)}
+    assert len(seeds) == len(streams) * 8
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    drawn_first = 7211725819173872633
+    assert deterministic.sample_seed((7, 1, 0), 2) == drawn_first, "a resumed run must draw what the first one drew"
+
+
+def murmur3(data: bytes) -> int:
+    """MurmurHash3_x86_32 with seed 0 of whole words, after Appleby's description."""
+    state = 0
+    for (word,) in struct.iter_unpack("<I", data):
+        word = word * 0xCC9E2D51 % 2**32
+        word = (word << 15 | word >> 17) % 2**32 * 0x1B873593 % 2**32
+        state ^= word
+        state = ((state << 13 | state >> 19) % 2**32 * 5 + 0xE6546B64) % 2**32
+    state ^= len(data)
+    state = (state ^ state >> 16) * 0x85EBCA6B % 2**32
+    state = (state ^ state >> 13) * 0xC2B2AE35 % 2**32
+    return state ^ state >> 16
+
+
+def test_the_hash_is_murmur3() -> None:
+    assert murmur3(bytes(4)) == 0x2362F9DE, "the published value of four zero bytes"
+    seeds, positions, columns = [0, 1, 2**63 - 1, 0x89ABCDEF01234567], [0, 5, 31, 4095], [0, 3, 128_000]
+    given = torch.tensor(seeds, dtype=torch.uint64), torch.tensor(positions), torch.tensor(columns)
+    hashed = deterministic.murmur_hash(*given)
+    for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
+        expected = [murmur3(struct.pack("<QII", seed, position, column)) for column in columns]
+        assert hashed[row].tolist() == expected
+
+
+def test_truncation_keeps_each_rows_likeliest_tokens() -> None:
+    probs = torch.tensor([[0.1, 0.5, 0.15, 0.25]]).repeat(4, 1)
+    every = 1 << 30
+    kept = deterministic.truncated(probs, torch.tensor([every, 1, every, 2]), torch.tensor([1.0, 1.0, 0.6, 0.9]))
+    assert (kept > 0).tolist() == [
+        [True, True, True, True],
+        [False, True, False, False],
+        [False, True, False, True],
+        [False, True, False, True],
+    ]
+    assert torch.equal(kept[0], probs[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("inner", "width"), [(16, 8), (33, 47), (64, 192), (128, 47), (512, 64)])
+def test_a_rows_product_is_the_same_in_any_company(inner: int, width: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(inner)
+    row, right = torch.randn(1, inner).to(dtype), torch.randn(width, inner).to(dtype).t()
+    alone = deterministic.product(row, right)
+    torch.testing.assert_close(alone, row @ right, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-2)
+    for rows in (1, 2, 3, 7, 16, 17, 33, 100):
+        for place in {0, rows // 2, rows - 1}:
+            left = torch.randn(rows, inner).to(dtype)
+            left[place] = row
+            assert torch.equal(deterministic.product(left, right)[place], alone[0])
+            batched = deterministic.batched_product(left[None], right[None])
+            assert torch.equal(batched[0, place], alone[0])
+
+
+def test_products_of_nothing_and_with_an_addend() -> None:
+    left, right, bias = torch.randn(5, 32), torch.randn(32, 6), torch.randn(6)
+    expected = torch.addmm(bias, left, right, beta=2, alpha=3)
+    torch.testing.assert_close(deterministic.sum_with_product(bias, left, right, beta=2, alpha=3), expected)
+    assert deterministic.product(left[:0], right).shape == (0, 6)
+    assert deterministic.batched_product(left[None, :0], right[None]).shape == (1, 0, 6)
+    assert deterministic.batched_product(left[None][:0], right[None][:0]).shape == (0, 5, 6)
+
+
+def bits(samples: Sequence[Sample]) -> list[tuple[bytes, bytes]]:
+    return [(sample.response_ids_T.tobytes(), sample.engine_logp_T.tobytes()) for sample in samples]
+
+
+def sampling(kind: tuple[float, float], prompt: int) -> Sampling:
+    temperature, top_p = kind
+    return Sampling(3, 24, temperature, top_p, stream=(7, 1, prompt))
+
+
+async def alone(engine: Engine, kind: tuple[float, float]) -> list[list[Sample]]:
+    """One prompt after the other."""
+    return [await engine.generate(prompt, sampling(kind, index)) for index, prompt in enumerate(PROMPTS)]
+
+
+async def in_company(engine: Engine, kind: tuple[float, float]) -> list[list[Sample]]:
+    """All at once, the last first, between requests of every kind that start and end at other times."""
+    strangers = [
+        engine.generate([5 + number] * (number + 1), Sampling(2, 3 * number + 1, *other, stream=(8, number)))
+        for number, other in enumerate(KINDS * 3)
+    ]
+    mine = [engine.generate(prompt, sampling(kind, index)) for index, prompt in enumerate(PROMPTS)]
+    done = await asyncio.gather(*strangers, *reversed(mine))
+    return list(reversed(done[len(strangers) :]))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """The models are too small to share out, and the engine wants the cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int]]:
+    """A checkpoint and its engine's layout."""
+    family, layout = CASES[request.param]
+    folder = tmp_path_factory.mktemp("seeded")
+    write_tokenizer(folder)
+    return checkpoints.write(folder, family), layout
+
+
+@pytest.mark.slow
+def test_samples_repeat_in_another_engine_and_in_any_company(
+    served: tuple[Path, dict[str, int]], build_engine: Callable[..., Engine]
+) -> None:
+    folder, layout = served
+    options = {"model_path": str(folder), "seeded": True, "routed_experts": True, **layout}
+    groups = []
+    for seed, ask in ((3, alone), (4, in_company)):
+        engine = build_engine(**options, seed=seed)
+        groups.append([asyncio.run(ask(engine, kind)) for kind in KINDS])
+        if layout.get("dp", 1) > 1 and len(groups) == 1:
+            with one_thread():
+                check_draws([engine], Reference(folder))
+        engine.shutdown()
+    for kind, first, second in zip(KINDS, *groups, strict=True):
+        assert [bits(group) for group in first] == [bits(group) for group in second], kind
+    plain, greedy, *cooler = groups[0]
+    assert all(len({tokens for tokens, _ in bits(group)}) == 3 for group in plain), "samples of a group must differ"
+    assert all(len(set(bits(group))) == 1 for group in greedy)
+    check_experts(folder, plain)
+    check_experts(folder, groups[1][0])
+    with one_thread():
+        reference = Reference(folder)
+        assert worst_gap(plain, reference, prompts=PROMPTS) < TOLERANCE
+        assert max(worst_gap(one, reference, 0.7, PROMPTS) for one in cooler) < TOLERANCE
+
+
+@pytest.mark.slow
+def test_seeded_samples_are_independent_draws(build_engine: Callable[..., Engine], reference: Reference) -> None:
+    engines = [build_engine(1, 1, seeded=True, context_tokens=32) for _ in range(2)]
+    check_draws(engines, reference, temperature=0.7)
+    for engine in engines:
+        engine.shutdown()
+
+
+@pytest.mark.slow
+def test_experts_of_cached_tokens_are_told_too(checkpoint: Path, build_engine: Callable[..., Engine]) -> None:
+    """Where samples need not repeat, the second time all prompts are in the prefix cache."""
+    engine = build_engine(2, 2, routed_experts=True)
+    for _ in range(2):
+        check_experts(checkpoint, asyncio.run(alone(engine, KINDS[0])))
+    engine.shutdown()
+
+
+def check_experts(folder: Path, groups: Sequence[Sequence[Sample]]) -> None:
+    """They are those to which transformers' routers send the same tokens."""
+    with one_thread():
+        reference = Reference(folder)
+        chosen: list[torch.Tensor] = []
+        for name, module in reference.model.named_modules():
+            if name.endswith("mlp.experts"):
+                module.register_forward_hook(lambda _, inputs, __: chosen.append(inputs[1]))
+        for prompt, group in zip(PROMPTS, groups, strict=True):
+            for sample in group:
+                chosen.clear()
+                reference.logits([*prompt, *sample.response_ids_T.tolist()])
+                expected: Any = torch.stack(chosen, 1)[:-1].sort(-1).values.numpy()
+                assert sample.routed_experts is not None
+                assert sample.routed_experts.dtype == np.uint8
+                assert np.sort(sample.routed_experts, -1).tolist() == expected.tolist()

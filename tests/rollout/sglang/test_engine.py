@@ -1,0 +1,188 @@
+"""A real SGLang engine in this process: what it samples, what it listens on, what it costs, how it takes weights."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from megarl.rollout.sglang.engine import Engine, EngineFault, Sampling
+from megarl.types import Sample
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = [[3, 7, 15, 8, 18, 4], [3, 12, 16, 5, 18, 4], [9, 9, 9], [3, *range(20, 44), 4]]
+LAYOUTS = [(1, 1), (2, 1), (2, 2)]
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module", params=LAYOUTS, ids=["tp1", "tp2", "tp2-ep2"])
+def engine(request: pytest.FixtureRequest, build_engine: Callable[..., Engine]) -> Iterator[Engine]:
+    built = build_engine(*request.param)
+    yield built
+    built.shutdown()
+
+
+async def sample_all(engine: Engine, sampling: Sampling) -> list[list[Sample]]:
+    return await asyncio.gather(*(engine.generate(prompt, sampling) for prompt in PROMPTS))
+
+
+def worst_gap(
+    groups: list[list[Sample]], reference: Any, temperature: float = 1.0, prompts: Sequence[list[int]] = PROMPTS
+) -> float:
+    """The largest |engine - transformers| over all sampled tokens."""
+    return max(
+        float(np.abs(sample.engine_logp_T - logps.numpy()).max())
+        for prompt, group in zip(prompts, groups, strict=True)
+        for sample in group
+        for logps in [reference.logprobs(prompt, sample.response_ids_T.tolist(), temperature)]
+    )
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(4, 12), Sampling(4, 12, 0.6, 0.9), Sampling(4, 12, 1.3)],
+    ids=["plain", "cooler-truncated", "warmer"],
+)
+def test_logprobs_are_those_of_the_model(engine: Engine, reference: Any, sampling: Sampling) -> None:
+    """At the temperature that was sampled at, beside greedy samples, whose own are of temperature 1."""
+
+    async def sample_both() -> tuple[list[list[Sample]], list[list[Sample]]]:
+        return await asyncio.gather(sample_all(engine, sampling), sample_all(engine, Sampling(1, 12, 0.0)))
+
+    groups, greedy = asyncio.run(sample_both())
+    assert [len(group) for group in groups] == [4] * len(PROMPTS)
+    assert worst_gap(groups, reference, sampling.temperature) < TOLERANCE
+    assert worst_gap(greedy, reference) < TOLERANCE
+    assert len({sample.response_ids_T.tobytes() for sample in groups[0]}) > 1, "samples of a group must differ"
+
+
+def test_greedy_takes_the_likeliest_token(engine: Engine, reference: Any) -> None:
+    for prompt, (sample,) in zip(PROMPTS, asyncio.run(sample_all(engine, Sampling(1, 6, 0.0))), strict=True):
+        response = sample.response_ids_T.tolist()
+        likeliest = reference.logits([*prompt, *response])[len(prompt) - 1 : -1].argmax(-1)
+        assert response == likeliest.tolist()
+
+
+def test_a_response_ends_with_the_end_of_sequence_or_at_the_limit(engine: Engine, tokenizer: Any) -> None:
+    (group,) = asyncio.run(gather_one(engine, PROMPTS[0], Sampling(128, 24)))
+    assert {sample.finished for sample in group} == {True, False}
+    for sample in group:
+        response = sample.response_ids_T.tolist()
+        assert sample.finished == (response[-1] == tokenizer.eos_token_id)
+        assert sample.finished or len(response) == 24
+        assert tokenizer.eos_token_id not in response[:-1]
+        assert sample.text == tokenizer.decode(response, skip_special_tokens=True)
+        assert len(sample.engine_logp_T) == len(response)
+
+
+async def gather_one(engine: Engine, prompt: list[int], sampling: Sampling) -> list[list[Sample]]:
+    return [await engine.generate(prompt, sampling)]
+
+
+def test_new_weights_are_sampled_from_and_named(
+    engine: Engine, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Same prompts before and after: a prompt's old KV cache would show."""
+    before, update = engine.version, engine._manager.update_weights_from_tensor
+    asked: list[Any] = []
+    asyncio.run(sample_all(engine, Sampling(4, 12)))
+
+    def noting(request: Any) -> Any:
+        asked.append(request)
+        return update(request)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._manager, "update_weights_from_tensor", noting)
+        asyncio.run(engine.reshard({"scale": 1.1}, before + 1))
+    assert [request.torch_empty_cache for request in asked] == [True], "or torch keeps the staging, on a GPU"
+    groups = asyncio.run(sample_all(engine, Sampling(4, 12)))
+    assert engine.version == before + 1
+    assert {sample.version for group in groups for sample in group} == {before + 1}
+    assert worst_gap(groups, reference) > 100 * TOLERANCE
+    reference.scale(1.1)
+    assert worst_gap(groups, reference) < TOLERANCE
+    asyncio.run(engine.reshard({"scale": 1 / 1.1}, before + 2))
+
+
+def test_a_failed_reshard_is_named_and_stops_generation_until_one_succeeds(engine: Engine) -> None:
+    before, last = engine.version, len(engine.pids()) - 1
+    with pytest.raises(EngineFault, match=rf"version {before + 1} failed: .*rank {last}: ValueError: shard of session"):
+        asyncio.run(engine.reshard({"fail_on": last}, before + 1))
+    assert engine.version == before
+    with pytest.raises(EngineFault, match=r"half-written .* shard of session is wrong"):
+        asyncio.run(engine.generate(PROMPTS[0], Sampling(1, 4)))
+    asyncio.run(engine.reshard({}, before + 1))
+    (sample,) = asyncio.run(engine.generate(PROMPTS[0], Sampling(1, 4)))
+    assert sample.version == engine.version == before + 1
+
+
+def test_a_reshard_waits_for_running_requests(engine: Engine) -> None:
+    async def both() -> list[Sample]:
+        pending = asyncio.ensure_future(engine.generate(PROMPTS[0], Sampling(8, 200)))
+        await asyncio.sleep(0.1)  # let it start; either order must give one version per sample
+        await engine.reshard({}, engine.version + 1)
+        return await pending
+
+    assert len({sample.version for sample in asyncio.run(both())}) == 1
+
+
+def test_it_listens_on_loopback_alone(engine: Engine) -> None:
+    this = psutil.Process()
+    for process in [this, *this.children(recursive=True)]:
+        for socket in process.net_connections(kind="inet"):
+            assert socket.status != psutil.CONN_LISTEN or ipaddress.ip_address(socket.laddr[0]).is_loopback, socket
+
+
+def test_memory_that_training_had_in_between(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, by SGLang's own bookkeeping: it fails where a part is given back that was not taken."""
+    monkeypatch.setattr("megarl.rollout.sglang.engine.DEVICE", "cuda")
+
+    async def lend(*taken: list[str]) -> None:
+        await engine.release_memory()
+        for tags in taken:
+            await engine.resume_memory(tags)
+
+    before = asyncio.run(sample_all(engine, Sampling(1, 8, 0.0)))
+    asyncio.run(lend(["weights"], ["kv_cache"]))
+    asyncio.run(lend(["weights", "kv_cache"]))
+    after = asyncio.run(sample_all(engine, Sampling(1, 8, 0.0)))
+    for (one,), (other,) in zip(before, after, strict=True):
+        assert one.response_ids_T.tolist() == other.response_ids_T.tolist()
+
+
+def test_a_full_prompt_and_a_full_response_fit_into_the_context(build_engine: Callable[..., Engine]) -> None:
+    """SGLang's tables are of the context that the recipe needs, and not of the model's."""
+    engine = build_engine(1, 1, context_tokens=40, model_context=512)
+    assert engine._manager.context_len < 50
+    (sample,) = asyncio.run(engine.generate([9] * 39, Sampling(1, 1)))
+    assert len(sample.response_ids_T) == 1
+    assert max(len(sample.response_ids_T) for sample in asyncio.run(engine.generate([9] * 8, Sampling(64, 32)))) == 32
+    engine.shutdown()
+
+
+def test_it_is_idle_when_it_has_nothing_to_do(engine: Engine) -> None:
+    asyncio.run(engine.generate(PROMPTS[0], Sampling(1, 4)))
+    processes = [psutil.Process(pid) for pid in engine.pids()]
+    start, before = time.monotonic(), [sum(process.cpu_times()[:2]) for process in processes]
+    time.sleep(5)  # what is measured is a length of time
+    spent = [sum(process.cpu_times()[:2]) - old for process, old in zip(processes, before, strict=True)]
+    assert max(spent) / (time.monotonic() - start) < 0.03
+
+
+def test_a_cancelled_request_leaves_the_engine_working(engine: Engine) -> None:
+    async def cancel() -> None:
+        pending = asyncio.ensure_future(engine.generate(PROMPTS[0], Sampling(4, 400)))
+        await asyncio.sleep(0.05)
+        pending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pending
+        assert len(await engine.generate(PROMPTS[1], Sampling(2, 4))) == 2
+
+    asyncio.run(cancel())

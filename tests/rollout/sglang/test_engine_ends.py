@@ -1,0 +1,165 @@
+"""How an engine ends: by shutdown, by a killed scheduler, by its host's death, or before it has begun."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import zmq.asyncio
+
+from megarl.cluster.session_folder import remove_dead
+from megarl.rollout.rounds import PEERS_S
+from megarl.rollout.sglang.engine import Engine, EngineFault, Sampling
+from megarl.rollout.sglang.host import PREFIX
+
+pytestmark = pytest.mark.slow
+
+PROMPT = [3, 7, 15, 8, 18, 4]
+BOUND_S = 5.0  # of a standstill; the machine may be busy
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def engine_files() -> set[Path]:
+    return {*SHARED_MEMORY.iterdir(), *Path(tempfile.gettempdir()).glob("megarl-engine-*")}
+
+
+def children() -> set[int]:
+    """Every descendant, the fork server and Python's resource tracker of the whole process among them."""
+    return {process.pid for process in psutil.Process().children(recursive=True)}
+
+
+def test_shutdown_leaves_no_process_and_no_file(build_engine: Callable[..., Engine], fork_server: None) -> None:
+    files, processes = engine_files(), children()
+    engine = build_engine(2, 1)
+    assert children() - processes >= set(engine.pids())
+    asyncio.run(engine.generate(PROMPT, Sampling(2, 4)))
+    engine.shutdown()
+    engine.shutdown()
+    assert children() == processes
+    assert engine_files() <= files
+    with pytest.raises(EngineFault, match="the engine was shut down"):
+        asyncio.run(engine.generate(PROMPT, Sampling(1, 4)))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_scheduler_is_named_to_who_waits_and_to_who_comes(
+    build_engine: Callable[..., Engine], rank: int
+) -> None:
+    engine = build_engine(2, 1)
+    pids = engine.pids()
+    cause = rf"engine scheduler {rank} \(pid {pids[rank]}\) was killed by SIGKILL$"
+
+    async def kill_while_waiting() -> None:
+        pending = asyncio.ensure_future(engine.generate(PROMPT, Sampling(64, 450)))
+        await asyncio.sleep(0.2)
+        assert not pending.done()
+        os.kill(pids[rank], signal.SIGKILL)
+        with pytest.raises(EngineFault, match=cause):
+            await asyncio.wait_for(pending, timeout=10)
+        with pytest.raises(EngineFault, match=cause):
+            await asyncio.wait_for(engine.generate(PROMPT, Sampling(1, 4)), timeout=10)
+
+    asyncio.run(kill_while_waiting())
+    engine.shutdown()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_scheduler_is_named_to_who_waits(build_engine: Callable[..., Engine], rank: int) -> None:
+    """A signal that stops it leaves its peers waiting in a collective, and nothing to hear of."""
+    engine = build_engine(2, 1, timeout_s=BOUND_S)
+    pids = engine.pids()
+    cause = rf"^engine scheduler {rank} \(pid {pids[rank]}\) was stopped by a signal, {BOUND_S:g} s ago$"
+
+    async def stop_while_waiting() -> None:
+        pending = asyncio.ensure_future(engine.generate(PROMPT, Sampling(64, 450)))
+        os.kill(pids[rank], signal.SIGSTOP)
+        with pytest.raises(EngineFault, match=cause):
+            await asyncio.wait_for(pending, timeout=10 * BOUND_S)
+
+    asyncio.run(stop_while_waiting())
+    engine.shutdown()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_a_scheduler_that_stays_in_one_round_is_named(build_engine: Callable[..., Engine]) -> None:
+    """The weight loader may take its time, whoever loads; a round of the loop may not."""
+    engine = build_engine(2, 1, timeout_s=BOUND_S)
+    asyncio.run(engine.reshard({"rest_s": BOUND_S + 2 * PEERS_S}, 1))
+    asyncio.run(engine.generate(PROMPT, Sampling(1, 4)))
+    asyncio.run(engine.reshard({"rest_in_next_round_s": 600.0}, 2))
+    both = r"0 \(pid \d+\), 1 \(pid \d+\)"
+    with pytest.raises(EngineFault, match=rf"^engine scheduler {both} has done nothing for {BOUND_S:g} s$"):
+        asyncio.run(asyncio.wait_for(engine.generate(PROMPT, Sampling(1, 4)), timeout=10 * BOUND_S))
+
+
+def open_contexts() -> set[int]:
+    """ZeroMQ contexts that would block the garbage collector, should it find them before their sockets."""
+    return {id(one) for one in gc.get_objects() if isinstance(one, zmq.asyncio.Context) and not one.closed}
+
+
+def test_an_engine_that_cannot_start_says_why(build_engine: Callable[..., Engine], checkpoint: Path) -> None:
+    files, processes, contexts = engine_files(), children(), open_contexts()
+    weights = checkpoint / "model.safetensors"
+    hidden = weights.rename(checkpoint / "hidden")
+    try:
+        with pytest.raises(EngineFault) as caught:
+            build_engine(1, 1)
+    finally:
+        hidden.rename(weights)
+    last = str(caught.value).splitlines()[-1]
+    assert last.startswith("engine scheduler 0 (pid ")
+    assert "Cannot find any model weights" in last
+    assert open_contexts() <= contexts
+    assert children() <= processes
+    assert engine_files() <= files
+
+
+def test_an_argument_that_sglang_refuses_is_named(build_engine: Callable[..., Engine]) -> None:
+    with pytest.raises(EngineFault, match="Unknown schedule_policy: .*no-such-policy"):
+        build_engine(1, 1, sglang={"schedule_policy": "no-such-policy"})
+
+
+def test_schedulers_die_with_a_killed_host_and_the_next_start_removes_its_folder(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    program = """
+import sys
+from megarl.rollout.sglang.engine import Engine, EngineSettings
+engine = Engine(EngineSettings(sys.argv[1], tp=2, ep=1, dtype="float32", seed=1, context_tokens=64, concurrency=8))
+print(*engine.pids(), flush=True)
+sys.stdin.read()
+"""
+    command = [sys.executable, "-c", program, str(checkpoint)]
+    own = {**os.environ, "TMPDIR": str(tmp_path)}  # who is killed cannot remove its folder
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=own) as host:
+        assert host.stdout is not None
+        schedulers = [psutil.Process(int(pid)) for pid in host.stdout.readline().split()]
+        host.kill()
+        assert len(schedulers) == 2
+        deadline = time.monotonic() + 10
+        while alive := [process for process in schedulers if is_alive(process)]:
+            assert time.monotonic() < deadline, alive
+            time.sleep(0.1)
+    (left,) = tmp_path.glob("megarl-engine-*")
+    assert left.stat().st_mode & 0o777 == 0o700
+    assert remove_dead(PREFIX, str(tmp_path)) == 1
+    assert list(tmp_path.glob("megarl-engine-*")) == []
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """A zombie is dead: in a container nobody may be there to reap an orphan."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,102 @@
+"""Every family in a real SGLang engine: its logprobs, its parameters against the map, its derived tensors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.parallel.hf_config import model_shape
+from megarl.parallel.layout import EngineLayout
+from megarl.rollout.sglang.engine import Engine, EngineFault, Sampling
+from tests.parallel import checkpoints
+from tests.rollout.conftest import Reference, write_tokenizer
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = [[3, 7, 15, 8, 18, 4], [9, 9, 9], [3, *range(20, 44), 4]]
+TOLERANCE = 1e-4
+CASES = {
+    "deepseek-v3 tp2 ep2 dp2": ("deepseek-v3", EngineLayout(1, 2, 2, dp=2)),
+    "deepseek-v3 tp2": ("deepseek-v3", EngineLayout(1, 2, 1)),
+    "qwen3-moe tp2 ep2": ("qwen3-moe", EngineLayout(1, 2, 2)),
+    "qwen3-moe tp2 dp2": ("qwen3-moe", EngineLayout(1, 2, 1, dp=2)),
+    "qwen3, tied, tp2": ("qwen3", EngineLayout(1, 2, 1)),
+    "qwen2 tp2": ("qwen2", EngineLayout(1, 2, 1)),
+    "llama tp1": ("llama", EngineLayout(1, 1, 1)),
+}
+
+
+class Served:
+    """One engine with the checkpoint it serves."""
+
+    def __init__(self, case: str, folder: Path, build_engine: Callable[..., Engine]) -> None:
+        family, self.layout = CASES[case]
+        self.reference = Reference(checkpoints.write(folder, family, mtp_layers=int(family == "deepseek-v3")))
+        self.shape = model_shape(folder)
+        write_tokenizer(folder)
+        layout = self.layout
+        self.engine = build_engine(layout.tp, layout.ep, dp=layout.dp, model_path=str(folder))
+
+    def reshard(self, **message: Any) -> None:
+        asyncio.run(self.engine.reshard(message, self.engine.version + 1))
+
+    def gap(self, num_samples: int = 4) -> float:
+        """The largest |engine - transformers| over all sampled tokens of all prompts."""
+
+        async def sample_all() -> list[Any]:
+            return await asyncio.gather(*(self.engine.generate(one, Sampling(num_samples, 8)) for one in PROMPTS))
+
+        gaps = [
+            np.abs(sample.engine_logp_T - self.reference.logprobs(prompt, sample.response_ids_T.tolist()).numpy()).max()
+            for prompt, group in zip(PROMPTS, asyncio.run(sample_all()), strict=True)
+            for sample in group
+        ]
+        return float(max(gaps))
+
+
+@pytest.fixture(scope="module", params=CASES)
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, build_engine: Callable[..., Engine]
+) -> Iterator[Served]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the models are too small to share out, and the engine wants the cores
+    made = Served(request.param, tmp_path_factory.mktemp("model"), build_engine)
+    yield made
+    made.engine.shutdown()
+    torch.set_num_threads(threads)
+
+
+def test_the_layout_is_one_that_is_accepted(served: Served) -> None:
+    assert served.layout.faults(served.shape, served.layout.tp) + served.layout.cpu_faults(served.shape) == []
+
+
+def test_logprobs_are_those_of_transformers(served: Served) -> None:
+    assert served.gap() < TOLERANCE
+    assert served.gap(num_samples=1) < TOLERANCE, "with DP attention a group may have nothing to do"
+
+
+def test_the_map_describes_the_parameters(served: Served) -> None:
+    served.reshard(shape=asdict(served.shape), engine=asdict(served.layout))
+    other = replace(served.shape, hidden_size=served.shape.hidden_size + 1)
+    with pytest.raises(EngineFault, match="the map needs"):
+        served.reshard(shape=asdict(other), engine=asdict(served.layout))
+
+
+def test_written_parameters_are_used_in_every_form(served: Served) -> None:
+    """Latent attention multiplies with tensors that are derived from a parameter: those of the old one are refused."""
+    if served.shape.mla:
+        with pytest.raises(EngineFault, match=r"self_attn\.w_kc is not what its kv_b_proj\.weight says"):
+            served.reshard(scale=1.05, refresh=False)
+    else:
+        served.reshard(scale=1.05)
+    served.reshard()
+    assert served.gap() > 10 * TOLERANCE
+    served.reference.scale(1.05)
+    assert served.gap() < TOLERANCE

@@ -1,0 +1,80 @@
+"""One engine on two nodes, an attention group on each: it samples, takes weights, and dies as one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.device import address_of, host_store
+from megarl.rollout.sglang.arguments import Span
+from megarl.rollout.sglang.engine import Engine, EngineFault, Sampling
+from megarl.rollout.sglang.relay import new_door
+from tests.rollout.draws import check_draws
+from tests.rollout.sglang.test_engine import PROMPTS, TOLERANCE, sample_all, worst_gap
+
+pytestmark = pytest.mark.slow
+
+HERE = Path(__file__).parent
+
+
+@dataclass
+class Nodes:
+    """The engine on the first node, and the process that is its part on the second."""
+
+    engine: Engine
+    part: subprocess.Popen[str]
+    scheduler: int  # process id of the one on the second node
+
+
+@pytest.fixture
+def nodes(build_engine: Callable[..., Engine], checkpoint: Path, tmp_path: Path) -> Iterator[Nodes]:
+    store, door = host_store(120), new_door()
+    settings: dict[str, Any] = {"model_path": str(checkpoint), "dtype": "float32", "seed": 3, "context_tokens": 512}
+    settings |= {"tp": 2, "ep": 2, "concurrency": 256, "dp": 2}
+    environment = os.environ | {"PYTHONPATH": f"{HERE.parents[2]}:{HERE}", "TMPDIR": str(tmp_path)}
+    part = subprocess.Popen(
+        [sys.executable, str(HERE / "engine_part.py")],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+    )  # fmt: skip
+    assert part.stdin and part.stdout
+    try:
+        part.stdin.write(json.dumps(settings | {"meet": address_of(store), "door": door.public.decode()}) + "\n")
+        part.stdin.flush()
+        engine = build_engine(2, 2, dp=2, span=Span(2, 0, address_of(store), door))
+        yield Nodes(engine, part, scheduler=int(part.stdout.readline()))
+        engine.shutdown()
+    finally:
+        part.kill()
+        part.wait()
+
+
+def test_it_samples_takes_weights_and_dies_as_one(nodes: Nodes, reference: Any) -> None:
+    groups = asyncio.run(sample_all(nodes.engine, Sampling(4, 12)))
+    assert [len(group) for group in groups] == [4] * len(PROMPTS)
+    assert worst_gap(groups, reference) < TOLERANCE
+    assert len(nodes.engine.pids()) == 1, "the other rank is the other host's"
+    check_draws([nodes.engine], reference)
+
+    asyncio.run(nodes.engine.reshard({"scale": 1.1}, 1))
+    reference.scale(1.1)
+    assert worst_gap(asyncio.run(sample_all(nodes.engine, Sampling(4, 12))), reference) < TOLERANCE
+    with pytest.raises(EngineFault, match=r"rank 1: ValueError: shard of session"):
+        asyncio.run(nodes.engine.reshard({"fail_on": 1}, 2))
+    asyncio.run(nodes.engine.reshard({}, 2))
+
+    os.kill(nodes.scheduler, signal.SIGKILL)
+    assert nodes.part.stdout
+    assert nodes.part.stdout.readline() == f"engine scheduler 1 (pid {nodes.scheduler}) was killed by SIGKILL\n"
+    with pytest.raises(EngineFault, match="engine scheduler 0 "):
+        asyncio.run(nodes.engine.generate(PROMPTS[0], Sampling(64, 400)))
+    nodes.part.wait(60)

@@ -1,0 +1,238 @@
+"""The file of samples: what comes back of it, and what is refused before a rank starts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.config import Recipe
+from megarl.config.loading import load_recipe
+from megarl.preflight.samples import sample_faults
+from megarl.rollout.episodes import summary
+from megarl.rollout.sample_file import SampleFile, open_samples, writing
+from megarl.types import ModelShape, Prompt, Sample, SampleGroup, UserFault
+
+QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+TEMPERATURE = 0.7
+SHAPE = ModelShape(4, 64, 4, 2, 16, vocab_size=32, num_experts=8, experts_per_token=2, num_dense_layers=1)
+
+
+def group(seed: int, *, samples: int = 3, experts: type | None = None, top_id: int = 31) -> SampleGroup:
+    random = np.random.default_rng(seed)
+    row = {"n": seed, "nested": [1.5, None, "\u2713"]}
+    prompt = Prompt(f"row {seed}", "two\n\u00fcber", (1, 2, top_id), "4", row)
+
+    def sample(length: int) -> Sample:
+        routed = None
+        if experts is not None:
+            routed = random.integers(0, 8, (3 + length - 1, 3, 2)).astype(experts)
+        logp = -random.random(length, dtype=np.float32) * np.float32(1e-3)
+        return Sample(random.integers(0, 31, length), logp, f"r{length}", length % 2 == 0, seed, routed)
+
+    rewards = random.random(samples, dtype=np.float32)
+    return SampleGroup(prompt, tuple(sample(1 + n) for n in range(samples)), rewards, rewards > 0.5)
+
+
+def bits(group: SampleGroup) -> list[Any]:
+    """Everything about a group that can be compared, arrays with their types and bytes."""
+
+    def of(array: np.ndarray | None) -> tuple[Any, ...] | None:
+        return None if array is None else (array.dtype.str, array.shape, array.tobytes(), array.flags.writeable)
+
+    samples = [
+        (of(s.response_ids_T), of(s.engine_logp_T), s.text, s.finished, s.version, of(s.routed_experts))
+        for s in group.samples
+    ]
+    return [group.prompt, samples, of(group.rewards_G), of(group.correct_G)]
+
+
+def write(path: Path, *steps: list[SampleGroup]) -> SampleFile:
+    with writing(path, SHAPE.vocab_size, TEMPERATURE) as file:
+        for step in steps:
+            file.write(step)
+    return open_samples(path)
+
+
+def recipe(*overrides: str) -> Recipe:
+    return load_recipe(QUICKSTART, ["run.steps=2", f"rollout.temperature={TEMPERATURE}", *overrides])
+
+
+def told(samples: SampleFile, *overrides: str, context: int | None = None, shape: ModelShape = SHAPE) -> list[str]:
+    return [str(fault) for fault in sample_faults(samples, recipe(*overrides), shape, context)]
+
+
+@pytest.mark.parametrize("experts", [None, np.uint8, np.int16])
+def test_every_bit_of_every_group_comes_back(tmp_path: Path, experts: type | None) -> None:
+    odd = group(7, samples=1, experts=experts)
+    odd.samples[0].engine_logp_T.view(np.uint32)[:] = 0x7FC00123  # a NaN that says something
+    steps = [[group(1, experts=experts), group(2, samples=2, experts=experts)], [odd, group(1, experts=experts)]]
+    file = write(tmp_path / "samples.parquet", *steps)
+    assert file.num_samples == (5, 4)
+    for number, groups in enumerate(steps, start=1):
+        assert [bits(one) for one in file.groups(number)] == [bits(one) for one in groups]
+    assert [one.name for one in tmp_path.iterdir()] == ["samples.parquet"]
+
+
+def test_samples_with_and_without_experts_may_be_neighbours(tmp_path: Path) -> None:
+    groups = [group(1, experts=np.uint8), group(2)]
+    file = write(tmp_path / "samples.parquet", groups)
+    assert [bits(one) for one in file.groups(1)] == [bits(one) for one in groups]
+
+
+def test_a_file_that_was_not_finished_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), writing(tmp_path / "samples.parquet", 32, TEMPERATURE) as file:
+        file.write([group(1)])
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_file_is_named_whichever_byte_it_is(tmp_path: Path) -> None:
+    """Cut anywhere, or with one flipped bit in any of its pages."""
+    file = write(tmp_path / "samples.parquet", [group(1, experts=np.uint8)], [group(2)])
+    whole = file.path.read_bytes()
+    wanted = [[bits(one) for one in file.groups(step)] for step in (1, 2)]
+
+    def damage(content: bytes) -> bool:
+        """Whether it is told; else everything must still be what it was."""
+        file.path.write_bytes(content)
+        try:
+            damaged = open_samples(file.path)
+            got = [[bits(one) for one in damaged.groups(step)] for step in (1, 2)]
+        except UserFault as fault:
+            assert fault.where == str(file.path)
+            return True
+        assert got == wanted
+        return False
+
+    assert all(damage(whole[:end]) for end in (0, 3, 8, len(whole) // 2, len(whole) - 1))
+    data = whole.index(b"r1")
+    flipped = [damage(whole[:at] + bytes([whole[at] ^ 16]) + whole[at + 1 :]) for at in range(4, len(whole), 11)]
+    assert any(flipped)
+    assert damage(whole[:data] + b"q" + whole[data + 1 :])
+
+
+def test_other_files_are_refused_by_name(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    other = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1+1="]}), other)
+    with pytest.raises(UserFault, match="its format is not ours, this version reads 3"):
+        open_samples(other)
+    with pytest.raises(UserFault, match="gone.parquet: not a whole file of samples"):
+        open_samples(tmp_path / "gone.parquet")
+
+
+def test_rows_that_make_no_sample_are_refused(tmp_path: Path) -> None:
+    """By another program that writes our columns."""
+    import pyarrow
+    import pyarrow.parquet
+
+    path = write(tmp_path / "samples.parquet", [group(1)]).path
+    table = pyarrow.parquet.read_table(path)
+    for column, value, says in (
+        ("engine_logp", [], "3 prompt tokens, 2 response tokens and 0 logprobs"),
+        ("response_ids", [-1, 1], "a negative token id"),
+        ("prompt_ids", None, "has no prompt_ids"),
+        ("step", 2, "says that it is of step 2"),
+        ("experts", b"123", "has experts of type None"),
+    ):
+        rows = table.to_pylist()
+        rows[1][column] = value
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=table.schema), path)
+        with pytest.raises(UserFault, match=says) as caught:
+            open_samples(path).groups(1)
+        assert caught.value.problem.startswith("sample 1 of step 1 ")
+
+
+def test_a_file_that_fits_has_no_fault(tmp_path: Path) -> None:
+    file = write(tmp_path / "samples.parquet", [group(1, experts=np.uint8)], [group(2, experts=np.uint8)])
+    assert told(file, "train.replay=r3", "train.tokens_per_micro_batch=6", "train.updates_per_step=3", context=6) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "context", "says"),
+    [
+        (["run.steps=3"], None, "run.steps: 3 is more than the 2 steps in "),
+        (["train.tokens_per_micro_batch=5"], None, "train.tokens_per_micro_batch: 5 is less than the longest"),
+        ([], 5, "its longest sequence has 6 tokens, the model's context is 5"),
+        (["train.updates_per_step=4"], None, "train.updates_per_step: 4 is more than the 3 samples of a step"),
+        (["rollout.temperature=1.0"], None, "rollout.temperature: 1.0, and "),
+        (["train.replay=r3"], None, "train.replay: r3 replays the experts that the engine chose"),
+    ],
+)
+def test_what_does_not_fit_is_told_with_the_numbers(
+    tmp_path: Path, overrides: list[str], context: int | None, says: str
+) -> None:
+    file = write(tmp_path / "samples.parquet", [group(1)], [group(2)])
+    (line,) = told(file, *overrides, context=context)
+    assert says in line
+    assert str(file.path) in line
+
+
+def test_a_sequence_is_held_against_the_budget_as_long_as_it_is_padded(tmp_path: Path) -> None:
+    file = write(tmp_path / "samples.parquet", [group(1)], [group(2)])
+    budgets = {"train.tokens_per_micro_batch": (7, 4)}
+    (fault,) = sample_faults(file, recipe("train.tokens_per_micro_batch=7"), SHAPE, None, budgets)
+    assert (fault.where, fault.mend) == ("train.tokens_per_micro_batch", "set it to at least 8")
+
+
+def test_another_vocabulary_is_told(tmp_path: Path) -> None:
+    file = write(tmp_path / "samples.parquet", [group(1, top_id=40)], [group(2)])
+    (line,) = told(file)
+    assert line.startswith(f"{file.path}: it was sampled from a vocabulary of 32 (highest id 40); the vocabulary of")
+
+
+def test_experts_of_another_model_are_not_replayed(tmp_path: Path) -> None:
+    file = write(tmp_path / "samples.parquet", [group(1, experts=np.uint8)], [group(2, experts=np.uint8)])
+    (line,) = told(file, "train.replay=r3", shape=ModelShape(**{**SHAPE.__dict__, "num_dense_layers": 0}))
+    assert line.startswith("train.replay: ")
+
+
+def test_another_temperature_is_told_with_what_to_write(tmp_path: Path) -> None:
+    path = write(tmp_path / "samples.parquet", [group(1)], [group(2)]).path
+    assert told(open_samples(path), f"rollout.temperature={TEMPERATURE}") == []
+    (line,) = told(open_samples(path), "rollout.temperature=1.3")
+    assert line == f"rollout.temperature: 1.3, and {path} was sampled at 0.7; set it to 0.7, or sample anew"
+
+
+def test_samples_without_company_are_refused_where_they_are_compared(tmp_path: Path) -> None:
+    """Groups that lost all but one sample are no fault, as long as there are others."""
+    alone = write(tmp_path / "alone.parquet", [group(1, samples=1)], [group(2, samples=1)])
+    mixed = write(tmp_path / "mixed.parquet", [group(1, samples=1)], [group(2, samples=2)])
+    assert sample_faults(mixed, recipe(), SHAPE, None, needs_group=True) == []
+    assert sample_faults(alone, recipe(), SHAPE, None) == []
+    (fault,) = sample_faults(alone, recipe(), SHAPE, None, needs_group=True)
+    assert fault.where == "algorithm.name"
+    assert fault.problem == f"grpo compares the samples of a prompt, and {alone.path} has one of each prompt"
+
+
+def test_the_data_row_is_kept_as_json(tmp_path: Path) -> None:
+    import pyarrow.parquet
+
+    path = write(tmp_path / "samples.parquet", [group(3)]).path
+    assert json.loads(pyarrow.parquet.read_table(path)["row"][0].as_py()) == group(3).prompt.row
+
+
+def test_groups_that_lost_samples_come_back_as_they_are(tmp_path: Path) -> None:
+    groups = [group(1, samples=3), group(2, samples=1), group(3, samples=2)]
+    file = write(tmp_path / "f.parquet", groups)
+    assert [bits(one) for one in file.groups(1)] == [bits(one) for one in groups]
+    assert file.num_samples == (6,)
+
+
+def test_greedy_samples_come_back_and_are_missed(tmp_path: Path) -> None:
+    with_one = replace(group(1), samples=(*group(1).samples[:-1], replace(group(1).samples[-1], is_baseline=True)))
+    file = write(tmp_path / "f.parquet", [with_one, group(2)])
+    assert [sample.is_baseline for sample in file.groups(1)[0].samples] == [False, False, True]
+    assert summary(file.groups(1)[0]).baseline == len(with_one.samples) - 1
+    keys = recipe("algorithm.name=remax", "run.steps=1")
+    assert sample_faults(file, keys, SHAPE, None, wants_baseline=True) == []
+    other = write(tmp_path / "g.parquet", [group(1)], [group(2)])
+    (fault,) = sample_faults(other, keys, SHAPE, None, wants_baseline=True)
+    assert fault.where == "algorithm.name" and fault.mend == "sample with algorithm.name=remax"

@@ -1,0 +1,43 @@
+"""The controller bench: what it reckons of nodes, and one small run of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.parallel.layout import TrainLayout
+from megarl.training.batching import SampleRef, Update
+from scripts.bench_controller import TOKEN_BYTES, node_bytes
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_controller.py"
+
+
+def test_bytes_of_nodes_by_hand() -> None:
+    """16 ranks, TP4 PP2 DP2: node 0 has stage 0 of both, node 1 stage 1. Group 0 is shared, group 1 is the second's."""
+    layout = TrainLayout(16, tp=4, pp=2, ep=1)
+    first, second = SampleRef(0, 0, 110, 100, 1.0), SampleRef(0, 1, 60, 50, 1.0)
+    third = SampleRef(1, 0, 40, 30, 1.0)
+    updates = [Update((((first,),), ((second, third),)), 1.0, 210, 180)]
+    groups = [TOKEN_BYTES * 150, TOKEN_BYTES * 30]
+    whole = sum(groups)
+    assert node_bytes("inline", layout, updates, groups) == 2 * whole
+    assert node_bytes("everything", layout, updates, groups) == 2 * whole
+    assert node_bytes("dealt", layout, updates, groups) == whole + TOKEN_BYTES * (100 + 50 + 30)
+
+
+@pytest.mark.slow
+def test_a_run_counts_what_each_way_sends() -> None:
+    options = ["--ranks", "8", "--hosts", "2", "--groups", "8", "--updates", "2", "--everything", "--json"]
+    done = subprocess.run([sys.executable, SCRIPT, *options], capture_output=True, text=True, timeout=300, check=True)
+    (rows,) = json.loads(done.stdout).values()
+    dealt, inline = rows["dealt"], rows["inline"]
+    assert (dealt["calls"], inline["calls"]) == (8 + 2, 8), "one call more for each data-parallel rank"
+    assert dealt["references"] == 2 * 8 + 2 * (1 + 8), "two for each rank, and the groups once for each share"
+    assert inline["references"] == 8 * 8
+    assert dealt["pickled_bytes"] < inline["pickled_bytes"] < rows["everything"]["pickled_bytes"]
+    assert rows["sample"]["calls"] == 8
+    assert rows["values"]["references"] < 8 * 8

@@ -1,0 +1,217 @@
+"""Packaging: setup.py, and the locks for CPU and GPUs: exact, of the same versions, with all that packages ask for."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "requirements"
+PYTHONS = ("3.11", "3.12")
+PLATFORM = {"platform_system": "Linux", "sys_platform": "linux", "platform_machine": "x86_64"}
+RESOLVE = ["--python-platform", "x86_64-manylinux_2_35", "--no-header", "--no-annotate"]
+
+
+def pins(text: str) -> dict[str, str]:
+    """Versions by name; every line that is no comment names one package and its version, and nothing else."""
+    found: dict[str, str] = {}
+    for line in filter(None, (re.sub(r"(^|\s)#.*", "", line).strip() for line in text.splitlines())):
+        match = re.fullmatch(r"([A-Za-z0-9._-]+)==([^\s=<>!*,;]+)", line)
+        assert match, line
+        name = canonicalize_name(match[1])
+        assert name not in found, f"{name} is named twice"
+        found[name] = match[2]
+    return found
+
+
+def lock(device: str) -> dict[str, str]:
+    return pins((FOLDER / f"{device}.txt").read_text(encoding="utf-8"))
+
+
+def wishes(texts: list[str] | None, python: str, extra: str = "") -> list[Requirement]:
+    """Requirements that count on Linux x86-64 with this Python."""
+    environment = {**PLATFORM, "python_version": python, "python_full_version": f"{python}.1", "extra": extra}
+    wanted = [Requirement(text) for text in texts or []]
+    return [one for one in wanted if not one.marker or one.marker.evaluate(environment)]
+
+
+def unmet(wanted: list[Requirement], found: dict[str, str]) -> list[str]:
+    versions = [(one, found.get(canonicalize_name(one.name))) for one in wanted]
+    return [str(one) for one, version in versions if not version or not one.specifier.contains(version, True)]
+
+
+def packaging_lists() -> tuple[list[str], dict[str, list[str]]]:
+    """CORE and EXTRAS of setup.py, which is not run."""
+    tree = ast.parse((ROOT / "setup.py").read_text())
+    values = {
+        node.targets[0].id: ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    return values["CORE"], values["EXTRAS"]
+
+
+def test_the_reader_of_locks_takes_nothing_but_exact_versions() -> None:
+    assert pins("# x\nA_b==1.0+cu13  # via c\n\n") == {"a-b": "1.0+cu13"}
+    for line in ("a", "a>=1", "a==1.*", "a==1,<2", "a[x]==1", "-r b.txt", "a==1\nA==1"):
+        with pytest.raises(AssertionError):
+            pins(line)
+
+
+def test_core_is_small_and_every_dependency_says_why() -> None:
+    core, _ = packaging_lists()
+    assert len(core) <= 12
+    source = (ROOT / "setup.py").read_text()
+    for requirement in core:
+        assert re.search(rf'"{re.escape(requirement)}",  # \w+', source), requirement
+
+
+def test_every_list_of_pythons_is_the_same() -> None:
+    assert 'python_requires=">=3.11,<3.13"' in (ROOT / "setup.py").read_text()
+    assert "for name in python3.11 python3.12; do" in (ROOT / "scripts" / "setup_env.sh").read_text()
+    assert "with Python 3.11 or 3.12 and no GPU" in (ROOT / "README.md").read_text()
+    assert 'target-version = "py311"' in (ROOT / "pyproject.toml").read_text()
+
+
+# --- CPU -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_cpu_lock_satisfies_setup_py() -> None:
+    core, extras = packaging_lists()
+    pins = lock("cpu")
+    for text in [*core, *extras["trackers"], *extras["dev"], "sglang==0.5.21"]:
+        requirement = Requirement(text)
+        assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), text
+    assert "sglang==0.5.21" in extras["gpu"]
+
+
+def unmet_on_cpu(python: str) -> set[str]:
+    """What the pinned packages ask for under this Python, and the lock does not have in a version that they take."""
+    pins, found = lock("cpu"), set()
+    for name, version in pins.items():
+        package = metadata.distribution(name)
+        assert package.version.split("+")[0] == version, name
+        headers: Any = package.metadata
+        assert SpecifierSet(headers.get("Requires-Python") or "").contains(f"{python}.1"), name
+        for text in package.requires or []:
+            wanted = Requirement(text)
+            environment = {"python_version": python, "python_full_version": f"{python}.1", "extra": ""}
+            pin = pins.get(canonicalize_name(wanted.name), "")
+            if not wanted.marker or wanted.marker.evaluate(environment):
+                found |= {f"{name} wants {text}"} if not pin or not wanted.specifier.contains(pin) else set()
+    return found
+
+
+def test_the_cpu_lock_lacks_the_same_under_every_python() -> None:
+    """Left out is what the tests do without, most of it SGLang's kernels: they run under one Python, here are both."""
+    first, second = map(unmet_on_cpu, PYTHONS)
+    assert first == second
+    lacking = {line.split()[0] for line in first} - {"torch"}  # of which a CUDA build needs CUDA's packages
+    assert lacking == {"sglang", "huggingface-hub", "pyright", "python-dateutil", "databricks-sdk"}
+
+
+def fits_one_python(name: str) -> bool:
+    """Whether the wheel that is installed has machine code for this Python alone."""
+    tags = re.findall(r"^Tag: (\S+)", metadata.distribution(name).read_text("WHEEL") or "", re.MULTILINE)
+    return all(tag.startswith("cp") and "-abi3-" not in tag for tag in tags)
+
+
+@pytest.mark.slow
+def test_pip_finds_every_pinned_package_for_the_other_python(tmp_path: Path) -> None:
+    """For this one they are installed. A newer pip reads what a package index says of its files, and fetches none."""
+    install = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--retries", "1"]
+    fetched = subprocess.run([*install, "--target", tmp_path / "pip", "pip>=25"], capture_output=True, text=True)
+    if fetched.returncode:
+        pytest.skip(f"no package index is in reach: {fetched.stderr.strip().splitlines()[-1]}")
+    (other,) = set(PYTHONS) - {f"3.{sys.version_info.minor}"}
+    pins = [f"{name}=={version}" for name, version in lock("cpu").items() if fits_one_python(name)]
+    assert {"numpy", "ray", "torch"} <= {pin.split("==")[0] for pin in pins}
+    asked = ["--dry-run", "--only-binary=:all:", "--target", tmp_path / "x", "--python-version", other, *pins]
+    settings = os.environ | {"PYTHONPATH": str(tmp_path / "pip")}
+    done = subprocess.run([*install, *asked], env=settings, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# --- GPUs ------------------------------------------------------------------------------------------------------------
+
+
+def test_both_locks_have_the_same_versions_of_what_they_share() -> None:
+    cpu, gpu = lock("cpu"), lock("gpu")
+    assert not cpu.keys() - gpu.keys(), "what the tests use on CPU is there on GPUs too"
+    assert {name: gpu[name] for name in cpu} == cpu
+
+
+def test_the_gpu_lock_is_what_setup_py_asks_for() -> None:
+    core, extras = packaging_lists()
+    asked = [*core, *extras["gpu"], *extras["trackers"], *extras["dev"]]
+    for python in PYTHONS:
+        assert unmet(wishes(asked, python), lock("gpu")) == []
+
+
+def test_every_source_of_the_gpu_lock_is_named_there_as_setup_py_names_it() -> None:
+    """So that a package which setup.py gains, or another version of the engine, cannot be forgotten."""
+    lines = re.sub(r"\s*#.*", "", (FOLDER / "gpu.in").read_text(encoding="utf-8")).split("\n")
+    named = {canonicalize_name(one.name): one for one in map(Requirement, filter(lambda x: x and x[0] != "-", lines))}
+    core, extras = packaging_lists()
+    for text in [*core, *extras["gpu"], *extras["trackers"], *extras["dev"]]:
+        wanted = Requirement(text)
+        one = named[canonicalize_name(wanted.name)]
+        assert wanted.extras == one.extras, text
+        assert not one.specifier or one.specifier == wanted.specifier, text
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_the_gpu_lock_has_all_that_the_installed_packages_ask_for(python: str) -> None:
+    """SGLang's kernels among it, exactly as SGLang pins them; Megatron's packages for developers are another matter."""
+    found = lock("gpu")
+    for name, version in lock("cpu").items():
+        package = metadata.distribution(name)
+        assert package.version.split("+")[0] == version, name
+        assert unmet(wishes(package.requires, python), found) == [], name
+    kernels = [one for one in wishes(metadata.requires("sglang"), python) if re.search("kernel|flash|deep-", one.name)]
+    assert {"sglang-kernel", "flashinfer-python", "sgl-deep-gemm"} <= {canonicalize_name(one.name) for one in kernels}
+
+
+def test_the_gpu_lock_is_of_one_cuda() -> None:
+    found = lock("gpu")
+    assert not [name for name in found if re.search(r"(?<!libs)-cu12$", name)], "one folder takes one core"
+    assert {"transformer-engine-cu13", "nvidia-nccl-cu13", "nvidia-cudnn-cu13"} <= found.keys()
+    engine = {version for name, version in found.items() if name.startswith("transformer-engine")}
+    assert len(engine) == 1, "TransformerEngine refuses parts of several versions"
+
+
+@pytest.fixture(scope="session")
+def uv(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The resolver, which unlike pip reads what a source package asks for without building it."""
+    folder = tmp_path_factory.mktemp("uv")
+    install = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--retries", "1", "--target", folder, "uv"]
+    fetched = subprocess.run(install, capture_output=True, text=True)
+    if fetched.returncode:
+        pytest.skip(f"no package index is in reach: {fetched.stderr.strip().splitlines()[-1]}")
+    return folder / "bin" / "uv"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("python", PYTHONS)
+def test_the_gpu_lock_still_resolves(python: str, uv: Path, tmp_path: Path) -> None:
+    """From gpu.in, held to the lock's versions: each is still offered, and they still agree. Nothing is installed."""
+    command = [uv, "pip", "compile", "-q", FOLDER / "gpu.in", "-c", FOLDER / "gpu.txt", "--python-version", python]
+    settings = os.environ | {"UV_CACHE_DIR": str(tmp_path / "cache"), "UV_SYSTEM_CERTS": "1"}
+    if index := os.environ.get("PIP_INDEX_URL"):
+        settings |= {"UV_DEFAULT_INDEX": index}
+    done = subprocess.run([*command, *RESOLVE], cwd=tmp_path, env=settings, capture_output=True, text=True)
+    if "error sending request" in done.stderr:
+        pytest.skip(f"no package index is in reach: {done.stderr.strip().splitlines()[-1]}")
+    assert done.returncode == 0, done.stderr
+    assert pins(done.stdout) == lock("gpu")

@@ -1,0 +1,150 @@
+"""From statistics of samples and updates to what a step's record says."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megarl.tracking.metrics import (
+    critic_metrics,
+    eval_metrics,
+    failed_share,
+    pick_samples,
+    rollout_metrics,
+    train_metrics,
+)
+from megarl.types import GroupSummary
+
+QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+
+ARRAYS = ("response_lengths_G", "finished_G", "rewards_G", "correct_G")
+
+
+def group(prompt: str, rewards: list[float], lengths: list[int], finished: list[bool] | None = None) -> GroupSummary:
+    return GroupSummary(
+        prompt_text=prompt,
+        answer="7",
+        responses=tuple(f"{prompt}{i}" for i in range(len(rewards))),
+        prompt_length=5,
+        response_lengths_G=np.array(lengths),
+        finished_G=np.array(finished or [True] * len(rewards)),
+        rewards_G=np.array(rewards, np.float32),
+        correct_G=np.array(rewards) >= 1.0,
+        version=3,
+    )
+
+
+def test_rollout_metrics_are_means_over_samples_not_over_groups() -> None:
+    groups = [group("a", [1.0, 1.0, 1.0], [2, 2, 2]), group("b", [0.0], [10], [False])]
+    metrics = rollout_metrics(groups)
+    assert metrics["reward/mean"] == 0.75
+    assert metrics["reward/accuracy"] == 0.75
+    assert metrics["reward/std"] == pytest.approx(math.sqrt(0.75 * 0.25))
+    assert metrics["rollout/response_length_mean"] == 4.0
+    assert metrics["rollout/response_length_max"] == 10.0
+    assert metrics["rollout/truncated"] == 0.25
+    assert metrics["rollout/samples"] == 4
+
+
+def test_failed_verdicts_are_a_share_of_all_samples_dropped_or_not() -> None:
+    dropped = replace(group("a", [1.0], [2]), failures=("x", "y", "z"), num_dropped=3)
+    penalised = replace(group("b", [1.0, 0.0, 0.0, -1.0], [2, 2, 2, 2]), failures=("x",))
+    empty = replace(group("c", [], []), failures=("x",), num_dropped=1)
+    assert rollout_metrics([dropped, penalised])["reward/failed"] == 0.5
+    assert failed_share([]) == 0.0
+    metrics = eval_metrics({"hard": [dropped, empty], "easy": [empty, penalised]})
+    assert metrics["eval/hard/accuracy"] == 1.0 and metrics["eval/easy/accuracy"] == 0.25, "of those that were judged"
+    assert metrics["eval/failed"] == 0.6
+    assert [sample["prompt"] for sample in pick_samples([dropped, empty, penalised], 3)] == ["a", "b", "b"]
+
+
+def test_train_metrics_of_several_updates() -> None:
+    """Means over the updates, sums over all their tokens, and each update's own loss, gradient norm and tokens."""
+    first = {"loss": 0.5, "grad_norm": 2.0, "tokens": 6.0, "clipped": 3.0, "gap": 1.0, "gap_max": 0.4, "aux_loss": 1.0}
+    second = {"loss": 0.3, "grad_norm": 1.0, "tokens": 2.0, "clipped": 1.0, "gap": 1.0, "gap_max": 0.6, "aux_loss": 3.0}
+    assert train_metrics([first, second]) == {
+        "train/loss": 0.4,
+        "train/grad_norm": 1.5,
+        "train/tokens": 8.0,
+        "train/clipped": 0.5,
+        "train/aux_loss": 2.0,
+        "rollout/logprob_gap_mean": 0.25,
+        "rollout/logprob_gap_max": 0.6,
+        "train/loss/1": 0.5,
+        "train/loss/2": 0.3,
+        "train/grad_norm/1": 2.0,
+        "train/grad_norm/2": 1.0,
+        "train/tokens/1": 6.0,
+        "train/tokens/2": 2.0,
+    }
+
+
+def test_train_metrics_are_means_over_tokens() -> None:
+    sums = {"gap": 4e-6, "gap_max": 3e-6, "clipped": 2.0, "entropy": 6.0}
+    assert train_metrics([{"loss": 0.5, "grad_norm": 2.0, "tokens": 8.0, **sums}]) == {
+        "train/loss": 0.5,
+        "train/grad_norm": 2.0,
+        "train/tokens": 8.0,
+        "train/clipped": 0.25,
+        "train/entropy": 0.75,
+        "rollout/logprob_gap_mean": 5e-7,
+        "rollout/logprob_gap_max": 3e-6,
+    }
+    supervised = train_metrics([{"loss": 0.5, "grad_norm": 2.0, "tokens": 8.0}])
+    assert not any(name.startswith("rollout/") for name in supervised)
+
+
+def test_every_evaluation_set_weighs_the_same() -> None:
+    sets = {"hard": [group("a", [0.0], [1])], "easy": [group("b", [1.0], [1]), group("c", [1.0], [1])]}
+    found = eval_metrics(sets)
+    assert (found["eval/hard/accuracy"], found["eval/easy/accuracy"], found["eval/accuracy"]) == (0.0, 1.0, 0.5)
+    assert found["eval/failed"] == 0.0
+    assert not any("@" in name for name in found), "one answer to each prompt"
+    assert eval_metrics({}) == {}
+
+
+def test_several_answers_to_a_prompt() -> None:
+    """Of four: two right ones ahead of single wrong ones, a tie of right and wrong, one right beside three wrong."""
+    answers = {"ahead": "7 7 8 9", "tie": "7 7 8 8", "behind": "8 7 8 8", "silent": " , , , "}
+    sets = []
+    for name, text in answers.items():
+        said = tuple(one.strip() for one in (text.split(",") if "," in text else text.split()))
+        right = [float(one == "7") for one in said]
+        sets.append(replace(group(name, right, [1] * 4), said=said, correct_G=np.array(right) > 0))
+    found = eval_metrics({"set": sets})
+    assert found["eval/set/avg@4"] == found["eval/set/accuracy"] == 5 / 16
+    assert found["eval/set/pass@4"] == 3 / 4
+    assert found["eval/set/maj@4"] == (1 + 0.5 + 0 + 0) / 4
+    lost = replace(sets[0], responses=sets[0].responses[:3], num_dropped=1, **dict.fromkeys(ARRAYS, np.ones(3)))
+    lost = replace(lost, said=lost.said[:3])
+    assert "eval/set/maj@4" in eval_metrics({"set": [lost, lost]}), "as many as were asked for"
+
+
+def test_samples_come_from_as_many_groups_as_possible() -> None:
+    groups = [group("a", [1.0, 0.0], [1, 1]), group("b", [0.0, 1.0, 1.0], [1, 1, 1])]
+    assert [sample["response"] for sample in pick_samples(groups, 4)] == ["a0", "b0", "a1", "b1"]
+    assert len(pick_samples(groups, 99)) == 5
+    assert pick_samples([], 3) == []
+
+
+def test_what_a_critics_values_explain_of_the_returns() -> None:
+    """Returns 0, 1, 1, 2 (variance 1/2); values 0.5 too low for two of them: the errors' variance is 1/16."""
+    update = {"loss": 0.3, "grad_norm": 2.0, "tokens": 4.0, "clipped": 1.0, "value": 3.0, "return": 4.0,
+              "return_square": 6.0, "error": 1.0, "error_square": 0.5}  # fmt: skip
+    found = critic_metrics([update, update])
+    assert found["critic/explained_variance"] == pytest.approx(1 - (0.125 - 0.0625) / 0.5)
+    assert (found["critic/loss"], found["critic/clipped"], found["critic/value_mean"]) == (0.3, 0.25, 0.75)
+    flat = update | {"return": 4.0, "return_square": 4.0}
+    assert critic_metrics([flat])["critic/explained_variance"] == 0.0, "nothing to explain"
+
+
+def test_the_effective_sample_size_is_a_share_of_the_tokens() -> None:
+    """Kish: weights 1, 1, 0, 0 are as good as half of the samples."""
+    stats = {"loss": 0.0, "grad_norm": 1.0, "tokens": 4.0, "mismatch_weight": 2.0, "mismatch_weight_square": 2.0}
+    found = train_metrics([stats])
+    assert found["train/mismatch_ess"] == pytest.approx(0.5)
+    assert "train/mismatch_weight_square" not in found

@@ -1,0 +1,269 @@
+"""The run's folder and its lines, new or gone on with."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import struct
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megarl.config import Recipe
+from megarl.config.loading import load_recipe
+from megarl.tracking.metrics import rollout_metrics
+from megarl.tracking.run_log import RunLog, draw_curve
+from megarl.types import UserFault
+from tests.tracking.test_metrics import group
+
+QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+
+
+def recipe_in(folder: Path, *overrides: str) -> Recipe:
+    return load_recipe(QUICKSTART, [f"run.dir={folder}", "run.name=try", "run.steps=4", *overrides])
+
+
+def plain() -> tuple[Console, io.StringIO]:
+    text = io.StringIO()
+    return Console(file=text, width=160), text
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().split("\n")[:-1]]
+
+
+def run_of_four(folder: Path, console: Console | None = None) -> Path:
+    with RunLog(recipe_in(folder), console) as log:
+        with log.start() as record, record.phase("eval"):
+            record.add({"eval/accuracy": 0.0, "eval/arith/accuracy": 0.0})
+        for step in range(1, 5):
+            with log.step(step) as record:
+                with record.phase("rollout"):
+                    groups = [group("p", [1.0, 0.0], [2, 3])]
+                record.add({**rollout_metrics(groups), "rollout/logprob_gap_max": step * 1e-6})
+                record.samples(groups)
+                if step == 4:
+                    record.add({"eval/accuracy": 0.9, "eval/arith/accuracy": 0.9})
+    return log.folder
+
+
+def test_verdicts_that_failed_are_told_in_a_line(tmp_path: Path) -> None:
+    console, text = plain()
+    with RunLog(recipe_in(tmp_path), console) as log:
+        for step in (1, 2):
+            with log.step(step) as record:
+                bad = replace(group("p", [1.0, 0.0], [2, 3]), failures=("took longer on response 'r'",) * step)
+                record.failed([bad] * step)
+    lines = [line for line in text.getvalue().splitlines() if " failed, " in line]
+    assert lines == [
+        "step 1: 1 verdict failed, the first took longer on response 'r'",
+        "step 2: 4 verdicts failed, the first took longer on response 'r'",
+    ]
+
+
+def test_folder_holds_recipe_records_samples_events_and_curve(tmp_path: Path) -> None:
+    folder = run_of_four(tmp_path, plain()[0])
+    assert load_recipe(folder / "recipe.yaml") == recipe_in(tmp_path)
+    records = json_lines(folder / "metrics.jsonl")
+    assert [record["step"] for record in records] == [0, 1, 2, 3, 4]
+    assert [record.get("eval/accuracy") for record in records] == [0.0, None, None, None, 0.9]
+    assert all(isinstance(value, int | float) for record in records for value in record.values())
+    assert {"reward/mean", "time/rollout_s", "time/other_s", "time/step_s"} <= set(records[1])
+    samples = json_lines(folder / "samples.jsonl")
+    assert samples[0] == {
+        "step": 1,
+        "prompt": "p",
+        "answer": "7",
+        "response": "p0",
+        "reward": 1.0,
+        "correct": True,
+        "length": 2,
+        "finished": True,
+        "version": 3,
+    }
+    assert len(samples) == 8
+    events = EventAccumulator(str(folder / "events")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(s, 0.5) for s in (1, 2, 3, 4)]
+    png = (folder / "curve.png").read_bytes()
+    assert png[:8] == b"\x89PNG\r\n\x1a\n"
+    assert struct.unpack(">II", png[16:24]) == (960, 540)
+
+
+def test_curve_shows_what_was_recorded(tmp_path: Path) -> None:
+    draw_curve([{"step": 1, "reward/mean": 0.1}, {"step": 2, "reward/mean": 0.2}], tmp_path / "low.png", "x")
+    draw_curve([{"step": 1, "reward/mean": 0.1}, {"step": 2, "reward/mean": 0.9}], tmp_path / "high.png", "x")
+    assert (tmp_path / "low.png").read_bytes() != (tmp_path / "high.png").read_bytes()
+
+
+def test_an_older_run_is_kept(tmp_path: Path) -> None:
+    first = run_of_four(tmp_path, plain()[0])
+    before = (first / "metrics.jsonl").read_bytes()
+    console, text = plain()
+    assert run_of_four(tmp_path, console).name == "try-2"
+    assert run_of_four(tmp_path, plain()[0]).name == "try-3"
+    assert (first / "metrics.jsonl").read_bytes() == before
+    assert f"{tmp_path}/try exists and is kept" in text.getvalue()
+
+
+def test_times_add_up(tmp_path: Path) -> None:
+    with RunLog(recipe_in(tmp_path, "run.trackers=[]"), plain()[0]) as log:
+        began = time.perf_counter()
+        with log.step(1) as step:
+            with step.phase("rollout"):
+                time.sleep(0.05)
+            with step.phase("train"):
+                time.sleep(0.02)
+            with step.phase("rollout"):
+                time.sleep(0.05)
+            time.sleep(0.03)
+        elapsed = time.perf_counter() - began
+    (record,) = json_lines(log.folder / "metrics.jsonl")
+    assert 0.1 <= record["time/rollout_s"] < elapsed - 0.05
+    assert 0.02 <= record["time/train_s"] < elapsed - 0.13
+    assert 0.03 <= record["time/other_s"] < elapsed - 0.12
+    assert record["time/step_s"] == pytest.approx(elapsed, abs=0.02)
+    parts = record["time/rollout_s"] + record["time/train_s"] + record["time/other_s"]
+    assert parts == pytest.approx(record["time/step_s"])
+    assert not (log.folder / "events").exists()
+
+
+def test_a_time_belongs_to_one_step(tmp_path: Path) -> None:
+    with RunLog(recipe_in(tmp_path, "run.trackers=[]"), plain()[0]) as log:
+        with log.step(1) as record, record.phase("reshard"):
+            pass
+        with log.step(2):
+            pass
+    first, second = json_lines(log.folder / "metrics.jsonl")
+    assert "time/reshard_s" in first
+    assert "time/reshard_s" not in second
+
+
+def test_one_plain_line_a_step_without_a_terminal(tmp_path: Path) -> None:
+    console, text = plain()
+    run_of_four(tmp_path, console)
+    lines = [line for line in text.getvalue().splitlines() if line.startswith("step ")]
+    assert len(lines) == 4
+    assert "\x1b" not in text.getvalue()
+    learnt = "step 4/4  reward 0.500  accuracy 50.0%  length 2.5  eval 90.0%  "
+    assert lines[-1] == f"{learnt}rollout 0.0s other 0.0s step 0.0s  ETA 0:00"
+    assert "before training  eval 0.0%  eval 0.0s other 0.0s step 0.0s\n" in text.getvalue()
+
+
+def test_closing_table_compares_first_and_last(tmp_path: Path) -> None:
+    console, text = plain()
+    run_of_four(tmp_path, console)
+    table = text.getvalue()[text.getvalue().rindex("step 4/4") :].split("\n", 1)[1]
+    (accuracy,) = [line for line in table.splitlines() if "eval/accuracy" in line]
+    assert "0.000" in accuracy
+    assert "0.900" in accuracy
+    assert "4.0e-06" in table  # the worst gap
+    assert "time/rollout_s, mean" in table
+
+
+def test_eta_is_the_mean_step_times_the_steps_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("megarl.tracking.run_log.time.perf_counter", lambda: now[0])
+    console, text = plain()
+    log = RunLog(recipe_in(tmp_path, "run.trackers=[]"), console)
+    now[0] = 1000.0  # a long start is no step
+    with log.step(1):
+        now[0] += 20.0
+    with log.step(2):
+        now[0] += 40.0
+    lines = [line for line in text.getvalue().splitlines() if line.startswith("step ")]
+    assert "ETA 1:00" in lines[0]  # 3 steps of 20 s
+    assert "ETA 1:00" in lines[1]  # 2 steps of 30 s
+
+
+def test_a_failed_run_keeps_its_records_and_prints_no_table(tmp_path: Path) -> None:
+    console, text = plain()
+    with pytest.raises(ValueError, match="broke"), RunLog(recipe_in(tmp_path, "run.trackers=[]"), console) as log:
+        with log.step(1) as record:
+            record.add({"reward/mean": math.nan})
+        with log.step(2):
+            raise ValueError("broke")
+    (written,) = json_lines(log.folder / "metrics.jsonl")  # the step that failed is no record
+    assert written["reward/mean"] is None
+    assert (log.folder / "curve.png").exists()
+    assert text.getvalue().splitlines()[-1].startswith("step 1/4")
+
+
+def test_records_are_on_disk_after_each_step(tmp_path: Path) -> None:
+    with RunLog(recipe_in(tmp_path, "run.trackers=[]"), plain()[0]) as log:
+        with log.step(1) as record:
+            record.add({"reward/mean": 0.25})
+            record.samples([group("p", [1.0, 0.0], [2, 3])])
+        assert json_lines(log.folder / "metrics.jsonl")[0]["reward/mean"] == 0.25
+        assert len(json_lines(log.folder / "samples.jsonl")) == 2
+
+
+def test_the_warm_start_is_visible(tmp_path: Path) -> None:
+    console, text = plain()
+    with RunLog(recipe_in(tmp_path, "warm_start.steps=20"), console) as log:
+        for step in range(1, 21):
+            with log.warm_step(step) as record:
+                record.add({"train/loss": 2.0 / step})
+                if step == 20:
+                    record.add({"eval/accuracy": 0.25})
+    records = json_lines(log.folder / "metrics.jsonl")
+    assert [record["warm_start/step"] for record in records] == list(range(1, 21))
+    assert [record["warm_start/loss"] for record in records] == [2.0 / step for step in range(1, 21)]
+    assert all(record["step"] == 0 for record in records)
+    lines = [line for line in text.getvalue().splitlines() if line.startswith("warm start")]
+    assert len(lines) == 10
+    assert lines[-1].startswith("warm start 20/20  loss 0.1000  eval 25.0%  ")
+    events = EventAccumulator(str(log.folder / "events")).Reload()
+    assert [event.step for event in events.Scalars("warm_start/loss")] == list(range(-19, 1))
+    assert [event.step for event in events.Scalars("eval/accuracy")] == [0]
+    assert not any(tag.startswith(("time/", "train/")) for tag in events.Tags()["scalars"])
+
+
+def went(folder: Path, steps: int, **how: Any) -> None:
+    """A run of some more steps, which is cut off without a word."""
+    log = RunLog(recipe_in(folder), Console(file=io.StringIO()), **how)
+    first = how.get("step", 0) + 1
+    for step in range(first, first + steps):
+        with log.step(step) as record:
+            record.add({"reward/mean": step / 10, "eval/accuracy": math.nan})
+            record.samples([group(f"prompt\u2028{step}", [1.0], [3])])
+    with log._lock:  # what a kill leaves: nothing is closed in order
+        log._records_file.close()
+
+
+def test_a_run_goes_on_where_its_checkpoint_was(tmp_path: Path) -> None:
+    """Records and samples after it are done again; a line that the end cut short is dropped."""
+    went(tmp_path, 3)
+    folder = tmp_path / "try"
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "rew')
+    went(tmp_path, 2, resume=True, step=2)
+    assert [one["step"] for one in json_lines(folder / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert [one["prompt"] for one in json_lines(folder / "samples.jsonl")] == [f"prompt\u2028{n}" for n in (1, 2, 3, 4)]
+    assert [one.name for one in tmp_path.iterdir()] == ["try"]
+    log = RunLog(recipe_in(tmp_path), Console(file=io.StringIO()), resume=True, step=4)
+    with log:
+        pass
+    assert (folder / "curve.png").exists(), "what was there before is in the curve"
+
+
+def test_a_run_without_a_checkpoint_begins_anew_in_its_folder(tmp_path: Path) -> None:
+    went(tmp_path, 2)
+    went(tmp_path, 1, resume=True)
+    folder = tmp_path / "try"
+    assert [one["step"] for one in json_lines(folder / "metrics.jsonl")] == [1]
+    assert [one["step"] for one in json_lines(folder / "metrics.1.jsonl")] == [1, 2], "nothing is lost"
+    assert (folder / "samples.1.jsonl").exists() and (folder / "events.1").exists()
+
+
+def test_two_processes_do_not_write_one_run(tmp_path: Path) -> None:
+    with RunLog(recipe_in(tmp_path), Console(file=io.StringIO())), pytest.raises(UserFault, match="another process"):
+        RunLog(recipe_in(tmp_path), Console(file=io.StringIO()), resume=True, step=1)

@@ -1,0 +1,195 @@
+"""Batches: every sample once, budgets kept, ranks balanced, and the rows that come out of them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.training.batching import SampleRef, Update, own_samples, plan_updates, train_sequence, train_sequences
+from megarl.types import Prompt, Sample, SampleGroup
+
+BUDGET = 64
+
+
+def _work(length: int) -> float:
+    return length + length**2 / 16
+
+
+def _refs(lengths: list[int]) -> list[SampleRef]:
+    return [SampleRef(group=i // 4, sample=i % 4, length=n, response_length=n - 1, advantage=0.0)
+            for i, n in enumerate(lengths)]
+
+
+def _plan(samples: list[SampleRef], **changes: Any) -> list[Update]:
+    options: dict[str, Any] = {"updates": 1, "dp": 1, "token_budget": BUDGET, "work": _work}
+    options["aggregation"] = "token_mean"
+    return plan_updates(samples, **(options | changes))
+
+
+def _works(update: Update) -> np.ndarray:
+    """[dp, micro-batches]"""
+    return np.array([[sum(_work(ref.length) for ref in batch) for batch in rank] for rank in update.micro_batches])
+
+
+def _lognormal(count: int) -> list[int]:
+    return [int(n) + 2 for n in np.minimum(np.random.default_rng(0).lognormal(6, 1, count), 8000)]
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.integers(2, 40), min_size=2, max_size=80),
+    st.integers(1, 9),
+    st.integers(1, 2),
+    st.sampled_from([1, 4, 8]),
+    st.integers(1, 3),
+)
+def test_every_sample_lands_once_within_the_budget(lengths, dp, updates, align, multiple):
+    samples = _refs(lengths)
+    plans = _plan(samples, updates=updates, dp=dp, align=align, multiple=multiple)
+    landed = [ref for plan in plans for rank in plan.micro_batches for batch in rank for ref in batch]
+    assert sorted(landed, key=lambda r: (r.group, r.sample)) == samples
+    for plan in plans:
+        assert len(plan.micro_batches) == dp
+        (count,) = {len(rank) for rank in plan.micro_batches}  # expert all-to-all needs equal counts
+        assert count % multiple == 0
+        batches = [batch for rank in plan.micro_batches for batch in rank]
+        taken = [sum(-(-ref.length // align) * align for ref in batch) for batch in batches]
+        assert max(taken) <= BUDGET
+        # Any two of best fit's bins together hold more than a budget, so at most twice the fewest; then rounding up.
+        assert count * dp < 2 * sum(taken) / BUDGET + 1 + dp * multiple
+        refs = [ref for batch in batches for ref in batch]
+        assert plan.denominator == plan.loss_tokens == sum(ref.response_length for ref in refs)
+        assert plan.tokens == sum(ref.length for ref in refs)
+
+
+@settings(max_examples=50)
+@given(st.permutations(range(40)), st.integers(1, 5))
+def test_order_of_arrival_does_not_change_the_shares(order, dp):
+    samples = _refs([2 + i * 7 % 60 for i in range(40)])
+    shuffled = [samples[i] for i in order]
+    assert _plan(samples, dp=dp, aggregation="sequence_mean") == _plan(shuffled, dp=dp, aggregation="sequence_mean")
+
+
+def test_denominators_do_not_depend_on_the_number_of_ranks():
+    samples = _refs([5, 9, 30, 2, 7, 12, 8, 21])
+    expected = {"token_mean": 86, "sequence_mean": 8, "sequence_sum": 8, "constant": 8 * 20}
+    for aggregation, denominator in expected.items():
+        change = {"aggregation": aggregation, "longest_response": 20}
+        found = {_plan(samples, dp=dp, **change)[0].denominator for dp in (1, 2, 3, 8, 11)}
+        assert found == {denominator}
+
+
+@pytest.mark.parametrize("dp", [3, 16, 50])
+def test_ranks_and_steps_are_alike_in_work(dp):
+    lengths = _lognormal(2048)
+    works = _works(_plan(_refs(lengths), dp=dp, token_budget=16000)[0])
+    least = max(works.sum() / dp, *map(_work, lengths))
+    assert works.sum(1).max() / least < 1.1
+    assert works.max(0).sum() / least < 1.1, "ranks wait for each other in every micro-batch"
+
+
+def test_equal_tokens_are_not_equal_work():
+    """Two ranks: 8 x 8 tokens against 64 in one sequence would be equal in tokens."""
+    works = _works(_plan(_refs([32, 32] + [8] * 16), dp=2, token_budget=200)[0])
+    assert works.sum(1).max() / works.sum(1).min() < 1.01
+
+
+def test_one_giant_is_joined_by_heavy_micro_batches():
+    """Where a sample is more work than a rank's mean, waiting for it alone is what the plan costs."""
+    giant, many = 60, [4] * 200
+    works = _works(_plan(_refs([giant, *many]), dp=8, token_budget=BUDGET)[0])
+    assert works.shape[1] == 2
+    assert works.max(0).sum() < 1.25 * max(_work(giant), works.sum() / 8)
+
+
+def test_fewer_samples_than_ranks_leave_empty_micro_batches():
+    (plan,) = _plan(_refs([5, 9, 30]), dp=4, multiple=2)
+    assert [len(batch) for rank in plan.micro_batches for batch in rank].count(0) == 5
+    assert sorted(len(rank[0]) for rank in plan.micro_batches) == [0, 1, 1, 1]
+
+
+def test_alignment_counts_against_the_budget():
+    assert len(_plan(_refs([17] * 3))[0].micro_batches[0]) == 1
+    assert len(_plan(_refs([17] * 3), align=16)[0].micro_batches[0]) == 2
+
+
+def test_large_batches_are_planned_quickly():
+    samples = _refs(_lognormal(8192))
+    started = time.process_time()
+    _plan(samples, dp=512, token_budget=8192)
+    assert time.process_time() - started < 1
+
+
+@pytest.mark.parametrize(
+    ("lengths", "changes", "message"),
+    [
+        ([2], {"updates": 2}, "1 samples cannot make 2 updates"),
+        ([2, 65], {}, "sample of 65 tokens exceeds .* 64"),
+        ([2, 63], {"align": 10}, "sample of 70 tokens exceeds .* 64"),
+    ],
+)
+def test_impossible_batches_say_why(lengths, changes, message):
+    with pytest.raises(ValueError, match=message):
+        _plan(_refs(lengths), **changes)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "weight"),
+    [("token_mean", 1.0), ("sequence_mean", 0.5), ("sequence_sum", 1.0), ("constant", 1.0)],
+)
+def test_a_row_learns_from_its_response_alone(aggregation, weight):
+    sample = Sample(np.array([7, 8]), np.array([-0.5, -1.5], np.float32), "ab", True, version=3)
+    group = SampleGroup(Prompt("p", "x", (1, 2, 3), "ab"), (sample,), np.ones(1, np.float32), np.ones(1, bool))
+    row = train_sequence(group, SampleRef(0, 0, 5, 2, advantage=2.0), aggregation)
+    assert row.token_ids_T.tolist() == [1, 2, 3, 7, 8]
+    assert row.loss_mask_T.tolist() == [False, False, False, True, True]
+    assert row.loss_weight_T.tolist() == [0, 0, 0, weight, weight]
+    assert row.advantage_T.tolist() == [0, 0, 0, 2, 2]
+    assert row.engine_logp_T.tolist() == [0, 0, 0, -0.5, -1.5]
+
+
+def test_correct_samples_weigh_together_what_the_recipe_says():
+    """Of 4 + 2 correct tokens and a denominator of 9: 0.1 of their mean is 0.1 x 9 / 6 of each."""
+    refs = [SampleRef(0, 0, 6, 4, 1.0, True), SampleRef(0, 1, 5, 3, 0.0, False), SampleRef(0, 2, 4, 2, 1.0, True)]
+    (update,) = plan_updates(refs, updates=1, dp=2, token_budget=99, aggregation="token_mean", work=float)
+    assert (update.denominator, update.correct_tokens) == (9, 6)
+    assert update.nll_weight(0.1) == pytest.approx(0.15)
+    (none,) = plan_updates(refs[1:2], updates=1, dp=1, token_budget=99, aggregation="token_mean", work=float)
+    assert none.nll_weight(0.1) == 0.0
+    samples = tuple(Sample(np.arange(n), np.zeros(n, np.float32), "", True, 0) for n in (4, 3, 2))
+    group = SampleGroup(Prompt("", "", (1, 2), ""), samples, np.zeros(3, np.float32), np.zeros(3, np.bool_))
+    right, wrong = (train_sequence(group, ref, "token_mean", 0.15) for ref in refs[:2])
+    assert right.nll_weight_T is not None and wrong.nll_weight_T is None
+    assert right.nll_weight_T.tolist() == pytest.approx([0, 0, 0.15, 0.15, 0.15, 0.15])
+
+
+def test_a_share_needs_no_more_than_its_own_samples():
+    """What a rank makes of its updates is the same, and what others train on did not come."""
+    prompt = Prompt("0", "2+3=", (1, 2), "5")
+
+    def group(lengths: list[int]) -> SampleGroup:
+        samples = tuple(
+            Sample(np.arange(n), np.full(n, -0.5, np.float32), "x" * n, True, version=0) for n in lengths
+        )
+        return SampleGroup(prompt, samples, np.ones(len(lengths), np.float32), np.ones(len(lengths), np.bool_))
+
+    groups = {3: group([4, 5, 6]), 7: group([7, 8])}
+    named = [(3, 2), (7, 0), (3, 0)]
+    refs = [SampleRef(at, which, 2 + len(groups[at].samples[which].response_ids_T), 4, 1.0) for at, which in named]
+    updates = [Update(((tuple(refs[:2]),),), 1.0, 1, 1), Update(((tuple(refs[2:]),),), 1.0, 1, 1)]
+    ids, *kept = own_samples(updates, [3, 7], *groups.values())
+    assert ids == [3, 7]
+    assert [[len(one.response_ids_T) for one in group.samples] for group in kept] == [[4, 0, 6], [7, 0]]
+    assert "".join(one.text for one in kept[0].samples) == "x" * 10
+    for update in updates:
+        (batch,) = update.micro_batches[0]
+        before = train_sequences((batch,), groups, "token_mean")
+        after = train_sequences((batch,), dict(zip(ids, kept, strict=True)), "token_mean")
+        for one, other in zip(before[0], after[0], strict=True):
+            np.testing.assert_array_equal(one.token_ids_T, other.token_ids_T)
+            np.testing.assert_array_equal(one.engine_logp_T, other.engine_logp_T)

@@ -1,0 +1,172 @@
+"""From rewards and values to the tokens of ragged sequences."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.algos import ALGORITHMS
+from megarl.training.batching import SampleRef
+from megarl.training.credit import by_values, credited, kl_penalties, whitened
+from megarl.types import Rules, TrainSequence
+
+
+def sequence(prompt: int, response: int, reward: float) -> TrainSequence:
+    mask_T = np.arange(prompt + response) >= prompt
+    zeros_T = np.zeros(prompt + response, np.float32)
+    return TrainSequence(zeros_T.astype(np.int64), mask_T, zeros_T, (mask_T * reward).astype(np.float32), zeros_T)
+
+
+def test_a_reward_comes_with_the_last_token() -> None:
+    sequences = [sequence(2, 3, 1.0), sequence(1, 1, -1.0)]
+    values = [np.array([9, 9, 0.5, 0.25, 0.75], np.float32), np.array([9, 0.5], np.float32)]
+    advantages, returns = by_values(sequences, values, gamma=1.0, lam=0.5)
+    # deltas: 0.25 - 0.5, 0.75 - 0.25, 1 - 0.75; each takes half of what comes after it
+    assert advantages[0].tolist() == [0, 0, -0.25 + 0.25 + 0.0625, 0.5 + 0.125, 0.25]
+    assert advantages[1].tolist() == [0, -1.5]
+    assert returns[0].tolist() == [0, 0, 0.5625, 0.875, 1.0]
+    assert returns[1].tolist() == [0, -1.0]
+
+
+def test_long_responses_have_a_longer_memory() -> None:
+    """lambda = 1 - 1 / (0.5 x length), but not below 0: 0 of one token or two, 1/3 of three."""
+    sequences = [sequence(1, 3, 1.0), sequence(1, 2, 1.0), sequence(1, 1, 1.0)]
+    values = [np.zeros(4, np.float32), np.zeros(3, np.float32), np.zeros(2, np.float32)]
+    advantages, _ = by_values(sequences, values, gamma=1.0, lam=0.95, alpha=0.5)
+    assert advantages[0].tolist() == pytest.approx([0, 1 / 9, 1 / 3, 1])
+    assert [one.tolist() for one in advantages[1:]] == [[0, 0, 1], [0, 1]]
+
+
+def test_no_sequences() -> None:
+    assert by_values([], [], gamma=1.0, lam=0.9) == ([], [])
+
+
+@pytest.mark.parametrize("parts", [[3], [1, 2], [2, 0, 1]])
+def test_whitening_is_over_all_parts_of_a_batch(parts: list[int]) -> None:
+    """As if one rank had everything; a rank without sequences changes nothing."""
+    sequences = [sequence(2, 3, 1.0), sequence(1, 1, 0.0), sequence(4, 2, 0.5)]
+    rng = np.random.default_rng(1)
+    advantages = [(rng.normal(5, 2, len(one.loss_mask_T)) * one.loss_mask_T).astype(np.float32) for one in sequences]
+    everything = np.concatenate([a[one.loss_mask_T] for a, one in zip(advantages, sequences, strict=True)])
+    cuts = np.cumsum([0, *parts])
+    slices = [slice(*cuts[i : i + 2]) for i in range(len(parts))]
+
+    def run(sums: list[torch.Tensor]) -> tuple[list[TrainSequence], list[list[torch.Tensor]]]:
+        asked: list[list[torch.Tensor]] = []
+        found: list[TrainSequence] = []
+        for part in slices:
+            calls: list[torch.Tensor] = []
+
+            def add_up(values: torch.Tensor, calls: list[torch.Tensor] = calls) -> torch.Tensor:
+                calls.append(values)
+                return sums[len(calls) - 1] if len(calls) <= len(sums) else values
+
+            given = zip(sequences[part], advantages[part], strict=True)
+            found += whitened([replace(one, advantage_T=one_T) for one, one_T in given], add_up)
+            asked.append(calls)
+        return found, asked
+
+    sums: list[torch.Tensor] = []
+    for stage in range(2):  # what the ranks would have added up in each of the two reductions
+        _, asked = run(sums)
+        sums.append(torch.stack([calls[stage] for calls in asked]).sum(0))
+    found, _ = run(sums)
+    mine = np.concatenate([one.advantage_T[one.loss_mask_T] for one in found])
+    np.testing.assert_allclose(mine, (everything - everything.mean()) / everything.std(), atol=1e-5)
+    assert not any(one.advantage_T[~one.loss_mask_T].any() for one in found)
+
+
+def one_rank(values: torch.Tensor) -> torch.Tensor:
+    return values
+
+
+def refs_of(sequences: list[TrainSequence], groups: list[int]) -> list[SampleRef]:
+    """Samples of these groups, numbered within them."""
+    found = []
+    for index, (one, group) in enumerate(zip(sequences, groups, strict=True)):
+        length, response = len(one.loss_mask_T), int(one.loss_mask_T.sum())
+        found.append(SampleRef(group, groups[:index].count(group), length, response, 0.0))
+    return found
+
+
+def assign(name: str, sequences: list[TrainSequence], **how: Any) -> list[list[float]]:
+    """Each response's advantages as a row of the table has them."""
+    row = ALGORITHMS[name]
+    how = {"said": {}, "penalties": None, "sum_over_all": one_rank, "max_over_all": one_rank, "rules": row.rules} | how
+    rules, said, penalties = (how.pop(key) for key in ("rules", "said", "penalties"))
+    refs = how.pop("refs", refs_of(sequences, [0] * len(sequences)))
+    found = credited(row, rules, refs, sequences, said, penalties, **how)
+    return [one.advantage_T[one.loss_mask_T].tolist() for one in found]
+
+
+def test_a_penalty_is_paid_by_the_tokens_before_it() -> None:
+    """REINFORCE++: R - sum of the penalties from here on (arXiv 2501.03262)."""
+    rules = replace(ALGORITHMS["reinforce_pp"].rules, whiten=False)
+    pays = [np.array([7, 7, -0.25, -0.5, -1.0], np.float32), np.array([7, -0.125], np.float32)]
+    found = assign("reinforce_pp", [sequence(2, 3, 1.0), sequence(1, 1, -1.0)], penalties=pays, rules=rules)
+    assert found == [[-0.75, -0.5, 0.0], [-1.125]]
+
+
+def test_distillation_pays_each_token_by_itself() -> None:
+    pays = [np.array([7, -0.25, -0.5], np.float32)]
+    assert assign("on_policy_distillation", [sequence(1, 2, 0.0)], penalties=pays) == [[-0.25, -0.5]]
+
+
+def test_a_critic_sees_penalties_as_rewards() -> None:
+    sequences, pays = [sequence(1, 2, 1.0)], [np.array([0, -0.25, -0.5], np.float32)]
+    rules = replace(ALGORITHMS["ppo"].rules, whiten=False, gae_lambda=0.5)
+    said = {(0, 0): np.array([0.5, 0.25], np.float32)}
+    # deltas: -0.25 + 0.25 - 0.5, -0.5 + 1 - 0.25
+    assert assign("ppo", sequences, said=said, penalties=pays, rules=rules) == [[-0.5 + 0.125, 0.25]]
+
+
+def test_process_rewards_are_held_against_the_others() -> None:
+    """arXiv 2502.01456: less the mean of the others' means; a group of one keeps its own."""
+    sequences = [sequence(2, 2, 0.5), sequence(1, 1, -0.5), sequence(3, 2, 0.0), sequence(1, 2, 0.25)]
+    refs = refs_of(sequences, [0, 0, 0, 2])
+    said = {
+        (0, 0): np.array([1.0, 3.0], np.float32),  # the others' means: 4 and 0.5
+        (0, 1): np.array([4.0], np.float32),  # 2 and 0.5
+        (0, 2): np.array([0.5, 0.5], np.float32),  # 2 and 4
+        (2, 0): np.array([1.0, -1.0], np.float32),
+    }
+    expected = [
+        [(1 - 2.25) + (3 - 2.25) + 0.5, (3 - 2.25) + 0.5], [4 - 1.25 - 0.5], [-5.0, -2.5], [0.25, -0.75],
+    ]  # fmt: skip
+    assert assign("prime", sequences, said=said, refs=refs) == expected
+
+
+def test_process_rewards_of_a_group_on_two_ranks() -> None:
+    """What each rank adds up is all it tells the other; one of them has nothing at all of a group."""
+    sequences = [sequence(1, 2, 1.0), sequence(1, 1, -1.0), sequence(2, 3, 0.0)]
+    refs = refs_of(sequences, [0, 0, 1])
+    given = {(0, 0): [1, 2], (0, 1): [-1], (1, 0): [0.5, 1, 2]}
+    said = {key: np.array(one, np.float32) for key, one in given.items()}
+    expected = assign("prime", sequences, said=said, refs=refs)
+    parts, sent = (slice(0, 1), slice(1, 3)), []
+    for part in parts:
+        assign(
+            "prime", sequences[part], said=said, refs=refs[part], max_over_all=lambda _: torch.tensor(1),
+            sum_over_all=lambda sums: sent.append(sums) or sums,
+        )  # fmt: skip
+    total = sent[0] + sent[1]
+    found = []
+    for part in parts:
+        found += assign(
+            "prime", sequences[part], said=said, refs=refs[part], max_over_all=lambda _: torch.tensor(1),
+            sum_over_all=lambda _: total,
+        )  # fmt: skip
+    assert found == expected
+
+
+@pytest.mark.parametrize(("estimator", "expected"), [("k1", [0.0, -0.1]), ("k2", [0.0, -0.05])])
+def test_penalties_are_the_estimators(estimator: str, expected: list[float]) -> None:
+    rules = Rules(kl_coefficient=0.1, kl_estimator=estimator, kl_place="reward")  # type: ignore[arg-type]
+    old, reference = (np.array(one, np.float32) for one in ([-2.0, -1.0], [-2.0, -2.0]))
+    (found,) = kl_penalties([old], [reference], rules)
+    assert found.tolist() == pytest.approx(expected)
+    assert found.dtype == np.float32

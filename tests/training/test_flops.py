@@ -1,0 +1,76 @@
+"""FLOPs: by hand, and as torch counts them in transformers' models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megarl.parallel.hf_config import model_shape
+from megarl.training import flops
+from megarl.types import MlaShape, ModelShape
+from tests.parallel import checkpoints
+
+QWEN3_30B = ModelShape(48, 2048, 32, 4, 128, 151936, num_experts=128, experts_per_token=8, moe_ffn_size=768)
+DEEPSEEK_V3 = ModelShape(
+    61, 7168, 128, 128, 128, 129280, num_experts=256, experts_per_token=8, moe_ffn_size=2048, num_dense_layers=3,
+    ffn_size=18432, num_shared_experts=1, num_mtp_layers=1, mla=MlaShape(1536, 512, 128, 64, 128),
+)  # fmt: skip
+LENGTH = 13
+
+
+def test_a_dense_layer_by_hand() -> None:
+    shape = ModelShape(1, 8, 2, 1, 4, 10, num_dense_layers=1, ffn_size=16)
+    projections = 8 * 8 + 2 * 8 * 4 + 8 * 8  # q, k and v, o
+    one_token = 2 * (projections + 3 * 8 * 16 + 8 * 10)
+    pair = 2 * 2 * 2 * 4  # scores and values of two heads
+    assert flops.forward_flops(shape, 1) == one_token + pair
+    assert flops.forward_flops(shape, 3) == 3 * one_token + 6 * pair
+    assert flops.train_flops(shape, 3) == flops.train_work(shape)(3) == 3 * flops.forward_flops(shape, 3)
+
+
+@pytest.mark.parametrize(("shape", "active"), [(QWEN3_30B, 3.03e9), (DEEPSEEK_V3, 36.6e9)])
+def test_one_token_costs_twice_the_parameters_it_meets(shape: ModelShape, active: float) -> None:
+    """active: the model cards' 3.3e9 and 37e9, less the embedding table, which is looked up and not multiplied by."""
+    assert flops.forward_flops(shape, 1) / 2 == pytest.approx(active, rel=0.01)
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "deepseek-v3", "qwen3", "qwen2", "llama"])
+def test_torch_counts_the_same(family: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    path = checkpoints.write(tmp_path, family)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    if "moe" in family or "deepseek" in family:
+        model.set_experts_implementation("eager")
+    counter = FlopCounterMode(display=False)
+    with counter, torch.no_grad():
+        model(torch.arange(LENGTH)[None])
+    by_module = counter.get_flop_counts()
+    positions = sum(sum(ops.values()) for name, ops in by_module.items() if name.endswith(".rotary_emb"))
+    shape = model_shape(path)
+    width = shape.mla.nope_dim + shape.mla.rope_dim + shape.mla.v_dim if shape.mla else 2 * shape.head_dim
+    hidden_pairs = LENGTH * (LENGTH - 1) // 2  # eager attention computes them, and masks them
+    masked = 2 * hidden_pairs * shape.num_layers * shape.num_heads * width
+    assert counter.get_total_flops() - positions - masked == flops.forward_flops(shape, LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989.4e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA GB200", 2500e12),
+        ("cpu", None),
+    ],
+)
+def test_peaks(name: str, peak: float | None) -> None:
+    assert flops.peak_flops(name) == peak
+
+
+def test_mfu() -> None:
+    assert flops.mfu(8e15, seconds=2.0, gpus=4, peak=2e15) == 0.5
