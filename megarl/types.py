@@ -214,7 +214,7 @@ class TrainSequence:
 
 
 @dataclass(frozen=True)
-class Rules:
+class Hyperparameters:
     """The numbers and choices of an algorithm beside its functions.
 
     clip_low, clip_high: the ratio is clipped to [1 - low, 1 + high]; low 1: without a lower bound. dual_clip: where the

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megarl.types import Rules
+from megarl.types import Hyperparameters
 
 GAMMA, LAMBDA = 1.0, 0.95
 Pieces = list[torch.Tensor]  # one of each sample
@@ -64,7 +64,7 @@ def padded_gae(many: Tokens) -> torch.Tensor:
     return torch.stack(found[::-1], dim=1)
 
 
-def plain_loss(name: str, one: Tokens, rules: Rules) -> torch.Tensor:
+def plain_loss(name: str, one: Tokens, rules: Hyperparameters) -> torch.Tensor:
     """Gradient by the logprobs of one sample's or a padded batch's loss sum, with the usual statistics."""
     logp = one.logp.detach().requires_grad_()
     if name == "kl":

@@ -26,7 +26,7 @@ from megarl.algos import ALGORITHMS
 from megarl.algos.advantages import centred, gae, group_normalised, leave_one_out
 from megarl.algos.losses import kl_T, policy_loss
 from megarl.training import credit
-from megarl.types import Rules, TrainSequence
+from megarl.types import Hyperparameters, TrainSequence
 from scripts.algos_loops import (
     GAMMA,
     LAMBDA,
@@ -107,7 +107,7 @@ def drawn(count: int, longest: int, seed: int) -> Batch:
     return Batch(tokens, lengths.tolist(), longest, rewards.view(-1, PER_GROUP))
 
 
-def packed_loss(name: str, rules: Rules, micro_batches: Sequence[tuple[Tokens, PackedTargets]]) -> Pieces:
+def packed_loss(name: str, rules: Hyperparameters, micro_batches: Sequence[tuple[Tokens, PackedTargets]]) -> Pieces:
     """The same of megarl's losses, micro-batch by micro-batch."""
     found = []
     for tokens, targets in micro_batches:
@@ -165,7 +165,7 @@ def cases(batch: Batch) -> dict[str, Case]:
     }
     micro_batches = batch.micro_batches()
     for name in ("grpo", "gspo", "cispo", "kl"):
-        rules = Rules(clip_low=0.02, clip_high=0.03) if name == "gspo" else Rules()
+        rules = Hyperparameters(clip_low=0.02, clip_high=0.03) if name == "gspo" else Hyperparameters()
         found[f"loss: {name}"] = Case(
             partial(packed_loss, name, rules, micro_batches),
             lambda samples, name=name, rules=rules: [plain_loss(name, one, rules) for one in samples],

@@ -30,8 +30,8 @@ from megarl.config import Recipe
 from megarl.config.loading import load_recipe
 from megarl.controller.loop import samples_of
 from megarl.fleet.fleet import Engines, Fleet
-from megarl.fleet.memory import Lender
-from megarl.fleet.rank_groups import CriticRanks, Rollout, TrainingRanks, _groups, _share
+from megarl.fleet.memory import MemoryScheduler
+from megarl.fleet.rank_groups import AuxiliaryRanks, RolloutBatch, TrainingRanks, _groups, _share
 from megarl.parallel.layout import TrainLayout
 from megarl.rollout.sglang.arguments import Sampling
 from megarl.training.batching import SampleRef, Update
@@ -141,7 +141,7 @@ class Step:
         self.layout, self.count, self.weighs = layout, dict.fromkeys(COUNTS, 0.0), False
         self.cluster: Any = CountedCluster(cluster, self)
         workers = [Counted(f"rank {rank}", hosts[rank % len(hosts)], self) for rank in range(ranks)]
-        self.trainers, self.critic = (self._ranks(kind, recipe, workers) for kind in (TrainingRanks, CriticRanks))
+        self.trainers, self.critic = (self._ranks(kind, recipe, workers) for kind in (TrainingRanks, AuxiliaryRanks))
         self.engines: Any = Engines.__new__(Engines)
         engines = [Counted(f"engine {index}", hosts[index % len(hosts)], self) for index in range(num_engines)]
         self.engines.__dict__.update(_cluster=self.cluster, workers=engines, _lenders=engines)
@@ -261,7 +261,7 @@ def measure(step: Step, prompts: Sequence[Prompt], updates: int, with_all: bool)
     return found | ways(step, plan, rollout, with_all)
 
 
-def ways(step: Step, plan: Sequence[Update], rollout: Rollout, with_all: bool) -> dict[str, Figures]:
+def ways(step: Step, plan: Sequence[Update], rollout: RolloutBatch, with_all: bool) -> dict[str, Figures]:
     """Each way to send the updates: what is pickled is weighed without a call, then the calls are made and timed.
 
     everything: only weighed, unless `with_all`.
@@ -280,9 +280,9 @@ def ways(step: Step, plan: Sequence[Update], rollout: Rollout, with_all: bool) -
     return found
 
 
-def rest(step: Step, samples: Sequence[SampleRef], rollout: Rollout, plan: Sequence[Update]) -> dict[str, Figures]:
+def rest(step: Step, samples: Sequence[SampleRef], rollout: RolloutBatch, plan: Sequence[Update]) -> dict[str, Figures]:
     """The other calls of a step: memory that changes hands, an exchange, and what a critic adds."""
-    lender = Lender(step.trainers, step.engines)
+    lender = MemoryScheduler(step.trainers, step.engines)
     fleet: Any = Fleet.__new__(Fleet)
     message = {"run_id": "0" * 16, "version": 1, "attempt": 1}
     sessions = SimpleNamespace(trainers={}, engine_message=lambda *_: message)
@@ -295,10 +295,10 @@ def rest(step: Step, samples: Sequence[SampleRef], rollout: Rollout, plan: Seque
         step.engines.versions()
 
     parts: dict[str, Callable[[], Any]] = {
-        "to_train": lambda: lender.lend("train"),
-        "to_reshard": lambda: lender.lend("reshard"),
+        "to_train": lambda: lender.hand_over("train"),
+        "to_reshard": lambda: lender.hand_over("reshard"),
         "exchange": exchange,
-        "to_rollout": lambda: lender.lend("rollout"),
+        "to_rollout": lambda: lender.hand_over("rollout"),
         "values": lambda: step.critic._ask("values", plan, rollout.refs, plan),
         "train_on_values": lambda: step.trainers.train("grpo", samples, rollout.refs, 1e-6, step.critic),
     }

@@ -98,10 +98,10 @@ def work(rank: int, meet: Address, recipe: Recipe, sequences: Sequence[TrainSequ
 
     from megarl.parallel.pipeline import Norms
     from megarl.parallel.sequences import pack
-    from megarl.training.policy import Part, Trainer
+    from megarl.training.policy import PolicyRank, UpdateShare
     from scripts.train_bench.bare import Bare
 
-    trainer = Trainer(rank, recipe, meet)
+    trainer = PolicyRank(rank, recipe, meet)
     layout, shape = trainer.layout, trainer.shape
     bare = Bare(recipe, shape, layout, rank, trainer.params())
     lengths = [(len(one.token_ids_T), int(one.loss_mask_T.sum())) for one in sequences]
@@ -113,7 +113,7 @@ def work(rank: int, meet: Address, recipe: Recipe, sequences: Sequence[TrainSequ
     mine = update.micro_batches[layout.coords(rank).dp]
     batches = [[sequences[ref.group] for ref in batch] for batch in mine]
     rows = [pack(batch, split=trainer._model.split, device=device.DEVICE) for batch in batches]
-    part = Part(batches, Norms(update.denominator, update.tokens, update.loss_tokens))
+    part = UpdateShare(batches, Norms(update.denominator, update.tokens, update.loss_tokens))
 
     def ours() -> tuple[float, float]:
         found = trainer.train_step(part, LR, cross_entropy)

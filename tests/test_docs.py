@@ -10,11 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.algos import ALGORITHMS, rules_of
-from megarl.config import Algorithm
+from megarl.algos import ALGORITHMS, hyperparameters_of
+from megarl.config import AlgorithmConfig
 from megarl.config.loading import load_recipe
-from megarl.parallel.placement import engine_layout, node_faults, shared_slots, slot_faults, slots_beside, train_layout
-from megarl.types import Rules
+from megarl.parallel.placement import (
+    auxiliary_slots,
+    engine_layout,
+    node_faults,
+    shared_slots,
+    slot_faults,
+    train_layout,
+)
+from megarl.types import Hyperparameters
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -42,8 +49,8 @@ def test_the_example_of_a_new_algorithm(table: dict[str, Any]) -> None:
     assert tests
     for name in tests:
         room[name]()
-    rules = rules_of("topr", Algorithm(name="topr", entropy_coefficient=0.5))
-    assert rules == Rules(aggregation="sequence_sum", entropy_coefficient=0.5)
+    rules = hyperparameters_of("topr", AlgorithmConfig(name="topr", entropy_coefficient=0.5))
+    assert rules == Hyperparameters(aggregation="sequence_sum", entropy_coefficient=0.5)
     ones_T = torch.ones(2)
     row = room["SimpleNamespace"](
         loss_mask_T=ones_T > 0, loss_weight_T=ones_T, advantage_T=ones_T, engine_logp_T=ones_T, nll_weight_T=ones_T,
@@ -55,7 +62,7 @@ def test_the_example_of_a_new_algorithm(table: dict[str, Any]) -> None:
 
 def test_every_algorithm_and_rule_is_described() -> None:
     text = (DOCS / "algorithms.md").read_text(encoding="utf-8")
-    missing = [name for name in (*ALGORITHMS, *Algorithm.model_fields) if f"`{name}`" not in text]
+    missing = [name for name in (*ALGORITHMS, *AlgorithmConfig.model_fields) if f"`{name}`" not in text]
     assert missing == ["name"], "algorithm.name itself is the first sentence"
 
 
@@ -68,7 +75,7 @@ def test_the_placements_that_are_shown_share_what_is_said(tmp_path: Path) -> Non
         overlay.write_text(keys)
         given = ["train.tp=4", "train.pp=1", "algorithm.name=ppo", "critic.lr=1e-5", "placement.network=nodes"]
         recipe = load_recipe(DOCS.parent / "recipes" / "quickstart.yaml", [str(overlay), *given])
-        train, engine, beside = train_layout(recipe), engine_layout(recipe), slots_beside(recipe, title[0] == "m")
+        train, engine, beside = train_layout(recipe), engine_layout(recipe), auxiliary_slots(recipe, title[0] == "m")
         faults = slot_faults(recipe.placement.gpus, train, engine, beside) + node_faults(recipe, beside)
         assert faults == [], title
         sides = [range(train.world_size), range(engine.first, engine.end), *beside.values()]

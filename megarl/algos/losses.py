@@ -9,7 +9,7 @@ from megarl.algos.mismatch import weights
 from megarl.algos.segments import segment_sum
 from megarl.algos.surrogates import Surrogate
 from megarl.algos.targets import Targets, ValueTargets
-from megarl.types import Estimator, Rules
+from megarl.types import Estimator, Hyperparameters
 
 LossResult = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
@@ -20,7 +20,7 @@ def policy_loss(
     entropy_T: torch.Tensor,
     old_logp_T: torch.Tensor,
     targets: Targets,
-    rules: Rules,
+    rules: Hyperparameters,
 ) -> LossResult:
     """Weighted sum over the masked tokens of the surrogate, corrected for the engine's mismatch, and of the penalties.
 

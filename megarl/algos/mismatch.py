@@ -9,7 +9,7 @@ import torch
 
 from megarl.algos.segments import segment_mean, segment_sum
 from megarl.algos.targets import Targets
-from megarl.types import Rules
+from megarl.types import Hyperparameters
 
 # Bounds of pi_old / mu: of a token, of a sequence's product, of its geometric mean.
 MISMATCH_BOUNDS: dict[str, tuple[float, float]] = {
@@ -22,7 +22,7 @@ MISMATCH_BOUNDS: dict[str, tuple[float, float]] = {
 Weighted = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
-def weights(old_logp_T: torch.Tensor, targets: Targets, rules: Rules) -> Weighted:
+def weights(old_logp_T: torch.Tensor, targets: Targets, rules: Hyperparameters) -> Weighted:
     """(weight_T, without a gradient; sums over the masked tokens), where rules.mismatch is not off.
 
     tis: min(w, high), truncated (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy
@@ -45,7 +45,7 @@ def weights(old_logp_T: torch.Tensor, targets: Targets, rules: Rules) -> Weighte
     return weight_T, _statistics(log_w_T, weight_T, mask_T, clipped=torch.zeros_like(mask_T), masked=is_out_T)
 
 
-def bounds(rules: Rules) -> tuple[float, float]:
+def bounds(rules: Hyperparameters) -> tuple[float, float]:
     """What the ratio is kept within: as the rules say, else as is usual; of rules whose mismatch is not off."""
     low, high = MISMATCH_BOUNDS[rules.mismatch]
     given = rules.mismatch_low, rules.mismatch_high

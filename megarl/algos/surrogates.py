@@ -12,13 +12,13 @@ import torch
 
 from megarl.algos.segments import segment_mean
 from megarl.algos.targets import Targets
-from megarl.types import Rules
+from megarl.types import Hyperparameters
 
-Surrogate = Callable[[torch.Tensor, torch.Tensor, Targets, Rules], tuple[torch.Tensor, torch.Tensor]]
+Surrogate = Callable[[torch.Tensor, torch.Tensor, Targets, Hyperparameters], tuple[torch.Tensor, torch.Tensor]]
 
 
 def clipped(
-    logp_T: torch.Tensor, log_ratio_T: torch.Tensor, targets: Targets, rules: Rules
+    logp_T: torch.Tensor, log_ratio_T: torch.Tensor, targets: Targets, rules: Hyperparameters
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-min(r A, clip(r, 1 - low, 1 + high) A) (PPO, arXiv 1707.06347, eq. 7).
 
@@ -36,7 +36,7 @@ def clipped(
 
 
 def sequence_clipped(
-    logp_T: torch.Tensor, log_ratio_T: torch.Tensor, targets: Targets, rules: Rules
+    logp_T: torch.Tensor, log_ratio_T: torch.Tensor, targets: Targets, rules: Hyperparameters
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same with each sequence's s = exp(mean_t log r) in the place of its tokens' ratios (GSPO, arXiv 2507.18071).
 
@@ -46,7 +46,7 @@ def sequence_clipped(
 
 
 def cispo(
-    logp_T: torch.Tensor, log_ratio_T: torch.Tensor, targets: Targets, rules: Rules
+    logp_T: torch.Tensor, log_ratio_T: torch.Tensor, targets: Targets, rules: Hyperparameters
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-clip(r, 1 - low, 1 + high) A log pi, the clipped ratio a constant (CISPO, arXiv 2506.13585, eq. 4)."""
     ratio_T = log_ratio_T.detach().exp()
@@ -55,7 +55,7 @@ def cispo(
 
 
 def reinforce(
-    logp_T: torch.Tensor, log_ratio_T: torch.Tensor, targets: Targets, rules: Rules
+    logp_T: torch.Tensor, log_ratio_T: torch.Tensor, targets: Targets, rules: Hyperparameters
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-A log pi (Williams, 1992)."""
     return -targets.advantage_T * logp_T, torch.zeros_like(targets.loss_mask_T)

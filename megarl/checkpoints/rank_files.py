@@ -9,7 +9,7 @@ from megarl.disk import writing
 from megarl.parallel.rank_model import RankModel
 
 
-class Saving:
+class RankFiles:
     """A rank's part of a checkpoint on its way into a folder."""
 
     def __init__(self, folder: Path, rank_model: RankModel) -> None:

@@ -20,7 +20,7 @@ import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megarl.cluster.topology import Seat, seat
+from megarl.cluster.topology import DevicePlacement, device_placement
 from megarl.cluster.visible_gpus import device_faults
 from megarl.device import agree_on_nccl, use_network
 from megarl.types import UserFault
@@ -81,8 +81,8 @@ class _Shell:
         make = getattr(importlib.import_module(module), name)
         return _Together(tuple(await asyncio.get_running_loop().run_in_executor(self._thread, lambda: make(*args))))
 
-    async def seat(self, gpu: int) -> Seat:
-        return seat(gpu, ray.util.get_node_ip_address())
+    async def device_placement(self, gpu: int) -> DevicePlacement:
+        return device_placement(gpu, ray.util.get_node_ip_address())
 
     async def watch(self) -> None:
         await asyncio.Event().wait()
@@ -128,9 +128,9 @@ class Worker:
         """
         return self._actor.together.remote(function, *args)
 
-    def seat(self, gpu: int) -> Ref:
-        """Where it sits: a `Seat` of its node, as the process that uses the node's GPU number `gpu`."""
-        return self._actor.seat.remote(gpu)
+    def device_placement(self, gpu: int) -> Ref:
+        """Where it sits: a `DevicePlacement` of its node, as the process that uses the node's GPU number `gpu`."""
+        return self._actor.device_placement.remote(gpu)
 
     def pulse(self) -> Ref:
         """The process id, at once whatever the process is busy with: no answer means that it stands still."""

@@ -23,8 +23,8 @@ from megarl.cluster import processes
 from megarl.cluster.actor import SHARES, Pulses, Ref, Worker, failure
 from megarl.cluster.ray_servers import RayServers
 from megarl.cluster.session_folder import SessionFolder, remove_dead
-from megarl.cluster.topology import Seat
-from megarl.config import Placement
+from megarl.cluster.topology import DevicePlacement
+from megarl.config import PlacementConfig
 from megarl.device import LOOPBACK, is_loopback
 from megarl.types import Silence, UserFault
 
@@ -166,13 +166,13 @@ class Cluster:
         self._workers.append(worker)
         return worker
 
-    def seats(self, workers: Sequence[Worker], placement: Placement) -> list[Seat]:
+    def device_placements(self, workers: Sequence[Worker], placement: PlacementConfig) -> list[DevicePlacement]:
         """Where each sits. Raises RuntimeError where a process is not on the node of its slot."""
-        found = self.gather({worker.seat(placement.gpu_of(worker.slot)): worker.name for worker in workers})
-        for worker, seat in zip(workers, found, strict=True):
+        found = self.gather({worker.device_placement(placement.gpu_of(worker.slot)): worker.name for worker in workers})
+        for worker, there in zip(workers, found, strict=True):
             wanted = self._node_of(worker)
-            if seat.address != wanted:
-                raise RuntimeError(f"{worker.name} of GPU slot {worker.slot} is on {seat.address}, not on {wanted}")
+            if there.address != wanted:
+                raise RuntimeError(f"{worker.name} of GPU slot {worker.slot} is on {there.address}, not on {wanted}")
         return found
 
     def _node_of(self, worker: Worker) -> str:

@@ -23,7 +23,7 @@ _WHERE = "placement"
 
 
 @dataclass(frozen=True)
-class Seat:
+class DevicePlacement:
     """Where a process sits: node, its address, the PCI address of its GPU and the name of that GPU's RDMA card.
 
     "" without a GPU, or without a card. sharers: GPUs of the node on this card. crosses: between GPU and card lies the
@@ -80,39 +80,39 @@ def nearest_nics(gpus: Sequence[str], root: Path = SYSFS, wanted: str = "") -> d
     return {gpu: found[gpu] for gpu in gpus if gpu in found}
 
 
-def seat(slot: int, address: str, root: Path = SYSFS) -> Seat:
+def device_placement(slot: int, address: str, root: Path = SYSFS) -> DevicePlacement:
     """Of the process that calls this, which uses GPU `slot` of its node and sees all of them."""
     gpus = [_pci_address(index) for index in range(torch.cuda.device_count())] if device.DEVICE == "cuda" else []
     return seat_of(slot, gpus, address, root)
 
 
-def seat_of(slot: int, gpus: Sequence[str], address: str, root: Path = SYSFS) -> Seat:
+def seat_of(slot: int, gpus: Sequence[str], address: str, root: Path = SYSFS) -> DevicePlacement:
     """`seat` among GPUs whose PCI addresses are known; without any: a seat without GPU and card."""
     host = socket.gethostname()
     if not gpus:
-        return Seat(host, address, "", "")
+        return DevicePlacement(host, address, "", "")
     gpu, nics = gpus[slot], nearest_nics(gpus, root, os.environ.get("NCCL_IB_HCA", ""))
     if gpu not in nics:
-        return Seat(host, address, gpu, "")
+        return DevicePlacement(host, address, gpu, "")
     card = _Place.of(root / "class/infiniband" / nics[gpu] / "device")
     sharers = list(nics.values()).count(nics[gpu])
-    return Seat(host, address, gpu, nics[gpu], sharers, card.is_apart(_gpu(gpu, root)))
+    return DevicePlacement(host, address, gpu, nics[gpu], sharers, card.is_apart(_gpu(gpu, root)))
 
 
-def seat_lines(seats: Sequence[Seat]) -> list[str]:
+def device_placement_lines(device_placements: Sequence[DevicePlacement]) -> list[str]:
     """A line for each node, in the order of its first rank; seats[rank]."""
     ranks: dict[tuple[str, str], list[str]] = {}
-    for rank, one in enumerate(seats):
+    for rank, one in enumerate(device_placements):
         said = " ".join(word for word in (one.gpu, one.nic and f"through {one.nic}") if word)
         ranks.setdefault((one.host, one.address), []).append(f"{rank} {said}".strip())
     return [f"{host} ({address}): ranks {', '.join(words)}" for (host, address), words in ranks.items()]
 
 
-def seat_faults(seats: Sequence[Seat]) -> list[UserFault]:
+def device_placement_faults(device_placements: Sequence[DevicePlacement]) -> list[UserFault]:
     """What slows a node's fabric down: GPUs that share a card, and cards on the other socket. seats[rank]."""
     shared: dict[tuple[str, str], list[str]] = {}
     found = []
-    for rank, one in enumerate(seats):
+    for rank, one in enumerate(device_placements):
         if one.sharers > 1:
             shared.setdefault((one.host, one.nic), []).append(str(rank))
         if one.crosses:

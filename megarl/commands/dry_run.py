@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from megarl.algos import ALGORITHMS, has_critic
 from megarl.config import Recipe
 from megarl.device import DEVICE, LOOPBACK, Address
-from megarl.parallel.hf_config import beside_shape, model_shape, scorer_shape
+from megarl.parallel.hf_config import auxiliary_shape, model_shape, scorer_shape
 from megarl.parallel.layout import EngineLayout, TrainLayout
 from megarl.parallel.placement import (
+    auxiliary_slots,
     critic_recipe,
     engine_layout,
     reward_recipe,
-    slots_beside,
     train_layout,
 )
 from megarl.preflight.check import faults_elsewhere
@@ -25,9 +25,9 @@ from megarl.preflight.stand_ins import at_hand
 from megarl.resharding import fp8, megatron_map, sglang_map
 from megarl.resharding.plan import plan_streams
 from megarl.resharding.shards import LayoutError, Part
-from megarl.resharding.traffic import Account, account
+from megarl.resharding.traffic import Traffic, account
 from megarl.rollout.episodes import engine_settings
-from megarl.rollout.sglang.arguments import Door, Span, server_arguments, sglang_faults
+from megarl.rollout.sglang.arguments import Endpoint, NodeSpan, server_arguments, sglang_faults
 from megarl.types import ModelShape, UserFault, UserFaults
 
 Faults = list[UserFault]
@@ -89,7 +89,7 @@ def _worlds(recipe: Recipe, shape: ModelShape, absent: Container[str]) -> Iterat
     yield _World("train", recipe, shape)
     if has_critic(recipe.algorithm.name):
         own = critic_recipe(recipe)
-        yield _World("critic", own, beside_shape(own.model.path, ALGORITHMS[recipe.algorithm.name].critic))
+        yield _World("critic", own, auxiliary_shape(own.model.path, ALGORITHMS[recipe.algorithm.name].critic))
     if recipe.reward_model.path and "reward_model.path" not in absent:
         own = reward_recipe(recipe)
         yield _World("reward_model", own, scorer_shape(own.model.path))
@@ -105,7 +105,7 @@ def _sglang_faults(recipe: Recipe, device: str) -> Faults:
     from megarl.rollout.sglang.option_check import server_faults
 
     nowhere = Address(LOOPBACK, 1)
-    span = Span(recipe.engine_nodes, 0, nowhere, Door(b"")) if recipe.engine_nodes > 1 else None
+    span = NodeSpan(recipe.engine_nodes, 0, nowhere, Endpoint(b"")) if recipe.engine_nodes > 1 else None
     arguments = server_arguments(engine_settings(recipe, 0, span), _LOADER, device)
     return server_faults(arguments | {"device": device})
 
@@ -114,7 +114,7 @@ def _roles(recipe: Recipe) -> Iterator[str]:
     """Who sits where; every rank's place in every grid is computed."""
     layout, engines = train_layout(recipe), engine_layout(recipe)
     yield f"train: {_axes(layout)}; slots 0 to {layout.world_size - 1}"
-    beside = slots_beside(recipe, has_critic(recipe.algorithm.name))
+    beside = auxiliary_slots(recipe, has_critic(recipe.algorithm.name))
     for branch, slots in beside.items():
         own = critic_recipe(recipe) if branch == "critic" else reward_recipe(recipe)
         yield f"{branch}: {_axes(train_layout(own))}; slots {slots.start} to {slots.stop - 1}"
@@ -165,7 +165,7 @@ def _sample(layout: TrainLayout, engines: EngineLayout) -> list[int]:
     return sorted({0, members - 1, engines.first, engines.first + engines.tp - 1, *(s * per_stage for s in stages)})
 
 
-def _in_words(total: Account, sources: Sequence[Part], targets: Sequence[Part]) -> str:
+def _in_words(total: Traffic, sources: Sequence[Part], targets: Sequence[Part]) -> str:
     """Of `account`, GB a GPU."""
     figures = (total.dest, total.local, total.node_in, total.fabric_in)
     whole, local, nvlink, fabric = (f"{one.max() / 1e9:.2f}" for one in figures)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from megarl import disk
-from megarl.algos import rules_of
+from megarl.algos import hyperparameters_of
 from megarl.cluster.session import Cluster
 from megarl.config import Recipe
 from megarl.controller.dynamic_sampling import shaped
 from megarl.controller.loop import learn, publish, sampling_of, score
 from megarl.fleet.fleet import Fleet
-from megarl.fleet.rank_groups import Rollout, gpus_alone, ranks_alone
+from megarl.fleet.rank_groups import RolloutBatch, gpus_alone, ranks_alone
 from megarl.parallel.hf_config import model_shape
 from megarl.preflight.check import Inputs
 from megarl.rollout.episodes import summary
@@ -56,7 +56,7 @@ def train_from(recipe: Recipe, samples: SampleFile, log: RunLog) -> None:
 
     Raises WorkerFailed when a training rank fails.
     """
-    rules = rules_of(recipe.algorithm.name, recipe.algorithm)
+    rules = hyperparameters_of(recipe.algorithm.name, recipe.algorithm)
     with Cluster(gpus_alone(recipe), recipe.placement.node_gpus, recipe.run.timeout_s, log.say) as cluster:
         log.say("starting training ranks")
         trainers, critic = ranks_alone(cluster, recipe)
@@ -64,8 +64,8 @@ def train_from(recipe: Recipe, samples: SampleFile, log: RunLog) -> None:
         for step in range(1, recipe.run.steps + 1):
             with log.step(step) as record:
                 groups = samples.groups(step)
-                given = Rollout([summary(group) for group in groups], [cluster.put(group) for group in groups])
+                given = RolloutBatch([summary(group) for group in groups], [cluster.put(group) for group in groups])
                 given = shaped(given, rules, recipe.rollout.max_response_tokens)
                 record.add(rollout_metrics(given.summaries))
                 record.samples(given.summaries)
-                learn(recipe, trainers, critic, given, record, lend=lambda _: None)
+                learn(recipe, trainers, critic, given, record, hand_over=lambda _: None)

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.config import Reward
+from megarl.config import RewardConfig
 from megarl.printable import one_line, show
 from megarl.rollout.data_files import answered_rows
 from megarl.rollout.rewards import Failure, Verdict, short
-from megarl.rollout.verdicts.scorers import Judges
+from megarl.rollout.verdicts.scorers import Scorers
 from megarl.types import UserFault
 
 Found = list[tuple[str, Verdict | Failure]]  # response, and what was said of it
@@ -57,7 +57,8 @@ def check(
     """
     rows = answered_rows(str(data), "--data", answer_column, num_rows)
     given = dict(_argument(text) for text in arguments)
-    judges = Judges(Reward(function=function, arguments=given, timeout_s=timeout_s, memory_mb=memory_mb), _START_S)
+    config = RewardConfig(function=function, arguments=given, timeout_s=timeout_s, memory_mb=memory_mb)
+    judges = Scorers(config, _START_S)
     try:
         found = _judged(judges, rows)
         slowest_s = judges.slowest_s
@@ -86,7 +87,7 @@ def _argument(text: str) -> tuple[str, Any]:
         return key, value
 
 
-def _judged(judges: Judges, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Found]:
+def _judged(judges: Scorers, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Found]:
     found: dict[str, Found] = {_OWN: [], _OTHER: [], _EMPTY: [], _BOMBS: []}
     answers = list(dict.fromkeys(answer for answer, _ in rows))
     for answer, row in rows:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field
 
-from megarl.config.data import Data, Reward
+from megarl.config.data import DataConfig, RewardConfig
 from megarl.config.fields import (
     Branch,
     Count,
@@ -32,13 +32,13 @@ from megarl.config.fields import (
     TopP,
     Whole,
 )
-from megarl.config.roles import Critic, Reference, RewardModel, Train
+from megarl.config.roles import CriticConfig, ReferenceConfig, RewardModelConfig, TrainConfig
 from megarl.types import Aggregation, Estimator, KlPlace, Mismatch, WhenShort
 
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
 
 
-class Run(Branch):
+class RunConfig(Branch):
     """The run as a whole: `dir/name` receives every file.
 
     `timeout_s` bounds silence, not work: a collective or rendezvous whose peers do not come, a training rank or engine
@@ -57,7 +57,7 @@ class Run(Branch):
     timeout_s: RunSeconds = 600.0
 
 
-class Model(Branch):
+class ModelConfig(Branch):
     """A HF checkpoint folder, a folder with its config.json alone, for plans, and the type of both sides' weights."""
 
     path: FilePath
@@ -65,8 +65,8 @@ class Model(Branch):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
 
 
-class Algorithm(Branch):
-    """A row of `megarl.algos.ALGORITHMS`, and those of its rules (`megarl.types.Rules`) that are to be others."""
+class AlgorithmConfig(Branch):
+    """A row of `megarl.algos.ALGORITHMS`, and the hyperparameters (`megarl.types.Hyperparameters`) that override it."""
 
     name: Text = "grpo"
     clip_low: Annotated[float, Field(ge=1e-9, le=1)] | None = None
@@ -102,7 +102,7 @@ class Algorithm(Branch):
         return self.model_dump(exclude={"name"}, exclude_none=True)
 
 
-class WarmStart(Branch):
+class WarmStartConfig(Branch):
     """Supervised steps on the training answers before step 1; none by default."""
 
     steps: Whole = 0
@@ -111,7 +111,7 @@ class WarmStart(Branch):
     warmup_steps: Whole = 0
 
 
-class Engines(Branch):
+class EngineConfig(Branch):
     """`count` SGLang engines of `tp` slots each; `sglang` passes SGLang's own server arguments through."""
 
     count: ParallelSize = 1
@@ -122,7 +122,7 @@ class Engines(Branch):
     sglang: dict[str, Any] = Field(default_factory=dict)
 
 
-class Rollout(Branch):
+class RolloutConfig(Branch):
     """What is sampled in one step, and by which engines.
 
     The policy is the distribution that is sampled from, softmax(logits / temperature): logprobs, ratios, entropy and
@@ -135,10 +135,10 @@ class Rollout(Branch):
     temperature: SamplingTemperature = 1.0
     top_p: TopP = 1.0  # 1 for training samples; an evaluation's may be less
     seeded: bool = False  # the same seed and weights give the same samples, to the last bit; slower
-    engine: Engines = Field(default_factory=Engines)
+    engine: EngineConfig = Field(default_factory=EngineConfig)
 
 
-class EvaluationSet(Branch):
+class EvaluationSetConfig(Branch):
     """How one set of `data.eval` is answered; what is not set is as for all sets."""
 
     max_prompts: Count | None = None
@@ -148,7 +148,7 @@ class EvaluationSet(Branch):
     max_response_tokens: Count | None = None
 
 
-class Evaluation(Branch):
+class EvaluationConfig(Branch):
     """`samples` answers to at most `max_prompts` prompts of each set, every `every` steps and at the end.
 
     Before training, too, unless `at_start` is false. At temperature 0 the answer is the greedy one.
@@ -162,15 +162,15 @@ class Evaluation(Branch):
     temperature: Temperature = 0.0
     top_p: TopP = 1.0
     max_response_tokens: Count | None = None
-    sets: Mapping[FolderName, EvaluationSet] = Field(default_factory=dict)
+    sets: Mapping[FolderName, EvaluationSetConfig] = Field(default_factory=dict)
 
-    def of(self, name: str) -> Evaluation:
+    def of(self, name: str) -> EvaluationConfig:
         """As the set of this name has it."""
-        own = self.sets.get(name, EvaluationSet()).model_dump(exclude_none=True)
+        own = self.sets.get(name, EvaluationSetConfig()).model_dump(exclude_none=True)
         return self.model_copy(update=own)
 
 
-class Checkpoint(Branch):
+class CheckpointConfig(Branch):
     """Everything a run needs to go on: written every `every` steps (never, unless it is set), the last `keep` kept."""
 
     every: Count | None = None
@@ -178,7 +178,7 @@ class Checkpoint(Branch):
     asynchronous: bool = True  # files are written while training goes on
 
 
-class Reshard(Branch):
+class ReshardConfig(Branch):
     """`round_bytes` bounds the bytes a member has in flight, whatever the model's size.
 
     `verify` holds what the engines got against the trained weights: by sums, or by sending every byte once more.
@@ -188,7 +188,7 @@ class Reshard(Branch):
     verify: Literal["off", "checksum", "full"] = "off"
 
 
-class Placement(Branch):
+class PlacementConfig(Branch):
     """GPU slots of the run; trainer ranks and engines share them, or have slots of their own."""
 
     gpus: ParallelSize
@@ -211,21 +211,21 @@ class Placement(Branch):
 class Recipe(Branch):
     """Everything about a run."""
 
-    run: Run
-    model: Model
-    data: Data
-    algorithm: Algorithm = Field(default_factory=Algorithm)
-    warm_start: WarmStart = Field(default_factory=WarmStart)
-    reward: Reward
-    rollout: Rollout
-    evaluation: Evaluation = Field(default_factory=Evaluation)
-    train: Train
-    reference: Reference = Field(default_factory=Reference)
-    critic: Critic = Field(default_factory=Critic)
-    reward_model: RewardModel = Field(default_factory=RewardModel)
-    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
-    reshard: Reshard = Field(default_factory=Reshard)
-    placement: Placement
+    run: RunConfig
+    model: ModelConfig
+    data: DataConfig
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    warm_start: WarmStartConfig = Field(default_factory=WarmStartConfig)
+    reward: RewardConfig
+    rollout: RolloutConfig
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    train: TrainConfig
+    reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
+    critic: CriticConfig = Field(default_factory=CriticConfig)
+    reward_model: RewardModelConfig = Field(default_factory=RewardModelConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    reshard: ReshardConfig = Field(default_factory=ReshardConfig)
+    placement: PlacementConfig
 
     @property
     def longest_response(self) -> int:

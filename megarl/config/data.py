@@ -12,7 +12,7 @@ from megarl.config.fields import Branch, Count, FilePath, FolderName, Positive, 
 from megarl.types import WhenFailed, WhenOverlong
 
 
-class DataFile(Branch):
+class DataFileConfig(Branch):
     """One JSONL or parquet file, written as its path alone or as a branch; without columns, it has those of `data`."""
 
     path: FilePath
@@ -24,18 +24,18 @@ class DataFile(Branch):
     def _from_path(cls, value: Any) -> Any:
         if isinstance(value, str) and value:
             return {"path": value}
-        if isinstance(value, dict | DataFile):
+        if isinstance(value, dict | DataFileConfig):
             return value
         raise PydanticCustomError("data_file", "write a path, or a branch with path, prompt and answer")
 
 
-class TrainFile(DataFile):
+class TrainFileConfig(DataFileConfig):
     """A file of training prompts; `weight` is its share of the prompts that are drawn, relative to the other files'."""
 
     weight: Positive | None = None
 
 
-class Data(Branch):
+class DataConfig(Branch):
     """The prompts' files: `prompt` and `answer` name their columns, `eval` maps an evaluation set's name to its file.
 
     A column's name with a dot is the path of a value inside a column: `reward_model.ground_truth`. `train` is one file
@@ -43,8 +43,8 @@ class Data(Branch):
     than `max_prompt_tokens`: they are refused before the run starts, or left out and counted.
     """
 
-    train: Annotated[tuple[TrainFile, ...], Field(strict=False)]
-    eval: Mapping[FolderName, DataFile] = Field(default_factory=dict)
+    train: Annotated[tuple[TrainFileConfig, ...], Field(strict=False)]
+    eval: Mapping[FolderName, DataFileConfig] = Field(default_factory=dict)
     prompt: Text = "prompt"
     answer: Text = "answer"
     max_prompt_tokens: Count = 1024
@@ -60,26 +60,26 @@ class Data(Branch):
         raise PydanticCustomError("data_files", "write a path, or a list of files with path and weight")
 
     @property
-    def files(self) -> dict[str, DataFile]:
+    def files(self) -> dict[str, DataFileConfig]:
         """Every file by its recipe key: `data.train` (`data.train.N` where there are several), `data.eval.NAME`."""
         return {**self.train_files, **{f"data.eval.{name}": file for name, file in self.eval.items()}}
 
     @property
-    def train_files(self) -> dict[str, TrainFile]:
+    def train_files(self) -> dict[str, TrainFileConfig]:
         """The training files by recipe key."""
         if len(self.train) == 1:
             return {"data.train": self.train[0]}
         return {f"data.train.{number}": file for number, file in enumerate(self.train)}
 
 
-class SourceReward(Branch):
+class SourceRewardConfig(Branch):
     """Who judges the rows of one source: `module:function`, and keyword arguments for it."""
 
     function: Text
     arguments: dict[str, Any] = Field(default_factory=dict)
 
 
-class Reward(Branch):
+class RewardConfig(Branch):
     """`module:function` that scores one response, with keyword arguments; rows of a named source have their own.
 
     Every verdict is computed in a process that ends when it takes too long or too much: docs/rewards.md. One that
@@ -89,7 +89,7 @@ class Reward(Branch):
     function: Text | None = None
     arguments: dict[str, Any] = Field(default_factory=dict)
     source: Text = "data_source"  # the column that names a row's source
-    by_source: Mapping[Text, SourceReward] = Field(default_factory=dict)
+    by_source: Mapping[Text, SourceRewardConfig] = Field(default_factory=dict)
     workers: Annotated[int, Field(ge=1, le=1024)] = 2  # processes of each function beside every engine
     timeout_s: Seconds = 5.0  # of one verdict
     memory_mb: Annotated[int, Field(ge=1, le=2**24)] = 1024  # of a verdict, beside what the function takes to be there

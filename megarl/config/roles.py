@@ -22,7 +22,7 @@ from megarl.config.fields import (
 from megarl.types import LrSchedule
 
 
-class Train(Branch):
+class TrainConfig(Branch):
     """Parallel axes and optimiser of the trainer.
 
     Megatron's own fields pass through: `megatron` to its TransformerConfig, `ddp` to its DistributedDataParallelConfig,
@@ -59,7 +59,7 @@ class Train(Branch):
     optimizer: dict[str, Any] = Field(default_factory=dict)
 
 
-class Reference(Branch):
+class ReferenceConfig(Branch):
     """A model that stays as it is, which the policy's drift is measured against: the start unless `path` names another.
 
     It needs no GPU memory: its weights wait in the host's and change places with the policy's for a forward pass.
@@ -69,7 +69,7 @@ class Reference(Branch):
     path: FilePath | None = None
 
 
-class Ranks(Branch):
+class RanksConfig(Branch):
     """Training ranks of a model beside the policy; what is not set is as the policy's.
 
     They sit on the slots from `first_gpu` on, shared with whoever else is there: those that share take turns.
@@ -87,7 +87,7 @@ class Ranks(Branch):
     tokens_per_micro_batch: Count | None = None
 
 
-class Critic(Branch):
+class CriticConfig(Branch):
     """The model that learns beside the policy, of algorithms that have one; for PRIME its implicit reward model.
 
     A critic's checkpoint is a language model's or a classifier's with one score, the reward model's a language model's.
@@ -99,10 +99,10 @@ class Critic(Branch):
     warmup_steps: Whole | None = None
     lr_schedule: LrSchedule | None = None
     lr_end: Share | None = None
-    ranks: Ranks = Field(default_factory=Ranks)
+    ranks: RanksConfig = Field(default_factory=RanksConfig)
 
 
-class RewardModel(Branch):
+class RewardModelConfig(Branch):
     """A sequence classifier with one score, whose `weight` times it is added to the reward of each response.
 
     It reads prompt and response as a chat, by its own tokenizer and template; of one that is too long, the end.
@@ -110,4 +110,4 @@ class RewardModel(Branch):
 
     path: FilePath | None = None
     weight: Weight = 1.0
-    ranks: Ranks = Field(default_factory=Ranks)
+    ranks: RanksConfig = Field(default_factory=RanksConfig)

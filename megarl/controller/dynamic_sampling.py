@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 
 from megarl.config import Recipe
-from megarl.fleet.rank_groups import Rollout
-from megarl.types import FloatArray, GroupSummary, IntArray, Metrics, Prompt, Rules, UserFault
+from megarl.fleet.rank_groups import RolloutBatch
+from megarl.types import FloatArray, GroupSummary, Hyperparameters, IntArray, Metrics, Prompt, UserFault
 
 # (prompts, number of the round) -> their groups
-Sample = Callable[[Sequence[Prompt], int], Rollout]
+Sample = Callable[[Sequence[Prompt], int], RolloutBatch]
 Take = Callable[[int], list[Prompt]]
 
 
@@ -23,8 +23,8 @@ def is_mixed(group: GroupSummary) -> bool:
 
 
 def collect(
-    recipe: Recipe, rules: Rules, take: Take, sample: Sample, carried: Rollout
-) -> tuple[Rollout, Rollout, Metrics]:
+    recipe: Recipe, rules: Hyperparameters, take: Take, sample: Sample, carried: RolloutBatch
+) -> tuple[RolloutBatch, RolloutBatch, Metrics]:
     """(the step's groups, those that are too many and wait for the next step, what was done).
 
     With dynamic sampling prompts are drawn, more of them than are missing, until there are enough mixed groups; those
@@ -33,7 +33,7 @@ def collect(
     """
     wanted = recipe.rollout.prompts_per_step
     if not rules.dynamic_sampling:
-        return sample(take(wanted), 0), Rollout([], []), {}
+        return sample(take(wanted), 0), RolloutBatch([], []), {}
     kept, drawn, rounds, correct = carried, 0, 0, []
     while len(kept.refs) < wanted and rounds < rules.max_rounds:
         count = rules.num_drawn(wanted - len(kept.refs))
@@ -58,7 +58,7 @@ def collect(
     }
 
 
-def _too_few(found: int, wanted: int, drawn: int, rounds: int, rules: Rules) -> UserFault:
+def _too_few(found: int, wanted: int, drawn: int, rounds: int, rules: Hyperparameters) -> UserFault:
     problem = f"{rounds} rounds of {drawn} prompts and what waited: {found} groups with right and wrong answers, not"
     mend = "raise it or algorithm.oversample, or use data of other difficulty"
     if rules.when_short == "stop" and found:
@@ -66,7 +66,7 @@ def _too_few(found: int, wanted: int, drawn: int, rounds: int, rules: Rules) -> 
     return UserFault("algorithm.max_rounds", f"{problem} {wanted}", mend)
 
 
-def shaped(rollout: Rollout, rules: Rules, longest: int) -> Rollout:
+def shaped(rollout: RolloutBatch, rules: Hyperparameters, longest: int) -> RolloutBatch:
     """With the soft overlong punishment added to each reward, where the rules have one."""
     if not rules.overlong_share:
         return rollout
@@ -74,7 +74,7 @@ def shaped(rollout: Rollout, rules: Rules, longest: int) -> Rollout:
     for group in rollout.summaries:
         penalty_G = overlong_penalty(group.response_lengths_G, longest, rules.overlong_share * longest)
         summaries.append(replace(group, rewards_G=(group.rewards_G + penalty_G).astype(np.float32)))
-    return Rollout(summaries, rollout.refs)
+    return RolloutBatch(summaries, rollout.refs)
 
 
 def overlong_penalty(lengths_G: IntArray, longest: int, cache: float) -> FloatArray:
@@ -82,9 +82,9 @@ def overlong_penalty(lengths_G: IntArray, longest: int, cache: float) -> FloatAr
     return np.clip((longest - cache - lengths_G) / cache, -1.0, 0.0).astype(np.float32)
 
 
-def _chosen(rollout: Rollout, places: Sequence[int]) -> Rollout:
-    return Rollout([rollout.summaries[place] for place in places], [rollout.refs[place] for place in places])
+def _chosen(rollout: RolloutBatch, places: Sequence[int]) -> RolloutBatch:
+    return RolloutBatch([rollout.summaries[place] for place in places], [rollout.refs[place] for place in places])
 
 
-def _joined(one: Rollout, other: Rollout) -> Rollout:
-    return Rollout(one.summaries + other.summaries, one.refs + other.refs)
+def _joined(one: RolloutBatch, other: RolloutBatch) -> RolloutBatch:
+    return RolloutBatch(one.summaries + other.summaries, one.refs + other.refs)

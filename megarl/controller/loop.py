@@ -9,7 +9,7 @@ from dataclasses import asdict
 import numpy as np
 import torch
 
-from megarl.algos import ALGORITHMS, rules_of
+from megarl.algos import ALGORITHMS, hyperparameters_of
 from megarl.checkpoints.snapshots import Snapshot
 from megarl.cluster.session import Cluster
 from megarl.config import Recipe
@@ -17,7 +17,7 @@ from megarl.controller.dynamic_sampling import collect, shaped
 from megarl.controller.saver import Saver, resume
 from megarl.fleet.fleet import Fleet
 from megarl.fleet.memory import Phase
-from megarl.fleet.rank_groups import CriticRanks, Rollout, TrainingRanks
+from megarl.fleet.rank_groups import AuxiliaryRanks, RolloutBatch, TrainingRanks
 from megarl.preflight.check import Inputs
 from megarl.rollout.episodes import Sampling, demonstration, summary
 from megarl.rollout.rewards import MEND
@@ -85,22 +85,22 @@ def begin(
 def train_step(recipe: Recipe, inputs: Inputs, fleet: Fleet, saver: Saver, record: Record) -> None:
     """Rollout -> reward -> advantage -> train -> reshard; every phase waits for the one before (synchronous)."""
     groups = gather(recipe, inputs, fleet, record)
-    learn(recipe, fleet.trainers, fleet.critic, groups, record, fleet.memory.lend, fleet.version)
+    learn(recipe, fleet.trainers, fleet.critic, groups, record, fleet.memory.hand_over, fleet.version)
     with record.phase("save"):
         saver.begin(record.step)
     publish(fleet, record)
     record.add(fleet.trainers.take_speed())
 
 
-def gather(recipe: Recipe, inputs: Inputs, fleet: Fleet, record: Record) -> Rollout:
+def gather(recipe: Recipe, inputs: Inputs, fleet: Fleet, record: Record) -> RolloutBatch:
     """What a step learns from: scored samples, or demonstrations for algorithms that have no rewards."""
-    rules = rules_of(recipe.algorithm.name, recipe.algorithm)
+    rules = hyperparameters_of(recipe.algorithm.name, recipe.algorithm)
     if ALGORITHMS[recipe.algorithm.name].learns_from == "demonstrations":
         return demonstrations(inputs, fleet, recipe.rollout.prompts_per_step)
 
     sampled: list[GroupSummary] = []
 
-    def sample(prompts: Sequence[Prompt], number: int) -> Rollout:
+    def sample(prompts: Sequence[Prompt], number: int) -> RolloutBatch:
         found = fleet.engines.sample(prompts, sampling_of(recipe, record.step, number))
         sampled.extend(found.summaries)
         return found
@@ -116,22 +116,22 @@ def gather(recipe: Recipe, inputs: Inputs, fleet: Fleet, record: Record) -> Roll
     return groups
 
 
-def score(fleet: Fleet, groups: Rollout, record: Record) -> Rollout:
+def score(fleet: Fleet, groups: RolloutBatch, record: Record) -> RolloutBatch:
     """With the reward model's word, where there is one."""
     if fleet.reward_model is None:
         return groups
     with record.phase("score"):
-        fleet.memory.lend("score")
+        fleet.memory.hand_over("score")
         return fleet.reward_model.score(groups)
 
 
 def learn(
     recipe: Recipe,
     trainers: TrainingRanks,
-    critic: CriticRanks | None,
-    groups: Rollout,
+    critic: AuxiliaryRanks | None,
+    groups: RolloutBatch,
     record: Record,
-    lend: Callable[[Phase], None],
+    hand_over: Callable[[Phase], None],
     version: int = -1,
 ) -> None:
     """The updates of one step: the critic values its samples, then learns from what came of them, as the policy does.
@@ -139,7 +139,7 @@ def learn(
     lend: gives the memory to who is next. version: of the policy; samples of earlier ones are stale.
     """
     name = recipe.algorithm.name
-    rules = rules_of(name, recipe.algorithm)
+    rules = hyperparameters_of(name, recipe.algorithm)
     samples = samples_of(groups.summaries, name, only_finished=rules.overlong_filter, version=version)
     if not samples and not any(group.finished_G.any() for group in groups.summaries):
         mend = "raise it, or set algorithm.overlong_filter to false"
@@ -150,17 +150,17 @@ def learn(
     if critic:
         if rules.pays_kl:
             with record.phase("observe"):
-                lend("train")
+                hand_over("train")
                 trainers.observe(name, samples, groups.refs, critic.plan_of(samples), keeps=record.step > before)
         with record.phase("critic"):
-            lend("critic")
+            hand_over("critic")
             critic.values(samples, groups.refs, trainers.plan_of(name, samples))
             lr = learning_rate(critic.recipe.train, record.step, recipe.run.steps)
             record.add({"critic/lr": lr, **critic_metrics(critic.train(lr, trainers if rules.pays_kl else None))})
     if record.step <= before:
         return
     with record.phase("train"):
-        lend("train")
+        hand_over("train")
         lr = learning_rate(recipe.train, record.step - before, recipe.run.steps - before)
         metrics = trainers.train(name, samples, groups.refs, lr, critic)
     record.add({"train/lr": lr, **train_metrics(metrics)})
@@ -193,7 +193,7 @@ def evaluate(recipe: Recipe, inputs: Inputs, fleet: Fleet, record: Record) -> No
 def warm_start(recipe: Recipe, inputs: Inputs, fleet: Fleet, saver: Saver, log: RunLog) -> None:
     """Supervised steps on the training answers; the engines get the weights once, after the last."""
     warm = recipe.warm_start
-    fleet.memory.lend("train")
+    fleet.memory.hand_over("train")
     for step in range(1, warm.steps + 1):
         saver.leave_if_wanted()
         with log.warm_step(step) as record:
@@ -209,10 +209,10 @@ def warm_start(recipe: Recipe, inputs: Inputs, fleet: Fleet, saver: Saver, log: 
     saver.settle(0)
 
 
-def demonstrations(inputs: Inputs, fleet: Fleet, count: int) -> Rollout:
+def demonstrations(inputs: Inputs, fleet: Fleet, count: int) -> RolloutBatch:
     """The next prompts' own answers in the place of samples."""
     groups = [demonstration(prompt, inputs.tokenizer) for prompt in inputs.prompts.take(count)]
-    return Rollout([summary(group) for group in groups], fleet.put(groups))
+    return RolloutBatch([summary(group) for group in groups], fleet.put(groups))
 
 
 def sampling_of(recipe: Recipe, step: int, number: int = 0) -> Sampling:

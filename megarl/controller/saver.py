@@ -13,7 +13,7 @@ from megarl.cluster import processes
 from megarl.config import Recipe
 from megarl.disk import writing
 from megarl.fleet.fleet import CARRIED, Fleet
-from megarl.parallel.hf_config import beside_shape, model_shape
+from megarl.parallel.hf_config import auxiliary_shape, model_shape
 from megarl.parallel.placement import critic_recipe
 from megarl.rollout.prompts import PromptStream
 from megarl.rollout.sample_file import open_samples
@@ -82,7 +82,7 @@ def _critic_of(recipe: Recipe) -> dict[str, object] | None:
         return None
     own = critic_recipe(recipe)
     says = ALGORITHMS[recipe.algorithm.name].critic
-    return {"shape": asdict(beside_shape(own.model.path, says)), "ep": own.train.ep}
+    return {"shape": asdict(auxiliary_shape(own.model.path, says)), "ep": own.train.ep}
 
 
 def _critic_faults(found: Snapshot, then: Progress, recipe: Recipe) -> list[UserFault]:

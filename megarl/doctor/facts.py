@@ -85,7 +85,7 @@ class Torch:
 
 
 @dataclass(frozen=True)
-class Limits:
+class ProcessLimits:
     """Of a process of this user; UNLIMITED where there is none."""
 
     memlock_bytes: int
@@ -105,7 +105,7 @@ class NodeFacts:
     host_bytes: int
     shm_total_bytes: int
     shm_free_bytes: int
-    limits: Limits
+    limits: ProcessLimits
     clock_offset_s: float = 0.0  # its clock minus that of the first node
     clock_error_s: float = 0.0  # by how much that may be wrong
     nvidia_smi: str = ""  # why nvidia-smi does not answer; "" where it does, or is not there

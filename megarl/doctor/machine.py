@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from megarl.doctor.facts import UNLIMITED, Folder, Limits, Port
+from megarl.doctor.facts import UNLIMITED, Folder, Port, ProcessLimits
 
 SHM = Path("/dev/shm")
 _WRITTEN_BYTES = 64 * 2**20  # to learn a disk's speed: enough for its latency not to count, little enough for any
@@ -28,9 +28,9 @@ _OWN = ("CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
-def limits() -> Limits:
+def limits() -> ProcessLimits:
     """The soft limits of this process, and of the container around it."""
-    return Limits(
+    return ProcessLimits(
         memlock_bytes=_limit(resource.RLIMIT_MEMLOCK),
         num_files=_limit(resource.RLIMIT_NOFILE),
         num_processes=_least(_limit(resource.RLIMIT_NPROC), _cgroup_number("pids.max")),

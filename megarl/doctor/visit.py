@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.config import Placement, Recipe
+from megarl.config import PlacementConfig, Recipe
 from megarl.config.hardware import Hardware, load_hardware
 from megarl.disk import writing
 from megarl.doctor.facts import NodeFacts
@@ -66,7 +66,7 @@ def _seen(asked: Asked, findings: list[Finding], say: Callable[[str], None]) -> 
     wanted = _wanted(asked, None if has_cluster else RAY_PORT, is_needed=wants_cluster)
     if not has_cluster:
         return survey_here(wanted), False  # that a recipe wants a cluster is told by its own check
-    faults = cluster_faults(Placement(gpus=1, network="nodes"))
+    faults = cluster_faults(PlacementConfig(gpus=1, network="nodes"))
     findings += of_faults(faults) + _token_findings()
     if faults:
         return survey_here(wanted), False

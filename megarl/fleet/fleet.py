@@ -13,17 +13,17 @@ from megarl.algos import has_critic
 from megarl.checkpoints.snapshots import Digest
 from megarl.cluster.actor import Ref, Worker
 from megarl.cluster.session import Cluster, WorkerFailed
-from megarl.cluster.topology import seat_faults, seat_lines
+from megarl.cluster.topology import device_placement_faults, device_placement_lines
 from megarl.config import Recipe
 from megarl.device import address_of, host_store
-from megarl.fleet.memory import Lender
-from megarl.fleet.rank_groups import CriticRanks, RewardRanks, Rollout, TrainingRanks
+from megarl.fleet.memory import MemoryScheduler
+from megarl.fleet.rank_groups import AuxiliaryRanks, RewardRanks, RolloutBatch, TrainingRanks
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.layout import EngineLayout
 from megarl.parallel.placement import (
+    auxiliary_slots,
     engine_layout,
     shared_slots,
-    slots_beside,
     train_layout,
     without_reference,
 )
@@ -31,7 +31,7 @@ from megarl.resharding.member import Stats, collect_stats
 from megarl.resharding.session import Sessions, sessions
 from megarl.rollout.episodes import Sampling, summary
 from megarl.rollout.sample_file import open_samples, writing
-from megarl.rollout.sglang.arguments import Span
+from megarl.rollout.sglang.arguments import NodeSpan
 from megarl.types import Prompt, SampleGroup
 
 CRITIC = "critic"  # folder of its part of a checkpoint
@@ -77,14 +77,14 @@ class Engines:
             part.watch("fail")
             self._parts.append(part)
 
-    def _span(self, recipe: Recipe) -> Span:
+    def _span(self, recipe: Recipe) -> NodeSpan:
         """The first of an engine's nodes, with a store and a key for all of them."""
-        from megarl.rollout.sglang.relay import new_door  # ZeroMQ comes with SGLang
+        from megarl.rollout.sglang.relay import new_endpoint  # ZeroMQ comes with SGLang
 
         self._stores.append(host_store(recipe.run.timeout_s, self._cluster.host))
-        return Span(recipe.engine_nodes, 0, address_of(self._stores[-1]), new_door())
+        return NodeSpan(recipe.engine_nodes, 0, address_of(self._stores[-1]), new_endpoint())
 
-    def sample(self, prompts: Sequence[Prompt], sampling: Sampling) -> Rollout:
+    def sample(self, prompts: Sequence[Prompt], sampling: Sampling) -> RolloutBatch:
         """One group per prompt, in order; prompts are dealt round over the engines, which batch them themselves."""
         summaries, refs = {}, []
         for index, prompt in enumerate(prompts):
@@ -93,7 +93,7 @@ class Engines:
             summary, group = worker.call_many(2, "sample", prompt, own)
             summaries[summary] = worker.name
             refs.append(group)
-        return Rollout(self._cluster.gather(summaries), refs)
+        return RolloutBatch(self._cluster.gather(summaries), refs)
 
     def versions(self) -> list[int]:
         """The weights' version that each engine says it has."""
@@ -126,14 +126,14 @@ class Fleet:
         """say: tells the user in a line what was mended on the way. learns: or nobody asks for values."""
         self._cluster, self._recipe, self._say = cluster, recipe, say
         self._train_layout, self._engine_layout = train_layout(recipe), engine_layout(recipe)
-        beside = slots_beside(recipe, learns and has_critic(recipe.algorithm.name))
+        beside = auxiliary_slots(recipe, learns and has_critic(recipe.algorithm.name))
         engine_slots = range(self._engine_layout.first, self._engine_layout.end)
         shared = shared_slots([range(self._train_layout.world_size), engine_slots, *beside.values()])
         self._run_id = secrets.token_hex(8)
         self.trainers = TrainingRanks(cluster, recipe if learns else without_reference(recipe), shared)
         self._store = self.trainers.store
         self.engines = Engines(cluster, recipe, self._engine_layout, shared)
-        self.critic = CriticRanks(cluster, recipe, shared) if "critic" in beside else None
+        self.critic = AuxiliaryRanks(cluster, recipe, shared) if "critic" in beside else None
         self.reward_model = RewardRanks(cluster, recipe, shared) if "reward_model" in beside else None
         computing = [one for one in (self.trainers, self.critic, self.reward_model) if one]
         waits = self.engines.measures_shared_memory
@@ -147,18 +147,18 @@ class Fleet:
             self._say_seats()
         if taken := max(cluster.call_all(self.trainers.workers, "communicator_bytes"), default=0):
             say(f"each of NCCL's groups takes {taken} bytes of a training GPU: communicator_bytes of a hardware file")
-        self.memory = Lender(self.trainers, self.engines, self.critic, self.reward_model)
+        self.memory = MemoryScheduler(self.trainers, self.engines, self.critic, self.reward_model)
         self._sessions = self._open_sessions()
         self.version = -1
         self._digests: dict[str, Digest] = {}  # of the policy's part of a checkpoint, where its files are written
         self.attempts = 0  # of publishing; more than there are versions once one had to be repeated
-        self.carried = Rollout([], [])  # groups that a step had too many of, for the next
+        self.carried = RolloutBatch([], [])  # groups that a step had too many of, for the next
         self._have_sessions = False  # the engines, from the first publication on
 
     def _say_seats(self) -> None:
         """Which training rank sits where, and what of it slows the fabric down."""
-        seats = self._cluster.seats(self.trainers.workers, self._recipe.placement)
-        for line in [*seat_lines(seats), *map(str, seat_faults(seats))]:
+        device_placements = self._cluster.device_placements(self.trainers.workers, self._recipe.placement)
+        for line in [*device_placement_lines(device_placements), *map(str, device_placement_faults(device_placements))]:
             self._say(line)
 
     def options(self) -> dict[str, dict[str, Any]]:
@@ -170,7 +170,7 @@ class Fleet:
         """Place groups that no engine made where the training ranks can fetch them."""
         return [self._cluster.put(group) for group in groups]
 
-    def fetch(self, rollout: Rollout) -> list[SampleGroup]:
+    def fetch(self, rollout: RolloutBatch) -> list[SampleGroup]:
         """The groups themselves, which are then in this process too, with the rewards that the rollout says."""
         groups = self._cluster.gather(dict.fromkeys(rollout.refs, "samples"))
         return [replace(one, rewards_G=of.rewards_G) for one, of in zip(groups, rollout.summaries, strict=True)]
@@ -183,7 +183,7 @@ class Fleet:
         RuntimeError if an engine then states another version than the trainer's.
         """
         if self.memory.phase != "rollout":
-            self.memory.lend("reshard")
+            self.memory.hand_over("reshard")
         version = self.version + 1
         calls = self._exchange(version)
         try:
@@ -198,7 +198,7 @@ class Fleet:
         if any(one != version for one in versions):
             raise RuntimeError(f"the engines are at versions {versions}, the trainer is at {version}")
         self.version, self._have_sessions = version, True
-        self.memory.lend("rollout")
+        self.memory.hand_over("rollout")
         num_members = max(self._train_layout.world_size, self._engine_layout.end)
         return collect_stats(self._store, self._run_id, self.attempts, num_members)
 
@@ -217,14 +217,14 @@ class Fleet:
     def resume(self, folder: Path, version: int, attempts: int) -> None:
         """Load a checkpoint whose weights' last publication was `version`: the next is the one after it."""
         if self.critic:
-            self.memory.lend("critic")
+            self.memory.hand_over("critic")
             self.critic.load(folder / CRITIC)
-        self.memory.lend("train")
+        self.memory.hand_over("train")
         self.trainers.load(folder)
         self.version, self.attempts = version, attempts
         if (folder / CARRIED).exists():
             groups = open_samples(folder / CARRIED).groups(1)
-            self.carried = Rollout([summary(group) for group in groups], self.put(groups))
+            self.carried = RolloutBatch([summary(group) for group in groups], self.put(groups))
 
     def save(self, folder: Path) -> None:
         """Begin a checkpoint after a step's updates; who is saved last has the memory then.
@@ -232,7 +232,7 @@ class Fleet:
         The policy's files are waited for before the critic's are begun, unless checkpoints are asynchronous.
         """
         self._digests = {}
-        self.memory.lend("train")
+        self.memory.hand_over("train")
         self.trainers.save(folder)
         if self.carried.refs:
             vocab_size, temperature = model_shape(self._recipe.model.path).vocab_size, self._recipe.rollout.temperature
@@ -241,7 +241,7 @@ class Fleet:
         if self.critic:
             if not self._recipe.checkpoint.asynchronous:
                 self._digests = self.trainers.finish_save()  # a host may have no room for the copies of both
-            self.memory.lend("critic")
+            self.memory.hand_over("critic")
             (folder / CRITIC).mkdir()
             self.critic.save(folder / CRITIC)
 

@@ -46,7 +46,7 @@ class EngineMemory(Protocol):
     def resume_cache(self) -> None: ...
 
 
-class Lender:
+class MemoryScheduler:
     """Moves the shared memory from phase to phase; after start-up all sides hold theirs as in `rollout`."""
 
     def __init__(
@@ -63,7 +63,7 @@ class Lender:
         self.phase: Phase = "rollout"
         self._seen: Metrics = {}
 
-    def lend(self, phase: Phase) -> None:
+    def hand_over(self, phase: Phase) -> None:
         """Enter a phase: whoever gives does so before the other takes. Raises RuntimeError on a phase out of order.
 
         From a rollout into computing phases, of these through `reshard` into the next rollout.

@@ -11,35 +11,35 @@ from pathlib import Path
 import numpy as np
 
 from megarl import device
-from megarl.algos import AGGREGATION_BESIDE, ALGORITHMS, has_critic, rules_of
+from megarl.algos import ALGORITHMS, AUXILIARY_AGGREGATION, has_critic, hyperparameters_of
 from megarl.checkpoints.snapshots import Digest
 from megarl.cluster.actor import Ref
 from megarl.cluster.session import Cluster
 from megarl.config import Recipe
-from megarl.parallel.hf_config import beside_shape, model_shape, scorer_shape
-from megarl.parallel.placement import critic_recipe, reward_recipe, slots_beside, speaks, train_layout
+from megarl.parallel.hf_config import auxiliary_shape, model_shape, scorer_shape
+from megarl.parallel.placement import auxiliary_slots, critic_recipe, is_reporting_rank, reward_recipe, train_layout
 from megarl.training.batching import SampleRef, Update, key_of, plan_updates
 from megarl.training.flops import speed, train_work
-from megarl.training.policy import Published
-from megarl.types import GroupSummary, Metrics, ModelShape, Rules, UserFault
+from megarl.training.policy import PublishedRank
+from megarl.types import GroupSummary, Hyperparameters, Metrics, ModelShape, UserFault
 
 # Of the model beside the policy, by what it says of tokens: its rank's class, and what people call it.
 _TARGETS = {
-    "values": "megarl.training.critic:Critic",
-    "process_rewards": "megarl.training.implicit_reward:ProcessRewards",
+    "values": "megarl.training.critic:CriticRank",
+    "process_rewards": "megarl.training.implicit_reward:ImplicitRewardRank",
 }
 _NAMES = {"values": "critic", "process_rewards": "implicit reward model"}
 
 
 @dataclass(frozen=True)
-class Rollout:
+class RolloutBatch:
     """Groups as the controller holds them: summaries here, samples in the object store; index i is the same group."""
 
     summaries: list[GroupSummary]
     refs: list[Ref]
 
 
-class Ranks:
+class RankGroup:
     """All ranks of one Megatron world; rank r is on GPU slot first + r. Those on `shared` slots give their memory."""
 
     def __init__(
@@ -108,7 +108,7 @@ class Ranks:
         self._pieces, calls = [], {}
         for rank, worker in enumerate(self.workers):
             share, samples = dealt[self._layout.coords(rank).dp]
-            if not speaks(self._layout, rank):
+            if not is_reporting_rank(self._layout, rank):
                 calls[worker.call(method, *first, share, wanted, samples)] = worker.name
                 continue
             parts = worker.call_many(count, method, *first, share, wanted, samples)
@@ -129,7 +129,7 @@ class Ranks:
             found.append((shared, worker.together("megarl.training.batching:own_samples", shared, needed, *of_groups)))
         return found
 
-    def plan(self, samples: Sequence[SampleRef], rules: Rules) -> list[Update]:
+    def plan(self, samples: Sequence[SampleRef], rules: Hyperparameters) -> list[Update]:
         """The step's updates; the micro-batches of each by data-parallel rank.
 
         Where rules leave samples out, as many updates fewer as there are samples fewer than asked for.
@@ -163,12 +163,13 @@ class Ranks:
         return merged
 
 
-class TrainingRanks(Ranks):
+class TrainingRanks(RankGroup):
     """The policy's."""
 
     def __init__(self, cluster: Cluster, recipe: Recipe, shared: frozenset[int]) -> None:
         shape = model_shape(recipe.model.path)
-        super().__init__(cluster, recipe, shape, shared, name="training rank", target="megarl.training.policy:Trainer")
+        target = "megarl.training.policy:PolicyRank"
+        super().__init__(cluster, recipe, shape, shared, name="training rank", target=target)
         self._speed: Metrics = {}
 
     def load_weights(self, folder: Path) -> None:
@@ -179,7 +180,7 @@ class TrainingRanks(Ranks):
         """Write the weights as a Hugging Face checkpoint."""
         self._call("export", folder)
 
-    def publish(self) -> list[Published]:
+    def publish(self) -> list[PublishedRank]:
         """Each rank's handles to its parameters."""
         return self._cluster.call_all(self.workers, "publish")
 
@@ -190,7 +191,7 @@ class TrainingRanks(Ranks):
 
     def plan_of(self, algorithm: str, samples: Sequence[SampleRef]) -> list[Update]:
         """As `train` has the step."""
-        return self.plan(samples, rules_of(algorithm, self._recipe.algorithm))
+        return self.plan(samples, hyperparameters_of(algorithm, self._recipe.algorithm))
 
     def observe(
         self,
@@ -213,7 +214,7 @@ class TrainingRanks(Ranks):
         samples: Sequence[SampleRef],
         refs: Sequence[Ref],
         lr: float,
-        critic: CriticRanks | None = None,
+        critic: AuxiliaryRanks | None = None,
     ) -> list[Metrics]:
         """All optimizer updates of one step. Each rank gets the samples of its own share, and no others.
 
@@ -233,7 +234,7 @@ class TrainingRanks(Ranks):
         return merged
 
 
-class CriticRanks(Ranks):
+class AuxiliaryRanks(RankGroup):
     """Of the model that learns beside the policy."""
 
     def __init__(self, cluster: Cluster, recipe: Recipe, shared: frozenset[int]) -> None:
@@ -241,14 +242,14 @@ class CriticRanks(Ranks):
         super().__init__(
             cluster,
             own,
-            beside_shape(own.model.path, kind),
+            auxiliary_shape(own.model.path, kind),
             shared,
             name=f"{_NAMES[kind]} rank",
             target=_TARGETS[kind],
             first=recipe.critic.ranks.first_gpu,
             more=[recipe.critic.ranks.first_gpu],
         )
-        self._aggregation = AGGREGATION_BESIDE[kind]
+        self._aggregation = AUXILIARY_AGGREGATION[kind]
 
     @property
     def recipe(self) -> Recipe:
@@ -257,14 +258,14 @@ class CriticRanks(Ranks):
 
     def plan_of(self, samples: Sequence[SampleRef]) -> list[Update]:
         """As these ranks have the step."""
-        rules = rules_of(self._recipe.algorithm.name, self._recipe.algorithm)
+        rules = hyperparameters_of(self._recipe.algorithm.name, self._recipe.algorithm)
         return self.plan(samples, replace(rules, aggregation=self._aggregation))
 
     def values(self, samples: Sequence[SampleRef], refs: Sequence[Ref], readers: Sequence[Update]) -> None:
         """Have every sample's tokens valued, for `pieces` and `train`; readers: the policy's own plan of the step."""
         self._ask("values", self.plan_of(samples), refs, readers)
 
-    def train(self, lr: float, rewards: Ranks | None) -> list[Metrics]:
+    def train(self, lr: float, rewards: RankGroup | None) -> list[Metrics]:
         """All optimizer updates of the step on what was valued last; metrics of each, sums as of its loss.
 
         rewards: ranks that were asked for the tokens' own.
@@ -276,7 +277,7 @@ class CriticRanks(Ranks):
         return self._merged(calls)
 
 
-class RewardRanks(Ranks):
+class RewardRanks(RankGroup):
     """The reward model's."""
 
     def __init__(self, cluster: Cluster, recipe: Recipe, shared: frozenset[int]) -> None:
@@ -287,12 +288,12 @@ class RewardRanks(Ranks):
             scorer_shape(own.model.path),
             shared,
             name="reward model rank",
-            target="megarl.training.reward_model:RewardModel",
+            target="megarl.training.reward_model:RewardModelRank",
             first=recipe.reward_model.ranks.first_gpu,
             more=[recipe.reward_model.ranks.first_gpu],
         )
 
-    def score(self, rollout: Rollout) -> Rollout:
+    def score(self, rollout: RolloutBatch) -> RolloutBatch:
         """The rollout with `reward_model.weight` times each response's score added to its reward.
 
         Raises UserFault(reward_model.path) for a score that is no finite number.
@@ -311,7 +312,7 @@ class RewardRanks(Ranks):
                     raise UserFault("reward_model.path", problem, mend)
                 rewards_G = rollout.summaries[index].rewards_G + self._recipe.reward_model.weight * scores_G
                 summaries[index] = replace(rollout.summaries[index], rewards_G=rewards_G.astype(np.float32))
-        return Rollout(summaries, rollout.refs)
+        return RolloutBatch(summaries, rollout.refs)
 
 
 def trainers_alone(cluster: Cluster, recipe: Recipe) -> TrainingRanks:
@@ -321,9 +322,9 @@ def trainers_alone(cluster: Cluster, recipe: Recipe) -> TrainingRanks:
     return ranks
 
 
-def ranks_alone(cluster: Cluster, recipe: Recipe) -> tuple[TrainingRanks, CriticRanks | None]:
+def ranks_alone(cluster: Cluster, recipe: Recipe) -> tuple[TrainingRanks, AuxiliaryRanks | None]:
     """What trains in a run without engines, on the first `gpus_alone` slots; all keep their memory in every phase."""
-    critic = CriticRanks(cluster, recipe, frozenset()) if has_critic(recipe.algorithm.name) else None
+    critic = AuxiliaryRanks(cluster, recipe, frozenset()) if has_critic(recipe.algorithm.name) else None
     trainers = TrainingRanks(cluster, recipe, frozenset())
     cluster.gather(trainers.started | (critic.started if critic else {}))
     return trainers, critic
@@ -331,7 +332,7 @@ def ranks_alone(cluster: Cluster, recipe: Recipe) -> tuple[TrainingRanks, Critic
 
 def gpus_alone(recipe: Recipe) -> int:
     """Slots that a run without engines needs."""
-    beside = slots_beside(recipe, has_critic(recipe.algorithm.name))
+    beside = auxiliary_slots(recipe, has_critic(recipe.algorithm.name))
     critic = beside.get("critic", range(0))
     return max(train_layout(recipe).world_size, critic.stop)
 

@@ -127,7 +127,7 @@ def scorer_shape(path: str | Path) -> ModelShape:
     return replace(shape, num_labels=1, tied=False, num_mtp_layers=0)
 
 
-def beside_shape(path: str | Path, says: str) -> ModelShape:
+def auxiliary_shape(path: str | Path, says: str) -> ModelShape:
     """The same of a model that learns beside the policy, by what it says of tokens: `values`, or `process_rewards`."""
     return scorer_shape(path) if says == "values" else model_shape(path)
 

@@ -30,7 +30,7 @@ from megarl.parallel.routing import Routing, router_class
 from megarl.types import MlaShape, ModelShape, UserFault
 
 if TYPE_CHECKING:
-    from megarl.config import Train
+    from megarl.config import TrainConfig
 
 TRANSFORMER_ENGINE = DEVICE == "cuda" and HAVE_TE
 HAS_WEIGHT_GRADIENT_KERNEL = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None  # apex has it
@@ -39,7 +39,7 @@ ROUTER_BIAS = "router.expert_bias"
 
 
 def choose_layers(
-    train: Train, dtype: torch.dtype, is_gpu: bool = DEVICE == "cuda", has_engine: bool = HAVE_TE
+    train: TrainConfig, dtype: torch.dtype, is_gpu: bool = DEVICE == "cuda", has_engine: bool = HAVE_TE
 ) -> None:
     """Before the first chunk is built on a GPU: TransformerEngine's layers, or Megatron's own where the recipe allows.
 
@@ -171,7 +171,7 @@ def _default_fields(shape: ModelShape, facts: HfFacts) -> dict[str, Any]:
 
 
 def transformer_config(
-    path: str | Path, shape: ModelShape, layout: TrainLayout, dtype: torch.dtype, train: Train
+    path: str | Path, shape: ModelShape, layout: TrainLayout, dtype: torch.dtype, train: TrainConfig
 ) -> TransformerConfig:
     """Megatron's configuration. Raises UserFault when Megatron refuses the recipe's options."""
     facts = hf_facts(path)
@@ -307,7 +307,7 @@ def freeze_mtp(chunks: Sequence[Chunk]) -> None:
             chunk.mtp.requires_grad_(False)
 
 
-def wrap(config: TransformerConfig, chunks: Sequence[Chunk], train: Train) -> list[DistributedDataParallel]:
+def wrap(config: TransformerConfig, chunks: Sequence[Chunk], train: TrainConfig) -> list[DistributedDataParallel]:
     """Parameters and gradients in Megatron's contiguous buffers."""
     own = buffers_config(train)
     wrapped = [DistributedDataParallel(config, own, chunk) for chunk in chunks]
@@ -317,7 +317,7 @@ def wrap(config: TransformerConfig, chunks: Sequence[Chunk], train: Train) -> li
     return wrapped
 
 
-def buffers_config(train: Train) -> DistributedDataParallelConfig:
+def buffers_config(train: TrainConfig) -> DistributedDataParallelConfig:
     """Where gradients are summed, and when. Raises UserFault when Megatron refuses the recipe's options."""
     fixed = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True}
     fields = {"overlap_grad_reduce": TRANSFORMER_ENGINE} | train.ddp | fixed

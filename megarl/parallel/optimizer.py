@@ -18,10 +18,12 @@ from megarl.parallel.options import PRECISION_AWARE, configured
 from megarl.types import UserFault
 
 if TYPE_CHECKING:
-    from megarl.config import Train
+    from megarl.config import TrainConfig
 
 
-def build_optimizer(chunks: Sequence[DistributedDataParallel], train: Train, dtype: torch.dtype) -> ChainedOptimizer:
+def build_optimizer(
+    chunks: Sequence[DistributedDataParallel], train: TrainConfig, dtype: torch.dtype
+) -> ChainedOptimizer:
     """AdamW with its state split over the data-parallel ranks; after the weights are loaded.
 
     Betas are 0.9 and 0.999 unless train.optimizer says otherwise. Norm weights are not decayed. Raises UserFault
@@ -39,7 +41,7 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], train: Train, dty
     return optimizer
 
 
-def optimizer_config(train: Train, dtype: torch.dtype, offloaded: bool) -> OptimizerConfig:
+def optimizer_config(train: TrainConfig, dtype: torch.dtype, offloaded: bool) -> OptimizerConfig:
     """Megatron's configuration; offloaded: the optimizer lives on the host while weights and gradients do not.
 
     Raises UserFault where it cannot, or where Megatron refuses the recipe's options.
@@ -73,7 +75,7 @@ def optimizer_config(train: Train, dtype: torch.dtype, offloaded: bool) -> Optim
     return config
 
 
-def engine_fault(train: Train, offloaded: bool) -> UserFault | None:
+def engine_fault(train: TrainConfig, offloaded: bool) -> UserFault | None:
     """That the recipe asks for TransformerEngine's optimizer where that is not installed, or on the CPU."""
     if (HAVE_TE and DEVICE == "cuda") or offloaded or not train.optimizer.get(PRECISION_AWARE):
         return None
@@ -81,13 +83,13 @@ def engine_fault(train: Train, offloaded: bool) -> UserFault | None:
     return UserFault(f"train.optimizer.{PRECISION_AWARE}", problem, "install transformer-engine[pytorch], or remove it")
 
 
-def set_weight_decay(optimizer: MegatronOptimizer, train: Train) -> None:
+def set_weight_decay(optimizer: MegatronOptimizer, train: TrainConfig) -> None:
     """Of each group of parameters as the recipe has it; a loaded checkpoint brings its own."""
     for group in optimizer.param_groups:
         group["weight_decay"] = train.weight_decay * group["wd_mult"]
 
 
-def offloads(train: Train) -> bool:
+def offloads(train: TrainConfig) -> bool:
     """Whether the optimizer lives on the host while weights and gradients are on a GPU."""
     return train.optimizer_offload and DEVICE == "cuda"
 

@@ -16,7 +16,7 @@ from megarl.parallel.option_values import field_faults
 from megarl.types import UserFault
 
 if TYPE_CHECKING:
-    from megarl.config import Train
+    from megarl.config import TrainConfig
 
 Made = TypeVar("Made")
 PRECISION_AWARE = "use_precision_aware_optimizer"  # TransformerEngine's, or on the host Megatron's own
@@ -34,7 +34,7 @@ OF_OPTIMIZER = (
 )  # fmt: skip
 
 
-def option_faults(train: Train, fixed: Callable[[], set[str]]) -> list[UserFault]:
+def option_faults(train: TrainConfig, fixed: Callable[[], set[str]]) -> list[UserFault]:
     """The keys that Megatron does not have, or that something else decides, and the values that its fields do not take.
 
     fixed: tells the fields of TransformerConfig that the checkpoint, the layout and the loss's normalisation decide.
@@ -54,7 +54,7 @@ def configured(where: str, kind: Callable[..., Made], fields: Mapping[str, Any])
 
 
 def in_force(
-    train: Train,
+    train: TrainConfig,
     config: TransformerConfig,
     buffers: DistributedDataParallelConfig,
     optimizer: OptimizerConfig,

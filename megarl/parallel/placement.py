@@ -10,7 +10,7 @@ from megarl.types import UserFault
 
 if TYPE_CHECKING:
     from megarl.config import Recipe
-    from megarl.config.roles import Ranks
+    from megarl.config.roles import RanksConfig
 
 
 def train_layout(recipe: Recipe) -> TrainLayout:
@@ -28,7 +28,7 @@ def train_layout(recipe: Recipe) -> TrainLayout:
     )
 
 
-def speaks(layout: TrainLayout, rank: int) -> bool:
+def is_reporting_rank(layout: TrainLayout, rank: int) -> bool:
     """Whether this rank says what all that have the same samples could say: the first of the last stage."""
     at = layout.coords(rank)
     return (at.tp, at.cp, at.pp) == (0, 0, layout.pp - 1)
@@ -54,7 +54,7 @@ def reward_recipe(recipe: Recipe) -> Recipe:
     return _recipe_beside(recipe, recipe.reward_model.path, recipe.reward_model.ranks, {})
 
 
-def _recipe_beside(recipe: Recipe, path: str | None, ranks: Ranks, own: dict[str, Any]) -> Recipe:
+def _recipe_beside(recipe: Recipe, path: str | None, ranks: RanksConfig, own: dict[str, Any]) -> Recipe:
     axes = {key: value for key, value in ranks if value is not None and key in type(recipe.train).model_fields}
     train = recipe.train.model_copy(update={**axes, **own, "mtp_loss": 0.0, "replay": "off"})
     gpus = ranks.gpus or train_layout(recipe).world_size
@@ -71,7 +71,7 @@ def without_reference(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"reference": type(recipe.reference)(), "algorithm": algorithm})
 
 
-def slots_beside(recipe: Recipe, uses_critic: bool) -> dict[str, range]:
+def auxiliary_slots(recipe: Recipe, uses_critic: bool) -> dict[str, range]:
     """The slots of each model beside the policy, by the branch of the recipe that describes it."""
     found = {}
     if uses_critic:
@@ -81,7 +81,7 @@ def slots_beside(recipe: Recipe, uses_critic: bool) -> dict[str, range]:
     return found
 
 
-def _slots(ranks: Ranks, own: Recipe) -> range:
+def _slots(ranks: RanksConfig, own: Recipe) -> range:
     return range(ranks.first_gpu, ranks.first_gpu + own.placement.gpus)
 
 

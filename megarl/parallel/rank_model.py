@@ -14,7 +14,7 @@ from megarl import device
 from megarl.parallel import cpu, dist_checkpoint, groups, host_offload, model, optimizer
 from megarl.parallel.options import in_force
 from megarl.parallel.pipeline import Coefficients, Pipeline
-from megarl.parallel.placement import speaks, train_layout
+from megarl.parallel.placement import is_reporting_rank, train_layout
 from megarl.parallel.routing import Routing
 from megarl.parallel.sequences import Split
 from megarl.types import ModelShape
@@ -54,7 +54,7 @@ class RankModel:
         self.rank, self.shape, self.layout, self._train = rank, shape, layout, train
         self.at = layout.coords(rank)
         self.is_last_stage = self.at.pp == layout.pp - 1
-        self.speaks = speaks(layout, rank)  # for those that hold the same
+        self.is_reporting_rank = is_reporting_rank(layout, rank)  # for those that hold the same
         self.split = Split(layout.tp, layout.cp, self.at.cp, layout.tokens_align)
         config = model.transformer_config(path, shape, layout, self._dtype, train)
         groups.join(store, rank, layout, recipe.run.seed, recipe.run.timeout_s)

@@ -13,7 +13,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from megarl.algos import ALGORITHMS, learns_from_answers, rules_of
+from megarl.algos import ALGORITHMS, hyperparameters_of, learns_from_answers
 from megarl.config import Recipe
 from megarl.parallel.layout import EngineLayout, TrainLayout, nearest
 from megarl.training.batching import SampleRef, Update, plan_updates
@@ -75,7 +75,8 @@ def step_samples(recipe: Recipe, mean_share: float = MEAN_RESPONSE_SHARE) -> Sam
     if learns_from_answers(name):
         trained = drawn = prompts
     else:
-        drawn_prompts = rules_of(name, recipe.algorithm).num_drawn(prompts)  # one round that just brings enough
+        # One round that just brings enough.
+        drawn_prompts = hyperparameters_of(name, recipe.algorithm).num_drawn(prompts)
         trained = prompts * rollout.samples_per_prompt
         drawn = drawn_prompts * (rollout.samples_per_prompt + ALGORITHMS[name].greedy_baseline)
     responses = response_lengths(drawn, longest, mean_share)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from megarl.algos import ALGORITHMS, has_critic
 from megarl.config import Recipe
-from megarl.parallel.hf_config import beside_shape, hf_facts, model_shape
-from megarl.parallel.placement import engine_layout, node_faults, slot_faults, slots_beside, train_layout
+from megarl.parallel.hf_config import auxiliary_shape, hf_facts, model_shape
+from megarl.parallel.placement import auxiliary_slots, engine_layout, node_faults, slot_faults, train_layout
 from megarl.plan.batch import budget_faults
 from megarl.plan.model_size import Role, roles
 from megarl.preflight.check import batch_faults
@@ -29,7 +29,7 @@ def plan_faults(recipe: Recipe) -> Faults:
         shape = model_shape(recipe.model.path)
     except UserFault:  # told of the policy's ranks
         return faults
-    engine, beside = engine_layout(recipe), slots_beside(recipe, has_critic(recipe.algorithm.name))
+    engine, beside = engine_layout(recipe), auxiliary_slots(recipe, has_critic(recipe.algorithm.name))
     faults += engine.faults(shape, recipe.placement.gpus) or engine.gpu_faults(shape)
     faults += slot_faults(recipe.placement.gpus, train_layout(recipe), engine, beside)
     return faults + node_faults(recipe, beside) + batch_faults(recipe) + loss_faults(recipe, shape)
@@ -40,7 +40,7 @@ def _world_faults(own: Recipe, role: Role) -> Faults:
     layout = train_layout(own)
     faults = budget_faults("train" if role == "policy" else f"{role}.ranks", own, layout)
     try:
-        shape = model_shape(own.model.path) if role == "policy" else beside_shape(own.model.path, "values")
+        shape = model_shape(own.model.path) if role == "policy" else auxiliary_shape(own.model.path, "values")
         hf_facts(own.model.path)
     except UserFault as fault:
         return [*faults, fault]

@@ -9,7 +9,7 @@ from typing import Any
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.parallel.hf_config import model_shape
-from megarl.parallel.placement import engine_layout, slot_faults, slots_beside, train_layout
+from megarl.parallel.placement import auxiliary_slots, engine_layout, slot_faults, train_layout
 from megarl.plan.model_size import ModelSize, Role, model_sizes, resized, roles, sizes_of
 from megarl.plan.phase_memory import SAVE, MemoryPlan, Parts, counted
 from megarl.types import UserFault
@@ -158,7 +158,7 @@ def _is_valid(recipe: Recipe) -> bool:
         if train_layout(own).faults(model_shape(own.model.path)):
             return False
     engine, gpus = engine_layout(recipe), recipe.placement.gpus
-    beside = slots_beside(recipe, "critic" in roles(recipe))
+    beside = auxiliary_slots(recipe, "critic" in roles(recipe))
     faults = engine.faults(model_shape(recipe.model.path), gpus)
     return not (faults or slot_faults(gpus, train_layout(recipe), engine, dict(beside)))
 

@@ -14,9 +14,9 @@ from typing import Any, Literal
 import megarl
 from megarl.algos import ALGORITHMS
 from megarl.config import Recipe
-from megarl.parallel.hf_config import beside_shape, model_shape, scorer_shape
+from megarl.parallel.hf_config import auxiliary_shape, model_shape, scorer_shape
 from megarl.parallel.layout import TrainLayout
-from megarl.parallel.placement import critic_recipe, reward_recipe, slots_beside, train_layout
+from megarl.parallel.placement import auxiliary_slots, critic_recipe, reward_recipe, train_layout
 from megarl.parallel.sizes import ChunkSize
 from megarl.types import ModelShape, UserFault
 
@@ -95,7 +95,7 @@ def resized(sizes: Mapping[Role, ModelSize], recipe: Recipe) -> dict[Role, Model
         known, scores = sizes.get(role), _scores(recipe, role)
         if known is None or _kind(own, scores) != _kind(known.recipe, scores):
             return None
-        first = 0 if role == "policy" else slots_beside(recipe, True)[role].start
+        first = 0 if role == "policy" else auxiliary_slots(recipe, True)[role].start
         found[role] = replace(known, recipe=own, layout=train_layout(own), first_slot=first)
     return found
 
@@ -117,8 +117,8 @@ def _size(recipe: Recipe, role: Role, own: Recipe, answer: dict[str, Any]) -> Mo
     if role == "policy":
         shape = model_shape(path)
     else:
-        first = slots_beside(recipe, True)[role].start
-        shape = scorer_shape(path) if _scores(recipe, role) else beside_shape(path, "process_rewards")
+        first = auxiliary_slots(recipe, True)[role].start
+        shape = scorer_shape(path) if _scores(recipe, role) else auxiliary_shape(path, "process_rewards")
     chunks = tuple(tuple(ChunkSize(**chunk) for chunk in stage) for stage in answer["stages"])
     return ModelSize(
         role, shape, own, train_layout(own), first, role != "reward_model", chunks, **answer.get("whole", {})

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from megarl.algos import has_reference
-from megarl.config import Recipe, Train
+from megarl.config import Recipe, TrainConfig
 from megarl.config.hardware import Hardware
 from megarl.fleet.memory import Phase
 from megarl.parallel.layout import TrainLayout
@@ -313,7 +313,7 @@ def _stage_parts(size: ModelSize, stage: int, micro_batches: int | None) -> _Hel
     return _Held(parts, at_work, *_gathered(layout, chunks), share, trained)
 
 
-def state_bytes(train: Train, item: int) -> int:
+def state_bytes(train: TrainConfig, item: int) -> int:
     """Bytes of the GPU that AdamW keeps of a weight of `item` bytes: its master in another type and two moments."""
     options = train.optimizer
     if not options.get("use_precision_aware_optimizer"):

@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from megarl.plan.run_plan import Plan, amount
+from megarl.plan.run_plan import RunPlan, amount
 from megarl.plan.slots import Slot
 
 _WIDTH_INCHES = 16.0
@@ -78,7 +78,7 @@ class _Grid:
         return column, band * (self.per_node + 1) + low, last - first + 1, high - low + 1
 
 
-def draw(plan: Plan, path: Path) -> None:
+def draw(plan: RunPlan, path: Path) -> None:
     """Write the picture as a PNG."""
     per_node = min(plan.recipe.placement.gpus_per_node, len(plan.slots))
     grid = _Grid(plan.num_nodes <= _DOWN, plan.num_nodes, per_node)
@@ -97,7 +97,7 @@ def draw(plan: Plan, path: Path) -> None:
     FigureCanvasAgg(figure).print_png(path)
 
 
-def _draw_grid(axes: Any, plan: Plan, grid: _Grid, models: Sequence[str]) -> None:
+def _draw_grid(axes: Any, plan: RunPlan, grid: _Grid, models: Sequence[str]) -> None:
     """Colour is the pipeline stage of `models`, which lie alike; a frame is an engine."""
     model = models[0]
     colours = _stage_colours(plan.layouts[model][1].pp)
@@ -161,7 +161,7 @@ def _label(slot: Slot, model: str) -> str:
     return "\n".join(words) or ("" if slot.ranks else "idle")
 
 
-def _draw_memory(axes: Any, plan: Plan) -> None:
+def _draw_memory(axes: Any, plan: RunPlan) -> None:
     """The fullest GPU of each phase, in parts, against what the card has."""
     phases = list(plan.memory.device)
     bottoms = [0.0] * len(phases)
@@ -188,13 +188,13 @@ def _draw_memory(axes: Any, plan: Plan) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _draw_step(axes: Any, plan: Plan) -> None:
+def _draw_step(axes: Any, plan: RunPlan) -> None:
     times = {name: getattr(plan.step, f"{name}_s") for name in _PHASE_COLOURS}
     _bars(axes, {name: seconds for name, seconds in times.items() if seconds}, _PHASE_COLOURS, "s")
     axes.set_title(f"a step: {amount(plan.step.total_s)} s (an estimate)", loc="left", fontsize=10)
 
 
-def _draw_reshard(axes: Any, plan: Plan) -> None:
+def _draw_reshard(axes: Any, plan: RunPlan) -> None:
     found = plan.reshard
     values = {
         "gather everything": found.gather_everything_bytes.max / 1e9,

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.plan.reshard_cost import Spread
-from megarl.plan.run_plan import Plan, amount
+from megarl.plan.run_plan import RunPlan, amount
 from megarl.plan.slots import spans
 from megarl.printable import printable
 
@@ -21,7 +21,7 @@ _PARTS = (
 )  # fmt: skip
 
 
-def show(plan: Plan, console: Console) -> None:
+def show(plan: RunPlan, console: Console) -> None:
     """Print the whole report."""
     console.print(_text(plan.title, style="bold"))
     console.print(_text(plan.verdict, style="green" if plan.fits else "bold red"))
@@ -30,7 +30,7 @@ def show(plan: Plan, console: Console) -> None:
         console.print(part)
 
 
-def _where(plan: Plan) -> RenderableType:
+def _where(plan: RunPlan) -> RenderableType:
     per_node = plan.recipe.placement.gpus_per_node
     table = _table("who sits where", "models", "stage", "nodes", "GPU slots", "decoder layers")
     alike = plan.alike()
@@ -42,7 +42,7 @@ def _where(plan: Plan) -> RenderableType:
     return Group(table, *lines, _text(f"engines: {plan.engines_words}"))
 
 
-def _memory(plan: Plan) -> RenderableType:
+def _memory(plan: RunPlan) -> RenderableType:
     """GB of the fullest GPU in each phase."""
     found, capacity = plan.memory, plan.hardware.memory_bytes
     used = [part for part in _PARTS if any(getattr(one, f"{part}_bytes") for one in found.device.values())]
@@ -60,7 +60,7 @@ def _memory(plan: Plan) -> RenderableType:
     return Group(table, _text(words), _text(f"the fullest node's host holds {host}"))
 
 
-def _batch(plan: Plan) -> RenderableType:
+def _batch(plan: RunPlan) -> RenderableType:
     samples = plan.samples
     table = _table("what a step trains on", "model", "updates", "DP\nranks", "sequen-\nces", "tokens",
                    "micro-\nbatches", "if all were\nlongest", "bubble", "balance")  # fmt: skip
@@ -77,7 +77,7 @@ def _batch(plan: Plan) -> RenderableType:
     return Group(table, *lines, *(_text(line, style="yellow") for line in plan.advice))
 
 
-def _rollout(plan: Plan) -> RenderableType:
+def _rollout(plan: RunPlan) -> RenderableType:
     found, cache = plan.rollout, plan.memory.kv
     table = _table("what an engine holds", "", "")
     table.add_row("tokens in its KV cache", f"{cache.tokens:,}")
@@ -89,7 +89,7 @@ def _rollout(plan: Plan) -> RenderableType:
     return table
 
 
-def _reshard(plan: Plan) -> RenderableType:
+def _reshard(plan: RunPlan) -> RenderableType:
     found = plan.reshard
     table = _table("a reshard, GB of one GPU", "", "mean", "max")
     rows = {
@@ -107,7 +107,7 @@ def _reshard(plan: Plan) -> RenderableType:
     return Group(table, _text(f"{words}; gathering everything: {amount(found.gather_bound_s)} s at best"))
 
 
-def _step(plan: Plan) -> RenderableType:
+def _step(plan: RunPlan) -> RenderableType:
     table = _table("a step, seconds", "phase", "s", "share", "of what")
     for phase, seconds, of_it in plan.phases:
         parts = ", ".join(f"{name} {amount(value)}" for name, value in of_it.items() if value)
@@ -142,7 +142,7 @@ def _text(words: str, style: str = "") -> Text:
     return Text(printable(words), style=style)
 
 
-def page(plan: Plan) -> str:
+def page(plan: RunPlan) -> str:
     """The report as it suits stdout: in colours and as wide as a terminal, or plain."""
     terminal = Console()
     console = terminal if terminal.is_terminal else Console(width=_PLAIN_WIDTH)

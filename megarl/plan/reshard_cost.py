@@ -14,7 +14,7 @@ from megarl.resharding import fp8, megatron_map, sglang_map
 from megarl.resharding.plan import plan_streams
 from megarl.resharding.routes import CHAPTERS, item_bytes
 from megarl.resharding.shards import Part
-from megarl.resharding.traffic import Account, account
+from megarl.resharding.traffic import Traffic, account
 from megarl.types import IntArray, ModelShape
 
 _WATCHED = 8  # members whose rounds are planned: the longest queues, and some at even distances
@@ -99,7 +99,7 @@ def gathered_bytes(sources: Sequence[Part], targets: Sequence[Part], members: in
     return sum(boxes.values()) - held
 
 
-def bound_s(found: Account, gpus_per_node: int, hardware: Hardware) -> float:
+def bound_s(found: Traffic, gpus_per_node: int, hardware: Hardware) -> float:
     """What no plan can go below: the bytes that must move, over links at their nominal speed.
 
     The distinct bytes that a node lacks come in over all its network cards; what a GPU's own slot does not hold comes
@@ -111,7 +111,7 @@ def bound_s(found: Account, gpus_per_node: int, hardware: Hardware) -> float:
     return max(of_nodes, of_gpus)
 
 
-def expected_s(found: Account, hardware: Hardware) -> float:
+def expected_s(found: Traffic, hardware: Hardware) -> float:
     """The planned bytes of the busiest GPU, over links at the share that large messages reach.
 
     What one chapter brings to a node is forwarded inside it in the next: the shorter of the two ways is hidden but for
@@ -136,7 +136,7 @@ def gather_bound_s(num_bytes: float, members: int, gpus_per_node: int, hardware:
 
 
 def _num_rounds(
-    sources: Sequence[Part], targets: Sequence[Part], found: Account, recipe: Recipe, members: int
+    sources: Sequence[Part], targets: Sequence[Part], found: Traffic, recipe: Recipe, members: int
 ) -> int:
     """All members go on with the largest number that anyone needs of each chapter (`Streams.rounds_needed`)."""
     busiest = np.argsort(-(found.wire_in + found.wire_out), kind="stable")[: _WATCHED // 2]

@@ -25,7 +25,7 @@ from megarl.plan.reshard_cost import ReshardPlan, plan_reshard
 from megarl.plan.rollout_time import RolloutTime, engine_speed, rollout_time
 from megarl.plan.slots import Slot, Stage, slot_map, spans, stages
 from megarl.plan.step_time import (
-    Model,
+    ComputingModel,
     StepTime,
     TrainTime,
     critic_time,
@@ -40,7 +40,7 @@ from megarl.types import UserFault, UserFaults
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """All of it. By model: policy, critic, reward_model. faults: what does not fit; without any the recipe does.
 
     layouts: of each model its first slot and how its ranks lie from there on. response_share: the mean response, of the
@@ -204,7 +204,7 @@ def _slot_json(slot: Slot) -> dict[str, Any]:
     return {name: value for name, value in vars(slot).items() if name != "ranks"} | ranks
 
 
-def make_plan(recipe: Recipe, hardware: Hardware, response_share: float = MEAN_RESPONSE_SHARE) -> Plan:
+def make_plan(recipe: Recipe, hardware: Hardware, response_share: float = MEAN_RESPONSE_SHARE) -> RunPlan:
     """Plan a recipe. Raises UserFaults where its keys or layouts leave nothing to plan; what is too large is in it."""
     recipe, _ = at_hand(recipe)
     faults = plan_faults(recipe)
@@ -231,7 +231,7 @@ def make_plan(recipe: Recipe, hardware: Hardware, response_share: float = MEAN_R
         room = counted(changed, hardware, own, mean_tokens=mean_tokens, micro_batches=micro_batches)
         return room, _rollout(changed, policy, engine_layout(changed), hardware, room, samples).total_s
 
-    return Plan(
+    return RunPlan(
         recipe=recipe,
         hardware=hardware,
         response_share=response_share,
@@ -311,7 +311,7 @@ def _times(
     return learning, StepTime(rollout_s, score_s, critic_s, learning["policy"].total_s, reshard_s, saved)
 
 
-def _model(size: ModelSize, share: Share, takes_turns: bool) -> Model:
+def _model(size: ModelSize, share: Share, takes_turns: bool) -> ComputingModel:
     """One role's model as the formulas of time want it, with the bytes of its fullest stage's ranks."""
     options, layout = size.recipe.train, size.layout
     weights = max(sum(chunk.elements for chunk in chunks) for chunks in size.stages)
@@ -321,7 +321,7 @@ def _model(size: ModelSize, share: Share, takes_turns: bool) -> Model:
         for chunks in size.stages
     )
     each = MOMENTS_BYTES + MASTER_BYTES if options.optimizer_offload else state_bytes(options, item_bytes(size))
-    return Model(
+    return ComputingModel(
         shape=size.shape,
         layout=layout,
         share=share,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megarl.algos import has_reference, rules_of
+from megarl.algos import has_reference, hyperparameters_of
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.parallel.layout import TrainLayout
@@ -21,7 +21,7 @@ _GRAD_BYTES = 4  # megarl's ranks sum gradients in float32 (parallel/model.py)
 
 
 @dataclass(frozen=True)
-class Model:
+class ComputingModel:
     """One model that computes: the policy, or one beside it. held: bytes of its fullest rank.
 
     recomputes: the backward pass runs the forward pass again. takes_turns: it shares its GPUs' memory with others.
@@ -71,17 +71,17 @@ class StepTime:
         return sum(vars(self).values())
 
 
-def forward_s(model: Model, samples: Samples, hardware: Hardware) -> float:
+def forward_s(model: ComputingModel, samples: Samples, hardware: Hardware) -> float:
     """One forward pass over the step's samples: FLOPs over what all ranks reach, stretched by bubble and imbalance."""
     flops = sum(forward_flops(model.shape, int(length)) for length in samples.lengths)
     ideal = flops / (model.layout.world_size * hardware.bf16_flops * hardware.compute_share)
     return ideal * (1 + model.share.bubble) / model.share.balance
 
 
-def policy_time(recipe: Recipe, model: Model, samples: Samples, hardware: Hardware, node: int) -> TrainTime:
-    """What `trainer.Trainer` does: old log-probabilities where later updates or penalties read them, the reference's
+def policy_time(recipe: Recipe, model: ComputingModel, samples: Samples, hardware: Hardware, node: int) -> TrainTime:
+    """What `PolicyRank` does: old log-probabilities where later updates or penalties read them, the reference's
     where there is one, then the updates."""
-    rules, once = rules_of(recipe.algorithm.name, recipe.algorithm), forward_s(model, samples, hardware)
+    rules, once = hyperparameters_of(recipe.algorithm.name, recipe.algorithm), forward_s(model, samples, hardware)
     reads_old = model.share.updates > 1 or rules.pays_kl
     reference = 0.0
     if has_reference(recipe.algorithm, recipe.reference.use):  # its weights and the policy's change places, and back
@@ -90,12 +90,12 @@ def policy_time(recipe: Recipe, model: Model, samples: Samples, hardware: Hardwa
     return replace(learnt, old_logprobs_s=once if reads_old else 0.0, reference_s=reference)
 
 
-def critic_time(model: Model, samples: Samples, hardware: Hardware, node: int) -> TrainTime:
+def critic_time(model: ComputingModel, samples: Samples, hardware: Hardware, node: int) -> TrainTime:
     """A forward pass for the values, then its updates."""
     return replace(learning_time(model, samples, hardware, node), values_s=forward_s(model, samples, hardware))
 
 
-def learning_time(model: Model, samples: Samples, hardware: Hardware, node: int) -> TrainTime:
+def learning_time(model: ComputingModel, samples: Samples, hardware: Hardware, node: int) -> TrainTime:
     """The updates of a step: forward, again where it is recomputed, and backward, as two forwards."""
     passes = TRAIN_OVER_FORWARD + model.recomputes
     return TrainTime(
@@ -106,7 +106,7 @@ def learning_time(model: Model, samples: Samples, hardware: Hardware, node: int)
     )
 
 
-def gradients_s(model: Model, hardware: Hardware, node: int) -> float:
+def gradients_s(model: ComputingModel, hardware: Hardware, node: int) -> float:
     """Gradients summed into shards and weights gathered again, once an update and not hidden behind anything.
 
     A ring of n ranks moves (n - 1) / n of each (Rabenseifner 2004); experts have replicas of their own.
@@ -122,7 +122,7 @@ def gradients_s(model: Model, hardware: Hardware, node: int) -> float:
     return both * volume / speed
 
 
-def optimizer_s(model: Model, hardware: Hardware) -> float:
+def optimizer_s(model: ComputingModel, hardware: Hardware) -> float:
     """AdamW reads and writes its state once: in the GPU's memory, or in the host's, whose shards cross PCIe twice."""
     if not model.offloads:
         return 2 * model.optimizer_bytes / (hardware.hbm_bytes_per_s * hardware.hbm_share)
@@ -130,13 +130,13 @@ def optimizer_s(model: Model, hardware: Hardware) -> float:
     return 2 * model.optimizer_bytes / HOST_ADAM_BYTES_PER_S + (_GRAD_BYTES + 2) * shard / hardware.pcie_bytes_per_s
 
 
-def memory_s(model: Model, hardware: Hardware) -> float:
+def memory_s(model: ComputingModel, hardware: Hardware) -> float:
     """The optimizer's state to the GPU and back to the host, where GPUs are shared and it does not live there."""
     moves = model.takes_turns and not model.offloads
     return 2 * model.optimizer_bytes / hardware.pcie_bytes_per_s if moves else 0.0
 
 
-def save_s(recipe: Recipe, model: Model, hardware: Hardware, nodes: int, parameters: int) -> float:
+def save_s(recipe: Recipe, model: ComputingModel, hardware: Hardware, nodes: int, parameters: int) -> float:
     """Of each step, on average: copies to the host, and where training waits for them the files too.
 
     Files have each parameter once: in the model's type, and 12 bytes of optimizer.

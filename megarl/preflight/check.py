@@ -10,14 +10,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megarl.algos import ALGORITHMS, has_critic, learns_from_answers, rules_of
+from megarl.algos import ALGORITHMS, has_critic, hyperparameters_of, learns_from_answers
 from megarl.checkpoints import hf_import
 from megarl.cluster.visible_gpus import device_faults
 from megarl.config import Recipe
 from megarl.device import DEVICE
 from megarl.parallel.hf_config import hf_facts, model_shape
 from megarl.parallel.layout import FP8_TILE, EngineLayout, TrainLayout
-from megarl.parallel.placement import engine_layout, node_faults, slot_faults, slots_beside, train_layout
+from megarl.parallel.placement import auxiliary_slots, engine_layout, node_faults, slot_faults, train_layout
 from megarl.preflight.data import read_data
 from megarl.preflight.environment import cluster_faults
 from megarl.preflight.evaluation import eval_faults
@@ -180,7 +180,7 @@ def _unused_faults(recipe: Recipe, reason: str) -> Faults:
     """Keys whose part of a run is left out where only one side of it takes place."""
     unused = {"warm_start.steps": (recipe.warm_start.steps, "0"), "checkpoint.every": (recipe.checkpoint.every, "null")}
     if recipe.algorithm.name in ALGORITHMS:
-        rules = rules_of(recipe.algorithm.name, recipe.algorithm)
+        rules = hyperparameters_of(recipe.algorithm.name, recipe.algorithm)
         unused["algorithm.dynamic_sampling"] = (rules.dynamic_sampling, "false")
     told = [(key, value, none) for key, (value, none) in unused.items() if value]
     return [UserFault(key, f"{value}, but {reason}", f"set it to {none}") for key, value, none in told]
@@ -219,7 +219,7 @@ def _layout_faults(recipe: Recipe, device: str) -> Faults:
     engine_faults = replace(engines, fp8=engines.fp8 and not on_cpu).faults(shape, recipe.placement.gpus)
     if not engine_faults:
         engine_faults = engines.cpu_faults(shape) if on_cpu else engines.gpu_faults(shape)
-    beside = slots_beside(recipe, has_critic(recipe.algorithm.name))
+    beside = auxiliary_slots(recipe, has_critic(recipe.algorithm.name))
     slots = slot_faults(recipe.placement.gpus, layout, engines, beside)
     if recipe.placement.network == "nodes" or not on_cpu:  # else all slots are one machine's in any case
         slots += node_faults(recipe, beside)

@@ -6,7 +6,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megarl.config import Recipe
-from megarl.config.data import Data, DataFile
+from megarl.config.data import DataConfig, DataFileConfig
 from megarl.rollout.mixing import MixedStream
 from megarl.rollout.prompts import PromptFile, PromptSource, PromptStream, load_prompts
 from megarl.rollout.token_cache import TokenCache
@@ -105,7 +105,7 @@ def tokens_of_answers(
     return cached_tokens(cache, tokenizer, "answers", answers, make) or make()
 
 
-def _source(data: Data, where: str, file: DataFile) -> PromptSource:
+def _source(data: DataConfig, where: str, file: DataFileConfig) -> PromptSource:
     """The file with its own columns, or those of all files."""
     given = {"prompt": file.prompt, "answer": file.answer}
     mends = {}
@@ -119,7 +119,7 @@ def _source(data: Data, where: str, file: DataFile) -> PromptSource:
     return PromptSource(where, file.path, prompt, answer, mends["prompt"], mends["answer"])
 
 
-def _weight_faults(data: Data) -> list[UserFault]:
+def _weight_faults(data: DataConfig) -> list[UserFault]:
     """Weights of some files and not of others say nothing about these."""
     without = [where for where, file in data.train_files.items() if file.weight is None]
     if not without or len(without) == len(data.train):

@@ -7,14 +7,14 @@ import os
 import socket
 from pathlib import Path
 
-from megarl.config import Placement
+from megarl.config import PlacementConfig
 from megarl.types import UserFault
 
 _ADDRESS, _TOKEN, _TOKEN_PATH = "RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 _CONNECT_S = 5.0  # Ray itself tries for minutes
 
 
-def cluster_faults(placement: Placement) -> list[UserFault]:
+def cluster_faults(placement: PlacementConfig) -> list[UserFault]:
     """Of the environment; none where the run begins a Ray of its own."""
     if placement.network == "loopback":
         return []

@@ -8,7 +8,7 @@ from typing import Any
 from megarl.algos import ALGORITHMS, has_critic, has_reference
 from megarl.checkpoints import hf_import
 from megarl.config import Recipe
-from megarl.parallel.hf_config import beside_shape, hf_facts, model_shape, scorer_shape
+from megarl.parallel.hf_config import auxiliary_shape, hf_facts, model_shape, scorer_shape
 from megarl.parallel.placement import critic_recipe, reward_recipe, train_layout
 from megarl.rollout.prompts import OWN_TOKENIZER, chat, load_tokenizer, token_beyond
 from megarl.rollout.template_check import template_fault
@@ -68,8 +68,8 @@ def critic_faults(recipe: Recipe) -> Faults:
         vocab_size = model_shape(recipe.model.path).vocab_size
     except UserFault:
         return []  # told of the policy
-    if beside_shape(own.model.path, says).vocab_size < vocab_size:
-        problem = f"{own.model.path} has a vocabulary of {beside_shape(own.model.path, says).vocab_size}, the policy of"
+    if (known := auxiliary_shape(own.model.path, says).vocab_size) < vocab_size:
+        problem = f"{own.model.path} has a vocabulary of {known}, the policy of"
         faults.append(UserFault("critic.path", f"{problem} {vocab_size}", "use a model with the policy's tokenizer"))
     longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
     if hf_facts(own.model.path).max_positions < longest:
@@ -112,7 +112,7 @@ def _faults_beside(own: Recipe, branch: str, says: str, is_known: bool) -> Fault
     """own: the recipe of its ranks. is_known: what is wrong with its checkpoint is told elsewhere."""
     path = own.model.path
     try:
-        shape = beside_shape(path, says)
+        shape = auxiliary_shape(path, says)
         hf_facts(path)
     except UserFault as fault:
         return [] if is_known else [renamed(fault, branch)]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megarl.config import Recipe, Reward
+from megarl.config import Recipe, RewardConfig
 from megarl.rollout.rewards import MEND, WHERE, Failure, told
 from megarl.rollout.sandbox.http_service import url_faults
 from megarl.rollout.sandbox.sandbox import sandbox_faults
 from megarl.rollout.verdicts.process import Order
-from megarl.rollout.verdicts.scorers import DEFAULT, Judges, orders, source_of
+from megarl.rollout.verdicts.scorers import DEFAULT, Scorers, orders, source_of
 from megarl.types import Prompt, UserFault
 
 _CODE = "megarl.rollout.rewards.code:score"
@@ -31,7 +31,7 @@ def reward_faults(recipe: Recipe, prompts: Sequence[Prompt]) -> list[UserFault]:
     return faults
 
 
-def _key_faults(reward: Reward) -> list[UserFault]:
+def _key_faults(reward: RewardConfig) -> list[UserFault]:
     faults = []
     if reward.function is None and not reward.by_source:
         faults.append(UserFault(WHERE, "nobody judges", "name a function, or functions in reward.by_source"))
@@ -44,7 +44,7 @@ def _key_faults(reward: Reward) -> list[UserFault]:
     return faults
 
 
-def _source_faults(reward: Reward, prompts: Sequence[Prompt]) -> list[UserFault]:
+def _source_faults(reward: RewardConfig, prompts: Sequence[Prompt]) -> list[UserFault]:
     """Rows of no named source, where nobody judges all others."""
     if reward.function is not None or not reward.by_source:
         return []
@@ -58,7 +58,7 @@ def _source_faults(reward: Reward, prompts: Sequence[Prompt]) -> list[UserFault]
     return [UserFault("reward.by_source", problem, "name it there, or a reward.function for all other rows")]
 
 
-def _only(reward: Reward, source: str) -> Reward:
+def _only(reward: RewardConfig, source: str) -> RewardConfig:
     """The recipe's branch with the function of one source alone, and one worker."""
     if source == DEFAULT:
         return reward.model_copy(update={"by_source": {}, "workers": 1})
@@ -84,10 +84,10 @@ def _own_faults(order: Order) -> list[UserFault]:
     return faults
 
 
-def _function_faults(reward: Reward, start_s: float, first: Prompt | None) -> list[UserFault]:
+def _function_faults(reward: RewardConfig, start_s: float, first: Prompt | None) -> list[UserFault]:
     """The function must be there, and judge a right and an empty response to the first of its rows."""
     try:
-        judges = Judges(reward, start_s)
+        judges = Scorers(reward, start_s)
     except UserFault as fault:
         return [fault]
     try:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from megarl.algos import ALGORITHMS, has_critic, learns_from_answers, rules_of
+from megarl.algos import ALGORITHMS, has_critic, hyperparameters_of, learns_from_answers
 from megarl.algos.mismatch import bounds
 from megarl.algos.surrogates import cispo, reinforce
 from megarl.config import Recipe
-from megarl.types import Rules, UserFault
+from megarl.types import Hyperparameters, UserFault
 
 _OF_VALUES = ("gae_lambda", "critic_lambda", "lambda_alpha", "value_clip")
 _OF_SAMPLING = ("oversample", "max_rounds", "when_short")
@@ -19,7 +19,7 @@ def rule_faults(recipe: Recipe, *, learns: bool = True) -> list[UserFault]:
     name = recipe.algorithm.name
     if name not in ALGORITHMS:
         return []
-    rules = rules_of(name, recipe.algorithm)
+    rules = hyperparameters_of(name, recipe.algorithm)
     unread = _unread(name, rules)
     faults = [
         UserFault(f"algorithm.{key}", f"is set, and {unread[key]}", "leave it out")
@@ -29,11 +29,11 @@ def rule_faults(recipe: Recipe, *, learns: bool = True) -> list[UserFault]:
     return faults + _bounds_faults(rules) + (_start_faults(recipe, rules) + _idle_faults(recipe) if learns else [])
 
 
-def _unread(name: str, rules: Rules) -> dict[str, str]:
+def _unread(name: str, rules: Hyperparameters) -> dict[str, str]:
     """Rule -> why it means nothing beside the others."""
     row, found = ALGORITHMS[name], {}
     if row.surrogate is None:
-        others = [field.name for field in fields(Rules) if field.name != "aggregation"]
+        others = [field.name for field in fields(Hyperparameters) if field.name != "aggregation"]
         return dict.fromkeys(others, f"{name} learns from the data's answers")
     if row.surrogate is reinforce:
         found |= dict.fromkeys(("clip_low", "clip_high", "dual_clip"), f"{name} has no ratio")
@@ -60,7 +60,7 @@ def _unread(name: str, rules: Rules) -> dict[str, str]:
     return found
 
 
-def _bounds_faults(rules: Rules) -> list[UserFault]:
+def _bounds_faults(rules: Hyperparameters) -> list[UserFault]:
     if rules.mismatch == "off":
         return []
     low, high = bounds(rules)
@@ -70,7 +70,7 @@ def _bounds_faults(rules: Rules) -> list[UserFault]:
     return [UserFault("algorithm.mismatch_low", problem, "set it below algorithm.mismatch_high")]
 
 
-def _start_faults(recipe: Recipe, rules: Rules) -> list[UserFault]:
+def _start_faults(recipe: Recipe, rules: Hyperparameters) -> list[UserFault]:
     """Of what a run begins with."""
     faults = []
     if has_critic(recipe.algorithm.name) and rules.critic_warmup_steps >= recipe.run.steps:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.algos import ALGORITHMS, learns_from_answers, rules_of
+from megarl.algos import ALGORITHMS, hyperparameters_of, learns_from_answers
 from megarl.config import Recipe
 from megarl.types import UserFault
 
@@ -24,7 +24,7 @@ def sampling_faults(recipe: Recipe) -> list[UserFault]:
         problem = f"1, and {name} compares the samples of a prompt with each other"
         mend = f"set it to at least 2, or choose an algorithm.name that does not ({others})"
         faults.append(UserFault("rollout.samples_per_prompt", problem, mend))
-    elif rules_of(name, recipe.algorithm).dynamic_sampling:
+    elif hyperparameters_of(name, recipe.algorithm).dynamic_sampling:
         problem = "true keeps prompts with right and wrong answers, and rollout.samples_per_prompt is 1"
         mend = "set it to false, or rollout.samples_per_prompt to at least 2"
         faults.append(UserFault("algorithm.dynamic_sampling", problem, mend))

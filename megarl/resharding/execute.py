@@ -17,7 +17,7 @@ from megarl.device import BACKEND, DEVICE
 from megarl.parallel.layout import FP8_TILE
 from megarl.resharding import fp8
 from megarl.resharding.fp8 import SCALE_SUFFIX
-from megarl.resharding.plan import Copy, Plan
+from megarl.resharding.plan import Copy, MemberPlan
 from megarl.resharding.routes import item_bytes
 from megarl.resharding.shards import FP8, Cell, Size, shape_as_stack, views
 from megarl.resharding.transport import Ask, batch, settle, wait
@@ -114,7 +114,7 @@ class OnTheWay(NamedTuple):
 class Executor:
     """One plan on one set of parameters; its tables are made once and serve as long as no parameter moves."""
 
-    def __init__(self, plan: Plan, sources: Params, targets: Params) -> None:
+    def __init__(self, plan: MemberPlan, sources: Params, targets: Params) -> None:
         self._addresses = _addresses(sources), _addresses(targets)
         whole = [Piece(copy, 0, copy.size[0]) for copy in plan.local]
         self._local = [(p.copy, target_views(p, targets), source_views(p, sources, targets)) for p in whole]

@@ -24,7 +24,7 @@ from megarl.resharding import engine_model, fp8, megatron_map, sglang_map
 from megarl.resharding.agreement import Agreement, Verdict
 from megarl.resharding.execute import Executor, Params
 from megarl.resharding.memory_handles import attach
-from megarl.resharding.plan import DIGEST_BITS, Plan, Streams, plan_streams
+from megarl.resharding.plan import DIGEST_BITS, MemberPlan, Streams, plan_streams
 from megarl.resharding.session import Session
 from megarl.resharding.shards import FAULTS_SHOWN, LayoutError, Part, Shard, cells, verify_params
 from megarl.resharding.transport import Ask, close_group, make_group
@@ -62,7 +62,7 @@ class Member:
         self.source_params = source_params
         self._store = PrefixStore(f"reshard/{session.run_id}", join_store(session.meet, session.timeout_s))
         self._agreement = Agreement(self._store, session.member, session.num_members, session.timeout_s)
-        self._plan: tuple[list[int], Plan] | None = None  # with the numbers of rounds that it was dealt for
+        self._plan: tuple[list[int], MemberPlan] | None = None  # with the numbers of rounds that it was dealt for
         self._executor: Executor | None = None
         self._group: tuple[str, Any] | None = None  # with the key that it was made under
         self._plan_s = 0.0  # seconds that the plan has taken in the present exchange

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megarl.parallel.layout import FP8_TILE
-from megarl.resharding.routes import Flow, Hop, Router, item_bytes
+from megarl.resharding.routes import Flow, Hop, RouteChooser, item_bytes
 from megarl.resharding.shards import Box, Cell, Part, Size, box_area, box_size
 from megarl.types import UserFault
 
@@ -81,7 +81,7 @@ class Round(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemberPlan:
     """What one member does: the local copies, then the rounds. Every member has the same number of rounds.
 
     chapter_starts: the rounds that begin a chapter; they may forward what the round before them has brought.
@@ -132,7 +132,7 @@ class Streams:
         """Of each chapter's streams the bytes and the bytes of the largest granule."""
         return [[_sizes(stream) for stream in chapter.values()] for chapter in self.chapters]
 
-    def deal(self, num_rounds: Sequence[int]) -> Plan:
+    def deal(self, num_rounds: Sequence[int]) -> MemberPlan:
         """The plan with num_rounds[k] rounds in chapter k, the same numbers on every member."""
         rounds: list[Round] = []
         starts: set[int] = set()
@@ -140,7 +140,7 @@ class Streams:
             for chapter, number in zip(self.chapters, num_rounds, strict=True):
                 starts.add(len(rounds))
                 rounds += _rounds(chapter, self.member, number)
-        return Plan(self.member, self.num_members, self.local, tuple(rounds), frozenset(starts))
+        return MemberPlan(self.member, self.num_members, self.local, tuple(rounds), frozenset(starts))
 
 
 def plan_streams(
@@ -151,7 +151,7 @@ def plan_streams(
     dtype: torch's name of the model's type. Raises LayoutError: an element that this member wants has no source, or
     source boxes overlap without being replicas.
     """
-    router = Router(sources, targets, num_members, gpus_per_node=gpus_per_node, dtype=dtype)
+    router = RouteChooser(sources, targets, num_members, gpus_per_node=gpus_per_node, dtype=dtype)
     local: Stream = []
     chapters: list[dict[tuple[int, int], Stream]] = [defaultdict(list) for _ in range(router.num_chapters)]
     with _collector_paused():

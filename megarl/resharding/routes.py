@@ -132,7 +132,7 @@ def _by_node(members: Iterable[int], gpus_per_node: int) -> dict[int, list[int]]
     return nodes
 
 
-class Router:
+class RouteChooser:
     """Cuts what the target parts want into flows, proves that each element has one source, and chooses the hops."""
 
     def __init__(

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from megarl.resharding.plan import granule_bytes
-from megarl.resharding.routes import Flow, Router
+from megarl.resharding.routes import Flow, RouteChooser
 from megarl.resharding.shards import Box, Part
 from megarl.types import IntArray
 
 
 @dataclass(frozen=True)
-class Account:
+class Traffic:
     """Bytes, [num_members]: of the target shards, of what the own slot gives, over the wires in and between nodes.
 
     minimum_wire [num_members]: what no plan can avoid to bring, the target's bytes that the own slot does not hold.
@@ -46,9 +46,9 @@ class Account:
 
 def account(
     sources: Sequence[Part], targets: Sequence[Part], num_members: int, *, gpus_per_node: int, dtype: str
-) -> Account:
+) -> Traffic:
     """The bytes of the whole exchange; arguments and errors as of `plan_streams`. Each pair is looked at once."""
-    router = Router(sources, targets, num_members, gpus_per_node=gpus_per_node, dtype=dtype)
+    router = RouteChooser(sources, targets, num_members, gpus_per_node=gpus_per_node, dtype=dtype)
     node_in, node_out, fabric_in, fabric_out = ([0] * num_members for _ in range(4))
     needs = _Needs(sources, targets, num_members, gpus_per_node)
     for flow, hops in router.flows():
@@ -62,7 +62,7 @@ def account(
                 node_out[source] += num_bytes
                 node_in[target] += num_bytes
     dest, local, minimum_fabric = needs.totals()
-    return Account(
+    return Traffic(
         *(np.array(table) for table in (dest, local, node_in, node_out, fabric_in, fabric_out)),
         minimum_wire=np.array(dest) - np.array(local),
         minimum_fabric=np.array(minimum_fabric),
@@ -73,7 +73,7 @@ def least_round_bytes(
     sources: Sequence[Part], targets: Sequence[Part], num_members: int, *, gpus_per_node: int, dtype: str
 ) -> int:
     """The largest `Streams.least_round_bytes` of any member, without making anyone's streams."""
-    router = Router(sources, targets, num_members, gpus_per_node=gpus_per_node, dtype=dtype)
+    router = RouteChooser(sources, targets, num_members, gpus_per_node=gpus_per_node, dtype=dtype)
     largest: dict[tuple[int, int, int], int] = defaultdict(int)  # granule by chapter, source and target
     for flow, hops in router.flows():
         num_bytes = granule_bytes(flow.box, flow.dtype)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 
-from megarl.algos import ALGORITHMS, rules_of
+from megarl.algos import ALGORITHMS, hyperparameters_of
 from megarl.config import Recipe
 
 
 def step_sequences(recipe: Recipe) -> int:
     """The most that one engine gets of a training step's round: the prompts are dealt out whole, in turn."""
     name, rollout = recipe.algorithm.name, recipe.rollout
-    num_prompts = rules_of(name, recipe.algorithm).num_drawn(rollout.prompts_per_step)
+    num_prompts = hyperparameters_of(name, recipe.algorithm).num_drawn(rollout.prompts_per_step)
     of_prompt = rollout.samples_per_prompt + ALGORITHMS[name].greedy_baseline
     return math.ceil(num_prompts / rollout.engine.count) * of_prompt
 

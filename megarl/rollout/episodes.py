@@ -11,20 +11,20 @@ from typing import Any
 
 import numpy as np
 
-from megarl.config import Recipe, Reward
+from megarl.config import Recipe, RewardConfig
 from megarl.config.hardware import communicator_bytes
 from megarl.rollout.concurrency import most_sequences
 from megarl.rollout.rewards import MEND, WHERE, Failure, Verdict, told
-from megarl.rollout.sglang.arguments import EngineSettings, Sampling, Span
+from megarl.rollout.sglang.arguments import EngineSettings, NodeSpan, Sampling
 from megarl.rollout.sglang.deterministic import generator_seed
 from megarl.rollout.sglang.engine import Engine, Schedulers
-from megarl.rollout.verdicts.scorers import Judges
+from megarl.rollout.verdicts.scorers import Scorers
 from megarl.types import GroupSummary, Prompt, Sample, SampleGroup, UserFault
 
 __all__ = ["RolloutWorker", "Sampling", "demonstration", "engine_settings", "scored", "summary"]
 
 
-def engine_settings(recipe: Recipe, index: int, span: Span | None = None) -> EngineSettings:
+def engine_settings(recipe: Recipe, index: int, span: NodeSpan | None = None) -> EngineSettings:
     """Engine `index` of a run: its slots, its share of a step's samples, and a seed of its own.
 
     span: which of its nodes, where it is on several.
@@ -62,10 +62,10 @@ def _positions(model_path: str) -> int | None:
 class RolloutWorker:
     """One engine's process: samples and scores. Its engine has no weights before the first reshard."""
 
-    def __init__(self, recipe: Recipe, index: int, span: Span | None = None) -> None:
+    def __init__(self, recipe: Recipe, index: int, span: NodeSpan | None = None) -> None:
         """span: the first of the engine's nodes, where it is on several."""
         self._reward = recipe.reward
-        self._judges = Judges(recipe.reward, recipe.run.timeout_s)
+        self._judges = Scorers(recipe.reward, recipe.run.timeout_s)
         try:
             self._engine = Engine(engine_settings(recipe, index, span))
         except BaseException:
@@ -116,7 +116,7 @@ class RolloutWorker:
 class EnginePart:
     """The schedulers on a further node of an engine; the RolloutWorker on its first node leads them."""
 
-    def __init__(self, recipe: Recipe, index: int, span: Span) -> None:
+    def __init__(self, recipe: Recipe, index: int, span: NodeSpan) -> None:
         self._schedulers = Schedulers(engine_settings(recipe, index, span))
 
     async def fail(self) -> None:
@@ -131,7 +131,7 @@ def scored(
     prompt: Prompt,
     samples: Sequence[Sample],
     verdicts: Sequence[Verdict | Failure],
-    reward: Reward,
+    reward: RewardConfig,
     *,
     may_lose_all: bool = False,
 ) -> tuple[GroupSummary, SampleGroup]:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from megarl import device
-from megarl.algos import rules_of
+from megarl.algos import hyperparameters_of
 from megarl.checkpoints import hf_import
-from megarl.checkpoints.rank_files import Saving
+from megarl.checkpoints.rank_files import RankFiles
 from megarl.checkpoints.snapshots import Digest
 from megarl.config import Recipe
 from megarl.parallel import groups, model
@@ -27,7 +27,7 @@ from megarl.types import Aggregation, FloatArray, Metrics, ModelShape, SampleGro
 MicroBatches = Sequence[Sequence[TrainSequence]]
 
 
-class Beside(ABC):
+class AuxiliaryRank(ABC):
     """Rank `rank` of a world whose recipe this is. Every method but `params` is called on all ranks together.
 
     It begins with the weights of model.path. aggregation: what its loss is the mean of.
@@ -36,9 +36,9 @@ class Beside(ABC):
     aggregation: Aggregation
 
     def __init__(self, rank: int, recipe: Recipe, meet: device.Address, shape: ModelShape, first_gpu: int) -> None:
-        gc.freeze()  # as in a Trainer
+        gc.freeze()  # as in a PolicyRank
         self.rank, self.shape = rank, shape
-        self._rules = rules_of(recipe.algorithm.name, recipe.algorithm)
+        self._rules = hyperparameters_of(recipe.algorithm.name, recipe.algorithm)
         store = device.join_store(meet, recipe.run.timeout_s)
         self._model = RankModel(rank, recipe, shape, store, slot=first_gpu + rank, is_published=False)
         self.layout = self._model.layout
@@ -68,7 +68,7 @@ class Beside(ABC):
         self._step = [(update, share, self.values_of(share)) for update, share in zip(updates, shares, strict=True)]
         refs = [ref for update in updates for ref in _refs(update)]
         said = [value_T for _, _, values in self._step for value_T in values or ()]
-        return pieces_of(refs, said if self._model.speaks else None, readers)
+        return pieces_of(refs, said if self._model.is_reporting_rank else None, readers)
 
     @abstractmethod
     def values_of(self, micro_batches: MicroBatches) -> list[FloatArray] | None:
@@ -124,7 +124,7 @@ class Beside(ABC):
 
     def save(self, folder: Path) -> None:
         """Begin to write this rank's part of a checkpoint into an empty folder; training may go on meanwhile."""
-        self._saving = Saving(folder, self._model)
+        self._saving = RankFiles(folder, self._model)
 
     def finish_save(self) -> dict[str, Digest]:
         """Wait until the files of all ranks are written; the digests of this rank's own."""

@@ -12,7 +12,7 @@ from megarl.algos import Algorithm
 from megarl.algos.advantages import gae
 from megarl.algos.losses import kl_T
 from megarl.training.batching import Piece, SampleRef, key_of, spread
-from megarl.types import FloatArray, Rules, TrainSequence
+from megarl.types import FloatArray, Hyperparameters, TrainSequence
 
 PerToken = list[FloatArray]  # one array per sequence, aligned like the sequence's own
 OverAll = Callable[[torch.Tensor], torch.Tensor]  # of these sequences' values and of the batch's others, elsewhere
@@ -20,7 +20,7 @@ OverAll = Callable[[torch.Tensor], torch.Tensor]  # of these sequences' values a
 
 def credited(
     row: Algorithm,
-    rules: Rules,
+    rules: Hyperparameters,
     refs: Sequence[SampleRef],
     sequences: Sequence[TrainSequence],
     said: Piece,
@@ -95,7 +95,7 @@ def by_rewards(
 
 
 def kl_penalties(
-    old_logp: Sequence[FloatArray], reference_logp: Sequence[FloatArray], rules: Rules
+    old_logp: Sequence[FloatArray], reference_logp: Sequence[FloatArray], rules: Hyperparameters
 ) -> list[FloatArray]:
     """The reward of each token that is -kl_coefficient x KL(old policy | reference) (arXiv 2203.02155, eq. 2)."""
     pairs = zip(map(torch.from_numpy, old_logp), map(torch.from_numpy, reference_logp), strict=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megarl.algos import AGGREGATION_BESIDE
+from megarl.algos import AUXILIARY_AGGREGATION
 from megarl.algos.losses import value_loss
 from megarl.config import Recipe
 from megarl.device import Address
@@ -14,14 +14,14 @@ from megarl.parallel.hf_config import scorer_shape
 from megarl.parallel.pipeline import Norms
 from megarl.parallel.sequences import PackedRow, dealt, unpack, with_returns
 from megarl.training import credit
-from megarl.training.auxiliary import Beside, MicroBatches
+from megarl.training.auxiliary import AuxiliaryRank, MicroBatches
 from megarl.types import FloatArray, Metrics
 
 
-class Critic(Beside):
+class CriticRank(AuxiliaryRank):
     """A rank of it. It begins as a classifier, or as a language model with scores of 0."""
 
-    aggregation = AGGREGATION_BESIDE["values"]
+    aggregation = AUXILIARY_AGGREGATION["values"]
 
     def __init__(self, rank: int, recipe: Recipe, meet: Address, first_gpu: int = 0) -> None:
         super().__init__(rank, recipe, meet, scorer_shape(recipe.model.path), first_gpu)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megarl.algos import AGGREGATION_BESIDE
+from megarl.algos import AUXILIARY_AGGREGATION
 from megarl.algos.losses import outcome_loss
 from megarl.checkpoints import hf_import
 from megarl.config import Recipe
@@ -18,15 +18,15 @@ from megarl.parallel import host_offload
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.pipeline import Norms
 from megarl.parallel.sequences import PackedRow, dealt, unpack
-from megarl.training.auxiliary import Beside, MicroBatches
+from megarl.training.auxiliary import AuxiliaryRank, MicroBatches
 from megarl.training.batching import Piece, SampleRef
 from megarl.types import FloatArray, Metrics, TrainSequence
 
 
-class ProcessRewards(Beside):
+class ImplicitRewardRank(AuxiliaryRank):
     """A rank of it (arXiv 2502.01456): a language model whose log-ratio to what it began as rewards each token."""
 
-    aggregation = AGGREGATION_BESIDE["process_rewards"]
+    aggregation = AUXILIARY_AGGREGATION["process_rewards"]
 
     def __init__(self, rank: int, recipe: Recipe, meet: Address, first_gpu: int = 0) -> None:
         super().__init__(rank, recipe, meet, model_shape(recipe.model.path), first_gpu)

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from megarl import device
-from megarl.algos import ALGORITHMS, Algorithm, Loss, has_reference, rules_of
+from megarl.algos import ALGORITHMS, Algorithm, Loss, has_reference, hyperparameters_of
 from megarl.algos.losses import kl_T
 from megarl.checkpoints import hf_import
 from megarl.checkpoints.hf_export import Export, export_hf
-from megarl.checkpoints.rank_files import Saving
+from megarl.checkpoints.rank_files import RankFiles
 from megarl.checkpoints.snapshots import Digest
 from megarl.config import Recipe
 from megarl.parallel import groups, host_offload, model
@@ -33,14 +33,14 @@ from megarl.resharding.memory_handles import SourceHandles, publish
 from megarl.resharding.session import Session
 from megarl.training import credit
 from megarl.training.batching import Key, Piece, SampleRef, Update, pieces_of, train_sequences
-from megarl.types import FloatArray, Metrics, Rules, SampleGroup, TrainSequence
+from megarl.types import FloatArray, Hyperparameters, Metrics, SampleGroup, TrainSequence
 
 MicroBatches = Sequence[Sequence[TrainSequence]]
 _ROUTING = ("aux_loss", "z_loss", "mtp_loss", "differing_choices", "replayed_choices")
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedRank:
     """What an engine process needs to map this rank's parameters, and whose names they go by."""
 
     source: SourceHandles
@@ -48,10 +48,10 @@ class Published:
 
 
 @dataclass(frozen=True)
-class Part:
+class UpdateShare:
     """This rank's share of one update. old_logp: of the policy before this step's updates; None: it is the current one.
 
-    choices: of the experts, one for each micro-batch. temperature: of the policy, as `Trainer.logprobs`.
+    choices: of the experts, one for each micro-batch. temperature: of the policy, as `PolicyRank.logprobs`.
     """
 
     micro_batches: MicroBatches
@@ -62,7 +62,7 @@ class Part:
     temperature: float = 1.0
 
 
-class Trainer:
+class PolicyRank:
     """Rank `rank` of the training world. Every method but `params` is called on all ranks together.
 
     The constructor meets the other ranks at the store at `meet`, builds this rank's part of the model and loads
@@ -88,7 +88,7 @@ class Trainer:
         self.options = self._model.options
         self.offload, self.onload, self.held_bytes = self._model.offload, self._model.onload, device.held_bytes
         self._member: Member | None = None
-        self._observed: list[Part] = []
+        self._observed: list[UpdateShare] = []
 
     def params(self) -> dict[str, torch.Tensor]:
         """This rank's weights by the map's names: views of long-lived buffers that every step updates in place."""
@@ -108,9 +108,9 @@ class Trainer:
         Pieces are empty but on one of the ranks that hold the same. keeps: for `train`, which then does not look again.
         """
         parts = self._look(algorithm, updates, dict(zip(group_ids, samples, strict=True)))
-        penalties = self._penalties(parts, rules_of(algorithm, self._recipe.algorithm))
+        penalties = self._penalties(parts, hyperparameters_of(algorithm, self._recipe.algorithm))
         self._observed = parts if keeps else []
-        return pieces_of(_refs(updates), penalties if self._model.speaks else None, readers)
+        return pieces_of(_refs(updates), penalties if self._model.is_reporting_rank else None, readers)
 
     def train(
         self, algorithm: str, updates: Sequence[Update], lr: float, group_ids: Sequence[int], *given: Any
@@ -120,7 +120,7 @@ class Trainer:
         given: first the groups that micro-batches call group_ids, in their order, then what the critic's ranks said of
         this rank's samples. Metrics of each update as of `train_step`.
         """
-        row, rules = ALGORITHMS[algorithm], rules_of(algorithm, self._recipe.algorithm)
+        row, rules = ALGORITHMS[algorithm], hyperparameters_of(algorithm, self._recipe.algorithm)
         by_id = dict(zip(group_ids, given[: len(group_ids)], strict=True))
         parts = self._observed or self._look(algorithm, updates, by_id)
         self._observed = []
@@ -131,9 +131,9 @@ class Trainer:
         first, *rest = [self.train_step(part, lr, loss) for part in parts]
         return [first | gaps, *rest]
 
-    def _look(self, algorithm: str, updates: Sequence[Update], by_id: Mapping[int, SampleGroup]) -> list[Part]:
+    def _look(self, algorithm: str, updates: Sequence[Update], by_id: Mapping[int, SampleGroup]) -> list[UpdateShare]:
         """The shares of a step's updates, with what the old policy and the reference say where that is read."""
-        row, rules = ALGORITHMS[algorithm], rules_of(algorithm, self._recipe.algorithm)
+        row, rules = ALGORITHMS[algorithm], hyperparameters_of(algorithm, self._recipe.algorithm)
         # Only later updates of a step train a policy that is no longer the one that the ratio is to.
         many = len(updates) > 1 or rules.pays_kl
         # Nobody chose experts for demonstrations, or sampled them at a temperature.
@@ -152,8 +152,13 @@ class Trainer:
         return parts
 
     def _credited(
-        self, row: Algorithm, rules: Rules, updates: Sequence[Update], parts: Sequence[Part], pieces: Sequence[Piece]
-    ) -> list[Part]:
+        self,
+        row: Algorithm,
+        rules: Hyperparameters,
+        updates: Sequence[Update],
+        parts: Sequence[UpdateShare],
+        pieces: Sequence[Piece],
+    ) -> list[UpdateShare]:
         """The parts with an advantage for each token."""
         flat = credit.credited(
             row,
@@ -171,7 +176,7 @@ class Trainer:
             for part in parts
         ]
 
-    def _penalties(self, parts: Sequence[Part], rules: Rules) -> list[FloatArray] | None:
+    def _penalties(self, parts: Sequence[UpdateShare], rules: Hyperparameters) -> list[FloatArray] | None:
         """What each token pays for its distance from the reference, where it does; None but on the last stage."""
         if not (rules.pays_kl and self._model.is_last_stage):
             return None
@@ -179,7 +184,7 @@ class Trainer:
         reference = [one for part in parts for one in part.reference_logp or ()]
         return credit.kl_penalties(old, reference, rules)
 
-    def _part(self, share: MicroBatches, update: Update, many: bool, replay: str, temperature: float) -> Part:
+    def _part(self, share: MicroBatches, update: Update, many: bool, replay: str, temperature: float) -> UpdateShare:
         """With what the old policy says of it, where that is asked for."""
         norms = Norms(update.denominator, update.tokens, update.loss_tokens)
         choices = None
@@ -190,7 +195,7 @@ class Trainer:
         old = self.logprobs(share, choices, temperature) if many else None
         for one in choices or ():
             one.is_noting = False
-        return Part(share, norms, old, choices, temperature=temperature)
+        return UpdateShare(share, norms, old, choices, temperature=temperature)
 
     def _engine_choices(self, row: PackedRow) -> Choices:
         if row.experts_LMK is None:  # a row of padding, or samples that no engine made
@@ -212,7 +217,7 @@ class Trainer:
         results = self._model.pipeline.run(rows, keep, choices=choices, temperature=temperature)
         return [array for arrays in results for array in arrays] if self._model.is_last_stage else None
 
-    def train_step(self, part: Part, lr: float, loss: Loss) -> Metrics:
+    def train_step(self, part: UpdateShare, lr: float, loss: Loss) -> Metrics:
         """One optimizer update on this data-parallel rank's micro-batches (as many as on every other rank).
 
         The gradient is that of the loss sums over all ranks / denominator. Returns grad_norm (before clipping) and what
@@ -241,7 +246,7 @@ class Trainer:
         reduced = groups.reduced(stats) if self._model.is_last_stage else {}
         return {**reduced, "grad_norm": grad_norm, **self._routing_stats(part.norms)}
 
-    def _replay_gaps(self, part: Part) -> Metrics:
+    def _replay_gaps(self, part: UpdateShare) -> Metrics:
         """What replay does to |engine - trainer| logprob, summed over the first micro-batches' masked tokens."""
 
         def gap(row: PackedRow, logp_T: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -285,7 +290,7 @@ class Trainer:
 
     def save(self, folder: Path) -> None:
         """Begin to write this rank's part of a checkpoint into an empty folder; training may go on meanwhile."""
-        self._saving = Saving(folder, self._model)
+        self._saving = RankFiles(folder, self._model)
 
     def finish_save(self) -> dict[str, Digest]:
         """Wait until the files of all ranks are written; the digests of this rank's own."""
@@ -315,9 +320,9 @@ class Trainer:
         )
         export_hf(job, self.params(), PrefixStore(f"export {folder}", self._store))
 
-    def publish(self) -> Published:
+    def publish(self) -> PublishedRank:
         """Let another process of this GPU map the parameters; they stay where they are for this one."""
-        return Published(publish(self.params()), model.TRANSFORMER_ENGINE)
+        return PublishedRank(publish(self.params()), model.TRANSFORMER_ENGINE)
 
     def reshard(self, session: Session, version: int, attempt: int) -> None:
         """Take part in an exchange for a GPU without an engine: this rank only sends. attempt: never the same twice."""

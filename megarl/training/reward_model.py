@@ -23,11 +23,11 @@ from megarl.training.flops import train_work
 from megarl.types import FloatArray, IntArray, SampleGroup, TrainSequence
 
 
-class RewardModel:
+class RewardModelRank:
     """Rank `rank` of the reward model's world, whose recipe this is. Every method is called on all ranks together."""
 
     def __init__(self, rank: int, recipe: Recipe, meet: device.Address, first_gpu: int = 0) -> None:
-        gc.freeze()  # as in a Trainer
+        gc.freeze()  # as in a PolicyRank
         path = recipe.model.path
         self._recipe, self._shape, self._tokenizer = recipe, scorer_shape(path), load_tokenizer(path)
         store = device.join_store(meet, recipe.run.timeout_s)

@@ -9,13 +9,13 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from megarl.resharding import megatron_map, sglang_map
 from megarl.resharding.execute import Executor
 from megarl.resharding.plan import plan_streams
-from megarl.resharding.traffic import Account, account
+from megarl.resharding.traffic import Traffic, account
 from megarl.resharding.transport import make_group
 
 from .case import DTYPE, Case, Params
 
 
-def cost(case: Case) -> Account:
+def cost(case: Case) -> Traffic:
     """The bytes that the planner says the exchange takes."""
     sources = megatron_map.parts(case.shape, case.train, True)
     targets = sglang_map.parts(case.shape, case.engine)

@@ -20,7 +20,7 @@ from megarl.algos.mismatch import MISMATCH_BOUNDS
 from megarl.algos.segments import segment_mean, segment_sum
 from megarl.parallel.sequences import Split, pack
 from megarl.training.batching import Key, MicroBatch, SampleRef, key_of, plan_updates, train_sequences
-from megarl.types import Aggregation, FloatArray, Mismatch, Prompt, Rules, Sample, SampleGroup
+from megarl.types import Aggregation, FloatArray, Hyperparameters, Mismatch, Prompt, Sample, SampleGroup
 
 PER_GROUP, LONGEST, BUDGET = 3, 9, 48
 FROM_REWARDS = [name for name, row in ALGORITHMS.items() if row.learns_from == "rewards"]
@@ -76,7 +76,7 @@ Seen = tuple[float, list[torch.Tensor], dict[str, float]]
 
 def seen(
     name: str,
-    rules: Rules,
+    rules: Hyperparameters,
     batch: Batch,
     shares: Sequence[Sequence[MicroBatch]],
     *,
@@ -122,7 +122,7 @@ def seen(
     return total, [torch.zeros_like(one) if one.grad is None else one.grad for one in batch.leaves()], stats
 
 
-def expected(name: str, rules: Rules, batch: Batch) -> Seen:
+def expected(name: str, rules: Hyperparameters, batch: Batch) -> Seen:
     """The mean that the aggregation names, of samples that each are seen alone, behind a prompt of one token."""
     prompt = Prompt("", "", (0,), "")
     one_token = {number: replace(group, prompt=prompt) for number, group in batch.groups.items()}
@@ -162,7 +162,7 @@ def same(mine: Seen, other: Seen, divisor: float = 1.0) -> None:
     assert mine[2] == pytest.approx(other[2], rel=1e-5, abs=1e-6)
 
 
-def all_at_once(name: str, mismatch: Mismatch) -> Rules:
+def all_at_once(name: str, mismatch: Mismatch) -> Hyperparameters:
     """The row's own rules with every penalty."""
     more = {"kl_coefficient": 0.1, "entropy_coefficient": 0.01, "positive_nll": 0.1, "mismatch": mismatch}
     return replace(ALGORITHMS[name].rules, **more)

@@ -17,7 +17,7 @@ from megarl.algos import ALGORITHMS
 from megarl.algos.losses import nll_loss, outcome_loss, policy_loss, value_loss
 from megarl.algos.mismatch import MISMATCH_BOUNDS
 from megarl.algos.surrogates import cispo, clipped, reinforce, sequence_clipped
-from megarl.types import Rules
+from megarl.types import Hyperparameters
 
 SURROGATES = {"clipped": clipped, "sequence": sequence_clipped, "cispo": cispo, "reinforce": reinforce}
 floats = st.floats(-3, 3)
@@ -38,7 +38,7 @@ def clip(value: float, low: float, high: float) -> float:
     return min(max(value, low), high)
 
 
-def slow_surrogate(name: str, rules: Rules, logp: Any, old: float, log_s: Any, advantage: float) -> Any:
+def slow_surrogate(name: str, rules: Hyperparameters, logp: Any, old: float, log_s: Any, advantage: float) -> Any:
     """One token's loss, as the papers have it; log_s: the mean log-ratio of its sequence."""
     log_ratio = log_s if name == "sequence" else logp - old
     low, high = 1 - rules.clip_low, 1 + rules.clip_high
@@ -53,7 +53,7 @@ def slow_surrogate(name: str, rules: Rules, logp: Any, old: float, log_s: Any, a
     return -objective
 
 
-def slow_weight(rules: Rules, w: float, product: float, mean: float) -> float:
+def slow_weight(rules: Hyperparameters, w: float, product: float, mean: float) -> float:
     """Of pi_old / mu: of the token, of its sequence's product and geometric mean."""
     if rules.mismatch == "off":
         return 1.0
@@ -66,13 +66,13 @@ def slow_weight(rules: Rules, w: float, product: float, mean: float) -> float:
     return (product if rules.mismatch == "mis_sequence" else w) * (low <= decides <= high)
 
 
-def slow_kl(rules: Rules, logp: Any, reference: float) -> Any:
+def slow_kl(rules: Hyperparameters, logp: Any, reference: float) -> Any:
     ratio = (reference - logp).exp()
     return {"k1": -ratio.log(), "k2": ratio.log() ** 2 / 2, "k3": ratio - 1 - ratio.log()}[rules.kl_estimator]
 
 
 def slow_loss(
-    name: str, rules: Rules, logp_T: torch.Tensor, entropy_T: torch.Tensor, old: list[float], row: Row
+    name: str, rules: Hyperparameters, logp_T: torch.Tensor, entropy_T: torch.Tensor, old: list[float], row: Row
 ) -> Any:
     """The whole row, sequence by sequence and token by token."""
     total = torch.zeros((), dtype=torch.float64)
@@ -100,7 +100,7 @@ token = st.tuples(
     st.floats(-4, -0.01), st.floats(0, 2),
 )  # fmt: skip
 some_rules = st.builds(
-    Rules,
+    Hyperparameters,
     clip_low=st.floats(0.05, 0.3),
     clip_high=st.floats(0.05, 0.4),
     dual_clip=st.sampled_from([None, 3.0]),
@@ -117,7 +117,7 @@ some_rules = st.builds(
 @pytest.mark.parametrize("name", SURROGATES)
 @settings(max_examples=60)
 @given(sequences=st.lists(st.lists(token, min_size=1, max_size=6), min_size=1, max_size=4), rules=some_rules)
-def test_loss_and_gradient_equal_the_slow_loop(name: str, sequences: list[list[Any]], rules: Rules) -> None:
+def test_loss_and_gradient_equal_the_slow_loop(name: str, sequences: list[list[Any]], rules: Hyperparameters) -> None:
     columns = zip(*(one for sequence in sequences for one in sequence), strict=True)
     logp, old, mask, advantage, weight, engine, reference, entropy = map(list, columns)
     numbers = [number for number, sequence in enumerate(sequences) for _ in sequence]
@@ -159,13 +159,13 @@ def test_prompt_tokens_cannot_poison_the_gradient() -> None:
     old_logp_T = torch.tensor([-500.0, -1.0]).double()
     for surrogate in SURROGATES.values():
         logp_T.grad = None
-        loss, _ = policy_loss(surrogate, logp_T, torch.zeros(2).double(), old_logp_T, row, Rules())
+        loss, _ = policy_loss(surrogate, logp_T, torch.zeros(2).double(), old_logp_T, row, Hyperparameters())
         loss.backward()
         assert logp_T.grad is not None
         assert logp_T.grad.tolist() == [0.0, -1.0]
 
 
-def seen(name: str, rules: Rules, mask: list[bool], numbers: list[int]) -> tuple[float, list[float]]:
+def seen(name: str, rules: Hyperparameters, mask: list[bool], numbers: list[int]) -> tuple[float, list[float]]:
     """Loss and gradient of a fixed row."""
     count = len(mask)
     generator = torch.Generator().manual_seed(4)

@@ -16,7 +16,7 @@ import pytest
 
 from megarl.cluster.actor import Pulses, Worker, answers, ray_nodes
 from megarl.cluster.session import Cluster, WorkerFailed, in_order
-from megarl.config import Placement
+from megarl.config import PlacementConfig
 from megarl.types import UserFault
 
 ROOT = Path(__file__).parents[2]
@@ -219,11 +219,11 @@ def test_a_large_error_is_cut_and_heard(cluster: Cluster, workers: list[Worker])
 
 
 def test_every_worker_says_where_it_sits(cluster: Cluster, workers: list[Worker]):
-    seats = cluster.seats(workers, Placement(gpus=2))
-    assert [seat.address for seat in seats] == cluster.nodes * 2
+    device_placements = cluster.device_placements(workers, PlacementConfig(gpus=2))
+    assert [device_placement.address for device_placement in device_placements] == cluster.nodes * 2
     cluster.nodes[0], right = "127.0.0.9", cluster.nodes[0]
     with pytest.raises(RuntimeError, match=rf"rank 0 of GPU slot 0 is on {right}, not on 127\.0\.0\.9"):
-        cluster.seats(workers, Placement(gpus=2))
+        cluster.device_placements(workers, PlacementConfig(gpus=2))
     cluster.nodes[0] = right
 
 

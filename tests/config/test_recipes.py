@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megarl import cli
-from megarl.algos import rules_of
+from megarl.algos import hyperparameters_of
 from megarl.commands import dry_run
 from megarl.config import Recipe
 from megarl.config.loading import load_recipe
@@ -139,7 +139,7 @@ def test_the_overlays_that_there_are_are_tried() -> None:
 def test_one_side_of_a_run_can_be_debugged_alone(name: str, overlay: str) -> None:
     """What `megarl rollout` and `--from-samples` refuse is not in the recipe any more."""
     recipe = load(name, (overlay,))
-    rules = rules_of(recipe.algorithm.name, recipe.algorithm)
+    rules = hyperparameters_of(recipe.algorithm.name, recipe.algorithm)
     assert (recipe.checkpoint.every, rules.dynamic_sampling, recipe.warm_start.steps) == (None, False, 0)
     assert rules.critic_warmup_steps < recipe.run.steps == 1
     assert overlay == "debug_train.yaml" or recipe.rollout.engine.count == 1
@@ -189,7 +189,7 @@ PAPERS: dict[str, dict[str, dict[str, Any]]] = {
 
 def value_of(recipe: Recipe, key: str) -> Any:
     if key.startswith("rules."):
-        return getattr(rules_of(recipe.algorithm.name, recipe.algorithm), key.removeprefix("rules."))
+        return getattr(hyperparameters_of(recipe.algorithm.name, recipe.algorithm), key.removeprefix("rules."))
     return functools.reduce(getattr, key.split("."), recipe)
 
 

@@ -15,14 +15,14 @@ from megarl.algos import ALGORITHMS
 from megarl.config import Recipe
 from megarl.controller.dynamic_sampling import collect, is_mixed, overlong_penalty, shaped
 from megarl.controller.loop import samples_of
-from megarl.fleet.rank_groups import Rollout
+from megarl.fleet.rank_groups import RolloutBatch
 from megarl.parallel.layout import TrainLayout
 from megarl.tracking.metrics import rollout_metrics
-from megarl.types import GroupSummary, Prompt, Rules, UserFault
+from megarl.types import GroupSummary, Hyperparameters, Prompt, UserFault
 from tests.parallel.worlds import recipe as recipe_of
 
-NOTHING = Rollout([], [])
-DYNAMIC = Rules(dynamic_sampling=True, oversample=1.0, max_rounds=4)
+NOTHING = RolloutBatch([], [])
+DYNAMIC = Hyperparameters(dynamic_sampling=True, oversample=1.0, max_rounds=4)
 
 
 def group(name: str, correct: Sequence[bool]) -> GroupSummary:
@@ -43,16 +43,16 @@ class Source:
         first, self.taken = self.taken, self.taken + count
         return [Prompt(str(number), "", (1,), "") for number in range(first, self.taken)]
 
-    def sample(self, prompts: Sequence[Prompt], number: int) -> Rollout:
+    def sample(self, prompts: Sequence[Prompt], number: int) -> RolloutBatch:
         self.rounds.append((number, len(prompts)))
         names = [prompt.id for prompt in prompts]
-        return Rollout([group(name, self.right[int(name)]) for name in names], [f"ref {name}" for name in names])  # type: ignore
+        return RolloutBatch([group(name, self.right[int(name)]) for name in names], [f"ref {name}" for name in names])  # type: ignore
 
 
 MIXED, RIGHT, WRONG = (True, False), (True, True), (False, False)
 
 
-def names(rollout: Rollout) -> list[str]:
+def names(rollout: RolloutBatch) -> list[str]:
     assert [f"ref {one.prompt_text}" for one in rollout.summaries] == rollout.refs
     return [one.prompt_text for one in rollout.summaries]
 
@@ -66,7 +66,7 @@ def recipe() -> Recipe:
 
 def test_without_it_a_step_is_what_was_drawn(recipe: Recipe) -> None:
     source = Source([RIGHT, MIXED, WRONG])
-    step, rest, done = collect(recipe, Rules(), source.take, source.sample, NOTHING)
+    step, rest, done = collect(recipe, Hyperparameters(), source.take, source.sample, NOTHING)
     assert (names(step), names(rest), done, source.rounds) == (["0", "1", "2"], [], {}, [(0, 3)])
 
 
@@ -87,7 +87,7 @@ def test_groups_are_filtered_refilled_and_carried_over(recipe: Recipe) -> None:
 
 
 def test_enough_that_waits_needs_no_new_sample(recipe: Recipe) -> None:
-    waiting = Rollout([group(name, MIXED) for name in "abcd"], [f"ref {name}" for name in "abcd"])  # type: ignore
+    waiting = RolloutBatch([group(name, MIXED) for name in "abcd"], [f"ref {name}" for name in "abcd"])  # type: ignore
     source = Source([])
     step, rest, done = collect(recipe, DYNAMIC, source.take, source.sample, waiting)
     assert (names(step), names(rest), source.rounds, source.taken) == (["a", "b", "c"], ["d"], [], 0)
@@ -114,10 +114,11 @@ def test_the_soft_punishment_of_the_paper() -> None:
     """Longest 20480, the last 4096 tokens count (DAPO, arXiv 2503.14476, eq. 13)."""
     lengths_G = np.array([1, 16384, 16384 + 1024, 16384 + 4096, 30000])
     assert overlong_penalty(lengths_G, 20480, 4096).tolist() == [0, 0, -0.25, -1, -1]
-    rollout = Rollout([group("a", (True, False, True, False, True))], ["ref a"])  # type: ignore[list-item]
-    (one,) = shaped(rollout, Rules(overlong_share=0.4), 5).summaries  # lengths 1 to 5, of which 4 and 5 are long
+    rollout = RolloutBatch([group("a", (True, False, True, False, True))], ["ref a"])  # type: ignore[list-item]
+    # Lengths 1 to 5, of which 4 and 5 are long.
+    (one,) = shaped(rollout, Hyperparameters(overlong_share=0.4), 5).summaries
     assert one.rewards_G.tolist() == [1.0, 0.0, 1.0, -0.5, 0.0]
-    assert shaped(rollout, Rules(), 5) is rollout
+    assert shaped(rollout, Hyperparameters(), 5) is rollout
 
 
 def test_a_greedy_sample_is_compared_with_and_not_learnt_from() -> None:

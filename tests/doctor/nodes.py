@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megarl.doctor import nvidia
-from megarl.doctor.facts import UNLIMITED, Folder, Limits, Nic, NodeFacts, Torch
+from megarl.doctor.facts import UNLIMITED, Folder, Nic, NodeFacts, ProcessLimits, Torch
 
 ADDRESS = "10.0.0.1"
 BUSES = ("18", "2a", "3a", "5d", "9a", "ab", "ba", "db")
@@ -69,7 +69,8 @@ def sound(**changed: Any) -> NodeFacts:
     values: dict[str, Any] = {
         "host": "one", "address": ADDRESS, "kernel": "6.8.0", "python": "3.12.3", "num_cores": 192,
         "host_bytes": 2 * 10**12, "shm_total_bytes": 10**12, "shm_free_bytes": 10**12,
-        "limits": Limits(UNLIMITED, 2**20, UNLIMITED), "driver": driver, "driver_cuda": nvidia.driver_cuda(SMI_HEAD),
+        "limits": ProcessLimits(UNLIMITED, 2**20, UNLIMITED), "driver": driver,
+        "driver_cuda": nvidia.driver_cuda(SMI_HEAD),
         "gpus": tuple(gpus), "topology": nvidia.topology(smi_topology()), "has_peermem": True,
         "nics": tuple(Nic(name, 1, True, 400.0, "InfiniBand") for name in names),
         "gpu_nics": {gpu.pci: name for gpu, name in zip(gpus, names, strict=True)},

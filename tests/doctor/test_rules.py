@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megarl.doctor import nvidia
-from megarl.doctor.facts import Folder, Limits, Nic, NodeFacts, Port, Torch
+from megarl.doctor.facts import Folder, Nic, NodeFacts, Port, ProcessLimits, Torch
 from megarl.doctor.findings import Finding, merged
 from megarl.doctor.rules_cluster import cluster_findings
 from megarl.doctor.rules_gpu import gpu_findings
@@ -49,11 +49,11 @@ def folder(**changed: Any) -> Folder:
         ({"shm_total_bytes": 64 * 2**20, "shm_free_bytes": 64 * 2**20},
          "fault: /dev/shm: 0.067 GB of 0.067 GB free", "--shm-size"),
         ({"shm_free_bytes": 2 * 10**9}, "warning: /dev/shm: 2 GB free, and Ray's objects want 34 GB", "remount"),
-        ({"limits": Limits(8192 * 1024, 2**20, 2**20)},
+        ({"limits": ProcessLimits(8192 * 1024, 2**20, 2**20)},
          "fault: memlock: 8192 KiB may be locked, and the RDMA cards (mlx5_0, mlx5_1", "memlock unlimited"),
-        ({"limits": Limits(-1, 1024, 2**20)}, "fault: nofile: 1024 open files", "limits.conf"),
-        ({"limits": Limits(-1, 20_000, 2**20)}, "warning: nofile: 20000 open files", "limits.conf"),
-        ({"limits": Limits(-1, 2**20, 1000)}, "fault: nproc: 1000 processes and threads", "limits.conf"),
+        ({"limits": ProcessLimits(-1, 1024, 2**20)}, "fault: nofile: 1024 open files", "limits.conf"),
+        ({"limits": ProcessLimits(-1, 20_000, 2**20)}, "warning: nofile: 20000 open files", "limits.conf"),
+        ({"limits": ProcessLimits(-1, 2**20, 1000)}, "fault: nproc: 1000 processes and threads", "limits.conf"),
         ({"folders": (folder(free_bytes=10**6),)},
          "fault: /shared/runs (run.dir): the disk is full: 0.001 GB of 1000000 GB free", "make room"),
         ({"folders": (folder(free_files=0),)}, "fault: /shared/runs (run.dir): the disk is full", "make room"),
@@ -115,7 +115,7 @@ def test_one_fault_of_a_node_is_one_line(changed: dict[str, Any], start: str, wo
 @pytest.mark.parametrize(
     "changed",
     [
-        {"limits": Limits(64 * 1024, 2**20, 2**20), "nics": (), "gpu_nics": {}},  # nothing locks memory there
+        {"limits": ProcessLimits(64 * 1024, 2**20, 2**20), "nics": (), "gpu_nics": {}},  # nothing locks memory there
         {"has_peermem": False, "has_open_driver": True},
         {"clock_offset_s": 3.0, "clock_error_s": 2.9},  # nobody knows it better
         {"clock_offset_s": -0.3},

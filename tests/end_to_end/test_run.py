@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megarl.config import Train
+from megarl.config import TrainConfig
 from megarl.config.loading import load_recipe
 from megarl.parallel.model import fixed_names
 from megarl.parallel.options import option_faults
@@ -52,7 +52,7 @@ def test_the_quickstart_learns(launch: Callable):
     assert {"prompt", "response", "reward", "step"} <= samples[-1].keys()
     assert load_recipe(run / "recipe.yaml", []).model_dump() == load_recipe(_recipe(), []).model_dump()
     comments = [line for line in (run / "recipe.yaml").read_text().splitlines() if line.startswith("# ")]
-    in_force = Train(lr=1.0, **yaml.safe_load("\n".join(line[2:] for line in comments[1:]))["train"])
+    in_force = TrainConfig(lr=1.0, **yaml.safe_load("\n".join(line[2:] for line in comments[1:]))["train"])
     assert option_faults(in_force, fixed_names) == [], "what is recorded can be moved into a recipe"
     assert in_force.megatron["moe_router_dtype"] == "fp32" and in_force.optimizer["adam_beta2"] == 0.999
     assert in_force.ddp["overlap_grad_reduce"] is False

@@ -61,7 +61,7 @@ def made(monkeypatch: pytest.MonkeyPatch, cluster: Cluster, engines: Engines) ->
     one.__dict__.update(
         _cluster=cluster, engines=engines, trainers=SimpleNamespace(workers=[]), version=3, attempts=4,
         _have_sessions=True,
-        memory=SimpleNamespace(phase="train", lend=phases.append), _say=said.append, _store=None, _run_id="run",
+        memory=SimpleNamespace(phase="train", hand_over=phases.append), _say=said.append, _store=None, _run_id="run",
         _train_layout=layouts, _engine_layout=layouts,
         _sessions=SimpleNamespace(
             trainers={}, engine_message=lambda index, version, attempt, first: {"attempt": attempt}

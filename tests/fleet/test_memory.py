@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.fleet.memory import EngineMemory, Lender, RanksMemory
+from megarl.fleet.memory import EngineMemory, MemoryScheduler, RanksMemory
 
 
 class Recorder(RanksMemory, EngineMemory):
@@ -32,33 +32,33 @@ class Recorder(RanksMemory, EngineMemory):
 
 def test_a_step_gives_before_it_takes():
     both = Recorder()
-    lender = Lender(both, both)
+    lender = MemoryScheduler(both, both)
     for phase in ("rollout", "train", "train", "reshard", "rollout"):
-        lender.lend(phase)
+        lender.hand_over(phase)
     assert both.calls == ["release_memory", "onload", "offload", "resume_weights", "resume_cache"]
 
 
 def test_what_is_held_is_read_before_and_after_each_change():
-    lender = Lender(Recorder(), Recorder())
-    lender.lend("train")
-    lender.lend("reshard")
+    lender = MemoryScheduler(Recorder(), Recorder())
+    lender.hand_over("train")
+    lender.hand_over("reshard")
     assert lender.readings() == {
         "memory/before_train_bytes": 0,
         "memory/after_train_bytes": 1,
         "memory/before_reshard_bytes": 1,
         "memory/after_reshard_bytes": 2,
     }
-    lender.lend("reshard")
+    lender.hand_over("reshard")
     assert lender.readings() == {}, "nothing changed hands since"
 
 
 @pytest.mark.parametrize(("path", "wrong"), [([], "reshard"), (["train"], "rollout")])
 def test_a_phase_out_of_order_is_refused(path, wrong):
-    lender = Lender(Recorder(), Recorder())
+    lender = MemoryScheduler(Recorder(), Recorder())
     for phase in path:
-        lender.lend(phase)
+        lender.hand_over(phase)
     with pytest.raises(RuntimeError, match=f"to {wrong}"):
-        lender.lend(wrong)
+        lender.hand_over(wrong)
 
 
 class Named(Recorder):
@@ -77,9 +77,9 @@ class Named(Recorder):
 def test_critic_and_reward_model_have_their_turns():
     calls: list[str] = []
     actor, critic, scorer = (Named(name, calls) for name in ("actor", "critic", "scorer"))
-    lender = Lender(actor, Named("engines", calls), critic, scorer)
+    lender = MemoryScheduler(actor, Named("engines", calls), critic, scorer)
     for phase in ("score", "critic", "train", "critic", "reshard", "rollout"):
-        lender.lend(phase)
+        lender.hand_over(phase)
     assert calls == [
         *("release_memory", "scorer takes"),
         *("scorer gives", "critic takes"),
@@ -93,4 +93,4 @@ def test_critic_and_reward_model_have_their_turns():
 
 def test_who_is_not_there_cannot_take():
     with pytest.raises(RuntimeError, match="to critic"):
-        Lender(Recorder(), Recorder()).lend("critic")
+        MemoryScheduler(Recorder(), Recorder()).hand_over("critic")

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import HashStore
 from megarl.device import BACKEND, DEVICE
 from megarl.resharding import fp8
 from megarl.resharding.execute import Executor
-from megarl.resharding.plan import Copy, Plan, Round
+from megarl.resharding.plan import Copy, MemberPlan, Round
 from megarl.resharding.transport import batch, close_group, make_group, settle, wait
 
 TIMEOUT_S = 60.0
@@ -144,11 +144,11 @@ class Exchange:
 
     def _executors(self, rounds: list[tuple[Copy, ...]], sources: Any, targets: Any) -> list[Executor]:
         if ALONE:
-            plans = [Plan(0, 1, (), tuple(Round(one, one) for one in rounds), frozenset())]
+            plans = [MemberPlan(0, 1, (), tuple(Round(one, one) for one in rounds), frozenset())]
         else:
             plans = [
-                Plan(0, 2, (), tuple(Round(one, ()) for one in rounds), frozenset()),
-                Plan(1, 2, (), tuple(Round((), one) for one in rounds), frozenset()),
+                MemberPlan(0, 2, (), tuple(Round(one, ()) for one in rounds), frozenset()),
+                MemberPlan(1, 2, (), tuple(Round((), one) for one in rounds), frozenset()),
             ]
         return [Executor(plan, sources, targets) for plan in plans]
 

@@ -41,9 +41,9 @@ sys.exit(pytest.main([*{list(tiers.OPTIONS[1])!r}, "--collect-only", "-q", "-p",
 
 def test_the_stand_in_has_the_keys_and_defaults_of_the_recipe() -> None:
     pytest.importorskip("pydantic")
-    from megarl.config import Train
+    from megarl.config import TrainConfig
 
-    keys = Train(lr=rank.LR, local_layers=True).model_dump()
+    keys = TrainConfig(lr=rank.LR, local_layers=True).model_dump()
     assert rank.train_keys() == keys
 
 

@@ -12,7 +12,7 @@ import torch
 
 from megarl import device
 from megarl.checkpoints.hf_import import load_hf
-from megarl.config import Train
+from megarl.config import TrainConfig
 from megarl.device import Address
 from megarl.parallel import cpu, groups, model
 from megarl.parallel.hf_config import model_shape
@@ -53,7 +53,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
 
 def load_real_model(rank: int, meet: Address, path: Path, layout: TrainLayout) -> int:
     """Build this rank's chunks and load them through the map, which proves that it describes every parameter."""
-    dtype, train = model.DTYPES[precision.dtype()], Train(lr=1.0, local_layers=True)
+    dtype, train = model.DTYPES[precision.dtype()], TrainConfig(lr=1.0, local_layers=True)
     if device.DEVICE == "cpu":
         cpu.patch_megatron()
     else:

@@ -13,7 +13,7 @@ import pytest
 from megarl.algos import ALGORITHMS
 from megarl.parallel.layout import TrainLayout
 from megarl.training.batching import MicroBatch, SampleRef, Update, plan_updates, train_sequences
-from megarl.types import FloatArray, Prompt, Rules, Sample, SampleGroup, TrainSequence
+from megarl.types import FloatArray, Hyperparameters, Prompt, Sample, SampleGroup, TrainSequence
 from tests.parallel.checkpoints import write
 from tests.parallel.gradients import check_learning, recorded
 from tests.parallel.worlds import recipe, run_world
@@ -25,9 +25,9 @@ LAYOUTS = {
     "cp2": TrainLayout(2, 1, 1, 1, cp=2),
     "cp2 dp2": TrainLayout(4, 1, 1, 1, cp=2),
 }
-WIDE = Rules(aggregation="sequence_mean", clip_low=0.2, clip_high=0.2)
+WIDE = Hyperparameters(aggregation="sequence_mean", clip_low=0.2, clip_high=0.2)
 # Rules, and how far from the engine a near and a far sample are: the log of pi_old / mu summed, or as the tokens' mean.
-CASES: dict[str, tuple[Rules, float, float, bool]] = {
+CASES: dict[str, tuple[Hyperparameters, float, float, bool]] = {
     "gspo": (WIDE, 0.0, 0.1, False),
     "mis_sequence": (replace(WIDE, mismatch="mis_sequence"), 0.3, 1.2, True),
     "mis_geometric": (replace(WIDE, mismatch="mis_geometric"), 0.002, 0.05, False),
@@ -64,7 +64,7 @@ def seen_by_engine(ref: SampleRef, logp_T: FloatArray, case: str) -> tuple[Float
 def update_of(trainer: Any, case: str, refs: Sequence[SampleRef], groups: dict[int, SampleGroup]) -> dict[str, float]:
     """One optimizer update, as a run plans it; raises AssertionError where a rank is not left empty by few samples."""
     from megarl.parallel.pipeline import Norms
-    from megarl.training.policy import Part
+    from megarl.training.policy import UpdateShare
 
     layout, rules = trainer.layout, CASES[case][0]
     plan: Update = plan_updates(
@@ -78,7 +78,7 @@ def update_of(trainer: Any, case: str, refs: Sequence[SampleRef], groups: dict[i
     engines = iter([engine for _, engine in found])
     made = [[replace(one, engine_logp_T=next(engines)) for one in batch] for batch in made]
     norms = Norms(plan.denominator, plan.tokens, plan.loss_tokens)
-    part = Part(made, norms, old_logp=[old for old, _ in found])
+    part = UpdateShare(made, norms, old_logp=[old for old, _ in found])
     return trainer.train_step(part, LR, ALGORITHMS["gspo"].loss(rules)) | {"samples": len(flat)}
 
 

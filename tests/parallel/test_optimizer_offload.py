@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.config import Train
+from megarl.config import TrainConfig
 from megarl.device import Address
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.optimizer import optimizer_config
@@ -50,9 +50,9 @@ def say_gpu() -> None:
 def on_rank(rank: int, meet: Address, made: Any, work: Any, folder: Path) -> Any:
     if made.train.optimizer_offload:
         say_gpu()
-    from megarl.training.policy import Trainer
+    from megarl.training.policy import PolicyRank
 
-    return work(Trainer(rank, made, meet), folder)
+    return work(PolicyRank(rank, made, meet), folder)
 
 
 def steps(trainer: Any, count: int) -> list[dict[str, float]]:
@@ -177,4 +177,4 @@ def test_a_checkpoint_goes_on_wherever_the_optimizer_is(path: Path, runs: Any, s
 
 def test_weights_in_float32_have_no_copies_to_step_on() -> None:
     with pytest.raises(UserFault, match=r"train\.optimizer_offload: .* set it to false"):
-        optimizer_config(Train(lr=LR, optimizer_offload=True), torch.float32, True)
+        optimizer_config(TrainConfig(lr=LR, optimizer_offload=True), torch.float32, True)

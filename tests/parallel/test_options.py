@@ -12,7 +12,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.config import Train
+from megarl.config import TrainConfig
 from megarl.parallel import model, optimizer
 from megarl.parallel.model import buffers_config, fixed_names
 from megarl.parallel.optimizer import optimizer_config
@@ -21,7 +21,7 @@ from megarl.types import UserFault
 
 
 def faults(**train: Any) -> list[UserFault]:
-    return option_faults(Train(lr=1.0, **train), fixed_names)
+    return option_faults(TrainConfig(lr=1.0, **train), fixed_names)
 
 
 @pytest.mark.parametrize(
@@ -111,21 +111,21 @@ def test_a_precision_aware_optimizer_is_accepted_where_transformer_engine_is_not
     """A login node without GPUs checks a recipe of the cluster; an optimizer on the host does without it anyway."""
     monkeypatch.setattr(optimizer, "HAVE_TE", False)
     options = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16"}
-    made = optimizer_config(Train(lr=1.0, optimizer=options), torch.bfloat16, offloaded)
+    made = optimizer_config(TrainConfig(lr=1.0, optimizer=options), torch.bfloat16, offloaded)
     assert made.use_precision_aware_optimizer and made.use_precision_aware_optimizer_no_fp8_or_ds_fp8
     assert (made.exp_avg_dtype, made.params_dtype) == (torch.bfloat16, torch.bfloat16)
 
 
 def test_a_rank_without_transformer_engine_names_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizer, "HAVE_TE", False)
-    train = Train(lr=1.0, optimizer={"use_precision_aware_optimizer": True})
+    train = TrainConfig(lr=1.0, optimizer={"use_precision_aware_optimizer": True})
     with pytest.raises(UserFault, match=r"^train\.optimizer\.use_precision_aware_optimizer: .* with TransformerEngine"):
         optimizer.build_optimizer([], train, torch.bfloat16)
 
 
 @pytest.mark.parametrize("options", [{}, {"use_precision_aware_optimizer": True}], ids=["not set", "set"])
 def test_what_an_optimizer_on_the_host_needs_is_no_option_in_force(options: dict[str, Any]) -> None:
-    train = Train(lr=1.0, optimizer=options)
+    train = TrainConfig(lr=1.0, optimizer=options)
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
     found = in_force(train, config, buffers_config(train), optimizer_config(train, torch.bfloat16, True), ())
     assert found["optimizer"].get("use_precision_aware_optimizer") == options.get("use_precision_aware_optimizer")
@@ -133,9 +133,9 @@ def test_what_an_optimizer_on_the_host_needs_is_no_option_in_force(options: dict
 
 def test_options_in_force_are_those_of_a_recipe() -> None:
     """Ranks that are given what is told of them run with the same."""
-    given = Train(lr=1.0, megatron={"moe_router_dtype": "fp64"}, optimizer={"adam_eps": 1e-9})
+    given = TrainConfig(lr=1.0, megatron={"moe_router_dtype": "fp64"}, optimizer={"adam_eps": 1e-9})
 
-    def told(train: Train) -> dict[str, dict[str, Any]]:
+    def told(train: TrainConfig) -> dict[str, dict[str, Any]]:
         config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, **train.megatron)
         own = optimizer_config(train, torch.float32, offloaded=False)
         return in_force(train, config, buffers_config(train), own, {"deallocate_pipeline_outputs"})
@@ -143,31 +143,32 @@ def test_options_in_force_are_those_of_a_recipe() -> None:
     found = told(given)
     assert found["megatron"] == {"deallocate_pipeline_outputs": False, "moe_router_dtype": "fp64"}
     assert (found["optimizer"]["adam_eps"], found["optimizer"]["exp_avg_dtype"]) == (1e-9, "float32")
-    assert told(Train(lr=1.0, **yaml.safe_load(yaml.safe_dump(found)))) == found
+    assert told(TrainConfig(lr=1.0, **yaml.safe_load(yaml.safe_dump(found)))) == found
 
 
 def test_options_of_the_buffers_pass_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = buffers_config(Train(lr=1.0, ddp={"bucket_size": 1_000, "check_for_nan_in_grad": True}))
+    made = buffers_config(TrainConfig(lr=1.0, ddp={"bucket_size": 1_000, "check_for_nan_in_grad": True}))
     assert (made.bucket_size, made.check_for_nan_in_grad, made.overlap_grad_reduce) == (1_000, True, False)
     monkeypatch.setattr(model, "TRANSFORMER_ENGINE", True)
-    assert buffers_config(Train(lr=1.0)).overlap_grad_reduce
-    assert not buffers_config(Train(lr=1.0, ddp={"overlap_grad_reduce": False})).overlap_grad_reduce
+    assert buffers_config(TrainConfig(lr=1.0)).overlap_grad_reduce
+    assert not buffers_config(TrainConfig(lr=1.0, ddp={"overlap_grad_reduce": False})).overlap_grad_reduce
 
 
 def test_options_of_the_optimizer_pass_through() -> None:
     options = {"adam_beta2": 0.95, "adam_eps": 1e-15, "exp_avg_dtype": "bfloat16"}
     with pytest.raises(UserFault, match=r"^train\.optimizer: Megatron refuses them \("):
-        optimizer_config(Train(lr=1.0, optimizer=options), torch.bfloat16, False)  # of a precision-aware optimizer only
+        # Of a precision-aware optimizer only.
+        optimizer_config(TrainConfig(lr=1.0, optimizer=options), torch.bfloat16, False)
     del options["exp_avg_dtype"]
-    made = optimizer_config(Train(lr=1.0, optimizer=options), torch.bfloat16, False)
+    made = optimizer_config(TrainConfig(lr=1.0, optimizer=options), torch.bfloat16, False)
     assert (made.adam_beta1, made.adam_beta2, made.adam_eps, made.lr) == (0.9, 0.95, 1e-15, 1.0)
 
 
 def test_a_type_that_is_none_is_named() -> None:
     with pytest.raises(UserFault, match=r"exp_avg_dtype: 'bf61' is no type .* use float32 or bfloat16"):
-        optimizer_config(Train(lr=1.0, optimizer={"exp_avg_dtype": "bf61"}), torch.bfloat16, False)
+        optimizer_config(TrainConfig(lr=1.0, optimizer={"exp_avg_dtype": "bf61"}), torch.bfloat16, False)
 
 
 def test_megatrons_own_refusal_is_a_users_fault() -> None:
     with pytest.raises(UserFault, match=r"^train\.ddp: Megatron refuses them"):
-        buffers_config(Train(lr=1.0, ddp={"bucket_sise": 3}))
+        buffers_config(TrainConfig(lr=1.0, ddp={"bucket_sise": 3}))

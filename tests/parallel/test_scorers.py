@@ -35,9 +35,9 @@ Scored = Any  # (a path, what one rank makes of it)
 def learn(rank: int, meet: Address, made: Any, takes_turns: bool) -> dict[str, Any]:
     """Values, then three steps on uneven micro-batches, giving the memory back between them if it is shared."""
     from megarl.parallel.pipeline import Norms
-    from megarl.training.critic import Critic
+    from megarl.training.critic import CriticRank
 
-    critic: Any = Critic(rank, made, meet)
+    critic: Any = CriticRank(rank, made, meet)
     layout = critic.layout
     sequences = ragged(14, VOCAB_SIZE, seed=3)
     micro_batches = deal(sequences, layout.coords(rank).dp, layout.dp, micro_batches=4)
@@ -126,9 +126,9 @@ def conversations() -> list[SampleGroup]:
 
 
 def score(rank: int, meet: Address, made: Any) -> Any:
-    from megarl.training.reward_model import RewardModel
+    from megarl.training.reward_model import RewardModelRank
 
-    judge: Any = RewardModel(rank, made, meet)
+    judge: Any = RewardModelRank(rank, made, meet)
     layout = judge._model.layout
     at = layout.coords(rank)
     found = judge.score(*conversations()[at.dp :: layout.dp])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.config import Algorithm, Reference
+from megarl.config import AlgorithmConfig, ReferenceConfig
 from megarl.device import Address
 from megarl.parallel.layout import TrainLayout
 from megarl.training.batching import Piece, SampleRef, Update, key_of, plan_updates
@@ -78,9 +78,9 @@ def said_of(refs: list[SampleRef], seed: int) -> Piece:
 
 def pay(rank: int, meet: Address, made: Any) -> dict[str, Any]:
     """One step with each algorithm, one after the other; PPO's critic is told first what the tokens pay."""
-    from megarl.training.policy import Trainer
+    from megarl.training.policy import PolicyRank
 
-    trainer: Any = Trainer(rank, made, meet)
+    trainer: Any = PolicyRank(rank, made, meet)
     layout, (groups, refs) = trainer.layout, batch()
     at, everything = layout.coords(rank), [*range(GROUPS)]
     readers = [frozenset(map(key_of, refs[:3])), frozenset(map(key_of, refs[3:]))]
@@ -102,9 +102,9 @@ def distil(rank: int, meet: Address, made: Any) -> dict[str, Any]:
     """What two models say of every token, and one step of distillation."""
     from megarl.parallel import host_offload
     from megarl.training.batching import train_sequences
-    from megarl.training.policy import Trainer
+    from megarl.training.policy import PolicyRank
 
-    trainer: Any = Trainer(rank, made, meet)
+    trainer: Any = PolicyRank(rank, made, meet)
     groups, _ = batch()
     (update,) = plan(ONE_RANK, 0, 1, outcomes=False)
     share = train_sequences(update.micro_batches[0], dict(enumerate(groups)), "token_mean")
@@ -119,8 +119,8 @@ def distil(rank: int, meet: Address, made: Any) -> dict[str, Any]:
 
 def world(models: tuple[Path, Path], layout: TrainLayout, work: Any, algorithm: str = "grpo") -> list[dict[str, Any]]:
     changes = {
-        "reference": Reference(use=True, path=str(models[1])),
-        "algorithm": Algorithm(name=algorithm, process_scale=0.5 if algorithm == "prime" else None),
+        "reference": ReferenceConfig(use=True, path=str(models[1])),
+        "algorithm": AlgorithmConfig(name=algorithm, process_scale=0.5 if algorithm == "prime" else None),
     }
     made = recipe(models[0], layout).model_copy(update=changes)
     return run_ranks(layout.world_size, work, made)
@@ -160,9 +160,9 @@ def test_distillation_is_the_reverse_kl_of_each_token(models: tuple[Path, Path])
 
 def learn_outcomes(rank: int, meet: Address, made: Any) -> dict[str, Any]:
     """Three steps of PRIME's model, each on what it said before."""
-    from megarl.training.implicit_reward import ProcessRewards
+    from megarl.training.implicit_reward import ImplicitRewardRank
 
-    model: Any = ProcessRewards(rank, made, meet)
+    model: Any = ImplicitRewardRank(rank, made, meet)
     groups, refs = batch()
     share = plan(model.layout, model.layout.coords(rank).dp, updates=2)
     found = {"said": [], "metrics": []}

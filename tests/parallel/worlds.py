@@ -65,9 +65,9 @@ def run_world(made: Recipe, work: Callable[..., Any], *args: Any) -> list[Any]:
 
 
 def _with_trainer(rank: int, meet: Address, made: Recipe, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    from megarl.training.policy import Trainer
+    from megarl.training.policy import PolicyRank
 
-    return work(Trainer(rank, made, meet), *args)
+    return work(PolicyRank(rank, made, meet), *args)
 
 
 def run_ranks(world_size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
@@ -154,11 +154,11 @@ def world_part(
 ) -> Any:
     """One rank's part of an update of all the sequences in `everything`."""
     from megarl.parallel.pipeline import Norms
-    from megarl.training.policy import Part
+    from megarl.training.policy import UpdateShare
 
     tokens = sum(len(one.token_ids_T) for one in everything)
     norms = Norms(denominator, tokens, int(sum(one.loss_mask_T.sum() for one in everything)))
-    return Part(micro_batches, norms, **more)
+    return UpdateShare(micro_batches, norms, **more)
 
 
 def weighted_loss(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.config import Recipe, Train
+from megarl.config import Recipe, TrainConfig
 from megarl.config.hardware import Hardware
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.layout import EngineLayout, TrainLayout
@@ -105,7 +105,7 @@ def test_an_optimizer_on_the_host_leaves_nothing_on_the_gpu(made: Recipe) -> Non
 )
 def test_the_optimizers_state_by_hand(options: dict[str, Any], in_bfloat16: int, in_float32: int) -> None:
     """Bytes of a weight: TransformerEngine's FusedAdam keeps a bfloat16 weight's lower half, or a master of its own."""
-    train = Train(lr=1.0, optimizer=options)
+    train = TrainConfig(lr=1.0, optimizer=options)
     assert (state_bytes(train, 2), state_bytes(train, 4)) == (in_bfloat16, in_float32)
 
 

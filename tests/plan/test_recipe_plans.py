@@ -64,7 +64,7 @@ def once() -> Iterator[None]:
 
 
 @cache
-def planned(name: str, over: tuple[str, ...] = ()) -> run_plan.Plan:
+def planned(name: str, over: tuple[str, ...] = ()) -> run_plan.RunPlan:
     recipe = load(name, over)
     return run_plan.make_plan(recipe, load_hardware(recipe.placement.hardware))
 

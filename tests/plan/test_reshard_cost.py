@@ -14,7 +14,7 @@ from megarl.parallel.placement import engine_layout, train_layout
 from megarl.plan.reshard_cost import ReshardPlan, bound_s, expected_s, gather_bound_s, gathered_bytes, plan_reshard
 from megarl.resharding import fp8, megatron_map, sglang_map
 from megarl.resharding.shards import Part
-from megarl.resharding.traffic import Account, account
+from megarl.resharding.traffic import Traffic, account
 from megarl.types import ModelShape
 from tests.plan import recipes as planning
 
@@ -86,11 +86,11 @@ def test_deepseek_gathers_what_the_architecture_says() -> None:
     assert 1335e9 < gathered.mean() < 1338e9
 
 
-def account_of(**bytes_of: list[int]) -> Account:
+def account_of(**bytes_of: list[int]) -> Traffic:
     zeros = dict.fromkeys(
         ("dest", "local", "node_in", "node_out", "fabric_in", "fabric_out", "minimum_wire", "minimum_fabric"), [0, 0]
     )
-    return Account(**{name: np.array(values) for name, values in (zeros | bytes_of).items()})
+    return Traffic(**{name: np.array(values) for name, values in (zeros | bytes_of).items()})
 
 
 def test_the_bound_is_the_slower_of_a_nodes_cards_and_a_gpus_links() -> None:

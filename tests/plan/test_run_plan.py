@@ -19,7 +19,7 @@ from megarl.parallel.layout import TrainLayout
 from megarl.plan.faults import plan_faults
 from megarl.plan.picture import draw
 from megarl.plan.report import show
-from megarl.plan.run_plan import Plan, amount, make_plan
+from megarl.plan.run_plan import RunPlan, amount, make_plan
 from megarl.preflight.stand_ins import at_hand
 from megarl.types import UserFaults
 from tests.plan import recipes as planning
@@ -31,22 +31,22 @@ PARTS = [
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+def small(tmp_path_factory: pytest.TempPathFactory) -> RunPlan:
     return make_plan(planning.small(tmp_path_factory.mktemp("small")), CARD)
 
 
 @pytest.fixture(scope="module")
-def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> RunPlan:
     return make_plan(planning.deepseek(tmp_path_factory.mktemp("deepseek")), CARD)
 
 
-def report_of(plan: Plan, width: int = 140) -> str:
+def report_of(plan: RunPlan, width: int = 140) -> str:
     page = io.StringIO()
     show(plan, Console(file=page, width=width))
     return page.getvalue()
 
 
-def test_a_small_plan_says_who_sits_where(small: Plan) -> None:
+def test_a_small_plan_says_who_sits_where(small: RunPlan) -> None:
     assert small.layouts == {"policy": (0, TrainLayout(8, 2, 2, 2))}
     assert [stage.slots for stage in small.stages] == [range(4), range(4, 8)]
     assert small.num_nodes == 2 and small.fits and small.faults == ()
@@ -54,7 +54,7 @@ def test_a_small_plan_says_who_sits_where(small: Plan) -> None:
     assert small.policy.parameters == 4 * layer + 2 * 1024 * 256 + 256
 
 
-def test_the_json_has_the_keys_that_are_promised(deepseek: Plan) -> None:
+def test_the_json_has_the_keys_that_are_promised(deepseek: RunPlan) -> None:
     found = json.loads(json.dumps(deepseek.to_json()))
     for parts in found["memory"]["device"].values():
         assert {f"{part}_bytes" for part in PARTS} == set(parts)
@@ -72,7 +72,7 @@ def test_the_json_has_the_keys_that_are_promised(deepseek: Plan) -> None:
     assert (last["node"], last["gpu"], last["engine"], last["engine_rank"], last["policy"]["pp"]) == (63, 7, 15, 31, 15)
 
 
-def test_the_document_names_every_key_of_the_json(deepseek: Plan) -> None:
+def test_the_document_names_every_key_of_the_json(deepseek: RunPlan) -> None:
     text, found = (planning.ROOT / "docs" / "plan.md").read_text(), deepseek.to_json()
     named = set(re.findall(r"`([a-z_.]+)`", text.partition("## JSON")[2].replace("[phase]", "")))
     wanted = {*found["reshard"], *found["step"], *(f"{part}_bytes" for part in PARTS)}
@@ -81,7 +81,7 @@ def test_the_document_names_every_key_of_the_json(deepseek: Plan) -> None:
     assert {key for key in found if not any(name.split(".")[0] == key for name in named)} == {"name", "hardware"}
 
 
-def test_deepseek_is_as_large_as_published_and_what_arrives_adds_up(deepseek: Plan) -> None:
+def test_deepseek_is_as_large_as_published_and_what_arrives_adds_up(deepseek: RunPlan) -> None:
     assert deepseek.policy.parameters == pytest.approx(671.03e9, rel=1e-3)
     assert deepseek.policy.active_parameters == pytest.approx(37.6e9, rel=1e-2)  # both vocabulary tables among them
     moved = deepseek.reshard
@@ -92,7 +92,7 @@ def test_deepseek_is_as_large_as_published_and_what_arrives_adds_up(deepseek: Pl
     assert deepseek.rollout.running <= deepseek.memory.kv.wanted
 
 
-def test_the_report_says_what_peaks_and_why_a_reshard_takes_its_time(deepseek: Plan) -> None:
+def test_the_report_says_what_peaks_and_why_a_reshard_takes_its_time(deepseek: RunPlan) -> None:
     page = report_of(deepseek)
     assert "671 B parameters (37.6 B active), on 512 H800 in 64 nodes" in page
     assert f"{deepseek.peak_phase} takes most, on slot" in page
@@ -104,7 +104,7 @@ def test_the_report_says_what_peaks_and_why_a_reshard_takes_its_time(deepseek: P
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_a_narrow_page_cuts_no_figure(width: int, deepseek: Plan) -> None:
+def test_a_narrow_page_cuts_no_figure(width: int, deepseek: RunPlan) -> None:
     page, wide = report_of(deepseek, width), report_of(deepseek)
     assert max(map(len, page.splitlines())) <= width and "\N{HORIZONTAL ELLIPSIS}" not in page
     assert set(re.findall(r"[\d.,]*\d", wide)) == set(re.findall(r"[\d.,]*\d", page))
@@ -124,7 +124,7 @@ def test_a_reader_that_has_enough_is_no_failure() -> None:
     assert (child.wait(60), said) == (0, b"")
 
 
-def test_a_picture_is_a_png_of_the_size_that_the_map_needs(small: Plan, deepseek: Plan, tmp_path: Path) -> None:
+def test_a_picture_is_a_png_of_the_size_that_the_map_needs(small: RunPlan, deepseek: RunPlan, tmp_path: Path) -> None:
     from matplotlib.image import imread
 
     for plan, height in ((small, 820), (deepseek, 900)):

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config import Placement
+from megarl.config import PlacementConfig
 from megarl.device import listening_socket
 from megarl.preflight.environment import cluster_faults
 
-NODES = Placement(gpus=16, network="nodes")
+NODES = PlacementConfig(gpus=16, network="nodes")
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def wheres() -> list[str]:
 
 
 def test_a_run_of_its_own_needs_nothing() -> None:
-    assert cluster_faults(Placement(gpus=16)) == []
+    assert cluster_faults(PlacementConfig(gpus=16)) == []
 
 
 def test_a_cluster_must_be_named() -> None:

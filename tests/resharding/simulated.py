@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megarl.resharding.plan import Copy, Plan, Round, Streams, plan_streams
+from megarl.resharding.plan import Copy, MemberPlan, Round, Streams, plan_streams
 from megarl.resharding.shards import STACK, Box, Cell, Part, Shard, Size, param_table
 from megarl.types import IntArray
 
@@ -42,7 +42,7 @@ class World:
     def block(self, name: str, box: Box) -> IntArray:
         return self.values[name][tuple(slice(*side) for side in box)]
 
-    def run(self, plans: Sequence[Plan]) -> None:
+    def run(self, plans: Sequence[MemberPlan]) -> None:
         """All members, round by round, as late as an executor may write: a round is packed before the round before it
         is written, unless it begins a chapter."""
         for plan in plans:
@@ -112,7 +112,7 @@ def all_streams(
     ]
 
 
-def all_plans(streams: Sequence[Streams], round_bytes: int) -> list[Plan]:
+def all_plans(streams: Sequence[Streams], round_bytes: int) -> list[MemberPlan]:
     """As the members do it: with the largest number of rounds of anyone."""
     needed = [one.rounds_needed(round_bytes) for one in streams]
     num_rounds = [max(numbers) for numbers in zip(*needed, strict=True)]

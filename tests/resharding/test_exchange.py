@@ -282,7 +282,7 @@ def test_a_member_that_does_not_come_is_named() -> None:
         agreement.reach("1/ready", {}, lambda verdicts: {})
 
 
-def lend(pipe: Connection) -> None:
+def hand_over(pipe: Connection) -> None:
     base = torch.arange(1_000, dtype=torch.float32)
     views = {"a": base[:600].view(20, 30), "b": base[600:].view(20, 20).t(), "c": torch.zeros(7, dtype=torch.bfloat16)}
     pipe.send(publish(views).to_json())
@@ -293,7 +293,7 @@ def lend(pipe: Connection) -> None:
 
 def test_publish_and_attach_share_memory_and_leave_no_file() -> None:
     before = set(os.listdir("/dev/shm"))
-    lender = Process(lend)
+    lender = Process(hand_over)
     try:
         handles = SourceHandles.from_json(json.loads(json.dumps(lender.answer())))
         assert len(handles.storages) == 2

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megarl.parallel.layout import EngineLayout, TrainLayout
 from megarl.resharding import megatron_map, sglang_map
-from megarl.resharding.plan import Plan, cut, plan_streams
+from megarl.resharding.plan import MemberPlan, cut, plan_streams
 from megarl.resharding.shards import Box, LayoutError, Part, Range, Shard, box_area
 from megarl.resharding.traffic import account
 from megarl.resharding.traffic import least_round_bytes as least_of_all
@@ -120,7 +120,7 @@ def least_round_bytes(streams) -> int:
     return 1
 
 
-def check_pairs(plans: Sequence[Plan]) -> None:
+def check_pairs(plans: Sequence[MemberPlan]) -> None:
     """What a member sends is, in every round and in the same order, what the other expects."""
     assert len({(len(plan.rounds), plan.chapter_starts) for plan in plans}) == 1
     for steps in zip(*(plan.rounds for plan in plans), strict=True):
@@ -132,7 +132,7 @@ def check_pairs(plans: Sequence[Plan]) -> None:
                 assert sent == [copy for copy in other.receives if copy.source == member]
 
 
-def check_account(sides: Sides, plans: Sequence[Plan], gpus_per_node: int) -> None:
+def check_account(sides: Sides, plans: Sequence[MemberPlan], gpus_per_node: int) -> None:
     """The account is the sum of the plans, and what moves is what has to move."""
     moved = {wire: (Counter(), Counter()) for wire in ("local", "node", "fabric")}
     for plan in plans:

@@ -8,7 +8,7 @@ import pytest
 
 from megarl.parallel.layout import EngineLayout, TrainLayout
 from megarl.resharding import megatron_map, sglang_map
-from megarl.resharding.routes import Hop, Router
+from megarl.resharding.routes import Hop, RouteChooser
 from megarl.resharding.shards import LayoutError, Part, Shard
 from megarl.resharding.traffic import account
 from megarl.types import ModelShape
@@ -18,7 +18,7 @@ TENSOR_BYTES = 100 * 2
 
 
 def hops(sources: list[Part], targets: list[Part], num_members: int, gpus_per_node: int) -> list[Hop]:
-    router = Router(sources, targets, num_members, gpus_per_node=gpus_per_node, dtype="bfloat16")
+    router = RouteChooser(sources, targets, num_members, gpus_per_node=gpus_per_node, dtype="bfloat16")
     return [hop for _, of_flow in router.flows() for hop in of_flow]
 
 
@@ -90,7 +90,7 @@ def test_a_member_sees_its_own_hops_as_the_whole_does() -> None:
     targets = sglang_map.parts(shape, EngineLayout(2, 4, 2, dp=2))
     whole = hops(sources, targets, 8, 2)
     for member in range(8):
-        router = Router(sources, targets, 8, gpus_per_node=2, dtype="bfloat16")
+        router = RouteChooser(sources, targets, 8, gpus_per_node=2, dtype="bfloat16")
         mine = [hop for _, of_flow in router.flows(member) for hop in of_flow if member in hop[:2]]
         assert mine == [hop for hop in whole if member in hop[:2]]
 

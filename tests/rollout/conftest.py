@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.config import Reward
+from megarl.config import RewardConfig
 from megarl.device import DEVICE
 from megarl.rollout.prompts import load_tokenizer
 from megarl.rollout.sandbox.sandbox import sandbox_faults
 from megarl.rollout.sglang import cpu, scheduler
 from megarl.rollout.sglang.engine import Engine
-from megarl.rollout.verdicts.scorers import Judges
+from megarl.rollout.verdicts.scorers import Scorers
 from tests.parallel import checkpoints
 
 START_S = 120.0  # of a judge
@@ -145,12 +145,12 @@ def odd_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def judges() -> Iterator[Callable[..., Judges]]:
+def judges() -> Iterator[Callable[..., Scorers]]:
     """Build judges of a recipe's keys; whatever a test does, none of their processes survives."""
-    built: list[Judges] = []
+    built: list[Scorers] = []
 
-    def build(function: str | None, **keys: Any) -> Judges:
-        built.append(Judges(Reward(function=function, **keys), START_S))
+    def build(function: str | None, **keys: Any) -> Scorers:
+        built.append(Scorers(RewardConfig(function=function, **keys), START_S))
         return built[-1]
 
     yield build

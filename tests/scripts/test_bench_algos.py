@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.types import Rules
+from megarl.types import Hyperparameters
 from scripts.algos_loops import padded_gae, plain_gae, plain_loss
 from scripts.bench_algos import PER_GROUP, TOLERANCE, cases, drawn, evenly, measure, measure_groups
 
@@ -45,7 +45,7 @@ def test_a_difference_is_seen() -> None:
     """Or the rows above would prove nothing."""
     case = replace(CASES["gae"], loop=lambda samples: [plain_gae(one) + 1e-2 for one in samples], padded=None)
     assert measure(BATCH, case, 8, 8)["difference"] > TOLERANCE
-    case = replace(CASES["loss: grpo"], padded=lambda many: plain_loss("cispo", many, Rules()))
+    case = replace(CASES["loss: grpo"], padded=lambda many: plain_loss("cispo", many, Hyperparameters()))
     assert measure(BATCH, case, 8, 8)["difference"] > TOLERANCE
     case = replace(CASES["gae"], padded=lambda many: padded_gae(replace(many, reward=many.reward * 1.1)))
     assert measure(BATCH, case, 8, 8)["difference"] > TOLERANCE

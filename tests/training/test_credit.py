@@ -12,7 +12,7 @@ import torch
 from megarl.algos import ALGORITHMS
 from megarl.training.batching import SampleRef
 from megarl.training.credit import by_values, credited, kl_penalties, whitened
-from megarl.types import Rules, TrainSequence
+from megarl.types import Hyperparameters, TrainSequence
 
 
 def sequence(prompt: int, response: int, reward: float) -> TrainSequence:
@@ -165,7 +165,7 @@ def test_process_rewards_of_a_group_on_two_ranks() -> None:
 
 @pytest.mark.parametrize(("estimator", "expected"), [("k1", [0.0, -0.1]), ("k2", [0.0, -0.05])])
 def test_penalties_are_the_estimators(estimator: str, expected: list[float]) -> None:
-    rules = Rules(kl_coefficient=0.1, kl_estimator=estimator, kl_place="reward")  # type: ignore[arg-type]
+    rules = Hyperparameters(kl_coefficient=0.1, kl_estimator=estimator, kl_place="reward")  # type: ignore[arg-type]
     old, reference = (np.array(one, np.float32) for one in ([-2.0, -1.0], [-2.0, -2.0]))
     (found,) = kl_penalties([old], [reference], rules)
     assert found.tolist() == pytest.approx(expected)

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.config import Train
+from megarl.config import TrainConfig
 from megarl.training.learning_rate import learning_rate
 
 
 def rates(steps: int, **keys: object) -> list[float]:
-    train = Train.model_validate({"lr": 2.0, **keys})
+    train = TrainConfig.model_validate({"lr": 2.0, **keys})
     return [learning_rate(train, step, steps) for step in range(1, steps + 1)]
 
 

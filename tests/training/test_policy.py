@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.config import Reference
+from megarl.config import ReferenceConfig
 from megarl.parallel.layout import TrainLayout
 from megarl.training.batching import SampleRef, plan_updates
 from megarl.types import Prompt, Sample, SampleGroup
@@ -216,7 +216,7 @@ def test_the_reference_stays_what_the_policy_was(small_vocabulary: Path, dtype: 
     """
     made = recipe(small_vocabulary, TrainLayout(2, 1, 2, 1), dtype=dtype)
     rollout = made.rollout.model_copy(update={"temperature": TEMPERATURE})
-    made = made.model_copy(update={"reference": Reference(use=True), "rollout": rollout})
+    made = made.model_copy(update={"reference": ReferenceConfig(use=True), "rollout": rollout})
     first, last = run_world(made, drift)
     for rank in (first, last):
         assert all(rank["same"]) and rank["back"] and rank["moved"] == []
@@ -249,7 +249,7 @@ def _response_logps(path: Path, temperature: float) -> np.ndarray:
     return np.concatenate(found)
 
 
-def lend(trainer: Any) -> list[int]:
+def hand_over(trainer: Any) -> list[int]:
     """What the process holds at first, without its gradients, and with them again, written to."""
     batches = deal(ragged(4, 200, seed=5), 0, 1, micro_batches=1)
     trainer.train_step(part(batches, 50.0), 1e-3, weighted_loss)
@@ -264,7 +264,7 @@ def lend(trainer: Any) -> list[int]:
 def test_lending_gives_the_gradients_memory_back_to_the_machine(tmp_path: Path) -> None:
     """Of the process's resident memory, on CPU: 4 bytes for each of 16 million weights."""
     path = write_checkpoint(tmp_path, vocab_size=32_000, hidden_size=256, num_hidden_layers=1)
-    ((full, lent, again),) = run_world(recipe(path, TrainLayout(1, 1, 1, 1)), lend)
+    ((full, lent, again),) = run_world(recipe(path, TrainLayout(1, 1, 1, 1)), hand_over)
     gradients = 2 * 32_000 * 256 * 4
     assert full - lent > 0.9 * gradients
     assert again - lent > 0.9 * gradients

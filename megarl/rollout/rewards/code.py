@@ -23,7 +23,7 @@ from megarl.rollout.rewards import Verdict
 from megarl.rollout.rewards.code_tests import Check, Report, Suite, read_tests
 from megarl.rollout.rewards.inside_tests import BEGUN
 from megarl.rollout.sandbox import http_service, sandbox
-from megarl.rollout.sandbox.sandbox import Limits
+from megarl.rollout.sandbox.sandbox import SandboxLimits
 
 _INSIDE = Path(__file__).with_name("inside_tests.py").read_text(encoding="utf-8")
 _BLOCK = re.compile(r"^[ \t]*```[ \t]*(?:python3?|py)[ \t]*\r?\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.I)
@@ -58,7 +58,7 @@ def score(
     blocks = _BLOCK.findall(response)
     if not blocks:
         return Verdict(wrong, False)
-    limits = Limits(
+    limits = SandboxLimits(
         wall_s=total_s,
         cpu_s=math.ceil(timeout_s) + 1,
         memory_mb=memory_mb,
@@ -76,7 +76,7 @@ def score(
 class _Runner:
     """Where programs run, and with what limits."""
 
-    limits: Limits
+    limits: SandboxLimits
     timeout_s: float
     unsafe: bool
     url: str | None

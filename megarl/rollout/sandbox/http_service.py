@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from megarl.rollout.sandbox.sandbox import WHERE, Limits, Outcome
+from megarl.rollout.sandbox.sandbox import WHERE, Outcome, SandboxLimits
 from megarl.types import UserFault
 
 _ANSWER_S = 30.0  # beyond the program's own time: a queue before the sandbox, a start in it
@@ -22,7 +22,7 @@ def url_faults(url: str) -> list[UserFault]:
     return [UserFault(WHERE, f"url {url!r} is no address of a service", "write https://host or http://host:port")]
 
 
-def run(url: str, program: str, stdin: str, limits: Limits) -> Outcome:
+def run(url: str, program: str, stdin: str, limits: SandboxLimits) -> Outcome:
     """Run a program there. Raises ConnectionError when the service does not answer as it should: that is no verdict."""
     asked = {
         "code": program,

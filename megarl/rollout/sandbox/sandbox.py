@@ -40,7 +40,7 @@ _has_worked = False
 
 
 @dataclass(frozen=True)
-class Limits:
+class SandboxLimits:
     """What a program may use. cpu_s, memory, file_mb and open_files are per process; tmp_mb is all that it stores.
 
     Of stdout and stderr that many bytes are kept; a program that writes more to stdout is killed.
@@ -88,7 +88,7 @@ def find_problem() -> str:
     if shutil.which("bwrap") is None:
         return "bubblewrap (bwrap) is not installed"
     try:
-        outcome = _run_isolated("print('works')", "", Limits(wall_s=60.0))
+        outcome = _run_isolated("print('works')", "", SandboxLimits(wall_s=60.0))
     except OSError as error:
         return f"bubblewrap does not work on this machine ({error})"
     if outcome.stdout == "works\n":
@@ -98,13 +98,13 @@ def find_problem() -> str:
     return f"bubblewrap does not work on this machine ({said})"
 
 
-def run(program: str, stdin: str = "", limits: Limits | None = None, *, unsafe: bool = False) -> Outcome:
+def run(program: str, stdin: str = "", limits: SandboxLimits | None = None, *, unsafe: bool = False) -> Outcome:
     """Run a program's text to its end or its limits; nothing of it is left then.
 
     unsafe: with limits and a process group only, in a folder of its own. It sees and may do what this user may, and
     what it starts in a session of its own is not ended. Raises UserFault where there is no isolation.
     """
-    limits = limits or Limits()
+    limits = limits or SandboxLimits()
     if unsafe:
         return _run_unsafe(program, stdin, limits)
     for fault in sandbox_faults():
@@ -112,7 +112,7 @@ def run(program: str, stdin: str = "", limits: Limits | None = None, *, unsafe: 
     return _run_isolated(program, stdin, limits)
 
 
-def _run_isolated(program: str, stdin: str, limits: Limits) -> Outcome:
+def _run_isolated(program: str, stdin: str, limits: SandboxLimits) -> Outcome:
     with _sealed(program) as source, _sealed(stdin) as given, _sealed(filter_program() or b"") as filtered:
         info_read, info_write = os.pipe()
         with os.fdopen(info_read, "rb") as info:
@@ -127,7 +127,7 @@ def _run_isolated(program: str, stdin: str, limits: Limits) -> Outcome:
             return _watch(process, limits, info.fileno())
 
 
-def _run_unsafe(program: str, stdin: str, limits: Limits) -> Outcome:
+def _run_unsafe(program: str, stdin: str, limits: SandboxLimits) -> Outcome:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, _sealed(stdin) as given:
         path = Path(folder, "main.py")
         path.write_text(program, encoding="utf-8", errors="replace")
@@ -136,7 +136,7 @@ def _run_unsafe(program: str, stdin: str, limits: Limits) -> Outcome:
         return _watch(_start(line, given, env=environment, cwd=folder), limits, None)
 
 
-def _launch(limits: Limits, uid: int | None, path: str, *, die_with_parent: bool) -> list[str]:
+def _launch(limits: SandboxLimits, uid: int | None, path: str, *, die_with_parent: bool) -> list[str]:
     said = {
         "uid": uid,
         "die_with_parent": die_with_parent,
@@ -194,7 +194,7 @@ class _Bounded:
         return self.content.decode("utf-8", "replace")
 
 
-def _watch(process: subprocess.Popen[bytes], limits: Limits, info: int | None) -> Outcome:
+def _watch(process: subprocess.Popen[bytes], limits: SandboxLimits, info: int | None) -> Outcome:
     """Read until the program ends, or make it end. info: the pipe on which bwrap says its child's process id."""
     assert process.stdout and process.stderr
     deadline = time.monotonic() + limits.wall_s

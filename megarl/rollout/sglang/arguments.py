@@ -99,19 +99,19 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Door:
+class Endpoint:
     """The key of the relay on an engine's first node; its secret half is that node's alone."""
 
     public: bytes
     secret: bytes = field(default=b"", repr=False)
 
     @property
-    def for_guests(self) -> Door:
-        return Door(self.public)
+    def for_guests(self) -> Endpoint:
+        return Endpoint(self.public)
 
 
 @dataclass(frozen=True)
-class Span:
+class NodeSpan:
     """Node `node` of the `nodes` that an engine is on, with as many ranks on each.
 
     meet: a store where the ranks of all nodes meet. door: with which the relays of attention groups join.
@@ -120,7 +120,7 @@ class Span:
     nodes: int
     node: int
     meet: Address
-    door: Door
+    door: Endpoint
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class EngineSettings:
     fp8: bool = False
     seeded: bool = False
     routed_experts: bool = False
-    span: Span | None = None
+    span: NodeSpan | None = None
     timeout_s: float = 600.0
     model_context: int | None = None
     reserve_bytes: int = 0

@@ -16,15 +16,15 @@ from pathlib import Path
 import zmq
 
 from megarl.device import Address, join_store, own_address
-from megarl.rollout.sglang.arguments import Door, Span
+from megarl.rollout.sglang.arguments import Endpoint, NodeSpan
 from megarl.rollout.sglang.scheduler import group_address, ipc_address
 
 _PORTS, _ANSWERS, _JOIN_S = "relay", "answers", 600.0
 
 
-def new_door() -> Door:
+def new_endpoint() -> Endpoint:
     """A key that nobody else has."""
-    return Door(*zmq.curve_keypair())
+    return Endpoint(*zmq.curve_keypair())
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Groups:
 class Relay:
     """One node's end, which forwards in a thread of its own until it is stopped."""
 
-    def __init__(self, folder: Path, groups: Groups, span: Span) -> None:
+    def __init__(self, folder: Path, groups: Groups, span: NodeSpan) -> None:
         """folder: of this node's sockets. The first node says its ports where the ranks meet."""
         self._context, self._door, self._folder = zmq.Context(), span.door, folder
         try:

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from megarl.device import DEVICE, agree_on_nccl, use_loopback
 from megarl.rollout.rounds import Rounds
 from megarl.rollout.sglang import cpu, cpu_attention, deterministic
-from megarl.rollout.sglang.arguments import Span
+from megarl.rollout.sglang.arguments import NodeSpan
 
 
 def set_environment() -> None:
@@ -47,7 +47,7 @@ class SchedulerEntry:
 
     directory: Path
     seeded: bool = False
-    span: Span | None = None
+    span: NodeSpan | None = None
     first_rank: int = 0
     reserve_bytes: int = 0
     environment: dict[str, str] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from itertools import count
 from typing import Any
 
 from megarl.rollout.rewards import Failure, Verdict
-from megarl.rollout.verdicts.process import AT_ONCE, Item, Order, Worker, reply_of, start_of
+from megarl.rollout.verdicts.process import AT_ONCE, Item, Order, VerdictProcess, reply_of, start_of
 from megarl.rollout.verdicts.worker import LINK_CLOSED, too_long
 from megarl.types import UserFault
 
@@ -27,7 +27,7 @@ class Pool:
     def __init__(self, order: Order, num_workers: int) -> None:
         self._order, self._num_workers = order, num_workers
         self._loop = asyncio.get_running_loop()
-        self._workers: list[Worker] = []
+        self._workers: list[VerdictProcess] = []
         self._waiting: deque[Item] = deque()
         self._numbers = count()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -68,7 +68,7 @@ class Pool:
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def heard(self, worker: Worker, message: list[Any] | None) -> None:
+    def heard(self, worker: VerdictProcess, message: list[Any] | None) -> None:
         """A line of a worker's; None, of another form or about a response that it has not: the function wrote it."""
         if not worker.is_ready:
             self._started(worker, message)
@@ -94,7 +94,7 @@ class Pool:
                 worker.batch = max(1, min(_BATCH, int(_BATCH_S / max(pace_s, 1e-6))))
         self._feed()
 
-    def lost(self, worker: Worker) -> None:
+    def lost(self, worker: VerdictProcess) -> None:
         """The process has ended by itself, or was killed by others."""
         if not worker.is_gone:
             self._spawn(self._bury(worker))
@@ -102,7 +102,7 @@ class Pool:
     async def _begin(self) -> None:
         """One more worker; what its function costs to import is not yet anybody's time."""
         try:
-            worker = Worker(self, self._order)
+            worker = VerdictProcess(self, self._order)
         except OSError as error:
             self._fail(UserFault("reward.workers", f"a process cannot be started ({error})", "give it more room"))
             return
@@ -110,7 +110,7 @@ class Pool:
         await self._loop.create_connection(lambda: worker, sock=worker.socket)
         self._loop.call_later(self._order.start_s, self._give_up_start, worker)
 
-    def _started(self, worker: Worker, message: list[Any] | None) -> None:
+    def _started(self, worker: VerdictProcess, message: list[Any] | None) -> None:
         first = start_of(message)
         if first is None:
             problem = f"{self._order.function} {_GARBAGE} while it was imported"
@@ -124,7 +124,7 @@ class Pool:
             self._ready.set_result(None)
         self._feed()
 
-    def _give_up_start(self, worker: Worker) -> None:
+    def _give_up_start(self, worker: VerdictProcess) -> None:
         if worker in self._workers and not worker.is_ready:
             problem = f"{self._order.function} was not imported within {self._order.start_s:g} s"
             self._fail(UserFault(self._order.where, problem, "make its import faster, or raise run.timeout_s"))
@@ -150,7 +150,7 @@ class Pool:
             self._fill(worker)
         self._watch()
 
-    def _fill(self, worker: Worker) -> None:
+    def _fill(self, worker: VerdictProcess) -> None:
         if not worker.has_room():
             return
         now, most = self._loop.time(), AT_ONCE - len(worker.in_flight) if worker.is_async else worker.batch
@@ -188,7 +188,7 @@ class Pool:
             self._replace(worker)
         self._watch()
 
-    def _blame(self, worker: Worker, failure: Failure) -> None:
+    def _blame(self, worker: VerdictProcess, failure: Failure) -> None:
         """Settle the response that a worker ended with; the others are asked for again."""
         items = list(worker.in_flight.values())
         if worker.is_async and len(items) > 1:
@@ -200,7 +200,7 @@ class Pool:
             _settle(first, failure)
             del worker.in_flight[first.number]
 
-    async def _bury(self, worker: Worker) -> None:
+    async def _bury(self, worker: VerdictProcess) -> None:
         """Of a worker that closed its link, at its end or before it: say which, and what it ended of."""
         code = await worker.own_end()
         worker.kill()  # what it leaves
@@ -218,7 +218,7 @@ class Pool:
         self._blame(worker, Failure(how))
         self._replace(worker)
 
-    def _replace(self, worker: Worker) -> None:
+    def _replace(self, worker: VerdictProcess) -> None:
         self._waiting.extendleft(reversed(worker.in_flight.values()))
         worker.in_flight = {}
         self._remove(worker)
@@ -226,7 +226,7 @@ class Pool:
             self._spawn(self._begin())
         self._feed()
 
-    def _remove(self, worker: Worker) -> None:
+    def _remove(self, worker: VerdictProcess) -> None:
         for item in worker.in_flight.values():
             item.found.cancel()
         worker.kill()

@@ -42,11 +42,11 @@ class Order:
 class Owner(Protocol):
     """Who is told of what a worker says."""
 
-    def heard(self, worker: Worker, message: list[Any] | None) -> None:
+    def heard(self, worker: VerdictProcess, message: list[Any] | None) -> None:
         """None: no message of ours."""
         ...
 
-    def lost(self, worker: Worker) -> None: ...
+    def lost(self, worker: VerdictProcess) -> None: ...
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Item:
     alone: bool = False  # others have no part in its worker's end, if it comes to that
 
 
-class Worker(asyncio.Protocol):
+class VerdictProcess(asyncio.Protocol):
     """One process. Without in_flight it is idle; without is_ready it is still importing the function."""
 
     def __init__(self, owner: Owner, order: Order) -> None:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from megarl.config import Reward
+from megarl.config import RewardConfig
 from megarl.rollout.rewards import WHERE, Failure, Verdict
 from megarl.rollout.verdicts.pool import Pool
 from megarl.rollout.verdicts.process import Order
@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 DEFAULT = ""  # of the rows whose source has no function of its own
 
 
-def orders(reward: Reward, start_s: float) -> dict[str, Order]:
+def orders(reward: RewardConfig, start_s: float) -> dict[str, Order]:
     """By source, what its rows are judged with; start_s: in which a function has to be imported."""
     named = {
         name: (f"reward.by_source.{name}.function", one.function, one.arguments)
@@ -28,20 +28,20 @@ def orders(reward: Reward, start_s: float) -> dict[str, Order]:
     return {source: Order(where, function, given, *bounds) for source, (where, function, given) in named.items()}
 
 
-def source_of(reward: Reward, row: Mapping[str, Any]) -> str:
+def source_of(reward: RewardConfig, row: Mapping[str, Any]) -> str:
     """The source that judges a row: its own if it has a function."""
     name = str(row.get(reward.source, ""))
     return name if name in reward.by_source else DEFAULT
 
 
-class Judges:
+class Scorers:
     """The workers of all functions, and the thread whose loop reads their answers.
 
     A thread, so that verdicts can be awaited in any loop, and waited for where none runs; and because the kernel ends a
     worker with the thread that started it. Building it waits until every function is imported; UserFault if one cannot.
     """
 
-    def __init__(self, reward: Reward, start_s: float) -> None:
+    def __init__(self, reward: RewardConfig, start_s: float) -> None:
         self._reward = reward
         self._loop = asyncio.SelectorEventLoop()  # not the policy's own: SGLang's knows no subprocesses
         self._thread = threading.Thread(target=self._loop.run_forever, name="judges", daemon=True)

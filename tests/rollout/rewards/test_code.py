@@ -14,7 +14,7 @@ import pytest
 
 from megarl.rollout.rewards import Verdict, code
 from megarl.rollout.sandbox import http_service
-from megarl.rollout.sandbox.sandbox import Limits
+from megarl.rollout.sandbox.sandbox import SandboxLimits
 
 ADDS_LINES = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 ADDS = {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]}
@@ -332,10 +332,10 @@ def test_a_service_judges_like_this_machine(service: tuple[str, type[Service]], 
 
 def test_a_service_says_how_a_program_ended(service: tuple[str, type[Service]]) -> None:
     url, handler = service
-    outcome = http_service.run(url, "import sys; print(1); sys.exit(3)", "", Limits(wall_s=60.0))
+    outcome = http_service.run(url, "import sys; print(1); sys.exit(3)", "", SandboxLimits(wall_s=60.0))
     assert (outcome.status, outcome.stdout, outcome.timed_out) == (3, "1\n", False)
     handler.reply = {"status": "Failed", "run_result": {"status": "TimeLimitExceeded", "return_code": None}}
-    outcome = http_service.run(url, "", "", Limits(wall_s=60.0))
+    outcome = http_service.run(url, "", "", SandboxLimits(wall_s=60.0))
     assert (outcome.status, outcome.timed_out) == (None, True)
 
 

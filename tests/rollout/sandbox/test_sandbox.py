@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from megarl.rollout.sandbox.sandbox import Limits, Outcome, run
+from megarl.rollout.sandbox.sandbox import Outcome, SandboxLimits, run
 from megarl.rollout.sandbox.seccomp import filter_program
 
 ROOT = Path(__file__).parents[3]
 TOKEN = f"token-{uuid.uuid4().hex}"
-PATIENT = Limits(wall_s=60.0, cpu_s=30)
+PATIENT = SandboxLimits(wall_s=60.0, cpu_s=30)
 needs_filter = pytest.mark.skipif(filter_program() is None, reason="system calls are not filtered on this machine type")
 
 LIBC = "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"

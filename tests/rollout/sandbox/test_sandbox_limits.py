@@ -15,10 +15,10 @@ import psutil
 import pytest
 
 from megarl.rollout.sandbox import sandbox
-from megarl.rollout.sandbox.sandbox import Limits, run
+from megarl.rollout.sandbox.sandbox import SandboxLimits, run
 from megarl.types import UserFault
 
-PATIENT = Limits(wall_s=60.0, cpu_s=30)
+PATIENT = SandboxLimits(wall_s=60.0, cpu_s=30)
 
 
 # --- limits ------------------------------------------------------------------------------------------------------
@@ -35,7 +35,7 @@ except OSError:
     pass
 print(written >> 20)
 """
-    limits = Limits(wall_s=60.0, tmp_mb=8)
+    limits = SandboxLimits(wall_s=60.0, tmp_mb=8)
     assert int(run(program, limits=limits).stdout) <= 8
     assert int(run(program, limits=limits, unsafe=True).stdout) == 64
 
@@ -43,7 +43,7 @@ print(written >> 20)
 @pytest.mark.parametrize("unsafe", [False, True])
 def test_a_file_has_a_largest_size(isolation: None, unsafe: bool) -> None:
     program = "file = open('file', 'wb', buffering=0)\nfor _ in range(8): file.write(bytes(1 << 20))"
-    assert "File too large" in run(program, limits=Limits(wall_s=60.0, file_mb=4), unsafe=unsafe).stderr
+    assert "File too large" in run(program, limits=SandboxLimits(wall_s=60.0, file_mb=4), unsafe=unsafe).stderr
     assert run(program, limits=PATIENT, unsafe=unsafe).status == 0
 
 
@@ -51,27 +51,27 @@ def test_a_file_has_a_largest_size(isolation: None, unsafe: bool) -> None:
 def test_memory_has_a_limit(isolation: None, unsafe: bool) -> None:
     program = "x = bytearray(600 << 20)"
     assert run(program, limits=PATIENT, unsafe=unsafe).out_of_memory
-    enough = run(program, limits=Limits(wall_s=60.0, memory_mb=1024), unsafe=unsafe)
+    enough = run(program, limits=SandboxLimits(wall_s=60.0, memory_mb=1024), unsafe=unsafe)
     assert enough.status == 0 and not enough.out_of_memory
 
 
 @pytest.mark.parametrize("unsafe", [False, True])
 def test_a_spin_uses_up_its_time_on_the_processor(isolation: None, unsafe: bool) -> None:
-    outcome = run("while True: pass", limits=Limits(wall_s=60.0, cpu_s=1), unsafe=unsafe)
+    outcome = run("while True: pass", limits=SandboxLimits(wall_s=60.0, cpu_s=1), unsafe=unsafe)
     assert outcome.status == 128 + signal.SIGXCPU and not outcome.timed_out
 
 
 @pytest.mark.parametrize("unsafe", [False, True])
 def test_a_sleep_meets_the_deadline(isolation: None, unsafe: bool) -> None:
     started = time.monotonic()
-    outcome = run("print('begun', flush=True); import time; time.sleep(600)", limits=Limits(1.0), unsafe=unsafe)
+    outcome = run("print('begun', flush=True); import time; time.sleep(600)", limits=SandboxLimits(1.0), unsafe=unsafe)
     assert outcome.timed_out and outcome.status is None and not outcome.out_of_memory
     assert time.monotonic() - started < 30
 
 
 @pytest.mark.parametrize("unsafe", [False, True])
 def test_a_program_that_prints_for_ever_is_stopped(isolation: None, unsafe: bool) -> None:
-    limits = Limits(wall_s=60.0, cpu_s=60, stdout_bytes=10_000, stderr_bytes=1_000)
+    limits = SandboxLimits(wall_s=60.0, cpu_s=60, stdout_bytes=10_000, stderr_bytes=1_000)
     outcome = run("while True: print('x' * 99)", limits=limits, unsafe=unsafe)
     assert outcome.too_much_output and not outcome.timed_out
     assert outcome.stdout == ("x" * 99 + "\n") * 100
@@ -108,8 +108,8 @@ print(made, flush=True)
 
 @pytest.mark.parametrize("program", [FORKS, THREADS], ids=["forks", "threads"])
 def test_processes_and_threads_are_counted(isolation: None, program: str) -> None:
-    few = run(f"most = 10_000\n{program}", limits=Limits(wall_s=60.0, processes=16))
-    many = run(f"most = 100\n{program}", limits=Limits(wall_s=60.0, processes=128))
+    few = run(f"most = 10_000\n{program}", limits=SandboxLimits(wall_s=60.0, processes=16))
+    many = run(f"most = 100\n{program}", limits=SandboxLimits(wall_s=60.0, processes=128))
     assert 8 <= int(few.stdout) < 16
     assert int(many.stdout) == 100
 
@@ -160,7 +160,7 @@ while True:
         pass
 """
     started = time.monotonic()
-    assert run(bomb, limits=Limits(wall_s=1.0)).timed_out
+    assert run(bomb, limits=SandboxLimits(wall_s=1.0)).timed_out
     assert not named(name)
     assert time.monotonic() - started < 30
 

@@ -7,14 +7,14 @@ import json
 import sys
 
 from megarl.device import Address
-from megarl.rollout.sglang.arguments import Door, EngineSettings, Span
+from megarl.rollout.sglang.arguments import Endpoint, EngineSettings, NodeSpan
 from megarl.rollout.sglang.engine import EngineFault, Schedulers
 
 
 def main() -> None:
     settings = json.loads(sys.stdin.readline())
-    door = Door(settings.pop("door").encode())
-    span = Span(2, 1, Address(*settings.pop("meet")), door)
+    door = Endpoint(settings.pop("door").encode())
+    span = NodeSpan(2, 1, Address(*settings.pop("meet")), door)
     part = Schedulers(EngineSettings(**settings, span=span), "engine_loader.load")
     print(*part.pids(), flush=True)
     try:

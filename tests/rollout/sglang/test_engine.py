@@ -144,14 +144,14 @@ def test_memory_that_training_had_in_between(engine: Engine, monkeypatch: pytest
     """As on a GPU, by SGLang's own bookkeeping: it fails where a part is given back that was not taken."""
     monkeypatch.setattr("megarl.rollout.sglang.engine.DEVICE", "cuda")
 
-    async def lend(*taken: list[str]) -> None:
+    async def hand_over(*taken: list[str]) -> None:
         await engine.release_memory()
         for tags in taken:
             await engine.resume_memory(tags)
 
     before = asyncio.run(sample_all(engine, Sampling(1, 8, 0.0)))
-    asyncio.run(lend(["weights"], ["kv_cache"]))
-    asyncio.run(lend(["weights", "kv_cache"]))
+    asyncio.run(hand_over(["weights"], ["kv_cache"]))
+    asyncio.run(hand_over(["weights", "kv_cache"]))
     after = asyncio.run(sample_all(engine, Sampling(1, 8, 0.0)))
     for (one,), (other,) in zip(before, after, strict=True):
         assert one.response_ids_T.tolist() == other.response_ids_T.tolist()

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from megarl.device import address_of, host_store
-from megarl.rollout.sglang.arguments import Span
+from megarl.rollout.sglang.arguments import NodeSpan
 from megarl.rollout.sglang.engine import Engine, EngineFault, Sampling
-from megarl.rollout.sglang.relay import new_door
+from megarl.rollout.sglang.relay import new_endpoint
 from tests.rollout.draws import check_draws
 from tests.rollout.sglang.test_engine import PROMPTS, TOLERANCE, sample_all, worst_gap
 
@@ -38,7 +38,7 @@ class Nodes:
 
 @pytest.fixture
 def nodes(build_engine: Callable[..., Engine], checkpoint: Path, tmp_path: Path) -> Iterator[Nodes]:
-    store, door = host_store(120), new_door()
+    store, door = host_store(120), new_endpoint()
     settings: dict[str, Any] = {"model_path": str(checkpoint), "dtype": "float32", "seed": 3, "context_tokens": 512}
     settings |= {"tp": 2, "ep": 2, "concurrency": 256, "dp": 2}
     environment = os.environ | {"PYTHONPATH": f"{HERE.parents[2]}:{HERE}", "TMPDIR": str(tmp_path)}
@@ -50,7 +50,7 @@ def nodes(build_engine: Callable[..., Engine], checkpoint: Path, tmp_path: Path)
     try:
         part.stdin.write(json.dumps(settings | {"meet": address_of(store), "door": door.public.decode()}) + "\n")
         part.stdin.flush()
-        engine = build_engine(2, 2, dp=2, span=Span(2, 0, address_of(store), door))
+        engine = build_engine(2, 2, dp=2, span=NodeSpan(2, 0, address_of(store), door))
         yield Nodes(engine, part, scheduler=int(part.stdout.readline()))
         engine.shutdown()
     finally:

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from megarl.rollout.rewards import Verdict
-from megarl.rollout.verdicts.scorers import Judges
+from megarl.rollout.verdicts.scorers import Scorers
 from tests.rollout.rewards.hostile import CHOICE, FORMAT, JSON, MATH
 
 OURS = "megarl.rollout.rewards"
@@ -23,7 +23,7 @@ CORPUS = {  # source -> (its answer, a right response, hostile ones)
 
 
 @pytest.mark.usefixtures("odd_rewards")
-def test_nothing_hostile_is_correct_and_nobody_stalls(judges: Callable[..., Judges]) -> None:
+def test_nothing_hostile_is_correct_and_nobody_stalls(judges: Callable[..., Scorers]) -> None:
     assert sum(len(hostile) for _, _, hostile in CORPUS.values()) >= 100
     inner = {"pattern": BACKTRACKS, "function": f"{OURS}.exact:score", "reward": 0.0}
     court = judges(

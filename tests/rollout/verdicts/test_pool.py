@@ -18,14 +18,14 @@ import psutil
 import pytest
 
 from megarl.rollout.rewards import Failure, Verdict
-from megarl.rollout.verdicts.scorers import Judges
+from megarl.rollout.verdicts.scorers import Scorers
 from megarl.types import UserFault
 
 pytestmark = pytest.mark.usefixtures("odd_rewards")
 
 ODD = "odd_rewards:score"
 PATIENT = "odd_rewards:patient"
-Build = Callable[..., Judges]
+Build = Callable[..., Scorers]
 
 
 def is_alive(pid: int) -> bool:
@@ -166,13 +166,13 @@ def test_import_time_is_not_verdict_time(judges: Build, tmp_path: Path, monkeypa
 def test_an_import_that_fails_is_a_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, problem: str
 ) -> None:
-    from megarl.config import Reward
+    from megarl.config import RewardConfig
 
     (tmp_path / "bad_import.py").write_text(f"{body}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     before = set(psutil.Process().children())
     with pytest.raises(UserFault, match=problem) as caught:
-        Judges(Reward(function="bad_import:score"), 1.0 if "within" in problem else 120.0)
+        Scorers(RewardConfig(function="bad_import:score"), 1.0 if "within" in problem else 120.0)
     assert caught.value.where == "reward.function"
     assert set(psutil.Process().children()) <= before
 
