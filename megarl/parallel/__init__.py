@@ -1,9 +1,24 @@
 """The training side: Megatron-Core ranks, from rank arithmetic to one optimizer step."""
 
 import os
+import sys
 import warnings
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
 
 from megarl.device import DEVICE
+
+
+class _NoTrackerInMegatron(MetaPathFinder):
+    """Megatron imports wandb for its inference engine, which megarl does not use: a third of a rank's start."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: object = None) -> None:
+        megatron = sys.modules.get("megatron.core")
+        if fullname == "wandb" and getattr(megatron and megatron.__spec__, "_initializing", False):
+            raise ModuleNotFoundError("not needed while Megatron is imported", name=fullname)
+
+
+sys.meta_path.insert(0, _NoTrackerInMegatron())
 
 if DEVICE == "cpu":
     # Megatron's jit_fuser is torch.compile, which would look for a C++ compiler in the first step of every rank.
