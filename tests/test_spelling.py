@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.config.spelling import edits, near
+from megarl.spelling import edits, near
 
 MEGATRON = ["fp8", "fp4", "moe_permute_fusion", "recompute_num_layers", "recompute_method", "num_layers"]
 

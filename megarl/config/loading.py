@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from megarl.config import Recipe
 from megarl.config.fields import Branch
-from megarl.config.spelling import near
 from megarl.config.yaml_text import Parsed, parse, read_file
+from megarl.spelling import near
 from megarl.types import UserFault, UserFaults
 
 if TYPE_CHECKING:

@@ -167,8 +167,7 @@ class TrainingRanks(RankGroup):
     """The policy's."""
 
     def __init__(self, cluster: Cluster, recipe: Recipe, shared: frozenset[int]) -> None:
-        shape = model_shape(recipe.model.path)
-        target = "megarl.training.policy:PolicyRank"
+        shape, target = model_shape(recipe.model.path), "megarl.training.policy:PolicyRank"
         super().__init__(cluster, recipe, shape, shared, name="training rank", target=target)
         self._speed: Metrics = {}
 

@@ -11,8 +11,8 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.config.spelling import near
 from megarl.parallel.option_values import field_faults
+from megarl.spelling import near
 from megarl.types import UserFault
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.config import Recipe
-from megarl.config.spelling import near
+from megarl.spelling import near
 from megarl.types import UserFault
 
 

@@ -60,7 +60,7 @@ def test_what_torch_counts_lent_memory_by_is_removed_with_its_process(tmp_path: 
 
 _NOTED = """
 import os, signal
-from megarl import processes
+from megarl.cluster import processes
 processes.raise_on_sigterm()
 processes.note_sigusr1()
 os.kill(os.getpid(), signal.SIGUSR1)

@@ -102,13 +102,13 @@ def test_half_a_pair_stays_in_the_object_store(cluster: Cluster, workers: list[W
 
 def test_what_one_worker_puts_together_others_get_as_arguments(cluster: Cluster, workers: list[Worker]):
     parts = [cluster.put(number) for number in range(1, 4)]
-    together = workers[1].together("test_cluster:doubled", "a", *parts)
+    together = workers[1].together("test_session:doubled", "a", *parts)
     calls = {worker.call("join", worker.name, together, "z"): worker.name for worker in workers}
     assert cluster.gather(calls) == ["rank 0a246z", "rank 1a246z"]
 
 
 def test_what_could_not_be_put_together_fails_the_calls_with_it(cluster: Cluster, workers: list[Worker]):
-    together = workers[1].together("test_cluster:doubled", "a", None)
+    together = workers[1].together("test_session:doubled", "a", None)
     with pytest.raises(WorkerFailed, match=r"^rank 0: TypeError: unsupported operand"):
         cluster.gather({workers[0].call("join", together): "rank 0"})
 

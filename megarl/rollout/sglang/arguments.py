@@ -11,9 +11,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megarl.config.spelling import near
 from megarl.device import DEVICE, Address
 from megarl.rollout.sglang import cpu, deterministic
+from megarl.spelling import near
 from megarl.types import UserFault
 
 WHERE = "rollout.engine.sglang"

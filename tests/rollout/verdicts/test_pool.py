@@ -316,9 +316,9 @@ def test_workers_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "pid"
     script = (
         "import os\n"
-        "from megarl.config import Reward\n"
-        "from megarl.rollout.verdicts.scorers import Judges\n"
-        f"judges = Judges(Reward(function={ODD!r}, timeout_s=1000.0), 120.0)\n"
+        "from megarl.config import RewardConfig\n"
+        "from megarl.rollout.verdicts.scorers import Scorers\n"
+        f"judges = Scorers(RewardConfig(function={ODD!r}, timeout_s=1000.0), 120.0)\n"
         "print(*judges.pids(), flush=True)\n"
         f"judges.wait_for_verdicts('7', {{}}, ['fork {path}'])\n"
     )
