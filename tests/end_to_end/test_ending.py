@@ -110,6 +110,7 @@ def _text(path: Path) -> str:
         return ""
 
 
+@pytest.mark.nightly  # tests/cluster/test_session.py kills a light worker
 def test_a_killed_training_rank(launch: Callable):
     command = launch(*FOREVER)
     command.wait_for_step(1)
@@ -119,6 +120,7 @@ def test_a_killed_training_rank(launch: Callable):
     assert "training rank" in command.err.strip().splitlines()[-1]
 
 
+@pytest.mark.nightly  # tests/cluster/test_session.py stops a light worker
 def test_a_stopped_training_rank(launch: Callable):
     """It is there and says nothing, and its peers wait for it in their collectives."""
     command = launch(*FOREVER, f"run.timeout_s={SILENCE_S:g}")
@@ -152,6 +154,7 @@ def test_a_killed_engine_process(launch: Callable):
     _end(command, f"(pid {schedulers[1].pid}) was killed by SIGKILL", 1)
 
 
+@pytest.mark.nightly  # tests/training/test_policy.py raises it, tests/cluster/test_session.py names the worker
 def test_an_exception_in_a_rank(launch: Callable, inputs: Path, tmp_path: Path):
     """A weight that is not finite: neither is the gradient, and the rank says so."""
     folder = tmp_path / "broken"
@@ -163,6 +166,7 @@ def test_an_exception_in_a_rank(launch: Callable, inputs: Path, tmp_path: Path):
     _end_after_start(command, "the gradient norm is", 1)
 
 
+@pytest.mark.nightly  # tests/rollout/test_episodes.py raises it, tests/cluster/test_session.py hands it on as it is
 def test_a_reward_that_turns_bad(launch: Callable):
     """Preflight sees it score well; in the run it returns NaN: a fault of the user's, so exit code 2."""
     command = launch(*FOREVER, "reward.function=bad_reward:score")

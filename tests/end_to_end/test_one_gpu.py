@@ -54,7 +54,8 @@ def check(steps: list[dict[str, Any]], gap: float) -> None:
     assert [record["reshard/version"] for record in steps] == sorted({record["reshard/version"] for record in steps})
 
 
-@pytest.mark.parametrize("seeded", ["false", "true"])
+# On CPU the quickstart is the run without seeds.
+@pytest.mark.parametrize("seeded", [pytest.param("false", marks=() if ON_GPU else pytest.mark.nightly), "true"])
 def test_a_run_on_one_slot(launch: Callable, tmp_path: Path, seeded: str) -> None:
     steps = steps_of(launch, tmp_path, f"rollout.seeded={seeded}")
     check(steps, 0.05 if ON_GPU else 1e-4)

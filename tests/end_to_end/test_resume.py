@@ -15,19 +15,19 @@ import torch
 from tests.parallel.checkpoints import load
 
 ROOT = Path(__file__).parents[2]
-POINTS = 10
 
 pytestmark = pytest.mark.slow
 
 
-def test_ten_ends_leave_no_trace(tmp_path: Path) -> None:
+@pytest.mark.parametrize("points", [3, pytest.param(10, marks=pytest.mark.nightly)])
+def test_ends_leave_no_trace(tmp_path: Path, points: int) -> None:
     """SIGKILL while everything starts, in rollouts, updates, saves and reshards, SIGUSR1 between two checkpoints:
     to the last bit the same end."""
-    command = [sys.executable, str(ROOT / "scripts" / "soak_resume.py"), "--points", str(POINTS), "--seed", "1"]
+    command = [sys.executable, str(ROOT / "scripts" / "soak_resume.py"), "--points", str(points), "--seed", "1"]
     done = subprocess.run([*command, "--folder", str(tmp_path), "--json"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
-    assert len(report["ends"]) == POINTS
+    assert len(report["ends"]) == points
     (asked,) = [one for one in report["ends"] if not one.startswith("killed")]
     assert re.fullmatch(r"asked after 2 steps, ended with a checkpoint of step \d+", asked), report["ends"]
     assert report["differences"] == []

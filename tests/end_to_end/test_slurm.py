@@ -161,6 +161,7 @@ def test_a_job_goes_on_after_the_signal_before_its_time_limit(job: Job, slurm: S
     assert job.processes() == []
 
 
+@pytest.mark.nightly  # three minutes of Slurm's own waiting; tests/slurm/test_job.py has the script's answers
 def test_a_job_survives_the_death_of_its_second_node(job: Job, slurm: Slurm) -> None:
     """Each engine lies inside a node; when the second is gone the job is queued again, and goes on when it is back."""
     job.submit("checkpoint.every=1", "checkpoint.asynchronous=false", node_gpus=2)
