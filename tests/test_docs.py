@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,9 @@ import torch
 from megarl.algos import ALGORITHMS, hyperparameters_of
 from megarl.config import AlgorithmConfig
 from megarl.config.loading import load_recipe
+from megarl.parallel.families import FAMILIES
+from megarl.parallel.hf_config import model_shape
+from megarl.parallel.layout import EngineLayout, TrainLayout
 from megarl.parallel.placement import (
     auxiliary_slots,
     engine_layout,
@@ -21,18 +25,26 @@ from megarl.parallel.placement import (
     slot_faults,
     train_layout,
 )
+from megarl.resharding import megatron_map, sglang_map, tensors
+from megarl.resharding.traffic import account
 from megarl.types import Hyperparameters
 
 DOCS = Path(__file__).parents[1] / "docs"
 
 
-@pytest.fixture
-def table() -> Iterator[dict[str, Any]]:
-    """The table of algorithms, which is as it was afterwards."""
-    before = dict(ALGORITHMS)
-    yield ALGORITHMS
-    ALGORITHMS.clear()
-    ALGORITHMS.update(before)
+TABLES: list[dict[str, Any]] = [
+    ALGORITHMS, FAMILIES, tensors.ATTENTION, megatron_map.ATTENTION, sglang_map.ATTENTION,
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def unchanged_tables() -> Iterator[None]:
+    """What an example adds to a table is taken out again."""
+    before = [dict(table) for table in TABLES]
+    yield
+    for table, rows in zip(TABLES, before, strict=True):
+        table.clear()
+        table.update(rows)
 
 
 def blocks(name: str, language: str = "python") -> list[str]:
@@ -40,24 +52,47 @@ def blocks(name: str, language: str = "python") -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
-def test_the_example_of_a_new_algorithm(table: dict[str, Any]) -> None:
-    """Its blocks run in order, its test passes, and a recipe that names it gets its loss."""
-    room: dict[str, Any] = {}
-    for block in blocks("algorithms.md"):
-        exec(compile(block, "docs/algorithms.md", "exec"), room)
-    tests = [name for name in room if name.startswith("test_")]
+def execute(page: str) -> dict[str, Any]:
+    """The names that a page's Python blocks make, executed in order, and its tests, which pass."""
+    names: dict[str, Any] = {}
+    for block in blocks(page):
+        exec(compile(block, f"docs/{page}", "exec"), names)
+    tests = [name for name in names if name.startswith("test_")]
     assert tests
     for name in tests:
-        room[name]()
-    rules = hyperparameters_of("topr", AlgorithmConfig(name="topr", entropy_coefficient=0.5))
-    assert rules == Hyperparameters(aggregation="sequence_sum", entropy_coefficient=0.5)
+        names[name]()
+    return names
+
+
+def test_the_example_of_a_new_algorithm() -> None:
+    """Its test passes, and a recipe that names it gets its loss."""
+    names = execute("algorithms.md")
+    hyperparameters = hyperparameters_of("topr", AlgorithmConfig(name="topr", entropy_coefficient=0.5))
+    assert hyperparameters == Hyperparameters(aggregation="sequence_sum", entropy_coefficient=0.5)
     ones_T = torch.ones(2)
-    row = room["SimpleNamespace"](
+    targets = names["SimpleNamespace"](
         loss_mask_T=ones_T > 0, loss_weight_T=ones_T, advantage_T=ones_T, engine_logp_T=ones_T, nll_weight_T=ones_T,
         sequence_T=ones_T.long(), reference_logp_T=None,
     )  # fmt: skip
-    loss, _ = table["topr"].loss(rules)(-ones_T, 4 * ones_T, -ones_T, row)
+    loss, _ = ALGORITHMS["topr"].loss(hyperparameters)(-ones_T, 4 * ones_T, -ones_T, targets)
     assert float(loss) == 2 * (1 - 0.5 * 4)
+
+
+def test_the_example_of_a_new_model_family(tmp_path: Path) -> None:
+    """Its test passes, its config.json is read, and a reshard from any rank of any layout finds every element."""
+    execute("models.md")
+    config = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "vocab_size": 64}
+    config |= {"architectures": ["BaichuanForCausalLM"], "intermediate_size": 32, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = model_shape(tmp_path)
+    assert (shape.attention, shape.num_kv_heads, shape.num_dense_layers) == ("w_pack", 4, 2)
+    for tp in (1, 2, 4):
+        engine = EngineLayout(count=1, tp=tp, ep=1)
+        targets = sglang_map.parts(shape, engine)
+        for layout in (TrainLayout(4, tp=4, pp=1, ep=1), TrainLayout(4, tp=1, pp=2, ep=1)):
+            found = account(megatron_map.parts(shape, layout), targets, 4, gpus_per_node=4, dtype="bfloat16")
+            wanted = [2 * sum(shard.area for shard in sglang_map.shards(shape, engine, rank)) for rank in range(tp)]
+            assert found.dest.tolist() == wanted + [0] * (4 - tp)
 
 
 def test_every_algorithm_and_rule_is_described() -> None:
