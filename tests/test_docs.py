@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Iterator
@@ -28,8 +29,10 @@ from megarl.parallel.placement import (
 from megarl.resharding import megatron_map, sglang_map, tensors
 from megarl.resharding.traffic import account
 from megarl.types import Hyperparameters
+from scripts.draw_architecture import own_modules
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 
 
 TABLES: list[dict[str, Any]] = [
@@ -50,6 +53,39 @@ def unchanged_tables() -> Iterator[None]:
 def blocks(name: str, language: str = "python") -> list[str]:
     text = (DOCS / name).read_text(encoding="utf-8")
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+PAGES = [*ROOT.glob("*.md"), *sorted(DOCS.rglob("*.md"))]
+PEERS = ("verl/", "slime/", "backends/")  # files of other projects
+FILE = r"`((?:[\w-]+/)+[\w-]+\.(?:py|md|sh|yaml|txt|sbatch))\b"
+
+
+def is_there(name: str) -> bool:
+    """Whether a dotted name is a module or package of megarl, or is defined in one (`megarl.x.y.Class`)."""
+    module, _, attribute = name.rpartition(".")
+    if name in own_modules() or module not in own_modules():
+        return name in own_modules()
+    defined = set()
+    for node in ast.parse(own_modules()[module].read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            defined.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            defined |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return attribute in defined
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_names_exists(page: Path) -> None:
+    """Modules (`megarl.x.y`), files (`x/y.py`, from the root, from megarl/ or from the page) and links to files."""
+    text = page.read_text(encoding="utf-8")
+    names = set(re.findall(r"\bmegarl(?:\.[a-zA-Z_]\w*)+", text)) - {"megarl.sbatch", "megarl.sif"}
+    missing = [name for name in names if not is_there(name)]
+    files = [name for name in re.findall(FILE, text) if not name.startswith(PEERS)]
+    missing += [name for name in files if not any((f / name).exists() for f in (ROOT, ROOT / "megarl", page.parent))]
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    links = re.findall(r"\]\(([^)#:]+)\)", prose)
+    assert missing + [link for link in links if not (page.parent / link).exists()] == []
 
 
 def execute(page: str) -> dict[str, Any]:
@@ -109,7 +145,7 @@ def test_the_placements_that_are_shown_share_what_is_said(tmp_path: Path) -> Non
         overlay = tmp_path / "overlay.yaml"
         overlay.write_text(keys)
         given = ["train.tp=4", "train.pp=1", "algorithm.name=ppo", "critic.lr=1e-5", "placement.network=nodes"]
-        recipe = load_recipe(DOCS.parent / "recipes" / "quickstart.yaml", [str(overlay), *given])
+        recipe = load_recipe(ROOT / "recipes" / "quickstart.yaml", [str(overlay), *given])
         train, engine, beside = train_layout(recipe), engine_layout(recipe), auxiliary_slots(recipe, title[0] == "m")
         faults = slot_faults(recipe.placement.gpus, train, engine, beside) + node_faults(recipe, beside)
         assert faults == [], title
@@ -123,7 +159,7 @@ def test_the_examples_of_data_are_recipes(tmp_path: Path) -> None:
     for number, example in enumerate(blocks("data.md", "yaml")):
         overlay = tmp_path / f"{number}.yaml"
         overlay.write_text(example)
-        found.append(load_recipe(DOCS.parent / "recipes" / "quickstart.yaml", [str(overlay)]).data)
+        found.append(load_recipe(ROOT / "recipes" / "quickstart.yaml", [str(overlay)]).data)
     columns, weights = found
     assert columns.eval["math500"].prompt == "problem" and columns.eval["aime2024"].prompt is None
     assert [file.weight for file in weights.train] == [3.0, 1.0]
@@ -133,5 +169,5 @@ def test_the_example_of_trackers_is_a_recipe(tmp_path: Path) -> None:
     (page,) = blocks("tracking.md", "yaml")
     overlay = tmp_path / "overlay.yaml"
     overlay.write_text(page)
-    run = load_recipe(DOCS.parent / "recipes" / "quickstart.yaml", [str(overlay)]).run
+    run = load_recipe(ROOT / "recipes" / "quickstart.yaml", [str(overlay)]).run
     assert (run.trackers, run.project) == (("tensorboard", "wandb", "mlflow"), "math")
