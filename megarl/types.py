@@ -113,6 +113,12 @@ class ModelShape:
     num_mtp_layers: int = 0  # multi-token prediction layers, numbered after the decoder's in the checkpoint
     mla: MlaShape | None = None
     num_labels: int = 0  # scores of each token in place of the vocabulary's logits
+    attention: str = "grouped_query"  # a row of ATTENTION in the weight maps; with `mla` it is "latent"
+
+    @property
+    def attention_map(self) -> str:
+        """The row of ATTENTION in each weight map."""
+        return "latent" if self.mla else self.attention
 
     def is_dense(self, layer: int) -> bool:
         """Whether decoder layer `layer` (from 0; MTP layers count on from num_layers) has an MLP and no experts."""

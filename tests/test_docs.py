@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,9 @@ import torch
 from megarl.algos import ALGORITHMS, hyperparameters_of
 from megarl.config import AlgorithmConfig
 from megarl.config.loading import load_recipe
+from megarl.parallel.families import FAMILIES
+from megarl.parallel.hf_config import model_shape
+from megarl.parallel.layout import EngineLayout, TrainLayout
 from megarl.parallel.placement import (
     auxiliary_slots,
     engine_layout,
@@ -21,18 +26,28 @@ from megarl.parallel.placement import (
     slot_faults,
     train_layout,
 )
+from megarl.resharding import megatron_map, sglang_map, tensors
+from megarl.resharding.traffic import account
 from megarl.types import Hyperparameters
+from scripts.draw_architecture import own_modules
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 
 
-@pytest.fixture
-def table() -> Iterator[dict[str, Any]]:
-    """The table of algorithms, which is as it was afterwards."""
-    before = dict(ALGORITHMS)
-    yield ALGORITHMS
-    ALGORITHMS.clear()
-    ALGORITHMS.update(before)
+TABLES: list[dict[str, Any]] = [
+    ALGORITHMS, FAMILIES, tensors.ATTENTION, megatron_map.ATTENTION, sglang_map.ATTENTION,
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def unchanged_tables() -> Iterator[None]:
+    """What an example adds to a table is taken out again."""
+    before = [dict(table) for table in TABLES]
+    yield
+    for table, rows in zip(TABLES, before, strict=True):
+        table.clear()
+        table.update(rows)
 
 
 def blocks(name: str, language: str = "python") -> list[str]:
@@ -40,24 +55,80 @@ def blocks(name: str, language: str = "python") -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
-def test_the_example_of_a_new_algorithm(table: dict[str, Any]) -> None:
-    """Its blocks run in order, its test passes, and a recipe that names it gets its loss."""
-    room: dict[str, Any] = {}
-    for block in blocks("algorithms.md"):
-        exec(compile(block, "docs/algorithms.md", "exec"), room)
-    tests = [name for name in room if name.startswith("test_")]
+PAGES = [*ROOT.glob("*.md"), *sorted(DOCS.rglob("*.md"))]
+PEERS = ("verl/", "slime/", "backends/")  # files of other projects
+FILE = r"`((?:[\w-]+/)+[\w-]+\.(?:py|md|sh|yaml|txt|sbatch))\b"
+
+
+def is_there(name: str) -> bool:
+    """Whether a dotted name is a module or package of megarl, or is defined in one (`megarl.x.y.Class`)."""
+    module, _, attribute = name.rpartition(".")
+    if name in own_modules() or module not in own_modules():
+        return name in own_modules()
+    defined = set()
+    for node in ast.parse(own_modules()[module].read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            defined.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            defined |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return attribute in defined
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_names_exists(page: Path) -> None:
+    """Modules (`megarl.x.y`), files (`x/y.py`, from the root, from megarl/ or from the page) and links to files."""
+    text = page.read_text(encoding="utf-8")
+    names = set(re.findall(r"\bmegarl(?:\.[a-zA-Z_]\w*)+", text)) - {"megarl.sbatch", "megarl.sif"}
+    missing = [name for name in names if not is_there(name)]
+    files = [name for name in re.findall(FILE, text) if not name.startswith(PEERS)]
+    missing += [name for name in files if not any((f / name).exists() for f in (ROOT, ROOT / "megarl", page.parent))]
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    links = re.findall(r"\]\(([^)#:]+)\)", prose)
+    assert missing + [link for link in links if not (page.parent / link).exists()] == []
+
+
+def execute(page: str) -> dict[str, Any]:
+    """The names that a page's Python blocks make, executed in order, and its tests, which pass."""
+    names: dict[str, Any] = {}
+    for block in blocks(page):
+        exec(compile(block, f"docs/{page}", "exec"), names)
+    tests = [name for name in names if name.startswith("test_")]
     assert tests
     for name in tests:
-        room[name]()
-    rules = hyperparameters_of("topr", AlgorithmConfig(name="topr", entropy_coefficient=0.5))
-    assert rules == Hyperparameters(aggregation="sequence_sum", entropy_coefficient=0.5)
+        names[name]()
+    return names
+
+
+def test_the_example_of_a_new_algorithm() -> None:
+    """Its test passes, and a recipe that names it gets its loss."""
+    names = execute("algorithms.md")
+    hyperparameters = hyperparameters_of("topr", AlgorithmConfig(name="topr", entropy_coefficient=0.5))
+    assert hyperparameters == Hyperparameters(aggregation="sequence_sum", entropy_coefficient=0.5)
     ones_T = torch.ones(2)
-    row = room["SimpleNamespace"](
+    targets = names["SimpleNamespace"](
         loss_mask_T=ones_T > 0, loss_weight_T=ones_T, advantage_T=ones_T, engine_logp_T=ones_T, nll_weight_T=ones_T,
         sequence_T=ones_T.long(), reference_logp_T=None,
     )  # fmt: skip
-    loss, _ = table["topr"].loss(rules)(-ones_T, 4 * ones_T, -ones_T, row)
+    loss, _ = ALGORITHMS["topr"].loss(hyperparameters)(-ones_T, 4 * ones_T, -ones_T, targets)
     assert float(loss) == 2 * (1 - 0.5 * 4)
+
+
+def test_the_example_of_a_new_model_family(tmp_path: Path) -> None:
+    """Its test passes, its config.json is read, and a reshard from any rank of any layout finds every element."""
+    execute("models.md")
+    config = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "vocab_size": 64}
+    config |= {"architectures": ["BaichuanForCausalLM"], "intermediate_size": 32, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = model_shape(tmp_path)
+    assert (shape.attention, shape.num_kv_heads, shape.num_dense_layers) == ("w_pack", 4, 2)
+    for tp in (1, 2, 4):
+        engine = EngineLayout(count=1, tp=tp, ep=1)
+        targets = sglang_map.parts(shape, engine)
+        for layout in (TrainLayout(4, tp=4, pp=1, ep=1), TrainLayout(4, tp=1, pp=2, ep=1)):
+            found = account(megatron_map.parts(shape, layout), targets, 4, gpus_per_node=4, dtype="bfloat16")
+            wanted = [2 * sum(shard.area for shard in sglang_map.shards(shape, engine, rank)) for rank in range(tp)]
+            assert found.dest.tolist() == wanted + [0] * (4 - tp)
 
 
 def test_every_algorithm_and_rule_is_described() -> None:
@@ -74,7 +145,7 @@ def test_the_placements_that_are_shown_share_what_is_said(tmp_path: Path) -> Non
         overlay = tmp_path / "overlay.yaml"
         overlay.write_text(keys)
         given = ["train.tp=4", "train.pp=1", "algorithm.name=ppo", "critic.lr=1e-5", "placement.network=nodes"]
-        recipe = load_recipe(DOCS.parent / "recipes" / "quickstart.yaml", [str(overlay), *given])
+        recipe = load_recipe(ROOT / "recipes" / "quickstart.yaml", [str(overlay), *given])
         train, engine, beside = train_layout(recipe), engine_layout(recipe), auxiliary_slots(recipe, title[0] == "m")
         faults = slot_faults(recipe.placement.gpus, train, engine, beside) + node_faults(recipe, beside)
         assert faults == [], title
@@ -88,7 +159,7 @@ def test_the_examples_of_data_are_recipes(tmp_path: Path) -> None:
     for number, example in enumerate(blocks("data.md", "yaml")):
         overlay = tmp_path / f"{number}.yaml"
         overlay.write_text(example)
-        found.append(load_recipe(DOCS.parent / "recipes" / "quickstart.yaml", [str(overlay)]).data)
+        found.append(load_recipe(ROOT / "recipes" / "quickstart.yaml", [str(overlay)]).data)
     columns, weights = found
     assert columns.eval["math500"].prompt == "problem" and columns.eval["aime2024"].prompt is None
     assert [file.weight for file in weights.train] == [3.0, 1.0]
@@ -98,5 +169,5 @@ def test_the_example_of_trackers_is_a_recipe(tmp_path: Path) -> None:
     (page,) = blocks("tracking.md", "yaml")
     overlay = tmp_path / "overlay.yaml"
     overlay.write_text(page)
-    run = load_recipe(DOCS.parent / "recipes" / "quickstart.yaml", [str(overlay)]).run
+    run = load_recipe(ROOT / "recipes" / "quickstart.yaml", [str(overlay)]).run
     assert (run.trackers, run.project) == (("tensorboard", "wandb", "mlflow"), "math")

@@ -1,32 +1,30 @@
-"""The architecture, read from the source: which room may import which, and which door each library has."""
+"""The architecture, read from the source: which room may import which, and which rooms import an outside library.
+
+The floor plan is the table FLOORS of scripts/draw_architecture.py, from which docs/architecture.svg is drawn.
+"""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "megarl"
-SOURCES = sorted(PACKAGE.rglob("*.py"))
+from scripts.draw_architecture import (
+    FLOORS,
+    PACKAGE,
+    PICTURE,
+    drawing,
+    imports,
+    module_name,
+    own_imports,
+    own_modules,
+    room_of,
+    within,
+)
 
-# Lowest floor first: a room imports from lower floors.
-FLOORS = [
-    {"device", "printable", "spelling"},
-    {"types"},
-    {"algos", "config", "disk"},
-    {"cluster", "parallel", "tracking"},
-    {"resharding"},
-    {"checkpoints"},
-    {"rollout"},
-    {"preflight", "training"},
-    {"fleet"},
-    {"controller", "plan"},
-    {"commands", "doctor"},
-    {"cli"},
-]
+SOURCES = sorted(PACKAGE.rglob("*.py"))
 MOST_ALONE = 6  # modules that lie in no room
 NARROWED = {"resharding": {"megarl.parallel.layout", "megarl.types", "megarl.device"}}  # it takes tensors, not engines
 THIRD_PARTY_OF_ALGOS = {"torch"}
@@ -49,54 +47,10 @@ DOORS = {  # library -> the only places that import it
 STANDARD = {"__future__", "collections", "dataclasses", "typing", "math", "functools", "itertools"}
 
 
-def module_name(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-
-
-def imports(path: Path, *, lazy: bool = True) -> Iterator[str]:
-    """Dotted names that a file imports (`a.b.c` for `from a.b import c`); lazy: also those inside functions."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    nodes = ast.walk(tree) if lazy else (node for statement in tree.body for node in _at_top(statement))
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-def _at_top(node: ast.AST) -> Iterator[ast.AST]:
-    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        yield node
-        for child in ast.iter_child_nodes(node):
-            yield from _at_top(child)
-
-
-def room_of(module: str) -> str:
-    return (module.split(".") + [""])[1]
-
-
-def within(name: str, package: str) -> bool:
-    return name == package or name.startswith(f"{package}.")
-
-
 def floor_of(room: str) -> int:
+    """Floors from the top: an import goes to a larger number."""
     (floor,) = [number for number, rooms in enumerate(FLOORS) if room in rooms]
     return floor
-
-
-def own_modules() -> dict[str, Path]:
-    return {module_name(path): path for path in SOURCES}
-
-
-def own_imports(path: Path, *, lazy: bool = True) -> set[str]:
-    """The modules of megarl that a file imports."""
-    modules = own_modules()
-    found = set()
-    for name in imports(path, lazy=lazy):
-        if within(name, "megarl"):
-            found.add(name if name in modules else name.rpartition(".")[0])
-    return found
 
 
 def test_the_reader_sees_what_it_should(tmp_path: Path) -> None:
@@ -109,6 +63,10 @@ def test_the_reader_sees_what_it_should(tmp_path: Path) -> None:
 def test_every_room_is_on_a_floor() -> None:
     rooms = {room_of(module_name(path)) for path in SOURCES} - {""}
     assert rooms == set().union(*FLOORS)
+
+
+def test_the_picture_is_drawn_from_these_imports() -> None:
+    assert PICTURE.read_text(encoding="utf-8") == drawing(), "run python scripts/draw_architecture.py"
 
 
 def test_few_modules_lie_in_no_room() -> None:
@@ -125,7 +83,7 @@ def test_imports_go_down(path: Path) -> None:
         other = room_of(name)
         if other in {room, ""}:
             continue
-        down = floor_of(other) < floor_of(room)
+        down = floor_of(other) > floor_of(room)
         assert down and name in NARROWED.get(room, {name}), f"megarl.{room} imports {name}"
 
 
@@ -146,7 +104,8 @@ def test_algos_is_tensors_and_nouns_alone(path: Path) -> None:
 
 
 def test_there_is_no_import_cycle() -> None:
-    graph = {module: own_imports(path, lazy=False) - {module} for module, path in own_modules().items()}
+    """Not even through imports inside functions."""
+    graph = {module: own_imports(path) - {module} for module, path in own_modules().items()}
     done: set[str] = set()
 
     def visit(module: str, trail: tuple[str, ...]) -> None:
@@ -158,6 +117,15 @@ def test_there_is_no_import_cycle() -> None:
 
     for module in graph:
         visit(module, ())
+
+
+def test_no_two_classes_share_a_name() -> None:
+    found = defaultdict(list)
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(module_name(path))
+    assert {name: modules for name, modules in found.items() if len(modules) > 1} == {}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=module_name)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megarl.parallel.families import FAMILIES
 from megarl.parallel.hf_values import (
     end_tokens,
     integer,
@@ -22,28 +23,14 @@ from megarl.parallel.hf_values import (
     texts,
     truth,
 )
-from megarl.types import MlaShape, ModelShape, UserFault
+from megarl.types import ModelShape, UserFault
 
-DENSE = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM")
-QWEN3_MOE, DEEPSEEK_V3 = "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"  # Kimi-K2 names the latter too
-FAMILIES = (QWEN3_MOE, DEEPSEEK_V3, *DENSE)
 _MODEL, _CLASSIFIER = "ForCausalLM", "ForSequenceClassification"  # how transformers ends a family's class names
 _COMMON_INTEGERS = {  # ModelShape's field -> the key of config.json
     "num_layers": ("num_hidden_layers",),
     "hidden_size": ("hidden_size",),
     "num_heads": ("num_attention_heads",),
     "vocab_size": ("vocab_size",),
-}
-_EXPERT_INTEGERS = {  # transformers has several keys for the number of experts
-    "num_experts": ("num_experts", "n_routed_experts", "num_local_experts"),
-    "experts_per_token": ("num_experts_per_tok",),
-    "moe_ffn_size": ("moe_intermediate_size",),
-}
-_MLA_INTEGERS = {
-    "kv_lora_rank": ("kv_lora_rank",),
-    "nope_dim": ("qk_nope_head_dim",),
-    "rope_dim": ("qk_rope_head_dim",),
-    "v_dim": ("v_head_dim",),
 }
 _SUPPORTED: dict[str, Any] = {  # variants of any family that no weight map or model describes
     "hidden_act": "silu",
@@ -137,8 +124,9 @@ def _shape(path: str | Path, family: str) -> ModelShape:
     config = read_json(file)
     _refuse_variants(file, config)
     shape = _shape_of(file, config, family)
-    groups = optional_integer(file, config, "n_group") or 1 if family == DEEPSEEK_V3 else 1
-    top_groups = optional_integer(file, config, "topk_group") or groups if family == DEEPSEEK_V3 else 1
+    is_grouped = FAMILIES[family].has_grouped_router
+    groups = optional_integer(file, config, "n_group") or 1 if is_grouped else 1
+    top_groups = optional_integer(file, config, "topk_group") or groups if is_grouped else 1
     refuse_contradictions(file, shape, groups, top_groups)
     return shape
 
@@ -146,45 +134,8 @@ def _shape(path: str | Path, family: str) -> ModelShape:
 def _shape_of(file: Path, config: Mapping[str, Any], family: str) -> ModelShape:
     integers: dict[str, Any] = {field: integer(file, config, keys) for field, keys in _COMMON_INTEGERS.items()}
     tied = truth(file, config, "tie_word_embeddings")
-    if family == DEEPSEEK_V3:
-        return ModelShape(**integers, **_deepseek(file, config), tied=tied)
-    integers["num_kv_heads"] = integer(file, config, ("num_key_value_heads",), integers["num_heads"])
-    integers["head_dim"] = integer(file, config, ("head_dim",), _head_dim(integers))
-    if family == QWEN3_MOE:
-        experts: dict[str, Any] = {field: integer(file, config, keys) for field, keys in _EXPERT_INTEGERS.items()}
-        return ModelShape(**integers, **experts, tied=tied)
-    return ModelShape(
-        **integers,
-        num_dense_layers=integers["num_layers"],
-        ffn_size=integer(file, config, ("intermediate_size",)),
-        qk_norm=family == "Qwen3ForCausalLM",
-        qkv_bias=family == "Qwen2ForCausalLM",
-        tied=tied,
-    )
-
-
-def _head_dim(integers: Mapping[str, int]) -> int | None:
-    """Where config.json does not say it; None where the heads do not share out the hidden size."""
-    width, rest = divmod(integers["hidden_size"], integers["num_heads"])
-    return None if rest else width
-
-
-def _deepseek(file: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of ModelShape that only DeepSeek-V3's family has, or has otherwise."""
-    mla = {field: integer(file, config, keys) for field, keys in _MLA_INTEGERS.items()}
-    q_lora_rank = optional_integer(file, config, "q_lora_rank")
-    return {
-        "num_kv_heads": integer(file, config, ("num_attention_heads",)),
-        "head_dim": mla["v_dim"],
-        **{field: integer(file, config, keys) for field, keys in _EXPERT_INTEGERS.items()},
-        "num_dense_layers": integer(file, config, ("first_k_dense_replace",), 0, least=0),
-        "ffn_size": integer(file, config, ("intermediate_size",)),
-        "num_shared_experts": integer(file, config, ("n_shared_experts",), 0, least=0),
-        "router_bias": True,
-        "qk_norm": False,
-        "num_mtp_layers": integer(file, config, ("num_nextn_predict_layers",), 0, least=0),
-        "mla": MlaShape(q_lora_rank=q_lora_rank, **mla),
-    }
+    row = FAMILIES[family]
+    return ModelShape(**integers, **row.fields(file, config, integers), **row.constants, tied=tied)
 
 
 def _refuse_variants(file: Path, config: Mapping[str, Any]) -> None:
@@ -231,9 +182,9 @@ def _refuse_routing(file: Path, config: Mapping[str, Any], family: str) -> None:
     if groups > 1 and chosen // top_groups != 2:
         problem = f"num_experts_per_tok / topk_group is {chosen} / {top_groups}"
         raise UserFault(str(file), problem, "use a checkpoint where it is 2, as in DeepSeek-V3, or where n_group is 1")
-    if family not in DENSE and chosen == 1:
+    if FAMILIES[family].has_experts and chosen == 1:
         raise UserFault(str(file), "num_experts_per_tok is 1", "use a checkpoint where it is 2 or more")
-    if family == DEEPSEEK_V3 and not config.get("norm_topk_prob", True):
+    if FAMILIES[family].has_grouped_router and not config.get("norm_topk_prob", True):
         raise UserFault(str(file), "norm_topk_prob is false", "use a checkpoint where it is true")
 
 
@@ -248,7 +199,7 @@ def _refuse_yarn(file: Path, rope: Mapping[str, Any]) -> None:
 
 def _yarn(file: Path, rope: Mapping[str, Any], family: str) -> Yarn | None:
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type == "yarn" and family == DEEPSEEK_V3:
+    if rope_type == "yarn" and FAMILIES[family].has_yarn:
         _refuse_yarn(file, rope)
         return Yarn(
             factor=number(file, rope, "factor", 0.0, least=1.0, most=1e6),

@@ -13,7 +13,7 @@ TransformerEngine's modules fuse a norm into the linear layer behind it, and num
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megarl.parallel.layout import TrainLayout
@@ -118,8 +118,7 @@ def _dense(shape: ModelShape, layout: TrainLayout, names: Names, stage: int, tp_
         param = _chunk_prefix(layout, 0) + "embedding.word_embeddings.weight"
         yield _vocab_rows(shape, layout, tp_rank, EMBEDDING, param)
     for place in _places(shape, layout, stage):
-        attention = _latent_attention if shape.mla else _attention
-        yield from attention(shape, layout, names, place, tp_rank)
+        yield from ATTENTION[shape.attention_map](shape, layout, names, place, tp_rank)
         yield from _dense_mlp(shape, layout, names, place, tp_rank)
     norm_chunk, norm_stage = divmod(_final_norm_stage(shape, layout), layout.pp)
     if stage == norm_stage:
@@ -214,6 +213,13 @@ def _queries(mla: MlaShape, names: Names, name: str, param: str, rows: Range, hi
     yield Shard(name + "q_a_proj.weight", (0, rank), hidden, param + "linear_q_down_proj.weight")
     yield _vector(name + "q_a_layernorm.weight", rank, names.norm(param + "q_layernorm", param + "linear_q_up_proj"))
     yield Shard(name + "q_b_proj.weight", rows, (0, rank), param + "linear_q_up_proj.weight")
+
+
+# What a TP rank holds of a layer's attention, by ModelShape.attention_map.
+ATTENTION: dict[str, Callable[[ModelShape, TrainLayout, Names, Place, int], Shards]] = {
+    "grouped_query": _attention,
+    "latent": _latent_attention,
+}
 
 
 def _dense_mlp(shape: ModelShape, layout: TrainLayout, names: Names, place: Place, tp_rank: int) -> Shards:

@@ -19,7 +19,7 @@ The engine does not load the multi-token prediction layers: they are a draft mod
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -80,8 +80,7 @@ def _placed(shape: ModelShape, engine: EngineLayout) -> Placed:
     for layer in range(shape.num_layers):
         prefix = f"model.layers.{layer}."
         yield from _norm(prefix + "input_layernorm.weight", shape.hidden_size)
-        attention = _latent_attention if shape.mla else _attention
-        yield from attention(shape, engine, prefix + "self_attn.")
+        yield from ATTENTION[shape.attention_map](shape, engine, prefix + "self_attn.")
         yield from _norm(prefix + "post_attention_layernorm.weight", shape.hidden_size)
         if shape.is_dense(layer):
             yield from _mlp(prefix + "mlp.", engine, shape.hidden_size, shape.ffn_size)
@@ -187,6 +186,13 @@ def _down_projections(engine: EngineLayout, prefix: str, mla: MlaShape, hidden: 
     fused = prefix + "fused_qkv_a_proj_with_mqa.weight"
     yield from _weight(engine, prefix + "q_a_proj.weight", (0, mla.q_lora_rank), hidden, fused)
     yield from _weight(engine, kv_name, kv_rows, hidden, fused, mla.q_lora_rank)
+
+
+# What the ranks of an engine hold of a layer's attention, by ModelShape.attention_map.
+ATTENTION: dict[str, Callable[[ModelShape, EngineLayout, str], Placed]] = {
+    "grouped_query": _attention,
+    "latent": _latent_attention,
+}
 
 
 def _mlp(prefix: str, engine: EngineLayout, hidden_size: int, width: int) -> Placed:

@@ -6,10 +6,10 @@ LlamaForCausalLM. The multi-token prediction layers follow the decoder's layers 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from megarl.resharding.shards import EMBEDDING, LM_HEAD, STACK, Size
-from megarl.types import MlaShape, ModelShape
+from megarl.types import ModelShape
 
 FINAL_NORM = "model.norm.weight"
 SCORE = "score.weight"  # of a model for sequence classification
@@ -78,7 +78,7 @@ def _layer(shape: ModelShape, layer: int) -> Named:
     yield prefix + "input_layernorm.weight", _vector(hidden)
     yield prefix + "post_attention_layernorm.weight", _vector(hidden)
     attention = prefix + "self_attn."
-    yield from _latent_attention(shape, shape.mla, attention) if shape.mla else _attention(shape, attention)
+    yield from ATTENTION[shape.attention_map](shape, attention)
     if shape.is_dense(layer):
         yield from _mlp(prefix + "mlp.", hidden, shape.ffn_size)
         return
@@ -104,8 +104,9 @@ def _attention(shape: ModelShape, prefix: str) -> Named:
         yield prefix + "k_norm.weight", _vector(shape.head_dim)
 
 
-def _latent_attention(shape: ModelShape, mla: MlaShape, prefix: str) -> Named:
-    heads, hidden = shape.num_heads, shape.hidden_size
+def _latent_attention(shape: ModelShape, prefix: str) -> Named:
+    mla, heads, hidden = shape.mla, shape.num_heads, shape.hidden_size
+    assert mla is not None
     q_rows = heads * (mla.nope_dim + mla.rope_dim)
     if mla.q_lora_rank:
         yield prefix + "q_a_proj.weight", (1, mla.q_lora_rank, hidden)
@@ -117,6 +118,13 @@ def _latent_attention(shape: ModelShape, mla: MlaShape, prefix: str) -> Named:
     yield prefix + "kv_a_layernorm.weight", _vector(mla.kv_lora_rank)
     yield prefix + "kv_b_proj.weight", (1, heads * (mla.nope_dim + mla.v_dim), mla.kv_lora_rank)
     yield prefix + "o_proj.weight", (1, hidden, heads * mla.v_dim)
+
+
+# The tensors of a layer's attention, by ModelShape.attention_map.
+ATTENTION: dict[str, Callable[[ModelShape, str], Named]] = {
+    "grouped_query": _attention,
+    "latent": _latent_attention,
+}
 
 
 def _mlp(prefix: str, hidden: int, width: int) -> Named:

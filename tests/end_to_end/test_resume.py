@@ -52,8 +52,8 @@ def _convert(folder: Path) -> None:
 
 
 def _try_the_readme(folder: Path) -> None:
-    """README's example, in a process that knows nothing of megarl: transformers loads the model and generates."""
-    (program,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    """The example of docs/running.md in a process without megarl: transformers loads the model and generates."""
+    (program,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/running.md").read_text(), re.DOTALL | re.MULTILINE)
     assert program.count('"OUT"') == 2
     command = [sys.executable, "-c", program.replace('"OUT"', '"hf"')]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})

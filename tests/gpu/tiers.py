@@ -38,7 +38,7 @@ TIERS: dict[int, tuple[str, ...]] = {
         "tests/rollout/sglang/test_nodes.py",
         "tests/cluster/test_topology.py",
         "tests/checkpoints/test_hf_export.py",
-        "tests/scripts/test_bench_train.py",
+        "tests/scripts/bench/test_train.py",
         "tests/end_to_end/test_run.py",
         "tests/end_to_end/test_roles.py",
         "tests/end_to_end/test_slurm.py",

@@ -11,9 +11,9 @@ import pytest
 
 from megarl.parallel.layout import TrainLayout
 from megarl.training.batching import SampleRef, Update
-from scripts.bench_controller import TOKEN_BYTES, node_bytes
+from scripts.bench.controller import TOKEN_BYTES, node_bytes
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_controller.py"
+SCRIPT = Path(__file__).parents[3] / "scripts" / "bench" / "controller.py"
 
 
 def test_bytes_of_nodes_by_hand() -> None:

@@ -1,6 +1,6 @@
 """Time megarl's resharding beside gathering everything and beside megatron-core's own, on gloo, and count the bytes.
 
-See docs/reshard_bench.md.
+See docs/bench/reshard.md.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ import os
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1])]
-
-from reshard_bench import wire  # noqa: E402
+sys.path[:0] = [str(Path(__file__).parents[2])]
 
 from megarl.types import UserFault  # noqa: E402
+from scripts.bench.resharding import wire  # noqa: E402
 
 TARGETS = ("tp", "ep")
 QUIET = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -44,9 +43,9 @@ def main() -> None:
             raise UserFault("--throttle", "this machine permits no network namespace", "run as root, or without it")
         wire.throttle(args.throttle)
     os.environ.update(QUIET)
-    from reshard_bench import compare, report
-    from reshard_bench.case import make_case
-    from reshard_bench.ours import cost
+    from scripts.bench.resharding import compare, report
+    from scripts.bench.resharding.case import make_case
+    from scripts.bench.resharding.ours import cost
 
     targets = [args.target] if args.target else TARGETS[:1] if args.json else TARGETS
     for target in targets:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench_batching import LIMIT, differencing, slime, verl
+from scripts.bench.batching import LIMIT, differencing, slime, verl
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_batching.py"
+SCRIPT = Path(__file__).parents[3] / "scripts" / "bench" / "batching.py"
 
 
 def test_differencing_on_the_textbook_example() -> None:

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SET = "eval/arith/accuracy"
 LAYOUTS = {
     "TP2 PP2 EP2 into one TP2 engine": (4, ["train.tp=2", "train.pp=2", "train.ep=2"]),

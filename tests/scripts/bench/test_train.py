@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_train.py"
+SCRIPT = Path(__file__).parents[3] / "scripts" / "bench" / "train.py"
 SMALL = ["--json", "--steps", "2", "--samples", "6", "--longest", "64", "--layers", "2"]
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from megarl.types import Hyperparameters
-from scripts.algos_loops import padded_gae, plain_gae, plain_loss
-from scripts.bench_algos import PER_GROUP, TOLERANCE, cases, drawn, evenly, measure, measure_groups
+from scripts.bench.algos import PER_GROUP, TOLERANCE, cases, drawn, evenly, measure, measure_groups
+from scripts.bench.algos_loops import padded_gae, plain_gae, plain_loss
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_algos.py"
+SCRIPT = Path(__file__).parents[3] / "scripts" / "bench" / "algos.py"
 BATCH = drawn(64, 300, 0)
 CASES = cases(BATCH)
 

@@ -1,7 +1,7 @@
 """How even and how full micro-batches are: megarl's planner against the published rules of verl and slime.
 
 All plan the same samples, in the same order, for the same ranks and token budget, and are measured by the FLOPs of one
-model. docs/batching_bench.md says what the rules are and what the columns mean.
+model. docs/bench/batching.md says what the rules are and what the columns mean.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from megarl.training.batching import SampleRef, plan_updates
 from megarl.training.flops import train_work

@@ -1,4 +1,4 @@
-"""The planner on DeepSeek-V3 and 512 GPUs, as scripts/bench_plan.py measures it."""
+"""The planner on DeepSeek-V3 and 512 GPUs, as scripts/bench/plan.py measures it."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_plan.py"
+SCRIPT = Path(__file__).parents[3] / "scripts" / "bench" / "plan.py"
 
 
 @pytest.mark.slow
 def test_deepseek_v3_on_512_gpus() -> None:
-    """Bytes are exact; seconds have room for a machine that does other things too (bench_plan.py: about 1 and 4 s)."""
+    """Bytes are exact. A rank's plan takes less time than the traffic of all 512, on a machine of any speed."""
     done = subprocess.run([sys.executable, SCRIPT, "--json"], capture_output=True, text=True, timeout=300, check=True)
     rows = json.loads(done.stdout)
     assert len(rows) == 4
     for name, row in rows.items():
-        assert row["plan_s"] < 5, name
+        assert row["plan_s"] < row["account_s"], name
         assert row["plan_bytes"] < 200e6, name
-        assert row["account_s"] < 60, name
         assert row["wire_over_minimum"] == 1, name
         assert row["fabric_over_minimum"] == 1, name
         assert row["fabric_out_bytes_max"] < 1.25 * row["fabric_in_bytes_mean"], name  # what goes in comes out

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 import torch
@@ -99,7 +99,7 @@ def work(rank: int, meet: Address, recipe: Recipe, sequences: Sequence[TrainSequ
     from megarl.parallel.pipeline import Norms
     from megarl.parallel.sequences import pack
     from megarl.training.policy import PolicyRank, UpdateShare
-    from scripts.train_bench.bare import Bare
+    from scripts.bench.train_bare import Bare
 
     trainer = PolicyRank(rank, recipe, meet)
     layout, shape = trainer.layout, trainer.shape

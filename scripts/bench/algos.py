@@ -1,7 +1,7 @@
 """Advantages and losses of one big batch: megarl's, on packed tokens, against loops over samples and padded batches.
 
 All see the same numbers in one run, and what they make of them is compared before any time is told.
-docs/algos_bench.md says what the rows and columns mean.
+docs/bench/algos.md says what the rows and columns mean.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from megarl.algos import ALGORITHMS
 from megarl.algos.advantages import centred, gae, group_normalised, leave_one_out
 from megarl.algos.losses import kl_T, policy_loss
 from megarl.training import credit
 from megarl.types import Hyperparameters, TrainSequence
-from scripts.algos_loops import (
+from scripts.bench.algos_loops import (
     GAMMA,
     LAMBDA,
     Pieces,

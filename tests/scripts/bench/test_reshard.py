@@ -15,10 +15,10 @@ import pytest
 from megarl.device import listening_socket
 from megarl.resharding import megatron_map, sglang_map
 from megarl.resharding.shards import box_area, intersect_boxes
-from scripts.reshard_bench import wire
-from scripts.reshard_bench.case import Case, forget, is_exact, make_case, values
+from scripts.bench.resharding import wire
+from scripts.bench.resharding.case import Case, forget, is_exact, make_case, values
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+SCRIPTS = Path(__file__).parents[3] / "scripts" / "bench"
 ITEM_BYTES = 2
 SMALL = ["--layers", "2", "--hidden", "128", "--repeats", "2"]
 METHODS = {"megarl", "gather", "megatron_core"}
@@ -71,7 +71,7 @@ def test_every_weight_says_where_it_belongs() -> None:
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPTS / "bench_reshard.py"), *arguments]
+    command = [sys.executable, str(SCRIPTS / "reshard.py"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=240, env={**os.environ, **environment})
 
 

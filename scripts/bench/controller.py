@@ -3,7 +3,7 @@
 Ray, the calls and their arguments are those of a run: 8,192 samples of 512 groups, 16 updates, a rank's share of which
 is dealt by megarl.training.batching. Ranks are simulated: a few processes stand for all of them, each for many, through
 calls of their own, so that calls, arguments, references and results are those of so many ranks; what is missing is so
-many processes, their memory and the network between them. docs/controller_bench.md says what is compared.
+many processes, their memory and the network between them. docs/bench/controller.md says what is compared.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from megarl.cluster.actor import Ref, Worker
 from megarl.cluster.session import Cluster
@@ -35,14 +35,11 @@ from megarl.fleet.rank_groups import AuxiliaryRanks, RolloutBatch, TrainingRanks
 from megarl.parallel.layout import TrainLayout
 from megarl.rollout.sglang.arguments import Sampling
 from megarl.training.batching import SampleRef, Update
-from megarl.types import ModelShape, Prompt
-from scripts.controller_bench.answers import PROMPT_TOKENS
+from megarl.types import Prompt
+from scripts.bench.batching import QWEN3_30B
+from scripts.bench.controller_answers import PROMPT_TOKENS
 
-ROOT = Path(__file__).parents[1]
-QWEN3_30B = ModelShape(
-    num_layers=48, hidden_size=2048, num_heads=32, num_kv_heads=4, head_dim=128, vocab_size=151936, num_experts=128,
-    experts_per_token=8, moe_ffn_size=768,
-)  # fmt: skip
+ROOT = Path(__file__).parents[2]
 LAYOUTS = {
     8: (TrainLayout(8, tp=2, pp=2, ep=2), 4),
     16: (TrainLayout(16, tp=2, pp=2, ep=2), 4),
@@ -337,7 +334,7 @@ def main() -> None:
     found = {}
     with Cluster(args.hosts) as cluster:
         hosts = [cluster.worker(f"process {index}", index) for index in range(args.hosts)]
-        target = "scripts.controller_bench.answers:Answers"
+        target = "scripts.bench.controller_answers:Answers"
         cluster.gather({host.start(target, lengths): host.name for host in hosts})
         for ranks in args.ranks:
             found[str(ranks)] = measure(Step(cluster, hosts, ranks, recipe), prompts, args.updates, args.everything)

@@ -1,0 +1,1 @@
+"""Helper modules of `scripts/bench/reshard.py`."""

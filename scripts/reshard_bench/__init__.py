@@ -1,1 +1,0 @@
-"""Helper modules of `scripts/bench_reshard.py`."""
