@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.cluster.topology import SYSFS, device_placement_faults, nearest_nics, seat_of
+from megarl.cluster.topology import SYSFS, nearest_nics, placement_among, placement_faults
 from megarl.doctor.facts import Nic
 
 _RATE = re.compile(r"([\d.]+)\s*Gb/sec")
@@ -29,8 +29,8 @@ def gpu_nics(gpus: Sequence[str], root: Path = SYSFS) -> dict[str, str]:
 def nic_faults(gpus: Sequence[str], address: str, root: Path = SYSFS) -> list[str]:
     """Cards that several GPUs share or that lie on the other socket, in the words of a run's own check."""
     there = [gpu for gpu in gpus if (root / "bus/pci/devices" / gpu).exists()]
-    device_placements = [seat_of(slot, there, address, root) for slot in range(len(there))]
-    return [fault.problem for fault in device_placement_faults(device_placements)]
+    placements = [placement_among(slot, there, address, root) for slot in range(len(there))]
+    return [fault.problem for fault in placement_faults(placements)]
 
 
 def _port(name: str, port: Path) -> Nic:

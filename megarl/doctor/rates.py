@@ -76,7 +76,7 @@ class RateRank:
         column = [*range(self._rank % self._node_ranks, self._num_ranks, self._node_ranks)]
         return RankRates(
             node=node,
-            device_name=device.name(),
+            device_name=device.gpu_name(),
             memory_bytes=self._memory_bytes(),
             matmul_flops=2 * sizes.width**3 / self._seconds(self._matmul()),
             copy_bytes_per_s=2 * sizes.copy_bytes / self._seconds(self._copy()),
@@ -94,10 +94,10 @@ class RateRank:
             return None
         message = self._empty(4)
         self._wait()
-        taken = device.taken_bytes()
+        taken = device.used_gpu_bytes()
         dist.all_reduce(message, group=self._node_group if has_peers else None)
         self._wait()
-        return max(0, device.taken_bytes() - taken)
+        return max(0, device.used_gpu_bytes() - taken)
 
     def _memory_bytes(self) -> int:
         """Of the GPU; on CPU this rank's part of the host's."""

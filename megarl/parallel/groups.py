@@ -48,14 +48,14 @@ def connect() -> int:
     NCCL opens one at its first message, which could be when the memory it takes is lent. Groups come in the order in
     which all ranks made them. Single messages, as virtual stages send them, have one communicator for each pair.
     """
-    taken = device.taken_bytes()
+    taken = device.used_gpu_bytes()
     opened: list[Any] = [one for one in parallel_state._global_process_group_list or [] if _size(one) > 1]
     for group in opened:
         dist.all_reduce(torch.zeros(1, device=device.DEVICE), group=group)
     if parallel_state.get_virtual_pipeline_model_parallel_world_size():
         for group in (pp_group(), dist.group.WORLD) if _size(pp_group()) == 2 else (pp_group(),):
             _pass_round(group)
-    return (device.taken_bytes() - taken) // max(1, len(opened))
+    return (device.used_gpu_bytes() - taken) // max(1, len(opened))
 
 
 def _size(group: Any) -> int:

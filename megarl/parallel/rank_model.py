@@ -127,7 +127,7 @@ class RankModel:
                 optimizer.move_optimizer(self.optimizer, self.chunks, "cpu")
         if not self._is_published:
             self._put_away = host_offload.put_away(self.params())
-        device.free_unused()  # when all of it has moved: the engine resumes in what is free
+        device.empty_cache()  # when all of it has moved: the engine resumes in what is free
 
     def onload(self) -> None:
         """Undo offload; gradients come back as zeros."""

@@ -44,7 +44,7 @@ def explore(trainer: Any) -> dict[str, Any]:
     storages = [buffer.grad_data.untyped_storage() for buffer in _buffers(trainer)]
     full_bytes = [storage.nbytes() for storage in storages]
     facts["held_when_given_back"] = []
-    device.free_unused = lambda: facts["held_when_given_back"].append(sum(storage.nbytes() for storage in storages))
+    device.empty_cache = lambda: facts["held_when_given_back"].append(sum(storage.nbytes() for storage in storages))
     trainer.offload()
     facts["offloaded_bytes"] = [storage.nbytes() for storage in storages]
     facts["logprobs_offloaded"] = trainer.logprobs(batches)

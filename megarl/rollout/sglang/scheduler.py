@@ -15,7 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from megarl.device import DEVICE, agree_on_nccl, use_loopback
+from megarl.device import DEVICE, use_loopback, use_sglang_nccl_settings
 from megarl.rollout.rounds import Rounds
 from megarl.rollout.sglang import cpu, cpu_attention, deterministic
 from megarl.rollout.sglang.arguments import NodeSpan
@@ -33,7 +33,7 @@ def set_environment() -> None:
     os.environ["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"  # a /dev/shm file that a SIGKILL leaves
     os.environ["SGLANG_NUMA_BIND_V2"] = "0"  # a script in /tmp that everyone may write is run; it binds itself instead
     os.environ["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"  # training takes unequal parts of an engine's GPUs
-    agree_on_nccl()
+    use_sglang_nccl_settings()
     if DEVICE == "cpu":
         cpu.set_environment()
 

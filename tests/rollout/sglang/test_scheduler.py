@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megarl.device import agree_on_nccl
+from megarl.device import use_sglang_nccl_settings
 from megarl.rollout.sglang.scheduler import _keep_room, handed_on, set_environment
 
 NCCL = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
@@ -41,7 +41,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_training_ranks_and_engines_give_nccl_the_same_settings() -> None:
-    agree_on_nccl()
+    use_sglang_nccl_settings()
     ranks = [os.environ[name] for name in NCCL]
     for name in NCCL:
         del os.environ[name]
@@ -51,7 +51,7 @@ def test_training_ranks_and_engines_give_nccl_the_same_settings() -> None:
 
 def test_the_users_settings_of_nccl_hold() -> None:
     os.environ["NCCL_NVLS_ENABLE"] = "1"
-    agree_on_nccl()
+    use_sglang_nccl_settings()
     set_environment()
     assert [os.environ[name] for name in NCCL] == ["0", "1"]
 
