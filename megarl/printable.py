@@ -34,6 +34,11 @@ def one_line(text: object) -> str:
     return printable(text, kept="")
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's text, or the name of its type where it has no text."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def show(text: object, file: IO[str] | None = None) -> None:
     """Print an escaped text to a stream, by default standard output."""
     print(printable(text), file=file or sys.stdout, flush=True)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from megarl.cluster.session_folder import SessionFolder, remove_dead
 from megarl.device import DEVICE
-from megarl.rollout.rounds import Standstill, make_file
+from megarl.rollout.rounds import Standstill, make_counter_file
 from megarl.rollout.sglang import cpu, scheduler
 from megarl.rollout.sglang.arguments import EngineSettings
 from megarl.types import Silence
@@ -58,7 +58,7 @@ class Host:
         self._entry = scheduler.SchedulerEntry(
             self._folder.path, settings.seeded, settings.span, settings.first_rank, settings.reserve_bytes
         )
-        make_file(self._entry.rounds_path, settings.tp)
+        make_counter_file(self._entry.rounds_path, settings.tp)
         self._standstill = Standstill(self._entry.rounds_path, settings.timeout_s)
         self._relay: Any = None
         if settings.span and settings.dp > 1:
