@@ -72,7 +72,7 @@ class Engines:
             return
         for node in range(1, span.nodes):
             name, at = f"{worker.name}, node {node}", slot + node * recipe.placement.gpus_per_node
-            part, own = self._cluster.worker(name, at), replace(span, node=node, door=span.door.for_guests)
+            part, own = self._cluster.worker(name, at), replace(span, node=node, endpoint=span.endpoint.without_secret)
             self._started[part.start("megarl.rollout.episodes:EnginePart", recipe, index, own)] = name
             part.watch("fail")
             self._parts.append(part)

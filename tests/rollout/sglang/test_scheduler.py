@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megarl.device import use_sglang_nccl_settings
-from megarl.rollout.sglang.scheduler import _keep_room, handed_on, set_environment
+from megarl.rollout.sglang.scheduler import _reserve_memory, inherited_environment, set_environment
 
 NCCL = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
 SGLANG_SETS = """
@@ -87,7 +87,7 @@ def test_room_is_held_until_sglang_has_sized_its_cache(environment: pytest.Monke
     environment.setattr(torch, "empty", Room)
     environment.setattr(torch.cuda, "empty_cache", lambda: events.append("given back"))
     sglang = SimpleNamespace(Scheduler=Scheduler)
-    _keep_room(sglang, 3, 100)
+    _reserve_memory(sglang, 3, 100)
     sglang.Scheduler(7)
     assert events == ["100 bytes on cuda:3", "cache 7", "given up", "given back"]
 
@@ -110,4 +110,4 @@ def test_sglang_still_reads_that_variable() -> None:
 
 def test_the_memory_savers_library_is_looked_up_where_it_was_loaded() -> None:
     here = {"LD_PRELOAD": "", "HOME": "/home/me", "NCCL_DEBUG": "WARN"}
-    assert handed_on(here) == {"HOME": "/home/me", "NCCL_DEBUG": "WARN"}
+    assert inherited_environment(here) == {"HOME": "/home/me", "NCCL_DEBUG": "WARN"}
