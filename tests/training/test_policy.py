@@ -195,7 +195,7 @@ def drift(trainer: Any) -> dict[str, Any]:
     before, places = trainer.logprobs(batches), {name: one.data_ptr() for name, one in trainer.params().items()}
     kls = [metrics.get("reference_kl") for (metrics,) in (trainer.train("grpo", *_step(1)) for _ in range(3))]
     weights = {name: param.clone() for name, param in trainer.params().items()}
-    with host_offload.in_place_of(trainer.params(), trainer._reference):
+    with host_offload.swapped_in(trainer.params(), trainer._reference):
         during = trainer.logprobs(batches)
     return {
         "still": still,
