@@ -29,7 +29,7 @@ from megarl.parallel.routing import Choices, choices_of_engine
 from megarl.parallel.sequences import PackedRow, dealt, pack, unpack
 from megarl.resharding import megatron_map
 from megarl.resharding.member import Member
-from megarl.resharding.memory_handles import SourceHandles, publish
+from megarl.resharding.memory_handles import SourceHandles, share_params
 from megarl.resharding.session import Session
 from megarl.training import credit
 from megarl.training.batching import Key, Piece, SampleRef, Update, pieces_of, train_sequences
@@ -322,7 +322,7 @@ class PolicyRank:
 
     def publish(self) -> PublishedRank:
         """Let another process of this GPU map the parameters; they stay where they are for this one."""
-        return PublishedRank(publish(self.params()), model.TRANSFORMER_ENGINE)
+        return PublishedRank(share_params(self.params()), model.TRANSFORMER_ENGINE)
 
     def reshard(self, session: Session, version: int, attempt: int) -> None:
         """Take part in an exchange for a GPU without an engine: this rank only sends. attempt: never the same twice."""

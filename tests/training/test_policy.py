@@ -34,7 +34,7 @@ def small_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def explore(trainer: Any) -> dict[str, Any]:
     from megarl import device
     from megarl.resharding import megatron_map
-    from megarl.resharding.memory_handles import attach
+    from megarl.resharding.memory_handles import map_params
     from megarl.resharding.shards import verify_params
 
     verify_params(megatron_map.shards(trainer.shape, trainer.layout, trainer.rank), trainer.params())
@@ -52,7 +52,7 @@ def explore(trainer: Any) -> dict[str, Any]:
     facts["is_restored"] = [storage.nbytes() for storage in storages] == full_bytes
     facts["gradients_after_onload"] = max(float(buffer.grad_data.abs().max()) for buffer in _buffers(trainer))
 
-    mapped = attach(trainer.publish().source)
+    mapped = map_params(trainer.publish().source)
     before = {name: tensor.clone() for name, tensor in mapped.items()}
     facts["first"] = trainer.train_step(part(batches, 50.0), 1e-2, weighted_loss)
     facts["unchanged"] = [name for name, tensor in mapped.items() if torch.equal(tensor, before[name])]

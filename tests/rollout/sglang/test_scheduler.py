@@ -19,7 +19,7 @@ NCCL = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
 SGLANG_SETS = """
 import os
 from types import SimpleNamespace
-from megarl.rollout import cpu, scheduler
+from megarl.rollout.sglang import cpu, scheduler
 cpu.prepare()
 with cpu.quiet_import():
     from sglang.srt.entrypoints import engine
