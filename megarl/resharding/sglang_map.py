@@ -35,7 +35,7 @@ from megarl.resharding.shards import (
     intersect,
     share,
     tile_range,
-)  # fmt: skip
+)
 from megarl.types import MlaShape, ModelShape
 
 ONE_ITEM = (0, 1)
