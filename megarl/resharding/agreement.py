@@ -81,5 +81,5 @@ class Agreement:
         except RuntimeError as error:
             members = range(self._num_members)
             missing = [member for member in members if not self._store.check([f"{stage}/{member}"])]
-            raise RuntimeError(f"reshard: members {missing} did not come within {self._timeout_s} s") from error
+            raise RuntimeError(f"reshard: members {missing} did not arrive within {self._timeout_s} s") from error
         return json.loads(self._store.get(key))

@@ -26,7 +26,7 @@ from megarl.resharding.execute import Executor, Params
 from megarl.resharding.memory_handles import map_params
 from megarl.resharding.plan import DIGEST_BITS, MemberPlan, Streams, plan_streams
 from megarl.resharding.session import Session
-from megarl.resharding.shards import FAULTS_SHOWN, LayoutError, Part, Shard, cells, verify_params
+from megarl.resharding.shards import LayoutError, Part, Shard, cells, first_of, verify_params
 from megarl.resharding.transport import Ask, close_group, make_group
 from megarl.resharding.verify import Verifier, VerifyError
 
@@ -242,7 +242,7 @@ def conclude(new_group: str, verdicts: Sequence[Verdict]) -> Verdict:
                 first = verdicts[0]["inputs"][name]
                 raise RuntimeError(f"reshard: {name} is {first} for member 0 and {value} for member {member}")
     if sum(int(verdict["digest"]) for verdict in verdicts) % 2**DIGEST_BITS:
-        raise RuntimeError("reshard: what the members would send is not what they would receive")
+        raise RuntimeError("reshard: the members' plans do not match: sends differ from receives")
     groups = {verdict["group"] for verdict in verdicts}
     return {
         "rounds": [max(numbers) for numbers in zip(*(verdict["rounds"] for verdict in verdicts), strict=True)],
@@ -292,7 +292,7 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
         if member.session.verify == "off":
             return
         if faults := engine_model.constant_faults(model) + engine_model.derived_faults(model):
-            raise VerifyError("; ".join(faults[:FAULTS_SHOWN]))
+            raise VerifyError(first_of(faults))
 
     member.run(
         message["version"],

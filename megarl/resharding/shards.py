@@ -23,7 +23,7 @@ FP8 = "float8_e4m3fn"  # torch's name of the type of weights in tiles
 STACK = "{}"  # in a name: the placeholder of the item's number
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 VOCAB_TENSORS = frozenset({EMBEDDING, LM_HEAD})  # their parameters may end in padding rows
-FAULTS_SHOWN = 3  # in a message, because every layer repeats the same fault
+_FAULTS_SHOWN = 3
 
 
 class LayoutError(RuntimeError):
@@ -185,8 +185,13 @@ def verify_params(shards: Sequence[Shard], params: Mapping[str, torch.Tensor]) -
     for name in table.keys() & params.keys():
         wrong += _param_faults(name, table[name], params[name], filled[name], name in padded)
     if wrong:
-        more = f"; and {len(wrong) - FAULTS_SHOWN} more" if len(wrong) > FAULTS_SHOWN else ""
-        raise LayoutError("weight map and model differ: " + "; ".join(sorted(wrong)[:FAULTS_SHOWN]) + more)
+        raise LayoutError(f"weight map and model differ: {first_of(sorted(wrong))}")
+
+
+def first_of(faults: Sequence[str]) -> str:
+    """The first faults for an error message, and how many more there are: every layer repeats the same fault."""
+    more = f"; and {len(faults) - _FAULTS_SHOWN} more" if len(faults) > _FAULTS_SHOWN else ""
+    return "; ".join(faults[:_FAULTS_SHOWN]) + more
 
 
 def _param_faults(name: str, mapped: Size, param: torch.Tensor, boxes: list[Box], padded: bool) -> list[str]:

@@ -40,10 +40,6 @@ class Traffic:
     def wire_out(self) -> IntArray:
         return self.node_out + self.fabric_out
 
-    def fabric_into_nodes(self, gpus_per_node: int) -> IntArray:
-        """Bytes [num_nodes] that enter each node; compare them with minimum_fabric."""
-        return np.add.reduceat(self.fabric_in, range(0, len(self.fabric_in), gpus_per_node))
-
 
 def count_traffic(
     sources: Sequence[Part], targets: Sequence[Part], num_members: int, *, gpus_per_node: int, dtype: str

@@ -18,7 +18,7 @@ from megarl.device import DEVICE
 from megarl.parallel.layout import FP8_TILE, EngineLayout
 from megarl.resharding.execute import Params, Piece, fill, source_views, target_views
 from megarl.resharding.plan import Copy, Streams
-from megarl.resharding.shards import FAULTS_SHOWN, FP8, Box
+from megarl.resharding.shards import FP8, Box, first_of
 from megarl.resharding.transport import Ask, batch, settle, wait
 
 VerifyMode = Literal["off", "checksum", "full"]
@@ -50,8 +50,7 @@ class Verifier:
         wrong = [*self._compare_local(), *(self._compare_sums() if mode == "checksum" else self._compare_bytes())]
         settle(self.timeout_s)
         if wrong:
-            more = f"; and {len(wrong) - FAULTS_SHOWN} more" if len(wrong) > FAULTS_SHOWN else ""
-            raise VerifyError("; ".join(wrong[:FAULTS_SHOWN]) + more)
+            raise VerifyError(first_of(wrong))
 
     def _flows(self, sent: bool) -> dict[int, list[Copy]]:
         """By peer, all whole copies that this member sent (or received), in the same order at both ends."""

@@ -17,7 +17,7 @@ from megarl.resharding.shards import Box, LayoutError, Part, Range, Shard, box_a
 from megarl.resharding.traffic import count_traffic
 from megarl.resharding.traffic import least_round_bytes as least_of_all
 from megarl.types import MlaShape, ModelShape, UserFault
-from tests.resharding.simulated import World, all_plans, all_streams, round_bytes_of
+from tests.resharding.simulated import World, all_plans, all_streams, into_nodes, round_bytes_of
 
 MOE = ModelShape(4, 6, 8, 2, 2, 300, 8, 2, 32)
 MLA = ModelShape(
@@ -152,7 +152,7 @@ def check_account(sides: Sides, plans: Sequence[MemberPlan], gpus_per_node: int)
             assert [counted[member] for member in members] == table.tolist(), wire
     assert found.dest.tolist() == (found.local + found.wire_in).tolist()
     assert found.wire_in.tolist() == found.minimum_wire.tolist()
-    assert found.fabric_into_nodes(gpus_per_node).tolist() == found.minimum_fabric.tolist()
+    assert into_nodes(found, gpus_per_node) == found.minimum_fabric.tolist()
 
 
 @settings(max_examples=25)

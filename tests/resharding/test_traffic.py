@@ -6,6 +6,7 @@ import pytest
 
 from megarl.resharding.shards import LayoutError, Part, Shard
 from megarl.resharding.traffic import count_traffic
+from tests.resharding.simulated import into_nodes
 
 WHOLE = Shard("t", (0, 10), (0, 4), "t")  # 80 bytes of bfloat16
 
@@ -22,7 +23,7 @@ def test_every_wire_is_counted_at_both_ends() -> None:
     assert found.fabric_out.tolist() == [80, 0, 0, 0]
     assert found.node_out.tolist() == [80, 0, *(80 if member == entry else 0 for member in (2, 3))]
     assert found.node_in.tolist() == [0, 80, *(0 if member == entry else 80 for member in (2, 3))]
-    assert found.fabric_into_nodes(2).tolist() == [0, 80]
+    assert into_nodes(found, 2) == [0, 80]
 
 
 def test_the_targets_type_decides_the_bytes() -> None:
@@ -38,7 +39,7 @@ def test_the_minimum_does_not_count_what_two_parts_of_a_node_want_twice() -> Non
     wanted = [Part((WHOLE._replace(param=f"p{member}"),), (member,)) for member in (2, 3, 5)]
     found = count_traffic([Part((WHOLE,), (0,))], wanted, 6, gpus_per_node=2, dtype="bfloat16")
     assert found.minimum_fabric.tolist() == [0, 80, 80]
-    assert found.fabric_into_nodes(2).tolist() == [0, 160, 80]
+    assert into_nodes(found, 2) == [0, 160, 80]
 
 
 def test_a_missing_source_is_named() -> None:
