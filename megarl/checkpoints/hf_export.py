@@ -168,7 +168,7 @@ def _write_wave(
 
 def _most_rounds(verdicts: Any) -> dict[str, Any]:
     if sum(int(verdict["digest"]) for verdict in verdicts) % 2**DIGEST_BITS:
-        raise RuntimeError("export: what the ranks would send is not what they would receive")
+        raise RuntimeError("export: the ranks' plans do not match: sends differ from receives")
     return {"rounds": [max(numbers) for numbers in zip(*(verdict["rounds"] for verdict in verdicts), strict=True)]}
 
 

@@ -113,7 +113,7 @@ def _tensor_faults(slices: _Slices, name: str, wanted: tuple[int, ...]) -> list[
         return [fault]
     dtype = tensor.get_dtype()
     if dtype not in FILE_DTYPES:
-        mend = "use a checkpoint in bfloat16: quantised weights mean nothing without their scales"
+        mend = "use a checkpoint in bfloat16: quantised weights cannot be read without their scales"
         return [UserFault(str(slices.files[name]), f"{name} is {dtype}", mend)]
     if real == wanted:
         return []

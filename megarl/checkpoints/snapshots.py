@@ -116,7 +116,7 @@ class Snapshots:
             if fault is None:
                 run = json.loads((folder / RUN).read_text(encoding="utf-8"))
                 return Snapshot(folder, _step(folder), run)
-            self._say(f"checkpoint {folder} is damaged and passed over: {fault}")
+            self._say(f"checkpoint {folder} is damaged and skipped: {fault}")
         return None
 
     def _complete(self) -> list[Path]:

@@ -26,6 +26,7 @@ from megarl.cluster.session_folder import SessionFolder, remove_dead
 from megarl.cluster.topology import DevicePlacement
 from megarl.config import PlacementConfig
 from megarl.device import LOOPBACK, is_loopback
+from megarl.printable import first_line
 from megarl.types import Silence, UserFault
 
 _GRACE_S = 3.0  # a dead process first breaks its peers' collectives: wait this long for the cause to show
@@ -127,7 +128,7 @@ class Cluster:
                 _node_ip_address=host if is_loopback(host) else None,
             )
         except (ConnectionError, RuntimeError, ValueError) as error:
-            problem = f"no Ray cluster that can be joined at {address} ({str(error).splitlines()[0]})"
+            problem = f"no Ray cluster can be joined at {address} ({first_line(error)})"
             mend = "start Ray here and on the other nodes with the token that RAY_AUTH_TOKEN_PATH names"
             raise UserFault("RAY_ADDRESS", problem, mend) from error
         self.host = ray.util.get_node_ip_address()
@@ -144,13 +145,13 @@ class Cluster:
         if len(fit) < count:
             problem = f"{self._gpus} GPUs are {count} nodes of {self._node_gpus}, Ray has {len(fit)} with as many GPUs"
             if len(fit) + sum(not node["Alive"] for node in nodes) >= count:
-                raise WorkerFailed(f"{problem}: others have gone", problem)
+                raise WorkerFailed(f"{problem}: other nodes have died", problem)
             mend = "start Ray on more nodes, lower it, or correct placement.gpus_per_node"
             raise UserFault("placement.gpus", problem, mend)
         self._placement = placement_group([{"GPU": self._node_gpus}] * count, strategy="STRICT_SPREAD")
         ready = self._placement.ready()
         if not ray.wait([ready], timeout=_PLACING_S)[0]:
-            problem = f"{count} whole nodes were not free in the Ray cluster for {_PLACING_S:.0f} s: a run has one"
+            problem = f"{count} nodes of the Ray cluster were not free for {_PLACING_S:.0f} s: another run has one"
             raise WorkerFailed(problem, problem)
         self.gather({ready: "placement group"})
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in fit}
@@ -311,8 +312,8 @@ def bundles_by_address(addresses: Mapping[int, str]) -> list[int]:
     try:
         return sorted(addresses, key=lambda bundle: ipaddress.IPv4Address(addresses[bundle]))
     except ipaddress.AddressValueError as error:
-        mend = "start Ray with the number: ray start --node-ip-address=10.0.0.2"
-        raise UserFault("placement.network", f"Ray knows a node by no IPv4 address ({error})", mend) from None
+        mend = "start Ray with the node's address: ray start --node-ip-address=10.0.0.2"
+        raise UserFault("placement.network", f"Ray has no IPv4 address for a node ({error})", mend) from None
 
 
 def _nodes_of(placement: PlacementGroup) -> dict[int, str]:

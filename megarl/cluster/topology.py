@@ -122,7 +122,7 @@ def placement_faults(placements: Sequence[DevicePlacement]) -> list[UserFault]:
             found.append(UserFault(_WHERE, problem, "name the cards of GPUs in NCCL_IB_HCA, or mend the node's cards"))
     for (host, nic), ranks in shared.items():
         problem = f"on {host} ranks {', '.join(ranks)} share the network card {nic}"
-        mend = "book nodes with a card for each GPU, or let placement.hardware say the share of a card"
+        mend = "book nodes with a card for each GPU, or set the share of a card in placement.hardware"
         found.append(UserFault(_WHERE, problem, mend))
     return found
 

@@ -42,7 +42,7 @@ def device_faults() -> list[UserFault]:
 def _allocator_faults() -> list[UserFault]:
     """Allocator settings that forbid CUDA IPC, by which engines map the parameters of training ranks."""
     named = [name for name in _ALLOCATOR if _EXPANDABLE.search(os.environ.get(name, ""))]
-    problem = "it has expandable_segments:True, and no engine was seen to map such memory over CUDA IPC yet"
+    problem = "it has expandable_segments:True, and mapping such memory over CUDA IPC is not verified yet"
     return [UserFault(name, problem, "remove expandable_segments from it") for name in named]
 
 

@@ -37,7 +37,7 @@ def measure(
         counts = Counter(node.ray_gpus for node in nodes if node.ray_gpus)
         if not counts:
             mend = "start Ray with --num-gpus, on a machine without GPUs too"
-            return [], [Finding("fault", "--measure", "Ray was told of no GPU on any node", mend)]
+            return [], [Finding("fault", "--measure", "Ray counts no GPU on any node", mend)]
         ((per_node, count),) = counts.most_common(1)
     else:
         per_node, count = len(nodes[0].gpus) or SIMULATED, 1

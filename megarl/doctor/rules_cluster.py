@@ -34,8 +34,8 @@ def _clock(node: NodeFacts) -> Iterator[Finding]:
 
 def _ray_gpus(node: NodeFacts) -> Iterator[Finding]:
     if node.has_gpus and node.ray_gpus is not None and node.ray_gpus != len(node.gpus):
-        problem = f"Ray was told of {node.ray_gpus} GPUs, nvidia-smi lists {len(node.gpus)}"
-        mend = "start Ray there anew with --num-gpus, or mend the GPUs"
+        problem = f"Ray counts {node.ray_gpus} GPUs, nvidia-smi lists {len(node.gpus)}"
+        mend = "restart Ray there with --num-gpus, or mend the GPUs"
         yield on_node(node, "fault", "Ray", problem, mend)
     if node.has_gpus and node.ray_gpus is not None and node.environment.get(_ALL_GPUS) != "1":
         problem = "it is not 1 in Ray's environment: Ray hides all GPUs but one from each process"
@@ -83,7 +83,7 @@ def _environments(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
 def _no_fabric(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
     for node in nodes:
         if node.has_gpus and not any(nic.is_up for nic in node.nics):
-            problem = "no RDMA card is up: between nodes NCCL takes TCP sockets"
+            problem = "no RDMA card is up: between nodes NCCL uses TCP sockets"
             yield on_node(node, "warning", "network", problem, "look at ibstat, or book nodes with cards")
 
 

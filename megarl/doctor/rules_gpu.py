@@ -42,7 +42,7 @@ def gpu_findings(node: NodeFacts, local_layers: bool = False) -> list[Finding]:
 def _torch(node: NodeFacts) -> Iterator[Finding]:
     torch, count = node.torch, len(node.gpus)
     if torch.version and not torch.cuda:
-        problem = f"{torch.version} is a CPU build beside {count} GPUs: a run would train on the CPU, over gloo"
+        problem = f"{torch.version} is a CPU build on a node with {count} GPUs: a run would train on the CPU, over gloo"
         yield on_node(node, "fault", "torch", problem, f"{INSTALL}: torch's build for CUDA")
         return
     if _major(node.driver_cuda) and _major(torch.cuda) > _major(node.driver_cuda):
@@ -62,7 +62,7 @@ def _kernels(node: NodeFacts, local_layers: bool) -> Iterator[Finding]:
     for module, (purpose, distribution) in _NEEDED.items():
         error, has_other = node.import_errors.get(module, ""), local_layers and module == _LAYERS
         if error and has_other:
-            problem = f"it cannot be imported ({error}): training takes Megatron's own layers, which are slower"
+            problem = f"it cannot be imported ({error}): training uses Megatron's own layers, which are slower"
             yield on_node(node, "warning", distribution, problem, f"{INSTALL}, for this torch and this CUDA")
         elif error:
             problem = f"it cannot be imported ({error}), and {purpose}"
@@ -75,7 +75,7 @@ def _attention(node: NodeFacts) -> Iterator[Finding]:
         problem = f"neither it ({errors['flash_attn']}) nor cuDNN: TransformerEngine's attention takes T x T memory"
         yield on_node(node, "warning", "flash-attn", problem, f"{INSTALL}: flash-attn or cuDNN")
     if error := errors.get("flashinfer", ""):
-        problem = f"it cannot be imported ({error}): SGLang samples with torch, and latent attention lacks a backend"
+        problem = f"it cannot be imported ({error}): SGLang samples with torch, and MLA has no attention backend"
         yield on_node(node, "warning", "flashinfer-python", problem, INSTALL)
 
 
@@ -93,11 +93,11 @@ def _each_gpu(node: NodeFacts) -> Iterator[Finding]:
             yield on_node(node, "warning", where, problem, "mend its cooling or power, or leave the node out")
         if gpu.pcie_width and gpu.max_pcie_width and gpu.pcie_width < gpu.max_pcie_width:
             problem = f"{gpu.pcie_width} of {gpu.max_pcie_width} PCIe lanes"
-            yield on_node(node, "warning", where, problem, "have the GPU seated anew: offloading takes as much longer")
+            yield on_node(node, "warning", where, problem, "have the GPU reseated: offloading is slower in proportion")
         if gpu.used_bytes and gpu.used_bytes > _HELD_BYTES:
-            problem = f"{gb(gpu.used_bytes)} are held already"
+            problem = f"{gb(gpu.used_bytes)} are used already"
             yield on_node(
-                node, "warning", where, problem, "end what holds them (nvidia-smi names it), unless it is a run"
+                node, "warning", where, problem, "end the processes that use it (see nvidia-smi), unless it is a run"
             )
 
 
@@ -106,7 +106,7 @@ def _alike(node: NodeFacts) -> Iterator[Finding]:
     if len(kinds) > 1:
         mend = "book nodes of one kind: all wait for the slowest"
         unlike = ", ".join(f"{count} {name}" for name, count in kinds.items())
-        yield on_node(node, "warning", "GPUs", f"unlike ones: {unlike}", mend)
+        yield on_node(node, "warning", "GPUs", f"different models: {unlike}", mend)
 
 
 def _nvlink(node: NodeFacts) -> Iterator[Finding]:
@@ -148,7 +148,7 @@ def _nics(node: NodeFacts) -> Iterator[Finding]:
 
 def _peer_memory(node: NodeFacts) -> Iterator[Finding]:
     if node.gpu_nics and not node.has_peermem and not node.has_open_driver:
-        problem = "neither nvidia_peermem nor open kernel modules (dmabuf): what is sent goes by the host's memory"
+        problem = "neither nvidia_peermem nor open kernel modules (dmabuf): messages go through the host's memory"
         mend = "modprobe nvidia_peermem, or install the driver's open modules"
         yield on_node(node, "warning", "GPUDirect", problem, mend)
 

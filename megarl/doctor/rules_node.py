@@ -41,7 +41,7 @@ def _shm(node: NodeFacts) -> Iterator[Finding]:
         problem = f"{gb(free)} of {gb(node.shm_total_bytes)} free; NCCL, gloo and Ray need {least} and more"
         yield on_node(node, "fault", "/dev/shm", problem, mend)
     elif free < store:
-        problem = f"{gb(free)} free, and Ray's objects want {gb(store)}: the rest of them goes to the disk"
+        problem = f"{gb(free)} free, and Ray's object store wants {gb(store)}: the rest of it spills to the disk"
         yield on_node(node, "warning", "/dev/shm", problem, mend)
 
 

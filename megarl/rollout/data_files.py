@@ -13,7 +13,7 @@ from typing import Any
 from megarl.printable import first_line
 from megarl.types import UserFault, UserFaults
 
-Row = tuple[str, Mapping[str, Any]]  # (`file:line`, or `file row N` from 0 of a parquet file; the columns)
+DataRow = tuple[str, Mapping[str, Any]]  # (`file:line`, or `file row N` from 0 of a parquet file; the columns)
 _MAX_DEPTH = 100  # of lists and objects inside each other: Python's own JSON and pickle fail near 1000
 _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # a surrogate, which JSON can escape and UTF-8 cannot encode
 _ONE_OBJECT = "write one JSON object on each line"
@@ -51,14 +51,14 @@ class RowFaults:
         return faults
 
 
-def read_rows(path: str, where: str, bad: RowFaults) -> Iterator[Row]:
+def read_rows(path: str, where: str, bad: RowFaults) -> Iterator[DataRow]:
     """Every row that can be read; the others are added to `bad`.
 
     where: the recipe key that names the file. Raises UserFaults when the file as a whole cannot be read.
     """
     source = Path(path)
     if not source.is_file():
-        problem = f"{path} is not a file" if source.exists() else f"{path} is not a file: there is nothing of that name"
+        problem = f"{path} is not a file" if source.exists() else f"{path} does not exist"
         mend = "write the path of a .jsonl or .parquet file, relative to the folder that you start megarl in"
         raise UserFaults([UserFault(where, problem, mend)])
     if source.suffix not in (".parquet", ".jsonl", ".json"):
@@ -116,7 +116,7 @@ def short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _read_jsonl(source: Path, bad: RowFaults) -> Iterator[Row]:
+def _read_jsonl(source: Path, bad: RowFaults) -> Iterator[DataRow]:
     with source.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             place = f"{source}:{number}"
@@ -175,7 +175,7 @@ def _refuse_half_pairs(row: Mapping[str, Any]) -> None:
             raise BadRow(problem, "write the whole pair, or remove it") from None
 
 
-def _read_parquet(source: Path, where: str, bad: RowFaults) -> Iterator[Row]:
+def _read_parquet(source: Path, where: str, bad: RowFaults) -> Iterator[DataRow]:
     import pyarrow.lib
     import pyarrow.parquet
 

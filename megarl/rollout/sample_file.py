@@ -33,7 +33,7 @@ from megarl.types import Prompt, Sample, SampleGroup, UserFault
 
 _FORMAT = 3
 _KEY = b"megarl"
-_MEND = "make it anew with `megarl rollout --out`"
+_MEND = "make it again with `megarl rollout --out`"
 _EXPERTS = ("uint8", "int16")
 
 
@@ -206,7 +206,7 @@ def _read(path: Path, step: int) -> list[dict[str, Any]]:
 def _row_fault(row: dict[str, Any], step: int) -> str | None:
     """A description of what is wrong with a row, as a file that another program wrote may have it; else None."""
     if row["step"] != step:
-        return f"says that it is of step {row['step']}"
+        return f"has the step number {row['step']}"
     optional = {"experts", "experts_type", "experts_shape"}
     empty = [name for name, value in row.items() if value is None and name not in optional]
     if empty:
@@ -260,4 +260,4 @@ def _sample(row: dict[str, Any]) -> Sample:
 
 
 def _unreadable(path: Path, error: Exception) -> UserFault:
-    return UserFault(str(path), f"not a whole file of samples ({first_line(error)})", _MEND)
+    return UserFault(str(path), f"not a complete file of samples ({first_line(error)})", _MEND)

@@ -47,7 +47,7 @@ def _field_faults(key: str, value: Any, kind: Any) -> Faults:
     try:
         msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        return [UserFault(where, f"{value!r:.60} is of another type", str(error).replace("Expected", "write"))]
+        return [UserFault(where, f"{value!r:.60} has the wrong type", str(error).replace("Expected", "write"))]
     except TypeError:
         return []  # a union of lists, which msgspec does not tell apart
     choices = next((annotation.choices for annotation in get_args(kind) if isinstance(annotation, Arg)), None)

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from functools import partial
 
 from megarl.printable import printable
-from megarl.tracking.trackers.interface import Row, State, TrackedRun, Tracker
+from megarl.tracking.trackers.interface import SampleRow, State, TrackedRun, Tracker
 from megarl.tracking.trackers.mlflow_run import MlflowRun
 from megarl.tracking.trackers.tensorboard_file import TensorboardFile
 from megarl.tracking.trackers.wandb_run import WandbRun
@@ -51,7 +51,7 @@ class Trackers:
             if numbers:
                 writer.put(f"step {step}", partial(tracker.log, step, numbers))
 
-    def table(self, step: int, samples: Sequence[Row]) -> None:
+    def table(self, step: int, samples: Sequence[SampleRow]) -> None:
         """Send a step's samples; hidden characters of their text are escaped."""
         rows = [{key: printable(it) if isinstance(it, str) else it for key, it in row.items()} for row in samples]
         for tracker, writer in self._open.values():

@@ -12,7 +12,7 @@ import megarl
 from megarl.types import Metrics
 
 State = Literal["finished", "failed", "stopped"]  # stopped: by a signal, so that --resume goes on
-Row = Mapping[str, Any]
+SampleRow = Mapping[str, Any]
 _GIT_S = 10.0
 
 
@@ -59,7 +59,7 @@ class Tracker(Protocol):
         """Add a step's numbers; steps of the warm start are negative."""
         ...
 
-    def table(self, step: int, rows: Sequence[Row]) -> None:
+    def table(self, step: int, rows: Sequence[SampleRow]) -> None:
         """Add a step's samples, at least one; all rows have the same keys."""
         ...
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from megarl.tracking.trackers.interface import Row, State, TrackedRun
+from megarl.tracking.trackers.interface import SampleRow, State, TrackedRun
 from megarl.types import Metrics
 
 _STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
@@ -63,7 +63,7 @@ class MlflowRun:
         now = time.time_ns() // 10**6
         self._client.log_batch(self._id, [self._metric(_name(key), it, now, step) for key, it in metrics.items()])
 
-    def table(self, step: int, rows: Sequence[Row]) -> None:
+    def table(self, step: int, rows: Sequence[SampleRow]) -> None:
         text = io.StringIO()
         table = csv.DictWriter(text, list(rows[0]))
         table.writeheader()

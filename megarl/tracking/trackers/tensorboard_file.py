@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from megarl.tracking.trackers.interface import Row, State, TrackedRun
+from megarl.tracking.trackers.interface import SampleRow, State, TrackedRun
 from megarl.types import Metrics
 
 
@@ -56,7 +56,7 @@ class TensorboardFile:
         values = [value(tag=name, simple_value=number) for name, number in metrics.items()]
         self._write(step=step, summary=self._summary.Summary(value=values))
 
-    def table(self, step: int, rows: Sequence[Row]) -> None:
+    def table(self, step: int, rows: Sequence[SampleRow]) -> None:
         self._strings(step, "samples", [list(rows[0]), *([str(cell) for cell in row.values()] for row in rows)])
 
     def close(self, state: State) -> None:

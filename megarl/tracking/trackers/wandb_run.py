@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from megarl.tracking.trackers.interface import Row, State, TrackedRun
+from megarl.tracking.trackers.interface import SampleRow, State, TrackedRun
 from megarl.types import Metrics
 
 _FINISH_S = 45.0  # the client's own timeout, shorter than END_S
@@ -69,7 +69,7 @@ class WandbRun:
     def log(self, step: int, metrics: Metrics) -> None:
         self._run.log({"step": step, **metrics})
 
-    def table(self, step: int, rows: Sequence[Row]) -> None:
+    def table(self, step: int, rows: Sequence[SampleRow]) -> None:
         table = self._wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
         self._run.log({"step": step, "samples": table})
 

@@ -32,7 +32,7 @@ class Writer:
     def put(self, what: str, call: Callable[[], None]) -> None:
         """Queue a write; returns at once."""
         if self._calls.qsize() >= _MOST_WAITING:
-            self._fail(f"{what} is left out, {_MOST_WAITING} writes wait already")
+            self._fail(f"{what} is left out, {_MOST_WAITING} writes are waiting already")
         elif self._thread.is_alive():  # it has ended if the tracker could not be opened
             self._calls.put((what, call))
 
@@ -49,7 +49,7 @@ class Writer:
         """Abandon the tracker if it has not finished."""
         if self._thread.is_alive():
             try:
-                self._fail("it does not finish, and is left so that the run can end")
+                self._fail("it does not finish, and is abandoned so that the run can end")
             finally:
                 self._tracker.abandon()
 
