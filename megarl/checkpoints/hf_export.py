@@ -73,14 +73,14 @@ def export_hf(job: Export, params: Mapping[str, torch.Tensor], store: Store) -> 
         verify_params(megatron_map.shards(job.shape, job.layout, job.rank, job.transformer_engine), params)
         if job.rank == 0:
             _begin(folder, unfinished)
-        agreement.reach("begin", {}, lambda verdicts: {})
+        agreement.reach("begin", {}, lambda votes: {})
         group = make_group(PrefixStore("group", store), job.rank, job.layout.world_size, job.timeout_s)
         for wave, stage in enumerate(waves):
             _write_wave(job, params, agreement, stage, group, files, wave, unfinished)
-        agreement.reach("written", {}, lambda verdicts: {})
+        agreement.reach("written", {}, lambda votes: {})
         if job.rank == 0:
             _finish(job, files, unfinished, folder)
-        agreement.reach("end", {}, lambda verdicts: {})
+        agreement.reach("end", {}, lambda votes: {})
     except Exception as error:
         for stage in ("begin", *waves, "written", "end"):  # stages that have ended stay as they are
             agreement.refuse(stage, f"cannot export: {error}")
@@ -155,8 +155,8 @@ def _write_wave(
         for part in megatron_map.parts(job.shape, job.layout, job.transformer_engine)
     ]
     streams = plan_streams(sources, targets, job.rank, size, gpus_per_node=job.gpus_per_node, dtype=job.dtype)
-    verdict = {"rounds": streams.rounds_needed(job.round_bytes), "digest": str(streams.digest)}
-    rounds = agreement.reach(stage, verdict, _most_rounds)["rounds"]
+    vote = {"rounds": streams.rounds_needed(job.round_bytes), "digest": str(streams.digest)}
+    rounds = agreement.reach(stage, vote, _most_rounds)["rounds"]
     mine = of_wave[job.rank] if job.rank < len(of_wave) else ()
     tensors_of_file = _allocate(mine, job.dtype)
     executor = Executor(streams.deal(rounds), params, tensors_of_file)
@@ -166,10 +166,10 @@ def _write_wave(
         save_file(tensors_of_file, folder / name, metadata={"format": "pt"})
 
 
-def _most_rounds(verdicts: Any) -> dict[str, Any]:
-    if sum(int(verdict["digest"]) for verdict in verdicts) % 2**DIGEST_BITS:
+def _most_rounds(votes: Any) -> dict[str, Any]:
+    if sum(int(vote["digest"]) for vote in votes) % 2**DIGEST_BITS:
         raise RuntimeError("export: the ranks' plans do not match: sends differ from receives")
-    return {"rounds": [max(numbers) for numbers in zip(*(verdict["rounds"] for verdict in verdicts), strict=True)]}
+    return {"rounds": [max(numbers) for numbers in zip(*(vote["rounds"] for vote in votes), strict=True)]}
 
 
 def _allocate(file: File, dtype: str) -> dict[str, torch.Tensor]:

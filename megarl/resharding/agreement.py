@@ -9,30 +9,30 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-Verdict = Mapping[str, Any]
+Vote = Mapping[str, Any]
 
 
 class Agreement:
     """One member's side. Every member passes each stage once, under a name that was never used before.
 
-    The last member to arrive reads all verdicts and writes the outcome, which is all that the others read.
+    The last member to arrive reads all votes and writes the outcome, which is all that the others read.
     """
 
     def __init__(self, store: Store, member: int, num_members: int, timeout_s: float) -> None:
         self._store, self._member, self._num_members, self._timeout_s = store, member, num_members, timeout_s
         self._keys: list[str] = []  # that this member has written since the last `forget`
 
-    def reach(self, stage: str, verdict: Verdict, conclude: Callable[[Sequence[Verdict]], Verdict]) -> Verdict:
-        """Wait for all members; returns what `conclude` returns for their verdicts, in member order.
+    def reach(self, stage: str, vote: Vote, conclude: Callable[[Sequence[Vote]], Vote]) -> Vote:
+        """Wait for all members; returns what `conclude` returns for their votes, in member order.
 
         Raises RuntimeError with the message of a member that has refused or of `conclude`, or naming missing members.
         """
-        self._set(f"{stage}/{self._member}", verdict)
+        self._set(f"{stage}/{self._member}", vote)
         if self._store.add(f"{stage}/count", 1) == self._num_members:
             self._keys += [f"{stage}/count", f"{stage}/outcome"]
-            verdicts = self._store.multi_get([f"{stage}/{member}" for member in range(self._num_members)])
+            votes = self._store.multi_get([f"{stage}/{member}" for member in range(self._num_members)])
             try:
-                outcome = conclude([json.loads(content) for content in verdicts])
+                outcome = conclude([json.loads(content) for content in votes])
             except RuntimeError as error:
                 outcome = {"fault": str(error)}
             self._propose(stage, outcome)
@@ -66,15 +66,15 @@ class Agreement:
         for key in keys:
             self._store.delete_key(key)
 
-    def _set(self, key: str, content: Verdict) -> None:
+    def _set(self, key: str, content: Vote) -> None:
         self._store.set(key, json.dumps(content))
         self._keys.append(key)
 
-    def _propose(self, stage: str, outcome: Verdict) -> Verdict:
+    def _propose(self, stage: str, outcome: Vote) -> Vote:
         """Write the outcome unless there is one; returns the outcome that stands."""
         return json.loads(self._store.compare_set(f"{stage}/outcome", "", json.dumps(outcome)))
 
-    def _outcome(self, stage: str) -> Verdict:
+    def _outcome(self, stage: str) -> Vote:
         key = f"{stage}/outcome"
         try:
             self._store.wait([key], timedelta(seconds=self._timeout_s))

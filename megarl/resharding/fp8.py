@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from megarl.parallel.layout import FP8_TILE
-from megarl.resharding.shards import LayoutError, Part, Shard, tile_range
+from megarl.resharding.shards import LayoutError, Part, Shard, tiles
 
 SCALE_SUFFIX = "_scale_inv"  # a weight's name with it is the name of its scales in the checkpoint
 FP8 = torch.float8_e4m3fn
@@ -93,5 +93,5 @@ def _scale_shard(shard: Shard, ends: tuple[int, int]) -> Shard:
             problem = f"a training rank's {where} cut a tile of {FP8_TILE}, so no rank alone can compute its scale"
             raise LayoutError(f"{shard.name}: {problem}")
     cells = item, at[0] // FP8_TILE, at[1] // FP8_TILE
-    name, rows, cols = shard.name + SCALE_SUFFIX, tile_range(shard.rows), tile_range(shard.cols)
+    name, rows, cols = shard.name + SCALE_SUFFIX, tiles(shard.rows), tiles(shard.cols)
     return Shard(name, rows, cols, shard.param, cells, shard.items, "float32")

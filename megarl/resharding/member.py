@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megarl.device import join_store
 from megarl.resharding import engine_model, fp8, megatron_map, sglang_map
-from megarl.resharding.agreement import Agreement, Verdict
+from megarl.resharding.agreement import Agreement, Vote
 from megarl.resharding.execute import Executor, Params
 from megarl.resharding.memory_handles import map_params
 from megarl.resharding.plan import DIGEST_BITS, MemberPlan, Streams, plan_streams
@@ -109,7 +109,7 @@ class Member:
         try:
             executor, ask = self._prepare(outcome["rounds"], targets), partial(self._agreement.ask, done)
             if not has_group:  # NCCL would wait forever for a member that fails before it joins
-                self._agreement.reach(stage, {}, lambda verdicts: {})
+                self._agreement.reach(stage, {}, lambda votes: {})
                 stage = done
                 self._join(key, ask)
             assert self._group
@@ -125,7 +125,7 @@ class Member:
                 raise RuntimeError(first) from error
             raise
         try:
-            self._agreement.reach(stage, asdict(stats), lambda verdicts: {})
+            self._agreement.reach(stage, asdict(stats), lambda votes: {})
         except Exception:
             self.close()
             raise
@@ -145,7 +145,7 @@ class Member:
             bounds = s.round_bytes, s.timeout_s, ask
             Verifier(self.streams, s.engine, self._group[1], self.source_params, targets, *bounds).check(s.verify)
 
-    def _agree(self, stage: str, version: int, targets: Params, fault: Exception | None) -> Verdict:
+    def _agree(self, stage: str, version: int, targets: Params, fault: Exception | None) -> Vote:
         """Return the outcome if every member is ready and has the same inputs; otherwise raise."""
         fault = fault or self._fault(targets)
         if fault:
@@ -153,14 +153,14 @@ class Member:
             self._agreement.refuse(stage, f"cannot take part: {fault}")
             raise fault
         outdated = self._agreement.forget()
-        verdict = {
+        vote = {
             "inputs": self._inputs(version),
             "rounds": self.streams.rounds_needed(self.session.round_bytes),
             "digest": str(self.streams.digest),
             "group": self._group[0] if self._group else "",
         }
         try:
-            outcome = self._agreement.reach(stage, verdict, lambda verdicts: conclude(f"group/{stage}", verdicts))
+            outcome = self._agreement.reach(stage, vote, lambda votes: conclude(f"group/{stage}", votes))
         except Exception:
             self.close()
             raise
@@ -234,18 +234,18 @@ class Member:
         )
 
 
-def conclude(new_group: str, verdicts: Sequence[Verdict]) -> Verdict:
-    """The outcome of the verdicts of members that are all ready. Raises RuntimeError where they do not match."""
-    for member, verdict in enumerate(verdicts):
-        for name, value in verdict["inputs"].items():
-            if value != verdicts[0]["inputs"][name]:
-                first = verdicts[0]["inputs"][name]
+def conclude(new_group: str, votes: Sequence[Vote]) -> Vote:
+    """The outcome of the votes of members that are all ready. Raises RuntimeError where they do not match."""
+    for member, vote in enumerate(votes):
+        for name, value in vote["inputs"].items():
+            if value != votes[0]["inputs"][name]:
+                first = votes[0]["inputs"][name]
                 raise RuntimeError(f"reshard: {name} is {first} for member 0 and {value} for member {member}")
-    if sum(int(verdict["digest"]) for verdict in verdicts) % 2**DIGEST_BITS:
+    if sum(int(vote["digest"]) for vote in votes) % 2**DIGEST_BITS:
         raise RuntimeError("reshard: the members' plans do not match: sends differ from receives")
-    groups = {verdict["group"] for verdict in verdicts}
+    groups = {vote["group"] for vote in votes}
     return {
-        "rounds": [max(numbers) for numbers in zip(*(verdict["rounds"] for verdict in verdicts), strict=True)],
+        "rounds": [max(numbers) for numbers in zip(*(vote["rounds"] for vote in votes), strict=True)],
         "group": groups.pop() if len(groups) == 1 and "" not in groups else new_group,
     }
 

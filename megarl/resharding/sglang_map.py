@@ -24,18 +24,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megarl.parallel.layout import FP8_TILE, VOCAB_MULTIPLE, EngineLayout
-from megarl.resharding.shards import (
-    EMBEDDING,
-    FP8,
-    LM_HEAD,
-    LayoutError,
-    Part,
-    Range,
-    Shard,
-    intersect,
-    share,
-    tile_range,
-)
+from megarl.resharding.shards import EMBEDDING, FP8, LM_HEAD, LayoutError, Part, Range, Shard, intersect, share, tiles
 from megarl.types import MlaShape, ModelShape
 
 ONE_ITEM = (0, 1)
@@ -126,7 +115,7 @@ def _weight(
         raise LayoutError(f"{name}: rows {rows}, columns {cols} at row {row} of {param} cut a tile of {FP8_TILE}")
     yield Shard(name, rows, cols, param, (0, row, 0), items, FP8)
     scales, tiled = f"{name}_scale_inv", f"{param}_scale_inv"
-    yield Shard(scales, tile_range(rows), tile_range(cols), tiled, (0, row // FP8_TILE, 0), items, "float32")
+    yield Shard(scales, tiles(rows), tiles(cols), tiled, (0, row // FP8_TILE, 0), items, "float32")
 
 
 def _attention(shape: ModelShape, engine: EngineLayout, prefix: str) -> Placed:

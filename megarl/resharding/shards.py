@@ -75,7 +75,7 @@ def share(size: int, ranks: int, rank: int) -> Range:
     return rank * (size // ranks), (rank + 1) * (size // ranks)
 
 
-def tile_range(elements: Range) -> Range:
+def tiles(elements: Range) -> Range:
     """The numbers of the fp8 tiles that contain a range of rows or columns."""
     return elements[0] // FP8_TILE, -(-elements[1] // FP8_TILE)
 

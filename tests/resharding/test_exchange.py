@@ -264,22 +264,22 @@ def test_a_session_is_json() -> None:
 
 
 def test_members_that_were_told_different_things_do_not_begin() -> None:
-    verdicts = [
+    votes = [
         {"inputs": {"round_bytes": "8", "version": "1"}, "rounds": [1, 3], "digest": "5", "group": "a"},
         {"inputs": {"round_bytes": "8", "version": "1"}, "rounds": [2, 1], "digest": str(2**128 - 5), "group": "a"},
     ]
-    assert conclude("new", verdicts) == {"rounds": [2, 3], "group": "a"}
-    assert conclude("new", [verdicts[0], {**verdicts[1], "group": ""}])["group"] == "new"
+    assert conclude("new", votes) == {"rounds": [2, 3], "group": "a"}
+    assert conclude("new", [votes[0], {**votes[1], "group": ""}])["group"] == "new"
     with pytest.raises(RuntimeError, match="version is 1 for member 0 and 2 for member 1"):
-        conclude("new", [verdicts[0], {**verdicts[1], "inputs": {"round_bytes": "8", "version": "2"}}])
+        conclude("new", [votes[0], {**votes[1], "inputs": {"round_bytes": "8", "version": "2"}}])
     with pytest.raises(RuntimeError, match="the members' plans do not match: sends differ from receives"):
-        conclude("new", [verdicts[0], {**verdicts[1], "digest": "5"}])
+        conclude("new", [votes[0], {**votes[1], "digest": "5"}])
 
 
 def test_a_member_that_does_not_come_is_named() -> None:
     agreement = Agreement(host_store(TIMEOUT_S), member=1, num_members=3, timeout_s=0.2)
     with pytest.raises(RuntimeError, match=r"members \[0, 2\] did not arrive within 0.2 s"):
-        agreement.reach("1/ready", {}, lambda verdicts: {})
+        agreement.reach("1/ready", {}, lambda votes: {})
 
 
 def hand_over(pipe: Connection) -> None:
