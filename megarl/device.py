@@ -1,4 +1,4 @@
-"""Which device, which collective backend, which store and which network: each is chosen here and nowhere else."""
+"""The device, the collective backend, the store and the network interface; each is chosen here and nowhere else."""
 
 from __future__ import annotations
 
@@ -11,89 +11,90 @@ import psutil
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-CHOICE = "MEGARL_DEVICE"  # cpu: use no GPU, whatever is there; cuda: never the CPU (megarl/cluster/visible_gpus.py)
-DEVICE = "cuda" if torch.cuda.is_available() and os.environ.get(CHOICE) != "cpu" else "cpu"
+DEVICE_VARIABLE = "MEGARL_DEVICE"  # cpu: use no GPU; cuda: refuse to run on the CPU (megarl/cluster/visible_gpus.py)
+DEVICE = "cuda" if torch.cuda.is_available() and os.environ.get(DEVICE_VARIABLE) != "cpu" else "cpu"
 BACKEND = "nccl" if DEVICE == "cuda" else "gloo"
 LOOPBACK = "127.0.0.1"
 
 
-def name() -> str:
-    """Of the GPU, as its maker calls it; "" without one."""
+def gpu_name() -> str:
+    """The GPU's product name; "" without a GPU."""
     return torch.cuda.get_device_name() if DEVICE == "cuda" else ""
 
 
 def held_bytes() -> int:
-    """Memory that this process holds: torch's tensors on the GPU; without one, what is resident of the process."""
+    """Memory of this process: torch's allocated GPU memory; without a GPU, the resident set size."""
     if DEVICE == "cuda":
         return torch.cuda.memory_allocated()
     return psutil.Process().memory_info().rss
 
 
-def taken_bytes() -> int:
-    """Memory of the GPU that whoever holds it has, libraries' own too; 0 without one."""
+def used_gpu_bytes() -> int:
+    """Used memory of the GPU, over all processes and libraries; 0 without a GPU."""
     if DEVICE != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info()
     return total - free
 
 
-def free_unused() -> None:
-    """Give back to the GPU what torch keeps of freed tensors: another process on it looks for room."""
+def empty_cache() -> None:
+    """Return torch's cached blocks to the GPU, for the other processes on it."""
     if DEVICE == "cuda":
         torch.cuda.empty_cache()
 
 
 class Address(NamedTuple):
-    """Where processes of a run meet."""
+    """The address of a key-value store, through which processes of a run find each other."""
 
     host: str
     port: int
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an IPv4 address is of this machine alone."""
+    """Whether an IPv4 address is a loopback address."""
     return host.startswith("127.")
 
 
 def use_loopback() -> None:
-    """Keep gloo's and NCCL's own sockets on loopback, unless `use_network` said otherwise in this process before."""
+    """Keep gloo's and NCCL's own sockets on loopback, unless this process has called `use_network` before."""
     use_network(LOOPBACK)
 
 
 def use_network(host: str) -> None:
     """Put gloo's and NCCL's own sockets on the interface that leads to `host`; call before the first process group.
 
-    What the environment says of them stays: the user knows the cluster better.
+    Variables that are already set stay: the user knows the cluster better.
     """
     interface = "lo" if is_loopback(host) else _interface_to(host)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without the sign it also takes names that begin so
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without the sign it is a prefix of names
 
 
 def own_address(host: str) -> str:
-    """This machine's address on the way to `host`."""
+    """This machine's address on the interface that leads to `host`."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # of a datagram socket: looks the route up and sends nothing
+        probe.connect((host, 9))  # a datagram socket looks the route up and sends nothing
         return probe.getsockname()[0]
 
 
 def _interface_to(host: str) -> str:
     own = own_address(host)
-    names = [name for name, found in psutil.net_if_addrs().items() if own in {one.address for one in found}]
+    interfaces = psutil.net_if_addrs().items()
+    names = [name for name, addresses in interfaces if own in {address.address for address in addresses}]
     return "lo" if is_loopback(own) else names[0]
 
 
-def agree_on_nccl() -> None:
-    """Give NCCL the settings that SGLang gives it in engines; training ranks share communicators with them.
+def use_sglang_nccl_settings() -> None:
+    """Give NCCL the settings that SGLang gives it in engines, with which training ranks share communicators.
 
-    SGLang leaves alone what the environment says, so that a user's own values hold on both sides too.
+    Neither SGLang nor this function replaces a variable that is set, so the user's own values hold on both sides too.
     """
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 
 
 def listening_socket(host: str = LOOPBACK) -> socket.socket:
-    """Listens on a free port of one of this machine's addresses, and on no other address."""
+    """A socket that listens on a free port of one of this machine's addresses, and on no other address."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.bind((host, 0))
     listener.listen(1024)
@@ -115,7 +116,7 @@ def host_store(timeout_s: float, host: str = LOOPBACK) -> TCPStore:
 
 
 def address_of(store: TCPStore) -> Address:
-    """For `join_store`."""
+    """The address that `join_store` takes."""
     return Address(store.host, store.port)
 
 

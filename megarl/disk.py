@@ -1,4 +1,4 @@
-"""Writing files: what keeps a file from being written is one line that names the folder, the file and the reason."""
+"""Writing files: an error of the file system becomes one line that names the folder, the file and the reason."""
 
 from __future__ import annotations
 
@@ -13,31 +13,32 @@ from megarl.types import FolderGone, UserFault
 _FULL = {errno.ENOSPC: "no space left", errno.EDQUOT: "the disk quota is used up"}
 _GONE = (errno.ENOENT, errno.ESTALE)
 _OTHERS = (errno.EACCES, errno.EFBIG, errno.EIO, errno.EISDIR, errno.ENOTDIR, errno.EPERM, errno.EROFS)
-_FULL_BYTES = 2**16  # with so little left, a library that hides the system's error has met the end of the disk
+_FULL_BYTES = 2**16  # with less free space, an error without an errno from a library is taken for a full disk
 
 
 @contextmanager
 def writing(folder: Path, what: str, where: str = "run.dir") -> Iterator[None]:
-    """In place of an error of the file system inside: a fault that says what was being written in which folder.
+    """Turn an error of the file system inside the block into a UserFault that names the folder and the file.
 
-    where: the recipe key or option that names the disk. Raises UserFault; FolderGone when the folder is not there.
+    what: the file or the kind of file that is written. where: the recipe key or option that names the disk. Raises
+    UserFault; FolderGone when the folder does not exist.
     """
     try:
         yield
     except UserFault:
         raise
     except Exception as error:
-        fault = fault_of(error, folder, what, where)
+        fault = _fault(error, folder, what, where)
         if fault is None:
             raise
         raise fault from error
 
 
-def fault_of(error: BaseException, folder: Path, what: str, where: str = "run.dir") -> UserFault | None:
-    """What `writing` raises in place of an error; None for an error that has nothing to do with the file system."""
+def _fault(error: BaseException, folder: Path, what: str, where: str) -> UserFault | None:
+    """The fault that replaces an error; None for an error that has nothing to do with the file system."""
     cause = _system_error(error)
     if not folder.is_dir() and (cause is None or cause.errno in _GONE):
-        return gone(folder, what)
+        return folder_gone(folder, what)
     if cause is None and not _is_full(folder):
         return None
     number = errno.ENOSPC if cause is None else cause.errno
@@ -48,14 +49,14 @@ def fault_of(error: BaseException, folder: Path, what: str, where: str = "run.di
     return UserFault(where, f"{what} cannot be written in {folder} ({reason})", "mend that, or name another folder")
 
 
-def gone(folder: Path, what: str) -> FolderGone:
-    """The fault of a folder that is not there any more, or is another one."""
+def folder_gone(folder: Path, what: str) -> FolderGone:
+    """The fault of a folder that was removed, or replaced by another."""
     problem = f"the folder was removed or replaced while the run wrote {what}"
     return FolderGone(str(folder), problem, "what it held is lost, so start the run again")
 
 
 def _system_error(error: BaseException | None) -> OSError | None:
-    """The first error of the file system among an error and its causes, without what `from None` sets aside."""
+    """The first error of the file system in a chain of exceptions, without contexts that `from None` suppresses."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, OSError) and error.errno in (*_FULL, *_GONE, *_OTHERS):

@@ -1,7 +1,7 @@
-"""Text of others on a terminal or in a log: what a terminal would obey, or a reader would not see, is escaped.
+"""Untrusted text for a terminal or a log: control characters and invisible characters are escaped.
 
 Model outputs, data, chat templates, exceptions and file names may hold escape sequences, which a terminal carries out,
-and characters that reorder or hide what stands beside them (Unicode Technical Report 36). Everything that megarl
+and characters that reorder or hide the text around them (Unicode Technical Report 36). Everything that megarl
 prints passes through `printable` or `show`, and every line of `samples.jsonl` through `json_line`.
 """
 
@@ -20,29 +20,34 @@ _BEYOND_ASCII = re.compile(r"[^\x20-\x7e]")
 
 
 def is_hidden(character: str) -> bool:
-    """Whether a character is a control or format character, half a surrogate pair, unassigned, or an end of line."""
+    """Whether a character is a control or format character, half a surrogate pair, unassigned, or a line break."""
     return unicodedata.category(character) in _HIDDEN
 
 
 def printable(text: object, kept: str = _KEPT) -> str:
-    """The text as Python would write such characters in a string literal; `kept` are left as they are."""
+    """The text with hidden characters escaped as in a Python string literal; those in `kept` stay as they are."""
     return _BEYOND_ASCII.sub(lambda found: _escaped(found[0], kept), str(text))
 
 
 def one_line(text: object) -> str:
-    """The same, with its ends of line escaped too."""
+    """`printable` with line breaks and tabs escaped too."""
     return printable(text, kept="")
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's text, or the name of its type where it has no text."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def show(text: object, file: IO[str] | None = None) -> None:
-    """Print a text, printable, to a stream; standard output unless it is given."""
+    """Print an escaped text to a stream, by default standard output."""
     print(printable(text), file=file or sys.stdout, flush=True)
 
 
 def json_line(value: object, default: Callable[[Any], Any] | None = None) -> str:
-    """A value as one line of JSON, with escapes in strings where `printable` has some: it reads back as it was.
+    """A value as one line of JSON, with hidden characters escaped; parsing the line gives the value again.
 
-    default: what is written in place of a value that JSON does not have.
+    default: converts a value that JSON has no type for.
     """
     text = json.dumps(value, ensure_ascii=False, default=default)
     return _BEYOND_ASCII.sub(lambda found: json.dumps(found[0])[1:-1] if is_hidden(found[0]) else found[0], text)

@@ -27,7 +27,7 @@ from megarl.parallel.placement import (
     train_layout,
 )
 from megarl.resharding import megatron_map, sglang_map, tensors
-from megarl.resharding.traffic import account
+from megarl.resharding.traffic import count_traffic
 from megarl.types import Hyperparameters
 from scripts.draw_architecture import own_modules
 
@@ -126,7 +126,7 @@ def test_the_example_of_a_new_model_family(tmp_path: Path) -> None:
         engine = EngineLayout(count=1, tp=tp, ep=1)
         targets = sglang_map.parts(shape, engine)
         for layout in (TrainLayout(4, tp=4, pp=1, ep=1), TrainLayout(4, tp=1, pp=2, ep=1)):
-            found = account(megatron_map.parts(shape, layout), targets, 4, gpus_per_node=4, dtype="bfloat16")
+            found = count_traffic(megatron_map.parts(shape, layout), targets, 4, gpus_per_node=4, dtype="bfloat16")
             wanted = [2 * sum(shard.area for shard in sglang_map.shards(shape, engine, rank)) for rank in range(tp)]
             assert found.dest.tolist() == wanted + [0] * (4 - tp)
 

@@ -1,1 +1,1 @@
-"""Weights in and out of Hugging Face folders, and what a run goes on from."""
+"""Import and export of Hugging Face checkpoints, and the checkpoints that a run resumes from."""

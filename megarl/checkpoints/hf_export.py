@@ -1,7 +1,7 @@
-"""Write the trained weights as a Hugging Face checkpoint, all training ranks together.
+"""Write the trained weights as a Hugging Face checkpoint, on all training ranks at once.
 
-The same planner and executor as for resharding bring whole tensors together, file by file: in each wave every rank
-collects the tensors of at most one file, writes it and frees it, so that no rank ever holds more than one file's.
+The planner and the executor of resharding gather whole tensors, file by file: in each wave every rank collects the
+tensors of at most one file, writes it and frees it, so that no rank ever holds more than one file.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ File = tuple[Shard, ...]  # the tensors of one file; a shard's param is the name
 
 @dataclass(frozen=True)
 class Export:
-    """What to write where; the same on every rank but for `rank`. dtype: torch's name of the files' type.
+    """An export as each rank gets it; only `rank` differs. dtype: torch's name of the files' data type.
 
-    source: the checkpoint folder whose configuration and tokenizer files are copied. folder, on a file system that all
-    ranks share, must not exist yet.
+    source: the checkpoint folder whose configuration and tokenizer files are copied. folder: on a file system that all
+    ranks share; must not exist yet.
     """
 
     folder: str
@@ -60,9 +60,9 @@ class Export:
 def export_hf(job: Export, params: Mapping[str, torch.Tensor], store: Store) -> Path:
     """Write the checkpoint; every training rank calls it with its own parameters. Returns the folder.
 
-    The folder gets its name when all files are complete. store: one (prefix) that nothing else uses; each call needs
-    another. Raises LayoutError: parameters that the map does not describe; UserFault: the folder exists; RuntimeError
-    with another rank's words.
+    The folder is renamed to its final name when all files are complete. store: a prefix store of this call alone.
+    Raises LayoutError: parameters that the map does not describe; UserFault: the folder exists; RuntimeError with the
+    message of another rank that failed.
     """
     agreement = Agreement(PrefixStore("agree", store), job.rank, job.layout.world_size, job.timeout_s)
     files, folder = plan_files(job.shape, job.dtype, job.file_bytes), Path(job.folder)
@@ -73,16 +73,16 @@ def export_hf(job: Export, params: Mapping[str, torch.Tensor], store: Store) -> 
         verify_params(megatron_map.shards(job.shape, job.layout, job.rank, job.transformer_engine), params)
         if job.rank == 0:
             _begin(folder, unfinished)
-        agreement.reach("begin", {}, lambda verdicts: {})
+        agreement.reach("begin", {}, lambda votes: {})
         group = make_group(PrefixStore("group", store), job.rank, job.layout.world_size, job.timeout_s)
         for wave, stage in enumerate(waves):
             _write_wave(job, params, agreement, stage, group, files, wave, unfinished)
-        agreement.reach("written", {}, lambda verdicts: {})
+        agreement.reach("written", {}, lambda votes: {})
         if job.rank == 0:
             _finish(job, files, unfinished, folder)
-        agreement.reach("end", {}, lambda verdicts: {})
+        agreement.reach("end", {}, lambda votes: {})
     except Exception as error:
-        for stage in ("begin", *waves, "written", "end"):  # those that are over stay as they are
+        for stage in ("begin", *waves, "written", "end"):  # stages that have ended stay as they are
             agreement.refuse(stage, f"cannot export: {error}")
         raise
     finally:
@@ -92,7 +92,7 @@ def export_hf(job: Export, params: Mapping[str, torch.Tensor], store: Store) -> 
 
 
 def plan_files(shape: ModelShape, dtype: str, file_bytes: int) -> list[File]:
-    """The tensors in order, dealt to files of at most file_bytes, or of one tensor that is larger."""
+    """The tensors in order, split into files of at most file_bytes; a larger tensor gets a file of its own."""
     files: list[list[Shard]] = [[]]
     size = 0
     for shard, item in _single_tensors(shape):
@@ -110,7 +110,7 @@ def plan_files(shape: ModelShape, dtype: str, file_bytes: int) -> list[File]:
 
 
 def _single_tensors(shape: ModelShape) -> Iterator[tuple[Shard, Shard]]:
-    """Each tensor of the files: (its stack, itself as the stack's item)."""
+    """Each tensor of the files, as (its stack, the tensor as an item of the stack)."""
     repeated = {name: [name] for name in tensors(shape)}
     for alias, name in aliases(shape).items():
         repeated[name].append(alias)
@@ -123,7 +123,7 @@ def _single_tensors(shape: ModelShape) -> Iterator[tuple[Shard, Shard]]:
 
 
 def file_name(index: int, num_files: int) -> str:
-    """As Hugging Face names the files of a sharded checkpoint."""
+    """Hugging Face's name of file `index` of a sharded checkpoint."""
     return "model.safetensors" if num_files == 1 else f"model-{index + 1:05d}-of-{num_files:05d}.safetensors"
 
 
@@ -131,7 +131,7 @@ def _begin(folder: Path, unfinished: Path) -> None:
     if folder.exists():
         raise UserFault(str(folder), "exists already", "name another folder or remove it")
     if unfinished.exists():
-        shutil.rmtree(unfinished)  # of an export that was broken off
+        shutil.rmtree(unfinished)  # left by an export that was interrupted
     unfinished.mkdir(parents=True)
 
 
@@ -145,7 +145,7 @@ def _write_wave(
     wave: int,
     folder: Path,
 ) -> None:
-    """Every rank collects and writes its file of this wave, if there is one left for it."""
+    """Every rank collects and writes its file of this wave, if the wave has one for it."""
     first, size = wave * job.layout.world_size, job.layout.world_size
     of_wave = files[first : first + size]
     targets = [Part(file, (rank,)) for rank, file in enumerate(of_wave)]
@@ -155,8 +155,8 @@ def _write_wave(
         for part in megatron_map.parts(job.shape, job.layout, job.transformer_engine)
     ]
     streams = plan_streams(sources, targets, job.rank, size, gpus_per_node=job.gpus_per_node, dtype=job.dtype)
-    verdict = {"rounds": streams.rounds_needed(job.round_bytes), "digest": str(streams.digest)}
-    rounds = agreement.reach(stage, verdict, _most_rounds)["rounds"]
+    vote = {"rounds": streams.rounds_needed(job.round_bytes), "digest": str(streams.digest)}
+    rounds = agreement.reach(stage, vote, _most_rounds)["rounds"]
     mine = of_wave[job.rank] if job.rank < len(of_wave) else ()
     tensors_of_file = _allocate(mine, job.dtype)
     executor = Executor(streams.deal(rounds), params, tensors_of_file)
@@ -166,14 +166,14 @@ def _write_wave(
         save_file(tensors_of_file, folder / name, metadata={"format": "pt"})
 
 
-def _most_rounds(verdicts: Any) -> dict[str, Any]:
-    if sum(int(verdict["digest"]) for verdict in verdicts) % 2**DIGEST_BITS:
-        raise RuntimeError("export: what the ranks would send is not what they would receive")
-    return {"rounds": [max(numbers) for numbers in zip(*(verdict["rounds"] for verdict in verdicts), strict=True)]}
+def _most_rounds(votes: Any) -> dict[str, Any]:
+    if sum(int(vote["digest"]) for vote in votes) % 2**DIGEST_BITS:
+        raise RuntimeError("export: the ranks' plans do not match: sends differ from receives")
+    return {"rounds": [max(numbers) for numbers in zip(*(vote["rounds"] for vote in votes), strict=True)]}
 
 
 def _allocate(file: File, dtype: str) -> dict[str, torch.Tensor]:
-    """Name -> tensor, uninitialised, in the shape that the file has it in."""
+    """Name -> uninitialised tensor, in the shape that it has in the file."""
     found = {}
     for shard in file:
         size = shard.size[1:2] if is_vector(shard.name) else shard.size[1:]
@@ -183,7 +183,7 @@ def _allocate(file: File, dtype: str) -> dict[str, torch.Tensor]:
 
 
 def _finish(job: Export, files: list[File], unfinished: Path, folder: Path) -> None:
-    """The index, the configuration and the tokenizer beside the weights; then the folder's name."""
+    """Add the index, the configuration and the tokenizer to the weights, then rename the folder."""
     if len(files) > 1:
         of_file = {file_name(index, len(files)): file for index, file in enumerate(files)}
         names = {name: file for file, held in of_file.items() for shard in held for name, _ in cells(shard)}

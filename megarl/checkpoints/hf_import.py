@@ -1,4 +1,4 @@
-"""HF checkpoints: a check of the files, and the way into a rank's shards."""
+"""Hugging Face checkpoints: checking the files, and loading them into a rank's shards."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from megarl.resharding.tensors import SCORE, hf_tensors, mtp_prefix
 from megarl.types import ModelShape, UserFault
 
 FILE_DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
+
 
 def tensor_files(path: str | Path) -> dict[str, Path]:
     """Tensor name -> the safetensors file that holds it (one `model.safetensors`, or several with an index).
@@ -67,15 +68,15 @@ class _Slices:
 
 
 def without_head(path: str | Path) -> bool:
-    """Whether a scorer's checkpoint is a language model's, so that its scores have yet to be learnt."""
+    """Whether a checkpoint for a critic or reward model has no score head, so that the head starts untrained."""
     return SCORE not in tensor_files(path)
 
 
 def check_hf(path: str | Path, shape: ModelShape) -> list[UserFault]:
-    """Names and shapes of the checkpoint against `config.json`, from the files' headers alone; a head may be new.
+    """Check names and shapes of the checkpoint's tensors against `config.json`, reading only the files' headers.
 
-    One fault for each kind of mend, naming its first tensor and counting the others: a wrong width is wrong in every
-    layer.
+    A missing score head is no fault. One fault for each mend, which names its first tensor and counts the others: a
+    wrong width is wrong in every layer.
     """
     found: list[UserFault] = []
     try:
@@ -112,7 +113,7 @@ def _tensor_faults(slices: _Slices, name: str, wanted: tuple[int, ...]) -> list[
         return [fault]
     dtype = tensor.get_dtype()
     if dtype not in FILE_DTYPES:
-        mend = "use a checkpoint in bfloat16: quantised weights mean nothing without their scales"
+        mend = "use a checkpoint in bfloat16: quantised weights cannot be read without their scales"
         return [UserFault(str(slices.files[name]), f"{name} is {dtype}", mend)]
     if real == wanted:
         return []
@@ -123,8 +124,8 @@ def _tensor_faults(slices: _Slices, name: str, wanted: tuple[int, ...]) -> list[
 def load_hf(path: str | Path, shards: Sequence[Shard], params: Mapping[str, torch.Tensor]) -> None:
     """Fill `params` (name -> parameter, any float dtype) in place with the boxes that `shards` name.
 
-    Only the needed slices are read. Vocabulary padding rows become zero, and so do scores that are not there. Raises
-    LayoutError when the parameters are not those that the shards describe, UserFault naming a missing tensor.
+    Only the needed slices are read. Padding rows of the vocabulary become zero, and so does a missing score head.
+    Raises LayoutError when the shards do not describe the parameters, UserFault naming a missing tensor.
     """
     verify_params(shards, params)
     with ExitStack() as stack, torch.no_grad():
@@ -138,7 +139,7 @@ def load_hf(path: str | Path, shards: Sequence[Shard], params: Mapping[str, torc
 
 
 def _fill(slices: _Slices, shard: Shard, params: Mapping[str, torch.Tensor]) -> None:
-    """Item by item, as the files have them."""
+    """Copy a shard item by item, because the files hold each item as a tensor of its own."""
     planes = [plane for view in views(params, shard.param, shard.at, shard.size) for plane in view]
     for item, plane in zip(range(*shard.items), planes, strict=True):
         name = shard.name.format(item) if STACK in shard.name else shard.name

@@ -1,8 +1,7 @@
-"""A run's checkpoints on disk: whole or not there, proven by checksums before one is gone on from.
+"""A run's checkpoints on disk: complete or absent, and verified by checksums before a run resumes from one.
 
-`checkpoints/step-000020` has the training ranks' files, `run.json` (what the controller goes on from) and
-`manifest.json`, the size and SHA-256 of every other file. A folder is written under a hidden name and renamed when all
-of it is on the disk.
+`checkpoints/step-000020` has the training ranks' files, `run.json` (the controller's state) and `manifest.json`, the
+size and SHA-256 of every other file. A folder is written under a hidden name and renamed when all of it is on the disk.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Digest:
-    """A file's bytes, in two numbers."""
+    """The size and the checksum of a file."""
 
     num_bytes: int
     sha256: str
@@ -36,7 +35,7 @@ class Digest:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A checkpoint that verified; run: what the controller stored."""
+    """A verified checkpoint; run: the controller's state, as `commit` stored it."""
 
     folder: Path
     step: int
@@ -44,7 +43,7 @@ class Snapshot:
 
 
 def digest(file: Path) -> Digest:
-    """Read a file whole. Raises OSError."""
+    """The digest of a whole file. Raises OSError."""
     sha, num_bytes = hashlib.sha256(), 0
     with file.open("rb") as stream:
         while chunk := stream.read(_CHUNK_BYTES):
@@ -54,21 +53,21 @@ def digest(file: Path) -> Digest:
 
 
 def digests(folder: Path, names: Iterable[str]) -> dict[str, Digest]:
-    """Of files in a folder; as many are read side by side as the disk has patience for."""
+    """Name -> digest of files in a folder, eight of which are read at a time."""
     names = list(names)
     with ThreadPoolExecutor(max_workers=8) as pool:
         return dict(zip(names, pool.map(lambda name: digest(folder / name), names), strict=True))
 
 
 class Snapshots:
-    """The checkpoints of one run. say: tells the user in a line what was passed over and why."""
+    """The checkpoints of one run. say: prints a line for the user when a checkpoint is skipped or removed."""
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         self.folder, self._say = folder, say
 
     def begin(self, step: int) -> Path:
-        """A new hidden folder for the files of a checkpoint; what an earlier process left half-written is removed."""
-        self.folder.mkdir(exist_ok=True)  # in the run's folder, which is not made anew where somebody removed it
+        """A new hidden folder for the files of a checkpoint; incomplete ones of earlier processes are removed."""
+        self.folder.mkdir(exist_ok=True)  # without parents: the run's folder is not made again if somebody removed it
         for left in self._partials():
             self._say(f"checkpoint {left} was never completed and is removed")
         self._remove_partials()
@@ -77,9 +76,10 @@ class Snapshots:
         return partial
 
     def commit(self, partial: Path, run: Mapping[str, Any], known: Mapping[str, Digest], keep: int) -> Path:
-        """Complete a folder that `begin` made and every rank has filled; it and at most `keep` - 1 earlier ones stay.
+        """Complete a folder that `begin` made and every rank has filled, and keep at most `keep` - 1 earlier ones.
 
-        known: digests that the ranks took of files of theirs. One of the same step that is there is replaced.
+        run: the controller's state. known: digests that the ranks computed of their own files. An existing checkpoint
+        of the same step is replaced.
         """
         _write(partial / RUN, json.dumps(run))
         names = [name for name in _files(partial) if name not in known]
@@ -89,23 +89,23 @@ class Snapshots:
         for path in {partial / name for name in found} | {(partial / name).parent for name in found} | {partial}:
             _sync(path)
         final = self.folder / partial.name[1:].partition(_PARTIAL)[0]
-        if final.exists():  # under a hidden name until the new one has its place
+        if final.exists():  # keep it under a hidden name until the new one is in its place
             final.rename(self.folder / f".{final.name}{_PARTIAL}{secrets.token_hex(4)}")
         partial.rename(final)
         _sync(self.folder)
         self._remove_partials()
         folders = self._complete()
-        later = folders[: folders.index(final)]  # of a future that the run did not go on from
+        later = folders[: folders.index(final)]  # of steps after the one that the run resumed from
         for old in [*later, *folders[len(later) + keep :]]:
             shutil.rmtree(old)
         return final
 
     def abandon(self, partial: Path) -> None:
-        """Give the room of a folder that will not be completed back to the disk."""
+        """Remove a folder that will not be completed."""
         shutil.rmtree(partial, ignore_errors=True)
 
     def newest(self, step: int | None = None) -> Snapshot | None:
-        """The last checkpoint whose every byte is what was written, or that of `step`; None where there is none."""
+        """The newest checkpoint whose checksums hold, or that of `step`; None where there is none."""
         for folder in self._complete():
             if step not in (None, _step(folder)):
                 continue
@@ -116,25 +116,25 @@ class Snapshots:
             if fault is None:
                 run = json.loads((folder / RUN).read_text(encoding="utf-8"))
                 return Snapshot(folder, _step(folder), run)
-            self._say(f"checkpoint {folder} is damaged and passed over: {fault}")
+            self._say(f"checkpoint {folder} is damaged and skipped: {fault}")
         return None
 
     def _complete(self) -> list[Path]:
-        """Renamed folders, the newest first."""
-        found = self.folder.iterdir() if self.folder.is_dir() else ()
-        return sorted((one for one in found if one.is_dir() and _NAME.fullmatch(one.name)), key=_step, reverse=True)
+        """The folders of complete checkpoints, the newest first."""
+        paths = self.folder.iterdir() if self.folder.is_dir() else ()
+        return sorted((path for path in paths if path.is_dir() and _NAME.fullmatch(path.name)), key=_step, reverse=True)
 
     def _partials(self) -> list[Path]:
-        return [one for one in self.folder.iterdir() if _PARTIAL in one.name]
+        return [path for path in self.folder.iterdir() if _PARTIAL in path.name]
 
     def _remove_partials(self) -> None:
-        for one in self._partials():
-            shutil.rmtree(one)
+        for partial in self._partials():
+            shutil.rmtree(partial)
 
 
-def home(folder: Path) -> Path:
-    """Where the checkpoint will be that is written in a hidden folder, or in a folder of that."""
-    hidden = [one for one in (folder, *folder.parents) if _PARTIAL in one.name]
+def visible_folder(folder: Path) -> Path:
+    """The nearest folder that is not part of a hidden checkpoint folder: `checkpoints`, or the folder itself."""
+    hidden = [path for path in (folder, *folder.parents) if _PARTIAL in path.name]
     return hidden[0].parent if hidden else folder
 
 
@@ -143,27 +143,28 @@ def _step(folder: Path) -> int:
 
 
 def _files(folder: Path) -> list[str]:
-    return [str(one.relative_to(folder)) for one in sorted(folder.rglob("*")) if one.is_file() and one.name != MANIFEST]
+    paths = sorted(folder.rglob("*"))
+    return [str(path.relative_to(folder)) for path in paths if path.is_file() and path.name != MANIFEST]
 
 
 def _fault(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, in words."""
+    """A description of what is wrong with a checkpoint; None when it is complete and its checksums hold."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        wanted = {name: Digest(**one) for name, one in manifest["files"].items()}
+        wanted = {name: Digest(**fields) for name, fields in manifest["files"].items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         return f"{MANIFEST} cannot be read ({type(error).__name__})"
     if manifest.get("format") != _FORMAT:
         return f"{MANIFEST} has format {manifest.get('format')}, this version reads {_FORMAT}"
-    there = set(_files(folder))
-    if RUN not in wanted or there != set(wanted):
-        odd = sorted(there ^ set(wanted)) or [RUN]
+    present = set(_files(folder))
+    if RUN not in wanted or present != set(wanted):
+        odd = sorted(present ^ set(wanted)) or [RUN]
         return f"its files are not those of {MANIFEST}: {', '.join(odd[:3])}"
-    for name, one in wanted.items():
+    for name, expected in wanted.items():
         size = (folder / name).stat().st_size
-        if size != one.num_bytes:
-            return f"{name} has {size} bytes, {one.num_bytes} were written"
-    wrong = [name for name, one in digests(folder, wanted).items() if one != wanted[name]]
+        if size != expected.num_bytes:
+            return f"{name} has {size} bytes, {expected.num_bytes} were written"
+    wrong = [name for name, found in digests(folder, wanted).items() if found != wanted[name]]
     return f"{wrong[0]} has other bytes than were written" if wrong else None
 
 
@@ -175,7 +176,7 @@ def _write(file: Path, text: str) -> None:
 
 
 def _sync(path: Path) -> None:
-    """What is in a file, or in a folder under which names, is on the disk."""
+    """Flush a file's content, or a folder's entries, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

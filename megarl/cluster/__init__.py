@@ -1,1 +1,1 @@
-"""The machines of a run: its Ray session, the processes that it starts there, their cards and their ends."""
+"""The machines of a run: its Ray session, its worker processes, their network cards, and their cleanup."""

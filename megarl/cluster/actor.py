@@ -1,4 +1,4 @@
-"""One remote process of a run, from both of its ends. Besides cluster/session.py the only `import ray`."""
+"""A Ray actor of a run: the process itself, and the handle to it. With cluster/session.py the only `import ray`."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megarl.cluster.topology import DevicePlacement, device_placement
+from megarl.cluster.topology import DevicePlacement, own_placement
 from megarl.cluster.visible_gpus import device_faults
-from megarl.device import agree_on_nccl, use_network
+from megarl.device import use_network, use_sglang_nccl_settings
 from megarl.types import UserFault
 
 Ref = ray.ObjectRef
-SHARES = 4  # of a GPU slot
+SHARES = 4  # actors that share a GPU slot
 _ERROR_LETTERS = 20_000
-_CALLS = 2**20  # at once in a process: a pulse must not wait behind the prompts of an evaluation
+_CALLS = 2**20  # concurrent calls of an actor: a heartbeat must not wait behind the prompts of an evaluation
 
 
 @dataclass(frozen=True)
-class _Together:
-    """Arguments that travel as one object; the method that is called with it gets them one by one."""
+class _Arguments:
+    """Several arguments as one object; a method that is called with it receives them as separate arguments."""
 
     values: tuple[Any, ...]
 
 
 class _Shell:
-    """The actor around a plain class: async methods run on the loop, the others on one thread that never changes.
+    """The actor around a plain class: async methods run on the event loop, all others on one and the same thread.
 
-    (Autograd modes, CUDA contexts and collectives are per thread.) `watch` never returns, so its reference fails the
-    moment the process is gone, whatever else is or is not being called.
+    Autograd modes, CUDA contexts and collectives are per thread. `watch` never returns, so its reference fails as soon
+    as the process dies, whatever other calls are running.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class _Shell:
         module, _, name = target.partition(":")
         loop = asyncio.get_running_loop()
         use_network(host)
-        agree_on_nccl()
+        use_sglang_nccl_settings()
         _enter(folder)
         await loop.run_in_executor(self._thread, _check_device)
         cls = await loop.run_in_executor(self._thread, lambda: getattr(_imported(module), name))
@@ -66,38 +66,38 @@ class _Shell:
     async def call(self, method: str, *args: Any) -> Any:
         await self._is_made.wait()
         function = getattr(self._target, method)
-        args = tuple(chain.from_iterable(one.values if isinstance(one, _Together) else (one,) for one in args))
+        args = tuple(chain.from_iterable(arg.values if isinstance(arg, _Arguments) else (arg,) for arg in args))
         with _short_errors():
             if asyncio.iscoroutinefunction(function):
                 return await function(*args)
             return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*args))
 
     async def call_many(self, count: int, method: str, *args: Any) -> Any:
-        found = await self.call(method, *args)
-        return found if count > 1 else found[0]  # Ray would take a single return to be the sequence itself
+        results = await self.call(method, *args)
+        return results if count > 1 else results[0]  # with num_returns=1 Ray returns the sequence itself
 
-    async def together(self, function: str, *args: Any) -> _Together:
+    async def bundle(self, function: str, *args: Any) -> _Arguments:
         module, _, name = function.partition(":")
         make = getattr(importlib.import_module(module), name)
-        return _Together(tuple(await asyncio.get_running_loop().run_in_executor(self._thread, lambda: make(*args))))
+        return _Arguments(tuple(await asyncio.get_running_loop().run_in_executor(self._thread, lambda: make(*args))))
 
-    async def device_placement(self, gpu: int) -> DevicePlacement:
-        return device_placement(gpu, ray.util.get_node_ip_address())
+    async def own_placement(self, gpu: int) -> DevicePlacement:
+        return own_placement(gpu, ray.util.get_node_ip_address())
 
     async def watch(self) -> None:
         await asyncio.Event().wait()
 
     async def pulse(self) -> int:
-        return os.getpid()  # by the loop, whatever its thread is at
+        return os.getpid()  # on the event loop, so that it answers while the thread is busy
 
 
 class Worker:
-    """One remote process."""
+    """The handle to a remote process."""
 
     def __init__(self, name: str, slot: int, host: str, strategy: object, gpus: float = 1 / SHARES) -> None:
-        """slot: of the GPU; host: an address of the node from which the run is led; strategy: Ray's, where it goes.
+        """slot: the number of its GPU slot. host: an address of the controller's node. strategy: Ray's scheduling.
 
-        gpus: how much of a GPU it takes from Ray's count; 0 for a process that only looks at its node.
+        gpus: Ray's `num_gpus`; 0 for a process that only inspects its node.
         """
         options: dict[str, Any] = {"num_gpus": gpus, "num_cpus": 0, "max_concurrency": _CALLS}
         actor: Any = ray.remote(_Shell).options(scheduling_strategy=strategy, **options).remote()
@@ -105,35 +105,36 @@ class Worker:
         self.watch_refs: list[Ref] = [actor.watch.remote()]
 
     def start(self, target: str, *args: Any) -> Ref:
-        """Import `module:Class` over there and make it with args; the reference is the process id."""
+        """Import `module:Class` in the process and construct it with args; the result is the process id."""
         return self._actor.start.remote(self._host, os.getcwd(), target, *args)
 
     def call(self, method: str, *args: Any) -> Ref:
-        """Call a method; arguments that are references are fetched by the worker's node, not by the caller."""
+        """Call a method; arguments that are references are fetched by the worker's node, not by the caller's."""
         return self._actor.call.remote(method, *args)
 
     def call_many(self, count: int, method: str, *args: Any) -> list[Ref]:
-        """Call a method that returns `count` things which live apart, so that each goes where it is wanted alone."""
+        """Call a method that returns `count` values, each with a reference of its own, so that each moves alone."""
         refs = self._actor.call_many.options(num_returns=count).remote(count, method, *args)
         return refs if count > 1 else [refs]
 
     def watch(self, method: str) -> None:
-        """Hear from now on, whatever else is being called, what a method raises that otherwise does not return."""
+        """Start a method that does not return; from now on the run fails with what it raises."""
         self.watch_refs.append(self.call(method))
 
-    def together(self, function: str, *args: Any) -> Ref:
-        """What `module:function` makes of the arguments over there, as one object that many are called with.
+    def bundle(self, function: str, *args: Any) -> Ref:
+        """The items that `module:function` returns in the process, as one argument for many calls.
 
-        They get its items as arguments. Every reference among a call's arguments costs its caller some 10 microseconds.
+        The called methods receive the items as separate arguments. One reference in place of many: each reference among
+        a call's arguments costs the caller some 10 microseconds.
         """
-        return self._actor.together.remote(function, *args)
+        return self._actor.bundle.remote(function, *args)
 
-    def device_placement(self, gpu: int) -> Ref:
-        """Where it sits: a `DevicePlacement` of its node, as the process that uses the node's GPU number `gpu`."""
-        return self._actor.device_placement.remote(gpu)
+    def own_placement(self, gpu: int) -> Ref:
+        """The `DevicePlacement` of the process, which uses GPU number `gpu` of its node."""
+        return self._actor.own_placement.remote(gpu)
 
     def pulse(self) -> Ref:
-        """The process id, at once whatever the process is busy with: no answer means that it stands still."""
+        """A heartbeat: the process id, at once even when the process is busy; no answer means that it hangs."""
         return self._actor.pulse.remote()
 
     def kill(self) -> None:
@@ -145,63 +146,65 @@ class RayNode:
     """A node of the Ray cluster that this process has joined, with a worker on it that takes none of its GPUs."""
 
     address: str
-    gpus: int  # that Ray was told of
+    gpus: int  # as Ray counts them
     worker: Worker
 
 
 def ray_nodes(host: str) -> list[RayNode]:
-    """Every node that lives; host: an address of this process's own. A run that holds the GPUs is not disturbed."""
-    found = []
+    """Every live node; host: an address of this node. A run that holds the GPUs is not disturbed."""
+    nodes = []
     for node in ray.nodes():
         if node["Alive"]:
             address, gpus = node["NodeManagerAddress"], int(node["Resources"].get("GPU", 0))
             strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            found.append(RayNode(address, gpus, Worker(f"node {address}", 0, host, strategy, gpus=0)))
-    return found
+            nodes.append(RayNode(address, gpus, Worker(f"node {address}", 0, host, strategy, gpus=0)))
+    return nodes
 
 
 def answers(calls: Mapping[Ref, str], timeout_s: float) -> dict[str, Any]:
-    """By label what each call returned, or in its place the exception: a node that fails keeps no other from answering.
+    """By label, what each call returned or the exception that it raised, so that one failure hides no other answer.
 
-    After timeout_s a call that has not returned is a TimeoutError.
+    A call that has not returned after timeout_s is a TimeoutError.
     """
     ray.wait(list(calls), num_returns=len(calls), timeout=timeout_s)
     return {label: _answer(ref) for ref, label in calls.items()}
 
 
 def _answer(ref: Ref) -> Any:
-    try:
-        return ray.get(ref, timeout=0)
-    except ray.exceptions.GetTimeoutError:
+    value, error = _result(ref)
+    if isinstance(error, ray.exceptions.GetTimeoutError):
         return TimeoutError("no answer")
-    except ray.exceptions.RayTaskError as error:
+    if isinstance(error, ray.exceptions.RayTaskError):
         return error.cause or error
-    except ray.exceptions.RayError as error:
-        return error
+    return value if error is None else error
 
 
 def failure(ref: Ref) -> Exception | None:
-    """Why a call has failed; None where it has not, or has not ended."""
-    try:
-        ray.get(ref, timeout=0)
-    except ray.exceptions.GetTimeoutError:
+    """The exception of a call that has failed; None for a call that has succeeded or is still running."""
+    _, error = _result(ref)
+    if isinstance(error, ray.exceptions.GetTimeoutError):
         return None
-    except ray.exceptions.RayTaskError as error:
-        return error.cause if isinstance(error.cause, UserFault) else error
+    cause = getattr(error, "cause", None)
+    return cause if isinstance(cause, UserFault) else error
+
+
+def _result(ref: Ref) -> tuple[Any, Exception | None]:
+    """(value, exception) of a call, without waiting: GetTimeoutError while it is running."""
+    try:
+        return ray.get(ref, timeout=0), None
     except ray.exceptions.RayError as error:
-        return error
-    return None
+        return None, error
 
 
 class Pulses:
-    """Asks each worker from time to time whether it lives, and knows for how long it has not answered.
+    """Sends each worker a heartbeat request once a period, and counts for how long it has not answered.
 
-    A silence is counted in periods in which this process itself has looked: if everything is suspended together, with a
-    laptop or by Slurm, nobody was silent. What a call of a worker takes does not count.
+    Silence is counted in periods in which this process itself was running: if a laptop or Slurm suspends everything
+    at once, no worker counts as silent. Heartbeats are answered during calls, however long these take.
     """
 
     def __init__(self, bound_s: float) -> None:
-        """bound_s: the silence that is to be noticed; looks are a tenth of it apart, and 10 s at most."""
+        """bound_s: the silence to detect; the period is a tenth of it, at most 10 s."""
         self._period_s = max(0.1, min(10.0, bound_s / 10))
         self._looked_at = -math.inf
         self._asked: dict[Worker, Ref] = {}
@@ -209,7 +212,7 @@ class Pulses:
         self._pids: dict[Worker, int] = {}
 
     def look(self, workers: Sequence[Worker]) -> None:
-        """See who has answered, and ask again, once a period."""
+        """Once a period, count the missing answers and ask again."""
         if time.monotonic() - self._looked_at < self._period_s:
             return
         self._looked_at = time.monotonic()
@@ -217,7 +220,7 @@ class Pulses:
         self.ask(workers)
 
     def ask(self, workers: Sequence[Worker]) -> None:
-        """Ask everyone who does not owe an answer."""
+        """Ask every worker that has answered its last request."""
         silent = {*self.unanswered()}
         for worker in workers:
             if worker in silent:
@@ -228,28 +231,28 @@ class Pulses:
             self._missed[worker], self._asked[worker] = 0, worker.pulse()
 
     def unanswered(self) -> list[Worker]:
-        """Who owes an answer; of a process that is gone nothing is expected."""
+        """The workers that have not answered their last request; a dead process is not among them."""
         if not self._asked:
             return []
         waiting = {*ray.wait(list(self._asked.values()), num_returns=len(self._asked), timeout=0)[1]}
         return [worker for worker, ref in self._asked.items() if ref in waiting]
 
     def silence_s(self, worker: Worker) -> float:
-        """For how long it has not answered, in whole periods."""
+        """For how long the worker has not answered, in whole periods."""
         return self._missed[worker] * self._period_s
 
     def answered(self) -> list[Worker]:
-        """Whose process id is known, whether it lives or not."""
+        """The workers that have ever answered, dead or alive."""
         return list(self._pids)
 
     def pid(self, worker: Worker) -> int | None:
-        """None: it has never answered."""
+        """The worker's process id; None before its first answer."""
         return self._pids.get(worker)
 
 
 @contextmanager
 def _short_errors() -> Iterator[None]:
-    """Cut what is raised: Ray leaves a large error on its node, where who only waits does not see it."""
+    """Shorten the text of an exception: Ray leaves a large one on its node, where `ray.wait` does not see it."""
     try:
         yield
     except Exception as error:
@@ -261,7 +264,7 @@ def _short_errors() -> Iterator[None]:
 
 
 def _check_device() -> None:
-    """Of this node: what the command has checked is the machine where it runs, which may have no GPU."""
+    """Check this node's devices: the command has checked its own machine, which may have no GPU."""
     for fault in device_faults():
         raise fault
 
@@ -277,7 +280,7 @@ def _imported(module: str) -> Any:
 
 
 def _enter(folder: str) -> None:
-    """Make the paths of a recipe mean on every node what they mean to the command."""
+    """Change to the command's working directory, so that relative paths of a recipe are the same on every node."""
     try:
         os.chdir(folder)
     except OSError as error:

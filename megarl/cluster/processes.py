@@ -1,4 +1,4 @@
-"""Processes of this machine that a run must not leave behind. Linux."""
+"""Signals that end a run, and the processes that it must not leave behind. Linux."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _end_wanted = threading.Event()
 
 
 def raise_on_sigterm() -> None:
-    """Turn SIGTERM (Slurm, `kill`) into what Ctrl-C raises, so that a run ends through its `with` blocks.
+    """Turn SIGTERM (Slurm, `kill`) into KeyboardInterrupt, so that a run ends through its `with` blocks.
 
-    Not an exception of its own: Ray's waits let KeyboardInterrupt alone through.
+    Ray's waits let no other exception through.
     """
 
     def handler(signum: int, frame: FrameType | None) -> None:
@@ -41,9 +41,9 @@ def was_terminated() -> bool:
 
 
 def note_sigusr1() -> None:
-    """Take SIGUSR1 (Slurm, some minutes before the time limit) as a wish to end soon; a second one is a SIGTERM.
+    """Take SIGUSR1 (Slurm, some minutes before the time limit) as a request to end soon; a second one is a SIGTERM.
 
-    The handler only takes a note: whatever runs, Ray's calls too, goes on to a point where the run can be left.
+    The handler only sets a flag, so that the run, with its calls to Ray, continues to a point where it can end.
     """
 
     def handler(signum: int, frame: FrameType | None) -> None:
@@ -60,14 +60,14 @@ def is_end_wanted() -> bool:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent dies, so that kill_descendants still finds them."""
+    """Become the parent of descendants whose own parent dies, so that kill_descendants finds them."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 def descendants(spare: Collection[int] = ()) -> list[psutil.Process]:
-    """Every process below this one, but for the ids to spare and what is below those."""
+    """Every descendant of this process, except the process ids in `spare` and their descendants."""
     found: list[psutil.Process] = []
     waiting = psutil.Process(os.getpid()).children()
     while waiting:
@@ -81,14 +81,14 @@ def descendants(spare: Collection[int] = ()) -> list[psutil.Process]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped the process (SIGSTOP, Ctrl-Z): it is there and does nothing."""
+    """Whether a signal has stopped the process (SIGSTOP, Ctrl-Z): it exists and does nothing."""
     with suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() == psutil.STATUS_STOPPED
     return False
 
 
 def kill_descendants(spare: Collection[int]) -> None:
-    """SIGKILL and reap every descendant of this process but those to spare and theirs."""
+    """SIGKILL and reap every descendant of this process, except those in `spare` and their descendants."""
     left = descendants(spare)
     while left:
         for process in left:
@@ -102,10 +102,10 @@ def kill_descendants(spare: Collection[int]) -> None:
 
 
 def remove_counters(pids: Collection[int], folder: Path = SHARED_MEMORY) -> None:
-    """Remove the files by which torch counts who uses the GPU memory that a process lent, of those that have ended.
+    """Remove torch's reference counters of CUDA IPC memory, `torch_<pid>_*`, of processes that have ended.
 
-    Torch removes its `torch_<pid>_*` as it exits, and the processes of a run are killed. What is older than this
-    command, or another user's, is of a process in another container that has the same number.
+    Torch removes them when a process exits, but the processes of a run are killed. A file that is older than this
+    command, or another user's, belongs to a process of another container with the same id.
     """
     ending: list[psutil.Process] = []
     for pid in pids:
@@ -122,7 +122,7 @@ def remove_counters(pids: Collection[int], folder: Path = SHARED_MEMORY) -> None
 
 @contextmanager
 def interrupts_ignored() -> Iterator[None]:
-    """Ignore what ends a run inside: a second signal must not break the cleaning up after the first."""
+    """Ignore the signals that end a run: a second signal must not interrupt the cleanup after the first."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     previous = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
     try:

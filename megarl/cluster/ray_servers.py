@@ -1,4 +1,4 @@
-"""Ray's servers on this machine: which processes they are, and whether they live. Linux."""
+"""Ray's servers on this machine (raylet, gcs_server): finding their processes and noticing their death. Linux."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _LONGEST_LOOK_S = 2.0
 
 
 class RayServers:
-    """The raylet behind a socket and the gcs_server of its session, where it is on this machine too.
+    """The raylet of a socket, and the gcs_server of its session where it runs on this machine too.
 
-    Without one of them Ray says so after a minute, or ends this process in its own way.
+    When one of them dies, Ray itself reports it only after a minute, or ends this process.
     """
 
     def __init__(self, raylet_socket: str, timeout_s: float) -> None:
-        """timeout_s: how long one of them may be stopped."""
+        """timeout_s: how long a server may be stopped by a signal."""
         self._timeout_s, self._looked_at = timeout_s, time.monotonic()
         found = _servers(raylet_socket)
         self._stopped_s = dict.fromkeys(found, 0.0)
@@ -32,7 +32,7 @@ class RayServers:
             self._poll.register(descriptor, select.POLLIN)
 
     def fault(self) -> str | None:
-        """Who is gone, or was stopped for too long, in words."""
+        """A description of the server that has died, or was stopped for too long; None when all are well."""
         for descriptor, _ in self._poll.poll(0):
             return f"Ray's {_name(self._descriptors[descriptor])} {_how(descriptor)}"
         now = time.monotonic()
@@ -53,7 +53,7 @@ def _servers(raylet_socket: str) -> list[psutil.Process]:
     session = Path(raylet_socket).parents[1].name
     wanted = {"raylet": f"--raylet_socket_name={raylet_socket}", "gcs_server": f"--session-name={session}"}
     running = psutil.process_iter(["name", "cmdline"])
-    return [one for one in running if wanted.get(one.info["name"]) in (one.info["cmdline"] or ())]
+    return [process for process in running if wanted.get(process.info["name"]) in (process.info["cmdline"] or ())]
 
 
 def _name(process: psutil.Process) -> str:
@@ -61,7 +61,7 @@ def _name(process: psutil.Process) -> str:
 
 
 def _how(descriptor: int) -> str:
-    """How a process ended; for children of this one alone it can be told."""
+    """How a process ended; the exit status is known of child processes only."""
     try:
         result = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

@@ -1,4 +1,4 @@
-"""Ray: a session of our own or a running cluster, GPU slots on its nodes. With actor.py the only `import ray`."""
+"""The Ray session of a run, new or joined, and the GPU slots on its nodes. With actor.py the only `import ray`."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ from megarl.cluster.session_folder import SessionFolder, remove_dead
 from megarl.cluster.topology import DevicePlacement
 from megarl.config import PlacementConfig
 from megarl.device import LOOPBACK, is_loopback
+from megarl.printable import first_line
 from megarl.types import Silence, UserFault
 
-_GRACE_S = 3.0  # a death breaks its peers' collectives first: this long is waited for the cause to show
+_GRACE_S = 3.0  # a dead process first breaks its peers' collectives: wait this long for the cause to show
 _OBJECT_STORE_BYTES = max(2**30, min(2**35, psutil.virtual_memory().total // 10))  # samples of a step, mostly
-_PLACING_S = 60.0  # that GPUs of a running cluster are waited for
-_LOOK_S = 1.0  # between two looks at Ray's servers and at pulses
-_PREFIX, _ROOM = "megarl-", "/tmp"  # of a session's folder; not TMPDIR: a Unix socket's path has 107 bytes at most
+_PLACING_S = 60.0  # how long to wait for the GPUs of a running cluster
+_LOOK_S = 1.0  # between two checks of Ray's servers and of heartbeats
+_PREFIX, _PARENT = "megarl-", "/tmp"  # of the session's folder; not TMPDIR: a Unix socket's path has at most 107 bytes
 _OTHER = 3
 
 
 class WorkerFailed(Exception):
-    """A worker died or raised; the message names the worker and its own cause, `evidence` is its traceback or end."""
+    """A worker died or raised; the message names the worker and the cause, `evidence` is its traceback."""
 
     def __init__(self, message: str, evidence: str) -> None:
         super().__init__(message, evidence)
@@ -48,10 +49,10 @@ class WorkerFailed(Exception):
 
 
 class Cluster:
-    """GPU slots of a Ray session, of this command's own or of nodes that run already; left as it was found, by `with`.
+    """The GPU slots of a Ray session, which this command starts here or joins; a context manager.
 
-    A session of its own ends with every process and file of it. Slot s is on node s // node_gpus; of a running cluster
-    the nodes are in the order of their addresses, and each gives all slots of a node together.
+    On exit a session that it started ends with all of its processes and files; a joined cluster goes on. Slot s is on
+    node s // node_gpus; the nodes of a joined cluster are sorted by address, and a run takes whole nodes.
     """
 
     def __init__(
@@ -61,29 +62,29 @@ class Cluster:
         timeout_s: float = 600.0,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """node_gpus: join the cluster that RAY_ADDRESS names, and take so many of each node; None: begin one here.
-        gpus 0: join, and take none.
+        """gpus: how many slots; 0: join a cluster without taking any. node_gpus: join the cluster that RAY_ADDRESS
+        names and take so many GPUs of each node; None: start a session here.
 
-        timeout_s: how long a worker may leave its pulse unanswered. say: tells the user of dead sessions' folders.
+        timeout_s: how long a worker may leave a heartbeat unanswered. say: prints a line for the user.
         """
         self._gpus, self._joins, self._node_gpus = gpus, node_gpus is not None, node_gpus or gpus
         self._timeout_s, self._say = timeout_s, say
         self._pulses = Pulses(timeout_s)
         self._workers: list[Worker] = []
         self._placement: PlacementGroup
-        self._bundles: list[int] = []  # of each node, in the order of the slots
+        self._bundles: list[int] = []  # the placement group's bundle of each node, in the order of the slots
         self._servers: RayServers | None = None
         self.host = LOOPBACK
-        self.nodes: list[str] = []  # their addresses, in the order of the slots
+        self.nodes: list[str] = []  # the nodes' addresses, in the order of the slots
 
     def __enter__(self) -> Cluster:
         processes.adopt_orphans()
         self._not_ours = {process.pid for process in processes.descendants()}
-        if count := remove_dead(_PREFIX, _ROOM):
+        if count := remove_dead(_PREFIX, _PARENT):
             self._say(f"removed {count} temporary folder{'s' * (count > 1)} of sessions that were killed")
-        self._folder = SessionFolder(_PREFIX, _ROOM)
+        self._folder = SessionFolder(_PREFIX, _PARENT)
         self._tmpdir = os.environ.get("TMPDIR")
-        os.environ["TMPDIR"] = str(self._folder.path)  # what a killed worker leaves is removed with the session
+        os.environ["TMPDIR"] = str(self._folder.path)  # the files of a killed worker are removed with the session
         on_sigterm = signal.getsignal(signal.SIGTERM)
         try:
             self._join() if self._joins else self._begin()
@@ -111,7 +112,7 @@ class Cluster:
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
-            _temp_dir=str(self._folder.path / "ray"),  # Ray opens its folder to everyone; ours stays closed
+            _temp_dir=str(self._folder.path / "ray"),  # Ray's folder is open to everyone, its parent only to this user
             _node_ip_address=LOOPBACK,
         )
 
@@ -123,19 +124,19 @@ class Cluster:
                 address=address,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
-                # Several nodes on one machine, as in tests: Ray itself would take the address of the network.
+                # Several nodes on one machine, as in tests: Ray itself would take the network's address.
                 _node_ip_address=host if is_loopback(host) else None,
             )
         except (ConnectionError, RuntimeError, ValueError) as error:
-            problem = f"no Ray cluster that can be joined at {address} ({str(error).splitlines()[0]})"
+            problem = f"no Ray cluster can be joined at {address} ({first_line(error)})"
             mend = "start Ray here and on the other nodes with the token that RAY_AUTH_TOKEN_PATH names"
             raise UserFault("RAY_ADDRESS", problem, mend) from error
         self.host = ray.util.get_node_ip_address()
 
     def _take_slots(self) -> None:
-        """One bundle for each node, of all its GPUs: a process takes the GPU of its slot's number, whoever has others.
+        """Reserve one placement group bundle a node, with all GPUs of the node; a process uses the GPU of its slot.
 
-        Raises UserFault where Ray has no such nodes, WorkerFailed where it has lost them or another run has them.
+        Raises UserFault where Ray has no such nodes, WorkerFailed where nodes have died or another run holds them.
         """
         if not (count := -(-self._gpus // self._node_gpus)):
             return
@@ -144,36 +145,37 @@ class Cluster:
         if len(fit) < count:
             problem = f"{self._gpus} GPUs are {count} nodes of {self._node_gpus}, Ray has {len(fit)} with as many GPUs"
             if len(fit) + sum(not node["Alive"] for node in nodes) >= count:
-                raise WorkerFailed(f"{problem}: others have gone", problem)
+                raise WorkerFailed(f"{problem}: other nodes have died", problem)
             mend = "start Ray on more nodes, lower it, or correct placement.gpus_per_node"
             raise UserFault("placement.gpus", problem, mend)
         self._placement = placement_group([{"GPU": self._node_gpus}] * count, strategy="STRICT_SPREAD")
         ready = self._placement.ready()
         if not ray.wait([ready], timeout=_PLACING_S)[0]:
-            problem = f"{count} whole nodes were not free in the Ray cluster for {_PLACING_S:.0f} s: a run has one"
+            problem = f"{count} nodes of the Ray cluster were not free for {_PLACING_S:.0f} s: another run has one"
             raise WorkerFailed(problem, problem)
         self.gather({ready: "placement group"})
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in fit}
-        on = {bundle: addresses[node] for bundle, node in _nodes_of(self._placement).items()}
-        self._bundles = in_order(on)
-        self.nodes = [on[bundle] for bundle in self._bundles]
+        of_bundle = {bundle: addresses[node] for bundle, node in _nodes_of(self._placement).items()}
+        self._bundles = bundles_by_address(of_bundle)
+        self.nodes = [of_bundle[bundle] for bundle in self._bundles]
 
     def worker(self, name: str, slot: int) -> Worker:
-        """Start a process on GPU slot `slot`, which up to four share: policy, engine, critic and reward model."""
+        """Start a process on GPU slot `slot`; up to four share a slot: policy, engine, critic and reward model."""
         bundle = self._bundles[slot // self._node_gpus]
         strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=bundle)
         worker = Worker(name, slot, self.host, strategy)
         self._workers.append(worker)
         return worker
 
-    def device_placements(self, workers: Sequence[Worker], placement: PlacementConfig) -> list[DevicePlacement]:
-        """Where each sits. Raises RuntimeError where a process is not on the node of its slot."""
-        found = self.gather({worker.device_placement(placement.gpu_of(worker.slot)): worker.name for worker in workers})
-        for worker, there in zip(workers, found, strict=True):
+    def placements(self, workers: Sequence[Worker], placement: PlacementConfig) -> list[DevicePlacement]:
+        """The placement of each worker. Raises RuntimeError where a process is not on the node of its slot."""
+        calls = {worker.own_placement(placement.gpu_of(worker.slot)): worker.name for worker in workers}
+        placements = self.gather(calls)
+        for worker, placed in zip(workers, placements, strict=True):
             wanted = self._node_of(worker)
-            if there.address != wanted:
-                raise RuntimeError(f"{worker.name} of GPU slot {worker.slot} is on {there.address}, not on {wanted}")
-        return found
+            if placed.address != wanted:
+                raise RuntimeError(f"{worker.name} of GPU slot {worker.slot} is on {placed.address}, not on {wanted}")
+        return placements
 
     def _node_of(self, worker: Worker) -> str:
         return self.nodes[worker.slot // self._node_gpus]
@@ -185,17 +187,17 @@ class Cluster:
     def gather(self, labels: Mapping[Ref, str], among: Sequence[Worker] | None = None) -> list[Any]:
         """The results in order; raises WorkerFailed, or the worker's own UserFault, as soon as any worker fails.
 
-        among: the workers whose failures count; all of them unless they are given.
+        among: the workers whose failures count; by default all.
         """
         self.await_all(labels, among)
         try:
             return ray.get(list(labels), timeout=self._timeout_s)
-        except ray.exceptions.RayError as error:  # a node is gone, with what was to be fetched from it
+        except ray.exceptions.RayError as error:  # a node has died, with results that it stored
             failures = [(name, why) for ref, name in labels.items() if (why := failure(ref)) is not None]
-            raise _reported(*min(failures or [("a worker's result", error)], key=_rank)) from None
+            raise _reported(*min(failures or [("a worker's result", error)], key=_severity)) from None
 
     def await_all(self, labels: Mapping[Ref, str], among: Sequence[Worker] | None = None) -> None:
-        """`gather` without fetching what comes of it."""
+        """`gather` without fetching the results."""
         watched = self._workers if among is None else among
         watches = {ref: worker.name for worker in watched for ref in worker.watch_refs}
         pending = dict(labels)
@@ -211,7 +213,7 @@ class Cluster:
                 raise WorkerFailed(silence, silence)
 
     def settle(self, calls: Mapping[Ref, str]) -> bool:
-        """Wait until every call has ended, well or not; False as soon as any worker is gone or silent for too long."""
+        """Wait until every call has returned or raised; False as soon as any worker dies or is silent for too long."""
         watches = {ref for worker in self._workers for ref in worker.watch_refs}
         pending = set(calls)
         while pending:
@@ -222,25 +224,25 @@ class Cluster:
         return True
 
     def call_all(self, workers: Sequence[Worker], method: str) -> list[Any]:
-        """Call the same method of each; the results in their order. Raises as `gather` does."""
+        """Call the same method of each worker; the results are in the workers' order. Raises as `gather` does."""
         return self.gather({worker.call(method): worker.name for worker in workers})
 
     def _cause(self, refs: Sequence[Ref], labels: Mapping[Ref, str]) -> Exception:
-        """The failure to report: a user's fault first, then a dead process, a silent one, then whatever was raised."""
+        """The failure to report, waiting a moment for a more telling one; see `_severity`."""
         self._pulses.ask(self._workers)
         done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=_GRACE_S)
         failures = [(labels[ref], why) for ref in done if (why := failure(ref)) is not None]
-        name, cause = min(failures, key=_rank)
-        # Who waited in vain for a process that stands still may have begun before it did.
-        if _rank((name, cause)) == _OTHER and (silence := self._silence_now()):
+        name, cause = min(failures, key=_severity)
+        # A process that waited for a hanging one may time out before the hanging one has been silent for long enough.
+        if _severity((name, cause)) == _OTHER and (silence := self._silence_now()):
             return WorkerFailed(silence, str(cause))
         return _reported(name, cause)
 
     def _ended(self, refs: list[Ref], watched: Sequence[Worker]) -> list[Ref]:
-        """Those that have ended, as soon as one has, or none after a while; every worker is asked for its pulse.
+        """The calls that have ended, as soon as one has; [] after _LOOK_S. Also sends the heartbeats.
 
-        All that have: each question costs as much as there are references. What they return stays on its node. Raises
-        WorkerFailed when a server of Ray is gone.
+        Returns all ended calls at once, because the cost of each `ray.wait` grows with the number of references. The
+        results stay on their nodes. Raises WorkerFailed when a server of Ray has died.
         """
         self._pulses.look(watched)
         ray.wait(refs, num_returns=1, timeout=_LOOK_S, fetch_local=False)
@@ -249,17 +251,17 @@ class Cluster:
         return done
 
     def _check_servers(self) -> None:
-        """Raises WorkerFailed when a server of Ray is gone: Ray itself would say so late, or end this process."""
+        """Raises WorkerFailed when a server of Ray has died: Ray itself would report it late, or end this process."""
         if self._servers and (fault := self._servers.fault()):
             raise WorkerFailed(fault, fault)
 
     def _silence(self, workers: Sequence[Worker]) -> str | None:
-        """Which of them has not answered for too long, in words."""
+        """A description of a worker that has not answered for too long, if there is one."""
         silent = (worker for worker in workers if self._pulses.silence_s(worker) >= self._timeout_s)
         return next((self._silence_of(worker) for worker in silent), None)
 
     def _silence_now(self) -> str | None:
-        """Who has been silent for half as long, or is seen to be stopped."""
+        """A description of a worker that has been silent for half as long, or that a signal has stopped."""
         for worker in self._pulses.unanswered():
             if self._pulses.silence_s(worker) >= self._timeout_s / 2 or self._is_stopped(worker):
                 return self._silence_of(worker)
@@ -272,21 +274,21 @@ class Cluster:
         return f"{who} has not answered for {self._pulses.silence_s(worker):.0f} s{why}"
 
     def _is_stopped(self, worker: Worker) -> bool:
-        """Whether a signal has stopped it, as far as can be seen from this node."""
+        """Whether a signal has stopped the worker; False for workers of other nodes."""
         pid = self._pid_here(worker)
         return pid is not None and processes.is_stopped(pid)
 
     def _pid_here(self, worker: Worker) -> int | None:
-        """Its process id, if it is on this node and has said it."""
+        """The worker's process id, if the worker is on this node and has ever answered."""
         is_near = not self._joins or self._node_of(worker) == self.host
         return self._pulses.pid(worker) if is_near else None
 
     def close(self) -> None:
-        """End the session: no process, socket, shared-memory file or folder of it is left."""
+        """End the session and remove all of its processes, sockets, shared-memory files and folders."""
         with processes.interrupts_ignored():
             ended = {pid for worker in self._pulses.answered() if (pid := self._pid_here(worker)) is not None}
             ended |= {process.pid for process in processes.descendants(spare=self._not_ours)}
-            if self._servers and self._servers.fault():  # Ray's own ways out would wait for what is gone
+            if self._servers and self._servers.fault():  # Ray's own shutdown would wait for the dead server
                 processes.kill_descendants(spare=self._not_ours)
             else:
                 for worker in self._workers:
@@ -305,17 +307,17 @@ class Cluster:
                 os.environ["TMPDIR"] = self._tmpdir
 
 
-def in_order(addresses: Mapping[int, str]) -> list[int]:
-    """The bundles by their nodes' addresses. Raises UserFault where Ray knows a node by a name."""
+def bundles_by_address(addresses: Mapping[int, str]) -> list[int]:
+    """Bundle numbers sorted by the IPv4 addresses of their nodes. Raises UserFault where Ray knows a node by a name."""
     try:
         return sorted(addresses, key=lambda bundle: ipaddress.IPv4Address(addresses[bundle]))
     except ipaddress.AddressValueError as error:
-        mend = "start Ray with the number: ray start --node-ip-address=10.0.0.2"
-        raise UserFault("placement.network", f"Ray knows a node by no IPv4 address ({error})", mend) from None
+        mend = "start Ray with the node's address: ray start --node-ip-address=10.0.0.2"
+        raise UserFault("placement.network", f"Ray has no IPv4 address for a node ({error})", mend) from None
 
 
 def _nodes_of(placement: PlacementGroup) -> dict[int, str]:
-    """Ray's id of the node on which each bundle is."""
+    """Ray's node id of each bundle."""
     return placement_group_table(placement)["bundles_to_node_id"]
 
 
@@ -325,8 +327,8 @@ def _raylet_socket() -> str:
     return next(node["RayletSocketName"] for node in ray.nodes() if node["NodeID"] == own)
 
 
-def _rank(failed: tuple[str, Exception]) -> int:
-    """The most telling first: a user's fault, a dead process, one that stands still, whatever else was raised."""
+def _severity(failed: tuple[str, Exception]) -> int:
+    """A sort key, the most telling failure first: a UserFault, a dead process, a hanging process, any other error."""
     _, error = failed
     if isinstance(getattr(error, "cause", None), Silence):
         return 2
@@ -334,7 +336,7 @@ def _rank(failed: tuple[str, Exception]) -> int:
 
 
 def _reported(name: str, cause: Exception) -> Exception:
-    """What is raised of a worker's failure."""
+    """The exception that reports a worker's failure."""
     if isinstance(cause, UserFault):
         return cause
     if isinstance(cause, ray.exceptions.RayActorError):

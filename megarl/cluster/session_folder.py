@@ -17,13 +17,13 @@ _SUFFIX = "[a-z0-9_]{8}"  # what tempfile appends to a prefix
 
 
 class SessionFolder:
-    """A new folder of mode 0700, locked as long as this process lives and has not removed it.
+    """A new folder of mode 0700, locked until this process removes it or ends.
 
-    The lock (flock) ends with the process, however that dies, so that `remove_dead` tells dead sessions from live ones.
+    The kernel releases the lock (flock) however the process ends, so `remove_dead` tells dead sessions from live ones.
     """
 
     def __init__(self, prefix: str, parent: str) -> None:
-        """Raises OSError when no folder can be made in the parent folder, or no file be locked there."""
+        """Raises OSError when no folder can be made in the parent folder, or no file can be locked there."""
         for _ in range(_ATTEMPTS):
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
             self._lock = _locked(self.path, os.O_CREAT)
@@ -40,9 +40,9 @@ class SessionFolder:
 
 
 def remove_dead(prefix: str, parent: str) -> int:
-    """Remove this user's folders whose process is gone; how many there were.
+    """Remove this user's folders whose process has ended; returns how many.
 
-    A folder without our lock file, of another user or behind a symbolic link is not ours to remove.
+    A folder without our lock file, of another user, or behind a symbolic link stays.
     """
     found = 0
     for path in Path(parent).glob(f"{prefix}*"):
@@ -57,7 +57,7 @@ def remove_dead(prefix: str, parent: str) -> int:
 
 
 def _is_private(path: Path) -> bool:
-    """Whether it is a folder, no link, that belongs to this user and that no other user can enter."""
+    """Whether the path is a folder, not a link, that belongs to this user and that no other user can enter."""
     with suppress(FileNotFoundError):
         status = path.lstat()
         return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) == 0o700
@@ -65,9 +65,9 @@ def _is_private(path: Path) -> bool:
 
 
 def _locked(folder: Path, flags: int) -> int:
-    """A descriptor that holds the folder's lock, or -1: another process has it, or the folder is not a session's.
+    """A descriptor that holds the folder's lock, or -1: another process holds it, or the folder is not a session's.
 
-    Between the making of a folder and its locking another process may take it for dead and remove it.
+    Another process may take a folder for dead and remove it between its creation and its locking.
     """
     path = folder / _LOCK
     try:

@@ -1,6 +1,6 @@
-"""Which network card each GPU of a node sends through: the nearest in the PCIe tree, for as few GPUs a card as can be.
+"""The network card of each GPU of a node: the nearest one in the PCIe tree, with the GPUs spread evenly over the cards.
 
-NCCL chooses in the same way but says so in its log alone; here the choice can be shown before the first byte is sent.
+NCCL chooses in the same way but reports it only in its log; here the choice is known before the first byte is sent.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _WHERE = "placement"
 
 @dataclass(frozen=True)
 class DevicePlacement:
-    """Where a process sits: node, its address, the PCI address of its GPU and the name of that GPU's RDMA card.
+    """The node of a process (host name, address), the PCI address of its GPU and the name of the GPU's RDMA card.
 
-    "" without a GPU, or without a card. sharers: GPUs of the node on this card. crosses: between GPU and card lies the
-    link between the sockets.
+    gpu, nic: "" where there is none. sharers: how many GPUs of the node use this card. crosses: whether the GPU and the
+    card are on different sockets.
     """
 
     host: str
@@ -40,7 +40,7 @@ class DevicePlacement:
 
 @dataclass(frozen=True)
 class _Place:
-    """Of a PCI device: the bridges above it, from the root complex down, itself last; -1 where no socket is its own."""
+    """The place of a PCI device. path: from the root complex down to the device; socket: -1 where it is unknown."""
 
     path: tuple[str, ...]
     socket: int
@@ -51,21 +51,22 @@ class _Place:
         return _Place(resolved.parts, int(numa.read_text()) if numa.exists() else -1)
 
     def nearness(self, other: _Place) -> tuple[int, bool]:
-        """The deeper the nearest common bridge the greater; below different root complexes the same socket counts."""
+        """A sort key: the depth of the nearest common bridge, then whether both are on the same socket."""
         pairs = zip(self.path, other.path, strict=False)
-        shared = next((depth for depth, (one, two) in enumerate(pairs) if one != two), len(self.path))
+        shared = next((depth for depth, (ours, theirs) in enumerate(pairs) if ours != theirs), len(self.path))
         return shared, not self.is_apart(other)
 
     def is_apart(self, other: _Place) -> bool:
-        """On another socket, as far as both are known."""
+        """Whether both sockets are known, and differ."""
         return -1 not in (self.socket, other.socket) and self.socket != other.socket
 
 
 def nearest_nics(gpus: Sequence[str], root: Path = SYSFS, wanted: str = "") -> dict[str, str]:
-    """The RDMA card of each GPU of a node, of those alone whose link is up; {} where there is none.
+    """The RDMA card of each GPU of a node, among the cards whose link is up; {} without such a card.
 
-    gpus: PCI addresses ("0000:18:00.0"). wanted: as NCCL_IB_HCA. No card serves more GPUs than gpus / cards, rounded
-    up. Taking the nearest pair first is best here: of what hangs on one bridge all is equally near to all else.
+    gpus: PCI addresses ("0000:18:00.0"). wanted: a filter in the syntax of NCCL_IB_HCA. No card serves more GPUs than
+    gpus / cards, rounded up. Pairing the nearest first is optimal: all devices below a bridge are equally near to any
+    device elsewhere.
     """
     cards = {name: _Place.of(root / "class/infiniband" / name / "device") for name in _cards(root, wanted)}
     places = {gpu: _gpu(gpu, root) for gpu in gpus}
@@ -80,14 +81,14 @@ def nearest_nics(gpus: Sequence[str], root: Path = SYSFS, wanted: str = "") -> d
     return {gpu: found[gpu] for gpu in gpus if gpu in found}
 
 
-def device_placement(slot: int, address: str, root: Path = SYSFS) -> DevicePlacement:
-    """Of the process that calls this, which uses GPU `slot` of its node and sees all of them."""
+def own_placement(slot: int, address: str, root: Path = SYSFS) -> DevicePlacement:
+    """The placement of the calling process, which uses GPU `slot` of its node and sees all of the node's GPUs."""
     gpus = [_pci_address(index) for index in range(torch.cuda.device_count())] if device.DEVICE == "cuda" else []
-    return seat_of(slot, gpus, address, root)
+    return placement_among(slot, gpus, address, root)
 
 
-def seat_of(slot: int, gpus: Sequence[str], address: str, root: Path = SYSFS) -> DevicePlacement:
-    """`seat` among GPUs whose PCI addresses are known; without any: a seat without GPU and card."""
+def placement_among(slot: int, gpus: Sequence[str], address: str, root: Path = SYSFS) -> DevicePlacement:
+    """The placement of GPU `slot` of a node. gpus: the PCI addresses of the node's GPUs; may be empty."""
     host = socket.gethostname()
     if not gpus:
         return DevicePlacement(host, address, "", "")
@@ -99,36 +100,37 @@ def seat_of(slot: int, gpus: Sequence[str], address: str, root: Path = SYSFS) ->
     return DevicePlacement(host, address, gpu, nics[gpu], sharers, card.is_apart(_gpu(gpu, root)))
 
 
-def device_placement_lines(device_placements: Sequence[DevicePlacement]) -> list[str]:
-    """A line for each node, in the order of its first rank; seats[rank]."""
+def placement_lines(placements: Sequence[DevicePlacement]) -> list[str]:
+    """A line for each node, in the order of its first rank. placements: by rank."""
     ranks: dict[tuple[str, str], list[str]] = {}
-    for rank, one in enumerate(device_placements):
-        said = " ".join(word for word in (one.gpu, one.nic and f"through {one.nic}") if word)
-        ranks.setdefault((one.host, one.address), []).append(f"{rank} {said}".strip())
-    return [f"{host} ({address}): ranks {', '.join(words)}" for (host, address), words in ranks.items()]
+    for rank, placed in enumerate(placements):
+        words = (str(rank), placed.gpu, placed.nic and f"through {placed.nic}")
+        ranks.setdefault((placed.host, placed.address), []).append(" ".join(filter(None, words)))
+    return [f"{host} ({address}): ranks {', '.join(listed)}" for (host, address), listed in ranks.items()]
 
 
-def device_placement_faults(device_placements: Sequence[DevicePlacement]) -> list[UserFault]:
-    """What slows a node's fabric down: GPUs that share a card, and cards on the other socket. seats[rank]."""
+def placement_faults(placements: Sequence[DevicePlacement]) -> list[UserFault]:
+    """What slows a node's network down: GPUs that share a card, and cards on the other socket. placements: by rank."""
     shared: dict[tuple[str, str], list[str]] = {}
     found = []
-    for rank, one in enumerate(device_placements):
-        if one.sharers > 1:
-            shared.setdefault((one.host, one.nic), []).append(str(rank))
-        if one.crosses:
-            problem = f"on {one.host} rank {rank}'s GPU {one.gpu} sends through {one.nic}, which is on the other socket"
+    for rank, placed in enumerate(placements):
+        if placed.sharers > 1:
+            shared.setdefault((placed.host, placed.nic), []).append(str(rank))
+        if placed.crosses:
+            path = f"rank {rank}'s GPU {placed.gpu} sends through {placed.nic}"
+            problem = f"on {placed.host} {path}, which is on the other socket"
             found.append(UserFault(_WHERE, problem, "name the cards of GPUs in NCCL_IB_HCA, or mend the node's cards"))
     for (host, nic), ranks in shared.items():
         problem = f"on {host} ranks {', '.join(ranks)} share the network card {nic}"
-        mend = "book nodes with a card for each GPU, or let placement.hardware say the share of a card"
+        mend = "book nodes with a card for each GPU, or set the share of a card in placement.hardware"
         found.append(UserFault(_WHERE, problem, mend))
     return found
 
 
 def _cards(root: Path, wanted: str) -> list[str]:
-    """RDMA cards by number (mlx5_2 before mlx5_10) of which a port is up."""
+    """Names of the RDMA cards with an active port, sorted by number (mlx5_2 before mlx5_10)."""
     folder = root / "class/infiniband"
-    names = [one.name for one in folder.iterdir() if _is_up(one)] if folder.exists() else []
+    names = [card.name for card in folder.iterdir() if _is_up(card)] if folder.exists() else []
     return sorted((name for name in names if _is_wanted(name, wanted)), key=lambda name: (len(name), name))
 
 
@@ -137,14 +139,14 @@ def _is_up(card: Path) -> bool:
 
 
 def _is_wanted(name: str, wanted: str) -> bool:
-    """NCCL_IB_HCA: names with commas between, or their beginnings; after "^" all others, after "=" these exactly."""
+    """NCCL_IB_HCA: comma-separated prefixes of names; "^" excludes what matches, "=" takes the names as exact."""
     negates = wanted.startswith("^")
     listed = wanted.removeprefix("^")
     exact = listed.startswith("=")
-    asked = [one.partition(":")[0] for one in listed.removeprefix("=").split(",") if one]
+    asked = [card.partition(":")[0] for card in listed.removeprefix("=").split(",") if card]
     if not asked:
         return True
-    return any(name == one if exact else name.startswith(one) for one in asked) != negates
+    return any(name == card if exact else name.startswith(card) for card in asked) != negates
 
 
 def _gpu(address: str, root: Path) -> _Place:
@@ -152,5 +154,5 @@ def _gpu(address: str, root: Path) -> _Place:
 
 
 def _pci_address(index: int) -> str:
-    found = torch.cuda.get_device_properties(index)
-    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    properties = torch.cuda.get_device_properties(index)
+    return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"

@@ -1,6 +1,6 @@
-"""GPUs that torch does not see, and memory of theirs that cannot be lent.
+"""Checks that torch sees the GPUs of this machine, and that engines can map the GPU memory of training ranks.
 
-Without the first check a run would train on the CPU over gloo, thousands of times slower, without a word.
+Without the first check a run would silently train on the CPU over gloo, thousands of times slower.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import subprocess
 
 import torch
 
-from megarl.device import CHOICE, DEVICE
+from megarl.device import DEVICE, DEVICE_VARIABLE
 from megarl.types import UserFault
 
 _ANSWER_S = 60.0  # without persistence mode the driver starts up for each call, seconds a GPU
@@ -23,10 +23,10 @@ _INSTALL = "install requirements/gpu.txt (docs/install.md)"
 
 
 def device_faults() -> list[UserFault]:
-    """Of this machine and this process's environment; none where MEGARL_DEVICE asks for the CPU."""
-    asked = os.environ.get(CHOICE, "")
+    """Faults of this machine and of this process's environment; none where MEGARL_DEVICE asks for the CPU."""
+    asked = os.environ.get(DEVICE_VARIABLE, "")
     if asked not in ("", "cpu", "cuda"):
-        return [UserFault(CHOICE, f"{asked!r} is no device", "set it to cpu or cuda, or leave it out")]
+        return [UserFault(DEVICE_VARIABLE, f"{asked!r} is no device", "set it to cpu or cuda, or leave it out")]
     if DEVICE == "cuda":
         return _allocator_faults()
     if asked == "cpu":
@@ -35,20 +35,20 @@ def device_faults() -> list[UserFault]:
     if count == 0:
         problem = f"cuda, but nvidia-smi lists no GPU on {socket.gethostname()}"
         mend = "mend the driver (docs/install.md), or leave it out"
-        return [UserFault(CHOICE, problem, mend)] if asked else []
+        return [UserFault(DEVICE_VARIABLE, problem, mend)] if asked else []
     return [_unseen(count)]
 
 
 def _allocator_faults() -> list[UserFault]:
-    """Of the environment: engines map the parameters of training ranks by CUDA IPC, a segment at a time."""
+    """Allocator settings that forbid CUDA IPC, by which engines map the parameters of training ranks."""
     named = [name for name in _ALLOCATOR if _EXPANDABLE.search(os.environ.get(name, ""))]
-    problem = "it has expandable_segments:True, and no engine was seen to map such memory over CUDA IPC yet"
+    problem = "it has expandable_segments:True, and mapping such memory over CUDA IPC is not verified yet"
     return [UserFault(name, problem, "remove expandable_segments from it") for name in named]
 
 
 def _unseen(count: int) -> UserFault:
     """Why torch sees none of the GPUs that nvidia-smi lists."""
-    anyway = f"or set {CHOICE}=cpu to use no GPU"
+    anyway = f"or set {DEVICE_VARIABLE}=cpu to use no GPU"
     gpus = f"nvidia-smi lists {count} GPU{'s' if count > 1 else ''} on {socket.gethostname()}"
     if torch.version.cuda is None:
         problem = f"{torch.__version__} is a build without CUDA, and {gpus}"
@@ -62,7 +62,7 @@ def _unseen(count: int) -> UserFault:
 
 
 def num_listed_gpus() -> int:
-    """How many GPUs the driver shows; 0 without one, or where it does not answer."""
+    """How many GPUs nvidia-smi lists; 0 without a driver, or where it does not answer."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return 0

@@ -25,7 +25,7 @@ from megarl.preflight.stand_ins import at_hand
 from megarl.resharding import fp8, megatron_map, sglang_map
 from megarl.resharding.plan import plan_streams
 from megarl.resharding.shards import LayoutError, Part
-from megarl.resharding.traffic import Traffic, account
+from megarl.resharding.traffic import Traffic, count_traffic
 from megarl.rollout.episodes import engine_settings
 from megarl.rollout.sglang.arguments import Endpoint, NodeSpan, server_arguments, sglang_faults
 from megarl.types import ModelShape, UserFault, UserFaults
@@ -137,14 +137,14 @@ def _axes(layout: TrainLayout) -> str:
 
 
 def _reshard(recipe: Recipe, device: str) -> Iterator[str]:
-    """The account of the whole exchange, and the plans of some of its members."""
+    """The traffic of the whole exchange, and the plans of some of its members."""
     shape, layout, engines = model_shape(recipe.model.path), train_layout(recipe), engine_layout(recipe)
     targets = sglang_map.parts(shape, engines)
     sources = fp8.with_scales(megatron_map.parts(shape, layout, transformer_engine=device == "cuda"), targets)
     members = max(layout.world_size, engines.end)
     topology = {"gpus_per_node": recipe.placement.gpus_per_node, "dtype": recipe.model.dtype}
     try:
-        total = account(sources, targets, members, **topology)
+        total = count_traffic(sources, targets, members, **topology)
         sample = _sample(layout, engines)
         needed = [
             plan_streams(sources, targets, member, members, **topology).rounds_needed(recipe.reshard.round_bytes)
@@ -166,7 +166,7 @@ def _sample(layout: TrainLayout, engines: EngineLayout) -> list[int]:
 
 
 def _in_words(total: Traffic, sources: Sequence[Part], targets: Sequence[Part]) -> str:
-    """Of `account`, GB a GPU."""
+    """The traffic in GB a GPU, as text."""
     figures = (total.dest, total.local, total.node_in, total.fabric_in)
     whole, local, nvlink, fabric = (f"{one.max() / 1e9:.2f}" for one in figures)
     return (

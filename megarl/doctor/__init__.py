@@ -1,4 +1,4 @@
-"""`megarl doctor`: what keeps this machine, or a Ray cluster's nodes, from training, one line each with its mend.
+"""`megarl doctor`: checks this machine, or a Ray cluster's nodes, and prints one line for each problem with its mend.
 
-Gathering (`machine`, `packages`, `gpus`, `network`) puts plain values into `facts`; the rules judge them, purely.
+`machine`, `packages`, `gpus` and `network` gather plain values (`facts`); the rules are pure functions of them.
 """

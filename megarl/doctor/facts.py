@@ -1,11 +1,11 @@
-"""What is known of a node: plain values that travel between processes and into JSON. Nothing here judges them."""
+"""The facts of a node: plain values that are sent between processes and written as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-UNLIMITED = -1  # of a limit
+UNLIMITED = -1  # the value of a limit that is not set
 
 
 @dataclass(frozen=True)
@@ -14,12 +14,12 @@ class Gpu:
 
     index: int
     name: str
-    pci: str  # as /sys/bus/pci/devices has it
+    pci: str  # the address in /sys/bus/pci/devices
     memory_bytes: int | None
     used_bytes: int | None
     sm_mhz: float | None
     max_sm_mhz: float | None
-    clock_reasons: int | None  # NVML's mask of what holds the clocks down
+    clock_reasons: int | None  # NVML's mask of the reasons for reduced clocks
     ecc_errors: int | None  # uncorrected, since the driver was loaded
     mig: bool
     pcie_width: int | None
@@ -29,7 +29,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Topology:
-    """`nvidia-smi topo -m`: the kind of connection (NV8, PIX, SYS...) of each pair of devices, and the cards' names."""
+    """`nvidia-smi topo -m`: the kind of connection (NV8, PIX, SYS...) of each pair of devices, and the NICs' names."""
 
     links: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # "GPU0" -> "GPU1" -> "NV8"
     nics: Mapping[str, str] = field(default_factory=dict)  # "NIC0" -> "mlx5_0"
@@ -48,7 +48,7 @@ class Nic:
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder that a run writes or reads, and the disk below it."""
+    """A folder that a run writes or reads, and its file system."""
 
     path: str
     purpose: str
@@ -60,33 +60,33 @@ class Folder:
     file_system: str = ""
     error: str = ""  # why nothing can be written there
     write_bytes_per_s: float | None = None
-    is_shared: bool | None = None  # whether a file of the first node is seen here; None: not asked
+    is_shared: bool | None = None  # whether this node sees a file that the first node wrote; None: not checked
 
 
 @dataclass(frozen=True)
 class Port:
-    """A TCP port that something of a run would listen on."""
+    """A TCP port on which a process of a run would listen."""
 
     number: int
     taken_by: str = ""  # "" where it is free
-    is_needed: bool = True  # or only where somebody starts Ray by hand
+    is_needed: bool = True  # False: only if Ray is started by hand
 
 
 @dataclass(frozen=True)
 class Torch:
-    """What torch says in a process of its own."""
+    """The facts that torch reports in a separate process."""
 
     version: str = ""
     cuda: str = ""  # "" for a CPU build
     nccl: str = ""
     cudnn: str = ""
     num_devices: int = 0
-    error: str = ""  # why torch, or CUDA in it, does not start
+    error: str = ""  # why torch cannot be imported, or CUDA not be initialised
 
 
 @dataclass(frozen=True)
 class ProcessLimits:
-    """Of a process of this user; UNLIMITED where there is none."""
+    """The resource limits of this user's processes; UNLIMITED where there is none."""
 
     memlock_bytes: int
     num_files: int
@@ -95,7 +95,7 @@ class ProcessLimits:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """Everything that was seen on one node."""
+    """All facts of one node."""
 
     host: str
     address: str
@@ -107,26 +107,26 @@ class NodeFacts:
     shm_free_bytes: int
     limits: ProcessLimits
     clock_offset_s: float = 0.0  # its clock minus that of the first node
-    clock_error_s: float = 0.0  # by how much that may be wrong
-    nvidia_smi: str = ""  # why nvidia-smi does not answer; "" where it does, or is not there
+    clock_error_s: float = 0.0  # the uncertainty of clock_offset_s
+    nvidia_smi: str = ""  # why nvidia-smi fails; "" where it works, or is not installed
     driver: str = ""
     driver_cuda: str = ""  # the newest CUDA that the driver can run
     gpus: tuple[Gpu, ...] = ()
     topology: Topology = Topology()
     has_peermem: bool = False
-    has_open_driver: bool = False  # its dmabuf does what nvidia_peermem does
+    has_open_driver: bool = False  # open kernel modules, whose dmabuf replaces nvidia_peermem
     nics: tuple[Nic, ...] = ()
     gpu_nics: Mapping[str, str] = field(default_factory=dict)  # PCI address -> card
     nic_faults: tuple[str, ...] = ()
     torch: Torch = Torch()
-    versions: Mapping[str, str] = field(default_factory=dict)  # of distributions that are installed
+    versions: Mapping[str, str] = field(default_factory=dict)  # of the installed distributions
     import_errors: Mapping[str, str] = field(default_factory=dict)  # "" where the module can be imported
-    pins: Mapping[str, str] = field(default_factory=dict)  # versions that the installed SGLang demands
-    source: str = ""  # a digest of megarl's own files
+    pins: Mapping[str, str] = field(default_factory=dict)  # exact versions that the installed SGLang requires
+    source: str = ""  # a digest of megarl's source files
     environment: Mapping[str, str] = field(default_factory=dict)  # NCCL_*, GLOO_*, ... that processes inherit
     folders: tuple[Folder, ...] = ()
     ports: tuple[Port, ...] = ()
-    ray_gpus: int | None = None  # that Ray was told of; None without a Ray cluster
+    ray_gpus: int | None = None  # as Ray counts them; None without a Ray cluster
 
     @property
     def has_gpus(self) -> bool:

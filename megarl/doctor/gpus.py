@@ -1,4 +1,4 @@
-"""Facts of a node's GPUs, as `nvidia-smi` and the driver's files in /proc tell them; nothing is set."""
+"""The facts of a node's GPUs, read from `nvidia-smi` and the driver's files in /proc; changes nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OPEN = "Open Kernel Module"
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """error: why nvidia-smi, which is there, does not answer."""
+    """The GPUs, the driver and the topology. error: why nvidia-smi, which is installed, fails."""
 
     gpus: tuple[Gpu, ...] = ()
     driver: str = ""
@@ -28,7 +28,7 @@ class GpuFacts:
 
 
 def gpu_facts(proc: Path = Path("/proc")) -> GpuFacts:
-    """Without nvidia-smi there is no GPU for megarl, and nothing to say."""
+    """The GPUs' facts; empty without nvidia-smi, for then megarl cannot use a GPU."""
     if shutil.which("nvidia-smi") is None:
         return GpuFacts()
     kernel = GpuFacts(has_peermem=_has_module("nvidia_peermem", proc), has_open_driver=_is_open(proc))
@@ -50,7 +50,7 @@ def gpu_facts(proc: Path = Path("/proc")) -> GpuFacts:
 
 
 def _query() -> tuple[list[Gpu], str]:
-    """Drivers before 535 know the reasons of clocks by another name."""
+    """The GPUs and the driver's version; drivers before 535 have another name for the clocks' reasons."""
     try:
         return nvidia.gpus(_ask(*nvidia.query()))
     except subprocess.CalledProcessError:
@@ -67,8 +67,8 @@ def _words(error: Exception) -> str:
     if isinstance(error, subprocess.TimeoutExpired):
         return f"no answer within {_ANSWER_S:.0f} s"
     if isinstance(error, subprocess.CalledProcessError):
-        said = (error.stdout + error.stderr).strip().splitlines()  # it complains on standard output
-        return said[0] if said else f"exit code {error.returncode}"
+        lines = (error.stdout + error.stderr).strip().splitlines()  # nvidia-smi writes errors to standard output
+        return lines[0] if lines else f"exit code {error.returncode}"
     return str(error)
 
 

@@ -1,4 +1,4 @@
-"""What was measured, as a hardware file that `megarl plan --hardware` takes; the rest is the card's own file's."""
+"""Writes measured rates as a hardware file for `megarl plan --hardware`, completed from the card's own file."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from megarl.config.hardware import FOLDER, Hardware, load_hardware
 from megarl.doctor.facts import NodeFacts
 from megarl.doctor.rates import RankRates
 
-_ASSUMED = {  # where neither a measurement nor the card's file says
+_ASSUMED = {  # without a measurement and without a file of the card
     "compute_share": 0.4, "prefill_share": 0.45, "hbm_share": 0.7, "nvlink_share": 0.8, "nic_share": 0.9,
     "nvlink_latency_s": 15e-6, "nic_latency_s": 40e-6, "disk_bytes_per_s": 1e9,
 }  # fmt: skip
 _LARGEST = "sends and receipts at once, slowest GPU"
-_LEAST_S = 1e-9  # as the file's bounds have it
+_LEAST_S = 1e-9  # the lower bound of latencies in the file
 
 
 @dataclass(frozen=True)
@@ -25,38 +25,38 @@ class _Line:
 
 
 def base_of(device_name: str, folder: Path = FOLDER) -> Hardware | None:
-    """The file of this card among those that are there; of several that fit the one with the longest name."""
+    """The hardware file of this card; the one with the longest name where several match."""
     cards = [load_hardware(path) for path in sorted(folder.glob("*.yaml"))]
     named = [card for card in cards if card.is_card(device_name)]
     return max(named, key=lambda card: len(card.name), default=None)
 
 
 def hardware_text(rates: Sequence[RankRates], nodes: Sequence[NodeFacts], base: Hardware | None) -> str:
-    """The file. Raises ValueError where there is nothing measured.
+    """The text of the file. Raises ValueError without measurements.
 
-    Links are as they were measured, with a share of 1. Of products and copies the card's file knows the peak, and what
-    a run reaches of it; that is lowered to what was reached here, where it was less. Without such a file the peak is
-    what was measured.
+    Links have their measured speed and a share of 1. The peaks of products and copies, and the shares that a run
+    reaches, come from the card's file; a share is lowered to the measured one where that is less. Without a card's
+    file the peaks are the measured rates.
     """
     lines = _lines(rates, nodes, base)
     card = f", beside {base.name}'s own file" if base else ""
-    head = f"# Measured by megarl doctor --measure on {len({one.node for one in rates})} node(s){card}.\n"
+    head = f"# Measured by megarl doctor --measure on {len({rank.node for rank in rates})} node(s){card}.\n"
     return head + "".join(f"{key}: {_yaml(line.value)}   # {line.source}\n" for key, line in lines.items())
 
 
 def _lines(rates: Sequence[RankRates], nodes: Sequence[NodeFacts], base: Hardware | None) -> dict[str, _Line]:
-    flops = min(one.matmul_flops for one in rates)
-    copied = min(one.copy_bytes_per_s for one in rates)
+    flops = min(rank.matmul_flops for rank in rates)
+    copied = min(rank.copy_bytes_per_s for rank in rates)
     device = rates[0].device_name
     found = {
         "name": _Line(base.name if base else device or "CPU", "as torch names it"),
-        "memory_bytes": _Line(min(one.memory_bytes for one in rates), "measured: as torch reports it"),
+        "memory_bytes": _Line(min(rank.memory_bytes for rank in rates), "measured: as torch reports it"),
         "bf16_flops": _peak(base, "bf16_flops", flops, "large matrix products, slowest GPU"),
         "hbm_bytes_per_s": _peak(base, "hbm_bytes_per_s", copied, "copies, read and written, slowest GPU"),
         "compute_share": _share(base, "compute_share", flops, "bf16_flops"),
         "prefill_share": _share(base, "prefill_share", flops, "bf16_flops"),
         "hbm_share": _share(base, "hbm_share", copied, "hbm_bytes_per_s"),
-        "gpus_per_node": _Line(len(rates) // len({one.node for one in rates}), "counted"),
+        "gpus_per_node": _Line(len(rates) // len({rank.node for rank in rates}), "counted"),
         "host_bytes": _Line(min(node.host_bytes for node in nodes), "measured: the smallest host"),
     }
     if base and base.fp8_flops:
@@ -79,7 +79,7 @@ def _lines(rates: Sequence[RankRates], nodes: Sequence[NodeFacts], base: Hardwar
 
 
 def _peak(base: Hardware | None, key: str, measured: float, what: str) -> _Line:
-    """The card's, which nobody reaches, or what was reached."""
+    """The peak of the card's file, or the measured rate if that is higher."""
     if base:
         return _Line(max(getattr(base, key), measured), f"{base.name}'s own file; measured: {measured:.3g}, {what}")
     return _Line(measured, f"measured: {what}")
@@ -95,7 +95,7 @@ def _share(base: Hardware | None, key: str, measured: float, peak: str) -> _Line
 
 
 def _link(base: Hardware | None, name: str, measured: float | None, otherwise: float) -> dict[str, _Line]:
-    """A link's speed and the share of it that large messages reach: all of it, where it was measured with them."""
+    """A link's speed and the share that large messages reach: 1 where the speed was measured with large messages."""
     speed, share = f"{name}_bytes_per_s", f"{name}_share"
     if measured:
         return {speed: _Line(measured, f"measured: {_LARGEST}"), share: _Line(1.0, "the speed is what was reached")}
@@ -111,13 +111,11 @@ def _known(base: Hardware | None, key: str, measured: float | None, otherwise: f
 
 
 def _least(rates: Sequence[RankRates], name: str) -> float | None:
-    values = [getattr(one, name) for one in rates if getattr(one, name) is not None]
-    return min(values, default=None)
+    return min((value for rank in rates if (value := getattr(rank, name)) is not None), default=None)
 
 
 def _most(rates: Sequence[RankRates], name: str) -> float | None:
-    values = [getattr(one, name) for one in rates if getattr(one, name) is not None]
-    return max(values, default=None)
+    return max((value for rank in rates if (value := getattr(rank, name)) is not None), default=None)
 
 
 def _yaml(value: float | int | str) -> str:

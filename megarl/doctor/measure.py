@@ -1,4 +1,4 @@
-"""`--measure`: start a rank on every GPU, have all of them measure together, and find those that lag behind."""
+"""`--measure`: starts a rank on every GPU, measures all of them at once, and finds ranks that are slower."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megarl.types import UserFault
 SIMULATED = 2  # ranks on a machine without GPUs
 _RANK = "megarl.doctor.rates:RateRank"
 _TIMEOUT_S = 300.0
-_SLOW = 0.8  # of the median: all ranks of a run wait for one like that
+_SLOW = 0.8  # of the median; all ranks of a run would wait for a slower one
 _WHAT = {
     "matmul_flops": "matrix products",
     "copy_bytes_per_s": "copies in its memory",
@@ -29,15 +29,15 @@ _WHAT = {
 def measure(
     nodes: Sequence[NodeFacts], joins: bool, say: Callable[[str], None]
 ) -> tuple[list[RankRates], list[Finding]]:
-    """The rates of all ranks, in the order of their nodes' addresses, and what is wrong with them.
+    """(rates of all ranks, in the order of their nodes' addresses; findings).
 
-    joins: the ranks are the Ray cluster's, of its nodes with the usual number of GPUs; else this machine's alone.
+    joins: measure the nodes of the Ray cluster with the most common number of GPUs; else this machine.
     """
     if joins:
         counts = Counter(node.ray_gpus for node in nodes if node.ray_gpus)
         if not counts:
             mend = "start Ray with --num-gpus, on a machine without GPUs too"
-            return [], [Finding("fault", "--measure", "Ray was told of no GPU on any node", mend)]
+            return [], [Finding("fault", "--measure", "Ray counts no GPU on any node", mend)]
         ((per_node, count),) = counts.most_common(1)
     else:
         per_node, count = len(nodes[0].gpus) or SIMULATED, 1
@@ -65,22 +65,22 @@ def _run(num_ranks: int, per_node: int, joins: bool, say: Callable[[str], None])
 
 
 def laggards(rates: Sequence[RankRates], addresses: Sequence[str]) -> list[Finding]:
-    """Ranks that are much slower than the median of all. addresses[node]."""
+    """Findings for ranks that are much slower than the median. addresses: by node."""
     found = []
     for name, what in _WHAT.items():
-        values = [getattr(one, name) for one in rates]
-        if None in values or len(values) < 3:  # of two nobody knows which is slow
+        values = [getattr(measured, name) for measured in rates]
+        if None in values or len(values) < 3:  # two values do not tell which is slow
             continue
-        usual, per_node = median(values), len(rates) // max(1, len({one.node for one in rates}))
-        for rank, (one, value) in enumerate(zip(rates, values, strict=True)):
+        usual, per_node = median(values), len(rates) // max(1, len({measured.node for measured in rates}))
+        for rank, (measured, value) in enumerate(zip(rates, values, strict=True)):
             if value < _SLOW * usual:
                 problem = f"{what} at {value / usual:.0%} of the median GPU's rate"
                 mend = "look at its clocks and links, or leave the node out: all ranks wait for it"
-                where = (addresses[one.node],) if one.node < len(addresses) else ()
+                where = (addresses[measured.node],) if measured.node < len(addresses) else ()
                 found.append(Finding("warning", f"GPU {rank % per_node}", problem, mend, where))
     return found
 
 
 def _in_order(addresses: Sequence[str]) -> list[str]:
-    """As a run's nodes are: by their addresses' numbers."""
+    """Addresses in numerical order, as the nodes of a run are sorted."""
     return sorted(addresses, key=lambda address: [int(part) for part in address.split(".")])

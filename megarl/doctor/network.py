@@ -1,4 +1,4 @@
-"""Facts of a node's RDMA cards, from /sys."""
+"""The facts of a node's RDMA cards, from /sys."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.cluster.topology import SYSFS, device_placement_faults, nearest_nics, seat_of
+from megarl.cluster.topology import SYSFS, nearest_nics, placement_among, placement_faults
 from megarl.doctor.facts import Nic
 
 _RATE = re.compile(r"([\d.]+)\s*Gb/sec")
@@ -21,16 +21,19 @@ def nics(root: Path = SYSFS) -> list[Nic]:
 
 
 def gpu_nics(gpus: Sequence[str], root: Path = SYSFS) -> dict[str, str]:
-    """The card that each GPU of the node sends through; gpus: PCI addresses, of which some may not be in /sys."""
-    there = [gpu for gpu in gpus if (root / "bus/pci/devices" / gpu).exists()]
-    return nearest_nics(there, root, os.environ.get("NCCL_IB_HCA", ""))
+    """The card that each GPU of the node sends through; gpus: PCI addresses, of which some may be missing in /sys."""
+    return nearest_nics(_present(gpus, root), root, os.environ.get("NCCL_IB_HCA", ""))
 
 
 def nic_faults(gpus: Sequence[str], address: str, root: Path = SYSFS) -> list[str]:
-    """Cards that several GPUs share or that lie on the other socket, in the words of a run's own check."""
-    there = [gpu for gpu in gpus if (root / "bus/pci/devices" / gpu).exists()]
-    device_placements = [seat_of(slot, there, address, root) for slot in range(len(there))]
-    return [fault.problem for fault in device_placement_faults(device_placements)]
+    """The problems that a run's own check reports: cards that several GPUs share, or that are on another socket."""
+    present = _present(gpus, root)
+    placements = [placement_among(slot, present, address, root) for slot in range(len(present))]
+    return [fault.problem for fault in placement_faults(placements)]
+
+
+def _present(gpus: Sequence[str], root: Path) -> list[str]:
+    return [gpu for gpu in gpus if (root / "bus/pci/devices" / gpu).exists()]
 
 
 def _port(name: str, port: Path) -> Nic:

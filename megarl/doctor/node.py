@@ -1,4 +1,4 @@
-"""All facts of the node that this process is on."""
+"""Gathers all facts of the node that this process is on."""
 
 from __future__ import annotations
 
@@ -18,28 +18,27 @@ _PACKAGE = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Wanted:
-    """Where a node is to look: folders that are written and read, ports that must be free.
+    """The folders and ports that a node checks: folders that a run writes or reads, ports that must be free.
 
-    shared_name: of a file that is in the first of the written folders, which all nodes must see; "" where one node is
-    asked.
+    shared_name: a file in the first of the written folders, which all nodes must see; "" for a single node.
     """
 
     written: Sequence[tuple[str, str]] = ()  # path, purpose
     read: Sequence[tuple[str, str]] = ()
     ports: Sequence[int] = ()
-    ray_port: int | None = None  # that a Ray started by hand would take; None where a cluster runs
+    ray_port: int | None = None  # the port of a Ray that is started by hand; None where a cluster is running
     shared_name: str = ""
 
 
 class Node:
-    """Looks at its node; in a cluster Ray starts one on each."""
+    """The process that examines its node; in a cluster Ray starts one on each node."""
 
     def clock(self) -> float:
-        """Seconds since the epoch, as this node has it."""
+        """Seconds since the epoch by this node's clock."""
         return time.time()
 
     def look(self, address: str, wanted: Wanted) -> NodeFacts:
-        """Takes some ten seconds where there are GPUs, most of it imports."""
+        """Gather the facts; takes some ten seconds where there are GPUs, mostly for imports."""
         found = gpus.gpu_facts()
         addresses = [gpu.pci for gpu in found.gpus]
         shm_total, shm_free = machine.disk_bytes(machine.SHM)

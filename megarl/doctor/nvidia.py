@@ -1,7 +1,7 @@
-"""The words of `nvidia-smi`, read by pure functions.
+"""Parses the output of `nvidia-smi`. Pure.
 
-The formats are those that `nvidia-smi --help-query-gpu` and `nvidia-smi topo --help` document. No GPU has answered to
-this code so far (docs/gpu/UNVERIFIED.md).
+The formats are those that `nvidia-smi --help-query-gpu` and `nvidia-smi topo --help` document. This code has not yet
+run on a GPU (docs/gpu/UNVERIFIED.md).
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from itertools import takewhile
 from megarl.doctor.facts import Gpu, Topology
 
 REASONS = "clocks_event_reasons.active"
-OLD_REASONS = "clocks_throttle_reasons.active"  # as drivers before 535 name it
+OLD_REASONS = "clocks_throttle_reasons.active"  # the name in drivers before 535
 FIELDS: tuple[str, ...] = (
     "index", "name", "pci.bus_id", "memory.total", "memory.used", "clocks.sm", "clocks.max.sm", REASONS,
     "ecc.errors.uncorrected.volatile.total", "mig.mode.current", "pcie.link.width.current", "pcie.link.width.max",
     "compute_cap", "driver_version",
 )  # fmt: skip
 _MIB = 2**20
-# NVML's nvmlClocksEventReasons: what holds clocks down although there is work. Idle (0x1), an application's own setting
-# (0x2) and the power cap (0x4), which every busy GPU meets, say nothing about the machine.
+# NVML's nvmlClocksEventReasons that reduce the clocks of a busy GPU. Idle (0x1), an application's own setting (0x2) and
+# the power cap (0x4), which every busy GPU reaches, are no problem of the machine.
 SLOWDOWNS = {
     0x8: "hardware slowdown (heat, or the power supply)",
     0x20: "software thermal slowdown",
@@ -74,13 +74,13 @@ def _gpu(value: dict[str, str]) -> Gpu:
 
 
 def pci_address(text: str) -> str:
-    """As /sys/bus/pci/devices writes "00000000:18:00.0": a domain of four digits, in lower case."""
+    """The address as in /sys/bus/pci/devices: "00000000:18:00.0" with a domain of four digits, in lower case."""
     domain, _, rest = text.lower().partition(":")
     return f"{domain[-4:]}:{rest}"
 
 
 def driver_cuda(text: str) -> str:
-    """The newest CUDA that the driver runs, from the heading of plain `nvidia-smi`; "" where it does not say."""
+    """The newest CUDA that the driver supports, from the heading of plain `nvidia-smi`; "" where it is missing."""
     match = _CUDA.search(text)
     return match[1] if match else ""
 
@@ -100,7 +100,7 @@ def topology(text: str) -> Topology:
 
 
 def slowdowns(mask: int) -> list[str]:
-    """What holds the clocks down, in words."""
+    """Descriptions of the reasons for reduced clocks."""
     return [words for bit, words in SLOWDOWNS.items() if mask & bit]
 
 

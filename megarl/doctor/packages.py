@@ -1,11 +1,10 @@
-"""Facts of the installed packages. Those that start CUDA or load kernels are imported in a process of their own."""
+"""The facts of the installed packages; those that start CUDA or load kernels are imported in a separate process."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
 from importlib import metadata
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -20,27 +19,27 @@ DISTRIBUTIONS = (
     "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "numpy", "safetensors",
     "apex", "psutil",
 )  # fmt: skip
-# Modules that a GPU run loads: a kernel that was built for another torch or CUDA shows on import alone.
+# Modules that a run on GPUs loads: only their import shows that a kernel was built for another torch or CUDA.
 MODULES = ("transformer_engine.pytorch", "sgl_kernel", "flashinfer", "flash_attn", "torch_memory_saver")
 _PINNED_BY_SGLANG = ("torch", "sglang-kernel", "sgl-deep-gemm", "flashinfer-python", "transformers")
-_IMPORT_S = 180.0  # a cold shared disk takes its time
+_IMPORT_S = 180.0  # from a cold shared disk
 _TORCH = """
 import json, torch
-said = {"version": torch.__version__, "cuda": torch.version.cuda or ""}
+facts = {"version": torch.__version__, "cuda": torch.version.cuda or ""}
 if torch.version.cuda:
     try:
         torch.cuda.init()
-        said["num_devices"] = torch.cuda.device_count()
+        facts["num_devices"] = torch.cuda.device_count()
     except Exception as error:
-        said["error"] = str(error).strip().splitlines()[0]
-    said["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    said["cudnn"] = str(torch.backends.cudnn.version() or "")
-print("\\n" + json.dumps(said))
+        facts["error"] = str(error).strip().splitlines()[0]
+    facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    facts["cudnn"] = str(torch.backends.cudnn.version() or "")
+print("\\n" + json.dumps(facts))
 """
 
 
 def versions() -> dict[str, str]:
-    """Of the distributions that are installed."""
+    """The versions of the installed distributions."""
     found = {}
     for name in DISTRIBUTIONS:
         try:
@@ -51,7 +50,7 @@ def versions() -> dict[str, str]:
 
 
 def sglang_pins() -> dict[str, str]:
-    """The exact versions that the installed SGLang demands of what holds its kernels."""
+    """The exact versions that the installed SGLang requires of the packages with its kernels."""
     try:
         demands = metadata.requires("sglang") or []
     except metadata.PackageNotFoundError:
@@ -60,45 +59,41 @@ def sglang_pins() -> dict[str, str]:
 
 
 def pins(demands: list[str]) -> dict[str, str]:
-    """Name and version of the `name==version` among a distribution's requirements that count here."""
+    """Name -> version of the relevant `name==version` requirements of a distribution."""
     found = {}
     for text in demands:
         try:
             demand = Requirement(text)
         except InvalidRequirement:
             continue
-        name, exact = canonicalize_name(demand.name), [one.version for one in demand.specifier if one.operator == "=="]
+        name, exact = canonicalize_name(demand.name), [it.version for it in demand.specifier if it.operator == "=="]
         if name in _PINNED_BY_SGLANG and exact and not demand.marker:
             found[name] = exact[0]
     return found
 
 
 def torch_facts() -> Torch:
-    """Asked of torch in another process: this one must not hold a CUDA context."""
+    """The facts of torch, read in another process, because this one must not hold a CUDA context."""
     output, error = _python(_TORCH)
     if error:
         return Torch(error=error)
-    return torch_of(json.loads(output.strip().splitlines()[-1]))
-
-
-def torch_of(said: Mapping[str, object]) -> Torch:
-    return Torch(**said)  # type: ignore[arg-type]
+    return Torch(**json.loads(output.strip().splitlines()[-1]))
 
 
 def import_errors(modules: tuple[str, ...] = MODULES) -> dict[str, str]:
-    """By module why it cannot be imported; "" where it can."""
+    """Module -> why it cannot be imported, or ""."""
     return {name: import_error(name) for name in modules}
 
 
 def import_error(module: str) -> str:
-    """In another process: a kernel of another build may end the one that loads it."""
+    """Import a module in another process, which a kernel of another build may kill; returns the error or ""."""
     error = _python(f"import {module}")[1]
     absent = f"ModuleNotFoundError: No module named {module.partition('.')[0]!r}"
     return "not installed" if error == absent else error
 
 
 def _python(program: str) -> tuple[str, str]:
-    """What a program prints, and the last line of why it failed."""
+    """(output of a Python program, last line of its error or "")."""
     command = [sys.executable, "-c", program]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_IMPORT_S)

@@ -1,7 +1,7 @@
-"""How fast one rank computes, copies and sends, in company of all others: run in a worker of its own, on its GPU.
+"""Measures how fast a rank computes, copies and sends while all others do the same; runs in a worker on each GPU.
 
-Every rank does the same in the same order. Sends go around a ring, so that each rank sends and receives at once, as in
-a reshard; between nodes each GPU sends to the GPU of its own number, through its own network card.
+All ranks do the same in the same order. Messages go around a ring, so that each rank sends and receives at once, as in
+a reshard; between nodes each GPU sends to the GPU of the same number, through its own network card.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megarl.device import Address
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of what is timed: bytes of a message, of a copy and of a small all-reduce; the width of a square product."""
+    """The sizes of the timed operations: a message, a copy, a small all-reduce, and a product of square matrices."""
 
     message_bytes: int
     copy_bytes: int
@@ -37,9 +37,9 @@ CPU_SIZES = Sizes(8 * 2**20, 32 * 2**20, 16 * 2**10, 512, 3)
 
 @dataclass(frozen=True)
 class RankRates:
-    """Bytes and operations a second of one rank, each way where there are two; None for what there is no peer for.
+    """The rates of one rank, for messages in each direction; None where there is no peer.
 
-    copy_bytes_per_s counts what is read and what is written. Latencies are of a small all-reduce.
+    copy_bytes_per_s counts bytes read and bytes written. Latencies are those of a small all-reduce.
     """
 
     node: int
@@ -52,14 +52,14 @@ class RankRates:
     between_bytes_per_s: float | None
     inside_latency_s: float | None
     between_latency_s: float | None
-    communicator_bytes: int | None  # of the GPU, for one group of NCCL's
+    communicator_bytes: int | None  # GPU memory of one NCCL communicator
 
 
 class RateRank:
-    """Rank `rank` of `num_ranks`, of which `node_ranks` are on each node, on GPU rank % node_ranks of its node."""
+    """Rank `rank` of `num_ranks`, with `node_ranks` on each node, on GPU rank % node_ranks of its node."""
 
     def __init__(self, rank: int, num_ranks: int, node_ranks: int, address: Address, timeout_s: float) -> None:
-        """Blocks until all ranks have come."""
+        """Blocks until all ranks have joined."""
         self._rank, self._num_ranks, self._node_ranks = rank, num_ranks, node_ranks
         if device.DEVICE == "cuda":
             torch.cuda.set_device(rank % node_ranks)
@@ -68,15 +68,15 @@ class RateRank:
         self._sizes = GPU_SIZES if device.DEVICE == "cuda" else CPU_SIZES
 
     def measure(self) -> RankRates:
-        """All of it; every rank must be called."""
+        """All rates; collective."""
         sizes, node = self._sizes, self._rank // self._node_ranks
         first, has_peers, has_nodes = node * self._node_ranks, self._node_ranks > 1, self._num_ranks > self._node_ranks
-        communicator_bytes = self._communicator_bytes(has_peers)  # before anything else is sent
+        communicator_bytes = self._communicator_bytes(has_peers)  # before any other message
         ring = [first + slot for slot in range(self._node_ranks)]
         column = [*range(self._rank % self._node_ranks, self._num_ranks, self._node_ranks)]
         return RankRates(
             node=node,
-            device_name=device.name(),
+            device_name=device.gpu_name(),
             memory_bytes=self._memory_bytes(),
             matmul_flops=2 * sizes.width**3 / self._seconds(self._matmul()),
             copy_bytes_per_s=2 * sizes.copy_bytes / self._seconds(self._copy()),
@@ -89,28 +89,28 @@ class RateRank:
         )
 
     def _communicator_bytes(self, has_peers: bool) -> int | None:
-        """Of the node's group, or where the node has one GPU of that of all ranks."""
+        """The memory of the node's group, or of the world's where a node has one GPU."""
         if device.DEVICE != "cuda" or self._num_ranks == 1:
             return None
         message = self._empty(4)
         self._wait()
-        taken = device.taken_bytes()
+        used_bytes = device.used_gpu_bytes()
         dist.all_reduce(message, group=self._node_group if has_peers else None)
         self._wait()
-        return max(0, device.taken_bytes() - taken)
+        return max(0, device.used_gpu_bytes() - used_bytes)
 
     def _memory_bytes(self) -> int:
-        """Of the GPU; on CPU this rank's part of the host's."""
+        """The GPU's memory; on CPU this rank's share of the host's."""
         if device.DEVICE == "cuda":
             return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         return psutil.virtual_memory().total // self._node_ranks
 
     def _matmul(self) -> Callable[[], object]:
-        """In bfloat16; on CPU in float32, for which its cores have instructions."""
+        """A matrix product in bfloat16; on CPU in float32, for which its cores have instructions."""
         dtype = torch.bfloat16 if device.DEVICE == "cuda" else torch.float32
-        one = torch.randn(self._sizes.width, self._sizes.width, dtype=dtype, device=self._device)
-        out = torch.empty_like(one)
-        return lambda: torch.matmul(one, one, out=out)
+        matrix = torch.randn(self._sizes.width, self._sizes.width, dtype=dtype, device=self._device)
+        out = torch.empty_like(matrix)
+        return lambda: torch.matmul(matrix, matrix, out=out)
 
     def _copy(self) -> Callable[[], object]:
         source = self._empty(self._sizes.copy_bytes)
@@ -145,7 +145,7 @@ class RateRank:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
 
     def _seconds(self, work: Callable[[], object]) -> float:
-        """Of one call, when all ranks have begun together; the first, which makes communicators, does not count."""
+        """The mean time of a call, after a barrier and a first call that opens communicators."""
         work()
         self._wait()
         dist.barrier()
@@ -164,7 +164,7 @@ class RateRank:
 
 
 def join(rank: int, num_ranks: int, node_ranks: int, address: Address, timeout_s: float) -> dist.ProcessGroup:
-    """Enter the world of all ranks by the backend of `megarl.device`; the group of this rank's node."""
+    """Join the world of all ranks; returns the process group of this rank's node."""
     device.use_loopback()
     limit = timedelta(seconds=timeout_s)
     store = PrefixStore("doctor", device.join_store(address, timeout_s))

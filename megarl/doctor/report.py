@@ -1,4 +1,4 @@
-"""What the doctor found, as lines for a terminal and as JSON."""
+"""The doctor's report, as lines for a terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.doctor.rates import RankRates
 
 @dataclass(frozen=True)
 class Report:
-    """findings: the worst first. hardware_file: "" where nothing was measured."""
+    """findings: sorted by severity. hardware_file: "" where nothing was measured."""
 
     nodes: Sequence[NodeFacts]
     findings: Sequence[Finding]
@@ -23,23 +23,23 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        return 2 if any(one.severity == "fault" for one in self.findings) else 0
+        return 2 if any(finding.severity == "fault" for finding in self.findings) else 0
 
     def lines(self) -> list[str]:
-        """One a finding, then what was seen in all."""
-        found = [one.line(len(self.nodes)) for one in self.findings]
+        """A line for each finding, then a summary."""
+        found = [finding.line(len(self.nodes)) for finding in self.findings]
         if self.hardware_file:
             found.append(f"measured: {self.hardware_file}, for megarl plan RECIPE --hardware {self.hardware_file}")
         return [*found, f"megarl doctor: {self._seen()}: {self._verdict()}"]
 
     def to_json(self) -> str:
-        """One object; `facts` has what every finding was drawn from."""
+        """The report as a JSON object; `facts` has all facts of the nodes."""
         tree = {
             "exit_code": self.exit_code,
-            "findings": [asdict(one) for one in self.findings],
+            "findings": [asdict(finding) for finding in self.findings],
             "hardware_file": self.hardware_file or None,
-            "rates": [asdict(one) for one in self.rates],
-            "facts": [asdict(one) for one in self.nodes],
+            "rates": [asdict(rank) for rank in self.rates],
+            "facts": [asdict(node) for node in self.nodes],
         }
         return json.dumps(tree)
 
@@ -49,7 +49,7 @@ class Report:
         return f"{len(self.nodes)} node{'s' * (len(self.nodes) != 1)}, {gpus}"
 
     def _verdict(self) -> str:
-        counts = Counter(one.severity for one in self.findings)
+        counts = Counter(finding.severity for finding in self.findings)
         faults, warnings = counts["fault"], counts["warning"]
-        said = f"{faults} fault{'s' * (faults != 1)} to mend" if faults else "nothing must be mended"
-        return f"{said}, {warnings} warning{'s' * (warnings != 1)}"
+        verdict = f"{faults} fault{'s' * (faults != 1)} to mend" if faults else "nothing must be mended"
+        return f"{verdict}, {warnings} warning{'s' * (warnings != 1)}"

@@ -1,4 +1,4 @@
-"""What is wrong between the nodes: unequal versions, clocks and environments, disks that are not shared. Pure."""
+"""Rules about differences between nodes: versions, clocks, environments, disks that are not shared. Pure."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 
 from megarl.doctor.facts import NodeFacts
-from megarl.doctor.findings import Finding, Severity
+from megarl.doctor.findings import Finding, Severity, on_node
 
 _SKEW_S, _SMALL_SKEW_S = 5.0, 0.5
 _ABSENT = "nothing"
-_ALL_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"  # a process picks its GPU by its slot
+_ALL_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"  # 1: every process sees all GPUs and selects one by slot
 
 
 def cluster_findings(nodes: Sequence[NodeFacts]) -> list[Finding]:
-    """All that these rules find; nothing of a single node but its clock and what Ray was told there."""
+    """The findings of these rules; for a single node only those about its clock, Ray's GPUs and its folders."""
     each = chain.from_iterable(chain(_clock(node), _ray_gpus(node), _shared(node, nodes[0])) for node in nodes)
     if len(nodes) < 2:
         return [*each]
@@ -29,18 +29,18 @@ def _clock(node: NodeFacts) -> Iterator[Finding]:
     severity: Severity = "fault" if sure > _SKEW_S else "warning"
     way = "ahead of" if node.clock_offset_s > 0 else "behind"
     problem = f"{abs(node.clock_offset_s):.1f} s {way} the first node's: logs and files cannot be put in order"
-    yield Finding(severity, "clock", problem, "let chronyd or ntpd set it on every node", (node.address,))
+    yield on_node(node, severity, "clock", problem, "let chronyd or ntpd set it on every node")
 
 
 def _ray_gpus(node: NodeFacts) -> Iterator[Finding]:
     if node.has_gpus and node.ray_gpus is not None and node.ray_gpus != len(node.gpus):
-        problem = f"Ray was told of {node.ray_gpus} GPUs, nvidia-smi lists {len(node.gpus)}"
-        mend = "start Ray there anew with --num-gpus, or mend the GPUs"
-        yield Finding("fault", "Ray", problem, mend, (node.address,))
+        problem = f"Ray counts {node.ray_gpus} GPUs, nvidia-smi lists {len(node.gpus)}"
+        mend = "restart Ray there with --num-gpus, or mend the GPUs"
+        yield on_node(node, "fault", "Ray", problem, mend)
     if node.has_gpus and node.ray_gpus is not None and node.environment.get(_ALL_GPUS) != "1":
         problem = "it is not 1 in Ray's environment: Ray hides all GPUs but one from each process"
         mend = "export it before Ray is started there, or start Ray by scripts/ray_node.sh"
-        yield Finding("fault", _ALL_GPUS, problem, mend, (node.address,))
+        yield on_node(node, "fault", _ALL_GPUS, problem, mend)
 
 
 def _shared(node: NodeFacts, first: NodeFacts) -> Iterator[Finding]:
@@ -48,11 +48,11 @@ def _shared(node: NodeFacts, first: NodeFacts) -> Iterator[Finding]:
         where = f"{folder.path} ({folder.purpose})"
         if folder.is_shared is False:
             problem, mend = "a file of the first node is not seen there", "name a folder on a disk that all nodes share"
-            yield Finding("fault", where, problem, mend, (node.address,))
-        is_there = {one.path for one in first.folders if one.exists}
-        if not folder.exists and folder.path in is_there and folder.is_shared is None:
+            yield on_node(node, "fault", where, problem, mend)
+        of_first = {other.path for other in first.folders if other.exists}
+        if not folder.exists and folder.path in of_first and folder.is_shared is None:
             problem, mend = "it is on the first node, and not there", "put it on a disk that all share, or copy it"
-            yield Finding("fault", where, problem, mend, (node.address,))
+            yield on_node(node, "fault", where, problem, mend)
 
 
 def _versions(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
@@ -74,7 +74,7 @@ def _kinds(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
 
 
 def _environments(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
-    """What is exported on some nodes alone reaches those nodes' processes alone."""
+    """Variables that differ between nodes, because they are exported on some nodes only."""
     mend = "export the same on every node before Ray is started there (scripts/launch_env.sh)"
     for name in sorted({name for node in nodes for name in node.environment}):
         yield from _unequal(nodes, name, lambda node, name=name: node.environment.get(name, _ABSENT), "warning", mend)
@@ -83,17 +83,17 @@ def _environments(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
 def _no_fabric(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
     for node in nodes:
         if node.has_gpus and not any(nic.is_up for nic in node.nics):
-            problem = "no RDMA card is up: between nodes NCCL takes TCP sockets"
-            yield Finding("warning", "network", problem, "look at ibstat, or book nodes with cards", (node.address,))
+            problem = "no RDMA card is up: between nodes NCCL uses TCP sockets"
+            yield on_node(node, "warning", "network", problem, "look at ibstat, or book nodes with cards")
 
 
 def _unequal(
     nodes: Sequence[NodeFacts], where: str, value: Callable[[NodeFacts], str], severity: Severity, mend: str
 ) -> Iterator[Finding]:
-    """A finding for each value that is not most nodes'; of as many on both sides the first node's is theirs."""
+    """A finding for each value other than the most common one; in a tie the first node's counts as the most common."""
     values: Mapping[str, str] = {node.address: value(node) for node in nodes}
     (usual, count), *others = Counter(values.values()).most_common()
     for other, _ in others:
-        who = tuple(address for address, one in values.items() if one == other)
+        who = tuple(address for address, found in values.items() if found == other)
         problem = f"{other}, where {count} node{'s have' if count > 1 else ' has'} {usual}"
         yield Finding(severity, where, problem, mend, who)

@@ -1,4 +1,4 @@
-"""What the nodes lack for one recipe. Pure; the recipe's own faults are told by `megarl.preflight.check`."""
+"""Rules about what a recipe needs of the nodes. Pure; `megarl.preflight.check` finds the recipe's own faults."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from itertools import chain
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.doctor.facts import NodeFacts
-from megarl.doctor.findings import Finding
+from megarl.doctor.findings import Finding, on_node
 from megarl.doctor.rules_node import gb
 
 _FP8_CAPABILITY = (8, 9)  # Ada; Hopper has 9.0
-_HOST_SHARE, _DEVICE_SHARE = 0.9, 0.97  # of what the hardware's file says that a node may lack: firmware takes some
+_HOST_SHARE, _DEVICE_SHARE = 0.9, 0.97  # of the memory in the hardware file: a node may have less, by its firmware
 
 
 def recipe_findings(
     recipe: Recipe, nodes: Sequence[NodeFacts], hardware: Hardware | None, checkpoint_bytes: int
 ) -> list[Finding]:
-    """hardware: what placement.hardware says; checkpoint_bytes: of one checkpoint, 0 where it is not known."""
+    """The findings of these rules. hardware: placement.hardware; checkpoint_bytes: of one checkpoint, 0 if unknown."""
     found = [*_places(recipe, nodes), *_checkpoints(recipe, nodes, checkpoint_bytes)]
     each = (chain(_card(node, hardware), _fp8(recipe, node)) for node in nodes)
     return found + [*chain.from_iterable(each)]
 
 
 def _places(recipe: Recipe, nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
-    """Enough nodes with as many GPUs as a node of the recipe has."""
+    """Too few nodes with the recipe's number of GPUs."""
     placement = recipe.placement
     if placement.network == "loopback":
         here = len(nodes[0].gpus)
@@ -42,10 +42,10 @@ def _places(recipe: Recipe, nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
 
 
 def _checkpoints(recipe: Recipe, nodes: Sequence[NodeFacts], checkpoint_bytes: int) -> Iterator[Finding]:
-    """Those that are kept and the one that is being written must fit on the disk of run.dir."""
+    """A disk of run.dir that has no space for all kept checkpoints and the one that is being written."""
     if not recipe.checkpoint.every or not checkpoint_bytes:
         return
-    folder = next((one for one in nodes[0].folders if one.purpose == "run.dir"), None)
+    folder = next((folder for folder in nodes[0].folders if folder.purpose == "run.dir"), None)
     needed = (recipe.checkpoint.keep + 1) * checkpoint_bytes
     if folder and folder.total_bytes and folder.free_bytes < needed:
         kept = f"{recipe.checkpoint.keep} checkpoints and one being written"
@@ -61,13 +61,13 @@ def _card(node: NodeFacts, hardware: Hardware | None) -> Iterator[Finding]:
     if not hardware.is_card(name):
         problem = f"{hardware.name}, and the GPUs are {name}: a plan of this recipe is another card's"
         mend = "name the file of this card, or write one with megarl doctor --measure"
-        yield Finding("warning", "placement.hardware", problem, mend, (node.address,))
+        yield on_node(node, "warning", "placement.hardware", problem, mend)
     elif memory and memory < _DEVICE_SHARE * hardware.memory_bytes:
         problem = f"it plans with {gb(hardware.memory_bytes)} of a GPU, and one has {gb(memory)}"
-        yield Finding("warning", "placement.hardware", problem, "correct memory_bytes in the file", (node.address,))
+        yield on_node(node, "warning", "placement.hardware", problem, "correct memory_bytes in the file")
     if node.host_bytes < _HOST_SHARE * hardware.host_bytes:
         problem = f"it plans with {gb(hardware.host_bytes)} of host memory, and the node has {gb(node.host_bytes)}"
-        yield Finding("warning", "placement.hardware", problem, "correct host_bytes in the file", (node.address,))
+        yield on_node(node, "warning", "placement.hardware", problem, "correct host_bytes in the file")
 
 
 def _fp8(recipe: Recipe, node: NodeFacts) -> Iterator[Finding]:
@@ -78,4 +78,4 @@ def _fp8(recipe: Recipe, node: NodeFacts) -> Iterator[Finding]:
         if major.isdigit() and minor.isdigit() and (int(major), int(minor)) < _FP8_CAPABILITY:
             problem = f"GPU {gpu.index} ({gpu.name}) has no float8 (compute capability {gpu.compute_capability})"
             mend = "set it to false, or book newer GPUs"
-            yield Finding("fault", "rollout.engine.fp8", problem, mend, (node.address,))
+            yield on_node(node, "fault", "rollout.engine.fp8", problem, mend)

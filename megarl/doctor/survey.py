@@ -1,4 +1,4 @@
-"""The facts of every node: of this machine alone, or of all nodes of the Ray cluster that RAY_ADDRESS names."""
+"""Gathers the facts of this machine, or of all nodes of the Ray cluster that RAY_ADDRESS names."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _CLOCK_TRIES = 5
 
 @dataclass(frozen=True)
 class Survey:
-    """nodes: of those that answered, this machine's first; findings: why others did not."""
+    """nodes: the facts of nodes that answered, this machine's first; findings: why other nodes did not."""
 
     nodes: tuple[NodeFacts, ...]
     findings: tuple[Finding, ...] = ()
 
 
 def survey_here(wanted: Wanted) -> Survey:
-    """Of this machine, without Ray."""
+    """The facts of this machine, without Ray."""
     return Survey((Node().look(LOOPBACK, wanted),))
 
 
 def survey_cluster(wanted: Wanted, say: Callable[[str], None]) -> Survey:
-    """Of every node of the cluster; of this machine alone where the cluster cannot be joined, with the reason."""
+    """The facts of every node; where the cluster cannot be joined, those of this machine and the reason."""
     from megarl.cluster.actor import RayNode, answers, ray_nodes
     from megarl.cluster.session import Cluster
 
@@ -61,34 +61,34 @@ def survey_cluster(wanted: Wanted, say: Callable[[str], None]) -> Survey:
     return Survey(tuple(_complete(seen[node.address], node.gpus, offsets[node.address]) for node in found), findings)
 
 
-def clock_offset(asked_s: float, said_s: float, heard_s: float) -> tuple[float, float]:
-    """A clock minus ours, by Cristian's method, and by how much that may be wrong: half of the way there and back."""
-    return said_s - (asked_s + heard_s) / 2, (heard_s - asked_s) / 2
+def clock_offset(asked_s: float, remote_s: float, answered_s: float) -> tuple[float, float]:
+    """(remote clock minus ours, uncertainty: half of the round trip), by Cristian's algorithm."""
+    return remote_s - (asked_s + answered_s) / 2, (answered_s - asked_s) / 2
 
 
 def _offset(ask: Callable[[], Mapping[str, Any]]) -> tuple[float, float]:
-    """The surest of several; one that says nothing where the node does not answer, which is told elsewhere."""
+    """The most certain of several offsets; (0, a large uncertainty) where the node does not answer."""
     found = []
     for _ in range(_CLOCK_TRIES):
         asked = time.time()
-        (said,) = ask().values()
-        if isinstance(said, float):
-            found.append(clock_offset(asked, said, time.time()))
-    return min(found, key=lambda one: one[1], default=(0.0, _START_S))
+        (remote,) = ask().values()
+        if isinstance(remote, float):
+            found.append(clock_offset(asked, remote, time.time()))
+    return min(found, key=lambda offset: offset[1], default=(0.0, _START_S))
 
 
 @contextmanager
 def _probe(wanted: Wanted) -> Iterator[str]:
-    """The name of a file in the first written folder, or where that will be made, by which others know the disk.
+    """Write a file in the first written folder, or in its nearest existing parent; yields its name.
 
-    "" where there is no such folder, or nothing can be written: that is told as a fault of the folder.
+    "" where there is no such folder, or nothing can be written, which is a finding about the folder.
     """
     with ExitStack() as stack:
         name = ""
         for path in [Path(path).absolute() for path, _ in wanted.written[:1]]:
-            there = next(one for one in (path, *path.parents) if one.exists())
+            existing = next(folder for folder in (path, *path.parents) if folder.exists())
             with suppress(OSError):
-                name = stack.enter_context(tempfile.NamedTemporaryFile(prefix=".megarl-doctor-", dir=there)).name
+                name = stack.enter_context(tempfile.NamedTemporaryFile(prefix=".megarl-doctor-", dir=existing)).name
         yield Path(name).name
 
 
@@ -97,7 +97,7 @@ def _complete(facts: NodeFacts, gpus: int, offset: tuple[float, float]) -> NodeF
 
 
 def _silent(address: str, why: Exception) -> Finding:
-    """Of a node on which no process could be started, or that did not finish."""
+    """The finding about a node on which no process could be started, or did not finish."""
     if isinstance(why, UserFault):
         return Finding("fault", why.where, why.problem, why.mend, (address,))
     cause = (str(why).strip().splitlines() or [type(why).__name__])[-1]

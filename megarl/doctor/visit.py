@@ -1,4 +1,4 @@
-"""`megarl doctor`, from the command's arguments to its report."""
+"""`megarl doctor`: from the command's arguments to its report."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from megarl.doctor.survey import Survey, survey_cluster, survey_here
 from megarl.preflight.environment import cluster_faults
 from megarl.types import UserFault, UserFaults
 
-RAY_PORT = 6379  # that `ray start --head` takes where nobody names another
-_RUNS = "runs"  # where a recipe's run.dir is, unless it says otherwise
+RAY_PORT = 6379  # the default of `ray start --head`
+_RUNS = "runs"  # the default folder of run.dir
 _TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
-_BYTES_OF_PARAMETER = 2 + 12  # in a checkpoint: bfloat16 weights, and the optimizer's three float32
+_BYTES_OF_PARAMETER = 2 + 12  # in a checkpoint: the bfloat16 weight and three float32 of the optimizer
 
 
 @dataclass(frozen=True)
 class Asked:
-    """hardware_file: where to write what is measured; None: nothing is measured. ports: that must be free."""
+    """The command's arguments. hardware_file: of measured rates; None: do not measure. ports: must be free."""
 
     recipe: Recipe | None = None
     recipe_faults: Sequence[UserFault] = ()
@@ -40,7 +40,7 @@ class Asked:
 
 
 def examine(asked: Asked, say: Callable[[str], None]) -> Report:
-    """Look at this machine, or at all nodes of the cluster that RAY_ADDRESS names, and judge what is there."""
+    """Examine this machine, or all nodes of the cluster that RAY_ADDRESS names."""
     findings = of_faults(asked.recipe_faults)
     seen, joins = _seen(asked, findings, say)
     nodes = seen.nodes
@@ -53,19 +53,19 @@ def examine(asked: Asked, say: Callable[[str], None]) -> Report:
     if asked.recipe and nodes:
         findings += _of_recipe(asked.recipe, nodes)
     rates: list[RankRates] = []
-    if asked.hardware_file and nodes and joins == _has_cluster():  # this machine alone is not what was asked for
+    if asked.hardware_file and nodes and joins == _has_cluster():  # not this machine in place of a cluster
         rates = _measured(asked, nodes, joins, findings, say)
     written = str(asked.hardware_file) if rates else ""
     return Report(nodes, merged(findings), rates, written)
 
 
 def _seen(asked: Asked, findings: list[Finding], say: Callable[[str], None]) -> tuple[Survey, bool]:
-    """The nodes, and whether they are those of a Ray cluster that was joined."""
+    """(survey of the nodes, whether they are those of a Ray cluster)."""
     has_cluster = _has_cluster()
     wants_cluster = asked.recipe is not None and asked.recipe.placement.network == "nodes"
     wanted = _wanted(asked, None if has_cluster else RAY_PORT, is_needed=wants_cluster)
     if not has_cluster:
-        return survey_here(wanted), False  # that a recipe wants a cluster is told by its own check
+        return survey_here(wanted), False  # the recipe's own check reports that it needs a cluster
     faults = cluster_faults(PlacementConfig(gpus=1, network="nodes"))
     findings += of_faults(faults) + _token_findings()
     if faults:
@@ -87,7 +87,7 @@ def _wanted(asked: Asked, ray_port: int | None, *, is_needed: bool) -> Wanted:
 
 
 def _token_findings() -> list[Finding]:
-    """A token that others can read is no secret."""
+    """A finding about a token file that other users can read."""
     path = os.environ.get(_TOKEN_PATH)
     if path and Path(path).is_file() and Path(path).stat().st_mode & 0o077:
         mend = f"chmod 600 {path}, and make a new one: whoever has it may run code on all nodes"
@@ -96,7 +96,7 @@ def _token_findings() -> list[Finding]:
 
 
 def _of_recipe(recipe: Recipe, nodes: Sequence[NodeFacts]) -> list[Finding]:
-    """What a run checks before its start, and what it needs of these nodes."""
+    """The faults of a run's own checks, and the findings about what the recipe needs of the nodes."""
     from megarl.preflight.check import check
 
     faults: list[UserFault] = []
@@ -117,12 +117,12 @@ def _of_recipe(recipe: Recipe, nodes: Sequence[NodeFacts]) -> list[Finding]:
 def _hardware(recipe: Recipe) -> Hardware | None:
     try:
         return load_hardware(recipe.placement.hardware) if recipe.placement.hardware else None
-    except UserFaults:  # told by the recipe's own check
+    except UserFaults:  # the recipe's own check reports them
         return None
 
 
 def _checkpoint_bytes(recipe: Recipe) -> int:
-    """Of all models that train, from Megatron's own modules on the meta device."""
+    """The size of a checkpoint of all trained models, by Megatron's modules on the meta device."""
     from megarl.plan.model_size import model_sizes
 
     return _BYTES_OF_PARAMETER * sum(size.parameters for size in model_sizes(recipe).values() if size.trains)
@@ -131,7 +131,7 @@ def _checkpoint_bytes(recipe: Recipe) -> int:
 def _measured(
     asked: Asked, nodes: Sequence[NodeFacts], joins: bool, findings: list[Finding], say: Callable[[str], None]
 ) -> list[RankRates]:
-    """Measure and write the hardware file; findings gets what is wrong with the rates."""
+    """Measure and write the hardware file; adds the findings about the rates to `findings`."""
     from megarl.doctor.hardware_file import base_of, hardware_text
     from megarl.doctor.measure import measure
 

@@ -13,7 +13,7 @@ from megarl.algos import has_critic
 from megarl.checkpoints.snapshots import Digest
 from megarl.cluster.actor import Ref, Worker
 from megarl.cluster.session import Cluster, WorkerFailed
-from megarl.cluster.topology import device_placement_faults, device_placement_lines
+from megarl.cluster.topology import placement_faults, placement_lines
 from megarl.config import Recipe
 from megarl.device import address_of, host_store
 from megarl.fleet.memory import MemoryScheduler
@@ -72,7 +72,7 @@ class Engines:
             return
         for node in range(1, span.nodes):
             name, at = f"{worker.name}, node {node}", slot + node * recipe.placement.gpus_per_node
-            part, own = self._cluster.worker(name, at), replace(span, node=node, door=span.door.for_guests)
+            part, own = self._cluster.worker(name, at), replace(span, node=node, endpoint=span.endpoint.without_secret)
             self._started[part.start("megarl.rollout.episodes:EnginePart", recipe, index, own)] = name
             part.watch("fail")
             self._parts.append(part)
@@ -157,8 +157,8 @@ class Fleet:
 
     def _say_seats(self) -> None:
         """Which training rank sits where, and what of it slows the fabric down."""
-        device_placements = self._cluster.device_placements(self.trainers.workers, self._recipe.placement)
-        for line in [*device_placement_lines(device_placements), *map(str, device_placement_faults(device_placements))]:
+        placements = self._cluster.placements(self.trainers.workers, self._recipe.placement)
+        for line in [*placement_lines(placements), *map(str, placement_faults(placements))]:
             self._say(line)
 
     def options(self) -> dict[str, dict[str, Any]]:

@@ -126,7 +126,7 @@ class RankGroup:
             share = _share(updates, dp)
             needed, shared = _groups(share), self._cluster.put(share)
             of_groups = [refs[group] for group in needed]
-            found.append((shared, worker.together("megarl.training.batching:own_samples", shared, needed, *of_groups)))
+            found.append((shared, worker.bundle("megarl.training.batching:own_samples", shared, needed, *of_groups)))
         return found
 
     def plan(self, samples: Sequence[SampleRef], rules: Hyperparameters) -> list[Update]:
@@ -229,7 +229,7 @@ class TrainingRanks(RankGroup):
             calls[worker.call("train", algorithm, share, lr, own, *pieces)] = worker.name
         merged = self._merged(calls)
         lengths, seconds = [one.length for one in samples], time.perf_counter() - began
-        self._speed = speed(self._shape, lengths, seconds, self._layout.world_size, device.name())
+        self._speed = speed(self._shape, lengths, seconds, self._layout.world_size, device.gpu_name())
         return merged
 
 

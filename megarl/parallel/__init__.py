@@ -1,4 +1,4 @@
-"""The training side: Megatron-Core ranks, from rank arithmetic to one optimizer step."""
+"""Megatron-Core: layouts, process groups, the model, pipeline passes, the optimizer and its checkpoints."""
 
 import os
 import sys
@@ -21,9 +21,9 @@ class _NoTrackerInMegatron(MetaPathFinder):
 sys.meta_path.insert(0, _NoTrackerInMegatron())
 
 if DEVICE == "cpu":
-    # Megatron's jit_fuser is torch.compile, which would look for a C++ compiler in the first step of every rank.
+    # Megatron's jit_fuser is torch.compile, which looks for a C++ compiler in the first step of every rank.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-# At import Megatron warns, module by module, of every optional library that is not installed.
+# Megatron's modules warn at import about every optional library that is not installed.
 warnings.filterwarnings("ignore", module=r"megatron\.")
-# It calls collectives by the names that torch 2.13 deprecates, at every step.
+# Megatron calls collectives by names that torch 2.13 deprecates, at every step.
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")

@@ -1,4 +1,4 @@
-"""Ranks that share out a row's tokens bring them together: gathers whose gradients go back to where they belong."""
+"""Differentiable all-gathers of a packed row's tokens over context- or tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 class _GatherWhole(torch.autograd.Function):
-    """Shares [L, ...] -> all of them, for a loss that every rank computes in full: no sum on the way back."""
+    """All-gather for a loss that every rank computes in full: the backward pass slices the gradient, without a sum."""
 
     @staticmethod
     def forward(ctx: Any, share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -23,7 +23,7 @@ class _GatherWhole(torch.autograd.Function):
 
 
 class _GatherShared(torch.autograd.Function):
-    """The same for what each rank uses in its own way: the gradients of all are summed into each rank's share."""
+    """All-gather for tensors that each rank uses differently: the backward pass reduce-scatters the gradients."""
 
     @staticmethod
     def forward(ctx: Any, share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -45,20 +45,20 @@ def _all_gather(share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def gather_whole(share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[L, ...] of every rank, one behind the other, for a loss that each of them computes in full."""
+    """[L, ...] of every rank, concatenated in rank order, for a loss that every rank computes in full."""
     return share if group.size() == 1 else _GatherWhole.apply(share, group)  # type: ignore[return-value]
 
 
 def gather_row(share_L: torch.Tensor, order_T: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """One value a token, from every rank's share into the order of the row [T]; each rank's loss is of all of it."""
+    """One value a token, gathered in the order of the row [T], for a loss that every rank computes in full."""
     return share_L if group.size() == 1 else gather_whole(share_L, group).index_select(0, order_T)
 
 
 def gather_shared(share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[L, ...] of every rank, one behind the other, for each to use in its own way."""
+    """[L, ...] of every rank, concatenated in rank order, for ranks that use it differently."""
     return share if group.size() == 1 else _GatherShared.apply(share, group)  # type: ignore[return-value]
 
 
 def gather_keys(share: torch.Tensor, order_T: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Keys or values [L, heads, d] of every rank, in the order of the row [T, heads, d]."""
+    """Keys or values [L, heads, d], gathered in the order of the row [T, heads, d]."""
     return share if group.size() == 1 else gather_shared(share, group).index_select(0, order_T)

@@ -1,4 +1,4 @@
-"""Megatron-Core 0.16.1 on a machine without CUDA: the places where it calls torch.cuda without asking.
+"""Megatron-Core 0.16.1 on a machine without CUDA: patches where it calls torch.cuda unconditionally.
 
 The patches replace the name `torch` inside Megatron's own modules; torch itself, and every other library, keeps its
 behaviour. The exceptions are `Tensor.type()` and `Tensor.cuda()`, which no module-level name can redirect.
@@ -30,7 +30,7 @@ _FACTORIES = ("arange", "tensor", *_LIKE, *(f"{name}_like" for name in _LIKE))
 
 
 class _Stream:
-    """A CUDA stream or event where everything is already in order."""
+    """A CUDA stream or event on a CPU, where all operations are in order."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
     def synchronize(self) -> None: ...
@@ -45,7 +45,7 @@ def _in_order(stream: object) -> Iterator[None]:
 
 
 def _torch_without_cuda(device: torch.device) -> ModuleType:
-    """A copy of the torch namespace whose `cuda` is the CPU and whose factories take device="cuda" as `device`."""
+    """A copy of the torch namespace whose `cuda` is the CPU and whose factories replace device="cuda" by `device`."""
     cuda = ModuleType("torch.cuda")
     cuda.__dict__.update(torch.cuda.__dict__)
     stream = _Stream()
@@ -80,7 +80,7 @@ def _on_device(device: torch.device, factory: Callable[..., torch.Tensor]) -> Ca
 
 
 def replace_torch_cuda(device: torch.device) -> None:
-    """Give every loaded Megatron module a torch whose CUDA is the CPU: buffers, schedules and clipping ask for it."""
+    """Give every loaded Megatron module a torch whose CUDA is the CPU; buffers, schedules and clipping need it."""
     namespace = _torch_without_cuda(device)
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
@@ -88,7 +88,7 @@ def replace_torch_cuda(device: torch.device) -> None:
 
 
 def name_tensor_types_as_cuda() -> None:
-    """`Tensor.type()` without arguments says torch.cuda.*: distrib_optimizer and clip_grads compare the name."""
+    """Let `Tensor.type()` return torch.cuda.* names, which distrib_optimizer and clip_grads compare."""
     plain = torch.Tensor.type
 
     def type_as_cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -99,14 +99,14 @@ def name_tensor_types_as_cuda() -> None:
 
 
 def leave_tensors_where_they_are() -> None:
-    """`Tensor.cuda()` is called on the output layer's weight, and on tables of position embeddings."""
+    """Let `Tensor.cuda()` return the tensor; Megatron calls it on the output layer's weight and position embeddings."""
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
 
 
 def keep_rng_states_on_cpu() -> None:
-    """Megatron's RNG tracker saves and sets the CUDA generator through private functions: give it the CPU's.
+    """Give Megatron's RNG tracker the CPU's generator in place of the CUDA generator.
 
-    It then warns, for every weight, that the CPU's generator moved where only the GPU's should.
+    Its warnings, for every weight, that the CPU's generator changed are suppressed.
     """
     logging.getLogger(megatron_random.__name__).setLevel(logging.ERROR)
     megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
@@ -114,7 +114,7 @@ def keep_rng_states_on_cpu() -> None:
 
 
 def split_by_numbers() -> None:
-    """all_to_all split sizes stay tensors on CPU (they are not `is_cuda`), and gloo refuses tensors: numpy instead."""
+    """Convert the split sizes of all_to_all to NumPy: on CPU Megatron leaves them tensors, which gloo refuses."""
 
     def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
@@ -124,7 +124,7 @@ def split_by_numbers() -> None:
 
 
 def exchange_uneven_lists() -> None:
-    """Expert tensor parallelism gathers and reduces lists of unlike tensors; gloo takes only lists of like ones."""
+    """Gather and reduce lists of tensors of different sizes, as expert tensor parallelism does and gloo does not."""
     gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
     def gather_any(input_: torch.Tensor, group: Any, output_split_sizes: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -147,10 +147,10 @@ def exchange_uneven_lists() -> None:
 
 
 def step_without_engine() -> None:
-    """Give Megatron torch's optimizers, and its own loops over lists of tensors, as where no package has fused ones.
+    """Give Megatron torch's optimizers and its own loops over lists of tensors, as if no fused ones were installed.
 
-    TransformerEngine and apex may be installed where MEGARL_DEVICE=cpu asks for the CPU. Megatron takes their fused
-    optimizers and kernels as soon as it can import them, and these run on a GPU alone.
+    TransformerEngine and apex may be installed where MEGARL_DEVICE=cpu asks for the CPU. Megatron uses their fused
+    optimizers and kernels, which need a GPU, as soon as it can import them.
     """
     chosen: Any = optimizer
     chosen.Adam, chosen.SGD, chosen.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, torch.optim.SGD, True
@@ -166,9 +166,9 @@ def step_without_engine() -> None:
 
 @functools.cache
 def patch_megatron(device: torch.device = _CPU) -> None:
-    """Everything above, once per process, after the Megatron modules that are used have been imported.
+    """Apply all patches, once per process, after the Megatron modules that are used have been imported.
 
-    device: where tensors lie that are meant for a GPU; `meta` for modules that have shapes and no contents.
+    device: in place of the GPU; `meta` for modules that have shapes and no contents.
     """
     replace_torch_cuda(device)
     name_tensor_types_as_cuda()

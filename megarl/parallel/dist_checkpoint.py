@@ -1,4 +1,4 @@
-"""A training rank's state on disk, by Megatron's dist_checkpointing: a layout loads what another saved."""
+"""Saving and loading a training rank's state by Megatron's dist_checkpointing, across layouts."""
 
 from __future__ import annotations
 
@@ -39,28 +39,28 @@ _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_
 class Pending:
     """A save whose tensors are copied, and whose files a thread is writing."""
 
-    files: tuple[str, ...]  # that this rank writes, in the checkpoint's folder
+    files: tuple[str, ...]  # of this rank, relative to the checkpoint's folder
     _thread: threading.Thread
     _finalize: Sequence[Callable[[], None]]
     _faults: list[BaseException] = field(default_factory=list)
     _unwritten: Exception | None = None
 
     def finish(self) -> None:
-        """Wait for the files of this rank, then for those of all; called on all ranks together."""
+        """Wait for the files of this rank, then for those of all ranks; collective."""
         self._thread.join()
         if self._faults:
             raise self._faults[0]
         try:
             for step in self._finalize:
                 step()
-        except CheckpointException as error:  # no Exception, and it has forgotten what the system said
+        except CheckpointException as error:  # it is no Exception, and does not have the system's error
             raise RuntimeError(f"a rank could not write its part of the checkpoint: {error}") from self._unwritten
 
 
 def save(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer) -> Pending:
-    """Begin to write weights, optimizer and random states into an empty folder; called on all ranks together.
+    """Begin to write weights, optimizer and random states into an empty folder; collective.
 
-    What is to be written is copied before this returns, so that training may go on.
+    All tensors are copied before this returns, so that training can continue.
     """
     _write_in_threads()
     shared_out = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), groups.dp_cp_group())
@@ -74,7 +74,7 @@ def save(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: Cha
     assert request is not None
     rank_file = folder / f"rank-{dist.get_rank():05d}.pt"
     torch.save(_random_state(), rank_file)
-    # A rank whose data-parallel peers write all that it holds has nothing to write, and no function either.
+    # A rank whose data-parallel peers write all of its tensors has no files and no async_fn.
     _, buckets, results = request.async_fn_args if request.async_fn else (None, [], None)
     live = _storages(chunks)
     copies = [(file, key, (values, _copied(tensors, live))) for file, key, (values, tensors) in buckets]
@@ -86,7 +86,7 @@ def save(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: Cha
         try:
             if request.async_fn and results is not None:
                 request.async_fn(dist.get_rank(), copies, results)
-                results.put(found := results.get())  # what Megatron reads later
+                results.put(found := results.get())  # Megatron reads the queue later
                 pending._unwritten = found if isinstance(found, Exception) else None
         except BaseException as error:
             pending._faults.append(error)
@@ -97,11 +97,10 @@ def save(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: Cha
 
 
 def load(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer) -> None:
-    """Read what `save` wrote, in this layout or another; called on all ranks together.
+    """Read what `save` wrote, in this layout or another; collective.
 
-    Megatron does not convert the optimizer between EP 1 and more, nor makes up the state of weights that were frozen.
-
-    The random states are read where as many ranks wrote them; else they stay as they were seeded.
+    Megatron cannot convert the optimizer between EP 1 and EP > 1, nor create the state of weights that were frozen.
+    Random states are read if equally many ranks wrote them; otherwise they stay as seeded.
     """
     _keep_steps()
     _load_no_code()
@@ -115,14 +114,14 @@ def load(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: Cha
 
 
 def load_weights(folder: Path, chunks: Sequence[DistributedDataParallel]) -> None:
-    """Read the weights alone of what `save` wrote, in any layout; called on all ranks together."""
+    """Read only the weights of what `save` wrote, in any layout; collective."""
     _load_no_code()
     state: Any = dist_checkpointing.load(_weights(chunks), str(folder))
     _take_weights(chunks, state)
 
 
 def _chunk_key(chunks: Sequence[object], index: int) -> str:
-    """As Megatron's optimizers name the chunks of a model."""
+    """The name that Megatron's optimizers give a model chunk."""
     return "model" if len(chunks) == 1 else f"model{index}"
 
 
@@ -132,8 +131,8 @@ def _state(
     _start_states(optimizer)
     state = _weights(chunks)
     found = optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=_METADATA)
-    for one in found.values() if len(optimizer.chained_optimizers) > 1 else [found]:
-        groups = one["optimizer"]["param_groups"]  # HybridDeviceOptimizer's name classes, which no load would take
+    for chained in found.values() if len(optimizer.chained_optimizers) > 1 else [found]:
+        groups = chained["optimizer"]["param_groups"]  # HybridDeviceOptimizer's hold classes, which cannot be loaded
         groups[:] = [{key: value for key, value in group.items() if not isinstance(value, type)} for group in groups]
     return state | {"optimizer": found}
 
@@ -151,7 +150,7 @@ def _take_weights(chunks: Sequence[DistributedDataParallel], state: Mapping[str,
 
 
 def _start_states(optimizer: ChainedOptimizer) -> None:
-    """AdamW makes its state in its first step; Megatron asserts that it is there."""
+    """Create AdamW's state, which it makes only in its first step and Megatron needs now."""
     for chained in optimizer.chained_optimizers:
         inner = chained.optimizer
         if isinstance(inner, HybridDeviceOptimizer):
@@ -160,7 +159,7 @@ def _start_states(optimizer: ChainedOptimizer) -> None:
             inner._sync_sub_optimizers_state_to_hdo()
         elif isinstance(inner, torch.optim.AdamW):
             _start_adamw(inner)
-        elif not inner.state and chained.init_state_fn is not None:  # a fused one that has not stepped yet
+        elif not inner.state and chained.init_state_fn is not None:  # a fused optimizer before its first step
             chained.init_state_fn(inner, chained.config)
 
 
@@ -172,9 +171,10 @@ def _start_adamw(inner: torch.optim.AdamW) -> None:
 
 
 def _own_states(optimizer: ChainedOptimizer) -> None:
-    """Megatron gives all parameters one `step` tensor, which each of them would count up (distrib_optimizer.py).
+    """Clone state tensors that Megatron shares between parameters (distrib_optimizer.py).
 
-    On the host it makes the rest views of what was read, which is the state of all data-parallel ranks.
+    All parameters get the same `step` tensor, which each of them would increment. On the host the moments are views of
+    the tensors that were read, which hold the state of all data-parallel ranks.
     """
     for chained in optimizer.chained_optimizers:
         inner = chained.optimizer
@@ -183,12 +183,12 @@ def _own_states(optimizer: ChainedOptimizer) -> None:
             wanted = ("step", "exp_avg", "exp_avg_sq") if is_on_host else ("step",)
             state.update({name: state[name].clone() for name in wanted if torch.is_tensor(state.get(name))})
         if is_on_host:
-            inner._sync_sub_optimizers_state_to_hdo()  # masters, which were copied from what was read
+            inner._sync_sub_optimizers_state_to_hdo()  # the master weights, which were copied from the file
 
 
 @cache
 def _keep_steps() -> None:
-    """Megatron looks for torch AdamW's `step` among a parameter's loaded tensors, where it never is: its own then."""
+    """Give Megatron the `step` of torch's AdamW, which it expects, in vain, among a parameter's loaded tensors."""
     original = DistributedOptimizer._set_main_param_and_optimizer_states
 
     def set_states(self: Any, model_param: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -200,7 +200,7 @@ def _keep_steps() -> None:
 
 
 class _OfData(pickle.Unpickler):
-    """Knows the classes of a checkpoint's index and no others: a forged one cannot call anything."""
+    """Unpickles only the classes of a checkpoint's index, so that a forged index cannot run code."""
 
     _modules = ("torch.distributed.checkpoint.metadata", filesystem.__name__, "torch.distributed.checkpoint.planner")
 
@@ -215,7 +215,7 @@ class _OfData(pickle.Unpickler):
 
 @cache
 def _load_no_code() -> None:
-    """torch reads a checkpoint's index by pickle, and objects beside the tensors with weights_only=False."""
+    """Keep torch from unpickling code, in a checkpoint's index and in its files of objects other than tensors."""
     filesystem.pickle = SimpleNamespace(dump=pickle.dump, load=lambda file: _OfData(file).load())  # type: ignore
     namespace = ModuleType("torch")
     namespace.__dict__.update(torch.__dict__)
@@ -224,13 +224,13 @@ def _load_no_code() -> None:
 
 
 def _storages(chunks: Sequence[DistributedDataParallel]) -> set[int]:
-    """Addresses of what training goes on to write."""
-    held = (one for chunk in chunks for one in (*chunk.module.parameters(), *chunk.module.buffers()))
-    return {one.untyped_storage().data_ptr() for one in held}
+    """Addresses of the storages that training will write."""
+    held = (tensor for chunk in chunks for tensor in (*chunk.module.parameters(), *chunk.module.buffers()))
+    return {tensor.untyped_storage().data_ptr() for tensor in held}
 
 
 def _copied(tensors: Sequence[tuple[Any, torch.Tensor]], live: set[int]) -> list[tuple[Any, torch.Tensor]]:
-    """On the host, apart from `live` storages: Megatron gathered the optimizer's state for this save alone."""
+    """Copies on the host; on CPU only tensors in `live` storages are copied: others were gathered for this save."""
     return [
         (item, tensor.clone() if tensor.is_cpu and tensor.untyped_storage().data_ptr() in live else tensor.cpu())
         for item, tensor in tensors
@@ -238,7 +238,7 @@ def _copied(tensors: Sequence[tuple[Any, torch.Tensor]], live: set[int]) -> list
 
 
 class _NoCount:
-    """A bucket's writer tells a queue that it is done; here whoever asked is the same thread."""
+    """A queue for a bucket's writer to report to; nobody waits, because the caller is the same thread."""
 
     def get(self) -> None: ...
     def task_done(self) -> None: ...
@@ -246,7 +246,7 @@ class _NoCount:
 
 @cache
 def _write_in_threads() -> None:
-    """Megatron forks a process for each file, from one that has threads of torch, gRPC and CUDA: a thread instead."""
+    """Write files in the calling thread: Megatron would fork processes, although torch, gRPC and CUDA have threads."""
     writer: Any = filesystem_async.FileSystemWriterAsync
 
     def write(transforms: list[Any], _: bool, rank: int, buckets: Sequence[Any], results: Any) -> None:
@@ -255,7 +255,7 @@ def _write_in_threads() -> None:
             outcome: queue.SimpleQueue[Any] = queue.SimpleQueue()
             writer.write_preloaded_data(transforms, index, bucket, outcome, _NoCount(), use_fsync=True)
             _, found[index] = outcome.get()
-        failed = next((one for one in found.values() if isinstance(one, Exception)), None)
+        failed = next((result for result in found.values() if isinstance(result, Exception)), None)
         results.put(failed or found)
 
     writer.write_preloaded_data_multiproc = staticmethod(write)
@@ -263,12 +263,12 @@ def _write_in_threads() -> None:
 
 
 def _tracker() -> Any:
-    """Megatron's generators, one for each kind of parallel region."""
+    """Megatron's random generators, one for each kind of parallel region."""
     return tensor_parallel.get_cuda_rng_tracker()
 
 
 def _random_state() -> dict[str, Any]:
-    """Of every generator of this process, as values that torch loads without unpickling code."""
+    """The state of every generator of this process, in types that torch loads with weights_only."""
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # type: ignore[misc]
     return {
         "python": random.getstate(),

@@ -1,4 +1,4 @@
-"""The process groups of a training rank: the only reader of Megatron's global state."""
+"""The process groups of a training rank; only this module reads Megatron's global parallel state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.testing._internal.distributed.fake_pg import FakeStore  # and the backend that needs no peers
+from torch.testing._internal.distributed.fake_pg import FakeStore  # also registers the "fake" backend
 
 from megarl import device
 from megarl.parallel.layout import RankCoords, TrainLayout
@@ -23,9 +23,9 @@ from megarl.types import Metrics
 
 
 def join(store: Store, rank: int, layout: TrainLayout, seed: int, timeout_s: float) -> None:
-    """Enter the training world, build Megatron's groups and seed every generator; blocks until all ranks have come.
+    """Join the training world, build Megatron's groups and seed every generator; blocks until all ranks have joined.
 
-    Raises RuntimeError when Megatron's placement of this rank is not the layout's, which the weight maps rely on.
+    Raises RuntimeError when Megatron's coordinates of this rank are not the layout's, on which the weight maps rely.
     """
     device.use_loopback()
     dist.init_process_group(
@@ -35,51 +35,51 @@ def join(store: Store, rank: int, layout: TrainLayout, seed: int, timeout_s: flo
         world_size=layout.world_size,
         timeout=timedelta(seconds=timeout_s),
     )
-    _take_places(layout, rank, timeout_s)
+    _initialize_groups(layout, rank, timeout_s)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
-def connect() -> int:
-    """Open every communicator of this rank; all ranks together. Bytes of the GPU that went for each, about; 0 on CPU.
+def open_communicators() -> int:
+    """Open every communicator of this rank; collective. Returns the approximate GPU memory of each in bytes; 0 on CPU.
 
-    NCCL opens one at its first message, which could be when the memory it takes is lent. Groups come in the order in
-    which all ranks made them. Single messages, as virtual stages send them, have one communicator for each pair.
+    NCCL opens a communicator at its first message, when the memory might belong to the engine. The groups are opened
+    in the order in which all ranks made them. Point-to-point messages of virtual stages have one for each pair.
     """
-    taken = device.taken_bytes()
-    opened: list[Any] = [one for one in parallel_state._global_process_group_list or [] if _size(one) > 1]
+    used_bytes = device.used_gpu_bytes()
+    opened: list[Any] = [group for group in parallel_state._global_process_group_list or [] if _size(group) > 1]
     for group in opened:
         dist.all_reduce(torch.zeros(1, device=device.DEVICE), group=group)
     if parallel_state.get_virtual_pipeline_model_parallel_world_size():
         for group in (pp_group(), dist.group.WORLD) if _size(pp_group()) == 2 else (pp_group(),):
-            _pass_round(group)
-    return (device.taken_bytes() - taken) // max(1, len(opened))
+            _open_ring(group)
+    return (device.used_gpu_bytes() - used_bytes) // max(1, len(opened))
 
 
 def _size(group: Any) -> int:
     return dist.get_world_size(group)
 
 
-def _pass_round(group: Any) -> None:
-    """From each stage to the next, in the order in which Megatron's stages do it."""
+def _open_ring(group: Any) -> None:
+    """Send a message from each stage to the next, in the order of Megatron's stages."""
     ranks = dist.get_process_group_ranks(pp_group())
     own = ranks.index(dist.get_rank())
     after, before = ranks[(own + 1) % len(ranks)], ranks[own - 1]
-    message, found = (torch.zeros(1, device=device.DEVICE) for _ in range(2))
-    ways = [partial(dist.isend, message, after, group), partial(dist.irecv, found, before, group)]
-    for work in [way() for way in (ways if own % 2 == 0 else reversed(ways))]:
+    sent, received = (torch.zeros(1, device=device.DEVICE) for _ in range(2))
+    calls = [partial(dist.isend, sent, after, group), partial(dist.irecv, received, before, group)]
+    for work in [call() for call in (calls if own % 2 == 0 else reversed(calls))]:
         assert work is not None
         work.wait()
 
 
 @contextmanager
 def simulated(rank: int, layout: TrainLayout) -> Iterator[None]:
-    """Inside, this process is one rank of a world whose others are not there: modules are built, no tensor is sent."""
+    """Be one rank of a simulated world inside the block: modules can be built, but no tensor is sent."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     try:
-        _take_places(layout, rank, timeout_s=60.0)
+        _initialize_groups(layout, rank, timeout_s=60.0)
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         yield
     finally:
@@ -87,7 +87,7 @@ def simulated(rank: int, layout: TrainLayout) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _take_places(layout: TrainLayout, rank: int, timeout_s: float) -> None:
+def _initialize_groups(layout: TrainLayout, rank: int, timeout_s: float) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -117,47 +117,47 @@ def _megatron_coords() -> RankCoords:
 
 
 def tp_group() -> dist.ProcessGroup:
-    """The ranks that split this rank's layers and vocabulary."""
+    """The tensor-parallel ranks, which split this rank's layers and vocabulary."""
     return parallel_state.get_tensor_model_parallel_group()  # type: ignore[return-value]
 
 
 def pp_group() -> dist.ProcessGroup:
-    """The ranks whose stages make up one model."""
+    """The pipeline-parallel ranks, whose stages make up one model."""
     return parallel_state.get_pipeline_model_parallel_group()  # type: ignore[return-value]
 
 
-def collection() -> ProcessGroupCollection:
-    """What Megatron's schedules look up themselves where they are given no communicator."""
-    found: Any = ProcessGroupCollection()
-    found.tp, found.cp, found.pp, found.dp_cp = tp_group(), cp_group(), pp_group(), dp_cp_group()
-    found.embd = parallel_state.get_embedding_group(check_initialized=False)
-    found.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
-    return found
+def pipeline_groups() -> ProcessGroupCollection:
+    """The groups that Megatron's schedules need where they are given a communicator."""
+    groups: Any = ProcessGroupCollection()
+    groups.tp, groups.cp, groups.pp, groups.dp_cp = tp_group(), cp_group(), pp_group(), dp_cp_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    return groups
 
 
 def cp_group() -> dist.ProcessGroup:
-    """The ranks that share out the tokens of this rank's sequences."""
+    """The context-parallel ranks, which share the tokens of this rank's sequences."""
     return parallel_state.get_context_parallel_group()  # type: ignore[return-value]
 
 
 def dp_cp_group() -> dist.ProcessGroup:
-    """The ranks that hold the same dense shard, whatever they train on."""
+    """The data- and context-parallel ranks, which hold the same dense shard."""
     return parallel_state.get_data_parallel_group(with_context_parallel=True)  # type: ignore[return-value]
 
 
 def dp_group() -> dist.ProcessGroup:
-    """The ranks that hold the same dense shard and train on other sequences."""
+    """The data-parallel ranks, which hold the same dense shard and train on different sequences."""
     return parallel_state.get_data_parallel_group()  # type: ignore[return-value]
 
 
-def reduced(stats: Sequence[Mapping[str, torch.Tensor]]) -> Metrics:
-    """Micro-batches' statistics over this rank and its data-parallel peers: names ending in _max by maximum."""
+def reduce_stats(stats: Sequence[Mapping[str, torch.Tensor]]) -> Metrics:
+    """Statistics of micro-batches, reduced over the data-parallel ranks: names in _max by maximum, others by sum."""
     found: Metrics = {}
     for op, is_max in ((dist.ReduceOp.SUM, False), (dist.ReduceOp.MAX, True)):
         names = [name for name in stats[0] if name.endswith("_max") == is_max]
         if not names:
             continue
-        table = torch.stack([torch.stack([one[name].detach().double() for name in names]) for one in stats])
+        table = torch.stack([torch.stack([batch[name].detach().double() for name in names]) for batch in stats])
         totals = table.amax(0) if is_max else table.sum(0)
         dist.all_reduce(totals, op=op, group=dp_group())
         found |= dict(zip(names, totals.tolist(), strict=True))
@@ -165,12 +165,12 @@ def reduced(stats: Sequence[Mapping[str, torch.Tensor]]) -> Metrics:
 
 
 def sum_over_dp(values: torch.Tensor) -> torch.Tensor:
-    """The sum of this rank's values and its data-parallel peers'."""
+    """The elementwise sum over the data-parallel ranks."""
     return _over_dp(values, dist.ReduceOp.SUM)
 
 
 def max_over_dp(values: torch.Tensor) -> torch.Tensor:
-    """The largest of this rank's values and its data-parallel peers', of each."""
+    """The elementwise maximum over the data-parallel ranks."""
     return _over_dp(values, dist.ReduceOp.MAX)
 
 

@@ -1,7 +1,7 @@
-"""Hops between pipeline stages without a word about sizes: every stage has the same rows and knows how long each is.
+"""Sending activations between pipeline stages without their shapes: every stage knows the lengths of all rows.
 
-Megatron's own communicator sends the shape before each tensor whose length varies and waits for it on the host, twice a
-hop, so that the GPU runs dry.
+For sequences of variable length Megatron's own communicator sends the shape before each tensor and waits for it on the
+host, which leaves the GPU idle.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megarl.parallel import groups
 
 Shape = list[int]
-NOTHING: Shape = [0, 0, 0]
+NOTHING: Shape = [0, 0, 0]  # the shape of a tensor that is not received
 
 
 class KnownShapes(P2PCommunicator):
@@ -27,7 +27,7 @@ class KnownShapes(P2PCommunicator):
         shapes = [[length // split, 1, config.hidden_size] for length in lengths]
         stage, last = self.pp_group.rank(), self.pp_group.size() - 1
         chunks, group = config.virtual_pipeline_model_parallel_size or 1, config.microbatch_group_size_per_vp_stage
-        orders = (arrivals(len(shapes), chunks, group, leads) for leads in (stage == 0, stage == last))
+        orders = (receive_order(len(shapes), chunks, group, leads) for leads in (stage == 0, stage == last))
         self._from_prev, self._from_next = (iter([shapes[row] for row in order]) for order in orders)
 
     def _communicate_shapes(
@@ -39,11 +39,11 @@ class KnownShapes(P2PCommunicator):
         return next(shapes) if is_received else NOTHING
 
 
-def arrivals(rows: int, chunks: int, group: int, leads: bool) -> list[int]:
-    """The rows whose tensors a stage receives, in their order: forward from the stage before, backward from the next.
+def receive_order(rows: int, chunks: int, group: int, leads: bool) -> list[int]:
+    """The rows whose tensors a stage receives in one direction (forward or backward), in the schedule's order.
 
-    chunks: of each stage. group: rows that pass one chunk before the next chunk's turn. leads: whether the stage is the
-    first in this direction, which gets only what comes round for a further chunk.
+    chunks: model chunks a stage. group: rows that pass one chunk before the next chunk's turn. leads: whether the stage
+    is the first in this direction, which receives nothing for its first chunk.
     """
     table = get_schedule_table(rows, chunks, group)
     return [row for row, chunk in table if not leads or chunk < chunks - 1]

@@ -1,4 +1,4 @@
-"""Weights that wait in host memory for their turn on the device: a model's own, or of another of the same shape."""
+"""Weights in host memory: a model's own while another model uses the GPU, or a second set such as the reference's."""
 
 from __future__ import annotations
 
@@ -10,50 +10,50 @@ import torch
 Params = Mapping[str, torch.Tensor]
 
 
-def room_for(params: Params) -> dict[str, torch.Tensor]:
-    """Host memory for as much, contents undefined; pinned where the weights are on a GPU."""
+def host_buffers_like(params: Params) -> dict[str, torch.Tensor]:
+    """Uninitialised host tensors of the parameters' shapes; pinned where the parameters are on a GPU."""
     return {
         name: torch.empty(param.shape, dtype=param.dtype, pin_memory=param.is_cuda) for name, param in params.items()
     }
 
 
 @contextmanager
-def in_place_of(params: Params, waiting: Params) -> Iterator[None]:
-    """Inside, `params` hold what waits, in their own memory, and the host holds theirs; one tensor moves at a time."""
-    _swap(params, waiting)
+def swapped_in(params: Params, on_host: Params) -> Iterator[None]:
+    """Exchange the contents of `params` and `on_host` inside the block, one tensor at a time."""
+    _swap(params, on_host)
     try:
         yield
     finally:
-        _swap(params, waiting)
+        _swap(params, on_host)
 
 
 @torch.no_grad()
-def _swap(params: Params, waiting: Params) -> None:
+def _swap(params: Params, on_host: Params) -> None:
     for name, param in params.items():
-        mine = param.clone()
-        param.copy_(waiting[name])
-        waiting[name].copy_(mine)
+        before = param.clone()
+        param.copy_(on_host[name])
+        on_host[name].copy_(before)
 
 
-PutAway = list[tuple[torch.UntypedStorage, torch.Tensor]]
+Offloaded = list[tuple[torch.UntypedStorage, torch.Tensor]]
 
 
-def put_away(params: Params) -> PutAway:
-    """Copy the parameters to the host and give their own memory back; every view of it stays one."""
-    away: PutAway = []
+def offload_params(params: Params) -> Offloaded:
+    """Copy the parameters to the host and free their memory; views of their storages stay valid views."""
+    offloaded: Offloaded = []
     for storage in {param.untyped_storage().data_ptr(): param.untyped_storage() for param in params.values()}.values():
         content = _bytes(storage)
-        waiting = torch.empty(content.numel(), dtype=torch.uint8, pin_memory=content.is_cuda)
-        away.append((storage, waiting.copy_(content)))
+        on_host = torch.empty(content.numel(), dtype=torch.uint8, pin_memory=content.is_cuda)
+        offloaded.append((storage, on_host.copy_(content)))
         storage.resize_(0)
-    return away
+    return offloaded
 
 
-def put_back(away: PutAway) -> None:
-    """Undo put_away."""
-    for storage, waiting in away:
-        storage.resize_(waiting.numel())
-        _bytes(storage).copy_(waiting)
+def onload_params(offloaded: Offloaded) -> None:
+    """Undo offload_params."""
+    for storage, on_host in offloaded:
+        storage.resize_(on_host.numel())
+        _bytes(storage).copy_(on_host)
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Latent attention in Megatron's configuration. Pure."""
+"""Multi-head latent attention (MLA) in Megatron's configuration. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megarl.types import MlaShape
 
 
 def latent_fields(mla: MlaShape, facts: HfFacts) -> dict[str, Any]:
-    """The fields of TransformerConfig that the checkpoint decides."""
+    """The fields of MLATransformerConfig that the checkpoint decides."""
     fields = {
         "q_lora_rank": mla.q_lora_rank,
         "kv_lora_rank": mla.kv_lora_rank,
@@ -32,10 +32,10 @@ def latent_fields(mla: MlaShape, facts: HfFacts) -> dict[str, Any]:
 
 
 def has_fused_rope(mla: MlaShape, facts: HfFacts) -> bool:
-    """Whether Megatron's kernels (fusions/fused_mla_yarn_rope_apply.py) take this model; there are none without YaRN.
+    """Whether Megatron's fused kernels (fusions/fused_mla_yarn_rope_apply.py), which need YaRN, support this model.
 
-    Triton's `arange`, over the widths of keys and values and over half of the rotary width, takes powers of two alone;
-    the kernels themselves refuse a rotary width that is no multiple of four.
+    Triton's `arange` needs powers of two for the widths of keys and values and for half of the rotary width; the
+    kernels need a rotary width that is a multiple of four.
     """
     widths = (mla.nope_dim, mla.v_dim, mla.rope_dim // 2)
     are_powers = all(width.bit_count() == 1 for width in widths)

@@ -1,4 +1,4 @@
-"""Pure rank arithmetic of both sides: which part of the model each training rank and each engine slot holds."""
+"""Rank arithmetic of the training world and of the engines: the part of the model that each rank holds. Pure."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass, replace
 
 from megarl.types import ModelShape, UserFault
 
-CPU_FFN_MULTIPLE = 32  # of each rank's slice of an MLP's or expert's width, in SGLang on CPU
+CPU_FFN_MULTIPLE = 32  # on CPU SGLang needs a multiple of it for each rank's slice of an MLP's or expert's width
 VOCAB_MULTIPLE = 64  # rows that SGLang pads the vocabulary to
 FP8_TILE = 128  # rows and columns of a weight that share one scale
 
 
 def divisors(number: int) -> list[int]:
-    """All positive divisors in rising order."""
+    """All positive divisors in ascending order."""
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def nearest(wanted: int, valid: list[int]) -> str:
-    """The one or two valid values around `wanted`, as words for an error message."""
+    """The nearest valid values below and above `wanted`, as text for an error message."""
     below = [v for v in valid if v <= wanted][-1:]
     above = [v for v in valid if v > wanted][:1]
     return " or ".join(str(v) for v in below + above) or "no value fits"
@@ -26,7 +26,7 @@ def nearest(wanted: int, valid: list[int]) -> str:
 
 @dataclass(frozen=True)
 class RankCoords:
-    """One training rank on Megatron's two grids: (tp, cp, dp, pp) of the dense part, (etp, ep, edp, pp) of experts."""
+    """A training rank's coordinates on Megatron's two grids: (tp, cp, dp, pp) of dense layers, (etp, ep, edp, pp)."""
 
     rank: int
     tp: int
@@ -40,10 +40,10 @@ class RankCoords:
 
 @dataclass(frozen=True)
 class TrainLayout:
-    """Parallel sizes over `world_size` training ranks (Megatron order tp-cp-ep-dp-pp).
+    """Parallel sizes over `world_size` training ranks (Megatron's order tp-cp-ep-dp-pp).
 
-    vpp: virtual stages (model chunks) of each pipeline rank. expert_tp: ranks that split one expert; 0 chooses.
-    stage_layers: decoder layers of each of the pp x vpp virtual stages, in the order of the layers; (): even.
+    vpp: virtual stages (model chunks) of each pipeline rank. expert_tp: ranks that split one expert; 0: see `etp`.
+    stage_layers: decoder layers of each of the pp x vpp virtual stages, in the order of the layers; (): all equal.
     """
 
     world_size: int
@@ -69,7 +69,7 @@ class TrainLayout:
         return self.world_size // (self.pp * self.etp * self.ep)
 
     def coords(self, rank: int) -> RankCoords:
-        """Where `rank` sits; the rightmost axis of the order varies slowest."""
+        """The coordinates of `rank`; the rightmost axis of the order varies slowest."""
         if not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank} of a world of {self.world_size}")
         return RankCoords(
@@ -85,7 +85,7 @@ class TrainLayout:
 
     @property
     def tokens_align(self) -> int:
-        """What every sequence's length is padded to a multiple of: each CP rank holds two equal chunks of it."""
+        """Sequence lengths are padded to a multiple of this: each CP rank holds two equal chunks of a sequence."""
         return 2 * self.cp if self.cp > 1 else 1
 
     def layers(self, pp_rank: int, num_layers: int, chunk: int = 0) -> range:
@@ -103,7 +103,7 @@ class TrainLayout:
         return -(-vocab_size // multiple) * multiple
 
     def faults(self, shape: ModelShape) -> list[UserFault]:
-        """Everything that this layout does not divide, in the model and in the world."""
+        """Faults of sizes that this layout does not divide, in the model and in the world."""
         found = self._tp_faults(shape) + self._stage_faults(shape)
         dense = self.tp * self.cp * self.pp
         if self.world_size % dense:
@@ -120,7 +120,7 @@ class TrainLayout:
         return [UserFault("train.tp", f"{self.tp} {problem}", mend) for problem in self._tp_problems(shape)]
 
     def _tp_problems(self, shape: ModelShape) -> list[str]:
-        """What the TP ranks do not divide, in words."""
+        """Descriptions of the sizes that the TP ranks do not divide."""
         sizes = {"the attention heads": shape.num_heads}
         if shape.num_dense_layers:
             sizes["the width of a dense layer"] = shape.ffn_size
@@ -188,7 +188,7 @@ class TrainLayout:
         return f"set train.ep to {nearest(self.ep, valid)} and leave out train.etp"
 
     def _ep_problem(self, shape: ModelShape) -> str:
-        """What the EP ranks do not divide, in words; nothing of the world where the dense axes do not fit it."""
+        """A description of a size that the EP ranks do not divide; "" if none, or if the dense axes do not fit."""
         if shape.num_experts % self.ep:
             return f"{self.ep} does not divide the experts ({shape.num_experts})"
         stage = self.world_size // self.pp
@@ -208,11 +208,11 @@ class TrainLayout:
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """`count` engines of `tp` ranks each; engine e sits on the slots [first + e * tp, first + (e + 1) * tp).
+    """`count` engines of `tp` ranks each; engine e uses the slots [first + e * tp, first + (e + 1) * tp).
 
     Inside an engine SGLang splits the experts `ep` ways and each expert's width tp / ep ways. With dp > 1 (SGLang's
-    DP attention) `dp` groups of tp / dp ranks each hold the whole attention. fp8: weights in 128 x 128 tiles with
-    scales. first: 0 shares the training slots; the training world's size puts the engines beside them.
+    DP attention) each of `dp` groups of tp / dp ranks holds the whole attention. fp8: weights in 128 x 128 tiles with
+    scales. first: 0 if engines share the training slots, the training world's size if they have slots of their own.
     """
 
     count: int
@@ -236,11 +236,11 @@ class EngineLayout:
         return self.tp // self.dp
 
     def member(self, slot: int) -> tuple[int, int] | None:
-        """(engine, its TP rank) on a GPU slot; None where there is no engine."""
+        """(engine, TP rank) of a GPU slot; None where there is no engine."""
         return divmod(slot - self.first, self.tp) if self.first <= slot < self.end else None
 
     def faults(self, shape: ModelShape, gpus: int) -> list[UserFault]:
-        """Everything that the engines do not divide, in the model and on the GPUs; with fp8, every tile they cut."""
+        """Faults of sizes that the engines do not divide, in the model, on the GPUs and, with fp8, in tiles."""
         found = []
         if self.end > gpus:
             problem = f"{self.count} engines of {self.tp} ranks end at GPU {self.end}, there are {gpus}"
@@ -265,15 +265,15 @@ class EngineLayout:
         return found + self._model_faults(shape)
 
     def _model_faults(self, shape: ModelShape) -> list[UserFault]:
-        """What the ranks do not divide in the model; `ep` and `dp` are known to divide the ranks."""
+        """Faults of the model's sizes; requires that `ep` and `dp` divide the ranks."""
         problems = self._cut_problems(shape) or (self._tile_problems(shape) if self.fp8 else [])
         if not problems:
             return []
         sizes = range(1, max(shape.num_heads, self.tp) * self.dp + 1)
-        others = [replace(self, tp=tp, ep=math.gcd(self.ep, tp), dp=math.gcd(self.dp, tp)) for tp in sizes]
-        fits = [o for o in others if not o._cut_problems(shape) and not (o.fp8 and o._tile_problems(shape))]
-        same_axes = [o.tp for o in fits if (o.ep, o.dp) == (self.ep, self.dp)]
-        mend = f"set rollout.engine.tp to {nearest(self.tp, same_axes or [o.tp for o in fits])}"
+        layouts = [replace(self, tp=tp, ep=math.gcd(self.ep, tp), dp=math.gcd(self.dp, tp)) for tp in sizes]
+        fits = [new for new in layouts if not new._cut_problems(shape) and not (new.fp8 and new._tile_problems(shape))]
+        same_axes = [new.tp for new in fits if (new.ep, new.dp) == (self.ep, self.dp)]
+        mend = f"set rollout.engine.tp to {nearest(self.tp, same_axes or [new.tp for new in fits])}"
         if not same_axes:
             mend += ", and rollout.engine.ep and dp to divisors of it"
         if self.fp8:
@@ -281,7 +281,7 @@ class EngineLayout:
         return [UserFault("rollout.engine.tp", problem, mend) for problem in problems]
 
     def _cut_problems(self, shape: ModelShape) -> list[str]:
-        """Sizes that the ranks do not divide, in words."""
+        """Descriptions of the model's sizes that the ranks do not divide."""
         ranks, kv_heads, found = self.attention_tp, shape.num_kv_heads, []
         if shape.num_heads % ranks:
             found.append(f"{ranks} does not divide the attention heads ({shape.num_heads})")
@@ -296,7 +296,7 @@ class EngineLayout:
         return found
 
     def _widths(self, shape: ModelShape) -> list[tuple[int, int, str]]:
-        """(width, ranks that share it, what) of everything between hidden and hidden that is no attention."""
+        """(intermediate width, ranks that split it, name) of each kind of MLP."""
         shared = shape.num_shared_experts * shape.moe_ffn_size
         found = [
             (shape.ffn_size if shape.num_dense_layers else 0, self.tp, "a dense layer"),
@@ -306,7 +306,7 @@ class EngineLayout:
         return [row for row in found if row[0]]
 
     def _tile_problems(self, shape: ModelShape) -> list[str]:
-        """Boundaries inside a 128 x 128 tile of an fp8 weight, whose scale would then belong to two ranks."""
+        """Descriptions of shards whose boundary is inside a 128 x 128 tile, whose scale would belong to two ranks."""
         mla, heads = shape.mla, shape.num_heads // self.attention_tp
         if mla:
             rows = {"q_b_proj": heads * (mla.nope_dim + mla.rope_dim), "o_proj": heads * mla.v_dim}
@@ -320,7 +320,7 @@ class EngineLayout:
         ]
 
     def gpu_faults(self, shape: ModelShape) -> list[UserFault]:
-        """What SGLang refuses on a GPU alone, where it pads the vocabulary without asking for the ranks."""
+        """Faults on a GPU, where SGLang pads the vocabulary regardless of the number of ranks."""
         rows = -(-shape.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
         if rows % self.tp == 0:
             return []
@@ -328,7 +328,7 @@ class EngineLayout:
         return [UserFault("rollout.engine.tp", problem, f"set it to {nearest(self.tp, divisors(rows))}")]
 
     def cpu_faults(self, shape: ModelShape) -> list[UserFault]:
-        """What SGLang would pad on CPU: padding has no source in a checkpoint, so it is refused (update_config.py)."""
+        """Faults on CPU: sizes that SGLang would pad (update_config.py), which no checkpoint has weights for."""
         found = []
         kv_heads = shape.num_heads if shape.mla else shape.num_kv_heads
         if self.fp8:

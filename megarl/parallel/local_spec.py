@@ -1,7 +1,7 @@
-"""Megatron's layer spec from its own torch modules, for machines without TransformerEngine, with a GPU or without.
+"""Megatron's layer specs without TransformerEngine, for GPUs and CPUs.
 
-Its norm refuses sequence parallelism, its attention refuses packed sequences, and its latent attention is wrong under
-tensor parallelism, so all three are replaced here.
+Megatron's own torch modules do not suffice: its norm refuses sequence parallelism, its attention refuses packed
+sequences, and its latent attention is wrong under tensor parallelism. All three are replaced here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megarl.parallel.sequences import zigzag
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm whose weight says that each tensor-parallel rank sees only its part of the tokens."""
+    """Root-mean-square norm that supports sequence parallelism: its weight is marked for Megatron's gradient sum."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__()
@@ -45,21 +45,24 @@ class RMSNorm(torch.nn.Module):
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Blocks of queries of like size, padded to the longest: places in the rank's share and in the whole row."""
+    """Blocks of queries of similar size, padded to the longest.
+
+    queries: positions in this rank's share of the row; keys: positions in the whole row.
+    """
 
     queries: torch.Tensor  # [blocks, longest]
     is_real: torch.Tensor  # [blocks, longest]
     keys: torch.Tensor  # [blocks, longest of the keys]
-    is_seen: torch.Tensor | None  # [blocks, 1, longest, longest of the keys]; None: causal from the first token on
+    is_seen: torch.Tensor | None  # the mask [blocks, 1, longest, longest of the keys]; None: causal
 
 
 @functools.lru_cache(maxsize=8)
 def _buckets(bounds: tuple[int, ...], cp: int, rank: int) -> tuple[list[_Bucket], torch.Tensor, torch.Tensor]:
-    """What a rank attends from and to; where its queries' results are; the ranks' keys in the order of the row.
+    """(buckets of a rank, order that restores its queries, order of the gathered keys in the row).
 
-    Without context parallelism a block is a segment, else one of the rank's two chunks of it, which sees the segment up
-    to its own end. A bucket holds lengths of one power of two, so padding at most doubles it. Cached: every layer of a
-    micro-batch asks.
+    Without context parallelism a block is a segment; otherwise it is one of the rank's two chunks of a segment, which
+    attends to the segment up to its own end. A bucket has lengths of one power of two, so that padding at most doubles
+    it. Cached, because every layer of a micro-batch asks for it.
     """
     by_size: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
     done = 0
@@ -72,12 +75,12 @@ def _buckets(bounds: tuple[int, ...], cp: int, rank: int) -> tuple[list[_Bucket]
             done += chunk
     buckets = [_bucket(blocks) for blocks in by_size.values()]
     found = torch.cat([bucket.queries[bucket.is_real] for bucket in buckets])
-    shares = [zigzag(np.array(bounds), cp, other) for other in range(cp)]
+    shares = [zigzag(np.array(bounds), cp, cp_rank) for cp_rank in range(cp)]
     return buckets, torch.argsort(found), torch.from_numpy(np.argsort(np.concatenate(shares)))
 
 
 def _bucket(blocks: Sequence[tuple[int, int, int, int]]) -> _Bucket:
-    """blocks: (first query, queries, first key, keys) of each, the last query being the last key."""
+    """blocks: (first query, number of queries, first key, number of keys); the last query is the last key."""
     first, queries, first_key, keys = (column[:, None] for column in torch.tensor(blocks).T)
     column, key = torch.arange(int(queries.max())), torch.arange(int(keys.max()))
     is_real = column < queries
@@ -91,9 +94,9 @@ def _bucket(blocks: Sequence[tuple[int, int, int, int]]) -> _Bucket:
 class PackedAttention(torch.nn.Module):
     """Causal attention inside each segment of a packed row.
 
-    query [L, heads, d], key [L, kv heads, d], value [L, kv heads, v] -> [L, heads * v], of the L tokens that this
-    context-parallel rank holds; keys and values are gathered from all. Padding to the right of a segment needs no mask:
-    causal attention never looks there.
+    query [L, heads, d], key [L, kv heads, d], value [L, kv heads, v] -> [L, heads * v], for the L tokens of this
+    context-parallel rank; keys and values are gathered from all. Padding on the right of a segment needs no mask,
+    because causal attention does not reach it.
     """
 
     def __init__(
@@ -119,15 +122,15 @@ class PackedAttention(torch.nn.Module):
     ) -> torch.Tensor:
         bounds = tuple(packed_seq_params.cu_seqlens_q.tolist())
         buckets, back, order_T = _buckets(bounds, self.group.size(), self.group.rank())
-        key, value = (gather_keys(one, order_T.to(query.device), self.group) for one in (key, value))
+        key, value = (gather_keys(tensor, order_T.to(query.device), self.group) for tensor in (key, value))
         outputs = []
-        for one in buckets:
-            q, k, v = _rows(query, one.queries), _rows(key, one.keys), _rows(value, one.keys)
-            mask = None if one.is_seen is None else one.is_seen.to(query.device)
+        for bucket in buckets:
+            q, k, v = _rows(query, bucket.queries), _rows(key, bucket.keys), _rows(value, bucket.keys)
+            mask = None if bucket.is_seen is None else bucket.is_seen.to(query.device)
             out = F.scaled_dot_product_attention(
                 q, k, v, mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=True
             )
-            outputs.append(out.transpose(1, 2)[one.is_real.to(out.device)])
+            outputs.append(out.transpose(1, 2)[bucket.is_real.to(out.device)])
         return torch.cat(outputs).index_select(0, back.to(query.device)).flatten(1)
 
 
@@ -138,10 +141,10 @@ def _rows(tensor: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 class DuplicatedLinear(torch.nn.Module):
-    """MLA's down projection: whole on every tensor-parallel rank, each seeing its part of the tokens.
+    """MLA's down projection, replicated on every tensor-parallel rank, each of which has a part of the tokens.
 
-    Megatron's own choice without TransformerEngine, cut by columns, leaves a part of its gradients unsummed. Takes what
-    TransformerEngine's linear layer takes; returns (output, no bias).
+    Without TransformerEngine Megatron splits it by columns and leaves a part of the gradients unsummed. Has the
+    interface of TransformerEngine's linear layer; returns (output, no bias).
     """
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **_: Any) -> None:
@@ -156,18 +159,17 @@ class DuplicatedLinear(torch.nn.Module):
 
 
 def use_local_layers() -> None:
-    """Let Megatron's own modules do without TransformerEngine in two places where they name it unasked.
+    """Patch two places where Megatron's own modules need TransformerEngine.
 
-    The router's product reads `te_general_gemm`, which moe_utils does not define without TransformerEngine, and which
-    runs on a GPU alone. Latent attention asks for a duplicated layer only where it recognises TransformerEngine's: ours
-    is named so.
+    The router uses `te_general_gemm`, which moe_utils does not define without TransformerEngine, and which needs a GPU.
+    Latent attention passes the arguments of a duplicated layer only to a class named TELinear.
     """
     moe_utils.te_general_gemm = None  # type: ignore[assignment]
     multi_latent_attention.TELinear = DuplicatedLinear  # type: ignore[misc]
 
 
 def layer_spec(config: TransformerConfig, dense: bool, routing: Routing) -> ModuleSpec:
-    """One decoder layer, with an MLP or with experts."""
+    """The spec of a decoder layer, with an MLP (dense) or with experts."""
     latent = getattr(config, "multi_latent_attention", False)
     spec = get_gpt_layer_local_spec(
         num_experts=None if dense else config.num_moe_experts,
@@ -191,14 +193,14 @@ def layer_spec(config: TransformerConfig, dense: bool, routing: Routing) -> Modu
 
 
 def block_spec(config: TransformerConfig, is_dense: Sequence[bool], routing: Routing) -> TransformerBlockSubmodules:
-    """The layers of one model chunk: is_dense says of each whether it has an MLP instead of experts."""
+    """The specs of a model chunk's layers; is_dense: whether each layer has an MLP in place of experts."""
     kinds = {dense: layer_spec(config, dense, routing) for dense in set(is_dense)}
     layers = [kinds[dense] for dense in is_dense]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)  # type: ignore[arg-type]
 
 
 def mtp_spec(config: TransformerConfig, routing: Routing) -> MultiTokenPredictionBlockSubmodules:
-    """All multi-token prediction layers, each around a layer with experts."""
+    """The specs of all multi-token prediction layers, each of which wraps a layer with experts."""
     spec = get_mtp_layer_spec(layer_spec(config, False, routing), use_transformer_engine=False)
     parts: Any = spec.submodules
     parts.enorm = parts.hnorm = parts.layer_norm = RMSNorm

@@ -1,7 +1,7 @@
-"""The sizes of the ranks' real Megatron modules, built on torch's meta device: shapes, and no contents.
+"""The sizes of the ranks' real Megatron modules, built on torch's meta device, which allocates no memory.
 
-Run as a program it reads one JSON list of requests from its input and writes the JSON list of their sizes, so that no
-process of a plan's user is left with Megatron's global state.
+As a program it reads a JSON list of requests from standard input and writes the JSON list of their sizes, so that the
+caller's process does not get Megatron's global state.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megarl.types import ModelShape, UserFault
 
 
 def whole(path: str, shape: ModelShape, recipe: Recipe) -> Whole:
-    """All layers, in one of as many ranks as there are experts: each has one of a layer, and all hold as much."""
+    """The parameters of the whole model, measured on one rank with as many EP ranks as experts (one expert a layer)."""
     ranks = shape.num_experts or 1
     (chunk,) = _chunks(path, shape, TrainLayout(ranks, 1, 1, ranks), 0, recipe)
     of_mtp = {id(param) for param in chunk.mtp.parameters()} if chunk.mtp_process else set()
@@ -40,15 +40,15 @@ def whole(path: str, shape: ModelShape, recipe: Recipe) -> Whole:
 
 
 def stages(path: str, shape: ModelShape, layout: TrainLayout, recipe: Recipe) -> list[list[ChunkSize]]:
-    """The chunks of every pipeline rank, whatever its other coordinates: those all hold as much.
+    """The model chunks of every pipeline rank; all ranks of a stage are of equal size.
 
-    Stages that are put together alike are built once.
+    Stages with the same kinds of layers are built once.
     """
     found: list[list[ChunkSize]] = []
     known: dict[Any, list[ChunkSize]] = {}
     for stage in range(layout.pp):
         layers = [layout.layers(stage, shape.num_layers, chunk) for chunk in range(layout.vpp)]
-        kind = (*(tuple(map(shape.is_dense, one)) for one in layers), stage == 0, stage == layout.pp - 1)
+        kind = (*(tuple(map(shape.is_dense, chunk)) for chunk in layers), stage == 0, stage == layout.pp - 1)
         if kind not in known:
             rank = stage * (layout.world_size // layout.pp)
             known[kind] = [size_of(chunk, shape) for chunk in _chunks(path, shape, layout, rank, recipe)]
@@ -57,10 +57,10 @@ def stages(path: str, shape: ModelShape, layout: TrainLayout, recipe: Recipe) ->
 
 
 def size_of(chunk: model.Chunk, shape: ModelShape) -> ChunkSize:
-    """Of a chunk wherever it lies."""
+    """The size of a chunk on any device."""
     params = list(chunk.parameters())
     trained = [param for param in params if param.requires_grad]
-    # As Megatron's DistributedDataParallel tells them apart.
+    # Megatron's DistributedDataParallel tells dense and expert parameters apart in the same way.
     dense = sum(param.numel() for param in trained if getattr(param, "allreduce", True))
     total = sum(param.numel() for param in trained)
     return ChunkSize(
@@ -73,7 +73,7 @@ def size_of(chunk: model.Chunk, shape: ModelShape) -> ChunkSize:
 
 
 def _chunks(path: str, shape: ModelShape, layout: TrainLayout, rank: int, recipe: Recipe) -> list[model.Chunk]:
-    """`train.megatron` chooses kernels, which have no part in what weights there are and may need a GPU."""
+    """Build a rank's chunks without `train.megatron`, whose kernels may need a GPU and do not change the weights."""
     train = recipe.train.model_copy(update={"megatron": {}})
     with groups.simulated(rank, layout), torch.device("meta"):
         config = model.transformer_config(path, shape, layout, model.DTYPES[recipe.model.dtype], train)
@@ -94,7 +94,7 @@ def _routed(chunk: model.Chunk) -> list[torch.nn.Parameter]:
 
 
 def _padding(chunk: model.Chunk, shape: ModelShape) -> int:
-    """Elements of the vocabulary's padding, by this rank's share of it."""
+    """This rank's share of the elements that pad the vocabulary."""
     tables = []
     if hasattr(chunk, "embedding"):
         tables.append(chunk.embedding.word_embeddings.weight)
@@ -104,31 +104,31 @@ def _padding(chunk: model.Chunk, shape: ModelShape) -> int:
     return sum((len(table) * tp - shape.vocab_size) * table.shape[1] // tp for table in tables)
 
 
-def answer(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One object for each request: `stages`, and `whole` where it is asked for, or the `fault` of its recipe."""
-    found = []
+def answer_requests(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One object for each request: `stages`, and `whole` on request, or the `fault` of its recipe."""
+    answers = []
     for request in requests:
         recipe = Recipe.model_validate_json(request["recipe"])
         path = recipe.model.path
         try:
             shape = scorer_shape(path) if request["scores"] else model_shape(path)
             sizes = stages(path, shape, train_layout(recipe), recipe)
-            one: dict[str, Any] = {"stages": [[asdict(chunk) for chunk in chunks] for chunks in sizes]}
+            answer: dict[str, Any] = {"stages": [[asdict(chunk) for chunk in chunks] for chunks in sizes]}
             if request["whole"]:
-                one["whole"] = asdict(whole(path, shape, recipe))
+                answer["whole"] = asdict(whole(path, shape, recipe))
         except UserFault as fault:
-            one = {"fault": fault.args}
-        found.append(one)
-    return found
+            answer = {"fault": fault.args}
+        answers.append(answer)
+    return answers
 
 
 def main() -> None:
-    """Nothing but the answer goes to the output: what libraries print goes where their warnings go."""
-    gc.disable()  # modules by the 10,000, and none is garbage before the end
+    """Write nothing but the answers to standard output; what libraries print there goes to standard error."""
+    gc.disable()  # 10,000 modules, none of which is garbage before the end
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)
         cpu.patch_megatron(torch.device("meta"))
-        json.dump(answer(json.load(sys.stdin)), out)
+        json.dump(answer_requests(json.load(sys.stdin)), out)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The Megatron model and optimizer of one training rank, built from a HF `config.json`."""
+"""The Megatron model of a training rank, built from a HF `config.json`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megarl.parallel.hf_config import HfFacts, hf_facts
 from megarl.parallel.latent import has_fused_rope, latent_fields
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.local_spec import block_spec, mtp_spec, use_local_layers
-from megarl.parallel.options import configured
+from megarl.parallel.options import make_config
 from megarl.parallel.routing import Routing, router_class
 from megarl.types import MlaShape, ModelShape, UserFault
 
@@ -38,12 +38,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ROUTER_BIAS = "router.expert_bias"
 
 
-def choose_layers(
+def select_layers(
     train: TrainConfig, dtype: torch.dtype, is_gpu: bool = DEVICE == "cuda", has_engine: bool = HAVE_TE
 ) -> None:
-    """Before the first chunk is built on a GPU: TransformerEngine's layers, or Megatron's own where the recipe allows.
+    """Prepare Megatron's own layers where TransformerEngine is missing; call it before the first chunk is built.
 
-    Raises UserFault where TransformerEngine is missing and the recipe does not, or where it has no attention in dtype.
+    Raises UserFault where TransformerEngine is missing and the recipe does not allow other layers
+    (train.local_layers), or where its attention does not support dtype.
     """
     if not is_gpu:
         return
@@ -93,7 +94,7 @@ def _fixed_fields(
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
-        # The checkpoint overwrites every weight, but only initialization marks the ones that TP splits: without the
+        # The checkpoint overwrites every weight, but only initialization marks the weights that TP splits: without the
         # marks their gradients are missing from the norm.
         "perform_initialization": True,
         "use_cpu_initialization": False,
@@ -101,7 +102,7 @@ def _fixed_fields(
 
 
 def _expert_fields(shape: ModelShape, facts: HfFacts) -> dict[str, Any]:
-    """Experts and router; DeepSeek's chooses by sigmoid score and bias, in groups."""
+    """The fields of experts and router; DeepSeek-V3's router uses sigmoid scores with a bias, and groups of experts."""
     sparse = {
         "num_moe_experts": shape.num_experts,
         "moe_ffn_hidden_size": shape.moe_ffn_size,
@@ -113,7 +114,7 @@ def _expert_fields(shape: ModelShape, facts: HfFacts) -> dict[str, Any]:
         "moe_router_num_groups": facts.num_groups,
         "moe_router_group_topk": facts.top_groups,
         "moe_router_topk_scaling_factor": facts.routed_scaling if shape.router_bias else None,
-        # Softmax after the choice normalises over the chosen experts: HF's norm_topk_prob.
+        # Softmax after the top-k normalises over the chosen experts: HF's norm_topk_prob.
         "moe_router_pre_softmax": not facts.norm_topk_prob and not shape.router_bias,
         "moe_grouped_gemm": TRANSFORMER_ENGINE,
         "mtp_num_layers": shape.num_mtp_layers or None,
@@ -137,7 +138,7 @@ def _layout_fields(shape: ModelShape, layout: TrainLayout) -> dict[str, Any]:
         "context_parallel_size": layout.cp,
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
         "microbatch_group_size_per_vp_stage": layout.pp,
-        "overlap_p2p_comm": layout.vpp > 1,  # batched, rows of several lengths meet the wrong buffers
+        "overlap_p2p_comm": layout.vpp > 1,  # batched messages of different lengths would reach the wrong buffers
         "batch_p2p_comm": layout.vpp == 1,
         "pipeline_model_parallel_layout": _uneven_stages(shape, layout) if layout.stage_layers else None,
         "sequence_parallel": layout.tp > 1,
@@ -145,7 +146,7 @@ def _layout_fields(shape: ModelShape, layout: TrainLayout) -> dict[str, Any]:
 
 
 def _uneven_stages(shape: ModelShape, layout: TrainLayout) -> list[list[str]]:
-    """Megatron's words for what each virtual stage holds."""
+    """The content of each virtual stage, in Megatron's names."""
     stages = [["decoder"] * count for count in layout.stage_layers]
     stages[0].insert(0, "embedding")
     stages[-1] += ["mtp"] * shape.num_mtp_layers + ["loss"]
@@ -153,13 +154,13 @@ def _uneven_stages(shape: ModelShape, layout: TrainLayout) -> list[list[str]]:
 
 
 def _default_fields(shape: ModelShape, facts: HfFacts) -> dict[str, Any]:
-    """The fields that a recipe may set otherwise: which kernels run, not what they compute."""
+    """The fields that a recipe may override: they select kernels and do not change the result."""
     is_rope_fused = TRANSFORMER_ENGINE and (shape.mla is None or has_fused_rope(shape.mla, facts))
     return {
         "moe_token_dispatcher_type": "alltoall",
         "moe_router_dtype": "fp32",
-        "deallocate_pipeline_outputs": DEVICE == "cuda",  # gloo sends from memory that would be free
-        "batch_p2p_sync": False,  # of the host after each hop, for releases of torch that are gone
+        "deallocate_pipeline_outputs": DEVICE == "cuda",  # gloo may still be sending from this memory
+        "batch_p2p_sync": False,  # a wait of the host after each message, for old versions of torch
         "apply_rope_fusion": is_rope_fused,
         "bias_activation_fusion": TRANSFORMER_ENGINE,
         "moe_permute_fusion": TRANSFORMER_ENGINE and fused_permute is not None,
@@ -177,28 +178,28 @@ def transformer_config(
     facts = hf_facts(path)
     fields = _fixed_fields(shape, layout, facts, dtype, train.router_bias_rate)
     made = MLATransformerConfig if shape.mla else TransformerConfig
-    return configured("train.megatron", made, _default_fields(shape, facts) | train.megatron | fields)
+    return make_config("train.megatron", made, _default_fields(shape, facts) | train.megatron | fields)
 
 
-def fixed_names() -> set[str]:
-    """The fields of TransformerConfig that no recipe sets by their names."""
+def fixed_field_names() -> set[str]:
+    """The names of the fields of TransformerConfig that a recipe cannot set."""
     nothing = ModelShape(1, 1, 1, 1, 1, 1, 1, 1, 1, mla=MlaShape(1, 1, 1, 1, 1))
     facts = HfFacts(0.0, 0.0, True, 1)
     return set(_fixed_fields(nothing, TrainLayout(1, 1, 1, 1), facts, torch.float32, 0.0))
 
 
-def default_names(shape: ModelShape) -> set[str]:
-    """The fields of TransformerConfig whose values megarl chooses where the recipe does not."""
+def default_field_names(shape: ModelShape) -> set[str]:
+    """The names of the fields of TransformerConfig for which megarl has a default of its own."""
     return set(_default_fields(shape, HfFacts(0.0, 0.0, True, 1)))
 
 
 class Score(torch.nn.Module):
-    """A linear head in place of the output layer, whole on every tensor-parallel rank: [L, h] -> float32 [L]."""
+    """A linear head in place of the output layer, replicated on every tensor-parallel rank: [L, h] -> float32 [L]."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
-        # Each rank scores its part of the tokens: finalize_model_grads sums the gradients of weights marked so.
+        # Each TP rank scores a part of the tokens: finalize_model_grads sums the gradients of weights with this mark.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden_LH: torch.Tensor) -> torch.Tensor:
@@ -206,16 +207,16 @@ class Score(torch.nn.Module):
 
 
 class Chunk(GPTModel):
-    """Megatron's model (or the part of it in one virtual stage), but its output is hidden states, not logits.
+    """Megatron's model, or one virtual stage of it, whose output is hidden states in place of logits.
 
-    The last stage's are [s, b, h] after the final norm, and behind them, along s, those of each multi-token prediction
-    layer while `predicts_ahead` is set.
+    Those of the last stage are [s, b, h] after the final norm; while `runs_mtp` is set, the hidden states of each
+    multi-token prediction layer are concatenated along s.
     """
 
-    predicts_ahead = False
+    runs_mtp = False
 
     def _postprocess(self, *, hidden_states: torch.Tensor, mtp_in_postprocess: bool, **inputs: Any) -> torch.Tensor:
-        if not (mtp_in_postprocess and self.predicts_ahead):
+        if not (mtp_in_postprocess and self.runs_mtp):
             return hidden_states
         wanted = inspect.signature(self.mtp.forward).parameters
         return self.mtp(
@@ -240,7 +241,7 @@ def build_chunks(
     routing: Routing,
     device: str = DEVICE,
 ) -> list[Chunk]:
-    """This rank's model chunks (one, but for virtual stages), contents undefined; routing is their routers'."""
+    """This rank's model chunks, one for each virtual stage, uninitialised. routing: the state that routers share."""
     facts, stage = hf_facts(path), layout.coords(rank).pp
     found = []
     for chunk in range(layout.vpp):
@@ -269,7 +270,7 @@ def build_chunks(
 
 
 def _keep_mtp_activations(chunk: Chunk) -> None:
-    """Full recomputation of a packed row fails in Megatron's multi-token prediction layers: theirs are kept."""
+    """Turn off recomputation in multi-token prediction layers, where Megatron's fails for packed rows."""
     kept = copy.copy(chunk.config)
     kept.recompute_granularity = None
     for layer in chunk.mtp.layers:
@@ -277,7 +278,7 @@ def _keep_mtp_activations(chunk: Chunk) -> None:
 
 
 def _specs(config: TransformerConfig, is_dense: Sequence[bool], routing: Routing, with_mtp: bool) -> tuple[Any, Any]:
-    """The layer specs of one chunk, and of the multi-token prediction layers behind it."""
+    """The layer specs of a chunk, and of its multi-token prediction layers."""
     if not TRANSFORMER_ENGINE:
         return block_spec(config, is_dense, routing), mtp_spec(config, routing) if with_mtp else None
 
@@ -293,7 +294,7 @@ def _specs(config: TransformerConfig, is_dense: Sequence[bool], routing: Routing
         return spec
 
     specs: list[Any] = [layer(dense) for dense in is_dense]
-    # The chunk may have no layer of the decoder, whose last one a multi-token prediction layer is like.
+    # Built anew, because the chunk may have no decoder layer that could be copied.
     mtp: Any = get_mtp_layer_spec(layer(dense=False), use_transformer_engine=True) if with_mtp else None
     layers = [mtp] * (config.mtp_num_layers or 0)
     block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm)  # type: ignore[arg-type]
@@ -301,31 +302,31 @@ def _specs(config: TransformerConfig, is_dense: Sequence[bool], routing: Routing
 
 
 def freeze_mtp(chunks: Sequence[Chunk]) -> None:
-    """Keep the multi-token prediction layers as they are: without a loss, weight decay alone would move them."""
+    """Freeze the multi-token prediction layers: without a loss, weight decay alone would change them."""
     for chunk in chunks:
         if chunk.mtp_process:
             chunk.mtp.requires_grad_(False)
 
 
 def wrap(config: TransformerConfig, chunks: Sequence[Chunk], train: TrainConfig) -> list[DistributedDataParallel]:
-    """Parameters and gradients in Megatron's contiguous buffers."""
-    own = buffers_config(train)
-    wrapped = [DistributedDataParallel(config, own, chunk) for chunk in chunks]
-    if own.overlap_grad_reduce:
-        ways: list[Any] = [chunk.no_sync for chunk in wrapped]  # for all micro-batches but the last
-        config.no_sync_func = ways if len(ways) > 1 else ways[0]  # type: ignore[assignment]
+    """Wrap the chunks in Megatron's DistributedDataParallel, whose buffers hold parameters and gradients."""
+    ddp_config = buffers_config(train)
+    wrapped = [DistributedDataParallel(config, ddp_config, chunk) for chunk in chunks]
+    if ddp_config.overlap_grad_reduce:
+        no_sync: list[Any] = [chunk.no_sync for chunk in wrapped]  # for all micro-batches but the last
+        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]  # type: ignore[assignment]
     return wrapped
 
 
 def buffers_config(train: TrainConfig) -> DistributedDataParallelConfig:
-    """Where gradients are summed, and when. Raises UserFault when Megatron refuses the recipe's options."""
+    """The configuration of the gradients' buffers. Raises UserFault when Megatron refuses the recipe's options."""
     fixed = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True}
     fields = {"overlap_grad_reduce": TRANSFORMER_ENGINE} | train.ddp | fixed
-    return configured("train.ddp", DistributedDataParallelConfig, fields)
+    return make_config("train.ddp", DistributedDataParallelConfig, fields)
 
 
 def params(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """A rank's weights by the weight map's names: parameters, and the buffers that are weights (router biases)."""
+    """A rank's weights by the names of the weight map: parameters, and buffers that are weights (router biases)."""
     found: dict[str, torch.Tensor] = {}
     for number, chunk in enumerate(chunks):
         prefix = f"vpp{number}." if len(chunks) > 1 else ""

@@ -1,4 +1,4 @@
-"""AdamW over a rank's chunks, and where its state lies."""
+"""AdamW over a rank's model chunks, and moving its state between GPU and host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimize
 
 from megarl.device import DEVICE
 from megarl.parallel.option_values import state_dtype
-from megarl.parallel.options import PRECISION_AWARE, configured
+from megarl.parallel.options import PRECISION_AWARE, make_config
 from megarl.types import UserFault
 
 if TYPE_CHECKING:
@@ -24,27 +24,27 @@ if TYPE_CHECKING:
 def build_optimizer(
     chunks: Sequence[DistributedDataParallel], train: TrainConfig, dtype: torch.dtype
 ) -> ChainedOptimizer:
-    """AdamW with its state split over the data-parallel ranks; after the weights are loaded.
+    """AdamW with its state sharded over the data-parallel ranks; call it after the weights are loaded.
 
-    Betas are 0.9 and 0.999 unless train.optimizer says otherwise. Norm weights are not decayed. Raises UserFault
-    where TransformerEngine is missing and the recipe asks for its optimizer.
+    Betas are 0.9 and 0.999 unless train.optimizer sets them. Norm weights are not decayed. Raises UserFault where
+    TransformerEngine is missing and the recipe asks for its optimizer.
     """
-    fault = engine_fault(train, offloads(train))
+    fault = transformer_engine_fault(train, offloads(train))
     if fault:
         raise fault
     config = optimizer_config(train, dtype, offloads(train))
     optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
     if config.optimizer_cpu_offload:
-        gc.collect()  # Megatron first makes one over whole weights, and drops it in a cycle: 4 B an element of the host
+        gc.collect()  # Megatron first builds an optimizer of all weights, and leaves it in a cycle: 4 B an element
     set_weight_decay(optimizer, train)
     assert isinstance(optimizer, ChainedOptimizer)  # one for the dense weights, one for the experts
     return optimizer
 
 
 def optimizer_config(train: TrainConfig, dtype: torch.dtype, offloaded: bool) -> OptimizerConfig:
-    """Megatron's configuration; offloaded: the optimizer lives on the host while weights and gradients do not.
+    """Megatron's configuration; offloaded: the optimizer runs on the host, with weights and gradients on the GPU.
 
-    Raises UserFault where it cannot, or where Megatron refuses the recipe's options.
+    Raises UserFault where that is not possible, or where Megatron refuses the recipe's options.
     """
     if offloaded and dtype is torch.float32:
         problem = "Megatron's optimizer on the host steps on copies in float32, and model.dtype is float32 itself"
@@ -63,20 +63,20 @@ def optimizer_config(train: TrainConfig, dtype: torch.dtype, offloaded: bool) ->
     }
     named = {key: state_dtype(key, it) if key.endswith("_dtype") else it for key, it in train.optimizer.items()}
     late: dict[str, Any] = {}
-    if named.get(PRECISION_AWARE) and not HAVE_TE:  # the constructor asks for its version, and fails without one
+    if named.get(PRECISION_AWARE) and not HAVE_TE:  # the constructor fails without TransformerEngine's version
         late = {key: named.pop(key) for key in [*named] if key == PRECISION_AWARE or key.endswith("_dtype")}
-    config = configured("train.optimizer", OptimizerConfig, named | fixed)
+    config = make_config("train.optimizer", OptimizerConfig, named | fixed)
     for key, value in late.items():
         setattr(config, key, value)
     if offloaded or late:
-        # With the optimizer on the host DistributedOptimizer would otherwise make float32 masters on the GPU. Set here,
-        # because the constructor asks for TransformerEngine, whose optimizer is not used there.
+        # Otherwise DistributedOptimizer would make float32 master weights on the GPU for an optimizer on the host. Set
+        # after construction, because the constructor asks for TransformerEngine, whose optimizer is not used here.
         config.use_precision_aware_optimizer = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
     return config
 
 
-def engine_fault(train: TrainConfig, offloaded: bool) -> UserFault | None:
-    """That the recipe asks for TransformerEngine's optimizer where that is not installed, or on the CPU."""
+def transformer_engine_fault(train: TrainConfig, offloaded: bool) -> UserFault | None:
+    """The fault of a recipe that asks for TransformerEngine's optimizer where it is not installed, or on the CPU."""
     if (HAVE_TE and DEVICE == "cuda") or offloaded or not train.optimizer.get(PRECISION_AWARE):
         return None
     problem = "true, but this optimizer comes with TransformerEngine, which cannot be used here"
@@ -84,21 +84,20 @@ def engine_fault(train: TrainConfig, offloaded: bool) -> UserFault | None:
 
 
 def set_weight_decay(optimizer: MegatronOptimizer, train: TrainConfig) -> None:
-    """Of each group of parameters as the recipe has it; a loaded checkpoint brings its own."""
+    """Set the recipe's weight decay in every parameter group; a loaded checkpoint overwrites it with its own."""
     for group in optimizer.param_groups:
         group["weight_decay"] = train.weight_decay * group["wd_mult"]
 
 
 def offloads(train: TrainConfig) -> bool:
-    """Whether the optimizer lives on the host while weights and gradients are on a GPU."""
+    """Whether the optimizer runs on the host, with weights and gradients on a GPU."""
     return train.optimizer_offload and DEVICE == "cuda"
 
 
 def move_optimizer(optimizer: ChainedOptimizer, chunks: Sequence[torch.nn.Module], device: str) -> None:
-    """Move the optimizer's state and its own copies of the weights; a shard that is a view of a parameter stays.
+    """Move the optimizer's state and master weights to a device; shards that are views of parameters stay.
 
-    On the host they are in pinned memory, from and to which a GPU copies by itself. Counts of steps stay, too: torch's
-    AdamW keeps them on the host, and reads them for each weight.
+    Host memory is pinned, for fast copies. Step counts stay on the host, where torch's AdamW reads them.
     """
     in_model = {param.untyped_storage().data_ptr() for chunk in chunks for param in chunk.parameters()}
     for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""Megatron's own options in a recipe: of its model, of its gradients' buffers and of its optimizer."""
+"""Megatron's own options in a recipe: train.megatron (model), train.ddp (gradient buffers) and train.optimizer."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from megarl.config import TrainConfig
 
 Made = TypeVar("Made")
-PRECISION_AWARE = "use_precision_aware_optimizer"  # TransformerEngine's, or on the host Megatron's own
+PRECISION_AWARE = "use_precision_aware_optimizer"  # TransformerEngine's, or Megatron's own on the host
 LOW_PRECISION = ("fp8", "fp8_param", "fp4", "fp4_param")
-# Not among them: gathering parameters late, of which the reshard would send some old ones; other ways to share out
-# parameters and gradients, which the weights' map, the checkpoints and the plan do not know.
+# Not allowed: overlapping the gather of parameters, because the reshard would send old ones; other ways to shard
+# parameters and gradients, which the weight maps, the checkpoints and the plan do not know.
 OF_BUFFERS = (
     "overlap_grad_reduce", "bucket_size", "pad_buckets_for_high_nccl_busbw", "check_for_nan_in_grad",
     "check_for_large_grads", "reduce_scatter_with_fp32_accumulation", "gradient_reduce_div_fusion",
@@ -35,17 +35,17 @@ OF_OPTIMIZER = (
 
 
 def option_faults(train: TrainConfig, fixed: Callable[[], set[str]]) -> list[UserFault]:
-    """The keys that Megatron does not have, or that something else decides, and the values that its fields do not take.
+    """Faults of Megatron's options: unknown keys, keys that something else decides, and values that do not fit.
 
-    fixed: tells the fields of TransformerConfig that the checkpoint, the layout and the loss's normalisation decide.
+    fixed: returns the fields of TransformerConfig that the checkpoint, the layout and the loss's normalisation decide.
     """
     faults = [*_model_faults(train.megatron, fixed() if train.megatron else set())]
     faults += _listed_faults("train.ddp", train.ddp, DistributedDataParallelConfig, OF_BUFFERS)
     return faults + [*_listed_faults("train.optimizer", train.optimizer, OptimizerConfig, OF_OPTIMIZER)]
 
 
-def configured(where: str, kind: Callable[..., Made], fields: Mapping[str, Any]) -> Made:
-    """One of Megatron's configurations, which check themselves. Raises UserFault in their words."""
+def make_config(where: str, kind: Callable[..., Made], fields: Mapping[str, Any]) -> Made:
+    """Construct one of Megatron's configurations, which check themselves. Raises UserFault with Megatron's message."""
     try:
         return kind(**fields)
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
@@ -53,17 +53,17 @@ def configured(where: str, kind: Callable[..., Made], fields: Mapping[str, Any])
         raise UserFault(where, f"Megatron refuses them ({error})", mend) from error
 
 
-def in_force(
+def effective_options(
     train: TrainConfig,
     config: TransformerConfig,
     buffers: DistributedDataParallelConfig,
     optimizer: OptimizerConfig,
     names: Iterable[str],
 ) -> dict[str, dict[str, Any]]:
-    """The options that ranks run with, as a recipe writes them under `train`.
+    """The options that ranks run with, in the form of the recipe's `train` branch.
 
-    names: fields of the model's to tell beside those that the recipe sets. What megarl itself sets for an optimizer on
-    the host is left out: with it a recipe would ask for TransformerEngine's optimizer.
+    names: fields of the model to list in addition to those that the recipe sets. Leaves out the option that megarl
+    itself sets for an optimizer on the host: in a recipe it would ask for TransformerEngine's optimizer.
     """
     hidden = {PRECISION_AWARE} - train.optimizer.keys() if optimizer.optimizer_cpu_offload else set()
     return {
@@ -74,7 +74,7 @@ def in_force(
 
 
 def _written(value: Any) -> Any:
-    """A value as YAML has it."""
+    """A value as YAML can write it."""
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     return value if isinstance(value, (bool, int, float, str, list, dict, type(None))) else str(value)

@@ -1,4 +1,4 @@
-"""Packed micro-batches through Megatron's pipeline schedules."""
+"""Running packed micro-batches through Megatron's pipeline schedules."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from megarl.parallel.routing import Choices, Routing
 from megarl.parallel.sequences import PackedRow
 
 Result = TypeVar("Result")
-# (row, logp_T, entropy_T), of a scorer (row, score_T) -> (loss sum, what to return of this micro-batch)
+# (row, logp_T, entropy_T) -> (loss sum, this micro-batch's result); of a model with a score head: (row, score_T) -> ...
 OnOutputs = Callable[..., tuple[torch.Tensor, Result]]
 
 
 @dataclass(frozen=True)
 class Norms:
-    """What an update's loss sums are divided by: the main one's denominator, and the tokens that the others are of."""
+    """The normalisation of an update's loss sums: the main denominator, and token counts for the other losses."""
 
     denominator: float
     tokens: int  # of all sequences, prompt and response
-    loss_tokens: int  # that are learnt from
+    loss_tokens: int  # tokens in the loss mask
 
 
 @dataclass(frozen=True)
 class Coefficients:
-    """Weights of the losses beside the main one, each a mean over tokens (`train.aux_loss`, `z_loss`, `mtp_loss`)."""
+    """Weights of the auxiliary losses, each a mean over tokens (`train.aux_loss`, `z_loss`, `mtp_loss`)."""
 
     aux: float = 0.0
     z: float = 0.0
@@ -45,7 +45,7 @@ class Coefficients:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """One training rank's model chunks and what their passes share."""
+    """The model chunks of a training rank, with their routing and the weights of auxiliary losses."""
 
     chunks: Sequence[DistributedDataParallel | Chunk]
     routing: Routing
@@ -61,39 +61,39 @@ class Pipeline:
         choices: Sequence[Choices] | None = None,
         temperature: float = 1.0,
     ) -> list[Result]:
-        """Forward every row, and backward where norms are given; the results on the last stage, [] elsewhere.
+        """Forward every row, and backward where norms are given; returns the results on the last stage, else [].
 
-        Gradients are left in the model's buffers: of the loss sums over all rows and data-parallel ranks, divided by
-        the denominator. Every data-parallel rank must bring the same number of rows: experts are exchanged between
-        them. choices: for each row the experts that its tokens go to, or where to note them. temperature: of the policy
-        whose log-probabilities and entropy on_outputs gets.
+        Leaves the gradients in the model's buffers: those of the loss sum over all rows and data-parallel ranks,
+        divided by the denominator. Every data-parallel rank must pass the same number of rows, because tokens are
+        exchanged between experts. choices: for each row the experts to replay, or where to record them. temperature: of
+        the log-probabilities and the entropy that on_outputs gets.
         """
         self._start(norms)
         config = self.chunks[0].config
         config.finalize_model_grads_func = partial(_sum_then_divide, norms.denominator if norms else None)
         step = partial(self._forward, on_outputs, norms, temperature)
         feeds: list[Iterator[Any]] = [zip(rows, choices or [None] * len(rows), strict=True) for _ in self.chunks]
-        many = len(self.chunks) > 1
+        is_interleaved = len(self.chunks) > 1
         with torch.set_grad_enabled(norms is not None):
             return get_forward_backward_func()(
                 forward_step_func=step,
-                data_iterator=feeds if many else feeds[0],
-                model=list(self.chunks) if many else self.chunks[0],
+                data_iterator=feeds if is_interleaved else feeds[0],
+                model=list(self.chunks) if is_interleaved else self.chunks[0],
                 num_microbatches=len(rows),
-                seq_length=1,  # variable_seq_lengths: the hops know the real one
+                seq_length=1,  # unused with variable_seq_lengths; KnownShapes has the real lengths
                 micro_batch_size=1,
                 forward_only=norms is None,
-                **self._hops(rows),
+                **self._communication(rows),
             )
 
-    def _hops(self, rows: Sequence[PackedRow]) -> dict[str, Any]:
-        """What Megatron sends between stages with, and the groups that it otherwise takes together with that."""
+    def _communication(self, rows: Sequence[PackedRow]) -> dict[str, Any]:
+        """The communicator between stages, and the process groups that Megatron then needs as well."""
         if groups.pp_group().size() == 1:
             return {}
         lengths = [len(row.token_ids_L) for row in rows]
         return {
             "p2p_communicator": KnownShapes(self.chunks[0].config, lengths),
-            "pg_collection": groups.collection(),
+            "pg_collection": groups.pipeline_groups(),
         }
 
     def _start(self, norms: Norms | None) -> None:
@@ -101,7 +101,7 @@ class Pipeline:
         scale = norms.denominator / norms.tokens if norms else 0.0
         self.routing.start(is_training=norms is not None, balance_scale=weights.aux * scale, z_scale=weights.z * scale)
         for chunk in self.chunks:
-            _module(chunk).predicts_ahead = norms is not None and weights.mtp > 0
+            _module(chunk).runs_mtp = norms is not None and weights.mtp > 0
 
     def _forward(
         self,
@@ -111,7 +111,7 @@ class Pipeline:
         feed: Iterator[tuple[PackedRow, Choices | None]],
         model: torch.nn.Module,
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
-        """Megatron's forward_step_func: the stage's output, and what the last stage makes of it."""
+        """Megatron's forward_step_func: the stage's output, and the loss function of the last stage."""
         row, choices = next(feed)
         longest = row.max_length
         packing = PackedSeqParams(
@@ -125,7 +125,7 @@ class Pipeline:
         with self.routing.passing(row, choices):
             output = model(
                 input_ids=tokens_1L,
-                position_ids=torch.zeros_like(tokens_1L),  # rotary: only rolled along by multi-token prediction
+                position_ids=torch.zeros_like(tokens_1L),  # rotary embeddings do not read them
                 attention_mask=None,
                 packed_seq_params=packing,
             )
@@ -140,7 +140,7 @@ class Pipeline:
         temperature: float,
         output: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        depths = 1 + (chunk.config.mtp_num_layers or 0) * chunk.predicts_ahead
+        depths = 1 + (chunk.config.mtp_num_layers or 0) * chunk.runs_mtp
         hidden, *ahead = output[:, 0].chunk(depths)
         if isinstance(chunk.output_layer, Score):
             outputs = (self._scores(chunk.output_layer, hidden, row),)
@@ -148,27 +148,27 @@ class Pipeline:
             outputs = self._logprobs(chunk, hidden, row, row.labels_L, temperature)
         loss_sum, result = on_outputs(row, *outputs)
         if ahead and norms:
-            loss_sum = loss_sum + self._ahead_loss(chunk, row, ahead) * (norms.denominator / norms.loss_tokens)
+            loss_sum = loss_sum + self._mtp_loss(chunk, row, ahead) * (norms.denominator / norms.loss_tokens)
         return loss_sum, torch.zeros((), dtype=torch.int, device=loss_sum.device), result
 
     def _scores(self, head: Score, hidden: torch.Tensor, row: PackedRow) -> torch.Tensor:
-        """score_T of the whole row, on each of the tensor- and context-parallel ranks."""
+        """score_T of the whole row, on every tensor- and context-parallel rank."""
         score_L = gather_whole(head(hidden), groups.tp_group())
         return gather_row(score_L, row.order_T, groups.cp_group())
 
     def _logprobs(
         self, chunk: Chunk, hidden: torch.Tensor, row: PackedRow, labels_L: torch.Tensor, temperature: float = 1.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logp_T, entropy_T) of the whole row, on each of the context-parallel ranks."""
+        """(logp_T, entropy_T) of the whole row, on every context-parallel rank."""
         weight, size, tp = chunk.output_weight(), self.vocab_size, groups.tp_group()
-        found = hidden_logprobs(hidden, weight, labels_L, vocab_size=size, group=tp, temperature=temperature)
-        logp_T, entropy_T = (gather_row(one, row.order_T, groups.cp_group()) for one in found)
+        shares = hidden_logprobs(hidden, weight, labels_L, vocab_size=size, group=tp, temperature=temperature)
+        logp_T, entropy_T = (gather_row(share_L, row.order_T, groups.cp_group()) for share_L in shares)
         return logp_T, entropy_T
 
-    def _ahead_loss(self, chunk: Chunk, row: PackedRow, ahead: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Multi-token prediction: the mean over depths k of -log p of the token k + 1 places on, where it is learnt.
+    def _mtp_loss(self, chunk: Chunk, row: PackedRow, ahead: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The multi-token prediction loss: the mean over depths k of -log p of the token k + 1 positions ahead.
 
-        A supervised loss, at temperature 1 whatever the policy's is (DeepSeek-V3, arXiv 2412.19437, eq. 24-25).
+        Summed over the tokens of the loss mask, at temperature 1 (DeepSeek-V3, arXiv 2412.19437, eq. 24-25).
         """
         group = groups.cp_group()
         labels_T, mask_T = gather_row(row.labels_L, row.order_T, group), row.targets.loss_mask_T
@@ -177,11 +177,11 @@ class Pipeline:
         total = labels_T.new_zeros((), dtype=torch.float32)
         for depth, hidden in enumerate(ahead, start=1):
             labels_L = labels_T.roll(-depth)[places_L]
-            # The last positions of a sequence would predict tokens of the next one.
+            # The last positions of a sequence would predict tokens of the next sequence.
             is_target_T = mask_T.roll(-depth) & (segment_T == segment_T.roll(-depth))
             logp_T, _ = self._logprobs(chunk, hidden, row, labels_L)
             total = total - torch.where(is_target_T, logp_T, 0.0).sum() / len(ahead)
-        self.routing.count("mtp_loss", total / (group.size() * groups.tp_group().size()))  # each of them has all of it
+        self.routing.count("mtp_loss", total / (group.size() * groups.tp_group().size()))  # every such rank has it all
         return total * self.coefficients.mtp
 
 

@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import Store
 
 from megarl import device
 from megarl.parallel import cpu, dist_checkpoint, groups, host_offload, model, optimizer
-from megarl.parallel.options import in_force
+from megarl.parallel.options import effective_options
 from megarl.parallel.pipeline import Coefficients, Pipeline
 from megarl.parallel.placement import is_reporting_rank, train_layout
 from megarl.parallel.routing import Routing
@@ -49,7 +49,7 @@ class RankModel:
             torch.set_num_threads(1)
         else:
             torch.cuda.set_device(recipe.placement.gpu_of(slot))
-            model.choose_layers(recipe.train, self._dtype)
+            model.select_layers(recipe.train, self._dtype)
         path, train, layout = recipe.model.path, recipe.train, train_layout(recipe)
         self.rank, self.shape, self.layout, self._train = rank, shape, layout, train
         self.at = layout.coords(rank)
@@ -58,13 +58,13 @@ class RankModel:
         self.split = Split(layout.tp, layout.cp, self.at.cp, layout.tokens_align)
         config = model.transformer_config(path, shape, layout, self._dtype, train)
         groups.join(store, rank, layout, recipe.run.seed, recipe.run.timeout_s)
-        self.communicator_bytes = groups.connect()
+        self.communicator_bytes = groups.open_communicators()
         routing = Routing()
         chunks = model.build_chunks(config, path, shape, layout, rank, routing)
         if not train.mtp_loss:
             model.freeze_mtp(chunks)
         self._trains, self._is_published = trains, is_published
-        self._put_away: host_offload.PutAway = []
+        self._put_away: host_offload.Offloaded = []
         self.chunks: Sequence[Any] = model.wrap(config, chunks, train) if trains else chunks
         self.pipeline = Pipeline(
             self.chunks, routing, shape.vocab_size, Coefficients(train.aux_loss, train.z_loss, train.mtp_loss)
@@ -76,9 +76,9 @@ class RankModel:
 
     def options(self) -> dict[str, dict[str, Any]]:
         """Megatron's options that this rank runs with, as a recipe writes them under `train`."""
-        names = model.default_names(self.shape)
+        names = model.default_field_names(self.shape)
         own = optimizer.optimizer_config(self._train, self._dtype, optimizer.offloads(self._train))
-        return in_force(self._train, self.chunks[0].config, self.chunks[0].ddp_config, own, names)
+        return effective_options(self._train, self.chunks[0].config, self.chunks[0].ddp_config, own, names)
 
     def params(self) -> dict[str, torch.Tensor]:
         """This rank's weights by the map's names: views of long-lived buffers that every step updates in place."""
@@ -126,13 +126,13 @@ class RankModel:
             if not optimizer.offloads(self._train):
                 optimizer.move_optimizer(self.optimizer, self.chunks, "cpu")
         if not self._is_published:
-            self._put_away = host_offload.put_away(self.params())
-        device.free_unused()  # when all of it has moved: the engine resumes in what is free
+            self._put_away = host_offload.offload_params(self.params())
+        device.empty_cache()  # when all of it has moved: the engine resumes in what is free
 
     def onload(self) -> None:
         """Undo offload; gradients come back as zeros."""
         if not self._is_published:
-            host_offload.put_back(self._put_away)
+            host_offload.onload_params(self._put_away)
             self._put_away = []
         if not self._trains:
             return

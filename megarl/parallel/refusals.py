@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from megarl.device import DEVICE
 from megarl.parallel.layout import TrainLayout
-from megarl.parallel.model import DTYPES, buffers_config, fixed_names, transformer_config
-from megarl.parallel.optimizer import engine_fault, optimizer_config
+from megarl.parallel.model import DTYPES, buffers_config, fixed_field_names, transformer_config
+from megarl.parallel.optimizer import optimizer_config, transformer_engine_fault
 from megarl.parallel.options import option_faults
 from megarl.types import ModelShape, UserFault
 
@@ -23,7 +23,7 @@ def megatron_faults(recipe: Recipe, shape: ModelShape | None, layout: TrainLayou
     right and the layout fits the shape. Without a GPU here, TransformerEngine is taken to be where the run will be.
     """
     train = recipe.train
-    faults = option_faults(train, fixed_names)
+    faults = option_faults(train, fixed_field_names)
     if faults or shape is None or layout.faults(shape):
         return faults
     dtype, offloaded = DTYPES[recipe.model.dtype], train.optimizer_offload and device == "cuda"
@@ -37,5 +37,5 @@ def megatron_faults(recipe: Recipe, shape: ModelShape | None, layout: TrainLayou
             make()
         except UserFault as fault:
             faults.append(fault)
-    missing = engine_fault(train, offloaded) if DEVICE == "cuda" else None
+    missing = transformer_engine_fault(train, offloaded) if DEVICE == "cuda" else None
     return faults + ([missing] if missing else [])

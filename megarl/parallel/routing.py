@@ -1,8 +1,8 @@
-"""Which experts each token goes to: chosen by the router, or replayed; and what an unbalanced choice costs.
+"""MoE routing: replaying the experts of tokens, and the auxiliary losses of the router.
 
-Megatron's own auxiliary losses are means over whatever tokens a micro-batch happens to hold, so that they change with
-packing and layout (and 0.16.1 weakens them under TP and CP). Here the balance is each sequence's own (DeepSeek-V3,
-arXiv 2412.19437, eq. 17-20), weighted by its tokens: the same whatever row or rank a sequence is in.
+Megatron's own auxiliary losses are means over the tokens of a micro-batch, so that they change with packing and layout
+(and 0.16.1 weakens them under TP and CP). Here the balance loss is computed for each sequence (DeepSeek-V3, arXiv
+2412.19437, eq. 17-20) and weighted by its tokens, so that it does not depend on the row or rank of a sequence.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ Choose = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass
 class Choices:
-    """The experts of one micro-batch's tokens on this rank: noted while `is_noting`, else replayed.
+    """The experts of a micro-batch's tokens on this rank: recorded while `is_recording`, else replayed.
 
     experts: layer (from 0) -> [tokens of this rank, experts per token]; -1 where the router chooses for itself.
     """
 
     experts: dict[int, torch.Tensor] = field(default_factory=dict)
-    is_noting: bool = False
+    is_recording: bool = False
 
 
-def engine_choices(row: PackedRow, layers: Sequence[int], tp_rank: int, tp: int) -> Choices:
-    """What the engine chose, for the MoE layers that the row's experts_LMK are of, on one tensor-parallel rank."""
+def choices_of_engine(row: PackedRow, layers: Sequence[int], tp_rank: int, tp: int) -> Choices:
+    """The engine's experts of a row's tokens on one tensor-parallel rank. layers: the MoE layers (M of experts_LMK)."""
     assert row.experts_LMK is not None
     size = len(row.experts_LMK) // tp
     mine = row.experts_LMK[tp_rank * size : (tp_rank + 1) * size]
@@ -47,9 +47,9 @@ def engine_choices(row: PackedRow, layers: Sequence[int], tp_rank: int, tp: int)
 
 @dataclass
 class Routing:
-    """What all routers of one training rank share: the micro-batch that passes, and the sums over a pass.
+    """The state that all routers of a training rank share: the current micro-batch, and the statistics of a pass.
 
-    balance_scale and z_scale turn the two sums into addends of the loss sum. Sums are this rank's tokens' own.
+    balance_scale and z_scale convert the two losses to the main loss's sum. sums: over this rank's tokens.
     """
 
     balance_scale: float = 0.0
@@ -66,7 +66,7 @@ class Routing:
 
     @contextmanager
     def passing(self, row: PackedRow, choices: Choices | None) -> Iterator[None]:
-        """A micro-batch's forward pass; outside of it routers only run to recompute one."""
+        """Set the micro-batch of a forward pass; outside the block routers run only for activation recomputation."""
         self.row, self.choices = row, choices
         try:
             yield
@@ -74,18 +74,18 @@ class Routing:
             self.row = self.choices = None
 
     def count(self, name: str, value: torch.Tensor) -> None:
-        """Add to a sum of this pass."""
+        """Add to a statistic of this pass."""
         value = value.detach().double()
         self.sums[name] = self.sums[name] + value if name in self.sums else value
 
 
 @dataclass(frozen=True)
 class _Tokens:
-    """This rank's N tokens of a micro-batch as a router sees them; replayed: their experts, -1 if not known."""
+    """The N tokens of a micro-batch that a router sees on this rank."""
 
-    sequence_N: torch.Tensor
+    sequence_N: torch.Tensor  # the number of each token's sequence; the last number is the padding's
     lengths_S: torch.Tensor  # of every sequence, and 1 for the padding
-    replayed_NK: torch.Tensor | None
+    replayed_NK: torch.Tensor | None  # experts to replay, -1 where they are unknown
 
     @property
     def is_real_N(self) -> torch.Tensor:
@@ -93,10 +93,10 @@ class _Tokens:
 
 
 class Router(TopKRouter):
-    """Megatron's router with a balance loss of sequences, padding that counts nowhere, and choices to replay.
+    """Megatron's router with a balance loss for each sequence, without padding, and with replay of experts.
 
-    `routing` is the rank's own. A router that Megatron runs again in the backward pass, to recompute, gets back what it
-    saw, in the order of the forward passes.
+    routing: the rank's shared state. When Megatron runs the router again for recomputation in the backward pass, it
+    uses the tokens of the forward passes, in their order.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Router(TopKRouter):
     ) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         self._shared = routing
-        # Megatron's hook for replay; not the router itself, which would then be a submodule of its own.
+        # Megatron's hook for replay; a namespace, because the router itself would become its own submodule.
         self.router_replay = SimpleNamespace(get_replay_topk=self._choose)  # type: ignore[assignment]
         self._to_recompute: deque[_Tokens] = deque()
         self._tokens: _Tokens
@@ -123,10 +123,10 @@ class Router(TopKRouter):
     def _choose(
         self, scores: torch.Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: Choose
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(scores, indices) [n, topk] of the experts to go to."""
+        """(scores, indices) [n, topk] of the experts, replayed where they are known."""
         values_NK, own_NK = choose(scores, topk, num_groups, group_topk)
         replayed_NK, shared = self._tokens.replayed_NK, self._shared
-        if shared.choices is not None and shared.choices.is_noting:
+        if shared.choices is not None and shared.choices.is_recording:
             shared.choices.experts[self._layer] = own_NK
         if replayed_NK is None:
             return values_NK, own_NK
@@ -143,23 +143,23 @@ class Router(TopKRouter):
         return self.layer_number - 1  # type: ignore[operator]
 
     def _see(self, num_tokens: int) -> _Tokens:
-        """The tokens of the micro-batch that passes, or of the one that is recomputed."""
+        """The tokens of the current micro-batch, or of the one that is recomputed."""
         row = self._shared.row
         if row is None:
             return self._to_recompute.popleft()
         start = self.tp_group.rank() * num_tokens  # sequence parallelism: each TP rank has its part of the share
         choices = self._shared.choices
-        replayed = choices.experts.get(self._layer) if choices is not None and not choices.is_noting else None
+        replayed = choices.experts.get(self._layer) if choices is not None and not choices.is_recording else None
         tokens = _Tokens(row.sequence_L[start : start + num_tokens], row.lengths_S, replayed)
         if self._shared.is_training and not torch.is_grad_enabled():
             self._to_recompute.append(tokens)
         return tokens
 
     def _cost(self, logits_NE: torch.Tensor) -> torch.Tensor:
-        """Addends of the loss sum for these tokens.
+        """The auxiliary losses of these tokens, in the scale of the loss sum.
 
-        A sequence's balance is (E / K) sum_e f_e P_e, f_e the share of its choices and P_e the mean of its normalised
-        scores of expert e. f has no gradient, so that each rank adds what its own tokens' scores bring.
+        The balance loss of a sequence is (E / K) sum_e f_e P_e, where f_e is the fraction of its choices and P_e the
+        mean of its normalised scores of expert e. f has no gradient, so that each rank adds its own tokens' terms.
         """
         chosen_NE, scores_NE = compute_routing_scores_for_aux_loss(logits_NE, self.topk, self.score_function)
         tokens = self._tokens
@@ -170,13 +170,13 @@ class Router(TopKRouter):
         share_SE = counts_SE * (logits_NE.shape[1] / self.topk) / tokens.lengths_S[:, None]
         balance_N = (scores_NE * share_SE[tokens.sequence_N]).sum(-1)
         z_N = torch.logsumexp(logits_NE.float(), -1) ** 2
-        balance, z = (torch.where(tokens.is_real_N, one, 0.0).sum() for one in (balance_N, z_N))
+        balance, z = (torch.where(tokens.is_real_N, loss_N, 0.0).sum() for loss_N in (balance_N, z_N))
         self._shared.count("aux_loss", balance)
         self._shared.count("z_loss", z)
         return balance * self._shared.balance_scale + z * self._shared.z_scale
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
-        """Count the tokens of each expert, from which router biases are updated; nothing is counted twice."""
+        """Count the tokens of each expert, for the update of router biases; recomputation does not count again."""
         if self.enable_expert_bias and self._shared.is_training and torch.is_grad_enabled():
             with torch.no_grad():
                 real_NE = routing_map & self._tokens.is_real_N[:, None]  # indexing would wait for the device
@@ -184,7 +184,7 @@ class Router(TopKRouter):
 
 
 def router_class(routing: Routing) -> Callable[..., Any]:
-    """What goes into a layer spec in the place of Megatron's router class."""
+    """A factory that takes the place of Megatron's router class in a layer spec."""
 
     def build(config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> Router:
         return Router(config, pg_collection, routing=routing)

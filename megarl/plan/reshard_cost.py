@@ -14,7 +14,7 @@ from megarl.resharding import fp8, megatron_map, sglang_map
 from megarl.resharding.plan import plan_streams
 from megarl.resharding.routes import CHAPTERS, item_bytes
 from megarl.resharding.shards import Part
-from megarl.resharding.traffic import Traffic, account
+from megarl.resharding.traffic import Traffic, count_traffic
 from megarl.types import IntArray, ModelShape
 
 _WATCHED = 8  # members whose rounds are planned: the longest queues, and some at even distances
@@ -63,7 +63,7 @@ def plan_reshard(
     targets = sglang_map.parts(shape, engine)
     sources = fp8.with_scales(megatron_map.parts(shape, train, transformer_engine=True), targets)
     members, node, dtype = max(train.world_size, engine.end), recipe.placement.gpus_per_node, recipe.model.dtype
-    found = account(sources, targets, members, gpus_per_node=node, dtype=dtype)
+    found = count_traffic(sources, targets, members, gpus_per_node=node, dtype=dtype)
     gathered = gathered_bytes(sources, targets, members, dtype)
     wanting = found.dest > 0
     return ReshardPlan(

@@ -9,7 +9,7 @@ from megarl.algos import has_critic, learns_from_answers
 from megarl.config import Recipe
 from megarl.parallel.placement import critic_recipe, train_layout
 from megarl.preflight.data import tokens_of_answers
-from megarl.rollout.prompts import faults_beyond
+from megarl.rollout.prompts import vocabulary_faults
 from megarl.rollout.token_cache import TokenCache
 from megarl.tracking.progress import progress_bar
 from megarl.types import Prompt, UserFault
@@ -49,5 +49,5 @@ def length_faults(
             problem = f"{limit} is less than the longest answer ({needed} tokens with its end)"
             faults.append(UserFault("rollout.max_response_tokens", problem, f"set it to at least {needed}"))
         if vocab_size:
-            faults += faults_beyond("data.train", tokenizer, train, tokens, "answer", vocab_size)
+            faults += vocabulary_faults("data.train", tokenizer, train, tokens, "answer", vocab_size)
     return faults

@@ -10,7 +10,7 @@ from megarl.checkpoints import hf_import
 from megarl.config import Recipe
 from megarl.parallel.hf_config import auxiliary_shape, hf_facts, model_shape, scorer_shape
 from megarl.parallel.placement import critic_recipe, reward_recipe, train_layout
-from megarl.rollout.prompts import OWN_TOKENIZER, chat, load_tokenizer, token_beyond
+from megarl.rollout.prompts import OWN_TOKENIZER, chat_text, load_tokenizer, token_outside_vocabulary
 from megarl.rollout.template_check import template_fault
 from megarl.types import ModelShape, Prompt, UserFault
 
@@ -19,7 +19,7 @@ Faults = list[UserFault]
 
 def tokenizer_faults(tokenizer: Any, shape: ModelShape) -> Faults:
     """Special tokens that the model's embedding does not have: an answer ends in one, a chat template writes others."""
-    if beyond := token_beyond(tokenizer, tokenizer.all_special_ids, shape.vocab_size):
+    if beyond := token_outside_vocabulary(tokenizer, tokenizer.all_special_ids, shape.vocab_size):
         return [UserFault("model.path", f"its tokenizer has the special {beyond}", OWN_TOKENIZER)]
     return []
 
@@ -93,7 +93,7 @@ def reward_model_faults(recipe: Recipe, prompts: Sequence[Prompt]) -> Faults:
         tokenizer = load_tokenizer(path)
     except UserFault as fault:
         return [UserFault("reward_model.path", fault.problem, fault.mend)]
-    if beyond := token_beyond(tokenizer, tokenizer.get_vocab().values(), scorer_shape(path).vocab_size):
+    if beyond := token_outside_vocabulary(tokenizer, tokenizer.get_vocab().values(), scorer_shape(path).vocab_size):
         mend = OWN_TOKENIZER.replace("model.path", "reward_model.path")
         return [UserFault("reward_model.path", f"it reads any text, and its tokenizer has {beyond}", mend)]
     unbounded = template_fault(tokenizer, [(prompt.id, prompt.messages) for prompt in prompts], response="")
@@ -101,7 +101,7 @@ def reward_model_faults(recipe: Recipe, prompts: Sequence[Prompt]) -> Faults:
         return [renamed(unbounded, "reward_model")]
     for prompt in prompts:
         try:
-            chat(tokenizer, prompt.messages, "")
+            chat_text(tokenizer, prompt.messages, "")
         except Exception as error:  # a template raises whatever its author wrote
             mend = "mend the messages or the template"
             return [UserFault("reward_model.path", f"{prompt.id}: its tokenizer refuses the prompt: {error}", mend)]

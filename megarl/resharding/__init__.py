@@ -1,1 +1,1 @@
-"""Weights from Megatron's shards into SGLang's own parameters: two maps of rectangles, a pure plan, a thin executor."""
+"""Resharding of weights from Megatron's shards to SGLang's parameters: two maps, a pure plan, a thin executor."""

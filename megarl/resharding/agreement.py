@@ -1,4 +1,4 @@
-"""All members of an exchange come to one outcome through a key-value store, or all hear who cannot and why."""
+"""Agreement of all members of an exchange through a key-value store; if one fails, all get its error."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-Verdict = Mapping[str, Any]
+Vote = Mapping[str, Any]
 
 
 class Agreement:
-    """One member's seat. Each stage has a key that every member uses once, and that was never used before.
+    """One member's side. Every member passes each stage once, under a name that was never used before.
 
-    The last member to come reads what all have said and writes the outcome; nobody reads more than that.
+    The last member to arrive reads all votes and writes the outcome, which is all that the others read.
     """
 
     def __init__(self, store: Store, member: int, num_members: int, timeout_s: float) -> None:
         self._store, self._member, self._num_members, self._timeout_s = store, member, num_members, timeout_s
-        self._keys: list[str] = []  # written by this member and not forgotten yet
+        self._keys: list[str] = []  # that this member has written since the last `forget`
 
-    def reach(self, stage: str, verdict: Verdict, conclude: Callable[[Sequence[Verdict]], Verdict]) -> Verdict:
-        """The outcome that `conclude` makes of all members' verdicts, in member order.
+    def reach(self, stage: str, vote: Vote, conclude: Callable[[Sequence[Vote]], Vote]) -> Vote:
+        """Wait for all members; returns what `conclude` returns for their votes, in member order.
 
-        Raises RuntimeError with the words of a member that cannot go on, of `conclude`, or with who has not come.
+        Raises RuntimeError with the message of a member that has refused or of `conclude`, or naming missing members.
         """
-        self._set(f"{stage}/{self._member}", verdict)
+        self._set(f"{stage}/{self._member}", vote)
         if self._store.add(f"{stage}/count", 1) == self._num_members:
             self._keys += [f"{stage}/count", f"{stage}/outcome"]
-            verdicts = self._store.multi_get([f"{stage}/{member}" for member in range(self._num_members)])
+            votes = self._store.multi_get([f"{stage}/{member}" for member in range(self._num_members)])
             try:
-                outcome = conclude([json.loads(content) for content in verdicts])
+                outcome = conclude([json.loads(content) for content in votes])
             except RuntimeError as error:
                 outcome = {"fault": str(error)}
             self._propose(stage, outcome)
@@ -42,17 +42,14 @@ class Agreement:
         return outcome
 
     def refuse(self, stage: str, fault: str) -> str | None:
-        """Tell all who wait, or will wait, at a stage that this member cannot go on.
-
-        Only the first to say so is heard; its words, if that was another member.
-        """
+        """Fail a stage for all members, present and later; returns the fault of another member that was first."""
         self._keys.append(f"{stage}/outcome")
-        words = f"reshard: member {self._member} {fault}"
-        first = self._propose(stage, {"fault": words}).get("fault")
-        return None if first == words else first
+        own = f"reshard: member {self._member} {fault}"
+        first = self._propose(stage, {"fault": own}).get("fault")
+        return None if first == own else first
 
     def ask(self, stage: str) -> None:
-        """Return at once; raises RuntimeError with the words of a member that has refused the stage, if one has."""
+        """Return at once; raises RuntimeError with the message of a member that has refused the stage."""
         key = f"{stage}/outcome"
         if self._store.check([key]):
             outcome = json.loads(self._store.get(key))
@@ -60,29 +57,29 @@ class Agreement:
                 raise RuntimeError(outcome["fault"])
 
     def forget(self) -> list[str]:
-        """The keys written so far, for `delete` once everyone has gone on to another stage."""
+        """The keys written so far, for `delete` when all members have reached another stage."""
         keys, self._keys = self._keys, []
         return keys
 
     def delete(self, keys: Sequence[str]) -> None:
-        """A long run must not fill the store."""
+        """Delete keys, so that a long run does not fill the store."""
         for key in keys:
             self._store.delete_key(key)
 
-    def _set(self, key: str, content: Verdict) -> None:
+    def _set(self, key: str, content: Vote) -> None:
         self._store.set(key, json.dumps(content))
         self._keys.append(key)
 
-    def _propose(self, stage: str, outcome: Verdict) -> Verdict:
-        """The outcome that stands: this one, or another's that came before."""
+    def _propose(self, stage: str, outcome: Vote) -> Vote:
+        """Write the outcome unless there is one; returns the outcome that stands."""
         return json.loads(self._store.compare_set(f"{stage}/outcome", "", json.dumps(outcome)))
 
-    def _outcome(self, stage: str) -> Verdict:
+    def _outcome(self, stage: str) -> Vote:
         key = f"{stage}/outcome"
         try:
             self._store.wait([key], timedelta(seconds=self._timeout_s))
         except RuntimeError as error:
             members = range(self._num_members)
             missing = [member for member in members if not self._store.check([f"{stage}/{member}"])]
-            raise RuntimeError(f"reshard: members {missing} did not come within {self._timeout_s} s") from error
+            raise RuntimeError(f"reshard: members {missing} did not arrive within {self._timeout_s} s") from error
         return json.loads(self._store.get(key))

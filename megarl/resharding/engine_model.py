@@ -1,13 +1,13 @@
-"""What resharding must know of an SGLang model object, by its attributes alone: nothing of SGLang is imported.
+"""The parts of an SGLang model that resharding handles beyond its weights; imports nothing of SGLang.
 
 Facts from SGLang 0.5.21: latent attention multiplies with `w_kc` and `w_vc`, which `post_load_weights` derives from
 `kv_b_proj` (models/deepseek_common/deepseek_weight_loader.py); `end_weight_update` runs it only when no loader ran, so
-the loader runs it itself. It writes into the tensors it made first, so that captured CUDA graphs see the new values.
+the loader runs it itself. It writes into the tensors of the first run, so that captured CUDA graphs see the new values.
 
-Attention layers that are told of the quantisation (in fp8 engines of DeepSeek-V3, Qwen2 and Llama) have the parameters
-`k_scale` and `v_scale`, by which an fp8 KV cache is scaled (layers/quantization/kv_cache.py). No checkpoint of these
-families has them, and SGLang then takes 1, which the end of its weight update puts into `k_scale_float` and
-`v_scale_float`. The parameters' memory is given back with that of the weights, so every reshard writes them anew.
+Attention layers with a quantisation config (in fp8 engines of DeepSeek-V3, Qwen2 and Llama) have the parameters
+`k_scale` and `v_scale`, the scales of an fp8 KV cache (layers/quantization/kv_cache.py). No checkpoint of these
+families has them, and SGLang then uses 1, which the end of its weight update copies to `k_scale_float` and
+`v_scale_float`. The parameters' memory is released with that of the weights, so every reshard writes them again.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from megarl.parallel.layout import FP8_TILE
 from megarl.resharding.shards import LayoutError
 
 _OTHER_BACKEND = "set rollout.engine.sglang.moe_runner_backend to triton"
-# MoE layers of SGLang that store experts in another order: a flag of the layer or its quantisation -> the mend.
+# A flag of a MoE layer or its quantisation that means another order of the experts' weights -> the mend.
 _UNKNOWN_MOE_LAYOUTS = {
     "use_triton_kernels": _OTHER_BACKEND,
     "use_flashinfer_trtllm_moe": _OTHER_BACKEND,
     "load_up_proj_weight_first": _OTHER_BACKEND,
     "w13_swiglu_interleaved": "leave SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED out of the environment",
 }
-_REPLICATED_QUERIES = "w_kc_qrep"  # made once at start from the weights of that time
+_REPLICATED_QUERIES = "w_kc_qrep"  # a copy of weights that SGLang makes once, at its start
 _CACHE_SCALES = ("k_scale", "v_scale")
 
 
 def params(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The weights: a tied lm_head is left out, being the embedding itself; no buffer of these families is a weight."""
+    """The weights, without a tied lm_head, which is the embedding. No buffer of these families is a weight."""
     return {name: param for name, param in model.named_parameters() if not _is_constant(name, param)}
 
 
 def constants(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The scales [] of the KV cache, which are no weights and must be 1."""
+    """The scalar scales of the KV cache, which are no weights and must be 1."""
     return {name: param for name, param in model.named_parameters() if _is_constant(name, param)}
 
 
@@ -46,7 +46,7 @@ def _is_constant(name: str, param: torch.Tensor) -> bool:
 
 
 def unknown_layout(model: torch.nn.Module) -> LayoutError | None:
-    """Why an engine's model cannot be written through the map, though names and shapes may fit; None if it can."""
+    """The reason why the map does not describe an engine's model although names and shapes may fit; else None."""
     for name, module in model.named_modules():
         owners = (module, getattr(module, "quant_method", None))
         flags = [flag for flag in _UNKNOWN_MOE_LAYOUTS if any(getattr(owner, flag, False) for owner in owners)]
@@ -75,21 +75,21 @@ def write_constants(model: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def refresh_derived(model: torch.nn.Module) -> None:
-    """Make all derived tensors anew; call it when every parameter is written."""
+    """Recompute all derived tensors; call it when every parameter is written."""
     derive = getattr(model, "post_load_weights", None)
     if derive is not None:
         derive()
 
 
 def constant_faults(model: torch.nn.Module) -> list[str]:
-    """Constants that are not 1, each by its name."""
+    """A description of each constant that is not 1."""
     values = {name: param.item() for name, param in constants(model).items()}
     return [f"{name} is {value:g}, not 1" for name, value in values.items() if value != 1.0]
 
 
 @torch.no_grad()
 def derived_faults(model: torch.nn.Module) -> list[str]:
-    """Derived tensors that are not, bit for bit, what the parameters say, each by its name."""
+    """A description of each derived tensor that is not bitwise equal to the one computed from the parameters."""
     return [
         f"{name} is not what its kv_b_proj.weight says"
         for name, module in model.named_modules()
@@ -99,8 +99,8 @@ def derived_faults(model: torch.nn.Module) -> list[str]:
 
 
 def _derived(name: str, attention: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """(name, the tensor as it is, as it must be): w_kc [heads, nope, rank], w_vc [heads, rank, v]."""
-    w_kc, w_vc = (getattr(attention, one, None) for one in ("w_kc", "w_vc"))
+    """(name, actual tensor, expected tensor) of w_kc [heads, nope, rank] and w_vc [heads, rank, v]."""
+    w_kc, w_vc = (getattr(attention, attribute, None) for attribute in ("w_kc", "w_vc"))
     if not isinstance(w_kc, torch.Tensor) or not isinstance(w_vc, torch.Tensor):
         return
     nope_dim, v_dim = w_kc.shape[1], w_vc.shape[2]
@@ -110,7 +110,7 @@ def _derived(name: str, attention: torch.nn.Module) -> Iterator[tuple[str, torch
 
 
 def _plain_weight(linear: torch.nn.Module) -> torch.Tensor:
-    """[rows, columns]; fp8 tiles are multiplied out to bfloat16, as SGLang does."""
+    """The weight [rows, columns]; fp8 tiles are dequantised to bfloat16, as SGLang does."""
     weight = linear.get_parameter("weight")
     if weight.dtype != torch.float8_e4m3fn:
         return weight

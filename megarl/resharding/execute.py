@@ -1,7 +1,7 @@
-"""Carry a plan out: local copies, and rounds of point-to-point messages. No decisions are taken here.
+"""Executes a plan: local copies, and rounds of point-to-point messages. No decisions are made here.
 
-What is large goes as a message of its own, straight out of and into the parameters where it lies there in one run; what
-is small or strided is packed. While the messages of one round are on the wire, the next one is packed and posted.
+A large copy is a message of its own, sent and received without staging where it is contiguous in the parameter; small
+or strided copies are packed. While the messages of a round are on the wire, the next round is packed and posted.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from megarl.resharding.transport import Ask, batch, settle, wait
 
 Params = Mapping[str, torch.Tensor]
 
-# From here on a message of its own costs less than packing: over gloo measured on loopback; NCCL's launch of one costs
-# the host as much as megabytes cost the wire, and a GPU packs at the speed of its memory.
+# From this size on a message of its own costs less than packing: measured over gloo on loopback; with NCCL a launch
+# costs the host as much time as megabytes need on the wire, and a GPU packs at the speed of its memory.
 DIRECT_BYTES = 128 << 10 if BACKEND == "gloo" else 4 << 20
-ALIGN_BYTES = 16  # where a message may begin in a buffer
+ALIGN_BYTES = 16  # of a message's start in a buffer
 SCRATCH_BYTES = 10  # for each element of a strip of 128 rows that is quantised: two float32, and the result
 
 
@@ -48,14 +48,14 @@ class Piece(NamedTuple):
         return items * rows * cols * item_bytes(self.copy.dtype)
 
     def at(self, cell: Cell) -> Cell:
-        """Where it starts, given where the copy does."""
+        """The cell of the piece, given the cell of the copy."""
         return cell[0] + self.first, cell[1], cell[2]
 
 
 def messages(copies: Sequence[Copy]) -> list[list[Piece]]:
-    """What one member sends another in one round, by message.
+    """The messages from one member to another in a round, each as a list of pieces.
 
-    Decided by the sizes alone, so that sender and receiver agree without talking.
+    Depends on the sizes alone, so that sender and receiver agree without communication.
     """
     found: list[list[Piece]] = []
     small: list[Piece] = []
@@ -67,15 +67,15 @@ def messages(copies: Sequence[Copy]) -> list[list[Piece]]:
             found.append([Piece(copy, 0, num_items)])
         else:
             small.append(Piece(copy, 0, num_items))
-    if small:  # the widest elements first, so that each piece begins at a multiple of its element's size
+    if small:  # the widest elements first, so that each piece is aligned to its element size
         found.append(sorted(small, key=lambda piece: -item_bytes(piece.copy.dtype)))
     return found
 
 
 class Lane(NamedTuple):
-    """One message at one end: the run of bytes in a parameter that it is, or the pieces that are staged for it.
+    """A message at one end: `direct`, contiguous bytes of a parameter, or `pieces` that are staged in a buffer.
 
-    A piece's tensors are [items, rows, cols] each; those of a scale's source are the elements that it is made of.
+    A piece's tensors are [items, rows, cols] each; at the source of scales they are the elements of the tiles.
     """
 
     peer: int
@@ -97,7 +97,7 @@ class Lane(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A round at this member's end. drain: what earlier rounds brought must be in place before it is packed."""
+    """A round of this member. drain: unpack the previous round before packing, because this round may forward it."""
 
     sends: list[Lane]
     receives: list[Lane]
@@ -105,14 +105,14 @@ class Step(NamedTuple):
 
 
 class OnTheWay(NamedTuple):
-    """A posted round: what to wait for, and what to unpack then."""
+    """A posted round: works to wait for, and the messages to unpack then."""
 
     works: list[dist.Work]
     unpack: list[tuple[Lane, torch.Tensor]]
 
 
 class Executor:
-    """One plan on one set of parameters; its tables are made once and serve as long as no parameter moves."""
+    """Executes one plan on one set of parameters; its views are valid as long as no parameter moves."""
 
     def __init__(self, plan: MemberPlan, sources: Params, targets: Params) -> None:
         self._addresses = _addresses(sources), _addresses(targets)
@@ -136,18 +136,18 @@ class Executor:
         ]
         made = [(copy, out_of) for copy, _, out_of in self._local]
         made += [(piece.copy, out_of) for s in self._steps for lane in s.sends for piece, out_of in lane.pieces]
-        self._scratch_bytes = max((_scratch_bytes(*one) for one in made), default=0)
+        self._scratch_bytes = max((_scratch_bytes(copy, out_of) for copy, out_of in made), default=0)
 
     def fits(self, sources: Params, targets: Params) -> bool:
-        """Whether these are still the parameters that the tables were made for."""
+        """Whether these are the parameters that the executor was made for."""
         return self._addresses == (_addresses(sources), _addresses(targets))
 
     @torch.no_grad()
     def run(self, group: Any, timeout_s: float, ask: Ask = lambda: None) -> int:
-        """Write every target box of this member; returns when all are there, with the peak of extra bytes.
+        """Write every target box of this member; returns the peak of extra memory in bytes when all are written.
 
-        Raises RuntimeError when a peer ends, or stays silent for timeout_s. ask: raises the words of a failed peer;
-        over NCCL only it tells that a peer will never send, because an aborted communicator closes no connection.
+        Raises RuntimeError when a peer ends, or is silent for timeout_s. ask: raises the message of a failed peer; with
+        NCCL it is the only sign that a peer will never send, because an aborted communicator closes no connection.
         """
         out, into = ([self._buffer(side, parity) for parity in (0, 1)] for side in ("sends", "receives"))
         pending: OnTheWay | None = None
@@ -166,7 +166,7 @@ class Executor:
         return sum(buffer.nbytes for buffer in out + into) + self._scratch_bytes
 
     def _buffer(self, side: Literal["sends", "receives"], parity: int) -> torch.Tensor:
-        """Staging for every second round, as large as the largest of them needs."""
+        """The staging buffer of the rounds of one parity (double buffering), sized for the largest of them."""
         sizes = (sum(lane.staged_bytes for lane in getattr(step, side)) for step in self._steps[parity::2])
         return torch.empty(max(sizes, default=0), dtype=torch.uint8, device=DEVICE)
 
@@ -176,7 +176,7 @@ class Executor:
 
 
 def source_views(piece: Piece, sources: Params, targets: Params) -> list[torch.Tensor]:
-    """What a piece is made of at its sender: for scales the elements under their tiles, up to the parameter's end."""
+    """A piece's elements at its sender; for scales the elements of their tiles, up to the parameter's end."""
     copy, at, size = piece.copy, piece.at(piece.copy.source_at), piece.size
     if copy.forwarded or not copy.name.endswith(SCALE_SUFFIX):
         return views(targets if copy.forwarded else sources, copy.source_param, at, size)
@@ -187,13 +187,13 @@ def source_views(piece: Piece, sources: Params, targets: Params) -> list[torch.T
 
 
 def target_views(piece: Piece, targets: Params) -> list[torch.Tensor]:
-    """Where a piece belongs at its receiver."""
+    """A piece's elements at its receiver."""
     return views(targets, piece.copy.target_param, piece.at(piece.copy.target_at), piece.size)
 
 
 def fill(copy: Copy, into: Sequence[torch.Tensor], out_of: Sequence[torch.Tensor]) -> None:
-    """Copy the same items from one list of [items, rows, cols] to another, converted to the wire's type."""
-    if len(into) != len(out_of):  # parameters of their own on one side, a stack on the other
+    """Copy items from one list of [items, rows, cols] to another, converted to the wire's data type."""
+    if len(into) != len(out_of):  # one side has a parameter for each item, the other one a stack
         into, out_of = (items if len(items) > 1 else items[0].split(1) for items in (into, out_of))
     convert = _converter(copy, out_of)
     if convert is None:
@@ -208,12 +208,12 @@ def fill(copy: Copy, into: Sequence[torch.Tensor], out_of: Sequence[torch.Tensor
 
 
 def _scratch_bytes(copy: Copy, source: Sequence[torch.Tensor]) -> int:
-    """What making the wire's values takes beside them."""
+    """The temporary memory of converting a copy to the wire's data type."""
     return SCRATCH_BYTES * FP8_TILE * source[0].shape[2] if _converter(copy, source) else 0
 
 
 def _converter(copy: Copy, source: Sequence[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """What makes the wire's values of a block of source elements; None where a plain copy does."""
+    """The function that converts a block of source elements for the wire; None where a plain copy suffices."""
     if copy.forwarded:
         return None
     if copy.name.endswith(SCALE_SUFFIX):
@@ -232,7 +232,7 @@ def _lane(peer: int, pieces: list[tuple[Piece, list[torch.Tensor]]]) -> Lane:
 
 
 def _post(group: Any, step: Step, out: torch.Tensor, into: torch.Tensor) -> OnTheWay:
-    """Start a round: the receives first, for the peers that are ahead, then each send as soon as it is packed."""
+    """Post a round: first the receives, for peers that are ahead, then each send as soon as it is packed."""
     unpack: list[tuple[Lane, torch.Tensor]] = []
     if not (step.receives or step.sends):
         return OnTheWay([], [])
@@ -249,7 +249,7 @@ def _post(group: Any, step: Step, out: torch.Tensor, into: torch.Tensor) -> OnTh
 
 
 def _places(lanes: Sequence[Lane], buffer: torch.Tensor) -> Iterator[tuple[Lane, torch.Tensor]]:
-    """Each message with the bytes that it is sent from or received into."""
+    """Each message with the bytes that it is sent from or received in."""
     start = 0
     for lane in lanes:
         yield lane, buffer[start : start + lane.num_bytes] if lane.direct is None else lane.direct

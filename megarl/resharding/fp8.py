@@ -1,7 +1,7 @@
 """Weights for fp8 engines: 128 x 128 tiles of float8_e4m3fn, each with one float32 scale (DeepSeek-V3, section 3.3.2).
 
-weight = quantised x scale. The sender quantises, so that half the bytes of bf16 travel: what a tile becomes depends on
-that tile alone, so a rectangle that starts and ends on tile boundaries gives the same bytes as the whole tensor would.
+weight = quantised x scale. The sender quantises, which halves the bytes on the wire: a tile's result depends on that
+tile alone, so a rectangle with tile boundaries gives the same bytes as the whole tensor.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from megarl.parallel.layout import FP8_TILE
-from megarl.resharding.shards import LayoutError, Part, Range, Shard
+from megarl.resharding.shards import LayoutError, Part, Shard, tiles
 
-SCALE_SUFFIX = "_scale_inv"  # of a tensor's name in the checkpoint: behind it are the scales that multiply it
+SCALE_SUFFIX = "_scale_inv"  # a weight's name with it is the name of its scales in the checkpoint
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max  # 448
 
 
 def quantise(block: torch.Tensor) -> torch.Tensor:
-    """block [items, rows, cols] of any float type, beginning on a tile boundary, as float8_e4m3fn of the same shape.
+    """Quantise a block [items, rows, cols] of any float type, which begins on a tile boundary, to float8_e4m3fn.
 
-    Takes a strip of 128 rows in float32 beside the result. Last tiles may be smaller.
+    Needs float32 memory for a strip of 128 rows. Last tiles may be smaller.
     """
     quantised = torch.empty(block.shape, dtype=FP8, device=block.device)
     for (item, strip), rows in _strips(block):
         scales = _scales(rows).repeat_interleave(FP8_TILE)[: rows.shape[1]]
-        scaled = rows.div_(scales).clamp_(-LARGEST, LARGEST)  # a scale too small for float32's precision rounds down
+        scaled = rows.div_(scales).clamp_(-LARGEST, LARGEST)  # a denormal scale may have been rounded down
         quantised[item, strip * FP8_TILE : (strip + 1) * FP8_TILE].copy_(scaled)
     return quantised
 
@@ -45,7 +45,7 @@ def tile_scales(block: torch.Tensor) -> torch.Tensor:
 
 
 def _strips(block: torch.Tensor) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
-    """(item, number of the strip), and a float32 copy of its up to 128 rows."""
+    """((item, number of the strip), a float32 copy of the strip's at most 128 rows)."""
     for item, matrix in enumerate(block):
         for strip, rows in enumerate(matrix.split(FP8_TILE)):
             yield (item, strip), rows.to(torch.float32, copy=True)
@@ -56,15 +56,15 @@ def _scales(rows: torch.Tensor) -> torch.Tensor:
     largest = rows.abs().amax(0)
     ragged = -len(largest) % FP8_TILE
     largest = torch.nn.functional.pad(largest, (0, ragged)).view(-1, FP8_TILE).amax(1)
-    scales = largest / torch.full_like(largest, LARGEST)  # by a number CUDA multiplies with its rounded reciprocal
+    scales = largest / torch.full_like(largest, LARGEST)  # by a scalar, CUDA would multiply with its reciprocal
     return torch.where(scales == 0, 1.0, scales)
 
 
 def with_scales(sources: Sequence[Part], targets: Sequence[Part]) -> list[Part]:
-    """The source parts with the scales that the targets ask for, as shards of their own behind each weight's.
+    """The source parts with the scales that the targets need, as shards after those of the weights.
 
-    A scale's shard names the weight's parameter, but its ranges and its cell count tiles: the sender computes it from
-    them. Raises LayoutError where a source cuts a tile, for then no rank alone knows its scale.
+    A shard of scales names the weight's parameter, but its ranges and its cell count tiles, from which the sender
+    computes the scales. Raises LayoutError where a source cuts a tile, because then no rank can compute its scale.
     """
     asked = {shard.name for part in targets for shard in part.shards if shard.name.endswith(SCALE_SUFFIX)}
     if not asked:
@@ -93,9 +93,5 @@ def _scale_shard(shard: Shard, ends: tuple[int, int]) -> Shard:
             problem = f"a training rank's {where} cut a tile of {FP8_TILE}, so no rank alone can compute its scale"
             raise LayoutError(f"{shard.name}: {problem}")
     cells = item, at[0] // FP8_TILE, at[1] // FP8_TILE
-    name, rows, cols = shard.name + SCALE_SUFFIX, _tiles(shard.rows), _tiles(shard.cols)
+    name, rows, cols = shard.name + SCALE_SUFFIX, tiles(shard.rows), tiles(shard.cols)
     return Shard(name, rows, cols, shard.param, cells, shard.items, "float32")
-
-
-def _tiles(elements: Range) -> Range:
-    return elements[0] // FP8_TILE, -(-elements[1] // FP8_TILE)

@@ -1,14 +1,14 @@
-"""Where the training ranks keep each part of the model: Megatron-Core 0.16.1's GPTModel.
+"""The weight map of the training ranks: the parameters of Megatron-Core 0.16.1's GPTModel.
 
-Facts from megatron/core: `linear_qkv` holds, for each key/value group, its query heads, then its key, then its value,
-and is cut evenly over TP, inside a group where there are fewer groups than ranks (transformer/attention.py);
-`linear_fc1` holds [gate; up] of the rank's slice; embedding and output layer are cut by vocabulary rows after padding;
-MLA's down projections are whole on every rank (transformer/multi_latent_attention.py); layers are numbered inside
+Facts from megatron/core: `linear_qkv` has, for each key/value group, its query heads, then its key, then its value,
+and is split evenly over TP, inside a group where there are fewer groups than ranks (transformer/attention.py);
+`linear_fc1` is [gate; up] of the rank's slice; embedding and output layer are split by vocabulary rows after padding;
+MLA's down projections are replicated on every rank (transformer/multi_latent_attention.py); layers are numbered inside
 their model chunk; the last stage has the final norm, the output layer (with tied embeddings a copy of the embedding)
 and the multi-token prediction layers with another copy; no copies if it is the first stage too
-(transformer/multi_token_prediction.py); with such layers the final norm is behind the last decoder layer, wherever
-that is (transformer/transformer_block.py). A scorer's head, in place of the output layer, is whole on every rank.
-TransformerEngine's modules fuse a norm into the linear layer behind it, and number grouped experts behind the name.
+(transformer/multi_token_prediction.py); with such layers the final norm follows the last decoder layer, in whichever
+stage that is (transformer/transformer_block.py). A score head, in place of the output layer, is replicated.
+TransformerEngine's modules fuse a norm into the next linear layer, and append the numbers of grouped experts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megarl.parallel.layout import TrainLayout
-from megarl.resharding.shards import EMBEDDING, LM_HEAD, STACK, Part, Range, Shard, intersect
+from megarl.resharding.shards import EMBEDDING, LM_HEAD, STACK, Part, Range, Shard, intersect, share
 from megarl.resharding.tensors import FINAL_NORM, SCORE, expert_stack, layer_prefix, mtp_prefix
 from megarl.types import MlaShape, ModelShape
 
@@ -25,10 +25,10 @@ Shards = Iterator[Shard]
 
 
 def parts(shape: ModelShape, layout: TrainLayout, transformer_engine: bool = False) -> list[Part]:
-    """What the ranks hold, by who holds the same: dense weights by (stage, TP rank), experts by (stage, EP, ETP rank).
+    """The shards of all ranks, grouped by replicas: dense weights by (stage, TP), experts by (stage, EP, ETP rank).
 
-    transformer_engine chooses TransformerEngine's parameter names instead of Megatron's local ones. Inside a part the
-    shards are in the order of the layers.
+    transformer_engine: use TransformerEngine's parameter names in place of Megatron's own. Inside a part the shards are
+    in the order of the layers.
     """
     names = Names(transformer_engine)
     dense: dict[tuple[int, int], list[int]] = {}
@@ -50,7 +50,7 @@ def parts(shape: ModelShape, layout: TrainLayout, transformer_engine: bool = Fal
 
 
 def shards(shape: ModelShape, layout: TrainLayout, rank: int, transformer_engine: bool = False) -> list[Shard]:
-    """Everything that training rank `rank` holds. Where its vocabulary rows are all padding the rectangle is empty."""
+    """All shards of training rank `rank`; the shard of vocabulary rows that are all padding is empty."""
     at, names = layout.coords(rank), Names(transformer_engine)
     found = list(_dense(shape, layout, names, at.pp, at.tp))
     if shape.num_experts:
@@ -65,17 +65,17 @@ class Names:
     transformer_engine: bool
 
     def norm(self, plain: str, linear: str) -> str:
-        """A norm by its own name, or as a part of the linear layer behind it."""
+        """A norm's own parameter, or that of the linear layer into which it is fused."""
         return f"{linear}.layer_norm_weight" if self.transformer_engine else f"{plain}.weight"
 
     def expert(self, linear: str) -> str:
-        """The stack of the rank's experts' linear_fc1 or linear_fc2."""
+        """The stack of linear_fc1 or linear_fc2 of the rank's experts."""
         return f"{linear}.weight{STACK}" if self.transformer_engine else f"local_experts.{STACK}.{linear}.weight"
 
 
 @dataclass(frozen=True)
 class Place:
-    """One layer: the start of its names in the checkpoint and in the rank's model."""
+    """A layer, with the prefixes of its names in the checkpoint (`name`) and in the rank's model (`param`)."""
 
     layer: int
     param: str
@@ -86,7 +86,7 @@ class Place:
 
 
 def _places(shape: ModelShape, layout: TrainLayout, stage: int) -> Iterator[Place]:
-    """The layers of a stage in order, multi-token prediction's behind the decoder's."""
+    """The layers of a stage in order; multi-token prediction layers follow the decoder's."""
     for chunk in range(layout.vpp):
         for local, layer in enumerate(layout.layers(stage, shape.num_layers, chunk)):
             yield Place(layer, f"{_chunk_prefix(layout, chunk)}decoder.layers.{local}.")
@@ -103,16 +103,12 @@ def _mtp_param(layout: TrainLayout, index: int) -> str:
     return f"{_chunk_prefix(layout, layout.vpp - 1)}mtp.layers.{index}."
 
 
-def _share(size: int, ranks: int, rank: int) -> Range:
-    return rank * (size // ranks), (rank + 1) * (size // ranks)
-
-
 def _vector(name: str, size: int, param: str, dtype: str = "") -> Shard:
     return Shard(name, (0, size), (0, 1), param, dtype=dtype)
 
 
 def _dense(shape: ModelShape, layout: TrainLayout, names: Names, stage: int, tp_rank: int) -> Shards:
-    """All that is not a routed expert, of one stage and TP rank."""
+    """All weights of one stage and TP rank except routed experts."""
     first, last = stage == 0, stage == layout.pp - 1
     if first:
         param = _chunk_prefix(layout, 0) + "embedding.word_embeddings.weight"
@@ -140,7 +136,7 @@ def _dense(shape: ModelShape, layout: TrainLayout, names: Names, stage: int, tp_
 
 
 def _final_norm_stage(shape: ModelShape, layout: TrainLayout) -> int:
-    """The virtual stage that has the decoder's last norm: the last one, with MTP that of the last decoder layer."""
+    """The virtual stage with the decoder's final norm: the last stage, or with MTP that of the last decoder layer."""
     last = layout.pp * layout.vpp - 1
     if shape.num_mtp_layers:
         while last and layout.stage_layers and not layout.stage_layers[last]:
@@ -149,7 +145,7 @@ def _final_norm_stage(shape: ModelShape, layout: TrainLayout) -> int:
 
 
 def _vocab_rows(shape: ModelShape, layout: TrainLayout, tp_rank: int, name: str, param: str) -> Shard:
-    padded = _share(layout.padded_vocab(shape.vocab_size), layout.tp, tp_rank)
+    padded = share(layout.padded_vocab(shape.vocab_size), layout.tp, tp_rank)
     return Shard(name, intersect(padded, (0, shape.vocab_size)), (0, shape.hidden_size), param)
 
 
@@ -161,7 +157,7 @@ def _attention(shape: ModelShape, layout: TrainLayout, names: Names, place: Plac
         yield Shard(f"{name}{letter}_proj.weight", rows, (0, hidden), fused + "weight", (0, row, 0))
         if shape.qkv_bias:
             yield Shard(f"{name}{letter}_proj.bias", rows, (0, 1), fused + "bias", (0, row, 0))
-    cols = _share(shape.num_heads * shape.head_dim, layout.tp, tp_rank)
+    cols = share(shape.num_heads * shape.head_dim, layout.tp, tp_rank)
     yield Shard(name + "o_proj.weight", (0, hidden), cols, param + "linear_proj.weight")
     if shape.qk_norm:
         for letter in "qk":
@@ -169,10 +165,10 @@ def _attention(shape: ModelShape, layout: TrainLayout, names: Names, place: Plac
 
 
 def _fused_rows(shape: ModelShape, ranks: int, rank: int) -> Iterator[tuple[str, Range, int]]:
-    """What a rank's rows of the fused projection are: (q, k or v; rows of that tensor; row of the parameter)."""
+    """A rank's rows of the fused projection: ("q", "k" or "v"; rows of that tensor; row of the parameter)."""
     kv_rows = shape.head_dim
     q_rows = shape.num_heads // shape.num_kv_heads * shape.head_dim
-    mine = _share(shape.num_kv_heads * (q_rows + 2 * kv_rows), ranks, rank)
+    mine = share(shape.num_kv_heads * (q_rows + 2 * kv_rows), ranks, rank)
     start = 0
     for group in range(shape.num_kv_heads):
         for letter, size in (("q", q_rows), ("k", kv_rows), ("v", kv_rows)):
@@ -193,7 +189,7 @@ def _latent_attention(shape: ModelShape, layout: TrainLayout, names: Names, plac
     name, param = place.name + "self_attn.", place.param + "self_attention."
     yield _vector(place.name + "input_layernorm.weight", shape.hidden_size, place.param + "input_layernorm.weight")
     q_rows, kv_rows, o_cols = (
-        _share(shape.num_heads * size, layout.tp, tp_rank)
+        share(shape.num_heads * size, layout.tp, tp_rank)
         for size in (mla.nope_dim + mla.rope_dim, mla.nope_dim + mla.v_dim, mla.v_dim)
     )
     yield from _queries(mla, names, name, param, q_rows, hidden)
@@ -223,7 +219,7 @@ ATTENTION: dict[str, Callable[[ModelShape, TrainLayout, Names, Place, int], Shar
 
 
 def _dense_mlp(shape: ModelShape, layout: TrainLayout, names: Names, place: Place, tp_rank: int) -> Shards:
-    """The MLP of a dense layer; of a MoE layer its norm, its router and its shared experts."""
+    """The norm and the MLP of a dense layer, or the norm, the router and the shared experts of a MoE layer."""
     name, param, hidden = place.name + "mlp.", place.param + "mlp.", shape.hidden_size
     norm = place.param + "pre_mlp_layernorm"
     if shape.is_dense(place.layer):
@@ -241,26 +237,26 @@ def _dense_mlp(shape: ModelShape, layout: TrainLayout, names: Names, place: Plac
 
 
 def _gated(name: str, param: str, hidden: int, width: int, ranks: int, rank: int) -> Shards:
-    mine, fc1 = _share(width, ranks, rank), param + "linear_fc1.weight"
+    mine, fc1 = share(width, ranks, rank), param + "linear_fc1.weight"
     yield Shard(name + "gate_proj.weight", mine, (0, hidden), fc1)
     yield Shard(name + "up_proj.weight", mine, (0, hidden), fc1, (0, width // ranks, 0))
     yield Shard(name + "down_proj.weight", (0, hidden), mine, param + "linear_fc2.weight")
 
 
 def _mtp(shape: ModelShape, layout: TrainLayout, index: int, tp_rank: int) -> Shards:
-    """What a multi-token prediction layer has beside its transformer layer."""
+    """The weights of a multi-token prediction layer except those of its transformer layer."""
     name, param, hidden = mtp_prefix(shape, index), _mtp_param(layout, index), shape.hidden_size
     for norm, of in (("enorm", "enorm"), ("hnorm", "hnorm"), ("shared_head.norm", "final_layernorm")):
         yield _vector(f"{name}{norm}.weight", hidden, f"{param}{of}.weight")
-    rows = _share(hidden, layout.tp, tp_rank)
+    rows = share(hidden, layout.tp, tp_rank)
     yield Shard(name + "eh_proj.weight", rows, (0, 2 * hidden), param + "eh_proj.weight")
 
 
 def _experts(
     shape: ModelShape, layout: TrainLayout, names: Names, stage: int, ep_rank: int, etp_rank: int
 ) -> Shards:
-    items, hidden = _share(shape.num_experts, layout.ep, ep_rank), (0, shape.hidden_size)
-    mine, width = _share(shape.moe_ffn_size, layout.etp, etp_rank), shape.moe_ffn_size // layout.etp
+    items, hidden = share(shape.num_experts, layout.ep, ep_rank), (0, shape.hidden_size)
+    mine, width = share(shape.moe_ffn_size, layout.etp, etp_rank), shape.moe_ffn_size // layout.etp
     for place in _places(shape, layout, stage):
         if shape.is_dense(place.layer):
             continue

@@ -1,9 +1,9 @@
 """One member of the exchange: the SGLang scheduler process of a GPU, or its training rank where no engine runs.
 
-The members meet in a key-value store. Before a byte moves they agree on what they were given, on the number of rounds
-and that their plans fit together; a member that cannot take part is an error with its own words everywhere, and not a
-hang. An exchange has succeeded when every member has written and checked all of its targets. After any failure the
-process group is thrown away, and the next attempt writes everything anew in another one.
+The members communicate through a key-value store. Before a byte moves they agree on their inputs, on the number of
+rounds, and that their plans match; a member that cannot take part raises its error on every member, so that none hangs.
+An exchange has succeeded when every member has written and verified all of its targets. After any failure the process
+group is discarded, and the next attempt writes everything again in a new one.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megarl.device import join_store
 from megarl.resharding import engine_model, fp8, megatron_map, sglang_map
-from megarl.resharding.agreement import Agreement, Verdict
+from megarl.resharding.agreement import Agreement, Vote
 from megarl.resharding.execute import Executor, Params
-from megarl.resharding.memory_handles import attach
+from megarl.resharding.memory_handles import map_params
 from megarl.resharding.plan import DIGEST_BITS, MemberPlan, Streams, plan_streams
 from megarl.resharding.session import Session
-from megarl.resharding.shards import FAULTS_SHOWN, LayoutError, Part, Shard, cells, verify_params
+from megarl.resharding.shards import LayoutError, Part, Shard, cells, first_of, verify_params
 from megarl.resharding.transport import Ask, close_group, make_group
 from megarl.resharding.verify import Verifier, VerifyError
 
-PLANNER = 1  # to be raised whenever the same inputs give another plan: members of two versions must not meet
+PLANNER = 1  # increase it whenever the same inputs give another plan: members of two versions must not exchange
 SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class Stats:
-    """What one exchange cost one member, or (from `collect_stats`) all of them.
+    """The cost of one exchange for one member, or (from `collect_stats`) for all of them.
 
-    Bytes sent over a wire, of them to another node, and bytes copied inside the GPU; the peak of memory beside the
-    parameters; seconds spent on the plan (0 when it was kept), and on everything. Of several members the bytes are
-    sums; memory and seconds are the largest.
+    Bytes sent over a wire, the part of them to another node, and bytes copied inside the GPU; the peak of extra memory;
+    seconds of planning (0 when the plan was kept), and in total. For several members bytes are sums, extra memory and
+    seconds are maxima.
     """
 
     wire_bytes: int
@@ -52,20 +52,20 @@ class Stats:
 
 
 class Member:
-    """Takes part in every exchange of a run. The plan is made once, on the first."""
+    """A member in all exchanges of a run. The plan is made in the first exchange."""
 
     def __init__(self, session: Session, source_params: Params | None = None) -> None:
-        """source_params: the training rank's own; None in an engine process, which maps the published ones if any."""
+        """source_params: those of the training rank itself; None in an engine process, which maps session.source."""
         self.session = session
         if source_params is None:
-            source_params = attach(session.source) if session.source else {}
+            source_params = map_params(session.source) if session.source else {}
         self.source_params = source_params
         self._store = PrefixStore(f"reshard/{session.run_id}", join_store(session.meet, session.timeout_s))
         self._agreement = Agreement(self._store, session.member, session.num_members, session.timeout_s)
-        self._plan: tuple[list[int], MemberPlan] | None = None  # with the numbers of rounds that it was dealt for
+        self._plan: tuple[list[int], MemberPlan] | None = None  # (rounds of each chapter, plan)
         self._executor: Executor | None = None
-        self._group: tuple[str, Any] | None = None  # with the key that it was made under
-        self._plan_s = 0.0  # seconds that the plan has taken in the present exchange
+        self._group: tuple[str, Any] | None = None  # (key of its prefix store, process group)
+        self._plan_s = 0.0  # seconds of planning in the current exchange
 
     @cached_property
     def source_parts(self) -> list[Part]:
@@ -93,12 +93,12 @@ class Member:
         fault: Exception | None = None,
         finish: Callable[[], None] | None = None,
     ) -> Stats:
-        """Bring this member's target parameters to `version`; all members must call it. Returns this member's cost.
+        """Update this member's target parameters to `version`; collective. Returns this member's cost.
 
-        attempt: never the same twice. targets may be other tensors each time (an engine may rebind them). fault: why
-        the caller cannot take part; it is raised here, after the others have heard of it. finish: called when the
-        targets are written; what it raises fails the exchange for all. Raises what this member finds wrong
-        (LayoutError, UserFault, VerifyError), or RuntimeError with the words of another member.
+        attempt: unique in a run. targets may be different tensors each time (an engine may rebind them). fault: the
+        reason why the caller cannot take part, which is raised here after the other members have received it. finish:
+        called when the targets are written; an exception of it fails the exchange for all. Raises this member's own
+        fault (LayoutError, UserFault, VerifyError), or RuntimeError with the message of another member.
         """
         started, targets = time.perf_counter(), targets or {}
         self._plan_s = 0.0
@@ -108,8 +108,8 @@ class Member:
         stage = done if has_group else f"{attempt}/prepared"
         try:
             executor, ask = self._prepare(outcome["rounds"], targets), partial(self._agreement.ask, done)
-            if not has_group:  # NCCL waits without a bound for a member that fails before it joins
-                self._agreement.reach(stage, {}, lambda verdicts: {})
+            if not has_group:  # NCCL would wait forever for a member that fails before it joins
+                self._agreement.reach(stage, {}, lambda votes: {})
                 stage = done
                 self._join(key, ask)
             assert self._group
@@ -120,24 +120,24 @@ class Member:
             stats = self._stats(extra_bytes, time.perf_counter() - started)
         except Exception as error:
             first = self._agreement.refuse(stage, f"failed in the exchange: {error}")
-            self.close()  # only now, so that peers that fail for it find these words
+            self.close()  # only now, so that peers that fail because of it find this error
             if first:
                 raise RuntimeError(first) from error
             raise
         try:
-            self._agreement.reach(stage, asdict(stats), lambda verdicts: {})
+            self._agreement.reach(stage, asdict(stats), lambda votes: {})
         except Exception:
             self.close()
             raise
-        if self.session.engine.fp8:  # SGLang may bind such weights anew, and the tables would keep the old memory
+        if self.session.engine.fp8:  # SGLang may rebind fp8 weights, and the executor would keep the old memory
             self._executor = None
         return stats
 
     def verify(self, targets: Params, ask: Ask = lambda: None) -> None:
-        """Hold this member's targets against what the others have, as session.verify says; all must call it.
+        """Compare this member's targets with their sources, in the mode session.verify; collective.
 
-        Raises VerifyError, or what `ask` raises when another member has failed. Only between two exchanges that
-        succeeded, or inside one.
+        Raises VerifyError, or what `ask` raises when another member has failed. Call it only inside an exchange, or
+        between two that have succeeded.
         """
         s = self.session
         if s.verify != "off":
@@ -145,30 +145,30 @@ class Member:
             bounds = s.round_bytes, s.timeout_s, ask
             Verifier(self.streams, s.engine, self._group[1], self.source_params, targets, *bounds).check(s.verify)
 
-    def _agree(self, stage: str, version: int, targets: Params, fault: Exception | None) -> Verdict:
-        """Go on only if every member is ready, and was given the same."""
+    def _agree(self, stage: str, version: int, targets: Params, fault: Exception | None) -> Vote:
+        """Return the outcome if every member is ready and has the same inputs; otherwise raise."""
         fault = fault or self._fault(targets)
         if fault:
             self.close()
             self._agreement.refuse(stage, f"cannot take part: {fault}")
             raise fault
         outdated = self._agreement.forget()
-        verdict = {
+        vote = {
             "inputs": self._inputs(version),
             "rounds": self.streams.rounds_needed(self.session.round_bytes),
             "digest": str(self.streams.digest),
             "group": self._group[0] if self._group else "",
         }
         try:
-            outcome = self._agreement.reach(stage, verdict, lambda verdicts: conclude(f"group/{stage}", verdicts))
+            outcome = self._agreement.reach(stage, vote, lambda votes: conclude(f"group/{stage}", votes))
         except Exception:
             self.close()
             raise
-        self._agreement.delete(outdated)  # everyone has come to this stage, so nobody reads the older ones any more
+        self._agreement.delete(outdated)  # all members have reached this stage, so nobody reads older keys
         return outcome
 
     def _fault(self, targets: Params) -> Exception | None:
-        """What keeps this member from taking part: parameters that the maps do not describe, or no plan."""
+        """The reason why this member cannot take part: parameters that the maps do not describe, or no plan."""
         try:
             verify_params(self._shards(self.source_parts), self.source_params)
             for name, param in self.source_params.items():
@@ -193,13 +193,13 @@ class Member:
                     raise LayoutError(f"{name} is {targets[name].dtype}, the exchange brings {dtype}")
 
     def _inputs(self, version: int) -> dict[str, str]:
-        """What all members must have been given alike."""
+        """The inputs that must be equal on all members."""
         s = self.session
         names = ("shape", "train", "engine", "transformer_engine", "dtype", "round_bytes", "gpus_per_node", "verify")
         return {"planner": str(PLANNER), "version": str(version)} | {name: repr(getattr(s, name)) for name in names}
 
     def _prepare(self, rounds: list[int], targets: Params) -> Executor:
-        """The plan and its tables, made anew where the number of rounds or the parameters have changed."""
+        """The executor, made again where the number of rounds or the parameters have changed."""
         started = time.perf_counter()
         if self._plan is None or self._plan[0] != rounds:
             self._plan, self._executor = (rounds, self.streams.deal(rounds)), None
@@ -209,13 +209,13 @@ class Member:
         return self._executor
 
     def _join(self, key: str, ask: Ask) -> None:
-        """Make the group of this key in place of the one that is there; all members must call it."""
+        """Replace the process group by that of this key; collective."""
         self.close()
         s = self.session
         self._group = key, make_group(PrefixStore(key, self._store), s.member, s.num_members, s.timeout_s, ask)
 
     def close(self) -> None:
-        """End this member's process group; another exchange makes a new one."""
+        """End this member's process group; the next exchange makes a new one."""
         if self._group:
             close_group(self._group[1])
         self._group = None
@@ -234,30 +234,30 @@ class Member:
         )
 
 
-def conclude(new_group: str, verdicts: Sequence[Verdict]) -> Verdict:
-    """What members that are all ready go on with. Raises RuntimeError where they do not fit together."""
-    for member, verdict in enumerate(verdicts):
-        for name, value in verdict["inputs"].items():
-            if value != verdicts[0]["inputs"][name]:
-                first = verdicts[0]["inputs"][name]
+def conclude(new_group: str, votes: Sequence[Vote]) -> Vote:
+    """The outcome of the votes of members that are all ready. Raises RuntimeError where they do not match."""
+    for member, vote in enumerate(votes):
+        for name, value in vote["inputs"].items():
+            if value != votes[0]["inputs"][name]:
+                first = votes[0]["inputs"][name]
                 raise RuntimeError(f"reshard: {name} is {first} for member 0 and {value} for member {member}")
-    if sum(int(verdict["digest"]) for verdict in verdicts) % 2**DIGEST_BITS:
-        raise RuntimeError("reshard: what the members would send is not what they would receive")
-    groups = {verdict["group"] for verdict in verdicts}
+    if sum(int(vote["digest"]) for vote in votes) % 2**DIGEST_BITS:
+        raise RuntimeError("reshard: the members' plans do not match: sends differ from receives")
+    groups = {vote["group"] for vote in votes}
     return {
-        "rounds": [max(numbers) for numbers in zip(*(verdict["rounds"] for verdict in verdicts), strict=True)],
+        "rounds": [max(numbers) for numbers in zip(*(vote["rounds"] for vote in votes), strict=True)],
         "group": groups.pop() if len(groups) == 1 and "" not in groups else new_group,
     }
 
 
 def member_stats(store: Store, run_id: str, attempt: int, num_members: int) -> list[Stats]:
-    """What an attempt that succeeded cost each member; to be read before the next attempt."""
+    """The cost of a successful attempt for each member; read it before the next attempt."""
     store = PrefixStore(f"reshard/{run_id}", store)
     return [Stats(**json.loads(store.get(f"{attempt}/done/{member}"))) for member in range(num_members)]
 
 
 def collect_stats(store: Store, run_id: str, attempt: int, num_members: int) -> Stats:
-    """What an attempt that succeeded cost all members together; to be read before the next attempt."""
+    """The cost of a successful attempt for all members; read it before the next attempt."""
     found = member_stats(store, run_id, attempt, num_members)
     return Stats(
         wire_bytes=sum(stats.wire_bytes for stats in found),
@@ -281,7 +281,7 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
     message = json.loads(encoded.cpu().numpy().tobytes())
     run_id = message["run_id"]
     if "sessions" in message:
-        if run_id in _engine_members:  # with handles that are not valid any more
+        if run_id in _engine_members:  # whose handles are no longer valid
             _engine_members[run_id].close()
         _engine_members[run_id] = Member(Session.from_json(message["sessions"][str(dist.get_rank())]))
     member = _engine_members[run_id]
@@ -292,7 +292,7 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
         if member.session.verify == "off":
             return
         if faults := engine_model.constant_faults(model) + engine_model.derived_faults(model):
-            raise VerifyError("; ".join(faults[:FAULTS_SHOWN]))
+            raise VerifyError(first_of(faults))
 
     member.run(
         message["version"],

@@ -1,7 +1,7 @@
-"""Lend parameters to another process of the same GPU: it maps the same memory, nothing is copied.
+"""Sharing parameters with another process of the same GPU, which maps the same memory without a copy.
 
-CPU: a storage moves, in place, into a shared-memory file that is already unlinked; the other process reaches it through
-/proc/<pid>/fd, so that no file is left behind however either process ends. CUDA: the storage's IPC handle.
+CPU: a storage moves in place into a shared-memory file that is already unlinked; the other process opens it through
+/proc/<pid>/fd, so that no file is left however either process ends. CUDA: the storage's IPC handle.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class CpuStorage:
 
 @dataclass(frozen=True)
 class CudaStorage:
-    """What `UntypedStorage._share_cuda_` returns, without the device; bytes as hex."""
+    """The result of `UntypedStorage._share_cuda_` without the device; bytes as hex."""
 
     handle: str
     num_bytes: int
@@ -42,7 +42,7 @@ class CudaStorage:
 
 @dataclass(frozen=True)
 class ParamView:
-    """One parameter inside a storage; offset and stride count elements, dtype is torch's name ("float32")."""
+    """A parameter inside a storage; offset and stride count elements, dtype is torch's name ("float32")."""
 
     storage: int
     offset: int
@@ -53,7 +53,7 @@ class ParamView:
 
 @dataclass(frozen=True)
 class SourceHandles:
-    """The published parameters of one training rank; many parameters share one storage (Megatron's flat buffers)."""
+    """The shared parameters of one training rank; many parameters are in one storage (Megatron's flat buffers)."""
 
     storages: tuple[CpuStorage | CudaStorage, ...]
     params: dict[str, ParamView]
@@ -71,10 +71,10 @@ class SourceHandles:
         return SourceHandles(storages, params)
 
 
-def publish(params: Mapping[str, torch.Tensor]) -> SourceHandles:
-    """Make `params` mappable by another process; they stay where they are for this one, and must outlive the mapping.
+def share_params(params: Mapping[str, torch.Tensor]) -> SourceHandles:
+    """Make `params` mappable by another process; for this process they do not change. They must outlive the mapping.
 
-    Raises UserFault when the shared memory of the machine is too small.
+    Raises UserFault when the machine's shared memory is too small.
     """
     index: dict[int, int] = {}
     handles: list[CpuStorage | CudaStorage] = []
@@ -83,7 +83,7 @@ def publish(params: Mapping[str, torch.Tensor]) -> SourceHandles:
         storage = param.untyped_storage()
         if storage._cdata not in index:
             index[storage._cdata] = len(handles)
-            handles.append(_publish_storage(storage))
+            handles.append(_share_storage(storage))
         views[name] = ParamView(
             index[storage._cdata],
             int(param.storage_offset()),
@@ -94,7 +94,7 @@ def publish(params: Mapping[str, torch.Tensor]) -> SourceHandles:
     return SourceHandles(tuple(handles), views)
 
 
-def _publish_storage(storage: torch.UntypedStorage) -> CpuStorage | CudaStorage:
+def _share_storage(storage: torch.UntypedStorage) -> CpuStorage | CudaStorage:
     if storage.device.type == "cpu":
         _check_shared_memory(storage)
         fd, num_bytes = storage._share_fd_cpu_()
@@ -104,7 +104,7 @@ def _publish_storage(storage: torch.UntypedStorage) -> CpuStorage | CudaStorage:
 
 
 def _check_shared_memory(storage: torch.UntypedStorage) -> None:
-    """Writing past the limit of the file system would kill the process with SIGBUS, without a word."""
+    """Check the free space of the file system: writing past its limit would kill the process with SIGBUS."""
     usage = os.statvfs(SHARED_MEMORY)
     free_bytes = usage.f_bavail * usage.f_frsize
     if not storage.is_shared() and storage.nbytes() > free_bytes:
@@ -112,12 +112,12 @@ def _check_shared_memory(storage: torch.UntypedStorage) -> None:
         raise UserFault(SHARED_MEMORY, problem, "make it larger (docker: --shm-size) or train a smaller model")
 
 
-def attach(handles: SourceHandles) -> dict[str, torch.Tensor]:
-    """Map what another process of this machine (and, on CUDA, this GPU) published: name -> tensor on that memory.
+def map_params(handles: SourceHandles) -> dict[str, torch.Tensor]:
+    """Map the parameters of another process of this machine (on CUDA of this GPU): name -> tensor on that memory.
 
-    Raises RuntimeError when the publishing process is gone.
+    Raises RuntimeError when the other process has ended.
     """
-    storages = [_attach_storage(handle) for handle in handles.storages]
+    storages = [_map_storage(handle) for handle in handles.storages]
     found = {}
     for name, view in handles.params.items():
         storage = storages[view.storage]
@@ -126,7 +126,7 @@ def attach(handles: SourceHandles) -> dict[str, torch.Tensor]:
     return found
 
 
-def _attach_storage(handle: CpuStorage | CudaStorage) -> torch.UntypedStorage:
+def _map_storage(handle: CpuStorage | CudaStorage) -> torch.UntypedStorage:
     if isinstance(handle, CudaStorage):
         return torch.UntypedStorage._new_shared_cuda(
             torch.cuda.current_device(),

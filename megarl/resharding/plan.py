@@ -1,15 +1,16 @@
-"""Who sends which box of which tensor to whom, and when: integers only, and the same on every member without talking.
+"""The resharding plan: which member sends which box of which tensor to which member, and in which round.
 
+Integers only; every member computes the same plan without communication.
 A member is one GPU slot; it may hold source shards (its training rank) and target shards (its engine rank).
-- Flows: what a target part wants is cut along the boxes in which the sources hold it; each element is in one box.
-- Routes (routes.py): of the replicas of a box the nearest and least loaded one sends it. It enters a node once over the
-  fabric; who got it forwards it, out of its own engine parameter, to the others of its node that want it.
-- Chapters: a flow's place in its source part is its time, so that all pipeline stages send all the time. What one
-  chapter brings into a node is forwarded in the next one.
-- Streams: all that goes from one member to another in a chapter, in an order that both ends know.
-- Rounds: each round of a chapter carries the same share of every stream; that bounds a round on every member.
-Routes follow from a pair (parts that hold a box, part that wants it) alone, so a member looks only at the pairs that it
-is in: its plan costs what it moves, not what the cluster moves. Its digest shows that the others plan the same.
+- Flows: the shards of a target part, cut along the boxes that the sources hold; each element is in one box.
+- Routes (routes.py): the nearest and least loaded replica of a box sends it. A box enters a node once over the fabric;
+  the member that receives it forwards it, from its own engine parameter, to the members of its node that want it.
+- Chapters: phases of the exchange. A flow's position in its source part decides its chapter, so that all pipeline
+  stages send all the time. Boxes that enter a node in one chapter are forwarded in the next.
+- Streams: all copies from one member to another in a chapter, in an order that both ends know.
+- Rounds: each round of a chapter carries the same share of every stream, which bounds a round on every member.
+Routes depend only on a pair (parts that hold a box, part that wants it), so a member plans only the pairs that it is
+in: the cost of its plan grows with its own traffic, not with the cluster's. A digest proves that all plans match.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ DIGEST_BITS = 128
 
 
 class Copy(NamedTuple):
-    """One box of a logical tensor on its way from a cell of a parameter to a cell of another."""
+    """The copy of one box of a logical tensor from a cell of a parameter to a cell of another."""
 
     name: str
     box: Box
-    dtype: str  # torch's name of the target's type, which is also the wire's
+    dtype: str  # torch's name of the data type of the target and of the wire
     source: int
     source_param: str
     source_at: Cell
-    forwarded: bool  # source_param is the sender's ENGINE parameter, which an earlier chapter has filled
+    forwarded: bool  # source_param is an engine parameter of the sender, written in an earlier chapter
     target: int
     target_param: str
     target_at: Cell
@@ -59,7 +60,7 @@ class Copy(NamedTuple):
         return box_area(self.box) * item_bytes(self.dtype)
 
     def piece(self, box: Box) -> Copy:
-        """Only a box inside this one."""
+        """The copy of a box inside this box."""
         outer, source, target = self.box, self.source_at, self.target_at
         item, row, col = box[0][0] - outer[0][0], box[1][0] - outer[1][0], box[2][0] - outer[2][0]
         return Copy(
@@ -70,11 +71,11 @@ class Copy(NamedTuple):
 
 
 Stream = list[Copy]
-Chapter = Mapping[tuple[int, int], Stream]  # (source, target) -> what goes from one to the other
+Chapter = Mapping[tuple[int, int], Stream]  # (source, target) -> stream
 
 
 class Round(NamedTuple):
-    """What one member sends, by rising target, and receives, by rising source; the order is the same at both ends."""
+    """The copies that a member sends, by ascending target, and receives, by ascending source, in an agreed order."""
 
     sends: tuple[Copy, ...]
     receives: tuple[Copy, ...]
@@ -82,9 +83,9 @@ class Round(NamedTuple):
 
 @dataclass(frozen=True)
 class MemberPlan:
-    """What one member does: the local copies, then the rounds. Every member has the same number of rounds.
+    """The plan of one member: the local copies, then the rounds, whose number is the same on every member.
 
-    chapter_starts: the rounds that begin a chapter; they may forward what the round before them has brought.
+    chapter_starts: the first rounds of chapters, which may forward boxes of the round before.
     """
 
     member: int
@@ -96,10 +97,10 @@ class MemberPlan:
 
 @dataclass(frozen=True)
 class Streams:
-    """All that one member sends and receives, not yet cut into rounds.
+    """All copies that one member sends and receives, before they are split into rounds.
 
-    digest: the sum of the hashes of what it sends less that of what it receives. It is 0 modulo 2 ** 128 over all
-    members when for every two of them the one sends what the other expects, in the same order.
+    digest: the sum of the hashes of sent streams minus that of received streams. Its sum over all members is 0 modulo
+    2 ** 128 when every member sends what the receiver expects, in the same order.
     """
 
     member: int
@@ -110,16 +111,16 @@ class Streams:
 
     @property
     def least_round_bytes(self) -> int:
-        """The smallest round_bytes: twice what the smallest pieces to and from all peers take.
+        """The smallest valid round_bytes: twice the bytes of one granule to and from every peer.
 
-        So the rounds are never more than twice as many as if streams could be cut anywhere.
+        This keeps the number of rounds below twice that of streams that could be split anywhere.
         """
         return 2 * max(sum(granule for _, granule in chapter) for chapter in self._sizes())
 
     def rounds_needed(self, round_bytes: int) -> tuple[int, ...]:
-        """For each chapter the fewest rounds in which this member sends and receives at most round_bytes together.
+        """For each chapter the fewest rounds in each of which this member sends and receives at most round_bytes.
 
-        Members go on with the largest number of anyone. Raises UserFault under least_round_bytes.
+        The exchange uses the maximum over all members. Raises UserFault below least_round_bytes.
         """
         least = self.least_round_bytes
         if least > round_bytes:
@@ -129,11 +130,11 @@ class Streams:
         return tuple(_num_rounds(chapter, round_bytes) for chapter in self._sizes())
 
     def _sizes(self) -> list[list[tuple[int, int]]]:
-        """Of each chapter's streams the bytes and the bytes of the largest granule."""
+        """For each chapter, (bytes, bytes of the largest granule) of each stream."""
         return [[_sizes(stream) for stream in chapter.values()] for chapter in self.chapters]
 
     def deal(self, num_rounds: Sequence[int]) -> MemberPlan:
-        """The plan with num_rounds[k] rounds in chapter k, the same numbers on every member."""
+        """The plan with num_rounds[k] rounds in chapter k; the numbers must be the same on every member."""
         rounds: list[Round] = []
         starts: set[int] = set()
         with _collector_paused():
@@ -146,10 +147,10 @@ class Streams:
 def plan_streams(
     sources: Sequence[Part], targets: Sequence[Part], member: int, num_members: int, *, gpus_per_node: int, dtype: str
 ) -> Streams:
-    """The part of `member` in filling every target part from the source parts.
+    """The streams of `member` when every target part is filled from the source parts.
 
-    dtype: torch's name of the model's type. Raises LayoutError: an element that this member wants has no source, or
-    source boxes overlap without being replicas.
+    dtype: torch's name of the model's data type. Raises LayoutError: an element that this member wants has no source,
+    or source boxes overlap without being replicas.
     """
     router = RouteChooser(sources, targets, num_members, gpus_per_node=gpus_per_node, dtype=dtype)
     local: Stream = []
@@ -168,7 +169,7 @@ def plan_streams(
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """A plan is tuples by the 100,000 and no cycles: the garbage collector would double the time by walking them."""
+    """Pause the garbage collector: a plan has 100,000 tuples and no cycles, and traversing them doubles the time."""
     paused = gc.isenabled()
     gc.disable()
     try:
@@ -198,22 +199,25 @@ def _digest(member: int, chapters: Sequence[Chapter]) -> int:
 
 
 def _sizes(stream: Stream) -> tuple[int, int]:
-    """Bytes of a stream and of its largest granule."""
+    """(bytes of a stream, bytes of its largest granule)."""
     return sum(copy.num_bytes for copy in stream), max(granule_bytes(copy.box, copy.dtype) for copy in stream)
 
 
 def _num_rounds(streams: Sequence[tuple[int, int]], round_bytes: int) -> int:
-    """A share is at most ceil(stream / rounds) bytes and one granule less a byte more, and at most the stream."""
+    """The fewest rounds of at most round_bytes.
+
+    A round's share of a stream has at most ceil(stream / rounds) + granule - 1 bytes, and at most the whole stream.
+    """
 
     def fits(number: int) -> bool:
         return sum(min(size, -(-size // number) + granule - 1) for size, granule in streams) <= round_bytes
 
-    most = -(-2 * sum(size for size, _ in streams) // round_bytes)  # fits: half a round of shares, half of granules
+    most = -(-2 * sum(size for size, _ in streams) // round_bytes)  # this number fits
     return bisect_left(range(1, most), True, key=fits) + 1 if most else 0
 
 
 def _rounds(chapter: Chapter, member: int, num_rounds: int) -> list[Round]:
-    """The rounds of one chapter, whose streams are in rising order."""
+    """The rounds of one chapter, whose streams are in ascending order."""
     sends: list[Stream] = [[] for _ in range(num_rounds)]
     receives: list[Stream] = [[] for _ in range(num_rounds)]
     for (source, _), stream in chapter.items():
@@ -224,18 +228,18 @@ def _rounds(chapter: Chapter, member: int, num_rounds: int) -> list[Round]:
 
 
 def _granule_rows(dtype: str) -> int:
-    """Rows that stay together: a row, or a row of tiles where tiles share a scale."""
+    """The rows of a granule, which is not split: one row, or a row of tiles, because a tile has one scale."""
     return FP8_TILE if dtype.startswith("float8") else 1
 
 
 def granule_bytes(box: Box, dtype: str) -> int:
-    """Bytes of what a round cannot cut of a box of this type."""
+    """The bytes of a granule of a box."""
     _, rows, cols = box_size(box)
     return min(rows, _granule_rows(dtype)) * cols * item_bytes(dtype)
 
 
 def cut(stream: Stream, num_rounds: int) -> Iterator[tuple[int, Copy]]:
-    """Deal a stream evenly over the rounds, in order: a granule goes into the round in whose share it starts."""
+    """Split a stream evenly over the rounds, in order: a granule belongs to the round in whose share it starts."""
     total, done = sum(copy.num_bytes for copy in stream), 0  # done: bytes of the stream before `copy`
     for copy in stream:
         (num_items, num_rows, num_cols), line = copy.size, _granule_rows(copy.dtype)
@@ -257,7 +261,7 @@ def cut(stream: Stream, num_rounds: int) -> Iterator[tuple[int, Copy]]:
 
 
 def _granules(box: Box, start: int, stop: int, per_item: int, line: int) -> Iterator[Box]:
-    """The granules [start, stop) of a box: the end of an item, whole items, the beginning of one."""
+    """Boxes of the granules [start, stop): the end of an item, then whole items, then the beginning of an item."""
     (first, _), rows, cols = box
     while start < stop:
         item, granule = divmod(start, per_item)

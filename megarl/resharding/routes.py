@@ -1,8 +1,8 @@
-"""How each slice of a tensor travels: from the own slot, inside the node, or over the fabric and then inside the node.
+"""The routes of boxes: inside the slot, inside the node, or over the fabric to a node and then inside it.
 
-A flow is the box that a wanted shard and a held box share. Its routes are chosen from the members of two things alone,
-the parts that hold it (replicas) and the part that wants it (replicas too), and from the flows of that pair before it:
-whoever is in the pair comes to the same choice without knowing the rest of the cluster.
+A flow is the intersection of a wanted shard and a held box. Its routes depend only on the members of the parts that
+hold the box (replicas), the members of the part that wants it (also replicas), and earlier flows of this pair. So every
+member of the pair computes the same routes without knowing the rest of the cluster.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import NamedTuple
 
 from megarl.resharding.shards import FP8, Box, LayoutError, Part, Shard, box_area, intersect_boxes, overlapping
 
-CHAPTERS = 4  # times of sending, where there are several nodes
+CHAPTERS = 4  # phases of sending, where there are several nodes
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1}
 
 
 def item_bytes(dtype: str) -> int:
-    """Size of one element of a type, by torch's name."""
+    """The bytes of an element of a data type, by torch's name."""
     return _ITEM_BYTES[dtype]
 
 
 class Holding(NamedTuple):
-    """A box of a tensor that the members of all of `parts` hold, each part in a shard of its own."""
+    """A box of a tensor that all of `parts` hold; shards[i] is the shard of parts[i]."""
 
     box: Box
     parts: tuple[int, ...]
@@ -32,14 +32,14 @@ class Holding(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """Where one logical tensor is held. pattern: equal numbers mean equal boxes, as in all layers of a kind."""
+    """The holdings of one logical tensor. pattern: tensors of one number have equal boxes, as layers of one kind do."""
 
     holdings: tuple[Holding, ...]
     pattern: int
 
 
 class Flow(NamedTuple):
-    """The box of `wanted`, a shard of target part number `target`, that is taken from `held`; num_bytes on a wire."""
+    """The box of `wanted`, a shard of target part number `target`, that comes from `held`; num_bytes: on the wire."""
 
     box: Box
     dtype: str
@@ -50,9 +50,9 @@ class Flow(NamedTuple):
 
 
 class Hop(NamedTuple):
-    """A flow's way from a member that has it in `shard` to one that wants it (source == target: no way at all).
+    """A transfer of a flow from member `source`, which has it in `shard`, to member `target`; may be the same member.
 
-    forwarded: `shard` is the wanted one, filled a chapter earlier.
+    forwarded: `shard` is the wanted shard of the source, written a chapter earlier.
     """
 
     source: int
@@ -62,7 +62,7 @@ class Hop(NamedTuple):
 
 
 class Turns:
-    """Whose turn it is among `members`, so that all carry alike; `offset` says who is the first among equals."""
+    """Balances load over `members`; offset: the member that comes first among equally loaded ones."""
 
     def __init__(self, members: Sequence[int], offset: int) -> None:
         first = offset % len(members)
@@ -74,7 +74,7 @@ class Turns:
         return self._load(self.loads.index(min(self.loads)), num_bytes)
 
     def usual(self, caller: int, num_bytes: int) -> int:
-        """The same member for a caller each time, unless another carries less by more than this: few, long streams."""
+        """A fixed member for each caller, which makes few, long streams; `next` when its load is too far above."""
         index = caller % len(self.loads)
         if self.loads[index] > min(self.loads) + num_bytes:
             return self.next(num_bytes)
@@ -86,15 +86,15 @@ class Turns:
 
 
 class Pair:
-    """The members that hold the same boxes, the members that want the same shards, and what they have sent so far."""
+    """The members that hold the same boxes, the members that want the same shards, and the load of each so far."""
 
-    def __init__(self, holders: dict[int, int], wanters: Sequence[int], gpus_per_node: int, offset: int) -> None:
-        """holders: member -> which of a holding's shards is its own."""
+    def __init__(self, holders: dict[int, int], receivers: Sequence[int], gpus_per_node: int, offset: int) -> None:
+        """holders: member -> index of its shard in a holding."""
         self.holders = holders
-        self.at_home = [member for member in wanters if member in holders]
+        self.local = [member for member in receivers if member in holders]
         self.senders = Turns(sorted(holders), offset)
         holding_nodes = _by_node(sorted(holders), gpus_per_node)
-        lacking_nodes = _by_node([member for member in wanters if member not in holders], gpus_per_node)
+        lacking_nodes = _by_node([member for member in receivers if member not in holders], gpus_per_node)
         self.near: dict[int, tuple[Turns, list[int]]] = {}
         self.far: dict[int, Turns] = {}
         for node, lacking in lacking_nodes.items():
@@ -104,12 +104,12 @@ class Pair:
                 self.far[node] = Turns(lacking, offset)
 
     def hops(self, flow: Flow, node: int | None = None) -> Iterator[Hop]:
-        """How every wanter gets the flow. With a node: of the hops inside nodes only that node's.
+        """The hops by which every receiver gets the flow. node: leave out hops inside other nodes.
 
-        Must be called, and run through, once for each flow of the pair, in order: the loads count.
+        Call it, and exhaust the iterator, once for each flow of the pair, in order: it updates the loads.
         """
         shards, num_bytes, wanted = flow.held.shards, flow.num_bytes, flow.wanted
-        for member in self.at_home:
+        for member in self.local:
             yield Hop(member, member, shards[self.holders[member]], False)
         for place in self.near if node is None else {node} & self.near.keys():
             senders, lacking = self.near[place]
@@ -133,15 +133,15 @@ def _by_node(members: Iterable[int], gpus_per_node: int) -> dict[int, list[int]]
 
 
 class RouteChooser:
-    """Cuts what the target parts want into flows, proves that each element has one source, and chooses the hops."""
+    """Cuts the target parts into flows, proves that each element has exactly one source, and chooses the hops."""
 
     def __init__(
         self, sources: Sequence[Part], targets: Sequence[Part], num_members: int, *, gpus_per_node: int, dtype: str
     ) -> None:
-        """dtype: torch's name of the model's type."""
+        """dtype: torch's name of the model's data type."""
         self.sources, self.targets = sources, targets
         several_nodes = num_members > gpus_per_node
-        self.num_chapters = CHAPTERS + 1 if several_nodes else 1  # the last one of several only forwards
+        self.num_chapters = CHAPTERS + 1 if several_nodes else 1  # with several nodes the last chapter only forwards
         self.gpus_per_node, self.dtype = gpus_per_node, dtype
         self.patterns: dict[tuple[Box, ...], int] = {}
         self.cuts: dict[tuple[int, Box], list[tuple[int, Box]]] = {}
@@ -168,9 +168,9 @@ class RouteChooser:
         return found
 
     def flows(self, member: int | None = None) -> Iterator[tuple[Flow, Iterator[Hop]]]:
-        """Every flow with its hops, in an order that all members share; the hops must be run through.
+        """Every flow with its hops, in the same order on all members; exhaust the hops of each.
 
-        member: only flows of pairs that it is in, and only hops that it may be in. Raises LayoutError.
+        member: restricts this to flows of the member's pairs, and to hops that may involve it. Raises LayoutError.
         """
         mine = {number for number, part in enumerate(self.sources) if member is None or member in part.members}
         sent = {shard.name for number in mine for shard in self.sources[number].shards}
@@ -193,12 +193,12 @@ class RouteChooser:
             for index, number in enumerate(parts):
                 for member in self.sources[number].members:
                     holders.setdefault(member, index)
-            offset = parts[0] // len(parts) + target  # neighbours start with different members
+            offset = parts[0] // len(parts) + target  # neighbouring pairs start with different members
             self.pairs[key] = Pair(holders, self.targets[target].members, self.gpus_per_node, offset)
         return self.pairs[key]
 
     def _cut(self, wanted: Shard, member: int, complete: bool) -> list[tuple[Holding, Box]]:
-        """The holdings that meet a wanted shard; `complete`: proves that each of its elements is in exactly one."""
+        """The holdings that intersect a wanted shard; complete: prove that each of its elements is in exactly one."""
         tensor = self.tensors.get(wanted.name, Tensor((), -1))
         key = tensor.pattern, wanted.box
         if key not in self.cuts:
@@ -210,32 +210,32 @@ class RouteChooser:
         found = self.cuts[key]
         if complete and sum(box_area(box) for _, box in found) != wanted.area:
             missing = _without(wanted.box, [box for _, box in found])
-            raise LayoutError(f"{wanted.name}: member {member} wants {in_words(missing)}, which no source holds")
+            raise LayoutError(f"{wanted.name}: member {member} wants {describe_box(missing)}, which no source holds")
         return [(tensor.holdings[index], box) for index, box in found]
 
 
-def in_words(box: Box) -> str:
-    """A box for an error message."""
+def describe_box(box: Box) -> str:
+    """A box as text for an error message."""
     items, rows, cols = ("{}:{}".format(*side) for side in box)
     return f"rows {rows}, columns {cols}" + (f" of items {items}" if box[0] != (0, 1) else "")
 
 
 def _overlap(boxes: Sequence[Box]) -> str:
     pairs = ((a, b) for index, a in enumerate(boxes) for b in boxes[:index] if intersect_boxes(a, b))
-    return " and ".join(map(in_words, next(pairs)))
+    return " and ".join(map(describe_box, next(pairs)))
 
 
 def _without(box: Box, others: Iterable[Box]) -> Box:
-    """A box of what is left of `box`, which the others do not fill."""
+    """The first box of the difference of `box` and the filled boxes."""
     rest = [box]
-    for other in others:
-        rest = [piece for one in rest for piece in _pieces(one, other)]
+    for filled in others:
+        rest = [piece for left in rest for piece in _pieces(left, filled)]
     return rest[0]
 
 
-def _pieces(box: Box, other: Box) -> Iterator[Box]:
-    """`box` without `other`: what lies before and after it, dimension by dimension."""
-    common = intersect_boxes(box, other)
+def _pieces(box: Box, filled: Box) -> Iterator[Box]:
+    """The difference of two boxes: the boxes before and after `filled`, dimension by dimension."""
+    common = intersect_boxes(box, filled)
     if not common:
         yield box
         return

@@ -1,4 +1,4 @@
-"""What each member of an exchange is told, as JSON: layouts, where to meet, and whose weights to map."""
+"""The settings of each member of an exchange, as JSON: layouts, the rendezvous store, and the weights to map."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from megarl.types import MlaShape, ModelShape, UserFault
 
 @dataclass(frozen=True)
 class Session:
-    """Everything that one member must know, apart from its parameters. dtype is torch's name ("float32").
+    """The settings of one member. A member is a GPU slot with a training rank, an engine rank, or both.
 
-    A member is a GPU slot, which trains, or holds a rank of an engine, or both.
+    meet: the rendezvous store. dtype: torch's name ("float32").
     """
 
     meet: Address
@@ -32,7 +32,7 @@ class Session:
     timeout_s: float
     gpus_per_node: int
     verify: VerifyMode
-    source: SourceHandles | None  # None: the member is the training rank itself, or its slot does not train
+    source: SourceHandles | None  # None: the member is the training rank itself, or its slot has no training rank
 
     @property
     def num_members(self) -> int:
@@ -62,10 +62,10 @@ class Sessions:
     trainers: dict[int, Session]
 
     def engine_message(self, engine: int, version: int, attempt: int, first: bool) -> dict[str, Any]:
-        """The JSON object that engine `engine` hands to `member.load` in each of its processes.
+        """The JSON object that engine `engine` passes to `member.load` in each of its processes.
 
-        attempt: never the same twice in a run. first: with the sessions, as an engine needs them at its first attempt
-        and whenever a training rank has published anew.
+        attempt: unique in a run. first: include the sessions, which an engine needs at its first attempt and whenever
+        training ranks have shared new parameters.
         """
         members = self.engines[engine]
         message: dict[str, Any] = {"run_id": members[0].run_id, "version": version, "attempt": attempt}
@@ -89,9 +89,9 @@ def sessions(
     gpus_per_node: int,
     verify: VerifyMode,
 ) -> Sessions:
-    """Assemble the sessions of one run; handles[rank] is what training rank `rank` published.
+    """The sessions of one run; handles[rank]: the shared parameters of training rank `rank`.
 
-    Raises UserFault where the engines leave a gap of slots behind the training ranks.
+    Raises UserFault where there is a gap of slots between the training ranks and the engines.
     """
     if engine.first > train.world_size:
         problem = f"the engines begin at GPU {engine.first}, the training ranks end at {train.world_size}"

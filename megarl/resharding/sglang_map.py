@@ -1,19 +1,19 @@
-"""Where the engines' ranks keep each part of the model: SGLang 0.5.21's own parameters.
+"""The weight map of the engines' ranks: the parameters of SGLang 0.5.21's models.
 
 Families: Qwen3MoeForCausalLM, DeepseekV3ForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, LlamaForCausalLM. Facts from
 sglang/srt:
-- layers/linear.py: `qkv_proj` holds the rank's query heads, then its key heads, then its value heads; with fewer
-  key/value heads than ranks neighbours hold the same head. `gate_up_proj` holds [gate; up].
+- layers/linear.py: `qkv_proj` has the rank's query heads, then its key heads, then its value heads; with fewer
+  key/value heads than ranks neighbours have the same head. `gate_up_proj` is [gate; up].
 - layers/moe/fused_moe_triton/layer.py: `w13_weight` is [experts, gate; up, hidden], `w2_weight` [experts, hidden,
   width]; runtime_context.py: the TP rank is expert rank x (TP / EP) + rank inside the expert.
-- models/deepseek_v2.py: `fused_qkv_a_proj_with_mqa` is [q_a; kv_a], whole on every rank; the shared experts are an MLP
-  of their own as long as they are not fused with the routed ones, which rollout/sglang/arguments.py switches off.
+- models/deepseek_v2.py: `fused_qkv_a_proj_with_mqa` is [q_a; kv_a], replicated on every rank; the shared experts are an
+  MLP of their own, because rollout/sglang/arguments.py switches their fusion with the routed experts off.
 - layers/vocab_parallel_embedding.py: the vocabulary is padded to 64, on CPU to 64 x TP where TP does not divide that.
-- DP attention: attention and embedding are cut over the attention group of TP / DP ranks (TP rank % its size), all
-  else over the whole TP group.
-- layers/quantization/fp8.py: `<weight>_scale_inv` holds one float32 for each 128 x 128 tile of a weight. (The scales
+- DP attention: attention and embedding are split over the attention group of TP / DP ranks (TP rank % its size), all
+  other weights over the whole TP group.
+- layers/quantization/fp8.py: `<weight>_scale_inv` has one float32 for each 128 x 128 tile of a weight. (The scales
   of the KV cache are no weights: engine_model.py writes them.)
-The engine does not load the multi-token prediction layers: they are a draft model's, which it does not have.
+The engine does not load the multi-token prediction layers, which only a draft model uses.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megarl.parallel.layout import FP8_TILE, VOCAB_MULTIPLE, EngineLayout
-from megarl.resharding.shards import EMBEDDING, FP8, LM_HEAD, LayoutError, Part, Range, Shard, intersect
+from megarl.resharding.shards import EMBEDDING, FP8, LM_HEAD, LayoutError, Part, Range, Shard, intersect, share, tiles
 from megarl.types import MlaShape, ModelShape
 
 ONE_ITEM = (0, 1)
 
 
 class Holder(NamedTuple):
-    """Which TP ranks of an engine: those whose number // `each` % `groups` is `index`."""
+    """The TP ranks of an engine with rank // `each` % `groups` == `index`."""
 
     groups: int
     index: int
@@ -43,9 +43,9 @@ Placed = Iterator[tuple[Holder, Shard]]
 
 
 def parts(shape: ModelShape, engine: EngineLayout) -> list[Part]:
-    """What the slots of all engines hold, by who holds the same; inside a part in the order of the layers.
+    """The shards of all engines' slots, grouped by replicas; inside a part in the order of the layers.
 
-    Raises LayoutError where an fp8 tile would be cut.
+    Raises LayoutError where an fp8 tile would be split.
     """
     found: dict[tuple[int, ...], list[Shard]] = defaultdict(list)
     lists: dict[Holder, list[Shard]] = {}
@@ -57,13 +57,13 @@ def parts(shape: ModelShape, engine: EngineLayout) -> list[Part]:
 
 
 def shards(shape: ModelShape, engine: EngineLayout, tp_rank: int) -> list[Shard]:
-    """Every rectangle that rank `tp_rank` of an engine holds."""
-    alone = replace(engine, count=1, first=0)
-    return [shard for part in parts(shape, alone) if tp_rank in part.members for shard in part.shards]
+    """All shards of rank `tp_rank` of an engine."""
+    first_engine = replace(engine, count=1, first=0)
+    return [shard for part in parts(shape, first_engine) if tp_rank in part.members for shard in part.shards]
 
 
 def padded_vocab(vocab_size: int, ranks: int) -> int:
-    """Rows of the embedding over all its ranks."""
+    """Rows of the padded embedding, summed over its ranks."""
     padded = -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     if padded % ranks:
         padded = -(-vocab_size // (VOCAB_MULTIPLE * ranks)) * VOCAB_MULTIPLE * ranks
@@ -92,7 +92,7 @@ def _placed(shape: ModelShape, engine: EngineLayout) -> Placed:
 
 
 def _vocab_rows(shape: ModelShape, name: str, ranks: int) -> Placed:
-    """A rank whose rows are all padding holds an empty rectangle of them."""
+    """The vocabulary rows of each rank; the shard is empty where all of them are padding."""
     per_rank = padded_vocab(shape.vocab_size, ranks) // ranks
     for rank in range(ranks):
         rows = intersect((rank * per_rank, (rank + 1) * per_rank), (0, shape.vocab_size))
@@ -106,23 +106,15 @@ def _norm(name: str, size: int) -> Placed:
 def _weight(
     engine: EngineLayout, name: str, rows: Range, cols: Range, param: str, row: int = 0, items: Range = ONE_ITEM
 ) -> Iterator[Shard]:
-    """One rectangle of a matrix that SGLang quantises, at `row` of the parameter, with its scales in an fp8 engine."""
+    """The shard of a matrix that SGLang quantises, at `row` of the parameter, and in an fp8 engine its scales."""
     if not engine.fp8:
         yield Shard(name, rows, cols, param, (0, row, 0), items)
         return
     if rows[0] % FP8_TILE or cols[0] % FP8_TILE or row % FP8_TILE:
         raise LayoutError(f"{name}: rows {rows}, columns {cols} at row {row} of {param} cut a tile of {FP8_TILE}")
     yield Shard(name, rows, cols, param, (0, row, 0), items, FP8)
-    scales, tiled = (f"{one}_scale_inv" for one in (name, param))
-    yield Shard(scales, _tiles(rows), _tiles(cols), tiled, (0, row // FP8_TILE, 0), items, "float32")
-
-
-def _tiles(elements: Range) -> Range:
-    return elements[0] // FP8_TILE, -(-elements[1] // FP8_TILE)
-
-
-def _share(size: int, ranks: int, rank: int) -> Range:
-    return rank * (size // ranks), (rank + 1) * (size // ranks)
+    scales, tiled = f"{name}_scale_inv", f"{param}_scale_inv"
+    yield Shard(scales, tiles(rows), tiles(cols), tiled, (0, row // FP8_TILE, 0), items, "float32")
 
 
 def _attention(shape: ModelShape, engine: EngineLayout, prefix: str) -> Placed:
@@ -132,12 +124,12 @@ def _attention(shape: ModelShape, engine: EngineLayout, prefix: str) -> Placed:
     kv_ranks = ranks // replicas
     after_q, after_k = q_rows // ranks, q_rows // ranks + kv_rows // kv_ranks
     for rank in range(ranks):
-        holder, rows = Holder(ranks, rank), _share(q_rows, ranks, rank)
+        holder, rows = Holder(ranks, rank), share(q_rows, ranks, rank)
         yield from _projection(shape, engine, holder, prefix + "q_proj.", rows, param, 0)
         for shard in _weight(engine, prefix + "o_proj.weight", hidden, rows, prefix + "o_proj.weight"):
             yield holder, shard
     for rank in range(kv_ranks):
-        holder, rows = Holder(kv_ranks, rank, replicas), _share(kv_rows, kv_ranks, rank)
+        holder, rows = Holder(kv_ranks, rank, replicas), share(kv_rows, kv_ranks, rank)
         yield from _projection(shape, engine, holder, prefix + "k_proj.", rows, param, after_q)
         yield from _projection(shape, engine, holder, prefix + "v_proj.", rows, param, after_k)
     if shape.qk_norm:
@@ -166,7 +158,7 @@ def _latent_attention(shape: ModelShape, engine: EngineLayout, prefix: str) -> P
     query_cols = (0, mla.q_lora_rank or shape.hidden_size)
     for rank in range(ranks):
         q_rows, kv_rows, o_cols = (
-            _share(shape.num_heads * size, ranks, rank)
+            share(shape.num_heads * size, ranks, rank)
             for size in (mla.nope_dim + mla.rope_dim, mla.nope_dim + mla.v_dim, mla.v_dim)
         )
         for name, rows, cols in (
@@ -198,7 +190,7 @@ ATTENTION: dict[str, Callable[[ModelShape, EngineLayout, str], Placed]] = {
 def _mlp(prefix: str, engine: EngineLayout, hidden_size: int, width: int) -> Placed:
     hidden, gate_up, down = (0, hidden_size), prefix + "gate_up_proj.weight", prefix + "down_proj.weight"
     for rank in range(engine.tp):
-        mine = _share(width, engine.tp, rank)
+        mine = share(width, engine.tp, rank)
         for shard in (
             *_weight(engine, prefix + "gate_proj.weight", mine, hidden, gate_up),
             *_weight(engine, prefix + "up_proj.weight", mine, hidden, gate_up, width // engine.tp),
@@ -216,7 +208,7 @@ def _experts(shape: ModelShape, engine: EngineLayout, prefix: str) -> Placed:
         yield EVERYONE, Shard(bias, (0, shape.num_experts), (0, 1), bias, dtype="float32")
     for rank in range(engine.tp):
         expert_rank, width_rank = divmod(rank, engine.moe_tp)
-        items, mine = _share(shape.num_experts, engine.ep, expert_rank), _share(ffn, engine.moe_tp, width_rank)
+        items, mine = share(shape.num_experts, engine.ep, expert_rank), share(ffn, engine.moe_tp, width_rank)
         for shard in (
             *_weight(engine, stack + "gate_proj.weight", mine, hidden, param + "w13_weight", 0, items),
             *_weight(engine, stack + "up_proj.weight", mine, hidden, param + "w13_weight", ffn // engine.moe_tp, items),

@@ -1,7 +1,7 @@
-"""Boxes: which part of a logical tensor (the one in the HF checkpoint) lives where in a local parameter.
+"""Shards: boxes of logical tensors (those of the HF checkpoint) and their places in local parameters.
 
-Integers only. A logical tensor is [rows, cols]; [n] is [n, 1]. The experts' tensors of a layer are looked at as one
-stack of equal tensors, [items, rows, cols], because they are cut alike: one box stands for a run of experts.
+Integers only. A logical tensor is [rows, cols]; [n] is [n, 1]. The experts' tensors of a layer are treated as one
+stack, [items, rows, cols], because they are split alike: one box covers several experts.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
+
+from megarl.parallel.layout import FP8_TILE
 
 if TYPE_CHECKING:
     import torch
@@ -18,10 +20,10 @@ Cell = tuple[int, int, int]  # item, row, column
 Size = tuple[int, int, int]  # items, rows, columns
 Box = tuple[Range, Range, Range]  # items, rows, columns
 FP8 = "float8_e4m3fn"  # torch's name of the type of weights in tiles
-STACK = "{}"  # in a name: the item's number goes here
+STACK = "{}"  # in a name: the placeholder of the item's number
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
-VOCAB_TENSORS = frozenset({EMBEDDING, LM_HEAD})  # their parameters may end in padding rows, which no tensor fills
-FAULTS_SHOWN = 3  # every layer repeats the same fault
+VOCAB_TENSORS = frozenset({EMBEDDING, LM_HEAD})  # their parameters may end in padding rows
+_FAULTS_SHOWN = 3
 
 
 class LayoutError(RuntimeError):
@@ -29,10 +31,10 @@ class LayoutError(RuntimeError):
 
 
 class Shard(NamedTuple):
-    """items x rows x cols of the logical tensor `name` are stored in the parameter `param` from cell `at` on.
+    """The box items x rows x cols of the logical tensor `name`, stored in the parameter `param` from cell `at` on.
 
-    `name` holds "{}" where it is a stack. `param` holds "{}" where each item is a parameter of its own, numbered from
-    at[0] on; otherwise the parameter is looked at as [items, rows, cols]. A named tuple: a plan makes very many.
+    `name` contains "{}" where it is a stack. `param` contains "{}" where each item is a parameter of its own, numbered
+    from at[0] on; otherwise the parameter is viewed as [items, rows, cols]. A named tuple, because a plan has many.
     """
 
     name: str
@@ -56,26 +58,36 @@ class Shard(NamedTuple):
         return box_area(self.box)
 
     def cell(self, box: Box) -> Cell:
-        """Where the first element of a logical box is inside the parameter."""
+        """The cell of the parameter that has the first element of a logical box."""
         (item, row, col), ((items, _), (rows, _), (cols, _)) = self.at, box
         return item + items - self.items[0], row + rows - self.rows[0], col + cols - self.cols[0]
 
 
 class Part(NamedTuple):
-    """What all of `members` (numbers of GPU slots, rising) hold alike: replicas of each other."""
+    """Shards that all of `members` hold (replicas). members: numbers of GPU slots, ascending."""
 
     shards: tuple[Shard, ...]
     members: tuple[int, ...]
 
 
+def share(size: int, ranks: int, rank: int) -> Range:
+    """The range of `rank` when `size` elements are split evenly over `ranks`."""
+    return rank * (size // ranks), (rank + 1) * (size // ranks)
+
+
+def tiles(elements: Range) -> Range:
+    """The numbers of the fp8 tiles that contain a range of rows or columns."""
+    return elements[0] // FP8_TILE, -(-elements[1] // FP8_TILE)
+
+
 def intersect(a: Range, b: Range) -> Range:
-    """The common part; empty (start == stop) when there is none."""
+    """The intersection; an empty range (start == stop) when there is none."""
     start = max(a[0], b[0])
     return start, max(start, min(a[1], b[1]))
 
 
 def intersect_boxes(a: Box, b: Box) -> Box | None:
-    """The common part, or None when there is none."""
+    """The intersection, or None when it is empty."""
     items, rows, cols = intersect(a[0], b[0]), intersect(a[1], b[1]), intersect(a[2], b[2])
     empty = items[0] == items[1] or rows[0] == rows[1] or cols[0] == cols[1]
     return None if empty else (items, rows, cols)
@@ -105,7 +117,7 @@ def overlapping(boxes: Iterable[Box]) -> bool:
 
 
 def shape_as_stack(shape: Sequence[int]) -> Size:
-    """A parameter's shape looked at as [items, rows, cols]; [n] is [1, n, 1]."""
+    """A parameter's shape viewed as [items, rows, cols]; [n] is [1, n, 1]."""
     if len(shape) < 2:
         return 1, (shape[0] if shape else 1), 1
     if len(shape) > 3:
@@ -115,7 +127,7 @@ def shape_as_stack(shape: Sequence[int]) -> Size:
 
 
 def views(params: Mapping[str, torch.Tensor], param: str, at: Cell, size: Size) -> list[torch.Tensor]:
-    """Writable views of contiguous parameters: one [items, rows, cols], or a [1, rows, cols] for each item of its own.
+    """Writable views of contiguous parameters: one [items, rows, cols], or [1, rows, cols] for each item's parameter.
 
     param, at: as in a Shard.
     """
@@ -145,7 +157,7 @@ def cells(shard: Shard) -> Iterator[tuple[str, Box]]:
 
 
 def param_table(shards: Sequence[Shard]) -> dict[str, Size]:
-    """The size that each parameter must have at least: the shards' extent, vocabulary padding not counted."""
+    """The minimum size of each parameter: the extent of its shards, without padding of the vocabulary."""
     table: dict[str, Size] = {}
     for shard in shards:
         for param, (items, rows, cols) in cells(shard):
@@ -157,8 +169,8 @@ def param_table(shards: Sequence[Shard]) -> dict[str, Size]:
 def verify_params(shards: Sequence[Shard], params: Mapping[str, torch.Tensor]) -> None:
     """Prove that the map describes these parameters: same names, same shapes, every element covered exactly once.
 
-    Only the parameters of the vocabulary tensors may have more rows than the shards fill. Raises LayoutError, which
-    names the first parameters that do not fit.
+    Only parameters of vocabulary tensors may have more rows than the shards. Raises LayoutError, which names the first
+    parameters that differ.
     """
     filled: dict[str, list[Box]] = defaultdict(list)
     padded: set[str] = set()
@@ -173,8 +185,13 @@ def verify_params(shards: Sequence[Shard], params: Mapping[str, torch.Tensor]) -
     for name in table.keys() & params.keys():
         wrong += _param_faults(name, table[name], params[name], filled[name], name in padded)
     if wrong:
-        more = f"; and {len(wrong) - FAULTS_SHOWN} more" if len(wrong) > FAULTS_SHOWN else ""
-        raise LayoutError("weight map and model differ: " + "; ".join(sorted(wrong)[:FAULTS_SHOWN]) + more)
+        raise LayoutError(f"weight map and model differ: {first_of(sorted(wrong))}")
+
+
+def first_of(faults: Sequence[str]) -> str:
+    """The first faults for an error message, and how many more there are: every layer repeats the same fault."""
+    more = f"; and {len(faults) - _FAULTS_SHOWN} more" if len(faults) > _FAULTS_SHOWN else ""
+    return "; ".join(faults[:_FAULTS_SHOWN]) + more
 
 
 def _param_faults(name: str, mapped: Size, param: torch.Tensor, boxes: list[Box], padded: bool) -> list[str]:

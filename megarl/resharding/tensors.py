@@ -17,7 +17,7 @@ Named = Iterator[tuple[str, Size]]
 
 
 def tensors(shape: ModelShape) -> dict[str, Size]:
-    """Every logical tensor once: name -> (items, rows, columns); the experts of a layer and kind are one stack."""
+    """Every logical tensor: name -> (items, rows, columns); a layer's experts of one kind are one stack."""
     found = {EMBEDDING: (1, shape.vocab_size, shape.hidden_size), FINAL_NORM: _vector(shape.hidden_size)}
     if shape.num_labels:
         found[SCORE] = (1, shape.num_labels, shape.hidden_size)
@@ -31,7 +31,7 @@ def tensors(shape: ModelShape) -> dict[str, Size]:
 
 
 def aliases(shape: ModelShape) -> dict[str, str]:
-    """Tensors that a full checkpoint holds a second time: its name there -> the name of the first."""
+    """Tensors that a checkpoint has twice: name of the copy -> name of the original."""
     found = {}
     for index in range(shape.num_mtp_layers):
         prefix = mtp_prefix(shape, index)
@@ -41,7 +41,7 @@ def aliases(shape: ModelShape) -> dict[str, str]:
 
 
 def hf_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Name -> shape as the checkpoint's files have them: stacks item by item, vectors in one dimension."""
+    """Name -> shape in the checkpoint's files, where items of stacks are separate and vectors have one dimension."""
     found: dict[str, tuple[int, ...]] = {}
     for name, (items, rows, cols) in tensors(shape).items():
         file_shape = (rows,) if is_vector(name) else (rows, cols)
@@ -55,12 +55,12 @@ def is_vector(name: str) -> bool:
 
 
 def layer_prefix(layer: int) -> str:
-    """Start of the names of a decoder layer's tensors."""
+    """The prefix of the names of a decoder layer's tensors."""
     return f"model.layers.{layer}."
 
 
 def mtp_prefix(shape: ModelShape, index: int) -> str:
-    """Start of the names of a multi-token prediction layer's tensors."""
+    """The prefix of the names of a multi-token prediction layer's tensors."""
     return layer_prefix(shape.num_layers + index)
 
 

@@ -1,4 +1,4 @@
-"""How many bytes an exchange moves, for every member and over which wire, without making anyone's plan."""
+"""The bytes that an exchange moves, by member and by link, computed without the members' plans."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from megarl.types import IntArray
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes, [num_members]: of the target shards, of what the own slot gives, over the wires in and between nodes.
+    """Bytes [num_members]: dest, of the target shards; local, copied inside the slot; node, inside nodes; fabric,
+    between nodes.
 
-    minimum_wire [num_members]: what no plan can avoid to bring, the target's bytes that the own slot does not hold.
+    minimum_wire [num_members]: the lower bound of any plan, the target's bytes that the own slot does not hold.
     minimum_fabric [num_nodes]: the distinct bytes that a node's members want and none of them holds.
     """
 
@@ -39,15 +40,11 @@ class Traffic:
     def wire_out(self) -> IntArray:
         return self.node_out + self.fabric_out
 
-    def fabric_into_nodes(self, gpus_per_node: int) -> IntArray:
-        """[num_nodes] what the plan brings into each node; compare it with minimum_fabric."""
-        return np.add.reduceat(self.fabric_in, range(0, len(self.fabric_in), gpus_per_node))
 
-
-def account(
+def count_traffic(
     sources: Sequence[Part], targets: Sequence[Part], num_members: int, *, gpus_per_node: int, dtype: str
 ) -> Traffic:
-    """The bytes of the whole exchange; arguments and errors as of `plan_streams`. Each pair is looked at once."""
+    """The bytes of the whole exchange. Arguments and errors as of `plan_streams`."""
     router = RouteChooser(sources, targets, num_members, gpus_per_node=gpus_per_node, dtype=dtype)
     node_in, node_out, fabric_in, fabric_out = ([0] * num_members for _ in range(4))
     needs = _Needs(sources, targets, num_members, gpus_per_node)
@@ -72,7 +69,7 @@ def account(
 def least_round_bytes(
     sources: Sequence[Part], targets: Sequence[Part], num_members: int, *, gpus_per_node: int, dtype: str
 ) -> int:
-    """The largest `Streams.least_round_bytes` of any member, without making anyone's streams."""
+    """The largest `Streams.least_round_bytes` of any member, computed without the streams."""
     router = RouteChooser(sources, targets, num_members, gpus_per_node=gpus_per_node, dtype=dtype)
     largest: dict[tuple[int, int, int], int] = defaultdict(int)  # granule by chapter, source and target
     for flow, hops in router.flows():
@@ -89,13 +86,13 @@ def least_round_bytes(
 
 
 class _Needs:
-    """What has to move whatever the routes are: from the parts' members alone, not from the hops."""
+    """The bytes that must move whatever the routes are, computed from the members of the parts alone."""
 
     def __init__(self, sources: Sequence[Part], targets: Sequence[Part], num_members: int, gpus_per_node: int) -> None:
         self.sources, self.targets = sources, targets
         self.num_members, self.gpus_per_node = num_members, gpus_per_node
         self.pair_bytes: dict[tuple[tuple[int, ...], int], int] = defaultdict(int)
-        self.lacking: dict[tuple[tuple[int, ...], int], frozenset[int]] = {}  # nodes that want and do not hold
+        self.lacking: dict[tuple[tuple[int, ...], int], frozenset[int]] = {}  # nodes that want a box and lack it
         self.boxes: dict[tuple[str, Box], tuple[frozenset[int], int]] = {}
 
     def add(self, flow: Flow) -> None:
@@ -110,7 +107,7 @@ class _Needs:
         self.boxes[key] = nodes, flow.num_bytes
 
     def totals(self) -> tuple[list[int], list[int], list[int]]:
-        """Of each member what it wants and what of it its own slot holds; of each node the distinct bytes it lacks."""
+        """(bytes that each member wants, bytes of them in its own slot, distinct bytes that each node lacks)."""
         dest, local = [0] * self.num_members, [0] * self.num_members
         for (parts, target), num_bytes in self.pair_bytes.items():
             holders = self._holders(parts)

@@ -1,4 +1,4 @@
-"""The process group of an exchange: made, waited for and ended, over gloo or NCCL."""
+"""The process group of an exchange: creating it, waiting for messages with a timeout, and closing it (gloo or NCCL)."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from torch.distributed.distributed_c10d import Store
 
 from megarl.device import BACKEND, DEVICE, use_loopback
 
-POLL_S = 0.001  # between two looks at the device
-ASK_S = 1.0  # between two questions to the store whether a peer has failed
+POLL_S = 0.001  # between two polls of the device
+ASK_S = 1.0  # between two queries of the store whether a peer has failed
 
-Ask = Callable[[], None]  # raises RuntimeError with the words of a peer that has failed
+Ask = Callable[[], None]  # raises RuntimeError with the message of a peer that has failed
 
 
 @contextmanager
 def batch(group: Any) -> Iterator[list[dist.Work]]:
-    """Collects the works posted inside; NCCL starts them all together at the end, so that they cannot block another.
+    """Collect the works that are posted inside; NCCL starts them together at the end, so that none blocks another.
 
-    An error inside ends the block too: an NCCL group that stays open would swallow everything that is posted later.
+    An error inside also closes the NCCL group: an open group would swallow everything that is posted later.
     """
     works: list[dist.Work] = []
     if BACKEND != "nccl":
@@ -36,24 +36,24 @@ def batch(group: Any) -> Iterator[list[dist.Work]]:
     try:
         yield works
     finally:
-        together = group._end_coalescing()  # None where nothing was posted
-        works[:] = [together] if together else []
+        coalesced = group._end_coalescing()  # None where nothing was posted
+        works[:] = [coalesced] if coalesced else []
 
 
 def wait(works: Sequence[dist.Work], timeout_s: float, ask: Ask) -> None:
     """Return when posted messages are done. Raises RuntimeError when a peer ends, or after timeout_s.
 
-    Over gloo a peer that gives up closes its connections, which ends the wait. Over NCCL nothing is heard of it: there
-    the messages are polled, and `ask` is called about once a second.
+    Over gloo a peer that fails closes its connections, which ends the wait. NCCL does not notice: there the messages
+    are polled, and `ask` is called about once a second.
     """
     for work in works:
         if BACKEND == "nccl":
             poll(work.is_completed, timeout_s, ask)
-        work.wait(timedelta(seconds=timeout_s))  # raises what went wrong, and orders the device's streams
+        work.wait(timedelta(seconds=timeout_s))  # raises the error, if any, and orders the device's streams
 
 
 def poll(is_done: Callable[[], bool], timeout_s: float, ask: Ask) -> None:
-    """Return when something is done. Raises RuntimeError after timeout_s, or what `ask` raises."""
+    """Return when is_done() is true. Raises RuntimeError after timeout_s, or what `ask` raises."""
     started = asked = time.monotonic()
     while not is_done():
         now = time.monotonic()
@@ -66,7 +66,7 @@ def poll(is_done: Callable[[], bool], timeout_s: float, ask: Ask) -> None:
 
 
 def settle(timeout_s: float) -> None:
-    """Return when the device has done everything that was queued. Raises RuntimeError after timeout_s."""
+    """Return when the device has finished all queued work. Raises RuntimeError after timeout_s."""
     if DEVICE != "cuda":
         return
     done = torch.cuda.Event()
@@ -75,7 +75,7 @@ def settle(timeout_s: float) -> None:
 
 
 def bounded(call: Callable[[], object], timeout_s: float, ask: Ask) -> None:
-    """Run in a thread what may block for ever. Raises what it raises, or as `poll`: the thread is then left behind."""
+    """Run a call that may block forever in a thread. Raises what it raises, or as `poll`, which abandons the thread."""
     ended: Future[object] = Future()
 
     def run() -> None:
@@ -90,22 +90,22 @@ def bounded(call: Callable[[], object], timeout_s: float, ask: Ask) -> None:
 
 
 def make_group(store: Store, member: int, num_members: int, timeout_s: float, ask: Ask = lambda: None) -> Any:
-    """A process group of the members alone; the default group belongs to Megatron in one process, to SGLang in another.
+    """A process group of the members; the default groups belong to Megatron and to SGLang.
 
-    Every member must call this with a store (prefix) that no other group uses. Raises RuntimeError when it is not made
-    within timeout_s, or what `ask` raises.
+    Every member must call this with a prefix store that no other group uses. Raises RuntimeError when the group does
+    not connect within timeout_s, or what `ask` raises.
     """
     timeout = timedelta(seconds=timeout_s)
     if BACKEND == "gloo":
         use_loopback()
         return dist.ProcessGroupGloo(store, member, num_members, timeout)
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = 2 * timeout  # of NCCL's watchdog, which ends the process: a wait of ours gives up before
+    options._timeout = 2 * timeout  # of NCCL's watchdog, which ends the process: our own timeout comes first
     group = dist.ProcessGroupNCCL(store, member, num_members, options)
     here = torch.device(DEVICE, torch.cuda.current_device())
 
     def connect() -> None:
-        """Otherwise the first message makes the communicator, and a member that has none in that round never joins."""
+        """Open the communicator now: at the first message, a member without one in that round would never join."""
         torch.cuda.set_device(here)  # of this thread
         group.eager_connect_single_device(here)
 
@@ -114,9 +114,9 @@ def make_group(store: Store, member: int, num_members: int, timeout_s: float, as
 
 
 def close_group(group: Any) -> None:
-    """End a group; whoever calls this keeps no reference to it.
+    """End a group; the caller must keep no reference to it.
 
-    NCCL aborts what waits on it in this process, and a peer hears nothing of it: see `wait`. For gloo an abort means
-    nothing: its connections are closed with the last reference, and what waits on them fails at the peers.
+    NCCL aborts the waiting works of this process, and peers do not notice: see `wait`. Gloo ignores an abort, and
+    closes its connections with the last reference, which fails the waiting works of peers.
     """
     group.abort()

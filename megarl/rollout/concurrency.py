@@ -1,4 +1,4 @@
-"""How many sequences one engine is asked for at once."""
+"""How many sequences an engine is asked for at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megarl.config import Recipe
 
 
 def step_sequences(recipe: Recipe) -> int:
-    """The most that one engine gets of a training step's round: the prompts are dealt out whole, in turn."""
+    """The most sequences that an engine gets in one round of a training step: prompts go to the engines in turn."""
     name, rollout = recipe.algorithm.name, recipe.rollout
     num_prompts = hyperparameters_of(name, recipe.algorithm).num_drawn(rollout.prompts_per_step)
     of_prompt = rollout.samples_per_prompt + ALGORITHMS[name].greedy_baseline
@@ -17,8 +17,8 @@ def step_sequences(recipe: Recipe) -> int:
 
 
 def most_sequences(recipe: Recipe) -> int:
-    """The most that one engine gets of a step's round or of an evaluation set; a multiple of its attention groups."""
+    """The most sequences that an engine gets in a round or an evaluation, as a multiple of its attention DP groups."""
     sets, engine = [recipe.evaluation.of(name) for name in recipe.data.eval], recipe.rollout.engine
-    of_sets = [math.ceil(own.max_prompts / engine.count) * own.samples for own in sets]
+    of_sets = [math.ceil(evaluation.max_prompts / engine.count) * evaluation.samples for evaluation in sets]
     most = max(step_sequences(recipe), *of_sets) if of_sets else step_sequences(recipe)
     return math.ceil(most / engine.dp) * engine.dp

@@ -1,4 +1,4 @@
-"""JSONL and parquet files of data: their rows one by one, and each row that cannot be used told by file and line."""
+"""JSONL and parquet files of data: reading their rows, and reporting unusable rows by file and line."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from megarl.printable import first_line
 from megarl.types import UserFault, UserFaults
 
-Row = tuple[str, Mapping[str, Any]]  # its place (`file:line`, or `file row N` from 0 of parquet) and its columns
+DataRow = tuple[str, Mapping[str, Any]]  # (`file:line`, or `file row N` from 0 of a parquet file; the columns)
 _MAX_DEPTH = 100  # of lists and objects inside each other: Python's own JSON and pickle fail near 1000
-_HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # a surrogate, which JSON can write and no text can hold
+_HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # a surrogate, which JSON can escape and UTF-8 cannot encode
 _ONE_OBJECT = "write one JSON object on each line"
-_PARQUET_ROWS = 1024  # of which Python objects are made at once
+_PARQUET_ROWS = 1024  # converted to Python objects at once
 
 
 class BadRow(Exception):
-    """What is wrong with one row, and the mend."""
+    """A row that cannot be used: the problem and the mend."""
 
     def __init__(self, problem: str, mend: str) -> None:
         super().__init__(problem, mend)
@@ -28,7 +29,7 @@ class BadRow(Exception):
 
 
 class RowFaults:
-    """What is wrong with the rows of one file: rows with the same mend become one fault, told of the first of them."""
+    """Collects the unusable rows of one file; rows with the same mend become one fault, which names the first row."""
 
     def __init__(self, where: str) -> None:
         """where: the recipe key that names the file."""
@@ -40,7 +41,8 @@ class RowFaults:
         self._first.setdefault(row.mend, f"{place}: {row.problem}")
         self._count[row.mend] = self._count.get(row.mend, 0) + 1
 
-    def told(self) -> list[UserFault]:
+    def faults(self) -> list[UserFault]:
+        """A fault for each mend."""
         faults = []
         for mend, problem in self._first.items():
             others = self._count[mend] - 1
@@ -49,14 +51,14 @@ class RowFaults:
         return faults
 
 
-def read_rows(path: str, where: str, bad: RowFaults) -> Iterator[Row]:
-    """Every row that can be read; those that cannot are added to `bad`.
+def read_rows(path: str, where: str, bad: RowFaults) -> Iterator[DataRow]:
+    """Every row that can be read; the others are added to `bad`.
 
     where: the recipe key that names the file. Raises UserFaults when the file as a whole cannot be read.
     """
     source = Path(path)
     if not source.is_file():
-        problem = f"{path} is not a file" if source.exists() else f"{path} is not a file: there is nothing of that name"
+        problem = f"{path} is not a file" if source.exists() else f"{path} does not exist"
         mend = "write the path of a .jsonl or .parquet file, relative to the folder that you start megarl in"
         raise UserFaults([UserFault(where, problem, mend)])
     if source.suffix not in (".parquet", ".jsonl", ".json"):
@@ -69,7 +71,10 @@ def read_rows(path: str, where: str, bad: RowFaults) -> Iterator[Row]:
 
 
 def column(row: Mapping[str, Any], name: str, mend: str) -> Any:
-    """The value of a column, or by a dotted name a value inside one. `mend` has {columns} in place of what is there."""
+    """The value of a column, or of a key inside one by its dotted name. Raises BadRow where the row has none.
+
+    mend: the text of the error, in which {columns} stands for the row's columns.
+    """
     outer, _, inner = name.partition(".")
     if name not in row and inner and isinstance(row.get(outer), dict):
         return column(row[outer], inner, mend)
@@ -80,7 +85,7 @@ def column(row: Mapping[str, Any], name: str, mend: str) -> Any:
 
 
 def answer_of(value: Any, name: str) -> str:
-    """The answer as text; `name` is its column."""
+    """The value of the answer's column `name` as text. Raises BadRow where it is empty or no text or number."""
     is_missing = value is None or value != value or isinstance(value, list | dict | bytes)  # NaN differs from itself
     if is_missing or str(value) == "":
         raise BadRow(f"{name!r} is {short(value)}", f"write a text or a number into {name!r} of every row")
@@ -88,20 +93,20 @@ def answer_of(value: Any, name: str) -> str:
 
 
 def answered_rows(path: str, where: str, answer_column: str, most: int) -> list[tuple[str, Mapping[str, Any]]]:
-    """(answer, row) of the first rows of such a file, where no prompt is needed. Raises UserFaults likewise."""
+    """(answer, row) of the first `most` rows of a file that needs no prompts. Raises UserFaults."""
     found, bad, mend = [], RowFaults(where), "set --answer to one of {columns}"
     for place, row in islice(read_rows(path, where, bad), most):
         try:
             found.append((answer_of(column(row, answer_column, mend), answer_column), row))
         except BadRow as error:
             bad.add(place, error)
-    faults = bad.told()
+    faults = bad.faults()
     if faults or not found:
-        raise UserFaults(faults or [no_rows(path, where)])
+        raise UserFaults(faults or [no_rows_fault(path, where)])
     return found
 
 
-def no_rows(path: str, where: str) -> UserFault:
+def no_rows_fault(path: str, where: str) -> UserFault:
     return UserFault(where, f"{path} has no rows", "name a file with at least one")
 
 
@@ -111,7 +116,7 @@ def short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _read_jsonl(source: Path, bad: RowFaults) -> Iterator[Row]:
+def _read_jsonl(source: Path, bad: RowFaults) -> Iterator[DataRow]:
     with source.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             place = f"{source}:{number}"
@@ -150,7 +155,7 @@ def _parsed(line: bytes) -> Mapping[str, Any]:
 
 
 def _depth(row: Any) -> int:
-    """How many lists and objects lie inside each other."""
+    """How deeply lists and objects are nested."""
     depth, level = 0, [row]
     while level:
         depth += 1
@@ -160,7 +165,7 @@ def _depth(row: Any) -> int:
 
 
 def _refuse_half_pairs(row: Mapping[str, Any]) -> None:
-    """UTF-8 has no bytes for half a surrogate pair: neither the tokenizer nor a file takes it."""
+    """Raise BadRow for half a surrogate pair: UTF-8 cannot encode it, so neither the tokenizer nor a file takes it."""
     for name, value in row.items():
         try:
             json.dumps([name, value], ensure_ascii=False).encode("utf-8")
@@ -170,7 +175,7 @@ def _refuse_half_pairs(row: Mapping[str, Any]) -> None:
             raise BadRow(problem, "write the whole pair, or remove it") from None
 
 
-def _read_parquet(source: Path, where: str, bad: RowFaults) -> Iterator[Row]:
+def _read_parquet(source: Path, where: str, bad: RowFaults) -> Iterator[DataRow]:
     import pyarrow.lib
     import pyarrow.parquet
 
@@ -188,13 +193,12 @@ def _read_parquet(source: Path, where: str, bad: RowFaults) -> Iterator[Row]:
                 else:
                     yield f"{source} row {number}", row
     except (OSError, pyarrow.lib.ArrowException) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        problem = f"{source} is not a parquet file that can be read ({reason})"
+        problem = f"{source} is not a parquet file that can be read ({first_line(error)})"
         raise UserFaults([UserFault(where, problem, "write it again")]) from error
 
 
 def _in_microseconds(batch: Any) -> Any:
-    """Times of nanoseconds, as pandas writes them, have no Python object: they lose what is below a microsecond."""
+    """Round times in nanoseconds, as pandas writes them, down to microseconds: Python has no finer type."""
     import pyarrow as pa
 
     columns = []
@@ -211,7 +215,7 @@ def _in_microseconds(batch: Any) -> Any:
 
 
 def _row_values(batch: Any) -> Sequence[Mapping[str, Any] | BadRow]:
-    """The rows as Python objects, and a BadRow where a value has none."""
+    """The rows as Python objects; a BadRow in place of a row with a value that cannot be converted."""
     try:
         return batch.to_pylist()
     except (ValueError, OverflowError):  # now value by value, to name its row and column

@@ -1,4 +1,4 @@
-"""A prompt becomes a group of scored samples: an engine, a reward, and what the controller is told of both."""
+"""From a prompt to a group of scored samples: an engine, the reward functions, and a summary for the controller."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ __all__ = ["RolloutWorker", "Sampling", "demonstration", "engine_settings", "sco
 
 
 def engine_settings(recipe: Recipe, index: int, span: NodeSpan | None = None) -> EngineSettings:
-    """Engine `index` of a run: its slots, its share of a step's samples, and a seed of its own.
+    """The settings of engine `index` of a run: its slots, its concurrency and its seed.
 
-    span: which of its nodes, where it is on several.
+    span: the engine's node that this process runs on, where the engine spans several.
     """
     rollout, engine = recipe.rollout, recipe.rollout.engine
     return EngineSettings(
@@ -53,33 +53,33 @@ def engine_settings(recipe: Recipe, index: int, span: NodeSpan | None = None) ->
 
 
 def _positions(model_path: str) -> int | None:
-    """How many the model's config.json says that it has, if it does."""
+    """The number of positions that the model's config.json states, if it does."""
     file = Path(model_path) / "config.json"
     config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     return config.get("max_position_embeddings")
 
 
 class RolloutWorker:
-    """One engine's process: samples and scores. Its engine has no weights before the first reshard."""
+    """The process of one engine, which samples and scores. The engine has no weights before the first reshard."""
 
     def __init__(self, recipe: Recipe, index: int, span: NodeSpan | None = None) -> None:
-        """span: the first of the engine's nodes, where it is on several."""
+        """span: the engine's first node, where the engine spans several."""
         self._reward = recipe.reward
-        self._judges = Scorers(recipe.reward, recipe.run.timeout_s)
+        self._scorers = Scorers(recipe.reward, recipe.run.timeout_s)
         try:
             self._engine = Engine(engine_settings(recipe, index, span))
         except BaseException:
-            self._judges.shutdown()
+            self._scorers.shutdown()
             raise
 
     async def sample(self, prompt: Prompt, sampling: Sampling) -> tuple[GroupSummary, SampleGroup]:
-        """A scored group.
+        """Sample and score one group.
 
-        Raises UserFault(reward.function) when failed verdicts leave none of it (but where it may lose all), or at the
-        first if the recipe says so, and EngineFault.
+        Raises EngineFault; UserFault(reward.function) when every verdict has failed, unless sampling.may_lose_all, or
+        with reward.on_failure "stop" when any has.
         """
         samples = await self._generate(prompt.token_ids, sampling)
-        verdicts = await self._judges.verdicts(prompt.answer, prompt.row, [sample.text for sample in samples])
+        verdicts = await self._scorers.verdicts(prompt.answer, prompt.row, [sample.text for sample in samples])
         return scored(prompt, samples, verdicts, self._reward, may_lose_all=sampling.may_lose_all)
 
     async def _generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[Sample]:
@@ -87,13 +87,13 @@ class RolloutWorker:
         if sampling.with_baseline:
             calls.append(self._engine.generate(prompt_ids, replace(sampling, num_samples=1, temperature=0.0)))
         drawn, *greedy = await asyncio.gather(*calls)
-        return drawn + [replace(one, is_baseline=True) for (one,) in greedy]
+        return drawn + [replace(sample, is_baseline=True) for (sample,) in greedy]
 
     async def reshard(self, message: Mapping[str, Any], version: int) -> None:
         await self._engine.reshard(message, version)
 
     async def check(self) -> None:
-        """Raises EngineFault with what killed one of the engine's processes, if any is gone."""
+        """Raises EngineFault with the cause when a process of the engine has died."""
         await self._engine.check()
 
     async def release_memory(self) -> None:
@@ -109,12 +109,12 @@ class RolloutWorker:
         return self._engine.version
 
     def shutdown(self) -> None:
-        self._judges.shutdown()
+        self._scorers.shutdown()
         self._engine.shutdown()
 
 
 class EnginePart:
-    """The schedulers on a further node of an engine; the RolloutWorker on its first node leads them."""
+    """The schedulers of an engine on a node other than its first, where the RolloutWorker runs."""
 
     def __init__(self, recipe: Recipe, index: int, span: NodeSpan) -> None:
         self._schedulers = Schedulers(engine_settings(recipe, index, span))
@@ -135,13 +135,14 @@ def scored(
     *,
     may_lose_all: bool = False,
 ) -> tuple[GroupSummary, SampleGroup]:
-    """The group that verdicts make of samples; those that failed cost what the recipe says. Raises as `sample`."""
+    """The group of samples with their verdicts; reward.on_failure decides about failed ones. Raises as `sample`."""
     pairs = list(zip(samples, verdicts, strict=True))
-    failures = tuple(told(one, sample.text, prompt.answer) for sample, one in pairs if isinstance(one, Failure))
+    failed = [(sample, verdict) for sample, verdict in pairs if isinstance(verdict, Failure)]
+    failures = tuple(told(failure, sample.text, prompt.answer) for sample, failure in failed)
     if reward.on_failure == "penalise":
         penalty = Verdict(reward.penalty, False)
-        pairs = [(sample, penalty if isinstance(one, Failure) else one) for sample, one in pairs]
-    judged = [(sample, one) for sample, one in pairs if isinstance(one, Verdict)]
+        pairs = [(sample, penalty if isinstance(verdict, Failure) else verdict) for sample, verdict in pairs]
+    judged = [(sample, verdict) for sample, verdict in pairs if isinstance(verdict, Verdict)]
     num_dropped = len(samples) - len(judged)
     is_lost = not may_lose_all and all(sample.is_baseline for sample, _ in judged)
     if num_dropped and (reward.on_failure == "stop" or is_lost):
@@ -152,13 +153,13 @@ def scored(
         samples=tuple(sample for sample, _ in judged),
         rewards_G=np.asarray([verdict.reward for _, verdict in judged], dtype=np.float32),
         correct_G=np.asarray([verdict.correct for _, verdict in judged], dtype=np.bool_),
-        said=tuple(sample.text.strip() if one.answer is None else one.answer for sample, one in judged),
+        said=tuple(sample.text.strip() if verdict.answer is None else verdict.answer for sample, verdict in judged),
     )
     return replace(summary(group), failures=failures, num_dropped=num_dropped), group
 
 
 def summary(group: SampleGroup) -> GroupSummary:
-    """What the controller keeps of a group."""
+    """The summary of a group, which the controller keeps in place of its arrays."""
     samples = group.samples
     return GroupSummary(
         prompt_text=group.prompt.text,
@@ -176,7 +177,7 @@ def summary(group: SampleGroup) -> GroupSummary:
 
 
 def demonstration(prompt: Prompt, tokenizer: Any) -> SampleGroup:
-    """The prompt's own answer as a group of one, for supervised steps: nobody sampled it, so its logprobs are 0."""
+    """The data's answer as a group of one sample, for supervised steps; the engine's logprobs are 0."""
     token_ids = [*tokenizer(prompt.answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     sample = Sample(
         response_ids_T=np.asarray(token_ids, dtype=np.int64),

@@ -1,4 +1,4 @@
-"""Several files of prompts as one stream, each with its share of it."""
+"""A weighted mixture of several prompt files as one stream."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import numpy as np
 from megarl.rollout.prompts import PromptStream
 from megarl.types import IntArray, Prompt
 
-# The fractional parts of the golden ratio's multiples are spread as evenly as any number's (Knuth, TAOCP 3, 6.4):
-# any n neighbours meet each share but for about log(n) prompts, and no pattern recurs with the number of engines.
+# The fractional parts of the golden ratio's multiples are spread as evenly as any number's (Knuth, TAOCP 3, 6.4): any n
+# consecutive prompts deviate from the weights by about log(n) prompts, and no period coincides with the engines' turns.
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio
 _SKIPPED_AT_ONCE = 1 << 20
 
 
 class MixedStream(PromptStream):
-    """Prompts of several files without end, each file in epochs of its own, by its weight.
+    """An endless stream of prompts of several files, in proportion to their weights; each file has its own epochs.
 
-    The n-th prompt's file depends on n, the seed and the weights alone, so `taken` is still all of its state.
+    The file of the n-th prompt depends only on n, the seed and the weights, so that `taken` is the whole state.
     """
 
     def __init__(self, files: Sequence[Sequence[Prompt]], weights: Sequence[float], seed: int) -> None:
-        """files: of at least one prompt each; weights: above 0."""
+        """files: at least one prompt each; weights: above 0."""
         super().__init__([prompt for file in files for prompt in file], seed)
         self._streams = [PromptStream(file, f"{seed} {number}") for number, file in enumerate(files)]
         self._offset = random.Random(f"{seed} mix").getrandbits(64)
@@ -34,7 +34,7 @@ class MixedStream(PromptStream):
 
     @cached_property
     def fingerprint(self) -> str:
-        """The same for the same prompts in the same order and with the same shares."""
+        """A digest of the prompts, their order and the weights."""
         parts = [*(stream.fingerprint for stream in self._streams), *map(str, self._bounds.tolist())]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
@@ -55,13 +55,13 @@ class MixedStream(PromptStream):
         self.taken = max(self.taken, taken)
 
     def _files(self, first: int, n: int) -> IntArray:
-        """Which file each of the n prompts from the first on is of; whole numbers, so the same on every machine."""
+        """The file of each of n prompts, from number `first` on; computed in integers, so equal on every machine."""
         places = np.arange(first, first + n, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(self._offset)
         return np.searchsorted(self._bounds, places, side="right").astype(np.int64)
 
 
 def _bounds(weights: Sequence[float]) -> np.ndarray:
-    """Where each file but the last ends among 2^64 places."""
+    """The end of each file's interval but the last one's in [0, 2^64); the intervals' lengths follow the weights."""
     exact = [Fraction(weight) for weight in weights]
     ends = [sum(exact[: number + 1], Fraction()) / sum(exact) for number in range(len(exact) - 1)]
     return np.asarray([min(int(end * 2**64), 2**64 - 1) for end in ends], dtype=np.uint64)

@@ -1,4 +1,4 @@
-"""The data: rows of a file -> tokenised prompts -> an endless shuffled stream of them."""
+"""The training data: rows of a file -> tokenised prompts -> an endless shuffled stream."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from megarl.rollout.data_files import BadRow, RowFaults, answer_of, column, no_rows, read_rows, short
+from megarl.printable import first_line
+from megarl.rollout.data_files import BadRow, RowFaults, answer_of, column, no_rows_fault, read_rows, short
 from megarl.rollout.template_check import template_fault
 from megarl.rollout.token_cache import TokenCache
 from megarl.rollout.tokens import ProgressBar, Tokens, cached_tokens, no_bar, tokenise
@@ -26,7 +27,7 @@ _MESSAGES = "write a non-empty string, or a list of messages {role, content} who
 class PromptSource:
     """A file of prompts: the recipe key that names it, its path and its columns.
 
-    prompt_mend, answer_mend: what to write where a column is missing, with {columns} in place of those of the row.
+    prompt_mend, answer_mend: what to write where a column is missing; {columns} stands for the row's columns.
     """
 
     where: str
@@ -39,9 +40,9 @@ class PromptSource:
 
 @dataclass(frozen=True)
 class PromptFile:
-    """What a file gave: its prompts in order. num_rows: also those that were dropped as too long.
+    """The prompts of a file, in order. num_rows: counts also the prompts that were dropped as too long.
 
-    longest: tokens of the longest prompt, dropped or not.
+    longest: the tokens of the longest prompt, dropped or not.
     """
 
     source: PromptSource
@@ -55,7 +56,7 @@ class PromptFile:
 
 
 def load_tokenizer(path: str) -> Any:
-    """The tokenizer of a checkpoint folder. Raises UserFault(model.path) when it has none that loads."""
+    """The tokenizer of a checkpoint folder. Raises UserFault(model.path) when it cannot be loaded."""
     from transformers import AutoTokenizer  # takes seconds
 
     if not Path(path).is_dir():
@@ -63,16 +64,15 @@ def load_tokenizer(path: str) -> Any:
     try:
         found = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
         if not found("a")["input_ids"]:
-            raise ValueError("no tokenizer files")  # transformers makes an empty one of config.json
+            raise ValueError("no tokenizer files")  # transformers makes an empty tokenizer from config.json alone
         return found
-    except Exception as error:  # a broken file shows as whatever its parser met first
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        problem = f"{path} has no usable tokenizer ({reason})"
+    except Exception as error:  # a broken file raises whatever its parser raises
+        problem = f"{path} has no usable tokenizer ({first_line(error)})"
         raise UserFault("model.path", problem, "add its tokenizer files") from error
 
 
-def token_beyond(tokenizer: Any, token_ids: Iterable[int], vocab_size: int) -> str | None:
-    """The largest of token_ids in words, where a model of vocab_size tokens has no such token; else None."""
+def token_outside_vocabulary(tokenizer: Any, token_ids: Iterable[int], vocab_size: int) -> str | None:
+    """A description of the largest of token_ids where it is outside a vocabulary of vocab_size; else None."""
     largest = max(token_ids, default=0)
     if largest < vocab_size:
         return None
@@ -92,10 +92,10 @@ def load_prompts(
 ) -> PromptFile:
     """Every row of a JSONL or parquet file as a prompt with its answer.
 
-    A prompt is a string, which becomes one user message, or a list of chat messages; both go through the tokenizer's
-    chat template. Without a template a string is used as it stands. overlong: whether prompts of more than
+    A prompt is a string, which becomes one user message, or a list of chat messages; the tokenizer's chat template is
+    applied to both. Without a template a string is used unchanged. overlong: whether prompts of more than
     max_prompt_tokens are refused or dropped. vocab_size: the model's, or None where it is not known. Raises UserFaults:
-    one fault per kind, with how many rows have it.
+    one fault for each kind, which counts its rows.
     """
     bad = RowFaults(source.where)
     rows = list(_rows(source, tokenizer.chat_template is not None, bad))
@@ -104,18 +104,18 @@ def load_prompts(
 
     def make() -> Tokens | None:
         if unbounded := template_fault(tokenizer, [(row.place, row.messages) for row in rows]):
-            raise UserFaults([*bad.told(), unbounded])
+            raise UserFaults([*bad.faults(), unbounded])
         with bar(title, len(rows)) as done:
             texts = _texts(tokenizer, rows, bad)
             tokens = tokenise(tokenizer, texts, special=tokenizer.chat_template is None, done=done)
         return tokens if len(tokens.texts) == len(rows) else None
 
     tokens = cached_tokens(cache, tokenizer, "prompts", messages, make)
-    faults = bad.told()
+    faults = bad.faults()
     if tokens is None:
         raise UserFaults(faults)
     if not rows and not faults:
-        raise UserFaults([no_rows(source.path, source.where)])
+        raise UserFaults([no_rows_fault(source.path, source.where)])
     prompts = [
         Prompt(row.place, tokens.texts[number], tokens.of(number), row.answer, row.columns, row.messages)
         for number, row in enumerate(rows)
@@ -125,7 +125,7 @@ def load_prompts(
         mend = "write a prompt of at least one token, or mend the chat template"
         faults.append(UserFault(source.where, f"{empty}: the prompt has no tokens", mend))
     if vocab_size:
-        faults += faults_beyond(source.where, tokenizer, prompts, tokens, "prompt", vocab_size)
+        faults += vocabulary_faults(source.where, tokenizer, prompts, tokens, "prompt", vocab_size)
     kept = [prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_tokens]
     if len(kept) < len(prompts) and (overlong == "refuse" or not kept):
         faults.append(_overlong_fault(source, prompts, len(kept), max_prompt_tokens))
@@ -134,19 +134,19 @@ def load_prompts(
     return PromptFile(source, kept, len(prompts), int(tokens.lengths.max()))
 
 
-def faults_beyond(
+def vocabulary_faults(
     where: str, tokenizer: Any, prompts: Sequence[Prompt], tokens: Tokens, part: str, vocab_size: int
 ) -> list[UserFault]:
-    """Rows with token ids that a model of vocab_size tokens does not have, told as one fault.
+    """One fault for all rows with token ids outside a vocabulary of vocab_size.
 
-    tokens: of one part of every row, which `part` names: "prompt" or "answer".
+    part: "prompt" or "answer"; tokens: those of this part of every row.
     """
     bad = RowFaults(where)
     beyond = np.flatnonzero(tokens.ids >= vocab_size)
     for number in np.unique(np.searchsorted(tokens.ends, beyond, side="right")).tolist():
-        words = token_beyond(tokenizer, tokens.of(number), vocab_size)
-        bad.add(prompts[number].id, BadRow(f"the {part} has {words}", OWN_TOKENIZER))
-    return bad.told()
+        largest = token_outside_vocabulary(tokenizer, tokens.of(number), vocab_size)
+        bad.add(prompts[number].id, BadRow(f"the {part} has {largest}", OWN_TOKENIZER))
+    return bad.faults()
 
 
 def _overlong_fault(source: PromptSource, prompts: Sequence[Prompt], num_kept: int, limit: int) -> UserFault:
@@ -161,7 +161,7 @@ def _overlong_fault(source: PromptSource, prompts: Sequence[Prompt], num_kept: i
 
 @dataclass(frozen=True)
 class _Row:
-    """A row that was read, before its prompt goes through the template."""
+    """A row of the file, before the template is applied."""
 
     place: str
     columns: Mapping[str, Any]
@@ -170,7 +170,7 @@ class _Row:
 
 
 def _rows(source: PromptSource, has_template: bool, bad: RowFaults) -> Iterator[_Row]:
-    """The rows with a usable prompt; all that is wrong with them or with others is added to `bad`."""
+    """The rows with a usable prompt; the problems of all rows are added to `bad`."""
     for place, row in read_rows(source.path, source.where, bad):
         answer = ""
         try:
@@ -187,7 +187,7 @@ def _rows(source: PromptSource, has_template: bool, bad: RowFaults) -> Iterator[
 
 
 def _check_messages(prompt: Any, has_template: bool) -> None:
-    """Raises BadRow unless it is a text or chat messages, and these have a template."""
+    """Raises BadRow unless the prompt is a text, or chat messages and the tokenizer has a template."""
     if isinstance(prompt, str):
         if not prompt.strip():
             raise BadRow("the prompt is empty", _MESSAGES)
@@ -206,7 +206,7 @@ def _check_messages(prompt: Any, has_template: bool) -> None:
 
 
 def _texts(tokenizer: Any, rows: Sequence[_Row], bad: RowFaults) -> Iterator[str]:
-    """The prompts' texts, without those that the template refuses."""
+    """The prompts' rendered texts; rows that the template refuses are added to `bad`."""
     for row in rows:
         try:
             text = _render(tokenizer, row.messages)
@@ -217,7 +217,7 @@ def _texts(tokenizer: Any, rows: Sequence[_Row], bad: RowFaults) -> Iterator[str
 
 
 def _render(tokenizer: Any, prompt: Any) -> str:
-    """One prompt through the chat template, which writes the special tokens. Raises BadRow."""
+    """Apply the chat template, which also writes the special tokens, to one prompt. Raises BadRow."""
     if tokenizer.chat_template is None:
         return prompt
     try:
@@ -227,16 +227,17 @@ def _render(tokenizer: Any, prompt: Any) -> str:
 
 
 def _messages(prompt: Any) -> list[Mapping[str, Any]]:
-    """Chat messages; a key without a value is left out, for parquet writes it into every message that lacks the key."""
+    """The prompt as chat messages. Keys with a null value are left out: parquet adds them to messages without them."""
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     return [{key: value for key, value in message.items() if value is not None} for message in prompt]
 
 
-def chat(tokenizer: Any, prompt: Any, response: str) -> tuple[str, bool]:
-    """A data row's prompt with a response to it as text, and whether the tokenizer still has to add special tokens.
+def chat_text(tokenizer: Any, prompt: Any, response: str) -> tuple[str, bool]:
+    """(a prompt with a response as text, whether the tokenizer has to add special tokens to it).
 
-    A chat by the tokenizer's template. Raises ValueError for messages where it has none, and what a template raises.
+    Applies the chat template if there is one. Raises ValueError for chat messages without a template, and what the
+    template raises.
     """
     if tokenizer.chat_template is None:
         if not isinstance(prompt, str):
@@ -246,14 +247,14 @@ def chat(tokenizer: Any, prompt: Any, response: str) -> tuple[str, bool]:
     return tokenizer.apply_chat_template(answered, tokenize=False), False
 
 
-def conversation(tokenizer: Any, prompt: Any, response: str) -> list[int]:
-    """The token ids of such a text."""
-    text, special = chat(tokenizer, prompt, response)
+def chat_ids(tokenizer: Any, prompt: Any, response: str) -> list[int]:
+    """The token ids of `chat_text`."""
+    text, special = chat_text(tokenizer, prompt, response)
     return tokenizer(text, add_special_tokens=special)["input_ids"]
 
 
 class PromptStream:
-    """Prompts without end: every epoch is a new shuffle, and holds each prompt once. The seed decides all of it."""
+    """An endless stream of prompts: each epoch has every prompt once, in a new order that depends only on the seed."""
 
     def __init__(self, prompts: Sequence[Prompt], seed: int | str) -> None:
         if not prompts:
@@ -262,7 +263,7 @@ class PromptStream:
         self._random = random.Random(seed)
         self._epoch: list[Prompt] = []
         self._place = 0  # in the epoch
-        self.taken = 0  # since the stream began: all that it takes to go on from there
+        self.taken = 0  # prompts since the stream began; the whole state of the stream
 
     def __len__(self) -> int:
         """Prompts in one epoch."""
@@ -270,14 +271,14 @@ class PromptStream:
 
     @cached_property
     def fingerprint(self) -> str:
-        """The same for the same prompts in the same order."""
+        """A digest of the prompts and their order."""
         sha = hashlib.sha256()
         for prompt in self._prompts:
             sha.update(f"{prompt.id}\0{prompt.text}\0{prompt.answer}\0".encode())
         return sha.hexdigest()
 
     def take(self, n: int) -> list[Prompt]:
-        """The next n prompts; an epoch's end may fall inside."""
+        """The next n prompts, across the end of an epoch where necessary."""
         taken: list[Prompt] = []
         while len(taken) < n:
             if self._place == len(self._epoch):
@@ -289,6 +290,6 @@ class PromptStream:
         return taken
 
     def skip_to(self, taken: int) -> None:
-        """Go on as if this many prompts had been taken from a new stream."""
+        """Resume as if this many prompts had been taken from a new stream."""
         while self.taken < taken:
             self.take(min(len(self._prompts), taken - self.taken))

@@ -1,4 +1,4 @@
-"""Whether an engine's schedulers go on: each counts the rounds of its loop in memory that their host reads."""
+"""Detecting schedulers that hang: each counts the rounds of its event loop in a shared file that the host reads."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 from megarl.cluster import processes
 
 _COUNT = struct.Struct("q")
-_EXEMPT = -1  # what is being done has bounds of its own
-PEERS_S = 5.0  # who waits for a process that stands still is named this much later than the process itself
+_EXEMPT = -1  # the current operation has a timeout of its own
+PEERS_S = 5.0  # a process that waits for a hanging one is reported this much later than the hanging one
 
 
 class Rounds:
-    """The counter of one scheduler, 0 before its loop begins; a round is a batch's forward pass, or a look for work."""
+    """The counter of one scheduler, 0 before its loop begins; a round is a forward pass, or a check for requests."""
 
     def __init__(self, file: Path, index: int) -> None:
         with file.open("r+b") as opened:
@@ -31,7 +31,7 @@ class Rounds:
 
     @contextmanager
     def exempt(self) -> Iterator[None]:
-        """Inside, the scheduler may take as long as it does: what is done there gives up by itself."""
+        """Suspend the check inside the block, whose content has a timeout of its own."""
         self._write(_EXEMPT)
         try:
             yield
@@ -42,19 +42,19 @@ class Rounds:
         _COUNT.pack_into(self._memory, self._offset, count)
 
 
-def make_file(file: Path, count: int) -> None:
-    """For the `Rounds` of so many schedulers."""
+def make_counter_file(file: Path, count: int) -> None:
+    """Create the file of the counters of `count` schedulers."""
     file.write_bytes(bytes(count * _COUNT.size))
 
 
 class Standstill:
-    """Looks for schedulers that a signal has stopped, or whose loop stays in one round, for too long.
+    """Finds schedulers that a signal has stopped, or whose event loop has been in one round, for too long.
 
-    Time counts only between looks that follow each other soon: where the host was suspended too, nobody stood still.
+    Between two looks at most two periods count: if the host itself was suspended, no scheduler counts as hanging.
     """
 
     def __init__(self, file: Path, timeout_s: float) -> None:
-        """timeout_s: how long a scheduler may be stopped, or in one round."""
+        """timeout_s: how long a scheduler may be stopped, or stay in one round."""
         self.period_s = max(0.1, min(1.0, timeout_s / 10))
         self._file, self._timeout_s, self._looked_at = file, timeout_s, time.monotonic()
         self._stopped_s: dict[int, float] = {}
@@ -62,7 +62,7 @@ class Standstill:
         self._counts: dict[int, int] = {}
 
     def look(self, schedulers: Sequence[BaseProcess], first_rank: int) -> str | None:
-        """Who stands still, in words; first_rank: of the first scheduler."""
+        """A description of the schedulers that hang, or None. first_rank: the rank of the first scheduler."""
         now = time.monotonic()
         passed_s, self._looked_at = min(now - self._looked_at, 2 * self.period_s), now
         counts = [count for (count,) in _COUNT.iter_unpack(self._file.read_bytes())]

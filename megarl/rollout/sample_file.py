@@ -1,15 +1,15 @@
-"""Scored samples on disk: what `megarl rollout --out` writes and `megarl train --from-samples` trains on.
+"""Files of scored samples, which `megarl rollout --out` writes and `megarl train --from-samples` reads.
 
-A parquet file of one row a sample, one row group a step, so that any tool that reads parquet shows what was sampled:
+A parquet file with one row a sample and one row group a step, which any parquet reader shows:
 
 - step, group, sample: from 1, from 0 in the step, from 0 in the group; rows are in this order
 - prompt_id, prompt, prompt_ids, answer, row: the group's prompt (`row`: the data row in JSON), the same in each of its
   samples
-- response, response_ids, engine_logp: the text, and a token id and float32 logprob for each of its tokens
+- response, response_ids, engine_logp: the text, its token ids, and a float32 logprob for each of them
 - finished, version, reward, correct; baseline: Sample.is_baseline
 - experts, experts_type, experts_shape: Sample.routed_experts' bytes, or nulls
 
-The schema's metadata has the format's number, the size of the vocabulary that sampled, and the temperature of sampling
+The schema's metadata has the format's version, the size of the model's vocabulary, and the temperature of sampling
 and of engine_logp. Pages carry checksums.
 """
 
@@ -27,18 +27,18 @@ from typing import Any
 import numpy as np
 
 from megarl import disk
-from megarl.checkpoints.snapshots import home
-from megarl.printable import json_line
+from megarl.checkpoints.snapshots import visible_folder
+from megarl.printable import first_line, json_line
 from megarl.types import Prompt, Sample, SampleGroup, UserFault
 
 _FORMAT = 3
 _KEY = b"megarl"
-_MEND = "make it anew with `megarl rollout --out`"
+_MEND = "make it again with `megarl rollout --out`"
 _EXPERTS = ("uint8", "int16")
 
 
 class SampleWriter:
-    """Adds one step after the other. The file has its name when it is complete; see `writing`."""
+    """Writes one step after another; see `writing`."""
 
     def __init__(self, path: Path, vocab_size: int, temperature: float) -> None:
         import pyarrow.parquet  # half a second
@@ -68,16 +68,16 @@ class SampleWriter:
 
 @contextmanager
 def writing(path: Path, vocab_size: int, temperature: float, where: str = "run.dir") -> Iterator[SampleWriter]:
-    """A writer of a file that is renamed to `path` when the block ends well, and removed when it does not.
+    """A writer to a hidden file, which is renamed to `path` when the block succeeds and removed when it raises.
 
-    where: the recipe key or option that names the disk, in the UserFault that is raised when the disk is full.
+    where: the recipe key or option that names the disk. Raises UserFault when the disk is full.
     """
     partial = path.with_name(f".{path.name}.partial")
-    with disk.writing(home(path.parent), path.name, where):
+    with disk.writing(visible_folder(path.parent), path.name, where):
         writer = SampleWriter(partial, vocab_size, temperature)
     try:
         yield writer
-        with disk.writing(home(path.parent), path.name, where):
+        with disk.writing(visible_folder(path.parent), path.name, where):
             writer.close()
             os.replace(partial, path)
     except BaseException:
@@ -89,9 +89,9 @@ def writing(path: Path, vocab_size: int, temperature: float, where: str = "run.d
 
 @dataclass(frozen=True)
 class SampleFile:
-    """A file that `open_samples` opened; groups of a step are read when they are asked for.
+    """A file that `open_samples` has checked; the groups of a step are read on demand.
 
-    num_samples[i] is the number of step i + 1.
+    num_samples[i]: how many samples step i + 1 has.
     """
 
     path: Path
@@ -110,7 +110,7 @@ class SampleFile:
 
 
 def open_samples(path: Path) -> SampleFile:
-    """Open a file, without its samples. Raises UserFault when it is none of ours, or cut short."""
+    """Read a file's footer. Raises UserFault when it is not a file of samples, or truncated."""
     import pyarrow
     import pyarrow.parquet
 
@@ -182,7 +182,7 @@ def _row(step: int, number: int, group: SampleGroup, index: int) -> dict[str, An
 
 
 def _read(path: Path, step: int) -> list[dict[str, Any]]:
-    """The rows of a step; lists of numbers as arrays, so that a float32 stays what it is to the last bit."""
+    """The rows of a step; lists of numbers are NumPy arrays, so that a float32 keeps every bit."""
     import pyarrow
     import pyarrow.parquet
 
@@ -204,9 +204,9 @@ def _read(path: Path, step: int) -> list[dict[str, Any]]:
 
 
 def _row_fault(row: dict[str, Any], step: int) -> str | None:
-    """What no file of ours has, but a file that another program wrote may have."""
+    """A description of what is wrong with a row, as a file that another program wrote may have it; else None."""
     if row["step"] != step:
-        return f"says that it is of step {row['step']}"
+        return f"has the step number {row['step']}"
     optional = {"experts", "experts_type", "experts_shape"}
     empty = [name for name, value in row.items() if value is None and name not in optional]
     if empty:
@@ -260,5 +260,4 @@ def _sample(row: dict[str, Any]) -> Sample:
 
 
 def _unreadable(path: Path, error: Exception) -> UserFault:
-    reason = (str(error).splitlines() or [type(error).__name__])[0]
-    return UserFault(str(path), f"not a whole file of samples ({reason})", _MEND)
+    return UserFault(str(path), f"not a complete file of samples ({first_line(error)})", _MEND)

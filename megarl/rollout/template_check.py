@@ -1,6 +1,6 @@
-"""A chat template is a program that came with a checkpoint: a child process tries it in bounded time and memory.
+"""A check of the chat template, a program that comes with a checkpoint: a child process runs it within bounds.
 
-Of a large file some rows are tried: the longest, the first of each kind of chat, and others at even distances.
+Of a large file some rows are rendered: the longest, the first of each kind of chat, and others at even distances.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 from megarl.types import UserFault
 
 _MOST_ROWS = 2048
-_MOST_CHARACTERS = 1_000_000  # of a text, beside 100 for each that its messages have
-_MORE_BYTES = 1024**3  # that a rendering may take
+_MOST_CHARACTERS = 1_000_000  # of a rendered text, plus 100 for each character of its messages
+_MORE_BYTES = 1024**3  # that rendering may allocate
 _MEND = "correct the checkpoint's chat template (chat_template.jinja, or in tokenizer_config.json)"
 
 Chat = Sequence[Mapping[str, Any]]
@@ -28,7 +28,7 @@ Chat = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Bounds:
-    """row_s: for one row; total_s: after so long no further row is tried."""
+    """row_s: the limit of one row; total_s: after this time no further row is rendered."""
 
     row_s: float = 10.0
     total_s: float = 30.0
@@ -37,9 +37,9 @@ class Bounds:
 def template_fault(
     tokenizer: Any, prompts: Iterable[tuple[str, Any]], response: str | None = None, bounds: Bounds | None = None
 ) -> UserFault | None:
-    """What is wrong with a template that does not end, or writes without bounds; what it refuses is no matter here.
+    """The fault of a template that does not end, or whose text is not bounded; rows that it refuses are no fault here.
 
-    prompts: (place, a text or chat messages). response: of the assistant, as another model reads it.
+    prompts: (place, a text or chat messages). response: the assistant's, where whole chats are rendered.
     """
     if not tokenizer.chat_template:
         return None
@@ -78,10 +78,10 @@ def _chosen(chats: Sequence[Chat]) -> list[int]:
 
 
 def _try(chats: Sequence[Chat], tokenizer: Any, asks: bool, bounds: Bounds) -> tuple[int, str]:
-    """(number of the first chat whose text is not bounded, in what way), or "" where all are good."""
+    """(number of the first chat with a problem, the problem); "" where there is none."""
     reading, writing = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads: the child uses none of theirs
+        warnings.simplefilter("ignore", DeprecationWarning)  # about a fork with threads, whose locks the child ignores
         child = os.fork()
     if not child:
         _render_all(chats, tokenizer, asks, writing, bounds)
@@ -95,24 +95,24 @@ def _try(chats: Sequence[Chat], tokenizer: Any, asks: bool, bounds: Bounds) -> t
 
 
 def _watch(reading: int, count: int, bounds: Bounds) -> tuple[int, str]:
-    """What the child says: a byte for each good chat, and of the first other one its problem."""
+    """Read the child's pipe: a dot for each good chat, then the problem of the first bad one."""
     end = time.monotonic() + bounds.total_s
     done = 0
     while done < count and time.monotonic() < end:
         if not select.select([reading], [], [], bounds.row_s)[0]:
             return done, f"does not end within {bounds.row_s:g} s"
-        said = os.read(reading, 4096)
-        good = len(said) - len(said.lstrip(b"."))
+        received = os.read(reading, 4096)
+        good = len(received) - len(received.lstrip(b"."))
         done += good
-        if said[good:]:
-            return done, said[good:].decode()
-        if not said:
+        if received[good:]:
+            return done, received[good:].decode()
+        if not received:
             return done, "ends the process that renders it"
     return done, ""
 
 
 def _render_all(chats: Sequence[Chat], tokenizer: Any, asks: bool, writing: int, bounds: Bounds) -> None:
-    """In the child, which ends here."""
+    """Run in the child, which ends here."""
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
@@ -134,7 +134,7 @@ def _problem(chat: Chat, tokenizer: Any, asks: bool) -> str:
     except MemoryError:
         return f"takes more than {_MORE_BYTES // 1024**2} MB"
     except Exception:
-        return ""  # a template raises whatever its author wrote: told with the row, where it is rendered to be used
+        return ""  # a template that refuses a row is reported when the row is rendered for use
     most = _MOST_CHARACTERS + 100 * _size(chat)
     return f"writes {len(text)} characters" if len(text) > most else ""
 

@@ -1,4 +1,4 @@
-"""Token ids on disk, in a folder of this user's: what is broken there, or another user's, counts as not there."""
+"""A cache of token ids on disk, in a folder of this user; damaged entries and those of other users are ignored."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KEY = b"megarl.tokens"
 class TokenCache:
     """Entries by key: N texts, ids [tokens] int32, ends [N] int64. Parquet with checksums, no pickle; mode 0700.
 
-    Nothing here raises for the disk's sake: without a cache everything is tokenised again.
+    Errors of the disk are ignored, because everything can be tokenised again.
     """
 
     def __init__(self, folder: Path, *, writes: bool = True) -> None:
@@ -28,7 +28,7 @@ class TokenCache:
 
     @classmethod
     def of_user(cls, *, writes: bool = True) -> TokenCache | None:
-        """In $XDG_CACHE_HOME/megarl, or ~/.cache/megarl; None where the user has no home."""
+        """The cache in $XDG_CACHE_HOME/megarl, or ~/.cache/megarl; None where the user has no home."""
         given = os.environ.get("XDG_CACHE_HOME", "")
         try:
             root = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
@@ -37,7 +37,7 @@ class TokenCache:
         return cls(root / "megarl" / "tokens", writes=writes)
 
     def read(self, key: str, count: int) -> tuple[list[str], npt.NDArray[Any], npt.NDArray[Any]] | None:
-        """An entry of `count` texts."""
+        """The entry of `count` texts as (texts, ids, ends); None where there is none."""
         import pyarrow
 
         try:
@@ -55,7 +55,7 @@ class TokenCache:
             return None
 
     def write(self, key: str, texts: Sequence[str], ids: npt.NDArray[Any], ends: npt.NDArray[Any]) -> None:
-        """Keep an entry, whole or not at all, and remove those that nobody has used for long."""
+        """Store an entry atomically, and remove entries that have not been used for long."""
         import pyarrow as pa
 
         if not self._writes:
@@ -79,7 +79,7 @@ def _name(key: str) -> str:
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[int]:
-    """The folder's descriptor. Raises OSError unless it is this user's, and nobody else may write there."""
+    """The folder's descriptor. Raises OSError unless the folder belongs to this user and no other user may write."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         _refuse_foreign(descriptor)
@@ -104,7 +104,7 @@ def _read(folder: int, name: str) -> Any:
 
 
 def _flat(lists: Any) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """(ids, ends) of an arrow array of lists. Raises ValueError where they are none of ours."""
+    """(ids, ends) of an arrow array of lists. Raises ValueError for an unexpected type."""
     import pyarrow
 
     if lists.type != pyarrow.large_list(pyarrow.int32()) or lists.null_count:

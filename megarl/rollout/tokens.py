@@ -1,4 +1,4 @@
-"""Many texts into token ids: in batches, compact in memory, and kept on disk so that the next start need not do it."""
+"""Tokenising many texts: in batches, compact in memory, and cached on disk for the next start."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import numpy.typing as npt
 
 from megarl.rollout.token_cache import TokenCache
 
-# (what is done, of how many) -> what is called with the number of those done since the last call
+# (title, total) -> a context whose value is called with the number of texts done since the last call
 ProgressBar = Callable[[str, int], AbstractContextManager[Callable[[int], object]]]
 _BATCH = 512  # texts: enough for every core of the tokenizer's own threads
-_WORTH_KEEPING = 10_000  # texts; or as many tokens as take about a second
+_WORTH_KEEPING = 10_000  # texts; fewer are cached only if they have many tokens, which take about a second
 _WORTH_KEEPING_TOKENS = 2_000_000
 
 
@@ -29,7 +29,7 @@ def no_bar(_title: str, _total: int) -> AbstractContextManager[Callable[[int], o
 
 @dataclass(frozen=True)
 class Tokens:
-    """N texts and their token ids, one text behind the other: ids [tokens] int32, ends [N] int64."""
+    """N texts and their concatenated token ids: ids [tokens] int32, ends [N] int64."""
 
     texts: Sequence[str]
     ids: npt.NDArray[np.int32]
@@ -40,14 +40,14 @@ class Tokens:
         return np.diff(self.ends, prepend=0)
 
     def of(self, number: int) -> array[int]:
-        """The token ids of one text."""
+        """The token ids of text `number`."""
         found = array("i")
         found.frombytes(self.ids[self.ends[number - 1] if number else 0 : self.ends[number]].tobytes())
         return found
 
 
 def tokenise(tokenizer: Any, texts: Iterable[str], *, special: bool, done: Callable[[int], object]) -> Tokens:
-    """special: add the tokenizer's special tokens. done: is called with the number of each batch's texts."""
+    """Tokenise texts. special: add the tokenizer's special tokens. done: called with the size of each batch."""
     kept: list[str] = []
     ids, ends, batch = array("i"), array("q"), []
 
@@ -71,9 +71,9 @@ def tokenise(tokenizer: Any, texts: Iterable[str], *, special: bool, done: Calla
 def cached_tokens(
     cache: TokenCache | None, tokenizer: Any, kind: str, sources: Sequence[Any], make: Callable[[], Tokens | None]
 ) -> Tokens | None:
-    """What `make` gives for the sources, or the same from the cache.
+    """The tokens of the sources, from the cache or else from `make`.
 
-    kind: how sources become texts. make may give None, which is not kept, for there was something wrong.
+    kind: names how sources become texts. make returns None where the sources have faults; that is not cached.
     """
     if cache is None or not getattr(tokenizer, "is_fast", False):
         return make()
@@ -88,7 +88,7 @@ def cached_tokens(
 
 
 def _digest(tokenizer: Any, kind: str, sources: Sequence[Any]) -> str:
-    """The same for the same texts, tokenizer, chat template and versions of the libraries."""
+    """A digest of the texts, the tokenizer, the chat template and the versions of the libraries."""
     import tokenizers
     import transformers
 

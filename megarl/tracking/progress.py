@@ -1,4 +1,4 @@
-"""A bar on the terminal while something long is done before a run."""
+"""A progress bar on the terminal for long work before a run."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-_LONG = 10_000  # things to do: fewer are done before a bar can be read
+_LONG = 10_000  # items; fewer are done before a bar could be read
 
 
 @contextmanager
 def progress_bar(title: str, total: int) -> Iterator[Callable[[int], object]]:
-    """What is yielded is called with the number of things done since the last call.
+    """Yields a function to be called with the number of items done since the last call.
 
-    The bar is on stderr and vanishes at the end; where that is no terminal the title is said once.
+    The bar is on stderr and disappears at the end; where stderr is no terminal, the title is printed once.
     """
     console = Console(stderr=True)
     if total < _LONG:

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from megarl.config import Recipe
 from megarl.config.yaml_text import options_comment
-from megarl.disk import gone, writing
+from megarl.disk import folder_gone, writing
 from megarl.printable import json_line, one_line, printable
 from megarl.tracking.metrics import pick_samples
 from megarl.tracking.record_lines import checked, read_lines
@@ -167,7 +167,7 @@ class RunLog:
 
     def _refuse_if_gone(self) -> None:
         if self._is_gone():
-            raise gone(self.folder, "metrics.jsonl")
+            raise folder_gone(self.folder, "metrics.jsonl")
 
     def options(self, in_force: Mapping[str, Any]) -> None:
         """Write the options of Megatron that the training ranks run with behind the saved recipe, as a comment."""

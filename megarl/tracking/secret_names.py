@@ -1,4 +1,4 @@
-"""Which names mean secrets: a narrow rule for what a recipe may not hold, a wide one for what leaves the machine."""
+"""Names that mean secrets: a narrow rule for keys that a recipe may not have, a wide one for data sent elsewhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _PLAIN = {"apikey", "secret", "password", "passwd", "passphrase", "credential", 
 _BEFORE_KEY = {"api", "judge", "private", "access", "secret", "auth"}  # not: answer, sort
 _BEFORE_TOKEN = {"hf", "auth", "access", "api", "bearer", "judge", "refresh", "tracking"}  # not: stop, eos, pad
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
-_NOT_OF_WORDS = re.compile(r"[^a-z0-9]+")
+_SEPARATORS = re.compile(r"[^a-z0-9]+")
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+")
 _WIDE = re.compile(
     r"(?:^|[^a-z])(?:api)?(?:key|token|passw(?:or)?d|secret|credentials?|authorization|bearer)$", re.IGNORECASE
@@ -19,17 +19,17 @@ _PASSWORD_OF_URL = re.compile(r"://[^/@\s:]*:[^/@\s]+@")
 
 
 def is_secret(name: str, value: object) -> bool:
-    """Whether the value under a key of a recipe is a secret by the key's name; never the name of a variable."""
+    """Whether the value of a recipe's key is a secret, by the key's name; the name of a variable is not."""
     return isinstance(value, str) and bool(value) and _names_secret(name) and not _VARIABLE.fullmatch(value)
 
 
 def may_be_secret(name: str) -> bool:
-    """Whether a key or a variable of this name may hold a secret: withholding too much costs nothing."""
+    """Whether a key or a variable of this name may be a secret; a false positive costs nothing."""
     return bool(_WIDE.search(name))
 
 
 def secrets_in(value: Any, where: str, name: str = "") -> Iterator[tuple[str, str]]:
-    """Of a tree of mappings and lists: where a secret is, and what it is, in words that do not show it."""
+    """(place, description without the secret) of each secret in a tree of mappings and lists."""
     if isinstance(value, Mapping):
         for key, below in value.items():
             yield from secrets_in(below, f"{where}.{key}", str(key))
@@ -43,8 +43,8 @@ def secrets_in(value: Any, where: str, name: str = "") -> Iterator[tuple[str, st
 
 
 def _names_secret(name: str) -> bool:
-    """Whether the last words of a name mean a secret; `key` and `token` only after some words: columns are named so."""
-    *before, last = _NOT_OF_WORDS.split(_CAMEL.sub("_", name).lower())
+    """Whether the last words of a name mean a secret; `key` and `token` only after certain words, unlike in columns."""
+    *before, last = _SEPARATORS.split(_CAMEL.sub("_", name).lower())
     previous = before[-1] if before else ""
     if last == "token":
         return not previous or previous in _BEFORE_TOKEN

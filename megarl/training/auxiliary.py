@@ -115,7 +115,7 @@ class AuxiliaryRank(ABC):
         self._model.zero_grad()
         stats = self._model.pipeline.run(rows, loss, norms=norms)
         grad_norm = self._model.step(lr)
-        return {**(groups.reduced(stats) if self._model.is_last_stage else {}), "grad_norm": grad_norm}
+        return {**(groups.reduce_stats(stats) if self._model.is_last_stage else {}), "grad_norm": grad_norm}
 
     def _pack(
         self, batch: Sequence[TrainSequence], reference_logp: Sequence[FloatArray] | None = None

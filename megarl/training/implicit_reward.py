@@ -30,7 +30,7 @@ class ImplicitRewardRank(AuxiliaryRank):
 
     def __init__(self, rank: int, recipe: Recipe, meet: Address, first_gpu: int = 0) -> None:
         super().__init__(rank, recipe, meet, model_shape(recipe.model.path), first_gpu)
-        self._reference = host_offload.room_for(self.params())
+        self._reference = host_offload.host_buffers_like(self.params())
         hf_import.load_hf(recipe.model.path, self._shards, self._reference)
         self._reference_logp: list[list[FloatArray] | None] = []  # of the shares that were valued, for `train_step`
 
@@ -44,7 +44,7 @@ class ImplicitRewardRank(AuxiliaryRank):
         None on all but the last pipeline stage.
         """
         own = self._logprobs(micro_batches)
-        with host_offload.in_place_of(self.params(), self._reference):
+        with host_offload.swapped_in(self.params(), self._reference):
             reference = self._logprobs(micro_batches)
         self._reference_logp.append(reference)
         if own is None or reference is None:

@@ -25,11 +25,11 @@ from megarl.parallel import groups, host_offload, model
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.pipeline import Norms
 from megarl.parallel.rank_model import RankModel
-from megarl.parallel.routing import Choices, engine_choices
+from megarl.parallel.routing import Choices, choices_of_engine
 from megarl.parallel.sequences import PackedRow, dealt, pack, unpack
 from megarl.resharding import megatron_map
 from megarl.resharding.member import Member
-from megarl.resharding.memory_handles import SourceHandles, publish
+from megarl.resharding.memory_handles import SourceHandles, share_params
 from megarl.resharding.session import Session
 from megarl.training import credit
 from megarl.training.batching import Key, Piece, SampleRef, Update, pieces_of, train_sequences
@@ -81,7 +81,7 @@ class PolicyRank:
         hf_import.load_hf(path, shards, self.params())
         self._model.make_optimizer()
         has_one = has_reference(recipe.algorithm, recipe.reference.use)
-        self._reference = host_offload.room_for(self.params()) if has_one else {}
+        self._reference = host_offload.host_buffers_like(self.params()) if has_one else {}
         if self._reference:
             hf_import.load_hf(recipe.reference.path or path, shards, self._reference)
         self.communicator_bytes = lambda: self._model.communicator_bytes
@@ -146,7 +146,7 @@ class PolicyRank:
             share = train_sequences(update.micro_batches[0], by_id, rules.aggregation, nll_weight)
             parts.append(self._part(share, update, many, replay, temperature))
         if self._reference and is_sampled:
-            with host_offload.in_place_of(self.params(), self._reference):
+            with host_offload.swapped_in(self.params(), self._reference):
                 logps = [self.logprobs(part.micro_batches, temperature=temperature) for part in parts]
             parts = [replace(part, reference_logp=logp) for part, logp in zip(parts, logps, strict=True)]
         return parts
@@ -189,18 +189,18 @@ class PolicyRank:
         norms = Norms(update.denominator, update.tokens, update.loss_tokens)
         choices = None
         if replay == "r2" and many:
-            choices = [Choices(is_noting=True) for _ in share]
+            choices = [Choices(is_recording=True) for _ in share]
         elif replay == "r3":
             choices = [self._engine_choices(self._pack(batch)) for batch in share]
         old = self.logprobs(share, choices, temperature) if many else None
         for one in choices or ():
-            one.is_noting = False
+            one.is_recording = False
         return UpdateShare(share, norms, old, choices, temperature=temperature)
 
     def _engine_choices(self, row: PackedRow) -> Choices:
         if row.experts_LMK is None:  # a row of padding, or samples that no engine made
             return Choices()
-        return engine_choices(row, self._model.moe_layers(), self._model.at.tp, self.layout.tp)
+        return choices_of_engine(row, self._model.moe_layers(), self._model.at.tp, self.layout.tp)
 
     def logprobs(
         self, micro_batches: MicroBatches, choices: Sequence[Choices] | None = None, temperature: float = 1.0
@@ -243,7 +243,7 @@ class PolicyRank:
         run, temperature = self._model.pipeline.run, part.temperature
         stats = run(rows, apply_loss, norms=part.norms, choices=part.choices, temperature=temperature)
         grad_norm = self._model.step(lr)
-        reduced = groups.reduced(stats) if self._model.is_last_stage else {}
+        reduced = groups.reduce_stats(stats) if self._model.is_last_stage else {}
         return {**reduced, "grad_norm": grad_norm, **self._routing_stats(part.norms)}
 
     def _replay_gaps(self, part: UpdateShare) -> Metrics:
@@ -264,7 +264,7 @@ class PolicyRank:
             return {}
         (replay_gap, tokens), (free_gap, _) = torch.stack(with_replay).sum(0), torch.stack(without).sum(0)
         stats = {"replay_gap": replay_gap, "replay_gap_without": free_gap, "replay_gap_tokens": tokens}
-        return groups.reduced([stats])
+        return groups.reduce_stats([stats])
 
     def _routing_stats(self, norms: Norms) -> Metrics:
         """The auxiliary losses as means over tokens (and layers), and sums of replayed choices, over all ranks."""
@@ -322,7 +322,7 @@ class PolicyRank:
 
     def publish(self) -> PublishedRank:
         """Let another process of this GPU map the parameters; they stay where they are for this one."""
-        return PublishedRank(publish(self.params()), model.TRANSFORMER_ENGINE)
+        return PublishedRank(share_params(self.params()), model.TRANSFORMER_ENGINE)
 
     def reshard(self, session: Session, version: int, attempt: int) -> None:
         """Take part in an exchange for a GPU without an engine: this rank only sends. attempt: never the same twice."""

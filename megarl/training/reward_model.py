@@ -17,7 +17,7 @@ from megarl.parallel.hf_config import hf_facts, scorer_shape
 from megarl.parallel.rank_model import RankModel
 from megarl.parallel.sequences import PackedRow, pack
 from megarl.resharding import megatron_map
-from megarl.rollout.prompts import conversation, load_tokenizer
+from megarl.rollout.prompts import chat_ids, load_tokenizer
 from megarl.training.batching import SampleRef, plan_updates
 from megarl.training.flops import train_work
 from megarl.types import FloatArray, IntArray, SampleGroup, TrainSequence
@@ -61,7 +61,7 @@ class RewardModelRank:
         return np.split(scores, cuts) if groups_of_rank else []
 
     def _token_ids(self, group: SampleGroup, response: str) -> IntArray:
-        return np.asarray(conversation(self._tokenizer, group.prompt.messages, response)[-self._longest :], np.int64)
+        return np.asarray(chat_ids(self._tokenizer, group.prompt.messages, response)[-self._longest :], np.int64)
 
     def _micro_batches(self, lengths: Sequence[int]) -> list[list[int]]:
         """Which samples share a row; as many rows on every data-parallel rank, which exchange tokens for experts."""

@@ -91,8 +91,8 @@ class Counted(Worker):
     def call_many(self, count: int, method: str, *args: Any) -> Any:
         return [Unsent()] * count if self._is_weighed(args) else super().call_many(count, method, *args)
 
-    def together(self, function: str, *args: Any) -> Any:
-        return Unsent() if self._is_weighed(args) else super().together(function, *args)
+    def bundle(self, function: str, *args: Any) -> Any:
+        return Unsent() if self._is_weighed(args) else super().bundle(function, *args)
 
     def _is_weighed(self, args: Sequence[Any]) -> bool:
         values, count = [one for one in args if not isinstance(one, Ref | Unsent)], self._step.count

@@ -1,7 +1,7 @@
 """What planning costs: DeepSeek-V3 on 512 GPUs, in nodes of 8, from Megatron's shards into SGLang's, without a GPU.
 
-For each engine layout: seconds and memory of one rank's plan, seconds of the whole cluster's account, and the bytes of
-that account next to what no plan can avoid. Each layout is measured in a fresh process.
+For each engine layout: seconds and memory of one rank's plan, seconds of the whole cluster's traffic, and the bytes of
+that traffic next to what no plan can avoid. Each layout is measured in a fresh process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megarl.parallel.layout import EngineLayout, TrainLayout
 from megarl.resharding import megatron_map, sglang_map
 from megarl.resharding.fp8 import with_scales
 from megarl.resharding.plan import plan_streams
-from megarl.resharding.traffic import account
+from megarl.resharding.traffic import count_traffic
 from megarl.types import MlaShape, ModelShape
 
 DEEPSEEK_V3 = ModelShape(
@@ -46,7 +46,7 @@ def measure(name: str) -> dict[str, float]:
     plan = streams.deal(streams.rounds_needed(ROUND_BYTES))
     planned = time.perf_counter()
     plan_bytes = peak_bytes() - before_bytes
-    found = account(sources, targets, **topology)
+    found = count_traffic(sources, targets, **topology)
     accounted = time.perf_counter()
     return {
         "maps_s": mapped - started,

@@ -141,7 +141,7 @@ def test_any_damage_is_seen_and_the_one_before_used(
     damage(write(snapshots, 2))
     found = snapshots.newest()
     assert found is not None and found.step == 1
-    assert len(said) == 1 and "step-000002 is damaged and passed over: " in said[0]
+    assert len(said) == 1 and "step-000002 is damaged and skipped: " in said[0]
 
 
 def test_a_checkpoint_that_cannot_be_read_is_passed_over(

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from megarl.cluster.actor import Pulses, Worker, answers, ray_nodes
-from megarl.cluster.session import Cluster, WorkerFailed, in_order
+from megarl.cluster.session import Cluster, WorkerFailed, bundles_by_address
 from megarl.config import PlacementConfig
 from megarl.types import UserFault
 
@@ -102,15 +102,15 @@ def test_half_a_pair_stays_in_the_object_store(cluster: Cluster, workers: list[W
 
 def test_what_one_worker_puts_together_others_get_as_arguments(cluster: Cluster, workers: list[Worker]):
     parts = [cluster.put(number) for number in range(1, 4)]
-    together = workers[1].together("test_session:doubled", "a", *parts)
-    calls = {worker.call("join", worker.name, together, "z"): worker.name for worker in workers}
+    bundle = workers[1].bundle("test_session:doubled", "a", *parts)
+    calls = {worker.call("join", worker.name, bundle, "z"): worker.name for worker in workers}
     assert cluster.gather(calls) == ["rank 0a246z", "rank 1a246z"]
 
 
 def test_what_could_not_be_put_together_fails_the_calls_with_it(cluster: Cluster, workers: list[Worker]):
-    together = workers[1].together("test_session:doubled", "a", None)
+    bundle = workers[1].bundle("test_session:doubled", "a", None)
     with pytest.raises(WorkerFailed, match=r"^rank 0: TypeError: unsupported operand"):
-        cluster.gather({workers[0].call("join", together): "rank 0"})
+        cluster.gather({workers[0].call("join", bundle): "rank 0"})
 
 
 def test_those_who_are_alive_can_end_what_they_began(cluster: Cluster, workers: list[Worker]):
@@ -219,18 +219,18 @@ def test_a_large_error_is_cut_and_heard(cluster: Cluster, workers: list[Worker])
 
 
 def test_every_worker_says_where_it_sits(cluster: Cluster, workers: list[Worker]):
-    device_placements = cluster.device_placements(workers, PlacementConfig(gpus=2))
-    assert [device_placement.address for device_placement in device_placements] == cluster.nodes * 2
+    placements = cluster.placements(workers, PlacementConfig(gpus=2))
+    assert [placement.address for placement in placements] == cluster.nodes * 2
     cluster.nodes[0], right = "127.0.0.9", cluster.nodes[0]
     with pytest.raises(RuntimeError, match=rf"rank 0 of GPU slot 0 is on {right}, not on 127\.0\.0\.9"):
-        cluster.device_placements(workers, PlacementConfig(gpus=2))
+        cluster.placements(workers, PlacementConfig(gpus=2))
     cluster.nodes[0] = right
 
 
 def test_nodes_are_ordered_by_number_and_known_by_no_name() -> None:
-    assert in_order({0: "10.0.0.10", 1: "10.0.0.9", 2: "10.0.0.1"}) == [2, 1, 0]
+    assert bundles_by_address({0: "10.0.0.10", 1: "10.0.0.9", 2: "10.0.0.1"}) == [2, 1, 0]
     with pytest.raises(UserFault, match=r"placement\.network: .*'vm'.*--node-ip-address"):
-        in_order({0: "10.0.0.1", 1: "vm"})
+        bundles_by_address({0: "10.0.0.1", 1: "vm"})
 
 
 def test_calls_settle_when_each_has_ended_well_or_not(cluster: Cluster, workers: list[Worker]):

@@ -10,11 +10,11 @@ import pytest
 
 from megarl.cluster.topology import (
     DevicePlacement,
-    device_placement,
-    device_placement_faults,
-    device_placement_lines,
     nearest_nics,
-    seat_of,
+    own_placement,
+    placement_among,
+    placement_faults,
+    placement_lines,
 )
 
 ROOTS = ("pci0000:15", "pci0000:37", "pci0000:48", "pci0000:59", "pci0000:97", "pci0000:b7", "pci0000:c7", "pci0000:d7")
@@ -97,21 +97,21 @@ def test_cards_are_named_as_nccl_is_told(tmp_path: Path, wanted: str, expected: 
 def test_without_a_card_or_a_gpu_a_seat_says_so(tmp_path: Path) -> None:
     assert nearest_nics(hgx(tmp_path, {}), tmp_path) == {}
     gpus = sorted(path.name for path in (tmp_path / "bus/pci/devices").iterdir())
-    one = seat_of(2, gpus, "10.0.0.1", tmp_path)
+    one = placement_among(2, gpus, "10.0.0.1", tmp_path)
     assert (one.address, one.gpu, one.nic) == ("10.0.0.1", gpus[2], "")
-    none = seat_of(0, [], "10.0.0.1", tmp_path)
+    none = placement_among(0, [], "10.0.0.1", tmp_path)
     assert (none.gpu, none.nic) == ("", "")
-    assert device_placement_faults([one, none]) == []
+    assert placement_faults([one, none]) == []
 
 
 def test_shared_cards_and_the_other_sockets_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NCCL_IB_HCA", raising=False)
     gpus = hgx(tmp_path, {0: "mlx5_0", 1: "mlx5_1"})
-    device_placements = [seat_of(slot, gpus[2:6], "10.0.0.1", tmp_path) for slot in range(4)]
-    assert [(one.nic, one.sharers, one.crosses) for one in device_placements] == [
+    placements = [placement_among(slot, gpus[2:6], "10.0.0.1", tmp_path) for slot in range(4)]
+    assert [(one.nic, one.sharers, one.crosses) for one in placements] == [
         ("mlx5_0", 2, False), ("mlx5_0", 2, False), ("mlx5_1", 2, True), ("mlx5_1", 2, True),
     ]  # fmt: skip
-    faults = [str(fault) for fault in device_placement_faults(device_placements)]
+    faults = [str(fault) for fault in placement_faults(placements)]
     assert len(faults) == 4
     assert f"rank 2's GPU {gpus[4]} sends through mlx5_1, which is on the other socket" in faults[0]
     assert "ranks 0, 1 share the network card mlx5_0" in faults[2]
@@ -119,16 +119,16 @@ def test_shared_cards_and_the_other_sockets_are_named(tmp_path: Path, monkeypatc
 
 
 def test_ranks_are_listed_by_node() -> None:
-    device_placements = [DevicePlacement("a", "10.0.0.1", "0000:18:00.0", "mlx5_0")]
-    device_placements.append(DevicePlacement("a", "10.0.0.1", "0000:2a:00.0", "mlx5_1"))
-    device_placements.append(DevicePlacement("b", "10.0.0.2", "", ""))
-    assert device_placement_lines(device_placements) == [
+    placements = [DevicePlacement("a", "10.0.0.1", "0000:18:00.0", "mlx5_0")]
+    placements.append(DevicePlacement("a", "10.0.0.1", "0000:2a:00.0", "mlx5_1"))
+    placements.append(DevicePlacement("b", "10.0.0.2", "", ""))
+    assert placement_lines(placements) == [
         "a (10.0.0.1): ranks 0 0000:18:00.0 through mlx5_0, 1 0000:2a:00.0 through mlx5_1",
         "b (10.0.0.2): ranks 2",
     ]
 
 
 def test_this_process_has_a_seat() -> None:
-    one = device_placement(0, "127.0.0.1")
+    one = own_placement(0, "127.0.0.1")
     assert one.host
     assert one.address == "127.0.0.1"

@@ -94,7 +94,7 @@ def test_memory_that_engines_cannot_map_is_refused_on_a_gpu(monkeypatch: pytest.
     monkeypatch.setattr(visible_gpus, "DEVICE", "cuda")
     ((where, problem, mend),) = told()
     assert (where, mend) == (name, "remove expandable_segments from it")
-    assert problem.endswith("no engine was seen to map such memory over CUDA IPC yet")
+    assert problem.endswith("mapping such memory over CUDA IPC is not verified yet")
     monkeypatch.setenv(name, "expandable_segments:False")
     assert told() == []
 

@@ -201,7 +201,7 @@ def test_a_damaged_checkpoint_is_passed_over_loudly(made: Any, fleet: Any, tmp_p
     said: list[str] = []
     found = find(made(), stream(), said.append)
     assert found is not None and found.step == 8
-    assert len(said) == 1 and "step-000009 is damaged and passed over: rank-0.pt has other bytes" in said[0]
+    assert len(said) == 1 and "step-000009 is damaged and skipped: rank-0.pt has other bytes" in said[0]
 
 
 def test_a_failure_does_not_cost_what_was_begun_before(made: Any, fleet: Any, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def folder(**changed: Any) -> Folder:
     [
         ({"shm_total_bytes": 64 * 2**20, "shm_free_bytes": 64 * 2**20},
          "fault: /dev/shm: 0.067 GB of 0.067 GB free", "--shm-size"),
-        ({"shm_free_bytes": 2 * 10**9}, "warning: /dev/shm: 2 GB free, and Ray's objects want 34 GB", "remount"),
+        ({"shm_free_bytes": 2 * 10**9}, "warning: /dev/shm: 2 GB free, and Ray's object store wants 34 GB", "remount"),
         ({"limits": ProcessLimits(8192 * 1024, 2**20, 2**20)},
          "fault: memlock: 8192 KiB may be locked, and the RDMA cards (mlx5_0, mlx5_1", "memlock unlimited"),
         ({"limits": ProcessLimits(-1, 1024, 2**20)}, "fault: nofile: 1024 open files", "limits.conf"),
@@ -70,7 +70,7 @@ def folder(**changed: Any) -> Folder:
          "fault: torch: 2.13.0+cu130 is installed", "torch==2.12.0"),
         ({"nvidia_smi": "Failed to initialize NVML: Driver/library version mismatch", "gpus": ()},
          "fault: nvidia-smi: it does not answer (Failed to initialize NVML", "dmesg"),
-        ({"torch": Torch("2.13.0+cpu")}, "fault: torch: 2.13.0+cpu is a CPU build beside 8 GPUs", "gpu.txt"),
+        ({"torch": Torch("2.13.0+cpu")}, "fault: torch: 2.13.0+cpu is a CPU build on a node with 8 GPUs", "gpu.txt"),
         ({"driver_cuda": "12.4"}, "fault: driver: 580.65.06 runs CUDA 12.4, and torch 2.13.0+cu130", "newer driver"),
         ({"torch": replace(sound().torch, num_devices=0, error="Error 802: system not yet initialized")},
          "fault: torch: CUDA does not start (Error 802", "fabricmanager"),
@@ -87,8 +87,8 @@ def folder(**changed: Any) -> Folder:
         (gpus(clocks_event_reasons_active={0: "0x0000000000000048"}),
          "warning: GPU 0 (0000:18:00.0): 345 of 1980 MHz (hardware slowdown", "cooling or power"),
         (gpus(pcie_link_width_current={7: "8"}), "warning: GPU 7 (0000:db:00.0): 8 of 16 PCIe lanes", "seated"),
-        (gpus(memory_used={5: "40000"}), "warning: GPU 5 (0000:ab:00.0): 42 GB are held already", "nvidia-smi"),
-        (gpus(name={5: "NVIDIA H100 80GB HBM3"}), "warning: GPUs: unlike ones: 7 NVIDIA H800, 1 NVIDIA H", "one kind"),
+        (gpus(memory_used={5: "40000"}), "warning: GPU 5 (0000:ab:00.0): 42 GB are used already", "nvidia-smi"),
+        (gpus(name={5: "NVIDIA H100 80GB HBM3"}), "warning: GPUs: different models: 7 NVIDIA H800, 1 N", "one kind"),
         ({"topology": nvidia.topology(smi_topology(GPU2_GPU5="SYS"))},
          "warning: NVLink: pairs of GPUs are joined unequally: most by NV8, but GPU2-GPU5 SYS", "nvlink -s"),
         ({"topology": nvidia.topology(smi_topology().replace("NV8", "NODE"))}, "warning: NVLink: no NVLi", "train.tp"),
@@ -102,7 +102,7 @@ def folder(**changed: Any) -> Folder:
         ({"clock_offset_s": 2.0}, "warning: clock: 2.0 s ahead of", "chronyd"),
         ({"ray_gpus": 8, "environment": {}},
          "fault: RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES: it is not 1 in Ray's environment", "scripts/ray_node.sh"),
-        ({"ray_gpus": 4}, "fault: Ray: Ray was told of 4 GPUs, nvidia-smi lists 8", "--num-gpus"),
+        ({"ray_gpus": 4}, "fault: Ray: Ray counts 4 GPUs, nvidia-smi lists 8", "--num-gpus"),
     ],
 )  # fmt: skip
 def test_one_fault_of_a_node_is_one_line(changed: dict[str, Any], start: str, words: str) -> None:

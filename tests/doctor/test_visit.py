@@ -39,7 +39,7 @@ def test_cpu_torch_beside_gpus_no_te_and_no_kernel_are_a_line_each(
     assert done.returncode == 2, done.stderr
     lines = done.stdout.splitlines()
     for start in (
-        "fault: torch: 2.13.0+cpu is a CPU build beside 8 GPUs",
+        "fault: torch: 2.13.0+cpu is a CPU build on a node with 8 GPUs",
         "fault: transformer-engine: it cannot be imported (not installed)",
         "fault: sglang-kernel: it cannot be imported (not installed)",
     ):

@@ -196,7 +196,7 @@ def test_a_wrong_token_is_named_and_this_machine_is_looked_at_all_the_same(nodes
     done = nodes.doctor(token=wrong)
     assert done.returncode == 2, done.stdout + done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("fault: ")]
-    assert line.startswith(f"fault: RAY_ADDRESS: no Ray cluster that can be joined at {nodes.address} (")
+    assert line.startswith(f"fault: RAY_ADDRESS: no Ray cluster can be joined at {nodes.address} (")
     assert "token that RAY_AUTH_TOKEN_PATH names" in line
     assert "note: GPUs: nvidia-smi lists none" in done.stdout
     assert "6" * 64 not in done.stdout + done.stderr

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.rollout.prompts import PromptSource, conversation, load_prompts, load_tokenizer
+from megarl.rollout.prompts import PromptSource, chat_ids, load_prompts, load_tokenizer
 from tests.parallel.checkpoints import write_classifier
 
 pytestmark = pytest.mark.slow
@@ -49,7 +49,7 @@ def test_a_run_with_a_critic_and_a_reward_model(launch: Callable, tmp_path: Path
     asked = {prompt.text: prompt.row["prompt"] for prompt in prompts}
     lines = (tmp_path / "runs" / "quickstart" / "samples.jsonl").read_text().splitlines()
     for one in map(json.loads, lines):
-        row = conversation(tokenizer, asked[one["prompt"]], one["response"])
+        row = chat_ids(tokenizer, asked[one["prompt"]], one["response"])
         with torch.no_grad():
             score = float(model(torch.tensor([row])).logits[0, 0])
         assert one["reward"] == pytest.approx(0.5 * score, abs=1e-4)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megarl.device import DEVICE
-from megarl.resharding.memory_handles import SourceHandles, attach, publish
+from megarl.resharding.memory_handles import SourceHandles, map_params, share_params
 from megarl.resharding.transport import settle
 
 TIMEOUT_S = 60.0
@@ -21,7 +21,7 @@ class MemoryScheduler:
     def __init__(self, num_bytes: int) -> None:
         self._flat = torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device=DEVICE)
         left, right = self._flat.view(2, -1, 1024)
-        self._handles = publish({"left": left, "right": right.T})
+        self._handles = share_params({"left": left, "right": right.T})
 
     def handles(self) -> dict[str, Any]:
         return self._handles.to_json()
@@ -46,7 +46,7 @@ class Borrower:
         """Map what is published in place of what was mapped before; the seconds that it takes."""
         self._params = {}
         started = time.perf_counter()
-        self._params = attach(SourceHandles.from_json(handles))
+        self._params = map_params(SourceHandles.from_json(handles))
         settle(TIMEOUT_S)
         return time.perf_counter() - started
 

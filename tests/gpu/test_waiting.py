@@ -28,13 +28,13 @@ def params() -> dict[str, torch.Tensor]:
 def test_a_swap_and_back(params: dict[str, torch.Tensor], record: Record) -> None:
     before = {name: param.clone() for name, param in params.items()}
     addresses = [param.data_ptr() for param in params.values()]
-    others = host_offload.room_for(params)
+    others = host_offload.host_buffers_like(params)
     assert all(one.is_pinned() == ON_GPU and one.is_cpu for one in others.values())
     for one in others.values():
         one.fill_(-1.0)
     settle(TIMEOUT_S)
     started = time.perf_counter()
-    with host_offload.in_place_of(params, others):
+    with host_offload.swapped_in(params, others):
         settle(TIMEOUT_S)
         record("swap", 2 * NUM_BYTES / (time.perf_counter() - started) / 1e9, "GB/s")
         assert all(bool((param == -1).all()) for param in params.values())
@@ -47,7 +47,7 @@ def test_put_away_and_back(params: dict[str, torch.Tensor], record: Record) -> N
     before = {name: param.clone() for name, param in params.items()}
     settle(TIMEOUT_S)
     held, started = held_bytes(), time.perf_counter()
-    away = host_offload.put_away(params)
+    away = host_offload.offload_params(params)
     record("put away", NUM_BYTES / (time.perf_counter() - started) / 1e9, "GB/s")
     assert len(away) == 2, "a storage goes once, however many views it has"
     assert all(one.is_pinned() == ON_GPU for _, one in away)
@@ -55,7 +55,7 @@ def test_put_away_and_back(params: dict[str, torch.Tensor], record: Record) -> N
     if ON_GPU:
         assert held - held_bytes() >= NUM_BYTES
     started = time.perf_counter()
-    host_offload.put_back(away)
+    host_offload.onload_params(away)
     settle(TIMEOUT_S)
     record("put back", NUM_BYTES / (time.perf_counter() - started) / 1e9, "GB/s")
     assert all(torch.equal(params[name], value) for name, value in before.items())

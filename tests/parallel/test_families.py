@@ -58,7 +58,7 @@ def load_real_model(rank: int, meet: Address, path: Path, layout: TrainLayout) -
         cpu.patch_megatron()
     else:
         torch.cuda.set_device(rank)
-        model.choose_layers(train, dtype)
+        model.select_layers(train, dtype)
     shape = model_shape(path)
     groups.join(device.join_store(meet, TIMEOUT_S), rank, layout, seed=1, timeout_s=TIMEOUT_S)
     config = model.transformer_config(path, shape, layout, dtype, train)

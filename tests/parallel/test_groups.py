@@ -32,7 +32,7 @@ def opened(trainer: Any) -> tuple[list[list[int]], list[list[int]]]:
         return reduce(tensor, *args, group=group, **more)
 
     dist.all_reduce = heard
-    taken = groups.connect()
+    taken = groups.open_communicators()
     assert DEVICE != "cpu" or taken == 0, "there is no GPU, of which memory could go"
     known = [dist.get_process_group_ranks(group) for group in _world.pg_map]
     return [ranks for ranks in known if len(ranks) > 1], used

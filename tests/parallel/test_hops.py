@@ -24,20 +24,20 @@ VOCAB_SIZE = 200
 def test_every_row_comes_once_for_each_chunk_that_has_one_before_it(
     groups: int, chunks: int, stages: int, leads: bool
 ) -> None:
-    from megarl.parallel.hops import arrivals
+    from megarl.parallel.hops import receive_order
 
     rows = groups * stages
-    order = arrivals(rows, chunks, stages, leads)
+    order = receive_order(rows, chunks, stages, leads)
     assert sorted(order) == sorted([*range(rows)] * (chunks - leads))
 
 
 def test_chunks_take_turns_of_as_many_rows_as_there_are_stages() -> None:
-    from megarl.parallel.hops import arrivals
+    from megarl.parallel.hops import receive_order
 
-    assert arrivals(4, 2, 2, leads=False) == [0, 1, 0, 1, 2, 3, 2, 3]
-    assert arrivals(4, 2, 2, leads=True) == [0, 1, 2, 3]
-    assert arrivals(3, 1, 4, leads=False) == [0, 1, 2]
-    assert arrivals(3, 1, 4, leads=True) == []
+    assert receive_order(4, 2, 2, leads=False) == [0, 1, 0, 1, 2, 3, 2, 3]
+    assert receive_order(4, 2, 2, leads=True) == [0, 1, 2, 3]
+    assert receive_order(3, 1, 4, leads=False) == [0, 1, 2]
+    assert receive_order(3, 1, 4, leads=True) == []
 
 
 def overhear(trainer: Any) -> list[tuple[Any, Any]]:

@@ -89,7 +89,7 @@ def test_megatrons_own_refusal_is_a_users_fault(checkpoint_path: Path) -> None:
 
 def test_a_gpu_without_transformer_engine_is_refused_by_the_package() -> None:
     with pytest.raises(UserFault) as caught:
-        model.choose_layers(TrainConfig(lr=1.0), torch.bfloat16, is_gpu=True, has_engine=False)
+        model.select_layers(TrainConfig(lr=1.0), torch.bfloat16, is_gpu=True, has_engine=False)
     assert str(caught.value).startswith("train.local_layers: TransformerEngine cannot be used (No module named ")
     assert "install transformer-engine[pytorch], or set it to true" in caught.value.mend
 
@@ -98,7 +98,7 @@ def test_a_gpu_without_transformer_engine_has_the_layers_that_a_recipe_allows(mo
     """The whole model is built and run from them on CPU in every other test here."""
     monkeypatch.delattr(moe_utils, "te_general_gemm", raising=False)
     monkeypatch.setattr(multi_latent_attention, "TELinear", None)
-    model.choose_layers(TrainConfig(lr=1.0, local_layers=True), torch.float32, is_gpu=True, has_engine=False)
+    model.select_layers(TrainConfig(lr=1.0, local_layers=True), torch.float32, is_gpu=True, has_engine=False)
     assert moe_utils.te_general_gemm is None
     assert multi_latent_attention.TELinear is DuplicatedLinear
 
@@ -106,10 +106,10 @@ def test_a_gpu_without_transformer_engine_has_the_layers_that_a_recipe_allows(mo
 def test_transformer_engine_is_given_no_float32() -> None:
     """Where its layers are used alone; it has no attention for packed rows in another type than 16 bits."""
     with pytest.raises(UserFault) as caught:
-        model.choose_layers(TrainConfig(lr=1.0), torch.float32, is_gpu=True, has_engine=True)
+        model.select_layers(TrainConfig(lr=1.0), torch.float32, is_gpu=True, has_engine=True)
     assert (caught.value.where, caught.value.mend) == ("model.dtype", "set it to bfloat16")
-    model.choose_layers(TrainConfig(lr=1.0), torch.bfloat16, is_gpu=True, has_engine=True)
-    model.choose_layers(TrainConfig(lr=1.0), torch.float32, is_gpu=False, has_engine=True)
+    model.select_layers(TrainConfig(lr=1.0), torch.bfloat16, is_gpu=True, has_engine=True)
+    model.select_layers(TrainConfig(lr=1.0), torch.float32, is_gpu=False, has_engine=True)
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config import TrainConfig
 from megarl.parallel import model, optimizer
-from megarl.parallel.model import buffers_config, fixed_names
+from megarl.parallel.model import buffers_config, fixed_field_names
 from megarl.parallel.optimizer import optimizer_config
-from megarl.parallel.options import OF_BUFFERS, OF_OPTIMIZER, in_force, option_faults
+from megarl.parallel.options import OF_BUFFERS, OF_OPTIMIZER, effective_options, option_faults
 from megarl.types import UserFault
 
 
 def faults(**train: Any) -> list[UserFault]:
-    return option_faults(TrainConfig(lr=1.0, **train), fixed_names)
+    return option_faults(TrainConfig(lr=1.0, **train), fixed_field_names)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_rank_without_transformer_engine_names_the_key(monkeypatch: pytest.Mon
 def test_what_an_optimizer_on_the_host_needs_is_no_option_in_force(options: dict[str, Any]) -> None:
     train = TrainConfig(lr=1.0, optimizer=options)
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
-    found = in_force(train, config, buffers_config(train), optimizer_config(train, torch.bfloat16, True), ())
+    found = effective_options(train, config, buffers_config(train), optimizer_config(train, torch.bfloat16, True), ())
     assert found["optimizer"].get("use_precision_aware_optimizer") == options.get("use_precision_aware_optimizer")
 
 
@@ -138,7 +138,7 @@ def test_options_in_force_are_those_of_a_recipe() -> None:
     def told(train: TrainConfig) -> dict[str, dict[str, Any]]:
         config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, **train.megatron)
         own = optimizer_config(train, torch.float32, offloaded=False)
-        return in_force(train, config, buffers_config(train), own, {"deallocate_pipeline_outputs"})
+        return effective_options(train, config, buffers_config(train), own, {"deallocate_pipeline_outputs"})
 
     found = told(given)
     assert found["megatron"] == {"deallocate_pipeline_outputs": False, "moe_router_dtype": "fp64"}

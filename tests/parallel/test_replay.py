@@ -94,10 +94,10 @@ def replay_old_policy(trainer: Any, amount: float) -> dict[str, Any]:
 
     at = trainer.layout.coords(trainer.rank)
     micro_batches = deal(ragged(14, VOCAB_SIZE, seed=3), at.dp, trainer.layout.dp, micro_batches=4)
-    choices = [Choices(is_noting=True) for _ in micro_batches]
+    choices = [Choices(is_recording=True) for _ in micro_batches]
     before = trainer.logprobs(micro_batches, choices)
     for one in choices:
-        one.is_noting = False
+        one.is_recording = False
     made = torch.Generator().manual_seed(0)
     for name, bias in trainer.params().items():
         if name.endswith("expert_bias"):

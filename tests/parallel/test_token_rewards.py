@@ -110,7 +110,7 @@ def distil(rank: int, meet: Address, made: Any) -> dict[str, Any]:
     share = train_sequences(update.micro_batches[0], dict(enumerate(groups)), "token_mean")
     masks = [one.loss_mask_T for row in share for one in row]
     student = trainer.logprobs(share)
-    with host_offload.in_place_of(trainer.params(), trainer._reference):
+    with host_offload.swapped_in(trainer.params(), trainer._reference):
         teacher = trainer.logprobs(share)
     gaps = [(a - b)[m] for a, b, m in zip(student, teacher, masks, strict=True)]
     (metrics,) = trainer.train("on_policy_distillation", [update], LR, [*range(GROUPS)], *groups)

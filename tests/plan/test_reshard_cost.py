@@ -14,7 +14,7 @@ from megarl.parallel.placement import engine_layout, train_layout
 from megarl.plan.reshard_cost import ReshardPlan, bound_s, expected_s, gather_bound_s, gathered_bytes, plan_reshard
 from megarl.resharding import fp8, megatron_map, sglang_map
 from megarl.resharding.shards import Part
-from megarl.resharding.traffic import Traffic, account
+from megarl.resharding.traffic import Traffic, count_traffic
 from megarl.types import ModelShape
 from tests.plan import recipes as planning
 
@@ -59,7 +59,7 @@ def test_gathering_brings_everything_that_a_rank_does_not_hold(tmp_path: Path) -
 
 def dest_bytes(sources: list[Part], targets: list[Part]) -> int:
     whole = fp8.with_scales(sources, targets)
-    return int(account(whole, targets, 4, gpus_per_node=4, dtype="bfloat16").dest.max())
+    return int(count_traffic(whole, targets, 4, gpus_per_node=4, dtype="bfloat16").dest.max())
 
 
 def test_fp8_engines_take_half_and_gathering_does_not_shrink() -> None:

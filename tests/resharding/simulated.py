@@ -8,10 +8,16 @@ import numpy as np
 
 from megarl.resharding.plan import Copy, MemberPlan, Round, Streams, plan_streams
 from megarl.resharding.shards import STACK, Box, Cell, Part, Shard, Size, param_table
+from megarl.resharding.traffic import Traffic
 from megarl.types import IntArray
 
 EMPTY = -1
 Memory = dict[str, IntArray]
+
+
+def into_nodes(traffic: Traffic, gpus_per_node: int) -> list[int]:
+    """Bytes that enter each node over the fabric."""
+    return np.add.reduceat(traffic.fabric_in, range(0, len(traffic.fabric_in), gpus_per_node)).tolist()
 
 
 class World:

@@ -1,4 +1,4 @@
-"""The whole way with the processes of a run: training ranks publish, engine ranks attach, agree, and are written."""
+"""An exchange with the processes of a run: ranks share parameters, engines map them, agree, and are written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megarl.device import Address, address_of, host_store, join_store
 from megarl.parallel.layout import EngineLayout, TrainLayout
 from megarl.resharding.agreement import Agreement
 from megarl.resharding.member import Member, Stats, collect_stats, conclude, load
-from megarl.resharding.memory_handles import SourceHandles, attach, publish
+from megarl.resharding.memory_handles import SourceHandles, map_params, share_params
 from megarl.resharding.session import Session, sessions
 from megarl.types import UserFault
 from tests.resharding.worlds import MLA, MOE, TIMEOUT_S, Pair, Params, Process, fill, make_params, wrong_params
@@ -59,7 +59,7 @@ class Model(torch.nn.Module):
 def trainer(pipe: Connection, pair: Pair, rank: int) -> None:
     shards = pair.source_shards(rank)
     params = make_params(shards, pair.torch_dtype)
-    pipe.send(publish(params).to_json())
+    pipe.send(share_params(params).to_json())
     member: Member | None = None
     for order, *arguments in iter(pipe.recv, None):
         if order == "fill":
@@ -264,28 +264,28 @@ def test_a_session_is_json() -> None:
 
 
 def test_members_that_were_told_different_things_do_not_begin() -> None:
-    verdicts = [
+    votes = [
         {"inputs": {"round_bytes": "8", "version": "1"}, "rounds": [1, 3], "digest": "5", "group": "a"},
         {"inputs": {"round_bytes": "8", "version": "1"}, "rounds": [2, 1], "digest": str(2**128 - 5), "group": "a"},
     ]
-    assert conclude("new", verdicts) == {"rounds": [2, 3], "group": "a"}
-    assert conclude("new", [verdicts[0], {**verdicts[1], "group": ""}])["group"] == "new"
+    assert conclude("new", votes) == {"rounds": [2, 3], "group": "a"}
+    assert conclude("new", [votes[0], {**votes[1], "group": ""}])["group"] == "new"
     with pytest.raises(RuntimeError, match="version is 1 for member 0 and 2 for member 1"):
-        conclude("new", [verdicts[0], {**verdicts[1], "inputs": {"round_bytes": "8", "version": "2"}}])
-    with pytest.raises(RuntimeError, match="what the members would send is not what they would receive"):
-        conclude("new", [verdicts[0], {**verdicts[1], "digest": "5"}])
+        conclude("new", [votes[0], {**votes[1], "inputs": {"round_bytes": "8", "version": "2"}}])
+    with pytest.raises(RuntimeError, match="the members' plans do not match: sends differ from receives"):
+        conclude("new", [votes[0], {**votes[1], "digest": "5"}])
 
 
 def test_a_member_that_does_not_come_is_named() -> None:
     agreement = Agreement(host_store(TIMEOUT_S), member=1, num_members=3, timeout_s=0.2)
-    with pytest.raises(RuntimeError, match=r"members \[0, 2\] did not come within 0.2 s"):
-        agreement.reach("1/ready", {}, lambda verdicts: {})
+    with pytest.raises(RuntimeError, match=r"members \[0, 2\] did not arrive within 0.2 s"):
+        agreement.reach("1/ready", {}, lambda votes: {})
 
 
 def hand_over(pipe: Connection) -> None:
     base = torch.arange(1_000, dtype=torch.float32)
     views = {"a": base[:600].view(20, 30), "b": base[600:].view(20, 20).t(), "c": torch.zeros(7, dtype=torch.bfloat16)}
-    pipe.send(publish(views).to_json())
+    pipe.send(share_params(views).to_json())
     for value in iter(pipe.recv, None):
         base[0] = value
         pipe.send(float(views["c"][3]))
@@ -297,7 +297,7 @@ def test_publish_and_attach_share_memory_and_leave_no_file() -> None:
     try:
         handles = SourceHandles.from_json(json.loads(json.dumps(lender.answer())))
         assert len(handles.storages) == 2
-        seen = attach(handles)
+        seen = map_params(handles)
         assert set(os.listdir("/dev/shm")) <= before  # unlinked while both processes live
         assert seen["b"].stride() == (1, 20) and seen["b"][3, 1] == 600 + 23
         seen["c"].fill_(3)
@@ -308,6 +308,6 @@ def test_publish_and_attach_share_memory_and_leave_no_file() -> None:
         lender.process.join()
         assert seen["a"][0, 1] == 1.0  # the mapping outlives the lender
         with pytest.raises(RuntimeError, match=f"cannot map the weights of training process {lender.process.pid}"):
-            attach(handles)
+            map_params(handles)
     finally:
         lender.end()

@@ -14,10 +14,10 @@ from megarl.parallel.layout import EngineLayout, TrainLayout
 from megarl.resharding import megatron_map, sglang_map
 from megarl.resharding.plan import MemberPlan, cut, plan_streams
 from megarl.resharding.shards import Box, LayoutError, Part, Range, Shard, box_area
-from megarl.resharding.traffic import account
+from megarl.resharding.traffic import count_traffic
 from megarl.resharding.traffic import least_round_bytes as least_of_all
 from megarl.types import MlaShape, ModelShape, UserFault
-from tests.resharding.simulated import World, all_plans, all_streams, round_bytes_of
+from tests.resharding.simulated import World, all_plans, all_streams, into_nodes, round_bytes_of
 
 MOE = ModelShape(4, 6, 8, 2, 2, 300, 8, 2, 32)
 MLA = ModelShape(
@@ -133,7 +133,7 @@ def check_pairs(plans: Sequence[MemberPlan]) -> None:
 
 
 def check_account(sides: Sides, plans: Sequence[MemberPlan], gpus_per_node: int) -> None:
-    """The account is the sum of the plans, and what moves is what has to move."""
+    """The traffic is the sum of the plans, and what moves is what has to move."""
     moved = {wire: (Counter(), Counter()) for wire in ("local", "node", "fabric")}
     for plan in plans:
         for copy in itertools.chain(plan.local, *(step.sends for step in plan.rounds)):
@@ -141,7 +141,7 @@ def check_account(sides: Sides, plans: Sequence[MemberPlan], gpus_per_node: int)
             wire = "local" if copy.source == copy.target else "node" if same_node else "fabric"
             moved[wire][0][copy.source] += copy.num_bytes
             moved[wire][1][copy.target] += copy.num_bytes
-    found = account(*sides, gpus_per_node=gpus_per_node, dtype="bfloat16")
+    found = count_traffic(*sides, gpus_per_node=gpus_per_node, dtype="bfloat16")
     members = range(sides[2])
     for wire, tables in (
         ("local", (found.local, found.local)),
@@ -152,7 +152,7 @@ def check_account(sides: Sides, plans: Sequence[MemberPlan], gpus_per_node: int)
             assert [counted[member] for member in members] == table.tolist(), wire
     assert found.dest.tolist() == (found.local + found.wire_in).tolist()
     assert found.wire_in.tolist() == found.minimum_wire.tolist()
-    assert found.fabric_into_nodes(gpus_per_node).tolist() == found.minimum_fabric.tolist()
+    assert into_nodes(found, gpus_per_node) == found.minimum_fabric.tolist()
 
 
 @settings(max_examples=25)

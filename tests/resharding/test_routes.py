@@ -10,7 +10,7 @@ from megarl.parallel.layout import EngineLayout, TrainLayout
 from megarl.resharding import megatron_map, sglang_map
 from megarl.resharding.routes import Hop, RouteChooser
 from megarl.resharding.shards import LayoutError, Part, Shard
-from megarl.resharding.traffic import account
+from megarl.resharding.traffic import count_traffic
 from megarl.types import ModelShape
 
 TENSORS = tuple(Shard(f"t{number}", (0, 10), (0, 10), f"t{number}") for number in range(8))
@@ -99,7 +99,8 @@ def test_members_of_a_large_world_share_the_sending() -> None:
     """64 GPUs, 8 replicas of the dense part and 4 of each expert, engines of one node: no NIC has twice its share."""
     shape = ModelShape(8, 64, 8, 4, 8, 1024, 16, 2, 64)
     sources = megatron_map.parts(shape, TrainLayout(64, 2, 4, 4))
-    found = account(sources, sglang_map.parts(shape, EngineLayout(8, 8, 4)), 64, gpus_per_node=8, dtype="bfloat16")
+    targets = sglang_map.parts(shape, EngineLayout(8, 8, 4))
+    found = count_traffic(sources, targets, 64, gpus_per_node=8, dtype="bfloat16")
     for table in (found.fabric_out, found.fabric_in):
         assert table.max() <= 1.25 * table.mean()
 

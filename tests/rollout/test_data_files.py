@@ -23,7 +23,7 @@ def rows_of(path: Path) -> tuple[list[Any], list[str]]:
     """(the rows, what is told of the others)"""
     bad = RowFaults("data.train")
     rows = [row for _, row in read_rows(str(path), "data.train", bad)]
-    return rows, [str(fault) for fault in bad.told()]
+    return rows, [str(fault) for fault in bad.faults()]
 
 
 @pytest.mark.parametrize("line", [1, 3])

@@ -217,8 +217,8 @@ def test_a_worker_samples_once_it_has_weights(worker: RolloutWorker) -> None:
 def test_a_reward_that_raises_is_the_users_fault(worker: RolloutWorker) -> None:
     if worker.version() < 0:
         asyncio.run(worker.reshard({}, 0))
-    pids = worker._judges.pids()
+    pids = worker._scorers.pids()
     prompt = Prompt("rows.jsonl:2", PROMPT.text, PROMPT.token_ids, "3", {"level": 9})
     with pytest.raises(UserFault, match="raised ValueError: level 9 has no score"):
         asyncio.run(worker.sample(prompt, Sampling(2, 4)))
-    assert worker._judges.pids() == pids, "an exception costs no process"
+    assert worker._scorers.pids() == pids, "an exception costs no process"

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rollout.prompts import PromptSource, PromptStream, chat, conversation, load_prompts, load_tokenizer
+from megarl.rollout.prompts import PromptSource, PromptStream, chat_ids, chat_text, load_prompts, load_tokenizer
 from megarl.types import Prompt, UserFault, UserFaults
 
 QUESTION = {"prompt": "1+2=", "answer": "3"}
@@ -160,14 +160,14 @@ def test_a_missing_tokenizer_is_the_models_fault(tmp_path: Path, folder: str, pr
 def test_a_chat_for_a_judge(tokenizer: Any) -> None:
     """By its own template, which says where the response is; without one, text goes before text."""
     asked = [{"role": "user", "content": "1+1="}]
-    assert conversation(tokenizer, "1+1=", "2") == conversation(tokenizer, asked, "2")
-    text, special = chat(tokenizer, asked, "2")
+    assert chat_ids(tokenizer, "1+1=", "2") == chat_ids(tokenizer, asked, "2")
+    text, special = chat_text(tokenizer, asked, "2")
     assert not special and "1+1=" in text and "2" in text
     tokenizer = copy.copy(tokenizer)
     tokenizer.chat_template = None
-    assert chat(tokenizer, "1+1=", "2") == ("1+1=2", True)
+    assert chat_text(tokenizer, "1+1=", "2") == ("1+1=2", True)
     with pytest.raises(ValueError, match="no chat template"):
-        chat(tokenizer, asked, "2")
+        chat_text(tokenizer, asked, "2")
 
 
 def numbered(count: int) -> list[Prompt]:

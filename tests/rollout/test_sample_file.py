@@ -124,7 +124,7 @@ def test_other_files_are_refused_by_name(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1+1="]}), other)
     with pytest.raises(UserFault, match="its format is not ours, this version reads 3"):
         open_samples(other)
-    with pytest.raises(UserFault, match="gone.parquet: not a whole file of samples"):
+    with pytest.raises(UserFault, match="gone.parquet: not a complete file of samples"):
         open_samples(tmp_path / "gone.parquet")
 
 
@@ -139,7 +139,7 @@ def test_rows_that_make_no_sample_are_refused(tmp_path: Path) -> None:
         ("engine_logp", [], "3 prompt tokens, 2 response tokens and 0 logprobs"),
         ("response_ids", [-1, 1], "a negative token id"),
         ("prompt_ids", None, "has no prompt_ids"),
-        ("step", 2, "says that it is of step 2"),
+        ("step", 2, "has the step number 2"),
         ("experts", b"123", "has experts of type None"),
     ):
         rows = table.to_pylist()

@@ -34,7 +34,7 @@ def small_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def explore(trainer: Any) -> dict[str, Any]:
     from megarl import device
     from megarl.resharding import megatron_map
-    from megarl.resharding.memory_handles import attach
+    from megarl.resharding.memory_handles import map_params
     from megarl.resharding.shards import verify_params
 
     verify_params(megatron_map.shards(trainer.shape, trainer.layout, trainer.rank), trainer.params())
@@ -44,7 +44,7 @@ def explore(trainer: Any) -> dict[str, Any]:
     storages = [buffer.grad_data.untyped_storage() for buffer in _buffers(trainer)]
     full_bytes = [storage.nbytes() for storage in storages]
     facts["held_when_given_back"] = []
-    device.free_unused = lambda: facts["held_when_given_back"].append(sum(storage.nbytes() for storage in storages))
+    device.empty_cache = lambda: facts["held_when_given_back"].append(sum(storage.nbytes() for storage in storages))
     trainer.offload()
     facts["offloaded_bytes"] = [storage.nbytes() for storage in storages]
     facts["logprobs_offloaded"] = trainer.logprobs(batches)
@@ -52,7 +52,7 @@ def explore(trainer: Any) -> dict[str, Any]:
     facts["is_restored"] = [storage.nbytes() for storage in storages] == full_bytes
     facts["gradients_after_onload"] = max(float(buffer.grad_data.abs().max()) for buffer in _buffers(trainer))
 
-    mapped = attach(trainer.publish().source)
+    mapped = map_params(trainer.publish().source)
     before = {name: tensor.clone() for name, tensor in mapped.items()}
     facts["first"] = trainer.train_step(part(batches, 50.0), 1e-2, weighted_loss)
     facts["unchanged"] = [name for name, tensor in mapped.items() if torch.equal(tensor, before[name])]
@@ -195,7 +195,7 @@ def drift(trainer: Any) -> dict[str, Any]:
     before, places = trainer.logprobs(batches), {name: one.data_ptr() for name, one in trainer.params().items()}
     kls = [metrics.get("reference_kl") for (metrics,) in (trainer.train("grpo", *_step(1)) for _ in range(3))]
     weights = {name: param.clone() for name, param in trainer.params().items()}
-    with host_offload.in_place_of(trainer.params(), trainer._reference):
+    with host_offload.swapped_in(trainer.params(), trainer._reference):
         during = trainer.logprobs(batches)
     return {
         "still": still,

@@ -1,4 +1,4 @@
-"""The engine's settings and SGLang's server arguments: ours, and the recipe's own that pass through."""
+"""An engine's settings, and SGLang's server arguments: those that megarl sets and those that the recipe passes on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megarl.spelling import near
 from megarl.types import UserFault
 
 WHERE = "rollout.engine.sglang"
-_OURS = {
+_SET_BY_MEGARL = {
     "model_path": "model.path",
     "tp_size": "rollout.engine.tp",
     "ep_size": "rollout.engine.ep",
@@ -45,7 +45,7 @@ _OURS = {
 }
 _SINGLE_OWNER = "it keeps weights in other places than resharding writes to"
 _ONE_SIDED = "it sets up NCCL in engines alone; NCCL_NVLS_ENABLE and NCCL_CUMEM_ENABLE of the environment hold for all"
-REFUSED = {  # first letters of server arguments that the weights' map cannot follow: why
+REFUSED = {  # prefix of server arguments that resharding does not support -> the reason
     "speculative_": "a draft model would keep the weights that it started with",
     "enable_eplb": "it moves experts between ranks while the engine runs",
     "ep_num_redundant_experts": "it holds some experts twice",
@@ -72,21 +72,21 @@ REFUSED = {  # first letters of server arguments that the weights' map cannot fo
     "enable_symm_mem": _ONE_SIDED,
     "json_model_override_args": "the engine's model would no longer be the one that is trained",
 }
-# Attention backends that read latent attention's keys from an fp8 cache (SGLang's layers/attention). Its others, among
-# them those that it chooses on Hopper, copy a layer's whole cache into the model's type in every step (`.to(q.dtype)`).
+# Attention backends that read the keys of MLA from an fp8 cache (SGLang's layers/attention). The others, among them
+# SGLang's default on Hopper, cast a layer's whole cache to the model's data type in every step (`.to(q.dtype)`).
 LATENT_FP8_BACKENDS = ("cutedsl_mla", "flashmla", "tokenspeed_mla", "triton", "trtllm_mla")
-_SPARE_CONTEXT = 8  # SGLang keeps two positions of the context free behind a response, and six behind a prompt
+_SPARE_CONTEXT = 8  # SGLang keeps two positions of the context free after a response, and six after a prompt
 _PLAIN_CACHES = ("auto", "bf16", "bfloat16")
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """num_samples responses a prompt, each of max_tokens at most (end of sequence included); temperature 0: greedy.
+    """num_samples responses to each prompt of at most max_tokens, end of sequence included; temperature 0: greedy.
 
-    stream names the prompt's draw (run seed, step, place of the prompt) where samples repeat. with_baseline: and a
-    greedy one, which the others are compared with. may_lose_all: a prompt may be left without a sample whose verdict
-    did not fail.
+    stream: the key of a prompt's random numbers (run seed, step, number of the prompt) where samples are seeded.
+    with_baseline: also sample a greedy response, as the baseline. may_lose_all: a group may end up empty because all of
+    its verdicts have failed.
     """
 
     num_samples: int
@@ -100,45 +100,45 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The key of the relay on an engine's first node; its secret half is that node's alone."""
+    """The CURVE key of the relay on an engine's first node; only that node has the secret half."""
 
     public: bytes
     secret: bytes = field(default=b"", repr=False)
 
     @property
-    def for_guests(self) -> Endpoint:
+    def without_secret(self) -> Endpoint:
         return Endpoint(self.public)
 
 
 @dataclass(frozen=True)
 class NodeSpan:
-    """Node `node` of the `nodes` that an engine is on, with as many ranks on each.
+    """Node `node` of the `nodes` that an engine spans, with equally many ranks on each.
 
-    meet: a store where the ranks of all nodes meet. door: with which the relays of attention groups join.
+    rendezvous: the store through which the ranks of all nodes find each other. endpoint: the key of the relay.
     """
 
     nodes: int
     node: int
-    meet: Address
-    door: Endpoint
+    rendezvous: Address
+    endpoint: Endpoint
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """One engine: context_tokens is the longest prompt with its response, concurrency how many samples run at once.
+    """The settings of an engine. context_tokens: of the longest prompt with its response; concurrency: running samples.
 
-    first_gpu is the GPU slot of its first tensor-parallel rank. Without load_weights it starts with made-up ones, and
-    refuses to sample before its first reshard. With fp8 the weights are held in tiles of 128 x 128 with their scales,
-    which a checkpoint in another type cannot fill: load_weights must be False.
+    first_gpu: the GPU slot of the first tensor-parallel rank. load_weights: read the checkpoint; otherwise the weights
+    are random and the engine refuses to sample before its first reshard. fp8: weights are tiles of 128 x 128 with
+    scales, which a bf16 checkpoint cannot fill: load_weights must be False.
 
-    span: the node that this process looks after, where the engine is on several.
+    span: the engine's node that this process runs on, where the engine spans several.
 
-    seeded: a prompt's samples are the same, to the last bit, whenever weights and stream are; slower. routed_experts:
-    every sample says which experts its tokens went to.
+    seeded: equal weights and an equal stream give bitwise equal samples; slower. routed_experts: samples carry the
+    experts that each token was routed to.
 
-    timeout_s: how long a scheduler may stand still. reserve_bytes: memory of each GPU that SGLang's cache leaves free
-    for the exchange's communicator. model_context: positions that the model has; None: not known, and SGLang makes
-    tables for the longest that it finds.
+    timeout_s: how long a scheduler may hang. reserve_bytes: memory of each GPU that SGLang's KV cache leaves free for
+    the communicator of the exchange. model_context: the model's number of positions; None: unknown, so that SGLang
+    sizes its tables by the longest context that it finds.
     """
 
     model_path: str
@@ -162,12 +162,12 @@ class EngineSettings:
 
     @property
     def first_rank(self) -> int:
-        """The first of the tensor-parallel ranks on this node."""
+        """The first tensor-parallel rank on this node."""
         return self.span.node * self.tp // self.span.nodes if self.span else 0
 
 
 def server_arguments(settings: EngineSettings, weight_loader: str, device: str = DEVICE) -> dict[str, Any]:
-    """Keyword arguments of SGLang's `ServerArgs`; the recipe's `rollout.engine.sglang` wins over our defaults."""
+    """Keyword arguments of SGLang's `ServerArgs`; the recipe's `rollout.engine.sglang` overrides our defaults."""
     arguments: dict[str, Any] = {
         "model_path": settings.model_path,
         "tp_size": settings.tp,
@@ -185,12 +185,12 @@ def server_arguments(settings: EngineSettings, weight_loader: str, device: str =
         "enable_dp_attention": settings.dp > 1,
         "disable_shared_experts_fusion": True,  # fused, their layout would depend on the GPU
         "enable_return_routed_experts": settings.routed_experts,
-        "watchdog_timeout": 2 * settings.timeout_s,  # later than the host, which says who stands still
+        "watchdog_timeout": 2 * settings.timeout_s,  # later than the host's check, which names the rank that hangs
     }
     if settings.model_context:
         arguments["context_length"] = min(settings.context_tokens + _SPARE_CONTEXT, settings.model_context)
     if settings.span:
-        host, port = settings.span.meet
+        host, port = settings.span.rendezvous
         arguments |= {"nnodes": settings.span.nodes, "node_rank": settings.span.node}
         arguments |= {"dist_init_addr": f"{host}:{port}"}
     if settings.fp8:
@@ -198,23 +198,23 @@ def server_arguments(settings: EngineSettings, weight_loader: str, device: str =
     if device == "cpu":
         arguments |= cpu.server_arguments(settings.tp, settings.context_tokens, settings.concurrency)
     else:
-        # The memory saver: training takes the engine's memory between rollouts.
+        # The memory saver releases the engine's memory to training between rollouts.
         arguments |= {"base_gpu_id": settings.first_gpu, "enable_memory_saver": True, "sleep_on_idle": True}
-        if not settings.fp8:  # what "auto" is on Hopper; on Blackwell it is a backend whose layout has no map
+        if not settings.fp8:  # as "auto" on Hopper; on Blackwell "auto" is a backend whose layout sglang_map lacks
             arguments["moe_runner_backend"] = "triton"
     arguments |= settings.sglang
-    if settings.seeded:  # last: samples that are said to repeat must not depend on other settings
+    if settings.seeded:  # last, because seeded samples must not depend on the recipe's own arguments
         arguments |= deterministic.server_arguments(settings.context_tokens, settings.concurrency, device)
     return arguments
 
 
 def sglang_faults(arguments: Mapping[str, Any]) -> list[UserFault]:
-    """Keys of the recipe's `rollout.engine.sglang` that SGLang does not know or that the recipe says elsewhere."""
+    """Keys of `rollout.engine.sglang` that SGLang does not have, or that megarl sets or does not support."""
     known = server_fields()
     faults = []
     for key in arguments:
-        if key in _OURS:
-            elsewhere = _OURS[key]
+        if key in _SET_BY_MEGARL:
+            elsewhere = _SET_BY_MEGARL[key]
             mend = f"set {elsewhere} and remove it" if elsewhere else "remove it"
             faults.append(UserFault(f"{WHERE}.{key}", "is set by megarl itself", mend))
         elif why := next((why for start, why in REFUSED.items() if key.startswith(start)), None):
@@ -227,7 +227,7 @@ def sglang_faults(arguments: Mapping[str, Any]) -> list[UserFault]:
 
 
 def latent_cache_faults(arguments: Mapping[str, Any]) -> list[UserFault]:
-    """A KV cache's type that the attention backend of a model with latent attention does not take."""
+    """A data type of the KV cache that the attention backend of an MLA model does not support."""
     cached = arguments.get("kv_cache_dtype", "auto")
     if cached in _PLAIN_CACHES:
         return []
@@ -236,11 +236,11 @@ def latent_cache_faults(arguments: Mapping[str, Any]) -> list[UserFault]:
     if cached != "fp8_e4m3":
         problem = f"SGLang's latent attention does not take a cache in {cached!r}"
         return [UserFault(where, problem, "set it to fp8_e4m3, or remove it")]
-    both = arguments.get("attention_backend")
-    named = [arguments.get(f"{phase}_attention_backend") or both for phase in ("prefill", "decode")]
-    others = sorted({str(backend) for backend in named if backend and backend not in LATENT_FP8_BACKENDS})
-    if others:
-        problem = f"'{cached}', but {others[0]} copies a layer's whole cache of latent attention into another type"
+    default = arguments.get("attention_backend")
+    named = [arguments.get(f"{phase}_attention_backend") or default for phase in ("prefill", "decode")]
+    unsupported = sorted({str(backend) for backend in named if backend and backend not in LATENT_FP8_BACKENDS})
+    if unsupported:
+        problem = f"'{cached}', but {unsupported[0]} copies a layer's whole cache of latent attention into another type"
         return [UserFault(where, problem, mend)]
     if None in named:
         problem = f"'{cached}', but no attention backend is named: SGLang may choose one that does not take it"
@@ -250,7 +250,7 @@ def latent_cache_faults(arguments: Mapping[str, Any]) -> list[UserFault]:
 
 @cache
 def server_fields() -> frozenset[str]:
-    """The names of SGLang's server arguments, read from its source: importing it would take seconds."""
+    """The names of SGLang's server arguments, parsed from its source because importing SGLang takes seconds."""
     spec = importlib.util.find_spec("sglang")
     if spec is None or spec.origin is None:
         raise UserFault("rollout.engine", "sglang is not installed", "install the package that setup.py pins")

@@ -1,4 +1,4 @@
-"""SGLang on a machine without an accelerator: every patch it needs, each with its reason.
+"""SGLang on a machine without an accelerator: all patches that it needs, each with its reason.
 
 Run `prepare` in a process before its first `import sglang`.
 """
@@ -36,16 +36,16 @@ def prepare() -> None:
 
 
 def patch_sglang() -> None:
-    """The corrections that need SGLang's own modules; run in a scheduler before its model is built."""
+    """The patches of SGLang's own modules; run in a scheduler before its model is built."""
     skip_remote_experts()
-    attend_to_latents()
+    use_latent_cache()
     pad_idle_groups()
     scatter_without_nccl()
     keep_memory_unpinned()
 
 
 def set_environment() -> None:
-    """One thread a process and no spinning: engine, trainer and controller share the same cores."""
+    """One thread a process and no busy waiting: engine, training ranks and controller share the cores."""
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling small functions costs the first batch 18 s
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -69,10 +69,10 @@ def server_arguments(tp: int, context_tokens: int, concurrency: int) -> dict[str
 
 
 def start_fork_server() -> None:
-    """Let schedulers be forked from a process that has SGLang imported; it imports while this process does.
+    """Start a fork server that imports SGLang once, in parallel with this process, for all schedulers.
 
-    Spawned, each would spend seconds of the shared cores on the same imports. (With CUDA a fork server is no way:
-    importing SGLang initialises the driver.)
+    A spawned scheduler would spend seconds of the shared cores on the same imports. With CUDA a fork server cannot be
+    used, because importing SGLang initialises the driver.
     """
     multiprocessing.set_forkserver_preload(["megarl.rollout.sglang.preload"])
     forkserver.ensure_running()
@@ -80,18 +80,19 @@ def start_fork_server() -> None:
 
 
 def stop_fork_server() -> None:
-    """The last engine of this process takes the fork server along; Python itself keeps it until the process ends."""
+    """End the fork server with the last engine of this process; Python itself keeps it until the process ends."""
     _FORK_SERVER_USERS.pop()
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     if not _FORK_SERVER_USERS:
-        os.kill(server._forkserver_pid, signal.SIGKILL)  # asked to end, it takes seconds to unload what it imported
+        os.kill(server._forkserver_pid, signal.SIGKILL)  # a regular exit takes seconds to unload its imports
         server._stop()
 
 
-def live_no_longer_than_host() -> None:
-    """The fork server ends when nobody holds its lifeline, and SGLang's schedulers end with their parent.
+def end_with_host() -> None:
+    """Close this process's copy of the fork server's lifeline, so that both end when the host is killed.
 
-    Python hands the lifeline to every forked process as well, which would keep both after the host was killed.
+    The fork server ends when no process holds its lifeline, and SGLang's schedulers end with their parent; but Python
+    passes the lifeline on to every forked process.
     """
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     if server._forkserver_alive_fd is not None:
@@ -104,7 +105,7 @@ _FORK_SERVER_USERS: list[None] = []
 
 @contextmanager
 def quiet_import() -> Iterator[None]:
-    """While it is imported, SGLang warns of every model and kernel that this machine lacks."""
+    """Suppress SGLang's warnings at import about every model and kernel that this machine lacks."""
     logging.getLogger("sglang").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -126,7 +127,7 @@ def declare_torchvision_operators() -> None:
     _KEPT_LIBRARIES.append(library)
 
 
-_KEPT_LIBRARIES: list[torch.library.Library] = []  # a Library that is collected takes its definitions away
+_KEPT_LIBRARIES: list[torch.library.Library] = []  # a Library that is garbage collected removes its definitions
 
 
 class _MissingName:
@@ -163,16 +164,16 @@ class _MissingPackage(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def stand_in_for_kernels() -> None:
-    """SGLang imports `sgl_kernel` while loading but calls its torch paths on CPU; the wheel needs CUDA to import."""
+    """Replace `sgl_kernel`, whose wheel needs CUDA: SGLang imports it, but calls its own torch code on CPU."""
     if importlib.util.find_spec(_KERNELS) is None:
         sys.meta_path.append(_MissingPackage(_KERNELS))
 
 
 def stand_in_for_torchvision() -> None:
-    """SGLang imports torchvision for its image models and registers their processors, also where no image is read.
+    """Replace torchvision, which SGLang imports for its image models even where no image is read.
 
-    Transformers decides first that torchvision is absent, and keeps that answer: it must not take the stand-in for a
-    release of torchvision. Its AutoImageProcessor needs none, but its package puts a class that raises in its place.
+    Transformers must not take the stand-in for torchvision, so it is imported first and caches that torchvision is
+    absent. It then exports an AutoImageProcessor that raises, although the real class works without torchvision.
     """
     if importlib.util.find_spec(_VISION) is None:
         processors = importlib.import_module("transformers.models.auto.image_processing_auto")
@@ -181,10 +182,10 @@ def stand_in_for_torchvision() -> None:
 
 
 def skip_remote_experts() -> None:
-    """With expert parallelism SGLang marks another rank's expert by id -1, which its torch experts would index with.
+    """Skip the experts of other ranks: SGLang gives them the id -1, which its torch code would use as an index.
 
-    Its layers are summed expert by expert over the local ones, whether a batch has such ids or not: one order of
-    addition for all. Others go SGLang's own way.
+    With expert parallelism the outputs are summed over the local experts in order, whether or not a batch has such
+    ids, so that the order of addition is always the same. Other layers use SGLang's own function.
     """
     from sglang.srt.layers.moe import fused_moe_native
 
@@ -212,9 +213,11 @@ def _sum_local_experts(
     return total
 
 
-def attend_to_latents() -> None:
-    """SGLang prefills latent attention (MLA) as plain attention where it does not know the backend, as it does not know
-    `torch_native`; that path reads keys and values which nobody wrote. Both phases go through the latent cache instead.
+def use_latent_cache() -> None:
+    """Use the latent cache in both phases of multi-head latent attention (MLA).
+
+    SGLang does not know how `torch_native` prefills MLA, and falls back to plain attention, which reads keys and values
+    that were never written.
     """
     from sglang.srt.models.deepseek_common import attention_backend_handler
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
@@ -223,7 +226,7 @@ def attend_to_latents() -> None:
 
 
 def pad_idle_groups() -> None:
-    """With DP attention the groups pad their batches to one size; `torch_native` does not say with which length."""
+    """Define the length of padding sequences, which DP attention needs and `torch_native` lacks."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     backend: Any = TorchNativeAttnBackend
@@ -231,9 +234,9 @@ def pad_idle_groups() -> None:
 
 
 def scatter_without_nccl() -> None:
-    """Uneven reduce-scatter (DP attention with expert parallelism) goes through NCCL whatever the device.
+    """Replace the uneven reduce-scatter (DP attention with expert parallelism), which uses NCCL on every device.
 
-    SGLang's own way of doing without, which it takes for deterministic sampling, is right on any device.
+    SGLang's own variant for deterministic sampling works on any device.
     """
     from sglang.srt.distributed.parallel_state import GroupCoordinator
 
@@ -242,7 +245,7 @@ def scatter_without_nccl() -> None:
 
 
 def keep_memory_unpinned() -> None:
-    """SGLang pins its list of routed experts for the GPU's copies, whatever the device."""
+    """Do not pin the list of routed experts, which SGLang pins for copies from the GPU on every device."""
     from sglang.srt.mem_cache.pool_host import common
 
     common._cuda_host_register = lambda *args: None

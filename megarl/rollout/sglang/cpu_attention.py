@@ -1,7 +1,7 @@
-"""Attention on CPU for many sequences in one call.
+"""Batched attention on CPU.
 
 SGLang's `torch_native` attention calls torch once a sequence, which for a tiny model is half of a rollout's time. In a
-shared call the last bits of a sequence depend on its company: engines whose samples must repeat keep SGLang's own way.
+batched call the last bits of a sequence depend on the rest of the batch, so seeded engines keep SGLang's own attention.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-_CALL_NUMBERS = 2**18  # in the keys of one call: more of them, with their values, leave the processor's caches
-_FREE_KEYS = 1024  # to read so many takes no longer than another call
+_CALL_NUMBERS = 2**18  # numbers in the keys of one call: more do not fit the processor's caches with their values
+_FREE_KEYS = 1024  # padding of so many keys costs no more than another call
 
 
-def attend_together() -> None:
-    """Decoding sequences share calls, and so do those whose last token alone is to be extended, the rest being cached.
+def batch_attention() -> None:
+    """Batch the attention of decoding, and of prefills whose prompt is cached except for its last token.
 
-    Longer extensions would gain nothing. Attention to an encoder or in both directions goes SGLang's own way.
+    Longer prefills would gain nothing. Cross-attention and bidirectional attention use SGLang's own functions.
     """
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
@@ -50,17 +50,17 @@ def attend_together() -> None:
 
 
 def _rows(chosen: torch.Tensor, num_queries: torch.Tensor) -> torch.Tensor:
-    """Which rows are queries of the chosen sequences, where the queries of all lie one after the other."""
+    """The rows of the chosen sequences in the concatenated queries of all sequences."""
     return chosen.repeat_interleave(num_queries).nonzero().flatten()
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """Sequences, the query of the last token of each, and where their keys and values lie.
+    """A batch of sequences with one query each, that of the last token.
 
-    query and output: [sequences, heads, head size], the output's head size being that of a value. k_cache and v_cache:
-    [slots, KV heads, head size]. slots [requests, positions]: where a request's tokens lie in them. requests and
-    num_keys (with the last token's own): [sequences].
+    query and output: [sequences, heads, head size], where the output has the values' head size. k_cache and v_cache:
+    [slots, KV heads, head size]. slots [requests, positions]: the cache slot of each token. requests: [sequences], rows
+    of slots. num_keys: [sequences], including the last token's key.
     """
 
     query: torch.Tensor
@@ -73,7 +73,7 @@ class _Batch:
 
 
 def _attend(batch: _Batch, options: dict[str, Any]) -> torch.Tensor:
-    """Fill the batch's output. options: of SGLang, `scaling` and `sliding_window_size`."""
+    """Fill the batch's output. options: SGLang's `scaling` and `sliding_window_size`."""
     num_keys, order = batch.num_keys.sort()
     requests = batch.requests[order]
     ends = num_keys[:, None]
@@ -86,10 +86,10 @@ def _attend(batch: _Batch, options: dict[str, Any]) -> torch.Tensor:
 
 
 def shared_calls(num_keys: Sequence[int], most_keys: int) -> Iterator[tuple[int, int]]:
-    """The sequences (start, end) of each call, of those that are sorted by length.
+    """Split sequences, sorted by length, into calls; yields the (start, end) of each.
 
-    A call is padded to its longest sequence. That doubles its work at most, unless there is little of it; and it has
-    no more than most_keys unless one sequence has.
+    A call is padded to its longest sequence. Padding at most doubles the keys, except for _FREE_KEYS, and a call has at
+    most most_keys keys unless a single sequence has more.
     """
     start = own_keys = 0
     for index, longest in enumerate(num_keys):
@@ -103,9 +103,9 @@ def shared_calls(num_keys: Sequence[int], most_keys: int) -> Iterator[tuple[int,
 
 
 def _keys_and_values(batch: _Batch, requests: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both [sequences, KV heads, keys, head size]; ends [sequences, 1] is the number of keys of each, in rising order.
+    """Keys and values [sequences, KV heads, keys, head size]; ends [sequences, 1]: numbers of keys, ascending.
 
-    A sequence is filled up with its own last token: no value of another one reaches it, not even a NaN.
+    A sequence is padded with its own last token, so that no value of another sequence reaches it, not even a NaN.
     """
     longest = int(ends[-1])
     table = batch.slots[:, :longest].index_select(0, requests)
@@ -120,9 +120,9 @@ def _keys_and_values(batch: _Batch, requests: torch.Tensor, ends: torch.Tensor) 
 def _attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, ends: torch.Tensor, options: dict[str, Any]
 ) -> torch.Tensor:
-    """query: [sequences, heads, head size]; the same of the result, with the values' head size.
+    """Attention of query [sequences, heads, head size]; the result has the values' head size.
 
-    The heads that share a KV head are several queries to it: repeating the keys would cost more.
+    Heads that share a KV head (GQA) become several queries to it, because repeating the keys would cost more.
     """
     position = torch.arange(keys.shape[2])
     seen = position < ends

@@ -1,8 +1,8 @@
-"""Samples that repeat to the last bit, whatever else the engine computes at the same time.
+"""Bitwise reproducible samples, whatever other requests are in the batch.
 
-Two things make a sample depend on its neighbours. The random numbers: SGLang draws them for a whole batch; here each
-sample draws by a seed of its own. And the arithmetic: a kernel that is chosen by the batch's size adds up in another
-order. On a GPU SGLang's deterministic inference has kernels that do not; on CPU they are given here.
+A sample depends on its batch in two ways. Random numbers: SGLang draws them for the whole batch; here each sample has a
+seed of its own. Arithmetic: a kernel that is chosen by the batch size changes the order of addition. On a GPU SGLang's
+deterministic inference has batch-invariant kernels; for CPU this module has them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch.nn import functional as F
 from megarl.device import DEVICE
 
 _BLOCK = 16  # rows of every matrix product on CPU
-_LINE = 32  # columns to whose multiple a row is laid out: it starts on a cache line and is whole vector registers
+_LINE = 32  # a row's width is a multiple: it starts on a cache line and fills whole vector registers
 _LOW = 0xFFFFFFFF
 
 
 def server_arguments(context_tokens: int, concurrency: int, device: str) -> dict[str, Any]:
-    """SGLang's server arguments. On CPU a prompt is computed once and whole: no shared prefix, chunk or retreat."""
+    """SGLang's server arguments. On CPU they rule out shared prefixes, chunked prefills and retraction."""
     if device != "cpu":
         return {"enable_deterministic_inference": True}
     room = context_tokens * concurrency
@@ -32,31 +32,31 @@ def server_arguments(context_tokens: int, concurrency: int, device: str) -> dict
 
 
 def sample_seed(stream: Sequence[int], index: int) -> int:
-    """The seed of sample `index` of a prompt that `stream` names (run seed, step, prompt...); 63 bits."""
+    """The 63-bit seed of sample `index` of a prompt. stream: identifies the prompt (run seed, step, prompt...)."""
     name = ",".join(str(number) for number in (*stream, index))
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def generator_seed(seed: int, index: int) -> int:
-    """A seed of 32 bits (as NumPy takes it) for generator `index` of those that share `seed` and draw independently."""
+    """A 32-bit seed (NumPy's range) of generator `index`; generators of one `seed` are independent of each other."""
     return sample_seed((seed,), index) >> 31
 
 
 def patch_sglang() -> None:
-    """Run in a scheduler before its model is built."""
-    choose_by_seed()
+    """Apply all patches; run in a scheduler before its model is built."""
+    sample_by_seed()
     if DEVICE == "cpu":
-        hand_on_seeds()
+        pass_on_seeds()
         hash_without_kernels()
-        round_logprobs_alike()
-        compute_rows_alike()
-        add_in_rank_order()
+        use_log_softmax()
+        use_batch_invariant_kernels()
+        reduce_in_rank_order()
 
 
-def choose_by_seed() -> None:
-    """SGLang's seeded sampler draws by a token's rank in the sorted row if any request of the batch wants top-p.
+def sample_by_seed() -> None:
+    """Make the random number of a token depend on its id alone, so that other requests cannot change a sample.
 
-    Here a token's random number is always that of its id, so that a request draws the same in any company.
+    SGLang's seeded sampler uses a token's rank in the sorted row instead if any request of the batch uses top-p.
     """
     from sglang.srt.layers import sampler
 
@@ -72,7 +72,7 @@ def choose_by_seed() -> None:
 
 
 def truncated(probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor) -> torch.Tensor:
-    """probs [rows, vocabulary] with 0 for all but each row's top-k and top-p tokens; not normalised again."""
+    """probs [rows, vocabulary], with 0 for all but each row's top-k and top-p tokens; not renormalised."""
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
     before = ordered.cumsum(-1) - ordered
     ranks = torch.arange(probs.shape[-1], device=probs.device)
@@ -81,8 +81,8 @@ def truncated(probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor) -
     return probs.masked_fill(torch.empty_like(drop).scatter_(-1, order, drop), 0.0)
 
 
-def hand_on_seeds() -> None:
-    """SGLang's sampler learns of requests' seeds only in its deterministic inference, which refuses CPU's attention."""
+def pass_on_seeds() -> None:
+    """Pass the requests' seeds to the sampler: SGLang does so only in deterministic inference, which CPU cannot use."""
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
     info_class: Any = SamplingBatchInfo
@@ -98,14 +98,14 @@ def hand_on_seeds() -> None:
 
 
 def hash_without_kernels() -> None:
-    """SGLang's random numbers come from a kernel of its own; the same ones from torch."""
+    """Compute SGLang's random numbers in torch; its own implementation is a CUDA kernel."""
     from sglang.srt.layers import sampler
 
     sampler.murmur_hash32 = murmur_hash  # type: ignore[assignment]
 
 
-def round_logprobs_alike() -> None:
-    """SGLang's logprobs are log_softmax where a whole batch is greedy or deterministic, and log(softmax) elsewhere."""
+def use_log_softmax() -> None:
+    """Compute logprobs as log_softmax always: SGLang uses log(softmax) unless a batch is greedy or deterministic."""
     from sglang.srt.layers import sampler
 
     class Sampler(sampler.Sampler):
@@ -119,7 +119,7 @@ def round_logprobs_alike() -> None:
 def murmur_hash(seeds: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """MurmurHash3 (32 bits) of the words (seed low, seed high, position, column): int64 [rows, columns] below 2^32.
 
-    seeds: uint64 [rows]; positions: [rows]; columns: [columns]. Int64 products wrap, but their low 32 bits are right.
+    seeds: uint64 [rows]; positions: [rows]; columns: [columns]. Int64 products wrap, but their low 32 bits are exact.
     """
     seeds = seeds.view(torch.int64)
     mixed = torch.zeros_like(seeds)
@@ -140,16 +140,16 @@ def _rotated(word: torch.Tensor, by: int) -> torch.Tensor:
     return ((word << by) | (word >> (32 - by))) & _LOW
 
 
-def compute_rows_alike() -> None:
-    """Where torch's CPU operators treat a row by its company, others take their places; a model has no more of them.
+def use_batch_invariant_kernels() -> None:
+    """Replace the CPU operators of torch whose result for a row depends on the other rows; models use no others.
 
-    Products: few rows are multiplied in another order than many. They are computed in blocks of one height, the last
-    filled up with zeros: one kernel for all, in which a row's place makes no difference. sigmoid and silu: a tensor's
-    last elements, which fill no vector register, are rounded otherwise. Rows are filled up with zeros.
+    Matrix products: torch multiplies few rows in another order than many. Here all products are computed in blocks of
+    the same height, padded with zeros: one kernel, in which a row's position does not matter. sigmoid and silu: torch
+    rounds the last elements, which do not fill a vector register, differently. Here rows are padded with zeros.
     """
     library = torch.library.Library("aten", "IMPL", "CPU")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a kernel is replaced is the intention
+        warnings.simplefilter("ignore")  # about the kernels that are replaced
         library.impl("mm", product)
         library.impl("addmm", sum_with_product)
         library.impl("bmm", batched_product)
@@ -159,7 +159,7 @@ def compute_rows_alike() -> None:
     _KEPT_LIBRARIES.append(library)
 
 
-_KEPT_LIBRARIES: list[torch.library.Library] = []  # a Library that is collected takes its kernels away
+_KEPT_LIBRARIES: list[torch.library.Library] = []  # a Library that is garbage collected removes its kernels
 
 
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -178,7 +178,7 @@ def batched_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """left [batch, rows, inner] x right [batch, inner, columns]"""
     if not len(left):
         return left.new_empty(0, left.shape[1], right.shape[2])
-    return torch.stack([product(one, other) for one, other in zip(left, right, strict=True)])
+    return torch.stack([product(*matrices) for matrices in zip(left, right, strict=True)])
 
 
 def _in_blocks(
@@ -195,7 +195,7 @@ def _in_blocks(
 
 
 def _in_whole_vectors(tensor: torch.Tensor, function: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """An elementwise function of a tensor that has at least one dimension."""
+    """Apply an elementwise function to a tensor of at least one dimension, with rows padded to whole vectors."""
     width = tensor.shape[-1]
     padded = F.pad(tensor, (0, _up(width, _LINE) - width))
     return function(padded, out=torch.empty_like(padded))[..., :width].contiguous()
@@ -205,8 +205,8 @@ def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def add_in_rank_order() -> None:
-    """gloo adds up a tensor's parts in different orders of ranks, and cuts it into parts by its size."""
+def reduce_in_rank_order() -> None:
+    """All-reduce in rank order: gloo's order of addition depends on the tensor's size and on the element's place."""
     from sglang.srt.distributed.parallel_state import GroupCoordinator
 
     def all_reduce(self: Any, tensor: torch.Tensor) -> torch.Tensor:

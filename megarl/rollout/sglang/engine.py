@@ -1,4 +1,4 @@
-"""One SGLang engine: samples with logprobs, and new weights written in place."""
+"""One SGLang engine: sampling with logprobs, and weight updates in place."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from megarl.rollout.sglang.host import EngineFault, Host
 from megarl.types import Sample
 
 WEIGHT_LOADER = "megarl.resharding.member.load"
-_LENT = ("kv_cache", "weights")  # SGLang's names of what training has in between; CUDA graphs stay
+_RELEASED = ("kv_cache", "weights")  # SGLang's tags of the memory that training uses in between; CUDA graphs stay
 
 
 class Engine:
-    """One SGLang engine; its schedulers are child processes, and it serves on no port.
+    """One SGLang engine, whose schedulers are child processes; it listens on no port.
 
-    Building it blocks until the schedulers are ready. It may be built and awaited in any thread, whether or not an
-    event loop runs there. Raises EngineFault when the engine does not start.
+    The constructor blocks until the schedulers are ready. It may be called, and the methods awaited, in any thread,
+    whether or not an event loop runs there. Raises EngineFault when the engine does not start.
     """
 
     def __init__(self, settings: EngineSettings, weight_loader: str = WEIGHT_LOADER) -> None:
         self._tp, self._seeded, self._routed_experts = settings.tp, settings.seeded, settings.routed_experts
         self._weight_loader = weight_loader
-        self._host = _host_of(settings, weight_loader)
+        self._host = _make_host(settings, weight_loader)
         self._manager: Any = self._host.server.tokenizer_manager
-        from transformers import AutoTokenizer  # seconds, which the host spends while its schedulers start
+        from transformers import AutoTokenizer  # takes seconds, while the schedulers start
 
         self._tokenizer = AutoTokenizer.from_pretrained(settings.model_path, trust_remote_code=False)
-        # Why the weights cannot be sampled from, if they cannot.
+        # The reason why the weights cannot be sampled from, or None.
         self._stale = None if settings.load_weights else "the engine has no weights: none were resharded into it yet"
 
     @property
     def version(self) -> int:
-        """The version of the weights as SGLang states it."""
+        """SGLang's version of the weights."""
         return int(self._manager.config_value("weight_version"))
 
     def pids(self) -> list[int]:
@@ -80,15 +80,15 @@ class Engine:
         await self._host.run(asyncio.sleep(0))
 
     async def release_memory(self) -> None:
-        """Give the device's memory (weights, KV cache) to training; a CPU has none to give."""
+        """Release the GPU memory of weights and KV cache for training; does nothing on CPU."""
         if DEVICE != "cpu":
             from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
-            request = ReleaseMemoryOccupationReqInput(tags=list(_LENT))
+            request = ReleaseMemoryOccupationReqInput(tags=list(_RELEASED))
             await self._host.run(self._manager.release_memory_occupation(request))
 
-    async def resume_memory(self, tags: Sequence[str] = _LENT) -> None:
-        """Take the device's memory again: "weights" before a reshard, "kv_cache" after it; both unless it is said."""
+    async def resume_memory(self, tags: Sequence[str] = _RELEASED) -> None:
+        """Take GPU memory again: "weights" before a reshard, "kv_cache" after it; by default both."""
         if DEVICE != "cpu":
             from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
@@ -96,7 +96,7 @@ class Engine:
             await self._host.run(self._manager.resume_memory_occupation(request))
 
     def shutdown(self) -> None:
-        """End and reap the schedulers, and leave no file; harmless when repeated."""
+        """End and reap the schedulers, and remove all files; may be called again."""
         self._host.stop()
 
     async def _sglang_generate(self, prompt_ids: list[int], sampling: Sampling) -> list[dict[str, Any]]:
@@ -115,7 +115,7 @@ class Engine:
         )
 
     async def _sglang_reshard(self, message: Mapping[str, Any], version: str) -> str | None:
-        """None, or what went wrong. The session is closed either way: a later reshard opens its own."""
+        """Update the weights; returns an error's text or None. Ends the session either way, for a later reshard."""
         from sglang.srt.managers.io_struct import (
             BeginWeightUpdateReqInput,
             EndWeightUpdateReqInput,
@@ -126,7 +126,7 @@ class Engine:
             serialized_named_tensors=[_named_tensors(message)] * self._tp,
             load_format=self._weight_loader,
             flush_cache=True,
-            torch_empty_cache=True,  # else the reshard's staging stays with torch
+            torch_empty_cache=True,  # otherwise torch's allocator keeps the staging buffers
             weight_version=version,
         )
         opened, opening = await self._manager.begin_weight_update(BeginWeightUpdateReqInput())
@@ -153,7 +153,7 @@ class Engine:
         )
 
     def _experts(self, meta: Mapping[str, Any], num_tokens: int) -> np.ndarray:
-        """SGLang's base64 int32 [tokens - 1, layers, experts a token], of which dense layers say nothing."""
+        """The routed experts [tokens - 1, MoE layers, experts a token], from SGLang's base64 int32 of all layers."""
         config = self._manager.model_config.hf_text_config
         shape = num_tokens - 1, config.num_hidden_layers, config.num_experts_per_tok
         experts = np.frombuffer(base64.b64decode(meta["routed_experts"]), dtype=np.int32).reshape(shape)
@@ -163,10 +163,10 @@ class Engine:
 
 
 class Schedulers:
-    """The schedulers on one further node of an engine; building it blocks until those of all its nodes are ready."""
+    """An engine's schedulers on a node other than its first; the constructor blocks until all nodes are ready."""
 
     def __init__(self, settings: EngineSettings, weight_loader: str = WEIGHT_LOADER) -> None:
-        self._host = _host_of(settings, weight_loader)
+        self._host = _make_host(settings, weight_loader)
         self._is_down = False
 
     def pids(self) -> list[int]:
@@ -174,7 +174,7 @@ class Schedulers:
         return self._host.pids()
 
     async def fail(self) -> None:
-        """Raises EngineFault when one of them has died; does not return."""
+        """Raises EngineFault when a scheduler has died; does not return."""
         try:
             await self._host.run(asyncio.Event().wait())
         except EngineFault:
@@ -183,17 +183,17 @@ class Schedulers:
         await asyncio.Event().wait()
 
     def shutdown(self) -> None:
-        """End and reap them, and leave no file."""
+        """End and reap the schedulers, and remove all files."""
         self._is_down = True
         self._host.stop()
 
 
-def _host_of(settings: EngineSettings, weight_loader: str) -> Host:
+def _make_host(settings: EngineSettings, weight_loader: str) -> Host:
     return Host(settings, server_arguments(settings, weight_loader))
 
 
 def _named_tensors(message: Mapping[str, Any]) -> bytes:
-    """The message as SGLang's loaders get their weights: a named tensor, pickled by value (no shared memory)."""
+    """The message in the form of SGLang's weight updates: a named tensor, pickled by value (no shared memory)."""
     content = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
     buffer = io.BytesIO()
     pickle.Pickler(buffer).dump([("session", content)])

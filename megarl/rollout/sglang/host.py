@@ -1,4 +1,4 @@
-"""SGLang in a thread of its own: started, watched and ended, with a death told to everyone who waits."""
+"""The thread that runs SGLang: starting it, watching its schedulers, and failing all waiting calls when one dies."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from typing import Any, TypeVar
 
 from megarl.cluster.session_folder import SessionFolder, remove_dead
 from megarl.device import DEVICE
-from megarl.rollout.rounds import Standstill, make_file
+from megarl.rollout.rounds import Standstill, make_counter_file
 from megarl.rollout.sglang import cpu, scheduler
 from megarl.rollout.sglang.arguments import EngineSettings
 from megarl.types import Silence
 
 Result = TypeVar("Result")
 _LOG_LINES = 30
-PREFIX = "megarl-engine-"  # of its folder; in a run that lies in the run's own
+PREFIX = "megarl-engine-"  # of the engine's temporary folder, which lies in the run's own if there is a run
 
 
 class EngineFault(RuntimeError):
-    """The engine cannot answer; the last line says why, the lines before it are what its scheduler printed last."""
+    """The engine cannot answer. The text's last line is the cause, after the last output of its scheduler."""
 
     def __init__(self, cause: str, log: str = "") -> None:
         super().__init__(cause, log)
@@ -37,14 +37,14 @@ class EngineFault(RuntimeError):
 
 
 class EngineStandstill(EngineFault, Silence):
-    """A scheduler is alive and has done nothing for run.timeout_s."""
+    """A scheduler is alive and has made no progress for run.timeout_s."""
 
 
 class Host:
-    """The thread and event loop that own one SGLang engine, and the thread that waits for a scheduler's death.
+    """The thread and event loop that own one SGLang engine, and the thread that watches its schedulers.
 
-    A thread, because SGLang in a main thread takes over the process's signals, and so that an engine can be built
-    where an event loop already runs. Building it blocks until the schedulers are ready; EngineFault if they are not.
+    SGLang runs in a thread because it takes over the process's signals in a main thread, and so that an engine can be
+    built where an event loop already runs. The constructor blocks until the schedulers are ready, else EngineFault.
     """
 
     def __init__(self, settings: EngineSettings, server_arguments: Mapping[str, Any]) -> None:
@@ -58,7 +58,7 @@ class Host:
         self._entry = scheduler.SchedulerEntry(
             self._folder.path, settings.seeded, settings.span, settings.first_rank, settings.reserve_bytes
         )
-        make_file(self._entry.rounds_path, settings.tp)
+        make_counter_file(self._entry.rounds_path, settings.tp)
         self._standstill = Standstill(self._entry.rounds_path, settings.timeout_s)
         self._relay: Any = None
         if settings.span and settings.dp > 1:
@@ -91,7 +91,7 @@ class Host:
         atexit.register(self.stop)
 
     async def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine in SGLang's loop; EngineFault when a scheduler dies before it is done."""
+        """Run a coroutine in SGLang's event loop. Raises EngineFault when a scheduler dies before it is done."""
         self._refuse_if_gone(work)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._guarded(work), self._loop))
 
@@ -100,7 +100,7 @@ class Host:
         return [process.pid for process in self._entry.processes if process.pid is not None]
 
     def stop(self) -> None:
-        """End and reap the schedulers and remove every file; what still waits gets an EngineFault."""
+        """End and reap the schedulers and remove all files; waiting calls raise EngineFault."""
         if not self._thread.is_alive():
             return
         self._fail(EngineFault("the engine was shut down"))
@@ -134,7 +134,7 @@ class Host:
         self._loop.close()
 
     async def _guarded(self, work: Coroutine[Any, Any, Result]) -> Result:
-        self._refuse_if_gone(work)  # again: now in the loop's thread, where those who wait are cancelled
+        self._refuse_if_gone(work)  # again, now in the event loop's thread, which cancels the waiting tasks
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         try:
@@ -152,21 +152,21 @@ class Host:
             raise type(self._fault)(*self._fault.args)
 
     def _outcome(self, started: Future[Any]) -> Any:
-        """Wait for the start, and end it when a scheduler stands still."""
+        """Wait for the engine's start; kill the schedulers when one hangs."""
         while not futures.wait([started], self._standstill.period_s).done:
             if self._look():
                 self._entry.kill()
         return started.result()
 
     def _look(self) -> bool:
-        """Whether a scheduler stands still; who waits is told."""
-        words = self._standstill.look(self._entry.processes, self._entry.first_rank)
-        if words:
-            self._fail(EngineStandstill(words))
-        return words is not None
+        """Check whether a scheduler hangs; if so, fail the waiting calls and return True."""
+        problem = self._standstill.look(self._entry.processes, self._entry.first_rank)
+        if problem:
+            self._fail(EngineStandstill(problem))
+        return problem is not None
 
     def _watch(self) -> None:
-        """A scheduler that is dead or stands still leaves its peers waiting in a collective: they are ended too."""
+        """Kill all schedulers when one dies or hangs, because its peers would wait for it in a collective."""
         waited: list[Any] = [self._stop_reader, *(process.sentinel for process in self._entry.processes)]
         while not (ended := connection.wait(waited, self._standstill.period_s)):
             if self._look():
@@ -177,7 +177,7 @@ class Host:
         self._entry.kill()
 
     def _death(self) -> EngineFault | None:
-        """Who died and of what; a killed process comes before those that failed because it was gone."""
+        """The fault of a dead scheduler; a killed process comes before others, which failed because it was gone."""
         ranks = enumerate(self._entry.processes, start=self._entry.first_rank)
         dead = [(rank, process) for rank, process in ranks if process.exitcode is not None]
         if not dead:

@@ -1,6 +1,6 @@
-"""An engine's server arguments against SGLang's own class, without an engine or a GPU.
+"""Checks an engine's server arguments with SGLang's own `ServerArgs`, without an engine or a GPU.
 
-Importing this module imports SGLang's arguments (seconds): import it where they are checked.
+Importing this module imports SGLang (seconds): import it only where the arguments are checked.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ with cpu.quiet_import():
     from sglang.srt.server_args import ServerArgs
 
 Faults = list[UserFault]
-# What SGLang's checks ask of a GPU: those that find none choose for a machine without one, or fail with such words.
+# SGLang's checks that need a GPU choose defaults for a machine without one, or fail with one of these phrases.
 NOT_CHECKED = "SGLang's choices of kernels and memory, which ask the GPU"
 _NO_GPU = ("CUDA", "NVIDIA driver")
 
 
 def server_faults(arguments: Mapping[str, Any]) -> Faults:
-    """Every argument that is not of its field's type or choices; else what SGLang says of all of them together.
+    """A fault for each argument with a wrong type or choice; where there is none, SGLang's own check of them all.
 
-    arguments: as of `server_arguments`; model_path may be a folder with its config.json alone.
+    arguments: as `server_arguments` returns them; the folder model_path may have nothing but a config.json.
     """
-    struct: Any = ServerArgs  # made at run time, which type checkers do not see
+    struct: Any = ServerArgs  # its fields are made at run time, which type checkers do not see
     kinds = {field.name: field.type for field in msgspec.structs.fields(struct)}
     faults = [fault for key, value in arguments.items() for fault in _field_faults(key, value, kinds[key])]
     return faults or _resolution_faults(arguments)
@@ -47,11 +47,10 @@ def _field_faults(key: str, value: Any, kind: Any) -> Faults:
     try:
         msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        return [UserFault(where, f"{value!r:.60} is of another type", str(error).replace("Expected", "write"))]
+        return [UserFault(where, f"{value!r:.60} has the wrong type", str(error).replace("Expected", "write"))]
     except TypeError:
         return []  # a union of lists, which msgspec does not tell apart
-    of_field = [one for one in get_args(kind) if isinstance(one, Arg)]
-    choices = of_field[0].choices if of_field else None
+    choices = next((annotation.choices for annotation in get_args(kind) if isinstance(annotation, Arg)), None)
     if choices and value is not None and value not in choices:
         mend = f"use one of {', '.join(map(str, choices))}"
         return [UserFault(where, f"{value!r} is none of SGLang's choices", mend)]
@@ -59,13 +58,13 @@ def _field_faults(key: str, value: Any, kind: Any) -> Faults:
 
 
 def _resolution_faults(arguments: Mapping[str, Any]) -> Faults:
-    """SGLang completes the arguments in the light of the model's config, and refuses what contradicts itself."""
+    """The fault of SGLang's resolution of the arguments with the model's config, which refuses contradictions."""
     try:
         with _environment_kept(), cpu.quiet_import():
             server = ServerArgs(**arguments)
             server.resolve_once()
             server.check_server_args()
-    except Exception as error:  # its checks raise whatever their authors chose, assertions without words among it
+    except Exception as error:  # the checks raise exceptions of any type, among them assertions without a text
         words = str(error).strip().splitlines() or [traceback.extract_tb(error.__traceback__)[-1].line or ""]
         if any(sign in words[0] for sign in _NO_GPU):
             return []
@@ -75,7 +74,7 @@ def _resolution_faults(arguments: Mapping[str, Any]) -> Faults:
 
 @contextmanager
 def _environment_kept() -> Iterator[None]:
-    """SGLang writes some of its arguments into the environment."""
+    """Restore the environment, into which SGLang writes some of its arguments."""
     before = dict(os.environ)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Imported once by the fork server of an engine on CPU, so that its schedulers start with the imports done."""
+"""Imported once by the fork server of engines on CPU, so that schedulers start with SGLang imported."""
 
 from megarl.rollout.sglang import cpu
 

@@ -1,8 +1,8 @@
-"""Requests and answers of attention groups between the nodes of an engine; SGLang's own sockets stay files of a node.
+"""Forwards requests and answers of attention DP groups between the nodes of an engine.
 
-With DP attention the leader of each group takes requests from the engine's host and answers it. For leaders on further
-nodes each node has a relay: what comes out of one node's file goes over TCP into the same file of the other. Only who
-was given the first node's key gets a connection, and nobody else can read it (CURVE, ZeroMQ's RFC 26).
+With DP attention the leader of each group receives requests from the engine's host and answers it, over SGLang's Unix
+sockets. For leaders on other nodes each node has a relay, which connects the sockets of the nodes over TCP. Only
+processes that were given the first node's key can connect, and nobody else can read (CURVE, ZeroMQ's RFC 26).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _PORTS, _ANSWERS, _JOIN_S = "relay", "answers", 600.0
 
 
 def new_endpoint() -> Endpoint:
-    """A key that nobody else has."""
+    """An endpoint with a new key."""
     return Endpoint(*zmq.curve_keypair())
 
 
 @dataclass(frozen=True)
 class Groups:
-    """An engine's attention groups: tp ranks in dp groups, as many ranks on each of the nodes."""
+    """An engine's attention DP groups: tp ranks in dp groups, with equally many ranks on each node."""
 
     tp: int
     dp: int
@@ -42,14 +42,14 @@ class Groups:
 
 
 class Relay:
-    """One node's end, which forwards in a thread of its own until it is stopped."""
+    """The relay of one node, which forwards in a thread of its own until it is stopped."""
 
     def __init__(self, folder: Path, groups: Groups, span: NodeSpan) -> None:
-        """folder: of this node's sockets. The first node says its ports where the ranks meet."""
-        self._context, self._door, self._folder = zmq.Context(), span.door, folder
+        """folder: of this node's Unix sockets. The first node publishes its ports in the store span.rendezvous."""
+        self._context, self._endpoint, self._folder = zmq.Context(), span.endpoint, folder
         try:
             led = groups.led_on(span.node)
-            pairs = self._follow(led, span.meet) if span.node else self._lead(groups, span.meet)
+            pairs = self._follow(led, span.rendezvous) if span.node else self._lead(groups, span.rendezvous)
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -57,12 +57,12 @@ class Relay:
         self._thread.start()
 
     def stop(self) -> None:
-        """Close every connection; harmless when repeated."""
-        self._context.term()  # ends the thread's waiting, and waits until it has closed its sockets
+        """Close every connection; may be called again."""
+        self._context.term()  # ends the thread's poll, and waits until the thread has closed its sockets
         self._thread.join()
 
-    def _lead(self, groups: Groups, meet: Address) -> list[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
-        host, ports = own_address(meet.host), {}
+    def _lead(self, groups: Groups, rendezvous: Address) -> list[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
+        host, ports = own_address(rendezvous.host), {}
         answers = self._socket(zmq.PULL)
         ports[_ANSWERS] = answers.bind_to_random_port(f"tcp://{host}")
         pairs = [(answers, self._file(zmq.PUSH, "tokenizer"))]
@@ -70,11 +70,11 @@ class Relay:
             requests = self._socket(zmq.PUSH)
             ports[str(group)] = requests.bind_to_random_port(f"tcp://{host}")
             pairs.append((self._file(zmq.PULL, group_address("scheduler", group)), requests))
-        join_store(meet, _JOIN_S).set(_PORTS, json.dumps({"host": host, "ports": ports}))
+        join_store(rendezvous, _JOIN_S).set(_PORTS, json.dumps({"host": host, "ports": ports}))
         return pairs
 
-    def _follow(self, groups: list[int], meet: Address) -> list[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
-        found = json.loads(join_store(meet, _JOIN_S).get(_PORTS))
+    def _follow(self, groups: list[int], rendezvous: Address) -> list[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
+        found = json.loads(join_store(rendezvous, _JOIN_S).get(_PORTS))
 
         def joined(kind: int, name: str) -> zmq.Socket[bytes]:
             socket = self._socket(kind)
@@ -88,13 +88,13 @@ class Relay:
         return pairs
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
-        """Of a TCP connection: the first node serves, the others come with its public key and one of their own."""
+        """A TCP socket: the first node is the CURVE server, the others use its public key and a new key pair."""
         socket = self._file_socket(kind)
-        if self._door.secret:
-            socket.curve_server, socket.curve_publickey = True, self._door.public
-            socket.curve_secretkey = self._door.secret
+        if self._endpoint.secret:
+            socket.curve_server, socket.curve_publickey = True, self._endpoint.public
+            socket.curve_secretkey = self._endpoint.secret
         else:
-            socket.curve_serverkey = self._door.public
+            socket.curve_serverkey = self._endpoint.public
             socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
         return socket
 
@@ -105,7 +105,7 @@ class Relay:
 
     def _file_socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
-        socket.set_hwm(0)  # as SGLang's own: nothing waits for a slow reader
+        socket.set_hwm(0)  # no limit, as SGLang's own: no sender waits for a slow reader
         socket.linger = 0
         return socket
 

@@ -1,4 +1,4 @@
-"""What runs in SGLang's scheduler processes: our environment and patches first, then SGLang's own function."""
+"""The entry of SGLang's scheduler processes: our environment and patches, then SGLang's own function."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from typing import Any
 
 from tqdm import tqdm
 
-from megarl.device import DEVICE, agree_on_nccl, use_loopback
+from megarl.device import DEVICE, use_loopback, use_sglang_nccl_settings
 from megarl.rollout.rounds import Rounds
 from megarl.rollout.sglang import cpu, cpu_attention, deterministic
 from megarl.rollout.sglang.arguments import NodeSpan
 
 
 def set_environment() -> None:
-    """What SGLang and its libraries read from the environment, some of it when they are imported.
+    """Set the variables that SGLang and its libraries read, some of them at import.
 
-    Run in the host process before its schedulers start. Logprobs are those of the distribution at the sampling
-    temperature, as the trainer computes them, even where the user's environment asks SGLang for those of temperature 1.
+    Run in the host process before its schedulers start. Logprobs are those at the sampling temperature, as the trainer
+    computes them, even where the user's environment asks SGLang for those at temperature 1.
     """
     use_loopback()
     os.environ["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "0"
-    os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"  # on an engine's further nodes its start returns
-    os.environ["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"  # a /dev/shm file that a SIGKILL leaves
-    os.environ["SGLANG_NUMA_BIND_V2"] = "0"  # a script in /tmp that everyone may write is run; it binds itself instead
-    os.environ["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"  # training takes unequal parts of an engine's GPUs
-    agree_on_nccl()
+    os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"  # otherwise the start does not return on other nodes
+    os.environ["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"  # a /dev/shm file that survives a SIGKILL
+    os.environ["SGLANG_NUMA_BIND_V2"] = "0"  # it runs a script in /tmp that everyone may write; SGLang has another way
+    os.environ["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"  # training uses the engine's GPUs unevenly
+    use_sglang_nccl_settings()
     if DEVICE == "cpu":
         cpu.set_environment()
 
 
 @dataclass
 class SchedulerEntry:
-    """The target of a scheduler process, in the place of `sglang.srt.managers.scheduler.run_scheduler_process`.
+    """The target of a scheduler process, in place of `sglang.srt.managers.scheduler.run_scheduler_process`.
 
-    It is pickled into the process; `processes` is filled on the parent's side, once they are started.
+    It is pickled into the process; `processes` is filled in the parent once they are started.
     """
 
     directory: Path
@@ -58,7 +58,7 @@ class SchedulerEntry:
 
     @property
     def rounds_path(self) -> Path:
-        """Of the file in which the schedulers count their rounds."""
+        """The file in which the schedulers count the rounds of their event loops."""
         return self.directory / "rounds"
 
     def kill(self) -> None:
@@ -69,17 +69,17 @@ class SchedulerEntry:
             process.join()
 
     def _set_rendezvous(self) -> None:
-        """Torch's own TCPStore would listen on every interface: a file in its place, or for several nodes a store."""
+        """Use a file, or our store for several nodes, because torch's own TCPStore would listen on every interface."""
         method = f"file://{self.directory / 'rendezvous'}"
         if self.span:
-            host, port = self.span.meet
+            host, port = self.span.rendezvous
             method = f"tcp://{host}:{port}"
-            # Torch then joins the store that is there, and nobody serves another (distributed/rendezvous.py).
+            # With these variables torch joins the existing store and starts none (distributed/rendezvous.py).
             os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
         os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = method
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """The target is unpickled before its arguments, which import SGLang."""
+        """Prepare for SGLang's import: the target is unpickled before its arguments, which import SGLang."""
         self.__dict__.update(state)
         if DEVICE == "cpu":
             cpu.prepare()
@@ -92,17 +92,17 @@ class SchedulerEntry:
         _write_output_to(self.log_path(tp_rank))
         with _exit_with_traceback():
             if DEVICE == "cpu":
-                cpu.live_no_longer_than_host()
+                cpu.end_with_host()
             patch_sglang(repeatable=self.seeded)
             from sglang.srt.managers import scheduler
 
             rounds = Rounds(self.rounds_path, tp_rank - self.first_rank)
             _seed_groups(scheduler)
             if DEVICE == "cuda":
-                _keep_room(scheduler, gpu_id, self.reserve_bytes)
+                _reserve_memory(scheduler, gpu_id, self.reserve_bytes)
             _count_rounds(scheduler, rounds)
-            _end_on_exceptions(scheduler)
-            _publish_no_load(scheduler)
+            _exit_on_exceptions(scheduler)
+            _disable_load_snapshots(scheduler)
             tqdm.set_lock(threading.RLock())  # its default lock is a named semaphore, which a SIGKILL leaves
             _report_failed_loads(rounds)
             group = tp_rank * server_args.dp_size // server_args.tp_size if server_args.dp_size > 1 else None
@@ -112,35 +112,35 @@ class SchedulerEntry:
 
 
 def patch_sglang(repeatable: bool) -> None:
-    """What SGLang needs on this device, and for samples that repeat; run before its model is built."""
+    """Apply the patches for this device and for seeded samples; run before the model is built."""
     if DEVICE == "cpu":
         cpu.patch_sglang()
         if not repeatable:
-            cpu_attention.attend_together()
+            cpu_attention.batch_attention()
     if repeatable:
         deterministic.patch_sglang()
 
 
-def handed_on(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a scheduler takes over of this process's environment: a fork server's own is older.
+def inherited_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of this process for a scheduler, because the fork server's environment is older.
 
-    Not LD_PRELOAD: SGLang sets it for the schedulers alone, while they start, for the memory saver that looks it up.
+    Without LD_PRELOAD, which SGLang sets while it starts the schedulers, for its memory saver.
     """
     return {name: value for name, value in environment.items() if name != "LD_PRELOAD"}
 
 
 def ipc_address(folder: Path, name: str) -> str:
-    """ZeroMQ's address of a socket that is a file."""
+    """ZeroMQ's address of a Unix socket."""
     return f"ipc://{folder / name}"
 
 
 def group_address(first: str, group: int) -> str:
-    """Where the leader of a DP attention group takes requests; `first` is the first group's address."""
+    """The address where the leader of an attention DP group receives requests; first: that of group 0."""
     return f"{first}-{group}" if group else first
 
 
 def _write_output_to(log: Path) -> None:
-    """Everything the process prints, C++ aborts included, goes where the parent finds the reason of its death."""
+    """Redirect all output, that of C++ aborts included, to the log in which the parent finds the cause of death."""
     with log.open("ab") as stream:
         os.dup2(stream.fileno(), sys.stdout.fileno())
         os.dup2(stream.fileno(), sys.stderr.fileno())
@@ -148,7 +148,7 @@ def _write_output_to(log: Path) -> None:
 
 @contextmanager
 def _exit_with_traceback() -> Iterator[None]:
-    """Leave the traceback as the log's last lines and end at once, without waiting for peers or threads."""
+    """On an exception, write the traceback and exit at once, without waiting for peers or threads."""
     try:
         yield
     except Exception:
@@ -158,42 +158,42 @@ def _exit_with_traceback() -> Iterator[None]:
 
 
 def _seed_groups(scheduler: Any) -> None:
-    """SGLang gives every rank one seed, by which all attention groups would draw the same samples of a prompt.
+    """Give each attention DP group its own seed: with SGLang's single one all would draw the same samples of a prompt.
 
-    The ranks of one group share a seed: each of them draws the group's tokens for itself.
+    The ranks of a group share the seed, because each of them samples the group's tokens.
     """
     from sglang.srt.runtime_context import get_parallel
     from sglang.srt.utils import set_random_seed
 
-    class Scheduler(scheduler.Scheduler):
+    class GroupSeededScheduler(scheduler.Scheduler):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             set_random_seed(deterministic.generator_seed(self.random_seed, get_parallel().attn_dp_rank))
 
-    scheduler.Scheduler = Scheduler
+    scheduler.Scheduler = GroupSeededScheduler
 
 
-def _keep_room(scheduler: Any, gpu_id: int, num_bytes: int) -> None:
-    """Hold as much memory as the exchange's communicator will take until SGLang has sized its cache.
+def _reserve_memory(scheduler: Any, gpu_id: int, num_bytes: int) -> None:
+    """Hold the memory of the exchange's communicator while SGLang sizes its KV cache.
 
-    The communicator is made later, and the first `resume_cache` must find as much memory free as the start did.
+    The communicator is made later, and the first `resume_cache` needs as much free memory as the start had.
     """
     import torch
 
-    class Scheduler(scheduler.Scheduler):
+    class MemoryReservingScheduler(scheduler.Scheduler):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             room = torch.empty(num_bytes, dtype=torch.uint8, device=f"cuda:{gpu_id}")
             super().__init__(*args, **kwargs)
             del room
             torch.cuda.empty_cache()
 
-    scheduler.Scheduler = Scheduler
+    scheduler.Scheduler = MemoryReservingScheduler
 
 
-def _end_on_exceptions(scheduler: Any) -> None:
-    """SGLang answers a scheduler's exception with SIGQUIT to its parent, which would kill the actor without a word."""
+def _exit_on_exceptions(scheduler: Any) -> None:
+    """Exit on an exception: SGLang would send SIGQUIT to the parent, which would kill the actor silently."""
 
-    class Scheduler(scheduler.Scheduler):
+    class ExitingScheduler(scheduler.Scheduler):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             with _exit_with_traceback():
                 super().__init__(*args, **kwargs)
@@ -202,29 +202,29 @@ def _end_on_exceptions(scheduler: Any) -> None:
             with _exit_with_traceback():
                 super().run_event_loop()
 
-    scheduler.Scheduler = Scheduler
+    scheduler.Scheduler = ExitingScheduler
 
 
 def _count_rounds(scheduler: Any, rounds: Rounds) -> None:
-    """SGLang's own watchdog counts forward passes alone, and answers a standstill with SIGQUIT to its parent."""
+    """Count the rounds of the event loop; SGLang's watchdog counts only forward passes, and sends SIGQUIT."""
 
-    class Scheduler(scheduler.Scheduler):
+    class RoundCountingScheduler(scheduler.Scheduler):
         def ingest_requests(self, *args: Any, **kwargs: Any) -> Any:
             rounds.count()
             return super().ingest_requests(*args, **kwargs)
 
-    scheduler.Scheduler = Scheduler
+    scheduler.Scheduler = RoundCountingScheduler
 
 
-def _publish_no_load(scheduler: Any) -> None:
-    """SGLang's load snapshot for balancers is a file in /dev/shm that nothing of ours reads and a SIGKILL leaves."""
+def _disable_load_snapshots(scheduler: Any) -> None:
+    """Write no load snapshot for balancers: a file in /dev/shm that we do not read and that survives a SIGKILL."""
     scheduler.create_load_snapshot_writer = lambda *args, **kwargs: None
 
 
 def _report_failed_loads(rounds: Rounds) -> None:
-    """A custom weight loader that raises ends SGLang's scheduler; ours must answer, on every rank, what was wrong.
+    """Answer a weight update whose loader raised with the error; SGLang's scheduler would end.
 
-    The ranks exchange their errors, so that rank 0, the only one that answers, also knows of the others'.
+    The ranks exchange their errors, because only rank 0 answers.
     """
     import torch.distributed as dist
     from sglang.srt.distributed import get_tp_group

@@ -1,6 +1,6 @@
-"""SGLang's engine with what it does to its host process taken away: signals, logging, temporary files, killing.
+"""SGLang's engine without its effects on the host process: signals, logging, temporary files, killed processes.
 
-Importing this module imports SGLang (seconds): import it where an engine is built.
+Importing this module imports SGLang (seconds): import it only where an engine is built.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import zmq
 
 from megarl.device import DEVICE
 from megarl.rollout.sglang import cpu
-from megarl.rollout.sglang.scheduler import SchedulerEntry, group_address, handed_on, ipc_address
+from megarl.rollout.sglang.scheduler import SchedulerEntry, group_address, inherited_environment, ipc_address
 
 if DEVICE == "cpu":
     cpu.prepare()
@@ -33,19 +33,19 @@ with cpu.quiet_import():
     from sglang.srt.runtime_context import get_parallel
     from sglang.srt.server_args import PortArgs, ServerArgs
     from sglang.srt.utils.network import get_zmq_socket
-asyncio.set_event_loop_policy(_loop_policy)  # SGLang chooses uvloop for the whole process
+asyncio.set_event_loop_policy(_loop_policy)  # SGLang's import sets uvloop for the whole process
 
 
 def leave_logging_alone() -> None:
-    """SGLang reconfigures the root logger of its host process; only its own loggers are set, to errors."""
+    """Set only the level of SGLang's own loggers; SGLang would reconfigure the root logger of the host process."""
     sglang_engine.configure_logger = lambda *args, **kwargs: logging.getLogger("sglang").setLevel(logging.ERROR)
 
 
 class Tokenizer(TokenizerManager):
-    """The host's end of the engine; tells of its own failure where SGLang's would kill the whole process tree.
+    """The engine's tokenizer manager; it reports its own failure where SGLang's would kill the whole process tree.
 
-    With DP attention it deals the requests to the groups, each to one in turn; all else goes to the first group, which
-    tells the others. SGLang has a process of its own for that, which would stand between us and the schedulers.
+    With DP attention it sends generation requests to the groups in turn, and all other requests to the first group,
+    which forwards them. SGLang has a controller process for that, which would be the schedulers' parent.
     """
 
     on_failure: Callable[[BaseException], None]
@@ -61,8 +61,8 @@ class Tokenizer(TokenizerManager):
         if isinstance(obj, io_struct.TokenizedGenerateReqInput):
             io_struct.sock_send(next(self._groups), obj)
         elif isinstance(obj, io_struct.BatchTokenizedGenerateReqInput):
-            for one in obj:
-                self._dispatch_to_scheduler(one)
+            for request in obj:
+                self._dispatch_to_scheduler(request)
         else:
             super()._dispatch_to_scheduler(obj)
 
@@ -74,10 +74,10 @@ class Tokenizer(TokenizerManager):
 
 
 class SglangEngine(sglang_engine.Engine):
-    """Schedulers as children; no detokenizer process, no port, no file outside `directory`.
+    """An engine whose schedulers are child processes, without a detokenizer process, ports, or files elsewhere.
 
-    Build it and run its coroutines in one thread that is not the main one: SGLang then installs no signal handlers,
-    and its children, who die with the thread that started them, live as long as the engine.
+    Construct it and run its coroutines in one thread, not the main one: SGLang then installs no signal handlers, and
+    the schedulers, which die with the thread that started them, live as long as the engine.
     """
 
     tokenizer_manager: Any
@@ -97,12 +97,12 @@ class SglangEngine(sglang_engine.Engine):
             self._close_sockets()
             raise
         if self.tokenizer_manager is not None:  # on the first node alone
-            self.tokenizer_manager._subprocess_watchdog.stop()  # it would answer a dead child with SIGQUIT to ourselves
+            self.tokenizer_manager._subprocess_watchdog.stop()  # it would send SIGQUIT to this process
 
     def _launch_subprocesses(self, *, init_tokenizer_manager_func: Callable[..., Any], **kwargs: Any) -> Any:
         def keep(*args: Any) -> Any:
             made = init_tokenizer_manager_func(*args)
-            self._tokenizer = made[0]  # SGLang itself forgets it when a scheduler fails
+            self._tokenizer = made[0]  # SGLang drops it when a scheduler fails
             return made
 
         ports = private_ports(self.entry)
@@ -113,7 +113,7 @@ class SglangEngine(sglang_engine.Engine):
         cls, server_args: ServerArgs, port_args: PortArgs, run_scheduler_process_func: SchedulerEntry, **kwargs: Any
     ) -> Any:
         entry = run_scheduler_process_func
-        entry.environment = handed_on(os.environ)
+        entry.environment = inherited_environment(os.environ)
         if DEVICE == "cpu":
             multiprocessing.set_start_method("forkserver", force=True)
         with _without_controller():
@@ -126,15 +126,15 @@ class SglangEngine(sglang_engine.Engine):
         return [], []  # the schedulers answer with token ids, straight to the tokenizer manager
 
     def shutdown(self) -> None:
-        """SGLang's own kills every child of the host process, whoever started it; here the schedulers alone."""
+        """Kill the schedulers; SGLang's own method kills every child of the host process."""
         atexit.unregister(self.shutdown)
         self.entry.kill()
         self._close_sockets()
 
     def _close_sockets(self) -> None:
-        """Unsent messages to the dead would keep the process from ending.
+        """Destroy the ZeroMQ contexts: unsent messages to dead processes would keep this process from ending.
 
-        A context that the garbage collector finds first waits for its sockets, forever and in whatever thread that is.
+        A context that is garbage collected before waits for its sockets forever, in any thread.
         """
         for owner, name in ((self._tokenizer, "send_to_scheduler"), (self, "send_to_rpc")):
             socket = getattr(owner, name, None)
@@ -143,7 +143,7 @@ class SglangEngine(sglang_engine.Engine):
 
 
 class _OneGroup:
-    """SGLang's parallel sizes, as they would be without DP attention."""
+    """SGLang's parallel sizes with a DP size of 1."""
 
     dp_size = 1
 
@@ -153,7 +153,7 @@ class _OneGroup:
 
 @contextmanager
 def _without_controller() -> Iterator[None]:
-    """Start the schedulers of all attention groups as our own children, as SGLang does where there is one group."""
+    """Start the schedulers of all attention DP groups as our own children, as SGLang does with a DP size of 1."""
     sglang_engine.get_parallel = _OneGroup  # type: ignore[assignment]
     try:
         yield
@@ -162,8 +162,7 @@ def _without_controller() -> Iterator[None]:
 
 
 def private_ports(entry: SchedulerEntry) -> PortArgs:
-    """Unix sockets in a directory of ours alone, in the place of files in the common temporary folder."""
-
+    """Unix sockets in our own directory, in place of files in the common temporary folder."""
     address = functools.partial(ipc_address, entry.directory)
     return PortArgs(
         tokenizer_ipc_name=address("tokenizer"),

@@ -1,4 +1,4 @@
-"""What a tracker is told of a run, and what it has to do."""
+"""The interface of experiment trackers: the run as they get it, and the methods that they implement."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import megarl
 from megarl.types import Metrics
 
 State = Literal["finished", "failed", "stopped"]  # stopped: by a signal, so that --resume goes on
-Row = Mapping[str, Any]
+SampleRow = Mapping[str, Any]
 _GIT_S = 10.0
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run as its trackers show it.
+    """A run as its trackers get it.
 
-    recipe: with every default, without secrets. commit: of megarl's code, "" where that is in no repository.
-    first_step: 0 for a run that begins, else the step after the checkpoint that it goes on from.
+    recipe: with every default, without secrets. commit: of megarl's code, "" if it is not in a repository.
+    first_step: 0 for a new run, else the step after the checkpoint from which it resumes.
     """
 
     name: str
@@ -32,12 +32,12 @@ class TrackedRun:
     first_step: int
 
     def known_id(self, tracker: str) -> str | None:
-        """The id under which the tracker knows this run since its first start."""
+        """The tracker's id of this run, from an earlier start; None at the first."""
         file = self._id_file(tracker)
         return file.read_text(encoding="utf-8").strip() if file.exists() else None
 
     def keep_id(self, tracker: str, text: str) -> None:
-        """Write the id into the run's folder, for --resume. Raises OSError."""
+        """Write the tracker's id into the run's folder, for --resume. Raises OSError."""
         self._id_file(tracker).write_text(f"{text}\n", encoding="utf-8")
 
     def _id_file(self, tracker: str) -> Path:
@@ -45,30 +45,30 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """One service or file that shows runs, made with a TrackedRun.
+    """A service or file that shows runs, constructed with a TrackedRun.
 
-    It is made in the run's own thread, where it imports its client and starts what is local. `open`, then the others,
-    are called from one other thread, and may wait for a network and raise what the client raises.
+    The constructor runs in the run's own thread, imports the client and starts local processes. `open`, then the other
+    methods, are called from one other thread, and may wait for a network and raise the client's exceptions.
     """
 
     def open(self) -> str:
-        """Begin the run, or go on with it; in words where it is seen, or ""."""
+        """Begin or resume the run; returns a text that says where it can be seen, or ""."""
         ...
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Add a step's numbers; steps of the warm start are below 0."""
+        """Add a step's numbers; steps of the warm start are negative."""
         ...
 
-    def table(self, step: int, rows: Sequence[Row]) -> None:
+    def table(self, step: int, rows: Sequence[SampleRow]) -> None:
         """Add a step's samples, at least one; all rows have the same keys."""
         ...
 
     def close(self, state: State) -> None:
-        """Say how the run ended, and send what is left."""
+        """Record the run's final state, and send all remaining writes."""
         ...
 
     def abandon(self) -> None:
-        """Let go of what would keep this process from ending: after `open` failed, or while another call does not end.
+        """Release everything that would keep this process from ending, after `open` failed or while a call hangs.
 
         Raises nothing, and waits for no network.
         """
@@ -78,7 +78,7 @@ class Tracker(Protocol):
 def code_commit() -> str:
     """The commit of megarl's code, with `-dirty` where files differ from it; "" without a repository or git."""
     folder = Path(megarl.__file__).parents[1]
-    if not (folder / ".git").exists():  # a repository further up, around an installed package, is another one's
+    if not (folder / ".git").exists():  # a repository further up, around an installed package, is not megarl's
         return ""
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:

@@ -1,4 +1,4 @@
-"""MLflow, by its own client: MLFLOW_TRACKING_URI, MLFLOW_TRACKING_TOKEN and its other variables are obeyed."""
+"""The MLflow tracker. Its client reads MLFLOW_TRACKING_URI, MLFLOW_TRACKING_TOKEN and other variables."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from typing import Any
 
 import yaml
 
-from megarl.tracking.trackers.interface import Row, State, TrackedRun
+from megarl.tracking.trackers.interface import SampleRow, State, TrackedRun
 from megarl.types import Metrics
 
 _STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
-_MOST_PARAMS = 100  # of one request; MLflow's own bound
+_MOST_PARAMS = 100  # in one request; MLflow's own limit
 
 
 class MlflowRun:
     """One run of MLflow, whose id is in the run's folder.
 
-    MLflow adds numbers and takes none back: of a step that is done again after --resume the later one is the run's.
+    MLflow cannot remove numbers: for a step that is repeated after --resume the later ones count.
     """
 
     def __init__(self, run: TrackedRun) -> None:
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # to the makers of the client
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # it may hold a password
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
@@ -42,7 +42,7 @@ class MlflowRun:
         if known is None:
             known = self._begin()
             run.keep_id("mlflow", known)
-        else:  # its parameters stay those that it began with: MLflow lets none be changed
+        else:  # the parameters of its first start stay, because MLflow cannot change them
             client.update_run(known, status="RUNNING")
         self._id = known
         client.log_text(known, yaml.safe_dump(dict(run.recipe), sort_keys=False), "recipe.yaml")
@@ -63,7 +63,7 @@ class MlflowRun:
         now = time.time_ns() // 10**6
         self._client.log_batch(self._id, [self._metric(_name(key), it, now, step) for key, it in metrics.items()])
 
-    def table(self, step: int, rows: Sequence[Row]) -> None:
+    def table(self, step: int, rows: Sequence[SampleRow]) -> None:
         text = io.StringIO()
         table = csv.DictWriter(text, list(rows[0]))
         table.writeheader()
@@ -77,12 +77,12 @@ class MlflowRun:
 
 
 def _name(text: str) -> str:
-    """A name that MLflow takes: `pass@8` is `pass_at_8` there."""
+    """The name in characters that MLflow allows: `pass@8` becomes `pass_at_8`."""
     return re.sub(r"[^\w\-. :/]", "_", text.replace("@", "_at_"))
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted keys and the values as text."""
+    """(dotted key, value as text) of all leaves."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{prefix}{key}.")

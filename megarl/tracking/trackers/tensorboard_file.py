@@ -1,4 +1,4 @@
-"""TensorBoard's event file, in the run's folder."""
+"""The TensorBoard tracker, which writes an event file in the run's folder."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 
 import yaml
 
-from megarl.tracking.trackers.interface import Row, State, TrackedRun
+from megarl.tracking.trackers.interface import SampleRow, State, TrackedRun
 from megarl.types import Metrics
 
 
 class TensorboardFile:
-    """One new file in the folder `events`, where TensorBoard looks for names that begin so."""
+    """A new event file in the folder `events`, with a name that TensorBoard recognises."""
 
     def __init__(self, run: TrackedRun) -> None:
-        """What earlier files of the folder have from the run's first step on is void."""
+        """TensorBoard ignores the steps of earlier files from the run's first step on."""
         from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2, types_pb2
         from tensorboard.plugins.text import metadata
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        # Classes that are made when the modules are imported.
+        # Classes that are generated at import.
         self._event: Any = event_pb2
         self._summary: Any = summary_pb2
         self._tensor: Any = tensor_pb2.TensorProto  # type: ignore[attr-defined]
@@ -56,7 +56,7 @@ class TensorboardFile:
         values = [value(tag=name, simple_value=number) for name, number in metrics.items()]
         self._write(step=step, summary=self._summary.Summary(value=values))
 
-    def table(self, step: int, rows: Sequence[Row]) -> None:
+    def table(self, step: int, rows: Sequence[SampleRow]) -> None:
         self._strings(step, "samples", [list(rows[0]), *([str(cell) for cell in row.values()] for row in rows)])
 
     def close(self, state: State) -> None:
@@ -65,7 +65,7 @@ class TensorboardFile:
     def abandon(self) -> None: ...
 
     def _strings(self, step: int, tag: str, table: list[list[str]]) -> None:
-        """Text; of several rows TensorBoard draws a table, whose first row is its head."""
+        """Write text; TensorBoard shows several rows as a table with the first row as its head."""
         sizes = [len(table), len(table[0])]
         shape = self._shape(dim=[self._shape.Dim(size=size) for size in sizes])
         cells = [cell.encode() for row in table for cell in row]

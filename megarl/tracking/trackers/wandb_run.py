@@ -1,4 +1,4 @@
-"""Weights & Biases, by its own client: WANDB_API_KEY, WANDB_ENTITY, WANDB_MODE, WANDB_DIR and others are obeyed."""
+"""The Weights & Biases tracker. Its client reads WANDB_API_KEY, WANDB_ENTITY, WANDB_MODE, WANDB_DIR and others."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 import psutil
 
-from megarl.tracking.trackers.interface import Row, State, TrackedRun
+from megarl.tracking.trackers.interface import SampleRow, State, TrackedRun
 from megarl.types import Metrics
 
-_FINISH_S = 45.0  # the client's own bound; the guard's is longer
+_FINISH_S = 45.0  # the client's own timeout, shorter than END_S
 _TEAR_DOWN_S = 3.0
 _EXIT_CODES = {"finished": 0, "failed": 1, "stopped": 143}
 
@@ -22,28 +22,28 @@ _EXIT_CODES = {"finished": 0, "failed": 1, "stopped": 143}
 class WandbRun:
     """One run of W&B, whose id is in the run's folder.
 
-    Steps are the axis `step`, not W&B's own counter, which begins at 0 and drops rows below what it has seen. A step
-    that is done again after --resume has two rows.
+    Steps are the metric `step`, not W&B's own counter, which starts at 0 and drops rows below its maximum. A step that
+    is repeated after --resume has two rows.
     """
 
     def __init__(self, run: TrackedRun) -> None:
-        """Start the client's process here, before the run's own: it is not one of those that the run's end kills."""
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # to the makers of the client
+        """Start the client's process before the run's own processes, because the run's end kills only later ones."""
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
         self._wandb: Any = wandb
         self._tracked = run
         before = _children()
         self._settings = wandb.Settings(
-            console="off",  # a run's log stays here
-            silent=True,  # also: no question on the terminal
-            force=True,  # without a key: an error, not a run that is sent nowhere
-            disable_git=True,  # else it looks into the working directory
+            console="off",  # do not send the run's log
+            silent=True,  # also asks no question on the terminal
+            force=True,  # raise an error without a key, instead of sending nothing
+            disable_git=True,  # otherwise it looks into the working directory
             git_commit=run.commit or None,
             finish_timeout=_FINISH_S,
             finish_timeout_raises=True,
             reinit="create_new",
-            stop_fn=lambda: None,  # a tracker does not stop the run
+            stop_fn=lambda: None,  # the service cannot stop the run
         )
         wandb.setup(self._settings)
         self._service = [process for process in _children() if process not in before]
@@ -69,7 +69,7 @@ class WandbRun:
     def log(self, step: int, metrics: Metrics) -> None:
         self._run.log({"step": step, **metrics})
 
-    def table(self, step: int, rows: Sequence[Row]) -> None:
+    def table(self, step: int, rows: Sequence[SampleRow]) -> None:
         table = self._wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
         self._run.log({"step": step, "samples": table})
 
@@ -80,7 +80,7 @@ class WandbRun:
             self._tear_down()
 
     def abandon(self) -> None:
-        """Kill the client's process, for which it would wait when ours exits; `wandb sync` can send what is on disk."""
+        """Kill the client's process, for which this process's exit would wait; `wandb sync` can send its files."""
         for process in self._service:
             with suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
                 process.kill()
@@ -90,7 +90,7 @@ class WandbRun:
         last.join(_TEAR_DOWN_S)
 
     def _tear_down(self) -> None:
-        """What the client would do when this process exits, with a traceback if its own process is dead."""
+        """Do the client's exit handling now, which would print a traceback if its process is dead."""
         with suppress(Exception, SystemExit):
             self._wandb.teardown()
 

@@ -1,4 +1,4 @@
-"""The guard around a tracker: its calls run in a thread of their own, and its failure is one line."""
+"""Runs a tracker's calls in a thread of their own, and reports its failure in one line."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from threading import Thread
 
 from megarl.printable import one_line
 from megarl.tracking.trackers.interface import State, Tracker
-from megarl.tracking.trackers.withheld import scrubbed
+from megarl.tracking.trackers.withheld import redacted
 
-_MOST_WAITING = 1000  # writes; what comes while so many wait is left out
+_MOST_WAITING = 1000  # writes in the queue; further ones are dropped
 
-Call = tuple[str, Callable[[], None]]  # what it writes, in words, and how
+Call = tuple[str, Callable[[], None]]  # (description of the write, function that writes)
 
 
 class Writer:
@@ -30,26 +30,26 @@ class Writer:
         self._thread.start()
 
     def put(self, what: str, call: Callable[[], None]) -> None:
-        """Have something written, soon and after what came before; returns at once."""
+        """Queue a write; returns at once."""
         if self._calls.qsize() >= _MOST_WAITING:
-            self._fail(f"{what} is left out, {_MOST_WAITING} writes wait already")
-        elif self._thread.is_alive():  # ended: it could not be opened
+            self._fail(f"{what} is left out, {_MOST_WAITING} writes are waiting already")
+        elif self._thread.is_alive():  # it has ended if the tracker could not be opened
             self._calls.put((what, call))
 
     def end(self, state: State) -> None:
-        """Have the run closed after all that waits, however much it is; returns at once."""
+        """Queue the run's end after all waiting writes; returns at once."""
         self._calls.put(("the end of the run", lambda: self._tracker.close(state)))
         self._calls.put(None)
 
     def join(self, deadline: float) -> None:
-        """Wait until everything is written, or, by time.monotonic, until the deadline."""
+        """Wait until everything is written, or until the deadline by time.monotonic."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
 
     def leave(self) -> None:
-        """Let go of the tracker where it is not done."""
+        """Abandon the tracker if it has not finished."""
         if self._thread.is_alive():
             try:
-                self._fail("it does not finish, and is left so that the run can end")
+                self._fail("it does not finish, and is abandoned so that the run can end")
             finally:
                 self._tracker.abandon()
 
@@ -61,7 +61,7 @@ class Writer:
             self._tracker.abandon()
             return
         if where:
-            self._say(f"{self._name}: {scrubbed(where)}")
+            self._say(f"{self._name}: {redacted(where)}")
         while found := self._calls.get():
             what, call = found
             try:
@@ -70,13 +70,13 @@ class Writer:
                 self._fail(f"{what} is not written, and the run goes on ({reason(error)})")
 
     def _fail(self, problem: str) -> None:
-        """Tell the first failure; later writes are tried, and their failures are not told."""
+        """Report the first failure only; later writes are still tried."""
         if not self._has_failed:
             self._has_failed = True
             self._say(f"{self._name}: {problem}; metrics.jsonl has everything")
 
 
 def reason(error: BaseException) -> str:
-    """The type and the first line of an error, on one line and without secrets."""
+    """The type and the first line of an error as one line, without secrets."""
     lines = str(error).strip().splitlines() or [""]
-    return one_line(scrubbed(f"{type(error).__name__}: {lines[0]}".removesuffix(": ")))
+    return one_line(redacted(f"{type(error).__name__}: {lines[0]}".removesuffix(": ")))

@@ -9,7 +9,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from megarl.resharding import megatron_map, sglang_map
 from megarl.resharding.execute import Executor
 from megarl.resharding.plan import plan_streams
-from megarl.resharding.traffic import Traffic, account
+from megarl.resharding.traffic import Traffic, count_traffic
 from megarl.resharding.transport import make_group
 
 from .case import DTYPE, Case, Params
@@ -19,7 +19,7 @@ def cost(case: Case) -> Traffic:
     """The bytes that the planner says the exchange takes."""
     sources = megatron_map.parts(case.shape, case.train, True)
     targets = sglang_map.parts(case.shape, case.engine)
-    return account(sources, targets, case.num_processes, gpus_per_node=case.gpus_per_node, dtype=DTYPE)
+    return count_traffic(sources, targets, case.num_processes, gpus_per_node=case.gpus_per_node, dtype=DTYPE)
 
 
 class Megarl:

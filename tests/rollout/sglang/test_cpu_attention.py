@@ -75,7 +75,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def backends(backend: Any) -> Backends:
     decode_each, extend_each = (getattr(backend, name) for name in PATCHED)
-    cpu_attention.attend_together()
+    cpu_attention.batch_attention()
     return Backends(decode_each, backend._run_sdpa_forward_decode, extend_each, backend._run_sdpa_forward_extend)
 
 

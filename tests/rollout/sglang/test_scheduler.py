@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megarl.device import agree_on_nccl
-from megarl.rollout.sglang.scheduler import _keep_room, handed_on, set_environment
+from megarl.device import use_sglang_nccl_settings
+from megarl.rollout.sglang.scheduler import _reserve_memory, inherited_environment, set_environment
 
 NCCL = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
 SGLANG_SETS = """
@@ -41,7 +41,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_training_ranks_and_engines_give_nccl_the_same_settings() -> None:
-    agree_on_nccl()
+    use_sglang_nccl_settings()
     ranks = [os.environ[name] for name in NCCL]
     for name in NCCL:
         del os.environ[name]
@@ -51,7 +51,7 @@ def test_training_ranks_and_engines_give_nccl_the_same_settings() -> None:
 
 def test_the_users_settings_of_nccl_hold() -> None:
     os.environ["NCCL_NVLS_ENABLE"] = "1"
-    agree_on_nccl()
+    use_sglang_nccl_settings()
     set_environment()
     assert [os.environ[name] for name in NCCL] == ["0", "1"]
 
@@ -87,7 +87,7 @@ def test_room_is_held_until_sglang_has_sized_its_cache(environment: pytest.Monke
     environment.setattr(torch, "empty", Room)
     environment.setattr(torch.cuda, "empty_cache", lambda: events.append("given back"))
     sglang = SimpleNamespace(Scheduler=Scheduler)
-    _keep_room(sglang, 3, 100)
+    _reserve_memory(sglang, 3, 100)
     sglang.Scheduler(7)
     assert events == ["100 bytes on cuda:3", "cache 7", "given up", "given back"]
 
@@ -110,4 +110,4 @@ def test_sglang_still_reads_that_variable() -> None:
 
 def test_the_memory_savers_library_is_looked_up_where_it_was_loaded() -> None:
     here = {"LD_PRELOAD": "", "HOME": "/home/me", "NCCL_DEBUG": "WARN"}
-    assert handed_on(here) == {"HOME": "/home/me", "NCCL_DEBUG": "WARN"}
+    assert inherited_environment(here) == {"HOME": "/home/me", "NCCL_DEBUG": "WARN"}

@@ -17,7 +17,7 @@ import pytest
 from megarl.tracking import trackers as trackers_module
 from megarl.tracking.run_log import RunLog
 from megarl.tracking.trackers import TRACKERS, Trackers
-from megarl.tracking.trackers.interface import Row, State, code_commit
+from megarl.tracking.trackers.interface import SampleRow, State, code_commit
 from megarl.tracking.trackers.wandb_run import WandbRun
 from megarl.tracking.trackers.writer import Writer
 from megarl.types import EndedEarly, Metrics
@@ -46,7 +46,7 @@ class Slow:
     def log(self, step: int, metrics: Metrics) -> None:
         self.done.append(step)
 
-    def table(self, step: int, rows: Sequence[Row]) -> None:
+    def table(self, step: int, rows: Sequence[SampleRow]) -> None:
         self.done.append(rows)
 
     def close(self, state: State) -> None:
@@ -68,7 +68,7 @@ def test_a_slow_tracker_is_not_waited_for_and_gets_all_in_order() -> None:
         writer.put(f"step {step}", partial(slow.log, step, {}))
     writer.end("finished")
     assert slow.done == []
-    assert lines == ["slow: step 1000 is left out, 1000 writes wait already; metrics.jsonl has everything"]
+    assert lines == ["slow: step 1000 is left out, 1000 writes are waiting already; metrics.jsonl has everything"]
     slow.go.set()
     writer.join(time.monotonic() + 60)
     assert slow.done == [*range(1000), "finished"]
@@ -83,7 +83,7 @@ def test_a_tracker_that_does_not_end_is_left() -> None:
     writer.join(time.monotonic())
     assert not slow.was_abandoned
     writer.leave()
-    assert lines == ["slow: it does not finish, and is left so that the run can end; metrics.jsonl has everything"]
+    assert lines == ["slow: it does not finish, and is abandoned so that the run can end; metrics.jsonl has everything"]
     assert slow.was_abandoned
     slow.go.set()
 

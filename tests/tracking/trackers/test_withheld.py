@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.config.loading import load_recipe
-from megarl.tracking.trackers.withheld import scrubbed, without_secrets
+from megarl.tracking.trackers.withheld import redacted, without_secrets
 from tests.tracking.test_run_log import QUICKSTART
 
 
@@ -31,4 +31,4 @@ def test_the_environments_secrets_are_withheld(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("WANDB_API_KEY", "0123456789")
     monkeypatch.setenv("SOME_TOKEN", "a")
     monkeypatch.setenv("SOME_WORD", "harmless word")
-    assert scrubbed("key 0123456789 is bad, harmless word") == "key (withheld) is bad, harmless word"
+    assert redacted("key 0123456789 is bad, harmless word") == "key (withheld) is bad, harmless word"
