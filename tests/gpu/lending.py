@@ -15,7 +15,7 @@ from megarl.resharding.transport import settle
 TIMEOUT_S = 60.0
 
 
-class MemoryScheduler:
+class Lender:
     """Parameters in one flat buffer, as Megatron's are: `left` its first half, `right` the second, transposed."""
 
     def __init__(self, num_bytes: int) -> None:
