@@ -109,9 +109,11 @@ class Cluster:
     def await_all(self, calls: dict[Ref, str]) -> None: ...
 
 
-def samples() -> tuple[list[SampleRef], list[Ref]]:
+def samples() -> tuple[list[SampleRef], list[Any]]:
     """Groups of responses, each of another length, so that a mixed-up sample shows."""
-    rng, refs, groups = np.random.default_rng(0), [], []
+    rng = np.random.default_rng(0)
+    refs: list[SampleRef] = []
+    groups: list[Any] = []
     for group in range(GROUPS):
         lengths = 1 + rng.permutation(20)[:SAMPLES]
         made = [Sample(np.zeros(length, np.int64), np.zeros(length, np.float32), "", True, 0) for length in lengths]
