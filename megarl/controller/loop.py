@@ -25,7 +25,7 @@ from megarl.tracking.metrics import critic_metrics, eval_metrics, failed_share, 
 from megarl.tracking.run_log import Record, RunLog
 from megarl.training.batching import SampleRef
 from megarl.training.learning_rate import learning_rate
-from megarl.types import EndedEarly, GroupSummary, Prompt, UserFault
+from megarl.types import EndedEarly, GroupSummary, Metrics, Prompt, UserFault
 
 _EVAL_STREAMS = 1_000_000  # beyond the rounds of a step, whose samples have streams of their own
 
@@ -85,11 +85,11 @@ def begin(
 def train_step(recipe: Recipe, inputs: Inputs, fleet: Fleet, saver: Saver, record: Record) -> None:
     """Rollout -> reward -> advantage -> train -> reshard; every phase waits for the one before (synchronous)."""
     groups = gather(recipe, inputs, fleet, record)
-    learn(recipe, fleet.trainers, fleet.critic, groups, record, fleet.memory.hand_over, fleet.version)
+    speed = learn(recipe, fleet.trainers, fleet.critic, groups, record, fleet.memory.hand_over, fleet.version)
     with record.phase("save"):
         saver.begin(record.step)
     publish(fleet, record)
-    record.add(fleet.trainers.take_speed())
+    record.add(speed)
 
 
 def gather(recipe: Recipe, inputs: Inputs, fleet: Fleet, record: Record) -> RolloutBatch:
@@ -133,8 +133,10 @@ def learn(
     record: Record,
     hand_over: Callable[[Phase], None],
     version: int = -1,
-) -> None:
+) -> Metrics:
     """The updates of one step: the critic values its samples, then learns from what came of them, as the policy does.
+
+    Returns the speed of the policy's updates, nothing where only the critic learns.
 
     lend: gives the memory to who is next. version: of the policy; samples of earlier ones are stale.
     """
@@ -147,23 +149,25 @@ def learn(
     if not samples:
         raise UserFault("reward.function", "the verdict on every greedy sample of the step failed", MEND)
     before = rules.critic_warmup_steps if critic else 0
+    observation = token_values = None
     if critic:
         if rules.pays_kl:
             with record.phase("observe"):
                 hand_over("train")
-                trainers.observe(name, samples, groups.refs, critic.plan_of(samples), keeps=record.step > before)
+                observation = trainers.observe(name, samples, groups.refs, critic.plan_of(samples))
         with record.phase("critic"):
             hand_over("critic")
-            critic.values(samples, groups.refs, trainers.plan_of(name, samples))
+            token_values = critic.values(samples, groups.refs, trainers.plan_of(name, samples))
             lr = learning_rate(critic.recipe.train, record.step, recipe.run.steps)
-            record.add({"critic/lr": lr, **critic_metrics(critic.train(lr, trainers if rules.pays_kl else None))})
+            record.add({"critic/lr": lr, **critic_metrics(critic.train(token_values, lr, observation))})
     if record.step <= before:
-        return
+        return {}
     with record.phase("train"):
         hand_over("train")
         lr = learning_rate(recipe.train, record.step - before, recipe.run.steps - before)
-        metrics = trainers.train(name, samples, groups.refs, lr, critic)
-    record.add({"train/lr": lr, **train_metrics(metrics)})
+        trained = trainers.train(name, samples, groups.refs, lr, token_values=token_values, observation=observation)
+    record.add({"train/lr": lr, **train_metrics(trained.updates)})
+    return trained.speed
 
 
 def publish(fleet: Fleet, record: Record) -> None:
@@ -200,8 +204,8 @@ def warm_start(recipe: Recipe, inputs: Inputs, fleet: Fleet, saver: Saver, log: 
             with record.phase("train"):
                 groups = demonstrations(inputs, fleet, warm.sequences_per_step)
                 lr = warm.lr * min(1.0, step / max(1, warm.warmup_steps))
-                metrics = fleet.trainers.train("sft", samples_of(groups.summaries, "sft"), groups.refs, lr)
-            record.add(train_metrics(metrics))
+                trained = fleet.trainers.train("sft", samples_of(groups.summaries, "sft"), groups.refs, lr)
+            record.add(train_metrics(trained.updates))
             if step == warm.steps:
                 saver.begin(0)
                 publish(fleet, record)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -16,19 +17,16 @@ from megarl.checkpoints.snapshots import Digest
 from megarl.cluster.actor import Ref
 from megarl.cluster.session import Cluster
 from megarl.config import Recipe
+from megarl.fleet.token_values import Observation, PerToken, TokenValues
 from megarl.parallel.hf_config import auxiliary_shape, model_shape, scorer_shape
 from megarl.parallel.placement import auxiliary_slots, critic_recipe, is_reporting_rank, reward_recipe, train_layout
+from megarl.training.auxiliary import AUXILIARY_MODELS
 from megarl.training.batching import SampleRef, Update, key_of, plan_updates
 from megarl.training.flops import speed, train_work
 from megarl.training.policy import PublishedRank
 from megarl.types import GroupSummary, Hyperparameters, Metrics, ModelShape, UserFault
 
-# Of the model beside the policy, by what it says of tokens: its rank's class, and what people call it.
-_TARGETS = {
-    "values": "megarl.training.critic:CriticRank",
-    "process_rewards": "megarl.training.implicit_reward:ImplicitRewardRank",
-}
-_NAMES = {"values": "critic", "process_rewards": "implicit reward model"}
+Found = TypeVar("Found", bound=PerToken)
 
 
 @dataclass(frozen=True)
@@ -39,8 +37,16 @@ class RolloutBatch:
     refs: list[Ref]
 
 
+@dataclass(frozen=True)
+class Trained:
+    """Metrics of each update (the loss's statistics are sums, or maxima where the name ends in _max), and the speed."""
+
+    updates: list[Metrics]
+    speed: Metrics
+
+
 class RankGroup:
-    """All ranks of one Megatron world; rank r is on GPU slot first + r. Those on `shared` slots give their memory."""
+    """All ranks of one Megatron world; rank r is on GPU slot first + r. Ranks on `shared` slots hand over memory."""
 
     def __init__(
         self,
@@ -54,9 +60,9 @@ class RankGroup:
         first: int = 0,
         more: Sequence[object] = (),
     ) -> None:
-        """recipe: these ranks' own. name: of a rank, for people; target and more: its class, and what it is told."""
+        """recipe: as these ranks read it. name: of a rank, for people. target: its class; more: its last arguments."""
         self._cluster, self._recipe, self._shape, self._layout = cluster, recipe, shape, train_layout(recipe)
-        # They meet there: served as long as this object lives.
+        # Where the ranks meet: served as long as this object lives.
         self.store = device.host_store(recipe.run.timeout_s, cluster.host)
         slots = range(first, first + self._layout.world_size)
         self.workers = [cluster.worker(f"{name} {rank}", slot) for rank, slot in enumerate(slots)]
@@ -64,18 +70,17 @@ class RankGroup:
             worker.start(target, rank, recipe, device.address_of(self.store), *more): worker.name
             for rank, worker in enumerate(self.workers)
         }
-        self._lenders = [worker for worker, slot in zip(self.workers, slots, strict=True) if slot in shared]
-        self._pieces: list[list[Ref]] = []
+        self._sharing = [worker for worker, slot in zip(self.workers, slots, strict=True) if slot in shared]
 
     def onload(self) -> None:
-        self._cluster.call_all(self._lenders, "onload")
+        self._cluster.call_all(self._sharing, "onload")
 
     def offload(self) -> None:
-        self._cluster.call_all(self._lenders, "offload")
+        self._cluster.call_all(self._sharing, "offload")
 
     def held_bytes(self) -> int:
         """Memory of the rank on a shared slot that holds most; 0 where none is shared."""
-        return max(self._cluster.call_all(self._lenders, "held_bytes"), default=0)
+        return max(self._cluster.call_all(self._sharing, "held_bytes"), default=0)
 
     def save(self, folder: Path) -> None:
         """Begin a checkpoint: what is to be written is copied when this returns."""
@@ -94,34 +99,37 @@ class RankGroup:
     def load(self, folder: Path) -> None:
         self._call("load", folder)
 
-    def pieces(self, dp: int) -> list[Ref]:
-        """What was said, when the ranks were asked last, to the readers' data-parallel rank `dp`."""
-        return [parts[dp] for parts in self._pieces]
-
-    def _ask(
-        self, method: str, updates: Sequence[Update], refs: Sequence[Ref], readers: Sequence[Update], *first: object
-    ) -> None:
-        """Have each rank say something of its share's tokens, in pieces for those whose plan `readers` is."""
-        count = len(readers[0].micro_batches)
-        wanted = self._cluster.put([_keys(_share(readers, at)) for at in range(count)])
-        dealt = self._dealt(updates, refs)
-        self._pieces, calls = [], {}
+    def _per_token(
+        self,
+        kind: type[Found],
+        method: str,
+        updates: Sequence[Update],
+        refs: Sequence[Ref],
+        readers: Sequence[Update],
+        *first: object,
+    ) -> Found:
+        """Have each rank compute something of its share's tokens; readers: the plan of the ranks that train on it."""
+        wanted = self._cluster.put([_keys(_share(readers, dp)) for dp in range(len(readers[0].micro_batches))])
+        found, calls = kind(self._dealt(updates, refs), [], []), {}
         for rank, worker in enumerate(self.workers):
-            share, samples = dealt[self._layout.coords(rank).dp]
-            if not is_reporting_rank(self._layout, rank):
-                calls[worker.call(method, *first, share, wanted, samples)] = worker.name
-                continue
-            parts = worker.call_many(count, method, *first, share, wanted, samples)
-            calls |= dict.fromkeys(parts, worker.name)
-            self._pieces.append(parts)
+            share, samples = found.shares[self._layout.coords(rank).dp]
+            # Ranks that hold the same return their own state alone: each reference costs the controller time.
+            reports = is_reporting_rank(self._layout, rank)
+            parts, asked = (len(readers[0].micro_batches), wanted) if reports else (0, ())
+            *token_values, state = worker.call_many(parts + 1, method, *first, share, asked, samples)
+            found.states.append(state)
+            if reports:
+                found.token_values.append(token_values)
+            calls |= dict.fromkeys([*token_values, state], worker.name)
         self._cluster.await_all(calls)
+        return found
 
     def _dealt(self, updates: Sequence[Update], refs: Sequence[Ref]) -> list[tuple[Ref, Ref]]:
-        """Of each data-parallel rank the updates and their samples, once for all ranks that have the same.
+        """Of each data-parallel rank its updates and their samples, once for all ranks that train on the same.
 
-        The first of these fetches the groups; what it passes on has no sample that others train on.
+        The first of these ranks fetches the groups, and passes them on without the samples of other shares.
         """
-        found, first = [], self._layout.tp * self._layout.cp  # Megatron's order: then the next data-parallel rank's
+        found, first = [], self._layout.tp * self._layout.cp  # Megatron's order: data-parallel ranks are so far apart
         for dp, worker in enumerate(self.workers[: self._layout.dp * first : first]):
             share = _share(updates, dp)
             needed, shared = _groups(share), self._cluster.put(share)
@@ -129,13 +137,13 @@ class RankGroup:
             found.append((shared, worker.bundle("megarl.training.batching:own_samples", shared, needed, *of_groups)))
         return found
 
-    def plan(self, samples: Sequence[SampleRef], rules: Hyperparameters) -> list[Update]:
+    def plan(self, samples: Sequence[SampleRef], hyperparameters: Hyperparameters) -> list[Update]:
         """The step's updates; the micro-batches of each by data-parallel rank.
 
-        Where rules leave samples out, as many updates fewer as there are samples fewer than asked for.
+        Where an algorithm leaves samples out, there are fewer updates in proportion.
         """
         train, rollout, updates = self._recipe.train, self._recipe.rollout, self._recipe.train.updates_per_step
-        if rules.dynamic_sampling or rules.overlong_filter:
+        if hyperparameters.dynamic_sampling or hyperparameters.overlong_filter:
             share = len(samples) / (rollout.prompts_per_step * rollout.samples_per_prompt)
             updates = min(updates, math.ceil(updates * share))
         return plan_updates(
@@ -143,18 +151,18 @@ class RankGroup:
             updates=min(updates, len(samples)),  # verdicts that failed may leave fewer samples too
             dp=self._layout.dp,
             token_budget=train.tokens_per_micro_batch,
-            aggregation=rules.aggregation,
+            aggregation=hyperparameters.aggregation,
             longest_response=rollout.max_response_tokens,
             work=train_work(self._shape),
             align=self._layout.tokens_align,
-            multiple=self._layout.pp if self._layout.vpp > 1 else 1,  # as an interleaved pipeline takes them
+            multiple=self._layout.pp if self._layout.vpp > 1 else 1,  # an interleaved pipeline takes pp at a time
         )
 
     def _call(self, method: str, *args: object) -> None:
         self._cluster.gather({worker.call(method, *args): worker.name for worker in self.workers})
 
     def _merged(self, calls: dict[Ref, str]) -> list[Metrics]:
-        """The metrics of each update, of which every rank says a part."""
+        """The metrics of each update, of which every rank returns a part."""
         merged: list[Metrics] = []
         for of_rank in self._cluster.gather(calls):
             merged = merged or [{} for _ in of_rank]
@@ -169,7 +177,6 @@ class TrainingRanks(RankGroup):
     def __init__(self, cluster: Cluster, recipe: Recipe, shared: frozenset[int]) -> None:
         shape, target = model_shape(recipe.model.path), "megarl.training.policy:PolicyRank"
         super().__init__(cluster, recipe, shape, shared, name="training rank", target=target)
-        self._speed: Metrics = {}
 
     def load_weights(self, folder: Path) -> None:
         """The weights alone of a checkpoint, from any layout."""
@@ -183,29 +190,15 @@ class TrainingRanks(RankGroup):
         """Each rank's handles to its parameters."""
         return self._cluster.call_all(self.workers, "publish")
 
-    def take_speed(self) -> Metrics:
-        """Of the last call of `train`, once; nothing in a step without one."""
-        found, self._speed = self._speed, {}
-        return found
-
     def plan_of(self, algorithm: str, samples: Sequence[SampleRef]) -> list[Update]:
-        """As `train` has the step."""
+        """The updates that `train` makes of a step's samples."""
         return self.plan(samples, hyperparameters_of(algorithm, self._recipe.algorithm))
 
     def observe(
-        self,
-        algorithm: str,
-        samples: Sequence[SampleRef],
-        refs: Sequence[Ref],
-        readers: Sequence[Update],
-        *,
-        keeps: bool,
-    ) -> None:
-        """Have the samples looked at for the KL penalties of their tokens; readers: the critic's plan.
-
-        keeps: `train` follows, and need not look again.
-        """
-        self._ask("observe", self.plan_of(algorithm, samples), refs, readers, algorithm, keeps)
+        self, algorithm: str, samples: Sequence[SampleRef], refs: Sequence[Ref], readers: Sequence[Update]
+    ) -> Observation:
+        """KL penalties of the samples' tokens, for the critic and for `train`; readers: the critic's plan."""
+        return self._per_token(Observation, "observe", self.plan_of(algorithm, samples), refs, readers, algorithm)
 
     def train(
         self,
@@ -213,40 +206,42 @@ class TrainingRanks(RankGroup):
         samples: Sequence[SampleRef],
         refs: Sequence[Ref],
         lr: float,
-        critic: AuxiliaryRanks | None = None,
-    ) -> list[Metrics]:
+        *,
+        token_values: TokenValues | None = None,
+        observation: Observation | None = None,
+    ) -> Trained:
         """All optimizer updates of one step. Each rank gets the samples of its own share, and no others.
 
-        critic: whose values, asked for before, make the advantages. Metrics of each update: the loss's statistics are
-        sums, or maxima where the name ends in _max.
+        token_values: of the auxiliary model, for the advantages. observation: of the same samples, if there is one.
         """
-        updates, began, calls = self.plan_of(algorithm, samples), time.perf_counter(), {}
-        dealt = self._dealt(updates, refs)
+        updates = [] if observation else self.plan_of(algorithm, samples)
+        began, calls = time.perf_counter(), {}
+        shares = observation.shares if observation else self._dealt(updates, refs)
         for rank, worker in enumerate(self.workers):
-            at = self._layout.coords(rank).dp
-            share, own = dealt[at]
-            pieces = critic.pieces(at) if critic else []
-            calls[worker.call("train", algorithm, share, lr, own, *pieces)] = worker.name
-        merged = self._merged(calls)
+            dp = self._layout.coords(rank).dp
+            share, own = shares[dp]
+            state, values = observation and observation.states[rank], token_values.of(dp) if token_values else []
+            calls[worker.call("train", algorithm, share, lr, state, own, *values)] = worker.name
+        metrics = self._merged(calls)
         lengths, seconds = [one.length for one in samples], time.perf_counter() - began
-        self._speed = speed(self._shape, lengths, seconds, self._layout.world_size, device.gpu_name())
-        return merged
+        return Trained(metrics, speed(self._shape, lengths, seconds, self._layout.world_size, device.gpu_name()))
 
 
 class AuxiliaryRanks(RankGroup):
-    """Of the model that learns beside the policy."""
+    """The critic's or the implicit reward model's."""
 
     def __init__(self, cluster: Cluster, recipe: Recipe, shared: frozenset[int]) -> None:
-        own, kind = critic_recipe(recipe), ALGORITHMS[recipe.algorithm.name].critic
+        own, first = critic_recipe(recipe), recipe.critic.ranks.first_gpu
+        kind = ALGORITHMS[recipe.algorithm.name].critic
         super().__init__(
             cluster,
             own,
             auxiliary_shape(own.model.path, kind),
             shared,
-            name=f"{_NAMES[kind]} rank",
-            target=_TARGETS[kind],
-            first=recipe.critic.ranks.first_gpu,
-            more=[recipe.critic.ranks.first_gpu],
+            name=f"{AUXILIARY_MODELS[kind].name} rank",
+            target="megarl.training.auxiliary:AuxiliaryRank",
+            first=first,
+            more=[kind, first],
         )
         self._aggregation = AUXILIARY_AGGREGATION[kind]
 
@@ -256,23 +251,25 @@ class AuxiliaryRanks(RankGroup):
         return self._recipe
 
     def plan_of(self, samples: Sequence[SampleRef]) -> list[Update]:
-        """As these ranks have the step."""
-        rules = hyperparameters_of(self._recipe.algorithm.name, self._recipe.algorithm)
-        return self.plan(samples, replace(rules, aggregation=self._aggregation))
+        """The updates that these ranks make of a step's samples."""
+        hyperparameters = hyperparameters_of(self._recipe.algorithm.name, self._recipe.algorithm)
+        return self.plan(samples, replace(hyperparameters, aggregation=self._aggregation))
 
-    def values(self, samples: Sequence[SampleRef], refs: Sequence[Ref], readers: Sequence[Update]) -> None:
-        """Have every sample's tokens valued, for `pieces` and `train`; readers: the policy's own plan of the step."""
-        self._ask("values", self.plan_of(samples), refs, readers)
+    def values(self, samples: Sequence[SampleRef], refs: Sequence[Ref], readers: Sequence[Update]) -> TokenValues:
+        """Values of the samples' tokens, for the policy and for `train`; readers: the policy's plan."""
+        return self._per_token(TokenValues, "values", self.plan_of(samples), refs, readers)
 
-    def train(self, lr: float, rewards: RankGroup | None) -> list[Metrics]:
-        """All optimizer updates of the step on what was valued last; metrics of each, sums as of its loss.
+    def train(self, token_values: TokenValues, lr: float, observation: Observation | None = None) -> list[Metrics]:
+        """All optimizer updates of the step on the samples of these values; metrics of each, sums as of its loss.
 
-        rewards: ranks that were asked for the tokens' own.
+        observation: with the KL penalties of the samples' tokens, where the algorithm pays them in the reward.
         """
         calls = {}
         for rank, worker in enumerate(self.workers):
-            pieces = rewards.pieces(self._layout.coords(rank).dp) if rewards else []
-            calls[worker.call("train", lr, *pieces)] = worker.name
+            dp = self._layout.coords(rank).dp
+            share, own = token_values.shares[dp]
+            penalties = observation.of(dp) if observation else []
+            calls[worker.call("train", share, lr, token_values.states[rank], own, *penalties)] = worker.name
         return self._merged(calls)
 
 
@@ -315,14 +312,14 @@ class RewardRanks(RankGroup):
 
 
 def trainers_alone(cluster: Cluster, recipe: Recipe) -> TrainingRanks:
-    """The policy's ranks and no others: they keep their memory in every phase."""
+    """The policy's ranks and no others; they keep their memory in every phase."""
     ranks = TrainingRanks(cluster, recipe, frozenset())
     cluster.gather(ranks.started)
     return ranks
 
 
 def ranks_alone(cluster: Cluster, recipe: Recipe) -> tuple[TrainingRanks, AuxiliaryRanks | None]:
-    """What trains in a run without engines, on the first `gpus_alone` slots; all keep their memory in every phase."""
+    """The ranks of a run without engines, on the first `gpus_alone` slots; all keep their memory in every phase."""
     critic = AuxiliaryRanks(cluster, recipe, frozenset()) if has_critic(recipe.algorithm.name) else None
     trainers = TrainingRanks(cluster, recipe, frozenset())
     cluster.gather(trainers.started | (critic.started if critic else {}))
@@ -331,9 +328,8 @@ def ranks_alone(cluster: Cluster, recipe: Recipe) -> tuple[TrainingRanks, Auxili
 
 def gpus_alone(recipe: Recipe) -> int:
     """Slots that a run without engines needs."""
-    beside = auxiliary_slots(recipe, has_critic(recipe.algorithm.name))
-    critic = beside.get("critic", range(0))
-    return max(train_layout(recipe).world_size, critic.stop)
+    critic_slots = auxiliary_slots(recipe, has_critic(recipe.algorithm.name)).get("critic", range(0))
+    return max(train_layout(recipe).world_size, critic_slots.stop)
 
 
 def _share(updates: Sequence[Update], dp_rank: int) -> list[Update]:
@@ -342,7 +338,7 @@ def _share(updates: Sequence[Update], dp_rank: int) -> list[Update]:
 
 
 def _groups(share: Sequence[Update]) -> list[int]:
-    """The groups whose samples are in a share, rising."""
+    """The groups whose samples are in a share, in ascending order."""
     return sorted({one.group for update in share for batch in update.micro_batches[0] for one in batch})
 
 
