@@ -20,7 +20,7 @@ def policy_loss(
     entropy_T: torch.Tensor,
     old_logp_T: torch.Tensor,
     targets: Targets,
-    rules: Hyperparameters,
+    hyperparameters: Hyperparameters,
 ) -> LossResult:
     """Weighted sum over the masked tokens of the surrogate, corrected for the engine's mismatch, and of the penalties.
 
@@ -33,16 +33,17 @@ def policy_loss(
     logp_T = torch.where(mask_T, logp_T, 0.0)
     old_logp_T = torch.where(mask_T, old_logp_T, 0.0)
     log_ratio_T = logp_T - old_logp_T
-    loss_T, is_clipped_T = surrogate(logp_T, log_ratio_T, targets, rules)
-    if rules.mismatch == "off":
+    loss_T, is_clipped_T = surrogate(logp_T, log_ratio_T, targets, hyperparameters)
+    if hyperparameters.mismatch == "off":
         stats = {}
     else:
-        weight_T, stats = weights(old_logp_T, targets, rules)
+        weight_T, stats = weights(old_logp_T, targets, hyperparameters)
         loss_T = loss_T * weight_T
-    if rules.kl_coefficient and rules.kl_place == "loss" and targets.reference_logp_T is not None:
-        loss_T = loss_T + rules.kl_coefficient * kl_T(logp_T, targets.reference_logp_T, rules.kl_estimator)
-    if rules.entropy_coefficient:
-        loss_T = loss_T - rules.entropy_coefficient * entropy_T
+    coefficient = hyperparameters.kl_coefficient if hyperparameters.kl_place == "loss" else 0.0
+    if coefficient and targets.reference_logp_T is not None:
+        loss_T = loss_T + coefficient * kl_T(logp_T, targets.reference_logp_T, hyperparameters.kl_estimator)
+    if hyperparameters.entropy_coefficient:
+        loss_T = loss_T - hyperparameters.entropy_coefficient * entropy_T
     with torch.no_grad():
         gap_T = torch.where(mask_T, (old_logp_T - targets.engine_logp_T).abs(), 0.0)
         stats |= {
@@ -53,7 +54,7 @@ def policy_loss(
             "old_kl": torch.where(mask_T, log_ratio_T.exp() - 1.0 - log_ratio_T, 0.0).sum(),
         }
     loss = (torch.where(mask_T, loss_T, 0.0) * targets.loss_weight_T).sum()
-    if rules.positive_nll:
+    if hyperparameters.positive_nll:
         loss = loss - (logp_T * targets.nll_weight_T).sum()
     return loss, stats
 

@@ -1,4 +1,4 @@
-"""The engine samples with other probabilities than the trainer computes: weights that make up for it, or give up.
+"""Importance weights for the difference between the engine's and the trainer's probabilities of the same tokens.
 
 With mu the engine's probability of a token and pi_old the trainer's, w = pi_old / mu.
 """
@@ -22,8 +22,8 @@ MISMATCH_BOUNDS: dict[str, tuple[float, float]] = {
 Weighted = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
-def weights(old_logp_T: torch.Tensor, targets: Targets, rules: Hyperparameters) -> Weighted:
-    """(weight_T, without a gradient; sums over the masked tokens), where rules.mismatch is not off.
+def weights(old_logp_T: torch.Tensor, targets: Targets, hyperparameters: Hyperparameters) -> Weighted:
+    """(weight_T, without a gradient; sums over the masked tokens), where hyperparameters.mismatch is not off.
 
     tis: min(w, high), truncated (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy
     training"). mis_...: w, but 0 where the ratio leaves [low, high]: of the token; of the sequence's product; of its
@@ -32,23 +32,23 @@ def weights(old_logp_T: torch.Tensor, targets: Targets, rules: Hyperparameters) 
     """
     mask_T = targets.loss_mask_T
     log_w_T = torch.where(mask_T, old_logp_T - targets.engine_logp_T, 0.0).detach()
-    low, high = bounds(rules)
-    if rules.mismatch == "tis":
+    low, high = bounds(hyperparameters)
+    if hyperparameters.mismatch == "tis":
         weight_T = log_w_T.exp().clamp(max=high)
         is_out_T = log_w_T.exp() > high
         return weight_T, _statistics(log_w_T, weight_T, mask_T, clipped=is_out_T, masked=torch.zeros_like(mask_T))
-    log_by = {"mis_sequence": segment_sum, "mis_geometric": segment_mean}.get(rules.mismatch)
+    log_by = {"mis_sequence": segment_sum, "mis_geometric": segment_mean}.get(hyperparameters.mismatch)
     log_ratio_T = log_by(log_w_T, mask_T, targets.sequence_T) if log_by else log_w_T
     is_out_T = (log_ratio_T.exp() < low) | (log_ratio_T.exp() > high)
-    kept_T = log_ratio_T if rules.mismatch == "mis_sequence" else log_w_T
+    kept_T = log_ratio_T if hyperparameters.mismatch == "mis_sequence" else log_w_T
     weight_T = torch.where(is_out_T, 0.0, kept_T.exp())
     return weight_T, _statistics(log_w_T, weight_T, mask_T, clipped=torch.zeros_like(mask_T), masked=is_out_T)
 
 
-def bounds(rules: Hyperparameters) -> tuple[float, float]:
-    """What the ratio is kept within: as the rules say, else as is usual; of rules whose mismatch is not off."""
-    low, high = MISMATCH_BOUNDS[rules.mismatch]
-    given = rules.mismatch_low, rules.mismatch_high
+def bounds(hyperparameters: Hyperparameters) -> tuple[float, float]:
+    """(lowest, highest) ratio that is kept: the hyperparameters', else MISMATCH_BOUNDS; where mismatch is not off."""
+    low, high = MISMATCH_BOUNDS[hyperparameters.mismatch]
+    given = hyperparameters.mismatch_low, hyperparameters.mismatch_high
     return low if given[0] is None else given[0], high if given[1] is None else given[1]
 
 

@@ -20,7 +20,7 @@ OverAll = Callable[[torch.Tensor], torch.Tensor]  # of these sequences' values a
 
 def credited(
     row: Algorithm,
-    rules: Hyperparameters,
+    hyperparameters: Hyperparameters,
     refs: Sequence[SampleRef],
     sequences: Sequence[TrainSequence],
     said: Piece,
@@ -36,18 +36,18 @@ def credited(
     of_critic = [spread(said[key_of(ref)], ref) for ref in refs] if row.critic else []
     advantages, found = None, list(sequences)
     if row.critic == "values":
-        alpha = rules.lambda_alpha or None
-        how = {"gamma": rules.gamma, "lam": rules.gae_lambda, "alpha": alpha}
+        alpha = hyperparameters.lambda_alpha or None
+        how = {"gamma": hyperparameters.gamma, "lam": hyperparameters.gae_lambda, "alpha": alpha}
         advantages, _ = by_values(found, of_critic, rewards=penalties, **how)
     elif row.critic == "process_rewards" or penalties is not None:
         rewards = list(penalties or [np.zeros(ref.length, np.float32) for ref in refs])
         if row.critic:
             process = less_the_others(refs, found, of_critic, sum_over_all, max_over_all)
             rewards = [one + other for one, other in zip(rewards, process, strict=True)]
-        advantages = by_rewards(found, rewards, gamma=rules.gamma)
+        advantages = by_rewards(found, rewards, gamma=hyperparameters.gamma)
     if advantages is not None:
         found = [replace(one, advantage_T=own_T) for one, own_T in zip(found, advantages, strict=True)]
-    return whitened(found, sum_over_all) if rules.whiten else found
+    return whitened(found, sum_over_all) if hyperparameters.whiten else found
 
 
 def by_values(
@@ -83,9 +83,7 @@ def by_values(
     return _on_masks(masks, advantages), _on_masks(masks, returns)
 
 
-def by_rewards(
-    sequences: Sequence[TrainSequence], rewards: Sequence[FloatArray], *, gamma: float
-) -> list[FloatArray]:
+def by_rewards(sequences: Sequence[TrainSequence], rewards: Sequence[FloatArray], *, gamma: float) -> list[FloatArray]:
     """Each token's advantage: the sum of its own reward and later ones, discounted; as of `by_values` without values.
 
     (REINFORCE++, arXiv 2501.03262.)
@@ -95,12 +93,12 @@ def by_rewards(
 
 
 def kl_penalties(
-    old_logp: Sequence[FloatArray], reference_logp: Sequence[FloatArray], rules: Hyperparameters
+    old_logp: Sequence[FloatArray], reference_logp: Sequence[FloatArray], hyperparameters: Hyperparameters
 ) -> list[FloatArray]:
     """The reward of each token that is -kl_coefficient x KL(old policy | reference) (arXiv 2203.02155, eq. 2)."""
     pairs = zip(map(torch.from_numpy, old_logp), map(torch.from_numpy, reference_logp), strict=True)
-    kls = [kl_T(*pair, rules.kl_estimator).numpy() for pair in pairs]
-    return [(-rules.kl_coefficient * one_T).astype(np.float32) for one_T in kls]
+    kls = [kl_T(*pair, hyperparameters.kl_estimator).numpy() for pair in pairs]
+    return [(-hyperparameters.kl_coefficient * one_T).astype(np.float32) for one_T in kls]
 
 
 def less_the_others(

@@ -96,18 +96,19 @@ def refs_of(sequences: list[TrainSequence], groups: list[int]) -> list[SampleRef
 def assign(name: str, sequences: list[TrainSequence], **how: Any) -> list[list[float]]:
     """Each response's advantages as a row of the table has them."""
     row = ALGORITHMS[name]
-    how = {"said": {}, "penalties": None, "sum_over_all": one_rank, "max_over_all": one_rank, "rules": row.rules} | how
-    rules, said, penalties = (how.pop(key) for key in ("rules", "said", "penalties"))
+    how = {"said": {}, "penalties": None, "hparams": row.hyperparameters} | how
+    how = {"sum_over_all": one_rank, "max_over_all": one_rank} | how
+    hparams, said, penalties = (how.pop(key) for key in ("hparams", "said", "penalties"))
     refs = how.pop("refs", refs_of(sequences, [0] * len(sequences)))
-    found = credited(row, rules, refs, sequences, said, penalties, **how)
+    found = credited(row, hparams, refs, sequences, said, penalties, **how)
     return [one.advantage_T[one.loss_mask_T].tolist() for one in found]
 
 
 def test_a_penalty_is_paid_by_the_tokens_before_it() -> None:
     """REINFORCE++: R - sum of the penalties from here on (arXiv 2501.03262)."""
-    rules = replace(ALGORITHMS["reinforce_pp"].rules, whiten=False)
+    hparams = replace(ALGORITHMS["reinforce_pp"].hyperparameters, whiten=False)
     pays = [np.array([7, 7, -0.25, -0.5, -1.0], np.float32), np.array([7, -0.125], np.float32)]
-    found = assign("reinforce_pp", [sequence(2, 3, 1.0), sequence(1, 1, -1.0)], penalties=pays, rules=rules)
+    found = assign("reinforce_pp", [sequence(2, 3, 1.0), sequence(1, 1, -1.0)], penalties=pays, hparams=hparams)
     assert found == [[-0.75, -0.5, 0.0], [-1.125]]
 
 
@@ -118,10 +119,10 @@ def test_distillation_pays_each_token_by_itself() -> None:
 
 def test_a_critic_sees_penalties_as_rewards() -> None:
     sequences, pays = [sequence(1, 2, 1.0)], [np.array([0, -0.25, -0.5], np.float32)]
-    rules = replace(ALGORITHMS["ppo"].rules, whiten=False, gae_lambda=0.5)
+    hparams = replace(ALGORITHMS["ppo"].hyperparameters, whiten=False, gae_lambda=0.5)
     said = {(0, 0): np.array([0.5, 0.25], np.float32)}
     # deltas: -0.25 + 0.25 - 0.5, -0.5 + 1 - 0.25
-    assert assign("ppo", sequences, said=said, penalties=pays, rules=rules) == [[-0.5 + 0.125, 0.25]]
+    assert assign("ppo", sequences, said=said, penalties=pays, hparams=hparams) == [[-0.5 + 0.125, 0.25]]
 
 
 def test_process_rewards_are_held_against_the_others() -> None:
@@ -165,8 +166,8 @@ def test_process_rewards_of_a_group_on_two_ranks() -> None:
 
 @pytest.mark.parametrize(("estimator", "expected"), [("k1", [0.0, -0.1]), ("k2", [0.0, -0.05])])
 def test_penalties_are_the_estimators(estimator: str, expected: list[float]) -> None:
-    rules = Hyperparameters(kl_coefficient=0.1, kl_estimator=estimator, kl_place="reward")  # type: ignore[arg-type]
+    hparams = Hyperparameters(kl_coefficient=0.1, kl_estimator=estimator, kl_place="reward")  # type: ignore[arg-type]
     old, reference = (np.array(one, np.float32) for one in ([-2.0, -1.0], [-2.0, -2.0]))
-    (found,) = kl_penalties([old], [reference], rules)
+    (found,) = kl_penalties([old], [reference], hparams)
     assert found.tolist() == pytest.approx(expected)
     assert found.dtype == np.float32
