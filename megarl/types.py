@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -194,23 +194,19 @@ class GroupSummary:
 
 @dataclass(frozen=True)
 class TrainSequence:
-    """One sequence to train on, prompt and response together; every array is [T], aligned to the token it is about.
-
-    loss_mask_T is True on the tokens that are learnt from; the other arrays are 0 elsewhere. loss_weight_T is the
-    token's weight in the loss sum: 1 for a mean over tokens, 1 / (response length) for a mean over sequences.
-    nll_weight_T: the weight of -log p in the loss sum, beside what the advantage adds; None: 0. is_stale: an earlier
-    policy sampled it, and what the engine said of it is the old policy's word.
-    experts_TMK: what Sample.routed_experts says of the T - 1 tokens that were the engine's input.
-    """
+    """One sequence to train on, prompt and response together; every array is [T], aligned to the token it is about."""
 
     token_ids_T: IntArray
-    loss_mask_T: BoolArray
-    loss_weight_T: FloatArray
-    advantage_T: FloatArray
+    loss_mask_T: BoolArray  # True on the tokens that are trained on; the arrays below are 0 elsewhere
+    loss_weight_T: FloatArray  # in the loss sum: 1 for a mean over tokens, 1 / (response length) for one over sequences
     engine_logp_T: FloatArray
-    nll_weight_T: FloatArray | None = None
-    is_stale: bool = False
-    experts_TMK: npt.NDArray[Any] | None = None
+    _: KW_ONLY
+    reward: float = 0.0  # of the whole response
+    outcome: float = 0.0  # 1 where the response is correct, else 0
+    advantage_T: FloatArray | None = None  # None until megarl.training.credit has computed it; demonstrations have none
+    nll_weight_T: FloatArray | None = None  # weight of -log p in the loss sum, added to the policy loss; None: 0
+    is_stale: bool = False  # sampled by an earlier policy, so that engine_logp_T holds the old policy's log p
+    experts_TMK: npt.NDArray[Any] | None = None  # Sample.routed_experts, of the T - 1 tokens that the engine computed
 
 
 @dataclass(frozen=True)

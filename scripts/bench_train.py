@@ -83,7 +83,8 @@ def make_sequences(count: int, longest: int, vocab_size: int) -> list[TrainSeque
         length = int(np.clip(drawn, 8, longest))
         mask_T = np.arange(length) >= length // 4
         weight_T = mask_T.astype(np.float32)
-        found.append(TrainSequence(rng.integers(0, vocab_size, length), mask_T, weight_T, weight_T, 0 * weight_T))
+        tokens_T = rng.integers(0, vocab_size, length)
+        found.append(TrainSequence(tokens_T, mask_T, weight_T, 0 * weight_T, advantage_T=weight_T))
     return found
 
 
@@ -105,7 +106,7 @@ def work(rank: int, meet: Address, recipe: Recipe, sequences: Sequence[TrainSequ
     layout, shape = trainer.layout, trainer.shape
     bare = Bare(recipe, shape, layout, rank, trainer.params())
     lengths = [(len(one.token_ids_T), int(one.loss_mask_T.sum())) for one in sequences]
-    refs = [SampleRef(index, 0, tokens, learnt, 0.0) for index, (tokens, learnt) in enumerate(lengths)]
+    refs = [SampleRef(index, 0, tokens, learnt) for index, (tokens, learnt) in enumerate(lengths)]
     budget, per_token = recipe.train.tokens_per_micro_batch, flops.train_work(shape)
     (update,) = plan_updates(
         refs, updates=1, dp=layout.dp, token_budget=budget, aggregation="token_mean", work=per_token

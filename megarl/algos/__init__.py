@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from megarl.algos.advantages import centred, group_normalised, leave_one_out, outcome
+from megarl.algos.advantages import centred, group_normalised, leave_one_out, no_baseline
 from megarl.algos.losses import LossResult, nll_loss, policy_loss
 from megarl.algos.surrogates import Surrogate, cispo, clipped, reinforce, sequence_clipped
 from megarl.algos.targets import Targets
@@ -42,8 +42,8 @@ class Algorithm:
     A row without a surrogate learns from demonstrations.
     """
 
-    # rewards_G -> advantage_G of one prompt's samples
-    advantage: Callable[[torch.Tensor], torch.Tensor]
+    # rewards_G -> advantage_G of one prompt's samples; None: GAE makes the tokens' advantages, or there are none.
+    advantage: Callable[[torch.Tensor], torch.Tensor] | None
     surrogate: Surrogate | None
     hyperparameters: Hyperparameters
     # What an auxiliary model predicts for each token: values, from which GAE makes advantages, or process rewards.
@@ -60,6 +60,10 @@ class Algorithm:
     @property
     def learns_from(self) -> Literal["rewards", "demonstrations"]:
         return "rewards" if self.surrogate else "demonstrations"
+
+    def sample_advantages(self, rewards_G: torch.Tensor) -> list[float] | list[None]:
+        """The advantage of each of one prompt's samples; None where the row has none."""
+        return [None] * len(rewards_G) if self.advantage is None else self.advantage(rewards_G).tolist()
 
     def stages(self, hyperparameters: Hyperparameters) -> tuple[Stage, ...]:
         """What a training step does with these hyperparameters, in order."""
@@ -102,7 +106,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         unread={"dual_clip": "has no minimum of two objectives"},
     ),  # arXiv 2506.13585: no lower bound
     "remax": Algorithm(
-        outcome,
+        no_baseline,
         reinforce,
         Hyperparameters(aggregation="sequence_sum"),
         greedy_baseline=True,
@@ -110,7 +114,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         unread=_NO_RATIO,
     ),  # arXiv 2310.10505
     "reinforce_pp": Algorithm(
-        outcome,
+        no_baseline,
         clipped,
         Hyperparameters(whiten=True, kl_coefficient=0.001, kl_estimator="k1", kl_place="reward"),
         needs_group=False,
@@ -127,20 +131,20 @@ ALGORITHMS: dict[str, Algorithm] = {
     ),  # reverse KL to the reference of each token by itself: arXiv 2306.13649, section 3
     "prime": Algorithm(leave_one_out, clipped, Hyperparameters(), critic="process_rewards"),  # arXiv 2502.01456
     "ppo": Algorithm(
-        outcome,
+        None,
         clipped,
         Hyperparameters(whiten=True, value_clip=0.2, kl_coefficient=0.001, kl_estimator="k1", kl_place="reward"),
         critic="values",
         needs_group=False,
     ),  # arXiv 1707.06347, 2203.02155
     "vapo": Algorithm(
-        outcome,
+        None,
         clipped,
         Hyperparameters(clip_high=0.28, critic_lambda=1.0, lambda_alpha=0.05, positive_nll=0.1, critic_warmup_steps=50),
         critic="values",
         needs_group=False,
     ),  # arXiv 2504.05118
-    "sft": Algorithm(torch.zeros_like, None, Hyperparameters(), needs_group=False),
+    "sft": Algorithm(None, None, Hyperparameters(), needs_group=False),
 }
 
 

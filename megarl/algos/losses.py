@@ -8,7 +8,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from megarl.algos.mismatch import weights
 from megarl.algos.segments import segment_sum
 from megarl.algos.surrogates import Surrogate
-from megarl.algos.targets import Targets, ValueTargets
+from megarl.algos.targets import OutcomeTargets, Targets, ValueTargets
 from megarl.types import Estimator, Hyperparameters
 
 LossResult = tuple[torch.Tensor, dict[str, torch.Tensor]]
@@ -76,19 +76,19 @@ def nll_loss(logp_T: torch.Tensor, targets: Targets) -> LossResult:
     return -(torch.where(mask_T, logp_T, 0.0) * targets.loss_weight_T).sum(), {"tokens": mask_T.sum()}
 
 
-def outcome_loss(logp_T: torch.Tensor, targets: Targets, *, scale: float) -> LossResult:
+def outcome_loss(logp_T: torch.Tensor, targets: OutcomeTargets, *, scale: float) -> LossResult:
     """Weighted sum of the cross-entropy between outcomes and sigmoid(reward) (PRIME, arXiv 2502.01456).
 
     A sequence's reward is scale x log(policy / reference), summed over its masked tokens, each of which adds its
-    sequence's cross-entropy by its weight. targets.advantage_T: the outcome, 0 or 1, at every masked token. Statistics:
-    sums over the masked tokens; `right`: the reward's sign says the outcome.
+    sequence's cross-entropy by its weight. Statistics: sums over the masked tokens; `right`: the reward's sign is that
+    of the outcome.
     """
     mask_T = targets.loss_mask_T
     assert targets.reference_logp_T is not None
     ratio_T = torch.where(mask_T, logp_T - targets.reference_logp_T, 0.0)
     reward_T = scale * segment_sum(ratio_T, mask_T, targets.sequence_T)
-    loss_T = binary_cross_entropy_with_logits(reward_T, targets.advantage_T, reduction="none")
-    is_right_T = mask_T & ((reward_T.detach() > 0) == (targets.advantage_T > 0.5))
+    loss_T = binary_cross_entropy_with_logits(reward_T, targets.outcome_T, reduction="none")
+    is_right_T = mask_T & ((reward_T.detach() > 0) == (targets.outcome_T > 0.5))
     stats = {"tokens": mask_T.sum(), "right": is_right_T.sum(), "reward": scale * ratio_T.detach().sum()}
     return (torch.where(mask_T, loss_T, 0.0) * targets.loss_weight_T).sum(), stats
 

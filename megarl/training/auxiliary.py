@@ -87,13 +87,9 @@ class AuxiliaryRank(ABC):
             norms = Norms(update.denominator, update.tokens, update.loss_tokens)
             refs = _refs(update)
             own = [spread(rewards[key_of(ref)], ref) for ref in refs] if rewards else None
-            found.append(self.train_step(self.labelled(share, refs), values, norms, lr, own))
+            found.append(self.train_step(share, values, norms, lr, own))
         self._step = []
         return found
-
-    def labelled(self, micro_batches: MicroBatches, refs: Sequence[SampleRef]) -> MicroBatches:
-        """The sequences as `train_step` wants them; refs: their names."""
-        return micro_batches
 
     @abstractmethod
     def train_step(

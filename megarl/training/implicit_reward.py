@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from megarl.algos import AUXILIARY_AGGREGATION
@@ -19,8 +17,8 @@ from megarl.parallel.hf_config import model_shape
 from megarl.parallel.pipeline import Norms
 from megarl.parallel.sequences import PackedRow, dealt, unpack
 from megarl.training.auxiliary import AuxiliaryRank, MicroBatches
-from megarl.training.batching import Piece, SampleRef
-from megarl.types import FloatArray, Metrics, TrainSequence
+from megarl.training.batching import Piece
+from megarl.types import FloatArray, Metrics
 
 
 class ImplicitRewardRank(AuxiliaryRank):
@@ -58,15 +56,6 @@ class ImplicitRewardRank(AuxiliaryRank):
 
         results = self._model.pipeline.run([self._pack(batch) for batch in micro_batches], keep)
         return [array for arrays in results for array in arrays] if self._model.is_last_stage else None
-
-    def labelled(self, micro_batches: MicroBatches, refs: Sequence[SampleRef]) -> MicroBatches:
-        """With the outcome in the advantage's place."""
-        left = iter(refs)
-
-        def label(one: TrainSequence) -> TrainSequence:
-            return replace(one, advantage_T=one.loss_mask_T.astype(np.float32) * next(left).is_correct)
-
-        return [[label(one) for one in batch] for batch in micro_batches]
 
     def train_step(
         self,

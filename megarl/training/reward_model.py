@@ -69,7 +69,7 @@ class RewardModelRank:
         batches: list[list[int]] = []
         if lengths:
             (plan,) = plan_updates(
-                [SampleRef(index, 0, length, 1, 0.0) for index, length in enumerate(lengths)],
+                [SampleRef(index, 0, length, 1) for index, length in enumerate(lengths)],
                 updates=1,
                 dp=1,
                 token_budget=self._recipe.train.tokens_per_micro_batch,
@@ -86,7 +86,7 @@ class RewardModelRank:
     def _pack(self, token_ids: Sequence[IntArray]) -> PackedRow:
         def sequence(ids_T: IntArray) -> TrainSequence:
             nothing_T = np.zeros(len(ids_T), np.float32)
-            return TrainSequence(ids_T, nothing_T.astype(np.bool_), nothing_T, nothing_T, nothing_T)
+            return TrainSequence(ids_T, nothing_T.astype(np.bool_), nothing_T, nothing_T)
 
         return pack([sequence(ids_T) for ids_T in token_ids], split=self._model.split, device=device.DEVICE)
 

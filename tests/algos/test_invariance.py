@@ -20,6 +20,7 @@ from megarl.algos.mismatch import MISMATCH_BOUNDS
 from megarl.algos.segments import segment_mean, segment_sum
 from megarl.parallel.sequences import Split, pack
 from megarl.training.batching import Key, MicroBatch, SampleRef, key_of, plan_updates, train_sequences
+from megarl.training.credit import by_samples
 from megarl.types import Aggregation, FloatArray, Hyperparameters, Mismatch, Prompt, Sample, SampleGroup
 
 PER_GROUP, LONGEST, BUDGET = 3, 9, 48
@@ -60,7 +61,8 @@ def batch_of(lengths: Sequence[int], seed: int) -> Batch:
             )
             samples.append(Sample(np.arange(length), engine.astype(np.float32), "", True, 0))
             total = len(prompt.token_ids) + length
-            made.refs.append(SampleRef(number, index, total, length, float(rng.normal()), bool(rng.integers(2))))
+            how = {"advantage": float(rng.normal()), "is_correct": bool(rng.integers(2))}
+            made.refs.append(SampleRef(number, index, total, length, **how))
         nothing = np.zeros(len(own), np.float32)
         groups[number] = SampleGroup(prompt, tuple(samples), nothing, nothing.astype(np.bool_))
     return replace(made, groups=groups)
@@ -94,7 +96,9 @@ def seen(
     total, stats = 0.0, {}
     for micro_batches in shares:
         made = train_sequences(micro_batches, batch.groups, aggregation or hparams.aggregation, nll_weight)
-        for refs, sequences in zip(micro_batches, made, strict=True):
+        for refs, uncredited in zip(micro_batches, made, strict=True):
+            pairs = zip(uncredited, by_samples(refs, uncredited), strict=True)
+            sequences = [replace(one, advantage_T=advantage_T) for one, advantage_T in pairs]
             old, reference = (
                 [padded(batch, ref, values[key_of(ref)], junk) for ref in refs]
                 for values in (batch.old_logp, batch.reference_logp)
@@ -242,8 +246,8 @@ def test_without_an_advantage_there_is_nothing_to_learn(name):
 @pytest.mark.parametrize("reward", [0.0, 0.7, -1.0])
 def test_equal_rewards_have_no_advantage(name, reward):
     for size in (2, 3, 16):
-        advantage_G = ALGORITHMS[name].advantage(torch.full((size,), reward))
-        assert advantage_G.shape == (size,) and float(advantage_G.abs().max()) < 1e-9
+        advantages = ALGORITHMS[name].sample_advantages(torch.full((size,), reward))
+        assert advantages == pytest.approx([0.0] * size, abs=1e-9)
 
 
 def test_dapo_without_its_extras_is_grpo():
@@ -252,7 +256,8 @@ def test_dapo_without_its_extras_is_grpo():
     hparams = replace(hparams, aggregation="sequence_mean", kl_coefficient=0.001)
     assert hparams == ALGORITHMS["grpo"].hyperparameters
     rewards_G = torch.tensor([1.0, 0.0, 0.5])
-    assert torch.equal(*(ALGORITHMS[name].advantage(rewards_G) for name in ("dapo", "grpo")))
+    one, other = (ALGORITHMS[name].sample_advantages(rewards_G) for name in ("dapo", "grpo"))
+    assert one == other
     mine, other = (seen(name, hparams, batch, [[tuple(batch.refs)]]) for name in ("dapo", "grpo"))
     assert mine[2]["clipped"] > 0
     same(mine, other)

@@ -34,6 +34,15 @@ class Row:
     nll_weight_T: torch.Tensor
 
 
+@dataclass
+class OutcomeRow:
+    loss_mask_T: torch.Tensor
+    loss_weight_T: torch.Tensor
+    outcome_T: torch.Tensor
+    reference_logp_T: torch.Tensor | None
+    sequence_T: torch.Tensor
+
+
 def clip(value: float, low: float, high: float) -> float:
     return min(max(value, low), high)
 
@@ -217,11 +226,8 @@ def test_outcome_loss_and_gradient_equal_the_slow_loop(sequences: list[list[Any]
     outcomes = [float(sequence[0][3]) for sequence in sequences]
     counts = [max(1, sum(token[2] for token in sequence)) for sequence in sequences]
     exact = partial(torch.tensor, dtype=torch.float64)
-    nothing_T = torch.zeros(len(logp), dtype=torch.float64)
-    row = Row(
-        torch.tensor(mask), exact([1 / counts[n] for n in numbers]), exact([outcomes[n] for n in numbers]), nothing_T,
-        exact(reference), torch.tensor(numbers), nothing_T,
-    )  # fmt: skip
+    weight_T, outcome_T = exact([1 / counts[n] for n in numbers]), exact([outcomes[n] for n in numbers])
+    row = OutcomeRow(torch.tensor(mask), weight_T, outcome_T, exact(reference), torch.tensor(numbers))
     logp_T = exact(logp, requires_grad=True)
     loss, stats = outcome_loss(logp_T, row, scale=0.5)
     loss.backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,8 @@ def batch() -> tuple[list[SampleGroup], list[SampleRef]]:
         nothing = np.zeros(len(samples), np.float32)
         groups.append(SampleGroup(prompt, samples, nothing, nothing > 0))
         refs += [
-            SampleRef(number, i, 5 + int(length), int(length), (-1.0) ** i, is_correct=i % 2 == 0)
-            for i, length in enumerate(lengths)
+            SampleRef(number, i, 5 + int(length), int(length), reward=sign, advantage=sign, is_correct=sign > 0)
+            for i, (length, sign) in enumerate(zip(lengths, cycle([1.0, -1.0]), strict=False))
         ]
     return groups, refs
 

@@ -18,7 +18,13 @@ from megarl.types import Hyperparameters, TrainSequence
 def sequence(prompt: int, response: int, reward: float) -> TrainSequence:
     mask_T = np.arange(prompt + response) >= prompt
     zeros_T = np.zeros(prompt + response, np.float32)
-    return TrainSequence(zeros_T.astype(np.int64), mask_T, zeros_T, (mask_T * reward).astype(np.float32), zeros_T)
+    return TrainSequence(zeros_T.astype(np.int64), mask_T, zeros_T, zeros_T, reward=reward)
+
+
+def learnt(one: TrainSequence) -> np.ndarray:
+    """The advantages of the tokens that are trained on; the others have 0."""
+    assert one.advantage_T is not None and not one.advantage_T[~one.loss_mask_T].any()
+    return one.advantage_T[one.loss_mask_T]
 
 
 def test_a_reward_comes_with_the_last_token() -> None:
@@ -75,9 +81,8 @@ def test_whitening_is_over_all_parts_of_a_batch(parts: list[int]) -> None:
         _, asked = run(sums)
         sums.append(torch.stack([calls[stage] for calls in asked]).sum(0))
     found, _ = run(sums)
-    mine = np.concatenate([one.advantage_T[one.loss_mask_T] for one in found])
+    mine = np.concatenate([learnt(one) for one in found])
     np.testing.assert_allclose(mine, (everything - everything.mean()) / everything.std(), atol=1e-5)
-    assert not any(one.advantage_T[~one.loss_mask_T].any() for one in found)
 
 
 def one_rank(values: torch.Tensor) -> torch.Tensor:
@@ -89,7 +94,8 @@ def refs_of(sequences: list[TrainSequence], groups: list[int]) -> list[SampleRef
     found = []
     for index, (one, group) in enumerate(zip(sequences, groups, strict=True)):
         length, response = len(one.loss_mask_T), int(one.loss_mask_T.sum())
-        found.append(SampleRef(group, groups[:index].count(group), length, response, 0.0))
+        number = groups[:index].count(group)
+        found.append(SampleRef(group, number, length, response, reward=one.reward, advantage=one.reward))
     return found
 
 
@@ -101,7 +107,7 @@ def assign(name: str, sequences: list[TrainSequence], **how: Any) -> list[list[f
     hparams, said, penalties = (how.pop(key) for key in ("hparams", "said", "penalties"))
     refs = how.pop("refs", refs_of(sequences, [0] * len(sequences)))
     found = credited(row, hparams, refs, sequences, said, penalties, **how)
-    return [one.advantage_T[one.loss_mask_T].tolist() for one in found]
+    return [learnt(one).tolist() for one in found]
 
 
 def test_a_penalty_is_paid_by_the_tokens_before_it() -> None:

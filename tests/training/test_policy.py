@@ -86,7 +86,7 @@ def _step(updates: int, seed: int = 9, longest: int = 6) -> tuple[Any, ...]:
         prompt = Prompt("", "", tuple(rng.integers(0, VOCAB_SIZE, 5)), "")
         groups.append(SampleGroup(prompt, tuple(samples), np.zeros(4, np.float32), np.zeros(4, np.bool_)))
         lengths = [len(sample.response_ids_T) for sample in samples]
-        refs += [SampleRef(group, i, 5 + length, length, (-1.0) ** i) for i, length in enumerate(lengths)]
+        refs += [SampleRef(group, i, 5 + length, length, advantage=(-1.0) ** i) for i, length in enumerate(lengths)]
     plan = plan_updates(refs, updates=updates, dp=1, token_budget=24, aggregation="sequence_mean", work=float)
     return plan, 1e-2, [0, 1], *groups
 
