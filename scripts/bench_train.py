@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from megarl import device
+from megarl.algos.statistics import GRAD_NORM, LOSS, TOKENS, Statistic
 from megarl.config import Recipe
 from megarl.device import Address
 from megarl.training import flops
@@ -88,9 +89,9 @@ def make_sequences(count: int, longest: int, vocab_size: int) -> list[TrainSeque
     return found
 
 
-def cross_entropy(logp_T: Any, entropy_T: Any, old_logp_T: Any, targets: Any) -> tuple[Any, dict[str, Any]]:
+def cross_entropy(logp_T: Any, entropy_T: Any, old_logp_T: Any, targets: Any) -> tuple[Any, dict[Statistic, Any]]:
     """Megatron's own loss, as megarl's steps take one."""
-    return -(logp_T * targets.loss_mask_T).sum(), {"tokens": targets.loss_mask_T.sum()}
+    return -(logp_T * targets.loss_mask_T).sum(), {TOKENS: targets.loss_mask_T.sum()}
 
 
 def work(rank: int, meet: Address, recipe: Recipe, sequences: Sequence[TrainSequence], steps: int) -> dict[str, Any]:
@@ -118,7 +119,7 @@ def work(rank: int, meet: Address, recipe: Recipe, sequences: Sequence[TrainSequ
 
     def ours() -> tuple[float, float]:
         found = trainer.train_step(part, LR, cross_entropy)
-        return found.get("loss", 0.0), found["grad_norm"]
+        return found.get(LOSS, (0.0,))[0], found[GRAD_NORM][0]
 
     contenders: dict[str, Callable[[], tuple[float, float]]] = {"megarl": ours, "bare": lambda: bare.step(rows, LR)}
     seconds: dict[str, list[float]] = {name: [] for name in contenders}

@@ -21,6 +21,7 @@ from megarl.parallel.placement import (
     slot_faults,
     train_layout,
 )
+from megarl.tracking.metrics import train_metrics
 from megarl.types import Hyperparameters
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -56,8 +57,10 @@ def test_the_example_of_a_new_algorithm(table: dict[str, Any]) -> None:
         loss_mask_T=ones_T > 0, loss_weight_T=ones_T, advantage_T=ones_T, engine_logp_T=ones_T, nll_weight_T=ones_T,
         sequence_T=ones_T.long(), reference_logp_T=None,
     )  # fmt: skip
-    loss, _ = table["topr"].loss(rules)(-ones_T, 4 * ones_T, -ones_T, row)
+    loss, statistics = table["topr"].loss(rules)(-ones_T, 4 * ones_T, -ones_T, row)
     assert float(loss) == 2 * (1 - 0.5 * 4)
+    update = {statistic: tuple(value.reshape(-1).tolist()) for statistic, value in statistics.items()}
+    assert train_metrics([update])["train/good"] == 1.0, "its own statistic is published without another line"
 
 
 def test_every_algorithm_and_rule_is_described() -> None:

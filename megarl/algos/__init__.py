@@ -22,7 +22,7 @@ AUXILIARY_AGGREGATION: dict[str, Aggregation] = {"values": "token_mean", "proces
 # KL penalties for the auxiliary model; have the auxiliary model value them and learn from them; update the policy.
 Stage = Literal["sample", "demonstrate", "observe", "value", "update"]
 
-# (logp_T, entropy_T, old_logp_T, targets) -> (loss sum, statistics: sums, or maxima where the name ends in _max)
+# (logp_T, entropy_T, old_logp_T, targets) -> (loss sum, statistics)
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Targets], LossResult]
 
 

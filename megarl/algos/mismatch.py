@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from megarl.algos.segments import segment_mean, segment_sum
+from megarl.algos.statistics import Reduction, Statistic, over_tokens, parts
 from megarl.algos.targets import Targets
 from megarl.types import Hyperparameters
 
@@ -19,11 +20,23 @@ MISMATCH_BOUNDS: dict[str, tuple[float, float]] = {
     "mis_geometric": (0.99, 1.01),
     "icepop": (0.5, 5.0),
 }
-Weighted = tuple[torch.Tensor, dict[str, torch.Tensor]]
+Weighted = tuple[torch.Tensor, dict[Statistic, torch.Tensor]]
+
+
+def _effective_share(weight: float, weight_square: float, tokens: float) -> float:
+    """Effective sample size as a share of the tokens (Kish, 1965), from sums over the tokens."""
+    return weight**2 / max(tokens * weight_square, 1e-30)
+
+
+KL = Statistic("mismatch_kl")  # w - 1 - log w, whose mean over the engine's samples is KL(mu | pi_old)
+WEIGHT = Statistic("mismatch_weight")
+ESS = Statistic("mismatch_ess", Reduction(_effective_share))
+CLIPPED = Statistic("mismatch_clipped")
+MASKED = Statistic("mismatch_masked")
 
 
 def weights(old_logp_T: torch.Tensor, targets: Targets, hyperparameters: Hyperparameters) -> Weighted:
-    """(weight_T, without a gradient; sums over the masked tokens), where hyperparameters.mismatch is not off.
+    """(weight_T, without a gradient; statistics), where hyperparameters.mismatch is not off.
 
     tis: min(w, high), truncated (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy
     training"). mis_...: w, but 0 where the ratio leaves [low, high]: of the token; of the sequence's product; of its
@@ -54,13 +67,8 @@ def bounds(hyperparameters: Hyperparameters) -> tuple[float, float]:
 
 def _statistics(
     log_w_T: torch.Tensor, weight_T: torch.Tensor, mask_T: torch.Tensor, *, clipped: torch.Tensor, masked: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    """mismatch_kl: w - 1 - log w, whose mean over the engine's samples is KL(mu | pi_old)."""
-    of_tokens = {
-        "mismatch_kl": log_w_T.exp() - 1.0 - log_w_T,
-        "mismatch_weight": weight_T,
-        "mismatch_weight_square": weight_T**2,
-        "mismatch_clipped": clipped.to(log_w_T.dtype),
-        "mismatch_masked": masked.to(log_w_T.dtype),
-    }
-    return {name: torch.where(mask_T, value_T, 0.0).sum() for name, value_T in of_tokens.items()}
+) -> dict[Statistic, torch.Tensor]:
+    kl_T = log_w_T.exp() - 1.0 - log_w_T
+    weights_T = torch.where(mask_T, weight_T, 0.0), torch.where(mask_T, weight_T**2, 0.0)
+    ess = {ESS: parts(*(one_T.sum() for one_T in weights_T), mask_T.sum())}
+    return ess | over_tokens(mask_T, {KL: kl_T, WEIGHT: weight_T, CLIPPED: clipped, MASKED: masked})

@@ -55,13 +55,18 @@ Statistics = dict[Statistic, tuple[float, ...]]  # the parts of each, reduced ov
 LOSS = Statistic("loss", UPDATE_MEAN, each_update=True)
 GRAD_NORM = Statistic("grad_norm", UPDATE_MEAN, each_update=True)
 TOKENS = Statistic("tokens", SUM, each_update=True)
+CLIPPED = Statistic("clipped")  # share of tokens whose objective is clipped
 
 
-def token_means(mask_T: torch.Tensor, values: Mapping[Statistic, torch.Tensor]) -> dict[Statistic, torch.Tensor]:
-    """The parts of means over the masked tokens."""
+def over_tokens(mask_T: torch.Tensor, values: Mapping[Statistic, torch.Tensor]) -> dict[Statistic, torch.Tensor]:
+    """Each statistic's values [T] over the masked tokens as parts for its reduction: sum and count, sum, or maximum."""
+    found = {}
     with torch.no_grad():
-        sums = {statistic: torch.where(mask_T, value_T, 0).sum() for statistic, value_T in values.items()}
-        return {statistic: parts(total, mask_T.sum()) for statistic, total in sums.items()}
+        for statistic, value_T in values.items():
+            kept_T = torch.where(mask_T, value_T, 0)
+            total = kept_T.max() if statistic.reduction.is_max else kept_T.sum()
+            found[statistic] = parts(total, mask_T.sum()) if statistic.reduction == MEAN else total
+    return found
 
 
 def parts(*values: torch.Tensor) -> torch.Tensor:

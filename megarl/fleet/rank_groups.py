@@ -12,6 +12,7 @@ import numpy as np
 
 from megarl import device
 from megarl.algos import ALGORITHMS, AUXILIARY_AGGREGATION, has_critic, hyperparameters_of
+from megarl.algos.statistics import Statistics
 from megarl.checkpoints.snapshots import Digest
 from megarl.cluster.actor import Ref
 from megarl.cluster.session import Cluster
@@ -153,9 +154,9 @@ class RankGroup:
     def _call(self, method: str, *args: object) -> None:
         self._cluster.gather({worker.call(method, *args): worker.name for worker in self.workers})
 
-    def _merged(self, calls: dict[Ref, str]) -> list[Metrics]:
+    def _merged(self, calls: dict[Ref, str]) -> list[Statistics]:
         """The metrics of each update, of which every rank says a part."""
-        merged: list[Metrics] = []
+        merged: list[Statistics] = []
         for of_rank in self._cluster.gather(calls):
             merged = merged or [{} for _ in of_rank]
             for metrics, more in zip(merged, of_rank, strict=True):
@@ -215,11 +216,10 @@ class TrainingRanks(RankGroup):
         refs: Sequence[Ref],
         lr: float,
         critic: AuxiliaryRanks | None = None,
-    ) -> list[Metrics]:
+    ) -> list[Statistics]:
         """All optimizer updates of one step. Each rank gets the samples of its own share, and no others.
 
-        critic: whose values, asked for before, make the advantages. Metrics of each update: the loss's statistics are
-        sums, or maxima where the name ends in _max.
+        critic: whose values, asked for before, make the advantages. Statistics of each update.
         """
         updates, began, calls = self.plan_of(algorithm, samples), time.perf_counter(), {}
         dealt = self._dealt(updates, refs)
@@ -265,7 +265,7 @@ class AuxiliaryRanks(RankGroup):
         """Have every sample's tokens valued, for `pieces` and `train`; readers: the policy's own plan of the step."""
         self._ask("values", self.plan_of(samples), refs, readers)
 
-    def train(self, lr: float, rewards: RankGroup | None) -> list[Metrics]:
+    def train(self, lr: float, rewards: RankGroup | None) -> list[Statistics]:
         """All optimizer updates of the step on what was valued last; metrics of each, sums as of its loss.
 
         rewards: ranks that were asked for the tokens' own.

@@ -18,8 +18,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.testing._internal.distributed.fake_pg import FakeStore  # and the backend that needs no peers
 
 from megarl import device
+from megarl.algos.statistics import Statistic, Statistics
 from megarl.parallel.layout import RankCoords, TrainLayout
-from megarl.types import Metrics
 
 
 def join(store: Store, rank: int, layout: TrainLayout, seed: int, timeout_s: float) -> None:
@@ -150,17 +150,19 @@ def dp_group() -> dist.ProcessGroup:
     return parallel_state.get_data_parallel_group()  # type: ignore[return-value]
 
 
-def reduced(stats: Sequence[Mapping[str, torch.Tensor]]) -> Metrics:
-    """Micro-batches' statistics over this rank and its data-parallel peers: names ending in _max by maximum."""
-    found: Metrics = {}
+def reduced(stats: Sequence[Mapping[Statistic, torch.Tensor]]) -> Statistics:
+    """Micro-batches' statistics over this rank and its data-parallel peers, as each statistic's reduction says."""
+    found: Statistics = {}
     for op, is_max in ((dist.ReduceOp.SUM, False), (dist.ReduceOp.MAX, True)):
-        names = [name for name in stats[0] if name.endswith("_max") == is_max]
-        if not names:
+        own = [statistic for statistic in stats[0] if statistic.reduction.is_max == is_max]
+        if not own:
             continue
-        table = torch.stack([torch.stack([one[name].detach().double() for name in names]) for one in stats])
+        rows = [[one[statistic].detach().double().reshape(-1) for statistic in own] for one in stats]
+        table = torch.stack([torch.cat(row) for row in rows])
         totals = table.amax(0) if is_max else table.sum(0)
         dist.all_reduce(totals, op=op, group=dp_group())
-        found |= dict(zip(names, totals.tolist(), strict=True))
+        values = totals.split([len(value) for value in rows[0]])
+        found |= {statistic: tuple(value.tolist()) for statistic, value in zip(own, values, strict=True)}
     return found
 
 

@@ -12,6 +12,7 @@ import torch
 
 from megarl import device
 from megarl.algos import hyperparameters_of
+from megarl.algos.statistics import GRAD_NORM, Statistics
 from megarl.checkpoints import hf_import
 from megarl.checkpoints.rank_files import RankFiles
 from megarl.checkpoints.snapshots import Digest
@@ -22,7 +23,7 @@ from megarl.parallel.rank_model import RankModel
 from megarl.parallel.sequences import PackedRow, pack
 from megarl.resharding import megatron_map
 from megarl.training.batching import Key, Piece, SampleRef, Update, key_of, pieces_of, spread, train_sequences
-from megarl.types import Aggregation, FloatArray, Metrics, ModelShape, SampleGroup, TrainSequence
+from megarl.types import Aggregation, FloatArray, ModelShape, SampleGroup, TrainSequence
 
 MicroBatches = Sequence[Sequence[TrainSequence]]
 
@@ -77,7 +78,7 @@ class AuxiliaryRank(ABC):
         None on all but the last pipeline stage.
         """
 
-    def train(self, lr: float, *pieces: Piece) -> list[Metrics]:
+    def train(self, lr: float, *pieces: Piece) -> list[Statistics]:
         """All optimizer updates of a step, on the samples of the last `values`. Metrics of each as of `train_step`.
 
         pieces: the responses' tokens' own rewards, where they have some.
@@ -99,19 +100,19 @@ class AuxiliaryRank(ABC):
         norms: Norms,
         lr: float,
         rewards: Sequence[FloatArray] | None = None,
-    ) -> Metrics:
+    ) -> Statistics:
         """One update. values: as of `values_of`; rewards: of each token, where they have some.
 
         Returns grad_norm, and on the last stage the loss and its statistics over all data-parallel ranks. Raises
         FloatingPointError when the gradient is not finite.
         """
 
-    def _update(self, rows: Sequence[PackedRow], loss: Callable[..., Any], norms: Norms, lr: float) -> Metrics:
+    def _update(self, rows: Sequence[PackedRow], loss: Callable[..., Any], norms: Norms, lr: float) -> Statistics:
         """One optimizer update by the pipeline's loss of each row; what `train_step` returns."""
         self._model.zero_grad()
         stats = self._model.pipeline.run(rows, loss, norms=norms)
         grad_norm = self._model.step(lr)
-        return {**(groups.reduced(stats) if self._model.is_last_stage else {}), "grad_norm": grad_norm}
+        return {**(groups.reduced(stats) if self._model.is_last_stage else {}), GRAD_NORM: (grad_norm,)}
 
     def _pack(
         self, batch: Sequence[TrainSequence], reference_logp: Sequence[FloatArray] | None = None

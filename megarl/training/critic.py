@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from megarl.algos import AUXILIARY_AGGREGATION
-from megarl.algos.losses import value_loss
+from megarl.algos.losses import LossResult, value_loss
+from megarl.algos.statistics import LOSS, Statistics
 from megarl.config import Recipe
 from megarl.device import Address
 from megarl.parallel.hf_config import scorer_shape
@@ -15,7 +16,7 @@ from megarl.parallel.pipeline import Norms
 from megarl.parallel.sequences import PackedRow, dealt, unpack, with_returns
 from megarl.training import credit
 from megarl.training.auxiliary import AuxiliaryRank, MicroBatches
-from megarl.types import FloatArray, Metrics
+from megarl.types import FloatArray
 
 
 class CriticRank(AuxiliaryRank):
@@ -45,7 +46,7 @@ class CriticRank(AuxiliaryRank):
         norms: Norms,
         lr: float,
         rewards: Sequence[FloatArray] | None = None,
-    ) -> Metrics:
+    ) -> Statistics:
         """One update towards the returns that old values and rewards make by GAE; statistics as of `value_loss`."""
         returns, rules = None, self._rules
         if values is not None:
@@ -53,10 +54,10 @@ class CriticRank(AuxiliaryRank):
             lam = rules.gae_lambda if rules.critic_lambda is None else rules.critic_lambda
             _, returns = credit.by_values(flat, values, gamma=rules.gamma, lam=lam, rewards=rewards)
 
-        def apply_loss(row: PackedRow, value_T: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        def apply_loss(row: PackedRow, value_T: torch.Tensor) -> LossResult:
             assert row.returns is not None
             loss_sum, stats = value_loss(value_T, row.returns, value_clip=rules.value_clip)
-            return loss_sum, {"loss": loss_sum.detach() / norms.denominator, **stats}
+            return loss_sum, {LOSS: loss_sum.detach() / norms.denominator, **stats}
 
         targets = zip(micro_batches, dealt(returns, micro_batches), dealt(values, micro_batches), strict=True)
         rows = [with_returns(self._pack(batch), *pair) for batch, *pair in targets]

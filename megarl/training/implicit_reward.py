@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from megarl.algos import AUXILIARY_AGGREGATION
-from megarl.algos.losses import outcome_loss
+from megarl.algos.losses import LossResult, outcome_loss
+from megarl.algos.statistics import LOSS, Statistics
 from megarl.checkpoints import hf_import
 from megarl.config import Recipe
 from megarl.device import Address
@@ -18,7 +19,7 @@ from megarl.parallel.pipeline import Norms
 from megarl.parallel.sequences import PackedRow, dealt, unpack
 from megarl.training.auxiliary import AuxiliaryRank, MicroBatches
 from megarl.training.batching import Piece
-from megarl.types import FloatArray, Metrics
+from megarl.types import FloatArray
 
 
 class ImplicitRewardRank(AuxiliaryRank):
@@ -64,14 +65,14 @@ class ImplicitRewardRank(AuxiliaryRank):
         norms: Norms,
         lr: float,
         rewards: Sequence[FloatArray] | None = None,
-    ) -> Metrics:
+    ) -> Statistics:
         """One update towards the outcomes, on the first share valued of those left; statistics of `outcome_loss`."""
 
         def apply_loss(
             row: PackedRow, logp_T: torch.Tensor, _: torch.Tensor
-        ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        ) -> LossResult:
             loss_sum, stats = outcome_loss(logp_T, row.targets, scale=self._rules.process_scale)
-            return loss_sum, {"loss": loss_sum.detach() / norms.denominator, **stats}
+            return loss_sum, {LOSS: loss_sum.detach() / norms.denominator, **stats}
 
         reference = dealt(self._reference_logp.pop(0), micro_batches)
         rows = [self._pack(*one) for one in zip(micro_batches, reference, strict=True)]

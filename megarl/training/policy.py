@@ -15,7 +15,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from megarl import device
 from megarl.algos import ALGORITHMS, Algorithm, Loss, has_reference, hyperparameters_of
-from megarl.algos.losses import kl_T
+from megarl.algos.losses import LossResult, policy_statistics
+from megarl.algos.statistics import GRAD_NORM, LOSS, UPDATE_MEAN, Statistic, Statistics, parts
 from megarl.checkpoints import hf_import
 from megarl.checkpoints.hf_export import Export, export_hf
 from megarl.checkpoints.rank_files import RankFiles
@@ -33,10 +34,14 @@ from megarl.resharding.memory_handles import SourceHandles, publish
 from megarl.resharding.session import Session
 from megarl.training import credit
 from megarl.training.batching import Key, Piece, SampleRef, Update, pieces_of, train_sequences
-from megarl.types import FloatArray, Hyperparameters, Metrics, SampleGroup, TrainSequence
+from megarl.types import FloatArray, Hyperparameters, SampleGroup, TrainSequence
 
 MicroBatches = Sequence[Sequence[TrainSequence]]
 _ROUTING = ("aux_loss", "z_loss", "mtp_loss", "differing_choices", "replayed_choices")
+AUX_LOSS, Z_LOSS, MTP_LOSS = (Statistic(name, UPDATE_MEAN) for name in _ROUTING[:3])
+DIFFERING_SHARE = Statistic("replay/differing_share")  # of the replayed choices, those that are not the router's own
+REPLAY_GAP = Statistic("replay/logprob_gap")  # |engine - trainer| logprob, of the first micro-batches
+FREE_GAP = Statistic("replay/logprob_gap_without")  # the same without replay
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,7 @@ class PolicyRank:
 
     def train(
         self, algorithm: str, updates: Sequence[Update], lr: float, group_ids: Sequence[int], *given: Any
-    ) -> list[Metrics]:
+    ) -> list[Statistics]:
         """All optimizer updates of one step; an update's micro_batches[0] are this data-parallel rank's.
 
         given: first the groups that micro-batches call group_ids, in their order, then what the critic's ranks said of
@@ -217,25 +222,20 @@ class PolicyRank:
         results = self._model.pipeline.run(rows, keep, choices=choices, temperature=temperature)
         return [array for arrays in results for array in arrays] if self._model.is_last_stage else None
 
-    def train_step(self, part: UpdateShare, lr: float, loss: Loss) -> Metrics:
+    def train_step(self, part: UpdateShare, lr: float, loss: Loss) -> Statistics:
         """One optimizer update on this data-parallel rank's micro-batches (as many as on every other rank).
 
         The gradient is that of the loss sums over all ranks / denominator. Returns grad_norm (before clipping) and what
-        `_routing_stats` says, and on the last stage loss, entropy (sum over masked tokens) and the loss's statistics
-        over all data-parallel ranks. Raises FloatingPointError when the gradient is not finite.
+        `_routing_stats` says, and on the last stage loss, `policy_statistics` and the loss's statistics over all
+        data-parallel ranks. Raises FloatingPointError when the gradient is not finite.
         """
 
-        def apply_loss(
-            row: PackedRow, logp_T: torch.Tensor, entropy_T: torch.Tensor
-        ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        def apply_loss(row: PackedRow, logp_T: torch.Tensor, entropy_T: torch.Tensor) -> LossResult:
             old_logp_T = logp_T.detach() if row.old_logp_T is None else row.old_logp_T
             old_logp_T = torch.where(row.targets.is_stale_T, row.targets.engine_logp_T, old_logp_T)
             loss_sum, stats = loss(logp_T, entropy_T, old_logp_T, row.targets)
-            entropy = torch.where(row.targets.loss_mask_T, entropy_T, 0.0).sum()
-            if row.targets.reference_logp_T is not None:
-                kl = kl_T(logp_T.detach(), row.targets.reference_logp_T, "k3")
-                stats = {**stats, "reference_kl": torch.where(row.targets.loss_mask_T, kl, 0.0).sum()}
-            return loss_sum, {"loss": loss_sum.detach() / part.norms.denominator, "entropy": entropy, **stats}
+            stats |= policy_statistics(logp_T, entropy_T, row.targets)
+            return loss_sum, {LOSS: loss_sum.detach() / part.norms.denominator, **stats}
 
         self._model.zero_grad()
         old, reference = (dealt(one, part.micro_batches) for one in (part.old_logp, part.reference_logp))
@@ -244,9 +244,9 @@ class PolicyRank:
         stats = run(rows, apply_loss, norms=part.norms, choices=part.choices, temperature=temperature)
         grad_norm = self._model.step(lr)
         reduced = groups.reduced(stats) if self._model.is_last_stage else {}
-        return {**reduced, "grad_norm": grad_norm, **self._routing_stats(part.norms)}
+        return {**reduced, GRAD_NORM: (grad_norm,), **self._routing_stats(part.norms)}
 
-    def _replay_gaps(self, part: UpdateShare) -> Metrics:
+    def _replay_gaps(self, part: UpdateShare) -> Statistics:
         """What replay does to |engine - trainer| logprob, summed over the first micro-batches' masked tokens."""
 
         def gap(row: PackedRow, logp_T: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -263,10 +263,9 @@ class PolicyRank:
         if not self._model.is_last_stage:
             return {}
         (replay_gap, tokens), (free_gap, _) = torch.stack(with_replay).sum(0), torch.stack(without).sum(0)
-        stats = {"replay_gap": replay_gap, "replay_gap_without": free_gap, "replay_gap_tokens": tokens}
-        return groups.reduced([stats])
+        return groups.reduced([{REPLAY_GAP: parts(replay_gap, tokens), FREE_GAP: parts(free_gap, tokens)}])
 
-    def _routing_stats(self, norms: Norms) -> Metrics:
+    def _routing_stats(self, norms: Norms) -> Statistics:
         """The auxiliary losses as means over tokens (and layers), and sums of replayed choices, over all ranks."""
         sums = self._model.pipeline.routing.sums
         if not self.shape.num_experts:
@@ -274,10 +273,13 @@ class PolicyRank:
         values = torch.stack([torch.as_tensor(sums.get(name, 0.0), dtype=torch.float64).cpu() for name in _ROUTING])
         values = values.to(self.device)
         dist.all_reduce(values)
-        found = dict(zip(_ROUTING, values.tolist(), strict=True))
+        found: dict[str, float] = dict(zip(_ROUTING, values.tolist(), strict=True))
         layers = len(self._model.moe_layers()) + self.shape.num_mtp_layers * bool(self._recipe.train.mtp_loss)
-        units = {"mtp_loss": norms.loss_tokens} | dict.fromkeys(("aux_loss", "z_loss"), norms.tokens * layers)
-        return {name: value / units.get(name, 1) for name, value in found.items() if value}
+        units = {AUX_LOSS: norms.tokens * layers, Z_LOSS: norms.tokens * layers, MTP_LOSS: norms.loss_tokens}
+        stats: Statistics = {one: (found[one.name] / unit,) for one, unit in units.items() if found[one.name]}
+        if found["replayed_choices"]:
+            stats[DIFFERING_SHARE] = found["differing_choices"], found["replayed_choices"]
+        return stats
 
     def _pack(
         self,

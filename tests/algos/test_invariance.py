@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 from megarl.algos import ALGORITHMS
 from megarl.algos.mismatch import MISMATCH_BOUNDS
 from megarl.algos.segments import segment_mean, segment_sum
+from megarl.algos.statistics import CLIPPED, Statistics
 from megarl.parallel.sequences import Split, pack
+from megarl.tracking.metrics import train_metrics
 from megarl.training.batching import Key, MicroBatch, SampleRef, key_of, plan_updates, train_sequences
 from megarl.training.credit import by_samples
 from megarl.types import Aggregation, FloatArray, Hyperparameters, Mismatch, Prompt, Sample, SampleGroup
@@ -73,7 +75,14 @@ def padded(batch: Batch, ref: SampleRef, values: FloatArray, junk: float) -> Flo
     return np.pad(values, (ref.length - ref.response_length, 0), constant_values=junk)
 
 
-Seen = tuple[float, list[torch.Tensor], dict[str, float]]
+Seen = tuple[float, list[torch.Tensor], Statistics]
+
+
+def add(total: Statistics, found: Statistics) -> None:
+    """Statistics of more micro-batches to those of others."""
+    for statistic, values in found.items():
+        together = max if statistic.reduction.is_max else lambda pair: math.fsum(pair)
+        total[statistic] = tuple(map(together, zip(total.get(statistic, (0.0,) * len(values)), values, strict=True)))
 
 
 def seen(
@@ -120,9 +129,7 @@ def seen(
             loss.backward()
             assert junk_T.grad is not None and not junk_T.grad.any(), "what is not learnt from has a gradient"
             total += float(loss.detach())
-            for stat, value in found.items():
-                both = stats.get(stat, 0.0), float(value)
-                stats[stat] = max(both) if stat.endswith("_max") else sum(both)
+            add(stats, {statistic: tuple(value.reshape(-1).tolist()) for statistic, value in found.items()})
     return total, [torch.zeros_like(one) if one.grad is None else one.grad for one in batch.leaves()], stats
 
 
@@ -133,7 +140,7 @@ def expected(name: str, hparams: Hyperparameters, batch: Batch) -> Seen:
     alone, of_policy = replace(batch, groups=one_token), replace(hparams, positive_nll=0.0)
     tokens = sum(ref.response_length for ref in batch.refs)
     loss, gradients = 0.0, [torch.zeros_like(one) for one in batch.leaves()]
-    stats: dict[str, float] = {}
+    stats: Statistics = {}
     for ref in batch.refs:
         share = {
             "token_mean": 1 / tokens,
@@ -145,9 +152,7 @@ def expected(name: str, hparams: Hyperparameters, batch: Batch) -> Seen:
         one, own, found = seen(name, of_policy, alone, shares, aggregation="token_mean")
         loss += one * share
         gradients = [total + gradient * share for total, gradient in zip(gradients, own, strict=True)]
-        for stat, value in found.items():
-            both = stats.get(stat, 0.0), value
-            stats[stat] = max(both) if stat.endswith("_max") else sum(both)
+        add(stats, found)
     if hparams.positive_nll and ALGORITHMS[name].surrogate:
         correct = [key_of(ref) for ref in batch.refs if ref.is_correct]
         count = sum(len(batch.logp[key]) for key in correct)
@@ -163,7 +168,7 @@ def same(mine: Seen, other: Seen, divisor: float = 1.0) -> None:
     assert mine[0] / divisor == pytest.approx(other[0], rel=1e-5, abs=2e-6)
     for gradient, wanted in zip(mine[1], other[1], strict=True):
         torch.testing.assert_close(gradient / divisor, wanted, rtol=1e-5, atol=2e-6)
-    assert mine[2] == pytest.approx(other[2], rel=1e-5, abs=1e-6)
+    assert train_metrics([mine[2]]) == pytest.approx(train_metrics([other[2]]), rel=1e-5, abs=1e-6)
 
 
 def all_at_once(name: str, mismatch: Mismatch) -> Hyperparameters:
@@ -230,7 +235,7 @@ def test_what_is_not_learnt_from_may_be_anything(name, mismatch, junk):
 def test_a_row_without_a_sample_costs_nothing(name):
     batch = batch_of([3], seed=1)
     loss, gradients, stats = seen(name, all_at_once(name, "tis"), batch, [[(), ()]], split=Split(tp=4), junk=math.nan)
-    assert loss == 0.0 and not any(one.any() for one in gradients) and not any(stats.values())
+    assert loss == 0.0 and not any(one.any() for one in gradients) and not any(any(values) for values in stats.values())
 
 
 @pytest.mark.parametrize("name", FROM_REWARDS)
@@ -259,7 +264,7 @@ def test_dapo_without_its_extras_is_grpo():
     one, other = (ALGORITHMS[name].sample_advantages(rewards_G) for name in ("dapo", "grpo"))
     assert one == other
     mine, other = (seen(name, hparams, batch, [[tuple(batch.refs)]]) for name in ("dapo", "grpo"))
-    assert mine[2]["clipped"] > 0
+    assert mine[2][CLIPPED][0] > 0
     same(mine, other)
 
 

@@ -14,8 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algos import ALGORITHMS
-from megarl.algos.losses import nll_loss, outcome_loss, policy_loss, value_loss
+from megarl.algos.losses import (
+    EXPLAINED_VARIANCE,
+    GAP,
+    GAP_MAX,
+    RIGHT,
+    nll_loss,
+    outcome_loss,
+    policy_loss,
+    value_loss,
+)
 from megarl.algos.mismatch import MISMATCH_BOUNDS
+from megarl.algos.statistics import TOKENS
 from megarl.algos.surrogates import cispo, clipped, reinforce, sequence_clipped
 from megarl.types import Hyperparameters
 
@@ -151,9 +161,9 @@ def test_loss_and_gradient_equal_the_slow_loop(name: str, sequences: list[list[A
     for one, other in zip(my_grads, slow_grads, strict=True):
         torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-9)
     gaps = [abs(o - e) for o, e, m in zip(old, engine, mask, strict=True) if m]
-    assert float(stats["gap"]) == pytest.approx(sum(gaps), abs=1e-12)
-    assert float(stats["gap_max"]) == pytest.approx(max(gaps, default=0.0), abs=1e-12)
-    assert int(stats["tokens"]) == sum(mask)
+    assert stats[GAP].tolist() == pytest.approx([sum(gaps), sum(mask)], abs=1e-12)
+    assert float(stats[GAP_MAX]) == pytest.approx(max(gaps, default=0.0), abs=1e-12)
+    assert int(stats[TOKENS]) == sum(mask)
 
 
 def row_of(mask: list[bool], weight: list[float], advantage: list[float], engine: list[float]) -> Row:
@@ -210,7 +220,7 @@ def test_nll_is_the_weighted_sum_over_the_response() -> None:
     assert float(loss.detach()) == 4.0
     assert logp_T.grad is not None
     assert logp_T.grad.tolist() == [0.0, -1.0, -0.5]
-    assert int(stats["tokens"]) == 2
+    assert int(stats[TOKENS]) == 2
 
 
 outcome_token = st.tuples(floats, floats, st.booleans(), st.booleans())
@@ -244,7 +254,7 @@ def test_outcome_loss_and_gradient_equal_the_slow_loop(sequences: list[list[Any]
         slow.backward()
     grads = [torch.zeros_like(one) if one.grad is None else one.grad for one in (logp_T, slow_T)]
     torch.testing.assert_close(*grads, atol=1e-9, rtol=1e-9)
-    assert int(stats["right"]) == right
+    assert stats[RIGHT].tolist() == [right, sum(mask)]
 
 
 value_token = st.tuples(floats, floats, floats, st.booleans(), st.floats(0.01, 1))
@@ -291,7 +301,7 @@ def test_value_loss_and_gradient_equal_the_slow_loop(tokens, data):
     same = [abs((v - r) ** 2 - (o - r) ** 2) < 1e-12 for v, r, o in zip(value, target, old, strict=True)]
     for mine, other, is_tie in zip(value_T.grad.tolist(), grads, map(max, on_edge, same), strict=True):
         assert is_tie or mine == pytest.approx(other, abs=1e-12)
-    assert int(stats["tokens"]) == sum(mask)
     errors = [r - o for r, o, m in zip(target, old, mask, strict=True) if m]
-    assert float(stats["error"]) == pytest.approx(sum(errors), abs=1e-12)
-    assert float(stats["error_square"]) == pytest.approx(sum(e * e for e in errors), abs=1e-12)
+    *_, error, error_square, count = stats[EXPLAINED_VARIANCE].tolist()
+    assert (error, error_square) == pytest.approx((sum(errors), sum(e * e for e in errors)), abs=1e-12)
+    assert count == sum(mask)

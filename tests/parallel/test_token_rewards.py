@@ -17,7 +17,7 @@ from megarl.training.batching import Piece, SampleRef, Update, key_of, plan_upda
 from megarl.types import Prompt, Sample, SampleGroup
 from tests.parallel.conftest import write_checkpoint
 from tests.parallel.precision import within
-from tests.parallel.worlds import recipe, run_ranks
+from tests.parallel.worlds import numbers, recipe, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -95,7 +95,8 @@ def pay(rank: int, meet: Address, made: Any) -> dict[str, Any]:
             assert trainer._observed == [], "in a critic's warm-up nobody comes back to it"
             trainer.observe("ppo", True, share, readers, everything, *groups)
         pieces = [said_of(refs[:2], 4), said_of(refs[2:], 4)]
-        found[algorithm] = trainer.train(algorithm, share, LR, everything, *groups, *pieces)
+        updates = trainer.train(algorithm, share, LR, everything, *groups, *pieces)
+        found[algorithm] = [numbers(one) for one in updates]
     return found
 
 
@@ -115,7 +116,7 @@ def distil(rank: int, meet: Address, made: Any) -> dict[str, Any]:
         teacher = trainer.logprobs(share)
     gaps = [(a - b)[m] for a, b, m in zip(student, teacher, masks, strict=True)]
     (metrics,) = trainer.train("on_policy_distillation", [update], LR, [*range(GROUPS)], *groups)
-    return {"gap": np.concatenate(gaps).sum() / update.denominator, "loss": metrics["loss"]}
+    return {"gap": np.concatenate(gaps).sum() / update.denominator, "loss": numbers(metrics)["loss"]}
 
 
 def world(models: tuple[Path, Path], layout: TrainLayout, work: Any, algorithm: str = "grpo") -> list[dict[str, Any]]:
@@ -169,7 +170,7 @@ def learn_outcomes(rank: int, meet: Address, made: Any) -> dict[str, Any]:
     found = {"said": [], "metrics": []}
     for _ in range(3):
         found["said"].append(model.values(share, [frozenset(map(key_of, refs))], [*range(GROUPS)], *groups)[0])
-        found["metrics"].append(model.train(LR))
+        found["metrics"].append([numbers(one) for one in model.train(LR)])
         model.offload()
         model.onload()
     return found
