@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -200,80 +200,70 @@ class GroupSummary:
 
 @dataclass(frozen=True)
 class TrainSequence:
-    """One sequence to train on, prompt and response together; every array is [T], aligned to the token it is about.
-
-    loss_mask_T is True on the tokens that are learnt from; the other arrays are 0 elsewhere. loss_weight_T is the
-    token's weight in the loss sum: 1 for a mean over tokens, 1 / (response length) for a mean over sequences.
-    nll_weight_T: the weight of -log p in the loss sum, beside what the advantage adds; None: 0. is_stale: an earlier
-    policy sampled it, and what the engine said of it is the old policy's word.
-    experts_TMK: what Sample.routed_experts says of the T - 1 tokens that were the engine's input.
-    """
+    """One sequence to train on, prompt and response together; every array is [T], aligned to the token it is about."""
 
     token_ids_T: IntArray
-    loss_mask_T: BoolArray
-    loss_weight_T: FloatArray
-    advantage_T: FloatArray
+    loss_mask_T: BoolArray  # True on the tokens that are trained on; the arrays below are 0 elsewhere
+    loss_weight_T: FloatArray  # in the loss sum: 1 for a mean over tokens, 1 / (response length) for one over sequences
     engine_logp_T: FloatArray
-    nll_weight_T: FloatArray | None = None
-    is_stale: bool = False
-    experts_TMK: npt.NDArray[Any] | None = None
+    _: KW_ONLY
+    reward: float = 0.0  # of the whole response
+    outcome: float = 0.0  # 1 where the response is correct, else 0
+    advantage_T: FloatArray | None = None  # None until megarl.training.credit has computed it; demonstrations have none
+    nll_weight_T: FloatArray | None = None  # weight of -log p in the loss sum, added to the policy loss; None: 0
+    is_stale: bool = False  # sampled by an earlier policy, so that engine_logp_T holds the old policy's log p
+    experts_TMK: npt.NDArray[Any] | None = None  # Sample.routed_experts, of the T - 1 tokens that the engine computed
 
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """The numbers and choices of an algorithm beside its functions.
+    """The numbers and choices of an algorithm; `algorithm.<name>` of a recipe overrides the row's."""
 
-    clip_low, clip_high: the ratio is clipped to [1 - low, 1 + high]; low 1: without a lower bound. dual_clip: where the
-    advantage is negative the objective is at least dual_clip times it. kl_coefficient: weight of the KL to the
-    reference; kl_place: in the loss, or of each token's in its reward, by the policy before the step.
-
-    gamma: of those whose tokens have rewards of their own; gae_lambda: of those with a critic. critic_lambda: of its
-    own targets, if it is another. value_clip: how far from the old one a value is followed. lambda_alpha: above
-    0, the policy's lambda is 1 - 1 / (alpha x length). positive_nll: weight in the loss of -log p of correct
-    samples, a mean over their tokens. critic_warmup_steps: first steps, in which the critic alone learns.
-    process_scale: of the log-ratio that is a token's process reward.
-
-    mismatch: how the difference between the engine's and the trainer's probabilities is met, within the bounds; None:
-    the usual ones.
-
-    dynamic_sampling: a step has only groups with right and wrong answers. In each of at most max_rounds rounds
-    oversample times as many prompts are drawn as groups are missing; when_short: what is done if some are missing then.
-    overlong_share: over which part of the longest response, up to its end, a punishment grows to -1. overlong_filter:
-    responses that were cut are not learnt from.
-    """
-
+    # Objective: the ratio is clipped to [1 - clip_low, 1 + clip_high]; clip_low 1 means no lower bound.
     clip_low: float = 0.2
     clip_high: float = 0.2
-    dual_clip: float | None = None
+    dual_clip: float | None = None  # where the advantage is negative, the objective is at least dual_clip times it
     aggregation: Aggregation = "token_mean"
+    entropy_coefficient: float = 0.0  # weight of the entropy bonus
+    positive_nll: float = 0.0  # weight of -log p of correct samples, a mean over their tokens
+
+    # KL to the reference: in the loss, or subtracted from each token's reward for the policy before the step.
     kl_coefficient: float = 0.0
     kl_estimator: Estimator = "k3"
     kl_place: KlPlace = "loss"
-    entropy_coefficient: float = 0.0
-    whiten: bool = False  # advantages over the whole batch's tokens
-    gamma: float = 1.0
-    gae_lambda: float = 0.95
-    critic_lambda: float | None = None
-    value_clip: float | None = None
-    lambda_alpha: float = 0.0
-    positive_nll: float = 0.0
-    critic_warmup_steps: int = 0
-    process_scale: float = 0.05
+
+    # Advantages.
+    whiten: bool = False  # over the tokens of the whole batch
+    gamma: float = 1.0  # discount of tokens' rewards
+    gae_lambda: float = 0.95  # of the policy's advantages, with a critic
+    lambda_alpha: float = 0.0  # above 0, the policy's lambda is 1 - 1 / (lambda_alpha x length of the response)
+    process_scale: float = 0.05  # a token's process reward is process_scale x its log-ratio
+
+    # Critic.
+    critic_lambda: float | None = None  # lambda of the critic's returns; None: gae_lambda
+    value_clip: float | None = None  # a value is trained only this far from the value before the step
+    critic_warmup_steps: int = 0  # first steps, in which the critic alone learns
+
+    # Correction where the engine's and the trainer's probabilities differ; a bound of None: MISMATCH_BOUNDS.
     mismatch: Mismatch = "off"
     mismatch_low: float | None = None
     mismatch_high: float | None = None
+
+    # Dynamic sampling: a step has only groups with both right and wrong answers.
     dynamic_sampling: bool = False
-    oversample: float = 1.5
+    oversample: float = 1.5  # each round draws oversample times as many prompts as groups are missing
     max_rounds: int = 10
-    when_short: WhenShort = "train"
-    overlong_share: float = 0.0
-    overlong_filter: bool = False
+    when_short: WhenShort = "train"  # what a step does if groups are missing after max_rounds
+
+    # Long responses.
+    overlong_share: float = 0.0  # over this last part of the longest response a penalty grows to -1
+    overlong_filter: bool = False  # truncated responses are not trained on
 
     def num_drawn(self, missing: int) -> int:
-        """How many prompts a round draws where so many groups are missing."""
+        """How many prompts a round draws when this many groups are missing."""
         return math.ceil(missing * self.oversample) if self.dynamic_sampling else missing
 
     @property
     def pays_kl(self) -> bool:
-        """Whether the distance from the reference is part of the tokens' rewards."""
+        """Whether the KL to the reference is subtracted from the tokens' rewards."""
         return self.kl_place == "reward" and self.kl_coefficient > 0

@@ -28,6 +28,7 @@ from megarl.parallel.placement import (
 )
 from megarl.resharding import megatron_map, sglang_map, tensors
 from megarl.resharding.traffic import count_traffic
+from megarl.tracking.metrics import train_metrics
 from megarl.types import Hyperparameters
 from scripts.draw_architecture import own_modules
 
@@ -110,8 +111,10 @@ def test_the_example_of_a_new_algorithm() -> None:
         loss_mask_T=ones_T > 0, loss_weight_T=ones_T, advantage_T=ones_T, engine_logp_T=ones_T, nll_weight_T=ones_T,
         sequence_T=ones_T.long(), reference_logp_T=None,
     )  # fmt: skip
-    loss, _ = ALGORITHMS["topr"].loss(hyperparameters)(-ones_T, 4 * ones_T, -ones_T, targets)
+    loss, statistics = ALGORITHMS["topr"].loss(hyperparameters)(-ones_T, 4 * ones_T, -ones_T, targets)
     assert float(loss) == 2 * (1 - 0.5 * 4)
+    update = {statistic: tuple(value.reshape(-1).tolist()) for statistic, value in statistics.items()}
+    assert train_metrics([update])["train/good"] == 1.0, "its own statistic is published without another line"
 
 
 def test_the_example_of_a_new_model_family(tmp_path: Path) -> None:

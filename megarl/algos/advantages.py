@@ -1,4 +1,4 @@
-"""Advantages: of one group's samples, and of single tokens from a critic's values."""
+"""Advantages: of the samples of one group from their rewards, and of tokens from a critic's values."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def leave_one_out(rewards_G: torch.Tensor) -> torch.Tensor:
     return rewards_G - (rewards_G.sum() - rewards_G) / others if others else rewards_G
 
 
-def outcome(rewards_G: torch.Tensor) -> torch.Tensor:
-    """The rewards as they are, for algorithms whose critic makes advantages of them."""
+def no_baseline(rewards_G: torch.Tensor) -> torch.Tensor:
+    """R itself (REINFORCE, Williams, 1992)."""
     return rewards_G.double()
 
 

@@ -7,11 +7,32 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from megarl.algos.mismatch import weights
 from megarl.algos.segments import segment_sum
+from megarl.algos.statistics import CLIPPED, MAX, TOKENS, Reduction, Statistic, over_tokens, parts
 from megarl.algos.surrogates import Surrogate
-from megarl.algos.targets import Targets, ValueTargets
+from megarl.algos.targets import OutcomeTargets, Targets, ValueTargets
 from megarl.types import Estimator, Hyperparameters
 
-LossResult = tuple[torch.Tensor, dict[str, torch.Tensor]]
+LossResult = tuple[torch.Tensor, dict[Statistic, torch.Tensor]]
+
+GAP = Statistic("rollout/logprob_gap_mean")  # |engine - trainer| logprob
+GAP_MAX = Statistic("rollout/logprob_gap_max", MAX)
+OLD_KL = Statistic("old_kl")  # the k3 estimate of KL(old | policy)
+ENTROPY = Statistic("entropy")
+REFERENCE_KL = Statistic("reference_kl")  # the k3 estimate of KL(policy | reference)
+RIGHT = Statistic("right")  # tokens of responses whose reward's sign is that of the outcome
+REWARD = Statistic("reward_mean")
+VALUE = Statistic("value_mean")
+RETURN = Statistic("return_mean")
+
+
+def _explained(total: float, square: float, error: float, error_square: float, tokens: float) -> float | None:
+    """1 - Var(return - value) / Var(return) from sums over tokens; 0 where all returns are the same."""
+    variance = square / tokens - (total / tokens) ** 2
+    unexplained = error_square / tokens - (error / tokens) ** 2
+    return 1.0 - unexplained / variance if variance > 1e-12 else 0.0
+
+
+EXPLAINED_VARIANCE = Statistic("explained_variance", Reduction(_explained))  # of the returns, by the values before
 
 
 def policy_loss(
@@ -20,42 +41,46 @@ def policy_loss(
     entropy_T: torch.Tensor,
     old_logp_T: torch.Tensor,
     targets: Targets,
-    rules: Hyperparameters,
+    hyperparameters: Hyperparameters,
 ) -> LossResult:
     """Weighted sum over the masked tokens of the surrogate, corrected for the engine's mismatch, and of the penalties.
 
     + kl_coefficient x KL(policy | reference) - entropy_coefficient x entropy; and of -log p by weights of its own
-    (of the correct samples: VAPO, arXiv 2504.05118, eq. 10). Statistics: sums over the masked tokens, and `_max` for a
-    maximum; `gap` is |engine - trainer| logprob, `old_kl` the k3 estimate of KL(old | policy).
+    (of the correct samples: VAPO, arXiv 2504.05118, eq. 10).
     """
     mask_T = targets.loss_mask_T
     # Unmasked tokens get 0 before anything is multiplied, so that no inf * 0 reaches the gradient.
     logp_T = torch.where(mask_T, logp_T, 0.0)
     old_logp_T = torch.where(mask_T, old_logp_T, 0.0)
     log_ratio_T = logp_T - old_logp_T
-    loss_T, is_clipped_T = surrogate(logp_T, log_ratio_T, targets, rules)
-    if rules.mismatch == "off":
+    loss_T, own = surrogate(logp_T, log_ratio_T, targets, hyperparameters)
+    if hyperparameters.mismatch == "off":
         stats = {}
     else:
-        weight_T, stats = weights(old_logp_T, targets, rules)
+        weight_T, stats = weights(old_logp_T, targets, hyperparameters)
         loss_T = loss_T * weight_T
-    if rules.kl_coefficient and rules.kl_place == "loss" and targets.reference_logp_T is not None:
-        loss_T = loss_T + rules.kl_coefficient * kl_T(logp_T, targets.reference_logp_T, rules.kl_estimator)
-    if rules.entropy_coefficient:
-        loss_T = loss_T - rules.entropy_coefficient * entropy_T
+    coefficient = hyperparameters.kl_coefficient if hyperparameters.kl_place == "loss" else 0.0
+    if coefficient and targets.reference_logp_T is not None:
+        loss_T = loss_T + coefficient * kl_T(logp_T, targets.reference_logp_T, hyperparameters.kl_estimator)
+    if hyperparameters.entropy_coefficient:
+        loss_T = loss_T - hyperparameters.entropy_coefficient * entropy_T
     with torch.no_grad():
         gap_T = torch.where(mask_T, (old_logp_T - targets.engine_logp_T).abs(), 0.0)
-        stats |= {
-            "tokens": mask_T.sum(),
-            "gap": gap_T.sum(),
-            "gap_max": gap_T.max(),
-            "clipped": (mask_T & is_clipped_T).sum(),
-            "old_kl": torch.where(mask_T, log_ratio_T.exp() - 1.0 - log_ratio_T, 0.0).sum(),
-        }
+        old_kl_T = log_ratio_T.exp() - 1.0 - log_ratio_T
+        stats |= over_tokens(mask_T, {GAP: gap_T, GAP_MAX: gap_T, OLD_KL: old_kl_T, **own})
+        stats[TOKENS] = mask_T.sum()
     loss = (torch.where(mask_T, loss_T, 0.0) * targets.loss_weight_T).sum()
-    if rules.positive_nll:
+    if hyperparameters.positive_nll:
         loss = loss - (logp_T * targets.nll_weight_T).sum()
     return loss, stats
+
+
+def policy_statistics(logp_T: torch.Tensor, entropy_T: torch.Tensor, targets: Targets) -> dict[Statistic, torch.Tensor]:
+    """What every update of a policy reports, whatever its loss."""
+    values = {ENTROPY: entropy_T}
+    if targets.reference_logp_T is not None:
+        values[REFERENCE_KL] = kl_T(logp_T.detach(), targets.reference_logp_T, "k3")
+    return over_tokens(targets.loss_mask_T, values)
 
 
 def kl_T(logp_T: torch.Tensor, reference_logp_T: torch.Tensor, estimator: Estimator) -> torch.Tensor:
@@ -72,23 +97,22 @@ def kl_T(logp_T: torch.Tensor, reference_logp_T: torch.Tensor, estimator: Estima
 def nll_loss(logp_T: torch.Tensor, targets: Targets) -> LossResult:
     """Weighted sum of -log p over the masked tokens: supervised fine-tuning."""
     mask_T = targets.loss_mask_T
-    return -(torch.where(mask_T, logp_T, 0.0) * targets.loss_weight_T).sum(), {"tokens": mask_T.sum()}
+    return -(torch.where(mask_T, logp_T, 0.0) * targets.loss_weight_T).sum(), {TOKENS: mask_T.sum()}
 
 
-def outcome_loss(logp_T: torch.Tensor, targets: Targets, *, scale: float) -> LossResult:
+def outcome_loss(logp_T: torch.Tensor, targets: OutcomeTargets, *, scale: float) -> LossResult:
     """Weighted sum of the cross-entropy between outcomes and sigmoid(reward) (PRIME, arXiv 2502.01456).
 
     A sequence's reward is scale x log(policy / reference), summed over its masked tokens, each of which adds its
-    sequence's cross-entropy by its weight. targets.advantage_T: the outcome, 0 or 1, at every masked token. Statistics:
-    sums over the masked tokens; `right`: the reward's sign says the outcome.
+    sequence's cross-entropy by its weight.
     """
     mask_T = targets.loss_mask_T
     assert targets.reference_logp_T is not None
     ratio_T = torch.where(mask_T, logp_T - targets.reference_logp_T, 0.0)
     reward_T = scale * segment_sum(ratio_T, mask_T, targets.sequence_T)
-    loss_T = binary_cross_entropy_with_logits(reward_T, targets.advantage_T, reduction="none")
-    is_right_T = mask_T & ((reward_T.detach() > 0) == (targets.advantage_T > 0.5))
-    stats = {"tokens": mask_T.sum(), "right": is_right_T.sum(), "reward": scale * ratio_T.detach().sum()}
+    loss_T = binary_cross_entropy_with_logits(reward_T, targets.outcome_T, reduction="none")
+    stats = over_tokens(mask_T, {RIGHT: (reward_T.detach() > 0) == (targets.outcome_T > 0.5)})
+    stats[REWARD] = parts(scale * ratio_T.detach().sum(), mask_T.sum())
     return (torch.where(mask_T, loss_T, 0.0) * targets.loss_weight_T).sum(), stats
 
 
@@ -96,7 +120,6 @@ def value_loss(value_T: torch.Tensor, targets: ValueTargets, *, value_clip: floa
     """Weighted sum of (V - return)^2 / 2 over the masked tokens.
 
     With value_clip the larger of it and that of V within value_clip of the old value (PPO's code, arXiv 2005.12729).
-    Statistics: sums over the masked tokens; `error` is the old value's, return - V_old.
     """
     mask_T, return_T = targets.loss_mask_T, targets.return_T
     loss_T = (value_T - return_T) ** 2 / 2
@@ -106,14 +129,8 @@ def value_loss(value_T: torch.Tensor, targets: ValueTargets, *, value_clip: floa
         clipped_loss_T = (near_T - return_T) ** 2 / 2
         is_clipped_T = mask_T & (clipped_loss_T > loss_T)
         loss_T = torch.maximum(loss_T, clipped_loss_T)
-    with torch.no_grad():
-        of_tokens = {
-            "value": value_T,
-            "return": return_T,
-            "return_square": return_T**2,
-            "error": return_T - targets.old_value_T,
-            "error_square": (return_T - targets.old_value_T) ** 2,
-        }
-        stats = {name: torch.where(mask_T, values_T, 0.0).sum() for name, values_T in of_tokens.items()}
-    loss = (torch.where(mask_T, loss_T, 0.0) * targets.loss_weight_T).sum()
-    return loss, {"tokens": mask_T.sum(), "clipped": is_clipped_T.sum(), **stats}
+    error_T = return_T - targets.old_value_T
+    moments = (return_T, return_T**2, error_T, error_T**2)
+    stats = over_tokens(mask_T, {VALUE: value_T, RETURN: return_T, CLIPPED: is_clipped_T})
+    stats[EXPLAINED_VARIANCE] = parts(*(torch.where(mask_T, one_T, 0.0).sum() for one_T in moments), mask_T.sum())
+    return (torch.where(mask_T, loss_T, 0.0) * targets.loss_weight_T).sum(), stats

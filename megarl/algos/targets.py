@@ -26,6 +26,21 @@ class Targets(Protocol):
     def sequence_T(self) -> torch.Tensor: ...
 
 
+class OutcomeTargets(Protocol):
+    """Of an implicit reward model. outcome_T: of the token's sequence, 1 where it is correct, else 0."""
+
+    @property
+    def loss_mask_T(self) -> torch.Tensor: ...
+    @property
+    def loss_weight_T(self) -> torch.Tensor: ...
+    @property
+    def outcome_T(self) -> torch.Tensor: ...
+    @property
+    def reference_logp_T(self) -> torch.Tensor | None: ...
+    @property
+    def sequence_T(self) -> torch.Tensor: ...
+
+
 class ValueTargets(Protocol):
     """Of a critic."""
 

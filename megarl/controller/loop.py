@@ -255,10 +255,13 @@ def samples_of(
                 continue
             rewards_G = rewards_G - rewards_G[group.baseline]
         drawn = np.flatnonzero(group.drawn_G)
-        for sample, advantage in zip(drawn.tolist(), row.advantage(rewards_G[drawn]), strict=True):
+        for sample, advantage in zip(drawn.tolist(), row.sample_advantages(rewards_G[drawn]), strict=True):
             if only_finished and not group.finished_G[sample]:
                 continue
             is_correct, response = bool(group.correct_G[sample]), int(group.response_lengths_G[sample])
             length, is_stale = group.prompt_length + response, group.version < version
-            samples.append(SampleRef(index, sample, length, response, float(advantage), is_correct, is_stale))
+            own = {"reward": float(group.rewards_G[sample]), "advantage": advantage}
+            samples.append(
+                SampleRef(index, sample, length, response, **own, is_correct=is_correct, is_stale=is_stale)
+            )
     return samples

@@ -13,6 +13,7 @@ import numpy as np
 
 from megarl import device
 from megarl.algos import ALGORITHMS, AUXILIARY_AGGREGATION, has_critic, hyperparameters_of
+from megarl.algos.statistics import Statistics
 from megarl.checkpoints.snapshots import Digest
 from megarl.cluster.actor import Ref
 from megarl.cluster.session import Cluster
@@ -39,9 +40,9 @@ class RolloutBatch:
 
 @dataclass(frozen=True)
 class Trained:
-    """Metrics of each update (the loss's statistics are sums, or maxima where the name ends in _max), and the speed."""
+    """Statistics of each update, and the speed of all."""
 
-    updates: list[Metrics]
+    updates: list[Statistics]
     speed: Metrics
 
 
@@ -161,9 +162,9 @@ class RankGroup:
     def _call(self, method: str, *args: object) -> None:
         self._cluster.gather({worker.call(method, *args): worker.name for worker in self.workers})
 
-    def _merged(self, calls: dict[Ref, str]) -> list[Metrics]:
-        """The metrics of each update, of which every rank returns a part."""
-        merged: list[Metrics] = []
+    def _merged(self, calls: dict[Ref, str]) -> list[Statistics]:
+        """The statistics of each update, of which every rank returns a part."""
+        merged: list[Statistics] = []
         for of_rank in self._cluster.gather(calls):
             merged = merged or [{} for _ in of_rank]
             for metrics, more in zip(merged, of_rank, strict=True):
@@ -259,8 +260,8 @@ class AuxiliaryRanks(RankGroup):
         """Values of the samples' tokens, for the policy and for `train`; readers: the policy's plan."""
         return self._per_token(TokenValues, "values", self.plan_of(samples), refs, readers)
 
-    def train(self, token_values: TokenValues, lr: float, observation: Observation | None = None) -> list[Metrics]:
-        """All optimizer updates of the step on the samples of these values; metrics of each, sums as of its loss.
+    def train(self, token_values: TokenValues, lr: float, observation: Observation | None = None) -> list[Statistics]:
+        """All optimizer updates of the step on the samples of these values; statistics of each.
 
         observation: with the KL penalties of the samples' tokens, where the algorithm pays them in the reward.
         """

@@ -18,8 +18,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.testing._internal.distributed.fake_pg import FakeStore  # also registers the "fake" backend
 
 from megarl import device
+from megarl.algos.statistics import Statistic, Statistics
 from megarl.parallel.layout import RankCoords, TrainLayout
-from megarl.types import Metrics
 
 
 def join(store: Store, rank: int, layout: TrainLayout, seed: int, timeout_s: float) -> None:
@@ -150,17 +150,19 @@ def dp_group() -> dist.ProcessGroup:
     return parallel_state.get_data_parallel_group()  # type: ignore[return-value]
 
 
-def reduce_stats(stats: Sequence[Mapping[str, torch.Tensor]]) -> Metrics:
-    """Statistics of micro-batches, reduced over the data-parallel ranks: names in _max by maximum, others by sum."""
-    found: Metrics = {}
+def reduce_stats(stats: Sequence[Mapping[Statistic, torch.Tensor]]) -> Statistics:
+    """Statistics of micro-batches over this rank and its data-parallel peers, each by its own reduction."""
+    found: Statistics = {}
     for op, is_max in ((dist.ReduceOp.SUM, False), (dist.ReduceOp.MAX, True)):
-        names = [name for name in stats[0] if name.endswith("_max") == is_max]
-        if not names:
+        own = [statistic for statistic in stats[0] if statistic.reduction.is_max == is_max]
+        if not own:
             continue
-        table = torch.stack([torch.stack([batch[name].detach().double() for name in names]) for batch in stats])
+        rows = [[batch[statistic].detach().double().reshape(-1) for statistic in own] for batch in stats]
+        table = torch.stack([torch.cat(row) for row in rows])
         totals = table.amax(0) if is_max else table.sum(0)
         dist.all_reduce(totals, op=op, group=dp_group())
-        found |= dict(zip(names, totals.tolist(), strict=True))
+        values = totals.split([len(value) for value in rows[0]])
+        found |= {statistic: tuple(value.tolist()) for statistic, value in zip(own, values, strict=True)}
     return found
 
 

@@ -41,6 +41,7 @@ class PackedTargets:
     loss_mask_T: torch.Tensor
     loss_weight_T: torch.Tensor
     advantage_T: torch.Tensor
+    outcome_T: torch.Tensor  # of the token's sequence: 1 where it is correct, else 0
     engine_logp_T: torch.Tensor
     nll_weight_T: torch.Tensor
     is_stale_T: torch.Tensor
@@ -127,6 +128,15 @@ def pack(
     def targets(name: str, dtype: type) -> torch.Tensor:
         return row([getattr(one, name) for one in sequences], dtype)
 
+    def optional(name: str) -> torch.Tensor:
+        """0 where a sequence has None."""
+        arrays = [(getattr(one, name), len(one.token_ids_T)) for one in sequences]
+        return row([np.zeros(length, np.float32) if one is None else one for one, length in arrays], np.float32)
+
+    def everywhere(name: str, dtype: type) -> torch.Tensor:
+        """A value of the whole sequence, at each of its tokens."""
+        return row([np.full(len(one.token_ids_T), getattr(one, name), dtype) for one in sequences], dtype)
+
     token_ids_T, sequence_T = np.zeros(bounds[-1], np.int64), np.full(bounds[-1], len(lengths), np.int64)
     for index, (start, one) in enumerate(zip(starts, sequences, strict=True)):
         token_ids_T[start : start + lengths[index]] = one.token_ids_T
@@ -146,10 +156,11 @@ def pack(
         targets=PackedTargets(
             loss_mask_T=targets("loss_mask_T", np.bool_),
             loss_weight_T=targets("loss_weight_T", np.float32),
-            advantage_T=targets("advantage_T", np.float32),
+            advantage_T=optional("advantage_T"),
+            outcome_T=everywhere("outcome", np.float32),
             engine_logp_T=targets("engine_logp_T", np.float32),
-            nll_weight_T=row([_nll_weights(one) for one in sequences], np.float32),
-            is_stale_T=row([np.full(len(one.token_ids_T), one.is_stale) for one in sequences], np.bool_),
+            nll_weight_T=optional("nll_weight_T"),
+            is_stale_T=everywhere("is_stale", np.bool_),
             sequence_T=on_device(sequence_T),
             reference_logp_T=row(reference_logp, np.float32),
         ),
@@ -161,10 +172,6 @@ def pack(
 def rounded_length(length: int) -> int:
     """The next multiple of LENGTH_STEP: attention kernels are planned anew for each value that they are given."""
     return -(-length // LENGTH_STEP) * LENGTH_STEP
-
-
-def _nll_weights(one: TrainSequence) -> FloatArray:
-    return np.zeros(len(one.token_ids_T), np.float32) if one.nll_weight_T is None else one.nll_weight_T
 
 
 def with_returns(

@@ -6,7 +6,6 @@ from dataclasses import fields
 
 from megarl.algos import ALGORITHMS, has_critic, hyperparameters_of, learns_from_answers
 from megarl.algos.mismatch import bounds
-from megarl.algos.surrogates import cispo, reinforce
 from megarl.config import Recipe
 from megarl.types import Hyperparameters, UserFault
 
@@ -24,7 +23,7 @@ def rule_faults(recipe: Recipe, *, learns: bool = True) -> list[UserFault]:
     faults = [
         UserFault(f"algorithm.{key}", f"is set, and {unread[key]}", "leave it out")
         for key, value in recipe.algorithm.given.items()
-        if key in unread and value != getattr(ALGORITHMS[name].rules, key)
+        if key in unread and value != getattr(ALGORITHMS[name].hyperparameters, key)
     ]
     return faults + _bounds_faults(rules) + (_start_faults(recipe, rules) + _idle_faults(recipe) if learns else [])
 
@@ -35,10 +34,7 @@ def _unread(name: str, rules: Hyperparameters) -> dict[str, str]:
     if row.surrogate is None:
         others = [field.name for field in fields(Hyperparameters) if field.name != "aggregation"]
         return dict.fromkeys(others, f"{name} learns from the data's answers")
-    if row.surrogate is reinforce:
-        found |= dict.fromkeys(("clip_low", "clip_high", "dual_clip"), f"{name} has no ratio")
-    if row.surrogate is cispo:
-        found["dual_clip"] = f"{name} has no minimum of two objectives"
+    found |= {key: f"{name} {why}" for key, why in row.unread.items()}
     if row.critic != "values":
         found |= dict.fromkeys(_OF_VALUES, f"{name} has no critic")
     if not row.critic:
@@ -76,12 +72,13 @@ def _start_faults(recipe: Recipe, rules: Hyperparameters) -> list[UserFault]:
     if has_critic(recipe.algorithm.name) and rules.critic_warmup_steps >= recipe.run.steps:
         problem = f"{rules.critic_warmup_steps} are all of run.steps ({recipe.run.steps}): the policy would never learn"
         faults.append(UserFault("algorithm.critic_warmup_steps", problem, f"set it below {recipe.run.steps}"))
-    distils = recipe.algorithm.name == "on_policy_distillation"
-    if distils and not rules.kl_coefficient:
-        problem = "0, and on_policy_distillation learns from nothing else"
+    name = recipe.algorithm.name
+    has_teacher = ALGORITHMS[name].has_teacher
+    if has_teacher and not rules.kl_coefficient:
+        problem = f"0, and {name} learns from nothing else"
         faults.append(UserFault("algorithm.kl_coefficient", problem, "leave it out"))
-    if distils and not recipe.reference.path:
-        problem = "on_policy_distillation learns from the reference, and model.path has nothing to teach itself"
+    if has_teacher and not recipe.reference.path:
+        problem = f"{name} learns from the reference, and model.path has nothing to teach itself"
         faults.append(UserFault("reference.path", problem, "name the teacher's checkpoint"))
     elif rules.kl_coefficient and recipe.warm_start.steps and recipe.reference.path is None:
         problem = f"{rules.kl_coefficient}, but the reference is model.path as it is before the warm start"

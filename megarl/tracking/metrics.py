@@ -8,11 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from megarl.algos.statistics import Statistics
 from megarl.types import GroupSummary, Metrics
-
-_MEANS = ("loss", "grad_norm", "aux_loss", "z_loss", "mtp_loss")
-_REPLAY = ("replay_gap", "replay_gap_without", "replay_gap_tokens", "differing_choices", "replayed_choices")
-_NOT_PER_TOKEN = ("tokens", "gap", "gap_max", "mismatch_weight_square", *_REPLAY)
 
 
 def rollout_metrics(groups: Sequence[GroupSummary]) -> Metrics:
@@ -39,72 +36,33 @@ def failed_share(groups: Sequence[GroupSummary]) -> float:
     return sum(len(group.failures) for group in groups) / max(asked, 1)
 
 
-def train_metrics(updates: Sequence[Metrics]) -> Metrics:
-    """Statistics of a step's updates as means; `gap` is |engine - trainer| logprob.
+def train_metrics(updates: Sequence[Statistics], room: str = "train") -> Metrics:
+    """The statistics of the policy's updates in one step by their published names; room: or `warm_start`.
 
-    Losses and the gradient norm are means over the updates, everything else is a sum over masked tokens. With several
-    updates those three and the tokens are also there of each, as `train/loss/1`...
+    With several updates some are also there for each, as `train/loss/1`...
     """
-    stats = _over_updates(updates)
-    tokens = stats["tokens"]
-    metrics = {f"train/{name}": stats[name] for name in (*_MEANS, "tokens") if name in stats}
-    if "gap" in stats:
-        metrics["rollout/logprob_gap_mean"] = stats["gap"] / tokens
-        metrics["rollout/logprob_gap_max"] = stats["gap_max"]
-    if "replayed_choices" in stats:
-        metrics["replay/differing_share"] = stats.get("differing_choices", 0.0) / stats["replayed_choices"]
-    if stats.get("replay_gap_tokens"):
-        metrics["replay/logprob_gap"] = stats["replay_gap"] / stats["replay_gap_tokens"]
-        metrics["replay/logprob_gap_without"] = stats["replay_gap_without"] / stats["replay_gap_tokens"]
-    if "mismatch_weight" in stats:  # effective sample size, as a share of the tokens (Kish, 1965)
-        metrics["train/mismatch_ess"] = stats["mismatch_weight"] ** 2 / max(
-            tokens * stats["mismatch_weight_square"], 1e-30
-        )
-    sums = stats.keys() - {*_MEANS, *_NOT_PER_TOKEN}
-    metrics |= {f"train/{name}": stats[name] / tokens for name in sorted(sums)}
-    if len(updates) > 1:
-        each = [(name, number) for name in ("loss", "grad_norm", "tokens") for number in range(1, len(updates) + 1)]
-        metrics |= {f"train/{name}/{number}": updates[number - 1][name] for name, number in each}
+    metrics = _over_updates(updates, room)
+    for number, update in enumerate(updates, start=1) if len(updates) > 1 else ():
+        of_update = {statistic: values for statistic, values in update.items() if statistic.each_update}
+        metrics |= {f"{name}/{number}": value for name, value in _over_updates([of_update], room).items()}
     return metrics
 
 
-def critic_metrics(updates: Sequence[Metrics]) -> Metrics:
-    """Of a critic's updates, by `value_loss`'s sums, or of an implicit reward model's, by those of `outcome_loss`.
-
-    What is explained is by the values before the step: 1 - Var(return - value) / Var(return); 0 where all returns are
-    the same. right: the share of tokens in responses whose reward's sign says the outcome.
-    """
-    stats = _over_updates(updates)
-    tokens = stats["tokens"]
-    if "right" in stats:
-        return {
-            "critic/loss": stats["loss"],
-            "critic/grad_norm": stats["grad_norm"],
-            "critic/right": stats["right"] / tokens,
-            "critic/reward_mean": stats["reward"] / tokens,
-        }
-    means = {name: stats[name] / tokens for name in ("return", "return_square", "error", "error_square")}
-    variance = means["return_square"] - means["return"] ** 2
-    unexplained = means["error_square"] - means["error"] ** 2
-    return {
-        "critic/loss": stats["loss"],
-        "critic/grad_norm": stats["grad_norm"],
-        "critic/value_mean": stats["value"] / tokens,
-        "critic/return_mean": means["return"],
-        "critic/explained_variance": 1.0 - unexplained / variance if variance > 1e-12 else 0.0,
-        "critic/clipped": stats["clipped"] / tokens,
-    }
+def critic_metrics(updates: Sequence[Statistics]) -> Metrics:
+    """The statistics of an auxiliary model's updates in one step by their published names."""
+    return _over_updates(updates, "critic")
 
 
-def _over_updates(updates: Sequence[Metrics]) -> Metrics:
-    """Losses and gradient norm as means, other statistics as sums, names ending in _max by maximum."""
-    merged: Metrics = {}
-    for name in {name: None for update in updates for name in update}:
-        values = [update[name] for update in updates if name in update]
-        merged[name] = max(values) if name.endswith("_max") else sum(values)
-        if name in _MEANS:
-            merged[name] /= len(values)
-    return merged
+def _over_updates(updates: Sequence[Statistics], room: str) -> Metrics:
+    """Each statistic as its reduction says; updates without it do not count."""
+    metrics: Metrics = {}
+    for statistic in {statistic: None for update in updates for statistic in update}:
+        reduction, values = statistic.reduction, [update[statistic] for update in updates if statistic in update]
+        combined = [max(column) if reduction.is_max else sum(column) for column in zip(*values, strict=True)]
+        number = reduction.result(*(one / len(values) for one in combined) if reduction.is_update_mean else combined)
+        if number is not None:
+            metrics[statistic.published_in(room)] = number
+    return metrics
 
 
 def eval_metrics(sets: Mapping[str, Sequence[GroupSummary]]) -> Metrics:

@@ -10,6 +10,7 @@ import torch
 
 from megarl.algos import AUXILIARY_AGGREGATION, hyperparameters_of
 from megarl.algos.losses import LossResult
+from megarl.algos.statistics import Statistics
 from megarl.config import Recipe
 from megarl.device import Address
 from megarl.parallel import host_offload
@@ -17,9 +18,9 @@ from megarl.parallel.hf_config import auxiliary_shape
 from megarl.parallel.pipeline import Norms
 from megarl.parallel.sequences import PackedRow, dealt, with_returns
 from megarl.training import critic, implicit_reward
-from megarl.training.batching import Key, Piece, SampleRef, Update, key_of, pieces_of, spread, train_sequences
+from megarl.training.batching import Key, Piece, Update, key_of, pieces_of, spread, train_sequences
 from megarl.training.rank import MicroBatches, Received, TrainingRank, norms_of, refs_of
-from megarl.types import Aggregation, FloatArray, Hyperparameters, Metrics, SampleGroup, TrainSequence
+from megarl.types import Aggregation, FloatArray, Hyperparameters, SampleGroup, TrainSequence
 
 
 @dataclass(frozen=True)
@@ -30,14 +31,12 @@ class AuxiliaryModel:
     values: (its outputs, its reference's outputs, hyperparameters) -> token values, all an array for each sequence;
     None: the outputs are the token values. has_reference: its initial weights stay in host memory.
     returns: (sequences, old token values, token rewards if any, hyperparameters) -> the returns of each sequence.
-    label: (sequence, its sample) -> the sequence as the loss reads it.
     """
 
     name: str
     loss: Callable[[PackedRow, torch.Tensor, Hyperparameters], LossResult]
     values: Callable[[list[FloatArray], list[FloatArray], Hyperparameters], list[FloatArray]] | None = None
     returns: Callable[..., list[FloatArray]] | None = None
-    label: Callable[[TrainSequence, SampleRef], TrainSequence] | None = None
     has_reference: bool = False
 
 
@@ -47,7 +46,6 @@ AUXILIARY_MODELS = {  # by `Algorithm.critic`
         "implicit reward model",
         implicit_reward.loss,
         values=implicit_reward.process_rewards,
-        label=implicit_reward.label,
         has_reference=True,
     ),
 }
@@ -108,28 +106,23 @@ class AuxiliaryRank(TrainingRank):
         found: Sequence[ShareValues],
         group_ids: Sequence[int],
         *given: Any,
-    ) -> list[Metrics]:
-        """All optimizer updates of a step. Metrics of each as of `train_step`.
+    ) -> list[Statistics]:
+        """All optimizer updates of a step. Statistics of each as of `train_step`.
 
         found: of `values`, for the same updates. given: as of `Received`; the token values are the KL penalties of the
         policy's ranks, where an algorithm pays them in the reward.
         """
-        received, metrics = Received.of(group_ids, given), []
+        received, statistics = Received.of(group_ids, given), []
         rewards_of, shares = received.token_values, self._shares(updates, received)
         for update, share, old in zip(updates, shares, found, strict=True):
             rewards = [spread(rewards_of[key_of(ref)], ref) for ref in refs_of([update])] if rewards_of else None
-            metrics.append(self.train_step(share, old, norms_of(update), lr, rewards))
-        return metrics
+            statistics.append(self.train_step(share, old, norms_of(update), lr, rewards))
+        return statistics
 
     def _shares(self, updates: Sequence[Update], received: Received) -> list[list[list[TrainSequence]]]:
         """This rank's sequences of each update."""
-        label, shares = self._auxiliary.label or (lambda one, _: one), []
-        for update in updates:
-            micro_batches = update.micro_batches[0]
-            share = train_sequences(micro_batches, received.groups, self._aggregation)
-            pairs = [zip(batch, refs, strict=True) for batch, refs in zip(share, micro_batches, strict=True)]
-            shares.append([[label(*pair) for pair in batch] for batch in pairs])
-        return shares
+        aggregation = self._aggregation
+        return [train_sequences(update.micro_batches[0], received.groups, aggregation) for update in updates]
 
     def train_step(
         self,
@@ -138,7 +131,7 @@ class AuxiliaryRank(TrainingRank):
         norms: Norms,
         lr: float,
         rewards: Sequence[FloatArray] | None = None,
-    ) -> Metrics:
+    ) -> Statistics:
         """One update. old: of `values_of`, before the step's updates; rewards: of each token, if there are any.
 
         Returns grad_norm, and on the last stage the loss and its statistics over all data-parallel ranks. Raises

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,13 +15,15 @@ from megarl.types import Aggregation, FloatArray, IntArray, Sample, SampleGroup,
 
 @dataclass(frozen=True)
 class SampleRef:
-    """One sample to train on: sample `sample` of group `group`; length counts prompt and response tokens."""
+    """One sample to train on: sample `sample` of group `group`."""
 
     group: int
     sample: int
-    length: int
+    length: int  # of prompt and response, in tokens
     response_length: int
-    advantage: float
+    _: KW_ONLY
+    reward: float = 0.0
+    advantage: float | None = None  # of the reward in its group (Algorithm.advantage); None where the row has none
     is_correct: bool = False
     is_stale: bool = False  # sampled by an earlier policy than the step's
 
@@ -235,8 +237,9 @@ def train_sequence(
         token_ids_T=np.concatenate([np.asarray(group.prompt.token_ids, np.int64), sample.response_ids_T]),
         loss_mask_T=on_response(1.0, np.bool_),
         loss_weight_T=on_response(1.0 / length if aggregation == "sequence_mean" else 1.0, np.float32),
-        advantage_T=on_response(ref.advantage, np.float32),
         engine_logp_T=on_response(sample.engine_logp_T, np.float32),
+        reward=ref.reward,
+        outcome=float(ref.is_correct),
         nll_weight_T=on_response(nll_weight, np.float32) if nll_weight and ref.is_correct else None,
         is_stale=ref.is_stale,
         experts_TMK=sample.routed_experts,

@@ -15,39 +15,48 @@ from megarl.training.batching import Piece, SampleRef, key_of, spread
 from megarl.types import FloatArray, Hyperparameters, TrainSequence
 
 PerToken = list[FloatArray]  # one array per sequence, aligned like the sequence's own
-OverAll = Callable[[torch.Tensor], torch.Tensor]  # of these sequences' values and of the batch's others, elsewhere
+OverAll = Callable[[torch.Tensor], torch.Tensor]  # reduces this rank's values with those of the batch's other ranks
 
 
 def credited(
     row: Algorithm,
-    rules: Hyperparameters,
+    hyperparameters: Hyperparameters,
     refs: Sequence[SampleRef],
     sequences: Sequence[TrainSequence],
-    said: Piece,
+    token_values: Piece,
     penalties: Sequence[FloatArray] | None,
     *,
     sum_over_all: OverAll,
     max_over_all: OverAll,
 ) -> list[TrainSequence]:
-    """The sequences, whose advantages are their samples', with an advantage for each token, as the algorithm has it.
+    """The sequences with the advantage of each token, as the algorithm computes it; demonstrations get none.
 
-    said: what the model beside the policy said of the responses' tokens. penalties: each token's own reward, if any.
+    refs: the sequences' samples. token_values: of the auxiliary model, for the responses' tokens. penalties: each
+    token's own reward, if any.
     """
-    of_critic = [spread(said[key_of(ref)], ref) for ref in refs] if row.critic else []
-    advantages, found = None, list(sequences)
+    predicted = [spread(token_values[key_of(ref)], ref) for ref in refs] if row.critic else []
     if row.critic == "values":
-        alpha = rules.lambda_alpha or None
-        how = {"gamma": rules.gamma, "lam": rules.gae_lambda, "alpha": alpha}
-        advantages, _ = by_values(found, of_critic, rewards=penalties, **how)
+        alpha = hyperparameters.lambda_alpha or None
+        how = {"gamma": hyperparameters.gamma, "lam": hyperparameters.gae_lambda, "alpha": alpha}
+        advantages, _ = by_values(sequences, predicted, rewards=penalties, **how)
     elif row.critic == "process_rewards" or penalties is not None:
         rewards = list(penalties or [np.zeros(ref.length, np.float32) for ref in refs])
         if row.critic:
-            process = less_the_others(refs, found, of_critic, sum_over_all, max_over_all)
-            rewards = [one + other for one, other in zip(rewards, process, strict=True)]
-        advantages = by_rewards(found, rewards, gamma=rules.gamma)
-    if advantages is not None:
-        found = [replace(one, advantage_T=own_T) for one, own_T in zip(found, advantages, strict=True)]
-    return whitened(found, sum_over_all) if rules.whiten else found
+            process = less_the_others(refs, sequences, predicted, sum_over_all, max_over_all)
+            rewards = [one_T + other_T for one_T, other_T in zip(rewards, process, strict=True)]
+        advantages = by_rewards(refs, sequences, rewards, gamma=hyperparameters.gamma)
+    elif row.advantage is None:
+        return list(sequences)
+    else:
+        advantages = by_samples(refs, sequences)
+    found = [replace(one, advantage_T=own_T) for one, own_T in zip(sequences, advantages, strict=True)]
+    return whitened(found, sum_over_all) if hyperparameters.whiten else found
+
+
+def by_samples(refs: Sequence[SampleRef], sequences: Sequence[TrainSequence]) -> PerToken:
+    """Each token's advantage: that of its sample."""
+    pairs = zip(_sample_advantages(refs), sequences, strict=True)
+    return [np.where(one.loss_mask_T, advantage, np.float32(0.0)) for advantage, one in pairs]
 
 
 def by_values(
@@ -59,12 +68,42 @@ def by_values(
     alpha: float | None = None,
     rewards: Sequence[FloatArray] | None = None,
 ) -> tuple[PerToken, PerToken]:
-    """(advantages, returns) by GAE; the reward of a sequence, its advantage_T, comes with its last token.
+    """(advantages, returns) by GAE; the reward of a sequence comes with its last token.
 
-    values: of the state before each token; rewards: of each token, beside it. What they say of a prompt is not read.
-    alpha: lambda is 1 - 1 / (alpha x length of the response) in the place of lam, but not below 0 (VAPO, arXiv
-    2504.05118, eq. 8).
+    values: of the state before each token; rewards: of each token, added to the sequence's. Prompts are not read.
+    alpha: lambda is max(0, 1 - 1 / (alpha x length of the response)) instead of lam (VAPO, arXiv 2504.05118, eq. 8).
     """
+    lengths = np.array([int(one.loss_mask_T.sum()) for one in sequences])
+    lams = np.full(len(lengths), lam) if alpha is None else np.maximum(0.0, 1 - 1 / (alpha * lengths))
+    return _gae(sequences, [one.reward for one in sequences], values, rewards, gamma=gamma, lams=lams)
+
+
+def by_rewards(
+    refs: Sequence[SampleRef], sequences: Sequence[TrainSequence], rewards: Sequence[FloatArray], *, gamma: float
+) -> PerToken:
+    """Each token's advantage: the discounted sum of its own and later rewards and of the sample's advantage at the end.
+
+    (REINFORCE++, arXiv 2501.03262.)
+    """
+    nothing = [np.zeros(len(one.token_ids_T), np.float32) for one in sequences]
+    lams = np.ones(len(sequences))
+    return _gae(sequences, _sample_advantages(refs), nothing, rewards, gamma=gamma, lams=lams)[0]
+
+
+def _sample_advantages(refs: Sequence[SampleRef]) -> list[np.float32]:
+    return [np.float32(ref.advantage) for ref in refs if ref.advantage is not None]
+
+
+def _gae(
+    sequences: Sequence[TrainSequence],
+    last_rewards: Sequence[float] | Sequence[np.float32],
+    values: Sequence[FloatArray],
+    rewards: Sequence[FloatArray] | None,
+    *,
+    gamma: float,
+    lams: np.ndarray,
+) -> tuple[PerToken, PerToken]:
+    """(advantages, returns). last_rewards: what each sequence's last token earns; lams: lambda of each sequence."""
     if not sequences:
         return [], []
     masks = [one.loss_mask_T for one in sequences]
@@ -74,33 +113,21 @@ def by_values(
     if rewards is not None:
         reward_T += _on_responses(rewards, masks)
     is_last_T[ends] = True
-    reward_T[ends] += [one.advantage_T[-1] for one in sequences]
+    reward_T[ends] += last_rewards
     value_T = _on_responses(values, masks)
-    of_sequences = np.full(len(lengths), lam) if alpha is None else np.maximum(0.0, 1 - 1 / (alpha * lengths))
-    lam_T = torch.from_numpy(np.repeat(of_sequences, lengths))
+    lam_T = torch.from_numpy(np.repeat(lams, lengths))
     found = gae(*map(torch.from_numpy, (reward_T, value_T, is_last_T)), gamma=gamma, lam=lam_T)
     advantages, returns = (np.split(one.numpy().astype(np.float32), ends[:-1] + 1) for one in found)
     return _on_masks(masks, advantages), _on_masks(masks, returns)
 
 
-def by_rewards(
-    sequences: Sequence[TrainSequence], rewards: Sequence[FloatArray], *, gamma: float
-) -> list[FloatArray]:
-    """Each token's advantage: the sum of its own reward and later ones, discounted; as of `by_values` without values.
-
-    (REINFORCE++, arXiv 2501.03262.)
-    """
-    nothing = [np.zeros(len(one.token_ids_T), np.float32) for one in sequences]
-    return by_values(sequences, nothing, gamma=gamma, lam=1.0, rewards=rewards)[0]
-
-
 def kl_penalties(
-    old_logp: Sequence[FloatArray], reference_logp: Sequence[FloatArray], rules: Hyperparameters
+    old_logp: Sequence[FloatArray], reference_logp: Sequence[FloatArray], hyperparameters: Hyperparameters
 ) -> list[FloatArray]:
-    """The reward of each token that is -kl_coefficient x KL(old policy | reference) (arXiv 2203.02155, eq. 2)."""
+    """Each token's reward -kl_coefficient x KL(old policy | reference) (arXiv 2203.02155, eq. 2)."""
     pairs = zip(map(torch.from_numpy, old_logp), map(torch.from_numpy, reference_logp), strict=True)
-    kls = [kl_T(*pair, rules.kl_estimator).numpy() for pair in pairs]
-    return [(-rules.kl_coefficient * one_T).astype(np.float32) for one_T in kls]
+    kls = [kl_T(*pair, hyperparameters.kl_estimator).numpy() for pair in pairs]
+    return [(-hyperparameters.kl_coefficient * one_T).astype(np.float32) for one_T in kls]
 
 
 def less_the_others(
@@ -110,9 +137,9 @@ def less_the_others(
     sum_over_all: OverAll,
     max_over_all: OverAll,
 ) -> PerToken:
-    """Process rewards of each token, less the mean over the group's others of their tokens' mean.
+    """Process rewards of each token, minus the mean over the group's other samples of their tokens' mean.
 
-    One without others keeps its own. (PRIME, arXiv 2502.01456.)
+    A sample without others keeps its own. (PRIME, arXiv 2502.01456.)
     """
     means = np.array([one_T[own.loss_mask_T].mean() for one_T, own in zip(process, sequences, strict=True)])
     places = torch.tensor([ref.group for ref in refs], dtype=torch.int64)
@@ -127,25 +154,29 @@ def less_the_others(
 
 
 def whitened(sequences: Sequence[TrainSequence], sum_over_all: OverAll) -> list[TrainSequence]:
-    """The sequences with their advantages as (A - mean) / (std + 1e-8) over all tokens that are learnt from.
+    """The sequences with advantages (A - mean) / (std + 1e-8), over all tokens that are trained on.
 
-    (The usual way with PPO, e.g. arXiv 2006.05990, section 3.5.)
+    All of them have advantages. (As is usual with PPO, e.g. arXiv 2006.05990, section 3.5.)
     """
     mask_T = np.concatenate([np.zeros(0, np.bool_), *(one.loss_mask_T for one in sequences)])
-    flat_T = np.concatenate([np.zeros(0, np.float32), *(one.advantage_T for one in sequences)])
+    flat_T = np.concatenate([np.zeros(0, np.float32), *_advantages(sequences)])
     learnt_T = torch.from_numpy(flat_T[mask_T]).double()
     count, total = sum_over_all(torch.tensor([len(learnt_T), learnt_T.sum()], dtype=torch.float64))
     mean = float(total / count)
     variance = float(sum_over_all(((learnt_T - mean) ** 2).sum()[None])[0] / count)
     flat_T[mask_T] = ((learnt_T - mean) / (variance**0.5 + 1e-8)).numpy()
     flat_T[~mask_T] = 0.0
-    ends = np.cumsum([len(one.advantage_T) for one in sequences])
+    ends = np.cumsum([len(one.token_ids_T) for one in sequences])
     parts = np.split(flat_T, ends[:-1]) if sequences else []
     return [replace(one, advantage_T=own_T) for one, own_T in zip(sequences, parts, strict=True)]
 
 
+def _advantages(sequences: Sequence[TrainSequence]) -> PerToken:
+    return [one.advantage_T for one in sequences if one.advantage_T is not None]
+
+
 def _on_responses(arrays: Sequence[FloatArray], masks: Sequence[np.ndarray]) -> np.ndarray:
-    """What is said of the responses' tokens, end to end."""
+    """The responses' tokens of each array, end to end."""
     return np.concatenate([one_T[mask_T] for one_T, mask_T in zip(arrays, masks, strict=True)])
 
 

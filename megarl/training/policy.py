@@ -16,7 +16,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from megarl import device
 from megarl.algos import ALGORITHMS, Loss, has_reference, hyperparameters_of
-from megarl.algos.losses import LossResult, kl_T
+from megarl.algos.losses import LossResult, policy_statistics
+from megarl.algos.statistics import UPDATE_MEAN, Statistic, Statistics, parts
 from megarl.checkpoints.hf_export import Export, export_hf
 from megarl.config import Recipe
 from megarl.parallel import groups, host_offload, model
@@ -30,11 +31,15 @@ from megarl.resharding.session import Session
 from megarl.training import credit
 from megarl.training.batching import Key, Piece, Update, pieces_of, train_sequences
 from megarl.training.rank import MicroBatches, Received, TrainingRank, norms_of, refs_of
-from megarl.types import FloatArray, Hyperparameters, Metrics, SampleGroup
+from megarl.types import FloatArray, Hyperparameters, SampleGroup
 
 HostChoices = dict[int, npt.NDArray[np.int16]]  # of one micro-batch by layer: [tokens of this rank, experts per token]
 
 _ROUTING = ("aux_loss", "z_loss", "mtp_loss", "differing_choices", "replayed_choices")
+AUX_LOSS, Z_LOSS, MTP_LOSS = (Statistic(name, UPDATE_MEAN) for name in _ROUTING[:3])
+DIFFERING_SHARE = Statistic("replay/differing_share")  # of the replayed choices, those that are not the router's own
+REPLAY_GAP = Statistic("replay/logprob_gap")  # |engine - trainer| logprob, of the first micro-batches
+FREE_GAP = Statistic("replay/logprob_gap_without")  # the same without replay
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,7 @@ class PolicyRank(TrainingRank):
         observation: RankObservation | None,
         group_ids: Sequence[int],
         *given: Any,
-    ) -> list[Metrics]:
+    ) -> list[Statistics]:
         """All optimizer updates of one step; an update's micro_batches[0] are this data-parallel rank's.
 
         observation: of `observe`, where it was called for this step. given: as of `Received`; the token values are the
@@ -214,11 +219,11 @@ class PolicyRank(TrainingRank):
         """
         return self._token_outputs(micro_batches, choices, temperature)
 
-    def train_step(self, share: UpdateShare, lr: float, loss: Loss) -> Metrics:
+    def train_step(self, share: UpdateShare, lr: float, loss: Loss) -> Statistics:
         """One optimizer update on this data-parallel rank's micro-batches (as many as on every other rank).
 
         The gradient is that of the loss sums over all ranks / denominator. Returns grad_norm (before clipping) and the
-        sums of `_routing_stats`, and on the last stage loss, entropy (sum over masked tokens) and the loss's statistics
+        statistics of `_routing_stats`, and on the last stage the loss, `policy_statistics` and the loss's statistics,
         over all data-parallel ranks. Raises FloatingPointError when the gradient is not finite.
         """
 
@@ -226,11 +231,7 @@ class PolicyRank(TrainingRank):
             old_logp_T = logp_T.detach() if row.old_logp_T is None else row.old_logp_T
             old_logp_T = torch.where(row.targets.is_stale_T, row.targets.engine_logp_T, old_logp_T)
             loss_sum, stats = loss(logp_T, entropy_T, old_logp_T, row.targets)
-            entropy = torch.where(row.targets.loss_mask_T, entropy_T, 0.0).sum()
-            if row.targets.reference_logp_T is not None:
-                kl = kl_T(logp_T.detach(), row.targets.reference_logp_T, "k3")
-                stats = {**stats, "reference_kl": torch.where(row.targets.loss_mask_T, kl, 0.0).sum()}
-            return loss_sum, {"entropy": entropy, **stats}
+            return loss_sum, stats | policy_statistics(logp_T, entropy_T, row.targets)
 
         old, reference = (dealt(one, share.micro_batches) for one in (share.old_logp, share.reference_logp))
         rows = [self._pack(*one) for one in zip(share.micro_batches, old, reference, strict=True)]
@@ -238,7 +239,7 @@ class PolicyRank(TrainingRank):
         found = self._update(rows, row_loss, share.norms, lr, **how)
         return {**found, **self._routing_stats(share.norms)}
 
-    def _replay_gaps(self, share: UpdateShare) -> Metrics:
+    def _replay_gaps(self, share: UpdateShare) -> Statistics:
         """|engine - trainer| logprob with and without replay, summed over the first micro-batches' masked tokens."""
 
         def gap(row: PackedRow, logp_T: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -255,10 +256,9 @@ class PolicyRank(TrainingRank):
         if not self._model.is_last_stage:
             return {}
         (replay_gap, tokens), (free_gap, _) = torch.stack(with_replay).sum(0), torch.stack(without).sum(0)
-        stats = {"replay_gap": replay_gap, "replay_gap_without": free_gap, "replay_gap_tokens": tokens}
-        return groups.reduce_stats([stats])
+        return groups.reduce_stats([{REPLAY_GAP: parts(replay_gap, tokens), FREE_GAP: parts(free_gap, tokens)}])
 
-    def _routing_stats(self, norms: Norms) -> Metrics:
+    def _routing_stats(self, norms: Norms) -> Statistics:
         """The auxiliary losses as means over tokens (and layers), and sums of replayed choices, over all ranks."""
         sums = self._model.pipeline.routing.sums
         if not self.shape.num_experts:
@@ -266,10 +266,13 @@ class PolicyRank(TrainingRank):
         values = torch.stack([torch.as_tensor(sums.get(name, 0.0), dtype=torch.float64).cpu() for name in _ROUTING])
         values = values.to(device.DEVICE)
         dist.all_reduce(values)
-        found = dict(zip(_ROUTING, values.tolist(), strict=True))
+        found: dict[str, float] = dict(zip(_ROUTING, values.tolist(), strict=True))
         layers = len(self._model.moe_layers()) + self.shape.num_mtp_layers * bool(self._recipe.train.mtp_loss)
-        units = {"mtp_loss": norms.loss_tokens} | dict.fromkeys(("aux_loss", "z_loss"), norms.tokens * layers)
-        return {name: value / units.get(name, 1) for name, value in found.items() if value}
+        units = {AUX_LOSS: norms.tokens * layers, Z_LOSS: norms.tokens * layers, MTP_LOSS: norms.loss_tokens}
+        stats: Statistics = {one: (found[one.name] / unit,) for one, unit in units.items() if found[one.name]}
+        if found["replayed_choices"]:
+            stats[DIFFERING_SHARE] = found["differing_choices"], found["replayed_choices"]
+        return stats
 
     def export(self, folder: Path) -> None:
         """Write the weights as a Hugging Face checkpoint, with the configuration and tokenizer of model.path."""

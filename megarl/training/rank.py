@@ -12,6 +12,7 @@ import torch
 
 from megarl import device
 from megarl.algos.losses import LossResult
+from megarl.algos.statistics import GRAD_NORM, LOSS, Statistics
 from megarl.checkpoints import hf_import
 from megarl.checkpoints.rank_files import RankFiles
 from megarl.checkpoints.snapshots import Digest
@@ -23,7 +24,7 @@ from megarl.parallel.routing import Choices
 from megarl.parallel.sequences import PackedRow, pack, unpack
 from megarl.resharding import megatron_map
 from megarl.training.batching import Piece, SampleRef, Update
-from megarl.types import FloatArray, Metrics, ModelShape, SampleGroup, TrainSequence
+from megarl.types import FloatArray, ModelShape, SampleGroup, TrainSequence
 
 MicroBatches = Sequence[Sequence[TrainSequence]]
 
@@ -109,7 +110,7 @@ class TrainingRank:
 
     def _update(
         self, rows: Sequence[PackedRow], loss: Callable[..., LossResult], norms: Norms, lr: float, **how: Any
-    ) -> Metrics:
+    ) -> Statistics:
         """One optimizer update. loss: of a packed row and the pipeline's outputs for it; how: as of `Pipeline.run`.
 
         Returns grad_norm (before clipping), and on the last stage the loss and its statistics over all data-parallel
@@ -118,12 +119,12 @@ class TrainingRank:
 
         def on_outputs(*row_and_outputs: Any) -> LossResult:
             loss_sum, stats = loss(*row_and_outputs)
-            return loss_sum, {"loss": loss_sum.detach() / norms.denominator, **stats}
+            return loss_sum, {LOSS: loss_sum.detach() / norms.denominator, **stats}
 
         self._model.zero_grad()
         stats = self._model.pipeline.run(rows, on_outputs, norms=norms, **how)
         grad_norm = self._model.step(lr)
-        return {**(groups.reduce_stats(stats) if self._model.is_last_stage else {}), "grad_norm": grad_norm}
+        return {**(groups.reduce_stats(stats) if self._model.is_last_stage else {}), GRAD_NORM: (grad_norm,)}
 
     def _pack(
         self,

@@ -56,7 +56,7 @@ class RewardModelRank(TrainingRank):
         batches: list[list[int]] = []
         if lengths:
             (plan,) = plan_updates(
-                [SampleRef(index, 0, length, 1, 0.0) for index, length in enumerate(lengths)],
+                [SampleRef(index, 0, length, 1) for index, length in enumerate(lengths)],
                 updates=1,
                 dp=1,
                 token_budget=self._recipe.train.tokens_per_micro_batch,
@@ -74,7 +74,7 @@ class RewardModelRank(TrainingRank):
 def _sequence(ids_T: IntArray) -> TrainSequence:
     """Tokens that nothing is learnt from."""
     zeros_T = np.zeros(len(ids_T), np.float32)
-    return TrainSequence(ids_T, zeros_T.astype(np.bool_), zeros_T, zeros_T, zeros_T)
+    return TrainSequence(ids_T, zeros_T.astype(np.bool_), zeros_T, zeros_T)
 
 
 def _last_scores(row: PackedRow, score_T: torch.Tensor) -> tuple[torch.Tensor, FloatArray]:

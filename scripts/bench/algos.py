@@ -143,10 +143,12 @@ def cases(batch: Batch) -> dict[str, Case]:
     )
     ids_T, mask_T, zeros_T = (np.zeros(most, np.int64), np.ones(most, np.bool_), np.zeros(most, np.float32))
     advantaged = [
-        TrainSequence(ids_T[: len(one_T)], mask_T[: len(one_T)], zeros_T[: len(one_T)], one_T, zeros_T[: len(one_T)])
-        for one_T in advantages
+        TrainSequence(ids_T[:n], mask_T[:n], zeros_T[:n], zeros_T[:n], advantage_T=one_T)
+        for n, one_T in zip(lengths, advantages, strict=True)
     ]
-    rewarded = [replace(one, advantage_T=reward_T) for one, reward_T in zip(advantaged, rewards, strict=True)]
+    rewarded = [
+        replace(one, reward=float(reward_T[-1])) for one, reward_T in zip(advantaged, rewards, strict=True)
+    ]
 
     def packed_gae() -> Pieces:
         return [gae(tokens.reward, tokens.value, is_last_T, gamma=GAMMA, lam=LAMBDA)[0]]
@@ -155,7 +157,7 @@ def cases(batch: Batch) -> dict[str, Case]:
         return [torch.from_numpy(one) for one in credit.by_values(rewarded, values, gamma=GAMMA, lam=LAMBDA)[0]]
 
     def whitened() -> Pieces:
-        return [torch.from_numpy(one.advantage_T) for one in credit.whitened(advantaged, lambda sums: sums)]
+        return [torch.from_numpy(np.asarray(one.advantage_T)) for one in credit.whitened(advantaged, lambda sums: sums)]
 
     found = {
         "gae": Case(packed_gae, lambda samples: [plain_gae(one) for one in samples], padded_gae),

@@ -66,7 +66,7 @@ def differencing(weights: Sequence[int], count: int, equal_size: bool) -> list[l
 
 def ours(lengths: Sequence[int], dp: int, budget: int, work: Callable[[int], float]) -> Plan:
     """megarl.training.batching, as a run uses it."""
-    samples = [SampleRef(0, index, length, length, 0.0) for index, length in enumerate(lengths)]
+    samples = [SampleRef(0, index, length, length) for index, length in enumerate(lengths)]
     (plan,) = plan_updates(samples, updates=1, dp=dp, token_budget=budget, aggregation="token_mean", work=work)
     return [[[ref.sample for ref in batch] for batch in rank] for rank in plan.micro_batches]
 

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from megarl import device
+from megarl.algos.statistics import GRAD_NORM, LOSS, TOKENS, Statistic
 from megarl.config import Recipe
 from megarl.device import Address
 from megarl.training import flops
@@ -83,13 +84,14 @@ def make_sequences(count: int, longest: int, vocab_size: int) -> list[TrainSeque
         length = int(np.clip(drawn, 8, longest))
         mask_T = np.arange(length) >= length // 4
         weight_T = mask_T.astype(np.float32)
-        found.append(TrainSequence(rng.integers(0, vocab_size, length), mask_T, weight_T, weight_T, 0 * weight_T))
+        tokens_T = rng.integers(0, vocab_size, length)
+        found.append(TrainSequence(tokens_T, mask_T, weight_T, 0 * weight_T, advantage_T=weight_T))
     return found
 
 
-def cross_entropy(logp_T: Any, entropy_T: Any, old_logp_T: Any, targets: Any) -> tuple[Any, dict[str, Any]]:
+def cross_entropy(logp_T: Any, entropy_T: Any, old_logp_T: Any, targets: Any) -> tuple[Any, dict[Statistic, Any]]:
     """Megatron's own loss, as megarl's steps take one."""
-    return -(logp_T * targets.loss_mask_T).sum(), {"tokens": targets.loss_mask_T.sum()}
+    return -(logp_T * targets.loss_mask_T).sum(), {TOKENS: targets.loss_mask_T.sum()}
 
 
 def work(rank: int, meet: Address, recipe: Recipe, sequences: Sequence[TrainSequence], steps: int) -> dict[str, Any]:
@@ -105,7 +107,7 @@ def work(rank: int, meet: Address, recipe: Recipe, sequences: Sequence[TrainSequ
     layout, shape = trainer.layout, trainer.shape
     bare = Bare(recipe, shape, layout, rank, trainer.params())
     lengths = [(len(one.token_ids_T), int(one.loss_mask_T.sum())) for one in sequences]
-    refs = [SampleRef(index, 0, tokens, learnt, 0.0) for index, (tokens, learnt) in enumerate(lengths)]
+    refs = [SampleRef(index, 0, tokens, learnt) for index, (tokens, learnt) in enumerate(lengths)]
     budget, per_token = recipe.train.tokens_per_micro_batch, flops.train_work(shape)
     (update,) = plan_updates(
         refs, updates=1, dp=layout.dp, token_budget=budget, aggregation="token_mean", work=per_token
@@ -117,7 +119,7 @@ def work(rank: int, meet: Address, recipe: Recipe, sequences: Sequence[TrainSequ
 
     def ours() -> tuple[float, float]:
         found = trainer.train_step(part, LR, cross_entropy)
-        return found.get("loss", 0.0), found["grad_norm"]
+        return found.get(LOSS, (0.0,))[0], found[GRAD_NORM][0]
 
     contenders: dict[str, Callable[[], tuple[float, float]]] = {"megarl": ours, "bare": lambda: bare.step(rows, LR)}
     seconds: dict[str, list[float]] = {name: [] for name in contenders}

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.algos.advantages import centred, gae, group_normalised, leave_one_out, outcome
+from megarl.algos.advantages import centred, gae, group_normalised, leave_one_out, no_baseline
 
 
 def test_two_of_four_correct():
@@ -40,8 +40,8 @@ def test_leave_one_out_is_centred_times_g_over_g_minus_1(rewards):
     torch.testing.assert_close(leave_one_out(rewards_G), centred(rewards_G) * scale, atol=1e-12, rtol=1e-12)
 
 
-def test_an_outcome_is_what_it_was():
-    assert outcome(torch.tensor([1.0, -0.5])).tolist() == [1.0, -0.5]
+def test_without_a_baseline_the_advantage_is_the_reward():
+    assert no_baseline(torch.tensor([1.0, -0.5])).tolist() == [1.0, -0.5]
 
 
 def slow_gae(rewards, values, gamma, lam):

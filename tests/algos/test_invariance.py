@@ -18,8 +18,11 @@ from hypothesis import strategies as st
 from megarl.algos import ALGORITHMS
 from megarl.algos.mismatch import MISMATCH_BOUNDS
 from megarl.algos.segments import segment_mean, segment_sum
+from megarl.algos.statistics import CLIPPED, Statistics
 from megarl.parallel.sequences import Split, pack
+from megarl.tracking.metrics import train_metrics
 from megarl.training.batching import Key, MicroBatch, SampleRef, key_of, plan_updates, train_sequences
+from megarl.training.credit import by_samples
 from megarl.types import Aggregation, FloatArray, Hyperparameters, Mismatch, Prompt, Sample, SampleGroup
 
 PER_GROUP, LONGEST, BUDGET = 3, 9, 48
@@ -60,7 +63,8 @@ def batch_of(lengths: Sequence[int], seed: int) -> Batch:
             )
             samples.append(Sample(np.arange(length), engine.astype(np.float32), "", True, 0))
             total = len(prompt.token_ids) + length
-            made.refs.append(SampleRef(number, index, total, length, float(rng.normal()), bool(rng.integers(2))))
+            how = {"advantage": float(rng.normal()), "is_correct": bool(rng.integers(2))}
+            made.refs.append(SampleRef(number, index, total, length, **how))
         nothing = np.zeros(len(own), np.float32)
         groups[number] = SampleGroup(prompt, tuple(samples), nothing, nothing.astype(np.bool_))
     return replace(made, groups=groups)
@@ -71,12 +75,19 @@ def padded(batch: Batch, ref: SampleRef, values: FloatArray, junk: float) -> Flo
     return np.pad(values, (ref.length - ref.response_length, 0), constant_values=junk)
 
 
-Seen = tuple[float, list[torch.Tensor], dict[str, float]]
+Seen = tuple[float, list[torch.Tensor], Statistics]
+
+
+def add(total: Statistics, found: Statistics) -> None:
+    """Statistics of more micro-batches to those of others."""
+    for statistic, values in found.items():
+        together = max if statistic.reduction.is_max else lambda pair: math.fsum(pair)
+        total[statistic] = tuple(map(together, zip(total.get(statistic, (0.0,) * len(values)), values, strict=True)))
 
 
 def seen(
     name: str,
-    rules: Hyperparameters,
+    hparams: Hyperparameters,
     batch: Batch,
     shares: Sequence[Sequence[MicroBatch]],
     *,
@@ -93,8 +104,10 @@ def seen(
         leaf.grad = None
     total, stats = 0.0, {}
     for micro_batches in shares:
-        made = train_sequences(micro_batches, batch.groups, aggregation or rules.aggregation, nll_weight)
-        for refs, sequences in zip(micro_batches, made, strict=True):
+        made = train_sequences(micro_batches, batch.groups, aggregation or hparams.aggregation, nll_weight)
+        for refs, uncredited in zip(micro_batches, made, strict=True):
+            pairs = zip(uncredited, by_samples(refs, uncredited), strict=True)
+            sequences = [replace(one, advantage_T=advantage_T) for one, advantage_T in pairs]
             old, reference = (
                 [padded(batch, ref, values[key_of(ref)], junk) for ref in refs]
                 for values in (batch.old_logp, batch.reference_logp)
@@ -112,45 +125,41 @@ def seen(
                 if refs else junk_T[i] * 1
                 for i, values in enumerate((batch.logp, batch.entropy))
             )  # fmt: skip
-            loss, found = ALGORITHMS[name].loss(rules)(logp_T, entropy_T, row.old_logp_T, targets)
+            loss, found = ALGORITHMS[name].loss(hparams)(logp_T, entropy_T, row.old_logp_T, targets)
             loss.backward()
             assert junk_T.grad is not None and not junk_T.grad.any(), "what is not learnt from has a gradient"
             total += float(loss.detach())
-            for stat, value in found.items():
-                both = stats.get(stat, 0.0), float(value)
-                stats[stat] = max(both) if stat.endswith("_max") else sum(both)
+            add(stats, {statistic: tuple(value.reshape(-1).tolist()) for statistic, value in found.items()})
     return total, [torch.zeros_like(one) if one.grad is None else one.grad for one in batch.leaves()], stats
 
 
-def expected(name: str, rules: Hyperparameters, batch: Batch) -> Seen:
+def expected(name: str, hparams: Hyperparameters, batch: Batch) -> Seen:
     """The mean that the aggregation names, of samples that each are seen alone, behind a prompt of one token."""
     prompt = Prompt("", "", (0,), "")
     one_token = {number: replace(group, prompt=prompt) for number, group in batch.groups.items()}
-    alone, of_policy = replace(batch, groups=one_token), replace(rules, positive_nll=0.0)
+    alone, of_policy = replace(batch, groups=one_token), replace(hparams, positive_nll=0.0)
     tokens = sum(ref.response_length for ref in batch.refs)
     loss, gradients = 0.0, [torch.zeros_like(one) for one in batch.leaves()]
-    stats: dict[str, float] = {}
+    stats: Statistics = {}
     for ref in batch.refs:
         share = {
             "token_mean": 1 / tokens,
             "sequence_mean": 1 / ref.response_length / len(batch.refs),
             "sequence_sum": 1 / len(batch.refs),
             "constant": 1 / LONGEST / len(batch.refs),
-        }[rules.aggregation]
+        }[hparams.aggregation]
         shares = [[(replace(ref, length=1 + ref.response_length),)]]
         one, own, found = seen(name, of_policy, alone, shares, aggregation="token_mean")
         loss += one * share
         gradients = [total + gradient * share for total, gradient in zip(gradients, own, strict=True)]
-        for stat, value in found.items():
-            both = stats.get(stat, 0.0), value
-            stats[stat] = max(both) if stat.endswith("_max") else sum(both)
-    if rules.positive_nll and ALGORITHMS[name].surrogate:
+        add(stats, found)
+    if hparams.positive_nll and ALGORITHMS[name].surrogate:
         correct = [key_of(ref) for ref in batch.refs if ref.is_correct]
         count = sum(len(batch.logp[key]) for key in correct)
         for place, (key, logp) in enumerate(batch.logp.items()):
             if key in correct:
-                loss -= rules.positive_nll * float(logp.detach().sum()) / count
-                gradients[place] = gradients[place] - rules.positive_nll / count
+                loss -= hparams.positive_nll * float(logp.detach().sum()) / count
+                gradients[place] = gradients[place] - hparams.positive_nll / count
     return loss, gradients, stats
 
 
@@ -159,13 +168,13 @@ def same(mine: Seen, other: Seen, divisor: float = 1.0) -> None:
     assert mine[0] / divisor == pytest.approx(other[0], rel=1e-5, abs=2e-6)
     for gradient, wanted in zip(mine[1], other[1], strict=True):
         torch.testing.assert_close(gradient / divisor, wanted, rtol=1e-5, atol=2e-6)
-    assert mine[2] == pytest.approx(other[2], rel=1e-5, abs=1e-6)
+    assert train_metrics([mine[2]]) == pytest.approx(train_metrics([other[2]]), rel=1e-5, abs=1e-6)
 
 
 def all_at_once(name: str, mismatch: Mismatch) -> Hyperparameters:
-    """The row's own rules with every penalty."""
+    """The row's own hparams with every penalty."""
     more = {"kl_coefficient": 0.1, "entropy_coefficient": 0.01, "positive_nll": 0.1, "mismatch": mismatch}
-    return replace(ALGORITHMS[name].rules, **more)
+    return replace(ALGORITHMS[name].hyperparameters, **more)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -183,27 +192,28 @@ def test_neither_prompts_packing_splitting_nor_ranks_change_what_is_learnt(
     name, lengths, seed, mismatch, dp, budget, split, shuffle
 ):
     """Ranks without a sample among them, whose rows are padding."""
-    batch, rules = batch_of(lengths, seed), all_at_once(name, mismatch)
+    batch, hparams = batch_of(lengths, seed), all_at_once(name, mismatch)
     (plan,) = plan_updates(
-        batch.refs, updates=1, dp=dp, token_budget=budget, aggregation=rules.aggregation, longest_response=LONGEST,
+        batch.refs, updates=1, dp=dp, token_budget=budget, aggregation=hparams.aggregation, longest_response=LONGEST,
         work=lambda length: length + length**2 / 16, align=split.align,
     )  # fmt: skip
     shares = [[tuple(shuffle.sample(refs, len(refs))) for refs in rank] for rank in plan.micro_batches]
     shuffle.shuffle(shares)
-    mine = seen(name, rules, batch, shares, nll_weight=plan.nll_weight(rules.positive_nll), split=split, junk=math.nan)
-    same(mine, expected(name, rules, batch), plan.denominator)
+    nll_weight = plan.nll_weight(hparams.positive_nll)
+    mine = seen(name, hparams, batch, shares, nll_weight=nll_weight, split=split, junk=math.nan)
+    same(mine, expected(name, hparams, batch), plan.denominator)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_more_ranks_than_samples(name):
-    batch, rules = batch_of([3, 1], seed=4), all_at_once(name, "mis_sequence")
+    batch, hparams = batch_of([3, 1], seed=4), all_at_once(name, "mis_sequence")
     (plan,) = plan_updates(
-        batch.refs, updates=1, dp=5, token_budget=BUDGET, aggregation=rules.aggregation, longest_response=LONGEST,
+        batch.refs, updates=1, dp=5, token_budget=BUDGET, aggregation=hparams.aggregation, longest_response=LONGEST,
         work=float,
     )  # fmt: skip
     assert [len(refs) for rank in plan.micro_batches for refs in rank].count(0) == 3
-    mine = seen(name, rules, batch, plan.micro_batches, nll_weight=plan.nll_weight(rules.positive_nll))
-    same(mine, expected(name, rules, batch), plan.denominator)
+    mine = seen(name, hparams, batch, plan.micro_batches, nll_weight=plan.nll_weight(hparams.positive_nll))
+    same(mine, expected(name, hparams, batch), plan.denominator)
 
 
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf, 1e30])
@@ -211,10 +221,10 @@ def test_more_ranks_than_samples(name):
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_what_is_not_learnt_from_may_be_anything(name, mismatch, junk):
     """Prompts and padding: nothing of them in loss, gradient or statistics."""
-    batch, rules = batch_of([4, 1, 9, 2, 2], seed=7), all_at_once(name, mismatch)
+    batch, hparams = batch_of([4, 1, 9, 2, 2], seed=7), all_at_once(name, mismatch)
     shares, split = [[tuple(batch.refs[:3]), ()], [tuple(batch.refs[3:])]], Split(tp=2, cp=2, align=4)
     mine, clean = (
-        seen(name, rules, batch, shares, nll_weight=0.1, split=split, junk=value) for value in (junk, 0.0)
+        seen(name, hparams, batch, shares, nll_weight=0.1, split=split, junk=value) for value in (junk, 0.0)
     )
     assert math.isfinite(clean[0]) and all(one.isfinite().all() for one in clean[1])
     assert (mine[0], mine[2]) == (clean[0], clean[2])
@@ -225,15 +235,15 @@ def test_what_is_not_learnt_from_may_be_anything(name, mismatch, junk):
 def test_a_row_without_a_sample_costs_nothing(name):
     batch = batch_of([3], seed=1)
     loss, gradients, stats = seen(name, all_at_once(name, "tis"), batch, [[(), ()]], split=Split(tp=4), junk=math.nan)
-    assert loss == 0.0 and not any(one.any() for one in gradients) and not any(stats.values())
+    assert loss == 0.0 and not any(one.any() for one in gradients) and not any(any(values) for values in stats.values())
 
 
 @pytest.mark.parametrize("name", FROM_REWARDS)
 def test_without_an_advantage_there_is_nothing_to_learn(name):
     batch = batch_of([1, 1, 5, 9], seed=2)
     refs = tuple(replace(ref, advantage=0.0) for ref in batch.refs)
-    rules = replace(ALGORITHMS[name].rules, kl_coefficient=0.0, positive_nll=0.0, mismatch="mis_token")
-    loss, gradients, _ = seen(name, rules, batch, [[refs]])
+    hparams = replace(ALGORITHMS[name].hyperparameters, kl_coefficient=0.0, positive_nll=0.0, mismatch="mis_token")
+    loss, gradients, _ = seen(name, hparams, batch, [[refs]])
     assert loss == 0.0 and not any(one.any() for one in gradients)
 
 
@@ -241,19 +251,20 @@ def test_without_an_advantage_there_is_nothing_to_learn(name):
 @pytest.mark.parametrize("reward", [0.0, 0.7, -1.0])
 def test_equal_rewards_have_no_advantage(name, reward):
     for size in (2, 3, 16):
-        advantage_G = ALGORITHMS[name].advantage(torch.full((size,), reward))
-        assert advantage_G.shape == (size,) and float(advantage_G.abs().max()) < 1e-9
+        advantages = ALGORITHMS[name].sample_advantages(torch.full((size,), reward))
+        assert advantages == pytest.approx([0.0] * size, abs=1e-9)
 
 
 def test_dapo_without_its_extras_is_grpo():
     batch = batch_of([4, 1, 9, 2, 7, 8, 5, 9], seed=3)
-    rules = replace(ALGORITHMS["dapo"].rules, clip_high=0.2, dynamic_sampling=False, overlong_share=0.0)
-    rules = replace(rules, aggregation="sequence_mean", kl_coefficient=0.001)
-    assert rules == ALGORITHMS["grpo"].rules
+    hparams = replace(ALGORITHMS["dapo"].hyperparameters, clip_high=0.2, dynamic_sampling=False, overlong_share=0.0)
+    hparams = replace(hparams, aggregation="sequence_mean", kl_coefficient=0.001)
+    assert hparams == ALGORITHMS["grpo"].hyperparameters
     rewards_G = torch.tensor([1.0, 0.0, 0.5])
-    assert torch.equal(*(ALGORITHMS[name].advantage(rewards_G) for name in ("dapo", "grpo")))
-    mine, other = (seen(name, rules, batch, [[tuple(batch.refs)]]) for name in ("dapo", "grpo"))
-    assert mine[2]["clipped"] > 0
+    one, other = (ALGORITHMS[name].sample_advantages(rewards_G) for name in ("dapo", "grpo"))
+    assert one == other
+    mine, other = (seen(name, hparams, batch, [[tuple(batch.refs)]]) for name in ("dapo", "grpo"))
+    assert mine[2][CLIPPED][0] > 0
     same(mine, other)
 
 

@@ -14,8 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algos import ALGORITHMS
-from megarl.algos.losses import nll_loss, outcome_loss, policy_loss, value_loss
+from megarl.algos.losses import (
+    EXPLAINED_VARIANCE,
+    GAP,
+    GAP_MAX,
+    RIGHT,
+    nll_loss,
+    outcome_loss,
+    policy_loss,
+    value_loss,
+)
 from megarl.algos.mismatch import MISMATCH_BOUNDS
+from megarl.algos.statistics import TOKENS
 from megarl.algos.surrogates import cispo, clipped, reinforce, sequence_clipped
 from megarl.types import Hyperparameters
 
@@ -34,45 +44,54 @@ class Row:
     nll_weight_T: torch.Tensor
 
 
+@dataclass
+class OutcomeRow:
+    loss_mask_T: torch.Tensor
+    loss_weight_T: torch.Tensor
+    outcome_T: torch.Tensor
+    reference_logp_T: torch.Tensor | None
+    sequence_T: torch.Tensor
+
+
 def clip(value: float, low: float, high: float) -> float:
     return min(max(value, low), high)
 
 
-def slow_surrogate(name: str, rules: Hyperparameters, logp: Any, old: float, log_s: Any, advantage: float) -> Any:
+def slow_surrogate(name: str, hparams: Hyperparameters, logp: Any, old: float, log_s: Any, advantage: float) -> Any:
     """One token's loss, as the papers have it; log_s: the mean log-ratio of its sequence."""
     log_ratio = log_s if name == "sequence" else logp - old
-    low, high = 1 - rules.clip_low, 1 + rules.clip_high
+    low, high = 1 - hparams.clip_low, 1 + hparams.clip_high
     if name == "reinforce":
         return -advantage * logp
     if name == "cispo":
         return -clip(float(log_ratio.detach().exp()), low, high) * advantage * logp
     ratio = log_ratio.exp()
     objective = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
-    if rules.dual_clip and advantage < 0 and float(objective.detach()) < rules.dual_clip * advantage:
-        objective = torch.zeros_like(ratio) + rules.dual_clip * advantage
+    if hparams.dual_clip and advantage < 0 and float(objective.detach()) < hparams.dual_clip * advantage:
+        objective = torch.zeros_like(ratio) + hparams.dual_clip * advantage
     return -objective
 
 
-def slow_weight(rules: Hyperparameters, w: float, product: float, mean: float) -> float:
+def slow_weight(hparams: Hyperparameters, w: float, product: float, mean: float) -> float:
     """Of pi_old / mu: of the token, of its sequence's product and geometric mean."""
-    if rules.mismatch == "off":
+    if hparams.mismatch == "off":
         return 1.0
-    low, high = MISMATCH_BOUNDS[rules.mismatch]
-    low = low if rules.mismatch_low is None else rules.mismatch_low
-    high = high if rules.mismatch_high is None else rules.mismatch_high
-    if rules.mismatch == "tis":
+    low, high = MISMATCH_BOUNDS[hparams.mismatch]
+    low = low if hparams.mismatch_low is None else hparams.mismatch_low
+    high = high if hparams.mismatch_high is None else hparams.mismatch_high
+    if hparams.mismatch == "tis":
         return min(w, high)
-    decides = {"mis_sequence": product, "mis_geometric": mean}.get(rules.mismatch, w)
-    return (product if rules.mismatch == "mis_sequence" else w) * (low <= decides <= high)
+    decides = {"mis_sequence": product, "mis_geometric": mean}.get(hparams.mismatch, w)
+    return (product if hparams.mismatch == "mis_sequence" else w) * (low <= decides <= high)
 
 
-def slow_kl(rules: Hyperparameters, logp: Any, reference: float) -> Any:
+def slow_kl(hparams: Hyperparameters, logp: Any, reference: float) -> Any:
     ratio = (reference - logp).exp()
-    return {"k1": -ratio.log(), "k2": ratio.log() ** 2 / 2, "k3": ratio - 1 - ratio.log()}[rules.kl_estimator]
+    return {"k1": -ratio.log(), "k2": ratio.log() ** 2 / 2, "k3": ratio - 1 - ratio.log()}[hparams.kl_estimator]
 
 
 def slow_loss(
-    name: str, rules: Hyperparameters, logp_T: torch.Tensor, entropy_T: torch.Tensor, old: list[float], row: Row
+    name: str, hparams: Hyperparameters, logp_T: torch.Tensor, entropy_T: torch.Tensor, old: list[float], row: Row
 ) -> Any:
     """The whole row, sequence by sequence and token by token."""
     total = torch.zeros((), dtype=torch.float64)
@@ -85,13 +104,13 @@ def slow_loss(
         log_w = [old[t] - float(row.engine_logp_T[t]) for t in places]
         product, mean = math.exp(sum(log_w)), math.exp(sum(log_w) / len(log_w))
         for t, own in zip(places, log_w, strict=True):
-            one = slow_surrogate(name, rules, logp_T[t], old[t], log_s, float(row.advantage_T[t]))
-            one = one * slow_weight(rules, math.exp(own), product, mean)
+            one = slow_surrogate(name, hparams, logp_T[t], old[t], log_s, float(row.advantage_T[t]))
+            one = one * slow_weight(hparams, math.exp(own), product, mean)
             assert row.reference_logp_T is not None
-            one = one + rules.kl_coefficient * slow_kl(rules, logp_T[t], float(row.reference_logp_T[t]))
-            one = one - rules.entropy_coefficient * entropy_T[t]
+            one = one + hparams.kl_coefficient * slow_kl(hparams, logp_T[t], float(row.reference_logp_T[t]))
+            one = one - hparams.entropy_coefficient * entropy_T[t]
             total = total + one * row.loss_weight_T[t]
-            total = total - (logp_T[t] * row.nll_weight_T[t] if rules.positive_nll else 0.0)
+            total = total - (logp_T[t] * row.nll_weight_T[t] if hparams.positive_nll else 0.0)
     return total
 
 
@@ -116,8 +135,8 @@ some_rules = st.builds(
 
 @pytest.mark.parametrize("name", SURROGATES)
 @settings(max_examples=60)
-@given(sequences=st.lists(st.lists(token, min_size=1, max_size=6), min_size=1, max_size=4), rules=some_rules)
-def test_loss_and_gradient_equal_the_slow_loop(name: str, sequences: list[list[Any]], rules: Hyperparameters) -> None:
+@given(sequences=st.lists(st.lists(token, min_size=1, max_size=6), min_size=1, max_size=4), hparams=some_rules)
+def test_loss_and_gradient_equal_the_slow_loop(name: str, sequences: list[list[Any]], hparams: Hyperparameters) -> None:
     columns = zip(*(one for sequence in sequences for one in sequence), strict=True)
     logp, old, mask, advantage, weight, engine, reference, entropy = map(list, columns)
     numbers = [number for number, sequence in enumerate(sequences) for _ in sequence]
@@ -128,8 +147,8 @@ def test_loss_and_gradient_equal_the_slow_loop(name: str, sequences: list[list[A
     )  # fmt: skip
     results = []
     for loss in (
-        lambda p_T, h_T: policy_loss(SURROGATES[name], p_T, h_T, exact(old), row, rules),
-        lambda p_T, h_T: (slow_loss(name, rules, p_T, h_T, old, row), {}),
+        lambda p_T, h_T: policy_loss(SURROGATES[name], p_T, h_T, exact(old), row, hparams),
+        lambda p_T, h_T: (slow_loss(name, hparams, p_T, h_T, old, row), {}),
     ):
         logp_T, entropy_T = exact(logp, requires_grad=True), exact(entropy, requires_grad=True)
         value, stats = loss(logp_T, entropy_T)
@@ -142,9 +161,9 @@ def test_loss_and_gradient_equal_the_slow_loop(name: str, sequences: list[list[A
     for one, other in zip(my_grads, slow_grads, strict=True):
         torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-9)
     gaps = [abs(o - e) for o, e, m in zip(old, engine, mask, strict=True) if m]
-    assert float(stats["gap"]) == pytest.approx(sum(gaps), abs=1e-12)
-    assert float(stats["gap_max"]) == pytest.approx(max(gaps, default=0.0), abs=1e-12)
-    assert int(stats["tokens"]) == sum(mask)
+    assert stats[GAP].tolist() == pytest.approx([sum(gaps), sum(mask)], abs=1e-12)
+    assert float(stats[GAP_MAX]) == pytest.approx(max(gaps, default=0.0), abs=1e-12)
+    assert int(stats[TOKENS]) == sum(mask)
 
 
 def row_of(mask: list[bool], weight: list[float], advantage: list[float], engine: list[float]) -> Row:
@@ -165,23 +184,23 @@ def test_prompt_tokens_cannot_poison_the_gradient() -> None:
         assert logp_T.grad.tolist() == [0.0, -1.0]
 
 
-def seen(name: str, rules: Hyperparameters, mask: list[bool], numbers: list[int]) -> tuple[float, list[float]]:
+def seen(name: str, hparams: Hyperparameters, mask: list[bool], numbers: list[int]) -> tuple[float, list[float]]:
     """Loss and gradient of a fixed row."""
     count = len(mask)
     generator = torch.Generator().manual_seed(4)
     draws = torch.rand(6, count, generator=generator, dtype=torch.float64)
     row = Row(torch.tensor(mask), draws[0], draws[1] - 0.5, -draws[2], -draws[3], torch.tensor(numbers), draws[0] * 0)
     logp_T = (-draws[4]).requires_grad_()
-    loss, _ = policy_loss(ALGORITHMS[name].surrogate, logp_T, draws[5], -draws[0], row, rules)  # type: ignore[arg-type]
+    loss, _ = policy_loss(ALGORITHMS[name].surrogate, logp_T, draws[5], -draws[0], row, hparams)  # type: ignore[arg-type]
     loss.backward()
     assert logp_T.grad is not None
     return float(loss.detach()), logp_T.grad.tolist()
 
 
 def test_gspo_of_one_token_is_grpo() -> None:
-    rules = replace(ALGORITHMS["grpo"].rules, kl_coefficient=0.0)
+    hparams = replace(ALGORITHMS["grpo"].hyperparameters, kl_coefficient=0.0)
     mask, numbers = [True] * 5, list(range(5))
-    mine, expected = seen("gspo", rules, mask, numbers), seen("grpo", rules, mask, numbers)
+    mine, expected = seen("gspo", hparams, mask, numbers), seen("grpo", hparams, mask, numbers)
     assert mine[0] == pytest.approx(expected[0], abs=1e-12)
     assert mine[1] == pytest.approx(expected[1], abs=1e-12)
 
@@ -189,7 +208,7 @@ def test_gspo_of_one_token_is_grpo() -> None:
 def test_a_row_of_padding_costs_nothing() -> None:
     for name, row in ALGORITHMS.items():
         if row.surrogate:
-            loss, gradient = seen(name, row.rules, [False] * 4, [0, 0, 1, 1])
+            loss, gradient = seen(name, row.hyperparameters, [False] * 4, [0, 0, 1, 1])
             assert loss == 0.0 and gradient == [0.0] * 4
 
 
@@ -201,7 +220,7 @@ def test_nll_is_the_weighted_sum_over_the_response() -> None:
     assert float(loss.detach()) == 4.0
     assert logp_T.grad is not None
     assert logp_T.grad.tolist() == [0.0, -1.0, -0.5]
-    assert int(stats["tokens"]) == 2
+    assert int(stats[TOKENS]) == 2
 
 
 outcome_token = st.tuples(floats, floats, st.booleans(), st.booleans())
@@ -217,11 +236,8 @@ def test_outcome_loss_and_gradient_equal_the_slow_loop(sequences: list[list[Any]
     outcomes = [float(sequence[0][3]) for sequence in sequences]
     counts = [max(1, sum(token[2] for token in sequence)) for sequence in sequences]
     exact = partial(torch.tensor, dtype=torch.float64)
-    nothing_T = torch.zeros(len(logp), dtype=torch.float64)
-    row = Row(
-        torch.tensor(mask), exact([1 / counts[n] for n in numbers]), exact([outcomes[n] for n in numbers]), nothing_T,
-        exact(reference), torch.tensor(numbers), nothing_T,
-    )  # fmt: skip
+    weight_T, outcome_T = exact([1 / counts[n] for n in numbers]), exact([outcomes[n] for n in numbers])
+    row = OutcomeRow(torch.tensor(mask), weight_T, outcome_T, exact(reference), torch.tensor(numbers))
     logp_T = exact(logp, requires_grad=True)
     loss, stats = outcome_loss(logp_T, row, scale=0.5)
     loss.backward()
@@ -238,7 +254,7 @@ def test_outcome_loss_and_gradient_equal_the_slow_loop(sequences: list[list[Any]
         slow.backward()
     grads = [torch.zeros_like(one) if one.grad is None else one.grad for one in (logp_T, slow_T)]
     torch.testing.assert_close(*grads, atol=1e-9, rtol=1e-9)
-    assert int(stats["right"]) == right
+    assert stats[RIGHT].tolist() == [right, sum(mask)]
 
 
 value_token = st.tuples(floats, floats, floats, st.booleans(), st.floats(0.01, 1))
@@ -285,7 +301,7 @@ def test_value_loss_and_gradient_equal_the_slow_loop(tokens, data):
     same = [abs((v - r) ** 2 - (o - r) ** 2) < 1e-12 for v, r, o in zip(value, target, old, strict=True)]
     for mine, other, is_tie in zip(value_T.grad.tolist(), grads, map(max, on_edge, same), strict=True):
         assert is_tie or mine == pytest.approx(other, abs=1e-12)
-    assert int(stats["tokens"]) == sum(mask)
     errors = [r - o for r, o, m in zip(target, old, mask, strict=True) if m]
-    assert float(stats["error"]) == pytest.approx(sum(errors), abs=1e-12)
-    assert float(stats["error_square"]) == pytest.approx(sum(e * e for e in errors), abs=1e-12)
+    *_, error, error_square, count = stats[EXPLAINED_VARIANCE].tolist()
+    assert (error, error_square) == pytest.approx((sum(errors), sum(e * e for e in errors)), abs=1e-12)
+    assert count == sum(mask)

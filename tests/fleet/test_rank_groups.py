@@ -120,7 +120,7 @@ def samples() -> tuple[list[SampleRef], list[Any]]:
         nothing = np.zeros(SAMPLES, np.float32)
         prompt = Prompt("", "", tuple(range(PROMPT)), "")
         groups.append(Ref(SampleGroup(prompt, tuple(made), nothing, nothing > 0)))
-        refs += [SampleRef(group, at, PROMPT + int(one), int(one), 0.0) for at, one in enumerate(lengths)]
+        refs += [SampleRef(group, at, PROMPT + int(one), int(one)) for at, one in enumerate(lengths)]
     return refs, groups
 
 
@@ -165,5 +165,5 @@ def test_each_rank_returns_its_state_and_few_of_them_token_values(
 def test_a_step_without_an_auxiliary_model_has_neither(ranks: tuple[TrainingRanks, AuxiliaryRanks]) -> None:
     policy, _ = ranks
     refs, groups = samples()
-    trained = policy.train("ppo", refs, groups, 0.5)
-    assert [(one["state"], one["values"]) for one in trained.updates] == [(-1, 0)] * UPDATES
+    updates: Any = policy.train("ppo", refs, groups, 0.5).updates
+    assert [(one["state"], one["values"]) for one in updates] == [(-1, 0)] * UPDATES

@@ -20,7 +20,7 @@ from megarl.types import UserFault
 from tests.parallel.checkpoints import load, write
 from tests.parallel.gradients import check_learning, recorded
 from tests.parallel.precision import within
-from tests.parallel.worlds import assemble, deal, ragged, recipe, run_world, weighted_loss, world_part
+from tests.parallel.worlds import assemble, deal, numbers, ragged, recipe, run_world, weighted_loss, world_part
 from tests.small_disk import small_disk
 
 pytestmark = pytest.mark.slow
@@ -36,7 +36,7 @@ TO = {
 def steps(trainer: Any, count: int) -> list[dict[str, float]]:
     sequences, at, dp = ragged(14, VOCAB_SIZE, seed=3), trainer.layout.coords(trainer.rank), trainer.layout.dp
     part = world_part(deal(sequences, at.dp, dp, micro_batches=4), sequences, 97.0)
-    return [trainer.train_step(part, LR, weighted_loss) for _ in range(count)]
+    return [numbers(trainer.train_step(part, LR, weighted_loss)) for _ in range(count)]
 
 
 def moments(trainer: Any) -> list[np.ndarray]:

@@ -13,10 +13,11 @@ import pytest
 from megarl.algos import ALGORITHMS
 from megarl.parallel.layout import TrainLayout
 from megarl.training.batching import MicroBatch, SampleRef, Update, plan_updates, train_sequences
+from megarl.training.credit import by_samples
 from megarl.types import FloatArray, Hyperparameters, Prompt, Sample, SampleGroup, TrainSequence
 from tests.parallel.checkpoints import write
 from tests.parallel.gradients import check_learning, recorded
-from tests.parallel.worlds import recipe, run_world
+from tests.parallel.worlds import numbers, recipe, run_world
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +46,7 @@ def samples(count: int) -> tuple[dict[int, SampleGroup], list[SampleRef]]:
         sample = Sample(rng.integers(0, VOCAB_SIZE, length), nothing, "", True, 0)
         one = Prompt(str(index), "", tuple(prompt.tolist()), "")
         groups[index] = SampleGroup(one, (sample,), nothing[:1], nothing[:1].astype(np.bool_))
-        refs.append(SampleRef(index, 0, len(prompt) + length, length, float(rng.normal())))
+        refs.append(SampleRef(index, 0, len(prompt) + length, length, advantage=float(rng.normal())))
     return groups, refs
 
 
@@ -76,10 +77,13 @@ def update_of(trainer: Any, case: str, refs: Sequence[SampleRef], groups: dict[i
     flat = [ref for batch in mine for ref in batch]
     found = [seen_by_engine(ref, one, case) for ref, one in zip(flat, trainer.logprobs(made), strict=True)]
     engines = iter([engine for _, engine in found])
-    made = [[replace(one, engine_logp_T=next(engines)) for one in batch] for batch in made]
+    advantages = iter(by_samples(flat, [one for batch in made for one in batch]))
+    made = [
+        [replace(one, engine_logp_T=next(engines), advantage_T=next(advantages)) for one in batch] for batch in made
+    ]
     norms = Norms(plan.denominator, plan.tokens, plan.loss_tokens)
     part = UpdateShare(made, norms, old_logp=[old for old, _ in found])
-    return trainer.train_step(part, LR, ALGORITHMS["gspo"].loss(rules)) | {"samples": len(flat)}
+    return numbers(trainer.train_step(part, LR, ALGORITHMS["gspo"].loss(rules))) | {"samples": len(flat)}
 
 
 def train(trainer: Any) -> dict[str, Any]:
@@ -99,9 +103,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def one_rank(path: Path) -> dict[str, Any]:
     (found,) = run_world(recipe(path, TrainLayout(1, 1, 1, 1)), train)
     for metrics in found["metrics"][::2]:
-        assert 0 < metrics["clipped"] < metrics["tokens"], "both sides of the clip are to be seen"
+        assert 0 < metrics["clipped"] < 1, "both sides of the clip are to be seen"
     for metrics in found["metrics"][2::2]:
-        assert 0 < metrics["mismatch_masked"] < metrics["tokens"], "and of the mismatch's bound"
+        assert 0 < metrics["mismatch_masked"] < 1, "and of the mismatch's bound"
     return found
 
 

@@ -17,7 +17,7 @@ from megarl.parallel.layout import TrainLayout
 from megarl.parallel.optimizer import optimizer_config
 from megarl.types import UserFault
 from tests.parallel.checkpoints import write
-from tests.parallel.worlds import deal, ragged, recipe, rectangles, run_ranks, weighted_loss, world_part
+from tests.parallel.worlds import deal, numbers, ragged, recipe, rectangles, run_ranks, weighted_loss, world_part
 
 pytestmark = pytest.mark.slow
 
@@ -61,7 +61,7 @@ def steps(trainer: Any, count: int) -> list[dict[str, float]]:
     part = world_part(deal(sequences, at.dp, dp, micro_batches=2), sequences, 97.0)
     found = []
     for _ in range(count):
-        found.append(trainer.train_step(part, LR, weighted_loss))
+        found.append(numbers(trainer.train_step(part, LR, weighted_loss)))
         trainer.offload()
         trainer.onload()
     return found

@@ -12,7 +12,7 @@ from megarl.parallel.layout import TrainLayout
 from tests.parallel.checkpoints import write
 from tests.parallel.gradients import check_learning, recorded
 from tests.parallel.precision import within
-from tests.parallel.worlds import deal, ragged, recipe, run_world, weighted_loss, world_part
+from tests.parallel.worlds import deal, numbers, ragged, recipe, run_world, weighted_loss, world_part
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +65,7 @@ def train(trainer: Any) -> dict[str, Any]:
     mine = world_part(micro_batches, sequences, DENOMINATOR)
     logprobs = trainer.logprobs(micro_batches)
     with recorded(trainer) as learning:
-        metrics = [trainer.train_step(mine, LR, weighted_loss) for _ in range(STEPS)]
+        metrics = [numbers(trainer.train_step(mine, LR, weighted_loss)) for _ in range(STEPS)]
     return {"logprobs": logprobs, "metrics": metrics, "learning": learning}
 
 
@@ -118,7 +118,7 @@ def train_unevenly(trainer: Any) -> dict[str, Any]:
     mine = micro_batches if trainer.layout.coords(trainer.rank).dp == 0 else [[] for _ in micro_batches]
     part = world_part(mine, sequences, DENOMINATOR)
     with recorded(trainer) as learning:
-        metrics = [trainer.train_step(part, LR, weighted_loss) for _ in range(STEPS)]
+        metrics = [numbers(trainer.train_step(part, LR, weighted_loss)) for _ in range(STEPS)]
     return {"metrics": metrics, "learning": learning}
 
 

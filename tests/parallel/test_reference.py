@@ -15,7 +15,7 @@ from megarl.parallel.sequences import PackedRow, Split, pack
 from tests.parallel.checkpoints import write
 from tests.parallel.gradients import Tensors, check_gradients, check_weights, recorded, whole
 from tests.parallel.precision import within
-from tests.parallel.worlds import deal, part, ragged, recipe, run_world, weighted_loss
+from tests.parallel.worlds import deal, numbers, part, ragged, recipe, run_world, weighted_loss
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +32,8 @@ def train(trainer: Any) -> dict[str, Any]:
     micro_batches = deal(ragged(14, VOCAB_SIZE, seed=3), 0, 1, micro_batches=3)
     logprobs = trainer.logprobs(micro_batches)
     with recorded(trainer) as learning:
-        metrics = [trainer.train_step(part(micro_batches, DENOMINATOR), LR, weighted_loss) for _ in range(STEPS)]
+        steps = [trainer.train_step(part(micro_batches, DENOMINATOR), LR, weighted_loss) for _ in range(STEPS)]
+        metrics = [numbers(one) for one in steps]
     return {"logprobs": logprobs, "metrics": metrics, "learning": learning}
 
 

@@ -16,7 +16,7 @@ from tests.parallel.checkpoints import write
 from tests.parallel.gradients import check_learning, recorded
 from tests.parallel.precision import within
 from tests.parallel.test_parity import RECOMPUTE
-from tests.parallel.worlds import deal, ragged, recipe, run_world, weighted_loss, world_part
+from tests.parallel.worlds import deal, numbers, ragged, recipe, run_world, weighted_loss, world_part
 
 pytestmark = pytest.mark.slow
 
@@ -45,14 +45,17 @@ def sampled(family: str) -> list[TrainSequence]:
 
 def replay_engine(trainer: Any, family: str) -> dict[str, Any]:
     """Two steps in which every pass takes the engine's experts."""
+    from megarl.training.policy import DIFFERING_SHARE
+
     sequences, at, dp = sampled(family), trainer.layout.coords(trainer.rank), trainer.layout.dp
     micro_batches = deal(sequences, at.dp, dp, micro_batches=4)
     choices = [trainer._engine_choices(trainer._pack(batch)) for batch in micro_batches]
     part = world_part(micro_batches, sequences, DENOMINATOR, choices=choices)
     gaps = trainer._replay_gaps(part)
     with recorded(trainer) as learning:
-        metrics = [trainer.train_step(part, LR, weighted_loss) for _ in range(2)]
-    return {"gaps": gaps, "metrics": metrics, "learning": learning}
+        steps = [trainer.train_step(part, LR, weighted_loss) for _ in range(2)]
+    metrics, choices = [numbers(one) for one in steps], [one[DIFFERING_SHARE] for one in steps]
+    return {"gaps": numbers(gaps), "metrics": metrics, "choices": choices, "learning": learning}
 
 
 @pytest.fixture(scope="module", params=["qwen3-moe", "deepseek-v3"])
@@ -71,11 +74,11 @@ def one_rank(path: Path, family: str) -> dict[str, Any]:
 
 
 def test_most_random_choices_are_not_the_routers_own(one_rank: dict[str, Any]) -> None:
-    metrics = one_rank["metrics"][0]
+    differing, replayed = one_rank["choices"][0]
     tokens = sum(len(one.token_ids_T) - 1 for one in ragged(14, VOCAB_SIZE, seed=3))
-    assert metrics["replayed_choices"] < 4 * tokens
-    assert 0.7 < metrics["differing_choices"] / metrics["replayed_choices"] <= 1
-    assert one_rank["gaps"]["replay_gap"] != one_rank["gaps"]["replay_gap_without"]
+    assert replayed < 4 * tokens
+    assert 0.7 < differing / replayed <= 1
+    assert one_rank["gaps"]["logprob_gap"] != one_rank["gaps"]["logprob_gap_without"]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -83,6 +86,8 @@ def test_the_engines_experts_in_every_layout(path: Path, family: str, one_rank: 
     layout, options = LAYOUTS[name]
     ranks = run_world(recipe(path, layout, aux_loss=0.02, megatron=options), replay_engine, family)
     for mine, one in zip(ranks[-1]["metrics"], one_rank["metrics"], strict=True):
+        assert mine == pytest.approx(one, rel=within(1e-4))
+    for mine, one in zip(ranks[-1]["choices"], one_rank["choices"], strict=True):
         assert mine == pytest.approx(one, rel=within(1e-4))
     assert {name: gap > 0 for name, gap in ranks[-1]["gaps"].items()} == dict.fromkeys(one_rank["gaps"], True)
     check_learning([rank["learning"] for rank in ranks], [one_rank["learning"]])

@@ -15,7 +15,7 @@ from megarl.parallel.layout import TrainLayout
 from megarl.types import Prompt, Sample, SampleGroup
 from tests.parallel.checkpoints import write, write_classifier
 from tests.parallel.gradients import check_learning, recorded, whole
-from tests.parallel.worlds import deal, ragged, recipe, run_ranks
+from tests.parallel.worlds import deal, numbers, ragged, recipe, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +50,7 @@ def learn(rank: int, meet: Address, made: Any, takes_turns: bool) -> dict[str, A
                 critic.offload()
                 assert not any(param.untyped_storage().nbytes() for param in critic.params().values())
                 critic.onload()
-            found.append(critic.train_step(micro_batches, values, norms, LR))
+            found.append(numbers(critic.train_step(micro_batches, values, norms, LR)))
     return {"values": values.values, "metrics": found, "learning": learning}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +20,7 @@ from megarl.training.batching import Piece, SampleRef, Update, key_of, plan_upda
 from megarl.types import Prompt, Sample, SampleGroup
 from tests.parallel.conftest import write_checkpoint
 from tests.parallel.precision import within
-from tests.parallel.worlds import recipe, run_ranks
+from tests.parallel.worlds import numbers, recipe, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -55,8 +56,8 @@ def batch() -> tuple[list[SampleGroup], list[SampleRef]]:
         nothing = np.zeros(len(samples), np.float32)
         groups.append(SampleGroup(prompt, samples, nothing, nothing > 0))
         refs += [
-            SampleRef(number, i, 5 + int(length), int(length), (-1.0) ** i, is_correct=i % 2 == 0)
-            for i, length in enumerate(lengths)
+            SampleRef(number, i, 5 + int(length), int(length), reward=sign, advantage=sign, is_correct=sign > 0)
+            for i, (length, sign) in enumerate(zip(lengths, cycle([1.0, -1.0]), strict=False))
         ]
     return groups, refs
 
@@ -105,7 +106,8 @@ def pay(rank: int, meet: Address, made: Any) -> dict[str, Any]:
         values, state = [token_values_of(refs[:2], 4), token_values_of(refs[2:], 4)], None
         if algorithm == "ppo":
             *found["penalties"], state = trainer.observe("ppo", share, readers, everything, *groups)
-        found[algorithm] = trainer.train(algorithm, share, LR, state, everything, *groups, *values)
+        updates = trainer.train(algorithm, share, LR, state, everything, *groups, *values)
+        found[algorithm] = [numbers(one) for one in updates]
     return found
 
 
@@ -125,7 +127,7 @@ def distil(rank: int, meet: Address, made: Any) -> dict[str, Any]:
         teacher = trainer.logprobs(share)
     gaps = [(a - b)[m] for a, b, m in zip(student, teacher, masks, strict=True)]
     (metrics,) = trainer.train("on_policy_distillation", [update], LR, None, [*range(GROUPS)], *groups)
-    return {"gap": np.concatenate(gaps).sum() / update.denominator, "loss": metrics["loss"]}
+    return {"gap": np.concatenate(gaps).sum() / update.denominator, "loss": numbers(metrics)["loss"]}
 
 
 def world(
@@ -200,7 +202,8 @@ def learn_outcomes(rank: int, meet: Address, made: Any) -> dict[str, Any]:
     for _ in range(3):
         *process_rewards, state = model.values(share, readers, everything, *groups)
         found["process_rewards"] += process_rewards or [{}]
-        found["metrics"].append(model.train(share, LR, as_by_ray(state), everything, *groups))
+        updates = model.train(share, LR, as_by_ray(state), everything, *groups)
+        found["metrics"].append([numbers(one) for one in updates])
         model.offload()
         model.onload()
     return found

@@ -14,9 +14,12 @@ import pytest
 import torch
 
 from megarl import device
+from megarl.algos.losses import GAP, GAP_MAX, LossResult
+from megarl.algos.statistics import TOKENS, Statistics, over_tokens
 from megarl.config import Recipe
 from megarl.device import Address
 from megarl.parallel.layout import TrainLayout
+from megarl.tracking.metrics import train_metrics
 from megarl.types import TrainSequence
 from tests import forked
 from tests.parallel.precision import dtype
@@ -163,13 +166,18 @@ def world_part(
 
 def weighted_loss(
     logp_T: torch.Tensor, entropy_T: torch.Tensor, old_logp_T: torch.Tensor, targets: Any
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+) -> LossResult:
     """A small loss of every input, so that a misaligned one shows: sum w m (A (old - log p) - (p - e)^2 / 10)."""
     mask_T = targets.loss_mask_T
     gap_T = torch.where(mask_T, (old_logp_T - targets.engine_logp_T).abs(), 0.0)
     per_token_T = targets.advantage_T * (old_logp_T - 1.0 - logp_T) + (logp_T - targets.engine_logp_T) ** 2 / 10
     loss_sum = torch.where(mask_T, per_token_T * targets.loss_weight_T, 0.0).sum()
-    return loss_sum, {"tokens": mask_T.sum(), "gap": gap_T.sum(), "gap_max": gap_T.max()}
+    return loss_sum, {TOKENS: mask_T.sum(), **over_tokens(mask_T, {GAP: gap_T, GAP_MAX: gap_T})}
+
+
+def numbers(update: Statistics) -> dict[str, float]:
+    """The statistics of one update by the last part of their published names."""
+    return {name.rpartition("/")[2]: value for name, value in train_metrics([update]).items()}
 
 
 Rectangle = tuple[str, tuple[int, int], tuple[int, int], np.ndarray]

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import math
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from megarl.algos.losses import ENTROPY, EXPLAINED_VARIANCE, GAP, GAP_MAX, RETURN, VALUE
+from megarl.algos.mismatch import ESS
+from megarl.algos.statistics import (
+    CLIPPED,
+    GRAD_NORM,
+    LOSS,
+    MAX,
+    SUM,
+    TOKENS,
+    UPDATE_MEAN,
+    Statistic,
+    Statistics,
+    over_tokens,
+)
 from megarl.tracking.metrics import (
     critic_metrics,
     eval_metrics,
@@ -63,9 +79,12 @@ def test_failed_verdicts_are_a_share_of_all_samples_dropped_or_not() -> None:
 
 
 def test_train_metrics_of_several_updates() -> None:
-    """Means over the updates, sums over all their tokens, and each update's own loss, gradient norm and tokens."""
-    first = {"loss": 0.5, "grad_norm": 2.0, "tokens": 6.0, "clipped": 3.0, "gap": 1.0, "gap_max": 0.4, "aux_loss": 1.0}
-    second = {"loss": 0.3, "grad_norm": 1.0, "tokens": 2.0, "clipped": 1.0, "gap": 1.0, "gap_max": 0.6, "aux_loss": 3.0}
+    """Means over the updates, means over all their tokens, and each update's own loss, gradient norm and tokens."""
+    aux_loss = Statistic("aux_loss", UPDATE_MEAN)
+    first: Statistics = {LOSS: (0.5,), GRAD_NORM: (2.0,), TOKENS: (6.0,), CLIPPED: (3.0, 6.0), GAP: (1.0, 6.0)}
+    first |= {GAP_MAX: (0.4,), aux_loss: (1.0,)}
+    second: Statistics = {LOSS: (0.3,), GRAD_NORM: (1.0,), TOKENS: (2.0,), CLIPPED: (1.0, 2.0), GAP: (1.0, 2.0)}
+    second |= {GAP_MAX: (0.6,), aux_loss: (3.0,)}
     assert train_metrics([first, second]) == {
         "train/loss": 0.4,
         "train/grad_norm": 1.5,
@@ -81,21 +100,31 @@ def test_train_metrics_of_several_updates() -> None:
         "train/tokens/1": 6.0,
         "train/tokens/2": 2.0,
     }
+    assert not any("/1" in name for name in critic_metrics([first, second]))
 
 
-def test_train_metrics_are_means_over_tokens() -> None:
-    sums = {"gap": 4e-6, "gap_max": 3e-6, "clipped": 2.0, "entropy": 6.0}
-    assert train_metrics([{"loss": 0.5, "grad_norm": 2.0, "tokens": 8.0, **sums}]) == {
-        "train/loss": 0.5,
-        "train/grad_norm": 2.0,
-        "train/tokens": 8.0,
-        "train/clipped": 0.25,
-        "train/entropy": 0.75,
+def test_a_warm_starts_updates_have_a_room_of_their_own() -> None:
+    update: Statistics = {LOSS: (0.5,), ENTROPY: (6.0, 8.0), GAP: (4e-6, 8.0)}
+    assert train_metrics([update], room="warm_start") == {
+        "warm_start/loss": 0.5,
+        "warm_start/entropy": 0.75,
         "rollout/logprob_gap_mean": 5e-7,
-        "rollout/logprob_gap_max": 3e-6,
     }
-    supervised = train_metrics([{"loss": 0.5, "grad_norm": 2.0, "tokens": 8.0}])
-    assert not any(name.startswith("rollout/") for name in supervised)
+
+
+def test_statistics_of_some_updates_alone_and_of_nothing() -> None:
+    """Replay is compared in the first update; a mean of no tokens is not published."""
+    some, nothing = Statistic("replay/logprob_gap"), Statistic("nothing")
+    assert train_metrics([{some: (3.0, 6.0)}, {nothing: (0.0, 0.0)}]) == {"replay/logprob_gap": 0.5}
+
+
+def test_a_new_statistic_is_published_as_its_reduction_says() -> None:
+    """No table knows it: what a loss declares is enough, from its tokens on, over micro-batches and processes."""
+    new = [Statistic("mean"), Statistic("room/largest", MAX), Statistic("total", SUM)]
+    mask_T, values_T = torch.tensor([True, False, True, True, True]), torch.tensor([1.0, 9.0, 2.0, 0.0, 0.0])
+    found = over_tokens(mask_T, dict.fromkeys(new, values_T))
+    update = pickle.loads(pickle.dumps({one: tuple(value.reshape(-1).tolist()) for one, value in found.items()}))
+    assert train_metrics([update]) == {"train/mean": 0.75, "room/largest": 2.0, "train/total": 3.0}
 
 
 def test_every_evaluation_set_weighs_the_same() -> None:
@@ -133,18 +162,15 @@ def test_samples_come_from_as_many_groups_as_possible() -> None:
 
 def test_what_a_critics_values_explain_of_the_returns() -> None:
     """Returns 0, 1, 1, 2 (variance 1/2); values 0.5 too low for two of them: the errors' variance is 1/16."""
-    update = {"loss": 0.3, "grad_norm": 2.0, "tokens": 4.0, "clipped": 1.0, "value": 3.0, "return": 4.0,
-              "return_square": 6.0, "error": 1.0, "error_square": 0.5}  # fmt: skip
+    update: Statistics = {LOSS: (0.3,), GRAD_NORM: (2.0,), CLIPPED: (1.0, 4.0), VALUE: (3.0, 4.0), RETURN: (4.0, 4.0)}
+    update[EXPLAINED_VARIANCE] = (4.0, 6.0, 1.0, 0.5, 4.0)
     found = critic_metrics([update, update])
     assert found["critic/explained_variance"] == pytest.approx(1 - (0.125 - 0.0625) / 0.5)
     assert (found["critic/loss"], found["critic/clipped"], found["critic/value_mean"]) == (0.3, 0.25, 0.75)
-    flat = update | {"return": 4.0, "return_square": 4.0}
-    assert critic_metrics([flat])["critic/explained_variance"] == 0.0, "nothing to explain"
+    flat: Statistics = {EXPLAINED_VARIANCE: (4.0, 4.0, 1.0, 0.5, 4.0)}
+    assert critic_metrics([flat]) == {"critic/explained_variance": 0.0}, "nothing to explain"
 
 
 def test_the_effective_sample_size_is_a_share_of_the_tokens() -> None:
     """Kish: weights 1, 1, 0, 0 are as good as half of the samples."""
-    stats = {"loss": 0.0, "grad_norm": 1.0, "tokens": 4.0, "mismatch_weight": 2.0, "mismatch_weight_square": 2.0}
-    found = train_metrics([stats])
-    assert found["train/mismatch_ess"] == pytest.approx(0.5)
-    assert "train/mismatch_weight_square" not in found
+    assert train_metrics([{ESS: (2.0, 2.0, 4.0)}]) == {"train/mismatch_ess": pytest.approx(0.5)}

@@ -21,7 +21,7 @@ def _work(length: int) -> float:
 
 
 def _refs(lengths: list[int]) -> list[SampleRef]:
-    return [SampleRef(group=i // 4, sample=i % 4, length=n, response_length=n - 1, advantage=0.0)
+    return [SampleRef(group=i // 4, sample=i % 4, length=n, response_length=n - 1)
             for i, n in enumerate(lengths)]
 
 
@@ -145,17 +145,17 @@ def test_impossible_batches_say_why(lengths, changes, message):
 def test_a_row_learns_from_its_response_alone(aggregation, weight):
     sample = Sample(np.array([7, 8]), np.array([-0.5, -1.5], np.float32), "ab", True, version=3)
     group = SampleGroup(Prompt("p", "x", (1, 2, 3), "ab"), (sample,), np.ones(1, np.float32), np.ones(1, bool))
-    row = train_sequence(group, SampleRef(0, 0, 5, 2, advantage=2.0), aggregation)
+    row = train_sequence(group, SampleRef(0, 0, 5, 2, reward=2.0, is_correct=True), aggregation)
     assert row.token_ids_T.tolist() == [1, 2, 3, 7, 8]
     assert row.loss_mask_T.tolist() == [False, False, False, True, True]
     assert row.loss_weight_T.tolist() == [0, 0, 0, weight, weight]
-    assert row.advantage_T.tolist() == [0, 0, 0, 2, 2]
+    assert (row.reward, row.outcome, row.advantage_T) == (2.0, 1.0, None)
     assert row.engine_logp_T.tolist() == [0, 0, 0, -0.5, -1.5]
 
 
 def test_correct_samples_weigh_together_what_the_recipe_says():
     """Of 4 + 2 correct tokens and a denominator of 9: 0.1 of their mean is 0.1 x 9 / 6 of each."""
-    refs = [SampleRef(0, 0, 6, 4, 1.0, True), SampleRef(0, 1, 5, 3, 0.0, False), SampleRef(0, 2, 4, 2, 1.0, True)]
+    refs = [SampleRef(0, i, 2 + n, n, is_correct=n % 2 == 0) for i, n in enumerate((4, 3, 2))]
     (update,) = plan_updates(refs, updates=1, dp=2, token_budget=99, aggregation="token_mean", work=float)
     assert (update.denominator, update.correct_tokens) == (9, 6)
     assert update.nll_weight(0.1) == pytest.approx(0.15)
@@ -180,7 +180,7 @@ def test_a_share_needs_no_more_than_its_own_samples():
 
     groups = {3: group([4, 5, 6]), 7: group([7, 8])}
     named = [(3, 2), (7, 0), (3, 0)]
-    refs = [SampleRef(at, which, 2 + len(groups[at].samples[which].response_ids_T), 4, 1.0) for at, which in named]
+    refs = [SampleRef(at, which, 2 + len(groups[at].samples[which].response_ids_T), 4) for at, which in named]
     updates = [Update(((tuple(refs[:2]),),), 1.0, 1, 1), Update(((tuple(refs[2:]),),), 1.0, 1, 1)]
     ids, *kept = own_samples(updates, [3, 7], *groups.values())
     assert ids == [3, 7]

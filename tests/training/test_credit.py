@@ -18,7 +18,13 @@ from megarl.types import Hyperparameters, TrainSequence
 def sequence(prompt: int, response: int, reward: float) -> TrainSequence:
     mask_T = np.arange(prompt + response) >= prompt
     zeros_T = np.zeros(prompt + response, np.float32)
-    return TrainSequence(zeros_T.astype(np.int64), mask_T, zeros_T, (mask_T * reward).astype(np.float32), zeros_T)
+    return TrainSequence(zeros_T.astype(np.int64), mask_T, zeros_T, zeros_T, reward=reward)
+
+
+def learnt(one: TrainSequence) -> np.ndarray:
+    """The advantages of the tokens that are trained on; the others have 0."""
+    assert one.advantage_T is not None and not one.advantage_T[~one.loss_mask_T].any()
+    return one.advantage_T[one.loss_mask_T]
 
 
 def test_a_reward_comes_with_the_last_token() -> None:
@@ -75,9 +81,8 @@ def test_whitening_is_over_all_parts_of_a_batch(parts: list[int]) -> None:
         _, asked = run(sums)
         sums.append(torch.stack([calls[stage] for calls in asked]).sum(0))
     found, _ = run(sums)
-    mine = np.concatenate([one.advantage_T[one.loss_mask_T] for one in found])
+    mine = np.concatenate([learnt(one) for one in found])
     np.testing.assert_allclose(mine, (everything - everything.mean()) / everything.std(), atol=1e-5)
-    assert not any(one.advantage_T[~one.loss_mask_T].any() for one in found)
 
 
 def one_rank(values: torch.Tensor) -> torch.Tensor:
@@ -89,25 +94,27 @@ def refs_of(sequences: list[TrainSequence], groups: list[int]) -> list[SampleRef
     found = []
     for index, (one, group) in enumerate(zip(sequences, groups, strict=True)):
         length, response = len(one.loss_mask_T), int(one.loss_mask_T.sum())
-        found.append(SampleRef(group, groups[:index].count(group), length, response, 0.0))
+        number = groups[:index].count(group)
+        found.append(SampleRef(group, number, length, response, reward=one.reward, advantage=one.reward))
     return found
 
 
 def assign(name: str, sequences: list[TrainSequence], **how: Any) -> list[list[float]]:
     """Each response's advantages as a row of the table has them."""
     row = ALGORITHMS[name]
-    how = {"said": {}, "penalties": None, "sum_over_all": one_rank, "max_over_all": one_rank, "rules": row.rules} | how
-    rules, said, penalties = (how.pop(key) for key in ("rules", "said", "penalties"))
+    how = {"said": {}, "penalties": None, "hparams": row.hyperparameters} | how
+    how = {"sum_over_all": one_rank, "max_over_all": one_rank} | how
+    hparams, said, penalties = (how.pop(key) for key in ("hparams", "said", "penalties"))
     refs = how.pop("refs", refs_of(sequences, [0] * len(sequences)))
-    found = credited(row, rules, refs, sequences, said, penalties, **how)
-    return [one.advantage_T[one.loss_mask_T].tolist() for one in found]
+    found = credited(row, hparams, refs, sequences, said, penalties, **how)
+    return [learnt(one).tolist() for one in found]
 
 
 def test_a_penalty_is_paid_by_the_tokens_before_it() -> None:
     """REINFORCE++: R - sum of the penalties from here on (arXiv 2501.03262)."""
-    rules = replace(ALGORITHMS["reinforce_pp"].rules, whiten=False)
+    hparams = replace(ALGORITHMS["reinforce_pp"].hyperparameters, whiten=False)
     pays = [np.array([7, 7, -0.25, -0.5, -1.0], np.float32), np.array([7, -0.125], np.float32)]
-    found = assign("reinforce_pp", [sequence(2, 3, 1.0), sequence(1, 1, -1.0)], penalties=pays, rules=rules)
+    found = assign("reinforce_pp", [sequence(2, 3, 1.0), sequence(1, 1, -1.0)], penalties=pays, hparams=hparams)
     assert found == [[-0.75, -0.5, 0.0], [-1.125]]
 
 
@@ -118,10 +125,10 @@ def test_distillation_pays_each_token_by_itself() -> None:
 
 def test_a_critic_sees_penalties_as_rewards() -> None:
     sequences, pays = [sequence(1, 2, 1.0)], [np.array([0, -0.25, -0.5], np.float32)]
-    rules = replace(ALGORITHMS["ppo"].rules, whiten=False, gae_lambda=0.5)
+    hparams = replace(ALGORITHMS["ppo"].hyperparameters, whiten=False, gae_lambda=0.5)
     said = {(0, 0): np.array([0.5, 0.25], np.float32)}
     # deltas: -0.25 + 0.25 - 0.5, -0.5 + 1 - 0.25
-    assert assign("ppo", sequences, said=said, penalties=pays, rules=rules) == [[-0.5 + 0.125, 0.25]]
+    assert assign("ppo", sequences, said=said, penalties=pays, hparams=hparams) == [[-0.5 + 0.125, 0.25]]
 
 
 def test_process_rewards_are_held_against_the_others() -> None:
@@ -165,8 +172,8 @@ def test_process_rewards_of_a_group_on_two_ranks() -> None:
 
 @pytest.mark.parametrize(("estimator", "expected"), [("k1", [0.0, -0.1]), ("k2", [0.0, -0.05])])
 def test_penalties_are_the_estimators(estimator: str, expected: list[float]) -> None:
-    rules = Hyperparameters(kl_coefficient=0.1, kl_estimator=estimator, kl_place="reward")  # type: ignore[arg-type]
+    hparams = Hyperparameters(kl_coefficient=0.1, kl_estimator=estimator, kl_place="reward")  # type: ignore[arg-type]
     old, reference = (np.array(one, np.float32) for one in ([-2.0, -1.0], [-2.0, -2.0]))
-    (found,) = kl_penalties([old], [reference], rules)
+    (found,) = kl_penalties([old], [reference], hparams)
     assert found.tolist() == pytest.approx(expected)
     assert found.dtype == np.float32

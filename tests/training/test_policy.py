@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.algos.statistics import SUM, TOKENS, Statistic, over_tokens
 from megarl.config import ReferenceConfig
 from megarl.parallel.layout import TrainLayout
 from megarl.training.batching import SampleRef, plan_updates
 from megarl.types import Prompt, Sample, SampleGroup
 from tests.parallel.conftest import write_checkpoint
-from tests.parallel.worlds import deal, part, ragged, recipe, run_world, weighted_loss
+from tests.parallel.worlds import deal, numbers, part, ragged, recipe, run_world, weighted_loss
 
 pytestmark = pytest.mark.slow
 
@@ -24,6 +25,7 @@ VOCAB_SIZE = 100  # padded to 256 at TP 2, so that the second rank's half of the
 IDLE_S = 1.0
 STEPS = 200  # of a run that may not grow
 TEMPERATURE = 0.7
+GAP = "logprob_gap_mean"
 
 
 @pytest.fixture(scope="module")
@@ -54,16 +56,17 @@ def explore(trainer: Any) -> dict[str, Any]:
 
     mapped = map_params(trainer.publish().source)
     before = {name: tensor.clone() for name, tensor in mapped.items()}
-    facts["first"] = trainer.train_step(part(batches, 50.0), 1e-2, weighted_loss)
+    facts["first"] = numbers(trainer.train_step(part(batches, 50.0), 1e-2, weighted_loss))
     facts["unchanged"] = [name for name, tensor in mapped.items() if torch.equal(tensor, before[name])]
     facts["is_same_memory"] = all(torch.equal(mapped[name], param) for name, param in trainer.params().items())
 
-    facts["on_policy"] = trainer.train_step(part(batches, 50.0), 0.0, weighted_loss)
-    facts["off_policy"] = trainer.train_step(part(batches, 50.0, old_logp=facts["logprobs"]), 0.0, weighted_loss)
+    facts["on_policy"] = numbers(trainer.train_step(part(batches, 50.0), 0.0, weighted_loss))
+    off_policy = part(batches, 50.0, old_logp=facts["logprobs"])
+    facts["off_policy"] = numbers(trainer.train_step(off_policy, 0.0, weighted_loss))
     stale = [[replace(one, is_stale=index % 2 == 0) for index, one in enumerate(batch)] for batch in batches]
-    facts["stale"] = trainer.train_step(part(stale, 50.0), 0.0, _distances)
-    facts["grpo"] = [trainer.train("grpo", *one) for one in (_step(1), _step(2))]
-    facts["sft"] = [trainer.train("sft", *_step(1)) for _ in range(8)]
+    facts["stale"] = numbers(trainer.train_step(part(stale, 50.0), 0.0, _distances))
+    facts["grpo"] = [[numbers(one) for one in trainer.train("grpo", *step)] for step in (_step(1), _step(2))]
+    facts["sft"] = [[numbers(one) for one in trainer.train("sft", *_step(1))] for _ in range(8)]
     facts["idle_share"] = _idle_share()
     with pytest.raises(FloatingPointError, match="the gradient norm is nan"):
         trainer.train_step(part(batches, 50.0), 1e-3, _infinite_loss)
@@ -86,7 +89,7 @@ def _step(updates: int, seed: int = 9, longest: int = 6) -> tuple[Any, ...]:
         prompt = Prompt("", "", tuple(rng.integers(0, VOCAB_SIZE, 5)), "")
         groups.append(SampleGroup(prompt, tuple(samples), np.zeros(4, np.float32), np.zeros(4, np.bool_)))
         lengths = [len(sample.response_ids_T) for sample in samples]
-        refs += [SampleRef(group, i, 5 + length, length, (-1.0) ** i) for i, length in enumerate(lengths)]
+        refs += [SampleRef(group, i, 5 + length, length, advantage=(-1.0) ** i) for i, length in enumerate(lengths)]
     plan = plan_updates(refs, updates=updates, dp=1, token_budget=24, aggregation="sequence_mean", work=float)
     return plan, 1e-2, None, [0, 1], *groups
 
@@ -105,16 +108,19 @@ def _distances(
     mask_T, is_stale_T = targets.loss_mask_T, targets.is_stale_T
     stats = {}
     for kind, of_T in (("stale", mask_T & is_stale_T), ("fresh", mask_T & ~is_stale_T)):
-        stats[f"{kind}_tokens"] = of_T.sum()
-        stats[f"{kind}_to_engine"] = torch.where(of_T, (old_logp_T - targets.engine_logp_T).abs(), 0.0).sum()
-        stats[f"{kind}_to_policy"] = torch.where(of_T, (old_logp_T - logp_T.detach()).abs(), 0.0).sum()
+        sums = {
+            "tokens": of_T,
+            "to_engine": (old_logp_T - targets.engine_logp_T).abs(),
+            "to_policy": (old_logp_T - logp_T).abs(),
+        }
+        stats |= over_tokens(of_T, {Statistic(f"{kind}_{name}", SUM): value_T for name, value_T in sums.items()})
     return logp_T.sum() * 0.0, stats
 
 
 def _infinite_loss(
     logp_T: torch.Tensor, entropy_T: torch.Tensor, old_logp_T: torch.Tensor, targets: Any
 ) -> tuple[torch.Tensor, dict]:
-    return logp_T.sum() * float("inf"), {"tokens": targets.loss_mask_T.sum()}
+    return logp_T.sum() * float("inf"), {TOKENS: targets.loss_mask_T.sum()}
 
 
 @pytest.fixture(scope="module")
@@ -151,10 +157,10 @@ def test_steps_write_into_the_published_memory(world: list[dict[str, Any]]) -> N
 
 
 def test_old_logprobs_are_of_the_policy_before_the_updates(world: list[dict[str, Any]]) -> None:
-    """`gap` is |old - engine|: current and old policy differ after a step, and the first step saw the old one."""
+    """The gap is |old - engine|: current and old policy differ after a step, and the first step saw the old one."""
     first, on_policy, off_policy = (world[0][key] for key in ("first", "on_policy", "off_policy"))
-    assert off_policy["gap"] == pytest.approx(first["gap"], rel=1e-5)
-    assert abs(on_policy["gap"] - first["gap"]) > 1e-2 * first["gap"]
+    assert off_policy[GAP] == pytest.approx(first[GAP], rel=1e-5)
+    assert abs(on_policy[GAP] - first[GAP]) > 1e-2 * first[GAP]
     (only,), (_, second) = world[0]["grpo"]
     assert only["old_kl"] == 0.0
     assert second["old_kl"] > 1e-4
@@ -162,7 +168,7 @@ def test_old_logprobs_are_of_the_policy_before_the_updates(world: list[dict[str,
 
 def test_metrics_are_the_same_on_every_rank(world: list[dict[str, Any]]) -> None:
     assert world[0]["first"] == world[1]["first"]
-    assert {"loss", "grad_norm", "entropy", "tokens", "gap", "gap_max"} == world[0]["first"].keys()
+    assert {"loss", "grad_norm", "entropy", "tokens", GAP, "logprob_gap_max"} == world[0]["first"].keys()
 
 
 def test_supervised_steps_learn(world: list[dict[str, Any]]) -> None:
@@ -190,10 +196,10 @@ def drift(trainer: Any) -> dict[str, Any]:
     from megarl.parallel import host_offload
 
     plan, _, *rest = _step(1)
-    still = {name: trainer.train(name, plan, 0.0, *rest)[0] for name in ("grpo", "sft")}
+    still = {name: numbers(trainer.train(name, plan, 0.0, *rest)[0]) for name in ("grpo", "sft")}
     batches = deal(ragged(6, VOCAB_SIZE, seed=5), 0, 1, micro_batches=2)
     before, places = trainer.logprobs(batches), {name: one.data_ptr() for name, one in trainer.params().items()}
-    kls = [metrics.get("reference_kl") for (metrics,) in (trainer.train("grpo", *_step(1)) for _ in range(3))]
+    kls = [numbers(update).get("reference_kl") for (update,) in (trainer.train("grpo", *_step(1)) for _ in range(3))]
     weights = {name: param.clone() for name, param in trainer.params().items()}
     with host_offload.swapped_in(trainer.params(), trainer._reference):
         during = trainer.logprobs(batches)
@@ -228,7 +234,7 @@ def test_the_reference_stays_what_the_policy_was(small_vocabulary: Path, dtype: 
     tempered_T, plain_T = (_response_logps(small_vocabulary, one) for one in (TEMPERATURE, 1.0))
     distance, nll = np.abs(tempered_T + 4.0).sum(), -plain_T.sum()  # the engine's logprob of every token is -4
     tolerance = 1e-5 if dtype == "float32" else 5e-3
-    assert last["still"]["grpo"]["gap"] == pytest.approx(distance, rel=tolerance)
+    assert last["still"]["grpo"][GAP] == pytest.approx(distance / update.loss_tokens, rel=tolerance)
     assert last["still"]["sft"]["loss"] == pytest.approx(nll / update.denominator, rel=tolerance)
     assert abs(np.abs(plain_T + 4.0).sum() - distance) > 0.05 * distance
     assert abs(tempered_T.sum() - plain_T.sum()) > 0.05 * nll
@@ -295,7 +301,7 @@ def learn(trainer: Any) -> dict[str, Any]:
     batches = deal(ragged(10, VOCAB_SIZE, seed=5), 0, 1, micro_batches=2)
     start = trainer.logprobs(batches)
     start_weights = {name: param.clone() for name, param in trainer.params().items()}
-    norms = [trainer.train_step(part(batches, 50.0), 1e-5, weighted_loss) for _ in range(12)]
+    norms = [numbers(trainer.train_step(part(batches, 50.0), 1e-5, weighted_loss)) for _ in range(12)]
     matrices = {name: param for name, param in trainer.params().items() if param.ndim == 2}
     moved = [float((param != start_weights[name]).float().mean()) for name, param in matrices.items()]
     return {"logprobs": start, "metrics": norms, "moved": moved, "dtypes": {p.dtype for p in trainer.params().values()}}

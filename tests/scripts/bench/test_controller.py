@@ -19,8 +19,8 @@ SCRIPT = Path(__file__).parents[3] / "scripts" / "bench" / "controller.py"
 def test_bytes_of_nodes_by_hand() -> None:
     """16 ranks, TP4 PP2 DP2: node 0 has stage 0 of both, node 1 stage 1. Group 0 is shared, group 1 is the second's."""
     layout = TrainLayout(16, tp=4, pp=2, ep=1)
-    first, second = SampleRef(0, 0, 110, 100, 1.0), SampleRef(0, 1, 60, 50, 1.0)
-    third = SampleRef(1, 0, 40, 30, 1.0)
+    first, second = SampleRef(0, 0, 110, 100), SampleRef(0, 1, 60, 50)
+    third = SampleRef(1, 0, 40, 30)
     updates = [Update((((first,),), ((second, third),)), 1.0, 210, 180)]
     groups = [TOKEN_BYTES * 150, TOKEN_BYTES * 30]
     whole = sum(groups)

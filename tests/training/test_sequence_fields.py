@@ -1,0 +1,156 @@
+"""Every field of a training sequence holds what its name says, for every algorithm, from a group's rewards on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from megarl.algos import ALGORITHMS, Algorithm
+from megarl.controller.loop import samples_of
+from megarl.training.batching import SampleRef, key_of, train_sequence
+from megarl.training.credit import credited
+from megarl.types import Prompt, Sample, SampleGroup, TrainSequence
+from tests.tracking.test_metrics import group as summary_of
+
+REWARDS, GREEDY_REWARD, CORRECT, LENGTHS = [1.0, 0.0, 0.5], 0.25, [True, False, False], [1, 2, 3]
+PROMPT = (7, 8, 9, 7, 8)  # as long as the summaries say
+# What is computed for each response's tokens: by the auxiliary model, and as KL penalties.
+VALUES = [[0.5], [0.25, -0.5], [0.125, 0.75, 1.0]]
+PENALTIES = [[-0.25], [-0.5, -0.125], [-0.0625, 0.0, -1.0]]
+
+
+@dataclass(frozen=True)
+class Step:
+    row: Algorithm
+    refs: list[SampleRef]
+    made: list[TrainSequence]
+    credited: list[TrainSequence]
+
+
+def step_of(name: str) -> Step:
+    """One group's samples, as the controller names them, as a rank makes them, and with their tokens' advantages."""
+    row = ALGORITHMS[name]
+    greedy = [GREEDY_REWARD] * row.greedy_baseline
+    summary = summary_of("p", REWARDS + greedy, [*LENGTHS, *[1] * len(greedy)])
+    object.__setattr__(summary, "correct_G", np.array(CORRECT + [True] * len(greedy)))
+    object.__setattr__(summary, "baseline", len(REWARDS) if greedy else None)
+    refs = samples_of([summary], name, version=summary.version + 1)
+    samples = tuple(Sample(np.arange(n), np.full(n, -n, np.float32), "", True, summary.version) for n in LENGTHS)
+    # The rewards of the object store are those from before reward model and overlong penalty: they are not read.
+    unread = np.full(len(LENGTHS), np.nan, np.float32)
+    group = SampleGroup(Prompt("p", "", PROMPT, ""), samples, unread, unread > 0)
+    hparams = row.hyperparameters
+    made = [train_sequence(group, ref, hparams.aggregation, 0.5) for ref in refs]
+    values = {key_of(ref): np.array(VALUES[ref.sample], np.float32) for ref in refs}
+    pays = [np.array([9.0] * len(PROMPT) + one, np.float32) for one in PENALTIES] if hparams.pays_kl else None
+    alone = {"sum_over_all": lambda one: one, "max_over_all": lambda one: one}
+    return Step(row, refs, made, credited(row, hparams, refs, made, values, pays, **alone))
+
+
+def later_sum(own: list[float], last: float, gamma: float = 1.0) -> list[float]:
+    found, behind = [], last
+    for place, one in enumerate(reversed(own)):
+        behind = one + (behind if place == 0 else gamma * behind)
+        found.insert(0, behind)
+    return found
+
+
+def by_gae(index: int, lam: float, pays: bool) -> list[float]:
+    """Of the response's reward at its last token, the KL penalties and the values; gamma 1."""
+    rewards = list(PENALTIES[index]) if pays else [0.0] * LENGTHS[index]
+    rewards[-1] += REWARDS[index]
+    following = [*VALUES[index][1:], 0.0]
+    found, behind = [], 0.0
+    for reward, value, after in reversed(list(zip(rewards, VALUES[index], following, strict=True))):
+        behind = reward + after - value + lam * behind
+        found.insert(0, behind)
+    return found
+
+
+def less_others(own: list[float], index: int) -> float:
+    others = own[:index] + own[index + 1 :]
+    return own[index] - sum(others) / len(others)
+
+
+def normalised(index: int) -> float:
+    return (REWARDS[index] - 0.5) / (float(np.std(REWARDS, ddof=1)) + 1e-6)
+
+
+def process(index: int) -> list[float]:
+    means = [sum(one) / len(one) for one in VALUES]
+    baseline = means[index] - less_others(means, index)
+    return later_sum([one - baseline for one in VALUES[index]], less_others(REWARDS, index))
+
+
+def centred(index: int) -> float:
+    return REWARDS[index] - 0.5
+
+
+EXPECTED: dict[str, Callable[[int], float | list[float] | None]] = {
+    "grpo": normalised,
+    "dapo": normalised,
+    "gspo": normalised,
+    "cispo": normalised,
+    "dr_grpo": centred,
+    "reinforce_pp_baseline": centred,
+    "rloo": lambda index: less_others(REWARDS, index),
+    "remax": lambda index: REWARDS[index] - GREEDY_REWARD,
+    "reinforce_pp": lambda index: later_sum(PENALTIES[index], REWARDS[index]),
+    "on_policy_distillation": lambda index: PENALTIES[index],
+    "prime": process,
+    "ppo": lambda index: by_gae(index, 0.95, pays=True),
+    "vapo": lambda index: by_gae(index, max(0.0, 1 - 1 / (0.05 * LENGTHS[index])), pays=False),
+    "sft": lambda index: None,
+}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_rewards_and_outcomes_are_the_samples_own(name: str) -> None:
+    step = step_of(name)
+    for sequences in (step.made, step.credited):
+        assert [one.reward for one in sequences] == REWARDS
+        assert [one.outcome for one in sequences] == [1.0, 0.0, 0.0]
+        assert [one.nll_weight_T is not None for one in sequences] == CORRECT
+        assert all(one.is_stale for one in sequences)
+        for one, length in zip(sequences, LENGTHS, strict=True):
+            assert one.loss_mask_T.tolist() == [False] * len(PROMPT) + [True] * length
+            assert one.token_ids_T.tolist() == [*PROMPT, *range(length)]
+            assert one.engine_logp_T[one.loss_mask_T].tolist() == [-length] * length
+            share = 1 / length if step.row.hyperparameters.aggregation == "sequence_mean" else 1.0
+            np.testing.assert_array_equal(one.loss_weight_T, np.float32(share) * one.loss_mask_T)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_advantages_are_advantages_or_absent(name: str) -> None:
+    """None until they are computed, then what the paper has; and none at all for demonstrations."""
+    step = step_of(name)
+    assert [one.advantage_T for one in step.made] == [None] * len(LENGTHS)
+    wanted = [EXPECTED[name](index) for index in range(len(LENGTHS))]
+    if None in wanted:
+        assert [one.advantage_T for one in step.credited] == wanted
+        return
+    expected = [np.broadcast_to(np.array(one, float), length) for one, length in zip(wanted, LENGTHS, strict=True)]
+    if step.row.hyperparameters.whiten:
+        flat = np.concatenate(expected)
+        expected = [(one - flat.mean()) / flat.std() for one in expected]
+    for one, own in zip(step.credited, expected, strict=True):
+        assert one.advantage_T is not None
+        np.testing.assert_allclose(one.advantage_T, [*[0.0] * len(PROMPT), *own], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_samples_advantage_compares_rewards_or_is_absent(name: str) -> None:
+    """A critic's values make the advantages of tokens: there is none of the sample as a whole."""
+    step = step_of(name)
+    found = [ref.advantage for ref in step.refs]
+    assert [ref.reward for ref in step.refs] == REWARDS and [ref.is_correct for ref in step.refs] == CORRECT
+    if step.row.critic == "values" or step.row.learns_from == "demonstrations":
+        assert found == [None] * len(LENGTHS)
+    elif name == "on_policy_distillation":
+        assert found == [0.0] * len(LENGTHS), "the rewards count in the metrics only"
+    else:
+        formula = {"prime": EXPECTED["rloo"], "reinforce_pp": lambda index: REWARDS[index]}.get(name, EXPECTED[name])
+        assert found == pytest.approx([formula(index) for index in range(len(LENGTHS))])
