@@ -18,6 +18,10 @@ from megarl.types import Aggregation, Hyperparameters
 # What the loss of the model beside the policy is the mean of, by what it says of tokens.
 AUXILIARY_AGGREGATION: dict[str, Aggregation] = {"values": "token_mean", "process_rewards": "sequence_mean"}
 
+# What a training step does, in order: sample from the policy or take the data's demonstrations; observe the samples'
+# KL penalties for the auxiliary model; have the auxiliary model value them and learn from them; update the policy.
+Stage = Literal["sample", "demonstrate", "observe", "value", "update"]
+
 # (logp_T, entropy_T, old_logp_T, targets) -> (loss sum, statistics: sums, or maxima where the name ends in _max)
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Targets], LossResult]
 
@@ -51,6 +55,17 @@ class Algorithm:
     @property
     def learns_from(self) -> Literal["rewards", "demonstrations"]:
         return "rewards" if self.surrogate else "demonstrations"
+
+    def stages(self, hyperparameters: Hyperparameters) -> tuple[Stage, ...]:
+        """What a training step does with these hyperparameters, in order."""
+        wanted: dict[Stage, bool] = {
+            "sample": self.learns_from == "rewards",
+            "demonstrate": self.learns_from == "demonstrations",
+            "observe": bool(self.critic) and hyperparameters.pays_kl,
+            "value": bool(self.critic),
+            "update": True,
+        }
+        return tuple(stage for stage, is_wanted in wanted.items() if is_wanted)
 
     def loss(self, rules: Hyperparameters) -> Loss:
         """The loss of a packed row under these rules."""
