@@ -39,6 +39,24 @@ class RolloutBatch:
     refs: list[Ref]
 
 
+@dataclass(frozen=True)
+class TokenValues:
+    """Values of a step's tokens in the object store; parts[i][dp]: of a reporting rank, for readers' rank dp."""
+
+    parts: list[list[Ref]]
+
+
+Observation = TokenValues  # KL penalties of tokens
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Metrics of each update (sums, or maxima where the name ends in _max), and the throughput of all of them."""
+
+    updates: list[Metrics]
+    speed: Metrics
+
+
 class RankGroup:
     """All ranks of one Megatron world; rank r is on GPU slot first + r. Those on `shared` slots give their memory."""
 
@@ -65,7 +83,6 @@ class RankGroup:
             for rank, worker in enumerate(self.workers)
         }
         self._lenders = [worker for worker, slot in zip(self.workers, slots, strict=True) if slot in shared]
-        self._pieces: list[list[Ref]] = []
 
     def onload(self) -> None:
         self._cluster.call_all(self._lenders, "onload")
@@ -94,18 +111,14 @@ class RankGroup:
     def load(self, folder: Path) -> None:
         self._call("load", folder)
 
-    def pieces(self, dp: int) -> list[Ref]:
-        """What was said, when the ranks were asked last, to the readers' data-parallel rank `dp`."""
-        return [parts[dp] for parts in self._pieces]
-
     def _ask(
         self, method: str, updates: Sequence[Update], refs: Sequence[Ref], readers: Sequence[Update], *first: object
-    ) -> None:
+    ) -> list[list[Ref]]:
         """Have each rank say something of its share's tokens, in pieces for those whose plan `readers` is."""
         count = len(readers[0].micro_batches)
         wanted = self._cluster.put([_keys(_share(readers, at)) for at in range(count)])
         dealt = self._dealt(updates, refs)
-        self._pieces, calls = [], {}
+        found, calls = [], {}
         for rank, worker in enumerate(self.workers):
             share, samples = dealt[self._layout.coords(rank).dp]
             if not is_reporting_rank(self._layout, rank):
@@ -113,8 +126,9 @@ class RankGroup:
                 continue
             parts = worker.call_many(count, method, *first, share, wanted, samples)
             calls |= dict.fromkeys(parts, worker.name)
-            self._pieces.append(parts)
+            found.append(parts)
         self._cluster.await_all(calls)
+        return found
 
     def _dealt(self, updates: Sequence[Update], refs: Sequence[Ref]) -> list[tuple[Ref, Ref]]:
         """Of each data-parallel rank the updates and their samples, once for all ranks that have the same.
@@ -170,7 +184,6 @@ class TrainingRanks(RankGroup):
         shape = model_shape(recipe.model.path)
         target = "megarl.training.policy:PolicyRank"
         super().__init__(cluster, recipe, shape, shared, name="training rank", target=target)
-        self._speed: Metrics = {}
 
     def load_weights(self, folder: Path) -> None:
         """The weights alone of a checkpoint, from any layout."""
@@ -184,11 +197,6 @@ class TrainingRanks(RankGroup):
         """Each rank's handles to its parameters."""
         return self._cluster.call_all(self.workers, "publish")
 
-    def take_speed(self) -> Metrics:
-        """Of the last call of `train`, once; nothing in a step without one."""
-        found, self._speed = self._speed, {}
-        return found
-
     def plan_of(self, algorithm: str, samples: Sequence[SampleRef]) -> list[Update]:
         """As `train` has the step."""
         return self.plan(samples, hyperparameters_of(algorithm, self._recipe.algorithm))
@@ -199,14 +207,9 @@ class TrainingRanks(RankGroup):
         samples: Sequence[SampleRef],
         refs: Sequence[Ref],
         readers: Sequence[Update],
-        *,
-        keeps: bool,
-    ) -> None:
-        """Have the samples looked at for the KL penalties of their tokens; readers: the critic's plan.
-
-        keeps: `train` follows, and need not look again.
-        """
-        self._ask("observe", self.plan_of(algorithm, samples), refs, readers, algorithm, keeps)
+    ) -> Observation:
+        """The KL penalties of the samples' tokens; readers: the critic's plan."""
+        return Observation(self._ask("observe", self.plan_of(algorithm, samples), refs, readers, algorithm, True))
 
     def train(
         self,
@@ -214,24 +217,23 @@ class TrainingRanks(RankGroup):
         samples: Sequence[SampleRef],
         refs: Sequence[Ref],
         lr: float,
-        critic: AuxiliaryRanks | None = None,
-    ) -> list[Metrics]:
+        *,
+        token_values: TokenValues | None = None,
+        observation: Observation | None = None,
+    ) -> Trained:
         """All optimizer updates of one step. Each rank gets the samples of its own share, and no others.
 
-        critic: whose values, asked for before, make the advantages. Metrics of each update: the loss's statistics are
-        sums, or maxima where the name ends in _max.
+        token_values: the critic's, which make the advantages.
         """
-        updates, began, calls = self.plan_of(algorithm, samples), time.perf_counter(), {}
-        dealt = self._dealt(updates, refs)
+        began, calls = time.perf_counter(), {}
+        dealt = self._dealt(self.plan_of(algorithm, samples), refs)
         for rank, worker in enumerate(self.workers):
-            at = self._layout.coords(rank).dp
-            share, own = dealt[at]
-            pieces = critic.pieces(at) if critic else []
+            share, own = dealt[at := self._layout.coords(rank).dp]
+            pieces = [one[at] for one in token_values.parts] if token_values else []
             calls[worker.call("train", algorithm, share, lr, own, *pieces)] = worker.name
         merged = self._merged(calls)
-        lengths, seconds = [one.length for one in samples], time.perf_counter() - began
-        self._speed = speed(self._shape, lengths, seconds, self._layout.world_size, device.name())
-        return merged
+        took, gpus = time.perf_counter() - began, self._layout.world_size
+        return Trained(merged, speed(self._shape, [one.length for one in samples], took, gpus, device.name()))
 
 
 class AuxiliaryRanks(RankGroup):
@@ -261,18 +263,15 @@ class AuxiliaryRanks(RankGroup):
         rules = hyperparameters_of(self._recipe.algorithm.name, self._recipe.algorithm)
         return self.plan(samples, replace(rules, aggregation=self._aggregation))
 
-    def values(self, samples: Sequence[SampleRef], refs: Sequence[Ref], readers: Sequence[Update]) -> None:
-        """Have every sample's tokens valued, for `pieces` and `train`; readers: the policy's own plan of the step."""
-        self._ask("values", self.plan_of(samples), refs, readers)
+    def values(self, samples: Sequence[SampleRef], refs: Sequence[Ref], readers: Sequence[Update]) -> TokenValues:
+        """The value of each of the samples' tokens; readers: the policy's own plan of the step."""
+        return TokenValues(self._ask("values", self.plan_of(samples), refs, readers))
 
-    def train(self, lr: float, rewards: RankGroup | None) -> list[Metrics]:
-        """All optimizer updates of the step on what was valued last; metrics of each, sums as of its loss.
-
-        rewards: ranks that were asked for the tokens' own.
-        """
+    def train(self, token_values: TokenValues, lr: float, observation: Observation | None = None) -> list[Metrics]:
+        """All optimizer updates of the step on the samples that were valued; metrics of each, sums as of its loss."""
         calls = {}
         for rank, worker in enumerate(self.workers):
-            pieces = rewards.pieces(self._layout.coords(rank).dp) if rewards else []
+            pieces = [one[self._layout.coords(rank).dp] for one in observation.parts] if observation else []
             calls[worker.call("train", lr, *pieces)] = worker.name
         return self._merged(calls)
 
