@@ -28,10 +28,11 @@ from megarl.cluster.actor import Ref, Worker
 from megarl.cluster.session import Cluster
 from megarl.config import Recipe
 from megarl.config.loading import load_recipe
-from megarl.controller.loop import samples_of
-from megarl.fleet.fleet import Engines, Fleet
+from megarl.controller.samples import samples_of
+from megarl.fleet.engines import Engines
+from megarl.fleet.fleet import Fleet
 from megarl.fleet.memory import MemoryScheduler
-from megarl.fleet.rank_groups import AuxiliaryRanks, RolloutBatch, TrainingRanks, _groups, _share
+from megarl.fleet.rank_groups import AuxiliaryRanks, RolloutBatch, TokenValues, TrainingRanks, _groups, _share
 from megarl.parallel.layout import TrainLayout
 from megarl.rollout.sglang.arguments import Sampling
 from megarl.training.batching import SampleRef, Update
@@ -144,13 +145,13 @@ class Step:
         self.trainers, self.critic = (self._ranks(kind, recipe, workers) for kind in (TrainingRanks, AuxiliaryRanks))
         self.engines: Any = Engines.__new__(Engines)
         engines = [Counted(f"engine {index}", hosts[index % len(hosts)], self) for index in range(num_engines)]
-        self.engines.__dict__.update(_cluster=self.cluster, workers=engines, _lenders=engines)
+        self.engines.__dict__.update(_cluster=self.cluster, workers=engines, _sharing=engines)
 
     def _ranks(self, kind: type[Any], recipe: Recipe, workers: Sequence[Worker]) -> Any:
         found = object.__new__(kind)
         found.__dict__.update(
             _cluster=self.cluster, _recipe=recipe, _shape=QWEN3_30B, _layout=self.layout, workers=workers,
-            _lenders=workers, _pieces=[], _speed={},
+            _lenders=workers,
         )  # fmt: skip
         return found
 
@@ -299,10 +300,14 @@ def rest(step: Step, samples: Sequence[SampleRef], rollout: RolloutBatch, plan: 
         "to_reshard": lambda: lender.hand_over("reshard"),
         "exchange": exchange,
         "to_rollout": lambda: lender.hand_over("rollout"),
-        "values": lambda: step.critic._ask("values", plan, rollout.refs, plan),
-        "train_on_values": lambda: step.trainers.train("grpo", samples, rollout.refs, 1e-6, step.critic),
     }
-    return {name: step.counted(work)[1] for name, work in parts.items()}
+    found = {name: step.counted(work)[1] for name, work in parts.items()}
+    asked, found["values"] = step.counted(lambda: step.critic._ask("values", plan, rollout.refs, plan))
+    values = TokenValues(asked)
+    _, found["train_on_values"] = step.counted(
+        lambda: step.trainers.train("grpo", samples, rollout.refs, 1e-6, token_values=values)
+    )
+    return found
 
 
 def show(found: Mapping[str, Mapping[str, Figures]]) -> None:

@@ -169,8 +169,8 @@ class RunLog:
         if self._is_gone():
             raise gone(self.folder, "metrics.jsonl")
 
-    def options(self, in_force: Mapping[str, Any]) -> None:
-        """Write the options of Megatron that the training ranks run with behind the saved recipe, as a comment."""
+    def write_options(self, in_force: Mapping[str, Any]) -> None:
+        """Append Megatron's options that the training ranks run with to the saved recipe, as a comment."""
         with writing(self.folder, "recipe.yaml"), (self.folder / "recipe.yaml").open("a", encoding="utf-8") as file:
             file.write(options_comment(in_force))
 
