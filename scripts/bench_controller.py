@@ -32,7 +32,8 @@ from megarl.controller.samples import samples_of
 from megarl.fleet.engines import Engines
 from megarl.fleet.fleet import Fleet
 from megarl.fleet.memory import MemoryScheduler
-from megarl.fleet.rank_groups import AuxiliaryRanks, RolloutBatch, TokenValues, TrainingRanks, _groups, _share
+from megarl.fleet.rank_groups import AuxiliaryRanks, RolloutBatch, TrainingRanks, _groups, _share
+from megarl.fleet.token_values import TokenValues
 from megarl.parallel.layout import TrainLayout
 from megarl.rollout.sglang.arguments import Sampling
 from megarl.training.batching import SampleRef, Update
@@ -151,7 +152,7 @@ class Step:
         found = object.__new__(kind)
         found.__dict__.update(
             _cluster=self.cluster, _recipe=recipe, _shape=QWEN3_30B, _layout=self.layout, workers=workers,
-            _lenders=workers,
+            _sharing=workers,
         )  # fmt: skip
         return found
 
@@ -182,7 +183,7 @@ def inline(step: Step, updates: Sequence[Update], refs: Sequence[Ref]) -> dict[R
     for rank, worker in enumerate(step.trainers.workers):
         share = _share(updates, step.layout.coords(rank).dp)
         needed = _groups(share)
-        call = worker.call("train", "grpo", share, 1e-6, needed, *(refs[group] for group in needed))
+        call = worker.call("train", "grpo", share, 1e-6, None, needed, *(refs[group] for group in needed))
         calls[call] = worker.name
     return calls
 
@@ -196,7 +197,7 @@ def shares_put(step: Step, updates: Sequence[Update], refs: Sequence[Ref]) -> di
     for rank, worker in enumerate(step.trainers.workers):
         dp = step.layout.coords(rank).dp
         share, ids = put[dp]
-        call = worker.call("train", "grpo", share, 1e-6, ids, *(refs[group] for group in needed[dp]))
+        call = worker.call("train", "grpo", share, 1e-6, None, ids, *(refs[group] for group in needed[dp]))
         calls[call] = worker.name
     return calls
 
@@ -206,7 +207,7 @@ def dealt(step: Step, updates: Sequence[Update], refs: Sequence[Ref]) -> dict[Re
     shares, calls = step.trainers._dealt(updates, refs), {}
     for rank, worker in enumerate(step.trainers.workers):
         share, own = shares[step.layout.coords(rank).dp]
-        calls[worker.call("train", "grpo", share, 1e-6, own)] = worker.name
+        calls[worker.call("train", "grpo", share, 1e-6, None, own)] = worker.name
     return calls
 
 
@@ -291,6 +292,8 @@ def rest(step: Step, samples: Sequence[SampleRef], rollout: RolloutBatch, plan: 
         engines=step.engines, trainers=step.trainers, attempts=0, _have_sessions=True, _sessions=sessions
     )
 
+    values: list[TokenValues] = []
+
     def exchange() -> None:
         step.cluster.gather(fleet._exchange(1))
         step.engines.versions()
@@ -300,14 +303,10 @@ def rest(step: Step, samples: Sequence[SampleRef], rollout: RolloutBatch, plan: 
         "to_reshard": lambda: lender.hand_over("reshard"),
         "exchange": exchange,
         "to_rollout": lambda: lender.hand_over("rollout"),
+        "values": lambda: values.append(step.critic._per_token(TokenValues, "values", plan, rollout.refs, plan)),
+        "train_on_values": lambda: step.trainers.train("grpo", samples, rollout.refs, 1e-6, token_values=values.pop()),
     }
-    found = {name: step.counted(work)[1] for name, work in parts.items()}
-    asked, found["values"] = step.counted(lambda: step.critic._ask("values", plan, rollout.refs, plan))
-    values = TokenValues(asked)
-    _, found["train_on_values"] = step.counted(
-        lambda: step.trainers.train("grpo", samples, rollout.refs, 1e-6, token_values=values)
-    )
-    return found
+    return {name: step.counted(work)[1] for name, work in parts.items()}
 
 
 def show(found: Mapping[str, Mapping[str, Figures]]) -> None:

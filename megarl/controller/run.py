@@ -9,7 +9,8 @@ from megarl.algos import ALGORITHMS, Stage, hyperparameters_of
 from megarl.config import Recipe
 from megarl.controller.saver import Saver
 from megarl.fleet.fleet import Fleet, TrainingFleet
-from megarl.fleet.rank_groups import Observation, RolloutBatch, TokenValues, Trained
+from megarl.fleet.rank_groups import RolloutBatch, Trained
+from megarl.fleet.token_values import Observation, TokenValues
 from megarl.preflight.check import Inputs
 from megarl.tracking.metrics import train_metrics
 from megarl.tracking.run_log import Record, RunLog

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -16,19 +17,16 @@ from megarl.checkpoints.snapshots import Digest
 from megarl.cluster.actor import Ref
 from megarl.cluster.session import Cluster
 from megarl.config import Recipe
+from megarl.fleet.token_values import Observation, PerToken, TokenValues
 from megarl.parallel.hf_config import auxiliary_shape, model_shape, scorer_shape
 from megarl.parallel.placement import auxiliary_slots, critic_recipe, is_reporting_rank, reward_recipe, train_layout
+from megarl.training.auxiliary import AUXILIARY_MODELS
 from megarl.training.batching import SampleRef, Update, key_of, plan_updates
 from megarl.training.flops import speed, train_work
 from megarl.training.policy import PublishedRank
 from megarl.types import GroupSummary, Hyperparameters, Metrics, ModelShape, UserFault
 
-# Of the model beside the policy, by what it says of tokens: its rank's class, and what people call it.
-_TARGETS = {
-    "values": "megarl.training.critic:CriticRank",
-    "process_rewards": "megarl.training.implicit_reward:ImplicitRewardRank",
-}
-_NAMES = {"values": "critic", "process_rewards": "implicit reward model"}
+Found = TypeVar("Found", bound=PerToken)
 
 
 @dataclass(frozen=True)
@@ -40,25 +38,15 @@ class RolloutBatch:
 
 
 @dataclass(frozen=True)
-class TokenValues:
-    """Values of a step's tokens in the object store; parts[i][dp]: of a reporting rank, for readers' rank dp."""
-
-    parts: list[list[Ref]]
-
-
-Observation = TokenValues  # KL penalties of tokens
-
-
-@dataclass(frozen=True)
 class Trained:
-    """Metrics of each update (sums, or maxima where the name ends in _max), and the throughput of all of them."""
+    """Metrics of each update (the loss's statistics are sums, or maxima where the name ends in _max), and the speed."""
 
     updates: list[Metrics]
     speed: Metrics
 
 
 class RankGroup:
-    """All ranks of one Megatron world; rank r is on GPU slot first + r. Those on `shared` slots give their memory."""
+    """All ranks of one Megatron world; rank r is on GPU slot first + r. Ranks on `shared` slots hand over memory."""
 
     def __init__(
         self,
@@ -72,9 +60,9 @@ class RankGroup:
         first: int = 0,
         more: Sequence[object] = (),
     ) -> None:
-        """recipe: these ranks' own. name: of a rank, for people; target and more: its class, and what it is told."""
+        """recipe: as these ranks read it. name: of a rank, for people. target: its class; more: its last arguments."""
         self._cluster, self._recipe, self._shape, self._layout = cluster, recipe, shape, train_layout(recipe)
-        # They meet there: served as long as this object lives.
+        # Where the ranks meet: served as long as this object lives.
         self.store = device.host_store(recipe.run.timeout_s, cluster.host)
         slots = range(first, first + self._layout.world_size)
         self.workers = [cluster.worker(f"{name} {rank}", slot) for rank, slot in enumerate(slots)]
@@ -82,17 +70,17 @@ class RankGroup:
             worker.start(target, rank, recipe, device.address_of(self.store), *more): worker.name
             for rank, worker in enumerate(self.workers)
         }
-        self._lenders = [worker for worker, slot in zip(self.workers, slots, strict=True) if slot in shared]
+        self._sharing = [worker for worker, slot in zip(self.workers, slots, strict=True) if slot in shared]
 
     def onload(self) -> None:
-        self._cluster.call_all(self._lenders, "onload")
+        self._cluster.call_all(self._sharing, "onload")
 
     def offload(self) -> None:
-        self._cluster.call_all(self._lenders, "offload")
+        self._cluster.call_all(self._sharing, "offload")
 
     def held_bytes(self) -> int:
         """Memory of the rank on a shared slot that holds most; 0 where none is shared."""
-        return max(self._cluster.call_all(self._lenders, "held_bytes"), default=0)
+        return max(self._cluster.call_all(self._sharing, "held_bytes"), default=0)
 
     def save(self, folder: Path) -> None:
         """Begin a checkpoint: what is to be written is copied when this returns."""
@@ -111,31 +99,37 @@ class RankGroup:
     def load(self, folder: Path) -> None:
         self._call("load", folder)
 
-    def _ask(
-        self, method: str, updates: Sequence[Update], refs: Sequence[Ref], readers: Sequence[Update], *first: object
-    ) -> list[list[Ref]]:
-        """Have each rank say something of its share's tokens, in pieces for those whose plan `readers` is."""
-        count = len(readers[0].micro_batches)
-        wanted = self._cluster.put([_keys(_share(readers, at)) for at in range(count)])
-        dealt = self._dealt(updates, refs)
-        found, calls = [], {}
+    def _per_token(
+        self,
+        kind: type[Found],
+        method: str,
+        updates: Sequence[Update],
+        refs: Sequence[Ref],
+        readers: Sequence[Update],
+        *first: object,
+    ) -> Found:
+        """Have each rank compute something of its share's tokens; readers: the plan of the ranks that train on it."""
+        wanted = self._cluster.put([_keys(_share(readers, dp)) for dp in range(len(readers[0].micro_batches))])
+        found, calls = kind(self._dealt(updates, refs), [], []), {}
         for rank, worker in enumerate(self.workers):
-            share, samples = dealt[self._layout.coords(rank).dp]
-            if not is_reporting_rank(self._layout, rank):
-                calls[worker.call(method, *first, share, wanted, samples)] = worker.name
-                continue
-            parts = worker.call_many(count, method, *first, share, wanted, samples)
-            calls |= dict.fromkeys(parts, worker.name)
-            found.append(parts)
+            share, samples = found.shares[self._layout.coords(rank).dp]
+            # Ranks that hold the same return their own state alone: each reference costs the controller time.
+            reports = is_reporting_rank(self._layout, rank)
+            parts, asked = (len(readers[0].micro_batches), wanted) if reports else (0, ())
+            *token_values, state = worker.call_many(parts + 1, method, *first, share, asked, samples)
+            found.states.append(state)
+            if reports:
+                found.token_values.append(token_values)
+            calls |= dict.fromkeys([*token_values, state], worker.name)
         self._cluster.await_all(calls)
         return found
 
     def _dealt(self, updates: Sequence[Update], refs: Sequence[Ref]) -> list[tuple[Ref, Ref]]:
-        """Of each data-parallel rank the updates and their samples, once for all ranks that have the same.
+        """Of each data-parallel rank its updates and their samples, once for all ranks that train on the same.
 
-        The first of these fetches the groups; what it passes on has no sample that others train on.
+        The first of these ranks fetches the groups, and passes them on without the samples of other shares.
         """
-        found, first = [], self._layout.tp * self._layout.cp  # Megatron's order: then the next data-parallel rank's
+        found, first = [], self._layout.tp * self._layout.cp  # Megatron's order: data-parallel ranks are so far apart
         for dp, worker in enumerate(self.workers[: self._layout.dp * first : first]):
             share = _share(updates, dp)
             needed, shared = _groups(share), self._cluster.put(share)
@@ -143,13 +137,13 @@ class RankGroup:
             found.append((shared, worker.together("megarl.training.batching:own_samples", shared, needed, *of_groups)))
         return found
 
-    def plan(self, samples: Sequence[SampleRef], rules: Hyperparameters) -> list[Update]:
+    def plan(self, samples: Sequence[SampleRef], hyperparameters: Hyperparameters) -> list[Update]:
         """The step's updates; the micro-batches of each by data-parallel rank.
 
-        Where rules leave samples out, as many updates fewer as there are samples fewer than asked for.
+        Where an algorithm leaves samples out, there are fewer updates in proportion.
         """
         train, rollout, updates = self._recipe.train, self._recipe.rollout, self._recipe.train.updates_per_step
-        if rules.dynamic_sampling or rules.overlong_filter:
+        if hyperparameters.dynamic_sampling or hyperparameters.overlong_filter:
             share = len(samples) / (rollout.prompts_per_step * rollout.samples_per_prompt)
             updates = min(updates, math.ceil(updates * share))
         return plan_updates(
@@ -157,18 +151,18 @@ class RankGroup:
             updates=min(updates, len(samples)),  # verdicts that failed may leave fewer samples too
             dp=self._layout.dp,
             token_budget=train.tokens_per_micro_batch,
-            aggregation=rules.aggregation,
+            aggregation=hyperparameters.aggregation,
             longest_response=rollout.max_response_tokens,
             work=train_work(self._shape),
             align=self._layout.tokens_align,
-            multiple=self._layout.pp if self._layout.vpp > 1 else 1,  # as an interleaved pipeline takes them
+            multiple=self._layout.pp if self._layout.vpp > 1 else 1,  # an interleaved pipeline takes pp at a time
         )
 
     def _call(self, method: str, *args: object) -> None:
         self._cluster.gather({worker.call(method, *args): worker.name for worker in self.workers})
 
     def _merged(self, calls: dict[Ref, str]) -> list[Metrics]:
-        """The metrics of each update, of which every rank says a part."""
+        """The metrics of each update, of which every rank returns a part."""
         merged: list[Metrics] = []
         for of_rank in self._cluster.gather(calls):
             merged = merged or [{} for _ in of_rank]
@@ -198,18 +192,14 @@ class TrainingRanks(RankGroup):
         return self._cluster.call_all(self.workers, "publish")
 
     def plan_of(self, algorithm: str, samples: Sequence[SampleRef]) -> list[Update]:
-        """As `train` has the step."""
+        """The updates that `train` makes of a step's samples."""
         return self.plan(samples, hyperparameters_of(algorithm, self._recipe.algorithm))
 
     def observe(
-        self,
-        algorithm: str,
-        samples: Sequence[SampleRef],
-        refs: Sequence[Ref],
-        readers: Sequence[Update],
+        self, algorithm: str, samples: Sequence[SampleRef], refs: Sequence[Ref], readers: Sequence[Update]
     ) -> Observation:
-        """The KL penalties of the samples' tokens; readers: the critic's plan."""
-        return Observation(self._ask("observe", self.plan_of(algorithm, samples), refs, readers, algorithm, True))
+        """KL penalties of the samples' tokens, for the critic and for `train`; readers: the critic's plan."""
+        return self._per_token(Observation, "observe", self.plan_of(algorithm, samples), refs, readers, algorithm)
 
     def train(
         self,
@@ -223,33 +213,36 @@ class TrainingRanks(RankGroup):
     ) -> Trained:
         """All optimizer updates of one step. Each rank gets the samples of its own share, and no others.
 
-        token_values: the critic's, which make the advantages.
+        token_values: of the auxiliary model, for the advantages. observation: of the same samples, if there is one.
         """
+        updates = [] if observation else self.plan_of(algorithm, samples)
         began, calls = time.perf_counter(), {}
-        dealt = self._dealt(self.plan_of(algorithm, samples), refs)
+        shares = observation.shares if observation else self._dealt(updates, refs)
         for rank, worker in enumerate(self.workers):
-            share, own = dealt[at := self._layout.coords(rank).dp]
-            pieces = [one[at] for one in token_values.parts] if token_values else []
-            calls[worker.call("train", algorithm, share, lr, own, *pieces)] = worker.name
-        merged = self._merged(calls)
-        took, gpus = time.perf_counter() - began, self._layout.world_size
-        return Trained(merged, speed(self._shape, [one.length for one in samples], took, gpus, device.name()))
+            dp = self._layout.coords(rank).dp
+            share, own = shares[dp]
+            state, values = observation and observation.states[rank], token_values.of(dp) if token_values else []
+            calls[worker.call("train", algorithm, share, lr, state, own, *values)] = worker.name
+        metrics = self._merged(calls)
+        lengths, seconds = [one.length for one in samples], time.perf_counter() - began
+        return Trained(metrics, speed(self._shape, lengths, seconds, self._layout.world_size, device.name()))
 
 
 class AuxiliaryRanks(RankGroup):
-    """Of the model that learns beside the policy."""
+    """The critic's or the implicit reward model's."""
 
     def __init__(self, cluster: Cluster, recipe: Recipe, shared: frozenset[int]) -> None:
-        own, kind = critic_recipe(recipe), ALGORITHMS[recipe.algorithm.name].critic
+        own, first = critic_recipe(recipe), recipe.critic.ranks.first_gpu
+        kind = ALGORITHMS[recipe.algorithm.name].critic
         super().__init__(
             cluster,
             own,
             auxiliary_shape(own.model.path, kind),
             shared,
-            name=f"{_NAMES[kind]} rank",
-            target=_TARGETS[kind],
-            first=recipe.critic.ranks.first_gpu,
-            more=[recipe.critic.ranks.first_gpu],
+            name=f"{AUXILIARY_MODELS[kind].name} rank",
+            target="megarl.training.auxiliary:AuxiliaryRank",
+            first=first,
+            more=[kind, first],
         )
         self._aggregation = AUXILIARY_AGGREGATION[kind]
 
@@ -259,20 +252,25 @@ class AuxiliaryRanks(RankGroup):
         return self._recipe
 
     def plan_of(self, samples: Sequence[SampleRef]) -> list[Update]:
-        """As these ranks have the step."""
-        rules = hyperparameters_of(self._recipe.algorithm.name, self._recipe.algorithm)
-        return self.plan(samples, replace(rules, aggregation=self._aggregation))
+        """The updates that these ranks make of a step's samples."""
+        hyperparameters = hyperparameters_of(self._recipe.algorithm.name, self._recipe.algorithm)
+        return self.plan(samples, replace(hyperparameters, aggregation=self._aggregation))
 
     def values(self, samples: Sequence[SampleRef], refs: Sequence[Ref], readers: Sequence[Update]) -> TokenValues:
-        """The value of each of the samples' tokens; readers: the policy's own plan of the step."""
-        return TokenValues(self._ask("values", self.plan_of(samples), refs, readers))
+        """Values of the samples' tokens, for the policy and for `train`; readers: the policy's plan."""
+        return self._per_token(TokenValues, "values", self.plan_of(samples), refs, readers)
 
     def train(self, token_values: TokenValues, lr: float, observation: Observation | None = None) -> list[Metrics]:
-        """All optimizer updates of the step on the samples that were valued; metrics of each, sums as of its loss."""
+        """All optimizer updates of the step on the samples of these values; metrics of each, sums as of its loss.
+
+        observation: with the KL penalties of the samples' tokens, where the algorithm pays them in the reward.
+        """
         calls = {}
         for rank, worker in enumerate(self.workers):
-            pieces = [one[self._layout.coords(rank).dp] for one in observation.parts] if observation else []
-            calls[worker.call("train", lr, *pieces)] = worker.name
+            dp = self._layout.coords(rank).dp
+            share, own = token_values.shares[dp]
+            penalties = observation.of(dp) if observation else []
+            calls[worker.call("train", share, lr, token_values.states[rank], own, *penalties)] = worker.name
         return self._merged(calls)
 
 
@@ -315,14 +313,14 @@ class RewardRanks(RankGroup):
 
 
 def trainers_alone(cluster: Cluster, recipe: Recipe) -> TrainingRanks:
-    """The policy's ranks and no others: they keep their memory in every phase."""
+    """The policy's ranks and no others; they keep their memory in every phase."""
     ranks = TrainingRanks(cluster, recipe, frozenset())
     cluster.gather(ranks.started)
     return ranks
 
 
 def ranks_alone(cluster: Cluster, recipe: Recipe) -> tuple[TrainingRanks, AuxiliaryRanks | None]:
-    """What trains in a run without engines, on the first `gpus_alone` slots; all keep their memory in every phase."""
+    """The ranks of a run without engines, on the first `gpus_alone` slots; all keep their memory in every phase."""
     critic = AuxiliaryRanks(cluster, recipe, frozenset()) if has_critic(recipe.algorithm.name) else None
     trainers = TrainingRanks(cluster, recipe, frozenset())
     cluster.gather(trainers.started | (critic.started if critic else {}))
@@ -331,9 +329,8 @@ def ranks_alone(cluster: Cluster, recipe: Recipe) -> tuple[TrainingRanks, Auxili
 
 def gpus_alone(recipe: Recipe) -> int:
     """Slots that a run without engines needs."""
-    beside = auxiliary_slots(recipe, has_critic(recipe.algorithm.name))
-    critic = beside.get("critic", range(0))
-    return max(train_layout(recipe).world_size, critic.stop)
+    critic_slots = auxiliary_slots(recipe, has_critic(recipe.algorithm.name)).get("critic", range(0))
+    return max(train_layout(recipe).world_size, critic_slots.stop)
 
 
 def _share(updates: Sequence[Update], dp_rank: int) -> list[Update]:
@@ -342,7 +339,7 @@ def _share(updates: Sequence[Update], dp_rank: int) -> list[Update]:
 
 
 def _groups(share: Sequence[Update]) -> list[int]:
-    """The groups whose samples are in a share, rising."""
+    """The groups whose samples are in a share, in ascending order."""
     return sorted({one.group for update in share for batch in update.micro_batches[0] for one in batch})
 
 

@@ -14,7 +14,7 @@ from megarl import device
 from megarl.parallel import cpu, dist_checkpoint, groups, host_offload, model, optimizer
 from megarl.parallel.options import in_force
 from megarl.parallel.pipeline import Coefficients, Pipeline
-from megarl.parallel.placement import is_reporting_rank, train_layout
+from megarl.parallel.placement import train_layout
 from megarl.parallel.routing import Routing
 from megarl.parallel.sequences import Split
 from megarl.types import ModelShape
@@ -24,12 +24,11 @@ if TYPE_CHECKING:
 
 
 class RankModel:
-    """Rank `rank` of a training world. Every method but `params` is called on all ranks together.
+    """Rank `rank` of a Megatron world. All ranks make every call together but `params`.
 
-    The constructor meets the other ranks at the store and builds this rank's chunks, contents undefined; once they are
-    loaded, `make_optimizer` copies from them. Raises UserFault for a Megatron option that does not fit.
-    slot: of the GPU. trains: whether there are gradients. is_published: engines map the parameters, so that they stay
-    where they are.
+    The constructor meets the other ranks at the store and builds this rank's chunks with undefined weights; once they
+    are loaded, `make_optimizer` copies them. Raises UserFault for a Megatron option that does not fit. slot: of the
+    GPU. trains: with gradients and an optimizer. is_published: engines map the parameters, which therefore never move.
     """
 
     def __init__(
@@ -54,7 +53,6 @@ class RankModel:
         self.rank, self.shape, self.layout, self._train = rank, shape, layout, train
         self.at = layout.coords(rank)
         self.is_last_stage = self.at.pp == layout.pp - 1
-        self.is_reporting_rank = is_reporting_rank(layout, rank)  # for those that hold the same
         self.split = Split(layout.tp, layout.cp, self.at.cp, layout.tokens_align)
         config = model.transformer_config(path, shape, layout, self._dtype, train)
         groups.join(store, rank, layout, recipe.run.seed, recipe.run.timeout_s)
@@ -71,7 +69,7 @@ class RankModel:
         )
 
     def make_optimizer(self) -> None:
-        """AdamW on this rank's weights as they are now."""
+        """Make AdamW's state from this rank's weights as they are now."""
         self.optimizer = optimizer.build_optimizer(self.chunks, self._train, self._dtype)
 
     def options(self) -> dict[str, dict[str, Any]]:
@@ -93,7 +91,7 @@ class RankModel:
             chunk.zero_grad_buffer()
 
     def step(self, lr: float) -> float:
-        """One AdamW step on the gradients that are there; their norm before clipping.
+        """One AdamW step on the accumulated gradients; returns their norm before clipping.
 
         Raises FloatingPointError when it is not finite.
         """
@@ -106,11 +104,11 @@ class RankModel:
         return float(grad_norm)
 
     def save(self, folder: Path) -> dist_checkpoint.Pending:
-        """Begin to write everything that training goes on from."""
+        """Begin to write everything that a resumed run needs."""
         return dist_checkpoint.save(folder, self.chunks, self.optimizer)
 
     def load(self, folder: Path) -> None:
-        """Go on from what `save` wrote, in this layout or another; EP 1 and more are not converted to each other."""
+        """Resume from what `save` wrote, in this layout or another; not between EP 1 and a larger EP."""
         dist_checkpoint.load(folder, self.chunks, self.optimizer)
         optimizer.set_weight_decay(self.optimizer, self._train)
 
@@ -119,7 +117,7 @@ class RankModel:
         dist_checkpoint.load_weights(folder, self.chunks)
 
     def offload(self) -> None:
-        """Free the gradients and, on a GPU, move the optimizer's state to the host; so do parameters nobody maps."""
+        """Free the gradients, move parameters that no engine maps to the host, and on a GPU the optimizer's state."""
         if self._trains:
             for chunk in self.chunks:
                 chunk.offload_grad_buffers(empty_cache=False)
@@ -127,7 +125,7 @@ class RankModel:
                 optimizer.move_optimizer(self.optimizer, self.chunks, "cpu")
         if not self._is_published:
             self._put_away = host_offload.put_away(self.params())
-        device.free_unused()  # when all of it has moved: the engine resumes in what is free
+        device.free_unused()  # after all of it has moved: the engine resumes in the free memory
 
     def onload(self) -> None:
         """Undo offload; gradients come back as zeros."""

@@ -1,56 +1,80 @@
-"""One rank of a model that learns beside the policy and says something of every token of its samples."""
+"""One rank of an auxiliary model: a critic or an implicit reward model, which learns together with the policy."""
 
 from __future__ import annotations
 
-import gc
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from megarl import device
-from megarl.algos import hyperparameters_of
-from megarl.checkpoints import hf_import
-from megarl.checkpoints.rank_files import RankFiles
-from megarl.checkpoints.snapshots import Digest
+from megarl.algos import AUXILIARY_AGGREGATION, hyperparameters_of
+from megarl.algos.losses import LossResult
 from megarl.config import Recipe
-from megarl.parallel import groups, model
+from megarl.device import Address
+from megarl.parallel import host_offload
+from megarl.parallel.hf_config import auxiliary_shape
 from megarl.parallel.pipeline import Norms
-from megarl.parallel.rank_model import RankModel
-from megarl.parallel.sequences import PackedRow, pack
-from megarl.resharding import megatron_map
+from megarl.parallel.sequences import PackedRow, dealt, with_returns
+from megarl.training import critic, implicit_reward
 from megarl.training.batching import Key, Piece, SampleRef, Update, key_of, pieces_of, spread, train_sequences
-from megarl.types import Aggregation, FloatArray, Metrics, ModelShape, SampleGroup, TrainSequence
+from megarl.training.rank import MicroBatches, Received, TrainingRank, norms_of, refs_of
+from megarl.types import Aggregation, FloatArray, Hyperparameters, Metrics, SampleGroup, TrainSequence
 
-MicroBatches = Sequence[Sequence[TrainSequence]]
 
+@dataclass(frozen=True)
+class AuxiliaryModel:
+    """What one kind of auxiliary model computes and learns; name: for people.
 
-class AuxiliaryRank(ABC):
-    """Rank `rank` of a world whose recipe this is. Every method but `params` is called on all ranks together.
-
-    It begins with the weights of model.path. aggregation: what its loss is the mean of.
+    loss: (packed row, the pipeline's output for it, hyperparameters) -> loss sum and statistics.
+    values: (its outputs, its reference's outputs, hyperparameters) -> token values, all an array for each sequence;
+    None: the outputs are the token values. has_reference: its initial weights stay in host memory.
+    returns: (sequences, old token values, token rewards if any, hyperparameters) -> the returns of each sequence.
+    label: (sequence, its sample) -> the sequence as the loss reads it.
     """
 
-    aggregation: Aggregation
+    name: str
+    loss: Callable[[PackedRow, torch.Tensor, Hyperparameters], LossResult]
+    values: Callable[[list[FloatArray], list[FloatArray], Hyperparameters], list[FloatArray]] | None = None
+    returns: Callable[..., list[FloatArray]] | None = None
+    label: Callable[[TrainSequence, SampleRef], TrainSequence] | None = None
+    has_reference: bool = False
 
-    def __init__(self, rank: int, recipe: Recipe, meet: device.Address, shape: ModelShape, first_gpu: int) -> None:
-        gc.freeze()  # as in a PolicyRank
-        self.rank, self.shape = rank, shape
-        self._rules = hyperparameters_of(recipe.algorithm.name, recipe.algorithm)
-        store = device.join_store(meet, recipe.run.timeout_s)
-        self._model = RankModel(rank, recipe, shape, store, slot=first_gpu + rank, is_published=False)
-        self.layout = self._model.layout
-        self._shards = megatron_map.shards(shape, self.layout, rank, model.TRANSFORMER_ENGINE)
-        hf_import.load_hf(recipe.model.path, self._shards, self.params())
-        self._model.make_optimizer()
-        self.offload, self.onload, self.held_bytes = self._model.offload, self._model.onload, device.held_bytes
-        self.load = self._model.load
 
-    def params(self) -> dict[str, torch.Tensor]:
-        """This rank's weights by the map's names."""
-        return self._model.params()
+AUXILIARY_MODELS = {  # by `Algorithm.critic`
+    "values": AuxiliaryModel("critic", critic.loss, returns=critic.returns),
+    "process_rewards": AuxiliaryModel(
+        "implicit reward model",
+        implicit_reward.loss,
+        values=implicit_reward.process_rewards,
+        label=implicit_reward.label,
+        has_reference=True,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class ShareValues:
+    """What a rank computed of its share of one update, an array for each sequence; None but on the last stage."""
+
+    values: list[FloatArray] | None
+    reference_logp: list[FloatArray] | None = None
+
+
+class AuxiliaryRank(TrainingRank):
+    """A rank of an auxiliary model on GPU slot first_gpu + rank. Raises as a TrainingRank.
+
+    It begins with the weights of model.path: a classifier's, or a language model's with scores of 0.
+    """
+
+    def __init__(self, rank: int, recipe: Recipe, meet: Address, kind: str, first_gpu: int = 0) -> None:
+        """kind: a key of AUXILIARY_MODELS."""
+        self._auxiliary = AUXILIARY_MODELS[kind]
+        self._aggregation: Aggregation = AUXILIARY_AGGREGATION[kind]
+        self._hyperparameters = hyperparameters_of(recipe.algorithm.name, recipe.algorithm)
+        path = recipe.model.path
+        reference = path if self._auxiliary.has_reference else None
+        super().__init__(rank, recipe, meet, auxiliary_shape(path, kind), slot=first_gpu + rank, reference=reference)
 
     def values(
         self,
@@ -58,79 +82,79 @@ class AuxiliaryRank(ABC):
         readers: Sequence[frozenset[Key]],
         group_ids: Sequence[int],
         *samples: SampleGroup,
-    ) -> tuple[Piece, ...]:
-        """What it says of this rank's share of a step's samples, a piece for each of those who want some.
+    ) -> tuple[Piece | list[ShareValues], ...]:
+        """The token values of this rank's samples, for each reader those of its own; last, all of them for `train`.
 
-        Pieces are empty but on one of the ranks that hold the same. For `train`, all of it is kept.
+        readers: the samples of each data-parallel rank of the policy; none on ranks that do not report.
         """
-        by_id = dict(zip(group_ids, samples, strict=True))
-        shares = [train_sequences(update.micro_batches[0], by_id, self.aggregation) for update in updates]
-        self._step = [(update, share, self.values_of(share)) for update, share in zip(updates, shares, strict=True)]
-        refs = [ref for update in updates for ref in _refs(update)]
-        said = [value_T for _, _, values in self._step for value_T in values or ()]
-        return pieces_of(refs, said if self._model.is_reporting_rank else None, readers)
+        found = [self.values_of(share) for share in self._shares(updates, Received.of(group_ids, samples))]
+        flat = [value_T for one in found for value_T in one.values or ()]
+        return *pieces_of(refs_of(updates), flat if self._model.is_last_stage else None, readers), found
 
-    @abstractmethod
-    def values_of(self, micro_batches: MicroBatches) -> list[FloatArray] | None:
-        """One array per sequence, in order: what it says of every token (the first: 0).
+    def values_of(self, micro_batches: MicroBatches) -> ShareValues:
+        """The token values of one update's share, aligned to the token that each is about (the first: 0)."""
+        values, reference = self._token_outputs(micro_batches), None
+        if self._reference:
+            with host_offload.in_place_of(self.params(), self._reference):
+                reference = self._token_outputs(micro_batches)
+        if self._auxiliary.values and values is not None and reference is not None:
+            values = self._auxiliary.values(values, reference, self._hyperparameters)
+        return ShareValues(values, reference)
 
-        None on all but the last pipeline stage.
+    def train(
+        self,
+        updates: Sequence[Update],
+        lr: float,
+        found: Sequence[ShareValues],
+        group_ids: Sequence[int],
+        *given: Any,
+    ) -> list[Metrics]:
+        """All optimizer updates of a step. Metrics of each as of `train_step`.
+
+        found: of `values`, for the same updates. given: as of `Received`; the token values are the KL penalties of the
+        policy's ranks, where an algorithm pays them in the reward.
         """
+        received, metrics = Received.of(group_ids, given), []
+        rewards_of, shares = received.token_values, self._shares(updates, received)
+        for update, share, old in zip(updates, shares, found, strict=True):
+            rewards = [spread(rewards_of[key_of(ref)], ref) for ref in refs_of([update])] if rewards_of else None
+            metrics.append(self.train_step(share, old, norms_of(update), lr, rewards))
+        return metrics
 
-    def train(self, lr: float, *pieces: Piece) -> list[Metrics]:
-        """All optimizer updates of a step, on the samples of the last `values`. Metrics of each as of `train_step`.
+    def _shares(self, updates: Sequence[Update], received: Received) -> list[list[list[TrainSequence]]]:
+        """This rank's sequences of each update."""
+        label, shares = self._auxiliary.label or (lambda one, _: one), []
+        for update in updates:
+            micro_batches = update.micro_batches[0]
+            share = train_sequences(micro_batches, received.groups, self._aggregation)
+            pairs = [zip(batch, refs, strict=True) for batch, refs in zip(share, micro_batches, strict=True)]
+            shares.append([[label(*pair) for pair in batch] for batch in pairs])
+        return shares
 
-        pieces: the responses' tokens' own rewards, where they have some.
-        """
-        found, rewards = [], {key: value_T for piece in pieces for key, value_T in piece.items()}
-        for update, share, values in self._step:
-            norms = Norms(update.denominator, update.tokens, update.loss_tokens)
-            refs = _refs(update)
-            own = [spread(rewards[key_of(ref)], ref) for ref in refs] if rewards else None
-            found.append(self.train_step(self.labelled(share, refs), values, norms, lr, own))
-        self._step = []
-        return found
-
-    def labelled(self, micro_batches: MicroBatches, refs: Sequence[SampleRef]) -> MicroBatches:
-        """The sequences as `train_step` wants them; refs: their names."""
-        return micro_batches
-
-    @abstractmethod
     def train_step(
         self,
         micro_batches: MicroBatches,
-        values: Sequence[FloatArray] | None,
+        old: ShareValues,
         norms: Norms,
         lr: float,
         rewards: Sequence[FloatArray] | None = None,
     ) -> Metrics:
-        """One update. values: as of `values_of`; rewards: of each token, where they have some.
+        """One update. old: of `values_of`, before the step's updates; rewards: of each token, if there are any.
 
         Returns grad_norm, and on the last stage the loss and its statistics over all data-parallel ranks. Raises
         FloatingPointError when the gradient is not finite.
         """
+        returns, hyperparameters = None, self._hyperparameters
+        if self._auxiliary.returns and old.values is not None:
+            flat = [one for batch in micro_batches for one in batch]
+            returns = self._auxiliary.returns(flat, old.values, rewards, hyperparameters)
+        arrays = (dealt(one, micro_batches) for one in (old.reference_logp, returns, old.values))
+        rows = [
+            with_returns(self._pack(batch, reference_logp=reference_logp), *targets)
+            for batch, reference_logp, *targets in zip(micro_batches, *arrays, strict=True)
+        ]
 
-    def _update(self, rows: Sequence[PackedRow], loss: Callable[..., Any], norms: Norms, lr: float) -> Metrics:
-        """One optimizer update by the pipeline's loss of each row; what `train_step` returns."""
-        self._model.zero_grad()
-        stats = self._model.pipeline.run(rows, loss, norms=norms)
-        grad_norm = self._model.step(lr)
-        return {**(groups.reduced(stats) if self._model.is_last_stage else {}), "grad_norm": grad_norm}
+        def loss(row: PackedRow, output_T: torch.Tensor, *_: torch.Tensor) -> LossResult:
+            return self._auxiliary.loss(row, output_T, hyperparameters)
 
-    def _pack(
-        self, batch: Sequence[TrainSequence], reference_logp: Sequence[FloatArray] | None = None
-    ) -> PackedRow:
-        return pack(batch, split=self._model.split, device=device.DEVICE, reference_logp=reference_logp)
-
-    def save(self, folder: Path) -> None:
-        """Begin to write this rank's part of a checkpoint into an empty folder; training may go on meanwhile."""
-        self._saving = RankFiles(folder, self._model)
-
-    def finish_save(self) -> dict[str, Digest]:
-        """Wait until the files of all ranks are written; the digests of this rank's own."""
-        return self._saving.finish()
-
-
-def _refs(update: Update) -> list[SampleRef]:
-    """Every sample of this rank's share, in order."""
-    return [ref for batch in update.micro_batches[0] for ref in batch]
+        return self._update(rows, loss, norms, lr)

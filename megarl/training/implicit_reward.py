@@ -1,89 +1,32 @@
-"""One rank of PRIME's implicit reward model: process rewards of all tokens, and steps towards the outcomes."""
+"""PRIME's implicit reward model (arXiv 2502.01456): its log-ratio to its initial weights rewards each token."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
 
-from megarl.algos import AUXILIARY_AGGREGATION
-from megarl.algos.losses import outcome_loss
-from megarl.checkpoints import hf_import
-from megarl.config import Recipe
-from megarl.device import Address
-from megarl.parallel import host_offload
-from megarl.parallel.hf_config import model_shape
-from megarl.parallel.pipeline import Norms
-from megarl.parallel.sequences import PackedRow, dealt, unpack
-from megarl.training.auxiliary import AuxiliaryRank, MicroBatches
-from megarl.training.batching import Piece, SampleRef
-from megarl.types import FloatArray, Metrics, TrainSequence
+from megarl.algos.losses import LossResult, outcome_loss
+from megarl.parallel.sequences import PackedRow
+from megarl.training.batching import SampleRef
+from megarl.types import FloatArray, Hyperparameters, TrainSequence
 
 
-class ImplicitRewardRank(AuxiliaryRank):
-    """A rank of it (arXiv 2502.01456): a language model whose log-ratio to what it began as rewards each token."""
+def process_rewards(
+    logp: Sequence[FloatArray], reference_logp: Sequence[FloatArray], hyperparameters: Hyperparameters
+) -> list[FloatArray]:
+    """Of each sequence each token's process_scale x log(model / reference)."""
+    scale = hyperparameters.process_scale
+    return [scale * (own_T - reference_T) for own_T, reference_T in zip(logp, reference_logp, strict=True)]
 
-    aggregation = AUXILIARY_AGGREGATION["process_rewards"]
 
-    def __init__(self, rank: int, recipe: Recipe, meet: Address, first_gpu: int = 0) -> None:
-        super().__init__(rank, recipe, meet, model_shape(recipe.model.path), first_gpu)
-        self._reference = host_offload.room_for(self.params())
-        hf_import.load_hf(recipe.model.path, self._shards, self._reference)
-        self._reference_logp: list[list[FloatArray] | None] = []  # of the shares that were valued, for `train_step`
+def label(one: TrainSequence, ref: SampleRef) -> TrainSequence:
+    """With the outcome, 1 where the sample is correct, in the advantage's place."""
+    return replace(one, advantage_T=one.loss_mask_T.astype(np.float32) * ref.is_correct)
 
-    def values(self, *said: Any) -> tuple[Piece, ...]:
-        self._reference_logp = []
-        return super().values(*said)
 
-    def values_of(self, micro_batches: MicroBatches) -> list[FloatArray] | None:
-        """One array per sequence, in order: each token's process_scale x log(model / reference) (the first: 0).
-
-        None on all but the last pipeline stage.
-        """
-        own = self._logprobs(micro_batches)
-        with host_offload.in_place_of(self.params(), self._reference):
-            reference = self._logprobs(micro_batches)
-        self._reference_logp.append(reference)
-        if own is None or reference is None:
-            return None
-        scale = self._rules.process_scale
-        return [scale * (one_T - other_T) for one_T, other_T in zip(own, reference, strict=True)]
-
-    def _logprobs(self, micro_batches: MicroBatches) -> list[FloatArray] | None:
-        def keep(row: PackedRow, logp_T: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, list[FloatArray]]:
-            return logp_T.sum(), unpack(row, logp_T)
-
-        results = self._model.pipeline.run([self._pack(batch) for batch in micro_batches], keep)
-        return [array for arrays in results for array in arrays] if self._model.is_last_stage else None
-
-    def labelled(self, micro_batches: MicroBatches, refs: Sequence[SampleRef]) -> MicroBatches:
-        """With the outcome in the advantage's place."""
-        left = iter(refs)
-
-        def label(one: TrainSequence) -> TrainSequence:
-            return replace(one, advantage_T=one.loss_mask_T.astype(np.float32) * next(left).is_correct)
-
-        return [[label(one) for one in batch] for batch in micro_batches]
-
-    def train_step(
-        self,
-        micro_batches: MicroBatches,
-        values: Sequence[FloatArray] | None,
-        norms: Norms,
-        lr: float,
-        rewards: Sequence[FloatArray] | None = None,
-    ) -> Metrics:
-        """One update towards the outcomes, on the first share valued of those left; statistics of `outcome_loss`."""
-
-        def apply_loss(
-            row: PackedRow, logp_T: torch.Tensor, _: torch.Tensor
-        ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            loss_sum, stats = outcome_loss(logp_T, row.targets, scale=self._rules.process_scale)
-            return loss_sum, {"loss": loss_sum.detach() / norms.denominator, **stats}
-
-        reference = dealt(self._reference_logp.pop(0), micro_batches)
-        rows = [self._pack(*one) for one in zip(micro_batches, reference, strict=True)]
-        return self._update(rows, apply_loss, norms, lr)
+def loss(row: PackedRow, logp_T: torch.Tensor, hyperparameters: Hyperparameters) -> LossResult:
+    """The loss sum of one packed row and its statistics, as of `outcome_loss`."""
+    return outcome_loss(logp_T, row.targets, scale=hyperparameters.process_scale)

@@ -1,47 +1,45 @@
-"""One training rank's process: its part of the model, the optimizer, logprobs and steps."""
+"""One rank of the policy: log-probabilities, advantages, optimizer updates, and its weights for the engines."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from megarl import device
-from megarl.algos import ALGORITHMS, Algorithm, Loss, has_reference, hyperparameters_of
-from megarl.algos.losses import kl_T
-from megarl.checkpoints import hf_import
+from megarl.algos import ALGORITHMS, Loss, has_reference, hyperparameters_of
+from megarl.algos.losses import LossResult, kl_T
 from megarl.checkpoints.hf_export import Export, export_hf
-from megarl.checkpoints.rank_files import RankFiles
-from megarl.checkpoints.snapshots import Digest
 from megarl.config import Recipe
 from megarl.parallel import groups, host_offload, model
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.pipeline import Norms
-from megarl.parallel.rank_model import RankModel
 from megarl.parallel.routing import Choices, engine_choices
-from megarl.parallel.sequences import PackedRow, dealt, pack, unpack
-from megarl.resharding import megatron_map
+from megarl.parallel.sequences import PackedRow, dealt
 from megarl.resharding.member import Member
 from megarl.resharding.memory_handles import SourceHandles, publish
 from megarl.resharding.session import Session
 from megarl.training import credit
-from megarl.training.batching import Key, Piece, SampleRef, Update, pieces_of, train_sequences
-from megarl.types import FloatArray, Hyperparameters, Metrics, SampleGroup, TrainSequence
+from megarl.training.batching import Key, Piece, Update, pieces_of, train_sequences
+from megarl.training.rank import MicroBatches, Received, TrainingRank, norms_of, refs_of
+from megarl.types import FloatArray, Hyperparameters, Metrics, SampleGroup
 
-MicroBatches = Sequence[Sequence[TrainSequence]]
+HostChoices = dict[int, npt.NDArray[np.int16]]  # of one micro-batch by layer: [tokens of this rank, experts per token]
+
 _ROUTING = ("aux_loss", "z_loss", "mtp_loss", "differing_choices", "replayed_choices")
 
 
 @dataclass(frozen=True)
 class PublishedRank:
-    """What an engine process needs to map this rank's parameters, and whose names they go by."""
+    """What an engine process needs to map this rank's parameters; transformer_engine: their names are its layers'."""
 
     source: SourceHandles
     transformer_engine: bool
@@ -49,9 +47,10 @@ class PublishedRank:
 
 @dataclass(frozen=True)
 class UpdateShare:
-    """This rank's share of one update. old_logp: of the policy before this step's updates; None: it is the current one.
+    """This rank's share of one update, with what the old policy and the reference computed of it.
 
-    choices: of the experts, one for each micro-batch. temperature: of the policy, as `PolicyRank.logprobs`.
+    old_logp: of the policy before this step's updates, one array per sequence; None: the current policy is the old one.
+    choices: the experts to replay, one for each micro-batch. temperature: of the policy, as in `PolicyRank.logprobs`.
     """
 
     micro_batches: MicroBatches
@@ -62,140 +61,144 @@ class UpdateShare:
     temperature: float = 1.0
 
 
-class PolicyRank:
-    """Rank `rank` of the training world. Every method but `params` is called on all ranks together.
+@dataclass(frozen=True)
+class RankObservation:
+    """What a rank computed of its share of a step with the policy before the updates, and with the reference.
 
-    The constructor meets the other ranks at the store at `meet`, builds this rank's part of the model and loads
-    its weights from the HF checkpoint. Raises UserFault for a checkpoint or Megatron option that does not fit.
+    It goes back to the same rank, by way of the object store of its node, so all of it is in host memory. old_logp,
+    reference_logp and choices: by update, as in UpdateShare, but choices (None where the old policy's are not replayed)
+    are of each micro-batch by layer, int16 [tokens of this rank, experts per token]. kl_penalties: of each sequence.
     """
 
-    def __init__(self, rank: int, recipe: Recipe, meet: device.Address) -> None:
-        gc.freeze()  # what the imports made is never garbage, and walking it takes half a second
-        path = recipe.model.path
-        self.rank, self.device, self._recipe = rank, device.DEVICE, recipe
-        self.shape = model_shape(path)
-        self._store = device.join_store(meet, recipe.run.timeout_s)
-        self._model = RankModel(rank, recipe, self.shape, self._store, slot=rank)
-        self.layout = self._model.layout
-        shards = megatron_map.shards(self.shape, self.layout, rank, model.TRANSFORMER_ENGINE)
-        hf_import.load_hf(path, shards, self.params())
-        self._model.make_optimizer()
-        has_one = has_reference(recipe.algorithm, recipe.reference.use)
-        self._reference = host_offload.room_for(self.params()) if has_one else {}
-        if self._reference:
-            hf_import.load_hf(recipe.reference.path or path, shards, self._reference)
-        self.communicator_bytes = lambda: self._model.communicator_bytes
-        self.options = self._model.options
-        self.offload, self.onload, self.held_bytes = self._model.offload, self._model.onload, device.held_bytes
-        self._member: Member | None = None
-        self._observed: list[UpdateShare] = []
+    old_logp: list[list[FloatArray] | None]
+    reference_logp: list[list[FloatArray] | None]
+    choices: list[list[HostChoices] | None]
+    kl_penalties: list[FloatArray] | None
 
-    def params(self) -> dict[str, torch.Tensor]:
-        """This rank's weights by the map's names: views of long-lived buffers that every step updates in place."""
-        return self._model.params()
+
+class PolicyRank(TrainingRank):
+    """A rank of the policy, which is on GPU slot `rank`. Raises as a TrainingRank."""
+
+    def __init__(self, rank: int, recipe: Recipe, meet: device.Address) -> None:
+        path = recipe.model.path
+        reference = recipe.reference.path or path if has_reference(recipe.algorithm, recipe.reference.use) else None
+        shape = model_shape(path)
+        super().__init__(rank, recipe, meet, shape, slot=rank, is_published=True, reference=reference)
+        self.options, self.communicator_bytes = self._model.options, lambda: self._model.communicator_bytes
+        self._member: Member | None = None
 
     def observe(
         self,
         algorithm: str,
-        keeps: bool,
         updates: Sequence[Update],
         readers: Sequence[frozenset[Key]],
         group_ids: Sequence[int],
         *samples: SampleGroup,
-    ) -> tuple[Piece, ...]:
-        """Look at this rank's share of a step: its tokens' KL penalties, a piece for each reader.
+    ) -> tuple[Piece | RankObservation, ...]:
+        """The KL penalties of this rank's tokens, for each reader those that it trains on; last, the observation.
 
-        Pieces are empty but on one of the ranks that hold the same. keeps: for `train`, which then does not look again.
+        readers: the samples of each data-parallel rank of the critic; none on ranks that do not report.
         """
-        parts = self._look(algorithm, updates, dict(zip(group_ids, samples, strict=True)))
-        penalties = self._penalties(parts, hyperparameters_of(algorithm, self._recipe.algorithm))
-        self._observed = parts if keeps else []
-        return pieces_of(_refs(updates), penalties if self._model.is_reporting_rank else None, readers)
+        shares = self._shares(algorithm, updates, Received.of(group_ids, samples).groups)
+        found = self._observation(algorithm, shares)
+        return *pieces_of(refs_of(updates), found.kl_penalties, readers), found
 
     def train(
-        self, algorithm: str, updates: Sequence[Update], lr: float, group_ids: Sequence[int], *given: Any
+        self,
+        algorithm: str,
+        updates: Sequence[Update],
+        lr: float,
+        observation: RankObservation | None,
+        group_ids: Sequence[int],
+        *given: Any,
     ) -> list[Metrics]:
         """All optimizer updates of one step; an update's micro_batches[0] are this data-parallel rank's.
 
-        given: first the groups that micro-batches call group_ids, in their order, then what the critic's ranks said of
-        this rank's samples. Metrics of each update as of `train_step`.
+        observation: of `observe`, where it was called for this step. given: as of `Received`; the token values are the
+        auxiliary model's. Metrics of each update as of `train_step`.
         """
-        row, rules = ALGORITHMS[algorithm], hyperparameters_of(algorithm, self._recipe.algorithm)
-        by_id = dict(zip(group_ids, given[: len(group_ids)], strict=True))
-        parts = self._observed or self._look(algorithm, updates, by_id)
-        self._observed = []
-        if self._model.is_last_stage:  # on the others nobody reads an advantage
-            parts = self._credited(row, rules, updates, parts, given[len(group_ids) :])
-        loss = row.loss(rules)
-        gaps = self._replay_gaps(parts[0])
-        first, *rest = [self.train_step(part, lr, loss) for part in parts]
+        received, hyperparameters = Received.of(group_ids, given), self._hyperparameters(algorithm)
+        shares = self._shares(algorithm, updates, received.groups)
+        observation = observation or self._observation(algorithm, shares)
+        shares = [_observed(share, observation, index) for index, share in enumerate(shares)]
+        if self._model.is_last_stage:  # nothing reads an advantage on the others
+            shares = self._credited(algorithm, updates, shares, received.token_values, observation.kl_penalties)
+        loss = ALGORITHMS[algorithm].loss(hyperparameters)
+        gaps = self._replay_gaps(shares[0])
+        first, *rest = [self.train_step(share, lr, loss) for share in shares]
         return [first | gaps, *rest]
 
-    def _look(self, algorithm: str, updates: Sequence[Update], by_id: Mapping[int, SampleGroup]) -> list[UpdateShare]:
-        """The shares of a step's updates, with what the old policy and the reference say where that is read."""
-        row, rules = ALGORITHMS[algorithm], hyperparameters_of(algorithm, self._recipe.algorithm)
-        # Only later updates of a step train a policy that is no longer the one that the ratio is to.
-        many = len(updates) > 1 or rules.pays_kl
-        # Nobody chose experts for demonstrations, or sampled them at a temperature.
-        is_sampled, replay, temperature = row.learns_from == "rewards", "off", 1.0
-        if is_sampled:
-            replay, temperature = self._recipe.train.replay, self._recipe.rollout.temperature
-        parts = []
+    def _hyperparameters(self, algorithm: str) -> Hyperparameters:
+        return hyperparameters_of(algorithm, self._recipe.algorithm)
+
+    def _shares(
+        self, algorithm: str, updates: Sequence[Update], groups_by_id: Mapping[int, SampleGroup]
+    ) -> list[UpdateShare]:
+        """This rank's sequences of each update, with the engine's choices of experts where they are replayed (r3)."""
+        hyperparameters, (replay, temperature) = self._hyperparameters(algorithm), self._sampling(algorithm)
+        shares = []
         for update in updates:
-            nll_weight = update.nll_weight(rules.positive_nll)
-            share = train_sequences(update.micro_batches[0], by_id, rules.aggregation, nll_weight)
-            parts.append(self._part(share, update, many, replay, temperature))
-        if self._reference and is_sampled:
+            nll_weight = update.nll_weight(hyperparameters.positive_nll)
+            micro_batches = train_sequences(
+                update.micro_batches[0], groups_by_id, hyperparameters.aggregation, nll_weight
+            )
+            choices = None
+            if replay == "r3":
+                choices = [self._engine_choices(self._pack(batch)) for batch in micro_batches]
+            shares.append(UpdateShare(micro_batches, norms_of(update), choices=choices, temperature=temperature))
+        return shares
+
+    def _sampling(self, algorithm: str) -> tuple[str, float]:
+        """(train.replay, temperature) of the samples: no engine chose experts for demonstrations, or sampled them."""
+        if ALGORITHMS[algorithm].learns_from == "demonstrations":
+            return "off", 1.0
+        return self._recipe.train.replay, self._recipe.rollout.temperature
+
+    def _observation(self, algorithm: str, shares: Sequence[UpdateShare]) -> RankObservation:
+        """Log-probabilities by the policy as it is now, then by the reference, where the updates read them."""
+        hyperparameters, (replay, _) = self._hyperparameters(algorithm), self._sampling(algorithm)
+        # Only later updates of a step train a policy that is no longer the old one of the ratio.
+        reads_old = len(shares) > 1 or hyperparameters.pays_kl
+        old: list[list[FloatArray] | None] = [None for _ in shares]
+        choices: list[list[HostChoices] | None] = [None for _ in shares]
+        for index, share in enumerate(shares if reads_old else ()):
+            noted = [Choices(is_noting=True) for _ in share.micro_batches] if replay == "r2" else None
+            old[index] = self.logprobs(share.micro_batches, noted or share.choices, share.temperature)
+            choices[index] = None if noted is None else [_on_host(one) for one in noted]
+        reference: list[list[FloatArray] | None] = [None for _ in shares]
+        if self._reference and ALGORITHMS[algorithm].learns_from == "rewards":
             with host_offload.in_place_of(self.params(), self._reference):
-                logps = [self.logprobs(part.micro_batches, temperature=temperature) for part in parts]
-            parts = [replace(part, reference_logp=logp) for part, logp in zip(parts, logps, strict=True)]
-        return parts
+                reference = [self.logprobs(one.micro_batches, temperature=one.temperature) for one in shares]
+        penalties = None
+        if hyperparameters.pays_kl and self._model.is_last_stage:
+            flat_old, flat_reference = ([logp for one in of for logp in one or ()] for of in (old, reference))
+            penalties = credit.kl_penalties(flat_old, flat_reference, hyperparameters)
+        return RankObservation(old, reference, choices, penalties)
 
     def _credited(
         self,
-        row: Algorithm,
-        rules: Hyperparameters,
+        algorithm: str,
         updates: Sequence[Update],
-        parts: Sequence[UpdateShare],
-        pieces: Sequence[Piece],
+        shares: Sequence[UpdateShare],
+        token_values: Piece,
+        kl_penalties: Sequence[FloatArray] | None,
     ) -> list[UpdateShare]:
-        """The parts with an advantage for each token."""
+        """The shares with an advantage for each token."""
         flat = credit.credited(
-            row,
-            rules,
-            _refs(updates),
-            [one for part in parts for batch in part.micro_batches for one in batch],
-            {key: value_T for piece in pieces for key, value_T in piece.items()},
-            self._penalties(parts, rules),
+            ALGORITHMS[algorithm],
+            self._hyperparameters(algorithm),
+            refs_of(updates),
+            [one for share in shares for batch in share.micro_batches for one in batch],
+            token_values,
+            kl_penalties,
             sum_over_all=groups.sum_over_dp,
             max_over_all=groups.max_over_dp,
         )
         left = iter(flat)
         return [
-            replace(part, micro_batches=[[next(left) for _ in batch] for batch in part.micro_batches])
-            for part in parts
+            replace(share, micro_batches=[[next(left) for _ in batch] for batch in share.micro_batches])
+            for share in shares
         ]
-
-    def _penalties(self, parts: Sequence[UpdateShare], rules: Hyperparameters) -> list[FloatArray] | None:
-        """What each token pays for its distance from the reference, where it does; None but on the last stage."""
-        if not (rules.pays_kl and self._model.is_last_stage):
-            return None
-        old = [one for part in parts for one in part.old_logp or ()]
-        reference = [one for part in parts for one in part.reference_logp or ()]
-        return credit.kl_penalties(old, reference, rules)
-
-    def _part(self, share: MicroBatches, update: Update, many: bool, replay: str, temperature: float) -> UpdateShare:
-        """With what the old policy says of it, where that is asked for."""
-        norms = Norms(update.denominator, update.tokens, update.loss_tokens)
-        choices = None
-        if replay == "r2" and many:
-            choices = [Choices(is_noting=True) for _ in share]
-        elif replay == "r3":
-            choices = [self._engine_choices(self._pack(batch)) for batch in share]
-        old = self.logprobs(share, choices, temperature) if many else None
-        for one in choices or ():
-            one.is_noting = False
-        return UpdateShare(share, norms, old, choices, temperature=temperature)
 
     def _engine_choices(self, row: PackedRow) -> Choices:
         if row.experts_LMK is None:  # a row of padding, or samples that no engine made
@@ -209,25 +212,17 @@ class PolicyRank:
 
         p = softmax(logits / temperature). None on all but the last pipeline stage.
         """
+        return self._token_outputs(micro_batches, choices, temperature)
 
-        def keep(row: PackedRow, logp_T: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, list[FloatArray]]:
-            return logp_T.sum(), unpack(row, logp_T)
-
-        rows = [self._pack(batch) for batch in micro_batches]
-        results = self._model.pipeline.run(rows, keep, choices=choices, temperature=temperature)
-        return [array for arrays in results for array in arrays] if self._model.is_last_stage else None
-
-    def train_step(self, part: UpdateShare, lr: float, loss: Loss) -> Metrics:
+    def train_step(self, share: UpdateShare, lr: float, loss: Loss) -> Metrics:
         """One optimizer update on this data-parallel rank's micro-batches (as many as on every other rank).
 
-        The gradient is that of the loss sums over all ranks / denominator. Returns grad_norm (before clipping) and what
-        `_routing_stats` says, and on the last stage loss, entropy (sum over masked tokens) and the loss's statistics
+        The gradient is that of the loss sums over all ranks / denominator. Returns grad_norm (before clipping) and the
+        sums of `_routing_stats`, and on the last stage loss, entropy (sum over masked tokens) and the loss's statistics
         over all data-parallel ranks. Raises FloatingPointError when the gradient is not finite.
         """
 
-        def apply_loss(
-            row: PackedRow, logp_T: torch.Tensor, entropy_T: torch.Tensor
-        ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        def row_loss(row: PackedRow, logp_T: torch.Tensor, entropy_T: torch.Tensor) -> LossResult:
             old_logp_T = logp_T.detach() if row.old_logp_T is None else row.old_logp_T
             old_logp_T = torch.where(row.targets.is_stale_T, row.targets.engine_logp_T, old_logp_T)
             loss_sum, stats = loss(logp_T, entropy_T, old_logp_T, row.targets)
@@ -235,31 +230,28 @@ class PolicyRank:
             if row.targets.reference_logp_T is not None:
                 kl = kl_T(logp_T.detach(), row.targets.reference_logp_T, "k3")
                 stats = {**stats, "reference_kl": torch.where(row.targets.loss_mask_T, kl, 0.0).sum()}
-            return loss_sum, {"loss": loss_sum.detach() / part.norms.denominator, "entropy": entropy, **stats}
+            return loss_sum, {"entropy": entropy, **stats}
 
-        self._model.zero_grad()
-        old, reference = (dealt(one, part.micro_batches) for one in (part.old_logp, part.reference_logp))
-        rows = [self._pack(*one) for one in zip(part.micro_batches, old, reference, strict=True)]
-        run, temperature = self._model.pipeline.run, part.temperature
-        stats = run(rows, apply_loss, norms=part.norms, choices=part.choices, temperature=temperature)
-        grad_norm = self._model.step(lr)
-        reduced = groups.reduced(stats) if self._model.is_last_stage else {}
-        return {**reduced, "grad_norm": grad_norm, **self._routing_stats(part.norms)}
+        old, reference = (dealt(one, share.micro_batches) for one in (share.old_logp, share.reference_logp))
+        rows = [self._pack(*one) for one in zip(share.micro_batches, old, reference, strict=True)]
+        how = {"choices": share.choices, "temperature": share.temperature}
+        found = self._update(rows, row_loss, share.norms, lr, **how)
+        return {**found, **self._routing_stats(share.norms)}
 
-    def _replay_gaps(self, part: UpdateShare) -> Metrics:
-        """What replay does to |engine - trainer| logprob, summed over the first micro-batches' masked tokens."""
+    def _replay_gaps(self, share: UpdateShare) -> Metrics:
+        """|engine - trainer| logprob with and without replay, summed over the first micro-batches' masked tokens."""
 
         def gap(row: PackedRow, logp_T: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             targets = row.targets
             gap_T = torch.where(targets.loss_mask_T, (logp_T - targets.engine_logp_T).abs(), 0.0)
             return logp_T.sum(), torch.stack([gap_T.sum(), targets.loss_mask_T.sum()])
 
-        if not part.choices:
+        if not share.choices:
             return {}
-        few = self.layout.pp if self.layout.vpp > 1 else 1  # an interleaved pipeline takes no fewer
-        rows = [self._pack(batch) for batch in part.micro_batches[:few]]
-        run = partial(self._model.pipeline.run, temperature=part.temperature)
-        with_replay, without = run(rows, gap, choices=part.choices[:few]), run(rows, gap)
+        few = self.layout.pp if self.layout.vpp > 1 else 1  # the fewest that an interleaved pipeline takes
+        rows = [self._pack(batch) for batch in share.micro_batches[:few]]
+        run = partial(self._model.pipeline.run, temperature=share.temperature)
+        with_replay, without = run(rows, gap, choices=share.choices[:few]), run(rows, gap)
         if not self._model.is_last_stage:
             return {}
         (replay_gap, tokens), (free_gap, _) = torch.stack(with_replay).sum(0), torch.stack(without).sum(0)
@@ -272,37 +264,12 @@ class PolicyRank:
         if not self.shape.num_experts:
             return {}
         values = torch.stack([torch.as_tensor(sums.get(name, 0.0), dtype=torch.float64).cpu() for name in _ROUTING])
-        values = values.to(self.device)
+        values = values.to(device.DEVICE)
         dist.all_reduce(values)
         found = dict(zip(_ROUTING, values.tolist(), strict=True))
         layers = len(self._model.moe_layers()) + self.shape.num_mtp_layers * bool(self._recipe.train.mtp_loss)
         units = {"mtp_loss": norms.loss_tokens} | dict.fromkeys(("aux_loss", "z_loss"), norms.tokens * layers)
         return {name: value / units.get(name, 1) for name, value in found.items() if value}
-
-    def _pack(
-        self,
-        batch: Sequence[TrainSequence],
-        old_logp: Sequence[FloatArray] | None = None,
-        reference_logp: Sequence[FloatArray] | None = None,
-    ) -> PackedRow:
-        split = self._model.split
-        return pack(batch, split=split, device=self.device, old_logp=old_logp, reference_logp=reference_logp)
-
-    def save(self, folder: Path) -> None:
-        """Begin to write this rank's part of a checkpoint into an empty folder; training may go on meanwhile."""
-        self._saving = RankFiles(folder, self._model)
-
-    def finish_save(self) -> dict[str, Digest]:
-        """Wait until the files of all ranks are written; the digests of this rank's own."""
-        return self._saving.finish()
-
-    def load(self, folder: Path) -> None:
-        """Go on from a checkpoint that `save` wrote, in this layout or another."""
-        self._model.load(folder)
-
-    def load_weights(self, folder: Path) -> None:
-        """The weights alone of such a checkpoint."""
-        self._model.load_weights(folder)
 
     def export(self, folder: Path) -> None:
         """Write the weights as a Hugging Face checkpoint, with the configuration and tokenizer of model.path."""
@@ -331,6 +298,18 @@ class PolicyRank:
         self._member.run(version, attempt)
 
 
-def _refs(updates: Sequence[Update]) -> list[SampleRef]:
-    """Every sample of this rank's share, in order."""
-    return [ref for update in updates for batch in update.micro_batches[0] for ref in batch]
+def _on_host(choices: Choices) -> HostChoices:
+    return {layer: experts_NK.to("cpu", torch.int16).numpy() for layer, experts_NK in choices.experts.items()}
+
+
+def _on_device(choices: HostChoices) -> Choices:
+    experts = {layer: torch.from_numpy(experts_NK.astype(np.int64)) for layer, experts_NK in choices.items()}
+    return Choices({layer: experts_NK.to(device.DEVICE) for layer, experts_NK in experts.items()})
+
+
+def _observed(share: UpdateShare, observation: RankObservation, index: int) -> UpdateShare:
+    """The share, number `index` of the step's updates, with what the old policy and the reference computed of it."""
+    old_logp, reference_logp = observation.old_logp[index], observation.reference_logp[index]
+    noted = observation.choices[index]
+    choices = share.choices if noted is None else [_on_device(one) for one in noted]
+    return replace(share, old_logp=old_logp, choices=choices, reference_logp=reference_logp)

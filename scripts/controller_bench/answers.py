@@ -37,7 +37,13 @@ class Answers:
         return summary_of(group), group
 
     def train(
-        self, algorithm: str, updates: Sequence[Update], lr: float, group_ids: Sequence[int], *given: Any
+        self,
+        algorithm: str,
+        updates: Sequence[Update],
+        lr: float,
+        observation: object,
+        group_ids: Sequence[int],
+        *given: Any,
     ) -> list[Metrics]:
         """The metrics of each update: all ranks say all of them here, in a run those of the last stage."""
         by_id = dict(zip(group_ids, given, strict=False))
@@ -48,17 +54,17 @@ class Answers:
     ) -> list[Metrics]:
         """`train` by a rank that is given everything and picks what is its own."""
         mine = [Update((one.micro_batches[dp],), one.denominator, one.tokens, one.loss_tokens) for one in updates]
-        return self.train(algorithm, mine, lr, range(len(groups)), *groups)
+        return self.train(algorithm, mine, lr, None, range(len(groups)), *groups)
 
     def values(
         self, updates: Sequence[Update], readers: Sequence[frozenset[Key]], group_ids: Sequence[int], *groups: Any
-    ) -> tuple[Piece, ...]:
-        """Pieces without contents, as of all ranks but one of those that hold the same."""
+    ) -> tuple[Piece | None, ...]:
+        """Token values without contents for each reader, and no state."""
         refs = [ref for update in updates for batch in update.micro_batches[0] for ref in batch]
         by_id = dict(zip(group_ids, groups, strict=True))
         for ref in refs:
             _array(ref, by_id[ref.group])
-        return pieces_of(refs, None, readers)
+        return *pieces_of(refs, None, readers), None
 
     def onload(self) -> None: ...
 

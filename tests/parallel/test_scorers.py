@@ -35,9 +35,9 @@ Scored = Any  # (a path, what one rank makes of it)
 def learn(rank: int, meet: Address, made: Any, takes_turns: bool) -> dict[str, Any]:
     """Values, then three steps on uneven micro-batches, giving the memory back between them if it is shared."""
     from megarl.parallel.pipeline import Norms
-    from megarl.training.critic import CriticRank
+    from megarl.training.auxiliary import AuxiliaryRank
 
-    critic: Any = CriticRank(rank, made, meet)
+    critic: Any = AuxiliaryRank(rank, made, meet, "values")
     layout = critic.layout
     sequences = ragged(14, VOCAB_SIZE, seed=3)
     micro_batches = deal(sequences, layout.coords(rank).dp, layout.dp, micro_batches=4)
@@ -51,7 +51,7 @@ def learn(rank: int, meet: Address, made: Any, takes_turns: bool) -> dict[str, A
                 assert not any(param.untyped_storage().nbytes() for param in critic.params().values())
                 critic.onload()
             found.append(critic.train_step(micro_batches, values, norms, LR))
-    return {"values": values, "metrics": found, "learning": learning}
+    return {"values": values.values, "metrics": found, "learning": learning}
 
 
 def world(path: Path, layout: TrainLayout, takes_turns: bool = False) -> list[dict[str, Any]]:
@@ -128,13 +128,13 @@ def conversations() -> list[SampleGroup]:
 def score(rank: int, meet: Address, made: Any) -> Any:
     from megarl.training.reward_model import RewardModelRank
 
-    judge: Any = RewardModelRank(rank, made, meet)
-    layout = judge._model.layout
+    reward_model: Any = RewardModelRank(rank, made, meet)
+    layout = reward_model.layout
     at = layout.coords(rank)
-    found = judge.score(*conversations()[at.dp :: layout.dp])
-    judge.offload()
-    judge.onload()
-    again = judge.score(*conversations()[at.dp :: layout.dp])
+    found = reward_model.score(*conversations()[at.dp :: layout.dp])
+    reward_model.offload()
+    reward_model.onload()
+    again = reward_model.score(*conversations()[at.dp :: layout.dp])
     if at.pp < layout.pp - 1:
         assert found is again is None
         return None

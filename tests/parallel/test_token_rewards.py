@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from megarl.config import AlgorithmConfig, ReferenceConfig
 from megarl.device import Address
 from megarl.parallel.layout import TrainLayout
+from megarl.parallel.placement import is_reporting_rank
 from megarl.training.batching import Piece, SampleRef, Update, key_of, plan_updates
 from megarl.types import Prompt, Sample, SampleGroup
 from tests.parallel.conftest import write_checkpoint
@@ -68,38 +71,46 @@ def plan(layout: TrainLayout, dp_rank: int, updates: int, outcomes: bool = True)
     return [Update((one.micro_batches[dp_rank],), one.denominator, one.tokens, one.loss_tokens) for one in plans]
 
 
-def said_of(refs: list[SampleRef], seed: int) -> Piece:
-    """What a model beside the policy might say."""
+def token_values_of(refs: list[SampleRef], seed: int) -> Piece:
+    """Token values as an auxiliary model might compute them."""
     return {
         key_of(ref): np.random.default_rng([seed, *key_of(ref)]).normal(size=ref.response_length).astype(np.float32)
         for ref in refs
     }
 
 
+def reports(rank: Any) -> bool:
+    """Whether the controller has it return token values."""
+    return is_reporting_rank(rank.layout, rank.rank)
+
+
+def as_by_ray(state: Any) -> Any:
+    """A rank's state as it comes back through Ray's object store: its arrays cannot be written to."""
+    buffers: list[pickle.PickleBuffer] = []
+    pickled = pickle.dumps(state, protocol=5, buffer_callback=buffers.append)
+    return pickle.loads(pickled, buffers=[bytes(one.raw()) for one in buffers])
+
+
 def pay(rank: int, meet: Address, made: Any) -> dict[str, Any]:
-    """One step with each algorithm, one after the other; PPO's critic is told first what the tokens pay."""
+    """One step with each algorithm, one after the other; PPO's critic gets the KL penalties first."""
     from megarl.training.policy import PolicyRank
 
     trainer: Any = PolicyRank(rank, made, meet)
     layout, (groups, refs) = trainer.layout, batch()
     at, everything = layout.coords(rank), [*range(GROUPS)]
-    readers = [frozenset(map(key_of, refs[:3])), frozenset(map(key_of, refs[3:]))]
+    readers = [frozenset(map(key_of, refs[:3])), frozenset(map(key_of, refs[3:]))] if reports(trainer) else []
     found: dict[str, Any] = {}
     for algorithm in ALGORITHMS:
         share = plan(layout, at.dp, updates=2 if algorithm in ("ppo", "prime") else 1)
+        values, state = [token_values_of(refs[:2], 4), token_values_of(refs[2:], 4)], None
         if algorithm == "ppo":
-            found["pieces"] = trainer.observe("ppo", True, share, readers, everything, *groups)
-            assert len(trainer._observed) == len(share)
-            trainer.observe("ppo", False, share, readers, everything, *groups)
-            assert trainer._observed == [], "in a critic's warm-up nobody comes back to it"
-            trainer.observe("ppo", True, share, readers, everything, *groups)
-        pieces = [said_of(refs[:2], 4), said_of(refs[2:], 4)]
-        found[algorithm] = trainer.train(algorithm, share, LR, everything, *groups, *pieces)
+            *found["penalties"], state = trainer.observe("ppo", share, readers, everything, *groups)
+        found[algorithm] = trainer.train(algorithm, share, LR, state, everything, *groups, *values)
     return found
 
 
 def distil(rank: int, meet: Address, made: Any) -> dict[str, Any]:
-    """What two models say of every token, and one step of distillation."""
+    """Two models' log-probabilities of every token, and one step of distillation."""
     from megarl.parallel import host_offload
     from megarl.training.batching import train_sequences
     from megarl.training.policy import PolicyRank
@@ -113,16 +124,18 @@ def distil(rank: int, meet: Address, made: Any) -> dict[str, Any]:
     with host_offload.in_place_of(trainer.params(), trainer._reference):
         teacher = trainer.logprobs(share)
     gaps = [(a - b)[m] for a, b, m in zip(student, teacher, masks, strict=True)]
-    (metrics,) = trainer.train("on_policy_distillation", [update], LR, [*range(GROUPS)], *groups)
+    (metrics,) = trainer.train("on_policy_distillation", [update], LR, None, [*range(GROUPS)], *groups)
     return {"gap": np.concatenate(gaps).sum() / update.denominator, "loss": metrics["loss"]}
 
 
-def world(models: tuple[Path, Path], layout: TrainLayout, work: Any, algorithm: str = "grpo") -> list[dict[str, Any]]:
+def world(
+    models: tuple[Path, Path], layout: TrainLayout, work: Any, algorithm: str = "grpo", replay: str = "off"
+) -> list[Any]:
     changes = {
         "reference": ReferenceConfig(use=True, path=str(models[1])),
         "algorithm": AlgorithmConfig(name=algorithm, process_scale=0.5 if algorithm == "prime" else None),
     }
-    made = recipe(models[0], layout).model_copy(update=changes)
+    made = recipe(models[0], layout, replay=replay).model_copy(update=changes)
     return run_ranks(layout.world_size, work, made)
 
 
@@ -132,23 +145,40 @@ def one_rank(models: tuple[Path, Path]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_pays_what_one_rank_does(
-    models: tuple[Path, Path], one_rank: dict[str, Any], name: str
-) -> None:
+def test_every_layout_pays_what_one_rank_does(models: tuple[Path, Path], one_rank: dict[str, Any], name: str) -> None:
     layout = LAYOUTS[name]
     ranks = world(models, layout, pay)
-    for reader in range(2):
-        spoken = [rank["pieces"][reader] for rank in ranks]
-        expected = one_rank["pieces"][reader]
-        assert sorted(key for piece in spoken for key in piece) == sorted(expected), "each sample once"
-        for piece in spoken:
-            for key, value_T in piece.items():
+    for reader, expected in enumerate(one_rank["penalties"]):
+        found = [rank["penalties"][reader] for rank in ranks if rank["penalties"]]
+        assert sorted(key for penalties in found for key in penalties) == sorted(expected), "each sample once"
+        for penalties in found:
+            for key, value_T in penalties.items():
                 np.testing.assert_allclose(value_T, expected[key], atol=within(1e-5))
-    assert any(np.abs(value_T).max() > 1e-4 for value_T in one_rank["pieces"][0].values())
+    assert any(np.abs(value_T).max() > 1e-4 for value_T in one_rank["penalties"][0].values())
     for algorithm in ALGORITHMS:
         for rank in ranks:
             for mine, one in zip(rank[algorithm], one_rank[algorithm], strict=True):
                 assert mine == pytest.approx({key: one[key] for key in mine}, rel=within(2e-4), abs=1e-6), algorithm
+
+
+def observe(rank: int, meet: Address, made: Any) -> list[Any]:
+    """Metrics of PPO's updates at learning rate 0: with what was observed before, and without."""
+    from megarl.training.policy import PolicyRank
+
+    trainer: Any = PolicyRank(rank, made, meet)
+    groups, refs = batch()
+    share, everything, values = plan(trainer.layout, 0, updates=2), [*range(GROUPS)], token_values_of(refs, 4)
+    *_, state = trainer.observe("ppo", share, [], everything, *groups)
+    with patch.object(trainer, "logprobs", side_effect=AssertionError("it computes again")):
+        found = trainer.train("ppo", share, 0.0, as_by_ray(state), everything, *groups, values)
+    return [found, trainer.train("ppo", share, 0.0, None, everything, *groups, values)]
+
+
+@pytest.mark.parametrize("replay", ["off", "r2"])
+def test_an_observation_spares_the_computation_and_changes_nothing(models: tuple[Path, Path], replay: str) -> None:
+    for observed, computed in world(models, LAYOUTS["tp2 pp2"], observe, replay=replay):
+        assert observed == computed
+        assert ("replayed_choices" in observed[0]) == (replay == "r2")
 
 
 def test_distillation_is_the_reverse_kl_of_each_token(models: tuple[Path, Path]) -> None:
@@ -159,16 +189,18 @@ def test_distillation_is_the_reverse_kl_of_each_token(models: tuple[Path, Path])
 
 
 def learn_outcomes(rank: int, meet: Address, made: Any) -> dict[str, Any]:
-    """Three steps of PRIME's model, each on what it said before."""
-    from megarl.training.implicit_reward import ImplicitRewardRank
+    """Three steps of PRIME's model, each on its own process rewards."""
+    from megarl.training.auxiliary import AuxiliaryRank
 
-    model: Any = ImplicitRewardRank(rank, made, meet)
+    model: Any = AuxiliaryRank(rank, made, meet, "process_rewards")
     groups, refs = batch()
-    share = plan(model.layout, model.layout.coords(rank).dp, updates=2)
-    found = {"said": [], "metrics": []}
+    share, everything = plan(model.layout, model.layout.coords(rank).dp, updates=2), [*range(GROUPS)]
+    readers = [frozenset(map(key_of, refs))] if reports(model) else []
+    found = {"process_rewards": [], "metrics": []}
     for _ in range(3):
-        found["said"].append(model.values(share, [frozenset(map(key_of, refs))], [*range(GROUPS)], *groups)[0])
-        found["metrics"].append(model.train(LR))
+        *process_rewards, state = model.values(share, readers, everything, *groups)
+        found["process_rewards"] += process_rewards or [{}]
+        found["metrics"].append(model.train(share, LR, as_by_ray(state), everything, *groups))
         model.offload()
         model.onload()
     return found
@@ -176,20 +208,20 @@ def learn_outcomes(rank: int, meet: Address, made: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_process_rewards_tell_outcomes_apart(models: tuple[Path, Path], name: str) -> None:
-    """At first nothing is said; then correct responses are worth more; any layout says what one rank does."""
+    """At first all are 0; then correct responses are worth more; they are the same in any layout as on one rank."""
     (one,), ranks = (world(models, layout, learn_outcomes, "prime") for layout in (ONE_RANK, LAYOUTS[name]))
     _, refs = batch()
-    assert all(not value_T.any() for value_T in one["said"][0].values())
+    assert all(not value_T.any() for value_T in one["process_rewards"][0].values())
     assert one["metrics"][0][0]["loss"] == pytest.approx(np.log(2), rel=1e-5)
     total = {ref.is_correct: 0.0 for ref in refs}
     for ref in refs:
-        total[ref.is_correct] += one["said"][2][key_of(ref)].sum()
+        total[ref.is_correct] += one["process_rewards"][2][key_of(ref)].sum()
     assert total[True] > 0 > total[False]
     for step in range(3):
-        merged = {key: value_T for rank in ranks for key, value_T in rank["said"][step].items()}
-        assert merged.keys() == one["said"][step].keys()
+        merged = {key: value_T for rank in ranks for key, value_T in rank["process_rewards"][step].items()}
+        assert merged.keys() == one["process_rewards"][step].keys()
         for key, value_T in merged.items():
-            np.testing.assert_allclose(value_T, one["said"][step][key], atol=within(1e-4))
+            np.testing.assert_allclose(value_T, one["process_rewards"][step][key], atol=within(1e-4))
         for rank in ranks:
             for mine, other in zip(rank["metrics"][step], one["metrics"][step], strict=True):
                 assert mine == pytest.approx({key: other[key] for key in mine}, rel=within(1e-3), abs=1e-5)

@@ -75,7 +75,7 @@ def _buffers(trainer: Any) -> list[Any]:
 
 
 def _step(updates: int, seed: int = 9, longest: int = 6) -> tuple[Any, ...]:
-    """Arguments of Trainer.train: two groups of four samples of up to `longest` tokens."""
+    """Arguments of PolicyRank.train after the algorithm: two groups of four samples of up to `longest` tokens."""
     rng = np.random.default_rng(seed)
     groups, refs = [], []
     for group in range(2):
@@ -88,7 +88,7 @@ def _step(updates: int, seed: int = 9, longest: int = 6) -> tuple[Any, ...]:
         lengths = [len(sample.response_ids_T) for sample in samples]
         refs += [SampleRef(group, i, 5 + length, length, (-1.0) ** i) for i, length in enumerate(lengths)]
     plan = plan_updates(refs, updates=updates, dp=1, token_budget=24, aggregation="sequence_mean", work=float)
-    return plan, 1e-2, [0, 1], *groups
+    return plan, 1e-2, None, [0, 1], *groups
 
 
 def _idle_share() -> float:
@@ -101,7 +101,7 @@ def _idle_share() -> float:
 def _distances(
     logp_T: torch.Tensor, entropy_T: torch.Tensor, old_logp_T: torch.Tensor, targets: Any
 ) -> tuple[torch.Tensor, dict]:
-    """How far the old policy's word is from the engine's and the policy's own, over stale tokens and the others."""
+    """|old policy - engine| and |old policy - policy| logprob, summed over stale tokens and over the others."""
     mask_T, is_stale_T = targets.loss_mask_T, targets.is_stale_T
     stats = {}
     for kind, of_T in (("stale", mask_T & is_stale_T), ("fresh", mask_T & ~is_stale_T)):
@@ -170,7 +170,7 @@ def test_supervised_steps_learn(world: list[dict[str, Any]]) -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_samples_of_an_earlier_policy_are_held_to_what_the_engine_said(world: list[dict[str, Any]]) -> None:
+def test_the_engine_is_the_old_policy_of_stale_samples(world: list[dict[str, Any]]) -> None:
     stats = world[0]["stale"]
     assert min(stats["stale_tokens"], stats["fresh_tokens"]) > 5
     assert stats["stale_to_engine"] == stats["fresh_to_policy"] == 0.0
@@ -183,14 +183,14 @@ def test_an_idle_rank_leaves_the_cpu_alone(world: list[dict[str, Any]]) -> None:
 
 
 def drift(trainer: Any) -> dict[str, Any]:
-    """GRPO steps with a reference, what it says of the last one's samples, and whose weights are where.
+    """GRPO steps with a reference, its logprobs before and after them, and where the weights lie then.
 
-    Before that, steps that move nothing: what is measured of the policy and of demonstrations.
+    Before that, steps at learning rate 0 on samples and on demonstrations.
     """
     from megarl.parallel import host_offload
 
-    plan, _, *samples = _step(1)
-    still = {name: trainer.train(name, plan, 0.0, *samples)[0] for name in ("grpo", "sft")}
+    plan, _, *rest = _step(1)
+    still = {name: trainer.train(name, plan, 0.0, *rest)[0] for name in ("grpo", "sft")}
     batches = deal(ragged(6, VOCAB_SIZE, seed=5), 0, 1, micro_batches=2)
     before, places = trainer.logprobs(batches), {name: one.data_ptr() for name, one in trainer.params().items()}
     kls = [metrics.get("reference_kl") for (metrics,) in (trainer.train("grpo", *_step(1)) for _ in range(3))]
@@ -209,10 +209,10 @@ def drift(trainer: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_reference_stays_what_the_policy_was(small_vocabulary: Path, dtype: str) -> None:
-    """It sits in the policy's own memory while it is asked, and the policy comes back to the last bit.
+    """It is in the policy's own memory while it computes, and the policy comes back to the last bit.
 
-    The samples are of another temperature than 1: the policy and the reference too, so that nothing is between them,
-    but not a supervised loss.
+    The samples are of another temperature than 1, and so are the policy and the reference, whose distance is 0 at the
+    start; a supervised loss is at temperature 1.
     """
     made = recipe(small_vocabulary, TrainLayout(2, 1, 2, 1), dtype=dtype)
     rollout = made.rollout.model_copy(update={"temperature": TEMPERATURE})
@@ -226,7 +226,7 @@ def test_the_reference_stays_what_the_policy_was(small_vocabulary: Path, dtype: 
     assert all(kl > 1e-3 for kl in later)
     (update,), *_ = _step(1)
     tempered_T, plain_T = (_response_logps(small_vocabulary, one) for one in (TEMPERATURE, 1.0))
-    distance, nll = np.abs(tempered_T + 4.0).sum(), -plain_T.sum()  # what the engine said of every token is -4
+    distance, nll = np.abs(tempered_T + 4.0).sum(), -plain_T.sum()  # the engine's logprob of every token is -4
     tolerance = 1e-5 if dtype == "float32" else 5e-3
     assert last["still"]["grpo"]["gap"] == pytest.approx(distance, rel=tolerance)
     assert last["still"]["sft"]["loss"] == pytest.approx(nll / update.denominator, rel=tolerance)

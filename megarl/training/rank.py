@@ -1,0 +1,145 @@
+"""What the rank processes of all models have in common: a part of a Megatron model, loaded, run, moved and saved."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl import device
+from megarl.algos.losses import LossResult
+from megarl.checkpoints import hf_import
+from megarl.checkpoints.rank_files import RankFiles
+from megarl.checkpoints.snapshots import Digest
+from megarl.config import Recipe
+from megarl.parallel import groups, host_offload, model
+from megarl.parallel.pipeline import Norms
+from megarl.parallel.rank_model import RankModel
+from megarl.parallel.routing import Choices
+from megarl.parallel.sequences import PackedRow, pack, unpack
+from megarl.resharding import megatron_map
+from megarl.training.batching import Piece, SampleRef, Update
+from megarl.types import FloatArray, Metrics, ModelShape, SampleGroup, TrainSequence
+
+MicroBatches = Sequence[Sequence[TrainSequence]]
+
+
+@dataclass(frozen=True)
+class Received:
+    """What a call brings by reference: sample groups by their number in the step, and token values by sample."""
+
+    groups: Mapping[int, SampleGroup]
+    token_values: Piece
+
+    @staticmethod
+    def of(group_ids: Sequence[int], given: Sequence[Any]) -> Received:
+        """given: the groups in the order of group_ids, then token values as the other model's ranks returned them."""
+        groups, pieces = given[: len(group_ids)], given[len(group_ids) :]
+        token_values = {key: value_T for piece in pieces for key, value_T in piece.items()}
+        return Received(dict(zip(group_ids, groups, strict=True)), token_values)
+
+
+class TrainingRank:
+    """Rank `rank` of one model's Megatron world, whose recipe this is. All ranks make every call together but `params`.
+
+    The constructor meets the other ranks at the store at `meet`, builds this rank's part of the model on GPU slot
+    `slot`, and loads the weights of the Hugging Face checkpoint at model.path. trains: with gradients and an optimizer.
+    is_published: engines map the parameters, which stay where they are. reference: another checkpoint of the same
+    shape, whose weights wait in host memory. Raises UserFault for a checkpoint or Megatron option that does not fit.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        recipe: Recipe,
+        meet: device.Address,
+        shape: ModelShape,
+        *,
+        slot: int,
+        trains: bool = True,
+        is_published: bool = False,
+        reference: str | None = None,
+    ) -> None:
+        gc.freeze()  # what the imports made is never garbage, and walking it takes half a second
+        self.rank, self.shape, self._recipe = rank, shape, recipe
+        self._store = device.join_store(meet, recipe.run.timeout_s)
+        self._model = RankModel(rank, recipe, shape, self._store, slot=slot, trains=trains, is_published=is_published)
+        self.layout = self._model.layout
+        shards = megatron_map.shards(shape, self.layout, rank, model.TRANSFORMER_ENGINE)
+        hf_import.load_hf(recipe.model.path, shards, self.params())
+        if trains:
+            self._model.make_optimizer()
+        self._reference = host_offload.room_for(self.params()) if reference else {}
+        if reference:
+            hf_import.load_hf(reference, shards, self._reference)
+        self.offload, self.onload, self.held_bytes = self._model.offload, self._model.onload, device.held_bytes
+        self.load, self.load_weights = self._model.load, self._model.load_weights
+
+    def params(self) -> dict[str, torch.Tensor]:
+        """This rank's weights by the map's names: views of long-lived buffers that every step updates in place."""
+        return self._model.params()
+
+    def save(self, folder: Path) -> None:
+        """Begin to write this rank's part of a checkpoint into an empty folder; training may go on meanwhile."""
+        self._saving = RankFiles(folder, self._model)  # threads and files of this process: no call could return them
+
+    def finish_save(self) -> dict[str, Digest]:
+        """Wait until the files of all ranks are written; the digests of this rank's own."""
+        return self._saving.finish()
+
+    def _token_outputs(
+        self, micro_batches: MicroBatches, choices: Sequence[Choices] | None = None, temperature: float = 1.0
+    ) -> list[FloatArray] | None:
+        """One array per sequence, in order: the model's output for every token given those before it (the first: 0).
+
+        The output is log p, p = softmax(logits / temperature), or the score of a classifier. None on all but the last
+        pipeline stage.
+        """
+
+        def keep(row: PackedRow, output_T: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor, list[FloatArray]]:
+            return output_T.sum(), unpack(row, output_T)
+
+        rows = [self._pack(batch) for batch in micro_batches]
+        results = self._model.pipeline.run(rows, keep, choices=choices, temperature=temperature)
+        return [array for arrays in results for array in arrays] if self._model.is_last_stage else None
+
+    def _update(
+        self, rows: Sequence[PackedRow], loss: Callable[..., LossResult], norms: Norms, lr: float, **how: Any
+    ) -> Metrics:
+        """One optimizer update. loss: of a packed row and the pipeline's outputs for it; how: as of `Pipeline.run`.
+
+        Returns grad_norm (before clipping), and on the last stage the loss and its statistics over all data-parallel
+        ranks. Raises FloatingPointError when the gradient is not finite.
+        """
+
+        def on_outputs(*row_and_outputs: Any) -> LossResult:
+            loss_sum, stats = loss(*row_and_outputs)
+            return loss_sum, {"loss": loss_sum.detach() / norms.denominator, **stats}
+
+        self._model.zero_grad()
+        stats = self._model.pipeline.run(rows, on_outputs, norms=norms, **how)
+        grad_norm = self._model.step(lr)
+        return {**(groups.reduced(stats) if self._model.is_last_stage else {}), "grad_norm": grad_norm}
+
+    def _pack(
+        self,
+        batch: Sequence[TrainSequence],
+        old_logp: Sequence[FloatArray] | None = None,
+        reference_logp: Sequence[FloatArray] | None = None,
+    ) -> PackedRow:
+        split = self._model.split
+        return pack(batch, split=split, device=device.DEVICE, old_logp=old_logp, reference_logp=reference_logp)
+
+
+def norms_of(update: Update) -> Norms:
+    """What the loss sums of an update are divided by."""
+    return Norms(update.denominator, update.tokens, update.loss_tokens)
+
+
+def refs_of(updates: Iterable[Update]) -> list[SampleRef]:
+    """Every sample of this rank's share of the updates, in order."""
+    return [ref for update in updates for batch in update.micro_batches[0] for ref in batch]

@@ -1,0 +1,169 @@
+"""Groups of ranks give each rank its own samples, its own state and the token values of its samples, and no others.
+
+Ray and the ranks are stood in for: a call is made at once in this process, and a reference is its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.fleet.rank_groups import AuxiliaryRanks, TrainingRanks
+from megarl.training.batching import Key, SampleRef, Update, key_of, own_samples, pieces_of
+from megarl.types import FloatArray, Prompt, Sample, SampleGroup
+from tests.plan import plans
+
+PROMPT, GROUPS, SAMPLES, UPDATES = 3, 6, 4, 2
+
+
+@dataclass(frozen=True, eq=False)
+class Ref:
+    value: Any
+
+
+class Together(tuple[Any, ...]):
+    """Arguments that travel as one object."""
+
+
+class Rank:
+    """Computes 10 x group + sample as the value of every token, and checks everything that it is given."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def observe(
+        self, algorithm: str, updates: Sequence[Update], readers: Any, group_ids: Sequence[int], *samples: SampleGroup
+    ) -> tuple[Any, ...]:
+        return self.values(updates, readers, group_ids, *samples)
+
+    def values(
+        self, updates: Sequence[Update], readers: Any, group_ids: Sequence[int], *samples: SampleGroup
+    ) -> tuple[Any, ...]:
+        refs = self._checked(updates, group_ids, samples)
+        return *pieces_of(refs, [np.full(ref.length, 10 * ref.group + ref.sample) for ref in refs], readers), self.rank
+
+    def train(self, *args: Any) -> list[dict[str, float]]:
+        updates, lr, state, group_ids, *given = args[1:] if args[0] == "ppo" else args
+        refs = self._checked(updates, group_ids, given[: len(group_ids)])
+        found: dict[Key, FloatArray] = {}
+        for piece in given[len(group_ids) :]:
+            assert not found.keys() & piece.keys(), "each sample's values come once"
+            found |= piece
+        assert found.keys() == ({key_of(ref) for ref in refs} if found else set())
+        for ref in refs if found else ():
+            np.testing.assert_array_equal(found[key_of(ref)], np.full(ref.response_length, 10 * ref.group + ref.sample))
+        assert state in (None, self.rank)
+        return [{f"rank {self.rank}": lr, "state": -1 if state is None else state, "values": len(found)}] * len(updates)
+
+    def _checked(self, updates: Sequence[Update], ids: Sequence[int], groups: Sequence[SampleGroup]) -> list[SampleRef]:
+        refs = [ref for one in updates for batch in one.micro_batches[0] for ref in batch]
+        by_id = dict(zip(ids, groups, strict=True))
+        assert all(len(by_id[ref.group].samples[ref.sample].response_ids_T) == ref.response_length for ref in refs)
+        tokens = sum(len(sample.response_ids_T) for group in groups for sample in group.samples)
+        assert tokens == sum(ref.response_length for ref in refs), "no tokens of other shares travel"
+        return refs
+
+
+class Worker:
+    def __init__(self, name: str) -> None:
+        self.name, self.returned = name, 0
+
+    def start(self, target: str, rank: int, *_: Any) -> Ref:
+        self._rank = Rank(rank)
+        return Ref(None)
+
+    def call(self, method: str, *args: Any) -> Ref:
+        values = (one.value if isinstance(one, Ref) else one for one in args)
+        flat = [item for one in values for item in (one if isinstance(one, Together) else (one,))]
+        return Ref(getattr(self._rank, method)(*flat))
+
+    def call_many(self, count: int, method: str, *args: Any) -> list[Ref]:
+        found = self.call(method, *args).value
+        assert len(found) == count
+        self.returned += count
+        return [Ref(one) for one in found]
+
+    def together(self, function: str, *args: Any) -> Ref:
+        assert function == "megarl.training.batching:own_samples"
+        updates, ids, *groups = (one.value if isinstance(one, Ref) else one for one in args)
+        return Ref(Together(own_samples(updates, ids, *groups)))
+
+
+class Cluster:
+    host = "127.0.0.1"
+
+    def worker(self, name: str, slot: int) -> Worker:
+        return Worker(name)
+
+    def put(self, value: object) -> Ref:
+        return Ref(value)
+
+    def gather(self, calls: dict[Ref, str]) -> list[Any]:
+        return [ref.value for ref in calls]
+
+    def await_all(self, calls: dict[Ref, str]) -> None: ...
+
+
+def samples() -> tuple[list[SampleRef], list[Any]]:
+    """Groups of responses, each of another length, so that a mixed-up sample shows."""
+    rng = np.random.default_rng(0)
+    refs: list[SampleRef] = []
+    groups: list[Any] = []
+    for group in range(GROUPS):
+        lengths = 1 + rng.permutation(20)[:SAMPLES]
+        made = [Sample(np.zeros(length, np.int64), np.zeros(length, np.float32), "", True, 0) for length in lengths]
+        nothing = np.zeros(SAMPLES, np.float32)
+        prompt = Prompt("", "", tuple(range(PROMPT)), "")
+        groups.append(Ref(SampleGroup(prompt, tuple(made), nothing, nothing > 0)))
+        refs += [SampleRef(group, at, PROMPT + int(one), int(one), 0.0) for at, one in enumerate(lengths)]
+    return refs, groups
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> tuple[TrainingRanks, AuxiliaryRanks]:
+    """A policy of 2 data-parallel ranks with TP 2 and PP 2, and a critic of 4 data-parallel ranks with TP 2."""
+    recipe = plans.recipe(
+        tmp_path, "tiny", 8, tp=2, pp=2, ep=2, algorithm={"name": "ppo"}, critic={"ranks": {"pp": 1}},
+        updates_per_step=UPDATES,
+    )  # fmt: skip
+    cluster: Any = Cluster()
+    return TrainingRanks(cluster, recipe, frozenset()), AuxiliaryRanks(cluster, recipe, frozenset())
+
+
+def test_each_rank_gets_its_own_state_and_the_token_values_of_its_samples(
+    ranks: tuple[TrainingRanks, AuxiliaryRanks],
+) -> None:
+    policy, critic = ranks
+    refs, groups = samples()
+    observation = policy.observe("ppo", refs, groups, critic.plan_of(refs))
+    token_values = critic.values(refs, groups, policy.plan_of("ppo", refs))
+    learnt = critic.train(token_values, 0.5, observation)
+    trained = policy.train("ppo", refs, groups, 0.5, token_values=token_values, observation=observation)
+    for group, updates in ((critic, learnt), (policy, trained.updates)):
+        assert len(updates) == UPDATES
+        assert updates[0].keys() >= {f"rank {rank}" for rank in range(len(group.workers))}
+    assert trained.speed
+
+
+def test_each_rank_returns_its_state_and_few_of_them_token_values(
+    ranks: tuple[TrainingRanks, AuxiliaryRanks],
+) -> None:
+    """The first rank of the last stage of each data-parallel rank: on the others a reference would be for nothing."""
+    policy, critic = ranks
+    refs, groups = samples()
+    policy.observe("ppo", refs, groups, critic.plan_of(refs))
+    critic.values(refs, groups, policy.plan_of("ppo", refs))
+    assert [worker.returned for worker in policy.workers] == [1, 1, 1, 1, 5, 1, 5, 1]  # type: ignore[attr-defined]
+    assert [worker.returned for worker in critic.workers] == [3, 1, 3, 1, 3, 1, 3, 1]  # type: ignore[attr-defined]
+
+
+def test_a_step_without_an_auxiliary_model_has_neither(ranks: tuple[TrainingRanks, AuxiliaryRanks]) -> None:
+    policy, _ = ranks
+    refs, groups = samples()
+    trained = policy.train("ppo", refs, groups, 0.5)
+    assert [(one["state"], one["values"]) for one in trained.updates] == [(-1, 0)] * UPDATES
