@@ -1,20 +1,20 @@
-"""One side of a run without the other: samples into a file without training, and training on such a file."""
+"""Either side of a run alone: sampling into a file without training, and training on such a file."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from megarl import disk
-from megarl.algos import hyperparameters_of
 from megarl.cluster.session import Cluster
 from megarl.config import Recipe
-from megarl.controller.dynamic_sampling import shaped
-from megarl.controller.loop import learn, publish, sampling_of, score
-from megarl.fleet.fleet import Fleet
-from megarl.fleet.rank_groups import RolloutBatch, gpus_alone, ranks_alone
+from megarl.controller.dynamic_sampling import with_overlong_penalty
+from megarl.controller.run import Step, TrainingRun, policy_lr
+from megarl.controller.samples import sampling_of
+from megarl.controller.stages import LEARNING_STAGES, advantages, publish, score
+from megarl.fleet.fleet import Fleet, training_fleet
+from megarl.fleet.rank_groups import gpus_alone
 from megarl.parallel.hf_config import model_shape
 from megarl.preflight.check import Inputs
-from megarl.rollout.episodes import summary
 from megarl.rollout.sample_file import SampleFile, writing
 from megarl.tracking.metrics import rollout_metrics
 from megarl.tracking.run_log import RunLog
@@ -23,7 +23,7 @@ from megarl.tracking.run_log import RunLog
 def roll_out(recipe: Recipe, inputs: Inputs, log: RunLog, out: Path) -> None:
     """Sample and score every step's prompts with the weights of the recipe's model, into a file.
 
-    Raises as `controller.train` does.
+    Raises as `megarl.controller.loop.train` does.
     """
     vocab_size, temperature = model_shape(recipe.model.path).vocab_size, recipe.rollout.temperature
     cluster = Cluster(recipe.placement.gpus, recipe.placement.node_gpus, recipe.run.timeout_s, log.say)
@@ -43,7 +43,7 @@ def roll_out(recipe: Recipe, inputs: Inputs, log: RunLog, out: Path) -> None:
                 with disk.writing(out.parent, out.name, "--out"):
                     file.write(fleet.fetch(groups))
                 if fleet.reward_model:
-                    publish(fleet, record)  # it may have had the engines' memory, and then their weights are lost
+                    publish(fleet, record)  # where it had the engines' memory their weights are lost
                 record.add(rollout_metrics(groups.summaries))
                 record.samples(groups.summaries)
                 record.failed(groups.summaries)
@@ -52,20 +52,22 @@ def roll_out(recipe: Recipe, inputs: Inputs, log: RunLog, out: Path) -> None:
 
 
 def train_from(recipe: Recipe, samples: SampleFile, log: RunLog) -> None:
-    """Train each step on the groups that the file has of it; no engine is started, so nothing is evaluated.
+    """Train each step on its groups in the file; no engine is started, so nothing is evaluated.
 
     Raises WorkerFailed when a training rank fails.
     """
-    rules = hyperparameters_of(recipe.algorithm.name, recipe.algorithm)
     with Cluster(gpus_alone(recipe), recipe.placement.node_gpus, recipe.run.timeout_s, log.say) as cluster:
         log.say("starting training ranks")
-        trainers, critic = ranks_alone(cluster, recipe)
-        log.options(*cluster.call_all(trainers.workers[:1], "options"))
-        for step in range(1, recipe.run.steps + 1):
-            with log.step(step) as record:
-                groups = samples.groups(step)
-                given = RolloutBatch([summary(group) for group in groups], [cluster.put(group) for group in groups])
-                given = shaped(given, rules, recipe.rollout.max_response_tokens)
-                record.add(rollout_metrics(given.summaries))
-                record.samples(given.summaries)
-                learn(recipe, trainers, critic, given, record, hand_over=lambda _: None)
+        fleet, name = training_fleet(cluster, recipe), recipe.algorithm.name
+        log.write_options(fleet.options())
+        run = TrainingRun(recipe=recipe, fleet=fleet, algorithm=name, learning_rate=policy_lr(recipe, fleet))
+        for number in range(1, recipe.run.steps + 1):
+            with log.step(number) as record:
+                given = fleet.put(samples.groups(number))
+                groups = with_overlong_penalty(given, run.hyperparameters, recipe.rollout.max_response_tokens)
+                record.add(rollout_metrics(groups.summaries))
+                record.samples(groups.summaries)
+                step = advantages(run, Step(number, record, groups=groups))
+                for stage in run.stages[1:]:  # the file is the source of the groups
+                    step = LEARNING_STAGES[stage](run, step)
+                record.add(step.update_metrics)

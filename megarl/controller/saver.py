@@ -1,30 +1,31 @@
-"""Going on after an end: what a checkpoint stores of the run, when one is written, and whether it fits the recipe."""
+"""Resuming a run: what a checkpoint stores, when it is written, and whether it fits the recipe."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from megarl.algos import ALGORITHMS, has_critic
-from megarl.checkpoints.snapshots import Snapshot, Snapshots
+from megarl.checkpoints.snapshots import Digest, Snapshot, Snapshots
 from megarl.cluster import processes
 from megarl.config import Recipe
 from megarl.disk import writing
-from megarl.fleet.fleet import CARRIED, Fleet
+from megarl.fleet.fleet import LEFTOVER, Fleet
+from megarl.fleet.rank_groups import RolloutBatch
 from megarl.parallel.hf_config import auxiliary_shape, model_shape
 from megarl.parallel.placement import critic_recipe
 from megarl.rollout.prompts import PromptStream
 from megarl.rollout.sample_file import open_samples
-from megarl.types import EndedEarly, UserFault, UserFaults
+from megarl.types import EndedEarly, Metrics, UserFault, UserFaults
 
 FOLDER = "checkpoints"
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What the controller goes on from after step `step`; version and attempts are those before its publication."""
+    """What the controller resumes from after step `step`; version and attempts are those before its publication."""
 
     step: int
     version: int
@@ -35,24 +36,24 @@ class Progress:
     ep: int
     trains_mtp: bool
     shape: dict[str, object]
-    critic: dict[str, object] | None  # its shape and ep, where there is one
+    critic: dict[str, object] | None  # its shape and ep, in a run with a critic
 
 
 def find(recipe: Recipe, prompts: PromptStream, say: Callable[[str], None]) -> Snapshot | None:
-    """The newest good checkpoint of the recipe's run, None if there is none yet.
+    """The newest undamaged checkpoint of the recipe's run; None if there is none yet.
 
-    Raises UserFaults when it is one of another model, of other data, or cannot be brought into the recipe's layout.
+    Raises UserFaults where its model or data are not the recipe's, or it cannot be loaded into the recipe's layout.
     """
     found = Snapshots(Path(recipe.run.dir) / recipe.run.name / FOLDER, say).newest()
     if found is None:
         return None
     faults, then = model_faults(found, recipe), Progress(**found.run)
     if then.data != prompts.fingerprint:
-        problem = f"its rows, or the weights of its files, are not those that {found.folder} was written with"
+        problem = f"its rows, or the weights of its files, have changed since {found.folder} was written"
         mend = "use the files, weights and data.overlong that the run began with, or another run.name"
         faults.append(UserFault("data.train", problem, mend))
     if then.seed != recipe.run.seed:
-        problem = f"{recipe.run.seed} orders the data otherwise than {then.seed}, with which {found.folder} was written"
+        problem = f"{recipe.run.seed} shuffles the data differently from {then.seed}, the seed of {found.folder}"
         faults.append(UserFault("run.seed", problem, f"set it to {then.seed}, or choose another run.name"))
     if (then.ep == 1) != (recipe.train.ep == 1):
         problem = f"{found.folder} was written with {then.ep}, and Megatron does not convert the optimizer to or from 1"
@@ -60,19 +61,19 @@ def find(recipe: Recipe, prompts: PromptStream, say: Callable[[str], None]) -> S
     if recipe.train.mtp_loss and not then.trains_mtp:
         problem = f"{recipe.train.mtp_loss}, but in {found.folder} those layers were frozen and have no optimizer state"
         faults.append(UserFault("train.mtp_loss", problem, "set it to 0, or choose another run.name"))
-    faults += _critic_faults(found, then, recipe) + _carried_faults(found)
+    faults += _critic_faults(found, then, recipe) + _leftover_faults(found)
     if faults:
         raise UserFaults(faults)
     return found
 
 
-def _carried_faults(found: Snapshot) -> list[UserFault]:
-    """Samples that wait for the next step, of another version's format."""
-    if (found.folder / CARRIED).exists():
+def _leftover_faults(found: Snapshot) -> list[UserFault]:
+    """The fault of leftover groups in a file format of another version."""
+    if (found.folder / LEFTOVER).exists():
         try:
-            open_samples(found.folder / CARRIED)
+            open_samples(found.folder / LEFTOVER)
         except UserFault as fault:
-            mend = "go on with the version that wrote it, or choose another run.name"
+            mend = "resume with the version that wrote it, or choose another run.name"
             return [UserFault(fault.where, fault.problem, mend)]
     return []
 
@@ -81,8 +82,8 @@ def _critic_of(recipe: Recipe) -> dict[str, object] | None:
     if not has_critic(recipe.algorithm.name):
         return None
     own = critic_recipe(recipe)
-    says = ALGORITHMS[recipe.algorithm.name].critic
-    return {"shape": asdict(auxiliary_shape(own.model.path, says)), "ep": own.train.ep}
+    kind = ALGORITHMS[recipe.algorithm.name].critic
+    return {"shape": asdict(auxiliary_shape(own.model.path, kind)), "ep": own.train.ep}
 
 
 def _critic_faults(found: Snapshot, then: Progress, recipe: Recipe) -> list[UserFault]:
@@ -103,9 +104,9 @@ def _critic_faults(found: Snapshot, then: Progress, recipe: Recipe) -> list[User
 
 
 def model_faults(snapshot: Snapshot, recipe: Recipe) -> list[UserFault]:
-    """What keeps the weights of a checkpoint from being those of the recipe's model.
+    """Where the weights of a checkpoint do not fit the recipe's model.
 
-    Raises UserFaults where it does not say what it is of.
+    Raises UserFaults where another version of megarl wrote it.
     """
     try:
         then = Progress(**snapshot.run)
@@ -120,11 +121,29 @@ def model_faults(snapshot: Snapshot, recipe: Recipe) -> list[UserFault]:
     return [UserFault("model.path", problem, "use the model that the run began with, or another run.name")]
 
 
-def resume(snapshot: Snapshot, fleet: Fleet, prompts: PromptStream) -> None:
-    """Load a checkpoint into the ranks and take the data up where it was."""
+def resume(snapshot: Snapshot, fleet: Fleet, prompts: PromptStream) -> RolloutBatch:
+    """Load a checkpoint into the ranks and move the data on to where it was; the leftover groups."""
     then = Progress(**snapshot.run)
-    fleet.resume(snapshot.folder, then.version, then.attempts)
+    leftover = fleet.resume(snapshot.folder, then.version, then.attempts)
     prompts.skip_to(then.prompts_taken)
+    return leftover
+
+
+@dataclass(frozen=True)
+class _Now:
+    """The run after its last step: what a checkpoint of it holds besides the ranks' files."""
+
+    progress: Progress
+    leftover: RolloutBatch
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A checkpoint that is being written; digests: of the files that the fleet has completed already."""
+
+    folder: Path
+    progress: Progress
+    digests: dict[str, Digest] = field(default_factory=dict)
 
 
 class Saver:
@@ -133,10 +152,10 @@ class Saver:
     def __init__(self, recipe: Recipe, fleet: Fleet, prompts: PromptStream, folder: Path, say: Callable[[str], None]):
         self._recipe, self._fleet, self._prompts = recipe, fleet, prompts
         self._snapshots = Snapshots(folder / FOLDER, say)
-        self._now: Progress | None = None  # what a checkpoint written now would hold, and whether one does
-        self._is_saved = False
-        self._begun: tuple[Path, Progress] | None = None
-        self._is_recorded = False  # the step that was begun with
+        self._now: _Now | None = None
+        self._is_saved = False  # whether a checkpoint of `_now` is begun or written
+        self._begun: _Begun | None = None
+        self._is_recorded = False  # whether the record of the step that `_begun` is of is written
 
     def is_due(self, step: int) -> bool:
         """Every so many steps, after a warm start and at the end."""
@@ -145,11 +164,13 @@ class Saver:
             return False
         return step % every == 0 if 0 < step < self._recipe.run.steps else True
 
-    def begin(self, step: int) -> None:
-        """Start one, if it is due; call it while the training ranks hold their memory, before the publication."""
-        self._now, self._is_saved = self._progress(step), False
-        if self.is_due(step):
-            self._write(self._now)
+    def begin(self, step: int, leftover: RolloutBatch) -> Metrics:
+        """Begin a checkpoint if it is due; the readings of memory that was handed over for it.
+
+        Call it while the training ranks hold their memory, before the publication. leftover: groups for the next step.
+        """
+        self._now, self._is_saved = _Now(self._progress(step), leftover), False
+        return self._write(self._now) if self.is_due(step) else {}
 
     def _progress(self, step: int) -> Progress:
         return Progress(
@@ -165,51 +186,53 @@ class Saver:
             critic=_critic_of(self._recipe),
         )
 
-    def _write(self, progress: Progress) -> None:
+    def _write(self, now: _Now) -> Metrics:
         self._complete()  # at most one at a time
-        with self._writing(progress.step):
-            partial = self._snapshots.begin(progress.step)
-            self._begun, self._is_recorded, self._is_saved = (partial, progress), False, True
-            self._fleet.save(partial.absolute())
+        with self._writing(now.progress.step):
+            begun = _Begun(self._snapshots.begin(now.progress.step), now.progress)
+            self._begun, self._is_recorded, self._is_saved = begun, False, True
+            digests, readings = self._fleet.save(begun.folder.absolute(), now.leftover)
+            self._begun = replace(begun, digests=digests)
+        return readings
 
     @contextmanager
     def _writing(self, step: int) -> Iterator[None]:
-        """A checkpoint that the disk has no room for leaves its room to the others."""
+        """Where the disk is full, the partial checkpoint is removed, so that other files have its space."""
         try:
             with writing(self._snapshots.folder.parent, f"the checkpoint of step {step}"):
                 yield
         except UserFault:
             begun, self._begun, self._is_saved = self._begun, None, False
             if begun:
-                self._snapshots.abandon(begun[0])
+                self._snapshots.abandon(begun.folder)
             raise
 
     def settle(self, step: int) -> None:
-        """After step's record is written: complete what was begun, an asynchronous one a step later."""
-        is_young = self._begun is not None and self._begun[1].step == step < self._recipe.run.steps
+        """After the step's record is written: complete the checkpoint, an asynchronous checkpoint a step later."""
+        is_young = self._begun is not None and self._begun.progress.step == step < self._recipe.run.steps
         self._is_recorded = True
         if not (self._recipe.checkpoint.asynchronous and is_young):
             self._complete()
 
     def leave_if_wanted(self) -> None:
-        """Between two steps: after a SIGUSR1, complete a checkpoint of what was learnt and raise EndedEarly."""
+        """Between two steps: after a SIGUSR1, complete a checkpoint of the last step and raise EndedEarly."""
         if not processes.is_end_wanted():
             return
         if self._now is not None and not self._is_saved:
             self._write(self._now)
         self._complete()
-        raise EndedEarly(self._now.step if self._now is not None else None)
+        raise EndedEarly(self._now.progress.step if self._now is not None else None)
 
     def rescue(self) -> None:
-        """After a failure: complete what was begun in an earlier step, if the training ranks still can."""
+        """After a failure: complete the checkpoint of an earlier step, if the training ranks still can."""
         if self._is_recorded:
             self._complete()
 
     def _complete(self) -> None:
         if self._begun is None:
             return
-        partial, progress = self._begun
-        with self._writing(progress.step):
-            known = self._fleet.finish_save()
-            self._snapshots.commit(partial, asdict(progress), known, self._recipe.checkpoint.keep)
+        begun = self._begun
+        with self._writing(begun.progress.step):
+            digests = self._fleet.finish_save(begun.digests)
+            self._snapshots.commit(begun.folder, asdict(begun.progress), digests, self._recipe.checkpoint.keep)
         self._begun = None

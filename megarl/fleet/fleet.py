@@ -8,18 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megarl import device
 from megarl.algos import has_critic
 from megarl.checkpoints.snapshots import Digest
-from megarl.cluster.actor import Ref, Worker
+from megarl.cluster.actor import Ref
 from megarl.cluster.session import Cluster, WorkerFailed
 from megarl.cluster.topology import placement_faults, placement_lines
 from megarl.config import Recipe
-from megarl.device import address_of, host_store
-from megarl.fleet.memory import MemoryScheduler
-from megarl.fleet.rank_groups import AuxiliaryRanks, RewardRanks, RolloutBatch, TrainingRanks
+from megarl.device import address_of
+from megarl.fleet.engines import Engines
+from megarl.fleet.memory import MemoryScheduler, Phase
+from megarl.fleet.rank_groups import AuxiliaryRanks, RewardRanks, RolloutBatch, TrainingRanks, ranks_alone
 from megarl.parallel.hf_config import model_shape
-from megarl.parallel.layout import EngineLayout
 from megarl.parallel.placement import (
     auxiliary_slots,
     engine_layout,
@@ -29,161 +28,106 @@ from megarl.parallel.placement import (
 )
 from megarl.resharding.member import Stats, collect_stats
 from megarl.resharding.session import Sessions, sessions
-from megarl.rollout.episodes import Sampling, summary
+from megarl.rollout.episodes import summary
 from megarl.rollout.sample_file import open_samples, writing
-from megarl.rollout.sglang.arguments import NodeSpan
-from megarl.types import Prompt, SampleGroup
+from megarl.types import Metrics, SampleGroup
 
-CRITIC = "critic"  # folder of its part of a checkpoint
-CARRIED = "carried.parquet"  # samples that wait for the next step
-
-
-class Engines:
-    """All SGLang engines as one; engine e is on GPU slots from first + e * tp. Those on `shared` slots lend memory."""
-
-    def __init__(self, cluster: Cluster, recipe: Recipe, layout: EngineLayout, shared: frozenset[int]) -> None:
-        self._cluster, self._recipe = cluster, recipe
-        self._slots = [layout.first + index * layout.tp for index in range(layout.count)]
-        self.workers = [cluster.worker(f"engine {index}", slot) for index, slot in enumerate(self._slots)]
-        self._stores: list[Any] = []  # where the ranks of engines on several nodes meet, served by this process
-        self._parts: list[Worker] = []
-        self._started: dict[Ref, str] = {}
-        # SGLang's ranks give their memory together, so that an engine on one shared GPU gives it on all of its own.
-        engines = zip(self.workers, self._slots, strict=True)
-        self._lenders = [worker for worker, slot in engines if shared & {*range(slot, slot + layout.tp)}]
-
-    @property
-    def measures_shared_memory(self) -> bool:
-        """Whether a start depends on what ranks hold: on a GPU SGLang sizes its cache by what is free then."""
-        return device.DEVICE == "cuda" and bool(self._lenders)
-
-    def start(self) -> dict[Ref, str]:
-        """Begin to start all of them, once; what to wait for."""
-        for index, (worker, slot) in enumerate(zip(self.workers, self._slots, strict=True)):
-            self._start(index, worker, slot)
-        return self._started
-
-    def _start(self, index: int, worker: Worker, slot: int) -> None:
-        """An engine, with a process on each further node of it."""
-        recipe = self._recipe
-        span = self._span(recipe) if recipe.engine_nodes > 1 else None
-        self._started[worker.start("megarl.rollout.episodes:RolloutWorker", recipe, index, span)] = worker.name
-        if span is None:
-            return
-        for node in range(1, span.nodes):
-            name, at = f"{worker.name}, node {node}", slot + node * recipe.placement.gpus_per_node
-            part, own = self._cluster.worker(name, at), replace(span, node=node, endpoint=span.endpoint.without_secret)
-            self._started[part.start("megarl.rollout.episodes:EnginePart", recipe, index, own)] = name
-            part.watch("fail")
-            self._parts.append(part)
-
-    def _span(self, recipe: Recipe) -> NodeSpan:
-        """The first of an engine's nodes, with a store and a key for all of them."""
-        from megarl.rollout.sglang.relay import new_endpoint  # ZeroMQ comes with SGLang
-
-        self._stores.append(host_store(recipe.run.timeout_s, self._cluster.host))
-        return NodeSpan(recipe.engine_nodes, 0, address_of(self._stores[-1]), new_endpoint())
-
-    def sample(self, prompts: Sequence[Prompt], sampling: Sampling) -> RolloutBatch:
-        """One group per prompt, in order; prompts are dealt round over the engines, which batch them themselves."""
-        summaries, refs = {}, []
-        for index, prompt in enumerate(prompts):
-            worker = self.workers[index % len(self.workers)]
-            own = replace(sampling, stream=(*sampling.stream, index))
-            summary, group = worker.call_many(2, "sample", prompt, own)
-            summaries[summary] = worker.name
-            refs.append(group)
-        return RolloutBatch(self._cluster.gather(summaries), refs)
-
-    def versions(self) -> list[int]:
-        """The weights' version that each engine says it has."""
-        return self._cluster.call_all(self.workers, "version")
-
-    def check(self) -> None:
-        """Raises WorkerFailed with the words of an engine of which a process has died."""
-        self._cluster.call_all(self.workers, "check")
-
-    def release_memory(self) -> None:
-        self._cluster.call_all(self._lenders, "release_memory")
-
-    def resume_weights(self) -> None:
-        self._cluster.call_all(self._lenders, "resume_weights")
-
-    def resume_cache(self) -> None:
-        self._cluster.call_all(self._lenders, "resume_cache")
-
-    def shutdown(self) -> None:
-        self._cluster.call_all([*self.workers, *self._parts], "shutdown")
+CRITIC = "critic"  # the folder of the critic's files in a checkpoint
+LEFTOVER = "carried.parquet"  # a checkpoint's file of leftover groups
 
 
-class Fleet:
-    """Both sides on their GPUs. Starts them side by side, or engines behind ranks whose memory they measure.
+class TrainingFleet:
+    """The ranks of policy and critic. Without engines they keep their memory in every phase.
 
-    `version` counts the publications of the weights.
+    `version` counts the publications of the weights, from 0; -1 before the first.
     """
 
-    def __init__(self, cluster: Cluster, recipe: Recipe, say: Callable[[str], None], *, learns: bool = True) -> None:
-        """say: tells the user in a line what was mended on the way. learns: or nobody asks for values."""
-        self._cluster, self._recipe, self._say = cluster, recipe, say
-        self._train_layout, self._engine_layout = train_layout(recipe), engine_layout(recipe)
-        beside = auxiliary_slots(recipe, learns and has_critic(recipe.algorithm.name))
-        engine_slots = range(self._engine_layout.first, self._engine_layout.end)
-        shared = shared_slots([range(self._train_layout.world_size), engine_slots, *beside.values()])
-        self._run_id = secrets.token_hex(8)
-        self.trainers = TrainingRanks(cluster, recipe if learns else without_reference(recipe), shared)
-        self._store = self.trainers.store
-        self.engines = Engines(cluster, recipe, self._engine_layout, shared)
-        self.critic = AuxiliaryRanks(cluster, recipe, shared) if "critic" in beside else None
-        self.reward_model = RewardRanks(cluster, recipe, shared) if "reward_model" in beside else None
-        computing = [one for one in (self.trainers, self.critic, self.reward_model) if one]
-        waits = self.engines.measures_shared_memory
-        starting = {} if waits else self.engines.start()
-        cluster.gather(starting | {ref: name for ranks in computing for ref, name in ranks.started.items()})
-        for ranks in computing:
-            ranks.offload()  # built with everything: from here on the phases say who holds what
-        if waits:
-            cluster.gather(self.engines.start())
-        if recipe.placement.node_gpus:
-            self._say_seats()
-        if taken := max(cluster.call_all(self.trainers.workers, "communicator_bytes"), default=0):
-            say(f"each of NCCL's groups takes {taken} bytes of a training GPU: communicator_bytes of a hardware file")
-        self.memory = MemoryScheduler(self.trainers, self.engines, self.critic, self.reward_model)
-        self._sessions = self._open_sessions()
-        self.version = -1
-        self._digests: dict[str, Digest] = {}  # of the policy's part of a checkpoint, where its files are written
-        self.attempts = 0  # of publishing; more than there are versions once one had to be repeated
-        self.carried = RolloutBatch([], [])  # groups that a step had too many of, for the next
-        self._have_sessions = False  # the engines, from the first publication on
+    def __init__(self, cluster: Cluster, trainers: TrainingRanks, critic: AuxiliaryRanks | None) -> None:
+        self._cluster, self.trainers, self.critic, self.version = cluster, trainers, critic, -1
 
-    def _say_seats(self) -> None:
-        """Which training rank sits where, and what of it slows the fabric down."""
-        placements = self._cluster.placements(self.trainers.workers, self._recipe.placement)
-        for line in [*placement_lines(placements), *map(str, placement_faults(placements))]:
-            self._say(line)
+    def hand_over(self, phase: Phase) -> Metrics:
+        """Give the GPUs' memory to the models that compute in `phase`; the readings of it before and after."""
+        return {}
 
     def options(self) -> dict[str, dict[str, Any]]:
         """Megatron's options that the training ranks run with, as a recipe writes them under `train`."""
         (found,) = self._cluster.call_all(self.trainers.workers[:1], "options")
         return found
 
-    def put(self, groups: Sequence[SampleGroup]) -> list[Ref]:
-        """Place groups that no engine made where the training ranks can fetch them."""
-        return [self._cluster.put(group) for group in groups]
+    def put(self, groups: Sequence[SampleGroup]) -> RolloutBatch:
+        """Groups that no engine made, placed where the training ranks can fetch them."""
+        return RolloutBatch([summary(group) for group in groups], [self._cluster.put(group) for group in groups])
+
+
+def training_fleet(cluster: Cluster, recipe: Recipe) -> TrainingFleet:
+    """The training ranks of a run without engines."""
+    return TrainingFleet(cluster, *ranks_alone(cluster, recipe))
+
+
+class Fleet(TrainingFleet):
+    """All models of a run on their GPUs.
+
+    Engines start at the same time as the ranks, or after them where engines measure the memory that ranks leave free.
+    """
+
+    def __init__(self, cluster: Cluster, recipe: Recipe, say: Callable[[str], None], *, learns: bool = True) -> None:
+        """say: prints a line for the user. learns: False where the run only samples: then there is no critic."""
+        self._recipe, self._say = recipe, say
+        self._train_layout, self._engine_layout = train_layout(recipe), engine_layout(recipe)
+        auxiliary = auxiliary_slots(recipe, learns and has_critic(recipe.algorithm.name))
+        engine_slots = range(self._engine_layout.first, self._engine_layout.end)
+        shared = shared_slots([range(self._train_layout.world_size), engine_slots, *auxiliary.values()])
+        self._run_id = secrets.token_hex(8)
+        trainers = TrainingRanks(cluster, recipe if learns else without_reference(recipe), shared)
+        self._store = trainers.store
+        self.engines = Engines(cluster, recipe, self._engine_layout, shared)
+        super().__init__(cluster, trainers, AuxiliaryRanks(cluster, recipe, shared) if "critic" in auxiliary else None)
+        self.reward_model = RewardRanks(cluster, recipe, shared) if "reward_model" in auxiliary else None
+        self._start()
+        if recipe.placement.node_gpus:
+            self._say_device_placements()
+        if taken := max(cluster.call_all(self.trainers.workers, "communicator_bytes"), default=0):
+            say(f"each of NCCL's groups takes {taken} bytes of a training GPU: communicator_bytes of a hardware file")
+        self.memory = MemoryScheduler(self.trainers, self.engines, self.critic, self.reward_model)
+        self._sessions = self._open_sessions()
+        self.attempts = 0  # to publish; more than there are versions once an exchange had to be repeated
+        self._have_sessions = False  # whether the engines keep the session of an earlier publication
+
+    def _start(self) -> None:
+        """Wait until all processes are built; then the memory is as in the `rollout` phase."""
+        groups = [ranks for ranks in (self.trainers, self.critic, self.reward_model) if ranks]
+        engines_last = self.engines.measures_shared_memory
+        starting = {} if engines_last else self.engines.start()
+        self._cluster.gather(starting | {ref: name for ranks in groups for ref, name in ranks.started.items()})
+        for ranks in groups:
+            ranks.offload()  # ranks are built onloaded: from here on the memory scheduler decides
+        if engines_last:
+            self._cluster.gather(self.engines.start())
+
+    def _say_device_placements(self) -> None:
+        """Print the GPU and the network cards of each training rank, and the placements that slow the network down."""
+        placements = self._cluster.placements(self.trainers.workers, self._recipe.placement)
+        for line in [*placement_lines(placements), *map(str, placement_faults(placements))]:
+            self._say(line)
+
+    def hand_over(self, phase: Phase) -> Metrics:
+        """Give the GPUs' memory to the models that compute in `phase`; the readings of it before and after."""
+        return self.memory.hand_over(phase)
 
     def fetch(self, rollout: RolloutBatch) -> list[SampleGroup]:
-        """The groups themselves, which are then in this process too, with the rewards that the rollout says."""
+        """The groups themselves, copied to this process, with the rewards of their summaries."""
         groups = self._cluster.gather(dict.fromkeys(rollout.refs, "samples"))
         return [replace(one, rewards_G=of.rewards_G) for one, of in zip(groups, rollout.summaries, strict=True)]
 
-    def publish(self) -> Stats:
+    def publish(self) -> tuple[Stats, Metrics]:
         """Move the trained weights into the engines, in place, and leave the GPUs' memory to them.
 
-        An exchange that fails is tried once more while every process is alive: it writes everything anew, and between
-        the two the engines refuse to sample. Raises WorkerFailed when that fails too or a process is gone, and
-        RuntimeError if an engine then states another version than the trainer's.
+        Returns the cost of the exchange, and the memory's readings. An exchange that fails is tried once more while
+        every process is alive: it writes everything anew, and between the two the engines refuse to sample. Raises
+        WorkerFailed when that fails too or a process is gone, and RuntimeError if an engine then states another version
+        than the trainer's.
         """
-        if self.memory.phase != "rollout":
-            self.memory.hand_over("reshard")
+        readings = self.hand_over("reshard") if self.memory.phase != "rollout" else {}
         version = self.version + 1
         calls = self._exchange(version)
         try:
@@ -198,12 +142,12 @@ class Fleet:
         if any(one != version for one in versions):
             raise RuntimeError(f"the engines are at versions {versions}, the trainer is at {version}")
         self.version, self._have_sessions = version, True
-        self.memory.hand_over("rollout")
+        readings |= self.hand_over("rollout")
         num_members = max(self._train_layout.world_size, self._engine_layout.end)
-        return collect_stats(self._store, self._run_id, self.attempts, num_members)
+        return collect_stats(self._store, self._run_id, self.attempts, num_members), readings
 
     def _exchange(self, version: int) -> dict[Ref, str]:
-        """Ask every member to take part in one attempt. Engines keep their session from the first that succeeded."""
+        """Call every member of one attempt. Engines keep their session from the first exchange that succeeded."""
         self.attempts += 1
         calls: dict[Ref, str] = {}
         for index, worker in enumerate(self.engines.workers):
@@ -214,42 +158,42 @@ class Fleet:
             calls[worker.call("reshard", session, version, self.attempts)] = worker.name
         return calls
 
-    def resume(self, folder: Path, version: int, attempts: int) -> None:
-        """Load a checkpoint whose weights' last publication was `version`: the next is the one after it."""
+    def resume(self, folder: Path, version: int, attempts: int) -> RolloutBatch:
+        """Load a checkpoint whose weights were published last as `version`; returns its leftover groups."""
         if self.critic:
-            self.memory.hand_over("critic")
+            self.hand_over("critic")
             self.critic.load(folder / CRITIC)
-        self.memory.hand_over("train")
+        self.hand_over("train")
         self.trainers.load(folder)
         self.version, self.attempts = version, attempts
-        if (folder / CARRIED).exists():
-            groups = open_samples(folder / CARRIED).groups(1)
-            self.carried = RolloutBatch([summary(group) for group in groups], self.put(groups))
+        return self.put(open_samples(folder / LEFTOVER).groups(1) if (folder / LEFTOVER).exists() else [])
 
-    def save(self, folder: Path) -> None:
-        """Begin a checkpoint after a step's updates; who is saved last has the memory then.
+    def save(self, folder: Path, leftover: RolloutBatch) -> tuple[dict[str, Digest], Metrics]:
+        """Begin a checkpoint after a step's updates; the model that is saved last then holds the memory.
 
-        The policy's files are waited for before the critic's are begun, unless checkpoints are asynchronous.
+        Returns the digests of the policy's files if these are already written, for `finish_save`, and the memory's
+        readings. The policy's files are waited for before the critic's are begun, unless checkpoints are asynchronous:
+        a host may have no room for the copies of both.
         """
-        self._digests = {}
-        self.memory.hand_over("train")
+        digests, readings = {}, self.hand_over("train")
         self.trainers.save(folder)
-        if self.carried.refs:
+        if leftover.refs:
             vocab_size, temperature = model_shape(self._recipe.model.path).vocab_size, self._recipe.rollout.temperature
-            with writing(folder / CARRIED, vocab_size, temperature) as file:
-                file.write(self.fetch(self.carried))
+            with writing(folder / LEFTOVER, vocab_size, temperature) as file:
+                file.write(self.fetch(leftover))
         if self.critic:
             if not self._recipe.checkpoint.asynchronous:
-                self._digests = self.trainers.finish_save()  # a host may have no room for the copies of both
-            self.memory.hand_over("critic")
+                digests = self.trainers.finish_save()
+            readings |= self.hand_over("critic")
             (folder / CRITIC).mkdir()
             self.critic.save(folder / CRITIC)
+        return digests, readings
 
-    def finish_save(self) -> dict[str, Digest]:
-        """Wait until all files are written; their digests, as far as the ranks took them."""
-        found = self._digests or self.trainers.finish_save()
+    def finish_save(self, digests: dict[str, Digest]) -> dict[str, Digest]:
+        """Wait until all files are written; the digests that the ranks took of them. digests: as `save` returned."""
+        of_policy = digests or self.trainers.finish_save()
         of_critic = self.critic.finish_save() if self.critic else {}
-        return found | {f"{CRITIC}/{name}": digest for name, digest in of_critic.items()}
+        return of_policy | {f"{CRITIC}/{name}": digest for name, digest in of_critic.items()}
 
     def shutdown(self) -> None:
         """End the engines in their own way; the cluster ends every process that is left."""

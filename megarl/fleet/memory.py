@@ -1,4 +1,4 @@
-"""Who holds the GPUs' memory in each phase. The phases follow one another in a ring; each change of hands is here.
+"""Which models hold the GPUs' memory in each phase. Phases follow one another in a ring; every hand-over is here.
 
 | phase   | trainer                            | engines               |
 |---------|------------------------------------|-----------------------|
@@ -6,11 +6,11 @@
 | train   | parameters, gradients, optimizer   | nothing               |
 | reshard | parameters                         | weights               |
 
-A critic and a reward model have phases of their own, `critic` and `score`, beside `train`: whoever computes holds all
-of its model, and beside it there are the trainer's parameters alone.
+A critic computes in a phase `critic` and a reward model in a phase `score`, as the trainer does in `train`: the model
+that computes holds all of its memory, and the trainer keeps its parameters.
 
-This is so on GPUs that both sides use. On a GPU that only trains, or only samples, nobody waits for the memory: its
-side keeps all of it in every phase, which saves moving the optimizer to the host and back, and engines their pauses.
+This is so on GPUs that training and engines share. On a GPU that only trains or only samples, nothing waits for the
+memory: its models keep all of it in every phase, so that the optimizer is not moved and engines are not paused.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ Phase = Literal["rollout", "score", "critic", "train", "reshard"]
 
 class RanksMemory(Protocol):
     def offload(self) -> None:
-        """Give gradients and optimizer state back, and parameters that no engine maps."""
+        """Release gradients and optimizer state, and parameters that no engine maps."""
         ...
 
     def onload(self) -> None:
-        """Take them again."""
+        """Allocate them again, with their contents."""
         ...
 
     def held_bytes(self) -> int:
-        """Of the device's memory, by the rank that holds most; on CPU, of the host's."""
+        """Device memory of the rank that holds most; on CPU, host memory."""
         ...
 
 
 class EngineMemory(Protocol):
     def release_memory(self) -> None:
-        """Give weights and KV cache back; the weights' contents are lost."""
+        """Release weights and KV cache; the weights' contents are lost."""
         ...
 
     def resume_weights(self) -> None: ...
@@ -47,7 +47,7 @@ class EngineMemory(Protocol):
 
 
 class MemoryScheduler:
-    """Moves the shared memory from phase to phase; after start-up all sides hold theirs as in `rollout`."""
+    """Hands the shared memory over from phase to phase; after start-up the phase is `rollout`."""
 
     def __init__(
         self,
@@ -61,32 +61,28 @@ class MemoryScheduler:
         named = {"train": trainer, "critic": critic, "score": reward_model}
         self._computing = {name: ranks for name, ranks in named.items() if ranks is not None}
         self.phase: Phase = "rollout"
-        self._seen: Metrics = {}
 
-    def hand_over(self, phase: Phase) -> None:
-        """Enter a phase: whoever gives does so before the other takes. Raises RuntimeError on a phase out of order.
+    def hand_over(self, phase: Phase) -> Metrics:
+        """Enter a phase: memory is released before it is allocated.
 
-        From a rollout into computing phases, of these through `reshard` into the next rollout.
+        From `rollout` a computing phase may follow, or further ones, then `reshard` and the next `rollout`. Returns the
+        bytes that the phase's ranks hold before and after; nothing where the phase is entered already. Raises
+        RuntimeError on a phase out of order.
         """
         if phase == self.phase:
-            return
-        reader = self._computing.get(phase, self._trainer)
-        self._seen[f"memory/before_{phase}_bytes"] = reader.held_bytes()
-        takes, gives = self._computing.get(phase), self._computing.get(self.phase)
-        if takes and (gives or self.phase == "rollout"):
-            gives.offload() if gives else self._engines.release_memory()
-            takes.onload()
-        elif gives and phase == "reshard":
-            gives.offload()
+            return {}
+        observed = self._computing.get(phase, self._trainer)
+        before = observed.held_bytes()
+        entering, leaving = self._computing.get(phase), self._computing.get(self.phase)
+        if entering and (leaving or self.phase == "rollout"):
+            leaving.offload() if leaving else self._engines.release_memory()
+            entering.onload()
+        elif leaving and phase == "reshard":
+            leaving.offload()
             self._engines.resume_weights()
         elif (self.phase, phase) == ("reshard", "rollout"):
             self._engines.resume_cache()
         else:
             raise RuntimeError(f"GPU memory cannot pass from the {self.phase} phase to {phase}")
         self.phase = phase
-        self._seen[f"memory/after_{phase}_bytes"] = reader.held_bytes()
-
-    def readings(self) -> Metrics:
-        """What ranks held before and after each change of hands since the last time this was asked."""
-        seen, self._seen = self._seen, {}
-        return seen
+        return {f"memory/before_{phase}_bytes": before, f"memory/after_{phase}_bytes": observed.held_bytes()}

@@ -1,4 +1,4 @@
-"""A run's own JSON lines, read back when it goes on: whole records up to a step, or where they are broken."""
+"""A run's JSON lines, read back when it is resumed: whole records up to a step, or the fault of a broken line."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _MEND = "remove the line, or choose another run.name"
 
 @dataclass(frozen=True)
 class Line:
-    """One record of the file, and its bytes with the end of the line."""
+    """One record, and its bytes in the file with the end of the line."""
 
     raw: bytes
     record: Mapping[str, Any]
 
 
 def read_lines(file: Path, last_step: int, *, only_numbers: bool = True) -> list[Line] | UserFault:
-    """The lines up to a step; the fault of the first broken line of all.
+    """The lines up to a step, or the fault of the first broken line in the whole file.
 
-    A last line without its end was cut off with the run that wrote it: it is left out. only_numbers: every value of a
-    record is a number or null, as in metrics.jsonl.
+    A last line without a line end was cut off when its run ended: it is left out. only_numbers: every value of a record
+    must be a number or null, as in metrics.jsonl.
     """
     *whole, _ = file.read_bytes().split(b"\n") if file.exists() else [b""]
     lines = []
@@ -41,7 +41,7 @@ def read_lines(file: Path, last_step: int, *, only_numbers: bool = True) -> list
 
 
 def checked(files: Sequence[list[Line] | UserFault]) -> list[list[Line]]:
-    """The lines of every file. Raises UserFaults for those that are broken."""
+    """The lines of every file. Raises UserFaults with the faults of broken files."""
     faults = [found for found in files if isinstance(found, UserFault)]
     if faults:
         raise UserFaults(faults)
@@ -49,7 +49,7 @@ def checked(files: Sequence[list[Line] | UserFault]) -> list[list[Line]]:
 
 
 def _parsed(raw: bytes) -> Any:
-    """The value of a line of JSON, or in words why there is none."""
+    """The record of a line, or in words why the line has none."""
     try:
         found = json.loads(raw.decode("utf-8"))
     except RecursionError:
@@ -62,5 +62,5 @@ def _parsed(raw: bytes) -> Any:
 def _problem(record: Mapping[str, Any], only_numbers: bool) -> str:
     if type(record.get("step")) is not int:
         return "has no whole number as its step"
-    words = [name for name, value in record.items() if value is not None and type(value) not in (int, float)]
-    return f"has something other than a number as {words[0]!r}" if only_numbers and words else ""
+    wrong = [name for name, value in record.items() if value is not None and type(value) not in (int, float)]
+    return f"has something other than a number as {wrong[0]!r}" if only_numbers and wrong else ""

@@ -1,4 +1,4 @@
-"""What a run leaves behind: records, samples, a line to watch, a curve, a table, and what its trackers are told."""
+"""A run's folder, terminal and trackers: records, samples, progress lines, the curve and the closing table."""
 
 from __future__ import annotations
 
@@ -65,15 +65,15 @@ class Record:
         self.metrics |= metrics
 
     def samples(self, groups: Sequence[GroupSummary]) -> None:
-        """The groups of which some responses are written to samples.jsonl."""
+        """Set the groups from which samples.jsonl gets some responses."""
         self.groups = groups
 
     def failed(self, groups: Sequence[GroupSummary]) -> None:
-        """Groups that were judged, for the user to be told of verdicts that failed."""
-        self.failures += [words for group in groups for words in group.failures]
+        """Add the failed verdicts of scored groups, of which the terminal shows the first."""
+        self.failures += [failure for group in groups for failure in group.failures]
 
     def close(self) -> Metrics:
-        """The flat record; `time/other_s` is what no phase accounts for."""
+        """The flat record; `time/other_s` is the time outside all phases."""
         step_s = time.perf_counter() - self._began
         times = {**self._phases, "time/other_s": step_s - sum(self._phases.values()), "time/step_s": step_s}
         return {"step": self.step, **{name: float(value) for name, value in (self.metrics | times).items()}}
@@ -82,12 +82,12 @@ class Record:
 class RunLog:
     """The run's folder and the terminal.
 
-    Used as a context manager: it draws the curve at the end whatever happened, and the table if all went well. A
-    `start`, `warm_step` and `step` give a Record to fill, and write it when their block ends without error.
+    As a context manager it draws the curve at the end, also after an error, and prints the table without an error.
+    `start`, `warm_step` and `step` yield a Record to fill, and write it when their block ends without an error.
     """
 
     def __init__(self, recipe: Recipe, console: Console | None = None, *, resume: bool = False, step: int = -1) -> None:
-        """resume: in the folder of the run of that name, with what it wrote up to `step`; -1: anew, that set aside."""
+        """resume: write on in the folder of this name, after the records up to `step`; -1: set its records aside."""
         self._recipe = recipe
         self._console = console or _console()
         parent, name = Path(recipe.run.dir), recipe.run.name
@@ -106,7 +106,7 @@ class RunLog:
         self.say(f"this run {f'goes on after step {step}' if step >= 0 else 'is written'} in {self.folder}")
 
     def _begin(self, step: int) -> list[Metrics]:
-        """Write the recipe, cut records and samples off after `step` and open them; the records that stay."""
+        """Write the recipe, and open records and samples, cut off after `step`; returns the records that stay."""
         records, samples = self.folder / "metrics.jsonl", self.folder / "samples.jsonl"
         kept = checked([read_lines(records, step), read_lines(samples, step, only_numbers=False)])
         with writing(self.folder, "recipe.yaml"):
@@ -142,7 +142,7 @@ class RunLog:
                 self._console.print(self._closing_table())
 
     def _close(self) -> None:
-        """Close every file. Raises UserFault where a file is not whole on the disk, or not there any more."""
+        """Close every file. Raises UserFault where a file is not whole on the disk, or was removed."""
         with ExitStack() as files:
             for file, name in ((self._records_file, "metrics.jsonl"), (self._samples_file, "samples.jsonl")):
                 files.enter_context(writing(self.folder, name))
@@ -156,12 +156,12 @@ class RunLog:
         try:
             with writing(self.folder, picture.name):
                 draw_curve(self._history, picture, self._recipe.run.name)
-        except Exception as error:  # a picture is worth no run
+        except Exception as error:  # no reason to fail the run
             picture.unlink(missing_ok=True)
             self.say(f"{picture.name} is not drawn: {error}")
 
     def _is_gone(self) -> bool:
-        """Whether what is written goes to a file that nobody will find."""
+        """Whether the folder was removed or replaced, so that what is written is lost."""
         path = self.folder / "metrics.jsonl"
         return not (path.exists() and os.path.samestat(path.stat(), self._own))
 
@@ -169,8 +169,8 @@ class RunLog:
         if self._is_gone():
             raise folder_gone(self.folder, "metrics.jsonl")
 
-    def options(self, in_force: Mapping[str, Any]) -> None:
-        """Write the options of Megatron that the training ranks run with behind the saved recipe, as a comment."""
+    def write_options(self, in_force: Mapping[str, Any]) -> None:
+        """Append Megatron's options that the training ranks run with to the saved recipe, as a comment."""
         with writing(self.folder, "recipe.yaml"), (self.folder / "recipe.yaml").open("a", encoding="utf-8") as file:
             file.write(options_comment(in_force))
 
@@ -180,7 +180,7 @@ class RunLog:
 
     @contextmanager
     def start(self, is_new: bool = True) -> Iterator[Record]:
-        """What is measured before anything is learnt: step 0. A run that goes on has its record already."""
+        """Measurements before training, as step 0. A resumed run has this record already."""
         record = Record(0)
         yield record
         if not is_new:
@@ -191,16 +191,15 @@ class RunLog:
 
     @contextmanager
     def warm_step(self, step: int) -> Iterator[Record]:
-        """One supervised step before step 1: recorded as step 0, its `train/` metrics as `warm_start/`.
+        """One supervised step before step 1: recorded as step 0.
 
-        Ten lines are shown for the whole phase.
+        About ten progress lines are shown for all of these steps.
         """
         record, total = Record(0), self._recipe.warm_start.steps
         yield record
-        record.metrics = {name.replace("train/", "warm_start/"): value for name, value in record.metrics.items()}
         record.add({"warm_start/step": step})
         written = self._write(record)
-        # Before step 0, where a run that goes on does not purge it.
+        # At steps up to 0, which a resumed run does not purge from the trackers.
         for prefix, at in (("warm_start/", step - total), ("eval/", 0)):
             self._trackers.log(at, {name: value for name, value in written.items() if name.startswith(prefix)})
         if step == total or step % max(1, total // 10) == 0:
@@ -230,7 +229,7 @@ class RunLog:
             for sample in samples:
                 self._samples_file.write(json_line({"step": record.step, **sample}) + "\n")
             self._samples_file.flush()
-        if "eval/accuracy" in metrics:  # those of every step would be too many for a service
+        if "eval/accuracy" in metrics:  # the samples of every step are too many for a service
             self._trackers.table(record.step, samples)
         if record.failures:
             count, first = len(record.failures), record.failures[0]
@@ -239,18 +238,18 @@ class RunLog:
         return metrics
 
     def _show(self, title: str, metrics: Metrics, eta: str = "") -> None:
-        """One line: what is learnt, then the seconds of each phase in the order in which they were timed."""
-        learnt = [
+        """One line: the shown metrics, then the seconds of each phase in the order in which they were timed."""
+        shown = [
             f"[{colour}]{label} {form.format(metrics[name])}[/]"
             for name, label, form, colour in _SHOWN
             if name in metrics
         ]
         times = [f"{name[5:-2]} {value:.1f}s" for name, value in metrics.items() if name.startswith("time/")]
-        parts = [f"[bold]{title}[/]", *learnt, " ".join(times), f"[cyan]{eta}[/]" if eta else ""]
+        parts = [f"[bold]{title}[/]", *shown, " ".join(times), f"[cyan]{eta}[/]" if eta else ""]
         self._console.print("  ".join(filter(None, parts)), highlight=False, soft_wrap=True)
 
     def _closing_table(self) -> Table:
-        """First and last value of what is learnt, worst logprob gap, mean seconds of each phase of a step."""
+        """First and last value of the main metrics, worst logprob gap, mean seconds of each phase of a step."""
         duration = _clock(time.perf_counter() - self._began)
         table = Table(title=f"{self._recipe.run.name}: {duration}", title_justify="left")
         for column in ("", "first", "last"):
@@ -287,7 +286,7 @@ def draw_curve(history: Sequence[Metrics], path: Path, title: str) -> None:
 
 
 def _new_folder(parent: Path, name: str) -> Path:
-    """Make `parent/name`, or name-2, name-3...: an older run is never written over."""
+    """Make `parent/name`, or name-2, name-3...: an older run is never overwritten."""
     parent.mkdir(parents=True, exist_ok=True)
     number = 1
     while True:
@@ -306,7 +305,7 @@ def _same_folder(parent: Path, name: str) -> Path:
 
 
 def _locked(folder: Path) -> IO[str]:
-    """A file that nobody else may hold: two processes of one run would write over each other."""
+    """The folder's lock file, locked: two processes of one run would overwrite each other's files."""
     lock = (folder / ".lock").open("w", encoding="utf-8")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -317,7 +316,7 @@ def _locked(folder: Path) -> IO[str]:
 
 
 def _set_aside(folder: Path) -> None:
-    """Keep what a run wrote that never came to a checkpoint, under the next free number."""
+    """Rename the files of a run without a checkpoint to the next free number, so that nothing is lost."""
     number = 1
     while any(folder.glob(f"*.{number}*")):
         number += 1
@@ -335,7 +334,7 @@ def _state(error: BaseException | None) -> State:
 
 
 def _with_nans(record: Mapping[str, float | None]) -> Metrics:
-    """A record as it was before JSON, which has no word for what is not finite."""
+    """A record with NaN for the null that JSON has in place of numbers that are not finite."""
     return {name: math.nan if value is None else value for name, value in record.items()}
 
 

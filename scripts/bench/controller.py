@@ -28,8 +28,9 @@ from megarl.cluster.actor import Ref, Worker
 from megarl.cluster.session import Cluster
 from megarl.config import Recipe
 from megarl.config.loading import load_recipe
-from megarl.controller.loop import samples_of
-from megarl.fleet.fleet import Engines, Fleet
+from megarl.controller.samples import samples_of
+from megarl.fleet.engines import Engines
+from megarl.fleet.fleet import Fleet
 from megarl.fleet.memory import MemoryScheduler
 from megarl.fleet.rank_groups import AuxiliaryRanks, RolloutBatch, TrainingRanks, _groups, _share
 from megarl.fleet.token_values import TokenValues
@@ -142,7 +143,7 @@ class Step:
         self.trainers, self.critic = (self._ranks(kind, recipe, workers) for kind in (TrainingRanks, AuxiliaryRanks))
         self.engines: Any = Engines.__new__(Engines)
         engines = [Counted(f"engine {index}", hosts[index % len(hosts)], self) for index in range(num_engines)]
-        self.engines.__dict__.update(_cluster=self.cluster, workers=engines, _lenders=engines)
+        self.engines.__dict__.update(_cluster=self.cluster, workers=engines, _sharing=engines)
 
     def _ranks(self, kind: type[Any], recipe: Recipe, workers: Sequence[Worker]) -> Any:
         found = object.__new__(kind)

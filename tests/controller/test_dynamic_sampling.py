@@ -1,10 +1,9 @@
-"""What becomes a step's samples: filtered, refilled, carried over, and what happens when there are too few."""
+"""Which groups a step trains on: filtered, refilled, left over for the next step, and what happens with too few."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,14 +11,11 @@ import pytest
 import torch
 
 from megarl.algos import ALGORITHMS
-from megarl.config import Recipe
-from megarl.controller.dynamic_sampling import collect, is_mixed, overlong_penalty, shaped
-from megarl.controller.loop import samples_of
+from megarl.controller.dynamic_sampling import collect, is_mixed, overlong_penalty, with_overlong_penalty
+from megarl.controller.samples import samples_of
 from megarl.fleet.rank_groups import RolloutBatch
-from megarl.parallel.layout import TrainLayout
 from megarl.tracking.metrics import rollout_metrics
 from megarl.types import GroupSummary, Hyperparameters, Prompt, UserFault
-from tests.parallel.worlds import recipe as recipe_of
 
 NOTHING = RolloutBatch([], [])
 DYNAMIC = Hyperparameters(dynamic_sampling=True, oversample=1.0, max_rounds=4)
@@ -57,56 +53,49 @@ def names(rollout: RolloutBatch) -> list[str]:
     return [one.prompt_text for one in rollout.summaries]
 
 
-@pytest.fixture
-def recipe() -> Recipe:
-    """Three prompts a step."""
-    made: Any = recipe_of(Path("none"), TrainLayout(1, 1, 1, 1))
-    return made.model_copy(update={"rollout": made.rollout.model_copy(update={"prompts_per_step": 3})})
-
-
-def test_without_it_a_step_is_what_was_drawn(recipe: Recipe) -> None:
+def test_without_it_a_step_is_what_was_drawn() -> None:
     source = Source([RIGHT, MIXED, WRONG])
-    step, rest, done = collect(recipe, Hyperparameters(), source.take, source.sample, NOTHING)
+    step, rest, done = collect(3, Hyperparameters(), source.take, source.sample, NOTHING)
     assert (names(step), names(rest), done, source.rounds) == (["0", "1", "2"], [], {}, [(0, 3)])
 
 
-def test_groups_are_filtered_refilled_and_carried_over(recipe: Recipe) -> None:
+def test_groups_are_filtered_refilled_and_left_over() -> None:
     source = Source([MIXED, RIGHT, WRONG, MIXED, WRONG, MIXED, MIXED, MIXED, MIXED, MIXED, RIGHT])
-    rules = replace(DYNAMIC, oversample=1.5)
-    step, rest, done = collect(recipe, rules, source.take, source.sample, NOTHING)
+    eager = replace(DYNAMIC, oversample=1.5)
+    step, rest, done = collect(3, eager, source.take, source.sample, NOTHING)
     assert source.rounds == [(0, 5), (1, 2)], "half as many again as are missing"
     assert (names(step), names(rest)) == (["0", "3", "5"], ["6"])
     assert done == {
         "sampling/rounds": 2, "sampling/drawn": 7, "sampling/mixed_share": 4 / 7, "sampling/carried_in": 0,
         "sampling/carried_out": 1, "sampling/missing": 0, "sampling/accuracy": pytest.approx((4 * 0.5 + 1) / 7),
     }  # fmt: skip
-    step, rest, done = collect(recipe, rules, source.take, source.sample, rest)
+    step, rest, done = collect(3, eager, source.take, source.sample, rest)
     assert source.rounds[2:] == [(0, 3)]
-    assert (names(step), names(rest)) == (["6", "7", "8"], ["9"]), "what waited comes first"
+    assert (names(step), names(rest)) == (["6", "7", "8"], ["9"]), "leftover groups come first"
     assert (done["sampling/carried_in"], done["sampling/mixed_share"]) == (1, 1.0)
 
 
-def test_enough_that_waits_needs_no_new_sample(recipe: Recipe) -> None:
+def test_enough_that_waits_needs_no_new_sample() -> None:
     waiting = RolloutBatch([group(name, MIXED) for name in "abcd"], [f"ref {name}" for name in "abcd"])  # type: ignore
     source = Source([])
-    step, rest, done = collect(recipe, DYNAMIC, source.take, source.sample, waiting)
+    step, rest, done = collect(3, DYNAMIC, source.take, source.sample, waiting)
     assert (names(step), names(rest), source.rounds, source.taken) == (["a", "b", "c"], ["d"], [], 0)
     assert (done["sampling/drawn"], done["sampling/carried_in"], done["sampling/carried_out"]) == (0, 4, 1)
 
 
-def test_a_step_that_stays_short_trains_on_what_there_is(recipe: Recipe) -> None:
+def test_a_step_that_stays_short_trains_on_what_there_is() -> None:
     source = Source([RIGHT, MIXED, *[WRONG] * 20])
-    step, rest, done = collect(recipe, DYNAMIC, source.take, source.sample, NOTHING)
+    step, rest, done = collect(3, DYNAMIC, source.take, source.sample, NOTHING)
     assert (names(step), names(rest)) == (["1"], [])
     assert (len(source.rounds), done["sampling/missing"]) == (DYNAMIC.max_rounds, 2)
 
 
 @pytest.mark.parametrize(("when_short", "first"), [("stop", MIXED), ("train", WRONG)])
-def test_or_stops_and_says_how_many_there_were(recipe: Recipe, when_short: Any, first: Any) -> None:
+def test_or_stops_and_says_how_many_there_were(when_short: Any, first: Any) -> None:
     """Whatever is asked for: with nothing at all there is nothing to train on."""
     source = Source([first, *[WRONG] * 20])
-    with pytest.raises(UserFault, match="4 rounds of .* prompts and what waited: . groups .*, not 3") as e:
-        collect(recipe, replace(DYNAMIC, when_short=when_short), source.take, source.sample, NOTHING)
+    with pytest.raises(UserFault, match="prompts in 4 rounds, and the leftover groups, gave . groups .*, not 3") as e:
+        collect(3, replace(DYNAMIC, when_short=when_short), source.take, source.sample, NOTHING)
     assert e.value.where == "algorithm.max_rounds"
 
 
@@ -116,9 +105,9 @@ def test_the_soft_punishment_of_the_paper() -> None:
     assert overlong_penalty(lengths_G, 20480, 4096).tolist() == [0, 0, -0.25, -1, -1]
     rollout = RolloutBatch([group("a", (True, False, True, False, True))], ["ref a"])  # type: ignore[list-item]
     # Lengths 1 to 5, of which 4 and 5 are long.
-    (one,) = shaped(rollout, Hyperparameters(overlong_share=0.4), 5).summaries
+    (one,) = with_overlong_penalty(rollout, Hyperparameters(overlong_share=0.4), 5).summaries
     assert one.rewards_G.tolist() == [1.0, 0.0, 1.0, -0.5, 0.0]
-    assert shaped(rollout, Hyperparameters(), 5) is rollout
+    assert with_overlong_penalty(rollout, Hyperparameters(), 5) is rollout
 
 
 def test_a_greedy_sample_is_compared_with_and_not_learnt_from() -> None:

@@ -15,11 +15,14 @@ from megarl.cluster import processes
 from megarl.config import Recipe
 from megarl.config.loading import load_recipe
 from megarl.controller.saver import FOLDER, Progress, Saver, find, resume
+from megarl.fleet.rank_groups import RolloutBatch
 from megarl.parallel.hf_config import model_shape
 from megarl.rollout.mixing import MixedStream
 from megarl.rollout.prompts import PromptStream
 from megarl.types import EndedEarly, Prompt, UserFaults
 
+NO_GROUPS = RolloutBatch([], [])
+LEFTOVER = RolloutBatch([], ["ref 1"])  # type: ignore[list-item]
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 
 
@@ -48,15 +51,19 @@ class Ranks:
 
 
 class Fleet(SimpleNamespace):
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, leftover: RolloutBatch) -> tuple[dict[str, Any], dict[str, float]]:
+        self.saved = leftover
         self.trainers.save(folder)
+        return {"rank-1.pt": 1}, {"memory/before_critic_bytes": 2.0}
 
-    def finish_save(self) -> dict[str, Any]:
+    def finish_save(self, digests: dict[str, Any]) -> dict[str, Any]:
+        assert digests == {"rank-1.pt": 1}, "as `save` returned them"
         return self.trainers.finish_save()
 
-    def resume(self, folder: Path, version: int, attempts: int) -> None:
+    def resume(self, folder: Path, version: int, attempts: int) -> RolloutBatch:
         self.trainers.load(folder)
         self.version, self.attempts = version, attempts
+        return LEFTOVER
 
 
 @pytest.fixture
@@ -81,10 +88,10 @@ def saver(recipe: Recipe, fleet: Any, prompts: PromptStream, tmp_path: Path) -> 
 
 def run(recipe: Recipe, fleet: Any, prompts: PromptStream, tmp_path: Path) -> None:
     one = saver(recipe, fleet, prompts, tmp_path)
-    one.begin(0)  # after a warm start
+    one.begin(0, NO_GROUPS)  # after a warm start
     for step in range(1, recipe.run.steps + 1):
         prompts.take(3)
-        one.begin(step)
+        one.begin(step, NO_GROUPS)
         fleet.version += 1
         one.settle(step)
 
@@ -107,7 +114,7 @@ def test_what_is_gone_on_from(made: Any, fleet: Any, tmp_path: Path) -> None:
     again, other = stream(), Fleet(trainers=Ranks(), version=-1, attempts=0)
     found = find(made(), again, pytest.fail)
     assert found is not None and found.step == 9
-    resume(found, other, again)  # type: ignore[arg-type]
+    assert resume(found, other, again) is LEFTOVER  # type: ignore[arg-type]
     assert (other.version, other.attempts, other.trainers.calls) == (11, 5, ["load step-000009"])
     assert again.taken == prompts.taken and again.take(5) == prompts.take(5)
 
@@ -126,8 +133,14 @@ def test_a_mix_of_files_goes_on_where_it_was_and_other_weights_are_refused(
     assert found is not None and found.run["prompts_taken"] == 27
     resume(found, other, again)  # type: ignore[arg-type]
     assert again.taken == prompts.taken and again.take(40) == prompts.take(40)
-    with pytest.raises(UserFaults, match="data.train: its rows, or the weights of its files, are not those"):
+    with pytest.raises(UserFaults, match="data.train: its rows, or the weights of its files, have changed since"):
         find(made(), mixed(3.0, 2.0), pytest.fail)
+
+
+def test_the_readings_of_memory_are_those_of_a_checkpoint_that_is_begun(made: Any, fleet: Any, tmp_path: Path) -> None:
+    one = saver(made(), fleet, stream(), tmp_path)
+    assert one.begin(3, NO_GROUPS) == {}
+    assert one.begin(4, NO_GROUPS) == {"memory/before_critic_bytes": 2.0}
 
 
 def test_no_checkpoints_unless_they_are_asked_for(made: Any, fleet: Any, tmp_path: Path) -> None:
@@ -145,14 +158,14 @@ def test_a_wish_to_end_costs_nothing_that_was_learnt(
     monkeypatch.setattr(processes, "is_end_wanted", lambda: False)
     one.leave_if_wanted()
     prompts.take(3)
-    one.begin(1)
+    one.begin(1, LEFTOVER)
     fleet.version += 1
     one.settle(1)
     monkeypatch.setattr(processes, "is_end_wanted", lambda: True)
     with pytest.raises(EndedEarly, match="the checkpoint of step 1 is complete"):
         one.leave_if_wanted()
     found = find(recipe, stream(), pytest.fail)
-    assert found is not None and found.step == 1
+    assert found is not None and found.step == 1 and fleet.saved is LEFTOVER
     assert (found.run["version"], found.run["prompts_taken"]) == (3, 3), "what step 1's publication is repeated from"
 
 
@@ -161,7 +174,7 @@ def test_a_wish_to_end_completes_what_was_begun_and_writes_no_second(
     made: Any, fleet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: str
 ) -> None:
     one = saver(made(f"checkpoint.asynchronous={asynchronous}"), fleet, stream(), tmp_path)
-    one.begin(4)
+    one.begin(4, NO_GROUPS)
     one.settle(4)
     monkeypatch.setattr(processes, "is_end_wanted", lambda: True)
     with pytest.raises(EndedEarly, match="step 4"):
@@ -191,8 +204,8 @@ def test_every_reason_not_to_go_on_is_told_at_once(made: Any, tiny_model: Path, 
     keys = ["model.path", "data.train", "run.seed", "train.ep", "train.mtp_loss"]
     assert [line.split(":")[0] for line in told] == keys
     assert "is of a model with num_layers 8, this one has 4" in told[0]
-    assert "its rows, or the weights of its files, are not those" in told[1]
-    assert "1 orders the data otherwise than 7" in told[2]
+    assert "its rows, or the weights of its files, have changed since" in told[1]
+    assert "1 shuffles the data differently from 7" in told[2]
 
 
 def test_a_damaged_checkpoint_is_passed_over_loudly(made: Any, fleet: Any, tmp_path: Path) -> None:
@@ -207,7 +220,7 @@ def test_a_damaged_checkpoint_is_passed_over_loudly(made: Any, fleet: Any, tmp_p
 def test_a_failure_does_not_cost_what_was_begun_before(made: Any, fleet: Any, tmp_path: Path) -> None:
     """What an earlier step began is completed; a step that failed has no record, so its checkpoint is worth nothing."""
     one = saver(made(), fleet, stream(), tmp_path)
-    one.begin(4)
+    one.begin(4, NO_GROUPS)
     one.rescue()
     assert fleet.trainers.calls == ["save .step-000004"], "step 4 itself failed"
     one.settle(4)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megarl.cluster.session import WorkerFailed
-from megarl.fleet import fleet
+from megarl.fleet import engines, fleet
 from megarl.fleet.fleet import Fleet
 from megarl.resharding.member import Stats
 from megarl.rollout.episodes import Sampling
@@ -54,14 +54,19 @@ class Engines:
 
 
 def made(monkeypatch: pytest.MonkeyPatch, cluster: Cluster, engines: Engines) -> tuple[Fleet, list[str], list[str]]:
-    """A fleet whose other parts are stood in for, what it says, and the phases it lends the memory to."""
+    """A fleet with fakes around it, the lines that it prints, and the phases that it hands the memory over to."""
     monkeypatch.setattr(fleet, "collect_stats", lambda *_: STATS)
     one, said, phases = Fleet.__new__(Fleet), [], []
+
+    def hand_over(phase: str) -> dict[str, float]:
+        phases.append(phase)
+        return {f"memory/before_{phase}_bytes": 1.0}
+
     layouts = SimpleNamespace(world_size=1, end=1)
     one.__dict__.update(
         _cluster=cluster, engines=engines, trainers=SimpleNamespace(workers=[]), version=3, attempts=4,
         _have_sessions=True,
-        memory=SimpleNamespace(phase="train", hand_over=phases.append), _say=said.append, _store=None, _run_id="run",
+        memory=SimpleNamespace(phase="train", hand_over=hand_over), _say=said.append, _store=None, _run_id="run",
         _train_layout=layouts, _engine_layout=layouts,
         _sessions=SimpleNamespace(
             trainers={}, engine_message=lambda index, version, attempt, first: {"attempt": attempt}
@@ -73,7 +78,7 @@ def made(monkeypatch: pytest.MonkeyPatch, cluster: Cluster, engines: Engines) ->
 def test_an_exchange_that_fails_is_repeated_once_under_a_new_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     engines = Engines()
     one, said, phases = made(monkeypatch, Cluster(failures=1, alive=True), engines)
-    assert one.publish() == STATS
+    assert one.publish() == (STATS, {"memory/before_reshard_bytes": 1.0, "memory/before_rollout_bytes": 1.0})
     assert engines.asked == [(4, 5), (4, 6)]
     assert (one.version, one.attempts) == (4, 6)
     assert said == ["the reshard to version 4 failed and is tried once more: engine 0: broken off"]
@@ -108,10 +113,10 @@ def test_every_prompt_of_a_step_has_a_stream_of_its_own() -> None:
         return object(), prompt
 
     for count in (1, 2):
-        engines: Any = fleet.Engines.__new__(fleet.Engines)
-        engines.workers = [SimpleNamespace(name=f"engine {index}", call_many=call_many) for index in range(count)]
-        engines._cluster = SimpleNamespace(gather=list)
-        engines.sample(["a", "b", "c"], Sampling(4, 8, stream=(11, 5)))
+        all_engines: Any = engines.Engines.__new__(engines.Engines)
+        all_engines.workers = [SimpleNamespace(name=f"engine {index}", call_many=call_many) for index in range(count)]
+        all_engines._cluster = SimpleNamespace(gather=list)
+        all_engines.sample(["a", "b", "c"], Sampling(4, 8, stream=(11, 5)))
     assert asked == [(11, 5, 0), (11, 5, 1), (11, 5, 2)] * 2
 
 
@@ -148,7 +153,7 @@ def test_an_engine_measures_a_shared_gpu_when_the_ranks_have_given_it_back(
     ranks = SimpleNamespace(
         started={"rank": "rank"}, store=None, offload=lambda: cluster.seen.append("offload"), workers=[]
     )
-    monkeypatch.setattr(fleet.device, "DEVICE", device)
+    monkeypatch.setattr(engines.device, "DEVICE", device)
     monkeypatch.setattr(fleet, "TrainingRanks", lambda *_: ranks)
     monkeypatch.setattr(Fleet, "_open_sessions", lambda _: None)
     placement = {"train_gpus": 2, "first_engine_gpu": first_engine_gpu} if first_engine_gpu else {}

@@ -1,4 +1,4 @@
-"""The phases hand the memory on in order: the giver first, then the taker."""
+"""Phases hand the memory over in order: it is released first, then allocated."""
 
 from __future__ import annotations
 
@@ -30,67 +30,61 @@ class Recorder(RanksMemory, EngineMemory):
         self.calls.append("resume_cache")
 
 
-def test_a_step_gives_before_it_takes():
+def test_memory_is_released_before_it_is_allocated():
     both = Recorder()
-    lender = MemoryScheduler(both, both)
+    scheduler = MemoryScheduler(both, both)
     for phase in ("rollout", "train", "train", "reshard", "rollout"):
-        lender.hand_over(phase)
+        scheduler.hand_over(phase)
     assert both.calls == ["release_memory", "onload", "offload", "resume_weights", "resume_cache"]
 
 
 def test_what_is_held_is_read_before_and_after_each_change():
-    lender = MemoryScheduler(Recorder(), Recorder())
-    lender.hand_over("train")
-    lender.hand_over("reshard")
-    assert lender.readings() == {
-        "memory/before_train_bytes": 0,
-        "memory/after_train_bytes": 1,
-        "memory/before_reshard_bytes": 1,
-        "memory/after_reshard_bytes": 2,
-    }
-    lender.hand_over("reshard")
-    assert lender.readings() == {}, "nothing changed hands since"
+    scheduler = MemoryScheduler(Recorder(), Recorder())
+    assert scheduler.hand_over("train") == {"memory/before_train_bytes": 0, "memory/after_train_bytes": 1}
+    assert scheduler.hand_over("reshard") == {"memory/before_reshard_bytes": 1, "memory/after_reshard_bytes": 2}
+    assert scheduler.hand_over("reshard") == {}, "the phase is entered already"
 
 
 @pytest.mark.parametrize(("path", "wrong"), [([], "reshard"), (["train"], "rollout")])
 def test_a_phase_out_of_order_is_refused(path, wrong):
-    lender = MemoryScheduler(Recorder(), Recorder())
+    scheduler = MemoryScheduler(Recorder(), Recorder())
     for phase in path:
-        lender.hand_over(phase)
+        scheduler.hand_over(phase)
     with pytest.raises(RuntimeError, match=f"to {wrong}"):
-        lender.hand_over(wrong)
+        scheduler.hand_over(wrong)
 
 
 class Named(Recorder):
-    """Notes its calls in a list that it shares with others."""
+    """Notes its calls in a list that several recorders share."""
 
     def __init__(self, name: str, calls: list[str]) -> None:
         self.name, self.calls = name, calls
 
     def offload(self) -> None:
-        self.calls.append(f"{self.name} gives")
+        self.calls.append(f"{self.name} offloads")
 
     def onload(self) -> None:
-        self.calls.append(f"{self.name} takes")
+        self.calls.append(f"{self.name} onloads")
 
 
-def test_critic_and_reward_model_have_their_turns():
+def test_critic_and_reward_model_have_their_phases():
     calls: list[str] = []
     actor, critic, scorer = (Named(name, calls) for name in ("actor", "critic", "scorer"))
-    lender = MemoryScheduler(actor, Named("engines", calls), critic, scorer)
+    scheduler = MemoryScheduler(actor, Named("engines", calls), critic, scorer)
+    readings = {}
     for phase in ("score", "critic", "train", "critic", "reshard", "rollout"):
-        lender.hand_over(phase)
+        readings |= scheduler.hand_over(phase)
     assert calls == [
-        *("release_memory", "scorer takes"),
-        *("scorer gives", "critic takes"),
-        *("critic gives", "actor takes"),
-        *("actor gives", "critic takes"),  # to be saved
-        *("critic gives", "resume_weights"),
+        *("release_memory", "scorer onloads"),
+        *("scorer offloads", "critic onloads"),
+        *("critic offloads", "actor onloads"),
+        *("actor offloads", "critic onloads"),  # to be saved
+        *("critic offloads", "resume_weights"),
         "resume_cache",
     ]
-    assert {"memory/before_score_bytes", "memory/after_critic_bytes"} <= lender.readings().keys()
+    assert {"memory/before_score_bytes", "memory/after_critic_bytes"} <= readings.keys()
 
 
-def test_who_is_not_there_cannot_take():
+def test_a_model_that_is_not_there_has_no_phase():
     with pytest.raises(RuntimeError, match="to critic"):
         MemoryScheduler(Recorder(), Recorder()).hand_over("critic")

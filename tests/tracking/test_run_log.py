@@ -211,7 +211,7 @@ def test_the_warm_start_is_visible(tmp_path: Path) -> None:
     with RunLog(recipe_in(tmp_path, "warm_start.steps=20"), console) as log:
         for step in range(1, 21):
             with log.warm_step(step) as record:
-                record.add({"train/loss": 2.0 / step})
+                record.add({"warm_start/loss": 2.0 / step})
                 if step == 20:
                     record.add({"eval/accuracy": 0.25})
     records = json_lines(log.folder / "metrics.jsonl")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megarl.algos import ALGORITHMS, Algorithm
-from megarl.controller.loop import samples_of
+from megarl.controller.samples import samples_of
 from megarl.training.batching import SampleRef, key_of, train_sequence
 from megarl.training.credit import credited
 from megarl.types import Prompt, Sample, SampleGroup, TrainSequence

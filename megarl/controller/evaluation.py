@@ -1,0 +1,39 @@
+"""Evaluation: answers to the prompts of every evaluation set, sampled and scored as the recipe says of the set."""
+
+from __future__ import annotations
+
+from megarl.config import Recipe
+from megarl.controller.run import Run
+from megarl.rollout.episodes import Sampling
+from megarl.rollout.rewards import MEND
+from megarl.tracking.metrics import eval_metrics
+from megarl.tracking.run_log import Record
+from megarl.types import UserFault
+
+_STREAMS = 1_000_000  # beyond the rounds of a training step, whose samples have random streams of their own
+
+
+def evaluate(run: Run, record: Record) -> None:
+    """Sample and score all evaluation sets with the published weights.
+
+    Raises UserFault(reward.function) where every verdict of a set failed.
+    """
+    with record.phase("eval"):
+        answered = {
+            name: run.fleet.engines.sample(prompts, eval_sampling(run.recipe, name, record.step, number)).summaries
+            for number, (name, prompts) in enumerate(run.inputs.eval_sets.items())
+        }
+    for name, groups in answered.items():
+        record.failed(groups)
+        if not any(len(group.rewards_G) for group in groups):
+            problem = f"every verdict of data.eval.{name} failed, the first: {groups[0].failures[0]}"
+            raise UserFault("reward.function", problem, MEND)
+    record.add(eval_metrics(answered))
+
+
+def eval_sampling(recipe: Recipe, name: str, step: int, number: int) -> Sampling:
+    """How the answers to evaluation set `name`, the set at index `number`, are sampled."""
+    own = recipe.evaluation.of(name)
+    longest = own.max_response_tokens or recipe.rollout.max_response_tokens
+    stream = (recipe.run.seed, step, _STREAMS + number)
+    return Sampling(own.samples, longest, own.temperature, own.top_p, stream=stream, may_lose_all=True)

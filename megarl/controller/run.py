@@ -1,0 +1,92 @@
+"""What the loop passes along: the run, which is made once, and the step, which each stage returns with its findings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megarl.algos import ALGORITHMS, Stage, hyperparameters_of
+from megarl.config import Recipe
+from megarl.controller.saver import Saver
+from megarl.fleet.fleet import Fleet, TrainingFleet
+from megarl.fleet.rank_groups import RolloutBatch, Trained
+from megarl.fleet.token_values import Observation, TokenValues
+from megarl.preflight.check import Inputs
+from megarl.tracking.metrics import train_metrics
+from megarl.tracking.run_log import Record, RunLog
+from megarl.training.batching import SampleRef
+from megarl.training.learning_rate import learning_rate
+from megarl.types import Hyperparameters, Metrics
+
+NO_GROUPS = RolloutBatch([], [])
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRun:
+    """What updates on given samples need.
+
+    algorithm: the row whose stages a step goes through; learning_rate: the policy's by step from 1, None in steps that
+    do not update the policy. Both are the recipe's, except in a warm start.
+    """
+
+    recipe: Recipe
+    fleet: TrainingFleet
+    algorithm: str
+    learning_rate: Callable[[int], float | None]
+
+    @property
+    def hyperparameters(self) -> Hyperparameters:
+        return hyperparameters_of(self.algorithm, self.recipe.algorithm)
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages of a step in order: the source of its groups, then those that learn from them."""
+        return ALGORITHMS[self.algorithm].stages(self.hyperparameters)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(TrainingRun):
+    """A run that samples, trains and saves. prompts_per_step: demonstrations in a warm start."""
+
+    fleet: Fleet
+    inputs: Inputs
+    saver: Saver
+    log: RunLog
+    prompts_per_step: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: the record that it fills, and what its stages have found so far.
+
+    leftover: groups that dynamic sampling had too many of; of the step before until `sample`, then for the next.
+    samples: of `groups`, with their advantages. lr: the policy's. trained: None where the policy was not updated.
+    """
+
+    number: int
+    record: Record
+    leftover: RolloutBatch = NO_GROUPS
+    groups: RolloutBatch = NO_GROUPS
+    samples: Sequence[SampleRef] = ()
+    observation: Observation | None = None
+    token_values: TokenValues | None = None
+    lr: float = 0.0
+    trained: Trained | None = None
+
+    @property
+    def update_metrics(self) -> Metrics:
+        """Statistics of the policy's updates."""
+        return {"train/lr": self.lr, **train_metrics(self.trained.updates)} if self.trained else {}
+
+    @property
+    def speed(self) -> Metrics:
+        """Throughput of the policy's updates."""
+        return self.trained.speed if self.trained else {}
+
+
+def policy_lr(recipe: Recipe, fleet: TrainingFleet) -> Callable[[int], float | None]:
+    """The recipe's learning rate of the policy by step; None in the first steps, in which only the critic learns."""
+    hyperparameters = hyperparameters_of(recipe.algorithm.name, recipe.algorithm)
+    before = hyperparameters.critic_warmup_steps if fleet.critic else 0
+    last = recipe.run.steps - before
+    return lambda step: learning_rate(recipe.train, step - before, last) if step > before else None

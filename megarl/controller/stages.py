@@ -1,0 +1,122 @@
+"""The stages of a step, (run, step) -> the step with what was found: `Algorithm.stages` names those of an algorithm.
+
+`LEARNING_STAGES` need no engines, so that a run on a sample file goes through them too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+
+from megarl.algos import Stage
+from megarl.controller.dynamic_sampling import collect, with_overlong_penalty
+from megarl.controller.run import Run, Step, TrainingRun
+from megarl.controller.samples import refuse_empty, samples_of, sampling_of
+from megarl.fleet.fleet import Fleet
+from megarl.fleet.rank_groups import RolloutBatch
+from megarl.rollout.episodes import demonstration
+from megarl.tracking.metrics import critic_metrics, failed_share, rollout_metrics
+from megarl.tracking.run_log import Record
+from megarl.training.learning_rate import learning_rate
+from megarl.types import GroupSummary, Prompt
+
+
+def sample(run: Run, step: Step) -> Step:
+    """Rollout and reward: as many groups as the step trains on, scored; the groups that are too many are left over."""
+    recipe, record, hyperparameters = run.recipe, step.record, run.hyperparameters
+    sampled: list[GroupSummary] = []
+
+    def sample_round(prompts: Sequence[Prompt], number: int) -> RolloutBatch:
+        found = run.fleet.engines.sample(prompts, sampling_of(recipe, step.number, number))
+        sampled.extend(found.summaries)
+        return found
+
+    with record.phase("rollout"):
+        take = run.inputs.prompts.take
+        groups, leftover, counts = collect(run.prompts_per_step, hyperparameters, take, sample_round, step.leftover)
+    record.add(counts)
+    groups = score(run.fleet, groups, record)
+    groups = with_overlong_penalty(groups, hyperparameters, recipe.rollout.max_response_tokens)
+    record.add(rollout_metrics(groups.summaries))
+    record.add({"reward/failed": failed_share(sampled)})  # also of groups that the step does not train on
+    record.failed(sampled)
+    record.samples(groups.summaries)
+    return replace(step, groups=groups, leftover=leftover)
+
+
+def demonstrate(run: Run, step: Step) -> Step:
+    """The next prompts' own answers in place of samples."""
+    prompts = run.inputs.prompts.take(run.prompts_per_step)
+    return replace(step, groups=run.fleet.put([demonstration(prompt, run.inputs.tokenizer) for prompt in prompts]))
+
+
+def score(fleet: Fleet, groups: RolloutBatch, record: Record) -> RolloutBatch:
+    """The groups with the reward model's scores added to their rewards, where there is a reward model."""
+    if fleet.reward_model is None:
+        return groups
+    with record.phase("score"):
+        record.add(fleet.hand_over("score"))
+        return fleet.reward_model.score(groups)
+
+
+def advantages(run: TrainingRun, step: Step) -> Step:
+    """The samples that the step trains on, each with the advantage that its reward gives it in its group."""
+    only_finished, groups = run.hyperparameters.overlong_filter, step.groups.summaries
+    samples = samples_of(groups, run.algorithm, only_finished=only_finished, version=run.fleet.version)
+    refuse_empty(samples, groups)
+    return replace(step, samples=samples)
+
+
+def observe(run: TrainingRun, step: Step) -> Step:
+    """The policy's KL penalty of each token, which is part of the rewards that the critic learns from."""
+    fleet, critic = run.fleet, run.fleet.critic
+    assert critic is not None
+    with step.record.phase("observe"):
+        step.record.add(fleet.hand_over("train"))
+        readers = critic.plan_of(step.samples)
+        observation = fleet.trainers.observe(run.algorithm, step.samples, step.groups.refs, readers)
+    return replace(step, observation=observation)
+
+
+def value(run: TrainingRun, step: Step) -> Step:
+    """The critic's value of each token, from before its updates in this step; then all of these updates."""
+    fleet, critic = run.fleet, run.fleet.critic
+    assert critic is not None
+    with step.record.phase("critic"):
+        step.record.add(fleet.hand_over("critic"))
+        readers = fleet.trainers.plan_of(run.algorithm, step.samples)
+        token_values = critic.values(step.samples, step.groups.refs, readers)
+        lr = learning_rate(critic.recipe.train, step.number, run.recipe.run.steps)
+        updates = critic.train(token_values, lr, step.observation)
+    step.record.add({"critic/lr": lr, **critic_metrics(updates)})
+    return replace(step, token_values=token_values)
+
+
+def update(run: TrainingRun, step: Step) -> Step:
+    """All updates of the policy, in the steps that have a learning rate for it."""
+    lr = run.learning_rate(step.number)
+    if lr is None:
+        return step
+    values, observation = step.token_values, step.observation
+    with step.record.phase("train"):
+        step.record.add(run.fleet.hand_over("train"))
+        trained = run.fleet.trainers.train(
+            run.algorithm, step.samples, step.groups.refs, lr, token_values=values, observation=observation
+        )
+    return replace(step, lr=lr, trained=trained)
+
+
+def publish(fleet: Fleet, record: Record) -> None:
+    """Reshard: the trained weights into the engines, which then hold the GPUs' memory again."""
+    with record.phase("reshard"):
+        stats, readings = fleet.publish()
+    record.add({f"reshard/{name}": value for name, value in asdict(stats).items()})
+    record.add({"reshard/version": fleet.version, "reshard/attempts": fleet.attempts, **readings})
+
+
+LEARNING_STAGES: dict[Stage, Callable[[TrainingRun, Step], Step]] = {
+    "observe": observe,
+    "value": value,
+    "update": update,
+}
+STAGES: dict[Stage, Callable[[Run, Step], Step]] = {"sample": sample, "demonstrate": demonstrate, **LEARNING_STAGES}

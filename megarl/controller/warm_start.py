@@ -1,0 +1,36 @@
+"""The warm start: supervised steps on the data's own answers before step 1."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megarl.controller.evaluation import evaluate
+from megarl.controller.run import NO_GROUPS, Run, Step
+from megarl.controller.stages import STAGES, advantages, publish
+from megarl.tracking.metrics import train_metrics
+
+
+def warm_start(run: Run) -> None:
+    """Steps of the row "sft", with a learning rate of their own; the weights are published once, after the last."""
+    warm = run.recipe.warm_start
+    supervised = replace(
+        run,
+        algorithm="sft",
+        learning_rate=lambda step: warm.lr * min(1.0, step / max(1, warm.warmup_steps)),
+        prompts_per_step=warm.sequences_per_step,
+    )
+    source, *learning = supervised.stages
+    readings = run.fleet.hand_over("train")
+    for number in range(1, warm.steps + 1):
+        run.saver.leave_if_wanted()
+        with run.log.warm_step(number) as record:
+            step = advantages(supervised, STAGES[source](supervised, Step(number, record)))
+            for stage in learning:
+                step = STAGES[stage](supervised, step)
+            assert step.trained is not None
+            record.add(train_metrics(step.trained.updates, "warm_start"))
+            if number == warm.steps:
+                record.add(readings | run.saver.begin(0, NO_GROUPS))
+                publish(run.fleet, record)
+                evaluate(run, record)
+    run.saver.settle(0)

@@ -1,0 +1,96 @@
+"""The SGLang engines of a run as the controller sees them: every method is one call to all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from megarl import device
+from megarl.cluster.actor import Ref, Worker
+from megarl.cluster.session import Cluster
+from megarl.config import Recipe
+from megarl.device import address_of, host_store
+from megarl.fleet.rank_groups import RolloutBatch
+from megarl.parallel.layout import EngineLayout
+from megarl.rollout.episodes import Sampling
+from megarl.rollout.sglang.arguments import NodeSpan
+from megarl.types import Prompt
+
+
+class Engines:
+    """Engine e is on GPU slots from layout.first + e * tp. Engines on shared slots release memory."""
+
+    def __init__(self, cluster: Cluster, recipe: Recipe, layout: EngineLayout, shared: frozenset[int]) -> None:
+        self._cluster, self._recipe = cluster, recipe
+        self._slots = [layout.first + index * layout.tp for index in range(layout.count)]
+        self.workers = [cluster.worker(f"engine {index}", slot) for index, slot in enumerate(self._slots)]
+        self._stores: list[Any] = []  # rendezvous of engines on several nodes, served by this process
+        self._further_nodes: list[Worker] = []
+        self._started: dict[Ref, str] = {}
+        # SGLang's ranks release memory together: an engine with one shared GPU releases memory on all of its GPUs.
+        engines = zip(self.workers, self._slots, strict=True)
+        self._sharing = [worker for worker, slot in engines if shared & {*range(slot, slot + layout.tp)}]
+
+    @property
+    def measures_shared_memory(self) -> bool:
+        """Whether engines must start after the ranks: on a GPU SGLang sizes its KV cache by the memory that is free."""
+        return device.DEVICE == "cuda" and bool(self._sharing)
+
+    def start(self) -> dict[Ref, str]:
+        """Begin to start all engines, once; returns the calls to wait for."""
+        for index, (worker, slot) in enumerate(zip(self.workers, self._slots, strict=True)):
+            self._start(index, worker, slot)
+        return self._started
+
+    def _start(self, index: int, worker: Worker, slot: int) -> None:
+        """Start an engine, with a process on each further node that it spans."""
+        recipe = self._recipe
+        span = self._span(recipe) if recipe.engine_nodes > 1 else None
+        self._started[worker.start("megarl.rollout.episodes:RolloutWorker", recipe, index, span)] = worker.name
+        if span is None:
+            return
+        for node in range(1, span.nodes):
+            name, at = f"{worker.name}, node {node}", slot + node * recipe.placement.gpus_per_node
+            part, own = self._cluster.worker(name, at), replace(span, node=node, endpoint=span.endpoint.without_secret)
+            self._started[part.start("megarl.rollout.episodes:EnginePart", recipe, index, own)] = name
+            part.watch("fail")
+            self._further_nodes.append(part)
+
+    def _span(self, recipe: Recipe) -> NodeSpan:
+        """The first node of an engine, with a new store and endpoint for all of its nodes."""
+        from megarl.rollout.sglang.relay import new_endpoint  # ZeroMQ comes with SGLang
+
+        self._stores.append(host_store(recipe.run.timeout_s, self._cluster.host))
+        return NodeSpan(recipe.engine_nodes, 0, address_of(self._stores[-1]), new_endpoint())
+
+    def sample(self, prompts: Sequence[Prompt], sampling: Sampling) -> RolloutBatch:
+        """One group per prompt, in order; prompts go round-robin to the engines, which batch them themselves."""
+        summaries, refs = {}, []
+        for index, prompt in enumerate(prompts):
+            worker = self.workers[index % len(self.workers)]
+            own = replace(sampling, stream=(*sampling.stream, index))
+            summary, group = worker.call_many(2, "sample", prompt, own)
+            summaries[summary] = worker.name
+            refs.append(group)
+        return RolloutBatch(self._cluster.gather(summaries), refs)
+
+    def versions(self) -> list[int]:
+        """The version of the weights in each engine, as the engine states it."""
+        return self._cluster.call_all(self.workers, "version")
+
+    def check(self) -> None:
+        """Raises WorkerFailed with an engine's error if one of the engine's processes has died."""
+        self._cluster.call_all(self.workers, "check")
+
+    def release_memory(self) -> None:
+        self._cluster.call_all(self._sharing, "release_memory")
+
+    def resume_weights(self) -> None:
+        self._cluster.call_all(self._sharing, "resume_weights")
+
+    def resume_cache(self) -> None:
+        self._cluster.call_all(self._sharing, "resume_cache")
+
+    def shutdown(self) -> None:
+        self._cluster.call_all([*self.workers, *self._further_nodes], "shutdown")

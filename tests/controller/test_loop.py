@@ -1,0 +1,225 @@
+"""The loop's source, and the calls of a step in their order; fleet, saver and metrics are fakes."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.algos import ALGORITHMS, hyperparameters_of
+from megarl.algos.statistics import LOSS
+from megarl.config.loading import load_recipe
+from megarl.controller import loop, stages, warm_start
+from megarl.controller.run import NO_GROUPS, Run, Step, policy_lr
+from megarl.controller.stages import LEARNING_STAGES, STAGES
+from megarl.fleet.rank_groups import RolloutBatch, Trained
+from megarl.resharding.member import Stats
+from megarl.tracking.run_log import Record
+from megarl.types import GroupSummary, Prompt, SampleGroup, UserFault
+
+QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+LOOP = Path(loop.__file__).read_text(encoding="utf-8")
+
+
+def summary(prompt: str, rewards: list[float], finished: bool = True) -> GroupSummary:
+    count, rewards_G = len(rewards), np.array(rewards, np.float32)
+    finished_G = np.full(count, finished)
+    return GroupSummary(prompt, "", ("",) * count, 1, np.full(count, 3), finished_G, rewards_G, rewards_G > 0, 0)
+
+
+class Fleet:
+    """Notes its calls. A round of sampling gives each prompt a correct and a wrong response."""
+
+    def __init__(self, has_critic: bool, recipe: Any) -> None:
+        self.calls: list[str] = []
+        self.version, self.attempts, self.reward_model = 1, 1, None
+        self.finished = True
+        self.engines = SimpleNamespace(sample=self.sample)
+        self.trainers = SimpleNamespace(observe=self.observe, train=self.train, plan_of=lambda *_: "policy's plan")
+        own = SimpleNamespace(plan_of=lambda _: "critic's plan", values=self.values, train=self.train_critic)
+        own.recipe = recipe
+        self.critic = own if has_critic else None
+
+    def hand_over(self, phase: str) -> dict[str, float]:
+        self.calls.append(f"hand over to {phase}")
+        return {f"memory/after_{phase}_bytes": 1.0}
+
+    def sample(self, prompts: list[Prompt], sampling: Any) -> RolloutBatch:
+        self.calls.append(f"sample {len(prompts)}")
+        found = [summary(prompt.id, [1.0, 0.0], self.finished) for prompt in prompts]
+        return RolloutBatch(found, [f"ref {prompt.id}" for prompt in prompts])  # type: ignore[misc]
+
+    def put(self, groups: list[SampleGroup]) -> RolloutBatch:
+        self.calls.append(f"put {len(groups)}")
+        found = [summary(group.prompt.id, [1.0]) for group in groups]
+        return RolloutBatch(found, [f"ref {group.prompt.id}" for group in groups])  # type: ignore[misc]
+
+    def observe(self, algorithm: str, samples: Any, refs: list[str], readers: str) -> str:
+        self.calls.append(f"observe {len(samples)} for the {readers}")
+        return "penalties"
+
+    def values(self, samples: Any, refs: list[str], readers: str) -> str:
+        self.calls.append(f"values of {len(samples)} for the {readers}")
+        return "values"
+
+    def train_critic(self, token_values: str, lr: float, observation: str | None) -> str:
+        self.calls.append(f"train the critic on {token_values}, {observation}")
+        return "updates"
+
+    def train(
+        self, algorithm: str, samples: Any, refs: Any, lr: float, *, token_values: Any, observation: Any
+    ) -> Trained:
+        self.calls.append(f"train {algorithm} on {len(samples)} of {refs}, {token_values}, {observation}")
+        return Trained([{LOSS: (lr,)}], {"speed/train_tokens_per_s": 1.0})
+
+    def publish(self) -> tuple[Stats, dict[str, float]]:
+        self.calls.append("publish")
+        self.version += 1
+        return Stats(1, 0, 0, 0, 0.0, 0.0), {"memory/after_rollout_bytes": 1.0}
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A run of the quickstart's recipe with these overrides."""
+    monkeypatch.setattr(stages, "critic_metrics", lambda updates: {"critic/loss": 1.0})
+
+    def make(*overrides: str) -> tuple[Run, Fleet]:
+        recipe = load_recipe(QUICKSTART, ["rollout.prompts_per_step=2", "run.steps=9", *overrides])
+        fleet: Any = Fleet(bool(ALGORITHMS[recipe.algorithm.name].critic), recipe)
+        taken = iter(range(100))
+
+        def begin(step: int, leftover: RolloutBatch) -> dict[str, float]:
+            fleet.calls.append(f"save {step} and {leftover.refs}")
+            return {"memory/after_save_bytes": 1.0}
+
+        saver: Any = SimpleNamespace(
+            begin=begin, leave_if_wanted=lambda: None, settle=lambda step: fleet.calls.append(f"settle {step}")
+        )
+        prompts = SimpleNamespace(take=lambda n: [Prompt(str(next(taken)), "", (1,), "7") for _ in range(n)])
+        tokenizer = type("Tokenizer", (), {"eos_token_id": 0, "__call__": lambda *_, **__: {"input_ids": [1, 2]}})()
+        inputs: Any = SimpleNamespace(prompts=prompts, tokenizer=tokenizer, eval_sets={})
+        log: Any = None
+        found = Run(
+            recipe=recipe,
+            fleet=fleet,
+            algorithm=recipe.algorithm.name,
+            learning_rate=policy_lr(recipe, fleet),
+            inputs=inputs,
+            saver=saver,
+            log=log,
+            prompts_per_step=recipe.rollout.prompts_per_step,
+        )
+        return found, fleet
+
+    return make
+
+
+def test_the_step_is_short_and_knows_no_algorithm() -> None:
+    step = textwrap.dedent(inspect.getsource(loop.train_step))
+    assert len(step.splitlines()) <= 40
+    branches = ast.If, ast.IfExp, ast.Match, ast.BoolOp
+    assert not [node for node in ast.walk(ast.parse(step)) if isinstance(node, branches)]
+    strings = {node.value for node in ast.walk(ast.parse(LOOP)) if isinstance(node, ast.Constant)}
+    assert not strings & ALGORITHMS.keys()
+    assert "ALGORITHMS" not in LOOP and "hyperparameters" not in LOOP
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_stage_of_a_row_is_known(algorithm: str) -> None:
+    other: Any = SimpleNamespace(name="", given={})
+    source, *learning = ALGORITHMS[algorithm].stages(hyperparameters_of(algorithm, other))
+    assert source in STAGES.keys() - LEARNING_STAGES.keys()
+    assert learning and set(learning) <= LEARNING_STAGES.keys()
+
+
+def test_a_step_of_rollout_reward_train_and_reshard(made: Any) -> None:
+    one, fleet = made("algorithm.name=grpo")
+    record = Record(1)
+    assert loop.train_step(one, Step(1, record)) == NO_GROUPS
+    assert fleet.calls == [
+        *("sample 2", "hand over to train", "train grpo on 4 of ['ref 0', 'ref 1'], None, None"),
+        *("save 1 and []", "publish"),
+    ]
+    assert {"reward/mean", "train/lr", "train/loss", "reshard/version", "speed/train_tokens_per_s"} <= set(
+        record.metrics
+    )
+    assert record.metrics["reshard/version"] == 2 and len(record.groups) == 2
+    phases = [name for name in record.close() if name.startswith("time/")]
+    assert phases[:-2] == ["time/rollout_s", "time/train_s", "time/save_s", "time/reshard_s"]
+
+
+def test_a_critic_learns_from_kl_penalties_and_before_the_policy(made: Any) -> None:
+    one, fleet = made("algorithm.name=ppo", "algorithm.kl_coefficient=0.1", "algorithm.critic_warmup_steps=1")
+    first, second = Record(1), Record(2)
+    loop.train_step(one, Step(1, first))
+    assert fleet.calls == [
+        *("sample 2", "hand over to train", "observe 4 for the critic's plan"),
+        *("hand over to critic", "values of 4 for the policy's plan", "train the critic on values, penalties"),
+        *("save 1 and []", "publish"),
+    ]
+    assert "critic/lr" in first.metrics and not {"train/lr", "speed/train_tokens_per_s"} & set(first.metrics)
+    fleet.calls.clear()
+    loop.train_step(one, Step(2, second))
+    assert fleet.calls[-4:] == [
+        *("hand over to train", "train ppo on 4 of ['ref 2', 'ref 3'], values, penalties"),
+        *("save 2 and []", "publish"),
+    ]
+    lr = [policy_lr(one.recipe, fleet)(step) for step in range(1, 10)]
+    assert lr[0] is None and None not in lr[1:]
+
+
+def test_demonstrations_are_neither_sampled_nor_scored(made: Any) -> None:
+    one, fleet = made("algorithm.name=sft")
+    record = Record(1)
+    loop.train_step(one, Step(1, record))
+    assert fleet.calls[:3] == ["put 2", "hand over to train", "train sft on 2 of ['ref 0', 'ref 1'], None, None"]
+    assert "reward/mean" not in record.metrics
+
+
+def test_leftover_groups_come_back_in_the_next_step(made: Any) -> None:
+    one, fleet = made("algorithm.name=dapo", "algorithm.oversample=2.0")
+    leftover = loop.train_step(one, Step(1, Record(1)))
+    assert leftover.refs == ["ref 2", "ref 3"]
+    assert "save 1 and ['ref 2', 'ref 3']" in fleet.calls, "a checkpoint has them too"
+    fleet.calls.clear()
+    assert loop.train_step(one, Step(2, Record(2), leftover)) == NO_GROUPS
+    assert fleet.calls[1] == "train dapo on 4 of ['ref 2', 'ref 3'], None, None", "nothing is sampled"
+
+
+def test_a_step_without_a_finished_response_ends_the_run(made: Any) -> None:
+    one, fleet = made("algorithm.name=grpo", "algorithm.overlong_filter=true")
+    fleet.finished = False
+    with pytest.raises(UserFault, match=r"rollout\.max_response_tokens: every response of the step was cut"):
+        loop.train_step(one, Step(1, Record(1)))
+
+
+def test_a_warm_start_is_supervised_steps_and_one_publication(made: Any) -> None:
+    one, fleet = made(
+        "algorithm.name=ppo", "warm_start.steps=2", "warm_start.sequences_per_step=3", "warm_start.lr=0.5",
+        "warm_start.warmup_steps=2",
+    )  # fmt: skip
+    records: list[Record] = []
+
+    class Log:
+        def warm_step(self, number: int) -> Any:
+            records.append(Record(0))
+            return nullcontext(records[-1])
+
+    warm_start.warm_start(replace(one, log=Log()))  # type: ignore[arg-type]
+    assert fleet.calls == [
+        "hand over to train",
+        *("put 3", "hand over to train", "train sft on 3 of ['ref 0', 'ref 1', 'ref 2'], None, None"),
+        *("put 3", "hand over to train", "train sft on 3 of ['ref 3', 'ref 4', 'ref 5'], None, None"),
+        *("save 0 and []", "publish", "settle 0"),
+    ]
+    assert [one.metrics["warm_start/loss"] for one in records] == [0.25, 0.5], "the learning rate of the warm start"
+    assert not any("train/lr" in one.metrics for one in records)
+    assert "reshard/version" in records[1].metrics and "reshard/version" not in records[0].metrics
