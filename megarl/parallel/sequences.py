@@ -126,16 +126,7 @@ def pack(
         return None if arrays is None else on_device(_about_next(arrays, starts, int(bounds[-1]), dtype))
 
     def targets(name: str, dtype: type) -> torch.Tensor:
-        return row([getattr(one, name) for one in sequences], dtype)
-
-    def optional(name: str) -> torch.Tensor:
-        """0 where a sequence has None."""
-        arrays = [(getattr(one, name), len(one.token_ids_T)) for one in sequences]
-        return row([np.zeros(length, np.float32) if one is None else one for one, length in arrays], np.float32)
-
-    def everywhere(name: str, dtype: type) -> torch.Tensor:
-        """A value of the whole sequence, at each of its tokens."""
-        return row([np.full(len(one.token_ids_T), getattr(one, name), dtype) for one in sequences], dtype)
+        return row([_per_token(one, name, dtype) for one in sequences], dtype)
 
     token_ids_T, sequence_T = np.zeros(bounds[-1], np.int64), np.full(bounds[-1], len(lengths), np.int64)
     for index, (start, one) in enumerate(zip(starts, sequences, strict=True)):
@@ -156,17 +147,23 @@ def pack(
         targets=PackedTargets(
             loss_mask_T=targets("loss_mask_T", np.bool_),
             loss_weight_T=targets("loss_weight_T", np.float32),
-            advantage_T=optional("advantage_T"),
-            outcome_T=everywhere("outcome", np.float32),
+            advantage_T=targets("advantage_T", np.float32),
+            outcome_T=targets("outcome", np.float32),
             engine_logp_T=targets("engine_logp_T", np.float32),
-            nll_weight_T=optional("nll_weight_T"),
-            is_stale_T=everywhere("is_stale", np.bool_),
+            nll_weight_T=targets("nll_weight_T", np.float32),
+            is_stale_T=targets("is_stale", np.bool_),
             sequence_T=on_device(sequence_T),
             reference_logp_T=row(reference_logp, np.float32),
         ),
         old_logp_T=row(old_logp, np.float32),
         experts_LMK=None if experts_TMK is None else on_device(experts_TMK[places]),
     )
+
+
+def _per_token(one: TrainSequence, name: str, dtype: type) -> np.ndarray:
+    """[T]: a field of the tokens as it is, of the whole sequence at each of its tokens; 0 where it is None."""
+    value = getattr(one, name)
+    return value if isinstance(value, np.ndarray) else np.full(len(one.token_ids_T), value or 0, dtype)
 
 
 def rounded_length(length: int) -> int:

@@ -1,4 +1,4 @@
-"""One flat `room/name` record: what ranks and engines say of a step, as means and shares. Pure."""
+"""One flat `room/name` record: what ranks and engines report of a step, as means and shares. Pure."""
 
 from __future__ import annotations
 

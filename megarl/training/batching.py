@@ -30,7 +30,7 @@ class SampleRef:
 
 MicroBatch = tuple[SampleRef, ...]
 Key = tuple[int, int]  # group and sample
-Piece = dict[Key, FloatArray]  # something of each token of some samples' responses
+Piece = dict[Key, FloatArray]  # a value of each token of some samples' responses
 
 
 def key_of(ref: SampleRef) -> Key:
@@ -41,9 +41,9 @@ def key_of(ref: SampleRef) -> Key:
 def pieces_of(
     refs: Sequence[SampleRef], arrays: Sequence[FloatArray] | None, readers: Sequence[frozenset[Key]]
 ) -> tuple[Piece, ...]:
-    """For each reader what is said of the responses that it reads.
+    """For each reader the token values of the responses that it trains on.
 
-    arrays: one per sample, aligned like the whole sequence; None: nothing is said here.
+    arrays: one per sample, aligned like the whole sequence; None: this rank does not report any.
     """
     found: Piece = {}
     if arrays is not None:
@@ -52,7 +52,7 @@ def pieces_of(
 
 
 def spread(response_T: FloatArray, ref: SampleRef) -> FloatArray:
-    """What is said of a response's tokens, aligned like the whole sequence; 0 on its prompt."""
+    """The token values of a response, aligned like the whole sequence; 0 on its prompt."""
     return np.pad(response_T, (ref.length - ref.response_length, 0))
 
 
@@ -71,7 +71,7 @@ class Update:
     correct_tokens: int = 0
 
     def nll_weight(self, coefficient: float) -> float:
-        """Of a correct sample's tokens in the loss sum, so that they add `coefficient` times their mean -log p."""
+        """The weight in the loss sum of a correct sample's tokens, which then add `coefficient` x their mean -log p."""
         return coefficient * self.denominator / self.correct_tokens if self.correct_tokens else 0.0
 
 
@@ -91,9 +91,9 @@ def plan_updates(
 
     Every rank gets the same number of micro-batches, a multiple of `multiple` and as few as are found to do; some may
     be empty. A sequence takes its length of a micro-batch's token_budget, rounded up to a multiple of `align`.
-    work: what a sequence of so many tokens costs, by which ranks, and micro-batches at the same place in them, are made
-    alike. The plan does not depend on the samples' order within an update.
-    longest_response: what the aggregation `constant` divides sequences' sums by.
+    work: the cost of a sequence by its number of tokens, in which ranks, and the micro-batches that they run together,
+    are balanced. The plan does not depend on the samples' order within an update.
+    longest_response: the divisor of the aggregation `constant`.
     Raises ValueError when there are fewer samples than updates or a sample is longer than the budget.
     """
     if len(samples) < updates:
@@ -221,9 +221,10 @@ def own_samples(
 def train_sequence(
     group: SampleGroup, ref: SampleRef, aggregation: Aggregation, nll_weight: float = 0.0
 ) -> TrainSequence:
-    """Prompt and response of one sample as one training row; only response tokens are learnt from.
+    """Prompt and response of one sample as one training sequence; only response tokens are trained on.
 
-    nll_weight: of the tokens' -log p, where the sample is correct.
+    nll_weight: of the tokens' -log p in the loss sum, where the sample is correct. The reward is the ref's: the group's
+    own is from before the reward model and the overlong penalty.
     """
     sample = group.samples[ref.sample]
     prompt_length, length = len(group.prompt.token_ids), len(sample.response_ids_T)

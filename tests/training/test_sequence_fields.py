@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -35,8 +35,8 @@ def step_of(name: str) -> Step:
     row = ALGORITHMS[name]
     greedy = [GREEDY_REWARD] * row.greedy_baseline
     summary = summary_of("p", REWARDS + greedy, [*LENGTHS, *[1] * len(greedy)])
-    object.__setattr__(summary, "correct_G", np.array(CORRECT + [True] * len(greedy)))
-    object.__setattr__(summary, "baseline", len(REWARDS) if greedy else None)
+    correct_G = np.array(CORRECT + [True] * len(greedy))
+    summary = replace(summary, correct_G=correct_G, baseline=len(REWARDS) if greedy else None)
     refs = samples_of([summary], name, version=summary.version + 1)
     samples = tuple(Sample(np.arange(n), np.full(n, -n, np.float32), "", True, summary.version) for n in LENGTHS)
     # The rewards of the object store are those from before reward model and overlong penalty: they are not read.
