@@ -96,7 +96,7 @@ class Lane(NamedTuple):
             start += piece.num_bytes
 
 
-class Step(NamedTuple):
+class Transfer(NamedTuple):
     """A round of this member. drain: unpack the previous round before packing, because this round may forward it."""
 
     sends: list[Lane]
@@ -119,7 +119,7 @@ class Executor:
         whole = [Piece(copy, 0, copy.size[0]) for copy in plan.local]
         self._local = [(p.copy, target_views(p, targets), source_views(p, sources, targets)) for p in whole]
         self._steps = [
-            Step(
+            Transfer(
                 [
                     _lane(peer, [(piece, source_views(piece, sources, targets)) for piece in message])
                     for peer, copies in groupby(step.sends, key=lambda copy: copy.target)
@@ -231,7 +231,7 @@ def _lane(peer: int, pieces: list[tuple[Piece, list[torch.Tensor]]]) -> Lane:
     return Lane(peer, num_bytes, None, tuple(pieces))
 
 
-def _post(group: Any, step: Step, out: torch.Tensor, into: torch.Tensor) -> OnTheWay:
+def _post(group: Any, step: Transfer, out: torch.Tensor, into: torch.Tensor) -> OnTheWay:
     """Post a round: first the receives, for peers that are ahead, then each send as soon as it is packed."""
     unpack: list[tuple[Lane, torch.Tensor]] = []
     if not (step.receives or step.sends):

@@ -88,7 +88,7 @@ class Worker:
         self.returned += count
         return [Ref(one) for one in found]
 
-    def together(self, function: str, *args: Any) -> Ref:
+    def bundle(self, function: str, *args: Any) -> Ref:
         assert function == "megarl.training.batching:own_samples"
         updates, ids, *groups = (one.value if isinstance(one, Ref) else one for one in args)
         return Ref(Together(own_samples(updates, ids, *groups)))
