@@ -39,7 +39,7 @@ def hardware_text(rates: Sequence[RankRates], nodes: Sequence[NodeFacts], base: 
     file the peaks are the measured rates.
     """
     lines = _lines(rates, nodes, base)
-    card = f", beside {base.name}'s own file" if base else ""
+    card = f", completed from {base.name}'s own file" if base else ""
     head = f"# Measured by megarl doctor --measure on {len({rank.node for rank in rates})} node(s){card}.\n"
     return head + "".join(f"{key}: {_yaml(line.value)}   # {line.source}\n" for key, line in lines.items())
 

@@ -13,7 +13,7 @@ import torch
 from megarl.types import UserFault
 
 STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "uint8": torch.uint8}
-_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
+_TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,7 @@ class _Range:
 
     least: float
     end: float
-    words: str
+    text: str
     has_least: bool = True
 
     def holds(self, value: float) -> bool:
@@ -42,11 +42,11 @@ def field_faults(where: str, value: Any, hint: Any) -> Iterator[UserFault]:
     """The fault of a value that does not fit the field's type or range, if any; hint: the field's type."""
     wanted = _RANGES.get(where)
     if not _fits(value, hint):
-        words = wanted.words if wanted else " or ".join(_in_words(hint))
-        mend = f"set it to {words}" if words else "remove it: no recipe can write such a value"
+        text = wanted.text if wanted else " or ".join(_alternatives(hint))
+        mend = f"set it to {text}" if text else "remove it: no recipe can write such a value"
         yield UserFault(where, f"{value!r:.80} is no value that Megatron's field takes", mend)
     elif wanted and value is not None and not wanted.holds(value):
-        yield UserFault(where, f"{value!r:.80} is out of range", f"set it to {wanted.words}")
+        yield UserFault(where, f"{value!r:.80} is out of range", f"set it to {wanted.text}")
 
 
 def state_dtype(key: str, name: str) -> torch.dtype:
@@ -72,21 +72,21 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if hint is torch.dtype:
         return isinstance(value, str) and value in STATE_DTYPES
-    return hint in _WORDS and type(value) is hint
+    return hint in _TYPE_NAMES and type(value) is hint
 
 
-def _in_words(hint: Any) -> list[str]:
+def _alternatives(hint: Any) -> list[str]:
     """The alternatives that a recipe may write for a field, as text; [] where no YAML value fits."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return list(dict.fromkeys(words for option in inner for words in _in_words(option)))
+        return list(dict.fromkeys(text for option in inner for text in _alternatives(option)))
     if origin is Literal:
         return [str(option) for option in inner]
     if origin is list or hint is list:
-        items = _in_words(inner[0]) if inner else ["values"]
+        items = _alternatives(inner[0]) if inner else ["values"]
         return [f"a list, each {' or '.join(items)}"] if items else []
     if origin is tuple:
         return [f"a list of {len(inner)} values"]
     if hint is torch.dtype:
         return list(STATE_DTYPES)
-    return [_WORDS[hint]] if hint in _WORDS else []
+    return [_TYPE_NAMES[hint]] if hint in _TYPE_NAMES else []

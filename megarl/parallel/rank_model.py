@@ -62,7 +62,7 @@ class RankModel:
         if not train.mtp_loss:
             model.freeze_mtp(chunks)
         self._trains, self._is_published = trains, is_published
-        self._put_away: host_offload.Offloaded = []
+        self._offloaded: host_offload.Offloaded = []
         self.chunks: Sequence[Any] = model.wrap(config, chunks, train) if trains else chunks
         self.pipeline = Pipeline(
             self.chunks, routing, shape.vocab_size, Coefficients(train.aux_loss, train.z_loss, train.mtp_loss)
@@ -124,14 +124,14 @@ class RankModel:
             if not optimizer.offloads(self._train):
                 optimizer.move_optimizer(self.optimizer, self.chunks, "cpu")
         if not self._is_published:
-            self._put_away = host_offload.offload_params(self.params())
+            self._offloaded = host_offload.offload_params(self.params())
         device.empty_cache()  # after all of it has moved: the engine resumes in the free memory
 
     def onload(self) -> None:
         """Undo offload; gradients come back as zeros."""
         if not self._is_published:
-            host_offload.onload_params(self._put_away)
-            self._put_away = []
+            host_offload.onload_params(self._offloaded)
+            self._offloaded = []
         if not self._trains:
             return
         if not optimizer.offloads(self._train):

@@ -91,7 +91,7 @@ def constant_faults(model: torch.nn.Module) -> list[str]:
 def derived_faults(model: torch.nn.Module) -> list[str]:
     """A description of each derived tensor that is not bitwise equal to the one computed from the parameters."""
     return [
-        f"{name} is not what its kv_b_proj.weight says"
+        f"{name} differs from its kv_b_proj.weight"
         for name, module in model.named_modules()
         for name, found, wanted in _derived(name, module)
         if found.dtype != wanted.dtype or not torch.equal(found, wanted)

@@ -1,0 +1,1 @@
+"""Sampling: prompts, episodes, sample files, SGLang engines, reward functions and their sandboxes."""

@@ -58,7 +58,7 @@ def read_rows(path: str, where: str, bad: RowFaults) -> Iterator[DataRow]:
     """
     source = Path(path)
     if not source.is_file():
-        problem = f"{path} is not a file" if source.exists() else f"{path} does not exist"
+        problem = f"{path} is not a file" if source.exists() else f"{path} is not a file: it does not exist"
         mend = "write the path of a .jsonl or .parquet file, relative to the folder that you start megarl in"
         raise UserFaults([UserFault(where, problem, mend)])
     if source.suffix not in (".parquet", ".jsonl", ".json"):

@@ -32,7 +32,7 @@ def test_a_missing_kernel_and_a_missing_te_are_named() -> None:
 def test_te_may_be_missing_where_the_recipe_takes_megatrons_layers() -> None:
     errors = {"transformer_engine.pytorch": "not installed"}
     (line,) = [one.line(1) for one in gpu_findings(sound(import_errors=errors), local_layers=True)]
-    assert line.startswith("warning: transformer-engine: it cannot be imported (not installed): training takes")
+    assert line.startswith("warning: transformer-engine: it cannot be imported (not installed): training uses")
 
 
 def test_a_kernel_of_another_build_is_named_with_its_error(broken: Path) -> None:

@@ -211,7 +211,7 @@ def test_derived_tensors_are_part_of_the_exchange() -> None:
         assert not made.reshard(1)[0]
         made.engines[0].ask(("flag", "", "forgets"))
         made.fill(2)
-        with pytest.raises(RuntimeError, match=r"model.layers.0.self_attn.w_kc is not what its kv_b_proj.weight says"):
+        with pytest.raises(RuntimeError, match=r"model.layers.0.self_attn.w_kc differs from its kv_b_proj.weight"):
             made.reshard(2)
 
 

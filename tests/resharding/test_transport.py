@@ -99,7 +99,7 @@ def test_the_words_of_a_failed_peer_end_a_wait_over_nccl(monkeypatch: pytest.Mon
 
 def test_a_stage_that_all_reached_is_no_failure() -> None:
     agreement = Agreement(HashStore(), 0, 1, 60.0)
-    agreement.reach("1/done", {}, lambda verdicts: {})
+    agreement.reach("1/done", {}, lambda votes: {})
     agreement.ask("1/done")
 
 

@@ -49,7 +49,7 @@ REFUSED = {  # prefix of server arguments that resharding does not support -> th
     "speculative_": "a draft model would keep the weights that it started with",
     "enable_eplb": "it moves experts between ranks while the engine runs",
     "ep_num_redundant_experts": "it holds some experts twice",
-    "init_expert_location": "it deals the experts to the ranks in another order",
+    "init_expert_location": "it assigns the experts to ranks in another order",
     "enable_elastic_expert_backup": _SINGLE_OWNER,
     "elastic_ep_backend": "it moves experts between ranks while the engine runs",
     "ep_join_mode": "it changes the number of ranks",

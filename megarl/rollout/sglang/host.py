@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 from megarl.cluster.session_folder import SessionFolder, remove_dead
 from megarl.device import DEVICE
-from megarl.rollout.rounds import Standstill, make_counter_file
 from megarl.rollout.sglang import cpu, scheduler
 from megarl.rollout.sglang.arguments import EngineSettings
+from megarl.rollout.sglang.rounds import Standstill, make_counter_file
 from megarl.types import Silence
 
 Result = TypeVar("Result")

@@ -16,9 +16,9 @@ from typing import Any
 from tqdm import tqdm
 
 from megarl.device import DEVICE, use_loopback, use_sglang_nccl_settings
-from megarl.rollout.rounds import Rounds
 from megarl.rollout.sglang import cpu, cpu_attention, deterministic
 from megarl.rollout.sglang.arguments import NodeSpan
+from megarl.rollout.sglang.rounds import Rounds
 
 
 def set_environment() -> None:

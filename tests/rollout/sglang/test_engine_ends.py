@@ -18,9 +18,9 @@ import pytest
 import zmq.asyncio
 
 from megarl.cluster.session_folder import remove_dead
-from megarl.rollout.rounds import PEERS_S
 from megarl.rollout.sglang.engine import Engine, EngineFault, Sampling
 from megarl.rollout.sglang.host import PREFIX
+from megarl.rollout.sglang.rounds import PEERS_S
 
 pytestmark = pytest.mark.slow
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from megarl.rollout import rounds
-from megarl.rollout.rounds import PEERS_S, Rounds, Standstill, make_counter_file
+from megarl.rollout.sglang import rounds
+from megarl.rollout.sglang.rounds import PEERS_S, Rounds, Standstill, make_counter_file
 
 BOUND_S = 20.0
 
