@@ -1,4 +1,4 @@
-"""A model's first layers as a model of their own, to try a large one on few GPUs: right in shape, not in what it says.
+"""Keep the first layers of a model, to try a large model on few GPUs: its shapes are right, its answers are not.
 
     .venv/bin/python scripts/keep_layers.py models/DeepSeek-V3-bf16 models/first-layers --layers 4
 

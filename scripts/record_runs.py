@@ -1,4 +1,4 @@
-"""Record what seeded runs do, to hold a refactor against it: nothing that they compute may change.
+"""Record what seeded runs compute, and compare it after a refactor: nothing of it may change.
 
     python scripts/record_runs.py OUT            # metrics, samples, the weights' digests and all plans, one file each
     python scripts/record_runs.py OUT --against EARLIER      # exit code 1 where something differs, a line for each

@@ -1,4 +1,4 @@
-"""End a run with SIGKILL again and again, resume it each time, and hold its end against a run that nobody disturbed.
+"""End a run with SIGKILL again and again, resume it each time, and compare its end with that of an undisturbed run.
 
     python scripts/soak_resume.py --points 50 [--seed 1] [--folder DIR] [--json]
 

@@ -1,6 +1,6 @@
 """Advantages and losses of one big batch: megarl's, on packed tokens, against loops over samples and padded batches.
 
-All see the same numbers in one run, and what they make of them is compared before any time is told.
+All three get the same numbers in one run, and their results are compared before any time is printed.
 docs/bench/algos.md says what the rows and columns mean.
 """
 

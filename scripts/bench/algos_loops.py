@@ -1,4 +1,4 @@
-"""Advantages and losses as trainers usually write them: what scripts/bench/algos.py holds megarl's against."""
+"""Advantages and losses as trainers usually write them: what scripts/bench/algos.py compares megarl's with."""
 
 from __future__ import annotations
 

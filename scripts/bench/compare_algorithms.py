@@ -1,7 +1,7 @@
-"""Train the quickstart's model with one algorithm after the other, on two layouts, from the same start, and plot it.
+"""Train the quickstart's model with each algorithm, on two layouts, from the same checkpoint, and plot the accuracies.
 
-A short supervised phase (`algorithm.name: sft`) makes the start, which `megarl convert` writes as a checkpoint: so
-there is a reference to measure the KL to. A run that is finished is not run again, one that was broken off begins anew.
+A short supervised phase (`algorithm.name: sft`) makes the checkpoint, which `megarl convert` writes, so that there is a
+reference for the KL. A finished run is not run again, an interrupted run is started again.
 See docs/algorithms.md.
 """
 

@@ -1,9 +1,9 @@
-"""What the controller costs in one step: planning, calls to all ranks, and waiting for what they say. No rank computes.
+"""What one step costs the controller: planning, calls to all ranks, and waiting for their results. No rank computes.
 
-Ray, the calls and their arguments are those of a run: 8,192 samples of 512 groups, 16 updates, a rank's share of which
-is dealt by megarl.training.batching. Ranks are simulated: a few processes stand for all of them, each for many, through
-calls of their own, so that calls, arguments, references and results are those of so many ranks; what is missing is so
-many processes, their memory and the network between them. docs/bench/controller.md says what is compared.
+Ray, the calls and their arguments are those of a run: 8,192 samples of 512 groups, 16 updates, dealt to the ranks by
+megarl.training.batching. Ranks are simulated: a few processes stand for all of them and get the calls of each, so that
+calls, arguments, references and results are those of that many ranks, but not the processes, their memory and network.
+docs/bench/controller.md says what is compared.
 """
 
 from __future__ import annotations

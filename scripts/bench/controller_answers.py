@@ -1,4 +1,4 @@
-"""What answers the controller's calls in the bench: stands for many ranks or engines, and computes nothing."""
+"""Answers the controller's calls in the bench: it stands for many ranks or engines, and computes nothing."""
 
 from __future__ import annotations
 

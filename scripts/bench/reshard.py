@@ -1,4 +1,4 @@
-"""Time megarl's resharding beside gathering everything and beside megatron-core's own, on gloo, and count the bytes.
+"""Compare megarl's resharding with gathering everything and with megatron-core's own, on gloo: time, bytes and memory.
 
 See docs/bench/reshard.md.
 """

@@ -1,6 +1,6 @@
 """What megarl's training step costs over a bare megatron-core loop: same model, batch, layout, processes.
 
-The two take turns, step by step, so that whatever else the machine does hits both. Prints tokens per second of each,
+The two take turns, step by step, so that other work of the machine affects both. Prints tokens per second of each,
 the ratio (median over pairs of steps), and the share of the GPUs' peak where it is known. Losses and gradient norms of
 every step must agree, or the bench fails.
 """

@@ -1,4 +1,4 @@
-"""The bench of the algorithms: its loops say what megarl says, and its figures are there; times are not asserted."""
+"""The bench of advantages and losses: its loops compute what megarl does, and every figure is there."""
 
 from __future__ import annotations
 

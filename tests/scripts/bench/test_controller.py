@@ -1,4 +1,4 @@
-"""The controller bench: what it reckons of nodes, and one small run of it."""
+"""The controller bench: the bytes that it computes for each node, and one small run of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The resharding bench: that its counting is right, and that one run of it tells what it promises."""
+"""The resharding bench: its counting of bytes, and the figures of one run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training bench: that one run of it compares equal steps, and what it tells."""
+"""The training bench: one run compares equal steps and prints its figures."""
 
 from __future__ import annotations
 
