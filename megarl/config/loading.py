@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from megarl.config import Recipe
 from megarl.config.fields import Branch
-from megarl.config.spelling import near
+from megarl.config.spelling import did_you_mean, near
 from megarl.config.yaml_text import Parsed, parse, read_file
 from megarl.types import UserFault, UserFaults
 
@@ -138,7 +138,7 @@ def _explain(error: ValidationError, found: Parsed, file: str, root: type[Branch
         if item["type"] == "extra_forbidden":
             guesses = _nearest(path, tree, not where.startswith(f"{file}:"), root)
             misspelt.update(guesses)
-            mend = f"did you mean {' or '.join(guesses)}?" if guesses else f"the keys there are {_known(path, root)}"
+            mend = did_you_mean(guesses, f"the keys there are {', '.join(_fields(path.rpartition('.')[0], root))}")
             faults.append(UserFault(where, f"unknown key {path}", mend))
         elif item["type"] == "missing":
             missing.append((where, path))
@@ -192,10 +192,6 @@ def _is_free(path: str, root: type[Branch]) -> bool:
         else:
             return False
     return get_origin(kind) is dict
-
-
-def _known(path: str, root: type[Branch]) -> str:
-    return ", ".join(_fields(path.rpartition(".")[0], root))
 
 
 def _leaves(root: type[Branch], section: str = "") -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.config import Recipe
-from megarl.config.spelling import near
+from megarl.config.spelling import did_you_mean, near
 from megarl.types import UserFault
 
 
@@ -12,8 +12,7 @@ def eval_faults(recipe: Recipe) -> list[UserFault]:
     faults, names = [], list(recipe.data.eval)
     for name in recipe.evaluation.sets:
         if name not in names:
-            meant = near(name, names)
-            mend = f"use {meant[0]}" if meant else f"name one of {', '.join(names)}" if names else "leave it out"
+            mend = did_you_mean(near(name, names), f"name one of {', '.join(names)}" if names else "leave it out")
             faults.append(UserFault(f"evaluation.sets.{name}", "data.eval has no such set", mend))
     for name in names:
         own = recipe.evaluation.of(name)
