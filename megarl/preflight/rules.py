@@ -18,7 +18,8 @@ def rule_faults(recipe: Recipe, *, learns: bool = True) -> list[UserFault]:
     """All that is wrong with the recipe's rules; of an unknown algorithm nothing is known. learns: or samples alone."""
     name = recipe.algorithm.name
     if name not in ALGORITHMS:
-        return []
+        problem, mend = f"{name!r} is no algorithm", f"choose from {', '.join(ALGORITHMS)}"
+        return [UserFault("algorithm.name", problem, mend)]
     rules = hyperparameters_of(name, recipe.algorithm)
     unread = _unread(name, rules)
     faults = [

@@ -1,9 +1,10 @@
-"""Ways of sampling that an algorithm cannot learn from."""
+"""Ways of sampling that an algorithm cannot learn from, or that make evaluations pointless."""
 
 from __future__ import annotations
 
 from megarl.algos import ALGORITHMS, hyperparameters_of, learns_from_answers
 from megarl.config import Recipe
+from megarl.config.spelling import did_you_mean, near
 from megarl.types import UserFault
 
 
@@ -28,4 +29,21 @@ def sampling_faults(recipe: Recipe) -> list[UserFault]:
         problem = "true keeps prompts with right and wrong answers, and rollout.samples_per_prompt is 1"
         mend = "set it to false, or rollout.samples_per_prompt to at least 2"
         faults.append(UserFault("algorithm.dynamic_sampling", problem, mend))
+    return faults
+
+
+def eval_faults(recipe: Recipe) -> list[UserFault]:
+    """Keys for evaluation sets that data.eval does not have, and several greedy answers, which are all the same."""
+    faults, names = [], list(recipe.data.eval)
+    for name in recipe.evaluation.sets:
+        if name not in names:
+            mend = did_you_mean(near(name, names), f"name one of {', '.join(names)}" if names else "leave it out")
+            faults.append(UserFault(f"evaluation.sets.{name}", "data.eval has no such set", mend))
+    for name in names:
+        own = recipe.evaluation.of(name)
+        if own.samples > 1 and own.temperature == 0:
+            given = recipe.evaluation.sets.get(name)
+            where = f"evaluation.sets.{name}.samples" if given and given.samples else "evaluation.samples"
+            problem = f"{own.samples} greedy answers to a prompt of {name} are the same {own.samples} times"
+            faults.append(UserFault(where, problem, "set a temperature, or samples to 1"))
     return faults

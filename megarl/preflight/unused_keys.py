@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from megarl.algos import has_critic, has_reference, learns_from_answers
 from megarl.config import Recipe
 from megarl.config.fields import Branch
-from megarl.parallel.placement import critic_recipe, train_layout
+from megarl.parallel.placement import train_layout
 
 _HIGH_RATE = 0.1
 
@@ -59,7 +59,7 @@ def _critic(recipe: Recipe) -> str:
 
 
 def _critic_schedule(recipe: Recipe) -> str:
-    is_constant = critic_recipe(recipe).train.lr_schedule == "constant"
+    is_constant = (recipe.critic.lr_schedule or recipe.train.lr_schedule) == "constant"
     return _critic(recipe) or ("the critic's lr_schedule is constant" if is_constant else "")
 
 
