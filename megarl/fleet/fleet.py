@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from megarl import device
-from megarl.algos import has_critic
 from megarl.checkpoints.snapshots import Digest
 from megarl.cluster.actor import Ref, Worker
 from megarl.cluster.session import Cluster, WorkerFailed
@@ -18,15 +17,8 @@ from megarl.config import Recipe
 from megarl.device import address_of, host_store
 from megarl.fleet.memory import MemoryScheduler
 from megarl.fleet.rank_groups import AuxiliaryRanks, RewardRanks, RolloutBatch, TrainingRanks
-from megarl.parallel.hf_config import model_shape
 from megarl.parallel.layout import EngineLayout
-from megarl.parallel.placement import (
-    auxiliary_slots,
-    engine_layout,
-    shared_slots,
-    train_layout,
-    without_reference,
-)
+from megarl.parallel.roles import resolve
 from megarl.resharding.member import Stats, collect_stats
 from megarl.resharding.session import Sessions, sessions
 from megarl.rollout.episodes import Sampling, summary
@@ -125,16 +117,14 @@ class Fleet:
     def __init__(self, cluster: Cluster, recipe: Recipe, say: Callable[[str], None], *, learns: bool = True) -> None:
         """say: tells the user in a line what was mended on the way. learns: or nobody asks for values."""
         self._cluster, self._recipe, self._say = cluster, recipe, say
-        self._train_layout, self._engine_layout = train_layout(recipe), engine_layout(recipe)
-        beside = auxiliary_slots(recipe, learns and has_critic(recipe.algorithm.name))
-        engine_slots = range(self._engine_layout.first, self._engine_layout.end)
-        shared = shared_slots([range(self._train_layout.world_size), engine_slots, *beside.values()])
+        roles = resolve(recipe, learns=learns)
+        self._roles, shared = roles, roles.shared_slots
         self._run_id = secrets.token_hex(8)
-        self.trainers = TrainingRanks(cluster, recipe if learns else without_reference(recipe), shared)
+        self.trainers = TrainingRanks(cluster, roles.policy, shared)
         self._store = self.trainers.store
-        self.engines = Engines(cluster, recipe, self._engine_layout, shared)
-        self.critic = AuxiliaryRanks(cluster, recipe, shared) if "critic" in beside else None
-        self.reward_model = RewardRanks(cluster, recipe, shared) if "reward_model" in beside else None
+        self.engines = Engines(cluster, recipe, roles.engines, shared)
+        self.critic = AuxiliaryRanks(cluster, roles.critic, shared) if roles.critic else None
+        self.reward_model = RewardRanks(cluster, roles.reward_model, shared) if roles.reward_model else None
         computing = [one for one in (self.trainers, self.critic, self.reward_model) if one]
         waits = self.engines.measures_shared_memory
         starting = {} if waits else self.engines.start()
@@ -199,8 +189,7 @@ class Fleet:
             raise RuntimeError(f"the engines are at versions {versions}, the trainer is at {version}")
         self.version, self._have_sessions = version, True
         self.memory.hand_over("rollout")
-        num_members = max(self._train_layout.world_size, self._engine_layout.end)
-        return collect_stats(self._store, self._run_id, self.attempts, num_members)
+        return collect_stats(self._store, self._run_id, self.attempts, self._roles.num_members)
 
     def _exchange(self, version: int) -> dict[Ref, str]:
         """Ask every member to take part in one attempt. Engines keep their session from the first that succeeded."""
@@ -235,7 +224,7 @@ class Fleet:
         self.memory.hand_over("train")
         self.trainers.save(folder)
         if self.carried.refs:
-            vocab_size, temperature = model_shape(self._recipe.model.path).vocab_size, self._recipe.rollout.temperature
+            vocab_size, temperature = self._roles.policy.shape.vocab_size, self._recipe.rollout.temperature
             with writing(folder / CARRIED, vocab_size, temperature) as file:
                 file.write(self.fetch(self.carried))
         if self.critic:
@@ -261,9 +250,9 @@ class Fleet:
             [one.source for one in handles],
             meet=address_of(self._store),
             run_id=self._run_id,
-            shape=model_shape(self._recipe.model.path),
-            train=self._train_layout,
-            engine=self._engine_layout,
+            shape=self._roles.policy.shape,
+            train=self._roles.policy.layout,
+            engine=self._roles.engines,
             transformer_engine=handles[0].transformer_engine,
             dtype=self._recipe.model.dtype,
             round_bytes=self._recipe.reshard.round_bytes,

@@ -11,17 +11,17 @@ from pathlib import Path
 import numpy as np
 
 from megarl import device
-from megarl.algos import ALGORITHMS, AUXILIARY_AGGREGATION, has_critic, hyperparameters_of
+from megarl.algos import ALGORITHMS, AUXILIARY_AGGREGATION, hyperparameters_of
 from megarl.checkpoints.snapshots import Digest
 from megarl.cluster.actor import Ref
 from megarl.cluster.session import Cluster
 from megarl.config import Recipe
-from megarl.parallel.hf_config import auxiliary_shape, model_shape, scorer_shape
-from megarl.parallel.placement import auxiliary_slots, critic_recipe, is_reporting_rank, reward_recipe, train_layout
+from megarl.parallel.placement import is_reporting_rank
+from megarl.parallel.roles import Role, resolve
 from megarl.training.batching import SampleRef, Update, key_of, plan_updates
 from megarl.training.flops import speed, train_work
 from megarl.training.policy import PublishedRank
-from megarl.types import GroupSummary, Hyperparameters, Metrics, ModelShape, UserFault
+from megarl.types import GroupSummary, Hyperparameters, Metrics, UserFault
 
 # Of the model beside the policy, by what it says of tokens: its rank's class, and what people call it.
 _TARGETS = {
@@ -45,20 +45,18 @@ class RankGroup:
     def __init__(
         self,
         cluster: Cluster,
-        recipe: Recipe,
-        shape: ModelShape,
+        role: Role,
         shared: frozenset[int],
         *,
         name: str,
         target: str,
-        first: int = 0,
         more: Sequence[object] = (),
     ) -> None:
-        """recipe: these ranks' own. name: of a rank, for people; target and more: its class, and what it is told."""
-        self._cluster, self._recipe, self._shape, self._layout = cluster, recipe, shape, train_layout(recipe)
+        """name: of a rank, for people; target and more: its class, and what it is told."""
+        recipe, slots = role.recipe, role.slots
+        self._cluster, self._recipe, self._shape, self._layout = cluster, recipe, role.shape, role.layout
         # They meet there: served as long as this object lives.
         self.store = device.host_store(recipe.run.timeout_s, cluster.host)
-        slots = range(first, first + self._layout.world_size)
         self.workers = [cluster.worker(f"{name} {rank}", slot) for rank, slot in enumerate(slots)]
         self.started = {
             worker.start(target, rank, recipe, device.address_of(self.store), *more): worker.name
@@ -166,10 +164,8 @@ class RankGroup:
 class TrainingRanks(RankGroup):
     """The policy's."""
 
-    def __init__(self, cluster: Cluster, recipe: Recipe, shared: frozenset[int]) -> None:
-        shape = model_shape(recipe.model.path)
-        target = "megarl.training.policy:PolicyRank"
-        super().__init__(cluster, recipe, shape, shared, name="training rank", target=target)
+    def __init__(self, cluster: Cluster, role: Role, shared: frozenset[int]) -> None:
+        super().__init__(cluster, role, shared, name="training rank", target="megarl.training.policy:PolicyRank")
         self._speed: Metrics = {}
 
     def load_weights(self, folder: Path) -> None:
@@ -237,18 +233,10 @@ class TrainingRanks(RankGroup):
 class AuxiliaryRanks(RankGroup):
     """Of the model that learns beside the policy."""
 
-    def __init__(self, cluster: Cluster, recipe: Recipe, shared: frozenset[int]) -> None:
-        own, kind = critic_recipe(recipe), ALGORITHMS[recipe.algorithm.name].critic
-        super().__init__(
-            cluster,
-            own,
-            auxiliary_shape(own.model.path, kind),
-            shared,
-            name=f"{_NAMES[kind]} rank",
-            target=_TARGETS[kind],
-            first=recipe.critic.ranks.first_gpu,
-            more=[recipe.critic.ranks.first_gpu],
-        )
+    def __init__(self, cluster: Cluster, role: Role, shared: frozenset[int]) -> None:
+        kind = ALGORITHMS[role.recipe.algorithm.name].critic
+        name, target = f"{_NAMES[kind]} rank", _TARGETS[kind]
+        super().__init__(cluster, role, shared, name=name, target=target, more=[role.first_slot])
         self._aggregation = AUXILIARY_AGGREGATION[kind]
 
     @property
@@ -280,18 +268,9 @@ class AuxiliaryRanks(RankGroup):
 class RewardRanks(RankGroup):
     """The reward model's."""
 
-    def __init__(self, cluster: Cluster, recipe: Recipe, shared: frozenset[int]) -> None:
-        own = reward_recipe(recipe)
-        super().__init__(
-            cluster,
-            own,
-            scorer_shape(own.model.path),
-            shared,
-            name="reward model rank",
-            target="megarl.training.reward_model:RewardModelRank",
-            first=recipe.reward_model.ranks.first_gpu,
-            more=[recipe.reward_model.ranks.first_gpu],
-        )
+    def __init__(self, cluster: Cluster, role: Role, shared: frozenset[int]) -> None:
+        target = "megarl.training.reward_model:RewardModelRank"
+        super().__init__(cluster, role, shared, name="reward model rank", target=target, more=[role.first_slot])
 
     def score(self, rollout: RolloutBatch) -> RolloutBatch:
         """The rollout with `reward_model.weight` times each response's score added to its reward.
@@ -317,24 +296,24 @@ class RewardRanks(RankGroup):
 
 def trainers_alone(cluster: Cluster, recipe: Recipe) -> TrainingRanks:
     """The policy's ranks and no others: they keep their memory in every phase."""
-    ranks = TrainingRanks(cluster, recipe, frozenset())
+    ranks = TrainingRanks(cluster, resolve(recipe).policy, frozenset())
     cluster.gather(ranks.started)
     return ranks
 
 
 def ranks_alone(cluster: Cluster, recipe: Recipe) -> tuple[TrainingRanks, AuxiliaryRanks | None]:
     """What trains in a run without engines, on the first `gpus_alone` slots; all keep their memory in every phase."""
-    critic = AuxiliaryRanks(cluster, recipe, frozenset()) if has_critic(recipe.algorithm.name) else None
-    trainers = TrainingRanks(cluster, recipe, frozenset())
+    roles = resolve(recipe)
+    critic = AuxiliaryRanks(cluster, roles.critic, frozenset()) if roles.critic else None
+    trainers = TrainingRanks(cluster, roles.policy, frozenset())
     cluster.gather(trainers.started | (critic.started if critic else {}))
     return trainers, critic
 
 
 def gpus_alone(recipe: Recipe) -> int:
     """Slots that a run without engines needs."""
-    beside = auxiliary_slots(recipe, has_critic(recipe.algorithm.name))
-    critic = beside.get("critic", range(0))
-    return max(train_layout(recipe).world_size, critic.stop)
+    roles = resolve(recipe)
+    return max(role.slots.stop for role in (roles.policy, roles.critic) if role)
 
 
 def _share(updates: Sequence[Update], dp_rank: int) -> list[Update]:
