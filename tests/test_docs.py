@@ -13,14 +13,8 @@ import torch
 from megarl.algos import ALGORITHMS, hyperparameters_of
 from megarl.config import AlgorithmConfig
 from megarl.config.loading import load_recipe
-from megarl.parallel.placement import (
-    auxiliary_slots,
-    engine_layout,
-    node_faults,
-    shared_slots,
-    slot_faults,
-    train_layout,
-)
+from megarl.parallel.roles import resolve
+from megarl.preflight.layout import node_faults, slot_faults
 from megarl.types import Hyperparameters
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -75,11 +69,9 @@ def test_the_placements_that_are_shown_share_what_is_said(tmp_path: Path) -> Non
         overlay.write_text(keys)
         given = ["train.tp=4", "train.pp=1", "algorithm.name=ppo", "critic.lr=1e-5", "placement.network=nodes"]
         recipe = load_recipe(DOCS.parent / "recipes" / "quickstart.yaml", [str(overlay), *given])
-        train, engine, beside = train_layout(recipe), engine_layout(recipe), auxiliary_slots(recipe, title[0] == "m")
-        faults = slot_faults(recipe.placement.gpus, train, engine, beside) + node_faults(recipe, beside)
-        assert faults == [], title
-        sides = [range(train.world_size), range(engine.first, engine.end), *beside.values()]
-        found[title.partition(":")[0]] = len(shared_slots(sides))
+        roles = resolve(recipe, learns=title[0] == "m")
+        assert slot_faults(roles) + node_faults(roles) == [], title
+        found[title.partition(":")[0]] = len(roles.shared_slots)
     assert found == {"shared": 16, "split": 0, "mixed": 12}
 
 
