@@ -1,7 +1,7 @@
-"""What a HF `config.json` says: the integers of ModelShape, and the rest that building the model needs.
+"""Reading a HF `config.json`: the integers of ModelShape, and the other values that building the model needs.
 
-Without Megatron, so that it can be checked early. A model that does something that megarl does not build is refused by
-the key that says so.
+Without Megatron, so that it can be checked early. A model with a part that megarl cannot build is refused by the key
+that asks for that part.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Yarn:
 
 @dataclass(frozen=True)
 class HfFacts:
-    """What a `config.json` says beside the integers of ModelShape; the router's facts are DeepSeek's."""
+    """The values of a `config.json` that are not in ModelShape; the router's values are DeepSeek's."""
 
     rms_norm_eps: float
     rope_theta: float
@@ -102,7 +102,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class HfModel:
-    """What the `config.json` of a checkpoint folder says, read once.
+    """The `config.json` of a checkpoint folder, read once.
 
     fault: why `facts`, and perhaps `known_shape` too, could not be read and are None. context_tokens: None where the
     file does not have them.
@@ -124,7 +124,7 @@ class HfModel:
 
 
 def read_model(path: str | Path, *, has_scores: bool = False) -> HfModel:
-    """All that `config.json` says, without raising; has_scores: of a model with one score per token, not logits."""
+    """Read `config.json` without raising; has_scores: as a model with one score per token, not logits."""
     shape = None
     try:
         file, config, family, is_classifier = _opened(path)
@@ -207,13 +207,13 @@ def _shape_of(file: Path, config: Mapping[str, Any], family: str) -> ModelShape:
 
 
 def _head_dim(integers: Mapping[str, int]) -> int | None:
-    """Where config.json does not say it; None where the heads do not share out the hidden size."""
+    """The default where config.json has no head_dim; None where the heads do not divide the hidden size."""
     width, rest = divmod(integers["hidden_size"], integers["num_heads"])
     return None if rest else width
 
 
 def _deepseek(file: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of ModelShape that only DeepSeek-V3's family has, or has otherwise."""
+    """The fields of ModelShape that differ in DeepSeek-V3's family, or that no other family has."""
     mla = {field: integer(file, config, keys) for field, keys in _MLA_INTEGERS.items()}
     q_lora_rank = optional_integer(file, config, "q_lora_rank")
     return {
@@ -277,7 +277,7 @@ def _refuse_routing(file: Path, config: Mapping[str, Any], family: str) -> None:
 
 
 def _refuse_yarn(file: Path, rope: Mapping[str, Any]) -> None:
-    """Variants of YaRN that Megatron does not have."""
+    """Raises UserFault for variants of YaRN that Megatron does not have."""
     wrong = [key for key, usual in (("attention_factor", None), ("truncate", True)) if rope.get(key, usual) != usual]
     if rope.get("mscale_all_dim") is None and rope.get("mscale", 1) != 1:
         wrong.append("mscale without mscale_all_dim")

@@ -1,4 +1,4 @@
-"""Values of Megatron's own options, held against the types and ranges of the fields before anything is built."""
+"""Values of Megatron's own options, checked against the types and ranges of their fields before anything is built."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _RANGES = {
 
 
 def field_faults(where: str, value: Any, hint: Any) -> Iterator[UserFault]:
-    """The fault of a value that a field does not take, if it is one; hint: the field's type."""
+    """The fault of a value, if the field does not take it; hint: the field's type."""
     wanted = _RANGES.get(where)
     if not _fits(value, hint):
         words = wanted.words if wanted else " or ".join(_in_words(hint))
@@ -50,7 +50,7 @@ def field_faults(where: str, value: Any, hint: Any) -> Iterator[UserFault]:
 
 
 def state_dtype(key: str, name: str) -> torch.dtype:
-    """The type of the optimizer's state that a recipe names. Raises UserFault for another name."""
+    """The type of the optimizer's state that a recipe names. Raises UserFault for unknown names."""
     if name not in STATE_DTYPES:
         problem = f"{name!r:.80} is no type of its state"
         raise UserFault(f"train.optimizer.{key}", problem, f"use {' or '.join(STATE_DTYPES)}")
@@ -58,12 +58,12 @@ def state_dtype(key: str, name: str) -> torch.dtype:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value of YAML can be that of a field; a whole number is a number too, and a list is a tuple."""
+    """Whether a field takes a value from YAML; whole numbers count as numbers, and lists as tuples."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return any(_fits(value, one) for one in inner)
+        return any(_fits(value, kind) for kind in inner)
     if origin is Literal:
-        return any(value == one and type(value) is type(one) for one in inner)
+        return any(value == option and type(value) is type(option) for option in inner)
     if origin is list or hint is list:
         return isinstance(value, list) and all(_fits(item, inner[0]) for item in value if inner)
     if origin is tuple:
@@ -76,12 +76,12 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _in_words(hint: Any) -> list[str]:
-    """What a recipe may write for a field, in alternatives; none where it can write nothing."""
+    """Descriptions of the values that a recipe may write for a field; none where it may write nothing."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return list(dict.fromkeys(words for one in inner for words in _in_words(one)))
+        return list(dict.fromkeys(words for kind in inner for words in _in_words(kind)))
     if origin is Literal:
-        return [str(one) for one in inner]
+        return [str(option) for option in inner]
     if origin is list or hint is list:
         items = _in_words(inner[0]) if inner else ["values"]
         return [f"a list, each {' or '.join(items)}"] if items else []

@@ -15,8 +15,9 @@ from megarl.types import UserFault
 def megatron_faults(role: Role, device: str) -> list[UserFault]:
     """All faults of train.megatron, train.ddp and train.optimizer for the ranks of a role; device: of the run.
 
-    Megatron's configurations check themselves when they are made, one fault each. They are made where every key is
-    right and the layout fits the shape. Without a GPU here, TransformerEngine is taken to be where the run will be.
+    Megatron's configurations check themselves when they are made, with at most one fault each. They are made where all
+    keys are right and the layout fits the shape. On a machine without GPUs, TransformerEngine is assumed to be
+    installed where the run will be.
     """
     train, shape, layout = role.recipe.train, role.model.known_shape, role.layout
     faults = option_faults(train, fixed_names)

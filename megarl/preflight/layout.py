@@ -68,7 +68,7 @@ def slot_faults(roles: Roles) -> Faults:
         if idle == len(used):
             problem, mend = f"{gpus} GPUs, of which training and engines use the first {idle}", f"set it to {idle}"
         else:
-            problem, mend = f"{gpus} GPUs, of which nobody uses number {idle}", "leave no gap"
+            problem, mend = f"{gpus} GPUs, of which nothing uses number {idle}", "leave no gap"
         found.append(UserFault("placement.gpus", problem, mend))
     return found
 

@@ -1,4 +1,4 @@
-"""What keeps a recipe from training on a file of samples."""
+"""Whether a recipe can train on a file of samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.types import ModelShape, SampleGroup, UserFault
 
 
 def sample_faults(samples: SampleFile, roles: Roles) -> list[UserFault]:
-    """All that keeps a recipe from training on a file, which is read whole; the policy's shape must be known."""
+    """Every fault of a file for this recipe. The whole file is read, and the policy's shape must be known."""
     recipe, shape, context = roles.recipe, roles.policy.shape, roles.policy.model.context_tokens
     where, train, faults = str(samples.path), recipe.train, []
     try:
@@ -26,12 +26,12 @@ def sample_faults(samples: SampleFile, roles: Roles) -> list[UserFault]:
     if recipe.rollout.temperature != samples.temperature:
         problem = f"{recipe.rollout.temperature}, and {where} was sampled at {samples.temperature}"
         faults.append(UserFault("rollout.temperature", problem, f"set it to {samples.temperature}, or sample anew"))
-    highest = max((one.highest_id for one in seen), default=0)
+    highest = max((step.highest_id for step in seen), default=0)
     if highest >= shape.vocab_size or samples.vocab_size != shape.vocab_size:
         problem = f"it was sampled from a vocabulary of {samples.vocab_size} (highest id {highest})"
         mend = f"the vocabulary of model.path has {shape.vocab_size}: name the model that made the file"
         faults.append(UserFault(where, problem, mend))
-    longest = max((one.longest for one in seen), default=0)
+    longest = max((step.longest for step in seen), default=0)
     for role in roles.models.values():
         if role.trains:
             faults += budget_faults(role, longest, f"the longest sequence in {where}")
@@ -43,15 +43,15 @@ def sample_faults(samples: SampleFile, roles: Roles) -> list[UserFault]:
         problem = f"{train.updates_per_step} is more than the {fewest} samples of a step in {where}"
         faults.append(UserFault("train.updates_per_step", problem, f"set it to at most {fewest}"))
     algorithm = ALGORITHMS.get(recipe.algorithm.name)
-    if algorithm and algorithm.greedy_baseline and not all(one.has_baselines for one in seen):
+    if algorithm and algorithm.greedy_baseline and not all(step.has_baselines for step in seen):
         problem = f"{recipe.algorithm.name} compares with greedy samples, and {where} has steps without any"
         mend = f"sample with algorithm.name={recipe.algorithm.name}"
         faults.append(UserFault("algorithm.name", problem, mend))
-    if algorithm and algorithm.needs_group and not any(one.has_groups for one in seen):
+    if algorithm and algorithm.needs_group and not any(step.has_groups for step in seen):
         problem = f"{recipe.algorithm.name} compares the samples of a prompt, and {where} has one of each prompt"
         mend = "choose an algorithm that does not, or sample with rollout.samples_per_prompt of at least 2"
         faults.append(UserFault("algorithm.name", problem, mend))
-    if train.replay == "r3" and not all(one.has_experts for one in seen):
+    if train.replay == "r3" and not all(step.has_experts for step in seen):
         problem = f"r3 replays the experts that the engine chose, and {where} does not have them of this model"
         faults.append(UserFault("train.replay", problem, "set it to off or r2, or sample with train.replay=r3"))
     return faults
@@ -59,9 +59,10 @@ def sample_faults(samples: SampleFile, roles: Roles) -> list[UserFault]:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What checks ask of a step.
+    """What the checks need to know of one step's samples.
 
-    Every sample has experts, in the model's own shape; some group has a baseline, some has two samples besides.
+    has_experts: every sample has routed experts, in the model's own shape. has_baselines: a group has a greedy sample.
+    has_groups: a group has at least two other samples.
     """
 
     highest_id: int

@@ -9,7 +9,7 @@ from megarl.types import UserFault
 
 
 def sampling_faults(recipe: Recipe) -> list[UserFault]:
-    """All that is wrong with how the training samples are drawn, where the algorithm is known and learns from any."""
+    """Faults of how training samples are drawn, where the algorithm is known and learns from samples."""
     name, rollout = recipe.algorithm.name, recipe.rollout
     if name not in ALGORITHMS or learns_from_answers(name):
         return []
@@ -21,7 +21,7 @@ def sampling_faults(recipe: Recipe) -> list[UserFault]:
     if rollout.samples_per_prompt > 1:
         return faults
     if ALGORITHMS[name].needs_group:
-        others = ", ".join(one for one, row in ALGORITHMS.items() if row.surrogate and not row.needs_group)
+        others = ", ".join(other for other, row in ALGORITHMS.items() if row.surrogate and not row.needs_group)
         problem = f"1, and {name} compares the samples of a prompt with each other"
         mend = f"set it to at least 2, or choose an algorithm.name that does not ({others})"
         faults.append(UserFault("rollout.samples_per_prompt", problem, mend))

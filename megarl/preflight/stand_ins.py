@@ -23,7 +23,7 @@ def stand_ins(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
         own = getattr(recipe, branch)
         if own.path and not _has_config(own.path):
             absent[f"{branch}.path"] = f"{own.path}: another model's folder"
-            stands_in = recipe.model.path if branch == "reward_model" else None  # its path says that there is one
+            stands_in = recipe.model.path if branch == "reward_model" else None  # without a path there is none
             recipe = recipe.model_copy(update={branch: own.model_copy(update={"path": stands_in})})
     return recipe, absent
 
