@@ -76,7 +76,7 @@ def test_the_engines_follow_the_training_ranks_without_a_gap() -> None:
 def on_nodes(*, train: dict[str, Any] | None = None, first: int = 0, critic: int = 0, **engine: Any) -> Recipe:
     """16 GPUs on nodes of 4, the critic's ranks from one of them on."""
     made = recipe(Path("none"), TrainLayout(16, 1, 1, 1), **(train or {}))
-    tree = made.model_dump(mode="json") | {"algorithm": {"name": "ppo"}}
+    tree: dict[str, Any] = made.model_dump(mode="json") | {"algorithm": {"name": "ppo"}}
     tree["placement"] |= {"network": "nodes", "gpus_per_node": 4, "first_engine_gpu": first}
     tree["rollout"]["engine"] |= engine
     tree["critic"]["ranks"] |= {"first_gpu": critic, "gpus": 4}
