@@ -6,29 +6,20 @@ Recipes of cluster runs are checked where neither the weights nor the data are: 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass
 
-from megarl.algos import ALGORITHMS, has_critic
 from megarl.config import Recipe
 from megarl.device import DEVICE, LOOPBACK, Address
-from megarl.parallel.hf_config import auxiliary_shape, model_shape, scorer_shape
 from megarl.parallel.layout import EngineLayout, TrainLayout
-from megarl.parallel.placement import (
-    auxiliary_slots,
-    critic_recipe,
-    engine_layout,
-    reward_recipe,
-    train_layout,
-)
+from megarl.parallel.roles import Roles, resolve
 from megarl.preflight.check import faults_elsewhere
-from megarl.preflight.stand_ins import at_hand
-from megarl.resharding import fp8, megatron_map, sglang_map
+from megarl.preflight.layout import weight_maps
+from megarl.preflight.stand_ins import stand_ins
 from megarl.resharding.plan import plan_streams
 from megarl.resharding.shards import LayoutError, Part
 from megarl.resharding.traffic import Traffic, count_traffic
 from megarl.rollout.episodes import engine_settings
 from megarl.rollout.sglang.arguments import Endpoint, NodeSpan, server_arguments, sglang_faults
-from megarl.types import ModelShape, UserFault, UserFaults
+from megarl.types import UserFault, UserFaults
 
 Faults = list[UserFault]
 _LOADER = "megarl.rollout.sglang.scheduler:load"  # any name: it is looked up where the weights arrive
@@ -41,58 +32,35 @@ def dry_run(recipe: Recipe, say: Callable[[str], None]) -> None:
     UserFaults with all that is to mend.
     """
     device = "cuda" if recipe.placement.hardware else DEVICE
-    found, absent = at_hand(recipe)
-    faults = faults_elsewhere(found, device, absent)
+    found, absent = stand_ins(recipe)
+    roles = resolve(found)
+    faults = faults_elsewhere(roles, device, absent)
     told = {str(fault) for fault in faults}  # of Megatron's options in the policy's ranks
-    faults += [fault for fault in argument_faults(found, device, absent) if str(fault) not in told]
+    faults += [fault for fault in argument_faults(roles, device, absent) if str(fault) not in told]
     if faults:
         raise UserFaults(faults)
-    for line in (*_roles(found), *_reshard(found, device), *_not_checked(recipe, device, absent)):
+    for line in (*_roles(roles), *_reshard(roles, device), *_not_checked(recipe, device, absent)):
         say(line)
 
 
-def argument_faults(recipe: Recipe, device: str, absent: Container[str]) -> Faults:
+def argument_faults(roles: Roles, device: str, absent: Container[str]) -> Faults:
     """What Megatron's and SGLang's own classes say of the arguments that they would get.
 
     No more than keys and types where the layouts or the model's shape are wrong themselves: that is told elsewhere.
     """
-    try:
-        shape = model_shape(recipe.model.path)
-    except UserFault:
+    shape, faults = roles.policy.model.known_shape, []
+    if shape is None:
         return []
     from megarl.parallel.refusals import megatron_faults
 
-    faults: Faults = []
-    for world in _worlds(recipe, shape, absent):
-        told = [str(fault) for fault in faults]  # of the policy: train.megatron is for all worlds
-        refused = megatron_faults(world.recipe, world.shape, world.layout, device)
-        faults += [fault for fault in refused if str(fault) not in told]
-    if not engine_layout(recipe).faults(shape, recipe.placement.gpus):
-        faults += _sglang_faults(recipe, device)
+    for role in roles.models.values():
+        if role.name == "reward_model" and "reward_model.path" in absent:
+            continue
+        told = [str(fault) for fault in faults]  # of the policy: train.megatron is for all ranks
+        faults += [fault for fault in megatron_faults(role, device) if str(fault) not in told]
+    if not roles.engines.faults(shape, roles.recipe.placement.gpus):
+        faults += _sglang_faults(roles.recipe, device)
     return faults
-
-
-@dataclass(frozen=True)
-class _World:
-    """The training ranks of one model: the recipe as they read it, and its shape and layout."""
-
-    branch: str
-    recipe: Recipe
-    shape: ModelShape
-
-    @property
-    def layout(self) -> TrainLayout:
-        return train_layout(self.recipe)
-
-
-def _worlds(recipe: Recipe, shape: ModelShape, absent: Container[str]) -> Iterator[_World]:
-    yield _World("train", recipe, shape)
-    if has_critic(recipe.algorithm.name):
-        own = critic_recipe(recipe)
-        yield _World("critic", own, auxiliary_shape(own.model.path, ALGORITHMS[recipe.algorithm.name].critic))
-    if recipe.reward_model.path and "reward_model.path" not in absent:
-        own = reward_recipe(recipe)
-        yield _World("reward_model", own, scorer_shape(own.model.path))
 
 
 def _sglang_faults(recipe: Recipe, device: str) -> Faults:
@@ -110,15 +78,13 @@ def _sglang_faults(recipe: Recipe, device: str) -> Faults:
     return server_faults(arguments | {"device": device})
 
 
-def _roles(recipe: Recipe) -> Iterator[str]:
-    """Who sits where; every rank's place in every grid is computed."""
-    layout, engines = train_layout(recipe), engine_layout(recipe)
-    yield f"train: {_axes(layout)}; slots 0 to {layout.world_size - 1}"
-    beside = auxiliary_slots(recipe, has_critic(recipe.algorithm.name))
-    for branch, slots in beside.items():
-        own = critic_recipe(recipe) if branch == "critic" else reward_recipe(recipe)
-        yield f"{branch}: {_axes(train_layout(own))}; slots {slots.start} to {slots.stop - 1}"
-    kind = "fp8" if engines.fp8 else recipe.model.dtype
+def _roles(roles: Roles) -> Iterator[str]:
+    """The slots and parallel sizes of every model and of the engines; every rank's coordinates are computed."""
+    for role in roles.models.values():
+        name = "train" if role.name == "policy" else role.name
+        yield f"{name}: {_axes(role.layout)}; slots {role.slots.start} to {role.slots.stop - 1}"
+    engines = roles.engines
+    kind = "fp8" if engines.fp8 else roles.recipe.model.dtype
     yield (
         f"engines: {engines.count} x TP{engines.tp} EP{engines.ep} DP{engines.dp} in {kind}; "
         f"slots {engines.first} to {engines.end - 1}"
@@ -136,12 +102,10 @@ def _axes(layout: TrainLayout) -> str:
     return " ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "one rank"
 
 
-def _reshard(recipe: Recipe, device: str) -> Iterator[str]:
-    """The traffic of the whole exchange, and the plans of some of its members."""
-    shape, layout, engines = model_shape(recipe.model.path), train_layout(recipe), engine_layout(recipe)
-    targets = sglang_map.parts(shape, engines)
-    sources = fp8.with_scales(megatron_map.parts(shape, layout, transformer_engine=device == "cuda"), targets)
-    members = max(layout.world_size, engines.end)
+def _reshard(roles: Roles, device: str) -> Iterator[str]:
+    """The traffic of the whole reshard, and the plans of some of its members."""
+    recipe, layout, engines, members = roles.recipe, roles.policy.layout, roles.engines, roles.num_members
+    sources, targets = weight_maps(roles, transformer_engine=device == "cuda")
     topology = {"gpus_per_node": recipe.placement.gpus_per_node, "dtype": recipe.model.dtype}
     try:
         total = count_traffic(sources, targets, members, **topology)

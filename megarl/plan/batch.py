@@ -18,7 +18,7 @@ from megarl.config import Recipe
 from megarl.parallel.layout import EngineLayout, TrainLayout, nearest
 from megarl.training.batching import SampleRef, Update, plan_updates
 from megarl.training.flops import train_work
-from megarl.types import IntArray, ModelShape, UserFault
+from megarl.types import IntArray, ModelShape
 
 MEAN_RESPONSE_SHARE = 0.4  # assumption: of rollout.max_response_tokens, the mean response
 PROMPT_SHARE = 0.25  # assumption: of data.max_prompt_tokens, every prompt
@@ -160,17 +160,6 @@ def _updates(recipe: Recipe, layout: TrainLayout, lengths: IntArray, shape: Mode
         align=layout.tokens_align,
         multiple=layout.pp if layout.vpp > 1 else 1,
     )
-
-
-def budget_faults(key: str, recipe: Recipe, layout: TrainLayout) -> list[UserFault]:
-    """The longest sequence that a recipe allows must fit a micro-batch. key: the branch that sets the budget."""
-    align = layout.tokens_align
-    longest = -(-(recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens) // align) * align
-    budget = recipe.train.tokens_per_micro_batch
-    if longest <= budget:
-        return []
-    problem = f"{budget} is less than data.max_prompt_tokens and rollout.max_response_tokens together ({longest})"
-    return [UserFault(f"{key}.tokens_per_micro_batch", problem, f"set it to at least {longest}")]
 
 
 def advice(recipe: Recipe, layout: TrainLayout, engines: int, samples: Samples) -> list[str]:

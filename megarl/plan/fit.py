@@ -8,10 +8,11 @@ from typing import Any
 
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
-from megarl.parallel.hf_config import model_shape
-from megarl.parallel.placement import auxiliary_slots, engine_layout, slot_faults, train_layout
+from megarl.parallel.placement import train_layout
+from megarl.parallel.roles import resolve
 from megarl.plan.model_size import ModelSize, Role, model_sizes, resized, roles, sizes_of
 from megarl.plan.phase_memory import SAVE, MemoryPlan, Parts, counted
+from megarl.preflight.layout import slot_faults
 from megarl.types import UserFault
 
 __all__ = ["MemoryPlan", "Parts", "memory"]
@@ -154,13 +155,10 @@ def _longest(recipe: Recipe) -> int:
 
 def _is_valid(recipe: Recipe) -> bool:
     """Whether the layouts of all roles and the engines fit the models and the slots."""
-    for own in roles(recipe).values():
-        if train_layout(own).faults(model_shape(own.model.path)):
-            return False
-    engine, gpus = engine_layout(recipe), recipe.placement.gpus
-    beside = auxiliary_slots(recipe, "critic" in roles(recipe))
-    faults = engine.faults(model_shape(recipe.model.path), gpus)
-    return not (faults or slot_faults(gpus, train_layout(recipe), engine, dict(beside)))
+    found = resolve(recipe)
+    if any(role.layout_faults() for role in found.models.values()):
+        return False
+    return not (found.engines.faults(found.policy.shape, recipe.placement.gpus) or slot_faults(found))
 
 
 def _changes(recipe: Recipe, phase: str) -> Iterator[_Change]:

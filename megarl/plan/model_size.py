@@ -9,18 +9,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import megarl
-from megarl.algos import ALGORITHMS
 from megarl.config import Recipe
-from megarl.parallel.hf_config import auxiliary_shape, model_shape, scorer_shape
 from megarl.parallel.layout import TrainLayout
-from megarl.parallel.placement import auxiliary_slots, critic_recipe, reward_recipe, train_layout
+from megarl.parallel.placement import train_layout
+from megarl.parallel.roles import Role as RankRole
+from megarl.parallel.roles import RoleName as Role
+from megarl.parallel.roles import resolve
 from megarl.parallel.sizes import ChunkSize
 from megarl.types import ModelShape, UserFault
 
-Role = Literal["policy", "critic", "reward_model"]
 _TIMEOUT_S = 300.0
 
 
@@ -58,13 +58,7 @@ class ModelSize:
 
 def roles(recipe: Recipe) -> dict[Role, Recipe]:
     """The models with ranks of their own, each with the recipe as its ranks read it."""
-    found: dict[Role, Recipe] = {"policy": recipe}
-    critic = ALGORITHMS[recipe.algorithm.name].critic if recipe.algorithm.name in ALGORITHMS else ""
-    if critic:
-        found["critic"] = critic_recipe(recipe)
-    if recipe.reward_model.path:
-        found["reward_model"] = reward_recipe(recipe)
-    return found
+    return {name: role.recipe for name, role in resolve(recipe).models.items()}
 
 
 def model_sizes(recipe: Recipe) -> dict[Role, ModelSize]:
@@ -74,29 +68,26 @@ def model_sizes(recipe: Recipe) -> dict[Role, ModelSize]:
 
 def sizes_of(recipes: Sequence[Recipe], *, whole: bool) -> list[dict[Role, ModelSize]]:
     """The same of several recipes, with one start of the program that builds; whole: with the whole models' totals."""
-    asked: list[tuple[int, Role, Recipe]] = [
-        (index, role, own) for index, recipe in enumerate(recipes) for role, own in roles(recipe).items()
-    ]
+    asked = [resolve(recipe).models for recipe in recipes]
     requests: dict[Any, dict[str, Any]] = {}
-    for index, role, own in asked:
-        scores = _scores(recipes[index], role)
-        requests[_kind(own, scores)] = {"recipe": own.model_dump_json(), "scores": scores, "whole": whole}
+    for role in (role for models in asked for role in models.values()):
+        request = {"recipe": role.recipe.model_dump_json(), "scores": role.has_scores, "whole": whole}
+        requests[_kind(role.recipe, role.has_scores)] = request
     answers = dict(zip(requests, _built(list(requests.values())), strict=True))
-    found: list[dict[Role, ModelSize]] = [{} for _ in recipes]
-    for index, role, own in asked:
-        found[index][role] = _size(recipes[index], role, own, answers[_kind(own, _scores(recipes[index], role))])
-    return found
+    return [
+        {name: _size(role, answers[_kind(role.recipe, role.has_scores)]) for name, role in models.items()}
+        for models in asked
+    ]
 
 
 def resized(sizes: Mapping[Role, ModelSize], recipe: Recipe) -> dict[Role, ModelSize] | None:
     """The sizes of another recipe whose ranks hold as much as those of `sizes`; None: it has to be built."""
     found: dict[Role, ModelSize] = {}
-    for role, own in roles(recipe).items():
-        known, scores = sizes.get(role), _scores(recipe, role)
-        if known is None or _kind(own, scores) != _kind(known.recipe, scores):
+    for name, role in resolve(recipe).models.items():
+        known = sizes.get(name)
+        if known is None or _kind(role.recipe, role.has_scores) != _kind(known.recipe, known.shape.num_labels > 0):
             return None
-        first = 0 if role == "policy" else auxiliary_slots(recipe, True)[role].start
-        found[role] = replace(known, recipe=own, layout=train_layout(own), first_slot=first)
+        found[name] = replace(known, recipe=role.recipe, layout=role.layout, first_slot=role.first_slot)
     return found
 
 
@@ -107,21 +98,10 @@ def _kind(own: Recipe, scores: bool) -> tuple[Any, ...]:
     return (own.model.path, own.model.dtype, bool(own.train.mtp_loss), scores, *axes)
 
 
-def _scores(recipe: Recipe, role: Role) -> bool:
-    """Whether the model has a score of each token in place of logits."""
-    return role == "reward_model" or (role == "critic" and ALGORITHMS[recipe.algorithm.name].critic == "values")
-
-
-def _size(recipe: Recipe, role: Role, own: Recipe, answer: dict[str, Any]) -> ModelSize:
-    path, first = own.model.path, 0
-    if role == "policy":
-        shape = model_shape(path)
-    else:
-        first = auxiliary_slots(recipe, True)[role].start
-        shape = scorer_shape(path) if _scores(recipe, role) else auxiliary_shape(path, "process_rewards")
+def _size(role: RankRole, answer: dict[str, Any]) -> ModelSize:
     chunks = tuple(tuple(ChunkSize(**chunk) for chunk in stage) for stage in answer["stages"])
     return ModelSize(
-        role, shape, own, train_layout(own), first, role != "reward_model", chunks, **answer.get("whole", {})
+        role.name, role.shape, role.recipe, role.layout, role.first_slot, role.trains, chunks, **answer.get("whole", {})
     )
 
 

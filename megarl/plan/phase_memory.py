@@ -17,6 +17,7 @@ from megarl.config import Recipe, TrainConfig
 from megarl.config.hardware import Hardware
 from megarl.fleet.memory import Phase
 from megarl.parallel.layout import TrainLayout
+from megarl.parallel.option_values import STATE_DTYPES
 from megarl.parallel.placement import engine_layout, shared_slots
 from megarl.parallel.sizes import ChunkSize
 from megarl.plan.activations import activation_bytes, forward_bytes, item_bytes, logits_bytes
@@ -40,7 +41,6 @@ CONTEXT_BYTES = 600 * MIB  # assumption: of a process's CUDA context with its ke
 FRAGMENTED_SHARE = 0.06  # assumption: of activations and logits, blocks that torch's allocator holds and cannot use
 GRADIENT_BYTES = 4  # DistributedDataParallelConfig(grad_reduce_in_fp32=True)
 MOMENTS_BYTES = 8  # AdamW's two, float32
-_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "uint8": 1}
 MASTER_BYTES = 4  # float32 copies of weights in another type; with optimizer_offload on the host alone, and not pinned
 GATHER_BYTES = 4  # saving.py, fully_reshardable: every rank gathers a buffer's state, one of three kinds at a time
 GATHER_COPIES = 2  # on the GPU, beside the own part: all_gather's list, and ProcessGroupNCCL's flat copy of it
@@ -319,7 +319,8 @@ def state_bytes(train: TrainConfig, item: int) -> int:
     if not options.get("use_precision_aware_optimizer"):
         return MASTER_BYTES * (item == 2) + MOMENTS_BYTES
     master, *moments = (
-        _DTYPE_BYTES.get(str(options.get(key)), 4) for key in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+        STATE_DTYPES.get(str(options.get(key)), STATE_DTYPES["float32"]).itemsize
+        for key in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     )
     keeps_remainders = item == 2 and master == 4 and options.get("store_param_remainders", True)  # lower halves alone
     return (2 if keeps_remainders else master) + sum(moments)

@@ -13,6 +13,7 @@ from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.parallel.layout import EngineLayout, TrainLayout
 from megarl.parallel.placement import engine_layout, shared_slots
+from megarl.parallel.roles import resolve
 from megarl.plan.activations import item_bytes
 from megarl.plan.advice import cache_advice
 from megarl.plan.batch import MEAN_RESPONSE_SHARE, Samples, Share, advice, share_of, step_samples
@@ -34,7 +35,7 @@ from megarl.plan.step_time import (
     policy_time,
     save_s,
 )
-from megarl.preflight.stand_ins import at_hand
+from megarl.preflight.stand_ins import stand_ins
 from megarl.resharding.shards import LayoutError
 from megarl.types import UserFault, UserFaults
 
@@ -206,8 +207,8 @@ def _slot_json(slot: Slot) -> dict[str, Any]:
 
 def make_plan(recipe: Recipe, hardware: Hardware, response_share: float = MEAN_RESPONSE_SHARE) -> RunPlan:
     """Plan a recipe. Raises UserFaults where its keys or layouts leave nothing to plan; what is too large is in it."""
-    recipe, _ = at_hand(recipe)
-    faults = plan_faults(recipe)
+    recipe, _ = stand_ins(recipe)
+    faults = plan_faults(resolve(recipe))
     if faults:
         raise UserFaults(faults)
     sizes, engine = model_sizes(recipe), engine_layout(recipe)

@@ -18,7 +18,7 @@ from megarl.parallel.placement import engine_layout, train_layout
 from megarl.plan import model_size, run_plan
 from megarl.plan.fit import memory
 from megarl.plan.phase_memory import MemoryPlan
-from megarl.preflight.stand_ins import at_hand
+from megarl.preflight.stand_ins import stand_ins
 from tests.config.test_recipes import CLUSTER, DEBUG, OVERLAYS, RECIPES, ROOT, kept, load, model_of
 
 CASES = [
@@ -59,7 +59,7 @@ def once() -> Iterator[None]:
         patch.chdir(ROOT)  # the recipes' own paths are relative to it
         patch.setattr(model_size, "_built", remembered)
         patch.setattr(run_plan, "plan_reshard", kept(run_plan.plan_reshard, places))
-        model_size.sizes_of([at_hand(load(*case))[0] for case in CASES], whole=False)
+        model_size.sizes_of([stand_ins(load(*case))[0] for case in CASES], whole=False)
         yield
 
 
@@ -85,7 +85,7 @@ def test_the_recipe_says_how_much_memory_a_host_needs(name: str) -> None:
 
 
 def held(recipe: Recipe) -> MemoryPlan:
-    there = at_hand(recipe)[0]
+    there = stand_ins(recipe)[0]
     return memory(there, load_hardware(recipe.placement.hardware), model_size.model_sizes(there))
 
 

@@ -16,11 +16,12 @@ from rich.console import Console
 from megarl import cli
 from megarl.config.hardware import load_hardware
 from megarl.parallel.layout import TrainLayout
+from megarl.parallel.roles import resolve
 from megarl.plan.faults import plan_faults
 from megarl.plan.picture import draw
 from megarl.plan.report import show
 from megarl.plan.run_plan import RunPlan, amount, make_plan
-from megarl.preflight.stand_ins import at_hand
+from megarl.preflight.stand_ins import stand_ins
 from megarl.types import UserFaults
 from tests.plan import recipes as planning
 
@@ -150,7 +151,7 @@ def test_every_fault_of_a_layout_is_told_at_once(tmp_path: Path) -> None:
 
 def test_faults_of_a_critic_name_its_own_keys(tmp_path: Path) -> None:
     keys = ["algorithm.name=ppo", "critic.lr=1e-5", "critic.ranks.tp=3", "critic.ranks.gpus=6"]
-    found = plan_faults(at_hand(planning.small(tmp_path, *keys))[0])
+    found = plan_faults(resolve(stand_ins(planning.small(tmp_path, *keys))[0]))
     assert "critic.ranks.tp" in {fault.where for fault in found}
     assert not [fault for fault in found if fault.where.startswith("train.")]
 
@@ -166,18 +167,18 @@ def test_faults_of_a_critic_name_its_own_keys(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_planned_is_named(keys: list[str], where: str, tmp_path: Path) -> None:
-    assert where in [fault.where for fault in plan_faults(at_hand(planning.small(tmp_path, *keys))[0])]
+    assert where in [fault.where for fault in plan_faults(resolve(stand_ins(planning.small(tmp_path, *keys))[0]))]
 
 
 def test_a_checkpoint_that_is_there_is_read_before_the_config_alone(tmp_path: Path) -> None:
     recipe = planning.small(tmp_path)
-    assert at_hand(recipe)[0].model.path == str(tmp_path)
+    assert stand_ins(recipe)[0].model.path == str(tmp_path)
     other = tmp_path / "other"
     other.mkdir()
     here = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": str(other)})})
-    assert at_hand(here)[0].model.path == str(tmp_path)  # a folder without a config.json
+    assert stand_ins(here)[0].model.path == str(tmp_path)  # a folder without a config.json
     (other / "config.json").write_text("{}")
-    assert at_hand(here)[0].model.path == str(other)
+    assert stand_ins(here)[0].model.path == str(other)
 
 
 def run_plan(*arguments: str | Path) -> int:
