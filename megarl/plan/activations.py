@@ -151,23 +151,20 @@ def kept_and_again(row: Row, layers: Sequence[bool], options: dict[str, Any]) ->
     return kept, again + working
 
 
-def in_flight(layout: TrainLayout, stage: int, micro_batches: int | None = None) -> list[int]:
+def in_flight(layout: TrainLayout, stage: int, micro_batches: int) -> list[int]:
     """Micro-batches of each chunk of a stage that wait for their backward pass, at most.
 
     1F1B: those that a stage sends on before the first comes back (schedules.py, get_pp_rank_microbatches), and the one
-    at work. Interleaved, chunks take turns in groups of PP micro-batches. micro_batches: of an update; None: many.
+    at work. Interleaved, chunks take turns in groups of PP micro-batches. micro_batches: of an update.
     """
     if layout.vpp == 1:
-        most = layout.pp - stage
-        return [min(most, micro_batches) if micro_batches else most]
-    units = 2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1
-    if micro_batches:
-        units = min(units, micro_batches * layout.vpp)
+        return [min(layout.pp - stage, micro_batches)]
+    units = min(2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1, micro_batches * layout.vpp)
     counts = Counter(unit // layout.pp % layout.vpp for unit in range(units))
     return [counts[chunk] for chunk in range(layout.vpp)]
 
 
-def activation_bytes(size: ModelSize, stage: int, micro_batches: int | None = None) -> float:
+def activation_bytes(size: ModelSize, stage: int, micro_batches: int) -> float:
     """Of a rank of a pipeline stage, at the moment when most micro-batches wait."""
     row, train, layout = row_of(size), size.recipe.train, size.layout
     waiting, total, again = in_flight(layout, stage, micro_batches), 0.0, 0.0

@@ -1,4 +1,4 @@
-"""What keeps a recipe from being planned, as far as it can be known without its data, its checkpoint and a GPU."""
+"""Why a recipe cannot be planned, as far as that can be known without its data, its checkpoint and a GPU."""
 
 from __future__ import annotations
 

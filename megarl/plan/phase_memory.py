@@ -18,7 +18,8 @@ from megarl.config.hardware import Hardware
 from megarl.fleet.memory import Phase
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.option_values import STATE_DTYPES
-from megarl.parallel.placement import engine_layout, shared_slots
+from megarl.parallel.placement import engine_layout
+from megarl.parallel.roles import RoleName
 from megarl.parallel.sizes import ChunkSize
 from megarl.plan.activations import activation_bytes, forward_bytes, item_bytes, logits_bytes
 from megarl.plan.batch import samples_bytes
@@ -34,7 +35,7 @@ from megarl.plan.engine_memory import (
     token_bytes,
     weight_bytes,
 )
-from megarl.plan.model_size import ModelSize, Role
+from megarl.plan.model_size import ModelSize, time_shared
 from megarl.types import UserFault
 
 CONTEXT_BYTES = 600 * MIB  # assumption: of a process's CUDA context with its kernels, on recent cards
@@ -48,10 +49,9 @@ GATHERED_BYTES = 12  # and has all three on its host until filesystem_async.py h
 SCRATCH_BYTES = 10 * 128  # resharding/execute.py: of each column of a strip that is quantised
 PINNED_SHARE = 1.4  # torch rounds pinned memory up to powers of two: the mean of sizes that fall anywhere
 PROCESS_BYTES = 6 << 30  # assumption: of the host, each process of a GPU: libraries, CUDA's own, samples on their way
-MEAN_SHARE = 0.5  # assumption: of the longest response, where nobody says what the mean is
 PHASES: tuple[Phase, ...] = ("rollout", "score", "critic", "train", "reshard")
 SAVE = "save"  # after `train`, in its memory, where checkpoints are written
-_COMPUTES: Mapping[str, Role] = {"train": "policy", "critic": "critic", "score": "reward_model"}
+_COMPUTES: Mapping[str, RoleName] = {"train": "policy", "critic": "critic", "score": "reward_model"}
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,17 @@ class Parts:
 
     @property
     def total_bytes(self) -> int:
-        return sum(getattr(self, one.name) for one in fields(self))
+        return sum(vars(self).values())
+
+    def by_name(self) -> dict[str, int]:
+        """Bytes by the names of `PARTS`."""
+        return dict(zip(PARTS, vars(self).values(), strict=True))
 
     def __add__(self, other: Parts) -> Parts:
-        return Parts(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
+        return Parts(*map(sum, zip(vars(self).values(), vars(other).values(), strict=True)))
+
+
+PARTS = tuple(field.name.removesuffix("_bytes") for field in fields(Parts))
 
 
 @dataclass(frozen=True)
@@ -96,47 +103,51 @@ class MemoryPlan:
     def host_bytes(self) -> int:
         return sum(self.host.values())
 
+    @property
+    def peak_phase(self) -> str:
+        return max(self.device, key=lambda phase: self.device[phase].total_bytes)
 
-def counted(
+
+def plan_memory(
     recipe: Recipe,
     hardware: Hardware,
-    sizes: Mapping[Role, ModelSize],
-    *,
-    mean_tokens: int | None = None,
-    micro_batches: int | None = None,
+    sizes: Mapping[RoleName, ModelSize],
+    mean_tokens: int,
+    micro_batches: int,
 ) -> MemoryPlan:
-    """The plan without its faults; arguments as of `plan_memory.memory`."""
-    count = _Count(recipe, hardware, sizes, micro_batches)
+    """The memory of every phase, without faults; the recipe's layouts must have no fault.
+
+    mean_tokens: of prompt and response together, for the number of sequences that an engine holds at once.
+    micro_batches: of one update.
+    """
+    count = _SlotMemory(recipe, hardware, sizes, micro_batches)
     tables = {phase: count.slots(phase) for phase in count.phases}
     fullest = {phase: max(table, key=lambda slot: table[slot].total_bytes) for phase, table in tables.items()}
-    mean = mean_tokens or recipe.data.max_prompt_tokens + math.ceil(MEAN_SHARE * recipe.longest_response)
     return MemoryPlan(
         capacity_bytes=hardware.memory_bytes,
         device={phase: tables[phase][slot] for phase, slot in fullest.items()},
         fullest_slot=fullest,
-        slot_bytes={phase: [one.total_bytes for one in table.values()] for phase, table in tables.items()},
-        host=count.host(mean),
+        slot_bytes={phase: [parts.total_bytes for parts in table.values()] for phase, table in tables.items()},
+        host=count.host(mean_tokens),
         host_capacity_bytes=hardware.host_bytes,
-        kv=kv_of(recipe, count.tokens, count.token_bytes, mean),
+        kv=kv_of(recipe, count.tokens, count.token_bytes, mean_tokens),
     )
 
 
-class _Count:
+class _SlotMemory:
     """What every slot holds. Ranks of one pipeline stage hold as much, so each stage is looked at once."""
 
     def __init__(
-        self, recipe: Recipe, hardware: Hardware, sizes: Mapping[Role, ModelSize], micro_batches: int | None
+        self, recipe: Recipe, hardware: Hardware, sizes: Mapping[RoleName, ModelSize], micro_batches: int
     ) -> None:
         self.recipe, self.hardware, self.sizes = recipe, hardware, sizes
-        self.micro_batches = micro_batches
         self.engine = engine_layout(recipe)
-        sides = [size.slots for size in sizes.values()]
-        self.shared = shared_slots([*sides, range(self.engine.first, self.engine.end)])
+        self.shared = time_shared(sizes, self.engine)
         self.settings: Settings = settings_of(recipe, hardware)
         policy = sizes["policy"]
         self.engine_weights = weight_bytes(policy.shape, self.engine, recipe.model.dtype)
         self.token_bytes = token_bytes(policy.shape, self.engine, self.settings.cache_item_bytes)
-        self.trained: list[Role] = [role for role, size in sizes.items() if size.trains]
+        self.trained: list[RoleName] = [role for role, size in sizes.items() if size.trains]
         wanted = {"score": "reward_model" in sizes, "critic": "critic" in sizes, "train": True}
         self.phases: list[str] = [phase for phase in PHASES if wanted.get(phase, True)]
         if recipe.checkpoint.every:
@@ -156,7 +167,7 @@ class _Count:
         saves = [{slot: self._slot(slot, SAVE, role) for slot in places} for role in self.trained]
         return {slot: max((one[slot] for one in saves), key=lambda parts: parts.total_bytes) for slot in places}
 
-    def _slot(self, slot: int, phase: str, computes: Role | None) -> Parts:
+    def _slot(self, slot: int, phase: str, computes: RoleName | None) -> Parts:
         total = Parts(other_bytes=self._standing(slot))
         for role, size in self.sizes.items():
             if slot in size.slots:
@@ -167,7 +178,7 @@ class _Count:
             total += Parts(reshard_bytes=self._reshard_bytes())
         return total
 
-    def _ranks(self, role: Role, size: ModelSize, slot: int, phase: str, computes: Role | None) -> Parts:
+    def _ranks(self, role: RoleName, size: ModelSize, slot: int, phase: str, computes: RoleName | None) -> Parts:
         """Of one role's rank: all of it while it computes or where it shares with nobody."""
         held = self._stages[role, size.layout.coords(slot - size.first_slot).pp]
         is_at_work = role == computes
@@ -296,7 +307,7 @@ class _Held:
         return gathering, (GATHERED_BYTES + item_bytes(size)) * self.share
 
 
-def _stage_parts(size: ModelSize, stage: int, micro_batches: int | None) -> _Held:
+def _stage_parts(size: ModelSize, stage: int, micro_batches: int) -> _Held:
     chunks, layout, item = size.stages[stage], size.layout, item_bytes(size)
     weights = sum(chunk.elements * item + chunk.buffer_bytes for chunk in chunks)
     if not size.trains:

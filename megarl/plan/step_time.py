@@ -70,6 +70,10 @@ class StepTime:
     def total_s(self) -> float:
         return sum(vars(self).values())
 
+    def by_phase(self) -> dict[str, float]:
+        """Seconds of each phase that takes any, in order."""
+        return {name.removesuffix("_s"): seconds for name, seconds in vars(self).items() if seconds}
+
 
 def forward_s(model: ComputingModel, samples: Samples, hardware: Hardware) -> float:
     """One forward pass over the step's samples: FLOPs over what all ranks reach, stretched by bubble and imbalance."""
