@@ -1,11 +1,11 @@
-"""`megarl train --dry-run`: everything that can be known of a run on a machine that has none of its GPUs.
+"""`megarl train --dry-run`: everything that can be checked of a run on a machine that has none of its GPUs.
 
-Recipes of cluster runs are checked where neither the weights nor the data are: what could not be checked is told.
+Recipes of cluster runs are checked on machines without their weights and data; the output lists what was not checked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 
 from megarl.config import Recipe
 from megarl.device import DEVICE, LOOPBACK, Address
@@ -15,8 +15,8 @@ from megarl.preflight.check import faults_elsewhere
 from megarl.preflight.layout import weight_maps
 from megarl.preflight.stand_ins import stand_ins
 from megarl.resharding.plan import plan_streams
-from megarl.resharding.shards import LayoutError, Part
-from megarl.resharding.traffic import Traffic, count_traffic
+from megarl.resharding.shards import LayoutError
+from megarl.resharding.traffic import count_traffic
 from megarl.rollout.episodes import engine_settings
 from megarl.rollout.sglang.arguments import Endpoint, NodeSpan, server_arguments, sglang_faults
 from megarl.types import UserFault, UserFaults
@@ -28,25 +28,24 @@ _LOADER = "megarl.rollout.sglang.scheduler:load"  # any name: it is looked up wh
 def dry_run(recipe: Recipe, say: Callable[[str], None]) -> None:
     """Check a recipe, launch nothing, write nothing, and say in some lines what was found.
 
-    A recipe that names a GPU model (placement.hardware) is checked as for GPUs, another one as for this machine. Raises
-    UserFaults with all that is to mend.
+    A recipe with placement.hardware is checked as for GPUs, any other as for this machine. Raises UserFaults with every
+    fault.
     """
     device = "cuda" if recipe.placement.hardware else DEVICE
     found, absent = stand_ins(recipe)
     roles = resolve(found)
-    faults = faults_elsewhere(roles, device, absent)
-    told = {str(fault) for fault in faults}  # of Megatron's options in the policy's ranks
-    faults += [fault for fault in argument_faults(roles, device, absent) if str(fault) not in told]
+    faults = faults_elsewhere(roles, device, absent) + argument_faults(roles, device, absent)
     if faults:
         raise UserFaults(faults)
-    for line in (*_roles(roles), *_reshard(roles, device), *_not_checked(recipe, device, absent)):
+    for line in (*_placement(roles), *_reshard(roles, device), *_not_checked(recipe, device, absent)):
         say(line)
 
 
 def argument_faults(roles: Roles, device: str, absent: Container[str]) -> Faults:
-    """What Megatron's and SGLang's own classes say of the arguments that they would get.
+    """Faults that Megatron's and SGLang's own classes find in the arguments that they would get.
 
-    No more than keys and types where the layouts or the model's shape are wrong themselves: that is told elsewhere.
+    SGLang's are not asked where the engines' layout is wrong, nor any where the model's shape cannot be read: other
+    checks tell of these.
     """
     shape, faults = roles.policy.model.known_shape, []
     if shape is None:
@@ -54,10 +53,8 @@ def argument_faults(roles: Roles, device: str, absent: Container[str]) -> Faults
     from megarl.parallel.refusals import megatron_faults
 
     for role in roles.models.values():
-        if role.name == "reward_model" and "reward_model.path" in absent:
-            continue
-        told = [str(fault) for fault in faults]  # of the policy: train.megatron is for all ranks
-        faults += [fault for fault in megatron_faults(role, device) if str(fault) not in told]
+        if role.name != "reward_model" or "reward_model.path" not in absent:
+            faults += megatron_faults(role, device)
     if not roles.engines.faults(shape, roles.recipe.placement.gpus):
         faults += _sglang_faults(roles.recipe, device)
     return faults
@@ -78,7 +75,7 @@ def _sglang_faults(recipe: Recipe, device: str) -> Faults:
     return server_faults(arguments | {"device": device})
 
 
-def _roles(roles: Roles) -> Iterator[str]:
+def _placement(roles: Roles) -> Iterator[str]:
     """The slots and parallel sizes of every model and of the engines; every rank's coordinates are computed."""
     for role in roles.models.values():
         name = "train" if role.name == "policy" else role.name
@@ -92,7 +89,7 @@ def _roles(roles: Roles) -> Iterator[str]:
 
 
 def _axes(layout: TrainLayout) -> str:
-    """In words, once each rank has been found to have a place of its own in either grid."""
+    """Its parallel sizes, after a check that each rank has its own place in both grids."""
     places = [layout.coords(rank) for rank in range(layout.world_size)]
     dense = {(at.tp, at.cp, at.dp, at.pp) for at in places}
     sparse = {(at.etp, at.ep, at.edp, at.pp) for at in places}
@@ -116,9 +113,16 @@ def _reshard(roles: Roles, device: str) -> Iterator[str]:
         ]
     except LayoutError as error:
         raise UserFaults([UserFault("rollout.engine", str(error), "tell us: the two maps do not fit")]) from error
-    yield _in_words(total, sources, targets)
+    whole, local, nvlink, fabric = (
+        f"{counts.max() / 1e9:.2f}" for counts in (total.dest, total.local, total.node_in, total.fabric_in)
+    )
+    yield (
+        f"reshard: {len(sources)} source and {len(targets)} target parts; at most {whole} GB into a GPU "
+        f"(up to {local} from its own training rank, {nvlink} inside the node, {fabric} over the fabric)"
+    )
     rounds = sum(map(max, zip(*needed, strict=True)))  # of each chapter all go on with the largest number
-    yield f"reshard: planned for {len(sample)} of {members} members ({_numbers(sample)}): about {rounds} rounds"
+    numbers = ", ".join(map(str, sample))
+    yield f"reshard: planned for {len(sample)} of {members} members ({numbers}): about {rounds} rounds"
 
 
 def _sample(layout: TrainLayout, engines: EngineLayout) -> list[int]:
@@ -127,20 +131,6 @@ def _sample(layout: TrainLayout, engines: EngineLayout) -> list[int]:
     per_stage = layout.world_size // layout.pp
     stages = {0, layout.pp // 2, layout.pp - 1}
     return sorted({0, members - 1, engines.first, engines.first + engines.tp - 1, *(s * per_stage for s in stages)})
-
-
-def _in_words(total: Traffic, sources: Sequence[Part], targets: Sequence[Part]) -> str:
-    """The traffic in GB a GPU, as text."""
-    figures = (total.dest, total.local, total.node_in, total.fabric_in)
-    whole, local, nvlink, fabric = (f"{one.max() / 1e9:.2f}" for one in figures)
-    return (
-        f"reshard: {len(sources)} source and {len(targets)} target parts; at most {whole} GB into a GPU "
-        f"(up to {local} from its own training rank, {nvlink} inside the node, {fabric} over the fabric)"
-    )
-
-
-def _numbers(members: Sequence[int]) -> str:
-    return ", ".join(map(str, members))
 
 
 def _not_checked(recipe: Recipe, device: str, absent: dict[str, str]) -> Iterator[str]:

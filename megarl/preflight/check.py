@@ -6,7 +6,7 @@ A recipe's roles are resolved once, and every command runs the checks that `CHEC
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -98,7 +98,7 @@ def check_samples(recipe: Recipe, path: Path) -> SampleFile:
     try:
         samples = open_samples(path)
     except UserFault as fault:
-        raise UserFaults(_once([*faults, fault])) from None
+        raise UserFaults([*faults, fault]) from None
     if roles.policy.model.known_shape:
         faults += sample_faults(samples, roles)
     _refuse(faults)
@@ -117,8 +117,7 @@ def faults_elsewhere(roles: Roles, device: str, absent: Container[str]) -> Fault
     the model's config.json even so. Absent training data counts as one prompt of the longest length.
     """
     case = _Case("dry run", roles.recipe, roles, device, absent)
-    faults = _faults(case)
-    return _once(faults + _read(case, TokenCache.of_user(writes=False))[1])
+    return _faults(case) + _read(case, TokenCache.of_user(writes=False))[1]
 
 
 def _check_inputs(case: _Case, faults: Faults) -> Inputs:
@@ -131,15 +130,7 @@ def _check_inputs(case: _Case, faults: Faults) -> Inputs:
 
 def _refuse(faults: Faults) -> None:
     if faults:
-        raise UserFaults(_once(faults))
-
-
-def _once(faults: Iterable[UserFault]) -> Faults:
-    """The first fault of every text: several checks may find the same cause."""
-    told: dict[str, UserFault] = {}
-    for fault in faults:
-        told.setdefault(str(fault), fault)
-    return list(told.values())
+        raise UserFaults(faults)
 
 
 def _faults(case: _Case) -> Faults:
