@@ -11,7 +11,7 @@ from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.parallel.roles import RoleName, Roles, resolve
 from megarl.plan.model_size import ModelSize, resized, sizes_of
-from megarl.plan.phase_memory import SAVE, MemoryPlan
+from megarl.plan.phase_memory import COMPUTES, SAVE, MemoryPlan
 from megarl.preflight.layout import slot_faults
 from megarl.types import UserFault
 
@@ -162,8 +162,7 @@ def _changes(recipe: Recipe, phase: str) -> Iterator[_Change]:
 
 def _training_changes(recipe: Recipe, phase: str) -> Iterator[_Change]:
     branch, models = _BRANCHES[phase], resolve(recipe).models
-    role: RoleName = "critic" if phase == "critic" else "reward_model" if phase == "score" else "policy"
-    train, align = models[role].recipe.train, models["policy"].layout.tokens_align
+    train, align = models[COMPUTES.get(phase, "policy")].recipe.train, models["policy"].layout.tokens_align
     least = -(-_longest(recipe) // align) * align
     if phase != SAVE and least < train.tokens_per_micro_batch:
         yield _set(recipe, f"{branch}.tokens_per_micro_batch", least)

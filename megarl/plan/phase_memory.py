@@ -1,16 +1,16 @@
-"""Which memory a recipe takes of every GPU in each phase, and of every node's host: arithmetic, without a GPU.
+"""The memory of every GPU in each phase, and of every node's host: arithmetic, without a GPU.
 
-Who holds what is as in fleet/memory.py: on GPUs that both sides use, whoever computes has the memory, and beside it
-there are the policy's parameters alone. Parameters are those of Megatron's real modules (model_size.py); what training
-keeps for its backward pass is in activations.py, an engine's memory in engine_memory.py. Nothing here was measured on a
-GPU; what is an assumption is a constant with that word beside it.
+Memory changes hands as in fleet/memory.py: on GPUs that models and engines share, the model or engine that computes
+holds the memory, next to the policy's parameters. Parameters are those of Megatron's real modules (model_size.py);
+activations are in activations.py, an engine's memory in engine_memory.py. Nothing here was measured on a GPU;
+assumptions are constants that are marked so.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from megarl.algos import has_reference
 from megarl.config import Recipe, TrainConfig
@@ -35,6 +35,7 @@ from megarl.plan.engine_memory import (
     token_bytes,
     weight_bytes,
 )
+from megarl.plan.memory_parts import Parts
 from megarl.plan.model_size import ModelSize, time_shared
 from megarl.types import UserFault
 
@@ -44,43 +45,14 @@ GRADIENT_BYTES = 4  # DistributedDataParallelConfig(grad_reduce_in_fp32=True)
 MOMENTS_BYTES = 8  # AdamW's two, float32
 MASTER_BYTES = 4  # float32 copies of weights in another type; with optimizer_offload on the host alone, and not pinned
 GATHER_BYTES = 4  # saving.py, fully_reshardable: every rank gathers a buffer's state, one of three kinds at a time
-GATHER_COPIES = 2  # on the GPU, beside the own part: all_gather's list, and ProcessGroupNCCL's flat copy of it
+GATHER_COPIES = 2  # on the GPU, next to the own part: all_gather's list, and ProcessGroupNCCL's flat copy of it
 GATHERED_BYTES = 12  # and has all three on its host until filesystem_async.py has cloned what it writes itself
 SCRATCH_BYTES = 10 * 128  # resharding/execute.py: of each column of a strip that is quantised
 PINNED_SHARE = 1.4  # torch rounds pinned memory up to powers of two: the mean of sizes that fall anywhere
 PROCESS_BYTES = 6 << 30  # assumption: of the host, each process of a GPU: libraries, CUDA's own, samples on their way
 PHASES: tuple[Phase, ...] = ("rollout", "score", "critic", "train", "reshard")
 SAVE = "save"  # after `train`, in its memory, where checkpoints are written
-_COMPUTES: Mapping[str, RoleName] = {"train": "policy", "critic": "critic", "score": "reward_model"}
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Bytes of one GPU in one phase, of all processes there."""
-
-    weights_bytes: int = 0
-    grads_bytes: int = 0
-    optimizer_bytes: int = 0
-    activations_bytes: int = 0
-    logits_bytes: int = 0
-    engine_weights_bytes: int = 0
-    kv_cache_bytes: int = 0
-    reshard_bytes: int = 0
-    other_bytes: int = 0
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(vars(self).values())
-
-    def by_name(self) -> dict[str, int]:
-        """Bytes by the names of `PARTS`."""
-        return dict(zip(PARTS, vars(self).values(), strict=True))
-
-    def __add__(self, other: Parts) -> Parts:
-        return Parts(*map(sum, zip(vars(self).values(), vars(other).values(), strict=True)))
-
-
-PARTS = tuple(field.name.removesuffix("_bytes") for field in fields(Parts))
+COMPUTES: Mapping[str, RoleName] = {"train": "policy", "critic": "critic", "score": "reward_model"}
 
 
 @dataclass(frozen=True)
@@ -135,7 +107,7 @@ def plan_memory(
 
 
 class _SlotMemory:
-    """What every slot holds. Ranks of one pipeline stage hold as much, so each stage is looked at once."""
+    """The memory of every slot. All ranks of a pipeline stage hold the same amount, so it is counted once a stage."""
 
     def __init__(
         self, recipe: Recipe, hardware: Hardware, sizes: Mapping[RoleName, ModelSize], micro_batches: int
@@ -160,12 +132,12 @@ class _SlotMemory:
         self.tokens = min(map(self._tokens, range(self.engine.first, self.engine.end)))
 
     def slots(self, phase: str) -> dict[int, Parts]:
-        """Every slot's parts in a phase; `save` is that of whoever saves and needs more for it."""
+        """Every slot's parts in a phase; `save` is of the role that needs more for it."""
         places = range(self.recipe.placement.gpus)
         if phase != SAVE:
-            return {slot: self._slot(slot, phase, _COMPUTES.get(phase)) for slot in places}
+            return {slot: self._slot(slot, phase, COMPUTES.get(phase)) for slot in places}
         saves = [{slot: self._slot(slot, SAVE, role) for slot in places} for role in self.trained]
-        return {slot: max((one[slot] for one in saves), key=lambda parts: parts.total_bytes) for slot in places}
+        return {slot: max((table[slot] for table in saves), key=lambda parts: parts.total_bytes) for slot in places}
 
     def _slot(self, slot: int, phase: str, computes: RoleName | None) -> Parts:
         total = Parts(other_bytes=self._standing(slot))
@@ -179,7 +151,7 @@ class _SlotMemory:
         return total
 
     def _ranks(self, role: RoleName, size: ModelSize, slot: int, phase: str, computes: RoleName | None) -> Parts:
-        """Of one role's rank: all of it while it computes or where it shares with nobody."""
+        """Of one role's rank: all of its state while it computes or where it does not share its GPU."""
         held = self._stages[role, size.layout.coords(slot - size.first_slot).pp]
         is_at_work = role == computes
         if not is_at_work and slot in self.shared:
@@ -191,10 +163,10 @@ class _SlotMemory:
         return held.parts + held.at_work
 
     def _engine(self, slot: int, phase: str) -> Parts:
-        """Weights and cache where they are not lent; SGLang's ranks lend together."""
+        """Weights and cache unless they are released; an engine's ranks release them together."""
         index, rank = divmod(slot - self.engine.first, self.engine.tp)
         first = self.engine.first + index * self.engine.tp
-        lends = bool(self.shared & set(range(first, first + self.engine.tp)))
+        releases = bool(self.shared & set(range(first, first + self.engine.tp)))
         weights = Parts(engine_weights_bytes=self.engine_weights[rank])
         cache = Parts(kv_cache_bytes=max(0, self.tokens) * self.token_bytes)
         if phase == "rollout":
@@ -202,18 +174,18 @@ class _SlotMemory:
             most = min(wanted, self.settings.graph_sequences or wanted)
             running, logits = running_bytes(shape, self.engine, self.settings, most)
             return weights + cache + Parts(activations_bytes=math.ceil(running), logits_bytes=math.ceil(logits))
-        if not lends:
+        if not releases:
             return weights + cache
         return weights if phase == "reshard" else Parts()
 
     def _tokens(self, slot: int) -> int:
-        """That SGLang finds room for on this slot, beside what trainers hold there in a rollout."""
-        beside = self._standing(slot)
+        """Tokens that SGLang finds room for on this slot, next to the training ranks' memory in a rollout."""
+        taken = self._standing(slot)
         for role, size in self.sizes.items():
             if slot in size.slots:
-                beside += self._ranks(role, size, slot, "rollout", None).total_bytes
+                taken += self._ranks(role, size, slot, "rollout", None).total_bytes
         graphs = self.settings.graph_sequences * GRAPH_MIB * MIB  # made behind the cache, in what it leaves
-        free = self.hardware.memory_bytes - beside + graphs
+        free = self.hardware.memory_bytes - taken + graphs
         weights = self.engine_weights[(slot - self.engine.first) % self.engine.tp]
         return cache_tokens(self.settings, free, weights, self.token_bytes)
 
@@ -233,7 +205,7 @@ class _SlotMemory:
         return slot < max(self.sizes["policy"].layout.world_size, self.engine.end)
 
     def _reshard_bytes(self) -> int:
-        """Staging of two rounds, of which one is packed while the other is on its way; what quantising takes."""
+        """Buffers of two rounds, one packed while the other is sent, and the scratch memory of quantising."""
         shape, engine = self.sizes["policy"].shape, self.engine
         widest = max(shape.hidden_size, shape.ffn_size, shape.moe_ffn_size, shape.num_heads * shape.head_dim)
         staged = 2 * min(self.recipe.reshard.round_bytes, 2 * max(self.engine_weights))
@@ -272,7 +244,7 @@ class _SlotMemory:
 
 @dataclass(frozen=True)
 class _Held:
-    """A rank of one stage: what it always has, what comes on top while it computes or saves, and its state's bytes."""
+    """A rank of one stage: its constant memory, the additional memory while it computes or saves, and its state."""
 
     parts: Parts
     at_work: Parts
@@ -300,8 +272,8 @@ class _Held:
     def staging(self, size: ModelSize) -> tuple[int, int]:
         """Bytes of the rank's host while its checkpoint is gathered, and afterwards until it is written.
 
-        First the optimizer's whole state, beside it a buffer's own part and two lists of one kind of it, or else clones
-        of what this rank writes, as much as its own part; these stay, and the weights join them.
+        First the optimizer's whole state, with a buffer's own part and two lists of one kind of it, or with clones of
+        what this rank writes, as large as its own part; these stay, and the weights join them.
         """
         gathering = GATHERED_BYTES * (self.trained + self.share) + 2 * self.gather_bytes
         return gathering, (GATHERED_BYTES + item_bytes(size)) * self.share
@@ -351,9 +323,9 @@ def _at_work(activations: float, logits: float) -> Parts:
 
 
 def communicators(layout: TrainLayout) -> int:
-    """Groups of more than one rank that Megatron talks in.
+    """Megatron's communicators of more than one rank.
 
     Tensor, context, data with and without context, pipeline, expert, expert tensor, expert data; and the world.
     """
     groups = (layout.tp, layout.cp, layout.dp, layout.dp * layout.cp, layout.pp, layout.ep, layout.etp, layout.edp)
-    return sum(one > 1 for one in groups) - (layout.cp == 1 and layout.dp > 1) + (layout.world_size > 1)
+    return sum(size > 1 for size in groups) - (layout.cp == 1 and layout.dp > 1) + (layout.world_size > 1)

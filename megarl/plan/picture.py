@@ -1,4 +1,4 @@
-"""A plan as one picture: who sits where, what fills the GPUs in each phase, what a step and a reshard take."""
+"""A plan as a picture: the placement, the GPUs' memory in each phase, the seconds of a step and of a reshard."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from megarl.parallel.roles import RoleName
-from megarl.plan.phase_memory import PARTS
+from megarl.plan.memory_parts import PARTS
 from megarl.plan.report import amount, engines, parallel_sizes, title, verdict
 from megarl.plan.run_plan import RunPlan
 from megarl.plan.slots import Slot, pipeline_stages
@@ -21,7 +21,7 @@ _WIDTH_INCHES = 16.0
 _DOWN = 8  # so many nodes at most are rows, with words in every cell
 _ACROSS = 64  # of more nodes, so many stand side by side
 _STAGE_COLOURS = "turbo"
-_PART_COLOURS = (  # of phase_memory.PARTS
+_PART_COLOURS = (  # of memory_parts.PARTS
     "#4059ad", "#6b9ac4", "#97d8c4", "#eff2f1", "#c9cebd", "#f4b942", "#f2804a", "#a4036f", "#8d99ae",
 )  # fmt: skip
 _PHASE_COLOURS = {
@@ -61,7 +61,7 @@ class _Grid:
         return wide, min(0.5, wide)
 
     def boxes(self, slots: range) -> list[tuple[float, float, float, float]]:
-        """(left, top, width, height) of a run of slots, joined where nodes that are next to each other have as much."""
+        """(left, top, width, height) of a run of slots, joined over neighbouring nodes of equal rows."""
         parts: list[list[int]] = []  # [first node, last node, first GPU, last GPU]
         for node in range(slots.start // self.per_node, (slots.stop - 1) // self.per_node + 1):
             start = node * self.per_node
@@ -161,7 +161,7 @@ def _label(slot: Slot, model: RoleName) -> str:
 
 
 def _draw_memory(axes: Any, plan: RunPlan) -> None:
-    """The fullest GPU of each phase, in parts, against what the card has."""
+    """The parts of the fullest GPU in each phase, and the card's memory."""
     phases = list(plan.memory.device)
     bottoms = [0.0] * len(phases)
     for part, colour in zip(PARTS, _PART_COLOURS, strict=True):

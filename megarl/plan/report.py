@@ -10,8 +10,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from megarl.plan.memory_parts import PARTS
 from megarl.plan.model_size import ModelSize
-from megarl.plan.phase_memory import PARTS
 from megarl.plan.reshard_cost import Spread
 from megarl.plan.run_plan import RunPlan
 from megarl.plan.slots import pipeline_stages, spans

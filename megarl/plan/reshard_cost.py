@@ -1,4 +1,4 @@
-"""What a reshard moves, over which wires, and how long that takes: from the very maps and routes that a run uses."""
+"""The bytes of a reshard by link, and its seconds, from the maps and routes that a run uses."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def gathered_bytes(sources: Sequence[Part], targets: Sequence[Part], members: in
 
 
 def bound_s(found: Traffic, gpus_per_node: int, hardware: Hardware) -> float:
-    """What no plan can go below: the bytes that must move, over links at their nominal speed.
+    """A lower bound of any plan: the bytes that must move, over links at their nominal speed.
 
     The distinct bytes that a node lacks come in over all its network cards; what a GPU's own slot does not hold comes
     in over its network card and its NVLink together.

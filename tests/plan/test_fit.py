@@ -18,11 +18,11 @@ from megarl.parallel.roles import RoleName
 from megarl.parallel.sizes import ChunkSize
 from megarl.plan.activations import activation_bytes, in_flight, kept_and_again, logits_bytes, row_of
 from megarl.plan.engine_memory import settings_of, token_bytes, weight_bytes
+from megarl.plan.memory_parts import Parts
 from megarl.plan.model_size import ModelSize, model_sizes
 from megarl.plan.phase_memory import (
     CONTEXT_BYTES,
     PINNED_SHARE,
-    Parts,
     communicators,
     state_bytes,
 )
