@@ -35,7 +35,6 @@ from megarl.plan.step_time import (
     save_s,
 )
 from megarl.preflight.stand_ins import stand_ins
-from megarl.resharding.shards import LayoutError
 from megarl.types import UserFault, UserFaults
 
 
@@ -89,11 +88,7 @@ def make_plan(recipe: Recipe, hardware: Hardware, response_share: float = MEAN_R
     sizes = sizes_of([roles.models], whole=True)[0]
     policy = sizes["policy"]
     samples = step_samples(recipe, response_share)
-    try:
-        reshard = plan_reshard(recipe, policy.shape, policy.layout, engine, hardware)
-    except LayoutError as error:  # training ranks cut tiles of fp8
-        mend = "choose sizes of train that do not, or set rollout.engine.fp8 to false"
-        raise UserFault("rollout.engine.fp8", str(error), mend) from None
+    reshard = plan_reshard(roles, hardware)
     shares: dict[RoleName, Share] = {
         role: share_of(size.recipe, size.shape, size.layout, samples) for role, size in sizes.items()
     }

@@ -14,8 +14,8 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.config.hardware import load_hardware
-from megarl.parallel.placement import engine_layout, train_layout
-from megarl.parallel.roles import resolve
+from megarl.parallel.placement import train_layout
+from megarl.parallel.roles import Roles, resolve
 from megarl.plan import model_size, run_plan
 from megarl.plan.phase_memory import MemoryPlan
 from megarl.preflight.stand_ins import stand_ins
@@ -53,9 +53,10 @@ def once() -> Iterator[None]:
         built.update(zip(new, build(list(new.values())) if new else [], strict=True))
         return [built[kind_of(one)] for one in requests]
 
-    def places(recipe: Recipe, *_: Any) -> Any:
+    def places(roles: Roles, *_: Any) -> Any:
+        recipe = roles.recipe
         exchange = recipe.reshard.round_bytes, recipe.placement.gpus_per_node, recipe.model.path, recipe.model.dtype
-        return exchange, train_layout(recipe), engine_layout(recipe)
+        return exchange, roles.policy.layout, roles.engines
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)  # the recipes' own paths are relative to it
