@@ -287,9 +287,14 @@ def _plan(
     from megarl.plan.run_plan import make_plan
 
     found = make_plan(recipe, card, response_share or MEAN_RESPONSE_SHARE)
-    from megarl.plan.report import page
+    if as_json:
+        from megarl.plan.as_json import plan_json
 
-    _say_all(json.dumps(found.to_json()) if as_json else page(found))
+        _say_all(json.dumps(plan_json(found)))
+    else:
+        from megarl.plan.report import page
+
+        _say_all(page(found))
     if picture:
         from megarl.plan.picture import draw
 

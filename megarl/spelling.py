@@ -1,24 +1,30 @@
-"""The known names that an unknown one was probably meant to be."""
+"""Suggestions for misspelt names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+_LONGEST_NAME = 100  # a longer name is no misspelling, and comparing it takes long
+
+
+def did_you_mean(names: Sequence[str], otherwise: str) -> str:
+    """What a fault tells the user to write instead: one of at most three `names`; `otherwise` where there are none."""
+    return f"did you mean {' or '.join(names[:3])}?" if names else otherwise
 
 
 def near(name: str, known: Iterable[str]) -> list[str]:
-    """The known names at the smallest edit distance, in their order; none where that is more than a slip or two.
+    """The known names at the smallest edit distance, in their order; none where that distance is too large.
 
-    A slip is one letter, and one more for each four letters of the name.
+    The largest distance is one letter, and one more for every four letters of the name.
     """
-    names = list(known)
-    if not names or len(name) > 100:
+    if len(name) > _LONGEST_NAME:
         return []
-    distances = {other: edits(name, other) for other in names}
-    best = min(distances.values())
+    distances = {other: edit_distance(name, other) for other in known}
+    best = min(distances.values(), default=len(name))
     return [other for other, distance in distances.items() if distance == best] if best <= 1 + len(name) // 4 else []
 
 
-def edits(a: str, b: str) -> int:
+def edit_distance(a: str, b: str) -> int:
     """Letters to insert, delete, replace or swap with their neighbour to turn `a` into `b` (Damerau, 1964)."""
     before: list[int] = []
     row = list(range(len(b) + 1))

@@ -50,11 +50,11 @@ class FolderGone(UserFault):
 
 
 class UserFaults(Exception):
-    """Every fault that was found, so that one run of the command shows them all."""
+    """Every fault that was found, so that one run of the command shows them all; faults of the same text once."""
 
     def __init__(self, faults: Sequence[UserFault]) -> None:
-        super().__init__(tuple(faults))
-        self.faults = tuple(faults)
+        self.faults = tuple({str(fault): fault for fault in faults}.values())
+        super().__init__(self.faults)
 
     def __str__(self) -> str:
         return "\n".join(str(fault) for fault in self.faults)

@@ -18,14 +18,8 @@ from megarl.config.loading import load_recipe
 from megarl.parallel.families import FAMILIES
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.layout import EngineLayout, TrainLayout
-from megarl.parallel.placement import (
-    auxiliary_slots,
-    engine_layout,
-    node_faults,
-    shared_slots,
-    slot_faults,
-    train_layout,
-)
+from megarl.parallel.roles import resolve
+from megarl.preflight.layout import node_faults, slot_faults
 from megarl.resharding import megatron_map, sglang_map, tensors
 from megarl.resharding.traffic import count_traffic
 from megarl.tracking.metrics import train_metrics
@@ -149,11 +143,9 @@ def test_the_placements_that_are_shown_share_what_is_said(tmp_path: Path) -> Non
         overlay.write_text(keys)
         given = ["train.tp=4", "train.pp=1", "algorithm.name=ppo", "critic.lr=1e-5", "placement.network=nodes"]
         recipe = load_recipe(ROOT / "recipes" / "quickstart.yaml", [str(overlay), *given])
-        train, engine, beside = train_layout(recipe), engine_layout(recipe), auxiliary_slots(recipe, title[0] == "m")
-        faults = slot_faults(recipe.placement.gpus, train, engine, beside) + node_faults(recipe, beside)
-        assert faults == [], title
-        sides = [range(train.world_size), range(engine.first, engine.end), *beside.values()]
-        found[title.partition(":")[0]] = len(shared_slots(sides))
+        roles = resolve(recipe, learns=title[0] == "m")
+        assert slot_faults(roles) + node_faults(roles) == [], title
+        found[title.partition(":")[0]] = len(roles.shared_slots)
     assert found == {"shared": 16, "split": 0, "mixed": 12}
 
 

@@ -1,34 +1,25 @@
-"""`megarl train --dry-run`: everything that can be known of a run on a machine that has none of its GPUs.
+"""`megarl train --dry-run`: everything that can be checked of a run on a machine that has none of its GPUs.
 
-Recipes of cluster runs are checked where neither the weights nor the data are: what could not be checked is told.
+Recipes of cluster runs are checked on machines without their weights and data; the output lists what was not checked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator
 
-from megarl.algos import ALGORITHMS, has_critic
 from megarl.config import Recipe
 from megarl.device import DEVICE, LOOPBACK, Address
-from megarl.parallel.hf_config import auxiliary_shape, model_shape, scorer_shape
 from megarl.parallel.layout import EngineLayout, TrainLayout
-from megarl.parallel.placement import (
-    auxiliary_slots,
-    critic_recipe,
-    engine_layout,
-    reward_recipe,
-    train_layout,
-)
+from megarl.parallel.roles import Roles, resolve
 from megarl.preflight.check import faults_elsewhere
-from megarl.preflight.stand_ins import at_hand
-from megarl.resharding import fp8, megatron_map, sglang_map
+from megarl.preflight.layout import weight_maps
+from megarl.preflight.stand_ins import stand_ins
 from megarl.resharding.plan import plan_streams
-from megarl.resharding.shards import LayoutError, Part
-from megarl.resharding.traffic import Traffic, count_traffic
+from megarl.resharding.shards import LayoutError
+from megarl.resharding.traffic import count_traffic
 from megarl.rollout.episodes import engine_settings
 from megarl.rollout.sglang.arguments import Endpoint, NodeSpan, server_arguments, sglang_faults
-from megarl.types import ModelShape, UserFault, UserFaults
+from megarl.types import UserFault, UserFaults
 
 Faults = list[UserFault]
 _LOADER = "megarl.rollout.sglang.scheduler:load"  # any name: it is looked up where the weights arrive
@@ -37,62 +28,36 @@ _LOADER = "megarl.rollout.sglang.scheduler:load"  # any name: it is looked up wh
 def dry_run(recipe: Recipe, say: Callable[[str], None]) -> None:
     """Check a recipe, launch nothing, write nothing, and say in some lines what was found.
 
-    A recipe that names a GPU model (placement.hardware) is checked as for GPUs, another one as for this machine. Raises
-    UserFaults with all that is to mend.
+    A recipe with placement.hardware is checked as for GPUs, any other as for this machine. Raises UserFaults with every
+    fault.
     """
     device = "cuda" if recipe.placement.hardware else DEVICE
-    found, absent = at_hand(recipe)
-    faults = faults_elsewhere(found, device, absent)
-    told = {str(fault) for fault in faults}  # of Megatron's options in the policy's ranks
-    faults += [fault for fault in argument_faults(found, device, absent) if str(fault) not in told]
+    found, absent = stand_ins(recipe)
+    roles = resolve(found)
+    faults = faults_elsewhere(roles, device, absent) + argument_faults(roles, device, absent)
     if faults:
         raise UserFaults(faults)
-    for line in (*_roles(found), *_reshard(found, device), *_not_checked(recipe, device, absent)):
+    for line in (*_placement(roles), *_reshard(roles, device), *_not_checked(recipe, device, absent)):
         say(line)
 
 
-def argument_faults(recipe: Recipe, device: str, absent: Container[str]) -> Faults:
-    """What Megatron's and SGLang's own classes say of the arguments that they would get.
+def argument_faults(roles: Roles, device: str, absent: Container[str]) -> Faults:
+    """Faults that Megatron's and SGLang's own classes find in the arguments that they would get.
 
-    No more than keys and types where the layouts or the model's shape are wrong themselves: that is told elsewhere.
+    SGLang's are not asked where the engines' layout is wrong, nor any where the model's shape cannot be read: other
+    checks tell of these.
     """
-    try:
-        shape = model_shape(recipe.model.path)
-    except UserFault:
+    shape, faults = roles.policy.model.known_shape, []
+    if shape is None:
         return []
     from megarl.parallel.refusals import megatron_faults
 
-    faults: Faults = []
-    for world in _worlds(recipe, shape, absent):
-        told = [str(fault) for fault in faults]  # of the policy: train.megatron is for all worlds
-        refused = megatron_faults(world.recipe, world.shape, world.layout, device)
-        faults += [fault for fault in refused if str(fault) not in told]
-    if not engine_layout(recipe).faults(shape, recipe.placement.gpus):
-        faults += _sglang_faults(recipe, device)
+    for role in roles.models.values():
+        if role.name != "reward_model" or "reward_model.path" not in absent:
+            faults += megatron_faults(role, device)
+    if not roles.engines.faults(shape, roles.recipe.placement.gpus):
+        faults += _sglang_faults(roles.recipe, device)
     return faults
-
-
-@dataclass(frozen=True)
-class _World:
-    """The training ranks of one model: the recipe as they read it, and its shape and layout."""
-
-    branch: str
-    recipe: Recipe
-    shape: ModelShape
-
-    @property
-    def layout(self) -> TrainLayout:
-        return train_layout(self.recipe)
-
-
-def _worlds(recipe: Recipe, shape: ModelShape, absent: Container[str]) -> Iterator[_World]:
-    yield _World("train", recipe, shape)
-    if has_critic(recipe.algorithm.name):
-        own = critic_recipe(recipe)
-        yield _World("critic", own, auxiliary_shape(own.model.path, ALGORITHMS[recipe.algorithm.name].critic))
-    if recipe.reward_model.path and "reward_model.path" not in absent:
-        own = reward_recipe(recipe)
-        yield _World("reward_model", own, scorer_shape(own.model.path))
 
 
 def _sglang_faults(recipe: Recipe, device: str) -> Faults:
@@ -110,15 +75,13 @@ def _sglang_faults(recipe: Recipe, device: str) -> Faults:
     return server_faults(arguments | {"device": device})
 
 
-def _roles(recipe: Recipe) -> Iterator[str]:
-    """Who sits where; every rank's place in every grid is computed."""
-    layout, engines = train_layout(recipe), engine_layout(recipe)
-    yield f"train: {_axes(layout)}; slots 0 to {layout.world_size - 1}"
-    beside = auxiliary_slots(recipe, has_critic(recipe.algorithm.name))
-    for branch, slots in beside.items():
-        own = critic_recipe(recipe) if branch == "critic" else reward_recipe(recipe)
-        yield f"{branch}: {_axes(train_layout(own))}; slots {slots.start} to {slots.stop - 1}"
-    kind = "fp8" if engines.fp8 else recipe.model.dtype
+def _placement(roles: Roles) -> Iterator[str]:
+    """The slots and parallel sizes of every model and of the engines; every rank's coordinates are computed."""
+    for role in roles.models.values():
+        name = "train" if role.name == "policy" else role.name
+        yield f"{name}: {_axes(role.layout)}; slots {role.slots.start} to {role.slots.stop - 1}"
+    engines = roles.engines
+    kind = "fp8" if engines.fp8 else roles.recipe.model.dtype
     yield (
         f"engines: {engines.count} x TP{engines.tp} EP{engines.ep} DP{engines.dp} in {kind}; "
         f"slots {engines.first} to {engines.end - 1}"
@@ -126,7 +89,7 @@ def _roles(recipe: Recipe) -> Iterator[str]:
 
 
 def _axes(layout: TrainLayout) -> str:
-    """In words, once each rank has been found to have a place of its own in either grid."""
+    """Its parallel sizes, after a check that each rank has its own place in both grids."""
     places = [layout.coords(rank) for rank in range(layout.world_size)]
     dense = {(at.tp, at.cp, at.dp, at.pp) for at in places}
     sparse = {(at.etp, at.ep, at.edp, at.pp) for at in places}
@@ -136,12 +99,10 @@ def _axes(layout: TrainLayout) -> str:
     return " ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "one rank"
 
 
-def _reshard(recipe: Recipe, device: str) -> Iterator[str]:
-    """The traffic of the whole exchange, and the plans of some of its members."""
-    shape, layout, engines = model_shape(recipe.model.path), train_layout(recipe), engine_layout(recipe)
-    targets = sglang_map.parts(shape, engines)
-    sources = fp8.with_scales(megatron_map.parts(shape, layout, transformer_engine=device == "cuda"), targets)
-    members = max(layout.world_size, engines.end)
+def _reshard(roles: Roles, device: str) -> Iterator[str]:
+    """The traffic of the whole reshard, and the plans of some of its members."""
+    recipe, layout, engines, members = roles.recipe, roles.policy.layout, roles.engines, roles.num_members
+    sources, targets = weight_maps(roles, transformer_engine=device == "cuda")
     topology = {"gpus_per_node": recipe.placement.gpus_per_node, "dtype": recipe.model.dtype}
     try:
         total = count_traffic(sources, targets, members, **topology)
@@ -152,9 +113,16 @@ def _reshard(recipe: Recipe, device: str) -> Iterator[str]:
         ]
     except LayoutError as error:
         raise UserFaults([UserFault("rollout.engine", str(error), "tell us: the two maps do not fit")]) from error
-    yield _in_words(total, sources, targets)
+    whole, local, nvlink, fabric = (
+        f"{counts.max() / 1e9:.2f}" for counts in (total.dest, total.local, total.node_in, total.fabric_in)
+    )
+    yield (
+        f"reshard: {len(sources)} source and {len(targets)} target parts; at most {whole} GB into a GPU "
+        f"(up to {local} from its own training rank, {nvlink} inside the node, {fabric} over the fabric)"
+    )
     rounds = sum(map(max, zip(*needed, strict=True)))  # of each chapter all go on with the largest number
-    yield f"reshard: planned for {len(sample)} of {members} members ({_numbers(sample)}): about {rounds} rounds"
+    numbers = ", ".join(map(str, sample))
+    yield f"reshard: planned for {len(sample)} of {members} members ({numbers}): about {rounds} rounds"
 
 
 def _sample(layout: TrainLayout, engines: EngineLayout) -> list[int]:
@@ -163,20 +131,6 @@ def _sample(layout: TrainLayout, engines: EngineLayout) -> list[int]:
     per_stage = layout.world_size // layout.pp
     stages = {0, layout.pp // 2, layout.pp - 1}
     return sorted({0, members - 1, engines.first, engines.first + engines.tp - 1, *(s * per_stage for s in stages)})
-
-
-def _in_words(total: Traffic, sources: Sequence[Part], targets: Sequence[Part]) -> str:
-    """The traffic in GB a GPU, as text."""
-    figures = (total.dest, total.local, total.node_in, total.fabric_in)
-    whole, local, nvlink, fabric = (f"{one.max() / 1e9:.2f}" for one in figures)
-    return (
-        f"reshard: {len(sources)} source and {len(targets)} target parts; at most {whole} GB into a GPU "
-        f"(up to {local} from its own training rank, {nvlink} inside the node, {fabric} over the fabric)"
-    )
-
-
-def _numbers(members: Sequence[int]) -> str:
-    return ", ".join(map(str, members))
 
 
 def _not_checked(recipe: Recipe, device: str, absent: dict[str, str]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""`megarl reward-check`: what a reward says of its data's own answers, of others, and of responses made to break it."""
+"""`megarl reward-check`: the verdicts of a reward on its data's own answers, on others, and on hostile responses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.rollout.rewards import Failure, Verdict, short
 from megarl.rollout.verdicts.scorers import Scorers
 from megarl.types import UserFault
 
-Found = list[tuple[str, Verdict | Failure]]  # response, and what was said of it
+Found = list[tuple[str, Verdict | Failure]]  # response, result
 _OWN, _OTHER, _EMPTY, _BOMBS = "its own answer", "another row's answer", "an empty response", "bombs"
 _START_S = 600.0
 
@@ -51,19 +51,19 @@ def check(
     timeout_s: float,
     memory_mb: int,
 ) -> bool:
-    """Print what was found; whether no verdict failed. Raises UserFault for a function, file or argument that is none.
+    """Print what was found; whether no verdict failed. Raises UserFault for a wrong function, file or argument.
 
-    Everything is judged as in a run: in a process of its own, within the same bounds.
+    Responses are scored as in a run: in a process of its own, within the same limits.
     """
     rows = answered_rows(str(data), "--data", answer_column, num_rows)
     given = dict(_argument(text) for text in arguments)
     config = RewardConfig(function=function, arguments=given, timeout_s=timeout_s, memory_mb=memory_mb)
-    judges = Scorers(config, _START_S)
+    scorers = Scorers(config, _START_S)
     try:
-        found = _judged(judges, rows)
-        slowest_s = judges.slowest_s
+        found = _verdicts(scorers, rows)
+        slowest_s = scorers.slowest_s
     finally:
-        judges.shutdown()
+        scorers.shutdown()
     show(_report(found))
     show(f"the slowest verdict took {slowest_s:.3f} s of {timeout_s:g} s")
     own, other = (_mean(found[kind]) for kind in (_OWN, _OTHER))
@@ -87,17 +87,17 @@ def _argument(text: str) -> tuple[str, Any]:
         return key, value
 
 
-def _judged(judges: Scorers, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Found]:
+def _verdicts(scorers: Scorers, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Found]:
     found: dict[str, Found] = {_OWN: [], _OTHER: [], _EMPTY: [], _BOMBS: []}
     answers = list(dict.fromkeys(answer for answer, _ in rows))
     for answer, row in rows:
         other = answers[(answers.index(answer) + 1) % len(answers)]
         responses = {_OWN: answer, _EMPTY: ""} | ({_OTHER: other} if other != answer else {})
-        verdicts = judges.wait_for_verdicts(answer, row, list(responses.values()))
-        for (kind, response), one in zip(responses.items(), verdicts, strict=True):
-            found[kind].append((response, one))
+        verdicts = scorers.wait_for_verdicts(answer, row, list(responses.values()))
+        for (kind, response), verdict in zip(responses.items(), verdicts, strict=True):
+            found[kind].append((response, verdict))
     answer, row = rows[0]
-    found[_BOMBS] = list(zip(BOMBS, judges.wait_for_verdicts(answer, row, BOMBS), strict=True))
+    found[_BOMBS] = list(zip(BOMBS, scorers.wait_for_verdicts(answer, row, BOMBS), strict=True))
     return found
 
 

@@ -1,6 +1,6 @@
 """The recipe: one frozen tree that says everything about a run.
 
-Paths are relative to the working directory of the command. `recipe_file.load_recipe` reads YAML and overrides into it.
+Paths are relative to the working directory of the command. `loading.load_recipe` reads YAML and overrides into it.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ Tracker = Literal["tensorboard", "wandb", "mlflow"]
 class RunConfig(Branch):
     """The run as a whole: `dir/name` receives every file.
 
-    `timeout_s` bounds silence, not work: a collective or rendezvous whose peers do not come, a training rank or engine
-    whose process does not answer, a scheduler of SGLang's that is stopped or stays in one round of its loop (the
-    forward pass of one batch). Whoever stands still for so long is named, and the run ends. A rollout, a step or a
+    `timeout_s` limits silence, not work: of a collective or rendezvous whose peers do not arrive, of a training rank or
+    engine whose process does not answer, of an SGLang scheduler that is stopped or stays in one iteration of its loop
+    (the forward pass of one batch). After that time the run ends and names the process. A rollout, a step or a
     checkpoint may take longer.
     """
 
@@ -98,7 +98,7 @@ class AlgorithmConfig(Branch):
 
     @property
     def given(self) -> dict[str, Any]:
-        """The rules that are set."""
+        """The hyperparameters that are set."""
         return self.model_dump(exclude={"name"}, exclude_none=True)
 
 
@@ -125,8 +125,8 @@ class EngineConfig(Branch):
 class RolloutConfig(Branch):
     """What is sampled in one step, and by which engines.
 
-    The policy is the distribution that is sampled from, softmax(logits / temperature): logprobs, ratios, entropy and
-    the KL to the reference are those of this temperature on both sides. Supervised losses are of temperature 1.
+    The policy is the distribution that samples are drawn from, softmax(logits / temperature): logprobs, ratios, entropy
+    and the KL to the reference use this temperature on both sides. Supervised losses use temperature 1.
     """
 
     prompts_per_step: Count
@@ -139,7 +139,7 @@ class RolloutConfig(Branch):
 
 
 class EvaluationSetConfig(Branch):
-    """How one set of `data.eval` is answered; what is not set is as for all sets."""
+    """How one set of `data.eval` is answered; keys that are not set are as for all sets."""
 
     max_prompts: Count | None = None
     samples: SampleCount | None = None
@@ -151,8 +151,8 @@ class EvaluationSetConfig(Branch):
 class EvaluationConfig(Branch):
     """`samples` answers to at most `max_prompts` prompts of each set, every `every` steps and at the end.
 
-    Before training, too, unless `at_start` is false. At temperature 0 the answer is the greedy one.
-    `max_response_tokens` is the rollout's unless it is set; `sets` has what is otherwise with single sets.
+    Also before training, unless `at_start` is false. At temperature 0 decoding is greedy. `max_response_tokens` is the
+    rollout's unless it is set; `sets` overrides keys for single sets.
     """
 
     every: Count = 10
@@ -165,13 +165,13 @@ class EvaluationConfig(Branch):
     sets: Mapping[FolderName, EvaluationSetConfig] = Field(default_factory=dict)
 
     def of(self, name: str) -> EvaluationConfig:
-        """As the set of this name has it."""
+        """The keys for the set of this name."""
         own = self.sets.get(name, EvaluationSetConfig()).model_dump(exclude_none=True)
         return self.model_copy(update=own)
 
 
 class CheckpointConfig(Branch):
-    """Everything a run needs to go on: written every `every` steps (never, unless it is set), the last `keep` kept."""
+    """Everything that a run needs to resume, written every `every` steps (never if not set); the last `keep` stay."""
 
     every: Count | None = None
     keep: Count = 3
@@ -181,7 +181,7 @@ class CheckpointConfig(Branch):
 class ReshardConfig(Branch):
     """`round_bytes` bounds the bytes a member has in flight, whatever the model's size.
 
-    `verify` holds what the engines got against the trained weights: by sums, or by sending every byte once more.
+    `verify` compares the engines' weights with the trained weights: by checksums, or by sending every byte again.
     """
 
     round_bytes: Annotated[int, Field(ge=1024, le=2**40)] = 512 * 1024 * 1024
@@ -189,7 +189,7 @@ class ReshardConfig(Branch):
 
 
 class PlacementConfig(Branch):
-    """GPU slots of the run; trainer ranks and engines share them, or have slots of their own."""
+    """GPU slots of the run; training ranks and engines share them or have separate slots."""
 
     gpus: ParallelSize
     train_gpus: ParallelSize | None = None  # training ranks, on the first slots; all slots unless it is set
@@ -200,11 +200,11 @@ class PlacementConfig(Branch):
 
     @property
     def node_gpus(self) -> int | None:
-        """GPUs of each node of the Ray cluster that runs; None where the run begins one of its own on this machine."""
+        """GPUs of each node of the running Ray cluster; None where the run starts its own Ray on this machine."""
         return self.gpus_per_node if self.network == "nodes" else None
 
     def gpu_of(self, slot: int) -> int:
-        """The number that a slot's GPU has on its node."""
+        """The index of a slot's GPU on its node."""
         return slot % self.gpus_per_node if self.network == "nodes" else slot
 
 

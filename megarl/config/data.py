@@ -1,4 +1,4 @@
-"""What a run learns from: the files of prompts, and who judges the responses to them."""
+"""What a run learns from: the files of prompts, and the reward functions for the responses to them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.types import WhenFailed, WhenOverlong
 
 
 class DataFileConfig(Branch):
-    """One JSONL or parquet file, written as its path alone or as a branch; without columns, it has those of `data`."""
+    """One JSONL or parquet file, written as a path or as a branch; its columns are `data`'s unless they are set."""
 
     path: FilePath
     prompt: Text | None = None
@@ -73,25 +73,25 @@ class DataConfig(Branch):
 
 
 class SourceRewardConfig(Branch):
-    """Who judges the rows of one source: `module:function`, and keyword arguments for it."""
+    """The reward function for the rows of one source, `module:function`, and its keyword arguments."""
 
     function: Text
     arguments: dict[str, Any] = Field(default_factory=dict)
 
 
 class RewardConfig(Branch):
-    """`module:function` that scores one response, with keyword arguments; rows of a named source have their own.
+    """`module:function` that scores a response, with keyword arguments; `by_source` has functions for named sources.
 
-    Every verdict is computed in a process that ends when it takes too long or too much: docs/rewards.md. One that
-    fails costs what `on_failure` says: its sample leaves the group, the run stops, or the reward is `penalty`.
+    Every verdict is computed in a process with limits of time and memory (docs/rewards.md). After a failed verdict
+    `on_failure` decides: the sample leaves the group, the run stops, or the reward is `penalty`.
     """
 
     function: Text | None = None
     arguments: dict[str, Any] = Field(default_factory=dict)
     source: Text = "data_source"  # the column that names a row's source
     by_source: Mapping[Text, SourceRewardConfig] = Field(default_factory=dict)
-    workers: Annotated[int, Field(ge=1, le=1024)] = 2  # processes of each function beside every engine
+    workers: Annotated[int, Field(ge=1, le=1024)] = 2  # processes of each function for every engine
     timeout_s: Seconds = 5.0  # of one verdict
-    memory_mb: Annotated[int, Field(ge=1, le=2**24)] = 1024  # of a verdict, beside what the function takes to be there
+    memory_mb: Annotated[int, Field(ge=1, le=2**24)] = 1024  # of a verdict, beyond what loading the function takes
     on_failure: WhenFailed = "drop"
     penalty: Weight = 0.0

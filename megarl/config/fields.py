@@ -1,6 +1,6 @@
 """The types of the recipe's values, and what every branch of it is.
 
-Each number has bounds, beyond which no run can use it: what float32, NumPy's seeds, a file's name or a clock can hold.
+Each number has bounds, which come from float32, NumPy's seeds, file names or clocks: no run can use values beyond.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a plan reckons with: one GPU model and the node around it, as recipes/hardware/*.yaml state them."""
+"""The figures that a plan uses: one GPU model and its node, as in recipes/hardware/*.yaml."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FOLDER = Path("recipes/hardware")  # of the files that are there, from where the
 
 
 class Hardware(Branch):
-    """Bytes, bytes a second and operations a second of one GPU, each way where there are two ways; of the node's host.
+    """Bytes, bytes/s and operations/s of one GPU (links: in each direction), and of the node's host.
 
     The shares say how much of a peak is reached; each file says where its figures are from.
     """
@@ -38,7 +38,7 @@ class Hardware(Branch):
     nic_latency_s: Positive  # the same over several nodes
 
     def is_card(self, device_name: str) -> bool:
-        """Whether a GPU, as its driver names it, is this one: by whole words, for H20 is no H200."""
+        """Whether a driver's name of a GPU is this model, compared by whole words: H20 is not H200."""
         own, words = _words(self.name), _words(device_name)
         return any(words[at : at + len(own)] == own for at in range(len(words)))
 
@@ -48,14 +48,14 @@ def _words(name: str) -> list[str]:
 
 
 def communicator_bytes(path: str | Path | None) -> int:
-    """Of a GPU for one group of NCCL's, by the file that a recipe names; the default where it names none."""
+    """Bytes of a GPU for one NCCL communicator, from the file that a recipe names; without a file, the default."""
     if path is None:
         return Hardware.model_fields["communicator_bytes"].default
     return load_hardware(path).communicator_bytes
 
 
 def load_hardware(path: str | Path | None) -> Hardware:
-    """Read one file. Raises UserFaults: what is wrong with it, line by line; UserFault where none is named."""
+    """Read one file. Raises UserFaults with the faults of its lines; UserFault where there is no such file."""
     if path is None:
         there = sorted(str(file) for file in FOLDER.glob("*.yaml"))
         files = f"one of {', '.join(there)}" if there else "a file like those of recipes/hardware"

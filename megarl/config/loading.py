@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from megarl.config import Recipe
 from megarl.config.fields import Branch
 from megarl.config.yaml_text import Parsed, parse, read_file
-from megarl.spelling import near
+from megarl.spelling import did_you_mean, near
 from megarl.types import UserFault, UserFaults
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def load_branch(kind: type[Loaded], path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
-    """The same for a file of another kind than a recipe."""
+    """Like `load_recipe`, for another kind of file."""
     found = _read_yaml(Path(path), kind)
     tree = found.value
     for override in overrides:
@@ -100,7 +100,7 @@ def _lay_over(path: Path, kind: type[Branch], tree: dict[str, Any], found: Parse
 
 
 def _note(parsed: Parsed, found: Parsed) -> None:
-    """Where its keys are written, and what is wrong with them, beside what is known so far."""
+    """Add to `found` where the parsed keys are written, and their faults."""
     found.origins |= parsed.origins
     found.faults += parsed.faults
     found.keys_at_fault |= parsed.keys_at_fault
@@ -138,7 +138,7 @@ def _explain(error: ValidationError, found: Parsed, file: str, root: type[Branch
         if item["type"] == "extra_forbidden":
             guesses = _nearest(path, tree, not where.startswith(f"{file}:"), root)
             misspelt.update(guesses)
-            mend = f"did you mean {' or '.join(guesses)}?" if guesses else f"the keys there are {_known(path, root)}"
+            mend = did_you_mean(guesses, f"the keys there are {', '.join(_fields(path.rpartition('.')[0], root))}")
             faults.append(UserFault(where, f"unknown key {path}", mend))
         elif item["type"] == "missing":
             missing.append((where, path))
@@ -151,7 +151,7 @@ def _explain(error: ValidationError, found: Parsed, file: str, root: type[Branch
 
 
 def _mend(item: ErrorDetails) -> str:
-    """What to write in place of a value of the right place but not of the right kind."""
+    """What to write instead of a value of the wrong kind."""
     if item["type"] in _MENDS:
         return _MENDS[item["type"]]
     context = item.get("ctx", {})
@@ -180,7 +180,7 @@ def _fields(section: str, root: type[Branch]) -> dict[str, type[Branch] | None]:
 
 
 def _is_free(path: str, root: type[Branch]) -> bool:
-    """Whether the value of a key may be of any type: it is inside of what is passed through."""
+    """Whether the value of a key may be of any type: it is inside a mapping that is passed through."""
     kind: Any = root
     for key in path.split("."):
         if get_origin(kind) is dict:
@@ -194,10 +194,6 @@ def _is_free(path: str, root: type[Branch]) -> bool:
     return get_origin(kind) is dict
 
 
-def _known(path: str, root: type[Branch]) -> str:
-    return ", ".join(_fields(path.rpartition(".")[0], root))
-
-
 def _leaves(root: type[Branch], section: str = "") -> Iterator[str]:
     for name, branch in _fields(section, root).items():
         path = f"{section}.{name}".lstrip(".")
@@ -207,7 +203,7 @@ def _leaves(root: type[Branch], section: str = "") -> Iterator[str]:
 
 
 def _nearest(path: str, tree: Mapping[str, Any], in_override: bool, root: type[Branch]) -> list[str]:
-    """Known paths that an unknown one was probably meant to be, at most three, best first.
+    """Known paths that are probably meant by an unknown path, at most three, best first.
 
     Spelling first; among equals, in a file, a key that is not written yet; else the same name in another section.
     """

@@ -1,4 +1,4 @@
-"""The models of a run: the policy that is trained, and those beside it."""
+"""The models of a run: the policy, its reference, the critic and the reward model."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class TrainConfig(Branch):
     tp: ParallelSize = 1
     pp: ParallelSize = 1
     ep: ParallelSize = 1
-    cp: ParallelSize = 1  # ranks that share out each sequence's tokens
+    cp: ParallelSize = 1  # ranks that share the tokens of each sequence
     vpp: ParallelSize = 1  # virtual stages of each pipeline rank
     etp: ParallelSize | None = None  # ranks that split one expert; 1, or tp where ep is 1, unless it is set
     layers_per_stage: Annotated[tuple[Whole, ...], Field(strict=False)] = ()  # uneven stages
     lr: LearningRate
     warmup_steps: Whole = 0
     lr_schedule: LrSchedule = "constant"
-    lr_end: Share = 0.0  # of lr, what the schedule comes down towards, behind the last step
+    lr_end: Share = 0.0  # of lr: the schedule reaches this share after the last step
     weight_decay: NonNegative = 0.0
     grad_clip: Positive = 1.0
     tokens_per_micro_batch: Count = 4096
@@ -50,8 +50,8 @@ class TrainConfig(Branch):
     aux_loss: NonNegative = 0.0
     z_loss: NonNegative = 0.0
     mtp_loss: NonNegative = 0.0
-    router_bias_rate: NonNegative = 0.0  # by which DeepSeek's router biases move towards balance after an update
-    replay: Literal["off", "r2", "r3"] = "off"  # experts of each token: chosen anew, by the old policy, by the engine
+    router_bias_rate: NonNegative = 0.0  # of the steps of DeepSeek's router biases towards balance, after each update
+    replay: Literal["off", "r2", "r3"] = "off"  # of routed experts: none, the old policy's, the engine's
     optimizer_offload: bool = False  # the optimizer lives and steps in host memory
     local_layers: bool = False  # Megatron's own layers on GPUs that lack TransformerEngine; slower
     megatron: dict[str, Any] = Field(default_factory=dict)
@@ -60,9 +60,9 @@ class TrainConfig(Branch):
 
 
 class ReferenceConfig(Branch):
-    """A model that stays as it is, which the policy's drift is measured against: the start unless `path` names another.
+    """The frozen model of the KL terms: the policy's first weights, unless `path` names a checkpoint.
 
-    It needs no GPU memory: its weights wait in the host's and change places with the policy's for a forward pass.
+    It needs no GPU memory: its weights are in host memory and are swapped with the policy's for a forward pass.
     """
 
     use: bool = False
@@ -70,9 +70,9 @@ class ReferenceConfig(Branch):
 
 
 class RanksConfig(Branch):
-    """Training ranks of a model beside the policy; what is not set is as the policy's.
+    """Training ranks of the critic or the reward model; keys that are not set are as for the policy.
 
-    They sit on the slots from `first_gpu` on, shared with whoever else is there: those that share take turns.
+    They sit on the slots from `first_gpu` on. Ranks and engines on the same slot take turns with its memory.
     """
 
     first_gpu: Slot = 0
@@ -88,10 +88,10 @@ class RanksConfig(Branch):
 
 
 class CriticConfig(Branch):
-    """The model that learns beside the policy, of algorithms that have one; for PRIME its implicit reward model.
+    """The auxiliary model of algorithms that train one: a critic, or PRIME's implicit reward model.
 
-    A critic's checkpoint is a language model's or a classifier's with one score, the reward model's a language model's.
-    `path` and what is said of the learning rate are the policy's unless they are set.
+    A critic's checkpoint is a language model or a classifier with one score, an implicit reward model's a language
+    model. `path` and the keys of the learning rate are the policy's unless they are set.
     """
 
     path: FilePath | None = None
@@ -103,9 +103,9 @@ class CriticConfig(Branch):
 
 
 class RewardModelConfig(Branch):
-    """A sequence classifier with one score, whose `weight` times it is added to the reward of each response.
+    """A sequence classifier with one score; `weight` times the score is added to the reward of each response.
 
-    It reads prompt and response as a chat, by its own tokenizer and template; of one that is too long, the end.
+    It reads prompt and response as a chat, with its own tokenizer and template; of a chat that is too long, the end.
     """
 
     path: FilePath | None = None

@@ -39,7 +39,7 @@ class _TooDeep(Exception):
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML whose words are those of YAML 1.2."""
+    """Safe YAML with the booleans and numbers of YAML 1.2."""
 
     yaml_implicit_resolvers = {
         first: [(tag, words) for tag, words in resolvers if tag not in (_TAG + "bool", _TAG + "timestamp")]

@@ -7,15 +7,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from megarl.algos import ALGORITHMS, has_critic
 from megarl.checkpoints.snapshots import Digest, Snapshot, Snapshots
 from megarl.cluster import processes
 from megarl.config import Recipe
 from megarl.disk import writing
 from megarl.fleet.fleet import LEFTOVER, Fleet
 from megarl.fleet.rank_groups import RolloutBatch
-from megarl.parallel.hf_config import auxiliary_shape, model_shape
-from megarl.parallel.placement import critic_recipe
+from megarl.parallel.hf_config import model_shape
+from megarl.parallel.roles import resolve
 from megarl.rollout.prompts import PromptStream
 from megarl.rollout.sample_file import open_samples
 from megarl.types import EndedEarly, Metrics, UserFault, UserFaults
@@ -79,11 +78,8 @@ def _leftover_faults(found: Snapshot) -> list[UserFault]:
 
 
 def _critic_of(recipe: Recipe) -> dict[str, object] | None:
-    if not has_critic(recipe.algorithm.name):
-        return None
-    own = critic_recipe(recipe)
-    kind = ALGORITHMS[recipe.algorithm.name].critic
-    return {"shape": asdict(auxiliary_shape(own.model.path, kind)), "ep": own.train.ep}
+    critic = resolve(recipe).critic
+    return {"shape": asdict(critic.shape), "ep": critic.layout.ep} if critic else None
 
 
 def _critic_faults(found: Snapshot, then: Progress, recipe: Recipe) -> list[UserFault]:

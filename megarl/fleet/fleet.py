@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megarl.algos import has_critic
 from megarl.checkpoints.snapshots import Digest
 from megarl.cluster.actor import Ref
 from megarl.cluster.session import Cluster, WorkerFailed
@@ -18,14 +17,7 @@ from megarl.device import address_of
 from megarl.fleet.engines import Engines
 from megarl.fleet.memory import MemoryScheduler, Phase
 from megarl.fleet.rank_groups import AuxiliaryRanks, RewardRanks, RolloutBatch, TrainingRanks, ranks_alone
-from megarl.parallel.hf_config import model_shape
-from megarl.parallel.placement import (
-    auxiliary_slots,
-    engine_layout,
-    shared_slots,
-    train_layout,
-    without_reference,
-)
+from megarl.parallel.roles import resolve
 from megarl.resharding.member import Stats, collect_stats
 from megarl.resharding.session import Sessions, sessions
 from megarl.rollout.episodes import summary
@@ -73,16 +65,15 @@ class Fleet(TrainingFleet):
     def __init__(self, cluster: Cluster, recipe: Recipe, say: Callable[[str], None], *, learns: bool = True) -> None:
         """say: prints a line for the user. learns: False where the run only samples: then there is no critic."""
         self._recipe, self._say = recipe, say
-        self._train_layout, self._engine_layout = train_layout(recipe), engine_layout(recipe)
-        auxiliary = auxiliary_slots(recipe, learns and has_critic(recipe.algorithm.name))
-        engine_slots = range(self._engine_layout.first, self._engine_layout.end)
-        shared = shared_slots([range(self._train_layout.world_size), engine_slots, *auxiliary.values()])
+        roles = resolve(recipe, learns=learns)
+        self._roles, shared = roles, roles.shared_slots
         self._run_id = secrets.token_hex(8)
-        trainers = TrainingRanks(cluster, recipe if learns else without_reference(recipe), shared)
+        trainers = TrainingRanks(cluster, roles.policy, shared)
         self._store = trainers.store
-        self.engines = Engines(cluster, recipe, self._engine_layout, shared)
-        super().__init__(cluster, trainers, AuxiliaryRanks(cluster, recipe, shared) if "critic" in auxiliary else None)
-        self.reward_model = RewardRanks(cluster, recipe, shared) if "reward_model" in auxiliary else None
+        self.engines = Engines(cluster, recipe, roles.engines, shared)
+        critic = AuxiliaryRanks(cluster, roles.critic, shared) if roles.critic else None
+        super().__init__(cluster, trainers, critic)
+        self.reward_model = RewardRanks(cluster, roles.reward_model, shared) if roles.reward_model else None
         self._start()
         if recipe.placement.node_gpus:
             self._say_device_placements()
@@ -143,8 +134,7 @@ class Fleet(TrainingFleet):
             raise RuntimeError(f"the engines are at versions {versions}, the trainer is at {version}")
         self.version, self._have_sessions = version, True
         readings |= self.hand_over("rollout")
-        num_members = max(self._train_layout.world_size, self._engine_layout.end)
-        return collect_stats(self._store, self._run_id, self.attempts, num_members), readings
+        return collect_stats(self._store, self._run_id, self.attempts, self._roles.num_members), readings
 
     def _exchange(self, version: int) -> dict[Ref, str]:
         """Call every member of one attempt. Engines keep their session from the first exchange that succeeded."""
@@ -178,7 +168,7 @@ class Fleet(TrainingFleet):
         digests, readings = {}, self.hand_over("train")
         self.trainers.save(folder)
         if leftover.refs:
-            vocab_size, temperature = model_shape(self._recipe.model.path).vocab_size, self._recipe.rollout.temperature
+            vocab_size, temperature = self._roles.policy.shape.vocab_size, self._recipe.rollout.temperature
             with writing(folder / LEFTOVER, vocab_size, temperature) as file:
                 file.write(self.fetch(leftover))
         if self.critic:
@@ -205,9 +195,9 @@ class Fleet(TrainingFleet):
             [one.source for one in handles],
             meet=address_of(self._store),
             run_id=self._run_id,
-            shape=model_shape(self._recipe.model.path),
-            train=self._train_layout,
-            engine=self._engine_layout,
+            shape=self._roles.policy.shape,
+            train=self._roles.policy.layout,
+            engine=self._roles.engines,
             transformer_engine=handles[0].transformer_engine,
             dtype=self._recipe.model.dtype,
             round_bytes=self._recipe.reshard.round_bytes,

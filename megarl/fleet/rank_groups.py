@@ -12,20 +12,20 @@ from typing import TypeVar
 import numpy as np
 
 from megarl import device
-from megarl.algos import ALGORITHMS, AUXILIARY_AGGREGATION, has_critic, hyperparameters_of
+from megarl.algos import ALGORITHMS, AUXILIARY_AGGREGATION, hyperparameters_of
 from megarl.algos.statistics import Statistics
 from megarl.checkpoints.snapshots import Digest
 from megarl.cluster.actor import Ref
 from megarl.cluster.session import Cluster
 from megarl.config import Recipe
 from megarl.fleet.token_values import Observation, PerToken, TokenValues
-from megarl.parallel.hf_config import auxiliary_shape, model_shape, scorer_shape
-from megarl.parallel.placement import auxiliary_slots, critic_recipe, is_reporting_rank, reward_recipe, train_layout
+from megarl.parallel.placement import is_reporting_rank
+from megarl.parallel.roles import Role, resolve
 from megarl.training.auxiliary import AUXILIARY_MODELS
 from megarl.training.batching import SampleRef, Update, key_of, plan_updates
 from megarl.training.flops import speed, train_work
 from megarl.training.policy import PublishedRank
-from megarl.types import GroupSummary, Hyperparameters, Metrics, ModelShape, UserFault
+from megarl.types import GroupSummary, Hyperparameters, Metrics, UserFault
 
 Found = TypeVar("Found", bound=PerToken)
 
@@ -52,20 +52,18 @@ class RankGroup:
     def __init__(
         self,
         cluster: Cluster,
-        recipe: Recipe,
-        shape: ModelShape,
+        role: Role,
         shared: frozenset[int],
         *,
         name: str,
         target: str,
-        first: int = 0,
         more: Sequence[object] = (),
     ) -> None:
-        """recipe: as these ranks read it. name: of a rank, for people. target: its class; more: its last arguments."""
-        self._cluster, self._recipe, self._shape, self._layout = cluster, recipe, shape, train_layout(recipe)
+        """name: of a rank, for people. target: its class; more: its last arguments."""
+        recipe, slots = role.recipe, role.slots
+        self._cluster, self._recipe, self._shape, self._layout = cluster, recipe, role.shape, role.layout
         # Where the ranks meet: served as long as this object lives.
         self.store = device.host_store(recipe.run.timeout_s, cluster.host)
-        slots = range(first, first + self._layout.world_size)
         self.workers = [cluster.worker(f"{name} {rank}", slot) for rank, slot in enumerate(slots)]
         self.started = {
             worker.start(target, rank, recipe, device.address_of(self.store), *more): worker.name
@@ -175,9 +173,8 @@ class RankGroup:
 class TrainingRanks(RankGroup):
     """The policy's."""
 
-    def __init__(self, cluster: Cluster, recipe: Recipe, shared: frozenset[int]) -> None:
-        shape, target = model_shape(recipe.model.path), "megarl.training.policy:PolicyRank"
-        super().__init__(cluster, recipe, shape, shared, name="training rank", target=target)
+    def __init__(self, cluster: Cluster, role: Role, shared: frozenset[int]) -> None:
+        super().__init__(cluster, role, shared, name="training rank", target="megarl.training.policy:PolicyRank")
 
     def load_weights(self, folder: Path) -> None:
         """The weights alone of a checkpoint, from any layout."""
@@ -231,19 +228,10 @@ class TrainingRanks(RankGroup):
 class AuxiliaryRanks(RankGroup):
     """The critic's or the implicit reward model's."""
 
-    def __init__(self, cluster: Cluster, recipe: Recipe, shared: frozenset[int]) -> None:
-        own, first = critic_recipe(recipe), recipe.critic.ranks.first_gpu
-        kind = ALGORITHMS[recipe.algorithm.name].critic
-        super().__init__(
-            cluster,
-            own,
-            auxiliary_shape(own.model.path, kind),
-            shared,
-            name=f"{AUXILIARY_MODELS[kind].name} rank",
-            target="megarl.training.auxiliary:AuxiliaryRank",
-            first=first,
-            more=[kind, first],
-        )
+    def __init__(self, cluster: Cluster, role: Role, shared: frozenset[int]) -> None:
+        kind = ALGORITHMS[role.recipe.algorithm.name].critic
+        name, target = f"{AUXILIARY_MODELS[kind].name} rank", "megarl.training.auxiliary:AuxiliaryRank"
+        super().__init__(cluster, role, shared, name=name, target=target, more=[kind, role.first_slot])
         self._aggregation = AUXILIARY_AGGREGATION[kind]
 
     @property
@@ -277,18 +265,9 @@ class AuxiliaryRanks(RankGroup):
 class RewardRanks(RankGroup):
     """The reward model's."""
 
-    def __init__(self, cluster: Cluster, recipe: Recipe, shared: frozenset[int]) -> None:
-        own = reward_recipe(recipe)
-        super().__init__(
-            cluster,
-            own,
-            scorer_shape(own.model.path),
-            shared,
-            name="reward model rank",
-            target="megarl.training.reward_model:RewardModelRank",
-            first=recipe.reward_model.ranks.first_gpu,
-            more=[recipe.reward_model.ranks.first_gpu],
-        )
+    def __init__(self, cluster: Cluster, role: Role, shared: frozenset[int]) -> None:
+        target = "megarl.training.reward_model:RewardModelRank"
+        super().__init__(cluster, role, shared, name="reward model rank", target=target, more=[role.first_slot])
 
     def score(self, rollout: RolloutBatch) -> RolloutBatch:
         """The rollout with `reward_model.weight` times each response's score added to its reward.
@@ -314,23 +293,24 @@ class RewardRanks(RankGroup):
 
 def trainers_alone(cluster: Cluster, recipe: Recipe) -> TrainingRanks:
     """The policy's ranks and no others; they keep their memory in every phase."""
-    ranks = TrainingRanks(cluster, recipe, frozenset())
+    ranks = TrainingRanks(cluster, resolve(recipe).policy, frozenset())
     cluster.gather(ranks.started)
     return ranks
 
 
 def ranks_alone(cluster: Cluster, recipe: Recipe) -> tuple[TrainingRanks, AuxiliaryRanks | None]:
     """The ranks of a run without engines, on the first `gpus_alone` slots; all keep their memory in every phase."""
-    critic = AuxiliaryRanks(cluster, recipe, frozenset()) if has_critic(recipe.algorithm.name) else None
-    trainers = TrainingRanks(cluster, recipe, frozenset())
+    roles = resolve(recipe)
+    critic = AuxiliaryRanks(cluster, roles.critic, frozenset()) if roles.critic else None
+    trainers = TrainingRanks(cluster, roles.policy, frozenset())
     cluster.gather(trainers.started | (critic.started if critic else {}))
     return trainers, critic
 
 
 def gpus_alone(recipe: Recipe) -> int:
     """Slots that a run without engines needs."""
-    critic_slots = auxiliary_slots(recipe, has_critic(recipe.algorithm.name)).get("critic", range(0))
-    return max(train_layout(recipe).world_size, critic_slots.stop)
+    roles = resolve(recipe)
+    return max(role.slots.stop for role in (roles.policy, roles.critic) if role)
 
 
 def _share(updates: Sequence[Update], dp_rank: int) -> list[Update]:

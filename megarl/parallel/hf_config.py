@@ -1,7 +1,7 @@
-"""What a HF `config.json` says: the integers of ModelShape, and the rest that building the model needs.
+"""Reading a HF `config.json`: the integers of ModelShape, and the other values that building the model needs.
 
-Without Megatron, so that it can be checked early. A model that does something that megarl does not build is refused by
-the key that says so.
+Without Megatron, so that it can be checked early. A model with a part that megarl cannot build is refused by the key
+that asks for that part.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Yarn:
 
 @dataclass(frozen=True)
 class HfFacts:
-    """What a `config.json` says beside the integers of ModelShape; the router's facts are DeepSeek's."""
+    """The values of a `config.json` that are not in ModelShape; the router's values are DeepSeek's."""
 
     rms_norm_eps: float
     rope_theta: float
@@ -87,41 +87,84 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def architecture(path: str | Path) -> tuple[str, bool]:
-    """The family's class name, and whether this is its classifier. Raises UserFault for any other."""
+@dataclass(frozen=True)
+class HfModel:
+    """The `config.json` of a checkpoint folder, read once.
+
+    fault: why `facts`, and perhaps `known_shape` too, could not be read and are None. context_tokens: None where the
+    file does not have them.
+    """
+
+    path: str
+    known_shape: ModelShape | None = None
+    facts: HfFacts | None = None
+    context_tokens: int | None = None
+    fault: UserFault | None = None
+
+    @property
+    def shape(self) -> ModelShape:
+        """Raises the fault where the shape could not be read."""
+        if self.known_shape is None:
+            assert self.fault
+            raise self.fault
+        return self.known_shape
+
+
+def read_model(path: str | Path, *, has_scores: bool = False) -> HfModel:
+    """Read `config.json` without raising; has_scores: as a model with one score per token, not logits."""
+    shape = None
+    try:
+        file, config, family, is_classifier = _opened(path)
+        shape = _scorer_shape(file, config, family) if has_scores else _lm_shape(file, config, family, is_classifier)
+        facts = _facts(file, config, family)
+    except UserFault as fault:
+        return HfModel(str(path), shape, fault=fault)
+    return HfModel(str(path), shape, facts, config.get("max_position_embeddings"))
+
+
+def model_shape(path: str | Path) -> ModelShape:
+    """Read a language model's `config.json`. Raises UserFault: no file, unknown architecture, missing key, ..."""
+    return _lm_shape(*_opened(path))
+
+
+def scorer_shape(path: str | Path) -> ModelShape:
+    """The shape with one score per token: of a classifier, or of a language model whose head is left out."""
+    return _scorer_shape(*_opened(path)[:3])
+
+
+def hf_facts(path: str | Path) -> HfFacts:
+    """Read `config.json`. Raises UserFault where the model does something that megarl does not build."""
+    return _facts(*_opened(path)[:3])
+
+
+def _opened(path: str | Path) -> tuple[Path, dict[str, Any], str, bool]:
+    """`config.json`, its content, the family's class name, and whether it is the family's classifier.
+
+    Raises UserFault for an unreadable file and for any other architecture.
+    """
     file = Path(path) / "config.json"
-    architectures = read_json(file).get("architectures")
+    config = read_json(file)
+    architectures = config.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and len(architectures) == 1 else None
     is_classifier = str(name).endswith(_CLASSIFIER)
     family = str(name).removesuffix(_CLASSIFIER) + _MODEL if is_classifier else name
     if family not in FAMILIES:
         raise UserFault(str(file), f"architectures is {architectures}", f"use one of {', '.join(FAMILIES)}")
-    return family, is_classifier
+    return file, config, family, is_classifier
 
 
-def model_shape(path: str | Path) -> ModelShape:
-    """Read a language model's `config.json`. Raises UserFault: no file, unknown architecture, missing key, ..."""
-    family, is_classifier = architecture(path)
+def _lm_shape(file: Path, config: Mapping[str, Any], family: str, is_classifier: bool) -> ModelShape:
     if is_classifier:
         mend = "use a language model, or name it as critic.path or reward_model.path"
-        raise UserFault(str(Path(path) / "config.json"), "it is a classifier's", mend)
-    return _shape(path, family)
+        raise UserFault(str(file), "it is a classifier's", mend)
+    return _shape(file, config, family)
 
 
-def scorer_shape(path: str | Path) -> ModelShape:
-    """The same of a model with one score for each token: a classifier's, or a language model's without its head."""
-    shape = _shape(path, architecture(path)[0])
-    return replace(shape, num_labels=1, tied=False, num_mtp_layers=0)
+def _scorer_shape(file: Path, config: Mapping[str, Any], family: str) -> ModelShape:
+    return replace(_shape(file, config, family), num_labels=1, tied=False, num_mtp_layers=0)
 
 
-def auxiliary_shape(path: str | Path, says: str) -> ModelShape:
-    """The same of a model that learns beside the policy, by what it says of tokens: `values`, or `process_rewards`."""
-    return scorer_shape(path) if says == "values" else model_shape(path)
-
-
-def _shape(path: str | Path, family: str) -> ModelShape:
-    file = Path(path) / "config.json"
-    config = read_json(file)
+def _shape(file: Path, config: Mapping[str, Any], family: str) -> ModelShape:
     _refuse_variants(file, config)
     shape = _shape_of(file, config, family)
     is_grouped = FAMILIES[family].has_grouped_router
@@ -150,14 +193,10 @@ def _refuse_variants(file: Path, config: Mapping[str, Any]) -> None:
         raise UserFault(str(file), f"layer_types has {', '.join(sorted(kinds))}", mend)
 
 
-def hf_facts(path: str | Path) -> HfFacts:
-    """Read `config.json`. Raises UserFault where the model does something that megarl does not build."""
-    file = Path(path) / "config.json"
-    config = read_json(file)
+def _facts(file: Path, config: dict[str, Any], family: str) -> HfFacts:
     _refuse_variants(file, config)
     # transformers 5 writes one dictionary where 4 wrote rope_theta and rope_scaling.
     rope = mapping(file, config, "rope_parameters", "rope_scaling")
-    family, _ = architecture(path)
     _refuse_routing(file, config, family)
     return HfFacts(
         rms_norm_eps=number(file, config, "rms_norm_eps", 1e-6, most=1.0),
@@ -189,7 +228,7 @@ def _refuse_routing(file: Path, config: Mapping[str, Any], family: str) -> None:
 
 
 def _refuse_yarn(file: Path, rope: Mapping[str, Any]) -> None:
-    """Variants of YaRN that Megatron does not have."""
+    """Raises UserFault for variants of YaRN that Megatron does not have."""
     wrong = [key for key, usual in (("attention_factor", None), ("truncate", True)) if rope.get(key, usual) != usual]
     if rope.get("mscale_all_dim") is None and rope.get("mscale", 1) != 1:
         wrong.append("mscale without mscale_all_dim")
@@ -216,8 +255,9 @@ def _yarn(file: Path, rope: Mapping[str, Any], family: str) -> Yarn | None:
 
 def end_token_ids(path: str | Path) -> frozenset[int]:
     """The tokens at which an engine ends a response. Raises UserFault as `model_shape`, and for no such token."""
-    configs = [("config.json", read_json(Path(path) / "config.json"))]
+    file, config, family, _ = _opened(path)
+    configs = [(file.name, config)]
     other = Path(path) / "generation_config.json"
     if other.exists():
         configs.append((other.name, read_json(other)))
-    return end_tokens(path, configs, _shape(path, architecture(path)[0]).vocab_size)
+    return end_tokens(path, configs, _shape(file, config, family).vocab_size)

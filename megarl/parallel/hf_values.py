@@ -30,7 +30,7 @@ def integer(
 
 
 def optional_integer(file: Path, config: Mapping[str, Any], key: str) -> int | None:
-    """The same where the key may be absent or null."""
+    """Like `integer`, where the key may be absent or null."""
     return None if config.get(key) is None else integer(file, config, (key,))
 
 
@@ -54,7 +54,7 @@ def truth(file: Path, config: Mapping[str, Any], key: str, default: bool = False
 
 
 def mapping(file: Path, config: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
-    """A JSON object, the first of the keys that has one; empty where none has. Raises UserFault for another value."""
+    """The JSON object of the first key that has one; empty where no key has. Raises UserFault for other values."""
     for key in keys:
         value = config.get(key)
         if value is not None and not isinstance(value, dict):
@@ -73,7 +73,7 @@ def texts(file: Path, config: Mapping[str, Any], key: str) -> list[str]:
 
 
 def refuse_contradictions(file: Path, shape: ModelShape, groups: int, top_groups: int) -> None:
-    """Integers that contradict each other; groups: of experts, of which a token uses those of top_groups."""
+    """Raises UserFault for integers that contradict each other; a token uses experts of top_groups of the groups."""
     experts, chosen, heads, mla = shape.num_experts, shape.experts_per_token, shape.num_heads, shape.mla
     in_reach = top_groups * experts // groups
     checks = [
@@ -104,8 +104,8 @@ def end_tokens(folder: str | Path, configs: Sequence[tuple[str, Mapping[str, Any
     for name, config in configs:
         value = config.get("eos_token_id")
         ids = value if isinstance(value, list) else [] if value is None else [value]
-        for one in ids:
-            if not isinstance(one, int) or isinstance(one, bool) or not 0 <= one < vocab_size:
+        for token in ids:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
                 problem = f"eos_token_id is {value!r:.60}, and the vocabulary has {vocab_size} tokens"
                 raise UserFault(str(Path(folder) / name), problem, "write the number of the token that ends a response")
         found.update(ids)

@@ -12,7 +12,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.parallel.option_values import field_faults
-from megarl.spelling import near
+from megarl.spelling import did_you_mean, near
 from megarl.types import UserFault
 
 if TYPE_CHECKING:
@@ -110,6 +110,5 @@ def _listed_faults(branch: str, options: Mapping[str, Any], kind: Any, listed: t
 
 
 def _unknown(where: str, key: str, kind: Any, names: set[str]) -> UserFault:
-    meant = near(key, sorted(names))
-    mend = f"use {meant[0]}" if meant else f"remove it, or see Megatron's {kind.__name__} for the names it has"
+    mend = did_you_mean(near(key, sorted(names)), f"remove it, or see Megatron's {kind.__name__} for the names it has")
     return UserFault(where, f"{kind.__name__} has no such field", mend)

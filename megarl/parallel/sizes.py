@@ -1,4 +1,4 @@
-"""How much a rank holds of a model, in numbers alone: without Megatron, which counts them (meta.py)."""
+"""The sizes of models and their chunks. Megatron counts them (meta.py), and is not needed here."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ChunkSize:
-    """Elements that one rank holds of one model chunk.
+    """Elements of the part of one model chunk that one rank holds.
 
-    dense: whose optimizer state is split over the ranks dp x cp; expert: over the expert-data-parallel ones; frozen:
-    without gradient. buffer_bytes: of what is no parameter. padding: of the others, rows behind the vocabulary's end.
+    dense: parameters whose optimizer state is split over the ranks of dp x cp; expert: over the expert-data-parallel
+    ranks; frozen: parameters without gradient. buffer_bytes: of buffers, which are no parameters. padding: elements
+    of the above in rows beyond the vocabulary's end.
     """
 
     dense: int
@@ -30,9 +31,9 @@ class ChunkSize:
 
 @dataclass(frozen=True)
 class Whole:
-    """Elements of the whole model: without the multi-token prediction layers, of its routed experts, of those layers.
+    """Elements of a whole model without its multi-token prediction layers, of its routed experts, of those layers.
 
-    The vocabulary's padding is not among them.
+    The vocabulary's padding is not counted.
     """
 
     parameters: int

@@ -1,1 +1,1 @@
-"""A run without a GPU: who sits where, what fills the memory, what a step takes."""
+"""`megarl plan`: the placement, memory and seconds of a run, computed without a GPU."""

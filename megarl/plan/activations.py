@@ -1,4 +1,4 @@
-"""What a training rank keeps between a micro-batch's forward and backward pass, and what the output layer takes.
+"""Activations that a training rank keeps for a micro-batch's backward pass, and the memory of the output layer.
 
 Formulas from the shapes that the layers save: Korthikanti et al. 2022 (arXiv 2205.05198), section 4, carried over to
 grouped-query and latent attention, SwiGLU and experts. Read from megatron-core 0.16.1 with TransformerEngine, as it
@@ -23,7 +23,7 @@ from megarl.types import ModelShape
 EXPERT_IMBALANCE = 1.3  # assumption: tokens of the fullest rank's experts over the mean; nothing balances RL's choices
 LOGITS_CHUNK_BYTES = 256 << 20  # parallel/logprobs.py: CHUNK_BYTES and KEPT_BYTES on a GPU
 LOGITS_CHUNKS = 2.5  # parallel/logprobs.py: a chunk's logits twice, in bfloat16 half once more
-DROPPED_BY = {  # Megatron's recompute_modules -> what is then not kept (transformer_config.py)
+DROPPED_BY = {  # Megatron's recompute_modules -> parts that are then not kept (transformer_config.py)
     "core_attn": {"lse"},
     "mla_up_proj": {"up_projections"},
     "layernorm": {"norm_outputs"},
@@ -59,9 +59,9 @@ class Row:
         return self.share * self.shape.hidden_size * self.item
 
     def layer(self, dense: bool) -> dict[str, float]:
-        """Bytes that one layer saves when nothing is recomputed, by what they are of.
+        """Bytes that one layer saves when nothing is recomputed, by part.
 
-        inputs: of the two norms, 2 s h b; norm_outputs: as much.
+        inputs: of the two norms, 2 s h b; norm_outputs: the same.
         """
         found = {"inputs": 2 * self.boundary_bytes, "norm_outputs": 2 * self.boundary_bytes}
         found |= self._latent_attention() if self.shape.mla else self._attention()
@@ -129,7 +129,7 @@ class Row:
 
 
 def kept_and_again(row: Row, layers: Sequence[bool], options: dict[str, Any]) -> tuple[float, float]:
-    """Bytes that a chunk of these layers keeps of a micro-batch, and those that exist once while it goes back.
+    """Bytes that a chunk of these layers keeps of each micro-batch, and bytes that exist once, in the backward pass.
 
     layers: of each whether it has an MLP in place of experts. options: `train.megatron`, whose recompute_* fields
     count: full keeps the input of each run of layers (uniform) or of the first ones (block); selective drops parts.
@@ -151,23 +151,21 @@ def kept_and_again(row: Row, layers: Sequence[bool], options: dict[str, Any]) ->
     return kept, again + working
 
 
-def in_flight(layout: TrainLayout, stage: int, micro_batches: int | None = None) -> list[int]:
+def in_flight(layout: TrainLayout, stage: int, micro_batches: int) -> list[int]:
     """Micro-batches of each chunk of a stage that wait for their backward pass, at most.
 
-    1F1B: those that a stage sends on before the first comes back (schedules.py, get_pp_rank_microbatches), and the one
-    at work. Interleaved, chunks take turns in groups of PP micro-batches. micro_batches: of an update; None: many.
+    1F1B: the micro-batches that a stage sends on before the first comes back (schedules.py,
+    get_pp_rank_microbatches), and the current micro-batch. Interleaved, chunks take turns in groups of PP
+    micro-batches. micro_batches: of an update.
     """
     if layout.vpp == 1:
-        most = layout.pp - stage
-        return [min(most, micro_batches) if micro_batches else most]
-    units = 2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1
-    if micro_batches:
-        units = min(units, micro_batches * layout.vpp)
+        return [min(layout.pp - stage, micro_batches)]
+    units = min(2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1, micro_batches * layout.vpp)
     counts = Counter(unit // layout.pp % layout.vpp for unit in range(units))
     return [counts[chunk] for chunk in range(layout.vpp)]
 
 
-def activation_bytes(size: ModelSize, stage: int, micro_batches: int | None = None) -> float:
+def activation_bytes(size: ModelSize, stage: int, micro_batches: int) -> float:
     """Of a rank of a pipeline stage, at the moment when most micro-batches wait."""
     row, train, layout = row_of(size), size.recipe.train, size.layout
     waiting, total, again = in_flight(layout, stage, micro_batches), 0.0, 0.0
@@ -184,7 +182,7 @@ def activation_bytes(size: ModelSize, stage: int, micro_batches: int | None = No
 
 
 def forward_bytes(size: ModelSize, stage: int) -> float:
-    """Of a forward pass alone: one layer's, for nothing waits."""
+    """Of a forward pass without a backward pass: those of one layer."""
     row, shape = row_of(size), size.shape
     kinds = {
         shape.is_dense(one)
@@ -219,5 +217,5 @@ def row_of(size: ModelSize) -> Row:
 
 
 def item_bytes(size: ModelSize) -> int:
-    """Of one weight."""
+    """Bytes of one weight."""
     return 2 if size.recipe.model.dtype == "bfloat16" else 4

@@ -1,7 +1,7 @@
-"""A step's samples in numbers: how many there are, how long they are taken to be, and what each rank makes of them.
+"""A step's samples: their number, their assumed lengths, and the micro-batches that each rank makes of them.
 
 Nobody knows how long responses will be, so a plan supposes it: log-normal lengths, cut at the longest allowed, with a
-stated mean. The micro-batches are then those that `batching.plan_updates` makes of such samples, as in a run.
+stated mean. `batching.plan_updates` makes micro-batches of such samples, as in a run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megarl.config import Recipe
 from megarl.parallel.layout import EngineLayout, TrainLayout, nearest
 from megarl.training.batching import SampleRef, Update, plan_updates
 from megarl.training.flops import train_work
-from megarl.types import IntArray, ModelShape, UserFault
+from megarl.types import IntArray, ModelShape
 
 MEAN_RESPONSE_SHARE = 0.4  # assumption: of rollout.max_response_tokens, the mean response
 PROMPT_SHARE = 0.25  # assumption: of data.max_prompt_tokens, every prompt
@@ -27,7 +27,7 @@ LENGTH_SPREAD = 0.7  # assumption: sigma of the logarithm of the lengths, before
 
 @dataclass(frozen=True)
 class Samples:
-    """What a step draws and trains on. drawn_prompts: with dynamic sampling more than are trained on.
+    """The samples of one step. drawn_prompts: with dynamic sampling more than are trained on.
 
     responses [num_drawn] are token counts of everything that is drawn, in no order; the first num_trained are learnt
     from. longest: prompt and response together.
@@ -49,7 +49,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Share:
-    """One model's part: what each of its data-parallel ranks does in one of the step's updates (means over updates).
+    """The work of each of a model's data-parallel ranks in one of the step's updates (means over updates).
 
     micro_batches_full: if every response had the longest length. bubble: of a pipeline's time with so many
     micro-batches, over the time without, less 1: (pp - 1) / (micro-batches x vpp) (Narayanan et al. 2021, section 2.2).
@@ -68,7 +68,7 @@ class Share:
 
 
 def step_samples(recipe: Recipe, mean_share: float = MEAN_RESPONSE_SHARE) -> Samples:
-    """What a step of this recipe is taken to be; mean_share: the mean response, of the longest."""
+    """The assumed samples of a step; mean_share: the mean response over the longest."""
     rollout, name = recipe.rollout, recipe.algorithm.name
     prompt, longest = max(1, round(PROMPT_SHARE * recipe.data.max_prompt_tokens)), rollout.max_response_tokens
     prompts = drawn_prompts = rollout.prompts_per_step
@@ -87,7 +87,7 @@ def step_samples(recipe: Recipe, mean_share: float = MEAN_RESPONSE_SHARE) -> Sam
 def samples_bytes(
     recipe: Recipe, shape: ModelShape, layout: TrainLayout, engine: EngineLayout, mean_tokens: float
 ) -> list[int]:
-    """Of each node's host: what its engines sample, and what training ranks there fetch (`_dealt`, rank_groups).
+    """Bytes of each node's host: its engines' samples, and those that training ranks there fetch (rank_groups).
 
     Of each token an id of 8 bytes, a probability of 4, and with replay the experts of each layer, of 1 byte, or of 2
     where there are more than 256. The first pipeline stage fetches whole groups too, to take the samples out of them.
@@ -102,7 +102,7 @@ def samples_bytes(
     ranks = {(rank // size, at.dp, at.pp == 0) for rank in range(layout.world_size) for at in [layout.coords(rank)]}
     for node, _, is_first in ranks:
         found[node] += (1 + is_first) * counts.num_trained * of_sample / layout.dp
-    return [math.ceil(one) for one in found]
+    return [math.ceil(num_bytes) for num_bytes in found]
 
 
 def response_lengths(count: int, longest: int, mean_share: float) -> IntArray:
@@ -122,7 +122,7 @@ def _cut(lengths: npt.NDArray[np.float64], longest: int) -> npt.NDArray[np.float
 
 
 def share_of(recipe: Recipe, shape: ModelShape, layout: TrainLayout, samples: Samples) -> Share:
-    """What a model of this recipe and layout (the policy's, or one's beside it) makes of a step's samples."""
+    """The work of a model of this recipe and layout with a step's samples; recipe: as the model's ranks read it."""
     work = train_work(shape)
     updates = _updates(recipe, layout, samples.lengths, shape)
     full = _updates(recipe, layout, np.full(samples.num_trained, samples.longest), shape)
@@ -162,19 +162,8 @@ def _updates(recipe: Recipe, layout: TrainLayout, lengths: IntArray, shape: Mode
     )
 
 
-def budget_faults(key: str, recipe: Recipe, layout: TrainLayout) -> list[UserFault]:
-    """The longest sequence that a recipe allows must fit a micro-batch. key: the branch that sets the budget."""
-    align = layout.tokens_align
-    longest = -(-(recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens) // align) * align
-    budget = recipe.train.tokens_per_micro_batch
-    if longest <= budget:
-        return []
-    problem = f"{budget} is less than data.max_prompt_tokens and rollout.max_response_tokens together ({longest})"
-    return [UserFault(f"{key}.tokens_per_micro_batch", problem, f"set it to at least {longest}")]
-
-
 def advice(recipe: Recipe, layout: TrainLayout, engines: int, samples: Samples) -> list[str]:
-    """What does not divide. It costs time alone, for shares may be uneven: the nearest values that do."""
+    """Sizes that do not divide evenly, with the nearest that do. Uneven shares cost time only."""
     rollout, updates = recipe.rollout, recipe.train.updates_per_step
     per_prompt = samples.num_trained // samples.prompts
     uneven = {

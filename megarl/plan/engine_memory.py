@@ -1,8 +1,8 @@
-"""An engine's memory on each of its GPUs: weights, KV cache, and what SGLang 0.5.21 leaves room for.
+"""An engine's memory on each of its GPUs: weights, KV cache, and the reserves of SGLang 0.5.21.
 
-Nothing here was measured on a GPU. SGLang shares the memory out when it starts (kv_cache_configurator.py): of what is
-free then, `mem_fraction_static` is for weights and cache. It is supposed to find beside it what it finds in a rollout,
-the parameters of those that train; an engine that starts while they still hold more makes a smaller cache.
+Nothing here was measured on a GPU. SGLang divides the memory when it starts (kv_cache_configurator.py): the share
+`mem_fraction_static` of the free memory is for weights and cache. The plan assumes that training ranks then hold as
+little as in a rollout, the policy's parameters; an engine that starts while they hold more makes a smaller cache.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ EXPERT_COPIES = 2.0  # assumption: of the chosen experts' inputs and outputs the
 
 @dataclass(frozen=True)
 class Settings:
-    """What SGLang makes of the recipe and the card."""
+    """SGLang's settings for a recipe and a card."""
 
     mem_fraction_static: float
     chunk_tokens: int
@@ -89,7 +89,7 @@ def weight_bytes(shape: ModelShape, engine: EngineLayout, dtype: str) -> list[in
     if shape.mla:
         of_heads = shape.num_heads // engine.attention_tp * (shape.mla.nope_dim + shape.mla.v_dim)
         derived = shape.num_layers * of_heads * shape.mla.kv_lora_rank * item_bytes(dtype)
-    return [one + derived for one in found]
+    return [num_bytes + derived for num_bytes in found]
 
 
 def token_bytes(shape: ModelShape, engine: EngineLayout, item: int) -> int:
@@ -104,7 +104,7 @@ def token_bytes(shape: ModelShape, engine: EngineLayout, item: int) -> int:
 
 
 def cache_tokens(settings: Settings, free_bytes: float, weights: int, of_token: int) -> int:
-    """That fit beside the weights into the static share of what was free; 0 or less: SGLang refuses to start."""
+    """Tokens that fit with the weights into the static share of the free memory; 0 or less: SGLang cannot start."""
     fits = math.floor((settings.mem_fraction_static * free_bytes - weights) / of_token)
     return fits if settings.max_total_tokens is None else min(fits, settings.max_total_tokens)
 

@@ -1,59 +1,47 @@
-"""Whether a recipe fits into its GPUs and hosts, phase by phase, and which knob helps where it does not."""
+"""Whether a recipe fits into its GPUs and hosts, phase by phase, and which key to change where it does not."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
-from megarl.parallel.hf_config import model_shape
-from megarl.parallel.placement import auxiliary_slots, engine_layout, slot_faults, train_layout
-from megarl.plan.model_size import ModelSize, Role, model_sizes, resized, roles, sizes_of
-from megarl.plan.phase_memory import SAVE, MemoryPlan, Parts, counted
+from megarl.parallel.roles import RoleName, Roles, resolve
+from megarl.plan.model_size import ModelSize, resized, sizes_of
+from megarl.plan.phase_memory import COMPUTES, SAVE, MemoryPlan
+from megarl.preflight.layout import slot_faults
 from megarl.types import UserFault
 
-__all__ = ["MemoryPlan", "Parts", "memory"]
 GB = 1e9
 HOST = "host"
 _RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 _BRANCHES = {"train": "train", SAVE: "train", "critic": "critic.ranks", "score": "reward_model.ranks"}
 _LEAST_FRACTION, _FRACTION_STEP = 0.3, 0.05
 
+Count = Callable[[Recipe, Mapping[RoleName, ModelSize]], MemoryPlan]
+
 
 @dataclass(frozen=True)
 class _Change:
-    """One knob turned: the key, what to write there (with what has to change with it), and the recipe that makes."""
+    """A change of one key and of what depends on it: the key, the change in words, and the changed recipe."""
 
     key: str
     words: str
     recipe: Recipe
 
+    @cached_property
+    def roles(self) -> Roles:
+        return resolve(self.recipe)
 
-def memory(
-    recipe: Recipe,
-    hardware: Hardware,
-    sizes: Mapping[Role, ModelSize] | None = None,
-    *,
-    mean_tokens: int | None = None,
-    micro_batches: int | None = None,
-) -> MemoryPlan:
-    """The whole plan, with a fault for each phase that does not fit; the recipe's layouts must have no fault.
 
-    sizes: of `model_sizes`, if they are known. mean_tokens: of prompt and response together, for the number of
-    sequences that an engine holds at once. micro_batches: of an update; None: at least as many as fill the pipeline.
-    """
-
-    def count(changed: Recipe, found: Mapping[Role, ModelSize]) -> MemoryPlan:
-        return counted(changed, hardware, found, mean_tokens=mean_tokens, micro_batches=micro_batches)
-
-    sizes = sizes or model_sizes(recipe)
+def with_faults(recipe: Recipe, hardware: Hardware, sizes: Mapping[RoleName, ModelSize], count: Count) -> MemoryPlan:
+    """The recipe's memory, with a fault for each phase that does not fit. count: the memory of a recipe."""
     plan = count(recipe, sizes)
     full = _lacking(recipe, plan)
-    if not full:
-        return plan
-    return replace(plan, faults=_faults(recipe, hardware, plan, full, sizes, count))
+    return replace(plan, faults=_faults(recipe, hardware, plan, full, sizes, count)) if full else plan
 
 
 def _faults(
@@ -61,27 +49,28 @@ def _faults(
     hardware: Hardware,
     plan: MemoryPlan,
     full: Sequence[str],
-    sizes: Mapping[Role, ModelSize],
-    count: Callable[[Recipe, Mapping[Role, ModelSize]], MemoryPlan],
+    sizes: Mapping[RoleName, ModelSize],
+    count: Count,
 ) -> list[UserFault]:
-    """One for each phase that is full; knobs are tried by counting once more.
+    """A fault for each full phase; changes are tried by counting the memory again.
 
-    Those for which models would have to be built again are tried where none of the others is enough.
+    Changes that need models to be built again are tried only where no other change is enough.
     """
-    by_phase = {phase: [one for one in _changes(recipe, phase) if _is_valid(one.recipe)] for phase in full}
+    by_phase = {phase: [change for change in _changes(recipe, phase) if _is_valid(change)] for phase in full}
     plans: dict[str, MemoryPlan] = {}
-    for change in (one for tried in by_phase.values() for one in tried):
-        same = resized(sizes, change.recipe)
+    for change in (change for tried in by_phase.values() for change in tried):
+        same = resized(sizes, change.roles.models)
         if same is not None and change.words not in plans:
             plans[change.words] = count(change.recipe, same)
     for phase, tried in by_phase.items():
-        fits = [one for one in tried if one.words in plans and not _lacks(one.recipe, plans[one.words], phase)]
+        counted = [change for change in tried if change.words in plans]
+        fits = [change for change in counted if not _lacks(change.recipe, plans[change.words], phase)]
         by_phase[phase] = fits or tried
-    to_build = {one.words: one for tried in by_phase.values() for one in tried if one.words not in plans}
-    built = sizes_of([one.recipe for one in to_build.values()], whole=False) if to_build else []
-    plans |= {words: count(one.recipe, found) for (words, one), found in zip(to_build.items(), built, strict=True)}
+    to_build = {change.words: change for tried in by_phase.values() for change in tried if change.words not in plans}
+    built = sizes_of([change.roles.models for change in to_build.values()], whole=False) if to_build else []
+    plans |= {words: count(to_build[words].recipe, found) for words, found in zip(to_build, built, strict=True)}
     return [
-        _fault(recipe, hardware, plan, phase, [(one, plans[one.words]) for one in tried])
+        _fault(recipe, hardware, plan, phase, [(change, plans[change.words]) for change in tried])
         for phase, tried in by_phase.items()
     ]
 
@@ -89,29 +78,29 @@ def _faults(
 def _fault(
     recipe: Recipe, hardware: Hardware, plan: MemoryPlan, phase: str, tried: Sequence[tuple[_Change, MemoryPlan]]
 ) -> UserFault:
-    """Of the knobs that make the phase fit, and others if they can, the cheapest; else that which helps most.
+    """Names the cheapest change that makes the phase fit, and most other phases; if none does, that which helps most.
 
-    One that leaves the KV cache less than half of the room that another one leaves it comes behind that one.
+    A change that leaves the KV cache less than half of the room that another change leaves it is passed over.
     """
     problem = _problem(recipe, hardware, plan, phase)
-    fitting = [one for one in tried if not _lacks(one[0].recipe, one[1], phase)]
+    fitting = [(change, found) for change, found in tried if not _lacks(change.recipe, found, phase)]
     if fitting:
         fewest = min(len(_lacking(change.recipe, found)) for change, found in fitting)
-        best = [one for one in fitting if len(_lacking(one[0].recipe, one[1])) == fewest]
-        most_room = max(map(_room, best))
-        change, found = next(one for one in best if _room(one) >= most_room / 2)
+        best = [(change, found) for change, found in fitting if len(_lacking(change.recipe, found)) == fewest]
+        most_room = max(_room(found) for _, found in best)
+        change, found = next((change, found) for change, found in best if _room(found) >= most_room / 2)
         left = f"{_bytes(found, phase) / GB:.1f} GB, and an engine has room for {found.kv.concurrency_mean} sequences"
         return UserFault(change.key, problem, f"set {change.words}: then it is {left} of {found.kv.wanted}")
     if not tried:
         return UserFault("placement.gpus", problem, "use more GPUs, or cards with more memory")
-    change, found = min(tried, key=lambda one: _bytes(one[1], phase))
+    change, found = min(tried, key=lambda pair: _bytes(pair[1], phase))
     most = f"{_bytes(found, phase) / GB:.1f} GB"
     return UserFault(change.key, problem, f"nothing alone is enough; most helps to set {change.words}: {most}")
 
 
-def _room(one: tuple[_Change, MemoryPlan]) -> float:
+def _room(plan: MemoryPlan) -> float:
     """The share of a step's sequences that engines hold at once."""
-    return one[1].kv.concurrency_mean / one[1].kv.wanted
+    return plan.kv.concurrency_mean / plan.kv.wanted
 
 
 def _problem(recipe: Recipe, hardware: Hardware, plan: MemoryPlan, phase: str) -> str:
@@ -123,9 +112,9 @@ def _problem(recipe: Recipe, hardware: Hardware, plan: MemoryPlan, phase: str) -
     if phase == "rollout" and _bytes(plan, phase) <= plan.capacity_bytes:
         room = f"the rollout phase leaves an engine room for {plan.kv.tokens} tokens of KV cache"
         return f"{room} on {hardware.name}, and one sequence may have {_longest(recipe)}"
-    parts = {name: size for name, size in vars(plan.device[phase]).items() if size}
+    parts = plan.device[phase].by_name()
     largest = max(parts, key=lambda name: parts[name])
-    of_it = f"{parts[largest] / GB:.1f} GB of it {largest.removesuffix('_bytes').replace('_', ' ')}"
+    of_it = f"{parts[largest] / GB:.1f} GB of it {largest.replace('_', ' ')}"
     capacity = f"{hardware.name} has {plan.capacity_bytes / GB:.1f} GB"
     return f"the {phase} phase takes {needed} of GPU slot {plan.fullest_slot[phase]}, {of_it}; {capacity}"
 
@@ -152,21 +141,18 @@ def _longest(recipe: Recipe) -> int:
     return recipe.data.max_prompt_tokens + recipe.longest_response
 
 
-def _is_valid(recipe: Recipe) -> bool:
+def _is_valid(change: _Change) -> bool:
     """Whether the layouts of all roles and the engines fit the models and the slots."""
-    for own in roles(recipe).values():
-        if train_layout(own).faults(model_shape(own.model.path)):
-            return False
-    engine, gpus = engine_layout(recipe), recipe.placement.gpus
-    beside = auxiliary_slots(recipe, "critic" in roles(recipe))
-    faults = engine.faults(model_shape(recipe.model.path), gpus)
-    return not (faults or slot_faults(gpus, train_layout(recipe), engine, dict(beside)))
+    roles = change.roles
+    if any(role.layout_faults() for role in roles.models.values()):
+        return False
+    return not (roles.engines.faults(roles.policy.shape, change.recipe.placement.gpus) or slot_faults(roles))
 
 
 def _changes(recipe: Recipe, phase: str) -> Iterator[_Change]:
-    """The knobs of a phase, the cheapest first."""
+    """Changes that may help a phase, the cheapest first."""
     if phase in _BRANCHES:
-        yield from _training_changes(recipe, phase, _BRANCHES[phase])
+        yield from _training_changes(recipe, phase)
     elif phase == HOST:
         yield from _host_changes(recipe)
     else:
@@ -174,10 +160,9 @@ def _changes(recipe: Recipe, phase: str) -> Iterator[_Change]:
     yield from _more_gpus(recipe)
 
 
-def _training_changes(recipe: Recipe, phase: str, branch: str) -> Iterator[_Change]:
-    own = {"critic": "critic", "score": "reward_model"}.get(phase, "policy")
-    train = next(found for role, found in roles(recipe).items() if role == own).train
-    align = train_layout(recipe).tokens_align
+def _training_changes(recipe: Recipe, phase: str) -> Iterator[_Change]:
+    branch, models = _BRANCHES[phase], resolve(recipe).models
+    train, align = models[COMPUTES.get(phase, "policy")].recipe.train, models["policy"].layout.tokens_align
     least = -(-_longest(recipe) // align) * align
     if phase != SAVE and least < train.tokens_per_micro_batch:
         yield _set(recipe, f"{branch}.tokens_per_micro_batch", least)
@@ -210,18 +195,18 @@ def _engine_changes(recipe: Recipe, phase: str) -> Iterator[_Change]:
         update = {"tp": engine.tp * times, "count": engine.count // times, "ep": ep}
         if engine.count % times == 0:
             words = f"rollout.engine.tp to {update['tp']}, count to {update['count']} and ep to {ep}"
-            yield _Change(f"{where}.tp", words, _with(recipe, where.split("."), update))
+            yield _Change(f"{where}.tp", words, updated(recipe, where, update))
     for axis in ("ep", "pp"):
         yield _set(recipe, f"train.{axis}", 2 * getattr(recipe.train, axis))
 
 
 def _in_fp8(recipe: Recipe) -> _Change:
-    """With what makes up for the samples' other probabilities."""
+    """With the correction for samples of other probabilities than the trainer's."""
     change = _set(recipe, "rollout.engine.fp8", True)
     if recipe.algorithm.mismatch not in (None, "off"):
         return change
     words = f"{change.words} and algorithm.mismatch to tis"
-    return replace(change, words=words, recipe=_with(change.recipe, ["algorithm"], {"mismatch": "tis"}))
+    return replace(change, words=words, recipe=updated(change.recipe, "algorithm", {"mismatch": "tis"}))
 
 
 def _host_changes(recipe: Recipe) -> Iterator[_Change]:
@@ -234,37 +219,37 @@ def _host_changes(recipe: Recipe) -> Iterator[_Change]:
 
 
 def _more_gpus(recipe: Recipe) -> Iterator[_Change]:
-    """With as many times more engines; nothing that has slots of its own is moved."""
+    """And as many times the engines; not where training or engines have slots of their own."""
     placement, engine = recipe.placement, recipe.rollout.engine
     if placement.train_gpus or placement.first_engine_gpu:
         return
     for times in (2, 4):
-        more = _with(recipe, ["placement"], {"gpus": placement.gpus * times})
-        more = _with(more, ["rollout", "engine"], {"count": engine.count * times})
+        more = updated(recipe, "placement", {"gpus": placement.gpus * times})
+        more = updated(more, "rollout.engine", {"count": engine.count * times})
         words = f"placement.gpus to {placement.gpus * times} and rollout.engine.count to {engine.count * times}"
         yield _Change("placement.gpus", words, more)
 
 
 def _set(recipe: Recipe, key: str, value: Any) -> _Change:
-    """With what depends on it: even stages where their number changes."""
-    *path, name = key.split(".")
+    """Another number of stages makes the stages even."""
+    branch, _, name = key.rpartition(".")
     update = {name: value}
-    words = f"{key} to {_said(value)}"
+    words = f"{key} to {_yaml(value)}"
     if name == "pp" and recipe.train.layers_per_stage:
         update["layers_per_stage"] = ()
-        words += f" and {'.'.join(path)}.layers_per_stage to []"
-    return _Change(key, words, _with(recipe, path, update))
+        words += f" and {branch}.layers_per_stage to []"
+    return _Change(key, words, updated(recipe, branch, update))
 
 
-def _said(value: Any) -> str:
+def _yaml(value: Any) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_said(one)}" for key, one in value.items() if one is not None) + "}"
+        return "{" + ", ".join(f"{key}: {_yaml(item)}" for key, item in value.items() if item is not None) + "}"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _with(branch: Any, path: Sequence[str], update: Mapping[str, Any]) -> Any:
-    """A copy of a branch of the recipe in which the branch at `path` has other values."""
+def updated(branch: Any, path: str, values: Mapping[str, Any]) -> Any:
+    """A copy of a recipe, or of a branch of it, in which the branch at `path` has other values."""
     if not path:
-        return branch.model_copy(update=dict(update))
-    first, *rest = path
-    return branch.model_copy(update={first: _with(getattr(branch, first), rest, update)})
+        return branch.model_copy(update=dict(values))
+    first, _, rest = path.partition(".")
+    return branch.model_copy(update={first: updated(getattr(branch, first), rest, values)})

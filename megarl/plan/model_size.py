@@ -1,4 +1,4 @@
-"""How large the models of a recipe are, and which part each of their ranks holds: from Megatron's real modules."""
+"""The size of each model of a recipe and of the part that each of its ranks holds, from Megatron's own modules."""
 
 from __future__ import annotations
 
@@ -9,31 +9,30 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import megarl
-from megarl.algos import ALGORITHMS
 from megarl.config import Recipe
-from megarl.parallel.hf_config import auxiliary_shape, model_shape, scorer_shape
-from megarl.parallel.layout import TrainLayout
-from megarl.parallel.placement import auxiliary_slots, critic_recipe, reward_recipe, train_layout
+from megarl.parallel.layout import EngineLayout, TrainLayout
+from megarl.parallel.placement import shared_slots
+from megarl.parallel.roles import Role, RoleName, resolve
 from megarl.parallel.sizes import ChunkSize
 from megarl.types import ModelShape, UserFault
 
-Role = Literal["policy", "critic", "reward_model"]
 _TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """A role's model, as the ranks of its layout hold it; its ranks sit on the slots from `first_slot` on.
+    """A role's model, as the ranks of its layout hold it; the ranks are on the slots from `first_slot` on.
 
-    stages: of each pipeline rank its chunks. The ranks of a stage all hold as much. trains: whether there are
-    gradients. parameters, routed and mtp_parameters are of the whole model, 0 where they were not asked for: without
-    multi-token prediction's own weights and the vocabulary's padding; of them the routed experts; those own weights.
+    stages: the chunks of each pipeline rank; all ranks of a stage hold the same amount. trains: whether there are
+    gradients. parameters, routed, mtp_parameters: elements of the whole model (without the layers of multi-token
+    prediction and the vocabulary's padding), of its routed experts, of its layers of multi-token prediction; 0 where
+    they were not asked for.
     """
 
-    role: Role
+    role: RoleName
     shape: ModelShape
     recipe: Recipe
     layout: TrainLayout
@@ -46,7 +45,7 @@ class ModelSize:
 
     @property
     def active_parameters(self) -> int:
-        """That one token meets: all but the routed experts that its router does not choose; the whole embedding."""
+        """Parameters that a token uses: the whole embedding, and of the routed experts the chosen ones."""
         if not self.shape.num_experts:
             return self.parameters
         return self.parameters - self.routed + self.routed * self.shape.experts_per_token // self.shape.num_experts
@@ -56,77 +55,60 @@ class ModelSize:
         return range(self.first_slot, self.first_slot + self.layout.world_size)
 
 
-def roles(recipe: Recipe) -> dict[Role, Recipe]:
-    """The models with ranks of their own, each with the recipe as its ranks read it."""
-    found: dict[Role, Recipe] = {"policy": recipe}
-    critic = ALGORITHMS[recipe.algorithm.name].critic if recipe.algorithm.name in ALGORITHMS else ""
-    if critic:
-        found["critic"] = critic_recipe(recipe)
-    if recipe.reward_model.path:
-        found["reward_model"] = reward_recipe(recipe)
-    return found
+def time_shared(sizes: Mapping[RoleName, ModelSize], engine: EngineLayout) -> frozenset[int]:
+    """The slots of more than one model, or of a model and an engine, which hold the GPU's memory in turn."""
+    return shared_slots([*(size.slots for size in sizes.values()), range(engine.first, engine.end)])
 
 
-def model_sizes(recipe: Recipe) -> dict[Role, ModelSize]:
-    """Every model of a recipe. Raises UserFault for one that Megatron cannot build; its layouts must have no fault."""
-    return sizes_of([recipe], whole=True)[0]
+def model_sizes(recipe: Recipe) -> dict[RoleName, ModelSize]:
+    """Every model of a recipe. Raises UserFault if Megatron cannot build one; its layouts must have no fault."""
+    return sizes_of([resolve(recipe).models], whole=True)[0]
 
 
-def sizes_of(recipes: Sequence[Recipe], *, whole: bool) -> list[dict[Role, ModelSize]]:
-    """The same of several recipes, with one start of the program that builds; whole: with the whole models' totals."""
-    asked: list[tuple[int, Role, Recipe]] = [
-        (index, role, own) for index, recipe in enumerate(recipes) for role, own in roles(recipe).items()
-    ]
-    requests: dict[Any, dict[str, Any]] = {}
-    for index, role, own in asked:
-        scores = _scores(recipes[index], role)
-        requests[_kind(own, scores)] = {"recipe": own.model_dump_json(), "scores": scores, "whole": whole}
+def sizes_of(recipes: Sequence[Mapping[RoleName, Role]], *, whole: bool) -> list[dict[RoleName, ModelSize]]:
+    """The models of several recipes, all built in one subprocess; whole: with the whole models' totals."""
+    requests = {
+        _role_kind(role): {"recipe": role.recipe.model_dump_json(), "scores": role.has_scores, "whole": whole}
+        for models in recipes
+        for role in models.values()
+    }
     answers = dict(zip(requests, _built(list(requests.values())), strict=True))
-    found: list[dict[Role, ModelSize]] = [{} for _ in recipes]
-    for index, role, own in asked:
-        found[index][role] = _size(recipes[index], role, own, answers[_kind(own, _scores(recipes[index], role))])
-    return found
+    return [{name: _size(role, answers[_role_kind(role)]) for name, role in models.items()} for models in recipes]
 
 
-def resized(sizes: Mapping[Role, ModelSize], recipe: Recipe) -> dict[Role, ModelSize] | None:
-    """The sizes of another recipe whose ranks hold as much as those of `sizes`; None: it has to be built."""
-    found: dict[Role, ModelSize] = {}
-    for role, own in roles(recipe).items():
-        known, scores = sizes.get(role), _scores(recipe, role)
-        if known is None or _kind(own, scores) != _kind(known.recipe, scores):
+def resized(
+    sizes: Mapping[RoleName, ModelSize], changed: Mapping[RoleName, Role]
+) -> dict[RoleName, ModelSize] | None:
+    """The sizes for changed ranks that hold the same amount as those of `sizes`; None: a model has to be built."""
+    found: dict[RoleName, ModelSize] = {}
+    for name, role in changed.items():
+        known = sizes.get(name)
+        if known is None or _role_kind(role) != _kind(known.recipe, known.layout, bool(known.shape.num_labels)):
             return None
-        first = 0 if role == "policy" else auxiliary_slots(recipe, True)[role].start
-        found[role] = replace(known, recipe=own, layout=train_layout(own), first_slot=first)
+        found[name] = replace(known, recipe=role.recipe, layout=role.layout, first_slot=role.first_slot)
     return found
 
 
-def _kind(own: Recipe, scores: bool) -> tuple[Any, ...]:
-    """What the sizes of a role's ranks depend on: not on how many of them hold the same."""
-    layout = train_layout(own)
+def _role_kind(role: Role) -> tuple[Any, ...]:
+    return _kind(role.recipe, role.layout, role.has_scores)
+
+
+def _kind(recipe: Recipe, layout: TrainLayout, has_scores: bool) -> tuple[Any, ...]:
+    """All that the size of a rank depends on; the number of its replicas is not part of it."""
     axes = (layout.tp, layout.pp, layout.vpp, layout.ep, layout.etp, layout.stage_layers)
-    return (own.model.path, own.model.dtype, bool(own.train.mtp_loss), scores, *axes)
+    return (recipe.model.path, recipe.model.dtype, bool(recipe.train.mtp_loss), has_scores, *axes)
 
 
-def _scores(recipe: Recipe, role: Role) -> bool:
-    """Whether the model has a score of each token in place of logits."""
-    return role == "reward_model" or (role == "critic" and ALGORITHMS[recipe.algorithm.name].critic == "values")
-
-
-def _size(recipe: Recipe, role: Role, own: Recipe, answer: dict[str, Any]) -> ModelSize:
-    path, first = own.model.path, 0
-    if role == "policy":
-        shape = model_shape(path)
-    else:
-        first = auxiliary_slots(recipe, True)[role].start
-        shape = scorer_shape(path) if _scores(recipe, role) else auxiliary_shape(path, "process_rewards")
+def _size(role: Role, answer: dict[str, Any]) -> ModelSize:
+    whole = answer.get("whole", {})
     chunks = tuple(tuple(ChunkSize(**chunk) for chunk in stage) for stage in answer["stages"])
     return ModelSize(
-        role, shape, own, train_layout(own), first, role != "reward_model", chunks, **answer.get("whole", {})
+        role.name, role.shape, role.recipe, role.layout, role.first_slot, role.trains, chunks, **whole
     )
 
 
 def _built(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What `megarl.parallel.meta` says, in a process of its own: Megatron keeps global state."""
+    """The answers of `megarl.parallel.meta`, run as a subprocess because Megatron keeps global state."""
     path = os.pathsep.join(filter(None, [str(Path(megarl.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]))
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -140,7 +122,7 @@ def _built(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     if done.returncode:
         raise RuntimeError(f"the models could not be built on the meta device:\n{done.stderr[-4000:]}")
     found = json.loads(done.stdout)
-    for one in found:
-        if "fault" in one:
-            raise UserFault(*one["fault"])
+    for answer in found:
+        if "fault" in answer:
+            raise UserFault(*answer["fault"])
     return found

@@ -1,23 +1,25 @@
-"""Which memory a recipe takes of every GPU in each phase, and of every node's host: arithmetic, without a GPU.
+"""The memory of every GPU in each phase, and of every node's host: arithmetic, without a GPU.
 
-Who holds what is as in fleet/memory.py: on GPUs that both sides use, whoever computes has the memory, and beside it
-there are the policy's parameters alone. Parameters are those of Megatron's real modules (model_size.py); what training
-keeps for its backward pass is in activations.py, an engine's memory in engine_memory.py. Nothing here was measured on a
-GPU; what is an assumption is a constant with that word beside it.
+Memory changes hands as in fleet/memory.py: on GPUs that models and engines share, the model or engine that computes
+holds the memory, next to the policy's parameters. Parameters are those of Megatron's real modules (model_size.py);
+activations are in activations.py, an engine's memory in engine_memory.py. Nothing here was measured on a GPU;
+assumptions are constants that are marked so.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from megarl.algos import has_reference
 from megarl.config import Recipe, TrainConfig
 from megarl.config.hardware import Hardware
 from megarl.fleet.memory import Phase
 from megarl.parallel.layout import TrainLayout
-from megarl.parallel.placement import engine_layout, shared_slots
+from megarl.parallel.option_values import STATE_DTYPES
+from megarl.parallel.placement import engine_layout
+from megarl.parallel.roles import RoleName
 from megarl.parallel.sizes import ChunkSize
 from megarl.plan.activations import activation_bytes, forward_bytes, item_bytes, logits_bytes
 from megarl.plan.batch import samples_bytes
@@ -33,47 +35,24 @@ from megarl.plan.engine_memory import (
     token_bytes,
     weight_bytes,
 )
-from megarl.plan.model_size import ModelSize, Role
+from megarl.plan.memory_parts import Parts
+from megarl.plan.model_size import ModelSize, time_shared
 from megarl.types import UserFault
 
 CONTEXT_BYTES = 600 * MIB  # assumption: of a process's CUDA context with its kernels, on recent cards
 FRAGMENTED_SHARE = 0.06  # assumption: of activations and logits, blocks that torch's allocator holds and cannot use
 GRADIENT_BYTES = 4  # DistributedDataParallelConfig(grad_reduce_in_fp32=True)
 MOMENTS_BYTES = 8  # AdamW's two, float32
-_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "uint8": 1}
 MASTER_BYTES = 4  # float32 copies of weights in another type; with optimizer_offload on the host alone, and not pinned
 GATHER_BYTES = 4  # saving.py, fully_reshardable: every rank gathers a buffer's state, one of three kinds at a time
-GATHER_COPIES = 2  # on the GPU, beside the own part: all_gather's list, and ProcessGroupNCCL's flat copy of it
+GATHER_COPIES = 2  # on the GPU, next to the own part: all_gather's list, and ProcessGroupNCCL's flat copy of it
 GATHERED_BYTES = 12  # and has all three on its host until filesystem_async.py has cloned what it writes itself
 SCRATCH_BYTES = 10 * 128  # resharding/execute.py: of each column of a strip that is quantised
 PINNED_SHARE = 1.4  # torch rounds pinned memory up to powers of two: the mean of sizes that fall anywhere
 PROCESS_BYTES = 6 << 30  # assumption: of the host, each process of a GPU: libraries, CUDA's own, samples on their way
-MEAN_SHARE = 0.5  # assumption: of the longest response, where nobody says what the mean is
 PHASES: tuple[Phase, ...] = ("rollout", "score", "critic", "train", "reshard")
 SAVE = "save"  # after `train`, in its memory, where checkpoints are written
-_COMPUTES: Mapping[str, Role] = {"train": "policy", "critic": "critic", "score": "reward_model"}
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Bytes of one GPU in one phase, of all processes there."""
-
-    weights_bytes: int = 0
-    grads_bytes: int = 0
-    optimizer_bytes: int = 0
-    activations_bytes: int = 0
-    logits_bytes: int = 0
-    engine_weights_bytes: int = 0
-    kv_cache_bytes: int = 0
-    reshard_bytes: int = 0
-    other_bytes: int = 0
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(getattr(self, one.name) for one in fields(self))
-
-    def __add__(self, other: Parts) -> Parts:
-        return Parts(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
+COMPUTES: Mapping[str, RoleName] = {"train": "policy", "critic": "critic", "score": "reward_model"}
 
 
 @dataclass(frozen=True)
@@ -96,47 +75,51 @@ class MemoryPlan:
     def host_bytes(self) -> int:
         return sum(self.host.values())
 
+    @property
+    def peak_phase(self) -> str:
+        return max(self.device, key=lambda phase: self.device[phase].total_bytes)
 
-def counted(
+
+def plan_memory(
     recipe: Recipe,
     hardware: Hardware,
-    sizes: Mapping[Role, ModelSize],
-    *,
-    mean_tokens: int | None = None,
-    micro_batches: int | None = None,
+    sizes: Mapping[RoleName, ModelSize],
+    mean_tokens: int,
+    micro_batches: int,
 ) -> MemoryPlan:
-    """The plan without its faults; arguments as of `plan_memory.memory`."""
-    count = _Count(recipe, hardware, sizes, micro_batches)
+    """The memory of every phase, without faults; the recipe's layouts must have no fault.
+
+    mean_tokens: of prompt and response together, for the number of sequences that an engine holds at once.
+    micro_batches: of one update.
+    """
+    count = _SlotMemory(recipe, hardware, sizes, micro_batches)
     tables = {phase: count.slots(phase) for phase in count.phases}
     fullest = {phase: max(table, key=lambda slot: table[slot].total_bytes) for phase, table in tables.items()}
-    mean = mean_tokens or recipe.data.max_prompt_tokens + math.ceil(MEAN_SHARE * recipe.longest_response)
     return MemoryPlan(
         capacity_bytes=hardware.memory_bytes,
         device={phase: tables[phase][slot] for phase, slot in fullest.items()},
         fullest_slot=fullest,
-        slot_bytes={phase: [one.total_bytes for one in table.values()] for phase, table in tables.items()},
-        host=count.host(mean),
+        slot_bytes={phase: [parts.total_bytes for parts in table.values()] for phase, table in tables.items()},
+        host=count.host(mean_tokens),
         host_capacity_bytes=hardware.host_bytes,
-        kv=kv_of(recipe, count.tokens, count.token_bytes, mean),
+        kv=kv_of(recipe, count.tokens, count.token_bytes, mean_tokens),
     )
 
 
-class _Count:
-    """What every slot holds. Ranks of one pipeline stage hold as much, so each stage is looked at once."""
+class _SlotMemory:
+    """The memory of every slot. All ranks of a pipeline stage hold the same amount, so it is counted once a stage."""
 
     def __init__(
-        self, recipe: Recipe, hardware: Hardware, sizes: Mapping[Role, ModelSize], micro_batches: int | None
+        self, recipe: Recipe, hardware: Hardware, sizes: Mapping[RoleName, ModelSize], micro_batches: int
     ) -> None:
         self.recipe, self.hardware, self.sizes = recipe, hardware, sizes
-        self.micro_batches = micro_batches
         self.engine = engine_layout(recipe)
-        sides = [size.slots for size in sizes.values()]
-        self.shared = shared_slots([*sides, range(self.engine.first, self.engine.end)])
+        self.shared = time_shared(sizes, self.engine)
         self.settings: Settings = settings_of(recipe, hardware)
         policy = sizes["policy"]
         self.engine_weights = weight_bytes(policy.shape, self.engine, recipe.model.dtype)
         self.token_bytes = token_bytes(policy.shape, self.engine, self.settings.cache_item_bytes)
-        self.trained: list[Role] = [role for role, size in sizes.items() if size.trains]
+        self.trained: list[RoleName] = [role for role, size in sizes.items() if size.trains]
         wanted = {"score": "reward_model" in sizes, "critic": "critic" in sizes, "train": True}
         self.phases: list[str] = [phase for phase in PHASES if wanted.get(phase, True)]
         if recipe.checkpoint.every:
@@ -149,14 +132,14 @@ class _Count:
         self.tokens = min(map(self._tokens, range(self.engine.first, self.engine.end)))
 
     def slots(self, phase: str) -> dict[int, Parts]:
-        """Every slot's parts in a phase; `save` is that of whoever saves and needs more for it."""
+        """Every slot's parts in a phase; `save` is of the role that needs more for it."""
         places = range(self.recipe.placement.gpus)
         if phase != SAVE:
-            return {slot: self._slot(slot, phase, _COMPUTES.get(phase)) for slot in places}
+            return {slot: self._slot(slot, phase, COMPUTES.get(phase)) for slot in places}
         saves = [{slot: self._slot(slot, SAVE, role) for slot in places} for role in self.trained]
-        return {slot: max((one[slot] for one in saves), key=lambda parts: parts.total_bytes) for slot in places}
+        return {slot: max((table[slot] for table in saves), key=lambda parts: parts.total_bytes) for slot in places}
 
-    def _slot(self, slot: int, phase: str, computes: Role | None) -> Parts:
+    def _slot(self, slot: int, phase: str, computes: RoleName | None) -> Parts:
         total = Parts(other_bytes=self._standing(slot))
         for role, size in self.sizes.items():
             if slot in size.slots:
@@ -167,8 +150,8 @@ class _Count:
             total += Parts(reshard_bytes=self._reshard_bytes())
         return total
 
-    def _ranks(self, role: Role, size: ModelSize, slot: int, phase: str, computes: Role | None) -> Parts:
-        """Of one role's rank: all of it while it computes or where it shares with nobody."""
+    def _ranks(self, role: RoleName, size: ModelSize, slot: int, phase: str, computes: RoleName | None) -> Parts:
+        """Of one role's rank: all of its state while it computes or where it does not share its GPU."""
         held = self._stages[role, size.layout.coords(slot - size.first_slot).pp]
         is_at_work = role == computes
         if not is_at_work and slot in self.shared:
@@ -180,10 +163,10 @@ class _Count:
         return held.parts + held.at_work
 
     def _engine(self, slot: int, phase: str) -> Parts:
-        """Weights and cache where they are not lent; SGLang's ranks lend together."""
+        """Weights and cache unless they are released; an engine's ranks release them together."""
         index, rank = divmod(slot - self.engine.first, self.engine.tp)
         first = self.engine.first + index * self.engine.tp
-        lends = bool(self.shared & set(range(first, first + self.engine.tp)))
+        releases = bool(self.shared & set(range(first, first + self.engine.tp)))
         weights = Parts(engine_weights_bytes=self.engine_weights[rank])
         cache = Parts(kv_cache_bytes=max(0, self.tokens) * self.token_bytes)
         if phase == "rollout":
@@ -191,18 +174,18 @@ class _Count:
             most = min(wanted, self.settings.graph_sequences or wanted)
             running, logits = running_bytes(shape, self.engine, self.settings, most)
             return weights + cache + Parts(activations_bytes=math.ceil(running), logits_bytes=math.ceil(logits))
-        if not lends:
+        if not releases:
             return weights + cache
         return weights if phase == "reshard" else Parts()
 
     def _tokens(self, slot: int) -> int:
-        """That SGLang finds room for on this slot, beside what trainers hold there in a rollout."""
-        beside = self._standing(slot)
+        """Tokens that SGLang finds room for on this slot, next to the training ranks' memory in a rollout."""
+        taken = self._standing(slot)
         for role, size in self.sizes.items():
             if slot in size.slots:
-                beside += self._ranks(role, size, slot, "rollout", None).total_bytes
+                taken += self._ranks(role, size, slot, "rollout", None).total_bytes
         graphs = self.settings.graph_sequences * GRAPH_MIB * MIB  # made behind the cache, in what it leaves
-        free = self.hardware.memory_bytes - beside + graphs
+        free = self.hardware.memory_bytes - taken + graphs
         weights = self.engine_weights[(slot - self.engine.first) % self.engine.tp]
         return cache_tokens(self.settings, free, weights, self.token_bytes)
 
@@ -222,7 +205,7 @@ class _Count:
         return slot < max(self.sizes["policy"].layout.world_size, self.engine.end)
 
     def _reshard_bytes(self) -> int:
-        """Staging of two rounds, of which one is packed while the other is on its way; what quantising takes."""
+        """Buffers of two rounds, one packed while the other is sent, and the scratch memory of quantising."""
         shape, engine = self.sizes["policy"].shape, self.engine
         widest = max(shape.hidden_size, shape.ffn_size, shape.moe_ffn_size, shape.num_heads * shape.head_dim)
         staged = 2 * min(self.recipe.reshard.round_bytes, 2 * max(self.engine_weights))
@@ -261,7 +244,7 @@ class _Count:
 
 @dataclass(frozen=True)
 class _Held:
-    """A rank of one stage: what it always has, what comes on top while it computes or saves, and its state's bytes."""
+    """A rank of one stage: its constant memory, the additional memory while it computes or saves, and its state."""
 
     parts: Parts
     at_work: Parts
@@ -289,14 +272,14 @@ class _Held:
     def staging(self, size: ModelSize) -> tuple[int, int]:
         """Bytes of the rank's host while its checkpoint is gathered, and afterwards until it is written.
 
-        First the optimizer's whole state, beside it a buffer's own part and two lists of one kind of it, or else clones
-        of what this rank writes, as much as its own part; these stay, and the weights join them.
+        First the optimizer's whole state, with a buffer's own part and two lists of one kind of it, or with clones of
+        what this rank writes, as large as its own part; these stay, and the weights join them.
         """
         gathering = GATHERED_BYTES * (self.trained + self.share) + 2 * self.gather_bytes
         return gathering, (GATHERED_BYTES + item_bytes(size)) * self.share
 
 
-def _stage_parts(size: ModelSize, stage: int, micro_batches: int | None) -> _Held:
+def _stage_parts(size: ModelSize, stage: int, micro_batches: int) -> _Held:
     chunks, layout, item = size.stages[stage], size.layout, item_bytes(size)
     weights = sum(chunk.elements * item + chunk.buffer_bytes for chunk in chunks)
     if not size.trains:
@@ -319,7 +302,8 @@ def state_bytes(train: TrainConfig, item: int) -> int:
     if not options.get("use_precision_aware_optimizer"):
         return MASTER_BYTES * (item == 2) + MOMENTS_BYTES
     master, *moments = (
-        _DTYPE_BYTES.get(str(options.get(key)), 4) for key in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+        STATE_DTYPES.get(str(options.get(key)), STATE_DTYPES["float32"]).itemsize
+        for key in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     )
     keeps_remainders = item == 2 and master == 4 and options.get("store_param_remainders", True)  # lower halves alone
     return (2 if keeps_remainders else master) + sum(moments)
@@ -339,9 +323,9 @@ def _at_work(activations: float, logits: float) -> Parts:
 
 
 def communicators(layout: TrainLayout) -> int:
-    """Groups of more than one rank that Megatron talks in.
+    """Megatron's communicators of more than one rank.
 
     Tensor, context, data with and without context, pipeline, expert, expert tensor, expert data; and the world.
     """
     groups = (layout.tp, layout.cp, layout.dp, layout.dp * layout.cp, layout.pp, layout.ep, layout.etp, layout.edp)
-    return sum(one > 1 for one in groups) - (layout.cp == 1 and layout.dp > 1) + (layout.world_size > 1)
+    return sum(size > 1 for size in groups) - (layout.cp == 1 and layout.dp > 1) + (layout.world_size > 1)

@@ -1,4 +1,4 @@
-"""A plan as one picture: who sits where, what fills the GPUs in each phase, what a step and a reshard take."""
+"""A plan as a picture: the placement, the GPUs' memory in each phase, the seconds of a step and of a reshard."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from megarl.plan.run_plan import RunPlan, amount
-from megarl.plan.slots import Slot
+from megarl.parallel.roles import RoleName
+from megarl.plan.memory_parts import PARTS
+from megarl.plan.report import amount, engines, parallel_sizes, title, verdict
+from megarl.plan.run_plan import RunPlan
+from megarl.plan.slots import Slot, pipeline_stages
 
 _WIDTH_INCHES = 16.0
 _DOWN = 8  # so many nodes at most are rows, with words in every cell
 _ACROSS = 64  # of more nodes, so many stand side by side
 _STAGE_COLOURS = "turbo"
-_PART_COLOURS = {
-    "weights": "#4059ad", "grads": "#6b9ac4", "optimizer": "#97d8c4", "activations": "#eff2f1", "logits": "#c9cebd",
-    "engine_weights": "#f4b942", "kv_cache": "#f2804a", "reshard": "#a4036f", "other": "#8d99ae",
-}  # fmt: skip
+_PART_COLOURS = (  # of memory_parts.PARTS
+    "#4059ad", "#6b9ac4", "#97d8c4", "#eff2f1", "#c9cebd", "#f4b942", "#f2804a", "#a4036f", "#8d99ae",
+)  # fmt: skip
 _PHASE_COLOURS = {
     "rollout": "#f2804a", "score": "#c9cebd", "critic": "#97d8c4", "train": "#4059ad", "reshard": "#a4036f",
     "save": "#8d99ae",
 }  # fmt: skip
-_OTHERS, _NOBODY, _FRAME, _RED = "#e8e8e8", "#ffffff", "#111111", "#b00020"
+_OTHERS, _IDLE, _FRAME, _RED = "#e8e8e8", "#ffffff", "#111111", "#b00020"
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class _Grid:
         return wide, min(0.5, wide)
 
     def boxes(self, slots: range) -> list[tuple[float, float, float, float]]:
-        """(left, top, width, height) of a run of slots, joined where nodes that are next to each other have as much."""
+        """(left, top, width, height) of a run of slots, joined over neighbouring nodes of equal rows."""
         parts: list[list[int]] = []  # [first node, last node, first GPU, last GPU]
         for node in range(slots.start // self.per_node, (slots.stop - 1) // self.per_node + 1):
             start = node * self.per_node
@@ -82,53 +84,50 @@ def draw(plan: RunPlan, path: Path) -> None:
     """Write the picture as a PNG."""
     per_node = min(plan.recipe.placement.gpus_per_node, len(plan.slots))
     grid = _Grid(plan.num_nodes <= _DOWN, plan.num_nodes, per_node)
-    models = plan.alike()  # one map for all models that lie alike
+    models = plan.same_placement()  # a map for each group
     heights = [*[grid.rows * grid.cell_inches[1] + 0.75] * len(models), 4.8]
     figure = Figure(figsize=(_WIDTH_INCHES, sum(heights) + 0.6), dpi=110, layout="constrained")
     outer = figure.add_gridspec(len(heights), 1, height_ratios=heights)
-    for place, alike in enumerate(models):
-        _draw_grid(figure.add_subplot(outer[place]), plan, grid, alike)
+    for place, group in enumerate(models):
+        _draw_grid(figure.add_subplot(outer[place]), plan, grid, group)
     below = outer[len(models)].subgridspec(1, 2, width_ratios=[3, 2])
     _draw_memory(figure.add_subplot(below[0]), plan)
     right = below[1].subgridspec(2, 1)
     _draw_step(figure.add_subplot(right[0]), plan)
     _draw_reshard(figure.add_subplot(right[1]), plan)
-    figure.suptitle(f"{plan.title}\n{plan.verdict}", fontsize=13, color="black" if plan.fits else _RED)
+    figure.suptitle(f"{title(plan)}\n{verdict(plan)}", fontsize=13, color="black" if plan.fits else _RED)
     FigureCanvasAgg(figure).print_png(path)
 
 
-def _draw_grid(axes: Any, plan: RunPlan, grid: _Grid, models: Sequence[str]) -> None:
-    """Colour is the pipeline stage of `models`, which lie alike; a frame is an engine."""
-    model = models[0]
-    colours = _stage_colours(plan.layouts[model][1].pp)
+def _draw_grid(axes: Any, plan: RunPlan, grid: _Grid, models: Sequence[RoleName]) -> None:
+    """A colour for each pipeline stage of `models`, which have one layout; a frame for each engine."""
+    model, size = models[0], plan.sizes[models[0]]
+    colours = _stage_colours(size.layout.pp)
     for slot in plan.slots:
         at = slot.ranks.get(model)
-        colour = colours[at.pp] if at else _OTHERS if slot.ranks or slot.engine is not None else _NOBODY
+        colour = colours[at.pp] if at else _OTHERS if slot.ranks or slot.engine is not None else _IDLE
         ((left, top, *_),) = grid.boxes(range(slot.slot, slot.slot + 1))
         axes.add_patch(Rectangle((left, top), 1, 1, facecolor=colour, edgecolor="white", linewidth=0.5))
         if grid.down:
             axes.text(left + 0.5, top + 0.5, _label(slot, model), ha="center", va="center", fontsize=8)
-    for stage in plan.stages if not grid.down else ():
-        if stage.model == model:
-            left, top, width, height = max(grid.boxes(stage.slots), key=lambda box: box[2] * box[3])
-            at = left + width / 2, top + height / 2
-            behind = {"facecolor": colours[stage.stage], "edgecolor": "none", "boxstyle": "round,pad=0.15"}
-            words = {"ha": "center", "va": "center", "fontsize": 11, "fontweight": "bold", "bbox": behind, "zorder": 3}
-            axes.text(*at, str(stage.stage), **words)
+    for stage in pipeline_stages(size) if not grid.down else ():
+        left, top, width, height = max(grid.boxes(stage.slots), key=lambda box: box[2] * box[3])
+        behind = {"facecolor": colours[stage.stage], "edgecolor": "none", "boxstyle": "round,pad=0.15"}
+        words = {"ha": "center", "va": "center", "fontsize": 11, "fontweight": "bold", "bbox": behind, "zorder": 3}
+        axes.text(left + width / 2, top + height / 2, str(stage.stage), **words)
     for engine in range(plan.engine.count):
         first = plan.engine.first + engine * plan.engine.tp
         for left, top, width, height in grid.boxes(range(first, first + plan.engine.tp)):
-            corner, size = (left + 0.03, top + 0.03), (width - 0.06, height - 0.06)
-            axes.add_patch(Rectangle(corner, *size, fill=False, edgecolor=_FRAME, linewidth=1.8))
+            corner, sides = (left + 0.03, top + 0.03), (width - 0.06, height - 0.06)
+            axes.add_patch(Rectangle(corner, *sides, fill=False, edgecolor=_FRAME, linewidth=1.8))
     _name_nodes(axes, grid)
     wide, high = grid.cell_inches
     axes.set_xlim(-0.75 if grid.down else -0.1, grid.columns + 0.1)
     axes.set_ylim(grid.rows + 0.1, -0.1 if grid.down else -0.75)
     axes.set_aspect(high / wide, anchor="W")
     axes.axis("off")
-    words = f"{' and '.join(models).replace('_', ' ')}: {plan.axes_of(model)}"
-    key = f"colours and numbers: pipeline stages; frames: engines, {plan.engines_words}"
-    axes.set_title(f"{words}.   {key}", fontsize=10, loc="left")
+    key = f"colours and numbers: pipeline stages; frames: engines, {engines(plan)}"
+    axes.set_title(f"{parallel_sizes(models, size)}.   {key}", fontsize=10, loc="left")
 
 
 def _name_nodes(axes: Any, grid: _Grid) -> None:
@@ -151,7 +150,7 @@ def _stage_colours(count: int) -> list[Any]:
     return [tuple(0.45 * part + 0.55 for part in shade[:3]) for shade in shades]
 
 
-def _label(slot: Slot, model: str) -> str:
+def _label(slot: Slot, model: RoleName) -> str:
     at, words = slot.ranks.get(model), []
     if at:
         words.append(f"stage {at.pp}  tp {at.tp}  dp {at.dp}")
@@ -162,11 +161,11 @@ def _label(slot: Slot, model: str) -> str:
 
 
 def _draw_memory(axes: Any, plan: RunPlan) -> None:
-    """The fullest GPU of each phase, in parts, against what the card has."""
+    """The parts of the fullest GPU in each phase, and the card's memory."""
     phases = list(plan.memory.device)
     bottoms = [0.0] * len(phases)
-    for part, colour in _PART_COLOURS.items():
-        heights = [getattr(plan.memory.device[phase], f"{part}_bytes") / 1e9 for phase in phases]
+    for part, colour in zip(PARTS, _PART_COLOURS, strict=True):
+        heights = [parts.by_name()[part] / 1e9 for parts in plan.memory.device.values()]
         if any(heights):
             label = part.replace("_", " ")
             axes.bar(phases, heights, 0.62, bottoms, color=colour, label=label, edgecolor="#555555", linewidth=0.4)
@@ -189,8 +188,7 @@ def _draw_memory(axes: Any, plan: RunPlan) -> None:
 
 
 def _draw_step(axes: Any, plan: RunPlan) -> None:
-    times = {name: getattr(plan.step, f"{name}_s") for name in _PHASE_COLOURS}
-    _bars(axes, {name: seconds for name, seconds in times.items() if seconds}, _PHASE_COLOURS, "s")
+    _bars(axes, plan.step.by_phase(), _PHASE_COLOURS, "s")
     axes.set_title(f"a step: {amount(plan.step.total_s)} s (an estimate)", loc="left", fontsize=10)
 
 

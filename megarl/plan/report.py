@@ -1,60 +1,107 @@
-"""A plan as a page for the terminal."""
+"""A plan as a page for the terminal, and its lines that the picture shows too."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from dataclasses import asdict
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from megarl.plan.memory_parts import PARTS
+from megarl.plan.model_size import ModelSize
 from megarl.plan.reshard_cost import Spread
-from megarl.plan.run_plan import RunPlan, amount
-from megarl.plan.slots import spans
+from megarl.plan.run_plan import RunPlan
+from megarl.plan.slots import pipeline_stages, spans
 from megarl.printable import printable
 
 _PLAIN_WIDTH = 130  # of a file or a pipe, where rich would otherwise fold lines at 80
 _OF_WORDS = ("of what",)
 _HEADS = {"activations": "activa-\ntions", "optimizer": "opti-\nmizer"}
-_PARTS = (
-    "weights", "grads", "optimizer", "activations", "logits", "engine_weights", "kv_cache", "reshard", "other",
-)  # fmt: skip
+
+
+def title(plan: RunPlan) -> str:
+    """The recipe in one line."""
+    size, recipe = plan.sizes["policy"], plan.recipe
+    active = f" ({amount(size.active_parameters / 1e9)} B active)" if size.shape.num_experts else ""
+    model = f"{amount(size.parameters / 1e9)} B parameters{active}"
+    nodes = f"{plan.num_nodes} nodes" if plan.num_nodes > 1 else "1 node"
+    where = f"{recipe.placement.gpus} {plan.hardware.name} in {nodes}"
+    return f"{recipe.run.name}: {recipe.algorithm.name}, {model}, on {where}"
+
+
+def verdict(plan: RunPlan) -> str:
+    """Whether it fits, in one line."""
+    phase = plan.memory.peak_phase
+    fullest = plan.memory.device[phase].total_bytes / plan.hardware.memory_bytes
+    fills = f"{fullest:.0%} of a GPU in {phase}, its fullest phase"
+    if not plan.fits:
+        return f"does not fit: {fills}"
+    return f"fits: {fills}; {amount(plan.step.total_s)} s a step (an estimate)"
+
+
+def parallel_sizes(models: Iterable[str], size: ModelSize) -> str:
+    """The names of models that have one layout, and its axes, in one line."""
+    layout = size.layout
+    dense = f"tp {layout.tp} x cp {layout.cp} x dp {layout.dp} x pp {layout.pp}"
+    virtual = f" (vpp {layout.vpp})" if layout.vpp > 1 else ""
+    experts = f", experts etp {layout.etp} x ep {layout.ep} x edp {layout.edp}" if size.shape.num_experts else ""
+    return f"{_and(models)}: {dense}{virtual}{experts}"
+
+
+def engines(plan: RunPlan) -> str:
+    """The engines in one line."""
+    engine, kind = plan.engine, "fp8" if plan.engine.fp8 else plan.recipe.model.dtype
+    dp = f", dp {engine.dp}" if engine.dp > 1 else ""
+    slots = spans(range(engine.first, engine.end))
+    return f"{engine.count} of tp {engine.tp}, ep {engine.ep}{dp} in {kind} on slots {slots}"
+
+
+def amount(value: float) -> str:
+    """A number with three digits, or with all before the decimal point: 1,339 42.1 3.01 0.305 0."""
+    if not value:
+        return "0"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{digits}f}" if digits < 6 else f"{value:.1e}"
 
 
 def show(plan: RunPlan, console: Console) -> None:
     """Print the whole report."""
-    console.print(_text(plan.title, style="bold"))
-    console.print(_text(plan.verdict, style="green" if plan.fits else "bold red"))
-    for part in (_where(plan), _memory(plan), _batch(plan), _rollout(plan), _reshard(plan), _step(plan)):
+    console.print(_text(title(plan), style="bold"))
+    console.print(_text(verdict(plan), style="green" if plan.fits else "bold red"))
+    for part in (_placement(plan), _memory(plan), _batch(plan), _rollout(plan), _reshard(plan), _step(plan)):
         console.print()
         console.print(part)
 
 
-def _where(plan: RunPlan) -> RenderableType:
+def _placement(plan: RunPlan) -> RenderableType:
     per_node = plan.recipe.placement.gpus_per_node
     table = _table("who sits where", "models", "stage", "nodes", "GPU slots", "decoder layers")
-    alike = plan.alike()
-    for models in alike:
-        for stage in [one for one in plan.stages if one.model == models[0]]:
-            nodes = tuple(sorted({slot // per_node for slot in stage.slots}))
+    lines = []
+    for models in plan.same_placement():
+        size = plan.sizes[models[0]]
+        for stage in pipeline_stages(size):
+            nodes = sorted({slot // per_node for slot in stage.slots})
             table.add_row(_and(models), str(stage.stage), spans(nodes), spans(stage.slots), spans(stage.layers))
-    lines = [_text(f"{_and(models)}: {plan.axes_of(models[0])}") for models in alike]
-    return Group(table, *lines, _text(f"engines: {plan.engines_words}"))
+        lines.append(_text(parallel_sizes(models, size)))
+    return Group(table, *lines, _text(f"engines: {engines(plan)}"))
 
 
 def _memory(plan: RunPlan) -> RenderableType:
     """GB of the fullest GPU in each phase."""
     found, capacity = plan.memory, plan.hardware.memory_bytes
-    used = [part for part in _PARTS if any(getattr(one, f"{part}_bytes") for one in found.device.values())]
+    used = [part for part in PARTS if any(parts.by_name()[part] for parts in found.device.values())]
     names = [_HEADS.get(part, part.replace("_", "\n")) for part in used]
     table = _table("memory of the fullest GPU, GB", "phase", *names, "total", "share")
     for phase, parts in found.device.items():
         share = parts.total_bytes / capacity
-        style = "bold red" if share > 1 else "bold" if phase == plan.peak_phase else ""
-        row = [amount(round(getattr(parts, f"{part}_bytes") / 1e9, 2)) for part in used]
+        style = "bold red" if share > 1 else "bold" if phase == found.peak_phase else ""
+        row = [amount(round(parts.by_name()[part] / 1e9, 2)) for part in used]
         table.add_row(phase, *row, amount(parts.total_bytes / 1e9), f"{share:.0%}", style=style)
-    slot = found.fullest_slot[plan.peak_phase]
-    words = f"{plan.hardware.name} has {amount(capacity / 1e9)} GB; {plan.peak_phase} takes most, on slot {slot}"
+    slot = found.fullest_slot[found.peak_phase]
+    words = f"{plan.hardware.name} has {amount(capacity / 1e9)} GB; {found.peak_phase} takes most, on slot {slot}"
     purposes = ", ".join(f"{name.replace('_', ' ')} {amount(value / 1e9)}" for name, value in found.host.items())
     host = f"{amount(found.host_bytes / 1e9)} of {amount(found.host_capacity_bytes / 1e9)} GB: {purposes}"
     return Group(table, _text(words), _text(f"the fullest node's host holds {host}"))
@@ -109,8 +156,13 @@ def _reshard(plan: RunPlan) -> RenderableType:
 
 def _step(plan: RunPlan) -> RenderableType:
     table = _table("a step, seconds", "phase", "s", "share", "of what")
-    for phase, seconds, of_it in plan.phases:
-        parts = ", ".join(f"{name} {amount(value)}" for name, value in of_it.items() if value)
+    rollout = plan.rollout
+    details = {"rollout": {"reading prompts": rollout.prefill_s, "its last half-empty stretch": rollout.tail_s}}
+    for role, times in plan.learning.items():
+        phase = "train" if role == "policy" else role
+        details[phase] = {_name(key): seconds for key, seconds in asdict(times).items()}
+    for phase, seconds in plan.step.by_phase().items():
+        parts = ", ".join(f"{name} {amount(value)}" for name, value in details.get(phase, {}).items() if value)
         table.add_row(phase, amount(seconds), f"{seconds / plan.step.total_s:.0%}", parts)
     table.add_row("all", amount(plan.step.total_s), "", "", style="bold")
     words = "An estimate from the hardware's table, which no run on GPUs has been held against yet: docs/plan.md."
@@ -121,6 +173,11 @@ def _step(plan: RunPlan) -> RenderableType:
 
 def _and(models: Iterable[str]) -> str:
     return " and ".join(models).replace("_", " ")
+
+
+def _name(key: str) -> str:
+    """Of a field that counts seconds."""
+    return key.removesuffix("_s").replace("_", " ")
 
 
 def _gigabytes(spread: Spread) -> Iterable[str]:

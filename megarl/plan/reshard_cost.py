@@ -1,4 +1,4 @@
-"""What a reshard moves, over which wires, and how long that takes: from the very maps and routes that a run uses."""
+"""The bytes of a reshard by link, and its seconds, from the maps and routes that a run uses."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megarl.config import Recipe
 from megarl.config.hardware import Hardware
-from megarl.parallel.layout import EngineLayout, TrainLayout
-from megarl.resharding import fp8, megatron_map, sglang_map
+from megarl.parallel.roles import Roles
+from megarl.preflight.layout import weight_maps
+from megarl.resharding import fp8
 from megarl.resharding.plan import plan_streams
 from megarl.resharding.routes import CHAPTERS, item_bytes
 from megarl.resharding.shards import Part
 from megarl.resharding.traffic import Traffic, count_traffic
-from megarl.types import IntArray, ModelShape
+from megarl.types import IntArray
 
 _WATCHED = 8  # members whose rounds are planned: the longest queues, and some at even distances
 
@@ -56,13 +56,10 @@ class ReshardPlan:
     gather_bound_s: float
 
 
-def plan_reshard(
-    recipe: Recipe, shape: ModelShape, train: TrainLayout, engine: EngineLayout, hardware: Hardware
-) -> ReshardPlan:
-    """Account for the whole exchange. Raises LayoutError where the two layouts do not fit together."""
-    targets = sglang_map.parts(shape, engine)
-    sources = fp8.with_scales(megatron_map.parts(shape, train, transformer_engine=True), targets)
-    members, node, dtype = max(train.world_size, engine.end), recipe.placement.gpus_per_node, recipe.model.dtype
+def plan_reshard(roles: Roles, hardware: Hardware) -> ReshardPlan:
+    """The traffic of a whole reshard, and its seconds. Raises UserFault as `weight_maps` does."""
+    sources, targets = weight_maps(roles, transformer_engine=True)
+    members, node, dtype = roles.num_members, roles.recipe.placement.gpus_per_node, roles.recipe.model.dtype
     found = count_traffic(sources, targets, members, gpus_per_node=node, dtype=dtype)
     gathered = gathered_bytes(sources, targets, members, dtype)
     wanting = found.dest > 0
@@ -73,7 +70,7 @@ def plan_reshard(
         fabric_in_bytes=Spread.of(found.fabric_in[wanting]),
         fabric_out_bytes=Spread.of(found.fabric_out),
         gather_everything_bytes=Spread.of(gathered),
-        rounds=_num_rounds(sources, targets, found, recipe, members),
+        rounds=_num_rounds(sources, targets, found, roles),
         bound_s=bound_s(found, node, hardware),
         expected_s=expected_s(found, hardware),
         gather_bound_s=gather_bound_s(float(gathered.max()), members, node, hardware),
@@ -100,7 +97,7 @@ def gathered_bytes(sources: Sequence[Part], targets: Sequence[Part], members: in
 
 
 def bound_s(found: Traffic, gpus_per_node: int, hardware: Hardware) -> float:
-    """What no plan can go below: the bytes that must move, over links at their nominal speed.
+    """A lower bound of any plan: the bytes that must move, over links at their nominal speed.
 
     The distinct bytes that a node lacks come in over all its network cards; what a GPU's own slot does not hold comes
     in over its network card and its NVLink together.
@@ -135,11 +132,10 @@ def gather_bound_s(num_bytes: float, members: int, gpus_per_node: int, hardware:
     return max(fabric, inside)
 
 
-def _num_rounds(
-    sources: Sequence[Part], targets: Sequence[Part], found: Traffic, recipe: Recipe, members: int
-) -> int:
+def _num_rounds(sources: Sequence[Part], targets: Sequence[Part], found: Traffic, roles: Roles) -> int:
     """All members go on with the largest number that anyone needs of each chapter (`Streams.rounds_needed`)."""
     busiest = np.argsort(-(found.wire_in + found.wire_out), kind="stable")[: _WATCHED // 2]
+    recipe, members = roles.recipe, roles.num_members
     watched = {*busiest.tolist(), *range(0, members, max(1, members * 2 // _WATCHED))}
     node, dtype = recipe.placement.gpus_per_node, recipe.model.dtype
     needed = [

@@ -90,7 +90,7 @@ def engine_speed(
 
 @dataclass(frozen=True)
 class RolloutTime:
-    """Of the engine with the most prompts. tail_s: from when nobody waits any more and half of the slots are empty.
+    """Of the engine with the most prompts. tail_s: from when no sequence waits and half of the slots are empty.
 
     running: sequences at once, at most. tokens_per_s: of all engines together, over the whole rollout.
     """
@@ -121,7 +121,7 @@ def rollout_time(speed: EngineSpeed, samples: Samples, concurrency: int) -> Roll
 def decode_s(
     lengths: Sequence[int], slots: int, step_s: Callable[[int, float], float]
 ) -> tuple[float, float]:
-    """(all, the tail's) seconds of continuous batching: whoever ends gives its slot to the next.
+    """(all, the tail's) seconds of continuous batching: a sequence that ends gives its slot to the next.
 
     step_s(running, mean age in tokens). All that run get one token a step, so that between two ends nothing changes but
     ages, of which the middle is taken.

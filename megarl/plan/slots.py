@@ -1,66 +1,63 @@
-"""Who sits where: every GPU slot's node, its place in each training layout, its engine."""
+"""Which ranks and which engine are on each GPU slot."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from megarl.config import Recipe
-from megarl.parallel.layout import EngineLayout, RankCoords, TrainLayout
+from megarl.parallel.layout import EngineLayout, RankCoords
+from megarl.parallel.roles import RoleName
+from megarl.plan.model_size import ModelSize
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One GPU. ranks: its place in the layout of each model that computes there: policy, critic, reward_model."""
+    """One GPU. ranks: the coordinates of each model's rank on it; engine and engine_rank: None without an engine."""
 
     slot: int
     node: int
     gpu: int
-    ranks: Mapping[str, RankCoords]
+    ranks: Mapping[RoleName, RankCoords]
     engine: int | None
     engine_rank: int | None
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One pipeline stage of one model: the slots of its ranks, and its decoder layers."""
+    """One pipeline stage of a model: the slots of its ranks, and its decoder layers."""
 
-    model: str
     stage: int
     slots: range
     layers: tuple[int, ...]
 
 
-def slot_map(recipe: Recipe, layouts: Mapping[str, tuple[int, TrainLayout]], engine: EngineLayout) -> tuple[Slot, ...]:
-    """layouts: of each model its first slot and how its ranks lie from there on."""
+def slot_map(recipe: Recipe, sizes: Mapping[RoleName, ModelSize], engine: EngineLayout) -> tuple[Slot, ...]:
+    """Every slot in order."""
     found = []
     for slot in range(recipe.placement.gpus):
-        ranks = {
-            model: layout.coords(slot - first)
-            for model, (first, layout) in layouts.items()
-            if first <= slot < first + layout.world_size
+        ranks: dict[RoleName, RankCoords] = {
+            role: size.layout.coords(slot - size.first_slot) for role, size in sizes.items() if slot in size.slots
         }
-        at = engine.member(slot) or (None, None)
         node, gpu = divmod(slot, recipe.placement.gpus_per_node)
-        found.append(Slot(slot, node, gpu, ranks, *at))
+        found.append(Slot(slot, node, gpu, ranks, *(engine.member(slot) or (None, None))))
     return tuple(found)
 
 
-def stages(model: str, first: int, layout: TrainLayout, num_layers: int) -> list[Stage]:
-    """A model's stages in order; the ranks of a stage are neighbours, for pp is the slowest axis."""
-    width = layout.world_size // layout.pp
+def pipeline_stages(size: ModelSize) -> list[Stage]:
+    """A model's stages in order; the ranks of a stage are neighbours, because pp is the slowest axis."""
+    layout, width = size.layout, size.layout.world_size // size.layout.pp
     return [
         Stage(
-            model,
             stage,
-            range(first + stage * width, first + (stage + 1) * width),
-            tuple(layer for chunk in range(layout.vpp) for layer in layout.layers(stage, num_layers, chunk)),
+            size.slots[stage * width : (stage + 1) * width],
+            tuple(layer for chunk in range(layout.vpp) for layer in layout.layers(stage, size.shape.num_layers, chunk)),
         )
         for stage in range(layout.pp)
     ]
 
 
-def spans(numbers: tuple[int, ...] | range) -> str:
+def spans(numbers: Iterable[int]) -> str:
     """Rising numbers as "0-3, 8, 10-11"."""
     runs: list[list[int]] = []
     for number in numbers:

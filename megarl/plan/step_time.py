@@ -1,7 +1,7 @@
-"""How long a step takes, phase by phase. An estimate from a hardware table, which nobody has held against a GPU yet.
+"""The seconds of a step, phase by phase: an estimate from a hardware table, not yet compared with a run on GPUs.
 
-The controller is synchronous, so phases add up. Rewards are taken to be judged while other samples are drawn. What is
-counted, and what is not: docs/plan.md.
+The controller is synchronous, so phases add up. Rewards are assumed to be scored while other samples are drawn.
+docs/plan.md lists what is counted and what is not.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _GRAD_BYTES = 4  # megarl's ranks sum gradients in float32 (parallel/model.py)
 
 @dataclass(frozen=True)
 class ComputingModel:
-    """One model that computes: the policy, or one beside it. held: bytes of its fullest rank.
+    """The policy or an auxiliary model; the bytes are of its fullest rank.
 
-    recomputes: the backward pass runs the forward pass again. takes_turns: it shares its GPUs' memory with others.
+    recomputes: the backward pass runs the forward pass again. takes_turns: its GPUs' memory changes hands.
     """
 
     shape: ModelShape
@@ -70,6 +70,10 @@ class StepTime:
     def total_s(self) -> float:
         return sum(vars(self).values())
 
+    def by_phase(self) -> dict[str, float]:
+        """Seconds of each phase that takes any, in order."""
+        return {name.removesuffix("_s"): seconds for name, seconds in vars(self).items() if seconds}
+
 
 def forward_s(model: ComputingModel, samples: Samples, hardware: Hardware) -> float:
     """One forward pass over the step's samples: FLOPs over what all ranks reach, stretched by bubble and imbalance."""
@@ -79,8 +83,8 @@ def forward_s(model: ComputingModel, samples: Samples, hardware: Hardware) -> fl
 
 
 def policy_time(recipe: Recipe, model: ComputingModel, samples: Samples, hardware: Hardware, node: int) -> TrainTime:
-    """What `PolicyRank` does: old log-probabilities where later updates or penalties read them, the reference's
-    where there is one, then the updates."""
+    """`PolicyRank`: old log-probabilities if later updates or penalties read them, the reference's if there is a
+    reference, then the updates."""
     rules, once = hyperparameters_of(recipe.algorithm.name, recipe.algorithm), forward_s(model, samples, hardware)
     reads_old = model.share.updates > 1 or rules.pays_kl
     reference = 0.0

@@ -16,7 +16,7 @@ from megarl.types import Metrics, Prompt, UserFault, UserFaults
 
 @dataclass(frozen=True)
 class DataRead:
-    """The files that could be read, by their recipe keys, and what is wrong with the others."""
+    """The files that could be read, by recipe key, and the faults of the others."""
 
     train: Mapping[str, PromptFile]
     eval_sets: Mapping[str, PromptFile]
@@ -38,7 +38,7 @@ class DataRead:
 
     @property
     def metrics(self) -> Metrics:
-        """For the record of step 0: prompts that are there and that were dropped, of training and of each set."""
+        """For the record of step 0: the numbers of prompts kept and dropped, of training and of each evaluation set."""
         found: Metrics = {}
         sets = {"train": list(self.train.values())} | {f"eval/{name}": [file] for name, file in self.eval_sets.items()}
         for name, files in sets.items():
@@ -47,7 +47,7 @@ class DataRead:
         return found
 
     def stream(self, recipe: Recipe) -> PromptStream:
-        """Of the training files that were read, at least one: by weight where they have any, else all rows alike."""
+        """Prompts of the training files that were read (at least one): drawn by weight, or evenly from all rows."""
         weights = [recipe.data.train_files[where].weight for where in self.train]
         if len(weights) < 2 or None in weights:
             return PromptStream(self.train_prompts, recipe.run.seed)
@@ -64,7 +64,7 @@ def read_data(
     absent: Container[str] = (),
     cache: TokenCache | None = None,
 ) -> DataRead:
-    """Every file of the recipe's data but those whose keys are absent; every fault of every file is in what returns.
+    """Read every data file of the recipe whose key is not absent; the result has every fault of every file.
 
     vocab_size: the model's, or None where it is not known.
     """
@@ -95,7 +95,7 @@ def read_data(
 def tokens_of_answers(
     tokenizer: object, prompts: Sequence[Prompt], bar: ProgressBar, cache: TokenCache | None
 ) -> Tokens:
-    """The answers as supervised steps learn them, but for the end-of-sequence token."""
+    """The answers as supervised steps learn them, without the end-of-sequence token."""
     answers = [prompt.answer for prompt in prompts]
 
     def make() -> Tokens:
@@ -106,7 +106,7 @@ def tokens_of_answers(
 
 
 def _source(data: DataConfig, where: str, file: DataFileConfig) -> PromptSource:
-    """The file with its own columns, or those of all files."""
+    """The file with its own columns, or with the columns of all files."""
     given = {"prompt": file.prompt, "answer": file.answer}
     mends = {}
     for key, name in given.items():
@@ -120,7 +120,7 @@ def _source(data: DataConfig, where: str, file: DataFileConfig) -> PromptSource:
 
 
 def _weight_faults(data: DataConfig) -> list[UserFault]:
-    """Weights of some files and not of others say nothing about these."""
+    """Weights must be set for all training files or for none."""
     without = [where for where, file in data.train_files.items() if file.weight is None]
     if not without or len(without) == len(data.train):
         return []

@@ -1,4 +1,4 @@
-"""What is missing to join the Ray cluster of a run on several nodes, told before Ray itself is asked."""
+"""Whether this process can join the Ray cluster of a run on several nodes, checked before Ray is started."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CONNECT_S = 5.0  # Ray itself tries for minutes
 
 
 def cluster_faults(placement: PlacementConfig) -> list[UserFault]:
-    """Of the environment; none where the run begins a Ray of its own."""
+    """Faults of Ray's environment variables; none where the run starts its own Ray."""
     if placement.network == "loopback":
         return []
     address = os.environ.get(_ADDRESS, "")

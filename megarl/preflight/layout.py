@@ -1,33 +1,132 @@
-"""What keeps the trained weights from being moved into the engines as a recipe says."""
+"""Whether training ranks and engines fit the models, the GPU slots, the nodes and each other's weights."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
+from megarl.algos import learns_from_answers
 from megarl.config import Recipe
-from megarl.parallel.layout import FP8_TILE, EngineLayout, TrainLayout
+from megarl.parallel.layout import FP8_TILE, divisors, nearest
+from megarl.parallel.roles import Roles
 from megarl.resharding import fp8, megatron_map, sglang_map
 from megarl.resharding.routes import item_bytes
 from megarl.resharding.shards import LayoutError, Part
 from megarl.resharding.traffic import least_round_bytes
 from megarl.types import ModelShape, UserFault
 
+Faults = list[UserFault]
 
-def reshard_faults(
-    recipe: Recipe, shape: ModelShape, layout: TrainLayout, engines: EngineLayout
-) -> list[UserFault]:
-    """fp8 tiles that the training ranks cut, and rounds too small for the smallest pieces that they carry."""
-    targets = sglang_map.parts(shape, engines)
+
+def layout_faults(roles: Roles, device: str) -> Faults:
+    """Of the policy's ranks and the engines; without a readable checkpoint, all that does not depend on its sizes.
+
+    The layouts of the critic and the reward model are checked with their checkpoints (models.py).
+    """
+    shape, placement = shape_or_stand_in(roles), roles.recipe.placement
+    faults = roles.policy.layout_faults(shape) + engine_faults(roles, shape, device) + slot_faults(roles)
+    if placement.network == "nodes" or device != "cpu":  # on CPU with loopback all slots are on this machine
+        faults += node_faults(roles)
+    if not faults and roles.policy.model.known_shape:
+        faults = reshard_faults(roles)
+    return faults + batch_faults(roles.recipe)
+
+
+def shape_or_stand_in(roles: Roles) -> ModelShape:
+    """The policy's shape; where its checkpoint cannot be read, sizes that every axis divides."""
+    layout, engines = roles.policy.layout, roles.engines
+    size = FP8_TILE * math.lcm(layout.tp, layout.pp, layout.ep, engines.tp, engines.ep)
+    return roles.policy.model.known_shape or ModelShape(size, size, size, size, size, size, size, size, size)
+
+
+def engine_faults(roles: Roles, shape: ModelShape, device: str) -> Faults:
+    """What the engines do not divide in the model and on the GPUs, and what SGLang refuses on the device."""
+    if device != "cpu":
+        return roles.engines.faults(shape, roles.recipe.placement.gpus) or roles.engines.gpu_faults(shape)
+    without_tiles = replace(roles.engines, fp8=False)  # on CPU fp8 itself is the fault, not the tiles that it cuts
+    return without_tiles.faults(shape, roles.recipe.placement.gpus) or roles.engines.cpu_faults(shape)
+
+
+def slot_faults(roles: Roles) -> Faults:
+    """Slots that do not exist or that nothing uses. Engines beyond the last slot are in EngineLayout.faults."""
+    gpus, num_training, engines, found = roles.recipe.placement.gpus, len(roles.policy.slots), roles.engines, []
+    for role in roles.models.values():
+        if role.name != "policy" and role.slots.stop > gpus:
+            first, last = role.first_slot, role.slots.stop - 1
+            problem = f"its ranks are on the slots {first} to {last}, placement.gpus is {gpus}"
+            found.append(UserFault(f"{role.branch}.gpus", problem, f"lower it or {role.branch}.first_gpu"))
+    if num_training > gpus:
+        problem = f"{num_training} is more than placement.gpus ({gpus})"
+        found.append(UserFault("placement.train_gpus", problem, f"set it to at most {gpus}"))
+    if engines.first > num_training:  # the members of a reshard are numbered without a gap
+        problem = f"{engines.first} leaves a gap behind the {num_training} GPUs that train"
+        found.append(UserFault("placement.first_engine_gpu", problem, f"set it to at most {num_training}"))
+    used = {slot for slots in (roles.engine_slots, *(role.slots for role in roles.models.values())) for slot in slots}
+    if len(used) < gpus and not found:
+        idle = min(set(range(gpus)) - used)
+        if idle == len(used):
+            problem, mend = f"{gpus} GPUs, of which training and engines use the first {idle}", f"set it to {idle}"
+        else:
+            problem, mend = f"{gpus} GPUs, of which nothing uses number {idle}", "leave no gap"
+        found.append(UserFault("placement.gpus", problem, mend))
+    return found
+
+
+def node_faults(roles: Roles) -> Faults:
+    """Tensor-parallel ranks, which communicate in every layer, on several nodes; engines across a node's edge."""
+    node, found = roles.recipe.placement.gpus_per_node, []
+    if max(roles.recipe.placement.gpus, roles.engines.end) <= node:
+        return found
+    for role in roles.models.values():
+        tp, first = role.layout.tp, role.first_slot
+        if node % tp or first % tp:
+            problem = f"{tp} ranks at a time, from GPU {first} on, would not all lie inside nodes of {node} GPUs"
+            first_mend = f"set {role.branch}.first_gpu to a multiple of it"
+            mend = f"set it to {nearest(tp, divisors(node))}" if node % tp else first_mend
+            found.append(UserFault(f"{role.branch}.tp", problem, mend))
+    return found + _engine_node_faults(roles)
+
+
+def _engine_node_faults(roles: Roles) -> Faults:
+    node, engines = roles.recipe.placement.gpus_per_node, roles.engines
+    inside = node % engines.tp == 0 and engines.first % engines.tp == 0
+    whole = engines.tp % node == 0 and engines.first % node == 0
+    if not inside and not whole:
+        problem = f"{engines.tp} ranks, from GPU {engines.first} on, neither lie in nodes of {node} GPUs nor fill them"
+        mend = f"choose a divisor or a multiple of {node}, and placement.first_engine_gpu as a multiple of it"
+        return [UserFault("rollout.engine.tp", problem, mend)]
+    if whole and engines.tp > node and roles.recipe.placement.network == "loopback":
+        problem = f"an engine of {engines.tp} ranks is on several nodes of {node} GPUs, which meet on no loopback"
+        return [UserFault("placement.network", problem, "set it to nodes, or correct placement.gpus_per_node")]
+    return []
+
+
+def weight_maps(roles: Roles, *, transformer_engine: bool) -> tuple[list[Part], list[Part]]:
+    """What the policy's ranks send and what the engines receive in a reshard.
+
+    Raises UserFault where training ranks cut the tiles of fp8 engines.
+    """
+    shape = roles.policy.shape
+    targets = sglang_map.parts(shape, roles.engines)
     try:
-        sources = fp8.with_scales(megatron_map.parts(shape, layout), targets)
+        sources = megatron_map.parts(shape, roles.policy.layout, transformer_engine)
+        return fp8.with_scales(sources, targets), targets
     except LayoutError as error:
         mend = "choose sizes of train that do not, or set rollout.engine.fp8 to false"
-        return [UserFault("rollout.engine.fp8", str(error), mend)]
-    members = max(layout.world_size, engines.end)
-    round_bytes, dtype = recipe.reshard.round_bytes, recipe.model.dtype
+        raise UserFault("rollout.engine.fp8", str(error), mend) from None
+
+
+def reshard_faults(roles: Roles) -> Faults:
+    """fp8 tiles that the training ranks cut, and rounds too small for the smallest pieces that they carry."""
+    try:
+        sources, targets = weight_maps(roles, transformer_engine=False)
+    except UserFault as fault:
+        return [fault]
+    members, round_bytes, dtype = roles.num_members, roles.recipe.reshard.round_bytes, roles.recipe.model.dtype
     if 4 * (members - 1) * _largest_granule(targets, dtype) <= round_bytes:  # a stream each way with each peer, twice
         return []
-    node = recipe.placement.gpus_per_node
+    node = roles.recipe.placement.gpus_per_node
     least = least_round_bytes(sources, targets, members, gpus_per_node=node, dtype=dtype)
     if least <= round_bytes:
         return []
@@ -39,3 +138,16 @@ def _largest_granule(targets: Sequence[Part], dtype: str) -> int:
     """Bytes of the longest row, or row of tiles, that a round cannot cut."""
     sizes = ((shard.dtype or dtype, shard.cols[1] - shard.cols[0]) for part in targets for shard in part.shards)
     return max((FP8_TILE if kind.startswith("float8") else 1) * cols * item_bytes(kind) for kind, cols in sizes)
+
+
+def batch_faults(recipe: Recipe) -> Faults:
+    """More optimizer updates than a step has samples."""
+    rollout, updates = recipe.rollout, recipe.train.updates_per_step
+    given = {"rollout.prompts_per_step x samples_per_prompt": rollout.prompts_per_step * rollout.samples_per_prompt}
+    if learns_from_answers(recipe.algorithm.name):
+        given = {"rollout.prompts_per_step": rollout.prompts_per_step}
+    if recipe.warm_start.steps:
+        given["warm_start.sequences_per_step"] = recipe.warm_start.sequences_per_step
+    few = {name: count for name, count in given.items() if count < updates}
+    mend = f"set it to at most {min(given.values())}"
+    return [UserFault("train.updates_per_step", f"{updates} is more than {n} = {c}", mend) for n, c in few.items()]

@@ -1,13 +1,12 @@
-"""Whether the longest sequence that there can be fits a micro-batch, and the answers that are taught fit a response."""
+"""Whether the longest possible sequence fits a micro-batch, and whether the answers to learn from fit a response."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from megarl.algos import has_critic, learns_from_answers
-from megarl.config import Recipe
-from megarl.parallel.placement import critic_recipe, train_layout
+from megarl.algos import learns_from_answers
+from megarl.parallel.roles import Role, Roles
 from megarl.preflight.data import tokens_of_answers
 from megarl.rollout.prompts import vocabulary_faults
 from megarl.rollout.token_cache import TokenCache
@@ -15,34 +14,34 @@ from megarl.tracking.progress import progress_bar
 from megarl.types import Prompt, UserFault
 
 
-def budgets(recipe: Recipe) -> dict[str, tuple[int, int]]:
-    """By key, of all that train: a micro-batch's tokens, and what a sequence's length is padded to a multiple of."""
-    training = {"train": recipe}
-    if has_critic(recipe.algorithm.name):
-        training["critic.ranks"] = critic_recipe(recipe)
-    return {
-        f"{branch}.tokens_per_micro_batch": (own.train.tokens_per_micro_batch, train_layout(own).tokens_align)
-        for branch, own in training.items()
-    }
+def budget_faults(role: Role, longest: int, what: str) -> list[UserFault]:
+    """A micro-batch of the role's ranks with fewer tokens than the longest sequence, padded to what its ranks divide.
+
+    longest: tokens of that sequence. what: the sequence in words.
+    """
+    align = role.layout.tokens_align
+    needed = -(-longest // align) * align
+    budget = role.recipe.train.tokens_per_micro_batch
+    if needed <= budget:
+        return []
+    problem = f"{budget} is less than {what} ({needed} tokens)"
+    return [UserFault(f"{role.branch}.tokens_per_micro_batch", problem, f"set it to at least {needed}")]
 
 
 def length_faults(
-    recipe: Recipe, tokenizer: Any, train: Sequence[Prompt], cache: TokenCache | None, vocab_size: int | None
+    roles: Roles, tokenizer: Any, train: Sequence[Prompt], cache: TokenCache | None, vocab_size: int | None
 ) -> list[UserFault]:
-    """The longest possible sequence must fit a micro-batch; in a warm start the answers are the responses.
+    """Micro-batches too small for the longest prompt and response; answers too long for a response, where taught.
 
     vocab_size: the model's, or None where it is not known.
     """
-    faults: list[UserFault] = []
+    recipe, faults = roles.recipe, []
     limit = recipe.rollout.max_response_tokens
-    for key, (budget, align) in budgets(recipe).items():
-        longest = max(len(prompt.token_ids) for prompt in train) + limit
-        longest = -(-longest // align) * align
-        if longest > budget:
-            problem = f"{budget} is less than the longest prompt and response ({longest} tokens)"
-            faults.append(UserFault(key, problem, f"set it to at least {longest}"))
-    teaches = recipe.warm_start.steps or learns_from_answers(recipe.algorithm.name)
-    if teaches:
+    longest = max(len(prompt.token_ids) for prompt in train) + limit
+    for role in roles.models.values():
+        if role.trains:  # a reward model cuts what is too long
+            faults += budget_faults(role, longest, "the longest prompt and response")
+    if recipe.warm_start.steps or learns_from_answers(recipe.algorithm.name):
         tokens = tokens_of_answers(tokenizer, train, progress_bar, cache)
         needed = 1 + int(tokens.lengths.max())
         if needed > limit:

@@ -1,20 +1,19 @@
-"""What keeps the models of a recipe from being trained as it says, known from their folders alone."""
+"""Whether the checkpoints of a recipe can be trained as it says, from their folders alone."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from megarl.algos import ALGORITHMS, has_critic, has_reference
 from megarl.checkpoints import hf_import
 from megarl.config import Recipe
-from megarl.parallel.hf_config import auxiliary_shape, hf_facts, model_shape, scorer_shape
-from megarl.parallel.placement import critic_recipe, reward_recipe, train_layout
+from megarl.parallel.roles import Role, Roles
 from megarl.rollout.prompts import OWN_TOKENIZER, chat_text, load_tokenizer, token_outside_vocabulary
 from megarl.rollout.template_check import template_fault
 from megarl.types import ModelShape, Prompt, UserFault
 
 Faults = list[UserFault]
+_SPARE_CONTEXT = 2  # positions that SGLang keeps free: it cuts a longer response short
 
 
 def tokenizer_faults(tokenizer: Any, shape: ModelShape) -> Faults:
@@ -25,7 +24,7 @@ def tokenizer_faults(tokenizer: Any, shape: ModelShape) -> Faults:
 
 
 def loss_faults(recipe: Recipe, shape: ModelShape) -> Faults:
-    """Keys of `train` that speak of parts which the model does not have."""
+    """Keys of `train` for parts that the model does not have."""
     train, faults = recipe.train, []
     of_experts = {"aux_loss": train.aux_loss, "z_loss": train.z_loss, "replay": train.replay != "off"}
     for key in [key for key, is_set in of_experts.items() if is_set and not shape.num_experts]:
@@ -40,50 +39,69 @@ def loss_faults(recipe: Recipe, shape: ModelShape) -> Faults:
     return faults
 
 
-def reference_faults(recipe: Recipe, shape: ModelShape) -> Faults:
-    """Its weights take the places of the policy's."""
-    path = recipe.reference.path
-    if path is None or not has_reference(recipe.algorithm, recipe.reference.use):
-        return []
-    try:
-        other = model_shape(path)
-    except UserFault as fault:
-        return [fault]
-    if other != shape:
-        problem, mend = f"{path} is another model than model.path", "name a checkpoint of the same architecture"
-        return [UserFault("reference.path", problem, mend)]
-    return hf_import.check_hf(path, shape)
-
-
-def critic_faults(recipe: Recipe) -> Faults:
-    """Of the critic's checkpoint and ranks, where the algorithm has one."""
-    if not has_critic(recipe.algorithm.name):
-        return []
-    own, says = critic_recipe(recipe), ALGORITHMS[recipe.algorithm.name].critic
-    is_policys = own.model.path == recipe.model.path
-    faults = _faults_beside(own, "critic", says, is_known=is_policys)
-    if faults or is_policys:
+def policy_faults(roles: Roles, *, has_weights: bool = True) -> Faults:
+    """Of the policy's checkpoint and its reference's; has_weights: or config.json alone is here."""
+    policy, recipe = roles.policy, roles.recipe
+    faults = [policy.model.fault] if policy.model.fault else []
+    shape = policy.model.known_shape
+    if shape is None:
         return faults
-    try:
-        vocab_size = model_shape(recipe.model.path).vocab_size
-    except UserFault:
-        return []  # told of the policy
-    if (known := auxiliary_shape(own.model.path, says).vocab_size) < vocab_size:
-        problem = f"{own.model.path} has a vocabulary of {known}, the policy of"
-        faults.append(UserFault("critic.path", f"{problem} {vocab_size}", "use a model with the policy's tokenizer"))
+    told = loss_faults(recipe, shape) + reference_faults(roles)
+    if has_weights:
+        told += hf_import.check_hf(policy.model.path, shape)
+    return told + faults + _context_faults(roles)
+
+
+def _context_faults(roles: Roles) -> Faults:
+    """Prompts and responses that are longer together than the model's context."""
+    context, recipe = roles.policy.model.context_tokens, roles.recipe
+    longest = recipe.data.max_prompt_tokens + recipe.longest_response
+    if context is None or longest <= context - _SPARE_CONTEXT:
+        return []
+    problem = f"with the longest response it makes {longest} tokens, the model's context is {context}"
+    mend = f"bring the sum to at most {context - _SPARE_CONTEXT}"
+    return [UserFault("data.max_prompt_tokens", problem, mend)]
+
+
+def reference_faults(roles: Roles) -> Faults:
+    """A reference checkpoint of another architecture: its weights take the policy's places in memory."""
+    reference, shape = roles.reference, roles.policy.shape
+    if reference is None:
+        return []
+    if reference.known_shape is None:
+        return [reference.fault] if reference.fault else []
+    if reference.known_shape != shape:
+        problem = f"{reference.path} is another model than model.path"
+        mend = "name a checkpoint of the same architecture"
+        return [UserFault("reference.path", problem, mend)]
+    return hf_import.check_hf(reference.path, shape)
+
+
+def critic_faults(roles: Roles) -> Faults:
+    """Of the critic's checkpoint and ranks, where the algorithm has one."""
+    critic, policy, recipe = roles.critic, roles.policy.model, roles.recipe
+    if critic is None:
+        return []
+    path, is_policys = critic.model.path, critic.model.path == policy.path
+    faults = _auxiliary_faults(critic, is_known=is_policys)
+    if faults or is_policys or policy.known_shape is None or critic.model.facts is None:
+        return faults
+    if (vocab_size := critic.shape.vocab_size) < policy.shape.vocab_size:
+        problem = f"{path} has a vocabulary of {vocab_size}, the policy of {policy.shape.vocab_size}"
+        faults.append(UserFault("critic.path", problem, "use a model with the policy's tokenizer"))
     longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
-    if hf_facts(own.model.path).max_positions < longest:
-        problem = f"its context is {hf_facts(own.model.path).max_positions}, prompt and response may be {longest}"
+    if critic.model.facts.max_positions < longest:
+        problem = f"its context is {critic.model.facts.max_positions}, prompt and response may be {longest}"
         faults.append(UserFault("critic.path", problem, "use a model with the policy's context"))
     return faults
 
 
-def reward_model_faults(recipe: Recipe, prompts: Sequence[Prompt]) -> Faults:
-    """Of the reward model's checkpoint, ranks and tokenizer, where there is one; prompts: those to train on."""
-    path = recipe.reward_model.path
-    if path is None:
+def reward_model_faults(roles: Roles, prompts: Sequence[Prompt]) -> Faults:
+    """Of the reward model's checkpoint, ranks and tokenizer, where there is one; prompts: to train on."""
+    role = roles.reward_model
+    if role is None:
         return []
-    faults = _faults_beside(reward_recipe(recipe), "reward_model", "values", is_known=False)
+    faults, path = _auxiliary_faults(role, is_known=False), role.model.path
     if faults:
         return faults
     if hf_import.without_head(path):
@@ -93,12 +111,12 @@ def reward_model_faults(recipe: Recipe, prompts: Sequence[Prompt]) -> Faults:
         tokenizer = load_tokenizer(path)
     except UserFault as fault:
         return [UserFault("reward_model.path", fault.problem, fault.mend)]
-    if beyond := token_outside_vocabulary(tokenizer, tokenizer.get_vocab().values(), scorer_shape(path).vocab_size):
+    if beyond := token_outside_vocabulary(tokenizer, tokenizer.get_vocab().values(), role.shape.vocab_size):
         mend = OWN_TOKENIZER.replace("model.path", "reward_model.path")
         return [UserFault("reward_model.path", f"it reads any text, and its tokenizer has {beyond}", mend)]
     unbounded = template_fault(tokenizer, [(prompt.id, prompt.messages) for prompt in prompts], response="")
     if unbounded:
-        return [renamed(unbounded, "reward_model")]
+        return [role.renamed(unbounded)]
     for prompt in prompts:
         try:
             chat_text(tokenizer, prompt.messages, "")
@@ -108,29 +126,9 @@ def reward_model_faults(recipe: Recipe, prompts: Sequence[Prompt]) -> Faults:
     return []
 
 
-def _faults_beside(own: Recipe, branch: str, says: str, is_known: bool) -> Faults:
-    """own: the recipe of its ranks. is_known: what is wrong with its checkpoint is told elsewhere."""
-    path = own.model.path
-    try:
-        shape = auxiliary_shape(path, says)
-        hf_facts(path)
-    except UserFault as fault:
-        return [] if is_known else [renamed(fault, branch)]
-    faults = [] if is_known else hf_import.check_hf(path, shape)
-    return [renamed(fault, branch) for fault in faults + train_layout(own).faults(shape)]
-
-
-def renamed(fault: UserFault, branch: str) -> UserFault:
-    """A fault of the policy's keys as one of those that stand for them."""
-    words = {
-        "placement.gpus": f"{branch}.ranks.gpus",
-        "train.": f"{branch}.ranks.",
-        "model.path": f"{branch}.path",
-    }
-
-    def own(text: str) -> str:
-        for policy, ours in words.items():
-            text = text.replace(policy, ours)
-        return text
-
-    return UserFault(own(fault.where), own(fault.problem), own(fault.mend))
+def _auxiliary_faults(role: Role, *, is_known: bool) -> Faults:
+    """Of an auxiliary model's checkpoint and layout; is_known: it is the policy's checkpoint, whose faults are told."""
+    if role.model.fault:
+        return [] if is_known else [role.renamed(role.model.fault)]
+    faults = [] if is_known else hf_import.check_hf(role.model.path, role.shape)
+    return [role.renamed(fault) for fault in faults] + role.layout_faults()

@@ -1,4 +1,4 @@
-"""What is wrong with a recipe's rewards: keys that contradict each other, rows without a judge, verdicts that fail."""
+"""Faults of a recipe's rewards: contradictory keys, rows without a reward function, functions that fail."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from megarl.rollout.verdicts.scorers import DEFAULT, Scorers, orders, source_of
 from megarl.types import Prompt, UserFault
 
 _CODE = "megarl.rollout.rewards.code:score"
-# The argument that bounds a verdict, and what it is unless it is given.
+# The argument that limits the time of a verdict, and its default.
 _BOUNDS = {_CODE: ("total_s", 30.0), "megarl.rollout.rewards.llm_judge:score": ("timeout_s", 60.0)}
-_SPARE_S = 5.0  # to begin and to end
+_SPARE_S = 5.0  # for the verdict's start and end
 
 
 def reward_faults(recipe: Recipe, prompts: Sequence[Prompt]) -> list[UserFault]:
-    """All that can be known from the keys and all prompts, and from two verdicts of each function on its first row.
+    """Faults of the keys, of the prompts' sources, and of two verdicts of each function on its first row.
 
-    The functions run in processes of their own, as in the run: here too one that hangs costs its time alone.
+    The functions run in worker processes, as in the run, so that a function that hangs is stopped at its time limit.
     """
     reward = recipe.reward
     faults = _key_faults(reward) + _source_faults(reward, prompts)
@@ -45,7 +45,7 @@ def _key_faults(reward: RewardConfig) -> list[UserFault]:
 
 
 def _source_faults(reward: RewardConfig, prompts: Sequence[Prompt]) -> list[UserFault]:
-    """Rows of no named source, where nobody judges all others."""
+    """Rows whose source has no reward function, where there is none for all other rows either."""
     if reward.function is not None or not reward.by_source:
         return []
     unknown = [prompt for prompt in prompts if source_of(reward, prompt.row) == DEFAULT]
@@ -59,7 +59,7 @@ def _source_faults(reward: RewardConfig, prompts: Sequence[Prompt]) -> list[User
 
 
 def _only(reward: RewardConfig, source: str) -> RewardConfig:
-    """The recipe's branch with the function of one source alone, and one worker."""
+    """The recipe's branch with the function of one source only, and one worker."""
     if source == DEFAULT:
         return reward.model_copy(update={"by_source": {}, "workers": 1})
     own = {source: reward.by_source[source]}
@@ -67,12 +67,12 @@ def _only(reward: RewardConfig, source: str) -> RewardConfig:
 
 
 def _own_faults(order: Order) -> list[UserFault]:
-    """Of those functions of ours that start programs or wait for others, which have bounds of their own."""
+    """Faults of megarl's own functions that start programs or call services, which have their own time limits."""
     given, faults = order.arguments, []
     if order.function == _CODE:
         url = given.get("url")
         faults = url_faults(url) if url else sandbox_faults(unsafe=given.get("unsafe", False))
-        faults = [UserFault(order.where, one.problem, one.mend) for one in faults]
+        faults = [UserFault(order.where, fault.problem, fault.mend) for fault in faults]
     if order.function not in _BOUNDS:
         return faults
     key, usual_s = _BOUNDS[order.function]
@@ -85,7 +85,7 @@ def _own_faults(order: Order) -> list[UserFault]:
 
 
 def _function_faults(reward: RewardConfig, start_s: float, first: Prompt | None) -> list[UserFault]:
-    """The function must be there, and judge a right and an empty response to the first of its rows."""
+    """The function must exist, and score a right and an empty response to the first of its rows."""
     try:
         judges = Scorers(reward, start_s)
     except UserFault as fault:
@@ -102,7 +102,7 @@ def _function_faults(reward: RewardConfig, start_s: float, first: Prompt | None)
     own = _own_faults(order)
     if own:
         return own
-    for one, response in zip(found, responses, strict=True):
-        if isinstance(one, Failure):
-            return [UserFault(order.where, told(one, response, answer), MEND)]
+    for verdict, response in zip(found, responses, strict=True):
+        if isinstance(verdict, Failure):
+            return [UserFault(order.where, told(verdict, response, answer), MEND)]
     return []

@@ -1,4 +1,4 @@
-"""Rules of an algorithm that contradict each other, or that nothing reads."""
+"""Hyperparameters of an algorithm that contradict each other, or that nothing reads."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ _OF_SAMPLING = ("oversample", "max_rounds", "when_short")
 
 
 def rule_faults(recipe: Recipe, *, learns: bool = True) -> list[UserFault]:
-    """All that is wrong with the recipe's rules; of an unknown algorithm nothing is known. learns: or samples alone."""
+    """Every fault of the algorithm's hyperparameters; learns: false where the command samples alone."""
     name = recipe.algorithm.name
     if name not in ALGORITHMS:
-        return []
+        problem, mend = f"{name!r} is no algorithm", f"choose from {', '.join(ALGORITHMS)}"
+        return [UserFault("algorithm.name", problem, mend)]
     rules = hyperparameters_of(name, recipe.algorithm)
     unread = _unread(name, rules)
     faults = [
@@ -29,7 +30,7 @@ def rule_faults(recipe: Recipe, *, learns: bool = True) -> list[UserFault]:
 
 
 def _unread(name: str, rules: Hyperparameters) -> dict[str, str]:
-    """Rule -> why it means nothing beside the others."""
+    """Hyperparameter -> why nothing reads it with this algorithm and the other hyperparameters."""
     row, found = ALGORITHMS[name], {}
     if row.surrogate is None:
         others = [field.name for field in fields(Hyperparameters) if field.name != "aggregation"]
@@ -67,7 +68,7 @@ def _bounds_faults(rules: Hyperparameters) -> list[UserFault]:
 
 
 def _start_faults(recipe: Recipe, rules: Hyperparameters) -> list[UserFault]:
-    """Of what a run begins with."""
+    """Faults of the critic's warm-up and of the reference that a run starts with."""
     faults = []
     if has_critic(recipe.algorithm.name) and rules.critic_warmup_steps >= recipe.run.steps:
         problem = f"{rules.critic_warmup_steps} are all of run.steps ({recipe.run.steps}): the policy would never learn"
@@ -88,7 +89,7 @@ def _start_faults(recipe: Recipe, rules: Hyperparameters) -> list[UserFault]:
 
 
 def _idle_faults(recipe: Recipe) -> list[UserFault]:
-    """Models and choices that nobody asks where the data's answers are learnt from."""
+    """Models and options without a use where the policy learns from the data's answers."""
     if not learns_from_answers(recipe.algorithm.name):
         return []
     idle = {

@@ -1,30 +1,20 @@
-"""What keeps a recipe from training on a file of samples."""
+"""Whether a recipe can train on a file of samples."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megarl.config import Recipe
+from megarl.algos import ALGORITHMS
+from megarl.parallel.roles import Roles
+from megarl.preflight.lengths import budget_faults
 from megarl.rollout.sample_file import SampleFile
 from megarl.types import ModelShape, SampleGroup, UserFault
 
 
-def sample_faults(
-    samples: SampleFile,
-    recipe: Recipe,
-    shape: ModelShape,
-    context: int | None,
-    budgets: Mapping[str, tuple[int, int]] | None = None,
-    wants_baseline: bool = False,
-    needs_group: bool = False,
-) -> list[UserFault]:
-    """All that keeps a recipe from training on a file, which is read whole. context: the model's, in tokens.
-
-    wants_baseline, needs_group: the algorithm compares every group's samples with a greedy one, with each other.
-    budgets: by key, the tokens of a micro-batch and what every sequence's length in it is padded to a multiple of;
-    those of `train` without padding unless they are given.
-    """
+def sample_faults(samples: SampleFile, roles: Roles) -> list[UserFault]:
+    """Every fault of a file for this recipe. The whole file is read, and the policy's shape must be known."""
+    recipe, shape, context = roles.recipe, roles.policy.shape, roles.policy.model.context_tokens
     where, train, faults = str(samples.path), recipe.train, []
     try:
         seen = [_seen(samples.groups(step), shape) for step in range(1, samples.num_steps + 1)]
@@ -36,18 +26,15 @@ def sample_faults(
     if recipe.rollout.temperature != samples.temperature:
         problem = f"{recipe.rollout.temperature}, and {where} was sampled at {samples.temperature}"
         faults.append(UserFault("rollout.temperature", problem, f"set it to {samples.temperature}, or sample anew"))
-    highest = max((one.highest_id for one in seen), default=0)
+    highest = max((step.highest_id for step in seen), default=0)
     if highest >= shape.vocab_size or samples.vocab_size != shape.vocab_size:
         problem = f"it was sampled from a vocabulary of {samples.vocab_size} (highest id {highest})"
         mend = f"the vocabulary of model.path has {shape.vocab_size}: name the model that made the file"
         faults.append(UserFault(where, problem, mend))
-    longest = max((one.longest for one in seen), default=0)
-    own = {"train.tokens_per_micro_batch": (train.tokens_per_micro_batch, 1)}
-    for key, (budget, align) in (budgets or own).items():
-        needed = -(-longest // align) * align
-        if needed > budget:
-            problem = f"{budget} is less than the longest sequence in {where} ({longest} tokens)"
-            faults.append(UserFault(key, problem, f"set it to at least {needed}"))
+    longest = max((step.longest for step in seen), default=0)
+    for role in roles.models.values():
+        if role.trains:
+            faults += budget_faults(role, longest, f"the longest sequence in {where}")
     if context is not None and longest > context:
         problem = f"its longest sequence has {longest} tokens, the model's context is {context}"
         faults.append(UserFault(where, problem, "sample shorter ones, or name the model that made the file"))
@@ -55,15 +42,16 @@ def sample_faults(
     if fewest < train.updates_per_step:
         problem = f"{train.updates_per_step} is more than the {fewest} samples of a step in {where}"
         faults.append(UserFault("train.updates_per_step", problem, f"set it to at most {fewest}"))
-    if wants_baseline and not all(one.has_baselines for one in seen):
+    algorithm = ALGORITHMS.get(recipe.algorithm.name)
+    if algorithm and algorithm.greedy_baseline and not all(step.has_baselines for step in seen):
         problem = f"{recipe.algorithm.name} compares with greedy samples, and {where} has steps without any"
         mend = f"sample with algorithm.name={recipe.algorithm.name}"
         faults.append(UserFault("algorithm.name", problem, mend))
-    if needs_group and not any(one.has_groups for one in seen):
+    if algorithm and algorithm.needs_group and not any(step.has_groups for step in seen):
         problem = f"{recipe.algorithm.name} compares the samples of a prompt, and {where} has one of each prompt"
         mend = "choose an algorithm that does not, or sample with rollout.samples_per_prompt of at least 2"
         faults.append(UserFault("algorithm.name", problem, mend))
-    if train.replay == "r3" and not all(one.has_experts for one in seen):
+    if train.replay == "r3" and not all(step.has_experts for step in seen):
         problem = f"r3 replays the experts that the engine chose, and {where} does not have them of this model"
         faults.append(UserFault("train.replay", problem, "set it to off or r2, or sample with train.replay=r3"))
     return faults
@@ -71,9 +59,10 @@ def sample_faults(
 
 @dataclass(frozen=True)
 class _Seen:
-    """What checks ask of a step.
+    """What the checks need to know of one step's samples.
 
-    Every sample has experts, in the model's own shape; some group has a baseline, some has two samples besides.
+    has_experts: every sample has routed experts, in the model's own shape. has_baselines: a group has a greedy sample.
+    has_groups: a group has at least two other samples.
     """
 
     highest_id: int

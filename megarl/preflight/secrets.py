@@ -1,4 +1,4 @@
-"""Secrets in a recipe. A run saves its recipe where everybody reads it who may read the run's folder."""
+"""Secrets in a recipe: a run saves its recipe in its folder, for everybody who may read that folder."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _MEND = "give the name of an environment variable instead, and let the function 
 
 
 def secret_faults(recipe: Recipe) -> list[UserFault]:
-    """Under the free keys that others' code gets: by the names of keys, and passwords in URLs."""
+    """Secrets in arguments that are passed through, found by the names of their keys, and passwords in URLs."""
     free = [("reward.arguments", recipe.reward.arguments, _MEND)]
-    for source, one in recipe.reward.by_source.items():
-        free.append((f"reward.by_source.{source}.arguments", one.arguments, _MEND))
+    for source, judge in recipe.reward.by_source.items():
+        free.append((f"reward.by_source.{source}.arguments", judge.arguments, _MEND))
     free.append(("rollout.engine.sglang", recipe.rollout.engine.sglang, "remove it from the recipe"))
     return [
         UserFault(place, f"{what}, and the run saves its recipe", mend)

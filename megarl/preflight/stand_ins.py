@@ -1,4 +1,4 @@
-"""A recipe on a machine that has none of its files: what can be read in their place, and what cannot be known."""
+"""A recipe on a machine that has none of its files: what stands in for them, and what cannot be checked."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 from megarl.config import Recipe
 
 
-def at_hand(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
-    """The recipe as far as its files are here, and by key what is not.
+def stand_ins(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
+    """The recipe with stand-ins for what is not on this machine, and the absent files in words, by recipe key.
 
-    The folder model.config takes the place of the checkpoint; another model beside it is taken to be of its kind.
+    The folder model.config stands in for the policy's checkpoint, and the policy's for the other models' checkpoints.
     """
     absent = {}
     model = recipe.model
@@ -23,7 +23,7 @@ def at_hand(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
         own = getattr(recipe, branch)
         if own.path and not _has_config(own.path):
             absent[f"{branch}.path"] = f"{own.path}: another model's folder"
-            stands_in = recipe.model.path if branch == "reward_model" else None  # its path says that there is one
+            stands_in = recipe.model.path if branch == "reward_model" else None  # without a path there is none
             recipe = recipe.model_copy(update={branch: own.model_copy(update={"path": stands_in})})
     return recipe, absent
 

@@ -6,16 +6,12 @@ from typing import Any
 
 from megarl.algos import learns_from_answers
 from megarl.config import Recipe
-from megarl.parallel.hf_config import end_token_ids, model_shape
+from megarl.parallel.hf_config import end_token_ids
 from megarl.types import UserFault
 
 
 def eos_faults(recipe: Recipe, tokenizer: Any) -> list[UserFault]:
-    """No token at which the engine ends a response, or another one than the answers are taught to end with."""
-    try:
-        model_shape(recipe.model.path)
-    except UserFault:
-        return []  # told of the model
+    """No token at which the engine ends a response, or another token than the answers are taught to end with."""
     try:
         ends = end_token_ids(recipe.model.path)
     except UserFault as fault:

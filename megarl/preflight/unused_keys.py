@@ -1,7 +1,7 @@
-"""Keys that a recipe sets and that no part of the run reads, and values that are hardly meant: told, and no fault.
+"""Notes, not faults: keys that a recipe sets and that no part of the run reads, and values that are hardly meant.
 
-What contradicts itself or cannot be is refused elsewhere (value_faults, rule_faults): a recipe whose critic an overlay
-switches off is a good recipe all the same.
+Contradictory and impossible values are refused elsewhere (value_faults, rule_faults). A recipe whose critic is switched
+off by an overlay is still a good recipe.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from megarl.algos import has_critic, has_reference, learns_from_answers
 from megarl.config import Recipe
 from megarl.config.fields import Branch
-from megarl.parallel.placement import critic_recipe, train_layout
+from megarl.parallel.placement import train_layout
 
 _HIGH_RATE = 0.1
 
@@ -59,7 +59,7 @@ def _critic(recipe: Recipe) -> str:
 
 
 def _critic_schedule(recipe: Recipe) -> str:
-    is_constant = critic_recipe(recipe).train.lr_schedule == "constant"
+    is_constant = (recipe.critic.lr_schedule or recipe.train.lr_schedule) == "constant"
     return _critic(recipe) or ("the critic's lr_schedule is constant" if is_constant else "")
 
 
@@ -77,8 +77,8 @@ def _always(recipe: Recipe) -> str:
     return ""
 
 
-# Key, or section -> why nothing reads it, or "". The longest one that a key begins with counts. A switch that is
-# written as off (warm_start.steps, data.eval, checkpoint.every) is meant: what belongs to it is not told of.
+# Key or section -> why nothing reads it, or "". The longest entry that a key begins with counts. Where a switch is set
+# to off explicitly (warm_start.steps, data.eval, checkpoint.every), no note is made about the keys that it governs.
 USED_WHEN: Mapping[str, Callable[[Recipe], str]] = {
     "run": _always,
     "run.project": _project,
@@ -111,7 +111,7 @@ USED_WHEN: Mapping[str, Callable[[Recipe], str]] = {
 
 
 def advice(recipe: Recipe) -> list[str]:
-    """A sentence for each reason for which keys are not read, and for each value that is hardly meant."""
+    """One sentence for each reason why keys are not read, and for each value that is hardly meant."""
     keys_of: dict[str, list[str]] = {}
     for key in _given(recipe, ""):
         reason = USED_WHEN[_entry(key)](recipe)

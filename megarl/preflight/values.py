@@ -1,4 +1,4 @@
-"""Values of a recipe of which each could be, and that together ask for more than there is; files that keys name."""
+"""Values that are valid each, and together ask for more than a process or machine has; files that keys name."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from megarl.config.hardware import load_hardware
 from megarl.types import UserFault, UserFaults
 
 Faults = list[UserFault]
-_MOST_SAMPLES = 2**24  # whose summaries the controller holds at a time
+_MOST_SAMPLES = 2**24  # of a step: the controller holds a summary of each
 _LONGEST_FOLDER = 3500  # bytes of a path, of which Linux takes 4095
-_RANK_BYTES = 200_000_000  # at least so much memory has a training rank of its own on CPU
+_RANK_BYTES = 200_000_000  # the least memory of a training rank on CPU
 
 
 def value_faults(recipe: Recipe, device: str) -> Faults:
-    """Batches beyond what one process holds, GPUs that one machine cannot have, folders and files that cannot be."""
+    """Batches too large for one process, GPUs that a machine cannot have, unusable folders and files."""
     faults = _sample_faults(recipe) + _gpu_faults(recipe, device)
     return faults + _hardware_faults(recipe) + _folder_faults(recipe)
 
@@ -32,7 +32,7 @@ def _sample_faults(recipe: Recipe) -> Faults:
 
 
 def _gpu_faults(recipe: Recipe, device: str) -> Faults:
-    """Of runs on one machine. On CPU each simulated GPU is a process."""
+    """More GPUs than a run on one machine can have; on CPU each simulated GPU is a process."""
     placement = recipe.placement
     if placement.network == "nodes":
         return []
@@ -65,7 +65,7 @@ def _hardware_faults(recipe: Recipe) -> Faults:
 
 
 def _folder_faults(recipe: Recipe) -> Faults:
-    """run.dir must be a folder, or one that can be made, with room for the names of the files below."""
+    """run.dir must be a folder that exists or can be made, and short enough for the names of the files in it."""
     folder = Path(recipe.run.dir).absolute()
     length = len(os.fsencode(folder / recipe.run.name))
     if length > _LONGEST_FOLDER:
@@ -79,7 +79,7 @@ def _folder_faults(recipe: Recipe) -> Faults:
 
 
 def is_writable(folder: Path) -> bool:
-    """Whether files can be made in a folder: some refuse what their modes allow (/proc, a file system without room)."""
+    """Whether files can be made in a folder: /proc and full file systems refuse what the folder's mode allows."""
     try:
         with tempfile.TemporaryFile(dir=folder):  # without a name where the file system can
             return True

@@ -14,7 +14,7 @@ from megarl.algos.statistics import Statistics
 from megarl.config import Recipe
 from megarl.device import Address
 from megarl.parallel import host_offload
-from megarl.parallel.hf_config import auxiliary_shape
+from megarl.parallel.hf_config import read_model
 from megarl.parallel.pipeline import Norms
 from megarl.parallel.sequences import PackedRow, dealt, with_returns
 from megarl.training import critic, implicit_reward
@@ -72,7 +72,8 @@ class AuxiliaryRank(TrainingRank):
         self._hyperparameters = hyperparameters_of(recipe.algorithm.name, recipe.algorithm)
         path = recipe.model.path
         reference = path if self._auxiliary.has_reference else None
-        super().__init__(rank, recipe, meet, auxiliary_shape(path, kind), slot=first_gpu + rank, reference=reference)
+        shape = read_model(path, has_scores=kind == "values").shape
+        super().__init__(rank, recipe, meet, shape, slot=first_gpu + rank, reference=reference)
 
     def values(
         self,

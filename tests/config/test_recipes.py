@@ -21,8 +21,8 @@ from megarl.commands import dry_run
 from megarl.config import Recipe
 from megarl.config.loading import load_recipe
 from megarl.parallel.hf_config import model_shape
-from megarl.parallel.placement import engine_layout, train_layout
-from megarl.preflight import check
+from megarl.parallel.roles import Roles
+from megarl.preflight import check, layout
 from megarl.resharding.tensors import mtp_prefix, tensors
 from megarl.types import UserFaults
 from scripts.keep_layers import keep_layers
@@ -81,9 +81,10 @@ def kept(function: Callable[..., Any], key_of: Callable[..., Any]) -> Callable[.
 def once() -> Iterator[None]:
     """The same functions, but each answer is kept for the recipes in which everything that it follows from is equal."""
 
-    def places(recipe: Recipe, *_: Any) -> Any:
+    def places(roles: Roles, *_: Any) -> Any:
+        recipe = roles.recipe
         exchange = recipe.reshard.round_bytes, recipe.placement, recipe.model.path, recipe.model.dtype
-        return exchange, train_layout(recipe), engine_layout(recipe)
+        return exchange, roles.policy.layout, roles.engines
 
     def judge(recipe: Recipe, prompts: Any) -> Any:
         return recipe.reward.model_dump_json(), bool(prompts)
@@ -91,7 +92,7 @@ def once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)  # the recipes' own paths are relative to it
         patch.setattr(dry_run, "_reshard", kept(lambda *given: list(_reshard(*given)), places))
-        patch.setattr(check, "reshard_faults", kept(check.reshard_faults, places))
+        patch.setattr(layout, "reshard_faults", kept(layout.reshard_faults, places))
         patch.setattr(check, "reward_faults", kept(check.reward_faults, judge))
         yield
 

@@ -62,12 +62,11 @@ def made(monkeypatch: pytest.MonkeyPatch, cluster: Cluster, engines: Engines) ->
         phases.append(phase)
         return {f"memory/before_{phase}_bytes": 1.0}
 
-    layouts = SimpleNamespace(world_size=1, end=1)
     one.__dict__.update(
         _cluster=cluster, engines=engines, trainers=SimpleNamespace(workers=[]), version=3, attempts=4,
         _have_sessions=True,
         memory=SimpleNamespace(phase="train", hand_over=hand_over), _say=said.append, _store=None, _run_id="run",
-        _train_layout=layouts, _engine_layout=layouts,
+        _roles=SimpleNamespace(num_members=1),
         _sessions=SimpleNamespace(
             trainers={}, engine_message=lambda index, version, attempt, first: {"attempt": attempt}
         ),

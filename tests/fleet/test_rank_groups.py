@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from megarl.fleet.rank_groups import AuxiliaryRanks, TrainingRanks
+from megarl.parallel.roles import resolve
 from megarl.training.batching import Key, SampleRef, Update, key_of, own_samples, pieces_of
 from megarl.types import FloatArray, Prompt, Sample, SampleGroup
 from tests.plan import plans
@@ -132,7 +133,9 @@ def ranks(tmp_path: Path) -> tuple[TrainingRanks, AuxiliaryRanks]:
         updates_per_step=UPDATES,
     )  # fmt: skip
     cluster: Any = Cluster()
-    return TrainingRanks(cluster, recipe, frozenset()), AuxiliaryRanks(cluster, recipe, frozenset())
+    roles = resolve(recipe)
+    assert roles.critic
+    return TrainingRanks(cluster, roles.policy, frozenset()), AuxiliaryRanks(cluster, roles.critic, frozenset())
 
 
 def test_each_rank_gets_its_own_state_and_the_token_values_of_its_samples(

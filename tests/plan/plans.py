@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
+from megarl.parallel.roles import RoleName
+from megarl.plan.fit import with_faults
+from megarl.plan.model_size import ModelSize
+from megarl.plan.phase_memory import MemoryPlan, plan_memory
+
+MANY = 10**6  # micro-batches: more than any pipeline has in flight
 
 _QWEN3 = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -118,3 +126,16 @@ def recipe(folder: Path, model: str, gpus: int, *, engine: dict[str, Any] | None
             "train": {"lr": 1e-6, "tokens_per_micro_batch": 16384, **more},
         }
     )
+
+
+def count(
+    recipe: Recipe, hardware: Hardware, sizes: Mapping[RoleName, ModelSize], *, mean_tokens: int | None = None
+) -> MemoryPlan:
+    """The memory where responses have half of the longest length, unless it is given."""
+    mean = mean_tokens or recipe.data.max_prompt_tokens + math.ceil(0.5 * recipe.longest_response)
+    return plan_memory(recipe, hardware, sizes, mean, MANY)
+
+
+def memory(recipe: Recipe, hardware: Hardware, sizes: Mapping[RoleName, ModelSize]) -> MemoryPlan:
+    """The same with faults."""
+    return with_faults(recipe, hardware, sizes, lambda changed, found: count(changed, hardware, found))

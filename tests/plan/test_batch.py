@@ -9,7 +9,7 @@ import pytest
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.placement import engine_layout, train_layout
-from megarl.plan.batch import advice, budget_faults, response_lengths, samples_bytes, share_of, step_samples
+from megarl.plan.batch import advice, response_lengths, samples_bytes, share_of, step_samples
 from tests.plan import recipes as planning
 
 
@@ -71,13 +71,6 @@ def test_an_interleaved_pipeline_waits_less(tmp_path: Path) -> None:
     share = share_of(recipe, model_shape(tmp_path), train_layout(recipe), step_samples(recipe))
     assert share.micro_batches % 2 == 0
     assert share.bubble == 1 / (2 * share.micro_batches)
-
-
-def test_a_micro_batch_that_the_longest_sequence_does_not_fit_is_a_fault(tmp_path: Path) -> None:
-    recipe = planning.small(tmp_path, "data.max_prompt_tokens=100", "train.tokens_per_micro_batch=105")
-    assert budget_faults("train", recipe, train_layout(recipe)) == []
-    (fault,) = budget_faults("train", recipe, TrainLayout(8, 1, 1, 1, cp=2))
-    assert str(fault).startswith("train.tokens_per_micro_batch: 105 is less") and "at least 108" in str(fault)
 
 
 def test_what_does_not_divide_is_told_with_the_nearest_that_does(tmp_path: Path) -> None:

@@ -14,17 +14,16 @@ from megarl.config.hardware import Hardware
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.layout import EngineLayout, TrainLayout
 from megarl.parallel.placement import train_layout
+from megarl.parallel.roles import RoleName
 from megarl.parallel.sizes import ChunkSize
 from megarl.plan.activations import activation_bytes, in_flight, kept_and_again, logits_bytes, row_of
 from megarl.plan.engine_memory import settings_of, token_bytes, weight_bytes
-from megarl.plan.fit import memory
-from megarl.plan.model_size import ModelSize, Role, model_sizes
+from megarl.plan.memory_parts import Parts
+from megarl.plan.model_size import ModelSize, model_sizes
 from megarl.plan.phase_memory import (
     CONTEXT_BYTES,
     PINNED_SHARE,
-    Parts,
     communicators,
-    counted,
     state_bytes,
 )
 from megarl.types import MlaShape, ModelShape
@@ -44,7 +43,7 @@ QWEN3 = ModelShape(
 CHUNK = ChunkSize(dense=400_000_000, expert=3_600_000_000, frozen=1_000_000, buffer_bytes=1000, padding=0)
 
 
-def sizes_of(recipe: Recipe, chunk: ChunkSize = CHUNK, **roles: ModelSize) -> dict[Role, ModelSize]:
+def sizes_of(recipe: Recipe, chunk: ChunkSize = CHUNK, **roles: ModelSize) -> dict[RoleName, ModelSize]:
     """As if every rank held one such chunk for each virtual stage."""
     layout = train_layout(recipe)
     stages = ((chunk,) * layout.vpp,) * layout.pp
@@ -52,7 +51,7 @@ def sizes_of(recipe: Recipe, chunk: ChunkSize = CHUNK, **roles: ModelSize) -> di
     return {"policy": policy, **roles}  # type: ignore[dict-item]
 
 
-def beside(recipe: Recipe, role: Role, first: int, gpus: int) -> ModelSize:
+def beside(recipe: Recipe, role: RoleName, first: int, gpus: int) -> ModelSize:
     layout = TrainLayout(gpus, 1, 1, gpus)
     shape = replace(model_shape(recipe.model.path), num_labels=1)
     return ModelSize(role, shape, recipe, layout, first, role == "critic", ((CHUNK,),))
@@ -67,7 +66,7 @@ def made(tmp_path: Path) -> Recipe:
 
 def test_who_computes_has_the_memory_and_the_others_their_least(made: Recipe) -> None:
     size = sizes_of(made)["policy"]
-    plan = counted(made, plans.H800, {"policy": size})
+    plan = plans.count(made, plans.H800, {"policy": size})
     assert list(plan.device) == ["rollout", "train", "reshard"]
     weights = 4_001_000_000 * 2 + 1000
     train, rollout, reshard = (plan.device[phase] for phase in ("train", "rollout", "reshard"))
@@ -84,7 +83,7 @@ def test_who_computes_has_the_memory_and_the_others_their_least(made: Recipe) ->
 
 def test_an_optimizer_on_the_host_leaves_nothing_on_the_gpu(made: Recipe) -> None:
     offloading = made.model_copy(update={"train": made.train.model_copy(update={"optimizer_offload": True})})
-    plan = counted(offloading, plans.H800, sizes_of(offloading))
+    plan = plans.count(offloading, plans.H800, sizes_of(offloading))
     assert [parts.optimizer_bytes for parts in plan.device.values()] == [0] * 3
     share = 400_000_000 // 2 + 3_600_000_000
     gradients, masters, moments = PINNED_SHARE * 4, 4, 8
@@ -114,7 +113,7 @@ def test_nobody_lends_a_gpu_of_its_own(tmp_path: Path) -> None:
         tmp_path, "qwen3-30b", 12, ep=8, megatron=FULL, engine={"count": 1, "tp": 4, "ep": 4},
         placement={"train_gpus": 8, "first_engine_gpu": 8},
     )  # fmt: skip
-    plan = counted(made, plans.H800, sizes_of(made))
+    plan = plans.count(made, plans.H800, sizes_of(made))
     assert plan.fullest_slot["train"] < 8
     assert plan.device["train"].engine_weights_bytes == 0
     train, rollout, reshard = (plan.slot_bytes[phase] for phase in ("train", "rollout", "reshard"))
@@ -128,7 +127,7 @@ def test_a_critic_and_a_reward_model_have_phases_of_their_own(made: Recipe) -> N
     sizes = sizes_of(
         made, critic=beside(made, "critic", 0, 8), reward_model=beside(made, "reward_model", 4, 4)
     )  # fmt: skip
-    plan = counted(made, plans.H800, sizes)
+    plan = plans.count(made, plans.H800, sizes)
     assert list(plan.device) == ["rollout", "score", "critic", "train", "reshard"]
     weights = plan.device["train"].weights_bytes
     assert plan.device["critic"].weights_bytes == 2 * weights  # the policy's, which engines map, and its own
@@ -141,7 +140,7 @@ def test_a_critic_and_a_reward_model_have_phases_of_their_own(made: Recipe) -> N
 
 def test_saving_gathers_a_buffer_on_every_gpu(made: Recipe) -> None:
     saving = made.model_copy(update={"checkpoint": made.checkpoint.model_copy(update={"every": 5})})
-    plan = counted(saving, plans.H800, sizes_of(saving))
+    plan = plans.count(saving, plans.H800, sizes_of(saving))
     assert list(plan.device)[-2:] == ["save", "reshard"]
     standing = plan.device["reshard"].other_bytes
     # float32: the list of all ranks' parts, NCCL's flat copy, and the rank's own, which without replicas is all of it
@@ -154,14 +153,14 @@ def test_saving_gathers_a_buffer_on_every_gpu(made: Recipe) -> None:
 def test_saving_with_replicas_gathers_from_a_part(tmp_path: Path) -> None:
     """Experts of two replicas over 16 GPUs: half of the buffer is the rank's own."""
     made = plans.recipe(tmp_path, "qwen3-30b", 16, tp=4, ep=8, checkpoint={"every": 5}, engine={"count": 4, "tp": 4})
-    plan = counted(made, plans.H800, sizes_of(made))
+    plan = plans.count(made, plans.H800, sizes_of(made))
     gathered = plan.device["save"].other_bytes - plan.device["reshard"].other_bytes
     assert gathered == 4 * (2 * 3_600_000_000 + 1_800_000_000)
 
 
 def test_a_reference_waits_on_the_host(made: Recipe) -> None:
     with_one = made.model_copy(update={"reference": made.reference.model_copy(update={"use": True})})
-    plan = counted(with_one, plans.H800, sizes_of(with_one))
+    plan = plans.count(with_one, plans.H800, sizes_of(with_one))
     assert plan.host["reference"] == pytest.approx(PINNED_SHARE * 8 * plan.device["train"].weights_bytes)
 
 
@@ -174,7 +173,7 @@ def test_tokens_in_the_cache_by_hand() -> None:
 
 
 def test_the_cache_is_what_the_weights_leave(made: Recipe) -> None:
-    plan = counted(made, plans.H800, sizes_of(made), mean_tokens=4096)
+    plan = plans.count(made, plans.H800, sizes_of(made), mean_tokens=4096)
     rollout = plan.device["rollout"]
     graphs = 512 * 2 * 2**20
     standing = 2 * CONTEXT_BYTES + (communicators(train_layout(made)) + 2) * plans.H800.communicator_bytes
@@ -191,9 +190,9 @@ def test_sglangs_own_limits_count(made: Recipe, tmp_path: Path) -> None:
     def with_engine(**sglang: Any) -> Recipe:
         return plans.recipe(tmp_path, "qwen3-30b", 8, ep=8, engine={"count": 2, "tp": 4, "ep": 4, "sglang": sglang})
 
-    plan = counted(with_engine(max_total_tokens=50_000), plans.H800, sizes_of(made))
+    plan = plans.count(with_engine(max_total_tokens=50_000), plans.H800, sizes_of(made))
     assert plan.kv.tokens == 50_000
-    halved = counted(with_engine(kv_cache_dtype="fp8_e4m3"), plans.H800, sizes_of(made))
+    halved = plans.count(with_engine(kv_cache_dtype="fp8_e4m3"), plans.H800, sizes_of(made))
     assert halved.kv.token_bytes == 12_288
     assert 0.8 < settings_of(with_engine(), plans.H800).mem_fraction_static < 0.9
     assert settings_of(with_engine(cuda_graph_max_bs_decode=64), plans.H800).graph_sequences == 64
@@ -213,15 +212,15 @@ def test_engine_weights_are_the_models_and_fp8_halves_them() -> None:
 @pytest.mark.parametrize("stage", range(4))
 def test_1f1b_has_fewer_in_flight_on_later_stages(stage: int) -> None:
     layout = TrainLayout(4, 1, 4, 1)
-    assert in_flight(layout, stage) == [4 - stage]
+    assert in_flight(layout, stage, plans.MANY) == [4 - stage]
     assert in_flight(layout, stage, 2) == [min(2, 4 - stage)]
 
 
 def test_interleaved_chunks_take_turns() -> None:
     """PP 2, VPP 2: rank 0 warms up with 2 (2 - 0 - 1) + 2 = 4 units and runs the fifth: chunks 0 0 1 1 0."""
     layout = TrainLayout(2, 1, 2, 1, vpp=2)
-    assert in_flight(layout, 0) == [3, 2]
-    assert in_flight(layout, 1) == [2, 1]
+    assert in_flight(layout, 0, plans.MANY) == [3, 2]
+    assert in_flight(layout, 1, plans.MANY) == [2, 1]
     assert in_flight(layout, 0, 2) == [2, 2]
 
 
@@ -277,7 +276,8 @@ def test_more_tokens_never_take_less(tokens: int, more: int, pp: int, options: d
             model=RECIPE.model,
         )
         size = ModelSize("policy", QWEN3, recipe, TrainLayout(8, 1, pp, 2), 0, True, ((CHUNK,),) * pp)
-        return [call(size, stage) for stage in range(pp) for call in (activation_bytes, logits_bytes)]
+        kept = [activation_bytes(size, stage, plans.MANY) for stage in range(pp)]
+        return [*kept, *(logits_bytes(size, stage) for stage in range(pp))]
 
     assert all(less <= most for less, most in zip(taken(tokens), taken(tokens + more), strict=True))
 
@@ -296,7 +296,7 @@ RECIPE = Recipe.model_validate(
 
 
 def test_what_fits_has_no_fault_and_is_json(made: Recipe) -> None:
-    plan = memory(made, plans.H800, sizes_of(made, replace(CHUNK, expert=1_000_000_000)))
+    plan = plans.memory(made, plans.H800, sizes_of(made, replace(CHUNK, expert=1_000_000_000)))
     assert plan.faults == []
     names = {name for parts in json.loads(json.dumps(asdict(plan)))["device"].values() for name in parts}
     assert names == {
@@ -312,13 +312,13 @@ def test_what_is_too_large_says_what_helps(tmp_path: Path) -> None:
     made = plans.recipe(tmp_path, "tiny", 2, ep=2, engine=engine, tokens_per_micro_batch=65536)
     small = Hardware.model_validate({**plans.H800.model_dump(), "memory_bytes": 3_000_000_000})
     size = model_sizes(made)["policy"]
-    plan = memory(made, small, {"policy": size})
+    plan = plans.memory(made, small, {"policy": size})
     faults = {str(fault).split(" phase")[0].split()[-1]: fault for fault in plan.faults}
     assert faults["train"].where == "train.tokens_per_micro_batch"
     assert "H800 has 3.0 GB" in faults["train"].problem
     assert f"to {2048 + 8192}" in faults["train"].mend
     changed = made.model_copy(update={"train": made.train.model_copy(update={"tokens_per_micro_batch": 10240})})
-    device = counted(changed, small, {"policy": replace(size, recipe=changed)}).device
+    device = plans.count(changed, small, {"policy": replace(size, recipe=changed)}).device
     assert device["train"].total_bytes <= 3_000_000_000 < plan.device["train"].total_bytes
 
 
@@ -329,6 +329,6 @@ def test_a_full_host_is_said_too(tmp_path: Path) -> None:
         placement={"train_gpus": 8, "first_engine_gpu": 8}, megatron=FULL,
     )  # fmt: skip
     poor = Hardware.model_validate({**plans.H800.model_dump(), "host_bytes": 10_000_000_000})
-    plan = memory(made, poor, sizes_of(made, replace(CHUNK, expert=1_000_000_000)))
+    plan = plans.memory(made, poor, sizes_of(made, replace(CHUNK, expert=1_000_000_000)))
     (fault,) = plan.faults
     assert (fault.where, "host would hold" in fault.problem) == ("placement.gpus", True)

@@ -10,6 +10,7 @@ from megarl import device
 from megarl.config import Recipe
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.placement import train_layout
+from megarl.parallel.roles import resolve
 from megarl.plan.model_size import ModelSize, model_sizes, sizes_of
 from megarl.resharding import megatron_map
 from megarl.types import UserFault
@@ -42,7 +43,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelSize]:
     recipes = {name: plans.recipe(folder, name, 1) for name in PUBLISHED}
     recipes["deepseek-v3"] = plans.recipe(folder, "deepseek-v3", 512, pp=16, ep=32, layers_per_stage=[3, *[4] * 14, 2])
     recipes |= {name: plans.recipe(folder, model, gpus, **train) for name, (model, gpus, train) in LAYOUTS.items()}
-    found = sizes_of(list(recipes.values()), whole=True)
+    found = sizes_of([resolve(recipe).models for recipe in recipes.values()], whole=True)
     return {name: sizes["policy"] for name, sizes in zip(recipes, found, strict=True)}
 
 

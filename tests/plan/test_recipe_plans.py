@@ -14,12 +14,13 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.config.hardware import load_hardware
-from megarl.parallel.placement import engine_layout, train_layout
+from megarl.parallel.placement import train_layout
+from megarl.parallel.roles import Roles, resolve
 from megarl.plan import model_size, run_plan
-from megarl.plan.fit import memory
 from megarl.plan.phase_memory import MemoryPlan
-from megarl.preflight.stand_ins import at_hand
+from megarl.preflight.stand_ins import stand_ins
 from tests.config.test_recipes import CLUSTER, DEBUG, OVERLAYS, RECIPES, ROOT, kept, load, model_of
+from tests.plan import plans
 
 CASES = [
     (name, over)
@@ -37,7 +38,8 @@ TOO_FEW: dict[str, tuple[dict[str, int], list[str], str]] = {
 
 
 def kind_of(request: dict[str, Any]) -> Any:
-    return model_size._kind(Recipe.model_validate_json(request["recipe"]), request["scores"])
+    recipe = Recipe.model_validate_json(request["recipe"])
+    return model_size._kind(recipe, train_layout(recipe), request["scores"])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,15 +53,16 @@ def once() -> Iterator[None]:
         built.update(zip(new, build(list(new.values())) if new else [], strict=True))
         return [built[kind_of(one)] for one in requests]
 
-    def places(recipe: Recipe, *_: Any) -> Any:
+    def places(roles: Roles, *_: Any) -> Any:
+        recipe = roles.recipe
         exchange = recipe.reshard.round_bytes, recipe.placement.gpus_per_node, recipe.model.path, recipe.model.dtype
-        return exchange, train_layout(recipe), engine_layout(recipe)
+        return exchange, roles.policy.layout, roles.engines
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)  # the recipes' own paths are relative to it
         patch.setattr(model_size, "_built", remembered)
         patch.setattr(run_plan, "plan_reshard", kept(run_plan.plan_reshard, places))
-        model_size.sizes_of([at_hand(load(*case))[0] for case in CASES], whole=False)
+        model_size.sizes_of([resolve(stand_ins(load(*case))[0]).models for case in CASES], whole=False)
         yield
 
 
@@ -85,8 +88,8 @@ def test_the_recipe_says_how_much_memory_a_host_needs(name: str) -> None:
 
 
 def held(recipe: Recipe) -> MemoryPlan:
-    there = at_hand(recipe)[0]
-    return memory(there, load_hardware(recipe.placement.hardware), model_size.model_sizes(there))
+    there = stand_ins(recipe)[0]
+    return plans.memory(there, load_hardware(recipe.placement.hardware), model_size.model_sizes(there))
 
 
 def by_phase(found: MemoryPlan) -> dict[str, Any]:

@@ -10,8 +10,10 @@ import pytest
 from megarl.config.hardware import load_hardware
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.layout import EngineLayout, TrainLayout
-from megarl.parallel.placement import engine_layout, train_layout
+from megarl.parallel.placement import train_layout
+from megarl.parallel.roles import resolve
 from megarl.plan.reshard_cost import ReshardPlan, bound_s, expected_s, gather_bound_s, gathered_bytes, plan_reshard
+from megarl.preflight.stand_ins import stand_ins
 from megarl.resharding import fp8, megatron_map, sglang_map
 from megarl.resharding.shards import Part
 from megarl.resharding.traffic import Traffic, count_traffic
@@ -22,8 +24,7 @@ CARD = load_hardware(planning.H800)
 
 
 def plan_of(folder: Path, *overrides: str) -> ReshardPlan:
-    recipe = planning.small(folder, *overrides)
-    return plan_reshard(recipe, model_shape(folder), train_layout(recipe), engine_layout(recipe), CARD)
+    return plan_reshard(resolve(stand_ins(planning.small(folder, *overrides))[0]), CARD)
 
 
 def small_model_bytes() -> int:

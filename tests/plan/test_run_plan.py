@@ -14,14 +14,18 @@ import pytest
 from rich.console import Console
 
 from megarl import cli
+from megarl.config import Recipe
 from megarl.config.hardware import load_hardware
 from megarl.parallel.layout import TrainLayout
-from megarl.plan.faults import plan_faults
+from megarl.parallel.roles import resolve
+from megarl.plan import faults
+from megarl.plan.as_json import plan_json
 from megarl.plan.picture import draw
-from megarl.plan.report import show
-from megarl.plan.run_plan import RunPlan, amount, make_plan
-from megarl.preflight.stand_ins import at_hand
-from megarl.types import UserFaults
+from megarl.plan.report import amount, show
+from megarl.plan.run_plan import RunPlan, make_plan
+from megarl.plan.slots import pipeline_stages
+from megarl.preflight.stand_ins import stand_ins
+from megarl.types import UserFault, UserFaults
 from tests.plan import recipes as planning
 
 CARD = load_hardware(planning.H800)
@@ -40,6 +44,10 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> RunPlan:
     return make_plan(planning.deepseek(tmp_path_factory.mktemp("deepseek")), CARD)
 
 
+def plan_faults(recipe: Recipe) -> list[UserFault]:
+    return faults.plan_faults(resolve(stand_ins(recipe)[0]))
+
+
 def report_of(plan: RunPlan, width: int = 140) -> str:
     page = io.StringIO()
     show(plan, Console(file=page, width=width))
@@ -47,15 +55,16 @@ def report_of(plan: RunPlan, width: int = 140) -> str:
 
 
 def test_a_small_plan_says_who_sits_where(small: RunPlan) -> None:
-    assert small.layouts == {"policy": (0, TrainLayout(8, 2, 2, 2))}
-    assert [stage.slots for stage in small.stages] == [range(4), range(4, 8)]
-    assert small.num_nodes == 2 and small.fits and small.faults == ()
+    policy = small.sizes["policy"]
+    assert (list(small.sizes), policy.first_slot, policy.layout) == (["policy"], 0, TrainLayout(8, 2, 2, 2))
+    assert [stage.slots for stage in pipeline_stages(policy)] == [range(4), range(4, 8)]
+    assert small.num_nodes == 2 and small.fits and small.faults == []
     layer = 256 * (8 + 2 * 4) * 32 + 8 * 32 * 256 + 2 * 32 + 2 * 256 + 8 * 256 + 8 * 3 * 256 * 128
-    assert small.policy.parameters == 4 * layer + 2 * 1024 * 256 + 256
+    assert policy.parameters == 4 * layer + 2 * 1024 * 256 + 256
 
 
 def test_the_json_has_the_keys_that_are_promised(deepseek: RunPlan) -> None:
-    found = json.loads(json.dumps(deepseek.to_json()))
+    found = json.loads(json.dumps(plan_json(deepseek)))
     for parts in found["memory"]["device"].values():
         assert {f"{part}_bytes" for part in PARTS} == set(parts)
         assert sum(size for name, size in parts.items() if name != "total_bytes") == parts["total_bytes"]
@@ -73,7 +82,7 @@ def test_the_json_has_the_keys_that_are_promised(deepseek: RunPlan) -> None:
 
 
 def test_the_document_names_every_key_of_the_json(deepseek: RunPlan) -> None:
-    text, found = (planning.ROOT / "docs" / "plan.md").read_text(), deepseek.to_json()
+    text, found = (planning.ROOT / "docs" / "plan.md").read_text(), plan_json(deepseek)
     named = set(re.findall(r"`([a-z_.]+)`", text.partition("## JSON")[2].replace("[phase]", "")))
     wanted = {*found["reshard"], *found["step"], *(f"{part}_bytes" for part in PARTS)}
     wanted |= {f"memory.{key}" for key in found["memory"]} - {"memory.host_capacity_bytes"}
@@ -82,20 +91,21 @@ def test_the_document_names_every_key_of_the_json(deepseek: RunPlan) -> None:
 
 
 def test_deepseek_is_as_large_as_published_and_what_arrives_adds_up(deepseek: RunPlan) -> None:
-    assert deepseek.policy.parameters == pytest.approx(671.03e9, rel=1e-3)
-    assert deepseek.policy.active_parameters == pytest.approx(37.6e9, rel=1e-2)  # both vocabulary tables among them
+    policy = deepseek.sizes["policy"]
+    assert policy.parameters == pytest.approx(671.03e9, rel=1e-3)
+    assert policy.active_parameters == pytest.approx(37.6e9, rel=1e-2)  # both vocabulary tables among them
     moved = deepseek.reshard
-    assert moved.dest_bytes.mean == pytest.approx(2 * deepseek.policy.parameters / 32, rel=0.05)
+    assert moved.dest_bytes.mean == pytest.approx(2 * policy.parameters / 32, rel=0.05)
     parts = moved.local_bytes, moved.nvlink_bytes, moved.fabric_in_bytes
     assert sum(part.mean for part in parts) == pytest.approx(moved.dest_bytes.mean)
-    assert 1335e9 < moved.gather_everything_bytes.mean < 2 * deepseek.policy.parameters
+    assert 1335e9 < moved.gather_everything_bytes.mean < 2 * policy.parameters
     assert deepseek.rollout.running <= deepseek.memory.kv.wanted
 
 
 def test_the_report_says_what_peaks_and_why_a_reshard_takes_its_time(deepseek: RunPlan) -> None:
     page = report_of(deepseek)
     assert "671 B parameters (37.6 B active), on 512 H800 in 64 nodes" in page
-    assert f"{deepseek.peak_phase} takes most, on slot" in page
+    assert f"{deepseek.memory.peak_phase} takes most, on slot" in page
     assert re.search(r"policy +15 +60-63 +480-511 +58-60", page)  # the last stage: nodes, slots, layers
     assert re.search(r"gathering everything would bring +1,339", page)
     assert "12,288 prompts" not in page and "768 prompts drawn" in page
@@ -150,7 +160,7 @@ def test_every_fault_of_a_layout_is_told_at_once(tmp_path: Path) -> None:
 
 def test_faults_of_a_critic_name_its_own_keys(tmp_path: Path) -> None:
     keys = ["algorithm.name=ppo", "critic.lr=1e-5", "critic.ranks.tp=3", "critic.ranks.gpus=6"]
-    found = plan_faults(at_hand(planning.small(tmp_path, *keys))[0])
+    found = plan_faults(planning.small(tmp_path, *keys))
     assert "critic.ranks.tp" in {fault.where for fault in found}
     assert not [fault for fault in found if fault.where.startswith("train.")]
 
@@ -166,18 +176,18 @@ def test_faults_of_a_critic_name_its_own_keys(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_planned_is_named(keys: list[str], where: str, tmp_path: Path) -> None:
-    assert where in [fault.where for fault in plan_faults(at_hand(planning.small(tmp_path, *keys))[0])]
+    assert where in [fault.where for fault in plan_faults(planning.small(tmp_path, *keys))]
 
 
 def test_a_checkpoint_that_is_there_is_read_before_the_config_alone(tmp_path: Path) -> None:
     recipe = planning.small(tmp_path)
-    assert at_hand(recipe)[0].model.path == str(tmp_path)
+    assert stand_ins(recipe)[0].model.path == str(tmp_path)
     other = tmp_path / "other"
     other.mkdir()
     here = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": str(other)})})
-    assert at_hand(here)[0].model.path == str(tmp_path)  # a folder without a config.json
+    assert stand_ins(here)[0].model.path == str(tmp_path)  # a folder without a config.json
     (other / "config.json").write_text("{}")
-    assert at_hand(here)[0].model.path == str(other)
+    assert stand_ins(here)[0].model.path == str(other)
 
 
 def run_plan(*arguments: str | Path) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 from megarl.device import DEVICE, Address
 from megarl.rollout.sglang import cpu, deterministic
-from megarl.spelling import near
+from megarl.spelling import did_you_mean, near
 from megarl.types import UserFault
 
 WHERE = "rollout.engine.sglang"
@@ -220,8 +220,7 @@ def sglang_faults(arguments: Mapping[str, Any]) -> list[UserFault]:
         elif why := next((why for start, why in REFUSED.items() if key.startswith(start)), None):
             faults.append(UserFault(f"{WHERE}.{key}", f"resharding does not support it: {why}", "remove it"))
         elif key not in known:
-            meant = near(key, sorted(known))
-            mend = f"did you mean {meant[0]}?" if meant else "see SGLang's ServerArgs for the names it has"
+            mend = did_you_mean(near(key, sorted(known)), "see SGLang's ServerArgs for the names it has")
             faults.append(UserFault(f"{WHERE}.{key}", "SGLang has no such server argument", mend))
     return faults
 

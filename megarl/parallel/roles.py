@@ -1,0 +1,140 @@
+"""The models and engines of a run, resolved once from its recipe: whose checkpoint, which layout, which GPU slots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from megarl.algos import ALGORITHMS, has_critic, has_reference
+from megarl.parallel.hf_config import HfModel, read_model
+from megarl.parallel.layout import EngineLayout, TrainLayout
+from megarl.parallel.placement import engine_layout, shared_slots, train_layout, without_reference
+from megarl.types import ModelShape, UserFault
+
+if TYPE_CHECKING:
+    from megarl.config import Recipe
+    from megarl.config.roles import RanksConfig
+
+RoleName = Literal["policy", "critic", "reward_model"]
+
+
+@dataclass(frozen=True)
+class Role:
+    """One model and its training ranks, which sit on the slots from `first_slot` on.
+
+    recipe: as these ranks read it, with their checkpoint and parallel sizes in the policy's keys. has_scores: the model
+    has one score per token, not logits.
+    """
+
+    name: RoleName
+    recipe: Recipe
+    layout: TrainLayout
+    first_slot: int
+    has_scores: bool
+    model: HfModel
+
+    @property
+    def shape(self) -> ModelShape:
+        """Raises UserFault where the checkpoint's config.json could not be read."""
+        return self.model.shape
+
+    @property
+    def slots(self) -> range:
+        return range(self.first_slot, self.first_slot + self.layout.world_size)
+
+    @property
+    def branch(self) -> str:
+        """The branch of the recipe with the parallel sizes and the micro-batches of these ranks."""
+        return "train" if self.name == "policy" else f"{self.name}.ranks"
+
+    @property
+    def trains(self) -> bool:
+        return self.name != "reward_model"
+
+    def renamed(self, fault: UserFault) -> UserFault:
+        """A fault of the policy's keys with the keys that this role has instead."""
+        if self.name == "policy":
+            of_its_own = fault.where == "placement.gpus" and self.recipe.placement.train_gpus
+            return UserFault("placement.train_gpus", fault.problem, fault.mend) if of_its_own else fault
+        texts = [fault.where, fault.problem, fault.mend]
+        keys = {"placement.gpus": f"{self.branch}.gpus", "train.": f"{self.branch}.", "model.path": f"{self.name}.path"}
+        for policy_key, own_key in keys.items():
+            texts = [text.replace(policy_key, own_key) for text in texts]
+        return UserFault(*texts)
+
+    def layout_faults(self, shape: ModelShape | None = None) -> list[UserFault]:
+        """What the layout does not divide, by this role's keys; shape: in place of that of a checkpoint not here."""
+        return [self.renamed(fault) for fault in self.layout.faults(shape or self.shape)]
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Every model and the engines of a recipe. reference: where the policy is compared with a checkpoint of its own."""
+
+    recipe: Recipe
+    policy: Role
+    critic: Role | None
+    reward_model: Role | None
+    reference: HfModel | None
+    engines: EngineLayout
+
+    @property
+    def models(self) -> dict[RoleName, Role]:
+        """The models with ranks by name, the policy first."""
+        return {role.name: role for role in (self.policy, self.critic, self.reward_model) if role}
+
+    @property
+    def engine_slots(self) -> range:
+        return range(self.engines.first, self.engines.end)
+
+    @property
+    def shared_slots(self) -> frozenset[int]:
+        """The slots on which several models or engines sit, and take turns with the memory."""
+        return shared_slots([self.engine_slots, *(role.slots for role in self.models.values())])
+
+    @property
+    def num_members(self) -> int:
+        """Slots that take part in a reshard: those of the policy's ranks and of the engines."""
+        return max(self.policy.layout.world_size, self.engines.end)
+
+
+def resolve(recipe: Recipe, *, learns: bool = True) -> Roles:
+    """The roles of a recipe. A checkpoint that cannot be read is in `Role.model.fault`, and nothing is raised.
+
+    learns: without training there is no critic, and the policy's ranks keep no reference.
+    """
+    critic = reward_model = reference = None
+    if learns and has_critic(recipe.algorithm.name):
+        critic = _critic(recipe)
+    if recipe.reward_model.path:
+        own = _auxiliary_recipe(recipe, recipe.reward_model.path, recipe.reward_model.ranks, {})
+        reward_model = _role("reward_model", own, recipe.reward_model.ranks.first_gpu, has_scores=True)
+    if recipe.reference.path and has_reference(recipe.algorithm, recipe.reference.use):
+        reference = read_model(recipe.reference.path)
+    policy = _role("policy", recipe if learns else without_reference(recipe), 0, has_scores=False)
+    return Roles(recipe, policy, critic, reward_model, reference, engine_layout(recipe))
+
+
+def _critic(recipe: Recipe) -> Role:
+    critic = recipe.critic
+    given = critic.model_dump(include={"lr", "warmup_steps", "lr_schedule", "lr_end"}, exclude_none=True)
+    own = _auxiliary_recipe(recipe, critic.path or recipe.model.path, critic.ranks, given)
+    has_scores = ALGORITHMS[recipe.algorithm.name].critic == "values"
+    return _role("critic", own, critic.ranks.first_gpu, has_scores=has_scores)
+
+
+def _role(name: RoleName, own: Recipe, first_slot: int, *, has_scores: bool) -> Role:
+    model = read_model(own.model.path, has_scores=has_scores)
+    return Role(name, own, train_layout(own), first_slot, has_scores, model)
+
+
+def _auxiliary_recipe(recipe: Recipe, path: str, ranks: RanksConfig, train_keys: dict[str, Any]) -> Recipe:
+    """The recipe as the ranks of an auxiliary model read it: its own values in the policy's keys."""
+    sizes = {key: value for key, value in ranks if value is not None and key in type(recipe.train).model_fields}
+    train = recipe.train.model_copy(update={**sizes, **train_keys, "mtp_loss": 0.0, "replay": "off"})
+    gpus = ranks.gpus or train_layout(recipe).world_size
+    placement = recipe.placement.model_copy(update={"gpus": gpus, "train_gpus": None, "first_engine_gpu": 0})
+    model = recipe.model.model_copy(update={"path": path, "config": None})
+    return recipe.model_copy(
+        update={"model": model, "train": train, "placement": placement, "reference": type(recipe.reference)()}
+    )

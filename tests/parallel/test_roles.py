@@ -1,0 +1,94 @@
+"""The roles of a recipe: whose checkpoint, which layout, which slots, and what is wrong with a config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config import Recipe
+from megarl.parallel import hf_config
+from megarl.parallel.layout import TrainLayout
+from megarl.parallel.roles import Role, resolve
+from megarl.types import UserFault
+from tests.parallel.test_hf_config import CONFIG, SHAPE
+from tests.parallel.worlds import recipe
+
+
+def made(path: Path, **branches: dict[str, Any]) -> Recipe:
+    """A recipe on 8 GPUs in which some branches have other values."""
+    tree = recipe(path, TrainLayout(8, 2, 1, 1), mtp_loss=0.1, replay="r2").model_dump(mode="json")
+    return Recipe.model_validate(tree | {name: tree[name] | keys for name, keys in branches.items()})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+def test_every_role_is_resolved_from_one_reading_of_each_config(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Path] = []
+    read_json = hf_config.read_json
+    monkeypatch.setattr(hf_config, "read_json", lambda file: read.append(file) or read_json(file))
+    judge = {"path": str(folder), "ranks": {"first_gpu": 4, "gpus": 2, "tp": 1}}
+    keys = {"algorithm": {"name": "ppo"}, "critic": {"lr": 0.5}, "reward_model": judge}
+    roles = resolve(made(folder, **keys, reference={"use": True, "path": str(folder)}))
+    assert read == [folder / "config.json"] * 4
+    assert list(roles.models) == ["policy", "critic", "reward_model"]
+    assert [role.slots for role in roles.models.values()] == [range(8), range(8), range(4, 6)]
+    assert [role.branch for role in roles.models.values()] == ["train", "critic.ranks", "reward_model.ranks"]
+    assert [role.shape.num_labels for role in roles.models.values()] == [0, 1, 1]
+    assert roles.policy.shape == SHAPE and roles.reference and roles.reference.known_shape == SHAPE
+    assert len(roles.shared_slots) == 8
+
+
+def test_auxiliary_ranks_read_their_own_values_in_the_policys_keys(folder: Path) -> None:
+    ranks = {"gpus": 4, "tp": 4}
+    critic = resolve(made(folder, algorithm={"name": "vapo"}, critic={"lr": 0.5, "ranks": ranks})).critic
+    assert critic and critic.layout == TrainLayout(4, 4, 1, 1)
+    own = critic.recipe
+    assert (own.train.lr, own.train.mtp_loss, own.train.replay) == (0.5, 0.0, "off")
+    assert own.model.path == str(folder) and own.reference.path is None
+    nodes = made(folder, algorithm={"name": "ppo"}, placement={"network": "nodes", "gpus_per_node": 4})
+    critic = resolve(nodes).critic
+    assert critic and critic.recipe.placement.gpu_of(5) == 1, "the critic's ranks are on the same nodes"
+
+
+def test_prime_rewards_by_logits_and_sampling_alone_has_no_critic(folder: Path) -> None:
+    prime = made(folder, algorithm={"name": "prime", "kl_coefficient": 0.1})
+    critic = resolve(prime).critic
+    assert critic and not critic.has_scores and critic.shape == SHAPE
+    alone = resolve(prime, learns=False)
+    assert alone.critic is None and alone.policy.recipe.algorithm.kl_coefficient == 0
+
+
+def test_a_checkpoint_that_is_not_there_is_a_fault_of_its_role_alone(tmp_path: Path) -> None:
+    roles = resolve(made(tmp_path / "gone", algorithm={"name": "ppo"}))
+    assert roles.policy.layout == TrainLayout(8, 2, 1, 1) and roles.policy.model.known_shape is None
+    assert isinstance(roles.policy.model.fault, UserFault) and roles.policy.model.fault.problem == "no such file"
+    with pytest.raises(UserFault, match="no such file"):
+        _ = roles.policy.shape
+    assert resolve(made(tmp_path, algorithm={"name": "grop"})).critic is None, "that is told by its key"
+
+
+def test_a_model_that_cannot_be_built_still_has_a_shape(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": -1}))
+    model = resolve(made(folder)).policy.model
+    assert model.known_shape == SHAPE and model.facts is None
+    assert model.fault and model.fault.problem == "max_position_embeddings is -1"
+
+
+def test_faults_have_the_keys_of_their_role(folder: Path) -> None:
+    def wheres(role: Role | None) -> list[str]:
+        assert role
+        return [f"{fault.where}: {fault.mend}" for fault in role.layout_faults()]
+
+    (line,) = wheres(resolve(made(folder, placement={"train_gpus": 7})).policy)
+    assert line.startswith("placement.train_gpus: ")
+    (line,) = wheres(resolve(made(folder, algorithm={"name": "ppo"}, critic={"ranks": {"gpus": 7}})).critic)
+    assert line.startswith("critic.ranks.gpus: ") and "lower critic.ranks.tp" in line
