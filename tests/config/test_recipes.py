@@ -233,7 +233,10 @@ def told(name: str, *overrides: str) -> list[str]:
     [
         ("train.megatron.recompute_granularity=some", "train.megatron.recompute_granularity: 'some' is no value that"),
         ("train.megatron.recompute_method=null", "train.megatron: Megatron refuses them ("),
-        ("rollout.engine.sglang.mem_fraction_static=most", "rollout.engine.sglang.mem_fraction_static: 'most' is of"),
+        (
+            "rollout.engine.sglang.mem_fraction_static=most",
+            "rollout.engine.sglang.mem_fraction_static: 'most' has the wrong type",
+        ),
         ("rollout.engine.sglang.attention_backend=fa33", "rollout.engine.sglang.attention_backend: 'fa33' is none of"),
         ("rollout.engine.sglang.pagesize=1", "rollout.engine.sglang.pagesize: SGLang has no such server argument"),
         ("train.megatron.recompute=full", "train.megatron.recompute: TransformerConfig has no such field"),

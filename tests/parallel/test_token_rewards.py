@@ -178,9 +178,11 @@ def observe(rank: int, meet: Address, made: Any) -> list[Any]:
 
 @pytest.mark.parametrize("replay", ["off", "r2"])
 def test_an_observation_spares_the_computation_and_changes_nothing(models: tuple[Path, Path], replay: str) -> None:
+    from megarl.training.policy import DIFFERING_SHARE
+
     for observed, computed in world(models, LAYOUTS["tp2 pp2"], observe, replay=replay):
         assert observed == computed
-        assert ("replayed_choices" in observed[0]) == (replay == "r2")
+        assert (DIFFERING_SHARE in observed[0]) == (replay == "r2")
 
 
 def test_distillation_is_the_reverse_kl_of_each_token(models: tuple[Path, Path]) -> None:

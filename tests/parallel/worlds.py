@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -125,15 +126,15 @@ def ragged(count: int, vocab_size: int, seed: int, longest: int = 23) -> list[Tr
     for _ in range(count):
         length = int(rng.integers(2, longest + 1))
         mask_T = np.arange(length) >= rng.integers(1, length)
-        sequences.append(
-            TrainSequence(
-                token_ids_T=rng.integers(0, vocab_size, length),
-                loss_mask_T=mask_T,
-                loss_weight_T=(mask_T * rng.uniform(0.5, 1.5, length)).astype(np.float32),
-                advantage_T=(mask_T * rng.normal(size=length)).astype(np.float32),
-                engine_logp_T=(mask_T * rng.normal(size=length)).astype(np.float32),
-            )
+        one = TrainSequence(
+            token_ids_T=rng.integers(0, vocab_size, length),
+            loss_mask_T=mask_T,
+            loss_weight_T=(mask_T * rng.uniform(0.5, 1.5, length)).astype(np.float32),
+            advantage_T=(mask_T * rng.normal(size=length)).astype(np.float32),
+            engine_logp_T=(mask_T * rng.normal(size=length)).astype(np.float32),
         )
+        assert one.advantage_T is not None
+        sequences.append(replace(one, reward=float(one.advantage_T[-1])))
     return sequences
 
 
