@@ -148,7 +148,7 @@ def share_of(recipe: Recipe, shape: ModelShape, layout: TrainLayout, samples: Sa
 
 
 def _updates(recipe: Recipe, layout: TrainLayout, lengths: IntArray, shape: ModelShape) -> list[Update]:
-    """As `ranks.Ranks.plan` cuts a step."""
+    """As `RankGroup.plan` cuts a step."""
     refs = [SampleRef(0, place, int(length), 1) for place, length in enumerate(lengths)]
     return plan_updates(
         refs,
