@@ -76,9 +76,7 @@ def sizes_of(recipes: Sequence[Mapping[RoleName, Role]], *, whole: bool) -> list
     return [{name: _size(role, answers[_role_kind(role)]) for name, role in models.items()} for models in recipes]
 
 
-def resized(
-    sizes: Mapping[RoleName, ModelSize], changed: Mapping[RoleName, Role]
-) -> dict[RoleName, ModelSize] | None:
+def resized(sizes: Mapping[RoleName, ModelSize], changed: Mapping[RoleName, Role]) -> dict[RoleName, ModelSize] | None:
     """The sizes for changed ranks that hold the same amount as those of `sizes`; None: a model has to be built."""
     found: dict[RoleName, ModelSize] = {}
     for name, role in changed.items():
@@ -102,9 +100,7 @@ def _kind(recipe: Recipe, layout: TrainLayout, has_scores: bool) -> tuple[Any, .
 def _size(role: Role, answer: dict[str, Any]) -> ModelSize:
     whole = answer.get("whole", {})
     chunks = tuple(tuple(ChunkSize(**chunk) for chunk in stage) for stage in answer["stages"])
-    return ModelSize(
-        role.name, role.shape, role.recipe, role.layout, role.first_slot, role.trains, chunks, **whole
-    )
+    return ModelSize(role.name, role.shape, role.recipe, role.layout, role.first_slot, role.trains, chunks, **whole)
 
 
 def _built(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

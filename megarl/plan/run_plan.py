@@ -161,9 +161,7 @@ def _times(
     node = recipe.placement.gpus_per_node
     shared = time_shared(sizes, engine)
     models = {role: _model(size, shares[role], bool(shared & set(size.slots))) for role, size in sizes.items()}
-    learning: dict[RoleName, TrainTime] = {
-        "policy": policy_time(recipe, models["policy"], samples, hardware, node)
-    }
+    learning: dict[RoleName, TrainTime] = {"policy": policy_time(recipe, models["policy"], samples, hardware, node)}
     score_s = critic_s = 0.0
     if "critic" in models:
         learning["critic"] = critic_time(models["critic"], samples, hardware, node)
@@ -173,9 +171,7 @@ def _times(
         score_s = memory_s(scorer, hardware) + forward_s(scorer, samples, hardware)
     nodes = -(-recipe.placement.gpus // node)
     saved = sum(
-        save_s(recipe, models[role], hardware, nodes, size.parameters)
-        for role, size in sizes.items()
-        if size.trains
+        save_s(recipe, models[role], hardware, nodes, size.parameters) for role, size in sizes.items() if size.trains
     )
     return learning, StepTime(rollout_s, score_s, critic_s, learning["policy"].total_s, reshard_s, saved)
 

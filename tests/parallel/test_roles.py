@@ -29,9 +29,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_every_role_is_resolved_from_one_reading_of_each_config(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_role_is_resolved_from_one_reading_of_each_config(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Path] = []
     read_json = hf_config.read_json
     monkeypatch.setattr(hf_config, "read_json", lambda file: read.append(file) or read_json(file))
