@@ -46,7 +46,8 @@ def train(recipe: Recipe, inputs: Inputs, log: RunLog, start: Snapshot | None = 
         log.say("starting training ranks and engines")
         run, leftover = begin(recipe, inputs, cluster, log, start)
         try:
-            take_steps(run, leftover, first=start.step + 1 if start else 1)
+            for number in range(start.step + 1 if start else 1, recipe.run.steps + 1):
+                leftover = take_step(run, number, leftover)
         except EndedEarly:
             run.fleet.shutdown()
             raise
@@ -92,15 +93,15 @@ def _run(recipe: Recipe, inputs: Inputs, fleet: Fleet, log: RunLog) -> Run:
     )
 
 
-def take_steps(run: Run, leftover: RolloutBatch, first: int) -> None:
-    """All training steps from the first on, with their evaluations and checkpoints."""
-    for number in range(first, run.recipe.run.steps + 1):
-        run.saver.leave_if_wanted()
-        with run.log.step(number) as record:
-            leftover = train_step(run, Step(number, record, leftover))
-            if number % run.recipe.evaluation.every == 0 or number == run.recipe.run.steps:
-                evaluate(run, record)
-        run.saver.settle(number)
+def take_step(run: Run, number: int, leftover: RolloutBatch) -> RolloutBatch:
+    """One training step with its evaluation and checkpoint; leftover: groups of the step before, and for the next."""
+    run.saver.leave_if_wanted()
+    with run.log.step(number) as record:
+        leftover = train_step(run, Step(number, record, leftover))
+        if number % run.recipe.evaluation.every == 0 or number == run.recipe.run.steps:
+            evaluate(run, record)
+    run.saver.settle(number)
+    return leftover
 
 
 def train_step(run: Run, step: Step) -> RolloutBatch:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 from megarl.checkpoints.snapshots import Digest, Snapshot, Snapshots
 from megarl.cluster import processes
@@ -17,7 +18,7 @@ from megarl.parallel.hf_config import model_shape
 from megarl.parallel.roles import resolve
 from megarl.rollout.prompts import PromptStream
 from megarl.rollout.sample_file import open_samples
-from megarl.types import EndedEarly, Metrics, UserFault, UserFaults
+from megarl.types import EndedEarly, Metrics, ModelShape, UserFault, UserFaults
 
 FOLDER = "checkpoints"
 
@@ -35,7 +36,7 @@ class Progress:
     ep: int
     trains_mtp: bool
     shape: dict[str, object]
-    critic: dict[str, object] | None  # its shape and ep, in a run with a critic
+    critic: dict[str, Any] | None  # its shape and ep, in a run with a critic
 
 
 def find(recipe: Recipe, prompts: PromptStream, say: Callable[[str], None]) -> Snapshot | None:
@@ -77,7 +78,7 @@ def _leftover_faults(found: Snapshot) -> list[UserFault]:
     return []
 
 
-def _critic_of(recipe: Recipe) -> dict[str, object] | None:
+def _critic_of(recipe: Recipe) -> dict[str, Any] | None:
     critic = resolve(recipe).critic
     return {"shape": asdict(critic.shape), "ep": critic.layout.ep} if critic else None
 
@@ -89,7 +90,7 @@ def _critic_faults(found: Snapshot, then: Progress, recipe: Recipe) -> list[User
     if then.critic is None:
         problem = f"{recipe.algorithm.name} has a critic, and {found.folder} was written without one"
         return [UserFault("algorithm.name", problem, "choose another run.name")]
-    if then.critic["shape"] != now["shape"]:
+    if _complete(then.critic["shape"]) != now["shape"]:
         problem = f"{found.folder} was written with a critic of another architecture"
         return [UserFault("critic.path", problem, "use the model that the run began with, or another run.name")]
     if (then.critic["ep"] == 1) != (now["ep"] == 1):
@@ -110,11 +111,17 @@ def model_faults(snapshot: Snapshot, recipe: Recipe) -> list[UserFault]:
         mend = "use the version of megarl that wrote it, or another run"
         raise UserFaults([UserFault(str(snapshot.folder), "was written by another version of megarl", mend)]) from None
     shape = asdict(model_shape(recipe.model.path))
-    if then.shape == shape:
+    known = _complete(then.shape)
+    if known == shape:
         return []
-    key = next(name for name in shape if then.shape.get(name) != shape[name])
-    problem = f"{snapshot.folder} is of a model with {key} {then.shape.get(key)}, this one has {shape[key]}"
+    key = next(name for name in shape if known.get(name) != shape[name])
+    problem = f"{snapshot.folder} is of a model with {key} {known.get(key)}, this one has {shape[key]}"
     return [UserFault("model.path", problem, "use the model that the run began with, or another run.name")]
+
+
+def _complete(stored: dict[str, object]) -> dict[str, object]:
+    """A checkpoint's shape, with the defaults of fields that are newer than the checkpoint."""
+    return {one.name: one.default for one in fields(ModelShape) if one.default is not MISSING} | stored
 
 
 def resume(snapshot: Snapshot, fleet: Fleet, prompts: PromptStream) -> RolloutBatch:

@@ -89,15 +89,15 @@ def value(run: TrainingRun, step: Step) -> Step:
         lr = learning_rate(critic.recipe.train, step.number, run.recipe.run.steps)
         updates = critic.train(token_values, lr, step.observation)
     step.record.add({"critic/lr": lr, **critic_metrics(updates)})
-    return replace(step, token_values=token_values)
+    return replace(step, token_values=token_values.for_readers())
 
 
 def update(run: TrainingRun, step: Step) -> Step:
-    """All updates of the policy, in the steps that have a learning rate for it."""
-    lr = run.learning_rate(step.number)
+    """All updates of the policy, in the steps that have a learning rate for it; it frees what only they read."""
+    lr, values, observation = run.learning_rate(step.number), step.token_values, step.observation
+    step = replace(step, token_values=None, observation=None)
     if lr is None:
         return step
-    values, observation = step.token_values, step.observation
     with step.record.phase("train"):
         step.record.add(run.fleet.hand_over("train"))
         trained = run.fleet.trainers.train(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from megarl.cluster.actor import Ref
 
@@ -22,6 +23,11 @@ class PerToken:
     def of(self, dp: int) -> list[Ref]:
         """The token values of the readers' data-parallel rank `dp`."""
         return [parts[dp] for parts in self.token_values]
+
+
+    def for_readers(self) -> Self:
+        """Without the samples and states of the ranks' own next call, once it is done: the object store frees them."""
+        return replace(self, shares=[], states=[])
 
 
 class Observation(PerToken):

@@ -35,6 +35,13 @@ def summary(prompt: str, rewards: list[float], finished: bool = True) -> GroupSu
     return GroupSummary(prompt, "", ("",) * count, 1, np.full(count, 3), finished_G, rewards_G, rewards_G > 0, 0)
 
 
+class Values(str):
+    """In place of token values."""
+
+    def for_readers(self) -> Values:
+        return Values(f"{self} for the policy")
+
+
 class Fleet:
     """Notes its calls. A round of sampling gives each prompt a correct and a wrong response."""
 
@@ -66,9 +73,9 @@ class Fleet:
         self.calls.append(f"observe {len(samples)} for the {readers}")
         return "penalties"
 
-    def values(self, samples: Any, refs: list[str], readers: str) -> str:
+    def values(self, samples: Any, refs: list[str], readers: str) -> Values:
         self.calls.append(f"values of {len(samples)} for the {readers}")
-        return "values"
+        return Values("values")
 
     def train_critic(self, token_values: str, lr: float, observation: str | None) -> str:
         self.calls.append(f"train the critic on {token_values}, {observation}")
@@ -169,7 +176,7 @@ def test_a_critic_learns_from_kl_penalties_and_before_the_policy(made: Any) -> N
     fleet.calls.clear()
     loop.train_step(one, Step(2, second))
     assert fleet.calls[-4:] == [
-        *("hand over to train", "train ppo on 4 of ['ref 2', 'ref 3'], values, penalties"),
+        *("hand over to train", "train ppo on 4 of ['ref 2', 'ref 3'], values for the policy, penalties"),
         *("save 2 and []", "publish"),
     ]
     lr = [policy_lr(one.recipe, fleet)(step) for step in range(1, 10)]

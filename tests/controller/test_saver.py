@@ -14,7 +14,7 @@ from megarl.checkpoints.snapshots import Snapshots
 from megarl.cluster import processes
 from megarl.config import Recipe
 from megarl.config.loading import load_recipe
-from megarl.controller.saver import FOLDER, Progress, Saver, find, resume
+from megarl.controller.saver import FOLDER, Progress, Saver, find, model_faults, resume
 from megarl.fleet.rank_groups import RolloutBatch
 from megarl.parallel.hf_config import model_shape
 from megarl.rollout.mixing import MixedStream
@@ -206,6 +206,15 @@ def test_every_reason_not_to_go_on_is_told_at_once(made: Any, tiny_model: Path, 
     assert "is of a model with num_layers 8, this one has 4" in told[0]
     assert "its rows, or the weights of its files, have changed since" in told[1]
     assert "1 shuffles the data differently from 7" in told[2]
+
+
+def test_a_shape_that_is_older_than_one_of_its_fields_is_the_same_shape(
+    made: Any, fleet: Any, tmp_path: Path
+) -> None:
+    run(made(), fleet, stream(), tmp_path)
+    found = find(made(), stream(), pytest.fail)
+    assert found is not None and found.run["shape"].pop("attention") == "grouped_query"
+    assert model_faults(found, made()) == []
 
 
 def test_a_damaged_checkpoint_is_passed_over_loudly(made: Any, fleet: Any, tmp_path: Path) -> None:
