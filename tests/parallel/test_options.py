@@ -27,15 +27,15 @@ def faults(**train: Any) -> list[UserFault]:
 @pytest.mark.parametrize(
     ("branch", "key", "words"),
     [
-        ("megatron", "recompute_granularty", "use recompute_granularity"),
+        ("megatron", "recompute_granularty", "did you mean recompute_granularity"),
         ("megatron", "tensor_model_parallel_size", "decided by the checkpoint"),
         ("megatron", "moe_aux_loss_coeff", "decided by the checkpoint"),
         ("megatron", "fp8", "does not pad packed rows"),
         ("megatron", "fp8_param", "does not pad packed rows"),
-        ("ddp", "overlap_grad_reduction", "use overlap_grad_reduce"),
+        ("ddp", "overlap_grad_reduction", "did you mean overlap_grad_reduce"),
         ("ddp", "overlap_param_gather", "megarl relies on its value"),
         ("ddp", "use_distributed_optimizer", "megarl relies on its value"),
-        ("optimizer", "adam_beta", "use adam_beta"),
+        ("optimizer", "adam_beta", "did you mean adam_beta"),
         ("optimizer", "lr", "other keys of the recipe decide it"),
         ("optimizer", "nonsense", "see Megatron's OptimizerConfig"),
     ],
