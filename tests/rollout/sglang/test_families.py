@@ -92,7 +92,7 @@ def test_the_map_describes_the_parameters(served: Served) -> None:
 def test_written_parameters_are_used_in_every_form(served: Served) -> None:
     """Latent attention multiplies with tensors that are derived from a parameter: those of the old one are refused."""
     if served.shape.mla:
-        with pytest.raises(EngineFault, match=r"self_attn\.w_kc is not what its kv_b_proj\.weight says"):
+        with pytest.raises(EngineFault, match=r"self_attn\.w_kc differs from its kv_b_proj\.weight"):
             served.reshard(scale=1.05, refresh=False)
     else:
         served.reshard(scale=1.05)
