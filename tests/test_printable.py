@@ -60,7 +60,8 @@ def test_a_line_of_json_reads_back_as_it_was_and_hides_nothing() -> None:
 def test_a_fault_is_one_printable_line() -> None:
     fault = UserFault(f"a{HOSTILE}", "b\nforged: line", "c\x1b[31m")
     assert str(fault).isprintable() and str(fault).count("\\n") == 1
-    assert str(UserFaults([fault, fault])).count("\n") == 1
+    other = UserFault(f"b{HOSTILE}", "b", "c")
+    assert str(UserFaults([fault, other, fault])).count("\n") == 1, "a line for each, and the same text once"
 
 
 def test_what_is_shown_is_printable() -> None:
