@@ -15,9 +15,10 @@ import torch
 from megarl.algos import ALGORITHMS, hyperparameters_of
 from megarl.config import AlgorithmConfig
 from megarl.config.loading import load_recipe
+from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.families import FAMILIES
 from megarl.parallel.hf_config import model_shape
-from megarl.parallel.layout import EngineLayout, TrainLayout
+from megarl.parallel.layout import TrainLayout
 from megarl.parallel.roles import resolve
 from megarl.preflight.layout import node_faults, slot_faults
 from megarl.resharding import megatron_map, sglang_map, tensors

@@ -13,10 +13,7 @@ from megarl.algos.advantages import centred, group_normalised, leave_one_out, no
 from megarl.algos.losses import LossResult, nll_loss, policy_loss
 from megarl.algos.surrogates import Surrogate, cispo, clipped, reinforce, sequence_clipped
 from megarl.algos.targets import Targets
-from megarl.types import Aggregation, Hyperparameters
-
-# How the auxiliary model's loss is aggregated, by what the model predicts for tokens.
-AUXILIARY_AGGREGATION: dict[str, Aggregation] = {"values": "token_mean", "process_rewards": "sequence_mean"}
+from megarl.types import Hyperparameters
 
 # What a training step does, in order: sample from the policy or take the data's demonstrations; observe the samples'
 # KL penalties for the auxiliary model; have the auxiliary model value them and learn from them; update the policy.

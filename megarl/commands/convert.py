@@ -10,8 +10,8 @@ from megarl.checkpoints.snapshots import Snapshot, Snapshots
 from megarl.cluster.session import Cluster
 from megarl.config import Recipe
 from megarl.controller.saver import FOLDER, model_faults
-from megarl.fleet.rank_groups import trainers_alone
-from megarl.parallel.placement import train_layout, without_reference
+from megarl.fleet.fleet import training_fleet
+from megarl.parallel.roles import resolve
 from megarl.types import UserFault, UserFaults
 
 
@@ -42,10 +42,10 @@ def convert(recipe: Recipe, snapshot: Snapshot, out: Path, say: Callable[[str], 
 
     Raises WorkerFailed when a training rank fails.
     """
-    recipe = without_reference(recipe)
-    with Cluster(train_layout(recipe).world_size, recipe.placement.node_gpus, recipe.run.timeout_s, say) as cluster:
+    roles = resolve(recipe, learns=False)
+    with Cluster(roles.num_training_slots, recipe.placement.node_gpus, recipe.run.timeout_s, say) as cluster:
         say("starting training ranks")
-        trainers = trainers_alone(cluster, recipe)
+        trainers = training_fleet(cluster, roles).trainers
         trainers.load_weights(snapshot.folder.absolute())
         trainers.export(out.absolute())
     say(f"{snapshot.folder} is a Hugging Face checkpoint in {out}")

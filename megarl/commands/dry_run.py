@@ -9,7 +9,8 @@ from collections.abc import Callable, Container, Iterator
 
 from megarl.config import Recipe
 from megarl.device import DEVICE, LOOPBACK, Address
-from megarl.parallel.layout import EngineLayout, TrainLayout
+from megarl.parallel.engine_layout import EngineLayout
+from megarl.parallel.layout import TrainLayout
 from megarl.parallel.roles import Roles, resolve
 from megarl.preflight.check import faults_elsewhere
 from megarl.preflight.layout import weight_maps
@@ -106,7 +107,7 @@ def _reshard(roles: Roles, device: str) -> Iterator[str]:
     topology = {"gpus_per_node": recipe.placement.gpus_per_node, "dtype": recipe.model.dtype}
     try:
         total = count_traffic(sources, targets, members, **topology)
-        sample = _sample(layout, engines)
+        sample = _sample(layout, engines, members)
         needed = [
             plan_streams(sources, targets, member, members, **topology).rounds_needed(recipe.reshard.round_bytes)
             for member in sample
@@ -125,9 +126,8 @@ def _reshard(roles: Roles, device: str) -> Iterator[str]:
     yield f"reshard: planned for {len(sample)} of {members} members ({numbers}): about {rounds} rounds"
 
 
-def _sample(layout: TrainLayout, engines: EngineLayout) -> list[int]:
+def _sample(layout: TrainLayout, engines: EngineLayout, members: int) -> list[int]:
     """The first and the last member, the first of each of a few pipeline stages, and both ends of the first engine."""
-    members = max(layout.world_size, engines.end)
     per_stage = layout.world_size // layout.pp
     stages = {0, layout.pp // 2, layout.pp - 1}
     return sorted({0, members - 1, engines.first, engines.first + engines.tp - 1, *(s * per_stage for s in stages)})

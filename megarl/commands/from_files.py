@@ -12,8 +12,8 @@ from megarl.controller.run import Step, TrainingRun, policy_lr
 from megarl.controller.samples import sampling_of
 from megarl.controller.stages import LEARNING_STAGES, advantages, publish, score
 from megarl.fleet.fleet import Fleet, training_fleet
-from megarl.fleet.rank_groups import gpus_alone
 from megarl.parallel.hf_config import model_shape
+from megarl.parallel.roles import resolve
 from megarl.preflight.check import Inputs
 from megarl.rollout.sample_file import SampleFile, writing
 from megarl.tracking.metrics import rollout_metrics
@@ -56,9 +56,10 @@ def train_from(recipe: Recipe, samples: SampleFile, log: RunLog) -> None:
 
     Raises WorkerFailed when a training rank fails.
     """
-    with Cluster(gpus_alone(recipe), recipe.placement.node_gpus, recipe.run.timeout_s, log.say) as cluster:
+    roles = resolve(recipe)
+    with Cluster(roles.num_training_slots, recipe.placement.node_gpus, recipe.run.timeout_s, log.say) as cluster:
         log.say("starting training ranks")
-        fleet, name = training_fleet(cluster, recipe), recipe.algorithm.name
+        fleet, name = training_fleet(cluster, roles), recipe.algorithm.name
         log.write_options(fleet.options())
         run = TrainingRun(recipe=recipe, fleet=fleet, algorithm=name, learning_rate=policy_lr(recipe, fleet))
         for number in range(1, recipe.run.steps + 1):

@@ -15,7 +15,7 @@ from megarl.disk import writing
 from megarl.fleet.fleet import LEFTOVER, Fleet
 from megarl.fleet.rank_groups import RolloutBatch
 from megarl.parallel.hf_config import model_shape
-from megarl.parallel.roles import resolve
+from megarl.parallel.roles import Roles, resolve
 from megarl.rollout.prompts import PromptStream
 from megarl.rollout.sample_file import open_samples
 from megarl.types import EndedEarly, Metrics, ModelShape, UserFault, UserFaults
@@ -78,19 +78,19 @@ def _leftover_faults(found: Snapshot) -> list[UserFault]:
     return []
 
 
-def _critic_of(recipe: Recipe) -> dict[str, Any] | None:
-    critic = resolve(recipe).critic
+def _critic_of(roles: Roles) -> dict[str, Any] | None:
+    critic = roles.critic
     return {"shape": asdict(critic.shape), "ep": critic.layout.ep} if critic else None
 
 
 def _critic_faults(found: Snapshot, then: Progress, recipe: Recipe) -> list[UserFault]:
-    now = _critic_of(recipe)
+    now = _critic_of(resolve(recipe))
     if now is None:
         return []
     if then.critic is None:
         problem = f"{recipe.algorithm.name} has a critic, and {found.folder} was written without one"
         return [UserFault("algorithm.name", problem, "choose another run.name")]
-    if _complete(then.critic["shape"]) != now["shape"]:
+    if _with_defaults(then.critic["shape"]) != now["shape"]:
         problem = f"{found.folder} was written with a critic of another architecture"
         return [UserFault("critic.path", problem, "use the model that the run began with, or another run.name")]
     if (then.critic["ep"] == 1) != (now["ep"] == 1):
@@ -111,7 +111,7 @@ def model_faults(snapshot: Snapshot, recipe: Recipe) -> list[UserFault]:
         mend = "use the version of megarl that wrote it, or another run"
         raise UserFaults([UserFault(str(snapshot.folder), "was written by another version of megarl", mend)]) from None
     shape = asdict(model_shape(recipe.model.path))
-    known = _complete(then.shape)
+    known = _with_defaults(then.shape)
     if known == shape:
         return []
     key = next(name for name in shape if known.get(name) != shape[name])
@@ -119,7 +119,7 @@ def model_faults(snapshot: Snapshot, recipe: Recipe) -> list[UserFault]:
     return [UserFault("model.path", problem, "use the model that the run began with, or another run.name")]
 
 
-def _complete(stored: dict[str, object]) -> dict[str, object]:
+def _with_defaults(stored: dict[str, object]) -> dict[str, object]:
     """A checkpoint's shape, with the defaults of fields that are newer than the checkpoint."""
     return {one.name: one.default for one in fields(ModelShape) if one.default is not MISSING} | stored
 
@@ -185,8 +185,8 @@ class Saver:
             seed=self._recipe.run.seed,
             ep=self._recipe.train.ep,
             trains_mtp=self._recipe.train.mtp_loss > 0,
-            shape=asdict(model_shape(self._recipe.model.path)),
-            critic=_critic_of(self._recipe),
+            shape=asdict(self._fleet.roles.policy.shape),
+            critic=_critic_of(self._fleet.roles),
         )
 
     def _write(self, now: _Now) -> Metrics:

@@ -93,7 +93,10 @@ def value(run: TrainingRun, step: Step) -> Step:
 
 
 def update(run: TrainingRun, step: Step) -> Step:
-    """All updates of the policy, in the steps that have a learning rate for it; it frees what only they read."""
+    """All updates of the policy, in the steps that have a learning rate for it.
+
+    The returned step has no token values and no observation: only these updates read them.
+    """
     lr, values, observation = run.learning_rate(step.number), step.token_values, step.observation
     step = replace(step, token_values=None, observation=None)
     if lr is None:

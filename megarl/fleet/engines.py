@@ -12,7 +12,7 @@ from megarl.cluster.session import Cluster
 from megarl.config import Recipe
 from megarl.device import address_of, host_store
 from megarl.fleet.rank_groups import RolloutBatch
-from megarl.parallel.layout import EngineLayout
+from megarl.parallel.engine_layout import EngineLayout
 from megarl.rollout.episodes import Sampling
 from megarl.rollout.sglang.arguments import NodeSpan
 from megarl.types import Prompt

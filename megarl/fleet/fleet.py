@@ -16,8 +16,8 @@ from megarl.config import Recipe
 from megarl.device import address_of
 from megarl.fleet.engines import Engines
 from megarl.fleet.memory import MemoryScheduler, Phase
-from megarl.fleet.rank_groups import AuxiliaryRanks, RewardRanks, RolloutBatch, TrainingRanks, ranks_alone
-from megarl.parallel.roles import resolve
+from megarl.fleet.rank_groups import AuxiliaryRanks, PolicyRanks, RewardModelRanks, RolloutBatch
+from megarl.parallel.roles import Roles, resolve
 from megarl.resharding.member import Stats, collect_stats
 from megarl.resharding.session import Sessions, sessions
 from megarl.rollout.episodes import summary
@@ -34,8 +34,8 @@ class TrainingFleet:
     `version` counts the publications of the weights, from 0; -1 before the first.
     """
 
-    def __init__(self, cluster: Cluster, trainers: TrainingRanks, critic: AuxiliaryRanks | None) -> None:
-        self._cluster, self.trainers, self.critic, self.version = cluster, trainers, critic, -1
+    def __init__(self, cluster: Cluster, roles: Roles, trainers: PolicyRanks, critic: AuxiliaryRanks | None) -> None:
+        self._cluster, self.roles, self.trainers, self.critic, self.version = cluster, roles, trainers, critic, -1
 
     def hand_over(self, phase: Phase) -> Metrics:
         """Give the GPUs' memory to the models that compute in `phase`; the readings of it before and after."""
@@ -51,9 +51,12 @@ class TrainingFleet:
         return RolloutBatch([summary(group) for group in groups], [self._cluster.put(group) for group in groups])
 
 
-def training_fleet(cluster: Cluster, recipe: Recipe) -> TrainingFleet:
-    """The training ranks of a run without engines."""
-    return TrainingFleet(cluster, *ranks_alone(cluster, recipe))
+def training_fleet(cluster: Cluster, roles: Roles) -> TrainingFleet:
+    """The training ranks of a run without engines, on the first `roles.num_training_slots` slots."""
+    critic = AuxiliaryRanks(cluster, roles.critic, frozenset()) if roles.critic else None
+    trainers = PolicyRanks(cluster, roles.policy, frozenset())
+    cluster.gather(trainers.started | (critic.started if critic else {}))
+    return TrainingFleet(cluster, roles, trainers, critic)
 
 
 class Fleet(TrainingFleet):
@@ -66,14 +69,13 @@ class Fleet(TrainingFleet):
         """say: prints a line for the user. learns: False where the run only samples: then there is no critic."""
         self._recipe, self._say = recipe, say
         roles = resolve(recipe, learns=learns)
-        self._roles, shared = roles, roles.shared_slots
-        self._run_id = secrets.token_hex(8)
-        trainers = TrainingRanks(cluster, roles.policy, shared)
+        shared, self._run_id = roles.shared_slots, secrets.token_hex(8)
+        trainers = PolicyRanks(cluster, roles.policy, shared)
         self._store = trainers.store
         self.engines = Engines(cluster, recipe, roles.engines, shared)
         critic = AuxiliaryRanks(cluster, roles.critic, shared) if roles.critic else None
-        super().__init__(cluster, trainers, critic)
-        self.reward_model = RewardRanks(cluster, roles.reward_model, shared) if roles.reward_model else None
+        super().__init__(cluster, roles, trainers, critic)
+        self.reward_model = RewardModelRanks(cluster, roles.reward_model, shared) if roles.reward_model else None
         self._start()
         if recipe.placement.node_gpus:
             self._say_device_placements()
@@ -134,7 +136,7 @@ class Fleet(TrainingFleet):
             raise RuntimeError(f"the engines are at versions {versions}, the trainer is at {version}")
         self.version, self._have_sessions = version, True
         readings |= self.hand_over("rollout")
-        return collect_stats(self._store, self._run_id, self.attempts, self._roles.num_members), readings
+        return collect_stats(self._store, self._run_id, self.attempts, self.roles.num_members), readings
 
     def _exchange(self, version: int) -> dict[Ref, str]:
         """Call every member of one attempt. Engines keep their session from the first exchange that succeeded."""
@@ -168,7 +170,7 @@ class Fleet(TrainingFleet):
         digests, readings = {}, self.hand_over("train")
         self.trainers.save(folder)
         if leftover.refs:
-            vocab_size, temperature = self._roles.policy.shape.vocab_size, self._recipe.rollout.temperature
+            vocab_size, temperature = self.roles.policy.shape.vocab_size, self._recipe.rollout.temperature
             with writing(folder / LEFTOVER, vocab_size, temperature) as file:
                 file.write(self.fetch(leftover))
         if self.critic:
@@ -195,9 +197,9 @@ class Fleet(TrainingFleet):
             [one.source for one in handles],
             meet=address_of(self._store),
             run_id=self._run_id,
-            shape=self._roles.policy.shape,
-            train=self._roles.policy.layout,
-            engine=self._roles.engines,
+            shape=self.roles.policy.shape,
+            train=self.roles.policy.layout,
+            engine=self.roles.engines,
             transformer_engine=handles[0].transformer_engine,
             dtype=self._recipe.model.dtype,
             round_bytes=self._recipe.reshard.round_bytes,

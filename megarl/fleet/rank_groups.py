@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from megarl import device
-from megarl.algos import ALGORITHMS, AUXILIARY_AGGREGATION, hyperparameters_of
+from megarl.algos import ALGORITHMS, hyperparameters_of
 from megarl.algos.statistics import Statistics
 from megarl.checkpoints.snapshots import Digest
 from megarl.cluster.actor import Ref
@@ -20,7 +20,7 @@ from megarl.cluster.session import Cluster
 from megarl.config import Recipe
 from megarl.fleet.token_values import Observation, PerToken, TokenValues
 from megarl.parallel.placement import is_reporting_rank
-from megarl.parallel.roles import Role, resolve
+from megarl.parallel.roles import Role
 from megarl.training.auxiliary import AUXILIARY_MODELS
 from megarl.training.batching import SampleRef, Update, key_of, plan_updates
 from megarl.training.flops import speed, train_work
@@ -154,7 +154,7 @@ class RankGroup:
             longest_response=rollout.max_response_tokens,
             work=train_work(self._shape),
             align=self._layout.tokens_align,
-            multiple=self._layout.pp if self._layout.vpp > 1 else 1,  # an interleaved pipeline takes pp at a time
+            multiple=self._layout.batch_multiple,
         )
 
     def _call(self, method: str, *args: object) -> None:
@@ -170,7 +170,7 @@ class RankGroup:
         return merged
 
 
-class TrainingRanks(RankGroup):
+class PolicyRanks(RankGroup):
     """The policy's."""
 
     def __init__(self, cluster: Cluster, role: Role, shared: frozenset[int]) -> None:
@@ -230,9 +230,9 @@ class AuxiliaryRanks(RankGroup):
 
     def __init__(self, cluster: Cluster, role: Role, shared: frozenset[int]) -> None:
         kind = ALGORITHMS[role.recipe.algorithm.name].critic
-        name, target = f"{AUXILIARY_MODELS[kind].name} rank", "megarl.training.auxiliary:AuxiliaryRank"
+        self._model = AUXILIARY_MODELS[kind]
+        name, target = f"{self._model.name} rank", "megarl.training.auxiliary:AuxiliaryRank"
         super().__init__(cluster, role, shared, name=name, target=target, more=[kind, role.first_slot])
-        self._aggregation = AUXILIARY_AGGREGATION[kind]
 
     @property
     def recipe(self) -> Recipe:
@@ -242,7 +242,7 @@ class AuxiliaryRanks(RankGroup):
     def plan_of(self, samples: Sequence[SampleRef]) -> list[Update]:
         """The updates that these ranks make of a step's samples."""
         hyperparameters = hyperparameters_of(self._recipe.algorithm.name, self._recipe.algorithm)
-        return self.plan(samples, replace(hyperparameters, aggregation=self._aggregation))
+        return self.plan(samples, replace(hyperparameters, aggregation=self._model.aggregation))
 
     def values(self, samples: Sequence[SampleRef], refs: Sequence[Ref], readers: Sequence[Update]) -> TokenValues:
         """Values of the samples' tokens, for the policy and for `train`; readers: the policy's plan."""
@@ -262,7 +262,7 @@ class AuxiliaryRanks(RankGroup):
         return self._merged(calls)
 
 
-class RewardRanks(RankGroup):
+class RewardModelRanks(RankGroup):
     """The reward model's."""
 
     def __init__(self, cluster: Cluster, role: Role, shared: frozenset[int]) -> None:
@@ -289,28 +289,6 @@ class RewardRanks(RankGroup):
                 rewards_G = rollout.summaries[index].rewards_G + self._recipe.reward_model.weight * scores_G
                 summaries[index] = replace(rollout.summaries[index], rewards_G=rewards_G.astype(np.float32))
         return RolloutBatch(summaries, rollout.refs)
-
-
-def trainers_alone(cluster: Cluster, recipe: Recipe) -> TrainingRanks:
-    """The policy's ranks and no others; they keep their memory in every phase."""
-    ranks = TrainingRanks(cluster, resolve(recipe).policy, frozenset())
-    cluster.gather(ranks.started)
-    return ranks
-
-
-def ranks_alone(cluster: Cluster, recipe: Recipe) -> tuple[TrainingRanks, AuxiliaryRanks | None]:
-    """The ranks of a run without engines, on the first `gpus_alone` slots; all keep their memory in every phase."""
-    roles = resolve(recipe)
-    critic = AuxiliaryRanks(cluster, roles.critic, frozenset()) if roles.critic else None
-    trainers = TrainingRanks(cluster, roles.policy, frozenset())
-    cluster.gather(trainers.started | (critic.started if critic else {}))
-    return trainers, critic
-
-
-def gpus_alone(recipe: Recipe) -> int:
-    """Slots that a run without engines needs."""
-    roles = resolve(recipe)
-    return max(role.slots.stop for role in (roles.policy, roles.critic) if role)
 
 
 def _share(updates: Sequence[Update], dp_rank: int) -> list[Update]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from megarl.parallel.layout import EngineLayout, TrainLayout
+from megarl.parallel.engine_layout import EngineLayout
+from megarl.parallel.layout import TrainLayout
 
 if TYPE_CHECKING:
     from megarl.config import Recipe

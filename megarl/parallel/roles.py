@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from megarl.algos import ALGORITHMS, has_critic, has_reference
+from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.hf_config import HfModel, read_model
-from megarl.parallel.layout import EngineLayout, TrainLayout
+from megarl.parallel.layout import TrainLayout
 from megarl.parallel.placement import engine_layout, shared_slots, train_layout, without_reference
 from megarl.types import ModelShape, UserFault
 
@@ -91,6 +92,11 @@ class Roles:
     def shared_slots(self) -> frozenset[int]:
         """The slots on which several models or engines sit, and take turns with the memory."""
         return shared_slots([self.engine_slots, *(role.slots for role in self.models.values())])
+
+    @property
+    def num_training_slots(self) -> int:
+        """Slots of a run without engines: those of the policy's and of the critic's ranks."""
+        return max(role.slots.stop for role in (self.policy, self.critic) if role)
 
     @property
     def num_members(self) -> int:

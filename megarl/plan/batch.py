@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from megarl.algos import ALGORITHMS, hyperparameters_of, learns_from_answers
 from megarl.config import Recipe
-from megarl.parallel.layout import EngineLayout, TrainLayout, nearest
+from megarl.parallel.engine_layout import EngineLayout
+from megarl.parallel.layout import TrainLayout, nearest
 from megarl.training.batching import SampleRef, Update, plan_updates
 from megarl.training.flops import train_work
 from megarl.types import IntArray, ModelShape
@@ -158,7 +159,7 @@ def _updates(recipe: Recipe, layout: TrainLayout, lengths: IntArray, shape: Mode
         aggregation="token_mean",
         work=train_work(shape),
         align=layout.tokens_align,
-        multiple=layout.pp if layout.vpp > 1 else 1,
+        multiple=layout.batch_multiple,
     )
 
 

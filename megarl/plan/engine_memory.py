@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
-from megarl.parallel.layout import EngineLayout
+from megarl.parallel.engine_layout import EngineLayout
 from megarl.resharding import sglang_map
 from megarl.resharding.routes import item_bytes
 from megarl.rollout.concurrency import step_sequences

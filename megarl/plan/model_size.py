@@ -13,7 +13,8 @@ from typing import Any
 
 import megarl
 from megarl.config import Recipe
-from megarl.parallel.layout import EngineLayout, TrainLayout
+from megarl.parallel.engine_layout import EngineLayout
+from megarl.parallel.layout import TrainLayout
 from megarl.parallel.placement import shared_slots
 from megarl.parallel.roles import Role, RoleName, resolve
 from megarl.parallel.sizes import ChunkSize

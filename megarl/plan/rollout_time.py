@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megarl.config.hardware import Hardware
-from megarl.parallel.layout import EngineLayout
+from megarl.parallel.engine_layout import EngineLayout
 from megarl.plan.batch import Samples
 from megarl.resharding.routes import item_bytes
 from megarl.training.flops import forward_flops

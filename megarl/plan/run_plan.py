@@ -10,7 +10,8 @@ from statistics import fmean
 from megarl.algos import learns_from_answers
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
-from megarl.parallel.layout import EngineLayout, TrainLayout
+from megarl.parallel.engine_layout import EngineLayout
+from megarl.parallel.layout import TrainLayout
 from megarl.parallel.placement import engine_layout
 from megarl.parallel.roles import RoleName, resolve
 from megarl.plan.activations import item_bytes

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from megarl.config import Recipe
-from megarl.parallel.layout import EngineLayout, RankCoords
+from megarl.parallel.engine_layout import EngineLayout
+from megarl.parallel.layout import RankCoords
 from megarl.parallel.roles import RoleName
 from megarl.plan.model_size import ModelSize
 

@@ -85,8 +85,9 @@ def forward_s(model: ComputingModel, samples: Samples, hardware: Hardware) -> fl
 def policy_time(recipe: Recipe, model: ComputingModel, samples: Samples, hardware: Hardware, node: int) -> TrainTime:
     """`PolicyRank`: old log-probabilities if later updates or penalties read them, the reference's if there is a
     reference, then the updates."""
-    rules, once = hyperparameters_of(recipe.algorithm.name, recipe.algorithm), forward_s(model, samples, hardware)
-    reads_old = model.share.updates > 1 or rules.pays_kl
+    hyperparameters = hyperparameters_of(recipe.algorithm.name, recipe.algorithm)
+    once = forward_s(model, samples, hardware)
+    reads_old = model.share.updates > 1 or hyperparameters.pays_kl
     reference = 0.0
     if has_reference(recipe.algorithm, recipe.reference.use):  # its weights and the policy's change places, and back
         reference = once + 4 * model.weights_bytes / hardware.pcie_bytes_per_s

@@ -212,8 +212,8 @@ def _unused(recipe: Recipe, reason: str) -> Faults:
     """Keys that ask for what a command leaves out which samples alone or trains alone."""
     unused = {"warm_start.steps": (recipe.warm_start.steps, "0"), "checkpoint.every": (recipe.checkpoint.every, "null")}
     if recipe.algorithm.name in ALGORITHMS:
-        rules = hyperparameters_of(recipe.algorithm.name, recipe.algorithm)
-        unused["algorithm.dynamic_sampling"] = (rules.dynamic_sampling, "false")
+        hyperparameters = hyperparameters_of(recipe.algorithm.name, recipe.algorithm)
+        unused["algorithm.dynamic_sampling"] = (hyperparameters.dynamic_sampling, "false")
     told = [(key, value, none) for key, (value, none) in unused.items() if value]
     return [UserFault(key, f"{value}, but {reason}", f"set it to {none}") for key, value, none in told]
 

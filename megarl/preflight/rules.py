@@ -19,17 +19,18 @@ def rule_faults(recipe: Recipe, *, learns: bool = True) -> list[UserFault]:
     if name not in ALGORITHMS:
         problem, mend = f"{name!r} is no algorithm", f"choose from {', '.join(ALGORITHMS)}"
         return [UserFault("algorithm.name", problem, mend)]
-    rules = hyperparameters_of(name, recipe.algorithm)
-    unread = _unread(name, rules)
+    hyperparameters = hyperparameters_of(name, recipe.algorithm)
+    unread = _unread(name, hyperparameters)
     faults = [
         UserFault(f"algorithm.{key}", f"is set, and {unread[key]}", "leave it out")
         for key, value in recipe.algorithm.given.items()
         if key in unread and value != getattr(ALGORITHMS[name].hyperparameters, key)
     ]
-    return faults + _bounds_faults(rules) + (_start_faults(recipe, rules) + _idle_faults(recipe) if learns else [])
+    faults += _bounds_faults(hyperparameters)
+    return faults + (_start_faults(recipe, hyperparameters) + _idle_faults(recipe) if learns else [])
 
 
-def _unread(name: str, rules: Hyperparameters) -> dict[str, str]:
+def _unread(name: str, hyperparameters: Hyperparameters) -> dict[str, str]:
     """Hyperparameter -> why nothing reads it with this algorithm and the other hyperparameters."""
     row, found = ALGORITHMS[name], {}
     if row.surrogate is None:
@@ -39,50 +40,50 @@ def _unread(name: str, rules: Hyperparameters) -> dict[str, str]:
     if row.critic != "values":
         found |= dict.fromkeys(_OF_VALUES, f"{name} has no critic")
     if not row.critic:
-        found["critic_warmup_steps"] = f"{name} has no model that learns beside the policy"
-    if not (row.critic or rules.pays_kl):
+        found["critic_warmup_steps"] = f"{name} has no critic or implicit reward model"
+    if not (row.critic or hyperparameters.pays_kl):
         found["gamma"] = f"no token has a reward of its own with {name}"
     if row.critic != "process_rewards":
         found["process_scale"] = f"{name} has no process rewards"
-    if not rules.kl_coefficient:
+    if not hyperparameters.kl_coefficient:
         found |= dict.fromkeys(("kl_estimator", "kl_place"), "algorithm.kl_coefficient is 0")
-    if not rules.dynamic_sampling:
+    if not hyperparameters.dynamic_sampling:
         found |= dict.fromkeys(_OF_SAMPLING, "algorithm.dynamic_sampling is off")
-    if rules.lambda_alpha:
+    if hyperparameters.lambda_alpha:
         found["gae_lambda"] = "algorithm.lambda_alpha decides for the policy (0: not), critic_lambda for the critic"
-    if rules.mismatch == "off":
+    if hyperparameters.mismatch == "off":
         found |= dict.fromkeys(("mismatch_low", "mismatch_high"), "algorithm.mismatch is off")
-    if rules.mismatch == "tis":
+    if hyperparameters.mismatch == "tis":
         found["mismatch_low"] = "tis has an upper bound alone"
     return found
 
 
-def _bounds_faults(rules: Hyperparameters) -> list[UserFault]:
-    if rules.mismatch == "off":
+def _bounds_faults(hyperparameters: Hyperparameters) -> list[UserFault]:
+    if hyperparameters.mismatch == "off":
         return []
-    low, high = bounds(rules)
+    low, high = bounds(hyperparameters)
     if low < high:
         return []
-    problem = f"the bounds of {rules.mismatch} are {low} and {high}, between which nothing is kept"
+    problem = f"the bounds of {hyperparameters.mismatch} are {low} and {high}, between which nothing is kept"
     return [UserFault("algorithm.mismatch_low", problem, "set it below algorithm.mismatch_high")]
 
 
-def _start_faults(recipe: Recipe, rules: Hyperparameters) -> list[UserFault]:
+def _start_faults(recipe: Recipe, hyperparameters: Hyperparameters) -> list[UserFault]:
     """Faults of the critic's warm-up and of the reference that a run starts with."""
-    faults = []
-    if has_critic(recipe.algorithm.name) and rules.critic_warmup_steps >= recipe.run.steps:
-        problem = f"{rules.critic_warmup_steps} are all of run.steps ({recipe.run.steps}): the policy would never learn"
+    faults, warmup = [], hyperparameters.critic_warmup_steps
+    if has_critic(recipe.algorithm.name) and warmup >= recipe.run.steps:
+        problem = f"{warmup} are all of run.steps ({recipe.run.steps}): the policy would never learn"
         faults.append(UserFault("algorithm.critic_warmup_steps", problem, f"set it below {recipe.run.steps}"))
     name = recipe.algorithm.name
     has_teacher = ALGORITHMS[name].has_teacher
-    if has_teacher and not rules.kl_coefficient:
+    if has_teacher and not hyperparameters.kl_coefficient:
         problem = f"0, and {name} learns from nothing else"
         faults.append(UserFault("algorithm.kl_coefficient", problem, "leave it out"))
     if has_teacher and not recipe.reference.path:
         problem = f"{name} learns from the reference, and model.path has nothing to teach itself"
         faults.append(UserFault("reference.path", problem, "name the teacher's checkpoint"))
-    elif rules.kl_coefficient and recipe.warm_start.steps and recipe.reference.path is None:
-        problem = f"{rules.kl_coefficient}, but the reference is model.path as it is before the warm start"
+    elif hyperparameters.kl_coefficient and recipe.warm_start.steps and recipe.reference.path is None:
+        problem = f"{hyperparameters.kl_coefficient}, but the reference is model.path as it is before the warm start"
         mend = "set it to 0, warm_start.steps to 0, or name reference.path"
         faults.append(UserFault("algorithm.kl_coefficient", problem, mend))
     return faults

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import torch
 
-from megarl.parallel.layout import FP8_TILE
+from megarl.parallel.engine_layout import FP8_TILE
 from megarl.resharding.shards import LayoutError
 
 _OTHER_BACKEND = "set rollout.engine.sglang.moe_runner_backend to triton"

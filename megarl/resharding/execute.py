@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.device import BACKEND, DEVICE
-from megarl.parallel.layout import FP8_TILE
+from megarl.parallel.engine_layout import FP8_TILE
 from megarl.resharding import fp8
 from megarl.resharding.fp8 import SCALE_SUFFIX
 from megarl.resharding.plan import Copy, MemberPlan

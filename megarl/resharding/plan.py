@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megarl.parallel.layout import FP8_TILE
+from megarl.parallel.engine_layout import FP8_TILE
 from megarl.resharding.routes import Flow, Hop, RouteChooser, item_bytes
 from megarl.resharding.shards import Box, Cell, Part, Size, box_area, box_size
 from megarl.types import UserFault

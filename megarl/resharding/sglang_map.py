@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from megarl.parallel.layout import FP8_TILE, VOCAB_MULTIPLE, EngineLayout
+from megarl.parallel.engine_layout import FP8_TILE, VOCAB_MULTIPLE, EngineLayout
 from megarl.resharding.shards import EMBEDDING, FP8, LM_HEAD, LayoutError, Part, Range, Shard, intersect, share, tiles
 from megarl.types import MlaShape, ModelShape
 

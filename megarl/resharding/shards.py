@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from megarl.parallel.layout import FP8_TILE
+from megarl.parallel.engine_layout import FP8_TILE
 
 if TYPE_CHECKING:
     import torch

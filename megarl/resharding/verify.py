@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from megarl.device import DEVICE
-from megarl.parallel.layout import FP8_TILE, EngineLayout
+from megarl.parallel.engine_layout import FP8_TILE, EngineLayout
 from megarl.resharding.execute import Params, Piece, fill, source_views, target_views
 from megarl.resharding.plan import Copy, Streams
 from megarl.resharding.shards import FP8, Box, first_of

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megarl.algos import AUXILIARY_AGGREGATION, hyperparameters_of
+from megarl.algos import hyperparameters_of
 from megarl.algos.losses import LossResult
 from megarl.algos.statistics import Statistics
 from megarl.config import Recipe
@@ -25,7 +25,7 @@ from megarl.types import Aggregation, FloatArray, Hyperparameters, SampleGroup, 
 
 @dataclass(frozen=True)
 class AuxiliaryModel:
-    """What one kind of auxiliary model computes and learns; name: for people.
+    """What one kind of auxiliary model computes and learns; name: for people; aggregation: of its loss.
 
     loss: (packed row, the pipeline's output for it, hyperparameters) -> loss sum and statistics.
     values: (its outputs, its reference's outputs, hyperparameters) -> token values, all an array for each sequence;
@@ -34,6 +34,7 @@ class AuxiliaryModel:
     """
 
     name: str
+    aggregation: Aggregation
     loss: Callable[[PackedRow, torch.Tensor, Hyperparameters], LossResult]
     values: Callable[[list[FloatArray], list[FloatArray], Hyperparameters], list[FloatArray]] | None = None
     returns: Callable[..., list[FloatArray]] | None = None
@@ -41,9 +42,10 @@ class AuxiliaryModel:
 
 
 AUXILIARY_MODELS = {  # by `Algorithm.critic`
-    "values": AuxiliaryModel("critic", critic.loss, returns=critic.returns),
+    "values": AuxiliaryModel("critic", "token_mean", critic.loss, returns=critic.returns),
     "process_rewards": AuxiliaryModel(
         "implicit reward model",
+        "sequence_mean",
         implicit_reward.loss,
         values=implicit_reward.process_rewards,
         has_reference=True,
@@ -68,7 +70,6 @@ class AuxiliaryRank(TrainingRank):
     def __init__(self, rank: int, recipe: Recipe, meet: Address, kind: str, first_gpu: int = 0) -> None:
         """kind: a key of AUXILIARY_MODELS."""
         self._auxiliary = AUXILIARY_MODELS[kind]
-        self._aggregation: Aggregation = AUXILIARY_AGGREGATION[kind]
         self._hyperparameters = hyperparameters_of(recipe.algorithm.name, recipe.algorithm)
         path = recipe.model.path
         reference = path if self._auxiliary.has_reference else None
@@ -122,7 +123,7 @@ class AuxiliaryRank(TrainingRank):
 
     def _shares(self, updates: Sequence[Update], received: Received) -> list[list[list[TrainSequence]]]:
         """This rank's sequences of each update."""
-        aggregation = self._aggregation
+        aggregation = self._auxiliary.aggregation
         return [train_sequences(update.micro_batches[0], received.groups, aggregation) for update in updates]
 
     def train_step(

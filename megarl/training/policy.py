@@ -249,7 +249,7 @@ class PolicyRank(TrainingRank):
 
         if not share.choices:
             return {}
-        few = self.layout.pp if self.layout.vpp > 1 else 1  # the fewest that an interleaved pipeline takes
+        few = self.layout.batch_multiple
         rows = [self._pack(batch) for batch in share.micro_batches[:few]]
         run = partial(self._model.pipeline.run, temperature=share.temperature)
         with_replay, without = run(rows, gap, choices=share.choices[:few]), run(rows, gap)

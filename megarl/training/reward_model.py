@@ -52,7 +52,7 @@ class RewardModelRank(TrainingRank):
 
     def _micro_batches(self, lengths: Sequence[int]) -> list[list[int]]:
         """The samples of each row; as many rows on every data-parallel rank, since they exchange tokens for experts."""
-        layout, multiple = self.layout, self.layout.pp if self.layout.vpp > 1 else 1
+        layout, multiple = self.layout, self.layout.batch_multiple
         batches: list[list[int]] = []
         if lengths:
             (plan,) = plan_updates(

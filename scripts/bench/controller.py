@@ -32,7 +32,7 @@ from megarl.controller.samples import samples_of
 from megarl.fleet.engines import Engines
 from megarl.fleet.fleet import Fleet
 from megarl.fleet.memory import MemoryScheduler
-from megarl.fleet.rank_groups import AuxiliaryRanks, RolloutBatch, TrainingRanks, _groups, _share
+from megarl.fleet.rank_groups import AuxiliaryRanks, PolicyRanks, RolloutBatch, _groups, _share
 from megarl.fleet.token_values import TokenValues
 from megarl.parallel.layout import TrainLayout
 from megarl.rollout.sglang.arguments import Sampling
@@ -140,7 +140,7 @@ class Step:
         self.layout, self.count, self.weighs = layout, dict.fromkeys(COUNTS, 0.0), False
         self.cluster: Any = CountedCluster(cluster, self)
         workers = [Counted(f"rank {rank}", hosts[rank % len(hosts)], self) for rank in range(ranks)]
-        self.trainers, self.critic = (self._ranks(kind, recipe, workers) for kind in (TrainingRanks, AuxiliaryRanks))
+        self.trainers, self.critic = (self._ranks(kind, recipe, workers) for kind in (PolicyRanks, AuxiliaryRanks))
         self.engines: Any = Engines.__new__(Engines)
         engines = [Counted(f"engine {index}", hosts[index % len(hosts)], self) for index in range(num_engines)]
         self.engines.__dict__.update(_cluster=self.cluster, workers=engines, _sharing=engines)
@@ -158,8 +158,7 @@ class Step:
         self.count.update(dict.fromkeys(COUNTS, 0.0))
         start = Clock.now()
         found = work()
-        figures = start.since("step") | self.count
-        tell(figures)
+        tell(figures := start.since("step") | self.count)
         return found, figures
 
     def fan_out(self, send: Callable[[], dict[Ref, str]]) -> Figures:
@@ -167,8 +166,7 @@ class Step:
         self.count.update(dict.fromkeys(COUNTS, 0.0))
         start = Clock.now()
         calls = send()
-        found = start.since("dispatch")
-        tell(found)
+        tell(found := start.since("dispatch"))
         start = Clock.now()
         self.trainers._merged(calls)
         return found | start.since("collect") | self.count

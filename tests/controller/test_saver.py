@@ -17,6 +17,7 @@ from megarl.config.loading import load_recipe
 from megarl.controller.saver import FOLDER, Progress, Saver, find, model_faults, resume
 from megarl.fleet.rank_groups import RolloutBatch
 from megarl.parallel.hf_config import model_shape
+from megarl.parallel.roles import resolve
 from megarl.rollout.mixing import MixedStream
 from megarl.rollout.prompts import PromptStream
 from megarl.types import EndedEarly, Prompt, UserFaults
@@ -83,6 +84,7 @@ def made(tiny_model: Path, tmp_path: Path) -> Any:
 
 
 def saver(recipe: Recipe, fleet: Any, prompts: PromptStream, tmp_path: Path) -> Saver:
+    fleet.roles = resolve(recipe)
     return Saver(recipe, fleet, prompts, tmp_path / "try", pytest.fail)
 
 

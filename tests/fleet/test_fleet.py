@@ -66,7 +66,7 @@ def made(monkeypatch: pytest.MonkeyPatch, cluster: Cluster, engines: Engines) ->
         _cluster=cluster, engines=engines, trainers=SimpleNamespace(workers=[]), version=3, attempts=4,
         _have_sessions=True,
         memory=SimpleNamespace(phase="train", hand_over=hand_over), _say=said.append, _store=None, _run_id="run",
-        _roles=SimpleNamespace(num_members=1),
+        roles=SimpleNamespace(num_members=1),
         _sessions=SimpleNamespace(
             trainers={}, engine_message=lambda index, version, attempt, first: {"attempt": attempt}
         ),
@@ -153,7 +153,7 @@ def test_an_engine_measures_a_shared_gpu_when_the_ranks_have_given_it_back(
         started={"rank": "rank"}, store=None, offload=lambda: cluster.seen.append("offload"), workers=[]
     )
     monkeypatch.setattr(engines.device, "DEVICE", device)
-    monkeypatch.setattr(fleet, "TrainingRanks", lambda *_: ranks)
+    monkeypatch.setattr(fleet, "PolicyRanks", lambda *_: ranks)
     monkeypatch.setattr(Fleet, "_open_sessions", lambda _: None)
     placement = {"train_gpus": 2, "first_engine_gpu": first_engine_gpu} if first_engine_gpu else {}
     gpus = first_engine_gpu + 2

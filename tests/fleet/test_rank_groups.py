@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.fleet.rank_groups import AuxiliaryRanks, TrainingRanks
+from megarl.fleet.rank_groups import AuxiliaryRanks, PolicyRanks
 from megarl.parallel.roles import resolve
 from megarl.training.batching import Key, SampleRef, Update, key_of, own_samples, pieces_of
 from megarl.types import FloatArray, Prompt, Sample, SampleGroup
@@ -126,7 +126,7 @@ def samples() -> tuple[list[SampleRef], list[Any]]:
 
 
 @pytest.fixture
-def ranks(tmp_path: Path) -> tuple[TrainingRanks, AuxiliaryRanks]:
+def ranks(tmp_path: Path) -> tuple[PolicyRanks, AuxiliaryRanks]:
     """A policy of 2 data-parallel ranks with TP 2 and PP 2, and a critic of 4 data-parallel ranks with TP 2."""
     recipe = plans.recipe(
         tmp_path, "tiny", 8, tp=2, pp=2, ep=2, algorithm={"name": "ppo"}, critic={"ranks": {"pp": 1}},
@@ -135,11 +135,11 @@ def ranks(tmp_path: Path) -> tuple[TrainingRanks, AuxiliaryRanks]:
     cluster: Any = Cluster()
     roles = resolve(recipe)
     assert roles.critic
-    return TrainingRanks(cluster, roles.policy, frozenset()), AuxiliaryRanks(cluster, roles.critic, frozenset())
+    return PolicyRanks(cluster, roles.policy, frozenset()), AuxiliaryRanks(cluster, roles.critic, frozenset())
 
 
 def test_each_rank_gets_its_own_state_and_the_token_values_of_its_samples(
-    ranks: tuple[TrainingRanks, AuxiliaryRanks],
+    ranks: tuple[PolicyRanks, AuxiliaryRanks],
 ) -> None:
     policy, critic = ranks
     refs, groups = samples()
@@ -154,7 +154,7 @@ def test_each_rank_gets_its_own_state_and_the_token_values_of_its_samples(
 
 
 def test_each_rank_returns_its_state_and_few_of_them_token_values(
-    ranks: tuple[TrainingRanks, AuxiliaryRanks],
+    ranks: tuple[PolicyRanks, AuxiliaryRanks],
 ) -> None:
     """The first rank of the last stage of each data-parallel rank: on the others a reference would be for nothing."""
     policy, critic = ranks
@@ -165,7 +165,7 @@ def test_each_rank_returns_its_state_and_few_of_them_token_values(
     assert [worker.returned for worker in critic.workers] == [3, 1, 3, 1, 3, 1, 3, 1]  # type: ignore[attr-defined]
 
 
-def test_a_step_without_an_auxiliary_model_has_neither(ranks: tuple[TrainingRanks, AuxiliaryRanks]) -> None:
+def test_a_step_without_an_auxiliary_model_has_neither(ranks: tuple[PolicyRanks, AuxiliaryRanks]) -> None:
     policy, _ = ranks
     refs, groups = samples()
     updates: Any = policy.train("ppo", refs, groups, 0.5).updates

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,17 @@ def test_every_row_names_tests_that_exist() -> None:
             assert not function or function in tests, f"{row.where}: there is no {name}"
             paths = [path for tier in tiers.TIERS.values() for path in tier]
             assert any(file == path or file.startswith(f"{path}/") for path in paths), f"no tier runs {file}"
+
+
+def test_every_row_names_code_that_exists() -> None:
+    for row in report.rows(report.UNVERIFIED.read_text(encoding="utf-8")):
+        quoted = re.findall("`([^`]+)`", row.where)
+        places = {name: [folder / name for folder in (ROOT, ROOT / "megarl")] for name in quoted}
+        files = {name: place for name, either in places.items() for place in either if place.is_file()}
+        assert files, f"{row.where} names no file"
+        code = "".join(file.read_text(encoding="utf-8") for file in files.values())
+        names = [name.rpartition(".")[2] if "/" not in name else name for name in quoted if name not in files]
+        assert [name for name in names if name not in code] == [], f"{row.where}: the code has no such name"
 
 
 def test_every_tier_names_files_that_exist() -> None:

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from megarl.config import Recipe, TrainConfig
 from megarl.config.hardware import Hardware
+from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.hf_config import model_shape
-from megarl.parallel.layout import EngineLayout, TrainLayout
+from megarl.parallel.layout import TrainLayout
 from megarl.parallel.placement import train_layout
 from megarl.parallel.roles import RoleName
 from megarl.parallel.sizes import ChunkSize

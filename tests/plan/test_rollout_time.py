@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megarl.config.hardware import load_hardware
-from megarl.parallel.layout import EngineLayout
+from megarl.parallel.engine_layout import EngineLayout
 from megarl.plan.batch import Samples
 from megarl.plan.rollout_time import EngineSpeed, decode_s, engine_speed, rollout_time
 from megarl.types import ModelShape

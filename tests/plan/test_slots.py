@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from megarl.config import Recipe
-from megarl.parallel.layout import EngineLayout, TrainLayout
+from megarl.parallel.engine_layout import EngineLayout
+from megarl.parallel.layout import TrainLayout
 from megarl.parallel.roles import RoleName
 from megarl.plan.model_size import ModelSize
 from megarl.plan.slots import pipeline_stages, slot_map, spans

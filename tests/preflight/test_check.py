@@ -312,7 +312,7 @@ def test_a_reference_of_another_architecture(told: Callable[..., list[str]], tmp
         (["gamma=0.9"], "gamma", "no token has a reward of its own with grpo"),
         (["name=prime", "value_clip=0.1"], "value_clip", "prime has no critic"),
         (["name=vapo", "process_scale=0.1", "critic_warmup_steps=1"], "process_scale", "no process rewards"),
-        (["critic_warmup_steps=1"], "critic_warmup_steps", "no model that learns beside the policy"),
+        (["critic_warmup_steps=1"], "critic_warmup_steps", "no critic or implicit reward model"),
         (["name=sft", "clip_high=0.3"], "clip_high", "sft learns from the data's answers"),
         (["kl_place=reward"], "kl_place", "algorithm.kl_coefficient is 0"),
         (["name=on_policy_distillation"], "kl_coefficient", "learns from nothing else"),

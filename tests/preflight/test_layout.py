@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from megarl.config import Recipe
-from megarl.parallel.layout import EngineLayout, TrainLayout
+from megarl.parallel.engine_layout import EngineLayout
+from megarl.parallel.layout import TrainLayout
 from megarl.parallel.roles import Role, Roles, resolve
 from megarl.preflight.layout import node_faults, slot_faults
 from megarl.preflight.lengths import budget_faults

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megarl.parallel.layout import EngineLayout
+from megarl.parallel.engine_layout import EngineLayout
 
 TIMEOUT_S = 500
 # Packages of kernels that SGLang imports on a GPU. Building a model calls none of them.

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from megarl.device import Address, address_of, host_store, join_store
-from megarl.parallel.layout import EngineLayout, TrainLayout
+from megarl.parallel.engine_layout import EngineLayout
+from megarl.parallel.layout import TrainLayout
 from megarl.resharding.agreement import Agreement
 from megarl.resharding.member import Member, Stats, collect_stats, conclude, load
 from megarl.resharding.memory_handles import SourceHandles, map_params, share_params

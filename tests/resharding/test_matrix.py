@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from megarl.parallel.layout import EngineLayout, TrainLayout
+from megarl.parallel.engine_layout import EngineLayout
+from megarl.parallel.layout import TrainLayout
 from megarl.resharding.execute import DIRECT_BYTES, messages
 from megarl.resharding.plan import Copy
 from megarl.resharding.routes import item_bytes

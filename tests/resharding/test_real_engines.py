@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.hf_config import model_shape
-from megarl.parallel.layout import EngineLayout
 from megarl.resharding import sglang_map
 from megarl.resharding.shards import LayoutError, Shard, cells, verify_params
 from tests.resharding.meta_engines import Request, build, write_config

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from megarl.device import address_of, host_store, use_loopback
-from megarl.parallel.layout import EngineLayout, TrainLayout
+from megarl.parallel.engine_layout import EngineLayout
+from megarl.parallel.layout import TrainLayout
 from megarl.resharding import fp8, megatron_map, sglang_map
 from megarl.resharding.member import Member, Stats, collect_stats
 from megarl.resharding.plan import Copy
