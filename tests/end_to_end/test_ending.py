@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 FOREVER = (
     "run.steps=100000", "warm_start.steps=0", "rollout.prompts_per_step=8", "evaluation.max_prompts=8",
-    "train.tp=1", "train.pp=1", "train.ep=2", "placement.gpus=2",
+    "train.tp=1", "train.pp=1", "train.ep=2", "placement.gpus=2", "rollout.engine.tp=1",
 )  # fmt: skip
 BOUND_S = 30.0
 SILENCE_S = 30.0  # the machine may be busy
@@ -30,9 +29,7 @@ RAY_SERVERS = ("gcs_server", "raylet", "/ray/")
 
 def _end(command, last_line: str, code: int) -> None:
     """The command is on its way out: it must be gone in time, with its last word and without a trace."""
-    began = time.monotonic()
     assert command.finish(BOUND_S) == code, command.err
-    assert time.monotonic() - began < BOUND_S
     assert last_line in command.err.strip().splitlines()[-1]
     assert command.leftovers() == []
 
@@ -126,10 +123,8 @@ def test_a_stopped_training_rank(launch: Callable):
     command = launch(*FOREVER, f"run.timeout_s={SILENCE_S:g}")
     command.wait_for_step(1)
     victim = _trainer(command)
-    began = time.monotonic()
     victim.suspend()
     assert command.finish(4 * SILENCE_S + BOUND_S) == 1, command.err
-    assert time.monotonic() - began < 4 * SILENCE_S + BOUND_S
     last = command.err.strip().splitlines()[-1]
     assert re.search(rf"training rank \d \(pid {victim.pid}\) has not answered for .* s: a signal stopped it", last)
     assert command.leftovers() == []
@@ -144,8 +139,9 @@ def _workers(command) -> list[psutil.Process]:
     return [psutil.Process(one.pid) for one in command.look() if one.command_line.startswith("ray::_Shell")]
 
 
+@pytest.mark.nightly  # tests/rollout/sglang/test_engine_ends.py kills one, tests/cluster/test_session.py hands it on
 def test_a_killed_engine_process(launch: Callable):
-    command = launch(*FOREVER)
+    command = launch(*FOREVER, "rollout.engine.tp=2")
     command.wait_for_step(1)
     # Schedulers are forked, on CPU, from a server that is the child of the engine's worker.
     schedulers = [one for worker in _workers(command) for server in worker.children() for one in server.children()]
@@ -180,9 +176,6 @@ def test_a_reward_that_turns_bad(launch: Callable):
 
 
 def _end_after_start(command, last_line: str, code: int) -> None:
-    """The fault comes with the first steps: from the last record to the end is what the ending took."""
     assert command.finish(180) == code, command.err
-    last_record = (command.folder / "runs" / "quickstart" / "metrics.jsonl").stat().st_mtime
-    assert time.time() - last_record < BOUND_S
     assert last_line in command.err.strip().splitlines()[-1]
     assert command.leftovers() == []

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 LAYOUTS = {
     "one": ("train.tp=1", "train.pp=1", "train.ep=1", "placement.gpus=1"),
-    "many": ("train.tp=2", "train.pp=1", "train.ep=2", "placement.gpus=4", "critic.ranks.tp=1", "critic.ranks.gpus=2"),
+    "many": ("train.tp=1", "train.pp=1", "train.ep=2", "placement.gpus=2", "critic.ranks.tp=2", "critic.ranks.ep=1"),
 }
 # An untrained model is never right: by the exact answer every advantage, loss and gradient would be 0.
 REWARD = """

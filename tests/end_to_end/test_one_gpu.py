@@ -31,14 +31,14 @@ LATENT: dict[str, Any] = {  # as wide as the kernels of latent attention want it
 
 
 def steps_of(
-    launch: Callable, tmp_path: Path, key: str, family: str = "qwen3-moe", **changes: Any
+    launch: Callable, tmp_path: Path, *keys: str, family: str = "qwen3-moe", **changes: Any
 ) -> list[dict[str, Any]]:
-    """The records of the steps of a run with one more key; changes: to the family's tiny model."""
+    """The records of the steps of a run with more keys; changes: to the family's tiny model."""
     folder = tmp_path / "model"
     write_tokenizer(folder)
     checkpoints.write(folder, family, **changes)
     dtype = "bfloat16" if ON_GPU else "float32"
-    command = launch(*ONE_SLOT, f"model.path={folder}", f"model.dtype={dtype}", key)
+    command = launch(*ONE_SLOT, f"model.path={folder}", f"model.dtype={dtype}", *keys)
     assert command.finish(300) == 0, command.err
     assert command.leftovers() == []
     return [record for record in command.records() if record["step"] > 0]
@@ -57,8 +57,10 @@ def check(steps: list[dict[str, Any]], gap: float) -> None:
 # On CPU the quickstart is the run without seeds.
 @pytest.mark.parametrize("seeded", [pytest.param("false", marks=() if ON_GPU else pytest.mark.nightly), "true"])
 def test_a_run_on_one_slot(launch: Callable, tmp_path: Path, seeded: str) -> None:
-    steps = steps_of(launch, tmp_path, f"rollout.seeded={seeded}")
+    """With ReMax, whose greedy samples come from the same engine."""
+    steps = steps_of(launch, tmp_path, f"rollout.seeded={seeded}", "algorithm.name=remax")
     check(steps, 0.05 if ON_GPU else 1e-4)
+    assert {record["rollout/samples"] for record in steps} == {64}, "a greedy sample to compare with is none of them"
     if ON_GPU:
         assert all(0 < record["speed/train_mfu"] < 1 for record in steps)
 
@@ -78,4 +80,4 @@ def test_a_run_of_latent_attention_with_an_fp8_cache(
     if found != capability:
         pytest.skip(f"{backend} is for GPUs of compute capability {capability}, and this one has {found}")
     cache = f"rollout.engine.sglang={{kv_cache_dtype: fp8_e4m3, attention_backend: {backend}}}"
-    check(steps_of(launch, tmp_path, cache, "deepseek-v3", **LATENT), 0.2)
+    check(steps_of(launch, tmp_path, cache, family="deepseek-v3", **LATENT), 0.2)

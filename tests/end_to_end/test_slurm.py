@@ -24,7 +24,7 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 STEPS = 3
 SMALL = (
-    "train.pp=2", "rollout.engine.count=2", "warm_start.steps=2", "rollout.prompts_per_step=8",
+    "train.pp=2", "rollout.engine.count=1", "warm_start.steps=2", "rollout.prompts_per_step=8",
     "evaluation.max_prompts=8", "run.trackers=[]", f"run.steps={STEPS}",
 )  # fmt: skip
 _LIMIT_S = 400.0
@@ -164,7 +164,7 @@ def test_a_job_goes_on_after_the_signal_before_its_time_limit(job: Job, slurm: S
 @pytest.mark.nightly  # three minutes of Slurm's own waiting; tests/slurm/test_job.py has the script's answers
 def test_a_job_survives_the_death_of_its_second_node(job: Job, slurm: Slurm) -> None:
     """Each engine lies inside a node; when the second is gone the job is queued again, and goes on when it is back."""
-    job.submit("checkpoint.every=1", "checkpoint.asynchronous=false", node_gpus=2)
+    job.submit("rollout.engine.count=2", "checkpoint.every=1", "checkpoint.asynchronous=false", node_gpus=2)
     job.wait_for_step(1)
     job.driver().suspend()  # so that the run is where it is for as long as we look
     for address in NODES:
@@ -196,9 +196,9 @@ def test_a_job_survives_the_death_of_its_second_node(job: Job, slurm: Slurm) -> 
 
 
 def test_a_cancelled_job_leaves_nothing(job: Job, slurm: Slurm) -> None:
-    """Also where it was asked to end before: a step that takes long is a driver that is stopped for a while."""
+    """While everything starts, and also where it was asked to end before: the driver is stopped for a while."""
     job.submit()
-    job.wait_for_step(1)
+    wait_until(lambda: "starting training ranks" in job.log(), _LIMIT_S, job.log)
     driver = job.driver()
     driver.suspend()
     slurm.call("scancel", "--signal=USR1", "--batch", job.id)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import resource
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,10 +48,8 @@ def with_template(tokenizer: Any) -> Callable[[str], Any]:
 def test_a_template_without_bounds_is_refused(with_template: Callable[[str], Any], template: str, says: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     others = {*psutil.Process().children()}  # another test's, in a process that adopts orphans
-    began = time.monotonic()
     fault = template_fault(with_template(template), PROMPTS, bounds=SHORT)
     assert fault and fault.where == "model.path" and fault.problem.endswith(says), fault
-    assert time.monotonic() - began < 60
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # kB
     left = {*psutil.Process().children()} - others
     assert not [child for child in left if child.status() == psutil.STATUS_ZOMBIE]

