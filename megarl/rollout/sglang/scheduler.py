@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tqdm import tqdm
 
@@ -36,6 +36,14 @@ def set_environment() -> None:
     use_sglang_nccl_settings()
     if DEVICE == "cpu":
         cpu.set_environment()
+
+
+def leave_out_megatron() -> None:
+    """Make `import megatron` fail in this process: SGLang's dumper, a tool for debugging, imports it if it can.
+
+    That is a quarter of the processor time of a scheduler's start.
+    """
+    sys.modules.setdefault("megatron", cast(Any, None))
 
 
 @dataclass
@@ -81,6 +89,7 @@ class SchedulerEntry:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Prepare for SGLang's import: the target is unpickled before its arguments, which import SGLang."""
         self.__dict__.update(state)
+        leave_out_megatron()
         if DEVICE == "cpu":
             cpu.prepare()
 
