@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.config.hardware import FOLDER, Hardware, load_hardware
-from megarl.doctor.facts import NodeFacts
-from megarl.doctor.rates import RankRates
+from megarl.doctor.facts import NodeFacts, RankRates
 
 _ASSUMED = {  # without a measurement and without a file of the card
     "compute_share": 0.4, "prefill_share": 0.45, "hbm_share": 0.7, "nvlink_share": 0.8, "nic_share": 0.9,
@@ -16,12 +14,7 @@ _ASSUMED = {  # without a measurement and without a file of the card
 }  # fmt: skip
 _LARGEST = "sends and receipts at once, slowest GPU"
 _LEAST_S = 1e-9  # the lower bound of latencies in the file
-
-
-@dataclass(frozen=True)
-class _Line:
-    value: float | int | str
-    source: str
+_Line = tuple[float | int | str, str]  # a key's value, where it comes from
 
 
 def base_of(device_name: str, folder: Path = FOLDER) -> Hardware | None:
@@ -41,28 +34,28 @@ def hardware_text(rates: Sequence[RankRates], nodes: Sequence[NodeFacts], base: 
     lines = _lines(rates, nodes, base)
     card = f", completed from {base.name}'s own file" if base else ""
     head = f"# Measured by megarl doctor --measure on {len({rank.node for rank in rates})} node(s){card}.\n"
-    return head + "".join(f"{key}: {_yaml(line.value)}   # {line.source}\n" for key, line in lines.items())
+    return head + "".join(f"{key}: {_yaml(value)}   # {source}\n" for key, (value, source) in lines.items())
 
 
 def _lines(rates: Sequence[RankRates], nodes: Sequence[NodeFacts], base: Hardware | None) -> dict[str, _Line]:
     flops = min(rank.matmul_flops for rank in rates)
     copied = min(rank.copy_bytes_per_s for rank in rates)
     device = rates[0].device_name
-    found = {
-        "name": _Line(base.name if base else device or "CPU", "as torch names it"),
-        "memory_bytes": _Line(min(rank.memory_bytes for rank in rates), "measured: as torch reports it"),
+    found: dict[str, _Line] = {
+        "name": (base.name if base else device or "CPU", "as torch names it"),
+        "memory_bytes": (min(rank.memory_bytes for rank in rates), "measured: as torch reports it"),
         "bf16_flops": _peak(base, "bf16_flops", flops, "large matrix products, slowest GPU"),
         "hbm_bytes_per_s": _peak(base, "hbm_bytes_per_s", copied, "copies, read and written, slowest GPU"),
         "compute_share": _share(base, "compute_share", flops, "bf16_flops"),
         "prefill_share": _share(base, "prefill_share", flops, "bf16_flops"),
         "hbm_share": _share(base, "hbm_share", copied, "hbm_bytes_per_s"),
-        "gpus_per_node": _Line(len(rates) // len({rank.node for rank in rates}), "counted"),
-        "host_bytes": _Line(min(node.host_bytes for node in nodes), "measured: the smallest host"),
+        "gpus_per_node": (len(rates) // len({rank.node for rank in rates}), "counted"),
+        "host_bytes": (min(node.host_bytes for node in nodes), "measured: the smallest host"),
     }
     if base and base.fp8_flops:
-        found["fp8_flops"] = _Line(base.fp8_flops, f"{base.name}'s own file")
+        found["fp8_flops"] = base.fp8_flops, f"{base.name}'s own file"
     inside = _link(base, "nvlink", _least(rates, "inside_bytes_per_s"), copied / 2)
-    between = _link(base, "nic", _least(rates, "between_bytes_per_s"), float(inside["nvlink_bytes_per_s"].value))
+    between = _link(base, "nic", _least(rates, "between_bytes_per_s"), float(inside["nvlink_bytes_per_s"][0]))
     found |= inside | between
     from_host = _least(rates, "host_bytes_per_s")
     found["pcie_bytes_per_s"] = _known(base, "pcie_bytes_per_s", from_host, copied / 2, "copies of pinned memory")
@@ -81,33 +74,33 @@ def _lines(rates: Sequence[RankRates], nodes: Sequence[NodeFacts], base: Hardwar
 def _peak(base: Hardware | None, key: str, measured: float, what: str) -> _Line:
     """The peak of the card's file, or the measured rate if that is higher."""
     if base:
-        return _Line(max(getattr(base, key), measured), f"{base.name}'s own file; measured: {measured:.3g}, {what}")
-    return _Line(measured, f"measured: {what}")
+        return max(getattr(base, key), measured), f"{base.name}'s own file; measured: {measured:.3g}, {what}"
+    return measured, f"measured: {what}"
 
 
 def _share(base: Hardware | None, key: str, measured: float, peak: str) -> _Line:
     if not base:
-        return _Line(_ASSUMED[key], "assumption, of what was measured")
+        return _ASSUMED[key], "assumption, of what was measured"
     reached, usual = measured / max(getattr(base, peak), measured), getattr(base, key)
     if reached < usual:
-        return _Line(round(reached, 4), f"measured: {base.name}'s own file has {usual:g}, which nothing reached here")
-    return _Line(usual, f"{base.name}'s own file; measured here at most {reached:.2f}")
+        return round(reached, 4), f"measured: {base.name}'s own file has {usual:g}, which nothing reached here"
+    return usual, f"{base.name}'s own file; measured here at most {reached:.2f}"
 
 
 def _link(base: Hardware | None, name: str, measured: float | None, otherwise: float) -> dict[str, _Line]:
     """A link's speed and the share that large messages reach: 1 where the speed was measured with large messages."""
     speed, share = f"{name}_bytes_per_s", f"{name}_share"
     if measured:
-        return {speed: _Line(measured, f"measured: {_LARGEST}"), share: _Line(1.0, "the speed is what was reached")}
+        return {speed: (measured, f"measured: {_LARGEST}"), share: (1.0, "the speed is what was reached")}
     return {speed: _known(base, speed, None, otherwise, ""), share: _known(base, share, None, _ASSUMED[share], "")}
 
 
 def _known(base: Hardware | None, key: str, measured: float | None, otherwise: float, what: str) -> _Line:
     if measured:
-        return _Line(max(measured, _LEAST_S), f"measured: {what}")
+        return max(measured, _LEAST_S), f"measured: {what}"
     if base:
-        return _Line(getattr(base, key), f"not measured: {base.name}'s own file")
-    return _Line(otherwise, "assumption: there was nothing to measure")
+        return getattr(base, key), f"not measured: {base.name}'s own file"
+    return otherwise, "assumption: there was nothing to measure"
 
 
 def _least(rates: Sequence[RankRates], name: str) -> float | None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from ipaddress import IPv4Address
 from statistics import median
 
 from megarl import device
 from megarl.cluster.session import Cluster, WorkerFailed
-from megarl.doctor.facts import NodeFacts
+from megarl.doctor.facts import NodeFacts, RankRates
 from megarl.doctor.findings import Finding, of_faults
-from megarl.doctor.rates import RankRates
 from megarl.types import UserFault
 
 SIMULATED = 2  # ranks on a machine without GPUs
@@ -26,13 +26,12 @@ _WHAT = {
 }
 
 
-def measure(
-    nodes: Sequence[NodeFacts], joins: bool, say: Callable[[str], None]
-) -> tuple[list[RankRates], list[Finding]]:
+def measure(nodes: Sequence[NodeFacts], say: Callable[[str], None]) -> tuple[list[RankRates], list[Finding]]:
     """(rates of all ranks, in the order of their nodes' addresses; findings).
 
-    joins: measure the nodes of the Ray cluster with the most common number of GPUs; else this machine.
+    Measures the nodes of the Ray cluster with the most common number of GPUs; without a cluster this machine.
     """
+    joins = nodes[0].ray_gpus is not None
     if joins:
         counts = Counter(node.ray_gpus for node in nodes if node.ray_gpus)
         if not counts:
@@ -49,7 +48,7 @@ def measure(
         mend = "look at the lines above, then at NCCL's log (NCCL_DEBUG=INFO): a run would end there too"
         return [], [Finding("fault", "--measure", f"it failed ({error})", mend)]
     addresses = [node.address for node in nodes if not joins or node.ray_gpus == per_node]
-    return rates, laggards(rates, _in_order(addresses))
+    return rates, laggards(rates, sorted(addresses, key=IPv4Address))
 
 
 def _run(num_ranks: int, per_node: int, joins: bool, say: Callable[[str], None]) -> list[RankRates]:
@@ -79,8 +78,3 @@ def laggards(rates: Sequence[RankRates], addresses: Sequence[str]) -> list[Findi
                 where = (addresses[measured.node],) if measured.node < len(addresses) else ()
                 found.append(Finding("warning", f"GPU {rank % per_node}", problem, mend, where))
     return found
-
-
-def _in_order(addresses: Sequence[str]) -> list[str]:
-    """Addresses in numerical order, as the nodes of a run are sorted."""
-    return sorted(addresses, key=lambda address: [int(part) for part in address.split(".")])

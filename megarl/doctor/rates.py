@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from megarl import device
 from megarl.device import Address
+from megarl.doctor.facts import RankRates
 
 
 @dataclass(frozen=True)
@@ -33,26 +34,6 @@ class Sizes:
 
 GPU_SIZES = Sizes(256 * 2**20, 2**30, 16 * 2**10, 8192, 20)
 CPU_SIZES = Sizes(8 * 2**20, 32 * 2**20, 16 * 2**10, 512, 3)
-
-
-@dataclass(frozen=True)
-class RankRates:
-    """The rates of one rank, for messages in each direction; None where there is no peer.
-
-    copy_bytes_per_s counts bytes read and bytes written. Latencies are those of a small all-reduce.
-    """
-
-    node: int
-    device_name: str
-    memory_bytes: int
-    matmul_flops: float
-    copy_bytes_per_s: float
-    host_bytes_per_s: float | None  # from pinned host memory to the GPU
-    inside_bytes_per_s: float | None
-    between_bytes_per_s: float | None
-    inside_latency_s: float | None
-    between_latency_s: float | None
-    communicator_bytes: int | None  # GPU memory of one NCCL communicator
 
 
 class RateRank:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,33 +13,85 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import megarl
 from megarl.device import LOOPBACK
+from megarl.doctor import machine, nvidia, packages
 from megarl.doctor.facts import NodeFacts
 from megarl.doctor.findings import Finding, of_faults
-from megarl.doctor.node import Node, Wanted
 from megarl.types import UserFault
 
-_NODE = "megarl.doctor.node:Node"
+_NODE = "megarl.doctor.survey:Node"
 _START_S = 120.0  # of a process: imports from a cold shared disk
 _LOOK_S = 900.0
 _CLOCK_TRIES = 5
 
 
 @dataclass(frozen=True)
-class Survey:
-    """nodes: the facts of nodes that answered, this machine's first; findings: why other nodes did not."""
+class Wanted:
+    """The folders and ports that each node checks. written: folders that a run writes, run.dir first; read: or reads.
 
-    nodes: tuple[NodeFacts, ...]
-    findings: tuple[Finding, ...] = ()
+    ports: whether a run needs the port to be free; the others are only for a Ray that is started by hand. shared_name:
+    a file in the first of the written folders, which all nodes must see; "" for a single node.
+    """
+
+    written: Sequence[tuple[str, str]]  # path, purpose
+    read: Sequence[tuple[str, str]]
+    ports: Mapping[int, bool]
+    shared_name: str = ""
 
 
-def survey_here(wanted: Wanted) -> Survey:
+class Node:
+    """The process that examines its node; in a cluster Ray starts one on each node."""
+
+    def clock(self) -> float:
+        """Seconds since the epoch by this node's clock."""
+        return time.time()
+
+    def look(self, address: str, wanted: Wanted) -> NodeFacts:
+        """Gather the facts; takes some ten seconds where there are GPUs, mostly for imports."""
+        found = nvidia.gpu_facts()
+        addresses = [gpu.pci for gpu in found.gpus]
+        shm_total, shm_free = machine.disk_bytes(Path("/dev/shm"))
+        folders = []
+        for path, purpose in wanted.written:
+            name = "" if folders else wanted.shared_name
+            folders.append(machine.folder(Path(path), purpose, is_written=True, shared_name=name))
+        folders += [machine.folder(Path(path), purpose, is_written=False) for path, purpose in wanted.read]
+        return NodeFacts(
+            **vars(found),
+            host=socket.gethostname(),
+            address=address,
+            kernel=platform.release(),
+            python=platform.python_version(),
+            num_cores=len(os.sched_getaffinity(0)),
+            host_bytes=machine.host_bytes(),
+            shm_total_bytes=shm_total,
+            shm_free_bytes=shm_free,
+            limits=machine.limits(),
+            nics=tuple(machine.nics()),
+            gpu_nics=machine.gpu_nics(addresses),
+            nic_faults=tuple(machine.nic_faults(addresses, address)),
+            torch=packages.torch_facts(),
+            versions=packages.versions(),
+            import_errors=packages.import_errors() if found.gpus else {},
+            pins=packages.sglang_pins(),
+            source=machine.source_digest(Path(megarl.__file__).parent),
+            environment=machine.environment(os.environ.items()),
+            folders=tuple(folders),
+            ports=tuple(machine.port(number, is_needed=needed) for number, needed in wanted.ports.items()),
+        )
+
+
+def survey_here(wanted: Wanted) -> list[NodeFacts]:
     """The facts of this machine, without Ray."""
-    return Survey((Node().look(LOOPBACK, wanted),))
+    return [Node().look(LOOPBACK, wanted)]
 
 
-def survey_cluster(wanted: Wanted, say: Callable[[str], None]) -> Survey:
-    """The facts of every node; where the cluster cannot be joined, those of this machine and the reason."""
+def survey_cluster(wanted: Wanted, say: Callable[[str], None]) -> tuple[list[NodeFacts], list[Finding]]:
+    """(facts of the nodes that answered, this machine's first; findings: why other nodes did not).
+
+    Where the cluster cannot be joined, the facts of this machine and the reason.
+    """
     from megarl.cluster.actor import RayNode, answers, ray_nodes
     from megarl.cluster.session import Cluster
 
@@ -54,26 +109,29 @@ def survey_cluster(wanted: Wanted, say: Callable[[str], None]) -> Survey:
                 calls = {node.worker.call("look", node.address, own): node.address for node in up}
                 seen = answers(calls, _LOOK_S)
     except UserFault as fault:
-        return replace(survey_here(wanted), findings=tuple(of_faults([fault])))
+        return survey_here(wanted), of_faults([fault])
     failed = {**started, **seen}
-    findings = tuple(_silent(address, why) for address, why in failed.items() if isinstance(why, Exception))
-    found = [node for node in up if isinstance(seen[node.address], NodeFacts)]
-    return Survey(tuple(_complete(seen[node.address], node.gpus, offsets[node.address]) for node in found), findings)
-
-
-def clock_offset(asked_s: float, remote_s: float, answered_s: float) -> tuple[float, float]:
-    """(remote clock minus ours, uncertainty: half of the round trip), by Cristian's algorithm."""
-    return remote_s - (asked_s + answered_s) / 2, (answered_s - asked_s) / 2
+    findings = [_silent(address, why) for address, why in failed.items() if isinstance(why, Exception)]
+    found = []
+    for node in up:
+        offset_s, error_s = offsets[node.address]
+        if isinstance(facts := seen[node.address], NodeFacts):
+            found.append(replace(facts, ray_gpus=node.gpus, clock_offset_s=offset_s, clock_error_s=error_s))
+    return found, findings
 
 
 def _offset(ask: Callable[[], Mapping[str, Any]]) -> tuple[float, float]:
-    """The most certain of several offsets; (0, a large uncertainty) where the node does not answer."""
+    """(remote clock minus ours, uncertainty: half of the round trip), by Cristian's algorithm.
+
+    The most certain of several; (0, a large uncertainty) where the node does not answer.
+    """
     found = []
     for _ in range(_CLOCK_TRIES):
-        asked = time.time()
-        (remote,) = ask().values()
-        if isinstance(remote, float):
-            found.append(clock_offset(asked, remote, time.time()))
+        asked_s = time.time()
+        (remote_s,) = ask().values()
+        answered_s = time.time()
+        if isinstance(remote_s, float):
+            found.append((remote_s - (asked_s + answered_s) / 2, (answered_s - asked_s) / 2))
     return min(found, key=lambda offset: offset[1], default=(0.0, _START_S))
 
 
@@ -81,19 +139,14 @@ def _offset(ask: Callable[[], Mapping[str, Any]]) -> tuple[float, float]:
 def _probe(wanted: Wanted) -> Iterator[str]:
     """Write a file in the first written folder, or in its nearest existing parent; yields its name.
 
-    "" where there is no such folder, or nothing can be written, which is a finding about the folder.
+    "" where nothing can be written, which is a finding about the folder.
     """
+    path, name = Path(wanted.written[0][0]).absolute(), ""
+    existing = next(folder for folder in (path, *path.parents) if folder.exists())
     with ExitStack() as stack:
-        name = ""
-        for path in [Path(path).absolute() for path, _ in wanted.written[:1]]:
-            existing = next(folder for folder in (path, *path.parents) if folder.exists())
-            with suppress(OSError):
-                name = stack.enter_context(tempfile.NamedTemporaryFile(prefix=".megarl-doctor-", dir=existing)).name
+        with suppress(OSError):
+            name = stack.enter_context(tempfile.NamedTemporaryFile(prefix=".megarl-doctor-", dir=existing)).name
         yield Path(name).name
-
-
-def _complete(facts: NodeFacts, gpus: int, offset: tuple[float, float]) -> NodeFacts:
-    return replace(facts, ray_gpus=gpus, clock_offset_s=offset[0], clock_error_s=offset[1])
 
 
 def _silent(address: str, why: Exception) -> Finding:

@@ -10,21 +10,15 @@ from pathlib import Path
 from megarl.config import PlacementConfig, Recipe
 from megarl.config.hardware import Hardware, load_hardware
 from megarl.disk import writing
-from megarl.doctor.facts import NodeFacts
-from megarl.doctor.findings import Finding, merged, of_faults
-from megarl.doctor.node import Wanted
-from megarl.doctor.rates import RankRates
-from megarl.doctor.report import Report
-from megarl.doctor.rules_cluster import cluster_findings
-from megarl.doctor.rules_gpu import gpu_findings
-from megarl.doctor.rules_node import node_findings
-from megarl.doctor.rules_recipe import recipe_findings
-from megarl.doctor.survey import Survey, survey_cluster, survey_here
+from megarl.doctor.facts import NodeFacts, RankRates
+from megarl.doctor.findings import Finding, Report, merged, of_faults
+from megarl.doctor.rules_cluster import cluster_findings, recipe_findings
+from megarl.doctor.rules_node import gpu_findings, node_findings
+from megarl.doctor.survey import Wanted, survey_cluster, survey_here
 from megarl.preflight.environment import cluster_faults
 from megarl.types import UserFault, UserFaults
 
-RAY_PORT = 6379  # the default of `ray start --head`
-_RUNS = "runs"  # the default folder of run.dir
+_RAY_PORT = 6379  # the default of `ray start --head`
 _TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
 _BYTES_OF_PARAMETER = 2 + 12  # in a checkpoint: the bfloat16 weight and three float32 of the optimizer
 
@@ -41,49 +35,38 @@ class Asked:
 
 def examine(asked: Asked, say: Callable[[str], None]) -> Report:
     """Examine this machine, or all nodes of the cluster that RAY_ADDRESS names."""
+    recipe, has_cluster = asked.recipe, bool(os.environ.get("RAY_ADDRESS"))
     findings = of_faults(asked.recipe_faults)
-    seen, joins = _seen(asked, findings, say)
-    nodes = seen.nodes
-    findings += seen.findings
-    local_layers = asked.recipe is not None and asked.recipe.train.local_layers
+    wanted = _wanted(asked, has_cluster)
+    faults = cluster_faults(PlacementConfig(gpus=1, network="nodes")) if has_cluster else []
+    if has_cluster:
+        findings += of_faults(faults) + _token_findings()
+    if has_cluster and not faults:
+        nodes, unreached = survey_cluster(wanted, say)
+        findings += unreached
+    else:  # without a cluster the recipe's own check reports that it needs one
+        nodes = survey_here(wanted)
     for node in nodes:
-        findings += node_findings(node) + gpu_findings(node, local_layers)
+        findings += node_findings(node) + gpu_findings(node, recipe is not None and recipe.train.local_layers)
     if nodes:
         findings += cluster_findings(nodes)
-    if asked.recipe and nodes:
-        findings += _of_recipe(asked.recipe, nodes)
+    if recipe and nodes:
+        findings += _of_recipe(recipe, nodes)
     rates: list[RankRates] = []
-    if asked.hardware_file and nodes and joins == _has_cluster():  # not this machine in place of a cluster
-        rates = _measured(asked, nodes, joins, findings, say)
-    written = str(asked.hardware_file) if rates else ""
-    return Report(nodes, merged(findings), rates, written)
+    # Not this machine in place of a cluster.
+    if asked.hardware_file and nodes and has_cluster == (nodes[0].ray_gpus is not None):
+        rates = _measured(asked, nodes, findings, say)
+    return Report(nodes, merged(findings), rates, str(asked.hardware_file) if rates else "")
 
 
-def _seen(asked: Asked, findings: list[Finding], say: Callable[[str], None]) -> tuple[Survey, bool]:
-    """(survey of the nodes, whether they are those of a Ray cluster)."""
-    has_cluster = _has_cluster()
-    wants_cluster = asked.recipe is not None and asked.recipe.placement.network == "nodes"
-    wanted = _wanted(asked, None if has_cluster else RAY_PORT, is_needed=wants_cluster)
-    if not has_cluster:
-        return survey_here(wanted), False  # the recipe's own check reports that it needs a cluster
-    faults = cluster_faults(PlacementConfig(gpus=1, network="nodes"))
-    findings += of_faults(faults) + _token_findings()
-    if faults:
-        return survey_here(wanted), False
-    survey = survey_cluster(wanted, say)
-    return survey, not (len(survey.nodes) == 1 and survey.nodes[0].ray_gpus is None)
-
-
-def _has_cluster() -> bool:
-    return bool(os.environ.get("RAY_ADDRESS"))
-
-
-def _wanted(asked: Asked, ray_port: int | None, *, is_needed: bool) -> Wanted:
+def _wanted(asked: Asked, has_cluster: bool) -> Wanted:
     recipe, room = asked.recipe, os.environ.get("MEGARL_RAY_DIR", "/tmp")
-    ports = [*asked.ports, *([ray_port] if ray_port and is_needed else [])]
-    run = (recipe.run.dir if recipe else _RUNS, "run.dir")
+    run = (recipe.run.dir if recipe else "runs", "run.dir")
     read = [(recipe.model.path, "model.path")] if recipe else []
-    return Wanted([run, (room, "Ray's sockets and logs, temporary files")], read, ports, ray_port)
+    ports = dict.fromkeys(asked.ports, True)
+    if not has_cluster:
+        ports.setdefault(_RAY_PORT, recipe is not None and recipe.placement.network == "nodes")
+    return Wanted([run, (room, "Ray's sockets and logs, temporary files")], read, ports)
 
 
 def _token_findings() -> list[Finding]:
@@ -97,6 +80,7 @@ def _token_findings() -> list[Finding]:
 
 def _of_recipe(recipe: Recipe, nodes: Sequence[NodeFacts]) -> list[Finding]:
     """The faults of a run's own checks, and the findings about what the recipe needs of the nodes."""
+    from megarl.plan.model_size import model_sizes
     from megarl.preflight.check import check
 
     faults: list[UserFault] = []
@@ -104,14 +88,14 @@ def _of_recipe(recipe: Recipe, nodes: Sequence[NodeFacts]) -> list[Finding]:
         check(recipe)
     except UserFaults as several:
         faults += several.faults
-    hardware = _hardware(recipe)
     size = 0
     if recipe.checkpoint.every and not faults:
-        try:
-            size = _checkpoint_bytes(recipe)
+        try:  # Megatron's modules on the meta device
+            sizes = model_sizes(recipe).values()
+            size = _BYTES_OF_PARAMETER * sum(size.parameters for size in sizes if size.trains)
         except UserFault as fault:
             faults.append(fault)
-    return of_faults(faults) + recipe_findings(recipe, nodes, hardware, size)
+    return of_faults(faults) + recipe_findings(recipe, nodes, _hardware(recipe), size)
 
 
 def _hardware(recipe: Recipe) -> Hardware | None:
@@ -121,21 +105,14 @@ def _hardware(recipe: Recipe) -> Hardware | None:
         return None
 
 
-def _checkpoint_bytes(recipe: Recipe) -> int:
-    """The size of a checkpoint of all trained models, by Megatron's modules on the meta device."""
-    from megarl.plan.model_size import model_sizes
-
-    return _BYTES_OF_PARAMETER * sum(size.parameters for size in model_sizes(recipe).values() if size.trains)
-
-
 def _measured(
-    asked: Asked, nodes: Sequence[NodeFacts], joins: bool, findings: list[Finding], say: Callable[[str], None]
+    asked: Asked, nodes: Sequence[NodeFacts], findings: list[Finding], say: Callable[[str], None]
 ) -> list[RankRates]:
     """Measure and write the hardware file; adds the findings about the rates to `findings`."""
     from megarl.doctor.hardware_file import base_of, hardware_text
     from megarl.doctor.measure import measure
 
-    rates, found = measure(nodes, joins, say)
+    rates, found = measure(nodes, say)
     findings += found
     if rates and asked.hardware_file:
         own = _hardware(asked.recipe) if asked.recipe else None
