@@ -31,7 +31,12 @@ class Finding:
 
     def line(self, num_nodes: int) -> str:
         """The finding as one line; names its nodes where there are several in all."""
-        nodes = f"{_named(self.nodes, num_nodes)}: " if self.nodes and num_nodes > 1 else ""
+        names = ", ".join(self.nodes[:_MOST_NAMED])
+        if len(self.nodes) > _MOST_NAMED:
+            names += f" and {len(self.nodes) - _MOST_NAMED} more"
+        if len(self.nodes) == num_nodes:
+            names = f"all {num_nodes} nodes"
+        nodes = f"{names}: " if self.nodes and num_nodes > 1 else ""
         return one_line(f"{self.severity}: {nodes}{self.where}: {self.problem}; {self.mend}")
 
 
@@ -96,13 +101,6 @@ def gb(num_bytes: float) -> str:
     """Bytes as text, with two significant digits, in GB of 10^9 bytes."""
     value = num_bytes / 1e9
     return f"{value:.0f} GB" if value >= 10 else f"{float(f'{value:.2g}'):g} GB"
-
-
-def _named(nodes: Sequence[str], num_nodes: int) -> str:
-    if len(nodes) == num_nodes:
-        return f"all {num_nodes} nodes"
-    more = f" and {len(nodes) - _MOST_NAMED} more" if len(nodes) > _MOST_NAMED else ""
-    return f"{', '.join(nodes[:_MOST_NAMED])}{more}"
 
 
 def _counted(count: int, noun: str) -> str:

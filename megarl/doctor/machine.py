@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from megarl.cluster.topology import SYSFS, nearest_nics, placement_among, placement_faults
+from megarl.cluster.topology import SYSFS, placement_among, placement_faults
 from megarl.doctor.facts import UNLIMITED, Folder, Nic, Port, ProcessLimits
 
 _WRITTEN_BYTES = 64 * 2**20  # to measure a disk's speed: enough to hide its latency, little enough for any disk
@@ -125,20 +125,16 @@ def nics(root: Path = SYSFS) -> list[Nic]:
     return [_nic(card.name, port) for card in cards for port in sorted((card / "ports").glob("[0-9]*"))]
 
 
-def gpu_nics(gpus: Sequence[str], root: Path = SYSFS) -> dict[str, str]:
-    """The card that each GPU of the node sends through; gpus: PCI addresses, of which some may be missing in /sys."""
-    return nearest_nics(_present(gpus, root), root, os.environ.get("NCCL_IB_HCA", ""))
+def gpu_nics(gpus: Sequence[str], address: str, root: Path = SYSFS) -> tuple[dict[str, str], tuple[str, ...]]:
+    """(the card that each GPU of the node sends through, problems that a run's own check reports).
 
-
-def nic_faults(gpus: Sequence[str], address: str, root: Path = SYSFS) -> list[str]:
-    """The problems that a run's own check reports: cards that several GPUs share, or that are on another socket."""
-    present = _present(gpus, root)
+    The problems are cards that several GPUs share, or that are on another socket. gpus: PCI addresses, of which some
+    may be missing in /sys.
+    """
+    present = [gpu for gpu in gpus if (root / "bus/pci/devices" / gpu).exists()]
     placements = [placement_among(slot, present, address, root) for slot in range(len(present))]
-    return [fault.problem for fault in placement_faults(placements)]
-
-
-def _present(gpus: Sequence[str], root: Path) -> list[str]:
-    return [gpu for gpu in gpus if (root / "bus/pci/devices" / gpu).exists()]
+    cards = {placed.gpu: placed.nic for placed in placements if placed.nic}
+    return cards, tuple(fault.problem for fault in placement_faults(placements))
 
 
 def _nic(name: str, port: Path) -> Nic:

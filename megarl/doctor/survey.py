@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import megarl
 from megarl.device import LOOPBACK
@@ -50,7 +49,7 @@ class Node:
     def look(self, address: str, wanted: Wanted) -> NodeFacts:
         """Gather the facts; takes some ten seconds where there are GPUs, mostly for imports."""
         found = nvidia.gpu_facts()
-        addresses = [gpu.pci for gpu in found.gpus]
+        gpu_nics, nic_faults = machine.gpu_nics([gpu.pci for gpu in found.gpus], address)
         shm_total, shm_free = machine.disk_bytes(Path("/dev/shm"))
         folders = []
         for path, purpose in wanted.written:
@@ -69,8 +68,8 @@ class Node:
             shm_free_bytes=shm_free,
             limits=machine.limits(),
             nics=tuple(machine.nics()),
-            gpu_nics=machine.gpu_nics(addresses),
-            nic_faults=tuple(machine.nic_faults(addresses, address)),
+            gpu_nics=gpu_nics,
+            nic_faults=nic_faults,
             torch=packages.torch_facts(),
             versions=packages.versions(),
             import_errors=packages.import_errors() if found.gpus else {},
@@ -92,18 +91,18 @@ def survey_cluster(wanted: Wanted, say: Callable[[str], None]) -> tuple[list[Nod
 
     Where the cluster cannot be joined, the facts of this machine and the reason.
     """
-    from megarl.cluster.actor import RayNode, answers, ray_nodes
+    from megarl.cluster.actor import answers, ray_nodes
     from megarl.cluster.session import Cluster
-
-    def ask(nodes: Sequence[RayNode], timeout_s: float, method: str, *args: Any) -> Mapping[str, Any]:
-        return answers({node.worker.call(method, *args): node.address for node in nodes}, timeout_s)
 
     try:
         with Cluster(0, node_gpus=1, say=say) as cluster:
             nodes = sorted(ray_nodes(cluster.host), key=lambda node: node.address != cluster.host)
             started = answers({node.worker.start(_NODE): node.address for node in nodes}, _START_S)
             up = [node for node in nodes if not isinstance(started[node.address], Exception)]
-            offsets = {node.address: _offset(lambda node=node: ask([node], _START_S, "clock")) for node in up}
+            offsets = {
+                node.address: _offset(lambda node=node: answers({node.worker.call("clock"): ""}, _START_S)[""])
+                for node in up
+            }
             with _probe(wanted) as shared_name:
                 own = replace(wanted, shared_name=shared_name)
                 calls = {node.worker.call("look", node.address, own): node.address for node in up}
@@ -120,7 +119,7 @@ def survey_cluster(wanted: Wanted, say: Callable[[str], None]) -> tuple[list[Nod
     return found, findings
 
 
-def _offset(ask: Callable[[], Mapping[str, Any]]) -> tuple[float, float]:
+def _offset(remote_clock: Callable[[], object]) -> tuple[float, float]:
     """(remote clock minus ours, uncertainty: half of the round trip), by Cristian's algorithm.
 
     The most certain of several; (0, a large uncertainty) where the node does not answer.
@@ -128,8 +127,7 @@ def _offset(ask: Callable[[], Mapping[str, Any]]) -> tuple[float, float]:
     found = []
     for _ in range(_CLOCK_TRIES):
         asked_s = time.time()
-        (remote_s,) = ask().values()
-        answered_s = time.time()
+        remote_s, answered_s = remote_clock(), time.time()
         if isinstance(remote_s, float):
             found.append((remote_s - (asked_s + answered_s) / 2, (answered_s - asked_s) / 2))
     return min(found, key=lambda offset: offset[1], default=(0.0, _START_S))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.config import PlacementConfig, Recipe
@@ -23,21 +22,20 @@ _TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
 _BYTES_OF_PARAMETER = 2 + 12  # in a checkpoint: the bfloat16 weight and three float32 of the optimizer
 
 
-@dataclass(frozen=True)
-class Asked:
-    """The command's arguments. hardware_file: of measured rates; None: do not measure. ports: must be free."""
+def examine(
+    recipe: Recipe | None,
+    recipe_faults: Sequence[UserFault],
+    hardware_file: Path | None,
+    ports: Sequence[int],
+    say: Callable[[str], None],
+) -> Report:
+    """Examine this machine, or all nodes of the cluster that RAY_ADDRESS names.
 
-    recipe: Recipe | None = None
-    recipe_faults: Sequence[UserFault] = ()
-    hardware_file: Path | None = None
-    ports: Sequence[int] = ()
-
-
-def examine(asked: Asked, say: Callable[[str], None]) -> Report:
-    """Examine this machine, or all nodes of the cluster that RAY_ADDRESS names."""
-    recipe, has_cluster = asked.recipe, bool(os.environ.get("RAY_ADDRESS"))
-    findings = of_faults(asked.recipe_faults)
-    wanted = _wanted(asked, has_cluster)
+    hardware_file: of measured rates; None: do not measure. ports: must be free.
+    """
+    has_cluster = bool(os.environ.get("RAY_ADDRESS"))
+    findings = of_faults(recipe_faults)
+    wanted = _wanted(recipe, ports, has_cluster)
     faults = cluster_faults(PlacementConfig(gpus=1, network="nodes")) if has_cluster else []
     if has_cluster:
         findings += of_faults(faults) + _token_findings()
@@ -54,19 +52,19 @@ def examine(asked: Asked, say: Callable[[str], None]) -> Report:
         findings += _of_recipe(recipe, nodes)
     rates: list[RankRates] = []
     # Not this machine in place of a cluster.
-    if asked.hardware_file and nodes and has_cluster == (nodes[0].ray_gpus is not None):
-        rates = _measured(asked, nodes, findings, say)
-    return Report(nodes, merged(findings), rates, str(asked.hardware_file) if rates else "")
+    if hardware_file and nodes and has_cluster == (nodes[0].ray_gpus is not None):
+        rates = _measured(recipe, hardware_file, nodes, findings, say)
+    return Report(nodes, merged(findings), rates, str(hardware_file) if rates else "")
 
 
-def _wanted(asked: Asked, has_cluster: bool) -> Wanted:
-    recipe, room = asked.recipe, os.environ.get("MEGARL_RAY_DIR", "/tmp")
+def _wanted(recipe: Recipe | None, ports: Sequence[int], has_cluster: bool) -> Wanted:
+    room = os.environ.get("MEGARL_RAY_DIR", "/tmp")
     run = (recipe.run.dir if recipe else "runs", "run.dir")
     read = [(recipe.model.path, "model.path")] if recipe else []
-    ports = dict.fromkeys(asked.ports, True)
+    needed = dict.fromkeys(ports, True)
     if not has_cluster:
-        ports.setdefault(_RAY_PORT, recipe is not None and recipe.placement.network == "nodes")
-    return Wanted([run, (room, "Ray's sockets and logs, temporary files")], read, ports)
+        needed.setdefault(_RAY_PORT, recipe is not None and recipe.placement.network == "nodes")
+    return Wanted([run, (room, "Ray's sockets and logs, temporary files")], read, needed)
 
 
 def _token_findings() -> list[Finding]:
@@ -106,18 +104,17 @@ def _hardware(recipe: Recipe) -> Hardware | None:
 
 
 def _measured(
-    asked: Asked, nodes: Sequence[NodeFacts], findings: list[Finding], say: Callable[[str], None]
+    recipe: Recipe | None, file: Path, nodes: Sequence[NodeFacts], findings: list[Finding], say: Callable[[str], None]
 ) -> list[RankRates]:
     """Measure and write the hardware file; adds the findings about the rates to `findings`."""
-    from megarl.doctor.hardware_file import base_of, hardware_text
-    from megarl.doctor.measure import measure
+    from megarl.doctor.measure import base_of, hardware_text, measure
 
     rates, found = measure(nodes, say)
     findings += found
-    if rates and asked.hardware_file:
-        own = _hardware(asked.recipe) if asked.recipe else None
+    if rates:
+        own = _hardware(recipe) if recipe else None
         is_own = own is not None and own.is_card(rates[0].device_name)
         text = hardware_text(rates, nodes, own if is_own else base_of(rates[0].device_name))
-        with writing(asked.hardware_file.absolute().parent, asked.hardware_file.name, "--out"):
-            asked.hardware_file.write_text(text, encoding="utf-8")
+        with writing(file.absolute().parent, file.name, "--out"):
+            file.write_text(text, encoding="utf-8")
     return rates
