@@ -188,7 +188,7 @@ def doctor(
             faults = several.faults
 
         try:
-            from megarl.doctor.visit import examine
+            from megarl.doctor.examine import examine
         except (ImportError, OSError) as error:  # without torch nothing can be looked at
             name, mend = getattr(error, "name", None) or "Python", "install it as requirements/gpu.txt names it"
             raise UserFault(name, f"it cannot be imported ({error})", mend) from error
@@ -231,7 +231,7 @@ def _ended(run: Callable[[], int | None]) -> int:
 
 
 def _advise(recipe: Recipe) -> None:
-    """Say on stderr what nothing reads and what is hardly meant; the command goes on."""
+    """Print on stderr which keys nothing reads and which values are probably not meant; the command continues."""
     from megarl.preflight.unused_keys import advice
 
     for line in advice(recipe):
@@ -298,7 +298,7 @@ def _rollout(recipe: Recipe, *, out: Path) -> None:
 
 
 def _say_all(text: str) -> None:
-    """Print; whoever reads may have had enough, as `head` has."""
+    """Print; the reader may have closed the pipe, as `head` does."""
     try:
         print(text, flush=True)
     except BrokenPipeError:

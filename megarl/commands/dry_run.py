@@ -44,8 +44,8 @@ def dry_run(recipe: Recipe, say: Callable[[str], None]) -> None:
 def argument_faults(roles: Roles, device: str, absent: Container[str]) -> list[UserFault]:
     """Faults that Megatron's and SGLang's own classes find in the arguments that they would get.
 
-    SGLang's are not asked where the engines' layout is wrong, nor any where the model's shape cannot be read: other
-    checks tell of these.
+    SGLang's are not checked where the engines' layout is wrong, and none where the model's shape cannot be read: other
+    checks report these.
     """
     shape, faults = roles.policy.model.known_shape, []
     if shape is None:
@@ -61,7 +61,7 @@ def argument_faults(roles: Roles, device: str, absent: Container[str]) -> list[U
 
 
 def _sglang_faults(recipe: Recipe, device: str) -> list[UserFault]:
-    """All engines have the same arguments but for their slots and seeds. Unknown ones are told elsewhere."""
+    """Faults of the first engine's arguments: others differ in slots and seeds. Another check reports unknown ones."""
     try:
         if sglang_faults(recipe.rollout.engine.sglang):
             return []

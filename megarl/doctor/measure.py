@@ -129,16 +129,18 @@ def _lines(rates: Sequence[RankRates], nodes: Sequence[NodeFacts], base: Hardwar
     }
     if base and base.fp8_flops:
         found["fp8_flops"] = base.fp8_flops, f"{base.name}'s own file"
-    inside = _link(base, "nvlink", _least(rates, "inside_bytes_per_s"), copied / 2)
-    between = _link(base, "nic", _least(rates, "between_bytes_per_s"), float(inside["nvlink_bytes_per_s"][0]))
-    found |= inside | between
-    from_host = _least(rates, "host_bytes_per_s")
+    names = ("inside_bytes_per_s", "between_bytes_per_s", "host_bytes_per_s")
+    inside, between, from_host = (min(_values(rates, name), default=None) for name in names)
+    found |= _link(base, "nvlink", inside, copied / 2)
+    found |= _link(base, "nic", between, float(found["nvlink_bytes_per_s"][0]))
     found["pcie_bytes_per_s"] = _known(base, "pcie_bytes_per_s", from_host, copied / 2, "copies of pinned memory")
-    for key, name in (("nvlink_latency_s", "inside_latency_s"), ("nic_latency_s", "between_latency_s")):
-        slowest = _most(rates, name)
-        found[key] = _known(base, key, slowest, _ASSUMED[key], "a small all-reduce, outside CUDA graphs")
-    usual, what = Hardware.model_fields["communicator_bytes"].default, "a group's first message, largest of all GPUs"
-    found["communicator_bytes"] = _known(base, "communicator_bytes", _most(rates, "communicator_bytes"), usual, what)
+    small, usual = "a small all-reduce, outside CUDA graphs", Hardware.model_fields["communicator_bytes"].default
+    for key, name, otherwise, what in (
+        ("nvlink_latency_s", "inside_latency_s", _ASSUMED["nvlink_latency_s"], small),
+        ("nic_latency_s", "between_latency_s", _ASSUMED["nic_latency_s"], small),
+        ("communicator_bytes", "communicator_bytes", usual, "a group's first message, largest of all GPUs"),
+    ):
+        found[key] = _known(base, key, max(_values(rates, name), default=None), otherwise, what)
     speeds = [folder.write_bytes_per_s for node in nodes for folder in node.folders[:1]]
     known = [speed for speed in speeds if speed]
     what = "files in the run's folder, all nodes at once"
@@ -178,12 +180,8 @@ def _known(base: Hardware | None, key: str, measured: float | None, otherwise: f
     return otherwise, "assumption: there was nothing to measure"
 
 
-def _least(rates: Sequence[RankRates], name: str) -> float | None:
-    return min((value for rank in rates if (value := getattr(rank, name)) is not None), default=None)
-
-
-def _most(rates: Sequence[RankRates], name: str) -> float | None:
-    return max((value for rank in rates if (value := getattr(rank, name)) is not None), default=None)
+def _values(rates: Sequence[RankRates], name: str) -> list[float]:
+    return [value for rank in rates if (value := getattr(rank, name)) is not None]
 
 
 def _yaml(value: float | int | str) -> str:

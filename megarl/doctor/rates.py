@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import psutil
 import torch
@@ -45,7 +46,13 @@ class RateRank:
         if device.DEVICE == "cuda":
             torch.cuda.set_device(rank % node_ranks)
         self._device = torch.device(device.DEVICE)
-        self._node_group = join(rank, num_ranks, node_ranks, address, timeout_s)
+        device.use_loopback()
+        limit = timedelta(seconds=timeout_s)
+        store = PrefixStore("doctor", device.join_store(address, timeout_s))
+        dist.init_process_group(device.BACKEND, store=store, rank=rank, world_size=num_ranks, timeout=limit)
+        nodes = [[*range(first, first + node_ranks)] for first in range(0, num_ranks, node_ranks)]
+        groups: list[Any] = [dist.new_group(ranks, timeout=limit) for ranks in nodes]
+        self._node_group: dist.ProcessGroup = groups[rank // node_ranks]
         self._sizes = GPU_SIZES if device.DEVICE == "cuda" else CPU_SIZES
 
     def measure(self) -> RankRates:
@@ -142,15 +149,3 @@ class RateRank:
 
     def close(self) -> None:
         dist.destroy_process_group()
-
-
-def join(rank: int, num_ranks: int, node_ranks: int, address: Address, timeout_s: float) -> dist.ProcessGroup:
-    """Join the world of all ranks; returns the process group of this rank's node."""
-    device.use_loopback()
-    limit = timedelta(seconds=timeout_s)
-    store = PrefixStore("doctor", device.join_store(address, timeout_s))
-    dist.init_process_group(device.BACKEND, store=store, rank=rank, world_size=num_ranks, timeout=limit)
-    groups = [
-        dist.new_group([*range(first, first + node_ranks)], timeout=limit) for first in range(0, num_ranks, node_ranks)
-    ]
-    return groups[rank // node_ranks]  # type: ignore[return-value]

@@ -14,8 +14,8 @@ from megarl.config.hardware import load_hardware
 from megarl.config.loading import load_recipe
 from megarl.device import listening_socket
 from megarl.doctor import measure
+from megarl.doctor.examine import _measured, _token_findings
 from megarl.doctor.findings import Finding, Report
-from megarl.doctor.visit import _measured, _token_findings
 from tests.doctor.nodes import SMI_HEAD, fake_smi, smi_csv, smi_topology, sound
 from tests.doctor.test_rates import gpu
 
