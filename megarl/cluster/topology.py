@@ -51,9 +51,7 @@ class _Place:
 
     def nearness(self, other: _Place) -> tuple[int, bool]:
         """A sort key: the depth of the nearest common bridge, then whether both are on the same socket."""
-        pairs = zip(self.path, other.path, strict=False)
-        shared = next((depth for depth, (ours, theirs) in enumerate(pairs) if ours != theirs), len(self.path))
-        return shared, not self.is_apart(other)
+        return len(os.path.commonprefix([self.path, other.path])), not self.is_apart(other)
 
     def is_apart(self, other: _Place) -> bool:
         """Whether both sockets are known, and differ."""

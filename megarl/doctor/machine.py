@@ -138,17 +138,18 @@ def gpu_nics(gpus: Sequence[str], address: str, root: Path = SYSFS) -> tuple[dic
 
 
 def _nic(name: str, port: Path) -> Nic:
-    rate = _RATE.search(_text(port / "rate"))
+    rate = _RATE.search(text_of(port / "rate"))
     return Nic(
         name=name,
         port=int(port.name),
-        is_up="ACTIVE" in _text(port / "state"),
+        is_up="ACTIVE" in text_of(port / "state"),
         gbit_per_s=float(rate[1]) if rate else None,
-        link_layer=_text(port / "link_layer"),
+        link_layer=text_of(port / "link_layer"),
     )
 
 
-def _text(file: Path) -> str:
+def text_of(file: Path) -> str:
+    """A file of /sys or /proc; "" where it cannot be read."""
     try:
         return file.read_text().strip()
     except OSError:

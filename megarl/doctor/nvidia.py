@@ -16,6 +16,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from megarl.doctor.facts import Gpu, GpuFacts, Topology
+from megarl.doctor.machine import text_of
 
 _ANSWER_S = 60.0  # a GPU that has fallen off the bus makes nvidia-smi wait
 REASONS = "clocks_event_reasons.active"
@@ -43,8 +44,8 @@ def gpu_facts(proc: Path = Path("/proc")) -> GpuFacts:
     """The GPUs' facts; empty without nvidia-smi, for then megarl cannot use a GPU."""
     if shutil.which("nvidia-smi") is None:
         return GpuFacts()
-    has_peermem = any(line.startswith("nvidia_peermem ") for line in _text(proc / "modules").splitlines())
-    has_open_driver = "Open Kernel Module" in _text(proc / "driver/nvidia/version")
+    has_peermem = any(line.startswith("nvidia_peermem ") for line in text_of(proc / "modules").splitlines())
+    has_open_driver = "Open Kernel Module" in text_of(proc / "driver/nvidia/version")
     try:
         found, driver = _asked_gpus()
     except (OSError, ValueError, subprocess.SubprocessError) as error:
@@ -75,13 +76,6 @@ def _words(error: Exception) -> str:
         lines = (error.stdout + error.stderr).strip().splitlines()  # nvidia-smi writes errors to standard output
         return lines[0] if lines else f"exit code {error.returncode}"
     return str(error)
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text()
-    except OSError:
-        return ""
 
 
 def query(fields: Sequence[str] = FIELDS) -> list[str]:
