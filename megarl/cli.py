@@ -30,14 +30,13 @@ _Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="a.b=c", help="Keys to set otherwise, or YAML files of such, in order.")
 ]
 
-_TRY_AGAIN = os.EX_TEMPFAIL  # 75
-
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.callback()
 def megarl() -> None:
     """Train MoE language models with reinforcement learning: Megatron-Core, SGLang and Ray on the same GPUs."""
+    raise_on_sigterm()
 
 
 @app.command()
@@ -53,7 +52,6 @@ def train(
     ] = False,
 ) -> None:
     """Run a recipe; everything it makes lies in run.dir/run.name."""
-    raise_on_sigterm()
     if dry_run:
         sys.exit(_outcome(recipe, overrides or [], partial(_dry_run, other="--resume" if resume else from_samples)))
     if not from_samples:  # that writes no checkpoints
@@ -71,7 +69,6 @@ def rollout(
     steps: Annotated[int | None, typer.Option(help="How many steps' prompts; run.steps unless it is given.")] = None,
 ) -> None:
     """Sample and score a recipe's prompts into a file, and train nothing."""
-    raise_on_sigterm()
     given = [] if steps is None else [f"run.steps={steps}"]
     sys.exit(_outcome(recipe, (overrides or []) + given, partial(_rollout, out=out)))
 
@@ -91,8 +88,32 @@ def plan(
     ] = None,
 ) -> None:
     """Say who sits where, what fills the memory and what a step takes, without a GPU; exit code 2: it does not fit."""
-    raise_on_sigterm()
-    run = partial(_plan, hardware=hardware, as_json=as_json, picture=picture, response_share=response_share)
+
+    def run(recipe: Recipe) -> None:
+        from megarl.config.hardware import load_hardware
+
+        _advise(recipe)
+        card = load_hardware(hardware or recipe.placement.hardware)
+
+        from megarl.plan.batch import MEAN_RESPONSE_SHARE
+        from megarl.plan.run_plan import make_plan
+
+        found = make_plan(recipe, card, response_share or MEAN_RESPONSE_SHARE)
+        if as_json:
+            from megarl.plan.as_json import plan_json
+
+            _say_all(json.dumps(plan_json(found)))
+        else:
+            from megarl.plan.report import page
+
+            _say_all(page(found))
+        if picture:
+            from megarl.plan.picture import draw
+
+            draw(found, picture)
+        if found.faults:
+            raise UserFaults(found.faults)
+
     sys.exit(_outcome(recipe, overrides or [], run))
 
 
@@ -105,12 +126,21 @@ def convert(
     step: Annotated[int | None, typer.Option(help="Which checkpoint; the newest unless it is given.")] = None,
 ) -> None:
     """Write a checkpoint of a run as a Hugging Face model."""
-    raise_on_sigterm()
     if not (run / "recipe.yaml").is_file():
         mend = "name the folder of a run, as runs/quickstart"
         show(UserFault(str(run), "has no recipe.yaml", mend), sys.stderr)
         sys.exit(2)
-    sys.exit(_outcome(run / "recipe.yaml", overrides or [], partial(_convert, run=run, out=out, step=step)))
+
+    def write(recipe: Recipe) -> None:
+        from megarl.preflight.check import check_convert
+
+        check_convert(recipe)
+
+        from megarl.commands.partial_runs import convert_snapshot, find_snapshot
+
+        convert_snapshot(recipe, find_snapshot(recipe, run, out, step, show), out, show)
+
+    sys.exit(_outcome(run / "recipe.yaml", overrides or [], write))
 
 
 @app.command()
@@ -127,7 +157,6 @@ def reward_check(
     memory_mb: Annotated[int, typer.Option(min=1, max=2**24, help="As in reward.memory_mb.")] = 1024,
 ) -> None:
     """Try a reward on its data's own answers, on others, and on responses that are made to break it."""
-    raise_on_sigterm()
 
     def run() -> int:
         from megarl.commands.reward_check import check
@@ -149,7 +178,6 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object in place of the lines.")] = False,
 ) -> None:
     """Say what keeps this machine, or every node of the Ray cluster at RAY_ADDRESS, from training; exit code 0 or 2."""
-    raise_on_sigterm()
 
     def run() -> int:
         faults: tuple[UserFault, ...] = ()
@@ -160,13 +188,13 @@ def doctor(
             faults = several.faults
 
         try:
-            from megarl.doctor.visit import Asked, examine
+            from megarl.doctor.examine import examine
         except (ImportError, OSError) as error:  # without torch nothing can be looked at
             name, mend = getattr(error, "name", None) or "Python", "install it as requirements/gpu.txt names it"
             raise UserFault(name, f"it cannot be imported ({error})", mend) from error
 
-        asked = Asked(loaded, faults, out if measure else None, port or ())
-        report = examine(asked, lambda line: show(f"megarl: {line}", sys.stderr))
+        hardware_file = out if measure else None
+        report = examine(loaded, faults, hardware_file, port or (), lambda line: show(f"megarl: {line}", sys.stderr))
         _say_all(report.to_json() if as_json else "\n".join(report.lines()))
         return report.exit_code
 
@@ -175,20 +203,14 @@ def doctor(
 
 def _outcome(path: Path, overrides: list[str], run: Callable[[Recipe], None]) -> int:
     """Load a recipe and run; the exit code."""
-
-    def run_recipe() -> int:
-        recipe = load_recipe(path, overrides)
-        run(recipe)
-        return 0
-
-    return _ended(run_recipe)
+    return _ended(lambda: run(load_recipe(path, overrides)))
 
 
-def _ended(run: Callable[[], int]) -> int:
-    """Run, say how it ended on the last lines of stderr, and return the exit code."""
+def _ended(run: Callable[[], int | None]) -> int:
+    """Run, say how it ended on the last lines of stderr, and return the exit code: the result, or 0 without one."""
     sys.path.append(os.getcwd())  # where a user's reward function lies; the console script does not look there
     try:
-        return run()
+        return run() or 0
     except FolderGone as fault:
         show(f"megarl: {fault}", sys.stderr)
         return 1
@@ -197,7 +219,7 @@ def _ended(run: Callable[[], int]) -> int:
         return 2
     except EndedEarly as end:
         show(f"megarl: {end}", sys.stderr)
-        return _TRY_AGAIN
+        return os.EX_TEMPFAIL  # 75: try again
     except KeyboardInterrupt:
         show(f"megarl: {'terminated' if was_terminated() else 'interrupted'}", sys.stderr)
         return 143 if was_terminated() else 130
@@ -209,7 +231,7 @@ def _ended(run: Callable[[], int]) -> int:
 
 
 def _advise(recipe: Recipe) -> None:
-    """Say on stderr what nothing reads and what is hardly meant; the command goes on."""
+    """Print on stderr which keys nothing reads and which values are probably not meant; the command continues."""
     from megarl.preflight.unused_keys import advice
 
     for line in advice(recipe):
@@ -253,7 +275,7 @@ def _train_from(recipe: Recipe, *, samples: Path, resume: bool) -> None:
 
     file = check_samples(recipe, samples)
 
-    from megarl.commands.from_files import train_from
+    from megarl.commands.partial_runs import train_from
     from megarl.tracking.run_log import RunLog
 
     with RunLog(recipe) as log:
@@ -266,7 +288,7 @@ def _rollout(recipe: Recipe, *, out: Path) -> None:
 
     inputs = check_rollout(recipe, out)
 
-    from megarl.commands.from_files import roll_out
+    from megarl.commands.partial_runs import roll_out
     from megarl.tracking.run_log import RunLog
 
     with RunLog(recipe) as log:
@@ -275,51 +297,12 @@ def _rollout(recipe: Recipe, *, out: Path) -> None:
         roll_out(recipe, inputs, log, out)
 
 
-def _plan(
-    recipe: Recipe, *, hardware: Path | None, as_json: bool, picture: Path | None, response_share: float | None
-) -> None:
-    from megarl.config.hardware import load_hardware
-
-    _advise(recipe)
-    card = load_hardware(hardware or recipe.placement.hardware)
-
-    from megarl.plan.batch import MEAN_RESPONSE_SHARE
-    from megarl.plan.run_plan import make_plan
-
-    found = make_plan(recipe, card, response_share or MEAN_RESPONSE_SHARE)
-    if as_json:
-        from megarl.plan.as_json import plan_json
-
-        _say_all(json.dumps(plan_json(found)))
-    else:
-        from megarl.plan.report import page
-
-        _say_all(page(found))
-    if picture:
-        from megarl.plan.picture import draw
-
-        draw(found, picture)
-    if found.faults:
-        raise UserFaults(found.faults)
-
-
 def _say_all(text: str) -> None:
-    """Print; whoever reads may have had enough, as `head` has."""
+    """Print; the reader may have closed the pipe, as `head` does."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails once more as it ends
-
-
-def _convert(recipe: Recipe, *, run: Path, out: Path, step: int | None) -> None:
-    from megarl.preflight.check import check_convert
-
-    check_convert(recipe)
-
-    from megarl.commands.convert import convert as convert_snapshot
-    from megarl.commands.convert import find
-
-    convert_snapshot(recipe, find(recipe, run, out, step, show), out, show)
 
 
 def main() -> None:

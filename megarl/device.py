@@ -65,7 +65,9 @@ def use_network(host: str) -> None:
 
     Variables that are already set stay: the user knows the cluster better.
     """
-    interface = "lo" if is_loopback(host) else _interface_to(host)
+    own = host if is_loopback(host) else own_address(host)
+    names = (name for name, found in psutil.net_if_addrs().items() if own in {it.address for it in found})
+    interface = "lo" if is_loopback(own) else next(names)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without the sign it is a prefix of names
 
@@ -75,13 +77,6 @@ def own_address(host: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # a datagram socket looks the route up and sends nothing
         return probe.getsockname()[0]
-
-
-def _interface_to(host: str) -> str:
-    own = own_address(host)
-    interfaces = psutil.net_if_addrs().items()
-    names = [name for name, addresses in interfaces if own in {address.address for address in addresses}]
-    return "lo" if is_loopback(own) else names[0]
 
 
 def use_sglang_nccl_settings() -> None:
@@ -122,5 +117,4 @@ def address_of(store: TCPStore) -> Address:
 
 def join_store(address: Address, timeout_s: float) -> TCPStore:
     """Connect to a store that `host_store` serves."""
-    host, port = address
-    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    return TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))

@@ -39,7 +39,7 @@ def _fault(error: BaseException, folder: Path, what: str, where: str) -> UserFau
     cause = _system_error(error)
     if not folder.is_dir() and (cause is None or cause.errno in _GONE):
         return folder_gone(folder, what)
-    if cause is None and not _is_full(folder):
+    if cause is None and shutil.disk_usage(folder).free >= _FULL_BYTES:
         return None
     number = errno.ENOSPC if cause is None else cause.errno
     if number in _FULL:
@@ -64,7 +64,3 @@ def _system_error(error: BaseException | None) -> OSError | None:
         seen.add(id(error))
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return None
-
-
-def _is_full(folder: Path) -> bool:
-    return shutil.disk_usage(folder).free < _FULL_BYTES

@@ -61,11 +61,11 @@ class UserFaults(Exception):
 
 
 class Silence(Exception):
-    """A process of the run is there and has not gone on for run.timeout_s."""
+    """A process of the run is alive and has made no progress for run.timeout_s."""
 
 
 class EndedEarly(Exception):
-    """A run that was asked to end soon has; the CLI exits with 75. `step`: the one it learnt and saved last, if any."""
+    """A run that was asked to end soon has; the CLI exits with 75. `step`: the last one trained and saved, if any."""
 
     def __init__(self, step: int | None) -> None:
         super().__init__(step)
@@ -157,7 +157,7 @@ class Sample:
     finished: bool  # False: cut at the length limit
     version: int
     routed_experts: npt.NDArray[Any] | None = None
-    is_baseline: bool = False  # greedy: the group's others are compared with it, and nothing is learnt from it
+    is_baseline: bool = False  # sampled greedily, to compare the group's other samples with; not trained on
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class SampleGroup:
 class GroupSummary:
     """What the controller keeps of a group: the samples themselves stay in the object store.
 
-    failures: what befell each verdict that failed, in words. Of those samples num_dropped are not in the group.
+    failures: a description of each failed verdict. Of those samples num_dropped are not in the group.
     """
 
     prompt_text: str
@@ -187,7 +187,7 @@ class GroupSummary:
     rewards_G: FloatArray
     correct_G: BoolArray
     version: int
-    baseline: int | None = None  # which sample is it, if any
+    baseline: int | None = None  # the index of the baseline sample, if there is one
     said: tuple[str, ...] = ()
     failures: tuple[str, ...] = ()
     num_dropped: int = 0

@@ -167,16 +167,15 @@ def answers(calls: Mapping[Ref, str], timeout_s: float) -> dict[str, Any]:
     A call that has not returned after timeout_s is a TimeoutError.
     """
     ray.wait(list(calls), num_returns=len(calls), timeout=timeout_s)
-    return {label: _answer(ref) for ref, label in calls.items()}
-
-
-def _answer(ref: Ref) -> Any:
-    value, error = _result(ref)
-    if isinstance(error, ray.exceptions.GetTimeoutError):
-        return TimeoutError("no answer")
-    if isinstance(error, ray.exceptions.RayTaskError):
-        return error.cause or error
-    return value if error is None else error
+    found = {}
+    for ref, label in calls.items():
+        value, error = _result(ref)
+        if isinstance(error, ray.exceptions.GetTimeoutError):
+            error = TimeoutError("no answer")
+        elif isinstance(error, ray.exceptions.RayTaskError):
+            error = error.cause or error
+        found[label] = value if error is None else error
+    return found
 
 
 def failure(ref: Ref) -> Exception | None:
@@ -209,7 +208,7 @@ class Pulses:
         self._looked_at = -math.inf
         self._asked: dict[Worker, Ref] = {}
         self._missed: Counter[Worker] = Counter()
-        self._pids: dict[Worker, int] = {}
+        self.pids: dict[Worker, int] = {}  # process ids of the workers that have ever answered, dead or alive
 
     def look(self, workers: Sequence[Worker]) -> None:
         """Once a period, count the missing answers and ask again."""
@@ -225,9 +224,9 @@ class Pulses:
         for worker in workers:
             if worker in silent:
                 continue
-            if worker in self._asked and worker not in self._pids:
+            if worker in self._asked and worker not in self.pids:
                 with suppress(ray.exceptions.RayError):
-                    self._pids[worker] = ray.get(self._asked[worker])
+                    self.pids[worker] = ray.get(self._asked[worker])
             self._missed[worker], self._asked[worker] = 0, worker.pulse()
 
     def unanswered(self) -> list[Worker]:
@@ -240,14 +239,6 @@ class Pulses:
     def silence_s(self, worker: Worker) -> float:
         """For how long the worker has not answered, in whole periods."""
         return self._missed[worker] * self._period_s
-
-    def answered(self) -> list[Worker]:
-        """The workers that have ever answered, dead or alive."""
-        return list(self._pids)
-
-    def pid(self, worker: Worker) -> int | None:
-        """The worker's process id; None before its first answer."""
-        return self._pids.get(worker)
 
 
 @contextmanager

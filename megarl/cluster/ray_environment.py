@@ -9,16 +9,6 @@ import sys
 _OWN_TOKEN = secrets.token_hex(32)
 
 
-def _set() -> None:
-    """Authentication is always on: Ray listens on every interface, and whoever connects may run code."""
-    os.environ["RAY_AUTH_MODE"] = "token"
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    # Ray's server keeps an event of each of the last 100,000 calls, hundreds of MB, for a dashboard that we do not run.
-    os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
-    # An engine spans several GPUs from one process: every process sees all GPUs of its node and picks by slot.
-    os.environ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
-
-
 def use_own_token() -> None:
     """Use a new token for a session that this process starts, even where the environment names another one."""
     os.environ["RAY_AUTH_TOKEN"] = _OWN_TOKEN
@@ -26,4 +16,10 @@ def use_own_token() -> None:
 
 
 if "ray" not in sys.modules:  # a worker has imported Ray already, with the settings of the run
-    _set()
+    # Authentication is always on: Ray listens on every interface, and whoever connects may run code.
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # Ray's server keeps an event of each of the last 100,000 calls, hundreds of MB, for a dashboard that we do not run.
+    os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
+    # An engine spans several GPUs from one process: every process sees all GPUs of its node and picks by slot.
+    os.environ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"

@@ -21,7 +21,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.cluster import processes
 from megarl.cluster.actor import SHARES, Pulses, Ref, Worker, failure
-from megarl.cluster.ray_servers import RayServers
 from megarl.cluster.session_folder import SessionFolder, remove_dead
 from megarl.cluster.topology import DevicePlacement
 from megarl.config import PlacementConfig
@@ -73,7 +72,7 @@ class Cluster:
         self._workers: list[Worker] = []
         self._placement: PlacementGroup
         self._bundles: list[int] = []  # the placement group's bundle of each node, in the order of the slots
-        self._servers: RayServers | None = None
+        self._servers: processes.RayServers | None = None
         self.host = LOOPBACK
         self.nodes: list[str] = []  # the nodes' addresses, in the order of the slots
 
@@ -89,7 +88,7 @@ class Cluster:
         try:
             self._join() if self._joins else self._begin()
             signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own handler would end this process without cleaning up
-            self._servers = RayServers(_raylet_socket(), self._timeout_s)
+            self._servers = processes.RayServers(_raylet_socket(), self._timeout_s)
             self._take_slots()
         except BaseException:
             self.close()
@@ -155,7 +154,8 @@ class Cluster:
             raise WorkerFailed(problem, problem)
         self.gather({ready: "placement group"})
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in fit}
-        of_bundle = {bundle: addresses[node] for bundle, node in _nodes_of(self._placement).items()}
+        node_ids = placement_group_table(self._placement)["bundles_to_node_id"]
+        of_bundle = {bundle: addresses[node] for bundle, node in node_ids.items()}
         self._bundles = bundles_by_address(of_bundle)
         self.nodes = [of_bundle[bundle] for bundle in self._bundles]
 
@@ -268,7 +268,7 @@ class Cluster:
         return None
 
     def _silence_of(self, worker: Worker) -> str:
-        pid = self._pulses.pid(worker)
+        pid = self._pulses.pids.get(worker)
         who = f"{worker.name} (pid {pid})" if pid else worker.name
         why = ": a signal stopped it" if self._is_stopped(worker) else ""
         return f"{who} has not answered for {self._pulses.silence_s(worker):.0f} s{why}"
@@ -281,12 +281,12 @@ class Cluster:
     def _pid_here(self, worker: Worker) -> int | None:
         """The worker's process id, if the worker is on this node and has ever answered."""
         is_near = not self._joins or self._node_of(worker) == self.host
-        return self._pulses.pid(worker) if is_near else None
+        return self._pulses.pids.get(worker) if is_near else None
 
     def close(self) -> None:
         """End the session and remove all of its processes, sockets, shared-memory files and folders."""
         with processes.interrupts_ignored():
-            ended = {pid for worker in self._pulses.answered() if (pid := self._pid_here(worker)) is not None}
+            ended = {pid for worker in self._pulses.pids if (pid := self._pid_here(worker)) is not None}
             ended |= {process.pid for process in processes.descendants(spare=self._not_ours)}
             if self._servers and self._servers.fault():  # Ray's own shutdown would wait for the dead server
                 processes.kill_descendants(spare=self._not_ours)
@@ -314,11 +314,6 @@ def bundles_by_address(addresses: Mapping[int, str]) -> list[int]:
     except ipaddress.AddressValueError as error:
         mend = "start Ray with the node's address: ray start --node-ip-address=10.0.0.2"
         raise UserFault("placement.network", f"Ray has no IPv4 address for a node ({error})", mend) from None
-
-
-def _nodes_of(placement: PlacementGroup) -> dict[int, str]:
-    """Ray's node id of each bundle."""
-    return placement_group_table(placement)["bundles_to_node_id"]
 
 
 def _raylet_socket() -> str:

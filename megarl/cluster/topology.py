@@ -19,7 +19,6 @@ from megarl import device
 from megarl.types import UserFault
 
 SYSFS = Path("/sys")
-_WHERE = "placement"
 
 
 @dataclass(frozen=True)
@@ -52,9 +51,7 @@ class _Place:
 
     def nearness(self, other: _Place) -> tuple[int, bool]:
         """A sort key: the depth of the nearest common bridge, then whether both are on the same socket."""
-        pairs = zip(self.path, other.path, strict=False)
-        shared = next((depth for depth, (ours, theirs) in enumerate(pairs) if ours != theirs), len(self.path))
-        return shared, not self.is_apart(other)
+        return len(os.path.commonprefix([self.path, other.path])), not self.is_apart(other)
 
     def is_apart(self, other: _Place) -> bool:
         """Whether both sockets are known, and differ."""
@@ -83,16 +80,16 @@ def nearest_nics(gpus: Sequence[str], root: Path = SYSFS, wanted: str = "") -> d
 
 def own_placement(slot: int, address: str, root: Path = SYSFS) -> DevicePlacement:
     """The placement of the calling process, which uses GPU `slot` of its node and sees all of the node's GPUs."""
-    gpus = [_pci_address(index) for index in range(torch.cuda.device_count())] if device.DEVICE == "cuda" else []
+    count = torch.cuda.device_count() if device.DEVICE == "cuda" else 0
+    found = [torch.cuda.get_device_properties(index) for index in range(count)]
+    gpus = [f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0" for gpu in found]
     return placement_among(slot, gpus, address, root)
 
 
 def placement_among(slot: int, gpus: Sequence[str], address: str, root: Path = SYSFS) -> DevicePlacement:
     """The placement of GPU `slot` of a node. gpus: the PCI addresses of the node's GPUs; may be empty."""
     host = socket.gethostname()
-    if not gpus:
-        return DevicePlacement(host, address, "", "")
-    gpu, nics = gpus[slot], nearest_nics(gpus, root, os.environ.get("NCCL_IB_HCA", ""))
+    gpu, nics = gpus[slot] if gpus else "", nearest_nics(gpus, root, os.environ.get("NCCL_IB_HCA", ""))
     if gpu not in nics:
         return DevicePlacement(host, address, gpu, "")
     card = _Place.of(root / "class/infiniband" / nics[gpu] / "device")
@@ -119,23 +116,20 @@ def placement_faults(placements: Sequence[DevicePlacement]) -> list[UserFault]:
         if placed.crosses:
             path = f"rank {rank}'s GPU {placed.gpu} sends through {placed.nic}"
             problem = f"on {placed.host} {path}, which is on the other socket"
-            found.append(UserFault(_WHERE, problem, "name the cards of GPUs in NCCL_IB_HCA, or mend the node's cards"))
+            mend = "name the cards of GPUs in NCCL_IB_HCA, or mend the node's cards"
+            found.append(UserFault("placement", problem, mend))
     for (host, nic), ranks in shared.items():
         problem = f"on {host} ranks {', '.join(ranks)} share the network card {nic}"
         mend = "book nodes with a card for each GPU, or set the share of a card in placement.hardware"
-        found.append(UserFault(_WHERE, problem, mend))
+        found.append(UserFault("placement", problem, mend))
     return found
 
 
 def _cards(root: Path, wanted: str) -> list[str]:
     """Names of the RDMA cards with an active port, sorted by number (mlx5_2 before mlx5_10)."""
     folder = root / "class/infiniband"
-    names = [card.name for card in folder.iterdir() if _is_up(card)] if folder.exists() else []
-    return sorted((name for name in names if _is_wanted(name, wanted)), key=lambda name: (len(name), name))
-
-
-def _is_up(card: Path) -> bool:
-    return any("ACTIVE" in state.read_text() for state in card.glob("ports/*/state"))
+    up = {state.parents[2].name for state in folder.glob("*/ports/*/state") if "ACTIVE" in state.read_text()}
+    return sorted((name for name in up if _is_wanted(name, wanted)), key=lambda name: (len(name), name))
 
 
 def _is_wanted(name: str, wanted: str) -> bool:
@@ -151,8 +145,3 @@ def _is_wanted(name: str, wanted: str) -> bool:
 
 def _gpu(address: str, root: Path) -> _Place:
     return _Place.of(root / "bus/pci/devices" / address)
-
-
-def _pci_address(index: int) -> str:
-    properties = torch.cuda.get_device_properties(index)
-    return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"

@@ -22,7 +22,6 @@ from megarl.rollout.episodes import engine_settings
 from megarl.rollout.sglang.arguments import Endpoint, NodeSpan, server_arguments, sglang_faults
 from megarl.types import UserFault, UserFaults
 
-Faults = list[UserFault]
 _LOADER = "megarl.rollout.sglang.scheduler:load"  # any name: it is looked up where the weights arrive
 
 
@@ -42,11 +41,11 @@ def dry_run(recipe: Recipe, say: Callable[[str], None]) -> None:
         say(line)
 
 
-def argument_faults(roles: Roles, device: str, absent: Container[str]) -> Faults:
+def argument_faults(roles: Roles, device: str, absent: Container[str]) -> list[UserFault]:
     """Faults that Megatron's and SGLang's own classes find in the arguments that they would get.
 
-    SGLang's are not asked where the engines' layout is wrong, nor any where the model's shape cannot be read: other
-    checks tell of these.
+    SGLang's are not checked where the engines' layout is wrong, and none where the model's shape cannot be read: other
+    checks report these.
     """
     shape, faults = roles.policy.model.known_shape, []
     if shape is None:
@@ -61,8 +60,8 @@ def argument_faults(roles: Roles, device: str, absent: Container[str]) -> Faults
     return faults
 
 
-def _sglang_faults(recipe: Recipe, device: str) -> Faults:
-    """All engines have the same arguments but for their slots and seeds. Unknown ones are told elsewhere."""
+def _sglang_faults(recipe: Recipe, device: str) -> list[UserFault]:
+    """Faults of the first engine's arguments: others differ in slots and seeds. Another check reports unknown ones."""
     try:
         if sglang_faults(recipe.rollout.engine.sglang):
             return []

@@ -15,7 +15,7 @@ from megarl.controller.samples import refuse_empty, samples_of, sampling_of
 from megarl.fleet.fleet import Fleet
 from megarl.fleet.rank_groups import RolloutBatch
 from megarl.rollout.episodes import demonstration
-from megarl.tracking.metrics import critic_metrics, failed_share, rollout_metrics
+from megarl.tracking.metrics import failed_share, rollout_metrics, update_metrics
 from megarl.tracking.run_log import Record
 from megarl.training.learning_rate import learning_rate
 from megarl.types import GroupSummary, Prompt
@@ -88,7 +88,7 @@ def value(run: TrainingRun, step: Step) -> Step:
         token_values = critic.values(step.samples, step.groups.refs, readers)
         lr = learning_rate(critic.recipe.train, step.number, run.recipe.run.steps)
         updates = critic.train(token_values, lr, step.observation)
-    step.record.add({"critic/lr": lr, **critic_metrics(updates)})
+    step.record.add({"critic/lr": lr, **update_metrics(updates, "critic")})
     return replace(step, token_values=token_values.for_readers())
 
 

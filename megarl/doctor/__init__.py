@@ -1,4 +1,4 @@
 """`megarl doctor`: checks this machine, or a Ray cluster's nodes, and prints one line for each problem with its mend.
 
-`machine`, `packages`, `gpus` and `network` gather plain values (`facts`); the rules are pure functions of them.
+`machine`, `packages` and `nvidia` gather plain values (`facts`); the rules are pure functions of them.
 """

@@ -1,4 +1,4 @@
-"""The facts of a node: plain values that are sent between processes and written as JSON."""
+"""The facts of a node and the rates of its GPUs: plain values that are sent between processes and written as JSON."""
 
 from __future__ import annotations
 
@@ -94,7 +94,20 @@ class ProcessLimits:
 
 
 @dataclass(frozen=True)
-class NodeFacts:
+class GpuFacts:
+    """A node's GPUs, their driver and topology. nvidia_smi: why nvidia-smi, which is installed, fails."""
+
+    nvidia_smi: str = ""
+    driver: str = ""
+    driver_cuda: str = ""  # the newest CUDA that the driver can run
+    gpus: tuple[Gpu, ...] = ()
+    topology: Topology = Topology()
+    has_peermem: bool = False
+    has_open_driver: bool = False  # open kernel modules, whose dmabuf replaces nvidia_peermem
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeFacts(GpuFacts):
     """All facts of one node."""
 
     host: str
@@ -108,13 +121,6 @@ class NodeFacts:
     limits: ProcessLimits
     clock_offset_s: float = 0.0  # its clock minus that of the first node
     clock_error_s: float = 0.0  # the uncertainty of clock_offset_s
-    nvidia_smi: str = ""  # why nvidia-smi fails; "" where it works, or is not installed
-    driver: str = ""
-    driver_cuda: str = ""  # the newest CUDA that the driver can run
-    gpus: tuple[Gpu, ...] = ()
-    topology: Topology = Topology()
-    has_peermem: bool = False
-    has_open_driver: bool = False  # open kernel modules, whose dmabuf replaces nvidia_peermem
     nics: tuple[Nic, ...] = ()
     gpu_nics: Mapping[str, str] = field(default_factory=dict)  # PCI address -> card
     nic_faults: tuple[str, ...] = ()
@@ -128,6 +134,21 @@ class NodeFacts:
     ports: tuple[Port, ...] = ()
     ray_gpus: int | None = None  # as Ray counts them; None without a Ray cluster
 
-    @property
-    def has_gpus(self) -> bool:
-        return bool(self.gpus)
+@dataclass(frozen=True)
+class RankRates:
+    """The measured rates of one rank, for messages in each direction; None where there is no peer.
+
+    copy_bytes_per_s counts bytes read and bytes written. Latencies are those of a small all-reduce.
+    """
+
+    node: int
+    device_name: str
+    memory_bytes: int
+    matmul_flops: float
+    copy_bytes_per_s: float
+    host_bytes_per_s: float | None  # from pinned host memory to the GPU
+    inside_bytes_per_s: float | None
+    between_bytes_per_s: float | None
+    inside_latency_s: float | None
+    between_latency_s: float | None
+    communicator_bytes: int | None  # GPU memory of one NCCL communicator

@@ -1,16 +1,20 @@
-"""Findings: a problem, the nodes that have it, and the mend."""
+"""Findings, each a problem, the nodes that have it, and the mend; and the doctor's report of them."""
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Literal
 
-from megarl.doctor.facts import NodeFacts
+from megarl.doctor.facts import NodeFacts, RankRates
 from megarl.printable import one_line
 from megarl.types import UserFault
 
 Severity = Literal["fault", "warning", "note"]  # a fault must be mended; a warning costs time; a note informs
+Problem = tuple[Severity, str, str, str]  # of a node: severity, where, problem, mend, as in Finding
 _ORDER: tuple[Severity, ...] = ("fault", "warning", "note")
 _MOST_NAMED = 4  # nodes in one line
 
@@ -27,13 +31,55 @@ class Finding:
 
     def line(self, num_nodes: int) -> str:
         """The finding as one line; names its nodes where there are several in all."""
-        nodes = f"{_named(self.nodes, num_nodes)}: " if self.nodes and num_nodes > 1 else ""
+        names = ", ".join(self.nodes[:_MOST_NAMED])
+        if len(self.nodes) > _MOST_NAMED:
+            names += f" and {len(self.nodes) - _MOST_NAMED} more"
+        if len(self.nodes) == num_nodes:
+            names = f"all {num_nodes} nodes"
+        nodes = f"{names}: " if self.nodes and num_nodes > 1 else ""
         return one_line(f"{self.severity}: {nodes}{self.where}: {self.problem}; {self.mend}")
 
 
-def on_node(node: NodeFacts, severity: Severity, where: str, problem: str, mend: str) -> Finding:
-    """A finding of one node."""
-    return Finding(severity, where, problem, mend, (node.address,))
+@dataclass(frozen=True)
+class Report:
+    """findings: sorted by severity. hardware_file: "" where nothing was measured."""
+
+    nodes: Sequence[NodeFacts]
+    findings: Sequence[Finding]
+    rates: Sequence[RankRates] = ()
+    hardware_file: str = ""
+
+    @property
+    def exit_code(self) -> int:
+        return 2 if any(finding.severity == "fault" for finding in self.findings) else 0
+
+    def lines(self) -> list[str]:
+        """A line for each finding, then a summary."""
+        found = [finding.line(len(self.nodes)) for finding in self.findings]
+        if self.hardware_file:
+            found.append(f"measured: {self.hardware_file}, for megarl plan RECIPE --hardware {self.hardware_file}")
+        kinds = Counter(gpu.name for node in self.nodes for gpu in node.gpus)
+        gpus = " and ".join(f"{count} x {name}" for name, count in kinds.items()) or "no GPU"
+        counts = Counter(finding.severity for finding in self.findings)
+        verdict = f"{_counted(counts['fault'], 'fault')} to mend" if counts["fault"] else "nothing must be mended"
+        seen = f"{_counted(len(self.nodes), 'node')}, {gpus}"
+        return [*found, f"megarl doctor: {seen}: {verdict}, {_counted(counts['warning'], 'warning')}"]
+
+    def to_json(self) -> str:
+        """The report as a JSON object; `facts` has all facts of the nodes."""
+        tree = {
+            "exit_code": self.exit_code,
+            "findings": [asdict(finding) for finding in self.findings],
+            "hardware_file": self.hardware_file or None,
+            "rates": [asdict(rank) for rank in self.rates],
+            "facts": [asdict(node) for node in self.nodes],
+        }
+        return json.dumps(tree)
+
+
+def of_node(node: NodeFacts, *problems: Iterable[Problem]) -> list[Finding]:
+    """Several rules' problems as findings of a node."""
+    return [Finding(*problem, (node.address,)) for problem in chain.from_iterable(problems)]
 
 
 def of_faults(faults: Iterable[UserFault]) -> list[Finding]:
@@ -43,16 +89,19 @@ def of_faults(faults: Iterable[UserFault]) -> list[Finding]:
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:
     """Merge equal findings of several nodes, and sort them by severity."""
-    nodes: dict[tuple[Severity, str, str, str], list[str]] = {}
+    nodes: dict[Problem, dict[str, None]] = {}
     for finding in findings:
-        seen = nodes.setdefault((finding.severity, finding.where, finding.problem, finding.mend), [])
-        seen += [node for node in finding.nodes if node not in seen]
+        seen = nodes.setdefault((finding.severity, finding.where, finding.problem, finding.mend), {})
+        seen |= dict.fromkeys(finding.nodes)
     found = [Finding(*key, tuple(addresses)) for key, addresses in nodes.items()]
     return sorted(found, key=lambda finding: _ORDER.index(finding.severity))  # stable within a severity
 
 
-def _named(nodes: Sequence[str], num_nodes: int) -> str:
-    if len(nodes) == num_nodes:
-        return f"all {num_nodes} nodes"
-    more = f" and {len(nodes) - _MOST_NAMED} more" if len(nodes) > _MOST_NAMED else ""
-    return f"{', '.join(nodes[:_MOST_NAMED])}{more}"
+def gb(num_bytes: float) -> str:
+    """Bytes as text, with two significant digits, in GB of 10^9 bytes."""
+    value = num_bytes / 1e9
+    return f"{value:.0f} GB" if value >= 10 else f"{float(f'{value:.2g}'):g} GB"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"

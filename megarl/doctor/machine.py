@@ -1,23 +1,24 @@
-"""The facts of a machine other than its GPUs: memory, limits, disks, ports. Linux."""
+"""The facts of a machine other than its GPUs and packages: memory, limits, disks, ports, RDMA cards. Linux."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
 import os
+import re
 import resource
 import socket
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
-from megarl.doctor.facts import UNLIMITED, Folder, Port, ProcessLimits
+from megarl.cluster.topology import SYSFS, placement_among, placement_faults
+from megarl.doctor.facts import UNLIMITED, Folder, Nic, Port, ProcessLimits
 
-SHM = Path("/dev/shm")
 _WRITTEN_BYTES = 64 * 2**20  # to measure a disk's speed: enough to hide its latency, little enough for any disk
 _CHUNK_BYTES = 2**22
 _SPARE_BYTES = 4 * _WRITTEN_BYTES  # a disk with less free space is not measured
@@ -26,6 +27,7 @@ _INHERITED = ("NCCL_", "GLOO_", "CUDA_", "SGLANG_", "RAY_EXPERIMENTAL_", "RAY_AU
 # Ray sets the first for each process; megarl sets the others by the node's own network.
 _OWN = ("CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+_RATE = re.compile(r"([\d.]+)\s*Gb/sec")
 
 
 def limits() -> ProcessLimits:
@@ -114,6 +116,44 @@ def _listener(number: int) -> str:
             if listens and socket_.pid:
                 return f"{psutil.Process(socket_.pid).name()} (pid {socket_.pid})"
     return ""
+
+
+def nics(root: Path = SYSFS) -> list[Nic]:
+    """Every port of every card, by name."""
+    folder = root / "class/infiniband"
+    cards = sorted(folder.iterdir(), key=lambda card: (len(card.name), card.name)) if folder.exists() else []
+    return [_nic(card.name, port) for card in cards for port in sorted((card / "ports").glob("[0-9]*"))]
+
+
+def gpu_nics(gpus: Sequence[str], address: str, root: Path = SYSFS) -> tuple[dict[str, str], tuple[str, ...]]:
+    """(the card that each GPU of the node sends through, problems that a run's own check reports).
+
+    The problems are cards that several GPUs share, or that are on another socket. gpus: PCI addresses, of which some
+    may be missing in /sys.
+    """
+    present = [gpu for gpu in gpus if (root / "bus/pci/devices" / gpu).exists()]
+    placements = [placement_among(slot, present, address, root) for slot in range(len(present))]
+    cards = {placed.gpu: placed.nic for placed in placements if placed.nic}
+    return cards, tuple(fault.problem for fault in placement_faults(placements))
+
+
+def _nic(name: str, port: Path) -> Nic:
+    rate = _RATE.search(text_of(port / "rate"))
+    return Nic(
+        name=name,
+        port=int(port.name),
+        is_up="ACTIVE" in text_of(port / "state"),
+        gbit_per_s=float(rate[1]) if rate else None,
+        link_layer=text_of(port / "link_layer"),
+    )
+
+
+def text_of(file: Path) -> str:
+    """A file of /sys or /proc; "" where it cannot be read."""
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
 
 
 def environment(variables: Iterable[tuple[str, str]]) -> dict[str, str]:

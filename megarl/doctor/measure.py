@@ -1,16 +1,21 @@
-"""`--measure`: starts a rank on every GPU, measures all of them at once, and finds ranks that are slower."""
+"""`--measure`: starts a rank on every GPU, measures all of them at once, finds slower ranks, writes a hardware file.
+
+The file is for `megarl plan --hardware`, and is completed from the card's own file.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from ipaddress import IPv4Address
+from pathlib import Path
 from statistics import median
 
 from megarl import device
 from megarl.cluster.session import Cluster, WorkerFailed
-from megarl.doctor.facts import NodeFacts
+from megarl.config.hardware import FOLDER, Hardware, load_hardware
+from megarl.doctor.facts import NodeFacts, RankRates
 from megarl.doctor.findings import Finding, of_faults
-from megarl.doctor.rates import RankRates
 from megarl.types import UserFault
 
 SIMULATED = 2  # ranks on a machine without GPUs
@@ -24,15 +29,21 @@ _WHAT = {
     "inside_bytes_per_s": "messages inside the node",
     "between_bytes_per_s": "messages between nodes",
 }
+_ASSUMED = {  # without a measurement and without a file of the card
+    "compute_share": 0.4, "prefill_share": 0.45, "hbm_share": 0.7, "nvlink_share": 0.8, "nic_share": 0.9,
+    "nvlink_latency_s": 15e-6, "nic_latency_s": 40e-6, "disk_bytes_per_s": 1e9,
+}  # fmt: skip
+_LARGEST = "sends and receipts at once, slowest GPU"
+_LEAST_S = 1e-9  # the lower bound of latencies in the file
+_Line = tuple[float | int | str, str]  # a key's value, where it comes from
 
 
-def measure(
-    nodes: Sequence[NodeFacts], joins: bool, say: Callable[[str], None]
-) -> tuple[list[RankRates], list[Finding]]:
+def measure(nodes: Sequence[NodeFacts], say: Callable[[str], None]) -> tuple[list[RankRates], list[Finding]]:
     """(rates of all ranks, in the order of their nodes' addresses; findings).
 
-    joins: measure the nodes of the Ray cluster with the most common number of GPUs; else this machine.
+    Measures the nodes of the Ray cluster with the most common number of GPUs; without a cluster this machine.
     """
+    joins = nodes[0].ray_gpus is not None
     if joins:
         counts = Counter(node.ray_gpus for node in nodes if node.ray_gpus)
         if not counts:
@@ -49,7 +60,7 @@ def measure(
         mend = "look at the lines above, then at NCCL's log (NCCL_DEBUG=INFO): a run would end there too"
         return [], [Finding("fault", "--measure", f"it failed ({error})", mend)]
     addresses = [node.address for node in nodes if not joins or node.ray_gpus == per_node]
-    return rates, laggards(rates, _in_order(addresses))
+    return rates, laggards(rates, sorted(addresses, key=IPv4Address))
 
 
 def _run(num_ranks: int, per_node: int, joins: bool, say: Callable[[str], None]) -> list[RankRates]:
@@ -81,6 +92,99 @@ def laggards(rates: Sequence[RankRates], addresses: Sequence[str]) -> list[Findi
     return found
 
 
-def _in_order(addresses: Sequence[str]) -> list[str]:
-    """Addresses in numerical order, as the nodes of a run are sorted."""
-    return sorted(addresses, key=lambda address: [int(part) for part in address.split(".")])
+def base_of(device_name: str, folder: Path = FOLDER) -> Hardware | None:
+    """The hardware file of this card; the one with the longest name where several match."""
+    cards = [load_hardware(path) for path in sorted(folder.glob("*.yaml"))]
+    named = [card for card in cards if card.is_card(device_name)]
+    return max(named, key=lambda card: len(card.name), default=None)
+
+
+def hardware_text(rates: Sequence[RankRates], nodes: Sequence[NodeFacts], base: Hardware | None) -> str:
+    """The text of the file. Raises ValueError without measurements.
+
+    Links have their measured speed and a share of 1. The peaks of products and copies, and the shares that a run
+    reaches, come from the card's file; a share is lowered to the measured one where that is less. Without a card's
+    file the peaks are the measured rates.
+    """
+    lines = _lines(rates, nodes, base)
+    card = f", completed from {base.name}'s own file" if base else ""
+    head = f"# Measured by megarl doctor --measure on {len({rank.node for rank in rates})} node(s){card}.\n"
+    return head + "".join(f"{key}: {_yaml(value)}   # {source}\n" for key, (value, source) in lines.items())
+
+
+def _lines(rates: Sequence[RankRates], nodes: Sequence[NodeFacts], base: Hardware | None) -> dict[str, _Line]:
+    flops = min(rank.matmul_flops for rank in rates)
+    copied = min(rank.copy_bytes_per_s for rank in rates)
+    device = rates[0].device_name
+    found: dict[str, _Line] = {
+        "name": (base.name if base else device or "CPU", "as torch names it"),
+        "memory_bytes": (min(rank.memory_bytes for rank in rates), "measured: as torch reports it"),
+        "bf16_flops": _peak(base, "bf16_flops", flops, "large matrix products, slowest GPU"),
+        "hbm_bytes_per_s": _peak(base, "hbm_bytes_per_s", copied, "copies, read and written, slowest GPU"),
+        "compute_share": _share(base, "compute_share", flops, "bf16_flops"),
+        "prefill_share": _share(base, "prefill_share", flops, "bf16_flops"),
+        "hbm_share": _share(base, "hbm_share", copied, "hbm_bytes_per_s"),
+        "gpus_per_node": (len(rates) // len({rank.node for rank in rates}), "counted"),
+        "host_bytes": (min(node.host_bytes for node in nodes), "measured: the smallest host"),
+    }
+    if base and base.fp8_flops:
+        found["fp8_flops"] = base.fp8_flops, f"{base.name}'s own file"
+    names = ("inside_bytes_per_s", "between_bytes_per_s", "host_bytes_per_s")
+    inside, between, from_host = (min(_values(rates, name), default=None) for name in names)
+    found |= _link(base, "nvlink", inside, copied / 2)
+    found |= _link(base, "nic", between, float(found["nvlink_bytes_per_s"][0]))
+    found["pcie_bytes_per_s"] = _known(base, "pcie_bytes_per_s", from_host, copied / 2, "copies of pinned memory")
+    small, usual = "a small all-reduce, outside CUDA graphs", Hardware.model_fields["communicator_bytes"].default
+    for key, name, otherwise, what in (
+        ("nvlink_latency_s", "inside_latency_s", _ASSUMED["nvlink_latency_s"], small),
+        ("nic_latency_s", "between_latency_s", _ASSUMED["nic_latency_s"], small),
+        ("communicator_bytes", "communicator_bytes", usual, "a group's first message, largest of all GPUs"),
+    ):
+        found[key] = _known(base, key, max(_values(rates, name), default=None), otherwise, what)
+    speeds = [folder.write_bytes_per_s for node in nodes for folder in node.folders[:1]]
+    known = [speed for speed in speeds if speed]
+    what = "files in the run's folder, all nodes at once"
+    found["disk_bytes_per_s"] = _known(base, "disk_bytes_per_s", min(known, default=None), 1e9, what)
+    return {key: found[key] for key in Hardware.model_fields if key in found}
+
+
+def _peak(base: Hardware | None, key: str, measured: float, what: str) -> _Line:
+    """The peak of the card's file, or the measured rate if that is higher."""
+    if base:
+        return max(getattr(base, key), measured), f"{base.name}'s own file; measured: {measured:.3g}, {what}"
+    return measured, f"measured: {what}"
+
+
+def _share(base: Hardware | None, key: str, measured: float, peak: str) -> _Line:
+    if not base:
+        return _ASSUMED[key], "assumption, of what was measured"
+    reached, usual = measured / max(getattr(base, peak), measured), getattr(base, key)
+    if reached < usual:
+        return round(reached, 4), f"measured: {base.name}'s own file has {usual:g}, which nothing reached here"
+    return usual, f"{base.name}'s own file; measured here at most {reached:.2f}"
+
+
+def _link(base: Hardware | None, name: str, measured: float | None, otherwise: float) -> dict[str, _Line]:
+    """A link's speed and the share that large messages reach: 1 where the speed was measured with large messages."""
+    speed, share = f"{name}_bytes_per_s", f"{name}_share"
+    if measured:
+        return {speed: (measured, f"measured: {_LARGEST}"), share: (1.0, "the speed is what was reached")}
+    return {speed: _known(base, speed, None, otherwise, ""), share: _known(base, share, None, _ASSUMED[share], "")}
+
+
+def _known(base: Hardware | None, key: str, measured: float | None, otherwise: float, what: str) -> _Line:
+    if measured:
+        return max(measured, _LEAST_S), f"measured: {what}"
+    if base:
+        return getattr(base, key), f"not measured: {base.name}'s own file"
+    return otherwise, "assumption: there was nothing to measure"
+
+
+def _values(rates: Sequence[RankRates], name: str) -> list[float]:
+    return [value for rank in rates if (value := getattr(rank, name)) is not None]
+
+
+def _yaml(value: float | int | str) -> str:
+    if isinstance(value, str):
+        return f'"{value}"' if value.isascii() and '"' not in value and "\\" not in value else '"GPU"'
+    return str(value) if isinstance(value, int) else f"{value:.6e}" if value >= 1e4 or value < 1e-2 else f"{value:g}"

@@ -1,4 +1,4 @@
-"""Parses the output of `nvidia-smi`. Pure.
+"""The facts of a node's GPUs, from `nvidia-smi`, whose output is parsed, and the driver's files; changes nothing.
 
 The formats are those that `nvidia-smi --help-query-gpu` and `nvidia-smi topo --help` document. This code has not yet
 run on a GPU (docs/gpu/UNVERIFIED.md).
@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import csv
 import re
+import shutil
+import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import takewhile
+from pathlib import Path
 
-from megarl.doctor.facts import Gpu, Topology
+from megarl.doctor.facts import Gpu, GpuFacts, Topology
+from megarl.doctor.machine import text_of
 
+_ANSWER_S = 60.0  # a GPU that has fallen off the bus makes nvidia-smi wait
 REASONS = "clocks_event_reasons.active"
-OLD_REASONS = "clocks_throttle_reasons.active"  # the name in drivers before 535
+_OLD_REASONS = "clocks_throttle_reasons.active"  # the name in drivers before 535
 FIELDS: tuple[str, ...] = (
     "index", "name", "pci.bus_id", "memory.total", "memory.used", "clocks.sm", "clocks.max.sm", REASONS,
     "ecc.errors.uncorrected.volatile.total", "mig.mode.current", "pcie.link.width.current", "pcie.link.width.max",
     "compute_cap", "driver_version",
 )  # fmt: skip
-_MIB = 2**20
 # NVML's nvmlClocksEventReasons that reduce the clocks of a busy GPU. Idle (0x1), an application's own setting (0x2) and
 # the power cap (0x4), which every busy GPU reaches, are no problem of the machine.
-SLOWDOWNS = {
+_SLOWDOWNS = {
     0x8: "hardware slowdown (heat, or the power supply)",
     0x20: "software thermal slowdown",
     0x40: "hardware thermal slowdown",
@@ -35,6 +40,44 @@ _NIC_NAME = re.compile(r"^\s*(NIC\d+):\s*(\S+)\s*$", re.MULTILINE)
 _CUDA = re.compile(r"CUDA(?: UMD)? Version\s*:\s*(\d+(?:\.\d+)?)")
 
 
+def gpu_facts(proc: Path = Path("/proc")) -> GpuFacts:
+    """The GPUs' facts; empty without nvidia-smi, for then megarl cannot use a GPU."""
+    if shutil.which("nvidia-smi") is None:
+        return GpuFacts()
+    has_peermem = any(line.startswith("nvidia_peermem ") for line in text_of(proc / "modules").splitlines())
+    has_open_driver = "Open Kernel Module" in text_of(proc / "driver/nvidia/version")
+    try:
+        found, driver = _asked_gpus()
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        return GpuFacts(_words(error), has_peermem=has_peermem, has_open_driver=has_open_driver)
+    head = matrix = ""
+    with suppress(OSError, subprocess.SubprocessError):  # containers hide the topology from some
+        head, matrix = _ask(), _ask("topo", "-m")
+    return GpuFacts("", driver, driver_cuda(head), tuple(found), topology(matrix), has_peermem, has_open_driver)
+
+
+def _asked_gpus() -> tuple[list[Gpu], str]:
+    """The GPUs and the driver's version; drivers before 535 have another name for the clocks' reasons."""
+    try:
+        return gpus(_ask(*query()))
+    except subprocess.CalledProcessError:
+        return gpus(_ask(*query([_OLD_REASONS if name == REASONS else name for name in FIELDS])))
+
+
+def _ask(*arguments: str) -> str:
+    command = ["nvidia-smi", *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=_ANSWER_S).stdout
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"no answer within {_ANSWER_S:.0f} s"
+    if isinstance(error, subprocess.CalledProcessError):
+        lines = (error.stdout + error.stderr).strip().splitlines()  # nvidia-smi writes errors to standard output
+        return lines[0] if lines else f"exit code {error.returncode}"
+    return str(error)
+
+
 def query(fields: Sequence[str] = FIELDS) -> list[str]:
     """The arguments of nvidia-smi for `gpus`."""
     return [f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
@@ -42,26 +85,21 @@ def query(fields: Sequence[str] = FIELDS) -> list[str]:
 
 def gpus(text: str) -> tuple[list[Gpu], str]:
     """The GPUs and the driver's version, from the answer to `query`. Raises ValueError on another format."""
-    found, driver = [], ""
-    for row in csv.reader(text.splitlines(), skipinitialspace=True):
-        if not row:
-            continue
+    rows = [row for row in csv.reader(text.splitlines(), skipinitialspace=True) if row]
+    for row in rows:
         if len(row) != len(FIELDS):
             raise ValueError(f"{len(row)} values where {len(FIELDS)} were asked for")
-        value = {name: cell.strip() for name, cell in zip(FIELDS, row, strict=True)}
-        driver = value["driver_version"]
-        found.append(_gpu(value))
-    return found, driver
+    values = [{name: cell.strip() for name, cell in zip(FIELDS, row, strict=True)} for row in rows]
+    return [_gpu(value) for value in values], values[-1]["driver_version"] if values else ""
 
 
 def _gpu(value: dict[str, str]) -> Gpu:
-    memory, used = _number(value["memory.total"]), _number(value["memory.used"])
     return Gpu(
         index=int(value["index"]),
         name=value["name"],
         pci=pci_address(value["pci.bus_id"]),
-        memory_bytes=None if memory is None else int(memory) * _MIB,
-        used_bytes=None if used is None else int(used) * _MIB,
+        memory_bytes=_mebibytes(value["memory.total"]),
+        used_bytes=_mebibytes(value["memory.used"]),
         sm_mhz=_number(value["clocks.sm"]),
         max_sm_mhz=_number(value["clocks.max.sm"]),
         clock_reasons=_whole(value[REASONS]),
@@ -101,7 +139,12 @@ def topology(text: str) -> Topology:
 
 def slowdowns(mask: int) -> list[str]:
     """Descriptions of the reasons for reduced clocks."""
-    return [words for bit, words in SLOWDOWNS.items() if mask & bit]
+    return [words for bit, words in _SLOWDOWNS.items() if mask & bit]
+
+
+def _mebibytes(text: str) -> int | None:
+    number = _number(text)
+    return None if number is None else int(number) * 2**20
 
 
 def _number(text: str) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import suppress
 from importlib import metadata
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -42,20 +43,16 @@ def versions() -> dict[str, str]:
     """The versions of the installed distributions."""
     found = {}
     for name in DISTRIBUTIONS:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 
 def sglang_pins() -> dict[str, str]:
     """The exact versions that the installed SGLang requires of the packages with its kernels."""
-    try:
-        demands = metadata.requires("sglang") or []
-    except metadata.PackageNotFoundError:
-        return {}
-    return pins(demands)
+    with suppress(metadata.PackageNotFoundError):
+        return pins(metadata.requires("sglang") or [])
+    return {}
 
 
 def pins(demands: list[str]) -> dict[str, str]:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import psutil
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from megarl import device
 from megarl.device import Address
+from megarl.doctor.facts import RankRates
 
 
 @dataclass(frozen=True)
@@ -35,26 +37,6 @@ GPU_SIZES = Sizes(256 * 2**20, 2**30, 16 * 2**10, 8192, 20)
 CPU_SIZES = Sizes(8 * 2**20, 32 * 2**20, 16 * 2**10, 512, 3)
 
 
-@dataclass(frozen=True)
-class RankRates:
-    """The rates of one rank, for messages in each direction; None where there is no peer.
-
-    copy_bytes_per_s counts bytes read and bytes written. Latencies are those of a small all-reduce.
-    """
-
-    node: int
-    device_name: str
-    memory_bytes: int
-    matmul_flops: float
-    copy_bytes_per_s: float
-    host_bytes_per_s: float | None  # from pinned host memory to the GPU
-    inside_bytes_per_s: float | None
-    between_bytes_per_s: float | None
-    inside_latency_s: float | None
-    between_latency_s: float | None
-    communicator_bytes: int | None  # GPU memory of one NCCL communicator
-
-
 class RateRank:
     """Rank `rank` of `num_ranks`, with `node_ranks` on each node, on GPU rank % node_ranks of its node."""
 
@@ -64,7 +46,13 @@ class RateRank:
         if device.DEVICE == "cuda":
             torch.cuda.set_device(rank % node_ranks)
         self._device = torch.device(device.DEVICE)
-        self._node_group = join(rank, num_ranks, node_ranks, address, timeout_s)
+        device.use_loopback()
+        limit = timedelta(seconds=timeout_s)
+        store = PrefixStore("doctor", device.join_store(address, timeout_s))
+        dist.init_process_group(device.BACKEND, store=store, rank=rank, world_size=num_ranks, timeout=limit)
+        nodes = [[*range(first, first + node_ranks)] for first in range(0, num_ranks, node_ranks)]
+        groups: list[Any] = [dist.new_group(ranks, timeout=limit) for ranks in nodes]
+        self._node_group: dist.ProcessGroup = groups[rank // node_ranks]
         self._sizes = GPU_SIZES if device.DEVICE == "cuda" else CPU_SIZES
 
     def measure(self) -> RankRates:
@@ -161,15 +149,3 @@ class RateRank:
 
     def close(self) -> None:
         dist.destroy_process_group()
-
-
-def join(rank: int, num_ranks: int, node_ranks: int, address: Address, timeout_s: float) -> dist.ProcessGroup:
-    """Join the world of all ranks; returns the process group of this rank's node."""
-    device.use_loopback()
-    limit = timedelta(seconds=timeout_s)
-    store = PrefixStore("doctor", device.join_store(address, timeout_s))
-    dist.init_process_group(device.BACKEND, store=store, rank=rank, world_size=num_ranks, timeout=limit)
-    groups = [
-        dist.new_group([*range(first, first + node_ranks)], timeout=limit) for first in range(0, num_ranks, node_ranks)
-    ]
-    return groups[rank // node_ranks]  # type: ignore[return-value]

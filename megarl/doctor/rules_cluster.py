@@ -1,99 +1,162 @@
-"""Rules about differences between nodes: versions, clocks, environments, disks that are not shared. Pure."""
+"""Rules about several nodes, which should be alike, and about what a recipe needs of its nodes. Pure.
+
+`megarl.preflight.check` finds the recipe's own faults.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterator, Sequence
 
+from megarl.config import Recipe
+from megarl.config.hardware import Hardware
 from megarl.doctor.facts import NodeFacts
-from megarl.doctor.findings import Finding, Severity, on_node
+from megarl.doctor.findings import Finding, Problem, Severity, gb, of_node
 
 _SKEW_S, _SMALL_SKEW_S = 5.0, 0.5
 _ABSENT = "nothing"
 _ALL_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"  # 1: every process sees all GPUs and selects one by slot
+_FP8_CAPABILITY = (8, 9)  # Ada; Hopper has 9.0
+_HOST_SHARE, _DEVICE_SHARE = 0.9, 0.97  # of the memory in the hardware file: a node may have less, by its firmware
 
 
 def cluster_findings(nodes: Sequence[NodeFacts]) -> list[Finding]:
-    """The findings of these rules; for a single node only those about its clock, Ray's GPUs and its folders."""
-    each = chain.from_iterable(chain(_clock(node), _ray_gpus(node), _shared(node, nodes[0])) for node in nodes)
-    if len(nodes) < 2:
-        return [*each]
-    return [*each, *_versions(nodes), *_kinds(nodes), *_environments(nodes), *_no_fabric(nodes)]
+    """The findings about nodes of one cluster; for a single node only those about its clock, Ray's GPUs and folders."""
+    found: list[Finding] = []
+    for node in nodes:
+        found += of_node(node, _clock(node), _ray_gpus(node), _shared(node, nodes[0]))
+    if len(nodes) > 1:
+        found += _differences(nodes)
+        for node in nodes:
+            found += of_node(node, _no_fabric(node))
+    return found
 
 
-def _clock(node: NodeFacts) -> Iterator[Finding]:
+def recipe_findings(
+    recipe: Recipe, nodes: Sequence[NodeFacts], hardware: Hardware | None, checkpoint_bytes: int
+) -> list[Finding]:
+    """What nodes lack for a recipe. hardware: placement.hardware; checkpoint_bytes: of one checkpoint, 0 if unknown."""
+    problems = [*_places(recipe, nodes), *_checkpoints(recipe, nodes, checkpoint_bytes)]
+    found = [Finding(*problem) for problem in problems]
+    for node in nodes:
+        found += of_node(node, _card(node, hardware), _fp8(recipe, node))
+    return found
+
+
+def _clock(node: NodeFacts) -> Iterator[Problem]:
     sure = abs(node.clock_offset_s) - node.clock_error_s
-    if sure <= _SMALL_SKEW_S:
+    if sure > _SMALL_SKEW_S:
+        way = "ahead of" if node.clock_offset_s > 0 else "behind"
+        problem = f"{abs(node.clock_offset_s):.1f} s {way} the first node's: logs and files cannot be put in order"
+        severity = "fault" if sure > _SKEW_S else "warning"
+        yield severity, "clock", problem, "let chronyd or ntpd set it on every node"
+
+
+def _ray_gpus(node: NodeFacts) -> Iterator[Problem]:
+    if not node.gpus or node.ray_gpus is None:
         return
-    severity: Severity = "fault" if sure > _SKEW_S else "warning"
-    way = "ahead of" if node.clock_offset_s > 0 else "behind"
-    problem = f"{abs(node.clock_offset_s):.1f} s {way} the first node's: logs and files cannot be put in order"
-    yield on_node(node, severity, "clock", problem, "let chronyd or ntpd set it on every node")
-
-
-def _ray_gpus(node: NodeFacts) -> Iterator[Finding]:
-    if node.has_gpus and node.ray_gpus is not None and node.ray_gpus != len(node.gpus):
+    if node.ray_gpus != len(node.gpus):
         problem = f"Ray counts {node.ray_gpus} GPUs, nvidia-smi lists {len(node.gpus)}"
-        mend = "restart Ray there with --num-gpus, or mend the GPUs"
-        yield on_node(node, "fault", "Ray", problem, mend)
-    if node.has_gpus and node.ray_gpus is not None and node.environment.get(_ALL_GPUS) != "1":
+        yield "fault", "Ray", problem, "restart Ray there with --num-gpus, or mend the GPUs"
+    if node.environment.get(_ALL_GPUS) != "1":
         problem = "it is not 1 in Ray's environment: Ray hides all GPUs but one from each process"
-        mend = "export it before Ray is started there, or start Ray by scripts/ray_node.sh"
-        yield on_node(node, "fault", _ALL_GPUS, problem, mend)
+        yield "fault", _ALL_GPUS, problem, "export it before Ray is started there, or start Ray by scripts/ray_node.sh"
 
 
-def _shared(node: NodeFacts, first: NodeFacts) -> Iterator[Finding]:
+def _shared(node: NodeFacts, first: NodeFacts) -> Iterator[Problem]:
+    of_first = {folder.path for folder in first.folders if folder.exists}
     for folder in node.folders:
         where = f"{folder.path} ({folder.purpose})"
         if folder.is_shared is False:
-            problem, mend = "a file of the first node is not seen there", "name a folder on a disk that all nodes share"
-            yield on_node(node, "fault", where, problem, mend)
-        of_first = {other.path for other in first.folders if other.exists}
+            mend = "name a folder on a disk that all nodes share"
+            yield "fault", where, "a file of the first node is not seen there", mend
         if not folder.exists and folder.path in of_first and folder.is_shared is None:
-            problem, mend = "it is on the first node, and not there", "put it on a disk that all share, or copy it"
-            yield on_node(node, "fault", where, problem, mend)
+            mend = "put it on a disk that all share, or copy it"
+            yield "fault", where, "it is on the first node, and not there", mend
 
 
-def _versions(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
-    install = "install the same environment on all nodes"
-    for name in sorted({name for node in nodes for name in node.versions}):
-        yield from _unequal(nodes, name, lambda node, name=name: node.versions.get(name, _ABSENT), "fault", install)
-    yield from _unequal(nodes, "Python", lambda node: node.python, "fault", install)
-    yield from _unequal(nodes, "NCCL", lambda node: node.torch.nccl or _ABSENT, "fault", install)
-    yield from _unequal(nodes, "megarl", lambda node: f"source {node.source}", "fault", "copy one commit to all nodes")
-    yield from _unequal(nodes, "driver", lambda node: node.driver or _ABSENT, "warning", "install the same one")
+def _no_fabric(node: NodeFacts) -> Iterator[Problem]:
+    if node.gpus and not any(nic.is_up for nic in node.nics):
+        problem = "no RDMA card is up: between nodes NCCL uses TCP sockets"
+        yield "warning", "network", problem, "look at ibstat, or book nodes with cards"
 
 
-def _kinds(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
+def _differences(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
+    """What should be the same on all nodes: versions, the kind of GPUs, exported variables."""
+
+    def unequal(severity: Severity, where: str, mend: str, value: Callable[[NodeFacts], str]) -> Iterator[Finding]:
+        """A finding for each value but the most common one; in a tie the first node's counts as the most common."""
+        values = {node.address: value(node) for node in nodes}
+        (usual, count), *others = Counter(values.values()).most_common()
+        for other, _ in others:
+            who = tuple(address for address, found in values.items() if found == other)
+            problem = f"{other}, where {count} node{'s have' if count > 1 else ' has'} {usual}"
+            yield Finding(severity, where, problem, mend, who)
+
     def gpus(node: NodeFacts) -> str:
         names = sorted({gpu.name for gpu in node.gpus})
         return f"{len(node.gpus)} x {' and '.join(names)}" if names else _ABSENT
 
-    yield from _unequal(nodes, "GPUs", gpus, "warning", "book nodes of one kind: a run wants as many GPUs of each")
-
-
-def _environments(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
-    """Variables that differ between nodes, because they are exported on some nodes only."""
+    install = "install the same environment on all nodes"
+    for name in sorted({name for node in nodes for name in node.versions}):
+        yield from unequal("fault", name, install, lambda node, name=name: node.versions.get(name, _ABSENT))
+    yield from unequal("fault", "Python", install, lambda node: node.python)
+    yield from unequal("fault", "NCCL", install, lambda node: node.torch.nccl or _ABSENT)
+    yield from unequal("fault", "megarl", "copy one commit to all nodes", lambda node: f"source {node.source}")
+    yield from unequal("warning", "driver", "install the same one", lambda node: node.driver or _ABSENT)
+    yield from unequal("warning", "GPUs", "book nodes of one kind: a run wants as many GPUs of each", gpus)
     mend = "export the same on every node before Ray is started there (scripts/launch_env.sh)"
     for name in sorted({name for node in nodes for name in node.environment}):
-        yield from _unequal(nodes, name, lambda node, name=name: node.environment.get(name, _ABSENT), "warning", mend)
+        yield from unequal("warning", name, mend, lambda node, name=name: node.environment.get(name, _ABSENT))
 
 
-def _no_fabric(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
-    for node in nodes:
-        if node.has_gpus and not any(nic.is_up for nic in node.nics):
-            problem = "no RDMA card is up: between nodes NCCL uses TCP sockets"
-            yield on_node(node, "warning", "network", problem, "look at ibstat, or book nodes with cards")
+def _places(recipe: Recipe, nodes: Sequence[NodeFacts]) -> Iterator[Problem]:
+    """Too few nodes with the recipe's number of GPUs."""
+    placement, here = recipe.placement, len(nodes[0].gpus)
+    if placement.network == "loopback":
+        if 0 < here < placement.gpus:
+            problem = f"{placement.gpus} GPUs, and this machine has {here}"
+            yield "fault", "placement.gpus", problem, "set it to those there are, or placement.network to nodes"
+        return
+    wanted, each = -(-placement.gpus // placement.gpus_per_node), placement.gpus_per_node
+    fit = [node for node in nodes if node.ray_gpus == each]
+    if nodes[0].ray_gpus is not None and len(fit) < wanted:
+        problem = f"{placement.gpus} GPUs are {wanted} nodes of {each}, Ray has {len(fit)} with as many GPUs"
+        yield "fault", "placement.gpus", problem, "start Ray on more nodes, or correct placement.gpus_per_node"
 
 
-def _unequal(
-    nodes: Sequence[NodeFacts], where: str, value: Callable[[NodeFacts], str], severity: Severity, mend: str
-) -> Iterator[Finding]:
-    """A finding for each value other than the most common one; in a tie the first node's counts as the most common."""
-    values: Mapping[str, str] = {node.address: value(node) for node in nodes}
-    (usual, count), *others = Counter(values.values()).most_common()
-    for other, _ in others:
-        who = tuple(address for address, found in values.items() if found == other)
-        problem = f"{other}, where {count} node{'s have' if count > 1 else ' has'} {usual}"
-        yield Finding(severity, where, problem, mend, who)
+def _checkpoints(recipe: Recipe, nodes: Sequence[NodeFacts], checkpoint_bytes: int) -> Iterator[Problem]:
+    """A disk of run.dir that has no space for all kept checkpoints and the one that is being written."""
+    if not recipe.checkpoint.every or not checkpoint_bytes:
+        return
+    folder = next((folder for folder in nodes[0].folders if folder.purpose == "run.dir"), None)
+    needed = (recipe.checkpoint.keep + 1) * checkpoint_bytes
+    if folder and folder.total_bytes and folder.free_bytes < needed:
+        kept = f"{recipe.checkpoint.keep} checkpoints and one being written"
+        problem = f"{gb(folder.free_bytes)} free; {kept} take {gb(needed)}"
+        mend = "make room, lower checkpoint.keep, or name a folder on another disk"
+        yield "fault", f"{folder.path} (run.dir)", problem, mend
+
+
+def _card(node: NodeFacts, hardware: Hardware | None) -> Iterator[Problem]:
+    if hardware is None or not node.gpus:
+        return
+    name, memory = node.gpus[0].name, min((gpu.memory_bytes or 0) for gpu in node.gpus)
+    if not hardware.is_card(name):
+        problem = f"{hardware.name}, and the GPUs are {name}: a plan of this recipe is another card's"
+        mend = "name the file of this card, or write one with megarl doctor --measure"
+        yield "warning", "placement.hardware", problem, mend
+    elif memory and memory < _DEVICE_SHARE * hardware.memory_bytes:
+        problem = f"it plans with {gb(hardware.memory_bytes)} of a GPU, and one has {gb(memory)}"
+        yield "warning", "placement.hardware", problem, "correct memory_bytes in the file"
+    if node.host_bytes < _HOST_SHARE * hardware.host_bytes:
+        problem = f"it plans with {gb(hardware.host_bytes)} of host memory, and the node has {gb(node.host_bytes)}"
+        yield "warning", "placement.hardware", problem, "correct host_bytes in the file"
+
+
+def _fp8(recipe: Recipe, node: NodeFacts) -> Iterator[Problem]:
+    for gpu in node.gpus if recipe.rollout.engine.fp8 else ():
+        major, _, minor = gpu.compute_capability.partition(".")
+        if major.isdigit() and minor.isdigit() and (int(major), int(minor)) < _FP8_CAPABILITY:
+            problem = f"GPU {gpu.index} ({gpu.name}) has no float8 (compute capability {gpu.compute_capability})"
+            yield "fault", "rollout.engine.fp8", problem, "set it to false, or book newer GPUs"

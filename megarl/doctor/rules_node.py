@@ -1,124 +1,232 @@
-"""Rules about a node other than its GPUs: memory, limits, disks, ports, packages that every run needs. Pure."""
+"""Rules about one node: memory, limits, disks, ports, packages; GPUs with their driver, kernels and links. Pure."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from itertools import chain
 
-from megarl.doctor.facts import UNLIMITED, Folder, NodeFacts
-from megarl.doctor.findings import Finding, Severity, on_node
+from megarl.doctor.facts import UNLIMITED, NodeFacts
+from megarl.doctor.findings import Finding, Problem, gb, of_node
+from megarl.doctor.nvidia import slowdowns
 
-INSTALL = "install what requirements/gpu.txt names"
-_GB = 1e9
+_INSTALL = "install what requirements/gpu.txt names"
 _LEAST_SHM_BYTES = 2**30  # NCCL's and gloo's buffers of eight ranks, and Ray's smallest object store
 _MOST_STORE_BYTES = 2**35  # the bound of Ray's object store in megarl and scripts/ray_node.sh
-_LEAST_FILES, _GOOD_FILES = 4096, 65_536  # descriptors: each rank has a socket to each other rank, Ray several
-_LEAST_PROCESSES, _GOOD_PROCESSES = 4096, 32_768  # including threads: some hundreds for each rank and engine
+_LEAST = 4096  # open files, and processes with their threads
+_GOOD_FILES = 65_536  # descriptors: each rank has a socket to each other rank, Ray several
+_GOOD_PROCESSES = 32_768  # including threads: some hundreds for each rank and engine
 _FULL_BYTES, _LOW_BYTES = 10**9, 20 * 10**9  # for logs and sockets; for a run's logs and a compiler's caches
 _FEW_FILES = 1000
 _SLOW_BYTES_PER_S = 200e6  # a single old disk; a checkpoint of a 30B model takes half an hour
+_HELD_BYTES = 2 * 2**30  # used memory of a GPU before a run: more than the driver and a display use
 _NEEDED = ("torch", "megatron-core", "ray", "transformers", "sglang")
-_NEEDED_ON_GPUS = ("transformer-engine", "sglang-kernel", "torch-memory-saver")
+_NEEDED_ON_GPUS = {  # distribution -> (its module, the module's use in a run)
+    "transformer-engine": ("transformer_engine.pytorch", "TransformerEngine computes the training ranks' layers"),
+    "sglang-kernel": ("sgl_kernel", "SGLang's engines compute with its kernels"),
+    "torch-memory-saver": ("torch_memory_saver", "engines give their memory to the training ranks by it"),
+}
+_WHY = {  # a word of CUDA's error -> what to look at
+    "driver": "install a driver for this CUDA, or torch's build for the driver's",
+    "802": "start nvidia-fabricmanager, of the driver's own version",
+    "not yet initialized": "start nvidia-fabricmanager, of the driver's own version",
+}
 
 
 def node_findings(node: NodeFacts) -> list[Finding]:
-    """The findings of these rules."""
-    rules = (_shm, _memlock, _counts, _disks, _ports, _packages, _no_gpu)
-    return [*chain.from_iterable(rule(node) for rule in rules)]
+    """The findings about everything but GPUs; for a node without GPUs a note on what was not checked."""
+    return of_node(node, *(rule(node) for rule in (_shm, _memlock, _counts, _disks, _ports, _packages, _no_gpu)))
 
 
-def gb(num_bytes: float) -> str:
-    """Bytes as text, with two significant digits, in GB of 10^9 bytes."""
-    value = num_bytes / _GB
-    return f"{value:.0f} GB" if value >= 10 else f"{float(f'{value:.2g}'):g} GB"
+def gpu_findings(node: NodeFacts, local_layers: bool = False) -> list[Finding]:
+    """The findings about GPUs; for a node without them only that nvidia-smi fails.
+
+    local_layers: the recipe allows Megatron's own layers where TransformerEngine is missing.
+    """
+    if node.nvidia_smi:
+        mend = "look at dmesg, and whether the driver's module and library are of one version"
+        problem = f"it does not answer ({node.nvidia_smi})"
+        return [Finding("fault", "nvidia-smi", problem, mend, (node.address,))]
+    if not node.gpus:
+        return []
+    rules = (_torch, _attention, _each_gpu, _alike, _nvlink, _nics, _peer_memory)
+    return of_node(node, _kernels(node, local_layers), *(rule(node) for rule in rules))
 
 
-def _shm(node: NodeFacts) -> Iterator[Finding]:
+def _shm(node: NodeFacts) -> Iterator[Problem]:
     free, store = node.shm_free_bytes, min(_MOST_STORE_BYTES, node.host_bytes // 10)
     mend = "start the container with --shm-size=64g, or: mount -o remount,size=64g /dev/shm"
     if free < _LEAST_SHM_BYTES:
         least = gb(_LEAST_SHM_BYTES)
         problem = f"{gb(free)} of {gb(node.shm_total_bytes)} free; NCCL, gloo and Ray need {least} and more"
-        yield on_node(node, "fault", "/dev/shm", problem, mend)
+        yield "fault", "/dev/shm", problem, mend
     elif free < store:
         problem = f"{gb(free)} free, and Ray's object store wants {gb(store)}: the rest of it spills to the disk"
-        yield on_node(node, "warning", "/dev/shm", problem, mend)
+        yield "warning", "/dev/shm", problem, mend
 
 
-def _memlock(node: NodeFacts) -> Iterator[Finding]:
+def _memlock(node: NodeFacts) -> Iterator[Problem]:
     limit, cards = node.limits.memlock_bytes, sorted({nic.name for nic in node.nics if nic.is_up})
     if cards and limit != UNLIMITED:
         problem = f"{limit // 1024} KiB may be locked, and the RDMA cards ({', '.join(cards)}) lock all that they send"
         mend = "set it to unlimited: `* - memlock unlimited` in limits.conf, or --ulimit memlock=-1 of the container"
-        yield on_node(node, "fault", "memlock", problem, mend)
+        yield "fault", "memlock", problem, mend
 
 
-def _counts(node: NodeFacts) -> Iterator[Finding]:
-    limits = node.limits
-    yield from _count(node, "nofile", limits.num_files, _LEAST_FILES, _GOOD_FILES, "open files")
-    yield from _count(node, "nproc", limits.num_processes, _LEAST_PROCESSES, _GOOD_PROCESSES, "processes and threads")
+def _counts(node: NodeFacts) -> Iterator[Problem]:
+    for name, limit, good, what in (
+        ("nofile", node.limits.num_files, _GOOD_FILES, "open files"),
+        ("nproc", node.limits.num_processes, _GOOD_PROCESSES, "processes and threads"),
+    ):
+        if limit != UNLIMITED and limit < good:
+            problem = f"{limit} {what} at most, and a node of eight GPUs wants {good}"
+            mend = f"raise it before Ray is started: `* - {name} {good}` in limits.conf"
+            yield "fault" if limit < _LEAST else "warning", name, problem, mend
 
 
-def _count(node: NodeFacts, name: str, limit: int, least: int, good: int, what: str) -> Iterator[Finding]:
-    if limit == UNLIMITED or limit >= good:
-        return
-    severity: Severity = "fault" if limit < least else "warning"
-    problem = f"{limit} {what} at most, and a node of eight GPUs wants {good}"
-    yield on_node(node, severity, name, problem, f"raise it before Ray is started: `* - {name} {good}` in limits.conf")
-
-
-def _disks(node: NodeFacts) -> Iterator[Finding]:
+def _disks(node: NodeFacts) -> Iterator[Problem]:
     for folder in node.folders:
-        yield from _disk(node, folder)
+        where, speed = f"{folder.path} ({folder.purpose})", folder.write_bytes_per_s
+        if not folder.is_written:
+            continue
+        has_few_files = folder.free_files is not None and folder.free_files < _FEW_FILES
+        if folder.free_bytes < _FULL_BYTES or has_few_files:
+            files = "" if folder.free_files is None else f", {folder.free_files} files"
+            problem = f"the disk is full: {gb(folder.free_bytes)} of {gb(folder.total_bytes)} free{files}"
+            yield "fault", where, problem, "make room there, or name a folder on another disk"
+        elif folder.error:
+            yield "fault", where, f"nothing can be written ({folder.error})", "mend that, or name another folder"
+        elif folder.free_bytes < _LOW_BYTES:
+            yield "warning", where, f"{gb(folder.free_bytes)} free", "make room there before a long run"
+        if speed is not None and speed < _SLOW_BYTES_PER_S:
+            problem = f"{speed / 1e6:.0f} MB/s are written ({folder.file_system or 'unknown file system'})"
+            yield "warning", where, problem, "name a faster disk: a step waits for its checkpoint"
 
 
-def _disk(node: NodeFacts, folder: Folder) -> Iterator[Finding]:
-    where = f"{folder.path} ({folder.purpose})"
-    if not folder.is_written:
-        return
-    is_full = folder.free_bytes < _FULL_BYTES or folder.free_files is not None and folder.free_files < _FEW_FILES
-    if is_full:
-        files = "" if folder.free_files is None else f", {folder.free_files} files"
-        problem = f"the disk is full: {gb(folder.free_bytes)} of {gb(folder.total_bytes)} free{files}"
-        yield on_node(node, "fault", where, problem, "make room there, or name a folder on another disk")
-    elif folder.error:
-        yield on_node(
-            node, "fault", where, f"nothing can be written ({folder.error})", "mend that, or name another folder"
-        )
-    elif folder.free_bytes < _LOW_BYTES:
-        yield on_node(node, "warning", where, f"{gb(folder.free_bytes)} free", "make room there before a long run")
-    speed = folder.write_bytes_per_s
-    if speed is not None and speed < _SLOW_BYTES_PER_S:
-        problem = f"{speed / 1e6:.0f} MB/s are written ({folder.file_system or 'unknown file system'})"
-        yield on_node(node, "warning", where, problem, "name a faster disk: a step waits for its checkpoint")
-
-
-def _ports(node: NodeFacts) -> Iterator[Finding]:
+def _ports(node: NodeFacts) -> Iterator[Problem]:
+    mend = "end that, or name another port: ray start --port=..., or scripts/ray_node.sh: it takes a free one"
     for port in node.ports:
         if port.taken_by:
-            severity: Severity = "fault" if port.is_needed else "warning"
-            mend = "end that, or name another port: ray start --port=..., or scripts/ray_node.sh: it takes a free one"
-            yield on_node(node, severity, f"port {port.number}", f"taken by {port.taken_by}", mend)
+            severity = "fault" if port.is_needed else "warning"
+            yield severity, f"port {port.number}", f"taken by {port.taken_by}", mend
 
 
-def _packages(node: NodeFacts) -> Iterator[Finding]:
+def _packages(node: NodeFacts) -> Iterator[Problem]:
     for name in _NEEDED:
         if name not in node.versions:
-            yield on_node(node, "fault", name, "it is not installed", INSTALL)
+            yield "fault", name, "it is not installed", _INSTALL
     for name, pinned in node.pins.items():
         here = node.versions.get(name)
         if here and here.partition("+")[0] != pinned:
             problem = f"{here} is installed, and SGLang {node.versions.get('sglang', '')} is built for {pinned}"
-            yield on_node(node, "fault", name, problem, f"pip install {name}=={pinned}")
+            yield "fault", name, problem, f"pip install {name}=={pinned}"
 
 
-def _no_gpu(node: NodeFacts) -> Iterator[Finding]:
+def _no_gpu(node: NodeFacts) -> Iterator[Problem]:
     """A note on a machine without GPUs about the checks that were left out."""
-    if node.has_gpus or node.nvidia_smi:
+    if node.gpus or node.nvidia_smi:
         return
-    lacks = [f"{name} is not installed" for name in _NEEDED_ON_GPUS if name not in node.versions]
-    if not node.torch.cuda:
-        lacks.insert(0, "torch is a CPU build")
-    problem = "nvidia-smi lists none: driver, CUDA, NCCL, NVLink, clocks and kernels were not checked"
-    mend = f"nothing for a run on CPU; for one on GPUs: {', '.join(lacks)}" if lacks else "nothing for a run on CPU"
-    yield on_node(node, "note", "GPUs", problem, mend)
+    lacks = [] if node.torch.cuda else ["torch is a CPU build"]
+    lacks += [f"{name} is not installed" for name in _NEEDED_ON_GPUS if name not in node.versions]
+    mend = "nothing for a run on CPU" + (f"; for one on GPUs: {', '.join(lacks)}" if lacks else "")
+    yield "note", "GPUs", "nvidia-smi lists none: driver, CUDA, NCCL, NVLink, clocks and kernels were not checked", mend
+
+
+def _kernels(node: NodeFacts, local_layers: bool) -> Iterator[Problem]:
+    for distribution, (module, purpose) in _NEEDED_ON_GPUS.items():
+        if error := node.import_errors.get(module, ""):
+            severity, effect = "fault", f", and {purpose}"
+            if local_layers and distribution == "transformer-engine":
+                severity, effect = "warning", ": training uses Megatron's own layers, which are slower"
+            problem = f"it cannot be imported ({error}){effect}"
+            yield severity, distribution, problem, f"{_INSTALL}, for this torch and this CUDA"
+
+
+def _torch(node: NodeFacts) -> Iterator[Problem]:
+    torch, count = node.torch, len(node.gpus)
+    if torch.version and not torch.cuda:
+        problem = f"{torch.version} is a CPU build on a node with {count} GPUs: a run would train on the CPU, over gloo"
+        yield "fault", "torch", problem, f"{_INSTALL}: torch's build for CUDA"
+    elif _major(node.driver_cuda) and _major(torch.cuda) > _major(node.driver_cuda):
+        problem = f"{node.driver} runs CUDA {node.driver_cuda}, and torch {torch.version} is built for {torch.cuda}"
+        yield "fault", "driver", problem, "install a newer driver"
+    elif torch.error:
+        mend = next((mend for word, mend in _WHY.items() if word in torch.error), "look at nvidia-smi -q and dmesg")
+        yield "fault", "torch", f"CUDA does not start ({torch.error})", mend
+    elif torch.num_devices != count:
+        mend = "unset CUDA_VISIBLE_DEVICES where Ray is started, or mend the GPUs"
+        yield "fault", "torch", f"torch sees {torch.num_devices} of {count} GPUs", mend
+
+
+def _attention(node: NodeFacts) -> Iterator[Problem]:
+    errors = node.import_errors
+    if errors.get("flash_attn", "") and node.torch.cuda and not node.torch.cudnn:
+        problem = f"neither it ({errors['flash_attn']}) nor cuDNN: TransformerEngine's attention takes T x T memory"
+        yield "warning", "flash-attn", problem, f"{_INSTALL}: flash-attn or cuDNN"
+    if error := errors.get("flashinfer", ""):
+        problem = f"it cannot be imported ({error}): SGLang samples with torch, and MLA has no attention backend"
+        yield "warning", "flashinfer-python", problem, _INSTALL
+
+
+def _each_gpu(node: NodeFacts) -> Iterator[Problem]:
+    for gpu in node.gpus:
+        where = f"GPU {gpu.index} ({gpu.pci})"
+        if gpu.mig:
+            yield "fault", where, "it is cut into MIG instances", f"nvidia-smi -i {gpu.index} -mig 0"
+        if gpu.ecc_errors:
+            problem = f"{gpu.ecc_errors} uncorrected memory errors since the driver was loaded"
+            yield "fault", where, problem, "drain the node and have the GPU reset or replaced"
+        if reasons := slowdowns(gpu.clock_reasons or 0):
+            clocks = f"{gpu.sm_mhz:g} of {gpu.max_sm_mhz:g} MHz" if gpu.sm_mhz and gpu.max_sm_mhz else "clocks are down"
+            problem = f"{clocks} ({', '.join(reasons)}): all ranks wait for the slowest"
+            yield "warning", where, problem, "mend its cooling or power, or leave the node out"
+        if gpu.pcie_width and gpu.max_pcie_width and gpu.pcie_width < gpu.max_pcie_width:
+            problem = f"{gpu.pcie_width} of {gpu.max_pcie_width} PCIe lanes"
+            yield "warning", where, problem, "have the GPU reseated: offloading is slower in proportion"
+        if gpu.used_bytes and gpu.used_bytes > _HELD_BYTES:
+            mend = "end the processes that use it (see nvidia-smi), unless it is a run"
+            yield "warning", where, f"{gb(gpu.used_bytes)} are used already", mend
+
+
+def _alike(node: NodeFacts) -> Iterator[Problem]:
+    kinds = Counter(gpu.name for gpu in node.gpus)
+    if len(kinds) > 1:
+        unlike = ", ".join(f"{count} {name}" for name, count in kinds.items())
+        yield "warning", "GPUs", f"different models: {unlike}", "book nodes of one kind: all wait for the slowest"
+
+
+def _nvlink(node: NodeFacts) -> Iterator[Problem]:
+    """All pairs should have equally many NVLinks; PCIe between GPUs is slow for tensor and expert parallelism."""
+    rows = {name: row for name, row in node.topology.links.items() if name.startswith("GPU")}
+    links = {(first, other): kind for first, row in rows.items() for other, kind in row.items() if other[:3] == "GPU"}
+    kinds = Counter(links.values())
+    if kinds and not any(kind.startswith("NV") for kind in kinds):
+        problem = f"no NVLink between its {len(node.gpus)} GPUs ({', '.join(sorted(kinds))})"
+        yield "warning", "NVLink", problem, "keep train.tp and train.ep small, or book nodes with NVLink"
+    elif len(kinds) > 1:
+        usual = kinds.most_common(1)[0][0]
+        unlike = [pair for pair, kind in links.items() if kind != usual and int(pair[0][3:]) < int(pair[1][3:])]
+        odd = [f"{first}-{other} {links[first, other]}" for first, other in unlike]
+        problem = f"pairs of GPUs are joined unequally: most by {usual}, but {', '.join(odd[:8])}"
+        yield "warning", "NVLink", problem, "look at nvidia-smi nvlink -s: is a link down?"
+
+
+def _nics(node: NodeFacts) -> Iterator[Problem]:
+    down = [f"{nic.name}:{nic.port}" for nic in node.nics if not nic.is_up]
+    if down:
+        yield "warning", "network", f"links are down: {', '.join(down)}", "look at ibstat and the cables"
+    rates = Counter(nic.gbit_per_s for nic in node.nics if nic.is_up and nic.name in node.gpu_nics.values())
+    if len(rates) > 1:
+        speeds = ", ".join(f"{count} of {rate or 0:g} Gb/s" for rate, count in rates.items())
+        yield "warning", "network", f"the GPUs' cards are of unequal speed: {speeds}", "look at ibstat and the cables"
+    for problem in node.nic_faults:
+        yield "warning", "network", problem, "name the GPUs' cards in NCCL_IB_HCA, or mend the node's cards"
+
+
+def _peer_memory(node: NodeFacts) -> Iterator[Problem]:
+    if node.gpu_nics and not node.has_peermem and not node.has_open_driver:
+        problem = "neither nvidia_peermem nor open kernel modules (dmabuf): messages go through the host's memory"
+        yield "warning", "GPUDirect", problem, "modprobe nvidia_peermem, or install the driver's open modules"
+
+
+def _major(version: str) -> int:
+    return int(version.partition(".")[0]) if version else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.config import Recipe
-from megarl.tracking.secret_names import secrets_in
+from megarl.tracking.secrets import secrets_in
 from megarl.types import UserFault
 
 _MEND = "give the name of an environment variable instead, and let the function read that"

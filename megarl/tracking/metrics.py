@@ -37,24 +37,22 @@ def failed_share(groups: Sequence[GroupSummary]) -> float:
 
 
 def train_metrics(updates: Sequence[Statistics], room: str = "train") -> Metrics:
-    """The statistics of the policy's updates in one step by their published names; room: or `warm_start`.
+    """`update_metrics` of the policy; room: `train` or `warm_start`.
 
-    With several updates some are also there for each, as `train/loss/1`...
+    With several updates some statistics are also published for each update, as `train/loss/1`...
     """
-    metrics = _over_updates(updates, room)
+    metrics = update_metrics(updates, room)
     for number, update in enumerate(updates, start=1) if len(updates) > 1 else ():
         of_update = {statistic: values for statistic, values in update.items() if statistic.each_update}
-        metrics |= {f"{name}/{number}": value for name, value in _over_updates([of_update], room).items()}
+        metrics |= {f"{name}/{number}": value for name, value in update_metrics([of_update], room).items()}
     return metrics
 
 
-def critic_metrics(updates: Sequence[Statistics]) -> Metrics:
-    """The statistics of an auxiliary model's updates in one step by their published names."""
-    return _over_updates(updates, "critic")
+def update_metrics(updates: Sequence[Statistics], room: str) -> Metrics:
+    """The statistics of a model's updates in one step, reduced over the updates that have them, by published names.
 
-
-def _over_updates(updates: Sequence[Statistics], room: str) -> Metrics:
-    """Each statistic as its reduction says; updates without it do not count."""
+    room: the first part of the names; `critic` for auxiliary models.
+    """
     metrics: Metrics = {}
     for statistic in {statistic: None for update in updates for statistic in update}:
         reduction, values = statistic.reduction, [update[statistic] for update in updates if statistic in update]

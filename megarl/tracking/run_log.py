@@ -23,11 +23,11 @@ from megarl.config.yaml_text import options_comment
 from megarl.disk import folder_gone, writing
 from megarl.printable import json_line, one_line, printable
 from megarl.tracking.metrics import pick_samples
-from megarl.tracking.record_lines import checked, read_lines
+from megarl.tracking.record_lines import read_lines
+from megarl.tracking.secrets import without_secrets
 from megarl.tracking.trackers import Trackers
 from megarl.tracking.trackers.interface import State, TrackedRun, code_commit
-from megarl.tracking.trackers.withheld import without_secrets
-from megarl.types import EndedEarly, GroupSummary, Metrics, UserFault
+from megarl.types import EndedEarly, GroupSummary, Metrics, UserFault, UserFaults
 
 _PLAIN_WIDTH = 160  # of a log file, where rich would otherwise fold lines at 80
 _TABLE = ("eval/accuracy", "reward/mean", "reward/accuracy", "rollout/response_length_mean")
@@ -89,15 +89,19 @@ class RunLog:
     def __init__(self, recipe: Recipe, console: Console | None = None, *, resume: bool = False, step: int = -1) -> None:
         """resume: write on in the folder of this name, after the records up to `step`; -1: set its records aside."""
         self._recipe = recipe
-        self._console = console or _console()
+        own = Console()
+        self._console = console or (own if own.is_terminal else Console(width=_PLAIN_WIDTH))
         parent, name = Path(recipe.run.dir), recipe.run.name
         with writing(parent, f"the run's folder {name}"):
-            self.folder = _same_folder(parent, name) if resume else _new_folder(parent, name)
+            self.folder = parent / name if resume else _new_folder(parent, name)
+            self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(self.folder)
         if resume and step < 0:
             _set_aside(self.folder)
         self._history = self._begin(step)
-        self._trackers = Trackers(recipe.run.trackers, self._tracked(step + 1), self.say)
+        shown, commit = without_secrets(recipe.model_dump(mode="json")), code_commit() if recipe.run.trackers else ""
+        tracked = TrackedRun(self.folder.name, self.folder, recipe.run.project, shown, commit, first_step=step + 1)
+        self._trackers = Trackers(recipe.run.trackers, tracked, self.say)
         self._began = time.perf_counter()
         self._training_began: float | None = None
         self._first_step = max(step, 0) + 1
@@ -108,23 +112,22 @@ class RunLog:
     def _begin(self, step: int) -> list[Metrics]:
         """Write the recipe, and open records and samples, cut off after `step`; returns the records that stay."""
         records, samples = self.folder / "metrics.jsonl", self.folder / "samples.jsonl"
-        kept = checked([read_lines(records, step), read_lines(samples, step, only_numbers=False)])
+        faults: list[UserFault] = []
+        kept = [read_lines(records, step, faults), read_lines(samples, step, faults, only_numbers=False)]
+        if faults:
+            raise UserFaults(faults)
         with writing(self.folder, "recipe.yaml"):
             (self.folder / "recipe.yaml").write_text(self._recipe.dump_yaml(), encoding="utf-8")
         for file, lines in zip((records, samples), kept, strict=True):
             with writing(self.folder, file.name):
                 partial = file.with_suffix(".partial")
-                partial.write_bytes(b"".join(line.raw for line in lines))
+                partial.write_bytes(b"".join(raw for raw, _ in lines))
                 partial.replace(file)
         self._records_file = records.open("a", encoding="utf-8")
         self._own = os.fstat(self._records_file.fileno())
         self._samples_file = samples.open("a", encoding="utf-8")
-        return [_with_nans(line.record) for line in kept[0]]
-
-    def _tracked(self, first_step: int) -> TrackedRun:
-        recipe, project = without_secrets(self._recipe.model_dump(mode="json")), self._recipe.run.project
-        commit = code_commit() if self._recipe.run.trackers else ""
-        return TrackedRun(self.folder.name, self.folder, project, recipe, commit, first_step)
+        # JSON has null in place of numbers that are not finite.
+        return [{name: math.nan if it is None else it for name, it in record.items()} for _, record in kept[0]]
 
     def __enter__(self) -> RunLog:
         return self
@@ -298,12 +301,6 @@ def _new_folder(parent: Path, name: str) -> Path:
             number += 1
 
 
-def _same_folder(parent: Path, name: str) -> Path:
-    folder = parent / name
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
 def _locked(folder: Path) -> IO[str]:
     """The folder's lock file, locked: two processes of one run would overwrite each other's files."""
     lock = (folder / ".lock").open("w", encoding="utf-8")
@@ -331,16 +328,6 @@ def _state(error: BaseException | None) -> State:
     if error is None:
         return "finished"
     return "stopped" if isinstance(error, EndedEarly | KeyboardInterrupt) else "failed"
-
-
-def _with_nans(record: Mapping[str, float | None]) -> Metrics:
-    """A record with NaN for the null that JSON has in place of numbers that are not finite."""
-    return {name: math.nan if value is None else value for name, value in record.items()}
-
-
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=_PLAIN_WIDTH)
 
 
 def _clock(seconds: float) -> str:

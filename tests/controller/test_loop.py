@@ -96,7 +96,7 @@ class Fleet:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A run of the quickstart's recipe with these overrides."""
-    monkeypatch.setattr(stages, "critic_metrics", lambda updates: {"critic/loss": 1.0})
+    monkeypatch.setattr(stages, "update_metrics", lambda updates, room: {"critic/loss": 1.0})
 
     def make(*overrides: str) -> tuple[Run, Fleet]:
         recipe = load_recipe(QUICKSTART, ["rollout.prompts_per_step=2", "run.steps=9", *overrides])

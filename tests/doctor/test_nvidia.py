@@ -1,12 +1,14 @@
-"""The words of nvidia-smi, in the formats that NVIDIA documents."""
+"""The words of nvidia-smi, in the formats that NVIDIA documents, from programs of that name too."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from megarl.doctor import nvidia
 from megarl.doctor.facts import Gpu, Topology
-from tests.doctor.nodes import BUSES, SMI_HEAD, smi_csv, smi_topology
+from tests.doctor.nodes import BUSES, SMI_HEAD, fake_smi, smi_csv, smi_topology
 
 
 def test_a_line_is_a_gpu_in_bytes_and_by_its_pci_address() -> None:
@@ -84,3 +86,37 @@ def test_cards_by_name_as_older_drivers_have_them() -> None:
 )
 def test_only_what_slows_a_machine_down_counts(mask: int, count: int) -> None:
     assert len(nvidia.slowdowns(mask)) == count
+
+
+def test_gpus_topology_and_driver_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_smi(tmp_path, monkeypatch, smi_csv(), smi_topology(), SMI_HEAD)
+    proc = tmp_path / "proc"
+    (proc / "driver/nvidia").mkdir(parents=True)
+    (proc / "modules").write_text("nvidia_peermem_not 1 0\nnvidia_peermem 16384 0 - Live 0x0\nnvidia 1 2\n")
+    (proc / "driver/nvidia/version").write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06\n")
+    found = nvidia.gpu_facts(proc)
+    assert (found.nvidia_smi, found.driver, found.driver_cuda) == ("", "580.65.06", "13.0")
+    assert [gpu.pci[5:7] for gpu in found.gpus] == [*BUSES]
+    assert found.topology.links["GPU0"]["GPU1"] == "NV8"
+    assert found.has_peermem and found.has_open_driver
+    bare = nvidia.gpu_facts(tmp_path / "nothing")
+    assert not bare.has_peermem and not bare.has_open_driver
+
+
+def test_an_older_driver_is_asked_by_the_older_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_smi(tmp_path, monkeypatch, smi_csv(), smi_topology(), SMI_HEAD, refused=nvidia.REASONS)
+    assert len(nvidia.gpu_facts(tmp_path).gpus) == 8
+
+
+def test_a_driver_that_does_not_answer_is_told_in_its_own_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "Failed to initialize NVML: Driver/library version mismatch"
+    fake_smi(tmp_path, monkeypatch, "", "", "", fails=said)
+    found = nvidia.gpu_facts(tmp_path)
+    assert (found.nvidia_smi, found.gpus) == (said, ())
+
+
+def test_without_the_program_there_is_nothing_to_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert nvidia.gpu_facts(tmp_path).gpus == () and nvidia.gpu_facts(tmp_path).nvidia_smi == ""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megarl.doctor import packages
-from megarl.doctor.rules_gpu import gpu_findings
+from megarl.doctor.rules_node import gpu_findings
 from tests.doctor.nodes import sound
 
 

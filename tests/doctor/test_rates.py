@@ -11,9 +11,9 @@ import pytest
 from megarl.config.hardware import Hardware, load_hardware
 from megarl.device import Address, address_of, host_store
 from megarl.doctor import rates
-from megarl.doctor.hardware_file import base_of, hardware_text
-from megarl.doctor.measure import laggards
-from megarl.doctor.rates import RankRates, RateRank, Sizes
+from megarl.doctor.facts import RankRates
+from megarl.doctor.measure import base_of, hardware_text, laggards
+from megarl.doctor.rates import RateRank, Sizes
 from tests import forked
 from tests.doctor.nodes import sound
 

@@ -9,10 +9,9 @@ import pytest
 
 from megarl.doctor import nvidia
 from megarl.doctor.facts import Folder, Nic, NodeFacts, Port, ProcessLimits, Torch
-from megarl.doctor.findings import Finding, merged
+from megarl.doctor.findings import Finding, gb, merged
 from megarl.doctor.rules_cluster import cluster_findings
-from megarl.doctor.rules_gpu import gpu_findings
-from megarl.doctor.rules_node import gb, node_findings
+from megarl.doctor.rules_node import gpu_findings, node_findings
 from tests.doctor.nodes import smi_csv, smi_topology, sound
 
 GPUS = sound().gpus

@@ -13,7 +13,7 @@ from megarl.config.hardware import load_hardware
 from megarl.config.loading import load_recipe
 from megarl.doctor.facts import Folder
 from megarl.doctor.findings import Finding
-from megarl.doctor.rules_recipe import recipe_findings
+from megarl.doctor.rules_cluster import recipe_findings
 from tests.doctor.nodes import sound
 
 ROOT = Path(__file__).parents[2]

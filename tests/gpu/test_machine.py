@@ -41,10 +41,10 @@ def test_hidden_gpus_are_a_fault_and_a_wish_for_the_cpu_is_none() -> None:
 @needs_gpu
 def test_nvidia_smi_is_understood() -> None:
     pytest.importorskip("pydantic", reason="the doctor is tested where everything is installed")
-    from megarl.doctor.gpus import gpu_facts
+    from megarl.doctor.nvidia import gpu_facts
 
     found = gpu_facts()
-    assert found.error == ""
+    assert found.nvidia_smi == ""
     assert re.fullmatch(r"\d+\.\d+(\.\d+)?", found.driver) and found.driver_cuda
     names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
     assert names <= {gpu.name for gpu in found.gpus}

@@ -8,8 +8,7 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.preflight.secrets import secret_faults
-from megarl.tracking.secret_names import is_secret
-from megarl.tracking.trackers.withheld import without_secrets
+from megarl.tracking.secrets import is_secret, without_secrets
 
 VALUE = "s3cr3t-of-mine"
 SECRETS = [

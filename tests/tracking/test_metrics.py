@@ -26,12 +26,12 @@ from megarl.algos.statistics import (
     over_tokens,
 )
 from megarl.tracking.metrics import (
-    critic_metrics,
     eval_metrics,
     failed_share,
     pick_samples,
     rollout_metrics,
     train_metrics,
+    update_metrics,
 )
 from megarl.types import GroupSummary
 
@@ -100,7 +100,7 @@ def test_train_metrics_of_several_updates() -> None:
         "train/tokens/1": 6.0,
         "train/tokens/2": 2.0,
     }
-    assert not any("/1" in name for name in critic_metrics([first, second]))
+    assert not any("/1" in name for name in update_metrics([first, second], "critic"))
 
 
 def test_a_warm_starts_updates_have_a_room_of_their_own() -> None:
@@ -164,11 +164,11 @@ def test_what_a_critics_values_explain_of_the_returns() -> None:
     """Returns 0, 1, 1, 2 (variance 1/2); values 0.5 too low for two of them: the errors' variance is 1/16."""
     update: Statistics = {LOSS: (0.3,), GRAD_NORM: (2.0,), CLIPPED: (1.0, 4.0), VALUE: (3.0, 4.0), RETURN: (4.0, 4.0)}
     update[EXPLAINED_VARIANCE] = (4.0, 6.0, 1.0, 0.5, 4.0)
-    found = critic_metrics([update, update])
+    found = update_metrics([update, update], "critic")
     assert found["critic/explained_variance"] == pytest.approx(1 - (0.125 - 0.0625) / 0.5)
     assert (found["critic/loss"], found["critic/clipped"], found["critic/value_mean"]) == (0.3, 0.25, 0.75)
     flat: Statistics = {EXPLAINED_VARIANCE: (4.0, 4.0, 1.0, 0.5, 4.0)}
-    assert critic_metrics([flat]) == {"critic/explained_variance": 0.0}, "nothing to explain"
+    assert update_metrics([flat], "critic") == {"critic/explained_variance": 0.0}, "nothing to explain"
 
 
 def test_the_effective_sample_size_is_a_share_of_the_tokens() -> None:

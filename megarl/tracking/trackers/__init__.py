@@ -6,17 +6,19 @@ failures and delays. Keys of the services come only from their clients' own envi
 
 from __future__ import annotations
 
+import queue
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from threading import Thread
 
-from megarl.printable import printable
+from megarl.printable import one_line, printable
+from megarl.tracking.secrets import redacted
 from megarl.tracking.trackers.interface import SampleRow, State, TrackedRun, Tracker
 from megarl.tracking.trackers.mlflow_run import MlflowRun
 from megarl.tracking.trackers.tensorboard_file import TensorboardFile
 from megarl.tracking.trackers.wandb_run import WandbRun
-from megarl.tracking.trackers.writer import Writer, reason
 from megarl.types import Metrics
 
 TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
@@ -27,6 +29,9 @@ TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
 END_S = 60.0  # how long the end of a run waits for all trackers together
 EARLY_END_S = 7.0  # the same for a run that is stopped or fails: Slurm kills all processes 30 s after its signal
 _LAST_S, _EARLY_LAST_S = 10.0, 1.0  # how long abandoned trackers may then take, together
+_MOST_WAITING = 1000  # writes in the queue of a tracker; further ones are dropped
+
+_Call = tuple[str, Callable[[], None]]  # (description of the write, function that writes)
 
 
 class Trackers:
@@ -35,28 +40,26 @@ class Trackers:
     def __init__(self, names: Sequence[str], run: TrackedRun, say: Callable[[str], None], end_s: float = END_S) -> None:
         """say: prints a line for the user; called from several threads."""
         self._end_s = end_s
-        self._open: dict[str, tuple[Tracker, Writer]] = {}
+        self._writers: list[Writer] = []
         for name in dict.fromkeys(names):
             try:
                 tracker = TRACKERS[name](run)
             except Exception as error:  # raised by the client's import or start
-                say(f"{name}: it does not start, and the run goes on without it ({reason(error)})")
+                say(f"{name}: it does not start, and the run goes on without it ({_reason(error)})")
             else:
-                self._open[name] = tracker, Writer(name, tracker, say)
+                self._writers.append(Writer(name, tracker, say))
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Send a step's numbers, all but `step` itself."""
         numbers = {name: value for name, value in metrics.items() if name != "step"}
-        for tracker, writer in self._open.values():
-            if numbers:
-                writer.put(f"step {step}", partial(tracker.log, step, numbers))
+        for writer in self._writers if numbers else ():
+            writer.put(f"step {step}", partial(writer.tracker.log, step, numbers))
 
     def table(self, step: int, samples: Sequence[SampleRow]) -> None:
         """Send a step's samples; hidden characters of their text are escaped."""
         rows = [{key: printable(it) if isinstance(it, str) else it for key, it in row.items()} for row in samples]
-        for tracker, writer in self._open.values():
-            if rows:
-                writer.put(f"the samples of step {step}", partial(tracker.table, step, rows))
+        for writer in self._writers if rows else ():
+            writer.put(f"the samples of step {step}", partial(writer.tracker.table, step, rows))
 
     def close(self, state: State) -> None:
         """Send all remaining writes and the run's state, within a time limit whatever a tracker waits for.
@@ -65,8 +68,7 @@ class Trackers:
         """
         wait_s, last_s = (self._end_s, _LAST_S) if state == "finished" else (EARLY_END_S, _EARLY_LAST_S)
         deadline = time.monotonic() + min(wait_s, self._end_s)
-        writers = [writer for _, writer in self._open.values()]
-        self._open = {}
+        writers, self._writers = self._writers, []
         with ExitStack() as cleanup:  # it runs all callbacks even if a signal interrupts one
             cleanup.callback(self._wait_for_last, writers, last_s)
             for writer in writers:
@@ -82,3 +84,69 @@ class Trackers:
         deadline = time.monotonic() + last_s
         for writer in writers:
             writer.join(deadline)
+
+
+class Writer:
+    """Calls one tracker, so that neither its network nor its errors reach the run.
+
+    The thread is a daemon: a call that never returns does not keep the process from ending.
+    """
+
+    def __init__(self, name: str, tracker: Tracker, say: Callable[[str], None]) -> None:
+        self._name, self.tracker, self._say = name, tracker, say
+        self._calls: queue.Queue[_Call | None] = queue.Queue()
+        self._has_failed = False
+        self._thread = Thread(target=self._work, name=f"tracker {name}", daemon=True)
+        self._thread.start()
+
+    def put(self, what: str, call: Callable[[], None]) -> None:
+        """Queue a write; returns at once."""
+        if self._calls.qsize() >= _MOST_WAITING:
+            self._fail(f"{what} is left out, {_MOST_WAITING} writes are waiting already")
+        elif self._thread.is_alive():  # it has ended if the tracker could not be opened
+            self._calls.put((what, call))
+
+    def end(self, state: State) -> None:
+        """Queue the run's end after all waiting writes; returns at once."""
+        self._calls.put(("the end of the run", lambda: self.tracker.close(state)))
+        self._calls.put(None)
+
+    def join(self, deadline: float) -> None:
+        """Wait until everything is written, or until the deadline by time.monotonic."""
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+
+    def leave(self) -> None:
+        """Abandon the tracker if it has not finished."""
+        if self._thread.is_alive():
+            try:
+                self._fail("it does not finish, and is abandoned so that the run can end")
+            finally:
+                self.tracker.abandon()
+
+    def _work(self) -> None:
+        try:
+            where = self.tracker.open()
+        except Exception as error:
+            self._fail(f"it does not open, and the run goes on without it ({_reason(error)})")
+            self.tracker.abandon()
+            return
+        if where:
+            self._say(f"{self._name}: {redacted(where)}")
+        while found := self._calls.get():
+            what, call = found
+            try:
+                call()
+            except Exception as error:
+                self._fail(f"{what} is not written, and the run goes on ({_reason(error)})")
+
+    def _fail(self, problem: str) -> None:
+        """Report the first failure only; later writes are still tried."""
+        if not self._has_failed:
+            self._has_failed = True
+            self._say(f"{self._name}: {problem}; metrics.jsonl has everything")
+
+
+def _reason(error: BaseException) -> str:
+    """The type and the first line of an error as one line, without secrets."""
+    lines = str(error).strip().splitlines() or [""]
+    return one_line(redacted(f"{type(error).__name__}: {lines[0]}".removesuffix(": ")))

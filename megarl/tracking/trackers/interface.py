@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -31,17 +31,12 @@ class TrackedRun:
     commit: str
     first_step: int
 
-    def known_id(self, tracker: str) -> str | None:
-        """The tracker's id of this run, from an earlier start; None at the first."""
-        file = self._id_file(tracker)
-        return file.read_text(encoding="utf-8").strip() if file.exists() else None
-
-    def keep_id(self, tracker: str, text: str) -> None:
-        """Write the tracker's id into the run's folder, for --resume. Raises OSError."""
-        self._id_file(tracker).write_text(f"{text}\n", encoding="utf-8")
-
-    def _id_file(self, tracker: str) -> Path:
-        return self.folder / f"{tracker}.id"
+    def id_of(self, tracker: str, new: Callable[[], str]) -> str:
+        """The tracker's id of this run: at the first start a new one, kept in the run's folder. Raises OSError."""
+        file = self.folder / f"{tracker}.id"
+        if not file.exists():
+            file.write_text(f"{new()}\n", encoding="utf-8")
+        return file.read_text(encoding="utf-8").strip()
 
 
 class Tracker(Protocol):
@@ -70,9 +65,8 @@ class Tracker(Protocol):
     def abandon(self) -> None:
         """Release everything that would keep this process from ending, after `open` failed or while a call hangs.
 
-        Raises nothing, and waits for no network.
+        Raises nothing, and waits for no network. Most trackers have nothing of the kind.
         """
-        ...
 
 
 def code_commit() -> str:

@@ -13,14 +13,14 @@ from typing import Any
 
 import yaml
 
-from megarl.tracking.trackers.interface import SampleRow, State, TrackedRun
+from megarl.tracking.trackers.interface import SampleRow, State, TrackedRun, Tracker
 from megarl.types import Metrics
 
 _STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 _MOST_PARAMS = 100  # in one request; MLflow's own limit
 
 
-class MlflowRun:
+class MlflowRun(Tracker):
     """One run of MLflow, whose id is in the run's folder.
 
     MLflow cannot remove numbers: for a step that is repeated after --resume the later ones count.
@@ -38,18 +38,14 @@ class MlflowRun:
 
     def open(self) -> str:
         run, client = self._run, self._client
-        known = run.known_id("mlflow")
-        if known is None:
-            known = self._begin()
-            run.keep_id("mlflow", known)
-        else:  # the parameters of its first start stay, because MLflow cannot change them
-            client.update_run(known, status="RUNNING")
-        self._id = known
-        client.log_text(known, yaml.safe_dump(dict(run.recipe), sort_keys=False), "recipe.yaml")
-        client.set_tag(known, "mlflow.source.git.commit", run.commit)
-        return f"this run is {known} in {client.tracking_uri}"
+        self._id = run.id_of("mlflow", self._begin)
+        client.update_run(self._id, status="RUNNING")  # an earlier start has set another status
+        client.log_text(self._id, yaml.safe_dump(dict(run.recipe), sort_keys=False), "recipe.yaml")
+        client.set_tag(self._id, "mlflow.source.git.commit", run.commit)
+        return f"this run is {self._id} in {client.tracking_uri}"
 
     def _begin(self) -> str:
+        """Create the run with its parameters, which MLflow cannot change at a later start; returns its id."""
         client, name = self._client, self._run.project or os.environ.get("MLFLOW_EXPERIMENT_NAME", "megarl")
         experiment = client.get_experiment_by_name(name)
         number = experiment.experiment_id if experiment else client.create_experiment(name)
@@ -72,8 +68,6 @@ class MlflowRun:
 
     def close(self, state: State) -> None:
         self._client.set_terminated(self._id, status=_STATUS[state])
-
-    def abandon(self) -> None: ...
 
 
 def _name(text: str) -> str:

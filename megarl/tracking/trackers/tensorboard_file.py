@@ -10,11 +10,11 @@ from typing import Any
 
 import yaml
 
-from megarl.tracking.trackers.interface import SampleRow, State, TrackedRun
+from megarl.tracking.trackers.interface import SampleRow, State, TrackedRun, Tracker
 from megarl.types import Metrics
 
 
-class TensorboardFile:
+class TensorboardFile(Tracker):
     """A new event file in the folder `events`, with a name that TensorBoard recognises."""
 
     def __init__(self, run: TrackedRun) -> None:
@@ -61,8 +61,6 @@ class TensorboardFile:
 
     def close(self, state: State) -> None:
         self._file.close()
-
-    def abandon(self) -> None: ...
 
     def _strings(self, step: int, tag: str, table: list[list[str]]) -> None:
         """Write text; TensorBoard shows several rows as a table with the first row as its head."""

@@ -50,13 +50,10 @@ class WandbRun:
 
     def open(self) -> str:
         run = self._tracked
-        known = run.known_id("wandb")
-        if known is None:
-            run.keep_id("wandb", known := secrets.token_hex(8))
         self._run = self._wandb.init(
             project=run.project or os.environ.get("WANDB_PROJECT", "megarl"),
             name=run.name,
-            id=known,
+            id=run.id_of("wandb", lambda: secrets.token_hex(8)),
             resume="allow" if run.first_step else None,
             dir=os.environ.get("WANDB_DIR", str(run.folder)),
             config={**run.recipe, "commit": run.commit},

@@ -16,10 +16,9 @@ import pytest
 
 from megarl.tracking import trackers as trackers_module
 from megarl.tracking.run_log import RunLog
-from megarl.tracking.trackers import TRACKERS, Trackers
+from megarl.tracking.trackers import TRACKERS, Trackers, Writer
 from megarl.tracking.trackers.interface import SampleRow, State, code_commit
 from megarl.tracking.trackers.wandb_run import WandbRun
-from megarl.tracking.trackers.writer import Writer
 from megarl.types import EndedEarly, Metrics
 from tests.tracking.test_metrics import group
 from tests.tracking.test_run_log import json_lines, plain, recipe_in

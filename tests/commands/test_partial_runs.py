@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megarl.checkpoints.snapshots import Snapshots
-from megarl.commands.convert import find
+from megarl.commands.partial_runs import find_snapshot
 from megarl.config.loading import load_recipe
 from megarl.controller.saver import FOLDER, Progress
 from megarl.parallel.hf_config import model_shape
@@ -34,8 +34,8 @@ def made(tiny_model: Path, tmp_path: Path) -> Any:
 
 def test_the_newest_or_the_one_that_is_asked_for(made: Any) -> None:
     recipe, run = made
-    assert find(recipe, run, run / "out", None, pytest.fail).step == 8
-    assert find(recipe, run, run / "out", 4, pytest.fail).step == 4
+    assert find_snapshot(recipe, run, run / "out", None, pytest.fail).step == 8
+    assert find_snapshot(recipe, run, run / "out", 4, pytest.fail).step == 4
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_one_that_is_not_there_or_damaged(made: Any, step: int, damage: str, tol
     said: list[str] = []
     (run / "out").mkdir()
     with pytest.raises(UserFaults) as caught:
-        find(recipe, run, run / "out", step, said.append)
+        find_snapshot(recipe, run, run / "out", step, said.append)
     assert [str(one) for one in caught.value.faults] == [
         f"{run}/out: exists already; name another folder",
         f"{run / FOLDER}: {told}",

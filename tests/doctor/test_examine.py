@@ -14,9 +14,8 @@ from megarl.config.hardware import load_hardware
 from megarl.config.loading import load_recipe
 from megarl.device import listening_socket
 from megarl.doctor import measure
-from megarl.doctor.findings import Finding
-from megarl.doctor.report import Report
-from megarl.doctor.visit import Asked, _measured, _token_findings
+from megarl.doctor.examine import _measured, _token_findings
+from megarl.doctor.findings import Finding, Report
 from tests.doctor.nodes import SMI_HEAD, fake_smi, smi_csv, smi_topology, sound
 from tests.doctor.test_rates import gpu
 
@@ -125,5 +124,5 @@ def test_a_recipe_with_another_cards_file_is_measured_beside_the_cards_own(
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(measure, "measure", lambda *_: ([gpu(device_name="NVIDIA H200")], []))
     recipe, file = load_recipe(QUICKSTART, ["placement.hardware=recipes/hardware/h20.yaml"]), tmp_path / "mine.yaml"
-    assert _measured(Asked(recipe, hardware_file=file), [sound()], False, [], print)
+    assert _measured(recipe, file, [sound()], [], print)
     assert load_hardware(file).name == "H200"

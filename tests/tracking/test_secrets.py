@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.config.loading import load_recipe
-from megarl.tracking.trackers.withheld import redacted, without_secrets
+from megarl.tracking.secrets import redacted, without_secrets
 from tests.tracking.test_run_log import QUICKSTART
 
 
