@@ -136,7 +136,7 @@ def convert(
 
         check_convert(recipe)
 
-        from megarl.commands.partial_runs import convert_snapshot, find_snapshot
+        from megarl.commands.convert import convert_snapshot, find_snapshot
 
         convert_snapshot(recipe, find_snapshot(recipe, run, out, step, show), out, show)
 
@@ -275,7 +275,7 @@ def _train_from(recipe: Recipe, *, samples: Path, resume: bool) -> None:
 
     file = check_samples(recipe, samples)
 
-    from megarl.commands.partial_runs import train_from
+    from megarl.commands.from_files import train_from
     from megarl.tracking.run_log import RunLog
 
     with RunLog(recipe) as log:
@@ -288,7 +288,7 @@ def _rollout(recipe: Recipe, *, out: Path) -> None:
 
     inputs = check_rollout(recipe, out)
 
-    from megarl.commands.partial_runs import roll_out
+    from megarl.commands.from_files import roll_out
     from megarl.tracking.run_log import RunLog
 
     with RunLog(recipe) as log:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megarl.checkpoints.snapshots import Snapshots
-from megarl.commands.partial_runs import find_snapshot
+from megarl.commands.convert import find_snapshot
 from megarl.config.loading import load_recipe
 from megarl.controller.saver import FOLDER, Progress
 from megarl.parallel.hf_config import model_shape

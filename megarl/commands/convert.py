@@ -1,0 +1,52 @@
+"""A checkpoint of a run as a Hugging Face folder: the training ranks load it, in any layout, and write it together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from megarl.checkpoints.snapshots import Snapshot, Snapshots
+from megarl.cluster.session import Cluster
+from megarl.config import Recipe
+from megarl.controller.saver import FOLDER, model_faults
+from megarl.fleet.fleet import training_fleet
+from megarl.parallel.roles import resolve
+from megarl.types import UserFault, UserFaults
+
+
+def find_snapshot(recipe: Recipe, run: Path, out: Path, step: int | None, say: Callable[[str], None]) -> Snapshot:
+    """The checkpoint to convert: of `step`, or the newest good one of the run in the folder `run`.
+
+    Raises UserFaults: there is none, it is of another model than the recipe's, `out` cannot be written.
+    """
+    faults = []
+    parent = out.absolute().parent
+    if out.exists() or not (parent.is_dir() and os.access(parent, os.W_OK)):
+        problem = "exists already" if out.exists() else f"{parent} is not a folder to write to"
+        faults.append(UserFault(str(out), problem, "name another folder"))
+    found = Snapshots(run / FOLDER, say).newest(step)
+    if found is None:
+        which = "whole checkpoint" if step is None else f"whole checkpoint of step {step}"
+        mend = "name another run" if step is None else "leave --step out for the newest"
+        faults.append(UserFault(str(run / FOLDER), f"there is no {which}", mend))
+    else:
+        faults += model_faults(found, recipe)
+    if found is None or faults:
+        raise UserFaults(faults)
+    return found
+
+
+def convert_snapshot(recipe: Recipe, snapshot: Snapshot, out: Path, say: Callable[[str], None]) -> None:
+    """Write the weights with the configuration and the tokenizer of model.path; `out` gets its name when all is there.
+
+    Raises WorkerFailed when a training rank fails.
+    """
+    roles = resolve(recipe, learns=False)
+    with Cluster(roles.num_training_slots, recipe.placement.node_gpus, recipe.run.timeout_s, say) as cluster:
+        say("starting training ranks")
+        trainers = training_fleet(cluster, roles).trainers
+        trainers.load_weights(snapshot.folder.absolute())
+        trainers.export(out.absolute())
+    say(f"{snapshot.folder} is a Hugging Face checkpoint in {out}")
+
