@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Style, types and tests; arguments go to pytest, e.g. bash scripts/test.sh -m "not slow"
+# Style, types and tests, the end-to-end runs beside all others; arguments go to one pytest in place of these two,
+# e.g. bash scripts/test.sh -m "not slow"
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 
 # Some tests need programs that pip does not have, and skip without them.
@@ -24,5 +25,19 @@ say "ruff check"
 ruff check .
 say "pyright"
 pyright --pythonpath "$VENV/bin/python"
-say "pytest $*"
-exec python -m pytest "$@"
+if (($#)) || [[ $device == cuda ]]; then # two would share the GPUs
+    say "pytest $*"
+    exec python -m pytest "$@"
+fi
+folder=$(mktemp -d /tmp/tests-XXXX) # of both: what libraries leave among the temporary files goes with it
+mkdir "$folder/a" "$folder/b"
+say "pytest tests/end_to_end, told after the others"
+TMPDIR=$folder/a python -m pytest -p no:cacheprovider tests/end_to_end >"$folder/runs.log" 2>&1 &
+runs=$!
+trap 'kill "$runs" 2>/dev/null || true; wait "$runs" || true; rm -rf "$folder"' EXIT
+say "pytest, all others"
+TMPDIR=$folder/b python -m pytest --ignore=tests/end_to_end && code=0 || code=$?
+say "waiting for tests/end_to_end"
+wait "$runs" || code=$?
+cat "$folder/runs.log"
+exit "$code"

@@ -18,6 +18,9 @@ from megarl.cluster.actor import Pulses, Worker, answers, ray_nodes
 from megarl.cluster.session import Cluster, WorkerFailed, bundles_by_address
 from megarl.config import PlacementConfig
 from megarl.types import UserFault
+from tests.leftovers import left_since, shared_files
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 BOUND_S = 5.0  # of a silence; the machine may be busy
@@ -260,15 +263,10 @@ with Cluster(2) as cluster:
 """
 
 
-def _files() -> set[str]:
-    return {*os.listdir("/dev/shm"), *(name for name in os.listdir("/tmp") if name.startswith("megarl-"))}
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("how", "last_line"), [("kill", "rank 0: its process died"), ("SIGINT", ""), ("SIGTERM", "")])
 def test_a_death_or_an_interrupt_ends_the_session_and_leaves_nothing(how: str, last_line: str, tmp_path: Path):
     before = set(psutil.pids())
-    files_before = _files()
+    files_before = shared_files()
     path = f"{ROOT}:{ROOT / 'tests' / 'cluster'}"
     environment = {**os.environ, "PYTHONPATH": path, "MEGARL_TEST": str(tmp_path)}
     done = subprocess.run(
@@ -278,7 +276,7 @@ def test_a_death_or_an_interrupt_ends_the_session_and_leaves_nothing(how: str, l
     assert said[-2:] == (["False", last_line] if last_line else [])
     assert (done.returncode == 0) == (how == "kill"), done.stderr
     assert ("KeyboardInterrupt" in done.stderr) == (how != "kill"), done.stderr
-    assert _files() <= files_before
+    assert left_since(files_before) == []
     ours = [p for p in psutil.process_iter(["environ"]) if p.pid not in before]
     left = [p for p in ours if (p.info["environ"] or {}).get("MEGARL_TEST") == str(tmp_path)]
     assert not left, [p.cmdline() for p in left]
@@ -324,7 +322,6 @@ def _left(marker: Path) -> list[str]:
     return left
 
 
-@pytest.mark.slow
 def test_the_death_of_a_server_of_rays_is_named_and_the_folder_of_a_killed_session_goes_with_the_next(tmp_path: Path):
     killed = _folder(_one_session("python", tmp_path / "0"))
     assert killed.is_dir() and killed.stat().st_mode & 0o777 == 0o700
@@ -345,7 +342,6 @@ print("connected as a client")
 """
 
 
-@pytest.mark.slow
 def test_a_client_without_the_token_or_with_a_wrong_one_is_refused(cluster: Cluster):
     import ray
 

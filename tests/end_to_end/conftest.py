@@ -16,6 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.leftovers import left_since, shared_files
+
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "quickstart.yaml"
 _POLL_S = 0.1
@@ -86,18 +88,12 @@ class Command:
                     alive.append(f"process {one.info['cmdline']}")
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
-        return alive + sorted(files() - self.files_before)
+        return alive + left_since(self.files_before)
 
 
 def _take_interrupts() -> None:
     """As at a terminal: a test suite that runs in the background hands SIGINT down ignored."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def files() -> set[str]:
-    """What a run could forget in the machine's shared places."""
-    temporary = {f"/tmp/{name}" for name in os.listdir("/tmp") if name.startswith(("megarl-", "sglang"))}
-    return temporary | {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
 
 
 @pytest.fixture(scope="session")
@@ -122,7 +118,7 @@ def launch(inputs: Path, tmp_path: Path) -> Iterator[Callable[..., Command]]:
     def start(*overrides: str, verb: str = "train") -> Command:
         marker = f"{tmp_path}-{len(started)}"
         environment = {**os.environ, "MEGARL_TEST": marker}
-        before = files()
+        before = shared_files()
         process = subprocess.Popen(
             [sys.executable, "-m", "megarl.cli", verb, str(RECIPE), *overrides],
             cwd=tmp_path,

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.end_to_end.conftest import files
+from tests.leftovers import shared_files
 
 pytestmark = pytest.mark.slow
 
@@ -75,7 +75,7 @@ def _check_secrets(command) -> None:
     (token,) = {one.environment.get("RAY_AUTH_TOKEN", "") for one in below} - {""}
     assert len(token) >= 32
     assert not [one for one in seen if token in one.command_line]
-    sessions = [path for path in files() - command.files_before if path.startswith("/tmp/megarl-")]
+    sessions = [path for path in shared_files() - command.files_before if _is_of(command, Path(path))]
     assert sessions
     for folder in (*sessions, str(command.folder / "runs")):
         for path in Path(folder).rglob("*"):
@@ -84,7 +84,7 @@ def _check_secrets(command) -> None:
 
 def _check_folders(command) -> None:
     """Nobody but this user can reach what a run has in the common places: Ray opens its own folder to everyone."""
-    made = [Path(path) for path in files() - command.files_before]
+    made = [Path(path) for path in shared_files() - command.files_before]
     own = [one for one in made if _is_of(command, one)]
     assert len(own) == 1, (made, "one session, one folder")
     assert own[0].is_dir() and not own[0].is_symlink()

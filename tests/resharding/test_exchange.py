@@ -25,6 +25,7 @@ from megarl.resharding.member import Member, Stats, collect_stats, conclude, loa
 from megarl.resharding.memory_handles import SourceHandles, map_params, share_params
 from megarl.resharding.session import Session, sessions
 from megarl.types import UserFault
+from tests.leftovers import left_since, shared_files
 from tests.resharding.worlds import MLA, MOE, TIMEOUT_S, Pair, Params, Process, fill, make_params, wrong_params
 
 
@@ -293,13 +294,13 @@ def hand_over(pipe: Connection) -> None:
 
 
 def test_publish_and_attach_share_memory_and_leave_no_file() -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = shared_files()
     lender = Process(hand_over)
     try:
         handles = SourceHandles.from_json(json.loads(json.dumps(lender.answer())))
         assert len(handles.storages) == 2
         seen = map_params(handles)
-        assert set(os.listdir("/dev/shm")) <= before  # unlinked while both processes live
+        assert left_since(before) == [], "unlinked while both processes live"
         assert seen["b"].stride() == (1, 20) and seen["b"][3, 1] == 600 + 23
         seen["c"].fill_(3)
         assert lender.ask(-5.0) == 3.0

@@ -139,7 +139,7 @@ NO_CPU_BUILD = '[[ "$*" == *+cpu ]] && { echo noise; echo "ERROR: none" >&2; exi
 class Sandbox:
     """A copy of what the set-up reads, a PATH with nothing on it but our stand-ins and the usual tools."""
 
-    TOOLS = ("bash", "cat", "df", "awk", "dirname", "flock", "grep", "sha256sum", "mkdir", "cp")
+    TOOLS = ("bash", "cat", "df", "awk", "dirname", "flock", "grep", "sha256sum", "mkdir", "mktemp", "rm", "cp")
 
     def __init__(self, folder: Path) -> None:
         self.repo, self.bin, self.log = folder / "repo", folder / "bin", folder / "log"
@@ -408,6 +408,21 @@ def run_test_sh(sandbox: Sandbox) -> list[str]:
     result = subprocess.run(command, env={"PATH": str(sandbox.bin)}, capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (0, "")
     return result.stdout.splitlines()
+
+
+@pytest.mark.parametrize("fails", ["tests/end_to_end", "--ignore=tests/end_to_end"])
+def test_test_sh_fails_where_either_half_does(sandbox: Sandbox, tmp_path: Path, fails: str) -> None:
+    prepare_test_sh(sandbox, tmp_path)
+    for program in PROGRAMS:
+        sandbox.stand_in(program, "")
+    body = f'echo "tests: $*"\nfor last; do :; done\n[[ $last != {fails} ]] || exit 3\n'
+    (sandbox.repo / ".venv/bin/python").write_text(f"#!{shutil.which('bash')}\n{body}")
+    command = ["bash", str(sandbox.repo / "scripts" / "test.sh")]
+    done = subprocess.run(command, env={"PATH": str(sandbox.bin)}, capture_output=True, text=True)
+    assert done.returncode == 3, done.stderr
+    assert [line.split()[-1] for line in done.stdout.splitlines() if line.startswith("tests: ")] == [
+        "--ignore=tests/end_to_end", "tests/end_to_end",
+    ], "the runs are told after the others"  # fmt: skip
 
 
 def test_test_sh_installs_no_slurm_beside_a_clusters_own(sandbox: Sandbox, tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ import pytest
 
 from tests.slurm.desk import SLURM, Desk, ended, stub, wait_until
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def desk(tmp_path: Path) -> Iterator[Desk]:

@@ -23,7 +23,7 @@ BESIDE = ["sums = []\nsums.append(add(1, 2))\nassert sums == [3]"]
 READS = "a, b = map(int, input().split())\n"
 ADD = "def add(a, b):\n    return a + b\n"
 
-pytestmark = pytest.mark.usefixtures("isolation")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("isolation")]
 
 
 def judged(program: str, tests: Any, **arguments: Any) -> Verdict:

@@ -18,6 +18,8 @@ from megarl.rollout.sandbox import sandbox
 from megarl.rollout.sandbox.sandbox import SandboxLimits, run
 from megarl.types import UserFault
 
+pytestmark = pytest.mark.slow
+
 PATIENT = SandboxLimits(wall_s=60.0, cpu_s=30)
 
 

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,16 +20,12 @@ from megarl.cluster.session_folder import remove_dead
 from megarl.rollout.sglang.engine import Engine, EngineFault, Sampling
 from megarl.rollout.sglang.host import PREFIX
 from megarl.rollout.sglang.rounds import PEERS_S
+from tests.leftovers import left_since, shared_files
 
 pytestmark = pytest.mark.slow
 
 PROMPT = [3, 7, 15, 8, 18, 4]
 BOUND_S = 5.0  # of a standstill; the machine may be busy
-SHARED_MEMORY = Path("/dev/shm")
-
-
-def engine_files() -> set[Path]:
-    return {*SHARED_MEMORY.iterdir(), *Path(tempfile.gettempdir()).glob("megarl-engine-*")}
 
 
 def children() -> set[int]:
@@ -39,14 +34,14 @@ def children() -> set[int]:
 
 
 def test_shutdown_leaves_no_process_and_no_file(build_engine: Callable[..., Engine], fork_server: None) -> None:
-    files, processes = engine_files(), children()
+    files, processes = shared_files(), children()
     engine = build_engine(2, 1)
     assert children() - processes >= set(engine.pids())
     asyncio.run(engine.generate(PROMPT, Sampling(2, 4)))
     engine.shutdown()
     engine.shutdown()
     assert children() == processes
-    assert engine_files() <= files
+    assert left_since(files) == []
     with pytest.raises(EngineFault, match="the engine was shut down"):
         asyncio.run(engine.generate(PROMPT, Sampling(1, 4)))
 
@@ -109,7 +104,7 @@ def open_contexts() -> set[int]:
 
 
 def test_an_engine_that_cannot_start_says_why(build_engine: Callable[..., Engine], checkpoint: Path) -> None:
-    files, processes, contexts = engine_files(), children(), open_contexts()
+    files, processes, contexts = shared_files(), children(), open_contexts()
     weights = checkpoint / "model.safetensors"
     hidden = weights.rename(checkpoint / "hidden")
     try:
@@ -122,7 +117,7 @@ def test_an_engine_that_cannot_start_says_why(build_engine: Callable[..., Engine
     assert "Cannot find any model weights" in last
     assert open_contexts() <= contexts
     assert children() <= processes
-    assert engine_files() <= files
+    assert left_since(files) == []
 
 
 def test_an_argument_that_sglang_refuses_is_named(build_engine: Callable[..., Engine]) -> None:

@@ -12,6 +12,8 @@ from megarl.rollout.rewards import Verdict
 from megarl.rollout.verdicts.scorers import Scorers
 from tests.rollout.rewards.hostile import CHOICE, FORMAT, JSON, MATH
 
+pytestmark = pytest.mark.slow
+
 OURS = "megarl.rollout.rewards"
 BACKTRACKS = r"((\w+\s?)+)+<answer>(?P<answer>\d+)</answer>"
 CORPUS = {  # source -> (its answer, a right response, hostile ones)

@@ -21,7 +21,7 @@ from megarl.rollout.rewards import Failure, Verdict
 from megarl.rollout.verdicts.scorers import Scorers
 from megarl.types import UserFault
 
-pytestmark = pytest.mark.usefixtures("odd_rewards")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("odd_rewards")]
 
 ODD = "odd_rewards:score"
 PATIENT = "odd_rewards:patient"

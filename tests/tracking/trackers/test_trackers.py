@@ -197,6 +197,7 @@ trackers.close("finished")
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sent"), [("wandb", "SIGSTOP"), ("wandb", "SIGKILL"), ("wandb", ""), ("mlflow", "")],
     ids=["W&B's process stands still", "it is killed", "W&B does not answer", "MLflow does not answer"],

@@ -1,0 +1,40 @@
+"""Files that a test's processes leave in the machine's shared places, where those of other tests come and go."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+import time
+
+_OURS = ("megarl-", "sglang")
+_PATIENCE_S = 10.0  # until files of a test in another process are gone again
+
+
+def shared_files() -> set[str]:
+    """What a run could forget: in shared memory, and in the folders of temporary files."""
+    folders = {"/tmp", tempfile.gettempdir()}
+    temporary = {f"{folder}/{name}" for folder in folders for name in os.listdir(folder) if name.startswith(_OURS)}
+    return temporary | {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
+
+
+def left_since(before: set[str]) -> list[str]:
+    """The files that are there now and stay, were not `before`, and are no live session's."""
+    deadline = time.monotonic() + _PATIENCE_S
+    left = {path for path in shared_files() - before if not _is_in_use(path)}
+    while left and time.monotonic() < deadline:
+        time.sleep(0.1)
+        left &= shared_files()
+    return sorted(left)
+
+
+def _is_in_use(path: str) -> bool:
+    """Whether it is the folder of a session that lives, which holds the lock in it."""
+    try:
+        with open(f"{path}/megarl.lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
