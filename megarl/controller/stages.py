@@ -10,14 +10,13 @@ from dataclasses import asdict, replace
 
 from megarl.algos import Stage
 from megarl.controller.dynamic_sampling import collect, with_overlong_penalty
-from megarl.controller.run import Run, Step, TrainingRun
+from megarl.controller.run import Run, Step, TrainingRun, learning_rate
 from megarl.controller.samples import refuse_empty, samples_of, sampling_of
 from megarl.fleet.fleet import Fleet
 from megarl.fleet.rank_groups import RolloutBatch
 from megarl.rollout.episodes import demonstration
 from megarl.tracking.metrics import critic_metrics, failed_share, rollout_metrics
 from megarl.tracking.run_log import Record
-from megarl.training.learning_rate import learning_rate
 from megarl.types import GroupSummary, Prompt
 
 

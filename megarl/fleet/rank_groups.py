@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from megarl import device
-from megarl.algos import ALGORITHMS, hyperparameters_of
+from megarl.algos import ALGORITHMS, AUXILIARY_MODELS, hyperparameters_of
 from megarl.algos.statistics import Statistics
 from megarl.checkpoints.snapshots import Digest
 from megarl.cluster.actor import Ref
@@ -21,10 +21,9 @@ from megarl.config import Recipe
 from megarl.fleet.token_values import Observation, PerToken, TokenValues
 from megarl.parallel.placement import is_reporting_rank
 from megarl.parallel.roles import Role
-from megarl.training.auxiliary import AUXILIARY_MODELS
+from megarl.resharding.session import PublishedRank
 from megarl.training.batching import SampleRef, Update, key_of, plan_updates
 from megarl.training.flops import speed, train_work
-from megarl.training.policy import PublishedRank
 from megarl.types import GroupSummary, Hyperparameters, Metrics, UserFault
 
 Found = TypeVar("Found", bound=PerToken)

@@ -54,7 +54,7 @@ def overhear(trainer: Any) -> list[tuple[Any, Any]]:
     KnownShapes._communicate_shapes = both  # type: ignore[method-assign]
     at, dp = trainer.layout.coords(trainer.rank), trainer.layout.dp
     batches = deal(ragged(14, VOCAB_SIZE, seed=3), at.dp, dp, micro_batches=4)
-    trainer.logprobs(batches)
+    trainer.token_outputs(batches)
     trainer.train_step(part(batches, 50.0), 1e-3, weighted_loss)
     return found
 
