@@ -10,8 +10,7 @@ from megarl.algos import ALGORITHMS, Stage, hyperparameters_of
 from megarl.config import Recipe, TrainConfig
 from megarl.controller.saver import Saver
 from megarl.fleet.fleet import Fleet, TrainingFleet
-from megarl.fleet.rank_groups import RolloutBatch, Trained
-from megarl.fleet.token_values import Observation, TokenValues
+from megarl.fleet.rank_groups import RolloutBatch, TokenValues, Trained
 from megarl.preflight.check import Inputs
 from megarl.tracking.metrics import train_metrics
 from megarl.tracking.run_log import Record, RunLog
@@ -68,7 +67,7 @@ class Step:
     leftover: RolloutBatch = NO_GROUPS
     groups: RolloutBatch = NO_GROUPS
     samples: Sequence[SampleRef] = ()
-    observation: Observation | None = None
+    observation: TokenValues | None = None
     token_values: TokenValues | None = None
     lr: float = 0.0
     trained: Trained | None = None

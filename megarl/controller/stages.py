@@ -108,6 +108,15 @@ def update(run: TrainingRun, step: Step) -> Step:
     return replace(step, lr=lr, trained=trained)
 
 
+def learn(run: Run, step: Step) -> Step:
+    """The stages of a step in order: the source of its groups, their advantages, and those that learn from them."""
+    source, *learning = run.stages
+    step = advantages(run, STAGES[source](run, step))
+    for stage in learning:
+        step = STAGES[stage](run, step)
+    return step
+
+
 def publish(fleet: Fleet, record: Record) -> None:
     """Reshard: the trained weights into the engines, which then hold the GPUs' memory again."""
     with record.phase("reshard"):

@@ -21,7 +21,7 @@ from megarl.config import Recipe
 from megarl.parallel import cpu, groups, model
 from megarl.parallel.hf_config import model_shape, scorer_shape
 from megarl.parallel.layout import TrainLayout
-from megarl.parallel.placement import train_layout
+from megarl.parallel.roles import train_layout
 from megarl.parallel.routing import Routing
 from megarl.parallel.sizes import ChunkSize, Whole
 from megarl.types import ModelShape, UserFault

@@ -14,7 +14,7 @@ from megarl import device
 from megarl.parallel import cpu, dist_checkpoint, groups, host_offload, model, optimizer
 from megarl.parallel.options import effective_options
 from megarl.parallel.pipeline import Coefficients, Pipeline
-from megarl.parallel.placement import train_layout
+from megarl.parallel.roles import train_layout
 from megarl.parallel.routing import Routing
 from megarl.parallel.sequences import Split
 from megarl.types import ModelShape

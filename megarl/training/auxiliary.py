@@ -22,8 +22,8 @@ from megarl.parallel.hf_config import read_model
 from megarl.parallel.pipeline import Norms
 from megarl.parallel.sequences import PackedRow
 from megarl.training import credit
-from megarl.training.batching import Key, Piece, Update, key_of, pieces_of, spread, train_sequences
-from megarl.training.rank import MicroBatches, Received, TrainingRank, norms_of, refs_of
+from megarl.training.batching import Key, Piece, Update, key_of, pieces_of, refs_of, spread, train_sequences
+from megarl.training.rank import MicroBatches, Received, TrainingRank, norms_of
 from megarl.types import FloatArray, Hyperparameters, SampleGroup, TrainSequence
 
 

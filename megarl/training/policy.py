@@ -29,8 +29,8 @@ from megarl.resharding.member import Member
 from megarl.resharding.memory_handles import share_params
 from megarl.resharding.session import PublishedRank, Session
 from megarl.training import credit
-from megarl.training.batching import Key, Piece, Update, pieces_of, train_sequences
-from megarl.training.rank import MicroBatches, Received, TrainingRank, norms_of, refs_of
+from megarl.training.batching import Key, Piece, Update, pieces_of, refs_of, train_sequences
+from megarl.training.rank import MicroBatches, Received, TrainingRank, norms_of
 from megarl.types import FloatArray, Hyperparameters, SampleGroup
 
 HostChoices = dict[int, npt.NDArray[np.int16]]  # of one micro-batch by layer: [tokens of this rank, experts per token]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from megarl.parallel.rank_model import RankModel
 from megarl.parallel.routing import Choices
 from megarl.parallel.sequences import PackedRow, dealt, pack, unpack
 from megarl.resharding import megatron_map
-from megarl.training.batching import Piece, SampleRef, Update
+from megarl.training.batching import Piece, Update
 from megarl.types import FloatArray, ModelShape, SampleGroup, TrainSequence
 
 MicroBatches = Sequence[Sequence[TrainSequence]]
@@ -137,8 +137,3 @@ class TrainingRank:
 def norms_of(update: Update) -> Norms:
     """What the loss sums of an update are divided by."""
     return Norms(update.denominator, update.tokens, update.loss_tokens)
-
-
-def refs_of(updates: Iterable[Update]) -> list[SampleRef]:
-    """Every sample of this rank's share of the updates, in order."""
-    return [ref for update in updates for batch in update.micro_batches[0] for ref in batch]

@@ -15,7 +15,7 @@ import pytest
 from megarl.config import AlgorithmConfig, ReferenceConfig
 from megarl.device import Address
 from megarl.parallel.layout import TrainLayout
-from megarl.parallel.placement import is_reporting_rank
+from megarl.parallel.roles import is_reporting_rank
 from megarl.training.batching import Piece, SampleRef, Update, key_of, plan_updates
 from megarl.types import Prompt, Sample, SampleGroup
 from tests.parallel.conftest import write_checkpoint
