@@ -115,7 +115,12 @@ def read_model(path: str | Path, *, has_scores: bool = False) -> HfModel:
     shape = None
     try:
         file, config, family, is_classifier = _opened(path)
-        shape = _scorer_shape(file, config, family) if has_scores else _lm_shape(file, config, family, is_classifier)
+        if is_classifier and not has_scores:
+            mend = "use a language model, or name it as critic.path or reward_model.path"
+            raise UserFault(str(file), "it is a classifier's", mend)
+        shape = _shape(file, config, family)
+        if has_scores:
+            shape = replace(shape, num_labels=1, tied=False, num_mtp_layers=0)
         facts = _facts(file, config, family)
     except UserFault as fault:
         return HfModel(str(path), shape, fault=fault)
@@ -124,12 +129,12 @@ def read_model(path: str | Path, *, has_scores: bool = False) -> HfModel:
 
 def model_shape(path: str | Path) -> ModelShape:
     """Read a language model's `config.json`. Raises UserFault: no file, unknown architecture, missing key, ..."""
-    return _lm_shape(*_opened(path))
+    return read_model(path).shape
 
 
 def scorer_shape(path: str | Path) -> ModelShape:
     """The shape with one score per token: of a classifier, or of a language model whose head is left out."""
-    return _scorer_shape(*_opened(path)[:3])
+    return read_model(path, has_scores=True).shape
 
 
 def hf_facts(path: str | Path) -> HfFacts:
@@ -153,32 +158,16 @@ def _opened(path: str | Path) -> tuple[Path, dict[str, Any], str, bool]:
     return file, config, family, is_classifier
 
 
-def _lm_shape(file: Path, config: Mapping[str, Any], family: str, is_classifier: bool) -> ModelShape:
-    if is_classifier:
-        mend = "use a language model, or name it as critic.path or reward_model.path"
-        raise UserFault(str(file), "it is a classifier's", mend)
-    return _shape(file, config, family)
-
-
-def _scorer_shape(file: Path, config: Mapping[str, Any], family: str) -> ModelShape:
-    return replace(_shape(file, config, family), num_labels=1, tied=False, num_mtp_layers=0)
-
-
 def _shape(file: Path, config: Mapping[str, Any], family: str) -> ModelShape:
     _refuse_variants(file, config)
-    shape = _shape_of(file, config, family)
-    is_grouped = FAMILIES[family].has_grouped_router
+    integers: dict[str, Any] = {field: integer(file, config, keys) for field, keys in _COMMON_INTEGERS.items()}
+    row, tied = FAMILIES[family], truth(file, config, "tie_word_embeddings")
+    shape = ModelShape(**integers, **row.fields(file, config, integers), **row.constants, tied=tied)
+    is_grouped = row.has_grouped_router
     groups = optional_integer(file, config, "n_group") or 1 if is_grouped else 1
     top_groups = optional_integer(file, config, "topk_group") or groups if is_grouped else 1
     refuse_contradictions(file, shape, groups, top_groups)
     return shape
-
-
-def _shape_of(file: Path, config: Mapping[str, Any], family: str) -> ModelShape:
-    integers: dict[str, Any] = {field: integer(file, config, keys) for field, keys in _COMMON_INTEGERS.items()}
-    tied = truth(file, config, "tie_word_embeddings")
-    row = FAMILIES[family]
-    return ModelShape(**integers, **row.fields(file, config, integers), **row.constants, tied=tied)
 
 
 def _refuse_variants(file: Path, config: Mapping[str, Any]) -> None:
