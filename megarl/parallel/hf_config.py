@@ -14,7 +14,6 @@ from typing import Any
 
 from megarl.parallel.families import FAMILIES
 from megarl.parallel.hf_values import (
-    end_tokens,
     integer,
     mapping,
     number,
@@ -243,10 +242,21 @@ def _yarn(file: Path, rope: Mapping[str, Any], family: str) -> Yarn | None:
 
 
 def end_token_ids(path: str | Path) -> frozenset[int]:
-    """The tokens at which an engine ends a response. Raises UserFault as `model_shape`, and for no such token."""
+    """The tokens at which SGLang ends a response: `eos_token_id` of config.json and of generation_config.json.
+
+    Raises UserFault as `model_shape`, and for a value that is no token of the vocabulary.
+    """
     file, config, family, _ = _opened(path)
-    configs = [(file.name, config)]
-    other = Path(path) / "generation_config.json"
+    configs, other = {file: config}, Path(path) / "generation_config.json"
     if other.exists():
-        configs.append((other.name, read_json(other)))
-    return end_tokens(path, configs, _shape(file, config, family).vocab_size)
+        configs[other] = read_json(other)
+    vocab_size, found = _shape(file, config, family).vocab_size, set()
+    for where, content in configs.items():
+        value = content.get("eos_token_id")
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        for token in ids:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+                problem = f"eos_token_id is {value!r:.60}, and the vocabulary has {vocab_size} tokens"
+                raise UserFault(str(where), problem, "write the number of the token that ends a response")
+        found.update(ids)
+    return frozenset(found)

@@ -23,7 +23,7 @@ from megarl.config import Recipe
 from megarl.parallel import groups, host_offload, model
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.pipeline import Norms
-from megarl.parallel.routing import Choices, choices_of_engine
+from megarl.parallel.routing import Choices
 from megarl.parallel.sequences import PackedRow
 from megarl.resharding.member import Member
 from megarl.resharding.memory_handles import share_params
@@ -188,8 +188,8 @@ class PolicyRank(TrainingRank):
             [one for share in shares for batch in share.micro_batches for one in batch],
             token_values,
             kl_penalties,
-            sum_over_all=groups.sum_over_dp,
-            max_over_all=groups.max_over_dp,
+            sum_over_all=groups.over_dp,
+            max_over_all=partial(groups.over_dp, op=dist.ReduceOp.MAX),
         )
         left = iter(flat)
         return [
@@ -198,9 +198,11 @@ class PolicyRank(TrainingRank):
         ]
 
     def _engine_choices(self, row: PackedRow) -> Choices:
+        """The engine's experts of a row's tokens that this tensor-parallel rank has."""
         if row.experts_LMK is None:  # a row of padding, or samples that no engine made
             return Choices()
-        return choices_of_engine(row, self._model.moe_layers(), self._model.at.tp, self.layout.tp)
+        mine_LMK = row.experts_LMK.split(len(row.experts_LMK) // self.layout.tp)[self._model.at.tp]
+        return Choices({layer: mine_LMK[:, index] for index, layer in enumerate(self._model.moe_layers())})
 
     def train_step(self, share: UpdateShare, lr: float, loss: Loss) -> Statistics:
         """One optimizer update on this data-parallel rank's micro-batches (as many as on every other rank).
