@@ -264,13 +264,14 @@ def _write_in_threads() -> None:
 
 def _random_state() -> dict[str, Any]:
     """The state of every generator of this process, in types that torch loads with weights_only."""
+    tracker: Any = tensor_parallel.get_cuda_rng_tracker()  # Megatron's, one for each kind of parallel region
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # type: ignore[misc]
     return {
         "python": random.getstate(),
         "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "megatron": tensor_parallel.get_cuda_rng_tracker().get_states(),  # one for each kind of parallel region
+        "megatron": tracker.get_states(),
     }
 
 
@@ -281,4 +282,5 @@ def _set_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["megatron"])
+    tracker: Any = tensor_parallel.get_cuda_rng_tracker()
+    tracker.set_states(state["megatron"])

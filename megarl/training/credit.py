@@ -159,7 +159,8 @@ def whitened(sequences: Sequence[TrainSequence], sum_over_all: OverAll) -> list[
     All of them have advantages. (As is usual with PPO, e.g. arXiv 2006.05990, section 3.5.)
     """
     mask_T = np.concatenate([np.zeros(0, np.bool_), *(one.loss_mask_T for one in sequences)])
-    flat_T = np.concatenate([np.zeros(0, np.float32), *(one.advantage_T for one in sequences)])
+    advantages = [one.advantage_T for one in sequences if one.advantage_T is not None]
+    flat_T = np.concatenate([np.zeros(0, np.float32), *advantages])
     learnt_T = torch.from_numpy(flat_T[mask_T]).double()
     count, total = sum_over_all(torch.tensor([len(learnt_T), learnt_T.sum()], dtype=torch.float64))
     mean = float(total / count)
