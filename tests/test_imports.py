@@ -6,6 +6,8 @@ The floor plan is the table FLOORS of scripts/draw_architecture.py, from which d
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -26,7 +28,7 @@ from scripts.draw_architecture import (
 
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 MOST_ALONE = 6  # modules that lie in no room
-NARROWED = {  # it takes tensors, not engines
+NARROWED = {  # it takes tensors and layouts, not engines
     "resharding": {"megarl.parallel.layout", "megarl.parallel.engine_layout", "megarl.types", "megarl.device"}
 }
 THIRD_PARTY_OF_ALGOS = {"torch"}
@@ -151,3 +153,9 @@ def _depth(node: ast.AST) -> int:
         chained = isinstance(node, ast.If) and isinstance(child, ast.If) and node.orelse == [child]
         deepest = max(deepest, _depth(child) + (isinstance(child, blocks) and not chained))
     return deepest
+
+
+def test_the_controller_imports_no_model_library() -> None:
+    """It passes references: what only ranks, engines and tokenizers need would take seconds of its start."""
+    program = "import sys, megarl.controller.loop; print({'megatron', 'sglang', 'transformers'} & {*sys.modules})"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "set()"

@@ -13,7 +13,7 @@ from megarl.algos.advantages import centred, group_normalised, leave_one_out, no
 from megarl.algos.losses import LossResult, nll_loss, policy_loss
 from megarl.algos.surrogates import Surrogate, cispo, clipped, reinforce, sequence_clipped
 from megarl.algos.targets import Targets
-from megarl.types import Hyperparameters
+from megarl.types import Aggregation, Hyperparameters
 
 # What a training step does, in order: sample from the policy or take the data's demonstrations; observe the samples'
 # KL penalties for the auxiliary model; have the auxiliary model value them and learn from them; update the policy.
@@ -30,6 +30,24 @@ class AlgorithmOptions(Protocol):
     def name(self) -> str: ...
     @property
     def given(self) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class AuxiliaryModel:
+    """A model that learns together with the policy; name: for people; aggregation: of its loss.
+
+    has_scores: it scores every token; else it is a language model, and compared with its initial weights.
+    """
+
+    name: str
+    aggregation: Aggregation
+    has_scores: bool
+
+
+AUXILIARY_MODELS = {  # by `Algorithm.critic`
+    "values": AuxiliaryModel("critic", "token_mean", has_scores=True),
+    "process_rewards": AuxiliaryModel("implicit reward model", "sequence_mean", has_scores=False),
+}
 
 
 @dataclass(frozen=True)

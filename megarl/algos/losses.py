@@ -9,7 +9,7 @@ from megarl.algos.mismatch import weights
 from megarl.algos.segments import segment_sum
 from megarl.algos.statistics import CLIPPED, MAX, TOKENS, Reduction, Statistic, over_tokens, parts
 from megarl.algos.surrogates import Surrogate
-from megarl.algos.targets import OutcomeTargets, Targets, ValueTargets
+from megarl.algos.targets import Targets
 from megarl.types import Estimator, Hyperparameters
 
 LossResult = tuple[torch.Tensor, dict[Statistic, torch.Tensor]]
@@ -100,7 +100,7 @@ def nll_loss(logp_T: torch.Tensor, targets: Targets) -> LossResult:
     return -(torch.where(mask_T, logp_T, 0.0) * targets.loss_weight_T).sum(), {TOKENS: mask_T.sum()}
 
 
-def outcome_loss(logp_T: torch.Tensor, targets: OutcomeTargets, *, scale: float) -> LossResult:
+def outcome_loss(logp_T: torch.Tensor, targets: Targets, *, scale: float) -> LossResult:
     """Weighted sum of the cross-entropy between outcomes and sigmoid(reward) (PRIME, arXiv 2502.01456).
 
     A sequence's reward is scale x log(policy / reference), summed over its masked tokens, each of which adds its
@@ -116,20 +116,21 @@ def outcome_loss(logp_T: torch.Tensor, targets: OutcomeTargets, *, scale: float)
     return (torch.where(mask_T, loss_T, 0.0) * targets.loss_weight_T).sum(), stats
 
 
-def value_loss(value_T: torch.Tensor, targets: ValueTargets, *, value_clip: float | None) -> LossResult:
+def value_loss(value_T: torch.Tensor, targets: Targets, *, value_clip: float | None) -> LossResult:
     """Weighted sum of (V - return)^2 / 2 over the masked tokens.
 
     With value_clip the larger of it and that of V within value_clip of the old value (PPO's code, arXiv 2005.12729).
     """
-    mask_T, return_T = targets.loss_mask_T, targets.return_T
+    mask_T, return_T, old_value_T = targets.loss_mask_T, targets.return_T, targets.old_value_T
+    assert return_T is not None and old_value_T is not None
     loss_T = (value_T - return_T) ** 2 / 2
     is_clipped_T = torch.zeros_like(mask_T)
     if value_clip is not None:
-        near_T = targets.old_value_T + (value_T - targets.old_value_T).clamp(-value_clip, value_clip)
+        near_T = old_value_T + (value_T - old_value_T).clamp(-value_clip, value_clip)
         clipped_loss_T = (near_T - return_T) ** 2 / 2
         is_clipped_T = mask_T & (clipped_loss_T > loss_T)
         loss_T = torch.maximum(loss_T, clipped_loss_T)
-    error_T = return_T - targets.old_value_T
+    error_T = return_T - old_value_T
     moments = (return_T, return_T**2, error_T, error_T**2)
     stats = over_tokens(mask_T, {VALUE: value_T, RETURN: return_T, CLIPPED: is_clipped_T})
     stats[EXPLAINED_VARIANCE] = parts(*(torch.where(mask_T, one_T, 0.0).sum() for one_T in moments), mask_T.sum())

@@ -1,54 +1,28 @@
-"""What losses read of a packed row, every tensor [T] and aligned with the logprobs."""
+"""What losses read of a packed row."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 
 
-class Targets(Protocol):
-    """Of a policy. sequence_T numbers the sequences of the row from 0; padding may have the next number."""
+@dataclass(frozen=True, kw_only=True)
+class Targets:
+    """What losses read, every tensor [T] and aligned with the logprobs: entry t is about the token that t predicts.
 
-    @property
-    def loss_mask_T(self) -> torch.Tensor: ...
-    @property
-    def loss_weight_T(self) -> torch.Tensor: ...
-    @property
-    def advantage_T(self) -> torch.Tensor: ...
-    @property
-    def engine_logp_T(self) -> torch.Tensor: ...
-    @property
-    def nll_weight_T(self) -> torch.Tensor: ...
-    @property
-    def reference_logp_T(self) -> torch.Tensor | None: ...
-    @property
-    def sequence_T(self) -> torch.Tensor: ...
+    The last position of every sequence predicts nothing: it is masked, as is the padding. Only a critic has returns
+    and values from before the step's updates.
+    """
 
-
-class OutcomeTargets(Protocol):
-    """Of an implicit reward model. outcome_T: of the token's sequence, 1 where it is correct, else 0."""
-
-    @property
-    def loss_mask_T(self) -> torch.Tensor: ...
-    @property
-    def loss_weight_T(self) -> torch.Tensor: ...
-    @property
-    def outcome_T(self) -> torch.Tensor: ...
-    @property
-    def reference_logp_T(self) -> torch.Tensor | None: ...
-    @property
-    def sequence_T(self) -> torch.Tensor: ...
-
-
-class ValueTargets(Protocol):
-    """Of a critic."""
-
-    @property
-    def loss_mask_T(self) -> torch.Tensor: ...
-    @property
-    def loss_weight_T(self) -> torch.Tensor: ...
-    @property
-    def return_T(self) -> torch.Tensor: ...
-    @property
-    def old_value_T(self) -> torch.Tensor: ...
+    loss_mask_T: torch.Tensor
+    loss_weight_T: torch.Tensor
+    advantage_T: torch.Tensor
+    outcome_T: torch.Tensor  # of the token's sequence: 1 where it is correct, else 0
+    engine_logp_T: torch.Tensor
+    nll_weight_T: torch.Tensor
+    is_stale_T: torch.Tensor
+    sequence_T: torch.Tensor  # int64, the sequence of each token, from 0; the number of sequences for padding
+    reference_logp_T: torch.Tensor | None = None
+    return_T: torch.Tensor | None = None
+    old_value_T: torch.Tensor | None = None

@@ -28,7 +28,7 @@ from megarl.config import Recipe
 from megarl.controller.evaluation import evaluate
 from megarl.controller.run import NO_GROUPS, Run, Step, policy_lr
 from megarl.controller.saver import Saver, resume
-from megarl.controller.stages import STAGES, advantages, publish
+from megarl.controller.stages import learn, publish
 from megarl.controller.warm_start import warm_start
 from megarl.fleet.fleet import Fleet
 from megarl.fleet.rank_groups import RolloutBatch
@@ -68,7 +68,16 @@ def begin(
         with record.phase("start"):
             fleet = Fleet(cluster, recipe, log.say)
         log.write_options(fleet.options())
-        run = _run(recipe, inputs, fleet, log)
+        run = Run(
+            recipe=recipe,
+            fleet=fleet,
+            algorithm=recipe.algorithm.name,
+            learning_rate=policy_lr(recipe, fleet),
+            inputs=inputs,
+            saver=Saver(recipe, fleet, inputs.prompts, log.folder, log.say),
+            log=log,
+            prompts_per_step=recipe.rollout.prompts_per_step,
+        )
         run.saver.leave_if_wanted()
         if start:
             leftover = resume(start, fleet, inputs.prompts)
@@ -78,19 +87,6 @@ def begin(
     if recipe.warm_start.steps and not start:
         warm_start(run)
     return run, leftover
-
-
-def _run(recipe: Recipe, inputs: Inputs, fleet: Fleet, log: RunLog) -> Run:
-    return Run(
-        recipe=recipe,
-        fleet=fleet,
-        algorithm=recipe.algorithm.name,
-        learning_rate=policy_lr(recipe, fleet),
-        inputs=inputs,
-        saver=Saver(recipe, fleet, inputs.prompts, log.folder, log.say),
-        log=log,
-        prompts_per_step=recipe.rollout.prompts_per_step,
-    )
 
 
 def take_step(run: Run, number: int, leftover: RolloutBatch) -> RolloutBatch:
@@ -106,11 +102,7 @@ def take_step(run: Run, number: int, leftover: RolloutBatch) -> RolloutBatch:
 
 def train_step(run: Run, step: Step) -> RolloutBatch:
     """Rollout -> reward -> advantage -> train -> reshard; the groups left over for the next step."""
-    source, *learning = run.stages
-    step = STAGES[source](run, step)  # rollout and reward, or the data's own answers
-    step = advantages(run, step)
-    for stage in learning:  # train, and before it what the algorithm needs of its critic
-        step = STAGES[stage](run, step)
+    step = learn(run, step)
     step.record.add(step.update_metrics)
     with step.record.phase("save"):
         step.record.add(run.saver.begin(step.number, step.leftover))

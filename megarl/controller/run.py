@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megarl.algos import ALGORITHMS, Stage, hyperparameters_of
-from megarl.config import Recipe
+from megarl.config import Recipe, TrainConfig
 from megarl.controller.saver import Saver
 from megarl.fleet.fleet import Fleet, TrainingFleet
-from megarl.fleet.rank_groups import RolloutBatch, Trained
-from megarl.fleet.token_values import Observation, TokenValues
+from megarl.fleet.rank_groups import RolloutBatch, TokenValues, Trained
 from megarl.preflight.check import Inputs
 from megarl.tracking.metrics import train_metrics
 from megarl.tracking.run_log import Record, RunLog
 from megarl.training.batching import SampleRef
-from megarl.training.learning_rate import learning_rate
 from megarl.types import Hyperparameters, Metrics
 
 NO_GROUPS = RolloutBatch([], [])
@@ -68,7 +67,7 @@ class Step:
     leftover: RolloutBatch = NO_GROUPS
     groups: RolloutBatch = NO_GROUPS
     samples: Sequence[SampleRef] = ()
-    observation: Observation | None = None
+    observation: TokenValues | None = None
     token_values: TokenValues | None = None
     lr: float = 0.0
     trained: Trained | None = None
@@ -82,6 +81,17 @@ class Step:
     def speed(self) -> Metrics:
         """Throughput of the policy's updates."""
         return self.trained.speed if self.trained else {}
+
+
+def learning_rate(train: TrainConfig, step: int, last_step: int) -> float:
+    """Linear warm-up over the first steps, counted from 1; from there towards lr_end x lr, behind the last one."""
+    if step <= train.warmup_steps:
+        return train.lr * step / train.warmup_steps
+    done = min(1.0, (step - train.warmup_steps - 1) / max(1, last_step - train.warmup_steps))
+    if train.lr_schedule == "constant":
+        return train.lr
+    left = 1.0 - done if train.lr_schedule == "linear" else (1.0 + math.cos(math.pi * done)) / 2
+    return train.lr * (train.lr_end + (1.0 - train.lr_end) * left)
 
 
 def policy_lr(recipe: Recipe, fleet: TrainingFleet) -> Callable[[int], float | None]:

@@ -9,15 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
 from megarl.algos import Stage
-from megarl.controller.dynamic_sampling import collect, with_overlong_penalty
-from megarl.controller.run import Run, Step, TrainingRun
-from megarl.controller.samples import refuse_empty, samples_of, sampling_of
+from megarl.controller.run import Run, Step, TrainingRun, learning_rate
+from megarl.controller.samples import collect, refuse_empty, samples_of, sampling_of, with_overlong_penalty
 from megarl.fleet.fleet import Fleet
 from megarl.fleet.rank_groups import RolloutBatch
 from megarl.rollout.episodes import demonstration
 from megarl.tracking.metrics import failed_share, rollout_metrics, update_metrics
 from megarl.tracking.run_log import Record
-from megarl.training.learning_rate import learning_rate
 from megarl.types import GroupSummary, Prompt
 
 
@@ -107,6 +105,15 @@ def update(run: TrainingRun, step: Step) -> Step:
             run.algorithm, step.samples, step.groups.refs, lr, token_values=values, observation=observation
         )
     return replace(step, lr=lr, trained=trained)
+
+
+def learn(run: Run, step: Step) -> Step:
+    """The stages of a step in order: the source of its groups, their advantages, and those that learn from them."""
+    source, *learning = run.stages
+    step = advantages(run, STAGES[source](run, step))
+    for stage in learning:
+        step = STAGES[stage](run, step)
+    return step
 
 
 def publish(fleet: Fleet, record: Record) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from megarl.controller.evaluation import evaluate
 from megarl.controller.run import NO_GROUPS, Run, Step
-from megarl.controller.stages import STAGES, advantages, publish
+from megarl.controller.stages import learn, publish
 from megarl.tracking.metrics import train_metrics
 
 
@@ -19,14 +19,11 @@ def warm_start(run: Run) -> None:
         learning_rate=lambda step: warm.lr * min(1.0, step / max(1, warm.warmup_steps)),
         prompts_per_step=warm.sequences_per_step,
     )
-    source, *learning = supervised.stages
     readings = run.fleet.hand_over("train")
     for number in range(1, warm.steps + 1):
         run.saver.leave_if_wanted()
         with run.log.warm_step(number) as record:
-            step = advantages(supervised, STAGES[source](supervised, Step(number, record)))
-            for stage in learning:
-                step = STAGES[stage](supervised, step)
+            step = learn(supervised, Step(number, record))
             assert step.trained is not None
             record.add(train_metrics(step.trained.updates, "warm_start"))
             if number == warm.steps:

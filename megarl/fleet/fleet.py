@@ -19,7 +19,7 @@ from megarl.fleet.memory import MemoryScheduler, Phase
 from megarl.fleet.rank_groups import AuxiliaryRanks, PolicyRanks, RewardModelRanks, RolloutBatch
 from megarl.parallel.roles import Roles, resolve
 from megarl.resharding.member import Stats, collect_stats
-from megarl.resharding.session import Sessions, sessions
+from megarl.resharding.session import Session, Sessions, sessions
 from megarl.rollout.episodes import summary
 from megarl.rollout.sample_file import open_samples, writing
 from megarl.types import Metrics, SampleGroup
@@ -192,18 +192,18 @@ class Fleet(TrainingFleet):
         self.engines.shutdown()
 
     def _open_sessions(self) -> Sessions:
-        handles = self.trainers.publish()
-        return sessions(
-            [one.source for one in handles],
+        published = self.trainers.publish()
+        common = Session(
             meet=address_of(self._store),
             run_id=self._run_id,
             shape=self.roles.policy.shape,
             train=self.roles.policy.layout,
             engine=self.roles.engines,
-            transformer_engine=handles[0].transformer_engine,
+            transformer_engine=published[0].transformer_engine,
             dtype=self._recipe.model.dtype,
             round_bytes=self._recipe.reshard.round_bytes,
             timeout_s=self._recipe.run.timeout_s,
             gpus_per_node=self._recipe.placement.gpus_per_node,
             verify=self._recipe.reshard.verify,
         )
+        return sessions(common, [one.source for one in published])

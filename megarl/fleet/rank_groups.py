@@ -7,27 +7,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
 from megarl import device
-from megarl.algos import ALGORITHMS, hyperparameters_of
+from megarl.algos import ALGORITHMS, AUXILIARY_MODELS, hyperparameters_of
 from megarl.algos.statistics import Statistics
 from megarl.checkpoints.snapshots import Digest
 from megarl.cluster.actor import Ref
 from megarl.cluster.session import Cluster
 from megarl.config import Recipe
-from megarl.fleet.token_values import Observation, PerToken, TokenValues
-from megarl.parallel.placement import is_reporting_rank
-from megarl.parallel.roles import Role
-from megarl.training.auxiliary import AUXILIARY_MODELS
-from megarl.training.batching import SampleRef, Update, key_of, plan_updates
+from megarl.parallel.roles import Role, is_reporting_rank
+from megarl.resharding.session import PublishedRank
+from megarl.training.batching import SampleRef, Update, key_of, plan_updates, refs_of
 from megarl.training.flops import speed, train_work
-from megarl.training.policy import PublishedRank
 from megarl.types import GroupSummary, Hyperparameters, Metrics, UserFault
-
-Found = TypeVar("Found", bound=PerToken)
 
 
 @dataclass(frozen=True)
@@ -36,6 +30,30 @@ class RolloutBatch:
 
     summaries: list[GroupSummary]
     refs: list[Ref]
+
+
+@dataclass(frozen=True)
+class TokenValues:
+    """References to what all ranks of a group computed of the tokens of a step, once for the ranks that hold the same.
+
+    Of the policy's ranks these are KL penalties, and of an auxiliary model's its values or process rewards.
+
+    shares: of each data-parallel rank its updates and their samples. states: of each rank, for its own next call: what
+    it need not compute again. token_values: of each rank that reports, the part of each data-parallel rank of the
+    readers.
+    """
+
+    shares: list[tuple[Ref, Ref]]
+    states: list[Ref]
+    token_values: list[list[Ref]]
+
+    def of(self, dp: int) -> list[Ref]:
+        """The token values of the readers' data-parallel rank `dp`."""
+        return [parts[dp] for parts in self.token_values]
+
+    def for_readers(self) -> TokenValues:
+        """Without the samples and states of the ranks' own next call, once it is done: the object store frees them."""
+        return replace(self, shares=[], states=[])
 
 
 @dataclass(frozen=True)
@@ -99,22 +117,17 @@ class RankGroup:
         self._call("load", folder)
 
     def _per_token(
-        self,
-        kind: type[Found],
-        method: str,
-        updates: Sequence[Update],
-        refs: Sequence[Ref],
-        readers: Sequence[Update],
-        *first: object,
-    ) -> Found:
+        self, method: str, updates: Sequence[Update], refs: Sequence[Ref], readers: Sequence[Update], *first: object
+    ) -> TokenValues:
         """Have each rank compute something of its share's tokens; readers: the plan of the ranks that train on it."""
-        wanted = self._cluster.put([_keys(_share(readers, dp)) for dp in range(len(readers[0].micro_batches))])
-        found, calls = kind(self._dealt(updates, refs), [], []), {}
+        of_readers = [refs_of(_share(readers, dp)) for dp in range(len(readers[0].micro_batches))]
+        wanted = self._cluster.put([frozenset(map(key_of, of_reader)) for of_reader in of_readers])
+        found, calls = TokenValues(self._dealt(updates, refs), [], []), {}
         for rank, worker in enumerate(self.workers):
             share, samples = found.shares[self._layout.coords(rank).dp]
             # Ranks that hold the same return their own state alone: each reference costs the controller time.
             reports = is_reporting_rank(self._layout, rank)
-            parts, asked = (len(readers[0].micro_batches), wanted) if reports else (0, ())
+            parts, asked = (len(of_readers), wanted) if reports else (0, ())
             *token_values, state = worker.call_many(parts + 1, method, *first, share, asked, samples)
             found.states.append(state)
             if reports:
@@ -160,9 +173,24 @@ class RankGroup:
     def _call(self, method: str, *args: object) -> None:
         self._cluster.gather({worker.call(method, *args): worker.name for worker in self.workers})
 
-    def _merged(self, calls: dict[Ref, str]) -> list[Statistics]:
-        """The statistics of each update, of which every rank returns a part."""
-        merged: list[Statistics] = []
+    def _train(
+        self,
+        shares: Sequence[tuple[Ref, Ref]],
+        lr: float,
+        states: Sequence[Ref | None],
+        of_others: TokenValues | None,
+        *first: object,
+    ) -> list[Statistics]:
+        """Train all ranks; the statistics of each update, of which every rank returns a part.
+
+        of_others: the token values of another model's ranks. first: the call's first arguments.
+        """
+        calls, merged = {}, []
+        for rank, (worker, state) in enumerate(zip(self.workers, states, strict=True)):
+            dp = self._layout.coords(rank).dp
+            share, samples = shares[dp]
+            values = of_others.of(dp) if of_others else []
+            calls[worker.call("train", *first, share, lr, state, samples, *values)] = worker.name
         for of_rank in self._cluster.gather(calls):
             merged = merged or [{} for _ in of_rank]
             for metrics, more in zip(merged, of_rank, strict=True):
@@ -194,9 +222,9 @@ class PolicyRanks(RankGroup):
 
     def observe(
         self, algorithm: str, samples: Sequence[SampleRef], refs: Sequence[Ref], readers: Sequence[Update]
-    ) -> Observation:
+    ) -> TokenValues:
         """KL penalties of the samples' tokens, for the critic and for `train`; readers: the critic's plan."""
-        return self._per_token(Observation, "observe", self.plan_of(algorithm, samples), refs, readers, algorithm)
+        return self._per_token("observe", self.plan_of(algorithm, samples), refs, readers, algorithm)
 
     def train(
         self,
@@ -206,21 +234,17 @@ class PolicyRanks(RankGroup):
         lr: float,
         *,
         token_values: TokenValues | None = None,
-        observation: Observation | None = None,
+        observation: TokenValues | None = None,
     ) -> Trained:
         """All optimizer updates of one step. Each rank gets the samples of its own share, and no others.
 
         token_values: of the auxiliary model, for the advantages. observation: of the same samples, if there is one.
         """
         updates = [] if observation else self.plan_of(algorithm, samples)
-        began, calls = time.perf_counter(), {}
+        began = time.perf_counter()
         shares = observation.shares if observation else self._dealt(updates, refs)
-        for rank, worker in enumerate(self.workers):
-            dp = self._layout.coords(rank).dp
-            share, own = shares[dp]
-            state, values = observation and observation.states[rank], token_values.of(dp) if token_values else []
-            calls[worker.call("train", algorithm, share, lr, state, own, *values)] = worker.name
-        metrics = self._merged(calls)
+        states = observation.states if observation else [None] * len(self.workers)
+        metrics = self._train(shares, lr, states, token_values, algorithm)
         lengths, seconds = [one.length for one in samples], time.perf_counter() - began
         return Trained(metrics, speed(self._shape, lengths, seconds, self._layout.world_size, device.gpu_name()))
 
@@ -246,20 +270,14 @@ class AuxiliaryRanks(RankGroup):
 
     def values(self, samples: Sequence[SampleRef], refs: Sequence[Ref], readers: Sequence[Update]) -> TokenValues:
         """Values of the samples' tokens, for the policy and for `train`; readers: the policy's plan."""
-        return self._per_token(TokenValues, "values", self.plan_of(samples), refs, readers)
+        return self._per_token("values", self.plan_of(samples), refs, readers)
 
-    def train(self, token_values: TokenValues, lr: float, observation: Observation | None = None) -> list[Statistics]:
+    def train(self, token_values: TokenValues, lr: float, observation: TokenValues | None = None) -> list[Statistics]:
         """All optimizer updates of the step on the samples of these values; statistics of each.
 
         observation: with the KL penalties of the samples' tokens, where the algorithm pays them in the reward.
         """
-        calls = {}
-        for rank, worker in enumerate(self.workers):
-            dp = self._layout.coords(rank).dp
-            share, own = token_values.shares[dp]
-            penalties = observation.of(dp) if observation else []
-            calls[worker.call("train", share, lr, token_values.states[rank], own, *penalties)] = worker.name
-        return self._merged(calls)
+        return self._train(token_values.shares, lr, token_values.states, observation)
 
 
 class RewardModelRanks(RankGroup):
@@ -298,8 +316,4 @@ def _share(updates: Sequence[Update], dp_rank: int) -> list[Update]:
 
 def _groups(share: Sequence[Update]) -> list[int]:
     """The groups whose samples are in a share, in ascending order."""
-    return sorted({one.group for update in share for batch in update.micro_batches[0] for one in batch})
-
-
-def _keys(share: Sequence[Update]) -> frozenset[tuple[int, int]]:
-    return frozenset(key_of(one) for update in share for batch in update.micro_batches[0] for one in batch)
+    return sorted({ref.group for ref in refs_of(share)})

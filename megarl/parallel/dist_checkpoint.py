@@ -262,20 +262,16 @@ def _write_in_threads() -> None:
     filesystem_async._get_write_results_queue = queue.SimpleQueue
 
 
-def _tracker() -> Any:
-    """Megatron's random generators, one for each kind of parallel region."""
-    return tensor_parallel.get_cuda_rng_tracker()
-
-
 def _random_state() -> dict[str, Any]:
     """The state of every generator of this process, in types that torch loads with weights_only."""
+    tracker: Any = tensor_parallel.get_cuda_rng_tracker()  # Megatron's, one for each kind of parallel region
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # type: ignore[misc]
     return {
         "python": random.getstate(),
         "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "megatron": _tracker().get_states(),
+        "megatron": tracker.get_states(),
     }
 
 
@@ -286,4 +282,5 @@ def _set_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-    _tracker().set_states(state["megatron"])
+    tracker: Any = tensor_parallel.get_cuda_rng_tracker()
+    tracker.set_states(state["megatron"])

@@ -166,17 +166,8 @@ def reduce_stats(stats: Sequence[Mapping[Statistic, torch.Tensor]]) -> Statistic
     return found
 
 
-def sum_over_dp(values: torch.Tensor) -> torch.Tensor:
-    """The elementwise sum over the data-parallel ranks."""
-    return _over_dp(values, dist.ReduceOp.SUM)
-
-
-def max_over_dp(values: torch.Tensor) -> torch.Tensor:
-    """The elementwise maximum over the data-parallel ranks."""
-    return _over_dp(values, dist.ReduceOp.MAX)
-
-
-def _over_dp(values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+def over_dp(values: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+    """The elementwise sum over the data-parallel ranks, or another reduction."""
     found = values.to(device.DEVICE, copy=True)
     dist.all_reduce(found, op=op, group=dp_group())
     return found.to(values.device)

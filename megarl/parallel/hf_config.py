@@ -14,7 +14,6 @@ from typing import Any
 
 from megarl.parallel.families import FAMILIES
 from megarl.parallel.hf_values import (
-    end_tokens,
     integer,
     mapping,
     number,
@@ -115,7 +114,12 @@ def read_model(path: str | Path, *, has_scores: bool = False) -> HfModel:
     shape = None
     try:
         file, config, family, is_classifier = _opened(path)
-        shape = _scorer_shape(file, config, family) if has_scores else _lm_shape(file, config, family, is_classifier)
+        if is_classifier and not has_scores:
+            mend = "use a language model, or name it as critic.path or reward_model.path"
+            raise UserFault(str(file), "it is a classifier's", mend)
+        shape = _shape(file, config, family)
+        if has_scores:
+            shape = replace(shape, num_labels=1, tied=False, num_mtp_layers=0)
         facts = _facts(file, config, family)
     except UserFault as fault:
         return HfModel(str(path), shape, fault=fault)
@@ -124,12 +128,12 @@ def read_model(path: str | Path, *, has_scores: bool = False) -> HfModel:
 
 def model_shape(path: str | Path) -> ModelShape:
     """Read a language model's `config.json`. Raises UserFault: no file, unknown architecture, missing key, ..."""
-    return _lm_shape(*_opened(path))
+    return read_model(path).shape
 
 
 def scorer_shape(path: str | Path) -> ModelShape:
     """The shape with one score per token: of a classifier, or of a language model whose head is left out."""
-    return _scorer_shape(*_opened(path)[:3])
+    return read_model(path, has_scores=True).shape
 
 
 def hf_facts(path: str | Path) -> HfFacts:
@@ -153,32 +157,16 @@ def _opened(path: str | Path) -> tuple[Path, dict[str, Any], str, bool]:
     return file, config, family, is_classifier
 
 
-def _lm_shape(file: Path, config: Mapping[str, Any], family: str, is_classifier: bool) -> ModelShape:
-    if is_classifier:
-        mend = "use a language model, or name it as critic.path or reward_model.path"
-        raise UserFault(str(file), "it is a classifier's", mend)
-    return _shape(file, config, family)
-
-
-def _scorer_shape(file: Path, config: Mapping[str, Any], family: str) -> ModelShape:
-    return replace(_shape(file, config, family), num_labels=1, tied=False, num_mtp_layers=0)
-
-
 def _shape(file: Path, config: Mapping[str, Any], family: str) -> ModelShape:
     _refuse_variants(file, config)
-    shape = _shape_of(file, config, family)
-    is_grouped = FAMILIES[family].has_grouped_router
+    integers: dict[str, Any] = {field: integer(file, config, keys) for field, keys in _COMMON_INTEGERS.items()}
+    row, tied = FAMILIES[family], truth(file, config, "tie_word_embeddings")
+    shape = ModelShape(**integers, **row.fields(file, config, integers), **row.constants, tied=tied)
+    is_grouped = row.has_grouped_router
     groups = optional_integer(file, config, "n_group") or 1 if is_grouped else 1
     top_groups = optional_integer(file, config, "topk_group") or groups if is_grouped else 1
     refuse_contradictions(file, shape, groups, top_groups)
     return shape
-
-
-def _shape_of(file: Path, config: Mapping[str, Any], family: str) -> ModelShape:
-    integers: dict[str, Any] = {field: integer(file, config, keys) for field, keys in _COMMON_INTEGERS.items()}
-    tied = truth(file, config, "tie_word_embeddings")
-    row = FAMILIES[family]
-    return ModelShape(**integers, **row.fields(file, config, integers), **row.constants, tied=tied)
 
 
 def _refuse_variants(file: Path, config: Mapping[str, Any]) -> None:
@@ -254,10 +242,21 @@ def _yarn(file: Path, rope: Mapping[str, Any], family: str) -> Yarn | None:
 
 
 def end_token_ids(path: str | Path) -> frozenset[int]:
-    """The tokens at which an engine ends a response. Raises UserFault as `model_shape`, and for no such token."""
+    """The tokens at which SGLang ends a response: `eos_token_id` of config.json and of generation_config.json.
+
+    Raises UserFault as `model_shape`, and for a value that is no token of the vocabulary.
+    """
     file, config, family, _ = _opened(path)
-    configs = [(file.name, config)]
-    other = Path(path) / "generation_config.json"
+    configs, other = {file: config}, Path(path) / "generation_config.json"
     if other.exists():
-        configs.append((other.name, read_json(other)))
-    return end_tokens(path, configs, _shape(file, config, family).vocab_size)
+        configs[other] = read_json(other)
+    vocab_size, found = _shape(file, config, family).vocab_size, set()
+    for where, content in configs.items():
+        value = content.get("eos_token_id")
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        for token in ids:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+                problem = f"eos_token_id is {value!r:.60}, and the vocabulary has {vocab_size} tokens"
+                raise UserFault(str(where), problem, "write the number of the token that ends a response")
+        found.update(ids)
+    return frozenset(found)

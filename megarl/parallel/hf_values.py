@@ -93,20 +93,3 @@ def refuse_contradictions(file: Path, shape: ModelShape, groups: int, top_groups
     problem = next((problem for is_good, problem in checks if not is_good), None)
     if problem:
         raise UserFault(str(file), problem, _MEND)
-
-
-def end_tokens(folder: str | Path, configs: Sequence[tuple[str, Mapping[str, Any]]], vocab_size: int) -> frozenset[int]:
-    """The tokens at which SGLang ends a response: `eos_token_id` of config.json and of generation_config.json.
-
-    configs: each file's name and content. Raises UserFault for a value that is no token of the vocabulary.
-    """
-    found: set[int] = set()
-    for name, config in configs:
-        value = config.get("eos_token_id")
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        for token in ids:
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
-                problem = f"eos_token_id is {value!r:.60}, and the vocabulary has {vocab_size} tokens"
-                raise UserFault(str(Path(folder) / name), problem, "write the number of the token that ends a response")
-        found.update(ids)
-    return frozenset(found)

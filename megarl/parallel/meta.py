@@ -21,7 +21,7 @@ from megarl.config import Recipe
 from megarl.parallel import cpu, groups, model
 from megarl.parallel.hf_config import model_shape, scorer_shape
 from megarl.parallel.layout import TrainLayout
-from megarl.parallel.placement import train_layout
+from megarl.parallel.roles import train_layout
 from megarl.parallel.routing import Routing
 from megarl.parallel.sizes import ChunkSize, Whole
 from megarl.types import ModelShape, UserFault
@@ -32,7 +32,8 @@ def whole(path: str, shape: ModelShape, recipe: Recipe) -> Whole:
     ranks = shape.num_experts or 1
     (chunk,) = _chunks(path, shape, TrainLayout(ranks, 1, 1, ranks), 0, recipe)
     of_mtp = {id(param) for param in chunk.mtp.parameters()} if chunk.mtp_process else set()
-    one_of_each = {id(param) for param in _routed(chunk)}
+    moe_layers: list[Any] = [module for module in chunk.modules() if isinstance(module, MoELayer)]
+    one_of_each = {id(param) for layer in moe_layers for param in layer.experts.parameters()}
     sizes = {id(param): param.numel() * (ranks if id(param) in one_of_each else 1) for param in chunk.parameters()}
     main = sum(size for key, size in sizes.items() if key not in of_mtp) - _padding(chunk, shape)
     routed = sum(sizes[key] for key in one_of_each - of_mtp)
@@ -77,20 +78,11 @@ def _chunks(path: str, shape: ModelShape, layout: TrainLayout, rank: int, recipe
     train = recipe.train.model_copy(update={"megatron": {}})
     with groups.simulated(rank, layout), torch.device("meta"):
         config = model.transformer_config(path, shape, layout, model.DTYPES[recipe.model.dtype], train)
-        config.init_method = config.output_layer_init_method = config.embedding_init_method = _leave
+        config.init_method = config.output_layer_init_method = config.embedding_init_method = lambda weight: weight
         chunks = model.build_chunks(config, path, shape, layout, rank, Routing(), device="meta")
     if not train.mtp_loss:
         model.freeze_mtp(chunks)
     return chunks
-
-
-def _leave(weight: torch.Tensor) -> torch.Tensor:
-    return weight
-
-
-def _routed(chunk: model.Chunk) -> list[torch.nn.Parameter]:
-    layers = [module for module in chunk.modules() if isinstance(module, MoELayer)]
-    return [param for layer in layers for param in layer.experts.parameters()]  # type: ignore[union-attr]
 
 
 def _padding(chunk: model.Chunk, shape: ModelShape) -> int:

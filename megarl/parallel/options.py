@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 Made = TypeVar("Made")
 PRECISION_AWARE = "use_precision_aware_optimizer"  # TransformerEngine's, or Megatron's own on the host
 LOW_PRECISION = ("fp8", "fp8_param", "fp4", "fp4_param")
+_NOT_PADDED = "megarl does not pad packed rows to the multiples of 16 or 128 tokens that these kernels need"
+_DECIDED = "other keys of the recipe decide it, or megarl relies on its value"
 # Not allowed: overlapping the gather of parameters, because the reshard would send old ones; other ways to shard
 # parameters and gradients, which the weight maps, the checkpoints and the plan do not know.
 OF_BUFFERS = (
@@ -39,9 +41,18 @@ def option_faults(train: TrainConfig, fixed: Callable[[], set[str]]) -> list[Use
 
     fixed: returns the fields of TransformerConfig that the checkpoint, the layout and the loss's normalisation decide.
     """
-    faults = [*_model_faults(train.megatron, fixed() if train.megatron else set())]
-    faults += _listed_faults("train.ddp", train.ddp, DistributedDataParallelConfig, OF_BUFFERS)
-    return faults + [*_listed_faults("train.optimizer", train.optimizer, OptimizerConfig, OF_OPTIMIZER)]
+    decided = fixed() if train.megatron else set()
+    refused = dict.fromkeys(LOW_PRECISION, _NOT_PADDED)
+    refused |= dict.fromkeys(decided, "is decided by the checkpoint and the other train keys")
+    names = _names(TransformerConfig) - decided
+    faults = [*_faults("train.megatron", train.megatron, TransformerConfig, refused, names)]
+    for branch, options, kind, listed in (
+        ("train.ddp", train.ddp, DistributedDataParallelConfig, OF_BUFFERS),
+        ("train.optimizer", train.optimizer, OptimizerConfig, OF_OPTIMIZER),
+    ):
+        refused = dict.fromkeys(_names(kind) - {*listed}, _DECIDED)
+        faults += _faults(branch, options, kind, refused, {*listed})
+    return faults
 
 
 def make_config(where: str, kind: Callable[..., Made], fields: Mapping[str, Any]) -> Made:
@@ -80,35 +91,22 @@ def _written(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str, list, dict, type(None))) else str(value)
 
 
-def _model_faults(options: Mapping[str, Any], fixed: set[str]) -> Iterator[UserFault]:
-    names = {field.name for field in dataclasses.fields(TransformerConfig) if field.init}
-    hints = get_type_hints(TransformerConfig)
-    for key, value in options.items():
-        where = f"train.megatron.{key}"
-        if key in fixed:
-            yield UserFault(where, "is decided by the checkpoint and the other train keys", "remove it")
-        elif key in LOW_PRECISION:
-            problem = "megarl does not pad packed rows to the multiples of 16 or 128 tokens that these kernels need"
-            yield UserFault(where, problem, "remove it")
-        elif key not in names:
-            yield _unknown(where, key, TransformerConfig, names - fixed)
-        else:
-            yield from field_faults(where, value, hints[key])
-
-
-def _listed_faults(branch: str, options: Mapping[str, Any], kind: Any, listed: tuple[str, ...]) -> Iterator[UserFault]:
-    names = {field.name for field in dataclasses.fields(kind) if field.init}
+def _faults(
+    branch: str, options: Mapping[str, Any], kind: Any, refused: Mapping[str, str], names: set[str]
+) -> Iterator[UserFault]:
+    """Faults of a branch of options. refused: key -> why a recipe may not set it; names: the keys that it may set."""
     hints = get_type_hints(kind)
     for key, value in options.items():
         where = f"{branch}.{key}"
-        if key not in names:
-            yield _unknown(where, key, kind, set(listed))
-        elif key not in listed:
-            yield UserFault(where, "other keys of the recipe decide it, or megarl relies on its value", "remove it")
-        else:
+        if key in refused:
+            yield UserFault(where, refused[key], "remove it")
+        elif key in names:
             yield from field_faults(where, value, hints[key])
+        else:
+            otherwise = f"remove it, or see Megatron's {kind.__name__} for the names it has"
+            mend = did_you_mean(near(key, sorted(names)), otherwise)
+            yield UserFault(where, f"{kind.__name__} has no such field", mend)
 
 
-def _unknown(where: str, key: str, kind: Any, names: set[str]) -> UserFault:
-    mend = did_you_mean(near(key, sorted(names)), f"remove it, or see Megatron's {kind.__name__} for the names it has")
-    return UserFault(where, f"{kind.__name__} has no such field", mend)
+def _names(kind: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind) if field.init}

@@ -11,16 +11,19 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
 
 from megarl.parallel import groups
 from megarl.parallel.cp_gather import gather_row, gather_whole
-from megarl.parallel.hops import KnownShapes
 from megarl.parallel.logprobs import hidden_logprobs
 from megarl.parallel.model import Chunk, Score
 from megarl.parallel.routing import Choices, Routing
 from megarl.parallel.sequences import PackedRow
 
 Result = TypeVar("Result")
+Shape = list[int]
+NOTHING: Shape = [0, 0, 0]  # the shape of a tensor that is not received
 # (row, logp_T, entropy_T) -> (loss sum, this micro-batch's result); of a model with a score head: (row, score_T) -> ...
 OnOutputs = Callable[..., tuple[torch.Tensor, Result]]
 
@@ -35,22 +38,18 @@ class Norms:
 
 
 @dataclass(frozen=True)
-class Coefficients:
-    """Weights of the auxiliary losses, each a mean over tokens (`train.aux_loss`, `z_loss`, `mtp_loss`)."""
-
-    aux: float = 0.0
-    z: float = 0.0
-    mtp: float = 0.0
-
-
-@dataclass(frozen=True)
 class Pipeline:
-    """The model chunks of a training rank, with their routing and the weights of auxiliary losses."""
+    """The model chunks of a training rank, with their routing.
+
+    aux_loss, z_loss and mtp_loss: weights of the auxiliary losses, each a mean over tokens.
+    """
 
     chunks: Sequence[DistributedDataParallel | Chunk]
     routing: Routing
     vocab_size: int
-    coefficients: Coefficients = Coefficients()
+    aux_loss: float
+    z_loss: float
+    mtp_loss: float
 
     def run(
         self,
@@ -97,11 +96,11 @@ class Pipeline:
         }
 
     def _start(self, norms: Norms | None) -> None:
-        weights = self.coefficients
         scale = norms.denominator / norms.tokens if norms else 0.0
-        self.routing.start(is_training=norms is not None, balance_scale=weights.aux * scale, z_scale=weights.z * scale)
+        scales = {"balance_scale": self.aux_loss * scale, "z_scale": self.z_loss * scale}
+        self.routing.start(is_training=norms is not None, **scales)
         for chunk in self.chunks:
-            _module(chunk).runs_mtp = norms is not None and weights.mtp > 0
+            _module(chunk).runs_mtp = norms is not None and self.mtp_loss > 0
 
     def _forward(
         self,
@@ -182,7 +181,7 @@ class Pipeline:
             logp_T, _ = self._logprobs(chunk, hidden, row, labels_L)
             total = total - torch.where(is_target_T, logp_T, 0.0).sum() / len(ahead)
         self.routing.count("mtp_loss", total / (group.size() * groups.tp_group().size()))  # every such rank has it all
-        return total * self.coefficients.mtp
+        return total * self.mtp_loss
 
 
 def _module(model: torch.nn.Module) -> Chunk:
@@ -195,3 +194,36 @@ def _sum_then_divide(denominator: float | None, chunks: list[Any], num_tokens: o
     if denominator is not None:
         for chunk in chunks:
             chunk.scale_gradients(1.0 / denominator)
+
+
+class KnownShapes(P2PCommunicator):
+    """Megatron's communicator for one pass over rows of `lengths` tokens on this rank, which every stage knows.
+
+    For sequences of variable length Megatron's own communicator sends the shape before each tensor and waits for it on
+    the host, which leaves the GPU idle.
+    """
+
+    def __init__(self, config: Any, lengths: Sequence[int]) -> None:
+        super().__init__(groups.pp_group(), config)
+        split = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        shapes = [[length // split, 1, config.hidden_size] for length in lengths]
+        stage, last = self.pp_group.rank(), self.pp_group.size() - 1
+        chunks, group = config.virtual_pipeline_model_parallel_size or 1, config.microbatch_group_size_per_vp_stage
+        orders = (receive_order(len(shapes), chunks, group, leads) for leads in (stage == 0, stage == last))
+        self._from_prev, self._from_next = (iter([shapes[row] for row in order]) for order in orders)
+
+    def _communicate_shapes(
+        self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
+    ) -> tuple[Shape, Shape]:
+        from_prev = next(self._from_prev) if recv_prev else NOTHING
+        return from_prev, next(self._from_next) if recv_next else NOTHING
+
+
+def receive_order(rows: int, chunks: int, group: int, leads: bool) -> list[int]:
+    """The rows whose tensors a stage receives in one direction (forward or backward), in the schedule's order.
+
+    chunks: model chunks a stage. group: rows that pass one chunk before the next chunk's turn. leads: whether the stage
+    is the first in this direction, which receives nothing for its first chunk.
+    """
+    table = get_schedule_table(rows, chunks, group)
+    return [row for row, chunk in table if not leads or chunk < chunks - 1]

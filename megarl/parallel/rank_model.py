@@ -13,8 +13,8 @@ from torch.distributed.distributed_c10d import Store
 from megarl import device
 from megarl.parallel import cpu, dist_checkpoint, groups, host_offload, model, optimizer
 from megarl.parallel.options import effective_options
-from megarl.parallel.pipeline import Coefficients, Pipeline
-from megarl.parallel.placement import train_layout
+from megarl.parallel.pipeline import Pipeline
+from megarl.parallel.roles import train_layout
 from megarl.parallel.routing import Routing
 from megarl.parallel.sequences import Split
 from megarl.types import ModelShape
@@ -65,7 +65,7 @@ class RankModel:
         self._offloaded: host_offload.Offloaded = []
         self.chunks: Sequence[Any] = model.wrap(config, chunks, train) if trains else chunks
         self.pipeline = Pipeline(
-            self.chunks, routing, shape.vocab_size, Coefficients(train.aux_loss, train.z_loss, train.mtp_loss)
+            self.chunks, routing, shape.vocab_size, train.aux_loss, train.z_loss, train.mtp_loss
         )
 
     def make_optimizer(self) -> None:

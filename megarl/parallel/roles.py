@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from megarl.algos import ALGORITHMS, has_critic, has_reference
+from megarl.algos import ALGORITHMS, AUXILIARY_MODELS, has_critic, has_reference
 from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.hf_config import HfModel, read_model
 from megarl.parallel.layout import TrainLayout
-from megarl.parallel.placement import engine_layout, shared_slots, train_layout, without_reference
 from megarl.types import ModelShape, UserFault
 
 if TYPE_CHECKING:
@@ -17,6 +17,44 @@ if TYPE_CHECKING:
     from megarl.config.roles import RanksConfig
 
 RoleName = Literal["policy", "critic", "reward_model"]
+
+
+def train_layout(recipe: Recipe) -> TrainLayout:
+    """The training ranks; rank r is on slot r."""
+    train, placement = recipe.train, recipe.placement
+    return TrainLayout(
+        placement.train_gpus or placement.gpus,
+        train.tp,
+        train.pp,
+        train.ep,
+        cp=train.cp,
+        vpp=train.vpp,
+        expert_tp=train.etp or 0,
+        stage_layers=train.layers_per_stage,
+    )
+
+
+def is_reporting_rank(layout: TrainLayout, rank: int) -> bool:
+    """Whether this rank reports for all ranks with the same samples: the first of the last pipeline stage."""
+    at = layout.coords(rank)
+    return (at.tp, at.cp, at.pp) == (0, 0, layout.pp - 1)
+
+
+def engine_layout(recipe: Recipe) -> EngineLayout:
+    """The engines, from slot `first` on."""
+    engine = recipe.rollout.engine
+    first = recipe.placement.first_engine_gpu
+    return EngineLayout(engine.count, engine.tp, engine.ep, engine.dp, engine.fp8, first)
+
+
+def shared_slots(sides: Iterable[range]) -> frozenset[int]:
+    """The slots that are in several of the ranges: their processes take turns with the memory."""
+    seen: set[int] = set()
+    shared: set[int] = set()
+    for side in sides:
+        shared |= seen & set(side)
+        seen |= set(side)
+    return frozenset(shared)
 
 
 @dataclass(frozen=True)
@@ -117,15 +155,21 @@ def resolve(recipe: Recipe, *, learns: bool = True) -> Roles:
         reward_model = _role("reward_model", own, recipe.reward_model.ranks.first_gpu, has_scores=True)
     if recipe.reference.path and has_reference(recipe.algorithm, recipe.reference.use):
         reference = read_model(recipe.reference.path)
-    policy = _role("policy", recipe if learns else without_reference(recipe), 0, has_scores=False)
+    policy = _role("policy", recipe if learns else _without_reference(recipe), 0, has_scores=False)
     return Roles(recipe, policy, critic, reward_model, reference, engine_layout(recipe))
+
+
+def _without_reference(recipe: Recipe) -> Recipe:
+    """The recipe of ranks that load no reference model."""
+    algorithm = recipe.algorithm.model_copy(update={"kl_coefficient": 0.0})
+    return recipe.model_copy(update={"reference": type(recipe.reference)(), "algorithm": algorithm})
 
 
 def _critic(recipe: Recipe) -> Role:
     critic = recipe.critic
     given = critic.model_dump(include={"lr", "warmup_steps", "lr_schedule", "lr_end"}, exclude_none=True)
     own = _auxiliary_recipe(recipe, critic.path or recipe.model.path, critic.ranks, given)
-    has_scores = ALGORITHMS[recipe.algorithm.name].critic == "values"
+    has_scores = AUXILIARY_MODELS[ALGORITHMS[recipe.algorithm.name].critic].has_scores
     return _role("critic", own, critic.ranks.first_gpu, has_scores=has_scores)
 
 

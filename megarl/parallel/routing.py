@@ -8,7 +8,7 @@ Megatron's own auxiliary losses are means over the tokens of a micro-batch, so t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -35,14 +35,6 @@ class Choices:
 
     experts: dict[int, torch.Tensor] = field(default_factory=dict)
     is_recording: bool = False
-
-
-def choices_of_engine(row: PackedRow, layers: Sequence[int], tp_rank: int, tp: int) -> Choices:
-    """The engine's experts of a row's tokens on one tensor-parallel rank. layers: the MoE layers (M of experts_LMK)."""
-    assert row.experts_LMK is not None
-    size = len(row.experts_LMK) // tp
-    mine = row.experts_LMK[tp_rank * size : (tp_rank + 1) * size]
-    return Choices({layer: mine[:, index] for index, layer in enumerate(layers)})
 
 
 @dataclass

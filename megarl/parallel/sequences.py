@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from megarl.algos.targets import Targets
 from megarl.types import FloatArray, IntArray, TrainSequence
 
 LENGTH_STEP = 1024
+_TARGETS = {  # fields of a TrainSequence that losses read
+    "loss_mask_T": np.bool_,
+    "is_stale": np.bool_,
+    **dict.fromkeys(("loss_weight_T", "advantage_T", "outcome", "engine_logp_T", "nll_weight_T"), np.float32),
+}
 
 
 @dataclass(frozen=True)
@@ -22,41 +28,12 @@ class Split:
     tp: int = 1
     cp: int = 1
     cp_rank: int = 0
-
     align: int = 1  # every sequence's length is padded to a multiple of this
 
     @property
     def multiple(self) -> int:
         """Tokens that the whole row is padded to a multiple of."""
         return self.cp * math.lcm(2, self.tp) if self.cp > 1 else self.tp
-
-
-@dataclass(frozen=True)
-class PackedTargets:
-    """What a loss reads, every tensor [T]: entry t is about the token that position t predicts.
-
-    The last position of every sequence predicts nothing: it is masked, as is the padding.
-    """
-
-    loss_mask_T: torch.Tensor
-    loss_weight_T: torch.Tensor
-    advantage_T: torch.Tensor
-    outcome_T: torch.Tensor  # of the token's sequence: 1 where it is correct, else 0
-    engine_logp_T: torch.Tensor
-    nll_weight_T: torch.Tensor
-    is_stale_T: torch.Tensor
-    sequence_T: torch.Tensor  # int64, the sequence of each token, the number of sequences for padding
-    reference_logp_T: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class PackedReturns:
-    """What a critic's loss reads, every tensor [T] and aligned in the same way."""
-
-    loss_mask_T: torch.Tensor
-    loss_weight_T: torch.Tensor
-    return_T: torch.Tensor
-    old_value_T: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -81,10 +58,9 @@ class PackedRow:
     lengths: tuple[int, ...]
     lengths_S: torch.Tensor
     max_length: int
-    targets: PackedTargets
+    targets: Targets
     old_logp_T: torch.Tensor | None
     experts_LMK: torch.Tensor | None = None  # of each token in each layer M with experts: K of them, -1 if not known
-    returns: PackedReturns | None = None
 
 
 def zigzag(bounds: IntArray, cp: int, rank: int) -> IntArray:
@@ -103,15 +79,17 @@ def zigzag(bounds: IntArray, cp: int, rank: int) -> IntArray:
 
 def pack(
     sequences: Sequence[TrainSequence],
+    old_logp: Sequence[FloatArray] | None = None,
+    reference_logp: Sequence[FloatArray] | None = None,
+    returns: Sequence[FloatArray] | None = None,
+    old_values: Sequence[FloatArray] | None = None,
     *,
     split: Split,
     device: str,
-    old_logp: Sequence[FloatArray] | None = None,
-    reference_logp: Sequence[FloatArray] | None = None,
 ) -> PackedRow:
     """Lay sequences end to end, each padded to split.align and the row to split.multiple; no sequences: padding alone.
 
-    old_logp and reference_logp hold one array per sequence, aligned like the sequence's own arrays.
+    old_logp and what follows hold one array per sequence, aligned like the sequence's own arrays.
     """
     lengths = tuple(len(one.token_ids_T) for one in sequences)
     bounds = _bounds(lengths, split)
@@ -144,16 +122,12 @@ def pack(
         lengths=lengths,
         lengths_S=on_device(np.array([*lengths, 1], np.float32)),
         max_length=rounded_length(int(np.diff(bounds).max())),
-        targets=PackedTargets(
-            loss_mask_T=targets("loss_mask_T", np.bool_),
-            loss_weight_T=targets("loss_weight_T", np.float32),
-            advantage_T=targets("advantage_T", np.float32),
-            outcome_T=targets("outcome", np.float32),
-            engine_logp_T=targets("engine_logp_T", np.float32),
-            nll_weight_T=targets("nll_weight_T", np.float32),
-            is_stale_T=targets("is_stale", np.bool_),
+        targets=Targets(
+            **{f"{name.removesuffix('_T')}_T": targets(name, dtype) for name, dtype in _TARGETS.items()},
             sequence_T=on_device(sequence_T),
             reference_logp_T=row(reference_logp, np.float32),
+            return_T=row(returns, np.float32),
+            old_value_T=row(old_values, np.float32),
         ),
         old_logp_T=row(old_logp, np.float32),
         experts_LMK=None if experts_TMK is None else on_device(experts_TMK[places]),
@@ -169,19 +143,6 @@ def _per_token(one: TrainSequence, name: str, dtype: type) -> np.ndarray:
 def rounded_length(length: int) -> int:
     """The next multiple of LENGTH_STEP: attention kernels are planned anew for each value that they are given."""
     return -(-length // LENGTH_STEP) * LENGTH_STEP
-
-
-def with_returns(
-    row: PackedRow, returns: Sequence[FloatArray] | None, old_values: Sequence[FloatArray] | None
-) -> PackedRow:
-    """The row with what a critic learns of its sequences: an array of each, aligned like the sequence's own."""
-    if returns is None or old_values is None:
-        return row
-    num_tokens, device = len(row.targets.loss_mask_T), row.bounds.device
-    pair = (_about_next(arrays, row.starts, num_tokens, np.float32) for arrays in (returns, old_values))
-    return_T, old_value_T = (torch.from_numpy(values_T).to(device) for values_T in pair)
-    targets = PackedReturns(row.targets.loss_mask_T, row.targets.loss_weight_T, return_T, old_value_T)
-    return replace(row, returns=targets)
 
 
 def dealt(

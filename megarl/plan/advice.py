@@ -7,7 +7,7 @@ from collections.abc import Callable
 from megarl.algos import learns_from_answers
 from megarl.config import Recipe
 from megarl.parallel.layout import divisors
-from megarl.parallel.placement import engine_layout
+from megarl.parallel.roles import engine_layout
 from megarl.plan.fit import updated
 from megarl.plan.phase_memory import MemoryPlan
 from megarl.types import ModelShape

@@ -15,8 +15,7 @@ import megarl
 from megarl.config import Recipe
 from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.layout import TrainLayout
-from megarl.parallel.placement import shared_slots
-from megarl.parallel.roles import Role, RoleName, resolve
+from megarl.parallel.roles import Role, RoleName, resolve, shared_slots
 from megarl.parallel.sizes import ChunkSize
 from megarl.types import ModelShape, UserFault
 

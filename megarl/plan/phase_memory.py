@@ -18,8 +18,7 @@ from megarl.config.hardware import Hardware
 from megarl.fleet.memory import Phase
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.option_values import STATE_DTYPES
-from megarl.parallel.placement import engine_layout
-from megarl.parallel.roles import RoleName
+from megarl.parallel.roles import RoleName, engine_layout
 from megarl.parallel.sizes import ChunkSize
 from megarl.plan.activations import activation_bytes, forward_bytes, item_bytes, logits_bytes
 from megarl.plan.batch import samples_bytes

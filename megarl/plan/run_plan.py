@@ -12,8 +12,7 @@ from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.layout import TrainLayout
-from megarl.parallel.placement import engine_layout
-from megarl.parallel.roles import RoleName, resolve
+from megarl.parallel.roles import RoleName, engine_layout, resolve
 from megarl.plan.activations import item_bytes
 from megarl.plan.advice import cache_advice
 from megarl.plan.batch import MEAN_RESPONSE_SHARE, Samples, Share, advice, share_of, step_samples

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from megarl.algos import has_critic, has_reference, learns_from_answers
 from megarl.config import Recipe
 from megarl.config.fields import Branch
-from megarl.parallel.placement import train_layout
+from megarl.parallel.roles import train_layout
 
 _HIGH_RATE = 0.1
 

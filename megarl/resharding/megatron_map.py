@@ -151,7 +151,8 @@ def _vocab_rows(shape: ModelShape, layout: TrainLayout, tp_rank: int, name: str,
 
 def _attention(shape: ModelShape, layout: TrainLayout, names: Names, place: Place, tp_rank: int) -> Shards:
     name, param, hidden = place.name + "self_attn.", place.param + "self_attention.", shape.hidden_size
-    yield _vector(place.name + "input_layernorm.weight", hidden, _input_norm(names, place))
+    input_norm = names.norm(place.param + "input_layernorm", param + "linear_qkv")
+    yield _vector(place.name + "input_layernorm.weight", hidden, input_norm)
     for letter, rows, row in _fused_rows(shape, layout.tp, tp_rank):
         fused = param + "linear_qkv."
         yield Shard(f"{name}{letter}_proj.weight", rows, (0, hidden), fused + "weight", (0, row, 0))
@@ -177,10 +178,6 @@ def _fused_rows(shape: ModelShape, ranks: int, rank: int) -> Iterator[tuple[str,
                 first = group * size + row - start
                 yield letter, (first, first + end - row), row - mine[0]
             start += size
-
-
-def _input_norm(names: Names, place: Place) -> str:
-    return names.norm(place.param + "input_layernorm", place.param + "self_attention.linear_qkv")
 
 
 def _latent_attention(shape: ModelShape, layout: TrainLayout, names: Names, place: Place, tp_rank: int) -> Shards:

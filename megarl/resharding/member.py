@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property, partial
 from typing import Any
 
@@ -31,6 +31,7 @@ from megarl.resharding.transport import Ask, close_group, make_group
 from megarl.resharding.verify import Verifier, VerifyError
 
 PLANNER = 1  # increase it whenever the same inputs give another plan: members of two versions must not exchange
+_SUMMED = {"wire_bytes", "inter_node_bytes", "local_bytes"}  # fields of Stats; of the others the maximum counts
 SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -259,14 +260,8 @@ def member_stats(store: Store, run_id: str, attempt: int, num_members: int) -> l
 def collect_stats(store: Store, run_id: str, attempt: int, num_members: int) -> Stats:
     """The cost of a successful attempt for all members; read it before the next attempt."""
     found = member_stats(store, run_id, attempt, num_members)
-    return Stats(
-        wire_bytes=sum(stats.wire_bytes for stats in found),
-        inter_node_bytes=sum(stats.inter_node_bytes for stats in found),
-        local_bytes=sum(stats.local_bytes for stats in found),
-        extra_bytes=max(stats.extra_bytes for stats in found),
-        plan_s=max(stats.plan_s for stats in found),
-        seconds=max(stats.seconds for stats in found),
-    )
+    of_members = {field.name: [getattr(stats, field.name) for stats in found] for field in fields(Stats)}
+    return Stats(**{name: (sum if name in _SUMMED else max)(values) for name, values in of_members.items()})
 
 
 _engine_members: dict[str, Member] = {}  # this process's member, by run id

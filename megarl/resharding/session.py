@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megarl.device import Address
@@ -18,12 +18,12 @@ from megarl.types import MlaShape, ModelShape, UserFault
 class Session:
     """The settings of one member. A member is a GPU slot with a training rank, an engine rank, or both.
 
-    meet: the rendezvous store. dtype: torch's name ("float32").
+    meet: the rendezvous store. dtype: torch's name ("float32"). source: None where the member is the training rank
+    itself, or its slot has no training rank.
     """
 
     meet: Address
     run_id: str
-    member: int
     shape: ModelShape
     train: TrainLayout
     engine: EngineLayout
@@ -33,7 +33,8 @@ class Session:
     timeout_s: float
     gpus_per_node: int
     verify: VerifyMode
-    source: SourceHandles | None  # None: the member is the training rank itself, or its slot has no training rank
+    member: int = 0
+    source: SourceHandles | None = None
 
     @property
     def num_members(self) -> int:
@@ -56,6 +57,17 @@ class Session:
 
 
 @dataclass(frozen=True)
+class PublishedRank:
+    """What an engine process needs to map a training rank's parameters.
+
+    transformer_engine: whether their names are those of TransformerEngine's layers.
+    """
+
+    source: SourceHandles
+    transformer_engine: bool
+
+
+@dataclass(frozen=True)
 class Sessions:
     """The sessions of all members: engines[e][tp_rank], and trainers[rank] for GPUs without an engine."""
 
@@ -75,38 +87,21 @@ class Sessions:
         return message
 
 
-def sessions(
-    handles: Sequence[SourceHandles],
-    *,
-    meet: Address,
-    run_id: str,
-    shape: ModelShape,
-    train: TrainLayout,
-    engine: EngineLayout,
-    transformer_engine: bool,
-    dtype: str,
-    round_bytes: int,
-    timeout_s: float,
-    gpus_per_node: int,
-    verify: VerifyMode,
-) -> Sessions:
-    """The sessions of one run; handles[rank]: the shared parameters of training rank `rank`.
+def sessions(common: Session, handles: Sequence[SourceHandles]) -> Sessions:
+    """The sessions of one run, from what they have in common; handles[rank]: the parameters of training rank `rank`.
 
     Raises UserFault where there is a gap of slots between the training ranks and the engines.
     """
-    if engine.first > train.world_size:
-        problem = f"the engines begin at GPU {engine.first}, the training ranks end at {train.world_size}"
-        raise UserFault("placement", problem, f"let the engines begin at GPU {train.world_size} or before")
+    engine, num_ranks = common.engine, common.train.world_size
+    if engine.first > num_ranks:
+        problem = f"the engines begin at GPU {engine.first}, the training ranks end at {num_ranks}"
+        raise UserFault("placement", problem, f"let the engines begin at GPU {num_ranks} or before")
     engines: tuple[dict[int, Session], ...] = tuple({} for _ in range(engine.count))
     trainers: dict[int, Session] = {}
-    for slot in range(max(train.world_size, engine.end)):
-        at = engine.member(slot)
-        session = Session(
-            meet, run_id, slot, shape, train, engine, transformer_engine, dtype, round_bytes, timeout_s,
-            gpus_per_node, verify, handles[slot] if at and slot < train.world_size else None,
-        )  # fmt: skip
-        if at:
-            engines[at[0]][at[1]] = session
+    for slot in range(common.num_members):
+        if at := engine.member(slot):
+            source = handles[slot] if slot < num_ranks else None
+            engines[at[0]][at[1]] = replace(common, member=slot, source=source)
         else:
-            trainers[slot] = session
+            trainers[slot] = replace(common, member=slot)
     return Sessions(engines, trainers)

@@ -104,17 +104,17 @@ def _norm(name: str, size: int) -> Placed:
 
 
 def _weight(
-    engine: EngineLayout, name: str, rows: Range, cols: Range, param: str, row: int = 0, items: Range = ONE_ITEM
-) -> Iterator[Shard]:
+    holder: Holder, fp8: bool, name: str, rows: Range, cols: Range, param: str, row: int = 0, items: Range = ONE_ITEM
+) -> Placed:
     """The shard of a matrix that SGLang quantises, at `row` of the parameter, and in an fp8 engine its scales."""
-    if not engine.fp8:
-        yield Shard(name, rows, cols, param, (0, row, 0), items)
+    if not fp8:
+        yield holder, Shard(name, rows, cols, param, (0, row, 0), items)
         return
     if rows[0] % FP8_TILE or cols[0] % FP8_TILE or row % FP8_TILE:
         raise LayoutError(f"{name}: rows {rows}, columns {cols} at row {row} of {param} cut a tile of {FP8_TILE}")
-    yield Shard(name, rows, cols, param, (0, row, 0), items, FP8)
+    yield holder, Shard(name, rows, cols, param, (0, row, 0), items, FP8)
     scales, tiled = f"{name}_scale_inv", f"{param}_scale_inv"
-    yield Shard(scales, tiles(rows), tiles(cols), tiled, (0, row // FP8_TILE, 0), items, "float32")
+    yield holder, Shard(scales, tiles(rows), tiles(cols), tiled, (0, row // FP8_TILE, 0), items, "float32")
 
 
 def _attention(shape: ModelShape, engine: EngineLayout, prefix: str) -> Placed:
@@ -126,8 +126,7 @@ def _attention(shape: ModelShape, engine: EngineLayout, prefix: str) -> Placed:
     for rank in range(ranks):
         holder, rows = Holder(ranks, rank), share(q_rows, ranks, rank)
         yield from _projection(shape, engine, holder, prefix + "q_proj.", rows, param, 0)
-        for shard in _weight(engine, prefix + "o_proj.weight", hidden, rows, prefix + "o_proj.weight"):
-            yield holder, shard
+        yield from _weight(holder, engine.fp8, prefix + "o_proj.weight", hidden, rows, prefix + "o_proj.weight")
     for rank in range(kv_ranks):
         holder, rows = Holder(kv_ranks, rank, replicas), share(kv_rows, kv_ranks, rank)
         yield from _projection(shape, engine, holder, prefix + "k_proj.", rows, param, after_q)
@@ -140,8 +139,7 @@ def _attention(shape: ModelShape, engine: EngineLayout, prefix: str) -> Placed:
 def _projection(
     shape: ModelShape, engine: EngineLayout, holder: Holder, name: str, rows: Range, param: str, row: int
 ) -> Placed:
-    for shard in _weight(engine, name + "weight", rows, (0, shape.hidden_size), param + "weight", row):
-        yield holder, shard
+    yield from _weight(holder, engine.fp8, name + "weight", rows, (0, shape.hidden_size), param + "weight", row)
     if shape.qkv_bias:
         yield holder, Shard(name + "bias", rows, (0, 1), param + "bias", (0, row, 0))
 
@@ -149,8 +147,7 @@ def _projection(
 def _latent_attention(shape: ModelShape, engine: EngineLayout, prefix: str) -> Placed:
     mla, ranks, hidden = shape.mla, engine.attention_tp, (0, shape.hidden_size)
     assert mla is not None
-    for shard in _down_projections(engine, prefix, mla, hidden):
-        yield EVERYONE, shard
+    yield from _down_projections(engine.fp8, prefix, mla, hidden)
     if mla.q_lora_rank:
         yield from _norm(prefix + "q_a_layernorm.weight", mla.q_lora_rank)
     yield from _norm(prefix + "kv_a_layernorm.weight", mla.kv_lora_rank)
@@ -166,18 +163,17 @@ def _latent_attention(shape: ModelShape, engine: EngineLayout, prefix: str) -> P
             ("kv_b_proj.weight", kv_rows, (0, mla.kv_lora_rank)),
             ("o_proj.weight", hidden, o_cols),
         ):
-            for shard in _weight(engine, prefix + name, rows, cols, prefix + name):
-                yield Holder(ranks, rank), shard
+            yield from _weight(Holder(ranks, rank), engine.fp8, prefix + name, rows, cols, prefix + name)
 
 
-def _down_projections(engine: EngineLayout, prefix: str, mla: MlaShape, hidden: Range) -> Iterator[Shard]:
+def _down_projections(fp8: bool, prefix: str, mla: MlaShape, hidden: Range) -> Placed:
     kv_rows, kv_name = (0, mla.kv_lora_rank + mla.rope_dim), prefix + "kv_a_proj_with_mqa.weight"
     if not mla.q_lora_rank:
-        yield from _weight(engine, kv_name, kv_rows, hidden, kv_name)
+        yield from _weight(EVERYONE, fp8, kv_name, kv_rows, hidden, kv_name)
         return
     fused = prefix + "fused_qkv_a_proj_with_mqa.weight"
-    yield from _weight(engine, prefix + "q_a_proj.weight", (0, mla.q_lora_rank), hidden, fused)
-    yield from _weight(engine, kv_name, kv_rows, hidden, fused, mla.q_lora_rank)
+    yield from _weight(EVERYONE, fp8, prefix + "q_a_proj.weight", (0, mla.q_lora_rank), hidden, fused)
+    yield from _weight(EVERYONE, fp8, kv_name, kv_rows, hidden, fused, mla.q_lora_rank)
 
 
 # What the ranks of an engine hold of a layer's attention, by ModelShape.attention_map.
@@ -190,13 +186,10 @@ ATTENTION: dict[str, Callable[[ModelShape, EngineLayout, str], Placed]] = {
 def _mlp(prefix: str, engine: EngineLayout, hidden_size: int, width: int) -> Placed:
     hidden, gate_up, down = (0, hidden_size), prefix + "gate_up_proj.weight", prefix + "down_proj.weight"
     for rank in range(engine.tp):
-        mine = share(width, engine.tp, rank)
-        for shard in (
-            *_weight(engine, prefix + "gate_proj.weight", mine, hidden, gate_up),
-            *_weight(engine, prefix + "up_proj.weight", mine, hidden, gate_up, width // engine.tp),
-            *_weight(engine, down, hidden, mine, down),
-        ):
-            yield Holder(engine.tp, rank), shard
+        to, mine = (Holder(engine.tp, rank), engine.fp8), share(width, engine.tp, rank)
+        yield from _weight(*to, prefix + "gate_proj.weight", mine, hidden, gate_up)
+        yield from _weight(*to, prefix + "up_proj.weight", mine, hidden, gate_up, width // engine.tp)
+        yield from _weight(*to, down, hidden, mine, down)
 
 
 def _experts(shape: ModelShape, engine: EngineLayout, prefix: str) -> Placed:
@@ -209,11 +202,9 @@ def _experts(shape: ModelShape, engine: EngineLayout, prefix: str) -> Placed:
     for rank in range(engine.tp):
         expert_rank, width_rank = divmod(rank, engine.moe_tp)
         items, mine = share(shape.num_experts, engine.ep, expert_rank), share(ffn, engine.moe_tp, width_rank)
-        for shard in (
-            *_weight(engine, stack + "gate_proj.weight", mine, hidden, param + "w13_weight", 0, items),
-            *_weight(engine, stack + "up_proj.weight", mine, hidden, param + "w13_weight", ffn // engine.moe_tp, items),
-            *_weight(engine, stack + "down_proj.weight", hidden, mine, param + "w2_weight", 0, items),
-        ):
-            yield Holder(engine.tp, rank), shard
+        to, after_gate = (Holder(engine.tp, rank), engine.fp8), ffn // engine.moe_tp
+        yield from _weight(*to, stack + "gate_proj.weight", mine, hidden, param + "w13_weight", 0, items)
+        yield from _weight(*to, stack + "up_proj.weight", mine, hidden, param + "w13_weight", after_gate, items)
+        yield from _weight(*to, stack + "down_proj.weight", hidden, mine, param + "w2_weight", 0, items)
     if shape.num_shared_experts:
         yield from _mlp(prefix + "shared_experts.", engine, shape.hidden_size, shape.num_shared_experts * ffn)

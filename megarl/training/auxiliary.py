@@ -1,61 +1,38 @@
-"""One rank of an auxiliary model: a critic or an implicit reward model, which learns together with the policy."""
+"""One rank of an auxiliary model, which learns together with the policy: a critic or an implicit reward model.
+
+The critic's score of the state before each token is learnt from the returns. Of PRIME's implicit reward model (arXiv
+2502.01456) the log-ratio to its initial weights rewards each token.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from megarl.algos import hyperparameters_of
-from megarl.algos.losses import LossResult
+from megarl.algos import AUXILIARY_MODELS, hyperparameters_of
+from megarl.algos.losses import LossResult, outcome_loss, value_loss
 from megarl.algos.statistics import Statistics
 from megarl.config import Recipe
 from megarl.device import Address
 from megarl.parallel import host_offload
 from megarl.parallel.hf_config import read_model
 from megarl.parallel.pipeline import Norms
-from megarl.parallel.sequences import PackedRow, dealt, with_returns
-from megarl.training import critic, implicit_reward
-from megarl.training.batching import Key, Piece, Update, key_of, pieces_of, spread, train_sequences
-from megarl.training.rank import MicroBatches, Received, TrainingRank, norms_of, refs_of
-from megarl.types import Aggregation, FloatArray, Hyperparameters, SampleGroup, TrainSequence
-
-
-@dataclass(frozen=True)
-class AuxiliaryModel:
-    """What one kind of auxiliary model computes and learns; name: for people; aggregation: of its loss.
-
-    loss: (packed row, the pipeline's output for it, hyperparameters) -> loss sum and statistics.
-    values: (its outputs, its reference's outputs, hyperparameters) -> token values, all an array for each sequence;
-    None: the outputs are the token values. has_reference: its initial weights stay in host memory.
-    returns: (sequences, old token values, token rewards if any, hyperparameters) -> the returns of each sequence.
-    """
-
-    name: str
-    aggregation: Aggregation
-    loss: Callable[[PackedRow, torch.Tensor, Hyperparameters], LossResult]
-    values: Callable[[list[FloatArray], list[FloatArray], Hyperparameters], list[FloatArray]] | None = None
-    returns: Callable[..., list[FloatArray]] | None = None
-    has_reference: bool = False
-
-
-AUXILIARY_MODELS = {  # by `Algorithm.critic`
-    "values": AuxiliaryModel("critic", "token_mean", critic.loss, returns=critic.returns),
-    "process_rewards": AuxiliaryModel(
-        "implicit reward model",
-        "sequence_mean",
-        implicit_reward.loss,
-        values=implicit_reward.process_rewards,
-        has_reference=True,
-    ),
-}
+from megarl.parallel.sequences import PackedRow
+from megarl.training import credit
+from megarl.training.batching import Key, Piece, Update, key_of, pieces_of, refs_of, spread, train_sequences
+from megarl.training.rank import MicroBatches, Received, TrainingRank, norms_of
+from megarl.types import FloatArray, Hyperparameters, SampleGroup, TrainSequence
 
 
 @dataclass(frozen=True)
 class ShareValues:
-    """What a rank computed of its share of one update, an array for each sequence; None but on the last stage."""
+    """What a rank computed of its share of one update, an array for each sequence; None but on the last stage.
+
+    reference_logp: by the initial weights of an implicit reward model.
+    """
 
     values: list[FloatArray] | None
     reference_logp: list[FloatArray] | None = None
@@ -69,11 +46,11 @@ class AuxiliaryRank(TrainingRank):
 
     def __init__(self, rank: int, recipe: Recipe, meet: Address, kind: str, first_gpu: int = 0) -> None:
         """kind: a key of AUXILIARY_MODELS."""
-        self._auxiliary = AUXILIARY_MODELS[kind]
+        self._kind = AUXILIARY_MODELS[kind]
         self._hyperparameters = hyperparameters_of(recipe.algorithm.name, recipe.algorithm)
         path = recipe.model.path
-        reference = path if self._auxiliary.has_reference else None
-        shape = read_model(path, has_scores=kind == "values").shape
+        shape = read_model(path, has_scores=self._kind.has_scores).shape
+        reference = None if self._kind.has_scores else path
         super().__init__(rank, recipe, meet, shape, slot=first_gpu + rank, reference=reference)
 
     def values(
@@ -93,13 +70,15 @@ class AuxiliaryRank(TrainingRank):
 
     def values_of(self, micro_batches: MicroBatches) -> ShareValues:
         """The token values of one update's share, aligned to the token that each is about (the first: 0)."""
-        values, reference = self._token_outputs(micro_batches), None
-        if self._reference:
-            with host_offload.swapped_in(self.params(), self._reference):
-                reference = self._token_outputs(micro_batches)
-        if self._auxiliary.values and values is not None and reference is not None:
-            values = self._auxiliary.values(values, reference, self._hyperparameters)
-        return ShareValues(values, reference)
+        values = self.token_outputs(micro_batches)
+        if self._kind.has_scores:
+            return ShareValues(values)
+        with host_offload.swapped_in(self.params(), self._reference):
+            reference = self.token_outputs(micro_batches)
+        if values is None or reference is None:
+            return ShareValues(None)
+        scale, pairs = self._hyperparameters.process_scale, zip(values, reference, strict=True)
+        return ShareValues([scale * (own_T - reference_T) for own_T, reference_T in pairs], reference)
 
     def train(
         self,
@@ -123,7 +102,7 @@ class AuxiliaryRank(TrainingRank):
 
     def _shares(self, updates: Sequence[Update], received: Received) -> list[list[list[TrainSequence]]]:
         """This rank's sequences of each update."""
-        aggregation = self._auxiliary.aggregation
+        aggregation = self._kind.aggregation
         return [train_sequences(update.micro_batches[0], received.groups, aggregation) for update in updates]
 
     def train_step(
@@ -139,17 +118,27 @@ class AuxiliaryRank(TrainingRank):
         Returns grad_norm, and on the last stage the loss and its statistics over all data-parallel ranks. Raises
         FloatingPointError when the gradient is not finite.
         """
-        returns, hyperparameters = None, self._hyperparameters
-        if self._auxiliary.returns and old.values is not None:
+        hyperparameters, has_scores = self._hyperparameters, self._kind.has_scores
+        returns, old_values = None, old.values if has_scores else None
+        if old_values is not None:
             flat = [one for batch in micro_batches for one in batch]
-            returns = self._auxiliary.returns(flat, old.values, rewards, hyperparameters)
-        arrays = (dealt(one, micro_batches) for one in (old.reference_logp, returns, old.values))
-        rows = [
-            with_returns(self._pack(batch, reference_logp=reference_logp), *targets)
-            for batch, reference_logp, *targets in zip(micro_batches, *arrays, strict=True)
-        ]
+            returns = critic_returns(flat, old_values, rewards, hyperparameters)
 
         def loss(row: PackedRow, output_T: torch.Tensor, *_: torch.Tensor) -> LossResult:
-            return self._auxiliary.loss(row, output_T, hyperparameters)
+            if has_scores:
+                return value_loss(output_T, row.targets, value_clip=hyperparameters.value_clip)
+            return outcome_loss(output_T, row.targets, scale=hyperparameters.process_scale)
 
+        rows = self._rows(micro_batches, None, old.reference_logp, returns, old_values)
         return self._update(rows, loss, norms, lr)
+
+
+def critic_returns(
+    sequences: Sequence[TrainSequence],
+    old_values: Sequence[FloatArray],
+    rewards: Sequence[FloatArray] | None,
+    hyperparameters: Hyperparameters,
+) -> list[FloatArray]:
+    """By GAE, of the values before the step's updates. rewards: of each token, if there are any."""
+    lam = hyperparameters.gae_lambda if hyperparameters.critic_lambda is None else hyperparameters.critic_lambda
+    return credit.by_values(sequences, old_values, gamma=hyperparameters.gamma, lam=lam, rewards=rewards)[1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
@@ -113,6 +113,11 @@ def plan_updates(
     return plans
 
 
+def refs_of(updates: Iterable[Update]) -> list[SampleRef]:
+    """Every sample of one rank's share of the updates, in order."""
+    return [ref for update in updates for batch in update.micro_batches[0] for ref in batch]
+
+
 @dataclass(frozen=True)
 class _Load:
     """Samples, longest first, with the tokens [N] that each takes of a row and the work [N] that it is."""
@@ -208,7 +213,7 @@ def own_samples(
     updates: Sequence[Update], group_ids: Sequence[int], *groups: SampleGroup
 ) -> tuple[Sequence[int], *tuple[SampleGroup, ...]]:
     """The ids and the groups, these without tokens and text of the samples that a rank's share does not name."""
-    named = {key_of(ref) for update in updates for batch in update.micro_batches[0] for ref in batch}
+    named = {key_of(ref) for ref in refs_of(updates)}
     nothing = Sample(np.zeros(0, np.int64), np.zeros(0, np.float32), "", finished=True, version=-1)
 
     def own(group_id: int, group: SampleGroup) -> SampleGroup:

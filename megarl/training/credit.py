@@ -159,7 +159,8 @@ def whitened(sequences: Sequence[TrainSequence], sum_over_all: OverAll) -> list[
     All of them have advantages. (As is usual with PPO, e.g. arXiv 2006.05990, section 3.5.)
     """
     mask_T = np.concatenate([np.zeros(0, np.bool_), *(one.loss_mask_T for one in sequences)])
-    flat_T = np.concatenate([np.zeros(0, np.float32), *_advantages(sequences)])
+    advantages = [one.advantage_T for one in sequences if one.advantage_T is not None]
+    flat_T = np.concatenate([np.zeros(0, np.float32), *advantages])
     learnt_T = torch.from_numpy(flat_T[mask_T]).double()
     count, total = sum_over_all(torch.tensor([len(learnt_T), learnt_T.sum()], dtype=torch.float64))
     mean = float(total / count)
@@ -169,10 +170,6 @@ def whitened(sequences: Sequence[TrainSequence], sum_over_all: OverAll) -> list[
     ends = np.cumsum([len(one.token_ids_T) for one in sequences])
     parts = np.split(flat_T, ends[:-1]) if sequences else []
     return [replace(one, advantage_T=own_T) for one, own_T in zip(sequences, parts, strict=True)]
-
-
-def _advantages(sequences: Sequence[TrainSequence]) -> PerToken:
-    return [one.advantage_T for one in sequences if one.advantage_T is not None]
 
 
 def _on_responses(arrays: Sequence[FloatArray], masks: Sequence[np.ndarray]) -> np.ndarray:

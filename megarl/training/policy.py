@@ -23,14 +23,14 @@ from megarl.config import Recipe
 from megarl.parallel import groups, host_offload, model
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.pipeline import Norms
-from megarl.parallel.routing import Choices, choices_of_engine
-from megarl.parallel.sequences import PackedRow, dealt
+from megarl.parallel.routing import Choices
+from megarl.parallel.sequences import PackedRow
 from megarl.resharding.member import Member
-from megarl.resharding.memory_handles import SourceHandles, share_params
-from megarl.resharding.session import Session
+from megarl.resharding.memory_handles import share_params
+from megarl.resharding.session import PublishedRank, Session
 from megarl.training import credit
-from megarl.training.batching import Key, Piece, Update, pieces_of, train_sequences
-from megarl.training.rank import MicroBatches, Received, TrainingRank, norms_of, refs_of
+from megarl.training.batching import Key, Piece, Update, pieces_of, refs_of, train_sequences
+from megarl.training.rank import MicroBatches, Received, TrainingRank, norms_of
 from megarl.types import FloatArray, Hyperparameters, SampleGroup
 
 HostChoices = dict[int, npt.NDArray[np.int16]]  # of one micro-batch by layer: [tokens of this rank, experts per token]
@@ -43,19 +43,11 @@ FREE_GAP = Statistic("replay/logprob_gap_without")  # the same without replay
 
 
 @dataclass(frozen=True)
-class PublishedRank:
-    """What an engine process needs to map this rank's parameters; transformer_engine: their names are its layers'."""
-
-    source: SourceHandles
-    transformer_engine: bool
-
-
-@dataclass(frozen=True)
 class UpdateShare:
     """This rank's share of one update, with what the old policy and the reference computed of it.
 
     old_logp: of the policy before this step's updates, one array per sequence; None: the current policy is the old one.
-    choices: the experts to replay, one for each micro-batch. temperature: of the policy, as in `PolicyRank.logprobs`.
+    choices: the experts to replay, one for each micro-batch. temperature: of the policy, as in `token_outputs`.
     """
 
     micro_batches: MicroBatches
@@ -168,12 +160,12 @@ class PolicyRank(TrainingRank):
         choices: list[list[HostChoices] | None] = [None for _ in shares]
         for index, share in enumerate(shares if reads_old else ()):
             noted = [Choices(is_recording=True) for _ in share.micro_batches] if replay == "r2" else None
-            old[index] = self.logprobs(share.micro_batches, noted or share.choices, share.temperature)
+            old[index] = self.token_outputs(share.micro_batches, noted or share.choices, share.temperature)
             choices[index] = None if noted is None else [_on_host(one) for one in noted]
         reference: list[list[FloatArray] | None] = [None for _ in shares]
         if self._reference and ALGORITHMS[algorithm].learns_from == "rewards":
             with host_offload.swapped_in(self.params(), self._reference):
-                reference = [self.logprobs(one.micro_batches, temperature=one.temperature) for one in shares]
+                reference = [self.token_outputs(one.micro_batches, temperature=one.temperature) for one in shares]
         penalties = None
         if hyperparameters.pays_kl and self._model.is_last_stage:
             flat_old, flat_reference = ([logp for one in of for logp in one or ()] for of in (old, reference))
@@ -196,8 +188,8 @@ class PolicyRank(TrainingRank):
             [one for share in shares for batch in share.micro_batches for one in batch],
             token_values,
             kl_penalties,
-            sum_over_all=groups.sum_over_dp,
-            max_over_all=groups.max_over_dp,
+            sum_over_all=groups.over_dp,
+            max_over_all=partial(groups.over_dp, op=dist.ReduceOp.MAX),
         )
         left = iter(flat)
         return [
@@ -206,18 +198,11 @@ class PolicyRank(TrainingRank):
         ]
 
     def _engine_choices(self, row: PackedRow) -> Choices:
+        """The engine's experts of a row's tokens that this tensor-parallel rank has."""
         if row.experts_LMK is None:  # a row of padding, or samples that no engine made
             return Choices()
-        return choices_of_engine(row, self._model.moe_layers(), self._model.at.tp, self.layout.tp)
-
-    def logprobs(
-        self, micro_batches: MicroBatches, choices: Sequence[Choices] | None = None, temperature: float = 1.0
-    ) -> list[FloatArray] | None:
-        """One array per sequence, in order: log p of every token given those before it (the first: 0).
-
-        p = softmax(logits / temperature). None on all but the last pipeline stage.
-        """
-        return self._token_outputs(micro_batches, choices, temperature)
+        mine_LMK = row.experts_LMK.split(len(row.experts_LMK) // self.layout.tp)[self._model.at.tp]
+        return Choices({layer: mine_LMK[:, index] for index, layer in enumerate(self._model.moe_layers())})
 
     def train_step(self, share: UpdateShare, lr: float, loss: Loss) -> Statistics:
         """One optimizer update on this data-parallel rank's micro-batches (as many as on every other rank).
@@ -233,11 +218,9 @@ class PolicyRank(TrainingRank):
             loss_sum, stats = loss(logp_T, entropy_T, old_logp_T, row.targets)
             return loss_sum, stats | policy_statistics(logp_T, entropy_T, row.targets)
 
-        old, reference = (dealt(one, share.micro_batches) for one in (share.old_logp, share.reference_logp))
-        rows = [self._pack(*one) for one in zip(share.micro_batches, old, reference, strict=True)]
+        rows = self._rows(share.micro_batches, share.old_logp, share.reference_logp)
         how = {"choices": share.choices, "temperature": share.temperature}
-        found = self._update(rows, row_loss, share.norms, lr, **how)
-        return {**found, **self._routing_stats(share.norms)}
+        return self._update(rows, row_loss, share.norms, lr, **how) | self._routing_stats(share.norms)
 
     def _replay_gaps(self, share: UpdateShare) -> Statistics:
         """|engine - trainer| logprob with and without replay, summed over the first micro-batches' masked tokens."""
@@ -250,7 +233,7 @@ class PolicyRank(TrainingRank):
         if not share.choices:
             return {}
         few = self.layout.batch_multiple
-        rows = [self._pack(batch) for batch in share.micro_batches[:few]]
+        rows = self._rows(share.micro_batches[:few])
         run = partial(self._model.pipeline.run, temperature=share.temperature)
         with_replay, without = run(rows, gap, choices=share.choices[:few]), run(rows, gap)
         if not self._model.is_last_stage:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ from megarl.parallel import groups, host_offload, model
 from megarl.parallel.pipeline import Norms
 from megarl.parallel.rank_model import RankModel
 from megarl.parallel.routing import Choices
-from megarl.parallel.sequences import PackedRow, pack, unpack
+from megarl.parallel.sequences import PackedRow, dealt, pack, unpack
 from megarl.resharding import megatron_map
-from megarl.training.batching import Piece, SampleRef, Update
+from megarl.training.batching import Piece, Update
 from megarl.types import FloatArray, ModelShape, SampleGroup, TrainSequence
 
 MicroBatches = Sequence[Sequence[TrainSequence]]
@@ -70,6 +71,7 @@ class TrainingRank:
         self._store = device.join_store(meet, recipe.run.timeout_s)
         self._model = RankModel(rank, recipe, shape, self._store, slot=slot, trains=trains, is_published=is_published)
         self.layout = self._model.layout
+        self._pack = partial(pack, split=self._model.split, device=device.DEVICE)
         shards = megatron_map.shards(shape, self.layout, rank, model.TRANSFORMER_ENGINE)
         hf_import.load_hf(recipe.model.path, shards, self.params())
         if trains:
@@ -92,7 +94,7 @@ class TrainingRank:
         """Wait until the files of all ranks are written; the digests of this rank's own."""
         return self._saving.finish()
 
-    def _token_outputs(
+    def token_outputs(
         self, micro_batches: MicroBatches, choices: Sequence[Choices] | None = None, temperature: float = 1.0
     ) -> list[FloatArray] | None:
         """One array per sequence, in order: the model's output for every token given those before it (the first: 0).
@@ -104,7 +106,7 @@ class TrainingRank:
         def keep(row: PackedRow, output_T: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor, list[FloatArray]]:
             return output_T.sum(), unpack(row, output_T)
 
-        rows = [self._pack(batch) for batch in micro_batches]
+        rows = self._rows(micro_batches)
         results = self._model.pipeline.run(rows, keep, choices=choices, temperature=temperature)
         return [array for arrays in results for array in arrays] if self._model.is_last_stage else None
 
@@ -126,21 +128,12 @@ class TrainingRank:
         grad_norm = self._model.step(lr)
         return {**(groups.reduce_stats(stats) if self._model.is_last_stage else {}), GRAD_NORM: (grad_norm,)}
 
-    def _pack(
-        self,
-        batch: Sequence[TrainSequence],
-        old_logp: Sequence[FloatArray] | None = None,
-        reference_logp: Sequence[FloatArray] | None = None,
-    ) -> PackedRow:
-        split = self._model.split
-        return pack(batch, split=split, device=device.DEVICE, old_logp=old_logp, reference_logp=reference_logp)
+    def _rows(self, micro_batches: MicroBatches, *arrays: Sequence[FloatArray] | None) -> list[PackedRow]:
+        """The packed rows; arrays: as of `pack`, but for the sequences of all micro-batches."""
+        of_batches = (dealt(one, micro_batches) for one in arrays)
+        return [self._pack(*of_batch) for of_batch in zip(micro_batches, *of_batches, strict=True)]
 
 
 def norms_of(update: Update) -> Norms:
     """What the loss sums of an update are divided by."""
     return Norms(update.denominator, update.tokens, update.loss_tokens)
-
-
-def refs_of(updates: Iterable[Update]) -> list[SampleRef]:
-    """Every sample of this rank's share of the updates, in order."""
-    return [ref for update in updates for batch in update.micro_batches[0] for ref in batch]

@@ -38,7 +38,7 @@ class RewardModelRank(TrainingRank):
         token_ids = [self._token_ids(group, sample.text) for group in groups_of_rank for sample in group.samples]
         scores = np.zeros(len(token_ids), np.float32)
         batches = self._micro_batches([len(one) for one in token_ids])
-        rows = [self._pack([_sequence(token_ids[index]) for index in batch]) for batch in batches]
+        rows = self._rows([[_sequence(token_ids[index]) for index in batch] for batch in batches])
         results = self._model.pipeline.run(rows, _last_scores)
         if not self._model.is_last_stage:
             return None

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from megarl.algos import ALGORITHMS
 from megarl.algos.advantages import centred, gae, group_normalised, leave_one_out
 from megarl.algos.losses import kl_T, policy_loss
+from megarl.algos.targets import Targets
 from megarl.training import credit
 from megarl.types import Hyperparameters, TrainSequence
 from scripts.bench.algos_loops import (
@@ -46,19 +47,6 @@ TOLERANCE = 1e-3  # of float32 sums; relative to the largest number
 
 
 @dataclass(frozen=True)
-class PackedTargets:
-    """The tokens of a micro-batch as megarl's losses read them."""
-
-    loss_mask_T: torch.Tensor
-    loss_weight_T: torch.Tensor
-    advantage_T: torch.Tensor
-    engine_logp_T: torch.Tensor
-    nll_weight_T: torch.Tensor
-    sequence_T: torch.Tensor
-    reference_logp_T: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
 class Batch:
     """Samples laid end to end: tokens [T], lengths [N], rewards [groups, PER_GROUP]."""
 
@@ -72,7 +60,7 @@ class Batch:
         split = self.tokens.map(lambda values: values.split(self.lengths))
         return [Tokens(**{name: parts[index].clone() for name, parts in split.items()}) for index in indices]
 
-    def micro_batches(self) -> list[tuple[Tokens, PackedTargets]]:
+    def micro_batches(self) -> list[tuple[Tokens, Targets]]:
         """Samples in order, as many as MICRO_BATCH tokens hold."""
         found, start = [], 0
         while start < len(self.lengths):
@@ -82,10 +70,12 @@ class Batch:
             begin = sum(self.lengths[:start])
             part = Tokens(**self.tokens.map(lambda values, at=slice(begin, begin + size): values[at]))
             numbers = torch.repeat_interleave(torch.arange(end - start), torch.tensor(self.lengths[start:end]))
-            weight_T, nothing_T = torch.ones(size), torch.zeros(size)
-            found.append(
-                (part, PackedTargets(part.mask, weight_T, part.advantage, part.old_logp, nothing_T, numbers))
-            )
+            nothing = dict.fromkeys(("outcome_T", "nll_weight_T", "is_stale_T"), torch.zeros(size))
+            targets = Targets(
+                loss_mask_T=part.mask, loss_weight_T=torch.ones(size), advantage_T=part.advantage,
+                engine_logp_T=part.old_logp, sequence_T=numbers, **nothing,
+            )  # fmt: skip
+            found.append((part, targets))
             start = end
         return found
 
@@ -107,7 +97,7 @@ def drawn(count: int, longest: int, seed: int) -> Batch:
     return Batch(tokens, lengths.tolist(), longest, rewards.view(-1, PER_GROUP))
 
 
-def packed_loss(name: str, rules: Hyperparameters, micro_batches: Sequence[tuple[Tokens, PackedTargets]]) -> Pieces:
+def packed_loss(name: str, rules: Hyperparameters, micro_batches: Sequence[tuple[Tokens, Targets]]) -> Pieces:
     """The same of megarl's losses, micro-batch by micro-batch."""
     found = []
     for tokens, targets in micro_batches:

@@ -32,8 +32,7 @@ from megarl.controller.samples import samples_of
 from megarl.fleet.engines import Engines
 from megarl.fleet.fleet import Fleet
 from megarl.fleet.memory import MemoryScheduler
-from megarl.fleet.rank_groups import AuxiliaryRanks, PolicyRanks, RolloutBatch, _groups, _share
-from megarl.fleet.token_values import TokenValues
+from megarl.fleet.rank_groups import AuxiliaryRanks, PolicyRanks, RolloutBatch, TokenValues, _groups, _share
 from megarl.parallel.layout import TrainLayout
 from megarl.rollout.sglang.arguments import Sampling
 from megarl.training.batching import SampleRef, Update

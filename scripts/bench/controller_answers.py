@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.training.batching import Key, Piece, SampleRef, Update, key_of, pieces_of
+from megarl.training.batching import Key, Piece, SampleRef, Update, key_of, pieces_of, refs_of
 from megarl.types import FloatArray, GroupSummary, Metrics, Prompt, Sample, SampleGroup
 
 PROMPT_TOKENS = 200
@@ -60,7 +60,7 @@ class Answers:
         self, updates: Sequence[Update], readers: Sequence[frozenset[Key]], group_ids: Sequence[int], *groups: Any
     ) -> tuple[Piece | None, ...]:
         """Token values without contents for each reader, and no state."""
-        refs = [ref for update in updates for batch in update.micro_batches[0] for ref in batch]
+        refs = refs_of(updates)
         by_id = dict(zip(group_ids, groups, strict=True))
         for ref in refs:
             _array(ref, by_id[ref.group])
@@ -104,7 +104,7 @@ def summary_of(group: SampleGroup) -> GroupSummary:
 
 
 def _tokens(update: Update, by_id: Mapping[int, SampleGroup]) -> float:
-    refs = [ref for batch in update.micro_batches[0] for ref in batch]
+    refs = refs_of([update])
     return float(sum(len(_array(ref, by_id[ref.group])) for ref in refs))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -27,30 +27,19 @@ from megarl.algos.losses import (
 from megarl.algos.mismatch import MISMATCH_BOUNDS
 from megarl.algos.statistics import TOKENS
 from megarl.algos.surrogates import cispo, clipped, reinforce, sequence_clipped
+from megarl.algos.targets import Targets
 from megarl.types import Hyperparameters
 
 SURROGATES = {"clipped": clipped, "sequence": sequence_clipped, "cispo": cispo, "reinforce": reinforce}
 floats = st.floats(-3, 3)
 
 
-@dataclass
-class Row:
-    loss_mask_T: torch.Tensor
-    loss_weight_T: torch.Tensor
-    advantage_T: torch.Tensor
-    engine_logp_T: torch.Tensor
-    reference_logp_T: torch.Tensor | None
-    sequence_T: torch.Tensor
-    nll_weight_T: torch.Tensor
-
-
-@dataclass
-class OutcomeRow:
-    loss_mask_T: torch.Tensor
-    loss_weight_T: torch.Tensor
-    outcome_T: torch.Tensor
-    reference_logp_T: torch.Tensor | None
-    sequence_T: torch.Tensor
+def row_with(loss_mask_T: torch.Tensor, loss_weight_T: torch.Tensor, **read: torch.Tensor | None) -> Targets:
+    """Targets that are NaN, or no sequence's, where a test does not set them: its loss must not read those."""
+    unread_T = torch.full_like(loss_weight_T, torch.nan)
+    names = ("advantage_T", "outcome_T", "engine_logp_T", "nll_weight_T", "is_stale_T")
+    fields: dict[str, Any] = {**dict.fromkeys(names, unread_T), "sequence_T": torch.full(unread_T.shape, -1), **read}
+    return Targets(loss_mask_T=loss_mask_T, loss_weight_T=loss_weight_T, **fields)
 
 
 def clip(value: float, low: float, high: float) -> float:
@@ -91,7 +80,7 @@ def slow_kl(hparams: Hyperparameters, logp: Any, reference: float) -> Any:
 
 
 def slow_loss(
-    name: str, hparams: Hyperparameters, logp_T: torch.Tensor, entropy_T: torch.Tensor, old: list[float], row: Row
+    name: str, hparams: Hyperparameters, logp_T: torch.Tensor, entropy_T: torch.Tensor, old: list[float], row: Targets
 ) -> Any:
     """The whole row, sequence by sequence and token by token."""
     total = torch.zeros((), dtype=torch.float64)
@@ -141,9 +130,10 @@ def test_loss_and_gradient_equal_the_slow_loop(name: str, sequences: list[list[A
     logp, old, mask, advantage, weight, engine, reference, entropy = map(list, columns)
     numbers = [number for number, sequence in enumerate(sequences) for _ in sequence]
     exact = partial(torch.tensor, dtype=torch.float64)
-    row = Row(
-        torch.tensor(mask), exact(weight), exact(advantage), exact(engine), exact(reference), torch.tensor(numbers),
-        exact(weight) * torch.tensor(mask) * (torch.tensor(numbers) % 2),
+    row = row_with(
+        torch.tensor(mask), exact(weight), advantage_T=exact(advantage), engine_logp_T=exact(engine),
+        reference_logp_T=exact(reference), sequence_T=torch.tensor(numbers),
+        nll_weight_T=exact(weight) * torch.tensor(mask) * (torch.tensor(numbers) % 2),
     )  # fmt: skip
     results = []
     for loss in (
@@ -166,10 +156,11 @@ def test_loss_and_gradient_equal_the_slow_loop(name: str, sequences: list[list[A
     assert int(stats[TOKENS]) == sum(mask)
 
 
-def row_of(mask: list[bool], weight: list[float], advantage: list[float], engine: list[float]) -> Row:
+def row_of(mask: list[bool], weight: list[float], advantage: list[float], engine: list[float]) -> Targets:
     weight_T, advantage_T, engine_T = (torch.tensor(one, dtype=torch.float64) for one in (weight, advantage, engine))
     numbers_T, nothing_T = torch.zeros(len(mask), dtype=torch.int64), torch.zeros(len(mask), dtype=torch.float64)
-    return Row(torch.tensor(mask), weight_T, advantage_T, engine_T, None, numbers_T, nothing_T)
+    read = {"advantage_T": advantage_T, "engine_logp_T": engine_T, "sequence_T": numbers_T, "nll_weight_T": nothing_T}
+    return row_with(torch.tensor(mask), weight_T, **read)
 
 
 def test_prompt_tokens_cannot_poison_the_gradient() -> None:
@@ -189,7 +180,10 @@ def seen(name: str, hparams: Hyperparameters, mask: list[bool], numbers: list[in
     count = len(mask)
     generator = torch.Generator().manual_seed(4)
     draws = torch.rand(6, count, generator=generator, dtype=torch.float64)
-    row = Row(torch.tensor(mask), draws[0], draws[1] - 0.5, -draws[2], -draws[3], torch.tensor(numbers), draws[0] * 0)
+    row = row_with(
+        torch.tensor(mask), draws[0], advantage_T=draws[1] - 0.5, engine_logp_T=-draws[2],
+        reference_logp_T=-draws[3], sequence_T=torch.tensor(numbers), nll_weight_T=draws[0] * 0,
+    )  # fmt: skip
     logp_T = (-draws[4]).requires_grad_()
     loss, _ = policy_loss(ALGORITHMS[name].surrogate, logp_T, draws[5], -draws[0], row, hparams)  # type: ignore[arg-type]
     loss.backward()
@@ -237,7 +231,8 @@ def test_outcome_loss_and_gradient_equal_the_slow_loop(sequences: list[list[Any]
     counts = [max(1, sum(token[2] for token in sequence)) for sequence in sequences]
     exact = partial(torch.tensor, dtype=torch.float64)
     weight_T, outcome_T = exact([1 / counts[n] for n in numbers]), exact([outcomes[n] for n in numbers])
-    row = OutcomeRow(torch.tensor(mask), weight_T, outcome_T, exact(reference), torch.tensor(numbers))
+    read = {"outcome_T": outcome_T, "reference_logp_T": exact(reference), "sequence_T": torch.tensor(numbers)}
+    row = row_with(torch.tensor(mask), weight_T, **read)
     logp_T = exact(logp, requires_grad=True)
     loss, stats = outcome_loss(logp_T, row, scale=0.5)
     loss.backward()
@@ -258,14 +253,6 @@ def test_outcome_loss_and_gradient_equal_the_slow_loop(sequences: list[list[Any]
 
 
 value_token = st.tuples(floats, floats, floats, st.booleans(), st.floats(0.01, 1))
-
-
-@dataclass
-class ValueRow:
-    loss_mask_T: torch.Tensor
-    loss_weight_T: torch.Tensor
-    return_T: torch.Tensor
-    old_value_T: torch.Tensor
 
 
 def _slow_value_loss(value, row, clip):
@@ -289,7 +276,8 @@ def _slow_value_loss(value, row, clip):
 @given(st.lists(value_token, min_size=1, max_size=12), st.data())
 def test_value_loss_and_gradient_equal_the_slow_loop(tokens, data):
     value, target, old, mask, weight = (list(column) for column in zip(*tokens, strict=True))
-    row = ValueRow(torch.tensor(mask), *(torch.tensor(x, dtype=torch.float64) for x in (weight, target, old)))
+    weight_T, return_T, old_value_T = (torch.tensor(x, dtype=torch.float64) for x in (weight, target, old))
+    row = row_with(torch.tensor(mask), weight_T, return_T=return_T, old_value_T=old_value_T)
     limit = data.draw(st.sampled_from([None, 0.2, 1.0]))
     value_T = torch.tensor(value, dtype=torch.float64, requires_grad=True)
     loss, stats = value_loss(value_T, row, value_clip=limit)

@@ -9,8 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megarl.algos.advantages import gae
-from megarl.algos.recurrence import from_the_end
+from megarl.algos.advantages import from_the_end, gae
 
 BLOCK = 1 << 18  # tokens that gae works on at once
 

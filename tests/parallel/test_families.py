@@ -77,7 +77,7 @@ def test_the_map_describes_the_real_model(checkpoints: dict[str, Path], family: 
 
 def trainer_logprobs(trainer: Any) -> list[np.ndarray] | None:
     sequences = ragged(6, trainer.shape.vocab_size, seed=3)
-    return trainer.logprobs(deal(sequences, trainer.layout.coords(trainer.rank).dp, trainer.layout.dp, 2))
+    return trainer.token_outputs(deal(sequences, trainer.layout.coords(trainer.rank).dp, trainer.layout.dp, 2))
 
 
 def transformers_logprobs(path: Path, vocab_size: int) -> list[np.ndarray]:

@@ -75,7 +75,7 @@ def update_of(trainer: Any, case: str, refs: Sequence[SampleRef], groups: dict[i
     mine: tuple[MicroBatch, ...] = plan.micro_batches[layout.coords(trainer.rank).dp]
     made: list[list[TrainSequence]] = train_sequences(mine, groups, rules.aggregation)
     flat = [ref for batch in mine for ref in batch]
-    found = [seen_by_engine(ref, one, case) for ref, one in zip(flat, trainer.logprobs(made), strict=True)]
+    found = [seen_by_engine(ref, one, case) for ref, one in zip(flat, trainer.token_outputs(made), strict=True)]
     engines = iter([engine for _, engine in found])
     advantages = iter(by_samples(flat, [one for batch in made for one in batch]))
     made = [

@@ -63,7 +63,7 @@ def train(trainer: Any) -> dict[str, Any]:
     sequences = ragged(14, VOCAB_SIZE, seed=3)
     micro_batches = deal(sequences, at.dp, dp, micro_batches=4)
     mine = world_part(micro_batches, sequences, DENOMINATOR)
-    logprobs = trainer.logprobs(micro_batches)
+    logprobs = trainer.token_outputs(micro_batches)
     with recorded(trainer) as learning:
         metrics = [numbers(trainer.train_step(mine, LR, weighted_loss)) for _ in range(STEPS)]
     return {"logprobs": logprobs, "metrics": metrics, "learning": learning}

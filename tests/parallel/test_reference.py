@@ -30,7 +30,7 @@ TOP_K = {"qwen3-moe": 2, "deepseek-v3": 4}
 def train(trainer: Any) -> dict[str, Any]:
     """Logprobs, then three steps on uneven micro-batches."""
     micro_batches = deal(ragged(14, VOCAB_SIZE, seed=3), 0, 1, micro_batches=3)
-    logprobs = trainer.logprobs(micro_batches)
+    logprobs = trainer.token_outputs(micro_batches)
     with recorded(trainer) as learning:
         steps = [trainer.train_step(part(micro_batches, DENOMINATOR), LR, weighted_loss) for _ in range(STEPS)]
         metrics = [numbers(one) for one in steps]

@@ -100,7 +100,7 @@ def replay_old_policy(trainer: Any, amount: float) -> dict[str, Any]:
     at = trainer.layout.coords(trainer.rank)
     micro_batches = deal(ragged(14, VOCAB_SIZE, seed=3), at.dp, trainer.layout.dp, micro_batches=4)
     choices = [Choices(is_recording=True) for _ in micro_batches]
-    before = trainer.logprobs(micro_batches, choices)
+    before = trainer.token_outputs(micro_batches, choices)
     for one in choices:
         one.is_recording = False
     made = torch.Generator().manual_seed(0)
@@ -109,8 +109,8 @@ def replay_old_policy(trainer: Any, amount: float) -> dict[str, Any]:
             bias += amount * torch.randn(EXPERTS, generator=made)
     return {
         "before": before,
-        "plain": trainer.logprobs(micro_batches),
-        "replayed": trainer.logprobs(micro_batches, choices),
+        "plain": trainer.token_outputs(micro_batches),
+        "replayed": trainer.token_outputs(micro_batches, choices),
         "sums": {name: float(value) for name, value in trainer._model.pipeline.routing.sums.items()},
     }
 

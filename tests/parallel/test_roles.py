@@ -11,7 +11,7 @@ import pytest
 from megarl.config import Recipe
 from megarl.parallel import hf_config
 from megarl.parallel.layout import TrainLayout
-from megarl.parallel.roles import Role, resolve
+from megarl.parallel.roles import Role, resolve, shared_slots
 from megarl.types import UserFault
 from tests.parallel.test_hf_config import CONFIG, SHAPE
 from tests.parallel.worlds import recipe
@@ -90,3 +90,15 @@ def test_faults_have_the_keys_of_their_role(folder: Path) -> None:
     assert line.startswith("placement.train_gpus: ")
     (line,) = wheres(resolve(made(folder, algorithm={"name": "ppo"}, critic={"ranks": {"gpus": 7}})).critic)
     assert line.startswith("critic.ranks.gpus: ") and "lower critic.ranks.tp" in line
+
+
+@pytest.mark.parametrize(
+    ("train_gpus", "first", "shared"),
+    [(8, 0, range(4)), (4, 4, range(0)), (6, 4, range(4, 6)), (2, 0, range(2)), (4, 6, range(0))],
+)
+def test_memory_is_shared_where_both_sides_sit(train_gpus: int, first: int, shared: range) -> None:
+    assert sorted(shared_slots([range(train_gpus), range(first, first + 4)])) == list(shared)
+
+
+def test_any_two_of_several_sides_share() -> None:
+    assert sorted(shared_slots([range(2), range(3, 5), range(1, 2), range(4, 6)])) == [1, 4]

@@ -15,7 +15,7 @@ import pytest
 from megarl.config import AlgorithmConfig, ReferenceConfig
 from megarl.device import Address
 from megarl.parallel.layout import TrainLayout
-from megarl.parallel.placement import is_reporting_rank
+from megarl.parallel.roles import is_reporting_rank
 from megarl.training.batching import Piece, SampleRef, Update, key_of, plan_updates
 from megarl.types import Prompt, Sample, SampleGroup
 from tests.parallel.conftest import write_checkpoint
@@ -122,9 +122,9 @@ def distil(rank: int, meet: Address, made: Any) -> dict[str, Any]:
     (update,) = plan(ONE_RANK, 0, 1, outcomes=False)
     share = train_sequences(update.micro_batches[0], dict(enumerate(groups)), "token_mean")
     masks = [one.loss_mask_T for row in share for one in row]
-    student = trainer.logprobs(share)
+    student = trainer.token_outputs(share)
     with host_offload.swapped_in(trainer.params(), trainer._reference):
-        teacher = trainer.logprobs(share)
+        teacher = trainer.token_outputs(share)
     gaps = [(a - b)[m] for a, b, m in zip(student, teacher, masks, strict=True)]
     (metrics,) = trainer.train("on_policy_distillation", [update], LR, None, [*range(GROUPS)], *groups)
     return {"gap": np.concatenate(gaps).sum() / update.denominator, "loss": numbers(metrics)["loss"]}

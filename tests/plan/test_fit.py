@@ -14,8 +14,7 @@ from megarl.config.hardware import Hardware
 from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.layout import TrainLayout
-from megarl.parallel.placement import train_layout
-from megarl.parallel.roles import RoleName
+from megarl.parallel.roles import RoleName, train_layout
 from megarl.parallel.sizes import ChunkSize
 from megarl.plan.activations import activation_bytes, in_flight, kept_and_again, logits_bytes, row_of
 from megarl.plan.engine_memory import settings_of, token_bytes, weight_bytes

@@ -9,8 +9,7 @@ import pytest
 from megarl import device
 from megarl.config import Recipe
 from megarl.parallel.hf_config import model_shape
-from megarl.parallel.placement import train_layout
-from megarl.parallel.roles import resolve
+from megarl.parallel.roles import resolve, train_layout
 from megarl.plan.model_size import ModelSize, model_sizes, sizes_of
 from megarl.resharding import megatron_map
 from megarl.types import UserFault

@@ -14,8 +14,7 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.config.hardware import load_hardware
-from megarl.parallel.placement import train_layout
-from megarl.parallel.roles import Roles, resolve
+from megarl.parallel.roles import Roles, resolve, train_layout
 from megarl.plan import model_size, run_plan
 from megarl.plan.phase_memory import MemoryPlan
 from megarl.preflight.stand_ins import stand_ins

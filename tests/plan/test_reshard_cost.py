@@ -11,8 +11,7 @@ from megarl.config.hardware import load_hardware
 from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.layout import TrainLayout
-from megarl.parallel.placement import train_layout
-from megarl.parallel.roles import resolve
+from megarl.parallel.roles import resolve, train_layout
 from megarl.plan.reshard_cost import ReshardPlan, bound_s, expected_s, gather_bound_s, gathered_bytes, plan_reshard
 from megarl.preflight.stand_ins import stand_ins
 from megarl.resharding import fp8, megatron_map, sglang_map

@@ -153,11 +153,12 @@ class Served:
     def __init__(self, world: World, case: str) -> None:
         layout, verify = ENGINES[case]
         self.world, self.layout, self._attempts = world, layout, count()
-        self.sessions = sessions(
-            world.handles, meet=address_of(world.host), run_id=case, shape=model_shape(world.source), train=TRAIN,
+        common = Session(
+            meet=address_of(world.host), run_id=case, shape=model_shape(world.source), train=TRAIN,
             engine=layout, transformer_engine=TRANSFORMER_ENGINE, dtype="float32", round_bytes=200_000,
             timeout_s=TIMEOUT_S, gpus_per_node=2, verify=verify,
         )  # fmt: skip
+        self.sessions = sessions(common, world.handles)
         settings = EngineSettings(
             str(world.source), layout.tp, layout.ep, "float32", 3, context_tokens=128, concurrency=64,
             load_weights=False,

@@ -119,12 +119,13 @@ class World:
     def start(self) -> None:
         """Hand out the sessions; the engines get theirs with the next attempt."""
         pair = self.pair
-        self.sessions = sessions(
-            self.handles, meet=address_of(self.store), run_id="test", shape=pair.shape, train=pair.train,
+        common = Session(
+            meet=address_of(self.store), run_id="test", shape=pair.shape, train=pair.train,
             engine=pair.engine, transformer_engine=pair.transformer_engine, dtype=pair.dtype,
             round_bytes=pair.round_bytes, timeout_s=TIMEOUT_S, gpus_per_node=pair.gpus_per_node,
             verify=pair.verify,
         )  # fmt: skip
+        self.sessions = sessions(common, self.handles)
         self.first = True
         for rank, session in self.sessions.trainers.items():
             self.trainers[rank].ask(("join", json.loads(json.dumps(session.to_json()))))
@@ -249,20 +250,17 @@ def test_nobody_joins_a_group_before_all_are_prepared() -> None:
 def test_a_session_is_json() -> None:
     layouts = TrainLayout(4, 2, 2, 2, stage_layers=(3, 1)), EngineLayout(1, 2, 2, first=4)
     handles = [SourceHandles((), {})] * 4
-    made = sessions(
-        handles, meet=Address("127.0.0.1", 1), run_id="a", shape=MLA, train=layouts[0], engine=layouts[1],
+    common = Session(
+        meet=Address("127.0.0.1", 1), run_id="a", shape=MLA, train=layouts[0], engine=layouts[1],
         transformer_engine=False, dtype="bfloat16", round_bytes=1 << 20, timeout_s=1.0, gpus_per_node=4, verify="full",
     )  # fmt: skip
+    made = sessions(common, handles)
     assert set(made.trainers) == {0, 1, 2, 3} and [set(one) for one in made.engines] == [{0, 1}]
     assert made.engines[0][1].source is None and made.engines[0][1].num_members == 6
     for session in (made.trainers[3], made.engines[0][1], replace(made.trainers[0], source=handles[0])):
         assert Session.from_json(json.loads(json.dumps(session.to_json()))) == session
     with pytest.raises(UserFault, match="engines begin at GPU 5, the training ranks end at 4"):
-        sessions(
-            handles, meet=Address("127.0.0.1", 1), run_id="a", shape=MLA, train=layouts[0],
-            engine=replace(layouts[1], first=5), transformer_engine=False, dtype="bfloat16",
-            round_bytes=1, timeout_s=1.0, gpus_per_node=4, verify="off",
-        )  # fmt: skip
+        sessions(replace(common, engine=replace(layouts[1], first=5)), handles)
 
 
 def test_members_that_were_told_different_things_do_not_begin() -> None:

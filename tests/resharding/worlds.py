@@ -279,9 +279,9 @@ class Opened:
         """Give the slot its part; it answers when it is ready."""
         pair = self.pair
         session = Session(
-            address_of(self.pool.store), self.run_id, slot, pair.shape, pair.train, pair.engine,
+            address_of(self.pool.store), self.run_id, pair.shape, pair.train, pair.engine,
             pair.transformer_engine, pair.dtype, pair.round_bytes, self.timeout_s,
-            pair.gpus_per_node, pair.verify, None,
+            pair.gpus_per_node, pair.verify, slot,
         )  # fmt: skip
         self.pool.slots[slot].send(("open", pair, session))
 

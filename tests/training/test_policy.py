@@ -41,7 +41,7 @@ def explore(trainer: Any) -> dict[str, Any]:
 
     verify_params(megatron_map.shards(trainer.shape, trainer.layout, trainer.rank), trainer.params())
     batches = deal(ragged(10, VOCAB_SIZE, seed=5), 0, 1, micro_batches=2)
-    facts: dict[str, Any] = {"logprobs": trainer.logprobs(batches)}
+    facts: dict[str, Any] = {"logprobs": trainer.token_outputs(batches)}
 
     storages = [buffer.grad_data.untyped_storage() for buffer in _buffers(trainer)]
     full_bytes = [storage.nbytes() for storage in storages]
@@ -49,7 +49,7 @@ def explore(trainer: Any) -> dict[str, Any]:
     device.empty_cache = lambda: facts["held_when_given_back"].append(sum(storage.nbytes() for storage in storages))
     trainer.offload()
     facts["offloaded_bytes"] = [storage.nbytes() for storage in storages]
-    facts["logprobs_offloaded"] = trainer.logprobs(batches)
+    facts["logprobs_offloaded"] = trainer.token_outputs(batches)
     trainer.onload()
     facts["is_restored"] = [storage.nbytes() for storage in storages] == full_bytes
     facts["gradients_after_onload"] = max(float(buffer.grad_data.abs().max()) for buffer in _buffers(trainer))
@@ -198,11 +198,11 @@ def drift(trainer: Any) -> dict[str, Any]:
     plan, _, *rest = _step(1)
     still = {name: numbers(trainer.train(name, plan, 0.0, *rest)[0]) for name in ("grpo", "sft")}
     batches = deal(ragged(6, VOCAB_SIZE, seed=5), 0, 1, micro_batches=2)
-    before, places = trainer.logprobs(batches), {name: one.data_ptr() for name, one in trainer.params().items()}
+    before, places = trainer.token_outputs(batches), {name: one.data_ptr() for name, one in trainer.params().items()}
     kls = [numbers(update).get("reference_kl") for (update,) in (trainer.train("grpo", *_step(1)) for _ in range(3))]
     weights = {name: param.clone() for name, param in trainer.params().items()}
     with host_offload.swapped_in(trainer.params(), trainer._reference):
-        during = trainer.logprobs(batches)
+        during = trainer.token_outputs(batches)
     return {
         "still": still,
         "kls": kls,
@@ -299,7 +299,7 @@ def test_memory_is_flat_over_two_hundred_steps(small_vocabulary: Path) -> None:
 
 def learn(trainer: Any) -> dict[str, Any]:
     batches = deal(ragged(10, VOCAB_SIZE, seed=5), 0, 1, micro_batches=2)
-    start = trainer.logprobs(batches)
+    start = trainer.token_outputs(batches)
     start_weights = {name: param.clone() for name, param in trainer.params().items()}
     norms = [numbers(trainer.train_step(part(batches, 50.0), 1e-5, weighted_loss)) for _ in range(12)]
     matrices = {name: param for name, param in trainer.params().items() if param.ndim == 2}

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from megarl.algos import ALGORITHMS
-from megarl.controller.dynamic_sampling import collect, is_mixed, overlong_penalty, with_overlong_penalty
-from megarl.controller.samples import samples_of
+from megarl.controller.samples import collect, is_mixed, overlong_penalty, samples_of, with_overlong_penalty
 from megarl.fleet.rank_groups import RolloutBatch
 from megarl.tracking.metrics import rollout_metrics
 from megarl.types import GroupSummary, Hyperparameters, Prompt, UserFault

@@ -24,7 +24,7 @@ VOCAB_SIZE = 200
 def test_every_row_comes_once_for_each_chunk_that_has_one_before_it(
     groups: int, chunks: int, stages: int, leads: bool
 ) -> None:
-    from megarl.parallel.hops import receive_order
+    from megarl.parallel.pipeline import receive_order
 
     rows = groups * stages
     order = receive_order(rows, chunks, stages, leads)
@@ -32,7 +32,7 @@ def test_every_row_comes_once_for_each_chunk_that_has_one_before_it(
 
 
 def test_chunks_take_turns_of_as_many_rows_as_there_are_stages() -> None:
-    from megarl.parallel.hops import receive_order
+    from megarl.parallel.pipeline import receive_order
 
     assert receive_order(4, 2, 2, leads=False) == [0, 1, 0, 1, 2, 3, 2, 3]
     assert receive_order(4, 2, 2, leads=True) == [0, 1, 2, 3]
@@ -42,7 +42,7 @@ def test_chunks_take_turns_of_as_many_rows_as_there_are_stages() -> None:
 
 def overhear(trainer: Any) -> list[tuple[Any, Any]]:
     """What each hop of a pass without and one with gradients was known to be, and what the stages said of it."""
-    from megarl.parallel.hops import KnownShapes, P2PCommunicator
+    from megarl.parallel.pipeline import KnownShapes, P2PCommunicator
 
     found, known = [], KnownShapes._communicate_shapes
 
@@ -54,7 +54,7 @@ def overhear(trainer: Any) -> list[tuple[Any, Any]]:
     KnownShapes._communicate_shapes = both  # type: ignore[method-assign]
     at, dp = trainer.layout.coords(trainer.rank), trainer.layout.dp
     batches = deal(ragged(14, VOCAB_SIZE, seed=3), at.dp, dp, micro_batches=4)
-    trainer.logprobs(batches)
+    trainer.token_outputs(batches)
     trainer.train_step(part(batches, 50.0), 1e-3, weighted_loss)
     return found
 
