@@ -213,9 +213,4 @@ def logits_bytes(size: ModelSize, stage: int) -> float:
 def row_of(size: ModelSize) -> Row:
     """The fullest micro-batch of a model's ranks."""
     tokens = size.recipe.train.tokens_per_micro_batch / size.layout.cp
-    return Row(size.shape, size.layout, tokens, item_bytes(size))
-
-
-def item_bytes(size: ModelSize) -> int:
-    """Bytes of one weight."""
-    return 2 if size.recipe.model.dtype == "bfloat16" else 4
+    return Row(size.shape, size.layout, tokens, size.weight_bytes)

@@ -13,16 +13,16 @@ from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.parallel.layout import TrainLayout
 from megarl.plan.batch import Samples, Share
+from megarl.plan.phase_memory import GRADIENT_BYTES
 from megarl.training.flops import TRAIN_OVER_FORWARD, forward_flops
 from megarl.types import ModelShape
 
 HOST_ADAM_BYTES_PER_S = 40e9  # assumption: a GPU's eighth of a host's memory bandwidth, for an optimizer there
-_GRAD_BYTES = 4  # megarl's ranks sum gradients in float32 (parallel/model.py)
 
 
 @dataclass(frozen=True)
 class ComputingModel:
-    """The policy or an auxiliary model; the bytes are of its fullest rank.
+    """The policy or an auxiliary model; the bytes are of its fullest rank, the parameters of the whole model.
 
     recomputes: the backward pass runs the forward pass again. takes_turns: its GPUs' memory changes hands.
     """
@@ -36,6 +36,7 @@ class ComputingModel:
     weights_bytes: float
     grads_bytes: float
     optimizer_bytes: float
+    parameters: int
 
 
 @dataclass(frozen=True)
@@ -118,13 +119,14 @@ def gradients_s(model: ComputingModel, hardware: Hardware, node: int) -> float:
     """
     shape, layout = model.shape, model.layout
     experts = (shape.num_layers - shape.num_dense_layers) / layout.pp * shape.num_experts / layout.ep
-    of_experts = min(experts * 3 * shape.hidden_size * shape.moe_ffn_size / layout.etp * _GRAD_BYTES, model.grads_bytes)
+    of_experts = experts * 3 * shape.hidden_size * shape.moe_ffn_size / layout.etp * GRADIENT_BYTES
+    of_experts = min(of_experts, model.grads_bytes)
     both = 1 + model.weights_bytes / max(1.0, model.grads_bytes)  # there as gradients, back as weights
     replicas = layout.dp * layout.cp
     volume = of_experts * (1 - 1 / layout.edp) + (model.grads_bytes - of_experts) * (1 - 1 / replicas)
     inside = layout.world_size <= node
-    speed = hardware.nvlink_bytes_per_s * hardware.nvlink_share if inside else _fabric(hardware)
-    return both * volume / speed
+    nvlink, fabric = hardware.nvlink_bytes_per_s * hardware.nvlink_share, hardware.nic_bytes_per_s * hardware.nic_share
+    return both * volume / (nvlink if inside else fabric)
 
 
 def optimizer_s(model: ComputingModel, hardware: Hardware) -> float:
@@ -132,7 +134,7 @@ def optimizer_s(model: ComputingModel, hardware: Hardware) -> float:
     if not model.offloads:
         return 2 * model.optimizer_bytes / (hardware.hbm_bytes_per_s * hardware.hbm_share)
     shard = model.optimizer_bytes / 12  # weights: 12 bytes of state each
-    return 2 * model.optimizer_bytes / HOST_ADAM_BYTES_PER_S + (_GRAD_BYTES + 2) * shard / hardware.pcie_bytes_per_s
+    return 2 * model.optimizer_bytes / HOST_ADAM_BYTES_PER_S + (GRADIENT_BYTES + 2) * shard / hardware.pcie_bytes_per_s
 
 
 def memory_s(model: ComputingModel, hardware: Hardware) -> float:
@@ -141,23 +143,14 @@ def memory_s(model: ComputingModel, hardware: Hardware) -> float:
     return 2 * model.optimizer_bytes / hardware.pcie_bytes_per_s if moves else 0.0
 
 
-def save_s(recipe: Recipe, model: ComputingModel, hardware: Hardware, nodes: int, parameters: int) -> float:
+def save_s(recipe: Recipe, model: ComputingModel, hardware: Hardware, nodes: int) -> float:
     """Of each step, on average: copies to the host, and where training waits for them the files too.
 
-    Files have each parameter once: in the model's type, and 12 bytes of optimizer.
+    Files have each parameter once, in the model's type, and 12 bytes of optimizer; all nodes write at once.
     """
     every = recipe.checkpoint.every
     if not every:
         return 0.0
     copied = (model.weights_bytes + model.optimizer_bytes) / hardware.pcie_bytes_per_s
-    written = 0.0 if recipe.checkpoint.asynchronous else write_s(hardware, nodes, parameters)
-    return (copied + written) / every
-
-
-def write_s(hardware: Hardware, nodes: int, parameters: int) -> float:
-    """A checkpoint's files, by all nodes at once; where training goes on meanwhile, the least time between two."""
-    return parameters * (2 + 12) / (nodes * hardware.disk_bytes_per_s)
-
-
-def _fabric(hardware: Hardware) -> float:
-    return hardware.nic_bytes_per_s * hardware.nic_share
+    written = model.parameters * (2 + 12) / (nodes * hardware.disk_bytes_per_s)
+    return (copied + (0.0 if recipe.checkpoint.asynchronous else written)) / every

@@ -48,14 +48,14 @@ def sizes_of(recipe: Recipe, chunk: ChunkSize = CHUNK, **roles: ModelSize) -> di
     """As if every rank held one such chunk for each virtual stage."""
     layout = train_layout(recipe)
     stages = ((chunk,) * layout.vpp,) * layout.pp
-    policy = ModelSize("policy", model_shape(recipe.model.path), recipe, layout, 0, True, stages)
+    policy = plans.size("policy", model_shape(recipe.model.path), recipe, layout, 0, stages)
     return {"policy": policy, **roles}  # type: ignore[dict-item]
 
 
 def beside(recipe: Recipe, role: RoleName, first: int, gpus: int) -> ModelSize:
     layout = TrainLayout(gpus, 1, 1, gpus)
     shape = replace(model_shape(recipe.model.path), num_labels=1)
-    return ModelSize(role, shape, recipe, layout, first, role == "critic", ((CHUNK,),))
+    return plans.size(role, shape, recipe, layout, first, ((CHUNK,),))
 
 
 @pytest.fixture
@@ -276,7 +276,7 @@ def test_more_tokens_never_take_less(tokens: int, more: int, pp: int, options: d
             train=RECIPE.train.model_copy(update={"tokens_per_micro_batch": count, "megatron": options}),
             model=RECIPE.model,
         )
-        size = ModelSize("policy", QWEN3, recipe, TrainLayout(8, 1, pp, 2), 0, True, ((CHUNK,),) * pp)
+        size = plans.size("policy", QWEN3, recipe, TrainLayout(8, 1, pp, 2), 0, ((CHUNK,),) * pp)
         kept = [activation_bytes(size, stage, plans.MANY) for stage in range(pp)]
         return [*kept, *(logits_bytes(size, stage) for stage in range(pp))]
 

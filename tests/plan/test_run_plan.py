@@ -18,7 +18,7 @@ from megarl.config import Recipe
 from megarl.config.hardware import load_hardware
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.roles import resolve
-from megarl.plan import faults
+from megarl.plan import run_plan
 from megarl.plan.as_json import plan_json
 from megarl.plan.picture import draw
 from megarl.plan.report import amount, show
@@ -45,7 +45,7 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> RunPlan:
 
 
 def plan_faults(recipe: Recipe) -> list[UserFault]:
-    return faults.plan_faults(resolve(stand_ins(recipe)[0]))
+    return run_plan.plan_faults(resolve(stand_ins(recipe)[0]))
 
 
 def report_of(plan: RunPlan, width: int = 140) -> str:
@@ -190,7 +190,7 @@ def test_a_checkpoint_that_is_there_is_read_before_the_config_alone(tmp_path: Pa
     assert stand_ins(here)[0].model.path == str(other)
 
 
-def run_plan(*arguments: str | Path) -> int:
+def run_command(*arguments: str | Path) -> int:
     """The command's exit code."""
     with pytest.raises(SystemExit) as ended:
         cli.app(["plan", *map(str, arguments)], standalone_mode=False)
@@ -205,7 +205,7 @@ def test_the_command_prints_the_plan_and_what_does_not_fit_with_code_2(
     recipe, tiny, picture = tmp_path / "recipe.yaml", tmp_path / "tiny.yaml", tmp_path / "plan.png"
     recipe.write_text(planning.small(tmp_path).dump_yaml())
     tiny.write_text(planning.H800.read_text().replace("84_930_000_000", "3_000_000_000"))
-    assert run_plan(recipe, "--hardware", tiny, "--json", "--picture", picture) == 2
+    assert run_command(recipe, "--hardware", tiny, "--json", "--picture", picture) == 2
     said = capsys.readouterr()
     content: dict[str, Any] = json.loads(said.out)
     assert content["fits"] is False and content["hardware"]["memory_bytes"] == 3_000_000_000
@@ -218,5 +218,5 @@ def test_the_command_prints_the_plan_and_what_does_not_fit_with_code_2(
 def test_without_hardware_nothing_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(planning.small(tmp_path, "placement.hardware=null").dump_yaml())
-    assert run_plan(recipe) == 2
+    assert run_command(recipe) == 2
     assert "placement.hardware: no hardware is named" in capsys.readouterr().err

@@ -11,13 +11,14 @@ from megarl.parallel.roles import RoleName
 from megarl.plan.model_size import ModelSize
 from megarl.plan.slots import pipeline_stages, slot_map, spans
 from megarl.types import ModelShape
+from tests.plan import plans
 from tests.plan import recipes as planning
 
 SHAPE = ModelShape(8, 64, 4, 4, 16, 300)
 
 
 def size(recipe: Recipe, role: RoleName, first: int, layout: TrainLayout) -> ModelSize:
-    return ModelSize(role, SHAPE, recipe, layout, first, True, ())
+    return plans.size(role, SHAPE, recipe, layout, first, ())
 
 
 def test_every_slot_says_node_ranks_and_engine(tmp_path: Path) -> None:
