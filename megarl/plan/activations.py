@@ -65,7 +65,9 @@ class Row:
         """
         found = {"inputs": 2 * self.boundary_bytes, "norm_outputs": 2 * self.boundary_bytes}
         found |= self._latent_attention() if self.shape.mla else self._attention()
-        return found | (self._mlp() if dense else self._experts())
+        if dense:
+            return found | {"mlp": self._gated(self.tokens, self.shape.ffn_size / self.layout.tp)}
+        return found | self._experts()
 
     def _attention(self) -> dict[str, float]:
         """q, k, v before a norm of each head (if there is one) and behind it: t (heads + 2 kv heads) d b / TP each.
@@ -102,9 +104,6 @@ class Row:
     def _gated(self, tokens: float, width: float) -> float:
         """SwiGLU, not fused: gate and up 2 f, silu(gate) f, the product f."""
         return 4 * tokens * width * self.item
-
-    def _mlp(self) -> dict[str, float]:
-        return {"mlp": self._gated(self.tokens, self.shape.ffn_size / self.layout.tp)}
 
     def _experts(self) -> dict[str, float]:
         """Float32 logits, probabilities and choice of each expert; n copies of h; 2 f, then f three times.
@@ -183,12 +182,7 @@ def activation_bytes(size: ModelSize, stage: int, micro_batches: int) -> float:
 
 def forward_bytes(size: ModelSize, stage: int) -> float:
     """Of a forward pass without a backward pass: those of one layer."""
-    row, shape = row_of(size), size.shape
-    kinds = {
-        shape.is_dense(one)
-        for chunk in range(size.layout.vpp)
-        for one in size.layout.layers(stage, shape.num_layers, chunk)
-    }
+    row, kinds = row_of(size), {size.shape.is_dense(layer) for layer in size.layers(stage)}
     return max((sum(row.layer(dense).values()) for dense in kinds), default=0.0)
 
 

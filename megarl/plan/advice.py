@@ -12,16 +12,13 @@ from megarl.plan.fit import updated
 from megarl.plan.phase_memory import MemoryPlan
 from megarl.types import ModelShape
 
+TryEngines = Callable[[Recipe], tuple[MemoryPlan, float]]
 _NUM_TRIED = 3  # numbers of attention groups: each costs a count of the memory and a rollout
 _WORTH_IT = 0.95  # of the rollout's seconds now; less than that is inside the estimate's own error
 
 
 def cache_advice(
-    recipe: Recipe,
-    shape: ModelShape,
-    memory: MemoryPlan,
-    other_s: float,
-    try_engines: Callable[[Recipe], tuple[MemoryPlan, float]],
+    recipe: Recipe, shape: ModelShape, memory: MemoryPlan, other_s: float, try_engines: TryEngines
 ) -> list[str]:
     """What gives the KV cache more room, if most of a step's sequences wait for it.
 
@@ -43,10 +40,7 @@ def cache_advice(
 
 
 def _best_groups(
-    recipe: Recipe,
-    shape: ModelShape,
-    memory: MemoryPlan,
-    try_engines: Callable[[Recipe], tuple[MemoryPlan, float]],
+    recipe: Recipe, shape: ModelShape, memory: MemoryPlan, try_engines: TryEngines
 ) -> tuple[int, float] | None:
     """(dp, seconds of the rollout) of the next larger numbers of groups; None: none of them is faster than now."""
     found: dict[int, float] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from megarl.config import Recipe
@@ -38,27 +39,15 @@ class _Change:
 
 
 def with_faults(recipe: Recipe, hardware: Hardware, sizes: Mapping[RoleName, ModelSize], count: Count) -> MemoryPlan:
-    """The recipe's memory, with a fault for each phase that does not fit. count: the memory of a recipe."""
-    plan = count(recipe, sizes)
-    full = _lacking(recipe, plan)
-    return replace(plan, faults=_faults(recipe, hardware, plan, full, sizes, count)) if full else plan
+    """The recipe's memory, with a fault for each phase that does not fit. count: the memory of a recipe.
 
-
-def _faults(
-    recipe: Recipe,
-    hardware: Hardware,
-    plan: MemoryPlan,
-    full: Sequence[str],
-    sizes: Mapping[RoleName, ModelSize],
-    count: Count,
-) -> list[UserFault]:
-    """A fault for each full phase; changes are tried by counting the memory again.
-
-    Changes that need models to be built again are tried only where no other change is enough.
+    Changes are tried by counting the memory again. Those that need models to be built again are tried only where no
+    other change is enough.
     """
-    by_phase = {phase: [change for change in _changes(recipe, phase) if _is_valid(change)] for phase in full}
+    plan = count(recipe, sizes)
+    by_phase = {phase: list(filter(_is_valid, _changes(recipe, phase))) for phase in _lacking(recipe, plan)}
     plans: dict[str, MemoryPlan] = {}
-    for change in (change for tried in by_phase.values() for change in tried):
+    for change in chain.from_iterable(by_phase.values()):
         same = resized(sizes, change.roles.models)
         if same is not None and change.words not in plans:
             plans[change.words] = count(change.recipe, same)
@@ -69,10 +58,11 @@ def _faults(
     to_build = {change.words: change for tried in by_phase.values() for change in tried if change.words not in plans}
     built = sizes_of([change.roles.models for change in to_build.values()], whole=False) if to_build else []
     plans |= {words: count(to_build[words].recipe, found) for words, found in zip(to_build, built, strict=True)}
-    return [
+    faults = [
         _fault(recipe, hardware, plan, phase, [(change, plans[change.words]) for change in tried])
         for phase, tried in by_phase.items()
     ]
+    return replace(plan, faults=faults)
 
 
 def _fault(

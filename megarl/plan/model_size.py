@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,15 @@ from megarl.resharding.routes import item_bytes
 from megarl.types import UserFault
 
 _TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage of a model: the slots of its ranks, and its decoder layers."""
+
+    stage: int
+    slots: range
+    layers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,17 @@ class ModelSize(Role):
         """Elements that the optimizer of a rank of the stage steps on: its part of each replica's."""
         dense, expert = self.layout.dp * self.layout.cp, self.layout.edp
         return sum(chunk.dense / dense + chunk.expert / expert for chunk in self.stages[stage])
+
+    def layers(self, stage: int) -> tuple[int, ...]:
+        """The decoder layers of all chunks of a stage."""
+        chunks = [self.layout.layers(stage, self.shape.num_layers, chunk) for chunk in range(self.layout.vpp)]
+        return tuple(chain.from_iterable(chunks))
+
+    def pipeline_stages(self) -> list[Stage]:
+        """In order; the ranks of a stage are neighbours, because pp is the slowest axis."""
+        width = self.layout.world_size // self.layout.pp
+        slots = [self.slots[stage * width : (stage + 1) * width] for stage in range(self.layout.pp)]
+        return [Stage(stage, found, self.layers(stage)) for stage, found in enumerate(slots)]
 
 
 def model_sizes(recipe: Recipe) -> dict[RoleName, ModelSize]:

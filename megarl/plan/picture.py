@@ -14,8 +14,7 @@ from matplotlib.patches import Rectangle
 from megarl.parallel.roles import RoleName
 from megarl.plan.memory_parts import PARTS
 from megarl.plan.report import amount, engines, parallel_sizes, title, verdict
-from megarl.plan.run_plan import RunPlan
-from megarl.plan.slots import Slot, pipeline_stages
+from megarl.plan.run_plan import RunPlan, Slot
 
 _WIDTH_INCHES = 16.0
 _DOWN = 8  # so many nodes at most are rows, with words in every cell
@@ -110,7 +109,7 @@ def _draw_grid(axes: Any, plan: RunPlan, grid: _Grid, models: Sequence[RoleName]
         axes.add_patch(Rectangle((left, top), 1, 1, facecolor=colour, edgecolor="white", linewidth=0.5))
         if grid.down:
             axes.text(left + 0.5, top + 0.5, _label(slot, model), ha="center", va="center", fontsize=8)
-    for stage in pipeline_stages(size) if not grid.down else ():
+    for stage in size.pipeline_stages() if not grid.down else ():
         left, top, width, height = max(grid.boxes(stage.slots), key=lambda box: box[2] * box[3])
         behind = {"facecolor": colours[stage.stage], "edgecolor": "none", "boxstyle": "round,pad=0.15"}
         words = {"ha": "center", "va": "center", "fontsize": 11, "fontweight": "bold", "bbox": behind, "zorder": 3}

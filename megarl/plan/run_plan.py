@@ -11,7 +11,7 @@ from megarl.algos import ALGORITHMS, learns_from_answers
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.parallel.engine_layout import EngineLayout
-from megarl.parallel.layout import TrainLayout
+from megarl.parallel.layout import RankCoords, TrainLayout
 from megarl.parallel.placement import engine_layout
 from megarl.parallel.roles import RoleName, Roles, resolve
 from megarl.plan.advice import cache_advice
@@ -22,7 +22,6 @@ from megarl.plan.model_size import ModelSize, sizes_of
 from megarl.plan.phase_memory import GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES, MemoryPlan, plan_memory, state_bytes
 from megarl.plan.reshard_cost import ReshardPlan, plan_reshard
 from megarl.plan.rollout_time import EngineSpeed, RolloutTime, rollout_time
-from megarl.plan.slots import Slot, slot_map
 from megarl.plan.step_time import (
     ComputingModel,
     StepTime,
@@ -33,13 +32,23 @@ from megarl.plan.step_time import (
     policy_time,
     save_s,
 )
+from megarl.preflight.data import budget_faults
 from megarl.preflight.layout import batch_faults, engine_faults, node_faults, slot_faults
-from megarl.preflight.lengths import budget_faults
-from megarl.preflight.models import loss_faults
-from megarl.preflight.rules import rule_faults
-from megarl.preflight.sampling import sampling_faults
-from megarl.preflight.stand_ins import stand_ins
+from megarl.preflight.models import loss_faults, stand_ins
+from megarl.preflight.rules import rule_faults, sampling_faults
 from megarl.types import ModelShape, UserFault, UserFaults
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One GPU. ranks: the coordinates of each model's rank on it; engine and engine_rank: None without an engine."""
+
+    slot: int
+    node: int
+    gpu: int
+    ranks: Mapping[RoleName, RankCoords]
+    engine: int | None
+    engine_rank: int | None
 
 
 @dataclass(frozen=True)
@@ -148,6 +157,18 @@ def plan_faults(roles: Roles) -> list[UserFault]:
         return faults
     faults += engine_faults(roles, shape, "cuda") + slot_faults(roles) + node_faults(roles)
     return faults + batch_faults(recipe) + loss_faults(recipe, shape)
+
+
+def slot_map(recipe: Recipe, sizes: Mapping[RoleName, ModelSize], engine: EngineLayout) -> tuple[Slot, ...]:
+    """Every slot in order."""
+    found = []
+    for slot in range(recipe.placement.gpus):
+        ranks: dict[RoleName, RankCoords] = {
+            role: size.layout.coords(slot - size.first_slot) for role, size in sizes.items() if slot in size.slots
+        }
+        node, gpu = divmod(slot, recipe.placement.gpus_per_node)
+        found.append(Slot(slot, node, gpu, ranks, *(engine.member(slot) or (None, None))))
+    return tuple(found)
 
 
 def _rollout(

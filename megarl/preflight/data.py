@@ -1,16 +1,20 @@
-"""The data that a recipe names, read and tokenised, and what is wrong with its files."""
+"""The data that a recipe names, read and tokenised; what is wrong with its files; whether its sequences fit."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from megarl.algos import learns_from_answers
 from megarl.config import Recipe
 from megarl.config.data import DataConfig, DataFileConfig
+from megarl.parallel.roles import Role, Roles
 from megarl.rollout.mixing import MixedStream
-from megarl.rollout.prompts import PromptFile, PromptSource, PromptStream, load_prompts
+from megarl.rollout.prompts import PromptFile, PromptSource, PromptStream, load_prompts, vocabulary_faults
 from megarl.rollout.token_cache import TokenCache
-from megarl.rollout.tokens import ProgressBar, Tokens, cached_tokens, tokenise
+from megarl.rollout.tokens import Tokens, cached_tokens, tokenise
+from megarl.tracking.progress import progress_bar
 from megarl.types import Metrics, Prompt, UserFault, UserFaults
 
 
@@ -58,7 +62,6 @@ class DataRead:
 def read_data(
     recipe: Recipe,
     tokenizer: object,
-    bar: ProgressBar,
     *,
     vocab_size: int | None = None,
     absent: Container[str] = (),
@@ -81,7 +84,7 @@ def read_data(
                 vocab_size=vocab_size,
                 overlong=data.overlong,
                 cache=cache,
-                bar=bar,
+                bar=progress_bar,
             )
         except UserFaults as several:
             faults += several.faults
@@ -90,19 +93,6 @@ def read_data(
     train = {where: read[where] for where in data.train_files if where in read}
     eval_sets = {name: read[f"data.eval.{name}"] for name in data.eval if f"data.eval.{name}" in read}
     return DataRead(train, eval_sets, faults)
-
-
-def tokens_of_answers(
-    tokenizer: object, prompts: Sequence[Prompt], bar: ProgressBar, cache: TokenCache | None
-) -> Tokens:
-    """The answers as supervised steps learn them, without the end-of-sequence token."""
-    answers = [prompt.answer for prompt in prompts]
-
-    def make() -> Tokens:
-        with bar(f"data.train: tokenising {len(answers):,} answers", len(answers)) as done:
-            return tokenise(tokenizer, answers, special=False, done=done)
-
-    return cached_tokens(cache, tokenizer, "answers", answers, make) or make()
 
 
 def _source(data: DataConfig, where: str, file: DataFileConfig) -> PromptSource:
@@ -126,3 +116,52 @@ def _weight_faults(data: DataConfig) -> list[UserFault]:
         return []
     problem = f"{' and '.join(without)} {'has' if len(without) == 1 else 'have'} no weight, and other files have"
     return [UserFault("data.train", problem, "write a weight for every file, or for none")]
+
+
+def budget_faults(role: Role, longest: int, what: str) -> list[UserFault]:
+    """A micro-batch of the role's ranks with fewer tokens than the longest sequence, padded to what its ranks divide.
+
+    longest: tokens of that sequence. what: the sequence in words.
+    """
+    align = role.layout.tokens_align
+    needed = -(-longest // align) * align
+    budget = role.recipe.train.tokens_per_micro_batch
+    if needed <= budget:
+        return []
+    problem = f"{budget} is less than {what} ({needed} tokens)"
+    return [UserFault(f"{role.branch}.tokens_per_micro_batch", problem, f"set it to at least {needed}")]
+
+
+def length_faults(
+    roles: Roles, tokenizer: Any, train: Sequence[Prompt], cache: TokenCache | None, vocab_size: int | None
+) -> list[UserFault]:
+    """Micro-batches too small for the longest prompt and response; answers too long for a response, where taught.
+
+    vocab_size: the model's, or None where it is not known.
+    """
+    recipe, faults = roles.recipe, []
+    limit = recipe.rollout.max_response_tokens
+    longest = max(len(prompt.token_ids) for prompt in train) + limit
+    for role in roles.models.values():
+        if role.trains:  # a reward model cuts what is too long
+            faults += budget_faults(role, longest, "the longest prompt and response")
+    if recipe.warm_start.steps or learns_from_answers(recipe.algorithm.name):
+        tokens = _tokens_of_answers(tokenizer, train, cache)
+        needed = 1 + int(tokens.lengths.max())
+        if needed > limit:
+            problem = f"{limit} is less than the longest answer ({needed} tokens with its end)"
+            faults.append(UserFault("rollout.max_response_tokens", problem, f"set it to at least {needed}"))
+        if vocab_size:
+            faults += vocabulary_faults("data.train", tokenizer, train, tokens, "answer", vocab_size)
+    return faults
+
+
+def _tokens_of_answers(tokenizer: object, prompts: Sequence[Prompt], cache: TokenCache | None) -> Tokens:
+    """The answers as supervised steps learn them, without the end-of-sequence token."""
+    answers = [prompt.answer for prompt in prompts]
+
+    def make() -> Tokens:
+        with progress_bar(f"data.train: tokenising {len(answers):,} answers", len(answers)) as done:
+            return tokenise(tokenizer, answers, special=False, done=done)
+
+    return cached_tokens(cache, tokenizer, "answers", answers, make) or make()

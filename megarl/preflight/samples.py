@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megarl.algos import ALGORITHMS
 from megarl.parallel.roles import Roles
-from megarl.preflight.lengths import budget_faults
+from megarl.preflight.data import budget_faults
 from megarl.rollout.sample_file import SampleFile
 from megarl.types import ModelShape, SampleGroup, UserFault
 

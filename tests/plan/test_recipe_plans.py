@@ -18,7 +18,7 @@ from megarl.parallel.placement import train_layout
 from megarl.parallel.roles import Roles, resolve
 from megarl.plan import model_size, run_plan
 from megarl.plan.phase_memory import MemoryPlan
-from megarl.preflight.stand_ins import stand_ins
+from megarl.preflight.models import stand_ins
 from tests.config.test_recipes import CLUSTER, DEBUG, OVERLAYS, RECIPES, ROOT, kept, load, model_of
 from tests.plan import plans
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megarl.config import Recipe
-from megarl.preflight.secrets import secret_faults
+from megarl.preflight.values import secret_faults
 from megarl.tracking.secret_names import is_secret
 from megarl.tracking.trackers.withheld import without_secrets
 
