@@ -127,7 +127,7 @@ class Row:
         return gathered + self.routed * (2 * shape.hidden_size + 3 * shape.moe_ffn_size / self.layout.etp) * self.item
 
 
-def kept_and_again(row: Row, layers: Sequence[bool], options: dict[str, Any]) -> tuple[float, float]:
+def kept_and_recomputed(row: Row, layers: Sequence[bool], options: dict[str, Any]) -> tuple[float, float]:
     """Bytes that a chunk of these layers keeps of each micro-batch, and bytes that exist once, in the backward pass.
 
     layers: of each whether it has an MLP in place of experts. options: `train.megatron`, whose recompute_* fields
@@ -170,7 +170,7 @@ def activation_bytes(size: ModelSize, stage: int, micro_batches: int) -> float:
     waiting, total, again = in_flight(layout, stage, micro_batches), 0.0, 0.0
     for chunk, number in enumerate(waiting):
         layers = [size.shape.is_dense(one) for one in layout.layers(stage, size.shape.num_layers, chunk)]
-        kept, once = kept_and_again(row, layers, train.megatron)
+        kept, once = kept_and_recomputed(row, layers, train.megatron)
         total, again = total + number * kept, max(again, once)
     if stage == layout.pp - 1:
         total += waiting[-1] * 2 * row.boundary_bytes  # the last norm's input and output

@@ -9,7 +9,7 @@ assumptions are constants that are marked so.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -121,10 +121,11 @@ class _SlotMemory:
         self.phases: list[str] = [phase for phase in PHASES if wanted.get(phase, True)]
         if recipe.checkpoint.every:
             self.phases.insert(self.phases.index("train") + 1, SAVE)
-        self._stages = {
-            role: [_StageRank(size, stage, micro_batches) for stage in range(size.layout.pp)]
-            for role, size in sizes.items()
-        }
+        self._ranks: defaultdict[int, list[_StageRank]] = defaultdict(list)  # by slot
+        for size in sizes.values():
+            stages = [_StageRank(size, stage, micro_batches) for stage in range(size.layout.pp)]
+            for rank, slot in enumerate(size.slots):
+                self._ranks[slot].append(stages[size.layout.coords(rank).pp])
         self.tokens = min(map(self._tokens, self.engine_slots))
 
     def slots(self, phase: str) -> dict[int, Parts]:
@@ -138,21 +139,13 @@ class _SlotMemory:
 
     def _slot(self, slot: int, phase: str, computes: RoleName | None) -> Parts:
         total = Parts(other_bytes=self._standing(slot))
-        for rank in self._ranks(slot):
+        for rank in self._ranks[slot]:
             total += self._rank(rank, slot, phase, computes)
         if slot in self.engine_slots:
             total += self._engine(slot, phase)
         if phase == "reshard" and self._exchanges(slot):
             total += Parts(reshard_bytes=self._reshard_bytes())
         return total
-
-    def _ranks(self, slot: int) -> list[_StageRank]:
-        """Of each model that has a rank on the slot."""
-        return [
-            self._stages[role][size.layout.coords(slot - size.first_slot).pp]
-            for role, size in self.sizes.items()
-            if slot in size.slots
-        ]
 
     def _rank(self, rank: _StageRank, slot: int, phase: str, computes: RoleName | None) -> Parts:
         """All of a rank's state while it computes or where it does not share its GPU."""
@@ -181,7 +174,7 @@ class _SlotMemory:
 
     def _tokens(self, slot: int) -> int:
         """Tokens that SGLang finds room for on this slot, next to the training ranks' memory in a rollout."""
-        taken = sum(self._rank(rank, slot, "rollout", None).total_bytes for rank in self._ranks(slot))
+        taken = sum(self._rank(rank, slot, "rollout", None).total_bytes for rank in self._ranks[slot])
         graphs = self.settings.graph_sequences * GRAPH_MIB * MIB  # made behind the cache, in what it leaves
         free = self.hardware.memory_bytes - self._standing(slot) - taken + graphs
         weights = self.engine_weights[(slot - self.engine.first) % self.engine.tp]
@@ -189,7 +182,7 @@ class _SlotMemory:
 
     def _standing(self, slot: int) -> int:
         """Of a slot whatever the phase: its processes' contexts and communicators, the engine's CUDA graphs."""
-        layouts = [rank.size.layout for rank in self._ranks(slot)]
+        layouts = [rank.size.layout for rank in self._ranks[slot]]
         groups, found = sum(map(communicators, layouts)) + self._exchanges(slot), CONTEXT_BYTES * len(layouts)
         if slot in self.engine_slots:
             groups += (self.engine.tp > 1) + (self.engine.dp > 1)
@@ -215,7 +208,7 @@ class _SlotMemory:
         return dict(max(per_node, key=lambda table: table.total()))
 
     def _slot_host(self, slot: int) -> Counter[str]:
-        ranks = self._ranks(slot)
+        ranks = self._ranks[slot]
         found = Counter(processes=PROCESS_BYTES * (len(ranks) + (slot in self.engine_slots)))
         most = begun = 0  # of checkpoints: the roles' begin one after the other, synchronous ones when that is written
         for rank in ranks:

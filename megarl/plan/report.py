@@ -46,7 +46,7 @@ def parallel_sizes(models: Iterable[str], size: ModelSize) -> str:
     dense = f"tp {layout.tp} x cp {layout.cp} x dp {layout.dp} x pp {layout.pp}"
     virtual = f" (vpp {layout.vpp})" if layout.vpp > 1 else ""
     experts = f", experts etp {layout.etp} x ep {layout.ep} x edp {layout.edp}" if size.shape.num_experts else ""
-    return f"{_and(models)}: {dense}{virtual}{experts}"
+    return f"{_joined(models)}: {dense}{virtual}{experts}"
 
 
 def engines(plan: RunPlan) -> str:
@@ -93,7 +93,7 @@ def _placement(plan: RunPlan) -> RenderableType:
         size = plan.sizes[models[0]]
         for stage in size.pipeline_stages():
             nodes = sorted({slot // per_node for slot in stage.slots})
-            table.add_row(_and(models), str(stage.stage), spans(nodes), spans(stage.slots), spans(stage.layers))
+            table.add_row(_joined(models), str(stage.stage), spans(nodes), spans(stage.slots), spans(stage.layers))
         lines.append(_text(parallel_sizes(models, size)))
     return Group(table, *lines, _text(f"engines: {engines(plan)}"))
 
@@ -180,7 +180,7 @@ def _step(plan: RunPlan) -> RenderableType:
     return Group(table, _text(words, style="dim"))
 
 
-def _and(models: Iterable[str]) -> str:
+def _joined(models: Iterable[str]) -> str:
     return " and ".join(models).replace("_", " ")
 
 

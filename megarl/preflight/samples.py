@@ -73,17 +73,17 @@ class _Seen:
 
 
 def _seen(groups: Sequence[SampleGroup], shape: ModelShape) -> _Seen:
-    highest, longest, has_experts = 0, 0, True
-    has_baselines = any(sample.is_baseline for group in groups for sample in group.samples)
-    has_groups = any(sum(not sample.is_baseline for sample in group.samples) > 1 for group in groups)
-    layers = shape.num_layers - shape.num_dense_layers
-    for group in groups:
-        prompt = len(group.prompt.token_ids)
-        for sample in group.samples:
-            length = prompt + len(sample.response_ids_T)
-            highest = max(highest, *group.prompt.token_ids, int(sample.response_ids_T.max()))
-            longest = max(longest, length)
-            experts = sample.routed_experts
-            fits = experts is not None and experts.shape == (length - 1, layers, shape.experts_per_token)
-            has_experts = has_experts and fits
-    return _Seen(highest, longest, has_experts, has_baselines, has_groups)
+    sequences = [(group.prompt.token_ids, sample) for group in groups for sample in group.samples]
+    lengths = [len(prompt) + len(sample.response_ids_T) for prompt, sample in sequences]
+    layers, chosen = shape.num_layers - shape.num_dense_layers, shape.experts_per_token
+    experts = [sample.routed_experts for _, sample in sequences]
+    return _Seen(
+        highest_id=max((int(max((*prompt, sample.response_ids_T.max()))) for prompt, sample in sequences), default=0),
+        longest=max(lengths, default=0),
+        has_experts=all(
+            of is not None and of.shape == (length - 1, layers, chosen)
+            for of, length in zip(experts, lengths, strict=True)
+        ),
+        has_baselines=any(sample.is_baseline for _, sample in sequences),
+        has_groups=any(sum(not sample.is_baseline for sample in group.samples) > 1 for group in groups),
+    )

@@ -17,7 +17,7 @@ from megarl.parallel.layout import TrainLayout
 from megarl.parallel.placement import train_layout
 from megarl.parallel.roles import RoleName
 from megarl.parallel.sizes import ChunkSize
-from megarl.plan.activations import activation_bytes, in_flight, kept_and_again, logits_bytes, row_of
+from megarl.plan.activations import activation_bytes, in_flight, kept_and_recomputed, logits_bytes, row_of
 from megarl.plan.engine_memory import settings_of, token_bytes, weight_bytes
 from megarl.plan.memory_parts import Parts
 from megarl.plan.model_size import ModelSize, model_sizes
@@ -240,7 +240,7 @@ def test_recomputing_more_keeps_less(tmp_path: Path) -> None:
     made = plans.recipe(tmp_path, "deepseek-v3", 32, pp=1, ep=32)
     row, layers = row_of(sizes_of(made)["policy"]), [True, False, False, False]
     kept = [
-        kept_and_again(row, layers, options)[0]
+        kept_and_recomputed(row, layers, options)[0]
         for options in (
             {},
             {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
