@@ -133,7 +133,7 @@ class _SlotMemory:
         places = range(self.recipe.placement.gpus)
         if phase != SAVE:
             return {slot: self._slot(slot, phase, COMPUTES.get(phase)) for slot in places}
-        trained = [role for role, size in self.sizes.items() if size.trains]
+        trained: list[RoleName] = [size.name for size in self.sizes.values() if size.trains]
         saves = [{slot: self._slot(slot, SAVE, role) for slot in places} for role in trained]
         return {slot: max((table[slot] for table in saves), key=lambda parts: parts.total_bytes) for slot in places}
 

@@ -117,7 +117,9 @@ def make_plan(recipe: Recipe, hardware: Hardware, response_share: float = MEAN_R
 
     memory = with_faults(recipe, hardware, sizes, count)
     rollout = _rollout(recipe, policy.shape, hardware, memory, samples)
-    models = {role: _computing(size, shares[role], roles.shared_slots) for role, size in sizes.items()}
+    models: dict[RoleName, ComputingModel] = {
+        role: _computing(size, shares[role], roles.shared_slots) for role, size in sizes.items()
+    }
     learning, step = _times(roles, hardware, models, samples, rollout.total_s, reshard.expected_s)
     return RunPlan(
         recipe=recipe,
