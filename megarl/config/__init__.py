@@ -234,6 +234,11 @@ class Recipe(Branch):
         return max(self.rollout.max_response_tokens, *sets) if sets else self.rollout.max_response_tokens
 
     @property
+    def longest_sequence(self) -> int:
+        """The most tokens of a prompt with its response."""
+        return self.data.max_prompt_tokens + self.longest_response
+
+    @property
     def engine_nodes(self) -> int:
         """The nodes that one engine spans."""
         tp = self.rollout.engine.tp

@@ -8,8 +8,9 @@ as YAML 1.1 has it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -133,21 +134,14 @@ def _check_size(root: yaml.Node, where: Callable[[int], str]) -> None:
                 raise UserFaults([UserFault(line, "an alias stands inside of what it names", "write the value out")])
             return known
         sizes[id(node)] = None
-        sizes[id(node)] = total = 1 + sum(map(size, _children(node)))
+        below = [] if isinstance(node, yaml.ScalarNode) else node.value
+        children = chain.from_iterable(below) if isinstance(node, yaml.MappingNode) else below
+        sizes[id(node)] = total = 1 + sum(map(size, children))
         return total
 
     if size(root) > _MOST_VALUES:
         problem = f"it has more than {_MOST_VALUES} values, which no recipe has"
         raise UserFaults([UserFault(where(root.start_mark.line + 1), problem, "take the aliases or the values out")])
-
-
-def _children(node: yaml.Node) -> Iterator[yaml.Node]:
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            yield key
-            yield value
-    elif isinstance(node, yaml.SequenceNode):
-        yield from node.value
 
 
 def _walk(

@@ -117,9 +117,9 @@ def cache_tokens(settings: Settings, free_bytes: float, weights: int, of_token: 
 def kv_of(recipe: Recipe, tokens: int, of_token: int, mean_tokens: int) -> Kv:
     """tokens: of one GPU. DP attention's groups each have a cache of their own requests."""
     engine, wanted = recipe.rollout.engine, step_sequences(recipe)
-    longest = recipe.data.max_prompt_tokens + recipe.longest_response
     most = min(wanted, engine.sglang.get("max_running_requests") or wanted)
-    at_longest, at_mean = (min(most, max(0, tokens) // length * engine.dp) for length in (longest, mean_tokens))
+    lengths = (recipe.longest_sequence, mean_tokens)
+    at_longest, at_mean = (min(most, max(0, tokens) // length * engine.dp) for length in lengths)
     return Kv(of_token, max(0, tokens) * engine.dp, at_longest, at_mean, mean_tokens, wanted)
 
 

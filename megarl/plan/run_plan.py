@@ -14,10 +14,9 @@ from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.layout import RankCoords, TrainLayout
 from megarl.parallel.placement import engine_layout
 from megarl.parallel.roles import RoleName, Roles, resolve
-from megarl.plan.advice import cache_advice
 from megarl.plan.batch import MEAN_RESPONSE_SHARE, Samples, Share, advice, share_of, step_samples
 from megarl.plan.engine_memory import weight_bytes
-from megarl.plan.fit import with_faults
+from megarl.plan.fit import cache_advice, with_faults
 from megarl.plan.model_size import ModelSize, sizes_of
 from megarl.plan.phase_memory import GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES, MemoryPlan, plan_memory, state_bytes
 from megarl.plan.reshard_cost import ReshardPlan, plan_reshard

@@ -105,8 +105,7 @@ def policy_faults(roles: Roles, *, has_weights: bool = True) -> Faults:
 
 def _context_faults(roles: Roles) -> Faults:
     """Prompts and responses that are longer together than the model's context."""
-    context, recipe = roles.policy.model.context_tokens, roles.recipe
-    longest = recipe.data.max_prompt_tokens + recipe.longest_response
+    context, longest = roles.policy.model.context_tokens, roles.recipe.longest_sequence
     if context is None or longest <= context - _SPARE_CONTEXT:
         return []
     problem = f"with the longest response it makes {longest} tokens, the model's context is {context}"
