@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -18,19 +18,10 @@ from megarl.plan.batch import MEAN_RESPONSE_SHARE, Samples, Share, advice, share
 from megarl.plan.engine_memory import weight_bytes
 from megarl.plan.fit import cache_advice, with_faults
 from megarl.plan.model_size import ModelSize, sizes_of
-from megarl.plan.phase_memory import GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES, MemoryPlan, plan_memory, state_bytes
+from megarl.plan.phase_memory import MemoryPlan, plan_memory
 from megarl.plan.reshard_cost import ReshardPlan, plan_reshard
 from megarl.plan.rollout_time import EngineSpeed, RolloutTime, rollout_time
-from megarl.plan.step_time import (
-    ComputingModel,
-    StepTime,
-    TrainTime,
-    critic_time,
-    forward_s,
-    memory_s,
-    policy_time,
-    save_s,
-)
+from megarl.plan.step_time import StepTime, TrainTime, step_times
 from megarl.preflight.data import budget_faults
 from megarl.preflight.layout import batch_faults, engine_faults, node_faults, slot_faults
 from megarl.preflight.models import loss_faults, stand_ins
@@ -116,10 +107,7 @@ def make_plan(recipe: Recipe, hardware: Hardware, response_share: float = MEAN_R
 
     memory = with_faults(recipe, hardware, sizes, count)
     rollout = _rollout(recipe, policy.shape, hardware, memory, samples)
-    models: dict[RoleName, ComputingModel] = {
-        role: _computing(size, shares[role], roles.shared_slots) for role, size in sizes.items()
-    }
-    learning, step = _times(roles, hardware, models, samples, rollout.total_s, reshard.expected_s)
+    learning, step = step_times(roles, hardware, sizes, shares, samples, rollout.total_s, reshard.expected_s)
     return RunPlan(
         recipe=recipe,
         hardware=hardware,
@@ -183,45 +171,3 @@ def _rollout(
     node = recipe.placement.gpus_per_node
     speed = EngineSpeed(shape, engine, hardware, node, dtype, weights, kv.token_bytes)
     return rollout_time(speed, samples, kv.concurrency_mean)
-
-
-def _times(
-    roles: Roles,
-    hardware: Hardware,
-    models: Mapping[RoleName, ComputingModel],
-    samples: Samples,
-    rollout_s: float,
-    reshard_s: float,
-) -> tuple[dict[RoleName, TrainTime], StepTime]:
-    recipe, node = roles.recipe, roles.recipe.placement.gpus_per_node
-    learning: dict[RoleName, TrainTime] = {"policy": policy_time(recipe, models["policy"], samples, hardware, node)}
-    score_s = critic_s = 0.0
-    if "critic" in models:
-        learning["critic"] = critic_time(models["critic"], samples, hardware, node)
-        critic_s = learning["critic"].total_s
-    if "reward_model" in models:
-        scorer = models["reward_model"]
-        score_s = memory_s(scorer, hardware) + forward_s(scorer, samples, hardware)
-    nodes = -(-recipe.placement.gpus // node)
-    saved = sum(save_s(recipe, models[role], hardware, nodes) for role in learning)
-    return learning, StepTime(rollout_s, score_s, critic_s, learning["policy"].total_s, reshard_s, saved)
-
-
-def _computing(size: ModelSize, share: Share, shared: Container[int]) -> ComputingModel:
-    """One role's model with the bytes of the ranks of its fullest stage. shared: slots of several models or engines."""
-    options, stages = size.recipe.train, range(size.layout.pp)
-    offloads = options.optimizer_offload
-    each = MOMENTS_BYTES + MASTER_BYTES if offloads else state_bytes(options, size.weight_bytes)
-    weights = max(sum(chunk.elements for chunk in chunks) for chunks in size.stages)
-    return ComputingModel(
-        shape=size.shape,
-        layout=size.layout,
-        share=share,
-        recomputes=options.megatron.get("recompute_granularity") == "full",
-        offloads=offloads,
-        takes_turns=any(slot in shared for slot in size.slots),
-        weights_bytes=weights * size.weight_bytes,
-        grads_bytes=max(map(size.trained, stages)) * GRADIENT_BYTES,
-        optimizer_bytes=max(map(size.optimizer_share, stages)) * each,
-        parameters=size.parameters,
-    )

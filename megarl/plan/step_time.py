@@ -6,14 +6,17 @@ docs/plan.md lists what is counted and what is not.
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 
 from megarl.algos import has_reference, hyperparameters_of
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.parallel.layout import TrainLayout
+from megarl.parallel.roles import RoleName, Roles
 from megarl.plan.batch import Samples, Share
-from megarl.plan.phase_memory import GRADIENT_BYTES
+from megarl.plan.model_size import ModelSize
+from megarl.plan.phase_memory import GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES, state_bytes
 from megarl.training.flops import TRAIN_OVER_FORWARD, forward_flops
 from megarl.types import ModelShape
 
@@ -74,6 +77,53 @@ class StepTime:
     def by_phase(self) -> dict[str, float]:
         """Seconds of each phase that takes any, in order."""
         return {name.removesuffix("_s"): seconds for name, seconds in vars(self).items() if seconds}
+
+
+def step_times(
+    roles: Roles,
+    hardware: Hardware,
+    sizes: Mapping[RoleName, ModelSize],
+    shares: Mapping[RoleName, Share],
+    samples: Samples,
+    rollout_s: float,
+    reshard_s: float,
+) -> tuple[dict[RoleName, TrainTime], StepTime]:
+    """The parts of what each model that trains does in a step, and the seconds of every phase."""
+    recipe, node = roles.recipe, roles.recipe.placement.gpus_per_node
+    models: dict[RoleName, ComputingModel] = {
+        role: _computing(size, shares[role], roles.shared_slots) for role, size in sizes.items()
+    }
+    learning: dict[RoleName, TrainTime] = {"policy": policy_time(recipe, models["policy"], samples, hardware, node)}
+    score_s = critic_s = 0.0
+    if "critic" in models:
+        learning["critic"] = critic_time(models["critic"], samples, hardware, node)
+        critic_s = learning["critic"].total_s
+    if "reward_model" in models:
+        scorer = models["reward_model"]
+        score_s = memory_s(scorer, hardware) + forward_s(scorer, samples, hardware)
+    nodes = -(-recipe.placement.gpus // node)
+    saved = sum(save_s(recipe, models[role], hardware, nodes) for role in learning)
+    return learning, StepTime(rollout_s, score_s, critic_s, learning["policy"].total_s, reshard_s, saved)
+
+
+def _computing(size: ModelSize, share: Share, shared: Container[int]) -> ComputingModel:
+    """One role's model with the bytes of the ranks of its fullest stage. shared: slots of several models or engines."""
+    options, stages = size.recipe.train, range(size.layout.pp)
+    offloads = options.optimizer_offload
+    each = MOMENTS_BYTES + MASTER_BYTES if offloads else state_bytes(options, size.weight_bytes)
+    weights = max(sum(chunk.elements for chunk in chunks) for chunks in size.stages)
+    return ComputingModel(
+        shape=size.shape,
+        layout=size.layout,
+        share=share,
+        recomputes=options.megatron.get("recompute_granularity") == "full",
+        offloads=offloads,
+        takes_turns=any(slot in shared for slot in size.slots),
+        weights_bytes=weights * size.weight_bytes,
+        grads_bytes=max(map(size.trained, stages)) * GRADIENT_BYTES,
+        optimizer_bytes=max(map(size.optimizer_share, stages)) * each,
+        parameters=size.parameters,
+    )
 
 
 def forward_s(model: ComputingModel, samples: Samples, hardware: Hardware) -> float:

@@ -17,13 +17,12 @@ from megarl.cluster.visible_gpus import device_faults
 from megarl.config import Recipe
 from megarl.device import DEVICE
 from megarl.parallel.roles import Roles, resolve
-from megarl.preflight.data import length_faults, read_data
+from megarl.preflight.data import length_faults, read_data, sample_faults
 from megarl.preflight.environment import cluster_faults
 from megarl.preflight.layout import layout_faults, shape_or_stand_in
 from megarl.preflight.models import critic_faults, eos_faults, policy_faults, reward_model_faults, tokenizer_faults
 from megarl.preflight.rewards import reward_faults
 from megarl.preflight.rules import eval_faults, rule_faults, sampling_faults
-from megarl.preflight.samples import sample_faults
 from megarl.preflight.values import is_writable, secret_faults, value_faults
 from megarl.rollout.prompts import PromptStream, load_tokenizer
 from megarl.rollout.sample_file import SampleFile, open_samples
