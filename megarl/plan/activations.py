@@ -128,7 +128,9 @@ class Row:
 
 
 def kept_and_recomputed(row: Row, layers: Sequence[bool], options: dict[str, Any]) -> tuple[float, float]:
-    """Bytes that a chunk of these layers keeps of each micro-batch, and bytes that exist once, in the backward pass.
+    """Bytes that a chunk of these layers keeps of each micro-batch, and of one more at a time in the backward pass.
+
+    The latter are what is recomputed, and the gradients on their way through the layer (`Row.working_bytes`).
 
     layers: of each whether it has an MLP in place of experts. options: `train.megatron`, whose recompute_* fields
     count: full keeps the input of each run of layers (uniform) or of the first ones (block); selective drops parts.

@@ -30,7 +30,7 @@ CARDS = (
 )
 GRAPH_MIB = 2.0  # memory_hook.py: of CUDA graphs, for each sequence that they are made for
 CHUNK_MIB = 1.5  # the same: reserved for each token of a chunk
-RESERVED_MIB = 512  # the same: for whatever else
+RESERVED_MIB = 512  # the same: for everything else
 LEAST_RESERVED_MIB = 10 << 10  # the same: on cards of more than 60 GiB
 EXPERT_COPIES = 2.0  # assumption: of the chosen experts' inputs and outputs there are both at once
 

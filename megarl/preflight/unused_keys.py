@@ -1,4 +1,4 @@
-"""Notes, not faults: keys that a recipe sets and that no part of the run reads, and values that are hardly meant.
+"""Notes, not faults: keys that a recipe sets and that no part of the run reads, and values that are probably mistakes.
 
 Contradictory and impossible values are refused elsewhere (value_faults, rule_faults). A recipe whose critic is switched
 off by an overlay is still a good recipe.
@@ -54,7 +54,7 @@ def unread(recipe: Recipe) -> dict[str, str]:
 
 
 def advice(recipe: Recipe) -> list[str]:
-    """One sentence for each reason why keys are not read, and for each value that is hardly meant."""
+    """One sentence for each reason why keys are not read, and for each value that is probably a mistake."""
     keys_of: dict[str, list[str]] = {}
     reasons = unread(recipe)
     for key in _given(recipe, ""):
