@@ -100,7 +100,7 @@ def plan(
 
         found = make_plan(recipe, card, response_share or MEAN_RESPONSE_SHARE)
         if as_json:
-            from megarl.plan.as_json import plan_json
+            from megarl.plan.report import plan_json
 
             _say_all(json.dumps(plan_json(found)))
         else:

@@ -14,7 +14,7 @@ from megarl.parallel.layout import TrainLayout
 from megarl.parallel.roles import Roles, resolve
 from megarl.preflight.check import faults_elsewhere
 from megarl.preflight.layout import weight_maps
-from megarl.preflight.stand_ins import stand_ins
+from megarl.preflight.models import stand_ins
 from megarl.resharding.plan import plan_streams
 from megarl.resharding.shards import LayoutError
 from megarl.resharding.traffic import count_traffic

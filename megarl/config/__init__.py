@@ -193,10 +193,10 @@ class PlacementConfig(Branch):
 
     gpus: ParallelSize
     train_gpus: ParallelSize | None = None  # training ranks, on the first slots; all slots unless it is set
-    first_engine_gpu: Slot = 0  # from here on the engines sit; train_gpus: on GPUs of their own
+    first_engine_gpu: Slot = 0  # the engines' first slot; at train_gpus they have GPUs of their own
     gpus_per_node: ParallelSize = 8  # neighbours with fast links: what several of them need enters their node once
     network: Literal["loopback", "nodes"] = "loopback"  # nodes: of a Ray cluster that runs, by the addresses it has
-    hardware: FilePath | None = None  # a file of recipes/hardware, which `megarl plan` reckons with
+    hardware: FilePath | None = None  # a file of recipes/hardware, with whose figures `megarl plan` calculates
 
     @property
     def node_gpus(self) -> int | None:
@@ -232,6 +232,11 @@ class Recipe(Branch):
         """The most tokens that an engine is asked for at once."""
         sets = [self.evaluation.of(name).max_response_tokens or 0 for name in self.data.eval]
         return max(self.rollout.max_response_tokens, *sets) if sets else self.rollout.max_response_tokens
+
+    @property
+    def longest_sequence(self) -> int:
+        """The most tokens of a prompt with its response."""
+        return self.data.max_prompt_tokens + self.longest_response
 
     @property
     def engine_nodes(self) -> int:

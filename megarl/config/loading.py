@@ -169,29 +169,30 @@ def _where(path: str, origins: Mapping[str, str], file: str) -> str:
     return origins.get(path, file)
 
 
+def _annotation(path: str, root: type[Branch]) -> Any:
+    """The type of a dotted key's value ("" is the root), of the mapping that is passed through around it, or None."""
+    kind: Any = root
+    for key in filter(None, path.split(".")):
+        if get_origin(kind) is dict:
+            break
+        if get_args(kind):  # of a mapping, whose keys are the user's own, or of a list
+            kind = get_args(kind)[get_origin(kind) is not tuple]
+        elif isinstance(kind, type) and issubclass(kind, Branch) and key in kind.model_fields:
+            kind = kind.model_fields[key].annotation
+        else:
+            return None
+    return kind
+
+
 def _fields(section: str, root: type[Branch]) -> dict[str, type[Branch] | None]:
     """Keys of a section ("" is the top) with their branch, None for a leaf."""
-    branch: Any = root
-    for key in filter(None, section.split(".")):
-        inner = get_args(branch)  # of a mapping, whose keys are the user's own, or of a list
-        branch = inner[get_origin(branch) is not tuple] if inner else branch.model_fields[key].annotation
-    kinds = {name: field.annotation for name, field in branch.model_fields.items()}
+    kinds = {name: field.annotation for name, field in _annotation(section, root).model_fields.items()}
     return {n: k if isinstance(k, type) and issubclass(k, Branch) else None for n, k in kinds.items()}
 
 
 def _is_free(path: str, root: type[Branch]) -> bool:
     """Whether the value of a key may be of any type: it is inside a mapping that is passed through."""
-    kind: Any = root
-    for key in path.split("."):
-        if get_origin(kind) is dict:
-            return True
-        if get_args(kind):
-            kind = get_args(kind)[-1]
-        elif isinstance(kind, type) and issubclass(kind, Branch) and key in kind.model_fields:
-            kind = kind.model_fields[key].annotation
-        else:
-            return False
-    return get_origin(kind) is dict
+    return get_origin(_annotation(path, root)) is dict
 
 
 def _leaves(root: type[Branch], section: str = "") -> Iterator[str]:

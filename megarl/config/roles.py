@@ -72,7 +72,7 @@ class ReferenceConfig(Branch):
 class RanksConfig(Branch):
     """Training ranks of the critic or the reward model; keys that are not set are as for the policy.
 
-    They sit on the slots from `first_gpu` on. Ranks and engines on the same slot take turns with its memory.
+    Their slots begin at `first_gpu`. Ranks and engines that share a slot hold its GPU memory in turn.
     """
 
     first_gpu: Slot = 0

@@ -8,8 +8,9 @@ as YAML 1.1 has it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,8 @@ _SEXAGESIMAL = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
 _SWITCHES = {"yes": "true", "on": "true", "no": "false", "off": "false"}  # YAML 1.1's further names of the booleans
 
 
-class _TooDeep(Exception):
-    """line: where the mappings and lists are nested too deep."""
-
-    def __init__(self, line: int) -> None:
-        super().__init__(line)
-        self.line = line
+class _TooDeep(yaml.MarkedYAMLError):
+    """Mappings and lists are nested too deep at the problem's mark."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -51,7 +48,7 @@ class _Loader(yaml.SafeLoader):
         """Raises _TooDeep before Python's stack ends: it takes a few function calls for each level."""
         self.depth += 1
         if self.depth > _DEEPEST:
-            raise _TooDeep(self.peek_event().start_mark.line + 1)
+            raise _TooDeep(problem_mark=self.peek_event().start_mark)
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
@@ -110,19 +107,19 @@ def parse(text: str, where: Callable[[int], str], is_free: Callable[[str], bool]
             _walk(node, prefix, where, is_free, found)
             found.value = loader.construct_document(node)
         return found
-    except _TooDeep as error:
-        problem = f"mappings and lists are nested more than {_DEEPEST} deep, and no key of a recipe is"
-        raise UserFaults([UserFault(where(error.line), problem, "take the nesting out")]) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         problem = f"not valid YAML (the character U+{int(error.character):04X} is not allowed)"
         raise UserFaults([UserFault(where(line), problem, "remove it")]) from None
     except yaml.YAMLError as error:
-        if prefix:
-            raise UserFaults([UserFault(where(1), f"{text!r:.80} is not a YAML value", "put text in quotes")]) from None
-        line = getattr(getattr(error, "problem_mark", None), "line", 0) + 1
-        problem = f"not valid YAML ({getattr(error, 'problem', None) or error})"
-        raise UserFaults([UserFault(where(line), problem, "correct the syntax")]) from None
+        line = where(getattr(getattr(error, "problem_mark", None), "line", 0) + 1)
+        problem, mend = f"not valid YAML ({getattr(error, 'problem', None) or error})", "correct the syntax"
+        if isinstance(error, _TooDeep):
+            problem = f"mappings and lists are nested more than {_DEEPEST} deep, and no key of a recipe is"
+            mend = "take the nesting out"
+        elif prefix:
+            problem, mend = f"{text!r:.80} is not a YAML value", "put text in quotes"
+        raise UserFaults([UserFault(line, problem, mend)]) from None
 
 
 def _check_size(root: yaml.Node, where: Callable[[int], str]) -> None:
@@ -137,21 +134,14 @@ def _check_size(root: yaml.Node, where: Callable[[int], str]) -> None:
                 raise UserFaults([UserFault(line, "an alias stands inside of what it names", "write the value out")])
             return known
         sizes[id(node)] = None
-        sizes[id(node)] = total = 1 + sum(map(size, _children(node)))
+        below = [] if isinstance(node, yaml.ScalarNode) else node.value
+        children = chain.from_iterable(below) if isinstance(node, yaml.MappingNode) else below
+        sizes[id(node)] = total = 1 + sum(map(size, children))
         return total
 
     if size(root) > _MOST_VALUES:
         problem = f"it has more than {_MOST_VALUES} values, which no recipe has"
         raise UserFaults([UserFault(where(root.start_mark.line + 1), problem, "take the aliases or the values out")])
-
-
-def _children(node: yaml.Node) -> Iterator[yaml.Node]:
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            yield key
-            yield value
-    elif isinstance(node, yaml.SequenceNode):
-        yield from node.value
 
 
 def _walk(
@@ -206,27 +196,19 @@ def _scalar_fault(node: yaml.ScalarNode, place: str, is_free: bool) -> UserFault
         problem = f"{text[:20]}... is a number of {len(text)} digits"  # Python refuses to read some
         raise UserFaults([UserFault(place, problem, "write a smaller one")])
     if _OCTAL.fullmatch(text) and text.strip("+-0_"):
-        problem = f"{text} begins with a zero, for which YAML 1.1 and 1.2 read two different values"
-        return UserFault(place, problem, f"write {_without_zeros(text)}, or '{text}' in quotes where text is meant")
-    if _PREFIXED.fullmatch(text) and text.strip("+-0bBoO_"):
-        problem = f"{text} is a number in one of YAML 1.1 and 1.2, and text in the other"
-        return UserFault(place, problem, f"write {_in_digits(text)}, or '{text}' in quotes where text is meant")
-    if _SEXAGESIMAL.fullmatch(text) and node.tag != _TAG + "str":
-        problem = f"{text} is a number to the base 60 in YAML 1.1, and text in YAML 1.2"
-        return UserFault(place, problem, f"write the number out, or '{text}' in quotes where text is meant")
-    if is_free and text.lower() in _SWITCHES:
-        problem = f"{text} is {_SWITCHES[text.lower()]} in YAML 1.1, and text in YAML 1.2"
-        return UserFault(place, problem, f"write {_SWITCHES[text.lower()]}, or '{text}' in quotes where text is meant")
-    return None
-
-
-def _without_zeros(text: str) -> str:
-    sign = text[0] if text[0] in "+-" else ""
-    return sign + text.lstrip("+-0_")
-
-
-def _in_digits(text: str) -> int:
-    return int(text.replace("_", ""), 0)
+        problem = "begins with a zero, for which YAML 1.1 and 1.2 read two different values"
+        sign = text[0] if text[0] in "+-" else ""
+        value = sign + text.lstrip("+-0_")
+    elif _PREFIXED.fullmatch(text) and text.strip("+-0bBoO_"):
+        problem, value = "is a number in one of YAML 1.1 and 1.2, and text in the other", int(text.replace("_", ""), 0)
+    elif _SEXAGESIMAL.fullmatch(text) and node.tag != _TAG + "str":
+        problem, value = "is a number to the base 60 in YAML 1.1, and text in YAML 1.2", "the number out"
+    elif is_free and text.lower() in _SWITCHES:
+        value = _SWITCHES[text.lower()]
+        problem = f"is {value} in YAML 1.1, and text in YAML 1.2"
+    else:
+        return None
+    return UserFault(place, f"{text} {problem}", f"write {value}, or '{text}' in quotes where text is meant")
 
 
 def options_comment(in_force: Mapping[str, Any]) -> str:

@@ -65,7 +65,9 @@ class Row:
         """
         found = {"inputs": 2 * self.boundary_bytes, "norm_outputs": 2 * self.boundary_bytes}
         found |= self._latent_attention() if self.shape.mla else self._attention()
-        return found | (self._mlp() if dense else self._experts())
+        if dense:
+            return found | {"mlp": self._gated(self.tokens, self.shape.ffn_size / self.layout.tp)}
+        return found | self._experts()
 
     def _attention(self) -> dict[str, float]:
         """q, k, v before a norm of each head (if there is one) and behind it: t (heads + 2 kv heads) d b / TP each.
@@ -103,9 +105,6 @@ class Row:
         """SwiGLU, not fused: gate and up 2 f, silu(gate) f, the product f."""
         return 4 * tokens * width * self.item
 
-    def _mlp(self) -> dict[str, float]:
-        return {"mlp": self._gated(self.tokens, self.shape.ffn_size / self.layout.tp)}
-
     def _experts(self) -> dict[str, float]:
         """Float32 logits, probabilities and choice of each expert; n copies of h; 2 f, then f three times.
 
@@ -128,8 +127,10 @@ class Row:
         return gathered + self.routed * (2 * shape.hidden_size + 3 * shape.moe_ffn_size / self.layout.etp) * self.item
 
 
-def kept_and_again(row: Row, layers: Sequence[bool], options: dict[str, Any]) -> tuple[float, float]:
-    """Bytes that a chunk of these layers keeps of each micro-batch, and bytes that exist once, in the backward pass.
+def kept_and_recomputed(row: Row, layers: Sequence[bool], options: dict[str, Any]) -> tuple[float, float]:
+    """Bytes that a chunk of these layers keeps of each micro-batch, and of one more at a time in the backward pass.
+
+    The latter are what is recomputed, and the gradients on their way through the layer (`Row.working_bytes`).
 
     layers: of each whether it has an MLP in place of experts. options: `train.megatron`, whose recompute_* fields
     count: full keeps the input of each run of layers (uniform) or of the first ones (block); selective drops parts.
@@ -171,7 +172,7 @@ def activation_bytes(size: ModelSize, stage: int, micro_batches: int) -> float:
     waiting, total, again = in_flight(layout, stage, micro_batches), 0.0, 0.0
     for chunk, number in enumerate(waiting):
         layers = [size.shape.is_dense(one) for one in layout.layers(stage, size.shape.num_layers, chunk)]
-        kept, once = kept_and_again(row, layers, train.megatron)
+        kept, once = kept_and_recomputed(row, layers, train.megatron)
         total, again = total + number * kept, max(again, once)
     if stage == layout.pp - 1:
         total += waiting[-1] * 2 * row.boundary_bytes  # the last norm's input and output
@@ -183,12 +184,7 @@ def activation_bytes(size: ModelSize, stage: int, micro_batches: int) -> float:
 
 def forward_bytes(size: ModelSize, stage: int) -> float:
     """Of a forward pass without a backward pass: those of one layer."""
-    row, shape = row_of(size), size.shape
-    kinds = {
-        shape.is_dense(one)
-        for chunk in range(size.layout.vpp)
-        for one in size.layout.layers(stage, shape.num_layers, chunk)
-    }
+    row, kinds = row_of(size), {size.shape.is_dense(layer) for layer in size.layers(stage)}
     return max((sum(row.layer(dense).values()) for dense in kinds), default=0.0)
 
 
@@ -213,9 +209,4 @@ def logits_bytes(size: ModelSize, stage: int) -> float:
 def row_of(size: ModelSize) -> Row:
     """The fullest micro-batch of a model's ranks."""
     tokens = size.recipe.train.tokens_per_micro_batch / size.layout.cp
-    return Row(size.shape, size.layout, tokens, item_bytes(size))
-
-
-def item_bytes(size: ModelSize) -> int:
-    """Bytes of one weight."""
-    return 2 if size.recipe.model.dtype == "bfloat16" else 4
+    return Row(size.shape, size.layout, tokens, size.weight_bytes)

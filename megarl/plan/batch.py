@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 import numpy as np
-import numpy.typing as npt
 
 from megarl.algos import ALGORITHMS, hyperparameters_of, learns_from_answers
 from megarl.config import Recipe
@@ -113,13 +112,10 @@ def response_lengths(count: int, longest: int, mean_share: float) -> IntArray:
     low, high = 0.0, 1e6 * longest / float(spread.min())
     for _ in range(100):  # the mean rises with the median
         middle = (low + high) / 2
-        low, high = (low, middle) if _cut(spread * middle, longest).mean() > mean_share * longest else (middle, high)
-    lengths = np.rint(_cut(spread * high, longest)).astype(np.int64)
+        is_longer = np.minimum(spread * middle, longest).mean() > mean_share * longest
+        low, high = (low, middle) if is_longer else (middle, high)
+    lengths = np.rint(np.minimum(spread * high, longest)).astype(np.int64)
     return np.random.default_rng(0).permutation(np.maximum(1, lengths))
-
-
-def _cut(lengths: npt.NDArray[np.float64], longest: int) -> npt.NDArray[np.float64]:
-    return np.minimum(lengths, longest)
 
 
 def share_of(recipe: Recipe, shape: ModelShape, layout: TrainLayout, samples: Samples) -> Share:

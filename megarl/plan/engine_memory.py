@@ -21,11 +21,16 @@ from megarl.types import ModelShape
 MIB = 1 << 20
 # memory_hook.py, handle_gpu_memory_settings: (below so many MiB of the card, tokens of a chunk of prompts, sequences of
 # a CUDA graph under TP 4, from TP 4 on)
-CARDS = ((20 << 10, 2048, 8, 8), (35 << 10, 4096, 48, 160), (60 << 10, 4096, 32, 160), (160 << 10, 8192, 256, 512))
-LARGER_CARDS = (0, 16384, 512, 512)
+CARDS = (
+    (20 << 10, 2048, 8, 8),
+    (35 << 10, 4096, 48, 160),
+    (60 << 10, 4096, 32, 160),
+    (160 << 10, 8192, 256, 512),
+    (math.inf, 16384, 512, 512),
+)
 GRAPH_MIB = 2.0  # memory_hook.py: of CUDA graphs, for each sequence that they are made for
 CHUNK_MIB = 1.5  # the same: reserved for each token of a chunk
-RESERVED_MIB = 512  # the same: for whatever else
+RESERVED_MIB = 512  # the same: for everything else
 LEAST_RESERVED_MIB = 10 << 10  # the same: on cards of more than 60 GiB
 EXPERT_COPIES = 2.0  # assumption: of the chosen experts' inputs and outputs there are both at once
 
@@ -60,7 +65,7 @@ def settings_of(recipe: Recipe, hardware: Hardware) -> Settings:
     """The recipe's own server arguments, or SGLang's defaults for the card."""
     given, engine = recipe.rollout.engine.sglang, recipe.rollout.engine
     card = hardware.memory_bytes / MIB
-    _, chunk, small, large = next((row for row in CARDS if card < row[0]), LARGER_CARDS)
+    _, chunk, small, large = next(row for row in CARDS if card < row[0])
     chunk = given.get("chunked_prefill_size") or chunk
     graphs = given.get("cuda_graph_max_bs_decode") or (small if engine.tp < 4 else large)
     graphs = 0 if given.get("disable_cuda_graph") or given.get("disable_decode_cuda_graph") else graphs
@@ -112,9 +117,9 @@ def cache_tokens(settings: Settings, free_bytes: float, weights: int, of_token: 
 def kv_of(recipe: Recipe, tokens: int, of_token: int, mean_tokens: int) -> Kv:
     """tokens: of one GPU. DP attention's groups each have a cache of their own requests."""
     engine, wanted = recipe.rollout.engine, step_sequences(recipe)
-    longest = recipe.data.max_prompt_tokens + recipe.longest_response
     most = min(wanted, engine.sglang.get("max_running_requests") or wanted)
-    at_longest, at_mean = (min(most, max(0, tokens) // length * engine.dp) for length in (longest, mean_tokens))
+    lengths = (recipe.longest_sequence, mean_tokens)
+    at_longest, at_mean = (min(most, max(0, tokens) // length * engine.dp) for length in lengths)
     return Kv(of_token, max(0, tokens) * engine.dp, at_longest, at_mean, mean_tokens, wanted)
 
 

@@ -1,19 +1,22 @@
-"""Whether a recipe fits into its GPUs and hosts, phase by phase, and which key to change where it does not."""
+"""Whether a recipe fits into its GPUs and hosts, and which key to change for it, or for more room in the KV cache."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
+from megarl.algos import learns_from_answers
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
-from megarl.parallel.roles import RoleName, Roles, resolve
+from megarl.parallel.layout import divisors
+from megarl.parallel.roles import RoleName, Roles, engine_layout, resolve
 from megarl.plan.model_size import ModelSize, resized, sizes_of
 from megarl.plan.phase_memory import COMPUTES, SAVE, MemoryPlan
 from megarl.preflight.layout import slot_faults
-from megarl.types import UserFault
+from megarl.types import ModelShape, UserFault
 
 GB = 1e9
 HOST = "host"
@@ -21,7 +24,11 @@ _RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "r
 _BRANCHES = {"train": "train", SAVE: "train", "critic": "critic.ranks", "score": "reward_model.ranks"}
 _LEAST_FRACTION, _FRACTION_STEP = 0.3, 0.05
 
+_NUM_TRIED = 3  # numbers of attention groups: each costs a count of the memory and a rollout
+_WORTH_IT = 0.95  # of the rollout's seconds now; less than that is inside the estimate's own error
+
 Count = Callable[[Recipe, Mapping[RoleName, ModelSize]], MemoryPlan]
+TryEngines = Callable[[Recipe], tuple[MemoryPlan, float]]
 
 
 @dataclass(frozen=True)
@@ -38,27 +45,15 @@ class _Change:
 
 
 def with_faults(recipe: Recipe, hardware: Hardware, sizes: Mapping[RoleName, ModelSize], count: Count) -> MemoryPlan:
-    """The recipe's memory, with a fault for each phase that does not fit. count: the memory of a recipe."""
-    plan = count(recipe, sizes)
-    full = _lacking(recipe, plan)
-    return replace(plan, faults=_faults(recipe, hardware, plan, full, sizes, count)) if full else plan
+    """The recipe's memory, with a fault for each phase that does not fit. count: the memory of a recipe.
 
-
-def _faults(
-    recipe: Recipe,
-    hardware: Hardware,
-    plan: MemoryPlan,
-    full: Sequence[str],
-    sizes: Mapping[RoleName, ModelSize],
-    count: Count,
-) -> list[UserFault]:
-    """A fault for each full phase; changes are tried by counting the memory again.
-
-    Changes that need models to be built again are tried only where no other change is enough.
+    Changes are tried by counting the memory again. Those that need models to be built again are tried only where no
+    other change is enough.
     """
-    by_phase = {phase: [change for change in _changes(recipe, phase) if _is_valid(change)] for phase in full}
+    plan = count(recipe, sizes)
+    by_phase = {phase: list(filter(_is_valid, _changes(recipe, phase))) for phase in _lacking(recipe, plan)}
     plans: dict[str, MemoryPlan] = {}
-    for change in (change for tried in by_phase.values() for change in tried):
+    for change in chain.from_iterable(by_phase.values()):
         same = resized(sizes, change.roles.models)
         if same is not None and change.words not in plans:
             plans[change.words] = count(change.recipe, same)
@@ -69,10 +64,11 @@ def _faults(
     to_build = {change.words: change for tried in by_phase.values() for change in tried if change.words not in plans}
     built = sizes_of([change.roles.models for change in to_build.values()], whole=False) if to_build else []
     plans |= {words: count(to_build[words].recipe, found) for words, found in zip(to_build, built, strict=True)}
-    return [
+    faults = [
         _fault(recipe, hardware, plan, phase, [(change, plans[change.words]) for change in tried])
         for phase, tried in by_phase.items()
     ]
+    return replace(plan, faults=faults)
 
 
 def _fault(
@@ -105,15 +101,14 @@ def _room(plan: MemoryPlan) -> float:
 
 def _problem(recipe: Recipe, hardware: Hardware, plan: MemoryPlan, phase: str) -> str:
     needed = f"{_bytes(plan, phase) / GB:.1f} GB"
+    parts = plan.host if phase == HOST else plan.device[phase].by_name()
+    largest = max(parts, key=lambda name: parts[name])
     if phase == HOST:
-        largest = max(plan.host, key=lambda purpose: plan.host[purpose])
-        of_it = f"{plan.host[largest] / GB:.0f} GB of it {largest.replace('_', ' ')}"
+        of_it = f"{parts[largest] / GB:.0f} GB of it {largest.replace('_', ' ')}"
         return f"a node's host would hold {needed}, {of_it}, and has {plan.host_capacity_bytes / GB:.1f} GB"
     if phase == "rollout" and _bytes(plan, phase) <= plan.capacity_bytes:
         room = f"the rollout phase leaves an engine room for {plan.kv.tokens} tokens of KV cache"
-        return f"{room} on {hardware.name}, and one sequence may have {_longest(recipe)}"
-    parts = plan.device[phase].by_name()
-    largest = max(parts, key=lambda name: parts[name])
+        return f"{room} on {hardware.name}, and one sequence may have {recipe.longest_sequence}"
     of_it = f"{parts[largest] / GB:.1f} GB of it {largest.replace('_', ' ')}"
     capacity = f"{hardware.name} has {plan.capacity_bytes / GB:.1f} GB"
     return f"the {phase} phase takes {needed} of GPU slot {plan.fullest_slot[phase]}, {of_it}; {capacity}"
@@ -132,13 +127,9 @@ def _lacks(recipe: Recipe, plan: MemoryPlan, phase: str) -> bool:
     """Whether a phase does not fit; an engine must have room for one sequence of the longest."""
     if phase == HOST:
         return plan.host_bytes > plan.host_capacity_bytes
-    if phase == "rollout" and plan.kv.tokens // recipe.rollout.engine.dp < _longest(recipe):
+    if phase == "rollout" and plan.kv.tokens // recipe.rollout.engine.dp < recipe.longest_sequence:
         return True
     return plan.device[phase].total_bytes > plan.capacity_bytes
-
-
-def _longest(recipe: Recipe) -> int:
-    return recipe.data.max_prompt_tokens + recipe.longest_response
 
 
 def _is_valid(change: _Change) -> bool:
@@ -163,7 +154,7 @@ def _changes(recipe: Recipe, phase: str) -> Iterator[_Change]:
 def _training_changes(recipe: Recipe, phase: str) -> Iterator[_Change]:
     branch, models = _BRANCHES[phase], resolve(recipe).models
     train, align = models[COMPUTES.get(phase, "policy")].recipe.train, models["policy"].layout.tokens_align
-    least = -(-_longest(recipe) // align) * align
+    least = -(-recipe.longest_sequence // align) * align
     if phase != SAVE and least < train.tokens_per_micro_batch:
         yield _set(recipe, f"{branch}.tokens_per_micro_batch", least)
     if phase in ("train", "critic") and train.megatron.get("recompute_granularity") != "full":
@@ -195,7 +186,7 @@ def _engine_changes(recipe: Recipe, phase: str) -> Iterator[_Change]:
         update = {"tp": engine.tp * times, "count": engine.count // times, "ep": ep}
         if engine.count % times == 0:
             words = f"rollout.engine.tp to {update['tp']}, count to {update['count']} and ep to {ep}"
-            yield _Change(f"{where}.tp", words, updated(recipe, where, update))
+            yield _Change(f"{where}.tp", words, _updated(recipe, where, update))
     for axis in ("ep", "pp"):
         yield _set(recipe, f"train.{axis}", 2 * getattr(recipe.train, axis))
 
@@ -206,7 +197,7 @@ def _in_fp8(recipe: Recipe) -> _Change:
     if recipe.algorithm.mismatch not in (None, "off"):
         return change
     words = f"{change.words} and algorithm.mismatch to tis"
-    return replace(change, words=words, recipe=updated(change.recipe, "algorithm", {"mismatch": "tis"}))
+    return replace(change, words=words, recipe=_updated(change.recipe, "algorithm", {"mismatch": "tis"}))
 
 
 def _host_changes(recipe: Recipe) -> Iterator[_Change]:
@@ -224,8 +215,8 @@ def _more_gpus(recipe: Recipe) -> Iterator[_Change]:
     if placement.train_gpus or placement.first_engine_gpu:
         return
     for times in (2, 4):
-        more = updated(recipe, "placement", {"gpus": placement.gpus * times})
-        more = updated(more, "rollout.engine", {"count": engine.count * times})
+        more = _updated(recipe, "placement", {"gpus": placement.gpus * times})
+        more = _updated(more, "rollout.engine", {"count": engine.count * times})
         words = f"placement.gpus to {placement.gpus * times} and rollout.engine.count to {engine.count * times}"
         yield _Change("placement.gpus", words, more)
 
@@ -238,7 +229,7 @@ def _set(recipe: Recipe, key: str, value: Any) -> _Change:
     if name == "pp" and recipe.train.layers_per_stage:
         update["layers_per_stage"] = ()
         words += f" and {branch}.layers_per_stage to []"
-    return _Change(key, words, updated(recipe, branch, update))
+    return _Change(key, words, _updated(recipe, branch, update))
 
 
 def _yaml(value: Any) -> str:
@@ -247,9 +238,51 @@ def _yaml(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def updated(branch: Any, path: str, values: Mapping[str, Any]) -> Any:
+def _updated(branch: Any, path: str, values: Mapping[str, Any]) -> Any:
     """A copy of a recipe, or of a branch of it, in which the branch at `path` has other values."""
     if not path:
         return branch.model_copy(update=dict(values))
     first, _, rest = path.partition(".")
-    return branch.model_copy(update={first: updated(getattr(branch, first), rest, values)})
+    return branch.model_copy(update={first: _updated(getattr(branch, first), rest, values)})
+
+
+def cache_advice(
+    recipe: Recipe, shape: ModelShape, memory: MemoryPlan, other_s: float, try_engines: TryEngines
+) -> list[str]:
+    """What gives the KV cache more room, if most of a step's sequences wait for it.
+
+    shape: of the policy. other_s: seconds of a step without its rollout. try_engines: the memory of a recipe that has
+    other engines, and the seconds of its rollout.
+    """
+    cache, engine = memory.kv, recipe.rollout.engine
+    if memory.faults or cache.concurrency_mean >= cache.wanted / 2 or learns_from_answers(recipe.algorithm.name):
+        return []
+    knobs = [] if engine.fp8 else ["rollout.engine.fp8 true halves the weights beside it"]
+    groups = _best_groups(recipe, shape, memory, try_engines)
+    if groups:
+        dp, rollout_s = groups
+        knobs.insert(0, f"rollout.engine.dp {dp} would make it {other_s + rollout_s:,.0f} s a step")
+    elif not shape.mla and shape.num_kv_heads < engine.tp // engine.dp:
+        knobs.insert(0, f"rollout.engine.tp {shape.num_kv_heads} at most: more ranks hold the same heads")
+    now = f"{cache.concurrency_mean} of {cache.wanted} sequences at once"
+    return [f"rollout.engine: the KV cache has room for {now}; {'; '.join(knobs) or 'more engines would have more'}"]
+
+
+def _best_groups(
+    recipe: Recipe, shape: ModelShape, memory: MemoryPlan, try_engines: TryEngines
+) -> tuple[int, float] | None:
+    """(dp, seconds of the rollout) of the next larger numbers of groups; None: none of them is faster than now."""
+    found: dict[int, float] = {}
+    engine = recipe.rollout.engine
+    for dp in [dp for dp in divisors(engine.tp) if dp > engine.dp][:_NUM_TRIED]:
+        changed = _updated(recipe, "rollout.engine", {"dp": dp})
+        if engine_layout(changed).faults(shape, recipe.placement.gpus):
+            continue
+        room, found_s = try_engines(changed)
+        fits = room.device[room.peak_phase].total_bytes <= room.capacity_bytes
+        if fits and room.kv.concurrency_longest and room.kv.concurrency_mean > memory.kv.concurrency_mean:
+            found[dp] = found_s
+    best = min(found, key=lambda dp: found[dp], default=None)
+    if best is None or found[best] > _WORTH_IT * try_engines(recipe)[1]:
+        return None
+    return best, found[best]

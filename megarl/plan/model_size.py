@@ -8,36 +8,38 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import megarl
 from megarl.config import Recipe
-from megarl.parallel.engine_layout import EngineLayout
-from megarl.parallel.layout import TrainLayout
-from megarl.parallel.roles import Role, RoleName, resolve, shared_slots
+from megarl.parallel.roles import Role, RoleName, resolve
 from megarl.parallel.sizes import ChunkSize
-from megarl.types import ModelShape, UserFault
+from megarl.resharding.routes import item_bytes
+from megarl.types import UserFault
 
 _TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
-class ModelSize:
-    """A role's model, as the ranks of its layout hold it; the ranks are on the slots from `first_slot` on.
+class Stage:
+    """One pipeline stage of a model: the slots of its ranks, and its decoder layers."""
 
-    stages: the chunks of each pipeline rank; all ranks of a stage hold the same amount. trains: whether there are
-    gradients. parameters, routed, mtp_parameters: elements of the whole model (without the layers of multi-token
-    prediction and the vocabulary's padding), of its routed experts, of its layers of multi-token prediction; 0 where
-    they were not asked for.
+    stage: int
+    slots: range
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ModelSize(Role):
+    """A role with the amount that its ranks hold.
+
+    stages: the chunks of each pipeline rank; all ranks of a stage hold the same amount. parameters, routed,
+    mtp_parameters: elements of the whole model (without the layers of multi-token prediction and the vocabulary's
+    padding), of its routed experts, of its layers of multi-token prediction; 0 where they were not asked for.
     """
 
-    role: RoleName
-    shape: ModelShape
-    recipe: Recipe
-    layout: TrainLayout
-    first_slot: int
-    trains: bool
     stages: tuple[tuple[ChunkSize, ...], ...]
     parameters: int = 0
     routed: int = 0
@@ -51,13 +53,29 @@ class ModelSize:
         return self.parameters - self.routed + self.routed * self.shape.experts_per_token // self.shape.num_experts
 
     @property
-    def slots(self) -> range:
-        return range(self.first_slot, self.first_slot + self.layout.world_size)
+    def weight_bytes(self) -> int:
+        """Bytes of one weight."""
+        return item_bytes(self.recipe.model.dtype)
 
+    def trained(self, stage: int) -> int:
+        """Elements with a gradient on a rank of the stage."""
+        return sum(chunk.trained for chunk in self.stages[stage])
 
-def time_shared(sizes: Mapping[RoleName, ModelSize], engine: EngineLayout) -> frozenset[int]:
-    """The slots of more than one model, or of a model and an engine, which hold the GPU's memory in turn."""
-    return shared_slots([*(size.slots for size in sizes.values()), range(engine.first, engine.end)])
+    def optimizer_share(self, stage: int) -> float:
+        """Elements that the optimizer of a rank of the stage steps on: its part of each replica's."""
+        dense, expert = self.layout.dp * self.layout.cp, self.layout.edp
+        return sum(chunk.dense / dense + chunk.expert / expert for chunk in self.stages[stage])
+
+    def layers(self, stage: int) -> tuple[int, ...]:
+        """The decoder layers of all chunks of a stage."""
+        chunks = [self.layout.layers(stage, self.shape.num_layers, chunk) for chunk in range(self.layout.vpp)]
+        return tuple(chain.from_iterable(chunks))
+
+    def pipeline_stages(self) -> list[Stage]:
+        """In order; the ranks of a stage are neighbours, because pp is the slowest axis."""
+        width = self.layout.world_size // self.layout.pp
+        slots = [self.slots[stage * width : (stage + 1) * width] for stage in range(self.layout.pp)]
+        return [Stage(stage, found, self.layers(stage)) for stage, found in enumerate(slots)]
 
 
 def model_sizes(recipe: Recipe) -> dict[RoleName, ModelSize]:
@@ -68,39 +86,31 @@ def model_sizes(recipe: Recipe) -> dict[RoleName, ModelSize]:
 def sizes_of(recipes: Sequence[Mapping[RoleName, Role]], *, whole: bool) -> list[dict[RoleName, ModelSize]]:
     """The models of several recipes, all built in one subprocess; whole: with the whole models' totals."""
     requests = {
-        _role_kind(role): {"recipe": role.recipe.model_dump_json(), "scores": role.has_scores, "whole": whole}
+        _kind(role): {"recipe": role.recipe.model_dump_json(), "scores": role.has_scores, "whole": whole}
         for models in recipes
         for role in models.values()
     }
     answers = dict(zip(requests, _built(list(requests.values())), strict=True))
-    return [{name: _size(role, answers[_role_kind(role)]) for name, role in models.items()} for models in recipes]
+    return [{name: _size(role, answers[_kind(role)]) for name, role in models.items()} for models in recipes]
 
 
 def resized(sizes: Mapping[RoleName, ModelSize], changed: Mapping[RoleName, Role]) -> dict[RoleName, ModelSize] | None:
     """The sizes for changed ranks that hold the same amount as those of `sizes`; None: a model has to be built."""
-    found: dict[RoleName, ModelSize] = {}
-    for name, role in changed.items():
-        known = sizes.get(name)
-        if known is None or _role_kind(role) != _kind(known.recipe, known.layout, bool(known.shape.num_labels)):
-            return None
-        found[name] = replace(known, recipe=role.recipe, layout=role.layout, first_slot=role.first_slot)
-    return found
+    if any(name not in sizes or _kind(role) != _kind(sizes[name]) for name, role in changed.items()):
+        return None
+    return {name: replace(sizes[name], **vars(role)) for name, role in changed.items()}
 
 
-def _role_kind(role: Role) -> tuple[Any, ...]:
-    return _kind(role.recipe, role.layout, role.has_scores)
-
-
-def _kind(recipe: Recipe, layout: TrainLayout, has_scores: bool) -> tuple[Any, ...]:
+def _kind(role: Role) -> tuple[Any, ...]:
     """All that the size of a rank depends on; the number of its replicas is not part of it."""
+    model, layout = role.recipe.model, role.layout
     axes = (layout.tp, layout.pp, layout.vpp, layout.ep, layout.etp, layout.stage_layers)
-    return (recipe.model.path, recipe.model.dtype, bool(recipe.train.mtp_loss), has_scores, *axes)
+    return (model.path, model.dtype, bool(role.recipe.train.mtp_loss), role.has_scores, *axes)
 
 
 def _size(role: Role, answer: dict[str, Any]) -> ModelSize:
-    whole = answer.get("whole", {})
     chunks = tuple(tuple(ChunkSize(**chunk) for chunk in stage) for stage in answer["stages"])
-    return ModelSize(role.name, role.shape, role.recipe, role.layout, role.first_slot, role.trains, chunks, **whole)
+    return ModelSize(**vars(role), stages=chunks, **answer.get("whole", {}))
 
 
 def _built(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -9,8 +9,10 @@ assumptions are constants that are marked so.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from megarl.algos import has_reference
 from megarl.config import Recipe, TrainConfig
@@ -18,9 +20,8 @@ from megarl.config.hardware import Hardware
 from megarl.fleet.memory import Phase
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.option_values import STATE_DTYPES
-from megarl.parallel.roles import RoleName, engine_layout
-from megarl.parallel.sizes import ChunkSize
-from megarl.plan.activations import activation_bytes, forward_bytes, item_bytes, logits_bytes
+from megarl.parallel.roles import RoleName, engine_layout, shared_slots
+from megarl.plan.activations import activation_bytes, forward_bytes, logits_bytes
 from megarl.plan.batch import samples_bytes
 from megarl.plan.engine_memory import (
     GRAPH_MIB,
@@ -35,7 +36,8 @@ from megarl.plan.engine_memory import (
     weight_bytes,
 )
 from megarl.plan.memory_parts import Parts
-from megarl.plan.model_size import ModelSize, time_shared
+from megarl.plan.model_size import ModelSize
+from megarl.rollout.concurrency import step_sequences
 from megarl.types import UserFault
 
 CONTEXT_BYTES = 600 * MIB  # assumption: of a process's CUDA context with its kernels, on recent cards
@@ -80,11 +82,7 @@ class MemoryPlan:
 
 
 def plan_memory(
-    recipe: Recipe,
-    hardware: Hardware,
-    sizes: Mapping[RoleName, ModelSize],
-    mean_tokens: int,
-    micro_batches: int,
+    recipe: Recipe, hardware: Hardware, sizes: Mapping[RoleName, ModelSize], mean_tokens: int, micro_batches: int
 ) -> MemoryPlan:
     """The memory of every phase, without faults; the recipe's layouts must have no fault.
 
@@ -112,54 +110,50 @@ class _SlotMemory:
         self, recipe: Recipe, hardware: Hardware, sizes: Mapping[RoleName, ModelSize], micro_batches: int
     ) -> None:
         self.recipe, self.hardware, self.sizes = recipe, hardware, sizes
-        self.engine = engine_layout(recipe)
-        self.shared = time_shared(sizes, self.engine)
+        self.engine, self.policy = engine_layout(recipe), sizes["policy"]
+        self.engine_slots = range(self.engine.first, self.engine.end)
+        self.shared = shared_slots([self.engine_slots, *(size.slots for size in sizes.values())])
         self.settings: Settings = settings_of(recipe, hardware)
-        policy = sizes["policy"]
-        self.engine_weights = weight_bytes(policy.shape, self.engine, recipe.model.dtype)
-        self.token_bytes = token_bytes(policy.shape, self.engine, self.settings.cache_item_bytes)
-        self.trained: list[RoleName] = [role for role, size in sizes.items() if size.trains]
+        self.engine_weights = weight_bytes(self.policy.shape, self.engine, recipe.model.dtype)
+        self.token_bytes = token_bytes(self.policy.shape, self.engine, self.settings.cache_item_bytes)
         wanted = {"score": "reward_model" in sizes, "critic": "critic" in sizes, "train": True}
         self.phases: list[str] = [phase for phase in PHASES if wanted.get(phase, True)]
         if recipe.checkpoint.every:
             self.phases.insert(self.phases.index("train") + 1, SAVE)
-        self._stages = {
-            (role, stage): _stage_parts(size, stage, micro_batches)
-            for role, size in sizes.items()
-            for stage in range(size.layout.pp)
-        }
-        self.tokens = min(map(self._tokens, range(self.engine.first, self.engine.end)))
+        self._ranks: defaultdict[int, list[_StageRank]] = defaultdict(list)  # by slot
+        for size in sizes.values():
+            stages = [_StageRank(size, stage, micro_batches) for stage in range(size.layout.pp)]
+            for rank, slot in enumerate(size.slots):
+                self._ranks[slot].append(stages[size.layout.coords(rank).pp])
+        self.tokens = min(map(self._tokens, self.engine_slots))
 
     def slots(self, phase: str) -> dict[int, Parts]:
         """Every slot's parts in a phase; `save` is of the role that needs more for it."""
         places = range(self.recipe.placement.gpus)
         if phase != SAVE:
             return {slot: self._slot(slot, phase, COMPUTES.get(phase)) for slot in places}
-        saves = [{slot: self._slot(slot, SAVE, role) for slot in places} for role in self.trained]
+        trained: list[RoleName] = [size.name for size in self.sizes.values() if size.trains]
+        saves = [{slot: self._slot(slot, SAVE, role) for slot in places} for role in trained]
         return {slot: max((table[slot] for table in saves), key=lambda parts: parts.total_bytes) for slot in places}
 
     def _slot(self, slot: int, phase: str, computes: RoleName | None) -> Parts:
         total = Parts(other_bytes=self._standing(slot))
-        for role, size in self.sizes.items():
-            if slot in size.slots:
-                total += self._ranks(role, size, slot, phase, computes)
-        if slot in range(self.engine.first, self.engine.end):
+        for rank in self._ranks[slot]:
+            total += self._rank(rank, slot, phase, computes)
+        if slot in self.engine_slots:
             total += self._engine(slot, phase)
         if phase == "reshard" and self._exchanges(slot):
             total += Parts(reshard_bytes=self._reshard_bytes())
         return total
 
-    def _ranks(self, role: RoleName, size: ModelSize, slot: int, phase: str, computes: RoleName | None) -> Parts:
-        """Of one role's rank: all of its state while it computes or where it does not share its GPU."""
-        held = self._stages[role, size.layout.coords(slot - size.first_slot).pp]
-        is_at_work = role == computes
-        if not is_at_work and slot in self.shared:
-            return Parts(weights_bytes=held.parts.weights_bytes) if role == "policy" else Parts()
-        if not is_at_work:
-            return held.parts
-        if phase == SAVE:
-            return held.parts + Parts(other_bytes=held.gathering_bytes)
-        return held.parts + held.at_work
+    def _rank(self, rank: _StageRank, slot: int, phase: str, computes: RoleName | None) -> Parts:
+        """All of a rank's state while it computes or where it does not share its GPU."""
+        role = rank.size.name
+        if role != computes and slot in self.shared:
+            return Parts(weights_bytes=rank.parts.weights_bytes) if role == "policy" else Parts()
+        if role != computes:
+            return rank.parts
+        return rank.parts + (Parts(other_bytes=rank.gathering_bytes) if phase == SAVE else rank.at_work)
 
     def _engine(self, slot: int, phase: str) -> Parts:
         """Weights and cache unless they are released; an engine's ranks release them together."""
@@ -169,9 +163,9 @@ class _SlotMemory:
         weights = Parts(engine_weights_bytes=self.engine_weights[rank])
         cache = Parts(kv_cache_bytes=max(0, self.tokens) * self.token_bytes)
         if phase == "rollout":
-            shape, wanted = self.sizes["policy"].shape, kv_of(self.recipe, self.tokens, self.token_bytes, 1).wanted
+            wanted = step_sequences(self.recipe)
             most = min(wanted, self.settings.graph_sequences or wanted)
-            running, logits = running_bytes(shape, self.engine, self.settings, most)
+            running, logits = running_bytes(self.policy.shape, self.engine, self.settings, most)
             return weights + cache + Parts(activations_bytes=math.ceil(running), logits_bytes=math.ceil(logits))
         if not releases:
             return weights + cache
@@ -179,120 +173,126 @@ class _SlotMemory:
 
     def _tokens(self, slot: int) -> int:
         """Tokens that SGLang finds room for on this slot, next to the training ranks' memory in a rollout."""
-        taken = self._standing(slot)
-        for role, size in self.sizes.items():
-            if slot in size.slots:
-                taken += self._ranks(role, size, slot, "rollout", None).total_bytes
+        taken = sum(self._rank(rank, slot, "rollout", None).total_bytes for rank in self._ranks[slot])
         graphs = self.settings.graph_sequences * GRAPH_MIB * MIB  # made behind the cache, in what it leaves
-        free = self.hardware.memory_bytes - taken + graphs
+        free = self.hardware.memory_bytes - self._standing(slot) - taken + graphs
         weights = self.engine_weights[(slot - self.engine.first) % self.engine.tp]
         return cache_tokens(self.settings, free, weights, self.token_bytes)
 
     def _standing(self, slot: int) -> int:
         """Of a slot whatever the phase: its processes' contexts and communicators, the engine's CUDA graphs."""
-        found = 0
-        for size in self.sizes.values():
-            if slot in size.slots:
-                found += CONTEXT_BYTES + communicators(size.layout) * self.hardware.communicator_bytes
-        if slot in range(self.engine.first, self.engine.end):
-            groups = (self.engine.tp > 1) + (self.engine.dp > 1)
-            found += CONTEXT_BYTES + groups * self.hardware.communicator_bytes
-            found += math.ceil(self.settings.graph_sequences * GRAPH_MIB * MIB)
-        return found + self.hardware.communicator_bytes * self._exchanges(slot)
+        layouts = [rank.size.layout for rank in self._ranks[slot]]
+        groups, found = sum(map(communicators, layouts)) + self._exchanges(slot), CONTEXT_BYTES * len(layouts)
+        if slot in self.engine_slots:
+            groups += (self.engine.tp > 1) + (self.engine.dp > 1)
+            found += CONTEXT_BYTES + math.ceil(self.settings.graph_sequences * GRAPH_MIB * MIB)
+        return found + groups * self.hardware.communicator_bytes
 
     def _exchanges(self, slot: int) -> bool:
-        return slot < max(self.sizes["policy"].layout.world_size, self.engine.end)
+        return slot < max(self.policy.layout.world_size, self.engine.end)
 
     def _reshard_bytes(self) -> int:
         """Buffers of two rounds, one packed while the other is sent, and the scratch memory of quantising."""
-        shape, engine = self.sizes["policy"].shape, self.engine
+        shape, engine = self.policy.shape, self.engine
         widest = max(shape.hidden_size, shape.ffn_size, shape.moe_ffn_size, shape.num_heads * shape.head_dim)
         staged = 2 * min(self.recipe.reshard.round_bytes, 2 * max(self.engine_weights))
         return staged + SCRATCH_BYTES * widest * engine.fp8
 
     def host(self, mean_tokens: float) -> dict[str, int]:
         """Of the fullest node by purpose; see the constants."""
-        policy = self.sizes["policy"]
-        samples = samples_bytes(self.recipe, policy.shape, policy.layout, self.engine, mean_tokens)
-        per_node = {node: {"samples": num_bytes} for node, num_bytes in enumerate(samples)}
-        node_size = self.recipe.placement.gpus_per_node
+        samples = samples_bytes(self.recipe, self.policy.shape, self.policy.layout, self.engine, mean_tokens)
+        per_node = [Counter(samples=num_bytes) for num_bytes in samples]
         for slot in range(self.recipe.placement.gpus):
-            table = per_node[slot // node_size]
-            for purpose, num_bytes in self._slot_host(slot).items():
-                table[purpose] = table.get(purpose, 0) + num_bytes
-        return max(per_node.values(), key=lambda table: sum(table.values()))
+            per_node[slot // self.recipe.placement.gpus_per_node].update(self._slot_host(slot))
+        return dict(max(per_node, key=lambda table: table.total()))
 
-    def _slot_host(self, slot: int) -> dict[str, int]:
-        found: dict[str, int] = {"processes": 0}
+    def _slot_host(self, slot: int) -> Counter[str]:
+        ranks = self._ranks[slot]
+        found = Counter(processes=PROCESS_BYTES * (len(ranks) + (slot in self.engine_slots)))
         most = begun = 0  # of checkpoints: the roles' begin one after the other, synchronous ones when that is written
-        if slot in range(self.engine.first, self.engine.end):
-            found["processes"] += PROCESS_BYTES
-        for role, size in self.sizes.items():
-            if slot not in size.slots:
-                continue
-            found["processes"] += PROCESS_BYTES
-            held = self._stages[role, size.layout.coords(slot - size.first_slot).pp]
-            of_rank = held.host(size, slot in self.shared, self.recipe)
-            found |= {purpose: found.get(purpose, 0) + num_bytes for purpose, num_bytes in of_rank.items()}
-            if size.trains and self.recipe.checkpoint.every:
-                gathering, waiting = held.staging(size)
+        for rank in ranks:
+            found.update(rank.host(slot in self.shared, self.recipe))
+            if rank.size.trains and self.recipe.checkpoint.every:
+                gathering, waiting = rank.staging()
                 most = max(most, begun + gathering, begun + waiting)
                 begun += waiting if self.recipe.checkpoint.asynchronous else 0
-        return found | ({"checkpoint": most} if most else {})
+        if most:
+            found["checkpoint"] = most
+        return found
 
 
 @dataclass(frozen=True)
-class _Held:
-    """A rank of one stage: its constant memory, the additional memory while it computes or saves, and its state."""
+class _StageRank:
+    """A rank of one pipeline stage. micro_batches: of one update."""
 
-    parts: Parts
-    at_work: Parts
-    gather_bytes: int = 0  # of the whole of a buffer's one kind of state
-    gathering_bytes: int = 0  # of the GPU meanwhile
-    share: int = 0  # elements that this rank's optimizer steps on
-    trained: int = 0  # elements
+    size: ModelSize
+    stage: int
+    micro_batches: int
 
-    def host(self, size: ModelSize, is_shared: bool, recipe: Recipe) -> dict[str, int]:
+    @cached_property
+    def parts(self) -> Parts:
+        """What it holds all the time."""
+        size, chunks = self.size, self.size.stages[self.stage]
+        weights = sum(chunk.elements * size.weight_bytes + chunk.buffer_bytes for chunk in chunks)
+        if not size.trains:
+            return Parts(weights_bytes=weights)
+        state = 0 if size.recipe.train.optimizer_offload else state_bytes(size.recipe.train, size.weight_bytes)
+        return Parts(weights, size.trained(self.stage) * GRADIENT_BYTES, self._share * state)
+
+    @cached_property
+    def at_work(self) -> Parts:
+        """What it needs besides while it computes."""
+        activations, logits = forward_bytes(self.size, self.stage), 0.0
+        if self.size.trains:
+            activations = activation_bytes(self.size, self.stage, self.micro_batches)
+            logits = logits_bytes(self.size, self.stage)
+        fragmented = math.ceil(FRAGMENTED_SHARE * (activations + logits))
+        return Parts(activations_bytes=math.ceil(activations), logits_bytes=math.ceil(logits), other_bytes=fragmented)
+
+    @cached_property
+    def _share(self) -> int:
+        """Elements that its optimizer steps on."""
+        return math.ceil(self.size.optimizer_share(self.stage))
+
+    @cached_property
+    def _buffers(self) -> list[tuple[int, int]]:
+        """(elements, replicas that share their state) of each buffer of gradients."""
+        chunks, layout = self.size.stages[self.stage], self.size.layout
+        dense = [(chunk.dense, layout.dp * layout.cp) for chunk in chunks]
+        return dense + [(chunk.expert, layout.edp) for chunk in chunks]
+
+    @cached_property
+    def gathering_bytes(self) -> int:
+        """Of the GPU while a checkpoint is gathered: copies of the largest buffer's state of one kind."""
+        copies = max(GATHER_COPIES * elements + elements / replicas for elements, replicas in self._buffers)
+        return math.ceil(GATHER_BYTES * copies)
+
+    def host(self, is_shared: bool, recipe: Recipe) -> dict[str, int]:
         """Bytes of the rank's host by purpose."""
         found: dict[str, int] = {}
-        weights = self.parts.weights_bytes
+        size, weights = self.size, math.ceil(PINNED_SHARE * self.parts.weights_bytes)
         if size.trains and size.recipe.train.optimizer_offload:
-            steps = (PINNED_SHARE * GRADIENT_BYTES + MASTER_BYTES + MOMENTS_BYTES) * self.share
-            building = MASTER_BYTES * (self.trained + self.share)  # Megatron first makes one over whole weights
+            steps = (PINNED_SHARE * GRADIENT_BYTES + MASTER_BYTES + MOMENTS_BYTES) * self._share
+            # Megatron first makes a master copy over whole weights.
+            building = MASTER_BYTES * (size.trained(self.stage) + self._share)
             found["optimizer"] = max(math.ceil(steps), building)
         elif size.trains and is_shared:
             found["offloaded_optimizer"] = math.ceil(PINNED_SHARE * self.parts.optimizer_bytes)
-        if size.role == "policy" and has_reference(recipe.algorithm, recipe.reference.use):
-            found["reference"] = math.ceil(PINNED_SHARE * weights)
-        if size.role != "policy" and is_shared:
-            found["offloaded_weights"] = math.ceil(PINNED_SHARE * weights)
+        if size.name == "policy" and has_reference(recipe.algorithm, recipe.reference.use):
+            found["reference"] = weights
+        if size.name != "policy" and is_shared:
+            found["offloaded_weights"] = weights
         return found
 
-    def staging(self, size: ModelSize) -> tuple[int, int]:
+    def staging(self) -> tuple[int, int]:
         """Bytes of the rank's host while its checkpoint is gathered, and afterwards until it is written.
 
         First the optimizer's whole state, with a buffer's own part and two lists of one kind of it, or with clones of
         what this rank writes, as large as its own part; these stay, and the weights join them.
         """
-        gathering = GATHERED_BYTES * (self.trained + self.share) + 2 * self.gather_bytes
-        return gathering, (GATHERED_BYTES + item_bytes(size)) * self.share
-
-
-def _stage_parts(size: ModelSize, stage: int, micro_batches: int) -> _Held:
-    chunks, layout, item = size.stages[stage], size.layout, item_bytes(size)
-    weights = sum(chunk.elements * item + chunk.buffer_bytes for chunk in chunks)
-    if not size.trains:
-        running = forward_bytes(size, stage)
-        return _Held(Parts(weights_bytes=weights), _at_work(running, 0.0))
-    trained = sum(chunk.trained for chunk in chunks)
-    share = math.ceil(sum(chunk.dense / (layout.dp * layout.cp) + chunk.expert / layout.edp for chunk in chunks))
-    parts = Parts(
-        weights_bytes=weights,
-        grads_bytes=trained * GRADIENT_BYTES,
-        optimizer_bytes=0 if size.recipe.train.optimizer_offload else share * state_bytes(size.recipe.train, item),
-    )
-    at_work = _at_work(activation_bytes(size, stage, micro_batches), logits_bytes(size, stage))
-    return _Held(parts, at_work, *_gathered(layout, chunks), share, trained)
+        lists = 2 * GATHER_BYTES * max(elements for elements, _ in self._buffers)
+        gathering = GATHERED_BYTES * (self.size.trained(self.stage) + self._share) + lists
+        return gathering, (GATHERED_BYTES + self.size.weight_bytes) * self._share
 
 
 def state_bytes(train: TrainConfig, item: int) -> int:
@@ -306,19 +306,6 @@ def state_bytes(train: TrainConfig, item: int) -> int:
     )
     keeps_remainders = item == 2 and master == 4 and options.get("store_param_remainders", True)  # lower halves alone
     return (2 if keeps_remainders else master) + sum(moments)
-
-
-def _gathered(layout: TrainLayout, chunks: Sequence[ChunkSize]) -> tuple[int, int]:
-    """Bytes of one kind of state in the largest buffer; of all copies of it on the GPU, the own part among them."""
-    buffers = [(chunk.dense, layout.dp * layout.cp) for chunk in chunks]
-    buffers += [(chunk.expert, layout.edp) for chunk in chunks]
-    on_gpu = max(GATHER_COPIES * elements + elements / replicas for elements, replicas in buffers)
-    return GATHER_BYTES * max(elements for elements, _ in buffers), math.ceil(GATHER_BYTES * on_gpu)
-
-
-def _at_work(activations: float, logits: float) -> Parts:
-    fragmented = math.ceil(FRAGMENTED_SHARE * (activations + logits))
-    return Parts(activations_bytes=math.ceil(activations), logits_bytes=math.ceil(logits), other_bytes=fragmented)
 
 
 def communicators(layout: TrainLayout) -> int:

@@ -14,12 +14,11 @@ from matplotlib.patches import Rectangle
 from megarl.parallel.roles import RoleName
 from megarl.plan.memory_parts import PARTS
 from megarl.plan.report import amount, engines, parallel_sizes, title, verdict
-from megarl.plan.run_plan import RunPlan
-from megarl.plan.slots import Slot, pipeline_stages
+from megarl.plan.run_plan import RunPlan, Slot
 
 _WIDTH_INCHES = 16.0
-_DOWN = 8  # so many nodes at most are rows, with words in every cell
-_ACROSS = 64  # of more nodes, so many stand side by side
+_MOST_ROWS = 8  # so many nodes at most are rows, with words in every cell
+_MOST_COLUMNS = 64  # of more nodes, so many stand side by side
 _STAGE_COLOURS = "turbo"
 _PART_COLOURS = (  # of memory_parts.PARTS
     "#4059ad", "#6b9ac4", "#97d8c4", "#eff2f1", "#c9cebd", "#f4b942", "#f2804a", "#a4036f", "#8d99ae",
@@ -33,7 +32,7 @@ _OTHERS, _IDLE, _FRAME, _RED = "#e8e8e8", "#ffffff", "#111111", "#b00020"
 
 @dataclass(frozen=True)
 class _Grid:
-    """How slots become cells. down: a row is a node; else nodes stand side by side, in bands of `_ACROSS` of them."""
+    """How slots become cells. down: a row is a node; else nodes stand side by side, in bands of `_MOST_COLUMNS`."""
 
     down: bool
     num_nodes: int
@@ -41,11 +40,11 @@ class _Grid:
 
     @property
     def bands(self) -> int:
-        return 1 if self.down else -(-self.num_nodes // _ACROSS)
+        return 1 if self.down else -(-self.num_nodes // _MOST_COLUMNS)
 
     @property
     def columns(self) -> int:
-        return self.per_node if self.down else min(self.num_nodes, _ACROSS)
+        return self.per_node if self.down else min(self.num_nodes, _MOST_COLUMNS)
 
     @property
     def rows(self) -> int:
@@ -66,7 +65,7 @@ class _Grid:
         for node in range(slots.start // self.per_node, (slots.stop - 1) // self.per_node + 1):
             start = node * self.per_node
             low, high = max(slots.start, start) - start, min(slots.stop, start + self.per_node) - 1 - start
-            joins = bool(parts) and parts[-1][1:] == [node - 1, low, high] and (self.down or node % _ACROSS)
+            joins = bool(parts) and parts[-1][1:] == [node - 1, low, high] and (self.down or node % _MOST_COLUMNS)
             if joins:
                 parts[-1][1] = node
             else:
@@ -76,14 +75,14 @@ class _Grid:
     def _box(self, first: int, last: int, low: int, high: int) -> tuple[float, float, float, float]:
         if self.down:
             return low, first, high - low + 1, last - first + 1
-        band, column = divmod(first, _ACROSS)
+        band, column = divmod(first, _MOST_COLUMNS)
         return column, band * (self.per_node + 1) + low, last - first + 1, high - low + 1
 
 
 def draw(plan: RunPlan, path: Path) -> None:
     """Write the picture as a PNG."""
     per_node = min(plan.recipe.placement.gpus_per_node, len(plan.slots))
-    grid = _Grid(plan.num_nodes <= _DOWN, plan.num_nodes, per_node)
+    grid = _Grid(plan.num_nodes <= _MOST_ROWS, plan.num_nodes, per_node)
     models = plan.same_placement()  # a map for each group
     heights = [*[grid.rows * grid.cell_inches[1] + 0.75] * len(models), 4.8]
     figure = Figure(figsize=(_WIDTH_INCHES, sum(heights) + 0.6), dpi=110, layout="constrained")
@@ -110,7 +109,7 @@ def _draw_grid(axes: Any, plan: RunPlan, grid: _Grid, models: Sequence[RoleName]
         axes.add_patch(Rectangle((left, top), 1, 1, facecolor=colour, edgecolor="white", linewidth=0.5))
         if grid.down:
             axes.text(left + 0.5, top + 0.5, _label(slot, model), ha="center", va="center", fontsize=8)
-    for stage in pipeline_stages(size) if not grid.down else ():
+    for stage in size.pipeline_stages() if not grid.down else ():
         left, top, width, height = max(grid.boxes(stage.slots), key=lambda box: box[2] * box[3])
         behind = {"facecolor": colours[stage.stage], "edgecolor": "none", "boxstyle": "round,pad=0.15"}
         words = {"ha": "center", "va": "center", "fontsize": 11, "fontweight": "bold", "bbox": behind, "zorder": 3}
@@ -137,7 +136,7 @@ def _name_nodes(axes: Any, grid: _Grid) -> None:
         return
     every = max(1, grid.columns // 16)
     for node in range(0, grid.num_nodes, every):
-        band, column = divmod(node, _ACROSS)
+        band, column = divmod(node, _MOST_COLUMNS)
         words = f"node {node}" if column == 0 else str(node)
         axes.text(column + 0.1, band * (grid.per_node + 1) - 0.15, words, fontsize=8)
 

@@ -1,10 +1,11 @@
-"""A plan as a page for the terminal, and its lines that the picture shows too."""
+"""A plan as a page for the terminal, with the lines that the picture shows too, and as one JSON object."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
 from dataclasses import asdict
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -12,13 +13,10 @@ from rich.text import Text
 
 from megarl.plan.memory_parts import PARTS
 from megarl.plan.model_size import ModelSize
-from megarl.plan.reshard_cost import Spread
-from megarl.plan.run_plan import RunPlan
-from megarl.plan.slots import pipeline_stages, spans
+from megarl.plan.run_plan import RunPlan, Slot
 from megarl.printable import printable
 
 _PLAIN_WIDTH = 130  # of a file or a pipe, where rich would otherwise fold lines at 80
-_OF_WORDS = ("of what",)
 _HEADS = {"activations": "activa-\ntions", "optimizer": "opti-\nmizer"}
 
 
@@ -48,7 +46,7 @@ def parallel_sizes(models: Iterable[str], size: ModelSize) -> str:
     dense = f"tp {layout.tp} x cp {layout.cp} x dp {layout.dp} x pp {layout.pp}"
     virtual = f" (vpp {layout.vpp})" if layout.vpp > 1 else ""
     experts = f", experts etp {layout.etp} x ep {layout.ep} x edp {layout.edp}" if size.shape.num_experts else ""
-    return f"{_and(models)}: {dense}{virtual}{experts}"
+    return f"{_joined(models)}: {dense}{virtual}{experts}"
 
 
 def engines(plan: RunPlan) -> str:
@@ -67,6 +65,17 @@ def amount(value: float) -> str:
     return f"{value:,.{digits}f}" if digits < 6 else f"{value:.1e}"
 
 
+def spans(numbers: Iterable[int]) -> str:
+    """Rising numbers as "0-3, 8, 10-11"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs) or "none"
+
+
 def show(plan: RunPlan, console: Console) -> None:
     """Print the whole report."""
     console.print(_text(title(plan), style="bold"))
@@ -82,9 +91,9 @@ def _placement(plan: RunPlan) -> RenderableType:
     lines = []
     for models in plan.same_placement():
         size = plan.sizes[models[0]]
-        for stage in pipeline_stages(size):
+        for stage in size.pipeline_stages():
             nodes = sorted({slot // per_node for slot in stage.slots})
-            table.add_row(_and(models), str(stage.stage), spans(nodes), spans(stage.slots), spans(stage.layers))
+            table.add_row(_joined(models), str(stage.stage), spans(nodes), spans(stage.slots), spans(stage.layers))
         lines.append(_text(parallel_sizes(models, size)))
     return Group(table, *lines, _text(f"engines: {engines(plan)}"))
 
@@ -148,7 +157,7 @@ def _reshard(plan: RunPlan) -> RenderableType:
         "gathering everything would bring": found.gather_everything_bytes,
     }
     for name, spread in rows.items():
-        table.add_row(name, *_gigabytes(spread))
+        table.add_row(name, amount(spread.mean / 1e9), amount(spread.max / 1e9))
     rounds = f"in {found.rounds} rounds of {plan.recipe.reshard.round_bytes / 1e6:,.0f} MB"
     words = f"{amount(found.expected_s)} s expected, {amount(found.bound_s)} s at least, {rounds}"
     return Group(table, _text(f"{words}; gathering everything: {amount(found.gather_bound_s)} s at best"))
@@ -160,7 +169,7 @@ def _step(plan: RunPlan) -> RenderableType:
     details = {"rollout": {"reading prompts": rollout.prefill_s, "its last half-empty stretch": rollout.tail_s}}
     for role, times in plan.learning.items():
         phase = "train" if role == "policy" else role
-        details[phase] = {_name(key): seconds for key, seconds in asdict(times).items()}
+        details[phase] = {key.removesuffix("_s").replace("_", " "): spent for key, spent in asdict(times).items()}
     for phase, seconds in plan.step.by_phase().items():
         parts = ", ".join(f"{name} {amount(value)}" for name, value in details.get(phase, {}).items() if value)
         table.add_row(phase, amount(seconds), f"{seconds / plan.step.total_s:.0%}", parts)
@@ -171,17 +180,8 @@ def _step(plan: RunPlan) -> RenderableType:
     return Group(table, _text(words, style="dim"))
 
 
-def _and(models: Iterable[str]) -> str:
+def _joined(models: Iterable[str]) -> str:
     return " and ".join(models).replace("_", " ")
-
-
-def _name(key: str) -> str:
-    """Of a field that counts seconds."""
-    return key.removesuffix("_s").replace("_", " ")
-
-
-def _gigabytes(spread: Spread) -> Iterable[str]:
-    return amount(spread.mean / 1e9), amount(spread.max / 1e9)
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -190,7 +190,7 @@ def _table(title: str, *columns: str) -> Table:
         title=title, title_justify="left", title_style="bold cyan", box=None, pad_edge=False, padding=(0, 1, 0, 0)
     )
     for place, column in enumerate(columns):
-        folds = column in _OF_WORDS
+        folds = column == "of what"
         table.add_column(column, justify="right" if place and not folds else "left", no_wrap=not folds)
     return table
 
@@ -206,3 +206,47 @@ def page(plan: RunPlan) -> str:
     with console.capture() as capture:
         show(plan, console)
     return capture.get().rstrip("\n")
+
+
+def plan_json(plan: RunPlan) -> dict[str, Any]:
+    """Values of json's own types alone; docs/plan.md lists the keys."""
+    samples, policy, memory = plan.samples, plan.sizes["policy"], plan.memory
+    return {
+        "name": plan.recipe.run.name,
+        "fits": plan.fits,
+        "faults": [{"where": fault.where, "problem": fault.problem, "mend": fault.mend} for fault in plan.faults],
+        "hardware": plan.hardware.model_dump(),
+        "model": {"parameters": policy.parameters, "active_parameters": policy.active_parameters},
+        "ranks": [_slot_json(slot) for slot in plan.slots],
+        "memory": {
+            "capacity_bytes": memory.capacity_bytes,
+            "peak_phase": memory.peak_phase,
+            "device": {phase: asdict(of) | {"total_bytes": of.total_bytes} for phase, of in memory.device.items()},
+            "fullest_slot": memory.fullest_slot,
+            "slot_bytes": memory.slot_bytes,
+            "host": memory.host,
+            "host_bytes": memory.host_bytes,
+            "host_capacity_bytes": memory.host_capacity_bytes,
+        },
+        "batch": {
+            "prompts": samples.prompts,
+            "drawn_prompts": samples.drawn_prompts,
+            "samples": samples.num_trained,
+            "tokens": int(samples.lengths.sum()),
+            "longest_tokens": samples.longest,
+            "mean_response_share": plan.response_share,
+            "models": {role: asdict(share) for role, share in plan.shares.items()},
+            "advice": list(plan.advice),
+        },
+        "kv": asdict(memory.kv),
+        "rollout": asdict(plan.rollout),
+        "reshard": asdict(plan.reshard),
+        "learning": {role: asdict(times) for role, times in plan.learning.items()},
+        "step": asdict(plan.step) | {"total_s": plan.step.total_s},
+    }
+
+
+def _slot_json(slot: Slot) -> dict[str, Any]:
+    values = asdict(slot)
+    ranks = values.pop("ranks")
+    return values | ranks

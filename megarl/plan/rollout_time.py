@@ -6,6 +6,7 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from megarl.config.hardware import Hardware
 from megarl.parallel.engine_layout import EngineLayout
@@ -20,15 +21,27 @@ _ACTIVATION_BYTES = 2  # of a number between layers
 
 @dataclass(frozen=True)
 class EngineSpeed:
-    """One engine's decoding. expert_bytes and other_bytes: of a GPU's weights; kv_bytes: of one token on a GPU."""
+    """One engine's decoding. weight_bytes: of all weights on a GPU; kv_bytes: of one token in a GPU's cache."""
 
     shape: ModelShape
     layout: EngineLayout
     hardware: Hardware
     gpus_per_node: int
-    expert_bytes: float
-    other_bytes: float
+    dtype: str
+    weight_bytes: float
     kv_bytes: float
+
+    @cached_property
+    def expert_bytes(self) -> float:
+        """Of the routed experts' weights on a GPU."""
+        shape, item = self.shape, 1 if self.layout.fp8 else item_bytes(self.dtype)
+        experts = (shape.num_layers - shape.num_dense_layers) * shape.num_experts * 3
+        return experts * shape.hidden_size * shape.moe_ffn_size * item / self.layout.tp
+
+    @property
+    def other_bytes(self) -> float:
+        """Of all other weights."""
+        return max(0.0, self.weight_bytes - self.expert_bytes)
 
     def step_s(self, running: int, context: float) -> float:
         """Seconds of one token for each of `running` sequences of `context` tokens in the mean.
@@ -71,23 +84,6 @@ class EngineSpeed:
         return _REDUCES_PER_LAYER * self.shape.num_layers * (latency + seconds)
 
 
-def engine_speed(
-    shape: ModelShape,
-    layout: EngineLayout,
-    hardware: Hardware,
-    gpus_per_node: int,
-    dtype: str,
-    weight_bytes: float,
-    kv_bytes: float,
-) -> EngineSpeed:
-    """weight_bytes: of all weights on a GPU; kv_bytes: of one token in a GPU's cache."""
-    item = 1 if layout.fp8 else item_bytes(dtype)
-    experts = (shape.num_layers - shape.num_dense_layers) * shape.num_experts * 3
-    of_experts = experts * shape.hidden_size * shape.moe_ffn_size * item / layout.tp
-    others = max(0.0, weight_bytes - of_experts)
-    return EngineSpeed(shape, layout, hardware, gpus_per_node, of_experts, others, kv_bytes)
-
-
 @dataclass(frozen=True)
 class RolloutTime:
     """Of the engine with the most prompts. tail_s: from when no sequence waits and half of the slots are empty.
@@ -118,9 +114,7 @@ def rollout_time(speed: EngineSpeed, samples: Samples, concurrency: int) -> Roll
     return RolloutTime(prefill, decode, tail, slots, float(samples.responses.sum()) / (prefill + decode))
 
 
-def decode_s(
-    lengths: Sequence[int], slots: int, step_s: Callable[[int, float], float]
-) -> tuple[float, float]:
+def decode_s(lengths: Sequence[int], slots: int, step_s: Callable[[int, float], float]) -> tuple[float, float]:
     """(all, the tail's) seconds of continuous batching: a sequence that ends gives its slot to the next.
 
     step_s(running, mean age in tokens). All that run get one token a step, so that between two ends nothing changes but

@@ -4,38 +4,40 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 
-from megarl.algos import learns_from_answers
+from megarl.algos import ALGORITHMS, learns_from_answers
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.parallel.engine_layout import EngineLayout
-from megarl.parallel.layout import TrainLayout
-from megarl.parallel.roles import RoleName, engine_layout, resolve
-from megarl.plan.activations import item_bytes
-from megarl.plan.advice import cache_advice
+from megarl.parallel.layout import RankCoords, TrainLayout
+from megarl.parallel.roles import RoleName, Roles, engine_layout, resolve
 from megarl.plan.batch import MEAN_RESPONSE_SHARE, Samples, Share, advice, share_of, step_samples
 from megarl.plan.engine_memory import weight_bytes
-from megarl.plan.faults import plan_faults
-from megarl.plan.fit import with_faults
-from megarl.plan.model_size import ModelSize, sizes_of, time_shared
-from megarl.plan.phase_memory import GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES, MemoryPlan, plan_memory, state_bytes
+from megarl.plan.fit import cache_advice, with_faults
+from megarl.plan.model_size import ModelSize, sizes_of
+from megarl.plan.phase_memory import MemoryPlan, plan_memory
 from megarl.plan.reshard_cost import ReshardPlan, plan_reshard
-from megarl.plan.rollout_time import RolloutTime, engine_speed, rollout_time
-from megarl.plan.slots import Slot, slot_map
-from megarl.plan.step_time import (
-    ComputingModel,
-    StepTime,
-    TrainTime,
-    critic_time,
-    forward_s,
-    memory_s,
-    policy_time,
-    save_s,
-)
-from megarl.preflight.stand_ins import stand_ins
-from megarl.types import UserFault, UserFaults
+from megarl.plan.rollout_time import EngineSpeed, RolloutTime, rollout_time
+from megarl.plan.step_time import StepTime, TrainTime, step_times
+from megarl.preflight.data import budget_faults
+from megarl.preflight.layout import batch_faults, engine_faults, node_faults, slot_faults
+from megarl.preflight.models import loss_faults, stand_ins
+from megarl.preflight.rules import rule_faults, sampling_faults
+from megarl.types import ModelShape, UserFault, UserFaults
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One GPU. ranks: the coordinates of each model's rank on it; engine and engine_rank: None without an engine."""
+
+    slot: int
+    node: int
+    gpu: int
+    ranks: Mapping[RoleName, RankCoords]
+    engine: int | None
+    engine_rank: int | None
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def make_plan(recipe: Recipe, hardware: Hardware, response_share: float = MEAN_R
     """Plan a recipe. Raises UserFaults where keys or layouts are wrong; memory that does not fit is in the plan."""
     recipe, _ = stand_ins(recipe)
     roles = resolve(recipe)
-    faults, engine = plan_faults(roles), roles.engines
+    faults = plan_faults(roles)
     if faults:
         raise UserFaults(faults)
     sizes = sizes_of([roles.models], whole=True)[0]
@@ -99,24 +101,24 @@ def make_plan(recipe: Recipe, hardware: Hardware, response_share: float = MEAN_R
 
     def try_engines(changed: Recipe) -> tuple[MemoryPlan, float]:
         """The memory, and a rollout's seconds, of a recipe that has other engines."""
-        room = count(changed, {**sizes, "policy": replace(policy, recipe=changed)})
-        return room, _rollout(changed, policy, engine_layout(changed), hardware, room, samples).total_s
+        room = count(changed, sizes)
+        return room, _rollout(changed, policy.shape, hardware, room, samples).total_s
 
     memory = with_faults(recipe, hardware, sizes, count)
-    rollout = _rollout(recipe, policy, engine, hardware, memory, samples)
-    learning, step = _times(recipe, hardware, sizes, engine, shares, samples, rollout.total_s, reshard.expected_s)
+    rollout = _rollout(recipe, policy.shape, hardware, memory, samples)
+    learning, step = step_times(roles, hardware, sizes, shares, samples, rollout.total_s, reshard.expected_s)
     return RunPlan(
         recipe=recipe,
         hardware=hardware,
         response_share=response_share,
         sizes=sizes,
-        engine=engine,
-        slots=slot_map(recipe, sizes, engine),
+        engine=roles.engines,
+        slots=slot_map(recipe, sizes, roles.engines),
         memory=memory,
         samples=samples,
         shares=shares,
         advice=(
-            *advice(recipe, policy.layout, engine.count, samples),
+            *advice(recipe, policy.layout, roles.engines.count, samples),
             *cache_advice(recipe, policy.shape, memory, step.total_s - rollout.total_s, try_engines),
         ),
         reshard=reshard,
@@ -126,74 +128,45 @@ def make_plan(recipe: Recipe, hardware: Hardware, response_share: float = MEAN_R
     )
 
 
+def plan_faults(roles: Roles) -> list[UserFault]:
+    """Everything that keeps a recipe from being planned, as far as that can be known without its data and a GPU.
+
+    Layouts are checked as on GPUs; the recipe is one of `stand_ins`.
+    """
+    recipe, shape = roles.recipe, roles.policy.model.known_shape
+    faults = rule_faults(recipe) + sampling_faults(recipe)
+    if recipe.algorithm.name not in ALGORITHMS:
+        return faults
+    longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
+    for role in roles.models.values():
+        faults += budget_faults(role, longest, "data.max_prompt_tokens and rollout.max_response_tokens together")
+        faults += [role.model.fault] if role.model.fault else role.layout_faults()
+    if shape is None:  # a fault of the policy's
+        return faults
+    faults += engine_faults(roles, shape, "cuda") + slot_faults(roles) + node_faults(roles)
+    return faults + batch_faults(recipe) + loss_faults(recipe, shape)
+
+
+def slot_map(recipe: Recipe, sizes: Mapping[RoleName, ModelSize], engine: EngineLayout) -> tuple[Slot, ...]:
+    """Every slot in order."""
+    found = []
+    for slot in range(recipe.placement.gpus):
+        ranks: dict[RoleName, RankCoords] = {
+            role: size.layout.coords(slot - size.first_slot) for role, size in sizes.items() if slot in size.slots
+        }
+        node, gpu = divmod(slot, recipe.placement.gpus_per_node)
+        found.append(Slot(slot, node, gpu, ranks, *(engine.member(slot) or (None, None))))
+    return tuple(found)
+
+
 def _rollout(
-    recipe: Recipe,
-    policy: ModelSize,
-    engine: EngineLayout,
-    hardware: Hardware,
-    memory: MemoryPlan,
-    samples: Samples,
+    recipe: Recipe, shape: ModelShape, hardware: Hardware, memory: MemoryPlan, samples: Samples
 ) -> RolloutTime:
+    """shape: of the policy."""
     if learns_from_answers(recipe.algorithm.name):  # nothing is sampled
         return RolloutTime(0.0, 0.0, 0.0, 0, 0.0)
-    speed = engine_speed(
-        policy.shape,
-        engine,
-        hardware,
-        recipe.placement.gpus_per_node,
-        recipe.model.dtype,
-        weight_bytes=fmean(weight_bytes(policy.shape, engine, recipe.model.dtype)),
-        kv_bytes=memory.kv.token_bytes,
-    )
-    return rollout_time(speed, samples, memory.kv.concurrency_mean)
-
-
-def _times(
-    recipe: Recipe,
-    hardware: Hardware,
-    sizes: Mapping[RoleName, ModelSize],
-    engine: EngineLayout,
-    shares: Mapping[RoleName, Share],
-    samples: Samples,
-    rollout_s: float,
-    reshard_s: float,
-) -> tuple[dict[RoleName, TrainTime], StepTime]:
+    engine, dtype, kv = engine_layout(recipe), recipe.model.dtype, memory.kv
+    weights = fmean(weight_bytes(shape, engine, dtype))
     node = recipe.placement.gpus_per_node
-    shared = time_shared(sizes, engine)
-    models = {role: _model(size, shares[role], bool(shared & set(size.slots))) for role, size in sizes.items()}
-    learning: dict[RoleName, TrainTime] = {"policy": policy_time(recipe, models["policy"], samples, hardware, node)}
-    score_s = critic_s = 0.0
-    if "critic" in models:
-        learning["critic"] = critic_time(models["critic"], samples, hardware, node)
-        critic_s = learning["critic"].total_s
-    if "reward_model" in models:
-        scorer = models["reward_model"]
-        score_s = memory_s(scorer, hardware) + forward_s(scorer, samples, hardware)
-    nodes = -(-recipe.placement.gpus // node)
-    saved = sum(
-        save_s(recipe, models[role], hardware, nodes, size.parameters) for role, size in sizes.items() if size.trains
-    )
-    return learning, StepTime(rollout_s, score_s, critic_s, learning["policy"].total_s, reshard_s, saved)
-
-
-def _model(size: ModelSize, share: Share, takes_turns: bool) -> ComputingModel:
-    """One role's model with the bytes of the ranks of its fullest stage."""
-    options, layout = size.recipe.train, size.layout
-    weights = max(sum(chunk.elements for chunk in chunks) for chunks in size.stages)
-    trained = max(sum(chunk.trained for chunk in chunks) for chunks in size.stages)
-    shards = max(
-        sum(chunk.dense / (layout.dp * layout.cp) + chunk.expert / layout.edp for chunk in chunks)
-        for chunks in size.stages
-    )
-    each = MOMENTS_BYTES + MASTER_BYTES if options.optimizer_offload else state_bytes(options, item_bytes(size))
-    return ComputingModel(
-        shape=size.shape,
-        layout=layout,
-        share=share,
-        recomputes=options.megatron.get("recompute_granularity") == "full",
-        offloads=options.optimizer_offload,
-        takes_turns=takes_turns,
-        weights_bytes=weights * item_bytes(size),
-        grads_bytes=trained * GRADIENT_BYTES,
-        optimizer_bytes=shards * each,
-    )
+    speed = EngineSpeed(shape, engine, hardware, node, dtype, weights, kv.token_bytes)
+    return rollout_time(speed, samples, kv.concurrency_mean)

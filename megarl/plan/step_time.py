@@ -6,23 +6,26 @@ docs/plan.md lists what is counted and what is not.
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 
 from megarl.algos import has_reference, hyperparameters_of
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.parallel.layout import TrainLayout
+from megarl.parallel.roles import RoleName, Roles
 from megarl.plan.batch import Samples, Share
+from megarl.plan.model_size import ModelSize
+from megarl.plan.phase_memory import GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES, state_bytes
 from megarl.training.flops import TRAIN_OVER_FORWARD, forward_flops
 from megarl.types import ModelShape
 
 HOST_ADAM_BYTES_PER_S = 40e9  # assumption: a GPU's eighth of a host's memory bandwidth, for an optimizer there
-_GRAD_BYTES = 4  # megarl's ranks sum gradients in float32 (parallel/model.py)
 
 
 @dataclass(frozen=True)
 class ComputingModel:
-    """The policy or an auxiliary model; the bytes are of its fullest rank.
+    """The policy or an auxiliary model; the bytes are of its fullest rank, the parameters of the whole model.
 
     recomputes: the backward pass runs the forward pass again. takes_turns: its GPUs' memory changes hands.
     """
@@ -36,6 +39,7 @@ class ComputingModel:
     weights_bytes: float
     grads_bytes: float
     optimizer_bytes: float
+    parameters: int
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,53 @@ class StepTime:
     def by_phase(self) -> dict[str, float]:
         """Seconds of each phase that takes any, in order."""
         return {name.removesuffix("_s"): seconds for name, seconds in vars(self).items() if seconds}
+
+
+def step_times(
+    roles: Roles,
+    hardware: Hardware,
+    sizes: Mapping[RoleName, ModelSize],
+    shares: Mapping[RoleName, Share],
+    samples: Samples,
+    rollout_s: float,
+    reshard_s: float,
+) -> tuple[dict[RoleName, TrainTime], StepTime]:
+    """The parts of what each model that trains does in a step, and the seconds of every phase."""
+    recipe, node = roles.recipe, roles.recipe.placement.gpus_per_node
+    models: dict[RoleName, ComputingModel] = {
+        role: _computing(size, shares[role], roles.shared_slots) for role, size in sizes.items()
+    }
+    learning: dict[RoleName, TrainTime] = {"policy": policy_time(recipe, models["policy"], samples, hardware, node)}
+    score_s = critic_s = 0.0
+    if "critic" in models:
+        learning["critic"] = critic_time(models["critic"], samples, hardware, node)
+        critic_s = learning["critic"].total_s
+    if "reward_model" in models:
+        scorer = models["reward_model"]
+        score_s = memory_s(scorer, hardware) + forward_s(scorer, samples, hardware)
+    nodes = -(-recipe.placement.gpus // node)
+    saved = sum(save_s(recipe, models[role], hardware, nodes) for role in learning)
+    return learning, StepTime(rollout_s, score_s, critic_s, learning["policy"].total_s, reshard_s, saved)
+
+
+def _computing(size: ModelSize, share: Share, shared: Container[int]) -> ComputingModel:
+    """One role's model with the bytes of the ranks of its fullest stage. shared: slots of several models or engines."""
+    options, stages = size.recipe.train, range(size.layout.pp)
+    offloads = options.optimizer_offload
+    each = MOMENTS_BYTES + MASTER_BYTES if offloads else state_bytes(options, size.weight_bytes)
+    weights = max(sum(chunk.elements for chunk in chunks) for chunks in size.stages)
+    return ComputingModel(
+        shape=size.shape,
+        layout=size.layout,
+        share=share,
+        recomputes=options.megatron.get("recompute_granularity") == "full",
+        offloads=offloads,
+        takes_turns=any(slot in shared for slot in size.slots),
+        weights_bytes=weights * size.weight_bytes,
+        grads_bytes=max(map(size.trained, stages)) * GRADIENT_BYTES,
+        optimizer_bytes=max(map(size.optimizer_share, stages)) * each,
+        parameters=size.parameters,
+    )
 
 
 def forward_s(model: ComputingModel, samples: Samples, hardware: Hardware) -> float:
@@ -118,13 +169,14 @@ def gradients_s(model: ComputingModel, hardware: Hardware, node: int) -> float:
     """
     shape, layout = model.shape, model.layout
     experts = (shape.num_layers - shape.num_dense_layers) / layout.pp * shape.num_experts / layout.ep
-    of_experts = min(experts * 3 * shape.hidden_size * shape.moe_ffn_size / layout.etp * _GRAD_BYTES, model.grads_bytes)
+    of_experts = experts * 3 * shape.hidden_size * shape.moe_ffn_size / layout.etp * GRADIENT_BYTES
+    of_experts = min(of_experts, model.grads_bytes)
     both = 1 + model.weights_bytes / max(1.0, model.grads_bytes)  # there as gradients, back as weights
     replicas = layout.dp * layout.cp
     volume = of_experts * (1 - 1 / layout.edp) + (model.grads_bytes - of_experts) * (1 - 1 / replicas)
     inside = layout.world_size <= node
-    speed = hardware.nvlink_bytes_per_s * hardware.nvlink_share if inside else _fabric(hardware)
-    return both * volume / speed
+    nvlink, fabric = hardware.nvlink_bytes_per_s * hardware.nvlink_share, hardware.nic_bytes_per_s * hardware.nic_share
+    return both * volume / (nvlink if inside else fabric)
 
 
 def optimizer_s(model: ComputingModel, hardware: Hardware) -> float:
@@ -132,7 +184,7 @@ def optimizer_s(model: ComputingModel, hardware: Hardware) -> float:
     if not model.offloads:
         return 2 * model.optimizer_bytes / (hardware.hbm_bytes_per_s * hardware.hbm_share)
     shard = model.optimizer_bytes / 12  # weights: 12 bytes of state each
-    return 2 * model.optimizer_bytes / HOST_ADAM_BYTES_PER_S + (_GRAD_BYTES + 2) * shard / hardware.pcie_bytes_per_s
+    return 2 * model.optimizer_bytes / HOST_ADAM_BYTES_PER_S + (GRADIENT_BYTES + 2) * shard / hardware.pcie_bytes_per_s
 
 
 def memory_s(model: ComputingModel, hardware: Hardware) -> float:
@@ -141,23 +193,14 @@ def memory_s(model: ComputingModel, hardware: Hardware) -> float:
     return 2 * model.optimizer_bytes / hardware.pcie_bytes_per_s if moves else 0.0
 
 
-def save_s(recipe: Recipe, model: ComputingModel, hardware: Hardware, nodes: int, parameters: int) -> float:
+def save_s(recipe: Recipe, model: ComputingModel, hardware: Hardware, nodes: int) -> float:
     """Of each step, on average: copies to the host, and where training waits for them the files too.
 
-    Files have each parameter once: in the model's type, and 12 bytes of optimizer.
+    Files have each parameter once, in the model's type, and 12 bytes of optimizer; all nodes write at once.
     """
     every = recipe.checkpoint.every
     if not every:
         return 0.0
     copied = (model.weights_bytes + model.optimizer_bytes) / hardware.pcie_bytes_per_s
-    written = 0.0 if recipe.checkpoint.asynchronous else write_s(hardware, nodes, parameters)
-    return (copied + written) / every
-
-
-def write_s(hardware: Hardware, nodes: int, parameters: int) -> float:
-    """A checkpoint's files, by all nodes at once; where training goes on meanwhile, the least time between two."""
-    return parameters * (2 + 12) / (nodes * hardware.disk_bytes_per_s)
-
-
-def _fabric(hardware: Hardware) -> float:
-    return hardware.nic_bytes_per_s * hardware.nic_share
+    written = model.parameters * (2 + 12) / (nodes * hardware.disk_bytes_per_s)
+    return (copied + (0.0 if recipe.checkpoint.asynchronous else written)) / every

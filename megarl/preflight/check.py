@@ -17,23 +17,17 @@ from megarl.cluster.visible_gpus import device_faults
 from megarl.config import Recipe
 from megarl.device import DEVICE
 from megarl.parallel.roles import Roles, resolve
-from megarl.preflight.data import read_data
+from megarl.preflight.data import length_faults, read_data, sample_faults
 from megarl.preflight.environment import cluster_faults
 from megarl.preflight.layout import layout_faults, shape_or_stand_in
-from megarl.preflight.lengths import length_faults
-from megarl.preflight.models import critic_faults, policy_faults, reward_model_faults, tokenizer_faults
+from megarl.preflight.models import critic_faults, eos_faults, policy_faults, reward_model_faults, tokenizer_faults
 from megarl.preflight.rewards import reward_faults
-from megarl.preflight.rules import rule_faults
-from megarl.preflight.samples import sample_faults
-from megarl.preflight.sampling import eval_faults, sampling_faults
-from megarl.preflight.secrets import secret_faults
-from megarl.preflight.stop_tokens import eos_faults
-from megarl.preflight.values import is_writable, value_faults
+from megarl.preflight.rules import eval_faults, rule_faults, sampling_faults
+from megarl.preflight.values import is_writable, secret_faults, value_faults
 from megarl.rollout.prompts import PromptStream, load_tokenizer
 from megarl.rollout.sample_file import SampleFile, open_samples
 from megarl.rollout.sglang.arguments import latent_cache_faults, sglang_faults
 from megarl.rollout.token_cache import TokenCache
-from megarl.tracking.progress import progress_bar
 from megarl.types import Metrics, Prompt, UserFault, UserFaults
 
 Faults = list[UserFault]
@@ -56,13 +50,16 @@ class Inputs:
 
 @dataclass(frozen=True)
 class _Case:
-    """A recipe to check, with its roles. device: of the run. absent: keys whose files are not on this machine."""
+    """A recipe to check, in its roles. device: of the run. absent: keys whose files are not on this machine."""
 
     command: Command
-    recipe: Recipe
     roles: Roles
     device: str = DEVICE
     absent: Container[str] = ()
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.roles.recipe
 
 
 class _NoTokenizer:
@@ -79,7 +76,7 @@ class _NoTokenizer:
 
 def check(recipe: Recipe) -> Inputs:
     """Read and check everything that a training run needs. Raises UserFaults with every fault."""
-    return _check_inputs(_Case("train", recipe, resolve(recipe)), [])
+    return _check_inputs(_Case("train", resolve(recipe)), [])
 
 
 def check_rollout(recipe: Recipe, out: Path) -> Inputs:
@@ -88,13 +85,13 @@ def check_rollout(recipe: Recipe, out: Path) -> Inputs:
     if out.exists() or not is_writable(out.absolute().parent):
         problem = "it is there already" if out.exists() else f"{out.absolute().parent} is not a folder to write to"
         faults.append(UserFault(f"--out {out}", problem, "name another file"))
-    return _check_inputs(_Case("rollout", recipe, resolve(recipe)), faults)
+    return _check_inputs(_Case("rollout", resolve(recipe)), faults)
 
 
 def check_samples(recipe: Recipe, path: Path) -> SampleFile:
     """The same for training on the samples of a file, which uses no engine, prompt or reward."""
     roles = resolve(recipe)
-    faults = _faults(_Case("train from samples", recipe, roles))
+    faults = _faults(_Case("train from samples", roles))
     try:
         samples = open_samples(path)
     except UserFault as fault:
@@ -107,7 +104,7 @@ def check_samples(recipe: Recipe, path: Path) -> SampleFile:
 
 def check_convert(recipe: Recipe) -> None:
     """The same for writing a run's weights as a Hugging Face checkpoint, which uses training ranks alone."""
-    _refuse(_faults(_Case("convert", recipe, resolve(recipe))))
+    _refuse(_faults(_Case("convert", resolve(recipe))))
 
 
 def faults_elsewhere(roles: Roles, device: str, absent: Container[str]) -> Faults:
@@ -116,7 +113,7 @@ def faults_elsewhere(roles: Roles, device: str, absent: Container[str]) -> Fault
     device: of the run. absent: keys that name files which are not here; model.path must be a folder with
     the model's config.json even so. Absent training data counts as one prompt of the longest length.
     """
-    case = _Case("dry run", roles.recipe, roles, device, absent)
+    case = _Case("dry run", roles, device, absent)
     return _faults(case) + _read(case, TokenCache.of_user(writes=False))[1]
 
 
@@ -151,14 +148,6 @@ def _keys(case: _Case) -> Faults:
             faults.append(UserFault("run.trackers", f"{name} is not installed", mend))
     faults += rule_faults(recipe, learns=case.command != "rollout")
     return faults + sampling_faults(recipe) + eval_faults(recipe)
-
-
-def _layouts(case: _Case) -> Faults:
-    return layout_faults(case.roles, case.device)
-
-
-def _policy_layout(case: _Case) -> Faults:
-    return case.roles.policy.layout_faults(shape_or_stand_in(case.roles))
 
 
 def _checkpoints(case: _Case) -> Faults:
@@ -196,10 +185,6 @@ def _megatron(case: _Case) -> Faults:
     return megatron_faults(case.roles.policy, case.device)
 
 
-def _only_sampling(case: _Case) -> Faults:
-    return _unused(case.recipe, "samples are made with the weights of model.path")
-
-
 def _only_training(case: _Case) -> Faults:
     faults, name = _unused(case.recipe, "a file's samples are trained on as they are"), case.recipe.algorithm.name
     if learns_from_answers(name):
@@ -219,16 +204,26 @@ def _unused(recipe: Recipe, reason: str) -> Faults:
 
 
 # The checks of each command, in the order in which their faults are told. Those of the data follow (`_read`).
-_BOTH_SIDES = (_keys, _layouts, _checkpoints, _sglang, _megatron)
+_BOTH_SIDES = (_keys, lambda case: layout_faults(case.roles, case.device), _checkpoints, _sglang, _megatron)
 CHECKS: Mapping[Command, tuple[Callable[[_Case], Faults], ...]] = {
     "train": (_environment, *_BOTH_SIDES),
     "dry run": _BOTH_SIDES,
-    "rollout": (_only_sampling, _environment, *_BOTH_SIDES),
+    "rollout": (
+        lambda case: _unused(case.recipe, "samples are made with the weights of model.path"),
+        _environment,
+        *_BOTH_SIDES,
+    ),
     "train from samples": (
-        _environment, _keys, _policy_layout, _checkpoints, _megatron, _critic, _only_training,
+        _environment,
+        _keys,
+        lambda case: case.roles.policy.layout_faults(shape_or_stand_in(case.roles)),
+        _checkpoints,
+        _megatron,
+        _critic,
+        _only_training,
     ),
     "convert": (_weights, _megatron, _environment),
-}  # fmt: skip
+}
 
 
 def _read(case: _Case, cache: TokenCache | None) -> tuple[Inputs | None, Faults]:
@@ -240,7 +235,7 @@ def _read(case: _Case, cache: TokenCache | None) -> tuple[Inputs | None, Faults]
     tokenizer, faults = _tokenizer(case)
     shape = roles.policy.model.known_shape
     vocab_size = shape.vocab_size if shape else None
-    data = read_data(recipe, tokenizer, progress_bar, vocab_size=vocab_size, absent=absent, cache=cache)
+    data = read_data(recipe, tokenizer, vocab_size=vocab_size, absent=absent, cache=cache)
     faults += data.faults
     is_whole = all(where in data.train or where in absent for where in recipe.data.train_files)
     train = data.train_prompts if is_whole else []  # what is wrong with a file says nothing about the others' rows

@@ -1,12 +1,15 @@
-"""Whether the checkpoints of a recipe can be trained as it says, from their folders alone."""
+"""Whether the checkpoints of a recipe can be trained as it says, from their folders alone; stand-ins for others."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from megarl.algos import learns_from_answers
 from megarl.checkpoints import hf_import
 from megarl.config import Recipe
+from megarl.parallel.hf_config import end_token_ids
 from megarl.parallel.roles import Role, Roles
 from megarl.rollout.prompts import OWN_TOKENIZER, chat_text, load_tokenizer, token_outside_vocabulary
 from megarl.rollout.template_check import template_fault
@@ -16,10 +19,58 @@ Faults = list[UserFault]
 _SPARE_CONTEXT = 2  # positions that SGLang keeps free: it cuts a longer response short
 
 
+def stand_ins(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
+    """The recipe with stand-ins for what is not on this machine, and the absent files in words, by recipe key.
+
+    The folder model.config stands in for the policy's checkpoint, and the policy's for the other models' checkpoints.
+    """
+    absent = {}
+    model = recipe.model
+    if model.config and not _has_config(model.path):
+        absent["model.path"] = f"{model.path}: weights and tokenizer (its shape is from {model.config})"
+        recipe = recipe.model_copy(update={"model": model.model_copy(update={"path": model.config})})
+    data = {key: file.path for key, file in recipe.data.files.items()}
+    absent |= {key: f"{path}: the data" for key, path in data.items() if not Path(path).is_file()}
+    for branch in ("critic", "reward_model", "reference"):
+        own = getattr(recipe, branch)
+        if own.path and not _has_config(own.path):
+            absent[f"{branch}.path"] = f"{own.path}: another model's folder"
+            stands_in = recipe.model.path if branch == "reward_model" else None  # without a path there is none
+            recipe = recipe.model_copy(update={branch: own.model_copy(update={"path": stands_in})})
+    return recipe, absent
+
+
+def _has_config(path: str) -> bool:
+    return (Path(path) / "config.json").is_file()
+
+
 def tokenizer_faults(tokenizer: Any, shape: ModelShape) -> Faults:
     """Special tokens that the model's embedding does not have: an answer ends in one, a chat template writes others."""
     if beyond := token_outside_vocabulary(tokenizer, tokenizer.all_special_ids, shape.vocab_size):
         return [UserFault("model.path", f"its tokenizer has the special {beyond}", OWN_TOKENIZER)]
+    return []
+
+
+def eos_faults(recipe: Recipe, tokenizer: Any) -> Faults:
+    """No token at which the engine ends a response, or another token than the answers are taught to end with."""
+    try:
+        ends = end_token_ids(recipe.model.path)
+    except UserFault as fault:
+        return [fault]
+    own = tokenizer.eos_token_id
+    teaches = recipe.warm_start.steps or learns_from_answers(recipe.algorithm.name)
+    if teaches and own is None:
+        mend = "give it an eos_token, or learn from rewards alone"
+        return [UserFault("model.path", "the tokenizer has no end-of-sequence token to teach", mend)]
+    where = f"{recipe.model.path}/generation_config.json"
+    if not ends:
+        problem = "neither it nor config.json has an eos_token_id: no response would end before its longest"
+        example = f"{own}, the tokenizer's" if own is not None else "the number of the token that ends a response"
+        return [UserFault(where, problem, f"write eos_token_id there: {example}")]
+    if teaches and own not in ends:
+        known = ", ".join(map(str, sorted(ends)))
+        problem = f"answers are taught to end with the tokenizer's token {own}, and engines end responses at {known}"
+        return [UserFault(where, problem, f"add {own} to its eos_token_id")]
     return []
 
 
@@ -54,8 +105,7 @@ def policy_faults(roles: Roles, *, has_weights: bool = True) -> Faults:
 
 def _context_faults(roles: Roles) -> Faults:
     """Prompts and responses that are longer together than the model's context."""
-    context, recipe = roles.policy.model.context_tokens, roles.recipe
-    longest = recipe.data.max_prompt_tokens + recipe.longest_response
+    context, longest = roles.policy.model.context_tokens, roles.recipe.longest_sequence
     if context is None or longest <= context - _SPARE_CONTEXT:
         return []
     problem = f"with the longest response it makes {longest} tokens, the model's context is {context}"

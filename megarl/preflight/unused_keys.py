@@ -1,4 +1,4 @@
-"""Notes, not faults: keys that a recipe sets and that no part of the run reads, and values that are hardly meant.
+"""Notes, not faults: keys that a recipe sets and that no part of the run reads, and values that are probably mistakes.
 
 Contradictory and impossible values are refused elsewhere (value_faults, rule_faults). A recipe whose critic is switched
 off by an overlay is still a good recipe.
@@ -6,7 +6,7 @@ off by an overlay is still a good recipe.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 
 from megarl.algos import has_critic, has_reference, learns_from_answers
 from megarl.config import Recipe
@@ -16,113 +16,59 @@ from megarl.parallel.roles import train_layout
 _HIGH_RATE = 0.1
 
 
-def _warm_start(recipe: Recipe) -> str:
-    warm = recipe.warm_start
-    return "" if warm.steps or "steps" in warm.model_fields_set else "warm_start.steps is not set"
+def unread(recipe: Recipe) -> dict[str, str]:
+    """Key or section -> why nothing reads it, or "". The longest entry that a key begins with counts.
 
-
-def _project(recipe: Recipe) -> str:
-    return "" if set(recipe.run.trackers) - {"tensorboard"} else "run.trackers names neither wandb nor mlflow"
-
-
-def _sources(recipe: Recipe) -> str:
-    return "" if recipe.reward.by_source else "reward.by_source names no source"
-
-
-def _samples(recipe: Recipe) -> str:
-    name = recipe.algorithm.name
-    return f"{name} learns from the data's answers" if learns_from_answers(name) else ""
-
-
-def _evaluation(recipe: Recipe) -> str:
-    return "" if recipe.data.eval or "eval" in recipe.data.model_fields_set else "data.eval names no set"
-
-
-def _top_p(recipe: Recipe) -> str:
-    temperatures = [recipe.evaluation.of(name).temperature for name in recipe.data.eval]
+    Where a switch is set to off explicitly (warm_start.steps, data.eval, checkpoint.every), no note is made about the
+    keys that it governs. Other checks tell of `algorithm` (rule_faults) and `evaluation.sets` (eval_faults).
+    """
+    name, data, warm, checkpoint = recipe.algorithm.name, recipe.data, recipe.warm_start, recipe.checkpoint
+    has_project = bool(set(recipe.run.trackers) - {"tensorboard"})
+    answers = f"{name} learns from the data's answers" if learns_from_answers(name) else ""
+    evaluation = "" if data.eval or "eval" in data.model_fields_set else "data.eval names no set"
+    temperatures = [recipe.evaluation.of(each).temperature for each in data.eval]
     is_greedy = temperatures and not any(temperatures)
-    return "at temperature 0 the most probable token is taken" if is_greedy else _evaluation(recipe)
-
-
-def _schedule(recipe: Recipe) -> str:
-    return "train.lr_schedule is constant" if recipe.train.lr_schedule == "constant" else ""
-
-
-def _reference(recipe: Recipe) -> str:
-    if has_reference(recipe.algorithm, recipe.reference.use):
-        return ""
-    return "reference.use is false and algorithm.kl_coefficient is 0"
-
-
-def _critic(recipe: Recipe) -> str:
-    return "" if has_critic(recipe.algorithm.name) else f"{recipe.algorithm.name} has no critic"
-
-
-def _critic_schedule(recipe: Recipe) -> str:
-    is_constant = (recipe.critic.lr_schedule or recipe.train.lr_schedule) == "constant"
-    return _critic(recipe) or ("the critic's lr_schedule is constant" if is_constant else "")
-
-
-def _reward_model(recipe: Recipe) -> str:
-    return "" if recipe.reward_model.path else "reward_model.path is not set"
-
-
-def _checkpoint(recipe: Recipe) -> str:
-    checkpoint = recipe.checkpoint
-    is_meant = checkpoint.every or "every" in checkpoint.model_fields_set
-    return "" if is_meant else "checkpoint.every is not set: a checkpoint is written on SIGUSR1 alone"
-
-
-def _always(recipe: Recipe) -> str:
-    return ""
-
-
-# Key or section -> why nothing reads it, or "". The longest entry that a key begins with counts. Where a switch is set
-# to off explicitly (warm_start.steps, data.eval, checkpoint.every), no note is made about the keys that it governs.
-USED_WHEN: Mapping[str, Callable[[Recipe], str]] = {
-    "run": _always,
-    "run.project": _project,
-    "model": _always,
-    "data": _always,
-    "algorithm": _always,  # rule_faults
-    "warm_start": _warm_start,
-    "warm_start.steps": _always,
-    "reward": _always,  # reward_faults
-    "reward.source": _sources,
-    "rollout": _always,
-    "rollout.temperature": _samples,
-    "rollout.top_p": _samples,
-    "evaluation": _evaluation,
-    "evaluation.top_p": _top_p,
-    "evaluation.sets": _always,  # eval_faults
-    "train": _always,
-    "train.lr_end": _schedule,
-    "reference.use": _always,
-    "reference.path": _reference,
-    "critic": _critic,
-    "critic.lr_end": _critic_schedule,
-    "reward_model": _reward_model,
-    "reward_model.path": _always,
-    "checkpoint": _checkpoint,
-    "checkpoint.every": _always,
-    "reshard": _always,
-    "placement": _always,
-}
+    critic = "" if has_critic(name) else f"{name} has no critic"
+    critic_schedule = recipe.critic.lr_schedule or recipe.train.lr_schedule
+    has_kl = has_reference(recipe.algorithm, recipe.reference.use)
+    saves = checkpoint.every or "every" in checkpoint.model_fields_set
+    return dict.fromkeys(Recipe.model_fields, "") | {
+        "run.project": "" if has_project else "run.trackers names neither wandb nor mlflow",
+        "warm_start": "" if warm.steps or "steps" in warm.model_fields_set else "warm_start.steps is not set",
+        "warm_start.steps": "",
+        "reward.source": "" if recipe.reward.by_source else "reward.by_source names no source",
+        "rollout.temperature": answers,
+        "rollout.top_p": answers,
+        "evaluation": evaluation,
+        "evaluation.top_p": "at temperature 0 the most probable token is taken" if is_greedy else evaluation,
+        "evaluation.sets": "",
+        "train.lr_end": "train.lr_schedule is constant" if recipe.train.lr_schedule == "constant" else "",
+        "reference.path": "" if has_kl else "reference.use is false and algorithm.kl_coefficient is 0",
+        "critic": critic,
+        "critic.lr_end": critic or ("the critic's lr_schedule is constant" if critic_schedule == "constant" else ""),
+        "reward_model": "" if recipe.reward_model.path else "reward_model.path is not set",
+        "reward_model.path": "",
+        "checkpoint": "" if saves else "checkpoint.every is not set: a checkpoint is written on SIGUSR1 alone",
+        "checkpoint.every": "",
+    }
 
 
 def advice(recipe: Recipe) -> list[str]:
-    """One sentence for each reason why keys are not read, and for each value that is hardly meant."""
+    """One sentence for each reason why keys are not read, and for each value that is probably a mistake."""
     keys_of: dict[str, list[str]] = {}
+    reasons = unread(recipe)
     for key in _given(recipe, ""):
-        reason = USED_WHEN[_entry(key)](recipe)
-        if reason:
-            keys_of.setdefault(reason, []).append(key)
-    unread = [
+        entry = key
+        while entry not in reasons:
+            entry = entry.rpartition(".")[0]
+        if reasons[entry]:
+            keys_of.setdefault(reasons[entry], []).append(key)
+    notes = [
         f"{' and '.join(sorted(keys))} {'is' if len(keys) == 1 else 'are'} set, and nothing reads "
         f"{'it' if len(keys) == 1 else 'them'}: {reason}"
         for reason, keys in keys_of.items()
     ]
-    return unread + list(_odd_values(recipe))
+    return notes + list(_odd_values(recipe))
 
 
 def _given(branch: Branch, prefix: str) -> Iterator[str]:
@@ -134,12 +80,6 @@ def _given(branch: Branch, prefix: str) -> Iterator[str]:
             yield from _given(value, f"{prefix}{name}.")
         elif value != default:
             yield f"{prefix}{name}"
-
-
-def _entry(key: str) -> str:
-    while key not in USED_WHEN:
-        key = key.rpartition(".")[0]
-    return key
 
 
 def _odd_values(recipe: Recipe) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Values that are valid each, and together ask for more than a process or machine has; files that keys name."""
+"""Values that are valid each, and together ask for more than a machine has; files that keys name; secrets."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from pathlib import Path
 
 from megarl.config import Recipe
 from megarl.config.hardware import load_hardware
+from megarl.tracking.secrets import secrets_in
 from megarl.types import UserFault, UserFaults
 
 Faults = list[UserFault]
 _MOST_SAMPLES = 2**24  # of a step: the controller holds a summary of each
 _LONGEST_FOLDER = 3500  # bytes of a path, of which Linux takes 4095
 _RANK_BYTES = 200_000_000  # the least memory of a training rank on CPU
+_NO_SECRET = "give the name of an environment variable instead, and let the function read that"
 
 
 def value_faults(recipe: Recipe, device: str) -> Faults:
@@ -85,3 +87,19 @@ def is_writable(folder: Path) -> bool:
             return True
     except OSError:
         return False
+
+
+def secret_faults(recipe: Recipe) -> Faults:
+    """Secrets in arguments that are passed through, found by the names of their keys, and passwords in URLs.
+
+    A run saves its recipe in its folder, for everybody who may read that folder.
+    """
+    free = [("reward.arguments", recipe.reward.arguments, _NO_SECRET)]
+    for source, judge in recipe.reward.by_source.items():
+        free.append((f"reward.by_source.{source}.arguments", judge.arguments, _NO_SECRET))
+    free.append(("rollout.engine.sglang", recipe.rollout.engine.sglang, "remove it from the recipe"))
+    return [
+        UserFault(place, f"{what}, and the run saves its recipe", mend)
+        for where, arguments, mend in free
+        for place, what in secrets_in(arguments, where)
+    ]

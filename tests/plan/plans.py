@@ -10,10 +10,14 @@ from typing import Any
 
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
+from megarl.parallel.hf_config import HfModel
+from megarl.parallel.layout import TrainLayout
 from megarl.parallel.roles import RoleName
+from megarl.parallel.sizes import ChunkSize
 from megarl.plan.fit import with_faults
 from megarl.plan.model_size import ModelSize
 from megarl.plan.phase_memory import MemoryPlan, plan_memory
+from megarl.types import ModelShape
 
 MANY = 10**6  # micro-batches: more than any pipeline has in flight
 
@@ -126,6 +130,19 @@ def recipe(folder: Path, model: str, gpus: int, *, engine: dict[str, Any] | None
             "train": {"lr": 1e-6, "tokens_per_micro_batch": 16384, **more},
         }
     )
+
+
+def size(
+    role: RoleName,
+    shape: ModelShape,
+    recipe: Recipe,
+    layout: TrainLayout,
+    first_slot: int,
+    stages: tuple[tuple[ChunkSize, ...], ...],
+) -> ModelSize:
+    """Of a role whose ranks hold these chunks."""
+    model = HfModel(recipe.model.path, shape)
+    return ModelSize(role, recipe, layout, first_slot, bool(shape.num_labels), model, stages)
 
 
 def count(

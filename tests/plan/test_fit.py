@@ -16,7 +16,7 @@ from megarl.parallel.hf_config import model_shape
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.roles import RoleName, train_layout
 from megarl.parallel.sizes import ChunkSize
-from megarl.plan.activations import activation_bytes, in_flight, kept_and_again, logits_bytes, row_of
+from megarl.plan.activations import activation_bytes, in_flight, kept_and_recomputed, logits_bytes, row_of
 from megarl.plan.engine_memory import settings_of, token_bytes, weight_bytes
 from megarl.plan.memory_parts import Parts
 from megarl.plan.model_size import ModelSize, model_sizes
@@ -47,14 +47,14 @@ def sizes_of(recipe: Recipe, chunk: ChunkSize = CHUNK, **roles: ModelSize) -> di
     """As if every rank held one such chunk for each virtual stage."""
     layout = train_layout(recipe)
     stages = ((chunk,) * layout.vpp,) * layout.pp
-    policy = ModelSize("policy", model_shape(recipe.model.path), recipe, layout, 0, True, stages)
+    policy = plans.size("policy", model_shape(recipe.model.path), recipe, layout, 0, stages)
     return {"policy": policy, **roles}  # type: ignore[dict-item]
 
 
 def beside(recipe: Recipe, role: RoleName, first: int, gpus: int) -> ModelSize:
     layout = TrainLayout(gpus, 1, 1, gpus)
     shape = replace(model_shape(recipe.model.path), num_labels=1)
-    return ModelSize(role, shape, recipe, layout, first, role == "critic", ((CHUNK,),))
+    return plans.size(role, shape, recipe, layout, first, ((CHUNK,),))
 
 
 @pytest.fixture
@@ -239,7 +239,7 @@ def test_recomputing_more_keeps_less(tmp_path: Path) -> None:
     made = plans.recipe(tmp_path, "deepseek-v3", 32, pp=1, ep=32)
     row, layers = row_of(sizes_of(made)["policy"]), [True, False, False, False]
     kept = [
-        kept_and_again(row, layers, options)[0]
+        kept_and_recomputed(row, layers, options)[0]
         for options in (
             {},
             {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
@@ -275,7 +275,7 @@ def test_more_tokens_never_take_less(tokens: int, more: int, pp: int, options: d
             train=RECIPE.train.model_copy(update={"tokens_per_micro_batch": count, "megatron": options}),
             model=RECIPE.model,
         )
-        size = ModelSize("policy", QWEN3, recipe, TrainLayout(8, 1, pp, 2), 0, True, ((CHUNK,),) * pp)
+        size = plans.size("policy", QWEN3, recipe, TrainLayout(8, 1, pp, 2), 0, ((CHUNK,),) * pp)
         kept = [activation_bytes(size, stage, plans.MANY) for stage in range(pp)]
         return [*kept, *(logits_bytes(size, stage) for stage in range(pp))]
 

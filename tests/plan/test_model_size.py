@@ -9,12 +9,14 @@ import pytest
 from megarl import device
 from megarl.config import Recipe
 from megarl.parallel.hf_config import model_shape
+from megarl.parallel.layout import TrainLayout
 from megarl.parallel.roles import resolve, train_layout
 from megarl.plan.model_size import ModelSize, model_sizes, sizes_of
 from megarl.resharding import megatron_map
-from megarl.types import UserFault
+from megarl.types import ModelShape, UserFault
 from tests.parallel import worlds
 from tests.plan import plans
+from tests.plan import recipes as planning
 
 # Totals of the published checkpoints' model.safetensors.index.json (total_size / 2 bytes; Qwen's model cards: 30.5 B,
 # 235 B), DeepSeek-V3's as of its report, arXiv 2412.19437: "671B total parameters with 37B activated", without the MTP
@@ -161,3 +163,13 @@ def test_what_megatron_cannot_build_is_the_users_fault(tmp_path: Path) -> None:
     file.write_text(json.dumps(plans.CONFIGS["tiny"] | {"hidden_act": "gelu"}), encoding="utf-8")
     with pytest.raises(UserFault, match="hidden_act"):
         model_sizes(made)
+
+
+def test_stages_are_runs_of_slots_with_their_layers(tmp_path: Path) -> None:
+    layout = TrainLayout(8, 2, 2, 2, vpp=2)
+    size = plans.size("policy", ModelShape(8, 64, 4, 4, 16, 300), planning.small(tmp_path), layout, 8, ())
+    found = size.pipeline_stages()
+    assert [(one.slots, one.layers) for one in found] == [
+        (range(8, 12), (0, 1, 4, 5)),
+        (range(12, 16), (2, 3, 6, 7)),
+    ]

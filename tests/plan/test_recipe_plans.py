@@ -14,10 +14,11 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.config.hardware import load_hardware
-from megarl.parallel.roles import Roles, resolve, train_layout
+from megarl.parallel.hf_config import HfModel
+from megarl.parallel.roles import Role, Roles, resolve, train_layout
 from megarl.plan import model_size, run_plan
 from megarl.plan.phase_memory import MemoryPlan
-from megarl.preflight.stand_ins import stand_ins
+from megarl.preflight.models import stand_ins
 from tests.config.test_recipes import CLUSTER, DEBUG, OVERLAYS, RECIPES, ROOT, kept, load, model_of
 from tests.plan import plans
 
@@ -38,7 +39,8 @@ TOO_FEW: dict[str, tuple[dict[str, int], list[str], str]] = {
 
 def kind_of(request: dict[str, Any]) -> Any:
     recipe = Recipe.model_validate_json(request["recipe"])
-    return model_size._kind(recipe, train_layout(recipe), request["scores"])
+    model = HfModel(recipe.model.path)
+    return model_size._kind(Role("policy", recipe, train_layout(recipe), 0, request["scores"], model))
 
 
 @pytest.fixture(scope="module", autouse=True)

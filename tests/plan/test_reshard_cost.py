@@ -13,7 +13,7 @@ from megarl.parallel.hf_config import model_shape
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.roles import resolve, train_layout
 from megarl.plan.reshard_cost import ReshardPlan, bound_s, expected_s, gather_bound_s, gathered_bytes, plan_reshard
-from megarl.preflight.stand_ins import stand_ins
+from megarl.preflight.models import stand_ins
 from megarl.resharding import fp8, megatron_map, sglang_map
 from megarl.resharding.shards import Part
 from megarl.resharding.traffic import Traffic, count_traffic

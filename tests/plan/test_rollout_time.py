@@ -10,7 +10,7 @@ import pytest
 from megarl.config.hardware import load_hardware
 from megarl.parallel.engine_layout import EngineLayout
 from megarl.plan.batch import Samples
-from megarl.plan.rollout_time import EngineSpeed, decode_s, engine_speed, rollout_time
+from megarl.plan.rollout_time import EngineSpeed, decode_s, rollout_time
 from megarl.types import ModelShape
 from tests.plan import recipes as planning
 
@@ -20,7 +20,7 @@ EXPERTS_BYTES = 10 * 64 * 3 * 1024 * 512 * 2
 
 
 def speed_of(layout: EngineLayout, kv_bytes: float = 0.0, shape: ModelShape = SHAPE) -> EngineSpeed:
-    return engine_speed(shape, layout, CARD, 8, "bfloat16", EXPERTS_BYTES / layout.tp + 1e8, kv_bytes)
+    return EngineSpeed(shape, layout, CARD, 8, "bfloat16", EXPERTS_BYTES / layout.tp + 1e8, kv_bytes)
 
 
 def test_one_sequence_reads_its_experts_alone() -> None:

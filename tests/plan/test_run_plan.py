@@ -16,19 +16,21 @@ from rich.console import Console
 from megarl import cli
 from megarl.config import Recipe
 from megarl.config.hardware import load_hardware
+from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.layout import TrainLayout
-from megarl.parallel.roles import resolve
-from megarl.plan import faults
-from megarl.plan.as_json import plan_json
+from megarl.parallel.roles import RoleName, resolve
+from megarl.plan import run_plan
+from megarl.plan.model_size import ModelSize
 from megarl.plan.picture import draw
-from megarl.plan.report import amount, show
-from megarl.plan.run_plan import RunPlan, make_plan
-from megarl.plan.slots import pipeline_stages
-from megarl.preflight.stand_ins import stand_ins
-from megarl.types import UserFault, UserFaults
+from megarl.plan.report import amount, plan_json, show, spans
+from megarl.plan.run_plan import RunPlan, make_plan, slot_map
+from megarl.preflight.models import stand_ins
+from megarl.types import ModelShape, UserFault, UserFaults
+from tests.plan import plans
 from tests.plan import recipes as planning
 
 CARD = load_hardware(planning.H800)
+SHAPE = ModelShape(8, 64, 4, 4, 16, 300)
 PARTS = [
     "weights", "grads", "optimizer", "activations", "logits", "engine_weights", "kv_cache", "reshard", "other", "total",
 ]  # fmt: skip
@@ -45,7 +47,7 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> RunPlan:
 
 
 def plan_faults(recipe: Recipe) -> list[UserFault]:
-    return faults.plan_faults(resolve(stand_ins(recipe)[0]))
+    return run_plan.plan_faults(resolve(stand_ins(recipe)[0]))
 
 
 def report_of(plan: RunPlan, width: int = 140) -> str:
@@ -57,10 +59,26 @@ def report_of(plan: RunPlan, width: int = 140) -> str:
 def test_a_small_plan_says_who_sits_where(small: RunPlan) -> None:
     policy = small.sizes["policy"]
     assert (list(small.sizes), policy.first_slot, policy.layout) == (["policy"], 0, TrainLayout(8, 2, 2, 2))
-    assert [stage.slots for stage in pipeline_stages(policy)] == [range(4), range(4, 8)]
+    assert [stage.slots for stage in policy.pipeline_stages()] == [range(4), range(4, 8)]
     assert small.num_nodes == 2 and small.fits and small.faults == []
     layer = 256 * (8 + 2 * 4) * 32 + 8 * 32 * 256 + 2 * 32 + 2 * 256 + 8 * 256 + 8 * 3 * 256 * 128
     assert policy.parameters == 4 * layer + 2 * 1024 * 256 + 256
+
+
+def test_every_slot_says_node_ranks_and_engine(tmp_path: Path) -> None:
+    recipe = planning.small(tmp_path, "placement.gpus=10", "placement.gpus_per_node=4")
+    policy, critic = TrainLayout(8, 2, 2, 2), TrainLayout(4, 2, 1, 2)
+    sizes: dict[RoleName, ModelSize] = {
+        "policy": plans.size("policy", SHAPE, recipe, policy, 0, ()),
+        "critic": plans.size("critic", SHAPE, recipe, critic, 6, ()),
+    }
+    slots = slot_map(recipe, sizes, EngineLayout(2, 3, 1, first=4))
+    assert [(one.slot, one.node, one.gpu) for one in slots[3:6]] == [(3, 0, 3), (4, 1, 0), (5, 1, 1)]
+    assert [sorted(one.ranks) for one in slots] == [["policy"]] * 6 + [["critic", "policy"]] * 2 + [["critic"]] * 2
+    assert slots[7].ranks["policy"] == policy.coords(7) and slots[7].ranks["critic"] == critic.coords(1)
+    assert [(one.engine, one.engine_rank) for one in slots[3:]] == [
+        (None, None), (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2),
+    ]  # fmt: skip
 
 
 def test_the_json_has_the_keys_that_are_promised(deepseek: RunPlan) -> None:
@@ -144,6 +162,11 @@ def test_a_picture_is_a_png_of_the_size_that_the_map_needs(small: RunPlan, deeps
         assert len({tuple(pixel) for pixel in pixels[::7, ::7, :3].reshape(-1, 3).tolist()}) > 10
 
 
+def test_numbers_are_told_as_runs() -> None:
+    assert spans((0, 1, 4, 5, 7)) == "0-1, 4-5, 7"
+    assert spans(range(3, 4)) == "3" and spans(()) == "none"
+
+
 def test_numbers_are_told_with_three_digits() -> None:
     assert [amount(value) for value in (1339.4, 42.09, 3.008, 0.3051, 0, 1e-5, 12345678)] == [
         "1,339", "42.1", "3.01", "0.305", "0", "1.0e-05", "12,345,678",
@@ -190,7 +213,7 @@ def test_a_checkpoint_that_is_there_is_read_before_the_config_alone(tmp_path: Pa
     assert stand_ins(here)[0].model.path == str(other)
 
 
-def run_plan(*arguments: str | Path) -> int:
+def run_command(*arguments: str | Path) -> int:
     """The command's exit code."""
     with pytest.raises(SystemExit) as ended:
         cli.app(["plan", *map(str, arguments)], standalone_mode=False)
@@ -205,7 +228,7 @@ def test_the_command_prints_the_plan_and_what_does_not_fit_with_code_2(
     recipe, tiny, picture = tmp_path / "recipe.yaml", tmp_path / "tiny.yaml", tmp_path / "plan.png"
     recipe.write_text(planning.small(tmp_path).dump_yaml())
     tiny.write_text(planning.H800.read_text().replace("84_930_000_000", "3_000_000_000"))
-    assert run_plan(recipe, "--hardware", tiny, "--json", "--picture", picture) == 2
+    assert run_command(recipe, "--hardware", tiny, "--json", "--picture", picture) == 2
     said = capsys.readouterr()
     content: dict[str, Any] = json.loads(said.out)
     assert content["fits"] is False and content["hardware"]["memory_bytes"] == 3_000_000_000
@@ -218,5 +241,5 @@ def test_the_command_prints_the_plan_and_what_does_not_fit_with_code_2(
 def test_without_hardware_nothing_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(planning.small(tmp_path, "placement.hardware=null").dump_yaml())
-    assert run_plan(recipe) == 2
+    assert run_command(recipe) == 2
     assert "placement.hardware: no hardware is named" in capsys.readouterr().err

@@ -22,7 +22,7 @@ SHAPE = ModelShape(10, 1024, 16, 4, 64, 32000, num_experts=64, experts_per_token
 SAMPLES = Samples(2, 2, 8, 8, 50, 400, np.full(8, 50))
 LAYOUT = TrainLayout(16, tp=2, pp=2, ep=4)
 MODEL = ComputingModel(
-    SHAPE, LAYOUT, Share(2, 4, 1, 100, 400, 4, 4, 0.25, 0.8), False, False, True, 2e9, 4e9, 3e9
+    SHAPE, LAYOUT, Share(2, 4, 1, 100, 400, 4, 4, 0.25, 0.8), False, False, True, 2e9, 4e9, 3e9, 10**9
 )  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def test_an_optimizer_on_the_host_crosses_pcie_and_is_not_moved() -> None:
 
 def test_a_checkpoint_costs_its_step_the_copies_or_the_files_too(tmp_path: Path) -> None:
     def seconds(*keys: str) -> float:
-        return step_time.save_s(planning.small(tmp_path, *keys), MODEL, CARD, 2, 10**9)
+        return step_time.save_s(planning.small(tmp_path, *keys), MODEL, CARD, 2)
 
     assert seconds() == 0
     assert seconds("checkpoint.every=10") == pytest.approx(5e9 / 50e9 / 10)

@@ -12,8 +12,8 @@ from megarl.config import Recipe
 from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.roles import Role, Roles, resolve
+from megarl.preflight.data import budget_faults
 from megarl.preflight.layout import node_faults, slot_faults
-from megarl.preflight.lengths import budget_faults
 from tests.parallel.worlds import recipe
 
 

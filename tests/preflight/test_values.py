@@ -10,7 +10,7 @@ import pytest
 from megarl.config import Recipe
 from megarl.config.fields import Branch
 from megarl.config.loading import load_recipe
-from megarl.preflight.stop_tokens import eos_faults
+from megarl.preflight.models import eos_faults
 from megarl.preflight.values import value_faults
 from megarl.types import UserFaults
 from tests.parallel import checkpoints

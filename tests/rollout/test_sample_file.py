@@ -14,7 +14,7 @@ from megarl.config import Recipe
 from megarl.config.loading import load_recipe
 from megarl.parallel.hf_config import HfModel
 from megarl.parallel.roles import Roles, resolve
-from megarl.preflight.samples import sample_faults
+from megarl.preflight.data import sample_faults
 from megarl.rollout.episodes import summary
 from megarl.rollout.sample_file import SampleFile, open_samples, writing
 from megarl.types import ModelShape, Prompt, Sample, SampleGroup, UserFault
