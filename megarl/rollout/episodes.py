@@ -14,7 +14,7 @@ import numpy as np
 from megarl.config import Recipe, RewardConfig
 from megarl.config.hardware import communicator_bytes
 from megarl.rollout.concurrency import most_sequences
-from megarl.rollout.rewards import MEND, WHERE, Failure, Verdict, told
+from megarl.rollout.rewards import MEND, WHERE, Failure, Verdict, describe_failure
 from megarl.rollout.sglang.arguments import EngineSettings, NodeSpan, Sampling
 from megarl.rollout.sglang.deterministic import generator_seed
 from megarl.rollout.sglang.engine import Engine, Schedulers
@@ -138,7 +138,7 @@ def scored(
     """The group of samples with their verdicts; reward.on_failure decides about failed ones. Raises as `sample`."""
     pairs = list(zip(samples, verdicts, strict=True))
     failed = [(sample, verdict) for sample, verdict in pairs if isinstance(verdict, Failure)]
-    failures = tuple(told(failure, sample.text, prompt.answer) for sample, failure in failed)
+    failures = tuple(describe_failure(failure, sample.text, prompt.answer) for sample, failure in failed)
     if reward.on_failure == "penalise":
         penalty = Verdict(reward.penalty, False)
         pairs = [(sample, penalty if isinstance(verdict, Failure) else verdict) for sample, verdict in pairs]

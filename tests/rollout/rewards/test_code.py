@@ -254,7 +254,7 @@ def find(word, begins):
 @pytest.mark.parametrize(
     ("tests", "problem"),
     [
-        ("{", "no JSON"),
+        ("{", "not JSON"),
         (7, "neither inputs and outputs"),
         ({}, "neither inputs and outputs"),
         ([], "0 inputs and 0 outputs"),
@@ -262,7 +262,7 @@ def find(word, begins):
         ([{"input": "1"}], "no 'output'"),
         ([{"input": "1", "output": "1", "testtype": "functional"}], "without its fn_name"),
         (["import math"], "no assertion"),
-        (["assert ("], "no Python"),
+        (["assert ("], "not Python"),
     ],
 )
 def test_tests_that_cannot_be_read_are_no_verdict(tests: Any, problem: str) -> None:
@@ -273,9 +273,9 @@ def test_tests_that_cannot_be_read_are_no_verdict(tests: Any, problem: str) -> N
 
 
 def test_a_sandbox_that_does_not_come_to_the_tests_is_no_verdict() -> None:
-    with pytest.raises(RuntimeError, match="did not come to the tests"):
+    with pytest.raises(RuntimeError, match="did not start the tests"):
         judged(ADD, ADDS, memory_mb=4)
-    with pytest.raises(RuntimeError, match="did not come to the tests"):
+    with pytest.raises(RuntimeError, match="did not start the tests"):
         judged(ADD, ADDS, total_s=0.0)
 
 
