@@ -9,8 +9,7 @@ from megarl.config import Recipe
 from megarl.config.data import DataConfig, DataFileConfig
 from megarl.rollout.mixing import MixedStream
 from megarl.rollout.prompts import PromptFile, PromptSource, PromptStream, load_prompts
-from megarl.rollout.token_cache import TokenCache
-from megarl.rollout.tokens import ProgressBar, Tokens, cached_tokens, tokenise
+from megarl.rollout.tokens import ProgressBar, TokenCache, Tokens, cached_tokens, tokenise
 from megarl.types import Metrics, Prompt, UserFault, UserFaults
 
 

@@ -9,7 +9,7 @@ from megarl.algos import learns_from_answers
 from megarl.parallel.roles import Role, Roles
 from megarl.preflight.data import tokens_of_answers
 from megarl.rollout.prompts import vocabulary_faults
-from megarl.rollout.token_cache import TokenCache
+from megarl.rollout.tokens import TokenCache
 from megarl.tracking.progress import progress_bar
 from megarl.types import Prompt, UserFault
 
