@@ -13,9 +13,8 @@ import numpy as np
 
 from megarl.config import Recipe, RewardConfig
 from megarl.config.hardware import communicator_bytes
-from megarl.rollout.concurrency import most_sequences
 from megarl.rollout.rewards import MEND, WHERE, Failure, Verdict, describe_failure
-from megarl.rollout.sglang.arguments import EngineSettings, NodeSpan, Sampling
+from megarl.rollout.sglang.arguments import EngineSettings, NodeSpan, Sampling, most_sequences
 from megarl.rollout.sglang.deterministic import generator_seed
 from megarl.rollout.sglang.engine import Engine, Schedulers
 from megarl.rollout.verdicts.scorers import Scorers
@@ -113,18 +112,11 @@ class RolloutWorker:
         self._engine.shutdown()
 
 
-class EnginePart:
+class EnginePart(Schedulers):
     """The schedulers of an engine on a node other than its first, where the RolloutWorker runs."""
 
     def __init__(self, recipe: Recipe, index: int, span: NodeSpan) -> None:
-        self._schedulers = Schedulers(engine_settings(recipe, index, span))
-
-    async def fail(self) -> None:
-        """Raises EngineFault when a scheduler has died; does not return."""
-        await self._schedulers.fail()
-
-    def shutdown(self) -> None:
-        self._schedulers.shutdown()
+        super().__init__(engine_settings(recipe, index, span))
 
 
 def scored(
