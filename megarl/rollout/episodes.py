@@ -134,18 +134,18 @@ def scored(
     if reward.on_failure == "penalise":
         penalty = Verdict(reward.penalty, False)
         pairs = [(sample, penalty if isinstance(verdict, Failure) else verdict) for sample, verdict in pairs]
-    judged = [(sample, verdict) for sample, verdict in pairs if isinstance(verdict, Verdict)]
-    num_dropped = len(samples) - len(judged)
-    is_lost = not may_lose_all and all(sample.is_baseline for sample, _ in judged)
+    kept = [(sample, verdict) for sample, verdict in pairs if isinstance(verdict, Verdict)]
+    num_dropped = len(samples) - len(kept)
+    is_lost = not may_lose_all and all(sample.is_baseline for sample, _ in kept)
     if num_dropped and (reward.on_failure == "stop" or is_lost):
         many = "" if reward.on_failure == "stop" else ", as did all of the group"
         raise UserFault(WHERE, f"{prompt.id}: {failures[0]}{many}", f"{MEND}, or see reward.on_failure")
     group = SampleGroup(
         prompt=prompt,
-        samples=tuple(sample for sample, _ in judged),
-        rewards_G=np.asarray([verdict.reward for _, verdict in judged], dtype=np.float32),
-        correct_G=np.asarray([verdict.correct for _, verdict in judged], dtype=np.bool_),
-        said=tuple(sample.text.strip() if verdict.answer is None else verdict.answer for sample, verdict in judged),
+        samples=tuple(sample for sample, _ in kept),
+        rewards_G=np.asarray([verdict.reward for _, verdict in kept], dtype=np.float32),
+        correct_G=np.asarray([verdict.correct for _, verdict in kept], dtype=np.bool_),
+        said=tuple(sample.text.strip() if verdict.answer is None else verdict.answer for sample, verdict in kept),
     )
     return replace(summary(group), failures=failures, num_dropped=num_dropped), group
 

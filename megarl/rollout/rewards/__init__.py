@@ -68,7 +68,7 @@ def load_reward(path: str, arguments: Mapping[str, Any], where: str = WHERE) -> 
     except TypeError as error:
         call = ", ".join(["response", "answer", "row", *(f"{key}=..." for key in arguments)])
         key = f"{where.rpartition('.')[0]}.arguments"
-        mend = f"make {key} those that it takes, after response, answer and row"
+        mend = f"write into {key} what it takes after response, answer and row"
         raise UserFault(where, f"{path} cannot be called with ({call}): {error}", mend) from None
     except ValueError:  # a function that is written in C may have no signature
         pass

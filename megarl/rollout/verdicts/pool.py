@@ -99,7 +99,7 @@ class Pool:
                 return
             case _:
                 problem = f"{self._spec.function} {_GARBAGE} while it was imported"
-                self._fail(UserFault(self._spec.where, problem, "leave files alone that it did not open"))
+                self._fail(UserFault(self._spec.where, problem, "let it write only to files that it opened itself"))
                 return
         self._failed_starts = 0
         if all(one.is_ready for one in self._workers) and not self._ready.done():

@@ -1,8 +1,8 @@
 """The process that computes verdicts: `python -m megarl.rollout.verdicts.worker`, started by `pool`.
 
-It speaks JSON lines on the socket that is its standard input and output. Input: first an object, the fields of a
-`RewardSpec`; then `[answer, row]`, which holds for all responses that follow, and `[number, response]` for each of
-them. Output: first `[is_async]`, or the fault `[where, problem, mend]`; then for each response
+It reads and writes JSON lines on the socket that is its standard input and output. Input: first an object, the fields
+of a `RewardSpec`; then `[answer, row]`, which holds for all responses that follow, and `[number, response]` for each
+response. Output: first `[is_async]`, or the fault `[where, problem, mend]`; then for each response
 `[number, reward, correct, answer]`, or `[number, words, is_last]` where there is no verdict. is_last: the process can
 compute no other verdict.
 """

@@ -51,7 +51,7 @@ def test_arguments_that_it_does_not_take_are_named() -> None:
     with pytest.raises(UserFault, match="unexpected keyword argument 'wrng'") as caught:
         load_reward("megarl.rollout.rewards.math:score", {"wrng": -1.0}, "reward.by_source.gsm8k.function")
     assert caught.value.where == "reward.by_source.gsm8k.function"
-    assert "make reward.by_source.gsm8k.arguments those that it takes" in caught.value.mend
+    assert "write into reward.by_source.gsm8k.arguments what it takes" in caught.value.mend
 
 
 def test_the_shipped_reward_is_found() -> None:
