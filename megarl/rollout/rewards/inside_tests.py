@@ -153,10 +153,10 @@ def main() -> None:
             become_program(stdin, stdout, token_read, value)
             run_test(code, job["setup"], test, token_read, value)
             return
-        os.close(token_read)
         os.close(stdin)
         token = os.urandom(16).hex()  # made after the fork, so that it is not in the memory of the program's process
         os.write(token_write, token.encode())
+        os.close(token_read)  # not before: the child may have ended, and a pipe without a reader cannot be written
         status = await_child(pid, job["wall_s"])
         os.close(token_write)
         answer = read_from_start(value, job["output_bytes"])
