@@ -72,7 +72,11 @@ def export_hf(job: Export, params: Mapping[str, torch.Tensor], store: Store) -> 
     try:
         verify_params(megatron_map.shards(job.shape, job.layout, job.rank, job.transformer_engine), params)
         if job.rank == 0:
-            _begin(folder, unfinished)
+            if folder.exists():
+                raise UserFault(str(folder), "exists already", "name another folder or remove it")
+            if unfinished.exists():
+                shutil.rmtree(unfinished)  # left by an export that was interrupted
+            unfinished.mkdir(parents=True)
         agreement.reach("begin", {}, lambda votes: {})
         group = make_group(PrefixStore("group", store), job.rank, job.layout.world_size, job.timeout_s)
         for wave, stage in enumerate(waves):
@@ -125,14 +129,6 @@ def _single_tensors(shape: ModelShape) -> Iterator[tuple[Shard, Shard]]:
 def file_name(index: int, num_files: int) -> str:
     """Hugging Face's name of file `index` of a sharded checkpoint."""
     return "model.safetensors" if num_files == 1 else f"model-{index + 1:05d}-of-{num_files:05d}.safetensors"
-
-
-def _begin(folder: Path, unfinished: Path) -> None:
-    if folder.exists():
-        raise UserFault(str(folder), "exists already", "name another folder or remove it")
-    if unfinished.exists():
-        shutil.rmtree(unfinished)  # left by an export that was interrupted
-    unfinished.mkdir(parents=True)
 
 
 def _write_wave(

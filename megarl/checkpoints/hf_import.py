@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megarl.parallel.hf_config import read_json
-from megarl.resharding.shards import STACK, VOCAB_TENSORS, Box, Shard, verify_params, views
+from megarl.resharding.shards import STACK, VOCAB_TENSORS, Shard, verify_params, views
 from megarl.resharding.tensors import SCORE, hf_tensors, mtp_prefix
 from megarl.types import ModelShape, UserFault
 
@@ -141,14 +141,8 @@ def load_hf(path: str | Path, shards: Sequence[Shard], params: Mapping[str, torc
 def _fill(slices: _Slices, shard: Shard, params: Mapping[str, torch.Tensor]) -> None:
     """Copy a shard item by item, because the files hold each item as a tensor of its own."""
     planes = [plane for view in views(params, shard.param, shard.at, shard.size) for plane in view]
+    _, (row, row_end), (col, col_end) = shard.box
     for item, plane in zip(range(*shard.items), planes, strict=True):
-        name = shard.name.format(item) if STACK in shard.name else shard.name
-        plane.copy_(_read(slices, name, shard.box))
-
-
-def _read(slices: _Slices, name: str, box: Box) -> torch.Tensor:
-    tensor = slices.get(name)
-    _, (row, row_end), (col, col_end) = box
-    if len(tensor.get_shape()) == 1:
-        return tensor[row:row_end].unsqueeze(1)
-    return tensor[row:row_end, col:col_end]
+        tensor = slices.get(shard.name.format(item) if STACK in shard.name else shard.name)
+        is_vector = len(tensor.get_shape()) == 1
+        plane.copy_(tensor[row:row_end].unsqueeze(1) if is_vector else tensor[row:row_end, col:col_end])

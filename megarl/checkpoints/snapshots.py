@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 MANIFEST, RUN = "manifest.json", "run.json"
-_CHUNK_BYTES = 8 * 2**20
 _NAME = re.compile(r"step-(\d{6,})")
 _PARTIAL = ".partial-"
 _FORMAT = 1
@@ -44,12 +43,9 @@ class Snapshot:
 
 def digest(file: Path) -> Digest:
     """The digest of a whole file. Raises OSError."""
-    sha, num_bytes = hashlib.sha256(), 0
     with file.open("rb") as stream:
-        while chunk := stream.read(_CHUNK_BYTES):
-            sha.update(chunk)
-            num_bytes += len(chunk)
-    return Digest(num_bytes, sha.hexdigest())
+        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+        return Digest(stream.tell(), sha256)
 
 
 def digests(folder: Path, names: Iterable[str]) -> dict[str, Digest]:
@@ -70,7 +66,7 @@ class Snapshots:
         self.folder.mkdir(exist_ok=True)  # without parents: the run's folder is not made again if somebody removed it
         for left in self._partials():
             self._say(f"checkpoint {left} was never completed and is removed")
-        self._remove_partials()
+            shutil.rmtree(left)
         partial = self.folder / f".step-{step:06d}{_PARTIAL}{secrets.token_hex(4)}"
         partial.mkdir()
         return partial
@@ -81,19 +77,21 @@ class Snapshots:
         run: the controller's state. known: digests that the ranks computed of their own files. An existing checkpoint
         of the same step is replaced.
         """
-        _write(partial / RUN, json.dumps(run))
+        (partial / RUN).write_text(json.dumps(run), encoding="utf-8")
         names = [name for name in _files(partial) if name not in known]
         found = {**known, **digests(partial, names)}
         manifest = {"format": _FORMAT, "files": {name: asdict(found[name]) for name in sorted(found)}}
-        _write(partial / MANIFEST, json.dumps(manifest, indent=1))
-        for path in {partial / name for name in found} | {(partial / name).parent for name in found} | {partial}:
+        (partial / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        files = {partial / name for name in (*found, MANIFEST)}
+        for path in files | {file.parent for file in files}:
             _sync(path)
         final = self.folder / partial.name[1:].partition(_PARTIAL)[0]
         if final.exists():  # keep it under a hidden name until the new one is in its place
             final.rename(self.folder / f".{final.name}{_PARTIAL}{secrets.token_hex(4)}")
         partial.rename(final)
         _sync(self.folder)
-        self._remove_partials()
+        for left in self._partials():
+            shutil.rmtree(left)
         folders = self._complete()
         later = folders[: folders.index(final)]  # of steps after the one that the run resumed from
         for old in [*later, *folders[len(later) + keep :]]:
@@ -126,10 +124,6 @@ class Snapshots:
 
     def _partials(self) -> list[Path]:
         return [path for path in self.folder.iterdir() if _PARTIAL in path.name]
-
-    def _remove_partials(self) -> None:
-        for partial in self._partials():
-            shutil.rmtree(partial)
 
 
 def visible_folder(folder: Path) -> Path:
@@ -166,13 +160,6 @@ def _fault(folder: Path) -> str | None:
             return f"{name} has {size} bytes, {expected.num_bytes} were written"
     wrong = [name for name, found in digests(folder, wanted).items() if found != wanted[name]]
     return f"{wrong[0]} has other bytes than were written" if wrong else None
-
-
-def _write(file: Path, text: str) -> None:
-    with file.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
 
 
 def _sync(path: Path) -> None:

@@ -15,7 +15,7 @@ from megarl.config.hardware import Hardware
 from megarl.parallel.engine_layout import EngineLayout
 from megarl.resharding import sglang_map
 from megarl.resharding.routes import item_bytes
-from megarl.rollout.concurrency import step_sequences
+from megarl.rollout.sglang.arguments import step_sequences
 from megarl.types import ModelShape
 
 MIB = 1 << 20

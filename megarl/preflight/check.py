@@ -27,7 +27,7 @@ from megarl.preflight.values import is_writable, secret_faults, value_faults
 from megarl.rollout.prompts import PromptStream, load_tokenizer
 from megarl.rollout.sample_file import SampleFile, open_samples
 from megarl.rollout.sglang.arguments import latent_cache_faults, sglang_faults
-from megarl.rollout.token_cache import TokenCache
+from megarl.rollout.tokens import TokenCache
 from megarl.types import Metrics, Prompt, UserFault, UserFaults
 
 Faults = list[UserFault]

@@ -13,8 +13,7 @@ from megarl.parallel.roles import Role, Roles
 from megarl.rollout.mixing import MixedStream
 from megarl.rollout.prompts import PromptFile, PromptSource, PromptStream, load_prompts, vocabulary_faults
 from megarl.rollout.sample_file import SampleFile
-from megarl.rollout.token_cache import TokenCache
-from megarl.rollout.tokens import Tokens, cached_tokens, tokenise
+from megarl.rollout.tokens import TokenCache, Tokens, cached_tokens, tokenise
 from megarl.tracking.progress import progress_bar
 from megarl.types import Metrics, ModelShape, Prompt, SampleGroup, UserFault, UserFaults
 

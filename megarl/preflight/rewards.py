@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megarl.config import Recipe, RewardConfig
-from megarl.rollout.rewards import MEND, WHERE, Failure, told
+from megarl.rollout.rewards import MEND, WHERE, Failure, describe_failure
 from megarl.rollout.sandbox.http_service import url_faults
 from megarl.rollout.sandbox.sandbox import sandbox_faults
-from megarl.rollout.verdicts.process import Order
-from megarl.rollout.verdicts.scorers import DEFAULT, Scorers, orders, source_of
+from megarl.rollout.verdicts.process import RewardSpec
+from megarl.rollout.verdicts.scorers import DEFAULT, Scorers, reward_specs, source_of
 from megarl.types import Prompt, UserFault
 
 _CODE = "megarl.rollout.rewards.code:score"
@@ -25,7 +25,7 @@ def reward_faults(recipe: Recipe, prompts: Sequence[Prompt]) -> list[UserFault]:
     """
     reward = recipe.reward
     faults = _key_faults(reward) + _source_faults(reward, prompts)
-    for source in orders(reward, recipe.run.timeout_s):
+    for source in reward_specs(reward, recipe.run.timeout_s):
         first = next((prompt for prompt in prompts if source_of(reward, prompt.row) == source), None)
         faults += _function_faults(_only(reward, source), recipe.run.timeout_s, first)
     return faults
@@ -66,19 +66,19 @@ def _only(reward: RewardConfig, source: str) -> RewardConfig:
     return reward.model_copy(update={"function": None, "by_source": own, "workers": 1})
 
 
-def _own_faults(order: Order) -> list[UserFault]:
+def _own_faults(spec: RewardSpec) -> list[UserFault]:
     """Faults of megarl's own functions that start programs or call services, which have their own time limits."""
-    given, faults = order.arguments, []
-    if order.function == _CODE:
+    given, faults = spec.arguments, []
+    if spec.function == _CODE:
         url = given.get("url")
         faults = url_faults(url) if url else sandbox_faults(unsafe=given.get("unsafe", False))
-        faults = [UserFault(order.where, fault.problem, fault.mend) for fault in faults]
-    if order.function not in _BOUNDS:
+        faults = [UserFault(spec.where, fault.problem, fault.mend) for fault in faults]
+    if spec.function not in _BOUNDS:
         return faults
-    key, usual_s = _BOUNDS[order.function]
+    key, usual_s = _BOUNDS[spec.function]
     needed_s = given.get(key, usual_s)
-    if isinstance(needed_s, int | float) and needed_s + _SPARE_S > order.timeout_s:
-        problem = f"{order.timeout_s:g} is too little beside the {needed_s:g} s that {key} gives {order.function}"
+    if isinstance(needed_s, int | float) and needed_s + _SPARE_S > spec.timeout_s:
+        problem = f"{spec.timeout_s:g} is too little beside the {needed_s:g} s that {key} gives {spec.function}"
         mend = f"set it to {needed_s + _SPARE_S:g}, or {key} in its arguments lower"
         faults.append(UserFault("reward.timeout_s", problem, mend))
     return faults
@@ -98,11 +98,11 @@ def _function_faults(reward: RewardConfig, start_s: float, first: Prompt | None)
         return [fault]
     finally:
         judges.shutdown()
-    (order,) = orders(reward, start_s).values()
-    own = _own_faults(order)
+    (spec,) = reward_specs(reward, start_s).values()
+    own = _own_faults(spec)
     if own:
         return own
     for verdict, response in zip(found, responses, strict=True):
         if isinstance(verdict, Failure):
-            return [UserFault(order.where, told(verdict, response, answer), MEND)]
+            return [UserFault(spec.where, describe_failure(verdict, response, answer), MEND)]
     return []

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.printable import first_line
+from megarl.rollout.rewards import short
 from megarl.types import UserFault, UserFaults
 
 DataRow = tuple[str, Mapping[str, Any]]  # (`file:line`, or `file row N` from 0 of a parquet file; the columns)
@@ -88,7 +89,7 @@ def answer_of(value: Any, name: str) -> str:
     """The value of the answer's column `name` as text. Raises BadRow where it is empty or no text or number."""
     is_missing = value is None or value != value or isinstance(value, list | dict | bytes)  # NaN differs from itself
     if is_missing or str(value) == "":
-        raise BadRow(f"{name!r} is {short(value)}", f"write a text or a number into {name!r} of every row")
+        raise BadRow(f"{name!r} is {short(value, 60)}", f"write a text or a number into {name!r} of every row")
     return str(value)
 
 
@@ -108,12 +109,6 @@ def answered_rows(path: str, where: str, answer_column: str, most: int) -> list[
 
 def no_rows_fault(path: str, where: str) -> UserFault:
     return UserFault(where, f"{path} has no rows", "name a file with at least one")
-
-
-def short(value: Any) -> str:
-    """A value of a row as one short line."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _read_jsonl(source: Path, bad: RowFaults) -> Iterator[DataRow]:

@@ -13,9 +13,8 @@ import numpy as np
 
 from megarl.config import Recipe, RewardConfig
 from megarl.config.hardware import communicator_bytes
-from megarl.rollout.concurrency import most_sequences
-from megarl.rollout.rewards import MEND, WHERE, Failure, Verdict, told
-from megarl.rollout.sglang.arguments import EngineSettings, NodeSpan, Sampling
+from megarl.rollout.rewards import MEND, WHERE, Failure, Verdict, describe_failure
+from megarl.rollout.sglang.arguments import EngineSettings, NodeSpan, Sampling, most_sequences
 from megarl.rollout.sglang.deterministic import generator_seed
 from megarl.rollout.sglang.engine import Engine, Schedulers
 from megarl.rollout.verdicts.scorers import Scorers
@@ -113,18 +112,11 @@ class RolloutWorker:
         self._engine.shutdown()
 
 
-class EnginePart:
+class EnginePart(Schedulers):
     """The schedulers of an engine on a node other than its first, where the RolloutWorker runs."""
 
     def __init__(self, recipe: Recipe, index: int, span: NodeSpan) -> None:
-        self._schedulers = Schedulers(engine_settings(recipe, index, span))
-
-    async def fail(self) -> None:
-        """Raises EngineFault when a scheduler has died; does not return."""
-        await self._schedulers.fail()
-
-    def shutdown(self) -> None:
-        self._schedulers.shutdown()
+        super().__init__(engine_settings(recipe, index, span))
 
 
 def scored(
@@ -138,22 +130,22 @@ def scored(
     """The group of samples with their verdicts; reward.on_failure decides about failed ones. Raises as `sample`."""
     pairs = list(zip(samples, verdicts, strict=True))
     failed = [(sample, verdict) for sample, verdict in pairs if isinstance(verdict, Failure)]
-    failures = tuple(told(failure, sample.text, prompt.answer) for sample, failure in failed)
+    failures = tuple(describe_failure(failure, sample.text, prompt.answer) for sample, failure in failed)
     if reward.on_failure == "penalise":
         penalty = Verdict(reward.penalty, False)
         pairs = [(sample, penalty if isinstance(verdict, Failure) else verdict) for sample, verdict in pairs]
-    judged = [(sample, verdict) for sample, verdict in pairs if isinstance(verdict, Verdict)]
-    num_dropped = len(samples) - len(judged)
-    is_lost = not may_lose_all and all(sample.is_baseline for sample, _ in judged)
+    kept = [(sample, verdict) for sample, verdict in pairs if isinstance(verdict, Verdict)]
+    num_dropped = len(samples) - len(kept)
+    is_lost = not may_lose_all and all(sample.is_baseline for sample, _ in kept)
     if num_dropped and (reward.on_failure == "stop" or is_lost):
         many = "" if reward.on_failure == "stop" else ", as did all of the group"
         raise UserFault(WHERE, f"{prompt.id}: {failures[0]}{many}", f"{MEND}, or see reward.on_failure")
     group = SampleGroup(
         prompt=prompt,
-        samples=tuple(sample for sample, _ in judged),
-        rewards_G=np.asarray([verdict.reward for _, verdict in judged], dtype=np.float32),
-        correct_G=np.asarray([verdict.correct for _, verdict in judged], dtype=np.bool_),
-        said=tuple(sample.text.strip() if verdict.answer is None else verdict.answer for sample, verdict in judged),
+        samples=tuple(sample for sample, _ in kept),
+        rewards_G=np.asarray([verdict.reward for _, verdict in kept], dtype=np.float32),
+        correct_G=np.asarray([verdict.correct for _, verdict in kept], dtype=np.bool_),
+        said=tuple(sample.text.strip() if verdict.answer is None else verdict.answer for sample, verdict in kept),
     )
     return replace(summary(group), failures=failures, num_dropped=num_dropped), group
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from megarl.printable import first_line
-from megarl.rollout.data_files import BadRow, RowFaults, answer_of, column, no_rows_fault, read_rows, short
-from megarl.rollout.template_check import template_fault
-from megarl.rollout.token_cache import TokenCache
-from megarl.rollout.tokens import ProgressBar, Tokens, cached_tokens, no_bar, tokenise
+from megarl.rollout.data_files import BadRow, RowFaults, answer_of, column, no_rows_fault, read_rows
+from megarl.rollout.rewards import short
+from megarl.rollout.template_check import chat_messages, template_fault
+from megarl.rollout.tokens import ProgressBar, TokenCache, Tokens, cached_tokens, no_bar, tokenise
 from megarl.types import Prompt, UserFault, UserFaults, WhenOverlong
 
 OWN_TOKENIZER = "give model.path the tokenizer that its weights were trained with"
@@ -103,7 +103,7 @@ def load_prompts(
     title = f"{source.where}: tokenising {len(rows):,} prompts"
 
     def make() -> Tokens | None:
-        if unbounded := template_fault(tokenizer, [(row.place, row.messages) for row in rows]):
+        if unbounded := template_fault(tokenizer, [(row.id, row.messages) for row in rows]):
             raise UserFaults([*bad.faults(), unbounded])
         with bar(title, len(rows)) as done:
             texts = _texts(tokenizer, rows, bad)
@@ -116,10 +116,7 @@ def load_prompts(
         raise UserFaults(faults)
     if not rows and not faults:
         raise UserFaults([no_rows_fault(source.path, source.where)])
-    prompts = [
-        Prompt(row.place, tokens.texts[number], tokens.of(number), row.answer, row.columns, row.messages)
-        for number, row in enumerate(rows)
-    ]
+    prompts = [replace(row, text=tokens.texts[number], token_ids=tokens.of(number)) for number, row in enumerate(rows)]
     empty = next((prompt.id for prompt in prompts if not prompt.token_ids), None)
     if empty:
         mend = "write a prompt of at least one token, or mend the chat template"
@@ -159,18 +156,8 @@ def _overlong_fault(source: PromptSource, prompts: Sequence[Prompt], num_kept: i
     return UserFault(source.where, f"{problem} with {len(longest.token_ids)} tokens", mend)
 
 
-@dataclass(frozen=True)
-class _Row:
-    """A row of the file, before the template is applied."""
-
-    place: str
-    columns: Mapping[str, Any]
-    messages: Any
-    answer: str
-
-
-def _rows(source: PromptSource, has_template: bool, bad: RowFaults) -> Iterator[_Row]:
-    """The rows with a usable prompt; the problems of all rows are added to `bad`."""
+def _rows(source: PromptSource, has_template: bool, bad: RowFaults) -> Iterator[Prompt]:
+    """The rows with a usable prompt, not yet tokenised; the problems of all rows are added to `bad`."""
     for place, row in read_rows(source.path, source.where, bad):
         answer = ""
         try:
@@ -183,7 +170,7 @@ def _rows(source: PromptSource, has_template: bool, bad: RowFaults) -> Iterator[
         except BadRow as error:
             bad.add(place, error)
         else:
-            yield _Row(place, row, prompt, answer)
+            yield Prompt(place, "", (), answer, row, prompt)
 
 
 def _check_messages(prompt: Any, has_template: bool) -> None:
@@ -193,44 +180,35 @@ def _check_messages(prompt: Any, has_template: bool) -> None:
             raise BadRow("the prompt is empty", _MESSAGES)
         return
     if not isinstance(prompt, list) or not prompt:
-        raise BadRow(f"the prompt is {short(prompt)}", _MESSAGES)
+        raise BadRow(f"the prompt is {short(prompt, 60)}", _MESSAGES)
     for number, message in enumerate(prompt, start=1):
         if not isinstance(message, dict):
-            raise BadRow(f"message {number} of the prompt is {short(message)}", _MESSAGES)
+            raise BadRow(f"message {number} of the prompt is {short(message, 60)}", _MESSAGES)
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
-                value = short(message[key]) if key in message else "missing"
+                value = short(message[key], 60) if key in message else "missing"
                 raise BadRow(f"the {key} of message {number} of the prompt is {value}", _MESSAGES)
     if not has_template:
         raise BadRow("the prompt is chat messages, and the tokenizer has no chat template", "write prompts as strings")
 
 
-def _texts(tokenizer: Any, rows: Sequence[_Row], bad: RowFaults) -> Iterator[str]:
-    """The prompts' rendered texts; rows that the template refuses are added to `bad`."""
+def _texts(tokenizer: Any, rows: Sequence[Prompt], bad: RowFaults) -> Iterator[str]:
+    """The prompts' texts by the chat template, if there is one; it also writes the special tokens.
+
+    Rows that the template refuses are added to `bad`.
+    """
+    if tokenizer.chat_template is None:
+        yield from (row.messages for row in rows)
+        return
     for row in rows:
+        chat = chat_messages(row.messages)
         try:
-            text = _render(tokenizer, row.messages)
-        except BadRow as error:
-            bad.add(row.place, error)
+            text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template may raise any exception
+            problem = f"the chat template refuses the prompt: {error}"
+            bad.add(row.id, BadRow(problem, "mend the messages or the template"))
         else:
             yield text
-
-
-def _render(tokenizer: Any, prompt: Any) -> str:
-    """Apply the chat template, which also writes the special tokens, to one prompt. Raises BadRow."""
-    if tokenizer.chat_template is None:
-        return prompt
-    try:
-        return tokenizer.apply_chat_template(_messages(prompt), tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # a template raises whatever its author wrote
-        raise BadRow(f"the chat template refuses the prompt: {error}", "mend the messages or the template") from error
-
-
-def _messages(prompt: Any) -> list[Mapping[str, Any]]:
-    """The prompt as chat messages. Keys with a null value are left out: parquet adds them to messages without them."""
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    return [{key: value for key, value in message.items() if value is not None} for message in prompt]
 
 
 def chat_text(tokenizer: Any, prompt: Any, response: str) -> tuple[str, bool]:
@@ -243,7 +221,7 @@ def chat_text(tokenizer: Any, prompt: Any, response: str) -> tuple[str, bool]:
         if not isinstance(prompt, str):
             raise ValueError("it is chat messages, and there is no chat template")
         return prompt + response, True
-    answered = [*_messages(prompt), {"role": "assistant", "content": response}]
+    answered = [*chat_messages(prompt), {"role": "assistant", "content": response}]
     return tokenizer.apply_chat_template(answered, tokenize=False), False
 
 
@@ -264,10 +242,6 @@ class PromptStream:
         self._epoch: list[Prompt] = []
         self._place = 0  # in the epoch
         self.taken = 0  # prompts since the stream began; the whole state of the stream
-
-    def __len__(self) -> int:
-        """Prompts in one epoch."""
-        return len(self._prompts)
 
     @cached_property
     def fingerprint(self) -> str:

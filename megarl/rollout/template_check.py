@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.rollout.sandbox.inside_limits import limit
 from megarl.types import UserFault
 
 _MOST_ROWS = 2048
@@ -44,7 +45,7 @@ def template_fault(
     if not tokenizer.chat_template:
         return None
     end = [] if response is None else [{"role": "assistant", "content": response}]
-    chats = [(place, [*messages, *end]) for place, messages in _chats(prompts)]
+    chats = [(place, [*chat_messages(prompt), *end]) for place, prompt in prompts if isinstance(prompt, str | list)]
     chosen = _chosen([chat for _, chat in chats])
     number, problem = _try([chats[index][1] for index in chosen], tokenizer, response is None, bounds or Bounds())
     if not problem:
@@ -52,12 +53,11 @@ def template_fault(
     return UserFault("model.path", f"the chat template {problem} for {chats[chosen[number]][0]}", _MEND)
 
 
-def _chats(prompts: Iterable[tuple[str, Any]]) -> Iterable[tuple[str, Chat]]:
-    for place, prompt in prompts:
-        if isinstance(prompt, str):
-            yield place, [{"role": "user", "content": prompt}]
-        elif isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt):
-            yield place, prompt
+def chat_messages(prompt: Any) -> list[Mapping[str, Any]]:
+    """The prompt as chat messages. Keys with a null value are left out: parquet adds them to messages without them."""
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return [{key: value for key, value in message.items() if value is not None} for message in prompt]
 
 
 def _size(chat: Chat) -> int:
@@ -116,9 +116,9 @@ def _render_all(chats: Sequence[Chat], tokenizer: Any, asks: bool, writing: int,
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
-        _limit(resource.RLIMIT_AS, _used_bytes() + _MORE_BYTES)
-        _limit(resource.RLIMIT_CPU, int(bounds.total_s + bounds.row_s) + 1)  # should the parent be gone
-        _limit(resource.RLIMIT_CORE, 0)
+        limit(resource.RLIMIT_AS, _used_bytes() + _MORE_BYTES)
+        limit(resource.RLIMIT_CPU, int(bounds.total_s + bounds.row_s) + 1)  # should the parent be gone
+        limit(resource.RLIMIT_CORE, 0)
         for chat in chats:
             problem = _problem(chat, tokenizer, asks)
             os.write(writing, problem.encode() or b".")
@@ -137,12 +137,6 @@ def _problem(chat: Chat, tokenizer: Any, asks: bool) -> str:
         return ""  # a template that refuses a row is reported when the row is rendered for use
     most = _MOST_CHARACTERS + 100 * _size(chat)
     return f"writes {len(text)} characters" if len(text) > most else ""
-
-
-def _limit(kind: int, amount: int) -> None:
-    _, most = resource.getrlimit(kind)
-    least = amount if most == resource.RLIM_INFINITY else min(amount, most)
-    resource.setrlimit(kind, (least, least))
 
 
 def _used_bytes() -> int:

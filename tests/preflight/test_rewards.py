@@ -131,4 +131,4 @@ def test_programs_without_isolation_are_told_of_before_a_run(monkeypatch: pytest
     (line,) = told(function=CODE, timeout_s=60.0)
     assert line.startswith("reward.function: bubblewrap (bwrap) is not installed; ")
     (line,) = told(function=CODE, timeout_s=60.0, arguments={"url": "sandbox.local"})
-    assert line.startswith("reward.function: url 'sandbox.local' is no address of a service")
+    assert line.startswith("reward.function: url 'sandbox.local' is not the address of a service")

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from megarl.config import Recipe, RewardConfig
-from megarl.rollout.concurrency import step_sequences
 from megarl.rollout.episodes import RolloutWorker, Sampling, demonstration, engine_settings, scored, summary
 from megarl.rollout.rewards import Failure, Verdict
+from megarl.rollout.sglang.arguments import step_sequences
 from megarl.rollout.sglang.engine import Engine, EngineFault
 from megarl.types import Prompt, Sample, SampleGroup, UserFault
 

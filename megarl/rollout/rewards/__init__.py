@@ -18,14 +18,15 @@ MEND = "make it return a finite number for every response"
 _FORM = "write module:function, for example megarl.rollout.rewards.exact:score"
 LARGEST = 3.4e38  # rewards are float32
 _LONGEST_WORDS = 300
-_LONGEST_ANSWER = 1000  # of two that begin so long alike nobody asks whether they are the same
+_LONGEST_ANSWER = 1000  # characters; longer answers that begin alike count as one in the vote
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a response is worth, and whether it counts as correct in the accuracy.
+    """A response's reward, and whether it counts as correct in the accuracy.
 
-    answer: what it says, for the vote of an evaluation's maj@k; "" if it says nothing, None: the response as it is.
+    answer: the answer that the response gives, for the vote of an evaluation's maj@k; "" if it gives none; None: the
+    whole response.
     """
 
     reward: float
@@ -35,17 +36,17 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why there is no verdict, in a few words."""
+    """The reason why there is no verdict, in a few words."""
 
     words: str
 
 
-# (response, answer, row) -> a verdict or a number, of which 1 and more is correct; or, `async def`, a promise of it.
+# (response, answer, row) -> a verdict or a number, of which 1 and more is correct; or, `async def`, a coroutine of it.
 Reward = Callable[[str, str, Mapping[str, Any]], Any]
 
 
 def load_reward(path: str, arguments: Mapping[str, Any], where: str = WHERE) -> Reward:
-    """The function at `module:function`, with its keyword arguments. Raises UserFault when there is none such.
+    """The function at `module:function`, with its keyword arguments. Raises UserFault when there is no such function.
 
     where: the recipe key that names it.
     """
@@ -54,8 +55,9 @@ def load_reward(path: str, arguments: Mapping[str, Any], where: str = WHERE) -> 
         raise UserFault(where, f"{path!r} is not module:function", _FORM)
     try:
         module = importlib.import_module(module_name)
-    except BaseException as error:  # a user's module raises whatever it likes while it is imported
-        raise UserFault(where, f"{module_name} cannot be imported ({said(error)})", "mend or install it") from error
+    except BaseException as error:  # a user's module may raise any exception while it is imported
+        reason = describe_error(error)
+        raise UserFault(where, f"{module_name} cannot be imported ({reason})", "correct or install it") from error
     function = getattr(module, name, None)
     if function is None:
         raise UserFault(where, f"{module_name} has no {name!r}", _FORM)
@@ -66,15 +68,15 @@ def load_reward(path: str, arguments: Mapping[str, Any], where: str = WHERE) -> 
     except TypeError as error:
         call = ", ".join(["response", "answer", "row", *(f"{key}=..." for key in arguments)])
         key = f"{where.rpartition('.')[0]}.arguments"
-        mend = f"make {key} those that it takes, after response, answer and row"
+        mend = f"write into {key} what it takes after response, answer and row"
         raise UserFault(where, f"{path} cannot be called with ({call}): {error}", mend) from None
-    except ValueError:  # one that is written in C may not say what it takes
+    except ValueError:  # a function that is written in C may have no signature
         pass
     return partial(function, **arguments) if arguments else function
 
 
 def verdict_of(result: Any) -> Verdict | Failure:
-    """What a function returned, as a verdict; a failure if it is no number that a float32 holds."""
+    """A function's return value as a verdict; a failure if it is not a number that a float32 holds."""
     value = result.reward if isinstance(result, Verdict) else result
     try:
         if not (isinstance(value, Real) and isfinite(value) and abs(float(value)) <= LARGEST):
@@ -87,21 +89,21 @@ def verdict_of(result: Any) -> Verdict | Failure:
         return Failure(f"returned a {type(value).__name__} that is no finite number")
 
 
-def told(failure: Failure, response: str, answer: str) -> str:
-    """A failure with what it befell."""
+def describe_failure(failure: Failure, response: str, answer: str) -> str:
+    """A failure with the response and the answer that it concerns."""
     return f"{failure.words} on response {short(response)}, answer {short(answer)}"
 
 
 def short(value: object, longest: int = 80) -> str:
-    """As Python writes it, cut where it is long."""
+    """A value as Python writes it, cut to `longest` characters."""
     text = repr(value[: 2 * longest] if isinstance(value, str) else value)
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
-def said(error: BaseException) -> str:
-    """An exception in a line."""
+def describe_error(error: BaseException) -> str:
+    """An exception as one line."""
     try:
         words = " ".join(f"{type(error).__name__}: {error}".split())
-    except Exception:  # its own words raise
+    except Exception:  # its __str__ raises
         words = type(error).__name__
     return words if len(words) <= _LONGEST_WORDS else f"{words[: _LONGEST_WORDS - 3]}..."

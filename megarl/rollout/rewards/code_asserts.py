@@ -1,7 +1,8 @@
-"""Cuts a test's assertion in two: what the judged program computes, and what is asked of that. Pure.
+"""Splits a test's assertion into expressions of the scored program and a condition on their values. Pure.
 
-`assert abs(area(3) - 28.27) < 0.01` becomes the expression `area(3)`, computed beside the program, and the condition
-`abs(_0 - 28.27) < 0.01`, computed where the program never was. So the expected answer stays out of its reach.
+`assert abs(area(3) - 28.27) < 0.01` becomes the expression `area(3)`, computed in the program's sandbox, and the
+condition `abs(_0 - 28.27) < 0.01`, computed in a sandbox that the program never ran in. So the program cannot reach
+the expected answer.
 """
 
 from __future__ import annotations
@@ -18,55 +19,52 @@ _BUILTINS = frozenset(dir(builtins))
 
 @dataclass(frozen=True)
 class Cut:
-    """Expressions of the program, and a condition on their values `_0`, `_1`...; literal: (x,) if that is `_0 == x`."""
+    """Expressions of the program, and a condition on their values `_0`, `_1`...; literal: (x,) if it is `_0 == x`."""
 
     expressions: tuple[str, ...]
     condition: str
     literal: tuple[Any] | None
 
 
-class _NotApart(Exception):
-    pass
+class _Inseparable(Exception):
+    """The program's part of an assertion cannot be separated from the condition."""
 
 
 def imports_of(texts: Sequence[str]) -> str:
-    """The import statements among the tests' texts, and modules of the standard library that they name."""
+    """The import statements of the tests' texts, and imports of the standard library's modules that they name."""
     lines: dict[str, None] = {}
     for text in texts:
         for node in ast.walk(_parsed(text)):
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                lines[ast.unparse(node)] = None
-            elif _is_library(node):
-                lines[f"import {node.value.id}"] = None  # pyright: ignore[reportAttributeAccessIssue]
+            match node:
+                case ast.Import() | ast.ImportFrom():
+                    lines[ast.unparse(node)] = None
+                case ast.Attribute(value=ast.Name(id=name)) if name in sys.stdlib_module_names:
+                    lines[f"import {name}"] = None
     return "\n".join(lines)
 
 
 def cut(text: str, imports: str) -> list[Cut] | None:
-    """The assertions of one test's text; None when the program's part and the condition cannot be told apart."""
+    """The assertions of one test's text; None when one of them cannot be split."""
     known = {
         (alias.asname or alias.name).partition(".")[0]
         for node in _parsed(imports).body
         if isinstance(node, ast.Import | ast.ImportFrom)
         for alias in node.names
     }
-    cuts = []
-    for statement in _parsed(text).body:
-        if isinstance(statement, ast.Import | ast.ImportFrom):
-            continue
-        if not isinstance(statement, ast.Assert):
-            return None
-        try:
-            cuts.append(_cut_one(statement.test, known))
-        except _NotApart:
-            return None
-    return cuts
+    statements = [node for node in _parsed(text).body if not isinstance(node, ast.Import | ast.ImportFrom)]
+    try:
+        return [_cut_one(statement, known) for statement in statements]
+    except _Inseparable:
+        return None
 
 
-def _cut_one(test: ast.expr, known: set[str]) -> Cut:
-    cutter = _Cutter(known, _stored(test))
-    condition = ast.fix_missing_locations(ast.Expression(cutter.visit(test)))
+def _cut_one(statement: ast.stmt, known: set[str]) -> Cut:
+    if not isinstance(statement, ast.Assert):
+        raise _Inseparable
+    cutter = _Cutter(known, _names(statement, ast.Store))
+    condition = ast.fix_missing_locations(ast.Expression(cutter.visit(statement.test)))
     if not cutter.expressions:
-        raise _NotApart
+        raise _Inseparable
     literal = None
     match condition.body:
         case ast.Compare(left=ast.Name(id="_0"), ops=[ast.Eq()], comparators=[right]) if len(cutter.expressions) == 1:
@@ -75,7 +73,7 @@ def _cut_one(test: ast.expr, known: set[str]) -> Cut:
 
 
 class _Cutter(ast.NodeTransformer):
-    """Puts `_0`, `_1`... where an expression begins with a name that is neither Python's nor imported."""
+    """Replaces expressions that begin with a name neither built in nor imported by `_0`, `_1`..."""
 
     def __init__(self, known: set[str], stored: set[str]) -> None:
         self.known, self.stored = known, stored
@@ -83,13 +81,13 @@ class _Cutter(ast.NodeTransformer):
 
     def visit(self, node: ast.AST) -> Any:
         if isinstance(node, ast.Lambda | ast.NamedExpr):
-            raise _NotApart
+            raise _Inseparable
         name = _root(node)
         if name is None or name in self.known or name in self.stored or name in _BUILTINS:
             return self.generic_visit(node)
         assert isinstance(node, ast.expr)
-        if (_loaded(node) & self.stored) - _stored(node):
-            raise _NotApart  # it is computed for each turn of a loop in the condition
+        if (_names(node, ast.Load) & self.stored) - _names(node, ast.Store):
+            raise _Inseparable  # it is computed for each turn of a loop in the condition
         self.expressions.append(ast.unparse(node))
         return ast.Name(f"_{len(self.expressions) - 1}", ast.Load())
 
@@ -101,18 +99,9 @@ def _root(node: ast.AST) -> str | None:
     return node.id if isinstance(node, ast.Name) else None
 
 
-def _is_library(node: ast.AST) -> bool:
-    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and (
-        node.value.id in sys.stdlib_module_names
-    )
-
-
-def _loaded(node: ast.AST) -> set[str]:
-    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load)}
-
-
-def _stored(node: ast.AST) -> set[str]:
-    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}
+def _names(node: ast.AST, context: type[ast.expr_context]) -> set[str]:
+    """The names that are read (ast.Load) or assigned (ast.Store) in a node."""
+    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, context)}
 
 
 def _literal(node: ast.expr) -> tuple[Any] | None:
@@ -126,4 +115,4 @@ def _parsed(text: str) -> ast.Module:
     try:
         return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError) as error:
-        raise ValueError(f"a test is no Python ({error}): {text[:200]!r}") from error
+        raise ValueError(f"a test is not Python ({error}): {text[:200]!r}") from error

@@ -1,32 +1,34 @@
-"""Tests of a program as data rows hold them, and what a program's answers are worth. Pure."""
+"""Tests of a program: reading them from a data row, and comparing a program's results with the expected ones. Pure."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from megarl.rollout.rewards.code_asserts import Cut, cut, imports_of
 
 _TOLERANCE = 1e-6  # relative and absolute, between numbers with a fraction
 _NAMES = ("fn_name", "func_name")
-# Solutions to tasks that give the head of a function rely on what that head was written with.
+# Tasks that give a function's signature annotate it with these names.
 _CALL_SETUP = "from typing import *"
 
-_NO_VALUE = (ValueError, TypeError, LookupError, RecursionError)  # what a program wrote instead of a value
+_NO_VALUE = (ValueError, TypeError, LookupError, RecursionError)  # of a report whose value the program wrote itself
 
 Report = Mapping[str, Any]  # of one test, by inside_tests.py
 
 
 @dataclass(frozen=True)
 class Check:
-    """One test. sent: what goes into the sandbox; judge: of the reports on it, whether it is passed, or an expression
-    that says so where the program is not."""
+    """One test. sent: its parts for the sandbox; passes: their reports -> whether it passed, or an expression that says
+    so when it is evaluated in a sandbox without the program."""
 
     sent: tuple[dict[str, Any], ...]
-    judge: Callable[[Sequence[Report]], bool | str]
+    passes: Callable[[Sequence[Report]], bool | str]
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Suite:
 
 
 def read_tests(tests: Any) -> Suite:
-    """The tests of one row: JSON text, or what it stands for. Raises ValueError, naming what is wrong with them.
+    """The tests of one row: JSON text, or its value. Raises ValueError for tests of another form.
 
     {"inputs": [...], "outputs": [...]}: stdin and stdout; with "fn_name": arguments and result of a function, or of a
     method of `Solution`; [{"input": ..., "output": ...}, ...]: the same; ["assert ...", ...].
@@ -45,7 +47,7 @@ def read_tests(tests: Any) -> Suite:
         try:
             tests = json.loads(tests)
         except ValueError as error:
-            raise ValueError(f"the tests are no JSON ({error})") from error
+            raise ValueError(f"the tests are not JSON ({error})") from error
     if isinstance(tests, Mapping) and {"inputs", "outputs"} <= tests.keys():
         inputs, outputs = list(tests["inputs"]), list(tests["outputs"])
         name = next((tests[key] for key in _NAMES if tests.get(key)), None)
@@ -72,10 +74,10 @@ def read_tests(tests: Any) -> Suite:
 def _stdin(given: Any, expected: Any) -> Check:
     given, expected = _text(given), _text(expected)
 
-    def judge(reports: Sequence[Report]) -> bool:
+    def passes(reports: Sequence[Report]) -> bool:
         return reports[0]["status"] == 0 and same_output(reports[0]["stdout"], expected)
 
-    return Check(({"stdin": given},), judge)
+    return Check(({"stdin": given},), passes)
 
 
 def _text(lines: Any) -> str:
@@ -83,8 +85,10 @@ def _text(lines: Any) -> str:
 
 
 def same_output(output: str, expected: str) -> bool:
-    """Equal but for white space at the ends of lines and of the whole; a number that is expected with a fraction may be
-    off by a millionth."""
+    """Whether two outputs are equal but for white space at the ends of lines and of the whole.
+
+    A number that is expected with a fraction may be off by a millionth.
+    """
     ours, theirs = output.strip().splitlines(), expected.strip().splitlines()
     return len(ours) == len(theirs) and all(map(_same_line, ours, theirs))
 
@@ -126,14 +130,14 @@ def _from_json(output: Any) -> Any:
 
 
 def _call(name: str, arguments: list[Any], expected: Any, wrapped: bool) -> Check:
-    def judge(reports: Sequence[Report]) -> bool:
+    def passes(reports: Sequence[Report]) -> bool:
         try:
             value = decode(_encoded(reports[0]))
         except _NO_VALUE:
             return False
         return same_value(value, expected) or (wrapped and same_value(value, expected[0]))
 
-    return Check(({"call": name, "arguments": arguments},), judge)
+    return Check(({"call": name, "arguments": arguments},), passes)
 
 
 def same_value(value: Any, expected: Any) -> bool:
@@ -160,7 +164,7 @@ def _asserts(texts: Sequence[str]) -> Suite:
     for text in texts:
         cuts = cut(text, imports)
         if cuts is None:
-            checks.append(Check(({"inside": text},), _passed_inside))
+            checks.append(Check(({"inside": text},), lambda own: own[0]["status"] == 0 and own[0]["passed"]))
         elif cuts:
             checks.append(_assertions(cuts))
     if not checks:
@@ -168,36 +172,29 @@ def _asserts(texts: Sequence[str]) -> Suite:
     return Suite(imports, tuple(checks))
 
 
-def _passed_inside(reports: Sequence[Report]) -> bool:
-    return reports[0]["status"] == 0 and reports[0]["passed"]
-
-
 def _assertions(cuts: Sequence[Cut]) -> Check:
-    def judge(reports: Sequence[Report]) -> bool | str:
-        conditions, position = [], 0
-        for one in cuts:
-            taken = reports[position : position + len(one.expressions)]
-            position += len(one.expressions)
+    def passes(reports: Sequence[Report]) -> bool | str:
+        conditions, values = [], map(_encoded, reports)
+        for each in cuts:
             try:
-                said = _said_of(one, [_encoded(report) for report in taken])
+                result = _condition(each, list(islice(values, len(each.expressions))))
             except _NO_VALUE:
                 return False
-            if said is False:
+            if result is False:
                 return False
-            conditions += [said] if isinstance(said, str) else []
+            conditions += [result] if isinstance(result, str) else []
         return " and ".join(conditions) or True
 
-    return Check(tuple({"expression": text} for one in cuts for text in one.expressions), judge)
+    return Check(tuple({"expression": text} for each in cuts for text in each.expressions), passes)
 
 
-def _said_of(one: Cut, values: list[Any]) -> bool | str:
-    if one.literal is not None:
-        try:
-            return decode(values[0]) == one.literal[0]
-        except LookupError:  # of a type that Python's literals do not have
-            pass
+def _condition(assertion: Cut, values: list[Any]) -> bool | str:
+    """Whether an assertion with a literal holds; of others the condition with its values."""
+    if assertion.literal is not None:
+        with suppress(LookupError):  # of a type without literals
+            return decode(values[0]) == assertion.literal[0]
     names = ", ".join(f"_{index}" for index in range(len(values)))
-    return f"bool((lambda {names}: {one.condition})({', '.join(map(source, values))}))"
+    return f"bool((lambda {names}: {assertion.condition})({', '.join(map(source, values))}))"
 
 
 # --- values ------------------------------------------------------------------------------------------------------
@@ -232,7 +229,7 @@ def decode(encoded: Any) -> Any:
 
 
 def source(encoded: Any) -> str:
-    """A Python expression for the value; what a program wrote comes into it as a literal only."""
+    """A Python expression for the value, in which text of the program is always a literal."""
     if not isinstance(encoded, list):
         return repr(encoded)
     name, content = encoded

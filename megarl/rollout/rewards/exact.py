@@ -1,4 +1,4 @@
-"""The answer, to the letter."""
+"""Exact matches of the answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shape of a response, and, if wanted, what another reward says of the answer inside it."""
+"""Whether a response matches a pattern, and, if wanted, the reward of the answer inside it."""
 
 from __future__ import annotations
 
@@ -23,29 +23,24 @@ def score(
     reward: float = 1.0,
     wrong: float = 0.0,
 ) -> float | Verdict:
-    """`wrong` unless the whole response but for white space around it is as the pattern says, where . is any character.
+    """`wrong` unless the whole response, without white space around it, matches the pattern, where . is any character.
 
-    Else `reward`; with a function (`module:function`, and arguments for it) `reward` plus what that says of the
-    pattern's group `answer`, or of the whole response if it has none, and correct if that is. A pattern that takes too
-    long ends its worker. Raises ValueError where the function has no verdict.
+    Else `reward`. With a function (`module:function`, and arguments for it) `reward` plus the function's reward for the
+    pattern's group `answer`, or for the whole response if it has none; correct if the function says so. A pattern that
+    takes too long ends its worker. Raises ValueError where the function has no verdict.
     """
-    found = _compiled(pattern).fullmatch(response.strip())
+    found = re.fullmatch(pattern, response.strip(), re.DOTALL)
     if found is None:
         return Verdict(wrong, False, "")
     if function is None:
         return reward
-    content = found.groupdict().get("answer") or ""
-    given = content if "answer" in found.groupdict() else response
-    verdict = verdict_of(_inner(function)(given.strip(), answer, row, **(arguments or {})))  # type: ignore[call-arg]
+    given = found.groupdict().get("answer", response) or ""  # a group that took no part in the match is None
+    inner = _inner(function)
+    verdict = verdict_of(inner(given.strip(), answer, row, **(arguments or {})))  # type: ignore[call-arg]
     if not isinstance(verdict, Verdict):
         raise ValueError(f"{function} {verdict.words}")
-    said = given.strip() if verdict.answer is None else verdict.answer
-    return Verdict(reward + verdict.reward, verdict.correct, said)
-
-
-@lru_cache(maxsize=8)
-def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(pattern, re.DOTALL)
+    own_answer = given.strip() if verdict.answer is None else verdict.answer
+    return Verdict(reward + verdict.reward, verdict.correct, own_answer)
 
 
 @lru_cache(maxsize=8)

@@ -1,9 +1,9 @@
-"""Runs in the sandbox: a program's tests, each in a process forked for it. Imports nothing of megarl.
+"""Runs a program's tests inside the sandbox, each in a forked process. Imports nothing of megarl.
 
 stdin: JSON {program, setup, tests, wall_s, output_bytes, stop}; setup is run before the program. A test is {stdin},
 {call, arguments}, {expression} or {inside}. stdout: `begun`, and a line of JSON for each test that was run: {status,
-stdout, value, passed}. No test's expected answer comes here, but in {inside}, so nothing is gained by what a program
-does to this process or to its lines.
+stdout, value, passed}. Only {inside} has an expected result, so a program gains nothing by changing this process or its
+output.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ _MOST_NODES = 1_000_000  # of one value
 
 
 class Encoder:
-    """A value as JSON that says its types: null, true, "s", or [type, content]. Raises TypeError for other values."""
+    """Encodes values as JSON with types: null, true, "s", or [type, content]. Raises TypeError for other values."""
 
     def __init__(self) -> None:
         self.nodes = 0
@@ -33,7 +33,7 @@ class Encoder:
         if value is None or isinstance(value, bool | str):
             return value if value is None or isinstance(value, bool) else str.__str__(value)
         if isinstance(value, int):
-            return ["int", format(int(value), "x")]  # no limit on digits, and quick
+            return ["int", format(int(value), "x")]  # fast, and without Python's limit on digits
         if isinstance(value, float):
             return ["float", float.__repr__(value)]
         if isinstance(value, complex):
@@ -57,11 +57,13 @@ class Encoder:
 
 
 def run_test(code: Any, setup: str, test: dict[str, Any], token: int, answer: int) -> None:
-    """In the test's own process. What of Python it needs afterwards it holds in its own variables, out of reach of
-    a program that replaces built-in functions."""
+    """Run one test in its own process.
+
+    Functions that are needed after the program are held in local variables, because it may replace built-in ones.
+    """
     run, evaluate, build, read, write, leave = exec, eval, compile, os.read, os.write, os._exit
     encode, dump = Encoder().encode, json.dumps
-    name = "__main__" if "stdin" in test else "solution"  # what a program does as __main__ is no part of its functions
+    name = "__main__" if "stdin" in test else "solution"  # a tested function's module must not run as __main__
     module = sys.modules["__main__"] = sys.modules[name] = type(sys)(name)
     space: dict[str, Any] = module.__dict__
     run(build(setup, "<setup>", "exec"), space)
@@ -85,7 +87,7 @@ def write_all(write: Any, descriptor: int, content: bytes) -> None:
 
 
 def become_program(stdin: int, stdout: int, *kept: int) -> None:
-    """Standard streams and arguments as at the start of an interpreter; no other descriptor but those kept."""
+    """Set standard streams and arguments as a new interpreter has them; close all descriptors but those kept."""
     null = os.open(os.devnull, os.O_WRONLY)
     for standard, descriptor in enumerate((stdin, stdout, null)):
         os.dup2(descriptor, standard)
@@ -101,15 +103,15 @@ def become_program(stdin: int, stdout: int, *kept: int) -> None:
     sys.argv[:] = [_NAME]
 
 
-def fresh(path: str) -> int:
-    """An empty file that no program of an earlier test has open."""
+def new_file(path: str) -> int:
+    """An empty file that no process of an earlier test has open."""
     if os.path.lexists(path):
         os.unlink(path)
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
 
 
 def await_child(pid: int, wall_s: float) -> int | None:
-    """Its exit status (128 + signal where one ended it); None: it had to be killed."""
+    """A child's exit status (128 + the signal that ended it); None: it was killed at the time limit."""
     deadline, status = time.monotonic() + wall_s, None
     while status is None and (left := deadline - time.monotonic()) > 0:
         signal.sigtimedwait({signal.SIGCHLD}, left)
@@ -118,9 +120,9 @@ def await_child(pid: int, wall_s: float) -> int | None:
             code = os.waitstatus_to_exitcode(raw)
             status = code if code >= 0 else 128 - code
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)  # also what it started, when it has ended itself
+        os.killpg(pid, signal.SIGKILL)  # also the processes that it started
     if status is None:
-        os.kill(pid, signal.SIGKILL)  # it may not have come to make a group of its own
+        os.kill(pid, signal.SIGKILL)  # it may not have made a group of its own yet
         os.waitpid(pid, 0)
     return status
 
@@ -140,7 +142,7 @@ def main() -> None:
         return
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     for test in job["tests"]:
-        stdin, stdout, value = fresh("stdin"), fresh("stdout"), fresh("value")
+        stdin, stdout, value = new_file("stdin"), new_file("stdout"), new_file("value")
         write_all(os.write, stdin, test.get("stdin", "").encode("utf-8", "replace"))
         os.lseek(stdin, 0, os.SEEK_SET)
         token_read, token_write = os.pipe()
@@ -151,16 +153,16 @@ def main() -> None:
             become_program(stdin, stdout, token_read, value)
             run_test(code, job["setup"], test, token_read, value)
             return
-        os.close(token_read)
         os.close(stdin)
-        token = os.urandom(16).hex()  # made after the fork: no memory of the program's process has it
+        token = os.urandom(16).hex()  # made after the fork, so that it is not in the memory of the program's process
         os.write(token_write, token.encode())
+        os.close(token_read)  # not before: the child may have ended, and a pipe without a reader cannot be written
         status = await_child(pid, job["wall_s"])
         os.close(token_write)
-        said = read_from_start(value, job["output_bytes"])
-        passed = "inside" not in test or said == token
+        answer = read_from_start(value, job["output_bytes"])
+        passed = "inside" not in test or answer == token
         report = {"status": status, "stdout": read_from_start(stdout, job["output_bytes"]), "passed": passed}
-        print(json.dumps(report | {"value": said if "inside" not in test else ""}), flush=True)
+        print(json.dumps(report | {"value": answer if "inside" not in test else ""}), flush=True)
         if job["stop"] and (status != 0 or not passed):
             return
 

@@ -1,4 +1,4 @@
-"""A language model as the judge, over HTTP: any server of OpenAI's `POST /chat/completions`."""
+"""A language model as the judge, over HTTP: any server with OpenAI's `POST /chat/completions`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import random
 import re
 import secrets
 import ssl
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
 from email.utils import parsedate_to_datetime
 from time import time
 from typing import Any
@@ -41,31 +40,25 @@ or
 VERDICT: INCORRECT
 """
 _FIELD = re.compile(r"\{(question|answer|response|fence)\}")
-_SAID = re.compile(
+_VERDICT = re.compile(
     r"^[\s*_#>`]*(?:VERDICT[\s*_`]*:[\s*_`]*(CORRECT|INCORRECT)|SCORE[\s*_`]*:[\s*_`]*([0-9]*\.?[0-9]+))[\s*_`.]*$",
     re.MULTILINE | re.IGNORECASE,
 )
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _FIRST_WAIT_S, _MOST_WAIT_S = 0.5, 20.0
+_Post = Callable[[], Awaitable[httpx.Response]]
 
 
 class JudgeError(Exception):
-    """No verdict; says why without the key, the prompt or the server's words."""
+    """The judge has no verdict. The message has neither the key, nor the prompt, nor text of the server."""
 
 
-class _Again(Exception):
-    """The reason to ask once more; after_s: not before, as the server wishes."""
+class _Retry(Exception):
+    """The request may succeed when it is sent again. after_s: the server's `Retry-After`."""
 
     def __init__(self, reason: str, after_s: float = 0.0) -> None:
         super().__init__(reason)
         self.after_s = after_s
-
-
-@dataclass(frozen=True)
-class _Ask:
-    url: str
-    headers: dict[str, str]
-    body: dict[str, Any]
 
 
 async def score(
@@ -94,18 +87,17 @@ async def score(
     parts = urlsplit(url)
     local = parts.hostname in _LOOPBACK
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError("judge: url is no address, write https://host/v1")
+        raise ValueError("judge: url is not an address, write https://host/v1")
     text = _fill(prompt, _question(row, question), answer, response)
-    ask = _Ask(
-        f"{url.rstrip('/')}/chat/completions",
-        _headers(key_env, allowed=parts.scheme == "https" or local or insecure),
-        {"model": model, "temperature": 0, "max_tokens": max_tokens, "messages": [{"role": "user", "content": text}]},
-    )
+    messages = [{"role": "user", "content": text}]
+    body = {"model": model, "temperature": 0, "max_tokens": max_tokens, "messages": messages}
+    headers = _headers(key_env, allowed=parts.scheme == "https" or local or insecure)
     try:
-        # No proxy of the environment stands between this process and a server on its own machine.
+        # A server on this machine is not asked through a proxy that the environment names.
         client = httpx.AsyncClient(timeout=timeout_s, trust_env=not local, verify=_certificates())
+        post = functools.partial(client.post, f"{url.rstrip('/')}/chat/completions", headers=headers, json=body)
         async with asyncio.timeout(timeout_s), client:
-            value = await _value(client, ask, retries)
+            value = await _value(post, retries)
     except TimeoutError:
         raise JudgeError(f"no verdict from {parts.hostname} within {timeout_s:g} s") from None
     return Verdict(value, value >= correct_from)
@@ -113,29 +105,31 @@ async def score(
 
 @functools.cache
 def _certificates() -> ssl.SSLContext:
-    """Read once: it takes a tenth of a second, in which no other response is judged."""
+    """Read once, because it takes a tenth of a second."""
     return ssl.create_default_context()
 
 
 def _question(row: Mapping[str, Any], column: str) -> str:
-    """Its text; of a conversation, all turns."""
+    """The question's text; all turns of a conversation."""
     if column not in row:
         raise ValueError(f"judge: the row has no column {column!r}, name the question's with `question`")
-    said = row[column]
-    if isinstance(said, str):
-        return said
-    return "\n".join(f"{turn['role']}: {turn['content']}" for turn in said)
+    question = row[column]
+    if isinstance(question, str):
+        return question
+    return "\n".join(f"{turn['role']}: {turn['content']}" for turn in question)
 
 
 def _fill(prompt: str, question: str, answer: str, response: str) -> str:
-    """The template with its fields, in one pass: braces in what is filled in mean nothing. A response cannot know the
-    fence, so it cannot end itself."""
+    """Fill the template in one pass, so that braces in a response mean nothing.
+
+    A response cannot know the fence, so it cannot imitate its own end.
+    """
     fence = f"=== {secrets.token_hex(12)} ==="
     values = {"question": question, "answer": answer, "response": response, "fence": fence}
     if "{fence}" not in prompt:
         values["response"] = f"\n{fence}\n{response}\n{fence}\n"
     filled = _FIELD.sub(lambda match: values[match[1]], prompt)
-    return filled.encode("utf-8", "replace").decode()  # half a surrogate pair has no place in UTF-8
+    return filled.encode("utf-8", "replace").decode()  # UTF-8 cannot encode half a surrogate pair
 
 
 def _headers(key_env: str, *, allowed: bool) -> dict[str, str]:
@@ -144,42 +138,42 @@ def _headers(key_env: str, *, allowed: bool) -> dict[str, str]:
         return {}
     if not allowed:
         raise ValueError(f"judge: the key in {key_env} would go over plain http, use https or set `insecure: true`")
-    if not (key.isascii() and key.isprintable()):  # the library would say it in its error
-        raise ValueError(f"judge: what {key_env} holds is no key")
+    if not (key.isascii() and key.isprintable()):  # httpx would write it into its error
+        raise ValueError(f"judge: the value of {key_env} is not a key")
     return {"Authorization": f"Bearer {key}"}
 
 
-async def _value(client: httpx.AsyncClient, ask: _Ask, retries: int) -> float:
-    """Ask until there is a verdict; the caller keeps the time."""
+async def _value(post: _Post, retries: int) -> float:
+    """Send the request until there is a verdict; the caller sets a time limit."""
     for turn in range(retries + 1):
         try:
-            return _read(await _reply(client, ask))
-        except _Again as again:
+            return _read(await _reply(post))
+        except _Retry as retry:
             if turn == retries:
-                raise JudgeError(f"no verdict after {turn + 1} tries: {again}") from None
+                raise JudgeError(f"no verdict after {turn + 1} tries: {retry}") from None
             wait_s = min(_MOST_WAIT_S, _FIRST_WAIT_S * 2**turn) * random.uniform(0.5, 1.0)
-            await asyncio.sleep(max(wait_s, again.after_s))
+            await asyncio.sleep(max(wait_s, retry.after_s))
     raise ValueError("judge: retries is negative")
 
 
-async def _reply(client: httpx.AsyncClient, ask: _Ask) -> str:
-    """The judge's words. Raises _Again where another try may help, JudgeError where none will."""
+async def _reply(post: _Post) -> str:
+    """The judge's text. Raises _Retry where another try may help, JudgeError where none will."""
     try:
-        answer = await client.post(ask.url, headers=ask.headers, json=ask.body)
+        answer = await post()
     except httpx.TransportError as error:
-        raise _Again(type(error).__name__) from None
+        raise _Retry(type(error).__name__) from None
     if answer.status_code == 429 or answer.status_code >= 500:
-        raise _Again(f"status {answer.status_code}", _wished_wait_s(answer.headers.get("Retry-After", "")))
+        raise _Retry(f"status {answer.status_code}", _wished_wait_s(answer.headers.get("Retry-After", "")))
     if answer.status_code != 200:
-        raise JudgeError(f"the judge answered with status {answer.status_code}: mend url, model or key")
+        raise JudgeError(f"the judge answered with status {answer.status_code}: correct url, model or key")
     try:
         choice = answer.json()["choices"][0]
-        said, ended = choice["message"]["content"], choice.get("finish_reason")
+        text, reason = choice["message"]["content"], choice.get("finish_reason")
     except (ValueError, LookupError, TypeError, AttributeError):
-        raise _Again("a reply that is no chat completion") from None
-    if ended == "length":  # what it says last may be no more than a quotation
-        raise _Again("a reply cut at max_tokens")
-    return said if isinstance(said, str) else ""
+        raise _Retry("a reply that is not a chat completion") from None
+    if reason == "length":  # its last verdict may be a quotation
+        raise _Retry("a reply cut at max_tokens")
+    return text if isinstance(text, str) else ""
 
 
 def _wished_wait_s(header: str) -> float:
@@ -194,14 +188,14 @@ def _wished_wait_s(header: str) -> float:
     return max(wait_s, 0.0) if math.isfinite(wait_s) else 0.0
 
 
-def _read(said: str) -> float:
+def _read(reply: str) -> float:
     """The last verdict of a reply: an earlier one may be quoted from the response."""
-    matches = _SAID.findall(said)
+    matches = _VERDICT.findall(reply)
     if not matches:
-        raise _Again("a reply without a verdict")
+        raise _Retry("a reply without a verdict")
     verdict, number = matches[-1]
     if verdict:
         return 1.0 if verdict.upper() == "CORRECT" else 0.0
     if float(number) > 1.0:
-        raise _Again("a score above 1")
+        raise _Retry("a score above 1")
     return float(number)

@@ -1,4 +1,4 @@
-"""Mathematical answers, which may be written in many ways: math-verify decides whether two mean the same."""
+"""Mathematical answers, which may be written in many ways: math-verify decides whether two are equal."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 from megarl.rollout.rewards import Verdict
 
 _TAIL = 1000  # characters in which a final answer is looked for where nothing is boxed
-_LONGEST = 400  # of an answer, in characters: beyond it nothing that a data set asks for is written
-_DEEPEST = 40  # brackets in each other; the parser's own stack is not endless
+_LONGEST = 400  # characters of an answer; data sets have no longer ones
+_DEEPEST = 40  # nested brackets, because the parser recurses
 _HOSTILE = [
     re.compile(pattern, re.DOTALL)
     for pattern in (
-        r"\d{60}",  # digits that only a number meant to cost something has
+        r"\d{60}",  # numbers that are only written to be costly
         r"(?:\^|\*\*)\s*[{(]?\s*-?\d{5}",  # exponents of five digits
         r"(?:\^|\*\*)[\s{(]*-?\d+[\s})]*(?:\^|\*\*)",  # towers of exponents
         r"\d{4}\s*!|!\s*!|!\s*\)\s*!",  # factorials of large numbers, or of each other
@@ -27,14 +27,14 @@ _HOSTILE = [
         r"(?:\\begin\b.*){3}",  # matrices of matrices
     )
 ]
-_DOLLAR = re.compile(r"(?<!\\)\$")  # that is no price
+_DOLLAR = re.compile(r"(?<!\\)\$")  # that is not escaped
 _EMPHASIS = re.compile(r"\*\*|`|(?<!\S)\*(?=[^*\n]+\*(?!\w))|(?<=[^\s*])\*(?!\S)")
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
 _ORNAMENT = re.compile(r"\\(?:left|right)(?![a-z])|\\[!,;]|\\?\$|\s|\.$")
 _UNDONE = re.compile(r"\\(?:sum|prod|o?i+nt|lim)(?![a-z])")
 _TARGETS = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
 
-logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # a warning that the worker's clock answers
+logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that there is no timeout; the worker has one
 
 
 def score(
@@ -42,9 +42,9 @@ def score(
 ) -> Verdict:
     """`correct` if the last \\boxed{...}, or else the final answer in the end of the text, equals the answer.
 
-    Expressions made to be costly (towers of exponents, numbers without end) are wrong without being computed where the
-    answer has nothing of the kind, and so is a sum, integral or limit. One that gets through ends its worker: that is
-    the policy's doing, and with `reward.on_failure: penalise` it counts as wrong too.
+    Expressions that would be costly to compute (towers of exponents, endless numbers), sums, integrals and limits are
+    wrong without being computed, unless the answer has the same kind. One that is not recognised ends its worker; with
+    `reward.on_failure: penalise` it counts as wrong too.
     """
     given = final_answer(response)
     right = Verdict(correct, True, _bare(answer))
@@ -60,7 +60,7 @@ def score(
 
 
 def final_answer(response: str) -> str:
-    """The last \\boxed{...}, as it stands, or else the text's end. "" of a box that is empty or not closed."""
+    """The last \\boxed{...}, or else the end of the text; "" for a box that is empty or not closed."""
     start = response.rfind("\\boxed")
     if start < 0:
         return _EMPHASIS.sub("", response[-_TAIL:])
@@ -72,7 +72,7 @@ def final_answer(response: str) -> str:
 
 
 def is_hostile(text: str, answer: str = "") -> bool:
-    """Whether a text looks as if it were to cost the judge, not to be judged, in a way that the answer does not."""
+    """Whether a text looks costly to compute in a way that the answer does not."""
     boxed = text.startswith("\\boxed")
     depth = deepest = 0
     for letter in text:
@@ -84,14 +84,14 @@ def is_hostile(text: str, answer: str = "") -> bool:
 
 
 def _bare(text: str) -> str:
-    """Without the box, and without what does not change the meaning: dollars, spaces, sizes of brackets."""
+    """The text without its box, and without dollars, spaces and sizes of brackets, which do not change its value."""
     boxed = text[text.index("{") + 1 : -1] if text.startswith("\\boxed") else text
     plain = _ORNAMENT.sub("", _TEXT.sub(r"\1", boxed))
     return re.sub(r"\^\{(\w)\}", r"^\1", re.sub(r"\\[dt]frac", r"\\frac", plain))
 
 
 def _closing(text: str, opening: int) -> int:
-    """Where the bracket at `opening` is closed; 0 if nowhere near."""
+    """The index of the bracket that closes the one at `opening`; 0 if it is not near."""
     depth = 0
     for index in range(opening, min(len(text), opening + 10 * _LONGEST)):
         if text[index] in "{}" and text[index - 1] != "\\":

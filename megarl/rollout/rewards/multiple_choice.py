@@ -1,4 +1,4 @@
-"""Questions with lettered options: which letter a response settles on, if it settles on one."""
+"""Multiple-choice questions: the letter of the option that a response chooses, if it chooses one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def score(
     correct: float = 1.0,
     wrong: float = 0.0,
 ) -> Verdict:
-    """`correct` if the response settles on the answer's letter, one of the options, else `wrong`."""
+    """`correct` if the response chooses the answer's letter, one of the options, else `wrong`."""
     letter = answer.strip().strip("()[].*").upper()
     given = chosen(response, options)
     is_right = bool(letter) and given == letter
@@ -40,31 +40,34 @@ def score(
 
 def chosen(response: str, options: str) -> str | None:
     """The letter in the last box, else after the last "answer is", else after the last "option", else the only one in
-    brackets or standing alone.
+    brackets or as a word of its own.
 
-    None where that is several letters, or none.
+    None where there are several such letters, or none.
     """
     tail = response[-_TAIL:]
     if "\\boxed" in tail:
         found = _IN_BOX.fullmatch(_box(tail))
-        return None if found is None or _OR_ANOTHER.match(found[2]) else _among(found[1], options)
+        if found is None or _OR_ANOTHER.match(found[2]) or found[1].upper() not in options:
+            return None
+        return found[1].upper()
     for pattern in (_ANSWER, _OPTION):
-        told = [match for match in pattern.finditer(tail) if match[1] in options]
-        if told:
-            return None if _OR_ANOTHER.match(tail, told[-1].end()) else told[-1][1]
+        matches = [match for match in pattern.finditer(tail) if match[1] in options]
+        if matches:
+            last = matches[-1]
+            return None if _OR_ANOTHER.match(tail, last.end()) else last[1]
     lines = [line.strip() for line in tail.splitlines() if line.strip()]
     if not lines or len({line for line in lines if line in options}) > 1:
         return None
     for pattern in (_IN_BRACKETS, _STANDING):
         for text in (lines[-1], tail):
-            found = _letters(pattern, text, options)
-            if found:
-                return found.pop() if len(found) == 1 else None
+            letters = {letter for letter in pattern.findall(text) if letter in options}
+            if letters:
+                return letters.pop() if len(letters) == 1 else None
     return None
 
 
 def _box(text: str) -> str:
-    """What the last box holds; "" where it is not closed."""
+    """The content of the last box; "" where it is not closed."""
     start = text.rfind("\\boxed{") + len("\\boxed{")
     depth = 1
     for index, letter in enumerate(text[start:], start):
@@ -72,11 +75,3 @@ def _box(text: str) -> str:
         if not depth:
             return text[start:index]
     return ""
-
-
-def _letters(pattern: re.Pattern[str], text: str, options: str) -> set[str]:
-    return {letter for letter in pattern.findall(text) if letter in options}
-
-
-def _among(letter: str, options: str) -> str | None:
-    return letter.upper() if letter.upper() in options else None

@@ -6,13 +6,8 @@ import os
 import shutil
 import sys
 import threading
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-# As root the judged program gets a user of its own: Linux counts the processes of every user but root, and root, even
-# in a user namespace, owns the files of /proc/sys. Other users' programs get a user namespace.
-Way = Literal["own_user", "user_namespace"]
 _NOBODY = 65534
 _FIRST_UID, _NUM_UIDS = 61184, 4336  # systemd's range for users made on the fly
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
@@ -22,48 +17,47 @@ ENVIRONMENT = {
     "HOME": "/tmp",
     "TMPDIR": "/tmp",
     "LANG": "C.UTF-8",
-    "OMP_NUM_THREADS": "1",  # a numerical library's threads, one a core, would meet the limits on memory and processes
+    "OMP_NUM_THREADS": "1",  # one thread for each core would exceed the limits on memory and processes
     "OPENBLAS_NUM_THREADS": "1",
 }
 
 
-@dataclass(frozen=True)
-class Files:
-    """Descriptors that bwrap reads: the program's text, the filter of system calls; and writes: its process ids."""
+def has_own_user() -> bool:
+    """Whether the program gets a user of its own, which needs root; otherwise it gets a user namespace.
 
-    program: int
-    filter: int | None
-    info: int
-
-
-def way() -> Way:
-    return "own_user" if os.geteuid() == 0 else "user_namespace"
+    Linux counts the processes of every user but root, and root owns the files of /proc/sys even in a user namespace.
+    """
+    return os.geteuid() == 0
 
 
 def interpreter() -> str:
-    """The Python that judged programs run in: the one under this environment, without this environment's packages."""
+    """The Python that programs run in: the one that this environment was made from, without its packages."""
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
 def uid() -> int | None:
-    """The user that the launcher becomes, by thread so that programs judged at once are counted apart; None: none."""
-    return _FIRST_UID + threading.get_native_id() % _NUM_UIDS if way() == "own_user" else None
+    """The user that the launcher becomes, by thread, so that concurrent programs are counted apart; None: no other."""
+    return _FIRST_UID + threading.get_native_id() % _NUM_UIDS if has_own_user() else None
 
 
-def command(files: Files, tmp_bytes: int) -> list[str]:
-    """bwrap with everything but the command that it starts; that finds its program at /tmp/main.py."""
+def command(program: int, seccomp: int | None, info: int, tmp_bytes: int) -> list[str]:
+    """The command line of bwrap up to the command that it starts, which finds the program at /tmp/main.py.
+
+    program, seccomp: descriptors of the program's text and of the filter of system calls; info: bwrap writes its
+    process ids to it.
+    """
     line = [
         *(shutil.which("bwrap") or "bwrap", "--die-with-parent", "--new-session", "--clearenv"),
         *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
-        *("--hostname", "sandbox", "--info-fd", str(files.info), "--cap-drop", "ALL"),
+        *("--hostname", "sandbox", "--info-fd", str(info), "--cap-drop", "ALL"),
         "--as-pid-1",  # bwrap's own process 1 outlives bwrap for a moment, an orphan that not every container collects
     ]
-    if way() == "own_user":
+    if has_own_user():
         line += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]  # gone once the launcher has used them
     else:
         line += ["--unshare-user", "--disable-userns", "--uid", str(_NOBODY), "--gid", str(_NOBODY)]
-    if files.filter is not None:
-        line += ["--seccomp", str(files.filter)]
+    if seccomp is not None:
+        line += ["--seccomp", str(seccomp)]
     for name, value in ENVIRONMENT.items():
         line += ["--setenv", name, value]
     return [
@@ -73,7 +67,7 @@ def command(files: Files, tmp_bytes: int) -> list[str]:
         *("--proc", "/proc", "--dev", "/dev"),
         *("--perms", "1777", "--size", str(_SHARED_MEMORY_BYTES), "--tmpfs", "/dev/shm"),
         *("--perms", "1777", "--size", str(tmp_bytes), "--tmpfs", "/tmp"),
-        *("--perms", "0444", "--file", str(files.program), "/tmp/main.py"),
+        *("--perms", "0444", "--file", str(program), "/tmp/main.py"),
         *("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--"),
     ]
 
@@ -93,6 +87,6 @@ def _interpreter_binds() -> list[str]:
     if prefix.is_relative_to("/usr"):
         return []
     line = []
-    for folder in reversed(prefix.parents[:-1]):  # of these only the names are seen
+    for folder in reversed(prefix.parents[:-1]):  # empty folders, which show nothing but the path
         line += ["--perms", "0755", "--dir", str(folder)]
     return [*line, "--ro-bind", str(prefix), str(prefix)]

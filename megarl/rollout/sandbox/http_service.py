@@ -1,8 +1,7 @@
-"""A remote sandbox that speaks SandboxFusion's `POST /run_code` (github.com/bytedance/SandboxFusion)."""
+"""A remote sandbox with SandboxFusion's `POST /run_code` (github.com/bytedance/SandboxFusion)."""
 
 from __future__ import annotations
 
-from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -10,21 +9,21 @@ import httpx
 from megarl.rollout.sandbox.sandbox import WHERE, Outcome, SandboxLimits
 from megarl.types import UserFault
 
-_ANSWER_S = 30.0  # beyond the program's own time: a queue before the sandbox, a start in it
+_ANSWER_S = 30.0  # added to the program's time, for the service's queue and the sandbox's start
 _TIMED_OUT = "TimeLimitExceeded"
 
 
 def url_faults(url: str) -> list[UserFault]:
-    """What is wrong with the address, if anything."""
+    """The fault of a malformed address."""
     parts = urlsplit(url)
     if parts.scheme in ("http", "https") and parts.hostname:
         return []
-    return [UserFault(WHERE, f"url {url!r} is no address of a service", "write https://host or http://host:port")]
+    return [UserFault(WHERE, f"url {url!r} is not the address of a service", "write https://host or http://host:port")]
 
 
 def run(url: str, program: str, stdin: str, limits: SandboxLimits) -> Outcome:
-    """Run a program there. Raises ConnectionError when the service does not answer as it should: that is no verdict."""
-    asked = {
+    """Run a program there. Raises ConnectionError when the service does not run it: the verdict fails."""
+    request = {
         "code": program,
         "language": "python",
         "stdin": stdin,
@@ -32,19 +31,16 @@ def run(url: str, program: str, stdin: str, limits: SandboxLimits) -> Outcome:
         "memory_limit_MB": limits.memory_mb,
     }
     try:
-        reply = httpx.post(f"{url.rstrip('/')}/run_code", json=asked, timeout=limits.wall_s + _ANSWER_S)
+        reply = httpx.post(f"{url.rstrip('/')}/run_code", json=request, timeout=limits.wall_s + _ANSWER_S)
         reply.raise_for_status()
-        said = reply.json()
+        answer = reply.json()
     except (httpx.HTTPError, ValueError) as error:
         raise ConnectionError(f"the sandbox at {url} gave no answer: {type(error).__name__}: {error}") from error
-    result = said.get("run_result") if isinstance(said, dict) else None
-    if not isinstance(result, dict) or said.get("status") not in ("Success", "Failed"):
-        raise ConnectionError(f"the sandbox at {url} could not run a program: {_message(said)}")
+    answer = answer if isinstance(answer, dict) else {}
+    result = answer.get("run_result")
+    if not isinstance(result, dict) or answer.get("status") not in ("Success", "Failed"):
+        message = " ".join(str(answer.get("message") or "no message").split())[:200]
+        raise ConnectionError(f"the sandbox at {url} could not run a program: {message}")
     timed_out = result.get("status") == _TIMED_OUT
     status = None if timed_out else result.get("return_code")
     return Outcome(status, result.get("stdout") or "", result.get("stderr") or "", timed_out=timed_out)
-
-
-def _message(said: Any) -> str:
-    message = said.get("message") if isinstance(said, dict) else None
-    return " ".join(str(message or "no message").split())[:200]

@@ -1,9 +1,10 @@
-"""Started first inside the sandbox: takes the limits on itself, then becomes the program. Imports nothing of megarl.
+"""The launcher inside the sandbox: sets its own limits, then becomes the program. Imports nothing of megarl.
 
 argv: the limits as JSON, the program's path.
 """
 
 import json
+import math
 import os
 import resource
 import signal
@@ -15,8 +16,10 @@ _FORKS_COUNTED_BY_NAMESPACE = (5, 14)  # before it, Linux counts a user's proces
 
 
 def become_init() -> None:
-    """Stay as process 1 of the namespace, with the program in a child. Where it is the same user, it could
-    else write into process 1, which has no limits."""
+    """Stay as process 1 of the namespace, and continue in a child, which becomes the program.
+
+    Process 1 has no limits: without PR_SET_DUMPABLE 0 a program of the same user could write into its memory.
+    """
     _prctl(_PR_SET_DUMPABLE, 0)
     program = os.fork()
     while program:
@@ -28,32 +31,33 @@ def become_init() -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    import ctypes  # a third of the launcher's time, for those who need it
+    import ctypes  # a third of the launcher's time, and not always needed
 
     if ctypes.CDLL(None).prctl(option, value, 0, 0, 0):
         raise OSError(f"prctl {option} failed")
 
 
-def take_limits(limits: dict[str, Any]) -> None:
+def set_limits(limits: dict[str, Any]) -> None:
     if limits["die_with_parent"]:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     with open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # short of memory, the kernel ends a judged program, not a trainer
+        file.write("1000")  # short of memory, the kernel kills the program before training ranks
     release = tuple(int(part) for part in os.uname().release.split(".")[:2])
     if limits["uid"] is not None or release >= _FORKS_COUNTED_BY_NAMESPACE:
-        _limit(resource.RLIMIT_NPROC, limits["processes"])
-    _limit(resource.RLIMIT_CORE, 0)
-    _limit(resource.RLIMIT_CPU, limits["cpu_s"], grace=1)
-    _limit(resource.RLIMIT_FSIZE, limits["file_bytes"])
-    _limit(resource.RLIMIT_NOFILE, limits["open_files"])
-    _limit(resource.RLIMIT_AS, limits["memory_bytes"])
+        limit(resource.RLIMIT_NPROC, limits["processes"])
+    limit(resource.RLIMIT_CORE, 0)
+    limit(resource.RLIMIT_CPU, math.ceil(limits["cpu_s"]), grace=1)
+    limit(resource.RLIMIT_FSIZE, limits["file_mb"] << 20)
+    limit(resource.RLIMIT_NOFILE, limits["open_files"])
+    limit(resource.RLIMIT_AS, limits["memory_mb"] << 20)
     if limits["uid"] is not None:
         os.setgroups([])
         os.setresgid(limits["uid"], limits["uid"], limits["uid"])
         os.setresuid(limits["uid"], limits["uid"], limits["uid"])
 
 
-def _limit(kind: int, value: int, grace: int = 0) -> None:
+def limit(kind: int, value: int, grace: int = 0) -> None:
+    """Set a soft limit, and a hard limit that is `grace` above it, unless they are lower already."""
     hard = resource.getrlimit(kind)[1]
     most = value + grace if hard == resource.RLIM_INFINITY else min(value + grace, hard)
     resource.setrlimit(kind, (min(value, most), most))
@@ -63,5 +67,5 @@ if __name__ == "__main__":
     given = json.loads(sys.argv[1])
     if os.getpid() == 1:
         become_init()
-    take_limits(given)
+    set_limits(given)
     os.execv(sys.executable, [sys.executable, "-I", "-B", "-X", "utf8", sys.argv[2]])

@@ -1,7 +1,7 @@
-"""Runs a Python program that nobody vouches for: bubblewrap's namespaces, limits from inside, a deadline from outside.
+"""Runs an untrusted Python program: in bubblewrap's namespaces, with limits of each process and a deadline.
 
 The program sees the system's libraries and a bare Python, read-only, an empty /tmp of its own and no network. Memory is
-limited per process; the limit on processes times it is what a program can take at most, and the kernel ends it first.
+limited per process; a program can take at most that times the limit on processes, and the kernel kills it first.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import math
 import os
 import selectors
 import shutil
@@ -19,31 +18,30 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
 import psutil
 
 from megarl.rollout.sandbox import bubblewrap
-from megarl.rollout.sandbox.bubblewrap import ENVIRONMENT, Files
+from megarl.rollout.sandbox.bubblewrap import ENVIRONMENT
 from megarl.rollout.sandbox.seccomp import filter_program
 from megarl.types import UserFault
 
 WHERE = "reward.function"
 _MEND = "install bubblewrap, name a remote sandbox with `url`, or run without isolation with `unsafe: true`"
 _LAUNCHER = Path(__file__).with_name("inside_limits.py").read_text(encoding="utf-8")
-_ENDS_WITHIN_S = 10.0  # how long the kernel may take to clear a killed namespace away
+_ENDS_WITHIN_S = 10.0  # how long the kernel may take to end a killed namespace
 _CHUNK_BYTES = 1 << 16
-_KILLED = 128 + signal.SIGKILL
 _has_worked = False
 
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """What a program may use. cpu_s, memory, file_mb and open_files are per process; tmp_mb is all that it stores.
+    """The limits of a program. cpu_s, memory_mb, file_mb and open_files are per process; tmp_mb: of all its files.
 
-    Of stdout and stderr that many bytes are kept; a program that writes more to stdout is killed.
+    stdout_bytes and stderr_bytes are kept; a program that writes more to stdout is killed.
     """
 
     wall_s: float = 4.0
@@ -59,7 +57,7 @@ class SandboxLimits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a program. status is a shell's: 128 + the signal that ended it; None: killed from outside."""
+    """How a program ended. status: as a shell's, 128 + the signal that ended it; None: it was killed from outside."""
 
     status: int | None
     stdout: str
@@ -67,21 +65,15 @@ class Outcome:
     timed_out: bool = False
     too_much_output: bool = False
 
-    @property
-    def out_of_memory(self) -> bool:
-        """The kernel ended it, or Python did not get what it asked for."""
-        last = self.stderr.rstrip().rpartition("\n")[2]
-        return self.status == _KILLED or (self.status == 1 and last.startswith("MemoryError"))
-
 
 def sandbox_faults(*, unsafe: bool = False) -> list[UserFault]:
-    """Why programs cannot be run isolated on this machine; a bwrap is started to see. Empty: they can, or need not."""
+    """The fault of a machine on which programs cannot be isolated, found by starting bwrap; unsafe: none is needed."""
     problem = "" if unsafe else find_problem()
     return [UserFault(WHERE, problem, _MEND)] if problem else []
 
 
 def find_problem() -> str:
-    """What keeps bubblewrap from working on this machine, tried out until it has worked once; empty: nothing."""
+    """The reason why bubblewrap does not work on this machine, tested until it has worked once; "" if it works."""
     global _has_worked
     if _has_worked:
         return ""
@@ -94,15 +86,15 @@ def find_problem() -> str:
     if outcome.stdout == "works\n":
         _has_worked = True
         return ""
-    said = (outcome.stderr.strip().splitlines() or [f"exit status {outcome.status}"])[-1]
-    return f"bubblewrap does not work on this machine ({said})"
+    reason = (outcome.stderr.strip().splitlines() or [f"exit status {outcome.status}"])[-1]
+    return f"bubblewrap does not work on this machine ({reason})"
 
 
 def run(program: str, stdin: str = "", limits: SandboxLimits | None = None, *, unsafe: bool = False) -> Outcome:
-    """Run a program's text to its end or its limits; nothing of it is left then.
+    """Run a program's text to its end or its limits; none of its processes and files remain.
 
-    unsafe: with limits and a process group only, in a folder of its own. It sees and may do what this user may, and
-    what it starts in a session of its own is not ended. Raises UserFault where there is no isolation.
+    unsafe: with limits and a process group only, in a folder of its own. It has this user's rights, and a daemon that
+    it starts may remain. Raises UserFault where there is no isolation.
     """
     limits = limits or SandboxLimits()
     if unsafe:
@@ -113,15 +105,15 @@ def run(program: str, stdin: str = "", limits: SandboxLimits | None = None, *, u
 
 
 def _run_isolated(program: str, stdin: str, limits: SandboxLimits) -> Outcome:
-    with _sealed(program) as source, _sealed(stdin) as given, _sealed(filter_program() or b"") as filtered:
+    with _sealed(program) as source, _sealed(stdin) as given, _sealed(filter_program() or b"") as seccomp:
         info_read, info_write = os.pipe()
         with os.fdopen(info_read, "rb") as info:
-            files = Files(source, filtered if filter_program() else None, info_write)
-            line = bubblewrap.command(files, limits.tmp_mb << 20)
+            tmp_bytes = limits.tmp_mb << 20
+            line = bubblewrap.command(source, seccomp if filter_program() else None, info_write, tmp_bytes)
             line += _launch(limits, bubblewrap.uid(), "/tmp/main.py", die_with_parent=False)
             try:
                 # An empty environment: the one that bwrap itself was started with can be read in /proc/1.
-                process = _start(line, given, env={}, pass_fds=(source, filtered, info_write))
+                process = _start(line, given, env={}, pass_fds=(source, seccomp, info_write))
             finally:
                 os.close(info_write)
             return _watch(process, limits, info.fileno())
@@ -137,16 +129,8 @@ def _run_unsafe(program: str, stdin: str, limits: SandboxLimits) -> Outcome:
 
 
 def _launch(limits: SandboxLimits, uid: int | None, path: str, *, die_with_parent: bool) -> list[str]:
-    said = {
-        "uid": uid,
-        "die_with_parent": die_with_parent,
-        "cpu_s": math.ceil(limits.cpu_s),
-        "memory_bytes": limits.memory_mb << 20,
-        "file_bytes": limits.file_mb << 20,
-        "processes": limits.processes,
-        "open_files": limits.open_files,
-    }
-    return [bubblewrap.interpreter(), "-I", "-S", "-c", _LAUNCHER, json.dumps(said), path]
+    settings = {**asdict(limits), "uid": uid, "die_with_parent": die_with_parent}
+    return [bubblewrap.interpreter(), "-I", "-S", "-c", _LAUNCHER, json.dumps(settings), path]
 
 
 def _start(
@@ -160,7 +144,7 @@ def _start(
 
 @contextmanager
 def _sealed(content: str | bytes) -> Iterator[int]:
-    """A descriptor of a file in memory, at its start, that whoever inherits it cannot change."""
+    """A descriptor of a file in memory, at its start; processes that inherit it cannot change the file."""
     descriptor = os.memfd_create("given", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content if isinstance(content, bytes) else content.encode("utf-8", "replace"))
@@ -178,7 +162,7 @@ class _Bounded:
         os.set_blocking(pipe.fileno(), False)
 
     def read(self) -> bool:
-        """Take what is there, once; False at the end, or when nothing is there."""
+        """Read once, without waiting; False at the end, or when there is nothing to read."""
         try:
             chunk = os.read(self.pipe.fileno(), _CHUNK_BYTES)
         except BlockingIOError:
@@ -195,7 +179,7 @@ class _Bounded:
 
 
 def _watch(process: subprocess.Popen[bytes], limits: SandboxLimits, info: int | None) -> Outcome:
-    """Read until the program ends, or make it end. info: the pipe on which bwrap says its child's process id."""
+    """Read until the program ends, or kill it. info: the pipe to which bwrap writes its child's process id."""
     assert process.stdout and process.stderr
     deadline = time.monotonic() + limits.wall_s
     with process.stdout, process.stderr:
@@ -205,12 +189,12 @@ def _watch(process: subprocess.Popen[bytes], limits: SandboxLimits, info: int | 
         try:
             ended = _follow(outer, out, error, deadline)
         finally:
-            if first is not None:  # and with it all of its namespace; bwrap, its parent, collects it and ends
+            if first is not None:  # its whole namespace ends with it, and then bwrap, which reaps it
                 _end(first)
                 _await_end(outer)
             elif not ended:
                 _kill_children(process.pid)
-            os.killpg(process.pid, signal.SIGKILL)  # also after its end: nothing of its group stays
+            os.killpg(process.pid, signal.SIGKILL)  # also after its end, for the processes of its group
             status = process.wait()
             os.close(outer)
         texts = out.text(), error.text()
@@ -219,7 +203,7 @@ def _watch(process: subprocess.Popen[bytes], limits: SandboxLimits, info: int | 
 
 
 def _kill_children(parent: int) -> None:
-    """Without a namespace those that have left the group are found by their parents."""
+    """Kill the descendants of a process, which may have left its process group."""
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process(parent).children(recursive=True):
             with contextlib.suppress(psutil.Error):
@@ -242,22 +226,22 @@ def _follow(outer: int, out: _Bounded, error: _Bounded, deadline: float) -> bool
 
 
 def _first_of_namespace(parent: int, info: int, wall_s: float) -> int | None:
-    """A descriptor of process 1 in the sandbox, whose end is everybody's; None: it has ended, or there was none."""
-    said = b""
+    """A descriptor of process 1 in the sandbox, with which all others end; None: it has ended, or never began."""
+    written = b""
     with selectors.DefaultSelector() as selector:
         selector.register(info, selectors.EVENT_READ)
-        while b"}" not in said:
+        while b"}" not in written:
             chunk = os.read(info, _CHUNK_BYTES) if selector.select(wall_s) else b""
             if not chunk:
                 return None
-            said += chunk
-    pid = json.loads(said)["child-pid"]
+            written += chunk
+    pid = json.loads(written)["child-pid"]
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         return None
     with contextlib.suppress(OSError):
-        # Another process may have its number by now.
+        # Another process may have its id by now.
         if int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) == parent:
             return descriptor
     os.close(descriptor)
@@ -272,8 +256,8 @@ def _end(first: int) -> None:
 
 
 def _await_end(process: int) -> None:
-    """Raises RuntimeError when a killed process does not end, so that there is no verdict."""
+    """Raises RuntimeError when a killed process does not end, so that the verdict fails."""
     with selectors.DefaultSelector() as selector:
         selector.register(process, selectors.EVENT_READ)
         if not selector.select(_ENDS_WITHIN_S):
-            raise RuntimeError(f"a killed sandbox is still there after {_ENDS_WITHIN_S:.0f} s")
+            raise RuntimeError(f"a killed sandbox still exists after {_ENDS_WITHIN_S:.0f} s")

@@ -1,4 +1,4 @@
-"""The system calls that a judged program may not make, as the filter that `bwrap --seccomp` takes. Pure.
+"""The system calls that a program in the sandbox may not make, as the filter that `bwrap --seccomp` takes. Pure.
 
 seccomp(2), "Filter programs": classic BPF over struct seccomp_data {nr, arch, instruction_pointer, args[6]}.
 """

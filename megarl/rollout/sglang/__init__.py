@@ -1,1 +1,1 @@
-"""An SGLang engine: its arguments, its processes, and what of SGLang is corrected on the way."""
+"""An SGLang engine: its arguments, its processes, and patches of SGLang."""

@@ -5,73 +5,60 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megarl.algos import ALGORITHMS, hyperparameters_of
+from megarl.config import Recipe
 from megarl.device import DEVICE, Address
 from megarl.rollout.sglang import cpu, deterministic
 from megarl.spelling import did_you_mean, near
 from megarl.types import UserFault
 
 WHERE = "rollout.engine.sglang"
-_SET_BY_MEGARL = {
+_SET_BY_MEGARL = {  # server argument -> the recipe key that sets it
     "model_path": "model.path",
     "tp_size": "rollout.engine.tp",
     "ep_size": "rollout.engine.ep",
-    "dtype": "model.dtype",
-    "random_seed": "run.seed",
-    "device": "",
-    "weight_version": "",
-    "load_format": "",
-    "base_gpu_id": "",
-    "custom_weight_loader": "",
-    "skip_tokenizer_init": "",
-    "log_level": "",
-    "trust_remote_code": "",
-    "pp_size": "",
     "dp_size": "rollout.engine.dp",
     "enable_dp_attention": "rollout.engine.dp",
+    "dtype": "model.dtype",
     "quantization": "rollout.engine.fp8",
-    "disable_shared_experts_fusion": "",
-    "nnodes": "",
-    "node_rank": "",
-    "dist_init_addr": "",
-    "enable_memory_saver": "",
+    "random_seed": "run.seed",
     "enable_deterministic_inference": "rollout.seeded",
     "enable_return_routed_experts": "train.replay",
 }
-_SINGLE_OWNER = "it keeps weights in other places than resharding writes to"
-_ONE_SIDED = "it sets up NCCL in engines alone; NCCL_NVLS_ENABLE and NCCL_CUMEM_ENABLE of the environment hold for all"
-REFUSED = {  # prefix of server arguments that resharding does not support -> the reason
-    "speculative_": "a draft model would keep the weights that it started with",
-    "enable_eplb": "it moves experts between ranks while the engine runs",
-    "ep_num_redundant_experts": "it holds some experts twice",
-    "init_expert_location": "it assigns the experts to ranks in another order",
-    "enable_elastic_expert_backup": _SINGLE_OWNER,
-    "elastic_ep_backend": "it moves experts between ranks while the engine runs",
-    "ep_join_mode": "it changes the number of ranks",
-    "enable_waterfill": "it fuses the shared experts with the routed ones",
-    "enforce_shared_experts_fusion": "it fuses the shared experts with the routed ones",
-    "moe_a2a_backend": "it changes which ranks hold the shared experts, and rollout.engine.ep",
-    "moe_dense_tp_size": "it changes which ranks hold the dense layers",
-    "moe_dp_size": "it changes which ranks hold the experts",
-    "dwdp_size": "it changes which ranks hold the experts",
-    "attn_cp_size": "it changes which ranks hold the attention",
-    "dcp_": "it changes which ranks hold the attention",
-    "enable_dp_lm_head": "it changes which ranks hold the output layer",
-    "enable_lora": _SINGLE_OWNER,
-    "lora_paths": _SINGLE_OWNER,
-    "cpu_offload_gb": _SINGLE_OWNER,
-    "offload_group_size": _SINGLE_OWNER,
-    "weight_cache_mode": _SINGLE_OWNER,
-    "kt_": _SINGLE_OWNER,
-    "enable_nccl_nvls": _ONE_SIDED,
-    "enable_symm_mem": _ONE_SIDED,
-    "json_model_override_args": "the engine's model would no longer be the one that is trained",
+_NOT_IN_RECIPES = (
+    *("device", "base_gpu_id", "pp_size", "nnodes", "node_rank", "dist_init_addr", "enable_memory_saver", "log_level"),
+    *("load_format", "weight_version", "custom_weight_loader", "skip_tokenizer_init", "trust_remote_code"),
+    "disable_shared_experts_fusion",
+)
+_REFUSED_FOR = {  # the reason why resharding does not support a server argument -> prefixes of such arguments
+    "a draft model would keep the weights that it started with": ("speculative_",),
+    "it moves experts between ranks while the engine runs": ("enable_eplb", "elastic_ep_backend"),
+    "it holds some experts twice": ("ep_num_redundant_experts",),
+    "it assigns the experts to ranks in another order": ("init_expert_location",),
+    "it keeps weights in other places than resharding writes to": (
+        *("enable_elastic_expert_backup", "enable_lora", "lora_paths", "cpu_offload_gb", "offload_group_size"),
+        *("weight_cache_mode", "kt_"),
+    ),
+    "it changes the number of ranks": ("ep_join_mode",),
+    "it fuses the shared experts with the routed ones": ("enable_waterfill", "enforce_shared_experts_fusion"),
+    "it changes which ranks hold the shared experts, and rollout.engine.ep": ("moe_a2a_backend",),
+    "it changes which ranks hold the dense layers": ("moe_dense_tp_size",),
+    "it changes which ranks hold the experts": ("moe_dp_size", "dwdp_size"),
+    "it changes which ranks hold the attention": ("attn_cp_size", "dcp_"),
+    "it changes which ranks hold the output layer": ("enable_dp_lm_head",),
+    "it sets up NCCL in engines alone; NCCL_NVLS_ENABLE and NCCL_CUMEM_ENABLE of the environment hold for all": (
+        "enable_nccl_nvls", "enable_symm_mem"
+    ),
+    "the engine's model would no longer be the one that is trained": ("json_model_override_args",),
 }
+REFUSED = {prefix: reason for reason, prefixes in _REFUSED_FOR.items() for prefix in prefixes}
 # Attention backends that read the keys of MLA from an fp8 cache (SGLang's layers/attention). The others, among them
 # SGLang's default on Hopper, cast a layer's whole cache to the model's data type in every step (`.to(q.dtype)`).
 LATENT_FP8_BACKENDS = ("cutedsl_mla", "flashmla", "tokenspeed_mla", "triton", "trtllm_mla")
@@ -166,6 +153,22 @@ class EngineSettings:
         return self.span.node * self.tp // self.span.nodes if self.span else 0
 
 
+def step_sequences(recipe: Recipe) -> int:
+    """The most sequences that an engine gets in one round of a training step: prompts go to the engines in turn."""
+    name, rollout = recipe.algorithm.name, recipe.rollout
+    num_prompts = hyperparameters_of(name, recipe.algorithm).num_drawn(rollout.prompts_per_step)
+    of_prompt = rollout.samples_per_prompt + ALGORITHMS[name].greedy_baseline
+    return math.ceil(num_prompts / rollout.engine.count) * of_prompt
+
+
+def most_sequences(recipe: Recipe) -> int:
+    """The most sequences that an engine gets in a round or an evaluation, as a multiple of its attention DP groups."""
+    sets, engine = [recipe.evaluation.of(name) for name in recipe.data.eval], recipe.rollout.engine
+    of_sets = [math.ceil(evaluation.max_prompts / engine.count) * evaluation.samples for evaluation in sets]
+    most = max(step_sequences(recipe), *of_sets) if of_sets else step_sequences(recipe)
+    return math.ceil(most / engine.dp) * engine.dp
+
+
 def server_arguments(settings: EngineSettings, weight_loader: str, device: str = DEVICE) -> dict[str, Any]:
     """Keyword arguments of SGLang's `ServerArgs`; the recipe's `rollout.engine.sglang` overrides our defaults."""
     arguments: dict[str, Any] = {
@@ -213,9 +216,8 @@ def sglang_faults(arguments: Mapping[str, Any]) -> list[UserFault]:
     known = server_fields()
     faults = []
     for key in arguments:
-        if key in _SET_BY_MEGARL:
-            elsewhere = _SET_BY_MEGARL[key]
-            mend = f"set {elsewhere} and remove it" if elsewhere else "remove it"
+        if key in _SET_BY_MEGARL or key in _NOT_IN_RECIPES:
+            mend = f"set {_SET_BY_MEGARL[key]} and remove it" if key in _SET_BY_MEGARL else "remove it"
             faults.append(UserFault(f"{WHERE}.{key}", "is set by megarl itself", mend))
         elif why := next((why for start, why in REFUSED.items() if key.startswith(start)), None):
             faults.append(UserFault(f"{WHERE}.{key}", f"resharding does not support it: {why}", "remove it"))

@@ -164,7 +164,14 @@ _KEPT_LIBRARIES: list[torch.library.Library] = []  # a Library that is garbage c
 
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """left [rows, inner] x right [inner, columns]"""
-    return _in_blocks(left, right.shape[1], lambda block, out: torch.mm(block, right, out=out))
+    (rows, inner), width = left.shape, right.shape[1]
+    height = _up(rows, _BLOCK)
+    padded = left.new_zeros(height, _up(inner, _LINE))[:, :inner]
+    padded[:rows] = left
+    out = left.new_empty(height, _up(width, _LINE))[:, :width]
+    for start in range(0, height, _BLOCK):
+        torch.mm(padded[start : start + _BLOCK], right, out=out[start : start + _BLOCK])
+    return out[:rows].contiguous()
 
 
 def sum_with_product(
@@ -179,19 +186,6 @@ def batched_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     if not len(left):
         return left.new_empty(0, left.shape[1], right.shape[2])
     return torch.stack([product(*matrices) for matrices in zip(left, right, strict=True)])
-
-
-def _in_blocks(
-    left: torch.Tensor, width: int, multiply: Callable[[torch.Tensor, torch.Tensor], Any]
-) -> torch.Tensor:
-    rows, inner = left.shape
-    height = _up(rows, _BLOCK)
-    padded = left.new_zeros(height, _up(inner, _LINE))[:, :inner]
-    padded[:rows] = left
-    out = left.new_empty(height, _up(width, _LINE))[:, :width]
-    for start in range(0, height, _BLOCK):
-        multiply(padded[start : start + _BLOCK], out[start : start + _BLOCK])
-    return out[:rows].contiguous()
 
 
 def _in_whole_vectors(tensor: torch.Tensor, function: Callable[..., torch.Tensor]) -> torch.Tensor:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from megarl.device import DEVICE
-from megarl.rollout.sglang.arguments import EngineSettings, Sampling, server_arguments
+from megarl.rollout.sglang.arguments import EngineSettings, Sampling
 from megarl.rollout.sglang.deterministic import sample_seed
 from megarl.rollout.sglang.host import EngineFault, Host
 from megarl.types import Sample
@@ -33,7 +33,7 @@ class Engine:
     def __init__(self, settings: EngineSettings, weight_loader: str = WEIGHT_LOADER) -> None:
         self._tp, self._seeded, self._routed_experts = settings.tp, settings.seeded, settings.routed_experts
         self._weight_loader = weight_loader
-        self._host = _make_host(settings, weight_loader)
+        self._host = Host(settings, weight_loader)
         self._manager: Any = self._host.server.tokenizer_manager
         from transformers import AutoTokenizer  # takes seconds, while the schedulers start
 
@@ -166,7 +166,7 @@ class Schedulers:
     """An engine's schedulers on a node other than its first; the constructor blocks until all nodes are ready."""
 
     def __init__(self, settings: EngineSettings, weight_loader: str = WEIGHT_LOADER) -> None:
-        self._host = _make_host(settings, weight_loader)
+        self._host = Host(settings, weight_loader)
         self._is_down = False
 
     def pids(self) -> list[int]:
@@ -186,10 +186,6 @@ class Schedulers:
         """End and reap the schedulers, and remove all files."""
         self._is_down = True
         self._host.stop()
-
-
-def _make_host(settings: EngineSettings, weight_loader: str) -> Host:
-    return Host(settings, server_arguments(settings, weight_loader))
 
 
 def _named_tensors(message: Mapping[str, Any]) -> bytes:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from megarl.cluster.session_folder import SessionFolder, remove_dead
 from megarl.device import DEVICE
 from megarl.rollout.sglang import cpu, scheduler
-from megarl.rollout.sglang.arguments import EngineSettings
+from megarl.rollout.sglang.arguments import EngineSettings, server_arguments
 from megarl.rollout.sglang.rounds import Standstill, make_counter_file
 from megarl.types import Silence
 
@@ -47,7 +47,8 @@ class Host:
     built where an event loop already runs. The constructor blocks until the schedulers are ready, else EngineFault.
     """
 
-    def __init__(self, settings: EngineSettings, server_arguments: Mapping[str, Any]) -> None:
+    def __init__(self, settings: EngineSettings, weight_loader: str) -> None:
+        arguments = server_arguments(settings, weight_loader)
         self._fault: EngineFault | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
@@ -55,25 +56,22 @@ class Host:
         scheduler.set_environment()
         remove_dead(PREFIX, tempfile.gettempdir())
         self._folder = SessionFolder(PREFIX, tempfile.gettempdir())
-        self._entry = scheduler.SchedulerEntry(
-            self._folder.path, settings.seeded, settings.span, settings.first_rank, settings.reserve_bytes
-        )
+        self._entry = scheduler.SchedulerEntry(self._folder.path, settings)
         make_counter_file(self._entry.rounds_path, settings.tp)
         self._standstill = Standstill(self._entry.rounds_path, settings.timeout_s)
         self._relay: Any = None
         if settings.span and settings.dp > 1:
-            from megarl.rollout.sglang.relay import Groups, Relay
+            from megarl.rollout.sglang.relay import Relay
 
-            groups = Groups(settings.tp, settings.dp, settings.span.nodes)
             try:
-                self._relay = Relay(self._folder.path, groups, settings.span)
+                self._relay = Relay(self._folder.path, settings.tp, settings.dp, settings.span)
             except BaseException:
                 self._folder.remove()
                 raise
         if DEVICE == "cpu":
             cpu.start_fork_server()
         started: Future[Any] = Future()
-        serve = (started, server_arguments)
+        serve = (started, arguments)
         self._thread = threading.Thread(target=self._serve, args=serve, name="engine", daemon=True)
         self._thread.start()
         try:
@@ -114,12 +112,12 @@ class Host:
         self._folder.remove()
         atexit.unregister(self.stop)
 
-    def _serve(self, started: Future[Any], server_arguments: Mapping[str, Any]) -> None:
+    def _serve(self, started: Future[Any], arguments: Mapping[str, Any]) -> None:
         asyncio.set_event_loop(self._loop)
         try:
             from megarl.rollout.sglang.server import SglangEngine
 
-            server = SglangEngine(self._entry, **server_arguments)
+            server = SglangEngine(self._entry, **arguments)
         except BaseException as error:
             started.set_exception(error)
         else:
@@ -160,7 +158,7 @@ class Host:
 
     def _look(self) -> bool:
         """Check whether a scheduler hangs; if so, fail the waiting calls and return True."""
-        problem = self._standstill.look(self._entry.processes, self._entry.first_rank)
+        problem = self._standstill.look(self._entry.processes, self._entry.settings.first_rank)
         if problem:
             self._fail(EngineStandstill(problem))
         return problem is not None
@@ -178,7 +176,7 @@ class Host:
 
     def _death(self) -> EngineFault | None:
         """The fault of a dead scheduler; a killed process comes before others, which failed because it was gone."""
-        ranks = enumerate(self._entry.processes, start=self._entry.first_rank)
+        ranks = enumerate(self._entry.processes, start=self._entry.settings.first_rank)
         dead = [(rank, process) for rank, process in ranks if process.exitcode is not None]
         if not dead:
             return None

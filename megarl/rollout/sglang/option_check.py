@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, get_args
+from unittest import mock
 
 import msgspec
 
@@ -60,7 +60,7 @@ def _field_faults(key: str, value: Any, kind: Any) -> Faults:
 def _resolution_faults(arguments: Mapping[str, Any]) -> Faults:
     """The fault of SGLang's resolution of the arguments with the model's config, which refuses contradictions."""
     try:
-        with _environment_kept(), cpu.quiet_import():
+        with mock.patch.dict(os.environ), cpu.quiet_import():  # SGLang writes some arguments into the environment
             server = ServerArgs(**arguments)
             server.resolve_once()
             server.check_server_args()
@@ -70,14 +70,3 @@ def _resolution_faults(arguments: Mapping[str, Any]) -> Faults:
             return []
         return [UserFault(WHERE, f"SGLang refuses the engine's arguments ({words[0]})", "change them")]
     return []
-
-
-@contextmanager
-def _environment_kept() -> Iterator[None]:
-    """Restore the environment, into which SGLang writes some of its arguments."""
-    before = dict(os.environ)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
@@ -27,29 +26,18 @@ def new_endpoint() -> Endpoint:
     return Endpoint(*zmq.curve_keypair())
 
 
-@dataclass(frozen=True)
-class Groups:
-    """An engine's attention DP groups: tp ranks in dp groups, with equally many ranks on each node."""
-
-    tp: int
-    dp: int
-    nodes: int
-
-    def led_on(self, node: int) -> list[int]:
-        """The groups whose first rank is on a node."""
-        ranks_per_node, ranks_per_group = self.tp // self.nodes, self.tp // self.dp
-        return [group for group in range(self.dp) if group * ranks_per_group // ranks_per_node == node]
-
-
 class Relay:
     """The relay of one node, which forwards in a thread of its own until it is stopped."""
 
-    def __init__(self, folder: Path, groups: Groups, span: NodeSpan) -> None:
+    def __init__(self, folder: Path, tp: int, dp: int, span: NodeSpan) -> None:
         """folder: of this node's Unix sockets. The first node publishes its ports in the store span.rendezvous."""
         self._context, self._endpoint, self._folder = zmq.Context(), span.endpoint, folder
+        self._context.linger = 0  # this and the next are options of every socket
+        self._context.sndhwm = self._context.rcvhwm = 0  # no limit, as SGLang's own: no sender waits for a slow reader
+        leaders = [group * (tp // dp) // (tp // span.nodes) for group in range(dp)]  # the node of each group's leader
+        groups = [group for group, node in enumerate(leaders) if node and span.node in (0, node)]
         try:
-            led = groups.led_on(span.node)
-            pairs = self._follow(led, span.rendezvous) if span.node else self._lead(groups, span.rendezvous)
+            pairs = self._follow(groups, span.rendezvous) if span.node else self._lead(groups, span.rendezvous)
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -61,12 +49,12 @@ class Relay:
         self._context.term()  # ends the thread's poll, and waits until the thread has closed its sockets
         self._thread.join()
 
-    def _lead(self, groups: Groups, rendezvous: Address) -> list[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
+    def _lead(self, groups: list[int], rendezvous: Address) -> list[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
         host, ports = own_address(rendezvous.host), {}
         answers = self._socket(zmq.PULL)
         ports[_ANSWERS] = answers.bind_to_random_port(f"tcp://{host}")
         pairs = [(answers, self._file(zmq.PUSH, "tokenizer"))]
-        for group in (group for node in range(1, groups.nodes) for group in groups.led_on(node)):
+        for group in groups:
             requests = self._socket(zmq.PUSH)
             ports[str(group)] = requests.bind_to_random_port(f"tcp://{host}")
             pairs.append((self._file(zmq.PULL, group_address("scheduler", group)), requests))
@@ -89,7 +77,7 @@ class Relay:
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         """A TCP socket: the first node is the CURVE server, the others use its public key and a new key pair."""
-        socket = self._file_socket(kind)
+        socket = self._context.socket(kind)
         if self._endpoint.secret:
             socket.curve_server, socket.curve_publickey = True, self._endpoint.public
             socket.curve_secretkey = self._endpoint.secret
@@ -99,14 +87,8 @@ class Relay:
         return socket
 
     def _file(self, kind: int, name: str, binds: bool = False) -> zmq.Socket[bytes]:
-        socket, address = self._file_socket(kind), ipc_address(self._folder, name)
+        socket, address = self._context.socket(kind), ipc_address(self._folder, name)
         socket.bind(address) if binds else socket.connect(address)
-        return socket
-
-    def _file_socket(self, kind: int) -> zmq.Socket[bytes]:
-        socket = self._context.socket(kind)
-        socket.set_hwm(0)  # no limit, as SGLang's own: no sender waits for a slow reader
-        socket.linger = 0
         return socket
 
     def _forward(self, pairs: list[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]) -> None:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from megarl.device import DEVICE, use_loopback, use_sglang_nccl_settings
 from megarl.rollout.sglang import cpu, cpu_attention, deterministic
-from megarl.rollout.sglang.arguments import NodeSpan
+from megarl.rollout.sglang.arguments import EngineSettings
 from megarl.rollout.sglang.rounds import Rounds
 
 
@@ -54,10 +54,7 @@ class SchedulerEntry:
     """
 
     directory: Path
-    seeded: bool = False
-    span: NodeSpan | None = None
-    first_rank: int = 0
-    reserve_bytes: int = 0
+    settings: EngineSettings
     environment: dict[str, str] = field(default_factory=dict)
     processes: list[BaseProcess] = field(default_factory=list)
 
@@ -79,8 +76,8 @@ class SchedulerEntry:
     def _set_rendezvous(self) -> None:
         """Use a file, or our store for several nodes, because torch's own TCPStore would listen on every interface."""
         method = f"file://{self.directory / 'rendezvous'}"
-        if self.span:
-            host, port = self.span.rendezvous
+        if self.settings.span:
+            host, port = self.settings.span.rendezvous
             method = f"tcp://{host}:{port}"
             # With these variables torch joins the existing store and starts none (distributed/rendezvous.py).
             os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
@@ -102,16 +99,15 @@ class SchedulerEntry:
         with _exit_with_traceback():
             if DEVICE == "cpu":
                 cpu.end_with_host()
-            patch_sglang(repeatable=self.seeded)
+            patch_sglang(repeatable=self.settings.seeded)
             from sglang.srt.managers import scheduler
 
-            rounds = Rounds(self.rounds_path, tp_rank - self.first_rank)
-            _seed_groups(scheduler)
+            rounds = Rounds(self.rounds_path, tp_rank - self.settings.first_rank)
             if DEVICE == "cuda":
-                _reserve_memory(scheduler, gpu_id, self.reserve_bytes)
-            _count_rounds(scheduler, rounds)
-            _exit_on_exceptions(scheduler)
-            _disable_load_snapshots(scheduler)
+                _reserve_memory(scheduler, gpu_id, self.settings.reserve_bytes)
+            _patch_scheduler(scheduler, rounds)
+            # Load snapshots for balancers are files in /dev/shm that we do not read and that survive a SIGKILL.
+            scheduler.create_load_snapshot_writer = lambda *args, **kwargs: None
             tqdm.set_lock(threading.RLock())  # its default lock is a named semaphore, which a SIGKILL leaves
             _report_failed_loads(rounds)
             group = tp_rank * server_args.dp_size // server_args.tp_size if server_args.dp_size > 1 else None
@@ -166,22 +162,6 @@ def _exit_with_traceback() -> Iterator[None]:
         os._exit(1)
 
 
-def _seed_groups(scheduler: Any) -> None:
-    """Give each attention DP group its own seed: with SGLang's single one all would draw the same samples of a prompt.
-
-    The ranks of a group share the seed, because each of them samples the group's tokens.
-    """
-    from sglang.srt.runtime_context import get_parallel
-    from sglang.srt.utils import set_random_seed
-
-    class GroupSeededScheduler(scheduler.Scheduler):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            set_random_seed(deterministic.generator_seed(self.random_seed, get_parallel().attn_dp_rank))
-
-    scheduler.Scheduler = GroupSeededScheduler
-
-
 def _reserve_memory(scheduler: Any, gpu_id: int, num_bytes: int) -> None:
     """Hold the memory of the exchange's communicator while SGLang sizes its KV cache.
 
@@ -199,35 +179,32 @@ def _reserve_memory(scheduler: Any, gpu_id: int, num_bytes: int) -> None:
     scheduler.Scheduler = MemoryReservingScheduler
 
 
-def _exit_on_exceptions(scheduler: Any) -> None:
-    """Exit on an exception: SGLang would send SIGQUIT to the parent, which would kill the actor silently."""
+def _patch_scheduler(scheduler: Any, rounds: Rounds) -> None:
+    """Replace SGLang's scheduler class.
 
-    class ExitingScheduler(scheduler.Scheduler):
+    Each attention DP group gets its own seed: with SGLang's single one all would draw the same samples of a prompt. The
+    ranks of a group share the seed, because each of them samples the group's tokens. The process exits on an exception:
+    SGLang would send SIGQUIT to the parent, which would kill the actor silently. The rounds of the event loop are
+    counted: SGLang's watchdog counts only forward passes, and sends SIGQUIT.
+    """
+    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.utils import set_random_seed
+
+    class PatchedScheduler(scheduler.Scheduler):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             with _exit_with_traceback():
                 super().__init__(*args, **kwargs)
+                set_random_seed(deterministic.generator_seed(self.random_seed, get_parallel().attn_dp_rank))
 
         def run_event_loop(self) -> None:
             with _exit_with_traceback():
                 super().run_event_loop()
 
-    scheduler.Scheduler = ExitingScheduler
-
-
-def _count_rounds(scheduler: Any, rounds: Rounds) -> None:
-    """Count the rounds of the event loop; SGLang's watchdog counts only forward passes, and sends SIGQUIT."""
-
-    class RoundCountingScheduler(scheduler.Scheduler):
         def ingest_requests(self, *args: Any, **kwargs: Any) -> Any:
             rounds.count()
             return super().ingest_requests(*args, **kwargs)
 
-    scheduler.Scheduler = RoundCountingScheduler
-
-
-def _disable_load_snapshots(scheduler: Any) -> None:
-    """Write no load snapshot for balancers: a file in /dev/shm that we do not read and that survives a SIGKILL."""
-    scheduler.create_load_snapshot_writer = lambda *args, **kwargs: None
+    scheduler.Scheduler = PatchedScheduler
 
 
 def _report_failed_loads(rounds: Rounds) -> None:

@@ -1,1 +1,1 @@
-"""Rewards are computed in processes of their own, which end when they take too long or too much."""
+"""Worker processes that compute verdicts, and end when they exceed their limits of time or memory."""

@@ -1,4 +1,4 @@
-"""One process that computes verdicts, from the side of its parent: started, told, heard, killed."""
+"""One worker process, seen from its parent: starting it, sending responses to it, reading its messages, killing it."""
 
 from __future__ import annotations
 
@@ -10,64 +10,53 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
-from megarl.rollout.rewards import LARGEST, Failure, Verdict
-from megarl.types import UserFault
+from megarl.rollout.rewards import Failure, Verdict
 
 AT_ONCE = 64  # responses in flight to a function that is `async def`
-GRACE_S = 1.0  # in which such a function gives up what takes too long
-_LONGEST_LINE_BYTES = 2**20  # a worker's longest is some thousand letters
+_GRACE_S = 1.0  # in which a worker of such a function cancels a call that takes too long
+_LONGEST_LINE_BYTES = 2**20  # a worker's own lines have some thousand characters
 _PF_EXITING = 0x4  # Linux, include/linux/sched.h
-_SOON_S, _LATE_S, _POLL_S = 0.2, 30.0, 0.01  # an end is waited for so long, unseen and seen
+_SOON_S, _LATE_S, _POLL_S = 0.2, 30.0, 0.01  # how long to wait for an exit that has not begun, and that has
 
 
 @dataclass(frozen=True)
-class Order:
-    """What a worker judges with, and within which bounds. where: the recipe key that names the function."""
+class RewardSpec:
+    """A reward function with its limits. where: the recipe key that names it; start_s: the limit of its import."""
 
     where: str
     function: str
     arguments: Mapping[str, Any]
     timeout_s: float
     memory_mb: int
-    start_s: float  # in which the function has to be imported
-
-
-class Owner(Protocol):
-    """Who is told of what a worker says."""
-
-    def heard(self, worker: VerdictProcess, message: list[Any] | None) -> None:
-        """None: no message of ours."""
-        ...
-
-    def lost(self, worker: VerdictProcess) -> None: ...
+    start_s: float
 
 
 @dataclass
-class Item:
+class Request:
     """One response that waits for its verdict. context: answer and row, as the worker reads them."""
 
     number: int
     context: bytes
     response: str
-    found: asyncio.Future[Verdict | Failure]
+    result: asyncio.Future[Verdict | Failure]
     began: float = 0.0
-    alone: bool = False  # others have no part in its worker's end, if it comes to that
+    alone: bool = False  # in flight without others, so that it is known which response ends the worker
 
 
-class VerdictProcess(asyncio.Protocol):
-    """One process. Without in_flight it is idle; without is_ready it is still importing the function."""
+class VerdictProcess:
+    """One process. It is idle when in_flight is empty; until is_ready it imports the function."""
 
-    def __init__(self, owner: Owner, order: Order) -> None:
+    def __init__(self, spec: RewardSpec) -> None:
         """Raises OSError when no process can be started."""
-        self._owner, self._order = owner, order
-        self.socket, theirs = socket.socketpair()
+        self._spec = spec
+        self._socket, theirs = socket.socketpair()
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         command = [sys.executable, "-P", "-m", "megarl.rollout.verdicts.worker"]
         try:
@@ -77,76 +66,68 @@ class VerdictProcess(asyncio.Protocol):
                     command, stdin=end, stdout=end, env=environment, start_new_session=True
                 )
         except OSError:
-            self.socket.close()
+            self._socket.close()
             raise
         self.is_ready, self.is_async, self.is_ending, self.is_gone = False, False, False, False
-        self.in_flight: dict[int, Item] = {}
+        self.in_flight: dict[int, Request] = {}
         self.batch, self.batch_began, self.batch_size = 1, 0.0, 1
-        self.heard_at = 0.0
-        self._context, self._rest = b"", b""
-        self._transport: asyncio.Transport | None = None
+        self._message_at = 0.0
+        self._context = b""
+        self._writer: asyncio.StreamWriter | None = None
 
-    def connection_made(self, transport: Any) -> None:
-        self._transport = transport
+    async def messages(self) -> AsyncIterator[list[Any] | None]:
+        """Send the function's spec, then yield each message until the process closes its socket or is killed.
+
+        None: a line that is not a message.
+        """
+        reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=_LONGEST_LINE_BYTES)
         if self.is_gone:
-            transport.abort()
+            self._writer.transport.abort()
             return
-        self._tell(
-            {
-                "parent": os.getpid(),
-                "python_path": os.environ.get("PYTHONPATH"),
-                "where": self._order.where,
-                "function": self._order.function,
-                "arguments": dict(self._order.arguments),
-                "timeout_s": self._order.timeout_s,
-                "memory_mb": self._order.memory_mb,
-            }
-        )
+        environment = {"parent": os.getpid(), "python_path": os.environ.get("PYTHONPATH")}
+        self._write({**vars(self._spec), "arguments": dict(self._spec.arguments), **environment})
+        with suppress(OSError):
+            while True:
+                try:
+                    line = await reader.readline()
+                except ValueError:  # the line is too long
+                    line = b"\n"
+                if self.is_gone or not line.endswith(b"\n"):
+                    return
+                self._message_at = asyncio.get_running_loop().time()
+                yield _message(line)
 
-    def data_received(self, data: bytes) -> None:
-        self.heard_at = asyncio.get_running_loop().time()
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > _LONGEST_LINE_BYTES:
-            lines, self._rest = [*lines, b""], b""
-        for line in lines:
-            if not self.is_gone:
-                self._owner.heard(self, _message(line))
+    def send(self, request: Request) -> None:
+        assert self._writer
+        if request.context != self._context:
+            self._context = request.context
+            self._writer.write(request.context)
+        self.in_flight[request.number] = request
+        self._write([request.number, request.response])
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._owner.lost(self)
-
-    def _tell(self, message: object) -> None:
-        self._write(json.dumps(message).encode() + b"\n")
-
-    def send(self, item: Item) -> None:
-        if item.context != self._context:
-            self._context = item.context
-            self._write(item.context)
-        self.in_flight[item.number] = item
-        self._tell([item.number, item.response])
-
-    def _write(self, line: bytes) -> None:
-        assert self._transport
-        self._transport.write(line)
+    def _write(self, message: object) -> None:
+        assert self._writer
+        self._writer.write(json.dumps(message).encode() + b"\n")
 
     def has_room(self) -> bool:
-        if self.is_gone or self.is_ending or not self.is_ready or any(item.alone for item in self.in_flight.values()):
+        any_alone = any(request.alone for request in self.in_flight.values())
+        if self.is_gone or self.is_ending or not self.is_ready or any_alone:
             return False
         return len(self.in_flight) < AT_ONCE if self.is_async else not self.in_flight
 
     def deadline(self) -> float | None:
-        """When the first of those in flight has taken too long.
+        """The time at which the first response in flight has taken too long.
 
-        A process with many in flight may be late in giving up those that take too long: it has time while it speaks.
+        A process with many in flight may be late in cancelling calls: its deadline moves while it still sends messages.
         """
         first = next(iter(self.in_flight.values()), None)
         if first is None or self.is_ending:
             return None
-        end = first.began + self._order.timeout_s
-        return max(end, min(self.heard_at, end + self._order.timeout_s)) + GRACE_S if self.is_async else end
+        end = first.began + self._spec.timeout_s
+        return max(end, min(self._message_at, end + self._spec.timeout_s)) + _GRACE_S if self.is_async else end
 
-    async def own_end(self) -> int | None:
-        """The exit code of a process that has closed its link, or -1 times its signal; None for one that goes on.
+    async def exit_code(self) -> int | None:
+        """The exit code of a process that has closed its socket, or -1 times its signal; None: it still runs.
 
         A process that ends closes its files first, and can be waited for a moment later.
         """
@@ -160,7 +141,7 @@ class VerdictProcess(asyncio.Protocol):
         return code
 
     def kill(self) -> None:
-        """It and all that it has started, once: while it is not reaped its number is nobody else's."""
+        """Kill the process and all that it has started, once: later its process id may belong to another process."""
         if self.is_gone:
             return
         self.is_gone = True
@@ -170,37 +151,8 @@ class VerdictProcess(asyncio.Protocol):
                     process.kill()  # it may have left the group
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        if self._transport:
-            self._transport.abort()
-
-
-@dataclass(frozen=True)
-class Reply:
-    """What a worker says of one response. is_last: the process is good for no other."""
-
-    number: int
-    found: Verdict | Failure
-    is_last: bool = False
-
-
-def reply_of(message: list[Any] | None) -> Reply | None:
-    """A worker's message about a response, None where it has another form than `worker` writes."""
-    match message:
-        case [int(number), str(words), bool(is_last)]:
-            return Reply(number, Failure(words), is_last)
-        case [int(number), int() | float() as reward, bool(correct), str() | None as answer] if abs(reward) <= LARGEST:
-            return Reply(number, Verdict(reward, correct, answer))
-    return None
-
-
-def start_of(message: list[Any] | None) -> bool | UserFault | None:
-    """A worker's first message: whether the function is asynchronous, or its fault; None where it is neither."""
-    match message:
-        case [bool(is_async)]:
-            return is_async
-        case [str(where), str(problem), str(mend)]:
-            return UserFault(where, problem, mend)
-    return None
+        if self._writer:
+            self._writer.transport.abort()
 
 
 def _is_exiting(pid: int) -> bool:

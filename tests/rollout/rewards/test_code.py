@@ -8,11 +8,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megarl.rollout.rewards import Verdict, code
+from megarl.rollout.rewards import Verdict, code, inside_tests
 from megarl.rollout.sandbox import http_service
 from megarl.rollout.sandbox.sandbox import SandboxLimits
 
@@ -254,7 +255,7 @@ def find(word, begins):
 @pytest.mark.parametrize(
     ("tests", "problem"),
     [
-        ("{", "no JSON"),
+        ("{", "not JSON"),
         (7, "neither inputs and outputs"),
         ({}, "neither inputs and outputs"),
         ([], "0 inputs and 0 outputs"),
@@ -262,7 +263,7 @@ def find(word, begins):
         ([{"input": "1"}], "no 'output'"),
         ([{"input": "1", "output": "1", "testtype": "functional"}], "without its fn_name"),
         (["import math"], "no assertion"),
-        (["assert ("], "no Python"),
+        (["assert ("], "not Python"),
     ],
 )
 def test_tests_that_cannot_be_read_are_no_verdict(tests: Any, problem: str) -> None:
@@ -273,13 +274,23 @@ def test_tests_that_cannot_be_read_are_no_verdict(tests: Any, problem: str) -> N
 
 
 def test_a_sandbox_that_does_not_come_to_the_tests_is_no_verdict() -> None:
-    with pytest.raises(RuntimeError, match="did not come to the tests"):
+    with pytest.raises(RuntimeError, match="did not start the tests"):
         judged(ADD, ADDS, memory_mb=4)
-    with pytest.raises(RuntimeError, match="did not come to the tests"):
+    with pytest.raises(RuntimeError, match="did not start the tests"):
         judged(ADD, ADDS, total_s=0.0)
 
 
 # --- a service ---------------------------------------------------------------------------------------------------
+
+
+def test_a_test_that_ends_before_its_token_comes_has_a_report(tmp_path: Path) -> None:
+    late = "token = time.sleep(1.0) or os.urandom(16).hex()"
+    source = Path(inside_tests.__file__).read_text().replace("token = os.urandom(16).hex()", late)
+    assert late in source
+    job = {"program": "", "setup": "", "tests": [{"expression": "3"}], "wall_s": 60.0, "output_bytes": 99, "stop": True}
+    command = [sys.executable, "-c", source]
+    ended = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, cwd=tmp_path)
+    assert json.loads(ended.stdout.splitlines()[1])["status"] == 0, ended.stderr
 
 
 class Service(BaseHTTPRequestHandler):

@@ -275,4 +275,4 @@ def test_the_key_does_not_go_over_plain_http(server: Judge, monkeypatch: pytest.
 
 @pytest.mark.parametrize("url", ["judge:80", "ftp://judge", "/v1", ""])
 def test_an_address_that_is_none_is_refused(server: Judge, url: str) -> None:
-    assert "url is no address" in failure(lambda: judged(server, url=url), ValueError)
+    assert "url is not an address" in failure(lambda: judged(server, url=url), ValueError)

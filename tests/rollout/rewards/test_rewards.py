@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rollout.rewards import Failure, Verdict, load_reward, said, short, verdict_of
+from megarl.rollout.rewards import Failure, Verdict, describe_error, load_reward, short, verdict_of
 from megarl.rollout.rewards.exact import score
 from megarl.types import UserFault
 
@@ -51,7 +51,7 @@ def test_arguments_that_it_does_not_take_are_named() -> None:
     with pytest.raises(UserFault, match="unexpected keyword argument 'wrng'") as caught:
         load_reward("megarl.rollout.rewards.math:score", {"wrng": -1.0}, "reward.by_source.gsm8k.function")
     assert caught.value.where == "reward.by_source.gsm8k.function"
-    assert "make reward.by_source.gsm8k.arguments those that it takes" in caught.value.mend
+    assert "write into reward.by_source.gsm8k.arguments what it takes" in caught.value.mend
 
 
 def test_the_shipped_reward_is_found() -> None:
@@ -85,9 +85,9 @@ def test_a_verdict_says_itself_what_is_correct(value: float, correct: bool) -> N
 
 
 def test_words_are_one_short_line() -> None:
-    assert said(KeyError("level\nof row")) == r"KeyError: 'level\nof row'"
-    assert "\n" not in said(ValueError("a\nb"))
-    assert len(said(ValueError("x" * 10_000))) == 300
+    assert describe_error(KeyError("level\nof row")) == r"KeyError: 'level\nof row'"
+    assert "\n" not in describe_error(ValueError("a\nb"))
+    assert len(describe_error(ValueError("x" * 10_000))) == 300
     assert short("x" * 10_000).endswith("...") and len(short("x" * 10_000)) == 80
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from megarl.rollout import tokens
 from megarl.rollout.prompts import PromptFile, PromptSource, load_prompts
-from megarl.rollout.token_cache import TokenCache
+from megarl.rollout.tokens import TokenCache
 from megarl.types import UserFaults
 
 
