@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
 
+from megarl.algos import ALGORITHMS
 from megarl.config import Recipe
 from megarl.device import DEVICE, LOOPBACK, Address
 from megarl.parallel.engine_layout import EngineLayout
@@ -44,8 +45,8 @@ def dry_run(recipe: Recipe, say: Callable[[str], None]) -> None:
 def argument_faults(roles: Roles, device: str, absent: Container[str]) -> list[UserFault]:
     """Faults that Megatron's and SGLang's own classes find in the arguments that they would get.
 
-    SGLang's are not checked where the engines' layout is wrong, and none where the model's shape cannot be read: other
-    checks report these.
+    SGLang's are not checked where the engines' layout is wrong or the algorithm unknown, and none where the model's
+    shape cannot be read: other checks report these.
     """
     shape, faults = roles.policy.model.known_shape, []
     if shape is None:
@@ -55,8 +56,9 @@ def argument_faults(roles: Roles, device: str, absent: Container[str]) -> list[U
     for role in roles.models.values():
         if role.name != "reward_model" or "reward_model.path" not in absent:
             faults += megatron_faults(role, device)
-    if not roles.engines.faults(shape, roles.recipe.placement.gpus):
-        faults += _sglang_faults(roles.recipe, device)
+    recipe = roles.recipe
+    if recipe.algorithm.name in ALGORITHMS and not roles.engines.faults(shape, recipe.placement.gpus):
+        faults += _sglang_faults(recipe, device)
     return faults
 
 

@@ -248,6 +248,7 @@ def told(name: str, *overrides: str) -> list[str]:
         ("model.config=null", "models/Qwen3-30B-A3B/config.json: no such file"),
         ("model.config=gone", "gone/config.json: no such file"),
         ("reward.function=megarl.rollout.rewards.math:scores", "reward.function: "),
+        ("algorithm.name=opd", "algorithm.name: 'opd' is no algorithm"),
     ],
 )
 def test_a_fault_is_told(override: str, start: str) -> None:
