@@ -102,7 +102,7 @@ def take_step(run: Run, number: int, leftover: RolloutBatch) -> RolloutBatch:
 
 def train_step(run: Run, step: Step) -> RolloutBatch:
     """Rollout -> reward -> advantage -> train -> reshard; the groups left over for the next step."""
-    step = learn(run, step)
+    step = learn(run, step)  # rollout, reward, advantage and train: the stages of the algorithm's row
     step.record.add(step.update_metrics)
     with step.record.phase("save"):
         step.record.add(run.saver.begin(step.number, step.leftover))
