@@ -112,6 +112,7 @@ def test_every_process_of_a_run_looks_at_its_own_node(tmp_path: Path, monkeypatc
         actor._check_device()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("asked", "chosen"), [("", "cuda nccl"), ("cuda", "cuda nccl"), ("cpu", "cpu gloo")])
 def test_the_cpu_can_be_chosen_where_torch_sees_gpus(asked: str, chosen: str) -> None:
     seen = "import torch; torch.cuda.is_available = lambda: True"
@@ -122,6 +123,7 @@ def test_the_cpu_can_be_chosen_where_torch_sees_gpus(asked: str, chosen: str) ->
     assert done.stdout.strip() == chosen, done.stderr
 
 
+@pytest.mark.slow
 def test_the_command_refuses_with_its_other_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("this torch sees GPUs")

@@ -60,6 +60,7 @@ def test_one_that_is_not_there_or_damaged(made: Any, step: int, damage: str, tol
     assert len(said) == bool(damage)
 
 
+@pytest.mark.slow
 def test_a_folder_without_a_run(tmp_path: Path) -> None:
     result = megarl("convert", "nowhere", "out", cwd=tmp_path)
     assert (result.returncode, result.stderr) == (
@@ -68,6 +69,7 @@ def test_a_folder_without_a_run(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_run_without_checkpoints(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     recipe = load_recipe(QUICKSTART, [f"model.path={tiny_model}"])

@@ -106,6 +106,7 @@ def lines_of(recipe: Recipe) -> list[str]:
     return lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "over"), cases())
 def test_it_dry_runs(name: str, over: tuple[str, ...], quickstart_inputs: list[str], tmp_path: Path) -> None:
     inputs = quickstart_inputs if name == "quickstart" else []

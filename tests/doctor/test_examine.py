@@ -30,6 +30,7 @@ def doctor(cwd: Path, *arguments: str | Path, **environment: str) -> subprocess.
     return subprocess.run(command, cwd=cwd, env=own, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_cpu_torch_beside_gpus_no_te_and_no_kernel_are_a_line_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -47,6 +48,7 @@ def test_cpu_torch_beside_gpus_no_te_and_no_kernel_are_a_line_each(
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_a_port_and_a_recipes_faults_are_told_and_json_has_the_facts(tmp_path: Path) -> None:
     with listening_socket() as listener:
         port = listener.getsockname()[1]
@@ -62,6 +64,7 @@ def test_a_port_and_a_recipes_faults_are_told_and_json_has_the_facts(tmp_path: P
     assert [*tmp_path.iterdir()] == []
 
 
+@pytest.mark.slow
 def test_a_recipe_that_cannot_be_read_and_a_cluster_that_is_gone_keep_nothing_else_from_being_told(
     tmp_path: Path,
 ) -> None:

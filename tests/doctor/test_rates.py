@@ -43,6 +43,7 @@ def measured() -> list[RankRates]:
     return found
 
 
+@pytest.mark.slow
 def test_every_rank_measures_everything_that_it_has_a_peer_for(measured: list[RankRates]) -> None:
     assert [one.node for one in measured] == [0, 0, 1, 1]
     for one in measured:
@@ -52,6 +53,7 @@ def test_every_rank_measures_everything_that_it_has_a_peer_for(measured: list[Ra
         assert all(value > 0 for value in values.values()), values
 
 
+@pytest.mark.slow
 def test_what_was_measured_is_a_hardware_file(measured: list[RankRates], tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(hardware_text(measured, [sound()], None))

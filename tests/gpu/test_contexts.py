@@ -27,6 +27,7 @@ def used_mib() -> int:
     return int(subprocess.run(query, check=True, capture_output=True, text=True).stdout)
 
 
+@pytest.mark.slow
 def test_an_import_makes_no_context() -> None:
     with Child("tests.gpu.contexts:Importer") as child:
         assert child.ask("load", modules=MODULES) is False

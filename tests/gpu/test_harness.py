@@ -25,6 +25,7 @@ def result(test: str, outcome: str = "passed", **more: Any) -> dict[str, Any]:
     return {"test": test, "outcome": outcome, "seconds": 1.5, "reason": "", "figures": {}, **more}
 
 
+@pytest.mark.slow
 def test_the_first_tier_imports_nothing_that_a_bare_machine_lacks() -> None:
     program = f"""
 import sys

@@ -18,6 +18,8 @@ from tests.parallel import worlds
 from tests.plan import plans
 from tests.plan import recipes as planning
 
+pytestmark = pytest.mark.slow
+
 # Totals of the published checkpoints' model.safetensors.index.json (total_size / 2 bytes; Qwen's model cards: 30.5 B,
 # 235 B), DeepSeek-V3's as of its report, arXiv 2412.19437: "671B total parameters with 37B activated", without the MTP
 # module. Active parameters are given by the cards with two digits.

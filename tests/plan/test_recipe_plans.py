@@ -22,6 +22,8 @@ from megarl.preflight.models import stand_ins
 from tests.config.test_recipes import CLUSTER, DEBUG, OVERLAYS, RECIPES, ROOT, kept, load, model_of
 from tests.plan import plans
 
+pytestmark = pytest.mark.slow
+
 CASES = [
     (name, over)
     for name in CLUSTER

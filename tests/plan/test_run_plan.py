@@ -29,6 +29,8 @@ from megarl.types import ModelShape, UserFault, UserFaults
 from tests.plan import plans
 from tests.plan import recipes as planning
 
+pytestmark = pytest.mark.slow
+
 CARD = load_hardware(planning.H800)
 SHAPE = ModelShape(8, 64, 4, 4, 16, 300)
 PARTS = [

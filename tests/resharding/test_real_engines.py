@@ -16,6 +16,8 @@ from megarl.resharding import sglang_map
 from megarl.resharding.shards import LayoutError, Shard, cells, verify_params
 from tests.resharding.meta_engines import Request, build, write_config
 
+pytestmark = pytest.mark.slow
+
 MODELS = Path(__file__).parents[2] / "recipes" / "models"
 FEW_LAYERS = {"num_hidden_layers": 2}
 
