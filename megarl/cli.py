@@ -232,9 +232,9 @@ def _ended(run: Callable[[], int | None]) -> int:
 
 def _advise(recipe: Recipe) -> None:
     """Print on stderr which keys nothing reads and which values are probably not meant; the command continues."""
-    from megarl.preflight.unused_keys import advice
+    from megarl.preflight.notes import recipe_notes
 
-    for line in advice(recipe):
+    for line in recipe_notes(recipe):
         show(f"megarl: {line}", sys.stderr)
 
 
@@ -275,7 +275,7 @@ def _train_from(recipe: Recipe, *, samples: Path, resume: bool) -> None:
 
     file = check_samples(recipe, samples)
 
-    from megarl.commands.from_files import train_from
+    from megarl.commands.sample_files import train_from
     from megarl.tracking.run_log import RunLog
 
     with RunLog(recipe) as log:
@@ -288,7 +288,7 @@ def _rollout(recipe: Recipe, *, out: Path) -> None:
 
     inputs = check_rollout(recipe, out)
 
-    from megarl.commands.from_files import roll_out
+    from megarl.commands.sample_files import roll_out
     from megarl.tracking.run_log import RunLog
 
     with RunLog(recipe) as log:

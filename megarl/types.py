@@ -168,7 +168,7 @@ class SampleGroup:
     samples: tuple[Sample, ...]
     rewards_G: FloatArray
     correct_G: BoolArray
-    said: tuple[str, ...] = ()  # each sample's answer, as the reward function read it
+    given_answers: tuple[str, ...] = ()  # of each sample, the answer that the reward function extracted from it
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class GroupSummary:
     correct_G: BoolArray
     version: int
     baseline: int | None = None  # the index of the baseline sample, if there is one
-    said: tuple[str, ...] = ()
+    given_answers: tuple[str, ...] = ()
     failures: tuple[str, ...] = ()
     num_dropped: int = 0
 

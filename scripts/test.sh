@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Style, types and tests, the end-to-end runs beside all others; arguments go to one pytest in place of these two,
-# e.g. bash scripts/test.sh -m "not slow"
+# Style, types and tests, with the end-to-end tests running in parallel to the others. With arguments, one pytest gets
+# them, e.g. bash scripts/test.sh -m "not slow"
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 
 # Some tests need programs that pip does not have, and skip without them.
@@ -31,12 +31,19 @@ if (($#)) || [[ $device == cuda ]]; then # two would share the GPUs
 fi
 folder=$(mktemp -d /tmp/tests-XXXX) # of both: what libraries leave among the temporary files goes with it
 mkdir "$folder/a" "$folder/b"
-say "pytest tests/end_to_end, told after the others"
+set -m # each in a process group of its own, which Ctrl-C here ends as a whole
+say "pytest tests/end_to_end in the background, printed at the end"
 TMPDIR=$folder/a python -m pytest -p no:cacheprovider tests/end_to_end >"$folder/runs.log" 2>&1 &
 runs=$!
-trap 'kill "$runs" 2>/dev/null || true; wait "$runs" || true; rm -rf "$folder"' EXIT
 say "pytest, all others"
-TMPDIR=$folder/b python -m pytest --ignore=tests/end_to_end && code=0 || code=$?
+TMPDIR=$folder/b python -m pytest --ignore=tests/end_to_end &
+others=$!
+# pytest's own answer to SIGINT ends what its tests have started
+trap 'kill -INT "$runs" "$others" 2>/dev/null || true; wait || true; rm -rf "$folder"' EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+code=0
+wait "$others" || code=$?
 say "waiting for tests/end_to_end"
 wait "$runs" || code=$?
 cat "$folder/runs.log"

@@ -21,18 +21,24 @@ def shared_files() -> set[str]:
 def left_since(before: set[str]) -> list[str]:
     """The files that are there now and stay, were not `before`, and are no live session's."""
     deadline = time.monotonic() + _PATIENCE_S
-    left = {path for path in shared_files() - before if not _is_in_use(path)}
-    while left and time.monotonic() < deadline:
+    left = shared_files() - before
+    while left := {path for path in left & shared_files() if not _is_in_use(path)}:
+        if time.monotonic() > deadline:
+            break
         time.sleep(0.1)
-        left &= shared_files()
     return sorted(left)
 
 
 def _is_in_use(path: str) -> bool:
-    """Whether it is the folder of a session that lives, which holds the lock in it."""
+    """Whether it is the folder of a live session, which holds the lock in it, of another test process.
+
+    That one has temporary files of its own: what lies among ours was made here.
+    """
+    if os.path.dirname(path) == tempfile.gettempdir():
+        return False
     try:
         with open(f"{path}/megarl.lock") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 _BLOCK = 1 << 18  # tokens that `gae` works on at once
-_WIDTH = 32  # places of a chunk of `from_the_end`: so many steps, each on all chunks at once
+_WIDTH = 32  # elements of a chunk of `reverse_scan`: its number of sequential steps
 
 
 def group_normalised(rewards_G: torch.Tensor) -> torch.Tensor:
@@ -59,30 +59,30 @@ def gae(
         delta_B = reward_T[block] + torch.where(is_last_B, 0.0, gamma * following_B) - own_B
         decay_B = torch.where(is_last_B, 0.0, decay_T[block])
         delta_B[-1] += decay_B[-1] * behind[1]
-        advantage_T[block] = advantage_B = from_the_end(delta_B, decay_B)
+        advantage_T[block] = advantage_B = reverse_scan(delta_B, decay_B)
         torch.add(advantage_B, own_B, out=return_T[block])
         behind = torch.stack([own_B[0], advantage_B[0]])
     return advantage_T, return_T
 
 
-def from_the_end(own_T: torch.Tensor, decay_T: torch.Tensor) -> torch.Tensor:
-    """x_T with x_t = own_t + decay_t x_t+1, and nothing behind the last.
+def reverse_scan(own_T: torch.Tensor, decay_T: torch.Tensor) -> torch.Tensor:
+    """Linear recurrence from the last element: x_t = own_t + decay_t x_t+1, with x = 0 after the last.
 
     O(T): within chunks of a few places step by step, all chunks together, noting the product of the decays to the
     chunk's end; then the same of the chunks' first places, which brings to each chunk what is behind it (Blelloch,
     "Prefix sums and their applications", 1990, section 1.4).
     """
-    own_WN, decay_WN = _places_first(own_T), _places_first(decay_T)
+    own_WN, decay_WN = _chunks(own_T), _chunks(decay_T)
     for place in range(_WIDTH - 2, -1, -1):
         own_WN[place].addcmul_(decay_WN[place], own_WN[place + 1])
         decay_WN[place].mul_(decay_WN[place + 1])
     if own_WN.shape[1] > 1:
-        first_N = from_the_end(own_WN[0], decay_WN[0])
+        first_N = reverse_scan(own_WN[0], decay_WN[0])
         own_WN[:, :-1].addcmul_(decay_WN[:, :-1], first_N[1:])
     return own_WN.t().reshape(-1)[: len(own_T)]
 
 
-def _places_first(values_T: torch.Tensor) -> torch.Tensor:
+def _chunks(values_T: torch.Tensor) -> torch.Tensor:
     """A copy [places of a chunk, chunks], the last chunk filled with 0: neighbours in memory are done in one step."""
     missing = -len(values_T) % _WIDTH
     whole_T = torch.nn.functional.pad(values_T, (0, missing)) if missing else values_T

@@ -1,4 +1,4 @@
-"""What the loop passes along: the run, which is made once, and the step, which each stage returns with its findings."""
+"""The run, which is made once; the step, which each stage returns with its results; the learning rate of each step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.algos import ALGORITHMS, Stage, hyperparameters_of
 from megarl.config import Recipe, TrainConfig
 from megarl.controller.saver import Saver
 from megarl.fleet.fleet import Fleet, TrainingFleet
-from megarl.fleet.rank_groups import RolloutBatch, TokenValues, Trained
+from megarl.fleet.rank_groups import PerTokenResults, RolloutBatch, Trained
 from megarl.preflight.check import Inputs
 from megarl.tracking.metrics import train_metrics
 from megarl.tracking.run_log import Record, RunLog
@@ -67,8 +67,8 @@ class Step:
     leftover: RolloutBatch = NO_GROUPS
     groups: RolloutBatch = NO_GROUPS
     samples: Sequence[SampleRef] = ()
-    observation: TokenValues | None = None
-    token_values: TokenValues | None = None
+    observation: PerTokenResults | None = None
+    token_values: PerTokenResults | None = None
     lr: float = 0.0
     trained: Trained | None = None
 

@@ -20,8 +20,8 @@ from megarl.training.batching import SampleRef
 from megarl.types import FloatArray, GroupSummary, Hyperparameters, IntArray, Metrics, Prompt, UserFault
 
 # (prompts, number of the round) -> their groups
-Sample = Callable[[Sequence[Prompt], int], RolloutBatch]
-Take = Callable[[int], list[Prompt]]
+SampleRound = Callable[[Sequence[Prompt], int], RolloutBatch]
+TakePrompts = Callable[[int], list[Prompt]]
 
 
 def sampling_of(recipe: Recipe, step: int, number: int = 0) -> Sampling:
@@ -44,7 +44,7 @@ def is_mixed(group: GroupSummary) -> bool:
 
 
 def collect(
-    wanted: int, hyperparameters: Hyperparameters, take: Take, sample: Sample, leftover: RolloutBatch
+    wanted: int, hyperparameters: Hyperparameters, take: TakePrompts, sample: SampleRound, leftover: RolloutBatch
 ) -> tuple[RolloutBatch, RolloutBatch, Metrics]:
     """(the step's `wanted` groups, the groups left over for the next step, counts for the record).
 

@@ -1,4 +1,4 @@
-"""Resuming a run: what a checkpoint stores, when it is written, and whether it fits the recipe."""
+"""A run's checkpoints: when one is written, what the controller stores in it, and whether a run may resume from it."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def resume(snapshot: Snapshot, fleet: Fleet, prompts: PromptStream) -> RolloutBa
 
 
 @dataclass(frozen=True)
-class _Now:
+class _RunState:
     """The run after its last step: what a checkpoint of it holds besides the ranks' files."""
 
     progress: Progress
@@ -141,7 +141,7 @@ class _Now:
 
 
 @dataclass(frozen=True)
-class _Begun:
+class _OpenCheckpoint:
     """A checkpoint that is being written; digests: of the files that the fleet has completed already."""
 
     folder: Path
@@ -155,9 +155,9 @@ class Saver:
     def __init__(self, recipe: Recipe, fleet: Fleet, prompts: PromptStream, folder: Path, say: Callable[[str], None]):
         self._recipe, self._fleet, self._prompts = recipe, fleet, prompts
         self._snapshots = Snapshots(folder / FOLDER, say)
-        self._now: _Now | None = None
+        self._now: _RunState | None = None
         self._is_saved = False  # whether a checkpoint of `_now` is begun or written
-        self._begun: _Begun | None = None
+        self._begun: _OpenCheckpoint | None = None
         self._is_recorded = False  # whether the record of the step that `_begun` is of is written
 
     def is_due(self, step: int) -> bool:
@@ -172,7 +172,7 @@ class Saver:
 
         Call it while the training ranks hold their memory, before the publication. leftover: groups for the next step.
         """
-        self._now, self._is_saved = _Now(self._progress(step), leftover), False
+        self._now, self._is_saved = _RunState(self._progress(step), leftover), False
         return self._write(self._now) if self.is_due(step) else {}
 
     def _progress(self, step: int) -> Progress:
@@ -189,10 +189,10 @@ class Saver:
             critic=_critic_of(self._fleet.roles),
         )
 
-    def _write(self, now: _Now) -> Metrics:
+    def _write(self, now: _RunState) -> Metrics:
         self._complete()  # at most one at a time
         with self._writing(now.progress.step):
-            begun = _Begun(self._snapshots.begin(now.progress.step), now.progress)
+            begun = _OpenCheckpoint(self._snapshots.begin(now.progress.step), now.progress)
             self._begun, self._is_recorded, self._is_saved = begun, False, True
             digests, readings = self._fleet.save(begun.folder.absolute(), now.leftover)
             self._begun = replace(begun, digests=digests)

@@ -33,14 +33,14 @@ class RolloutBatch:
 
 
 @dataclass(frozen=True)
-class TokenValues:
-    """References to what all ranks of a group computed of the tokens of a step, once for the ranks that hold the same.
+class PerTokenResults:
+    """References to what the ranks of one model computed for the tokens of a step.
 
-    Of the policy's ranks these are KL penalties, and of an auxiliary model's its values or process rewards.
+    The policy's ranks compute KL penalties, an auxiliary model's values or process rewards. Ranks that hold the same
+    samples compute the same, and one of them reports.
 
-    shares: of each data-parallel rank its updates and their samples. states: of each rank, for its own next call: what
-    it need not compute again. token_values: of each rank that reports, the part of each data-parallel rank of the
-    readers.
+    shares: (updates, their samples) of each data-parallel rank. states: of each rank, results that its own next call
+    reuses. token_values: of each reporting rank, one reference for each data-parallel rank of the readers.
     """
 
     shares: list[tuple[Ref, Ref]]
@@ -51,7 +51,7 @@ class TokenValues:
         """The token values of the readers' data-parallel rank `dp`."""
         return [parts[dp] for parts in self.token_values]
 
-    def for_readers(self) -> TokenValues:
+    def for_readers(self) -> PerTokenResults:
         """Without the samples and states of the ranks' own next call, once it is done: the object store frees them."""
         return replace(self, shares=[], states=[])
 
@@ -118,11 +118,11 @@ class RankGroup:
 
     def _per_token(
         self, method: str, updates: Sequence[Update], refs: Sequence[Ref], readers: Sequence[Update], *first: object
-    ) -> TokenValues:
+    ) -> PerTokenResults:
         """Have each rank compute something of its share's tokens; readers: the plan of the ranks that train on it."""
         of_readers = [refs_of(_share(readers, dp)) for dp in range(len(readers[0].micro_batches))]
         wanted = self._cluster.put([frozenset(map(key_of, of_reader)) for of_reader in of_readers])
-        found, calls = TokenValues(self._dealt(updates, refs), [], []), {}
+        found, calls = PerTokenResults(self._dealt(updates, refs), [], []), {}
         for rank, worker in enumerate(self.workers):
             share, samples = found.shares[self._layout.coords(rank).dp]
             # Ranks that hold the same return their own state alone: each reference costs the controller time.
@@ -137,7 +137,7 @@ class RankGroup:
         return found
 
     def _dealt(self, updates: Sequence[Update], refs: Sequence[Ref]) -> list[tuple[Ref, Ref]]:
-        """Of each data-parallel rank its updates and their samples, once for all ranks that train on the same.
+        """(updates, their samples) of each data-parallel rank, one reference for all ranks with the same samples.
 
         The first of these ranks fetches the groups, and passes them on without the samples of other shares.
         """
@@ -178,19 +178,24 @@ class RankGroup:
         shares: Sequence[tuple[Ref, Ref]],
         lr: float,
         states: Sequence[Ref | None],
-        of_others: TokenValues | None,
+        of_others: PerTokenResults | None,
         *first: object,
     ) -> list[Statistics]:
-        """Train all ranks; the statistics of each update, of which every rank returns a part.
+        """Train all ranks; the statistics of each update.
 
         of_others: the token values of another model's ranks. first: the call's first arguments.
         """
-        calls, merged = {}, []
+        calls = {}
         for rank, (worker, state) in enumerate(zip(self.workers, states, strict=True)):
             dp = self._layout.coords(rank).dp
             share, samples = shares[dp]
             values = of_others.of(dp) if of_others else []
             calls[worker.call("train", *first, share, lr, state, samples, *values)] = worker.name
+        return self._statistics(calls)
+
+    def _statistics(self, calls: dict[Ref, str]) -> list[Statistics]:
+        """The statistics of each update, of which every call returns a part."""
+        merged: list[Statistics] = []
         for of_rank in self._cluster.gather(calls):
             merged = merged or [{} for _ in of_rank]
             for metrics, more in zip(merged, of_rank, strict=True):
@@ -199,7 +204,7 @@ class RankGroup:
 
 
 class PolicyRanks(RankGroup):
-    """The policy's."""
+    """The ranks of the policy."""
 
     def __init__(self, cluster: Cluster, role: Role, shared: frozenset[int]) -> None:
         super().__init__(cluster, role, shared, name="training rank", target="megarl.training.policy:PolicyRank")
@@ -222,7 +227,7 @@ class PolicyRanks(RankGroup):
 
     def observe(
         self, algorithm: str, samples: Sequence[SampleRef], refs: Sequence[Ref], readers: Sequence[Update]
-    ) -> TokenValues:
+    ) -> PerTokenResults:
         """KL penalties of the samples' tokens, for the critic and for `train`; readers: the critic's plan."""
         return self._per_token("observe", self.plan_of(algorithm, samples), refs, readers, algorithm)
 
@@ -233,8 +238,8 @@ class PolicyRanks(RankGroup):
         refs: Sequence[Ref],
         lr: float,
         *,
-        token_values: TokenValues | None = None,
-        observation: TokenValues | None = None,
+        token_values: PerTokenResults | None = None,
+        observation: PerTokenResults | None = None,
     ) -> Trained:
         """All optimizer updates of one step. Each rank gets the samples of its own share, and no others.
 
@@ -250,7 +255,7 @@ class PolicyRanks(RankGroup):
 
 
 class AuxiliaryRanks(RankGroup):
-    """The critic's or the implicit reward model's."""
+    """The ranks of the critic or of the implicit reward model."""
 
     def __init__(self, cluster: Cluster, role: Role, shared: frozenset[int]) -> None:
         kind = ALGORITHMS[role.recipe.algorithm.name].critic
@@ -268,11 +273,13 @@ class AuxiliaryRanks(RankGroup):
         hyperparameters = hyperparameters_of(self._recipe.algorithm.name, self._recipe.algorithm)
         return self.plan(samples, replace(hyperparameters, aggregation=self._model.aggregation))
 
-    def values(self, samples: Sequence[SampleRef], refs: Sequence[Ref], readers: Sequence[Update]) -> TokenValues:
+    def values(self, samples: Sequence[SampleRef], refs: Sequence[Ref], readers: Sequence[Update]) -> PerTokenResults:
         """Values of the samples' tokens, for the policy and for `train`; readers: the policy's plan."""
         return self._per_token("values", self.plan_of(samples), refs, readers)
 
-    def train(self, token_values: TokenValues, lr: float, observation: TokenValues | None = None) -> list[Statistics]:
+    def train(
+        self, token_values: PerTokenResults, lr: float, observation: PerTokenResults | None = None
+    ) -> list[Statistics]:
         """All optimizer updates of the step on the samples of these values; statistics of each.
 
         observation: with the KL penalties of the samples' tokens, where the algorithm pays them in the reward.
@@ -281,7 +288,7 @@ class AuxiliaryRanks(RankGroup):
 
 
 class RewardModelRanks(RankGroup):
-    """The reward model's."""
+    """The ranks of the reward model."""
 
     def __init__(self, cluster: Cluster, role: Role, shared: frozenset[int]) -> None:
         target = "megarl.training.reward_model:RewardModelRank"

@@ -100,7 +100,7 @@ def _faults(
         where = f"{branch}.{key}"
         if key in refused:
             yield UserFault(where, refused[key], "remove it")
-        elif key in names:
+        elif key in names and key in hints:
             yield from field_faults(where, value, hints[key])
         else:
             otherwise = f"remove it, or see Megatron's {kind.__name__} for the names it has"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class RankModel:
-    """Rank `rank` of a Megatron world. All ranks make every call together but `params`.
+    """Rank `rank` of a Megatron world. Every method but `params` is collective.
 
     The constructor meets the other ranks at the store and builds this rank's chunks with undefined weights; once they
     are loaded, `make_optimizer` copies them. Raises UserFault for a Megatron option that does not fit. slot: of the

@@ -167,7 +167,7 @@ def in_flight(layout: TrainLayout, stage: int, micro_batches: int) -> list[int]:
 
 
 def activation_bytes(size: ModelSize, stage: int, micro_batches: int) -> float:
-    """Of a rank of a pipeline stage, at the moment when most micro-batches wait."""
+    """Activation bytes of a rank of a pipeline stage, when the most micro-batches are in flight."""
     row, train, layout = row_of(size), size.recipe.train, size.layout
     waiting, total, again = in_flight(layout, stage, micro_batches), 0.0, 0.0
     for chunk, number in enumerate(waiting):
@@ -183,7 +183,7 @@ def activation_bytes(size: ModelSize, stage: int, micro_batches: int) -> float:
 
 
 def forward_bytes(size: ModelSize, stage: int) -> float:
-    """Of a forward pass without a backward pass: those of one layer."""
+    """Activation bytes of a forward pass without a backward pass: one layer's."""
     row, kinds = row_of(size), {size.shape.is_dense(layer) for layer in size.layers(stage)}
     return max((sum(row.layer(dense).values()) for dense in kinds), default=0.0)
 

@@ -48,7 +48,7 @@ class Samples:
 
 
 @dataclass(frozen=True)
-class Share:
+class RankWork:
     """The work of each of a model's data-parallel ranks in one of the step's updates (means over updates).
 
     micro_batches_full: if every response had the longest length. bubble: of a pipeline's time with so many
@@ -118,7 +118,7 @@ def response_lengths(count: int, longest: int, mean_share: float) -> IntArray:
     return np.random.default_rng(0).permutation(np.maximum(1, lengths))
 
 
-def share_of(recipe: Recipe, shape: ModelShape, layout: TrainLayout, samples: Samples) -> Share:
+def share_of(recipe: Recipe, shape: ModelShape, layout: TrainLayout, samples: Samples) -> RankWork:
     """The work of a model of this recipe and layout with a step's samples; recipe: as the model's ranks read it."""
     work = train_work(shape)
     updates = _updates(recipe, layout, samples.lengths, shape)
@@ -131,7 +131,7 @@ def share_of(recipe: Recipe, shape: ModelShape, layout: TrainLayout, samples: Sa
         works = np.array([[sum(work(ref.length) for ref in row) for row in rank] for rank in update.micro_batches])
         slowest, total = slowest + works.max(0).sum(), total + works.sum() / layout.dp
     per_rank = len(updates) * layout.dp
-    return Share(
+    return RankWork(
         updates=len(updates),
         dp=layout.dp,
         sequences=samples.num_trained / per_rank,
@@ -145,7 +145,7 @@ def share_of(recipe: Recipe, shape: ModelShape, layout: TrainLayout, samples: Sa
 
 
 def _updates(recipe: Recipe, layout: TrainLayout, lengths: IntArray, shape: ModelShape) -> list[Update]:
-    """As `RankGroup.plan` cuts a step."""
+    """The updates of a step, split as `RankGroup.plan` splits them."""
     refs = [SampleRef(0, place, int(length), 1) for place, length in enumerate(lengths)]
     return plan_updates(
         refs,

@@ -23,7 +23,7 @@ _TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
-class Stage:
+class PipelineStage:
     """One pipeline stage of a model: the slots of its ranks, and its decoder layers."""
 
     stage: int
@@ -71,11 +71,11 @@ class ModelSize(Role):
         chunks = [self.layout.layers(stage, self.shape.num_layers, chunk) for chunk in range(self.layout.vpp)]
         return tuple(chain.from_iterable(chunks))
 
-    def pipeline_stages(self) -> list[Stage]:
+    def pipeline_stages(self) -> list[PipelineStage]:
         """In order; the ranks of a stage are neighbours, because pp is the slowest axis."""
         width = self.layout.world_size // self.layout.pp
         slots = [self.slots[stage * width : (stage + 1) * width] for stage in range(self.layout.pp)]
-        return [Stage(stage, found, self.layers(stage)) for stage, found in enumerate(slots)]
+        return [PipelineStage(stage, found, self.layers(stage)) for stage, found in enumerate(slots)]
 
 
 def model_sizes(recipe: Recipe) -> dict[RoleName, ModelSize]:

@@ -45,7 +45,8 @@ FRAGMENTED_SHARE = 0.06  # assumption: of activations and logits, blocks that to
 GRADIENT_BYTES = 4  # DistributedDataParallelConfig(grad_reduce_in_fp32=True)
 MOMENTS_BYTES = 8  # AdamW's two, float32
 MASTER_BYTES = 4  # float32 copies of weights in another type; with optimizer_offload on the host alone, and not pinned
-GATHER_BYTES = 4  # saving.py, fully_reshardable: every rank gathers a buffer's state, one of three kinds at a time
+# fully_reshardable (parallel/dist_checkpoint.py): every rank gathers a buffer's state, one of three kinds at a time.
+GATHER_BYTES = 4
 GATHER_COPIES = 2  # on the GPU, next to the own part: all_gather's list, and ProcessGroupNCCL's flat copy of it
 GATHERED_BYTES = 12  # and has all three on its host until filesystem_async.py has cloned what it writes itself
 SCRATCH_BYTES = 10 * 128  # resharding/execute.py: of each column of a strip that is quantised
@@ -180,7 +181,7 @@ class _SlotMemory:
         return cache_tokens(self.settings, free, weights, self.token_bytes)
 
     def _standing(self, slot: int) -> int:
-        """Of a slot whatever the phase: its processes' contexts and communicators, the engine's CUDA graphs."""
+        """Bytes of a slot in every phase: contexts, communicators and the engine's CUDA graphs."""
         layouts = [rank.size.layout for rank in self._ranks[slot]]
         groups, found = sum(map(communicators, layouts)) + self._exchanges(slot), CONTEXT_BYTES * len(layouts)
         if slot in self.engine_slots:
@@ -199,7 +200,7 @@ class _SlotMemory:
         return staged + SCRATCH_BYTES * widest * engine.fp8
 
     def host(self, mean_tokens: float) -> dict[str, int]:
-        """Of the fullest node by purpose; see the constants."""
+        """Host bytes of the fullest node by purpose; see the constants."""
         samples = samples_bytes(self.recipe, self.policy.shape, self.policy.layout, self.engine, mean_tokens)
         per_node = [Counter(samples=num_bytes) for num_bytes in samples]
         for slot in range(self.recipe.placement.gpus):
@@ -231,7 +232,7 @@ class _StageRank:
 
     @cached_property
     def parts(self) -> Parts:
-        """What it holds all the time."""
+        """Memory that the rank holds in every phase."""
         size, chunks = self.size, self.size.stages[self.stage]
         weights = sum(chunk.elements * size.weight_bytes + chunk.buffer_bytes for chunk in chunks)
         if not size.trains:
@@ -241,7 +242,7 @@ class _StageRank:
 
     @cached_property
     def at_work(self) -> Parts:
-        """What it needs besides while it computes."""
+        """Additional memory while the rank computes."""
         activations, logits = forward_bytes(self.size, self.stage), 0.0
         if self.size.trains:
             activations = activation_bytes(self.size, self.stage, self.micro_batches)
@@ -263,7 +264,7 @@ class _StageRank:
 
     @cached_property
     def gathering_bytes(self) -> int:
-        """Of the GPU while a checkpoint is gathered: copies of the largest buffer's state of one kind."""
+        """GPU bytes while a checkpoint is gathered: copies of the largest buffer's state of one kind."""
         copies = max(GATHER_COPIES * elements + elements / replicas for elements, replicas in self._buffers)
         return math.ceil(GATHER_BYTES * copies)
 

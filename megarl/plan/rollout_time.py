@@ -33,14 +33,14 @@ class EngineSpeed:
 
     @cached_property
     def expert_bytes(self) -> float:
-        """Of the routed experts' weights on a GPU."""
+        """Bytes of the routed experts' weights on a GPU."""
         shape, item = self.shape, 1 if self.layout.fp8 else item_bytes(self.dtype)
         experts = (shape.num_layers - shape.num_dense_layers) * shape.num_experts * 3
         return experts * shape.hidden_size * shape.moe_ffn_size * item / self.layout.tp
 
     @property
     def other_bytes(self) -> float:
-        """Of all other weights."""
+        """Bytes of all other weights on a GPU."""
         return max(0.0, self.weight_bytes - self.expert_bytes)
 
     def step_s(self, running: int, context: float) -> float:
@@ -86,7 +86,7 @@ class EngineSpeed:
 
 @dataclass(frozen=True)
 class RolloutTime:
-    """Of the engine with the most prompts. tail_s: from when no sequence waits and half of the slots are empty.
+    """Seconds of the engine with the most prompts. tail_s: from when no sequence waits and half of the slots are empty.
 
     running: sequences at once, at most. tokens_per_s: of all engines together, over the whole rollout.
     """

@@ -13,7 +13,7 @@ from megarl.config.hardware import Hardware
 from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.layout import RankCoords, TrainLayout
 from megarl.parallel.roles import RoleName, Roles, engine_layout, resolve
-from megarl.plan.batch import MEAN_RESPONSE_SHARE, Samples, Share, advice, share_of, step_samples
+from megarl.plan.batch import MEAN_RESPONSE_SHARE, RankWork, Samples, advice, share_of, step_samples
 from megarl.plan.engine_memory import weight_bytes
 from megarl.plan.fit import cache_advice, with_faults
 from megarl.plan.model_size import ModelSize, sizes_of
@@ -22,9 +22,9 @@ from megarl.plan.reshard_cost import ReshardPlan, plan_reshard
 from megarl.plan.rollout_time import EngineSpeed, RolloutTime, rollout_time
 from megarl.plan.step_time import StepTime, TrainTime, step_times
 from megarl.preflight.data import budget_faults
+from megarl.preflight.hyperparameters import hyperparameter_faults, sampling_faults
 from megarl.preflight.layout import batch_faults, engine_faults, node_faults, slot_faults
 from megarl.preflight.models import loss_faults, stand_ins
-from megarl.preflight.rules import rule_faults, sampling_faults
 from megarl.types import ModelShape, UserFault, UserFaults
 
 
@@ -52,7 +52,7 @@ class RunPlan:
     slots: tuple[Slot, ...]
     memory: MemoryPlan
     samples: Samples
-    shares: Mapping[RoleName, Share]
+    shares: Mapping[RoleName, RankWork]
     advice: tuple[str, ...]
     reshard: ReshardPlan
     rollout: RolloutTime
@@ -91,7 +91,7 @@ def make_plan(recipe: Recipe, hardware: Hardware, response_share: float = MEAN_R
     policy = sizes["policy"]
     samples = step_samples(recipe, response_share)
     reshard = plan_reshard(roles, hardware)
-    shares: dict[RoleName, Share] = {
+    shares: dict[RoleName, RankWork] = {
         role: share_of(size.recipe, size.shape, size.layout, samples) for role, size in sizes.items()
     }
     mean_tokens, micro_batches = math.ceil(samples.lengths.mean()), math.ceil(shares["policy"].micro_batches)
@@ -134,7 +134,7 @@ def plan_faults(roles: Roles) -> list[UserFault]:
     Layouts are checked as on GPUs; the recipe is one of `stand_ins`.
     """
     recipe, shape = roles.recipe, roles.policy.model.known_shape
-    faults = rule_faults(recipe) + sampling_faults(recipe)
+    faults = hyperparameter_faults(recipe) + sampling_faults(recipe)
     if recipe.algorithm.name not in ALGORITHMS:
         return faults
     longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens

@@ -14,7 +14,7 @@ from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.roles import RoleName, Roles
-from megarl.plan.batch import Samples, Share
+from megarl.plan.batch import RankWork, Samples
 from megarl.plan.model_size import ModelSize
 from megarl.plan.phase_memory import GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES, state_bytes
 from megarl.training.flops import TRAIN_OVER_FORWARD, forward_flops
@@ -32,7 +32,7 @@ class ComputingModel:
 
     shape: ModelShape
     layout: TrainLayout
-    share: Share
+    share: RankWork
     recomputes: bool
     offloads: bool
     takes_turns: bool
@@ -83,7 +83,7 @@ def step_times(
     roles: Roles,
     hardware: Hardware,
     sizes: Mapping[RoleName, ModelSize],
-    shares: Mapping[RoleName, Share],
+    shares: Mapping[RoleName, RankWork],
     samples: Samples,
     rollout_s: float,
     reshard_s: float,
@@ -106,7 +106,7 @@ def step_times(
     return learning, StepTime(rollout_s, score_s, critic_s, learning["policy"].total_s, reshard_s, saved)
 
 
-def _computing(size: ModelSize, share: Share, shared: Container[int]) -> ComputingModel:
+def _computing(size: ModelSize, share: RankWork, shared: Container[int]) -> ComputingModel:
     """One role's model with the bytes of the ranks of its fullest stage. shared: slots of several models or engines."""
     options, stages = size.recipe.train, range(size.layout.pp)
     offloads = options.optimizer_offload
@@ -194,7 +194,7 @@ def memory_s(model: ComputingModel, hardware: Hardware) -> float:
 
 
 def save_s(recipe: Recipe, model: ComputingModel, hardware: Hardware, nodes: int) -> float:
-    """Of each step, on average: copies to the host, and where training waits for them the files too.
+    """Mean seconds a step of writing checkpoints: copies to the host, and files where training waits for them.
 
     Files have each parameter once, in the model's type, and 12 bytes of optimizer; all nodes write at once.
     """

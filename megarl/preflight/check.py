@@ -17,13 +17,13 @@ from megarl.cluster.visible_gpus import device_faults
 from megarl.config import Recipe
 from megarl.device import DEVICE
 from megarl.parallel.roles import Roles, resolve
-from megarl.preflight.data import length_faults, read_data, sample_faults
+from megarl.preflight.data import length_faults, read_data, sample_file_faults
 from megarl.preflight.environment import cluster_faults
+from megarl.preflight.hyperparameters import eval_faults, hyperparameter_faults, sampling_faults
 from megarl.preflight.layout import layout_faults, shape_or_stand_in
+from megarl.preflight.limits import is_writable, limit_faults, secret_faults
 from megarl.preflight.models import critic_faults, eos_faults, policy_faults, reward_model_faults, tokenizer_faults
 from megarl.preflight.rewards import reward_faults
-from megarl.preflight.rules import eval_faults, rule_faults, sampling_faults
-from megarl.preflight.values import is_writable, secret_faults, value_faults
 from megarl.rollout.prompts import PromptStream, load_tokenizer
 from megarl.rollout.sample_file import SampleFile, open_samples
 from megarl.rollout.sglang.arguments import latent_cache_faults, sglang_faults
@@ -97,7 +97,7 @@ def check_samples(recipe: Recipe, path: Path) -> SampleFile:
     except UserFault as fault:
         raise UserFaults([*faults, fault]) from None
     if roles.policy.model.known_shape:
-        faults += sample_faults(samples, roles)
+        faults += sample_file_faults(samples, roles)
     _refuse(faults)
     return samples
 
@@ -139,14 +139,14 @@ def _environment(case: _Case) -> Faults:
 
 
 def _keys(case: _Case) -> Faults:
-    """Of values that can be judged without any file but placement.hardware."""
+    """Faults of values that can be judged without any file but placement.hardware."""
     recipe = case.recipe
-    faults = value_faults(recipe, case.device) + secret_faults(recipe)
+    faults = limit_faults(recipe, case.device) + secret_faults(recipe)
     for name in dict.fromkeys(recipe.run.trackers):  # each is the name of its client's package
         if importlib.util.find_spec(name) is None:
             mend = "pip install 'megarl[trackers]' or leave it out"
             faults.append(UserFault("run.trackers", f"{name} is not installed", mend))
-    faults += rule_faults(recipe, learns=case.command != "rollout")
+    faults += hyperparameter_faults(recipe, learns=case.command != "rollout")
     return faults + sampling_faults(recipe) + eval_faults(recipe)
 
 
@@ -155,7 +155,7 @@ def _checkpoints(case: _Case) -> Faults:
 
 
 def _weights(case: _Case) -> Faults:
-    """Of what the training ranks alone need of the policy's checkpoint."""
+    """Faults of the policy's layout and checkpoint, for ranks that only load weights."""
     policy = case.roles.policy
     if policy.model.known_shape is None:
         return [policy.model.fault] if policy.model.fault else []
@@ -176,7 +176,7 @@ def _sglang(case: _Case) -> Faults:
 
 
 def _megatron(case: _Case) -> Faults:
-    """Of Megatron's own options, where the recipe sets any: importing Megatron takes seconds."""
+    """Faults of Megatron's own options, checked where the recipe sets any: importing Megatron takes seconds."""
     train = case.recipe.train
     if not (train.megatron or train.ddp or train.optimizer):
         return []

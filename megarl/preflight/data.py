@@ -167,7 +167,7 @@ def _tokens_of_answers(tokenizer: object, prompts: Sequence[Prompt], cache: Toke
     return cached_tokens(cache, tokenizer, "answers", answers, make) or make()
 
 
-def sample_faults(samples: SampleFile, roles: Roles) -> list[UserFault]:
+def sample_file_faults(samples: SampleFile, roles: Roles) -> list[UserFault]:
     """Every fault of a file for this recipe. The whole file is read, and the policy's shape must be known."""
     recipe, shape, context = roles.recipe, roles.policy.shape, roles.policy.model.context_tokens
     where, train, faults = str(samples.path), recipe.train, []

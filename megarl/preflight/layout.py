@@ -21,7 +21,7 @@ Faults = list[UserFault]
 
 
 def layout_faults(roles: Roles, device: str) -> Faults:
-    """Of the policy's ranks and the engines; without a readable checkpoint, all that does not depend on its sizes.
+    """Faults of the policy's ranks and the engines; without a readable checkpoint, those that need no model size.
 
     The layouts of the critic and the reward model are checked with their checkpoints (models.py).
     """

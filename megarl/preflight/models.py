@@ -1,4 +1,4 @@
-"""Whether the checkpoints of a recipe can be trained as it says, from their folders alone; stand-ins for others."""
+"""Faults of the checkpoints and tokenizers of all models; stand-ins for checkpoints that are not on this machine."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def loss_faults(recipe: Recipe, shape: ModelShape) -> Faults:
 
 
 def policy_faults(roles: Roles, *, has_weights: bool = True) -> Faults:
-    """Of the policy's checkpoint and its reference's; has_weights: or config.json alone is here."""
+    """Faults of the policy's checkpoint and the reference's. has_weights: False where only config.json is here."""
     policy, recipe = roles.policy, roles.recipe
     faults = [policy.model.fault] if policy.model.fault else []
     shape = policy.model.known_shape
@@ -128,7 +128,7 @@ def reference_faults(roles: Roles) -> Faults:
 
 
 def critic_faults(roles: Roles) -> Faults:
-    """Of the critic's checkpoint and ranks, where the algorithm has one."""
+    """Faults of the critic's checkpoint and ranks; none without a critic."""
     critic, policy, recipe = roles.critic, roles.policy.model, roles.recipe
     if critic is None:
         return []
@@ -147,7 +147,7 @@ def critic_faults(roles: Roles) -> Faults:
 
 
 def reward_model_faults(roles: Roles, prompts: Sequence[Prompt]) -> Faults:
-    """Of the reward model's checkpoint, ranks and tokenizer, where there is one; prompts: to train on."""
+    """Faults of the reward model's checkpoint, ranks and tokenizer. prompts: the training prompts."""
     role = roles.reward_model
     if role is None:
         return []
@@ -177,7 +177,10 @@ def reward_model_faults(roles: Roles, prompts: Sequence[Prompt]) -> Faults:
 
 
 def _auxiliary_faults(role: Role, *, is_known: bool) -> Faults:
-    """Of an auxiliary model's checkpoint and layout; is_known: it is the policy's checkpoint, whose faults are told."""
+    """Faults of an auxiliary model's checkpoint and layout.
+
+    is_known: the policy has the same checkpoint, whose faults are reported there.
+    """
     if role.model.fault:
         return [] if is_known else [role.renamed(role.model.fault)]
     faults = [] if is_known else hf_import.check_hf(role.model.path, role.shape)

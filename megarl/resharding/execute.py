@@ -20,7 +20,7 @@ from megarl.resharding.fp8 import SCALE_SUFFIX
 from megarl.resharding.plan import Copy, MemberPlan
 from megarl.resharding.routes import item_bytes
 from megarl.resharding.shards import FP8, Cell, Size, shape_as_stack, views
-from megarl.resharding.transport import Ask, batch, settle, wait
+from megarl.resharding.transport import PeerCheck, batch, settle, wait
 
 Params = Mapping[str, torch.Tensor]
 
@@ -143,7 +143,7 @@ class Executor:
         return self._addresses == (_addresses(sources), _addresses(targets))
 
     @torch.no_grad()
-    def run(self, group: Any, timeout_s: float, ask: Ask = lambda: None) -> int:
+    def run(self, group: Any, timeout_s: float, ask: PeerCheck = lambda: None) -> int:
         """Write every target box of this member; returns the peak of extra memory in bytes when all are written.
 
         Raises RuntimeError when a peer ends, or is silent for timeout_s. ask: raises the message of a failed peer; with
@@ -256,7 +256,7 @@ def _places(lanes: Sequence[Lane], buffer: torch.Tensor) -> Iterator[tuple[Lane,
         start += lane.staged_bytes
 
 
-def _finish(pending: OnTheWay | None, timeout_s: float, ask: Ask) -> None:
+def _finish(pending: OnTheWay | None, timeout_s: float, ask: PeerCheck) -> None:
     """Wait for a round, if there is one, and unpack it."""
     if pending is None:
         return

@@ -27,7 +27,7 @@ from megarl.resharding.memory_handles import map_params
 from megarl.resharding.plan import DIGEST_BITS, MemberPlan, Streams, plan_streams
 from megarl.resharding.session import Session
 from megarl.resharding.shards import LayoutError, Part, Shard, cells, first_of, verify_params
-from megarl.resharding.transport import Ask, close_group, make_group
+from megarl.resharding.transport import PeerCheck, close_group, make_group
 from megarl.resharding.verify import Verifier, VerifyError
 
 PLANNER = 1  # increase it whenever the same inputs give another plan: members of two versions must not exchange
@@ -134,7 +134,7 @@ class Member:
             self._executor = None
         return stats
 
-    def verify(self, targets: Params, ask: Ask = lambda: None) -> None:
+    def verify(self, targets: Params, ask: PeerCheck = lambda: None) -> None:
         """Compare this member's targets with their sources, in the mode session.verify; collective.
 
         Raises VerifyError, or what `ask` raises when another member has failed. Call it only inside an exchange, or
@@ -209,7 +209,7 @@ class Member:
             self._plan_s += time.perf_counter() - started
         return self._executor
 
-    def _join(self, key: str, ask: Ask) -> None:
+    def _join(self, key: str, ask: PeerCheck) -> None:
         """Replace the process group by that of this key; collective."""
         self.close()
         s = self.session

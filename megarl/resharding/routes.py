@@ -31,7 +31,7 @@ class Holding(NamedTuple):
     chapter: int
 
 
-class Tensor(NamedTuple):
+class TensorHoldings(NamedTuple):
     """The holdings of one logical tensor. pattern: tensors of one number have equal boxes, as layers of one kind do."""
 
     holdings: tuple[Holding, ...]
@@ -61,7 +61,7 @@ class Hop(NamedTuple):
     forwarded: bool
 
 
-class Turns:
+class LoadBalancer:
     """Balances load over `members`; offset: the member that comes first among equally loaded ones."""
 
     def __init__(self, members: Sequence[int], offset: int) -> None:
@@ -69,15 +69,15 @@ class Turns:
         self.members = (*members[first:], *members[:first])
         self.loads = [0] * len(members)
 
-    def next(self, num_bytes: int) -> int:
+    def least_loaded(self, num_bytes: int) -> int:
         """The least loaded member."""
         return self._load(self.loads.index(min(self.loads)), num_bytes)
 
-    def usual(self, caller: int, num_bytes: int) -> int:
-        """A fixed member for each caller, which makes few, long streams; `next` when its load is too far above."""
+    def preferred(self, caller: int, num_bytes: int) -> int:
+        """A fixed member for each caller, which makes few, long streams; the least loaded when it has too much more."""
         index = caller % len(self.loads)
         if self.loads[index] > min(self.loads) + num_bytes:
-            return self.next(num_bytes)
+            return self.least_loaded(num_bytes)
         return self._load(index, num_bytes)
 
     def _load(self, index: int, num_bytes: int) -> int:
@@ -92,16 +92,16 @@ class Pair:
         """holders: member -> index of its shard in a holding."""
         self.holders = holders
         self.local = [member for member in receivers if member in holders]
-        self.senders = Turns(sorted(holders), offset)
+        self.senders = LoadBalancer(sorted(holders), offset)
         holding_nodes = _by_node(sorted(holders), gpus_per_node)
         lacking_nodes = _by_node([member for member in receivers if member not in holders], gpus_per_node)
-        self.near: dict[int, tuple[Turns, list[int]]] = {}
-        self.far: dict[int, Turns] = {}
+        self.near: dict[int, tuple[LoadBalancer, list[int]]] = {}
+        self.far: dict[int, LoadBalancer] = {}
         for node, lacking in lacking_nodes.items():
             if node in holding_nodes:
-                self.near[node] = Turns(holding_nodes[node], offset), lacking
+                self.near[node] = LoadBalancer(holding_nodes[node], offset), lacking
             else:
-                self.far[node] = Turns(lacking, offset)
+                self.far[node] = LoadBalancer(lacking, offset)
 
     def hops(self, flow: Flow, node: int | None = None) -> Iterator[Hop]:
         """The hops by which every receiver gets the flow. node: leave out hops inside other nodes.
@@ -114,10 +114,10 @@ class Pair:
         for place in self.near if node is None else {node} & self.near.keys():
             senders, lacking = self.near[place]
             for index, member in enumerate(lacking):
-                source = senders.usual(index, num_bytes)
+                source = senders.preferred(index, num_bytes)
                 yield Hop(source, member, shards[self.holders[source]], False)
         for index, (place, lacking) in enumerate(self.far.items()):
-            source, entry = self.senders.usual(index, num_bytes), lacking.next(num_bytes)
+            source, entry = self.senders.preferred(index, num_bytes), lacking.least_loaded(num_bytes)
             yield Hop(source, entry, shards[self.holders[source]], False)
             if node is None or node == place:
                 for member in lacking.members:
@@ -148,7 +148,7 @@ class RouteChooser:
         self.tensors = self._tensors(CHAPTERS if several_nodes else 1)
         self.pairs: dict[tuple[tuple[int, ...], int], Pair] = {}
 
-    def _tensors(self, num_chapters: int) -> dict[str, Tensor]:
+    def _tensors(self, num_chapters: int) -> dict[str, TensorHoldings]:
         held: dict[str, dict[Box, list[tuple[int, Shard, int]]]] = defaultdict(dict)
         for number, part in enumerate(self.sources):
             total, done = sum(shard.area for shard in part.shards), 0
@@ -164,7 +164,7 @@ class RouteChooser:
                 numbers, shards, chapters = zip(*holders, strict=True)
                 holdings.append(Holding(box, numbers, shards, chapters[0]))
             pattern = self.patterns.setdefault(tuple(boxes), len(self.patterns))
-            found[name] = Tensor(tuple(holdings), pattern)
+            found[name] = TensorHoldings(tuple(holdings), pattern)
         return found
 
     def flows(self, member: int | None = None) -> Iterator[tuple[Flow, Iterator[Hop]]]:
@@ -199,7 +199,7 @@ class RouteChooser:
 
     def _cut(self, wanted: Shard, member: int, complete: bool) -> list[tuple[Holding, Box]]:
         """The holdings that intersect a wanted shard; complete: prove that each of its elements is in exactly one."""
-        tensor = self.tensors.get(wanted.name, Tensor((), -1))
+        tensor = self.tensors.get(wanted.name, TensorHoldings((), -1))
         key = tensor.pattern, wanted.box
         if key not in self.cuts:
             boxes = [held.box for held in tensor.holdings]

@@ -17,9 +17,9 @@ from torch.distributed.distributed_c10d import Store
 from megarl.device import BACKEND, DEVICE, use_loopback
 
 POLL_S = 0.001  # between two polls of the device
-ASK_S = 1.0  # between two queries of the store whether a peer has failed
+PEER_CHECK_S = 1.0  # between two queries of the store whether a peer has failed
 
-Ask = Callable[[], None]  # raises RuntimeError with the message of a peer that has failed
+PeerCheck = Callable[[], None]  # raises RuntimeError with the message of a peer that has failed
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def batch(group: Any) -> Iterator[list[dist.Work]]:
         works[:] = [coalesced] if coalesced else []
 
 
-def wait(works: Sequence[dist.Work], timeout_s: float, ask: Ask) -> None:
+def wait(works: Sequence[dist.Work], timeout_s: float, ask: PeerCheck) -> None:
     """Return when posted messages are done. Raises RuntimeError when a peer ends, or after timeout_s.
 
     Over gloo a peer that fails closes its connections, which ends the wait. NCCL does not notice: there the messages
@@ -52,14 +52,14 @@ def wait(works: Sequence[dist.Work], timeout_s: float, ask: Ask) -> None:
         work.wait(timedelta(seconds=timeout_s))  # raises the error, if any, and orders the device's streams
 
 
-def poll(is_done: Callable[[], bool], timeout_s: float, ask: Ask) -> None:
+def poll(is_done: Callable[[], bool], timeout_s: float, ask: PeerCheck) -> None:
     """Return when is_done() is true. Raises RuntimeError after timeout_s, or what `ask` raises."""
     started = asked = time.monotonic()
     while not is_done():
         now = time.monotonic()
         if now - started > timeout_s:
             raise RuntimeError(f"the exchange did not end within {timeout_s} s")
-        if now - asked > ASK_S:
+        if now - asked > PEER_CHECK_S:
             ask()
             asked = now
         time.sleep(POLL_S)
@@ -74,7 +74,7 @@ def settle(timeout_s: float) -> None:
     poll(done.query, timeout_s, lambda: None)
 
 
-def bounded(call: Callable[[], object], timeout_s: float, ask: Ask) -> None:
+def bounded(call: Callable[[], object], timeout_s: float, ask: PeerCheck) -> None:
     """Run a call that may block forever in a thread. Raises what it raises, or as `poll`, which abandons the thread."""
     ended: Future[object] = Future()
 
@@ -89,7 +89,7 @@ def bounded(call: Callable[[], object], timeout_s: float, ask: Ask) -> None:
     ended.result()
 
 
-def make_group(store: Store, member: int, num_members: int, timeout_s: float, ask: Ask = lambda: None) -> Any:
+def make_group(store: Store, member: int, num_members: int, timeout_s: float, ask: PeerCheck = lambda: None) -> Any:
     """A process group of the members; the default groups belong to Megatron and to SGLang.
 
     Every member must call this with a prefix store that no other group uses. Raises RuntimeError when the group does

@@ -19,7 +19,7 @@ from megarl.parallel.engine_layout import FP8_TILE, EngineLayout
 from megarl.resharding.execute import Params, Piece, fill, source_views, target_views
 from megarl.resharding.plan import Copy, Streams
 from megarl.resharding.shards import FP8, Box, first_of
-from megarl.resharding.transport import Ask, batch, settle, wait
+from megarl.resharding.transport import PeerCheck, batch, settle, wait
 
 VerifyMode = Literal["off", "checksum", "full"]
 MODES: tuple[VerifyMode, ...] = ("off", "checksum", "full")
@@ -28,7 +28,7 @@ WORD_BYTES = 8
 
 
 class VerifyError(RuntimeError):
-    """Weights differ from their source; the message names the tensor, the engine rank and the rectangle."""
+    """Weights differ from their source; the message names the tensor, the engine rank and the box."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Verifier:
     targets: Params
     round_bytes: int
     timeout_s: float
-    ask: Ask = lambda: None  # raises the message of a peer that has failed
+    ask: PeerCheck = lambda: None  # raises the message of a peer that has failed
 
     @torch.no_grad()
     def check(self, mode: Literal["checksum", "full"]) -> None:

@@ -145,7 +145,9 @@ def scored(
         samples=tuple(sample for sample, _ in kept),
         rewards_G=np.asarray([verdict.reward for _, verdict in kept], dtype=np.float32),
         correct_G=np.asarray([verdict.correct for _, verdict in kept], dtype=np.bool_),
-        said=tuple(sample.text.strip() if verdict.answer is None else verdict.answer for sample, verdict in kept),
+        given_answers=tuple(
+            sample.text.strip() if verdict.answer is None else verdict.answer for sample, verdict in kept
+        ),
     )
     return replace(summary(group), failures=failures, num_dropped=num_dropped), group
 
@@ -163,7 +165,7 @@ def summary(group: SampleGroup) -> GroupSummary:
         rewards_G=group.rewards_G,
         correct_G=group.correct_G,
         version=samples[0].version if samples else -1,
-        said=group.said,
+        given_answers=group.given_answers,
         baseline=next((index for index, sample in enumerate(samples) if sample.is_baseline), None),
     )
 

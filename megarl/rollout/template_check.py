@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.rollout.sandbox.inside_limits import limit
+from megarl.rollout.sandbox.inside_launcher import limit
 from megarl.types import UserFault
 
 _MOST_ROWS = 2048

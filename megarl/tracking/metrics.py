@@ -94,9 +94,9 @@ def _mean(arrays: Sequence[np.ndarray]) -> float:
 def _majority(group: GroupSummary) -> float:
     """Whether the answer given most often is right; among equally many, the share of them that are."""
     votes: dict[str, list[bool]] = {}
-    for said, is_correct in zip(group.said or group.responses, group.correct_G, strict=True):
-        if said:
-            votes.setdefault(said, []).append(bool(is_correct))
+    for answer, is_correct in zip(group.given_answers or group.responses, group.correct_G, strict=True):
+        if answer:
+            votes.setdefault(answer, []).append(bool(is_correct))
     most = max(map(len, votes.values()), default=0)
     ahead = [any(verdicts) for verdicts in votes.values() if len(verdicts) == most]
     return sum(ahead) / len(ahead) if ahead else 0.0

@@ -22,7 +22,16 @@ from megarl.parallel.hf_config import read_model
 from megarl.parallel.pipeline import Norms
 from megarl.parallel.sequences import PackedRow
 from megarl.training import credit
-from megarl.training.batching import Key, Piece, Update, key_of, pieces_of, refs_of, spread, train_sequences
+from megarl.training.batching import (
+    Key,
+    TokenValues,
+    Update,
+    key_of,
+    refs_of,
+    spread,
+    train_sequences,
+    values_by_reader,
+)
 from megarl.training.rank import MicroBatches, Received, TrainingRank, norms_of
 from megarl.types import FloatArray, Hyperparameters, SampleGroup, TrainSequence
 
@@ -59,14 +68,14 @@ class AuxiliaryRank(TrainingRank):
         readers: Sequence[frozenset[Key]],
         group_ids: Sequence[int],
         *samples: SampleGroup,
-    ) -> tuple[Piece | list[ShareValues], ...]:
+    ) -> tuple[TokenValues | list[ShareValues], ...]:
         """The token values of this rank's samples, for each reader those of its own; last, all of them for `train`.
 
         readers: the samples of each data-parallel rank of the policy; none on ranks that do not report.
         """
         found = [self.values_of(share) for share in self._shares(updates, Received.of(group_ids, samples))]
         flat = [value_T for one in found for value_T in one.values or ()]
-        return *pieces_of(refs_of(updates), flat if self._model.is_last_stage else None, readers), found
+        return *values_by_reader(refs_of(updates), flat if self._model.is_last_stage else None, readers), found
 
     def values_of(self, micro_batches: MicroBatches) -> ShareValues:
         """The token values of one update's share, aligned to the token that each is about (the first: 0)."""
@@ -141,4 +150,4 @@ def critic_returns(
 ) -> list[FloatArray]:
     """By GAE, of the values before the step's updates. rewards: of each token, if there are any."""
     lam = hyperparameters.gae_lambda if hyperparameters.critic_lambda is None else hyperparameters.critic_lambda
-    return credit.by_values(sequences, old_values, gamma=hyperparameters.gamma, lam=lam, rewards=rewards)[1]
+    return credit.gae_advantages(sequences, old_values, gamma=hyperparameters.gamma, lam=lam, rewards=rewards)[1]

@@ -30,7 +30,7 @@ class SampleRef:
 
 MicroBatch = tuple[SampleRef, ...]
 Key = tuple[int, int]  # group and sample
-Piece = dict[Key, FloatArray]  # a value of each token of some samples' responses
+TokenValues = dict[Key, FloatArray]  # of some samples: a number for each token of the response
 
 
 def key_of(ref: SampleRef) -> Key:
@@ -38,14 +38,14 @@ def key_of(ref: SampleRef) -> Key:
     return ref.group, ref.sample
 
 
-def pieces_of(
+def values_by_reader(
     refs: Sequence[SampleRef], arrays: Sequence[FloatArray] | None, readers: Sequence[frozenset[Key]]
-) -> tuple[Piece, ...]:
+) -> tuple[TokenValues, ...]:
     """For each reader the token values of the responses that it trains on.
 
     arrays: one per sample, aligned like the whole sequence; None: this rank does not report any.
     """
-    found: Piece = {}
+    found: TokenValues = {}
     if arrays is not None:
         found = {key_of(ref): one_T[-ref.response_length :] for ref, one_T in zip(refs, arrays, strict=True)}
     return tuple({key: found[key] for key in found.keys() & reader} for reader in readers)
@@ -218,7 +218,7 @@ def own_samples(
 
     def own(group_id: int, group: SampleGroup) -> SampleGroup:
         samples = [one if (group_id, at) in named else nothing for at, one in enumerate(group.samples)]
-        return replace(group, samples=tuple(samples), said=())
+        return replace(group, samples=tuple(samples), given_answers=())
 
     return group_ids, *(own(*pair) for pair in zip(group_ids, groups, strict=True))
 

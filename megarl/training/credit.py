@@ -1,4 +1,4 @@
-"""From rewards of responses to advantages and returns of their tokens. Pure."""
+"""Token advantages and returns, computed from the rewards of responses and from token values. Pure."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import torch
 from megarl.algos import Algorithm
 from megarl.algos.advantages import gae
 from megarl.algos.losses import kl_T
-from megarl.training.batching import Piece, SampleRef, key_of, spread
+from megarl.training.batching import SampleRef, TokenValues, key_of, spread
 from megarl.types import FloatArray, Hyperparameters, TrainSequence
 
 PerToken = list[FloatArray]  # one array per sequence, aligned like the sequence's own
-OverAll = Callable[[torch.Tensor], torch.Tensor]  # reduces this rank's values with those of the batch's other ranks
+ReduceOverDp = Callable[[torch.Tensor], torch.Tensor]  # this rank's values and those of the batch's other ranks
 
 
-def credited(
+def with_token_advantages(
     row: Algorithm,
     hyperparameters: Hyperparameters,
     refs: Sequence[SampleRef],
     sequences: Sequence[TrainSequence],
-    token_values: Piece,
+    token_values: TokenValues,
     penalties: Sequence[FloatArray] | None,
     *,
-    sum_over_all: OverAll,
-    max_over_all: OverAll,
+    sum_over_all: ReduceOverDp,
+    max_over_all: ReduceOverDp,
 ) -> list[TrainSequence]:
     """The sequences with the advantage of each token, as the algorithm computes it; demonstrations get none.
 
@@ -38,28 +38,28 @@ def credited(
     if row.critic == "values":
         alpha = hyperparameters.lambda_alpha or None
         how = {"gamma": hyperparameters.gamma, "lam": hyperparameters.gae_lambda, "alpha": alpha}
-        advantages, _ = by_values(sequences, predicted, rewards=penalties, **how)
+        advantages, _ = gae_advantages(sequences, predicted, rewards=penalties, **how)
     elif row.critic == "process_rewards" or penalties is not None:
         rewards = list(penalties or [np.zeros(ref.length, np.float32) for ref in refs])
         if row.critic:
-            process = less_the_others(refs, sequences, predicted, sum_over_all, max_over_all)
+            process = leave_one_out_process_rewards(refs, sequences, predicted, sum_over_all, max_over_all)
             rewards = [one_T + other_T for one_T, other_T in zip(rewards, process, strict=True)]
-        advantages = by_rewards(refs, sequences, rewards, gamma=hyperparameters.gamma)
+        advantages = reward_to_go_advantages(refs, sequences, rewards, gamma=hyperparameters.gamma)
     elif row.advantage is None:
         return list(sequences)
     else:
-        advantages = by_samples(refs, sequences)
+        advantages = sample_advantages(refs, sequences)
     found = [replace(one, advantage_T=own_T) for one, own_T in zip(sequences, advantages, strict=True)]
     return whitened(found, sum_over_all) if hyperparameters.whiten else found
 
 
-def by_samples(refs: Sequence[SampleRef], sequences: Sequence[TrainSequence]) -> PerToken:
+def sample_advantages(refs: Sequence[SampleRef], sequences: Sequence[TrainSequence]) -> PerToken:
     """Each token's advantage: that of its sample."""
     pairs = zip(_sample_advantages(refs), sequences, strict=True)
     return [np.where(one.loss_mask_T, advantage, np.float32(0.0)) for advantage, one in pairs]
 
 
-def by_values(
+def gae_advantages(
     sequences: Sequence[TrainSequence],
     values: Sequence[FloatArray],
     *,
@@ -78,7 +78,7 @@ def by_values(
     return _gae(sequences, [one.reward for one in sequences], values, rewards, gamma=gamma, lams=lams)
 
 
-def by_rewards(
+def reward_to_go_advantages(
     refs: Sequence[SampleRef], sequences: Sequence[TrainSequence], rewards: Sequence[FloatArray], *, gamma: float
 ) -> PerToken:
     """Each token's advantage: the discounted sum of its own and later rewards and of the sample's advantage at the end.
@@ -130,12 +130,12 @@ def kl_penalties(
     return [(-hyperparameters.kl_coefficient * one_T).astype(np.float32) for one_T in kls]
 
 
-def less_the_others(
+def leave_one_out_process_rewards(
     refs: Sequence[SampleRef],
     sequences: Sequence[TrainSequence],
     process: Sequence[FloatArray],
-    sum_over_all: OverAll,
-    max_over_all: OverAll,
+    sum_over_all: ReduceOverDp,
+    max_over_all: ReduceOverDp,
 ) -> PerToken:
     """Process rewards of each token, minus the mean over the group's other samples of their tokens' mean.
 
@@ -153,7 +153,7 @@ def less_the_others(
     return [np.where(own.loss_mask_T, one_T - base, 0.0).astype(np.float32) for one_T, own, base in pairs]
 
 
-def whitened(sequences: Sequence[TrainSequence], sum_over_all: OverAll) -> list[TrainSequence]:
+def whitened(sequences: Sequence[TrainSequence], sum_over_all: ReduceOverDp) -> list[TrainSequence]:
     """The sequences with advantages (A - mean) / (std + 1e-8), over all tokens that are trained on.
 
     All of them have advantages. (As is usual with PPO, e.g. arXiv 2006.05990, section 3.5.)

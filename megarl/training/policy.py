@@ -29,7 +29,7 @@ from megarl.resharding.member import Member
 from megarl.resharding.memory_handles import share_params
 from megarl.resharding.session import PublishedRank, Session
 from megarl.training import credit
-from megarl.training.batching import Key, Piece, Update, pieces_of, refs_of, train_sequences
+from megarl.training.batching import Key, TokenValues, Update, refs_of, train_sequences, values_by_reader
 from megarl.training.rank import MicroBatches, Received, TrainingRank, norms_of
 from megarl.types import FloatArray, Hyperparameters, SampleGroup
 
@@ -91,14 +91,14 @@ class PolicyRank(TrainingRank):
         readers: Sequence[frozenset[Key]],
         group_ids: Sequence[int],
         *samples: SampleGroup,
-    ) -> tuple[Piece | RankObservation, ...]:
+    ) -> tuple[TokenValues | RankObservation, ...]:
         """The KL penalties of this rank's tokens, for each reader those that it trains on; last, the observation.
 
         readers: the samples of each data-parallel rank of the critic; none on ranks that do not report.
         """
         shares = self._shares(algorithm, updates, Received.of(group_ids, samples).groups)
         found = self._observation(algorithm, shares)
-        return *pieces_of(refs_of(updates), found.kl_penalties, readers), found
+        return *values_by_reader(refs_of(updates), found.kl_penalties, readers), found
 
     def train(
         self,
@@ -177,11 +177,11 @@ class PolicyRank(TrainingRank):
         algorithm: str,
         updates: Sequence[Update],
         shares: Sequence[UpdateShare],
-        token_values: Piece,
+        token_values: TokenValues,
         kl_penalties: Sequence[FloatArray] | None,
     ) -> list[UpdateShare]:
         """The shares with an advantage for each token."""
-        flat = credit.credited(
+        flat = credit.with_token_advantages(
             ALGORITHMS[algorithm],
             self._hyperparameters(algorithm),
             refs_of(updates),

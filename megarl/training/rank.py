@@ -24,7 +24,7 @@ from megarl.parallel.rank_model import RankModel
 from megarl.parallel.routing import Choices
 from megarl.parallel.sequences import PackedRow, dealt, pack, unpack
 from megarl.resharding import megatron_map
-from megarl.training.batching import Piece, Update
+from megarl.training.batching import TokenValues, Update
 from megarl.types import FloatArray, ModelShape, SampleGroup, TrainSequence
 
 MicroBatches = Sequence[Sequence[TrainSequence]]
@@ -35,7 +35,7 @@ class Received:
     """What a call brings by reference: sample groups by their number in the step, and token values by sample."""
 
     groups: Mapping[int, SampleGroup]
-    token_values: Piece
+    token_values: TokenValues
 
     @staticmethod
     def of(group_ids: Sequence[int], given: Sequence[Any]) -> Received:
@@ -46,7 +46,7 @@ class Received:
 
 
 class TrainingRank:
-    """Rank `rank` of one model's Megatron world, whose recipe this is. All ranks make every call together but `params`.
+    """Rank `rank` of one model's Megatron world, whose recipe this is. Every method but `params` is collective.
 
     The constructor meets the other ranks at the store at `meet`, builds this rank's part of the model on GPU slot
     `slot`, and loads the weights of the Hugging Face checkpoint at model.path. trains: with gradients and an optimizer.

@@ -144,7 +144,7 @@ def cases(batch: Batch) -> dict[str, Case]:
         return [gae(tokens.reward, tokens.value, is_last_T, gamma=GAMMA, lam=LAMBDA)[0]]
 
     def ragged_gae() -> Pieces:
-        return [torch.from_numpy(one) for one in credit.by_values(rewarded, values, gamma=GAMMA, lam=LAMBDA)[0]]
+        return [torch.from_numpy(one) for one in credit.gae_advantages(rewarded, values, gamma=GAMMA, lam=LAMBDA)[0]]
 
     def whitened() -> Pieces:
         return [torch.from_numpy(np.asarray(one.advantage_T)) for one in credit.whitened(advantaged, lambda sums: sums)]

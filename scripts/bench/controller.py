@@ -32,7 +32,7 @@ from megarl.controller.samples import samples_of
 from megarl.fleet.engines import Engines
 from megarl.fleet.fleet import Fleet
 from megarl.fleet.memory import MemoryScheduler
-from megarl.fleet.rank_groups import AuxiliaryRanks, PolicyRanks, RolloutBatch, TokenValues, _groups, _share
+from megarl.fleet.rank_groups import AuxiliaryRanks, PerTokenResults, PolicyRanks, RolloutBatch, _groups, _share
 from megarl.parallel.layout import TrainLayout
 from megarl.rollout.sglang.arguments import Sampling
 from megarl.training.batching import SampleRef, Update
@@ -167,7 +167,7 @@ class Step:
         calls = send()
         tell(found := start.since("dispatch"))
         start = Clock.now()
-        self.trainers._merged(calls)
+        self.trainers._statistics(calls)
         return found | start.since("collect") | self.count
 
 
@@ -278,7 +278,7 @@ def ways(step: Step, plan: Sequence[Update], rollout: RolloutBatch, with_all: bo
 
 def rest(step: Step, samples: Sequence[SampleRef], rollout: RolloutBatch, plan: Sequence[Update]) -> dict[str, Figures]:
     """The other calls of a step: memory that changes hands, an exchange, and what a critic adds."""
-    lender = MemoryScheduler(step.trainers, step.engines)
+    scheduler = MemoryScheduler(step.trainers, step.engines)
     fleet: Any = Fleet.__new__(Fleet)
     message = {"run_id": "0" * 16, "version": 1, "attempt": 1}
     sessions = SimpleNamespace(trainers={}, engine_message=lambda *_: message)
@@ -286,18 +286,18 @@ def rest(step: Step, samples: Sequence[SampleRef], rollout: RolloutBatch, plan: 
         engines=step.engines, trainers=step.trainers, attempts=0, _have_sessions=True, _sessions=sessions
     )
 
-    values: list[TokenValues] = []
+    values: list[PerTokenResults] = []
 
     def exchange() -> None:
         step.cluster.gather(fleet._exchange(1))
         step.engines.versions()
 
     parts: dict[str, Callable[[], Any]] = {
-        "to_train": lambda: lender.hand_over("train"),
-        "to_reshard": lambda: lender.hand_over("reshard"),
+        "to_train": lambda: scheduler.hand_over("train"),
+        "to_reshard": lambda: scheduler.hand_over("reshard"),
         "exchange": exchange,
-        "to_rollout": lambda: lender.hand_over("rollout"),
-        "values": lambda: values.append(step.critic._per_token(TokenValues, "values", plan, rollout.refs, plan)),
+        "to_rollout": lambda: scheduler.hand_over("rollout"),
+        "values": lambda: values.append(step.critic._per_token("values", plan, rollout.refs, plan)),
         "train_on_values": lambda: step.trainers.train("grpo", samples, rollout.refs, 1e-6, token_values=values.pop()),
     }
     return {name: step.counted(work)[1] for name, work in parts.items()}

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.training.batching import Key, Piece, SampleRef, Update, key_of, pieces_of, refs_of
+from megarl.training.batching import Key, SampleRef, TokenValues, Update, key_of, refs_of, values_by_reader
 from megarl.types import FloatArray, GroupSummary, Metrics, Prompt, Sample, SampleGroup
 
 PROMPT_TOKENS = 200
@@ -32,8 +32,8 @@ class Answers:
             for length in self._lengths[prompt.id]
         )
         rewards_G = np.arange(len(samples)) % 2
-        said = tuple("42" for _ in samples)
-        group = SampleGroup(prompt, samples, rewards_G.astype(np.float32), rewards_G.astype(np.bool_), said)
+        given_answers = tuple("42" for _ in samples)
+        group = SampleGroup(prompt, samples, rewards_G.astype(np.float32), rewards_G.astype(np.bool_), given_answers)
         return summary_of(group), group
 
     def train(
@@ -58,13 +58,13 @@ class Answers:
 
     def values(
         self, updates: Sequence[Update], readers: Sequence[frozenset[Key]], group_ids: Sequence[int], *groups: Any
-    ) -> tuple[Piece | None, ...]:
+    ) -> tuple[TokenValues | None, ...]:
         """Token values without contents for each reader, and no state."""
         refs = refs_of(updates)
         by_id = dict(zip(group_ids, groups, strict=True))
         for ref in refs:
             _array(ref, by_id[ref.group])
-        return *pieces_of(refs, None, readers), None
+        return *values_by_reader(refs, None, readers), None
 
     def onload(self) -> None: ...
 
@@ -99,7 +99,7 @@ def summary_of(group: SampleGroup) -> GroupSummary:
         rewards_G=group.rewards_G,
         correct_G=group.correct_G,
         version=1,
-        said=group.said,
+        given_answers=group.given_answers,
     )
 
 

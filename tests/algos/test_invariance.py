@@ -22,7 +22,7 @@ from megarl.algos.statistics import CLIPPED, Statistics
 from megarl.parallel.sequences import Split, pack
 from megarl.tracking.metrics import train_metrics
 from megarl.training.batching import Key, MicroBatch, SampleRef, key_of, plan_updates, train_sequences
-from megarl.training.credit import by_samples
+from megarl.training.credit import sample_advantages
 from megarl.types import Aggregation, FloatArray, Hyperparameters, Mismatch, Prompt, Sample, SampleGroup
 
 PER_GROUP, LONGEST, BUDGET = 3, 9, 48
@@ -106,7 +106,7 @@ def seen(
     for micro_batches in shares:
         made = train_sequences(micro_batches, batch.groups, aggregation or hparams.aggregation, nll_weight)
         for refs, uncredited in zip(micro_batches, made, strict=True):
-            pairs = zip(uncredited, by_samples(refs, uncredited), strict=True)
+            pairs = zip(uncredited, sample_advantages(refs, uncredited), strict=True)
             sequences = [replace(one, advantage_T=advantage_T) for one, advantage_T in pairs]
             old, reference = (
                 [padded(batch, ref, values[key_of(ref)], junk) for ref in refs]

@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megarl.algos.advantages import from_the_end, gae
+from megarl.algos.advantages import gae, reverse_scan
 
 BLOCK = 1 << 18  # tokens that gae works on at once
 
@@ -41,7 +41,7 @@ def test_any_length_equals_the_loop(count: int, longest: int, decay: float, seed
     own_T = torch.randn(count, generator=generator, dtype=torch.float64)
     is_end_T = torch.rand(count, generator=generator) < 1 / longest
     decay_T = torch.where(is_end_T, 0.0, torch.full((count,), decay, dtype=torch.float64))
-    close(from_the_end(own_T, decay_T), slow(own_T.tolist(), decay_T.tolist()))
+    close(reverse_scan(own_T, decay_T), slow(own_T.tolist(), decay_T.tolist()))
 
 
 LENGTHS = {

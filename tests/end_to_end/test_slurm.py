@@ -195,9 +195,12 @@ def test_a_job_survives_the_death_of_its_second_node(job: Job, slurm: Slurm) -> 
     assert job.processes() == []
 
 
-def test_a_cancelled_job_leaves_nothing(job: Job, slurm: Slurm) -> None:
-    """While everything starts, and also where it was asked to end before: the driver is stopped for a while."""
+@pytest.mark.parametrize("is_training", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_a_cancelled_job_leaves_nothing(job: Job, slurm: Slurm, is_training: bool) -> None:
+    """While everything starts or trains, and also where it was asked to end before: the driver is stopped meanwhile."""
     job.submit()
+    if is_training:
+        job.wait_for_step(1)
     wait_until(lambda: "starting training ranks" in job.log(), _LIMIT_S, job.log)
     driver = job.driver()
     driver.suspend()

@@ -15,7 +15,7 @@ import pytest
 
 from megarl.fleet.rank_groups import AuxiliaryRanks, PolicyRanks
 from megarl.parallel.roles import resolve
-from megarl.training.batching import Key, SampleRef, Update, key_of, own_samples, pieces_of
+from megarl.training.batching import Key, SampleRef, Update, key_of, own_samples, values_by_reader
 from megarl.types import FloatArray, Prompt, Sample, SampleGroup
 from tests.plan import plans
 
@@ -46,7 +46,8 @@ class Rank:
         self, updates: Sequence[Update], readers: Any, group_ids: Sequence[int], *samples: SampleGroup
     ) -> tuple[Any, ...]:
         refs = self._checked(updates, group_ids, samples)
-        return *pieces_of(refs, [np.full(ref.length, 10 * ref.group + ref.sample) for ref in refs], readers), self.rank
+        values = [np.full(ref.length, 10 * ref.group + ref.sample) for ref in refs]
+        return *values_by_reader(refs, values, readers), self.rank
 
     def train(self, *args: Any) -> list[dict[str, float]]:
         updates, lr, state, group_ids, *given = args[1:] if args[0] == "ppo" else args

@@ -13,7 +13,7 @@ import pytest
 from megarl.algos import ALGORITHMS
 from megarl.parallel.layout import TrainLayout
 from megarl.training.batching import MicroBatch, SampleRef, Update, plan_updates, train_sequences
-from megarl.training.credit import by_samples
+from megarl.training.credit import sample_advantages
 from megarl.types import FloatArray, Hyperparameters, Prompt, Sample, SampleGroup, TrainSequence
 from tests.parallel.checkpoints import write
 from tests.parallel.gradients import check_learning, recorded
@@ -77,7 +77,7 @@ def update_of(trainer: Any, case: str, refs: Sequence[SampleRef], groups: dict[i
     flat = [ref for batch in mine for ref in batch]
     found = [seen_by_engine(ref, one, case) for ref, one in zip(flat, trainer.token_outputs(made), strict=True)]
     engines = iter([engine for _, engine in found])
-    advantages = iter(by_samples(flat, [one for batch in made for one in batch]))
+    advantages = iter(sample_advantages(flat, [one for batch in made for one in batch]))
     made = [
         [replace(one, engine_logp_T=next(engines), advantage_T=next(advantages)) for one in batch] for batch in made
     ]

@@ -16,7 +16,7 @@ from megarl.config import AlgorithmConfig, ReferenceConfig
 from megarl.device import Address
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.roles import is_reporting_rank
-from megarl.training.batching import Piece, SampleRef, Update, key_of, plan_updates
+from megarl.training.batching import SampleRef, TokenValues, Update, key_of, plan_updates
 from megarl.types import Prompt, Sample, SampleGroup
 from tests.parallel.conftest import write_checkpoint
 from tests.parallel.precision import within
@@ -72,7 +72,7 @@ def plan(layout: TrainLayout, dp_rank: int, updates: int, outcomes: bool = True)
     return [Update((one.micro_batches[dp_rank],), one.denominator, one.tokens, one.loss_tokens) for one in plans]
 
 
-def token_values_of(refs: list[SampleRef], seed: int) -> Piece:
+def token_values_of(refs: list[SampleRef], seed: int) -> TokenValues:
     """Token values as an auxiliary model might compute them."""
     return {
         key_of(ref): np.random.default_rng([seed, *key_of(ref)]).normal(size=ref.response_length).astype(np.float32)

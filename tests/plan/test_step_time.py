@@ -11,7 +11,7 @@ import pytest
 from megarl.config.hardware import load_hardware
 from megarl.parallel.layout import TrainLayout
 from megarl.plan import step_time
-from megarl.plan.batch import Samples, Share
+from megarl.plan.batch import RankWork, Samples
 from megarl.plan.step_time import ComputingModel, TrainTime
 from megarl.training.flops import train_flops
 from megarl.types import ModelShape
@@ -22,7 +22,7 @@ SHAPE = ModelShape(10, 1024, 16, 4, 64, 32000, num_experts=64, experts_per_token
 SAMPLES = Samples(2, 2, 8, 8, 50, 400, np.full(8, 50))
 LAYOUT = TrainLayout(16, tp=2, pp=2, ep=4)
 MODEL = ComputingModel(
-    SHAPE, LAYOUT, Share(2, 4, 1, 100, 400, 4, 4, 0.25, 0.8), False, False, True, 2e9, 4e9, 3e9, 10**9
+    SHAPE, LAYOUT, RankWork(2, 4, 1, 100, 400, 4, 4, 0.25, 0.8), False, False, True, 2e9, 4e9, 3e9, 10**9
 )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megarl.config import Recipe
-from megarl.preflight.values import secret_faults
+from megarl.preflight.limits import secret_faults
 from megarl.tracking.secrets import is_secret, without_secrets
 
 VALUE = "s3cr3t-of-mine"

@@ -88,7 +88,7 @@ class Stuck:
 
 def test_the_words_of_a_failed_peer_end_a_wait_over_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "BACKEND", "nccl")
-    monkeypatch.setattr(transport, "ASK_S", 0.01)
+    monkeypatch.setattr(transport, "PEER_CHECK_S", 0.01)
     store = HashStore()
     ours, theirs = (Agreement(PrefixStore("x", store), member, 2, 60.0) for member in (0, 1))
     ours.ask("1/done")  # nobody has refused yet
@@ -110,7 +110,7 @@ def test_a_wait_has_an_end() -> None:
 
 def test_what_blocks_for_ever_ends_with_a_peers_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """As NCCL's start does where a member never comes to it."""
-    monkeypatch.setattr(transport, "ASK_S", 0.01)
+    monkeypatch.setattr(transport, "PEER_CHECK_S", 0.01)
     never, store = Event(), HashStore()
     Agreement(PrefixStore("a", store), 1, 2, 60.0).refuse("done", "failed in the exchange: out of memory")
     ask = partial(Agreement(PrefixStore("a", store), 0, 2, 60.0).ask, "done")

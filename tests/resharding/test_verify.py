@@ -11,7 +11,7 @@ import torch
 from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.layout import TrainLayout
 from megarl.resharding.execute import Params
-from megarl.resharding.transport import Ask
+from megarl.resharding.transport import PeerCheck
 from megarl.resharding.verify import VerifyMode, _strips, _weights
 from tests.resharding.worlds import FP8_MOE, MOE, Opened, Pair, Pool, Slot
 
@@ -133,7 +133,7 @@ def change_behind(slot: Slot) -> None:
     """Every verification of this slot finds a bit flipped just before."""
     check = slot.member.verify
 
-    def flip_first(targets: Params, ask: Ask = lambda: None) -> None:
+    def flip_first(targets: Params, ask: PeerCheck = lambda: None) -> None:
         flip_bit(slot)
         check(targets, ask)
 

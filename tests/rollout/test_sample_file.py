@@ -14,7 +14,7 @@ from megarl.config import Recipe
 from megarl.config.loading import load_recipe
 from megarl.parallel.hf_config import HfModel
 from megarl.parallel.roles import Roles, resolve
-from megarl.preflight.data import sample_faults
+from megarl.preflight.data import sample_file_faults
 from megarl.rollout.episodes import summary
 from megarl.rollout.sample_file import SampleFile, open_samples, writing
 from megarl.types import ModelShape, Prompt, Sample, SampleGroup, UserFault
@@ -71,7 +71,7 @@ def roles(*overrides: str, context: int | None = None, shape: ModelShape = SHAPE
 
 
 def told(samples: SampleFile, *overrides: str, context: int | None = None, shape: ModelShape = SHAPE) -> list[str]:
-    return [str(fault) for fault in sample_faults(samples, roles(*overrides, context=context, shape=shape))]
+    return [str(fault) for fault in sample_file_faults(samples, roles(*overrides, context=context, shape=shape))]
 
 
 @pytest.mark.parametrize("experts", [None, np.uint8, np.int16])
@@ -185,7 +185,7 @@ def test_what_does_not_fit_is_told_with_the_numbers(
 
 def test_a_sequence_is_held_against_the_budget_as_long_as_it_is_padded(tmp_path: Path) -> None:
     file = write(tmp_path / "samples.parquet", [group(1)], [group(2)])
-    (fault,) = sample_faults(file, roles("train.tokens_per_micro_batch=7", "train.cp=2"))
+    (fault,) = sample_file_faults(file, roles("train.tokens_per_micro_batch=7", "train.cp=2"))
     assert (fault.where, fault.mend) == ("train.tokens_per_micro_batch", "set it to at least 8")
 
 
@@ -212,9 +212,9 @@ def test_samples_without_company_are_refused_where_they_are_compared(tmp_path: P
     """Groups that lost all but one sample are no fault, as long as there are others."""
     alone = write(tmp_path / "alone.parquet", [group(1, samples=1)], [group(2, samples=1)])
     mixed = write(tmp_path / "mixed.parquet", [group(1, samples=1)], [group(2, samples=2)])
-    assert sample_faults(mixed, roles()) == []
-    assert sample_faults(alone, roles("algorithm.name=ppo")) == []
-    (fault,) = sample_faults(alone, roles())
+    assert sample_file_faults(mixed, roles()) == []
+    assert sample_file_faults(alone, roles("algorithm.name=ppo")) == []
+    (fault,) = sample_file_faults(alone, roles())
     assert fault.where == "algorithm.name"
     assert fault.problem == f"grpo compares the samples of a prompt, and {alone.path} has one of each prompt"
 
@@ -239,7 +239,7 @@ def test_greedy_samples_come_back_and_are_missed(tmp_path: Path) -> None:
     assert [sample.is_baseline for sample in file.groups(1)[0].samples] == [False, False, True]
     assert summary(file.groups(1)[0]).baseline == len(with_one.samples) - 1
     remax = roles("algorithm.name=remax", "run.steps=1")
-    assert sample_faults(file, remax) == []
+    assert sample_file_faults(file, remax) == []
     other = write(tmp_path / "g.parquet", [group(1)], [group(2)])
-    (fault,) = sample_faults(other, remax)
+    (fault,) = sample_file_faults(other, remax)
     assert fault.where == "algorithm.name" and fault.mend == "sample with algorithm.name=remax"

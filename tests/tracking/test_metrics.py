@@ -143,13 +143,13 @@ def test_several_answers_to_a_prompt() -> None:
     for name, text in answers.items():
         said = tuple(one.strip() for one in (text.split(",") if "," in text else text.split()))
         right = [float(one == "7") for one in said]
-        sets.append(replace(group(name, right, [1] * 4), said=said, correct_G=np.array(right) > 0))
+        sets.append(replace(group(name, right, [1] * 4), given_answers=said, correct_G=np.array(right) > 0))
     found = eval_metrics({"set": sets})
     assert found["eval/set/avg@4"] == found["eval/set/accuracy"] == 5 / 16
     assert found["eval/set/pass@4"] == 3 / 4
     assert found["eval/set/maj@4"] == (1 + 0.5 + 0 + 0) / 4
     lost = replace(sets[0], responses=sets[0].responses[:3], num_dropped=1, **dict.fromkeys(ARRAYS, np.ones(3)))
-    lost = replace(lost, said=lost.said[:3])
+    lost = replace(lost, given_answers=lost.given_answers[:3])
     assert "eval/set/maj@4" in eval_metrics({"set": [lost, lost]}), "as many as were asked for"
 
 

@@ -11,7 +11,7 @@ import torch
 
 from megarl.algos import ALGORITHMS
 from megarl.training.batching import SampleRef
-from megarl.training.credit import by_values, credited, kl_penalties, whitened
+from megarl.training.credit import gae_advantages, kl_penalties, whitened, with_token_advantages
 from megarl.types import Hyperparameters, TrainSequence
 
 
@@ -30,7 +30,7 @@ def learnt(one: TrainSequence) -> np.ndarray:
 def test_a_reward_comes_with_the_last_token() -> None:
     sequences = [sequence(2, 3, 1.0), sequence(1, 1, -1.0)]
     values = [np.array([9, 9, 0.5, 0.25, 0.75], np.float32), np.array([9, 0.5], np.float32)]
-    advantages, returns = by_values(sequences, values, gamma=1.0, lam=0.5)
+    advantages, returns = gae_advantages(sequences, values, gamma=1.0, lam=0.5)
     # deltas: 0.25 - 0.5, 0.75 - 0.25, 1 - 0.75; each takes half of what comes after it
     assert advantages[0].tolist() == [0, 0, -0.25 + 0.25 + 0.0625, 0.5 + 0.125, 0.25]
     assert advantages[1].tolist() == [0, -1.5]
@@ -42,13 +42,13 @@ def test_long_responses_have_a_longer_memory() -> None:
     """lambda = 1 - 1 / (0.5 x length), but not below 0: 0 of one token or two, 1/3 of three."""
     sequences = [sequence(1, 3, 1.0), sequence(1, 2, 1.0), sequence(1, 1, 1.0)]
     values = [np.zeros(4, np.float32), np.zeros(3, np.float32), np.zeros(2, np.float32)]
-    advantages, _ = by_values(sequences, values, gamma=1.0, lam=0.95, alpha=0.5)
+    advantages, _ = gae_advantages(sequences, values, gamma=1.0, lam=0.95, alpha=0.5)
     assert advantages[0].tolist() == pytest.approx([0, 1 / 9, 1 / 3, 1])
     assert [one.tolist() for one in advantages[1:]] == [[0, 0, 1], [0, 1]]
 
 
 def test_no_sequences() -> None:
-    assert by_values([], [], gamma=1.0, lam=0.9) == ([], [])
+    assert gae_advantages([], [], gamma=1.0, lam=0.9) == ([], [])
 
 
 @pytest.mark.parametrize("parts", [[3], [1, 2], [2, 0, 1]])
@@ -106,7 +106,7 @@ def assign(name: str, sequences: list[TrainSequence], **how: Any) -> list[list[f
     how = {"sum_over_all": one_rank, "max_over_all": one_rank} | how
     hparams, said, penalties = (how.pop(key) for key in ("hparams", "said", "penalties"))
     refs = how.pop("refs", refs_of(sequences, [0] * len(sequences)))
-    found = credited(row, hparams, refs, sequences, said, penalties, **how)
+    found = with_token_advantages(row, hparams, refs, sequences, said, penalties, **how)
     return [learnt(one).tolist() for one in found]
 
 

@@ -11,7 +11,7 @@ import pytest
 from megarl.algos import ALGORITHMS, Algorithm
 from megarl.controller.samples import samples_of
 from megarl.training.batching import SampleRef, key_of, train_sequence
-from megarl.training.credit import credited
+from megarl.training.credit import with_token_advantages
 from megarl.types import Prompt, Sample, SampleGroup, TrainSequence
 from tests.tracking.test_metrics import group as summary_of
 
@@ -27,7 +27,7 @@ class Step:
     row: Algorithm
     refs: list[SampleRef]
     made: list[TrainSequence]
-    credited: list[TrainSequence]
+    with_token_advantages: list[TrainSequence]
 
 
 def step_of(name: str) -> Step:
@@ -47,7 +47,7 @@ def step_of(name: str) -> Step:
     values = {key_of(ref): np.array(VALUES[ref.sample], np.float32) for ref in refs}
     pays = [np.array([9.0] * len(PROMPT) + one, np.float32) for one in PENALTIES] if hparams.pays_kl else None
     alone = {"sum_over_all": lambda one: one, "max_over_all": lambda one: one}
-    return Step(row, refs, made, credited(row, hparams, refs, made, values, pays, **alone))
+    return Step(row, refs, made, with_token_advantages(row, hparams, refs, made, values, pays, **alone))
 
 
 def later_sum(own: list[float], last: float, gamma: float = 1.0) -> list[float]:
@@ -110,7 +110,7 @@ EXPECTED: dict[str, Callable[[int], float | list[float] | None]] = {
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_rewards_and_outcomes_are_the_samples_own(name: str) -> None:
     step = step_of(name)
-    for sequences in (step.made, step.credited):
+    for sequences in (step.made, step.with_token_advantages):
         assert [one.reward for one in sequences] == REWARDS
         assert [one.outcome for one in sequences] == [1.0, 0.0, 0.0]
         assert [one.nll_weight_T is not None for one in sequences] == CORRECT
@@ -130,13 +130,13 @@ def test_advantages_are_advantages_or_absent(name: str) -> None:
     assert [one.advantage_T for one in step.made] == [None] * len(LENGTHS)
     wanted = [EXPECTED[name](index) for index in range(len(LENGTHS))]
     if None in wanted:
-        assert [one.advantage_T for one in step.credited] == wanted
+        assert [one.advantage_T for one in step.with_token_advantages] == wanted
         return
     expected = [np.broadcast_to(np.array(one, float), length) for one, length in zip(wanted, LENGTHS, strict=True)]
     if step.row.hyperparameters.whiten:
         flat = np.concatenate(expected)
         expected = [(one - flat.mean()) / flat.std() for one in expected]
-    for one, own in zip(step.credited, expected, strict=True):
+    for one, own in zip(step.with_token_advantages, expected, strict=True):
         assert one.advantage_T is not None
         np.testing.assert_allclose(one.advantage_T, [*[0.0] * len(PROMPT), *own], rtol=1e-5, atol=1e-6)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.rollout.rewards import Verdict
-from megarl.rollout.rewards.code_tests import Report, Suite, read_tests
+from megarl.rollout.rewards.code_tests import Suite, TestReport, read_tests
 from megarl.rollout.rewards.inside_tests import BEGUN
 from megarl.rollout.sandbox import http_service, sandbox
 from megarl.rollout.sandbox.sandbox import Outcome, SandboxLimits
@@ -84,7 +84,7 @@ class _Runner:
     limits: SandboxLimits
     timeout_s: float
 
-    def reports(self, program: str, setup: str, tests: Sequence[dict[str, Any]], *, stop: bool) -> list[Report]:
+    def reports(self, program: str, setup: str, tests: Sequence[dict[str, Any]], *, stop: bool) -> list[TestReport]:
         """A report for each test that was run, in order. stop: run no test after one that exits with an error."""
         job = {
             "program": program,
@@ -102,9 +102,9 @@ class _Runner:
         return _read_reports(reports)
 
 
-def _read_reports(output: str) -> list[Report]:
+def _read_reports(output: str) -> list[TestReport]:
     """The lines that are reports, up to the first that is not: a program may have written it."""
-    reports: list[Report] = []
+    reports: list[TestReport] = []
     for line in output.splitlines():
         try:
             report = json.loads(line)

@@ -61,7 +61,7 @@ def cut(text: str, imports: str) -> list[Cut] | None:
 def _cut_one(statement: ast.stmt, known: set[str]) -> Cut:
     if not isinstance(statement, ast.Assert):
         raise _Inseparable
-    cutter = _Cutter(known, _names(statement, ast.Store))
+    cutter = _Cutter(known, _names(statement.test, ast.Store))
     condition = ast.fix_missing_locations(ast.Expression(cutter.visit(statement.test)))
     if not cutter.expressions:
         raise _Inseparable

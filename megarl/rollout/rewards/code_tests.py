@@ -19,7 +19,7 @@ _CALL_SETUP = "from typing import *"
 
 _NO_VALUE = (ValueError, TypeError, LookupError, RecursionError)  # of a report whose value the program wrote itself
 
-Report = Mapping[str, Any]  # of one test, by inside_tests.py
+TestReport = Mapping[str, Any]  # of one test, by inside_tests.py
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Check:
     so when it is evaluated in a sandbox without the program."""
 
     sent: tuple[dict[str, Any], ...]
-    passes: Callable[[Sequence[Report]], bool | str]
+    passes: Callable[[Sequence[TestReport]], bool | str]
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def read_tests(tests: Any) -> Suite:
 def _stdin(given: Any, expected: Any) -> Check:
     given, expected = _text(given), _text(expected)
 
-    def passes(reports: Sequence[Report]) -> bool:
+    def passes(reports: Sequence[TestReport]) -> bool:
         return reports[0]["status"] == 0 and same_output(reports[0]["stdout"], expected)
 
     return Check(({"stdin": given},), passes)
@@ -130,7 +130,7 @@ def _from_json(output: Any) -> Any:
 
 
 def _call(name: str, arguments: list[Any], expected: Any, wrapped: bool) -> Check:
-    def passes(reports: Sequence[Report]) -> bool:
+    def passes(reports: Sequence[TestReport]) -> bool:
         try:
             value = decode(_encoded(reports[0]))
         except _NO_VALUE:
@@ -173,7 +173,7 @@ def _asserts(texts: Sequence[str]) -> Suite:
 
 
 def _assertions(cuts: Sequence[Cut]) -> Check:
-    def passes(reports: Sequence[Report]) -> bool | str:
+    def passes(reports: Sequence[TestReport]) -> bool | str:
         conditions, values = [], map(_encoded, reports)
         for each in cuts:
             try:
@@ -210,7 +210,7 @@ _MANY = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 _MADE_BY = {"decimal": "Decimal", "fractions": "Fraction"}
 
 
-def _encoded(report: Report) -> Any:
+def _encoded(report: TestReport) -> Any:
     if report["status"] != 0:
         raise ValueError(f"ended with {report['status']}")
     return json.loads(report["value"])

@@ -31,7 +31,7 @@ from megarl.types import UserFault
 
 WHERE = "reward.function"
 _MEND = "install bubblewrap, name a remote sandbox with `url`, or run without isolation with `unsafe: true`"
-_LAUNCHER = Path(__file__).with_name("inside_limits.py").read_text(encoding="utf-8")
+_LAUNCHER = Path(__file__).with_name("inside_launcher.py").read_text(encoding="utf-8")
 _ENDS_WITHIN_S = 10.0  # how long the kernel may take to end a killed namespace
 _CHUNK_BYTES = 1 << 16
 _has_worked = False

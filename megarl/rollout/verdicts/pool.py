@@ -12,13 +12,13 @@ from typing import Any
 
 from megarl.rollout.rewards import LARGEST, Failure, Verdict
 from megarl.rollout.verdicts.process import AT_ONCE, Request, RewardSpec, VerdictProcess
-from megarl.rollout.verdicts.worker import PIPE_CLOSED, too_long
+from megarl.rollout.verdicts.worker import SOCKET_CLOSED, too_long
 from megarl.types import UserFault
 
 _BATCH = 16  # the most responses that wait for one that hangs
 _BATCH_S = 0.01
 _MOST_FAILED_STARTS = 3
-_GARBAGE, _CLOSED = "wrote to the pipe of its process", "closed the pipe of its process"
+_GARBAGE, _CLOSED = "wrote to the socket of its worker process", "closed the socket of its worker process"
 
 
 class Pool:
@@ -199,7 +199,7 @@ class Pool:
         worker.kill()  # also what it has started
         if worker not in self._workers:
             return
-        how = _CLOSED if code in (None, PIPE_CLOSED) else f"ended its process ({_name(code)})"
+        how = _CLOSED if code in (None, SOCKET_CLOSED) else f"ended its process ({_name(code)})"
         if worker.is_ready:
             self._replace(worker, Failure(how))
             return

@@ -23,17 +23,17 @@ from contextlib import contextmanager
 from typing import Any
 
 from megarl.rollout.rewards import Failure, Reward, Verdict, describe_error, load_reward, verdict_of
-from megarl.rollout.sandbox.inside_limits import limit
+from megarl.rollout.sandbox.inside_launcher import limit
 from megarl.types import UserFault
 
 _PR_SET_PDEATHSIG = 1
 _LINE_BYTES = 2**30
-PIPE_CLOSED = 117  # exit code
+SOCKET_CLOSED = 117  # exit code
 _OUT_OF_MEMORY = Failure("ran out of memory")
 _spare = [bytes(4 * 2**20)]  # freed when the memory is full, so that the process can still report it
 
 
-class Pipe:
+class ParentSocket:
     """The socket, out of the function's reach: what the function prints goes to standard error, its input is empty."""
 
     def __init__(self) -> None:
@@ -66,33 +66,33 @@ def _exit_if_closed() -> Iterator[None]:
     try:
         yield
     except OSError:
-        os._exit(PIPE_CLOSED)
+        os._exit(SOCKET_CLOSED)
 
 
 def main() -> None:
     """Score responses until the parent closes the socket or ends."""
     die_with_parent()
-    pipe = Pipe()
-    spec = pipe.read()
+    parent = ParentSocket()
+    spec = parent.read()
     if spec is None or os.getppid() != spec["parent"]:
         return  # the parent ended before die_with_parent
     os.environ.pop("PYTHONPATH", None)  # what the function starts gets the parent's; sys.path stays
     if spec["python_path"] is not None:
         os.environ["PYTHONPATH"] = spec["python_path"]
-    os.register_at_fork(after_in_child=pipe.close_in_child)
+    os.register_at_fork(after_in_child=parent.close_in_child)
     os.register_at_fork(after_in_child=die_with_parent)
     try:
         reward = load_reward(spec["function"], spec["arguments"], spec["where"])
     except UserFault as fault:
-        pipe.write(_line([fault.where, fault.problem, fault.mend]))
+        parent.write(_line([fault.where, fault.problem, fault.mend]))
         return
     is_async = _is_async(reward)
     _limit_memory(spec["memory_mb"])
-    pipe.write(_line([is_async]))
+    parent.write(_line([is_async]))
     if is_async:
-        asyncio.run(_score_together(pipe, reward, spec["timeout_s"]))
+        asyncio.run(_score_together(parent, reward, spec["timeout_s"]))
     else:
-        _score_in_turn(pipe, reward)
+        _score_in_turn(parent, reward)
 
 
 def die_with_parent() -> None:
@@ -115,9 +115,9 @@ def _is_async(reward: Reward) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
-def _score_in_turn(pipe: Pipe, reward: Reward) -> None:
+def _score_in_turn(parent: ParentSocket, reward: Reward) -> None:
     answer, row = "", {}
-    while (message := pipe.read()) is not None:
+    while (message := parent.read()) is not None:
         if isinstance(message[0], str):
             answer, row = message
             continue
@@ -126,12 +126,12 @@ def _score_in_turn(pipe: Pipe, reward: Reward) -> None:
             result = verdict_of(reward(response, answer, row))
         except BaseException as error:  # a user's function raises any exception, and must not end this process
             result = _failure(error)
-        _reply(pipe.write, number, result)
+        _reply(parent.write, number, result)
 
 
-async def _score_together(pipe: Pipe, reward: Reward, timeout_s: float) -> None:
+async def _score_together(parent: ParentSocket, reward: Reward, timeout_s: float) -> None:
     """Score every response as it comes: the parent decides how many are in flight."""
-    reader, writer = await asyncio.open_connection(sock=pipe.socket, limit=_LINE_BYTES)
+    reader, writer = await asyncio.open_connection(sock=parent.socket, limit=_LINE_BYTES)
     tasks: set[asyncio.Task[None]] = set()
 
     async def score(number: int, response: str, answer: str, row: Mapping[str, Any]) -> None:

@@ -26,6 +26,7 @@ with cpu.quiet_import():
 known = {"nnodes": 1, "enable_symm_mem": False, "enable_nccl_nvls": False, "dcp_size": 1, "enable_metrics": False}
 engine.resolving_view = lambda arguments: arguments
 for os.environ["NCCL_NVLS_ENABLE"] in ("0", "1"):
+    os.environ.pop("NCCL_CUMEM_ENABLE", None)
     scheduler.set_environment()
     try:
         engine._set_envs_and_config(SimpleNamespace(**known))

@@ -1,4 +1,4 @@
-"""Either side of a run alone: sampling into a file without training, and training on such a file."""
+"""Sampling into a file without training, and training on the samples of a file without engines."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Notes, not faults: keys that a recipe sets and that no part of the run reads, and values that are probably mistakes.
+"""Notes, which do not stop a run: keys that nothing reads, and values that are probably mistakes.
 
-Contradictory and impossible values are refused elsewhere (value_faults, rule_faults). A recipe whose critic is switched
-off by an overlay is still a good recipe.
+Contradictory and impossible values are refused elsewhere (limit_faults, hyperparameter_faults). A recipe whose critic
+is switched off by an overlay is still a good recipe.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def unread(recipe: Recipe) -> dict[str, str]:
     """Key or section -> why nothing reads it, or "". The longest entry that a key begins with counts.
 
     Where a switch is set to off explicitly (warm_start.steps, data.eval, checkpoint.every), no note is made about the
-    keys that it governs. Other checks tell of `algorithm` (rule_faults) and `evaluation.sets` (eval_faults).
+    keys that it governs. Other checks tell of `algorithm` (hyperparameter_faults) and `evaluation.sets` (eval_faults).
     """
     name, data, warm, checkpoint = recipe.algorithm.name, recipe.data, recipe.warm_start, recipe.checkpoint
     has_project = bool(set(recipe.run.trackers) - {"tensorboard"})
@@ -53,7 +53,7 @@ def unread(recipe: Recipe) -> dict[str, str]:
     }
 
 
-def advice(recipe: Recipe) -> list[str]:
+def recipe_notes(recipe: Recipe) -> list[str]:
     """One sentence for each reason why keys are not read, and for each value that is probably a mistake."""
     keys_of: dict[str, list[str]] = {}
     reasons = unread(recipe)

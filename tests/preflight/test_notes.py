@@ -12,7 +12,7 @@ from megarl import cli
 from megarl.config import Recipe
 from megarl.config.fields import Branch
 from megarl.config.loading import load_recipe
-from megarl.preflight.unused_keys import advice, unread
+from megarl.preflight.notes import recipe_notes, unread
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
@@ -23,13 +23,13 @@ OVERLAYS = sorted((ROOT / "recipes" / "overlays").glob("*.yaml"))
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_shipped_recipes_and_overlays_are_told_nothing(path: Path) -> None:
     for overlays in ([], *([str(overlay)] for overlay in OVERLAYS if path != QUICKSTART)):
-        assert advice(load_recipe(path, overlays)) == [], overlays
+        assert recipe_notes(load_recipe(path, overlays)) == [], overlays
 
 
 def test_a_recipe_as_a_run_writes_it_is_told_nothing(tmp_path: Path) -> None:
     for path in RECIPES:
         (tmp_path / "recipe.yaml").write_text(load_recipe(path).dump_yaml())
-        assert advice(load_recipe(tmp_path / "recipe.yaml")) == []
+        assert recipe_notes(load_recipe(tmp_path / "recipe.yaml")) == []
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_a_recipe_as_a_run_writes_it_is_told_nothing(tmp_path: Path) -> None:
     ids=lambda value: value[-1] if isinstance(value, list) else None,
 )  # fmt: skip
 def test_what_nothing_reads_is_told(overrides: list[str], says: str) -> None:
-    (line,) = advice(load_recipe(QUICKSTART, overrides))
+    (line,) = recipe_notes(load_recipe(QUICKSTART, overrides))
     assert line.startswith(says), line
 
 
@@ -83,13 +83,13 @@ def test_what_nothing_reads_is_told(overrides: list[str], says: str) -> None:
     ids=lambda overrides: overrides[-1],
 )
 def test_what_is_read_or_switched_off_is_told_nothing(overrides: list[str]) -> None:
-    assert advice(load_recipe(QUICKSTART, overrides)) == []
+    assert recipe_notes(load_recipe(QUICKSTART, overrides)) == []
 
 
 def test_a_warm_start_that_was_never_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(QUICKSTART.read_text().replace("warm_start: {steps: 220, ", "warm_start: {"))
-    (line,) = advice(load_recipe(path))
+    (line,) = recipe_notes(load_recipe(path))
     assert line.startswith("warm_start.lr and warm_start.sequences_per_step and warm_start.warmup_steps are set")
 
 

@@ -1,4 +1,4 @@
-"""Values that are valid each, and together ask for more than a machine has; files that keys name; secrets."""
+"""Faults of sizes that exceed a machine, of folders and the hardware file, and of secrets in a recipe."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _RANK_BYTES = 200_000_000  # the least memory of a training rank on CPU
 _NO_SECRET = "give the name of an environment variable instead, and let the function read that"
 
 
-def value_faults(recipe: Recipe, device: str) -> Faults:
+def limit_faults(recipe: Recipe, device: str) -> Faults:
     """Batches too large for one process, GPUs that a machine cannot have, unusable folders and files."""
-    faults = _sample_faults(recipe) + _gpu_faults(recipe, device)
+    faults = _step_size_faults(recipe) + _gpu_faults(recipe, device)
     return faults + _hardware_faults(recipe) + _folder_faults(recipe)
 
 
-def _sample_faults(recipe: Recipe) -> Faults:
+def _step_size_faults(recipe: Recipe) -> Faults:
     prompts, samples = recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt
     if prompts * samples <= _MOST_SAMPLES:
         return []

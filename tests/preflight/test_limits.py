@@ -10,8 +10,8 @@ import pytest
 from megarl.config import Recipe
 from megarl.config.fields import Branch
 from megarl.config.loading import load_recipe
+from megarl.preflight.limits import limit_faults
 from megarl.preflight.models import eos_faults
-from megarl.preflight.values import value_faults
 from megarl.types import UserFaults
 from tests.parallel import checkpoints
 
@@ -144,23 +144,23 @@ def test_values_that_are_too_much_together(
     good: list[str], overrides: list[str], device: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    faults = value_faults(load_recipe(QUICKSTART, [*good, *overrides]), device)
+    faults = limit_faults(load_recipe(QUICKSTART, [*good, *overrides]), device)
     assert faults and str(faults[0]).startswith(says), [str(fault) for fault in faults]
 
 
 def test_one_machine_of_sixteen_gpus_is_named_so(good: list[str]) -> None:
     overrides = [*good, "placement.gpus=16"]
-    (fault,) = value_faults(load_recipe(QUICKSTART, overrides), "cuda")
+    (fault,) = limit_faults(load_recipe(QUICKSTART, overrides), "cuda")
     mend = "set it to at most 8, or placement.gpus_per_node to 16, or placement.network to nodes"
     assert (fault.where, fault.mend) == ("placement.gpus", mend)
-    assert value_faults(load_recipe(QUICKSTART, [*overrides, "placement.gpus_per_node=16"]), "cuda") == []
+    assert limit_faults(load_recipe(QUICKSTART, [*overrides, "placement.gpus_per_node=16"]), "cuda") == []
 
 
 @pytest.mark.parametrize("network", ["loopback", "nodes"])
 def test_what_one_machine_or_a_cluster_has_is_no_fault(good: list[str], network: str) -> None:
     gpus = 8 if network == "loopback" else 4096
     recipe = load_recipe(QUICKSTART, [*good, f"placement.gpus={gpus}", f"placement.network={network}"])
-    assert value_faults(recipe, "cuda") == []
+    assert limit_faults(recipe, "cuda") == []
     assert not Path(recipe.run.dir).exists(), "checking makes nothing"
 
 

@@ -1,4 +1,4 @@
-"""Hyperparameters, sampling and evaluations that contradict the algorithm or each other, or that nothing reads."""
+"""Faults of hyperparameters, sampling and evaluation that contradict the algorithm or each other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OF_VALUES = ("gae_lambda", "critic_lambda", "lambda_alpha", "value_clip")
 _OF_SAMPLING = ("oversample", "max_rounds", "when_short")
 
 
-def rule_faults(recipe: Recipe, *, learns: bool = True) -> list[UserFault]:
+def hyperparameter_faults(recipe: Recipe, *, learns: bool = True) -> list[UserFault]:
     """Every fault of the algorithm's hyperparameters; learns: false where the command samples alone."""
     name = recipe.algorithm.name
     if name not in ALGORITHMS:
