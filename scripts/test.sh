@@ -29,7 +29,7 @@ if (($#)) || [[ $device == cuda ]]; then # two would share the GPUs
     say "pytest $*"
     exec python -m pytest "$@"
 fi
-folder=$(mktemp -d /tmp/tests-XXXX) # of both: what libraries leave among the temporary files goes with it
+folder=$(mktemp -d /tmp/t-XXXX) # of both: what libraries leave among the temporary files goes with it
 mkdir "$folder/a" "$folder/b"
 set -m # each in a process group of its own, which Ctrl-C here ends as a whole
 say "pytest tests/end_to_end in the background, printed at the end"

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,11 +38,12 @@ class Nodes:
 
 
 @pytest.fixture
-def nodes(build_engine: Callable[..., Engine], checkpoint: Path, tmp_path: Path) -> Iterator[Nodes]:
+def nodes(build_engine: Callable[..., Engine], checkpoint: Path) -> Iterator[Nodes]:
     store, door = host_store(120), new_endpoint()
     settings: dict[str, Any] = {"model_path": str(checkpoint), "dtype": "float32", "seed": 3, "context_tokens": 512}
     settings |= {"tp": 2, "ep": 2, "concurrency": 256, "dp": 2}
-    environment = os.environ | {"PYTHONPATH": f"{HERE.parents[2]}:{HERE}", "TMPDIR": str(tmp_path)}
+    folder = tempfile.TemporaryDirectory()  # of Unix sockets, whose paths have at most 107 bytes: pytest's are longer
+    environment = os.environ | {"PYTHONPATH": f"{HERE.parents[2]}:{HERE}", "TMPDIR": folder.name}
     part = subprocess.Popen(
         [sys.executable, str(HERE / "engine_part.py")],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
@@ -56,6 +58,7 @@ def nodes(build_engine: Callable[..., Engine], checkpoint: Path, tmp_path: Path)
     finally:
         part.kill()
         part.wait()
+        folder.cleanup()
 
 
 def test_it_samples_takes_weights_and_dies_as_one(nodes: Nodes, reference: Any) -> None:
