@@ -171,7 +171,7 @@ def observe(rank: int, meet: Address, made: Any) -> list[Any]:
     groups, refs = batch()
     share, everything, values = plan(trainer.layout, 0, updates=2), [*range(GROUPS)], token_values_of(refs, 4)
     *_, state = trainer.observe("ppo", share, [], everything, *groups)
-    with patch.object(trainer, "logprobs", side_effect=AssertionError("it computes again")):
+    with patch.object(trainer, "token_outputs", side_effect=AssertionError("it computes again")):
         found = trainer.train("ppo", share, 0.0, as_by_ray(state), everything, *groups, values)
     return [found, trainer.train("ppo", share, 0.0, None, everything, *groups, values)]
 
