@@ -122,7 +122,8 @@ if [[ -d $kept ]]; then
     done
 fi
 if [[ -n $is_ended || -d $kept ]]; then
-    rm -rf "$folder"
+    # What Ray has just killed may still write there.
+    for ((try = 0; try < 50; ++try)); do rm -rf "$folder" 2>/dev/null && break || sleep 0.1; done
 fi
 if [[ -z $is_ended ]]; then
     where="in $folder there"

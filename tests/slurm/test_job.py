@@ -132,6 +132,17 @@ def test_at_the_limit_the_job_is_queued_before_ray_is_ended(desk: Desk, tmp_path
     assert order.read_text().split() == ["scontrol", "scancel", "scancel"]
 
 
+def test_a_megarl_that_hears_no_signal_is_killed(desk: Desk) -> None:
+    """As in a call into a Ray that is gone; else Slurm would kill the job's script too, with the token on the disk."""
+    job = desk.submit("r.yaml", nodes=1, lives="DEAF", MEGARL_END_S="1")
+    desk.wait_for_life(1)
+    job.send_signal(signal.SIGTERM)
+    code, out = ended(job)
+    assert code == 143, out
+    assert out.splitlines()[-1] == "megarl: job 4711: ended by a signal; it is not queued again"
+    assert {one.name for one in desk.jobs.iterdir()} == {"4711.logs"}
+
+
 def test_a_job_that_makes_no_progress_is_not_queued_for_ever(desk: Desk, tmp_path: Path) -> None:
     arguments = ["recipes/quickstart.yaml", f"run.dir={tmp_path}", "run.name=x", "--dry-run"]
     saves = str(tmp_path / "x" / "checkpoints")
