@@ -89,6 +89,11 @@ class TrainLayout:
         """A step's micro-batches are a multiple of this: an interleaved pipeline takes `pp` at a time."""
         return self.pp if self.vpp > 1 else 1
 
+    @property
+    def waiting_stages(self) -> float:
+        """How many micro-batches' time a stage waits while the pipeline fills and drains (Narayanan et al. 2021)."""
+        return (self.pp - 1) / self.vpp
+
     def layers(self, pp_rank: int, num_layers: int, chunk: int = 0) -> range:
         """The global layer numbers (from 0) of one model chunk of a pipeline stage."""
         stage = chunk * self.pp + pp_rank

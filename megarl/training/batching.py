@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megarl.training.flops import MICRO_BATCH_TOKENS
 from megarl.types import Aggregation, FloatArray, IntArray, Sample, SampleGroup, TrainSequence
 
 
@@ -30,6 +31,7 @@ class SampleRef:
 
 MicroBatch = tuple[SampleRef, ...]
 Key = tuple[int, int]  # group and sample
+_MORE = 2  # rounds of micro-batches that are tried beyond the fewest
 TokenValues = dict[Key, FloatArray]  # of some samples: a number for each token of the response
 
 
@@ -86,13 +88,16 @@ def plan_updates(
     work: Callable[[int], float],
     align: int = 1,
     multiple: int = 1,
+    waiting_stages: float = 0.0,
 ) -> list[Update]:
     """Split samples, in order, into `updates` equal optimizer updates and balance each over the dp ranks.
 
-    Every rank gets the same number of micro-batches, a multiple of `multiple` and as few as are found to do; some may
-    be empty. A sequence takes its length of a micro-batch's token_budget, rounded up to a multiple of `align`.
+    Every rank gets the same number of micro-batches, a multiple of `multiple`; some may be empty. It is the fewest that
+    fit, or a few more where that is faster: with room left in them they come out more alike, and they keep a pipeline
+    busy, but each costs something in itself (flops.MICRO_BATCH_TOKENS). A sequence takes its length of a micro-batch's
+    token_budget, rounded up to a multiple of `align`.
     work: the cost of a sequence by its number of tokens, in which ranks, and the micro-batches that they run together,
-    are balanced. The plan does not depend on the samples' order within an update.
+    are balanced. waiting_stages: as of TrainLayout. The plan does not depend on the samples' order within an update.
     longest_response: the divisor of the aggregation `constant`.
     Raises ValueError when there are fewer samples than updates or a sample is longer than the budget.
     """
@@ -107,7 +112,7 @@ def plan_updates(
         load = _Load.of(part, work, align)
         if load.tokens[0] > token_budget:
             raise ValueError(f"a sample of {load.tokens[0]} tokens exceeds the micro-batch budget of {token_budget}")
-        shares = _deal(_fill(load, dp, multiple, token_budget), load, dp)
+        shares = _fastest(load, dp, multiple, token_budget, waiting_stages, work(MICRO_BATCH_TOKENS))
         correct = sum(one.response_length for one in part if one.is_correct)
         plans.append(Update(shares, float(denominator), tokens, responses, correct))
     return plans
@@ -137,10 +142,27 @@ class _Load:
 _Bin = list[int]  # places in a _Load
 
 
-def _fill(load: _Load, ranks: int, multiple: int, budget: int) -> list[_Bin]:
-    """As few micro-batches as best-fit finds, rounded up for the ranks, and alike in work if they can be."""
+def _fastest(
+    load: _Load, ranks: int, multiple: int, budget: int, waiting_stages: float, own: float
+) -> tuple[tuple[MicroBatch, ...], ...]:
+    """Micro-batches of every rank: of a few numbers of them the one with the shortest step, of equals the fewest.
+
+    own: the work that a micro-batch is without any sample.
+    """
     tight = _best_fit(load.tokens, budget)
-    count = -(-len(tight) // (ranks * multiple)) * ranks * multiple
+    fewest = -(-len(tight) // (ranks * multiple)) * multiple
+
+    def tried(places: int) -> tuple[float, tuple[tuple[MicroBatch, ...], ...]]:
+        hands, slowest = _deal(_fill(load, tight, places, ranks, budget), load, ranks)
+        return (slowest + places * own) * (1 + waiting_stages / places), hands
+
+    _, hands = min((tried(fewest + more * multiple) for more in range(_MORE + 1)), key=lambda one: one[0])
+    return hands
+
+
+def _fill(load: _Load, tight: list[_Bin], places: int, ranks: int, budget: int) -> list[_Bin]:
+    """So many micro-batches on each rank, alike in work if they can be. tight: as best-fit found them."""
+    count = places * ranks
     for weights, start in ((load.work, _head_start(load.work, count, ranks)), (load.tokens, np.zeros(count))):
         bins = _least_first(load.tokens, weights, start, budget)
         if bins is not None:
@@ -192,21 +214,22 @@ def _least_first(
     return bins
 
 
-def _deal(bins: list[_Bin], load: _Load, dp: int) -> tuple[tuple[MicroBatch, ...], ...]:
+def _deal(bins: list[_Bin], load: _Load, dp: int) -> tuple[tuple[tuple[MicroBatch, ...], ...], float]:
     """Micro-batches that are next to each other in work, heaviest first, go to the same place in the ranks' lists.
 
     So ranks that exchange tokens with each other's experts wait least. Of each such set the heaviest goes to the rank
-    that has had the least.
+    that has had the least. Also the work of the heaviest of each set, summed.
     """
     weight = np.array([load.work[one].sum() for one in bins])
     order = np.lexsort((np.arange(len(bins)), -weight))
     hands: list[list[MicroBatch]] = [[] for _ in range(dp)]
     totals = np.zeros(dp)
-    for chosen in order.reshape(-1, dp):
+    sets = order.reshape(-1, dp)
+    for chosen in sets:
         for rank, index in zip(np.argsort(totals, kind="stable"), chosen, strict=True):
             hands[rank].append(tuple(load.samples[place] for place in bins[index]))
             totals[rank] += weight[index]
-    return tuple(tuple(hand) for hand in hands)
+    return tuple(tuple(hand) for hand in hands), float(weight[sets[:, 0]].sum())
 
 
 def own_samples(

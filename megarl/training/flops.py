@@ -13,6 +13,11 @@ from collections.abc import Callable, Sequence
 from megarl.types import Metrics, ModelShape
 
 TRAIN_OVER_FORWARD = 3  # backward: the gradients of weights and of inputs, each one forward's worth
+# Assumption: what a micro-batch costs in itself, as the work of a sequence of so many tokens. Each parameter of a rank
+# has its weight read twice and its fp32 gradient read and written: 12 bytes, 3,600 operations at the 300 a byte of an
+# H800; a token is 6 for each parameter that it meets. That makes 600 tokens for DeepSeek-V3 at EP 32 and 900 for
+# Qwen3-30B-A3B at EP 8, where EP is of data-parallel ranks alone, and up to 3,000 where TP is a part of it.
+MICRO_BATCH_TOKENS = 1024
 # Dense bf16 operations per second, from NVIDIA's data sheets (which print twice that, for sparse matrices), by what
 # torch.cuda.get_device_name has in it; of several, the longest is meant.
 PEAKS = {

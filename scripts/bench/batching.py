@@ -149,10 +149,14 @@ def measure(
     works = np.array([[sum(by_length[lengths[index]] for index in batch) for batch in rank] for rank in plan])
     batches = [[lengths[index] for index in batch] for rank in plan for batch in rank]
     mean = works.sum() / len(plan)
+    longest_first = sorted(lengths, reverse=True)
+    fit = int(np.searchsorted(np.cumsum(longest_first), len(plan) * budget)) + 1
+    beside_longest = sum(by_length[length] for length in longest_first[:fit]) / len(plan)
     return {
         "rank_imbalance": float(works.sum(1).max() / mean),
         "step_imbalance": float(works.max(0).sum() / mean),
-        "least_possible": max(1.0, max(by_length.values()) / float(mean)),
+        "least_rank": max(1.0, max(by_length.values()) / float(mean)),
+        "least_step": max(1.0, 1 + (max(by_length.values()) - beside_longest) / float(mean)),
         "padding": 1 - sum(lengths) / sum(row_tokens(method, batch, tp) for batch in batches),
         "padded_batch": 1 - sum(lengths) / sum(len(batch) * max(batch) for batch in batches if batch),
         "micro_batches": works.shape[1],
