@@ -23,6 +23,7 @@ EXTRAS = {
     "dev": [
         "pytest>=8",
         "pytest-timeout>=2.3",
+        "pytest-xdist>=3.6",
         "hypothesis>=6",
         "ruff>=0.8",
         "pyright[nodejs]>=1.1.400",

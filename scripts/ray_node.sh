@@ -123,7 +123,10 @@ if [[ -d $kept ]]; then
 fi
 if [[ -n $is_ended || -d $kept ]]; then
     # What Ray has just killed may still write there.
-    for ((try = 0; try < 50; ++try)); do rm -rf "$folder" 2>/dev/null && break || sleep 0.1; done
+    for ((try = 0; try < 50; ++try)); do
+        if rm -rf "$folder" 2>/dev/null; then break; fi
+        sleep 0.1
+    done
 fi
 if [[ -z $is_ended ]]; then
     where="in $folder there"

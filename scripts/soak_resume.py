@@ -28,7 +28,7 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
-STEPS, WARM_STEPS, EVERY = 12, 2, 2
+STEPS, WARM_STEPS, EVERY = 8, 2, 2
 REWARD = "def score(response, answer, row):\n    return sum(map(ord, response)) % 7 / 6\n"  # one in seven is correct
 OVERRIDES = [
     "algorithm.name=vapo",  # so that there is a critic, too

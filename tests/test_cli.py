@@ -45,6 +45,7 @@ def test_a_fault_in_the_file_names_file_and_line(tmp_path: Path) -> None:
     assert result.stderr == f"mine.yaml:{line}: unknown key rollout.top_pp; did you mean rollout.top_p?\n"
 
 
+@pytest.mark.slow
 def test_what_is_wrong_outside_the_recipe_is_told_at_once_and_leaves_no_folder(tmp_path: Path) -> None:
     wrong = ["model.path=nowhere", "data.train=gone.jsonl", "reward.function=no.such:thing", "placement.gpus=6"]
     result = megarl("train", QUICKSTART, *wrong, cwd=tmp_path)

@@ -155,6 +155,7 @@ def _depth(node: ast.AST) -> int:
     return deepest
 
 
+@pytest.mark.slow
 def test_the_controller_imports_no_model_library() -> None:
     """It passes references: what only ranks, engines and tokenizers need would take seconds of its start."""
     program = "import sys, megarl.controller.loop; print({'megatron', 'sglang', 'transformers'} & {*sys.modules})"

@@ -77,6 +77,7 @@ CASES: dict[str, tuple[str, dict[str, Any], TrainLayout, int]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_the_checkpoint_that_the_weights_came_from(
     case: str, source: Callable[..., Path], tmp_path: Path
@@ -105,6 +106,7 @@ def test_it_is_the_checkpoint_that_the_weights_came_from(
     assert not folder.with_name("out.unfinished").exists()
 
 
+@pytest.mark.slow
 def test_it_converts_but_keeps_what_must_be_exact(source: Callable[..., Path], tmp_path: Path) -> None:
     original, folder = source("deepseek-v3", mtp_layers=1), tmp_path / "out"
     assert export(job(original, folder, TrainLayout(2, 1, 1, 2), dtype="bfloat16")) == ["done"] * 2
@@ -115,6 +117,7 @@ def test_it_converts_but_keeps_what_must_be_exact(source: Callable[..., Path], t
     assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+@pytest.mark.slow
 def test_transformers_reads_it(source: Callable[..., Path], tmp_path: Path) -> None:
     original, folder = source("deepseek-v3", mtp_layers=1), tmp_path / "out"
     assert export(job(original, folder, TrainLayout(2, 1, 2, 1), file_bytes=300_000)) == ["done"] * 2
@@ -124,6 +127,7 @@ def test_transformers_reads_it(source: Callable[..., Path], tmp_path: Path) -> N
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_is_heard_by_all_and_nothing_gets_the_name(
     source: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -138,6 +142,7 @@ def test_a_rank_that_cannot_is_heard_by_all_and_nothing_gets_the_name(
     assert export(made) == ["done"] * 2, "the next one clears away what was left"
 
 
+@pytest.mark.slow
 def test_a_folder_that_exists_is_left_alone(source: Callable[..., Path], tmp_path: Path) -> None:
     answers = export(job(source("qwen3-moe"), tmp_path, TrainLayout(2, 1, 2, 1)))
     assert all("exists already" in answer for answer in answers)

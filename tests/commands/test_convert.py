@@ -32,12 +32,14 @@ def made(tiny_model: Path, tmp_path: Path) -> Any:
     return load_recipe(QUICKSTART, [f"model.path={tiny_model}"]), tmp_path
 
 
+@pytest.mark.slow
 def test_the_newest_or_the_one_that_is_asked_for(made: Any) -> None:
     recipe, run = made
     assert find_snapshot(recipe, run, run / "out", None, pytest.fail).step == 8
     assert find_snapshot(recipe, run, run / "out", 4, pytest.fail).step == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "damage", "told"),
     [

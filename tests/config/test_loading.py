@@ -116,7 +116,9 @@ def suggested(fault: UserFault) -> list[str]:
     return fault.mend.removeprefix("did you mean ").removesuffix("?").split(" or ")
 
 
-@pytest.mark.parametrize("recipe_path", [QUICKSTART, LONGEST], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "recipe_path", [QUICKSTART, pytest.param(LONGEST, marks=pytest.mark.slow)], ids=lambda path: path.name
+)
 @pytest.mark.parametrize("way", ["yaml", "override"])
 def test_every_key_misspelt_by_one_letter_is_refused_with_the_right_key(
     recipe_path: Path, way: str, tmp_path: Path

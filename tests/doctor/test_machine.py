@@ -85,6 +85,7 @@ def test_a_port_on_which_only_a_connection_has_ended_is_free() -> None:
     assert machine.port(number).taken_by == ""
 
 
+@pytest.mark.slow
 def test_the_limits_are_the_soft_ones_of_the_process() -> None:
     program = (
         "import json, resource; from megarl.doctor import machine;"
@@ -100,6 +101,7 @@ def test_the_limits_are_the_soft_ones_of_the_process() -> None:
     assert found == UNLIMITED or own == resource.RLIM_INFINITY or found <= own
 
 
+@pytest.mark.slow
 def test_a_low_memlock_is_named() -> None:
     program = (
         "import resource; from megarl.doctor import machine; from megarl.doctor.rules_node import node_findings;"

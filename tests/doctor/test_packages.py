@@ -45,6 +45,7 @@ def test_a_kernel_of_another_build_is_named_with_its_error(broken: Path) -> None
     assert packages.import_error("no_such_module.below") == "not installed"
 
 
+@pytest.mark.slow
 def test_torch_says_what_it_was_built_for() -> None:
     found = packages.torch_facts()
     assert (found.version, found.cuda) == (torch.__version__, torch.version.cuda or "")

@@ -25,13 +25,16 @@ EVERY_STEP = (
 
 
 def test_the_quickstart_learns(launch: Callable):
-    """From chance to 0.9 on held-out questions, the engine's logprobs equal to the trainer's at every step."""
-    command = launch()
+    """From chance to 0.9 on held-out questions, the engine's logprobs equal to the trainer's at every step.
+
+    Of the recipe's 25 steps ten: seconds each, and the reward rises from the first.
+    """
+    command = launch("run.steps=10")
     assert command.finish(900) == 0, command.err
     records = command.records()
     accuracy = [record["eval/accuracy"] for record in records if "eval/accuracy" in record]
     assert accuracy[0] <= 0.05, "an untrained model answers by chance"
-    assert accuracy[-1] >= 0.9
+    assert accuracy[-1] >= max(0.9, accuracy[1])
     assert command.leftovers() == []
 
     steps = [record for record in records if record["step"] > 0]
@@ -50,7 +53,7 @@ def test_the_quickstart_learns(launch: Callable):
     assert list((run / "events").glob("events.out.tfevents*"))
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     assert {"prompt", "response", "reward", "step"} <= samples[-1].keys()
-    assert load_recipe(run / "recipe.yaml", []).model_dump() == load_recipe(_recipe(), []).model_dump()
+    assert load_recipe(run / "recipe.yaml", []).model_dump() == load_recipe(_recipe(), ["run.steps=10"]).model_dump()
     comments = [line for line in (run / "recipe.yaml").read_text().splitlines() if line.startswith("# ")]
     in_force = TrainConfig(lr=1.0, **yaml.safe_load("\n".join(line[2:] for line in comments[1:]))["train"])
     assert option_faults(in_force, fixed_field_names) == [], "what is recorded can be moved into a recipe"

@@ -306,6 +306,7 @@ def test_what_fits_has_no_fault_and_is_json(made: Recipe) -> None:
     assert Parts(1, 2, 3, 4, 5, 6, 7, 8, 9).total_bytes == 45
 
 
+@pytest.mark.slow
 def test_what_is_too_large_says_what_helps(tmp_path: Path) -> None:
     """The real sizes, on cards of which each phase wants a little more than there is."""
     engine = {"count": 1, "tp": 2, "ep": 2}

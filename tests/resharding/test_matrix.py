@@ -129,6 +129,7 @@ def pool() -> Iterator[Pool]:
     made.end()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "pair"), list(enumerate(PAIRS.values())), ids=PAIRS)
 def test_every_bit_arrives(pool: Pool, number: int, pair: Pair) -> None:
     opened = pool.open(replace(pair, verify=MODES[number % len(MODES)]))
@@ -147,6 +148,7 @@ def test_every_bit_arrives(pool: Pool, number: int, pair: Pair) -> None:
     assert again.plan_s == 0 or pair.engine.fp8  # it was kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kill", [False, True], ids=["an error", "a death"])
 @pytest.mark.parametrize("sends", [0, 3])
 def test_the_attempt_after_a_failure_repairs_all(pool: Pool, sends: int, kill: bool) -> None:
@@ -179,6 +181,7 @@ def move(slot: Slot) -> None:
     slot.targets = {name: param.clone() for name, param in slot.targets.items()}
 
 
+@pytest.mark.slow
 def test_parameters_may_move_between_exchanges(pool: Pool) -> None:
     opened = pool.open(Pair(MOE, train(2, pp=2), engine(1, 2)))
     opened.fill(1)

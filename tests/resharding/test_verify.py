@@ -15,6 +15,8 @@ from megarl.resharding.transport import PeerCheck
 from megarl.resharding.verify import VerifyMode, _strips, _weights
 from tests.resharding.worlds import FP8_MOE, MOE, Opened, Pair, Pool, Slot
 
+pytestmark = pytest.mark.slow
+
 PAIR = Pair(MOE, TrainLayout(4, 2, 2, 2), EngineLayout(2, 2, 2), gpus_per_node=2)
 FP8 = Pair(FP8_MOE, TrainLayout(4, 1, 2, 2), EngineLayout(2, 2, 1, fp8=True), "bfloat16", 1 << 20)
 W13, DOWN = "model.layers.1.mlp.experts.w13_weight", "model.layers.3.mlp.experts.w2_weight"

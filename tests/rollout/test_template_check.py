@@ -34,6 +34,7 @@ def with_template(tokenizer: Any) -> Callable[[str], Any]:
     return changed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("template", "says"),
     [

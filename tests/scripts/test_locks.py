@@ -127,6 +127,7 @@ def fits_one_python(name: str) -> bool:
     return all(tag.startswith("cp") and "-abi3-" not in tag for tag in tags)
 
 
+@pytest.mark.slow
 @pytest.mark.nightly  # what a package index offers changes without us
 def test_pip_finds_every_pinned_package_for_the_other_python(tmp_path: Path) -> None:
     """For this one they are installed. A newer pip reads what a package index says of its files, and fetches none."""
@@ -202,6 +203,7 @@ def uv(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin" / "uv"
 
 
+@pytest.mark.slow
 @pytest.mark.nightly  # what a package index offers changes without us
 @pytest.mark.parametrize("python", PYTHONS)
 def test_the_gpu_lock_still_resolves(python: str, uv: Path, tmp_path: Path) -> None:

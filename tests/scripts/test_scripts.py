@@ -60,6 +60,7 @@ def test_arithmetic_is_the_same_for_the_same_seed(arithmetic: Path, tmp_path: Pa
 # --- model -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_model_is_the_same_for_the_same_seed(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "same").mkdir()  # an older folder is replaced, whole
     (tmp_path / "same" / "junk").touch()
@@ -78,6 +79,7 @@ def test_the_model_is_what_the_quickstart_promises(tiny_model: Path) -> None:
     assert not config["tie_word_embeddings"]
 
 
+@pytest.mark.slow
 def test_transformers_loads_the_model_without_a_missing_or_extra_weight(tiny_model: Path) -> None:
     program = f"""
 import torch
@@ -410,19 +412,19 @@ def run_test_sh(sandbox: Sandbox) -> list[str]:
     return result.stdout.splitlines()
 
 
-@pytest.mark.parametrize("fails", ["tests/end_to_end", "--ignore=tests/end_to_end"])
-def test_test_sh_fails_where_either_half_does(sandbox: Sandbox, tmp_path: Path, fails: str) -> None:
+@pytest.mark.parametrize("fails", ["tests/end_to_end", "not slow", "slow and not nightly"])
+def test_test_sh_fails_where_any_part_does(sandbox: Sandbox, tmp_path: Path, fails: str) -> None:
     prepare_test_sh(sandbox, tmp_path)
     for program in PROGRAMS:
         sandbox.stand_in(program, "")
-    body = f'echo "tests: $*"\nfor last; do :; done\n[[ $last != {fails} ]] || exit 3\n'
+    body = f'echo "tests: $*"\nfor last; do :; done\n[[ $last != "{fails}" ]] || exit 3\n'
     (sandbox.repo / ".venv/bin/python").write_text(f"#!{shutil.which('bash')}\n{body}")
     command = ["bash", str(sandbox.repo / "scripts" / "test.sh")]
     done = subprocess.run(command, env={"PATH": str(sandbox.bin)}, capture_output=True, text=True)
     assert done.returncode == 3, done.stderr
-    assert [line.split()[-1] for line in done.stdout.splitlines() if line.startswith("tests: ")] == [
-        "--ignore=tests/end_to_end", "tests/end_to_end",
-    ], "the runs are told after the others"  # fmt: skip
+    told = [line for line in done.stdout.splitlines() if line.startswith("tests: ")]
+    ends = ("slow and not nightly", "tests/end_to_end", "not slow")
+    assert [line.endswith(end) for line, end in zip(told, ends, strict=True)] == [True] * 3, "the background's last"
 
 
 def test_test_sh_installs_no_slurm_beside_a_clusters_own(sandbox: Sandbox, tmp_path: Path) -> None:

@@ -287,6 +287,7 @@ def hold(trainer: Any) -> list[int]:
     return held
 
 
+@pytest.mark.slow
 @pytest.mark.nightly  # a soak
 def test_memory_is_flat_over_two_hundred_steps(small_vocabulary: Path) -> None:
     """A step that kept 0.1 MB would show: 5 MB from each quarter of the steps to the next, after the first.

@@ -35,6 +35,7 @@ def run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", program], env=settings, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="torchvision is installed")
 def test_without_torchvision_its_names_are_there_and_raise_when_called(tmp_path: Path) -> None:
     done = run(ABSENT, tmp_path)
@@ -42,6 +43,7 @@ def test_without_torchvision_its_names_are_there_and_raise_when_called(tmp_path:
     assert done.stderr.splitlines()[-1] == f"RuntimeError: {names}, which SGLang imports"
 
 
+@pytest.mark.slow
 def test_a_cuda_build_of_torchvision_is_imported(tmp_path: Path) -> None:
     (tmp_path / "torchvision").mkdir()
     (tmp_path / "torchvision" / "__init__.py").write_text(CUDA_BUILD)

@@ -51,6 +51,7 @@ def test_a_difference_is_seen() -> None:
     assert measure(BATCH, case, 8, 8)["difference"] > TOLERANCE
 
 
+@pytest.mark.slow
 def test_a_run_prints_every_row() -> None:
     command = [sys.executable, SCRIPT, "--json", "--samples", "64", "--longest", "500"]
     found = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout)
@@ -58,6 +59,7 @@ def test_a_run_prints_every_row() -> None:
     assert all(row["difference"] < TOLERANCE and row["ratio"] > 0 for row in found.values())
 
 
+@pytest.mark.slow
 def test_groups_that_are_not_full_are_refused() -> None:
     found = subprocess.run([sys.executable, SCRIPT, "--samples", "60"], capture_output=True, text=True, timeout=100)
     assert found.returncode == 2 and "--samples 60" in found.stderr.splitlines()[-1]

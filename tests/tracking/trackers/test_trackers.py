@@ -142,6 +142,7 @@ def test_a_tracker_that_cannot_start_costs_no_run(tmp_path: Path) -> None:
     assert line.startswith("tensorboard: it does not start, and the run goes on without it (FileExistsError: ")
 
 
+@pytest.mark.slow
 def test_without_a_key_one_line_says_so(tmp_path: Path, offline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.delenv("WANDB_API_KEY")
@@ -258,6 +259,7 @@ def test_trackers_know_how_a_run_ended(
     assert the_run()[1].info.status == status
 
 
+@pytest.mark.slow
 def test_a_run_that_begins_anew_in_its_folder_is_another_one(tmp_path: Path, offline: Path) -> None:
     first = run_of(tmp_path)
     before = {name: (first / f"{name}.id").read_text() for name in ("wandb", "mlflow")}
