@@ -85,10 +85,13 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, 
     return found
 
 
-# DeepSeek-V3 has all that Qwen3-MoE has but its attention, which TP and CP split, and the pipeline has none of.
+# By night: the parts of which others are made, and what differs between the families in attention alone, which TP and CP
+# split.
+PARTS = {"tp2", "pp2", "ep2", "cp2", "tp2 ep2", "cp2 ep2", "tp2 pp2", "cp2 pp2", "pp2 ep2"}
 QWEN_LAYOUTS = {"dp2", "tp4", "cp4", "tp2 ep2 etp2", "tp2 uneven vpp2", "tp2 pp2 cp2 ep2"}
+BY_DAY = {"qwen3-moe": QWEN_LAYOUTS, "deepseek-v3": LAYOUTS.keys() - PARTS}
 CASES = [
-    pytest.param(family, name, marks=pytest.mark.nightly if family == "qwen3-moe" and name not in QWEN_LAYOUTS else ())
+    pytest.param(family, name, marks=() if name in BY_DAY[family] else pytest.mark.nightly)
     for family in SETTINGS
     for name in LAYOUTS
 ]
