@@ -20,6 +20,8 @@ class EngineLayout:
     Inside an engine SGLang splits the experts `ep` ways and each expert's width tp / ep ways. With dp > 1 (SGLang's
     DP attention) each of `dp` groups of tp / dp ranks holds the whole attention. fp8: weights in 128 x 128 tiles with
     scales. first: 0 if engines share the training slots, the training world's size if they have slots of their own.
+    whole_dense, whole_shared: each rank holds the dense layers, the shared experts whole; group_head: each of the dp
+    groups holds the whole output layer; otherwise all ranks split them. deepep: tokens get to their experts by DeepEP.
     """
 
     count: int
@@ -28,6 +30,10 @@ class EngineLayout:
     dp: int = 1
     fp8: bool = False
     first: int = 0
+    whole_dense: bool = False
+    whole_shared: bool = False
+    group_head: bool = False
+    deepep: bool = False
 
     @property
     def end(self) -> int:
@@ -41,6 +47,21 @@ class EngineLayout:
     @property
     def attention_tp(self) -> int:
         return self.tp // self.dp
+
+    @property
+    def dense_ranks(self) -> int:
+        """Ranks that split a dense layer."""
+        return 1 if self.whole_dense else self.tp
+
+    @property
+    def head_ranks(self) -> int:
+        """Ranks that split the output layer."""
+        return self.attention_tp if self.group_head else self.tp
+
+    @property
+    def shared_ranks(self) -> int:
+        """Ranks that split the shared experts."""
+        return 1 if self.whole_shared else self.tp
 
     def member(self, slot: int) -> tuple[int, int] | None:
         """(engine, TP rank) of a GPU slot; None where there is no engine."""
@@ -59,6 +80,7 @@ class EngineLayout:
                 mend = f"set rollout.engine.{key} to {nearest(size, divisors(self.tp))}"
                 problem = f"{size} does not divide rollout.engine.tp ({self.tp})"
                 found.append(UserFault(f"rollout.engine.{key}", problem, mend))
+        found += self._dp_faults()
         if self.dp > 1 and not shape.num_experts:
             problem = f"{self.dp}: SGLang has DP attention for models with experts alone"
             found.append(UserFault("rollout.engine.dp", problem, "set rollout.engine.dp to 1"))
@@ -70,6 +92,20 @@ class EngineLayout:
         if self.tp % self.ep or self.tp % self.dp:
             return found
         return found + self._model_faults(shape)
+
+    def _dp_faults(self) -> list[UserFault]:
+        """Faults of what SGLang has for DP attention alone, and of DeepEP."""
+        found = []
+        for key, value, is_set in (("dense", "cut", self.whole_dense), ("head", "engine", self.group_head)):
+            if is_set and self.dp == 1:
+                problem = "asks for DP attention, and rollout.engine.dp is 1"
+                mend = f"set rollout.engine.{key} to {value}, or dp to a divisor of rollout.engine.tp"
+                found.append(UserFault(f"rollout.engine.{key}", problem, mend))
+        if self.deepep and (self.ep != self.tp or not self.whole_dense):
+            problem = "deepep asks for experts that are not split inside, and for whole dense layers"
+            mend = f"set rollout.engine.ep to {self.tp} and dense to whole, or experts to gather"
+            found.append(UserFault("rollout.engine.experts", problem, mend))
+        return found
 
     def _model_faults(self, shape: ModelShape) -> list[UserFault]:
         """Faults of the model's sizes; requires that `ep` and `dp` divide the ranks."""
@@ -106,9 +142,9 @@ class EngineLayout:
         """(intermediate width, ranks that split it, name) of each kind of MLP."""
         shared = shape.num_shared_experts * shape.moe_ffn_size
         found = [
-            (shape.ffn_size if shape.num_dense_layers else 0, self.tp, "a dense layer"),
+            (shape.ffn_size if shape.num_dense_layers else 0, self.dense_ranks, "a dense layer"),
             (shape.moe_ffn_size if shape.num_experts else 0, self.moe_tp, "an expert"),
-            (shared, self.tp, "the shared experts"),
+            (shared, self.shared_ranks, "the shared experts"),
         ]
         return [row for row in found if row[0]]
 
@@ -129,9 +165,9 @@ class EngineLayout:
     def gpu_faults(self, shape: ModelShape) -> list[UserFault]:
         """Faults on a GPU, where SGLang pads the vocabulary regardless of the number of ranks."""
         rows = -(-shape.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-        if rows % self.tp == 0:
+        if rows % self.head_ranks == 0:
             return []
-        problem = f"{self.tp} does not divide the padded vocabulary ({rows})"
+        problem = f"{self.head_ranks} does not divide the padded vocabulary ({rows})"
         return [UserFault("rollout.engine.tp", problem, f"set it to {nearest(self.tp, divisors(rows))}")]
 
     def cpu_faults(self, shape: ModelShape) -> list[UserFault]:
@@ -141,6 +177,8 @@ class EngineLayout:
         if self.fp8:
             problem = "SGLang's kernels for fp8 weights need a GPU"
             found.append(UserFault("rollout.engine.fp8", problem, "set rollout.engine.fp8 to false"))
+        if self.deepep:
+            found.append(UserFault("rollout.engine.experts", "DeepEP needs GPUs", "set it to gather"))
         if kv_heads % self.tp:
             problem = f"{self.tp} does not divide the key/value heads ({kv_heads}), which an engine on CPU needs"
             mend = f"set rollout.engine.tp to {nearest(self.tp, divisors(kv_heads))}"

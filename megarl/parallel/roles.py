@@ -43,8 +43,21 @@ def is_reporting_rank(layout: TrainLayout, rank: int) -> bool:
 def engine_layout(recipe: Recipe) -> EngineLayout:
     """The engines, from slot `first` on."""
     engine = recipe.rollout.engine
-    first = recipe.placement.first_engine_gpu
-    return EngineLayout(engine.count, engine.tp, engine.ep, engine.dp, engine.fp8, first)
+    whole_dense = engine.dense == "whole" or (engine.dense is None and engine.dp > 1)
+    deepep = engine.experts == "deepep"
+    return EngineLayout(
+        engine.count,
+        engine.tp,
+        engine.ep,
+        engine.dp,
+        engine.fp8,
+        recipe.placement.first_engine_gpu,
+        whole_dense=whole_dense,
+        # Whole ones are more work where tokens are gathered, but in fp8 others would cut tiles.
+        whole_shared=deepep or (whole_dense and engine.fp8),
+        group_head=engine.head == "group" or (engine.head is None and engine.dp > 1),
+        deepep=deepep,
+    )
 
 
 def shared_slots(sides: Iterable[range]) -> frozenset[int]:

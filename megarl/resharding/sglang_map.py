@@ -9,8 +9,10 @@ sglang/srt:
 - models/deepseek_v2.py: `fused_qkv_a_proj_with_mqa` is [q_a; kv_a], replicated on every rank; the shared experts are an
   MLP of their own, because rollout/sglang/arguments.py switches their fusion with the routed experts off.
 - layers/vocab_parallel_embedding.py: the vocabulary is padded to 64, on CPU to 64 x TP where TP does not divide that.
-- DP attention: attention and embedding are split over the attention group of TP / DP ranks (TP rank % its size), all
-  other weights over the whole TP group.
+- DP attention: attention and embedding are split over the attention group of TP / DP ranks (TP rank % its size), so
+  with `enable_dp_lm_head` is the output layer. All other weights are split over the whole TP group, but with
+  `moe_dense_tp_size` 1 the dense layers are whole on each rank, and with DeepEP or SGLANG_SHARED_EXPERT_TP1 the shared
+  experts are (models/deepseek_v2.py).
 - layers/quantization/fp8.py: `<weight>_scale_inv` has one float32 for each 128 x 128 tile of a weight. (The scales
   of the KV cache are no weights: engine_model.py writes them.)
 The engine does not load the multi-token prediction layers, which only a draft model uses.
@@ -83,12 +85,12 @@ def _placed(shape: ModelShape, engine: EngineLayout) -> Placed:
         yield from ATTENTION[shape.attention_map](shape, engine, prefix + "self_attn.")
         yield from _norm(prefix + "post_attention_layernorm.weight", shape.hidden_size)
         if shape.is_dense(layer):
-            yield from _mlp(prefix + "mlp.", engine, shape.hidden_size, shape.ffn_size)
+            yield from _mlp(prefix + "mlp.", engine, shape.hidden_size, shape.ffn_size, engine.dense_ranks)
         else:
             yield from _experts(shape, engine, prefix + "mlp.")
     yield from _norm("model.norm.weight", shape.hidden_size)
     if not shape.tied:
-        yield from _vocab_rows(shape, LM_HEAD, engine.tp)
+        yield from _vocab_rows(shape, LM_HEAD, engine.head_ranks)
 
 
 def _vocab_rows(shape: ModelShape, name: str, ranks: int) -> Placed:
@@ -183,12 +185,12 @@ ATTENTION: dict[str, Callable[[ModelShape, EngineLayout, str], Placed]] = {
 }
 
 
-def _mlp(prefix: str, engine: EngineLayout, hidden_size: int, width: int) -> Placed:
+def _mlp(prefix: str, engine: EngineLayout, hidden_size: int, width: int, ranks: int) -> Placed:
     hidden, gate_up, down = (0, hidden_size), prefix + "gate_up_proj.weight", prefix + "down_proj.weight"
-    for rank in range(engine.tp):
-        to, mine = (Holder(engine.tp, rank), engine.fp8), share(width, engine.tp, rank)
+    for rank in range(ranks):
+        to, mine = (Holder(ranks, rank), engine.fp8), share(width, ranks, rank)
         yield from _weight(*to, prefix + "gate_proj.weight", mine, hidden, gate_up)
-        yield from _weight(*to, prefix + "up_proj.weight", mine, hidden, gate_up, width // engine.tp)
+        yield from _weight(*to, prefix + "up_proj.weight", mine, hidden, gate_up, width // ranks)
         yield from _weight(*to, down, hidden, mine, down)
 
 
@@ -207,4 +209,5 @@ def _experts(shape: ModelShape, engine: EngineLayout, prefix: str) -> Placed:
         yield from _weight(*to, stack + "up_proj.weight", mine, hidden, param + "w13_weight", after_gate, items)
         yield from _weight(*to, stack + "down_proj.weight", hidden, mine, param + "w2_weight", 0, items)
     if shape.num_shared_experts:
-        yield from _mlp(prefix + "shared_experts.", engine, shape.hidden_size, shape.num_shared_experts * ffn)
+        width, prefix = shape.num_shared_experts * ffn, prefix + "shared_experts."
+        yield from _mlp(prefix, engine, shape.hidden_size, width, engine.shared_ranks)

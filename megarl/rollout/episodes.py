@@ -13,6 +13,7 @@ import numpy as np
 
 from megarl.config import Recipe, RewardConfig
 from megarl.config.hardware import communicator_bytes
+from megarl.parallel.roles import engine_layout
 from megarl.rollout.rewards import MEND, WHERE, Failure, Verdict, describe_failure
 from megarl.rollout.sglang.arguments import EngineSettings, NodeSpan, Sampling, most_sequences
 from megarl.rollout.sglang.deterministic import generator_seed
@@ -28,7 +29,7 @@ def engine_settings(recipe: Recipe, index: int, span: NodeSpan | None = None) ->
 
     span: the engine's node that this process runs on, where the engine spans several.
     """
-    rollout, engine = recipe.rollout, recipe.rollout.engine
+    rollout, engine, layout = recipe.rollout, recipe.rollout.engine, engine_layout(recipe)
     return EngineSettings(
         model_path=recipe.model.path,
         tp=engine.tp,
@@ -48,6 +49,10 @@ def engine_settings(recipe: Recipe, index: int, span: NodeSpan | None = None) ->
         timeout_s=recipe.run.timeout_s,
         model_context=_positions(recipe.model.path),
         reserve_bytes=communicator_bytes(recipe.placement.hardware),
+        whole_dense=layout.whole_dense,
+        whole_shared=layout.whole_shared,
+        group_head=layout.group_head,
+        deepep=layout.deepep,
     )
 
 

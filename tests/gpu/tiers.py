@@ -35,6 +35,7 @@ TIERS: dict[int, tuple[str, ...]] = {
         "tests/parallel/test_dist_checkpoint.py",
         "tests/resharding/test_verify.py",
         "tests/resharding/test_end_to_end.py",
+        "tests/rollout/sglang/test_deepep.py",
         "tests/rollout/sglang/test_nodes.py",
         "tests/cluster/test_topology.py",
         "tests/checkpoints/test_hf_export.py",

@@ -27,6 +27,10 @@ REFUSED = {
     "an expert's width": (replace(MOE, moe_ffn_size=6), EngineLayout(1, 4, 1), 16, "tp", "set rollout.engine.tp to 2"),
     "a dense layer's width": (replace(DENSE, ffn_size=12), EngineLayout(1, 8, 1), 16, "tp", "rollout.engine.tp to 4"),
     "shared experts": (replace(DEEPSEEK, moe_ffn_size=12), EngineLayout(1, 8, 8), 16, "tp", "to divisors of it"),
+    "whole layers without DP attention": (MOE, EngineLayout(1, 4, 1, whole_dense=True), 16, "dense", "dense to cut"),
+    "heads of groups without groups": (MOE, EngineLayout(1, 4, 1, group_head=True), 16, "head", "head to engine"),
+    "DeepEP and cut experts": (MOE, EngineLayout(1, 4, 2, 2, whole_dense=True, deepep=True), 16, "experts", "ep to 4"),
+    "DeepEP and cut layers": (MOE, EngineLayout(1, 4, 4, 2, deepep=True), 16, "experts", "dense to whole"),
     "more ranks than experts": (replace(DEEPSEEK, num_experts=4), EngineLayout(1, 8, 4), 16, "tp", "to 4"),
 }
 

@@ -11,7 +11,7 @@ import pytest
 from megarl.config import Recipe
 from megarl.parallel import hf_config
 from megarl.parallel.layout import TrainLayout
-from megarl.parallel.roles import Role, resolve, shared_slots
+from megarl.parallel.roles import Role, engine_layout, resolve, shared_slots
 from megarl.types import UserFault
 from tests.parallel.test_hf_config import CONFIG, SHAPE
 from tests.parallel.worlds import recipe
@@ -55,6 +55,21 @@ def test_auxiliary_ranks_read_their_own_values_in_the_policys_keys(folder: Path)
     nodes = made(folder, algorithm={"name": "ppo"}, placement={"network": "nodes", "gpus_per_node": 4})
     critic = resolve(nodes).critic
     assert critic and critic.recipe.placement.gpu_of(5) == 1, "the critic's ranks are on the same nodes"
+
+
+def test_engines_with_attention_groups_hold_dense_layers_whole(folder: Path) -> None:
+    """Unless the recipe says otherwise; shared experts where fp8 tiles would be cut, or DeepEP brings the tokens."""
+
+    def flags(**keys: Any) -> list[bool]:
+        found = engine_layout(made(folder, rollout={"engine": {"tp": 4, "ep": 4, **keys}}))
+        return [found.whole_dense, found.whole_shared, found.group_head, found.deepep]
+
+    assert flags() == [False] * 4
+    assert flags(dp=2) == [True, False, True, False]
+    assert flags(dp=2, fp8=True) == [True, True, True, False]
+    assert flags(dp=2, dense="cut", head="engine", fp8=True) == [False] * 4
+    assert flags(dp=2, experts="deepep") == [True] * 4
+    assert flags(dense="whole", head="group") == [True, False, True, False], "which is refused: test_engine_layout.py"
 
 
 def test_prime_rewards_by_logits_and_sampling_alone_has_no_critic(folder: Path) -> None:

@@ -210,8 +210,10 @@ def _model(request: Mapping[str, Any]) -> torch.nn.Module:
     engine, rank = EngineLayout(**request["engine"]), request["rank"]
     settings = EngineSettings(
         request["folder"], engine.tp, engine.ep, "bfloat16", 0, 4096, 8, load_weights=False, dp=engine.dp,
-        fp8=engine.fp8, sglang=request["sglang"],
+        fp8=engine.fp8, sglang=request["sglang"], whole_dense=engine.whole_dense, group_head=engine.group_head,
+        deepep=engine.deepep,
     )  # fmt: skip
+    os.environ["SGLANG_SHARED_EXPERT_TP1"] = str(int(engine.whole_shared))
     server: Any = ServerArgs(**server_arguments(settings, "megarl.resharding.member.load", "cuda"))
     world_rank = context.spawn_world_rank(server, tp_rank=rank, pp_rank=0)
     context.publish(server, role="scheduler", ranks=context.SpawnRanks(world_rank=world_rank, gpu_id=0))

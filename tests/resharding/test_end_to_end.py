@@ -44,7 +44,10 @@ pytestmark = pytest.mark.slow
 TRAIN = TrainLayout(4, 2, 2, 2)
 ENGINES: dict[str, tuple[EngineLayout, VerifyMode]] = {
     "tp2": (EngineLayout(1, 2, 1), "full"),
-    "tp2-ep2": (EngineLayout(1, 2, 2), "checksum"),
+    "tp2-ep2-dp2, whole": (
+        EngineLayout(1, 2, 2, dp=2, whole_dense=True, whole_shared=True, group_head=True),
+        "checksum",
+    ),
 }
 FAMILIES = {"qwen3-moe": 0, "deepseek-v3": 1}  # with how many multi-token prediction layers
 PROMPTS = [[3, 7, 15, 8, 18, 4], [9, 9, 9], [3, *range(20, 44), 4]]
@@ -161,7 +164,8 @@ class Served:
         self.sessions = sessions(common, world.handles)
         settings = EngineSettings(
             str(world.source), layout.tp, layout.ep, "float32", 3, context_tokens=128, concurrency=64,
-            load_weights=False,
+            load_weights=False, dp=layout.dp, whole_dense=layout.whole_dense, whole_shared=layout.whole_shared,
+            group_head=layout.group_head,
         )  # fmt: skip
         self.engine = Engine(settings)
 

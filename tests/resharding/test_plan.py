@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -36,7 +37,10 @@ Layouts = tuple[ModelShape, TrainLayout, EngineLayout]
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layouts:
-    """Colocated, split and mixed; with uneven and virtual stages, expert TP, shared key/value heads, DP attention."""
+    """Colocated, split and mixed; with uneven and virtual stages, expert TP, shared key/value heads, DP attention.
+
+    With that also the weights that SGLang then may hold whole, or in each group.
+    """
     shape = draw(st.sampled_from([MOE, MLA, DENSE]))
     (pp, vpp), tp = draw(st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 1)])), draw(st.sampled_from([1, 2, 4]))
     ep, etp = draw(st.sampled_from([(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)])) if shape.num_experts else (1, 1)
@@ -50,7 +54,9 @@ def layouts(draw: st.DrawFn) -> Layouts:
         if (engine := EngineLayout(count, engine_tp, ep, dp, first=first)).end <= max(MAX_MEMBERS, world + engine_tp)
         and not engine.faults(shape, engine.end)
     ]
-    return shape, train, draw(st.sampled_from(engines))
+    engine = draw(st.sampled_from(engines))
+    whole = draw(st.tuples(st.booleans(), st.booleans(), st.booleans())) if engine.dp > 1 else (False, False, False)
+    return shape, train, replace(engine, whole_dense=whole[0], whole_shared=whole[1], group_head=whole[2])
 
 
 def sides_of(layout: Layouts, transformer_engine: bool = False) -> Sides:

@@ -53,17 +53,35 @@ CONFIGS = {
         vocab_size=128256, tie_word_embeddings=False,
     ),
 }  # fmt: skip
-LAYOUTS = {  # TP, EP, DP: in bfloat16, and in fp8 where no tile is cut
-    "deepseek-v3": [(8, 1, 1), (16, 4, 1), (16, 16, 8), (8, 8, 8), (32, 32, 8)],
-    "kimi-k2": [(16, 16, 4)],
-    "moonlight": [(4, 2, 1), (2, 2, 1)],
-    "qwen3-30b-a3b": [(1, 1, 1), (4, 2, 2), (8, 8, 1)],
-    "qwen3-235b-a22b": [(8, 8, 8), (16, 16, 4)],
-    "qwen2.5-32b": [(8, 1, 1), (4, 1, 1)],
-    "qwen3, padded vocabulary": [(2, 1, 1), (4, 1, 1)],
-    "llama-3.1-8b": [(8, 1, 1), (16, 1, 1)],
-}
-CUT_TILES = {"deepseek-v3": (32, 32, 8), "moonlight": (4, 2, 1)}
+DENSE, SHARED, HEAD = {"whole_dense": True}, {"whole_shared": True}, {"group_head": True}
+WHOLE = {**DENSE, **SHARED, **HEAD}
+DEEPEP = {**WHOLE, "deepep": True}
+
+
+def layout(tp: int, ep: int = 1, dp: int = 1, **more: bool) -> EngineLayout:
+    return EngineLayout(1, tp, ep, dp, **more)
+
+
+LAYOUTS = {  # in bfloat16, and in fp8 where no tile is cut
+    "deepseek-v3": [
+        layout(8), layout(16, 4), layout(16, 16, 8), layout(8, 8, 8), layout(32, 32, 8),
+        layout(16, 16, 4, **DENSE), layout(16, 16, 4, **HEAD), layout(8, 8, 4, **SHARED), layout(16, 4, 8, **WHOLE),
+        layout(16, 16, 8, **DENSE, **HEAD), layout(32, 32, 32, **WHOLE), layout(64, 64, 32, **WHOLE),
+        layout(16, 16, 8, **DEEPEP), layout(32, 32, 32, **DEEPEP), layout(64, 64, 8, **DEEPEP),
+    ],
+    "kimi-k2": [layout(16, 16, 4), layout(32, 32, 32, **DEEPEP)],
+    "moonlight": [layout(4, 2), layout(2, 2), layout(4, 4, 4, **WHOLE)],
+    "qwen3-30b-a3b": [
+        layout(1), layout(4, 2, 2), layout(8, 8), layout(4, 2, 2, **DENSE, **HEAD), layout(8, 8, 4, **DEEPEP),
+    ],
+    "qwen3-235b-a22b": [
+        layout(8, 8, 8), layout(16, 16, 4), layout(16, 16, 4, **DEEPEP), layout(32, 32, 8, **HEAD),
+    ],
+    "qwen2.5-32b": [layout(8), layout(4)],
+    "qwen3, padded vocabulary": [layout(2), layout(4)],
+    "llama-3.1-8b": [layout(8), layout(16)],
+}  # fmt: skip
+CUT_TILES = {"deepseek-v3": layout(32, 32, 8), "moonlight": layout(4, 2)}
 CACHE_SCALES = {"deepseek-v3": 4, "kimi-k2": 4, "moonlight": 4, "qwen2.5-32b": 2, "llama-3.1-8b": 2}  # of a layer
 
 
@@ -74,7 +92,8 @@ class Case(NamedTuple):
 
     def __str__(self) -> str:
         engine, kind = self.engine, "fp8" if self.engine.fp8 else "bf16"
-        return f"{self.model} {kind} tp{engine.tp} ep{engine.ep} dp{engine.dp} rank {self.rank}"
+        flags = "".join(f" {name}" for name in DEEPEP if getattr(engine, name))
+        return f"{self.model} {kind} tp{engine.tp} ep{engine.ep} dp{engine.dp}{flags} rank {self.rank}"
 
 
 PLAIN_CACHE = Case("deepseek-v3", EngineLayout(1, 16, 16, dp=8, fp8=True), 0)
@@ -84,18 +103,13 @@ FP8_CACHE = {"kv_cache_dtype": "fp8_e4m3", "attention_backend": "flashmla"}
 def cases() -> list[Case]:
     """The first, middle and last rank of every layout."""
     return [
-        Case(model, layout(axes, fp8), rank)
+        Case(model, replace(engine, fp8=fp8), rank)
         for model, layouts in LAYOUTS.items()
-        for axes in layouts
+        for engine in layouts
         for fp8 in (False, True)
-        for rank in sorted({0, axes[0] // 2, axes[0] - 1})
-        if not (fp8 and CUT_TILES.get(model) == axes)
+        for rank in sorted({0, engine.tp // 2, engine.tp - 1})
+        if not (fp8 and CUT_TILES.get(model) == engine)
     ]
-
-
-def layout(axes: tuple[int, int, int], fp8: bool) -> EngineLayout:
-    tp, ep, dp = axes
-    return EngineLayout(1, tp, ep, dp=dp, fp8=fp8)
 
 
 class Models:
@@ -106,7 +120,7 @@ class Models:
         self.shapes = {name: model_shape(path) for name, path in paths.items()}
         requests = [Request(paths[case.model], case.engine, case.rank) for case in cases()]
         requests.append(Request(paths[PLAIN_CACHE.model], PLAIN_CACHE.engine, PLAIN_CACHE.rank, FP8_CACHE))
-        requests += [Request(paths[model], layout(axes, True), 0) for model, axes in CUT_TILES.items()]
+        requests += [Request(paths[model], replace(engine, fp8=True), 0) for model, engine in CUT_TILES.items()]
         found = build(requests)
         self.built = dict(zip(cases(), found, strict=False))
         self.fp8_cache, *cut = found[len(cases()) :]
@@ -164,9 +178,15 @@ def test_an_fp8_kv_cache_changes_no_parameter(models: Models) -> None:
     assert cached.constants == plain.constants
 
 
-@pytest.mark.parametrize("changes", [{"dp": 1}, {"ep": 4}, {"fp8": True}], ids=str)
-def test_another_layout_than_the_engines_is_refused(models: Models, changes: dict[str, Any]) -> None:
-    case = Case("qwen3-30b-a3b", EngineLayout(1, 4, 2, dp=2), 3)
+MOE, LATENT = Case("qwen3-30b-a3b", layout(4, 2, 2), 3), Case("deepseek-v3", layout(16, 16, 8), 8)
+
+
+@pytest.mark.parametrize(
+    ("case", "changes"),
+    [(MOE, {"dp": 1}), (MOE, {"ep": 4}), (MOE, {"fp8": True}), (MOE, HEAD), (LATENT, DENSE), (LATENT, SHARED)],
+    ids=str,
+)
+def test_another_layout_than_the_engines_is_refused(models: Models, case: Case, changes: dict[str, Any]) -> None:
     other = case._replace(engine=replace(case.engine, **changes))
     with pytest.raises(LayoutError, match="weight map and model differ"):
         verify_params(models.shards(other), models.built[case].params)
@@ -174,6 +194,6 @@ def test_another_layout_than_the_engines_is_refused(models: Models, changes: dic
 
 @pytest.mark.parametrize("model", CUT_TILES)
 def test_a_cut_tile_is_refused_by_us_before_sglang_refuses_it(models: Models, model: str) -> None:
-    engine = layout(CUT_TILES[model], fp8=True)
+    engine = replace(CUT_TILES[model], fp8=True)
     assert engine.faults(models.shapes[model], engine.tp)
     assert "is not divisible by weight quantization block" in models.cut[model].error

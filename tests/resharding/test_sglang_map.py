@@ -113,14 +113,14 @@ def built(shape: ModelShape, whole: Tensors, engine: EngineLayout, rank: int) ->
     embedding = whole["model.embed_tokens.weight"]
     wanted["model.embed_tokens.weight"] = vocabulary(embedding, engine.attention_tp, attention_rank)
     if not shape.tied:
-        wanted["lm_head.weight"] = vocabulary(whole["lm_head.weight"], engine.tp, rank)
+        wanted["lm_head.weight"] = vocabulary(whole["lm_head.weight"], engine.head_ranks, rank % engine.head_ranks)
     for layer in range(shape.num_layers):
         prefix = f"model.layers.{layer}."
         wanted |= {n: whole[n] for n in (f"{prefix}{x}_layernorm.weight" for x in ("input", "post_attention"))}
         build = latent_attention if shape.mla else attention
         wanted |= build(shape, whole, engine.attention_tp, attention_rank, prefix + "self_attn.")
         if shape.is_dense(layer):
-            wanted |= mlp(whole, engine.tp, rank, prefix + "mlp.")
+            wanted |= mlp(whole, engine.dense_ranks, rank % engine.dense_ranks, prefix + "mlp.")
         else:
             wanted |= experts(shape, whole, engine, rank, prefix + "mlp.")
     return {name: stack(tensor) for name, tensor in wanted.items()}
@@ -177,7 +177,8 @@ def experts(shape: ModelShape, whole: Tensors, engine: EngineLayout, rank: int, 
         prefix + "experts.w13_weight": torch.stack([gate_up for gate_up, _ in each]),
         prefix + "experts.w2_weight": torch.stack([down for _, down in each]),
     } | {name: tensor for name, tensor in whole.items() if name.startswith(prefix + "gate.")}
-    return wanted | (mlp(whole, engine.tp, rank, prefix + "shared_experts.") if shape.num_shared_experts else {})
+    ranks = engine.shared_ranks
+    return wanted | (mlp(whole, ranks, rank % ranks, prefix + "shared_experts.") if shape.num_shared_experts else {})
 
 
 PAIRS = {
@@ -193,6 +194,9 @@ PAIRS = {
     "deepseek tp4 ep2": (DEEPSEEK, EngineLayout(1, 4, 2)),
     "deepseek tp4 ep4 dp4": (DEEPSEEK, EngineLayout(1, 4, 4, dp=4)),
     "deepseek tp8 ep2 dp2": (DEEPSEEK, EngineLayout(1, 8, 2, dp=2)),
+    "deepseek tp8 ep2 dp2, whole dense layers": (DEEPSEEK, EngineLayout(1, 8, 2, dp=2, whole_dense=True)),
+    "deepseek tp8 ep2 dp2, whole shared experts": (DEEPSEEK, EngineLayout(1, 8, 2, dp=2, whole_shared=True)),
+    "qwen3-moe tp4 ep2 dp2, a head of each group": (QWEN3_MOE, EngineLayout(1, 4, 2, dp=2, group_head=True)),
     "deepseek without query rank tp2": (NO_QUERY_RANK, EngineLayout(1, 2, 1)),
 }
 

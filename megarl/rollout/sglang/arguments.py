@@ -28,6 +28,9 @@ _SET_BY_MEGARL = {  # server argument -> the recipe key that sets it
     "enable_dp_attention": "rollout.engine.dp",
     "dtype": "model.dtype",
     "quantization": "rollout.engine.fp8",
+    "moe_dense_tp_size": "rollout.engine.dense",
+    "enable_dp_lm_head": "rollout.engine.head",
+    "moe_a2a_backend": "rollout.engine.experts",
     "random_seed": "run.seed",
     "enable_deterministic_inference": "rollout.seeded",
     "enable_return_routed_experts": "train.replay",
@@ -48,11 +51,8 @@ _REFUSED_FOR = {  # the reason why resharding does not support a server argument
     ),
     "it changes the number of ranks": ("ep_join_mode",),
     "it fuses the shared experts with the routed ones": ("enable_waterfill", "enforce_shared_experts_fusion"),
-    "it changes which ranks hold the shared experts, and rollout.engine.ep": ("moe_a2a_backend",),
-    "it changes which ranks hold the dense layers": ("moe_dense_tp_size",),
     "it changes which ranks hold the experts": ("moe_dp_size", "dwdp_size"),
     "it changes which ranks hold the attention": ("attn_cp_size", "dcp_"),
-    "it changes which ranks hold the output layer": ("enable_dp_lm_head",),
     "it sets up NCCL in engines alone; NCCL_NVLS_ENABLE and NCCL_CUMEM_ENABLE of the environment hold for all": (
         "enable_nccl_nvls", "enable_symm_mem"
     ),
@@ -62,6 +62,8 @@ REFUSED = {prefix: reason for reason, prefixes in _REFUSED_FOR.items() for prefi
 # Attention backends that read the keys of MLA from an fp8 cache (SGLang's layers/attention). The others, among them
 # SGLang's default on Hopper, cast a layer's whole cache to the model's data type in every step (`.to(q.dtype)`).
 LATENT_FP8_BACKENDS = ("cutedsl_mla", "flashmla", "tokenspeed_mla", "triton", "trtllm_mla")
+_GROUP_CHUNK = 2048  # tokens of prompts that an attention group reads at once
+_MOST_IN_GRAPHS = 512  # sequences of a group in the largest CUDA graph, as SGLang's own limit
 _SPARE_CONTEXT = 8  # SGLang keeps two positions of the context free after a response, and six after a prompt
 _PLAIN_CACHES = ("auto", "bf16", "bfloat16")
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -116,7 +118,8 @@ class EngineSettings:
 
     first_gpu: the GPU slot of the first tensor-parallel rank. load_weights: read the checkpoint; otherwise the weights
     are random and the engine refuses to sample before its first reshard. fp8: weights are tiles of 128 x 128 with
-    scales, which a bf16 checkpoint cannot fill: load_weights must be False.
+    scales, which a bf16 checkpoint cannot fill: load_weights must be False. whole_dense, whole_shared, group_head,
+    deepep: as of EngineLayout.
 
     span: the engine's node that this process runs on, where the engine spans several.
 
@@ -146,6 +149,10 @@ class EngineSettings:
     timeout_s: float = 600.0
     model_context: int | None = None
     reserve_bytes: int = 0
+    whole_dense: bool = False
+    whole_shared: bool = False
+    group_head: bool = False
+    deepep: bool = False
 
     @property
     def first_rank(self) -> int:
@@ -186,6 +193,9 @@ def server_arguments(settings: EngineSettings, weight_loader: str, device: str =
         "trust_remote_code": False,
         "dp_size": settings.dp,
         "enable_dp_attention": settings.dp > 1,
+        "enable_dp_lm_head": settings.group_head,
+        "moe_dense_tp_size": 1 if settings.whole_dense else None,
+        "moe_a2a_backend": "deepep" if settings.deepep else "none",
         "disable_shared_experts_fusion": True,  # fused, their layout would depend on the GPU
         "enable_return_routed_experts": settings.routed_experts,
         "watchdog_timeout": 2 * settings.timeout_s,  # later than the host's check, which names the rank that hangs
@@ -203,12 +213,27 @@ def server_arguments(settings: EngineSettings, weight_loader: str, device: str =
     else:
         # The memory saver releases the engine's memory to training between rollouts.
         arguments |= {"base_gpu_id": settings.first_gpu, "enable_memory_saver": True, "sleep_on_idle": True}
+        arguments |= group_arguments(settings.dp, settings.concurrency, settings.sglang)
         if not settings.fp8:  # as "auto" on Hopper; on Blackwell "auto" is a backend whose layout sglang_map lacks
-            arguments["moe_runner_backend"] = "triton"
+            arguments["moe_runner_backend"] = "deep_gemm" if settings.deepep else "triton"
     arguments |= settings.sglang
     if settings.seeded:  # last, because seeded samples must not depend on the recipe's own arguments
         arguments |= deterministic.server_arguments(settings.context_tokens, settings.concurrency, device)
     return arguments
+
+
+def group_arguments(dp: int, concurrency: int, given: Mapping[str, Any]) -> dict[str, int]:
+    """Sizes for `dp` attention groups: SGLang divides its chunk of prompts by them, and makes graphs for each.
+
+    Its own chunk leaves 256 tokens to each of 32 groups. A larger one needs `mem_fraction_static` in the recipe's
+    arguments: else SGLang would set aside 1.5 MiB for each of its tokens before it divides (memory_hook.py).
+    """
+    if dp == 1:
+        return {}
+    found = {"cuda_graph_max_bs_decode": min(_MOST_IN_GRAPHS, -(-concurrency * 11 // (10 * dp)))}
+    if "mem_fraction_static" in given and dp > 4:
+        found["chunked_prefill_size"] = _GROUP_CHUNK * dp
+    return found
 
 
 def sglang_faults(arguments: Mapping[str, Any]) -> list[UserFault]:

@@ -53,7 +53,7 @@ class Host:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
         self._stop_reader, self._stop_writer = connection.Pipe(duplex=False)
-        scheduler.set_environment()
+        scheduler.set_environment(whole_shared=settings.whole_shared)
         remove_dead(PREFIX, tempfile.gettempdir())
         self._folder = SessionFolder(PREFIX, tempfile.gettempdir())
         self._entry = scheduler.SchedulerEntry(self._folder.path, settings)

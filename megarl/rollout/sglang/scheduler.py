@@ -21,7 +21,7 @@ from megarl.rollout.sglang.arguments import EngineSettings
 from megarl.rollout.sglang.rounds import Rounds
 
 
-def set_environment() -> None:
+def set_environment(*, whole_shared: bool = False) -> None:
     """Set the variables that SGLang and its libraries read, some of them at import.
 
     Run in the host process before its schedulers start. Logprobs are those at the sampling temperature, as the trainer
@@ -29,6 +29,7 @@ def set_environment() -> None:
     """
     use_loopback()
     os.environ["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "0"
+    os.environ["SGLANG_SHARED_EXPERT_TP1"] = str(int(whole_shared))
     os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"  # otherwise the start does not return on other nodes
     os.environ["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"  # a /dev/shm file that survives a SIGKILL
     os.environ["SGLANG_NUMA_BIND_V2"] = "0"  # it runs a script in /tmp that everyone may write; SGLang has another way

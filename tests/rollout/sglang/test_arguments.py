@@ -16,6 +16,7 @@ from megarl.rollout.sglang.arguments import (
     LATENT_FP8_BACKENDS,
     REFUSED,
     EngineSettings,
+    group_arguments,
     latent_cache_faults,
     server_arguments,
     server_fields,
@@ -67,6 +68,25 @@ def test_experts_lie_where_the_map_has_them_on_every_gpu() -> None:
     assert backend(sglang={"moe_runner_backend": "deep_gemm"}) == "deep_gemm"
 
 
+def test_an_engines_layout_is_said_to_sglang() -> None:
+    names = ("enable_dp_lm_head", "moe_dense_tp_size", "moe_a2a_backend", "moe_runner_backend")
+    whole = replace(SETTINGS, dp=2, whole_dense=True, whole_shared=True, group_head=True, deepep=True)
+    for settings, values in ((SETTINGS, (False, None, "none", "triton")), (whole, (True, 1, "deepep", "deep_gemm"))):
+        arguments = server_arguments(settings, "a.loader", "cuda")
+        assert tuple(arguments[name] for name in names) == values
+
+
+def test_sizes_grow_with_the_attention_groups_and_the_recipe_may_set_them() -> None:
+    assert group_arguments(1, 3072, {}) == {}
+    assert group_arguments(2, 100, {}) == {"cuda_graph_max_bs_decode": 55}
+    share = {"mem_fraction_static": 0.85}
+    assert group_arguments(32, 3072, share) == {"cuda_graph_max_bs_decode": 106, "chunked_prefill_size": 65536}
+    assert group_arguments(8, 99_999, {}) == {"cuda_graph_max_bs_decode": 512}
+    own = replace(SETTINGS, dp=8, sglang={**share, "chunked_prefill_size": 77})
+    assert server_arguments(own, "a.loader", "cuda")["chunked_prefill_size"] == 77
+    assert "cuda_graph_max_bs_decode" not in server_arguments(replace(own, sglang={}), "a.loader", "cpu")
+
+
 @needs_sglang
 def test_triton_is_what_sglang_chooses_on_hopper_itself() -> None:
     """In its source: unquantised experts go to Triton where no other backend is named."""
@@ -103,12 +123,12 @@ def test_unknown_and_reserved_arguments_are_named() -> None:
 
 @needs_sglang
 def test_what_resharding_cannot_follow_is_refused_with_the_reason() -> None:
-    keys = ["speculative_algorithm", "enable_eplb", "ep_num_redundant_experts", "moe_a2a_backend", "quantization"]
+    keys = ["speculative_algorithm", "enable_eplb", "ep_num_redundant_experts", "moe_dp_size", "quantization"]
     faults = [str(fault) for fault in sglang_faults(dict.fromkeys(keys, 1))]
     assert "a draft model would keep the weights that it started with; remove it" in faults[0]
     assert "moves experts between ranks" in faults[1]
     assert "holds some experts twice" in faults[2]
-    assert "shared experts" in faults[3]
+    assert "which ranks hold the experts" in faults[3]
     assert faults[4].endswith("quantization: is set by megarl itself; set rollout.engine.fp8 and remove it")
 
 

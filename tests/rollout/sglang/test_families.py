@@ -23,7 +23,10 @@ pytestmark = pytest.mark.slow
 PROMPTS = [[3, 7, 15, 8, 18, 4], [9, 9, 9], [3, *range(20, 44), 4]]
 TOLERANCE = 1e-4
 CASES = {
-    "deepseek-v3 tp2 ep2 dp2": ("deepseek-v3", EngineLayout(1, 2, 2, dp=2)),
+    "deepseek-v3 tp2 ep2 dp2, whole": (
+        "deepseek-v3",
+        EngineLayout(1, 2, 2, dp=2, whole_dense=True, whole_shared=True, group_head=True),
+    ),
     "deepseek-v3 tp2": ("deepseek-v3", EngineLayout(1, 2, 1)),
     "qwen3-moe tp2 ep2": ("qwen3-moe", EngineLayout(1, 2, 2)),
     "qwen3-moe tp2 dp2": ("qwen3-moe", EngineLayout(1, 2, 1, dp=2)),
@@ -42,7 +45,8 @@ class Served:
         self.shape = model_shape(folder)
         write_tokenizer(folder)
         layout = self.layout
-        self.engine = build_engine(layout.tp, layout.ep, dp=layout.dp, model_path=str(folder))
+        parts = {name: getattr(layout, name) for name in ("dp", "whole_dense", "whole_shared", "group_head")}
+        self.engine = build_engine(layout.tp, layout.ep, **parts, model_path=str(folder))
 
     def reshard(self, **message: Any) -> None:
         asyncio.run(self.engine.reshard(message, self.engine.version + 1))

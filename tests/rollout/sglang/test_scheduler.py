@@ -70,6 +70,14 @@ def test_an_engine_starts_beside_training_that_takes_unequal_parts_of_its_gpus()
     assert os.environ["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] == "0"
 
 
+def test_whole_shared_experts_are_the_layouts_choice_and_not_the_environments() -> None:
+    os.environ["SGLANG_SHARED_EXPERT_TP1"] = "1"
+    set_environment()
+    assert os.environ["SGLANG_SHARED_EXPERT_TP1"] == "0"
+    set_environment(whole_shared=True)
+    assert os.environ["SGLANG_SHARED_EXPERT_TP1"] == "1"
+
+
 def test_room_is_held_until_sglang_has_sized_its_cache(environment: pytest.MonkeyPatch) -> None:
     events: list[str] = []
 

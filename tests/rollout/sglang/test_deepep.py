@@ -1,0 +1,40 @@
+"""Experts that tokens reach by DeepEP: an engine of two GPUs samples as transformers does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.parallel.engine_layout import EngineLayout
+from megarl.parallel.hf_config import model_shape
+from megarl.rollout.sglang.engine import Engine, Sampling
+from tests.parallel import checkpoints
+from tests.rollout.conftest import Reference, write_tokenizer
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="DeepEP sends tokens between GPUs"),
+]
+
+PARTS = {"dp": 2, "whole_dense": True, "whole_shared": True, "group_head": True, "deepep": True}
+BFLOAT16 = 0.05  # nats, in the mean: engine and reference round in other places
+
+
+def test_logprobs_are_those_of_transformers(tmp_path: Path, build_engine: Callable[..., Engine]) -> None:
+    # DeepEP has kernels for some hidden sizes, from 2,048 on.
+    folder = checkpoints.write(tmp_path, "deepseek-v3", hidden_size=2048, moe_intermediate_size=512)
+    write_tokenizer(folder)
+    assert EngineLayout(1, 2, 2, **PARTS).faults(model_shape(folder), 2) == []
+    engine = build_engine(2, 2, **PARTS, model_path=str(folder), dtype="bfloat16")
+    reference, prompt = Reference(folder), [3, 7, 15, 8, 18, 4]
+    samples = asyncio.run(engine.generate(prompt, Sampling(8, 8)))
+    gaps = [
+        np.abs(sample.engine_logp_T - reference.logprobs(prompt, sample.response_ids_T.tolist()).numpy())
+        for sample in samples
+    ]
+    assert np.concatenate(gaps).mean() < BFLOAT16
