@@ -46,6 +46,12 @@ class Samples:
         """[num_trained] of prompt and response together."""
         return self.prompt_tokens + self.responses[: self.num_trained]
 
+    @property
+    def running_tokens(self) -> int:
+        """Of a sequence that runs, in the mean over time: long ones run longest, half of what they become."""
+        responses = self.responses.astype(np.float64)
+        return self.prompt_tokens + math.ceil((responses**2).sum() / (2 * responses.sum()))
+
 
 @dataclass(frozen=True)
 class RankWork:

@@ -8,14 +8,14 @@ little as in a rollout, the policy's parameters; an engine that starts while the
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.parallel.engine_layout import EngineLayout
 from megarl.resharding import sglang_map
 from megarl.resharding.routes import item_bytes
-from megarl.rollout.sglang.arguments import step_sequences
+from megarl.rollout.sglang.arguments import group_arguments, most_sequences, step_sequences
 from megarl.types import ModelShape
 
 MIB = 1 << 20
@@ -29,9 +29,11 @@ CARDS = (
     (math.inf, 16384, 512, 512),
 )
 GRAPH_MIB = 2.0  # memory_hook.py: of CUDA graphs, for each sequence that they are made for
+GROUP_GRAPH_MIB = (3.0, 4.5)  # the same with DP attention, for each of its groups; from 300 sequences on
 CHUNK_MIB = 1.5  # the same: reserved for each token of a chunk
 RESERVED_MIB = 512  # the same: for everything else
 LEAST_RESERVED_MIB = 10 << 10  # the same: on cards of more than 60 GiB
+LOGIT_BYTES = 6.0
 EXPERT_COPIES = 2.0  # assumption: of the chosen experts' inputs and outputs there are both at once
 
 
@@ -50,20 +52,21 @@ class Settings:
 class Kv:
     """Bytes of a token's KV cache on one GPU; tokens that one engine has room for; sequences that it holds at once.
 
-    Of the longest prompt with the longest response, and of mean_tokens together; never more than are asked for.
+    Of the longest prompt with the longest response, and of running_tokens; never more than are asked for.
     """
 
     token_bytes: int
     tokens: int
     concurrency_longest: int
     concurrency_mean: int
-    mean_tokens: int
+    running_tokens: int  # of prompt and response, of what runs in the mean
     wanted: int  # sequences of a step that one engine is given
 
 
 def settings_of(recipe: Recipe, hardware: Hardware) -> Settings:
     """The recipe's own server arguments, or SGLang's defaults for the card."""
-    given, engine = recipe.rollout.engine.sglang, recipe.rollout.engine
+    engine = recipe.rollout.engine
+    given = group_arguments(engine.dp, most_sequences(recipe), engine.sglang) | engine.sglang
     card = hardware.memory_bytes / MIB
     _, chunk, small, large = next(row for row in CARDS if card < row[0])
     chunk = given.get("chunked_prefill_size") or chunk
@@ -71,7 +74,8 @@ def settings_of(recipe: Recipe, hardware: Hardware) -> Settings:
     graphs = 0 if given.get("disable_cuda_graph") or given.get("disable_decode_cuda_graph") else graphs
     fraction = given.get("mem_fraction_static")
     if fraction is None:
-        reserved = RESERVED_MIB + max(chunk, 2048) * CHUNK_MIB + engine.tp / 8 * 1024 + graphs * GRAPH_MIB
+        of_graph = GRAPH_MIB + (GROUP_GRAPH_MIB[graphs > 300] * engine.dp if engine.dp > 1 else 0.0)
+        reserved = RESERVED_MIB + max(chunk, 2048) * CHUNK_MIB + engine.tp / 8 * 1024 + graphs * of_graph
         reserved = max(reserved, LEAST_RESERVED_MIB) if card > 60 << 10 else reserved
         fraction = round((card - reserved) / card, 3)
     cached = str(given.get("kv_cache_dtype", "auto"))
@@ -84,7 +88,7 @@ def weight_bytes(shape: ModelShape, engine: EngineLayout, dtype: str) -> list[in
 
     With latent attention also `w_kc` and `w_vc`, which SGLang makes of kv_b_proj in the model's type.
     """
-    alone = EngineLayout(1, engine.tp, engine.ep, engine.dp, engine.fp8)
+    alone = replace(engine, count=1, first=0)
     found = [0] * engine.tp
     for part in sglang_map.parts(shape, alone):
         num_bytes = sum(shard.area * item_bytes(shard.dtype or dtype) for shard in part.shards)
@@ -114,26 +118,31 @@ def cache_tokens(settings: Settings, free_bytes: float, weights: int, of_token: 
     return fits if settings.max_total_tokens is None else min(fits, settings.max_total_tokens)
 
 
-def kv_of(recipe: Recipe, tokens: int, of_token: int, mean_tokens: int) -> Kv:
+def kv_of(recipe: Recipe, tokens: int, of_token: int, running_tokens: int) -> Kv:
     """tokens: of one GPU. DP attention's groups each have a cache of their own requests."""
     engine, wanted = recipe.rollout.engine, step_sequences(recipe)
     most = min(wanted, engine.sglang.get("max_running_requests") or wanted)
-    lengths = (recipe.longest_sequence, mean_tokens)
+    lengths = (recipe.longest_sequence, running_tokens)
     at_longest, at_mean = (min(most, max(0, tokens) // length * engine.dp) for length in lengths)
-    return Kv(of_token, max(0, tokens) * engine.dp, at_longest, at_mean, mean_tokens, wanted)
+    return Kv(of_token, max(0, tokens) * engine.dp, at_longest, at_mean, running_tokens, wanted)
 
 
 def running_bytes(shape: ModelShape, engine: EngineLayout, settings: Settings, sequences: int) -> tuple[float, float]:
-    """(activations, logits) while it samples: a chunk of prompts in its widest layer; float32 logits of all sequences.
+    """(activations, logits) while it samples: a chunk of prompts in its widest layer; logits of the sequences.
 
-    Without experts the layer holds gate, up and their product; with them the chosen experts' inputs or outputs.
+    A layer holds four times its group's tokens. Without experts there are gate, up and their product; with them the
+    chosen experts' inputs or outputs, and what was gathered from all groups. The logits are whole on each GPU, of its
+    group's sequences or of the engine's, in bfloat16 and in float32 (logits_processor.py).
     """
     hidden, tokens = shape.hidden_size, settings.chunk_tokens
-    widths = [4 * hidden]
+    attention = 4 * hidden * tokens / engine.dp
+    numbers = [attention]
     if shape.num_dense_layers:
-        widths.append(4 * hidden + 3 * shape.ffn_size // engine.tp)
+        seen = tokens / engine.dp if engine.whole_dense else tokens
+        numbers.append(attention + 3 * shape.ffn_size / engine.dense_ranks * seen)
     if shape.num_experts:
         of_copy = EXPERT_COPIES * hidden + 3 * shape.moe_ffn_size / engine.moe_tp
-        widths.append(4 * hidden + math.ceil(shape.experts_per_token / engine.ep * of_copy))
-    rows = max(sequences // engine.dp, 1)
-    return tokens * max(widths) * 2.0, rows * shape.vocab_size / engine.tp * 4 * 2
+        gathered = 2 * hidden * tokens if engine.dp > 1 and not engine.deepep else 0
+        numbers.append(attention + gathered + shape.experts_per_token / engine.ep * of_copy * tokens)
+    rows = max(sequences // (engine.dp if engine.group_head else 1), 1)
+    return 2.0 * max(numbers), rows * shape.vocab_size * LOGIT_BYTES

@@ -83,12 +83,17 @@ class MemoryPlan:
 
 
 def plan_memory(
-    recipe: Recipe, hardware: Hardware, sizes: Mapping[RoleName, ModelSize], mean_tokens: int, micro_batches: int
+    recipe: Recipe,
+    hardware: Hardware,
+    sizes: Mapping[RoleName, ModelSize],
+    mean_tokens: int,
+    running_tokens: int,
+    micro_batches: int,
 ) -> MemoryPlan:
     """The memory of every phase, without faults; the recipe's layouts must have no fault.
 
-    mean_tokens: of prompt and response together, for the number of sequences that an engine holds at once.
-    micro_batches: of one update.
+    mean_tokens: of prompt and response together; running_tokens: of a sequence that is being generated, as in
+    `Samples`. micro_batches: of one update.
     """
     count = _SlotMemory(recipe, hardware, sizes, micro_batches)
     tables = {phase: count.slots(phase) for phase in count.phases}
@@ -100,7 +105,7 @@ def plan_memory(
         slot_bytes={phase: [parts.total_bytes for parts in table.values()] for phase, table in tables.items()},
         host=count.host(mean_tokens),
         host_capacity_bytes=hardware.host_bytes,
-        kv=kv_of(recipe, count.tokens, count.token_bytes, mean_tokens),
+        kv=kv_of(recipe, count.tokens, count.token_bytes, running_tokens),
     )
 
 

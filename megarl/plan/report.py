@@ -53,6 +53,7 @@ def engines(plan: RunPlan) -> str:
     """The engines in one line."""
     engine, kind = plan.engine, "fp8" if plan.engine.fp8 else plan.recipe.model.dtype
     dp = f", dp {engine.dp}" if engine.dp > 1 else ""
+    dp += ", experts by DeepEP" * engine.deepep
     slots = spans(range(engine.first, engine.end))
     return f"{engine.count} of tp {engine.tp}, ep {engine.ep}{dp} in {kind} on slots {slots}"
 
@@ -138,7 +139,7 @@ def _rollout(plan: RunPlan) -> RenderableType:
     table = _table("what an engine holds", "", "")
     table.add_row("tokens in its KV cache", f"{cache.tokens:,}")
     table.add_row("sequences at once, all at the longest", f"{cache.concurrency_longest:,}")
-    table.add_row("sequences at once, at the mean length", f"{cache.concurrency_mean:,}")
+    table.add_row("sequences at once, as long as they run", f"{cache.concurrency_mean:,}")
     table.add_row("sequences of a step", f"{cache.wanted:,}")
     table.add_row("sequences at once, as planned", f"{found.running:,}")
     table.add_row("tokens a second, all engines", amount(found.tokens_per_s))

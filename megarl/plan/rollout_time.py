@@ -1,87 +1,13 @@
-"""How long sampling takes: a roofline of one decoding step, and the steps that a set of lengths needs. An estimate."""
+"""How long sampling takes: the decoding steps that a set of lengths needs. An estimate."""
 
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
-from megarl.config.hardware import Hardware
-from megarl.parallel.engine_layout import EngineLayout
 from megarl.plan.batch import Samples
-from megarl.resharding.routes import item_bytes
-from megarl.training.flops import forward_flops
-from megarl.types import ModelShape
-
-_REDUCES_PER_LAYER = 2  # one behind attention, one behind the MLP or the experts
-_ACTIVATION_BYTES = 2  # of a number between layers
-
-
-@dataclass(frozen=True)
-class EngineSpeed:
-    """One engine's decoding. weight_bytes: of all weights on a GPU; kv_bytes: of one token in a GPU's cache."""
-
-    shape: ModelShape
-    layout: EngineLayout
-    hardware: Hardware
-    gpus_per_node: int
-    dtype: str
-    weight_bytes: float
-    kv_bytes: float
-
-    @cached_property
-    def expert_bytes(self) -> float:
-        """Bytes of the routed experts' weights on a GPU."""
-        shape, item = self.shape, 1 if self.layout.fp8 else item_bytes(self.dtype)
-        experts = (shape.num_layers - shape.num_dense_layers) * shape.num_experts * 3
-        return experts * shape.hidden_size * shape.moe_ffn_size * item / self.layout.tp
-
-    @property
-    def other_bytes(self) -> float:
-        """Bytes of all other weights on a GPU."""
-        return max(0.0, self.weight_bytes - self.expert_bytes)
-
-    def step_s(self, running: int, context: float) -> float:
-        """Seconds of one token for each of `running` sequences of `context` tokens in the mean.
-
-        The slower of memory and products (Williams et al. 2009, the roofline), then the all-reduces. Each token
-        chooses its experts evenly and by itself, so the share of experts that are read is 1 - (1 - k / E) ^ tokens.
-        """
-        shape, layout, card = self.shape, self.layout, self.hardware
-        read = self.other_bytes + self.kv_bytes * running / layout.dp * context
-        if shape.num_experts:
-            read += self.expert_bytes * (1 - (1 - shape.experts_per_token / shape.num_experts) ** running)
-        in_memory = read / (card.hbm_bytes_per_s * card.hbm_share)
-        one_token = forward_flops(shape, math.ceil(context)) - forward_flops(shape, math.ceil(context) - 1)
-        in_products = running * one_token / (layout.tp * self._flops_per_s)
-        return max(in_memory, in_products) + self._reduces_s(running)
-
-    def prefill_s(self, prompts: int, length: int) -> float:
-        """Seconds to read the prompts, each once for all of its samples (SGLang's prefix cache)."""
-        return prompts * forward_flops(self.shape, length) / (self.layout.tp * self._flops_per_s)
-
-    @property
-    def _flops_per_s(self) -> float:
-        card = self.hardware
-        peak = card.fp8_flops if self.layout.fp8 and card.fp8_flops else card.bf16_flops
-        return peak * card.prefill_share
-
-    def _reduces_s(self, running: int) -> float:
-        """A ring brings and takes 2 (n - 1) / n of a message; over nodes each GPU has its share of it on the wire."""
-        card, tp = self.hardware, self.layout.tp
-        if tp == 1:
-            return 0.0
-        message = running * self.shape.hidden_size * _ACTIVATION_BYTES
-        inside = min(tp, self.gpus_per_node)
-        seconds = 2 * (inside - 1) / inside * message / (card.nvlink_bytes_per_s * card.nvlink_share)
-        latency = card.nvlink_latency_s
-        if tp > inside:
-            nodes = tp // inside
-            seconds += 2 * (nodes - 1) / nodes * message / inside / (card.nic_bytes_per_s * card.nic_share)
-            latency = card.nic_latency_s
-        return _REDUCES_PER_LAYER * self.shape.num_layers * (latency + seconds)
+from megarl.plan.decode_step import EngineSpeed
 
 
 @dataclass(frozen=True)

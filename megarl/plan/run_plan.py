@@ -14,12 +14,13 @@ from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.layout import RankCoords, TrainLayout
 from megarl.parallel.roles import RoleName, Roles, engine_layout, resolve
 from megarl.plan.batch import MEAN_RESPONSE_SHARE, RankWork, Samples, advice, share_of, step_samples
+from megarl.plan.decode_step import EngineSpeed
 from megarl.plan.engine_memory import weight_bytes
 from megarl.plan.fit import cache_advice, with_faults
 from megarl.plan.model_size import ModelSize, sizes_of
 from megarl.plan.phase_memory import MemoryPlan, plan_memory
 from megarl.plan.reshard_cost import ReshardPlan, plan_reshard
-from megarl.plan.rollout_time import EngineSpeed, RolloutTime, rollout_time
+from megarl.plan.rollout_time import RolloutTime, rollout_time
 from megarl.plan.step_time import StepTime, TrainTime, step_times
 from megarl.preflight.data import budget_faults
 from megarl.preflight.hyperparameters import hyperparameter_faults, sampling_faults
@@ -97,7 +98,7 @@ def make_plan(recipe: Recipe, hardware: Hardware, response_share: float = MEAN_R
     mean_tokens, micro_batches = math.ceil(samples.lengths.mean()), math.ceil(shares["policy"].micro_batches)
 
     def count(changed: Recipe, found: Mapping[RoleName, ModelSize]) -> MemoryPlan:
-        return plan_memory(changed, hardware, found, mean_tokens, micro_batches)
+        return plan_memory(changed, hardware, found, mean_tokens, samples.running_tokens, micro_batches)
 
     def try_engines(changed: Recipe) -> tuple[MemoryPlan, float]:
         """The memory, and a rollout's seconds, of a recipe that has other engines."""

@@ -150,7 +150,7 @@ def count(
 ) -> MemoryPlan:
     """The memory where responses have half of the longest length, unless it is given."""
     mean = mean_tokens or recipe.data.max_prompt_tokens + math.ceil(0.5 * recipe.longest_response)
-    return plan_memory(recipe, hardware, sizes, mean, MANY)
+    return plan_memory(recipe, hardware, sizes, mean, mean, MANY)
 
 
 def memory(recipe: Recipe, hardware: Hardware, sizes: Mapping[RoleName, ModelSize]) -> MemoryPlan:

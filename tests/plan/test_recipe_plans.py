@@ -82,6 +82,14 @@ def test_it_fits(name: str, over: tuple[str, ...]) -> None:
     assert found.memory.kv.concurrency_mean > 2 * found.recipe.rollout.samples_per_prompt
 
 
+@pytest.mark.parametrize(("over", "limit_s"), [((), 2100), (("fp8_rollout_deepseek671b.yaml",), 1300)])
+def test_deepseek_samples_in_most_of_a_step_and_no_longer_in_five_sixths(over: tuple[str, ...], limit_s: int) -> None:
+    """With all 32 ranks of a group's attention it was 3,180 s."""
+    found = planned("dapo_deepseek671b", over)
+    assert found.step.total_s < limit_s
+    assert 0.5 < found.rollout.total_s / found.step.total_s < 0.75
+
+
 @pytest.mark.parametrize("name", CLUSTER)
 def test_the_recipe_says_how_much_memory_a_host_needs(name: str) -> None:
     said = re.search(r"a node's host needs ([0-9.]+) TB", (RECIPES / f"{name}.yaml").read_text())

@@ -1,8 +1,6 @@
-"""Seconds of sampling: the roofline by hand, and continuous batching against a simulation token by token."""
+"""Seconds of sampling: continuous batching against a simulation token by token."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +8,8 @@ import pytest
 from megarl.config.hardware import load_hardware
 from megarl.parallel.engine_layout import EngineLayout
 from megarl.plan.batch import Samples
-from megarl.plan.rollout_time import EngineSpeed, decode_s, rollout_time
+from megarl.plan.decode_step import EngineSpeed
+from megarl.plan.rollout_time import decode_s, rollout_time
 from megarl.types import ModelShape
 from tests.plan import recipes as planning
 
@@ -21,33 +20,6 @@ EXPERTS_BYTES = 10 * 64 * 3 * 1024 * 512 * 2
 
 def speed_of(layout: EngineLayout, kv_bytes: float = 0.0, shape: ModelShape = SHAPE) -> EngineSpeed:
     return EngineSpeed(shape, layout, CARD, 8, "bfloat16", EXPERTS_BYTES / layout.tp + 1e8, kv_bytes)
-
-
-def test_one_sequence_reads_its_experts_alone() -> None:
-    speed = speed_of(EngineLayout(1, 1, 1))
-    assert speed.expert_bytes == EXPERTS_BYTES and speed.other_bytes == 1e8
-    reached = CARD.hbm_bytes_per_s * CARD.hbm_share
-    assert speed.step_s(1, 100) == pytest.approx((EXPERTS_BYTES * 8 / 64 + 1e8) / reached)
-    assert speed.step_s(64, 100) == pytest.approx((EXPERTS_BYTES * (1 - (7 / 8) ** 64) + 1e8) / reached)
-
-
-def test_the_cache_is_read_by_the_length_of_what_runs() -> None:
-    reached = CARD.hbm_bytes_per_s * CARD.hbm_share
-    without, with_cache = speed_of(EngineLayout(1, 1, 1)), speed_of(EngineLayout(1, 1, 1), 1000.0)
-    assert with_cache.step_s(4, 500) - without.step_s(4, 500) == pytest.approx(4 * 500 * 1000 / reached)
-    shared = replace(with_cache, layout=EngineLayout(1, 4, 4, dp=4))  # a quarter of the sequences in each group
-    bare = replace(without, layout=EngineLayout(1, 4, 4, dp=4))
-    assert shared.step_s(4, 500) - bare.step_s(4, 500) == pytest.approx(500 * 1000 / reached)
-
-
-def test_many_sequences_are_bound_by_products() -> None:
-    speed = speed_of(EngineLayout(1, 1, 1))
-    assert speed.step_s(8000, 10) == pytest.approx(2 * speed.step_s(4000, 10))
-
-
-def test_an_engine_over_nodes_waits_for_the_network() -> None:
-    inside, over = (speed_of(EngineLayout(1, tp, 1)).step_s(1, 10) for tp in (8, 16))
-    assert inside > 20 * CARD.nvlink_latency_s and over > 20 * CARD.nic_latency_s
 
 
 def by_the_token(lengths: list[int], slots: int) -> float:

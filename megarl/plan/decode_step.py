@@ -1,0 +1,158 @@
+"""How long an engine takes for one token of each running sequence: reads, products and exchanges. An estimate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from megarl.config.hardware import Hardware
+from megarl.parallel.engine_layout import EngineLayout
+from megarl.resharding.routes import item_bytes
+from megarl.training.flops import forward_flops
+from megarl.types import ModelShape
+
+_ACTIVATION_BYTES = 2  # of a number between layers
+# Assumptions, which bring the published figures in tests/plan/test_decode_step.py within a quarter.
+ATTENTION_SHARE = 0.6  # of bf16_flops that decoding's attention reaches
+LAYER_S = 60e-6  # of a layer's kernels, however small what they compute
+STEP_S = 2e-3  # of a step's sampling and scheduling
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """Seconds of one decoding step, by what they are spent on; attention with its KV cache."""
+
+    attention: float
+    experts: float
+    other_weights: float
+    exchanges: float
+    kernels: float
+
+    @property
+    def total(self) -> float:
+        return self.attention + self.experts + self.other_weights + self.exchanges + self.kernels
+
+
+@dataclass(frozen=True)
+class EngineSpeed:
+    """One engine's decoding. weight_bytes: of all weights on a GPU; kv_bytes: of one token in a GPU's cache."""
+
+    shape: ModelShape
+    layout: EngineLayout
+    hardware: Hardware
+    gpus_per_node: int
+    dtype: str
+    weight_bytes: float
+    kv_bytes: float
+
+    @cached_property
+    def expert_bytes(self) -> float:
+        """Bytes of the routed experts' weights on a GPU."""
+        item = 1 if self.layout.fp8 else item_bytes(self.dtype)
+        return self._sparse_layers * self.shape.num_experts * self._expert_size * item / self.layout.tp
+
+    @property
+    def other_bytes(self) -> float:
+        """Bytes of all other weights on a GPU that a step reads.
+
+        Not the embedding's table, and of latent attention not kv_b_proj, in whose place are w_kc and w_vc.
+        """
+        shape, mla, layout = self.shape, self.shape.mla, self.layout
+        unread = shape.vocab_size * shape.hidden_size * item_bytes(self.dtype) * (not shape.tied)
+        if mla:
+            of_layer = shape.num_heads * (mla.nope_dim + mla.v_dim) * mla.kv_lora_rank
+            unread += shape.num_layers * of_layer * (1 if layout.fp8 else item_bytes(self.dtype))
+        return max(0.0, self.weight_bytes - self.expert_bytes - unread / layout.attention_tp)
+
+    def step_s(self, running: int, context: float) -> float:
+        """Seconds of one token for each of `running` sequences of `context` tokens in the mean."""
+        return self.step(running, context).total
+
+    def step(self, running: int, context: float) -> DecodeStep:
+        """The same by part, each the longer of its reads and its products (Williams et al. 2009, the roofline)."""
+        return DecodeStep(
+            attention=self._attention_s(running / self.layout.dp, context),
+            experts=self._experts_s(running),
+            other_weights=self._other_weights_s(running),
+            exchanges=self._exchanges_s(running),
+            kernels=STEP_S + LAYER_S * self.shape.num_layers,
+        )
+
+    def prefill_s(self, prompts: int, length: int) -> float:
+        """Seconds to read the prompts, each once for all of its samples (SGLang's prefix cache)."""
+        return prompts * forward_flops(self.shape, length) / (self.layout.tp * self._flops_per_s)
+
+    @property
+    def _flops_per_s(self) -> float:
+        card = self.hardware
+        peak = card.fp8_flops if self.layout.fp8 and card.fp8_flops else card.bf16_flops
+        return peak * card.prefill_share
+
+    @property
+    def _read_per_s(self) -> float:
+        return self.hardware.hbm_bytes_per_s * self.hardware.hbm_share
+
+    @property
+    def _sparse_layers(self) -> int:
+        return self.shape.num_layers - self.shape.num_dense_layers if self.shape.num_experts else 0
+
+    @property
+    def _expert_size(self) -> int:
+        """Parameters of one expert."""
+        return 3 * self.shape.hidden_size * self.shape.moe_ffn_size
+
+    def _attention_s(self, rows: float, context: float) -> float:
+        """Of a group's sequences, whose heads its ranks split; latent attention multiplies with the compressed keys."""
+        shape, mla = self.shape, self.shape.mla
+        width = 2 * mla.kv_lora_rank + mla.rope_dim if mla else 2 * shape.head_dim
+        flops = 2 * rows * context * shape.num_layers * shape.num_heads * width / self.layout.attention_tp
+        in_products = flops / (self.hardware.bf16_flops * ATTENTION_SHARE)
+        return max(self.kv_bytes * rows * context / self._read_per_s, in_products)
+
+    def _experts_s(self, running: int) -> float:
+        """Each token chooses its experts evenly and by itself: the share that is read is 1 - (1 - k / E) ^ tokens."""
+        shape = self.shape
+        if not shape.num_experts:
+            return 0.0
+        read = self.expert_bytes * (1 - (1 - shape.experts_per_token / shape.num_experts) ** running)
+        chosen = 2 * running * shape.experts_per_token * self._expert_size * self._sparse_layers
+        return max(read / self._read_per_s, chosen / (self.layout.tp * self._flops_per_s))
+
+    def _other_weights_s(self, running: int) -> float:
+        """Of projections, dense layers, shared experts and output layer."""
+        shape, layout = self.shape, self.layout
+        shared = 2 * self._sparse_layers * shape.num_shared_experts * self._expert_size
+        chosen = 2 * self._sparse_layers * shape.experts_per_token * self._expert_size if shape.num_experts else 0
+        flops = running * (forward_flops(shape, 1) - chosen) / layout.tp
+        if layout.whole_shared and not layout.deepep:  # each rank computes them for all gathered tokens
+            flops += running * shared * (1 - 1 / layout.tp)
+        return max(self.other_bytes / self._read_per_s, flops / self._flops_per_s)
+
+    def _exchanges_s(self, running: int) -> float:
+        """Attention's sums in each group, and what brings tokens to dense layers and experts, and back."""
+        shape, layout = self.shape, self.layout
+        dense = shape.num_layers - self._sparse_layers
+        seconds = shape.num_layers * self._ring_s(running / layout.dp, layout.attention_tp)
+        if not layout.whole_dense:
+            seconds += dense * self._ring_s(running, layout.tp)
+        if layout.deepep:
+            tokens = running / layout.tp * shape.hidden_size / 7168 * shape.experts_per_token / 8  # as in the table
+            return seconds + self._sparse_layers * self.hardware.all_to_all_s(layout.ep, tokens)
+        return seconds + self._sparse_layers * self._ring_s(running, layout.tp)
+
+    def _ring_s(self, tokens: float, ranks: int) -> float:
+        """Of a sum over ranks, or of gathering tokens and adding up what became of them, as many bytes.
+
+        A ring brings and takes 2 (n - 1) / n of a message; over nodes each GPU has its share of it on the wire.
+        """
+        card = self.hardware
+        if ranks == 1:
+            return 0.0
+        message = tokens * self.shape.hidden_size * _ACTIVATION_BYTES
+        inside = min(ranks, self.gpus_per_node)
+        seconds = 2 * (inside - 1) / inside * message / (card.nvlink_bytes_per_s * card.nvlink_share)
+        if ranks == inside:
+            return card.nvlink_latency_s + seconds
+        nodes = ranks // inside
+        seconds += 2 * (nodes - 1) / nodes * message / inside / (card.nic_bytes_per_s * card.nic_share)
+        return card.nic_latency_s + seconds
