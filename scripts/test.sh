@@ -34,6 +34,7 @@ mkdir "$folder/a" "$folder/b"
 set -m # each in a process group of its own, which Ctrl-C here ends as a whole
 say "pytest tests/end_to_end, then the fast tests, in the background, printed at the end"
 {
+    trap 'exit 130' INT # pytest answers it too; the next one must not begin
     failed=0
     TMPDIR=$folder/a python -m pytest -p no:cacheprovider tests/end_to_end || failed=$?
     TMPDIR=$folder/a python -m pytest -p no:cacheprovider --ignore=tests/end_to_end -m "not slow" || failed=$?

@@ -102,8 +102,8 @@ class EngineLayout:
                 mend = f"set rollout.engine.{key} to {value}, or dp to a divisor of rollout.engine.tp"
                 found.append(UserFault(f"rollout.engine.{key}", problem, mend))
         if self.deepep and (self.ep != self.tp or not self.whole_dense):
-            problem = "deepep asks for experts that are not split inside, and for whole dense layers"
-            mend = f"set rollout.engine.ep to {self.tp} and dense to whole, or experts to gather"
+            problem = "deepep asks for DP attention, whole dense layers, and experts that are not split inside"
+            mend = f"set rollout.engine.ep to {self.tp}, dp to 2 or more and dense to whole, or experts to gather"
             found.append(UserFault("rollout.engine.experts", problem, mend))
         return found
 

@@ -79,7 +79,7 @@ class EngineSpeed:
         )
 
     def prefill_s(self, prompts: int, length: int) -> float:
-        """Seconds to read the prompts, each once for all of its samples (SGLang's prefix cache)."""
+        """Seconds to read so many prompts."""
         return prompts * forward_flops(self.shape, length) / (self.layout.tp * self._flops_per_s)
 
     @property

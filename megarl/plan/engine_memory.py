@@ -15,7 +15,7 @@ from megarl.config.hardware import Hardware
 from megarl.parallel.engine_layout import EngineLayout
 from megarl.resharding import sglang_map
 from megarl.resharding.routes import item_bytes
-from megarl.rollout.sglang.arguments import group_arguments, most_sequences, step_sequences
+from megarl.rollout.sglang.arguments import group_arguments, most_sequences, running_limit, step_sequences
 from megarl.types import ModelShape
 
 MIB = 1 << 20
@@ -33,6 +33,7 @@ GROUP_GRAPH_MIB = (3.0, 4.5)  # the same with DP attention, for each of its grou
 CHUNK_MIB = 1.5  # the same: reserved for each token of a chunk
 RESERVED_MIB = 512  # the same: for everything else
 LEAST_RESERVED_MIB = 10 << 10  # the same: on cards of more than 60 GiB
+DEEPEP_MIB = 2 << 10  # the same: for DeepEP's buffers
 LOGIT_BYTES = 6.0
 EXPERT_COPIES = 2.0  # assumption: of the chosen experts' inputs and outputs there are both at once
 
@@ -66,7 +67,9 @@ class Kv:
 def settings_of(recipe: Recipe, hardware: Hardware) -> Settings:
     """The recipe's own server arguments, or SGLang's defaults for the card."""
     engine = recipe.rollout.engine
-    given = group_arguments(engine.dp, most_sequences(recipe), engine.sglang) | engine.sglang
+    deepep, most = engine.experts == "deepep", most_sequences(recipe)
+    own = group_arguments(engine.tp, engine.dp, deepep=deepep, concurrency=most, given=engine.sglang)
+    given = own | engine.sglang
     card = hardware.memory_bytes / MIB
     _, chunk, small, large = next(row for row in CARDS if card < row[0])
     chunk = given.get("chunked_prefill_size") or chunk
@@ -77,6 +80,7 @@ def settings_of(recipe: Recipe, hardware: Hardware) -> Settings:
         of_graph = GRAPH_MIB + (GROUP_GRAPH_MIB[graphs > 300] * engine.dp if engine.dp > 1 else 0.0)
         reserved = RESERVED_MIB + max(chunk, 2048) * CHUNK_MIB + engine.tp / 8 * 1024 + graphs * of_graph
         reserved = max(reserved, LEAST_RESERVED_MIB) if card > 60 << 10 else reserved
+        reserved += DEEPEP_MIB * deepep
         fraction = round((card - reserved) / card, 3)
     cached = str(given.get("kv_cache_dtype", "auto"))
     item = 1 if cached.startswith("fp8") else 2 if recipe.model.dtype == "bfloat16" or cached == "bfloat16" else 4
@@ -121,7 +125,8 @@ def cache_tokens(settings: Settings, free_bytes: float, weights: int, of_token: 
 def kv_of(recipe: Recipe, tokens: int, of_token: int, running_tokens: int) -> Kv:
     """tokens: of one GPU. DP attention's groups each have a cache of their own requests."""
     engine, wanted = recipe.rollout.engine, step_sequences(recipe)
-    most = min(wanted, engine.sglang.get("max_running_requests") or wanted)
+    limit = running_limit(engine.tp, wanted, deepep=engine.experts == "deepep")
+    most = min(wanted, engine.sglang.get("max_running_requests") or limit)
     lengths = (recipe.longest_sequence, running_tokens)
     at_longest, at_mean = (min(most, max(0, tokens) // length * engine.dp) for length in lengths)
     return Kv(of_token, max(0, tokens) * engine.dp, at_longest, at_mean, running_tokens, wanted)
@@ -131,8 +136,10 @@ def running_bytes(shape: ModelShape, engine: EngineLayout, settings: Settings, s
     """(activations, logits) while it samples: a chunk of prompts in its widest layer; logits of the sequences.
 
     A layer holds four times its group's tokens. Without experts there are gate, up and their product; with them the
-    chosen experts' inputs or outputs, and what was gathered from all groups. The logits are whole on each GPU, of its
-    group's sequences or of the engine's, in bfloat16 and in float32 (logits_processor.py).
+    same and an output for each expert that a token chose, and what was gathered from all groups: SGLang's Triton
+    kernels make room for other ranks' experts too (fused_moe.py). With DeepEP only tokens come that chose the rank's.
+    The logits are whole on each GPU, of its group's sequences or of the engine's, in bfloat16 and in float32
+    (logits_processor.py).
     """
     hidden, tokens = shape.hidden_size, settings.chunk_tokens
     attention = 4 * hidden * tokens / engine.dp
@@ -141,8 +148,12 @@ def running_bytes(shape: ModelShape, engine: EngineLayout, settings: Settings, s
         seen = tokens / engine.dp if engine.whole_dense else tokens
         numbers.append(attention + 3 * shape.ffn_size / engine.dense_ranks * seen)
     if shape.num_experts:
-        of_copy = EXPERT_COPIES * hidden + 3 * shape.moe_ffn_size / engine.moe_tp
-        gathered = 2 * hidden * tokens if engine.dp > 1 and not engine.deepep else 0
-        numbers.append(attention + gathered + shape.experts_per_token / engine.ep * of_copy * tokens)
+        product = 3 * shape.moe_ffn_size / engine.moe_tp
+        copies = shape.experts_per_token * tokens
+        if engine.deepep:
+            numbers.append(attention + copies / engine.ep * (EXPERT_COPIES * hidden + product))
+        else:
+            gathered = 2 * hidden * tokens if engine.dp > 1 else 0
+            numbers.append(attention + gathered + copies * (hidden + product))
     rows = max(sequences // (engine.dp if engine.group_head else 1), 1)
     return 2.0 * max(numbers), rows * shape.vocab_size * LOGIT_BYTES

@@ -170,7 +170,7 @@ class _SlotMemory:
         cache = Parts(kv_cache_bytes=max(0, self.tokens) * self.token_bytes)
         if phase == "rollout":
             wanted = step_sequences(self.recipe)
-            most = min(wanted, self.settings.graph_sequences or wanted)
+            most = min(wanted, (self.settings.graph_sequences or wanted) * self.engine.dp)
             running, logits = running_bytes(self.policy.shape, self.engine, self.settings, most)
             return weights + cache + Parts(activations_bytes=math.ceil(running), logits_bytes=math.ceil(logits))
         if not releases:

@@ -36,7 +36,8 @@ def rollout_time(speed: EngineSpeed, samples: Samples, concurrency: int) -> Roll
     lengths = [int(length) for length in lengths[: prompts * per_prompt]]
     slots = max(1, min(concurrency, len(lengths)))
     decode, tail = decode_s(lengths, slots, lambda running, age: speed.step_s(running, samples.prompt_tokens + age))
-    prefill = speed.prefill_s(prompts, samples.prompt_tokens)
+    # Each attention group reads the prompts of its samples, which go to the groups in turn.
+    prefill = speed.prefill_s(prompts * min(per_prompt, speed.layout.dp), samples.prompt_tokens)
     return RolloutTime(prefill, decode, tail, slots, float(samples.responses.sum()) / (prefill + decode))
 
 

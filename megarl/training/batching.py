@@ -154,7 +154,8 @@ def _fastest(
 
     def tried(places: int) -> tuple[float, tuple[tuple[MicroBatch, ...], ...]]:
         hands, slowest = _deal(_fill(load, tight, places, ranks, budget), load, ranks)
-        return (slowest + places * own) * (1 + waiting_stages / places), hands
+        in_use = sum(any(hand[place] for hand in hands) for place in range(places))  # the others pass quickly
+        return slowest + places * own + waiting_stages * (slowest / in_use + own), hands
 
     _, hands = min((tried(fewest + more * multiple) for more in range(_MORE + 1)), key=lambda one: one[0])
     return hands

@@ -31,6 +31,7 @@ REFUSED = {
     "heads of groups without groups": (MOE, EngineLayout(1, 4, 1, group_head=True), 16, "head", "head to engine"),
     "DeepEP and cut experts": (MOE, EngineLayout(1, 4, 2, 2, whole_dense=True, deepep=True), 16, "experts", "ep to 4"),
     "DeepEP and cut layers": (MOE, EngineLayout(1, 4, 4, 2, deepep=True), 16, "experts", "dense to whole"),
+    "DeepEP without DP attention": (MOE, EngineLayout(1, 4, 4, deepep=True), 16, "experts", "dp to 2 or more"),
     "more ranks than experts": (replace(DEEPSEEK, num_experts=4), EngineLayout(1, 8, 4), 16, "tp", "to 4"),
 }
 

@@ -84,7 +84,7 @@ def test_it_fits(name: str, over: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize(("over", "limit_s"), [((), 2100), (("fp8_rollout_deepseek671b.yaml",), 1300)])
 def test_deepseek_samples_in_most_of_a_step_and_no_longer_in_five_sixths(over: tuple[str, ...], limit_s: int) -> None:
-    """With all 32 ranks of a group's attention it was 3,180 s."""
+    """With engines of 32 GPUs and groups of four it was 3,180 s."""
     found = planned("dapo_deepseek671b", over)
     assert found.step.total_s < limit_s
     assert 0.5 < found.rollout.total_s / found.step.total_s < 0.75

@@ -62,8 +62,10 @@ REFUSED = {prefix: reason for reason, prefixes in _REFUSED_FOR.items() for prefi
 # Attention backends that read the keys of MLA from an fp8 cache (SGLang's layers/attention). The others, among them
 # SGLang's default on Hopper, cast a layer's whole cache to the model's data type in every step (`.to(q.dtype)`).
 LATENT_FP8_BACKENDS = ("cutedsl_mla", "flashmla", "tokenspeed_mla", "triton", "trtllm_mla")
+DEEPEP_TOKENS = 128  # that a GPU sends in a decoding step, at most (SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK)
 _GROUP_CHUNK = 2048  # tokens of prompts that an attention group reads at once
-_MOST_IN_GRAPHS = 512  # sequences of a group in the largest CUDA graph, as SGLang's own limit
+_GATHERED_CHUNK = 16384  # of all groups, where each GPU gets them all
+_MOST_IN_GRAPHS = 512  # sequences of a group in the largest CUDA graph, as SGLang's own limit on large cards
 _SPARE_CONTEXT = 8  # SGLang keeps two positions of the context free after a response, and six after a prompt
 _PLAIN_CACHES = ("auto", "bf16", "bfloat16")
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -184,7 +186,7 @@ def server_arguments(settings: EngineSettings, weight_loader: str, device: str =
         "ep_size": settings.ep,
         "dtype": settings.dtype,
         "random_seed": settings.seed,
-        "max_running_requests": settings.concurrency,
+        "max_running_requests": running_limit(settings.tp, settings.concurrency, deepep=settings.deepep),
         "weight_version": "0" if settings.load_weights else "-1",
         "load_format": "auto" if settings.load_weights else "dummy",
         "custom_weight_loader": [weight_loader],
@@ -213,7 +215,9 @@ def server_arguments(settings: EngineSettings, weight_loader: str, device: str =
     else:
         # The memory saver releases the engine's memory to training between rollouts.
         arguments |= {"base_gpu_id": settings.first_gpu, "enable_memory_saver": True, "sleep_on_idle": True}
-        arguments |= group_arguments(settings.dp, settings.concurrency, settings.sglang)
+        arguments |= group_arguments(
+            settings.tp, settings.dp, deepep=settings.deepep, concurrency=settings.concurrency, given=settings.sglang
+        )
         if not settings.fp8:  # as "auto" on Hopper; on Blackwell "auto" is a backend whose layout sglang_map lacks
             arguments["moe_runner_backend"] = "deep_gemm" if settings.deepep else "triton"
     arguments |= settings.sglang
@@ -222,17 +226,28 @@ def server_arguments(settings: EngineSettings, weight_loader: str, device: str =
     return arguments
 
 
-def group_arguments(dp: int, concurrency: int, given: Mapping[str, Any]) -> dict[str, int]:
+def running_limit(tp: int, wanted: int, *, deepep: bool) -> int:
+    """Sequences that an engine may run at once, of those that it is given."""
+    return min(wanted, DEEPEP_TOKENS * tp) if deepep else wanted
+
+
+def group_arguments(
+    tp: int, dp: int, *, deepep: bool, concurrency: int, given: Mapping[str, Any]
+) -> dict[str, int]:
     """Sizes for `dp` attention groups: SGLang divides its chunk of prompts by them, and makes graphs for each.
 
-    Its own chunk leaves 256 tokens to each of 32 groups. A larger one needs `mem_fraction_static` in the recipe's
-    arguments: else SGLang would set aside 1.5 MiB for each of its tokens before it divides (memory_hook.py).
+    Only where the recipe's arguments have `mem_fraction_static`: else SGLang chooses them with the share of memory. Its
+    own chunk leaves 256 tokens to each of 32 groups; where tokens are gathered each GPU holds all of a chunk's, once
+    for every expert that they chose. A graph is for a multiple of the group's ranks, and of 8, as in SGLang's list.
     """
-    if dp == 1:
+    if dp == 1 or "mem_fraction_static" not in given:
         return {}
-    found = {"cuda_graph_max_bs_decode": min(_MOST_IN_GRAPHS, -(-concurrency * 11 // (10 * dp)))}
-    if "mem_fraction_static" in given and dp > 4:
-        found["chunked_prefill_size"] = _GROUP_CHUNK * dp
+    ranks = max(1, tp // dp)  # what does not divide is told elsewhere
+    of_group, step = -(-concurrency * 11 // (10 * dp)), math.lcm(8, ranks)
+    most = min(_MOST_IN_GRAPHS, DEEPEP_TOKENS * ranks) if deepep else _MOST_IN_GRAPHS
+    found = {"cuda_graph_max_bs_decode": min(most, -(-of_group // step) * step)}
+    if dp > 4:
+        found["chunked_prefill_size"] = _GROUP_CHUNK * dp if deepep else _GATHERED_CHUNK
     return found
 
 

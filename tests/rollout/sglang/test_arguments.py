@@ -77,11 +77,21 @@ def test_an_engines_layout_is_said_to_sglang() -> None:
 
 
 def test_sizes_grow_with_the_attention_groups_and_the_recipe_may_set_them() -> None:
-    assert group_arguments(1, 3072, {}) == {}
-    assert group_arguments(2, 100, {}) == {"cuda_graph_max_bs_decode": 55}
     share = {"mem_fraction_static": 0.85}
-    assert group_arguments(32, 3072, share) == {"cuda_graph_max_bs_decode": 106, "chunked_prefill_size": 65536}
-    assert group_arguments(8, 99_999, {}) == {"cuda_graph_max_bs_decode": 512}
+
+    def sizes(tp: int, dp: int, concurrency: int, *, deepep: bool = False) -> list[int]:
+        return list(group_arguments(tp, dp, deepep=deepep, concurrency=concurrency, given=share).values())
+
+    assert sizes(8, 1, 3072) == []
+    assert group_arguments(64, 32, deepep=False, concurrency=3072, given={}) == {}, "SGLang sets all three"
+    assert sizes(8, 2, 4) == [8] and sizes(100, 2, 100) == [200], "a multiple of the group's ranks"
+    assert sizes(64, 32, 3072) == [112, 16384]
+    assert sizes(64, 32, 3072, deepep=True) == [112, 65536]
+    assert sizes(8, 8, 99_999) == [512, 16384]
+    assert sizes(8, 8, 99_999, deepep=True) == [128, 16384], "no more tokens than DeepEP sends"
+    many = replace(SETTINGS, tp=8, dp=8, concurrency=99_999, sglang={})
+    limits = [server_arguments(replace(many, deepep=at), "a.loader", "cuda")["max_running_requests"] for at in (0, 1)]
+    assert limits == [99_999, 1024]
     own = replace(SETTINGS, dp=8, sglang={**share, "chunked_prefill_size": 77})
     assert server_arguments(own, "a.loader", "cuda")["chunked_prefill_size"] == 77
     assert "cuda_graph_max_bs_decode" not in server_arguments(replace(own, sglang={}), "a.loader", "cpu")

@@ -29,7 +29,7 @@ CASES = {
     ),
     "deepseek-v3 tp2": ("deepseek-v3", EngineLayout(1, 2, 1)),
     "qwen3-moe tp2 ep2": ("qwen3-moe", EngineLayout(1, 2, 2)),
-    "qwen3-moe tp2 dp2": ("qwen3-moe", EngineLayout(1, 2, 1, dp=2)),
+    "qwen3-moe tp2 dp2": ("qwen3-moe", EngineLayout(1, 2, 1, dp=2, whole_dense=True, group_head=True)),
     "qwen3, tied, tp2": ("qwen3", EngineLayout(1, 2, 1)),
     "qwen2 tp2": ("qwen2", EngineLayout(1, 2, 1)),
     "llama tp1": ("llama", EngineLayout(1, 1, 1)),
