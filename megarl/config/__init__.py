@@ -120,7 +120,7 @@ class EngineConfig(Branch):
     dp: ParallelSize = 1  # SGLang's DP attention: groups of tp / dp slots that each hold the whole attention
     fp8: bool = False  # weights in float8 tiles of 128 x 128, quantised before they are sent
     dense: Literal["whole", "cut"] | None = None  # dense layers on each slot, or over all; unset: whole with dp > 1
-    head: Literal["group", "engine"] | None = None  # the output layer of each dp group, or of all; unset: as dense
+    head: Literal["group", "engine"] | None = None  # the output layer of each dp group, or of all; group with dp > 1
     experts: Literal["gather", "deepep"] = "gather"  # whether tokens go to all slots, or to those that they chose
     sglang: dict[str, Any] = Field(default_factory=dict)
 

@@ -45,11 +45,6 @@ class Hardware(Branch):
     deepep_latency_s: Positive = 60e-6
     deepep_token_s: dict[int, Positive] = Field(default_factory=lambda: dict(DEEPEP_TOKEN_S), min_length=1)
 
-    def all_to_all_s(self, ep: int, tokens: float) -> float:
-        """Seconds of one layer's dispatch and combine of so many tokens of each GPU, as of the nearest size."""
-        nearest = min(self.deepep_token_s, key=lambda size: abs(size - ep))
-        return self.deepep_latency_s + self.deepep_token_s[nearest] * tokens
-
     def is_card(self, device_name: str) -> bool:
         """Whether a driver's name of a GPU is this model, compared by whole words: H20 is not H200."""
         own, words = _words(self.name), _words(device_name)

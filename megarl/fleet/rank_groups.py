@@ -168,7 +168,7 @@ class RankGroup:
             work=train_work(self._shape),
             align=self._layout.tokens_align,
             multiple=self._layout.batch_multiple,
-            waiting_stages=self._layout.waiting_stages,
+            bubble_micro_batches=self._layout.bubble_micro_batches,
         )
 
     def _call(self, method: str, *args: object) -> None:

@@ -96,13 +96,14 @@ class EngineLayout:
     def _dp_faults(self) -> list[UserFault]:
         """Faults of what SGLang has for DP attention alone, and of DeepEP."""
         found = []
-        for key, value, is_set in (("dense", "cut", self.whole_dense), ("head", "engine", self.group_head)):
+        keys = (("dense", "whole", "cut", self.whole_dense), ("head", "group", "engine", self.group_head))
+        for key, value, other, is_set in keys:
             if is_set and self.dp == 1:
-                problem = "asks for DP attention, and rollout.engine.dp is 1"
-                mend = f"set rollout.engine.{key} to {value}, or dp to a divisor of rollout.engine.tp"
+                problem = f"{value} needs DP attention, and rollout.engine.dp is 1"
+                mend = f"set rollout.engine.{key} to {other}, or dp to 2 or more"
                 found.append(UserFault(f"rollout.engine.{key}", problem, mend))
         if self.deepep and (self.ep != self.tp or not self.whole_dense):
-            problem = "deepep asks for DP attention, whole dense layers, and experts that are not split inside"
+            problem = "deepep needs DP attention, whole dense layers, and experts that are not split inside"
             mend = f"set rollout.engine.ep to {self.tp}, dp to 2 or more and dense to whole, or experts to gather"
             found.append(UserFault("rollout.engine.experts", problem, mend))
         return found

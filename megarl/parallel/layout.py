@@ -90,8 +90,8 @@ class TrainLayout:
         return self.pp if self.vpp > 1 else 1
 
     @property
-    def waiting_stages(self) -> float:
-        """How many micro-batches' time a stage waits while the pipeline fills and drains (Narayanan et al. 2021)."""
+    def bubble_micro_batches(self) -> float:
+        """The pipeline's bubble, in micro-batches' time: while it fills and drains (Narayanan et al. 2021, 2.2)."""
         return (self.pp - 1) / self.vpp
 
     def layers(self, pp_rank: int, num_layers: int, chunk: int = 0) -> range:

@@ -145,7 +145,7 @@ def share_of(recipe: Recipe, shape: ModelShape, layout: TrainLayout, samples: Sa
         tokens_full=samples.num_trained * samples.longest / per_rank,
         micro_batches=micro_batches,
         micro_batches_full=micro_batches_full,
-        bubble=layout.waiting_stages / micro_batches,
+        bubble=layout.bubble_micro_batches / micro_batches,
         balance=float(total / slowest),
     )
 
@@ -162,7 +162,7 @@ def _updates(recipe: Recipe, layout: TrainLayout, lengths: IntArray, shape: Mode
         work=train_work(shape),
         align=layout.tokens_align,
         multiple=layout.batch_multiple,
-        waiting_stages=layout.waiting_stages,
+        bubble_micro_batches=layout.bubble_micro_batches,
     )
 
 

@@ -33,6 +33,12 @@ class DecodeStep:
         return self.attention + self.experts + self.other_weights + self.exchanges + self.kernels
 
 
+def all_to_all_s(hardware: Hardware, ep: int, tokens: float) -> float:
+    """Seconds of DeepEP's dispatch and combine of so many tokens of each GPU in a layer, as of the nearest EP size."""
+    nearest = min(hardware.deepep_token_s, key=lambda size: abs(size - ep))
+    return hardware.deepep_latency_s + hardware.deepep_token_s[nearest] * tokens
+
+
 @dataclass(frozen=True)
 class EngineSpeed:
     """One engine's decoding. weight_bytes: of all weights on a GPU; kv_bytes: of one token in a GPU's cache."""
@@ -137,7 +143,7 @@ class EngineSpeed:
             seconds += dense * self._ring_s(running, layout.tp)
         if layout.deepep:
             tokens = running / layout.tp * shape.hidden_size / 7168 * shape.experts_per_token / 8  # as in the table
-            return seconds + self._sparse_layers * self.hardware.all_to_all_s(layout.ep, tokens)
+            return seconds + self._sparse_layers * all_to_all_s(self.hardware, layout.ep, tokens)
         return seconds + self._sparse_layers * self._ring_s(running, layout.tp)
 
     def _ring_s(self, tokens: float, ranks: int) -> float:

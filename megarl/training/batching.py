@@ -88,7 +88,7 @@ def plan_updates(
     work: Callable[[int], float],
     align: int = 1,
     multiple: int = 1,
-    waiting_stages: float = 0.0,
+    bubble_micro_batches: float = 0.0,
 ) -> list[Update]:
     """Split samples, in order, into `updates` equal optimizer updates and balance each over the dp ranks.
 
@@ -97,7 +97,8 @@ def plan_updates(
     busy, but each costs something in itself (flops.MICRO_BATCH_TOKENS). A sequence takes its length of a micro-batch's
     token_budget, rounded up to a multiple of `align`.
     work: the cost of a sequence by its number of tokens, in which ranks, and the micro-batches that they run together,
-    are balanced. waiting_stages: as of TrainLayout. The plan does not depend on the samples' order within an update.
+    are balanced. bubble_micro_batches: as of TrainLayout. The plan does not depend on the samples' order within an
+    update.
     longest_response: the divisor of the aggregation `constant`.
     Raises ValueError when there are fewer samples than updates or a sample is longer than the budget.
     """
@@ -112,7 +113,7 @@ def plan_updates(
         load = _Load.of(part, work, align)
         if load.tokens[0] > token_budget:
             raise ValueError(f"a sample of {load.tokens[0]} tokens exceeds the micro-batch budget of {token_budget}")
-        shares = _fastest(load, dp, multiple, token_budget, waiting_stages, work(MICRO_BATCH_TOKENS))
+        shares = _fastest(load, dp, multiple, token_budget, bubble_micro_batches, work(MICRO_BATCH_TOKENS))
         correct = sum(one.response_length for one in part if one.is_correct)
         plans.append(Update(shares, float(denominator), tokens, responses, correct))
     return plans
@@ -143,7 +144,7 @@ _Bin = list[int]  # places in a _Load
 
 
 def _fastest(
-    load: _Load, ranks: int, multiple: int, budget: int, waiting_stages: float, own: float
+    load: _Load, ranks: int, multiple: int, budget: int, bubble_micro_batches: float, own: float
 ) -> tuple[tuple[MicroBatch, ...], ...]:
     """Micro-batches of every rank: of a few numbers of them the one with the shortest step, of equals the fewest.
 
@@ -155,7 +156,7 @@ def _fastest(
     def tried(places: int) -> tuple[float, tuple[tuple[MicroBatch, ...], ...]]:
         hands, slowest = _deal(_fill(load, tight, places, ranks, budget), load, ranks)
         in_use = sum(any(hand[place] for hand in hands) for place in range(places))  # the others pass quickly
-        return slowest + places * own + waiting_stages * (slowest / in_use + own), hands
+        return slowest + places * own + bubble_micro_batches * (slowest / in_use + own), hands
 
     _, hands = min((tried(fewest + more * multiple) for more in range(_MORE + 1)), key=lambda one: one[0])
     return hands

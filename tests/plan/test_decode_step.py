@@ -10,7 +10,7 @@ import pytest
 from megarl.config.hardware import Hardware, load_hardware
 from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.hf_config import model_shape
-from megarl.plan.decode_step import ATTENTION_SHARE, LAYER_S, STEP_S, EngineSpeed
+from megarl.plan.decode_step import ATTENTION_SHARE, LAYER_S, STEP_S, EngineSpeed, all_to_all_s
 from megarl.plan.engine_memory import token_bytes, weight_bytes
 from megarl.types import ModelShape
 from tests.plan import recipes as planning
@@ -99,9 +99,9 @@ def test_whole_shared_experts_are_computed_for_all_gathered_tokens() -> None:
 
 
 def test_all_to_all_is_of_the_nearest_size_that_was_measured() -> None:
-    assert CARD.all_to_all_s(64, 128) == pytest.approx(487e-6, rel=0.01)
-    assert CARD.all_to_all_s(72, 128) == CARD.all_to_all_s(64, 128)
-    assert CARD.all_to_all_s(8, 0) == CARD.deepep_latency_s
+    assert all_to_all_s(CARD, 64, 128) == pytest.approx(487e-6, rel=0.01)
+    assert all_to_all_s(CARD, 72, 128) == all_to_all_s(CARD, 64, 128)
+    assert all_to_all_s(CARD, 8, 0) == CARD.deepep_latency_s
 
 
 WIDE = {"fp8": True, "whole_dense": True, "whole_shared": True, "group_head": True, "deepep": True}

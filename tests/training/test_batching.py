@@ -123,7 +123,7 @@ def test_a_pipeline_takes_more_micro_batches_than_the_budget_asks_for():
     """They keep its stages busy, until what each costs in itself outweighs that."""
     samples = _refs([2048] * 32)
     for stages, multiple, count in ((0, 1, 4), (0.1, 1, 4), (7, 1, 6), (7, 8, 24)):
-        options = {"token_budget": 16384, "work": float, "multiple": multiple, "waiting_stages": stages}
+        options = {"token_budget": 16384, "work": float, "multiple": multiple, "bubble_micro_batches": stages}
         assert len(_plan(samples, **options)[0].micro_batches[0]) == count
 
 

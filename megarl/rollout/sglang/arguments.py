@@ -236,17 +236,19 @@ def group_arguments(
 ) -> dict[str, int]:
     """Sizes for `dp` attention groups: SGLang divides its chunk of prompts by them, and makes graphs for each.
 
-    Only where the recipe's arguments have `mem_fraction_static`: else SGLang chooses them with the share of memory. Its
-    own chunk leaves 256 tokens to each of 32 groups; where tokens are gathered each GPU holds all of a chunk's, once
-    for every expert that they chose. A graph is for a multiple of the group's ranks, and of 8, as in SGLang's list.
+    Only where the recipe's arguments have `mem_fraction_static`: else SGLang chooses them with the share of memory, but
+    for the graphs that DeepEP bounds. SGLang's own chunk leaves 256 tokens to each of 32 groups; where tokens are
+    gathered each GPU holds all of a chunk's, once for every expert that they chose. A graph is for a multiple of the
+    group's ranks, and of 8, as in SGLang's list.
     """
-    if dp == 1 or "mem_fraction_static" not in given:
+    has_fraction = "mem_fraction_static" in given
+    if dp == 1 or not (has_fraction or deepep):
         return {}
     ranks = max(1, tp // dp)  # what does not divide is told elsewhere
     of_group, step = -(-concurrency * 11 // (10 * dp)), math.lcm(8, ranks)
     most = min(_MOST_IN_GRAPHS, DEEPEP_TOKENS * ranks) if deepep else _MOST_IN_GRAPHS
     found = {"cuda_graph_max_bs_decode": min(most, -(-of_group // step) * step)}
-    if dp > 4:
+    if dp > 4 and has_fraction:
         found["chunked_prefill_size"] = _GROUP_CHUNK * dp if deepep else _GATHERED_CHUNK
     return found
 

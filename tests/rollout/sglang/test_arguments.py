@@ -84,6 +84,8 @@ def test_sizes_grow_with_the_attention_groups_and_the_recipe_may_set_them() -> N
 
     assert sizes(8, 1, 3072) == []
     assert group_arguments(64, 32, deepep=False, concurrency=3072, given={}) == {}, "SGLang sets all three"
+    bounded = group_arguments(64, 32, deepep=True, concurrency=99_999, given={})
+    assert bounded == {"cuda_graph_max_bs_decode": 256}, "two GPUs a group, 128 tokens each"
     assert sizes(8, 2, 4) == [8] and sizes(100, 2, 100) == [200], "a multiple of the group's ranks"
     assert sizes(64, 32, 3072) == [112, 16384]
     assert sizes(64, 32, 3072, deepep=True) == [112, 65536]
