@@ -245,7 +245,7 @@ def _train(recipe: Recipe, *, resume: bool) -> None:
     inputs = check(recipe)
 
     from megarl.controller.loop import train as train_recipe
-    from megarl.controller.saver import find
+    from megarl.controller.resuming import find
     from megarl.tracking.run_log import RunLog
 
     start = find(recipe, inputs.prompts, show) if resume else None

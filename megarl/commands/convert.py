@@ -9,7 +9,7 @@ from pathlib import Path
 from megarl.checkpoints.snapshots import Snapshot, Snapshots
 from megarl.cluster.session import Cluster
 from megarl.config import Recipe
-from megarl.controller.saver import FOLDER, model_faults
+from megarl.controller.resuming import FOLDER, model_faults
 from megarl.fleet.fleet import training_fleet
 from megarl.parallel.roles import resolve
 from megarl.types import UserFault, UserFaults

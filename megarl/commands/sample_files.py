@@ -7,7 +7,8 @@ from pathlib import Path
 from megarl import disk
 from megarl.cluster.session import Cluster
 from megarl.config import Recipe
-from megarl.controller.run import Step, TrainingRun, policy_lr
+from megarl.controller.learning_rate import policy_lr
+from megarl.controller.run import Step, TrainingRun
 from megarl.controller.samples import sampling_of, with_overlong_penalty
 from megarl.controller.stages import LEARNING_STAGES, advantages, publish, score
 from megarl.fleet.fleet import Fleet, training_fleet

@@ -26,8 +26,10 @@ from megarl.checkpoints.snapshots import Snapshot
 from megarl.cluster.session import Cluster
 from megarl.config import Recipe
 from megarl.controller.evaluation import evaluate
-from megarl.controller.run import NO_GROUPS, Run, Step, policy_lr
-from megarl.controller.saver import Saver, resume
+from megarl.controller.learning_rate import policy_lr
+from megarl.controller.resuming import resume
+from megarl.controller.run import NO_GROUPS, Run, Step
+from megarl.controller.saver import Saver
 from megarl.controller.stages import learn, publish
 from megarl.controller.warm_start import warm_start
 from megarl.fleet.fleet import Fleet

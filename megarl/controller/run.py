@@ -1,13 +1,12 @@
-"""The run, which is made once; the step, which each stage returns with its results; the learning rate of each step."""
+"""The run, which is made once, and the step, which each stage returns with its results."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megarl.algos import ALGORITHMS, Stage, hyperparameters_of
-from megarl.config import Recipe, TrainConfig
+from megarl.config import Recipe
 from megarl.controller.saver import Saver
 from megarl.fleet.fleet import Fleet, TrainingFleet
 from megarl.fleet.rank_groups import PerTokenResults, RolloutBatch, Trained
@@ -81,22 +80,3 @@ class Step:
     def speed(self) -> Metrics:
         """Throughput of the policy's updates."""
         return self.trained.speed if self.trained else {}
-
-
-def learning_rate(train: TrainConfig, step: int, last_step: int) -> float:
-    """Linear warm-up over the first steps, counted from 1; from there towards lr_end x lr, behind the last one."""
-    if step <= train.warmup_steps:
-        return train.lr * step / train.warmup_steps
-    done = min(1.0, (step - train.warmup_steps - 1) / max(1, last_step - train.warmup_steps))
-    if train.lr_schedule == "constant":
-        return train.lr
-    left = 1.0 - done if train.lr_schedule == "linear" else (1.0 + math.cos(math.pi * done)) / 2
-    return train.lr * (train.lr_end + (1.0 - train.lr_end) * left)
-
-
-def policy_lr(recipe: Recipe, fleet: TrainingFleet) -> Callable[[int], float | None]:
-    """The recipe's learning rate of the policy by step; None in the first steps, in which only the critic learns."""
-    hyperparameters = hyperparameters_of(recipe.algorithm.name, recipe.algorithm)
-    before = hyperparameters.critic_warmup_steps if fleet.critic else 0
-    last = recipe.run.steps - before
-    return lambda step: learning_rate(recipe.train, step - before, last) if step > before else None

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
 from megarl.algos import Stage
-from megarl.controller.run import Run, Step, TrainingRun, learning_rate
+from megarl.controller.learning_rate import learning_rate
+from megarl.controller.run import Run, Step, TrainingRun
 from megarl.controller.samples import collect, refuse_empty, samples_of, sampling_of, with_overlong_penalty
 from megarl.fleet.fleet import Fleet
 from megarl.fleet.rank_groups import RolloutBatch

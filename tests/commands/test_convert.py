@@ -12,7 +12,7 @@ import pytest
 from megarl.checkpoints.snapshots import Snapshots
 from megarl.commands.convert import find_snapshot
 from megarl.config.loading import load_recipe
-from megarl.controller.saver import FOLDER, Progress
+from megarl.controller.resuming import FOLDER, Progress
 from megarl.parallel.hf_config import model_shape
 from megarl.types import UserFaults
 from tests.test_cli import QUICKSTART, megarl

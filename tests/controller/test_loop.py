@@ -18,7 +18,8 @@ from megarl.algos import ALGORITHMS, hyperparameters_of
 from megarl.algos.statistics import LOSS
 from megarl.config.loading import load_recipe
 from megarl.controller import loop, stages, warm_start
-from megarl.controller.run import NO_GROUPS, Run, Step, policy_lr
+from megarl.controller.learning_rate import policy_lr
+from megarl.controller.run import NO_GROUPS, Run, Step
 from megarl.controller.stages import LEARNING_STAGES, STAGES
 from megarl.fleet.rank_groups import RolloutBatch, Trained
 from megarl.resharding.member import Stats

@@ -14,7 +14,8 @@ from megarl.checkpoints.snapshots import Snapshots
 from megarl.cluster import processes
 from megarl.config import Recipe
 from megarl.config.loading import load_recipe
-from megarl.controller.saver import FOLDER, Progress, Saver, find, model_faults, resume
+from megarl.controller.resuming import FOLDER, Progress, find, model_faults, resume
+from megarl.controller.saver import Saver
 from megarl.fleet.rank_groups import RolloutBatch
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.roles import resolve

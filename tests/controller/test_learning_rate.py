@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.config import TrainConfig
-from megarl.controller.run import learning_rate
+from megarl.controller.learning_rate import learning_rate
 
 
 def rates(steps: int, **keys: object) -> list[float]:
