@@ -35,8 +35,10 @@ def _end(command, last_line: str, code: int) -> None:
 
 
 def test_ctrl_c_and_what_a_live_run_exposes(launch: Callable):
-    command = launch(*FOREVER)
+    """A run of ReMax, so that its greedy samples, which are none of those that it trains on, are drawn by day."""
+    command = launch(*FOREVER, "algorithm.name=remax", "reshard.verify=full")
     command.wait_for_step(1)
+    assert command.records()[-1]["rollout/samples"] == 64
     _check_sockets(command)
     _check_secrets(command)
     _check_folders(command)

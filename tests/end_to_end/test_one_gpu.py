@@ -54,8 +54,9 @@ def check(steps: list[dict[str, Any]], gap: float) -> None:
     assert [record["reshard/version"] for record in steps] == sorted({record["reshard/version"] for record in steps})
 
 
-# On CPU the quickstart is the run without seeds.
-@pytest.mark.parametrize("seeded", [pytest.param("false", marks=() if ON_GPU else pytest.mark.nightly), "true"])
+# By day on CPU the quickstart is the run without seeds, test_resume.py one with seeds, test_ending.py one of ReMax.
+@(pytest.mark.slow if ON_GPU else pytest.mark.nightly)
+@pytest.mark.parametrize("seeded", ["false", "true"])
 def test_a_run_on_one_slot(launch: Callable, tmp_path: Path, seeded: str) -> None:
     """With ReMax, whose greedy samples come from the same engine."""
     steps = steps_of(launch, tmp_path, f"rollout.seeded={seeded}", "algorithm.name=remax")

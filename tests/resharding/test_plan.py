@@ -163,9 +163,9 @@ def check_account(sides: Sides, plans: Sequence[MemberPlan], gpus_per_node: int)
 
 
 @settings(max_examples=25)
-@given(layouts(), st.sampled_from([2, 4, 8, 16]), st.sampled_from([0, 1_000, 20_000]))
-def test_real_models(layout: Layouts, gpus_per_node: int, slack: int) -> None:
-    check(sides_of(layout), gpus_per_node, slack)
+@given(layouts(), st.booleans(), st.sampled_from([2, 4, 8, 16]), st.sampled_from([0, 1_000, 20_000]))
+def test_real_models(layout: Layouts, transformer_engine: bool, gpus_per_node: int, slack: int) -> None:
+    check(sides_of(layout, transformer_engine), gpus_per_node, slack)
 
 
 @settings(max_examples=60)
@@ -175,6 +175,7 @@ def test_random_boxes(sides: Sides, gpus_per_node: int, slack: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # test_real_models, with more examples
 @settings(max_examples=120)
 @given(layouts(), st.booleans(), st.integers(1, 16), st.integers(0, 50_000))
 def test_many_real_models(layout: Layouts, transformer_engine: bool, gpus_per_node: int, slack: int) -> None:

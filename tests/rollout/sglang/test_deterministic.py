@@ -135,7 +135,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module", params=CASES)
+# By night: Qwen3-MoE. By day tests/end_to_end/test_resume.py compares its seeded samples to the last bit.
+MARKED = [pytest.param(name, marks=pytest.mark.nightly if name.startswith("qwen3") else ()) for name in CASES]
+
+
+@pytest.fixture(scope="module", params=MARKED)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int]]:
     """A checkpoint and its engine's layout."""
     family, layout = CASES[request.param]
