@@ -33,8 +33,8 @@ def rollout_metrics(groups: Sequence[GroupSummary]) -> Metrics:
 def balance_metrics(rounds: Sequence[RoundBalance]) -> Metrics:
     """How evenly the engines worked in a step's rounds of sampling, each of which waits for its last sample.
 
-    `imbalance`: tokens of the busiest attention group over the mean group's; `tail_s`: from 90 % of a round's samples to
-    all of them. Both are added up over the rounds. A step without a round has neither.
+    `imbalance`: tokens of the busiest attention group over the mean group's; `tail_s`: from 90 % of a round's samples
+    to all of them. Both are added up over the rounds. A step without a round has neither.
     """
     if not rounds:
         return {}

@@ -171,7 +171,7 @@ def step_sequences(recipe: Recipe) -> int:
 
 
 def most_sequences(recipe: Recipe) -> int:
-    """The most sequences that an engine runs at once, in a round or an evaluation: a multiple of its attention groups."""
+    """The most sequences that an engine runs at once, in a round or an evaluation; a multiple of its groups."""
     sets, engine = [recipe.evaluation.of(name) for name in recipe.data.eval], recipe.rollout.engine
     of_sets = [math.ceil(evaluation.max_prompts / engine.count) * evaluation.samples for evaluation in sets]
     most = max(step_sequences(recipe), *of_sets) if of_sets else step_sequences(recipe)

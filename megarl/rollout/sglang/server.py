@@ -79,7 +79,7 @@ class Tokenizer(TokenizerManager):
 
     def _dispatch_to_scheduler(self, obj: Any) -> None:
         if isinstance(obj, io_struct.TokenizedGenerateReqInput):
-            io_struct.sock_send(self._groups[self.queue.group_of(obj.rid)], obj)
+            io_struct.sock_send(self._groups[self.queue.group_of(cast(str, obj.rid))], obj)
         else:
             super()._dispatch_to_scheduler(obj)
 
