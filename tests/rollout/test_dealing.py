@@ -77,12 +77,12 @@ def test_the_mean_begins_with_the_round_before() -> None:
 
 
 def test_sequences_that_start_together_may_be_more_than_fit_when_they_are_long() -> None:
-    """Each counts 10 + 90 tokens: 25 of them at the start, then the next when fewer than 12.5 are left."""
+    """Each counts 10 + 90 tokens: 20 of them at the start, then the next when fewer than 12.5 are left."""
     dealer = Dealer([Room(10**6, 1000)], 360)
-    for _ in range(25):
+    for _ in range(20):
         assert dealer.deal(10) == 0
     assert dealer.deal(10) is None
-    for _ in range(12):
+    for _ in range(7):
         dealer.finished(0, 10, 90)
         assert dealer.deal(10) is None
     dealer.finished(0, 10, 90)
