@@ -199,6 +199,18 @@ class GroupSummary:
 
 
 @dataclass(frozen=True)
+class RoundBalance:
+    """How evenly the engines worked in a round of sampling.
+
+    group_tokens: of each attention group of each engine, tokens of prompts and responses. tail_s: from when 90 % of the
+    samples had finished until all had.
+    """
+
+    group_tokens: tuple[int, ...]
+    tail_s: float
+
+
+@dataclass(frozen=True)
 class TrainSequence:
     """One sequence to train on, prompt and response together; every array is [T], aligned to the token it is about."""
 

@@ -198,19 +198,25 @@ class Cluster:
 
     def await_all(self, labels: Mapping[Ref, str], among: Sequence[Worker] | None = None) -> None:
         """`gather` without fetching the results."""
-        watched = self._workers if among is None else among
-        watches = {ref: worker.name for worker in watched for ref in worker.watch_refs}
         pending = dict(labels)
         while pending:
-            done = self._ended([*pending, *watches], watched)
+            for ref in self.await_any(pending, among):
+                del pending[ref]
+
+    def await_any(self, labels: Mapping[Ref, str], among: Sequence[Worker] | None = None) -> list[Ref]:
+        """Those of one or more calls that have returned, as soon as one has; raises as `gather` does."""
+        watched = self._workers if among is None else among
+        watches = {ref: worker.name for worker in watched for ref in worker.watch_refs}
+        while True:
+            done = self._ended([*labels, *watches], watched)
             failures = [why for ref in done if (why := failure(ref)) is not None]
             if failures:
                 at_fault = [why for why in failures if isinstance(why, UserFault)]
-                raise at_fault[0] if at_fault else self._cause([*pending, *watches], {**labels, **watches})
-            for ref in done:
-                pending.pop(ref, None)
-            if pending and (silence := self._silence(watched)):
+                raise at_fault[0] if at_fault else self._cause([*labels, *watches], {**labels, **watches})
+            if len(done) < len(labels) and (silence := self._silence(watched)):
                 raise WorkerFailed(silence, silence)
+            if done:
+                return done
 
     def settle(self, calls: Mapping[Ref, str]) -> bool:
         """Wait until every call has returned or raised; False as soon as any worker dies or is silent for too long."""

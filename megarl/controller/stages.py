@@ -15,25 +15,28 @@ from megarl.controller.samples import collect, refuse_empty, samples_of, samplin
 from megarl.fleet.fleet import Fleet
 from megarl.fleet.rank_groups import RolloutBatch
 from megarl.rollout.episodes import demonstration
-from megarl.tracking.metrics import failed_share, rollout_metrics, update_metrics
+from megarl.tracking.metrics import balance_metrics, failed_share, rollout_metrics, update_metrics
 from megarl.tracking.run_log import Record
-from megarl.types import GroupSummary, Prompt
+from megarl.types import GroupSummary, Prompt, RoundBalance
 
 
 def sample(run: Run, step: Step) -> Step:
     """Rollout and reward: as many groups as the step trains on, scored; the groups that are too many are left over."""
     recipe, record, hyperparameters = run.recipe, step.record, run.hyperparameters
     sampled: list[GroupSummary] = []
+    balances: list[RoundBalance] = []
 
     def sample_round(prompts: Sequence[Prompt], number: int) -> RolloutBatch:
         found = run.fleet.engines.sample(prompts, sampling_of(recipe, step.number, number))
         sampled.extend(found.summaries)
+        balances.extend([found.balance] if found.balance else [])
         return found
 
     with record.phase("rollout"):
         take = run.inputs.prompts.take
         groups, leftover, counts = collect(run.prompts_per_step, hyperparameters, take, sample_round, step.leftover)
     record.add(counts)
+    record.add(balance_metrics(balances))
     groups = score(run.fleet, groups, record)
     groups = with_overlong_penalty(groups, hyperparameters, recipe.rollout.max_response_tokens)
     record.add(rollout_metrics(groups.summaries))

@@ -12,7 +12,9 @@ from megarl.cluster.session import Cluster
 from megarl.config import Recipe
 from megarl.device import address_of, host_store
 from megarl.fleet.rank_groups import RolloutBatch
+from megarl.fleet.sampling_round import SamplingRound
 from megarl.parallel.engine_layout import EngineLayout
+from megarl.rollout.dealing import Dealer
 from megarl.rollout.episodes import Sampling
 from megarl.rollout.sglang.arguments import NodeSpan
 from megarl.types import Prompt
@@ -28,6 +30,7 @@ class Engines:
         self._stores: list[Any] = []  # rendezvous of engines on several nodes, served by this process
         self._further_nodes: list[Worker] = []
         self._started: dict[Ref, str] = {}
+        self._dealer: Dealer | None = None  # of all rounds; the engines know their room once they have started
         # SGLang's ranks release memory together: an engine with one shared GPU releases memory on all of its GPUs.
         engines = zip(self.workers, self._slots, strict=True)
         self._sharing = [worker for worker, slot in engines if shared & {*range(slot, slot + layout.tp)}]
@@ -65,15 +68,11 @@ class Engines:
         return NodeSpan(recipe.engine_nodes, 0, address_of(self._stores[-1]), new_endpoint())
 
     def sample(self, prompts: Sequence[Prompt], sampling: Sampling) -> RolloutBatch:
-        """One group per prompt, in order; prompts go round-robin to the engines, which batch them themselves."""
-        summaries, refs = {}, []
-        for index, prompt in enumerate(prompts):
-            worker = self.workers[index % len(self.workers)]
-            own = replace(sampling, stream=(*sampling.stream, index))
-            summary, group = worker.call_many(2, "sample", prompt, own)
-            summaries[summary] = worker.name
-            refs.append(group)
-        return RolloutBatch(self._cluster.gather(summaries), refs)
+        """One group per prompt, in order; each prompt goes to the engine with the fewest expected tokens."""
+        if self._dealer is None:
+            self._dealer = Dealer(self._cluster.call_all(self.workers, "room"), sampling.max_tokens)
+        groups = self._recipe.rollout.engine.dp
+        return SamplingRound(self._cluster, self.workers, self._dealer, groups).sample(prompts, sampling)
 
     def versions(self) -> list[int]:
         """The version of the weights in each engine, as the engine states it."""

@@ -21,15 +21,19 @@ from megarl.parallel.roles import Role, is_reporting_rank
 from megarl.resharding.session import PublishedRank
 from megarl.training.batching import SampleRef, Update, key_of, plan_updates, refs_of
 from megarl.training.flops import speed, train_work
-from megarl.types import GroupSummary, Hyperparameters, Metrics, UserFault
+from megarl.types import GroupSummary, Hyperparameters, Metrics, RoundBalance, UserFault
 
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """Groups as the controller holds them: summaries here, samples in the object store; index i is the same group."""
+    """Groups as the controller holds them: summaries here, samples in the object store; index i is the same group.
+
+    balance: of the round in which engines sampled just these groups.
+    """
 
     summaries: list[GroupSummary]
     refs: list[Ref]
+    balance: RoundBalance | None = None
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def rollout_time(speed: EngineSpeed, samples: Samples, concurrency: int) -> Roll
     lengths = [int(length) for length in lengths[: prompts * per_prompt]]
     slots = max(1, min(concurrency, len(lengths)))
     decode, tail = decode_s(lengths, slots, lambda running, age: speed.step_s(running, samples.prompt_tokens + age))
-    # Each attention group reads the prompts of its samples, which go to the groups in turn.
+    # Each attention group reads the prompts of its samples, which the groups share evenly.
     prefill = speed.prefill_s(prompts * min(per_prompt, speed.layout.dp), samples.prompt_tokens)
     return RolloutTime(prefill, decode, tail, slots, float(samples.responses.sum()) / (prefill + decode))
 

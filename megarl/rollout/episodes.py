@@ -14,6 +14,7 @@ import numpy as np
 from megarl.config import Recipe, RewardConfig
 from megarl.config.hardware import communicator_bytes
 from megarl.parallel.roles import engine_layout
+from megarl.rollout.dealing import Finished, Room
 from megarl.rollout.rewards import MEND, WHERE, Failure, Verdict, describe_failure
 from megarl.rollout.sglang.arguments import EngineSettings, NodeSpan, Sampling, most_sequences
 from megarl.rollout.sglang.deterministic import generator_seed
@@ -85,6 +86,14 @@ class RolloutWorker:
         samples = await self._generate(prompt.token_ids, sampling)
         verdicts = await self._scorers.verdicts(prompt.answer, prompt.row, [sample.text for sample in samples])
         return scored(prompt, samples, verdicts, self._reward, may_lose_all=sampling.may_lose_all)
+
+    def room(self) -> Room:
+        """What the engine can run at once."""
+        return self._engine.room
+
+    async def finished(self) -> list[Finished]:
+        """The samples that the engine has finished since the last call, before their verdicts; waits for the first."""
+        return await self._engine.finished()
 
     async def _generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[Sample]:
         calls = [self._engine.generate(prompt_ids, sampling)]

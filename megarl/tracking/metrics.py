@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megarl.algos.statistics import Statistics
-from megarl.types import GroupSummary, Metrics
+from megarl.types import GroupSummary, Metrics, RoundBalance
 
 
 def rollout_metrics(groups: Sequence[GroupSummary]) -> Metrics:
@@ -27,6 +27,21 @@ def rollout_metrics(groups: Sequence[GroupSummary]) -> Metrics:
         "rollout/response_length_mean": float(lengths.mean()),
         "rollout/response_length_max": float(lengths.max()),
         "rollout/truncated": float(1.0 - finished.mean()),
+    }
+
+
+def balance_metrics(rounds: Sequence[RoundBalance]) -> Metrics:
+    """How evenly the engines worked in a step's rounds of sampling, each of which waits for its last sample.
+
+    `imbalance`: tokens of the busiest attention group over the mean group's; `tail_s`: from 90 % of a round's samples
+    to all of them. Both are added up over the rounds. A step without a round has neither.
+    """
+    if not rounds:
+        return {}
+    tokens = np.array([balance.group_tokens for balance in rounds], dtype=np.float64)
+    return {
+        "rollout/imbalance": float(tokens.max(1).sum() / tokens.mean(1).sum()),
+        "rollout/tail_s": sum(balance.tail_s for balance in rounds),
     }
 
 

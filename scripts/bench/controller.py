@@ -105,6 +105,16 @@ class Counted(Worker):
         return self._step.weighs
 
 
+class CountedEngine(Counted):
+    """A simulated engine: its process hears which of its engines is asked."""
+
+    def call(self, method: str, *args: Any) -> Any:
+        return super().call(method, *args, *([self.name] if method == "finished" else []))
+
+    def call_many(self, count: int, method: str, *args: Any) -> Any:
+        return super().call_many(count, method, *args, self.name)
+
+
 def tell(figures: Mapping[str, Any]) -> None:
     """At once, to who waits: with 512 ranks a part may take minutes."""
     print({key: value for key, value in figures.items() if value}, file=sys.stderr, flush=True)
@@ -141,8 +151,10 @@ class Step:
         workers = [Counted(f"rank {rank}", hosts[rank % len(hosts)], self) for rank in range(ranks)]
         self.trainers, self.critic = (self._ranks(kind, recipe, workers) for kind in (PolicyRanks, AuxiliaryRanks))
         self.engines: Any = Engines.__new__(Engines)
-        engines = [Counted(f"engine {index}", hosts[index % len(hosts)], self) for index in range(num_engines)]
-        self.engines.__dict__.update(_cluster=self.cluster, workers=engines, _sharing=engines)
+        engines = [CountedEngine(f"engine {index}", hosts[index % len(hosts)], self) for index in range(num_engines)]
+        self.engines.__dict__.update(
+            _cluster=self.cluster, _recipe=recipe, workers=engines, _sharing=engines, _dealer=None,
+        )  # fmt: skip
 
     def _ranks(self, kind: type[Any], recipe: Recipe, workers: Sequence[Worker]) -> Any:
         found = object.__new__(kind)

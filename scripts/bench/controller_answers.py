@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from megarl.rollout.dealing import Finished, Room
 from megarl.training.batching import Key, SampleRef, TokenValues, Update, key_of, refs_of, values_by_reader
 from megarl.types import FloatArray, GroupSummary, Metrics, Prompt, Sample, SampleGroup
 
@@ -20,8 +24,20 @@ class Answers:
     def __init__(self, lengths: Mapping[str, Sequence[int]]) -> None:
         """lengths: of the responses to each prompt, by its id."""
         self._lengths = lengths
+        self._finished: dict[str, list[Finished]] = defaultdict(list)  # by engine, what was not reported yet
+        self._have_finished: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
 
-    def sample(self, prompt: Prompt, sampling: object) -> tuple[GroupSummary, SampleGroup]:
+    def room(self) -> Room:
+        """More than a step needs: everything is sent at once."""
+        return Room(sys.maxsize, sys.maxsize)
+
+    async def finished(self, engine: str) -> list[Finished]:
+        """The samples of one of the engines since the last call."""
+        await self._have_finished[engine].wait()
+        self._have_finished[engine].clear()
+        return self._finished.pop(engine)
+
+    async def sample(self, prompt: Prompt, sampling: object, engine: str) -> tuple[GroupSummary, SampleGroup]:
         """Responses of the lengths that were drawn for the prompt.
 
         Their text, four letters for each token, is in the summary alone: a process has the arguments of all its calls
@@ -33,6 +49,8 @@ class Answers:
         )
         rewards_G = np.arange(len(samples)) % 2
         given_answers = tuple("42" for _ in samples)
+        self._finished[engine] += [Finished(0, len(prompt.token_ids), len(sample.response_ids_T)) for sample in samples]
+        self._have_finished[engine].set()
         group = SampleGroup(prompt, samples, rewards_G.astype(np.float32), rewards_G.astype(np.bool_), given_answers)
         return summary_of(group), group
 

@@ -95,6 +95,17 @@ def test_results_come_back_in_order(cluster: Cluster, workers: list[Worker]):
     assert cluster.gather({worker.call("add", 10): worker.name for worker in workers}) == [10, 11]
 
 
+def test_calls_are_heard_of_as_they_return(cluster: Cluster, workers: list[Worker]):
+    slow, fast = workers[0].call("work", 0.5), workers[1].call("add", 1)
+    calls = {slow: "rank 0", fast: "rank 1"}
+    assert cluster.await_any(calls) == [fast]
+    assert cluster.await_any({slow: "rank 0"}) == [slow]
+    failing = workers[1].call("fault")
+    with pytest.raises(UserFault, match="returned nan"):
+        while cluster.await_any({workers[0].call("add", 1): "rank 0", failing: "rank 1"}):
+            pass
+
+
 def test_half_a_pair_stays_in_the_object_store(cluster: Cluster, workers: list[Worker]):
     light, heavy = workers[1].call_many(2, "pair")
     assert cluster.gather({light: "rank 1"}) == [1]

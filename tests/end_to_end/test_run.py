@@ -19,8 +19,8 @@ pytestmark = pytest.mark.slow
 PNG = b"\x89PNG\r\n\x1a\n"
 EVERY_STEP = (
     "reward/mean", "reward/accuracy", "rollout/logprob_gap_mean", "rollout/logprob_gap_max", "reshard/wire_bytes",
-    "reshard/seconds", "time/rollout_s", "time/train_s", "time/reshard_s", "time/other_s", "time/step_s", "train/loss",
-    "train/grad_norm",
+    "reshard/seconds", "rollout/imbalance", "rollout/tail_s", "time/rollout_s", "time/train_s", "time/reshard_s",
+    "time/other_s", "time/step_s", "train/loss", "train/grad_norm",
 )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from megarl.cluster.session import WorkerFailed
 from megarl.fleet import engines, fleet
 from megarl.fleet.fleet import Fleet
 from megarl.resharding.member import Stats
+from megarl.rollout.dealing import Room
 from megarl.rollout.episodes import Sampling
 from tests.plan import plans
 
@@ -103,20 +104,28 @@ def test_an_engine_that_states_another_version_ends_the_run(monkeypatch: pytest.
     assert (one.version, phases) == (3, ["reshard"])
 
 
-def test_every_prompt_of_a_step_has_a_stream_of_its_own() -> None:
-    """Named by its place in the step, not by the engine that happens to answer."""
-    asked: list[tuple[int, ...]] = []
+def test_all_rounds_have_one_dealer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It learns from each round how long responses are, and the engines are asked for their room once."""
+    dealers, asked = [], []
 
-    def call_many(count: int, method: str, prompt: str, sampling: Sampling) -> tuple[object, str]:
-        asked.append(sampling.stream)
-        return object(), prompt
+    def sampling_round(cluster: Any, workers: Any, dealer: Any, groups: int) -> Any:
+        dealers.append(dealer)
+        return SimpleNamespace(sample=lambda prompts, sampling: (prompts, groups))
 
-    for count in (1, 2):
-        all_engines: Any = engines.Engines.__new__(engines.Engines)
-        all_engines.workers = [SimpleNamespace(name=f"engine {index}", call_many=call_many) for index in range(count)]
-        all_engines._cluster = SimpleNamespace(gather=list)
-        all_engines.sample(["a", "b", "c"], Sampling(4, 8, stream=(11, 5)))
-    assert asked == [(11, 5, 0), (11, 5, 1), (11, 5, 2)] * 2
+    def call_all(workers: Any, method: str) -> list[Room]:
+        asked.append(method)
+        return [Room(4, 100)] * len(workers)
+
+    monkeypatch.setattr(engines, "SamplingRound", sampling_round)
+    one: Any = engines.Engines.__new__(engines.Engines)
+    engine = SimpleNamespace(dp=2)
+    one.__dict__.update(
+        _cluster=SimpleNamespace(call_all=call_all), workers=[object()] * 3, _dealer=None,
+        _recipe=SimpleNamespace(rollout=SimpleNamespace(engine=engine)),
+    )  # fmt: skip
+    assert [one.sample(["a"], Sampling(4, 8)), one.sample(["b"], Sampling(4, 8))] == [(["a"], 2), (["b"], 2)]
+    assert asked == ["room"]
+    assert dealers[0] is dealers[1]
 
 
 class Starts:

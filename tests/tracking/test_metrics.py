@@ -26,6 +26,7 @@ from megarl.algos.statistics import (
     over_tokens,
 )
 from megarl.tracking.metrics import (
+    balance_metrics,
     eval_metrics,
     failed_share,
     pick_samples,
@@ -33,7 +34,7 @@ from megarl.tracking.metrics import (
     train_metrics,
     update_metrics,
 )
-from megarl.types import GroupSummary
+from megarl.types import GroupSummary, RoundBalance
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 
@@ -64,6 +65,13 @@ def test_rollout_metrics_are_means_over_samples_not_over_groups() -> None:
     assert metrics["rollout/response_length_max"] == 10.0
     assert metrics["rollout/truncated"] == 0.25
     assert metrics["rollout/samples"] == 4
+
+
+def test_balance_is_the_busiest_groups_work_and_the_tails_of_all_rounds() -> None:
+    """Every round waits for its busiest group: 30 + 4 tokens, where 20 + 3 would have been even."""
+    rounds = [RoundBalance((10, 30), 2.5), RoundBalance((4, 2), 0.5)]
+    assert balance_metrics(rounds) == {"rollout/imbalance": pytest.approx(34 / 23), "rollout/tail_s": 3.0}
+    assert balance_metrics([]) == {}, "all groups were left over from the step before"
 
 
 def test_failed_verdicts_are_a_share_of_all_samples_dropped_or_not() -> None:

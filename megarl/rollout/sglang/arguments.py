@@ -163,7 +163,7 @@ class EngineSettings:
 
 
 def step_sequences(recipe: Recipe) -> int:
-    """The most sequences that an engine gets in one round of a training step: prompts go to the engines in turn."""
+    """The sequences that an engine runs at once in a round of a training step: an even share of the prompts."""
     name, rollout = recipe.algorithm.name, recipe.rollout
     num_prompts = hyperparameters_of(name, recipe.algorithm).num_drawn(rollout.prompts_per_step)
     of_prompt = rollout.samples_per_prompt + ALGORITHMS[name].greedy_baseline
@@ -171,7 +171,7 @@ def step_sequences(recipe: Recipe) -> int:
 
 
 def most_sequences(recipe: Recipe) -> int:
-    """The most sequences that an engine gets in a round or an evaluation, as a multiple of its attention DP groups."""
+    """The most sequences that an engine runs at once, in a round or an evaluation; a multiple of its groups."""
     sets, engine = [recipe.evaluation.of(name) for name in recipe.data.eval], recipe.rollout.engine
     of_sets = [math.ceil(evaluation.max_prompts / engine.count) * evaluation.samples for evaluation in sets]
     most = max(step_sequences(recipe), *of_sets) if of_sets else step_sequences(recipe)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from megarl.device import DEVICE
+from megarl.rollout.dealing import Finished, Room
 from megarl.rollout.sglang.arguments import EngineSettings, Sampling
 from megarl.rollout.sglang.deterministic import sample_seed
 from megarl.rollout.sglang.host import EngineFault, Host
@@ -32,7 +33,7 @@ class Engine:
 
     def __init__(self, settings: EngineSettings, weight_loader: str = WEIGHT_LOADER) -> None:
         self._tp, self._seeded, self._routed_experts = settings.tp, settings.seeded, settings.routed_experts
-        self._weight_loader = weight_loader
+        self._groups, self._weight_loader = settings.dp, weight_loader
         self._host = Host(settings, weight_loader)
         self._manager: Any = self._host.server.tokenizer_manager
         from transformers import AutoTokenizer  # takes seconds, while the schedulers start
@@ -61,6 +62,18 @@ class Engine:
             raise EngineFault(self._stale)
         outputs = await self._host.run(self._sglang_generate(list(prompt_ids), sampling))
         return [self._sample(output, len(prompt_ids)) for output in outputs]
+
+    @property
+    def room(self) -> Room:
+        """What the engine can run at once, all of its attention groups together."""
+        return self._host.server.group_room.times(self._groups)
+
+    async def finished(self) -> list[Finished]:
+        """The samples that it has finished since the last call, as soon as there are any.
+
+        Raises EngineFault when a scheduler has died.
+        """
+        return await self._host.run(self._manager.queue.finished())
 
     async def reshard(self, message: Mapping[str, Any], version: int) -> None:
         """Every scheduler runs the weight loader on `message` with `version` added, then drops its KV cache.

@@ -8,18 +8,20 @@ from __future__ import annotations
 import asyncio
 import atexit
 import functools
-import itertools
 import logging
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
 import zmq
 
 from megarl.device import DEVICE
+from megarl.rollout.dealing import Room
 from megarl.rollout.sglang import cpu
+from megarl.rollout.sglang.group_queue import GroupQueue
 from megarl.rollout.sglang.scheduler import SchedulerEntry, group_address, inherited_environment, ipc_address
 
 if DEVICE == "cpu":
@@ -44,27 +46,53 @@ def leave_logging_alone() -> None:
 class Tokenizer(TokenizerManager):
     """The engine's tokenizer manager; it reports its own failure where SGLang's would kill the whole process tree.
 
-    With DP attention it sends generation requests to the groups in turn, and all other requests to the first group,
-    which forwards them. SGLang has a controller process for that, which would be the schedulers' parent.
+    With DP attention it sends each generation request to the group that its queue names, once that has room, and all
+    other requests to the first group, which forwards them. SGLang has a controller process for that, which would be the
+    schedulers' parent.
     """
 
     on_failure: Callable[[BaseException], None]
+    queue: GroupQueue
 
     def init_ipc_channels(self, port_args: PortArgs) -> None:
         super().init_ipc_channels(port_args)
         first: zmq.Socket[Any] = cast(Any, self.send_to_scheduler)
         address, groups = port_args.scheduler_input_ipc_name, range(1, get_parallel().dp_size)
         others = [get_zmq_socket(first.context, zmq.PUSH, group_address(address, group), True) for group in groups]
-        self._groups = itertools.cycle([first, *cast(Any, others)])
+        self._groups = [first, *cast(Any, others)]
+
+    async def _send_one_request(self, tokenized_obj: Any) -> None:
+        await self._send_placed([tokenized_obj], functools.partial(super()._send_one_request, tokenized_obj))
+
+    async def _send_batch_request(self, tokenized_objs: Sequence[Any]) -> None:
+        await self._send_placed(tokenized_objs, functools.partial(super()._send_batch_request, list(tokenized_objs)))
+
+    async def _send_placed(self, requests: Sequence[Any], send: Callable[[], Awaitable[None]]) -> None:
+        try:
+            for request in requests:
+                await self.queue.place(request.rid, len(request.input_ids))
+            await send()
+        except BaseException:
+            for request in requests:
+                self.queue.withdraw(request.rid)
+            raise
 
     def _dispatch_to_scheduler(self, obj: Any) -> None:
         if isinstance(obj, io_struct.TokenizedGenerateReqInput):
-            io_struct.sock_send(next(self._groups), obj)
-        elif isinstance(obj, io_struct.BatchTokenizedGenerateReqInput):
-            for request in obj:
-                self._dispatch_to_scheduler(request)
+            io_struct.sock_send(self._groups[self.queue.group_of(cast(str, obj.rid))], obj)
         else:
             super()._dispatch_to_scheduler(obj)
+
+    async def _handle_batch_output(self, recv_obj: Any) -> None:
+        await super()._handle_batch_output(recv_obj)
+        ended = zip(recv_obj.rids, recv_obj.finished_reasons, recv_obj.completion_tokens, strict=True)
+        for request, reason, response_tokens in ended:
+            if reason is not None:
+                self.queue.finish(request, response_tokens)
+
+    def _handle_abort_req(self, recv_obj: Any) -> None:
+        super()._handle_abort_req(recv_obj)
+        self.queue.withdraw(recv_obj.rid)
 
     async def handle_loop(self) -> None:
         try:
@@ -98,6 +126,19 @@ class SglangEngine(sglang_engine.Engine):
             raise
         if self.tokenizer_manager is not None:  # on the first node alone
             self.tokenizer_manager._subprocess_watchdog.stop()  # it would send SIGQUIT to this process
+            self.tokenizer_manager.queue = self._group_queue()
+
+    @property
+    def group_room(self) -> Room:
+        """What each attention group can run at once."""
+        tokens = self._scheduler_init_result.scheduler_infos[0]["max_total_num_tokens"]
+        return Room(self.server_args.max_running_requests // self.server_args.dp_size, tokens)
+
+    def _group_queue(self) -> GroupQueue:
+        """The queue in front of the groups; a single group's own queue is as good, and gets all at once."""
+        groups = self.server_args.dp_size
+        room = self.group_room if groups > 1 else Room(sys.maxsize, sys.maxsize)
+        return GroupQueue(room, groups, self.tokenizer_manager.context_len)
 
     def _launch_subprocesses(self, *, init_tokenizer_manager_func: Callable[..., Any], **kwargs: Any) -> Any:
         def keep(*args: Any) -> Any:

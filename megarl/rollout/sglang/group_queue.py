@@ -1,0 +1,73 @@
+"""The queue of an engine's requests in front of its attention groups, and the samples that it has finished."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from megarl.rollout.dealing import Dealer, Finished, Room
+
+
+class GroupQueue:
+    """Gives each request its attention group, in the order of arrival, as soon as one has room.
+
+    SGLang's groups admit requests by themselves and cannot pass them on: with DP attention they admit more long ones
+    than fit, and retract them. All methods run in the event loop of the engine.
+    """
+
+    def __init__(self, room: Room, groups: int, longest_response: int) -> None:
+        """room: of each group."""
+        self._dealer = Dealer([room] * groups, longest_response)
+        self._waiting: deque[tuple[asyncio.Future[int], int]] = deque()  # with the tokens of the prompt
+        self._placed: dict[str, tuple[int, int]] = {}  # group and tokens of the prompt, by request
+        self._finished: list[Finished] = []
+        self._has_finished = asyncio.Event()
+
+    async def place(self, request: str, prompt_tokens: int) -> None:
+        """Wait until a group has room for the request."""
+        placed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._waiting.append((placed, prompt_tokens))
+        self._deal()
+        try:
+            self._placed[request] = await placed, prompt_tokens
+        except asyncio.CancelledError:
+            if placed.done() and not placed.cancelled():
+                self._dealer.withdrawn(placed.result(), prompt_tokens)
+                self._deal()
+            raise
+
+    def group_of(self, request: str) -> int:
+        """The group of a request that was placed."""
+        return self._placed[request][0]
+
+    def withdraw(self, request: str) -> None:
+        """The request was not sent, or was aborted before it ran."""
+        if request in self._placed:
+            self._dealer.withdrawn(*self._placed.pop(request))
+            self._deal()
+
+    def finish(self, request: str, response_tokens: int) -> None:
+        """The request has finished, as a response or by an abort."""
+        if request in self._placed:
+            group, prompt_tokens = self._placed.pop(request)
+            self._dealer.finished(group, prompt_tokens, response_tokens)
+            self._finished.append(Finished(group, prompt_tokens, response_tokens))
+            self._has_finished.set()
+            self._deal()
+
+    async def finished(self) -> list[Finished]:
+        """What has finished since the last call, as soon as anything has."""
+        await self._has_finished.wait()
+        self._has_finished.clear()
+        found, self._finished = self._finished, []
+        return found
+
+    def _deal(self) -> None:
+        while self._waiting:
+            placed, prompt_tokens = self._waiting[0]
+            if not placed.cancelled():
+                group = self._dealer.deal(prompt_tokens)
+                if group is None:
+                    return
+                placed.set_result(group)
+            self._waiting.popleft()

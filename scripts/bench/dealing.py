@@ -1,0 +1,218 @@
+"""How evenly requests are dealt to engines and attention groups: megarl, round-robin and the power of two choices.
+
+On simulated engines with planted log-normal lengths, and with --real on two SGLang engines of this machine's CPU.
+docs/bench/dealing.md says what the cases and columns are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from megarl.rollout.dealing import Dealer, Room
+from scripts.bench.dealing_simulation import Machine, Outcome, Sample, SimulatedEngine, least_s, simulate
+
+LONGEST, MEDIAN, SIGMA = 20480, 1800, 0.8
+PROMPT_TOKENS, NUM_PROMPTS, SAMPLES = 512, 128, 16
+UNLIMITED = 10**12
+CASES: dict[str, tuple[Machine, float]] = {  # with the sigma of the prompts' lengths
+    "all fit": (Machine(4, 1, 512, UNLIMITED, LONGEST), 0.0),
+    "all fit, prompts differ": (Machine(4, 1, 512, UNLIMITED, LONGEST), 1.0),
+    "half fit": (Machine(4, 1, 256, UNLIMITED, LONGEST), 0.0),
+    "an eighth fits": (Machine(4, 1, 64, UNLIMITED, LONGEST), 0.0),
+    "groups, all fit": (Machine(4, 8, 64, UNLIMITED, LONGEST), 0.0),
+    "groups, half fit": (Machine(4, 8, 32, UNLIMITED, LONGEST), 0.0),
+    "groups, an eighth fits": (Machine(4, 8, 8, UNLIMITED, LONGEST), 0.0),
+    "groups, cache for half": (Machine(4, 8, 64, 96_000, LONGEST), 0.0),
+    "groups, cache for a quarter": (Machine(4, 8, 64, 48_000, LONGEST), 0.0),
+    "groups, cache for an eighth": (Machine(4, 8, 64, 24_000, LONGEST), 0.0),
+    "groups, quarter, prompts differ": (Machine(4, 8, 64, 48_000, LONGEST), 1.0),
+}
+
+Prompts = Sequence[Sequence[Sample]]
+
+
+class RoundRobin:
+    """Each receiver in turn, everything at once."""
+
+    def __init__(self, rooms: Sequence[Room], longest_response: int) -> None:
+        self._receivers, self._next = len(rooms), 0
+
+    def deal(self, prompt_tokens: int, samples: int = 1) -> int | None:
+        self._next += 1
+        return (self._next - 1) % self._receivers
+
+    def finished(self, receiver: int, prompt_tokens: int, response_tokens: int) -> None: ...
+
+    def withdrawn(self, receiver: int, prompt_tokens: int) -> None: ...
+
+
+class TwoChoices(Dealer):
+    """Of two receivers drawn by chance the one with fewer expected tokens, everything at once (Mitzenmacher 2001)."""
+
+    def __init__(self, rooms: Sequence[Room], longest_response: int) -> None:
+        super().__init__(rooms, longest_response)
+        self._random = random.Random(0)
+
+    def deal(self, prompt_tokens: int, samples: int = 1) -> int | None:
+        receivers = range(len(self._rooms))
+        receiver = min(self._random.sample(receivers, min(2, len(receivers))), key=self.expected_tokens)
+        self._book(receiver, samples, samples * prompt_tokens)
+        return receiver
+
+
+DEALERS: dict[str, type[Dealer] | type[RoundRobin]] = {
+    "round_robin": RoundRobin,
+    "two_choices": TwoChoices,
+    "megarl": Dealer,
+}
+
+
+def planted(count: int, samples: int, seed: int, prompt_sigma: float) -> list[list[Sample]]:
+    """The samples of each prompt, with log-normal lengths of responses and, where they differ, of prompts."""
+    generator = np.random.default_rng(seed)
+    lengths = generator.lognormal(np.log(MEDIAN), SIGMA, (count, samples)).clip(2, LONGEST).astype(int).tolist()
+    prompts = (PROMPT_TOKENS * generator.lognormal(0, prompt_sigma, count)).clip(16, 8192).astype(int).tolist()
+    return [[Sample(index, prompts[index], length) for length in row] for index, row in enumerate(lengths)]
+
+
+def dealt(machine: Machine, prompts: Prompts, kind: type[Dealer] | type[RoundRobin], before: Prompts = ()) -> Outcome:
+    """Both levels as a run has them: prompts to engines, and their samples to attention groups.
+
+    before: the samples of a round before, which the dealers have seen finish.
+    """
+    engines = [SimulatedEngine(machine, number) for number in range(machine.engines)]
+    room = Room(machine.slots, machine.cache)
+    top = kind([room.times(machine.groups)] * machine.engines, LONGEST)
+    inner = [kind([room] * machine.groups, LONGEST) for _ in engines]
+    seen = [sample.response_tokens for samples in before for sample in samples]
+    for dealer, share in [(top, 1), *((dealer, machine.engines) for dealer in inner)]:
+        if seen and isinstance(dealer, Dealer):
+            dealer._before = len(seen) // share, sum(seen) / share
+    waiting = deque(sorted(prompts, key=lambda samples: -samples[0].prompt_tokens))
+    queues: list[deque[Sample]] = [deque() for _ in engines]
+
+    def send() -> None:
+        while waiting and (engine := top.deal(waiting[0][0].prompt_tokens, len(waiting[0]))) is not None:
+            queues[engine].extend(waiting.popleft())
+        for engine, queue, dealer in zip(engines, queues, inner, strict=True):
+            while queue and (group := dealer.deal(queue[0].prompt_tokens)) is not None:
+                engine.submit(queue.popleft(), group)
+
+    def finished(engine: int, group: int, sample: Sample) -> None:
+        top.finished(engine, sample.prompt_tokens, sample.response_tokens)
+        inner[engine].finished(group, sample.prompt_tokens, sample.response_tokens)
+        send()
+
+    send()
+    return simulate(engines, finished)
+
+
+def known(machine: Machine, prompts: Prompts, *, longest_first: bool) -> Outcome:
+    """Each sample to the group with the least left of those with room, by its true length.
+
+    As many tokens as a group's cache are held at once in the mean: half of each response. longest_first: or in the
+    order of the prompts, in which no dealer can know more than this one.
+    """
+    engines = [SimulatedEngine(machine, number) for number in range(machine.engines)]
+    waiting = [sample for samples in prompts for sample in samples]
+    if longest_first:
+        waiting.sort(key=lambda sample: -sample.response_tokens)
+    queue = deque(waiting)
+    places = [(engine, group) for engine in range(machine.engines) for group in range(machine.groups)]
+    held, count = dict.fromkeys(places, 0.0), dict.fromkeys(places, 0)
+
+    def half(sample: Sample) -> float:
+        return (sample.prompt_tokens + sample.response_tokens) / 2
+
+    def send() -> None:
+        while queue:
+            needed = half(queue[0])
+            free = [
+                place
+                for place in places
+                if count[place] < machine.slots and held[place] + needed <= machine.cache or not count[place]
+            ]
+            if not free:
+                return
+            place = min(free, key=held.__getitem__)
+            held[place] += needed
+            count[place] += 1
+            engines[place[0]].submit(queue.popleft(), place[1])
+
+    def finished(engine: int, group: int, sample: Sample) -> None:
+        held[engine, group] -= half(sample)
+        count[engine, group] -= 1
+        send()
+
+    send()
+    return simulate(engines, finished)
+
+
+def compare(machine: Machine, prompt_sigma: float, seed: int) -> dict[str, dict[str, float]]:
+    """Every method on the same samples. best: seconds over the bound's; same_order: over `known` in the same order."""
+    prompts = planted(NUM_PROMPTS, SAMPLES, seed, prompt_sigma)
+    before = planted(NUM_PROMPTS, SAMPLES, seed + 1000, prompt_sigma)
+    methods: dict[str, Callable[[], Outcome]] = {
+        name: lambda kind=kind: dealt(machine, prompts, kind, before) for name, kind in DEALERS.items()
+    }
+    methods["megarl, first step"] = lambda: dealt(machine, prompts, Dealer)
+    methods["known, same order"] = lambda: known(machine, prompts, longest_first=False)
+    methods["known, longest first"] = lambda: known(machine, prompts, longest_first=True)
+    least = least_s([sample for samples in prompts for sample in samples], machine)
+    found = {name: method() for name, method in methods.items()}
+    same_order = found["known, same order"].total_s
+    return {
+        name: {
+            "seconds": one.total_s,
+            "of_bound": one.total_s / least,
+            "of_same_order": one.total_s / same_order,
+            "tail_s": one.tail_s,
+            "imbalance": one.imbalance,
+            "retracted": one.retracted,
+        }
+        for name, one in found.items()
+    }
+
+
+def mean_of(rows: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+    return {
+        name: {figure: float(np.mean([row[name][figure] for row in rows])) for figure in rows[0][name]}
+        for name in rows[0]
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=4, help="draws of all lengths; figures are means over them")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--real", action="store_true", help="two SGLang engines on CPU in place of simulated ones")
+    parser.add_argument("--json", action="store_true", help="print one JSON object: case, method, figure")
+    args = parser.parse_args()
+    if args.real:
+        from scripts.bench.dealing_real import compare_real
+
+        found = {"two CPU engines": mean_of(compare_real(DEALERS, args.seeds))}
+    else:
+        found = {name: mean_of([compare(*CASES[name], seed) for seed in range(args.seeds)]) for name in args.cases}
+    if args.json:
+        print(json.dumps(found))
+        return
+    for name, rows in found.items():
+        print(f"\n{name}")
+        print(" " * 22, *(f"{figure:>13}" for figure in next(iter(rows.values()))))
+        for method, row in rows.items():
+            print(f"{method:22}", *(f"{value:13.4g}" for value in row.values()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""A real engine of two attention groups: how its requests are dealt to them, and what it reports as finished."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from megarl.rollout.dealing import Dealer, Finished, Room
+from megarl.rollout.sglang.engine import Engine, Sampling
+from megarl.types import Sample
+
+pytestmark = pytest.mark.slow
+
+SHORT, LONG = [3, 7, 15, 8, 18, 4], [9] * 60
+MOST = 4  # sequences of a group
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["", "seeded"])
+def engine(request: pytest.FixtureRequest, build_engine: Callable[..., Engine]) -> Iterator[Engine]:
+    built = build_engine(2, 1, dp=2, seeded=request.param, sglang={"max_running_requests": 2 * MOST})
+    yield built
+    built.shutdown()
+
+
+async def reports(engine: Engine, count: int) -> list[Finished]:
+    found: list[Finished] = []
+    while len(found) < count:
+        found += await engine.finished()
+    return found
+
+
+async def sampled(engine: Engine, *asked: tuple[list[int], Sampling]) -> tuple[list[list[int]], list[Finished]]:
+    """The lengths of the responses to each prompt, and the reports of all of them."""
+    samples = sum(sampling.num_samples for _, sampling in asked)
+    *groups, finished = await asyncio.gather(*(engine.generate(*one) for one in asked), reports(engine, samples))
+    return [[len(sample.response_ids_T) for sample in group] for group in groups], finished  # type: ignore[union-attr]
+
+
+def test_it_states_its_room(engine: Engine) -> None:
+    assert engine.room.sequences == 2 * MOST
+    assert engine.room.tokens >= 2 * MOST * 512
+
+
+def test_each_sample_is_reported_once_and_no_group_has_more_than_it_can_run(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """20 samples for 8 places."""
+    queue = engine._manager.queue
+    most, book = Counter[int](), queue._dealer._book
+
+    def noting(group: int, samples: int, tokens: int) -> None:
+        book(group, samples, tokens)
+        most[group] = max(most[group], queue._dealer._loads[group].sequences)
+
+    monkeypatch.setattr(queue._dealer, "_book", noting)
+    lengths, finished = asyncio.run(sampled(engine, *[(SHORT, Sampling(4, 24, stream=(index,))) for index in range(5)]))
+    assert Counter(one.response_tokens for one in finished) == Counter(length for group in lengths for length in group)
+    assert {one.prompt_tokens for one in finished} == {len(SHORT)}
+    assert most == {0: MOST, 1: MOST}
+    assert [queue._dealer.expected_tokens(group) for group in range(2)] == [0, 0]
+
+
+def test_a_long_prompt_is_alone_while_the_other_group_takes_the_short_ones(engine: Engine) -> None:
+    """Responses of one token all count the same; going round, each group would get two of the four."""
+    asked = [(LONG, Sampling(1, 1)), *[(SHORT, Sampling(1, 1, stream=(index,))) for index in range(3)]]
+    engine._manager.queue._dealer._before = 1, 1.0
+    engine._manager.queue._dealer._now = 0, 0.0
+    _, finished = asyncio.run(sampled(engine, *asked))
+    groups = {tokens: [one.group for one in finished if one.prompt_tokens == tokens] for tokens in (60, 6)}
+    assert len(groups[60]) == 1
+    assert set(groups[6]) == {1 - groups[60][0]}
+
+
+def test_a_cancelled_prompt_leaves_its_places(engine: Engine) -> None:
+    """Of its 30 samples 8 run and the others wait."""
+
+    async def cancel() -> None:
+        pending = asyncio.ensure_future(engine.generate(SHORT, Sampling(30, 400)))
+        while not engine._manager.queue._placed:
+            await asyncio.sleep(0.01)
+        pending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pending
+        assert len(await engine.generate(LONG, Sampling(12, 4))) == 12
+        async with asyncio.timeout(60):
+            while queue._placed:  # until SGLang has said of each that it was aborted
+                await asyncio.sleep(0.01)
+
+    queue = engine._manager.queue
+    asyncio.run(cancel())
+    assert not queue._waiting
+    assert [queue._dealer.expected_tokens(group) for group in range(2)] == [0, 0]
+
+
+@pytest.mark.parametrize("engine", [True], ids=["seeded"], indirect=True)
+def test_seeded_samples_are_the_same_in_whatever_group(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def draw() -> list[list[Sample]]:
+        asked = [([5 + index] * 4, Sampling(3, 16, stream=(1, index))) for index in range(4)]
+        return await asyncio.gather(*(engine.generate(*one) for one in asked))
+
+    def bits(groups: list[list[Sample]]) -> list[tuple[bytes, bytes]]:
+        return [(one.response_ids_T.tobytes(), one.engine_logp_T.tobytes()) for group in groups for one in group]
+
+    dealt = bits(asyncio.run(draw()))
+    assert len(set(dealt)) > 1
+    for rooms in ([Room(4, 10**6), Room(0, 0)], [Room(0, 0), Room(1, 10**6)]):
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._manager.queue, "_dealer", Dealer(rooms, 100))
+            assert bits(asyncio.run(draw())) == dealt, "all in one group"
