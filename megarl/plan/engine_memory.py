@@ -68,8 +68,9 @@ def settings_of(recipe: Recipe, hardware: Hardware) -> Settings:
     """The recipe's own server arguments, or SGLang's defaults for the card."""
     engine = recipe.rollout.engine
     deepep, most = engine.experts == "deepep", most_sequences(recipe)
-    own = group_arguments(engine.tp, engine.dp, deepep=deepep, concurrency=most, given=engine.sglang)
-    given = own | engine.sglang
+    given = engine.sglang
+    own = group_arguments(engine.tp, engine.dp, deepep=deepep, draft=engine.draft, concurrency=most, given=given)
+    given = own | given
     card = hardware.memory_bytes / MIB
     _, chunk, small, large = next(row for row in CARDS if card < row[0])
     chunk = given.get("chunked_prefill_size") or chunk
@@ -125,7 +126,7 @@ def cache_tokens(settings: Settings, free_bytes: float, weights: int, of_token: 
 def kv_of(recipe: Recipe, tokens: int, of_token: int, running_tokens: int) -> Kv:
     """tokens: of one GPU. DP attention's groups each have a cache of their own requests."""
     engine, wanted = recipe.rollout.engine, step_sequences(recipe)
-    limit = running_limit(engine.tp, wanted, deepep=engine.experts == "deepep")
+    limit = running_limit(engine.tp, wanted, deepep=engine.experts == "deepep", draft=engine.draft)
     most = min(wanted, engine.sglang.get("max_running_requests") or limit)
     lengths = (recipe.longest_sequence, running_tokens)
     at_longest, at_mean = (min(most, max(0, tokens) // length * engine.dp) for length in lengths)

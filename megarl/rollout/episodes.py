@@ -53,6 +53,7 @@ def engine_settings(recipe: Recipe, index: int, span: NodeSpan | None = None) ->
         whole_shared=layout.whole_shared,
         group_head=layout.group_head,
         deepep=layout.deepep,
+        draft=layout.draft,
     )
 
 
