@@ -173,6 +173,7 @@ def summary(group: SampleGroup) -> GroupSummary:
         version=samples[0].version if samples else -1,
         given_answers=group.given_answers,
         baseline=next((index for index, sample in enumerate(samples) if sample.is_baseline), None),
+        verifications=sum(sample.verifications for sample in samples if not sample.is_baseline),
     )
 
 
