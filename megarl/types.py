@@ -148,8 +148,8 @@ class Sample:
     response_ids_T and engine_logp_T have the response's length (the end-of-sequence token included when it was
     sampled); version is the weights' version that sampled it. routed_experts [T - 1, M, K], where it was asked for, are
     the experts of prompt and response together but for the last token, which the engine did not compute, in each of the
-    M layers that have experts, from the model's first on: uint8, or int16 if there are more than 256. verifications: the
-    steps in which the model verified drafts of it, each of which gave one token or more; 0 without drafts.
+    M layers that have experts, from the model's first on: uint8, or int16 if there are more than 256. verifications:
+    steps in which the model verified drafts, each of which gave one token or more; 0 without drafts.
     """
 
     response_ids_T: IntArray
