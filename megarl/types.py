@@ -148,7 +148,8 @@ class Sample:
     response_ids_T and engine_logp_T have the response's length (the end-of-sequence token included when it was
     sampled); version is the weights' version that sampled it. routed_experts [T - 1, M, K], where it was asked for, are
     the experts of prompt and response together but for the last token, which the engine did not compute, in each of the
-    M layers that have experts, from the model's first on: uint8, or int16 if there are more than 256.
+    M layers that have experts, from the model's first on: uint8, or int16 if there are more than 256. verifications:
+    steps in which the model verified drafts, each of which gave one token or more; 0 without drafts.
     """
 
     response_ids_T: IntArray
@@ -158,6 +159,7 @@ class Sample:
     version: int
     routed_experts: npt.NDArray[Any] | None = None
     is_baseline: bool = False  # sampled greedily, to compare the group's other samples with; not trained on
+    verifications: int = 0
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,8 @@ class SampleGroup:
 class GroupSummary:
     """What the controller keeps of a group: the samples themselves stay in the object store.
 
-    failures: a description of each failed verdict. Of those samples num_dropped are not in the group.
+    failures: a description of each failed verdict. Of those samples num_dropped are not in the group. verifications: of
+    drafts (Sample), all samples together but the baseline.
     """
 
     prompt_text: str
@@ -191,6 +194,7 @@ class GroupSummary:
     given_answers: tuple[str, ...] = ()
     failures: tuple[str, ...] = ()
     num_dropped: int = 0
+    verifications: int = 0
 
     @property
     def drawn_G(self) -> BoolArray:

@@ -22,6 +22,7 @@ class EngineLayout:
     scales. first: 0 if engines share the training slots, the training world's size if they have slots of their own.
     whole_dense, whole_shared: each rank holds the dense layers, the shared experts whole; group_head: each of the dp
     groups holds the whole output layer; otherwise all ranks split them. deepep: tokens get to their experts by DeepEP.
+    draft: tokens that the model's multi-token prediction layer drafts ahead of each that the model verifies.
     """
 
     count: int
@@ -34,6 +35,7 @@ class EngineLayout:
     whole_shared: bool = False
     group_head: bool = False
     deepep: bool = False
+    draft: int = 0
 
     @property
     def end(self) -> int:
@@ -80,7 +82,7 @@ class EngineLayout:
                 mend = f"set rollout.engine.{key} to {nearest(size, divisors(self.tp))}"
                 problem = f"{size} does not divide rollout.engine.tp ({self.tp})"
                 found.append(UserFault(f"rollout.engine.{key}", problem, mend))
-        found += self._dp_faults()
+        found += self._dp_faults() + self._draft_faults(shape)
         if self.dp > 1 and not shape.num_experts:
             problem = f"{self.dp}: SGLang has DP attention for models with experts alone"
             found.append(UserFault("rollout.engine.dp", problem, "set rollout.engine.dp to 1"))
@@ -107,6 +109,14 @@ class EngineLayout:
             mend = f"set rollout.engine.ep to {self.tp}, dp to 2 or more and dense to whole, or experts to gather"
             found.append(UserFault("rollout.engine.experts", problem, mend))
         return found
+
+    def _draft_faults(self, shape: ModelShape) -> list[UserFault]:
+        """A model without the layer that drafts; SGLang's draft model has one such layer, of experts."""
+        if not self.draft or (shape.num_mtp_layers == 1 and shape.num_experts):
+            return []
+        number = shape.num_mtp_layers or "no"
+        problem = f"{self.draft}, but the model has {number} multi-token prediction layers, and SGLang drafts with one"
+        return [UserFault("rollout.engine.draft", problem, "set it to 0, or use a checkpoint with one such layer")]
 
     def _model_faults(self, shape: ModelShape) -> list[UserFault]:
         """Faults of the model's sizes; requires that `ep` and `dp` divide the ranks."""
@@ -180,6 +190,9 @@ class EngineLayout:
             found.append(UserFault("rollout.engine.fp8", problem, "set rollout.engine.fp8 to false"))
         if self.deepep:
             found.append(UserFault("rollout.engine.experts", "DeepEP needs GPUs", "set it to gather"))
+        if self.draft:
+            problem = f"{self.draft}, but on CPU SGLang verifies drafts greedily whatever the temperature"
+            found.append(UserFault("rollout.engine.draft", problem, "set it to 0"))
         if kv_heads % self.tp:
             problem = f"{self.tp} does not divide the key/value heads ({kv_heads}), which an engine on CPU needs"
             mend = f"set rollout.engine.tp to {nearest(self.tp, divisors(kv_heads))}"

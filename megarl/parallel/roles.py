@@ -57,6 +57,7 @@ def engine_layout(recipe: Recipe) -> EngineLayout:
         whole_shared=deepep or (whole_dense and engine.fp8),
         group_head=engine.head == "group" or (engine.head is None and engine.dp > 1),
         deepep=deepep,
+        draft=engine.draft,
     )
 
 

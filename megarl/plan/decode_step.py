@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megarl.config.hardware import Hardware
 from megarl.parallel.engine_layout import EngineLayout
+from megarl.plan.engine_memory import layers_of, weight_bytes
 from megarl.resharding.routes import item_bytes
 from megarl.training.flops import forward_flops
 from megarl.types import ModelShape
@@ -16,21 +17,27 @@ _ACTIVATION_BYTES = 2  # of a number between layers
 ATTENTION_SHARE = 0.6  # of bf16_flops that decoding's attention reaches
 LAYER_S = 60e-6  # of a layer's kernels, however small what they compute
 STEP_S = 2e-3  # of a step's sampling and scheduling
+# Tokens of a step by the number of drafts. Published of DeepSeek's own layer at serving: 1.8 to 1.9 with one draft (Ant
+# Group at lmsys.org, 2025-09-26), 2.18 and 2.44 with two and three (lmsys.org, 2025-07-17). Samples at temperature 1
+# are harder to guess, so these are a little lower; a run's `rollout/accepted` is better.
+ACCEPTED = (1.0, 1.75, 2.1, 2.3)
 
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """Seconds of one decoding step, by what they are spent on; attention with its KV cache."""
+    """Seconds of a decoding step, by what they are spent on; attention with its KV cache; drafts: the draft model."""
 
     attention: float
     experts: float
     other_weights: float
     exchanges: float
     kernels: float
+    drafts: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.attention + self.experts + self.other_weights + self.exchanges + self.kernels
+        of_model = self.attention + self.experts + self.other_weights + self.exchanges + self.kernels
+        return of_model + self.drafts
 
 
 def all_to_all_s(hardware: Hardware, ep: int, tokens: float) -> float:
@@ -41,7 +48,10 @@ def all_to_all_s(hardware: Hardware, ep: int, tokens: float) -> float:
 
 @dataclass(frozen=True)
 class EngineSpeed:
-    """One engine's decoding. weight_bytes: of all weights on a GPU; kv_bytes: of one token in a GPU's cache."""
+    """One engine's decoding.
+
+    weight_bytes: of all weights on a GPU; kv_bytes: of one token in a GPU's cache. Both with the draft model.
+    """
 
     shape: ModelShape
     layout: EngineLayout
@@ -68,21 +78,56 @@ class EngineSpeed:
         if mla:
             of_layer = shape.num_heads * (mla.nope_dim + mla.v_dim) * mla.kv_lora_rank
             unread += shape.num_layers * of_layer * (1 if layout.fp8 else item_bytes(self.dtype))
-        return max(0.0, self.weight_bytes - self.expert_bytes - unread / layout.attention_tp)
+        own = self.weight_bytes - (self._draft_bytes if layout.draft else 0.0)
+        return max(0.0, own - self.expert_bytes - unread / layout.attention_tp)
 
     def step_s(self, running: int, context: float) -> float:
         """Seconds of one token for each of `running` sequences of `context` tokens in the mean."""
-        return self.step(running, context).total
+        return self.step(running, context).total / ACCEPTED[self.layout.draft]
 
     def step(self, running: int, context: float) -> DecodeStep:
-        """The same by part, each the longer of its reads and its products (Williams et al. 2009, the roofline)."""
+        """A step by part, each the longer of its reads and its products (Williams et al. 2009, the roofline)."""
+        of_model = self._forward(running, context, 1 + self.layout.draft)
+        return replace(of_model, drafts=self._drafts_s(running, context)) if self.layout.draft else of_model
+
+    def _forward(self, running: int, context: float, tokens: int) -> DecodeStep:
+        """Of so many tokens of each sequence, which read its cache together."""
         return DecodeStep(
-            attention=self._attention_s(running / self.layout.dp, context),
-            experts=self._experts_s(running),
-            other_weights=self._other_weights_s(running),
-            exchanges=self._exchanges_s(running),
+            attention=self._attention_s(running / self.layout.dp, context, tokens),
+            experts=self._experts_s(running * tokens),
+            other_weights=self._other_weights_s(running * tokens),
+            exchanges=self._exchanges_s(running * tokens),
             kernels=STEP_S + LAYER_S * self.shape.num_layers,
         )
+
+    def _drafts_s(self, running: int, context: float) -> float:
+        """Of the draft model: the verified tokens, which give the first draft, then each draft but the last.
+
+        Each of them is launched and sampled from like a step of the model.
+        """
+        number, model = self.layout.draft, self._draft_model
+        verified = model._forward(running, context, 1 + number).total
+        return verified + (number - 1) * model._forward(running, context, 1).total
+
+    @cached_property
+    def _draft_model(self) -> EngineSpeed:
+        """One layer with experts, and the embedding and the output layer that it shares."""
+        shape, layout = self._draft_shape, replace(self.layout, draft=0)
+        copies = 1 / layout.attention_tp + (not shape.tied) / layout.head_ranks
+        shared = shape.vocab_size * shape.hidden_size * item_bytes(self.dtype) * copies
+        kv_bytes = self.kv_bytes / layers_of(self.shape, self.layout)
+        return replace(self, shape=shape, layout=layout, weight_bytes=self._draft_bytes + shared, kv_bytes=kv_bytes)
+
+    @cached_property
+    def _draft_bytes(self) -> int:
+        """Bytes of the draft model's own weights on a GPU."""
+        layouts = (replace(self.layout, draft=draft) for draft in (1, 0))
+        both, without = (max(weight_bytes(self._draft_shape, layout, self.dtype)) for layout in layouts)
+        return both - without
+
+    @property
+    def _draft_shape(self) -> ModelShape:
+        return replace(self.shape, num_layers=1, num_dense_layers=0)
 
     def prefill_s(self, prompts: int, length: int) -> float:
         """Seconds to read so many prompts."""
@@ -107,11 +152,11 @@ class EngineSpeed:
         """Parameters of one expert."""
         return 3 * self.shape.hidden_size * self.shape.moe_ffn_size
 
-    def _attention_s(self, rows: float, context: float) -> float:
+    def _attention_s(self, rows: float, context: float, tokens: int) -> float:
         """Of a group's sequences, whose heads its ranks split; latent attention multiplies with the compressed keys."""
         shape, mla = self.shape, self.shape.mla
         width = 2 * mla.kv_lora_rank + mla.rope_dim if mla else 2 * shape.head_dim
-        flops = 2 * rows * context * shape.num_layers * shape.num_heads * width / self.layout.attention_tp
+        flops = 2 * rows * tokens * context * shape.num_layers * shape.num_heads * width / self.layout.attention_tp
         in_products = flops / (self.hardware.bf16_flops * ATTENTION_SHARE)
         return max(self.kv_bytes * rows * context / self._read_per_s, in_products)
 

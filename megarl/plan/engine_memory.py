@@ -35,6 +35,7 @@ RESERVED_MIB = 512  # the same: for everything else
 LEAST_RESERVED_MIB = 10 << 10  # the same: on cards of more than 60 GiB
 DEEPEP_MIB = 2 << 10  # the same: for DeepEP's buffers
 LOGIT_BYTES = 6.0
+VERIFIED_BYTES = 12.0  # of a token's logits, in float32: at the temperature, as p, and the drafts' (eagle_utils.py)
 EXPERT_COPIES = 2.0  # assumption: of the chosen experts' inputs and outputs there are both at once
 
 
@@ -68,8 +69,9 @@ def settings_of(recipe: Recipe, hardware: Hardware) -> Settings:
     """The recipe's own server arguments, or SGLang's defaults for the card."""
     engine = recipe.rollout.engine
     deepep, most = engine.experts == "deepep", most_sequences(recipe)
-    own = group_arguments(engine.tp, engine.dp, deepep=deepep, concurrency=most, given=engine.sglang)
-    given = own | engine.sglang
+    given = engine.sglang
+    own = group_arguments(engine.tp, engine.dp, deepep=deepep, draft=engine.draft, concurrency=most, given=given)
+    given = own | given
     card = hardware.memory_bytes / MIB
     _, chunk, small, large = next(row for row in CARDS if card < row[0])
     chunk = given.get("chunked_prefill_size") or chunk
@@ -90,7 +92,8 @@ def settings_of(recipe: Recipe, hardware: Hardware) -> Settings:
 def weight_bytes(shape: ModelShape, engine: EngineLayout, dtype: str) -> list[int]:
     """Of each rank of an engine: every rectangle of SGLang's parameters, fp8's scales with them.
 
-    With latent attention also `w_kc` and `w_vc`, which SGLang makes of kv_b_proj in the model's type.
+    With latent attention also `w_kc` and `w_vc`, which SGLang makes of kv_b_proj in the model's type. The draft model's
+    layer is among them.
     """
     alone = replace(engine, count=1, first=0)
     found = [0] * engine.tp
@@ -101,8 +104,13 @@ def weight_bytes(shape: ModelShape, engine: EngineLayout, dtype: str) -> list[in
     derived = 0
     if shape.mla:
         of_heads = shape.num_heads // engine.attention_tp * (shape.mla.nope_dim + shape.mla.v_dim)
-        derived = shape.num_layers * of_heads * shape.mla.kv_lora_rank * item_bytes(dtype)
+        derived = layers_of(shape, engine) * of_heads * shape.mla.kv_lora_rank * item_bytes(dtype)
     return [num_bytes + derived for num_bytes in found]
+
+
+def layers_of(shape: ModelShape, engine: EngineLayout) -> int:
+    """The layers with a KV cache: the draft model has one."""
+    return shape.num_layers + (engine.draft > 0)
 
 
 def token_bytes(shape: ModelShape, engine: EngineLayout, item: int) -> int:
@@ -111,9 +119,9 @@ def token_bytes(shape: ModelShape, engine: EngineLayout, item: int) -> int:
     With latent attention the compressed ones, kv_lora + rope, whole on every rank (DeepSeek-V2, arXiv 2405.04434).
     """
     if shape.mla:
-        return shape.num_layers * (shape.mla.kv_lora_rank + shape.mla.rope_dim) * item
+        return layers_of(shape, engine) * (shape.mla.kv_lora_rank + shape.mla.rope_dim) * item
     heads = max(1, shape.num_kv_heads // engine.attention_tp)
-    return 2 * shape.num_layers * heads * shape.head_dim * item
+    return 2 * layers_of(shape, engine) * heads * shape.head_dim * item
 
 
 def cache_tokens(settings: Settings, free_bytes: float, weights: int, of_token: int) -> int:
@@ -125,7 +133,7 @@ def cache_tokens(settings: Settings, free_bytes: float, weights: int, of_token: 
 def kv_of(recipe: Recipe, tokens: int, of_token: int, running_tokens: int) -> Kv:
     """tokens: of one GPU. DP attention's groups each have a cache of their own requests."""
     engine, wanted = recipe.rollout.engine, step_sequences(recipe)
-    limit = running_limit(engine.tp, wanted, deepep=engine.experts == "deepep")
+    limit = running_limit(engine.tp, wanted, deepep=engine.experts == "deepep", draft=engine.draft)
     most = min(wanted, engine.sglang.get("max_running_requests") or limit)
     lengths = (recipe.longest_sequence, running_tokens)
     at_longest, at_mean = (min(most, max(0, tokens) // length * engine.dp) for length in lengths)
@@ -139,7 +147,7 @@ def running_bytes(shape: ModelShape, engine: EngineLayout, settings: Settings, s
     same and an output for each expert that a token chose, and what was gathered from all groups: SGLang's Triton
     kernels make room for other ranks' experts too (fused_moe.py). With DeepEP only tokens come that chose the rank's.
     The logits are whole on each GPU, of its group's sequences or of the engine's, in bfloat16 and in float32
-    (logits_processor.py).
+    (logits_processor.py); with drafts each sequence has those of several tokens, and its group verifies them.
     """
     hidden, tokens = shape.hidden_size, settings.chunk_tokens
     attention = 4 * hidden * tokens / engine.dp
@@ -155,5 +163,7 @@ def running_bytes(shape: ModelShape, engine: EngineLayout, settings: Settings, s
         else:
             gathered = 2 * hidden * tokens if engine.dp > 1 else 0
             numbers.append(attention + gathered + copies * (hidden + product))
-    rows = max(sequences // (engine.dp if engine.group_head else 1), 1)
-    return 2.0 * max(numbers), rows * shape.vocab_size * LOGIT_BYTES
+    of_group = max(sequences // engine.dp, 1)
+    rows = of_group if engine.group_head else max(sequences, 1)
+    logits = rows * LOGIT_BYTES + (of_group * VERIFIED_BYTES if engine.draft else 0.0)
+    return 2.0 * max(numbers), logits * (1 + engine.draft) * shape.vocab_size

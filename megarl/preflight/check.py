@@ -27,6 +27,7 @@ from megarl.preflight.rewards import reward_faults
 from megarl.rollout.prompts import PromptStream, load_tokenizer
 from megarl.rollout.sample_file import SampleFile, open_samples
 from megarl.rollout.sglang.arguments import latent_cache_faults, sglang_faults
+from megarl.rollout.sglang.drafts import draft_faults
 from megarl.rollout.tokens import TokenCache
 from megarl.types import Metrics, Prompt, UserFault, UserFaults
 
@@ -172,7 +173,8 @@ def _sglang(case: _Case) -> Faults:
         faults = sglang_faults(arguments)
     except UserFault as fault:
         faults = [fault]
-    return faults + (latent_cache_faults(arguments) if shape and shape.mla else [])
+    faults += latent_cache_faults(arguments) if shape and shape.mla else []
+    return faults + draft_faults(case.recipe)
 
 
 def _megatron(case: _Case) -> Faults:

@@ -8,15 +8,21 @@ Attention layers with a quantisation config (in fp8 engines of DeepSeek-V3, Qwen
 `k_scale` and `v_scale`, the scales of an fp8 KV cache (layers/quantization/kv_cache.py). No checkpoint of these
 families has them, and SGLang then uses 1, which the end of its weight update copies to `k_scale_float` and
 `v_scale_float`. The parameters' memory is released with that of the weights, so every reshard writes them again.
+
+A draft model (models/deepseek_nextn.py) has the target's Parameter objects as its embedding and output layer
+(`set_embed_and_head`). SGLang saves the buffers of the target alone when it releases the weights' memory
+(managers/scheduler_components/weight_updater.py), so a draft must have no buffers of its own; its rotary table is the
+target's (layers/rotary_embedding/factory.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from megarl.parallel.engine_layout import FP8_TILE
+from megarl.resharding.sglang_map import DRAFT
 from megarl.resharding.shards import LayoutError
 
 _OTHER_BACKEND = "set rollout.engine.sglang.moe_runner_backend to triton"
@@ -29,6 +35,32 @@ _UNKNOWN_MOE_LAYOUTS = {
 }
 _REPLICATED_QUERIES = "w_kc_qrep"  # a copy of weights that SGLang makes once, at its start
 _CACHE_SCALES = ("k_scale", "v_scale")
+
+
+def joined(models: Sequence[torch.nn.Module]) -> torch.nn.Module:
+    """The target model, or with a draft model one module of both.
+
+    There the draft's parameters have names that begin with DRAFT, but for those that it shares with the target.
+    """
+    target, *drafts = models
+    if not drafts:
+        return target
+    whole, (draft,) = torch.nn.Module(), drafts
+    for name, child in target.named_children():
+        whole.add_module(name, child)
+    whole.add_module(DRAFT.removesuffix("."), draft)
+    return whole
+
+
+def draft_fault(models: Sequence[torch.nn.Module]) -> LayoutError | None:
+    """The reason why a draft model cannot be written together with its target; else None."""
+    target, *drafts = models
+    shared = {id(tensor) for tensor in target.buffers()}
+    for draft in drafts:
+        for name, buffer in draft.named_buffers():
+            if id(buffer) not in shared:
+                return LayoutError(f"{DRAFT}{name}: a buffer of the draft model alone, which SGLang would not restore")
+    return None
 
 
 def params(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property, partial
 from typing import Any
@@ -265,34 +265,54 @@ def collect_stats(store: Store, run_id: str, attempt: int, num_members: int) -> 
 
 
 _engine_members: dict[str, Member] = {}  # this process's member, by run id
+_loaded: dict[str, tuple[int, list[torch.nn.Module]]] = {}  # (attempt, its models up to now), by run id
 
 
 def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """SGLang's custom weight loader: runs in each scheduler process and writes into the model's own parameters.
 
+    With drafts SGLang calls it twice in one update, for the target model and then for the draft model
+    (managers/scheduler_components/weight_updater.py); the second call writes and verifies both in one exchange.
     named_tensors is [("session", uint8 tensor of UTF-8 JSON)], the JSON being `Sessions.engine_message`.
     """
     ((_, encoded),) = named_tensors
     message = json.loads(encoded.cpu().numpy().tobytes())
     run_id = message["run_id"]
+    models = _models(run_id, message["attempt"], model)
+    if len(models) == message["models"]:
+        del _loaded[run_id]
+        _exchange(message, models)
+
+
+def _models(run_id: str, attempt: int, model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The models of this attempt in the order of the calls; what an earlier attempt has left is forgotten."""
+    before, models = _loaded.get(run_id, (attempt, []))
+    models = [*models, model] if before == attempt else [model]
+    _loaded[run_id] = attempt, models
+    return models
+
+
+def _exchange(message: Mapping[str, Any], models: Sequence[torch.nn.Module]) -> None:
+    run_id = message["run_id"]
     if "sessions" in message:
         if run_id in _engine_members:  # whose handles are no longer valid
             _engine_members[run_id].close()
         _engine_members[run_id] = Member(Session.from_json(message["sessions"][str(dist.get_rank())]))
-    member = _engine_members[run_id]
+    member, whole = _engine_members[run_id], engine_model.joined(models)
 
     def finish() -> None:
-        engine_model.write_constants(model)
-        engine_model.refresh_derived(model)
+        engine_model.write_constants(whole)
+        for model in models:
+            engine_model.refresh_derived(model)
         if member.session.verify == "off":
             return
-        if faults := engine_model.constant_faults(model) + engine_model.derived_faults(model):
+        if faults := engine_model.constant_faults(whole) + engine_model.derived_faults(whole):
             raise VerifyError(first_of(faults))
 
     member.run(
         message["version"],
         message["attempt"],
-        engine_model.params(model),
-        fault=engine_model.unknown_layout(model),
+        engine_model.params(whole),
+        fault=engine_model.unknown_layout(whole) or engine_model.draft_fault(models),
         finish=finish,
     )

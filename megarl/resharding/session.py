@@ -78,10 +78,11 @@ class Sessions:
         """The JSON object that engine `engine` passes to `member.load` in each of its processes.
 
         attempt: unique in a run. first: include the sessions, which an engine needs at its first attempt and whenever
-        training ranks have shared new parameters.
+        training ranks have shared new parameters. "models" in the message: for how many models SGLang calls `load`.
         """
         members = self.engines[engine]
         message: dict[str, Any] = {"run_id": members[0].run_id, "version": version, "attempt": attempt}
+        message["models"] = 2 if members[0].engine.draft else 1
         if first:
             message["sessions"] = {str(tp_rank): session.to_json() for tp_rank, session in members.items()}
         return message

@@ -15,7 +15,10 @@ sglang/srt:
   experts are (models/deepseek_v2.py).
 - layers/quantization/fp8.py: `<weight>_scale_inv` has one float32 for each 128 x 128 tile of a weight. (The scales
   of the KV cache are no weights: engine_model.py writes them.)
-The engine does not load the multi-token prediction layers, which only a draft model uses.
+- models/deepseek_nextn.py: the draft model is one multi-token prediction layer, `model.decoder`, split as the decoder's
+  layers with experts; eh_proj is whole, and never fp8. Its embedding and output layer are the target model's own
+  parameters. A parameter of the draft model has the name that `engine_model.joined` gives it.
+Without drafts the engine does not load the multi-token prediction layer.
 """
 
 from __future__ import annotations
@@ -27,9 +30,11 @@ from typing import NamedTuple
 
 from megarl.parallel.engine_layout import FP8_TILE, VOCAB_MULTIPLE, EngineLayout
 from megarl.resharding.shards import EMBEDDING, FP8, LM_HEAD, LayoutError, Part, Range, Shard, intersect, share, tiles
+from megarl.resharding.tensors import FINAL_NORM, layer_prefix, mtp_prefix
 from megarl.types import MlaShape, ModelShape
 
 ONE_ITEM = (0, 1)
+DRAFT = "draft."  # begins the names of the draft model's parameters
 
 
 class Holder(NamedTuple):
@@ -80,17 +85,34 @@ def _slots(engine: EngineLayout, holder: Holder) -> tuple[int, ...]:
 def _placed(shape: ModelShape, engine: EngineLayout) -> Placed:
     yield from _vocab_rows(shape, EMBEDDING, engine.attention_tp)
     for layer in range(shape.num_layers):
-        prefix = f"model.layers.{layer}."
-        yield from _norm(prefix + "input_layernorm.weight", shape.hidden_size)
-        yield from ATTENTION[shape.attention_map](shape, engine, prefix + "self_attn.")
-        yield from _norm(prefix + "post_attention_layernorm.weight", shape.hidden_size)
-        if shape.is_dense(layer):
-            yield from _mlp(prefix + "mlp.", engine, shape.hidden_size, shape.ffn_size, engine.dense_ranks)
-        else:
-            yield from _experts(shape, engine, prefix + "mlp.")
-    yield from _norm("model.norm.weight", shape.hidden_size)
+        yield from _layer(shape, engine, layer)
+    yield from _norm(FINAL_NORM, shape.hidden_size)
     if not shape.tied:
         yield from _vocab_rows(shape, LM_HEAD, engine.head_ranks)
+    if engine.draft:
+        yield from _draft(shape, engine)
+
+
+def _layer(shape: ModelShape, engine: EngineLayout, layer: int) -> Placed:
+    prefix = layer_prefix(layer)
+    yield from _norm(prefix + "input_layernorm.weight", shape.hidden_size)
+    yield from ATTENTION[shape.attention_map](shape, engine, prefix + "self_attn.")
+    yield from _norm(prefix + "post_attention_layernorm.weight", shape.hidden_size)
+    if shape.is_dense(layer):
+        yield from _mlp(prefix + "mlp.", engine, shape.hidden_size, shape.ffn_size, engine.dense_ranks)
+    else:
+        yield from _experts(shape, engine, prefix + "mlp.")
+
+
+def _draft(shape: ModelShape, engine: EngineLayout) -> Placed:
+    """The draft model, without the embedding and the output layer that it shares with the target model."""
+    prefix, hidden = mtp_prefix(shape, 0), shape.hidden_size
+    model = DRAFT + "model."
+    for norm in ("enorm", "hnorm", "shared_head.norm"):
+        yield EVERYONE, Shard(f"{prefix}{norm}.weight", (0, hidden), (0, 1), f"{model}{norm}.weight")
+    yield EVERYONE, Shard(prefix + "eh_proj.weight", (0, hidden), (0, 2 * hidden), model + "eh_proj.weight")
+    for holder, shard in _layer(shape, engine, shape.num_layers):
+        yield holder, shard._replace(param=f"{model}decoder.{shard.param.removeprefix(prefix)}")
 
 
 def _vocab_rows(shape: ModelShape, name: str, ranks: int) -> Placed:

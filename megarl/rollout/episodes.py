@@ -54,6 +54,7 @@ def engine_settings(recipe: Recipe, index: int, span: NodeSpan | None = None) ->
         whole_shared=layout.whole_shared,
         group_head=layout.group_head,
         deepep=layout.deepep,
+        draft=layout.draft,
     )
 
 
@@ -181,6 +182,7 @@ def summary(group: SampleGroup) -> GroupSummary:
         version=samples[0].version if samples else -1,
         given_answers=group.given_answers,
         baseline=next((index for index, sample in enumerate(samples) if sample.is_baseline), None),
+        verifications=sum(sample.verifications for sample in samples if not sample.is_baseline),
     )
 
 

@@ -13,11 +13,16 @@ from megarl.types import GroupSummary, Metrics, RoundBalance
 
 
 def rollout_metrics(groups: Sequence[GroupSummary]) -> Metrics:
-    """Means over all samples of a step that were drawn; `truncated` is the share that was cut at the length limit."""
+    """Means over all samples of a step that were drawn; `truncated` is the share that was cut at the length limit.
+
+    `accepted`, with drafts: tokens that a verification gave; the first token of a response needs none.
+    """
     rewards = np.concatenate([group.rewards_G[group.drawn_G] for group in groups])
     lengths = np.concatenate([group.response_lengths_G[group.drawn_G] for group in groups])
     finished = np.concatenate([group.finished_G[group.drawn_G] for group in groups])
     correct = np.concatenate([group.correct_G[group.drawn_G] for group in groups])
+    verifications = sum(group.verifications for group in groups)
+    accepted = {"rollout/accepted": float((lengths - 1).sum() / verifications)} if verifications else {}
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
@@ -27,7 +32,7 @@ def rollout_metrics(groups: Sequence[GroupSummary]) -> Metrics:
         "rollout/response_length_mean": float(lengths.mean()),
         "rollout/response_length_max": float(lengths.max()),
         "rollout/truncated": float(1.0 - finished.mean()),
-    }
+    } | accepted
 
 
 def balance_metrics(rounds: Sequence[RoundBalance]) -> Metrics:

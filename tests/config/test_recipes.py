@@ -37,7 +37,8 @@ OVERLAYS: dict[str, list[tuple[str, ...]]] = {
     "qwen3_30b": [(), ("qwen3_30b_16gpus.yaml",), ("fp8_rollout.yaml",), *((one,) for one in DEBUG)],
     "qwen3_235b": [(), ("qwen3_235b_128gpus.yaml", "fp8_rollout.yaml"), *((one,) for one in DEBUG)],
     "deepseek671b": [
-        (), DEEPSEEK_512[:1], DEEPSEEK_512[1:], (*DEEPSEEK_512, "rollout.engine.count=16"), *((one,) for one in DEBUG),
+        (), DEEPSEEK_512[:1], DEEPSEEK_512[1:], (*DEEPSEEK_512, "rollout.engine.count=16"),
+        (*DEEPSEEK_512[1:], "drafts_rollout_deepseek671b.yaml"), *((one,) for one in DEBUG),
     ],
     "qwen2_5_32b": [(), ("fp8_rollout.yaml",), *((one,) for one in DEBUG)],
 }  # fmt: skip

@@ -82,3 +82,13 @@ def test_a_run_of_latent_attention_with_an_fp8_cache(
         pytest.skip(f"{backend} is for GPUs of compute capability {capability}, and this one has {found}")
     cache = f"rollout.engine.sglang={{kv_cache_dtype: fp8_e4m3, attention_backend: {backend}}}"
     check(steps_of(launch, tmp_path, cache, family="deepseek-v3", **LATENT), 0.2)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="SGLang's draft models run on a GPU")
+@pytest.mark.parametrize("mtp_loss", [0.0, 0.1])
+def test_a_run_with_drafts(launch: Callable, tmp_path: Path, mtp_loss: float) -> None:
+    """The draft model gets the policy's weights in every reshard, where its layer is frozen too."""
+    keys = "rollout.engine.draft=1", f"train.mtp_loss={mtp_loss}"
+    steps = steps_of(launch, tmp_path, *keys, family="deepseek-v3", mtp_layers=1, **LATENT)
+    check(steps, 0.05)
+    assert all(1 <= record["rollout/accepted"] <= 2 for record in steps)

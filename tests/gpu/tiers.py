@@ -22,6 +22,7 @@ TIERS: dict[int, tuple[str, ...]] = {
         "tests/rollout/sglang/test_engine.py",
         "tests/rollout/test_draws.py",
         "tests/rollout/sglang/test_deterministic.py",
+        "tests/rollout/sglang/test_draft_engine.py",
         "tests/rollout/sglang/test_engine_ends.py",
         "tests/end_to_end/test_one_gpu.py",
         "tests/end_to_end/test_doctor.py",

@@ -10,7 +10,7 @@ import pytest
 from megarl.config.hardware import Hardware, load_hardware
 from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.hf_config import model_shape
-from megarl.plan.decode_step import ATTENTION_SHARE, LAYER_S, STEP_S, EngineSpeed, all_to_all_s
+from megarl.plan.decode_step import ACCEPTED, ATTENTION_SHARE, LAYER_S, STEP_S, EngineSpeed, all_to_all_s
 from megarl.plan.engine_memory import token_bytes, weight_bytes
 from megarl.types import ModelShape
 from tests.plan import recipes as planning
@@ -105,8 +105,8 @@ def test_all_to_all_is_of_the_nearest_size_that_was_measured() -> None:
 
 
 WIDE = {"fp8": True, "whole_dense": True, "whole_shared": True, "group_head": True, "deepep": True}
-# (card, engine, redundant experts, sequences, tokens before each, seconds). Verifying one draft is a step of twice as
-# many sequences. None of these runs had megarl's settings; two of them hide exchanges under the other half's products.
+# (card, engine, redundant experts, sequences, tokens before each, seconds of a step). None of these runs had megarl's
+# settings; two of them hide exchanges under the other half's products.
 PUBLISHED = {
     # lmsys.org, "Deploying DeepSeek with PD disaggregation and large-scale expert parallelism on 96 H100", 2025-05-05:
     # 2,785 tokens a second on each of 72, 256 sequences on each, 2,000 tokens of input
@@ -117,7 +117,7 @@ PUBLISHED = {
     "InferenceX, TP8, 64": ("H200", EngineLayout(1, 8, 8, fp8=True), 0, 64, 1536, 64 / (224 * 8)),
     "InferenceX, TP8, 8": ("H200", EngineLayout(1, 8, 8, fp8=True), 0, 8, 1536, 12.8e-3),
     # Ant Group at lmsys.org, 2025-09-26: 16 H20, one draft, 1.8 tokens a step; 423 tokens a second on each
-    "Ant, EP16, 12 a GPU": ("H20", EngineLayout(1, 16, 16, 16, **WIDE), 0, 2 * 16 * 12, 4500, 12 * 1.8 / 423),
+    "Ant, EP16, 12 a GPU": ("H20", EngineLayout(1, 16, 16, 16, draft=1, **WIDE), 0, 16 * 12, 4500, 12 * 1.8 / 423),
 }
 
 
@@ -126,6 +126,52 @@ def test_published_figures_are_met_within_a_quarter(case: str) -> None:
     card, engine, redundant, running, context, seconds = PUBLISHED[case]
     hardware: Hardware = CARDS[card]
     shape = replace(V3, num_experts=V3.num_experts + redundant)
+    speed = speed_of_weights(shape, engine, hardware)
+    assert speed.step(running, context).total == pytest.approx(seconds, rel=0.25)
+
+
+def speed_of_weights(shape: ModelShape, engine: EngineLayout, hardware: Hardware) -> EngineSpeed:
     weights = max(weight_bytes(shape, engine, "bfloat16"))
-    speed = EngineSpeed(shape, engine, hardware, 8, "bfloat16", weights, token_bytes(shape, engine, 2))
-    assert speed.step_s(running, context) == pytest.approx(seconds, rel=0.25)
+    return EngineSpeed(shape, engine, hardware, 8, "bfloat16", weights, token_bytes(shape, engine, 2))
+
+
+def drafting(draft: int, running: int = 1536) -> tuple[EngineSpeed, int, int]:
+    """DeepSeek-V3 on 32 H800: the engine, its sequences and the tokens before each."""
+    return speed_of_weights(V3, EngineLayout(1, 32, 32, 32, draft=draft, **WIDE), CARD), running, 4096
+
+
+def test_verifying_drafts_reads_the_cache_and_the_weights_once() -> None:
+    few, running, context = drafting(0, 32)
+    plain, checked = few.step(running, context), drafting(1)[0].step(running, context)
+    assert plain.drafts == 0.0 and plain.total == few.step_s(running, context)
+    assert checked.other_weights == pytest.approx(plain.other_weights, rel=0.01), "without the draft's"
+    assert checked.kernels == plain.kernels
+    assert plain.experts < checked.experts < 2 * plain.experts
+    assert checked.attention < 2 * plain.attention * 62 / 61
+
+
+def test_the_draft_model_costs_about_a_layer_for_each_draft_the_output_layer_and_a_launch() -> None:
+    steps = [speed.step(running, context) for speed, running, context in map(drafting, (1, 2, 3))]
+    layer = drafting(0)[0].step(1536, 4096).total / 61
+    assert all(0.5 * layer < step.drafts / draft - STEP_S < 3 * layer for draft, step in enumerate(steps, start=1))
+    assert steps[0].drafts < steps[1].drafts < steps[2].drafts
+
+
+def test_a_step_with_drafts_is_longer_and_gives_more_tokens() -> None:
+    for running in (32, 1536):
+        speeds = [drafting(draft)[0] for draft in range(4)]
+        totals = [speed.step(running, 4096).total for speed in speeds]
+        assert totals == sorted(totals) and totals[3] < 4 * totals[0]
+        tokens = [total / speed.step_s(running, 4096) for total, speed in zip(totals, speeds, strict=True)]
+        assert tokens == pytest.approx(ACCEPTED)
+    assert drafting(1)[0].step_s(32, 4096) < drafting(0)[0].step_s(32, 4096), "a few sequences wait for weights"
+
+
+def test_a_draft_model_takes_memory_for_a_layer() -> None:
+    """Its weights: one layer with experts, a share of 1 / 58 of all such layers; its cache: one of 62 layers."""
+    without, with_one = (EngineLayout(1, 32, 32, 32, draft=draft, **WIDE) for draft in (0, 1))
+    more = max(weight_bytes(V3, with_one, "bfloat16")) - max(weight_bytes(V3, without, "bfloat16"))
+    experts = 8 * 3 * 7168 * 2048
+    assert experts < more < 3 * experts
+    assert drafting(1)[0]._draft_bytes == more
+    assert token_bytes(V3, with_one, 2) * 61 == token_bytes(V3, without, 2) * 62

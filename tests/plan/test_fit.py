@@ -17,7 +17,7 @@ from megarl.parallel.layout import TrainLayout
 from megarl.parallel.roles import RoleName, train_layout
 from megarl.parallel.sizes import ChunkSize
 from megarl.plan.activations import activation_bytes, in_flight, kept_and_recomputed, logits_bytes, row_of
-from megarl.plan.engine_memory import settings_of, token_bytes, weight_bytes
+from megarl.plan.engine_memory import Settings, running_bytes, settings_of, token_bytes, weight_bytes
 from megarl.plan.memory_parts import Parts
 from megarl.plan.model_size import ModelSize, model_sizes
 from megarl.plan.phase_memory import (
@@ -207,6 +207,19 @@ def test_engine_weights_are_the_models_and_fp8_halves_them() -> None:
     assert sum(bf16) - 32 * derived == pytest.approx(2 * (671.026e9 + 31 * on_every_rank), rel=1e-4)
     fp8 = weight_bytes(DEEPSEEK, EngineLayout(1, 16, 16, fp8=True), "bfloat16")
     assert sum(fp8) == pytest.approx(sum(bf16) / 2, rel=0.03)
+
+
+def test_logits_of_drafts_are_verified_by_each_group() -> None:
+    """Of 1,024 sequences on 16 groups: 64 a group, each with the logits of its token and of two drafts."""
+    chosen = Settings(0.8, 8192, 64, None, 2)
+    for group_head, rows in ((True, 64), (False, 1024)):
+        engine = EngineLayout(1, 16, 16, dp=16, whole_dense=True, group_head=group_head)
+        (activations, plain), (same, drafted) = (
+            running_bytes(DEEPSEEK, replace(engine, draft=draft), chosen, 1024) for draft in (0, 2)
+        )
+        assert same == activations
+        assert plain == rows * 129_280 * 6
+        assert drafted == 3 * (plain + 64 * 129_280 * 12)
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -91,6 +91,7 @@ def test_evaluation_sets_are_cut_to_their_limit_and_the_seed_decides_the_order(g
         (["rollout.engine.ep=3"], "rollout.engine.ep", "3 does not divide"),
         (["rollout.engine.dp=3"], "rollout.engine.dp", "3 does not divide"),
         (["rollout.engine.fp8=true"], "rollout.engine.fp8", "need a GPU"),
+        (["rollout.engine.draft=1"], "rollout.engine.draft", "1, but the model has no multi-token prediction layers"),
         (["placement.train_gpus=8"], "placement.train_gpus", "8 is more than placement.gpus (4)"),
         (["placement.gpus=8", "placement.train_gpus=6"], "placement.train_gpus", "6 GPUs are not a multiple"),
         (["placement.gpus=8", "placement.train_gpus=4"], "placement.gpus", "use the first 4; set it to 4"),
@@ -489,3 +490,14 @@ def test_chat_messages_and_parquet_are_read(good: list[str], tmp_path: Path) -> 
     texts = {prompt.text for prompt in inputs.prompts.take(10)}
     assert texts == {prompt.text for prompt in inputs.eval_sets["arith"]}
     assert all(text.endswith("+1=<assistant>") for text in texts)
+
+
+def test_drafts_on_a_cpu_and_what_does_not_go_with_them_are_told_at_once(
+    told: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    folder = checkpoints.write(tmp_path / "latent", "deepseek-v3", mtp_layers=1)
+    backend = "rollout.engine.sglang.attention_backend"
+    lines = told(f"model.path={folder}", "rollout.engine.draft=3", "rollout.seeded=true", f"{backend}=cutlass_mla")
+    for start in ("rollout.engine.draft: 3, but on CPU", "rollout.seeded: true, but SGLang", f"{backend}: cutlass_mla"):
+        assert sum(line.startswith(start) for line in lines) == 1, lines
+    assert "rollout.engine.draft is 4; it should be less" in " ".join(told("rollout.engine.draft=4"))

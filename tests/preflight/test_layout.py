@@ -13,7 +13,7 @@ from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.roles import Role, Roles, resolve
 from megarl.preflight.data import budget_faults
-from megarl.preflight.layout import node_faults, slot_faults
+from megarl.preflight.layout import layout_faults, node_faults, slot_faults
 from tests.parallel.worlds import recipe
 
 
@@ -65,6 +65,12 @@ def test_a_critic_has_its_place_behind_the_engines_or_among_them(gpus: int, crit
     engines = EngineLayout(count=2, tp=2, ep=1, first=2)
     found = slot_faults(placed(gpus, 2, engines, critic))
     assert [fault.where for fault in found] == faulty
+
+
+def test_a_model_that_cannot_be_read_is_not_told_that_it_cannot_draft() -> None:
+    found = placed(8, 8, EngineLayout(count=4, tp=2, ep=1, draft=2))
+    assert found.policy.model.known_shape is None
+    assert not [fault for fault in layout_faults(found, "cuda") if "draft" in fault.where]
 
 
 def test_the_engines_follow_the_training_ranks_without_a_gap() -> None:

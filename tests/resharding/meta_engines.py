@@ -29,7 +29,7 @@ from megarl.parallel.engine_layout import EngineLayout
 TIMEOUT_S = 500
 # Packages of kernels that SGLang imports on a GPU. Building a model calls none of them.
 KERNELS = {"deep_ep", "deep_gemm", "flash_attn", "flashinfer", "sgl_kernel", "triton_kernels"}
-MODELS = {"deepseek_v2", "qwen3_moe", "qwen3", "qwen2", "llama"}  # files of sglang/srt/models
+MODELS = {"deepseek_v2", "deepseek_nextn", "qwen3_moe", "qwen3", "qwen2", "llama"}  # files of sglang/srt/models
 GROUPS = ("tp", "pp", "attn_tp", "attn_cp", "moe_ep", "moe_tp", "moe_dp")
 
 
@@ -49,8 +49,8 @@ class Built:
 
     params: the weights, on the meta device. constants: the value of each constant after it was written. cache_scales:
     what SGLang's attention layers multiply with once SGLang has processed those constants. unknown: why the model
-    cannot be written, or "". derived: the shape and type of each layer-0 tensor that is derived from weights.
-    error: the traceback of SGLang's refusal, or "".
+    cannot be written, or "". derived: the shape and type of each tensor of layer 0, and of the draft's layer, that is
+    derived from weights. error: the traceback of SGLang's refusal, or "".
     """
 
     params: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -184,25 +184,21 @@ def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
     from sglang.srt import runtime_context
 
     try:
-        model = _model(request)
+        models = _models(request)
         with torch.device("meta"), _OnMeta():
-            return _examine(model)
+            return _examine(models)
     except Exception:  # whatever SGLang's authors chose to raise
         return {"params": {}, "error": traceback.format_exc()}
     finally:
         runtime_context.reset_context()
 
 
-def _model(request: Mapping[str, Any]) -> torch.nn.Module:
-    """A rank's model, by the steps of SGLang's scheduler process; weights are loaded by none of them."""
+def _models(request: Mapping[str, Any]) -> list[torch.nn.Module]:
+    """A rank's model and its draft, by the steps of SGLang's scheduler process; weights are loaded by none of them."""
     from sglang.srt import runtime_context as context
-    from sglang.srt.configs.load_config import LoadConfig
-    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.layers.dp_attention import initialize_dp_attention
     from sglang.srt.layers.moe import initialize_moe_config
     from sglang.srt.layers.quantization.fp8_utils import initialize_fp8_gemm_config
-    from sglang.srt.model_loader import loader
-    from sglang.srt.model_loader.utils import set_default_torch_dtype
     from sglang.srt.server_args import ServerArgs
 
     from megarl.rollout.sglang.arguments import EngineSettings, server_arguments
@@ -211,7 +207,7 @@ def _model(request: Mapping[str, Any]) -> torch.nn.Module:
     settings = EngineSettings(
         request["folder"], engine.tp, engine.ep, "bfloat16", 0, 4096, 8, load_weights=False, dp=engine.dp,
         fp8=engine.fp8, sglang=request["sglang"], whole_dense=engine.whole_dense, group_head=engine.group_head,
-        deepep=engine.deepep,
+        deepep=engine.deepep, draft=engine.draft,
     )  # fmt: skip
     os.environ["SGLANG_SHARED_EXPERT_TP1"] = str(int(engine.whole_shared))
     server: Any = ServerArgs(**server_arguments(settings, "megarl.resharding.member.load", "cuda"))
@@ -222,10 +218,37 @@ def _model(request: Mapping[str, Any]) -> torch.nn.Module:
     initialize_dp_attention(server)
     initialize_moe_config()
     initialize_fp8_gemm_config()
-    config, load = ModelConfig.from_server_args(server), LoadConfig(load_format="dummy")
+    target = _build(server)
+    return [target, _draft(server, target)] if engine.draft else [target]
+
+
+def _build(server: Any, **more: Any) -> torch.nn.Module:
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.model_loader import loader
+    from sglang.srt.model_loader.utils import set_default_torch_dtype
+
+    config, load = ModelConfig.from_server_args(server, **more), LoadConfig(load_format="dummy")
     quantisation = loader._get_quantization_config(config, load)
     with set_default_torch_dtype(config.dtype), torch.device("meta"), _OnMeta():
         return loader._initialize_model(config, load, quantisation)
+
+
+def _draft(server: Any, target: torch.nn.Module) -> torch.nn.Module:
+    """As speculative/eagle_worker_v2.py makes it, with the target's embedding and output layer."""
+    from sglang.srt.layers.moe.utils import (
+        draft_model_build_scope,
+        speculative_moe_a2a_backend_context,
+        speculative_moe_backend_context,
+    )
+    from sglang.srt.runtime_context import get_spec
+    from sglang.srt.speculative.pp_draft_embedding import resolve_target_embed_and_head
+
+    path, revision = get_spec().speculative_draft_model_path, get_spec().speculative_draft_model_revision
+    with speculative_moe_backend_context(), speculative_moe_a2a_backend_context(), draft_model_build_scope():
+        draft: Any = _build(server, model_path=path, model_revision=revision, is_draft_model=True)
+    draft.set_embed_and_head(*resolve_target_embed_and_head(target))
+    return draft
 
 
 def _group(parallel: Any, name: str) -> SimpleNamespace:
@@ -235,24 +258,30 @@ def _group(parallel: Any, name: str) -> SimpleNamespace:
     return SimpleNamespace(**places, device_group=None, cpu_group=None)
 
 
-def _examine(model: torch.nn.Module) -> dict[str, Any]:
+def _examine(models: Sequence[torch.nn.Module]) -> dict[str, Any]:
     from megarl.resharding import engine_model
 
+    model = engine_model.joined(models)
     _start_constants(model)
     unknown, params = engine_model.unknown_layout(model), engine_model.params(model)
     assert all(param.is_contiguous() for param in params.values())
     engine_model.write_constants(model)
     constants = {name: param.item() for name, param in engine_model.constants(model).items()}
     _process(model)
-    engine_model.refresh_derived(model)
-    first = model.get_submodule("model.layers.0.self_attn")
-    derived = {name: getattr(first, name, None) for name in ("w_kc", "w_vc")}
+    for each in models:
+        engine_model.refresh_derived(each)
+    attention = {"": "model.layers.0.self_attn", "draft.": "draft.model.decoder.self_attn"}
+    derived = {
+        prefix + name: getattr(model.get_submodule(where), name, None)
+        for prefix, where in list(attention.items())[: len(models)]
+        for name in ("w_kc", "w_vc")
+    }
     scales = [getattr(module, name, None) for module in model.modules() for name in ("k_scale_float", "v_scale_float")]
     return {
         "params": {name: _kind(param) for name, param in params.items()},
         "constants": constants,
         "cache_scales": [scale for scale in scales if isinstance(scale, float)],
-        "unknown": str(unknown or engine_model.unknown_layout(model) or ""),
+        "unknown": str(unknown or engine_model.unknown_layout(model) or engine_model.draft_fault(models) or ""),
         "derived": {name: _kind(tensor) for name, tensor in derived.items() if tensor is not None},
     }
 

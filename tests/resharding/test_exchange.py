@@ -20,10 +20,12 @@ from torch.distributed.distributed_c10d import PrefixStore
 from megarl.device import Address, address_of, host_store, join_store
 from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.layout import TrainLayout
+from megarl.resharding import engine_model
 from megarl.resharding.agreement import Agreement
 from megarl.resharding.member import Member, Stats, collect_stats, conclude, load
 from megarl.resharding.memory_handles import SourceHandles, map_params, share_params
 from megarl.resharding.session import Session, sessions
+from megarl.resharding.sglang_map import DRAFT
 from megarl.types import UserFault
 from tests.leftovers import left_since, shared_files
 from tests.resharding.worlds import MLA, MOE, TIMEOUT_S, Pair, Params, Process, fill, make_params, wrong_params
@@ -80,22 +82,40 @@ def engine_rank(pipe: Connection, meet: Address, pair: Pair, slot: int, dtype: s
     store = PrefixStore(f"engine{at[0]}", join_store(meet, TIMEOUT_S))
     dist.init_process_group("gloo", store=store, rank=at[1], world_size=pair.engine.tp)
     shards, mla = pair.target_shards(slot), pair.shape.mla
-    model = Model(make_params(shards, getattr(torch, dtype)), mla.nope_dim if mla else 0)
+    models = made_models(make_params(shards, getattr(torch, dtype)), mla.nope_dim if mla else 0)
+    model = engine_model.joined(models)
     for order, *arguments in iter(pipe.recv, None):
         try:
             if order == "flag":
-                setattr(model.get_submodule(arguments[0]), arguments[1], True)
+                owner = model.get_submodule(arguments[0]) if arguments[0] else models[0]
+                setattr(owner, arguments[1], True)
+                pipe.send("done")
+            elif order == "buffer":
+                model.get_submodule(arguments[0]).register_buffer("table", torch.zeros(2))
                 pipe.send("done")
             elif order == "starve":
                 Member._prepare = starving  # type: ignore[method-assign]
                 pipe.send("done")
             else:
                 message = json.dumps(arguments[0]).encode()
-                load(model, [("session", torch.frombuffer(bytearray(message), dtype=torch.uint8))])
+                for called in models[: arguments[1]]:
+                    load(called, [("session", torch.frombuffer(bytearray(message), dtype=torch.uint8))])
                 version = arguments[0]["version"]
                 pipe.send(wrong_params(dict(model.named_parameters()), shards, version, pair.torch_dtype))
         except Exception as error:
             pipe.send(error)
+
+
+def made_models(params: Params, mla_rows: int) -> list[Model]:
+    """An engine's model, and with drafts its draft model, which has the same embedding and output layer."""
+    of_draft = {name: tensor for name, tensor in params.items() if name.startswith(DRAFT)}
+    target = Model({name: tensor for name, tensor in params.items() if name not in of_draft}, mla_rows)
+    if not of_draft:
+        return [target]
+    draft = Model({name.removeprefix(DRAFT): tensor for name, tensor in of_draft.items()}, mla_rows)
+    draft.get_submodule("model").add_module("embed_tokens", target.get_submodule("model.embed_tokens"))
+    draft.add_module("lm_head", target.get_submodule("lm_head"))
+    return [target, draft]
 
 
 def starving(self: Member, rounds: list[int], targets: Params) -> NoReturn:
@@ -149,7 +169,7 @@ class World:
         for slot, child in self.engines.items():
             at = self.pair.engine.member(slot)
             assert at
-            child.send(("load", self.sessions.engine_message(at[0], version, self.attempt, self.first)))
+            child.send(("load", self.sessions.engine_message(at[0], version, self.attempt, self.first), None))
         self.first = False
         for rank in self.sessions.trainers:
             self.trainers[rank].send(("run", version, self.attempt))
@@ -178,6 +198,7 @@ PAIRS = {
     "MLA on slots partly shared": Pair(
         MLA, TrainLayout(2, 2, 1, 2), EngineLayout(1, 2, 2, first=1), gpus_per_node=2, verify="checksum"
     ),
+    "MLA with a draft model": Pair(MLA, TrainLayout(2, 1, 2, 1), EngineLayout(1, 2, 2, draft=1), verify="full"),
 }
 
 
@@ -216,6 +237,41 @@ def test_derived_tensors_are_part_of_the_exchange() -> None:
         made.fill(2)
         with pytest.raises(RuntimeError, match=r"model.layers.0.self_attn.w_kc differs from its kv_b_proj.weight"):
             made.reshard(2)
+
+
+@pytest.mark.parametrize("forgetful", ["", "draft"])
+def test_the_derived_tensors_of_the_draft_model_too(forgetful: str) -> None:
+    pair = Pair(MLA, TrainLayout(1, 1, 1, 1), EngineLayout(1, 1, 1, draft=1), verify="full")
+    with world(pair) as made:
+        made.fill(1)
+        assert not made.reshard(1)[0]
+        made.engines[0].ask(("flag", forgetful, "forgets"))
+        made.fill(2)
+        wrong = r"draft.model.decoder.self_attn.w_kc" if forgetful else r"model.layers.0.self_attn.w_kc"
+        with pytest.raises(RuntimeError, match=rf"{wrong} differs from its kv_b_proj.weight"):
+            made.reshard(2)
+
+
+def test_an_update_that_ends_before_the_draft_models_turn_writes_nothing() -> None:
+    """SGLang's loop over the models ends at a failure; the next attempt writes both, with nothing of the one before."""
+    pair = Pair(MLA, TrainLayout(2, 1, 2, 1), EngineLayout(1, 2, 2, draft=1), verify="checksum")
+    with world(pair) as made:
+        made.fill(1)
+        assert not made.reshard(1)[0]
+        for child in made.engines.values():
+            made.attempt += 1
+            half = made.sessions.engine_message(0, version=1, attempt=made.attempt, first=False)
+            assert child.ask(("load", half, 1)) == [], "all is still what it was"
+        made.fill(2)
+        assert not made.reshard(2)[0]
+
+
+def test_a_buffer_of_the_draft_model_alone_is_refused() -> None:
+    pair = Pair(MLA, TrainLayout(1, 1, 1, 1), EngineLayout(1, 1, 1, draft=1))
+    with world(pair) as made:
+        made.engines[0].ask(("buffer", "draft.model.decoder"))
+        with pytest.raises(RuntimeError, match=r"draft.model.decoder.table: a buffer of the draft model alone"):
+            made.reshard(1)[0]
 
 
 @pytest.mark.parametrize("fault", ["another type", "an unknown layout"])

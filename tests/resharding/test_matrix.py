@@ -38,6 +38,7 @@ def engine(count: int, tp: int = 1, ep: int = 1, **more: Any) -> EngineLayout:
     return EngineLayout(count, tp, ep, **more)
 
 
+FP8_MTP = replace(FP8_MLA, num_mtp_layers=1, moe_ffn_size=512, ffn_size=512)
 BF16: dict[str, Any] = {"dtype": "bfloat16"}
 PAIRS = {
     "one rank": Pair(MOE, train(1), engine(1)),
@@ -109,6 +110,13 @@ PAIRS = {
         MLA, train(16, 2, 2, 4), engine(2, 8, 4), transformer_engine=True, gpus_per_node=8, round_bytes=64_000
     ),
     "MLA beside the training ranks": Pair(MLA, train(4, 2, 2, 2), engine(1, 4, 2, first=4), gpus_per_node=4, **BF16),
+    "MLA PP2 EP2 to TP2 EP2 with drafts": Pair(MLA, train(4, pp=2, ep=2), engine(2, 2, 2, draft=1)),
+    "MLA PP2 VPP2 to DP attention with drafts, two nodes": Pair(
+        MLA, train(4, 1, 2, 2, vpp=2), engine(2, 4, 4, dp=4, whole_shared=True, draft=3), gpus_per_node=4, **BF16
+    ),
+    "fp8 MLA with drafts": Pair(
+        FP8_MTP, train(4, 2, 2, 2), engine(1, 4, 4, dp=4, fp8=True, draft=1), round_bytes=1 << 20, **BF16
+    ),
     "fp8 TP2 to TP2": Pair(FP8_MOE, train(2, tp=2, ep=2), engine(1, 2, fp8=True), round_bytes=1 << 20, **BF16),
     "fp8 PP2 EP2 to TP2 EP2": Pair(
         FP8_MOE, train(4, pp=2, ep=2), engine(2, 2, 2, fp8=True), round_bytes=1 << 20, **BF16

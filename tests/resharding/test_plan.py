@@ -39,7 +39,7 @@ Layouts = tuple[ModelShape, TrainLayout, EngineLayout]
 def layouts(draw: st.DrawFn) -> Layouts:
     """Colocated, split and mixed; with uneven and virtual stages, expert TP, shared key/value heads, DP attention.
 
-    With that also the weights that SGLang then may hold whole, or in each group.
+    With that also the weights that SGLang then may hold whole, or in each group; with and without a draft model.
     """
     shape = draw(st.sampled_from([MOE, MLA, DENSE]))
     (pp, vpp), tp = draw(st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 1)])), draw(st.sampled_from([1, 2, 4]))
@@ -56,7 +56,9 @@ def layouts(draw: st.DrawFn) -> Layouts:
     ]
     engine = draw(st.sampled_from(engines))
     whole = draw(st.tuples(st.booleans(), st.booleans(), st.booleans())) if engine.dp > 1 else (False, False, False)
-    return shape, train, replace(engine, whole_dense=whole[0], whole_shared=whole[1], group_head=whole[2])
+    can_draft = shape.num_mtp_layers and shape.hidden_size % tp == 0  # as TrainLayout.faults asks
+    draft = draw(st.sampled_from([0, 2])) if can_draft else 0
+    return shape, train, replace(engine, whole_dense=whole[0], whole_shared=whole[1], group_head=whole[2], draft=draft)
 
 
 def sides_of(layout: Layouts, transformer_engine: bool = False) -> Sides:

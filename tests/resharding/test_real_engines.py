@@ -58,8 +58,8 @@ WHOLE = {**DENSE, **SHARED, **HEAD}
 DEEPEP = {**WHOLE, "deepep": True}
 
 
-def layout(tp: int, ep: int = 1, dp: int = 1, **more: bool) -> EngineLayout:
-    return EngineLayout(1, tp, ep, dp, **more)
+def layout(tp: int, ep: int = 1, dp: int = 1, draft: int = 0, **more: bool) -> EngineLayout:
+    return EngineLayout(1, tp, ep, dp, draft=draft, **more)
 
 
 LAYOUTS = {  # in bfloat16, and in fp8 where no tile is cut
@@ -68,9 +68,11 @@ LAYOUTS = {  # in bfloat16, and in fp8 where no tile is cut
         layout(16, 16, 4, **DENSE), layout(16, 16, 4, **HEAD), layout(8, 8, 4, **SHARED), layout(16, 4, 8, **WHOLE),
         layout(16, 16, 8, **DENSE, **HEAD), layout(32, 32, 32, **WHOLE), layout(64, 64, 32, **WHOLE),
         layout(16, 16, 8, **DEEPEP), layout(32, 32, 32, **DEEPEP), layout(64, 64, 8, **DEEPEP),
+        layout(8, 8, 8, draft=1), layout(16, 4, draft=3), layout(32, 32, 32, draft=2, **WHOLE),
+        layout(16, 16, 8, draft=1, **DEEPEP),
     ],
     "kimi-k2": [layout(16, 16, 4), layout(32, 32, 32, **DEEPEP)],
-    "moonlight": [layout(4, 2), layout(2, 2), layout(4, 4, 4, **WHOLE)],
+    "moonlight": [layout(4, 2), layout(2, 2), layout(4, 4, 4, **WHOLE), layout(2, 2, draft=1)],
     "qwen3-30b-a3b": [
         layout(1), layout(4, 2, 2), layout(8, 8), layout(4, 2, 2, **DENSE, **HEAD), layout(8, 8, 4, **DEEPEP),
     ],
@@ -93,6 +95,7 @@ class Case(NamedTuple):
     def __str__(self) -> str:
         engine, kind = self.engine, "fp8" if self.engine.fp8 else "bf16"
         flags = "".join(f" {name}" for name in DEEPEP if getattr(engine, name))
+        flags += f" draft {engine.draft}" if engine.draft else ""
         return f"{self.model} {kind} tp{engine.tp} ep{engine.ep} dp{engine.dp}{flags} rank {self.rank}"
 
 
@@ -152,7 +155,8 @@ def test_the_map_describes_the_parameters_of_sglangs_own_class(models: Models, c
 def test_the_scales_of_the_kv_cache_are_constants(models: Models, case: Case) -> None:
     """They start as made-up weights may; SGLang's own processing must take the 1 that was written."""
     built = models.built[case]
-    number = CACHE_SCALES.get(case.model, 0) * models.shapes[case.model].num_layers if case.engine.fp8 else 0
+    layers = models.shapes[case.model].num_layers + bool(case.engine.draft)
+    number = CACHE_SCALES.get(case.model, 0) * layers if case.engine.fp8 else 0
     assert len(built.constants) == number
     assert list(built.constants.values()) == built.cache_scales == [1.0] * number
     assert not built.constants.keys() & built.params.keys()
@@ -163,10 +167,22 @@ def test_latent_attention_derives_its_tensors_in_bfloat16(models: Models, case: 
     """As `derived_faults` expects them: also from fp8 tiles."""
     mla, heads = models.shapes[case.model].mla, 128 // case.engine.attention_tp
     assert mla is not None
-    assert models.built[case].derived == {
+    wanted = {
         "w_kc": [[heads, mla.nope_dim, mla.kv_lora_rank], "bfloat16"],
         "w_vc": [[heads, mla.kv_lora_rank, mla.v_dim], "bfloat16"],
     }
+    of_draft = {f"draft.{name}": kind for name, kind in wanted.items()} if case.engine.draft else {}
+    assert models.built[case].derived == wanted | of_draft
+
+
+@pytest.mark.parametrize("case", [case for case in cases() if case.engine.draft], ids=str)
+def test_the_draft_model_shares_the_targets_embedding_and_output_layer(models: Models, case: Case) -> None:
+    names = models.built[case].params
+    drafts = {name for name in names if name.startswith(sglang_map.DRAFT)}
+    assert drafts and not [name for name in drafts if "embed_tokens" in name or "lm_head" in name]
+    assert names["draft.model.eh_proj.weight"].dtype == torch.bfloat16
+    if alone := models.built.get(case._replace(engine=replace(case.engine, draft=0))):
+        assert names.keys() - drafts == alone.params.keys()
 
 
 def test_an_fp8_kv_cache_changes_no_parameter(models: Models) -> None:
@@ -179,11 +195,15 @@ def test_an_fp8_kv_cache_changes_no_parameter(models: Models) -> None:
 
 
 MOE, LATENT = Case("qwen3-30b-a3b", layout(4, 2, 2), 3), Case("deepseek-v3", layout(16, 16, 8), 8)
+DRAFTS = Case("deepseek-v3", layout(8, 8, 8, draft=1), 4)
 
 
 @pytest.mark.parametrize(
     ("case", "changes"),
-    [(MOE, {"dp": 1}), (MOE, {"ep": 4}), (MOE, {"fp8": True}), (MOE, HEAD), (LATENT, DENSE), (LATENT, SHARED)],
+    [
+        (MOE, {"dp": 1}), (MOE, {"ep": 4}), (MOE, {"fp8": True}), (MOE, HEAD), (LATENT, DENSE), (LATENT, SHARED),
+        (LATENT, {"draft": 1}), (DRAFTS, {"draft": 0}),
+    ],  # fmt: skip
     ids=str,
 )
 def test_another_layout_than_the_engines_is_refused(models: Models, case: Case, changes: dict[str, Any]) -> None:

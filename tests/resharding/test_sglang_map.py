@@ -38,7 +38,7 @@ def checkpoint(shape: ModelShape) -> Tensors:
     """Random tensors under the names of the HF checkpoint."""
     hidden = shape.hidden_size
     sizes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab_size, hidden)}
-    for layer in range(shape.num_layers):
+    for layer in range(shape.num_layers + shape.num_mtp_layers):
         prefix = f"model.layers.{layer}."
         sizes |= {f"{prefix}{norm}_layernorm.weight": (hidden,) for norm in ("input", "post_attention")}
         sizes |= {f"{prefix}self_attn.{name}": size for name, size in attention_sizes(shape).items()}
@@ -53,6 +53,9 @@ def checkpoint(shape: ModelShape) -> Tensors:
             if shape.num_shared_experts:
                 width = shape.num_shared_experts * shape.moe_ffn_size
                 sizes |= mlp_sizes(prefix + "mlp.shared_experts.", hidden, width)
+        if layer >= shape.num_layers:
+            sizes |= {f"{prefix}{norm}.weight": (hidden,) for norm in ("enorm", "hnorm", "shared_head.norm")}
+            sizes[prefix + "eh_proj.weight"] = (hidden, 2 * hidden)
     sizes["model.norm.weight"] = (hidden,)
     if not shape.tied:
         sizes["lm_head.weight"] = (shape.vocab_size, hidden)
@@ -115,15 +118,31 @@ def built(shape: ModelShape, whole: Tensors, engine: EngineLayout, rank: int) ->
     if not shape.tied:
         wanted["lm_head.weight"] = vocabulary(whole["lm_head.weight"], engine.head_ranks, rank % engine.head_ranks)
     for layer in range(shape.num_layers):
-        prefix = f"model.layers.{layer}."
-        wanted |= {n: whole[n] for n in (f"{prefix}{x}_layernorm.weight" for x in ("input", "post_attention"))}
-        build = latent_attention if shape.mla else attention
-        wanted |= build(shape, whole, engine.attention_tp, attention_rank, prefix + "self_attn.")
-        if shape.is_dense(layer):
-            wanted |= mlp(whole, engine.dense_ranks, rank % engine.dense_ranks, prefix + "mlp.")
-        else:
-            wanted |= experts(shape, whole, engine, rank, prefix + "mlp.")
+        wanted |= decoder_layer(shape, whole, engine, rank, f"model.layers.{layer}.", is_dense=shape.is_dense(layer))
+    if engine.draft:
+        wanted |= draft_model(shape, whole, engine, rank)
     return {name: stack(tensor) for name, tensor in wanted.items()}
+
+
+def decoder_layer(
+    shape: ModelShape, whole: Tensors, engine: EngineLayout, rank: int, prefix: str, *, is_dense: bool
+) -> Tensors:
+    wanted = {n: whole[n] for n in (f"{prefix}{x}_layernorm.weight" for x in ("input", "post_attention"))}
+    build = latent_attention if shape.mla else attention
+    wanted |= build(shape, whole, engine.attention_tp, rank % engine.attention_tp, prefix + "self_attn.")
+    if is_dense:
+        return wanted | mlp(whole, engine.dense_ranks, rank % engine.dense_ranks, prefix + "mlp.")
+    return wanted | experts(shape, whole, engine, rank, prefix + "mlp.")
+
+
+def draft_model(shape: ModelShape, whole: Tensors, engine: EngineLayout, rank: int) -> Tensors:
+    """The layer behind the last one, as models/deepseek_nextn.py has it; embedding and head are the model's own."""
+    prefix = f"model.layers.{shape.num_layers}."
+    ours = {name.removeprefix(prefix): tensor for name, tensor in whole.items() if name.startswith(prefix)}
+    layer = {f"draft.model.decoder.{name}": tensor for name, tensor in ours.items()}
+    around = ("enorm", "hnorm", "shared_head.norm", "eh_proj")
+    wanted = {f"draft.model.{name}.weight": ours[f"{name}.weight"] for name in around}
+    return wanted | decoder_layer(shape, layer, engine, rank, "draft.model.decoder.", is_dense=False)
 
 
 def vocabulary(tensor: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
@@ -198,6 +217,11 @@ PAIRS = {
     "deepseek tp8 ep2 dp2, whole shared experts": (DEEPSEEK, EngineLayout(1, 8, 2, dp=2, whole_shared=True)),
     "qwen3-moe tp4 ep2 dp2, a head of each group": (QWEN3_MOE, EngineLayout(1, 4, 2, dp=2, group_head=True)),
     "deepseek without query rank tp2": (NO_QUERY_RANK, EngineLayout(1, 2, 1)),
+    "deepseek tp4 ep2, drafts": (DEEPSEEK, EngineLayout(1, 4, 2, draft=1)),
+    "deepseek tp8 ep2 dp2, whole, drafts": (
+        DEEPSEEK,
+        EngineLayout(1, 8, 2, dp=2, whole_dense=True, whole_shared=True, group_head=True, draft=3),
+    ),
 }
 
 
@@ -239,7 +263,7 @@ def test_replicas_are_one_part() -> None:
     assert len(parts) == 1 + 2 + 4
 
 
-def test_the_draft_layer_is_not_the_engines() -> None:
+def test_without_drafts_the_draft_layer_is_not_the_engines() -> None:
     assert not [s for s in sglang_map.shards(DEEPSEEK, EngineLayout(1, 1, 1), 0) if "layers.3." in s.name]
 
 
@@ -273,6 +297,25 @@ def test_fp8_weights_have_their_scales_in_tiles() -> None:
     plain = {name.split(".")[-2] for name, shard in shards.items() if shard.dtype == ""}
     norms = {"input_layernorm", "post_attention_layernorm", "q_a_layernorm", "kv_a_layernorm"}
     assert plain == {"embed_tokens", "lm_head", "norm", "gate"} | norms
+    with_draft = sglang_map.shards(V3, replace(engine, draft=1), 5)
+    of_draft = {shard.param: shard.dtype for shard in with_draft if shard.param.startswith("draft.")}
+    assert of_draft["draft.model.eh_proj.weight"] == ""
+    assert of_draft["draft.model.decoder.mlp.experts.w2_weight"] == "float8_e4m3fn"
+
+
+@pytest.mark.parametrize(("layers", "number"), [(0, "no"), (2, "2")])
+def test_a_model_that_cannot_draft_is_refused(layers: int, number: str) -> None:
+    shape = replace(V3, num_mtp_layers=layers)
+    (fault,) = EngineLayout(1, 8, 8, dp=8, draft=2).faults(shape, 8)
+    assert fault.where == "rollout.engine.draft"
+    assert fault.problem.startswith(f"2, but the model has {number} multi-token prediction layers")
+    assert not EngineLayout(1, 8, 8, dp=8).faults(shape, 8)
+
+
+def test_drafts_need_a_gpu() -> None:
+    faults = EngineLayout(1, 2, 1, draft=1).cpu_faults(V3)
+    assert [fault.where for fault in faults] == ["rollout.engine.draft"]
+    assert "verifies drafts greedily" in faults[0].problem
 
 
 CUT_TILES = [

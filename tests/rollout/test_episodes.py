@@ -108,6 +108,14 @@ def test_a_summary_is_the_group_without_its_tokens() -> None:
     assert short.correct_G.tolist() == [False, True, False]
 
 
+def test_verifications_of_a_baseline_do_not_count() -> None:
+    one, two, three = samples("a", "b", "c")
+    greedy = replace(three, verifications=9, is_baseline=True)
+    made = replace(one, verifications=3), replace(two, verifications=4), greedy
+    group = SampleGroup(PROMPT, made, np.zeros(3, np.float32), np.zeros(3, np.bool_))
+    assert summary(group).verifications == 7
+
+
 def samples(*texts: str) -> list[Sample]:
     return [
         Sample(np.arange(1 + n, dtype=np.int64), np.zeros(1 + n, np.float32), text, True, version=4)

@@ -65,6 +65,15 @@ def test_rollout_metrics_are_means_over_samples_not_over_groups() -> None:
     assert metrics["rollout/response_length_max"] == 10.0
     assert metrics["rollout/truncated"] == 0.25
     assert metrics["rollout/samples"] == 4
+    assert "rollout/accepted" not in metrics, "without drafts"
+
+
+def test_accepted_tokens_are_a_mean_over_all_verifications() -> None:
+    quick = replace(group("a", [1.0, 1.0], [11, 21]), verifications=15)
+    slow = replace(group("b", [0.0, 0.0], [4, 1]), verifications=3)  # the first token of each needs none
+    assert rollout_metrics([quick, slow])["rollout/accepted"] == (10 + 20 + 3) / 18
+    greedy = replace(group("a", [1.0, 1.0], [11, 999]), verifications=5, baseline=1)
+    assert rollout_metrics([greedy])["rollout/accepted"] == 2.0
 
 
 def test_balance_is_the_busiest_groups_work_and_the_tails_of_all_rounds() -> None:

@@ -31,6 +31,8 @@ _SET_BY_MEGARL = {  # server argument -> the recipe key that sets it
     "moe_dense_tp_size": "rollout.engine.dense",
     "enable_dp_lm_head": "rollout.engine.head",
     "moe_a2a_backend": "rollout.engine.experts",
+    "speculative_": "rollout.engine.draft",  # and all others that begin so
+    "enable_multi_layer_eagle": "rollout.engine.draft",
     "random_seed": "run.seed",
     "enable_deterministic_inference": "rollout.seeded",
     "enable_return_routed_experts": "train.replay",
@@ -41,7 +43,6 @@ _NOT_IN_RECIPES = (
     "disable_shared_experts_fusion",
 )
 _REFUSED_FOR = {  # the reason why resharding does not support a server argument -> prefixes of such arguments
-    "a draft model would keep the weights that it started with": ("speculative_",),
     "it moves experts between ranks while the engine runs": ("enable_eplb", "elastic_ep_backend"),
     "it holds some experts twice": ("ep_num_redundant_experts",),
     "it assigns the experts to ranks in another order": ("init_expert_location",),
@@ -121,7 +122,7 @@ class EngineSettings:
     first_gpu: the GPU slot of the first tensor-parallel rank. load_weights: read the checkpoint; otherwise the weights
     are random and the engine refuses to sample before its first reshard. fp8: weights are tiles of 128 x 128 with
     scales, which a bf16 checkpoint cannot fill: load_weights must be False. whole_dense, whole_shared, group_head,
-    deepep: as of EngineLayout.
+    deepep, draft: as of EngineLayout.
 
     span: the engine's node that this process runs on, where the engine spans several.
 
@@ -155,6 +156,7 @@ class EngineSettings:
     whole_shared: bool = False
     group_head: bool = False
     deepep: bool = False
+    draft: int = 0
 
     @property
     def first_rank(self) -> int:
@@ -186,7 +188,9 @@ def server_arguments(settings: EngineSettings, weight_loader: str, device: str =
         "ep_size": settings.ep,
         "dtype": settings.dtype,
         "random_seed": settings.seed,
-        "max_running_requests": running_limit(settings.tp, settings.concurrency, deepep=settings.deepep),
+        "max_running_requests": running_limit(
+            settings.tp, settings.concurrency, deepep=settings.deepep, draft=settings.draft
+        ),
         "weight_version": "0" if settings.load_weights else "-1",
         "load_format": "auto" if settings.load_weights else "dummy",
         "custom_weight_loader": [weight_loader],
@@ -202,6 +206,8 @@ def server_arguments(settings: EngineSettings, weight_loader: str, device: str =
         "enable_return_routed_experts": settings.routed_experts,
         "watchdog_timeout": 2 * settings.timeout_s,  # later than the host's check, which names the rank that hangs
     }
+    if settings.draft:
+        arguments |= _draft_arguments(settings.draft)
     if settings.model_context:
         arguments["context_length"] = min(settings.context_tokens + _SPARE_CONTEXT, settings.model_context)
     if settings.span:
@@ -216,7 +222,12 @@ def server_arguments(settings: EngineSettings, weight_loader: str, device: str =
         # The memory saver releases the engine's memory to training between rollouts.
         arguments |= {"base_gpu_id": settings.first_gpu, "enable_memory_saver": True, "sleep_on_idle": True}
         arguments |= group_arguments(
-            settings.tp, settings.dp, deepep=settings.deepep, concurrency=settings.concurrency, given=settings.sglang
+            settings.tp,
+            settings.dp,
+            deepep=settings.deepep,
+            draft=settings.draft,
+            concurrency=settings.concurrency,
+            given=settings.sglang,
         )
         if not settings.fp8:  # as "auto" on Hopper; on Blackwell "auto" is a backend whose layout sglang_map lacks
             arguments["moe_runner_backend"] = "deep_gemm" if settings.deepep else "triton"
@@ -226,13 +237,34 @@ def server_arguments(settings: EngineSettings, weight_loader: str, device: str =
     return arguments
 
 
-def running_limit(tp: int, wanted: int, *, deepep: bool) -> int:
+def _draft_arguments(draft: int) -> dict[str, Any]:
+    """The model's own prediction layer drafts a chain of `draft` tokens, and the model verifies each of them.
+
+    With thresholds of 1 a draft x is accepted with the model's probability p(x), and the token in its place is drawn
+    from the rest of p otherwise: samples are those of the model whatever the drafts (speculative/eagle_utils.py).
+    """
+    return {
+        "speculative_algorithm": "EAGLE",
+        "speculative_num_steps": draft,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": draft + 1,
+        "speculative_accept_threshold_single": 1.0,
+        "speculative_accept_threshold_acc": 1.0,
+    }
+
+
+def running_limit(tp: int, wanted: int, *, deepep: bool, draft: int) -> int:
     """Sequences that an engine may run at once, of those that it is given."""
-    return min(wanted, DEEPEP_TOKENS * tp) if deepep else wanted
+    return min(wanted, _deepep_sequences(draft) * tp) if deepep else wanted
+
+
+def _deepep_sequences(draft: int) -> int:
+    """Sequences of a GPU, each of which sends its verified token and its drafts in a step."""
+    return DEEPEP_TOKENS // (1 + draft)
 
 
 def group_arguments(
-    tp: int, dp: int, *, deepep: bool, concurrency: int, given: Mapping[str, Any]
+    tp: int, dp: int, *, deepep: bool, draft: int, concurrency: int, given: Mapping[str, Any]
 ) -> dict[str, int]:
     """Sizes for `dp` attention groups: SGLang divides its chunk of prompts by them, and makes graphs for each.
 
@@ -246,7 +278,7 @@ def group_arguments(
         return {}
     ranks = max(1, tp // dp)  # what does not divide is told elsewhere
     of_group, step = -(-concurrency * 11 // (10 * dp)), math.lcm(8, ranks)
-    most = min(_MOST_IN_GRAPHS, DEEPEP_TOKENS * ranks) if deepep else _MOST_IN_GRAPHS
+    most = min(_MOST_IN_GRAPHS, _deepep_sequences(draft) * ranks) if deepep else _MOST_IN_GRAPHS
     found = {"cuda_graph_max_bs_decode": min(most, -(-of_group // step) * step)}
     if dp > 4 and has_fraction:
         found["chunked_prefill_size"] = _GROUP_CHUNK * dp if deepep else _GATHERED_CHUNK
@@ -258,8 +290,9 @@ def sglang_faults(arguments: Mapping[str, Any]) -> list[UserFault]:
     known = server_fields()
     faults = []
     for key in arguments:
-        if key in _SET_BY_MEGARL or key in _NOT_IN_RECIPES:
-            mend = f"set {_SET_BY_MEGARL[key]} and remove it" if key in _SET_BY_MEGARL else "remove it"
+        owner = "speculative_" if key.startswith("speculative_") else key
+        if owner in _SET_BY_MEGARL or key in _NOT_IN_RECIPES:
+            mend = f"set {_SET_BY_MEGARL[owner]} and remove it" if owner in _SET_BY_MEGARL else "remove it"
             faults.append(UserFault(f"{WHERE}.{key}", "is set by megarl itself", mend))
         elif why := next((why for start, why in REFUSED.items() if key.startswith(start)), None):
             faults.append(UserFault(f"{WHERE}.{key}", f"resharding does not support it: {why}", "remove it"))
@@ -279,9 +312,8 @@ def latent_cache_faults(arguments: Mapping[str, Any]) -> list[UserFault]:
     if cached != "fp8_e4m3":
         problem = f"SGLang's latent attention does not take a cache in {cached!r}"
         return [UserFault(where, problem, "set it to fp8_e4m3, or remove it")]
-    default = arguments.get("attention_backend")
-    named = [arguments.get(f"{phase}_attention_backend") or default for phase in ("prefill", "decode")]
-    unsupported = sorted({str(backend) for backend in named if backend and backend not in LATENT_FP8_BACKENDS})
+    named = attention_backends(arguments)
+    unsupported = sorted({backend for backend in named if backend and backend not in LATENT_FP8_BACKENDS})
     if unsupported:
         problem = f"'{cached}', but {unsupported[0]} copies a layer's whole cache of latent attention into another type"
         return [UserFault(where, problem, mend)]
@@ -289,6 +321,13 @@ def latent_cache_faults(arguments: Mapping[str, Any]) -> list[UserFault]:
         problem = f"'{cached}', but no attention backend is named: SGLang may choose one that does not take it"
         return [UserFault(where, problem, mend)]
     return []
+
+
+def attention_backends(arguments: Mapping[str, Any]) -> list[str | None]:
+    """Those that the recipe names for prompts and for decoding; None where SGLang chooses."""
+    default = arguments.get("attention_backend")
+    named = [arguments.get(f"{phase}_attention_backend") or default for phase in ("prefill", "decode")]
+    return [str(backend) if backend else None for backend in named]
 
 
 @cache

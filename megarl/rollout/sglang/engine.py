@@ -163,6 +163,7 @@ class Engine:
             finished=reason["type"] == "stop",
             version=int(span["version"]),
             routed_experts=self._experts(meta, prompt_length + len(token_ids)) if self._routed_experts else None,
+            verifications=meta.get("spec_verify_ct", 0),
         )
 
     def _experts(self, meta: Mapping[str, Any], num_tokens: int) -> np.ndarray:

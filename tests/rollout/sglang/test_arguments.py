@@ -79,24 +79,43 @@ def test_an_engines_layout_is_said_to_sglang() -> None:
 def test_sizes_grow_with_the_attention_groups_and_the_recipe_may_set_them() -> None:
     share = {"mem_fraction_static": 0.85}
 
-    def sizes(tp: int, dp: int, concurrency: int, *, deepep: bool = False) -> list[int]:
-        return list(group_arguments(tp, dp, deepep=deepep, concurrency=concurrency, given=share).values())
+    def sizes(tp: int, dp: int, concurrency: int, *, deepep: bool = False, draft: int = 0) -> list[int]:
+        found = group_arguments(tp, dp, deepep=deepep, draft=draft, concurrency=concurrency, given=share)
+        return list(found.values())
 
     assert sizes(8, 1, 3072) == []
-    assert group_arguments(64, 32, deepep=False, concurrency=3072, given={}) == {}, "SGLang sets all three"
-    bounded = group_arguments(64, 32, deepep=True, concurrency=99_999, given={})
+    assert group_arguments(64, 32, deepep=False, draft=0, concurrency=3072, given={}) == {}, "SGLang sets all three"
+    bounded = group_arguments(64, 32, deepep=True, draft=0, concurrency=99_999, given={})
     assert bounded == {"cuda_graph_max_bs_decode": 256}, "two GPUs a group, 128 tokens each"
     assert sizes(8, 2, 4) == [8] and sizes(100, 2, 100) == [200], "a multiple of the group's ranks"
     assert sizes(64, 32, 3072) == [112, 16384]
     assert sizes(64, 32, 3072, deepep=True) == [112, 65536]
     assert sizes(8, 8, 99_999) == [512, 16384]
     assert sizes(8, 8, 99_999, deepep=True) == [128, 16384], "no more tokens than DeepEP sends"
+    with_drafts = [sizes(8, 8, 99_999, deepep=True, draft=draft)[0] for draft in (1, 2, 3)]
+    assert with_drafts == [64, 42, 32], "each sequence sends its drafts too"
+    assert sizes(8, 8, 99_999, draft=3) == sizes(8, 8, 99_999)
     many = replace(SETTINGS, tp=8, dp=8, concurrency=99_999, sglang={})
     limits = [server_arguments(replace(many, deepep=at), "a.loader", "cuda")["max_running_requests"] for at in (0, 1)]
     assert limits == [99_999, 1024]
+    drafting = server_arguments(replace(many, deepep=True, draft=2), "a.loader", "cuda")
+    assert drafting["max_running_requests"] == 8 * (128 // 3)
     own = replace(SETTINGS, dp=8, sglang={**share, "chunked_prefill_size": 77})
     assert server_arguments(own, "a.loader", "cuda")["chunked_prefill_size"] == 77
     assert "cuda_graph_max_bs_decode" not in server_arguments(replace(own, sglang={}), "a.loader", "cpu")
+
+
+def test_drafts_are_a_chain_that_is_verified_without_loss() -> None:
+    plain, drafting = (server_arguments(replace(SETTINGS, draft=draft), "a.loader", "cuda") for draft in (0, 2))
+    assert drafting | plain == drafting
+    assert {name: drafting[name] for name in drafting.keys() - plain.keys()} == {
+        "speculative_algorithm": "EAGLE",
+        "speculative_num_steps": 2,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": 3,
+        "speculative_accept_threshold_single": 1.0,
+        "speculative_accept_threshold_acc": 1.0,
+    }
 
 
 @needs_sglang
@@ -119,7 +138,7 @@ def test_nccl_is_not_set_up_in_engines_alone(key: str) -> None:
 
 @needs_sglang
 def test_all_our_arguments_are_sglangs() -> None:
-    assert set(server_arguments(replace(SETTINGS, seeded=True), "a.loader")) <= server_fields()
+    assert set(server_arguments(replace(SETTINGS, seeded=True, draft=1), "a.loader")) <= server_fields()
 
 
 @needs_sglang
@@ -135,9 +154,9 @@ def test_unknown_and_reserved_arguments_are_named() -> None:
 
 @needs_sglang
 def test_what_resharding_cannot_follow_is_refused_with_the_reason() -> None:
-    keys = ["speculative_algorithm", "enable_eplb", "ep_num_redundant_experts", "moe_dp_size", "quantization"]
+    keys = ["speculative_num_steps", "enable_eplb", "ep_num_redundant_experts", "moe_dp_size", "quantization"]
     faults = [str(fault) for fault in sglang_faults(dict.fromkeys(keys, 1))]
-    assert "a draft model would keep the weights that it started with; remove it" in faults[0]
+    assert faults[0].endswith("speculative_num_steps: is set by megarl itself; set rollout.engine.draft and remove it")
     assert "moves experts between ranks" in faults[1]
     assert "holds some experts twice" in faults[2]
     assert "which ranks hold the experts" in faults[3]

@@ -1,0 +1,55 @@
+"""Settings that do not go with drafts (rollout.engine.draft), as SGLang 0.5.21 has them.
+
+Facts from sglang/srt: speculative/draft_utils.py names the attention backends of draft models; eagle_utils.py beside it
+verifies seeded samples with random numbers of its own; state_capturer/routed_experts.py sizes the buffer of a step's
+routed experts by sequences and by the chunk of prompts, without the tokens that are verified.
+"""
+
+from __future__ import annotations
+
+from megarl.config import Recipe
+from megarl.rollout.sglang.arguments import (
+    LATENT_FP8_BACKENDS,
+    WHERE,
+    attention_backends,
+    group_arguments,
+    most_sequences,
+    running_limit,
+)
+from megarl.types import UserFault
+
+# On NVIDIA's cards.
+DRAFT_BACKENDS = ("fa3", "fa4", "flashinfer", *LATENT_FP8_BACKENDS)
+_LEAST_CHUNK = 8192  # tokens of prompts that SGLang reads at once on cards of 60 GiB and more
+
+
+def draft_faults(recipe: Recipe) -> list[UserFault]:
+    """Settings that do not go with drafts: seeds, an attention backend without them, more routes than SGLang keeps."""
+    engine, found, none = recipe.rollout.engine, [], "or rollout.engine.draft to 0"
+    if not engine.draft:
+        return []
+    if recipe.rollout.seeded:
+        problem = "true, but SGLang verifies drafts with other random numbers than those of a token's seed"
+        found.append(UserFault("rollout.seeded", problem, f"set it to false, {none}"))
+    backends = f"{', '.join(DRAFT_BACKENDS[:-1])} or {DRAFT_BACKENDS[-1]}"
+    for backend in sorted({name for name in attention_backends(engine.sglang) if name} - set(DRAFT_BACKENDS)):
+        problem = f"{backend} does not run a draft model"
+        found.append(UserFault(f"{WHERE}.attention_backend", problem, f"remove it, set it to {backends}, {none}"))
+    if recipe.train.replay == "r3":
+        found += _capture_faults(recipe)
+    return found
+
+
+def _capture_faults(recipe: Recipe) -> list[UserFault]:
+    """More tokens in a step than SGLang keeps the experts of: its buffer counts one for each sequence of a step."""
+    engine, given, most = recipe.rollout.engine, recipe.rollout.engine.sglang, most_sequences(recipe)
+    deepep = engine.experts == "deepep"
+    own = group_arguments(engine.tp, engine.dp, deepep=deepep, draft=engine.draft, concurrency=most, given=given)
+    limit = running_limit(engine.tp, most, deepep=deepep, draft=engine.draft)
+    tokens = (given.get("max_running_requests") or limit) * (1 + engine.draft)
+    room = (own | given).get("chunked_prefill_size") or _LEAST_CHUNK
+    if tokens <= room:
+        return []
+    problem = f"r3, and SGLang keeps the experts of {room} tokens, of which a step with drafts verifies {tokens}"
+    mend = f"set {WHERE}.chunked_prefill_size to at least {tokens}, or rollout.engine.draft to 0"
+    return [UserFault("train.replay", problem, mend)]

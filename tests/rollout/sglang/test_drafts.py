@@ -1,0 +1,65 @@
+"""What does not go with drafts is the user's fault, and is told with its mend."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from megarl.config import Recipe
+from megarl.config.loading import load_recipe
+from megarl.rollout.sglang.drafts import DRAFT_BACKENDS, draft_faults
+
+QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
+REPLAY = ["train.replay=r3", "rollout.prompts_per_step=4096", "rollout.samples_per_prompt=2", "rollout.engine.count=1"]
+CHUNK = "rollout.engine.sglang.chunked_prefill_size"
+
+
+def recipe(*overrides: str, draft: int = 2) -> Recipe:
+    return load_recipe(QUICKSTART, [f"rollout.engine.draft={draft}", *overrides])
+
+
+REFUSED = [
+    (["rollout.seeded=true"], "rollout.seeded: true, but SGLang verifies drafts with other random numbers"),
+    (["rollout.engine.sglang.attention_backend=cutlass_mla"], "attention_backend: cutlass_mla does not run a draft"),
+    (["rollout.engine.sglang.decode_attention_backend=flex_attention"], "flex_attention does not run a draft model"),
+    (REPLAY, "r3, and SGLang keeps the experts of 8192 tokens, of which a step with drafts verifies 24576"),
+    ([*REPLAY, f"{CHUNK}=24575"], f"set {CHUNK} to at least 24576"),
+]
+TAKEN = [
+    [],
+    ["rollout.engine.sglang.attention_backend=fa3"],
+    [*REPLAY, f"{CHUNK}=24576"],
+    [*REPLAY, "rollout.engine.sglang.max_running_requests=2730"],
+]
+
+
+@pytest.mark.parametrize(("overrides", "says"), REFUSED, ids=lambda value: value if isinstance(value, str) else None)
+def test_what_does_not_go_with_drafts_is_refused(overrides: list[str], says: str) -> None:
+    (fault,) = draft_faults(recipe(*overrides))
+    assert says in str(fault)
+    assert str(fault).endswith("or rollout.engine.draft to 0")
+    assert draft_faults(recipe(*overrides, draft=0)) == []
+
+
+@pytest.mark.parametrize("overrides", TAKEN, ids=" ".join)
+def test_what_goes_with_drafts_is_taken(overrides: list[str]) -> None:
+    assert draft_faults(recipe(*overrides)) == []
+
+
+def test_all_faults_are_told_at_once() -> None:
+    overrides = ["rollout.seeded=true", "rollout.engine.sglang.attention_backend=torch_native", *REPLAY]
+    assert len(draft_faults(recipe(*overrides))) == 3
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
+def test_the_attention_backends_are_those_of_sglangs_draft_models() -> None:
+    spec = importlib.util.find_spec("sglang")
+    assert spec and spec.origin
+    source = (Path(spec.origin).parent / "srt" / "speculative" / "draft_utils.py").read_text()
+    tables = source.split("backend_map = {")[1:]
+    for table in tables:
+        assert all(f'"{backend}": self._create' in table.partition("}")[0] for backend in DRAFT_BACKENDS)
+    assert len(tables) == 2
+    assert "torch_native" not in source
