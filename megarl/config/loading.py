@@ -46,6 +46,13 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     return load_branch(Recipe, path, overrides)
 
 
+def overlaid(recipe: Recipe, overlay: Mapping[str, Any]) -> Recipe:
+    """A recipe with an overlay's keys laid over it, as a file of them would be."""
+    tree = recipe.model_dump(exclude_unset=True)
+    _merge(overlay, tree)
+    return Recipe.model_validate(tree)
+
+
 def load_branch(kind: type[Loaded], path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     """Like `load_recipe`, for another kind of file."""
     found = _read_yaml(Path(path), kind)

@@ -109,6 +109,14 @@ def plan_memory(
     )
 
 
+def least_training_bytes(sizes: Mapping[RoleName, ModelSize], micro_batches: int) -> int:
+    """A lower bound of what the fullest GPU holds while a model learns: that model's rank alone."""
+    ranks = [
+        _StageRank(size, stage, micro_batches) for size in sizes.values() if size.trains for stage in range(size.layout.pp)
+    ]
+    return max((rank.parts + rank.at_work).total_bytes for rank in ranks)
+
+
 class _SlotMemory:
     """The memory of every slot. All ranks of a pipeline stage hold the same amount, so it is counted once a stage."""
 

@@ -143,7 +143,10 @@ def _rollout(plan: RunPlan) -> RenderableType:
     table.add_row("sequences of a step", f"{cache.wanted:,}")
     table.add_row("sequences at once, as planned", f"{found.running:,}")
     table.add_row("tokens a second, all engines", amount(found.tokens_per_s))
-    return table
+    if not found.longest:  # nothing is sampled
+        return table
+    alone = f"{found.longest:,} steps of the longest response alone: {amount(found.alone_s)} s"
+    return Group(table, _text(f"{alone} of the rollout's {amount(found.total_s)} s"))
 
 
 def _reshard(plan: RunPlan) -> RenderableType:
