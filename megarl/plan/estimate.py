@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
@@ -29,12 +30,26 @@ SPARE = 0.05  # of a GPU's and a host's memory that a candidate leaves free: not
 
 @dataclass(frozen=True)
 class Estimate:
-    """An overlay, the recipe with it, its memory, and all seconds of its step but the reshard's."""
+    """An overlay, the recipe with it, and its memory; the seconds are computed when they are asked for."""
 
     overlay: Overlay
-    recipe: Recipe
+    roles: Roles
+    sizes: Mapping[RoleName, ModelSize]
+    shares: Mapping[RoleName, RankWork]
     memory: MemoryPlan
-    step_s: float
+    estimator: Estimator
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.roles.recipe
+
+    @cached_property
+    def step_s(self) -> float:
+        """All seconds of a step but the reshard's."""
+        of = self.estimator
+        rollout_s = of.rollout(self.recipe, self.sizes["policy"], self.memory).total_s
+        _, step = step_times(self.roles, of.hardware, self.sizes, self.shares, of.samples, rollout_s, reshard_s=0.0)
+        return step.total_s
 
     @property
     def peak_bytes(self) -> int:
@@ -66,17 +81,13 @@ class Estimator:
 
     def estimate(self, overlay: Overlay) -> Estimate:
         """The layouts must have no fault."""
-        recipe = overlaid(self.recipe, overlay)
-        roles = resolve(recipe)
+        roles = resolve(overlaid(self.recipe, overlay))
         sizes = self.sizes_of(roles)
         shares = {name: self._share(role) for name, role in roles.models.items()}
         mean_tokens, micro_batches = math.ceil(self.samples.lengths.mean()), math.ceil(shares["policy"].micro_batches)
-        memory = plan_memory(
-            recipe, self.hardware, sizes, mean_tokens, self.samples.running_tokens, micro_batches
-        )
-        rollout_s = self._rollout(recipe, sizes["policy"], memory).total_s
-        _, step = step_times(roles, self.hardware, sizes, shares, self.samples, rollout_s, reshard_s=0.0)
-        return Estimate(overlay, recipe, memory, step.total_s)
+        running = self.samples.running_tokens
+        memory = plan_memory(roles.recipe, self.hardware, sizes, mean_tokens, running, micro_batches)
+        return Estimate(overlay, roles, sizes, shares, memory, self)
 
     def rough_train_s(self, overlay: Overlay) -> float | None:
         """About the seconds of a step without its rollout, by one update's samples; None: its training cannot fit."""
@@ -105,7 +116,8 @@ class Estimator:
             self._shares[key] = replace(share_of(recipe, role.shape, layout, samples), updates=updates)
         return self._shares[key]
 
-    def _rollout(self, recipe: Recipe, policy: ModelSize, memory: MemoryPlan) -> RolloutTime:
+    def rollout(self, recipe: Recipe, policy: ModelSize, memory: MemoryPlan) -> RolloutTime:
+        """As `rollout_of`."""
         key = engine_layout(recipe), memory.kv.concurrency_mean
         if key not in self._rollouts:
             self._rollouts[key] = rollout_of(recipe, policy.shape, self.hardware, memory, self.samples)

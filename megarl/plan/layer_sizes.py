@@ -77,7 +77,9 @@ def layer_sizes(models: Mapping[RoleName, Role], tps: Iterable[int]) -> dict[tup
 
 
 def composed(
-    known: Mapping[RoleName, ModelSize], models: Mapping[RoleName, Role], parts: Mapping[tuple[RoleName, int], LayerSizes]
+    known: Mapping[RoleName, ModelSize],
+    models: Mapping[RoleName, Role],
+    parts: Mapping[tuple[RoleName, int], LayerSizes],
 ) -> dict[RoleName, ModelSize]:
     """The sizes of models in other layouts. known: the sizes in any layout, for the whole models' totals."""
     return {

@@ -109,8 +109,8 @@ def _best_engines(
     best = []
     for layout in layouts:
         fitting = [found for found in _with_shares(estimator, layout) if found.fits(phases)]
-        if fitting:
-            best.append(min(fitting, key=lambda found: found.step_s))
+        if fitting:  # of those with the most room the one that takes least memory: room decides the seconds
+            best.append(max(fitting, key=lambda found: found.memory.kv.concurrency_mean))
     return [found.overlay for found in _few_of_each_kind(best, _COMBINED)]
 
 
@@ -174,14 +174,14 @@ def _not_beaten(estimates: Sequence[Estimate]) -> list[Estimate]:
             needs_of(faster.recipe) <= needs and faster.peak_bytes * _LESS <= found.peak_bytes for faster in kept
         )
         same_kind = [faster for faster in kept if needs_of(faster.recipe) == needs]
-        if not beaten and len(same_kind) < _SHOWN and not reshard_faults(resolve(found.recipe)):
+        if not beaten and len(same_kind) < _SHOWN and not reshard_faults(found.roles):
             kept.append(found)
     return kept
 
 
 def _planned(own: RunPlan, estimates: Sequence[Estimate]) -> list[Found]:
     """With their plans, the fastest first. Models in new layouts are built, all in one subprocess."""
-    models = [resolve(found.recipe).models for found in estimates]
+    models = [found.roles.models for found in estimates]
     sizes = [resized(own.sizes, changed) for changed in models]
     to_build = [changed for changed, known in zip(models, sizes, strict=True) if known is None]
     built = iter(sizes_of(to_build, whole=False) if to_build else [])
