@@ -34,7 +34,7 @@ ENGINE_PHASES = frozenset({"rollout", "reshard"})  # whose memory the engines de
 _COMBINED = 3  # candidates of each kind that are combined with those of the other side
 _TRIED = 60  # training layouts of each kind whose memory is counted in full, the fastest first
 _SHOWN = 2  # of each kind
-_LESS = 0.99  # of another candidate's memory; less than that is no reason to show a slower one
+_LESS, _SLOWER = 0.95, 1.3  # a slower candidate is shown for so much less memory, and if it is not slower than so
 
 
 @dataclass(frozen=True)
@@ -152,14 +152,18 @@ def _best_trains(estimator: Estimator, layouts: Sequence[Overlay], phases: froze
 
 
 def _few_of_each_kind(estimates: Sequence[Estimate], number: int) -> list[Estimate]:
-    """Of each kind the fastest, and those slower ones that take less memory of a GPU than all before them."""
+    """Of each kind the fastest, and slower ones that take less memory of a GPU than all before them."""
     kept: dict[Needs, list[Estimate]] = {}
     for found in sorted(estimates, key=lambda found: found.step_s):
         same_kind = kept.setdefault(needs_of(found.recipe), [])
-        takes_less = all(found.peak_bytes < _LESS * faster.peak_bytes for faster in same_kind)
-        if takes_less and len(same_kind) < number:
+        if len(same_kind) < number and not any(_beats(faster, found) for faster in same_kind):
             same_kind.append(found)
     return [found for same_kind in kept.values() for found in same_kind]
+
+
+def _beats(faster: Estimate, other: Estimate) -> bool:
+    """Whether a slower candidate has too little for being slower."""
+    return other.peak_bytes > _LESS * faster.peak_bytes or other.step_s > _SLOWER * faster.step_s
 
 
 def _not_beaten(estimates: Sequence[Estimate]) -> list[Estimate]:
@@ -170,9 +174,7 @@ def _not_beaten(estimates: Sequence[Estimate]) -> list[Estimate]:
     kept: list[Estimate] = []
     for found in sorted(estimates, key=lambda found: found.step_s):
         needs = needs_of(found.recipe)
-        beaten = any(
-            needs_of(faster.recipe) <= needs and faster.peak_bytes * _LESS <= found.peak_bytes for faster in kept
-        )
+        beaten = any(needs_of(faster.recipe) <= needs and _beats(faster, found) for faster in kept)
         same_kind = [faster for faster in kept if needs_of(faster.recipe) == needs]
         if not beaten and len(same_kind) < _SHOWN and not reshard_faults(found.roles):
             kept.append(found)

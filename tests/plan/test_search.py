@@ -99,14 +99,12 @@ def test_what_is_found_fits_and_is_faster(result: SearchResult) -> None:
 
 @pytest.mark.slow
 def test_no_row_beats_another_in_everything(result: SearchResult) -> None:
-    for row in result.found:
-        peak = row.plan.memory.device[row.plan.memory.peak_phase].total_bytes
-        faster = result.found[: result.found.index(row)]
-        assert not [
-            one
-            for one in faster
-            if one.needs <= row.needs and one.plan.memory.device[one.plan.memory.peak_phase].total_bytes < 0.99 * peak
-        ]
+    def peak(plan: RunPlan) -> int:
+        return plan.memory.device[plan.memory.peak_phase].total_bytes
+
+    for place, row in enumerate(result.found):
+        needing_no_more = [faster for faster in result.found[:place] if faster.needs <= row.needs]
+        assert all(peak(row.plan) < peak(faster.plan) for faster in needing_no_more)
 
 
 @pytest.mark.slow
