@@ -7,7 +7,7 @@ recipe's. Those axes are only lowered. An uneven pipeline waits for its fullest 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megarl.config import Recipe
@@ -93,11 +93,15 @@ def train_variants(recipe: Recipe, overlay: Overlay) -> Iterator[Overlay]:
                 yield {**overlay, "train": {**sizes, **values}}
 
 
-def joined(*overlays: Overlay) -> Overlay:
-    """Overlays of different branches in one."""
+def changes(overlay: Overlay, tree: Mapping[str, Any]) -> Overlay:
+    """The keys of an overlay that change a recipe; tree: the recipe in json's own types."""
     found: Overlay = {}
-    for overlay in overlays:
-        found |= overlay
+    for key, value in overlay.items():
+        if isinstance(value, dict):
+            inside = changes(value, tree.get(key) or {})
+            found |= {key: inside} if inside else {}
+        elif tree.get(key) != value:
+            found[key] = value
     return found
 
 

@@ -16,7 +16,7 @@ class RolloutTime:
 
     running: sequences at once, at most. tokens_per_s: of all engines together, over the whole rollout.
 
-    longest: tokens of the longest response, each of which is a decoding step that follows the one before. alone_s: the
+    longest: tokens of its longest response, each of which is a decoding step that follows the one before. alone_s: the
     seconds of these steps in an engine that runs nothing else: no engine of this layout has a shorter rollout.
     """
 
@@ -40,7 +40,7 @@ def rollout_time(speed: EngineSpeed, samples: Samples, concurrency: int) -> Roll
     lengths = samples.responses[:: max(1, len(samples.responses) // (prompts * per_prompt))]
     lengths = [int(length) for length in lengths[: prompts * per_prompt]]
     slots = max(1, min(concurrency, len(lengths)))
-    longest = int(samples.responses.max())
+    longest = max(lengths)
 
     def step_s(running: int, age: float) -> float:
         return speed.step_s(running, samples.prompt_tokens + age)

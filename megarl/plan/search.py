@@ -18,7 +18,7 @@ from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.parallel.roles import resolve
 from megarl.plan.batch import MEAN_RESPONSE_SHARE, step_samples
-from megarl.plan.candidates import Overlay, engine_overlays, train_overlays, train_variants, with_fraction
+from megarl.plan.candidates import Overlay, changes, engine_overlays, train_overlays, train_variants, with_fraction
 from megarl.plan.estimate import Estimate, Estimator
 from megarl.plan.fit import HOST
 from megarl.plan.layer_sizes import layer_sizes
@@ -39,7 +39,7 @@ _LESS, _SLOWER = 0.95, 1.3  # a slower candidate is shown for so much less memor
 
 @dataclass(frozen=True)
 class Found:
-    """One of the best layouts: the overlay to lay over the recipe, and the plan of the recipe with it."""
+    """One of the best layouts: the keys to lay over the recipe, and the plan of the recipe with them."""
 
     overlay: Overlay
     plan: RunPlan
@@ -187,11 +187,11 @@ def _planned(own: RunPlan, estimates: Sequence[Estimate]) -> list[Found]:
     sizes = [resized(own.sizes, changed) for changed in models]
     to_build = [changed for changed, known in zip(models, sizes, strict=True) if known is None]
     built = iter(sizes_of(to_build, whole=False) if to_build else [])
-    found = []
+    found, tree = [], own.recipe.model_dump(mode="json")
     for estimate, known in zip(estimates, sizes, strict=True):
         exact = known or {name: _with_totals(own.sizes[name], size) for name, size in next(built).items()}
         plan = make_plan(estimate.recipe, own.hardware, own.response_share, exact)
-        found.append(Found(estimate.overlay, plan))
+        found.append(Found(changes(estimate.overlay, tree), plan))
     return sorted(found, key=lambda row: row.plan.step.total_s)
 
 

@@ -35,7 +35,7 @@ def _show(result: SearchResult, console: Console) -> None:
         console.print()
         where = "the recipe's layout" if not row.overlay else f"{amount(row.plan.step.total_s)} s a step"
         console.print(text(f"# {where}, {_needed(row.plan)}", style="bold cyan"))
-        console.print(text(overlay_yaml(row.overlay) or "# no overlay is needed"))
+        console.print(text(overlay_yaml(row.overlay).rstrip() or "# no overlay is needed"))
 
 
 def _rows(result: SearchResult) -> list[tuple[str, RunPlan]]:

@@ -25,7 +25,7 @@ from megarl.plan.batch import step_samples
 from megarl.plan.candidates import Overlay, engine_overlays, train_overlays, train_variants, with_fraction
 from megarl.plan.estimate import SPARE, Estimator
 from megarl.plan.layer_sizes import composed, layer_sizes
-from megarl.plan.model_size import model_sizes, sizes_of
+from megarl.plan.model_size import sizes_of
 from megarl.plan.run_plan import RunPlan, make_plan
 from megarl.plan.search import SearchResult, Side, needs_of, search
 from megarl.plan.search_report import overlay_yaml, search_json
@@ -217,6 +217,13 @@ def test_variants_recompute_or_keep_and_move_the_optimizer(tmp_path: Path) -> No
     full = overlaid(made, {"train": {"megatron": {"recompute_granularity": "full"}}})
     kept = [overlaid(full, overlay).train.megatron for overlay in train_variants(full, layout)]
     assert {options["recompute_granularity"] for options in kept} == {None, "full"}
+
+
+def test_an_overlay_has_only_what_it_changes() -> None:
+    tree = {"train": {"tp": 4, "ep": 8, "layers_per_stage": [], "megatron": {"a": 1}}}
+    overlay = {"train": {"tp": 4, "ep": 2, "layers_per_stage": [2, 1], "megatron": {"a": 1, "b": None}}}
+    assert candidates.changes(overlay, tree) == {"train": {"ep": 2, "layers_per_stage": [2, 1]}}
+    assert candidates.changes({"train": {"tp": 4}}, tree) == {}
 
 
 @pytest.mark.slow
