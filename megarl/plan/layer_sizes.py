@@ -26,7 +26,7 @@ _NOTHING = ChunkSize(0, 0, 0, 0, 0)
 class LayerSizes:
     """What one tensor-parallel rank holds of each part of a model, where each expert has a rank of its own.
 
-    last: the last norm, the output layer, and the layers of multi-token prediction.
+    last: the last norm, the output layer, and the layers of multi-token prediction with their embedding.
     """
 
     embedding: ChunkSize
@@ -44,10 +44,11 @@ class LayerSizes:
         layers = layout.layers(stage, shape.num_layers, chunk)
         num_dense = sum(map(shape.is_dense, layers))
         number, stages = chunk * layout.pp + stage, layout.pp * layout.vpp
-        holds_both_tables = shape.tied and stages == 1  # then they are one
+        # An output layer tied to it, and multi-token prediction, have an embedding of their own on another rank alone.
+        is_in_last = stages == 1 and (shape.tied or shape.num_mtp_layers)
         found = _sum(
             [
-                _times(self.embedding, number == 0 and not holds_both_tables),
+                _times(self.embedding, number == 0 and not is_in_last),
                 _times(self.dense_layer, num_dense),
                 _times(self._sparse(self.sparse_layer, 1, shape, layout), len(layers) - num_dense),
             ]
