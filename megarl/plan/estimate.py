@@ -83,7 +83,7 @@ class Estimator:
         """The layouts must have no fault."""
         roles = resolve(overlaid(self.recipe, overlay))
         sizes = self.sizes_of(roles)
-        shares = {name: self._share(role) for name, role in roles.models.items()}
+        shares: dict[RoleName, RankWork] = {name: self._share(role) for name, role in roles.models.items()}
         mean_tokens, micro_batches = math.ceil(self.samples.lengths.mean()), math.ceil(shares["policy"].micro_batches)
         running = self.samples.running_tokens
         memory = plan_memory(roles.recipe, self.hardware, sizes, mean_tokens, running, micro_batches)
@@ -93,7 +93,9 @@ class Estimator:
         """About the seconds of a step without its rollout, by one update's samples; None: its training cannot fit."""
         roles = resolve(overlaid(self.recipe, overlay))
         sizes = self.sizes_of(roles)
-        shares = {name: self._share(role, whole=False) for name, role in roles.models.items()}
+        shares: dict[RoleName, RankWork] = {
+            name: self._share(role, whole=False) for name, role in roles.models.items()
+        }
         if least_training_bytes(sizes, math.ceil(shares["policy"].micro_batches)) > self.hardware.memory_bytes:
             return None
         _, step = step_times(roles, self.hardware, sizes, shares, self.samples, rollout_s=0.0, reshard_s=0.0)

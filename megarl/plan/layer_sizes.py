@@ -72,8 +72,9 @@ class LayerSizes:
 
 def layer_sizes(models: Mapping[RoleName, Role], tps: Iterable[int]) -> dict[tuple[RoleName, int], LayerSizes]:
     """Of every role for every tensor-parallel size, all built in one subprocess."""
-    wanted = [(name, tp) for tp in tps for name in models]
-    built = sizes_of([{name: _in_parts(models[name], tp)} for name, tp in wanted], whole=False)
+    wanted: list[tuple[RoleName, int]] = [(name, tp) for tp in tps for name in models]
+    in_parts: list[dict[RoleName, Role]] = [{name: _in_parts(models[name], tp)} for name, tp in wanted]
+    built = sizes_of(in_parts, whole=False)
     return {key: _parts_of(found[key[0]]) for key, found in zip(wanted, built, strict=True)}
 
 

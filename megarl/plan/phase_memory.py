@@ -146,8 +146,9 @@ class _SlotMemory:
 
     def slots(self, phase: str) -> dict[int, Parts]:
         """Every slot's parts in a phase; `save` is of the role that needs more for it."""
-        trained: list[RoleName] = [size.name for size in self.sizes.values() if size.trains]
-        roles = trained if phase == SAVE else [COMPUTES.get(phase)]
+        roles: list[RoleName | None] = [COMPUTES.get(phase)]
+        if phase == SAVE:
+            roles = [size.name for size in self.sizes.values() if size.trains]
         found = {
             slot: max((self._slot(slot, phase, role) for role in roles), key=lambda parts: parts.total_bytes)
             for slot in set(self._first_like.values())
