@@ -114,6 +114,9 @@ def _kinds(shape: ModelShape) -> list[int]:
 def _parts_of(size: ModelSize) -> LayerSizes:
     shape, stages = size.shape, [chunks[0] for chunks in size.stages]
     dense, sparse = shape.num_dense_layers, shape.num_layers - shape.num_dense_layers
+    if shape.num_mtp_layers:  # then the last norm is where the last layer is (transformer_block.py): move it behind
+        norm = ChunkSize(shape.hidden_size, 0, 0, 0, 0)
+        stages[-2:] = [_sum([stages[-2], _times(norm, -1)]), _sum([stages[-1], norm])]
     first_sparse = 1 + min(dense, 2)  # behind the embedding, one dense layer, and the rest of them
     return LayerSizes(
         embedding=stages[0],
