@@ -8,6 +8,7 @@ recipe's. Those axes are only lowered. An uneven pipeline waits for its fullest 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import product
 from typing import Any
 
 from megarl.config import Recipe
@@ -35,14 +36,14 @@ def engine_overlays(recipe: Recipe, hardware: Hardware) -> Iterator[Overlay]:
     """
     engine, node = recipe.rollout.engine, recipe.placement.gpus_per_node
     total, shape = engine.count * engine.tp, resolve(recipe).policy.shape
+    types = (False, True) if hardware.fp8_flops or engine.fp8 else (False,)
     for tp in [tp for tp in divisors(total) if tp <= MOST_RANKS]:
         if node % tp and tp % node:
             continue
-        for dp in divisors(tp) if shape.num_experts else [1]:
-            for fp8 in (False, True) if hardware.fp8_flops or engine.fp8 else (False,):
-                for experts in ("gather", "deepep") if dp > 1 else ("gather",):
-                    sizes = {"count": total // tp, "tp": tp, "dp": dp, "fp8": fp8, "experts": experts}
-                    yield from _with_largest_ep(recipe, shape, sizes)
+        for dp, fp8 in product(divisors(tp) if shape.num_experts else [1], types):
+            for experts in ("gather", "deepep") if dp > 1 else ("gather",):
+                sizes = {"count": total // tp, "tp": tp, "dp": dp, "fp8": fp8, "experts": experts}
+                yield from _with_largest_ep(recipe, shape, sizes)
 
 
 def with_fraction(recipe: Recipe, overlay: Overlay) -> Iterator[Overlay]:
@@ -58,19 +59,17 @@ def with_fraction(recipe: Recipe, overlay: Overlay) -> Iterator[Overlay]:
 def train_overlays(recipe: Recipe) -> Iterator[Overlay]:
     """Every valid parallel layout of as many training GPUs as the recipe's. What it computes is in `train_variants`."""
     own, shape = train_layout(recipe), resolve(recipe).policy.shape
-    for tp in divisors(own.tp):
-        for cp in divisors(own.cp):
-            ranks = own.world_size // (tp * cp)
-            for pp in divisors(ranks):
-                for vpp in range(1, MOST_CHUNKS + 1 if pp > 1 else 2):
-                    stages = _stage_layers(own, shape, pp, vpp)
-                    if stages is None:
-                        continue
-                    for ep in divisors(shape.num_experts or 1):
-                        sizes = {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "cp": cp, "layers_per_stage": list(stages)}
-                        overlay = {"train": sizes}
-                        if ep <= own.ep and _is_valid(resolve(overlaid(recipe, overlay))):
-                            yield overlay
+    experts = [ep for ep in divisors(shape.num_experts or 1) if ep <= own.ep]
+    for tp, cp in product(divisors(own.tp), divisors(own.cp)):
+        for pp, vpp, ep in product(divisors(own.world_size // (tp * cp)), range(1, MOST_CHUNKS + 1), experts):
+            stages = None if pp == 1 < vpp else _stage_layers(own, shape, pp, vpp)
+            if stages is None:
+                continue
+            overlay = {
+                "train": {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "cp": cp, "layers_per_stage": list(stages)}
+            }
+            if _is_valid(resolve(overlaid(recipe, overlay))):
+                yield overlay
 
 
 def train_variants(recipe: Recipe, overlay: Overlay) -> Iterator[Overlay]:

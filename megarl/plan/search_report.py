@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
 from rich.console import Console, RenderableType
 
-from megarl.plan.candidates import Overlay
+from megarl.config.loading import overlay_yaml
 from megarl.plan.report import amount, empty_table, engines, parallel_sizes, rendered, text, title
 from megarl.plan.run_plan import RunPlan
 from megarl.plan.search import Need, SearchResult, needs_of
@@ -98,11 +97,6 @@ def _train_words(plan: RunPlan) -> str:
     again = train.megatron.get("recompute_granularity") or "nothing"
     sizes = f"tp {layout.tp}, pp {layout.pp}{virtual}, ep {layout.ep}{context}"
     return f"{sizes}; {train.tokens_per_micro_batch:,} tokens, {again} recomputed"
-
-
-def overlay_yaml(overlay: Overlay) -> str:
-    """An overlay as a YAML file; "" for an empty one."""
-    return yaml.safe_dump(overlay, sort_keys=False, default_flow_style=None, width=120) if overlay else ""
 
 
 def search_json(result: SearchResult) -> dict[str, Any]:
