@@ -229,7 +229,8 @@ def test_an_overlay_has_only_what_it_changes() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_prints_a_table_and_overlays_or_json(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("recipe")  # writes the config
+def test_the_command_prints_a_table_and_overlays(folder: Path, tmp_path: Path) -> None:
     card = tmp_path / "card.yaml"
     card.write_text(json.dumps(SMALL_CARD.model_dump(exclude={"deepep_token_s"})), encoding="utf-8")
     keys = [f"model.config={folder}", "model.path=nowhere", "model.dtype=bfloat16", "warm_start.steps=0"]
