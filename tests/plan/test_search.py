@@ -26,6 +26,7 @@ from megarl.plan.candidates import Overlay, engine_overlays, train_overlays, tra
 from megarl.plan.estimate import SPARE, Estimator
 from megarl.plan.layer_sizes import composed, layer_sizes
 from megarl.plan.model_size import sizes_of
+from megarl.plan.report import amount
 from megarl.plan.run_plan import RunPlan, make_plan
 from megarl.plan.search import SearchResult, Side, needs_of, search
 from megarl.plan.search_report import search_json
@@ -246,7 +247,7 @@ def test_the_command_prints_a_table_and_overlays(folder: Path, tmp_path: Path) -
     file = tmp_path / "pasted.yaml"
     file.write_text(pasted, encoding="utf-8")
     again = load_recipe(planning.ROOT / "recipes" / "quickstart.yaml", [*keys, str(file)])
-    assert again.rollout.engine.sglang["mem_fraction_static"] in candidates.FRACTIONS
+    assert first.startswith(f"# {amount(make_plan(again, SMALL_CARD).step.total_s)} s a step")
 
 
 @pytest.mark.slow
