@@ -13,6 +13,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -29,6 +30,15 @@ _RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe,
 _Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="a.b=c", help="Keys to set otherwise, or YAML files of such, in order.")
 ]
+
+
+class _Side(Enum):
+    """What `megarl plan --search` looks for."""
+
+    ENGINE = "engine"
+    TRAIN = "train"
+    BOTH = "both"
+
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -86,19 +96,27 @@ def plan(
     response_share: Annotated[
         float | None, typer.Option(min=0.001, max=1.0, help="The mean response, as a share of the longest; supposed.")
     ] = None,
+    search: Annotated[
+        _Side | None, typer.Option(help="Find faster layouts of engines, training ranks or both, in minutes.")
+    ] = None,
 ) -> None:
     """Say who sits where, what fills the memory and what a step takes, without a GPU; exit code 2: it does not fit."""
 
     def run(recipe: Recipe) -> None:
         from megarl.config.hardware import load_hardware
+        from megarl.plan.batch import MEAN_RESPONSE_SHARE
 
         _advise(recipe)
-        card = load_hardware(hardware or recipe.placement.hardware)
+        card_file, share = hardware or recipe.placement.hardware, response_share or MEAN_RESPONSE_SHARE
+        if search and picture:
+            raise UserFault("--picture", "a search has no picture", "leave one of them out")
+        if search:
+            _say_all(_searched(recipe, card_file, search, share, as_json=as_json))
+            return
 
-        from megarl.plan.batch import MEAN_RESPONSE_SHARE
         from megarl.plan.run_plan import make_plan
 
-        found = make_plan(recipe, card, response_share or MEAN_RESPONSE_SHARE)
+        found = make_plan(recipe, load_hardware(card_file), share)
         if as_json:
             from megarl.plan.report import plan_json
 
@@ -295,6 +313,16 @@ def _rollout(recipe: Recipe, *, out: Path) -> None:
         for note in inputs.notes:
             log.say(note)
         roll_out(recipe, inputs, log, out)
+
+
+def _searched(recipe: Recipe, hardware: Path | str | None, side: _Side, share: float, *, as_json: bool) -> str:
+    """What a search found, to be printed. hardware: its file; share: of the longest response, the mean one."""
+    from megarl.config.hardware import load_hardware
+    from megarl.plan.search import search
+    from megarl.plan.search_report import search_json, search_page
+
+    found = search(recipe, load_hardware(hardware), side.value, share)
+    return json.dumps(search_json(found)) if as_json else search_page(found)
 
 
 def _say_all(text: str) -> None:

@@ -40,7 +40,7 @@ DOORS = {  # library -> the only places that import it
     "megatron": {"megarl.parallel"},
     "transformer_engine": {"megarl.parallel"},
     "typer": {"megarl.cli"},
-    "rich": {"megarl.tracking.run_log", "megarl.plan.report", "megarl.tracking.progress"},
+    "rich": {"megarl.plan.search_report", "megarl.tracking.run_log", "megarl.plan.report", "megarl.tracking.progress"},
     "tensorboard": {"megarl.tracking.trackers.tensorboard_file"},
     "wandb": {"megarl.tracking.trackers.wandb_run"},
     "mlflow": {"megarl.tracking.trackers.mlflow_run"},

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin
 
+import yaml
 from pydantic import ValidationError
 
 from megarl.config import Recipe
@@ -44,6 +45,18 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     UserFaults with every fault at once: unknown keys with the nearest known one, wrong types, missing keys.
     """
     return load_branch(Recipe, path, overrides)
+
+
+def overlaid(recipe: Recipe, overlay: Mapping[str, Any]) -> Recipe:
+    """A recipe with an overlay's keys laid over it, as a file of them would be."""
+    tree = recipe.model_dump(exclude_unset=True)
+    _merge(overlay, tree)
+    return Recipe.model_validate(tree)
+
+
+def overlay_yaml(overlay: Mapping[str, Any]) -> str:
+    """The text of an overlay's file; "" for an empty one."""
+    return yaml.safe_dump(dict(overlay), sort_keys=False, default_flow_style=None, width=120) if overlay else ""
 
 
 def load_branch(kind: type[Loaded], path: str | Path, overrides: Sequence[str] = ()) -> Loaded:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
@@ -95,9 +96,13 @@ def weight_bytes(shape: ModelShape, engine: EngineLayout, dtype: str) -> list[in
     With latent attention also `w_kc` and `w_vc`, which SGLang makes of kv_b_proj in the model's type. The draft model's
     layer is among them.
     """
-    alone = replace(engine, count=1, first=0)
+    return list(_weight_bytes(shape, replace(engine, count=1, first=0), dtype))
+
+
+@cache
+def _weight_bytes(shape: ModelShape, engine: EngineLayout, dtype: str) -> tuple[int, ...]:
     found = [0] * engine.tp
-    for part in sglang_map.parts(shape, alone):
+    for part in sglang_map.parts(shape, engine):
         num_bytes = sum(shard.area * item_bytes(shard.dtype or dtype) for shard in part.shards)
         for member in part.members:
             found[member] += num_bytes
@@ -105,7 +110,7 @@ def weight_bytes(shape: ModelShape, engine: EngineLayout, dtype: str) -> list[in
     if shape.mla:
         of_heads = shape.num_heads // engine.attention_tp * (shape.mla.nope_dim + shape.mla.v_dim)
         derived = layers_of(shape, engine) * of_heads * shape.mla.kv_lora_rank * item_bytes(dtype)
-    return [num_bytes + derived for num_bytes in found]
+    return tuple(num_bytes + derived for num_bytes in found)
 
 
 def layers_of(shape: ModelShape, engine: EngineLayout) -> int:

@@ -20,7 +20,7 @@ from megarl.types import ModelShape, UserFault
 
 GB = 1e9
 HOST = "host"
-_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 _BRANCHES = {"train": "train", SAVE: "train", "critic": "critic.ranks", "score": "reward_model.ranks"}
 _LEAST_FRACTION, _FRACTION_STEP = 0.3, 0.05
 
@@ -51,7 +51,7 @@ def with_faults(recipe: Recipe, hardware: Hardware, sizes: Mapping[RoleName, Mod
     other change is enough.
     """
     plan = count(recipe, sizes)
-    by_phase = {phase: list(filter(_is_valid, _changes(recipe, phase))) for phase in _lacking(recipe, plan)}
+    by_phase = {phase: list(filter(_is_valid, _changes(recipe, phase))) for phase in lacking(recipe, plan)}
     plans: dict[str, MemoryPlan] = {}
     for change in chain.from_iterable(by_phase.values()):
         same = resized(sizes, change.roles.models)
@@ -81,8 +81,8 @@ def _fault(
     problem = _problem(recipe, hardware, plan, phase)
     fitting = [(change, found) for change, found in tried if not _lacks(change.recipe, found, phase)]
     if fitting:
-        fewest = min(len(_lacking(change.recipe, found)) for change, found in fitting)
-        best = [(change, found) for change, found in fitting if len(_lacking(change.recipe, found)) == fewest]
+        fewest = min(len(lacking(change.recipe, found)) for change, found in fitting)
+        best = [(change, found) for change, found in fitting if len(lacking(change.recipe, found)) == fewest]
         most_room = max(_room(found) for _, found in best)
         change, found = next((change, found) for change, found in best if _room(found) >= most_room / 2)
         left = f"{_bytes(found, phase) / GB:.1f} GB, and an engine has room for {found.kv.concurrency_mean} sequences"
@@ -118,7 +118,7 @@ def _bytes(plan: MemoryPlan, phase: str) -> int:
     return plan.host_bytes if phase == HOST else plan.device[phase].total_bytes
 
 
-def _lacking(recipe: Recipe, plan: MemoryPlan) -> list[str]:
+def lacking(recipe: Recipe, plan: MemoryPlan) -> list[str]:
     """The phases that do not fit, and the host."""
     return [phase for phase in (*plan.device, HOST) if _lacks(recipe, plan, phase)]
 
@@ -158,7 +158,7 @@ def _training_changes(recipe: Recipe, phase: str) -> Iterator[_Change]:
     if phase != SAVE and least < train.tokens_per_micro_batch:
         yield _set(recipe, f"{branch}.tokens_per_micro_batch", least)
     if phase in ("train", "critic") and train.megatron.get("recompute_granularity") != "full":
-        yield _set(recipe, "train.megatron", {**train.megatron, **_RECOMPUTE, "recompute_modules": None})
+        yield _set(recipe, "train.megatron", {**train.megatron, **RECOMPUTE, "recompute_modules": None})
     if phase != "score" and not train.optimizer_offload:
         yield _set(recipe, "train.optimizer_offload", True)
     for axis in ("ep", "pp", "tp", "cp"):

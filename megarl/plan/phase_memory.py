@@ -109,8 +109,15 @@ def plan_memory(
     )
 
 
+def least_training_bytes(sizes: Mapping[RoleName, ModelSize], micro_batches: int) -> int:
+    """A lower bound of what the fullest GPU holds while a model learns: that model's rank alone."""
+    trained = [size for size in sizes.values() if size.trains]
+    ranks = [_StageRank(size, stage, micro_batches) for size in trained for stage in range(size.layout.pp)]
+    return max((rank.parts + rank.at_work).total_bytes for rank in ranks)
+
+
 class _SlotMemory:
-    """The memory of every slot. All ranks of a pipeline stage hold the same amount, so it is counted once a stage."""
+    """The memory of every slot, counted once for all slots of a kind: of the same stages and a like engine rank."""
 
     def __init__(
         self, recipe: Recipe, hardware: Hardware, sizes: Mapping[RoleName, ModelSize], micro_batches: int
@@ -131,16 +138,35 @@ class _SlotMemory:
             stages = [_StageRank(size, stage, micro_batches) for stage in range(size.layout.pp)]
             for rank, slot in enumerate(size.slots):
                 self._ranks[slot].append(stages[size.layout.coords(rank).pp])
-        self.tokens = min(map(self._tokens, self.engine_slots))
+        self._first_like: dict[int, int] = {}  # slot -> the first slot of its kind
+        first_of: dict[tuple[object, ...], int] = {}
+        for slot in range(recipe.placement.gpus):
+            self._first_like[slot] = first_of.setdefault(self._kind(slot), slot)
+        self.tokens = min(self._tokens(slot) for slot in first_of.values() if slot in self.engine_slots)
 
     def slots(self, phase: str) -> dict[int, Parts]:
         """Every slot's parts in a phase; `save` is of the role that needs more for it."""
-        places = range(self.recipe.placement.gpus)
-        if phase != SAVE:
-            return {slot: self._slot(slot, phase, COMPUTES.get(phase)) for slot in places}
-        trained: list[RoleName] = [size.name for size in self.sizes.values() if size.trains]
-        saves = [{slot: self._slot(slot, SAVE, role) for slot in places} for role in trained]
-        return {slot: max((table[slot] for table in saves), key=lambda parts: parts.total_bytes) for slot in places}
+        roles: list[RoleName | None] = [COMPUTES.get(phase)]
+        if phase == SAVE:
+            roles = [size.name for size in self.sizes.values() if size.trains]
+        found = {
+            slot: max((self._slot(slot, phase, role) for role in roles), key=lambda parts: parts.total_bytes)
+            for slot in set(self._first_like.values())
+        }
+        return {slot: found[first] for slot, first in self._first_like.items()}
+
+    def _kind(self, slot: int) -> tuple[object, ...]:
+        """All that the memory of a slot depends on."""
+        stages = tuple(map(id, self._ranks[slot]))
+        if slot not in self.engine_slots:
+            return stages, slot in self.shared, self._exchanges(slot)
+        weights = self.engine_weights[(slot - self.engine.first) % self.engine.tp]
+        return stages, slot in self.shared, self._exchanges(slot), self._releases(slot), weights
+
+    def _releases(self, slot: int) -> bool:
+        """Whether the engine on a slot shares any of its slots, and so releases its memory: all its ranks at once."""
+        first = slot - (slot - self.engine.first) % self.engine.tp
+        return not self.shared.isdisjoint(range(first, first + self.engine.tp))
 
     def _slot(self, slot: int, phase: str, computes: RoleName | None) -> Parts:
         total = Parts(other_bytes=self._standing(slot))
@@ -162,10 +188,8 @@ class _SlotMemory:
         return rank.parts + (Parts(other_bytes=rank.gathering_bytes) if phase == SAVE else rank.at_work)
 
     def _engine(self, slot: int, phase: str) -> Parts:
-        """Weights and cache unless they are released; an engine's ranks release them together."""
-        index, rank = divmod(slot - self.engine.first, self.engine.tp)
-        first = self.engine.first + index * self.engine.tp
-        releases = bool(self.shared & set(range(first, first + self.engine.tp)))
+        """Weights and cache unless they are released."""
+        rank = (slot - self.engine.first) % self.engine.tp
         weights = Parts(engine_weights_bytes=self.engine_weights[rank])
         cache = Parts(kv_cache_bytes=max(0, self.tokens) * self.token_bytes)
         if phase == "rollout":
@@ -173,7 +197,7 @@ class _SlotMemory:
             most = min(wanted, (self.settings.graph_sequences or wanted) * self.engine.dp)
             running, logits = running_bytes(self.policy.shape, self.engine, self.settings, most)
             return weights + cache + Parts(activations_bytes=math.ceil(running), logits_bytes=math.ceil(logits))
-        if not releases:
+        if not self._releases(slot):
             return weights + cache
         return weights if phase == "reshard" else Parts()
 
@@ -208,8 +232,9 @@ class _SlotMemory:
         """Host bytes of the fullest node by purpose; see the constants."""
         samples = samples_bytes(self.recipe, self.policy.shape, self.policy.layout, self.engine, mean_tokens)
         per_node = [Counter(samples=num_bytes) for num_bytes in samples]
-        for slot in range(self.recipe.placement.gpus):
-            per_node[slot // self.recipe.placement.gpus_per_node].update(self._slot_host(slot))
+        of_kind = {slot: self._slot_host(slot) for slot in set(self._first_like.values())}
+        for slot, first in self._first_like.items():
+            per_node[slot // self.recipe.placement.gpus_per_node].update(of_kind[first])
         return dict(max(per_node, key=lambda table: table.total()))
 
     def _slot_host(self, slot: int) -> Counter[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -79,8 +79,8 @@ def spans(numbers: Iterable[int]) -> str:
 
 def show(plan: RunPlan, console: Console) -> None:
     """Print the whole report."""
-    console.print(_text(title(plan), style="bold"))
-    console.print(_text(verdict(plan), style="green" if plan.fits else "bold red"))
+    console.print(text(title(plan), style="bold"))
+    console.print(text(verdict(plan), style="green" if plan.fits else "bold red"))
     for part in (_placement(plan), _memory(plan), _batch(plan), _rollout(plan), _reshard(plan), _step(plan)):
         console.print()
         console.print(part)
@@ -88,15 +88,15 @@ def show(plan: RunPlan, console: Console) -> None:
 
 def _placement(plan: RunPlan) -> RenderableType:
     per_node = plan.recipe.placement.gpus_per_node
-    table = _table("who sits where", "models", "stage", "nodes", "GPU slots", "decoder layers")
+    table = empty_table("who sits where", "models", "stage", "nodes", "GPU slots", "decoder layers")
     lines = []
     for models in plan.same_placement():
         size = plan.sizes[models[0]]
         for stage in size.pipeline_stages():
             nodes = sorted({slot // per_node for slot in stage.slots})
             table.add_row(_joined(models), str(stage.stage), spans(nodes), spans(stage.slots), spans(stage.layers))
-        lines.append(_text(parallel_sizes(models, size)))
-    return Group(table, *lines, _text(f"engines: {engines(plan)}"))
+        lines.append(text(parallel_sizes(models, size)))
+    return Group(table, *lines, text(f"engines: {engines(plan)}"))
 
 
 def _memory(plan: RunPlan) -> RenderableType:
@@ -104,7 +104,7 @@ def _memory(plan: RunPlan) -> RenderableType:
     found, capacity = plan.memory, plan.hardware.memory_bytes
     used = [part for part in PARTS if any(parts.by_name()[part] for parts in found.device.values())]
     names = [_HEADS.get(part, part.replace("_", "\n")) for part in used]
-    table = _table("memory of the fullest GPU, GB", "phase", *names, "total", "share")
+    table = empty_table("memory of the fullest GPU, GB", "phase", *names, "total", "share")
     for phase, parts in found.device.items():
         share = parts.total_bytes / capacity
         style = "bold red" if share > 1 else "bold" if phase == found.peak_phase else ""
@@ -114,12 +114,12 @@ def _memory(plan: RunPlan) -> RenderableType:
     words = f"{plan.hardware.name} has {amount(capacity / 1e9)} GB; {found.peak_phase} takes most, on slot {slot}"
     purposes = ", ".join(f"{name.replace('_', ' ')} {amount(value / 1e9)}" for name, value in found.host.items())
     host = f"{amount(found.host_bytes / 1e9)} of {amount(found.host_capacity_bytes / 1e9)} GB: {purposes}"
-    return Group(table, _text(words), _text(f"the fullest node's host holds {host}"))
+    return Group(table, text(words), text(f"the fullest node's host holds {host}"))
 
 
 def _batch(plan: RunPlan) -> RenderableType:
     samples = plan.samples
-    table = _table("what a step trains on", "model", "updates", "DP\nranks", "sequen-\nces", "tokens",
+    table = empty_table("what a step trains on", "model", "updates", "DP\nranks", "sequen-\nces", "tokens",
                    "micro-\nbatches", "if all were\nlongest", "bubble", "balance")  # fmt: skip
     for model, share in plan.shares.items():
         table.add_row(
@@ -130,25 +130,28 @@ def _batch(plan: RunPlan) -> RenderableType:
     drawn = f"{samples.drawn_prompts:,} prompts drawn" if samples.drawn_prompts != samples.prompts else ""
     words = f"{samples.prompts:,} prompts make {samples.num_trained:,} samples{f', {drawn}' if drawn else ''}; "
     mean = f"{samples.lengths.mean():,.0f} tokens in the mean (supposed), {samples.longest:,} at most"
-    lines = [_text(words + mean), _text("sequences, tokens and micro-batches are of one rank and one update")]
-    return Group(table, *lines, *(_text(line, style="yellow") for line in plan.advice))
+    lines = [text(words + mean), text("sequences, tokens and micro-batches are of one rank and one update")]
+    return Group(table, *lines, *(text(line, style="yellow") for line in plan.advice))
 
 
 def _rollout(plan: RunPlan) -> RenderableType:
     found, cache = plan.rollout, plan.memory.kv
-    table = _table("what an engine holds", "", "")
+    table = empty_table("what an engine holds", "", "")
     table.add_row("tokens in its KV cache", f"{cache.tokens:,}")
     table.add_row("sequences at once, all at the longest", f"{cache.concurrency_longest:,}")
     table.add_row("sequences at once, as long as they run", f"{cache.concurrency_mean:,}")
     table.add_row("sequences of a step", f"{cache.wanted:,}")
     table.add_row("sequences at once, as planned", f"{found.running:,}")
     table.add_row("tokens a second, all engines", amount(found.tokens_per_s))
-    return table
+    if not found.longest:  # nothing is sampled
+        return table
+    alone = f"the longest response alone, {found.longest:,} tokens one after the other: {amount(found.alone_s)} s"
+    return Group(table, text(f"{alone} of the rollout's {amount(found.total_s)} s"))
 
 
 def _reshard(plan: RunPlan) -> RenderableType:
     found = plan.reshard
-    table = _table("a reshard, GB of one GPU", "", "mean", "max")
+    table = empty_table("a reshard, GB of one GPU", "", "mean", "max")
     rows = {
         "engine weights": found.dest_bytes,
         "from the own GPU": found.local_bytes,
@@ -161,11 +164,11 @@ def _reshard(plan: RunPlan) -> RenderableType:
         table.add_row(name, amount(spread.mean / 1e9), amount(spread.max / 1e9))
     rounds = f"in {found.rounds} rounds of {plan.recipe.reshard.round_bytes / 1e6:,.0f} MB"
     words = f"{amount(found.expected_s)} s expected, {amount(found.bound_s)} s at least, {rounds}"
-    return Group(table, _text(f"{words}; gathering everything: {amount(found.gather_bound_s)} s at best"))
+    return Group(table, text(f"{words}; gathering everything: {amount(found.gather_bound_s)} s at best"))
 
 
 def _step(plan: RunPlan) -> RenderableType:
-    table = _table("a step, seconds", "phase", "s", "share", "of what")
+    table = empty_table("a step, seconds", "phase", "s", "share", "of what")
     rollout = plan.rollout
     details = {"rollout": {"reading prompts": rollout.prefill_s, "its last half-empty stretch": rollout.tail_s}}
     for role, times in plan.learning.items():
@@ -178,14 +181,14 @@ def _step(plan: RunPlan) -> RenderableType:
     words = "An estimate from the hardware's table, which no run on GPUs has been held against yet: docs/plan.md."
     if not plan.fits:
         words += " It means little before the recipe fits."
-    return Group(table, _text(words, style="dim"))
+    return Group(table, text(words, style="dim"))
 
 
 def _joined(models: Iterable[str]) -> str:
     return " and ".join(models).replace("_", " ")
 
 
-def _table(title: str, *columns: str) -> Table:
+def empty_table(title: str, *columns: str) -> Table:
     """Heads have their line ends, so that a page of 80 columns need not cut figures; columns of words may be folded."""
     table = Table(
         title=title, title_justify="left", title_style="bold cyan", box=None, pad_edge=False, padding=(0, 1, 0, 0)
@@ -196,16 +199,21 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _text(words: str, style: str = "") -> Text:
+def text(words: str, style: str = "") -> Text:
     return Text(printable(words), style=style)
 
 
 def page(plan: RunPlan) -> str:
-    """The report as it suits stdout: in colours and as wide as a terminal, or plain."""
+    """The report as it suits stdout."""
+    return rendered(lambda console: show(plan, console))
+
+
+def rendered(shows: Callable[[Console], None], width: int = _PLAIN_WIDTH) -> str:
+    """What is printed, in colours and as wide as a terminal, or plain and of a fixed width."""
     terminal = Console()
-    console = terminal if terminal.is_terminal else Console(width=_PLAIN_WIDTH)
+    console = terminal if terminal.is_terminal else Console(width=width)
     with console.capture() as capture:
-        show(plan, console)
+        shows(console)
     return capture.get().rstrip("\n")
 
 

@@ -15,6 +15,9 @@ class RolloutTime:
     """Seconds of the engine with the most prompts. tail_s: from when no sequence waits and half of the slots are empty.
 
     running: sequences at once, at most. tokens_per_s: of all engines together, over the whole rollout.
+
+    longest: tokens of its longest response, which follow one another. alone_s: their seconds in an engine that runs
+    nothing else: no engine of this layout has a shorter rollout.
     """
 
     prefill_s: float
@@ -22,6 +25,8 @@ class RolloutTime:
     tail_s: float
     running: int
     tokens_per_s: float
+    longest: int
+    alone_s: float
 
     @property
     def total_s(self) -> float:
@@ -35,10 +40,17 @@ def rollout_time(speed: EngineSpeed, samples: Samples, concurrency: int) -> Roll
     lengths = samples.responses[:: max(1, len(samples.responses) // (prompts * per_prompt))]
     lengths = [int(length) for length in lengths[: prompts * per_prompt]]
     slots = max(1, min(concurrency, len(lengths)))
-    decode, tail = decode_s(lengths, slots, lambda running, age: speed.step_s(running, samples.prompt_tokens + age))
+    longest = max(lengths)
+
+    def step_s(running: int, age: float) -> float:
+        return speed.step_s(running, samples.prompt_tokens + age)
+
+    decode, tail = decode_s(lengths, slots, step_s)
+    alone, _ = decode_s([longest], 1, step_s)
     # Each attention group reads the prompts of its samples, which the groups share evenly.
     prefill = speed.prefill_s(prompts * min(per_prompt, speed.layout.dp), samples.prompt_tokens)
-    return RolloutTime(prefill, decode, tail, slots, float(samples.responses.sum()) / (prefill + decode))
+    tokens_per_s = float(samples.responses.sum()) / (prefill + decode)
+    return RolloutTime(prefill, decode, tail, slots, tokens_per_s, longest, alone)
 
 
 def decode_s(lengths: Sequence[int], slots: int, step_s: Callable[[int, float], float]) -> tuple[float, float]:

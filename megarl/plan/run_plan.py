@@ -81,14 +81,22 @@ class RunPlan:
         return not self.faults
 
 
-def make_plan(recipe: Recipe, hardware: Hardware, response_share: float = MEAN_RESPONSE_SHARE) -> RunPlan:
-    """Plan a recipe. Raises UserFaults where keys or layouts are wrong; memory that does not fit is in the plan."""
+def make_plan(
+    recipe: Recipe,
+    hardware: Hardware,
+    response_share: float = MEAN_RESPONSE_SHARE,
+    sizes: Mapping[RoleName, ModelSize] | None = None,
+) -> RunPlan:
+    """Plan a recipe. Raises UserFaults where keys or layouts are wrong; memory that does not fit is in the plan.
+
+    sizes: of all models, where they are known already.
+    """
     recipe, _ = stand_ins(recipe)
     roles = resolve(recipe)
     faults = plan_faults(roles)
     if faults:
         raise UserFaults(faults)
-    sizes = sizes_of([roles.models], whole=True)[0]
+    sizes = sizes or sizes_of([roles.models], whole=True)[0]
     policy = sizes["policy"]
     samples = step_samples(recipe, response_share)
     reshard = plan_reshard(roles, hardware)
@@ -103,10 +111,10 @@ def make_plan(recipe: Recipe, hardware: Hardware, response_share: float = MEAN_R
     def try_engines(changed: Recipe) -> tuple[MemoryPlan, float]:
         """The memory, and a rollout's seconds, of a recipe that has other engines."""
         room = count(changed, sizes)
-        return room, _rollout(changed, policy.shape, hardware, room, samples).total_s
+        return room, rollout_of(changed, policy.shape, hardware, room, samples).total_s
 
     memory = with_faults(recipe, hardware, sizes, count)
-    rollout = _rollout(recipe, policy.shape, hardware, memory, samples)
+    rollout = rollout_of(recipe, policy.shape, hardware, memory, samples)
     learning, step = step_times(roles, hardware, sizes, shares, samples, rollout.total_s, reshard.expected_s)
     return RunPlan(
         recipe=recipe,
@@ -160,12 +168,12 @@ def slot_map(recipe: Recipe, sizes: Mapping[RoleName, ModelSize], engine: Engine
     return tuple(found)
 
 
-def _rollout(
+def rollout_of(
     recipe: Recipe, shape: ModelShape, hardware: Hardware, memory: MemoryPlan, samples: Samples
 ) -> RolloutTime:
-    """shape: of the policy."""
+    """The seconds of a recipe's rollout; shape: of the policy."""
     if learns_from_answers(recipe.algorithm.name):  # nothing is sampled
-        return RolloutTime(0.0, 0.0, 0.0, 0, 0.0)
+        return RolloutTime(0.0, 0.0, 0.0, 0, 0.0, 0, 0.0)
     engine, dtype, kv = engine_layout(recipe), recipe.model.dtype, memory.kv
     weights = fmean(weight_bytes(shape, engine, dtype))
     node = recipe.placement.gpus_per_node

@@ -17,7 +17,7 @@ from megarl.parallel.roles import RoleName, Roles
 from megarl.plan.batch import RankWork, Samples
 from megarl.plan.model_size import ModelSize
 from megarl.plan.phase_memory import GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES, state_bytes
-from megarl.training.flops import TRAIN_OVER_FORWARD, forward_flops
+from megarl.training.flops import TRAIN_OVER_FORWARD, total_forward_flops
 from megarl.types import ModelShape
 
 HOST_ADAM_BYTES_PER_S = 40e9  # assumption: a GPU's eighth of a host's memory bandwidth, for an optimizer there
@@ -128,7 +128,7 @@ def _computing(size: ModelSize, share: RankWork, shared: Container[int]) -> Comp
 
 def forward_s(model: ComputingModel, samples: Samples, hardware: Hardware) -> float:
     """One forward pass over the step's samples: FLOPs over what all ranks reach, stretched by bubble and imbalance."""
-    flops = sum(forward_flops(model.shape, int(length)) for length in samples.lengths)
+    flops = total_forward_flops(model.shape, samples.lengths)
     ideal = flops / (model.layout.world_size * hardware.bf16_flops * hardware.compute_share)
     return ideal * (1 + model.share.bubble) / model.share.balance
 

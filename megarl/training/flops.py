@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from megarl.types import Metrics, ModelShape
+from megarl.types import IntArray, Metrics, ModelShape
 
 TRAIN_OVER_FORWARD = 3  # backward: the gradients of weights and of inputs, each one forward's worth
 # Assumption: what a micro-batch costs in itself, as the work of a sequence of so many tokens. Each parameter of a rank
@@ -63,6 +63,13 @@ def forward_flops(shape: ModelShape, length: int) -> float:
     """Operations of one forward pass over a sequence of `length` tokens, the output layer at every token included."""
     linear, per_pair = _multiply_adds(shape)
     return 2.0 * (length * linear + length * (length + 1) // 2 * per_pair)
+
+
+def total_forward_flops(shape: ModelShape, lengths: IntArray) -> float:
+    """`forward_flops` of all sequences together."""
+    linear, per_pair = _multiply_adds(shape)
+    pairs = lengths * (lengths + 1) // 2
+    return 2.0 * (float(lengths.sum()) * linear + float(pairs.sum()) * per_pair)
 
 
 def train_flops(shape: ModelShape, length: int) -> float:

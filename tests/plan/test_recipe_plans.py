@@ -18,6 +18,7 @@ from megarl.parallel.hf_config import HfModel
 from megarl.parallel.roles import Role, Roles, resolve, train_layout
 from megarl.plan import model_size, run_plan
 from megarl.plan.phase_memory import MemoryPlan
+from megarl.plan.search import needs_of, search
 from megarl.preflight.models import stand_ins
 from tests.config.test_recipes import CLUSTER, DEBUG, OVERLAYS, RECIPES, ROOT, kept, load, model_of
 from tests.plan import plans
@@ -150,3 +151,13 @@ def test_without_attention_groups_the_best_number_of_them_is_advised() -> None:
     assert advised and float(advised[2].replace(",", "")) < alone.step.total_s / 2
     groups = planned("dapo_deepseek671b", (f"rollout.engine.dp={advised[1]}",))
     assert groups.step.total_s == pytest.approx(float(advised[2].replace(",", "")), rel=0.02)
+
+
+@pytest.mark.nightly  # a minute of one core
+def test_engines_are_not_more_than_a_twentieth_behind_the_best_of_their_kind() -> None:
+    """Of engines whose samples have the trainer's probabilities, and that need no kernels that the recipe does not."""
+    recipe = load("dapo_deepseek671b")
+    found = search(recipe, load_hardware(recipe.placement.hardware), "engine")
+    same_kind = [row.plan.step.total_s for row in found.found if row.needs <= needs_of(recipe)]
+    assert same_kind
+    assert found.own.step.total_s <= 1.05 * min(same_kind)

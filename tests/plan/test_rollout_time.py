@@ -55,3 +55,15 @@ def test_less_room_takes_longer_and_the_fullest_engine_counts() -> None:
     assert narrow.total_s > wide.total_s > wide.tail_s > 0
     assert wide.tokens_per_s == pytest.approx(samples.responses.sum() / wide.total_s)
     assert wide.prefill_s == pytest.approx(speed.prefill_s(3, 50))
+
+
+def test_no_room_makes_a_rollout_shorter_than_its_longest_response_alone() -> None:
+    """Its steps are of one sequence each, of 50 tokens and as many more as there were steps."""
+    samples = Samples(10, 10, 40, 40, 50, 450, np.arange(1, 41) * 10)
+    speed = speed_of(EngineLayout(4, 1, 1))
+    found = rollout_time(speed, samples, 100)
+    assert found.longest == 340  # every third of the responses is on the fullest engine
+    by_step = sum(speed.step_s(1, 50 + age) for age in range(found.longest))
+    assert found.alone_s == pytest.approx(by_step, rel=1e-3)
+    assert found.alone_s < found.decode_s < rollout_time(speed, samples, 2).decode_s
+    assert rollout_time(speed, samples, 2).alone_s == found.alone_s

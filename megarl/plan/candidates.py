@@ -1,0 +1,145 @@
+"""The layouts that a search tries: overlays of a recipe, each valid by the faults that a plan would tell. Pure.
+
+Left alone, because the plan charges nothing for it, is what would look free: training exchanges more inside a
+micro-batch with larger `tp`, `cp` and `ep` x `etp` than the recipe's, and `compute_share` holds for exchanges like the
+recipe's. Those axes are only lowered. An uneven pipeline waits for its fullest stage, so stages differ little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import product
+from typing import Any
+
+from megarl.config import Recipe
+from megarl.config.hardware import Hardware
+from megarl.config.loading import overlaid
+from megarl.parallel.layout import TrainLayout, divisors
+from megarl.parallel.roles import Roles, resolve, train_layout
+from megarl.plan.fit import RECOMPUTE
+from megarl.preflight.layout import engine_faults, node_faults, slot_faults
+from megarl.rollout.sglang.drafts import draft_faults
+from megarl.types import ModelShape
+
+Overlay = dict[str, Any]
+FRACTIONS = (0.7, 0.75, 0.8, 0.85, 0.9)  # of rollout.engine.sglang.mem_fraction_static, and the recipe's own
+MOST_DRAFTS = 1  # a second one changes the estimate by less than its error, and takes memory
+MOST_RANKS = 128  # of an engine: larger ones wait longer for one another, and nobody has published one
+MOST_CHUNKS = 4  # virtual stages of a pipeline rank: each more sends every micro-batch round the pipeline once more
+MOST_UNEVEN = 1.1  # layers of the fullest pipeline rank over those of the mean one
+_KEEP_ACTIVATIONS = dict.fromkeys((*RECOMPUTE, "recompute_modules"))
+
+
+def engine_overlays(recipe: Recipe, hardware: Hardware) -> Iterator[Overlay]:
+    """Every valid layout of as many engine GPUs as the recipe's: count, tp, dp, ep, fp8, experts' exchange, drafts.
+
+    ep is the largest that the model allows, since no estimate favours another: experts stay whole. Dense layers and
+    output layer have the default of their number of groups. Without `FRACTIONS`, which `with_fraction` lays over.
+    """
+    engine, node = recipe.rollout.engine, recipe.placement.gpus_per_node
+    total, shape = engine.count * engine.tp, resolve(recipe).policy.shape
+    types = (False, True) if hardware.fp8_flops or engine.fp8 else (False,)
+    drafts = sorted({*range(MOST_DRAFTS + 1), engine.draft}) if shape.num_mtp_layers else (0,)
+    for tp in [tp for tp in divisors(total) if tp <= MOST_RANKS]:
+        if node % tp and tp % node:
+            continue
+        for dp, fp8, draft in product(divisors(tp) if shape.num_experts else [1], types, drafts):
+            for experts in ("gather", "deepep") if dp > 1 else ("gather",):
+                sizes = {"count": total // tp, "tp": tp, "dp": dp, "fp8": fp8, "experts": experts, "draft": draft}
+                yield from _with_largest_ep(recipe, shape, sizes)
+
+
+def with_fraction(recipe: Recipe, overlay: Overlay) -> Iterator[Overlay]:
+    """An engine layout with each share of memory, the smallest first; the recipe's own may be SGLang's default."""
+    own = recipe.rollout.engine.sglang.get("mem_fraction_static")
+    if own is None:
+        yield overlay
+    for fraction in sorted({*FRACTIONS, *([own] if own is not None else [])}):
+        engine = {**overlay["rollout"]["engine"], "sglang": {"mem_fraction_static": fraction}}
+        yield {**overlay, "rollout": {"engine": engine}}
+
+
+def train_overlays(recipe: Recipe) -> Iterator[Overlay]:
+    """Every valid parallel layout of as many training GPUs as the recipe's. What it computes is in `train_variants`."""
+    own, shape = train_layout(recipe), resolve(recipe).policy.shape
+    experts = [ep for ep in divisors(shape.num_experts or 1) if ep <= own.ep]
+    for tp, cp in product(divisors(own.tp), divisors(own.cp)):
+        for pp, vpp, ep in product(divisors(own.world_size // (tp * cp)), range(1, MOST_CHUNKS + 1), experts):
+            stages = None if pp == 1 < vpp else _stage_layers(own, shape, pp, vpp)
+            if stages is None:
+                continue
+            overlay = {
+                "train": {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "cp": cp, "layers_per_stage": list(stages)}
+            }
+            if _is_valid(resolve(overlaid(recipe, overlay))):
+                yield overlay
+
+
+def train_variants(recipe: Recipe, overlay: Overlay) -> Iterator[Overlay]:
+    """A parallel layout with each token budget, with and without recomputation, and with AdamW's state on each side.
+
+    A budget is at least one longest sequence.
+    """
+    train, sizes = recipe.train, overlay["train"]
+    align = 2 * sizes["cp"] if sizes["cp"] > 1 else 1
+    least = -(-recipe.longest_sequence // align) * align
+    budgets = sorted({least, train.tokens_per_micro_batch, 2 * train.tokens_per_micro_batch})
+    recomputes: list[dict[str, Any]] = [{}, _KEEP_ACTIVATIONS] if train.megatron.get("recompute_granularity") else [{}]
+    if train.megatron.get("recompute_granularity") != "full":
+        recomputes.append({**RECOMPUTE, "recompute_modules": None})
+    for budget in [budget for budget in budgets if budget >= least]:
+        for recompute in recomputes:
+            for offload in (False, True):
+                values: dict[str, Any] = {"tokens_per_micro_batch": budget, "optimizer_offload": offload}
+                values |= {"megatron": recompute} if recompute else {}
+                yield {**overlay, "train": {**sizes, **values}}
+
+
+def changes(overlay: Overlay, tree: Mapping[str, Any]) -> Overlay:
+    """The keys of an overlay that change a recipe; tree: the recipe in json's own types."""
+    found: Overlay = {}
+    for key, value in overlay.items():
+        if isinstance(value, dict):
+            inside = changes(value, tree.get(key) or {})
+            found |= {key: inside} if inside else {}
+        elif tree.get(key) != value:
+            found[key] = value
+    return found
+
+
+def _with_largest_ep(recipe: Recipe, shape: ModelShape, sizes: dict[str, Any]) -> Iterator[Overlay]:
+    """One overlay, or none if no ep is valid; fp8 with the correction of the samples' other probabilities."""
+    tp = sizes["tp"]
+    wanted = [ep for ep in divisors(tp) if (shape.num_experts or 1) % ep == 0]
+    for ep in [tp] if sizes["experts"] == "deepep" else reversed(wanted):
+        overlay: Overlay = {"rollout": {"engine": {**sizes, "ep": ep}}}
+        if sizes["fp8"] and recipe.algorithm.mismatch in (None, "off"):
+            overlay["algorithm"] = {"mismatch": "tis"}
+        if _is_valid(resolve(overlaid(recipe, overlay))):
+            yield overlay
+            return
+
+
+def _is_valid(roles: Roles) -> bool:
+    """Whether models, slots and nodes take the layouts of all roles and of the engines, drafts among them."""
+    if any(role.layout_faults() for role in roles.models.values()) or draft_faults(roles.recipe):
+        return False
+    return not (engine_faults(roles, roles.policy.shape, "cuda") or slot_faults(roles) or node_faults(roles))
+
+
+def _stage_layers(own: TrainLayout, shape: ModelShape, pp: int, vpp: int) -> tuple[int, ...] | None:
+    """layers_per_stage of pp x vpp stages: the recipe's own, or even, or the last ones shorter; None: too uneven.
+
+    The last stages have the output layer besides.
+    """
+    stages, layers = pp * vpp, shape.num_layers
+    if (pp, vpp) == (own.pp, own.vpp):
+        return own.stage_layers
+    if stages > layers:
+        return None
+    most = -(-layers // stages)
+    shorter = most * stages - layers
+    found = (most,) * (stages - shorter) + (most - 1,) * shorter if shorter else ()
+    layout = TrainLayout(stages, 1, pp, 1, vpp=vpp, stage_layers=found)
+    fullest = max(sum(len(layout.layers(rank, layers, chunk)) for chunk in range(vpp)) for rank in range(pp))
+    return found if min(found, default=1) and fullest * pp <= MOST_UNEVEN * layers else None

@@ -1,0 +1,126 @@
+"""What an overlay makes of a recipe's memory and seconds, by the functions of a plan; for many overlays of one recipe.
+
+Models are not built again: their sizes are added up from parts. What several overlays have in common is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from megarl.config import Recipe
+from megarl.config.hardware import Hardware
+from megarl.config.loading import overlaid
+from megarl.parallel.engine_layout import EngineLayout
+from megarl.parallel.roles import Role, RoleName, Roles, engine_layout, resolve
+from megarl.plan.batch import RankWork, Samples, share_of
+from megarl.plan.candidates import Overlay
+from megarl.plan.fit import HOST, lacking
+from megarl.plan.layer_sizes import LayerSizes, composed
+from megarl.plan.model_size import ModelSize, resized
+from megarl.plan.phase_memory import MemoryPlan, least_training_bytes, plan_memory
+from megarl.plan.rollout_time import RolloutTime
+from megarl.plan.run_plan import rollout_of
+from megarl.plan.step_time import step_times
+
+SPARE = 0.05  # of a GPU's and a host's memory that a candidate leaves free: nothing of the plan's memory was measured
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """An overlay, the recipe with it, and its memory; the seconds are computed when they are asked for."""
+
+    overlay: Overlay
+    roles: Roles
+    sizes: Mapping[RoleName, ModelSize]
+    shares: Mapping[RoleName, RankWork]
+    memory: MemoryPlan
+    estimator: Estimator
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.roles.recipe
+
+    @cached_property
+    def step_s(self) -> float:
+        """All seconds of a step but the reshard's."""
+        of = self.estimator
+        rollout_s = of.rollout(self.recipe, self.sizes["policy"], self.memory).total_s
+        _, step = step_times(self.roles, of.hardware, self.sizes, self.shares, of.samples, rollout_s, reshard_s=0.0)
+        return step.total_s
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.memory.device[self.memory.peak_phase].total_bytes
+
+    def fits(self, phases: Collection[str] | None = None) -> bool:
+        """Whether these phases, or all of them and the host, fit with `SPARE` left."""
+        memory = self.memory
+        wanted = {*memory.device, HOST} if phases is None else set(phases)
+        if wanted & set(lacking(self.recipe, memory)):
+            return False
+        if HOST in wanted and memory.host_bytes > (1 - SPARE) * memory.host_capacity_bytes:
+            return False
+        most = (1 - SPARE) * memory.capacity_bytes
+        return all(memory.device[phase].total_bytes <= most for phase in wanted & memory.device.keys())
+
+
+@dataclass
+class Estimator:
+    """Estimates of one recipe. sizes: of its own models. parts: of other training layouts, see `layer_sizes`."""
+
+    recipe: Recipe
+    hardware: Hardware
+    samples: Samples
+    sizes: Mapping[RoleName, ModelSize]
+    parts: Mapping[tuple[RoleName, int], LayerSizes] = field(default_factory=dict)
+    _shares: dict[tuple[object, ...], RankWork] = field(default_factory=dict)
+    _rollouts: dict[tuple[EngineLayout, int], RolloutTime] = field(default_factory=dict)
+
+    def estimate(self, overlay: Overlay) -> Estimate:
+        """The layouts must have no fault."""
+        roles = resolve(overlaid(self.recipe, overlay))
+        sizes = self.sizes_of(roles)
+        shares: dict[RoleName, RankWork] = {name: self._share(role) for name, role in roles.models.items()}
+        mean_tokens, micro_batches = math.ceil(self.samples.lengths.mean()), math.ceil(shares["policy"].micro_batches)
+        running = self.samples.running_tokens
+        memory = plan_memory(roles.recipe, self.hardware, sizes, mean_tokens, running, micro_batches)
+        return Estimate(overlay, roles, sizes, shares, memory, self)
+
+    def rough_train_s(self, overlay: Overlay) -> float | None:
+        """About the seconds of a step without its rollout, by one update's samples; None: its training cannot fit."""
+        roles = resolve(overlaid(self.recipe, overlay))
+        sizes = self.sizes_of(roles)
+        shares: dict[RoleName, RankWork] = {
+            name: self._share(role, whole=False) for name, role in roles.models.items()
+        }
+        if least_training_bytes(sizes, math.ceil(shares["policy"].micro_batches)) > self.hardware.memory_bytes:
+            return None
+        _, step = step_times(roles, self.hardware, sizes, shares, self.samples, rollout_s=0.0, reshard_s=0.0)
+        return step.total_s
+
+    def sizes_of(self, roles: Roles) -> dict[RoleName, ModelSize]:
+        """The sizes of all models in their layouts."""
+        return resized(self.sizes, roles.models) or composed(self.sizes, roles.models, self.parts)
+
+    def _share(self, role: Role, *, whole: bool = True) -> RankWork:
+        """whole: of all updates of a step; otherwise of as many samples as one update has, which takes less long."""
+        layout, train = role.layout, role.recipe.train
+        axes = (layout.dp, layout.tokens_align, layout.batch_multiple, layout.bubble_micro_batches)
+        key = (role.name, train.tokens_per_micro_batch, *axes, whole)
+        if key not in self._shares:
+            recipe, samples, updates = role.recipe, self.samples, train.updates_per_step
+            if not whole:
+                samples = replace(samples, num_trained=max(1, samples.num_trained // updates))
+                recipe = overlaid(recipe, {"train": {"updates_per_step": 1}})
+            self._shares[key] = replace(share_of(recipe, role.shape, layout, samples), updates=updates)
+        return self._shares[key]
+
+    def rollout(self, recipe: Recipe, policy: ModelSize, memory: MemoryPlan) -> RolloutTime:
+        """As `rollout_of`."""
+        key = engine_layout(recipe), memory.kv.concurrency_mean
+        if key not in self._rollouts:
+            self._rollouts[key] = rollout_of(recipe, policy.shape, self.hardware, memory, self.samples)
+        return self._rollouts[key]

@@ -1,0 +1,123 @@
+"""What a search found, as a table with the overlays to paste, and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console, RenderableType
+
+from megarl.config.loading import overlay_yaml
+from megarl.plan.report import amount, empty_table, engines, parallel_sizes, rendered, text, title
+from megarl.plan.run_plan import RunPlan
+from megarl.plan.search import Need, SearchResult, needs_of
+
+_NEEDS: Mapping[Need, str] = {"fp8": "fp8, TIS", "deepep": "DeepEP", "draft": "drafts", "offload": "AdamW on the host"}
+_NOT_TRIED = {
+    "engine": "engines of other dense, head or sglang keys, or on other GPUs",
+    "train": "tp, cp or ep above the recipe's, etp, selective recomputation, ranks of their own for a critic",
+}
+
+
+def search_page(result: SearchResult) -> str:
+    """The table and the overlays, as they suit stdout."""
+    return rendered(lambda console: _show(result, console))
+
+
+def _show(result: SearchResult, console: Console) -> None:
+    console.print(text(title(result.own), style="bold"))
+    console.print(_seconds(result))
+    console.print(_layouts(result))
+    for line in _remarks(result):
+        console.print(text(line))
+    for row in result.best.values():
+        console.print()
+        where = "the recipe's layout" if not row.overlay else f"{amount(row.plan.step.total_s)} s a step"
+        console.print(text(f"# {where}, {_needed(row.plan)}", style="bold cyan"))
+        console.print(text(overlay_yaml(row.overlay).rstrip() or "# no overlay is needed"))
+
+
+def _rows(result: SearchResult) -> list[tuple[str, RunPlan]]:
+    """(what it needs, plan), the recipe's own first."""
+    return [("the recipe", result.own), *((_needed(row.plan), row.plan) for row in result.found)]
+
+
+def _seconds(result: SearchResult) -> RenderableType:
+    found = empty_table(
+        "the best layouts", "needs", "", "s a step", "of the recipe's", "rollout", "train", "GB of a GPU", "of a host",
+        "sequences at once",
+    )  # fmt: skip
+    for number, (words, plan) in enumerate(_rows(result)):
+        memory = plan.memory
+        found.add_row(
+            words if plan.fits else f"{words}: does not fit", str(number), amount(plan.step.total_s),
+            f"{plan.step.total_s / result.own.step.total_s:.0%}", amount(plan.rollout.total_s),
+            amount(plan.step.train_s), amount(memory.device[memory.peak_phase].total_bytes / 1e9),
+            amount(memory.host_bytes / 1e9), f"{memory.kv.concurrency_mean:,} of {memory.kv.wanted:,}",
+            style="" if plan.fits else "bold red",
+        )  # fmt: skip
+    return found
+
+
+def _layouts(result: SearchResult) -> RenderableType:
+    found = empty_table("", "", "engines", "training ranks")
+    for number, (_, plan) in enumerate(_rows(result)):
+        found.add_row(str(number), _engine_words(plan), _train_words(plan))
+    return found
+
+
+def _remarks(result: SearchResult) -> list[str]:
+    own = result.own
+    capacity, host = own.memory.capacity_bytes / 1e9, own.memory.host_capacity_bytes / 1e9
+    engines_tried, trains_tried = result.tried
+    counts = {"engine layouts": engines_tried, "training layouts": trains_tried}
+    tried = [f"{count} {what}" for what, count in counts.items() if count]
+    sides = ("engine", "train") if result.side == "both" else (result.side,)
+    return [
+        f"{own.hardware.name} has {amount(capacity)} GB, a host {amount(host)} GB; each row leaves 5 % of both free",
+        f"{' and '.join(tried)} without a fault were tried, and not {'; '.join(_NOT_TRIED[side] for side in sides)}",
+        "seconds are estimates that no run on GPUs has been held against: docs/plan.md says what they leave out",
+    ]
+
+
+def _needed(plan: RunPlan) -> str:
+    return ", ".join(words for need, words in _NEEDS.items() if need in needs_of(plan.recipe)) or "nothing else"
+
+
+def _engine_words(plan: RunPlan) -> str:
+    engine, share = plan.engine, plan.recipe.rollout.engine.sglang.get("mem_fraction_static")
+    memory = f", {share} of memory" if share is not None else ""
+    return f"{engine.count} x tp {engine.tp}, ep {engine.ep}, dp {engine.dp}{memory}"
+
+
+def _train_words(plan: RunPlan) -> str:
+    layout, train = plan.sizes["policy"].layout, plan.recipe.train
+    virtual = f", vpp {layout.vpp}" if layout.vpp > 1 else ""
+    context = f", cp {layout.cp}" if layout.cp > 1 else ""
+    again = train.megatron.get("recompute_granularity") or "nothing"
+    sizes = f"tp {layout.tp}, pp {layout.pp}{virtual}, ep {layout.ep}{context}"
+    return f"{sizes}; {train.tokens_per_micro_batch:,} tokens, {again} recomputed"
+
+
+def search_json(result: SearchResult) -> dict[str, Any]:
+    """Values of json's own types alone; docs/plan.md lists the keys."""
+    own = _row_json(result.own)
+    rows = [_row_json(row.plan) | {"overlay": row.overlay} for row in result.found]
+    tried = dict(zip(("engines_tried", "trains_tried"), result.tried, strict=True))
+    return {"side": result.side, **tried, "own": own, "found": rows}
+
+
+def _row_json(plan: RunPlan) -> dict[str, Any]:
+    memory = plan.memory
+    return {
+        "needs": sorted(needs_of(plan.recipe)),
+        "fits": plan.fits,
+        "step_s": plan.step.total_s,
+        "rollout_s": plan.step.rollout_s,
+        "train_s": plan.step.train_s,
+        "gpu_bytes": memory.device[memory.peak_phase].total_bytes,
+        "host_bytes": memory.host_bytes,
+        "concurrency": memory.kv.concurrency_mean,
+        "engines": engines(plan),
+        "training": parallel_sizes(["policy"], plan.sizes["policy"]),
+    }
