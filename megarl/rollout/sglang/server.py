@@ -64,6 +64,10 @@ class Tokenizer(TokenizerManager):
     async def _send_one_request(self, tokenized_obj: Any) -> None:
         await self._send_placed([tokenized_obj], functools.partial(super()._send_one_request, tokenized_obj))
 
+    def _should_use_batch_tokenization(self, batch_size: int, requests: Any) -> bool:
+        """SGLang sends a batch as one message, to one group. Its own answer is that of the process's last engine."""
+        return len(self._groups) == 1 and super()._should_use_batch_tokenization(batch_size, requests)
+
     async def _send_batch_request(self, tokenized_objs: Sequence[Any]) -> None:
         await self._send_placed(tokenized_objs, functools.partial(super()._send_batch_request, list(tokenized_objs)))
 
