@@ -204,7 +204,7 @@ class Cluster:
                 del pending[ref]
 
     def await_any(self, labels: Mapping[Ref, str], among: Sequence[Worker] | None = None) -> list[Ref]:
-        """Those of one or more calls that have returned, as soon as one has; raises as `gather` does."""
+        """Wait until one of the calls, or more, have returned; these. Raises as `gather` does."""
         watched = self._workers if among is None else among
         watches = {ref: worker.name for worker in watched for ref in worker.watch_refs}
         while True:

@@ -122,7 +122,7 @@ class EngineConfig(Branch):
     dense: Literal["whole", "cut"] | None = None  # dense layers on each slot, or over all; unset: whole with dp > 1
     head: Literal["group", "engine"] | None = None  # the output layer of each dp group, or of all; group with dp > 1
     experts: Literal["gather", "deepep"] = "gather"  # whether tokens go to all slots, or to those that they chose
-    draft: Annotated[int, Field(ge=0, le=3)] = 0  # tokens that the model's own prediction layer drafts for each step
+    draft: Annotated[int, Field(ge=0, le=3)] = 0  # speculative decoding: tokens that the MTP layer drafts for each step
     sglang: dict[str, Any] = Field(default_factory=dict)
 
 

@@ -76,6 +76,7 @@ def _leftover_faults(found: Snapshot) -> list[UserFault]:
 
 
 def critic_of(roles: Roles) -> dict[str, Any] | None:
+    """The critic's shape and expert-parallel size, as `Progress` has them."""
     critic = roles.critic
     return {"shape": asdict(critic.shape), "ep": critic.layout.ep} if critic else None
 

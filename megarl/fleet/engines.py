@@ -30,7 +30,7 @@ class Engines:
         self._stores: list[Any] = []  # rendezvous of engines on several nodes, served by this process
         self._further_nodes: list[Worker] = []
         self._started: dict[Ref, str] = {}
-        self._dealer: Dealer | None = None  # of all rounds; the engines know their room once they have started
+        self._dealer: Dealer | None = None  # of all rounds; the engines know their capacity once they have started
         # SGLang's ranks release memory together: an engine with one shared GPU releases memory on all of its GPUs.
         engines = zip(self.workers, self._slots, strict=True)
         self._sharing = [worker for worker, slot in engines if shared & {*range(slot, slot + layout.tp)}]
@@ -70,7 +70,7 @@ class Engines:
     def sample(self, prompts: Sequence[Prompt], sampling: Sampling) -> RolloutBatch:
         """One group per prompt, in order; each prompt goes to the engine with the fewest expected tokens."""
         if self._dealer is None:
-            self._dealer = Dealer(self._cluster.call_all(self.workers, "room"), sampling.max_tokens)
+            self._dealer = Dealer(self._cluster.call_all(self.workers, "capacity"), sampling.max_tokens)
         groups = self._recipe.rollout.engine.dp
         return SamplingRound(self._cluster, self.workers, self._dealer, groups).sample(prompts, sampling)
 

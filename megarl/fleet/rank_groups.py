@@ -28,7 +28,7 @@ from megarl.types import GroupSummary, Hyperparameters, Metrics, RoundBalance, U
 class RolloutBatch:
     """Groups as the controller holds them: summaries here, samples in the object store; index i is the same group.
 
-    balance: of the round in which engines sampled just these groups.
+    balance: of the round of sampling that made these groups; None where several rounds or none did.
     """
 
     summaries: list[GroupSummary]

@@ -11,23 +11,24 @@ from dataclasses import replace
 from megarl.cluster.actor import Ref, Worker
 from megarl.cluster.session import Cluster
 from megarl.fleet.rank_groups import RolloutBatch
-from megarl.rollout.dealing import Dealer, Finished
+from megarl.rollout.dealing import CompletedSample, Dealer
 from megarl.rollout.episodes import Sampling
 from megarl.types import Prompt, RoundBalance
 
-_MOST = 0.9  # of a round's samples: from then on it is the tail
+_TAIL_FROM = 0.9  # of a round's samples: from then on it is the tail
 
 
 class SamplingRound:
-    """Each engine that has samples to finish has one call `finished` open.
+    """A round of `Engines.sample`. Each engine with samples to finish has one call `take_completed` open.
 
-    It returns before the verdicts, so that slow ones do not keep work from an engine.
+    The call returns before the verdicts, so that slow ones do not keep work from an engine. After a failed round the
+    engines must not be used again: calls are still open.
     """
 
     def __init__(self, cluster: Cluster, workers: Sequence[Worker], dealer: Dealer, groups: int) -> None:
         """groups: attention groups of each engine."""
         self._cluster, self._workers, self._dealer = cluster, workers, dealer
-        self._calls: dict[int, tuple[Ref, Ref]] = {}  # summary and group of each prompt that was sent
+        self._calls: dict[int, tuple[Ref, Ref, str]] = {}  # of each prompt that was sent: summary, group, engine
         self._unscored: dict[Ref, str] = {}  # the summaries that have not come yet
         self._reports: dict[Ref, int] = {}  # the open calls, with their engines
         self._unfinished = [0] * len(workers)  # samples of each engine
@@ -41,10 +42,10 @@ class SamplingRound:
         waiting = deque(sorted(range(len(prompts)), key=lambda index: -len(prompts[index].token_ids)))
         while waiting or self._reports:
             self._send(waiting, prompts, sampling)
-            self._await_news()
-        summaries, refs = zip(*(self._calls[index] for index in range(len(prompts))), strict=True)
-        found = self._cluster.gather(dict.fromkeys(summaries, "an engine"))
-        return RolloutBatch(found, list(refs), self._balance())
+            self._await_results()
+        calls = [self._calls[index] for index in range(len(prompts))]
+        found = self._cluster.gather({summary: engine for summary, _, engine in calls})
+        return RolloutBatch(found, [group for _, group, _ in calls], self._balance())
 
     def _send(self, waiting: deque[int], prompts: Sequence[Prompt], sampling: Sampling) -> None:
         """Send the prompts that engines have room for."""
@@ -57,16 +58,16 @@ class SamplingRound:
             index, worker = waiting.popleft(), self._workers[engine]
             own = replace(sampling, stream=(*sampling.stream, index))
             summary, group = worker.call_many(2, "sample", prompt, own)
-            self._calls[index], self._unscored[summary] = (summary, group), worker.name
+            self._calls[index], self._unscored[summary] = (summary, group, worker.name), worker.name
             self._unfinished[engine] += samples
             self._listen(engine)
 
     def _listen(self, engine: int) -> None:
         """Ask the engine for what it finishes next, if it is not asked already."""
         if self._unfinished[engine] and engine not in self._reports.values():
-            self._reports[self._workers[engine].call("finished")] = engine
+            self._reports[self._workers[engine].call("take_completed")] = engine
 
-    def _await_news(self) -> None:
+    def _await_results(self) -> None:
         """Wait until samples have finished, or groups were scored."""
         reports = {ref: self._workers[engine].name for ref, engine in self._reports.items()}
         ended = self._cluster.await_any({**self._unscored, **reports})
@@ -80,12 +81,12 @@ class SamplingRound:
                 self._take(engine, sample, now_s)
             self._listen(engine)
 
-    def _take(self, engine: int, sample: Finished, now_s: float) -> None:
-        self._dealer.finished(engine, sample.prompt_tokens, sample.response_tokens)
+    def _take(self, engine: int, sample: CompletedSample, now_s: float) -> None:
+        self._dealer.finish(engine, sample.prompt_tokens, sample.response_tokens)
         self._unfinished[engine] -= 1
         self._tokens[engine][sample.group] += sample.prompt_tokens + sample.response_tokens
         self._ends_s.append(now_s)
 
     def _balance(self) -> RoundBalance:
-        tail_s = self._ends_s[-1] - self._ends_s[math.ceil(_MOST * len(self._ends_s)) - 1]
+        tail_s = self._ends_s[-1] - self._ends_s[math.ceil(_TAIL_FROM * len(self._ends_s)) - 1]
         return RoundBalance(tuple(tokens for groups in self._tokens for tokens in groups), tail_s)

@@ -22,7 +22,7 @@ class EngineLayout:
     scales. first: 0 if engines share the training slots, the training world's size if they have slots of their own.
     whole_dense, whole_shared: each rank holds the dense layers, the shared experts whole; group_head: each of the dp
     groups holds the whole output layer; otherwise all ranks split them. deepep: tokens get to their experts by DeepEP.
-    draft: tokens that the model's multi-token prediction layer drafts ahead of each that the model verifies.
+    draft: tokens that the MTP layer drafts for each step of the model (speculative decoding).
     """
 
     count: int
@@ -111,7 +111,7 @@ class EngineLayout:
         return found
 
     def _draft_faults(self, shape: ModelShape) -> list[UserFault]:
-        """A model without the layer that drafts; SGLang's draft model has one such layer, of experts."""
+        """A model that SGLang cannot draft for: it needs one multi-token prediction (MTP) layer, with experts."""
         if not self.draft or (shape.num_mtp_layers == 1 and shape.num_experts):
             return []
         number = shape.num_mtp_layers or "no"

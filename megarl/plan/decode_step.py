@@ -19,7 +19,7 @@ LAYER_S = 60e-6  # of a layer's kernels, however small what they compute
 STEP_S = 2e-3  # of a step's sampling and scheduling
 # Tokens of a step by the number of drafts. Published of DeepSeek's own layer at serving: 1.8 to 1.9 with one draft (Ant
 # Group at lmsys.org, 2025-09-26), 2.18 and 2.44 with two and three (lmsys.org, 2025-07-17). Samples at temperature 1
-# are harder to guess, so these are a little lower; a run's `rollout/accepted` is better.
+# are harder to guess, so these are a little lower.
 ACCEPTED = (1.0, 1.75, 2.1, 2.3)
 
 
@@ -91,7 +91,7 @@ class EngineSpeed:
         return replace(of_model, drafts=self._drafts_s(running, context)) if self.layout.draft else of_model
 
     def _forward(self, running: int, context: float, tokens: int) -> DecodeStep:
-        """Of so many tokens of each sequence, which read its cache together."""
+        """One forward pass over so many new tokens of each sequence; the cache is read once."""
         return DecodeStep(
             attention=self._attention_s(running / self.layout.dp, context, tokens),
             experts=self._experts_s(running * tokens),
@@ -101,7 +101,7 @@ class EngineSpeed:
         )
 
     def _drafts_s(self, running: int, context: float) -> float:
-        """Of the draft model: the verified tokens, which give the first draft, then each draft but the last.
+        """Of the draft model: a pass over the verified tokens gives the first draft, one more pass each further draft.
 
         Each of them is launched and sampled from like a step of the model.
         """

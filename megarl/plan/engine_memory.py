@@ -16,7 +16,7 @@ from megarl.config.hardware import Hardware
 from megarl.parallel.engine_layout import EngineLayout
 from megarl.resharding import sglang_map
 from megarl.resharding.routes import item_bytes
-from megarl.rollout.sglang.arguments import group_arguments, most_sequences, running_limit, step_sequences
+from megarl.rollout.sglang.sizes import group_arguments, most_sequences, running_limit, step_sequences
 from megarl.types import ModelShape
 
 MIB = 1 << 20
@@ -36,7 +36,7 @@ RESERVED_MIB = 512  # the same: for everything else
 LEAST_RESERVED_MIB = 10 << 10  # the same: on cards of more than 60 GiB
 DEEPEP_MIB = 2 << 10  # the same: for DeepEP's buffers
 LOGIT_BYTES = 6.0
-VERIFIED_BYTES = 12.0  # of a token's logits, in float32: at the temperature, as p, and the drafts' (eagle_utils.py)
+VERIFIED_BYTES = 12.0  # of a verified token's scaled logits, probabilities and drafts' probabilities (eagle_utils.py)
 EXPERT_COPIES = 2.0  # assumption: of the chosen experts' inputs and outputs there are both at once
 
 

@@ -37,7 +37,7 @@ from megarl.plan.engine_memory import (
 )
 from megarl.plan.memory_parts import Parts
 from megarl.plan.model_size import ModelSize
-from megarl.rollout.sglang.arguments import step_sequences
+from megarl.rollout.sglang.sizes import step_sequences
 from megarl.types import UserFault
 
 CONTEXT_BYTES = 600 * MIB  # assumption: of a process's CUDA context with its kernels, on recent cards

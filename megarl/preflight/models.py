@@ -16,7 +16,7 @@ from megarl.rollout.template_check import template_fault
 from megarl.types import ModelShape, Prompt, UserFault
 
 Faults = list[UserFault]
-_SPARE_CONTEXT = 2  # positions that SGLang keeps free: it cuts a longer response short
+_SPARE_CONTEXT = 2  # positions that SGLang keeps free, and as many as a step verifies: it cuts a longer response short
 
 
 def stand_ins(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
@@ -106,10 +106,11 @@ def policy_faults(roles: Roles, *, has_weights: bool = True) -> Faults:
 def _context_faults(roles: Roles) -> Faults:
     """Prompts and responses that are longer together than the model's context."""
     context, longest = roles.policy.model.context_tokens, roles.recipe.longest_sequence
-    if context is None or longest <= context - _SPARE_CONTEXT:
+    spare = max(_SPARE_CONTEXT, 1 + roles.recipe.rollout.engine.draft)
+    if context is None or longest <= context - spare:
         return []
     problem = f"with the longest response it makes {longest} tokens, the model's context is {context}"
-    mend = f"bring the sum to at most {context - _SPARE_CONTEXT}"
+    mend = f"bring the sum to at most {context - spare}"
     return [UserFault("data.max_prompt_tokens", problem, mend)]
 
 

@@ -96,7 +96,7 @@ def _odd_values(recipe: Recipe) -> Iterator[str]:
     if layout.dp > per_update and not learns_from_answers(recipe.algorithm.name):
         yield f"{layout.dp} data-parallel ranks share the {per_update} samples of an update: some of them have none"
     if rollout.engine.draft and not recipe.train.mtp_loss:
-        yield "train.mtp_loss is 0, so that the layer that drafts (rollout.engine.draft) falls behind the policy"
+        yield "train.mtp_loss is 0: the MTP layer stays frozen, and fewer drafts (rollout.engine.draft) get accepted"
     if rollout.engine.count > rollout.prompts_per_step:
         count, prompts = rollout.engine.count, rollout.prompts_per_step
         yield f"{count} engines (rollout.engine.count) share the {prompts} prompts of a step: some of them have none"

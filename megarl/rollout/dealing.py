@@ -1,4 +1,4 @@
-"""Which engine, or attention group, gets the next request: the one with the fewest expected tokens. Pure.
+"""Load balancing of requests over engines, and over an engine's attention groups: the fewest expected tokens. Pure.
 
 Lengths are unknown when a request is sent. What a receiver cannot run yet therefore waits in one queue in front of all
 of them, and goes to the receiver that has the least left when there is room.
@@ -9,27 +9,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Of the cache, by expected tokens. Sequences of log-normal lengths (sigma 0.8) that start together never hold more than
-# 0.4 of the tokens that they end with, because the short ones leave while the long ones grow. Later, at all ages, they
-# hold 0.9 of them in the mean. The shares are the best of those tried in scripts/bench/dealing.py.
-_AT_START, _LATER = 2.0, 1.25
+# Overcommitment of the KV cache: expected final tokens over its size. Sequences of log-normal lengths (sigma 0.8) that
+# start together never hold more than 0.4 of the tokens that they end with, because the short ones leave while the long
+# ones grow. Later, at all ages, they hold 0.9 of them in the mean.
+# The values are the best of those tried in scripts/bench/dealing.py.
+_OVERCOMMIT_TOGETHER, _OVERCOMMIT_MIXED = 2.0, 1.25
 _FIRST_GUESS = 0.25  # of the longest response
+_MOST_BEFORE = 256  # responses that the mean of the round before counts as: that round may have been an evaluation
 
 
 @dataclass(frozen=True)
-class Room:
+class Capacity:
     """What a receiver can run at once: sequences, and tokens in its KV cache."""
 
     sequences: int
     tokens: int
 
-    def times(self, count: int) -> Room:
-        """The room of `count` receivers together."""
-        return Room(self.sequences * count, self.tokens * count)
+    def times(self, count: int) -> Capacity:
+        """The capacity of `count` receivers together."""
+        return Capacity(self.sequences * count, self.tokens * count)
 
 
 @dataclass(frozen=True)
-class Finished:
+class CompletedSample:
     """A sample that an engine has finished; group: of the engine's attention groups."""
 
     group: int
@@ -50,15 +52,15 @@ class Dealer:
     """Books what each receiver was dealt, and what of it has finished.
 
     A sequence counts with its prompt and the mean response until it has finished: of the responses that have finished
-    since nothing was outstanding, with the mean of the round before, which weighs as many responses as that round had:
-    without it the first to finish, which are the short ones, would be the mean. A sequence that is longer than the mean
+    since nothing was outstanding, with the mean of the round before as that of a few hundred more: without it the first
+    to finish, which are the short ones, would be the mean. A sequence that is longer than the mean
     goes on counting as much, because of log-normal lengths those that are long already have the most left.
     """
 
-    def __init__(self, rooms: Sequence[Room], longest_response: int) -> None:
-        self._rooms = rooms
-        self._loads = [_Outstanding() for _ in rooms]
-        self._last = len(rooms) - 1
+    def __init__(self, capacities: Sequence[Capacity], longest_response: int) -> None:
+        self._capacities = capacities
+        self._loads = [_Outstanding() for _ in capacities]
+        self._last = len(capacities) - 1
         self._before = (1, _FIRST_GUESS * longest_response)  # responses of the round before, and their tokens
         self._now = (0, 0.0)
 
@@ -79,28 +81,30 @@ class Dealer:
         there. Receivers with equally many expected tokens take turns.
         """
         if self._now[0] and not any(load.sequences for load in self._loads):
-            self._before, self._now = self._now, (0, 0.0)
+            count, tokens = self._now
+            weight = min(count, _MOST_BEFORE)
+            self._before, self._now = (weight, weight * tokens / count), (0, 0.0)
         order = [(self._last + turn) % len(self._loads) for turn in range(1, len(self._loads) + 1)]
-        receiver = min((one for one in order if self._has_room(one)), key=self.expected_tokens, default=None)
+        receiver = min((one for one in order if self._has_capacity(one)), key=self.expected_tokens, default=None)
         if receiver is not None:
             self._last = receiver
             self._book(receiver, samples, samples * prompt_tokens)
         return receiver
 
-    def finished(self, receiver: int, prompt_tokens: int, response_tokens: int) -> None:
+    def finish(self, receiver: int, prompt_tokens: int, response_tokens: int) -> None:
         """A sample has finished."""
-        self.withdrawn(receiver, prompt_tokens)
+        self.withdraw(receiver, prompt_tokens)
         count, tokens = self._now
         self._now = count + 1, tokens + response_tokens
 
-    def withdrawn(self, receiver: int, prompt_tokens: int) -> None:
+    def withdraw(self, receiver: int, prompt_tokens: int) -> None:
         """A sample was not sent, or was aborted: its length says nothing about others."""
         self._book(receiver, -1, -prompt_tokens)
 
-    def _has_room(self, receiver: int) -> bool:
-        room, load = self._rooms[receiver], self._loads[receiver]
-        share = _AT_START if load.started_together else _LATER
-        return load.sequences < room.sequences and self.expected_tokens(receiver) < share * room.tokens
+    def _has_capacity(self, receiver: int) -> bool:
+        capacity, load = self._capacities[receiver], self._loads[receiver]
+        share = _OVERCOMMIT_TOGETHER if load.started_together else _OVERCOMMIT_MIXED
+        return load.sequences < capacity.sequences and self.expected_tokens(receiver) < share * capacity.tokens
 
     def _book(self, receiver: int, samples: int, prompt_tokens: int) -> None:
         load = self._loads[receiver]

@@ -14,11 +14,12 @@ import numpy as np
 from megarl.config import Recipe, RewardConfig
 from megarl.config.hardware import communicator_bytes
 from megarl.parallel.roles import engine_layout
-from megarl.rollout.dealing import Finished, Room
+from megarl.rollout.dealing import Capacity, CompletedSample
 from megarl.rollout.rewards import MEND, WHERE, Failure, Verdict, describe_failure
-from megarl.rollout.sglang.arguments import EngineSettings, NodeSpan, Sampling, most_sequences
+from megarl.rollout.sglang.arguments import EngineSettings, NodeSpan, Sampling
 from megarl.rollout.sglang.deterministic import generator_seed
 from megarl.rollout.sglang.engine import Engine, Schedulers
+from megarl.rollout.sglang.sizes import most_sequences
 from megarl.rollout.verdicts.scorers import Scorers
 from megarl.types import GroupSummary, Prompt, Sample, SampleGroup, UserFault
 
@@ -88,13 +89,13 @@ class RolloutWorker:
         verdicts = await self._scorers.verdicts(prompt.answer, prompt.row, [sample.text for sample in samples])
         return scored(prompt, samples, verdicts, self._reward, may_lose_all=sampling.may_lose_all)
 
-    def room(self) -> Room:
+    def capacity(self) -> Capacity:
         """What the engine can run at once."""
-        return self._engine.room
+        return self._engine.capacity
 
-    async def finished(self) -> list[Finished]:
+    async def take_completed(self) -> list[CompletedSample]:
         """The samples that the engine has finished since the last call, before their verdicts; waits for the first."""
-        return await self._engine.finished()
+        return await self._engine.take_completed()
 
     async def _generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[Sample]:
         calls = [self._engine.generate(prompt_ids, sampling)]

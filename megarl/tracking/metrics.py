@@ -15,14 +15,17 @@ from megarl.types import GroupSummary, Metrics, RoundBalance
 def rollout_metrics(groups: Sequence[GroupSummary]) -> Metrics:
     """Means over all samples of a step that were drawn; `truncated` is the share that was cut at the length limit.
 
-    `accepted`, with drafts: tokens that a verification gave; the first token of a response needs none.
+    `accepted`, with drafts: mean response tokens per verification; the first token of a response comes from the
+    prompt's pass.
     """
     rewards = np.concatenate([group.rewards_G[group.drawn_G] for group in groups])
     lengths = np.concatenate([group.response_lengths_G[group.drawn_G] for group in groups])
     finished = np.concatenate([group.finished_G[group.drawn_G] for group in groups])
     correct = np.concatenate([group.correct_G[group.drawn_G] for group in groups])
-    verifications = sum(group.verifications for group in groups)
-    accepted = {"rollout/accepted": float((lengths - 1).sum() / verifications)} if verifications else {}
+    drafted = [group for group in groups if group.verifications]  # not those that were read from a checkpoint
+    verified = sum(int((group.response_lengths_G[group.drawn_G] - 1).sum()) for group in drafted)
+    steps = sum(group.verifications for group in drafted)
+    accepted = {"rollout/accepted": verified / steps} if steps else {}
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
@@ -39,7 +42,8 @@ def balance_metrics(rounds: Sequence[RoundBalance]) -> Metrics:
     """How evenly the engines worked in a step's rounds of sampling, each of which waits for its last sample.
 
     `imbalance`: tokens of the busiest attention group over the mean group's; `tail_s`: from 90 % of a round's samples
-    to all of them. Both are added up over the rounds. A step without a round has neither.
+    to all of them. The busiest groups' tokens, the means and the seconds are each added up over the rounds. A step
+    without a round has neither.
     """
     if not rounds:
         return {}

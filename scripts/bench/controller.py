@@ -109,7 +109,7 @@ class CountedEngine(Counted):
     """A simulated engine: its process hears which of its engines is asked."""
 
     def call(self, method: str, *args: Any) -> Any:
-        return super().call(method, *args, *([self.name] if method == "finished" else []))
+        return super().call(method, *args, *([self.name] if method == "take_completed" else []))
 
     def call_many(self, count: int, method: str, *args: Any) -> Any:
         return super().call_many(count, method, *args, self.name)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.rollout.dealing import Finished, Room
+from megarl.rollout.dealing import Capacity, CompletedSample
 from megarl.training.batching import Key, SampleRef, TokenValues, Update, key_of, refs_of, values_by_reader
 from megarl.types import FloatArray, GroupSummary, Metrics, Prompt, Sample, SampleGroup
 
@@ -24,18 +24,18 @@ class Answers:
     def __init__(self, lengths: Mapping[str, Sequence[int]]) -> None:
         """lengths: of the responses to each prompt, by its id."""
         self._lengths = lengths
-        self._finished: dict[str, list[Finished]] = defaultdict(list)  # by engine, what was not reported yet
+        self._completed: dict[str, list[CompletedSample]] = defaultdict(list)  # by engine, what was not reported yet
         self._have_finished: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
 
-    def room(self) -> Room:
+    def capacity(self) -> Capacity:
         """More than a step needs: everything is sent at once."""
-        return Room(sys.maxsize, sys.maxsize)
+        return Capacity(sys.maxsize, sys.maxsize)
 
-    async def finished(self, engine: str) -> list[Finished]:
+    async def take_completed(self, engine: str) -> list[CompletedSample]:
         """The samples of one of the engines since the last call."""
         await self._have_finished[engine].wait()
         self._have_finished[engine].clear()
-        return self._finished.pop(engine)
+        return self._completed.pop(engine)
 
     async def sample(self, prompt: Prompt, sampling: object, engine: str) -> tuple[GroupSummary, SampleGroup]:
         """Responses of the lengths that were drawn for the prompt.
@@ -49,7 +49,8 @@ class Answers:
         )
         rewards_G = np.arange(len(samples)) % 2
         given_answers = tuple("42" for _ in samples)
-        self._finished[engine] += [Finished(0, len(prompt.token_ids), len(sample.response_ids_T)) for sample in samples]
+        lengths = [len(sample.response_ids_T) for sample in samples]
+        self._completed[engine] += [CompletedSample(0, len(prompt.token_ids), length) for length in lengths]
         self._have_finished[engine].set()
         group = SampleGroup(prompt, samples, rewards_G.astype(np.float32), rewards_G.astype(np.bool_), given_answers)
         return summary_of(group), group

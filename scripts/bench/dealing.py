@@ -18,7 +18,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from megarl.rollout.dealing import Dealer, Room
+from megarl.rollout.dealing import Capacity, Dealer
 from scripts.bench.dealing_simulation import Machine, Outcome, Sample, SimulatedEngine, least_s, simulate
 
 LONGEST, MEDIAN, SIGMA = 20480, 1800, 0.8
@@ -44,27 +44,27 @@ Prompts = Sequence[Sequence[Sample]]
 class RoundRobin:
     """Each receiver in turn, everything at once."""
 
-    def __init__(self, rooms: Sequence[Room], longest_response: int) -> None:
-        self._receivers, self._next = len(rooms), 0
+    def __init__(self, capacities: Sequence[Capacity], longest_response: int) -> None:
+        self._receivers, self._next = len(capacities), 0
 
     def deal(self, prompt_tokens: int, samples: int = 1) -> int | None:
         self._next += 1
         return (self._next - 1) % self._receivers
 
-    def finished(self, receiver: int, prompt_tokens: int, response_tokens: int) -> None: ...
+    def finish(self, receiver: int, prompt_tokens: int, response_tokens: int) -> None: ...
 
-    def withdrawn(self, receiver: int, prompt_tokens: int) -> None: ...
+    def withdraw(self, receiver: int, prompt_tokens: int) -> None: ...
 
 
 class TwoChoices(Dealer):
     """Of two receivers drawn by chance the one with fewer expected tokens, everything at once (Mitzenmacher 2001)."""
 
-    def __init__(self, rooms: Sequence[Room], longest_response: int) -> None:
-        super().__init__(rooms, longest_response)
+    def __init__(self, capacities: Sequence[Capacity], longest_response: int) -> None:
+        super().__init__(capacities, longest_response)
         self._random = random.Random(0)
 
     def deal(self, prompt_tokens: int, samples: int = 1) -> int | None:
-        receivers = range(len(self._rooms))
+        receivers = range(len(self._capacities))
         receiver = min(self._random.sample(receivers, min(2, len(receivers))), key=self.expected_tokens)
         self._book(receiver, samples, samples * prompt_tokens)
         return receiver
@@ -91,9 +91,9 @@ def dealt(machine: Machine, prompts: Prompts, kind: type[Dealer] | type[RoundRob
     before: the samples of a round before, which the dealers have seen finish.
     """
     engines = [SimulatedEngine(machine, number) for number in range(machine.engines)]
-    room = Room(machine.slots, machine.cache)
-    top = kind([room.times(machine.groups)] * machine.engines, LONGEST)
-    inner = [kind([room] * machine.groups, LONGEST) for _ in engines]
+    capacity = Capacity(machine.slots, machine.cache)
+    top = kind([capacity.times(machine.groups)] * machine.engines, LONGEST)
+    inner = [kind([capacity] * machine.groups, LONGEST) for _ in engines]
     seen = [sample.response_tokens for samples in before for sample in samples]
     for dealer, share in [(top, 1), *((dealer, machine.engines) for dealer in inner)]:
         if seen and isinstance(dealer, Dealer):
@@ -109,8 +109,8 @@ def dealt(machine: Machine, prompts: Prompts, kind: type[Dealer] | type[RoundRob
                 engine.submit(queue.popleft(), group)
 
     def finished(engine: int, group: int, sample: Sample) -> None:
-        top.finished(engine, sample.prompt_tokens, sample.response_tokens)
-        inner[engine].finished(group, sample.prompt_tokens, sample.response_tokens)
+        top.finish(engine, sample.prompt_tokens, sample.response_tokens)
+        inner[engine].finish(group, sample.prompt_tokens, sample.response_tokens)
         send()
 
     send()

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.rollout.dealing import Finished
+from megarl.rollout.dealing import CompletedSample
 from megarl.rollout.sglang.arguments import EngineSettings
 from megarl.rollout.sglang.engine import Engine
 
@@ -52,12 +52,12 @@ def _compare(engines: Sequence[Engine], kinds: Mapping[str, type[Any]], seed: in
 
 async def _round(engines: Sequence[Engine], kind: type[Any], lengths: Sequence[Sequence[int]]) -> dict[str, float]:
     """One round, dealt as megarl/fleet/sampling_round.py deals it, without Ray."""
-    top = kind([engine.room for engine in engines], 2 * MEDIAN)
+    top = kind([engine.capacity for engine in engines], 2 * MEDIAN)
     for engine in engines:
-        engine._manager.queue._dealer = kind([engine._host.server.group_room] * GROUPS, 2 * MEDIAN)
+        engine._manager.queue._dealer = kind([engine._host.server.group_capacity] * GROUPS, 2 * MEDIAN)
     began, waiting, running, ends = time.monotonic(), list(lengths), [], []
     tokens = np.zeros((len(engines), GROUPS))
-    reports = {asyncio.ensure_future(engine.finished()): number for number, engine in enumerate(engines)}
+    reports = {asyncio.ensure_future(engine.take_completed()): number for number, engine in enumerate(engines)}
     while len(ends) < sum(map(len, lengths)):
         while waiting and (number := top.deal(PROMPT_TOKENS, len(waiting[0]))) is not None:
             running.append(asyncio.ensure_future(_generate(engines[number], waiting.pop(0))))
@@ -67,7 +67,7 @@ async def _round(engines: Sequence[Engine], kind: type[Any], lengths: Sequence[S
             for sample in finished:
                 _take(top, number, sample, tokens)
                 ends.append(time.monotonic() - began)
-            reports[asyncio.ensure_future(engines[number].finished())] = number
+            reports[asyncio.ensure_future(engines[number].take_completed())] = number
     await asyncio.gather(*running)
     for report in reports:
         report.cancel()
@@ -76,8 +76,8 @@ async def _round(engines: Sequence[Engine], kind: type[Any], lengths: Sequence[S
     return {"seconds": ends[-1], "tail_s": tail, "imbalance": float(tokens.max() / tokens.mean())}
 
 
-def _take(dealer: Any, engine: int, sample: Finished, tokens: np.ndarray) -> None:
-    dealer.finished(engine, sample.prompt_tokens, sample.response_tokens)
+def _take(dealer: Any, engine: int, sample: CompletedSample, tokens: np.ndarray) -> None:
+    dealer.finish(engine, sample.prompt_tokens, sample.response_tokens)
     tokens[engine, sample.group] += sample.prompt_tokens + sample.response_tokens
 
 

@@ -58,7 +58,7 @@ class _Group:
 
 
 class SimulatedEngine:
-    """One engine; `submit` a sample to a group, `run_to` a time, which tells `done` of each finished sample."""
+    """A simulated engine. `simulate` calls `next_event`, `advance`, `finish`, `admit`; `submit` queues a sample."""
 
     def __init__(self, machine: Machine, number: int) -> None:
         self.machine, self.number = machine, number
@@ -119,7 +119,7 @@ class SimulatedEngine:
         self.clock = now
 
     def finish(self) -> list[tuple[int, Sample]]:
-        """Take what has finished, (group, sample), and retract the shortest of groups that are over-full."""
+        """Take what has finished, (group, sample), and retract the youngest sequences of groups whose cache is full."""
         found = []
         for number, group in enumerate(self.groups):
             while group.running and group.running[0][0] <= self.step + 1e-6:

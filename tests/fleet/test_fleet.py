@@ -15,7 +15,7 @@ from megarl.cluster.session import WorkerFailed
 from megarl.fleet import engines, fleet
 from megarl.fleet.fleet import Fleet
 from megarl.resharding.member import Stats
-from megarl.rollout.dealing import Room
+from megarl.rollout.dealing import Capacity
 from megarl.rollout.episodes import Sampling
 from tests.plan import plans
 
@@ -105,16 +105,16 @@ def test_an_engine_that_states_another_version_ends_the_run(monkeypatch: pytest.
 
 
 def test_all_rounds_have_one_dealer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It learns from each round how long responses are, and the engines are asked for their room once."""
+    """It learns from each round how long responses are, and the engines are asked for their capacity once."""
     dealers, asked = [], []
 
     def sampling_round(cluster: Any, workers: Any, dealer: Any, groups: int) -> Any:
         dealers.append(dealer)
         return SimpleNamespace(sample=lambda prompts, sampling: (prompts, groups))
 
-    def call_all(workers: Any, method: str) -> list[Room]:
+    def call_all(workers: Any, method: str) -> list[Capacity]:
         asked.append(method)
-        return [Room(4, 100)] * len(workers)
+        return [Capacity(4, 100)] * len(workers)
 
     monkeypatch.setattr(engines, "SamplingRound", sampling_round)
     one: Any = engines.Engines.__new__(engines.Engines)
@@ -124,7 +124,7 @@ def test_all_rounds_have_one_dealer(monkeypatch: pytest.MonkeyPatch) -> None:
         _recipe=SimpleNamespace(rollout=SimpleNamespace(engine=engine)),
     )  # fmt: skip
     assert [one.sample(["a"], Sampling(4, 8)), one.sample(["b"], Sampling(4, 8))] == [(["a"], 2), (["b"], 2)]
-    assert asked == ["room"]
+    assert asked == ["capacity"]
     assert dealers[0] is dealers[1]
 
 

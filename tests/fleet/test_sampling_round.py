@@ -9,7 +9,7 @@ import pytest
 
 from megarl.fleet import sampling_round
 from megarl.fleet.sampling_round import SamplingRound
-from megarl.rollout.dealing import Dealer, Finished, Room
+from megarl.rollout.dealing import Capacity, CompletedSample, Dealer
 from megarl.rollout.episodes import Sampling
 from megarl.types import Prompt
 
@@ -38,23 +38,23 @@ class Cluster:
 
     def await_any(self, labels: dict[Any, str]) -> list[Any]:
         self.now += 1.0
-        return [min((ref for ref in labels if ref[0] == "finished"), key=lambda ref: ref[1])]
+        return [min((ref for ref in labels if ref[0] == "take_completed"), key=lambda ref: ref[1])]
 
     def gather(self, labels: dict[Any, str]) -> list[Any]:
-        return [self._finished(ref[1]) if ref[0] == "finished" else f"summary {ref[1]}" for ref in labels]
+        return [self._finished(ref[1]) if ref[0] == "take_completed" else f"summary {ref[1]}" for ref in labels]
 
-    def _finished(self, engine: int) -> list[Finished]:
+    def _finished(self, engine: int) -> list[CompletedSample]:
         _, tokens = self.running[engine].pop(0)
-        return [Finished(0, tokens, 100)]
+        return [CompletedSample(0, tokens, 100)]
 
 
 def prompts(*lengths: int) -> list[Prompt]:
     return [Prompt(str(index), "", (1,) * length, "") for index, length in enumerate(lengths)]
 
 
-def played(room: Room, *lengths: int, engines: int = 2, samples: int = 2) -> tuple[Cluster, Any]:
+def played(capacity: Capacity, *lengths: int, engines: int = 2, samples: int = 2) -> tuple[Cluster, Any]:
     cluster = Cluster(engines)
-    one: Any = SamplingRound(cluster, cluster.workers, Dealer([room] * engines, 400), 1)  # type: ignore[arg-type]
+    one: Any = SamplingRound(cluster, cluster.workers, Dealer([capacity] * engines, 400), 1)  # type: ignore[arg-type]
     return cluster, one.sample(prompts(*lengths), Sampling(samples, 400, stream=(7, 3), with_baseline=True))
 
 
@@ -67,7 +67,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_groups_come_back_in_order_with_streams_of_their_own() -> None:
     """Whatever is sent first: the longest prompts are."""
-    cluster, found = played(Room(100, 10**6), 5, 50, 20, 40)
+    cluster, found = played(Capacity(100, 10**6), 5, 50, 20, 40)
     assert found.summaries == [f"summary {index}" for index in range(4)]
     assert found.refs == [f"group {index}" for index in range(4)]
     assert [(engine, name) for engine, name, _ in cluster.sent] == [(0, "1"), (1, "3"), (1, "2"), (0, "0")]
@@ -76,17 +76,17 @@ def test_groups_come_back_in_order_with_streams_of_their_own() -> None:
 
 def test_what_does_not_fit_waits_for_the_engine_that_is_ahead() -> None:
     """Room for three sequences, one group of two samples and a baseline; the stand-in finishes engine 0's first."""
-    cluster, found = played(Room(3, 10**6), *[10] * 6)
+    cluster, found = played(Capacity(3, 10**6), *[10] * 6)
     assert cluster.most == 5, "the next group begins to run in the first slot that is free"
     assert [engine for engine, _, _ in cluster.sent] == [0, 1, 0, 0, 0, 0]
     assert found.balance.group_tokens == (5 * 3 * 110, 3 * 110)
 
 
 def test_the_tail_is_from_nine_tenths_of_the_samples_on() -> None:
-    _, found = played(Room(100, 10**6), *[10] * 10, samples=1)
+    _, found = played(Capacity(100, 10**6), *[10] * 10, samples=1)
     assert found.balance.tail_s == 20 - 18, "20 samples, one a second"
 
 
 def test_a_round_without_prompts_is_empty() -> None:
-    _, found = played(Room(3, 10**6))
+    _, found = played(Capacity(3, 10**6))
     assert (found.summaries, found.refs, found.balance) == ([], [], None)

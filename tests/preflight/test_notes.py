@@ -53,7 +53,7 @@ def test_a_recipe_as_a_run_writes_it_is_told_nothing(tmp_path: Path) -> None:
         (["run.project=math"], "run.project is set, and nothing reads it: run.trackers names neither wandb nor mlflow"),
         (["train.lr=0.5"], "train.lr is 0.5, and rates of AdamW above 0.1 destroy a model"),
         (["placement.gpus=60000"], "15000 data-parallel ranks share the 1024 samples of an update: some of them have"),
-        (["rollout.engine.draft=1"], "train.mtp_loss is 0, so that the layer that drafts (rollout.engine.draft) falls"),
+        (["rollout.engine.draft=1"], "train.mtp_loss is 0: the MTP layer stays frozen, and fewer drafts"),
         (["rollout.engine.count=200"], "200 engines (rollout.engine.count) share the 128 prompts of a step"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else None,

@@ -16,8 +16,8 @@ import pytest
 from megarl.config import Recipe, RewardConfig
 from megarl.rollout.episodes import RolloutWorker, Sampling, demonstration, engine_settings, scored, summary
 from megarl.rollout.rewards import Failure, Verdict
-from megarl.rollout.sglang.arguments import step_sequences
 from megarl.rollout.sglang.engine import Engine, EngineFault
+from megarl.rollout.sglang.sizes import step_sequences
 from megarl.types import Prompt, Sample, SampleGroup, UserFault
 
 PROMPT = Prompt("rows.jsonl:1", "<user>1+2=<assistant>", (3, 6, 15, 7, 18, 4), "3", {"level": 1})

@@ -72,6 +72,7 @@ def test_accepted_tokens_are_a_mean_over_all_verifications() -> None:
     quick = replace(group("a", [1.0, 1.0], [11, 21]), verifications=15)
     slow = replace(group("b", [0.0, 0.0], [4, 1]), verifications=3)  # the first token of each needs none
     assert rollout_metrics([quick, slow])["rollout/accepted"] == (10 + 20 + 3) / 18
+    assert rollout_metrics([quick, slow, group("c", [1.0], [500])])["rollout/accepted"] == 33 / 18, "from a checkpoint"
     greedy = replace(group("a", [1.0, 1.0], [11, 999]), verifications=5, baseline=1)
     assert rollout_metrics([greedy])["rollout/accepted"] == 2.0
 

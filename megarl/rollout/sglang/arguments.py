@@ -5,17 +5,15 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megarl.algos import ALGORITHMS, hyperparameters_of
-from megarl.config import Recipe
 from megarl.device import DEVICE, Address
 from megarl.rollout.sglang import cpu, deterministic
+from megarl.rollout.sglang.sizes import group_arguments, running_limit
 from megarl.spelling import did_you_mean, near
 from megarl.types import UserFault
 
@@ -63,10 +61,6 @@ REFUSED = {prefix: reason for reason, prefixes in _REFUSED_FOR.items() for prefi
 # Attention backends that read the keys of MLA from an fp8 cache (SGLang's layers/attention). The others, among them
 # SGLang's default on Hopper, cast a layer's whole cache to the model's data type in every step (`.to(q.dtype)`).
 LATENT_FP8_BACKENDS = ("cutedsl_mla", "flashmla", "tokenspeed_mla", "triton", "trtllm_mla")
-DEEPEP_TOKENS = 128  # that a GPU sends in a decoding step, at most (SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK)
-_GROUP_CHUNK = 2048  # tokens of prompts that an attention group reads at once
-_GATHERED_CHUNK = 16384  # of all groups, where each GPU gets them all
-_MOST_IN_GRAPHS = 512  # sequences of a group in the largest CUDA graph, as SGLang's own limit on large cards
 _SPARE_CONTEXT = 8  # SGLang keeps two positions of the context free after a response, and six after a prompt
 _PLAIN_CACHES = ("auto", "bf16", "bfloat16")
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -164,33 +158,16 @@ class EngineSettings:
         return self.span.node * self.tp // self.span.nodes if self.span else 0
 
 
-def step_sequences(recipe: Recipe) -> int:
-    """The sequences that an engine runs at once in a round of a training step: an even share of the prompts."""
-    name, rollout = recipe.algorithm.name, recipe.rollout
-    num_prompts = hyperparameters_of(name, recipe.algorithm).num_drawn(rollout.prompts_per_step)
-    of_prompt = rollout.samples_per_prompt + ALGORITHMS[name].greedy_baseline
-    return math.ceil(num_prompts / rollout.engine.count) * of_prompt
-
-
-def most_sequences(recipe: Recipe) -> int:
-    """The most sequences that an engine runs at once, in a round or an evaluation; a multiple of its groups."""
-    sets, engine = [recipe.evaluation.of(name) for name in recipe.data.eval], recipe.rollout.engine
-    of_sets = [math.ceil(evaluation.max_prompts / engine.count) * evaluation.samples for evaluation in sets]
-    most = max(step_sequences(recipe), *of_sets) if of_sets else step_sequences(recipe)
-    return math.ceil(most / engine.dp) * engine.dp
-
-
 def server_arguments(settings: EngineSettings, weight_loader: str, device: str = DEVICE) -> dict[str, Any]:
     """Keyword arguments of SGLang's `ServerArgs`; the recipe's `rollout.engine.sglang` overrides our defaults."""
+    limit = running_limit(settings.tp, settings.concurrency, deepep=settings.deepep, draft=settings.draft)
     arguments: dict[str, Any] = {
         "model_path": settings.model_path,
         "tp_size": settings.tp,
         "ep_size": settings.ep,
         "dtype": settings.dtype,
         "random_seed": settings.seed,
-        "max_running_requests": running_limit(
-            settings.tp, settings.concurrency, deepep=settings.deepep, draft=settings.draft
-        ),
+        "max_running_requests": limit,
         "weight_version": "0" if settings.load_weights else "-1",
         "load_format": "auto" if settings.load_weights else "dummy",
         "custom_weight_loader": [weight_loader],
@@ -219,21 +196,27 @@ def server_arguments(settings: EngineSettings, weight_loader: str, device: str =
     if device == "cpu":
         arguments |= cpu.server_arguments(settings.tp, settings.context_tokens, settings.concurrency)
     else:
-        # The memory saver releases the engine's memory to training between rollouts.
-        arguments |= {"base_gpu_id": settings.first_gpu, "enable_memory_saver": True, "sleep_on_idle": True}
-        arguments |= group_arguments(
-            settings.tp,
-            settings.dp,
-            deepep=settings.deepep,
-            draft=settings.draft,
-            concurrency=settings.concurrency,
-            given=settings.sglang,
-        )
-        if not settings.fp8:  # as "auto" on Hopper; on Blackwell "auto" is a backend whose layout sglang_map lacks
-            arguments["moe_runner_backend"] = "deep_gemm" if settings.deepep else "triton"
+        arguments |= _gpu_arguments(settings)
     arguments |= settings.sglang
+    arguments["max_running_requests"] = arguments["max_running_requests"] or limit  # null: as the plan counts
     if settings.seeded:  # last, because seeded samples must not depend on the recipe's own arguments
         arguments |= deterministic.server_arguments(settings.context_tokens, settings.concurrency, device)
+    return arguments
+
+
+def _gpu_arguments(settings: EngineSettings) -> dict[str, Any]:
+    # The memory saver releases the engine's memory to training between rollouts.
+    arguments: dict[str, Any] = {"base_gpu_id": settings.first_gpu, "enable_memory_saver": True, "sleep_on_idle": True}
+    arguments |= group_arguments(
+        settings.tp,
+        settings.dp,
+        deepep=settings.deepep,
+        draft=settings.draft,
+        concurrency=settings.concurrency,
+        given=settings.sglang,
+    )
+    if not settings.fp8:  # as "auto" on Hopper; on Blackwell "auto" is a backend whose layout sglang_map lacks
+        arguments["moe_runner_backend"] = "deep_gemm" if settings.deepep else "triton"
     return arguments
 
 
@@ -251,38 +234,6 @@ def _draft_arguments(draft: int) -> dict[str, Any]:
         "speculative_accept_threshold_single": 1.0,
         "speculative_accept_threshold_acc": 1.0,
     }
-
-
-def running_limit(tp: int, wanted: int, *, deepep: bool, draft: int) -> int:
-    """Sequences that an engine may run at once, of those that it is given."""
-    return min(wanted, _deepep_sequences(draft) * tp) if deepep else wanted
-
-
-def _deepep_sequences(draft: int) -> int:
-    """Sequences of a GPU, each of which sends its verified token and its drafts in a step."""
-    return DEEPEP_TOKENS // (1 + draft)
-
-
-def group_arguments(
-    tp: int, dp: int, *, deepep: bool, draft: int, concurrency: int, given: Mapping[str, Any]
-) -> dict[str, int]:
-    """Sizes for `dp` attention groups: SGLang divides its chunk of prompts by them, and makes graphs for each.
-
-    Only where the recipe's arguments have `mem_fraction_static`: else SGLang chooses them with the share of memory, but
-    for the graphs that DeepEP bounds. SGLang's own chunk leaves 256 tokens to each of 32 groups; where tokens are
-    gathered each GPU holds all of a chunk's, once for every expert that they chose. A graph is for a multiple of the
-    group's ranks, and of 8, as in SGLang's list.
-    """
-    has_fraction = "mem_fraction_static" in given
-    if dp == 1 or not (has_fraction or deepep):
-        return {}
-    ranks = max(1, tp // dp)  # what does not divide is told elsewhere
-    of_group, step = -(-concurrency * 11 // (10 * dp)), math.lcm(8, ranks)
-    most = min(_MOST_IN_GRAPHS, _deepep_sequences(draft) * ranks) if deepep else _MOST_IN_GRAPHS
-    found = {"cuda_graph_max_bs_decode": min(most, -(-of_group // step) * step)}
-    if dp > 4 and has_fraction:
-        found["chunked_prefill_size"] = _GROUP_CHUNK * dp if deepep else _GATHERED_CHUNK
-    return found
 
 
 def sglang_faults(arguments: Mapping[str, Any]) -> list[UserFault]:

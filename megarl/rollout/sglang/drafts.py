@@ -8,28 +8,22 @@ routed experts by sequences and by the chunk of prompts, without the tokens that
 from __future__ import annotations
 
 from megarl.config import Recipe
-from megarl.rollout.sglang.arguments import (
-    LATENT_FP8_BACKENDS,
-    WHERE,
-    attention_backends,
-    group_arguments,
-    most_sequences,
-    running_limit,
-)
+from megarl.rollout.sglang.arguments import LATENT_FP8_BACKENDS, WHERE, attention_backends
+from megarl.rollout.sglang.sizes import group_arguments, most_sequences, running_limit
 from megarl.types import UserFault
 
-# On NVIDIA's cards.
+# Attention backends that run a draft model on NVIDIA's GPUs.
 DRAFT_BACKENDS = ("fa3", "fa4", "flashinfer", *LATENT_FP8_BACKENDS)
 _LEAST_CHUNK = 8192  # tokens of prompts that SGLang reads at once on cards of 60 GiB and more
 
 
 def draft_faults(recipe: Recipe) -> list[UserFault]:
-    """Settings that do not go with drafts: seeds, an attention backend without them, more routes than SGLang keeps."""
+    """Settings that do not go with drafts: seeds, other attention backends, more routed experts than SGLang stores."""
     engine, found, none = recipe.rollout.engine, [], "or rollout.engine.draft to 0"
     if not engine.draft:
         return []
     if recipe.rollout.seeded:
-        problem = "true, but SGLang verifies drafts with other random numbers than those of a token's seed"
+        problem = "true, but SGLang's verification of drafts does not use the samples' seeds"
         found.append(UserFault("rollout.seeded", problem, f"set it to false, {none}"))
     backends = f"{', '.join(DRAFT_BACKENDS[:-1])} or {DRAFT_BACKENDS[-1]}"
     for backend in sorted({name for name in attention_backends(engine.sglang) if name} - set(DRAFT_BACKENDS)):
@@ -47,9 +41,9 @@ def _capture_faults(recipe: Recipe) -> list[UserFault]:
     own = group_arguments(engine.tp, engine.dp, deepep=deepep, draft=engine.draft, concurrency=most, given=given)
     limit = running_limit(engine.tp, most, deepep=deepep, draft=engine.draft)
     tokens = (given.get("max_running_requests") or limit) * (1 + engine.draft)
-    room = (own | given).get("chunked_prefill_size") or _LEAST_CHUNK
-    if tokens <= room:
+    stored = (own | given).get("chunked_prefill_size") or _LEAST_CHUNK
+    if tokens <= stored:
         return []
-    problem = f"r3, and SGLang keeps the experts of {room} tokens, of which a step with drafts verifies {tokens}"
+    problem = f"r3, but SGLang stores the experts of {stored} tokens a step, and with drafts it verifies up to {tokens}"
     mend = f"set {WHERE}.chunked_prefill_size to at least {tokens}, or rollout.engine.draft to 0"
     return [UserFault("train.replay", problem, mend)]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from megarl.device import DEVICE
-from megarl.rollout.dealing import Finished, Room
+from megarl.rollout.dealing import Capacity, CompletedSample
 from megarl.rollout.sglang.arguments import EngineSettings, Sampling
 from megarl.rollout.sglang.deterministic import sample_seed
 from megarl.rollout.sglang.host import EngineFault, Host
@@ -64,16 +64,16 @@ class Engine:
         return [self._sample(output, len(prompt_ids)) for output in outputs]
 
     @property
-    def room(self) -> Room:
+    def capacity(self) -> Capacity:
         """What the engine can run at once, all of its attention groups together."""
-        return self._host.server.group_room.times(self._groups)
+        return self._host.server.group_capacity.times(self._groups)
 
-    async def finished(self) -> list[Finished]:
+    async def take_completed(self) -> list[CompletedSample]:
         """The samples that it has finished since the last call, as soon as there are any.
 
         Raises EngineFault when a scheduler has died.
         """
-        return await self._host.run(self._manager.queue.finished())
+        return await self._host.run(self._manager.queue.take_completed())
 
     async def reshard(self, message: Mapping[str, Any], version: int) -> None:
         """Every scheduler runs the weight loader on `message` with `version` added, then drops its KV cache.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from megarl.rollout.dealing import Dealer, Finished, Room
+from megarl.rollout.dealing import Capacity, CompletedSample, Dealer
 
 
 class GroupQueue:
@@ -15,12 +15,12 @@ class GroupQueue:
     than fit, and retract them. All methods run in the event loop of the engine.
     """
 
-    def __init__(self, room: Room, groups: int, longest_response: int) -> None:
-        """room: of each group."""
-        self._dealer = Dealer([room] * groups, longest_response)
+    def __init__(self, capacity: Capacity, groups: int, longest_response: int) -> None:
+        """capacity: of each group."""
+        self._dealer = Dealer([capacity] * groups, longest_response)
         self._waiting: deque[tuple[asyncio.Future[int], int]] = deque()  # with the tokens of the prompt
         self._placed: dict[str, tuple[int, int]] = {}  # group and tokens of the prompt, by request
-        self._finished: list[Finished] = []
+        self._completed: list[CompletedSample] = []
         self._has_finished = asyncio.Event()
 
     async def place(self, request: str, prompt_tokens: int) -> None:
@@ -32,7 +32,7 @@ class GroupQueue:
             self._placed[request] = await placed, prompt_tokens
         except asyncio.CancelledError:
             if placed.done() and not placed.cancelled():
-                self._dealer.withdrawn(placed.result(), prompt_tokens)
+                self._dealer.withdraw(placed.result(), prompt_tokens)
                 self._deal()
             raise
 
@@ -43,23 +43,23 @@ class GroupQueue:
     def withdraw(self, request: str) -> None:
         """The request was not sent, or was aborted before it ran."""
         if request in self._placed:
-            self._dealer.withdrawn(*self._placed.pop(request))
+            self._dealer.withdraw(*self._placed.pop(request))
             self._deal()
 
     def finish(self, request: str, response_tokens: int) -> None:
         """The request has finished, as a response or by an abort."""
         if request in self._placed:
             group, prompt_tokens = self._placed.pop(request)
-            self._dealer.finished(group, prompt_tokens, response_tokens)
-            self._finished.append(Finished(group, prompt_tokens, response_tokens))
+            self._dealer.finish(group, prompt_tokens, response_tokens)
+            self._completed.append(CompletedSample(group, prompt_tokens, response_tokens))
             self._has_finished.set()
             self._deal()
 
-    async def finished(self) -> list[Finished]:
+    async def take_completed(self) -> list[CompletedSample]:
         """What has finished since the last call, as soon as anything has."""
         await self._has_finished.wait()
         self._has_finished.clear()
-        found, self._finished = self._finished, []
+        found, self._completed = self._completed, []
         return found
 
     def _deal(self) -> None:

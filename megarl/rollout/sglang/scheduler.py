@@ -34,7 +34,7 @@ def set_environment(*, whole_shared: bool = False) -> None:
     os.environ["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"  # a /dev/shm file that survives a SIGKILL
     os.environ["SGLANG_NUMA_BIND_V2"] = "0"  # it runs a script in /tmp that everyone may write; SGLang has another way
     os.environ["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"  # training uses the engine's GPUs unevenly
-    os.environ["SGLANG_SIMULATE_ACC_LEN"] = "-1"  # otherwise drafts would be accepted without a look at them
+    os.environ["SGLANG_SIMULATE_ACC_LEN"] = "-1"  # a bench's option: so many drafts are accepted unseen
     use_sglang_nccl_settings()
     if DEVICE == "cpu":
         cpu.set_environment()

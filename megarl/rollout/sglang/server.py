@@ -19,7 +19,7 @@ from typing import Any, cast
 import zmq
 
 from megarl.device import DEVICE
-from megarl.rollout.dealing import Room
+from megarl.rollout.dealing import Capacity
 from megarl.rollout.sglang import cpu
 from megarl.rollout.sglang.group_queue import GroupQueue
 from megarl.rollout.sglang.scheduler import SchedulerEntry, group_address, inherited_environment, ipc_address
@@ -133,16 +133,16 @@ class SglangEngine(sglang_engine.Engine):
             self.tokenizer_manager.queue = self._group_queue()
 
     @property
-    def group_room(self) -> Room:
+    def group_capacity(self) -> Capacity:
         """What each attention group can run at once."""
         tokens = self._scheduler_init_result.scheduler_infos[0]["max_total_num_tokens"]
-        return Room(self.server_args.max_running_requests // self.server_args.dp_size, tokens)
+        return Capacity(self.server_args.max_running_requests // self.server_args.dp_size, tokens)
 
     def _group_queue(self) -> GroupQueue:
-        """The queue in front of the groups; a single group's own queue is as good, and gets all at once."""
+        """The queue in front of the attention groups; without a limit for one group, whose own queue does the same."""
         groups = self.server_args.dp_size
-        room = self.group_room if groups > 1 else Room(sys.maxsize, sys.maxsize)
-        return GroupQueue(room, groups, self.tokenizer_manager.context_len)
+        capacity = self.group_capacity if groups > 1 else Capacity(sys.maxsize, sys.maxsize)
+        return GroupQueue(capacity, groups, self.tokenizer_manager.context_len)
 
     def _launch_subprocesses(self, *, init_tokenizer_manager_func: Callable[..., Any], **kwargs: Any) -> Any:
         def keep(*args: Any) -> Any:

@@ -16,12 +16,12 @@ from megarl.rollout.sglang.arguments import (
     LATENT_FP8_BACKENDS,
     REFUSED,
     EngineSettings,
-    group_arguments,
     latent_cache_faults,
     server_arguments,
     server_fields,
     sglang_faults,
 )
+from megarl.rollout.sglang.sizes import group_arguments
 
 SETTINGS = EngineSettings("model", 2, 1, "float32", 7, 128, 64, sglang={"page_size": 16, "max_running_requests": 8})
 
@@ -102,6 +102,8 @@ def test_sizes_grow_with_the_attention_groups_and_the_recipe_may_set_them() -> N
     assert drafting["max_running_requests"] == 8 * (128 // 3)
     own = replace(SETTINGS, dp=8, sglang={**share, "chunked_prefill_size": 77})
     assert server_arguments(own, "a.loader", "cuda")["chunked_prefill_size"] == 77
+    unlimited = replace(own, sglang={"max_running_requests": None})
+    assert server_arguments(unlimited, "a.loader", "cuda")["max_running_requests"] == SETTINGS.concurrency
     assert "cuda_graph_max_bs_decode" not in server_arguments(replace(own, sglang={}), "a.loader", "cpu")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarl.rollout.dealing import Finished, Room
+from megarl.rollout.dealing import Capacity, CompletedSample
 from megarl.rollout.sglang.group_queue import GroupQueue
 
 
@@ -22,11 +22,11 @@ async def settled(*works: Coroutine[Any, Any, Any]) -> list[asyncio.Task[Any]]:
 
 async def full() -> tuple[GroupQueue, list[asyncio.Task[Any]]]:
     """Two groups with room for two sequences each, and six requests."""
-    queue = GroupQueue(Room(2, 10**6), 2, 100)
+    queue = GroupQueue(Capacity(2, 10**6), 2, 100)
     return queue, await settled(*(queue.place(f"r{number}", 5) for number in range(6)))
 
 
-def test_requests_wait_until_a_group_has_room() -> None:
+def test_requests_wait_until_a_group_has_capacity() -> None:
     async def play() -> None:
         queue, tasks = await full()
         assert [task.done() for task in tasks] == [True] * 4 + [False] * 2
@@ -35,11 +35,11 @@ def test_requests_wait_until_a_group_has_room() -> None:
         queue.finish("r3", 30)
         await settled()
         assert [queue.group_of("r4"), queue.group_of("r5")] == [1, 1], "to the group that has finished most"
-        assert await queue.finished() == [Finished(1, 5, 20), Finished(1, 5, 30)]
-        (report,) = await settled(queue.finished())
+        assert await queue.take_completed() == [CompletedSample(1, 5, 20), CompletedSample(1, 5, 30)]
+        (report,) = await settled(queue.take_completed())
         assert not report.done(), "nothing has finished since"
         queue.finish("r0", 7)
-        assert await report == [Finished(0, 5, 7)]
+        assert await report == [CompletedSample(0, 5, 7)]
 
     asyncio.run(play())
 
@@ -61,7 +61,7 @@ def test_what_is_cancelled_or_aborted_gives_its_place_to_the_next(gone: str) -> 
             queue.finish("r0", 9)
         await settled()
         assert tasks[5].done() and queue.group_of("r5") in {0, 1}
-        assert len(await queue.finished()) == 1, "an aborted one has not finished"
+        assert len(await queue.take_completed()) == 1, "an aborted one has not finished"
 
     asyncio.run(play())
 

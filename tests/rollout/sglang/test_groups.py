@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from megarl.rollout.dealing import Dealer, Finished, Room
+from megarl.rollout.dealing import Capacity, CompletedSample, Dealer
 from megarl.rollout.sglang.engine import Engine, Sampling
 from megarl.types import Sample
 
@@ -25,14 +25,14 @@ def engine(request: pytest.FixtureRequest, build_engine: Callable[..., Engine]) 
     built.shutdown()
 
 
-async def reports(engine: Engine, count: int) -> list[Finished]:
-    found: list[Finished] = []
+async def reports(engine: Engine, count: int) -> list[CompletedSample]:
+    found: list[CompletedSample] = []
     while len(found) < count:
-        found += await engine.finished()
+        found += await engine.take_completed()
     return found
 
 
-async def sampled(engine: Engine, *asked: tuple[list[int], Sampling]) -> tuple[list[list[int]], list[Finished]]:
+async def sampled(engine: Engine, *asked: tuple[list[int], Sampling]) -> tuple[list[list[int]], list[CompletedSample]]:
     """The lengths of the responses to each prompt, and the reports of all of them."""
     samples = sum(sampling.num_samples for _, sampling in asked)
     *groups, finished = await asyncio.gather(*(engine.generate(*one) for one in asked), reports(engine, samples))
@@ -40,8 +40,8 @@ async def sampled(engine: Engine, *asked: tuple[list[int], Sampling]) -> tuple[l
 
 
 def test_it_states_its_room(engine: Engine) -> None:
-    assert engine.room.sequences == 2 * MOST
-    assert engine.room.tokens >= 2 * MOST * 512
+    assert engine.capacity.sequences == 2 * MOST
+    assert engine.capacity.tokens >= 2 * MOST * 512
 
 
 def test_each_sample_is_reported_once_and_no_group_has_more_than_it_can_run(
@@ -106,7 +106,7 @@ def test_seeded_samples_are_the_same_in_whatever_group(engine: Engine, monkeypat
 
     dealt = bits(asyncio.run(draw()))
     assert len(set(dealt)) > 1
-    for rooms in ([Room(4, 10**6), Room(0, 0)], [Room(0, 0), Room(1, 10**6)]):
+    for capacities in ([Capacity(4, 10**6), Capacity(0, 0)], [Capacity(0, 0), Capacity(1, 10**6)]):
         with monkeypatch.context() as patch:
-            patch.setattr(engine._manager.queue, "_dealer", Dealer(rooms, 100))
+            patch.setattr(engine._manager.queue, "_dealer", Dealer(capacities, 100))
             assert bits(asyncio.run(draw())) == dealt, "all in one group"

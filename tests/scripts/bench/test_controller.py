@@ -39,5 +39,5 @@ def test_a_run_counts_what_each_way_sends() -> None:
     assert dealt["references"] == 2 * 8 + 2 * (1 + 8), "two for each rank, and the groups once for each share"
     assert inline["references"] == 8 * 8
     assert dealt["pickled_bytes"] < inline["pickled_bytes"] < rows["everything"]["pickled_bytes"]
-    assert rows["sample"]["calls"] > 8 + 1, "one for each group, one for the engine's room, others for what finishes"
+    assert rows["sample"]["calls"] > 8 + 1, "one for each group, one for the capacity, others for what finishes"
     assert rows["values"]["references"] < 8 * 8
