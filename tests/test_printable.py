@@ -22,6 +22,7 @@ DOORS = {
     "cli.py": {"_say_all"},
     "tracking/run_log.py": {"say", "_show", "__exit__"},
     "plan/report.py": {"show"},
+    "plan/search_report.py": {"_show"},
     "tracking/progress.py": {"progress_bar"},  # names of recipe keys and numbers
     "rollout/rewards/inside_tests.py": {"main"},  # of a sandbox, into a pipe
 }
