@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Style, types and tests: the end-to-end tests and then the fast ones in parallel to the other slow ones. With arguments,
-# one pytest gets them, e.g. bash scripts/test.sh -n 2 -m "not slow"
+# Style, types and tests: the end-to-end tests, the fast ones and some slow ones in parallel to the other slow ones. With
+# arguments, one pytest gets them, e.g. bash scripts/test.sh -n 2 -m "not slow"
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 
 # Some tests need programs that pip does not have, and skip without them.
@@ -32,17 +32,19 @@ fi
 folder=$(mktemp -d /tmp/t-XXXX) # of both: what libraries leave among the temporary files goes with it
 mkdir "$folder/a" "$folder/b"
 set -m # each in a process group of its own, which Ctrl-C here ends as a whole
-say "pytest tests/end_to_end, then the fast tests, in the background, printed at the end"
+beside=(tests/plan tests/scripts tests/training tests/tracking) # their slow tests: both halves then take about as long
+say "pytest tests/end_to_end, the fast tests, then the slow ones of ${beside[*]}, in the background, printed at the end"
 {
     trap 'exit 130' INT # pytest answers it too; the next one must not begin
     failed=0
     TMPDIR=$folder/a python -m pytest -p no:cacheprovider tests/end_to_end || failed=$?
     TMPDIR=$folder/a python -m pytest -p no:cacheprovider --ignore=tests/end_to_end -m "not slow" || failed=$?
+    TMPDIR=$folder/a python -m pytest -p no:cacheprovider "${beside[@]}" -m "slow and not nightly" || failed=$?
     exit "$failed"
 } >"$folder/runs.log" 2>&1 &
 runs=$!
 say "pytest, the other slow tests"
-TMPDIR=$folder/b python -m pytest --ignore=tests/end_to_end -m "slow and not nightly" &
+TMPDIR=$folder/b python -m pytest --ignore=tests/end_to_end "${beside[@]/#/--ignore=}" -m "slow and not nightly" &
 others=$!
 # pytest's own answer to SIGINT ends what its tests have started
 trap 'kill -INT -- "-$runs" "-$others" 2>/dev/null || true; wait || true; rm -rf "$folder"' EXIT
