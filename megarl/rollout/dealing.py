@@ -15,7 +15,7 @@ from dataclasses import dataclass
 # The values are the best of those tried in scripts/bench/dealing.py.
 _OVERCOMMIT_TOGETHER, _OVERCOMMIT_MIXED = 2.0, 1.25
 _FIRST_GUESS = 0.25  # of the longest response
-_MOST_BEFORE = 256  # responses that the mean of the round before counts as: that round may have been an evaluation
+_MOST_BEFORE = 1024  # responses that the mean of the round before counts as: that round may have been an evaluation
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class Dealer:
     """Books what each receiver was dealt, and what of it has finished.
 
     A sequence counts with its prompt and the mean response until it has finished: of the responses that have finished
-    since nothing was outstanding, with the mean of the round before as that of a few hundred more: without it the first
-    to finish, which are the short ones, would be the mean. A sequence that is longer than the mean
-    goes on counting as much, because of log-normal lengths those that are long already have the most left.
+    since nothing was outstanding, with the mean of the round before as that of 1,024 more at most: without it the first
+    to finish, which are the short ones, would be the mean. A sequence that is longer than the mean goes on counting as
+    much, because of log-normal lengths those that are long already have the most left.
     """
 
     def __init__(self, capacities: Sequence[Capacity], longest_response: int) -> None:

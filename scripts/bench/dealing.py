@@ -95,9 +95,11 @@ def dealt(machine: Machine, prompts: Prompts, kind: type[Dealer] | type[RoundRob
     top = kind([capacity.times(machine.groups)] * machine.engines, LONGEST)
     inner = [kind([capacity] * machine.groups, LONGEST) for _ in engines]
     seen = [sample.response_tokens for samples in before for sample in samples]
-    for dealer, share in [(top, 1), *((dealer, machine.engines) for dealer in inner)]:
-        if seen and isinstance(dealer, Dealer):
-            dealer._before = len(seen) // share, sum(seen) / share
+    for dealer, share in [(top, 1), *((dealer, machine.engines) for dealer in inner)] if seen else []:
+        lengths = seen[::share]
+        receiver = dealer.deal(0, len(lengths)) or 0  # the first, which has nothing yet
+        for length in lengths:
+            dealer.finish(receiver, 0, length)
     waiting = deque(sorted(prompts, key=lambda samples: -samples[0].prompt_tokens))
     queues: list[deque[Sample]] = [deque() for _ in engines]
 

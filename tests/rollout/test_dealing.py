@@ -79,7 +79,7 @@ def test_the_mean_begins_with_the_round_before() -> None:
 def test_a_large_round_before_does_not_outweigh_this_one() -> None:
     """An evaluation of long responses before a step of training."""
     dealer = Dealer([WIDE], LONGEST)
-    for length, count in ((4000, 3000), (40, 300)):
+    for length, count in ((4000, 10_000), (40, 2000)):
         dealer.deal(10, count)
         for _ in range(count):
             dealer.finish(0, 10, length)
