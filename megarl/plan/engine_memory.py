@@ -16,7 +16,7 @@ from megarl.config.hardware import Hardware
 from megarl.parallel.engine_layout import EngineLayout
 from megarl.resharding import sglang_map
 from megarl.resharding.routes import item_bytes
-from megarl.rollout.sglang.sizes import group_arguments, most_sequences, running_limit, step_sequences
+from megarl.rollout.sglang.sizes import given_sizes, limit_of, step_sequences
 from megarl.types import ModelShape
 
 MIB = 1 << 20
@@ -69,10 +69,7 @@ class Kv:
 def settings_of(recipe: Recipe, hardware: Hardware) -> Settings:
     """The recipe's own server arguments, or SGLang's defaults for the card."""
     engine = recipe.rollout.engine
-    deepep, most = engine.experts == "deepep", most_sequences(recipe)
-    given = engine.sglang
-    own = group_arguments(engine.tp, engine.dp, deepep=deepep, draft=engine.draft, concurrency=most, given=given)
-    given = own | given
+    given, deepep = given_sizes(recipe), engine.experts == "deepep"
     card = hardware.memory_bytes / MIB
     _, chunk, small, large = next(row for row in CARDS if card < row[0])
     chunk = given.get("chunked_prefill_size") or chunk
@@ -138,8 +135,7 @@ def cache_tokens(settings: Settings, free_bytes: float, weights: int, of_token: 
 def kv_of(recipe: Recipe, tokens: int, of_token: int, running_tokens: int) -> Kv:
     """tokens: of one GPU. DP attention's groups each have a cache of their own requests."""
     engine, wanted = recipe.rollout.engine, step_sequences(recipe)
-    limit = running_limit(engine.tp, wanted, deepep=engine.experts == "deepep", draft=engine.draft)
-    most = min(wanted, engine.sglang.get("max_running_requests") or limit)
+    most = min(wanted, limit_of(recipe, wanted))
     lengths = (recipe.longest_sequence, running_tokens)
     at_longest, at_mean = (min(most, max(0, tokens) // length * engine.dp) for length in lengths)
     return Kv(of_token, max(0, tokens) * engine.dp, at_longest, at_mean, running_tokens, wanted)

@@ -71,11 +71,12 @@ class SearchResult:
 
 
 def needs_of(recipe: Recipe) -> Needs:
-    """fp8: samples of other probabilities than the trainer's; deepep: its kernels; draft: the model's prediction layer;
-    offload: AdamW on the host."""
+    """What a recipe needs besides GPUs.
+
+    fp8: a correction of the samples' probabilities; deepep: its kernels; draft: an MTP layer; offload: host memory.
+    """
     engine = recipe.rollout.engine
-    found: dict[Need, bool] = {"fp8": engine.fp8, "deepep": engine.experts == "deepep"}
-    found["draft"] = engine.draft > 0
+    found: dict[Need, bool] = {"fp8": engine.fp8, "deepep": engine.experts == "deepep", "draft": engine.draft > 0}
     found["offload"] = recipe.train.optimizer_offload
     return frozenset(need for need, is_needed in found.items() if is_needed)
 

@@ -263,8 +263,9 @@ def latent_cache_faults(arguments: Mapping[str, Any]) -> list[UserFault]:
     if cached != "fp8_e4m3":
         problem = f"SGLang's latent attention does not take a cache in {cached!r}"
         return [UserFault(where, problem, "set it to fp8_e4m3, or remove it")]
-    named = attention_backends(arguments)
-    unsupported = sorted({backend for backend in named if backend and backend not in LATENT_FP8_BACKENDS})
+    default = arguments.get("attention_backend")
+    named = [arguments.get(f"{phase}_attention_backend") or default for phase in ("prefill", "decode")]
+    unsupported = sorted({str(backend) for backend in named if backend and backend not in LATENT_FP8_BACKENDS})
     if unsupported:
         problem = f"'{cached}', but {unsupported[0]} copies a layer's whole cache of latent attention into another type"
         return [UserFault(where, problem, mend)]
@@ -272,13 +273,6 @@ def latent_cache_faults(arguments: Mapping[str, Any]) -> list[UserFault]:
         problem = f"'{cached}', but no attention backend is named: SGLang may choose one that does not take it"
         return [UserFault(where, problem, mend)]
     return []
-
-
-def attention_backends(arguments: Mapping[str, Any]) -> list[str | None]:
-    """Those that the recipe names for prompts and for decoding; None where SGLang chooses."""
-    default = arguments.get("attention_backend")
-    named = [arguments.get(f"{phase}_attention_backend") or default for phase in ("prefill", "decode")]
-    return [str(backend) if backend else None for backend in named]
 
 
 @cache

@@ -8,8 +8,8 @@ routed experts by sequences and by the chunk of prompts, without the tokens that
 from __future__ import annotations
 
 from megarl.config import Recipe
-from megarl.rollout.sglang.arguments import LATENT_FP8_BACKENDS, WHERE, attention_backends
-from megarl.rollout.sglang.sizes import group_arguments, most_sequences, running_limit
+from megarl.rollout.sglang.arguments import LATENT_FP8_BACKENDS, WHERE
+from megarl.rollout.sglang.sizes import given_sizes, limit_of, most_sequences
 from megarl.types import UserFault
 
 # Attention backends that run a draft model on NVIDIA's GPUs.
@@ -26,9 +26,10 @@ def draft_faults(recipe: Recipe) -> list[UserFault]:
         problem = "true, but SGLang's verification of drafts does not use the samples' seeds"
         found.append(UserFault("rollout.seeded", problem, f"set it to false, {none}"))
     backends = f"{', '.join(DRAFT_BACKENDS[:-1])} or {DRAFT_BACKENDS[-1]}"
-    for backend in sorted({name for name in attention_backends(engine.sglang) if name} - set(DRAFT_BACKENDS)):
-        problem = f"{backend} does not run a draft model"
-        found.append(UserFault(f"{WHERE}.attention_backend", problem, f"remove it, set it to {backends}, {none}"))
+    for key in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+        if (backend := engine.sglang.get(key)) and backend not in DRAFT_BACKENDS:
+            problem = f"{backend} does not run a draft model"
+            found.append(UserFault(f"{WHERE}.{key}", problem, f"remove it, set it to {backends}, {none}"))
     if recipe.train.replay == "r3":
         found += _capture_faults(recipe)
     return found
@@ -36,12 +37,8 @@ def draft_faults(recipe: Recipe) -> list[UserFault]:
 
 def _capture_faults(recipe: Recipe) -> list[UserFault]:
     """More tokens in a step than SGLang keeps the experts of: its buffer counts one for each sequence of a step."""
-    engine, given, most = recipe.rollout.engine, recipe.rollout.engine.sglang, most_sequences(recipe)
-    deepep = engine.experts == "deepep"
-    own = group_arguments(engine.tp, engine.dp, deepep=deepep, draft=engine.draft, concurrency=most, given=given)
-    limit = running_limit(engine.tp, most, deepep=deepep, draft=engine.draft)
-    tokens = (given.get("max_running_requests") or limit) * (1 + engine.draft)
-    stored = (own | given).get("chunked_prefill_size") or _LEAST_CHUNK
+    tokens = limit_of(recipe, most_sequences(recipe)) * (1 + recipe.rollout.engine.draft)
+    stored = given_sizes(recipe).get("chunked_prefill_size") or _LEAST_CHUNK
     if tokens <= stored:
         return []
     problem = f"r3, but SGLang stores the experts of {stored} tokens a step, and with drafts it verifies up to {tokens}"

@@ -31,6 +31,22 @@ def most_sequences(recipe: Recipe) -> int:
     return math.ceil(most / engine.dp) * engine.dp
 
 
+def limit_of(recipe: Recipe, wanted: int) -> int:
+    """Sequences that an engine may run at once: the recipe's own limit, or megarl's where so many are wanted."""
+    engine = recipe.rollout.engine
+    limit = running_limit(engine.tp, wanted, deepep=engine.experts == "deepep", draft=engine.draft)
+    return engine.sglang.get("max_running_requests") or limit
+
+
+def given_sizes(recipe: Recipe) -> dict[str, Any]:
+    """The recipe's own server arguments over those of `group_arguments`."""
+    engine, most, deepep = recipe.rollout.engine, most_sequences(recipe), recipe.rollout.engine.experts == "deepep"
+    own = group_arguments(
+        engine.tp, engine.dp, deepep=deepep, draft=engine.draft, concurrency=most, given=engine.sglang
+    )
+    return own | engine.sglang
+
+
 def running_limit(tp: int, wanted: int, *, deepep: bool, draft: int) -> int:
     """Sequences that an engine may run at once, of those that it is given."""
     return min(wanted, _deepep_sequences(draft) * tp) if deepep else wanted

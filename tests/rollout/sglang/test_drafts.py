@@ -23,7 +23,7 @@ def recipe(*overrides: str, draft: int = 2) -> Recipe:
 REFUSED = [
     (["rollout.seeded=true"], "rollout.seeded: true, but SGLang's verification of drafts does not use"),
     (["rollout.engine.sglang.attention_backend=cutlass_mla"], "attention_backend: cutlass_mla does not run a draft"),
-    (["rollout.engine.sglang.decode_attention_backend=flex_attention"], "flex_attention does not run a draft model"),
+    (["rollout.engine.sglang.decode_attention_backend=flex_attention"], "decode_attention_backend: flex_attention"),
     (REPLAY, "r3, but SGLang stores the experts of 8192 tokens a step, and with drafts it verifies up to 24576"),
     ([*REPLAY, f"{CHUNK}=24575"], f"set {CHUNK} to at least 24576"),
 ]
