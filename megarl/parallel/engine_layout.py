@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 from dataclasses import dataclass, replace
 
 from megarl.parallel.layout import divisors, nearest
@@ -68,6 +69,11 @@ class EngineLayout:
     def member(self, slot: int) -> tuple[int, int] | None:
         """(engine, TP rank) of a GPU slot; None where there is no engine."""
         return divmod(slot - self.first, self.tp) if self.first <= slot < self.end else None
+
+    def engines_without(self, slots: Container[int]) -> list[int]:
+        """The engines that have none of these slots."""
+        sizes = enumerate(range(self.first, self.end, self.tp))
+        return [engine for engine, first in sizes if not any(slot in slots for slot in range(first, first + self.tp))]
 
     def faults(self, shape: ModelShape, gpus: int) -> list[UserFault]:
         """Faults of sizes that the engines do not divide, in the model, on the GPUs and, with fp8, in tiles."""

@@ -16,7 +16,7 @@ from megarl.types import FloatArray, IntArray, TrainSequence
 LENGTH_STEP = 1024
 _TARGETS = {  # fields of a TrainSequence that losses read
     "loss_mask_T": np.bool_,
-    "is_stale": np.bool_,
+    "is_stale_T": np.bool_,
     **dict.fromkeys(("loss_weight_T", "advantage_T", "outcome", "engine_logp_T", "nll_weight_T"), np.float32),
 }
 
@@ -174,6 +174,8 @@ def _experts(sequences: Sequence[TrainSequence], starts: Sequence[int], num_toke
     given = [one.experts_TMK for one in sequences]
     if not given or any(one is None for one in given):
         return None
+    for one, experts in zip(sequences, given, strict=True):
+        assert len(experts) == len(one.token_ids_T) - 1, "the experts of all tokens but the last"  # type: ignore[arg-type]
     experts_TMK = np.full((num_tokens, *given[0].shape[1:]), -1, np.int64)  # type: ignore[union-attr]
     for start, one in zip(starts, given, strict=True):
         experts_TMK[start : start + len(one)] = one  # type: ignore[arg-type]

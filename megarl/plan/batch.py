@@ -58,7 +58,8 @@ class RankWork:
     """The work of each of a model's data-parallel ranks in one of the step's updates (means over updates).
 
     micro_batches_full: if every response had the longest length. bubble: of a pipeline's time with so many
-    micro-batches, over the time without, less 1: (pp - 1) / (micro-batches x vpp) (Narayanan et al. 2021, section 2.2).
+    micro-batches, over the time without, less 1: (pp - 1) / (micro-batches x vpp) (Narayanan et al. 2021, section 2.2);
+    micro-batches that are empty on all ranks pass quickly, and are not counted in it.
     balance: the work of the mean rank over that of the slowest, micro-batch by micro-batch.
     """
 
@@ -132,10 +133,11 @@ def share_of(recipe: Recipe, shape: ModelShape, layout: TrainLayout, samples: Sa
     micro_batches, micro_batches_full = (
         float(np.mean([len(update.micro_batches[0]) for update in some])) for some in (updates, full)
     )
-    slowest = total = 0.0
+    slowest = total = bubble = 0.0
     for update in updates:
         works = np.array([[sum(work(ref.length) for ref in row) for row in rank] for rank in update.micro_batches])
         slowest, total = slowest + works.max(0).sum(), total + works.sum() / layout.dp
+        bubble += layout.bubble_micro_batches / np.count_nonzero(works.max(0))
     per_rank = len(updates) * layout.dp
     return RankWork(
         updates=len(updates),
@@ -145,7 +147,7 @@ def share_of(recipe: Recipe, shape: ModelShape, layout: TrainLayout, samples: Sa
         tokens_full=samples.num_trained * samples.longest / per_rank,
         micro_batches=micro_batches,
         micro_batches_full=micro_batches_full,
-        bubble=layout.bubble_micro_batches / micro_batches,
+        bubble=float(bubble / len(updates)),
         balance=float(total / slowest),
     )
 

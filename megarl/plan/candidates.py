@@ -1,8 +1,6 @@
 """The layouts that a search tries: overlays of a recipe, each valid by the faults that a plan would tell. Pure.
 
-Left alone, because the plan charges nothing for it, is what would look free: training exchanges more inside a
-micro-batch with larger `tp`, `cp` and `ep` x `etp` than the recipe's, and `compute_share` holds for exchanges like the
-recipe's. Those axes are only lowered. An uneven pipeline waits for its fullest stage, so stages differ little.
+Training's `tp` stays inside a node. `cp`, for sequences that do not fit otherwise, is only lowered from the recipe's.
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ Overlay = dict[str, Any]
 FRACTIONS = (0.7, 0.75, 0.8, 0.85, 0.9)  # of rollout.engine.sglang.mem_fraction_static, and the recipe's own
 MOST_DRAFTS = 1  # a second one changes the estimate by less than its error, and takes memory
 MOST_RANKS = 128  # of an engine: larger ones wait longer for one another, and nobody has published one
+MOST_EXPERT_RANKS = 64  # of training's ep: more would exchange more over the network
 MOST_CHUNKS = 4  # virtual stages of a pipeline rank: each more sends every micro-batch round the pipeline once more
 MOST_UNEVEN = 1.1  # layers of the fullest pipeline rank over those of the mean one
 _KEEP_ACTIVATIONS = dict.fromkeys((*RECOMPUTE, "recompute_modules"))
@@ -62,8 +61,8 @@ def with_fraction(recipe: Recipe, overlay: Overlay) -> Iterator[Overlay]:
 def train_overlays(recipe: Recipe) -> Iterator[Overlay]:
     """Every valid parallel layout of as many training GPUs as the recipe's. What it computes is in `train_variants`."""
     own, shape = train_layout(recipe), resolve(recipe).policy.shape
-    experts = [ep for ep in divisors(shape.num_experts or 1) if ep <= own.ep]
-    for tp, cp in product(divisors(own.tp), divisors(own.cp)):
+    experts = [ep for ep in divisors(shape.num_experts or 1) if ep <= MOST_EXPERT_RANKS]
+    for tp, cp in product(divisors(recipe.placement.gpus_per_node), divisors(own.cp)):
         for pp, vpp, ep in product(divisors(own.world_size // (tp * cp)), range(1, MOST_CHUNKS + 1), experts):
             stages = None if pp == 1 < vpp else _stage_layers(own, shape, pp, vpp)
             if stages is None:

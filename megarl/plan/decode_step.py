@@ -129,9 +129,15 @@ class EngineSpeed:
     def _draft_shape(self) -> ModelShape:
         return replace(self.shape, num_layers=1, num_dense_layers=0)
 
-    def prefill_s(self, prompts: int, length: int) -> float:
-        """Seconds to read so many prompts."""
-        return prompts * forward_flops(self.shape, length) / (self.layout.tp * self._flops_per_s)
+    def prefill_s(self, length: int) -> tuple[float, float]:
+        """Seconds to read a sequence of `length` tokens: on the GPUs of its attention group, and on all GPUs.
+
+        The experts are on all of the engine's GPUs, and everything else on the group's.
+        """
+        shape, layout = self.shape, self.layout
+        experts = 2.0 * length * self._sparse_layers * shape.experts_per_token * self._expert_size
+        of_group = (forward_flops(shape, length) - experts) / (layout.attention_tp * self._flops_per_s)
+        return of_group, experts / (layout.tp * self._flops_per_s)
 
     @property
     def _flops_per_s(self) -> float:

@@ -34,7 +34,7 @@ GROUP_GRAPH_MIB = (3.0, 4.5)  # the same with DP attention, for each of its grou
 CHUNK_MIB = 1.5  # the same: reserved for each token of a chunk
 RESERVED_MIB = 512  # the same: for everything else
 LEAST_RESERVED_MIB = 10 << 10  # the same: on cards of more than 60 GiB
-DEEPEP_MIB = 2 << 10  # the same: for DeepEP's buffers
+DEEPEP_MIB = 2 << 10  # the same: for DeepEP's buffers; 1.8 GiB of DeepSeek-V3 by its get_low_latency_rdma_size_hint
 LOGIT_BYTES = 6.0
 VERIFIED_BYTES = 12.0  # of a verified token's scaled logits, probabilities and drafts' probabilities (eagle_utils.py)
 EXPERT_COPIES = 2.0  # assumption: of the chosen experts' inputs and outputs there are both at once
@@ -124,6 +124,14 @@ def token_bytes(shape: ModelShape, engine: EngineLayout, item: int) -> int:
         return layers_of(shape, engine) * (shape.mla.kv_lora_rank + shape.mla.rope_dim) * item
     heads = max(1, shape.num_kv_heads // engine.attention_tp)
     return 2 * layers_of(shape, engine) * heads * shape.head_dim * item
+
+
+def kept_bytes(settings: Settings, engine: EngineLayout) -> int:
+    """Of a GPU, taken of what the cache has left and kept while training: CUDA graphs, and DeepEP's buffers.
+
+    These are NVSHMEM's memory, which SGLang's memory saver cannot release.
+    """
+    return math.ceil((settings.graph_sequences * GRAPH_MIB + engine.deepep * DEEPEP_MIB) * MIB)
 
 
 def cache_tokens(settings: Settings, free_bytes: float, weights: int, of_token: int) -> int:

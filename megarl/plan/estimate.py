@@ -17,12 +17,13 @@ from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.roles import Role, RoleName, Roles, engine_layout, resolve
 from megarl.plan.batch import RankWork, Samples, share_of
 from megarl.plan.candidates import Overlay
+from megarl.plan.engine_simulation import GroupLimits
 from megarl.plan.fit import HOST, lacking
 from megarl.plan.layer_sizes import LayerSizes, composed
 from megarl.plan.model_size import ModelSize, resized
 from megarl.plan.phase_memory import MemoryPlan, least_training_bytes, plan_memory
-from megarl.plan.rollout_time import RolloutTime
-from megarl.plan.run_plan import rollout_of
+from megarl.plan.rollout_time import RolloutTime, rough_rollout_s
+from megarl.plan.run_plan import engine_speed, group_limits, rollout_of
 from megarl.plan.step_time import step_times
 
 SPARE = 0.05  # of a GPU's and a host's memory that a candidate leaves free: nothing of the plan's memory was measured
@@ -52,6 +53,13 @@ class Estimate:
         return step.total_s
 
     @property
+    def rough_rollout_s(self) -> float:
+        """About the seconds of the rollout, without a simulation."""
+        of = self.estimator
+        speed = engine_speed(self.recipe, self.sizes["policy"].shape, of.hardware, self.memory)
+        return rough_rollout_s(speed, of.samples, self.memory.kv.concurrency_mean)
+
+    @property
     def peak_bytes(self) -> int:
         return self.memory.device[self.memory.peak_phase].total_bytes
 
@@ -77,7 +85,7 @@ class Estimator:
     sizes: Mapping[RoleName, ModelSize]
     parts: Mapping[tuple[RoleName, int], LayerSizes] = field(default_factory=dict)
     _shares: dict[tuple[object, ...], RankWork] = field(default_factory=dict)
-    _rollouts: dict[tuple[EngineLayout, int], RolloutTime] = field(default_factory=dict)
+    _rollouts: dict[tuple[EngineLayout, GroupLimits], RolloutTime] = field(default_factory=dict)
 
     def estimate(self, overlay: Overlay) -> Estimate:
         """The layouts must have no fault."""
@@ -120,7 +128,7 @@ class Estimator:
 
     def rollout(self, recipe: Recipe, policy: ModelSize, memory: MemoryPlan) -> RolloutTime:
         """As `rollout_of`."""
-        key = engine_layout(recipe), memory.kv.concurrency_mean
+        key = engine_layout(recipe), group_limits(recipe, self.hardware, memory)
         if key not in self._rollouts:
             self._rollouts[key] = rollout_of(recipe, policy.shape, self.hardware, memory, self.samples)
         return self._rollouts[key]

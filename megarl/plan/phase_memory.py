@@ -24,11 +24,11 @@ from megarl.parallel.roles import RoleName, engine_layout, shared_slots
 from megarl.plan.activations import activation_bytes, forward_bytes, logits_bytes
 from megarl.plan.batch import samples_bytes
 from megarl.plan.engine_memory import (
-    GRAPH_MIB,
     MIB,
     Kv,
     Settings,
     cache_tokens,
+    kept_bytes,
     kv_of,
     running_bytes,
     settings_of,
@@ -204,18 +204,17 @@ class _SlotMemory:
     def _tokens(self, slot: int) -> int:
         """Tokens that SGLang finds room for on this slot, next to the training ranks' memory in a rollout."""
         taken = sum(self._rank(rank, slot, "rollout", None).total_bytes for rank in self._ranks[slot])
-        graphs = self.settings.graph_sequences * GRAPH_MIB * MIB  # made behind the cache, in what it leaves
-        free = self.hardware.memory_bytes - self._standing(slot) - taken + graphs
+        free = self.hardware.memory_bytes - self._standing(slot) - taken + kept_bytes(self.settings, self.engine)
         weights = self.engine_weights[(slot - self.engine.first) % self.engine.tp]
         return cache_tokens(self.settings, free, weights, self.token_bytes)
 
     def _standing(self, slot: int) -> int:
-        """Bytes of a slot in every phase: contexts, communicators and the engine's CUDA graphs."""
+        """Bytes of a slot in every phase: contexts, communicators, the engine's CUDA graphs and DeepEP's buffers."""
         layouts = [rank.size.layout for rank in self._ranks[slot]]
         groups, found = sum(map(communicators, layouts)) + self._exchanges(slot), CONTEXT_BYTES * len(layouts)
         if slot in self.engine_slots:
             groups += (self.engine.tp > 1) + (self.engine.dp > 1)
-            found += CONTEXT_BYTES + math.ceil(self.settings.graph_sequences * GRAPH_MIB * MIB)
+            found += CONTEXT_BYTES + kept_bytes(self.settings, self.engine)
         return found + groups * self.hardware.communicator_bytes
 
     def _exchanges(self, slot: int) -> bool:

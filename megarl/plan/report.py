@@ -13,6 +13,7 @@ from rich.text import Text
 
 from megarl.plan.memory_parts import PARTS
 from megarl.plan.model_size import ModelSize
+from megarl.plan.phased_rollout import PhasedRollout
 from megarl.plan.run_plan import RunPlan, Slot
 from megarl.printable import printable
 
@@ -141,12 +142,27 @@ def _rollout(plan: RunPlan) -> RenderableType:
     table.add_row("sequences at once, all at the longest", f"{cache.concurrency_longest:,}")
     table.add_row("sequences at once, as long as they run", f"{cache.concurrency_mean:,}")
     table.add_row("sequences of a step", f"{cache.wanted:,}")
-    table.add_row("sequences at once, as planned", f"{found.running:,}")
+    table.add_row("sequences at once, as SGLang admits them", f"{found.running:,}")
+    table.add_row("times that a sequence is retracted from a full cache", f"{found.retracted:,}")
+    table.add_row("their tokens read again, over the responses' tokens", f"{found.again_share:.1%}")
     table.add_row("tokens a second, all engines", amount(found.tokens_per_s))
+    if plan.phases:
+        _add_phases(table, plan.phases)
     if not found.longest:  # nothing is sampled
         return table
-    alone = f"the longest response alone, {found.longest:,} tokens one after the other: {amount(found.alone_s)} s"
+    longest = "the most tokens that a phase adds" if plan.phases else "the longest response"
+    alone = f"{longest} alone, {found.longest:,} tokens one after the other: {amount(found.alone_s)} s"
     return Group(table, text(f"{alone} of the rollout's {amount(found.total_s)} s"))
+
+
+def _add_phases(table: Table, found: PhasedRollout) -> None:
+    ages = f"{amount(found.token_mean)}, {found.token_max}; never more than {found.bound}"
+    table.add_row("phases of a step", amount(found.phases))
+    table.add_row("open sequences in a phase", f"{found.open_sequences:,}")
+    table.add_row("their tokens at its end", f"{found.open_tokens:,}")
+    table.add_row("earlier phases' tokens read again, over the responses'", f"{found.again_share:.1%}")
+    table.add_row("seconds to read them again", amount(found.again_s))
+    table.add_row("versions by which tokens are stale, mean and maximum", ages)
 
 
 def _reshard(plan: RunPlan) -> RenderableType:
@@ -178,10 +194,12 @@ def _step(plan: RunPlan) -> RenderableType:
         parts = ", ".join(f"{name} {amount(value)}" for name, value in details.get(phase, {}).items() if value)
         table.add_row(phase, amount(seconds), f"{seconds / plan.step.total_s:.0%}", parts)
     table.add_row("all", amount(plan.step.total_s), "", "", style="bold")
+    waits = {"sample": plan.engines_wait_s, "train": plan.ranks_wait_s}
+    lines = [text(f"GPUs that only {what} wait {amount(spent)} s of a step") for what, spent in waits.items() if spent]
     words = "An estimate from the hardware's table, which no run on GPUs has been held against yet: docs/plan.md."
     if not plan.fits:
         words += " It means little before the recipe fits."
-    return Group(table, text(words, style="dim"))
+    return Group(table, *lines, text(words, style="dim"))
 
 
 def _joined(models: Iterable[str]) -> str:
@@ -249,10 +267,18 @@ def plan_json(plan: RunPlan) -> dict[str, Any]:
         },
         "kv": asdict(memory.kv),
         "rollout": asdict(plan.rollout),
+        "phases": _phases_json(plan.phases) if plan.phases else None,
+        "waits": {"engines_s": plan.engines_wait_s, "ranks_s": plan.ranks_wait_s},
         "reshard": asdict(plan.reshard),
         "learning": {role: asdict(times) for role, times in plan.learning.items()},
         "step": asdict(plan.step) | {"total_s": plan.step.total_s},
     }
+
+
+def _phases_json(phases: PhasedRollout) -> dict[str, Any]:
+    values = asdict(phases)
+    del values["time"]  # it is `rollout`
+    return values
 
 
 def _slot_json(slot: Slot) -> dict[str, Any]:

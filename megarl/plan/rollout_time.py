@@ -1,20 +1,36 @@
-"""How long sampling takes: the decoding steps that a set of lengths needs. An estimate."""
+"""How long sampling takes: the events of the engine with the most prompts, as SGLang and the dealer let them run."""
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Sequence
+import math
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megarl.plan.batch import Samples
 from megarl.plan.decode_step import EngineSpeed
+from megarl.plan.engine_simulation import (
+    GroupLimits,
+    OfGroups,
+    SimulatedEngine,
+    SimulatedRequest,
+    Speed,
+    show_round,
+    simulate,
+)
+from megarl.rollout.dealing import Capacity, Dealer
+
+_LONG = 1_000_000  # tokens of a context, to divide out what each costs
 
 
 @dataclass(frozen=True)
 class RolloutTime:
-    """Seconds of the engine with the most prompts. tail_s: from when no sequence waits and half of the slots are empty.
+    """Seconds of the engine with the most prompts. tail_s: when at most half as many are left as once ran together.
 
     running: sequences at once, at most. tokens_per_s: of all engines together, over the whole rollout.
+
+    retracted: how often a sequence lost its cache in that engine. again_share: tokens that it read once more for that,
+    over those of its responses.
 
     longest: tokens of its longest response, which follow one another. alone_s: their seconds in an engine that runs
     nothing else: no engine of this layout has a shorter rollout.
@@ -25,6 +41,8 @@ class RolloutTime:
     tail_s: float
     running: int
     tokens_per_s: float
+    retracted: int
+    again_share: float
     longest: int
     alone_s: float
 
@@ -33,46 +51,84 @@ class RolloutTime:
         return self.prefill_s + self.decode_s
 
 
-def rollout_time(speed: EngineSpeed, samples: Samples, concurrency: int) -> RolloutTime:
-    """concurrency: sequences that an engine may run at once, by its KV cache and its settings."""
-    per_prompt, engines = samples.num_drawn // samples.drawn_prompts, speed.layout.count
-    prompts = -(-samples.drawn_prompts // engines)
-    lengths = samples.responses[:: max(1, len(samples.responses) // (prompts * per_prompt))]
-    lengths = [int(length) for length in lengths[: prompts * per_prompt]]
-    slots = max(1, min(concurrency, len(lengths)))
+class SimulatedSpeed:
+    """An engine's seconds for the simulation. A step's are linear in the cached tokens, whatever runs."""
+
+    def __init__(self, speed: EngineSpeed) -> None:
+        self._speed = speed
+        self._without_cache: dict[int, float] = {}  # by sequences
+        self._token_s = (speed.step_s(1, _LONG) - speed.step_s(1, 0)) / _LONG
+
+    def step_s(self, running: OfGroups, held: OfGroups) -> float:
+        """All groups wait for the one with the fullest cache."""
+        sequences = int(running.sum())
+        if sequences not in self._without_cache:
+            self._without_cache[sequences] = self._speed.step_s(sequences, 0)
+        return self._without_cache[sequences] + self._token_s * len(held) * float(held.max())
+
+    def prefill_s(self, tokens: int) -> tuple[float, float]:
+        return self._speed.prefill_s(tokens)
+
+
+def rollout_time(speed: EngineSpeed, samples: Samples, limits: GroupLimits) -> RolloutTime:
+    """limits: of each engine's groups. The dealer has seen a round of such samples before."""
+    requests = whole_requests(samples, speed.layout.count, limits.groups)
+    engine, ends = sampled(requests, SimulatedSpeed(speed), limits)
+    left = engine.most_running // 2
+    lengths = [request.response_tokens for request in requests]
     longest = max(lengths)
+    return RolloutTime(
+        prefill_s=engine.prefill_s,
+        decode_s=ends[-1] - engine.prefill_s,
+        tail_s=ends[-1] - ends[-1 - left],
+        running=engine.most_running,
+        tokens_per_s=float(samples.responses.sum()) / ends[-1],
+        retracted=engine.retracted,
+        again_share=engine.tokens_again / sum(lengths),
+        longest=longest,
+        alone_s=longest * speed.step_s(1, samples.prompt_tokens + longest / 2),
+    )
 
-    def step_s(running: int, age: float) -> float:
-        return speed.step_s(running, samples.prompt_tokens + age)
 
-    decode, tail = decode_s(lengths, slots, step_s)
-    alone, _ = decode_s([longest], 1, step_s)
-    # Each attention group reads the prompts of its samples, which the groups share evenly.
-    prefill = speed.prefill_s(prompts * min(per_prompt, speed.layout.dp), samples.prompt_tokens)
-    tokens_per_s = float(samples.responses.sum()) / (prefill + decode)
-    return RolloutTime(prefill, decode, tail, slots, tokens_per_s, longest, alone)
+def rough_rollout_s(speed: EngineSpeed, samples: Samples, room: int) -> float:
+    """About the seconds of `rollout_time` without a simulation; room: sequences of all ages that an engine holds.
 
-
-def decode_s(lengths: Sequence[int], slots: int, step_s: Callable[[int, float], float]) -> tuple[float, float]:
-    """(all, the tail's) seconds of continuous batching: a sequence that ends gives its slot to the next.
-
-    step_s(running, mean age in tokens). All that run get one token a step, so that between two ends nothing changes but
-    ages, of which the middle is taken.
+    All room is in use until the mean response has passed, and the longest response ends alone.
     """
-    ends = [(length, 0) for length in lengths[:slots]]  # (step of its last token, step of its start)
-    heapq.heapify(ends)
-    starts, now, done, seconds, tail = 0, 0, len(ends), 0.0, 0.0
-    while ends:
-        end, start = ends[0]
-        if end > now:
-            running = len(ends)
-            spent = (end - now) * step_s(running, (now + end) / 2 - starts / running)
-            seconds += spent
-            tail += spent if done == len(lengths) and running <= slots // 2 else 0.0
-        now = end
-        heapq.heappop(ends)
-        starts -= start
-        if done < len(lengths):
-            heapq.heappush(ends, (now + lengths[done], now))
-            starts, done = starts + now, done + 1
-    return seconds, tail
+    responses, engines = samples.responses, speed.layout.count
+    running = max(1, min(room, math.ceil(len(responses) / engines)))
+    full_s = float(responses.sum()) / engines / running * speed.step_s(running, samples.running_tokens)
+    longest = int(responses.max())
+    return full_s + (longest - float(responses.mean())) * speed.step_s(1, samples.prompt_tokens + longest / 2)
+
+
+def sampled(
+    requests: Sequence[SimulatedRequest], speed: Speed, limits: GroupLimits
+) -> tuple[SimulatedEngine, list[float]]:
+    """(an engine that has sampled all of the requests, the seconds at which each was done)."""
+    engine = SimulatedEngine(limits, speed)
+    dealer = Dealer([Capacity(limits.slots, limits.cache)] * limits.groups, limits.longest)
+    show_round(dealer, [request.response_tokens for request in requests])
+    waiting = deque(requests)
+
+    def send() -> None:
+        while waiting and (group := dealer.deal(waiting[0].prompt_tokens)) is not None:
+            engine.submit(waiting.popleft(), group)
+
+    def finished(_: int, group: int, request: SimulatedRequest) -> None:
+        dealer.finish(group, request.prompt_tokens, request.response_tokens)
+        send()
+
+    send()
+    return engine, simulate([engine], finished)
+
+
+def whole_requests(samples: Samples, engines: int, groups: int) -> list[SimulatedRequest]:
+    """Of the engine with the most prompts; each group reads a prompt once, and its samples are spread evenly."""
+    per_prompt, prompts = samples.num_drawn // samples.drawn_prompts, -(-samples.drawn_prompts // engines)
+    count = prompts * per_prompt
+    lengths = samples.responses[:: max(1, len(samples.responses) // count)][:count]
+    return [
+        SimulatedRequest(samples.prompt_tokens, int(length), shares_prompt=place % per_prompt >= groups)
+        for place, length in enumerate(lengths)
+    ]

@@ -15,10 +15,13 @@ from megarl.parallel.layout import RankCoords, TrainLayout
 from megarl.parallel.roles import RoleName, Roles, engine_layout, resolve
 from megarl.plan.batch import MEAN_RESPONSE_SHARE, RankWork, Samples, advice, share_of, step_samples
 from megarl.plan.decode_step import EngineSpeed
-from megarl.plan.engine_memory import weight_bytes
-from megarl.plan.fit import cache_advice, with_faults
+from megarl.plan.engine_memory import settings_of, weight_bytes
+from megarl.plan.engine_simulation import GroupLimits
+from megarl.plan.fit import cache_advice, lacking, with_faults
 from megarl.plan.model_size import ModelSize, sizes_of
+from megarl.plan.phase_advice import phase_advice
 from megarl.plan.phase_memory import MemoryPlan, plan_memory
+from megarl.plan.phased_rollout import PhasedRollout, phased_rollout
 from megarl.plan.reshard_cost import ReshardPlan, plan_reshard
 from megarl.plan.rollout_time import RolloutTime, rollout_time
 from megarl.plan.step_time import StepTime, TrainTime, step_times
@@ -26,6 +29,8 @@ from megarl.preflight.data import budget_faults
 from megarl.preflight.hyperparameters import hyperparameter_faults, sampling_faults
 from megarl.preflight.layout import batch_faults, engine_faults, node_faults, slot_faults
 from megarl.preflight.models import loss_faults, stand_ins
+from megarl.preflight.phases import phase_faults
+from megarl.rollout.sglang.sizes import limit_of
 from megarl.types import ModelShape, UserFault, UserFaults
 
 
@@ -43,7 +48,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The whole plan. response_share: the mean response over the longest; sizes, shares, learning: by role."""
+    """The whole plan. response_share: the mean response over the longest; sizes, shares, learning: by role.
+
+    phases: None where responses are sampled whole; otherwise `rollout` is its `time`.
+    """
 
     recipe: Recipe
     hardware: Hardware
@@ -57,6 +65,7 @@ class RunPlan:
     advice: tuple[str, ...]
     reshard: ReshardPlan
     rollout: RolloutTime
+    phases: PhasedRollout | None
     learning: Mapping[RoleName, TrainTime]
     step: StepTime
 
@@ -66,6 +75,17 @@ class RunPlan:
         for role, size in self.sizes.items():
             found.setdefault((size.first_slot, size.layout), []).append(role)
         return list(found.values())
+
+    @property
+    def engines_wait_s(self) -> float:
+        """Seconds of a step in which GPUs that only sample have nothing to do; 0: there are none."""
+        busy_s = self.step.rollout_s + self.step.reshard_s
+        return self.step.total_s - busy_s if any(not slot.ranks for slot in self.slots) else 0.0
+
+    @property
+    def ranks_wait_s(self) -> float:
+        """Seconds of a step in which GPUs that only train have nothing to do; 0: there are none."""
+        return self.step.rollout_s if any(slot.engine is None for slot in self.slots) else 0.0
 
     @property
     def num_nodes(self) -> int:
@@ -93,8 +113,7 @@ def make_plan(
     """
     recipe, _ = stand_ins(recipe)
     roles = resolve(recipe)
-    faults = plan_faults(roles)
-    if faults:
+    if faults := plan_faults(roles):
         raise UserFaults(faults)
     sizes = sizes or sizes_of([roles.models], whole=True)[0]
     policy = sizes["policy"]
@@ -108,13 +127,18 @@ def make_plan(
     def count(changed: Recipe, found: Mapping[RoleName, ModelSize]) -> MemoryPlan:
         return plan_memory(changed, hardware, found, mean_tokens, samples.running_tokens, micro_batches)
 
+    def try_phases(changed: Recipe) -> PhasedRollout | None:
+        room = count(changed, sizes)
+        return None if lacking(changed, room) else phased_of(changed, policy.shape, hardware, room, samples)
+
     def try_engines(changed: Recipe) -> tuple[MemoryPlan, float]:
         """The memory, and a rollout's seconds, of a recipe that has other engines."""
         room = count(changed, sizes)
         return room, rollout_of(changed, policy.shape, hardware, room, samples).total_s
 
     memory = with_faults(recipe, hardware, sizes, count)
-    rollout = rollout_of(recipe, policy.shape, hardware, memory, samples)
+    phases = phased_of(recipe, policy.shape, hardware, memory, samples) if recipe.rollout.phase_tokens else None
+    rollout = phases.time if phases else rollout_of(recipe, policy.shape, hardware, memory, samples)
     learning, step = step_times(roles, hardware, sizes, shares, samples, rollout.total_s, reshard.expected_s)
     return RunPlan(
         recipe=recipe,
@@ -129,9 +153,11 @@ def make_plan(
         advice=(
             *advice(recipe, policy.layout, roles.engines.count, samples),
             *cache_advice(recipe, policy.shape, memory, step.total_s - rollout.total_s, try_engines),
+            *([] if memory.faults else phase_advice(recipe, try_phases)),
         ),
         reshard=reshard,
         rollout=rollout,
+        phases=phases,
         learning=learning,
         step=step,
     )
@@ -143,7 +169,7 @@ def plan_faults(roles: Roles) -> list[UserFault]:
     Layouts are checked as on GPUs; the recipe is one of `stand_ins`.
     """
     recipe, shape = roles.recipe, roles.policy.model.known_shape
-    faults = hyperparameter_faults(recipe) + sampling_faults(recipe)
+    faults = hyperparameter_faults(recipe) + sampling_faults(recipe) + phase_faults(roles)
     if recipe.algorithm.name not in ALGORITHMS:
         return faults
     longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
@@ -173,9 +199,37 @@ def rollout_of(
 ) -> RolloutTime:
     """The seconds of a recipe's rollout; shape: of the policy."""
     if learns_from_answers(recipe.algorithm.name):  # nothing is sampled
-        return RolloutTime(0.0, 0.0, 0.0, 0, 0.0, 0, 0.0)
-    engine, dtype, kv = engine_layout(recipe), recipe.model.dtype, memory.kv
+        return RolloutTime(0.0, 0.0, 0.0, 0, 0.0, 0, 0.0, 0, 0.0)
+    if recipe.rollout.phase_tokens:
+        return phased_of(recipe, shape, hardware, memory, samples).time
+    speed = engine_speed(recipe, shape, hardware, memory)
+    return rollout_time(speed, samples, group_limits(recipe, hardware, memory))
+
+
+def phased_of(
+    recipe: Recipe, shape: ModelShape, hardware: Hardware, memory: MemoryPlan, samples: Samples
+) -> PhasedRollout:
+    """A recipe's rollout in phases, of which there is one where responses are sampled whole."""
+    speed = engine_speed(recipe, shape, hardware, memory)
+    return phased_rollout(recipe, speed, samples, group_limits(recipe, hardware, memory))
+
+
+def engine_speed(recipe: Recipe, shape: ModelShape, hardware: Hardware, memory: MemoryPlan) -> EngineSpeed:
+    """The decoding of the recipe's engines; shape: of the policy."""
+    engine, dtype = engine_layout(recipe), recipe.model.dtype
     weights = fmean(weight_bytes(shape, engine, dtype))
     node = recipe.placement.gpus_per_node
-    speed = EngineSpeed(shape, engine, hardware, node, dtype, weights, kv.token_bytes)
-    return rollout_time(speed, samples, kv.concurrency_mean)
+    return EngineSpeed(shape, engine, hardware, node, dtype, weights, memory.kv.token_bytes)
+
+
+def group_limits(recipe: Recipe, hardware: Hardware, memory: MemoryPlan) -> GroupLimits:
+    """What each attention group of the recipe's engines can run."""
+    engine, kv = recipe.rollout.engine, memory.kv
+    return GroupLimits(
+        groups=engine.dp,
+        slots=math.ceil(limit_of(recipe, kv.wanted) / engine.dp),
+        cache=max(1, kv.tokens // engine.dp),
+        longest=recipe.rollout.max_response_tokens,
+        chunk=max(1, settings_of(recipe, hardware).chunk_tokens // engine.dp),
+        conservativeness=float(engine.sglang.get("schedule_conservativeness", 1.0)),
+    )

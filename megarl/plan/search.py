@@ -33,6 +33,7 @@ Needs = frozenset[Need]
 ENGINE_PHASES = frozenset({"rollout", "reshard"})  # whose memory the engines decide
 _COMBINED = 3  # candidates of each kind that are combined with those of the other side
 _TRIED = 60  # training layouts of each kind whose memory is counted in full, the fastest first
+_SIMULATED = 10  # engine layouts of each kind whose rollout is simulated, the fastest by a formula
 _SHOWN = 2  # of each kind
 _LESS, _SLOWER = 0.95, 1.3  # a slower candidate is shown for so much less memory, and if it is not slower than so
 
@@ -114,7 +115,16 @@ def _best_engines(
         fitting = [found for found in _with_shares(estimator, layout) if found.fits(phases)]
         if fitting:  # of those with the most room the one that takes least memory: room decides the seconds
             best.append(max(fitting, key=lambda found: found.memory.kv.concurrency_mean))
-    return [found.overlay for found in _few_of_each_kind(best, _COMBINED)]
+    return [found.overlay for found in _few_of_each_kind(_promising(best), _COMBINED)]
+
+
+def _promising(engines: Sequence[Estimate]) -> list[Estimate]:
+    """The engines of each kind with about the shortest rollouts: the others are not simulated."""
+    kinds: dict[Needs, list[Estimate]] = {}
+    for found in engines:
+        kinds.setdefault(needs_of(found.recipe), []).append(found)
+    fastest = [sorted(kind, key=lambda found: found.rough_rollout_s)[:_SIMULATED] for kind in kinds.values()]
+    return [found for kind in fastest for found in kind]
 
 
 def _with_shares(estimator: Estimator, layout: Overlay) -> Iterator[Estimate]:

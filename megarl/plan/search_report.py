@@ -15,7 +15,7 @@ from megarl.plan.search import Need, SearchResult, needs_of
 _NEEDS: Mapping[Need, str] = {"fp8": "fp8, TIS", "deepep": "DeepEP", "draft": "drafts", "offload": "AdamW on the host"}
 _NOT_TRIED = {
     "engine": "engines of other dense, head or sglang keys, or on other GPUs",
-    "train": "tp, cp or ep above the recipe's, etp, selective recomputation, ranks of their own for a critic",
+    "train": "cp above the recipe's, etp, selective recomputation, ranks of their own for a critic",
 }
 
 

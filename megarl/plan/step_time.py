@@ -15,6 +15,7 @@ from megarl.config.hardware import Hardware
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.roles import RoleName, Roles
 from megarl.plan.batch import RankWork, Samples
+from megarl.plan.layer_time import RankLayers
 from megarl.plan.model_size import ModelSize
 from megarl.plan.phase_memory import GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES, state_bytes
 from megarl.training.flops import TRAIN_OVER_FORWARD, total_forward_flops
@@ -27,7 +28,8 @@ HOST_ADAM_BYTES_PER_S = 40e9  # assumption: a GPU's eighth of a host's memory ba
 class ComputingModel:
     """The policy or an auxiliary model; the bytes are of its fullest rank, the parameters of the whole model.
 
-    recomputes: the backward pass runs the forward pass again. takes_turns: its GPUs' memory changes hands.
+    recomputes: the backward pass runs the forward pass again. takes_turns: its GPUs' memory changes hands. deepep: as
+    in `RankLayers`.
     """
 
     shape: ModelShape
@@ -40,6 +42,7 @@ class ComputingModel:
     grads_bytes: float
     optimizer_bytes: float
     parameters: int
+    deepep: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ def step_times(
         critic_s = learning["critic"].total_s
     if "reward_model" in models:
         scorer = models["reward_model"]
-        score_s = memory_s(scorer, hardware) + forward_s(scorer, samples, hardware)
+        score_s = memory_s(scorer, hardware) + forward_s(scorer, samples, hardware, node)
     nodes = -(-recipe.placement.gpus // node)
     saved = sum(save_s(recipe, models[role], hardware, nodes) for role in learning)
     return learning, StepTime(rollout_s, score_s, critic_s, learning["policy"].total_s, reshard_s, saved)
@@ -123,21 +126,37 @@ def _computing(size: ModelSize, share: RankWork, shared: Container[int]) -> Comp
         grads_bytes=max(map(size.trained, stages)) * GRADIENT_BYTES,
         optimizer_bytes=max(map(size.optimizer_share, stages)) * each,
         parameters=size.parameters,
+        deepep=options.megatron.get("moe_token_dispatcher_type") == "flex",
     )
 
 
-def forward_s(model: ComputingModel, samples: Samples, hardware: Hardware) -> float:
-    """One forward pass over the step's samples: FLOPs over what all ranks reach, stretched by bubble and imbalance."""
-    flops = total_forward_flops(model.shape, samples.lengths)
-    ideal = flops / (model.layout.world_size * hardware.bf16_flops * hardware.compute_share)
-    return ideal * (1 + model.share.bubble) / model.share.balance
+def forward_s(model: ComputingModel, samples: Samples, hardware: Hardware, node: int) -> float:
+    """One forward pass over the step's samples."""
+    return passes_s(model, samples, hardware, node, forwards=1, backwards=0)
+
+
+def passes_s(
+    model: ComputingModel, samples: Samples, hardware: Hardware, node: int, *, forwards: int, backwards: int
+) -> float:
+    """So many passes over the step's samples, stretched by bubble, imbalance and the fullest stage's layers.
+
+    Products: FLOPs over what all ranks reach, backward as two forwards. Exchanges and micro-batches: `RankLayers`.
+    """
+    share, layers = model.share, RankLayers(model.shape, model.layout, hardware, node, model.deepep)
+    passes = forwards + backwards * (TRAIN_OVER_FORWARD - 1)
+    flops = passes * total_forward_flops(model.shape, samples.lengths)
+    products = flops / (model.layout.world_size * hardware.bf16_flops * hardware.compute_share)
+    exchanges = layers.exchanges(float(samples.lengths.sum()) / model.layout.dp).total(forwards, backwards)
+    each = layers.micro_batch_s(model.weights_bytes, model.grads_bytes, forwards, backwards)
+    seconds = (products + exchanges) / share.balance + share.updates * share.micro_batches * each
+    return seconds * (1 + share.bubble) * layers.unevenness
 
 
 def policy_time(recipe: Recipe, model: ComputingModel, samples: Samples, hardware: Hardware, node: int) -> TrainTime:
     """`PolicyRank`: old log-probabilities if later updates or penalties read them, the reference's if there is a
     reference, then the updates."""
     hyperparameters = hyperparameters_of(recipe.algorithm.name, recipe.algorithm)
-    once = forward_s(model, samples, hardware)
+    once = forward_s(model, samples, hardware, node)
     reads_old = model.share.updates > 1 or hyperparameters.pays_kl
     reference = 0.0
     if has_reference(recipe.algorithm, recipe.reference.use):  # its weights and the policy's change places, and back
@@ -148,15 +167,15 @@ def policy_time(recipe: Recipe, model: ComputingModel, samples: Samples, hardwar
 
 def critic_time(model: ComputingModel, samples: Samples, hardware: Hardware, node: int) -> TrainTime:
     """A forward pass for the values, then its updates."""
-    return replace(learning_time(model, samples, hardware, node), values_s=forward_s(model, samples, hardware))
+    return replace(learning_time(model, samples, hardware, node), values_s=forward_s(model, samples, hardware, node))
 
 
 def learning_time(model: ComputingModel, samples: Samples, hardware: Hardware, node: int) -> TrainTime:
-    """The updates of a step: forward, again where it is recomputed, and backward, as two forwards."""
-    passes = TRAIN_OVER_FORWARD + model.recomputes
+    """The updates of a step: forward, again where it is recomputed, and backward."""
+    forwards = 1 + model.recomputes
     return TrainTime(
         memory_s=memory_s(model, hardware),
-        updates_s=passes * forward_s(model, samples, hardware),
+        updates_s=passes_s(model, samples, hardware, node, forwards=forwards, backwards=1),
         gradients_s=model.share.updates * gradients_s(model, hardware, node),
         optimizer_s=model.share.updates * optimizer_s(model, hardware),
     )

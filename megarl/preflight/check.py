@@ -23,6 +23,7 @@ from megarl.preflight.hyperparameters import eval_faults, hyperparameter_faults,
 from megarl.preflight.layout import layout_faults, shape_or_stand_in
 from megarl.preflight.limits import is_writable, limit_faults, secret_faults
 from megarl.preflight.models import critic_faults, eos_faults, policy_faults, reward_model_faults, tokenizer_faults
+from megarl.preflight.phases import phase_faults
 from megarl.preflight.rewards import reward_faults
 from megarl.rollout.prompts import PromptStream, load_tokenizer
 from megarl.rollout.sample_file import SampleFile, open_samples
@@ -148,6 +149,7 @@ def _keys(case: _Case) -> Faults:
             mend = "pip install 'megarl[trackers]' or leave it out"
             faults.append(UserFault("run.trackers", f"{name} is not installed", mend))
     faults += hyperparameter_faults(recipe, learns=case.command != "rollout")
+    faults += phase_faults(case.roles) if case.command in ("train", "dry run") else []
     return faults + sampling_faults(recipe) + eval_faults(recipe)
 
 
@@ -198,6 +200,8 @@ def _only_training(case: _Case) -> Faults:
 def _unused(recipe: Recipe, reason: str) -> Faults:
     """Keys that ask for what a command leaves out which samples alone or trains alone."""
     unused = {"warm_start.steps": (recipe.warm_start.steps, "0"), "checkpoint.every": (recipe.checkpoint.every, "null")}
+    unused["rollout.phase_tokens"] = (recipe.rollout.phase_tokens, "null")
+    unused["rollout.ahead"] = (recipe.rollout.ahead, "0")
     if recipe.algorithm.name in ALGORITHMS:
         hyperparameters = hyperparameters_of(recipe.algorithm.name, recipe.algorithm)
         unused["algorithm.dynamic_sampling"] = (hyperparameters.dynamic_sampling, "false")

@@ -18,8 +18,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from megarl.plan.engine_simulation import SimulatedRequest, show_round
 from megarl.rollout.dealing import Capacity, Dealer
-from scripts.bench.dealing_simulation import Machine, Outcome, Sample, SimulatedEngine, least_s, simulate
+from scripts.bench.dealing_simulation import Machine, Outcome, least_s, outcome
 
 LONGEST, MEDIAN, SIGMA = 20480, 1800, 0.8
 PROMPT_TOKENS, NUM_PROMPTS, SAMPLES = 512, 128, 16
@@ -38,22 +39,16 @@ CASES: dict[str, tuple[Machine, float]] = {  # with the sigma of the prompts' le
     "groups, quarter, prompts differ": (Machine(4, 8, 64, 48_000, LONGEST), 1.0),
 }
 
-Prompts = Sequence[Sequence[Sample]]
+Prompts = Sequence[Sequence[SimulatedRequest]]
 
 
-class RoundRobin:
+class RoundRobin(Dealer):
     """Each receiver in turn, everything at once."""
 
-    def __init__(self, capacities: Sequence[Capacity], longest_response: int) -> None:
-        self._receivers, self._next = len(capacities), 0
-
     def deal(self, prompt_tokens: int, samples: int = 1) -> int | None:
-        self._next += 1
-        return (self._next - 1) % self._receivers
-
-    def finish(self, receiver: int, prompt_tokens: int, response_tokens: int) -> None: ...
-
-    def withdraw(self, receiver: int, prompt_tokens: int) -> None: ...
+        self._last = (self._last + 1) % len(self._capacities)
+        self._book(self._last, samples, samples * prompt_tokens)
+        return self._last
 
 
 class TwoChoices(Dealer):
@@ -70,38 +65,35 @@ class TwoChoices(Dealer):
         return receiver
 
 
-DEALERS: dict[str, type[Dealer] | type[RoundRobin]] = {
+DEALERS: dict[str, type[Dealer]] = {
     "round_robin": RoundRobin,
     "two_choices": TwoChoices,
     "megarl": Dealer,
 }
 
 
-def planted(count: int, samples: int, seed: int, prompt_sigma: float) -> list[list[Sample]]:
+def planted(count: int, samples: int, seed: int, prompt_sigma: float) -> list[list[SimulatedRequest]]:
     """The samples of each prompt, with log-normal lengths of responses and, where they differ, of prompts."""
     generator = np.random.default_rng(seed)
     lengths = generator.lognormal(np.log(MEDIAN), SIGMA, (count, samples)).clip(2, LONGEST).astype(int).tolist()
     prompts = (PROMPT_TOKENS * generator.lognormal(0, prompt_sigma, count)).clip(16, 8192).astype(int).tolist()
-    return [[Sample(index, prompts[index], length) for length in row] for index, row in enumerate(lengths)]
+    return [[SimulatedRequest(prompts[index], length) for length in row] for index, row in enumerate(lengths)]
 
 
-def dealt(machine: Machine, prompts: Prompts, kind: type[Dealer] | type[RoundRobin], before: Prompts = ()) -> Outcome:
+def dealt(machine: Machine, prompts: Prompts, kind: type[Dealer], before: Prompts = ()) -> Outcome:
     """Both levels as a run has them: prompts to engines, and their samples to attention groups.
 
     before: the samples of a round before, which the dealers have seen finish.
     """
-    engines = [SimulatedEngine(machine, number) for number in range(machine.engines)]
+    engines = machine.start()
     capacity = Capacity(machine.slots, machine.cache)
     top = kind([capacity.times(machine.groups)] * machine.engines, LONGEST)
     inner = [kind([capacity] * machine.groups, LONGEST) for _ in engines]
     seen = [sample.response_tokens for samples in before for sample in samples]
     for dealer, share in [(top, 1), *((dealer, machine.engines) for dealer in inner)] if seen else []:
-        lengths = seen[::share]
-        receiver = dealer.deal(0, len(lengths)) or 0  # the first, which has nothing yet
-        for length in lengths:
-            dealer.finish(receiver, 0, length)
+        show_round(dealer, seen[::share])
     waiting = deque(sorted(prompts, key=lambda samples: -samples[0].prompt_tokens))
-    queues: list[deque[Sample]] = [deque() for _ in engines]
+    queues: list[deque[SimulatedRequest]] = [deque() for _ in engines]
 
     def send() -> None:
         while waiting and (engine := top.deal(waiting[0][0].prompt_tokens, len(waiting[0]))) is not None:
@@ -110,13 +102,13 @@ def dealt(machine: Machine, prompts: Prompts, kind: type[Dealer] | type[RoundRob
             while queue and (group := dealer.deal(queue[0].prompt_tokens)) is not None:
                 engine.submit(queue.popleft(), group)
 
-    def finished(engine: int, group: int, sample: Sample) -> None:
+    def finished(engine: int, group: int, sample: SimulatedRequest) -> None:
         top.finish(engine, sample.prompt_tokens, sample.response_tokens)
         inner[engine].finish(group, sample.prompt_tokens, sample.response_tokens)
         send()
 
     send()
-    return simulate(engines, finished)
+    return outcome(engines, finished)
 
 
 def known(machine: Machine, prompts: Prompts, *, longest_first: bool) -> Outcome:
@@ -125,7 +117,7 @@ def known(machine: Machine, prompts: Prompts, *, longest_first: bool) -> Outcome
     As many tokens as a group's cache are held at once in the mean: half of each response. longest_first: or in the
     order of the prompts, in which no dealer can know more than this one.
     """
-    engines = [SimulatedEngine(machine, number) for number in range(machine.engines)]
+    engines = machine.start()
     waiting = [sample for samples in prompts for sample in samples]
     if longest_first:
         waiting.sort(key=lambda sample: -sample.response_tokens)
@@ -133,7 +125,7 @@ def known(machine: Machine, prompts: Prompts, *, longest_first: bool) -> Outcome
     places = [(engine, group) for engine in range(machine.engines) for group in range(machine.groups)]
     held, count = dict.fromkeys(places, 0.0), dict.fromkeys(places, 0)
 
-    def half(sample: Sample) -> float:
+    def half(sample: SimulatedRequest) -> float:
         return (sample.prompt_tokens + sample.response_tokens) / 2
 
     def send() -> None:
@@ -151,13 +143,13 @@ def known(machine: Machine, prompts: Prompts, *, longest_first: bool) -> Outcome
             count[place] += 1
             engines[place[0]].submit(queue.popleft(), place[1])
 
-    def finished(engine: int, group: int, sample: Sample) -> None:
+    def finished(engine: int, group: int, sample: SimulatedRequest) -> None:
         held[engine, group] -= half(sample)
         count[engine, group] -= 1
         send()
 
     send()
-    return simulate(engines, finished)
+    return outcome(engines, finished)
 
 
 def compare(machine: Machine, prompt_sigma: float, seed: int) -> dict[str, dict[str, float]]:

@@ -8,12 +8,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megarl.plan.engine_simulation import SimulatedRequest
 from megarl.rollout.dealing import CompletedSample
 from megarl.rollout.sglang.arguments import EngineSettings
 from megarl.rollout.sglang.engine import Engine
@@ -23,19 +25,28 @@ ENGINES, GROUPS, SLOTS = 2, 2, 4  # SLOTS: sequences that a group runs at once
 PROMPTS, SAMPLES = 16, 4
 MEDIAN, SIGMA, LONGEST, PROMPT_TOKENS = 40, 0.8, 200, 12
 
+Prompts = Sequence[Sequence[SimulatedRequest]]  # the samples of each prompt, with their planted lengths
+
 
 def compare_real(kinds: Mapping[str, type[Any]], seeds: int) -> list[dict[str, dict[str, float]]]:
     """Every dealer on the same lengths and the same engines, after a first round that is not counted."""
+    with cpu_engines(ENGINES, GROUPS, SLOTS, context_tokens=512) as engines:
+        return [_compare(engines, kinds, seed) for seed in range(-1, seeds)][1:]
+
+
+@contextmanager
+def cpu_engines(count: int, groups: int, slots: int, context_tokens: int, **sglang: Any) -> Iterator[list[Engine]]:
+    """Engines of the quickstart's model. slots: sequences that a group runs at once. sglang: server arguments."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([sys.executable, ROOT / "scripts" / "make_tiny_moe.py", "--out", folder], check=True)
-        limits = {"max_running_requests": GROUPS * SLOTS}
-        common = {"model_path": folder, "tp": GROUPS, "ep": 1, "dp": GROUPS, "dtype": "float32", "sglang": limits}
+        limits = {"max_running_requests": groups * slots, **sglang}
+        common: dict[str, Any] = {"model_path": folder, "tp": groups, "ep": 1, "dp": groups, "dtype": "float32"}
+        common |= {"context_tokens": context_tokens, "concurrency": groups * slots, "sglang": limits}
         engines: list[Engine] = []
         try:
-            for seed in range(ENGINES):
-                settings = EngineSettings(**common, seed=seed, context_tokens=512, concurrency=GROUPS * SLOTS)
-                engines.append(Engine(settings))
-            return [_compare(engines, kinds, seed) for seed in range(-1, seeds)][1:]
+            for seed in range(count):
+                engines.append(Engine(EngineSettings(**common, seed=seed)))
+            yield engines
         finally:
             for engine in engines:
                 engine.shutdown()
@@ -43,23 +54,40 @@ def compare_real(kinds: Mapping[str, type[Any]], seeds: int) -> list[dict[str, d
 
 def _compare(engines: Sequence[Engine], kinds: Mapping[str, type[Any]], seed: int) -> dict[str, dict[str, float]]:
     drawn = np.random.default_rng(abs(seed)).lognormal(np.log(MEDIAN), SIGMA, (PROMPTS, SAMPLES))
-    lengths = drawn.clip(2, LONGEST).astype(int)
-    longest_first = np.sort(lengths.ravel())[::-1].reshape(-1, 1)
-    found = {name: asyncio.run(_round(engines, kind, lengths.tolist())) for name, kind in kinds.items()}
-    found["known, longest first"] = asyncio.run(_round(engines, kinds["megarl"], longest_first.tolist()))
+    prompts = [planted_prompt(PROMPT_TOKENS, lengths) for lengths in drawn.clip(2, LONGEST).astype(int)]
+    ordered = sorted((sample for prompt in prompts for sample in prompt), key=lambda sample: -sample.response_tokens)
+    found = {name: _figures(engines, kind, prompts) for name, kind in kinds.items()}
+    found["known, longest first"] = _figures(engines, kinds["megarl"], [[sample] for sample in ordered])
     return found
 
 
-async def _round(engines: Sequence[Engine], kind: type[Any], lengths: Sequence[Sequence[int]]) -> dict[str, float]:
-    """One round, dealt as megarl/fleet/sampling_round.py deals it, without Ray."""
-    top = kind([engine.capacity for engine in engines], 2 * MEDIAN)
+def planted_prompt(prompt_tokens: int, lengths: Iterable[int]) -> list[SimulatedRequest]:
+    """Samples of a prompt, of these lengths."""
+    return [SimulatedRequest(prompt_tokens, int(length)) for length in lengths]
+
+
+def _figures(engines: Sequence[Engine], kind: type[Any], prompts: Prompts) -> dict[str, float]:
+    ends, tokens = asyncio.run(sampled_round(engines, kind, prompts, 2 * MEDIAN))
+    tail = ends[-1] - ends[math.ceil(0.9 * len(ends)) - 1]
+    return {"seconds": ends[-1], "tail_s": tail, "imbalance": float(tokens.max() / tokens.mean())}
+
+
+async def sampled_round(
+    engines: Sequence[Engine], kind: type[Any], prompts: Prompts, longest: int
+) -> tuple[list[float], np.ndarray]:
+    """One round, dealt as megarl/fleet/sampling_round.py deals it, without Ray.
+
+    Returns (seconds at which each sample was done, [engines, groups] tokens of prompts and responses).
+    """
+    top = kind([engine.capacity for engine in engines], longest)
+    groups = engines[0]._groups
     for engine in engines:
-        engine._manager.queue._dealer = kind([engine._host.server.group_capacity] * GROUPS, 2 * MEDIAN)
-    began, waiting, running, ends = time.monotonic(), list(lengths), [], []
-    tokens = np.zeros((len(engines), GROUPS))
+        engine._manager.queue._dealer = kind([engine._host.server.group_capacity] * groups, longest)
+    began, waiting, running, ends = time.monotonic(), list(prompts), [], []
+    tokens = np.zeros((len(engines), groups))
     reports = {asyncio.ensure_future(engine.take_completed()): number for number, engine in enumerate(engines)}
-    while len(ends) < sum(map(len, lengths)):
-        while waiting and (number := top.deal(PROMPT_TOKENS, len(waiting[0]))) is not None:
+    while len(ends) < sum(map(len, prompts)):
+        while waiting and (number := top.deal(waiting[0][0].prompt_tokens, len(waiting[0]))) is not None:
             running.append(asyncio.ensure_future(_generate(engines[number], waiting.pop(0))))
         done, _ = await asyncio.wait(reports, return_when=asyncio.FIRST_COMPLETED)
         for report in done:
@@ -72,8 +100,7 @@ async def _round(engines: Sequence[Engine], kind: type[Any], lengths: Sequence[S
     for report in reports:
         report.cancel()
     await asyncio.gather(*reports, return_exceptions=True)
-    tail = ends[-1] - ends[math.ceil(0.9 * len(ends)) - 1]
-    return {"seconds": ends[-1], "tail_s": tail, "imbalance": float(tokens.max() / tokens.mean())}
+    return ends, tokens
 
 
 def _take(dealer: Any, engine: int, sample: CompletedSample, tokens: np.ndarray) -> None:
@@ -81,10 +108,10 @@ def _take(dealer: Any, engine: int, sample: CompletedSample, tokens: np.ndarray)
     tokens[engine, sample.group] += sample.prompt_tokens + sample.response_tokens
 
 
-async def _generate(engine: Engine, lengths: Sequence[int]) -> Any:
+async def _generate(engine: Engine, samples: Sequence[SimulatedRequest]) -> Any:
     """The samples of a prompt, each of its planted length."""
     work = engine._host.server.async_generate(
-        input_ids=[[7] * PROMPT_TOKENS] * len(lengths),
-        sampling_params=[{"max_new_tokens": length, "ignore_eos": True} for length in lengths],
+        input_ids=[[7] * sample.prompt_tokens for sample in samples],
+        sampling_params=[{"max_new_tokens": sample.response_tokens, "ignore_eos": True} for sample in samples],
     )
     return await engine._host.run(work)

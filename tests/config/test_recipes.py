@@ -35,10 +35,12 @@ DEEPSEEK_512 = "deepseek671b_512gpus.yaml", "fp8_rollout_deepseek671b.yaml"
 OVERLAYS: dict[str, list[tuple[str, ...]]] = {
     "quickstart": [()],
     "qwen3_30b": [(), ("qwen3_30b_16gpus.yaml",), ("fp8_rollout.yaml",), *((one,) for one in DEBUG)],
-    "qwen3_235b": [(), ("qwen3_235b_128gpus.yaml", "fp8_rollout.yaml"), *((one,) for one in DEBUG)],
+    "qwen3_235b": [
+        (), ("fp8_rollout_qwen3_235b.yaml",), ("qwen3_235b_128gpus.yaml", "fp8_rollout.yaml"),
+        *((one,) for one in DEBUG),
+    ],
     "deepseek671b": [
-        (), DEEPSEEK_512[:1], DEEPSEEK_512[1:], (*DEEPSEEK_512, "rollout.engine.count=16"),
-        (*DEEPSEEK_512[1:], "drafts_rollout_deepseek671b.yaml"), *((one,) for one in DEBUG),
+        (), DEEPSEEK_512[:1], DEEPSEEK_512[1:], DEEPSEEK_512, *((one,) for one in DEBUG),
     ],
     "qwen2_5_32b": [(), ("fp8_rollout.yaml",), *((one,) for one in DEBUG)],
 }  # fmt: skip
@@ -242,11 +244,11 @@ def told(name: str, *overrides: str) -> list[str]:
         ("rollout.engine.sglang.attention_backend=fa33", "rollout.engine.sglang.attention_backend: 'fa33' is none of"),
         ("rollout.engine.sglang.pagesize=1", "rollout.engine.sglang.pagesize: SGLang has no such server argument"),
         ("train.megatron.recompute=full", "train.megatron.recompute: TransformerConfig has no such field"),
-        ("train.etp=5", "train.etp: 5 does not divide"),
+        ("train.etp=5", "train.etp: 5 with train.ep 1"),
         ("rollout.engine.sglang.tokenizer_worker_num=0", "rollout.engine.sglang: SGLang refuses the engine's argu"),
         ("rollout.max_response_tokens=39000", "data.max_prompt_tokens: "),
         ("train.tokens_per_micro_batch=20480", "train.tokens_per_micro_batch: 20480 is less than the longest"),
-        ("critic.ranks.layers_per_stage=[1]", "critic.ranks.layers_per_stage: [1] are not 1 numbers"),
+        ("critic.ranks.layers_per_stage=[1]", "critic.ranks.layers_per_stage: [1] are not 8 numbers"),
         ("model.config=null", "models/Qwen3-30B-A3B/config.json: no such file"),
         ("model.config=gone", "gone/config.json: no such file"),
         ("reward.function=megarl.rollout.rewards.math:scores", "reward.function: "),
@@ -272,7 +274,7 @@ def test_faults_of_every_kind_are_told_at_once() -> None:
 def test_the_named_hardware_decides_what_is_checked(tmp_path: Path) -> None:
     """An engine on CPU has no fp8, and none of the widths that a GPU takes."""
     over = ("fp8_rollout.yaml",)
-    assert "x TP4 EP4 DP1 in fp8" in "\n".join(lines_of(load("dapo_qwen3_30b", over)))
+    assert "x TP8 EP8 DP2 in fp8" in "\n".join(lines_of(load("dapo_qwen3_30b", over)))
     lines = told("dapo_qwen3_30b", "placement.hardware=null", "rollout.engine.fp8=true")
     assert any(line.startswith("rollout.engine.fp8: SGLang's kernels for fp8 weights need a GPU") for line in lines)
 
@@ -290,7 +292,7 @@ def test_other_models_that_are_not_here_are_told() -> None:
     lines = lines_of(load("vapo_qwen3_30b", (), *keys, "reference.use=true"))
     for branch in ("critic", "reward_model", "reference"):
         assert sum(line.startswith(f"not checked here: {branch}.path: gone/") for line in lines) == 1
-    assert any(line.startswith("reward_model: TP4 DP4 EP8; slots 0 to 15") for line in lines)
+    assert any(line.startswith("reward_model: PP8 DP2; slots 0 to 15") for line in lines)
 
 
 def test_the_command_says_so_and_ends_with_0_or_2(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,7 +300,7 @@ def test_the_command_says_so_and_ends_with_0_or_2(monkeypatch: pytest.MonkeyPatc
     arguments = ["train", "recipes/dapo_qwen3_30b.yaml", "recipes/overlays/qwen3_30b_16gpus.yaml", "--dry-run"]
     good = CliRunner().invoke(cli.app, arguments)
     assert good.exit_code == 0, good.output
-    assert re.search(r"engines: 4 x TP4 .*slots 0 to 15\n", good.stdout)
+    assert re.search(r"engines: 2 x TP8 .*slots 0 to 15\n", good.stdout)
     bad = CliRunner().invoke(cli.app, [*arguments, "train.pp=5", "rollout.engine.sglang.page_size=big"])
     assert bad.exit_code == 2
     starts = {line.split(": ")[0] for line in bad.stderr.splitlines()}

@@ -80,3 +80,9 @@ def test_what_only_a_cpu_refuses() -> None:
     assert ["key/value heads" in f.problem for f in EngineLayout(1, 8, 8).cpu_faults(MOE)] == [True, False]
     (fault,) = EngineLayout(1, 2, 1).cpu_faults(DENSE)
     assert "the width 96 of a dense layer over 2" in fault.problem
+
+
+def test_an_engine_with_any_of_the_slots_is_not_without_them() -> None:
+    layout = EngineLayout(3, 2, 1, first=4)
+    assert layout.engines_without({0, 5, 6}) == [2]
+    assert layout.engines_without(range(4)) == [0, 1, 2]

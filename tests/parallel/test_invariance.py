@@ -14,7 +14,7 @@ from megarl.algos import ALGORITHMS
 from megarl.parallel.layout import TrainLayout
 from megarl.training.batching import MicroBatch, SampleRef, Update, plan_updates, train_sequences
 from megarl.training.credit import sample_advantages
-from megarl.types import FloatArray, Hyperparameters, Prompt, Sample, SampleGroup, TrainSequence
+from megarl.types import FloatArray, Hyperparameters, Prompt, Sample, SampleGroup, SamplePart, TrainSequence
 from tests.parallel.checkpoints import write
 from tests.parallel.gradients import check_learning, recorded
 from tests.parallel.worlds import numbers, recipe, run_world
@@ -43,7 +43,7 @@ def samples(count: int) -> tuple[dict[int, SampleGroup], list[SampleRef]]:
     for index in range(count):
         prompt, length = rng.integers(0, VOCAB_SIZE, rng.integers(1, 8)), 1 if index == 3 else int(rng.integers(2, 20))
         nothing = np.zeros(length, np.float32)
-        sample = Sample(rng.integers(0, VOCAB_SIZE, length), nothing, "", True, 0)
+        sample = Sample(rng.integers(0, VOCAB_SIZE, length), nothing, "", True, (SamplePart(0, length),))
         one = Prompt(str(index), "", tuple(prompt.tolist()), "")
         groups[index] = SampleGroup(one, (sample,), nothing[:1], nothing[:1].astype(np.bool_))
         refs.append(SampleRef(index, 0, len(prompt) + length, length, advantage=float(rng.normal())))

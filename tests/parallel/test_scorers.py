@@ -12,7 +12,7 @@ import torch
 
 from megarl.device import Address
 from megarl.parallel.layout import TrainLayout
-from megarl.types import Prompt, Sample, SampleGroup
+from megarl.types import Prompt, Sample, SampleGroup, SamplePart
 from tests.parallel.checkpoints import write, write_classifier
 from tests.parallel.gradients import check_learning, recorded, whole
 from tests.parallel.worlds import deal, numbers, ragged, recipe, run_ranks
@@ -115,8 +115,9 @@ def conversations() -> list[SampleGroup]:
 
     def group(number: int) -> SampleGroup:
         question, count = f"{100 + 37 * number}+{number}=", 1 + number % 3
+        ids, logp, parts = np.zeros(1, np.int64), np.zeros(1, np.float32), (SamplePart(0, 1),)
         samples = tuple(
-            Sample(np.zeros(1, np.int64), np.zeros(1, np.float32), "12345"[: 1 + (number + index) % 5], True, 0)
+            Sample(ids, logp, "12345"[: 1 + (number + index) % 5], True, parts)
             for index in range(count)
         )
         prompt = Prompt(str(number), question, (1,), "1", messages=question)

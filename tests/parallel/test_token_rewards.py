@@ -17,7 +17,7 @@ from megarl.device import Address
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.roles import is_reporting_rank
 from megarl.training.batching import SampleRef, TokenValues, Update, key_of, plan_updates
-from megarl.types import Prompt, Sample, SampleGroup
+from megarl.types import Prompt, Sample, SampleGroup, SamplePart
 from tests.parallel.conftest import write_checkpoint
 from tests.parallel.precision import within
 from tests.parallel.worlds import numbers, recipe, run_ranks
@@ -49,8 +49,8 @@ def batch() -> tuple[list[SampleGroup], list[SampleRef]]:
     for number in range(GROUPS):
         lengths = rng.integers(1, 7, number + 1)
         samples = tuple(
-            Sample(rng.integers(0, VOCAB_SIZE, length), np.full(length, -4.0, np.float32), "", True, 0)
-            for length in lengths
+            Sample(rng.integers(0, VOCAB_SIZE, n), np.full(n, -4.0, np.float32), "", True, (SamplePart(0, n),))
+            for n in lengths.tolist()
         )
         prompt = Prompt("", "", tuple(rng.integers(0, VOCAB_SIZE, 5)), "")
         nothing = np.zeros(len(samples), np.float32)

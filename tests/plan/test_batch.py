@@ -73,6 +73,14 @@ def test_an_interleaved_pipeline_waits_less(tmp_path: Path) -> None:
     assert share.bubble == 1 / (2 * share.micro_batches)
 
 
+def test_empty_micro_batches_do_not_keep_a_pipeline_busy(tmp_path: Path) -> None:
+    """Of two micro-batches, as many as two stages of two chunks need, one has the rank's only sample."""
+    keys = ["rollout.prompts_per_step=1", "rollout.samples_per_prompt=2", "train.vpp=2"]
+    recipe = planning.small(tmp_path, *keys, "train.updates_per_step=1")
+    share = share_of(recipe, model_shape(tmp_path), train_layout(recipe), step_samples(recipe))
+    assert (share.sequences, share.micro_batches, share.bubble) == (1, 2, 1 / 2)
+
+
 def test_what_does_not_divide_is_told_with_the_nearest_that_does(tmp_path: Path) -> None:
     keys = ["rollout.samples_per_prompt=4", "train.updates_per_step=2"]
     fits, does_not = (planning.small(tmp_path, *keys, f"rollout.prompts_per_step={count}") for count in (12, 13))

@@ -18,7 +18,7 @@ from megarl.parallel.hf_config import HfModel
 from megarl.parallel.roles import Role, Roles, resolve, train_layout
 from megarl.plan import model_size, run_plan
 from megarl.plan.phase_memory import MemoryPlan
-from megarl.plan.search import needs_of, search
+from megarl.plan.search import SearchResult, Side, needs_of, search
 from megarl.preflight.models import stand_ins
 from tests.config.test_recipes import CLUSTER, DEBUG, OVERLAYS, RECIPES, ROOT, kept, load, model_of
 from tests.plan import plans
@@ -31,10 +31,12 @@ CASES = [
     for over in OVERLAYS[model_of(RECIPES / f"{name}.yaml")]
     if not set(over) & set(DEBUG)
 ]
-# Engines of too few GPUs, in place of the recipe's; the phase that they fill; what is there to turn. By model.
-TOO_FEW: dict[str, tuple[dict[str, int], list[str], str]] = {
-    "qwen3_30b": ({"tp": 1, "ep": 1}, ["rollout"], "rollout.engine.fp8"),
+SMALLEST = "dapo_qwen2_5_32b"  # whose engines are searched by day
+# Engines of too few GPUs, in place of the recipe's; the phase that they fill; what is there to turn. By model or recipe.
+TOO_FEW: dict[str, tuple[dict[str, float], list[str], str]] = {
+    "qwen3_30b": ({"tp": 1, "ep": 1, "dp": 1, "sglang.mem_fraction_static": 0.8}, ["rollout"], "rollout.engine.fp8"),
     "qwen3_235b": ({"tp": 4, "ep": 4, "dp": 1}, ["rollout", "reshard"], "rollout.engine.tp"),
+    "vapo_qwen3_235b": ({"tp": 4, "ep": 4, "dp": 1}, ["rollout", "reshard"], "rollout.engine.fp8"),
     "deepseek671b": ({"tp": 16, "ep": 16, "dp": 8}, ["rollout", "reshard"], "rollout.engine.fp8"),
     "qwen2_5_32b": ({"tp": 1}, ["rollout"], "rollout.engine.fp8"),
 }
@@ -84,11 +86,11 @@ def test_it_fits(name: str, over: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(("over", "limit_s"), [((), 2100), (("fp8_rollout_deepseek671b.yaml",), 1300)])
-def test_deepseek_samples_in_most_of_a_step_and_no_longer_in_five_sixths(over: tuple[str, ...], limit_s: int) -> None:
-    """With engines of 32 GPUs and groups of four it was 3,180 s."""
+def test_deepseek_takes_less_than_it_did(over: tuple[str, ...], limit_s: int) -> None:
+    """With engines of 32 GPUs and groups of four it was 3,180 s, five sixths of it to sample."""
     found = planned("dapo_deepseek671b", over)
     assert found.step.total_s < limit_s
-    assert 0.5 < found.rollout.total_s / found.step.total_s < 0.75
+    assert found.rollout.total_s / found.step.total_s < 0.75
 
 
 @pytest.mark.parametrize("name", CLUSTER)
@@ -136,7 +138,7 @@ def test_micro_batches_that_are_too_long_fill_training(name: str) -> None:
 
 @pytest.mark.parametrize("name", CLUSTER)
 def test_engines_that_are_too_small_fill_the_rollout(name: str) -> None:
-    sizes, phases, knob = TOO_FEW[model_of(RECIPES / f"{name}.yaml")]
+    sizes, phases, knob = TOO_FEW.get(name) or TOO_FEW[model_of(RECIPES / f"{name}.yaml")]
     count = load(name).placement.gpus // sizes["tp"]
     overrides = [f"rollout.engine.{key}={value}" for key, value in (sizes | {"count": count}).items()]
     faults = by_phase(held(load(name, (), *overrides)))
@@ -153,11 +155,31 @@ def test_without_attention_groups_the_best_number_of_them_is_advised() -> None:
     assert groups.step.total_s == pytest.approx(float(advised[2].replace(",", "")), rel=0.02)
 
 
-@pytest.mark.nightly  # a minute of one core
-def test_engines_are_not_more_than_a_twentieth_behind_the_best_of_their_kind() -> None:
-    """Of engines whose samples have the trainer's probabilities, and that need no kernels that the recipe does not."""
-    recipe = load("dapo_deepseek671b")
-    found = search(recipe, load_hardware(recipe.placement.hardware), "engine")
-    same_kind = [row.plan.step.total_s for row in found.found if row.needs <= needs_of(recipe)]
-    assert same_kind
-    assert found.own.step.total_s <= 1.05 * min(same_kind)
+def seconds_over_the_best(found: SearchResult, plan: run_plan.RunPlan) -> float:
+    """A step of a plan over one of the fastest layout that needs no more."""
+    return plan.step.total_s / min(row.plan.step.total_s for row in found.found if row.needs <= needs_of(plan.recipe))
+
+
+def searched(name: str, side: Side) -> SearchResult:
+    recipe = load(name)
+    return search(recipe, load_hardware(recipe.placement.hardware), side)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == SMALLEST else pytest.param(name, marks=pytest.mark.nightly) for name in CLUSTER]
+)
+def test_no_engines_are_more_than_a_twentieth_behind_the_best_of_their_kind(name: str) -> None:
+    """A minute of one core for a large model. Overlays for other engines on as many GPUs are of other kinds."""
+    found = searched(name, "engine")
+    assert seconds_over_the_best(found, found.own) <= 1.05
+    for over in OVERLAYS[model_of(RECIPES / f"{name}.yaml")]:
+        if len(over) == 1 and over[0].startswith("fp8"):
+            assert seconds_over_the_best(found, planned(name, (*over, "train.mtp_loss=0"))) <= 1.05, over
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", CLUSTER)
+def test_no_training_layout_is_more_than_a_twentieth_behind_the_best_of_its_kind(name: str) -> None:
+    """A minute of one core for a large model."""
+    found = searched(name, "train")
+    assert seconds_over_the_best(found, found.own) <= 1.05

@@ -1,20 +1,27 @@
-"""Seconds of sampling: continuous batching against a simulation token by token."""
+"""Seconds of sampling: of the fullest engine, by its room; its events are in test_engine_simulation.py."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megarl.config.hardware import load_hardware
 from megarl.parallel.engine_layout import EngineLayout
-from megarl.plan.batch import Samples
+from megarl.parallel.hf_config import model_shape
+from megarl.plan.batch import Samples, response_lengths
 from megarl.plan.decode_step import EngineSpeed
-from megarl.plan.rollout_time import decode_s, rollout_time
+from megarl.plan.engine_memory import token_bytes
+from megarl.plan.engine_simulation import GroupLimits
+from megarl.plan.rollout_time import SimulatedSpeed, rollout_time, rough_rollout_s
 from megarl.types import ModelShape
 from tests.plan import recipes as planning
 
 CARD = load_hardware(planning.H800)
 SHAPE = ModelShape(10, 1024, 16, 4, 64, 32000, num_experts=64, experts_per_token=8, moe_ffn_size=512)
+V3 = model_shape(Path(__file__).parents[2] / "recipes" / "models" / "deepseek-v3")
 EXPERTS_BYTES = 10 * 64 * 3 * 1024 * 512 * 2
 
 
@@ -22,48 +29,75 @@ def speed_of(layout: EngineLayout, kv_bytes: float = 0.0, shape: ModelShape = SH
     return EngineSpeed(shape, layout, CARD, 8, "bfloat16", EXPERTS_BYTES / layout.tp + 1e8, kv_bytes)
 
 
-def by_the_token(lengths: list[int], slots: int) -> float:
-    """Seconds where a step of n sequences of mean age a takes n + a / 100."""
-    waiting, running, seconds = list(lengths), [], 0.0
-    while waiting or running:
-        while waiting and len(running) < slots:
-            running.append([0, waiting.pop(0)])
-        ages = [age + 0.5 for age, _ in running]
-        seconds += len(running) + sum(ages) / len(ages) / 100
-        running = [[age + 1, length] for age, length in running if age + 1 < length]
-    return seconds
+def limits(groups: int, slots: int, cache: int = 10**9, longest: int = 400) -> GroupLimits:
+    return GroupLimits(groups, slots, cache, longest)
 
 
-@pytest.mark.parametrize("slots", [1, 3, 20])
-def test_continuous_batching_as_token_by_token(slots: int) -> None:
-    lengths = np.random.default_rng(1).integers(1, 60, 20).tolist()
-    seconds, tail = decode_s(lengths, slots, lambda running, age: running + age / 100)
-    assert seconds == pytest.approx(by_the_token(lengths, slots))
-    assert 0 <= tail < seconds
-
-
-def test_equal_lengths_take_turns_and_leave_no_tail() -> None:
-    assert decode_s([10] * 6, 3, lambda running, age: 1.0) == (20.0, 0.0)
-    assert decode_s([1, 1, 1, 9], 4, lambda running, age: 1.0) == (9.0, 8.0)
+SAMPLES = Samples(10, 10, 40, 40, 50, 450, np.arange(1, 41) * 10)  # the longest in the order of their prompts
 
 
 def test_less_room_takes_longer_and_the_fullest_engine_counts() -> None:
-    samples = Samples(10, 10, 40, 40, 50, 400, np.arange(1, 41) * 10)
     speed = speed_of(EngineLayout(4, 1, 1))
-    wide, narrow = rollout_time(speed, samples, 100), rollout_time(speed, samples, 3)
+    wide, narrow = rollout_time(speed, SAMPLES, limits(1, 100)), rollout_time(speed, SAMPLES, limits(1, 3))
     assert (wide.running, narrow.running) == (12, 3)  # 3 of 10 prompts, with 4 samples each
     assert narrow.total_s > wide.total_s > wide.tail_s > 0
-    assert wide.tokens_per_s == pytest.approx(samples.responses.sum() / wide.total_s)
-    assert wide.prefill_s == pytest.approx(speed.prefill_s(3, 50))
+    assert wide.tokens_per_s == pytest.approx(SAMPLES.responses.sum() / wide.total_s)
+    assert wide.prefill_s == pytest.approx(3 * sum(speed.prefill_s(50)))
+    assert wide.retracted == wide.again_share == 0
 
 
 def test_no_room_makes_a_rollout_shorter_than_its_longest_response_alone() -> None:
     """Its steps are of one sequence each, of 50 tokens and as many more as there were steps."""
-    samples = Samples(10, 10, 40, 40, 50, 450, np.arange(1, 41) * 10)
-    speed = speed_of(EngineLayout(4, 1, 1))
-    found = rollout_time(speed, samples, 100)
+    speed = speed_of(EngineLayout(4, 1, 1), kv_bytes=1e5)
+    found = rollout_time(speed, SAMPLES, limits(1, 100))
     assert found.longest == 340  # every third of the responses is on the fullest engine
     by_step = sum(speed.step_s(1, 50 + age) for age in range(found.longest))
     assert found.alone_s == pytest.approx(by_step, rel=1e-3)
-    assert found.alone_s < found.decode_s < rollout_time(speed, samples, 2).decode_s
-    assert rollout_time(speed, samples, 2).alone_s == found.alone_s
+    assert found.alone_s < found.decode_s < rollout_time(speed, SAMPLES, limits(1, 2)).decode_s
+    assert rollout_time(speed, SAMPLES, limits(1, 2)).alone_s == found.alone_s
+
+
+def test_equal_lengths_take_turns_of_as_many_steps() -> None:
+    """12 responses of 200 tokens, 4 at once: three turns, in each of which the cache grows from 50 to 250 tokens."""
+    equal = replace(SAMPLES, responses=np.full(40, 200))
+    speed = speed_of(EngineLayout(4, 1, 1), kv_bytes=1e5)
+    found = rollout_time(speed, equal, limits(1, 4))
+    assert found.decode_s == pytest.approx(3 * 200 * speed.step_s(4, 150))
+    assert found.tail_s == 0
+
+
+def test_a_small_cache_loses_sequences_and_reads_them_again() -> None:
+    speed = speed_of(EngineLayout(1, 4, 4, dp=2))
+    long = replace(SAMPLES, responses=20 * SAMPLES.responses)
+    wide, narrow = (rollout_time(speed, long, limits(2, 20, cache, 8000)) for cache in (10**6, 20_000))
+    assert wide.retracted == 0 < narrow.retracted
+    assert 0 < narrow.again_share < 1
+    assert narrow.prefill_s > wide.prefill_s and narrow.total_s > wide.total_s
+
+
+def test_without_a_cache_each_group_runs_one_at_a_time() -> None:
+    """A recipe that does not fit has a plan, too."""
+    found = rollout_time(speed_of(EngineLayout(1, 4, 4, dp=2)), SAMPLES, limits(2, 20, 1))
+    assert (found.running, found.retracted) == (2, 0)
+
+
+@pytest.mark.parametrize("cache", [20_000, 40_000, 10**6])
+def test_the_formula_is_near_the_simulation(cache: int) -> None:
+    """It orders the search's layouts, and its room is what the cache holds of sequences of all ages."""
+    responses = response_lengths(256, 8000, 0.4)
+    samples = Samples(32, 32, 256, 256, 50, 8050, responses)
+    speed = speed_of(EngineLayout(1, 4, 4), kv_bytes=1e4)
+    rough = rough_rollout_s(speed, samples, cache // samples.running_tokens)
+    assert rough == pytest.approx(rollout_time(speed, samples, limits(1, 256, cache, 8000)).total_s, rel=0.25)
+
+
+@pytest.mark.parametrize("draft", [0, 1])
+def test_the_simulation_has_the_seconds_of_the_step_and_waits_for_the_fullest_group(draft: int) -> None:
+    layout = EngineLayout(1, 32, 32, 32, whole_dense=True, group_head=True, draft=draft)
+    speed = EngineSpeed(V3, layout, CARD, 8, "bfloat16", 40e9, token_bytes(V3, layout, 2))
+    simulated, running = SimulatedSpeed(speed), np.full(32, 12.0)
+    for context in (100, 8000):
+        even = running * context
+        assert simulated.step_s(running, even) == pytest.approx(speed.step_s(32 * 12, context))
+        uneven = even + np.eye(1, 32)[0] * 1000
+        assert simulated.step_s(running, uneven) == pytest.approx(speed.step_s(32 * 12, context + 1000 / 12))

@@ -164,6 +164,37 @@ def test_a_picture_is_a_png_of_the_size_that_the_map_needs(small: RunPlan, deeps
         assert len({tuple(pixel) for pixel in pixels[::7, ::7, :3].reshape(-1, 3).tolist()}) > 10
 
 
+def test_a_plan_of_phases_says_how_old_tokens_are_and_who_waits(tmp_path: Path) -> None:
+    """On the second node's GPUs engines alone, and on the first's ranks alone."""
+    keys = ["rollout.max_response_tokens=400", "rollout.phase_tokens=100", "rollout.prompts_in_flight=256"]
+    split = ["placement.gpus=8", "placement.train_gpus=4", "rollout.engine.count=1", "placement.first_engine_gpu=4"]
+    plan = make_plan(planning.small(tmp_path, *keys, *split, "algorithm.mismatch=tis"), CARD)
+    assert plan.phases and plan.rollout == plan.phases.time and plan.step.rollout_s == plan.rollout.total_s
+    assert (plan.phases.phase_tokens, plan.phases.prompts_in_flight, plan.phases.bound) == (100, 256, 3)
+    assert 0 < plan.phases.token_mean < plan.phases.token_max <= 3
+    page = report_of(plan)
+    assert re.search(r"open sequences in a phase +[12],\d{3}", page)
+    assert re.search(r"tokens are stale, mean and maximum +[\d.]+, \d; never more than 3", page)
+    assert "the most tokens that a phase adds alone, 100 tokens" in page
+    found = plan_json(plan)
+    assert found["phases"]["token_mean"] == plan.phases.token_mean and "time" not in found["phases"]
+    assert found["waits"] == {"engines_s": plan.engines_wait_s, "ranks_s": plan.rollout.total_s}
+    assert plan.engines_wait_s == pytest.approx(plan.step.train_s + plan.step.save_s)
+    assert f"GPUs that only train wait {amount(plan.rollout.total_s)} s of a step" in page
+
+
+def test_what_contradicts_phases_is_not_planned(tmp_path: Path) -> None:
+    keys = ["rollout.phase_tokens=2", "rollout.prompts_in_flight=1"]
+    wheres = [fault.where for fault in plan_faults(planning.small(tmp_path, *keys))]
+    assert {"rollout.prompts_in_flight", "algorithm.mismatch"} <= set(wheres)
+
+
+def test_gpus_that_sample_and_train_wait_for_nobody(small: RunPlan) -> None:
+    assert small.phases is None and plan_json(small)["phases"] is None
+    assert (small.engines_wait_s, small.ranks_wait_s) == (0, 0)
+    assert "wait" not in report_of(small)
+
+
 def test_numbers_are_told_as_runs() -> None:
     assert spans((0, 1, 4, 5, 7)) == "0-1, 4-5, 7"
     assert spans(range(3, 4)) == "3" and spans(()) == "none"

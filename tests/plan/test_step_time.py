@@ -12,6 +12,7 @@ from megarl.config.hardware import load_hardware
 from megarl.parallel.layout import TrainLayout
 from megarl.plan import step_time
 from megarl.plan.batch import RankWork, Samples
+from megarl.plan.layer_time import RankLayers
 from megarl.plan.step_time import ComputingModel, TrainTime
 from megarl.training.flops import train_flops
 from megarl.types import ModelShape
@@ -26,12 +27,22 @@ MODEL = ComputingModel(
 )  # fmt: skip
 
 
-def test_updates_are_flops_stretched_by_bubble_and_imbalance() -> None:
-    ideal = 8 * train_flops(SHAPE, 100) / (16 * 989.4e12 * CARD.compute_share)
+def test_updates_are_products_exchanges_and_micro_batches_stretched_by_bubble_and_imbalance() -> None:
+    layers = RankLayers(SHAPE, LAYOUT, CARD, 8)
+    products = 8 * train_flops(SHAPE, 100) / (16 * 989.4e12 * CARD.compute_share)
+    exchanges = layers.exchanges(8 * 100 / 4)
+    each = layers.micro_batch_s(2e9, 4e9, 1, 1)
     found = step_time.learning_time(MODEL, SAMPLES, CARD, 8)
-    assert found.updates_s == pytest.approx(ideal * 1.25 / 0.8)
+    assert found.updates_s == pytest.approx(1.25 * ((products + exchanges.total(1, 1)) / 0.8 + 2 * 4 * each))
     again = step_time.learning_time(replace(MODEL, recomputes=True), SAMPLES, CARD, 8)
-    assert again.updates_s == pytest.approx(found.updates_s * 4 / 3)
+    whole = (products * 4 / 3 + exchanges.total(2, 1)) / 0.8 + 2 * 4 * layers.micro_batch_s(2e9, 4e9, 2, 1)
+    assert again.updates_s == pytest.approx(1.25 * whole)
+
+
+def test_all_stages_wait_for_the_one_with_the_most_layers() -> None:
+    uneven = replace(MODEL, layout=replace(LAYOUT, stage_layers=(6, 4)))
+    even, found = (step_time.forward_s(model, SAMPLES, CARD, 8) for model in (MODEL, uneven))
+    assert found == pytest.approx(even * 6 / 5)
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ _MOST_IN_GRAPHS = 512  # sequences of a group in the largest CUDA graph, as SGLa
 
 
 def step_sequences(recipe: Recipe) -> int:
-    """The sequences that an engine runs at once in a round of a training step: an even share of the prompts."""
+    """The sequences that an engine runs at once in a phase of a training step: an even share of the prompts."""
     name, rollout = recipe.algorithm.name, recipe.rollout
-    num_prompts = hyperparameters_of(name, recipe.algorithm).num_drawn(rollout.prompts_per_step)
+    num_prompts = hyperparameters_of(name, recipe.algorithm).num_drawn(rollout.in_flight)
     of_prompt = rollout.samples_per_prompt + ALGORITHMS[name].greedy_baseline
     return math.ceil(num_prompts / rollout.engine.count) * of_prompt
 

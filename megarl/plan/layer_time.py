@@ -1,0 +1,146 @@
+"""How long a training rank's layers take besides their products: exchanges, weights and kernel launches. An estimate.
+
+Nothing is taken to be hidden: as `parallel/model.py` sets Megatron up, no product runs under a layer's exchanges.
+Exchanges grow with the tokens; each micro-batch adds what it costs however few tokens it has.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megarl.config.hardware import Hardware
+from megarl.parallel.layout import TrainLayout
+from megarl.types import ModelShape
+
+_ACTIVATION_BYTES = 2  # of a number between layers
+# Assumptions, which bring the published figures in tests/plan/test_layer_time.py within a quarter.
+LAYER_S = 1e-3  # of a layer's kernels in one forward pass of a micro-batch, however small; backward is twice that
+COUNTS_S = 1.5e-3  # of a layer with experts: the host waits before a forward all-to-all for the number of tokens
+
+
+@dataclass(frozen=True)
+class ExchangeTime:
+    """Seconds of a forward pass on one rank of the mean pipeline stage, by exchange.
+
+    tensor: sums over tensor-parallel ranks; experts: tokens to their experts and back; context: keys and values over
+    context-parallel ranks; pipeline: hidden states to the next stage.
+    """
+
+    tensor: float
+    experts: float
+    context: float
+    pipeline: float
+
+    def total(self, forwards: int, backwards: int) -> float:
+        """Seconds of so many passes. Backward sends as much as forward, and keys and values with their gradients.
+
+        A pass that is recomputed has kept its input, so the stage before sends nothing.
+        """
+        layers = (forwards + backwards) * (self.tensor + self.experts) + (forwards + 2 * backwards) * self.context
+        return layers + (1 + backwards) * self.pipeline
+
+
+@dataclass(frozen=True)
+class RankLayers:
+    """The layers of one training rank. deepep: a token goes once to each rank, not once to each chosen expert."""
+
+    shape: ModelShape
+    layout: TrainLayout
+    hardware: Hardware
+    gpus_per_node: int
+    deepep: bool = False
+
+    @property
+    def unevenness(self) -> float:
+        """Layers of the fullest pipeline rank over those of the mean one: the others wait for it."""
+        layout, layers = self.layout, self.shape.num_layers
+        chunks = range(layout.vpp)
+        fullest = max(sum(len(layout.layers(rank, layers, chunk)) for chunk in chunks) for rank in range(layout.pp))
+        return fullest * layout.pp / layers
+
+    def exchanges(self, tokens: float) -> ExchangeTime:
+        """Seconds of a forward pass over so many tokens of a data-parallel rank; TP cuts dense and shared MLPs, too."""
+        layout = self.layout
+        layers, sparse = self.shape.num_layers / layout.pp, self._sparse_layers / layout.pp
+        row = tokens / layout.cp
+        mlps = layers - sparse + sparse * (self.shape.num_shared_experts > 0)
+        return ExchangeTime(
+            tensor=(layers + mlps) * self._sum_s(row),
+            experts=sparse * self._experts_s(row / layout.tp),
+            context=layers * self._ring_s(tokens),
+            pipeline=self._pipeline_s(row / layout.tp),
+        )
+
+    def micro_batch_s(self, weights_bytes: float, grads_bytes: float, forwards: int, backwards: int) -> float:
+        """Seconds of each micro-batch, however few tokens it has. Both bytes are of the whole rank.
+
+        Each pass reads the weights, backward also reads and writes their gradients; the host launches the kernels.
+        """
+        moved = (forwards + backwards) * weights_bytes + 2 * backwards * grads_bytes
+        layers, sparse = self.shape.num_layers / self.layout.pp, self._sparse_layers / self.layout.pp
+        launched = layers * (forwards + 2 * backwards) * LAYER_S
+        waited = sparse * forwards * COUNTS_S * (not self.deepep)
+        return moved / (self.hardware.hbm_bytes_per_s * self.hardware.hbm_share) + launched + waited
+
+    @property
+    def _sparse_layers(self) -> int:
+        return self.shape.num_layers - self.shape.num_dense_layers if self.shape.num_experts else 0
+
+    def _bytes(self, tokens: float) -> float:
+        return tokens * self.shape.hidden_size * _ACTIVATION_BYTES
+
+    def _link(self, ranks: int) -> float:
+        """Bytes a second of a GPU's slowest link in a group of so many neighbours."""
+        card = self.hardware
+        if ranks <= self.gpus_per_node:
+            return card.nvlink_bytes_per_s * card.nvlink_share
+        return card.nic_bytes_per_s * card.nic_share
+
+    def _sum_s(self, tokens: float) -> float:
+        """An all-gather before a product that TP cuts, and a reduce-scatter behind it.
+
+        A ring moves (n - 1) / n of the message for each (Korthikanti et al. 2022, section 4.2).
+        """
+        tp = self.layout.tp
+        return 2 * (tp - 1) / tp * self._bytes(tokens) / self._link(tp)
+
+    def _experts_s(self, tokens: float) -> float:
+        """Dispatch and combine of a rank's tokens, a copy to each chosen expert, over both kinds of link at once.
+
+        DeepEP sends a token once to each node and there once to each rank, to (n - 1) (1 - (1 - 1 / n) ^ k) of n others
+        in the mean, where experts are chosen evenly (github.com/deepseek-ai/DeepEP). ETP gathers its peers' copies.
+        """
+        layout, chosen = self.layout, self.shape.experts_per_token
+        ranks, card = layout.ep * layout.etp, self.hardware
+        nodes = math.ceil(ranks / self.gpus_per_node)
+        if self.deepep:
+            to_nodes, to_ranks = _distinct(nodes, chosen), _distinct(layout.ep, chosen)
+        else:
+            to_nodes = chosen * (nodes - 1) / nodes
+            to_ranks = chosen * max(0.0, 1 / nodes - 1 / layout.ep)
+        message = self._bytes(tokens)
+        over_fabric = to_nodes * message / (card.nic_bytes_per_s * card.nic_share)
+        gathered = chosen * (layout.etp - 1) * message / self._link(layout.etp)
+        return 2 * (max(over_fabric, to_ranks * message / self._link(1)) + gathered)
+
+    def _ring_s(self, tokens: float) -> float:
+        """Keys and values of the other context-parallel ranks, passed round a ring (Liu et al. 2023)."""
+        layout, shape, mla = self.layout, self.shape, self.shape.mla
+        width = 2 * max(shape.num_kv_heads, layout.tp) * shape.head_dim
+        if mla:
+            width = shape.num_heads * (mla.nope_dim + mla.rope_dim + mla.v_dim)
+        message = tokens * width / layout.tp * _ACTIVATION_BYTES
+        return (layout.cp - 1) / layout.cp * message / self._link(layout.tp * layout.cp)
+
+    def _pipeline_s(self, tokens: float) -> float:
+        """To the next virtual stage; the messages of an interleaved pipeline are not taken to be hidden either."""
+        layout = self.layout
+        if layout.pp == 1:
+            return 0.0
+        return layout.vpp * self._bytes(tokens) / self._link(layout.world_size)
+
+
+def _distinct(parts: int, chosen: int) -> float:
+    """The mean number of other parts that get a token, which chooses `chosen` times evenly and independently."""
+    return (parts - 1) * (1 - (1 - 1 / parts) ** chosen)
