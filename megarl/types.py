@@ -142,24 +142,48 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class SamplePart:
+    """Tokens of a response, one after another, that one version of the weights sampled."""
+
+    version: int
+    num_tokens: int
+
+
+def with_part(parts: tuple[SamplePart, ...], new: SamplePart) -> tuple[SamplePart, ...]:
+    """Parts with a new one after them, which lengthens the last where both are of one version."""
+    if parts and parts[-1].version == new.version:
+        return *parts[:-1], SamplePart(new.version, parts[-1].num_tokens + new.num_tokens)
+    return *parts, new
+
+
+def num_stale(parts: Sequence[SamplePart], version: int) -> int:
+    """How many of a response's tokens earlier weights than those of `version` sampled: its first ones."""
+    return sum(part.num_tokens for part in parts if part.version < version)
+
+
+@dataclass(frozen=True)
 class Sample:
     """One response of the engine.
 
     response_ids_T and engine_logp_T have the response's length (the end-of-sequence token included when it was
-    sampled); version is the weights' version that sampled it. routed_experts [T - 1, M, K], where it was asked for, are
-    the experts of prompt and response together but for the last token, which the engine did not compute, in each of the
-    M layers that have experts, from the model's first on: uint8, or int16 if there are more than 256. verifications:
-    steps in which the model verified drafts, each of which gave one token or more; 0 without drafts.
+    sampled); its parts, whose versions ascend, have all of its tokens. routed_experts [T - 1, M, K], where it was asked
+    for, are the experts of prompt and response together but for the last token, which the engine did not compute, in
+    each of the M layers that have experts, from the model's first on: uint8, or int16 if there are more than 256; those
+    of a part's tokens are from when they were sampled. verifications: steps in which the model verified drafts, each of
+    which gave one token or more; 0 without drafts. prefills: phases in which an engine read the prompt, each of which
+    gave one token. is_open: it has neither ended nor reached the length limit.
     """
 
     response_ids_T: IntArray
     engine_logp_T: FloatArray
     text: str
-    finished: bool  # False: cut at the length limit
-    version: int
+    finished: bool  # False: cut at the length limit, or open
+    parts: tuple[SamplePart, ...]
     routed_experts: npt.NDArray[Any] | None = None
     is_baseline: bool = False  # sampled greedily, to compare the group's other samples with; not trained on
     verifications: int = 0
+    prefills: int = 1
+    is_open: bool = False
 
 
 @dataclass(frozen=True)
@@ -177,8 +201,8 @@ class SampleGroup:
 class GroupSummary:
     """What the controller keeps of a group: the samples themselves stay in the object store.
 
-    failures: a description of each failed verdict. Of those samples num_dropped are not in the group. verifications: of
-    drafts (Sample), all samples together but the baseline.
+    parts_G: of each sample. failures: a description of each failed verdict. Of those samples num_dropped are not in the
+    group. verifications, prefills: as of a Sample, all samples together but the baseline.
     """
 
     prompt_text: str
@@ -189,12 +213,13 @@ class GroupSummary:
     finished_G: BoolArray
     rewards_G: FloatArray
     correct_G: BoolArray
-    version: int
+    parts_G: tuple[tuple[SamplePart, ...], ...]
     baseline: int | None = None  # the index of the baseline sample, if there is one
     given_answers: tuple[str, ...] = ()
     failures: tuple[str, ...] = ()
     num_dropped: int = 0
     verifications: int = 0
+    prefills: int = 0
 
     @property
     def drawn_G(self) -> BoolArray:
@@ -207,11 +232,12 @@ class RoundBalance:
     """How evenly the engines worked in a round of sampling.
 
     group_tokens: of each attention group of each engine, tokens of prompts and responses. tail_s: from when 90 % of the
-    samples had finished until all had.
+    samples had finished until all had. idle_s: that engines waited for the last of them, the mean engine.
     """
 
     group_tokens: tuple[int, ...]
     tail_s: float
+    idle_s: float
 
 
 @dataclass(frozen=True)
@@ -227,7 +253,7 @@ class TrainSequence:
     outcome: float = 0.0  # 1 where the response is correct, else 0
     advantage_T: FloatArray | None = None  # None until megarl.training.credit has computed it; demonstrations have none
     nll_weight_T: FloatArray | None = None  # weight of -log p in the loss sum, added to the policy loss; None: 0
-    is_stale: bool = False  # sampled by an earlier policy, so that engine_logp_T holds the old policy's log p
+    is_stale_T: BoolArray | None = None  # whether an earlier policy than the step's sampled the token; None: no token
     experts_TMK: npt.NDArray[Any] | None = None  # Sample.routed_experts, of the T - 1 tokens that the engine computed
 
 

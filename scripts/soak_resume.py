@@ -1,11 +1,13 @@
 """End a run with SIGKILL again and again, resume it each time, and compare its end with that of an undisturbed run.
 
-    python scripts/soak_resume.py --points 50 [--seed 1] [--folder DIR] [--json]
+    python scripts/soak_resume.py --points 50 [--seed 1] [--folder DIR] [--json] [--spread] [--ahead]
 
 A tiny model, on CPU, seeded samples: weights, optimizer, metrics (but for times) and samples must be the same to the
 last bit. A point is a moment drawn in advance: while everything starts, or so many seconds after a step was recorded,
 which is in the middle of a rollout, an update, a save or a reshard. At one of the points SIGUSR1 asks the run to end,
-as Slurm does before the time limit. Exit code 1: something differs.
+as Slurm does before the time limit. --spread: also a run on two engines, whose rewards take random seconds; its
+samples, weights and metrics must be the same, too. --ahead: the engine has a slot of its own and samples a phase while
+the ranks learn; of two engines one has. Exit code 1: something differs.
 """
 
 from __future__ import annotations
@@ -28,12 +30,26 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
-STEPS, WARM_STEPS, EVERY = 8, 2, 2
-REWARD = "def score(response, answer, row):\n    return sum(map(ord, response)) % 7 / 6\n"  # one in seven is correct
+STEPS, WARM_STEPS, EVERY, NUM_ENDS = 8, 2, 2, 20
+REWARD = """import random, time
+def score(response, answer, row):
+    return sum(map(ord, response)) % 7 / 6  # one in seven is correct
+def slow_score(response, answer, row):
+    time.sleep(random.random() * 0.3)
+    return score(response, answer, row)
+"""
+AHEAD = ["rollout.ahead=1", "placement.gpus=3", "placement.first_engine_gpu=2"]
+MIXED = ["placement.first_engine_gpu=1"]  # of two engines one shares its slot with a training rank
+SPREAD = ["rollout.engine.count=2", "reward.function=odd_reward:slow_score"]
+OF_ENGINES = ("reshard/", "rollout/imbalance")  # what two engines measure otherwise
 OVERRIDES = [
     "algorithm.name=vapo",  # so that there is a critic, too
     "algorithm.critic_warmup_steps=2",
     "algorithm.dynamic_sampling=true",  # and samples that wait for the next step
+    "algorithm.mismatch=tis",
+    "rollout.max_response_tokens=12",  # in four phases, after which open samples wait too
+    "rollout.phase_tokens=3",
+    "rollout.prompts_in_flight=16",
     "critic.ranks.gpus=1",
     "critic.ranks.ep=1",
     f"warm_start.steps={WARM_STEPS}",
@@ -46,6 +62,7 @@ OVERRIDES = [
     "train.pp=1",
     "train.ep=2",
     "train.updates_per_step=2",
+    "train.replay=r3",
     "placement.gpus=2",
     "placement.train_gpus=2",
     "evaluation.max_prompts=4",
@@ -58,23 +75,29 @@ OVERRIDES = [
 ]
 _POLL_S = 0.02
 _TRY_AGAIN = 75
+_SECONDS = ("rollout/tail_s", "rollout/idle_s", "rollout/waited_s")
 _LIMIT_S = 300.0
 
 
-def prepare(folder: Path) -> None:
-    """The quickstart's model and data, and a reward that teaches something from the first step on."""
+def prepare(folder: Path, overrides: list[str]) -> None:
+    """The quickstart's model and data, a reward that teaches something from the first step on, and the overrides."""
     for script, target in (("make_tiny_moe.py", "models/tiny-qwen3-moe"), ("make_arithmetic.py", "data")):
         command = [sys.executable, str(ROOT / "scripts" / script), "--out", str(folder / target)]
         subprocess.run(command, check=True, capture_output=True)
+    file = folder / "models" / "tiny-qwen3-moe" / "generation_config.json"
+    config = json.loads(file.read_text())
+    ends = [config["eos_token_id"], *range(40, 40 + NUM_ENDS)]  # an untrained model draws one of them now and then
+    file.write_text(json.dumps(config | {"eos_token_id": ends}))
     (folder / "odd_reward.py").write_text(REWARD)
+    (folder / "overrides").write_text("\n".join(overrides))
 
 
-def start(folder: Path, name: str) -> subprocess.Popen[bytes]:
+def start(folder: Path, name: str, *more: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "megarl.cli", "train", str(ROOT / "recipes" / "quickstart.yaml"), "--resume"]
     log = (folder / f"{name}.log").open("ab")
     settings = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     return subprocess.Popen(
-        [*command, *OVERRIDES, f"run.name={name}"],
+        [*command, *(folder / "overrides").read_text().splitlines(), *more, f"run.name={name}"],
         cwd=folder,
         env=os.environ | settings,
         stdout=log,
@@ -109,8 +132,8 @@ def kill(process: subprocess.Popen[bytes]) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def finish(folder: Path, name: str) -> None:
-    process = start(folder, name)
+def finish(folder: Path, name: str, *more: str) -> None:
+    process = start(folder, name, *more)
     if process.wait(_LIMIT_S) != 0:
         raise RuntimeError(f"the run failed:\n{(folder / f'{name}.log').read_text()[-4000:]}")
 
@@ -140,6 +163,12 @@ def disturb(folder: Path, name: str, after: int, delay_s: float) -> str:
     return f"killed {delay_s:.2f} s after record {after}, at step {steps[-1] if steps else 'none'}"
 
 
+def has_open(folder: Path, name: str) -> bool:
+    """Whether the newest complete checkpoint of a run holds responses that have not ended."""
+    states = sorted((folder / "runs" / name / "checkpoints").glob("step-*/run.json"))
+    return bool(states) and json.loads(states[-1].read_text())["stock"]["has_open"]
+
+
 def ask(folder: Path, name: str) -> str:
     """Resume the run, ask it to end soon, and say whether it did, with a checkpoint of all that it recorded.
 
@@ -164,12 +193,12 @@ def ask(folder: Path, name: str) -> str:
     return f"asked after {EVERY} steps, ended with{'' if saved else 'out'} a checkpoint of step {last}"
 
 
-def differences(folder: Path, one: str, other: str) -> list[str]:
-    """What is not the same in two runs that ended."""
+def differences(folder: Path, one: str, other: str, others: tuple[str, ...] = ()) -> list[str]:
+    """What is not the same in two runs that ended; others: beginnings of metrics that may differ."""
     found = []
     for mine, theirs in zip(records(folder, one), records(folder, other), strict=True):
-        is_time = ("time/", "memory/", "speed/", "reshard/seconds", "reshard/plan_s")
-        names = [name for name in mine | theirs if not name.startswith(is_time)]
+        is_time = ("time/", "memory/", "speed/", "reshard/seconds", "reshard/plan_s", *others)
+        names = [name for name in mine | theirs if not name.startswith(is_time) and name not in _SECONDS]
         wrong = [name for name in names if mine.get(name) != theirs.get(name)]
         found += [f"step {mine['step']}: {name} {mine.get(name)} {theirs.get(name)}" for name in wrong]
     runs = [folder / "runs" / name for name in (one, other)]
@@ -187,20 +216,28 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, help="where the runs are written (default: a temporary folder)")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--spread", action="store_true", help="also a run on two engines with slow rewards")
+    parser.add_argument("--ahead", action="store_true", help="sample a phase while the ranks learn")
     arguments = parser.parse_args()
+    overrides, spread = (OVERRIDES + AHEAD, SPREAD + MIXED) if arguments.ahead else (OVERRIDES, SPREAD)
     with tempfile.TemporaryDirectory(prefix="soak-") as temporary:
         folder = arguments.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        prepare(folder)
+        prepare(folder, overrides)
         finish(folder, "undisturbed")
-        ends = []
+        ends, num_open = [], 0
         for index, (after, delay_s) in enumerate(points(arguments.points, arguments.seed)):
             is_asked = index == arguments.points // 2
             ends.append(ask(folder, "disturbed") if is_asked else disturb(folder, "disturbed", after, delay_s))
+            num_open += has_open(folder, "disturbed")
             if not arguments.json:
                 print(ends[-1], flush=True)
         finish(folder, "disturbed")
         found = differences(folder, "undisturbed", "disturbed")
+        found += [] if num_open else ["no run was resumed from a checkpoint with responses that have not ended"]
+        if arguments.spread:
+            finish(folder, "spread", *spread)
+            found += differences(folder, "undisturbed", "spread", OF_ENGINES)
     if arguments.json:
         print(json.dumps({"ends": ends, "differences": found}))
     else:

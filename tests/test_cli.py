@@ -62,9 +62,10 @@ def test_what_keeps_one_side_of_a_run_from_running_alone_is_told_before_it_start
 ) -> None:
     monkeypatch.setattr(sys, "path", sys.path[:])
     keys = [*quickstart_inputs, f"run.dir={tmp_path / 'runs'}", "checkpoint.every=1", "algorithm.name=grop"]
+    keys.append("rollout.phase_tokens=2")
     old = tmp_path / "old.parquet"
     old.write_bytes(b"PAR1")
-    both = ["algorithm.name: 'grop'", "warm_start.steps: ", "checkpoint.every: 1"]
+    both = ["algorithm.name: 'grop'", "warm_start.steps: ", "checkpoint.every: 1", "rollout.phase_tokens: 2"]
     for run, starts in (
         (partial(cli._rollout, out=old), [*both, f"--out {old}: it is there already"]),
         (partial(cli._rollout, out=tmp_path / "no" / "f"), [*both, f"--out {tmp_path}/no/f: {tmp_path}/no is not a"]),

@@ -23,7 +23,7 @@ from megarl.disk import writing
 from megarl.rollout.sample_file import writing as writing_samples
 from megarl.tracking import run_log
 from megarl.tracking.run_log import RunLog
-from megarl.types import FolderGone, Prompt, Sample, SampleGroup, UserFault
+from megarl.types import FolderGone, Prompt, Sample, SampleGroup, SamplePart, UserFault
 from tests.small_disk import small_disk
 from tests.tracking.test_metrics import group
 from tests.tracking.test_run_log import plain, recipe_in
@@ -176,7 +176,7 @@ def test_a_checkpoint_that_the_disk_has_no_room_for_is_not_left_half_written(dis
 def a_group(num_tokens: int) -> SampleGroup:
     rng = np.random.default_rng(1)
     ids, logp = rng.integers(0, 90, num_tokens), rng.random(num_tokens, dtype=np.float32)
-    sample = Sample(ids, logp, "x", True, 0)
+    sample = Sample(ids, logp, "x", True, (SamplePart(0, len(ids)),))
     return SampleGroup(Prompt("1", "p", (1, 2), "7"), (sample,), np.ones(1, np.float32), np.ones(1, np.bool_))
 
 

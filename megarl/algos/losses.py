@@ -14,7 +14,7 @@ from megarl.types import Estimator, Hyperparameters
 
 LossResult = tuple[torch.Tensor, dict[Statistic, torch.Tensor]]
 
-GAP = Statistic("rollout/logprob_gap_mean")  # |engine - trainer| logprob
+GAP = Statistic("rollout/logprob_gap_mean")  # |engine - trainer| logprob, of tokens that the policy itself sampled
 GAP_MAX = Statistic("rollout/logprob_gap_max", MAX)
 OLD_KL = Statistic("old_kl")  # the k3 estimate of KL(old | policy)
 ENTROPY = Statistic("entropy")
@@ -46,9 +46,13 @@ def policy_loss(
     """Weighted sum over the masked tokens of the surrogate, corrected for the engine's mismatch, and of the penalties.
 
     + kl_coefficient x KL(policy | reference) - entropy_coefficient x entropy; and of -log p by weights of its own
-    (of the correct samples: VAPO, arXiv 2504.05118, eq. 10).
+    (of the correct samples: VAPO, arXiv 2504.05118, eq. 10). old_logp_T: of the policy before the step, around which
+    the ratio is clipped. What earlier policies sampled is corrected by the mismatch (decoupled PPO, arXiv 2505.24298);
+    where that is off, the ratio of these tokens is to the engine's own probabilities.
     """
     mask_T = targets.loss_mask_T
+    if hyperparameters.mismatch == "off":
+        old_logp_T = torch.where(targets.is_stale_T, targets.engine_logp_T, old_logp_T)
     # Unmasked tokens get 0 before anything is multiplied, so that no inf * 0 reaches the gradient.
     logp_T = torch.where(mask_T, logp_T, 0.0)
     old_logp_T = torch.where(mask_T, old_logp_T, 0.0)
@@ -65,9 +69,11 @@ def policy_loss(
     if hyperparameters.entropy_coefficient:
         loss_T = loss_T - hyperparameters.entropy_coefficient * entropy_T
     with torch.no_grad():
-        gap_T = torch.where(mask_T, (old_logp_T - targets.engine_logp_T).abs(), 0.0)
+        is_fresh_T = mask_T & ~targets.is_stale_T  # elsewhere the policies differ, too
+        gap_T = (old_logp_T - targets.engine_logp_T).abs()
         old_kl_T = log_ratio_T.exp() - 1.0 - log_ratio_T
-        stats |= over_tokens(mask_T, {GAP: gap_T, GAP_MAX: gap_T, OLD_KL: old_kl_T, **own})
+        stats |= over_tokens(is_fresh_T, {GAP: gap_T, GAP_MAX: gap_T})
+        stats |= over_tokens(mask_T, {OLD_KL: old_kl_T, **own})
         stats[TOKENS] = mask_T.sum()
     loss = (torch.where(mask_T, loss_T, 0.0) * targets.loss_weight_T).sum()
     if hyperparameters.positive_nll:

@@ -27,8 +27,13 @@ def ratio(total: float, count: float) -> float | None:
     return total / count if count else None
 
 
+def largest(greatest: float, count: float) -> float | None:
+    """The largest of a number of values; None where there was none."""
+    return greatest if count else None
+
+
 SUM = Reduction()
-MAX = Reduction(is_max=True)
+MAX = Reduction(largest, is_max=True)  # parts: the largest, and how many there were
 MEAN = Reduction(ratio)  # parts: a sum, and the number of what was added up
 UPDATE_MEAN = Reduction(is_update_mean=True)
 
@@ -59,13 +64,13 @@ CLIPPED = Statistic("clipped")  # share of tokens whose objective is clipped
 
 
 def over_tokens(mask_T: torch.Tensor, values: Mapping[Statistic, torch.Tensor]) -> dict[Statistic, torch.Tensor]:
-    """Each statistic's values [T] over the masked tokens as parts for its reduction: sum and count, sum, or maximum."""
+    """Each statistic's values [T] over the masked tokens as parts: sum and count, the sum, or the largest and count."""
     found = {}
     with torch.no_grad():
         for statistic, value_T in values.items():
-            kept_T = torch.where(mask_T, value_T, 0)
+            kept_T = torch.where(mask_T, value_T, 0)  # a maximum is of values that are not negative
             total = kept_T.max() if statistic.reduction.is_max else kept_T.sum()
-            found[statistic] = parts(total, mask_T.sum()) if statistic.reduction == MEAN else total
+            found[statistic] = total if statistic.reduction == SUM else parts(total, mask_T.sum())
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 import signal
@@ -21,8 +20,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.cluster import processes
 from megarl.cluster.actor import SHARES, Pulses, Ref, Worker, failure
+from megarl.cluster.background import Background
 from megarl.cluster.session_folder import SessionFolder, remove_dead
-from megarl.cluster.topology import DevicePlacement
+from megarl.cluster.topology import DevicePlacement, bundles_by_address
 from megarl.config import PlacementConfig
 from megarl.device import LOOPBACK, is_loopback
 from megarl.printable import first_line
@@ -50,6 +50,8 @@ class WorkerFailed(Exception):
 class Cluster:
     """The GPU slots of a Ray session, which this command starts here or joins; a context manager.
 
+    background: its calls are attended to while any others are waited for, and their failures are reported alike.
+
     On exit a session that it started ends with all of its processes and files; a joined cluster goes on. Slot s is on
     node s // node_gpus; the nodes of a joined cluster are sorted by address, and a run takes whole nodes.
     """
@@ -73,6 +75,7 @@ class Cluster:
         self._placement: PlacementGroup
         self._bundles: list[int] = []  # the placement group's bundle of each node, in the order of the slots
         self._servers: processes.RayServers | None = None
+        self.background: Background | None = None
         self.host = LOOPBACK
         self.nodes: list[str] = []  # the nodes' addresses, in the order of the slots
 
@@ -208,15 +211,21 @@ class Cluster:
         watched = self._workers if among is None else among
         watches = {ref: worker.name for worker in watched for ref in worker.watch_refs}
         while True:
-            done = self._ended([*labels, *watches], watched)
+            background = self.background if among is None else None
+            waiting = {**(background.labels() if background else {}), **labels}
+            done = self._ended([*waiting, *watches], watched)
             failures = [why for ref in done if (why := failure(ref)) is not None]
             if failures:
                 at_fault = [why for why in failures if isinstance(why, UserFault)]
-                raise at_fault[0] if at_fault else self._cause([*labels, *watches], {**labels, **watches})
-            if len(done) < len(labels) and (silence := self._silence(watched)):
+                raise at_fault[0] if at_fault else self._cause([*waiting, *watches], {**waiting, **watches})
+            if len(done) < len(waiting) and (silence := self._silence(watched)):
                 raise WorkerFailed(silence, silence)
-            if done:
-                return done
+            if background and (ended := [ref for ref in done if ref not in labels]):
+                self.background = None  # while it takes these, what it waits for itself hands it no further ones
+                background.take(ended)
+                self.background = background
+            if asked := [ref for ref in done if ref in labels]:
+                return asked
 
     def settle(self, calls: Mapping[Ref, str]) -> bool:
         """Wait until every call has returned or raised; False as soon as any worker dies or is silent for too long."""
@@ -311,15 +320,6 @@ class Cluster:
             os.environ.pop("TMPDIR")
             if self._tmpdir is not None:
                 os.environ["TMPDIR"] = self._tmpdir
-
-
-def bundles_by_address(addresses: Mapping[int, str]) -> list[int]:
-    """Bundle numbers sorted by the IPv4 addresses of their nodes. Raises UserFault where Ray knows a node by a name."""
-    try:
-        return sorted(addresses, key=lambda bundle: ipaddress.IPv4Address(addresses[bundle]))
-    except ipaddress.AddressValueError as error:
-        mend = "start Ray with the node's address: ray start --node-ip-address=10.0.0.2"
-        raise UserFault("placement.network", f"Ray has no IPv4 address for a node ({error})", mend) from None
 
 
 def _raylet_socket() -> str:

@@ -1,15 +1,17 @@
 """The network card of each GPU of a node: the nearest one in the PCIe tree, with the GPUs spread evenly over the cards.
 
-NCCL chooses in the same way but reports it only in its log; here the choice is known before the first byte is sent.
+NCCL chooses in the same way but reports it only in its log; here the choice is known before the first byte is sent. The
+nodes themselves are in the order of their addresses.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import os
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -145,3 +147,12 @@ def _is_wanted(name: str, wanted: str) -> bool:
 
 def _gpu(address: str, root: Path) -> _Place:
     return _Place.of(root / "bus/pci/devices" / address)
+
+
+def bundles_by_address(addresses: Mapping[int, str]) -> list[int]:
+    """Bundle numbers sorted by the IPv4 addresses of their nodes. Raises UserFault where Ray knows a node by a name."""
+    try:
+        return sorted(addresses, key=lambda bundle: ipaddress.IPv4Address(addresses[bundle]))
+    except ipaddress.AddressValueError as error:
+        mend = "start Ray with the node's address: ray start --node-ip-address=10.0.0.2"
+        raise UserFault("placement.network", f"Ray has no IPv4 address for a node ({error})", mend) from None

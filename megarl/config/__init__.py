@@ -129,6 +129,11 @@ class EngineConfig(Branch):
 class RolloutConfig(Branch):
     """What is sampled in one step, and by which engines.
 
+    A response is sampled in phases of at most `phase_tokens` new tokens; between two phases no engine runs. A step
+    trains as soon as `prompts_per_step` groups are complete, and the others go on with the next weights. At most
+    `prompts_in_flight` prompts are begun and not trained on yet. With `ahead` the engines that share no GPU with other
+    models sample one phase while the ranks learn, with the weights from before these updates.
+
     The policy is the distribution that samples are drawn from, softmax(logits / temperature): logprobs, ratios, entropy
     and the KL to the reference use this temperature on both sides. Supervised losses use temperature 1.
     """
@@ -136,10 +141,18 @@ class RolloutConfig(Branch):
     prompts_per_step: Count
     samples_per_prompt: SampleCount  # at least 2 where an advantage compares the samples of a group
     max_response_tokens: Count
+    phase_tokens: Count | None = None  # null: a response is sampled whole, in one phase
+    prompts_in_flight: Count | None = None  # null: prompts_per_step
+    ahead: Literal[0, 1] = 0  # phases that are sampled while the ranks learn
     temperature: SamplingTemperature = 1.0
     top_p: TopP = 1.0  # 1 for training samples; an evaluation's may be less
     seeded: bool = False  # the same seed and weights give the same samples, to the last bit; slower
     engine: EngineConfig = Field(default_factory=EngineConfig)
+
+    @property
+    def in_flight(self) -> int:
+        """The prompts that are begun and not trained on yet, at most; more where dynamic sampling draws more."""
+        return self.prompts_in_flight or self.prompts_per_step
 
 
 class EvaluationSetConfig(Branch):

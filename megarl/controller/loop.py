@@ -1,15 +1,17 @@
 """The training loop. It knows the order of the phases; what an algorithm needs is stages that its row names.
 
-Each phase begins when the phase before it has ended (synchronous), and the samples stay in the object store: the
-controller passes references.
+Each phase begins when the phase before it has ended, and the samples stay in the object store: the controller passes
+references. With `rollout.ahead` engines that have GPUs of their own sample a phase of the stock from the end of
+`rollout` on, and `ahead` waits for it; otherwise the loop is synchronous.
 
 | phase   | is fed by                                      | waits for                    | is freed by            |
 |---------|------------------------------------------------|------------------------------|------------------------|
-| rollout | prompts, leftover groups, weights of version n | the engines' KV cache        | the next hand-over     |
+| rollout | prompts, the stock, weights of version n       | the engines' KV cache        | the next hand-over     |
 | score   | groups of the rollout                          | the reward model's memory    | the next hand-over     |
 | observe | samples with their rewards                     | the policy's memory          | hand-over to `critic`  |
 | critic  | samples, KL penalties of `observe`             | the critic's memory          | the next hand-over     |
 | train   | samples with advantages, token values          | the policy's memory          | hand-over to `reshard` |
+| ahead   | the stock, prompts, weights of version n       | nothing               | its own end            |
 | save    | weights and optimizer after the updates        | the checkpoint before it     | `Saver.settle`         |
 | reshard | the policy's weights                           | the engines' weights' memory | hand-over to `rollout` |
 | eval    | evaluation prompts, weights of version n + 1   | the engines' KV cache        | the next step's phases |
@@ -28,12 +30,12 @@ from megarl.config import Recipe
 from megarl.controller.evaluation import evaluate
 from megarl.controller.learning_rate import policy_lr
 from megarl.controller.resuming import resume
-from megarl.controller.run import NO_GROUPS, Run, Step
+from megarl.controller.run import Run, Step
 from megarl.controller.saver import Saver
-from megarl.controller.stages import learn, publish
+from megarl.controller.stages import finish_rollout, learn, publish
 from megarl.controller.warm_start import warm_start
 from megarl.fleet.fleet import Fleet
-from megarl.fleet.rank_groups import RolloutBatch
+from megarl.fleet.rank_groups import GroupStock
 from megarl.preflight.check import Inputs
 from megarl.tracking.run_log import RunLog
 from megarl.types import EndedEarly
@@ -46,10 +48,10 @@ def train(recipe: Recipe, inputs: Inputs, log: RunLog, start: Snapshot | None = 
     """
     with Cluster(recipe.placement.gpus, recipe.placement.node_gpus, recipe.run.timeout_s, log.say) as cluster:
         log.say("starting training ranks and engines")
-        run, leftover = begin(recipe, inputs, cluster, log, start)
+        run, stock = begin(recipe, inputs, cluster, log, start)
         try:
             for number in range(start.step + 1 if start else 1, recipe.run.steps + 1):
-                leftover = take_step(run, number, leftover)
+                stock = take_step(run, number, stock)
         except EndedEarly:
             run.fleet.shutdown()
             raise
@@ -62,9 +64,9 @@ def train(recipe: Recipe, inputs: Inputs, log: RunLog, start: Snapshot | None = 
 
 def begin(
     recipe: Recipe, inputs: Inputs, cluster: Cluster, log: RunLog, start: Snapshot | None
-) -> tuple[Run, RolloutBatch]:
-    """Everything before the first step, of a new run or after a checkpoint; the run, and its leftover groups."""
-    leftover = NO_GROUPS
+) -> tuple[Run, GroupStock]:
+    """Everything before the first step, of a new run or after a checkpoint; the run, and its stock."""
+    stock = GroupStock()
     with log.start(is_new=start is None) as record:
         record.add(inputs.metrics)
         with record.phase("start"):
@@ -82,32 +84,33 @@ def begin(
         )
         run.saver.leave_if_wanted()
         if start:
-            leftover = resume(start, fleet, inputs.prompts)
+            stock = resume(start, recipe, fleet, inputs.prompts)
         publish(fleet, record)  # engines start empty: every weight they ever have comes through the reshard
         if not start and recipe.evaluation.at_start:
             evaluate(run, record)
     if recipe.warm_start.steps and not start:
         warm_start(run)
-    return run, leftover
+    return run, stock
 
 
-def take_step(run: Run, number: int, leftover: RolloutBatch) -> RolloutBatch:
-    """One training step with its evaluation and checkpoint; leftover: groups of the step before, and for the next."""
+def take_step(run: Run, number: int, stock: GroupStock) -> GroupStock:
+    """One training step with its evaluation and checkpoint; stock: of the step before, and for the next."""
     run.saver.leave_if_wanted()
     with run.log.step(number) as record:
-        leftover = train_step(run, Step(number, record, leftover))
+        stock = train_step(run, Step(number, record, stock))
         if number % run.recipe.evaluation.every == 0 or number == run.recipe.run.steps:
             evaluate(run, record)
     run.saver.settle(number)
-    return leftover
+    return stock
 
 
-def train_step(run: Run, step: Step) -> RolloutBatch:
-    """Rollout -> reward -> advantage -> train -> reshard; the groups left over for the next step."""
+def train_step(run: Run, step: Step) -> GroupStock:
+    """Rollout -> reward -> advantage -> train -> reshard; the stock for the next step."""
     step = learn(run, step)  # rollout, reward, advantage and train: the stages of the algorithm's row
+    step = finish_rollout(step)
     step.record.add(step.update_metrics)
     with step.record.phase("save"):
-        step.record.add(run.saver.begin(step.number, step.leftover))
+        step.record.add(run.saver.begin(step.number, step.stock))
     publish(run.fleet, step.record)  # reshard
     step.record.add(step.speed)
-    return step.leftover
+    return step.stock

@@ -2,22 +2,48 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from megarl.algos import ALGORITHMS, hyperparameters_of
 from megarl.checkpoints.snapshots import Snapshot, Snapshots
 from megarl.config import Recipe
-from megarl.fleet.fleet import LEFTOVER, Fleet
-from megarl.fleet.rank_groups import RolloutBatch
+from megarl.fleet.fleet import STOCK, Fleet
+from megarl.fleet.rank_groups import GroupStock
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.roles import Roles, resolve
 from megarl.rollout.prompts import PromptStream
 from megarl.rollout.sample_file import open_samples
+from megarl.rollout.stock import Entry, Ticket
 from megarl.types import ModelShape, UserFault, UserFaults
 
 FOLDER = "checkpoints"
+
+
+@dataclass(frozen=True)
+class Accounts:
+    """A stock without its groups, which have a file of their own.
+
+    streams: by number in the stock, in the groups' order. has_open: whether any of these is open. trained, dropped: as
+    in `Stock`, in hexadecimal digits.
+    """
+
+    next_number: int
+    trained: str
+    dropped: str
+    streams: dict[str, list[int]]
+    has_open: bool
+
+    @staticmethod
+    def of(stock: GroupStock) -> dict[str, Any]:
+        """The accounts as JSON stores them. Raises RuntimeError where a ticket is lost or counted twice."""
+        stock.check()
+        streams = {str(entry.ticket.number): list(entry.ticket.stream) for entry in stock.entries}
+        digits = f"{stock.trained:x}", f"{stock.dropped:x}"
+        return asdict(Accounts(stock.next_number, *digits, streams, has_open=bool(stock.open)))
 
 
 @dataclass(frozen=True)
@@ -34,6 +60,8 @@ class Progress:
     trains_mtp: bool
     shape: dict[str, object]
     critic: dict[str, Any] | None  # its shape and ep, in a run with a critic
+    stock: dict[str, Any]  # its accounts
+    sampling: dict[str, Any]  # what the groups of the stock depend on: `sampling_keys`
 
 
 def find(recipe: Recipe, prompts: PromptStream, say: Callable[[str], None]) -> Snapshot | None:
@@ -58,21 +86,66 @@ def find(recipe: Recipe, prompts: PromptStream, say: Callable[[str], None]) -> S
     if recipe.train.mtp_loss and not then.trains_mtp:
         problem = f"{recipe.train.mtp_loss}, but in {found.folder} those layers were frozen and have no optimizer state"
         faults.append(UserFault("train.mtp_loss", problem, "set it to 0, or choose another run.name"))
-    faults += _critic_faults(found, then, recipe) + _leftover_faults(found)
+    faults += _critic_faults(found, then, recipe) + _stock_faults(found, then, recipe)
     if faults:
         raise UserFaults(faults)
     return found
 
 
-def _leftover_faults(found: Snapshot) -> list[UserFault]:
-    """The fault of leftover groups in a file format of another version."""
-    if (found.folder / LEFTOVER).exists():
+def _stock_faults(found: Snapshot, then: Progress, recipe: Recipe) -> list[UserFault]:
+    """The faults of a stock in a file format of another version, or whose groups cannot go on under the recipe."""
+    if not then.stock["streams"]:
+        return []
+    faults = []
+    if (found.folder / STOCK).exists():
         try:
-            open_samples(found.folder / LEFTOVER)
+            open_samples(found.folder / STOCK)
         except UserFault as fault:
             mend = "resume with the version that wrote it, or choose another run.name"
-            return [UserFault(fault.where, fault.problem, mend)]
-    return []
+            faults.append(UserFault(fault.where, fault.problem, mend))
+    now = sampling_keys(recipe)
+    fixed = now if then.stock["has_open"] else _OF_COMPLETE
+    waiting = "responses that have not ended" if then.stock["has_open"] else "groups that were not trained on"
+    for key in (key for key in fixed if _meaning(key, then.sampling.get(key)) != _meaning(key, now.get(key))):
+        before, value = _written(then.sampling.get(key)), _written(now.get(key))
+        problem = f"{value}, and {found.folder} has {waiting}, of a run with {before}"
+        faults.append(UserFault(key, problem, f"set it to {before}, or choose another run.name"))
+    return faults
+
+
+_OF_COMPLETE = ("rollout.samples_per_prompt", "rollout.temperature", "rollout.top_p", "train.replay", "algorithm.name")
+
+
+def sampling_keys(recipe: Recipe) -> dict[str, Any]:
+    """By recipe key, what the open groups of a stock depend on: their samples, and how old their tokens become.
+
+    How old those of complete groups become is computed from the groups (`Stock.after_loading`).
+    """
+    rollout, algorithm = recipe.rollout, recipe.algorithm
+    of_rollout = ("samples_per_prompt", "temperature", "top_p", "max_response_tokens", "phase_tokens")
+    hyperparameters = hyperparameters_of(algorithm.name, algorithm)
+    return {
+        **{f"rollout.{key}": getattr(rollout, key) for key in of_rollout},
+        "rollout.prompts_per_step": rollout.prompts_per_step,
+        "rollout.prompts_in_flight": rollout.in_flight,
+        "rollout.ahead": rollout.ahead,
+        "algorithm.name": algorithm.name,
+        "algorithm.dynamic_sampling": hyperparameters.dynamic_sampling,
+        "algorithm.oversample": hyperparameters.oversample if hyperparameters.dynamic_sampling else None,
+        "train.replay": recipe.train.replay,
+    }
+
+
+def _meaning(key: str, value: Any) -> Any:
+    """What of a key's value the samples depend on: greedy samples in the groups, the engine's experts, or all of it."""
+    if key == "algorithm.name":
+        return value in ALGORITHMS and ALGORITHMS[value].greedy_baseline
+    return value == "r3" if key == "train.replay" else value
+
+
+def _written(value: object) -> str:
+    """As in a recipe."""
+    return json.dumps(value) if not isinstance(value, str) else value
 
 
 def critic_of(roles: Roles) -> dict[str, Any] | None:
@@ -122,9 +195,24 @@ def _with_defaults(stored: dict[str, object]) -> dict[str, object]:
     return {one.name: one.default for one in fields(ModelShape) if one.default is not MISSING} | stored
 
 
-def resume(snapshot: Snapshot, fleet: Fleet, prompts: PromptStream) -> RolloutBatch:
-    """Load a checkpoint into the ranks and move the data on to where it was; the leftover groups."""
+def resume(snapshot: Snapshot, recipe: Recipe, fleet: Fleet, prompts: PromptStream) -> GroupStock:
+    """Load a checkpoint into the ranks and move the data on to where it was; the stock, with its prompts' own rows.
+
+    Raises UserFault where these are not the rows of the stock's groups.
+    """
     then = Progress(**snapshot.run)
-    leftover = fleet.resume(snapshot.folder, then.version, then.attempts)
-    prompts.skip_to(then.prompts_taken)
-    return leftover
+    groups = fleet.resume(snapshot.folder, then.version, then.attempts)
+    own = Accounts(**then.stock)
+    numbers = [int(number) for number in own.streams]
+    lowest = min(numbers, default=own.next_number)
+    prompts.skip_to(then.prompts_taken - (own.next_number - lowest))
+    drawn = prompts.take(own.next_number - lowest)
+    tickets = [Ticket(n, drawn[n - lowest], tuple(own.streams[str(n)])) for n in numbers]
+    for ticket, (prompt_id, _, _) in zip(tickets, groups, strict=True):
+        if ticket.prompt.id != prompt_id:
+            problem = f"{snapshot.folder} has samples of {prompt_id}, and the data has {ticket.prompt.id} in its place"
+            raise UserFault("data.train", problem, "use the files that the run began with, or another run.name")
+    entries = tuple(Entry(ticket, about, ref) for ticket, (_, about, ref) in zip(tickets, groups, strict=True))
+    stock = GroupStock(entries, own.next_number, int(own.trained, 16), int(own.dropped, 16))
+    stock.check()
+    return stock.after_loading(then.version + 1, recipe.rollout.prompts_per_step)

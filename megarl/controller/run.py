@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from megarl.algos import ALGORITHMS, Stage, hyperparameters_of
 from megarl.config import Recipe
+from megarl.controller.phases import StepRollout
 from megarl.controller.saver import Saver
 from megarl.fleet.fleet import Fleet, TrainingFleet
-from megarl.fleet.rank_groups import PerTokenResults, RolloutBatch, Trained
+from megarl.fleet.rank_groups import GroupStock, PerTokenResults, RolloutBatch, Trained
 from megarl.preflight.check import Inputs
 from megarl.tracking.metrics import train_metrics
 from megarl.tracking.run_log import Record, RunLog
@@ -57,13 +58,14 @@ class Run(TrainingRun):
 class Step:
     """One step: the record that it fills, and what its stages have found so far.
 
-    leftover: groups that dynamic sampling had too many of; of the step before until `sample`, then for the next.
+    stock: groups that were not trained on yet; of the step before until `rollout` is finished, then for the next.
     samples: of `groups`, with their advantages. lr: the policy's. trained: None where the policy was not updated.
     """
 
     number: int
     record: Record
-    leftover: RolloutBatch = NO_GROUPS
+    stock: GroupStock = GroupStock()
+    rollout: StepRollout | None = None
     groups: RolloutBatch = NO_GROUPS
     samples: Sequence[SampleRef] = ()
     observation: PerTokenResults | None = None

@@ -1,4 +1,4 @@
-"""The groups of a step: how they are sampled, and what of them is trained on, with which advantage.
+"""The groups of a step: the phases in which they are sampled, and what of them is trained on, with which advantage.
 
 A step has as many groups as asked for, or, with dynamic sampling, as many mixed groups.
 """
@@ -6,32 +6,36 @@ A step has as many groups as asked for, or, with dynamic sampling, as many mixed
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from megarl.algos import ALGORITHMS
+from megarl.cluster.actor import Ref
 from megarl.config import Recipe
-from megarl.fleet.rank_groups import RolloutBatch
+from megarl.fleet.rank_groups import GroupStock, RolloutBatch
 from megarl.rollout.episodes import Sampling
 from megarl.rollout.rewards import MEND
+from megarl.rollout.stock import Entry
 from megarl.training.batching import SampleRef
-from megarl.types import FloatArray, GroupSummary, Hyperparameters, IntArray, Metrics, Prompt, UserFault
+from megarl.types import FloatArray, GroupSummary, Hyperparameters, IntArray, Metrics, UserFault, num_stale
 
-# (prompts, number of the round) -> their groups
-SampleRound = Callable[[Sequence[Prompt], int], RolloutBatch]
-TakePrompts = Callable[[int], list[Prompt]]
+# (stock, how many prompts to draw, number of the round of drawing for this step) -> the stock with their tickets
+Admit = Callable[[GroupStock, int, int], GroupStock]
+# The stock -> the same after a phase, in which every open group has gone on.
+Advance = Callable[[GroupStock], GroupStock]
 
 
 def sampling_of(recipe: Recipe, step: int, number: int = 0) -> Sampling:
-    """How the responses of a training step are sampled in round `number`, from 0, of dynamic sampling."""
+    """How responses are sampled whose prompts a training step draws in its round `number`, from 0."""
     rollout = recipe.rollout
     return Sampling(
         rollout.samples_per_prompt,
         rollout.max_response_tokens,
         rollout.temperature,
         rollout.top_p,
+        phase_tokens=rollout.phase_tokens,
         stream=(recipe.run.seed, step, number) if number else (recipe.run.seed, step),
         with_baseline=ALGORITHMS[recipe.algorithm.name].greedy_baseline,
     )
@@ -43,44 +47,137 @@ def is_mixed(group: GroupSummary) -> bool:
     return bool(correct.any() and not correct.all())
 
 
-def collect(
-    wanted: int, hyperparameters: Hyperparameters, take: TakePrompts, sample: SampleRound, leftover: RolloutBatch
-) -> tuple[RolloutBatch, RolloutBatch, Metrics]:
-    """(the step's `wanted` groups, the groups left over for the next step, counts for the record).
+@dataclass(frozen=True)
+class Limits:
+    """How many groups a step trains on, and how many are in flight: in the stock, open or complete.
 
-    With dynamic sampling prompts are drawn, more of them than groups are missing, until there are enough mixed groups;
-    the leftover groups of the step before come first. After max_rounds the step trains on the groups that there are, or
+    ahead: the phase that a step would begin with is sampled while the ranks learn in the step before. is_phased:
+    responses are sampled in phases.
+    """
+
+    wanted: int
+    in_flight: int
+    hyperparameters: Hyperparameters
+    ahead: int = 0
+    is_phased: bool = False
+
+    def num_admitted(self, stock: GroupStock, rounds: int, drawn: int) -> int:
+        """How many prompts to draw before the next phase; rounds, drawn: of drawing in this step, and their prompts.
+
+        In phases a step draws few prompts at a time, so that max_rounds counts as many prompts as a round has for a
+        whole step.
+        """
+        missing, rule = self.in_flight - len(stock.entries), self.hyperparameters
+        count = rule.num_drawn(missing) if missing > 0 else 0
+        if not rule.dynamic_sampling:
+            return count
+        if self.is_phased:
+            return min(count, max(0, rule.max_rounds * rule.num_drawn(self.wanted) - drawn))
+        return count if rounds < rule.max_rounds else 0
+
+    def is_short(self, stock: GroupStock) -> bool:
+        """Whether the step has fewer complete groups than it trains on."""
+        return len(stock.finished) < self.wanted
+
+    def begins_with_phase(self, stock: GroupStock) -> bool:
+        """Whether a step with this stock has a phase at all.
+
+        Open groups go on for one phase in every step at least, so that none grows old without growing.
+        """
+        return bool(stock.open) or self.is_short(stock)
+
+    def completed(self, before: GroupStock, after: GroupStock) -> tuple[GroupStock, list[GroupSummary]]:
+        """The stock after a phase, without what dynamic sampling drops, and the groups that the phase has completed."""
+        was_open = {entry.ticket.number for entry in before.open}
+        new = [entry for entry in after.finished if entry.ticket.number in was_open]
+        if self.hyperparameters.dynamic_sampling:
+            after = after.without_dropped([entry for entry in new if not _is_kept(entry)])
+        return after, RolloutBatch.of(new).summaries
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What the phases of a step have found. before, stock: at its begin, and now, without the chosen groups.
+
+    complete: every group that became complete. rounds: of drawing.
+    """
+
+    before: GroupStock
+    stock: GroupStock
+    chosen: RolloutBatch
+    complete: list[GroupSummary]
+    rounds: int
+
+    def advanced(self, stock: GroupStock, complete: list[GroupSummary]) -> Collected:
+        """With a phase more, from the stock that it left; complete: the groups that it has completed."""
+        rounds = self.rounds + (stock.next_number > self.stock.next_number)
+        return replace(self, stock=stock, complete=self.complete + complete, rounds=rounds)
+
+    def counts(self, limits: Limits) -> Metrics:
+        """What dynamic sampling drew and kept; {} without it."""
+        if not limits.hyperparameters.dynamic_sampling:
+            return {}
+        correct = [group.correct_G[group.drawn_G].mean() for group in self.complete]
+        accuracy = {"sampling/accuracy": float(np.mean(correct))} if correct else {}
+        mixed = sum(map(is_mixed, self.complete))
+        return accuracy | {
+            "sampling/drawn": self.stock.next_number - self.before.next_number,
+            "sampling/mixed_share": mixed / len(self.complete) if self.complete else 1.0,
+            "sampling/carried_in": len(self.before.finished),
+            "sampling/carried_out": len(self.stock.finished),
+            "sampling/rounds": self.rounds,
+            "sampling/missing": limits.wanted - len(self.chosen.refs),
+        }
+
+
+def collect(limits: Limits, stock: GroupStock, admit: Admit, advance: Advance) -> Collected:
+    """The groups that a step trains on, after as many phases as they need.
+
+    Before each phase as many prompts are drawn as may be in flight. Then there are phases until enough groups are
+    complete; the lowest numbers are trained on. With dynamic sampling groups that are not mixed are dropped; once as
+    many prompts were drawn as max_rounds allows and no group is open, the step trains on the groups that there are, or
     the run stops, as the recipe says. Raises UserFault(algorithm.max_rounds) in the latter case, and without any group.
     """
-    if not hyperparameters.dynamic_sampling:
-        return sample(take(wanted), 0), RolloutBatch([], []), {}
-    kept, drawn, rounds, correct = leftover, 0, 0, []
-    while len(kept.refs) < wanted and rounds < hyperparameters.max_rounds:
-        count = hyperparameters.num_drawn(wanted - len(kept.refs))
-        new = sample(take(count), rounds)
-        places = [index for index, group in enumerate(new.summaries) if is_mixed(group)]
-        correct += [group.correct_G[group.drawn_G].mean() for group in new.summaries]
-        kept = _joined(kept, _chosen(new, places))
-        drawn, rounds = drawn + count, rounds + 1
-    found = len(kept.refs)
-    if found < wanted and (hyperparameters.when_short == "stop" or not found):
-        raise _too_few(found, wanted, drawn, rounds, hyperparameters)
-    step, rest = _chosen(kept, range(min(found, wanted))), _chosen(kept, range(wanted, found))
-    mixed = found - len(leftover.refs)
-    accuracy = {"sampling/accuracy": float(np.mean(correct))} if correct else {}
-    return (
-        step,
-        rest,
-        accuracy
-        | {
-            "sampling/rounds": rounds,
-            "sampling/drawn": drawn,
-            "sampling/mixed_share": mixed / drawn if drawn else 1.0,
-            "sampling/carried_in": len(leftover.refs),
-            "sampling/carried_out": len(rest.refs),
-            "sampling/missing": max(0, wanted - found),
-        },
-    )
+    before, rounds, drawn, complete = stock, 0, 0, []
+    is_wanted = limits.is_short(stock) if limits.ahead else limits.begins_with_phase(stock)
+    while is_wanted:
+        if count := limits.num_admitted(stock, rounds, drawn):
+            stock, rounds, drawn = admit(stock, count, rounds + limits.ahead), rounds + 1, drawn + count
+        stock, new = limits.completed(stock, advance(stock))
+        complete += new
+        is_wanted = limits.is_short(stock) and bool(stock.open or limits.num_admitted(stock, rounds, drawn))
+    chosen = stock.ready(limits.wanted)
+    hyperparameters = limits.hyperparameters
+    if limits.is_short(stock) and (hyperparameters.when_short == "stop" or not chosen):
+        raise _too_few(len(chosen), limits.wanted, drawn, rounds, hyperparameters)
+    return Collected(before, stock.without_trained(chosen), RolloutBatch.of(chosen), complete, rounds)
+
+
+def _is_kept(entry: Entry[Ref]) -> bool:
+    return isinstance(entry.summary, GroupSummary) and is_mixed(entry.summary)
+
+
+def staleness(groups: Sequence[GroupSummary], version: int, bound: int) -> Metrics:
+    """By how many versions the policy is newer than the weights that sampled a step's tokens; {} where it never is.
+
+    `share_k`: of the tokens, those that are k versions old. parts_mean: of a sample, each of one version. Raises
+    RuntimeError where a token is older than the bound.
+    """
+    drawn = [group.parts_G[sample] for group in groups for sample in np.flatnonzero(group.drawn_G).tolist()]
+    ages = np.array([version - part.version for parts in drawn for part in parts], np.int64)
+    tokens_by_age = np.bincount(ages, weights=[part.num_tokens for parts in drawn for part in parts])
+    oldest = len(tokens_by_age) - 1
+    if oldest > bound:
+        raise RuntimeError(f"a step has tokens that are {oldest} versions old, and the bound is {bound}")
+    if not bound:
+        return {}
+    shares = tokens_by_age / tokens_by_age.sum()
+    return {
+        "stale/token_mean": float(shares @ np.arange(oldest + 1)),
+        "stale/token_max": oldest,
+        "stale/parts_mean": len(ages) / len(drawn),
+        **{f"stale/share_{age}": float(share) for age, share in enumerate(shares)},
+    }
 
 
 def _too_few(found: int, wanted: int, drawn: int, rounds: int, hyperparameters: Hyperparameters) -> UserFault:
@@ -108,18 +205,10 @@ def overlong_penalty(lengths_G: IntArray, longest: int, cache: float) -> FloatAr
     return np.clip((longest - cache - lengths_G) / cache, -1.0, 0.0).astype(np.float32)
 
 
-def _chosen(rollout: RolloutBatch, places: Sequence[int]) -> RolloutBatch:
-    return RolloutBatch([rollout.summaries[place] for place in places], [rollout.refs[place] for place in places])
-
-
-def _joined(first: RolloutBatch, second: RolloutBatch) -> RolloutBatch:
-    return RolloutBatch(first.summaries + second.summaries, first.refs + second.refs)
-
-
 def samples_of(
     groups: Sequence[GroupSummary], algorithm: str, *, only_finished: bool = False, version: int = -1
 ) -> list[SampleRef]:
-    """Every drawn sample with its advantage. version: of the policy; samples of earlier versions are stale.
+    """Every drawn sample with its advantage. version: of the policy; tokens of earlier versions are stale.
 
     only_finished: without responses that were cut. Where the algorithm compares with a greedy sample, groups without a
     greedy sample are left out.
@@ -136,10 +225,10 @@ def samples_of(
             if only_finished and not group.finished_G[sample]:
                 continue
             is_correct, response = bool(group.correct_G[sample]), int(group.response_lengths_G[sample])
-            length, is_stale = group.prompt_length + response, group.version < version
+            length, stale = group.prompt_length + response, num_stale(group.parts_G[sample], version)
             own = {"reward": float(group.rewards_G[sample]), "advantage": advantage}
             samples.append(
-                SampleRef(index, sample, length, response, **own, is_correct=is_correct, is_stale=is_stale)
+                SampleRef(index, sample, length, response, **own, is_correct=is_correct, num_stale=stale)
             )
     return samples
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from megarl.checkpoints.snapshots import Digest, Snapshots
 from megarl.cluster import processes
 from megarl.config import Recipe
-from megarl.controller.resuming import FOLDER, Progress, critic_of
+from megarl.controller.resuming import FOLDER, Accounts, Progress, critic_of, sampling_keys
 from megarl.disk import writing
 from megarl.fleet.fleet import Fleet
-from megarl.fleet.rank_groups import RolloutBatch
+from megarl.fleet.rank_groups import GroupStock
 from megarl.rollout.prompts import PromptStream
 from megarl.types import EndedEarly, Metrics, UserFault
 
@@ -23,7 +23,7 @@ class _RunState:
     """The run after its last step: what a checkpoint of it holds besides the ranks' files."""
 
     progress: Progress
-    leftover: RolloutBatch
+    stock: GroupStock
 
 
 @dataclass(frozen=True)
@@ -53,15 +53,15 @@ class Saver:
             return False
         return step % every == 0 if 0 < step < self._recipe.run.steps else True
 
-    def begin(self, step: int, leftover: RolloutBatch) -> Metrics:
+    def begin(self, step: int, stock: GroupStock) -> Metrics:
         """Begin a checkpoint if it is due; the readings of memory that was handed over for it.
 
-        Call it while the training ranks hold their memory, before the publication. leftover: groups for the next step.
+        Call it while the training ranks hold their memory, before the publication. stock: for the next step.
         """
-        self._now, self._is_saved = _RunState(self._progress(step), leftover), False
+        self._now, self._is_saved = _RunState(self._progress(step, stock), stock), False
         return self._write(self._now) if self.is_due(step) else {}
 
-    def _progress(self, step: int) -> Progress:
+    def _progress(self, step: int, stock: GroupStock) -> Progress:
         return Progress(
             step=step,
             version=self._fleet.version,
@@ -73,6 +73,8 @@ class Saver:
             trains_mtp=self._recipe.train.mtp_loss > 0,
             shape=asdict(self._fleet.roles.policy.shape),
             critic=critic_of(self._fleet.roles),
+            stock=Accounts.of(stock),
+            sampling=sampling_keys(self._recipe),
         )
 
     def _write(self, now: _RunState) -> Metrics:
@@ -80,7 +82,7 @@ class Saver:
         with self._writing(now.progress.step):
             begun = _OpenCheckpoint(self._snapshots.begin(now.progress.step), now.progress)
             self._begun, self._is_recorded, self._is_saved = begun, False, True
-            digests, readings = self._fleet.save(begun.folder.absolute(), now.leftover)
+            digests, readings = self._fleet.save(begun.folder.absolute(), now.stock)
             self._begun = replace(begun, digests=digests)
         return readings
 
@@ -104,7 +106,10 @@ class Saver:
             self._complete()
 
     def leave_if_wanted(self) -> None:
-        """Between two steps: after a SIGUSR1, complete a checkpoint of the last step and raise EndedEarly."""
+        """Before a step or a phase of it: after a SIGUSR1, complete a checkpoint of the last step and raise EndedEarly.
+
+        The phases of the step that was begun are lost, and repeated by the run that resumes.
+        """
         if not processes.is_end_wanted():
             return
         if self._now is not None and not self._is_saved:

@@ -5,45 +5,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, replace
 
 from megarl.algos import Stage
 from megarl.controller.learning_rate import learning_rate
+from megarl.controller.phases import StepRollout
 from megarl.controller.run import Run, Step, TrainingRun
-from megarl.controller.samples import collect, refuse_empty, samples_of, sampling_of, with_overlong_penalty
+from megarl.controller.samples import Limits, refuse_empty, samples_of, staleness, with_overlong_penalty
 from megarl.fleet.fleet import Fleet
 from megarl.fleet.rank_groups import RolloutBatch
 from megarl.rollout.episodes import demonstration
-from megarl.tracking.metrics import balance_metrics, failed_share, rollout_metrics, update_metrics
+from megarl.rollout.stock import staleness_bound
+from megarl.tracking.metrics import rollout_metrics, update_metrics
 from megarl.tracking.run_log import Record
-from megarl.types import GroupSummary, Prompt, RoundBalance
 
 
 def sample(run: Run, step: Step) -> Step:
-    """Rollout and reward: as many groups as the step trains on, scored; the groups that are too many are left over."""
+    """Rollout and reward: as many groups as the step trains on, scored; with ahead the next phase has begun."""
     recipe, record, hyperparameters = run.recipe, step.record, run.hyperparameters
-    sampled: list[GroupSummary] = []
-    balances: list[RoundBalance] = []
-
-    def sample_round(prompts: Sequence[Prompt], number: int) -> RolloutBatch:
-        found = run.fleet.engines.sample(prompts, sampling_of(recipe, step.number, number))
-        sampled.extend(found.summaries)
-        balances.extend([found.balance] if found.balance else [])
-        return found
-
+    limits = Limits(
+        run.prompts_per_step,
+        recipe.rollout.in_flight,
+        hyperparameters,
+        ahead=recipe.rollout.ahead,
+        is_phased=recipe.rollout.phase_tokens is not None,
+    )
+    engines, leave_if_wanted = run.fleet.engines, run.saver.leave_if_wanted
+    rollout = StepRollout(recipe, limits, engines, run.inputs.prompts, step.number, leave_if_wanted)
     with record.phase("rollout"):
-        take = run.inputs.prompts.take
-        groups, leftover, counts = collect(run.prompts_per_step, hyperparameters, take, sample_round, step.leftover)
-    record.add(counts)
-    record.add(balance_metrics(balances))
+        groups = rollout.collect(step.stock)
+        if step.number < recipe.run.steps or run.saver.is_due(step.number):  # else nothing has its samples
+            rollout.begin_next()
+    bound = max(staleness_bound(recipe, hyperparameters), step.stock.loaded_bound)
+    record.add(staleness(groups.summaries, run.fleet.version, bound))
     groups = score(run.fleet, groups, record)
     groups = with_overlong_penalty(groups, hyperparameters, recipe.rollout.max_response_tokens)
     record.add(rollout_metrics(groups.summaries))
-    record.add({"reward/failed": failed_share(sampled)})  # also of groups that the step does not train on
-    record.failed(sampled)
     record.samples(groups.summaries)
-    return replace(step, groups=groups, leftover=leftover)
+    return replace(step, groups=groups, rollout=rollout)
+
+
+def finish_rollout(step: Step) -> Step:
+    """After the updates: the stock for the next step, once the phase has ended that was sampled meanwhile."""
+    return replace(step, stock=step.rollout.finish(step.record)) if step.rollout else step
 
 
 def demonstrate(run: Run, step: Step) -> Step:

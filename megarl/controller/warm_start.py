@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megarl.controller.evaluation import evaluate
-from megarl.controller.run import NO_GROUPS, Run, Step
+from megarl.controller.run import Run, Step
 from megarl.controller.stages import learn, publish
+from megarl.fleet.rank_groups import GroupStock
 from megarl.tracking.metrics import train_metrics
 
 
@@ -27,7 +28,7 @@ def warm_start(run: Run) -> None:
             assert step.trained is not None
             record.add(train_metrics(step.trained.updates, "warm_start"))
             if number == warm.steps:
-                record.add(readings | run.saver.begin(0, NO_GROUPS))
+                record.add(readings | run.saver.begin(0, GroupStock()))
                 publish(run.fleet, record)
                 evaluate(run, record)
     run.saver.settle(0)

@@ -30,7 +30,7 @@ _WHAT = {
     "between_bytes_per_s": "messages between nodes",
 }
 _ASSUMED = {  # without a measurement and without a file of the card
-    "compute_share": 0.4, "prefill_share": 0.45, "hbm_share": 0.7, "nvlink_share": 0.8, "nic_share": 0.9,
+    "compute_share": 0.6, "prefill_share": 0.45, "hbm_share": 0.7, "nvlink_share": 0.8, "nic_share": 0.9,
     "nvlink_latency_s": 15e-6, "nic_latency_s": 40e-6, "disk_bytes_per_s": 1e9,
 }  # fmt: skip
 _LARGEST = "sends and receipts at once, slowest GPU"

@@ -17,6 +17,7 @@ from megarl.parallel.engine_layout import EngineLayout
 from megarl.rollout.dealing import Dealer
 from megarl.rollout.episodes import Sampling
 from megarl.rollout.sglang.arguments import NodeSpan
+from megarl.rollout.stock import Entry, Stock
 from megarl.types import Prompt
 
 
@@ -30,10 +31,11 @@ class Engines:
         self._stores: list[Any] = []  # rendezvous of engines on several nodes, served by this process
         self._further_nodes: list[Worker] = []
         self._started: dict[Ref, str] = {}
-        self._dealer: Dealer | None = None  # of all rounds; the engines know their capacity once they have started
         # SGLang's ranks release memory together: an engine with one shared GPU releases memory on all of its GPUs.
-        engines = zip(self.workers, self._slots, strict=True)
-        self._sharing = [worker for worker, slot in engines if shared & {*range(slot, slot + layout.tp)}]
+        own = layout.engines_without(shared)
+        self._sharing = [worker for index, worker in enumerate(self.workers) if index not in own]
+        self._with_own_gpus = [self.workers[index] for index in own]
+        self._dealers: dict[int, Dealer] = {}  # of all rounds on so many engines; they know their capacity once started
 
     @property
     def measures_shared_memory(self) -> bool:
@@ -68,11 +70,27 @@ class Engines:
         return NodeSpan(recipe.engine_nodes, 0, address_of(self._stores[-1]), new_endpoint())
 
     def sample(self, prompts: Sequence[Prompt], sampling: Sampling) -> RolloutBatch:
-        """One group per prompt, in order; each prompt goes to the engine with the fewest expected tokens."""
-        if self._dealer is None:
-            self._dealer = Dealer(self._cluster.call_all(self.workers, "capacity"), sampling.max_tokens)
-        groups = self._recipe.rollout.engine.dp
-        return SamplingRound(self._cluster, self.workers, self._dealer, groups).sample(prompts, sampling)
+        """One group of whole responses per prompt, in order."""
+        samples = sampling.num_samples + sampling.with_baseline
+        fresh = Stock[Ref]().admitted(prompts, sampling.stream, samples)
+        found, _ = self.begin(fresh.entries, sampling).result()
+        return RolloutBatch.of(fresh.updated(found).finished)
+
+    def begin(
+        self, entries: Sequence[Entry[Ref]], sampling: Sampling, *, beside_training: bool = False
+    ) -> SamplingRound:
+        """Begin one phase of the entries; each group goes to the engine with the fewest expected tokens.
+
+        beside_training: on the engines that share no GPU with other models, whose memory is handed over meanwhile.
+        """
+        workers = self._with_own_gpus if beside_training else self.workers
+        if len(workers) not in self._dealers:
+            capacities = self._cluster.call_all(workers, "capacity")
+            self._dealers[len(workers)] = Dealer(capacities, sampling.new_tokens(0))
+        dealer, groups = self._dealers[len(workers)], self._recipe.rollout.engine.dp
+        begun = SamplingRound(self._cluster, workers, dealer, groups, entries, sampling)
+        begun.begin()
+        return begun
 
     def versions(self) -> list[int]:
         """The version of the weights in each engine, as the engine states it."""

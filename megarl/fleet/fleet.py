@@ -16,16 +16,17 @@ from megarl.config import Recipe
 from megarl.device import address_of
 from megarl.fleet.engines import Engines
 from megarl.fleet.memory import MemoryScheduler, Phase
-from megarl.fleet.rank_groups import AuxiliaryRanks, PolicyRanks, RewardModelRanks, RolloutBatch
+from megarl.fleet.rank_groups import AuxiliaryRanks, GroupStock, PolicyRanks, RewardModelRanks, RolloutBatch
 from megarl.parallel.roles import Roles, resolve
 from megarl.resharding.member import Stats, collect_stats
 from megarl.resharding.session import Session, Sessions, sessions
-from megarl.rollout.episodes import summary
+from megarl.rollout.episodes import partial_summary, summary
 from megarl.rollout.sample_file import open_samples, writing
+from megarl.rollout.stock import PartialGroup, Summary
 from megarl.types import Metrics, SampleGroup
 
 CRITIC = "critic"  # the folder of the critic's files in a checkpoint
-LEFTOVER = "carried.parquet"  # a checkpoint's file of leftover groups
+STOCK = "stock.parquet"  # a checkpoint's file of the stock's groups, a row group each
 
 
 class TrainingFleet:
@@ -150,17 +151,23 @@ class Fleet(TrainingFleet):
             calls[worker.call("reshard", session, version, self.attempts)] = worker.name
         return calls
 
-    def resume(self, folder: Path, version: int, attempts: int) -> RolloutBatch:
-        """Load a checkpoint whose weights were published last as `version`; returns its leftover groups."""
+    def resume(self, folder: Path, version: int, attempts: int) -> list[tuple[str, Summary, Ref]]:
+        """Load a checkpoint whose weights were published last as `version`.
+
+        Returns the groups of its stock, each with its prompt's id.
+        """
         if self.critic:
             self.hand_over("critic")
             self.critic.load(folder / CRITIC)
         self.hand_over("train")
         self.trainers.load(folder)
         self.version, self.attempts = version, attempts
-        return self.put(open_samples(folder / LEFTOVER).groups(1) if (folder / LEFTOVER).exists() else [])
+        if not (folder / STOCK).exists():
+            return []
+        groups = open_samples(folder / STOCK).stocked_groups()
+        return [(group.prompt.id, _summary(group), self._cluster.put(group)) for group in groups]
 
-    def save(self, folder: Path, leftover: RolloutBatch) -> tuple[dict[str, Digest], Metrics]:
+    def save(self, folder: Path, stock: GroupStock) -> tuple[dict[str, Digest], Metrics]:
         """Begin a checkpoint after a step's updates; the model that is saved last then holds the memory.
 
         Returns the digests of the policy's files if these are already written, for `finish_save`, and the memory's
@@ -169,10 +176,11 @@ class Fleet(TrainingFleet):
         """
         digests, readings = {}, self.hand_over("train")
         self.trainers.save(folder)
-        if leftover.refs:
+        if stock.entries:
             vocab_size, temperature = self.roles.policy.shape.vocab_size, self._recipe.rollout.temperature
-            with writing(folder / LEFTOVER, vocab_size, temperature) as file:
-                file.write(self.fetch(leftover))
+            with writing(folder / STOCK, vocab_size, temperature) as file:
+                for ref in (entry.ref for entry in stock.entries if entry.ref is not None):
+                    file.write(self._cluster.gather({ref: "samples"}))
         if self.critic:
             if not self._recipe.checkpoint.asynchronous:
                 digests = self.trainers.finish_save()
@@ -207,3 +215,7 @@ class Fleet(TrainingFleet):
             verify=self._recipe.reshard.verify,
         )
         return sessions(common, [one.source for one in published])
+
+
+def _summary(group: SampleGroup | PartialGroup) -> Summary:
+    return partial_summary(group) if isinstance(group, PartialGroup) else summary(group)

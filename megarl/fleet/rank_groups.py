@@ -19,21 +19,26 @@ from megarl.cluster.session import Cluster
 from megarl.config import Recipe
 from megarl.parallel.roles import Role, is_reporting_rank
 from megarl.resharding.session import PublishedRank
+from megarl.rollout.stock import Entry, Stock
 from megarl.training.batching import SampleRef, Update, key_of, plan_updates, refs_of
 from megarl.training.flops import speed, train_work
-from megarl.types import GroupSummary, Hyperparameters, Metrics, RoundBalance, UserFault
+from megarl.types import GroupSummary, Hyperparameters, Metrics, UserFault
+
+GroupStock = Stock[Ref]
 
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """Groups as the controller holds them: summaries here, samples in the object store; index i is the same group.
-
-    balance: of the round of sampling that made these groups; None where several rounds or none did.
-    """
+    """Groups as the controller holds them: summaries here, samples in the object store; index i is the same group."""
 
     summaries: list[GroupSummary]
     refs: list[Ref]
-    balance: RoundBalance | None = None
+
+    @staticmethod
+    def of(entries: Sequence[Entry[Ref]]) -> RolloutBatch:
+        """The complete groups of a stock's entries."""
+        complete = [(one.summary, one.ref) for one in entries if isinstance(one.summary, GroupSummary)]
+        return RolloutBatch([summary for summary, _ in complete], [ref for _, ref in complete if ref is not None])
 
 
 @dataclass(frozen=True)

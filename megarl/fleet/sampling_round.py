@@ -1,4 +1,4 @@
-"""One round of sampling: prompts go to the engines as these have room, and samples are counted as they finish."""
+"""One round of sampling: groups go to the engines as these have room, and samples are counted as they finish."""
 
 from __future__ import annotations
 
@@ -10,54 +10,98 @@ from dataclasses import replace
 
 from megarl.cluster.actor import Ref, Worker
 from megarl.cluster.session import Cluster
-from megarl.fleet.rank_groups import RolloutBatch
 from megarl.rollout.dealing import CompletedSample, Dealer
 from megarl.rollout.episodes import Sampling
-from megarl.types import Prompt, RoundBalance
+from megarl.rollout.stock import Entry, PartialSummary
+from megarl.types import RoundBalance
 
 _TAIL_FROM = 0.9  # of a round's samples: from then on it is the tail
 
 
 class SamplingRound:
-    """A round of `Engines.sample`. Each engine with samples to finish has one call `take_completed` open.
+    """A round of sampling: one phase of the open samples of groups. Each engine has one call `take_completed` open.
 
     The call returns before the verdicts, so that slow ones do not keep work from an engine. After a failed round the
     engines must not be used again: calls are still open.
     """
 
-    def __init__(self, cluster: Cluster, workers: Sequence[Worker], dealer: Dealer, groups: int) -> None:
-        """groups: attention groups of each engine."""
+    def __init__(
+        self,
+        cluster: Cluster,
+        workers: Sequence[Worker],
+        dealer: Dealer,
+        groups: int,
+        entries: Sequence[Entry[Ref]],
+        sampling: Sampling,
+    ) -> None:
+        """groups: attention groups of each engine. entries: with open samples; the longest are sent first."""
         self._cluster, self._workers, self._dealer = cluster, workers, dealer
-        self._calls: dict[int, tuple[Ref, Ref, str]] = {}  # of each prompt that was sent: summary, group, engine
+        self._entries, self._sampling = entries, sampling
+        self._asked = [_open_summary(entry) for entry in entries]
+        self._waiting = deque(sorted(range(len(entries)), key=lambda index: -self._asked[index].input_tokens))
+        self._calls: dict[int, tuple[Ref, Ref, str]] = {}  # of each group that was sent: summary, group, engine
         self._unscored: dict[Ref, str] = {}  # the summaries that have not come yet
         self._reports: dict[Ref, int] = {}  # the open calls, with their engines
         self._unfinished = [0] * len(workers)  # samples of each engine
         self._tokens = [[0] * groups for _ in workers]
         self._ends_s: list[float] = []  # of each sample, by the controller's clock
+        self._began_s = time.monotonic()
+        self._idle_since_s = [self._began_s] * len(workers)  # of each engine, once all of its samples have finished
 
-    def sample(self, prompts: Sequence[Prompt], sampling: Sampling) -> RolloutBatch:
-        """One group per prompt, in the order of the prompts. The longest prompts are sent first."""
-        if not prompts:
-            return RolloutBatch([], [])
-        waiting = deque(sorted(range(len(prompts)), key=lambda index: -len(prompts[index].token_ids)))
-        while waiting or self._reports:
-            self._send(waiting, prompts, sampling)
-            self._await_results()
-        calls = [self._calls[index] for index in range(len(prompts))]
-        found = self._cluster.gather({summary: engine for summary, _, engine in calls})
-        return RolloutBatch(found, [group for _, group, _ in calls], self._balance())
+    def begin(self) -> None:
+        """Send what engines have room for. From here on the round goes on whenever the cluster waits for any call."""
+        self._send()
+        self._cluster.background = self
 
-    def _send(self, waiting: deque[int], prompts: Sequence[Prompt], sampling: Sampling) -> None:
-        """Send the prompts that engines have room for."""
-        samples = sampling.num_samples + sampling.with_baseline
-        while waiting:
-            prompt = prompts[waiting[0]]
-            engine = self._dealer.deal(len(prompt.token_ids), samples)
+    def result(self) -> tuple[list[Entry[Ref]], RoundBalance | None]:
+        """The entries in their order after their open samples have gone on, once all have.
+
+        No round without entries has a balance.
+        """
+        self._cluster.background = None
+        while calls := self.labels():
+            self.take(self._cluster.await_any(calls))
+        if not self._entries:
+            return [], None
+        sent = [self._calls[index] for index in range(len(self._entries))]
+        summaries = self._cluster.gather({summary: engine for summary, _, engine in sent})
+        found = zip(self._entries, summaries, sent, strict=True)
+        return [replace(entry, summary=new, ref=group) for entry, new, (_, group, _) in found], self._balance()
+
+    @property
+    def sampled_s(self) -> float:
+        """Seconds until the last of the samples had finished."""
+        return self._ends_s[-1] - self._began_s if self._ends_s else 0.0
+
+    def labels(self) -> dict[Ref, str]:
+        """The open calls with their engines' names: for what engines finish next, and for summaries, after verdicts."""
+        return {**self._unscored, **{ref: self._workers[engine].name for ref, engine in self._reports.items()}}
+
+    def take(self, ended: Sequence[Ref]) -> None:
+        """Count what has finished, and send what there is room for then."""
+        now_s = time.monotonic()
+        for ref in ended:
+            self._unscored.pop(ref, None)
+        come = {ref: self._workers[self._reports[ref]].name for ref in ended if ref in self._reports}
+        for ref, finished in zip(come, self._cluster.gather(come), strict=True):
+            engine = self._reports.pop(ref)
+            for sample in finished:
+                self._take(engine, sample, now_s)
+            self._listen(engine)
+        self._send()
+
+    def _send(self) -> None:
+        """Send the groups that engines have room for."""
+        while self._waiting:
+            index = self._waiting[0]
+            entry, samples = self._entries[index], self._asked[index].num_open
+            engine = self._dealer.deal(self._asked[index].input_tokens, samples)
             if engine is None:
                 return
-            index, worker = waiting.popleft(), self._workers[engine]
-            own = replace(sampling, stream=(*sampling.stream, index))
-            summary, group = worker.call_many(2, "sample", prompt, own)
+            self._waiting.popleft()
+            worker, own = self._workers[engine], replace(self._sampling, stream=entry.ticket.stream)
+            begun = [entry.ref] if entry.ref is not None else []
+            summary, group = worker.call_many(2, "sample", entry.ticket.prompt, own, *begun)
             self._calls[index], self._unscored[summary] = (summary, group, worker.name), worker.name
             self._unfinished[engine] += samples
             self._listen(engine)
@@ -67,26 +111,19 @@ class SamplingRound:
         if self._unfinished[engine] and engine not in self._reports.values():
             self._reports[self._workers[engine].call("take_completed")] = engine
 
-    def _await_results(self) -> None:
-        """Wait until samples have finished, or groups were scored."""
-        reports = {ref: self._workers[engine].name for ref, engine in self._reports.items()}
-        ended = self._cluster.await_any({**self._unscored, **reports})
-        now_s = time.monotonic()
-        for ref in ended:
-            self._unscored.pop(ref, None)
-        come = {ref: reports[ref] for ref in ended if ref in reports}
-        for ref, finished in zip(come, self._cluster.gather(come), strict=True):
-            engine = self._reports.pop(ref)
-            for sample in finished:
-                self._take(engine, sample, now_s)
-            self._listen(engine)
-
     def _take(self, engine: int, sample: CompletedSample, now_s: float) -> None:
         self._dealer.finish(engine, sample.prompt_tokens, sample.response_tokens)
         self._unfinished[engine] -= 1
         self._tokens[engine][sample.group] += sample.prompt_tokens + sample.response_tokens
         self._ends_s.append(now_s)
+        self._idle_since_s[engine] = now_s
 
     def _balance(self) -> RoundBalance:
         tail_s = self._ends_s[-1] - self._ends_s[math.ceil(_TAIL_FROM * len(self._ends_s)) - 1]
-        return RoundBalance(tuple(tokens for groups in self._tokens for tokens in groups), tail_s)
+        idle_s = sum(self._ends_s[-1] - since_s for since_s in self._idle_since_s) / len(self._idle_since_s)
+        return RoundBalance(tuple(tokens for groups in self._tokens for tokens in groups), tail_s, idle_s)
+
+
+def _open_summary(entry: Entry[Ref]) -> PartialSummary:
+    assert isinstance(entry.summary, PartialSummary), "a complete group has nothing to sample"
+    return entry.summary

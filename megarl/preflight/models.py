@@ -17,6 +17,7 @@ from megarl.types import ModelShape, Prompt, UserFault
 
 Faults = list[UserFault]
 _SPARE_CONTEXT = 2  # positions that SGLang keeps free, and as many as a step verifies: it cuts a longer response short
+_SPARE_AFTER_INPUT = 6  # positions that SGLang keeps free after the tokens of a request
 
 
 def stand_ins(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
@@ -107,6 +108,8 @@ def _context_faults(roles: Roles) -> Faults:
     """Prompts and responses that are longer together than the model's context."""
     context, longest = roles.policy.model.context_tokens, roles.recipe.longest_sequence
     spare = max(_SPARE_CONTEXT, 1 + roles.recipe.rollout.engine.draft)
+    if roles.recipe.rollout.phase_tokens:
+        spare = max(spare, _SPARE_AFTER_INPUT)  # a request holds the response so far
     if context is None or longest <= context - spare:
         return []
     problem = f"with the longest response it makes {longest} tokens, the model's context is {context}"

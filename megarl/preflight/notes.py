@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megarl.algos import has_critic, has_reference, learns_from_answers
+from megarl.algos import ALGORITHMS, has_critic, has_reference, hyperparameters_of, learns_from_answers
 from megarl.config import Recipe
 from megarl.config.fields import Branch
 from megarl.parallel.roles import train_layout
+from megarl.rollout.stock import num_phases, staleness_bound
 
 _HIGH_RATE = 0.1
 
@@ -39,6 +40,9 @@ def unread(recipe: Recipe) -> dict[str, str]:
         "reward.source": "" if recipe.reward.by_source else "reward.by_source names no source",
         "rollout.temperature": answers,
         "rollout.top_p": answers,
+        "rollout.phase_tokens": answers,
+        "rollout.prompts_in_flight": answers,
+        "rollout.ahead": answers,
         "evaluation": evaluation,
         "evaluation.top_p": "at temperature 0 the most probable token is taken" if is_greedy else evaluation,
         "evaluation.sets": "",
@@ -68,7 +72,7 @@ def recipe_notes(recipe: Recipe) -> list[str]:
         f"{'it' if len(keys) == 1 else 'them'}: {reason}"
         for reason, keys in keys_of.items()
     ]
-    return notes + list(_odd_values(recipe))
+    return notes + list(_phases(recipe)) + list(_odd_values(recipe))
 
 
 def _given(branch: Branch, prefix: str) -> Iterator[str]:
@@ -80,6 +84,19 @@ def _given(branch: Branch, prefix: str) -> Iterator[str]:
             yield from _given(value, f"{prefix}{name}.")
         elif value != default:
             yield f"{prefix}{name}"
+
+
+def _phases(recipe: Recipe) -> Iterator[str]:
+    """How old what a step trains on may be, and whether phases gain anything."""
+    name, rollout = recipe.algorithm.name, recipe.rollout
+    if not (rollout.phase_tokens or rollout.ahead) or name not in ALGORITHMS or learns_from_answers(name):
+        return
+    bound, phases = staleness_bound(recipe, hyperparameters_of(name, recipe.algorithm)), num_phases(recipe)
+    why = f"the longest response takes {phases} phases" if phases > 1 else "a step's responses are sampled ahead"
+    yield f"{why}: a token is trained on at most {bound} versions later"
+    if rollout.phase_tokens and rollout.in_flight == rollout.prompts_per_step:
+        usual = 2 * rollout.prompts_per_step
+        yield f"rollout.prompts_in_flight is rollout.prompts_per_step: a step waits for all of them; set it to {usual}"
 
 
 def _odd_values(recipe: Recipe) -> Iterator[str]:

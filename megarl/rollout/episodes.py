@@ -20,8 +20,9 @@ from megarl.rollout.sglang.arguments import EngineSettings, NodeSpan, Sampling
 from megarl.rollout.sglang.deterministic import generator_seed
 from megarl.rollout.sglang.engine import Engine, Schedulers
 from megarl.rollout.sglang.sizes import most_sequences
+from megarl.rollout.stock import PartialGroup, PartialSummary
 from megarl.rollout.verdicts.scorers import Scorers
-from megarl.types import GroupSummary, Prompt, Sample, SampleGroup, UserFault
+from megarl.types import GroupSummary, Prompt, Sample, SampleGroup, SamplePart, UserFault
 
 __all__ = ["RolloutWorker", "Sampling", "demonstration", "engine_settings", "scored", "summary"]
 
@@ -79,15 +80,27 @@ class RolloutWorker:
             self._scorers.shutdown()
             raise
 
-    async def sample(self, prompt: Prompt, sampling: Sampling) -> tuple[GroupSummary, SampleGroup]:
-        """Sample and score one group.
+    async def sample(
+        self, prompt: Prompt, sampling: Sampling, begun: PartialGroup | None = None
+    ) -> tuple[GroupSummary, SampleGroup] | tuple[PartialSummary, PartialGroup]:
+        """Sample one group, or continue its open samples (`begun`), and score the samples that have ended.
 
         Raises EngineFault; UserFault(reward.function) when every verdict has failed, unless sampling.may_lose_all, or
         with reward.on_failure "stop" when any has.
         """
-        samples = await self._generate(prompt.token_ids, sampling)
-        verdicts = await self._scorers.verdicts(prompt.answer, prompt.row, [sample.text for sample in samples])
-        return scored(prompt, samples, verdicts, self._reward, may_lose_all=sampling.may_lose_all)
+        samples = await self._generate(prompt.token_ids, sampling, begun)
+        verdicts: list[Verdict | Failure | None] = list(begun.verdicts) if begun else [None] * len(samples)
+        ended = [place for place, sample in enumerate(samples) if verdicts[place] is None and not sample.is_open]
+        new = await self._scorers.verdicts(prompt.answer, prompt.row, [samples[place].text for place in ended])
+        for place, verdict in zip(ended, new, strict=True):
+            verdicts[place] = verdict
+        if self._reward.on_failure == "stop":  # at once, not when the group is complete
+            scored(prompt, [samples[place] for place in ended], new, self._reward, may_lose_all=True)
+        known = [verdict for verdict in verdicts if verdict is not None]
+        if len(known) == len(samples):
+            return scored(prompt, samples, known, self._reward, may_lose_all=sampling.may_lose_all)
+        group = PartialGroup(prompt, tuple(samples), tuple(verdicts))
+        return partial_summary(group), group
 
     def capacity(self) -> Capacity:
         """What the engine can run at once."""
@@ -97,7 +110,11 @@ class RolloutWorker:
         """The samples that the engine has finished since the last call, before their verdicts; waits for the first."""
         return await self._engine.take_completed()
 
-    async def _generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[Sample]:
+    async def _generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, begun: PartialGroup | None
+    ) -> list[Sample]:
+        if begun:
+            return await self._engine.generate(prompt_ids, sampling, begun.samples)
         calls = [self._engine.generate(prompt_ids, sampling)]
         if sampling.with_baseline:
             calls.append(self._engine.generate(prompt_ids, replace(sampling, num_samples=1, temperature=0.0)))
@@ -180,11 +197,18 @@ def summary(group: SampleGroup) -> GroupSummary:
         finished_G=np.asarray([sample.finished for sample in samples], dtype=np.bool_),
         rewards_G=group.rewards_G,
         correct_G=group.correct_G,
-        version=samples[0].version if samples else -1,
+        parts_G=tuple(sample.parts for sample in samples),
         given_answers=group.given_answers,
         baseline=next((index for index, sample in enumerate(samples) if sample.is_baseline), None),
         verifications=sum(sample.verifications for sample in samples if not sample.is_baseline),
+        prefills=sum(sample.prefills for sample in samples if not sample.is_baseline),
     )
+
+
+def partial_summary(group: PartialGroup) -> PartialSummary:
+    """The summary of a group with open samples."""
+    open_lengths = [len(sample.response_ids_T) for sample in group.samples if sample.is_open]
+    return PartialSummary(len(open_lengths), len(group.prompt.token_ids) + max(open_lengths))
 
 
 def demonstration(prompt: Prompt, tokenizer: Any) -> SampleGroup:
@@ -195,6 +219,6 @@ def demonstration(prompt: Prompt, tokenizer: Any) -> SampleGroup:
         engine_logp_T=np.zeros(len(token_ids), dtype=np.float32),
         text=prompt.answer,
         finished=True,
-        version=0,
+        parts=(SamplePart(0, len(token_ids)),),
     )
     return SampleGroup(prompt, (sample,), np.ones(1, dtype=np.float32), np.ones(1, dtype=np.bool_))

@@ -1,12 +1,17 @@
 """Files of scored samples, which `megarl rollout --out` writes and `megarl train --from-samples` reads.
 
-A parquet file with one row a sample and one row group a step, which any parquet reader shows:
+A parquet file with one row a sample and one row group a step, which any parquet reader shows. A checkpoint has one of
+the run's stock, with one row group a group.
 
 - step, group, sample: from 1, from 0 in the step, from 0 in the group; rows are in this order
 - prompt_id, prompt, prompt_ids, answer, row: the group's prompt (`row`: the data row in JSON), the same in each of its
   samples
 - response, response_ids, engine_logp: the text, its token ids, and a float32 logprob for each of them
-- finished, version, reward, correct; baseline: Sample.is_baseline
+- finished, reward, correct; baseline: Sample.is_baseline
+- versions, part_tokens: of the weights that sampled each part of the response, and the part's tokens
+- verifications, prefills: Sample's
+- open: Sample.is_open. Of a group with open samples, where verdicts are not applied yet, given_answer is that of each
+  verdict (null: the whole response), and failure the reason why there is none; reward is NaN without a verdict
 - experts, experts_type, experts_shape: Sample.routed_experts' bytes, or nulls
 
 The schema's metadata has the format's version, the size of the model's vocabulary, and the temperature of sampling
@@ -16,6 +21,7 @@ and of engine_logp. Pages carry checksums.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -29,9 +35,11 @@ import numpy as np
 from megarl import disk
 from megarl.checkpoints.snapshots import visible_folder
 from megarl.printable import first_line, json_line
-from megarl.types import Prompt, Sample, SampleGroup, UserFault
+from megarl.rollout.rewards import Failure, Verdict
+from megarl.rollout.stock import PartialGroup
+from megarl.types import Prompt, Sample, SampleGroup, SamplePart, UserFault
 
-_FORMAT = 3
+_FORMAT = 5
 _KEY = b"megarl"
 _MEND = "make it again with `megarl rollout --out`"
 _EXPERTS = ("uint8", "int16")
@@ -49,7 +57,7 @@ class SampleWriter:
         self._file = pyarrow.parquet.ParquetWriter(path, self._schema, write_page_checksum=True)
         self._step = 0
 
-    def write(self, groups: Sequence[SampleGroup]) -> None:
+    def write(self, groups: Sequence[SampleGroup | PartialGroup]) -> None:
         """All groups of the next step. Raises OSError where the disk is full."""
         import pyarrow
 
@@ -106,7 +114,16 @@ class SampleFile:
     def groups(self, step: int) -> list[SampleGroup]:
         """The groups of a step, from 1, as they were written. Raises UserFault for a damaged file."""
         rows = _read(self.path, step)
+        if any(row["open"] for row in rows):
+            problem = f"step {step} has samples that have not ended, as in a checkpoint's file"
+            raise UserFault(str(self.path), problem, _MEND)
         return [_group(list(of_group)) for _, of_group in groupby(rows, key=lambda row: row["group"])]
+
+    def stocked_groups(self) -> Iterator[SampleGroup | PartialGroup]:
+        """The groups of a stock's file, one after another. Raises UserFault for a damaged file."""
+        for step in range(1, self.num_steps + 1):
+            rows = _read(self.path, step)
+            yield _partial_group(rows) if any(row["open"] for row in rows) else _group(rows)
 
 
 def open_samples(path: Path) -> SampleFile:
@@ -144,7 +161,13 @@ def _schema() -> Any:
         "response_ids": ids,
         "engine_logp": pa.list_(pa.float32()),
         "finished": pa.bool_(),
-        "version": pa.int64(),
+        "versions": ids,
+        "part_tokens": ids,
+        "verifications": pa.int64(),
+        "prefills": pa.int64(),
+        "open": pa.bool_(),
+        "given_answer": text,
+        "failure": text,
         "reward": pa.float32(),
         "correct": pa.bool_(),
         "baseline": pa.bool_(),
@@ -155,8 +178,13 @@ def _schema() -> Any:
     return pa.schema(list(columns.items()))
 
 
-def _row(step: int, number: int, group: SampleGroup, index: int) -> dict[str, Any]:
+def _row(step: int, number: int, group: SampleGroup | PartialGroup, index: int) -> dict[str, Any]:
     prompt, sample = group.prompt, group.samples[index]
+    if isinstance(group, PartialGroup):
+        verdict = group.verdicts[index]
+    else:
+        verdict = Verdict(float(group.rewards_G[index]), bool(group.correct_G[index]))
+    judged = verdict if isinstance(verdict, Verdict) else Verdict(math.nan, False)
     experts = sample.routed_experts
     return {
         "step": step,
@@ -171,9 +199,15 @@ def _row(step: int, number: int, group: SampleGroup, index: int) -> dict[str, An
         "response_ids": sample.response_ids_T,
         "engine_logp": sample.engine_logp_T,
         "finished": sample.finished,
-        "version": sample.version,
-        "reward": group.rewards_G[index],
-        "correct": bool(group.correct_G[index]),
+        "versions": [part.version for part in sample.parts],
+        "part_tokens": [part.num_tokens for part in sample.parts],
+        "verifications": sample.verifications,
+        "prefills": sample.prefills,
+        "open": sample.is_open,
+        "given_answer": judged.answer,
+        "failure": verdict.words if isinstance(verdict, Failure) else None,
+        "reward": judged.reward,
+        "correct": judged.correct,
         "baseline": sample.is_baseline,
         "experts": None if experts is None else np.ascontiguousarray(experts).tobytes(),
         "experts_type": None if experts is None else experts.dtype.name,
@@ -191,7 +225,7 @@ def _read(path: Path, step: int) -> list[dict[str, Any]]:
             table = file.read_row_group(step - 1)
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise _unreadable(path, error) from None
-    arrays = {"prompt_ids", "response_ids", "engine_logp", "experts_shape"}
+    arrays = {"prompt_ids", "response_ids", "engine_logp", "experts_shape", "versions", "part_tokens"}
     rows = table.drop_columns(list(arrays)).to_pylist()
     for name in arrays:
         for row, scalar in zip(rows, table[name], strict=True):
@@ -207,7 +241,7 @@ def _row_fault(row: dict[str, Any], step: int) -> str | None:
     """A description of what is wrong with a row, as a file that another program wrote may have it; else None."""
     if row["step"] != step:
         return f"has the step number {row['step']}"
-    optional = {"experts", "experts_type", "experts_shape"}
+    optional = {"experts", "experts_type", "experts_shape", "given_answer", "failure"}
     empty = [name for name, value in row.items() if value is None and name not in optional]
     if empty:
         return f"has no {empty[0]}"
@@ -216,27 +250,47 @@ def _row_fault(row: dict[str, Any], step: int) -> str | None:
         return f"has {len(row['prompt_ids'])} prompt tokens, {len(ids)} response tokens and {len(logps)} logprobs"
     if min(row["prompt_ids"].min(), ids.min()) < 0:
         return "has a negative token id"
+    versions, part_tokens = row["versions"], row["part_tokens"]
+    is_ascending = len(versions) == len(part_tokens) and (np.diff(versions) > 0).all()
+    if not is_ascending or (part_tokens < 1).any() or part_tokens.sum() != len(ids):
+        return f"has parts of {part_tokens.tolist()} tokens and of versions {versions.tolist()}"
     if row["experts"] is None:
         return None
     if row["experts_type"] not in _EXPERTS or row["experts_shape"] is None:
         return f"has experts of type {row['experts_type']}"
     if len(row["experts_shape"]) != 3 or row["experts_shape"].min() < 0:
         return f"has experts of shape {row['experts_shape'].tolist()}"
+    num_tokens = len(row["prompt_ids"]) + len(ids)
+    if row["experts_shape"][0] != num_tokens - 1:
+        return f"has the experts of {row['experts_shape'][0]} tokens, and {num_tokens} tokens"
     wanted = int(np.prod(row["experts_shape"])) * np.dtype(row["experts_type"]).itemsize
     return None if wanted == len(row["experts"]) else f"has {len(row['experts'])} bytes of experts, not {wanted}"
 
 
-def _group(rows: Sequence[dict[str, Any]]) -> SampleGroup:
-    first = rows[0]
-    prompt = Prompt(
-        id=first["prompt_id"],
-        text=first["prompt"],
-        token_ids=tuple(first["prompt_ids"].tolist()),
-        answer=first["answer"],
-        row=json.loads(first["row"]),
+def _prompt(row: dict[str, Any]) -> Prompt:
+    return Prompt(
+        id=row["prompt_id"],
+        text=row["prompt"],
+        token_ids=tuple(row["prompt_ids"].tolist()),
+        answer=row["answer"],
+        row=json.loads(row["row"]),
     )
+
+
+def _partial_group(rows: Sequence[dict[str, Any]]) -> PartialGroup:
+    verdicts = tuple(None if row["open"] else _verdict(row) for row in rows)
+    return PartialGroup(_prompt(rows[0]), tuple(_sample(row) for row in rows), verdicts)
+
+
+def _verdict(row: dict[str, Any]) -> Verdict | Failure:
+    if row["failure"] is not None:
+        return Failure(row["failure"])
+    return Verdict(row["reward"], row["correct"], row["given_answer"])
+
+
+def _group(rows: Sequence[dict[str, Any]]) -> SampleGroup:
     return SampleGroup(
-        prompt=prompt,
+        prompt=_prompt(rows[0]),
         samples=tuple(_sample(row) for row in rows),
         rewards_G=np.asarray([row["reward"] for row in rows], dtype=np.float32),
         correct_G=np.asarray([row["correct"] for row in rows], dtype=np.bool_),
@@ -253,9 +307,12 @@ def _sample(row: dict[str, Any]) -> Sample:
         engine_logp_T=row["engine_logp"],
         text=row["response"],
         finished=row["finished"],
-        version=row["version"],
+        parts=tuple(map(SamplePart, row["versions"].tolist(), row["part_tokens"].tolist())),
         routed_experts=experts,
         is_baseline=row["baseline"],
+        verifications=row["verifications"],
+        prefills=row["prefills"],
+        is_open=row["open"],
     )
 
 

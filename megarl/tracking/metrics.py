@@ -15,15 +15,15 @@ from megarl.types import GroupSummary, Metrics, RoundBalance
 def rollout_metrics(groups: Sequence[GroupSummary]) -> Metrics:
     """Means over all samples of a step that were drawn; `truncated` is the share that was cut at the length limit.
 
-    `accepted`, with drafts: mean response tokens per verification; the first token of a response comes from the
-    prompt's pass.
+    `accepted`, with drafts: mean response tokens per verification; the first token of each phase of a response comes
+    from the pass that reads what is before it.
     """
     rewards = np.concatenate([group.rewards_G[group.drawn_G] for group in groups])
     lengths = np.concatenate([group.response_lengths_G[group.drawn_G] for group in groups])
     finished = np.concatenate([group.finished_G[group.drawn_G] for group in groups])
     correct = np.concatenate([group.correct_G[group.drawn_G] for group in groups])
-    drafted = [group for group in groups if group.verifications]  # not those that were read from a checkpoint
-    verified = sum(int((group.response_lengths_G[group.drawn_G] - 1).sum()) for group in drafted)
+    drafted = [group for group in groups if group.verifications]  # not those that another engine sampled
+    verified = sum(int(group.response_lengths_G[group.drawn_G].sum()) - group.prefills for group in drafted)
     steps = sum(group.verifications for group in drafted)
     accepted = {"rollout/accepted": verified / steps} if steps else {}
     return {
@@ -42,15 +42,16 @@ def balance_metrics(rounds: Sequence[RoundBalance]) -> Metrics:
     """How evenly the engines worked in a step's rounds of sampling, each of which waits for its last sample.
 
     `imbalance`: tokens of the busiest attention group over the mean group's; `tail_s`: from 90 % of a round's samples
-    to all of them. The busiest groups' tokens, the means and the seconds are each added up over the rounds. A step
-    without a round has neither.
+    to all of them; `idle_s`: of the mean engine with nothing left, until the round's end. The busiest groups' tokens,
+    the means and the seconds are each added up over the rounds. A step without a round has none of them.
     """
     if not rounds:
         return {}
-    tokens = np.array([balance.group_tokens for balance in rounds], dtype=np.float64)
+    tokens = [balance.group_tokens for balance in rounds]  # not all engines have part in a round that is sampled ahead
     return {
-        "rollout/imbalance": float(tokens.max(1).sum() / tokens.mean(1).sum()),
+        "rollout/imbalance": sum(map(max, tokens)) / sum(sum(groups) / len(groups) for groups in tokens),
         "rollout/tail_s": sum(balance.tail_s for balance in rounds),
+        "rollout/idle_s": sum(balance.idle_s for balance in rounds),
     }
 
 
@@ -141,5 +142,5 @@ def _sample(group: GroupSummary, index: int) -> dict[str, Any]:
         "correct": bool(group.correct_G[index]),
         "length": int(group.response_lengths_G[index]),
         "finished": bool(group.finished_G[index]),
-        "version": group.version,
+        "version": group.parts_G[index][-1].version,
     }

@@ -26,7 +26,7 @@ class SampleRef:
     reward: float = 0.0
     advantage: float | None = None  # of the reward in its group (Algorithm.advantage); None where the row has none
     is_correct: bool = False
-    is_stale: bool = False  # sampled by an earlier policy than the step's
+    num_stale: int = 0  # the response's first tokens, which earlier policies than the step's sampled
 
 
 MicroBatch = tuple[SampleRef, ...]
@@ -239,7 +239,7 @@ def own_samples(
 ) -> tuple[Sequence[int], *tuple[SampleGroup, ...]]:
     """The ids and the groups, these without tokens and text of the samples that a rank's share does not name."""
     named = {key_of(ref) for ref in refs_of(updates)}
-    nothing = Sample(np.zeros(0, np.int64), np.zeros(0, np.float32), "", finished=True, version=-1)
+    nothing = Sample(np.zeros(0, np.int64), np.zeros(0, np.float32), "", finished=True, parts=())
 
     def own(group_id: int, group: SampleGroup) -> SampleGroup:
         samples = [one if (group_id, at) in named else nothing for at, one in enumerate(group.samples)]
@@ -272,7 +272,7 @@ def train_sequence(
         reward=ref.reward,
         outcome=float(ref.is_correct),
         nll_weight_T=on_response(nll_weight, np.float32) if nll_weight and ref.is_correct else None,
-        is_stale=ref.is_stale,
+        is_stale_T=on_response(np.arange(length) < ref.num_stale, np.bool_) if ref.num_stale else None,
         experts_TMK=sample.routed_experts,
     )
 

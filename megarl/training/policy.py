@@ -214,7 +214,6 @@ class PolicyRank(TrainingRank):
 
         def row_loss(row: PackedRow, logp_T: torch.Tensor, entropy_T: torch.Tensor) -> LossResult:
             old_logp_T = logp_T.detach() if row.old_logp_T is None else row.old_logp_T
-            old_logp_T = torch.where(row.targets.is_stale_T, row.targets.engine_logp_T, old_logp_T)
             loss_sum, stats = loss(logp_T, entropy_T, old_logp_T, row.targets)
             return loss_sum, stats | policy_statistics(logp_T, entropy_T, row.targets)
 
@@ -223,12 +222,16 @@ class PolicyRank(TrainingRank):
         return self._update(rows, row_loss, share.norms, lr, **how) | self._routing_stats(share.norms)
 
     def _replay_gaps(self, share: UpdateShare) -> Statistics:
-        """|engine - trainer| logprob with and without replay, summed over the first micro-batches' masked tokens."""
+        """|engine - trainer| logprob with and without replay, over the first micro-batches' tokens to train on.
+
+        Without those that earlier policies sampled: there the gap is the policies' own.
+        """
 
         def gap(row: PackedRow, logp_T: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             targets = row.targets
-            gap_T = torch.where(targets.loss_mask_T, (logp_T - targets.engine_logp_T).abs(), 0.0)
-            return logp_T.sum(), torch.stack([gap_T.sum(), targets.loss_mask_T.sum()])
+            is_fresh_T = targets.loss_mask_T & ~targets.is_stale_T
+            gap_T = torch.where(is_fresh_T, (logp_T - targets.engine_logp_T).abs(), 0.0)
+            return logp_T.sum(), torch.stack([gap_T.sum(), is_fresh_T.sum()])
 
         if not share.choices:
             return {}

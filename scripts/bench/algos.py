@@ -70,10 +70,11 @@ class Batch:
             begin = sum(self.lengths[:start])
             part = Tokens(**self.tokens.map(lambda values, at=slice(begin, begin + size): values[at]))
             numbers = torch.repeat_interleave(torch.arange(end - start), torch.tensor(self.lengths[start:end]))
-            nothing = dict.fromkeys(("outcome_T", "nll_weight_T", "is_stale_T"), torch.zeros(size))
+            nothing = dict.fromkeys(("outcome_T", "nll_weight_T"), torch.zeros(size))
             targets = Targets(
                 loss_mask_T=part.mask, loss_weight_T=torch.ones(size), advantage_T=part.advantage,
-                engine_logp_T=part.old_logp, sequence_T=numbers, **nothing,
+                engine_logp_T=part.old_logp, sequence_T=numbers, is_stale_T=~torch.ones(size, dtype=torch.bool),
+                **nothing,
             )  # fmt: skip
             found.append((part, targets))
             start = end

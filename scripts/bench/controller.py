@@ -153,7 +153,7 @@ class Step:
         self.engines: Any = Engines.__new__(Engines)
         engines = [CountedEngine(f"engine {index}", hosts[index % len(hosts)], self) for index in range(num_engines)]
         self.engines.__dict__.update(
-            _cluster=self.cluster, _recipe=recipe, workers=engines, _sharing=engines, _dealer=None,
+            _cluster=self.cluster, _recipe=recipe, workers=engines, _sharing=engines, _dealers={},
         )  # fmt: skip
 
     def _ranks(self, kind: type[Any], recipe: Recipe, workers: Sequence[Worker]) -> Any:

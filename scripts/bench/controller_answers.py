@@ -12,7 +12,7 @@ import numpy as np
 
 from megarl.rollout.dealing import Capacity, CompletedSample
 from megarl.training.batching import Key, SampleRef, TokenValues, Update, key_of, refs_of, values_by_reader
-from megarl.types import FloatArray, GroupSummary, Metrics, Prompt, Sample, SampleGroup
+from megarl.types import FloatArray, GroupSummary, Metrics, Prompt, Sample, SampleGroup, SamplePart
 
 PROMPT_TOKENS = 200
 _NAMES = [f"statistic_{number}" for number in range(20)]  # about as many as an update's loss and routing say
@@ -44,7 +44,7 @@ class Answers:
         at once, and one that stands for 64 ranks would have as many copies of it.
         """
         samples = tuple(
-            Sample(np.zeros(length, np.int64), np.zeros(length, np.float32), "", True, 1)
+            Sample(np.zeros(length, np.int64), np.zeros(length, np.float32), "", True, (SamplePart(1, length),))
             for length in self._lengths[prompt.id]
         )
         rewards_G = np.arange(len(samples)) % 2
@@ -117,7 +117,7 @@ def summary_of(group: SampleGroup) -> GroupSummary:
         finished_G=np.ones(len(group.samples), np.bool_),
         rewards_G=group.rewards_G,
         correct_G=group.correct_G,
-        version=1,
+        parts_G=tuple((SamplePart(1, int(length)),) for length in lengths_G),
         given_answers=group.given_answers,
     )
 

@@ -23,7 +23,7 @@ from megarl.parallel.sequences import Split, pack
 from megarl.tracking.metrics import train_metrics
 from megarl.training.batching import Key, MicroBatch, SampleRef, key_of, plan_updates, train_sequences
 from megarl.training.credit import sample_advantages
-from megarl.types import Aggregation, FloatArray, Hyperparameters, Mismatch, Prompt, Sample, SampleGroup
+from megarl.types import Aggregation, FloatArray, Hyperparameters, Mismatch, Prompt, Sample, SampleGroup, SamplePart
 
 PER_GROUP, LONGEST, BUDGET = 3, 9, 48
 FROM_REWARDS = [name for name, row in ALGORITHMS.items() if row.learns_from == "rewards"]
@@ -61,7 +61,7 @@ def batch_of(lengths: Sequence[int], seed: int) -> Batch:
             made.old_logp[key], made.reference_logp[key] = (
                 (one + at).astype(np.float32) for one, at in ((old, 0.0), (logp, rng.normal(0, 0.3, length)))
             )
-            samples.append(Sample(np.arange(length), engine.astype(np.float32), "", True, 0))
+            samples.append(Sample(np.arange(length), engine.astype(np.float32), "", True, (SamplePart(0, length),)))
             total = len(prompt.token_ids) + length
             how = {"advantage": float(rng.normal()), "is_correct": bool(rng.integers(2))}
             made.refs.append(SampleRef(number, index, total, length, **how))

@@ -8,14 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 
-from megarl.cluster.actor import Pulses, Worker, answers, ray_nodes
-from megarl.cluster.session import Cluster, WorkerFailed, bundles_by_address
+from megarl.cluster.actor import Pulses, Ref, Worker, answers, ray_nodes
+from megarl.cluster.session import Cluster, WorkerFailed
 from megarl.config import PlacementConfig
 from megarl.types import UserFault
 from tests.leftovers import left_since, shared_files
@@ -62,6 +62,11 @@ class Target:
     def hang(self) -> None:
         time.sleep(600)
 
+    def wait_for(self, file: Path) -> int:
+        while not file.exists():
+            time.sleep(0.01)
+        return self.rank
+
     def work(self, seconds: float) -> int:
         """As long a call as a rollout is, to the bound of a test."""
         end = time.monotonic() + seconds
@@ -104,6 +109,44 @@ def test_calls_are_heard_of_as_they_return(cluster: Cluster, workers: list[Worke
     with pytest.raises(UserFault, match="returned nan"):
         while cluster.await_any({workers[0].call("add", 1): "rank 0", failing: "rank 1"}):
             pass
+
+
+class Counting:
+    """Background work of one call after another, until `last` were taken; each takes its call's result by a call."""
+
+    def __init__(self, cluster: Cluster, worker: Worker, last: Path) -> None:
+        self.cluster, self.worker, self.last, self.taken = cluster, worker, last, []
+        self.calls = {worker.call("add", 0): worker.name}
+
+    def labels(self) -> dict[Ref, str]:
+        return dict(self.calls)
+
+    def take(self, ended: Sequence[Ref]) -> None:
+        assert [*self.calls] == [*ended]
+        self.taken += self.cluster.gather(self.labels())
+        count = len(self.taken)
+        self.calls = {self.worker.call("add", count): self.worker.name} if count < 3 else {}
+        if not self.calls:
+            self.last.touch()
+
+
+def test_background_work_goes_on_while_others_are_waited_for(cluster: Cluster, workers: list[Worker], tmp_path: Path):
+    """The call that is waited for ends when the background work has taken its third result."""
+    cluster.background = one = Counting(cluster, workers[1], tmp_path / "last")
+    assert cluster.gather({workers[0].call("wait_for", tmp_path / "last"): "rank 0"}) == [0]
+    assert (one.taken, cluster.background) == ([1, 2, 3], one)
+    cluster.background = None
+
+
+def test_a_failure_in_the_background_ends_what_is_waited_for(cluster: Cluster, workers: list[Worker], tmp_path: Path):
+    one = Counting(cluster, workers[1], tmp_path / "last")
+    one.calls, cluster.background = {workers[1].call("fault"): "rank 1"}, one
+    waited_for = workers[0].call("wait_for", tmp_path / "last")
+    with pytest.raises(UserFault, match="returned nan"):
+        cluster.gather({waited_for: "rank 0"})
+    (tmp_path / "last").touch()
+    assert cluster.gather({waited_for: "rank 0"}, among=workers) == [0], "what a rescue needs goes on without it"
+    cluster.background = None
 
 
 def test_half_a_pair_stays_in_the_object_store(cluster: Cluster, workers: list[Worker]):
@@ -241,12 +284,6 @@ def test_every_worker_says_where_it_sits(cluster: Cluster, workers: list[Worker]
     cluster.nodes[0] = right
 
 
-def test_nodes_are_ordered_by_number_and_known_by_no_name() -> None:
-    assert bundles_by_address({0: "10.0.0.10", 1: "10.0.0.9", 2: "10.0.0.1"}) == [2, 1, 0]
-    with pytest.raises(UserFault, match=r"placement\.network: .*'vm'.*--node-ip-address"):
-        bundles_by_address({0: "10.0.0.1", 1: "vm"})
-
-
 def test_calls_settle_when_each_has_ended_well_or_not(cluster: Cluster, workers: list[Worker]):
     calls = {workers[0].call("fault"): "rank 0", workers[1].call("add", 1): "rank 1"}
     assert cluster.settle(calls)
@@ -274,7 +311,15 @@ with Cluster(2) as cluster:
 """
 
 
-@pytest.mark.parametrize(("how", "last_line"), [("kill", "rank 0: its process died"), ("SIGINT", ""), ("SIGTERM", "")])
+# By day tests/end_to_end/test_ending.py sends the command both signals.
+@pytest.mark.parametrize(
+    ("how", "last_line"),
+    [
+        ("kill", "rank 0: its process died"),
+        pytest.param("SIGINT", "", marks=pytest.mark.nightly),
+        pytest.param("SIGTERM", "", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_death_or_an_interrupt_ends_the_session_and_leaves_nothing(how: str, last_line: str, tmp_path: Path):
     before = set(psutil.pids())
     files_before = shared_files()
@@ -333,11 +378,14 @@ def _left(marker: Path) -> list[str]:
     return left
 
 
-def test_the_death_of_a_server_of_rays_is_named_and_the_folder_of_a_killed_session_goes_with_the_next(tmp_path: Path):
+@pytest.mark.parametrize("servers", [["raylet"], pytest.param(["raylet", "gcs_server"], marks=pytest.mark.nightly)])
+def test_the_death_of_a_server_of_rays_is_named_and_the_folder_of_a_killed_session_goes_with_the_next(
+    tmp_path: Path, servers: list[str]
+):
     killed = _folder(_one_session("python", tmp_path / "0"))
     assert killed.is_dir() and killed.stat().st_mode & 0o777 == 0o700
     assert (killed / "ray").is_dir(), "Ray opens its folder to everyone: it must lie inside"
-    for server in ("raylet", "gcs_server"):
+    for server in servers:
         done = _one_session(server, tmp_path / server)
         assert re.fullmatch(rf"Ray's {server} \(pid \d+\) was killed by SIGKILL", done.stdout.splitlines()[-1]), done
         assert done.returncode == 1

@@ -10,12 +10,14 @@ import pytest
 
 from megarl.cluster.topology import (
     DevicePlacement,
+    bundles_by_address,
     nearest_nics,
     own_placement,
     placement_among,
     placement_faults,
     placement_lines,
 )
+from megarl.types import UserFault
 
 ROOTS = ("pci0000:15", "pci0000:37", "pci0000:48", "pci0000:59", "pci0000:97", "pci0000:b7", "pci0000:c7", "pci0000:d7")
 
@@ -132,3 +134,9 @@ def test_this_process_has_a_seat() -> None:
     one = own_placement(0, "127.0.0.1")
     assert one.host
     assert one.address == "127.0.0.1"
+
+
+def test_nodes_are_ordered_by_number_and_known_by_no_name() -> None:
+    assert bundles_by_address({0: "10.0.0.10", 1: "10.0.0.9", 2: "10.0.0.1"}) == [2, 1, 0]
+    with pytest.raises(UserFault, match=r"placement\.network: .*'vm'.*--node-ip-address"):
+        bundles_by_address({0: "10.0.0.1", 1: "vm"})

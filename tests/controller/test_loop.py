@@ -19,21 +19,26 @@ from megarl.algos.statistics import LOSS
 from megarl.config.loading import load_recipe
 from megarl.controller import loop, stages, warm_start
 from megarl.controller.learning_rate import policy_lr
-from megarl.controller.run import NO_GROUPS, Run, Step
+from megarl.controller.run import Run, Step
 from megarl.controller.stages import LEARNING_STAGES, STAGES
-from megarl.fleet.rank_groups import RolloutBatch, Trained
+from megarl.fleet.rank_groups import GroupStock, RolloutBatch, Trained
 from megarl.resharding.member import Stats
 from megarl.tracking.run_log import Record
-from megarl.types import GroupSummary, Prompt, SampleGroup, UserFault
+from megarl.types import EndedEarly, GroupSummary, Prompt, SampleGroup, SamplePart, UserFault
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 LOOP = Path(loop.__file__).read_text(encoding="utf-8")
 
 
-def summary(prompt: str, rewards: list[float], finished: bool = True) -> GroupSummary:
+def summary(prompt: str, rewards: list[float], finished: bool = True, version: int = 1) -> GroupSummary:
     count, rewards_G = len(rewards), np.array(rewards, np.float32)
     finished_G = np.full(count, finished)
-    return GroupSummary(prompt, "", ("",) * count, 1, np.full(count, 3), finished_G, rewards_G, rewards_G > 0, 0)
+    parts_G = ((SamplePart(version, 3),),) * count
+    return GroupSummary(prompt, "", ("",) * count, 1, np.full(count, 3), finished_G, rewards_G, rewards_G > 0, parts_G)
+
+
+def refs(stock: GroupStock) -> list[Any]:
+    return [entry.ref for entry in stock.entries]
 
 
 class Values(str):
@@ -49,8 +54,8 @@ class Fleet:
     def __init__(self, has_critic: bool, recipe: Any) -> None:
         self.calls: list[str] = []
         self.version, self.attempts, self.reward_model = 1, 1, None
-        self.finished = True
-        self.engines = SimpleNamespace(sample=self.sample)
+        self.finished, self.rewards = True, [1.0, 0.0]
+        self.engines = SimpleNamespace(begin=self.begin)
         self.trainers = SimpleNamespace(observe=self.observe, train=self.train, plan_of=lambda *_: "policy's plan")
         own = SimpleNamespace(plan_of=lambda _: "critic's plan", values=self.values, train=self.train_critic)
         own.recipe = recipe
@@ -60,10 +65,17 @@ class Fleet:
         self.calls.append(f"hand over to {phase}")
         return {f"memory/after_{phase}_bytes": 1.0}
 
-    def sample(self, prompts: list[Prompt], sampling: Any) -> RolloutBatch:
-        self.calls.append(f"sample {len(prompts)}")
-        found = [summary(prompt.id, [1.0, 0.0], self.finished) for prompt in prompts]
-        return RolloutBatch(found, [f"ref {prompt.id}" for prompt in prompts])  # type: ignore[misc]
+    def begin(self, entries: Any, sampling: Any, *, beside_training: bool = False) -> Any:
+        self.calls.append(f"sample {len(entries)}{' ahead' if beside_training else ''}")
+        ids = [entry.ticket.prompt.id for entry in entries]
+        new = [summary(name, self.rewards, self.finished, self.version) for name in ids]
+        found = [replace(one, summary=of, ref=f"ref {of.prompt_text}") for one, of in zip(entries, new, strict=True)]
+
+        def result() -> tuple[list[Any], None]:
+            self.calls.extend(["await what was sampled ahead"] if beside_training else [])
+            return found, None
+
+        return SimpleNamespace(result=result, sampled_s=0.0)
 
     def put(self, groups: list[SampleGroup]) -> RolloutBatch:
         self.calls.append(f"put {len(groups)}")
@@ -104,13 +116,14 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
         fleet: Any = Fleet(bool(ALGORITHMS[recipe.algorithm.name].critic), recipe)
         taken = iter(range(100))
 
-        def begin(step: int, leftover: RolloutBatch) -> dict[str, float]:
-            fleet.calls.append(f"save {step} and {leftover.refs}")
+        def begin(step: int, stock: GroupStock) -> dict[str, float]:
+            fleet.calls.append(f"save {step} and {refs(stock)}")
             return {"memory/after_save_bytes": 1.0}
 
         saver: Any = SimpleNamespace(
-            begin=begin, leave_if_wanted=lambda: None, settle=lambda step: fleet.calls.append(f"settle {step}")
-        )
+            begin=begin, leave_if_wanted=lambda: None, settle=lambda step: fleet.calls.append(f"settle {step}"),
+            is_due=lambda step: recipe.checkpoint.every is not None,
+        )  # fmt: skip
         prompts = SimpleNamespace(take=lambda n: [Prompt(str(next(taken)), "", (1,), "7") for _ in range(n)])
         tokenizer = type("Tokenizer", (), {"eos_token_id": 0, "__call__": lambda *_, **__: {"input_ids": [1, 2]}})()
         inputs: Any = SimpleNamespace(prompts=prompts, tokenizer=tokenizer, eval_sets={})
@@ -151,7 +164,7 @@ def test_every_stage_of_a_row_is_known(algorithm: str) -> None:
 def test_a_step_of_rollout_reward_train_and_reshard(made: Any) -> None:
     one, fleet = made("algorithm.name=grpo")
     record = Record(1)
-    assert loop.train_step(one, Step(1, record)) == NO_GROUPS
+    assert refs(loop.train_step(one, Step(1, record))) == []
     assert fleet.calls == [
         *("sample 2", "hand over to train", "train grpo on 4 of ['ref 0', 'ref 1'], None, None"),
         *("save 1 and []", "publish"),
@@ -194,12 +207,83 @@ def test_demonstrations_are_neither_sampled_nor_scored(made: Any) -> None:
 
 def test_leftover_groups_come_back_in_the_next_step(made: Any) -> None:
     one, fleet = made("algorithm.name=dapo", "algorithm.oversample=2.0")
-    leftover = loop.train_step(one, Step(1, Record(1)))
-    assert leftover.refs == ["ref 2", "ref 3"]
+    stock = loop.train_step(one, Step(1, Record(1)))
+    assert refs(stock) == ["ref 2", "ref 3"]
     assert "save 1 and ['ref 2', 'ref 3']" in fleet.calls, "a checkpoint has them too"
     fleet.calls.clear()
-    assert loop.train_step(one, Step(2, Record(2), leftover)) == NO_GROUPS
+    record = Record(2)
+    assert refs(loop.train_step(one, Step(2, record, stock))) == []
+    assert (record.metrics["stale/token_mean"], record.metrics["stale/token_max"]) == (1.0, 1)
     assert fleet.calls[1] == "train dapo on 4 of ['ref 2', 'ref 3'], None, None", "nothing is sampled"
+
+
+def test_ahead_the_next_phase_is_sampled_while_the_ranks_learn(made: Any) -> None:
+    """It has begun before the ranks get the memory, and has ended before the checkpoint, which has its groups."""
+    one, fleet = made("algorithm.name=grpo", "algorithm.mismatch=tis", "rollout.ahead=1")
+    record = Record(1)
+    stock = loop.train_step(one, Step(1, record))
+    assert fleet.calls == [
+        *("sample 2", "sample 2 ahead", "hand over to train", "train grpo on 4 of ['ref 0', 'ref 1'], None, None"),
+        *("await what was sampled ahead", "save 1 and ['ref 2', 'ref 3']", "publish"),
+    ]
+    metrics = record.close()
+    times = [name for name in metrics if name.startswith("time/")]
+    assert times[:-2] == ["time/rollout_s", "time/train_s", "time/ahead_s", "time/save_s", "time/reshard_s"]
+    assert sum(metrics[name] for name in times[:-1]) == pytest.approx(metrics["time/step_s"])
+    assert metrics["rollout/waited_s"] >= metrics["time/train_s"], "the stand-in samples in no time"
+    fleet.calls.clear()
+    record = Record(2)
+    loop.train_step(one, Step(2, record, stock))
+    assert fleet.calls[:3] == [
+        *("sample 2 ahead", "hand over to train", "train grpo on 4 of ['ref 2', 'ref 3'], None, None"),
+    ]
+    assert record.metrics["stale/token_max"] == 1
+
+
+@pytest.mark.parametrize(("every", "calls"), [(None, 0), (4, 1)])
+def test_ahead_the_last_step_samples_for_the_run_that_may_go_on(made: Any, every: int | None, calls: int) -> None:
+    """Its checkpoint is as that of any other step; without one nobody would have the samples."""
+    own = [] if every is None else [f"checkpoint.every={every}"]
+    one, fleet = made("algorithm.name=grpo", "algorithm.mismatch=tis", "rollout.ahead=1", *own)
+    assert len(loop.train_step(one, Step(9, Record(9))).entries) == 2 * calls
+    assert fleet.calls.count("sample 2 ahead") == calls
+
+
+def test_ahead_a_run_that_goes_on_with_more_steps_is_as_one_that_had_them_from_the_start(made: Any) -> None:
+    """What its last step did, and the stock of its checkpoint, with the same prompts and random streams."""
+    found = []
+    for steps in (2, 9):
+        how = ["algorithm.mismatch=tis", "rollout.ahead=1", f"run.steps={steps}", "checkpoint.every=7"]
+        one, fleet = made("algorithm.name=grpo", *how)
+        stock = GroupStock()
+        for number in (1, 2):
+            stock = loop.train_step(one, Step(number, Record(number), stock))
+        found.append((fleet.calls, [entry.ticket for entry in stock.entries], refs(stock), stock.trained))
+    assert found[0] == found[1]
+    assert found[0][1][0].stream == (one.recipe.run.seed, 3, 0)
+
+
+def test_ahead_what_waits_is_not_sampled(made: Any) -> None:
+    """Enough groups that are complete, and none that is open: the next step has no phase, now as without ahead."""
+    one, fleet = made("algorithm.name=dapo", "algorithm.mismatch=tis", "algorithm.oversample=2.0", "rollout.ahead=1")
+    loop.train_step(one, Step(1, Record(1)))
+    assert not any("ahead" in call for call in fleet.calls)
+
+
+def test_a_wish_to_end_is_heard_before_each_phase(made: Any) -> None:
+    """What the phases of the step gave is lost; the step before is what a run goes on from."""
+    one, fleet = made("algorithm.name=dapo", "algorithm.oversample=1.0")
+    wishes = iter([None, EndedEarly(3)])
+
+    def leave() -> None:
+        if wish := next(wishes):
+            raise wish
+
+    one.saver.leave_if_wanted = leave
+    fleet.rewards = [1.0, 1.0]  # of which dynamic sampling keeps no group
+    with pytest.raises(EndedEarly):
+        loop.train_step(one, Step(4, Record(4)))
+    assert fleet.calls == ["sample 2"]
 
 
 def test_a_step_without_a_finished_response_ends_the_run(made: Any) -> None:

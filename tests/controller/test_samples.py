@@ -11,82 +11,112 @@ import pytest
 import torch
 
 from megarl.algos import ALGORITHMS
-from megarl.controller.samples import collect, is_mixed, overlong_penalty, samples_of, with_overlong_penalty
-from megarl.fleet.rank_groups import RolloutBatch
+from megarl.controller.samples import (
+    Limits,
+    collect,
+    is_mixed,
+    overlong_penalty,
+    samples_of,
+    staleness,
+    with_overlong_penalty,
+)
+from megarl.fleet.rank_groups import GroupStock, RolloutBatch
+from megarl.rollout.stock import Entry, Stock
 from megarl.tracking.metrics import rollout_metrics
-from megarl.types import GroupSummary, Hyperparameters, Prompt, UserFault
+from megarl.types import GroupSummary, Hyperparameters, Prompt, SamplePart, UserFault
 
-NOTHING = RolloutBatch([], [])
 DYNAMIC = Hyperparameters(dynamic_sampling=True, oversample=1.0, max_rounds=4)
 
 
 def group(name: str, correct: Sequence[bool]) -> GroupSummary:
     count = len(correct)
     lengths_G, correct_G = np.arange(1, count + 1), np.array(correct)
-    return GroupSummary(
-        name, "", ("",) * count, 1, lengths_G, np.ones(count, np.bool_), correct_G.astype(np.float32), correct_G, 0
-    )
+    parts_G = tuple((SamplePart(0, length),) for length in lengths_G.tolist())
+    rewards_G = correct_G.astype(np.float32)
+    return GroupSummary(name, "", ("",) * count, 1, lengths_G, np.ones(count, np.bool_), rewards_G, correct_G, parts_G)
 
 
 class Source:
-    """Prompts 0, 1, 2...; what comes of prompt n is right[n]."""
+    """Prompts 0, 1, 2..., of which every group is complete after one phase; what comes of prompt n is right[n]."""
 
     def __init__(self, right: Sequence[Sequence[bool]]) -> None:
-        self.right, self.taken, self.rounds = right, 0, []
+        self.right, self.rounds = right, []
 
-    def take(self, count: int) -> list[Prompt]:
-        first, self.taken = self.taken, self.taken + count
-        return [Prompt(str(number), "", (1,), "") for number in range(first, self.taken)]
+    def admit(self, stock: GroupStock, count: int, number: int) -> GroupStock:
+        self.rounds.append((number, count))
+        names = range(stock.next_number, stock.next_number + count)
+        return stock.admitted([Prompt(str(name), "", (1,), "") for name in names], (number,), 2)
 
-    def sample(self, prompts: Sequence[Prompt], number: int) -> RolloutBatch:
-        self.rounds.append((number, len(prompts)))
-        names = [prompt.id for prompt in prompts]
-        return RolloutBatch([group(name, self.right[int(name)]) for name in names], [f"ref {name}" for name in names])  # type: ignore
+    def advance(self, stock: GroupStock) -> GroupStock:
+        return stock.updated([self.complete(entry) for entry in stock.open])
+
+    def complete(self, entry: Entry[Any]) -> Entry[Any]:
+        name = entry.ticket.prompt.id
+        return replace(entry, summary=group(name, self.right[int(name)]), ref=f"ref {name}")
+
+    def collect(self, wanted: int, hyperparameters: Hyperparameters, stock: GroupStock | None = None) -> Any:
+        limits = Limits(wanted, wanted, hyperparameters)
+        found = collect(limits, stock or GroupStock(), self.admit, self.advance)
+        return found.chosen, found.stock, found.counts(limits)
 
 
 MIXED, RIGHT, WRONG = (True, False), (True, True), (False, False)
 
 
-def names(rollout: RolloutBatch) -> list[str]:
-    assert [f"ref {one.prompt_text}" for one in rollout.summaries] == rollout.refs
-    return [one.prompt_text for one in rollout.summaries]
+def names(groups: RolloutBatch | GroupStock) -> list[str]:
+    found = RolloutBatch.of(groups.entries) if isinstance(groups, Stock) else groups
+    assert [f"ref {one.prompt_text}" for one in found.summaries] == found.refs
+    return [one.prompt_text for one in found.summaries]
 
 
 def test_without_it_a_step_is_what_was_drawn() -> None:
     source = Source([RIGHT, MIXED, WRONG])
-    step, rest, done = collect(3, Hyperparameters(), source.take, source.sample, NOTHING)
+    step, rest, done = source.collect(3, Hyperparameters())
     assert (names(step), names(rest), done, source.rounds) == (["0", "1", "2"], [], {}, [(0, 3)])
+    assert (rest.trained, rest.dropped, rest.next_number) == (0b111, 0, 3)
 
 
 def test_groups_are_filtered_refilled_and_left_over() -> None:
     source = Source([MIXED, RIGHT, WRONG, MIXED, WRONG, MIXED, MIXED, MIXED, MIXED, MIXED, RIGHT])
     eager = replace(DYNAMIC, oversample=1.5)
-    step, rest, done = collect(3, eager, source.take, source.sample, NOTHING)
+    step, rest, done = source.collect(3, eager)
     assert source.rounds == [(0, 5), (1, 2)], "half as many again as are missing"
     assert (names(step), names(rest)) == (["0", "3", "5"], ["6"])
+    assert (rest.trained, rest.dropped, rest.next_number) == (0b101001, 0b10110, 7)
     assert done == {
         "sampling/rounds": 2, "sampling/drawn": 7, "sampling/mixed_share": 4 / 7, "sampling/carried_in": 0,
         "sampling/carried_out": 1, "sampling/missing": 0, "sampling/accuracy": pytest.approx((4 * 0.5 + 1) / 7),
     }  # fmt: skip
-    step, rest, done = collect(3, eager, source.take, source.sample, rest)
+    step, rest, done = source.collect(3, eager, rest)
     assert source.rounds[2:] == [(0, 3)]
     assert (names(step), names(rest)) == (["6", "7", "8"], ["9"]), "leftover groups come first"
     assert (done["sampling/carried_in"], done["sampling/mixed_share"]) == (1, 1.0)
 
 
 def test_enough_that_waits_needs_no_new_sample() -> None:
-    waiting = RolloutBatch([group(name, MIXED) for name in "abcd"], [f"ref {name}" for name in "abcd"])  # type: ignore
-    source = Source([])
-    step, rest, done = collect(3, DYNAMIC, source.take, source.sample, waiting)
-    assert (names(step), names(rest), source.rounds, source.taken) == (["a", "b", "c"], ["d"], [], 0)
+    source = Source([MIXED] * 4)
+    waiting = source.advance(source.admit(GroupStock(), 4, 0))
+    step, rest, done = source.collect(3, DYNAMIC, waiting)
+    assert (names(step), names(rest), source.rounds) == (["0", "1", "2"], ["3"], [(0, 4)])
     assert (done["sampling/drawn"], done["sampling/carried_in"], done["sampling/carried_out"]) == (0, 4, 1)
 
 
 def test_a_step_that_stays_short_trains_on_what_there_is() -> None:
     source = Source([RIGHT, MIXED, *[WRONG] * 20])
-    step, rest, done = collect(3, DYNAMIC, source.take, source.sample, NOTHING)
+    step, rest, done = source.collect(3, DYNAMIC)
     assert (names(step), names(rest)) == (["1"], [])
     assert (len(source.rounds), done["sampling/missing"]) == (DYNAMIC.max_rounds, 2)
+
+
+def test_in_phases_a_step_may_draw_as_many_prompts_as_all_rounds_would() -> None:
+    """However few are missing at a time: four times three, of which each phase here completes what it draws."""
+    source = Source([MIXED, MIXED, *[WRONG] * 30])
+    limits = Limits(3, 3, DYNAMIC, is_phased=True)
+    found = collect(limits, GroupStock(), source.admit, source.advance)
+    done = found.counts(limits)
+    assert (names(found.chosen), names(found.stock)) == (["0", "1"], [])
+    assert source.rounds == [(0, 3), *((number, 1) for number in range(1, 10))]
+    assert (done["sampling/drawn"], done["sampling/rounds"]) == (DYNAMIC.max_rounds * 3, 10)
 
 
 @pytest.mark.parametrize(("when_short", "first"), [("stop", MIXED), ("train", WRONG)])
@@ -94,7 +124,7 @@ def test_or_stops_and_says_how_many_there_were(when_short: Any, first: Any) -> N
     """Whatever is asked for: with nothing at all there is nothing to train on."""
     source = Source([first, *[WRONG] * 20])
     with pytest.raises(UserFault, match="prompts in 4 rounds, and the leftover groups, gave . groups .*, not 3") as e:
-        collect(3, replace(DYNAMIC, when_short=when_short), source.take, source.sample, NOTHING)
+        source.collect(3, replace(DYNAMIC, when_short=when_short))
     assert e.value.where == "algorithm.max_rounds"
 
 
@@ -123,8 +153,8 @@ def test_a_greedy_sample_is_compared_with_and_not_learnt_from() -> None:
 def test_what_was_cut_counts_in_its_group_and_teaches_nothing() -> None:
     cut = replace(group("a", (True, False, True)), finished_G=np.array([True, False, True]))
     everything, finished = samples_of([cut], "grpo"), samples_of([cut], "grpo", only_finished=True)
-    assert [one.is_stale for one in samples_of([cut], "grpo", version=1)] == [True] * 3
-    assert not any(one.is_stale for one in samples_of([cut], "grpo", version=cut.version))
+    assert [one.num_stale for one in samples_of([cut], "grpo", version=1)] == [1, 2, 3]
+    assert not any(one.num_stale for one in samples_of([cut], "grpo", version=0))
     assert [one.sample for one in finished] == [0, 2]
     assert finished == [everything[0], everything[2]], "the advantages are those of all three"
 
@@ -156,3 +186,17 @@ def test_groups_of_different_sizes_have_their_own_advantages(algorithm: str) -> 
     assert first is not None and second is not None
     assert first == third and first > 0 > second
     assert others == [0.0, 0.0, 0.0]
+
+
+def test_staleness_is_of_tokens_and_never_beyond_the_bound() -> None:
+    """Of seven tokens of two samples one is two versions old, two are one version old."""
+    mixed = SamplePart(3, 1), SamplePart(4, 2), SamplePart(5, 1)
+    one = replace(group("a", MIXED), parts_G=(mixed, (SamplePart(5, 3),)))
+    assert staleness([one], 5, 2) == {
+        "stale/token_mean": pytest.approx(4 / 7), "stale/token_max": 2, "stale/parts_mean": 2.0,
+        "stale/share_0": pytest.approx(4 / 7), "stale/share_1": pytest.approx(2 / 7),
+        "stale/share_2": pytest.approx(1 / 7),
+    }  # fmt: skip
+    with pytest.raises(RuntimeError, match="tokens that are 2 versions old, and the bound is 1"):
+        staleness([one], 5, 1)
+    assert staleness([group("a", MIXED)], 0, 0) == {}, "nothing to tell where no group ever waits"

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megarl.checkpoints.snapshots import Snapshots
 from megarl.cluster import processes
 from megarl.config import Recipe
 from megarl.config.loading import load_recipe
-from megarl.controller.resuming import FOLDER, Progress, find, model_faults, resume
+from megarl.controller.resuming import FOLDER, Accounts, Progress, find, model_faults, resume
 from megarl.controller.saver import Saver
-from megarl.fleet.rank_groups import RolloutBatch
+from megarl.fleet.rank_groups import GroupStock
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.roles import resolve
 from megarl.rollout.mixing import MixedStream
 from megarl.rollout.prompts import PromptStream
-from megarl.types import EndedEarly, Prompt, UserFaults
+from megarl.types import EndedEarly, GroupSummary, Prompt, SamplePart, UserFault, UserFaults
 
-NO_GROUPS = RolloutBatch([], [])
-LEFTOVER = RolloutBatch([], ["ref 1"])  # type: ignore[list-item]
+EMPTY = GroupStock()
+SUMMARY: Any = "summary"
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 
 
@@ -53,8 +54,8 @@ class Ranks:
 
 
 class Fleet(SimpleNamespace):
-    def save(self, folder: Path, leftover: RolloutBatch) -> tuple[dict[str, Any], dict[str, float]]:
-        self.saved = leftover
+    def save(self, folder: Path, stock: GroupStock) -> tuple[dict[str, Any], dict[str, float]]:
+        self.saved = stock
         self.trainers.save(folder)
         return {"rank-1.pt": 1}, {"memory/before_critic_bytes": 2.0}
 
@@ -62,15 +63,17 @@ class Fleet(SimpleNamespace):
         assert digests == {"rank-1.pt": 1}, "as `save` returned them"
         return self.trainers.finish_save()
 
-    def resume(self, folder: Path, version: int, attempts: int) -> RolloutBatch:
+    def resume(self, folder: Path, version: int, attempts: int) -> list[tuple[str, Any, str]]:
         self.trainers.load(folder)
         self.version, self.attempts = version, attempts
-        return LEFTOVER
+        tickets = [entry.ticket for entry in self.saved.entries]
+        found = zip(tickets, self.summaries or [SUMMARY] * len(tickets), strict=True)
+        return [(ticket.prompt.id, summary, f"ref {ticket.number}") for ticket, summary in found]
 
 
 @pytest.fixture
 def fleet() -> Any:
-    return Fleet(trainers=Ranks(), version=3, attempts=5)
+    return Fleet(trainers=Ranks(), version=3, attempts=5, summaries=None)
 
 
 @pytest.fixture
@@ -91,10 +94,10 @@ def saver(recipe: Recipe, fleet: Any, prompts: PromptStream, tmp_path: Path) -> 
 
 def run(recipe: Recipe, fleet: Any, prompts: PromptStream, tmp_path: Path) -> None:
     one = saver(recipe, fleet, prompts, tmp_path)
-    one.begin(0, NO_GROUPS)  # after a warm start
+    one.begin(0, EMPTY)  # after a warm start
     for step in range(1, recipe.run.steps + 1):
         prompts.take(3)
-        one.begin(step, NO_GROUPS)
+        one.begin(step, EMPTY)
         fleet.version += 1
         one.settle(step)
 
@@ -114,12 +117,124 @@ def test_what_is_gone_on_from(made: Any, fleet: Any, tmp_path: Path) -> None:
     run(made("checkpoint.asynchronous=false", "checkpoint.keep=2"), fleet, prompts, tmp_path)
     names = sorted(one.name for one in (tmp_path / "try" / FOLDER).iterdir())
     assert names == ["step-000008", "step-000009"]
-    again, other = stream(), Fleet(trainers=Ranks(), version=-1, attempts=0)
+    again, other = stream(), Fleet(trainers=Ranks(), version=-1, attempts=0, saved=EMPTY, summaries=None)
     found = find(made(), again, pytest.fail)
     assert found is not None and found.step == 9
-    assert resume(found, other, again) is LEFTOVER  # type: ignore[arg-type]
+    assert resume(found, made(), other, again) == EMPTY  # type: ignore[arg-type]
     assert (other.version, other.attempts, other.trainers.calls) == (11, 5, ["load step-000009"])
     assert again.taken == prompts.taken and again.take(5) == prompts.take(5)
+
+
+def stocked(prompts: PromptStream) -> GroupStock:
+    """Ten tickets of a stream whose first five prompts a warm start took: three wait, one of another step."""
+    prompts.take(5)
+    stock = GroupStock().admitted(prompts.take(6), (1, 2), 3)
+    first, *others = stock.entries
+    stock = stock.without_trained([others[0], others[2]]).without_dropped([first, *others[3:]])
+    stock = stock.admitted(prompts.take(4), (1, 3), 3)
+    return stock.without_trained(stock.entries[2:4])
+
+
+def test_a_stock_comes_back_with_the_prompts_of_its_tickets(made: Any, fleet: Any, tmp_path: Path) -> None:
+    """By their numbers in the data, because a file does not keep every type of a row's values."""
+    prompts, recipe = stream(), made("checkpoint.asynchronous=false")
+    stock = stocked(prompts)
+    assert [entry.ticket.number for entry in stock.entries] == [2, 6, 9]
+    one = saver(recipe, fleet, prompts, tmp_path)
+    one.begin(4, stock)
+    one.settle(4)
+    again = stream()
+    found = find(recipe, again, pytest.fail)
+    assert found is not None
+    back = resume(found, recipe, fleet, again)
+    assert [entry.ref for entry in back.entries] == ["ref 2", "ref 6", "ref 9"]
+    assert [entry.ticket for entry in back.entries] == [entry.ticket for entry in stock.entries]
+    assert [entry.ticket.stream for entry in back.entries] == [(1, 2, 2), (1, 3, 0), (1, 3, 3)]
+    assert (back.next_number, back.trained, back.dropped) == (stock.next_number, stock.trained, stock.dropped)
+    assert again.taken == prompts.taken and again.take(5) == prompts.take(5)
+
+
+OPEN = ["rollout.prompts_per_step=4", "rollout.prompts_in_flight=8", "rollout.phase_tokens=2"]
+
+
+def saved(recipe: Recipe, fleet: Any, tmp_path: Path, *, is_open: bool) -> None:
+    """A checkpoint of step 4, by version 3, with three groups: open, or complete and sampled by version 2."""
+    prompts = stream()
+    stock = stocked(prompts)
+    if not is_open:
+        nothing = np.zeros(1, np.float32)
+        facts = np.array([5]), nothing > 0, nothing, nothing > 0, ((SamplePart(2, 5),),)
+        whole = GroupSummary("", "", ("",), 1, *facts)
+        stock = stock.updated([replace(entry, summary=whole) for entry in stock.entries])
+    one = saver(recipe, fleet, prompts, tmp_path)
+    one.begin(4, stock)
+    one.settle(4)
+
+
+def refused(recipe: Recipe) -> list[str]:
+    try:
+        find(recipe, stream(), pytest.fail)
+    except UserFaults as faults:
+        return [fault.where for fault in faults.faults]
+    return []
+
+
+def test_what_open_responses_depend_on_is_refused_by_its_own_key_all_at_once(
+    made: Any, fleet: Any, tmp_path: Path
+) -> None:
+    """Also what would raise no bound: of 16 tokens, 8 prompts a step and 16 in flight, 2 and 4 leave it as it is."""
+    saved(made("checkpoint.asynchronous=false", *OPEN), fleet, tmp_path, is_open=True)
+    assert refused(made(*OPEN, "train.replay=r2", "algorithm.name=rloo")) == [], "r3 and greedy samples alone count"
+    changes = {
+        "rollout.samples_per_prompt": 3, "rollout.temperature": 0.5, "rollout.top_p": 0.9,
+        "rollout.max_response_tokens": 1, "rollout.phase_tokens": 1, "rollout.prompts_per_step": 2,
+        "rollout.prompts_in_flight": 4, "algorithm.name": "remax", "algorithm.dynamic_sampling": "true",
+        "train.replay": "r3",
+    }  # fmt: skip
+    told = refused(made(*(f"{key}={value}" for key, value in changes.items())))
+    assert sorted(told) == sorted([*changes, "algorithm.oversample"])
+    for key, value in changes.items():
+        assert key in refused(made(*OPEN, f"{key}={value}"))
+    says = "rollout.phase_tokens: 1, and .*step-000004 has responses that have not ended, of a run with 2; set it to 2,"
+    with pytest.raises(UserFaults, match=says):
+        find(made(*OPEN, "rollout.phase_tokens=1"), stream(), pytest.fail)
+
+
+def test_complete_groups_wait_for_steps_of_any_size(made: Any, fleet: Any, tmp_path: Path) -> None:
+    """Two of three wait for two steps of one group each, the first of which has version 4."""
+    saved(made("checkpoint.asynchronous=false", "rollout.prompts_per_step=4"), fleet, tmp_path, is_open=False)
+    smaller = made("rollout.prompts_per_step=1", "rollout.max_response_tokens=1")
+    found = find(smaller, stream(), pytest.fail)
+    assert found is not None
+    fleet.summaries = [entry.summary for entry in fleet.saved.entries]
+    assert resume(found, smaller, fleet, stream()).loaded_bound == 4 - 2 + 2
+    assert refused(made("rollout.temperature=0.5", "train.replay=r3")) == ["rollout.temperature", "train.replay"]
+
+
+def test_without_waiting_groups_anything_may_change(made: Any, fleet: Any, tmp_path: Path) -> None:
+    run(made(*OPEN), fleet, stream(), tmp_path)
+    assert refused(made("rollout.temperature=0.5", "train.replay=r3", "rollout.max_response_tokens=1")) == []
+
+
+def test_samples_of_another_prompt_than_the_datas_are_refused(made: Any, fleet: Any, tmp_path: Path) -> None:
+    recipe = made("checkpoint.asynchronous=false")
+    saved(recipe, fleet, tmp_path, is_open=True)
+    found = find(recipe, stream(), pytest.fail)
+    assert found is not None
+    one, *others = fleet.saved.entries
+    strange = replace(one, ticket=replace(one.ticket, prompt=Prompt("row 77", "", (1,), "")))
+    fleet.saved = replace(fleet.saved, entries=(strange, *others))
+    with pytest.raises(UserFault, match="data.train: .* has samples of row 77, and the data has . in its place"):
+        resume(found, recipe, fleet, stream())
+
+
+@pytest.mark.parametrize("changes", [{"trained": 0b11}, {"dropped": 0}, {"next_number": 11}, {"entries": ()}])
+def test_no_checkpoint_is_written_that_lost_a_prompt_or_has_one_twice(
+    made: Any, fleet: Any, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    one, prompts = saver(made(), fleet, stream(), tmp_path), stream()
+    with pytest.raises(RuntimeError, match="prompts that were drawn are not each of .* exactly once"):
+        one.begin(4, replace(stocked(prompts), **changes))
 
 
 def test_a_mix_of_files_goes_on_where_it_was_and_other_weights_are_refused(
@@ -131,10 +246,10 @@ def test_a_mix_of_files_goes_on_where_it_was_and_other_weights_are_refused(
 
     prompts = mixed(3.0, 1.0)
     run(made(), fleet, prompts, tmp_path)
-    again, other = mixed(3.0, 1.0), Fleet(trainers=Ranks(), version=-1, attempts=0)
+    again, other = mixed(3.0, 1.0), Fleet(trainers=Ranks(), version=-1, attempts=0, saved=EMPTY, summaries=None)
     found = find(made(), again, pytest.fail)
     assert found is not None and found.run["prompts_taken"] == 27
-    resume(found, other, again)  # type: ignore[arg-type]
+    resume(found, made(), other, again)  # type: ignore[arg-type]
     assert again.taken == prompts.taken and again.take(40) == prompts.take(40)
     with pytest.raises(UserFaults, match="data.train: its rows, or the weights of its files, have changed since"):
         find(made(), mixed(3.0, 2.0), pytest.fail)
@@ -142,8 +257,8 @@ def test_a_mix_of_files_goes_on_where_it_was_and_other_weights_are_refused(
 
 def test_the_readings_of_memory_are_those_of_a_checkpoint_that_is_begun(made: Any, fleet: Any, tmp_path: Path) -> None:
     one = saver(made(), fleet, stream(), tmp_path)
-    assert one.begin(3, NO_GROUPS) == {}
-    assert one.begin(4, NO_GROUPS) == {"memory/before_critic_bytes": 2.0}
+    assert one.begin(3, EMPTY) == {}
+    assert one.begin(4, EMPTY) == {"memory/before_critic_bytes": 2.0}
 
 
 def test_no_checkpoints_unless_they_are_asked_for(made: Any, fleet: Any, tmp_path: Path) -> None:
@@ -161,14 +276,14 @@ def test_a_wish_to_end_costs_nothing_that_was_learnt(
     monkeypatch.setattr(processes, "is_end_wanted", lambda: False)
     one.leave_if_wanted()
     prompts.take(3)
-    one.begin(1, LEFTOVER)
+    one.begin(1, stocked(stream()))
     fleet.version += 1
     one.settle(1)
     monkeypatch.setattr(processes, "is_end_wanted", lambda: True)
     with pytest.raises(EndedEarly, match="the checkpoint of step 1 is complete"):
         one.leave_if_wanted()
     found = find(recipe, stream(), pytest.fail)
-    assert found is not None and found.step == 1 and fleet.saved is LEFTOVER
+    assert found is not None and found.step == 1 and len(fleet.saved.entries) == 3
     assert (found.run["version"], found.run["prompts_taken"]) == (3, 3), "what step 1's publication is repeated from"
 
 
@@ -177,7 +292,7 @@ def test_a_wish_to_end_completes_what_was_begun_and_writes_no_second(
     made: Any, fleet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: str
 ) -> None:
     one = saver(made(f"checkpoint.asynchronous={asynchronous}"), fleet, stream(), tmp_path)
-    one.begin(4, NO_GROUPS)
+    one.begin(4, EMPTY)
     one.settle(4)
     monkeypatch.setattr(processes, "is_end_wanted", lambda: True)
     with pytest.raises(EndedEarly, match="step 4"):
@@ -199,7 +314,8 @@ def test_every_reason_not_to_go_on_is_told_at_once(made: Any, tiny_model: Path, 
     shape = asdict(model_shape(tiny_model)) | {"num_layers": 8}
     shape = json.loads(json.dumps(shape))
     data = stream(11).fingerprint
-    progress = Progress(5, 2, 3, prompts_taken=9, data=data, seed=7, ep=1, trains_mtp=False, shape=shape, critic=None)
+    known = {"seed": 7, "ep": 1, "trains_mtp": False, "critic": None, "sampling": {}}
+    progress = Progress(5, 2, 3, prompts_taken=9, data=data, shape=shape, stock=Accounts.of(EMPTY), **known)
     snapshots.commit(snapshots.begin(5), asdict(progress), {}, keep=1)
     with pytest.raises(UserFaults) as caught:
         find(made("train.ep=2", "train.mtp_loss=0.1"), stream(), pytest.fail)
@@ -232,7 +348,7 @@ def test_a_damaged_checkpoint_is_passed_over_loudly(made: Any, fleet: Any, tmp_p
 def test_a_failure_does_not_cost_what_was_begun_before(made: Any, fleet: Any, tmp_path: Path) -> None:
     """What an earlier step began is completed; a step that failed has no record, so its checkpoint is worth nothing."""
     one = saver(made(), fleet, stream(), tmp_path)
-    one.begin(4, NO_GROUPS)
+    one.begin(4, EMPTY)
     one.rescue()
     assert fleet.trainers.calls == ["save .step-000004"], "step 4 itself failed"
     one.settle(4)

@@ -22,18 +22,35 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("points", [2, pytest.param(10, marks=pytest.mark.nightly)])
 def test_ends_leave_no_trace(tmp_path: Path, points: int) -> None:
     """SIGKILL while everything starts, in rollouts, updates, saves and reshards, SIGUSR1 between two checkpoints:
-    to the last bit the same end."""
+    to the last bit the same end. By night also that of a run on two engines with slow rewards."""
+    _soak(tmp_path, points, *["--spread"] * (points > 2))
+    _convert(tmp_path)
+    log = (tmp_path / "disturbed.log").read_text()
+    assert "this run goes on after step" in log
+
+
+@pytest.mark.nightly
+def test_ends_of_a_run_that_samples_ahead_leave_no_trace(tmp_path: Path) -> None:
+    """Engines sample while the ranks learn, and the end is the same with two of them, of which one shares a slot."""
+    _soak(tmp_path, 4, "--spread", "--ahead")
+    lines = (tmp_path / "runs" / "undisturbed" / "metrics.jsonl").read_text().splitlines()
+    steps = [record for record in map(json.loads, lines) if record["step"] > 0]
+    for record in steps:
+        learning_s = record["time/critic_s"] + record.get("time/train_s", 0.0)
+        assert record["rollout/waited_s"] < learning_s, "engines sampled before the updates were done"
+    ages = [record["stale/token_max"] for record in steps]
+    assert ages[0] == 0 and min(ages[1:]) >= 1, "a part of every step is sampled before the weights are published"
+
+
+def _soak(folder: Path, points: int, *options: str) -> None:
     command = [sys.executable, str(ROOT / "scripts" / "soak_resume.py"), "--points", str(points), "--seed", "1"]
-    done = subprocess.run([*command, "--folder", str(tmp_path), "--json"], capture_output=True, text=True)
+    done = subprocess.run([*command, *options, "--folder", str(folder), "--json"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert len(report["ends"]) == points
     (asked,) = [one for one in report["ends"] if not one.startswith("killed")]
     assert re.fullmatch(r"asked after 2 steps, ended with a checkpoint of step \d+", asked), report["ends"]
     assert report["differences"] == []
-    _convert(tmp_path)
-    log = (tmp_path / "disturbed.log").read_text()
-    assert "this run goes on after step" in log
 
 
 def _convert(folder: Path) -> None:

@@ -16,6 +16,7 @@ from megarl.parallel.options import option_faults
 
 pytestmark = pytest.mark.slow
 
+SHORT = ("run.steps=10", "warm_start.steps=160")
 PNG = b"\x89PNG\r\n\x1a\n"
 EVERY_STEP = (
     "reward/mean", "reward/accuracy", "rollout/logprob_gap_mean", "rollout/logprob_gap_max", "reshard/wire_bytes",
@@ -25,16 +26,17 @@ EVERY_STEP = (
 
 
 def test_the_quickstart_learns(launch: Callable):
-    """From chance to 0.9 on held-out questions, the engine's logprobs equal to the trainer's at every step.
+    """From chance to most of the held-out questions, the engine's logprobs equal to the trainer's at every step.
 
-    Of the recipe's 25 steps ten: seconds each, and the reward rises from the first.
+    Of the recipe's 25 steps ten: seconds each, and the reward rises from the first. The warm start ends earlier than
+    the recipe's, so that more is left for these steps to learn.
     """
-    command = launch("run.steps=10")
+    command = launch(*SHORT)
     assert command.finish(900) == 0, command.err
     records = command.records()
     accuracy = [record["eval/accuracy"] for record in records if "eval/accuracy" in record]
     assert accuracy[0] <= 0.05, "an untrained model answers by chance"
-    assert accuracy[-1] >= max(0.9, accuracy[1])
+    assert accuracy[-1] >= max(0.7, accuracy[1] + 0.08)
     assert command.leftovers() == []
 
     steps = [record for record in records if record["step"] > 0]
@@ -53,7 +55,7 @@ def test_the_quickstart_learns(launch: Callable):
     assert list((run / "events").glob("events.out.tfevents*"))
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     assert {"prompt", "response", "reward", "step"} <= samples[-1].keys()
-    assert load_recipe(run / "recipe.yaml", []).model_dump() == load_recipe(_recipe(), ["run.steps=10"]).model_dump()
+    assert load_recipe(run / "recipe.yaml", []).model_dump() == load_recipe(_recipe(), [*SHORT]).model_dump()
     comments = [line for line in (run / "recipe.yaml").read_text().splitlines() if line.startswith("# ")]
     in_force = TrainConfig(lr=1.0, **yaml.safe_load("\n".join(line[2:] for line in comments[1:]))["train"])
     assert option_faults(in_force, fixed_field_names) == [], "what is recorded can be moved into a recipe"

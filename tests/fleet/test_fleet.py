@@ -5,10 +5,12 @@ Exchange, engines, ranks and Ray are stood in for: each is real elsewhere.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megarl.cluster.session import WorkerFailed
@@ -17,6 +19,9 @@ from megarl.fleet.fleet import Fleet
 from megarl.resharding.member import Stats
 from megarl.rollout.dealing import Capacity
 from megarl.rollout.episodes import Sampling
+from megarl.rollout.rewards import Verdict
+from megarl.rollout.stock import PartialGroup, PartialSummary, Stock
+from megarl.types import Prompt, Sample, SampleGroup, SamplePart
 from tests.plan import plans
 
 STATS = Stats(1, 0, 0, 0, 0.0, 0.0)
@@ -108,9 +113,9 @@ def test_all_rounds_have_one_dealer(monkeypatch: pytest.MonkeyPatch) -> None:
     """It learns from each round how long responses are, and the engines are asked for their capacity once."""
     dealers, asked = [], []
 
-    def sampling_round(cluster: Any, workers: Any, dealer: Any, groups: int) -> Any:
+    def sampling_round(cluster: Any, workers: Any, dealer: Any, groups: int, entries: Any, sampling: Any) -> Any:
         dealers.append(dealer)
-        return SimpleNamespace(sample=lambda prompts, sampling: (prompts, groups))
+        return SimpleNamespace(begin=lambda: None, result=lambda: (entries, groups, len(workers)))
 
     def call_all(workers: Any, method: str) -> list[Capacity]:
         asked.append(method)
@@ -120,12 +125,16 @@ def test_all_rounds_have_one_dealer(monkeypatch: pytest.MonkeyPatch) -> None:
     one: Any = engines.Engines.__new__(engines.Engines)
     engine = SimpleNamespace(dp=2)
     one.__dict__.update(
-        _cluster=SimpleNamespace(call_all=call_all), workers=[object()] * 3, _dealer=None,
+        _cluster=SimpleNamespace(call_all=call_all), workers=[object()] * 3, _with_own_gpus=[object()] * 2, _dealers={},
         _recipe=SimpleNamespace(rollout=SimpleNamespace(engine=engine)),
     )  # fmt: skip
-    assert [one.sample(["a"], Sampling(4, 8)), one.sample(["b"], Sampling(4, 8))] == [(["a"], 2), (["b"], 2)]
+    found = [one.begin([name], Sampling(4, 8)).result() for name in "ab"]
+    assert found == [(["a"], 2, 3), (["b"], 2, 3)]
     assert asked == ["capacity"]
     assert dealers[0] is dealers[1]
+    ahead = [one.begin([name], Sampling(4, 8), beside_training=True).result() for name in "ab"]
+    assert ahead == [(["a"], 2, 2), (["b"], 2, 2)], "on the engines with GPUs of their own"
+    assert asked == ["capacity"] * 2 and dealers[2] is dealers[3] is not dealers[0]
 
 
 class Starts:
@@ -169,3 +178,39 @@ def test_an_engine_measures_a_shared_gpu_when_the_ranks_have_given_it_back(
     made = plans.recipe(tmp_path, "tiny", gpus, ep=2, engine={"count": 1, "tp": 2, "ep": 2}, placement=placement)
     Fleet(cluster, made, lambda _: None)
     assert cluster.seen == expected
+
+
+class Held:
+    """A reference to a group."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+
+def test_a_stock_is_saved_and_comes_back_group_by_group(tmp_path: Path) -> None:
+    """A complete group, and one with an open sample whose verdict is still to come."""
+    sample = Sample(np.array([5, 6]), np.array([-1.0, -2.0], np.float32), "ab", True, (SamplePart(3, 2),))
+    opened = replace(sample, text="", finished=False, parts=(SamplePart(2, 1), SamplePart(3, 1)), is_open=True)
+    prompt = Prompt("a", "", (1, 2, 3), "")
+    whole = SampleGroup(prompt, (sample,), np.ones(1, np.float32), np.ones(1, np.bool_))
+    partial = PartialGroup(replace(prompt, id="b"), (sample, opened), (Verdict(0.5, True), None))
+    stock = Stock[Any]().admitted([prompt, prompt], (1, 2), 2)
+    pairs = zip(stock.entries, (whole, partial), strict=True)
+    stock = stock.updated([replace(entry, ref=Held(group)) for entry, group in pairs])
+    one: Any = Fleet.__new__(Fleet)
+    ranks = SimpleNamespace(save=lambda _: None, load=lambda _: None)
+    one.__dict__.update(
+        _cluster=SimpleNamespace(put=lambda group: group, gather=lambda calls: [held.group for held in calls]),
+        trainers=ranks, critic=None, hand_over=lambda _: {},
+        roles=SimpleNamespace(policy=SimpleNamespace(shape=SimpleNamespace(vocab_size=9))),
+        _recipe=SimpleNamespace(rollout=SimpleNamespace(temperature=0.7)),
+    )  # fmt: skip
+    one.save(tmp_path, stock)
+    (*ids, first, first_group), (other, second, second_group) = one.resume(tmp_path, 3, 4)
+    assert [*ids, other] == ["a", "b"]
+    assert (one.version, one.attempts) == (3, 4)
+    assert first.response_lengths_G.tolist() == [2] and isinstance(first_group, SampleGroup)
+    assert second == PartialSummary(1, 5)
+    assert (second_group.verdicts, second_group.samples[1].parts) == (partial.verdicts, opened.parts)
+    one.save(tmp_path / "empty", Stock[Any]())
+    assert one.resume(tmp_path / "empty", 3, 4) == []

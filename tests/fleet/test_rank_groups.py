@@ -16,7 +16,7 @@ import pytest
 from megarl.fleet.rank_groups import AuxiliaryRanks, PolicyRanks
 from megarl.parallel.roles import resolve
 from megarl.training.batching import Key, SampleRef, Update, key_of, own_samples, values_by_reader
-from megarl.types import FloatArray, Prompt, Sample, SampleGroup
+from megarl.types import FloatArray, Prompt, Sample, SampleGroup, SamplePart
 from tests.plan import plans
 
 PROMPT, GROUPS, SAMPLES, UPDATES = 3, 6, 4, 2
@@ -118,7 +118,10 @@ def samples() -> tuple[list[SampleRef], list[Any]]:
     groups: list[Any] = []
     for group in range(GROUPS):
         lengths = 1 + rng.permutation(20)[:SAMPLES]
-        made = [Sample(np.zeros(length, np.int64), np.zeros(length, np.float32), "", True, 0) for length in lengths]
+        made = [
+            Sample(np.zeros(length, np.int64), np.zeros(length, np.float32), "", True, (SamplePart(0, int(length)),))
+            for length in lengths
+        ]
         nothing = np.zeros(SAMPLES, np.float32)
         prompt = Prompt("", "", tuple(range(PROMPT)), "")
         groups.append(Ref(SampleGroup(prompt, tuple(made), nothing, nothing > 0)))

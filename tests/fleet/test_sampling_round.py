@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from megarl.fleet import sampling_round
 from megarl.fleet.sampling_round import SamplingRound
 from megarl.rollout.dealing import Capacity, CompletedSample, Dealer
 from megarl.rollout.episodes import Sampling
+from megarl.rollout.stock import PartialSummary, Stock
 from megarl.types import Prompt
 
 
@@ -22,12 +24,15 @@ class Cluster:
         self.running: list[list[tuple[str, int]]] = [[] for _ in range(engines)]  # prompt and its tokens, a sample each
         self.sent: list[tuple[int, str, tuple[int, ...]]] = []
         self.most, self.now = 0, 0.0
+        self.background: SamplingRound | None = None
 
     def _worker(self, index: int) -> Any:
-        def call_many(count: int, method: str, prompt: Prompt, sampling: Sampling) -> tuple[Any, str]:
+        def call_many(count: int, method: str, prompt: Prompt, sampling: Sampling, *begun: Any) -> tuple[Any, str]:
             self.sent.append((index, prompt.id, sampling.stream))
-            samples = sampling.num_samples + sampling.with_baseline
-            self.running[index] += [(prompt.id, len(prompt.token_ids))] * samples
+            samples, tokens = sampling.num_samples + sampling.with_baseline, len(prompt.token_ids)
+            if begun:
+                ((samples, tokens),) = begun
+            self.running[index] += [(prompt.id, tokens)] * samples
             self.most = max(self.most, len(self.running[index]))
             return ("summary", prompt.id), f"group {prompt.id}"
 
@@ -38,7 +43,8 @@ class Cluster:
 
     def await_any(self, labels: dict[Any, str]) -> list[Any]:
         self.now += 1.0
-        return [min((ref for ref in labels if ref[0] == "take_completed"), key=lambda ref: ref[1])]
+        reports = [ref for ref in labels if ref[0] == "take_completed"]
+        return [min(reports, key=lambda ref: ref[1])] if reports else [*labels]
 
     def gather(self, labels: dict[Any, str]) -> list[Any]:
         return [self._finished(ref[1]) if ref[0] == "take_completed" else f"summary {ref[1]}" for ref in labels]
@@ -52,10 +58,24 @@ def prompts(*lengths: int) -> list[Prompt]:
     return [Prompt(str(index), "", (1,) * length, "") for index, length in enumerate(lengths)]
 
 
-def played(capacity: Capacity, *lengths: int, engines: int = 2, samples: int = 2) -> tuple[Cluster, Any]:
-    cluster = Cluster(engines)
-    one: Any = SamplingRound(cluster, cluster.workers, Dealer([capacity] * engines, 400), 1)  # type: ignore[arg-type]
-    return cluster, one.sample(prompts(*lengths), Sampling(samples, 400, stream=(7, 3), with_baseline=True))
+def round_of(cluster: Any, capacity: Capacity, stock: Stock[Any], samples: int) -> SamplingRound:
+    how = Sampling(samples, 400, with_baseline=True)
+    return SamplingRound(cluster, cluster.workers, Dealer([capacity] * 2, 400), 1, stock.entries, how)
+
+
+class Played:
+    """A round of a stock's groups on two engines."""
+
+    def __init__(self, capacity: Capacity, stock: Stock[Any], samples: int = 2) -> None:
+        self.cluster = cluster = Cluster(2)
+        one = round_of(cluster, capacity, stock, samples)
+        one.begin()
+        self.entries, self.balance = one.result()
+        assert cluster.background is None
+
+
+def played(capacity: Capacity, *lengths: int, samples: int = 2) -> Played:
+    return Played(capacity, Stock[Any]().admitted(prompts(*lengths), (7, 3), samples + 1), samples)
 
 
 @pytest.fixture(autouse=True)
@@ -67,26 +87,77 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_groups_come_back_in_order_with_streams_of_their_own() -> None:
     """Whatever is sent first: the longest prompts are."""
-    cluster, found = played(Capacity(100, 10**6), 5, 50, 20, 40)
-    assert found.summaries == [f"summary {index}" for index in range(4)]
-    assert found.refs == [f"group {index}" for index in range(4)]
-    assert [(engine, name) for engine, name, _ in cluster.sent] == [(0, "1"), (1, "3"), (1, "2"), (0, "0")]
-    assert all(stream == (7, 3, int(name)) for _, name, stream in cluster.sent)
+    found = played(Capacity(100, 10**6), 5, 50, 20, 40)
+    assert [entry.summary for entry in found.entries] == [f"summary {index}" for index in range(4)]
+    assert [entry.ref for entry in found.entries] == [f"group {index}" for index in range(4)]
+    assert [(engine, name) for engine, name, _ in found.cluster.sent] == [(0, "1"), (1, "3"), (1, "2"), (0, "0")]
+    assert all(stream == (7, 3, int(name)) for _, name, stream in found.cluster.sent)
+
+
+def test_a_group_goes_on_by_its_reference_the_longest_first_on_any_engine() -> None:
+    stock = Stock[Any]().admitted(prompts(50, 5, 20), (7, 3), 3)
+    begun = {1: (1, 105), 2: (2, 70)}  # open samples, and the tokens of each
+    new = [replace(stock.entries[place], summary=PartialSummary(*one), ref=one) for place, one in begun.items()]
+    found = Played(Capacity(100, 10**6), stock.updated(new))
+    assert [(engine, name) for engine, name, _ in found.cluster.sent] == [(0, "1"), (1, "2"), (0, "0")]
+    assert found.balance is not None
+    assert found.balance.group_tokens == (105 + 100 + 3 * (50 + 100), 2 * (70 + 100))
 
 
 def test_what_does_not_fit_waits_for_the_engine_that_is_ahead() -> None:
     """Room for three sequences, one group of two samples and a baseline; the stand-in finishes engine 0's first."""
-    cluster, found = played(Capacity(3, 10**6), *[10] * 6)
-    assert cluster.most == 5, "the next group begins to run in the first slot that is free"
-    assert [engine for engine, _, _ in cluster.sent] == [0, 1, 0, 0, 0, 0]
+    found = played(Capacity(3, 10**6), *[10] * 6)
+    assert found.cluster.most == 5, "the next group begins to run in the first slot that is free"
+    assert [engine for engine, _, _ in found.cluster.sent] == [0, 1, 0, 0, 0, 0]
+    assert found.balance is not None
     assert found.balance.group_tokens == (5 * 3 * 110, 3 * 110)
 
 
 def test_the_tail_is_from_nine_tenths_of_the_samples_on() -> None:
-    _, found = played(Capacity(100, 10**6), *[10] * 10, samples=1)
+    found = played(Capacity(100, 10**6), *[10] * 10, samples=1)
+    assert found.balance is not None
     assert found.balance.tail_s == 20 - 18, "20 samples, one a second"
+    assert found.balance.idle_s == 10 / 2, "the first engine finishes its ten first"
 
 
 def test_a_round_without_prompts_is_empty() -> None:
-    _, found = played(Capacity(3, 10**6))
-    assert (found.summaries, found.refs, found.balance) == ([], [], None)
+    found = played(Capacity(3, 10**6))
+    assert (found.entries, found.balance) == ([], None)
+
+
+class Training(Cluster):
+    """While a call of training is waited for, samples finish, and the call ends; no verdict comes until `scores`."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.scores = False
+        self.seen: list[str] = []
+
+    def await_any(self, labels: dict[Any, str]) -> list[Any]:
+        if self.background:
+            before, self.background = self.background, None
+            open_calls: Any = before.labels
+            while reports := [ref for ref in open_calls() if ref[0] == "take_completed"]:
+                before.take(reports[:1])
+                self.seen.append("samples finished")
+            self.background = before
+            return [*labels]
+        assert self.scores or not all(ref[0] == "summary" for ref in labels), "waits for a verdict"
+        return super().await_any(labels)
+
+
+def test_in_the_background_a_round_goes_on_while_training_is_waited_for_and_verdicts_outlast_it() -> None:
+    """More groups than the engines have room for: what has waited is sent meanwhile."""
+    cluster = Training()
+    stock = Stock[Any]().admitted(prompts(*[10] * 6), (7, 3), 3)
+    one = round_of(cluster, Capacity(3, 10**6), stock, 2)
+    one.begin()
+    sent = len(cluster.sent)
+    assert cluster.await_any({"update": "training rank 0"}) == ["update"]
+    assert sent < len(cluster.sent) == 6 and len(cluster.seen) == 18
+    assert {*one.labels()} == {("summary", str(index)) for index in range(6)}, "the verdicts alone are waited for"
+    sampled_s, cluster.scores = one.sampled_s, True
+    entries, balance = one.result()
+    assert [entry.ref for entry in entries] == [f"group {index}" for index in range(6)]
+    assert cluster.background is None
+    assert balance is not None and one.sampled_s == sampled_s > 0, "verdicts are no time of engines"

@@ -107,6 +107,11 @@ def test_evaluation_sets_are_cut_to_their_limit_and_the_seed_decides_the_order(g
         (["train.tokens_per_micro_batch=12"], "train.tokens_per_micro_batch", "12 is less than the longest"),
         (["warm_start.steps=1", "rollout.max_response_tokens=3"], "rollout.max_response_tokens", "(4 tokens with its"),
         (["rollout.max_response_tokens=500"], "data.max_prompt_tokens", "516 tokens, the model's context is 512"),
+        (
+            ["rollout.max_response_tokens=491", "rollout.phase_tokens=99", "algorithm.mismatch=tis"],
+            "data.max_prompt_tokens",
+            "507 tokens, the model's context is 512; bring the sum to at most 506",
+        ),
         (["data.max_prompt_tokens=4"], "data.train", "max_prompt_tokens (4) is exceeded by 100 of the 100"),
         (["data.prompt=question"], "data.train", "there is no column 'question'"),
         (["data.answer=solution"], "data.train", "there is no column 'solution'"),
@@ -357,6 +362,13 @@ def test_what_nobody_asks_where_answers_are_learnt_from(told: Callable[..., list
 def test_sampling_alone_does_not_ask_how_long_a_critic_warms_up(good: list[str], tmp_path: Path) -> None:
     keys = ["algorithm.name=vapo", "algorithm.dynamic_sampling=false", "warm_start.steps=0", "run.steps=10"]
     assert check_rollout(load_recipe(QUICKSTART, [*good, *keys]), tmp_path / "samples.parquet").prompts
+
+
+def test_one_side_alone_samples_neither_in_phases_nor_ahead(good: list[str], tmp_path: Path) -> None:
+    recipe = load_recipe(QUICKSTART, [*good, "rollout.phase_tokens=2", "rollout.ahead=1", "warm_start.steps=0"])
+    with pytest.raises(UserFaults) as caught:
+        check_rollout(recipe, tmp_path / "samples.parquet")
+    assert [str(fault).rpartition("; ")[2] for fault in caught.value.faults] == ["set it to null", "set it to 0"]
 
 
 def test_answers_are_not_learnt_from_a_file_of_samples(good: list[str], tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ def test_a_recipe_as_a_run_writes_it_is_told_nothing(tmp_path: Path) -> None:
         (["train.lr=0.5"], "train.lr is 0.5, and rates of AdamW above 0.1 destroy a model"),
         (["placement.gpus=60000"], "15000 data-parallel ranks share the 1024 samples of an update: some of them have"),
         (["rollout.engine.draft=1"], "train.mtp_loss is 0: the MTP layer stays frozen, and fewer drafts"),
+        (["algorithm.name=sft", "rollout.phase_tokens=2"], "rollout.phase_tokens is set, and nothing reads it: sft"),
         (["rollout.engine.count=200"], "200 engines (rollout.engine.count) share the 128 prompts of a step"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else None,
@@ -118,3 +119,17 @@ def test_the_command_says_so_on_stderr_and_goes_on(
     captured = capsys.readouterr()
     assert captured.err == "megarl: critic.lr is set, and nothing reads it: grpo has no critic\n"
     assert captured.out == "goes on\n"
+
+
+def test_a_run_in_phases_is_told_how_old_its_tokens_may_be() -> None:
+    """Five tokens of two each phase; of 256 prompts in flight a step trains on 128."""
+    keys = ["rollout.phase_tokens=2", "algorithm.mismatch=tis"]
+    says = "the longest response takes 3 phases: a token is trained on at most {} versions later"
+    assert recipe_notes(load_recipe(QUICKSTART, [*keys, "rollout.prompts_in_flight=256"])) == [says.format(2)]
+    waits = "rollout.prompts_in_flight is rollout.prompts_per_step: a step waits for all of them; set it to 256"
+    assert recipe_notes(load_recipe(QUICKSTART, keys)) == [says.format(0), waits]
+    ahead = [*keys, "rollout.prompts_in_flight=256", "rollout.ahead=1"]
+    assert recipe_notes(load_recipe(QUICKSTART, ahead)) == [says.format(3)]
+    whole = load_recipe(QUICKSTART, ["rollout.ahead=1", "algorithm.mismatch=tis"])
+    says = "a step's responses are sampled ahead: a token is trained on at most 1 versions later"
+    assert recipe_notes(whole) == [says]

@@ -190,7 +190,7 @@ class Served:
             return await asyncio.gather(*(self.engine.generate(prompt, Sampling(4, 8)) for prompt in PROMPTS))
 
         groups = asyncio.run(sample_all())
-        assert {sample.version for group in groups for sample in group} == {self.engine.version}
+        assert {part.version for group in groups for sample in group for part in sample.parts} == {self.engine.version}
         gaps = [
             np.abs(sample.engine_logp_T - reference.logprobs(prompt, sample.response_ids_T.tolist()).numpy()).max()
             for prompt, group in zip(PROMPTS, groups, strict=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,8 @@ from megarl.rollout.episodes import RolloutWorker, Sampling, demonstration, engi
 from megarl.rollout.rewards import Failure, Verdict
 from megarl.rollout.sglang.engine import Engine, EngineFault
 from megarl.rollout.sglang.sizes import step_sequences
-from megarl.types import Prompt, Sample, SampleGroup, UserFault
+from megarl.rollout.stock import PartialGroup, PartialSummary
+from megarl.types import GroupSummary, Prompt, Sample, SampleGroup, SamplePart, UserFault
 
 PROMPT = Prompt("rows.jsonl:1", "<user>1+2=<assistant>", (3, 6, 15, 7, 18, 4), "3", {"level": 1})
 
@@ -59,6 +61,7 @@ def test_an_engines_settings_come_from_the_recipe() -> None:
     [
         ({"name": "dapo"}, {}, {}, 24),  # 11 prompts for 7 groups: an engine gets at most 6 of them
         ({"name": "dapo", "oversample": 3.0}, {}, {}, 44),
+        ({"name": "grpo"}, {"phase_tokens": 2, "prompts_in_flight": 14}, {}, 28),
         ({"name": "remax"}, {}, {}, 20),  # with the greedy sample
         ({"name": "ppo"}, {"samples_per_prompt": 1}, {}, 4),
         ({"name": "ppo"}, {"samples_per_prompt": 1}, {"max_prompts": 5}, 4),
@@ -95,30 +98,31 @@ def test_an_engine_is_seeded_and_tells_its_experts_as_the_recipe_says(replay: st
 
 def test_a_summary_is_the_group_without_its_tokens() -> None:
     samples = tuple(
-        Sample(np.arange(n, dtype=np.int64), np.zeros(n, dtype=np.float32), "x" * n, n < 3, version=4)
+        Sample(np.arange(n, dtype=np.int64), np.zeros(n, dtype=np.float32), "x" * n, n < 3, (SamplePart(4, n),))
         for n in (1, 2, 3)
     )
     group = SampleGroup(PROMPT, samples, np.array([0.0, 1.0, 0.5], dtype=np.float32), np.array([False, True, False]))
     short = summary(group)
-    assert (short.prompt_text, short.answer, short.prompt_length, short.version) == (PROMPT.text, "3", 6, 4)
+    assert (short.prompt_text, short.answer, short.prompt_length) == (PROMPT.text, "3", 6)
     assert short.responses == ("x", "xx", "xxx")
     assert short.response_lengths_G.tolist() == [1, 2, 3]
     assert short.finished_G.tolist() == [True, True, False]
+    assert short.parts_G == tuple((SamplePart(4, n),) for n in (1, 2, 3))
     assert short.rewards_G.tolist() == [0.0, 1.0, 0.5]
     assert short.correct_G.tolist() == [False, True, False]
 
 
 def test_verifications_of_a_baseline_do_not_count() -> None:
     one, two, three = samples("a", "b", "c")
-    greedy = replace(three, verifications=9, is_baseline=True)
-    made = replace(one, verifications=3), replace(two, verifications=4), greedy
+    greedy = replace(three, verifications=9, prefills=5, is_baseline=True)
+    made = replace(one, verifications=3), replace(two, verifications=4, prefills=2), greedy
     group = SampleGroup(PROMPT, made, np.zeros(3, np.float32), np.zeros(3, np.bool_))
-    assert summary(group).verifications == 7
+    assert (summary(group).verifications, summary(group).prefills) == (7, 3)
 
 
 def samples(*texts: str) -> list[Sample]:
     return [
-        Sample(np.arange(1 + n, dtype=np.int64), np.zeros(1 + n, np.float32), text, True, version=4)
+        Sample(np.arange(1 + n, dtype=np.int64), np.zeros(1 + n, np.float32), text, True, (SamplePart(4, 1 + n),))
         for n, text in enumerate(texts)
     ]
 
@@ -169,6 +173,60 @@ def test_a_failed_verdict_may_be_penalised_or_stop_the_run() -> None:
     assert scored(PROMPT, samples("a"), [RIGHT], RewardConfig(on_failure="stop"))[0].failures == ()
 
 
+class Phases:
+    """An engine whose samples of 1, 3 and 5 tokens go on by two tokens in a phase."""
+
+    LENGTHS = 1, 3, 5
+
+    def __init__(self) -> None:
+        self.version = 0
+
+    async def generate(self, prompt_ids: Any, sampling: Sampling, begun: Sequence[Sample] = ()) -> list[Sample]:
+        self.version += 1
+        return [self.continued(place, begun[place] if begun else None) for place in range(len(self.LENGTHS))]
+
+    def continued(self, place: int, sample: Sample | None) -> Sample:
+        if sample and not sample.is_open:
+            return sample
+        before, length = len(sample.response_ids_T) if sample else 0, self.LENGTHS[place]
+        now = min(before + 2, length)
+        parts = (*(sample.parts if sample else ()), SamplePart(self.version, now - before))
+        is_open = now < length
+        text = "" if is_open else "x" * length
+        return Sample(np.arange(now), np.zeros(now, np.float32), text, not is_open, parts, is_open=is_open)
+
+
+def test_verdicts_come_as_samples_end_and_decide_when_all_have() -> None:
+    """A failed verdict drops its sample at the end, so that the others keep their places and random numbers."""
+    asked: list[list[str]] = []
+
+    async def verdicts(answer: str, row: Any, responses: list[str]) -> list[Verdict | Failure]:
+        asked.append(responses)
+        return [LATE if one == "xxx" else Verdict(float(len(one)), True) for one in responses]
+
+    worker = RolloutWorker.__new__(RolloutWorker)
+    worker.__dict__.update(
+        _engine=Phases(), _scorers=SimpleNamespace(verdicts=verdicts), _reward=RewardConfig(function="a:b")
+    )
+    how, group = Sampling(3, 5, phase_tokens=2), None
+    found = []
+    for _ in range(2):
+        short, group = asyncio.run(worker.sample(PROMPT, how, group))
+        found.append(short)
+        assert isinstance(group, PartialGroup)
+    assert found == [PartialSummary(2, len(PROMPT.token_ids) + 2), PartialSummary(1, len(PROMPT.token_ids) + 4)]
+    assert group is not None and group.verdicts == (Verdict(1.0, True), LATE, None)
+    worker._reward = RewardConfig(function="a:b", on_failure="stop")
+    with pytest.raises(UserFault, match="took longer than 5 s on response 'xxx'"):
+        asyncio.run(worker.sample(PROMPT, how, replace(group, verdicts=(RIGHT, None, None))))
+    worker._reward = RewardConfig(function="a:b")
+    short, whole = asyncio.run(worker.sample(PROMPT, how, group))
+    assert isinstance(short, GroupSummary) and isinstance(whole, SampleGroup)
+    assert [asked[place] for place in (0, 1, 3)] == [["x"], ["xxx"], ["xxxxx"]], "each response once"
+    assert (short.responses, short.rewards_G.tolist(), short.num_dropped) == (("x", "xxxxx"), [1.0, 5.0], 1)
+    assert short.parts_G == ((SamplePart(1, 1),), (SamplePart(1, 2), SamplePart(2, 2), SamplePart(4, 1)))
+
+
 def test_a_demonstration_is_the_answer_and_its_end(tokenizer: Any) -> None:
     group = demonstration(PROMPT, tokenizer)
     (sample,) = group.samples
@@ -214,10 +272,11 @@ def test_a_worker_samples_once_it_has_weights(worker: RolloutWorker) -> None:
     asyncio.run(worker.reshard({}, 0))
     assert worker.version() == 0
     short, group = asyncio.run(worker.sample(PROMPT, Sampling(4, 8)))
+    assert isinstance(short, GroupSummary) and isinstance(group, SampleGroup)
     assert group.prompt == PROMPT
     assert len(group.samples) == 4
     assert group.rewards_G.tolist() == [len(sample.text) / 8 for sample in group.samples]
-    assert short.version == 0
+    assert {part.version for parts in short.parts_G for part in parts} == {0}
     assert short.responses == tuple(sample.text for sample in group.samples)
 
 

@@ -16,12 +16,19 @@ from megarl.parallel.hf_config import HfModel
 from megarl.parallel.roles import Roles, resolve
 from megarl.preflight.data import sample_file_faults
 from megarl.rollout.episodes import summary
+from megarl.rollout.rewards import Failure, Verdict
 from megarl.rollout.sample_file import SampleFile, open_samples, writing
-from megarl.types import ModelShape, Prompt, Sample, SampleGroup, UserFault
+from megarl.rollout.stock import PartialGroup
+from megarl.types import ModelShape, Prompt, Sample, SampleGroup, SamplePart, UserFault
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 TEMPERATURE = 0.7
 SHAPE = ModelShape(4, 64, 4, 2, 16, vocab_size=32, num_experts=8, experts_per_token=2, num_dense_layers=1)
+
+
+def parts(length: int, seed: int) -> tuple[SamplePart, ...]:
+    """Of two versions where there are two tokens."""
+    return (SamplePart(seed, 1), SamplePart(seed + 2, length - 1)) if length > 1 else (SamplePart(seed, 1),)
 
 
 def group(seed: int, *, samples: int = 3, experts: type | None = None, top_id: int = 31) -> SampleGroup:
@@ -34,7 +41,8 @@ def group(seed: int, *, samples: int = 3, experts: type | None = None, top_id: i
         if experts is not None:
             routed = random.integers(0, 8, (3 + length - 1, 3, 2)).astype(experts)
         logp = -random.random(length, dtype=np.float32) * np.float32(1e-3)
-        return Sample(random.integers(0, 31, length), logp, f"r{length}", length % 2 == 0, seed, routed)
+        own = random.integers(0, 31, length), logp, f"r{length}", length % 2 == 0, parts(length, seed), routed
+        return Sample(*own, verifications=length + seed, prefills=length)
 
     rewards = random.random(samples, dtype=np.float32)
     return SampleGroup(prompt, tuple(sample(1 + n) for n in range(samples)), rewards, rewards > 0.5)
@@ -47,7 +55,8 @@ def bits(group: SampleGroup) -> list[Any]:
         return None if array is None else (array.dtype.str, array.shape, array.tobytes(), array.flags.writeable)
 
     samples = [
-        (of(s.response_ids_T), of(s.engine_logp_T), s.text, s.finished, s.version, of(s.routed_experts))
+        (of(s.response_ids_T), of(s.engine_logp_T), s.text, s.finished, s.parts, s.is_open, of(s.routed_experts))
+        + (s.verifications, s.prefills)
         for s in group.samples
     ]
     return [group.prompt, samples, of(group.rewards_G), of(group.correct_G)]
@@ -92,6 +101,26 @@ def test_samples_with_and_without_experts_may_be_neighbours(tmp_path: Path) -> N
     assert [bits(one) for one in file.groups(1)] == [bits(one) for one in groups]
 
 
+def test_a_stock_has_complete_groups_and_partial_ones_with_their_verdicts(tmp_path: Path) -> None:
+    whole, other = group(1), group(2, samples=4, experts=np.uint8)
+    verdicts = Verdict(0.5, True, "7"), Verdict(-1.0, False), Failure("took too long"), None
+    opened = replace(other.samples[3], text="", finished=False, is_open=True)
+    partial = PartialGroup(other.prompt, (*other.samples[:3], opened), verdicts)
+    with writing(tmp_path / "stock.parquet", SHAPE.vocab_size, TEMPERATURE) as file:
+        for one in (whole, partial):
+            file.write([one])
+    stock = open_samples(tmp_path / "stock.parquet")
+    first, second = stock.stocked_groups()
+    assert isinstance(first, SampleGroup) and bits(first) == bits(whole)
+    assert isinstance(second, PartialGroup) and (second.prompt, second.verdicts) == (partial.prompt, verdicts)
+    nothing = np.zeros(4, np.float32)
+    assert bits(SampleGroup(second.prompt, second.samples, nothing, nothing > 0)) == bits(
+        SampleGroup(partial.prompt, partial.samples, nothing, nothing > 0)
+    )
+    with pytest.raises(UserFault, match="step 2 has samples that have not ended, as in a checkpoint's file"):
+        stock.groups(2)
+
+
 def test_a_file_that_was_not_finished_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), writing(tmp_path / "samples.parquet", 32, TEMPERATURE) as file:
         file.write([group(1)])
@@ -130,7 +159,7 @@ def test_other_files_are_refused_by_name(tmp_path: Path) -> None:
 
     other = tmp_path / "rows.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1+1="]}), other)
-    with pytest.raises(UserFault, match="its format is not ours, this version reads 3"):
+    with pytest.raises(UserFault, match="its format is not ours, this version reads 5"):
         open_samples(other)
     with pytest.raises(UserFault, match="gone.parquet: not a complete file of samples"):
         open_samples(tmp_path / "gone.parquet")
@@ -149,6 +178,8 @@ def test_rows_that_make_no_sample_are_refused(tmp_path: Path) -> None:
         ("prompt_ids", None, "has no prompt_ids"),
         ("step", 2, "has the step number 2"),
         ("experts", b"123", "has experts of type None"),
+        ("part_tokens", [1, 2], r"parts of \[1, 2\] tokens and of versions \[1, 3\]"),
+        ("versions", [3, 1], r"parts of \[1, 1\] tokens and of versions \[3, 1\]"),
     ):
         rows = table.to_pylist()
         rows[1][column] = value
@@ -156,6 +187,15 @@ def test_rows_that_make_no_sample_are_refused(tmp_path: Path) -> None:
         with pytest.raises(UserFault, match=says) as caught:
             open_samples(path).groups(1)
         assert caught.value.problem.startswith("sample 1 of step 1 ")
+
+
+def test_experts_of_a_part_of_the_tokens_are_refused(tmp_path: Path) -> None:
+    """As those of a response's last phase alone would be."""
+    one = group(1, experts=np.uint8)
+    cut = [replace(sample, routed_experts=sample.routed_experts[1:]) for sample in one.samples]  # type: ignore[index]
+    file = write(tmp_path / "samples.parquet", [replace(one, samples=tuple(cut))])
+    with pytest.raises(UserFault, match="sample 0 of step 1 has the experts of 2 tokens, and 4 tokens"):
+        file.groups(1)
 
 
 def test_a_file_that_fits_has_no_fault(tmp_path: Path) -> None:

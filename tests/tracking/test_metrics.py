@@ -34,7 +34,7 @@ from megarl.tracking.metrics import (
     train_metrics,
     update_metrics,
 )
-from megarl.types import GroupSummary, RoundBalance
+from megarl.types import GroupSummary, RoundBalance, SamplePart
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 
@@ -51,7 +51,7 @@ def group(prompt: str, rewards: list[float], lengths: list[int], finished: list[
         finished_G=np.array(finished or [True] * len(rewards)),
         rewards_G=np.array(rewards, np.float32),
         correct_G=np.array(rewards) >= 1.0,
-        version=3,
+        parts_G=tuple((SamplePart(3, length),) for length in lengths),
     )
 
 
@@ -69,18 +69,23 @@ def test_rollout_metrics_are_means_over_samples_not_over_groups() -> None:
 
 
 def test_accepted_tokens_are_a_mean_over_all_verifications() -> None:
-    quick = replace(group("a", [1.0, 1.0], [11, 21]), verifications=15)
-    slow = replace(group("b", [0.0, 0.0], [4, 1]), verifications=3)  # the first token of each needs none
+    quick = replace(group("a", [1.0, 1.0], [11, 21]), verifications=15, prefills=2)
+    slow = replace(group("b", [0.0, 0.0], [4, 1]), verifications=3, prefills=2)  # the first token of each needs none
     assert rollout_metrics([quick, slow])["rollout/accepted"] == (10 + 20 + 3) / 18
-    assert rollout_metrics([quick, slow, group("c", [1.0], [500])])["rollout/accepted"] == 33 / 18, "from a checkpoint"
-    greedy = replace(group("a", [1.0, 1.0], [11, 999]), verifications=5, baseline=1)
+    assert rollout_metrics([quick, slow, group("c", [1.0], [500])])["rollout/accepted"] == 33 / 18, "of no drafts"
+    phased = replace(quick, prefills=7)  # responses of four phases and of three
+    assert rollout_metrics([phased, slow])["rollout/accepted"] == (32 - 7 + 3) / 18
+    greedy = replace(group("a", [1.0, 1.0], [11, 999]), verifications=5, prefills=1, baseline=1)
     assert rollout_metrics([greedy])["rollout/accepted"] == 2.0
 
 
 def test_balance_is_the_busiest_groups_work_and_the_tails_of_all_rounds() -> None:
     """Every round waits for its busiest group: 30 + 4 tokens, where 20 + 3 would have been even."""
-    rounds = [RoundBalance((10, 30), 2.5), RoundBalance((4, 2), 0.5)]
-    assert balance_metrics(rounds) == {"rollout/imbalance": pytest.approx(34 / 23), "rollout/tail_s": 3.0}
+    rounds = [RoundBalance((10, 30), 2.5, 1.0), RoundBalance((4, 2), 0.5, 0.25)]
+    seconds = {"rollout/tail_s": 3.0, "rollout/idle_s": 1.25}
+    assert balance_metrics(rounds) == {"rollout/imbalance": pytest.approx(34 / 23)} | seconds
+    ahead = RoundBalance((7,), 0.0, 0.0)  # on one of the two engines
+    assert balance_metrics([*rounds, ahead])["rollout/imbalance"] == pytest.approx((34 + 7) / (23 + 7))
     assert balance_metrics([]) == {}, "all groups were left over from the step before"
 
 
@@ -100,9 +105,9 @@ def test_train_metrics_of_several_updates() -> None:
     """Means over the updates, means over all their tokens, and each update's own loss, gradient norm and tokens."""
     aux_loss = Statistic("aux_loss", UPDATE_MEAN)
     first: Statistics = {LOSS: (0.5,), GRAD_NORM: (2.0,), TOKENS: (6.0,), CLIPPED: (3.0, 6.0), GAP: (1.0, 6.0)}
-    first |= {GAP_MAX: (0.4,), aux_loss: (1.0,)}
+    first |= {GAP_MAX: (0.4, 6.0), aux_loss: (1.0,)}
     second: Statistics = {LOSS: (0.3,), GRAD_NORM: (1.0,), TOKENS: (2.0,), CLIPPED: (1.0, 2.0), GAP: (1.0, 2.0)}
-    second |= {GAP_MAX: (0.6,), aux_loss: (3.0,)}
+    second |= {GAP_MAX: (0.6, 2.0), aux_loss: (3.0,)}
     assert train_metrics([first, second]) == {
         "train/loss": 0.4,
         "train/grad_norm": 1.5,
@@ -133,7 +138,8 @@ def test_a_warm_starts_updates_have_a_room_of_their_own() -> None:
 def test_statistics_of_some_updates_alone_and_of_nothing() -> None:
     """Replay is compared in the first update; a mean of no tokens is not published."""
     some, nothing = Statistic("replay/logprob_gap"), Statistic("nothing")
-    assert train_metrics([{some: (3.0, 6.0)}, {nothing: (0.0, 0.0)}]) == {"replay/logprob_gap": 0.5}
+    without: Statistics = {nothing: (0.0, 0.0), GAP_MAX: (0.0, 0.0)}
+    assert train_metrics([{some: (3.0, 6.0)}, without]) == {"replay/logprob_gap": 0.5}
 
 
 def test_a_new_statistic_is_published_as_its_reduction_says() -> None:

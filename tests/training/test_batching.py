@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.training.batching import SampleRef, Update, own_samples, plan_updates, train_sequence, train_sequences
-from megarl.types import Prompt, Sample, SampleGroup
+from megarl.types import Prompt, Sample, SampleGroup, SamplePart
 
 BUDGET = 64
 
@@ -170,14 +170,15 @@ def test_impossible_batches_say_why(lengths, changes, message):
     [("token_mean", 1.0), ("sequence_mean", 0.5), ("sequence_sum", 1.0), ("constant", 1.0)],
 )
 def test_a_row_learns_from_its_response_alone(aggregation, weight):
-    sample = Sample(np.array([7, 8]), np.array([-0.5, -1.5], np.float32), "ab", True, version=3)
+    sample = Sample(np.array([7, 8]), np.array([-0.5, -1.5], np.float32), "ab", True, (SamplePart(3, 2),))
     group = SampleGroup(Prompt("p", "x", (1, 2, 3), "ab"), (sample,), np.ones(1, np.float32), np.ones(1, bool))
-    row = train_sequence(group, SampleRef(0, 0, 5, 2, reward=2.0, is_correct=True), aggregation)
+    row = train_sequence(group, SampleRef(0, 0, 5, 2, reward=2.0, is_correct=True, num_stale=1), aggregation)
     assert row.token_ids_T.tolist() == [1, 2, 3, 7, 8]
     assert row.loss_mask_T.tolist() == [False, False, False, True, True]
     assert row.loss_weight_T.tolist() == [0, 0, 0, weight, weight]
     assert (row.reward, row.outcome, row.advantage_T) == (2.0, 1.0, None)
     assert row.engine_logp_T.tolist() == [0, 0, 0, -0.5, -1.5]
+    assert row.is_stale_T is not None and row.is_stale_T.tolist() == [False, False, False, True, False]
 
 
 def test_correct_samples_weigh_together_what_the_recipe_says():
@@ -188,7 +189,7 @@ def test_correct_samples_weigh_together_what_the_recipe_says():
     assert update.nll_weight(0.1) == pytest.approx(0.15)
     (none,) = plan_updates(refs[1:2], updates=1, dp=1, token_budget=99, aggregation="token_mean", work=float)
     assert none.nll_weight(0.1) == 0.0
-    samples = tuple(Sample(np.arange(n), np.zeros(n, np.float32), "", True, 0) for n in (4, 3, 2))
+    samples = tuple(Sample(np.arange(n), np.zeros(n, np.float32), "", True, (SamplePart(0, n),)) for n in (4, 3, 2))
     group = SampleGroup(Prompt("", "", (1, 2), ""), samples, np.zeros(3, np.float32), np.zeros(3, np.bool_))
     right, wrong = (train_sequence(group, ref, "token_mean", 0.15) for ref in refs[:2])
     assert right.nll_weight_T is not None and wrong.nll_weight_T is None
@@ -201,7 +202,7 @@ def test_a_share_needs_no_more_than_its_own_samples():
 
     def group(lengths: list[int]) -> SampleGroup:
         samples = tuple(
-            Sample(np.arange(n), np.full(n, -0.5, np.float32), "x" * n, True, version=0) for n in lengths
+            Sample(np.arange(n), np.full(n, -0.5, np.float32), "x" * n, True, (SamplePart(0, n),)) for n in lengths
         )
         return SampleGroup(prompt, samples, np.ones(len(lengths), np.float32), np.ones(len(lengths), np.bool_))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.algos.statistics import SUM, TOKENS, Statistic, over_tokens
+from megarl.algos.statistics import TOKENS
 from megarl.config import ReferenceConfig
 from megarl.parallel.layout import TrainLayout
 from megarl.training.batching import SampleRef, plan_updates
-from megarl.types import Prompt, Sample, SampleGroup
+from megarl.types import Prompt, Sample, SampleGroup, SamplePart
 from tests.parallel.conftest import write_checkpoint
 from tests.parallel.worlds import deal, numbers, part, ragged, recipe, run_world, weighted_loss
 
@@ -63,8 +62,6 @@ def explore(trainer: Any) -> dict[str, Any]:
     facts["on_policy"] = numbers(trainer.train_step(part(batches, 50.0), 0.0, weighted_loss))
     off_policy = part(batches, 50.0, old_logp=facts["logprobs"])
     facts["off_policy"] = numbers(trainer.train_step(off_policy, 0.0, weighted_loss))
-    stale = [[replace(one, is_stale=index % 2 == 0) for index, one in enumerate(batch)] for batch in batches]
-    facts["stale"] = numbers(trainer.train_step(part(stale, 50.0), 0.0, _distances))
     facts["grpo"] = [[numbers(one) for one in trainer.train("grpo", *step)] for step in (_step(1), _step(2))]
     facts["sft"] = [[numbers(one) for one in trainer.train("sft", *_step(1))] for _ in range(8)]
     facts["idle_share"] = _idle_share()
@@ -83,8 +80,8 @@ def _step(updates: int, seed: int = 9, longest: int = 6) -> tuple[Any, ...]:
     groups, refs = [], []
     for group in range(2):
         samples = [
-            Sample(rng.integers(0, VOCAB_SIZE, length), np.full(length, -4.0, np.float32), "", True, 0)
-            for length in rng.integers(1, longest + 1, 4)
+            Sample(rng.integers(0, VOCAB_SIZE, n), np.full(n, -4.0, np.float32), "", True, (SamplePart(0, n),))
+            for n in rng.integers(1, longest + 1, 4).tolist()
         ]
         prompt = Prompt("", "", tuple(rng.integers(0, VOCAB_SIZE, 5)), "")
         groups.append(SampleGroup(prompt, tuple(samples), np.zeros(4, np.float32), np.zeros(4, np.bool_)))
@@ -99,22 +96,6 @@ def _idle_share() -> float:
     start_s, cpu_s = time.perf_counter(), time.process_time()
     time.sleep(IDLE_S)
     return (time.process_time() - cpu_s) / (time.perf_counter() - start_s)
-
-
-def _distances(
-    logp_T: torch.Tensor, entropy_T: torch.Tensor, old_logp_T: torch.Tensor, targets: Any
-) -> tuple[torch.Tensor, dict]:
-    """|old policy - engine| and |old policy - policy| logprob, summed over stale tokens and over the others."""
-    mask_T, is_stale_T = targets.loss_mask_T, targets.is_stale_T
-    stats = {}
-    for kind, of_T in (("stale", mask_T & is_stale_T), ("fresh", mask_T & ~is_stale_T)):
-        sums = {
-            "tokens": of_T,
-            "to_engine": (old_logp_T - targets.engine_logp_T).abs(),
-            "to_policy": (old_logp_T - logp_T).abs(),
-        }
-        stats |= over_tokens(of_T, {Statistic(f"{kind}_{name}", SUM): value_T for name, value_T in sums.items()})
-    return logp_T.sum() * 0.0, stats
 
 
 def _infinite_loss(
@@ -174,13 +155,6 @@ def test_metrics_are_the_same_on_every_rank(world: list[dict[str, Any]]) -> None
 def test_supervised_steps_learn(world: list[dict[str, Any]]) -> None:
     losses = [metrics["loss"] for (metrics,) in world[0]["sft"]]
     assert losses[-1] < 0.5 * losses[0]
-
-
-def test_the_engine_is_the_old_policy_of_stale_samples(world: list[dict[str, Any]]) -> None:
-    stats = world[0]["stale"]
-    assert min(stats["stale_tokens"], stats["fresh_tokens"]) > 5
-    assert stats["stale_to_engine"] == stats["fresh_to_policy"] == 0.0
-    assert min(stats["stale_to_policy"], stats["fresh_to_engine"]) > 1.0
 
 
 def test_an_idle_rank_leaves_the_cpu_alone(world: list[dict[str, Any]]) -> None:

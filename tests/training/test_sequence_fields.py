@@ -12,7 +12,7 @@ from megarl.algos import ALGORITHMS, Algorithm
 from megarl.controller.samples import samples_of
 from megarl.training.batching import SampleRef, key_of, train_sequence
 from megarl.training.credit import with_token_advantages
-from megarl.types import Prompt, Sample, SampleGroup, TrainSequence
+from megarl.types import Prompt, Sample, SampleGroup, SamplePart, TrainSequence
 from tests.tracking.test_metrics import group as summary_of
 
 REWARDS, GREEDY_REWARD, CORRECT, LENGTHS = [1.0, 0.0, 0.5], 0.25, [True, False, False], [1, 2, 3]
@@ -37,8 +37,8 @@ def step_of(name: str) -> Step:
     summary = summary_of("p", REWARDS + greedy, [*LENGTHS, *[1] * len(greedy)])
     correct_G = np.array(CORRECT + [True] * len(greedy))
     summary = replace(summary, correct_G=correct_G, baseline=len(REWARDS) if greedy else None)
-    refs = samples_of([summary], name, version=summary.version + 1)
-    samples = tuple(Sample(np.arange(n), np.full(n, -n, np.float32), "", True, summary.version) for n in LENGTHS)
+    refs = samples_of([summary], name, version=4)
+    samples = tuple(Sample(np.arange(n), np.full(n, -n, np.float32), "", True, (SamplePart(3, n),)) for n in LENGTHS)
     # The rewards of the object store are those from before reward model and overlong penalty: they are not read.
     unread = np.full(len(LENGTHS), np.nan, np.float32)
     group = SampleGroup(Prompt("p", "", PROMPT, ""), samples, unread, unread > 0)
@@ -114,7 +114,7 @@ def test_rewards_and_outcomes_are_the_samples_own(name: str) -> None:
         assert [one.reward for one in sequences] == REWARDS
         assert [one.outcome for one in sequences] == [1.0, 0.0, 0.0]
         assert [one.nll_weight_T is not None for one in sequences] == CORRECT
-        assert all(one.is_stale for one in sequences)
+        assert all((one.is_stale_T == one.loss_mask_T).all() for one in sequences)
         for one, length in zip(sequences, LENGTHS, strict=True):
             assert one.loss_mask_T.tolist() == [False] * len(PROMPT) + [True] * length
             assert one.token_ids_T.tolist() == [*PROMPT, *range(length)]

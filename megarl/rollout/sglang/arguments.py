@@ -70,18 +70,25 @@ _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_siz
 class Sampling:
     """num_samples responses to each prompt of at most max_tokens, end of sequence included; temperature 0: greedy.
 
-    stream: the key of a prompt's random numbers (run seed, step, number of the prompt) where samples are seeded.
-    with_baseline: also sample a greedy response, as the baseline. may_lose_all: a group may end up empty because all of
-    its verdicts have failed.
+    phase_tokens: the most new tokens of a response in one call, after which it is open; None: all. stream: the key of
+    a prompt's random numbers (run seed, step, number of the prompt) where samples are seeded. with_baseline: also
+    sample a greedy response, as the baseline. may_lose_all: a group may end up empty because all of its verdicts have
+    failed.
     """
 
     num_samples: int
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
+    phase_tokens: int | None = None
     stream: tuple[int, ...] = ()
     with_baseline: bool = False
     may_lose_all: bool = False
+
+    def new_tokens(self, response_tokens: int) -> int:
+        """The most new tokens of a response that has so many already."""
+        left = self.max_tokens - response_tokens
+        return left if self.phase_tokens is None else min(self.phase_tokens, left)
 
 
 @dataclass(frozen=True)
@@ -161,6 +168,8 @@ class EngineSettings:
 def server_arguments(settings: EngineSettings, weight_loader: str, device: str = DEVICE) -> dict[str, Any]:
     """Keyword arguments of SGLang's `ServerArgs`; the recipe's `rollout.engine.sglang` overrides our defaults."""
     limit = running_limit(settings.tp, settings.concurrency, deepep=settings.deepep, draft=settings.draft)
+    # SGLang takes no input that fills its whole KV cache either.
+    room = (settings.context_tokens + _SPARE_CONTEXT) * settings.concurrency
     arguments: dict[str, Any] = {
         "model_path": settings.model_path,
         "tp_size": settings.tp,
@@ -194,13 +203,13 @@ def server_arguments(settings: EngineSettings, weight_loader: str, device: str =
     if settings.fp8:
         arguments["json_model_override_args"] = json.dumps({"quantization_config": _FP8})
     if device == "cpu":
-        arguments |= cpu.server_arguments(settings.tp, settings.context_tokens, settings.concurrency)
+        arguments |= cpu.server_arguments(settings.tp, room)
     else:
         arguments |= _gpu_arguments(settings)
     arguments |= settings.sglang
     arguments["max_running_requests"] = arguments["max_running_requests"] or limit  # null: as the plan counts
     if settings.seeded:  # last, because seeded samples must not depend on the recipe's own arguments
-        arguments |= deterministic.server_arguments(settings.context_tokens, settings.concurrency, device)
+        arguments |= deterministic.server_arguments(room, device)
     return arguments
 
 

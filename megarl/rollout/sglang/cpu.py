@@ -54,8 +54,8 @@ def set_environment() -> None:
     os.environ.setdefault("KMP_BLOCKTIME", "0")
 
 
-def server_arguments(tp: int, context_tokens: int, concurrency: int) -> dict[str, Any]:
-    """SGLang's server arguments for CPU; there is no device memory to divide, so the KV cache is sized by need."""
+def server_arguments(tp: int, room: int) -> dict[str, Any]:
+    """SGLang's server arguments for CPU, where no device memory is divided; room: tokens that the KV cache needs."""
     cores = os.cpu_count() or 1
     os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank % cores) for rank in range(tp))
     return {
@@ -64,7 +64,7 @@ def server_arguments(tp: int, context_tokens: int, concurrency: int) -> dict[str
         "sampling_backend": "pytorch",
         "disable_overlap_schedule": True,
         "sleep_on_idle": True,
-        "max_total_tokens": context_tokens * concurrency,
+        "max_total_tokens": room,
     }
 
 

@@ -23,11 +23,13 @@ _LINE = 32  # a row's width is a multiple: it starts on a cache line and fills w
 _LOW = 0xFFFFFFFF
 
 
-def server_arguments(context_tokens: int, concurrency: int, device: str) -> dict[str, Any]:
-    """SGLang's server arguments. On CPU they rule out shared prefixes, chunked prefills and retraction."""
+def server_arguments(room: int, device: str) -> dict[str, Any]:
+    """SGLang's server arguments. On CPU they rule out shared prefixes, chunked prefills and retraction.
+
+    room: tokens that the KV cache needs.
+    """
     if device != "cpu":
         return {"enable_deterministic_inference": True}
-    room = context_tokens * concurrency
     return {"disable_radix_cache": True, "chunked_prefill_size": room, "max_total_tokens": room}
 
 

@@ -8,6 +8,7 @@ import io
 import json
 import pickle
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,12 @@ from megarl.rollout.dealing import Capacity, CompletedSample
 from megarl.rollout.sglang.arguments import EngineSettings, Sampling
 from megarl.rollout.sglang.deterministic import sample_seed
 from megarl.rollout.sglang.host import EngineFault, Host
-from megarl.types import Sample
+from megarl.types import Sample, SamplePart, with_part
 
 WEIGHT_LOADER = "megarl.resharding.member.load"
 _RELEASED = ("kv_cache", "weights")  # SGLang's tags of the memory that training uses in between; CUDA graphs stay
+_NOTHING = np.zeros(0, np.int64), np.zeros(0, np.float32)
+_UNBEGUN = Sample(*_NOTHING, "", finished=False, parts=(), prefills=0, is_open=True)
 
 
 class Engine:
@@ -51,8 +54,10 @@ class Engine:
         """The scheduler processes, by tensor-parallel rank."""
         return self._host.pids()
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[Sample]:
-        """`sampling.num_samples` responses to one prompt.
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, begun: Sequence[Sample] = ()
+    ) -> list[Sample]:
+        """`sampling.num_samples` responses to one prompt; begun: those of an earlier phase, whose open ones go on.
 
         The logprobs are those of softmax(logits / temperature), not truncated, so that the trainer's logprobs of the
         same tokens equal them. Those of greedy samples are of temperature 1.
@@ -60,8 +65,12 @@ class Engine:
         """
         if self._stale is not None:
             raise EngineFault(self._stale)
-        outputs = await self._host.run(self._sglang_generate(list(prompt_ids), sampling))
-        return [self._sample(output, len(prompt_ids)) for output in outputs]
+        samples = list(begun) or [_UNBEGUN] * sampling.num_samples
+        places = [place for place, sample in enumerate(samples) if sample.is_open]
+        outputs = await self._host.run(self._sglang_generate(list(prompt_ids), sampling, samples, places))
+        for place, output in zip(places, outputs, strict=True):
+            samples[place] = self._continued(samples[place], output, len(prompt_ids), sampling)
+        return samples
 
     @property
     def capacity(self) -> Capacity:
@@ -112,19 +121,27 @@ class Engine:
         """End and reap the schedulers, and remove all files; may be called again."""
         self._host.stop()
 
-    async def _sglang_generate(self, prompt_ids: list[int], sampling: Sampling) -> list[dict[str, Any]]:
-        common = {
-            "max_new_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-        }
-        seeds = [sample_seed(sampling.stream, index) for index in range(sampling.num_samples)]
+    async def _sglang_generate(
+        self, prompt_ids: list[int], sampling: Sampling, samples: Sequence[Sample], places: Sequence[int]
+    ) -> list[dict[str, Any]]:
+        """Continue the samples at these places, which are equally long.
+
+        A random number depends on the seed and the token's position alone, so that it is that of a whole response.
+        """
+        common = {"temperature": sampling.temperature, "top_p": sampling.top_p}
+        input_ids, parameters = [], []
+        for place in places:
+            response_ids = samples[place].response_ids_T.tolist()
+            input_ids.append(prompt_ids + response_ids)
+            seed = {"sampling_seed": sample_seed(sampling.stream, place)} if self._seeded else {}
+            parameters.append(common | seed | {"max_new_tokens": sampling.new_tokens(len(response_ids))})
         return await self._host.server.async_generate(
-            input_ids=[prompt_ids] * sampling.num_samples,
-            sampling_params=[common | ({"sampling_seed": seed} if self._seeded else {}) for seed in seeds],
+            input_ids=input_ids,
+            sampling_params=parameters,
             return_logprob=True,
             logprob_start_len=-1,
             return_routed_experts=self._routed_experts,
+            routed_experts_start_len=_rows_before(samples[places[0]], len(prompt_ids)),
         )
 
     async def _sglang_reshard(self, message: Mapping[str, Any], version: str) -> str | None:
@@ -149,31 +166,43 @@ class Engine:
         ended, ending = await self._manager.end_weight_update(EndWeightUpdateReqInput())
         return next((text for good, text in ((loaded, loading), (ended, ending)) if not good), None)
 
-    def _sample(self, output: Mapping[str, Any], prompt_length: int) -> Sample:
-        meta = output["meta_info"]
+    def _continued(
+        self, sample: Sample, output: Mapping[str, Any], prompt_length: int, sampling: Sampling
+    ) -> Sample:
+        """The sample with the tokens of SGLang's output after its own."""
+        meta, length = output["meta_info"], len(sample.response_ids_T)
         reason = meta["finish_reason"]
         if reason["type"] == "abort":
             raise EngineFault(f"SGLang aborted a request: {reason.get('message')}")
-        token_ids = np.asarray(output["output_ids"], dtype=np.int64)
+        new_ids_T = np.asarray(output["output_ids"], dtype=np.int64)
+        new_logp_T = np.asarray([logp for logp, *_ in meta["output_token_logprobs"]], dtype=np.float32)
         (span,) = meta["weight_versions"]  # a reshard waits for running requests: one version made all tokens
-        return Sample(
-            response_ids_T=token_ids,
-            engine_logp_T=np.asarray([logp for logp, *_ in meta["output_token_logprobs"]], dtype=np.float32),
-            text=self._tokenizer.decode(token_ids, skip_special_tokens=True),
+        response_ids_T = np.concatenate([sample.response_ids_T, new_ids_T])
+        is_at_limit = reason["type"] == "length" and len(new_ids_T) == sampling.new_tokens(length)
+        is_open = is_at_limit and len(response_ids_T) < sampling.max_tokens
+        return replace(
+            sample,
+            response_ids_T=response_ids_T,
+            engine_logp_T=np.concatenate([sample.engine_logp_T, new_logp_T]),
+            text="" if is_open else self._tokenizer.decode(response_ids_T, skip_special_tokens=True),
             finished=reason["type"] == "stop",
-            version=int(span["version"]),
-            routed_experts=self._experts(meta, prompt_length + len(token_ids)) if self._routed_experts else None,
-            verifications=meta.get("spec_verify_ct", 0),
+            parts=with_part(sample.parts, SamplePart(int(span["version"]), len(new_ids_T))),
+            routed_experts=self._experts(meta, sample, prompt_length, len(new_ids_T)) if self._routed_experts else None,
+            verifications=sample.verifications + meta.get("spec_verify_ct", 0),
+            prefills=sample.prefills + 1,
+            is_open=is_open,
         )
 
-    def _experts(self, meta: Mapping[str, Any], num_tokens: int) -> np.ndarray:
-        """The routed experts [tokens - 1, MoE layers, experts a token], from SGLang's base64 int32 of all layers."""
+    def _experts(self, meta: Mapping[str, Any], sample: Sample, prompt_length: int, num_new: int) -> np.ndarray:
+        """The sample's routed experts, then those of all further tokens but the last, from SGLang's base64 int32."""
         config = self._manager.model_config.hf_text_config
-        shape = num_tokens - 1, config.num_hidden_layers, config.num_experts_per_tok
+        num_rows = prompt_length + len(sample.response_ids_T) + num_new - 1 - _rows_before(sample, prompt_length)
+        shape = num_rows, config.num_hidden_layers, config.num_experts_per_tok
         experts = np.frombuffer(base64.b64decode(meta["routed_experts"]), dtype=np.int32).reshape(shape)
         num_experts = getattr(config, "n_routed_experts", None) or config.num_experts
         smallest = np.uint8 if num_experts <= 256 else np.int16
-        return experts[:, getattr(config, "first_k_dense_replace", 0) :].astype(smallest)
+        new = experts[:, getattr(config, "first_k_dense_replace", 0) :].astype(smallest)
+        return new if sample.routed_experts is None else np.concatenate([sample.routed_experts, new])
 
 
 class Schedulers:
@@ -208,3 +237,8 @@ def _named_tensors(message: Mapping[str, Any]) -> bytes:
     buffer = io.BytesIO()
     pickle.Pickler(buffer).dump([("session", content)])
     return buffer.getvalue()
+
+
+def _rows_before(sample: Sample, prompt_length: int) -> int:
+    """The tokens whose experts the sample has: all but its last, which no engine has computed."""
+    return prompt_length + len(sample.response_ids_T) - 1 if sample.parts else 0

@@ -51,6 +51,13 @@ def test_the_context_is_what_a_run_needs_of_what_the_model_has() -> None:
     assert [context(None), context(130), context(40_960)] == [None, 130, 136]
 
 
+@pytest.mark.parametrize("seeded", [False, True])
+def test_an_engine_of_one_sequence_continues_it_up_to_its_last_token(seeded: bool) -> None:
+    """SGLang's tp_worker takes inputs shorter than what all tokens' room, less one, has after five more."""
+    one = server_arguments(replace(SETTINGS, concurrency=1, seeded=seeded), "a.loader", "cpu")
+    assert SETTINGS.context_tokens - 1 < one["max_total_tokens"] - 1 - 5
+
+
 def test_an_idle_engine_leaves_the_cores_to_the_optimizer() -> None:
     for device in ("cuda", "cpu"):
         assert server_arguments(SETTINGS, "a.loader", device)["sleep_on_idle"]
@@ -232,7 +239,7 @@ def test_seeded_samples_depend_on_no_other_setting() -> None:
     arguments = server_arguments(mine, "a.loader")
     if DEVICE == "cpu":
         assert arguments["disable_radix_cache"]
-        assert arguments["chunked_prefill_size"] == arguments["max_total_tokens"] == 128 * 64, "room for all, whole"
+        assert arguments["chunked_prefill_size"] == arguments["max_total_tokens"] == 136 * 64, "room for all, whole"
     else:
         assert arguments["enable_deterministic_inference"]
 

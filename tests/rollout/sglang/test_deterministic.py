@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -126,6 +127,22 @@ async def in_company(engine: Engine, kind: tuple[float, float]) -> list[list[Sam
     return list(reversed(done[len(strangers) :]))
 
 
+async def in_phases(
+    engine: Engine, kind: tuple[float, float], phase_tokens: int, change: Callable[[], Awaitable[None]] | None = None
+) -> list[list[Sample]]:
+    """All prompts, each response in parts of so many tokens; change: what happens between two phases."""
+    groups: list[list[Sample]] = [[] for _ in PROMPTS]
+    while any(sample.is_open for group in groups for sample in group) or not groups[0]:
+        if groups[0] and change:
+            await change()
+        going = [place for place, group in enumerate(groups) if not group or any(one.is_open for one in group)]
+        hows = [replace(sampling(kind, place), phase_tokens=phase_tokens) for place in going]
+        calls = [engine.generate(PROMPTS[at], how, groups[at]) for at, how in zip(going, hows, strict=True)]
+        for place, group in zip(going, await asyncio.gather(*calls), strict=True):
+            groups[place] = group
+    return groups
+
+
 @contextmanager
 def one_thread() -> Iterator[None]:
     """The models are too small to share out, and the engine wants the cores."""
@@ -158,6 +175,8 @@ def test_samples_repeat_in_another_engine_and_in_any_company(
     for seed, ask in ((3, alone), (4, in_company)):
         engine = build_engine(**options, seed=seed)
         groups.append([asyncio.run(ask(engine, kind)) for kind in KINDS])
+        if ask is in_company:  # on another engine, too
+            parts = [asyncio.run(in_phases(engine, KINDS[0], phase_tokens)) for phase_tokens in (5, 8)]
         if layout.get("dp", 1) > 1 and len(groups) == 1:
             with one_thread():
                 check_draws([engine], Reference(folder))
@@ -169,10 +188,24 @@ def test_samples_repeat_in_another_engine_and_in_any_company(
     assert all(len(set(bits(group))) == 1 for group in greedy)
     check_experts(folder, plain)
     check_experts(folder, groups[1][0])
+    for found in parts:
+        check_continued(found, plain)
+        check_experts(folder, found)
     with one_thread():
         reference = Reference(folder)
         assert worst_gap(plain, reference, prompts=PROMPTS) < TOLERANCE
         assert max(worst_gap(one, reference, 0.7, PROMPTS) for one in cooler) < TOLERANCE
+
+
+def check_continued(groups: Sequence[Sequence[Sample]], whole: Sequence[Sequence[Sample]]) -> None:
+    """Samples of several parts are those of one, in their tokens to the last."""
+    lengths = set()
+    for one, other in zip(chain(*groups), chain(*whole), strict=True):
+        assert one.response_ids_T.tolist() == other.response_ids_T.tolist()
+        assert (one.text, one.finished, one.parts) == (other.text, other.finished, other.parts)
+        np.testing.assert_allclose(one.engine_logp_T, other.engine_logp_T, atol=TOLERANCE)
+        lengths.add(len(one.response_ids_T))
+    assert max(lengths) == 24 and len(lengths) > 3, "some end by themselves, in several phases"
 
 
 @pytest.mark.slow
@@ -189,22 +222,70 @@ def test_experts_of_cached_tokens_are_told_too(checkpoint: Path, build_engine: C
     engine = build_engine(2, 2, routed_experts=True)
     for _ in range(2):
         check_experts(checkpoint, asyncio.run(alone(engine, KINDS[0])))
+    check_experts(checkpoint, asyncio.run(in_phases(engine, KINDS[0], 7)))  # with what was sampled in the cache
+    check_versions(checkpoint, engine)
     engine.shutdown()
+
+
+def check_versions(folder: Path, engine: Engine) -> None:
+    """Each part has the version of its weights, with their logprobs and experts: phases of 7 tokens of 24."""
+    first, scale = engine.version, 1.15
+
+    async def change() -> None:
+        await engine.reshard({"scale": scale}, engine.version + 1)
+
+    samples = [
+        (prompt, sample)
+        for prompt, group in zip(PROMPTS, asyncio.run(in_phases(engine, KINDS[0], 7, change)), strict=True)
+        for sample in group
+    ]
+    asyncio.run(engine.reshard({"scale": scale ** (first - engine.version)}, first))
+    changed = []
+    with one_thread():
+        reference = Reference(folder)
+        for version in range(first, first + 4):
+            for prompt, sample in samples:
+                changed.append(check_part(reference, prompt, sample, version))
+            reference.scale(scale)
+    assert max(len(sample.parts) for _, sample in samples) == 4
+    assert sum(changed) > 20, "the versions choose other experts"
+
+
+def check_part(reference: Reference, prompt: list[int], sample: Sample, version: int) -> int:
+    """The part of this version is the reference's; in how many of the other rows it chooses other experts."""
+    ends = np.cumsum([part.num_tokens for part in sample.parts])
+    places = [place for place, part in enumerate(sample.parts) if part.version == version]
+    if not places:
+        return 0
+    (place,), ids = places, sample.response_ids_T.tolist()
+    start, end = int(ends[place]) - sample.parts[place].num_tokens, int(ends[place])
+    logp_T = reference.logprobs(prompt, ids).numpy()
+    np.testing.assert_allclose(sample.engine_logp_T[start:end], logp_T[start:end], atol=TOLERANCE)
+    assert sample.routed_experts is not None and len(sample.routed_experts) == len(prompt) + len(ids) - 1
+    rows = range(len(prompt) + start - 1 if start else 0, len(prompt) + end - 1)
+    own, expected = np.sort(sample.routed_experts, -1), np.sort(experts_of(reference, [*prompt, *ids]), -1)
+    assert own[rows].tolist() == expected[rows].tolist()
+    return int((own != expected).any((1, 2)).sum())
+
+
+def experts_of(reference: Reference, ids: list[int]) -> np.ndarray:
+    """To which transformers' routers send all tokens but the last: [tokens - 1, layers, experts a token]."""
+    chosen: list[torch.Tensor] = []
+    experts = [module for name, module in reference.model.named_modules() if name.endswith("mlp.experts")]
+    hooks = [one.register_forward_hook(lambda _, inputs, __: chosen.append(inputs[1])) for one in experts]
+    reference.logits(ids)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(chosen, 1)[:-1].numpy()
 
 
 def check_experts(folder: Path, groups: Sequence[Sequence[Sample]]) -> None:
     """They are those to which transformers' routers send the same tokens."""
     with one_thread():
         reference = Reference(folder)
-        chosen: list[torch.Tensor] = []
-        for name, module in reference.model.named_modules():
-            if name.endswith("mlp.experts"):
-                module.register_forward_hook(lambda _, inputs, __: chosen.append(inputs[1]))
         for prompt, group in zip(PROMPTS, groups, strict=True):
             for sample in group:
-                chosen.clear()
-                reference.logits([*prompt, *sample.response_ids_T.tolist()])
-                expected: Any = torch.stack(chosen, 1)[:-1].sort(-1).values.numpy()
+                expected = np.sort(experts_of(reference, [*prompt, *sample.response_ids_T.tolist()]), -1)
                 assert sample.routed_experts is not None
                 assert sample.routed_experts.dtype == np.uint8
                 assert np.sort(sample.routed_experts, -1).tolist() == expected.tolist()

@@ -1,0 +1,93 @@
+"""The phases of sampling of one step: those before its training, and the one beside it (`rollout.ahead`)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+
+from megarl.config import Recipe
+from megarl.controller.samples import Collected, Limits, collect, sampling_of
+from megarl.fleet.engines import Engines
+from megarl.fleet.rank_groups import GroupStock, RolloutBatch
+from megarl.fleet.sampling_round import SamplingRound
+from megarl.rollout.prompts import PromptStream
+from megarl.tracking.metrics import balance_metrics, failed_share
+from megarl.tracking.run_log import Record
+from megarl.types import RoundBalance
+
+
+class StepRollout:
+    """Samples the groups that a step trains on, and then, with ahead, the phase that the next step would begin with.
+
+    That phase is sampled while the ranks learn, by the policy before these updates. It ends before the checkpoint, so
+    that a run that resumes needs no older weights; its prompts have the random streams of the next step's round 0.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        limits: Limits,
+        engines: Engines,
+        prompts: PromptStream,
+        number: int,
+        before_phase: Callable[[], None],
+    ) -> None:
+        """number: of the step. before_phase: is called before each phase that the step's training waits for."""
+        self._recipe, self._limits, self._engines, self._prompts = recipe, limits, engines, prompts
+        self._number, self._before_phase = number, before_phase
+        self._balances: list[RoundBalance] = []
+        self._found: Collected
+        self._beside: tuple[GroupStock, SamplingRound, float] | None = None  # its stock, the round, when it began
+
+    def collect(self, stock: GroupStock) -> RolloutBatch:
+        """The groups that the step trains on; stock: of the step before."""
+        self._found = collect(self._limits, stock, self._admit, self._advance)
+        return self._found.chosen
+
+    def begin_next(self) -> None:
+        """Begin the next step's first phase, with ahead and where that step needs a phase."""
+        stock, following = self._found.stock, self._number + 1
+        if not self._limits.ahead or not self._limits.begins_with_phase(stock):
+            return
+        if count := self._limits.num_admitted(stock, 0, 0):
+            stock = self._admitted(stock, count, following, 0)
+        began = self._engines.begin(stock.open, sampling_of(self._recipe, following), beside_training=True)
+        self._beside = stock, began, time.monotonic()
+
+    def finish(self, record: Record) -> GroupStock:
+        """Wait for the phase that was begun; the stock for the next step, and in the record what all phases found."""
+        with record.phase("ahead") if self._beside else nullcontext():
+            record.add(self._end_next())
+        record.add(self._found.counts(self._limits))
+        record.add(balance_metrics(self._balances))
+        record.add({"reward/failed": failed_share(self._found.complete)})  # also of groups that no step trains on
+        record.failed(self._found.complete)
+        return self._found.stock
+
+    def _end_next(self) -> dict[str, float]:
+        """Wait for the phase; the seconds since the step's groups were chosen in which no engine sampled."""
+        if self._beside is None:
+            return {}
+        before, round_, began_s = self._beside
+        after = self._after(before, round_)
+        self._found = self._found.advanced(*self._limits.completed(before, after))
+        return {"rollout/waited_s": time.monotonic() - began_s - round_.sampled_s}
+
+    def _admit(self, stock: GroupStock, count: int, round_: int) -> GroupStock:
+        return self._admitted(stock, count, self._number, round_)
+
+    def _admitted(self, stock: GroupStock, count: int, number: int, round_: int) -> GroupStock:
+        """With so many prompts more; number, round_: the step and its round of drawing, which name random streams."""
+        how = sampling_of(self._recipe, number, round_)
+        return stock.admitted(self._prompts.take(count), how.stream, how.num_samples + how.with_baseline)
+
+    def _advance(self, stock: GroupStock) -> GroupStock:
+        self._before_phase()
+        return self._after(stock, self._engines.begin(stock.open, sampling_of(self._recipe, self._number)))
+
+    def _after(self, stock: GroupStock, round_: SamplingRound) -> GroupStock:
+        """The stock after this round of its open groups."""
+        entries, balance = round_.result()
+        self._balances.extend([balance] if balance else [])
+        return stock.updated(entries)

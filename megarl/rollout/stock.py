@@ -1,0 +1,167 @@
+"""The groups of a run that no step has trained on yet: those with open samples, and the complete ones. Pure.
+
+A response is sampled in phases of at most `rollout.phase_tokens` new tokens. A phase continues every open sample; after
+it a step takes the complete groups of the lowest numbers, and the rest of the stock waits. Every prompt that a run
+draws has a ticket, which is in the stock, trained on or dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+from megarl.config import Recipe
+from megarl.rollout.rewards import Failure, Verdict
+from megarl.types import GroupSummary, Hyperparameters, Prompt, Sample
+
+Ref = TypeVar("Ref")  # names a group's samples, which are elsewhere
+
+
+@dataclass(frozen=True)
+class PartialGroup:
+    """A prompt's samples between two phases, of which some are open; verdicts: None for those."""
+
+    prompt: Prompt
+    samples: tuple[Sample, ...]
+    verdicts: tuple[Verdict | Failure | None, ...]
+
+
+@dataclass(frozen=True)
+class PartialSummary:
+    """What the controller keeps of a partial group: its open samples, and the tokens of each, prompt included.
+
+    The open samples of a group are equally long: each phase has given them as many tokens as it allows.
+    """
+
+    num_open: int
+    input_tokens: int
+
+
+Summary = PartialSummary | GroupSummary
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A prompt that was drawn: its number in the order of the data, and the key of its random numbers (`Sampling`)."""
+
+    number: int
+    prompt: Prompt
+    stream: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Entry(Generic[Ref]):
+    """A ticket with its group; ref: None while no engine has begun it."""
+
+    ticket: Ticket
+    summary: Summary
+    ref: Ref | None = None
+
+
+@dataclass(frozen=True)
+class Stock(Generic[Ref]):
+    """All groups that wait, by ascending number. trained, dropped: bit n is set if ticket n was.
+
+    next_number: of the next ticket; all lower numbers were given. loaded_bound: by how many versions the tokens of
+    groups that a checkpoint had may be older than the policy that is trained on them.
+    """
+
+    entries: tuple[Entry[Ref], ...] = ()
+    next_number: int = 0
+    trained: int = 0
+    dropped: int = 0
+    loaded_bound: int = 0
+
+    @property
+    def open(self) -> tuple[Entry[Ref], ...]:
+        """The groups that the next phase continues."""
+        return tuple(entry for entry in self.entries if isinstance(entry.summary, PartialSummary))
+
+    @property
+    def finished(self) -> tuple[Entry[Ref], ...]:
+        """The complete groups."""
+        return tuple(entry for entry in self.entries if isinstance(entry.summary, GroupSummary))
+
+    def ready(self, wanted: int) -> tuple[Entry[Ref], ...]:
+        """The complete groups of the lowest numbers, `wanted` of them or as many as there are."""
+        return self.finished[:wanted]
+
+    def admitted(self, prompts: Sequence[Prompt], stream: tuple[int, ...], samples: int) -> Stock[Ref]:
+        """With a ticket for each prompt; stream: that of the prompts, to which the place among them is added."""
+        fresh = [
+            Entry[Ref](
+                Ticket(self.next_number + place, prompt, (*stream, place)),
+                PartialSummary(samples, len(prompt.token_ids)),
+            )
+            for place, prompt in enumerate(prompts)
+        ]
+        return replace(self, entries=(*self.entries, *fresh), next_number=self.next_number + len(prompts))
+
+    def updated(self, entries: Iterable[Entry[Ref]]) -> Stock[Ref]:
+        """With these entries, as a phase returned them, in place of those of the same numbers."""
+        new = {entry.ticket.number: entry for entry in entries}
+        return replace(self, entries=tuple(new.get(entry.ticket.number, entry) for entry in self.entries))
+
+    def without_trained(self, entries: Collection[Entry[Ref]]) -> Stock[Ref]:
+        """Without these entries, which a step trains on."""
+        return replace(self._without(entries), trained=self.trained | _bits(entries))
+
+    def without_dropped(self, entries: Collection[Entry[Ref]]) -> Stock[Ref]:
+        """Without these entries, which no step trains on."""
+        return replace(self._without(entries), dropped=self.dropped | _bits(entries))
+
+    def _without(self, entries: Collection[Entry[Ref]]) -> Stock[Ref]:
+        gone = {entry.ticket.number for entry in entries}
+        return replace(self, entries=tuple(entry for entry in self.entries if entry.ticket.number not in gone))
+
+    def after_loading(self, version: int, wanted: int) -> Stock[Ref]:
+        """With the bound of its complete groups, where steps train on `wanted` groups, the next one with this version.
+
+        A complete group waits in steps that train on `wanted` others of lower numbers, which the stock has, too.
+        """
+        found = [entry.summary for entry in self.entries if isinstance(entry.summary, GroupSummary)]
+        versions = [part.version for summary in found for parts in summary.parts_G for part in parts]
+        if not versions:
+            return self
+        return replace(self, loaded_bound=version - min(versions) + (len(self.entries) - 1) // wanted)
+
+    def check(self) -> None:
+        """Raises RuntimeError unless every ticket is exactly one of trained on, dropped and in the stock."""
+        numbers = [entry.ticket.number for entry in self.entries]
+        held, every = _bits(self.entries), (1 << self.next_number) - 1
+        overlap = self.trained & self.dropped | self.trained & held | self.dropped & held
+        if overlap or self.trained | self.dropped | held != every or numbers != sorted(set(numbers)):
+            counts = [one.bit_count() for one in (self.trained, self.dropped)]
+            told = f"{counts[0]} trained on, {counts[1]} dropped, {len(numbers)} in the stock"
+            raise RuntimeError(f"the {self.next_number} prompts that were drawn are not each of {told} exactly once")
+
+
+def _bits(entries: Iterable[Entry[Ref]]) -> int:
+    bits = 0
+    for entry in entries:
+        bits |= 1 << entry.ticket.number
+    return bits
+
+
+def num_phases(recipe: Recipe) -> int:
+    """The phases that the longest response takes."""
+    longest = recipe.rollout.max_response_tokens
+    return -(-longest // (recipe.rollout.phase_tokens or longest))
+
+
+def staleness_bound(recipe: Recipe, hyperparameters: Hyperparameters) -> int:
+    """By how many versions a token may be older than the policy that is trained on it.
+
+    Let a sample take P phases, a step train on S groups, and F be in flight at most. A step with open groups has a
+    phase, which continues them all: a group is complete at most P - 1 steps after its first phase. A complete group
+    waits in steps that train on S others of lower numbers, of which there are at most F - 1; and at most F - 1 - S,
+    once a step has trained on S others while the group was open. So it waits W = ceil(F / S) - 1 steps, or, where it
+    took several steps to complete, one step less. A step that is short of groups trains on all that there are.
+
+    With ahead the first phase of a step is sampled in the step before: its tokens are a version older, and all else
+    is the same.
+    """
+    phases, wanted = num_phases(recipe), recipe.rollout.prompts_per_step
+    waits = -(-hyperparameters.num_drawn(recipe.rollout.in_flight) // wanted) - 1
+    return (waits + max(0, phases - 2) if waits else 0) + recipe.rollout.ahead

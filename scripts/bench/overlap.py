@@ -1,0 +1,234 @@
+"""A rollout's seconds with whole responses and in phases, seen on real engines and predicted by the plan's simulation.
+
+Two SGLang engines on this machine's CPU sample responses of planted log-normal lengths; each forward pass is preceded
+by a planted pause, because on a CPU a step costs what its sequences do. The arms take turns, step by step.
+docs/bench/overlap.md says what is compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from itertools import islice
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from megarl.plan.phases import LengthsOf, OpenGroup, PhasedStep, PhaseSizes, phased_steps
+from megarl.rollout.dealing import Dealer
+from megarl.rollout.sglang.engine import Engine
+from megarl.types import IntArray
+from scripts.bench.dealing import dealt
+from scripts.bench.dealing_real import Prompts, cpu_engines, planted_prompt, sampled_round
+from scripts.bench.dealing_simulation import Machine
+
+ENGINES, SLOTS, CACHE, PROMPT_TOKENS = 2, 64, 10**9, 12
+PROMPTS, SAMPLES = 8, 4  # of a step
+POOL = 4096  # drawn lengths
+CALIBRATED = (2, 24)  # sequences of each engine
+CALIBRATED_STEPS = 16  # further tokens of the responses that measure a step
+READ_TOKENS = 64  # further tokens of the prompts that measure reading
+
+
+@dataclass(frozen=True)
+class PhaseSeen:
+    """Seconds of a phase, and the tokens of earlier phases that it read again."""
+
+    seconds: float
+    read_again: int
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Seconds of an engine: of a step of no sequence, of each sequence in it, and of a token that is read."""
+
+    floor_s: float
+    sequence_s: float
+    read_s: float
+
+
+def arms_of(longest: int, phase: int, in_flight: float) -> dict[str, PhaseSizes]:
+    """Each arm's stock. in_flight: of the arm with phases, over the prompts of a step."""
+    return {
+        "sync": PhaseSizes(PROMPTS, PROMPTS, SAMPLES, longest),
+        "phases": PhaseSizes(PROMPTS, round(in_flight * PROMPTS), SAMPLES, phase),
+    }
+
+
+def planted_lengths(longest: int, mean_share: float, sigma: float, seed: int, samples: int = SAMPLES) -> LengthsOf:
+    """Log-normal lengths, cut at the longest, whose mean is `mean_share` of it; of each ticket the same in all arms."""
+    spread = np.exp(sigma * np.random.default_rng(seed).standard_normal(POOL))
+    low, high = 0.0, 1e6 * longest
+    for _ in range(100):
+        middle = (low + high) / 2
+        is_longer = np.minimum(spread * middle, longest).mean() > mean_share * longest
+        low, high = (low, middle) if is_longer else (middle, high)
+    pool = np.minimum(spread * high, longest).clip(2).astype(np.int64)
+
+    @cache
+    def of_ticket(ticket: int) -> IntArray:
+        return pool[np.arange(ticket * samples, (ticket + 1) * samples) % POOL]
+
+    return of_ticket
+
+
+def phase_of(round_s: Callable[[Prompts], float], groups: Sequence[OpenGroup]) -> PhaseSeen:
+    """A phase as one round of requests, each with what it has already as its prompt."""
+    seconds = round_s([planted_prompt(PROMPT_TOKENS + group.done, group.new) for group in groups])
+    return PhaseSeen(seconds, sum(group.done * len(group.new) for group in groups))
+
+
+def simulated_s(fit: Fit, longest: int) -> Callable[[Prompts], float]:
+    """Rounds of the plan's engines with fitted seconds; requests are dealt to them as in a run."""
+    machine = Machine(ENGINES, 1, SLOTS, CACHE, longest, fit.floor_s, fit.sequence_s, 0.0, fit.read_s)
+    return lambda prompts: dealt(machine, prompts, Dealer, prompts).total_s
+
+
+def real_s(engines: Sequence[Engine], longest: int) -> Callable[[Prompts], float]:
+    return lambda prompts: asyncio.run(sampled_round(engines, Dealer, prompts, longest))[0][-1]
+
+
+def calibrated(engines: Sequence[Engine]) -> list[float]:
+    """Seconds: of a step of each of CALIBRATED sequences, and of reading a token.
+
+    All engines run at once, because they share the machine. Two rounds whose responses differ in length differ by their
+    steps alone, and two whose prompts do by what is read.
+    """
+    round_s, short = real_s(engines, CALIBRATED_STEPS), 2
+
+    def equal_s(count: int, prompt_tokens: int, length: int) -> float:
+        return round_s([planted_prompt(prompt_tokens, [length] * count) for _ in engines])
+
+    shorts = [equal_s(count, PROMPT_TOKENS, short) for count in CALIBRATED]
+    longs = [equal_s(count, PROMPT_TOKENS, short + CALIBRATED_STEPS) for count in CALIBRATED]
+    steps = [(long - one) / CALIBRATED_STEPS for long, one in zip(longs, shorts, strict=True)]
+    most = CALIBRATED[-1]
+    return [*steps, (equal_s(most, PROMPT_TOKENS + READ_TOKENS, short) - shorts[-1]) / (most * READ_TOKENS)]
+
+
+def fitted(seen: Sequence[Sequence[float]]) -> Fit:
+    """Of the means of calibrations, by least squares."""
+    *steps, read_s = np.mean(seen, 0)
+    sequence_s, floor_s = np.polyfit(CALIBRATED, steps, 1)
+    return Fit(float(floor_s), max(0.0, float(sequence_s)), max(0.0, float(read_s)))
+
+
+def figures(steps: Sequence[PhasedStep[PhaseSeen]]) -> dict[str, float]:
+    """Means over steps, and how old the tokens are that were trained on."""
+    tokens_by_age = np.zeros(1 + max(step.oldest for step in steps))
+    for step in steps:
+        tokens_by_age[: step.oldest + 1] += step.tokens_by_age
+    tokens = float(tokens_by_age.sum())
+    return {
+        "seconds": fmean(sum(phase.seconds for phase in step.results) for step in steps),
+        "phases": fmean(len(step.results) for step in steps),
+        "stale_mean": float(tokens_by_age @ np.arange(len(tokens_by_age))) / tokens,
+        "stale_max": len(tokens_by_age) - 1,
+        "read_again": sum(phase.read_again for step in steps for phase in step.results) / tokens,
+    }
+
+
+def compared(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """arm -> figures: seen, and predicted by the fit that was made between the steps."""
+    arms = arms_of(args.longest, args.longest // args.phases, args.in_flight)
+    lengths_of = planted_lengths(args.longest, args.mean, args.sigma, args.seed)
+    context = 2 * (PROMPT_TOKENS + args.longest + READ_TOKENS)
+    with cpu_engines(ENGINES, 1, SLOTS, context, disable_radix_cache=True) as engines:
+        for engine in engines:
+            asyncio.run(engine._host.run(_pause(engine, args.floor_ms / 1e3)))
+        runs = {
+            name: phased_steps(sizes, lengths_of, partial(phase_of, real_s(engines, sizes.phase_tokens)))
+            for name, sizes in arms.items()
+        }
+        calibrations, seen = [], {name: list[PhasedStep[PhaseSeen]]() for name in arms}
+        for _ in range(args.before + args.steps):
+            calibrations.append(calibrated(engines))
+            for name, run in runs.items():
+                seen[name].append(next(run))
+    fit = fitted(calibrations[args.before :])
+    found: dict[str, dict[str, float]] = {"fit": asdict(fit)}
+    for name, sizes in arms.items():
+        phase = partial(phase_of, simulated_s(fit, sizes.phase_tokens))
+        steps = list(islice(phased_steps(sizes, lengths_of, phase), args.before, args.before + args.steps))
+        real = figures(seen[name][args.before :])
+        found[name] = real | {"predicted_s": figures(steps)["seconds"]}
+    for name in arms:
+        sync, own = found["sync"], found[name]
+        own["ratio"] = sync["seconds"] / own["seconds"]
+        own["predicted_ratio"] = sync["predicted_s"] / own["predicted_s"]
+    return found
+
+
+async def _pause(engine: Engine, seconds: float) -> None:
+    """Before each forward pass from now on."""
+    from sglang.srt.managers.io_struct import SlowDownReqInput
+
+    await engine._manager.slow_down(SlowDownReqInput(forward_sleep_time=seconds))
+
+
+def table() -> dict[str, dict[str, float]]:
+    """Times fewer seconds than whole responses by lengths, samples of a prompt, prompts in flight and phases.
+
+    Of an engine with 256 samples in a step, and room for all; reading is free.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for sigma, share in ((0.7, 0.4), (1.0, 0.25)):
+        for samples in (16, 4):
+            lengths_of = planted_lengths(1024, share, sigma, seed=0, samples=samples)
+            seconds = partial(table_s, lengths_of, samples)
+            whole = seconds(1, 1)
+            found[f"sigma {sigma:g}, mean {share:g}, {samples} samples"] = {
+                f"{times:g}x, {phases}": whole / seconds(times, phases)
+                for times in (1.5, 2, 3, 4)
+                for phases in (2, 4, 8)
+            }
+    return found
+
+
+def table_s(lengths_of: LengthsOf, samples: int, times: float, phases: int) -> float:
+    """Mean seconds of 24 steps after 12 in which the stock fills; phases: of the longest response.
+
+    A step of the engine takes 1 s, and as much again for each 128 sequences.
+    """
+
+    def phase_s(groups: Sequence[OpenGroup]) -> float:
+        new = np.sort(np.concatenate([group.new for group in groups]))
+        running = len(new) - np.searchsorted(new, np.arange(new[-1]), side="right")
+        return float((1 + running / 128).sum())
+
+    sizes = PhaseSizes(256 // samples, int(times * 256 // samples), samples, 1024 // phases)
+    return fmean(sum(step.results) for step in islice(phased_steps(sizes, lengths_of, phase_s), 12, 36))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=6, help="that are counted, of each arm")
+    parser.add_argument("--before", type=int, default=3, help="steps before them, in which the stock fills")
+    parser.add_argument("--longest", type=int, default=64, help="tokens")
+    parser.add_argument("--phases", type=int, default=4, help="of the longest response")
+    parser.add_argument("--in-flight", type=float, default=2.0, help="prompts, over those of a step")
+    parser.add_argument("--mean", type=float, default=0.25, help="of the longest response")
+    parser.add_argument("--sigma", type=float, default=1.0, help="of the logarithm of the lengths")
+    parser.add_argument("--floor-ms", type=float, default=100.0, help="the pause before each forward pass")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="print one JSON object: arm or case, figure")
+    parser.add_argument("--table", action="store_true", help="simulated gains of other sizes; starts no engine")
+    args = parser.parse_args()
+    found = table() if args.table else compared(args)
+    if args.json:
+        print(json.dumps(found))
+        return
+    for name, row in found.items():
+        print(name, *(f"{figure} {value:.4g}" for figure, value in row.items()), sep="  ")
+
+
+if __name__ == "__main__":
+    main()

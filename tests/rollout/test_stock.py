@@ -1,0 +1,259 @@
+"""The phases of a run on planted response lengths: which groups a step trains on, how old they are, what is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.config import Recipe
+from megarl.config.loading import load_recipe
+from megarl.controller.phases import StepRollout
+from megarl.controller.samples import Limits, staleness
+from megarl.fleet.rank_groups import GroupStock, RolloutBatch
+from megarl.rollout.episodes import Sampling
+from megarl.rollout.stock import PartialSummary, num_phases, staleness_bound
+from megarl.tracking.run_log import Record
+from megarl.types import GroupSummary, Hyperparameters, Prompt, SamplePart, UserFault, with_part
+from tests.controller.test_loop import QUICKSTART
+
+RECIPE = load_recipe(QUICKSTART)
+PROMPT_TOKENS = 3
+Lengths = Callable[[int], Sequence[int]]  # the responses' of a ticket
+
+
+def recipe_of(longest: int, phase: int | None, wanted: int, in_flight: int | None, ahead: int = 0) -> Recipe:
+    keys = {"max_response_tokens": longest, "phase_tokens": phase, "prompts_per_step": wanted}
+    keys |= {"prompts_in_flight": in_flight, "samples_per_prompt": 2, "ahead": ahead}
+    return RECIPE.model_copy(update={"rollout": RECIPE.rollout.model_copy(update=keys)})
+
+
+@dataclass
+class Run:
+    """Steps with a stand-in for the engines, which gives each open sample `phase` tokens or as many as it lacks.
+
+    is_mixed: of a ticket, whether it has right and wrong answers.
+    """
+
+    lengths: Lengths
+    recipe: Recipe
+    hyperparameters: Hyperparameters = Hyperparameters()  # noqa: RUF009
+    is_mixed: Callable[[int], bool] = lambda number: True
+    version: int = 0
+    stock: GroupStock = field(default_factory=GroupStock)
+    parts: dict[int, list[tuple[SamplePart, ...]]] = field(default_factory=dict)  # of each sample of a ticket
+    phases: int = 0
+    streams: list[tuple[int, ...]] = field(default_factory=list)  # of the tickets that were begun
+
+    def take(self, count: int) -> list[Prompt]:
+        return [Prompt("", "", (1,) * PROMPT_TOKENS, "")] * count
+
+    def begin(self, entries: Sequence[Any], sampling: Sampling, *, beside_training: bool = False) -> Any:
+        """The round of a phase, which has the weights of now, whenever its result is asked for."""
+        self.phases += 1
+        self.streams += [entry.ticket.stream for entry in entries if entry.ref is None]
+        found = [self.advanced(entry) for entry in entries]
+        return SimpleNamespace(result=lambda: (found, None), sampled_s=0.0)
+
+    def advanced(self, entry: Any) -> Any:
+        number, phase = entry.ticket.number, self.recipe.rollout.phase_tokens or 10**9
+        lengths, parts = self.lengths(number), self.parts.setdefault(number, [(), ()])
+        for sample, length in enumerate(lengths):
+            left = length - sum(part.num_tokens for part in parts[sample])
+            if left:
+                parts[sample] = with_part(parts[sample], SamplePart(self.version, min(phase, left)))
+        done = [sum(part.num_tokens for part in one) for one in parts]
+        still = [n for n, length in zip(done, lengths, strict=True) if n < length]
+        if still:
+            assert len(set(still)) == 1, "open samples are equally long"
+            return replace(entry, summary=PartialSummary(len(still), PROMPT_TOKENS + still[0]), ref=number)
+        correct_G = np.array([True, not self.is_mixed(number)])
+        facts = np.array(done), np.ones(2, np.bool_), correct_G.astype(np.float32), correct_G, tuple(parts)
+        return replace(entry, summary=GroupSummary("", "", ("", ""), PROMPT_TOKENS, *facts), ref=number)
+
+    def step(self) -> tuple[list[int], dict[str, float]]:
+        """The tickets that are trained on, and how old their tokens are."""
+        rollout = self.recipe.rollout
+        is_phased = rollout.phase_tokens is not None
+        limits = Limits(
+            rollout.prompts_per_step, rollout.in_flight, self.hyperparameters, rollout.ahead, is_phased=is_phased
+        )
+        fleet: Any = self
+        step = StepRollout(self.recipe, limits, fleet, fleet, self.version + 1, lambda: None)
+        bound = max(staleness_bound(self.recipe, self.hyperparameters), self.stock.loaded_bound)
+        groups = step.collect(self.stock)
+        step.begin_next()
+        found = staleness(groups.summaries, self.version, bound)
+        self.version += 1
+        self.stock = step.finish(Record(self.version))
+        self.stock.check()
+        numbers: Any = groups.refs
+        assert all(len(self.lengths(n)) == 2 for n in numbers)
+        for number, summary in zip(numbers, groups.summaries, strict=True):
+            assert summary.response_lengths_G.tolist() == list(self.lengths(number)), "no sample is trained on cut"
+        return numbers, found
+
+
+def oldest(run: Run, steps: int) -> int:
+    return int(max(run.step()[1].get("stale/token_max", 0) for _ in range(steps)))
+
+
+def test_a_straggler_goes_on_while_steps_train_on_the_others() -> None:
+    """Ticket 1 takes four phases; of two tickets a step the others are done in one."""
+    run = Run(lambda number: (16, 2) if number == 1 else (3, 4), recipe_of(16, 4, 2, 4))
+    trained = [run.step()[0] for _ in range(4)]
+    assert trained == [[0, 2], [3, 4], [5, 6], [1, 7]]
+    assert run.parts[1] == [tuple(SamplePart(version, 4) for version in range(4)), (SamplePart(0, 2),)]
+    assert run.phases == 4, "one a step"
+
+
+def test_without_phases_every_token_is_of_the_policy() -> None:
+    run = Run(lambda number: (16, 2) if number == 1 else (3, 4), recipe_of(16, None, 2, None))
+    assert [run.step()[0] for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    assert staleness_bound(run.recipe, Hyperparameters()) == 0 and num_phases(run.recipe) == 1
+
+
+def test_ahead_a_step_begins_with_a_phase_of_the_weights_before() -> None:
+    """The same tickets as without: the first phase of a step is a version older, and streams are the step's."""
+    plain, ahead = (Run(lambda number: (3, 1 + number % 4), recipe_of(4, 2, 2, 4, one)) for one in (0, 1))
+    for run in (plain, ahead):
+        run.trained = [run.step()[0] for _ in range(4)]  # type: ignore[attr-defined]
+    assert plain.trained == ahead.trained  # type: ignore[attr-defined]
+    plain, ahead = (Run(lambda number: (16, 16), recipe_of(16, None, 2, None, one)) for one in (0, 1))
+    found = [run.step() for run in (ahead, ahead, ahead)]
+    assert [numbers for numbers, _ in found] == [[0, 1], [2, 3], [4, 5]]
+    assert [ages["stale/token_max"] for _, ages in found] == [0, 1, 1]
+    assert ahead.phases == 4, "one before the first step"
+    seed = ahead.recipe.run.seed
+    assert ahead.streams[2:] == [(seed, step, place) for step in (2, 3, 4) for place in (0, 1)]
+
+
+def test_ahead_prompts_that_a_step_draws_itself_have_streams_from_round_1_on() -> None:
+    """Of the four that were drawn ahead for step 2 two have groups of right answers alone."""
+    how = Hyperparameters(dynamic_sampling=True, oversample=1.0)
+    run = Run(lambda number: (2, 2), recipe_of(4, None, 4, None, 1), how, lambda number: number not in (5, 6))
+    assert [run.step()[0] for _ in range(2)] == [[0, 1, 2, 3], [4, 7, 8, 9]]
+    rounds = [stream[1:-1] for stream in run.streams]
+    assert rounds == [(1, 1)] * 4 + [(2,)] * 4 + [(2, 1)] * 2 + [(3,)] * 4
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "lengths", "reached"),
+    [
+        (4, lambda number: (16, 16), 1),  # all the longest: four phases of one step
+        (4, lambda number: (1, 2), 1),  # all short: what waits is trained on first
+        (4, lambda number: (16, 1) if number == 0 else (2, 2), 3),  # one straggler
+        (6, lambda number: (16, 1) if number < 3 else (2, 2), 4),  # and two more before it
+    ],
+)
+def test_the_bound_is_reached_by_planted_lengths(in_flight: int, lengths: Lengths, reached: int) -> None:
+    run = Run(lengths, recipe_of(16, 4, 2, in_flight))
+    assert oldest(run, 8) == reached
+    bound = staleness_bound(run.recipe, Hyperparameters())
+    assert bound == in_flight // 2 - 1 + 2 >= reached
+    assert (bound == reached) == (reached > 1)
+
+
+def test_the_bound_with_ahead_is_reached_by_a_straggler_of_a_later_step() -> None:
+    """Ticket 8 is begun ahead; the others are done in one phase."""
+    run = Run(lambda number: (16, 1) if number == 8 else (2, 2), recipe_of(16, 4, 2, 4, 1))
+    assert oldest(run, 12) == staleness_bound(run.recipe, Hyperparameters()) == 4
+@pytest.mark.parametrize("when_short", ["train", "stop"])
+def test_the_bound_is_reached_with_dynamic_sampling(when_short: Any) -> None:
+    """Whatever a short step does: three stragglers of four phases, of six in flight, two a step."""
+    hyperparameters = Hyperparameters(dynamic_sampling=True, oversample=1.0, when_short=when_short)
+    run = Run(lambda number: (16, 1) if number < 3 else (2, 2), recipe_of(16, 4, 2, 6), hyperparameters)
+    assert oldest(run, 8) == staleness_bound(run.recipe, hyperparameters) == 4
+
+
+@pytest.mark.parametrize(("wanted", "in_flight", "oversample"), [(2, 8, 1.0), (3, 9, 1.5), (1, 4, 2.0)])
+def test_groups_that_were_loaded_wait_for_steps_of_another_size(wanted: int, in_flight: int, oversample: float) -> None:
+    """The bound of complete groups comes from themselves: eight groups a step, and what those leave, then fewer."""
+    before = Hyperparameters(dynamic_sampling=True, oversample=oversample + 0.5)
+    run = Run(lambda number: (3, 2), recipe_of(16, None, 8, None), before)
+    run.step()
+    run.recipe = recipe_of(16, None, wanted, None)
+    run.hyperparameters = replace(before, oversample=oversample)
+    run.stock = run.stock.after_loading(run.version, wanted)
+    count = len(run.stock.entries)
+    assert count > wanted
+    ages = [run.step()[1]["stale/token_max"] for _ in range(count)]
+    assert max(ages) == run.stock.loaded_bound == 1 + (count - 1) // wanted
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    seed=st.integers(0, 10**6), wanted=st.integers(1, 4), more=st.integers(0, 7), phase=st.integers(1, 6),
+    long_share=st.sampled_from([0.1, 0.5, 0.9]), dynamic=st.booleans(), oversample=st.sampled_from([1.0, 1.5]),
+    when_short=st.sampled_from(["train", "stop"]), max_rounds=st.integers(1, 4), ahead=st.integers(0, 1),
+)  # fmt: skip
+def test_no_prompt_is_lost_or_older_than_the_bound(
+    seed: int, wanted: int, more: int, phase: int, long_share: float, dynamic: bool, oversample: float,
+    when_short: Any, max_rounds: int, ahead: int,
+) -> None:  # fmt: skip
+    """`staleness` raises beyond the bound, `check` where a ticket is lost or counted twice."""
+    draws = np.random.default_rng(seed)
+    lengths = np.where(draws.random((1000, 2)) < long_share, 12, draws.integers(1, 13, (1000, 2)))
+    is_mixed = draws.random(1000) < 0.6
+    hyperparameters = Hyperparameters(
+        dynamic_sampling=dynamic, oversample=oversample, when_short=when_short, max_rounds=max_rounds
+    )
+    recipe = recipe_of(12, phase, wanted, wanted + more, ahead)
+    run = Run(lambda n: lengths[n].tolist(), recipe, hyperparameters, lambda n: bool(is_mixed[n]))
+    trained: list[int] = []
+    for _ in range(12):
+        try:
+            numbers, _ = run.step()
+        except UserFault:
+            assert dynamic
+            return
+        assert len(numbers) == wanted or (dynamic and when_short == "train")
+        trained += numbers
+    dropped = [n for n in range(run.stock.next_number) if run.stock.dropped >> n & 1]
+    waiting = [entry.ticket.number for entry in run.stock.entries]
+    assert sorted(trained + dropped + waiting) == list(range(run.stock.next_number))
+    assert dropped == [n for n in dropped if dynamic and not is_mixed[n]]
+    most = hyperparameters.num_drawn(wanted + more)
+    assert len(waiting) <= max(0, most if ahead else most - len(numbers))
+
+
+def test_trained_lengths_are_planted_lengths() -> None:
+    """No bias to short ones, by Kolmogorov and Smirnov's test and by the numbers of the tickets."""
+    draws = np.random.default_rng(1)
+    lengths = np.clip(np.exp(draws.normal(3.0, 1.0, (4000, 2))), 1, 96).astype(int)
+    in_flight, wanted, steps = 64, 4, 100
+    run = Run(lambda n: lengths[n].tolist(), recipe_of(96, 12, wanted, in_flight))
+    trained = [n for _ in range(steps) for n in run.step()[0]]
+    at, planted = np.arange(97), lengths.ravel()
+
+    def distance(numbers: Sequence[int]) -> float:
+        mine = lengths[list(numbers)].ravel()
+        return float(max(abs((mine[:, None] <= at).mean(0) - (planted[:, None] <= at).mean(0))))
+
+    bound = 1.95 * (1 / (2 * wanted * steps)) ** 0.5  # of as many independent draws, 1 in 1000 is farther
+    assert distance(trained) < bound
+    by_length = np.argsort(lengths[: len(trained) + in_flight].max(1), kind="stable")[: len(trained)]
+    assert distance(by_length.tolist()) > bound, "had the shortest of all that were drawn been trained on"
+    missing = np.setdiff1d(np.arange(len(trained)), trained)
+    assert len(missing) < in_flight - wanted, "each of the first tickets is trained on, or waits"
+
+
+def test_the_stock_of_a_step_is_the_same_whatever_finishes_first() -> None:
+    """A phase's entries may come in any order: the stock keeps the numbers'."""
+
+    class Reversed(Run):
+        def begin(self, entries: Sequence[Any], sampling: Sampling, *, beside_training: bool = False) -> Any:
+            return super().begin(entries[::-1], sampling)
+
+    made = [kind(lambda number: (1 + number % 9, 3), recipe_of(9, 2, 2, 5)) for kind in (Run, Reversed)]
+    for _ in range(6):
+        assert made[0].step()[0] == made[1].step()[0]
+    assert [one.ticket for one in made[0].stock.entries] == [one.ticket for one in made[1].stock.entries]
+    assert made[0].stock.trained == made[1].stock.trained and made[0].parts == made[1].parts
+    assert RolloutBatch.of(made[0].stock.finished).refs == [entry.ref for entry in made[0].stock.finished]
