@@ -67,17 +67,18 @@ def planted_prompt(prompt_tokens: int, lengths: Iterable[int]) -> list[Simulated
 
 
 def _figures(engines: Sequence[Engine], kind: type[Any], prompts: Prompts) -> dict[str, float]:
-    ends, tokens = asyncio.run(sampled_round(engines, kind, prompts, 2 * MEDIAN))
+    ended, tokens = asyncio.run(sampled_round(engines, kind, prompts, 2 * MEDIAN))
+    ends = [end_s for end_s, _ in ended]
     tail = ends[-1] - ends[math.ceil(0.9 * len(ends)) - 1]
     return {"seconds": ends[-1], "tail_s": tail, "imbalance": float(tokens.max() / tokens.mean())}
 
 
 async def sampled_round(
     engines: Sequence[Engine], kind: type[Any], prompts: Prompts, longest: int
-) -> tuple[list[float], np.ndarray]:
+) -> tuple[list[tuple[float, CompletedSample]], np.ndarray]:
     """One round, dealt as megarl/fleet/sampling_round.py deals it, without Ray.
 
-    Returns (seconds at which each sample was done, [engines, groups] tokens of prompts and responses).
+    Returns (the seconds at which each sample was done, [engines, groups] tokens of prompts and responses).
     """
     top = kind([engine.capacity for engine in engines], longest)
     groups = engines[0]._groups
@@ -94,7 +95,7 @@ async def sampled_round(
             number, finished = reports.pop(report), report.result()
             for sample in finished:
                 _take(top, number, sample, tokens)
-                ends.append(time.monotonic() - began)
+                ends.append((time.monotonic() - began, sample))
             reports[asyncio.ensure_future(engines[number].take_completed())] = number
     await asyncio.gather(*running)
     for report in reports:
