@@ -85,22 +85,28 @@ async def sampled_round(
     for engine in engines:
         engine._manager.queue._dealer = kind([engine._host.server.group_capacity] * groups, longest)
     began, waiting, running, ends = time.monotonic(), list(prompts), [], []
-    tokens = np.zeros((len(engines), groups))
-    reports = {asyncio.ensure_future(engine.take_completed()): number for number, engine in enumerate(engines)}
-    while len(ends) < sum(map(len, prompts)):
+    tokens, unfinished = np.zeros((len(engines), groups)), [0] * len(engines)
+    reports: dict[asyncio.Future[list[CompletedSample]], int] = {}
+
+    def send() -> None:
         while waiting and (number := top.deal(waiting[0][0].prompt_tokens, len(waiting[0]))) is not None:
+            unfinished[number] += len(waiting[0])
             running.append(asyncio.ensure_future(_generate(engines[number], waiting.pop(0))))
+        for number in set(range(len(engines))) - {*reports.values()}:
+            if unfinished[number]:  # so that no call is open when the round ends
+                reports[asyncio.ensure_future(engines[number].take_completed())] = number
+
+    send()
+    while reports:
         done, _ = await asyncio.wait(reports, return_when=asyncio.FIRST_COMPLETED)
         for report in done:
             number, finished = reports.pop(report), report.result()
+            unfinished[number] -= len(finished)
             for sample in finished:
                 _take(top, number, sample, tokens)
                 ends.append((time.monotonic() - began, sample))
-            reports[asyncio.ensure_future(engines[number].take_completed())] = number
+        send()
     await asyncio.gather(*running)
-    for report in reports:
-        report.cancel()
-    await asyncio.gather(*reports, return_exceptions=True)
     return ends, tokens
 
 

@@ -190,36 +190,24 @@ def test_a_plan_of_phases_says_how_old_tokens_are_and_who_waits(phased: RunPlan)
     assert f"GPUs that only train wait {amount(plan.rollout.total_s)} s of a step" in page
 
 
-@pytest.mark.parametrize("phase", [None, 100])
-def test_a_step_ahead_takes_the_longer_of_its_training_and_of_the_phase_beside_it(
-    phase: int | None, phased: RunPlan
-) -> None:
-    keys = {"phase_tokens": phase, "prompts_in_flight": 256 if phase else None, "ahead": 1}
-    plan = make_plan(overlaid(phased.recipe, {"rollout": keys}), CARD, sizes=phased.sizes)
-    step, beside = plan.step, plan.rollout.mean_beside_s
-    assert plan.phases and plan.phases.bound == (4 if phase else 1)
-    assert 0 < plan.phases.token_mean <= plan.phases.token_max <= plan.phases.bound
-    assert step.rollout_s == pytest.approx(plan.rollout.total_s - beside, abs=1e-9)
-    assert (step.learning_s, step.reshard_s, step.save_s) == (step.train_s, phased.step.reshard_s, phased.step.save_s)
-    longer = step.total_s - step.rollout_s - step.reshard_s - step.save_s
-    assert longer == pytest.approx(step.train_s + step.ahead_s) and longer >= max(beside, step.train_s) - 1e-9
-    if phase is None:  # as many responses beside each training
-        assert step.rollout_s == 0 and longer == pytest.approx(max(beside, step.train_s), rel=0.02)
-    assert plan.engines_wait_s == pytest.approx(longer - beside + step.save_s)
-    assert plan.ranks_wait_s == step.rollout_s + step.ahead_s
-    told = f"beside {amount(step.train_s)} s of training a phase of {amount(beside)} s is sampled"
-    assert told in report_of(plan) and plan_json(plan)["rollout"]["beside_s"] == beside
-
-
-def test_what_is_advised_takes_as_many_seconds_as_told(phased: RunPlan) -> None:
+def test_the_plan_of_what_is_advised_takes_as_many_seconds_as_told(phased: RunPlan) -> None:
+    """It samples ahead: a step takes its further phases and the longer of its training and of the phase beside it."""
     (advice,) = [one for one in phased.advice if "fewer seconds a step" in one]
-    told = re.search(r"ahead 1.* ([\d.]+)x fewer seconds a step; tokens are at most (\d+) versions? old", advice)
-    keys = {key: None if value == "null" else int(value) for key, value in re.findall(r"(\w+) (null|\d+)\b", advice)}
-    names = ("phase_tokens", "prompts_in_flight", "ahead")
-    changed = overlaid(phased.recipe, {"rollout": {name: keys[name] for name in names if name in keys}})
-    plan = make_plan(changed, CARD, sizes=phased.sizes)
+    told = re.search(r"ahead 1.* ([\d.]+)x fewer seconds a step; tokens are at most (\d+) versions old", advice)
+    keys = {key: int(value) for key, value in re.findall(r"(phase_tokens|prompts_in_flight|ahead) (\d+)", advice)}
+    plan = make_plan(overlaid(phased.recipe, {"rollout": keys}), CARD, sizes=phased.sizes)
     assert told and plan.phases and plan.phases.bound == int(told[2])
     assert phased.step.total_s / plan.step.total_s == pytest.approx(float(told[1]), abs=0.051)
+    assert 0 < plan.phases.token_mean <= plan.phases.token_max <= plan.phases.bound
+    step, beside = plan.step, plan.rollout.mean_beside_s
+    assert step.rollout_s == pytest.approx(plan.rollout.total_s - beside, abs=1e-9)
+    assert (step.train_s, step.reshard_s, step.save_s) == (phased.step.train_s, phased.step.reshard_s, 0)
+    longer = step.total_s - step.rollout_s - step.reshard_s
+    assert longer == pytest.approx(step.train_s + step.ahead_s) and longer >= max(beside, step.train_s) - 1e-9
+    assert plan.engines_wait_s == pytest.approx(longer - beside)
+    assert plan.ranks_wait_s == step.rollout_s + step.ahead_s
+    told_beside = f"beside {amount(step.train_s)} s of training a phase of {amount(beside)} s is sampled"
+    assert told_beside in report_of(plan) and plan_json(plan)["rollout"]["beside_s"] == beside
 
 
 def test_what_contradicts_phases_is_not_planned(tmp_path: Path) -> None:
