@@ -122,25 +122,9 @@ def make_plan(
     shares: dict[RoleName, RankWork] = {
         role: share_of(size.recipe, size.shape, size.layout, samples) for role, size in sizes.items()
     }
-    mean_tokens, micro_batches = math.ceil(samples.lengths.mean()), math.ceil(shares["policy"].micro_batches)
-
-    def count(changed: Recipe, found: Mapping[RoleName, ModelSize]) -> MemoryPlan:
-        return plan_memory(changed, hardware, found, mean_tokens, samples.running_tokens, micro_batches)
-
     learning, others = step_times(roles, hardware, sizes, shares, samples, reshard.expected_s)
-
-    def try_phases(changed: Recipe) -> TriedPhases | None:
-        room = count(changed, sizes)
-        if lacking(changed, room):
-            return None
-        found = phased_of(resolve(changed), hardware, room, samples)
-        return TriedPhases(changed, found, others.with_rollout(found.time).total_s)
-
-    def try_engines(changed: Recipe) -> tuple[MemoryPlan, StepTime]:
-        room = count(changed, sizes)
-        return room, others.with_rollout(rollout_of(resolve(changed), hardware, room, samples))
-
-    memory = with_faults(recipe, hardware, sizes, count)
+    tries = _Tries(hardware, sizes, samples, math.ceil(shares["policy"].micro_batches), others)
+    memory = with_faults(recipe, hardware, sizes, tries.memory)
     phases = phased_of(roles, hardware, memory, samples) if is_phased(recipe) else None
     rollout = phases.time if phases else rollout_of(roles, hardware, memory, samples)
     may_be_ahead = bool(roles.unshared_engines)
@@ -156,8 +140,8 @@ def make_plan(
         shares=shares,
         advice=(
             *advice(recipe, policy.layout, roles.engines.count, samples),
-            *cache_advice(recipe, policy.shape, memory, try_engines),
-            *([] if memory.faults else phase_advice(recipe, try_phases, may_be_ahead=may_be_ahead)),
+            *cache_advice(recipe, policy.shape, memory, tries.engines),
+            *([] if memory.faults else phase_advice(recipe, tries.phases, may_be_ahead=may_be_ahead)),
         ),
         reshard=reshard,
         rollout=rollout,
@@ -165,6 +149,32 @@ def make_plan(
         learning=learning,
         step=others.with_rollout(rollout),
     )
+
+
+@dataclass(frozen=True)
+class _Tries:
+    """Recipes with other engines or phases, and the same training. others: a step's seconds without its rollout."""
+
+    hardware: Hardware
+    sizes: Mapping[RoleName, ModelSize]
+    samples: Samples
+    micro_batches: int
+    others: StepTime
+
+    def memory(self, changed: Recipe, sizes: Mapping[RoleName, ModelSize]) -> MemoryPlan:
+        mean, running = math.ceil(self.samples.lengths.mean()), self.samples.running_tokens
+        return plan_memory(changed, self.hardware, sizes, mean, running, self.micro_batches)
+
+    def phases(self, changed: Recipe) -> TriedPhases | None:
+        room = self.memory(changed, self.sizes)
+        if lacking(changed, room):
+            return None
+        found = phased_of(resolve(changed), self.hardware, room, self.samples)
+        return TriedPhases(changed, found, self.others.with_rollout(found.time).total_s)
+
+    def engines(self, changed: Recipe) -> tuple[MemoryPlan, StepTime]:
+        room = self.memory(changed, self.sizes)
+        return room, self.others.with_rollout(rollout_of(resolve(changed), self.hardware, room, self.samples))
 
 
 def plan_faults(roles: Roles) -> list[UserFault]:
