@@ -30,7 +30,7 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
-STEPS, WARM_STEPS, EVERY, NUM_ENDS = 8, 2, 2, 20
+STEPS, WARM_STEPS, EVERY, NUM_ENDS = 6, 2, 2, 20
 REWARD = """import random, time
 def score(response, answer, row):
     return sum(map(ord, response)) % 7 / 6  # one in seven is correct
