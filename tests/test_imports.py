@@ -29,7 +29,13 @@ from scripts.draw_architecture import (
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 MOST_ALONE = 6  # modules that lie in no room
 NARROWED = {  # it takes tensors and layouts, not engines
-    "resharding": {"megarl.parallel.layout", "megarl.parallel.engine_layout", "megarl.types", "megarl.device"}
+    "resharding": {
+        "megarl.parallel.layout",
+        "megarl.parallel.engine_layout",
+        "megarl.parallel.lora_pairs",
+        "megarl.types",
+        "megarl.device",
+    }
 }
 THIRD_PARTY_OF_ALGOS = {"torch"}
 DOORS = {  # library -> the only places that import it

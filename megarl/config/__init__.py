@@ -32,7 +32,7 @@ from megarl.config.fields import (
     TopP,
     Whole,
 )
-from megarl.config.roles import CriticConfig, ReferenceConfig, RewardModelConfig, TrainConfig
+from megarl.config.roles import CriticConfig, LoraConfig, ReferenceConfig, RewardModelConfig, TrainConfig
 from megarl.types import Aggregation, Estimator, KlPlace, Mismatch, WhenShort
 
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
@@ -237,6 +237,7 @@ class Recipe(Branch):
     rollout: RolloutConfig
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     train: TrainConfig
+    lora: LoraConfig | None = None
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
     critic: CriticConfig = Field(default_factory=CriticConfig)
     reward_model: RewardModelConfig = Field(default_factory=RewardModelConfig)

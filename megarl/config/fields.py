@@ -41,6 +41,7 @@ ParallelSize = Annotated[int, Field(ge=1, le=65_536)]
 Slot = Annotated[int, Field(ge=0, le=65_536)]
 Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]  # NumPy's are below 2**32, and engines and ranks add their numbers
 SampleCount = Annotated[int, Field(ge=1, le=65_536)]  # of one prompt
+LoraRank = Annotated[int, Field(ge=1, le=4096)]
 Bytes = Annotated[int, Field(ge=1, le=2**60)]
 Text = Annotated[str, Field(min_length=1)]
 FilePath = Annotated[str, Field(min_length=1), AfterValidator(_path)]

@@ -11,11 +11,13 @@ from megarl.config.fields import (
     Count,
     FilePath,
     LearningRate,
+    LoraRank,
     NonNegative,
     ParallelSize,
     Positive,
     Share,
     Slot,
+    Text,
     Weight,
     Whole,
 )
@@ -59,10 +61,25 @@ class TrainConfig(Branch):
     optimizer: dict[str, Any] = Field(default_factory=dict)
 
 
+class LoraConfig(Branch):
+    """Low-rank adapters (LoRA, arXiv 2106.09685) in place of the policy's weights, which stay frozen.
+
+    A linear layer with weight W computes W x + (alpha / rank) B A x. `targets` are the last parts of the layers' names
+    in the checkpoint (q_proj, down_proj); all linear layers of the decoder unless it is set. Each routed expert has
+    adapters of its own, of rank `experts`: null as for the other layers, 0 none.
+    """
+
+    rank: LoraRank = 16
+    alpha: Positive = 32.0
+    targets: Annotated[tuple[Text, ...], Field(strict=False)] = ()
+    experts: Annotated[int, Field(ge=0, le=4096)] | None = None
+
+
 class ReferenceConfig(Branch):
     """The frozen model of the KL terms: the policy's first weights, unless `path` names a checkpoint.
 
-    It needs no GPU memory: its weights are in host memory and are swapped with the policy's for a forward pass.
+    It needs no GPU memory: its weights are in host memory and are swapped with the policy's for a forward pass. With
+    `lora` the policy's first weights are its own without the adapters.
     """
 
     use: bool = False

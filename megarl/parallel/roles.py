@@ -10,6 +10,7 @@ from megarl.algos import ALGORITHMS, AUXILIARY_MODELS, has_critic, has_reference
 from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.hf_config import HfModel, read_model
 from megarl.parallel.layout import TrainLayout
+from megarl.parallel.lora_pairs import LoraSize
 from megarl.types import ModelShape, UserFault
 
 if TYPE_CHECKING:
@@ -32,6 +33,14 @@ def train_layout(recipe: Recipe) -> TrainLayout:
         expert_tp=train.etp or 0,
         stage_layers=train.layers_per_stage,
     )
+
+
+def lora_size(recipe: Recipe) -> LoraSize | None:
+    """The adapters of the policy; None where its weights themselves are trained."""
+    lora = recipe.lora
+    if lora is None:
+        return None
+    return LoraSize(lora.rank, lora.rank if lora.experts is None else lora.experts, lora.alpha, lora.targets)
 
 
 def is_reporting_rank(layout: TrainLayout, rank: int) -> bool:
@@ -205,5 +214,11 @@ def _auxiliary_recipe(recipe: Recipe, path: str, ranks: RanksConfig, train_keys:
     placement = recipe.placement.model_copy(update={"gpus": gpus, "train_gpus": None, "first_engine_gpu": 0})
     model = recipe.model.model_copy(update={"path": path, "config": None})
     return recipe.model_copy(
-        update={"model": model, "train": train, "placement": placement, "reference": type(recipe.reference)()}
+        update={
+            "model": model,
+            "train": train,
+            "lora": None,
+            "placement": placement,
+            "reference": type(recipe.reference)(),
+        }
     )

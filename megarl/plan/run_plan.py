@@ -184,6 +184,9 @@ def plan_faults(roles: Roles) -> list[UserFault]:
     """
     recipe, shape = roles.recipe, roles.policy.model.known_shape
     faults = hyperparameter_faults(recipe) + sampling_faults(recipe) + phase_faults(roles)
+    if recipe.lora:
+        problem = "the plan counts gradients and optimizer of all weights, and adapters need far less"
+        faults.append(UserFault("lora", problem, "leave it out of the plan"))
     if recipe.algorithm.name not in ALGORITHMS:
         return faults
     longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens

@@ -22,6 +22,7 @@ from megarl.preflight.environment import cluster_faults
 from megarl.preflight.hyperparameters import eval_faults, hyperparameter_faults, sampling_faults
 from megarl.preflight.layout import layout_faults, shape_or_stand_in
 from megarl.preflight.limits import is_writable, limit_faults, secret_faults
+from megarl.preflight.lora import lora_faults
 from megarl.preflight.models import critic_faults, eos_faults, policy_faults, reward_model_faults, tokenizer_faults
 from megarl.preflight.phases import phase_faults
 from megarl.preflight.rewards import reward_faults
@@ -165,6 +166,10 @@ def _weights(case: _Case) -> Faults:
     return policy.layout_faults() + hf_import.check_hf(policy.model.path, policy.shape)
 
 
+def _lora(case: _Case) -> Faults:
+    return lora_faults(case.roles, case.device)
+
+
 def _critic(case: _Case) -> Faults:
     return [] if "critic.path" in case.absent else critic_faults(case.roles)
 
@@ -210,7 +215,7 @@ def _unused(recipe: Recipe, reason: str) -> Faults:
 
 
 # The checks of each command, in the order in which their faults are told. Those of the data follow (`_read`).
-_BOTH_SIDES = (_keys, lambda case: layout_faults(case.roles, case.device), _checkpoints, _sglang, _megatron)
+_BOTH_SIDES = (_keys, lambda case: layout_faults(case.roles, case.device), _checkpoints, _sglang, _megatron, _lora)
 CHECKS: Mapping[Command, tuple[Callable[[_Case], Faults], ...]] = {
     "train": (_environment, *_BOTH_SIDES),
     "dry run": _BOTH_SIDES,
@@ -225,10 +230,11 @@ CHECKS: Mapping[Command, tuple[Callable[[_Case], Faults], ...]] = {
         lambda case: case.roles.policy.layout_faults(shape_or_stand_in(case.roles)),
         _checkpoints,
         _megatron,
+        _lora,
         _critic,
         _only_training,
     ),
-    "convert": (_weights, _megatron, _environment),
+    "convert": (_weights, _megatron, _lora, _environment),
 }
 
 

@@ -15,6 +15,7 @@ from megarl.parallel.roles import train_layout
 from megarl.rollout.stock import num_phases, staleness_bound
 
 _HIGH_RATE = 0.1
+_LOW_LORA_RATE = 5e-6  # rates of full training by reinforcement are about 1e-6
 
 
 def unread(recipe: Recipe) -> dict[str, str]:
@@ -108,6 +109,8 @@ def _odd_values(recipe: Recipe) -> Iterator[str]:
     for key, rate in rates.items():
         if rate > _HIGH_RATE:
             yield f"{key} is {rate:g}, and rates of AdamW above {_HIGH_RATE:g} destroy a model"
+    if recipe.lora and recipe.train.lr < _LOW_LORA_RATE:
+        yield f"train.lr is {recipe.train.lr:g}: adapters (lora) learn best at about 10 times the rate of all weights"
     rollout, layout = recipe.rollout, train_layout(recipe)
     per_update = rollout.prompts_per_step * rollout.samples_per_prompt // recipe.train.updates_per_step
     if layout.dp > per_update and not learns_from_answers(recipe.algorithm.name):

@@ -1,0 +1,75 @@
+"""What a recipe asks of its adapters (LoRA), and the pairs of factors that a linear layer of a rank gets. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CHILD = "lora"  # the name of the adapter inside its linear layer
+FACTORS = ("A", "B")
+
+
+@dataclass(frozen=True)
+class LoraSize:
+    """The adapters of a model. rank, expert_rank: of the factors outside and inside routed experts; 0: none there.
+
+    targets: the last parts of the checkpoint's names of the layers with adapters; (): all linear layers.
+    """
+
+    rank: int
+    expert_rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+    def includes(self, name: str, is_expert: bool) -> bool:
+        """Whether the linear layer with this weight of the decoder has an adapter."""
+        return bool(self.rank_of(is_expert)) and (not self.targets or leaf_of(name) in self.targets)
+
+    def rank_of(self, is_expert: bool) -> int:
+        return self.expert_rank if is_expert else self.rank
+
+    def scale_of(self, is_expert: bool) -> float:
+        """What B A x is multiplied by: alpha / rank."""
+        return self.alpha / self.rank_of(is_expert)
+
+
+@dataclass(frozen=True)
+class LoraPair:
+    """The factors of one tensor of the checkpoint, of which a rank's linear layer holds rows and columns.
+
+    A [rank, the tensor's columns] has the columns, B [the tensor's rows, rank] the rows. places: (row of the layer's
+    output, row of this rank's B, number of rows), several where the layer is fused from several tensors. param: the
+    layer's weight in the rank's model. size: rows and columns of the whole tensor; the columns are the layer's fan-in.
+    """
+
+    name: str
+    param: str
+    is_expert: bool
+    size: tuple[int, int]
+    rows: tuple[int, int]
+    cols: tuple[int, int]
+    places: tuple[tuple[int, int, int], ...]
+
+    @property
+    def leaf(self) -> str:
+        """The last part of the tensor's name: "q_proj"."""
+        return leaf_of(self.name)
+
+
+def leaf_of(name: str) -> str:
+    """The last part of a linear layer's name, given the name of its weight in the checkpoint."""
+    return name.removesuffix(".weight").rpartition(".")[2]
+
+
+def factor_name(name: str, factor: str) -> str:
+    """The name of a factor, as PEFT's files have it, given the name of the weight."""
+    return f"{name.removesuffix('.weight')}.lora_{factor}.weight"
+
+
+def factor_param(param: str, name: str, factor: str) -> str:
+    """The name of a factor in the rank's model, given the weight's there and in the checkpoint."""
+    return f"{param.removesuffix('.weight')}.{CHILD}.{leaf_of(name)}.{factor}"
+
+
+def is_factor(param: str) -> bool:
+    """Whether a parameter of the rank's model belongs to an adapter."""
+    return f".{CHILD}." in param

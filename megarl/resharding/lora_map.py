@@ -1,0 +1,104 @@
+"""The map of the adapters (LoRA): which factors each training rank holds, derived from the map of the weights.
+
+The delta (alpha / rank) B A of a weight has the parallel state of the weight itself: a rank that holds rows x columns
+of the weight holds these rows of B and these columns of A, and so can add the delta to its part without a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megarl.parallel.layout import TrainLayout
+from megarl.parallel.lora_pairs import LoraPair, LoraSize, factor_name, factor_param, leaf_of
+from megarl.resharding import megatron_map
+from megarl.resharding.shards import STACK, Shard
+from megarl.resharding.tensors import tensors
+from megarl.types import ModelShape
+
+# The linear layers of a decoder layer by the last part of their names; fused layers have theirs in this order.
+TARGETS = (
+    *("q_proj", "k_proj", "v_proj", "o_proj"),
+    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
+    *("gate_proj", "up_proj", "down_proj"),
+)
+_QKV = ("q_proj", "k_proj", "v_proj")
+Held = dict[tuple[str, str], list[Shard]]  # (parameter, name) -> the shards of the weight that are there
+
+
+def targets_of(shape: ModelShape) -> tuple[str, ...]:
+    """The linear layers that the model's decoder has, of TARGETS."""
+    found = {leaf_of(name) for name in tensors(shape) if _layer(name) < shape.num_layers}
+    return tuple(target for target in TARGETS if target in found)
+
+
+def shards(
+    shape: ModelShape, layout: TrainLayout, rank: int, size: LoraSize, transformer_engine: bool = False
+) -> list[Shard]:
+    """The factors of training rank `rank` as shards of their logical tensors, A [rank, cols] and B [rows, rank]."""
+    found = []
+    for (param, name), held in _held(shape, layout, rank, size, transformer_engine).items():
+        width, (rows, cols, items, at) = (0, size.rank_of(STACK in name)), _extent(held)
+        a, b = (factor_param(param, name, factor) for factor in "AB")
+        found.append(Shard(factor_name(name, "A"), width, cols, a, at, items))
+        found += [Shard(factor_name(name, "B"), rows, width, b, at, items)] if rows[1] > rows[0] else []
+    return found
+
+
+def pairs(
+    shape: ModelShape, layout: TrainLayout, rank: int, size: LoraSize, transformer_engine: bool = False
+) -> list[LoraPair]:
+    """The pairs of factors of training rank `rank`, one for each tensor of the checkpoint in each linear layer."""
+    found, sizes = [], tensors(shape)
+    for (param, name), held in _held(shape, layout, rank, size, transformer_engine).items():
+        rows, cols, items, at = _extent(held)
+        places = tuple((one.at[1], one.rows[0] - rows[0], one.rows[1] - one.rows[0]) for one in held if one.area)
+        for number, item in enumerate(range(*items)):
+            own = param.format(at[0] + number) if STACK in param else param
+            of_item = name.format(item) if STACK in name else name
+            found.append(LoraPair(of_item, own, STACK in name, sizes[name][1:], rows, cols, places))
+    return found
+
+
+def _held(shape: ModelShape, layout: TrainLayout, rank: int, size: LoraSize, transformer_engine: bool) -> Held:
+    """The shards of weights with adapters, those of fused layers in the order of TARGETS on every rank."""
+    found: Held = {}
+    fused: dict[str, Shard] = {}
+    for shard in megatron_map.shards(shape, layout, rank, transformer_engine):
+        is_linear = leaf_of(shard.name) in TARGETS and _layer(shard.name) < shape.num_layers
+        if is_linear and shard.param.endswith("linear_qkv.weight"):
+            fused.setdefault(shard.param, shard)
+        if is_linear and size.includes(shard.name, STACK in shard.name):
+            found.setdefault((shard.param, shard.name), []).append(shard)
+    for shard in fused.values():
+        found |= {(shard.param, empty.name): [empty] for empty in _absent(shard, size, found)}
+    order = {param: index for index, (param, _) in reversed([*enumerate(found)])}
+    in_order = sorted(found.items(), key=lambda held: (order[held[0][0]], TARGETS.index(leaf_of(held[0][1]))))
+    return dict(in_order)
+
+
+def _absent(held: Shard, size: LoraSize, found: Held) -> Iterator[Shard]:
+    """The queries, keys or values of which a fused layer holds no row, as where it is cut inside a group of heads.
+
+    Their A is there all the same, because the tensor-parallel ranks gather what it makes of their tokens. held: any
+    shard of the layer.
+    """
+    for leaf in _QKV:
+        name = held.name.replace(f"{leaf_of(held.name)}.", f"{leaf}.")
+        if size.includes(name, is_expert=False) and (held.param, name) not in found:
+            yield held._replace(name=name, rows=(0, 0), at=(0, 0, 0))
+
+
+def _extent(held: list[Shard]) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int], tuple[int, int, int]]:
+    """(rows, columns, items, the first item's cell) of the shards of one tensor in one parameter.
+
+    The rows are contiguous even where a fused layer interleaves them with others.
+    """
+    first = held[0]
+    rows = min(one.rows[0] for one in held), max(one.rows[1] for one in held)
+    return rows, first.cols, first.items, (first.at[0], 0, 0)
+
+
+def _layer(name: str) -> float:
+    """The number of a tensor's layer; infinite outside the layers."""
+    parts = name.split(".")
+    return int(parts[2]) if parts[:2] == ["model", "layers"] else float("inf")

@@ -1,0 +1,67 @@
+"""What adapters are refused with, each by its key. Needs a config.json alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.config.loading import load_recipe
+from megarl.parallel.roles import resolve
+from megarl.preflight.lora import lora_faults
+from megarl.preflight.notes import recipe_notes
+from tests.parallel import checkpoints
+
+QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    families = ("qwen3-moe", "deepseek-v3", "llama")
+    return {name: checkpoints.write(tmp_path_factory.mktemp(name), name, num_hidden_layers=2) for name in families}
+
+
+def told(path: Path, *overrides: str, device: str = "cpu") -> list[str]:
+    recipe = load_recipe(QUICKSTART, [f"model.path={path}", "lora.rank=8", *overrides])
+    return [str(fault) for fault in lora_faults(resolve(recipe), device)]
+
+
+def test_adapters_of_all_layers_or_some_are_good(paths: dict[str, Path]) -> None:
+    for path in paths.values():
+        assert told(path) == []
+    assert told(paths["qwen3-moe"], "lora.experts=0", "lora.targets=[q_proj, down_proj]") == []
+    assert told(paths["deepseek-v3"], "lora.experts=0", "lora.targets=[kv_a_proj_with_mqa, down_proj]") == []
+    assert lora_faults(resolve(load_recipe(QUICKSTART, ["train.router_bias_rate=0.1"])), "cuda") == []
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "says"),
+    [
+        ("deepseek-v3", ["train.router_bias_rate=0.1"], "train.router_bias_rate: 0.1, but with lora the routers stay"),
+        ("deepseek-v3", ["train.mtp_loss=0.1"], "train.mtp_loss: 0.1, but with lora the MTP layers stay"),
+        ("qwen3-moe", ["train.optimizer_offload=true"], "train.optimizer_offload: True, but not tried with lora"),
+        ("qwen3-moe", ["rollout.engine.fp8=true"], "rollout.engine.fp8: True, but its tiles would round most"),
+        ("deepseek-v3", ["train.megatron.moe_shared_expert_overlap=true"], "train.megatron.moe_shared_expert_overlap"),
+        ("qwen3-moe", ["lora.targets=[q_proj, kv_b_proj]"], "lora.targets: the model has no layer kv_b_proj; choose"),
+        ("qwen3-moe", ["lora.targets=[linear_qkv]"], "lora.targets: the model has no layer linear_qkv; choose"),
+        ("deepseek-v3", ["lora.targets=[k_proj]"], "lora.targets: the model has no layer k_proj; choose from o_proj"),
+        ("llama", ["lora.experts=2"], "lora.experts: the model has no experts"),
+        ("qwen3-moe", ["lora.experts=0", "lora.targets=[up_proj]"], "lora.experts: 0, and lora.targets has no other"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else None,
+)
+def test_what_is_refused(paths: dict[str, Path], family: str, overrides: list[str], says: str) -> None:
+    (line,) = told(paths[family], *overrides)
+    assert line.startswith(says), line
+
+
+def test_layers_of_transformer_engine_are_refused(paths: dict[str, Path]) -> None:
+    (line,) = told(paths["qwen3-moe"], device="cuda")
+    assert line.startswith("lora: adapters are not written for TransformerEngine's layers yet")
+    assert told(paths["qwen3-moe"], "train.local_layers=true", device="cuda") == []
+
+
+def test_a_low_learning_rate_is_a_note() -> None:
+    (line,) = recipe_notes(load_recipe(QUICKSTART, ["lora.rank=8", "train.lr=1e-6"]))
+    assert line.startswith("train.lr is 1e-06: adapters (lora) learn best at about 10 times the rate")
+    assert recipe_notes(load_recipe(QUICKSTART, ["lora.rank=8", "train.lr=1e-5"])) == []
