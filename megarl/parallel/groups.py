@@ -150,6 +150,16 @@ def dp_group() -> dist.ProcessGroup:
     return parallel_state.get_data_parallel_group()  # type: ignore[return-value]
 
 
+def etp_group() -> dist.ProcessGroup:
+    """The ranks that split this rank's experts."""
+    return parallel_state.get_expert_tensor_parallel_group()  # type: ignore[return-value]
+
+
+def edp_group() -> dist.ProcessGroup:
+    """The ranks that hold the same part of the same experts."""
+    return parallel_state.get_expert_data_parallel_group()  # type: ignore[return-value]
+
+
 def reduce_stats(stats: Sequence[Mapping[Statistic, torch.Tensor]]) -> Statistics:
     """Statistics of micro-batches over this rank and its data-parallel peers, each by its own reduction."""
     found: Statistics = {}

@@ -68,7 +68,8 @@ class _HiddenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
         hidden_TH, weight_VH, labels_T, log_sum_T, entropy_T, peak_T = ctx.saved_tensors
         hidden_grad_TH = torch.empty_like(hidden_TH)
-        weight_grad_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
+        is_frozen = not ctx.needs_input_grad[1]
+        weight_grad_VH = None if is_frozen else torch.zeros_like(weight_VH, dtype=torch.float32)
         logp_grad_T, entropy_grad_T = (None if one is None else one / ctx.temperature for one in gradients)
         if logp_grad_T is None:
             logp_grad_T = torch.zeros_like(log_sum_T)
@@ -83,9 +84,11 @@ class _HiddenLogprobs(torch.autograd.Function):
             grad_CV = _logits_grad(logp_CV, labels - ctx.first, logp_grad, of_entropy).to(hidden.dtype)
             del logp_CV
             torch.mm(grad_CV, weight_VH, out=hidden_grad)
-            weight_grad_VH += grad_CV.T @ hidden
+            if weight_grad_VH is not None:
+                weight_grad_VH += grad_CV.T @ hidden
             del grad_CV  # else it is there beside the next chunk's logits
-        return hidden_grad_TH, weight_grad_VH.to(weight_VH.dtype), None, None, None, None, None, None
+        of_weight = None if weight_grad_VH is None else weight_grad_VH.to(weight_VH.dtype)
+        return hidden_grad_TH, of_weight, None, None, None, None, None, None
 
 
 def _logits_grad(

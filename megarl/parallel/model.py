@@ -25,6 +25,7 @@ from megarl.parallel.hf_config import HfFacts, hf_facts
 from megarl.parallel.latent import has_fused_rope, latent_fields
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.local_spec import block_spec, mtp_spec, use_local_layers
+from megarl.parallel.lora_pairs import is_factor
 from megarl.parallel.options import make_config
 from megarl.parallel.routing import Routing, router_class
 from megarl.types import MlaShape, ModelShape, UserFault
@@ -326,10 +327,23 @@ def buffers_config(train: TrainConfig) -> DistributedDataParallelConfig:
 
 
 def params(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """A rank's weights by the names of the weight map: parameters, and buffers that are weights (router biases)."""
+    """A rank's weights by the names of the weight map: parameters, and buffers that are weights (router biases).
+
+    Without the factors of adapters.
+    """
     found: dict[str, torch.Tensor] = {}
     for number, chunk in enumerate(chunks):
         prefix = f"vpp{number}." if len(chunks) > 1 else ""
-        weights = [*chunk.named_parameters(), *((n, b) for n, b in chunk.named_buffers() if n.endswith(ROUTER_BIAS))]
+        weights = [(name, param) for name, param in chunk.named_parameters() if not is_factor(name)]
+        weights += [(name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(ROUTER_BIAS)]
         found |= {prefix + name: weight.detach() for name, weight in weights}
+    return found
+
+
+def factors(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """A rank's factors of adapters by the names of their map (resharding/lora_map.py)."""
+    found: dict[str, torch.Tensor] = {}
+    for number, chunk in enumerate(chunks):
+        prefix = f"vpp{number}." if len(chunks) > 1 else ""
+        found |= {prefix + name: one.detach() for name, one in chunk.named_parameters() if is_factor(name)}
     return found

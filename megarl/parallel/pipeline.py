@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 
-from megarl.parallel import groups
+from megarl.parallel import groups, lora
 from megarl.parallel.cp_gather import gather_row, gather_whole
 from megarl.parallel.logprobs import hidden_logprobs
 from megarl.parallel.model import Chunk, Score
@@ -191,6 +191,7 @@ def _module(model: torch.nn.Module) -> Chunk:
 def _sum_then_divide(denominator: float | None, chunks: list[Any], num_tokens: object, **kwargs: Any) -> None:
     """Megatron's finalize_model_grads with the caller's denominator in place of Megatron's token count."""
     finalize_model_grads(chunks, None, **kwargs)
+    lora.sum_over_etp(chunks)
     if denominator is not None:
         for chunk in chunks:
             chunk.scale_gradients(1.0 / denominator)

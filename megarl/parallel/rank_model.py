@@ -11,10 +11,11 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from megarl import device
-from megarl.parallel import cpu, dist_checkpoint, groups, host_offload, model, optimizer
+from megarl.parallel import cpu, dist_checkpoint, groups, host_offload, lora, model, optimizer
+from megarl.parallel.lora_pairs import LoraPair
 from megarl.parallel.options import effective_options
 from megarl.parallel.pipeline import Pipeline
-from megarl.parallel.roles import train_layout
+from megarl.parallel.roles import lora_size, train_layout
 from megarl.parallel.routing import Routing
 from megarl.parallel.sequences import Split
 from megarl.types import ModelShape
@@ -29,6 +30,7 @@ class RankModel:
     The constructor meets the other ranks at the store and builds this rank's chunks with undefined weights; once they
     are loaded, `make_optimizer` copies them. Raises UserFault for a Megatron option that does not fit. slot: of the
     GPU. trains: with gradients and an optimizer. is_published: engines map the parameters, which therefore never move.
+    pairs: the factors of this rank's adapters, where the recipe has `lora`; the weights themselves are frozen then.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class RankModel:
         slot: int,
         trains: bool = True,
         is_published: bool = True,
+        pairs: Sequence[LoraPair] = (),
     ) -> None:
         self._dtype = model.DTYPES[recipe.model.dtype]
         if device.DEVICE == "cpu":
@@ -61,6 +64,8 @@ class RankModel:
         chunks = model.build_chunks(config, path, shape, layout, rank, routing)
         if not train.mtp_loss:
             model.freeze_mtp(chunks)
+        size = lora_size(recipe)
+        self.adapters = lora.attach(chunks, pairs, size, recipe.run.seed) if size else None
         self._trains, self._is_published = trains, is_published
         self._offloaded: host_offload.Offloaded = []
         self.chunks: Sequence[Any] = model.wrap(config, chunks, train) if trains else chunks
@@ -81,6 +86,10 @@ class RankModel:
     def params(self) -> dict[str, torch.Tensor]:
         """This rank's weights by the map's names: views of long-lived buffers that every step updates in place."""
         return model.params([chunk.module for chunk in self.chunks] if self._trains else self.chunks)
+
+    def factors(self) -> dict[str, torch.Tensor]:
+        """This rank's factors of adapters by the map's names: such views as well."""
+        return model.factors([chunk.module for chunk in self.chunks] if self._trains else self.chunks)
 
     def moe_layers(self) -> list[int]:
         """All decoder layers with experts, in the whole model."""

@@ -21,9 +21,10 @@ from megarl.config import Recipe
 from megarl.parallel import groups, host_offload, model
 from megarl.parallel.pipeline import Norms
 from megarl.parallel.rank_model import RankModel
+from megarl.parallel.roles import lora_size, train_layout
 from megarl.parallel.routing import Choices
 from megarl.parallel.sequences import PackedRow, dealt, pack, unpack
-from megarl.resharding import megatron_map
+from megarl.resharding import lora_map, megatron_map
 from megarl.training.batching import TokenValues, Update
 from megarl.types import FloatArray, ModelShape, SampleGroup, TrainSequence
 
@@ -69,8 +70,10 @@ class TrainingRank:
         gc.freeze()  # what the imports made is never garbage, and walking it takes half a second
         self.rank, self.shape, self._recipe = rank, shape, recipe
         self._store = device.join_store(meet, recipe.run.timeout_s)
-        self._model = RankModel(rank, recipe, shape, self._store, slot=slot, trains=trains, is_published=is_published)
-        self.layout = self._model.layout
+        self.layout, size = train_layout(recipe), lora_size(recipe)
+        pairs = lora_map.pairs(shape, self.layout, rank, size, model.TRANSFORMER_ENGINE) if size else ()
+        how = {"slot": slot, "trains": trains, "is_published": is_published, "pairs": pairs}
+        self._model = RankModel(rank, recipe, shape, self._store, **how)
         self._pack = partial(pack, split=self._model.split, device=device.DEVICE)
         shards = megatron_map.shards(shape, self.layout, rank, model.TRANSFORMER_ENGINE)
         hf_import.load_hf(recipe.model.path, shards, self.params())
@@ -85,6 +88,10 @@ class TrainingRank:
     def params(self) -> dict[str, torch.Tensor]:
         """This rank's weights by the map's names: views of long-lived buffers that every step updates in place."""
         return self._model.params()
+
+    def factors(self) -> dict[str, torch.Tensor]:
+        """This rank's factors of adapters, likewise; none without `lora`."""
+        return self._model.factors()
 
     def save(self, folder: Path) -> None:
         """Begin to write this rank's part of a checkpoint into an empty folder; training may go on meanwhile."""

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tests.parallel.precision import ROUNDING_OF_BFLOAT16, within
-from tests.parallel.worlds import Rectangle, assemble, rectangles
+from tests.parallel.worlds import Rectangle, assemble, rectangles, trained
 
 Tensors = dict[str, np.ndarray]
 Held = TypeVar("Held")
@@ -73,7 +73,7 @@ def _whole_gradients(trainer: Any) -> dict[str, torch.Tensor]:
                 own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
         by_place |= {one.data_ptr(): one.main_grad for one in chunk.parameters() if hasattr(one, "main_grad")}
-    return {name: by_place[one.data_ptr()] for name, one in trainer.params().items() if one.data_ptr() in by_place}
+    return {name: by_place[one.data_ptr()] for name, one in trained(trainer).items() if one.data_ptr() in by_place}
 
 
 def whole(ranks: Sequence[Learning[list[Rectangle]]]) -> Learning[Tensors]:

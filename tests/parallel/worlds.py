@@ -181,19 +181,36 @@ def numbers(update: Statistics) -> dict[str, float]:
     return {name.rpartition("/")[2]: value for name, value in train_metrics([update]).items()}
 
 
+def trained(trainer: Any) -> dict[str, torch.Tensor]:
+    """The weights that the optimizer steps on, or if there are any the factors of adapters, by their map's names."""
+    return trainer.factors() if trainer._model.adapters else trainer.params()
+
+
+def trained_shards(trainer: Any) -> list[Any]:
+    """Their map."""
+    from megarl.parallel.model import TRANSFORMER_ENGINE
+    from megarl.parallel.roles import lora_size
+    from megarl.resharding import lora_map, megatron_map
+
+    of_rank = trainer.shape, trainer.layout, trainer.rank
+    if size := lora_size(trainer._recipe):
+        return lora_map.shards(*of_rank, size, TRANSFORMER_ENGINE)
+    return megatron_map.shards(*of_rank, TRANSFORMER_ENGINE)
+
+
 Rectangle = tuple[str, tuple[int, int], tuple[int, int], np.ndarray]
 
 
 def rectangles(trainer: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> list[Rectangle]:
-    """This rank's weights as (HF tensor, rows, cols, values); or other tensors by the names of (some) weights."""
-    from megarl.parallel.model import TRANSFORMER_ENGINE
-    from megarl.resharding import megatron_map
+    """This rank's trained weights as (HF tensor, rows, cols, values); or other tensors by the names of (some) weights.
+
+    The trained weights of a recipe with `lora` are the factors of its adapters.
+    """
     from megarl.resharding.shards import cells, views
 
-    held = trainer.params() if tensors is None else tensors
+    held = trained(trainer) if tensors is None else tensors
     found = []
-    mapped = megatron_map.shards(trainer.shape, trainer.layout, trainer.rank, TRANSFORMER_ENGINE)
-    for shard in filter(lambda one: one.area, mapped):
+    for shard in filter(lambda one: one.area, trained_shards(trainer)):
         if tensors is not None and not all(param in tensors for param, _ in cells(shard)):
             continue
         planes = [plane for view in views(held, shard.param, shard.at, shard.size) for plane in view]

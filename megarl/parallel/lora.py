@@ -1,0 +1,253 @@
+"""Adapters (LoRA, arXiv 2106.09685) of a rank's frozen model, equal in every layout to those of one rank.
+
+Rule of placement: the delta B A x of a linear layer is in the parallel state of the layer's output.
+
+| layer | A | B | messages, `rank` wide |
+|---|---|---|---|
+| split by columns | whole, on this rank's own tokens | cut as the weight's rows | A x gathered over the sequence |
+| split by rows | cut as the weight's columns | whole, on this rank's own tokens | A x reduced and scattered |
+| duplicated (MLA's down projections) | whole | whole | none |
+| of a routed expert | as above | as above | none: the dispatcher gathers tokens and sums outputs over ETP |
+
+A factor that several ranks hold gets a part of its gradient on each of them. Which group sums it is marked on the
+parameter: Megatron sums `sequence_parallel` over TP, and `sum_over_etp` sums the others over ETP.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+
+from megarl.device import DEVICE
+from megarl.parallel import groups
+from megarl.parallel.local_spec import DuplicatedLinear
+from megarl.parallel.lora_pairs import CHILD, LoraPair, LoraSize
+from megarl.types import UserFault
+
+_ALIGNED = 64  # elements between the starts of two weights of a flat buffer: kernels want 16 bytes at least
+Cut = Literal["columns", "rows", "nothing"]
+CUTS: dict[type[torch.nn.Module], Cut] = {
+    ColumnParallelLinear: "columns",
+    RowParallelLinear: "rows",
+    DuplicatedLinear: "nothing",
+}
+
+
+@dataclass
+class Adapters:
+    """All adapters of a rank, which `without` switches off together."""
+
+    is_on: bool = True
+
+    @contextmanager
+    def without(self) -> Iterator[None]:
+        """Compute with the frozen model alone inside the block."""
+        self.is_on = False
+        try:
+            yield
+        finally:
+            self.is_on = True
+
+
+class FactorPair(torch.nn.Module):
+    """The factors A [rank, this rank's columns] and B [this rank's rows, rank] of one tensor.
+
+    Where this rank has none of the tensor's rows, B is empty and no parameter.
+    """
+
+    def __init__(self, pair: LoraPair, rank: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.held = pair
+        rows, cols = (end - start for start, end in (pair.rows, pair.cols))
+        self.A = torch.nn.Parameter(torch.empty(rank, cols, dtype=dtype, device=DEVICE))
+        b = torch.zeros(rows, rank, dtype=dtype, device=DEVICE)
+        self.B = torch.nn.Parameter(b) if rows else b
+
+    @torch.no_grad()
+    def draw(self, seed: int) -> None:
+        """Set A to this rank's columns of the whole factor, which the seed and the tensor's name decide; B to 0.
+
+        Uniform between +-1 / sqrt(fan-in), as PEFT's.
+        """
+        key = int.from_bytes(hashlib.sha256(f"{seed} {self.held.name}".encode()).digest()[:16], "big")
+        fan_in = self.held.size[1]
+        uniform = np.random.Generator(np.random.Philox(key=key)).random((len(self.A), fan_in), dtype=np.float32)
+        whole = (2 * uniform - 1) / np.float32(math.sqrt(fan_in))
+        self.A.copy_(torch.from_numpy(whole[:, slice(*self.held.cols)].copy()))
+        self.B.zero_()
+
+
+class Adapter(torch.nn.Module):
+    """The adapter of one linear layer: a pair of factors for each tensor of the checkpoint that the layer has."""
+
+    def __init__(self, linear: torch.nn.Module, pairs: Sequence[LoraPair], size: LoraSize, cut: Cut) -> None:
+        super().__init__()
+        self._cut, self._is_expert = cut, pairs[0].is_expert
+        self._rank, self._scale = size.rank_of(self._is_expert), size.scale_of(self._is_expert)
+        self._is_parallel = not self._is_expert and groups.tp_group().size() > 1
+        weight: Any = linear.weight
+        self._num_rows = len(weight)
+        self._places = sorted((place, index) for index, pair in enumerate(pairs) for place in pair.places)
+        for pair in pairs:
+            made = FactorPair(pair, self._rank, weight.dtype)
+            self._mark(made, getattr(weight, "allreduce", True))
+            self.add_module(pair.leaf, made)
+
+    @property
+    def pairs(self) -> list[FactorPair]:
+        """In the order in which their A are stacked."""
+        return [pair for pair in self.children() if isinstance(pair, FactorPair)]
+
+    def _mark(self, pair: FactorPair, is_in_dense_group: bool) -> None:
+        """Say which part of the factors this rank holds, as Megatron's sums, norms and buffers read it."""
+        for factor, is_cut in ((pair.A, self._cut == "rows"), (pair.B, self._cut == "columns")):
+            marked: Any = factor
+            marked.allreduce = is_in_dense_group
+            if self._is_expert:
+                etp = groups.etp_group()
+                marked.tensor_model_parallel = True  # else the norm counts it on the first rank of TP alone
+                marked.sum_over_etp = not is_cut and etp.size() > 1
+                marked.shared = marked.sum_over_etp and etp.rank() > 0  # the norm counts it once over ETP
+            else:
+                marked.tensor_model_parallel = is_cut
+                marked.sequence_parallel = not is_cut and self._is_parallel
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The delta, in the parallel state of the linear layer's output; hidden: the layer's input."""
+        pairs = self.pairs
+        stacked = pairs[0].A if len(pairs) == 1 else torch.cat([pair.A for pair in pairs])
+        narrow = F.linear(hidden, stacked)
+        if self._is_parallel and self._cut == "columns":
+            narrow = gather_from_sequence_parallel_region(narrow, group=groups.tp_group())
+        elif self._is_parallel and self._cut == "rows":
+            narrow = reduce_scatter_to_sequence_parallel_region(narrow, group=groups.tp_group())
+        narrow = narrow * self._scale
+        deltas = [F.linear(one, pair.B) for one, pair in zip(narrow.split(self._rank, -1), pairs, strict=True)]
+        return self._assembled(deltas)
+
+    def _assembled(self, deltas: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The deltas of the tensors in the order of the layer's output, and 0 in rows without an adapter."""
+        if len(deltas) == 1 and deltas[0].shape[-1] == self._num_rows:
+            return deltas[0]
+        parts, end = [one[..., :0] for one in deltas], 0  # also of tensors without rows here, for the backward pass
+        for (row, start, number), index in self._places:
+            if row > end:
+                parts.append(deltas[0].new_zeros(*deltas[0].shape[:-1], row - end))
+            parts.append(deltas[index][..., start : start + number])
+            end = row + number
+        if end < self._num_rows:
+            parts.append(deltas[0].new_zeros(*deltas[0].shape[:-1], self._num_rows - end))
+        return torch.cat(parts, -1)
+
+
+def attach(chunks: Sequence[torch.nn.Module], pairs: Sequence[LoraPair], size: LoraSize, seed: int) -> Adapters:
+    """Freeze this rank's model chunks and give their linear layers adapters; call it before DDP wraps the chunks.
+
+    pairs: of this rank, in the order of the layers. The weights may still be undefined. Raises UserFault, with its
+    name, for a layer of a type whose parallel state is not known.
+    """
+    adapters = Adapters()
+    for module in chunks:
+        chunk: Any = module
+        chunk.requires_grad_(False)
+        chunk.has_adapters = True
+        _join_storages(chunk)
+        if hasattr(chunk, "embedding"):
+            chunk.embedding.register_forward_hook(_require_gradient)
+    layers: dict[str, list[LoraPair]] = {}
+    for pair in pairs:
+        layers.setdefault(pair.param, []).append(pair)
+    for param, of_layer in layers.items():
+        linear = _linear(chunks, param)
+        cut = CUTS.get(type(linear))
+        if cut is None:
+            problem = f"{param} is a {type(linear).__name__}, and adapters are for {', '.join(map(_name, CUTS))}"
+            raise UserFault("lora", problem, "leave lora out, or its layer out of lora.targets")
+        adapter = Adapter(linear, of_layer, size, cut)
+        for made in adapter.pairs:
+            made.draw(seed)
+        linear.add_module(CHILD, adapter)
+        linear.register_forward_hook(_adding(adapter, adapters))
+    return adapters
+
+
+def sum_over_etp(chunks: Sequence[torch.nn.Module]) -> None:
+    """Sum the gradients of factors that the ranks of one expert hold alike; after those over data-parallel ranks."""
+    marked: Any = [one for chunk in chunks for one in chunk.parameters() if getattr(one, "sum_over_etp", False)]
+    if not marked:
+        return
+    flat = torch.cat([one.main_grad.flatten() for one in marked])
+    dist.all_reduce(flat, group=groups.etp_group())
+    for one, summed in zip(marked, flat.split([one.numel() for one in marked]), strict=True):
+        one.main_grad.copy_(summed.view_as(one))
+
+
+def _linear(chunks: Sequence[torch.nn.Module], param: str) -> torch.nn.Module:
+    """The layer with this weight, given by the weight map's name."""
+    path, index = param.removesuffix(".weight"), 0
+    if len(chunks) > 1:
+        number, _, path = path.removeprefix("vpp").partition(".")
+        index = int(number)
+    try:
+        return chunks[index].get_submodule(path)
+    except AttributeError:
+        problem = f"the model has no layer {path}: it is grouped with others"
+        raise UserFault("lora", problem, "leave lora out, or its layer out of lora.targets") from None
+
+
+def _adding(adapter: Adapter, adapters: Adapters) -> Any:
+    def add(linear: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: Any) -> Any:
+        if not adapters.is_on:
+            return output
+        own, bias = output
+        return own + adapter(inputs[0]), bias
+
+    return add
+
+
+def _require_gradient(embedding: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    """Let the gradient reach the first layers.
+
+    The embedding is frozen, and Megatron's recomputation runs no backward pass for an input without a gradient.
+    """
+    return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
+
+
+def _join_storages(chunk: torch.nn.Module) -> None:
+    """Move the frozen parameters of each layer into one flat buffer, as DDP does with trained parameters.
+
+    Engines map storages, and a storage for each expert's weight would be too many handles.
+    """
+    layers = [*chunk.decoder.layers] if hasattr(chunk, "decoder") else []  # type: ignore[arg-type]
+    inside = {id(param) for layer in layers for param in layer.parameters()}
+    for params in ([*layer.parameters()] for layer in layers):
+        _join(params)
+    _join([param for param in chunk.parameters() if id(param) not in inside])
+
+
+def _join(params: Sequence[torch.nn.Parameter]) -> None:
+    for dtype in {param.dtype for param in params}:
+        alike = [param for param in params if param.dtype == dtype]
+        sizes = [-(-param.numel() // _ALIGNED) * _ALIGNED for param in alike]
+        flat = torch.empty(sum(sizes), dtype=dtype, device=alike[0].device)
+        for param, place in zip(alike, flat.split(sizes), strict=True):
+            place[: param.numel()].copy_(param.data.flatten())
+            param.data = place[: param.numel()].view(param.shape)
+
+
+def _name(of: type) -> str:
+    return of.__name__

@@ -1,0 +1,97 @@
+"""Worlds whose recipe has `lora`, with adapters that are not 0, for tests."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from megarl.config import Recipe
+from megarl.parallel.layout import TrainLayout
+from megarl.resharding.shards import views
+from tests.parallel.gradients import recorded
+from tests.parallel.worlds import (
+    deal,
+    numbers,
+    ragged,
+    recipe,
+    trained,
+    trained_shards,
+    weighted_loss,
+    world_part,
+)
+
+VOCAB_SIZE, STEPS, DENOMINATOR, LR = 200, 3, 97.0, 1e-3
+LORA = {"rank": 4, "alpha": 6.0, "experts": 2}
+
+
+def lora_recipe(path: Path, layout: TrainLayout, lora: Any = None, **train: Any) -> Recipe:
+    """As `worlds.recipe`, with adapters."""
+    return Recipe.model_validate(recipe(path, layout, **train).model_dump() | {"lora": LORA if lora is None else lora})
+
+
+def drawn(name: str, size: tuple[int, int]) -> np.ndarray:
+    """A whole factor B that is not 0, which its name decides."""
+    return np.random.default_rng(zlib.crc32(name.encode())).normal(size=size, scale=0.05).astype(np.float32)
+
+
+@torch.no_grad()
+def set_b(trainer: Any) -> None:
+    """Give every B of this rank values that are the same whole tensor in every layout."""
+    from megarl.resharding.tensors import tensors
+
+    sizes, held = tensors(trainer.shape), trained(trainer)
+    for shard in trained_shards(trainer):
+        if ".lora_B." not in shard.name:
+            continue
+        rows = sizes[shard.name.replace(".lora_B", "")][1]
+        planes = [plane for view in views(held, shard.param, shard.at, shard.size) for plane in view]
+        for item, plane in zip(range(*shard.items), planes, strict=True):
+            whole = drawn(shard.name.format(item), (rows, shard.cols[1]))
+            plane.copy_(torch.from_numpy(whole[slice(*shard.rows)]))
+    trainer._model.make_optimizer()  # whose master weights, where it has any, are copies
+
+
+def train(trainer: Any, prepare: Callable[[Any], None] = set_b) -> dict[str, Any]:
+    """Logprobs, then steps on uneven micro-batches from B != 0; what is frozen before and after."""
+    prepare(trainer)
+    before = digest(trainer.params())
+    at, dp = trainer.layout.coords(trainer.rank), trainer.layout.dp
+    sequences = ragged(14, VOCAB_SIZE, seed=3)
+    micro_batches = deal(sequences, at.dp, dp, micro_batches=4)
+    mine = world_part(micro_batches, sequences, DENOMINATOR)
+    logprobs = trainer.token_outputs(micro_batches)
+    with recorded(trainer) as learning:
+        metrics = [numbers(trainer.train_step(mine, LR, weighted_loss)) for _ in range(STEPS)]
+    assert digest(trainer.params()) == before, "the frozen weights have changed"
+    return {"logprobs": logprobs, "metrics": metrics, "learning": learning}
+
+
+def digest(params: dict[str, torch.Tensor]) -> str:
+    found = hashlib.sha256()
+    for name, param in sorted(params.items()):
+        found.update(name.encode() + param.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return found.hexdigest()
+
+
+@contextmanager
+def without_mark(mark: str, *, of_experts: bool, factor: str) -> Iterator[None]:
+    """One mark of `lora.Adapter` is not set: `mark` of the factors A or B, of routed experts or of the others."""
+    from megarl.parallel import lora
+
+    original = lora.Adapter._mark
+
+    def marked(self: Any, pair: Any, is_in_dense_group: bool) -> None:
+        original(self, pair, is_in_dense_group)
+        if self._is_expert == of_experts:
+            setattr(getattr(pair, factor), mark, mark == "allreduce")
+
+    with patch.object(lora.Adapter, "_mark", marked):
+        yield

@@ -1,0 +1,254 @@
+"""Adapters in every layout are those of one rank: losses, gradients, and the factors after three steps from B != 0."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megarl import device
+from megarl.parallel.layout import TrainLayout
+from megarl.types import UserFault
+from tests.parallel import adapters
+from tests.parallel.adapters import DENOMINATOR, LORA, LR, STEPS, VOCAB_SIZE, lora_recipe, without_mark
+from tests.parallel.checkpoints import write
+from tests.parallel.gradients import Tensors, check_gradients, check_weights, whole
+from tests.parallel.precision import within
+from tests.parallel.test_parity import LAYOUTS, LOSSES, RECOMPUTE, check
+from tests.parallel.worlds import assemble, ragged, recipe, rectangles, run_ranks, run_world
+
+pytestmark = pytest.mark.slow
+
+FAMILIES = ("qwen3-moe", "deepseek-v3")
+ONE_RANK = TrainLayout(1, 1, 1, 1)
+ALONE = {  # layouts whose adapters need what the composed ones below do not show
+    "etp2": TrainLayout(2, 2, 1, 1, expert_tp=2),
+    "ep2 etp2": TrainLayout(4, 1, 1, 2, expert_tp=2),
+    "tp2 ep2 cp2 etp2": TrainLayout(4, 2, 1, 2, cp=2, expert_tp=2),
+    "no decoder layer first": TrainLayout(2, 1, 2, 1, stage_layers=(0, 4)),
+}
+BY_DAY = {  # of each family, composed of the axes that its layers meet
+    "qwen3-moe": {"tp4", "ep2 etp2"},
+    "deepseek-v3": {"tp2 ep2 etp2", "tp2 vpp2 ep2", "no decoder layer first"},
+}
+CASES = [
+    pytest.param(family, name, marks=() if name in BY_DAY[family] else pytest.mark.nightly)
+    for family in FAMILIES
+    for name in LAYOUTS | ALONE
+]
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    changes: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "pad_token_id": None}
+    return {family: write(tmp_path_factory.mktemp(family), family, **changes) for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def one_rank(paths: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    return {family: run(path, ONE_RANK)[0] for family, path in paths.items()}
+
+
+def run(path: Path, layout: TrainLayout, lora: dict[str, Any] | None = None, **options: Any) -> list[dict[str, Any]]:
+    made = lora_recipe(path, layout, lora, grad_clip=1.0, weight_decay=0.1, **LOSSES, megatron=options)
+    return run_world(made, adapters.train)
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_layout_equals_one_rank(paths: Any, one_rank: Any, family: str, name: str) -> None:
+    layout = (LAYOUTS | ALONE)[name]
+    check(run(paths[family], layout), layout, one_rank[family])
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("deepseek-v3", TrainLayout(2, 1, 1, 2)),
+        pytest.param("qwen3-moe", TrainLayout(2, 2, 1, 2), marks=pytest.mark.nightly),
+        pytest.param("deepseek-v3", LAYOUTS["tp2 vpp2 ep2"], marks=pytest.mark.nightly),
+    ],
+)
+@pytest.mark.parametrize("name", ["full", pytest.param("selective", marks=pytest.mark.nightly)])
+def test_recomputed_activations_change_nothing(
+    paths: Any, one_rank: Any, family: str, layout: TrainLayout, name: str
+) -> None:
+    """In one stage too, where the input of the first layer is an embedding that is frozen."""
+    check(run(paths[family], layout, **RECOMPUTE[name]), layout, one_rank[family])
+
+
+TARGETS = {  # by what is left without adapters: a part of fused layers, a stage, all but the down projections
+    "queries and values": {"rank": 4, "targets": ["q_proj", "v_proj"]},
+    "keys": {"rank": 4, "targets": ["k_proj"]},
+    "experts": {"rank": 4, "experts": 2, "targets": ["gate_proj", "up_proj"]},
+    "without experts": {"rank": 4, "experts": 0},
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("layout", ["tp4", "tp2 pp2 ep2"])
+def test_some_layers_alone(paths: Any, name: str, layout: str) -> None:
+    expected = run(paths["qwen3-moe"], ONE_RANK, TARGETS[name])[0]
+    check(run(paths["qwen3-moe"], LAYOUTS[layout], TARGETS[name]), LAYOUTS[layout], expected)
+
+
+class Odd(torch.nn.Linear):
+    """A linear layer whose parallel state is not known."""
+
+
+@pytest.mark.parametrize(
+    ("param", "says"),
+    [
+        ("decoder.linear_qkv.weight", "decoder.linear_qkv.weight is a Odd, and adapters are for "),
+        ("decoder.linear_fc1.weight3", "the model has no layer decoder.linear_fc1.weight3: it is grouped with others"),
+    ],
+)
+def test_an_unknown_linear_layer_is_refused_by_name(param: str, says: str) -> None:
+    from megarl.parallel.lora import attach
+    from megarl.parallel.lora_pairs import LoraPair, LoraSize
+
+    chunk, name = torch.nn.Module(), "model.layers.0.self_attn.q_proj.weight"
+    chunk.decoder = torch.nn.Module()
+    chunk.decoder.layers = torch.nn.ModuleList()  # type: ignore[assignment]
+    chunk.decoder.linear_qkv = Odd(4, 4)
+    pair = LoraPair(name, param, False, (4, 4), (0, 4), (0, 4), ((0, 0, 4),))
+    with pytest.raises(UserFault) as caught:
+        attach([chunk], [pair], LoraSize(2, 2, 4.0, ()), seed=1)
+    assert caught.value.where == "lora" and caught.value.problem.startswith(says)
+
+
+def first_factors(trainer: Any) -> list[Any]:
+    return rectangles(trainer)
+
+
+def test_every_layout_begins_with_the_same_factors(paths: Any) -> None:
+    """To the last bit, which only the seed and the names decide."""
+    made = [lora_recipe(paths["qwen3-moe"], layout) for layout in (ONE_RANK, LAYOUTS["tp2 ep2 etp2"])]
+    one, other = (assemble(run_world(each, first_factors)) for each in made)
+    assert one.keys() == other.keys()
+    for name, values in one.items():
+        np.testing.assert_array_equal(other[name], values, err_msg=name)
+        assert values.any() == (".lora_A." in name)
+    assert len({values.tobytes() for name, values in one.items() if ".lora_A." in name}) == len(one) / 2
+
+
+def logprobs(trainer: Any) -> list[list[np.ndarray]]:
+    """As it begins; with B != 0; with the adapters off."""
+    sequences = [ragged(6, VOCAB_SIZE, seed=3)]
+    found = [trainer.token_outputs(sequences)]
+    if trainer._model.adapters:
+        adapters.set_b(trainer)
+        found.append(trainer.token_outputs(sequences))
+        with trainer._as_reference():
+            found.append(trainer.token_outputs(sequences))
+    return found
+
+
+@pytest.mark.parametrize("family", [FAMILIES[0], pytest.param(FAMILIES[1], marks=pytest.mark.nightly)])
+def test_without_adapters_and_with_b_0_it_is_the_frozen_model(paths: Any, family: str) -> None:
+    """To the last bit."""
+    layout = LAYOUTS["tp2 ep2"]
+    frozen = run_world(recipe(paths[family], layout), logprobs)[0][0]
+    first, moved, off = run_world(lora_recipe(paths[family], layout), logprobs)[0]
+    for index, expected in enumerate(frozen):
+        np.testing.assert_array_equal(first[index], expected)
+        np.testing.assert_array_equal(off[index], expected)
+    assert not np.allclose(moved[0], frozen[0], atol=1e-3)
+
+
+@pytest.mark.parametrize("family", [FAMILIES[1], pytest.param(FAMILIES[0], marks=pytest.mark.nightly)])
+def test_one_rank_equals_transformers_with_factors_by_hand(paths: Any, family: str, tmp_path: Path) -> None:
+    """transformers' model of the weights W + s B A: dB = s dW A^T, dA = s B^T dW, clipped and stepped by torch."""
+    from safetensors.numpy import load_file, save_file
+
+    made = lora_recipe(paths[family], ONE_RANK, grad_clip=1.0, weight_decay=0.1)
+    result = run_world(made, adapters.train)[0]
+    mine = whole([result["learning"]])
+    base = load_file(paths[family] / "model.safetensors")
+    factors = {name: torch.nn.Parameter(torch.from_numpy(values.copy())) for name, values in mine.before.items()}
+    optimizer = torch.optim.AdamW(factors.values(), lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+    gradients: list[Tensors] = []
+    (tmp_path / "merged").mkdir()
+    (tmp_path / "merged" / "config.json").write_bytes((paths[family] / "config.json").read_bytes())
+    for metrics in result["metrics"]:
+        deltas = {name: delta(name, factors) for name in base if a_name(name) in factors}
+        assert len(deltas) == len(factors) / 2
+        merged = base | {name: base[name] + one.detach().numpy() for name, one in deltas.items()}
+        save_file(merged, tmp_path / "merged" / "model.safetensors", metadata={"format": "pt"})
+        loss, of_weights = hf_gradient(tmp_path)
+        optimizer.zero_grad()
+        torch.autograd.backward(list(deltas.values()), [torch.from_numpy(of_weights[name]) for name in deltas])
+        gradients.append({name: one.grad.numpy().copy() for name, one in factors.items() if one.grad is not None})
+        norm = torch.nn.utils.clip_grad_norm_(factors.values(), 1.0)
+        optimizer.step()
+        expected = {"loss": loss, "grad_norm": norm.item()}
+        assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=within(1e-4))
+    check_gradients(mine.gradients, gradients)
+    check_weights(mine)
+    assert len(result["metrics"]) == STEPS
+
+
+def a_name(weight: str) -> str:
+    return weight.replace(".weight", ".lora_A.weight")
+
+
+def delta(weight: str, factors: dict[str, torch.nn.Parameter]) -> torch.Tensor:
+    """(alpha / rank) B A."""
+    a, b = factors[a_name(weight)], factors[weight.replace(".weight", ".lora_B.weight")]
+    assert len(a) == (LORA["experts"] if ".experts." in weight else LORA["rank"])
+    return LORA["alpha"] / len(a) * (b @ a)
+
+
+def hf_gradient(folder: Path) -> tuple[float, Tensors]:
+    """The loss and its gradient of transformers' model of folder / "merged"."""
+    from torch.nn.utils.rnn import pad_sequence
+
+    from megarl.parallel.sequences import Split, pack
+    from tests.parallel.test_reference import gradient_of, hf_loss, hf_model
+
+    model = hf_model(folder / "merged")
+    rows = [pack([one], split=Split(), device="cpu") for one in ragged(14, VOCAB_SIZE, seed=3)]
+    logits = model(pad_sequence([row.token_ids_L for row in rows], batch_first=True)).logits
+    loss = torch.stack([hf_loss(logits[index], row) for index, row in enumerate(rows)]).sum() / DENOMINATOR
+    loss.backward()
+    return loss.item(), gradient_of(model, folder)
+
+
+MARKS = {  # mark -> (of routed experts, factor, a layout in which it matters)
+    "A sequence_parallel": (False, LAYOUTS["tp2 ep2"]),
+    "B sequence_parallel": (False, LAYOUTS["tp2 ep2"]),
+    "A tensor_model_parallel": (False, LAYOUTS["tp2 ep2"]),
+    "B tensor_model_parallel": (False, LAYOUTS["tp2 ep2"]),
+    "A sum_over_etp": (True, ALONE["ep2 etp2"]),
+    "B sum_over_etp": (True, ALONE["ep2 etp2"]),
+    "A shared": (True, ALONE["ep2 etp2"]),
+    "B shared": (True, ALONE["ep2 etp2"]),
+    "expert A tensor_model_parallel": (True, LAYOUTS["tp2 ep2"]),
+    "expert B tensor_model_parallel": (True, LAYOUTS["tp2 ep2"]),
+    "A allreduce": (True, LAYOUTS["ep2"]),
+    "B allreduce": (True, LAYOUTS["ep2"]),
+}
+
+
+def train_without_mark(
+    rank: int, meet: device.Address, made: Any, mark: str, of_experts: bool, factor: str
+) -> dict[str, Any]:
+    from megarl.training.policy import PolicyRank
+
+    with without_mark(mark, of_experts=of_experts, factor=factor):
+        trainer = PolicyRank(rank, made, meet)
+    return adapters.train(trainer)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", MARKS)
+def test_a_missing_mark_is_found(paths: Any, one_rank: Any, name: str) -> None:
+    of_experts, layout = MARKS[name]
+    factor, mark = name.removeprefix("expert ").split()
+    made = lora_recipe(paths["deepseek-v3"], layout, grad_clip=1.0, weight_decay=0.1, **LOSSES)
+    arguments = made, mark, of_experts, factor
+    with pytest.raises((AssertionError, RuntimeError)):
+        check(run_ranks(layout.world_size, train_without_mark, *arguments), layout, one_rank["deepseek-v3"])
