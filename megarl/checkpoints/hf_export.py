@@ -21,9 +21,11 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megarl.device import DEVICE
 from megarl.parallel.layout import TrainLayout
-from megarl.resharding import megatron_map
+from megarl.parallel.lora_pairs import LoraSize, is_factor
+from megarl.resharding import lora_map, megatron_map
 from megarl.resharding.agreement import Agreement
 from megarl.resharding.execute import Executor
+from megarl.resharding.lora_merge import Merge
 from megarl.resharding.plan import DIGEST_BITS, item_bytes, plan_streams
 from megarl.resharding.shards import Part, Shard, cells, verify_params
 from megarl.resharding.tensors import aliases, is_vector, tensors
@@ -55,6 +57,7 @@ class Export:
     timeout_s: float
     file_bytes: int = FILE_BYTES
     round_bytes: int = 512 << 20
+    lora: LoraSize | None = None  # adapters, which are merged into the weights
 
 
 def export_hf(job: Export, params: Mapping[str, torch.Tensor], store: Store) -> Path:
@@ -70,7 +73,7 @@ def export_hf(job: Export, params: Mapping[str, torch.Tensor], store: Store) -> 
     waves = [f"wave {index}" for index in range(math.ceil(len(files) / job.layout.world_size))]
     group = None
     try:
-        verify_params(megatron_map.shards(job.shape, job.layout, job.rank, job.transformer_engine), params)
+        params, merge = _merged(job, params)
         if job.rank == 0:
             if folder.exists():
                 raise UserFault(str(folder), "exists already", "name another folder or remove it")
@@ -80,7 +83,7 @@ def export_hf(job: Export, params: Mapping[str, torch.Tensor], store: Store) -> 
         agreement.reach("begin", {}, lambda votes: {})
         group = make_group(PrefixStore("group", store), job.rank, job.layout.world_size, job.timeout_s)
         for wave, stage in enumerate(waves):
-            _write_wave(job, params, agreement, stage, group, files, wave, unfinished)
+            _write_wave(job, params, merge, agreement, stage, group, files, wave, unfinished)
         agreement.reach("written", {}, lambda votes: {})
         if job.rank == 0:
             _finish(job, files, unfinished, folder)
@@ -93,6 +96,22 @@ def export_hf(job: Export, params: Mapping[str, torch.Tensor], store: Store) -> 
         if group is not None:
             close_group(group)
     return folder
+
+
+def _merged(
+    job: Export, params: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], Merge | None]:
+    """This rank's weights, and its adapters. Raises LayoutError where the maps do not describe them."""
+    weights = {name: param for name, param in params.items() if not is_factor(name)}
+    of_rank = job.shape, job.layout, job.rank
+    shards = megatron_map.shards(*of_rank, job.transformer_engine)
+    verify_params(shards, weights)
+    if job.lora is None:
+        return weights, None
+    factors = {name: param for name, param in params.items() if is_factor(name)}
+    return weights, Merge.of(
+        job.lora, shards, lora_map.shards(*of_rank, job.lora, job.transformer_engine), factors
+    )
 
 
 def plan_files(shape: ModelShape, dtype: str, file_bytes: int) -> list[File]:
@@ -134,6 +153,7 @@ def file_name(index: int, num_files: int) -> str:
 def _write_wave(
     job: Export,
     params: Mapping[str, torch.Tensor],
+    merge: Merge | None,
     agreement: Agreement,
     stage: str,
     group: Any,
@@ -155,7 +175,7 @@ def _write_wave(
     rounds = agreement.reach(stage, vote, _most_rounds)["rounds"]
     mine = of_wave[job.rank] if job.rank < len(of_wave) else ()
     tensors_of_file = _allocate(mine, job.dtype)
-    executor = Executor(streams.deal(rounds), params, tensors_of_file)
+    executor = Executor(streams.deal(rounds), params, tensors_of_file, merge)
     executor.run(group, job.timeout_s, partial(agreement.ask, "written"))
     if mine:
         name = file_name(first + job.rank, len(files))

@@ -17,7 +17,7 @@ from megarl.device import address_of
 from megarl.fleet.engines import Engines
 from megarl.fleet.memory import MemoryScheduler, Phase
 from megarl.fleet.rank_groups import AuxiliaryRanks, GroupStock, PolicyRanks, RewardModelRanks, RolloutBatch
-from megarl.parallel.roles import Roles, resolve
+from megarl.parallel.roles import Roles, lora_size, resolve
 from megarl.resharding.member import Stats, collect_stats
 from megarl.resharding.session import Session, Sessions, sessions
 from megarl.rollout.episodes import partial_summary, summary
@@ -213,6 +213,7 @@ class Fleet(TrainingFleet):
             timeout_s=self._recipe.run.timeout_s,
             gpus_per_node=self._recipe.placement.gpus_per_node,
             verify=self._recipe.reshard.verify,
+            lora=lora_size(self._recipe),
         )
         return sessions(common, [one.source for one in published])
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -17,12 +17,14 @@ from megarl.device import BACKEND, DEVICE
 from megarl.parallel.engine_layout import FP8_TILE
 from megarl.resharding import fp8
 from megarl.resharding.fp8 import SCALE_SUFFIX
+from megarl.resharding.lora_merge import Merge, MergedBox
 from megarl.resharding.plan import Copy, MemberPlan
 from megarl.resharding.routes import item_bytes
 from megarl.resharding.shards import FP8, Cell, Size, shape_as_stack, views
 from megarl.resharding.transport import PeerCheck, batch, settle, wait
 
 Params = Mapping[str, torch.Tensor]
+Source = Sequence[torch.Tensor] | Sequence[MergedBox]  # at the sender: elements, or what they are computed from
 
 # From this size on a message of its own costs less than packing: measured over gloo on loopback; with NCCL a launch
 # costs the host as much time as megabytes need on the wire, and a GPU packs at the speed of its memory.
@@ -81,13 +83,13 @@ class Lane(NamedTuple):
     peer: int
     num_bytes: int
     direct: torch.Tensor | None
-    pieces: tuple[tuple[Piece, list[torch.Tensor]], ...]
+    pieces: tuple[tuple[Piece, Source], ...]
 
     @property
     def staged_bytes(self) -> int:
         return 0 if self.direct is not None else -(-self.num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
-    def stage(self, buffer: torch.Tensor) -> Iterator[tuple[Piece, list[torch.Tensor], torch.Tensor]]:
+    def stage(self, buffer: torch.Tensor) -> Iterator[tuple[Piece, Sequence[Any], torch.Tensor]]:
         """Each piece with its tensors and its [items, rows, cols] place in the message."""
         start = 0
         for piece, found in self.pieces:
@@ -112,16 +114,19 @@ class OnTheWay(NamedTuple):
 
 
 class Executor:
-    """Executes one plan on one set of parameters; its views are valid as long as no parameter moves."""
+    """Executes one plan on one set of parameters; its views are valid as long as no parameter moves.
 
-    def __init__(self, plan: MemberPlan, sources: Params, targets: Params) -> None:
+    merge: the adapters of the training rank whose parameters the sources are, if it has any.
+    """
+
+    def __init__(self, plan: MemberPlan, sources: Params, targets: Params, merge: Merge | None = None) -> None:
         self._addresses = _addresses(sources), _addresses(targets)
         whole = [Piece(copy, 0, copy.size[0]) for copy in plan.local]
-        self._local = [(p.copy, target_views(p, targets), source_views(p, sources, targets)) for p in whole]
+        self._local = [(p.copy, target_views(p, targets), source_views(p, sources, targets, merge)) for p in whole]
         self._steps = [
             Transfer(
                 [
-                    _lane(peer, [(piece, source_views(piece, sources, targets)) for piece in message])
+                    _lane(peer, [(piece, source_views(piece, sources, targets, merge)) for piece in message])
                     for peer, copies in groupby(step.sends, key=lambda copy: copy.target)
                     for message in messages(list(copies))
                 ],
@@ -175,9 +180,13 @@ class Executor:
             fill(copy, into, out_of)
 
 
-def source_views(piece: Piece, sources: Params, targets: Params) -> list[torch.Tensor]:
+def source_views(piece: Piece, sources: Params, targets: Params, merge: Merge | None = None) -> Source:
     """A piece's elements at its sender; for scales the elements of their tiles, up to the parameter's end."""
     copy, at, size = piece.copy, piece.at(piece.copy.source_at), piece.size
+    if merge and not copy.forwarded:
+        merged = merge.boxes(copy.name, sources, copy.source_param, at, size)
+        if merged is not None:
+            return merged
     if copy.forwarded or not copy.name.endswith(SCALE_SUFFIX):
         return views(targets if copy.forwarded else sources, copy.source_param, at, size)
     whole = shape_as_stack(sources[copy.source_param.format(at[0])].shape)
@@ -191,8 +200,13 @@ def target_views(piece: Piece, targets: Params) -> list[torch.Tensor]:
     return views(targets, piece.copy.target_param, piece.at(piece.copy.target_at), piece.size)
 
 
-def fill(copy: Copy, into: Sequence[torch.Tensor], out_of: Sequence[torch.Tensor]) -> None:
+def fill(copy: Copy, into: Sequence[torch.Tensor], elements: Source) -> None:
     """Copy items from one list of [items, rows, cols] to another, converted to the wire's data type."""
+    if boxes := _merged(elements):
+        for target, box in zip(into if len(into) > 1 else into[0].split(1), boxes, strict=True):
+            box.write(target)
+        return
+    out_of = cast(Sequence[torch.Tensor], elements)
     if len(into) != len(out_of):  # one side has a parameter for each item, the other one a stack
         into, out_of = (items if len(items) > 1 else items[0].split(1) for items in (into, out_of))
     convert = _converter(copy, out_of)
@@ -207,9 +221,17 @@ def fill(copy: Copy, into: Sequence[torch.Tensor], out_of: Sequence[torch.Tensor
                 target[item : item + 1, start // tile : (start + FP8_TILE) // tile].copy_(block)
 
 
-def _scratch_bytes(copy: Copy, source: Sequence[torch.Tensor]) -> int:
-    """The temporary memory of converting a copy to the wire's data type."""
-    return SCRATCH_BYTES * FP8_TILE * source[0].shape[2] if _converter(copy, source) else 0
+def _merged(source: Source) -> list[MergedBox]:
+    """The boxes of a source that is merged; none of another."""
+    return [one for one in source if isinstance(one, MergedBox)]
+
+
+def _scratch_bytes(copy: Copy, source: Source) -> int:
+    """The temporary memory of converting a copy to the wire's data type, or of merging it."""
+    if boxes := _merged(source):
+        return boxes[0].scratch_bytes
+    is_converted = _converter(copy, cast(Sequence[torch.Tensor], source))
+    return SCRATCH_BYTES * FP8_TILE * source[0].shape[2] if is_converted else 0
 
 
 def _converter(copy: Copy, source: Sequence[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -222,9 +244,12 @@ def _converter(copy: Copy, source: Sequence[torch.Tensor]) -> Callable[[torch.Te
     return fp8.quantise if quantised else None
 
 
-def _lane(peer: int, pieces: list[tuple[Piece, list[torch.Tensor]]]) -> Lane:
+def _lane(peer: int, pieces: Sequence[tuple[Piece, Source]]) -> Lane:
     num_bytes = sum(piece.num_bytes for piece, _ in pieces)
-    (piece, found), *others = pieces
+    (piece, elements), *others = pieces
+    if _merged(elements):
+        return Lane(peer, num_bytes, None, tuple(pieces))
+    found = cast(Sequence[torch.Tensor], elements)
     in_one_run = not others and len(found) == 1 and found[0].is_contiguous() and found[0].shape == piece.size
     if in_one_run and found[0].dtype == getattr(torch, piece.copy.dtype) and not _converter(piece.copy, found):
         return Lane(peer, num_bytes, found[0].flatten().view(torch.uint8), ())

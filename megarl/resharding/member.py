@@ -20,9 +20,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megarl.device import join_store
-from megarl.resharding import engine_model, fp8, megatron_map, sglang_map
+from megarl.parallel.lora_pairs import is_factor
+from megarl.resharding import engine_model, fp8, lora_map, megatron_map, sglang_map
 from megarl.resharding.agreement import Agreement, Vote
 from megarl.resharding.execute import Executor, Params
+from megarl.resharding.lora_merge import Merge
 from megarl.resharding.memory_handles import map_params
 from megarl.resharding.plan import DIGEST_BITS, MemberPlan, Streams, plan_streams
 from megarl.resharding.session import Session
@@ -56,11 +58,15 @@ class Member:
     """A member in all exchanges of a run. The plan is made in the first exchange."""
 
     def __init__(self, session: Session, source_params: Params | None = None) -> None:
-        """source_params: those of the training rank itself; None in an engine process, which maps session.source."""
+        """source_params: those of the training rank itself, with the factors of its adapters.
+
+        None in an engine process, which maps session.source.
+        """
         self.session = session
         if source_params is None:
             source_params = map_params(session.source) if session.source else {}
-        self.source_params = source_params
+        self.source_params = {name: param for name, param in source_params.items() if not is_factor(name)}
+        self._factors = {name: param for name, param in source_params.items() if is_factor(name)}
         self._store = PrefixStore(f"reshard/{session.run_id}", join_store(session.meet, session.timeout_s))
         self._agreement = Agreement(self._store, session.member, session.num_members, session.timeout_s)
         self._plan: tuple[list[int], MemberPlan] | None = None  # (rounds of each chapter, plan)
@@ -72,6 +78,15 @@ class Member:
     def source_parts(self) -> list[Part]:
         s = self.session
         return megatron_map.parts(s.shape, s.train, s.transformer_engine)
+
+    @cached_property
+    def merge(self) -> Merge | None:
+        """The adapters of this member's training rank. Raises LayoutError where their map does not describe them."""
+        s = self.session
+        if s.lora is None or s.member >= s.train.world_size:
+            return None
+        shards = lora_map.shards(s.shape, s.train, s.member, s.lora, s.transformer_engine)
+        return Merge.of(s.lora, self._shards(self.source_parts), shards, self._factors)
 
     @cached_property
     def target_parts(self) -> list[Part]:
@@ -144,7 +159,8 @@ class Member:
         if s.verify != "off":
             assert self._group
             bounds = s.round_bytes, s.timeout_s, ask
-            Verifier(self.streams, s.engine, self._group[1], self.source_params, targets, *bounds).check(s.verify)
+            made = Verifier(self.streams, s.engine, self._group[1], self.source_params, targets, *bounds, self.merge)
+            made.check(s.verify)
 
     def _agree(self, stage: str, version: int, targets: Params, fault: Exception | None) -> Vote:
         """Return the outcome if every member is ready and has the same inputs; otherwise raise."""
@@ -175,6 +191,8 @@ class Member:
             for name, param in self.source_params.items():
                 if param.dtype not in SOURCE_DTYPES:
                     raise LayoutError(f"{name}: training weights in {param.dtype} have no map")
+            if self.merge and self.session.engine.fp8:
+                raise LayoutError("adapters are not merged into the weights of fp8 engines")
             wanted = self._shards(self.target_parts)
             verify_params(wanted, targets)
             self._check_dtypes(wanted, targets)
@@ -196,7 +214,8 @@ class Member:
     def _inputs(self, version: int) -> dict[str, str]:
         """The inputs that must be equal on all members."""
         s = self.session
-        names = ("shape", "train", "engine", "transformer_engine", "dtype", "round_bytes", "gpus_per_node", "verify")
+        names = ("shape", "train", "lora", "engine", "transformer_engine", "dtype", "round_bytes", "gpus_per_node")
+        names += ("verify",)
         return {"planner": str(PLANNER), "version": str(version)} | {name: repr(getattr(s, name)) for name in names}
 
     def _prepare(self, rounds: list[int], targets: Params) -> Executor:
@@ -205,7 +224,7 @@ class Member:
         if self._plan is None or self._plan[0] != rounds:
             self._plan, self._executor = (rounds, self.streams.deal(rounds)), None
         if self._executor is None or not self._executor.fits(self.source_params, targets):
-            self._executor = Executor(self._plan[1], self.source_params, targets)
+            self._executor = Executor(self._plan[1], self.source_params, targets, self.merge)
             self._plan_s += time.perf_counter() - started
         return self._executor
 

@@ -9,6 +9,7 @@ from typing import Any
 from megarl.device import Address
 from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.layout import TrainLayout
+from megarl.parallel.lora_pairs import LoraSize
 from megarl.resharding.memory_handles import SourceHandles
 from megarl.resharding.verify import VerifyMode
 from megarl.types import MlaShape, ModelShape, UserFault
@@ -35,6 +36,7 @@ class Session:
     verify: VerifyMode
     member: int = 0
     source: SourceHandles | None = None
+    lora: LoraSize | None = None  # the adapters of the training ranks, merged into what they send
 
     @property
     def num_members(self) -> int:
@@ -51,9 +53,14 @@ class Session:
             "train": TrainLayout(**{**train, "stage_layers": tuple(train["stage_layers"])}),
             "meet": Address(*content["meet"]),
             "engine": EngineLayout(**content["engine"]),
+            "lora": _lora_from_json(content["lora"]),
             "source": SourceHandles.from_json(content["source"]) if content["source"] else None,
         }
         return Session(**{**content, **nested})
+
+
+def _lora_from_json(content: Mapping[str, Any] | None) -> LoraSize | None:
+    return LoraSize(**{**content, "targets": tuple(content["targets"])}) if content else None
 
 
 @dataclass(frozen=True)

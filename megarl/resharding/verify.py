@@ -17,6 +17,7 @@ import torch
 from megarl.device import DEVICE
 from megarl.parallel.engine_layout import FP8_TILE, EngineLayout
 from megarl.resharding.execute import Params, Piece, fill, source_views, target_views
+from megarl.resharding.lora_merge import Merge
 from megarl.resharding.plan import Copy, Streams
 from megarl.resharding.shards import FP8, Box, first_of
 from megarl.resharding.transport import PeerCheck, batch, settle, wait
@@ -43,6 +44,7 @@ class Verifier:
     round_bytes: int
     timeout_s: float
     ask: PeerCheck = lambda: None  # raises the message of a peer that has failed
+    merge: Merge | None = None  # as the executor's
 
     @torch.no_grad()
     def check(self, mode: Literal["checksum", "full"]) -> None:
@@ -123,7 +125,7 @@ class Verifier:
         piece = Piece(copy, 0, copy.size[0])
         staged = torch.empty(copy.size, dtype=getattr(torch, copy.dtype), device=DEVICE)
         if side == "source":
-            fill(copy, [staged], source_views(piece, self.sources, self.targets))
+            fill(copy, [staged], source_views(piece, self.sources, self.targets, self.merge))
         else:
             found = target_views(piece, self.targets)
             for place, part in zip([staged] if len(found) == 1 else staged.split(1), found, strict=True):

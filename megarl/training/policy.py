@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from megarl.config import Recipe
 from megarl.parallel import groups, host_offload, model
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.pipeline import Norms
+from megarl.parallel.roles import lora_size
 from megarl.parallel.routing import Choices
 from megarl.parallel.sequences import PackedRow
 from megarl.resharding.member import Member
@@ -78,7 +80,10 @@ class PolicyRank(TrainingRank):
 
     def __init__(self, rank: int, recipe: Recipe, meet: device.Address) -> None:
         path = recipe.model.path
-        reference = recipe.reference.path or path if has_reference(recipe.algorithm, recipe.reference.use) else None
+        self._has_reference = has_reference(recipe.algorithm, recipe.reference.use)
+        reference = (recipe.reference.path or path) if self._has_reference else None
+        if recipe.lora and reference == path:
+            reference = None  # the frozen weights are the reference's
         shape = model_shape(path)
         super().__init__(rank, recipe, meet, shape, slot=rank, is_published=True, reference=reference)
         self.options, self.communicator_bytes = self._model.options, lambda: self._model.communicator_bytes
@@ -163,14 +168,24 @@ class PolicyRank(TrainingRank):
             old[index] = self.token_outputs(share.micro_batches, noted or share.choices, share.temperature)
             choices[index] = None if noted is None else [_on_host(one) for one in noted]
         reference: list[list[FloatArray] | None] = [None for _ in shares]
-        if self._reference and ALGORITHMS[algorithm].learns_from == "rewards":
-            with host_offload.swapped_in(self.params(), self._reference):
+        if self._has_reference and ALGORITHMS[algorithm].learns_from == "rewards":
+            with self._as_reference():
                 reference = [self.token_outputs(one.micro_batches, temperature=one.temperature) for one in shares]
         penalties = None
         if hyperparameters.pays_kl and self._model.is_last_stage:
             flat_old, flat_reference = ([logp for one in of for logp in one or ()] for of in (old, reference))
             penalties = credit.kl_penalties(flat_old, flat_reference, hyperparameters)
         return RankObservation(old, reference, choices, penalties)
+
+    @contextmanager
+    def _as_reference(self) -> Iterator[None]:
+        """Compute with the reference's weights inside the block."""
+        with ExitStack() as stack:
+            if self._model.adapters:
+                stack.enter_context(self._model.adapters.without())
+            if self._reference:
+                stack.enter_context(host_offload.swapped_in(self.params(), self._reference))
+            yield
 
     def _credited(
         self,
@@ -273,17 +288,18 @@ class PolicyRank(TrainingRank):
             dtype=recipe.model.dtype,
             gpus_per_node=recipe.placement.gpus_per_node,
             timeout_s=recipe.run.timeout_s,
+            lora=lora_size(recipe),
         )
-        export_hf(job, self.params(), PrefixStore(f"export {folder}", self._store))
+        export_hf(job, self.params() | self.factors(), PrefixStore(f"export {folder}", self._store))
 
     def publish(self) -> PublishedRank:
         """Let another process of this GPU map the parameters; they stay where they are for this one."""
-        return PublishedRank(share_params(self.params()), model.TRANSFORMER_ENGINE)
+        return PublishedRank(share_params(self.params() | self.factors()), model.TRANSFORMER_ENGINE)
 
     def reshard(self, session: Session, version: int, attempt: int) -> None:
         """Take part in an exchange for a GPU without an engine: this rank only sends. attempt: never the same twice."""
         if self._member is None:
-            self._member = Member(session, self.params())
+            self._member = Member(session, self.params() | self.factors())
         self._member.run(version, attempt)
 
 

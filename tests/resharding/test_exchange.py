@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from megarl.device import Address, address_of, host_store, join_store
 from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.layout import TrainLayout
+from megarl.parallel.lora_pairs import LoraSize
 from megarl.resharding import engine_model
 from megarl.resharding.agreement import Agreement
 from megarl.resharding.member import Member, Stats, collect_stats, conclude, load
@@ -309,6 +310,7 @@ def test_a_session_is_json() -> None:
     common = Session(
         meet=Address("127.0.0.1", 1), run_id="a", shape=MLA, train=layouts[0], engine=layouts[1],
         transformer_engine=False, dtype="bfloat16", round_bytes=1 << 20, timeout_s=1.0, gpus_per_node=4, verify="full",
+        lora=LoraSize(8, 2, 16.0, ("q_proj",)),
     )  # fmt: skip
     made = sessions(common, handles)
     assert set(made.trainers) == {0, 1, 2, 3} and [set(one) for one in made.engines] == [{0, 1}]

@@ -11,6 +11,7 @@ import pytest
 
 from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.layout import TrainLayout
+from megarl.parallel.lora_pairs import LoraSize
 from megarl.resharding.execute import DIRECT_BYTES, messages
 from megarl.resharding.plan import Copy
 from megarl.resharding.routes import item_bytes
@@ -39,6 +40,7 @@ def engine(count: int, tp: int = 1, ep: int = 1, **more: Any) -> EngineLayout:
 
 
 FP8_MTP = replace(FP8_MLA, num_mtp_layers=1, moe_ffn_size=512, ffn_size=512)
+LORA = LoraSize(3, 2, 6.0, ())
 BF16: dict[str, Any] = {"dtype": "bfloat16"}
 PAIRS = {
     "one rank": Pair(MOE, train(1), engine(1)),
@@ -126,6 +128,13 @@ PAIRS = {
     ),
     "fp8 MLA beside the training ranks": Pair(
         FP8_MLA, train(2, pp=2), engine(1, 2, 1, fp8=True, first=2), round_bytes=1 << 20, gpus_per_node=2, **BF16
+    ),
+    "adapters of TP4 over two kv heads to TP2": Pair(
+        TWO_KV_HEADS, train(4, tp=4, ep=2, expert_tp=2), engine(1, 2), lora=LORA, round_bytes=32_000
+    ),
+    "adapters of MLA, TP2 PP2 EP2 to TP2 EP2": Pair(MLA, train(4, 2, 2, 2), engine(2, 2, 2), lora=LORA),
+    "adapters of some layers, large tensors": Pair(
+        LARGE, train(4, 2, 2, 2), engine(1, 4), round_bytes=1 << 20, lora=replace(LORA, targets=("k_proj", "up_proj"))
     ),
 }  # fmt: skip
 

@@ -19,7 +19,8 @@ import torch
 from megarl.device import address_of, host_store, use_loopback
 from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.layout import TrainLayout
-from megarl.resharding import fp8, megatron_map, sglang_map
+from megarl.parallel.lora_pairs import LoraSize, factor_name
+from megarl.resharding import fp8, lora_map, megatron_map, sglang_map
 from megarl.resharding.member import Member, Stats, collect_stats
 from megarl.resharding.plan import Copy
 from megarl.resharding.session import Session
@@ -53,8 +54,30 @@ def logical(name: str, box: Box, version: int, dtype: torch.dtype) -> torch.Tens
     return (number % (251 if dtype == torch.bfloat16 else 1 << 24)).to(dtype)
 
 
-def wanted_content(shard: Shard, version: int, dtype: torch.dtype) -> torch.Tensor:
-    """What a shard must hold; of an fp8 engine the model's own values, quantised as a whole."""
+def factor(name: str, box: Box, version: int, dtype: torch.dtype) -> torch.Tensor:
+    """The content of a box of an adapter's factor: small integers, so that products and their sums are exact."""
+    return logical(name, box, version, dtype) % 5 - 2
+
+
+def delta(shard: Shard, version: int, dtype: torch.dtype, size: LoraSize) -> torch.Tensor:
+    """What the adapters add to a shard of a weight."""
+    width = (0, size.rank_of(STACK in shard.name))
+    boxes = {"A": (shard.items, width, shard.cols), "B": (shard.items, shard.rows, width)}
+    a, b = (factor(factor_name(shard.name, each), box, version, dtype) for each, box in boxes.items())
+    return size.scale_of(STACK in shard.name) * (b @ a)
+
+
+def wanted_content(
+    shard: Shard, version: int, dtype: torch.dtype, size: LoraSize | None = None, adapted: frozenset[str] = frozenset()
+) -> torch.Tensor:
+    """What a shard must hold; of an fp8 engine the model's own values, quantised as a whole.
+
+    adapted: the weights into which adapters of this size are merged.
+    """
+    if size and shard.name in adapted:
+        return logical(shard.name, shard.box, version, dtype) + delta(shard, version, dtype, size)
+    if ".lora_" in shard.name:
+        return factor(shard.name, shard.box, version, dtype)
     if shard.dtype == "float8_e4m3fn":
         return fp8.quantise(logical(shard.name, shard.box, version, dtype))
     if shard.name.endswith(fp8.SCALE_SUFFIX):
@@ -81,19 +104,21 @@ def make_params(shards: Sequence[Shard], dtype: torch.dtype) -> Params:
     return params
 
 
-def fill(params: Params, shards: Sequence[Shard], version: int, dtype: torch.dtype) -> None:
-    """Write the version's content into every shard; dtype: the model's."""
+def fill(params: Params, shards: Sequence[Shard], version: int, dtype: torch.dtype, *adapters: Any) -> None:
+    """Write the version's content into every shard; dtype: the model's; adapters: as of `wanted_content`."""
     for shard in shards:
-        content = wanted_content(shard, version, dtype)
+        content = wanted_content(shard, version, dtype, *adapters)
         found = views(params, shard.param, shard.at, shard.size)
         for place, part in zip(found, [content] if len(found) == 1 else content.split(1), strict=True):
             place.copy_(part)
 
 
-def wrong_params(params: Params, shards: Sequence[Shard], version: int, dtype: torch.dtype) -> list[str]:
+def wrong_params(
+    params: Params, shards: Sequence[Shard], version: int, dtype: torch.dtype, *adapters: Any
+) -> list[str]:
     """Names of parameters that differ from the wanted content in any bit, padding included."""
     wanted = make_params(shards, dtype)
-    fill(wanted, shards, version, dtype)
+    fill(wanted, shards, version, dtype, *adapters)
     assert params.keys() == wanted.keys()
     return [name for name in params if not same_bits(params[name], wanted[name])]
 
@@ -150,6 +175,7 @@ class Pair:
     gpus_per_node: int = 16
     transformer_engine: bool = False
     verify: VerifyMode = "off"
+    lora: LoraSize | None = None
 
     @property
     def num_members(self) -> int:
@@ -162,6 +188,17 @@ class Pair:
     def source_shards(self, slot: int) -> list[Shard]:
         inside = slot < self.train.world_size
         return megatron_map.shards(self.shape, self.train, slot, self.transformer_engine) if inside else []
+
+    def factor_shards(self, slot: int) -> list[Shard]:
+        if self.lora is None or slot >= self.train.world_size:
+            return []
+        return lora_map.shards(self.shape, self.train, slot, self.lora, self.transformer_engine)
+
+    @property
+    def adapted(self) -> frozenset[str]:
+        """The weights with adapters."""
+        factors = [one.name for slot in range(self.train.world_size) for one in self.factor_shards(slot)]
+        return frozenset(name.replace(".lora_A.", ".") for name in factors)
 
     def target_shards(self, slot: int) -> list[Shard]:
         at = self.engine.member(slot)
@@ -191,7 +228,8 @@ class Slot:
 
     def __init__(self, pair: Pair, session: Session) -> None:
         self.pair, self.session, slot = pair, session, session.member
-        self.source_shards, self.target_shards = pair.source_shards(slot), pair.target_shards(slot)
+        self.source_shards = pair.source_shards(slot) + pair.factor_shards(slot)
+        self.target_shards, self.adapted = pair.target_shards(slot), pair.adapted
         self.sources = make_params(self.source_shards, pair.torch_dtype)
         self.targets = make_params(self.target_shards, pair.torch_dtype)
         self.member = Member(session, self.sources)
@@ -205,7 +243,8 @@ class Slot:
         return self.wrong(version)
 
     def wrong(self, version: int) -> list[str]:
-        return wrong_params(self.targets, self.target_shards, version, self.pair.torch_dtype)
+        adapters = self.pair.lora, self.adapted
+        return wrong_params(self.targets, self.target_shards, version, self.pair.torch_dtype, *adapters)
 
     def verify(self) -> None:
         self.member.verify(self.targets)
@@ -281,7 +320,7 @@ class Opened:
         session = Session(
             address_of(self.pool.store), self.run_id, pair.shape, pair.train, pair.engine,
             pair.transformer_engine, pair.dtype, pair.round_bytes, self.timeout_s,
-            pair.gpus_per_node, pair.verify, slot,
+            pair.gpus_per_node, pair.verify, slot, lora=pair.lora,
         )  # fmt: skip
         self.pool.slots[slot].send(("open", pair, session))
 
