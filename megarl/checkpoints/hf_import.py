@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from megarl.resharding.shards import STACK, VOCAB_TENSORS, Shard, verify_params,
 from megarl.resharding.tensors import SCORE, hf_tensors, mtp_prefix
 from megarl.types import ModelShape, UserFault
 
+_SAMPLED_BYTES = 64 << 10
 FILE_DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
 
 
@@ -37,6 +40,23 @@ def tensor_files(path: str | Path) -> dict[str, Path]:
         raise UserFault(str(single), "no such file", "set model.path to a folder with safetensors weights")
     with _open(single) as tensors:
         return dict.fromkeys(tensors.keys(), single)
+
+
+@cache
+def fingerprint(path: str | Path) -> str:
+    """Hexadecimal digits that differ between checkpoints, of their files' names, sizes and some of their bytes.
+
+    The beginning, the middle and the end of each file are read once in a process. Raises as `tensor_files`.
+    """
+    found = hashlib.sha256()
+    for file in sorted({*tensor_files(path).values()}):
+        size = file.stat().st_size
+        found.update(f"{file.name} {size}".encode())
+        with file.open("rb") as content:
+            for start in (0, size // 2, max(0, size - _SAMPLED_BYTES)):
+                content.seek(start)
+                found.update(content.read(_SAMPLED_BYTES))
+    return found.hexdigest()[:32]
 
 
 def _open(file: Path) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.algos import ALGORITHMS, hyperparameters_of
+from megarl.checkpoints.hf_import import fingerprint
 from megarl.checkpoints.snapshots import Snapshot, Snapshots
 from megarl.config import Recipe
 from megarl.fleet.fleet import STOCK, Fleet
@@ -62,6 +63,7 @@ class Progress:
     critic: dict[str, Any] | None  # its shape and ep, in a run with a critic
     stock: dict[str, Any]  # its accounts
     sampling: dict[str, Any]  # what the groups of the stock depend on: `sampling_keys`
+    lora: dict[str, Any] | None = None  # `adapters_of`, in a run that trains adapters
 
 
 def find(recipe: Recipe, prompts: PromptStream, say: Callable[[str], None]) -> Snapshot | None:
@@ -184,10 +186,35 @@ def model_faults(snapshot: Snapshot, recipe: Recipe) -> list[UserFault]:
     shape = asdict(model_shape(recipe.model.path))
     known = _with_defaults(then.shape)
     if known == shape:
-        return []
+        return _adapter_faults(snapshot, then, recipe)
     key = next(name for name in shape if known.get(name) != shape[name])
     problem = f"{snapshot.folder} is of a model with {key} {known.get(key)}, this one has {shape[key]}"
     return [UserFault("model.path", problem, "use the model that the run began with, or another run.name")]
+
+
+def adapters_of(recipe: Recipe) -> dict[str, Any] | None:
+    """What a checkpoint of adapters fits, as `Progress` has it: their recipe keys, and the frozen weights."""
+    if recipe.lora is None:
+        return None
+    keys = recipe.lora.model_dump(mode="json") | {"targets": sorted(recipe.lora.targets)}
+    return {**{f"lora.{key}": value for key, value in keys.items()}, "base": fingerprint(recipe.model.path)}
+
+
+def _adapter_faults(snapshot: Snapshot, then: Progress, recipe: Recipe) -> list[UserFault]:
+    now, other_run = adapters_of(recipe), "or choose another run.name"
+    if (now is None) != (then.lora is None):
+        what, mend = ("all weights", "leave lora out") if now else ("adapters alone", "set it as then")
+        return [UserFault("lora", f"{snapshot.folder} has {what}", f"{mend}, {other_run}")]
+    faults = []
+    for key, value in (now or {}).items():
+        before = (then.lora or {}).get(key)
+        if value != before and key == "base":
+            problem = f"its weights are not those to which the adapters of {snapshot.folder} belong"
+            faults.append(UserFault("model.path", problem, "use the checkpoint that the run began with"))
+        elif value != before:
+            problem = f"{_written(value)}, and {snapshot.folder} was written with {_written(before)}"
+            faults.append(UserFault(key, problem, f"set it to {_written(before)}, {other_run}"))
+    return faults
 
 
 def _with_defaults(stored: dict[str, object]) -> dict[str, object]:

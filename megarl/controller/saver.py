@@ -10,7 +10,7 @@ from pathlib import Path
 from megarl.checkpoints.snapshots import Digest, Snapshots
 from megarl.cluster import processes
 from megarl.config import Recipe
-from megarl.controller.resuming import FOLDER, Accounts, Progress, critic_of, sampling_keys
+from megarl.controller.resuming import FOLDER, Accounts, Progress, adapters_of, critic_of, sampling_keys
 from megarl.disk import writing
 from megarl.fleet.fleet import Fleet
 from megarl.fleet.rank_groups import GroupStock
@@ -75,6 +75,7 @@ class Saver:
             critic=critic_of(self._fleet.roles),
             stock=Accounts.of(stock),
             sampling=sampling_keys(self._recipe),
+            lora=adapters_of(self._recipe),
         )
 
     def _write(self, now: _RunState) -> Metrics:

@@ -29,7 +29,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch.distributed.checkpoint import default_planner, filesystem
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megarl.parallel import groups
+from megarl.parallel import groups, lora_checkpoint
 from megarl.parallel.model import Chunk
 
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
@@ -138,15 +138,23 @@ def _state(
 
 
 def _weights(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
-    return {
-        _chunk_key(chunks, index): cast(Chunk, chunk.module).sharded_state_dict(metadata=_METADATA)
-        for index, chunk in enumerate(chunks)
-    }
+    return {_chunk_key(chunks, index): _of_chunk(cast(Chunk, chunk.module)) for index, chunk in enumerate(chunks)}
+
+
+def _of_chunk(chunk: Chunk) -> dict[str, Any]:
+    """The weights of a chunk that are trained: the adapters' factors where it has any, and else all."""
+    if lora_checkpoint.has_adapters(chunk):
+        return lora_checkpoint.sharded_factors(chunk)
+    return chunk.sharded_state_dict(metadata=_METADATA)
 
 
 def _take_weights(chunks: Sequence[DistributedDataParallel], state: Mapping[str, Any]) -> None:
     for index, chunk in enumerate(chunks):
-        chunk.module.load_state_dict(state[_chunk_key(chunks, index)])
+        module, loaded = cast(Chunk, chunk.module), state.get(_chunk_key(chunks, index), {})
+        if lora_checkpoint.has_adapters(module):
+            lora_checkpoint.take_factors(module, loaded)
+        else:
+            module.load_state_dict(loaded)
 
 
 def _start_states(optimizer: ChainedOptimizer) -> None:

@@ -356,3 +356,17 @@ def test_a_failure_does_not_cost_what_was_begun_before(made: Any, fleet: Any, tm
     assert fleet.trainers.calls[-1] == "finish"
     found = find(made(), stream(), pytest.fail)
     assert found is not None and found.step == 4
+
+
+def test_adapters_fit_the_weights_and_sizes_of_their_run(made: Any, fleet: Any, tmp_path: Path) -> None:
+    recipe = made("lora.rank=4")
+    run(recipe, fleet, stream(), tmp_path)
+    found = find(recipe, stream(), pytest.fail)
+    assert found is not None and model_faults(found, recipe) == []
+    (fault,) = model_faults(found, made("lora.rank=8"))
+    assert str(fault).startswith("lora.rank: 8, and ") and "was written with 4; set it to 4" in str(fault)
+    (fault,) = model_faults(found, made())
+    assert str(fault).startswith("lora: ") and "has adapters alone" in str(fault)
+    found.run["lora"]["base"] = "another"
+    (fault,) = model_faults(found, recipe)
+    assert str(fault).startswith("model.path: its weights are not those to which the adapters of")

@@ -1,0 +1,59 @@
+"""Adapters (LoRA) in a run's checkpoints: the factors alone, as shards of whole tensors, so that layouts may change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+
+from megarl.parallel import groups
+from megarl.parallel.lora import FactorPair
+from megarl.parallel.lora_pairs import factor_name
+
+
+def has_adapters(chunk: torch.nn.Module) -> bool:
+    """Whether a chunk's weights are frozen; its stage may be without adapters."""
+    return getattr(chunk, "has_adapters", False)
+
+
+def sharded_factors(chunk: torch.nn.Module) -> dict[str, ShardedTensor]:
+    """The factors of a model chunk by their names in PEFT's files, as dist_checkpointing saves and loads them."""
+    found = {}
+    for key, factor, pair in _factors(chunk):
+        (rows, cols), (row, _), (col, _) = pair.held.size, pair.held.rows, pair.held.cols
+        is_a = factor is pair.A
+        found[key] = ShardedTensor(
+            key=key,
+            data=factor,
+            dtype=factor.dtype,
+            local_shape=tuple(factor.shape),
+            global_shape=(len(pair.A), cols) if is_a else (rows, len(pair.A)),
+            global_offset=(0, col) if is_a else (row, 0),
+            axis_fragmentations=None,  # a fused layer may cut its tensors into unequal parts
+            replica_id=_replica(factor, pair.held.is_expert),
+        )
+    return found
+
+
+@torch.no_grad()
+def take_factors(chunk: torch.nn.Module, loaded: Mapping[str, torch.Tensor]) -> None:
+    """Write loaded factors into the chunk's own."""
+    for key, factor, _ in _factors(chunk):
+        factor.copy_(loaded[key])
+
+
+def _factors(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter, FactorPair]]:
+    for pair in chunk.modules():
+        if isinstance(pair, FactorPair):
+            yield factor_name(pair.held.name, "A"), pair.A, pair
+            if isinstance(pair.B, torch.nn.Parameter):
+                yield factor_name(pair.held.name, "B"), pair.B, pair
+
+
+def _replica(factor: Any, is_expert: bool) -> tuple[int, int, int]:
+    """(0, number among the ranks that split the layer, among its data-parallel ranks): all 0 on one of its ranks."""
+    if is_expert:
+        return 0, groups.etp_group().rank() if factor.sum_over_etp else 0, groups.edp_group().rank()
+    return 0, groups.tp_group().rank() if not factor.tensor_model_parallel else 0, groups.dp_cp_group().rank()

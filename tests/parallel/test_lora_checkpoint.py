@@ -1,0 +1,110 @@
+"""Adapters are saved with their optimizer and go on: to the last bit in the same layout, to rounding in another.
+
+And what is exported is the merged model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from megarl.parallel.layout import TrainLayout
+from tests.parallel.adapters import LORA, VOCAB_SIZE, lora_recipe, set_b, trained
+from tests.parallel.checkpoints import load, write
+from tests.parallel.gradients import check_learning, recorded
+from tests.parallel.precision import within
+from tests.parallel.test_dist_checkpoint import moments, steps
+from tests.parallel.worlds import assemble, rectangles, run_world
+
+pytestmark = pytest.mark.slow
+
+FROM = TrainLayout(4, 4, 1, 2, expert_tp=2)  # fused attention is cut inside groups of heads: unequal parts
+TO = {"pp2 ep2 with dp2": TrainLayout(4, 1, 2, 2), "tp2 vpp2 ep2 with cp2": TrainLayout(8, 2, 2, 2, cp=2, vpp=2)}
+
+
+def save_and_go_on(trainer: Any, folder: Path, out: Path) -> dict[str, Any]:
+    set_b(trainer)
+    with recorded(trainer) as earlier:
+        steps(trainer, 1)
+    trainer._model.save(folder).finish()
+    trainer.export(out)
+    factors = rectangles(trainer)
+    with recorded(trainer) as learning:
+        after = steps(trainer, 2)
+    ended = {"metrics": after, "learning": learning, "moments": moments(trainer)}
+    return {**ended, "earlier": earlier, "factors": factors}
+
+
+def load_and_go_on(trainer: Any, folder: Path) -> dict[str, Any]:
+    trainer._model.load(folder)
+    with recorded(trainer) as learning:
+        metrics = steps(trainer, 2)
+    return {"metrics": metrics, "learning": learning, "moments": moments(trainer)}
+
+
+def load_weights(trainer: Any, folder: Path) -> list[Any]:
+    before = {name: param.clone() for name, param in trainer.params().items()}
+    trainer.load_weights(folder)
+    assert all(torch.equal(param, before[name]) for name, param in trainer.params().items())
+    assert all(one.any() for one in trained(trainer).values())
+    return rectangles(trainer)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("model"), "qwen3-moe", vocab_size=VOCAB_SIZE, pad_token_id=None)
+
+
+@pytest.fixture(scope="module")
+def saved(path: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Any]:
+    folder, out = tmp_path_factory.mktemp("checkpoint"), tmp_path_factory.mktemp("out") / "hf"
+    made = lora_recipe(path, FROM, weight_decay=0.1)
+    return folder, out, run_world(made, save_and_go_on, folder, out)
+
+
+def test_the_same_layout_goes_on_to_the_last_bit(saved: Any, path: Path) -> None:
+    folder, _, expected = saved
+    again = run_world(lora_recipe(path, FROM, weight_decay=0.1), load_and_go_on, folder)
+    for mine, other in zip(again, expected, strict=True):
+        assert mine["metrics"] == other["metrics"]
+        for one, two in zip(mine["learning"].after, other["learning"].after, strict=True):
+            assert one[:3] == two[:3] and np.array_equal(one[3], two[3]), one[0]
+        assert all(np.array_equal(one, two) for one, two in zip(mine["moments"], other["moments"], strict=True))
+    base = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    assert sum(file.stat().st_size for file in folder.glob("*.distcp")) < base, "the frozen weights are not saved"
+
+
+@pytest.mark.parametrize("name", [[*TO][0], pytest.param([*TO][1], marks=pytest.mark.nightly)])
+def test_another_layout_goes_on_within_rounding(saved: Any, path: Path, name: str) -> None:
+    folder, _, expected = saved
+    ranks = run_world(lora_recipe(path, TO[name], weight_decay=0.1), load_and_go_on, folder)
+    last = [one["metrics"] for one in ranks if "loss" in one["metrics"][0]]
+    for mine, one in zip(last[0], expected[0]["metrics"], strict=True):
+        assert mine == pytest.approx(one, rel=within(1e-4))
+    learnt, earlier = ([one[key] for one in expected] for key in ("learning", "earlier"))
+    check_learning([one["learning"] for one in ranks], learnt, earlier)
+
+
+def test_the_export_is_the_merged_model(saved: Any, path: Path) -> None:
+    """W + (alpha / rank) B A, and every other tensor as it was."""
+    folder, out, expected = saved
+    factors = assemble([one["factors"] for one in expected])
+    base, merged = load_file(path / "model.safetensors"), load_file(out / "model.safetensors")
+    assert base.keys() == merged.keys()
+    for name, before in base.items():
+        a, b = (factors.get(name.replace(".weight", f".lora_{factor}.weight")) for factor in "AB")
+        if a is None or b is None:
+            np.testing.assert_array_equal(merged[name], before, err_msg=name)
+            continue
+        wanted = before + np.float32(LORA["alpha"] / len(a)) * (b @ a)
+        np.testing.assert_allclose(merged[name], wanted, rtol=1e-6, atol=1e-6, err_msg=name)
+        assert not np.allclose(merged[name], before, atol=1e-3), name
+    assert not load(out)[1]["missing_keys"]
+    one_rank = run_world(lora_recipe(path, TrainLayout(1, 1, 1, 1)), load_weights, folder)
+    for name, values in assemble(one_rank).items():
+        np.testing.assert_array_equal(values, factors[name], err_msg=name)
