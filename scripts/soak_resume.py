@@ -30,7 +30,7 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
-STEPS, WARM_STEPS, EVERY, NUM_ENDS = 8, 2, 2, 20
+STEPS, WARM_STEPS, EVERY, NUM_ENDS = 6, 2, 2, 20
 REWARD = """import random, time
 def score(response, answer, row):
     return sum(map(ord, response)) % 7 / 6  # one in seven is correct
@@ -197,7 +197,7 @@ def differences(folder: Path, one: str, other: str, others: tuple[str, ...] = ()
     """What is not the same in two runs that ended; others: beginnings of metrics that may differ."""
     found = []
     for mine, theirs in zip(records(folder, one), records(folder, other), strict=True):
-        is_time = ("time/", "memory/", "speed/", "reshard/seconds", "reshard/plan_s", *others)
+        is_time = ("time/", "idle/", "plan/", "memory/", "speed/", "reshard/seconds", "reshard/plan_s", *others)
         names = [name for name in mine | theirs if not name.startswith(is_time) and name not in _SECONDS]
         wrong = [name for name in names if mine.get(name) != theirs.get(name)]
         found += [f"step {mine['step']}: {name} {mine.get(name)} {theirs.get(name)}" for name in wrong]

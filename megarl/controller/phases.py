@@ -61,6 +61,7 @@ class StepRollout:
             record.add(self._end_next())
         record.add(self._found.counts(self._limits))
         record.add(balance_metrics(self._balances))
+        record.sampled(sum(balance.seconds for balance in self._balances))
         record.add({"reward/failed": failed_share(self._found.complete)})  # also of groups that no step trains on
         record.failed(self._found.complete)
         return self._found.stock

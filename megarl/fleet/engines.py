@@ -17,6 +17,7 @@ from megarl.parallel.engine_layout import EngineLayout
 from megarl.rollout.dealing import Dealer
 from megarl.rollout.episodes import Sampling
 from megarl.rollout.sglang.arguments import NodeSpan
+from megarl.rollout.step_fit import EngineHistory
 from megarl.rollout.stock import Entry, Stock
 from megarl.types import Prompt
 
@@ -35,6 +36,7 @@ class Engines:
         own = layout.engines_without(shared)
         self._sharing = [worker for index, worker in enumerate(self.workers) if index not in own]
         self._with_own_gpus = [self.workers[index] for index in own]
+        self._history = EngineHistory()
         self._dealers: dict[int, Dealer] = {}  # of all rounds on so many engines; they know their capacity once started
 
     @property
@@ -88,7 +90,7 @@ class Engines:
             capacities = self._cluster.call_all(workers, "capacity")
             self._dealers[len(workers)] = Dealer(capacities, sampling.new_tokens(0))
         dealer, groups = self._dealers[len(workers)], self._recipe.rollout.engine.dp
-        begun = SamplingRound(self._cluster, workers, dealer, groups, entries, sampling)
+        begun = SamplingRound(self._cluster, workers, dealer, groups, entries, sampling, self._history)
         begun.begin()
         return begun
 

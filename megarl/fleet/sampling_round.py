@@ -12,6 +12,7 @@ from megarl.cluster.actor import Ref, Worker
 from megarl.cluster.session import Cluster
 from megarl.rollout.dealing import CompletedSample, Dealer
 from megarl.rollout.episodes import Sampling
+from megarl.rollout.step_fit import EngineHistory, EngineWork, seconds_of
 from megarl.rollout.stock import Entry, PartialSummary
 from megarl.types import RoundBalance
 
@@ -33,9 +34,13 @@ class SamplingRound:
         groups: int,
         entries: Sequence[Entry[Ref]],
         sampling: Sampling,
+        history: EngineHistory,
     ) -> None:
-        """groups: attention groups of each engine. entries: with open samples; the longest are sent first."""
-        self._cluster, self._workers, self._dealer = cluster, workers, dealer
+        """groups: attention groups of each engine. entries: with open samples; the longest are sent first.
+
+        history: of the rounds before, which gets this one.
+        """
+        self._cluster, self._workers, self._dealer, self._history = cluster, workers, dealer, history
         self._entries, self._sampling = entries, sampling
         self._asked = [_open_summary(entry) for entry in entries]
         self._waiting = deque(sorted(range(len(entries)), key=lambda index: -self._asked[index].input_tokens))
@@ -44,6 +49,7 @@ class SamplingRound:
         self._reports: dict[Ref, int] = {}  # the open calls, with their engines
         self._unfinished = [0] * len(workers)  # samples of each engine
         self._tokens = [[0] * groups for _ in workers]
+        self._work = [EngineWork() for _ in workers]
         self._ends_s: list[float] = []  # of each sample, by the controller's clock
         self._began_s = time.monotonic()
         self._idle_since_s = [self._began_s] * len(workers)  # of each engine, once all of its samples have finished
@@ -115,13 +121,20 @@ class SamplingRound:
         self._dealer.finish(engine, sample.prompt_tokens, sample.response_tokens)
         self._unfinished[engine] -= 1
         self._tokens[engine][sample.group] += sample.prompt_tokens + sample.response_tokens
+        self._work[engine] = self._work[engine].with_sample(sample.prompt_tokens, sample.response_tokens)
         self._ends_s.append(now_s)
         self._idle_since_s[engine] = now_s
 
     def _balance(self) -> RoundBalance:
+        """Once a round: the history gets its work."""
         tail_s = self._ends_s[-1] - self._ends_s[math.ceil(_TAIL_FROM * len(self._ends_s)) - 1]
         idle_s = sum(self._ends_s[-1] - since_s for since_s in self._idle_since_s) / len(self._idle_since_s)
-        return RoundBalance(tuple(tokens for groups in self._tokens for tokens in groups), tail_s, idle_s)
+        fit = self._history.fitted()
+        expected_s = max(seconds_of(fit, work) for work in self._work) if fit else 0.0
+        for work, since_s in zip(self._work, self._idle_since_s, strict=True):
+            self._history.add(work, since_s - self._began_s)
+        tokens = tuple(tokens for groups in self._tokens for tokens in groups)
+        return RoundBalance(tokens, tail_s, idle_s, self.sampled_s, fit, expected_s)
 
 
 def _open_summary(entry: Entry[Ref]) -> PartialSummary:

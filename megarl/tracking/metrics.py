@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from itertools import zip_longest
 from typing import Any
 
@@ -44,15 +45,34 @@ def balance_metrics(rounds: Sequence[RoundBalance]) -> Metrics:
     `imbalance`: tokens of the busiest attention group over the mean group's; `tail_s`: from 90 % of a round's samples
     to all of them; `idle_s`: of the mean engine with nothing left, until the round's end. The busiest groups' tokens,
     the means and the seconds are each added up over the rounds. A step without a round has none of them.
+
+    `plan/rollout_error`: by which share the rounds before let expect other seconds than the step's rounds took;
+    `plan/step_s`, `plan/sequence_s`, `plan/read_s`: what they let expect of an engine, see `StepSeconds`.
     """
     if not rounds:
         return {}
+    foretold = [balance for balance in rounds if balance.fit]
+    seconds = sum(balance.seconds for balance in foretold)
+    fit: Metrics = {}
+    if foretold and foretold[-1].fit and seconds:
+        error = abs(sum(balance.expected_s for balance in foretold) / seconds - 1)
+        fit = {"plan/rollout_error": error} | {f"plan/{name}": it for name, it in asdict(foretold[-1].fit).items()}
     tokens = [balance.group_tokens for balance in rounds]  # not all engines have part in a round that is sampled ahead
     return {
         "rollout/imbalance": sum(map(max, tokens)) / sum(sum(groups) / len(groups) for groups in tokens),
         "rollout/tail_s": sum(balance.tail_s for balance in rounds),
         "rollout/idle_s": sum(balance.idle_s for balance in rounds),
+        **fit,
     }
+
+
+def idle_metrics(phases: Metrics, step_s: float, sampled_s: float) -> Metrics:
+    """Seconds of a step in which GPUs that only train, or only sample, had nothing to do.
+
+    phases: seconds by `time/<phase>_s`. sampled_s: that engines had samples, the evaluation's apart.
+    """
+    rollout_s, ahead_s, eval_s = (phases.get(f"time/{name}_s", 0.0) for name in ("rollout", "ahead", "eval"))
+    return {"idle/ranks_s": rollout_s + ahead_s + eval_s, "idle/engines_s": max(0.0, step_s - sampled_s - eval_s)}
 
 
 def failed_share(groups: Sequence[GroupSummary]) -> float:

@@ -22,7 +22,7 @@ from megarl.config import Recipe
 from megarl.config.yaml_text import options_comment
 from megarl.disk import folder_gone, writing
 from megarl.printable import json_line, one_line, printable
-from megarl.tracking.metrics import pick_samples
+from megarl.tracking.metrics import idle_metrics, pick_samples
 from megarl.tracking.record_lines import read_lines
 from megarl.tracking.secrets import without_secrets
 from megarl.tracking.trackers import Trackers
@@ -51,6 +51,7 @@ class Record:
         self.groups: Sequence[GroupSummary] = ()
         self.failures: list[str] = []
         self._phases: Metrics = {}
+        self._sampled_s: float | None = None
         self._began = time.perf_counter()
 
     @contextmanager
@@ -72,9 +73,15 @@ class Record:
         """Add the failed verdicts of scored groups, of which the terminal shows the first."""
         self.failures += [failure for group in groups for failure in group.failures]
 
+    def sampled(self, seconds: float) -> None:
+        """Set for how long engines had samples in the step's phases of sampling."""
+        self._sampled_s = seconds
+
     def close(self) -> Metrics:
         """The flat record; `time/other_s` is the time outside all phases."""
         step_s = time.perf_counter() - self._began
+        if self._sampled_s is not None:
+            self.add(idle_metrics(self._phases, step_s, self._sampled_s))
         times = {**self._phases, "time/other_s": step_s - sum(self._phases.values()), "time/step_s": step_s}
         return {"step": self.step, **{name: float(value) for name, value in (self.metrics | times).items()}}
 

@@ -35,6 +35,7 @@ from megarl.fleet.memory import MemoryScheduler
 from megarl.fleet.rank_groups import AuxiliaryRanks, PerTokenResults, PolicyRanks, RolloutBatch, _groups, _share
 from megarl.parallel.layout import TrainLayout
 from megarl.rollout.sglang.arguments import Sampling
+from megarl.rollout.step_fit import EngineHistory
 from megarl.training.batching import SampleRef, Update
 from megarl.types import Prompt
 from scripts.bench.batching import QWEN3_30B
@@ -154,6 +155,7 @@ class Step:
         engines = [CountedEngine(f"engine {index}", hosts[index % len(hosts)], self) for index in range(num_engines)]
         self.engines.__dict__.update(
             _cluster=self.cluster, _recipe=recipe, workers=engines, _sharing=engines, _dealers={},
+            _history=EngineHistory(),
         )  # fmt: skip
 
     def _ranks(self, kind: type[Any], recipe: Recipe, workers: Sequence[Worker]) -> Any:

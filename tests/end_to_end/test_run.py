@@ -85,7 +85,7 @@ def test_other_layouts_agree_too(
 ):
     """Data parallel into two engines, one of them on a GPU that trains; split experts (ETP) into an expert-parallel
     engine on GPUs of its own. What the engines get is held against the trained weights. The prompts are of two files
-    with columns of their own, one of them too long."""
+    with columns of their own, one of them too long. The engine with a GPU of its own samples while the ranks learn."""
     odd = tmp_path / "odd.jsonl"
     odd.write_text("".join(json.dumps({"ask": ask, "reply": 3}) + "\n" for ask in ("1+2=", "2+1=", "1+1+1=" * 9)))
     files = f"{{path: data/train.jsonl, weight: 3}}, {{path: {odd}, prompt: ask, answer: reply, weight: 1}}"
@@ -94,6 +94,8 @@ def test_other_layouts_agree_too(
     overrides = [f"train.{key}={value}" for key, value in train.items()]
     overrides += [f"rollout.engine.{key}={value}" for key, value in engine.items()]
     overrides += [f"placement.{key}={value}" for key, value in placement.items()]
+    is_ahead = algorithm == "prime"
+    overrides += ["rollout.ahead=1", "rollout.phase_tokens=4", "algorithm.mismatch=tis"] if is_ahead else []
     command = launch(
         *overrides, "run.steps=3", "warm_start.steps=10", "train.updates_per_step=2", "rollout.prompts_per_step=8",
         "evaluation.max_prompts=16", "reshard.verify=checksum", f"algorithm.name={algorithm}", *given,
@@ -110,5 +112,9 @@ def test_other_layouts_agree_too(
         assert record["rollout/samples"] == 64, "a greedy sample to compare with is none of them"
         assert (algorithm == "prime") == ("critic/right" in record)
         assert record["reshard/attempts"] == record["reshard/version"] + 1, "no exchange had to be repeated"
+        learning_s = record["time/train_s"] + record.get("time/critic_s", 0.0)
+        assert record.get("rollout/waited_s", 0.0) < learning_s, "engines sampled before the updates were done"
+    ages = [record.get("stale/token_max", 0) for record in steps]
+    assert ages[0] == 0 and (min(ages[1:]) >= 1) == is_ahead, "a part was sampled before the weights were published"
     resolved = yaml.safe_load((command.folder / "runs/quickstart/recipe.yaml").read_text())
     assert resolved["placement"] == {**placement, "network": "loopback", "hardware": None}

@@ -139,6 +139,7 @@ def is_pending(process: psutil.Process, number: signal.Signals) -> bool:
     return bool(int(pending, 16) >> (number - 1) & 1)
 
 
+@pytest.mark.nightly  # four minutes; tests/slurm/test_job.py has the script's answer, test_resume.py the driver's
 def test_a_job_goes_on_after_the_signal_before_its_time_limit(job: Job, slurm: Slurm) -> None:
     """The limit is drawn near once a step is done; the driver is stopped until Slurm's signal has come."""
     job.submit()

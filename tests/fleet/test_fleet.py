@@ -20,6 +20,7 @@ from megarl.resharding.member import Stats
 from megarl.rollout.dealing import Capacity
 from megarl.rollout.episodes import Sampling
 from megarl.rollout.rewards import Verdict
+from megarl.rollout.step_fit import EngineHistory
 from megarl.rollout.stock import PartialGroup, PartialSummary, Stock
 from megarl.types import Prompt, Sample, SampleGroup, SamplePart
 from tests.plan import plans
@@ -113,7 +114,7 @@ def test_all_rounds_have_one_dealer(monkeypatch: pytest.MonkeyPatch) -> None:
     """It learns from each round how long responses are, and the engines are asked for their capacity once."""
     dealers, asked = [], []
 
-    def sampling_round(cluster: Any, workers: Any, dealer: Any, groups: int, entries: Any, sampling: Any) -> Any:
+    def sampling_round(cluster: Any, workers: Any, dealer: Any, groups: int, entries: Any, *others: Any) -> Any:
         dealers.append(dealer)
         return SimpleNamespace(begin=lambda: None, result=lambda: (entries, groups, len(workers)))
 
@@ -126,7 +127,7 @@ def test_all_rounds_have_one_dealer(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = SimpleNamespace(dp=2)
     one.__dict__.update(
         _cluster=SimpleNamespace(call_all=call_all), workers=[object()] * 3, _with_own_gpus=[object()] * 2, _dealers={},
-        _recipe=SimpleNamespace(rollout=SimpleNamespace(engine=engine)),
+        _recipe=SimpleNamespace(rollout=SimpleNamespace(engine=engine)), _history=EngineHistory(),
     )  # fmt: skip
     found = [one.begin([name], Sampling(4, 8)).result() for name in "ab"]
     assert found == [(["a"], 2, 3), (["b"], 2, 3)]

@@ -12,6 +12,7 @@ from megarl.fleet import sampling_round
 from megarl.fleet.sampling_round import SamplingRound
 from megarl.rollout.dealing import Capacity, CompletedSample, Dealer
 from megarl.rollout.episodes import Sampling
+from megarl.rollout.step_fit import EngineHistory
 from megarl.rollout.stock import PartialSummary, Stock
 from megarl.types import Prompt
 
@@ -58,17 +59,21 @@ def prompts(*lengths: int) -> list[Prompt]:
     return [Prompt(str(index), "", (1,) * length, "") for index, length in enumerate(lengths)]
 
 
-def round_of(cluster: Any, capacity: Capacity, stock: Stock[Any], samples: int) -> SamplingRound:
-    how = Sampling(samples, 400, with_baseline=True)
-    return SamplingRound(cluster, cluster.workers, Dealer([capacity] * 2, 400), 1, stock.entries, how)
+def round_of(
+    cluster: Any, capacity: Capacity, stock: Stock[Any], samples: int, history: EngineHistory | None = None
+) -> SamplingRound:
+    how, dealer = Sampling(samples, 400, with_baseline=True), Dealer([capacity] * 2, 400)
+    return SamplingRound(cluster, cluster.workers, dealer, 1, stock.entries, how, history or EngineHistory())
 
 
 class Played:
     """A round of a stock's groups on two engines."""
 
-    def __init__(self, capacity: Capacity, stock: Stock[Any], samples: int = 2) -> None:
+    def __init__(
+        self, capacity: Capacity, stock: Stock[Any], samples: int = 2, history: EngineHistory | None = None
+    ) -> None:
         self.cluster = cluster = Cluster(2)
-        one = round_of(cluster, capacity, stock, samples)
+        one = round_of(cluster, capacity, stock, samples, history)
         one.begin()
         self.entries, self.balance = one.result()
         assert cluster.background is None
@@ -118,6 +123,16 @@ def test_the_tail_is_from_nine_tenths_of_the_samples_on() -> None:
     assert found.balance is not None
     assert found.balance.tail_s == 20 - 18, "20 samples, one a second"
     assert found.balance.idle_s == 10 / 2, "the first engine finishes its ten first"
+
+
+def test_a_round_is_expected_to_take_what_those_before_took() -> None:
+    """The stand-in's engines take turns: of ten samples the first engine takes five seconds, the other ten."""
+    history = EngineHistory()
+    for _ in range(2):
+        found = Played(Capacity(100, 10**6), Stock[Any]().admitted(prompts(*[10] * 10), (7, 3), 2), 1, history)
+        assert found.balance and found.balance.fit is None and found.balance.seconds == 20
+    found = Played(Capacity(100, 10**6), Stock[Any]().admitted(prompts(*[10] * 10), (7, 3), 2), 1, history)
+    assert found.balance and found.balance.fit and 10 <= found.balance.expected_s <= 20
 
 
 def test_a_round_without_prompts_is_empty() -> None:

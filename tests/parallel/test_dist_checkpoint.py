@@ -101,7 +101,7 @@ def load_random_states(trainer: Any, folder: Path) -> list[float]:
     return draws()
 
 
-@pytest.fixture(scope="module", params=["qwen3-moe", "deepseek-v3"])
+@pytest.fixture(scope="module", params=[pytest.param("qwen3-moe", marks=pytest.mark.nightly), "deepseek-v3"])
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
 

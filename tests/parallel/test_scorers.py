@@ -28,6 +28,12 @@ LAYOUTS = {
     "tp2 cp2 ep4": TrainLayout(4, 2, 1, 4, cp=2),
 }
 FAMILIES = ("qwen3-moe", "deepseek-v3")
+BY_DAY = {("qwen3-moe", "cp2 vpp2"), ("deepseek-v3", "dp2"), ("deepseek-v3", "tp2 pp2 ep2")}
+CASES = [
+    pytest.param(family, name, marks=() if (family, name) in BY_DAY else pytest.mark.nightly)
+    for family in FAMILIES
+    for name in LAYOUTS
+]
 VOCAB_SIZE, STEPS, LR = 200, 3, 1e-3
 Scored = Any  # (a path, what one rank makes of it)
 
@@ -59,7 +65,7 @@ def world(path: Path, layout: TrainLayout, takes_turns: bool = False) -> list[di
     return run_ranks(layout.world_size, learn, made, takes_turns)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module")
 def scored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Scored:
     folder = tmp_path_factory.mktemp(request.param)
     path = write(
@@ -68,6 +74,7 @@ def scored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return path, world(path, ONE_RANK)[0]
 
 
+@pytest.mark.parametrize("scored", FAMILIES, indirect=True)
 def test_values_are_those_of_transformers(scored: Scored) -> None:
     from transformers import AutoModelForSequenceClassification
 
@@ -81,7 +88,7 @@ def test_values_are_those_of_transformers(scored: Scored) -> None:
         np.testing.assert_allclose(value_T[1:], expected_T[:-1], atol=2e-4)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(("scored", "name"), CASES, indirect=["scored"])
 def test_every_layout_learns_what_one_rank_does(scored: Scored, name: str) -> None:
     path, expected = scored
     layout = LAYOUTS[name]

@@ -32,7 +32,7 @@ CASES = [
     if not set(over) & set(DEBUG)
 ]
 SMALLEST = "dapo_qwen2_5_32b"  # whose engines are searched by day
-# Engines of too few GPUs, in place of the recipe's; the phase that they fill; what is there to turn. By model or recipe.
+# Engines of too few GPUs, in place of the recipe's; the phase that they fill; what helps. By model or recipe.
 TOO_FEW: dict[str, tuple[dict[str, float], list[str], str]] = {
     "qwen3_30b": ({"tp": 1, "ep": 1, "dp": 1, "sglang.mem_fraction_static": 0.8}, ["rollout"], "rollout.engine.fp8"),
     "qwen3_235b": ({"tp": 4, "ep": 4, "dp": 1}, ["rollout", "reshard"], "rollout.engine.tp"),

@@ -158,7 +158,11 @@ def test_nothing_better_is_left_out(side: Side, recipe: Recipe, estimator: Estim
 @pytest.mark.parametrize(
     ("model", "layouts"),
     [
-        ("tiny", [{"tp": 2, "pp": 2, "ep": 4}, {"pp": 2, "vpp": 2, "ep": 2}, {"tp": 2, "ep": 1}, {"ep": 8}]),
+        pytest.param(
+            "tiny",
+            [{"tp": 2, "pp": 2, "ep": 4}, {"pp": 2, "vpp": 2, "ep": 2}, {"tp": 2, "ep": 1}, {"ep": 8}],
+            marks=pytest.mark.nightly,
+        ),
         ("tiny", [{"ep": 2, "mtp_loss": 0.1}, {"tp": 2, "pp": 2, "layers_per_stage": [3, 1], "ep": 2}]),
         pytest.param("tiny-tied", [{"tp": 2}, {"pp": 2, "tp": 2}, {"pp": 2, "vpp": 2}], marks=pytest.mark.nightly),
     ],

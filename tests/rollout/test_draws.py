@@ -50,19 +50,21 @@ def engines(checkpoint: Path, build_engine: Callable[..., Engine]) -> Iterator[l
 
 
 @pytest.mark.slow
-def test_attention_groups_draw_independently_and_their_ranks_together(
+def test_engines_and_their_attention_groups_draw_independently_and_ranks_together(
     engines: list[Engine], reference: Reference
 ) -> None:
-    check_draws(engines[:1], reference)
+    check_draws(engines, reference)
     groups = asyncio.run(sample_all(engines[0], Sampling(4, 12, 1.3)))
     assert worst_gap(groups, reference, 1.3) < TOLERANCE, "ranks that draw other tokens have other caches"
 
 
 @pytest.mark.slow
-def test_a_single_rank_draws_by_the_temperature(engines: list[Engine], reference: Reference) -> None:
-    check_draws(engines[1:], reference, temperature=1.3)
+@pytest.mark.nightly
+def test_attention_groups_alone_draw_independently(engines: list[Engine], reference: Reference) -> None:
+    check_draws(engines[:1], reference)
 
 
 @pytest.mark.slow
-def test_engines_draw_independently(engines: list[Engine], reference: Reference) -> None:
-    check_draws(engines, reference)
+@pytest.mark.nightly
+def test_a_single_rank_draws_by_the_temperature(engines: list[Engine], reference: Reference) -> None:
+    check_draws(engines[1:], reference, temperature=1.3)

@@ -29,12 +29,13 @@ from megarl.tracking.metrics import (
     balance_metrics,
     eval_metrics,
     failed_share,
+    idle_metrics,
     pick_samples,
     rollout_metrics,
     train_metrics,
     update_metrics,
 )
-from megarl.types import GroupSummary, RoundBalance, SamplePart
+from megarl.types import GroupSummary, RoundBalance, SamplePart, StepSeconds
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 
@@ -81,12 +82,27 @@ def test_accepted_tokens_are_a_mean_over_all_verifications() -> None:
 
 def test_balance_is_the_busiest_groups_work_and_the_tails_of_all_rounds() -> None:
     """Every round waits for its busiest group: 30 + 4 tokens, where 20 + 3 would have been even."""
-    rounds = [RoundBalance((10, 30), 2.5, 1.0), RoundBalance((4, 2), 0.5, 0.25)]
+    rounds = [RoundBalance((10, 30), 2.5, 1.0, 9.0), RoundBalance((4, 2), 0.5, 0.25, 2.0)]
     seconds = {"rollout/tail_s": 3.0, "rollout/idle_s": 1.25}
     assert balance_metrics(rounds) == {"rollout/imbalance": pytest.approx(34 / 23)} | seconds
-    ahead = RoundBalance((7,), 0.0, 0.0)  # on one of the two engines
+    ahead = RoundBalance((7,), 0.0, 0.0, 1.0)  # on one of the two engines
     assert balance_metrics([*rounds, ahead])["rollout/imbalance"] == pytest.approx((34 + 7) / (23 + 7))
     assert balance_metrics([]) == {}, "all groups were left over from the step before"
+
+
+def test_what_rounds_were_expected_to_take_is_compared_with_what_they_took() -> None:
+    fit = StepSeconds(0.5, 0.25, 0.125)
+    rounds = [RoundBalance((1,), 0.0, 0.0, 7.0), RoundBalance((1,), 0.0, 0.0, 4.0, fit, 3.0)]
+    rounds.append(RoundBalance((1,), 0.0, 0.0, 6.0, fit, 6.0))
+    found = balance_metrics(rounds)
+    assert found["plan/rollout_error"] == pytest.approx(0.1), "of the rounds that have rounds before them"
+    assert (found["plan/step_s"], found["plan/sequence_s"], found["plan/read_s"]) == (0.5, 0.25, 0.125)
+
+
+def test_gpus_that_only_train_wait_for_samples_and_those_that_only_sample_for_the_rest() -> None:
+    phases = {"time/rollout_s": 5.0, "time/train_s": 7.0, "time/ahead_s": 1.0, "time/eval_s": 2.0}
+    assert idle_metrics(phases, 20.0, 11.0) == {"idle/ranks_s": 8.0, "idle/engines_s": 7.0}
+    assert idle_metrics({}, 1.0, 0.0) == {"idle/ranks_s": 0.0, "idle/engines_s": 1.0}
 
 
 def test_failed_verdicts_are_a_share_of_all_samples_dropped_or_not() -> None:

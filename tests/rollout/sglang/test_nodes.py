@@ -20,7 +20,6 @@ from megarl.device import address_of, host_store
 from megarl.rollout.sglang.arguments import NodeSpan
 from megarl.rollout.sglang.engine import Engine, EngineFault, Sampling
 from megarl.rollout.sglang.relay import new_endpoint
-from tests.rollout.draws import check_draws
 from tests.rollout.sglang.test_engine import PROMPTS, TOLERANCE, sample_all, worst_gap
 
 pytestmark = pytest.mark.slow
@@ -66,7 +65,8 @@ def test_it_samples_takes_weights_and_dies_as_one(nodes: Nodes, reference: Any) 
     assert [len(group) for group in groups] == [4] * len(PROMPTS)
     assert worst_gap(groups, reference) < TOLERANCE
     assert len(nodes.engine.pids()) == 1, "the other rank is the other host's"
-    check_draws([nodes.engine], reference)
+    drawn = [one.response_ids_T.tobytes() for group in groups for one in group if len(one.response_ids_T) > 3]
+    assert len(set(drawn)) == len(drawn), "the hosts' attention groups draw from other seeds"
 
     asyncio.run(nodes.engine.reshard({"scale": 1.1}, 1))
     reference.scale(1.1)
