@@ -146,6 +146,11 @@ class Roles:
         return shared_slots([self.engine_slots, *(role.slots for role in self.models.values())])
 
     @property
+    def unshared_engines(self) -> list[int]:
+        """The engines that share no GPU with other models, and can sample while the ranks learn."""
+        return self.engines.engines_without(self.shared_slots)
+
+    @property
     def num_training_slots(self) -> int:
         """Slots of a run without engines: those of the policy's and of the critic's ranks."""
         return max(role.slots.stop for role in (self.policy, self.critic) if role)

@@ -14,7 +14,7 @@ from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.config.loading import overlaid
 from megarl.parallel.engine_layout import EngineLayout
-from megarl.parallel.roles import Role, RoleName, Roles, engine_layout, resolve
+from megarl.parallel.roles import Role, RoleName, Roles, resolve
 from megarl.plan.batch import RankWork, Samples, share_of
 from megarl.plan.candidates import Overlay
 from megarl.plan.engine_simulation import GroupLimits
@@ -48,9 +48,8 @@ class Estimate:
     def step_s(self) -> float:
         """All seconds of a step but the reshard's."""
         of = self.estimator
-        rollout_s = of.rollout(self.recipe, self.sizes["policy"], self.memory).total_s
-        _, step = step_times(self.roles, of.hardware, self.sizes, self.shares, of.samples, rollout_s, reshard_s=0.0)
-        return step.total_s
+        _, step = step_times(self.roles, of.hardware, self.sizes, self.shares, of.samples, reshard_s=0.0)
+        return step.with_rollout(of.rollout(self.roles, self.memory)).total_s
 
     @property
     def rough_rollout_s(self) -> float:
@@ -106,7 +105,7 @@ class Estimator:
         }
         if least_training_bytes(sizes, math.ceil(shares["policy"].micro_batches)) > self.hardware.memory_bytes:
             return None
-        _, step = step_times(roles, self.hardware, sizes, shares, self.samples, rollout_s=0.0, reshard_s=0.0)
+        _, step = step_times(roles, self.hardware, sizes, shares, self.samples, reshard_s=0.0)
         return step.total_s
 
     def sizes_of(self, roles: Roles) -> dict[RoleName, ModelSize]:
@@ -126,9 +125,9 @@ class Estimator:
             self._shares[key] = replace(share_of(recipe, role.shape, layout, samples), updates=updates)
         return self._shares[key]
 
-    def rollout(self, recipe: Recipe, policy: ModelSize, memory: MemoryPlan) -> RolloutTime:
+    def rollout(self, roles: Roles, memory: MemoryPlan) -> RolloutTime:
         """As `rollout_of`."""
-        key = engine_layout(recipe), group_limits(recipe, self.hardware, memory)
+        key = roles.engines, group_limits(roles.recipe, self.hardware, memory)
         if key not in self._rollouts:
-            self._rollouts[key] = rollout_of(recipe, policy.shape, self.hardware, memory, self.samples)
+            self._rollouts[key] = rollout_of(roles, self.hardware, memory, self.samples)
         return self._rollouts[key]

@@ -15,7 +15,9 @@ from megarl.parallel.layout import divisors
 from megarl.parallel.roles import RoleName, Roles, engine_layout, resolve
 from megarl.plan.model_size import ModelSize, resized, sizes_of
 from megarl.plan.phase_memory import COMPUTES, SAVE, MemoryPlan
+from megarl.plan.step_time import StepTime
 from megarl.preflight.layout import slot_faults
+from megarl.preflight.phases import phase_faults
 from megarl.types import ModelShape, UserFault
 
 GB = 1e9
@@ -25,10 +27,10 @@ _BRANCHES = {"train": "train", SAVE: "train", "critic": "critic.ranks", "score":
 _LEAST_FRACTION, _FRACTION_STEP = 0.3, 0.05
 
 _NUM_TRIED = 3  # numbers of attention groups: each costs a count of the memory and a rollout
-_WORTH_IT = 0.95  # of the rollout's seconds now; less than that is inside the estimate's own error
+_WORTH_IT = 0.95  # of a step's seconds now; less than that is inside the estimate's own error
 
 Count = Callable[[Recipe, Mapping[RoleName, ModelSize]], MemoryPlan]
-TryEngines = Callable[[Recipe], tuple[MemoryPlan, float]]
+TryEngines = Callable[[Recipe], tuple[MemoryPlan, StepTime]]
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,8 @@ def _is_valid(change: _Change) -> bool:
     roles = change.roles
     if any(role.layout_faults() for role in roles.models.values()):
         return False
-    return not (roles.engines.faults(roles.policy.shape, change.recipe.placement.gpus) or slot_faults(roles))
+    engine_faults = roles.engines.faults(roles.policy.shape, change.recipe.placement.gpus)
+    return not (engine_faults or slot_faults(roles) or phase_faults(roles))
 
 
 def _changes(recipe: Recipe, phase: str) -> Iterator[_Change]:
@@ -246,13 +249,10 @@ def _updated(branch: Any, path: str, values: Mapping[str, Any]) -> Any:
     return branch.model_copy(update={first: _updated(getattr(branch, first), rest, values)})
 
 
-def cache_advice(
-    recipe: Recipe, shape: ModelShape, memory: MemoryPlan, other_s: float, try_engines: TryEngines
-) -> list[str]:
+def cache_advice(recipe: Recipe, shape: ModelShape, memory: MemoryPlan, try_engines: TryEngines) -> list[str]:
     """What gives the KV cache more room, if most of a step's sequences wait for it.
 
-    shape: of the policy. other_s: seconds of a step without its rollout. try_engines: the memory of a recipe that has
-    other engines, and the seconds of its rollout.
+    shape: of the policy. try_engines: the memory and the step of a recipe that has other engines.
     """
     cache, engine = memory.kv, recipe.rollout.engine
     if memory.faults or cache.concurrency_mean >= cache.wanted / 2 or learns_from_answers(recipe.algorithm.name):
@@ -260,8 +260,8 @@ def cache_advice(
     knobs = [] if engine.fp8 else ["rollout.engine.fp8 true halves the weights beside it"]
     groups = _best_groups(recipe, shape, memory, try_engines)
     if groups:
-        dp, rollout_s = groups
-        knobs.insert(0, f"rollout.engine.dp {dp} would make it {other_s + rollout_s:,.0f} s a step")
+        dp, step_s = groups
+        knobs.insert(0, f"rollout.engine.dp {dp} would make it {step_s:,.0f} s a step")
     elif not shape.mla and shape.num_kv_heads < engine.tp // engine.dp:
         knobs.insert(0, f"rollout.engine.tp {shape.num_kv_heads} at most: more ranks hold the same heads")
     now = f"{cache.concurrency_mean} of {cache.wanted} sequences at once"
@@ -271,18 +271,18 @@ def cache_advice(
 def _best_groups(
     recipe: Recipe, shape: ModelShape, memory: MemoryPlan, try_engines: TryEngines
 ) -> tuple[int, float] | None:
-    """(dp, seconds of the rollout) of the next larger numbers of groups; None: none of them is faster than now."""
+    """(dp, seconds of a step) of the next larger numbers of groups; None: none of them is faster than now."""
     found: dict[int, float] = {}
     engine = recipe.rollout.engine
     for dp in [dp for dp in divisors(engine.tp) if dp > engine.dp][:_NUM_TRIED]:
         changed = _updated(recipe, "rollout.engine", {"dp": dp})
         if engine_layout(changed).faults(shape, recipe.placement.gpus):
             continue
-        room, found_s = try_engines(changed)
+        room, step = try_engines(changed)
         fits = room.device[room.peak_phase].total_bytes <= room.capacity_bytes
         if fits and room.kv.concurrency_longest and room.kv.concurrency_mean > memory.kv.concurrency_mean:
-            found[dp] = found_s
+            found[dp] = step.total_s
     best = min(found, key=lambda dp: found[dp], default=None)
-    if best is None or found[best] > _WORTH_IT * try_engines(recipe)[1]:
+    if best is None or found[best] > _WORTH_IT * try_engines(recipe)[1].total_s:
         return None
     return best, found[best]

@@ -1,83 +1,113 @@
-"""Whether a rollout in phases would take fewer seconds: a few sizes are tried, and the best is named."""
+"""Whether a rollout in phases, or beside training, would make steps shorter: of a few sizes the best is named."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from megarl.algos import ALGORITHMS, hyperparameters_of, learns_from_answers
 from megarl.config import Recipe
 from megarl.config.loading import overlaid
 from megarl.plan.phased_rollout import PhasedRollout
 
-# A recipe with other phases -> its rollout, or None where its memory does not fit.
-TryPhases = Callable[[Recipe], PhasedRollout | None]
-
 _PHASES = (4, 2, 8)  # of the longest response, in the order in which they are tried
 _IN_FLIGHT = (1.5, 2, 4)  # prompts, over those of a step
+_WHOLE = {"phase_tokens": None, "prompts_in_flight": None}
 _WORTH_IT = 1.1  # times fewer seconds
 _ABOUT_AS_FAST = 1.05  # the size with the lowest bound on staleness is chosen among those within this of the fastest
 
 
-def phase_advice(recipe: Recipe, try_phases: TryPhases) -> list[str]:
-    """Which phases would make a step's rollout shorter, and how old its tokens would be; one sentence or none.
+@dataclass(frozen=True)
+class TriedPhases:
+    """A recipe with its rollout, and the seconds of a step with it."""
 
-    The recipe's own memory must fit.
+    recipe: Recipe
+    rollout: PhasedRollout
+    step_s: float
+
+
+# A recipe with other phases -> what they bring, or None where its memory does not fit.
+TryPhases = Callable[[Recipe], TriedPhases | None]
+
+
+def phase_advice(recipe: Recipe, try_phases: TryPhases, *, may_be_ahead: bool) -> list[str]:
+    """Which phases would make a step shorter, and how old its tokens would be; one sentence or none.
+
+    The recipe's own memory must fit. may_be_ahead: engines have GPUs of their own, as `rollout.ahead` needs.
     """
     name, rollout = recipe.algorithm.name, recipe.rollout
     is_refused = learns_from_answers(name) or ALGORITHMS[name].greedy_baseline
     if is_refused or rollout.max_response_tokens < max(_PHASES):
         return []
     now = try_phases(recipe)
-    found = list(_tried(recipe, now.time.total_s, try_phases)) if now else []
-    if now is None or not found:
+    if now is None:
         return []
-    fastest_s = min(one.time.total_s for one in found)
-    near = [one for one in found if one.time.total_s <= _ABOUT_AS_FAST * fastest_s]
-    best = min(near, key=lambda one: (one.bound, one.time.total_s))
-    gain = now.time.total_s / best.time.total_s
+    found = list(_other_phases(now, try_phases))
+    if may_be_ahead:
+        found += _other_ahead([now, *found], try_phases)
+    fastest_s = min((one.step_s for one in found), default=now.step_s)
+    near = [one for one in found if one.step_s <= _ABOUT_AS_FAST * fastest_s]
+    best = min(near, key=lambda one: (one.rollout.bound, one.step_s), default=now)
+    gain = now.step_s / best.step_s
     return [_sentence(recipe, best, gain)] if gain >= _WORTH_IT else []
 
 
-def _sentence(recipe: Recipe, best: PhasedRollout, gain: float) -> str:
-    effect = f"would take {gain:.1f}x fewer rollout seconds"
-    if best.phase_tokens == recipe.rollout.max_response_tokens:
-        return f"rollout.phase_tokens null with prompts_in_flight null {effect}"
-    keys = f"rollout.phase_tokens {best.phase_tokens} with prompts_in_flight {best.prompts_in_flight}"
+def _sentence(recipe: Recipe, best: TriedPhases, gain: float) -> str:
+    old, new, found = recipe.rollout, best.recipe.rollout, best.rollout
+    names = ("phase_tokens", "prompts_in_flight", "ahead")
+    values = {name: getattr(new, name) for name in names if getattr(new, name) != getattr(old, name)}
+    first, *others = [f"{name} {'null' if value is None else value}" for name, value in values.items()]
     is_off = hyperparameters_of(recipe.algorithm.name, recipe.algorithm).mismatch == "off"
-    keys += " and algorithm.mismatch tis" * is_off
-    versions = f"{best.bound} version{'s' * (best.bound != 1)}"
-    return f"{keys} {effect}; tokens are at most {versions} old ({best.token_mean:.1f} in the mean)"
+    if is_off and (new.phase_tokens or new.ahead):
+        others.append("algorithm.mismatch tis")
+    keys = f"rollout.{first}{' with ' * bool(others)}{' and '.join(others)}"
+    effect = f"{keys} would take {gain:.1f}x fewer seconds a step"
+    if not found.bound:
+        return effect
+    versions = f"{found.bound} version{'s' * (found.bound != 1)}"
+    return f"{effect}; tokens are at most {versions} old ({found.token_mean:.1f} in the mean)"
 
 
-def _tried(recipe: Recipe, now_s: float, try_phases: TryPhases) -> Iterator[PhasedRollout]:
+def _other_phases(now: TriedPhases, try_phases: TryPhases) -> Iterator[TriedPhases]:
     """More and more prompts until the KV cache is full, then the fastest number of them with other phases.
 
     Other phases are not tried where these are slower than the recipe, nor shorter ones where longer ones are faster.
     """
+    recipe = now.recipe
     longest, wanted = recipe.rollout.max_response_tokens, recipe.rollout.prompts_per_step
     first, *others = _PHASES
-    found: dict[int, PhasedRollout] = {}
+    found: dict[int, TriedPhases] = {}
     for in_flight in (int(times * wanted) for times in _IN_FLIGHT):
-        one = try_phases(_with_phases(recipe, longest // first, in_flight))
+        one = try_phases(_with(recipe, phase_tokens=longest // first, prompts_in_flight=in_flight))
         if one is None:
             break
         found[in_flight] = one
-        if one.time.running < one.open_sequences:
+        if one.rollout.time.running < one.rollout.open_sequences:
             break
     yield from found.values()
-    if recipe.rollout.phase_tokens and (whole := try_phases(_with_phases(recipe, None, None))):
+    if recipe.rollout.phase_tokens and (whole := try_phases(_with(recipe, **_WHOLE))):
         yield whole
-    in_flight = min(found, key=lambda count: found[count].time.total_s, default=0)
-    if not found or found[in_flight].time.total_s > now_s:
+    in_flight = min(found, key=lambda count: found[count].step_s, default=0)
+    if not found or found[in_flight].step_s > now.step_s:
         return
     for phases in others:
-        one = try_phases(_with_phases(recipe, longest // phases, in_flight))
+        one = try_phases(_with(recipe, phase_tokens=longest // phases, prompts_in_flight=in_flight))
         if one is None:
             return
         yield one
-        if one.time.total_s < found[in_flight].time.total_s:
+        if one.step_s < found[in_flight].step_s:
             return
 
 
-def _with_phases(recipe: Recipe, phase_tokens: int | None, in_flight: int | None) -> Recipe:
-    return overlaid(recipe, {"rollout": {"phase_tokens": phase_tokens, "prompts_in_flight": in_flight}})
+def _other_ahead(found: Sequence[TriedPhases], try_phases: TryPhases) -> list[TriedPhases]:
+    """The fastest of these, and whole responses, with the other value of `rollout.ahead`."""
+    fastest = min(found, key=lambda one: one.step_s).recipe
+    whole = _with(fastest, **_WHOLE)
+    recipes = [fastest] if fastest == whole else [fastest, whole]
+    tried = [try_phases(_with(one, ahead=1 - one.rollout.ahead)) for one in recipes]
+    return [one for one in tried if one]
+
+
+def _with(recipe: Recipe, **keys: Any) -> Recipe:
+    return overlaid(recipe, {"rollout": keys})

@@ -32,7 +32,8 @@ _LEAST_PROMPTS, _LEAST_LONGEST = 16, 8  # prompts of a step of a part, and longe
 class PhasedRollout:
     """Means over steps, once as many groups are in flight as the recipe allows; of one engine, unless it says else.
 
-    time: its seconds and tokens are those of a step; `longest` and `alone_s` are of a phase. phases: of a step.
+    time: its seconds and tokens are those of a step, with the phase beside training; `longest` and `alone_s` are of a
+    phase. phases: of a step.
     again_s: the seconds of `time.prefill_s` in which tokens of earlier phases are read; again_share: those tokens over
     the tokens of a step's responses. token_mean, token_max: age of trained tokens in versions; bound: the age that no
     token exceeds. open_sequences, open_tokens: of a phase, at most; the tokens with those that the phase adds.
@@ -112,18 +113,25 @@ class _Phase:
 
 @dataclass(frozen=True)
 class _Engine:
-    """A part of an engine, and how it runs a phase. samples: of each prompt."""
+    """A part of an engine, and how it runs a phase. samples: of each prompt.
+
+    engines: that share the open groups evenly. beside: of these, those that sample while the ranks learn.
+    """
 
     speed: Speed
     limits: GroupLimits
     prompt_tokens: int
     samples: int
+    engines: int
+    beside: int
 
-    def run(self, groups: Sequence[OpenGroup]) -> _Phase:
-        requests = [request for group in groups for request in self._requests(group)]
+    def run(self, groups: Sequence[OpenGroup], beside_training: bool) -> _Phase:
+        """groups: its share of those that are open; fewer engines beside training have more each."""
+        dealt = self._dealt(groups, self.beside if beside_training else self.engines)
+        requests = [request for group in dealt for request in self._requests(group)]
         engine, ends = sampled(requests, self.speed, self.limits)
-        again_s = sum(len(group.new) * self._read_s(group.done) for group in groups if group.done)
-        fresh = sum(not group.done for group in groups) * min(self.samples, self.limits.groups)
+        again_s = sum(len(group.new) * self._read_s(group.done) for group in dealt if group.done)
+        fresh = sum(not group.done for group in dealt) * min(self.samples, self.limits.groups)
         prompts_s = fresh * self._read_s(0)
         return _Phase(
             total_s=ends[-1],
@@ -131,7 +139,7 @@ class _Engine:
             tail_s=ends[-1] - ends[-1 - engine.most_running // 2],
             running=engine.most_running,
             retracted=engine.retracted,
-            retracted_tokens=engine.tokens_again,
+            retracted_tokens=engine.tokens_again * len(groups) / len(dealt),
             again_s=engine.prefill_s * again_s / (again_s + prompts_s),
             again_tokens=sum(len(group.new) * group.done for group in groups),
             sequences=len(requests),
@@ -139,6 +147,11 @@ class _Engine:
             longest=max(request.response_tokens for request in requests),
             most=max(group.done + int(group.new.max()) for group in groups),
         )
+
+    def _dealt(self, groups: Sequence[OpenGroup], engines: int) -> list[OpenGroup]:
+        """What each of so many engines has, in the same order: some of the groups several times."""
+        count = -(-len(groups) * self.engines // engines)
+        return [groups[place * engines // self.engines] for place in range(count)]
 
     def _requests(self, group: OpenGroup) -> list[SimulatedRequest]:
         """Each attention group reads a prompt once; what earlier phases have sampled differs from sample to sample."""
@@ -155,20 +168,31 @@ class _Engine:
 
 
 def phased_rollout(
-    recipe: Recipe, speed: EngineSpeed, samples: Samples, limits: GroupLimits, *, whole: bool = False
+    recipe: Recipe,
+    speed: EngineSpeed,
+    samples: Samples,
+    limits: GroupLimits,
+    *,
+    beside: int | None = None,
+    whole: bool = False,
 ) -> PhasedRollout:
-    """limits: of the groups of each of the recipe's engines. whole: do not simulate a part of an engine alone."""
+    """limits: of the groups of each of the recipe's engines. whole: do not simulate a part of an engine alone.
+
+    beside: engines that sample while the ranks learn; None: all of them.
+    """
     rollout, engines = recipe.rollout, speed.layout.count
     per_prompt, prompts = samples.num_drawn // samples.drawn_prompts, -(-samples.drawn_prompts // engines)
     part = _Part() if whole else _part(prompts, per_prompt, limits)
     phase_tokens = min(rollout.phase_tokens or limits.longest, limits.longest)
     in_flight = hyperparameters_of(recipe.algorithm.name, recipe.algorithm).num_drawn(rollout.in_flight)
     wanted, in_flight = (-(-count // part.divisor) for count in (prompts, -(-in_flight // engines)))
-    sizes = PhaseSizes(wanted, in_flight, per_prompt, phase_tokens)
+    sizes = PhaseSizes(wanted, in_flight, per_prompt, phase_tokens, rollout.ahead)
     lengths = np.array([one.response_tokens for one in whole_requests(samples, engines, limits.groups)], np.int64)
     of_part = replace(part.limits(limits), longest=phase_tokens)
-    engine = _Engine(_PartSpeed(SimulatedSpeed(speed), part), of_part, samples.prompt_tokens, per_prompt)
-    before = num_phases(recipe) - 1 + -(-in_flight // wanted) - 1  # steps until the first of all ages is trained on
+    own = _PartSpeed(SimulatedSpeed(speed), part)
+    engine = _Engine(own, of_part, samples.prompt_tokens, per_prompt, engines, beside or engines)
+    # Steps until the first of all ages is trained on.
+    before = num_phases(recipe) - 1 + -(-in_flight // wanted) - 1 + rollout.ahead
     steps = phased_steps(sizes, _lengths_of(lengths, part, per_prompt), engine.run)
     return _figures(recipe, speed, samples, list(islice(steps, before, 2 * before + 1)), part)
 
@@ -203,14 +227,14 @@ def _lengths_of(lengths: IntArray, part: _Part, per_prompt: int) -> LengthsOf:
 def _figures(
     recipe: Recipe, speed: EngineSpeed, samples: Samples, steps: Sequence[PhasedStep[_Phase]], part: _Part
 ) -> PhasedRollout:
-    phases = [phase for step in steps for phase in step.results]
+    phases = [phase for step in steps for phase in step.all_results]
     tokens_by_age = np.zeros(1 + max(step.oldest for step in steps))
     for step in steps:
         tokens_by_age[: step.oldest + 1] += step.tokens_by_age
     tokens = float(tokens_by_age.sum()) / len(steps)
 
     def of_step(value: Callable[[_Phase], float]) -> float:
-        return fmean(sum(map(value, step.results)) for step in steps)
+        return fmean(sum(map(value, step.all_results)) for step in steps)
 
     prefill_s, total_s = of_step(lambda phase: phase.prefill_s), of_step(lambda phase: phase.total_s)
     longest = max(phase.longest for phase in phases)
@@ -225,12 +249,13 @@ def _figures(
         again_share=of_step(lambda phase: phase.retracted_tokens) / tokens,
         longest=longest,
         alone_s=longest * alone,
+        beside_s=tuple(step.beside.total_s if step.beside else 0.0 for step in steps) if recipe.rollout.ahead else (),
     )
     hyperparameters = hyperparameters_of(recipe.algorithm.name, recipe.algorithm)
     return PhasedRollout(
         phase_tokens=recipe.rollout.phase_tokens or recipe.rollout.max_response_tokens,
         prompts_in_flight=recipe.rollout.in_flight,
-        phases=fmean(len(step.results) for step in steps),
+        phases=fmean(len(step.all_results) for step in steps),
         again_s=of_step(lambda phase: phase.again_s),
         again_share=of_step(lambda phase: phase.again_tokens) / tokens,
         token_mean=float(tokens_by_age @ np.arange(len(tokens_by_age))) / float(tokens_by_age.sum()),

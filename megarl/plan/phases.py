@@ -6,7 +6,8 @@ The stock is that of a run (`rollout/stock.py`). All complete groups are trained
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -26,13 +27,15 @@ _COMPLETE = GroupSummary("", "", (), 0, np.zeros(0, np.int64), _NONE, np.zeros(0
 class PhaseSizes:
     """Groups that a step trains on, groups in flight, samples of each, and the most new tokens of a sample in a phase.
 
-    in_flight is no less than wanted. Responses are whole if they have no more than phase_tokens.
+    in_flight is no less than wanted. Responses are whole if they have no more than phase_tokens. ahead: the phase that
+    a step would begin with is sampled while the ranks learn in the step before, as `rollout.ahead` says.
     """
 
     wanted: int
     in_flight: int
     samples: int
     phase_tokens: int
+    ahead: int = 0
 
 
 @dataclass(frozen=True)
@@ -44,13 +47,25 @@ class OpenGroup:
     new: IntArray
 
 
+# (all open groups, those with the most tokens first; whether the ranks learn meanwhile) -> what the phase took
+RunPhase = Callable[[Sequence[OpenGroup], bool], Result]
+
+
 @dataclass(frozen=True)
 class PhasedStep(Generic[Result]):
-    """A step. trained: its tickets. results: of each phase. tokens_by_age: of trained tokens, by versions of age."""
+    """A step. trained: its tickets. tokens_by_age: of trained tokens, by versions of age.
+
+    results: of each phase that its training waits for. beside: of the phase that is sampled while the ranks learn.
+    """
 
     trained: tuple[int, ...]
     results: tuple[Result, ...]
     tokens_by_age: IntArray
+    beside: Result | None = None
+
+    @property
+    def all_results(self) -> tuple[Result, ...]:
+        return self.results if self.beside is None else (*self.results, self.beside)
 
     @property
     def oldest(self) -> int:
@@ -59,32 +74,61 @@ class PhasedStep(Generic[Result]):
 
 
 def phased_steps(
-    sizes: PhaseSizes, lengths_of: LengthsOf, run_phase: Callable[[Sequence[OpenGroup]], Result]
+    sizes: PhaseSizes, lengths_of: LengthsOf, run_phase: RunPhase[Result]
 ) -> Iterator[PhasedStep[Result]]:
-    """The steps of a run from its first on; run_phase is given all open groups, those with the most tokens first.
+    """The steps of a run from its first on.
 
-    The order of events is that of `controller.samples.collect`.
+    The order of events is that of `controller.samples.collect` and `controller.phases.StepRollout`.
     """
-    stock, version = Stock[None](), 0
-    sampled_by: dict[int, list[int]] = {}  # version of each phase of a ticket
-    while True:
+    run = _Run(sizes, lengths_of, run_phase)
+    for version in count():
         results: list[Result] = []
-        is_wanted = bool(stock.open) or len(stock.finished) < sizes.wanted
+        is_wanted = run.is_short if sizes.ahead else run.begins_with_phase
         while is_wanted:
-            missing = max(0, sizes.in_flight - len(stock.entries))
-            stock = stock.admitted([_PROMPT] * missing, (version,), sizes.samples)
-            groups = [_open_group(entry, lengths_of, sizes) for entry in stock.open]
-            results.append(run_phase(sorted(groups, key=lambda group: -group.done)))
-            for group in groups:
-                sampled_by.setdefault(group.ticket, []).append(version)
-            stock = stock.updated([_advanced(entry, lengths_of, sizes) for entry in stock.open])
-            is_wanted = len(stock.finished) < sizes.wanted
-        chosen = stock.ready(sizes.wanted)
-        stock = stock.without_trained(chosen)
+            results.append(run.phase(version, beside_training=False))
+            is_wanted = run.is_short
+        trained, tokens_by_age = run.train(version)
+        samples_ahead = sizes.ahead and run.begins_with_phase
+        beside = run.phase(version, beside_training=True) if samples_ahead else None
+        yield PhasedStep(trained, tuple(results), tokens_by_age, beside)
+
+
+@dataclass
+class _Run(Generic[Result]):
+    """What is in flight. sampled_by: the version of each phase of a ticket."""
+
+    sizes: PhaseSizes
+    lengths_of: LengthsOf
+    run_phase: RunPhase[Result]
+    stock: Stock[None] = field(default_factory=Stock)
+    sampled_by: dict[int, list[int]] = field(default_factory=dict)
+
+    @property
+    def is_short(self) -> bool:
+        return len(self.stock.finished) < self.sizes.wanted
+
+    @property
+    def begins_with_phase(self) -> bool:
+        return bool(self.stock.open) or self.is_short
+
+    def phase(self, version: int, *, beside_training: bool) -> Result:
+        """Draw as many prompts as may be in flight, and continue all open groups."""
+        sizes, lengths_of = self.sizes, self.lengths_of
+        missing = max(0, sizes.in_flight - len(self.stock.entries))
+        stock = self.stock.admitted([_PROMPT] * missing, (version,), sizes.samples)
+        groups = [_open_group(entry, lengths_of, sizes) for entry in stock.open]
+        for group in groups:
+            self.sampled_by.setdefault(group.ticket, []).append(version)
+        self.stock = stock.updated([_advanced(entry, lengths_of, sizes) for entry in stock.open])
+        return self.run_phase(sorted(groups, key=lambda group: -group.done), beside_training)
+
+    def train(self, version: int) -> tuple[tuple[int, ...], IntArray]:
+        """(the tickets that this version of the policy is trained on, their tokens by age)."""
+        chosen = self.stock.ready(self.sizes.wanted)
+        self.stock = self.stock.without_trained(chosen)
         tickets = tuple(entry.ticket.number for entry in chosen)
-        ages = {ticket: [version - one for one in sampled_by.pop(ticket)] for ticket in tickets}
-        yield PhasedStep(tickets, tuple(results), _tokens_by_age(ages, lengths_of, sizes))
-        version += 1
+        ages = {ticket: [version - one for one in self.sampled_by.pop(ticket)] for ticket in tickets}
+        return tickets, _tokens_by_age(ages, self.lengths_of, self.sizes)
 
 
 def _done(summary: Summary) -> int:

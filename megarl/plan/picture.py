@@ -24,8 +24,8 @@ _PART_COLOURS = (  # of memory_parts.PARTS
     "#4059ad", "#6b9ac4", "#97d8c4", "#eff2f1", "#c9cebd", "#f4b942", "#f2804a", "#a4036f", "#8d99ae",
 )  # fmt: skip
 _PHASE_COLOURS = {
-    "rollout": "#f2804a", "score": "#c9cebd", "critic": "#97d8c4", "train": "#4059ad", "reshard": "#a4036f",
-    "save": "#8d99ae",
+    "rollout": "#f2804a", "score": "#c9cebd", "critic": "#97d8c4", "train": "#4059ad", "ahead": "#f4b942",
+    "reshard": "#a4036f", "save": "#8d99ae",
 }  # fmt: skip
 _OTHERS, _IDLE, _FRAME, _RED = "#e8e8e8", "#ffffff", "#111111", "#b00020"
 

@@ -189,8 +189,9 @@ def _reshard(plan: RunPlan) -> RenderableType:
 
 def _step(plan: RunPlan) -> RenderableType:
     table = empty_table("a step, seconds", "phase", "s", "share", "of what")
-    rollout = plan.rollout
-    details = {"rollout": {"reading prompts": rollout.prefill_s, "its last half-empty stretch": rollout.tail_s}}
+    rollout, details = plan.rollout, dict[str, dict[str, float]]()
+    if not rollout.beside_s:
+        details["rollout"] = {"reading prompts": rollout.prefill_s, "its last half-empty stretch": rollout.tail_s}
     for role, times in plan.learning.items():
         phase = "train" if role == "policy" else role
         details[phase] = {key.removesuffix("_s").replace("_", " "): spent for key, spent in asdict(times).items()}
@@ -198,8 +199,12 @@ def _step(plan: RunPlan) -> RenderableType:
         parts = ", ".join(f"{name} {amount(value)}" for name, value in details.get(phase, {}).items() if value)
         table.add_row(phase, amount(seconds), f"{seconds / plan.step.total_s:.0%}", parts)
     table.add_row("all", amount(plan.step.total_s), "", "", style="bold")
+    lines = []
+    if rollout.beside_s:
+        beside, learning = amount(rollout.mean_beside_s), amount(plan.step.learning_s)
+        lines.append(text(f"beside {learning} s of training a phase of {beside} s is sampled by the weights before"))
     waits = {"sample": plan.engines_wait_s, "train": plan.ranks_wait_s}
-    lines = [text(f"GPUs that only {what} wait {amount(spent)} s of a step") for what, spent in waits.items() if spent]
+    lines += [text(f"GPUs that only {what} wait {amount(spent)} s of a step") for what, spent in waits.items() if spent]
     words = "An estimate from the hardware's table, which no run on GPUs has been held against yet: docs/plan.md."
     if not plan.fits:
         words += " It means little before the recipe fits."
@@ -274,7 +279,7 @@ def plan_json(plan: RunPlan) -> dict[str, Any]:
             "advice": list(plan.advice),
         },
         "kv": asdict(memory.kv),
-        "rollout": asdict(plan.rollout),
+        "rollout": asdict(plan.rollout) | {"beside_s": plan.rollout.mean_beside_s},
         "phases": _phases_json(plan.phases) if plan.phases else None,
         "waits": {"engines_s": plan.engines_wait_s, "ranks_s": plan.ranks_wait_s},
         "reshard": asdict(plan.reshard),

@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from megarl.plan.batch import Samples
 from megarl.plan.decode_step import EngineSpeed
@@ -34,6 +35,8 @@ class RolloutTime:
 
     longest: tokens of its longest response, which follow one another. alone_s: their seconds in an engine that runs
     nothing else: no engine of this layout has a shorter rollout.
+
+    beside_s: of these seconds, those that are sampled while the ranks learn (`rollout.ahead`), of each simulated step.
     """
 
     prefill_s: float
@@ -45,10 +48,29 @@ class RolloutTime:
     again_share: float
     longest: int
     alone_s: float
+    beside_s: tuple[float, ...] = ()
 
     @property
     def total_s(self) -> float:
         return self.prefill_s + self.decode_s
+
+    @property
+    def mean_beside_s(self) -> float:
+        """Seconds of a step in which engines sample while the ranks learn, or would, did these not end before."""
+        return fmean(self.beside_s) if self.beside_s else 0.0
+
+    @property
+    def before_s(self) -> float:
+        """Seconds of a step in which its training waits for samples."""
+        left = self.total_s - self.mean_beside_s
+        return left if left > 1e-9 * self.total_s else 0.0  # 0 and not what rounding leaves
+
+    def waited_s(self, learning_s: float) -> float:
+        """Mean seconds of a step in which ranks that learn for so long wait for what is sampled meanwhile."""
+        return fmean(max(0.0, one - learning_s) for one in self.beside_s) if self.beside_s else 0.0
+
+
+NO_ROLLOUT = RolloutTime(0.0, 0.0, 0.0, 0, 0.0, 0, 0.0, 0, 0.0)
 
 
 class SimulatedSpeed:

@@ -19,11 +19,11 @@ from megarl.plan.engine_memory import settings_of, weight_bytes
 from megarl.plan.engine_simulation import GroupLimits
 from megarl.plan.fit import cache_advice, lacking, with_faults
 from megarl.plan.model_size import ModelSize, sizes_of
-from megarl.plan.phase_advice import phase_advice
+from megarl.plan.phase_advice import TriedPhases, phase_advice
 from megarl.plan.phase_memory import MemoryPlan, plan_memory
 from megarl.plan.phased_rollout import PhasedRollout, phased_rollout
 from megarl.plan.reshard_cost import ReshardPlan, plan_reshard
-from megarl.plan.rollout_time import RolloutTime, rollout_time
+from megarl.plan.rollout_time import NO_ROLLOUT, RolloutTime, rollout_time
 from megarl.plan.step_time import StepTime, TrainTime, step_times
 from megarl.preflight.data import budget_faults
 from megarl.preflight.hyperparameters import hyperparameter_faults, sampling_faults
@@ -50,7 +50,7 @@ class Slot:
 class RunPlan:
     """The whole plan. response_share: the mean response over the longest; sizes, shares, learning: by role.
 
-    phases: None where responses are sampled whole; otherwise `rollout` is its `time`.
+    phases: None where responses are sampled whole and before training; otherwise `rollout` is its `time`.
     """
 
     recipe: Recipe
@@ -79,13 +79,13 @@ class RunPlan:
     @property
     def engines_wait_s(self) -> float:
         """Seconds of a step in which GPUs that only sample have nothing to do; 0: there are none."""
-        busy_s = self.step.rollout_s + self.step.reshard_s
+        busy_s = self.rollout.total_s + self.step.reshard_s
         return self.step.total_s - busy_s if any(not slot.ranks for slot in self.slots) else 0.0
 
     @property
     def ranks_wait_s(self) -> float:
         """Seconds of a step in which GPUs that only train have nothing to do; 0: there are none."""
-        return self.step.rollout_s if any(slot.engine is None for slot in self.slots) else 0.0
+        return self.step.rollout_s + self.step.ahead_s if any(slot.engine is None for slot in self.slots) else 0.0
 
     @property
     def num_nodes(self) -> int:
@@ -122,24 +122,12 @@ def make_plan(
     shares: dict[RoleName, RankWork] = {
         role: share_of(size.recipe, size.shape, size.layout, samples) for role, size in sizes.items()
     }
-    mean_tokens, micro_batches = math.ceil(samples.lengths.mean()), math.ceil(shares["policy"].micro_batches)
-
-    def count(changed: Recipe, found: Mapping[RoleName, ModelSize]) -> MemoryPlan:
-        return plan_memory(changed, hardware, found, mean_tokens, samples.running_tokens, micro_batches)
-
-    def try_phases(changed: Recipe) -> PhasedRollout | None:
-        room = count(changed, sizes)
-        return None if lacking(changed, room) else phased_of(changed, policy.shape, hardware, room, samples)
-
-    def try_engines(changed: Recipe) -> tuple[MemoryPlan, float]:
-        """The memory, and a rollout's seconds, of a recipe that has other engines."""
-        room = count(changed, sizes)
-        return room, rollout_of(changed, policy.shape, hardware, room, samples).total_s
-
-    memory = with_faults(recipe, hardware, sizes, count)
-    phases = phased_of(recipe, policy.shape, hardware, memory, samples) if recipe.rollout.phase_tokens else None
-    rollout = phases.time if phases else rollout_of(recipe, policy.shape, hardware, memory, samples)
-    learning, step = step_times(roles, hardware, sizes, shares, samples, rollout.total_s, reshard.expected_s)
+    learning, others = step_times(roles, hardware, sizes, shares, samples, reshard.expected_s)
+    tries = _Tries(hardware, sizes, samples, math.ceil(shares["policy"].micro_batches), others)
+    memory = with_faults(recipe, hardware, sizes, tries.memory)
+    phases = phased_of(roles, hardware, memory, samples) if is_phased(recipe) else None
+    rollout = phases.time if phases else rollout_of(roles, hardware, memory, samples)
+    may_be_ahead = bool(roles.unshared_engines)
     return RunPlan(
         recipe=recipe,
         hardware=hardware,
@@ -152,15 +140,41 @@ def make_plan(
         shares=shares,
         advice=(
             *advice(recipe, policy.layout, roles.engines.count, samples),
-            *cache_advice(recipe, policy.shape, memory, step.total_s - rollout.total_s, try_engines),
-            *([] if memory.faults else phase_advice(recipe, try_phases)),
+            *cache_advice(recipe, policy.shape, memory, tries.engines),
+            *([] if memory.faults else phase_advice(recipe, tries.phases, may_be_ahead=may_be_ahead)),
         ),
         reshard=reshard,
         rollout=rollout,
         phases=phases,
         learning=learning,
-        step=step,
+        step=others.with_rollout(rollout),
     )
+
+
+@dataclass(frozen=True)
+class _Tries:
+    """Recipes with other engines or phases, and the same training. others: a step's seconds without its rollout."""
+
+    hardware: Hardware
+    sizes: Mapping[RoleName, ModelSize]
+    samples: Samples
+    micro_batches: int
+    others: StepTime
+
+    def memory(self, changed: Recipe, sizes: Mapping[RoleName, ModelSize]) -> MemoryPlan:
+        mean, running = math.ceil(self.samples.lengths.mean()), self.samples.running_tokens
+        return plan_memory(changed, self.hardware, sizes, mean, running, self.micro_batches)
+
+    def phases(self, changed: Recipe) -> TriedPhases | None:
+        room = self.memory(changed, self.sizes)
+        if lacking(changed, room):
+            return None
+        found = phased_of(resolve(changed), self.hardware, room, self.samples)
+        return TriedPhases(changed, found, self.others.with_rollout(found.time).total_s)
+
+    def engines(self, changed: Recipe) -> tuple[MemoryPlan, StepTime]:
+        room = self.memory(changed, self.sizes)
+        return room, self.others.with_rollout(rollout_of(resolve(changed), self.hardware, room, self.samples))
 
 
 def plan_faults(roles: Roles) -> list[UserFault]:
@@ -194,24 +208,28 @@ def slot_map(recipe: Recipe, sizes: Mapping[RoleName, ModelSize], engine: Engine
     return tuple(found)
 
 
-def rollout_of(
-    recipe: Recipe, shape: ModelShape, hardware: Hardware, memory: MemoryPlan, samples: Samples
-) -> RolloutTime:
-    """The seconds of a recipe's rollout; shape: of the policy."""
+def is_phased(recipe: Recipe) -> bool:
+    """Whether a step's samples may be older than its policy."""
+    rollout = recipe.rollout
+    return bool(rollout.phase_tokens or rollout.ahead) and not learns_from_answers(recipe.algorithm.name)
+
+
+def rollout_of(roles: Roles, hardware: Hardware, memory: MemoryPlan, samples: Samples) -> RolloutTime:
+    """The seconds of a recipe's rollout."""
+    recipe = roles.recipe
     if learns_from_answers(recipe.algorithm.name):  # nothing is sampled
-        return RolloutTime(0.0, 0.0, 0.0, 0, 0.0, 0, 0.0, 0, 0.0)
-    if recipe.rollout.phase_tokens:
-        return phased_of(recipe, shape, hardware, memory, samples).time
-    speed = engine_speed(recipe, shape, hardware, memory)
+        return NO_ROLLOUT
+    if is_phased(recipe):
+        return phased_of(roles, hardware, memory, samples).time
+    speed = engine_speed(recipe, roles.policy.shape, hardware, memory)
     return rollout_time(speed, samples, group_limits(recipe, hardware, memory))
 
 
-def phased_of(
-    recipe: Recipe, shape: ModelShape, hardware: Hardware, memory: MemoryPlan, samples: Samples
-) -> PhasedRollout:
+def phased_of(roles: Roles, hardware: Hardware, memory: MemoryPlan, samples: Samples) -> PhasedRollout:
     """A recipe's rollout in phases, of which there is one where responses are sampled whole."""
-    speed = engine_speed(recipe, shape, hardware, memory)
-    return phased_rollout(recipe, speed, samples, group_limits(recipe, hardware, memory))
+    recipe, beside = roles.recipe, len(roles.unshared_engines)
+    speed = engine_speed(recipe, roles.policy.shape, hardware, memory)
+    return phased_rollout(recipe, speed, samples, group_limits(recipe, hardware, memory), beside=beside)
 
 
 def engine_speed(recipe: Recipe, shape: ModelShape, hardware: Hardware, memory: MemoryPlan) -> EngineSpeed:

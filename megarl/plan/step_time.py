@@ -1,6 +1,7 @@
 """The seconds of a step, phase by phase: an estimate from a hardware table, not yet compared with a run on GPUs.
 
-The controller is synchronous, so phases add up. Rewards are assumed to be scored while other samples are drawn.
+Phases add up, but for the phase of sampling that `rollout.ahead` puts beside training: ranks wait for what of it is
+longer. Rewards are assumed to be scored while other samples are drawn.
 docs/plan.md lists what is counted and what is not.
 """
 
@@ -18,6 +19,7 @@ from megarl.plan.batch import RankWork, Samples
 from megarl.plan.layer_time import RankLayers
 from megarl.plan.model_size import ModelSize
 from megarl.plan.phase_memory import GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES, state_bytes
+from megarl.plan.rollout_time import RolloutTime
 from megarl.training.flops import TRAIN_OVER_FORWARD, total_forward_flops
 from megarl.types import ModelShape
 
@@ -64,18 +66,31 @@ class TrainTime:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds. save_s: what a checkpoint costs the step that makes it, over the steps between; it is in total_s."""
+    """Seconds. save_s: what a checkpoint costs the step that makes it, over the steps between; it is in total_s.
+
+    rollout_s: of sampling before the training. ahead_s: of waiting, after the training, for the phase beside it.
+    """
 
     rollout_s: float
     score_s: float
     critic_s: float
     train_s: float
+    ahead_s: float
     reshard_s: float
     save_s: float
 
     @property
     def total_s(self) -> float:
         return sum(vars(self).values())
+
+    @property
+    def learning_s(self) -> float:
+        """Seconds between the choice of a step's samples and the end of its updates."""
+        return self.score_s + self.critic_s + self.train_s
+
+    def with_rollout(self, rollout: RolloutTime) -> StepTime:
+        """The same step with this rollout."""
+        return replace(self, rollout_s=rollout.before_s, ahead_s=rollout.waited_s(self.learning_s))
 
     def by_phase(self) -> dict[str, float]:
         """Seconds of each phase that takes any, in order."""
@@ -88,10 +103,9 @@ def step_times(
     sizes: Mapping[RoleName, ModelSize],
     shares: Mapping[RoleName, RankWork],
     samples: Samples,
-    rollout_s: float,
     reshard_s: float,
 ) -> tuple[dict[RoleName, TrainTime], StepTime]:
-    """The parts of what each model that trains does in a step, and the seconds of every phase."""
+    """The parts of what each model that trains does in a step, and the seconds of every phase but the rollout."""
     recipe, node = roles.recipe, roles.recipe.placement.gpus_per_node
     models: dict[RoleName, ComputingModel] = {
         role: _computing(size, shares[role], roles.shared_slots) for role, size in sizes.items()
@@ -106,7 +120,16 @@ def step_times(
         score_s = memory_s(scorer, hardware) + forward_s(scorer, samples, hardware, node)
     nodes = -(-recipe.placement.gpus // node)
     saved = sum(save_s(recipe, models[role], hardware, nodes) for role in learning)
-    return learning, StepTime(rollout_s, score_s, critic_s, learning["policy"].total_s, reshard_s, saved)
+    step = StepTime(
+        rollout_s=0.0,
+        score_s=score_s,
+        critic_s=critic_s,
+        train_s=learning["policy"].total_s,
+        ahead_s=0.0,
+        reshard_s=reshard_s,
+        save_s=saved,
+    )
+    return learning, step
 
 
 def _computing(size: ModelSize, share: RankWork, shared: Container[int]) -> ComputingModel:

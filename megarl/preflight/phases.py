@@ -25,7 +25,7 @@ def phase_faults(roles: Roles) -> list[UserFault]:
     if hyperparameters_of(name, recipe.algorithm).mismatch == "off":
         problem = f"off, and with rollout.{key} earlier policies have sampled a part of the tokens"
         faults.append(UserFault("algorithm.mismatch", problem, f"set it to tis or icepop, or leave rollout.{key} out"))
-    if rollout.ahead and not roles.engines.engines_without(roles.shared_slots):
+    if rollout.ahead and not roles.unshared_engines:
         problem = "1, and every engine shares GPUs with other models, to which it gives the memory while they compute"
         mend = "set it to 0, or give engines GPUs of their own: placement.first_engine_gpu, placement.train_gpus"
         faults.append(UserFault("rollout.ahead", problem, mend))

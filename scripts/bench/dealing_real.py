@@ -67,39 +67,46 @@ def planted_prompt(prompt_tokens: int, lengths: Iterable[int]) -> list[Simulated
 
 
 def _figures(engines: Sequence[Engine], kind: type[Any], prompts: Prompts) -> dict[str, float]:
-    ends, tokens = asyncio.run(sampled_round(engines, kind, prompts, 2 * MEDIAN))
+    ended, tokens = asyncio.run(sampled_round(engines, kind, prompts, 2 * MEDIAN))
+    ends = [end_s for end_s, _ in ended]
     tail = ends[-1] - ends[math.ceil(0.9 * len(ends)) - 1]
     return {"seconds": ends[-1], "tail_s": tail, "imbalance": float(tokens.max() / tokens.mean())}
 
 
 async def sampled_round(
     engines: Sequence[Engine], kind: type[Any], prompts: Prompts, longest: int
-) -> tuple[list[float], np.ndarray]:
+) -> tuple[list[tuple[float, CompletedSample]], np.ndarray]:
     """One round, dealt as megarl/fleet/sampling_round.py deals it, without Ray.
 
-    Returns (seconds at which each sample was done, [engines, groups] tokens of prompts and responses).
+    Returns (the seconds at which each sample was done, [engines, groups] tokens of prompts and responses).
     """
     top = kind([engine.capacity for engine in engines], longest)
     groups = engines[0]._groups
     for engine in engines:
         engine._manager.queue._dealer = kind([engine._host.server.group_capacity] * groups, longest)
     began, waiting, running, ends = time.monotonic(), list(prompts), [], []
-    tokens = np.zeros((len(engines), groups))
-    reports = {asyncio.ensure_future(engine.take_completed()): number for number, engine in enumerate(engines)}
-    while len(ends) < sum(map(len, prompts)):
+    tokens, unfinished = np.zeros((len(engines), groups)), [0] * len(engines)
+    reports: dict[asyncio.Future[list[CompletedSample]], int] = {}
+
+    def send() -> None:
         while waiting and (number := top.deal(waiting[0][0].prompt_tokens, len(waiting[0]))) is not None:
+            unfinished[number] += len(waiting[0])
             running.append(asyncio.ensure_future(_generate(engines[number], waiting.pop(0))))
+        for number in set(range(len(engines))) - {*reports.values()}:
+            if unfinished[number]:  # so that no call is open when the round ends
+                reports[asyncio.ensure_future(engines[number].take_completed())] = number
+
+    send()
+    while reports:
         done, _ = await asyncio.wait(reports, return_when=asyncio.FIRST_COMPLETED)
         for report in done:
             number, finished = reports.pop(report), report.result()
+            unfinished[number] -= len(finished)
             for sample in finished:
                 _take(top, number, sample, tokens)
-                ends.append(time.monotonic() - began)
-            reports[asyncio.ensure_future(engines[number].take_completed())] = number
+                ends.append((time.monotonic() - began, sample))
+        send()
     await asyncio.gather(*running)
-    for report in reports:
-        report.cancel()
-    await asyncio.gather(*reports, return_exceptions=True)
     return ends, tokens
 
 

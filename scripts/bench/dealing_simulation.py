@@ -44,21 +44,32 @@ class Machine:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Seconds of all samples, and from 90 % of them on; the busiest group's tokens over the mean; retractions."""
+    """Seconds of all samples, and from 90 % of them on; the busiest group's tokens over the mean; retractions.
+
+    ends: the seconds at which each sample was done, by time.
+    """
 
     total_s: float
     tail_s: float
     imbalance: float
     retracted: int
+    ends: tuple[tuple[float, SimulatedRequest], ...]
 
 
 def outcome(engines: Sequence[SimulatedEngine], finished: Callable[[int, int, SimulatedRequest], None]) -> Outcome:
     """Run until all submitted samples are done; finished: of each, with engine and group."""
-    ends = simulate(engines, finished)
+    done: list[SimulatedRequest] = []
+
+    def noted(engine: int, group: int, sample: SimulatedRequest) -> None:
+        done.append(sample)
+        finished(engine, group, sample)
+
+    ends = simulate(engines, noted)
     tokens = [of_group for engine in engines for of_group in engine.tokens]
     tail = ends[-1] - ends[math.ceil(0.9 * len(ends)) - 1]
     retracted = sum(engine.retracted for engine in engines)
-    return Outcome(ends[-1], tail, max(tokens) / (sum(tokens) / len(tokens)), retracted)
+    imbalance = max(tokens) / (sum(tokens) / len(tokens))
+    return Outcome(ends[-1], tail, imbalance, retracted, tuple(zip(ends, done, strict=True)))
 
 
 def least_s(samples: Sequence[SimulatedRequest], machine: Machine) -> float:

@@ -1,8 +1,8 @@
-"""A rollout's seconds with whole responses and in phases, seen on real engines and predicted by the plan's simulation.
+"""A step's seconds with whole responses, in phases and ahead, seen on real engines and predicted by the plan.
 
 Two SGLang engines on this machine's CPU sample responses of planted log-normal lengths; each forward pass is preceded
-by a planted pause, because on a CPU a step costs what its sequences do. The arms take turns, step by step.
-docs/bench/overlap.md says what is compared.
+by a planted pause, because on a CPU a step costs what its sequences do. Training is a planted pause, too. The arms take
+turns, step by step. docs/bench/overlap.md says what is compared.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from itertools import islice
@@ -22,8 +23,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from megarl.plan.engine_simulation import SimulatedRequest
 from megarl.plan.phases import LengthsOf, OpenGroup, PhasedStep, PhaseSizes, phased_steps
-from megarl.rollout.dealing import Dealer
+from megarl.rollout.dealing import CompletedSample, Dealer
 from megarl.rollout.sglang.engine import Engine
 from megarl.types import IntArray
 from scripts.bench.dealing import dealt
@@ -37,10 +39,23 @@ CALIBRATED = (2, 24)  # sequences of each engine
 CALIBRATED_STEPS = 16  # further tokens of the responses that measure a step
 READ_TOKENS = 64  # further tokens of the prompts that measure reading
 
+Final = set[tuple[int, int]]  # tokens of prompt and response of the samples whose responses a phase ends
+Ends = Sequence[tuple[float, CompletedSample | SimulatedRequest]]
+# (requests, those that end, whether training is beside them) -> seconds until all of it has ended
+PhaseSeconds = Callable[[Prompts, Final, bool], float]
+
+
+@dataclass(frozen=True)
+class Planted:
+    """Seconds of a step's training, and from the end of a response to its verdict."""
+
+    train_s: float
+    reward_s: float
+
 
 @dataclass(frozen=True)
 class PhaseSeen:
-    """Seconds of a phase, and the tokens of earlier phases that it read again."""
+    """Seconds of a phase, or until it and the training beside it end; tokens of earlier phases that it read again."""
 
     seconds: float
     read_again: int
@@ -56,10 +71,12 @@ class Fit:
 
 
 def arms_of(longest: int, phase: int, in_flight: float) -> dict[str, PhaseSizes]:
-    """Each arm's stock. in_flight: of the arm with phases, over the prompts of a step."""
+    """Each arm's stock. in_flight: of the arms with phases, over the prompts of a step."""
+    more = round(in_flight * PROMPTS)
     return {
         "sync": PhaseSizes(PROMPTS, PROMPTS, SAMPLES, longest),
-        "phases": PhaseSizes(PROMPTS, round(in_flight * PROMPTS), SAMPLES, phase),
+        "phases": PhaseSizes(PROMPTS, more, SAMPLES, phase),
+        "ahead": PhaseSizes(PROMPTS, more, SAMPLES, phase, ahead=1),
     }
 
 
@@ -80,20 +97,51 @@ def planted_lengths(longest: int, mean_share: float, sigma: float, seed: int, sa
     return of_ticket
 
 
-def phase_of(round_s: Callable[[Prompts], float], groups: Sequence[OpenGroup]) -> PhaseSeen:
+def phase_of(
+    seconds: PhaseSeconds, lengths_of: LengthsOf, groups: Sequence[OpenGroup], beside_training: bool
+) -> PhaseSeen:
     """A phase as one round of requests, each with what it has already as its prompt."""
-    seconds = round_s([planted_prompt(PROMPT_TOKENS + group.done, group.new) for group in groups])
-    return PhaseSeen(seconds, sum(group.done * len(group.new) for group in groups))
+    prompts = [planted_prompt(PROMPT_TOKENS + group.done, group.new) for group in groups]
+    final: Final = set()
+    for group in groups:
+        lengths = lengths_of(group.ticket)
+        ended = lengths[lengths > group.done] - group.done == group.new
+        final |= {(PROMPT_TOKENS + group.done, new) for new in group.new[ended].tolist()}
+    read_again = sum(group.done * len(group.new) for group in groups)
+    return PhaseSeen(seconds(prompts, final, beside_training), read_again)
 
 
-def simulated_s(fit: Fit, longest: int) -> Callable[[Prompts], float]:
-    """Rounds of the plan's engines with fitted seconds; requests are dealt to them as in a run."""
+def with_verdicts_s(ends: Ends, final: Final, reward_s: float) -> float:
+    """When a phase ends: after the last sample, and after the verdict on the last response that has ended."""
+    judged = [end_s for end_s, one in ends if (one.prompt_tokens, one.response_tokens) in final]
+    return max(ends[-1][0], max(judged, default=0.0) + reward_s)
+
+
+def simulated_s(fit: Fit, longest: int, planted: Planted) -> PhaseSeconds:
+    """Phases of the plan's engines with fitted seconds; requests are dealt to them as in a run."""
     machine = Machine(ENGINES, 1, SLOTS, CACHE, longest, fit.floor_s, fit.sequence_s, 0.0, fit.read_s)
-    return lambda prompts: dealt(machine, prompts, Dealer, prompts).total_s
+
+    def seconds(prompts: Prompts, final: Final, beside_training: bool) -> float:
+        ends = dealt(machine, prompts, Dealer, prompts).ends
+        return max(with_verdicts_s(ends, final, planted.reward_s), planted.train_s if beside_training else 0.0)
+
+    return seconds
 
 
-def real_s(engines: Sequence[Engine], longest: int) -> Callable[[Prompts], float]:
-    return lambda prompts: asyncio.run(sampled_round(engines, Dealer, prompts, longest))[0][-1]
+def real_s(engines: Sequence[Engine], longest: int, planted: Planted) -> PhaseSeconds:
+    def seconds(prompts: Prompts, final: Final, beside_training: bool) -> float:
+        async def sampled() -> None:
+            ends, _ = await sampled_round(engines, Dealer, prompts, longest)
+            await asyncio.sleep(with_verdicts_s(ends, final, planted.reward_s) - ends[-1][0])
+
+        async def both() -> None:
+            await asyncio.gather(sampled(), asyncio.sleep(planted.train_s if beside_training else 0.0))
+
+        began_s = time.monotonic()
+        asyncio.run(both())
+        return time.monotonic() - began_s
+
+    return seconds
 
 
 def calibrated(engines: Sequence[Engine]) -> list[float]:
@@ -102,10 +150,11 @@ def calibrated(engines: Sequence[Engine]) -> list[float]:
     All engines run at once, because they share the machine. Two rounds whose responses differ in length differ by their
     steps alone, and two whose prompts do by what is read.
     """
-    round_s, short = real_s(engines, CALIBRATED_STEPS), 2
+    short = 2
 
     def equal_s(count: int, prompt_tokens: int, length: int) -> float:
-        return round_s([planted_prompt(prompt_tokens, [length] * count) for _ in engines])
+        prompts = [planted_prompt(prompt_tokens, [length] * count) for _ in engines]
+        return asyncio.run(sampled_round(engines, Dealer, prompts, CALIBRATED_STEPS))[0][-1][0]
 
     shorts = [equal_s(count, PROMPT_TOKENS, short) for count in CALIBRATED]
     longs = [equal_s(count, PROMPT_TOKENS, short + CALIBRATED_STEPS) for count in CALIBRATED]
@@ -121,18 +170,21 @@ def fitted(seen: Sequence[Sequence[float]]) -> Fit:
     return Fit(float(floor_s), max(0.0, float(sequence_s)), max(0.0, float(read_s)))
 
 
-def figures(steps: Sequence[PhasedStep[PhaseSeen]]) -> dict[str, float]:
-    """Means over steps, and how old the tokens are that were trained on."""
+def figures(steps: Sequence[PhasedStep[PhaseSeen]], train_s: float) -> dict[str, float]:
+    """Means over steps, and how old the tokens are that were trained on. waits: seconds in which the ranks wait."""
     tokens_by_age = np.zeros(1 + max(step.oldest for step in steps))
     for step in steps:
         tokens_by_age[: step.oldest + 1] += step.tokens_by_age
     tokens = float(tokens_by_age.sum())
+    before_s = fmean(sum(phase.seconds for phase in step.results) for step in steps)
+    seconds = before_s + fmean(step.beside.seconds if step.beside else train_s for step in steps)
     return {
-        "seconds": fmean(sum(phase.seconds for phase in step.results) for step in steps),
-        "phases": fmean(len(step.results) for step in steps),
+        "seconds": seconds,
+        "waits": seconds - train_s,
+        "phases": fmean(len(step.all_results) for step in steps),
         "stale_mean": float(tokens_by_age @ np.arange(len(tokens_by_age))) / tokens,
         "stale_max": len(tokens_by_age) - 1,
-        "read_again": sum(phase.read_again for step in steps for phase in step.results) / tokens,
+        "read_again": sum(phase.read_again for step in steps for phase in step.all_results) / tokens,
     }
 
 
@@ -140,31 +192,52 @@ def compared(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """arm -> figures: seen, and predicted by the fit that was made between the steps."""
     arms = arms_of(args.longest, args.longest // args.phases, args.in_flight)
     lengths_of = planted_lengths(args.longest, args.mean, args.sigma, args.seed)
+    planted, count = Planted(args.train_s, args.reward_s), args.before + args.steps
     context = 2 * (PROMPT_TOKENS + args.longest + READ_TOKENS)
     with cpu_engines(ENGINES, 1, SLOTS, context, disable_radix_cache=True) as engines:
         for engine in engines:
             asyncio.run(engine._host.run(_pause(engine, args.floor_ms / 1e3)))
-        runs = {
-            name: phased_steps(sizes, lengths_of, partial(phase_of, real_s(engines, sizes.phase_tokens)))
-            for name, sizes in arms.items()
-        }
+        seconds = {name: real_s(engines, sizes.phase_tokens, planted) for name, sizes in arms.items()}
+        runs = {name: steps_of(sizes, lengths_of, seconds[name]) for name, sizes in arms.items()}
         calibrations, seen = [], {name: list[PhasedStep[PhaseSeen]]() for name in arms}
-        for _ in range(args.before + args.steps):
+        for _ in range(count):
             calibrations.append(calibrated(engines))
             for name, run in runs.items():
                 seen[name].append(next(run))
     fit = fitted(calibrations[args.before :])
-    found: dict[str, dict[str, float]] = {"fit": asdict(fit)}
-    for name, sizes in arms.items():
-        phase = partial(phase_of, simulated_s(fit, sizes.phase_tokens))
-        steps = list(islice(phased_steps(sizes, lengths_of, phase), args.before, args.before + args.steps))
-        real = figures(seen[name][args.before :])
-        found[name] = real | {"predicted_s": figures(steps)["seconds"]}
-    for name in arms:
-        sync, own = found["sync"], found[name]
-        own["ratio"] = sync["seconds"] / own["seconds"]
-        own["predicted_ratio"] = sync["predicted_s"] / own["predicted_s"]
-    return found
+    found = {name: figures(steps[args.before :], planted.train_s) for name, steps in seen.items()}
+    predicted = {
+        name: figures(steps[args.before :], planted.train_s)
+        for name, steps in predicted_steps(arms, fit, lengths_of, planted, count).items()
+    }
+    return {"fit": asdict(fit)} | with_ratios(found, predicted)
+
+
+def steps_of(sizes: PhaseSizes, lengths_of: LengthsOf, seconds: PhaseSeconds) -> Iterator[PhasedStep[PhaseSeen]]:
+    return phased_steps(sizes, lengths_of, partial(phase_of, seconds, lengths_of))
+
+
+def predicted_steps(
+    arms: Mapping[str, PhaseSizes], fit: Fit, lengths_of: LengthsOf, planted: Planted, count: int
+) -> dict[str, list[PhasedStep[PhaseSeen]]]:
+    """The first steps of each arm as the plan's engines take them."""
+    seconds = {name: simulated_s(fit, sizes.phase_tokens, planted) for name, sizes in arms.items()}
+    return {name: list(islice(steps_of(sizes, lengths_of, seconds[name]), count)) for name, sizes in arms.items()}
+
+
+def with_ratios(
+    found: Mapping[str, dict[str, float]], predicted: Mapping[str, dict[str, float]]
+) -> dict[str, dict[str, float]]:
+    """Each arm with its prediction, and times fewer seconds a step than the arm `sync`."""
+    return {
+        name: own
+        | {
+            "predicted_s": predicted[name]["seconds"],
+            "ratio": found["sync"]["seconds"] / own["seconds"],
+            "predicted_ratio": predicted["sync"]["seconds"] / predicted[name]["seconds"],
+        }
+        for name, own in found.items()
+    }
 
 
 async def _pause(engine: Engine, seconds: float) -> None:
@@ -199,7 +272,7 @@ def table_s(lengths_of: LengthsOf, samples: int, times: float, phases: int) -> f
     A step of the engine takes 1 s, and as much again for each 128 sequences.
     """
 
-    def phase_s(groups: Sequence[OpenGroup]) -> float:
+    def phase_s(groups: Sequence[OpenGroup], beside_training: bool) -> float:
         new = np.sort(np.concatenate([group.new for group in groups]))
         running = len(new) - np.searchsorted(new, np.arange(new[-1]), side="right")
         return float((1 + running / 128).sum())
@@ -218,6 +291,8 @@ def main() -> None:
     parser.add_argument("--mean", type=float, default=0.25, help="of the longest response")
     parser.add_argument("--sigma", type=float, default=1.0, help="of the logarithm of the lengths")
     parser.add_argument("--floor-ms", type=float, default=100.0, help="the pause before each forward pass")
+    parser.add_argument("--train-s", type=float, default=3.0, help="planted seconds of a step's training")
+    parser.add_argument("--reward-s", type=float, default=0.0, help="planted seconds until the verdict on a response")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print one JSON object: arm or case, figure")
     parser.add_argument("--table", action="store_true", help="simulated gains of other sizes; starts no engine")

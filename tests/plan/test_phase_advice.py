@@ -1,4 +1,4 @@
-"""What a plan says of phases: which sizes it tries, which it names, and when it is silent."""
+"""What a plan says of phases and of sampling ahead: what it tries, what it names, and when it is silent."""
 
 from __future__ import annotations
 
@@ -8,31 +8,43 @@ from typing import Any
 import pytest
 
 from megarl.config import Recipe
-from megarl.plan.phase_advice import phase_advice
+from megarl.plan.phase_advice import TriedPhases, phase_advice
 from megarl.plan.phased_rollout import PhasedRollout
 from megarl.plan.rollout_time import RolloutTime
 from tests.plan.test_phased_rollout import recipe_of
 
-Tried = list[tuple[int | None, int]]
+Tried = list[tuple[Any, ...]]  # phase_tokens, prompts_in_flight, and "ahead" where it is on
 
 
-def found(recipe: Recipe, seconds: float, bound: int = 3, running: int = 100) -> PhasedRollout:
-    time = RolloutTime(0.0, seconds, 0.0, running, 0.0, 0, 0.0, 1, 0.0)
-    rollout = recipe.rollout
+def found(recipe: Recipe, seconds: float, bound: int | None = None, running: int = 100) -> TriedPhases:
+    """bound: 3 with phases, and a version more ahead, unless it is given."""
+    time, rollout = RolloutTime(0.0, 0.0, 0.0, running, 0.0, 0, 0.0, 1, 0.0), recipe.rollout
     phase = rollout.phase_tokens or rollout.max_response_tokens
-    return PhasedRollout(phase, rollout.in_flight, 1.0, 0.0, 0.0, 0.62, 2, bound, 100, 1000, time)
+    bound = 3 * bool(rollout.phase_tokens) + rollout.ahead if bound is None else bound
+    phases = PhasedRollout(phase, rollout.in_flight, 1.0, 0.0, 0.0, 0.62, 2, bound, 100, 1000, time)
+    return TriedPhases(recipe, phases, seconds)
 
 
-def advise(recipe: Recipe, outcome: Callable[[int | None, int], Any]) -> tuple[list[str], Tried]:
-    """outcome: (phase_tokens, prompts_in_flight) -> seconds, or keywords of `found`, or None."""
+def advise(
+    recipe: Recipe, outcome: Callable[[int | None, int], Any], *, ahead_factor: float | None = None
+) -> tuple[list[str], Tried]:
+    """outcome: (phase_tokens, prompts_in_flight) -> seconds of a step, or keywords of `found`, or None.
+
+    ahead_factor: of the seconds where a phase is sampled ahead; None: no engine has GPUs of its own.
+    """
     tried: Tried = []
 
-    def try_phases(changed: Recipe) -> PhasedRollout | None:
-        tried.append((changed.rollout.phase_tokens, changed.rollout.in_flight))
-        one = outcome(*tried[-1])
-        return None if one is None else found(changed, **one if isinstance(one, dict) else {"seconds": one})
+    def try_phases(changed: Recipe) -> TriedPhases | None:
+        rollout = changed.rollout
+        tried.append((rollout.phase_tokens, rollout.in_flight, *(["ahead"] if rollout.ahead else [])))
+        one = outcome(rollout.phase_tokens, rollout.in_flight)
+        if one is None:
+            return None
+        values = one if isinstance(one, dict) else {"seconds": one}
+        factor = ahead_factor if rollout.ahead and ahead_factor else 1
+        return found(changed, **values | {"seconds": factor * values["seconds"]})
 
-    return phase_advice(recipe, try_phases), tried
+    return phase_advice(recipe, try_phases, may_be_ahead=ahead_factor is not None), tried
 
 
 def test_the_fastest_is_named_with_how_old_its_tokens_are() -> None:
@@ -41,14 +53,14 @@ def test_the_fastest_is_named_with_how_old_its_tokens_are() -> None:
     assert tried == [(None, 100), (100, 150), (100, 200), (100, 400), (200, 200), (50, 200)]
     told = "tokens are at most 3 versions old (0.6 in the mean)"
     keys = "rollout.phase_tokens 100 with prompts_in_flight 200"
-    assert advice == [f"{keys} would take 1.5x fewer rollout seconds; {told}"]
+    assert advice == [f"{keys} would take 1.5x fewer seconds a step; {told}"]
 
 
 def test_the_trainers_probabilities_need_a_correction() -> None:
     recipe = recipe_of(100, 4)
     off = recipe.model_copy(update={"algorithm": recipe.algorithm.model_copy(update={"mismatch": "off"})})
     (advice,), _ = advise(off, lambda phase, count: {"seconds": 100 if phase else 300, "bound": 1})
-    assert " and algorithm.mismatch tis would take 3.0x fewer" in advice and "at most 1 version old" in advice
+    assert " and algorithm.mismatch tis would take 3.0x fewer seconds" in advice and "at most 1 version old" in advice
 
 
 def test_of_sizes_that_are_about_as_fast_the_lowest_bound_is_named() -> None:
@@ -83,7 +95,32 @@ def test_a_recipe_whose_phases_take_longer_than_whole_responses_is_told() -> Non
     recipe = recipe_of(100, 4, phase_tokens=50, prompts_in_flight=200)
     advice, tried = advise(recipe, lambda phase, count: 300 if phase else 200)
     assert tried[0] == (50, 200) and (None, 100) in tried
-    assert advice == ["rollout.phase_tokens null with prompts_in_flight null would take 1.5x fewer rollout seconds"]
+    assert advice == ["rollout.phase_tokens null with prompts_in_flight null would take 1.5x fewer seconds a step"]
+
+
+def test_where_engines_have_gpus_of_their_own_the_fastest_and_whole_responses_are_tried_ahead() -> None:
+    seconds = {None: 300, 100: 200, 200: 250, 50: 220}
+    advice, tried = advise(recipe_of(100, 4), lambda phase, count: seconds[phase], ahead_factor=0.75)
+    assert tried[-2:] == [(100, 150, "ahead"), (None, 100, "ahead")]
+    told = "tokens are at most 4 versions old (0.6 in the mean)"
+    keys = "rollout.phase_tokens 100 with prompts_in_flight 150 and ahead 1"
+    assert advice == [f"{keys} would take 2.0x fewer seconds a step; {told}"]
+
+
+def test_whole_responses_ahead_are_named_where_training_hides_them() -> None:
+    recipe = recipe_of(100, 4)
+    off = recipe.model_copy(update={"algorithm": recipe.algorithm.model_copy(update={"mismatch": "off"})})
+    (advice,), tried = advise(off, lambda phase, count: 400 if phase else 300, ahead_factor=0.5)
+    assert tried[-1:] == [(None, 100, "ahead")] and len(tried) == 5
+    told = "tokens are at most 1 version old (0.6 in the mean)"
+    assert advice == f"rollout.ahead 1 with algorithm.mismatch tis would take 2.0x fewer seconds a step; {told}"
+
+
+def test_a_recipe_that_samples_ahead_in_vain_is_told() -> None:
+    """Few engines have GPUs of their own, and sample alone what all would."""
+    advice, tried = advise(recipe_of(100, 4, ahead=1), lambda phase, count: 300, ahead_factor=2)
+    assert tried[-1] == (None, 100) and tried[0] == (None, 100, "ahead")
+    assert advice == ["rollout.ahead 0 would take 2.0x fewer seconds a step"]
 
 
 @pytest.mark.parametrize("name", ["remax", "sft"])

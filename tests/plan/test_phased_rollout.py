@@ -68,17 +68,41 @@ def test_whole_responses_take_exactly_the_seconds_of_the_plan_without_phases(
     assert (found.phases, found.again_s, found.again_share, found.token_mean) == (1, 0, 0, 0)
 
 
+def test_whole_responses_beside_training_take_the_seconds_of_whole_responses() -> None:
+    """All of the rollout is beside training, and all tokens are a version old."""
+    speed, samples, room = speed_of(EngineLayout(2, 4, 4)), samples_of(6, 4), limits(1, 30)
+    found = phased_rollout(recipe_of(6, 4, ahead=1), speed, samples, room, whole=True)
+    assert found.time.mean_beside_s == pytest.approx(found.time.total_s)
+    assert found.time.total_s == pytest.approx(rollout_time(speed, samples, room).total_s, rel=0.1)  # in other orders
+    assert (found.phases, found.token_mean, found.token_max, found.bound) == (1, 1, 1, 1)
+
+
+def test_fewer_engines_beside_training_have_more_each() -> None:
+    """Of 3 engines with a group of 4 responses each, 2 sample the three groups beside training, or 1."""
+    speed, recipe = speed_of(EngineLayout(3, 1, 1), kv_bytes=1e5), recipe_of(3, 4, ahead=1)
+    for beside, running in ((3, 4), (2, 8), (1, 12)):
+        found = phased_rollout(recipe, speed, samples_of(3, 4, 100), limits(1, 100), beside=beside)
+        assert found.time.running == found.open_sequences == running
+        assert found.time.decode_s == pytest.approx(100 * speed.step_s(running, 50 + 50))
+        assert (found.again_share, found.token_mean) == (0, 1)
+
+
 @settings(max_examples=12, deadline=None)
 @given(
     prompts=st.integers(2, 12), times=st.sampled_from([1, 1.5, 2, 4]), share=st.sampled_from([1, 2, 3, 4, 8]),
-    groups=st.sampled_from([1, 2]), cache=st.sampled_from([1500, 10**9]),
+    groups=st.sampled_from([1, 2]), cache=st.sampled_from([1500, 10**9]), ahead=st.integers(0, 1),
+    beside=st.sampled_from([1, 2]),
 )  # fmt: skip
-def test_no_token_is_older_than_the_bound(prompts: int, times: float, share: int, groups: int, cache: int) -> None:
-    recipe = recipe_of(prompts, 3, phase_tokens=-(-LONGEST // share), prompts_in_flight=int(times * prompts))
+def test_no_token_is_older_than_the_bound(
+    prompts: int, times: float, share: int, groups: int, cache: int, ahead: int, beside: int
+) -> None:
+    keys = {"phase_tokens": -(-LONGEST // share), "prompts_in_flight": int(times * prompts), "ahead": ahead}
+    recipe = recipe_of(prompts, 3, **keys)
     speed = speed_of(EngineLayout(2, 2, 2, dp=groups))
-    found = phased_rollout(recipe, speed, samples_of(prompts, 3), limits(groups, 20, cache))
-    assert found.token_mean <= found.token_max <= found.bound
+    found = phased_rollout(recipe, speed, samples_of(prompts, 3), limits(groups, 20, cache), beside=beside)
+    assert found.token_mean <= found.token_max <= found.bound and (found.token_mean > 0) >= ahead
     assert found.again_s <= found.time.prefill_s < found.time.total_s
+    assert bool(found.time.beside_s) == bool(ahead) and found.time.mean_beside_s <= found.time.total_s * (1 + 1e-9)
     assert found.time.running <= found.open_sequences
 
 

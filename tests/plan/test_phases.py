@@ -1,4 +1,4 @@
-"""Steps in phases on planted lengths: by hand, and what holds of every run."""
+"""Steps in phases on planted lengths: by hand, as the controller takes them, and what holds of every run."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from megarl.plan.phases import OpenGroup, PhasedStep, PhaseSizes, phased_steps
 from megarl.rollout.stock import staleness_bound
 from megarl.types import Hyperparameters, IntArray
+from tests.rollout.test_stock import Run as RealRun
 from tests.rollout.test_stock import recipe_of
 
 LONGEST, SAMPLES, STEPS = 24, 2, 8
@@ -24,6 +25,7 @@ planted = {
     "phase": st.integers(1, LONGEST),
     "long_share": st.sampled_from([0.0, 0.1, 0.9]),
 }
+ahead_or_not = st.integers(0, 1)
 
 
 class Run:
@@ -37,7 +39,7 @@ class Run:
     def lengths_of(self, ticket: int) -> IntArray:
         return self.lengths[ticket]
 
-    def run_phase(self, groups: Sequence[OpenGroup]) -> list[int]:
+    def run_phase(self, groups: Sequence[OpenGroup], beside_training: bool) -> list[int]:
         assert [group.done for group in groups] == sorted((group.done for group in groups), reverse=True)
         for group in groups:
             self.phases[group.ticket].append((group.done, group.new))
@@ -69,6 +71,44 @@ def test_a_straggler_by_hand() -> None:
     assert run.steps[3].oldest == 3
 
 
+def test_a_straggler_that_is_begun_ahead_reaches_the_bound() -> None:
+    """Ticket 8 is drawn beside the training of the fourth step; the others are done in one phase."""
+    lengths = np.full((40, SAMPLES), (2, 2))
+    lengths[8] = 16, 1
+    run = Run(PhaseSizes(2, 4, SAMPLES, 4, ahead=1), lengths)
+    assert [step.trained for step in run.steps[3:]] == [(6, 7), (9, 10), (11, 12), (13, 14), (8, 15)]
+    assert [step.results for step in run.steps] == [([0, 1, 2, 3],), *([()] * 7)], "the others are beside training"
+    beside = [None, [4, 5, 6, 7], None, [8, 9, 10, 11], [8, 12, 13], [8, 14, 15], [8, 16, 17]]
+    assert [step.beside for step in run.steps[:7]] == beside
+    bound = staleness_bound(recipe_of(16, 4, 2, 4, 1), Hyperparameters())
+    assert max(step.oldest for step in run.steps) == bound == 4
+
+
+def test_whole_responses_ahead_are_a_version_old_and_wait_for_nothing() -> None:
+    run = Run(PhaseSizes(2, 2, SAMPLES, LONGEST, ahead=1), np.full((40, SAMPLES), LONGEST))
+    tokens = 2 * SAMPLES * LONGEST
+    assert [step.tokens_by_age.tolist() for step in run.steps] == [[tokens], *([[0, tokens]] * (STEPS - 1))]
+    assert [step.results for step in run.steps] == [([0, 1],), *([()] * (STEPS - 1))]
+    assert [step.beside for step in run.steps[:2]] == [[2, 3], [4, 5]]
+    assert run.steps[0].all_results == ([0, 1], [2, 3]) and run.steps[1].all_results == ([4, 5],)
+
+
+@settings(max_examples=60, deadline=None)
+@given(ahead=ahead_or_not, **planted)
+def test_steps_are_those_that_the_controller_takes(
+    seed: int, wanted: int, more: int, phase: int, long_share: float, ahead: int
+) -> None:
+    lengths, sizes = drawn(seed, long_share), PhaseSizes(wanted, wanted + more, SAMPLES, phase, ahead)
+    real = RealRun(lambda ticket: lengths[ticket].tolist(), recipe_of(LONGEST, phase, wanted, wanted + more, ahead))
+    for version, step in enumerate(Run(sizes, lengths).steps):
+        phases, (tickets, found) = real.phases, real.step()
+        assert (list(step.trained), len(step.all_results)) == (tickets, real.phases - phases)
+        parts = [part for ticket in tickets for parts in real.parts[ticket] for part in parts]
+        ages = [version - part.version for part in parts]
+        assert step.tokens_by_age.tolist() == np.bincount(ages, [part.num_tokens for part in parts]).tolist()
+        assert found.get("stale/token_max", 0) == step.oldest
+
+
 def test_a_step_that_lacks_groups_has_more_phases() -> None:
     run = Run(PhaseSizes(2, 2, SAMPLES, 10), np.full((20, SAMPLES), LONGEST))
     assert {len(step.results) for step in run.steps} == {3}
@@ -81,13 +121,13 @@ def test_a_step_without_open_groups_may_have_no_phase() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(**planted)
+@given(ahead=ahead_or_not, **planted)
 def test_tokens_are_never_older_than_the_bound_and_every_sample_is_finished(
-    seed: int, wanted: int, more: int, phase: int, long_share: float
+    seed: int, wanted: int, more: int, phase: int, long_share: float, ahead: int
 ) -> None:
     lengths = drawn(seed, long_share)
-    run = Run(PhaseSizes(wanted, wanted + more, SAMPLES, phase), lengths)
-    recipe = recipe_of(LONGEST, phase, wanted, wanted + more)
+    run = Run(PhaseSizes(wanted, wanted + more, SAMPLES, phase, ahead), lengths)
+    recipe = recipe_of(LONGEST, phase, wanted, wanted + more, ahead)
     assert max(step.oldest for step in run.steps) <= staleness_bound(recipe, Hyperparameters())
     assert len(run.trained) == len(set(run.trained)) == STEPS * wanted
     for step in run.steps:

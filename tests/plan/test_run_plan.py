@@ -16,6 +16,7 @@ from rich.console import Console
 from megarl import cli
 from megarl.config import Recipe
 from megarl.config.hardware import load_hardware
+from megarl.config.loading import overlaid
 from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.roles import RoleName, resolve
@@ -41,6 +42,15 @@ PARTS = [
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> RunPlan:
     return make_plan(planning.small(tmp_path_factory.mktemp("small")), CARD)
+
+
+@pytest.fixture(scope="module")
+def phased(tmp_path_factory: pytest.TempPathFactory) -> RunPlan:
+    """On the second node's GPUs engines alone, and on the first's ranks alone."""
+    keys = ["rollout.max_response_tokens=400", "rollout.phase_tokens=100", "rollout.prompts_in_flight=256"]
+    split = ["placement.gpus=8", "placement.train_gpus=4", "rollout.engine.count=1", "placement.first_engine_gpu=4"]
+    folder = tmp_path_factory.mktemp("phased")
+    return make_plan(planning.small(folder, *keys, *split, "algorithm.mismatch=tis"), CARD)
 
 
 @pytest.fixture(scope="module")
@@ -164,11 +174,8 @@ def test_a_picture_is_a_png_of_the_size_that_the_map_needs(small: RunPlan, deeps
         assert len({tuple(pixel) for pixel in pixels[::7, ::7, :3].reshape(-1, 3).tolist()}) > 10
 
 
-def test_a_plan_of_phases_says_how_old_tokens_are_and_who_waits(tmp_path: Path) -> None:
-    """On the second node's GPUs engines alone, and on the first's ranks alone."""
-    keys = ["rollout.max_response_tokens=400", "rollout.phase_tokens=100", "rollout.prompts_in_flight=256"]
-    split = ["placement.gpus=8", "placement.train_gpus=4", "rollout.engine.count=1", "placement.first_engine_gpu=4"]
-    plan = make_plan(planning.small(tmp_path, *keys, *split, "algorithm.mismatch=tis"), CARD)
+def test_a_plan_of_phases_says_how_old_tokens_are_and_who_waits(phased: RunPlan) -> None:
+    plan = phased
     assert plan.phases and plan.rollout == plan.phases.time and plan.step.rollout_s == plan.rollout.total_s
     assert (plan.phases.phase_tokens, plan.phases.prompts_in_flight, plan.phases.bound) == (100, 256, 3)
     assert 0 < plan.phases.token_mean < plan.phases.token_max <= 3
@@ -181,6 +188,26 @@ def test_a_plan_of_phases_says_how_old_tokens_are_and_who_waits(tmp_path: Path) 
     assert found["waits"] == {"engines_s": plan.engines_wait_s, "ranks_s": plan.rollout.total_s}
     assert plan.engines_wait_s == pytest.approx(plan.step.train_s + plan.step.save_s)
     assert f"GPUs that only train wait {amount(plan.rollout.total_s)} s of a step" in page
+
+
+def test_the_plan_of_what_is_advised_takes_as_many_seconds_as_told(phased: RunPlan) -> None:
+    """It samples ahead: a step takes its further phases and the longer of its training and of the phase beside it."""
+    (advice,) = [one for one in phased.advice if "fewer seconds a step" in one]
+    told = re.search(r"ahead 1.* ([\d.]+)x fewer seconds a step; tokens are at most (\d+) versions old", advice)
+    keys = {key: int(value) for key, value in re.findall(r"(phase_tokens|prompts_in_flight|ahead) (\d+)", advice)}
+    plan = make_plan(overlaid(phased.recipe, {"rollout": keys}), CARD, sizes=phased.sizes)
+    assert told and plan.phases and plan.phases.bound == int(told[2])
+    assert phased.step.total_s / plan.step.total_s == pytest.approx(float(told[1]), abs=0.051)
+    assert 0 < plan.phases.token_mean <= plan.phases.token_max <= plan.phases.bound
+    step, beside = plan.step, plan.rollout.mean_beside_s
+    assert step.rollout_s == pytest.approx(plan.rollout.total_s - beside, abs=1e-9)
+    assert (step.train_s, step.reshard_s, step.save_s) == (phased.step.train_s, phased.step.reshard_s, 0)
+    longer = step.total_s - step.rollout_s - step.reshard_s
+    assert longer == pytest.approx(step.train_s + step.ahead_s) and longer >= max(beside, step.train_s) - 1e-9
+    assert plan.engines_wait_s == pytest.approx(longer - beside)
+    assert plan.ranks_wait_s == step.rollout_s + step.ahead_s
+    told_beside = f"beside {amount(step.train_s)} s of training a phase of {amount(beside)} s is sampled"
+    assert told_beside in report_of(plan) and plan_json(plan)["rollout"]["beside_s"] == beside
 
 
 def test_what_contradicts_phases_is_not_planned(tmp_path: Path) -> None:

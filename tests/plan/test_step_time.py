@@ -13,6 +13,7 @@ from megarl.parallel.layout import TrainLayout
 from megarl.plan import step_time
 from megarl.plan.batch import RankWork, Samples
 from megarl.plan.layer_time import RankLayers
+from megarl.plan.rollout_time import NO_ROLLOUT
 from megarl.plan.step_time import ComputingModel, TrainTime
 from megarl.training.flops import train_flops
 from megarl.types import ModelShape
@@ -94,4 +95,14 @@ def test_a_checkpoint_costs_its_step_the_copies_or_the_files_too(tmp_path: Path)
 
 def test_a_total_is_the_sum_of_its_phases() -> None:
     assert TrainTime(1, 2, 4, 8, 16, 32, 64).total_s == 127
-    assert step_time.StepTime(1, 2, 4, 8, 16, 32).total_s == 63
+    assert step_time.StepTime(1, 2, 4, 8, 16, 32, 64).total_s == 127
+
+
+def test_ranks_wait_for_what_a_phase_beside_them_takes_longer() -> None:
+    """Learning takes 2 + 4 + 8 s, and the phase beside it 10, 20 and 30 s of the rollout's 25 s in the mean."""
+    others = step_time.StepTime(0, 2, 4, 8, 0, 32, 64)
+    rollout = replace(NO_ROLLOUT, prefill_s=5.0, decode_s=20.0)
+    assert others.with_rollout(rollout) == replace(others, rollout_s=25)
+    ahead = others.with_rollout(replace(rollout, beside_s=(10.0, 20.0, 30.0)))
+    assert (ahead.rollout_s, ahead.ahead_s) == (5, (0 + 6 + 16) / 3)
+    assert ahead.total_s == 5 + 14 + 22 / 3 + 96
