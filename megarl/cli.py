@@ -142,6 +142,7 @@ def convert(
     overrides: _Overrides = None,
     *,
     step: Annotated[int | None, typer.Option(help="Which checkpoint; the newest unless it is given.")] = None,
+    fp8: Annotated[bool, typer.Option("--fp8", help="In fp8 tiles with scales, as DeepSeek-V3 is published.")] = False,
 ) -> None:
     """Write a checkpoint of a run as a Hugging Face model."""
     if not (run / "recipe.yaml").is_file():
@@ -156,7 +157,7 @@ def convert(
 
         from megarl.commands.convert import convert_snapshot, find_snapshot
 
-        convert_snapshot(recipe, find_snapshot(recipe, run, out, step, show), out, show)
+        convert_snapshot(recipe, find_snapshot(recipe, run, out, step, show), out, show, fp8=fp8)
 
     sys.exit(_outcome(run / "recipe.yaml", overrides or [], write))
 

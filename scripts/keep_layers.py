@@ -1,6 +1,6 @@
 """Keep the first layers of a model, to try a large model on few GPUs: its shapes are right, its answers are not.
 
-    .venv/bin/python scripts/keep_layers.py models/DeepSeek-V3-bf16 models/first-layers --layers 4
+    .venv/bin/python scripts/keep_layers.py models/DeepSeek-V3 models/first-layers --layers 4
 
 Reads only the tensors that are kept, file by file. Without weights in MODEL, config.json alone is written.
 """
@@ -19,7 +19,7 @@ from typing import Any
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from megarl.checkpoints.hf_import import tensor_files
+from megarl.checkpoints.hf_files import tensor_files
 from megarl.parallel.hf_config import read_json
 from megarl.types import UserFault
 

@@ -1,4 +1,4 @@
-"""Write the trained weights as a Hugging Face checkpoint, on all training ranks at once.
+"""Write the trained weights as a Hugging Face checkpoint, on all training ranks at once, in fp8 tiles if asked.
 
 The planner and the executor of resharding gather whole tensors, file by file: in each wave every rank collects the
 tensors of at most one file, writes it and frees it, so that no rank ever holds more than one file.
@@ -20,15 +20,17 @@ from safetensors.torch import save_file
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megarl.device import DEVICE
+from megarl.parallel.engine_layout import FP8_TILE
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.lora_pairs import LoraSize, is_factor
-from megarl.resharding import lora_map, megatron_map
+from megarl.parallel.quantisation import FP8_CONFIG, QUANTISATION_KEYS
+from megarl.resharding import fp8, lora_map, megatron_map
 from megarl.resharding.agreement import Agreement
 from megarl.resharding.execute import Executor
 from megarl.resharding.lora_merge import Merge
 from megarl.resharding.plan import DIGEST_BITS, item_bytes, plan_streams
 from megarl.resharding.shards import Part, Shard, cells, verify_params
-from megarl.resharding.tensors import aliases, is_vector, tensors
+from megarl.resharding.tensors import aliases, hf_tensors, is_projection, is_vector, tensors
 from megarl.resharding.transport import close_group, make_group
 from megarl.types import ModelShape, UserFault
 
@@ -42,6 +44,7 @@ File = tuple[Shard, ...]  # the tensors of one file; a shard's param is the name
 class Export:
     """An export as each rank gets it; only `rank` differs. dtype: torch's name of the files' data type.
 
+    fp8: the weights of linear layers in tiles of 128 x 128 with float32 scales, as DeepSeek-V3 is published.
     source: the checkpoint folder whose configuration and tokenizer files are copied. folder: on a file system that all
     ranks share; must not exist yet.
     """
@@ -55,6 +58,7 @@ class Export:
     dtype: str
     gpus_per_node: int
     timeout_s: float
+    fp8: bool = False
     file_bytes: int = FILE_BYTES
     round_bytes: int = 512 << 20
     lora: LoraSize | None = None  # adapters, which are merged into the weights
@@ -178,6 +182,8 @@ def _write_wave(
     executor = Executor(streams.deal(rounds), params, tensors_of_file, merge)
     executor.run(group, job.timeout_s, partial(agreement.ask, "written"))
     if mine:
+        if job.fp8:
+            _quantise(tensors_of_file)
         name = file_name(first + job.rank, len(files))
         save_file(tensors_of_file, folder / name, metadata={"format": "pt"})
 
@@ -198,18 +204,48 @@ def _allocate(file: File, dtype: str) -> dict[str, torch.Tensor]:
     return found
 
 
+def _quantise(tensors_of_file: dict[str, torch.Tensor]) -> None:
+    """Replace the weights of linear layers by their fp8 tiles and scales, one after the other."""
+    for name in [name for name in tensors_of_file if is_projection(name)]:
+        block = tensors_of_file[name].unsqueeze(0)
+        tensors_of_file[name + fp8.SCALE_SUFFIX] = fp8.tile_scales(block)[0]
+        tensors_of_file[name] = fp8.quantise(block)[0]
+
+
+def _bytes_by_name(job: Export, file: File) -> Iterator[tuple[str, int]]:
+    """The tensors of a file with their bytes, as they are written."""
+    for shard in file:
+        for name, (_, rows, cols) in cells(shard):
+            num_rows, num_cols = rows[1] - rows[0], cols[1] - cols[0]
+            if job.fp8 and is_projection(name):
+                yield name, num_rows * num_cols
+                yield name + fp8.SCALE_SUFFIX, 4 * -(-num_rows // FP8_TILE) * -(-num_cols // FP8_TILE)
+            else:
+                yield name, num_rows * num_cols * item_bytes(shard.dtype or job.dtype)
+
+
+def _plain_modules(shape: ModelShape) -> list[str]:
+    """The modules with a matrix that stays as it is; the names are those of `modules_to_not_convert`."""
+    matrices = [name for name, size in hf_tensors(shape).items() if len(size) == 2] + list(aliases(shape))
+    return [name.removesuffix(".weight") for name in matrices if not is_projection(name) and "embed_tokens" not in name]
+
+
 def _finish(job: Export, files: list[File], unfinished: Path, folder: Path) -> None:
     """Add the index, the configuration and the tokenizer to the weights, then rename the folder."""
     if len(files) > 1:
-        of_file = {file_name(index, len(files)): file for index, file in enumerate(files)}
-        names = {name: file for file, held in of_file.items() for shard in held for name, _ in cells(shard)}
-        total = sum(shard.area * item_bytes(shard.dtype or job.dtype) for file in files for shard in file)
+        held = {file_name(index, len(files)): dict(_bytes_by_name(job, file)) for index, file in enumerate(files)}
+        names = {name: file for file, sizes in held.items() for name in sizes}
+        total = sum(sum(sizes.values()) for sizes in held.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
         (unfinished / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
     for file in sorted(Path(job.source).iterdir()):
         if file.is_file() and file.suffix in COPIED and not file.name.endswith(".index.json"):
             shutil.copyfile(file, unfinished / file.name)
     config = json.loads((unfinished / "config.json").read_text(encoding="utf-8"))
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    (unfinished / "config.json").write_text(json.dumps(config | {key: job.dtype}, indent=2), encoding="utf-8")
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = job.dtype
+    for key in QUANTISATION_KEYS:
+        config.pop(key, None)
+    if job.fp8:
+        config[QUANTISATION_KEYS[0]] = {**FP8_CONFIG, "modules_to_not_convert": _plain_modules(job.shape)}
+    (unfinished / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     unfinished.rename(folder)

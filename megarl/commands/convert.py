@@ -37,16 +37,18 @@ def find_snapshot(recipe: Recipe, run: Path, out: Path, step: int | None, say: C
     return found
 
 
-def convert_snapshot(recipe: Recipe, snapshot: Snapshot, out: Path, say: Callable[[str], None]) -> None:
+def convert_snapshot(
+    recipe: Recipe, snapshot: Snapshot, out: Path, say: Callable[[str], None], *, fp8: bool = False
+) -> None:
     """Write the weights with the configuration and the tokenizer of model.path; `out` gets its name when all is there.
 
-    Raises WorkerFailed when a training rank fails.
+    fp8: the weights of linear layers in tiles of 128 x 128 with scales. Raises WorkerFailed when a training rank fails.
     """
     roles = resolve(recipe, learns=False)
     with Cluster(roles.num_training_slots, recipe.placement.node_gpus, recipe.run.timeout_s, say) as cluster:
         say("starting training ranks")
         trainers = training_fleet(cluster, roles).trainers
         trainers.load_weights(snapshot.folder.absolute())
-        trainers.export(out.absolute())
+        trainers.export(out.absolute(), fp8=fp8)
     say(f"{snapshot.folder} is a Hugging Face checkpoint in {out}")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator
 
 from megarl.algos import ALGORITHMS
+from megarl.checkpoints.quantised import weights_in_words
 from megarl.config import Recipe
 from megarl.device import DEVICE, LOOPBACK, Address
 from megarl.parallel.engine_layout import EngineLayout
@@ -38,8 +39,9 @@ def dry_run(recipe: Recipe, say: Callable[[str], None]) -> None:
     faults = faults_elsewhere(roles, device, absent) + argument_faults(roles, device, absent)
     if faults:
         raise UserFaults(faults)
-    for line in (*_placement(roles), *_reshard(roles, device), *_not_checked(recipe, device, absent)):
-        say(line)
+    for lines in (_placement(roles), _checkpoint(roles), _reshard(roles, device), _not_checked(recipe, device, absent)):
+        for line in lines:
+            say(line)
 
 
 def argument_faults(roles: Roles, device: str, absent: Container[str]) -> list[UserFault]:
@@ -88,6 +90,12 @@ def _placement(roles: Roles) -> Iterator[str]:
         f"engines: {engines.count} x TP{engines.tp} EP{engines.ep} DP{engines.dp} in {kind}; "
         f"slots {engines.first} to {engines.end - 1}"
     )
+
+
+def _checkpoint(roles: Roles) -> Iterator[str]:
+    facts = roles.policy.model.facts
+    if facts:
+        yield f"model.path: {weights_in_words(roles.policy.shape, facts)}"
 
 
 def _axes(layout: TrainLayout) -> str:

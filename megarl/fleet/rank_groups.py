@@ -223,9 +223,9 @@ class PolicyRanks(RankGroup):
         """The weights alone of a checkpoint, from any layout."""
         self._call("load_weights", folder)
 
-    def export(self, folder: Path) -> None:
-        """Write the weights as a Hugging Face checkpoint."""
-        self._call("export", folder)
+    def export(self, folder: Path, *, fp8: bool = False) -> None:
+        """Write the weights as a Hugging Face checkpoint; fp8: those of linear layers in tiles with scales."""
+        self._call("export", folder, fp8)
 
     def publish(self) -> list[PublishedRank]:
         """Each rank's handles to its parameters."""

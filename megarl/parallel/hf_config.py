@@ -22,6 +22,7 @@ from megarl.parallel.hf_values import (
     texts,
     truth,
 )
+from megarl.parallel.quantisation import Quantisation, quantisation
 from megarl.types import ModelShape, UserFault
 
 _MODEL, _CLASSIFIER = "ForCausalLM", "ForSequenceClassification"  # how transformers ends a family's class names
@@ -36,7 +37,6 @@ _SUPPORTED: dict[str, Any] = {  # variants of any family that no weight map or m
     "use_sliding_window": False,
     "attention_bias": False,
     "mlp_bias": False,
-    "quantization_config": None,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
     "moe_layer_freq": 1,
@@ -44,7 +44,7 @@ _SUPPORTED: dict[str, Any] = {  # variants of any family that no weight map or m
     "topk_method": "noaux_tc",
     "rope_interleave": True,
 }
-_MENDS = {"quantization_config": "convert the weights to bfloat16 first"}
+_WIDER = {name: name for name in ("float16", "float32", "float64")}  # data types of files besides bfloat16
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,10 @@ class Yarn:
 
 @dataclass(frozen=True)
 class HfFacts:
-    """The values of a `config.json` that are not in ModelShape; the router's values are DeepSeek's."""
+    """The values of a `config.json` that are not in ModelShape; the router's values are DeepSeek's.
+
+    dtype: torch's name of the files' data type. quantisation: the format of the weights that have another; None: none.
+    """
 
     rms_norm_eps: float
     rope_theta: float
@@ -71,6 +74,8 @@ class HfFacts:
     num_groups: int | None = None  # of experts, of which a token chooses top_groups
     top_groups: int | None = None
     routed_scaling: float = 1.0
+    dtype: str = "bfloat16"
+    quantisation: Quantisation | None = None
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -159,6 +164,7 @@ def _opened(path: str | Path) -> tuple[Path, dict[str, Any], str, bool]:
 
 def _shape(file: Path, config: Mapping[str, Any], family: str) -> ModelShape:
     _refuse_variants(file, config)
+    quantisation(file, config)
     integers: dict[str, Any] = {field: integer(file, config, keys) for field, keys in _COMMON_INTEGERS.items()}
     row, tied = FAMILIES[family], truth(file, config, "tie_word_embeddings")
     shape = ModelShape(**integers, **row.fields(file, config, integers), **row.constants, tied=tied)
@@ -173,7 +179,7 @@ def _refuse_variants(file: Path, config: Mapping[str, Any]) -> None:
     for key, supported in _SUPPORTED.items():
         value = config.get(key)
         if value is not None and value != supported:
-            mend = _MENDS.get(key, f"use a checkpoint where it is {json.dumps(supported)}")
+            mend = f"use a checkpoint where it is {json.dumps(supported)}"
             raise UserFault(str(file), f"{key} is {json.dumps(value):.60}", mend)
     kinds = set(texts(file, config, "layer_types")) - {"full_attention"}
     if kinds:
@@ -195,6 +201,8 @@ def _facts(file: Path, config: dict[str, Any], family: str) -> HfFacts:
         num_groups=optional_integer(file, config, "n_group"),
         top_groups=optional_integer(file, config, "topk_group"),
         routed_scaling=number(file, config, "routed_scaling_factor", 1.0, most=1e6),
+        dtype=_WIDER.get(str(config.get("torch_dtype") or config.get("dtype")), HfFacts.dtype),
+        quantisation=quantisation(file, config),
     )
 
 

@@ -11,6 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from megarl.checkpoints.quantised import file_bytes, weights_in_words
 from megarl.plan.memory_parts import PARTS
 from megarl.plan.model_size import ModelSize
 from megarl.plan.phased_rollout import PhasedRollout
@@ -97,6 +98,9 @@ def _placement(plan: RunPlan) -> RenderableType:
             nodes = sorted({slot // per_node for slot in stage.slots})
             table.add_row(_joined(models), str(stage.stage), spans(nodes), spans(stage.slots), spans(stage.layers))
         lines.append(text(parallel_sizes(models, size)))
+    policy = plan.sizes["policy"]
+    if policy.model.facts:
+        lines.append(text(f"model.path: {weights_in_words(policy.shape, policy.model.facts)}"))
     return Group(table, *lines, text(f"engines: {engines(plan)}"))
 
 
@@ -248,7 +252,11 @@ def plan_json(plan: RunPlan) -> dict[str, Any]:
         "fits": plan.fits,
         "faults": [{"where": fault.where, "problem": fault.problem, "mend": fault.mend} for fault in plan.faults],
         "hardware": plan.hardware.model_dump(),
-        "model": {"parameters": policy.parameters, "active_parameters": policy.active_parameters},
+        "model": {
+            "parameters": policy.parameters,
+            "active_parameters": policy.active_parameters,
+            "file_bytes": file_bytes(policy.shape, policy.model.facts) if policy.model.facts else None,
+        },
         "ranks": [_slot_json(slot) for slot in plan.slots],
         "memory": {
             "capacity_bytes": memory.capacity_bytes,

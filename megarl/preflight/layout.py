@@ -38,7 +38,8 @@ def shape_or_stand_in(roles: Roles) -> ModelShape:
     """The policy's shape; where its checkpoint cannot be read, sizes that all axes divide, and a layer that drafts."""
     layout, engines = roles.policy.layout, roles.engines
     size = FP8_TILE * math.lcm(layout.tp, layout.pp, layout.ep, engines.tp, engines.ep)
-    stand_in = ModelShape(size, size, size, size, size, size, size, size, size, num_mtp_layers=1)
+    layers = sum(layout.stage_layers) or size
+    stand_in = ModelShape(layers, size, size, size, size, size, size, size, size, num_mtp_layers=1)
     return roles.policy.model.known_shape or stand_in
 
 

@@ -123,7 +123,9 @@ def reference_faults(roles: Roles) -> Faults:
     if reference is None:
         return []
     if reference.known_shape is None:
-        return [reference.fault] if reference.fault else []
+        assert reference.fault
+        where = reference.fault.where.replace("model.path", "reference.path")
+        return [UserFault(where, reference.fault.problem, reference.fault.mend)]
     if reference.known_shape != shape:
         problem = f"{reference.path} is another model than model.path"
         mend = "name a checkpoint of the same architecture"

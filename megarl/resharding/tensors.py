@@ -54,6 +54,14 @@ def is_vector(name: str) -> bool:
     return name.endswith(("norm.weight", "bias"))
 
 
+def is_projection(name: str) -> bool:
+    """Whether the tensor is the weight of a linear layer that fp8 and int4 checkpoints quantise.
+
+    Those of attention, MLPs and experts, not the router, the embedding, the output layer and MTP's eh_proj.
+    """
+    return name.endswith(("_proj.weight", "_proj_with_mqa.weight")) and not name.endswith(".eh_proj.weight")
+
+
 def layer_prefix(layer: int) -> str:
     """The prefix of the names of a decoder layer's tensors."""
     return f"model.layers.{layer}."

@@ -33,6 +33,7 @@ def engine_settings(recipe: Recipe, index: int, span: NodeSpan | None = None) ->
     span: the engine's node that this process runs on, where the engine spans several.
     """
     rollout, engine, layout = recipe.rollout, recipe.rollout.engine, engine_layout(recipe)
+    config = _config(recipe.model.path)
     return EngineSettings(
         model_path=recipe.model.path,
         tp=engine.tp,
@@ -46,11 +47,12 @@ def engine_settings(recipe: Recipe, index: int, span: NodeSpan | None = None) ->
         sglang=engine.sglang,
         dp=engine.dp,
         fp8=engine.fp8,
+        quantised="quantization_config" in config,
         seeded=rollout.seeded,
         routed_experts=recipe.train.replay == "r3",
         span=span,
         timeout_s=recipe.run.timeout_s,
-        model_context=_positions(recipe.model.path),
+        model_context=config.get("max_position_embeddings"),
         reserve_bytes=communicator_bytes(recipe.placement.hardware),
         whole_dense=layout.whole_dense,
         whole_shared=layout.whole_shared,
@@ -60,11 +62,10 @@ def engine_settings(recipe: Recipe, index: int, span: NodeSpan | None = None) ->
     )
 
 
-def _positions(model_path: str) -> int | None:
-    """The number of positions that the model's config.json states, if it does."""
+def _config(model_path: str) -> dict[str, Any]:
+    """The model's config.json; empty where there is none."""
     file = Path(model_path) / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return config.get("max_position_embeddings")
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 class RolloutWorker:

@@ -275,8 +275,11 @@ class PolicyRank(TrainingRank):
             stats[DIFFERING_SHARE] = found["differing_choices"], found["replayed_choices"]
         return stats
 
-    def export(self, folder: Path) -> None:
-        """Write the weights as a Hugging Face checkpoint, with the configuration and tokenizer of model.path."""
+    def export(self, folder: Path, fp8: bool = False) -> None:
+        """Write the weights as a Hugging Face checkpoint, with the configuration and tokenizer of model.path.
+
+        fp8: the weights of linear layers in tiles of 128 x 128 with scales.
+        """
         recipe = self._recipe
         job = Export(
             folder=str(folder),
@@ -289,6 +292,7 @@ class PolicyRank(TrainingRank):
             gpus_per_node=recipe.placement.gpus_per_node,
             timeout_s=recipe.run.timeout_s,
             lora=lora_size(recipe),
+            fp8=fp8,
         )
         export_hf(job, self.params() | self.factors(), PrefixStore(f"export {folder}", self._store))
 

@@ -15,10 +15,11 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from megarl.checkpoints import hf_import
 from megarl.checkpoints.hf_export import Export, export_hf, plan_files
+from megarl.checkpoints.quantised import file_bytes
 from megarl.device import Address, join_store
-from megarl.parallel.hf_config import model_shape
+from megarl.parallel.hf_config import hf_facts, model_shape
 from megarl.parallel.layout import TrainLayout
-from megarl.resharding import megatron_map
+from megarl.resharding import fp8, megatron_map, tensors
 from megarl.resharding.shards import cells, param_table
 from megarl.resharding.tensors import is_vector
 from megarl.types import ModelShape
@@ -69,6 +70,10 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
+SAMPLE = [  # weights that stay as they are, and some that do not
+    *("lm_head.weight", "model.layers.1.mlp.gate.weight", "model.layers.2.eh_proj.weight"),
+    *("model.layers.0.mlp.gate_proj.weight", "model.layers.1.mlp.experts.0.down_proj.weight"),
+]
 CASES: dict[str, tuple[str, dict[str, Any], TrainLayout, int]] = {
     "qwen3-moe tp2 pp2 ep2, many files": ("qwen3-moe", {}, TrainLayout(4, 2, 2, 2), 150_000),
     "deepseek with mtp tp2 pp2 ep2": ("deepseek-v3", {"mtp_layers": 1}, TrainLayout(4, 2, 2, 2), 400_000),
@@ -115,6 +120,40 @@ def test_it_converts_but_keeps_what_must_be_exact(source: Callable[..., Path], t
         assert torch.equal(tensor, wanted), name
         assert tensor.dtype == wanted.dtype
     assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.slow
+def test_in_fp8_and_back(source: Callable[..., Path], tmp_path: Path) -> None:
+    """In tiles, from ranks that cut them; what other ranks read of it they write again as it is, without tiles."""
+    sizes = {"hidden_size": 192, "intermediate_size": 320, "moe_intermediate_size": 160}
+    original, tiles, plain = source("deepseek-v3", mtp_layers=1, **sizes), tmp_path / "tiles", tmp_path / "plain"
+    assert export(job(original, tiles, TrainLayout(4, 2, 2, 2), fp8=True, file_bytes=600_000)) == ["done"] * 4
+    found, expected = read(tiles), {}
+    for name, tensor in read(original).items():
+        expected[name] = tensor
+        if tensors.is_projection(name):
+            expected[name] = fp8.quantise(tensor[None])[0]
+            expected[name + "_scale_inv"] = fp8.tile_scales(tensor[None])[0]
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    index = json.loads((tiles / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == found.keys()
+    shape, facts = model_shape(tiles), hf_facts(tiles)
+    sizes_together = sum(tensor.nbytes for tensor in found.values())
+    assert index["metadata"]["total_size"] == sizes_together == file_bytes(shape, facts)
+    assert hf_import.check_hf(tiles, shape) == []
+    assert facts.quantisation and facts.quantisation.kind == "fp8"
+    assert all(facts.quantisation.covers(name) == tensors.is_projection(name) for name in SAMPLE)
+
+    assert export(job(tiles, plain, TrainLayout(2, 2, 1, 1))) == ["done"] * 2
+    again, config = read(plain), json.loads((plain / "config.json").read_text())
+    assert "quantization_config" not in config and again.keys() == read(original).keys()
+    for name in filter(tensors.is_projection, again):
+        scales = found[name + "_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
+        rows, cols = again[name].shape
+        assert torch.equal(again[name], found[name].float() * scales[:rows, :cols]), name
 
 
 @pytest.mark.slow

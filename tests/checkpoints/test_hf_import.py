@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megarl.checkpoints.hf_import import check_hf, load_hf, tensor_files
+from megarl.checkpoints.hf_files import tensor_files
+from megarl.checkpoints.hf_import import check_hf, load_hf
 from megarl.parallel.layout import TrainLayout
 from megarl.resharding import megatron_map
 from megarl.resharding.shards import Shard, param_table
@@ -56,14 +57,6 @@ def test_check_names_the_first_of_each_kind(tmp_path: Path) -> None:
     assert faults.count("\n") == 1
     assert "no tensor model.norm.weight" in faults
     assert "model.layers.1.mlp.experts.3.up_proj.weight is [9, 6], config.json says [8, 6] (and 1 more such" in faults
-
-
-def test_quantised_weights_are_refused(tmp_path: Path) -> None:
-    weights = tensors()
-    name = "model.layers.0.self_attn.q_proj.weight"
-    weights[name] = weights[name].to(torch.float8_e4m3fn)
-    (fault,) = check_hf(write(tmp_path, CONFIG, weights), SHAPE)
-    assert f"{name} is F8_E4M3; use a checkpoint in bfloat16" in str(fault)
 
 
 def test_a_draft_layer_that_is_not_there_is_one_fault(tmp_path: Path) -> None:

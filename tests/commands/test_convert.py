@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from megarl import cli
 from megarl.checkpoints.snapshots import Snapshots
+from megarl.commands import convert
 from megarl.commands.convert import find_snapshot
 from megarl.config.loading import load_recipe
 from megarl.controller.resuming import FOLDER, Progress
 from megarl.parallel.hf_config import model_shape
+from megarl.preflight import check
 from megarl.types import UserFaults
 from tests.test_cli import QUICKSTART, megarl
 
@@ -70,6 +76,20 @@ def test_a_folder_without_a_run(tmp_path: Path) -> None:
         2,
         "nowhere: has no recipe.yaml; name the folder of a run, as runs/quickstart\n",
     )
+
+
+@pytest.mark.parametrize("flags", [[], ["--fp8"]])
+def test_the_format_is_handed_to_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]) -> None:
+    asked: list[tuple[Path, bool]] = []
+    trainers = SimpleNamespace(load_weights=lambda folder: None, export=lambda out, fp8: asked.append((out, fp8)))
+    monkeypatch.setattr(convert, "Cluster", lambda *_: nullcontext())
+    monkeypatch.setattr(convert, "training_fleet", lambda *_: SimpleNamespace(trainers=trainers))
+    monkeypatch.setattr(convert, "find_snapshot", lambda *_: SimpleNamespace(folder=tmp_path))
+    monkeypatch.setattr(check, "check_convert", lambda recipe: None)
+    (tmp_path / "recipe.yaml").write_text(QUICKSTART.read_text())
+    result = CliRunner().invoke(cli.app, ["convert", str(tmp_path), str(tmp_path / "out"), *flags])
+    assert result.exit_code == 0, result.output
+    assert asked == [(tmp_path / "out", bool(flags))]
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ What costs time and is the same in several recipes (an exchange, a judge's start
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,13 +16,14 @@ from typer.testing import CliRunner
 
 from megarl import cli
 from megarl.algos import hyperparameters_of
+from megarl.checkpoints.quantised import file_bytes
 from megarl.commands import dry_run
 from megarl.config import Recipe
 from megarl.config.loading import load_recipe
-from megarl.parallel.hf_config import model_shape
+from megarl.parallel.hf_config import hf_facts, model_shape
 from megarl.parallel.roles import Roles
 from megarl.preflight import check, layout
-from megarl.resharding.tensors import mtp_prefix, tensors
+from megarl.resharding.tensors import aliases, mtp_prefix, tensors
 from megarl.types import UserFaults
 from scripts.keep_layers import keep_layers
 
@@ -117,6 +117,8 @@ def test_it_dry_runs(name: str, over: tuple[str, ...], quickstart_inputs: list[s
     lines = lines_of(recipe)
     assert lines[-1] == f"{recipe.run.name}: nothing to mend"
     assert sum(line.startswith("reshard: ") for line in lines) == 2
+    (weights,) = [line for line in lines if line.startswith("model.path: ")]
+    assert ("fp8 tiles of 128 x 128" in weights) == ("deepseek" in name)
     assert any(line.startswith("critic: ") for line in lines) == (recipe.algorithm.name == "vapo")
     unchecked = {line.split(": ")[1] for line in lines if line.startswith("not checked here: ")}
     expected = {"model.path", "data.train", "data.eval.aime2024", "SGLang's choices of kernels and memory, which ask"}
@@ -207,8 +209,10 @@ def test_it_says_what_the_paper_says(name: str) -> None:
 
 
 PARAMETERS = {  # as the model cards have them; DeepSeek's README_WEIGHTS.md counts prediction layers apart
-    "qwen3-30b-a3b": 30.5e9, "qwen3-235b-a22b": 235e9, "deepseek-v3": 671e9, "qwen2.5-32b": 32.8e9,
+    "qwen3-30b-a3b": 30.5e9, "qwen3-235b-a22b": 235e9, "deepseek-v3": 671e9, "qwen2.5-32b": 32.8e9, "kimi-k2": 1026.4e9,
 }  # fmt: skip
+# The published files: of DeepSeek-V3 with its prediction layer, of Kimi-K2-Instruct 958.49 GiB.
+FP8_BYTES = {"deepseek-v3": 688.6e9, "kimi-k2": 958.49 * 2**30}
 
 
 @pytest.mark.parametrize("folder", sorted((RECIPES / "models").iterdir()), ids=lambda path: path.name)
@@ -220,7 +224,11 @@ def test_a_models_shape_is_the_published_one(folder: Path) -> None:
     assert main == pytest.approx(PARAMETERS[folder.name], rel=2e-3)
     if shape.num_mtp_layers:
         assert sum(sizes.values()) - main == pytest.approx(11.5e9, rel=1e-2)
-    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+    facts = hf_facts(folder)
+    in_bfloat16 = 2 * (sum(sizes.values()) + sum(sizes[name] for name in aliases(shape).values()))
+    published = FP8_BYTES.get(folder.name, in_bfloat16)
+    assert (facts.quantisation is not None) == (folder.name in FP8_BYTES)
+    assert file_bytes(shape, facts) == pytest.approx(published, rel=1e-4)
 
 
 # --- what is wrong -----------------------------------------------------------------------------------------------
@@ -230,6 +238,14 @@ def told(name: str, *overrides: str) -> list[str]:
     with pytest.raises(UserFaults) as caught:
         lines_of(load(name, (), *overrides))
     return [str(fault) for fault in caught.value.faults]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_in_an_unknown_format_is_one_line(tmp_path: Path) -> None:
+    config = (RECIPES / "models" / "deepseek-v3" / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config.replace('"quant_method": "fp8"', '"quant_method": "awq"'))
+    (line,) = told("grpo_deepseek671b", f"model.config={tmp_path}")
+    assert line.startswith(f'model.path: quantization_config.quant_method of {tmp_path}/config.json is "awq"; name a')
 
 
 @pytest.mark.parametrize(

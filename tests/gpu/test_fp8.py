@@ -1,12 +1,17 @@
-"""fp8 tiles that a device makes, against tiles made one at a time on the CPU, byte for byte."""
+"""fp8 tiles that a device makes and reads, against tiles made one at a time on the CPU, byte for byte."""
 
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from megarl.checkpoints.hf_files import Slices
+from megarl.checkpoints.quantised import fill
 from megarl.device import DEVICE
 from megarl.resharding import fp8
 from megarl.resharding.transport import settle
@@ -59,3 +64,21 @@ def test_tiles_equal_the_cpus(shape: tuple[int, int, int], dtype: torch.dtype, r
     assert same_bytes(scales, expected_scales)
     assert same_bytes(found, expected)
     record("rate", weights.nbytes / seconds / 1e9, "GB/s")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_checkpoints_tiles_are_read_as_on_the_cpu(tmp_path: Path, dtype: torch.dtype) -> None:
+    """fp8 with both kinds of scales, among them a tiny and a huge one, and int4."""
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.randn(300, 200, generator=generator).mul_(90).clamp_(-448, 448).to(torch.float8_e4m3fn)
+    scales = torch.tensor([[1e-3, 2.5e-41], [3e35, 0.7], [1e-12, 1.0]])
+    packed = torch.randint(-(2**31), 2**31, (300, 25), generator=generator, dtype=torch.int64).int()
+    of_groups = torch.rand(300, 7, generator=generator).bfloat16()
+    files = {"a": codes, "a_scale_inv": scales, "b": codes.clone(), "b_scale_inv": scales.to(torch.float8_e8m0fnu)}
+    save_file({**files, "c_packed": packed, "c_scale": of_groups}, tmp_path / "model.safetensors")
+    with ExitStack() as stack:
+        slices = Slices(tmp_path, stack)
+        for name in "abc":
+            planes = [torch.zeros(200, 150, dtype=dtype, device=device) for device in ("cpu", DEVICE)]
+            assert all(fill(plane, slices, name, (70, 270), (45, 195)) for plane in planes)
+            assert same_bytes(planes[1], planes[0])

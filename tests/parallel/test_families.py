@@ -19,6 +19,7 @@ from megarl.parallel.hf_config import model_shape
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.routing import Routing
 from megarl.resharding import megatron_map
+from tests.parallel import checkpoints as checkpoints_of_families
 from tests.parallel import precision
 from tests.parallel.checkpoints import write
 from tests.parallel.precision import within
@@ -91,6 +92,17 @@ def transformers_logprobs(path: Path, vocab_size: int) -> list[np.ndarray]:
             logp_TV = hf(tokens_T[None]).logits[0].log_softmax(-1)
         found.append(np.concatenate([[0.0], logp_TV[:-1].gather(-1, tokens_T[1:, None])[:, 0].numpy()]))
     return found
+
+
+@pytest.mark.slow
+def test_routers_and_positions_of_kimi_k2(tmp_path: Path) -> None:
+    """DeepSeek-V3's with one group of experts, and with a ramp of YaRN that begins and ends at the same frequency."""
+    rope = checkpoints_of_families.LATENT["rope_parameters"] | {"beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0}
+    path = write(tmp_path, "deepseek-v3", n_group=1, topk_group=1, routed_scaling_factor=2.827, rope_parameters=rope)
+    (mine,) = run_world(recipe(path, TrainLayout(1, 1, 1, 1)), trainer_logprobs)
+    expected = transformers_logprobs(path, model_shape(path).vocab_size)
+    assert mine is not None
+    np.testing.assert_allclose(np.concatenate(mine), np.concatenate(expected), atol=within(1e-4))
 
 
 @pytest.mark.slow

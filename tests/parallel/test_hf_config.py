@@ -95,7 +95,6 @@ def test_newer_name_of_the_expert_count(tmp_path: Path) -> None:
     ("change", "problem"),
     [
         ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is"),
         ({"attention_bias": True}, "attention_bias is true"),
         ({"mlp_only_layers": [0]}, "mlp_only_layers is [0]"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),

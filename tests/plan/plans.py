@@ -56,6 +56,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "v_head_dim": 128,
         "num_nextn_predict_layers": 1,
     },
+    "kimi-k2": json.loads((Path(__file__).parents[2] / "recipes/models/kimi-k2/config.json").read_text()),
     "tiny": {
         "architectures": ["DeepseekV3ForCausalLM"],
         "vocab_size": 300,

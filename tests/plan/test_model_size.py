@@ -22,11 +22,12 @@ pytestmark = pytest.mark.slow
 
 # Totals of the published checkpoints' model.safetensors.index.json (total_size / 2 bytes; Qwen's model cards: 30.5 B,
 # 235 B), DeepSeek-V3's as of its report, arXiv 2412.19437: "671B total parameters with 37B activated", without the MTP
-# module. Active parameters are given by the cards with two digits.
+# module. Active parameters are given by the cards with two digits; of Kimi-K2 (32 B) without one of the tables.
 PUBLISHED = {
     "qwen3-30b": (30_532_122_624, 3.3e9),
     "qwen3-235b": (235_093_634_560, 22e9),
     "deepseek-v3": (671e9, 37e9),
+    "kimi-k2": (1026.4e9, 32.9e9),
 }
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {  # model, GPUs, axes
     "pp": ("tiny", 4, {"pp": 4, "mtp_loss": 0.1}),
@@ -44,7 +45,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelSize]:
     """Everything that these tests look at, from one start of the program."""
     folder = tmp_path_factory.mktemp("models")
     recipes = {name: plans.recipe(folder, name, 1) for name in PUBLISHED}
-    recipes["deepseek-v3"] = plans.recipe(folder, "deepseek-v3", 512, pp=16, ep=32, layers_per_stage=[3, *[4] * 14, 2])
+    stages = {"pp": 16, "ep": 32, "layers_per_stage": [3, *[4] * 14, 2]}
+    recipes |= {name: plans.recipe(folder, name, 512, **stages) for name in ("deepseek-v3", "kimi-k2")}
     recipes |= {name: plans.recipe(folder, model, gpus, **train) for name, (model, gpus, train) in LAYOUTS.items()}
     found = sizes_of([resolve(recipe).models for recipe in recipes.values()], whole=True)
     return {name: sizes["policy"] for name, sizes in zip(recipes, found, strict=True)}

@@ -206,8 +206,8 @@ def _models(request: Mapping[str, Any]) -> list[torch.nn.Module]:
     engine, rank = EngineLayout(**request["engine"]), request["rank"]
     settings = EngineSettings(
         request["folder"], engine.tp, engine.ep, "bfloat16", 0, 4096, 8, load_weights=False, dp=engine.dp,
-        fp8=engine.fp8, sglang=request["sglang"], whole_dense=engine.whole_dense, group_head=engine.group_head,
-        deepep=engine.deepep, draft=engine.draft,
+        fp8=engine.fp8, quantised=True, sglang=request["sglang"], whole_dense=engine.whole_dense,
+        group_head=engine.group_head, deepep=engine.deepep, draft=engine.draft,
     )  # fmt: skip
     os.environ["SGLANG_SHARED_EXPERT_TP1"] = str(int(engine.whole_shared))
     server: Any = ServerArgs(**server_arguments(settings, "megarl.resharding.member.load", "cuda"))

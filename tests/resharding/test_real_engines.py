@@ -34,9 +34,7 @@ def dense(family: str, **sizes: Any) -> dict[str, Any]:
 DEEPSEEK = published("deepseek-v3", first_k_dense_replace=1)
 CONFIGS = {
     "deepseek-v3": DEEPSEEK,
-    "kimi-k2": DEEPSEEK
-    | {"n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_heads": 64, "vocab_size": 163840}
-    | {"n_group": 1, "topk_group": 1},
+    "kimi-k2": published("kimi-k2"),
     "moonlight": DEEPSEEK
     | {"q_lora_rank": None, "hidden_size": 2048, "intermediate_size": 11264, "moe_intermediate_size": 1408}
     | {"n_routed_experts": 64, "n_shared_experts": 2, "num_attention_heads": 16, "num_key_value_heads": 16}

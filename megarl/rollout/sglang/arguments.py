@@ -122,8 +122,9 @@ class EngineSettings:
 
     first_gpu: the GPU slot of the first tensor-parallel rank. load_weights: read the checkpoint; otherwise the weights
     are random and the engine refuses to sample before its first reshard. fp8: weights are tiles of 128 x 128 with
-    scales, which a bf16 checkpoint cannot fill: load_weights must be False. whole_dense, whole_shared, group_head,
-    deepep, draft: as of EngineLayout.
+    scales, which a bf16 checkpoint cannot fill: load_weights must be False. quantised: config.json says that the
+    checkpoint's weights are; an engine that does not load them has those of training, in dtype or fp8. whole_dense,
+    whole_shared, group_head, deepep, draft: as of EngineLayout.
 
     span: the engine's node that this process runs on, where the engine spans several.
 
@@ -147,6 +148,7 @@ class EngineSettings:
     sglang: Mapping[str, Any] = field(default_factory=dict)
     dp: int = 1
     fp8: bool = False
+    quantised: bool = False
     seeded: bool = False
     routed_experts: bool = False
     span: NodeSpan | None = None
@@ -200,8 +202,9 @@ def server_arguments(settings: EngineSettings, weight_loader: str, device: str =
         host, port = settings.span.rendezvous
         arguments |= {"nnodes": settings.span.nodes, "node_rank": settings.span.node}
         arguments |= {"dist_init_addr": f"{host}:{port}"}
-    if settings.fp8:
-        arguments["json_model_override_args"] = json.dumps({"quantization_config": _FP8})
+    if settings.fp8 or (settings.quantised and not settings.load_weights):
+        own = _FP8 if settings.fp8 else None
+        arguments["json_model_override_args"] = json.dumps({"quantization_config": own})
     if device == "cpu":
         arguments |= cpu.server_arguments(settings.tp, room)
     else:

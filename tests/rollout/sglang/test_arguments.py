@@ -234,6 +234,16 @@ def test_attention_groups_and_quantised_weights() -> None:
     assert "json_model_override_args" not in plain
 
 
+def test_an_engine_that_gets_trained_weights_is_not_told_of_the_checkpoints_format() -> None:
+    """Else SGLang would build fp8 layers for a model that is trained in bfloat16, whose folder is fp8."""
+    published = replace(SETTINGS, quantised=True)
+    assert "json_model_override_args" not in server_arguments(published, "a.loader"), "it reads the folder itself"
+    trained = server_arguments(replace(published, load_weights=False), "a.loader")
+    assert json.loads(trained["json_model_override_args"]) == {"quantization_config": None}
+    ours = server_arguments(replace(published, load_weights=False, fp8=True), "a.loader")
+    assert json.loads(ours["json_model_override_args"])["quantization_config"]["quant_method"] == "fp8"
+
+
 def test_seeded_samples_depend_on_no_other_setting() -> None:
     mine = replace(SETTINGS, seeded=True, sglang={"disable_radix_cache": False, "chunked_prefill_size": 8})
     arguments = server_arguments(mine, "a.loader")

@@ -1,0 +1,64 @@
+"""The tensors of a Hugging Face checkpoint by name: which file holds each, and lazy access to them."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from megarl.parallel.hf_config import read_json
+from megarl.types import UserFault
+
+
+def tensor_files(path: str | Path) -> dict[str, Path]:
+    """Tensor name -> the safetensors file that holds it (one `model.safetensors`, or several with an index).
+
+    Raises UserFault: neither file is there, the index is unreadable or names a missing file.
+    """
+    folder = Path(path)
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.exists():
+        names = read_json(index).get("weight_map", {})
+        if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+            raise UserFault(str(index), "weight_map does not map tensors to files", "download the checkpoint again")
+        missing = sorted({file for file in names.values() if not (folder / file).exists()})
+        if missing:
+            raise UserFault(str(index), f"names missing files: {', '.join(missing)}", "download them")
+        return {name: folder / file for name, file in names.items()}
+    if not single.exists():
+        raise UserFault(str(single), "no such file", "set model.path to a folder with safetensors weights")
+    with _opened(single) as tensors:
+        return dict.fromkeys(tensors.keys(), single)
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return safe_open(str(file), framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise UserFault(str(file), f"is not a safetensors file ({error})", "download it again") from None
+
+
+class Slices:
+    """Lazy access to a checkpoint's tensors; every file is opened once, on first use."""
+
+    def __init__(self, path: str | Path, stack: ExitStack) -> None:
+        self.path, self.stack = Path(path), stack
+        self.files = tensor_files(path)
+        self.open: dict[Path, Any] = {}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.files
+
+    def get(self, name: str) -> Any:
+        """The tensor's slice object; only what is indexed is read. Raises UserFault where there is none."""
+        file = self.files.get(name)
+        if file is None:
+            raise UserFault(str(self.path), f"the checkpoint has no tensor {name}", "use a complete checkpoint")
+        if file not in self.open:
+            self.open[file] = self.stack.enter_context(_opened(file))
+        try:
+            return self.open[file].get_slice(name)
+        except SafetensorError:
+            raise UserFault(str(file), f"does not hold {name}", "download the checkpoint again") from None

@@ -1,0 +1,120 @@
+"""Quantised checkpoints: the format that `quantization_config` of a HF `config.json` names.
+
+Two formats are read: "fp8", as DeepSeek-V3, R1 and Kimi-K2 are published, and "int4", as Kimi-K2-Thinking is
+(compressed-tensors, pack-quantized). megarl/checkpoints/quantised.py has their tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megarl.parallel.engine_layout import FP8_TILE
+from megarl.parallel.hf_values import mapping, texts
+from megarl.types import UserFault
+
+QUANTISATION_KEYS = "quantization_config", "compression_config"  # of which config.json has at most one
+KEY = QUANTISATION_KEYS[0]
+INT4_GROUP = 32  # columns of a row that share one scale
+FP8_CONFIG: Mapping[str, Any] = {  # as DeepSeek publishes it
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [FP8_TILE, FP8_TILE],
+}
+MEND = (
+    f"name a checkpoint in bfloat16, in fp8 tiles of {FP8_TILE} x {FP8_TILE} (as DeepSeek-V3), "
+    f"or in int4 groups of {INT4_GROUP} (as Kimi-K2-Thinking)"
+)
+_REGEX = "re:"
+# The values that megarl reads, by key; None: the key may be absent.
+_FP8_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "weight_block_size": ([FP8_TILE, FP8_TILE],),
+    "fmt": ("e4m3", None),
+    "scale_fmt": (None, "float", "ue8m0"),
+}
+_INT4_VALUES: Mapping[str, tuple[Any, ...]] = {"format": ("pack-quantized",)}
+_INT4_WEIGHTS: Mapping[str, tuple[Any, ...]] = {
+    "num_bits": (4,),
+    "type": ("int",),
+    "strategy": ("group",),
+    "group_size": (INT4_GROUP,),
+    "symmetric": (True,),
+    "actorder": (None,),
+}
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """The format of a checkpoint's quantised weights.
+
+    kind: "fp8": float8_e4m3fn with a scale for each tile of 128 x 128; "int4": integers from -8 to 7, eight in an
+    int32, with a scale for each 32 columns of a row. has_power_of_two_scales: those of fp8 tiles (UE8M0). excluded:
+    modules that are not quantised, by name, or by a regular expression after "re:".
+    """
+
+    kind: Literal["fp8", "int4"]
+    has_power_of_two_scales: bool = False
+    excluded: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.kind == "int4":
+            return f"int4 groups of {INT4_GROUP}"
+        scales = " with scales that are powers of two" if self.has_power_of_two_scales else ""
+        return f"fp8 tiles of {FP8_TILE} x {FP8_TILE}{scales}"
+
+    def covers(self, weight: str) -> bool:
+        """Whether the weight of a linear layer is quantised."""
+        module = weight.removesuffix(".weight")
+        return not any(_names(pattern, module) for pattern in self.excluded)
+
+
+def _names(pattern: str, module: str) -> bool:
+    if pattern.startswith(_REGEX):
+        return re.match(pattern.removeprefix(_REGEX), module) is not None
+    return module == pattern or module.startswith(pattern + ".")
+
+
+def quantisation(file: Path, config: Mapping[str, Any]) -> Quantisation | None:
+    """The format of a `config.json`; None: not quantised. Raises UserFault for a format that megarl does not read."""
+    found = mapping(file, config, *QUANTISATION_KEYS)
+    method = found.get("quant_method")
+    if not found:
+        return None
+    if method == "fp8":
+        _check(file, KEY, found, _FP8_VALUES)
+        excluded = _excluded(file, found, "modules_to_not_convert")
+        return Quantisation("fp8", found.get("scale_fmt") == "ue8m0", excluded)
+    if method == "compressed-tensors":
+        _check(file, KEY, found, _INT4_VALUES)
+        groups = mapping(file, found, "config_groups")
+        for name in groups:
+            group = mapping(file, groups, name)
+            _check(file, f"{KEY}.config_groups.{name}.weights", mapping(file, group, "weights"), _INT4_WEIGHTS)
+        return Quantisation("int4", excluded=_excluded(file, found, "ignore"))
+    raise _fault(file, f"{KEY}.quant_method", method)
+
+
+def _check(file: Path, where: str, values: Mapping[str, Any], known: Mapping[str, tuple[Any, ...]]) -> None:
+    for key, allowed in known.items():
+        if values.get(key) not in allowed:
+            raise _fault(file, f"{where}.{key}", values.get(key))
+
+
+def _fault(file: Path, key: str, value: Any) -> UserFault:
+    return UserFault("model.path", f"{key} of {file} is {json.dumps(value):.60}", MEND)
+
+
+def _excluded(file: Path, config: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    names = texts(file, config, key)
+    for name in names:
+        try:
+            re.compile(name.removeprefix(_REGEX) if name.startswith(_REGEX) else "")
+        except re.error as error:
+            mend = "download the checkpoint again"
+            raise UserFault(str(file), f"{KEY}.{key} has {name!r:.60} ({error})", mend) from None
+    return tuple(names)
