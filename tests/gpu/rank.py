@@ -44,6 +44,7 @@ def recipe(path: str, dtype: str, **train: Any) -> Any:
     return SimpleNamespace(
         run=SimpleNamespace(seed=1, timeout_s=60.0),
         model=SimpleNamespace(path=path, dtype=dtype),
+        lora=None,
         train=SimpleNamespace(**train_keys(**train)),
         placement=SimpleNamespace(gpus=1, train_gpus=None, gpu_of=lambda slot: slot),
     )
