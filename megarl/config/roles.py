@@ -66,20 +66,23 @@ class LoraConfig(Branch):
 
     A linear layer with weight W computes W x + (alpha / rank) B A x. `targets` are the last parts of the layers' names
     in the checkpoint (q_proj, down_proj); all linear layers of the decoder unless it is set. Each routed expert has
-    adapters of its own, of rank `experts`: null as for the other layers, 0 none.
+    adapters of its own, of rank `experts`: null as for the other layers, 0 none. A run begins with those of `path`, a
+    folder in PEFT's format, or with B = 0. Engines get the merged weights, rounded to `model.dtype` as `rounding` says.
     """
 
     rank: LoraRank = 16
     alpha: Positive = 32.0
     targets: Annotated[tuple[Text, ...], Field(strict=False)] = ()
     experts: Annotated[int, Field(ge=0, le=4096)] | None = None
+    path: FilePath | None = None
+    rounding: Literal["nearest", "stochastic"] = "nearest"
 
 
 class ReferenceConfig(Branch):
     """The frozen model of the KL terms: the policy's first weights, unless `path` names a checkpoint.
 
     It needs no GPU memory: its weights are in host memory and are swapped with the policy's for a forward pass. With
-    `lora` the policy's first weights are its own without the adapters.
+    `lora` the reference is the frozen model, also where a run begins with the adapters of `lora.path`.
     """
 
     use: bool = False

@@ -11,7 +11,7 @@ references. With `rollout.ahead` engines that have GPUs of their own sample a ph
 | observe | samples with their rewards                     | the policy's memory          | hand-over to `critic`  |
 | critic  | samples, KL penalties of `observe`             | the critic's memory          | the next hand-over     |
 | train   | samples with advantages, token values          | the policy's memory          | hand-over to `reshard` |
-| ahead   | the stock, prompts, weights of version n       | nothing               | its own end            |
+| ahead   | the stock, prompts, weights of version n       | nothing                      | its own end            |
 | save    | weights and optimizer after the updates        | the checkpoint before it     | `Saver.settle`         |
 | reshard | the policy's weights                           | the engines' weights' memory | hand-over to `rollout` |
 | eval    | evaluation prompts, weights of version n + 1   | the engines' KV cache        | the next step's phases |

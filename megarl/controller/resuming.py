@@ -22,11 +22,16 @@ from megarl.rollout.stock import Entry, Ticket
 from megarl.types import ModelShape, UserFault, UserFaults
 
 FOLDER = "checkpoints"
+# Of `sampling_keys`, those that also bind complete groups.
+_COMPLETE_GROUP_KEYS = (
+    *("rollout.samples_per_prompt", "rollout.temperature", "rollout.top_p"),
+    *("train.replay", "algorithm.name"),
+)
 
 
 @dataclass(frozen=True)
-class Accounts:
-    """A stock without its groups, which have a file of their own.
+class StockState:
+    """A stock's counters and tickets; its groups have a file of their own.
 
     streams: by number in the stock, in the groups' order. has_open: whether any of these is open. trained, dropped: as
     in `Stock`, in hexadecimal digits.
@@ -40,11 +45,11 @@ class Accounts:
 
     @staticmethod
     def of(stock: GroupStock) -> dict[str, Any]:
-        """The accounts as JSON stores them. Raises RuntimeError where a ticket is lost or counted twice."""
+        """The state as JSON stores it. Raises RuntimeError where a ticket is lost or counted twice."""
         stock.check()
         streams = {str(entry.ticket.number): list(entry.ticket.stream) for entry in stock.entries}
         digits = f"{stock.trained:x}", f"{stock.dropped:x}"
-        return asdict(Accounts(stock.next_number, *digits, streams, has_open=bool(stock.open)))
+        return asdict(StockState(stock.next_number, *digits, streams, has_open=bool(stock.open)))
 
 
 @dataclass(frozen=True)
@@ -61,9 +66,9 @@ class Progress:
     trains_mtp: bool
     shape: dict[str, object]
     critic: dict[str, Any] | None  # its shape and ep, in a run with a critic
-    stock: dict[str, Any]  # its accounts
+    stock: dict[str, Any]  # `StockState`
     sampling: dict[str, Any]  # what the groups of the stock depend on: `sampling_keys`
-    lora: dict[str, Any] | None = None  # `adapters_of`, in a run that trains adapters
+    lora: dict[str, Any] | None = None  # `adapter_identity`, in a run that trains adapters
 
 
 def find(recipe: Recipe, prompts: PromptStream, say: Callable[[str], None]) -> Snapshot | None:
@@ -106,16 +111,13 @@ def _stock_faults(found: Snapshot, then: Progress, recipe: Recipe) -> list[UserF
             mend = "resume with the version that wrote it, or choose another run.name"
             faults.append(UserFault(fault.where, fault.problem, mend))
     now = sampling_keys(recipe)
-    fixed = now if then.stock["has_open"] else _OF_COMPLETE
+    fixed = now if then.stock["has_open"] else _COMPLETE_GROUP_KEYS
     waiting = "responses that have not ended" if then.stock["has_open"] else "groups that were not trained on"
     for key in (key for key in fixed if _meaning(key, then.sampling.get(key)) != _meaning(key, now.get(key))):
         before, value = _written(then.sampling.get(key)), _written(now.get(key))
         problem = f"{value}, and {found.folder} has {waiting}, of a run with {before}"
         faults.append(UserFault(key, problem, f"set it to {before}, or choose another run.name"))
     return faults
-
-
-_OF_COMPLETE = ("rollout.samples_per_prompt", "rollout.temperature", "rollout.top_p", "train.replay", "algorithm.name")
 
 
 def sampling_keys(recipe: Recipe) -> dict[str, Any]:
@@ -192,16 +194,16 @@ def model_faults(snapshot: Snapshot, recipe: Recipe) -> list[UserFault]:
     return [UserFault("model.path", problem, "use the model that the run began with, or another run.name")]
 
 
-def adapters_of(recipe: Recipe) -> dict[str, Any] | None:
+def adapter_identity(recipe: Recipe) -> dict[str, Any] | None:
     """What a checkpoint of adapters fits, as `Progress` has it: their recipe keys, and the frozen weights."""
     if recipe.lora is None:
         return None
-    keys = recipe.lora.model_dump(mode="json") | {"targets": sorted(recipe.lora.targets)}
+    keys = recipe.lora.model_dump(mode="json", exclude={"path", "rounding"}) | {"targets": sorted(recipe.lora.targets)}
     return {**{f"lora.{key}": value for key, value in keys.items()}, "base": fingerprint(recipe.model.path)}
 
 
 def _adapter_faults(snapshot: Snapshot, then: Progress, recipe: Recipe) -> list[UserFault]:
-    now, other_run = adapters_of(recipe), "or choose another run.name"
+    now, other_run = adapter_identity(recipe), "or choose another run.name"
     if (now is None) != (then.lora is None):
         what, mend = ("all weights", "leave lora out") if now else ("adapters alone", "set it as then")
         return [UserFault("lora", f"{snapshot.folder} has {what}", f"{mend}, {other_run}")]
@@ -229,7 +231,7 @@ def resume(snapshot: Snapshot, recipe: Recipe, fleet: Fleet, prompts: PromptStre
     """
     then = Progress(**snapshot.run)
     groups = fleet.resume(snapshot.folder, then.version, then.attempts)
-    own = Accounts(**then.stock)
+    own = StockState(**then.stock)
     numbers = [int(number) for number in own.streams]
     lowest = min(numbers, default=own.next_number)
     prompts.skip_to(then.prompts_taken - (own.next_number - lowest))

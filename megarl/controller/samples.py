@@ -181,7 +181,7 @@ def staleness(groups: Sequence[GroupSummary], version: int, bound: int) -> Metri
 
 
 def _too_few(found: int, wanted: int, drawn: int, rounds: int, hyperparameters: Hyperparameters) -> UserFault:
-    drawn_in = f"{drawn} prompts in {rounds} rounds, and the leftover groups,"
+    drawn_in = f"{drawn} prompts in {rounds} rounds, and the groups of the stock,"
     problem = f"{drawn_in} gave {found} groups with right and wrong answers, not {wanted}"
     mend = "raise it or algorithm.oversample, or use data of other difficulty"
     if hyperparameters.when_short == "stop" and found:
@@ -227,9 +227,7 @@ def samples_of(
             is_correct, response = bool(group.correct_G[sample]), int(group.response_lengths_G[sample])
             length, stale = group.prompt_length + response, num_stale(group.parts_G[sample], version)
             own = {"reward": float(group.rewards_G[sample]), "advantage": advantage}
-            samples.append(
-                SampleRef(index, sample, length, response, **own, is_correct=is_correct, num_stale=stale)
-            )
+            samples.append(SampleRef(index, sample, length, response, **own, is_correct=is_correct, num_stale=stale))
     return samples
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from megarl.checkpoints.snapshots import Digest, Snapshots
 from megarl.cluster import processes
 from megarl.config import Recipe
-from megarl.controller.resuming import FOLDER, Accounts, Progress, adapters_of, critic_of, sampling_keys
+from megarl.controller.resuming import FOLDER, Progress, StockState, adapter_identity, critic_of, sampling_keys
 from megarl.disk import writing
 from megarl.fleet.fleet import Fleet
 from megarl.fleet.rank_groups import GroupStock
@@ -73,9 +73,9 @@ class Saver:
             trains_mtp=self._recipe.train.mtp_loss > 0,
             shape=asdict(self._fleet.roles.policy.shape),
             critic=critic_of(self._fleet.roles),
-            stock=Accounts.of(stock),
+            stock=StockState.of(stock),
             sampling=sampling_keys(self._recipe),
-            lora=adapters_of(self._recipe),
+            lora=adapter_identity(self._recipe),
         )
 
     def _write(self, now: _RunState) -> Metrics:

@@ -129,7 +129,7 @@ def publish(fleet: Fleet, record: Record) -> None:
     """Reshard: the trained weights into the engines, which then hold the GPUs' memory again."""
     with record.phase("reshard"):
         stats, readings = fleet.publish()
-    record.add({f"reshard/{name}": value for name, value in asdict(stats).items()})
+    record.add({f"reshard/{name}": value for name, value in asdict(stats).items() if value is not None})
     record.add({"reshard/version": fleet.version, "reshard/attempts": fleet.attempts, **readings})
 
 

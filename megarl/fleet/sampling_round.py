@@ -43,7 +43,7 @@ class SamplingRound:
         self._cluster, self._workers, self._dealer, self._history = cluster, workers, dealer, history
         self._entries, self._sampling = entries, sampling
         self._asked = [_open_summary(entry) for entry in entries]
-        self._waiting = deque(sorted(range(len(entries)), key=lambda index: -self._asked[index].input_tokens))
+        self._waiting = deque(sorted(range(len(entries)), key=lambda index: -self._asked[index].context_tokens))
         self._calls: dict[int, tuple[Ref, Ref, str]] = {}  # of each group that was sent: summary, group, engine
         self._unscored: dict[Ref, str] = {}  # the summaries that have not come yet
         self._reports: dict[Ref, int] = {}  # the open calls, with their engines
@@ -101,7 +101,7 @@ class SamplingRound:
         while self._waiting:
             index = self._waiting[0]
             entry, samples = self._entries[index], self._asked[index].num_open
-            engine = self._dealer.deal(self._asked[index].input_tokens, samples)
+            engine = self._dealer.deal(self._asked[index].context_tokens, samples)
             if engine is None:
                 return
             self._waiting.popleft()

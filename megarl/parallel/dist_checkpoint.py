@@ -28,6 +28,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch.distributed.checkpoint import default_planner, filesystem
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
 from megarl.parallel import groups, lora_checkpoint
 from megarl.parallel.model import Chunk
@@ -118,6 +120,18 @@ def load_weights(folder: Path, chunks: Sequence[DistributedDataParallel]) -> Non
     _load_no_code()
     state: Any = dist_checkpointing.load(_weights(chunks), str(folder))
     _take_weights(chunks, state)
+
+
+def read_factors(folder: Path) -> dict[str, torch.Tensor]:
+    """The whole factors of adapters in what `save` wrote, by their names; in any process, without ranks."""
+    _load_no_code()
+    reader = filesystem.FileSystemReader(folder)
+    found: dict[str, torch.Tensor] = {}
+    for name, about in reader.read_metadata().state_dict_metadata.items():
+        if isinstance(about, TensorStorageMetadata) and lora_checkpoint.is_stored_factor(name):
+            found[name] = torch.empty(about.size, dtype=about.properties.dtype)
+    load_tensors(found, storage_reader=reader, no_dist=True)
+    return found
 
 
 def _chunk_key(chunks: Sequence[object], index: int) -> str:

@@ -9,6 +9,9 @@ Rule of placement: the delta B A x of a linear layer is in the parallel state of
 | duplicated (MLA's down projections) | whole | whole | none |
 | of a routed expert | as above | as above | none: the dispatcher gathers tokens and sums outputs over ETP |
 
+TransformerEngine's layers have the same parallel states. One that fuses the norm before it does not return the
+normalised input, so the adapter's hook computes the norm again; a grouped layer has an adapter for each local expert.
+
 A factor that several ranks hold gets a part of its gradient on each of them. Which group sums it is marked on the
 parameter: Megatron sums `sequence_parallel` over TP, and `sum_over_etp` sums the others over ETP.
 """
@@ -26,6 +29,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.extensions import transformer_engine as te
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
@@ -40,10 +44,19 @@ from megarl.types import UserFault
 
 _ALIGNED = 64  # elements between the starts of two weights of a flat buffer: kernels want 16 bytes at least
 Cut = Literal["columns", "rows", "nothing"]
+TE_CUTS: dict[str, Cut] = {  # by the names of Megatron's classes, which need TransformerEngine
+    "TELayerNormColumnParallelLinear": "columns",
+    "TEColumnParallelLinear": "columns",
+    "TERowParallelLinear": "rows",
+    "TELinear": "nothing",
+    "TEColumnParallelGroupedLinear": "columns",
+    "TERowParallelGroupedLinear": "rows",
+}
 CUTS: dict[type[torch.nn.Module], Cut] = {
     ColumnParallelLinear: "columns",
     RowParallelLinear: "rows",
     DuplicatedLinear: "nothing",
+    **({getattr(te, name): cut for name, cut in TE_CUTS.items()} if te.HAVE_TE else {}),
 }
 
 
@@ -92,14 +105,13 @@ class FactorPair(torch.nn.Module):
 
 
 class Adapter(torch.nn.Module):
-    """The adapter of one linear layer: a pair of factors for each tensor of the checkpoint that the layer has."""
+    """The adapter of one weight of a linear layer: a pair of factors for each tensor of the checkpoint that it has."""
 
-    def __init__(self, linear: torch.nn.Module, pairs: Sequence[LoraPair], size: LoraSize, cut: Cut) -> None:
+    def __init__(self, weight: Any, pairs: Sequence[LoraPair], size: LoraSize, cut: Cut) -> None:
         super().__init__()
         self._cut, self._is_expert = cut, pairs[0].is_expert
         self._rank, self._scale = size.rank_of(self._is_expert), size.scale_of(self._is_expert)
         self._is_parallel = not self._is_expert and groups.tp_group().size() > 1
-        weight: Any = linear.weight
         self._num_rows = len(weight)
         self._places = sorted((place, index) for index, pair in enumerate(pairs) for place in pair.places)
         for pair in pairs:
@@ -154,6 +166,20 @@ class Adapter(torch.nn.Module):
         return torch.cat(parts, -1)
 
 
+class GroupedAdapter(torch.nn.Module):
+    """The adapters of a layer with a weight for each of this rank's experts; its input is sorted by expert."""
+
+    def __init__(self, of_experts: Sequence[Adapter]) -> None:
+        super().__init__()
+        for number, adapter in enumerate(of_experts):
+            self.add_module(str(number), adapter)
+
+    def forward(self, hidden: torch.Tensor, tokens_per_expert: Sequence[int]) -> torch.Tensor:
+        """[tokens, the layer's output]: each expert's delta of its own tokens."""
+        parts = hidden.split([*tokens_per_expert])
+        return torch.cat([adapter(part) for adapter, part in zip(self.children(), parts, strict=True)])
+
+
 def attach(chunks: Sequence[torch.nn.Module], pairs: Sequence[LoraPair], size: LoraSize, seed: int) -> Adapters:
     """Freeze this rank's model chunks and give their linear layers adapters; call it before DDP wraps the chunks.
 
@@ -168,20 +194,23 @@ def attach(chunks: Sequence[torch.nn.Module], pairs: Sequence[LoraPair], size: L
         _join_storages(chunk)
         if hasattr(chunk, "embedding"):
             chunk.embedding.register_forward_hook(_require_gradient)
-    layers: dict[str, list[LoraPair]] = {}
+    layers: dict[str, dict[str, list[LoraPair]]] = {}  # by the layer's path, then by the name of its weight
     for pair in pairs:
-        layers.setdefault(pair.param, []).append(pair)
-    for param, of_layer in layers.items():
-        linear = _linear(chunks, param)
+        path, _, weight = pair.param.rpartition(".")
+        layers.setdefault(path, {}).setdefault(weight, []).append(pair)
+    for path, of_weights in layers.items():
+        linear = _linear(chunks, path)
         cut = CUTS.get(type(linear))
         if cut is None:
-            problem = f"{param} is a {type(linear).__name__}, and adapters are for {', '.join(map(_name, CUTS))}"
+            problem = f"{path} is a {type(linear).__name__}, and adapters are for {', '.join(map(_name, CUTS))}"
             raise UserFault("lora", problem, "leave lora out, or its layer out of lora.targets")
-        adapter = Adapter(linear, of_layer, size, cut)
-        for made in adapter.pairs:
-            made.draw(seed)
-        linear.add_module(CHILD, adapter)
-        linear.register_forward_hook(_adding(adapter, adapters))
+        made = [Adapter(getattr(linear, weight), held, size, cut) for weight, held in of_weights.items()]
+        for adapter in made:
+            for pair in adapter.pairs:
+                pair.draw(seed)
+        of_layer = made[0] if "weight" in of_weights else GroupedAdapter(made)
+        linear.add_module(CHILD, of_layer)
+        linear.register_forward_hook(_adding(of_layer, adapters))
     return adapters
 
 
@@ -196,25 +225,27 @@ def sum_over_etp(chunks: Sequence[torch.nn.Module]) -> None:
         one.main_grad.copy_(summed.view_as(one))
 
 
-def _linear(chunks: Sequence[torch.nn.Module], param: str) -> torch.nn.Module:
-    """The layer with this weight, given by the weight map's name."""
-    path, index = param.removesuffix(".weight"), 0
+def _linear(chunks: Sequence[torch.nn.Module], path: str) -> torch.nn.Module:
+    """The layer at the weight map's path."""
+    index = 0
     if len(chunks) > 1:
         number, _, path = path.removeprefix("vpp").partition(".")
         index = int(number)
     try:
         return chunks[index].get_submodule(path)
     except AttributeError:
-        problem = f"the model has no layer {path}: it is grouped with others"
+        problem = f"the model has no layer {path}"
         raise UserFault("lora", problem, "leave lora out, or its layer out of lora.targets") from None
 
 
-def _adding(adapter: Adapter, adapters: Adapters) -> Any:
-    def add(linear: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: Any) -> Any:
+def _adding(adapter: torch.nn.Module, adapters: Adapters) -> Any:
+    def add(linear: Any, inputs: tuple[Any, ...], output: Any) -> Any:
         if not adapters.is_on:
             return output
-        own, bias = output
-        return own + adapter(inputs[0]), bias
+        (hidden, *others), (own, bias) = inputs, output
+        if hasattr(linear, "layer_norm_weight"):
+            hidden = F.rms_norm(hidden, hidden.shape[-1:], linear.layer_norm_weight, linear.eps)
+        return own + adapter(hidden, *others), bias
 
     return add
 

@@ -18,6 +18,11 @@ def has_adapters(chunk: torch.nn.Module) -> bool:
     return getattr(chunk, "has_adapters", False)
 
 
+def is_stored_factor(key: str) -> bool:
+    """Whether a tensor of a checkpoint with this key is a factor, not the optimizer's state of one."""
+    return key.startswith("model.layers.") and key.endswith((".lora_A.weight", ".lora_B.weight"))
+
+
 def sharded_factors(chunk: torch.nn.Module) -> dict[str, ShardedTensor]:
     """The factors of a model chunk by their names in PEFT's files, as dist_checkpointing saves and loads them."""
     found = {}

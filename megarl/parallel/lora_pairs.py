@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
+Rounding = Literal["nearest", "stochastic"]
 CHILD = "lora"  # the name of the adapter inside its linear layer
 FACTORS = ("A", "B")
 
@@ -12,13 +14,15 @@ FACTORS = ("A", "B")
 class LoraSize:
     """The adapters of a model. rank, expert_rank: of the factors outside and inside routed experts; 0: none there.
 
-    targets: the last parts of the checkpoint's names of the layers with adapters; (): all linear layers.
+    targets: the last parts of the checkpoint's names of the layers with adapters; (): all linear layers. rounding: of
+    the weights into which they are merged for the engines.
     """
 
     rank: int
     expert_rank: int
     alpha: float
     targets: tuple[str, ...]
+    rounding: Rounding = "nearest"
 
     def includes(self, name: str, is_expert: bool) -> bool:
         """Whether the linear layer with this weight of the decoder has an adapter."""
@@ -65,9 +69,19 @@ def factor_name(name: str, factor: str) -> str:
     return f"{name.removesuffix('.weight')}.lora_{factor}.weight"
 
 
+def weight_of(factor: str) -> str:
+    """The name of the weight to which a factor of this name belongs."""
+    return factor.rpartition(".lora_")[0] + ".weight"
+
+
 def factor_param(param: str, name: str, factor: str) -> str:
-    """The name of a factor in the rank's model, given the weight's there and in the checkpoint."""
-    return f"{param.removesuffix('.weight')}.{CHILD}.{leaf_of(name)}.{factor}"
+    """The name of a factor in the rank's model, given the weight's there and in the checkpoint.
+
+    A layer of several experts has weights `weight0`, `weight1`...
+    """
+    path, _, weight = param.rpartition(".")
+    expert = weight.removeprefix("weight")
+    return ".".join([path, CHILD, *([expert] if expert else []), leaf_of(name), factor])
 
 
 def is_factor(param: str) -> bool:

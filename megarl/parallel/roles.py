@@ -40,7 +40,19 @@ def lora_size(recipe: Recipe) -> LoraSize | None:
     lora = recipe.lora
     if lora is None:
         return None
-    return LoraSize(lora.rank, lora.rank if lora.experts is None else lora.experts, lora.alpha, lora.targets)
+    expert_rank = lora.rank if lora.experts is None else lora.experts
+    return LoraSize(lora.rank, expert_rank, lora.alpha, lora.targets, lora.rounding)
+
+
+def reference_copy(recipe: Recipe) -> str | None:
+    """The checkpoint of whose weights the policy's ranks keep a copy, for KL terms; None: they need none.
+
+    With adapters the frozen weights are the reference, and need no copy.
+    """
+    if not has_reference(recipe.algorithm, recipe.reference.use):
+        return None
+    path = recipe.reference.path or recipe.model.path
+    return None if recipe.lora and path == recipe.model.path else path
 
 
 def is_reporting_rank(layout: TrainLayout, rank: int) -> bool:
@@ -99,6 +111,11 @@ class Role:
     def shape(self) -> ModelShape:
         """Raises UserFault where the checkpoint's config.json could not be read."""
         return self.model.shape
+
+    @property
+    def lora(self) -> LoraSize | None:
+        """The adapters that are trained in place of the weights."""
+        return lora_size(self.recipe)
 
     @property
     def slots(self) -> range:
@@ -183,14 +200,15 @@ def resolve(recipe: Recipe, *, learns: bool = True) -> Roles:
         reward_model = _role("reward_model", own, recipe.reward_model.ranks.first_gpu, has_scores=True)
     if recipe.reference.path and has_reference(recipe.algorithm, recipe.reference.use):
         reference = read_model(recipe.reference.path)
-    policy = _role("policy", recipe if learns else _without_reference(recipe), 0, has_scores=False)
+    policy = _role("policy", recipe if learns else _only_loading(recipe), 0, has_scores=False)
     return Roles(recipe, policy, critic, reward_model, reference, engine_layout(recipe))
 
 
-def _without_reference(recipe: Recipe) -> Recipe:
-    """The recipe of ranks that load no reference model."""
+def _only_loading(recipe: Recipe) -> Recipe:
+    """The recipe of ranks that get a checkpoint's weights: without a reference, and adapters to begin with."""
     algorithm = recipe.algorithm.model_copy(update={"kl_coefficient": 0.0})
-    return recipe.model_copy(update={"reference": type(recipe.reference)(), "algorithm": algorithm})
+    lora = recipe.lora and recipe.lora.model_copy(update={"path": None})
+    return recipe.model_copy(update={"reference": type(recipe.reference)(), "algorithm": algorithm, "lora": lora})
 
 
 def _critic(recipe: Recipe) -> Role:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from statistics import NormalDist
 
 import numpy as np
@@ -112,8 +113,12 @@ def samples_bytes(
     return [math.ceil(num_bytes) for num_bytes in found]
 
 
+@cache
 def response_lengths(count: int, longest: int, mean_share: float) -> IntArray:
-    """[count] lengths, shuffled: even quantiles of a cut log-normal distribution whose mean is mean_share x longest."""
+    """[count] lengths, shuffled: even quantiles of a cut log-normal distribution whose mean is mean_share x longest.
+
+    Read-only: a search asks for the same ones a thousand times.
+    """
     normal = np.array([NormalDist().inv_cdf((place + 0.5) / count) for place in range(count)])
     spread = np.exp(LENGTH_SPREAD * normal)
     low, high = 0.0, 1e6 * longest / float(spread.min())
@@ -122,7 +127,9 @@ def response_lengths(count: int, longest: int, mean_share: float) -> IntArray:
         is_longer = np.minimum(spread * middle, longest).mean() > mean_share * longest
         low, high = (low, middle) if is_longer else (middle, high)
     lengths = np.rint(np.minimum(spread * high, longest)).astype(np.int64)
-    return np.random.default_rng(0).permutation(np.maximum(1, lengths))
+    shuffled = np.random.default_rng(0).permutation(np.maximum(1, lengths))
+    shuffled.setflags(write=False)
+    return shuffled
 
 
 def share_of(recipe: Recipe, shape: ModelShape, layout: TrainLayout, samples: Samples) -> RankWork:

@@ -16,6 +16,7 @@ from megarl.parallel.layout import TrainLayout, divisors
 from megarl.parallel.roles import Roles, resolve, train_layout
 from megarl.plan.fit import RECOMPUTE
 from megarl.preflight.layout import engine_faults, node_faults, slot_faults
+from megarl.preflight.lora import lora_faults
 from megarl.preflight.phases import phase_faults
 from megarl.rollout.sglang.drafts import draft_faults
 from megarl.types import ModelShape
@@ -89,7 +90,7 @@ def train_variants(recipe: Recipe, overlay: Overlay) -> Iterator[Overlay]:
         recomputes.append({**RECOMPUTE, "recompute_modules": None})
     for budget in [budget for budget in budgets if budget >= least]:
         for recompute in recomputes:
-            for offload in (False, True):
+            for offload in (False,) if recipe.lora else (False, True):
                 values: dict[str, Any] = {"tokens_per_micro_batch": budget, "optimizer_offload": offload}
                 values |= {"megatron": recompute} if recompute else {}
                 yield {**overlay, "train": {**sizes, **values}}
@@ -121,10 +122,10 @@ def _with_largest_ep(recipe: Recipe, shape: ModelShape, sizes: dict[str, Any]) -
 
 
 def _is_valid(roles: Roles) -> bool:
-    """Whether models, slots and nodes take the layouts of all roles and of the engines, drafts and phases too."""
+    """Whether models, slots and nodes take the layouts of roles and engines, with drafts, phases and adapters."""
     if any(role.layout_faults() for role in roles.models.values()) or draft_faults(roles.recipe):
         return False
-    if phase_faults(roles):
+    if phase_faults(roles) or lora_faults(roles):
         return False
     return not (engine_faults(roles, roles.policy.shape, "cuda") or slot_faults(roles) or node_faults(roles))
 

@@ -296,7 +296,7 @@ def simulate(engines: Sequence[SimulatedEngine], finished: Callable[[int, int, S
     return ends
 
 
-def show_round(dealer: Dealer, lengths: Sequence[int]) -> None:
+def observe_lengths(dealer: Dealer, lengths: Sequence[int]) -> None:
     """Let a dealer see responses of these lengths finish, as those of the round before."""
     receiver = dealer.deal(0, len(lengths)) or 0  # the first, which has nothing yet
     for length in lengths:

@@ -17,6 +17,7 @@ from megarl.plan.model_size import ModelSize, resized, sizes_of
 from megarl.plan.phase_memory import COMPUTES, SAVE, MemoryPlan
 from megarl.plan.step_time import StepTime
 from megarl.preflight.layout import slot_faults
+from megarl.preflight.lora import lora_faults
 from megarl.preflight.phases import phase_faults
 from megarl.types import ModelShape, UserFault
 
@@ -140,7 +141,7 @@ def _is_valid(change: _Change) -> bool:
     if any(role.layout_faults() for role in roles.models.values()):
         return False
     engine_faults = roles.engines.faults(roles.policy.shape, change.recipe.placement.gpus)
-    return not (engine_faults or slot_faults(roles) or phase_faults(roles))
+    return not (engine_faults or slot_faults(roles) or phase_faults(roles) or lora_faults(roles))
 
 
 def _changes(recipe: Recipe, phase: str) -> Iterator[_Change]:
@@ -257,7 +258,7 @@ def cache_advice(recipe: Recipe, shape: ModelShape, memory: MemoryPlan, try_engi
     cache, engine = memory.kv, recipe.rollout.engine
     if memory.faults or cache.concurrency_mean >= cache.wanted / 2 or learns_from_answers(recipe.algorithm.name):
         return []
-    knobs = [] if engine.fp8 else ["rollout.engine.fp8 true halves the weights beside it"]
+    knobs = [] if engine.fp8 or recipe.lora else ["rollout.engine.fp8 true halves the weights beside it"]
     groups = _best_groups(recipe, shape, memory, try_engines)
     if groups:
         dp, step_s = groups

@@ -85,18 +85,22 @@ def composed(
 ) -> dict[RoleName, ModelSize]:
     """The sizes of models in other layouts. known: the sizes in any layout, for the whole models' totals."""
     return {
-        name: replace(known[name], **vars(role), stages=parts[name, role.layout.tp].stages(role.shape, role.layout))
+        name: ModelSize.of(role, parts[name, role.layout.tp].stages(role.shape, role.layout), **known[name].totals)
         for name, role in models.items()
     }
 
 
 def _in_parts(role: Role, tp: int) -> Role:
-    """The role in a layout whose stages are the parts: the embedding, one layer of each kind, and the output layer."""
+    """The role in a layout whose stages are the parts: the embedding, one layer of each kind, and the output layer.
+
+    Without adapters, which are counted for a whole layout.
+    """
     ep = role.shape.num_experts or 1
     stages = _part_stages(role.shape)
     train = {"tp": tp, "pp": len(stages), "vpp": 1, "ep": ep, "etp": None, "cp": 1, "layers_per_stage": stages}
     gpus = len(stages) * math.lcm(tp, ep)
-    recipe: Recipe = overlaid(role.recipe, {"train": train, "placement": {"gpus": gpus, "train_gpus": None}})
+    placement = {"gpus": gpus, "train_gpus": None}
+    recipe: Recipe = overlaid(role.recipe, {"train": train, "placement": placement, "lora": None})
     return replace(role, recipe=recipe, layout=train_layout(recipe))
 
 

@@ -16,6 +16,7 @@ import megarl
 from megarl.config import Recipe
 from megarl.parallel.roles import Role, RoleName, resolve
 from megarl.parallel.sizes import ChunkSize
+from megarl.plan.adapters import Stages, adapter_parameters, with_adapters
 from megarl.resharding.routes import item_bytes
 from megarl.types import UserFault
 
@@ -40,10 +41,27 @@ class ModelSize(Role):
     padding), of its routed experts, of its layers of multi-token prediction; 0 where they were not asked for.
     """
 
-    stages: tuple[tuple[ChunkSize, ...], ...]
+    stages: Stages
     parameters: int = 0
     routed: int = 0
     mtp_parameters: int = 0
+
+    @staticmethod
+    def of(role: Role, stages: Stages, **totals: Any) -> ModelSize:
+        """stages: of the model itself, without adapters."""
+        if lora := role.lora:
+            stages = with_adapters(stages, role.shape, role.layout, lora)
+        return ModelSize(**vars(role), stages=stages, **totals)
+
+    @property
+    def totals(self) -> dict[str, Any]:
+        """What no layout changes."""
+        return {name: getattr(self, name) for name in ("parameters", "routed", "mtp_parameters")}
+
+    @property
+    def adapter_parameters(self) -> int:
+        """Elements of the whole model's adapters; 0: the weights themselves are trained."""
+        return adapter_parameters(self.shape, self.lora) if self.lora else 0
 
     @property
     def active_parameters(self) -> int:
@@ -110,7 +128,7 @@ def _kind(role: Role) -> tuple[Any, ...]:
 
 def _size(role: Role, answer: dict[str, Any]) -> ModelSize:
     chunks = tuple(tuple(ChunkSize(**chunk) for chunk in stage) for stage in answer["stages"])
-    return ModelSize(**vars(role), stages=chunks, **answer.get("whole", {}))
+    return ModelSize.of(role, chunks, **answer.get("whole", {}))
 
 
 def _built(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

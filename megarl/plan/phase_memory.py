@@ -14,13 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from megarl.algos import has_reference
 from megarl.config import Recipe, TrainConfig
 from megarl.config.hardware import Hardware
 from megarl.fleet.memory import Phase
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.option_values import STATE_DTYPES
-from megarl.parallel.roles import RoleName, engine_layout, shared_slots
+from megarl.parallel.roles import RoleName, engine_layout, reference_copy, shared_slots
 from megarl.plan.activations import activation_bytes, forward_bytes, logits_bytes
 from megarl.plan.batch import samples_bytes
 from megarl.plan.engine_memory import (
@@ -308,7 +307,7 @@ class _StageRank:
             found["optimizer"] = max(math.ceil(steps), building)
         elif size.trains and is_shared:
             found["offloaded_optimizer"] = math.ceil(PINNED_SHARE * self.parts.optimizer_bytes)
-        if size.name == "policy" and has_reference(recipe.algorithm, recipe.reference.use):
+        if size.name == "policy" and reference_copy(recipe):
             found["reference"] = weights
         if size.name != "policy" and is_shared:
             found["offloaded_weights"] = weights

@@ -133,7 +133,7 @@ class _Run(Generic[Result]):
 
 def _done(summary: Summary) -> int:
     assert isinstance(summary, PartialSummary)
-    return summary.input_tokens  # _PROMPT has no tokens
+    return summary.context_tokens  # _PROMPT has no tokens
 
 
 def _open_group(entry: Entry[None], lengths_of: LengthsOf, sizes: PhaseSizes) -> OpenGroup:

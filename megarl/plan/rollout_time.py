@@ -16,7 +16,7 @@ from megarl.plan.engine_simulation import (
     SimulatedEngine,
     SimulatedRequest,
     Speed,
-    show_round,
+    observe_lengths,
     simulate,
 )
 from megarl.rollout.dealing import Capacity, Dealer
@@ -130,7 +130,7 @@ def sampled(
     """(an engine that has sampled all of the requests, the seconds at which each was done)."""
     engine = SimulatedEngine(limits, speed)
     dealer = Dealer([Capacity(limits.slots, limits.cache)] * limits.groups, limits.longest)
-    show_round(dealer, [request.response_tokens for request in requests])
+    observe_lengths(dealer, [request.response_tokens for request in requests])
     waiting = deque(requests)
 
     def send() -> None:

@@ -28,6 +28,7 @@ from megarl.plan.step_time import StepTime, TrainTime, step_times
 from megarl.preflight.data import budget_faults
 from megarl.preflight.hyperparameters import hyperparameter_faults, sampling_faults
 from megarl.preflight.layout import batch_faults, engine_faults, node_faults, slot_faults
+from megarl.preflight.lora import lora_faults
 from megarl.preflight.models import loss_faults, stand_ins
 from megarl.preflight.phases import phase_faults
 from megarl.rollout.sglang.sizes import limit_of
@@ -183,10 +184,7 @@ def plan_faults(roles: Roles) -> list[UserFault]:
     Layouts are checked as on GPUs; the recipe is one of `stand_ins`.
     """
     recipe, shape = roles.recipe, roles.policy.model.known_shape
-    faults = hyperparameter_faults(recipe) + sampling_faults(recipe) + phase_faults(roles)
-    if recipe.lora:
-        problem = "the plan counts gradients and optimizer of all weights, and adapters need far less"
-        faults.append(UserFault("lora", problem, "leave it out of the plan"))
+    faults = hyperparameter_faults(recipe) + sampling_faults(recipe) + phase_faults(roles) + lora_faults(roles)
     if recipe.algorithm.name not in ALGORITHMS:
         return faults
     longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens

@@ -210,5 +210,4 @@ def _planned(own: RunPlan, estimates: Sequence[Estimate]) -> list[Found]:
 
 def _with_totals(known: ModelSize, size: ModelSize) -> ModelSize:
     """A size with the whole model's totals, which no layout changes."""
-    totals = {name: getattr(known, name) for name in ("parameters", "routed", "mtp_parameters")}
-    return replace(size, **totals)
+    return replace(size, **known.totals)

@@ -14,7 +14,7 @@ from megarl.algos import has_reference, hyperparameters_of
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.parallel.layout import TrainLayout
-from megarl.parallel.roles import RoleName, Roles
+from megarl.parallel.roles import RoleName, Roles, reference_copy
 from megarl.plan.batch import RankWork, Samples
 from megarl.plan.layer_time import RankLayers
 from megarl.plan.model_size import ModelSize
@@ -28,10 +28,11 @@ HOST_ADAM_BYTES_PER_S = 40e9  # assumption: a GPU's eighth of a host's memory ba
 
 @dataclass(frozen=True)
 class ComputingModel:
-    """The policy or an auxiliary model; the bytes are of its fullest rank, the parameters of the whole model.
+    """The policy or an auxiliary model; the bytes are of its fullest rank.
 
-    recomputes: the backward pass runs the forward pass again. takes_turns: its GPUs' memory changes hands. deepep: as
-    in `RankLayers`.
+    recomputes: the backward pass runs the forward pass again. takes_turns: its GPUs' memory changes hands.
+    parameters: of the whole model that are trained. deepep: as in `RankLayers`. frozen_bytes: of the weights, where
+    adapters are trained; 0 otherwise. expert_grads_bytes: of grads_bytes, those of experts, which have other replicas.
     """
 
     shape: ModelShape
@@ -45,6 +46,17 @@ class ComputingModel:
     optimizer_bytes: float
     parameters: int
     deepep: bool = False
+    frozen_bytes: float = 0.0
+    expert_grads_bytes: float = 0.0
+
+    @property
+    def backward_passes(self) -> int:
+        """What the products of a backward pass cost, in forward passes."""
+        return 1 if self.frozen_bytes else TRAIN_OVER_FORWARD - 1
+
+    @property
+    def trained_bytes(self) -> float:
+        return self.weights_bytes - self.frozen_bytes
 
 
 @dataclass(frozen=True)
@@ -135,6 +147,7 @@ def step_times(
 def _computing(size: ModelSize, share: RankWork, shared: Container[int]) -> ComputingModel:
     """One role's model with the bytes of the ranks of its fullest stage. shared: slots of several models or engines."""
     options, stages = size.recipe.train, range(size.layout.pp)
+    fullest = max(stages, key=size.trained)
     offloads = options.optimizer_offload
     each = MOMENTS_BYTES + MASTER_BYTES if offloads else state_bytes(options, size.weight_bytes)
     weights = max(sum(chunk.elements for chunk in chunks) for chunks in size.stages)
@@ -146,10 +159,12 @@ def _computing(size: ModelSize, share: RankWork, shared: Container[int]) -> Comp
         offloads=offloads,
         takes_turns=any(slot in shared for slot in size.slots),
         weights_bytes=weights * size.weight_bytes,
-        grads_bytes=max(map(size.trained, stages)) * GRADIENT_BYTES,
+        grads_bytes=size.trained(fullest) * GRADIENT_BYTES,
+        expert_grads_bytes=sum(chunk.expert for chunk in size.stages[fullest]) * GRADIENT_BYTES,
         optimizer_bytes=max(map(size.optimizer_share, stages)) * each,
-        parameters=size.parameters,
+        parameters=size.adapter_parameters or size.parameters,
         deepep=options.megatron.get("moe_token_dispatcher_type") == "flex",
+        frozen_bytes=(weights - size.trained(fullest)) * size.weight_bytes if size.adapter_parameters else 0.0,
     )
 
 
@@ -163,10 +178,12 @@ def passes_s(
 ) -> float:
     """So many passes over the step's samples, stretched by bubble, imbalance and the fullest stage's layers.
 
-    Products: FLOPs over what all ranks reach, backward as two forwards. Exchanges and micro-batches: `RankLayers`.
+    Products: FLOPs over what all ranks reach. The backward pass costs two forward passes (gradients of inputs and of
+    weights), or one where the weights are frozen; adapters' own products are not counted. Exchanges and micro-batches:
+    `RankLayers`.
     """
     share, layers = model.share, RankLayers(model.shape, model.layout, hardware, node, model.deepep)
-    passes = forwards + backwards * (TRAIN_OVER_FORWARD - 1)
+    passes = forwards + backwards * model.backward_passes
     flops = passes * total_forward_flops(model.shape, samples.lengths)
     products = flops / (model.layout.world_size * hardware.bf16_flops * hardware.compute_share)
     exchanges = layers.exchanges(float(samples.lengths.sum()) / model.layout.dp).total(forwards, backwards)
@@ -182,8 +199,10 @@ def policy_time(recipe: Recipe, model: ComputingModel, samples: Samples, hardwar
     once = forward_s(model, samples, hardware, node)
     reads_old = model.share.updates > 1 or hyperparameters.pays_kl
     reference = 0.0
-    if has_reference(recipe.algorithm, recipe.reference.use):  # its weights and the policy's change places, and back
-        reference = once + 4 * model.weights_bytes / hardware.pcie_bytes_per_s
+    if has_reference(recipe.algorithm, recipe.reference.use):
+        reference = once
+    if reference_copy(recipe):  # its weights and the policy's change places, and back
+        reference += 4 * model.weights_bytes / hardware.pcie_bytes_per_s
     learnt = learning_time(model, samples, hardware, node)
     return replace(learnt, old_logprobs_s=once if reads_old else 0.0, reference_s=reference)
 
@@ -209,11 +228,8 @@ def gradients_s(model: ComputingModel, hardware: Hardware, node: int) -> float:
 
     A ring of n ranks moves (n - 1) / n of each (Rabenseifner 2004); experts have replicas of their own.
     """
-    shape, layout = model.shape, model.layout
-    experts = (shape.num_layers - shape.num_dense_layers) / layout.pp * shape.num_experts / layout.ep
-    of_experts = experts * 3 * shape.hidden_size * shape.moe_ffn_size / layout.etp * GRADIENT_BYTES
-    of_experts = min(of_experts, model.grads_bytes)
-    both = 1 + model.weights_bytes / max(1.0, model.grads_bytes)  # there as gradients, back as weights
+    layout, of_experts = model.layout, model.expert_grads_bytes
+    both = 1 + model.trained_bytes / max(1.0, model.grads_bytes)  # there as gradients, back as weights
     replicas = layout.dp * layout.cp
     volume = of_experts * (1 - 1 / layout.edp) + (model.grads_bytes - of_experts) * (1 - 1 / replicas)
     inside = layout.world_size <= node
@@ -238,11 +254,11 @@ def memory_s(model: ComputingModel, hardware: Hardware) -> float:
 def save_s(recipe: Recipe, model: ComputingModel, hardware: Hardware, nodes: int) -> float:
     """Mean seconds a step of writing checkpoints: copies to the host, and files where training waits for them.
 
-    Files have each parameter once, in the model's type, and 12 bytes of optimizer; all nodes write at once.
+    Files have each trained parameter once, in the model's type, and 12 bytes of optimizer; all nodes write at once.
     """
     every = recipe.checkpoint.every
     if not every:
         return 0.0
-    copied = (model.weights_bytes + model.optimizer_bytes) / hardware.pcie_bytes_per_s
+    copied = (model.trained_bytes + model.optimizer_bytes) / hardware.pcie_bytes_per_s
     written = model.parameters * (2 + 12) / (nodes * hardware.disk_bytes_per_s)
     return (copied + (0.0 if recipe.checkpoint.asynchronous else written)) / every

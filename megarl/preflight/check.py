@@ -22,7 +22,7 @@ from megarl.preflight.environment import cluster_faults
 from megarl.preflight.hyperparameters import eval_faults, hyperparameter_faults, sampling_faults
 from megarl.preflight.layout import layout_faults, shape_or_stand_in
 from megarl.preflight.limits import is_writable, limit_faults, secret_faults
-from megarl.preflight.lora import lora_faults
+from megarl.preflight.lora import adapter_faults, lora_faults
 from megarl.preflight.models import critic_faults, eos_faults, policy_faults, reward_model_faults, tokenizer_faults
 from megarl.preflight.phases import phase_faults
 from megarl.preflight.rewards import reward_faults
@@ -107,7 +107,7 @@ def check_samples(recipe: Recipe, path: Path) -> SampleFile:
 
 def check_convert(recipe: Recipe) -> None:
     """The same for writing a run's weights as a Hugging Face checkpoint, which uses training ranks alone."""
-    _refuse(_faults(_Case("convert", resolve(recipe))))
+    _refuse(_faults(_Case("convert", resolve(recipe, learns=False))))
 
 
 def faults_elsewhere(roles: Roles, device: str, absent: Container[str]) -> Faults:
@@ -167,7 +167,7 @@ def _weights(case: _Case) -> Faults:
 
 
 def _lora(case: _Case) -> Faults:
-    return lora_faults(case.roles, case.device)
+    return lora_faults(case.roles) + ([] if "lora.path" in case.absent else adapter_faults(case.roles))
 
 
 def _critic(case: _Case) -> Faults:
@@ -192,6 +192,15 @@ def _megatron(case: _Case) -> Faults:
     from megarl.parallel.refusals import megatron_faults
 
     return megatron_faults(case.roles.policy, case.device)
+
+
+def _only_sampling(case: _Case) -> Faults:
+    recipe, reason = case.recipe, "samples are made with the weights of model.path"
+    faults = _unused(recipe, reason)
+    if recipe.lora and recipe.lora.path:
+        mend = "leave it out, and sample with the merged model, which megarl convert writes"
+        faults.append(UserFault("lora.path", f"{recipe.lora.path}, but {reason}", mend))
+    return faults
 
 
 def _only_training(case: _Case) -> Faults:
@@ -219,11 +228,7 @@ _BOTH_SIDES = (_keys, lambda case: layout_faults(case.roles, case.device), _chec
 CHECKS: Mapping[Command, tuple[Callable[[_Case], Faults], ...]] = {
     "train": (_environment, *_BOTH_SIDES),
     "dry run": _BOTH_SIDES,
-    "rollout": (
-        lambda case: _unused(case.recipe, "samples are made with the weights of model.path"),
-        _environment,
-        *_BOTH_SIDES,
-    ),
+    "rollout": (_only_sampling, _environment, *_BOTH_SIDES),
     "train from samples": (
         _environment,
         _keys,

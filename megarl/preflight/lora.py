@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from megarl.checkpoints import peft
 from megarl.config import Recipe
 from megarl.parallel.roles import Roles, lora_size
 from megarl.resharding.lora_map import TARGETS, targets_of
@@ -13,19 +14,24 @@ from megarl.types import ModelShape, UserFault
 Faults = list[UserFault]
 _LEAVE_OUT = "leave lora out"
 # Of train.megatron: options under which a layer's input or output has another parallel state, or that were not tried.
-_MEGATRON = ("moe_shared_expert_overlap", "fp8", "fp4", "cpu_offloading", "delay_wgrad_compute", "tp_comm_overlap")
+_MEGATRON = (
+    *("moe_shared_expert_overlap", "fp8", "fp4", "cpu_offloading", "delay_wgrad_compute", "tp_comm_overlap"),
+    "fine_grained_activation_offloading",  # frees what the adapters of experts have saved
+)
 
 
-def lora_faults(roles: Roles, device: str) -> Faults:
-    """Faults of the recipe's adapters; device: of the run."""
+def lora_faults(roles: Roles) -> Faults:
+    """Faults of the recipe's adapters."""
     recipe, shape = roles.recipe, roles.policy.model.known_shape
     if recipe.lora is None:
         return []
-    faults = [*_target_faults(recipe, shape), *_combination_faults(recipe)]
-    if device != "cpu" and not recipe.train.local_layers:
-        problem = "adapters are not written for TransformerEngine's layers yet, which fuse norms and group experts"
-        faults.append(UserFault("lora", problem, f"{_LEAVE_OUT}, or set train.local_layers to true without it"))
-    return faults
+    return [*_target_faults(recipe, shape), *_combination_faults(recipe)]
+
+
+def adapter_faults(roles: Roles) -> Faults:
+    """Faults of the adapters that the policy's ranks begin with."""
+    lora, size, shape = roles.policy.recipe.lora, roles.policy.lora, roles.policy.model.known_shape
+    return peft.check(lora.path, shape, size) if lora and lora.path and size and shape else []
 
 
 def _target_faults(recipe: Recipe, shape: ModelShape | None) -> Iterator[UserFault]:

@@ -32,6 +32,8 @@ def stand_ins(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
         recipe = recipe.model_copy(update={"model": model.model_copy(update={"path": model.config})})
     data = {key: file.path for key, file in recipe.data.files.items()}
     absent |= {key: f"{path}: the data" for key, path in data.items() if not Path(path).is_file()}
+    if recipe.lora and recipe.lora.path and not Path(recipe.lora.path).is_dir():
+        absent["lora.path"] = f"{recipe.lora.path}: adapters"
     for branch in ("critic", "reward_model", "reference"):
         own = getattr(recipe, branch)
         if own.path and not _has_config(own.path):

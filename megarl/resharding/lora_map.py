@@ -27,8 +27,17 @@ Held = dict[tuple[str, str], list[Shard]]  # (parameter, name) -> the shards of 
 
 def targets_of(shape: ModelShape) -> tuple[str, ...]:
     """The linear layers that the model's decoder has, of TARGETS."""
-    found = {leaf_of(name) for name in tensors(shape) if _layer(name) < shape.num_layers}
+    found = {leaf_of(name) for name in tensors(shape) if _is_decoder_linear(name, shape)}
     return tuple(target for target in TARGETS if target in found)
+
+
+def adapted_weights(shape: ModelShape, size: LoraSize) -> dict[str, tuple[int, int, int]]:
+    """The weights with adapters, as `tensors` has them: by name or stack of experts, (items, rows, columns)."""
+    return {
+        name: extent
+        for name, extent in tensors(shape).items()
+        if _is_decoder_linear(name, shape) and size.includes(name, STACK in name)
+    }
 
 
 def shards(
@@ -64,7 +73,7 @@ def _held(shape: ModelShape, layout: TrainLayout, rank: int, size: LoraSize, tra
     found: Held = {}
     fused: dict[str, Shard] = {}
     for shard in megatron_map.shards(shape, layout, rank, transformer_engine):
-        is_linear = leaf_of(shard.name) in TARGETS and _layer(shard.name) < shape.num_layers
+        is_linear = _is_decoder_linear(shard.name, shape)
         if is_linear and shard.param.endswith("linear_qkv.weight"):
             fused.setdefault(shard.param, shard)
         if is_linear and size.includes(shard.name, STACK in shard.name):
@@ -96,6 +105,10 @@ def _extent(held: list[Shard]) -> tuple[tuple[int, int], tuple[int, int], tuple[
     first = held[0]
     rows = min(one.rows[0] for one in held), max(one.rows[1] for one in held)
     return rows, first.cols, first.items, (first.at[0], 0, 0)
+
+
+def _is_decoder_linear(name: str, shape: ModelShape) -> bool:
+    return leaf_of(name) in TARGETS and _layer(name) < shape.num_layers
 
 
 def _layer(name: str) -> float:

@@ -3,30 +3,57 @@
 The factors of a rank's part of a weight are on that rank (lora_map.py), so merging needs no message, and the weights
 themselves stay as they are. The result of an element does not depend on the box that asks for it, because it is
 computed in tiles that begin at fixed places of the rank's part.
+
+In a 16-bit type rounding to the nearest number loses most of a delta that is small beside its weight. Stochastic
+rounding keeps it in the mean: each element is rounded up with the probability that its distance says, by a hash of its
+place in the whole tensor and of the version, so that boxes do not matter, nor layouts but for sums in float32.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import product
 from typing import NamedTuple
 
 import torch
 
-from megarl.parallel.lora_pairs import LoraSize, factor_name, factor_param
+from megarl.device import DEVICE
+from megarl.parallel.lora_pairs import LoraSize, Rounding, factor_name, factor_param
 from megarl.resharding.shards import STACK, Cell, Shard, Size, verify_params, views
 
 TILE_ROWS, TILE_COLS = 128, 2048
-SCRATCH_BYTES = 12  # for each element of a tile: of the delta, of the weight and of their sum, in float32
+# For each element of a tile: delta, sum, and rounded sum or change, in float32; a 64-bit hash, and its parts.
+SCRATCH_BYTES: Mapping[Rounding, int] = {"nearest": 12, "stochastic": 12 + 24}
+_LOW_BITS = {torch.bfloat16: 16}  # of a float32, which a type drops
+
+# David Stafford's "Mix13" of a 64-bit number, as in splitmix64 (Steele et al. 2014), as signed numbers.
+_MIX = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_VERSIONS = 1 << 15  # that fit into a signed number beside rows, columns and a tensor's key; then they begin again
 
 Params = Mapping[str, torch.Tensor]
+
+
+@dataclass
+class _Exchange:
+    """What all boxes of an exchange share. kept: see `Merge.kept_share`.
+
+    version: of the weights; None outside exchanges, where weights are rounded to nearest, also into exported files.
+    """
+
+    rounding: Rounding
+    version: int | None = None
+    kept: torch.Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64, device=DEVICE))
 
 
 class MergedBox(NamedTuple):
     """Rows and columns of a rank's part of a weight, whose elements are computed when they are read.
 
     weight: the whole part, [1, rows, cols]; a, b: its factors [rank, cols] and [rows, rank]. start: the box's first row
-    and column there; shape: of the box.
+    and column there; shape: of the box. place: the part's first row and column in the whole tensor, whose name gives
+    the key of its random numbers. exchange: the current one, of the version that is read.
     """
 
     weight: torch.Tensor
@@ -35,27 +62,63 @@ class MergedBox(NamedTuple):
     scale: float
     start: tuple[int, int]
     shape: Size
+    place: tuple[int, int]
+    key: int
+    exchange: _Exchange
 
     @property
     def scratch_bytes(self) -> int:
         """The temporary memory of `write`."""
         _, rows, cols = self.weight.shape
-        return SCRATCH_BYTES * min(rows, TILE_ROWS) * min(cols, TILE_COLS)
+        return SCRATCH_BYTES[self.exchange.rounding] * min(rows, TILE_ROWS) * min(cols, TILE_COLS)
 
     def write(self, target: torch.Tensor) -> None:
         """Write the merged elements to a tensor of the box's shape, rounded once, to the weight's type."""
         (row, col), (_, num_rows, num_cols) = self.start, self.shape
-        for top, bottom in _grid(row, row + num_rows, TILE_ROWS, self.weight.shape[1]):
-            for left, right in _grid(col, col + num_cols, TILE_COLS, self.weight.shape[2]):
-                first, last = max(top, row), min(bottom, row + num_rows)
-                begin, end = max(left, col), min(right, col + num_cols)
-                merged = self._tile(top, bottom, left, right)[first - top : last - top, begin - left : end - left]
-                target[0, first - row : last - row, begin - col : end - col].copy_(merged)
+        rows = _grid(row, row + num_rows, TILE_ROWS, self.weight.shape[1])
+        cols = _grid(col, col + num_cols, TILE_COLS, self.weight.shape[2])
+        for number, ((top, bottom), (left, right)) in enumerate(product(rows, list(cols))):
+            first, last = max(top, row), min(bottom, row + num_rows)
+            begin, end = max(left, col), min(right, col + num_cols)
+            tile = self._tile(top, bottom, left, right, is_counted=number == 0)
+            merged = tile[first - top : last - top, begin - left : end - left]
+            target[0, first - row : last - row, begin - col : end - col].copy_(merged)
 
-    def _tile(self, top: int, bottom: int, left: int, right: int) -> torch.Tensor:
-        delta = self.b[top:bottom].float() @ self.a[:, left:right].float()
+    def _tile(self, top: int, bottom: int, left: int, right: int, is_counted: bool) -> torch.Tensor:
+        delta = (self.b[top:bottom].float() @ self.a[:, left:right].float()).mul_(self.scale)
         weight = self.weight[0, top:bottom, left:right]
-        return torch.add(weight.float(), delta, alpha=self.scale).to(weight.dtype)
+        merged = self._rounded(weight + delta, weight.dtype, top, left)
+        if is_counted:
+            change, delta = (merged - weight.float()).flatten(), delta.flatten()
+            self.exchange.kept.add_(torch.stack([torch.dot(change, delta), torch.dot(delta, delta)]))
+        return merged
+
+    def _rounded(self, exact: torch.Tensor, dtype: torch.dtype, top: int, left: int) -> torch.Tensor:
+        low, version = _LOW_BITS.get(dtype), self.exchange.version
+        if self.exchange.rounding == "nearest" or version is None or low is None:
+            return exact.to(dtype)
+        first_row, first_col = self.place[0] + top, self.place[1] + left
+        rows, cols = (
+            torch.arange(first, first + size, device=exact.device)
+            for first, size in zip((first_row, first_col), exact.shape, strict=True)
+        )
+        key = self.key + (version % _VERSIONS << 48)
+        random = mixed((rows[:, None] << 32) + cols + key).bitwise_and_((1 << low) - 1)
+        bits = exact.view(torch.int32).add_(random)  # the sign apart, a float's bits are in its order
+        return bits.bitwise_and_(-(1 << low)).view(torch.float32).to(dtype)
+
+
+def mixed(numbers: torch.Tensor) -> torch.Tensor:
+    """Hashes of 64-bit numbers, in their place; products wrap."""
+    numbers.mul_(_GOLDEN)
+    for shift, factor in _MIX:
+        numbers.bitwise_xor_(_shifted(numbers, shift)).mul_(factor)
+    return numbers.bitwise_xor_(_shifted(numbers, 31))
+
+
+def _shifted(numbers: torch.Tensor, by: int) -> torch.Tensor:
+    """To the right, with zeros from the left."""
+    return (numbers >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
 def _grid(start: int, end: int, step: int, size: int) -> Iterator[tuple[int, int]]:
@@ -69,11 +132,13 @@ class Merge:
     """The adapters of one training rank, for reading its weights as engines and checkpoints get them.
 
     weights: the shards of the rank's weights by name; factors: of its adapters, by the names in the rank's model.
+    exchange: the one for which its boxes are read.
     """
 
     size: LoraSize
     weights: Mapping[str, Sequence[Shard]]
     factors: Params
+    exchange: _Exchange
 
     @staticmethod
     def of(size: LoraSize, weights: Sequence[Shard], shards: Sequence[Shard], factors: Params) -> Merge:
@@ -84,7 +149,20 @@ class Merge:
         for shard in weights:
             if factor_name(shard.name, "B") in names:
                 by_name.setdefault(shard.name, []).append(shard)
-        return Merge(size, by_name, factors)
+        return Merge(size, by_name, factors, _Exchange(size.rounding))
+
+    def begin(self, version: int) -> None:
+        """Read this version from now on, also by the boxes that there are, and count anew what its rounding keeps."""
+        self.exchange.version = version
+        self.exchange.kept.zero_()
+
+    def kept_share(self) -> float | None:
+        """The part of the deltas that the rounded weights have, by a tile of each box; None where all are 0.
+
+        The projection of the changes of weights on the deltas D: <round(W + D) - W, D> / <D, D>.
+        """
+        change, whole = self.exchange.kept.tolist()
+        return change / whole if whole else None
 
     def boxes(self, name: str, params: Params, param: str, at: Cell, size: Size) -> list[MergedBox] | None:
         """As `shards.views`, for a box of the weight `name`; None where the weight has no adapter.
@@ -99,12 +177,14 @@ class Merge:
         is_expert = STACK in name
         found = []
         for number in range(at[0], at[0] + size[0]):
+            key = zlib.crc32(name.format(shard.items[0] + number - shard.at[0]).encode())
             own, scale = param.format(number) if STACK in param else param, self.size.scale_of(is_expert)
             (weight,) = views(params, own, (0, *shard.at[1:]), (1, *shard.size[1:]))
             a, b = (self.factors[factor_param(own, name, factor)] for factor in "AB")
             start = at[1] - shard.at[1], at[2] - shard.at[2]
             of_shard = b[above : above + shard.size[1]]
-            found.append(MergedBox(weight, a, of_shard, scale, start, (1, *size[1:])))
+            place = shard.rows[0], shard.cols[0]
+            found.append(MergedBox(weight, a, of_shard, scale, start, (1, *size[1:]), place, key, self.exchange))
         return found
 
 

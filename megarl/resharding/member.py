@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property, partial
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -33,7 +34,11 @@ from megarl.resharding.transport import PeerCheck, close_group, make_group
 from megarl.resharding.verify import Verifier, VerifyError
 
 PLANNER = 1  # increase it whenever the same inputs give another plan: members of two versions must not exchange
-_SUMMED = {"wire_bytes", "inter_node_bytes", "local_bytes"}  # fields of Stats; of the others the maximum counts
+# How a field of Stats is reduced over members; of the others the maximum counts.
+_REDUCED_BY: Mapping[str, Callable[[Sequence[Any]], Any]] = {
+    **dict.fromkeys(("wire_bytes", "inter_node_bytes", "local_bytes"), sum),
+    "kept_share": fmean,
+}
 SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -42,8 +47,9 @@ class Stats:
     """The cost of one exchange for one member, or (from `collect_stats`) for all of them.
 
     Bytes sent over a wire, the part of them to another node, and bytes copied inside the GPU; the peak of extra memory;
-    seconds of planning (0 when the plan was kept), and in total. For several members bytes are sums, extra memory and
-    seconds are maxima.
+    seconds of planning (0 when the plan was kept), and in total; of adapters that were merged, the part that rounding
+    has kept (`Merge.kept_share`). For several members bytes are sums, extra memory and seconds are maxima, and the kept
+    part is a mean.
     """
 
     wire_bytes: int
@@ -52,6 +58,7 @@ class Stats:
     extra_bytes: int
     plan_s: float
     seconds: float
+    kept_share: float | None = None
 
 
 class Member:
@@ -129,11 +136,14 @@ class Member:
                 stage = done
                 self._join(key, ask)
             assert self._group
+            if self.merge:
+                self.merge.begin(version)
             extra_bytes = executor.run(self._group[1], self.session.timeout_s, ask)
             if finish:
                 finish()
+            kept_share = self.merge.kept_share() if self.merge else None  # verifying reads all boxes once more
             self.verify(targets, ask)
-            stats = self._stats(extra_bytes, time.perf_counter() - started)
+            stats = self._stats(extra_bytes, time.perf_counter() - started, kept_share)
         except Exception as error:
             first = self._agreement.refuse(stage, f"failed in the exchange: {error}")
             self.close()  # only now, so that peers that fail because of it find this error
@@ -214,9 +224,9 @@ class Member:
     def _inputs(self, version: int) -> dict[str, str]:
         """The inputs that must be equal on all members."""
         s = self.session
-        names = ("shape", "train", "lora", "engine", "transformer_engine", "dtype", "round_bytes", "gpus_per_node")
-        names += ("verify",)
-        return {"planner": str(PLANNER), "version": str(version)} | {name: repr(getattr(s, name)) for name in names}
+        names = ["shape", "train", "lora", "engine", "transformer_engine", "dtype", "round_bytes", "gpus_per_node"]
+        found = {name: repr(getattr(s, name)) for name in [*names, "verify"]}
+        return {"planner": str(PLANNER), "version": str(version), **found}
 
     def _prepare(self, rounds: list[int], targets: Params) -> Executor:
         """The executor, made again where the number of rounds or the parameters have changed."""
@@ -240,7 +250,7 @@ class Member:
             close_group(self._group[1])
         self._group = None
 
-    def _stats(self, extra_bytes: int, seconds: float) -> Stats:
+    def _stats(self, extra_bytes: int, seconds: float, kept_share: float | None) -> Stats:
         assert self._plan
         plan, node = self._plan[1], self.session.member // self.session.gpus_per_node
         sends = [copy for step in plan.rounds for copy in step.sends]
@@ -251,6 +261,7 @@ class Member:
             extra_bytes=extra_bytes,
             plan_s=self._plan_s,
             seconds=seconds,
+            kept_share=kept_share,
         )
 
 
@@ -280,7 +291,8 @@ def collect_stats(store: Store, run_id: str, attempt: int, num_members: int) -> 
     """The cost of a successful attempt for all members; read it before the next attempt."""
     found = member_stats(store, run_id, attempt, num_members)
     of_members = {field.name: [getattr(stats, field.name) for stats in found] for field in fields(Stats)}
-    return Stats(**{name: (sum if name in _SUMMED else max)(values) for name, values in of_members.items()})
+    known = {name: [one for one in values if one is not None] for name, values in of_members.items()}
+    return Stats(**{name: _REDUCED_BY.get(name, max)(values) for name, values in known.items() if values})
 
 
 _engine_members: dict[str, Member] = {}  # this process's member, by run id

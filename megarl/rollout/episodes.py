@@ -13,6 +13,7 @@ import numpy as np
 
 from megarl.config import Recipe, RewardConfig
 from megarl.config.hardware import communicator_bytes
+from megarl.parallel.quantisation import QUANTISATION_KEYS
 from megarl.parallel.roles import engine_layout
 from megarl.rollout.dealing import Capacity, CompletedSample
 from megarl.rollout.rewards import MEND, WHERE, Failure, Verdict, describe_failure
@@ -47,7 +48,7 @@ def engine_settings(recipe: Recipe, index: int, span: NodeSpan | None = None) ->
         sglang=engine.sglang,
         dp=engine.dp,
         fp8=engine.fp8,
-        quantised="quantization_config" in config,
+        quantised=any(key in config for key in QUANTISATION_KEYS),
         seeded=rollout.seeded,
         routed_experts=recipe.train.replay == "r3",
         span=span,

@@ -1,4 +1,4 @@
-"""The seconds of an engine's decoding steps, fitted to what the rounds of this run took. Pure but for the history."""
+"""The seconds of an engine's decoding steps, fitted to what the rounds of this run took."""
 
 from __future__ import annotations
 

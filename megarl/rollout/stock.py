@@ -29,13 +29,14 @@ class PartialGroup:
 
 @dataclass(frozen=True)
 class PartialSummary:
-    """What the controller keeps of a partial group: its open samples, and the tokens of each, prompt included.
+    """What the controller keeps of a partial group: how many of its samples are open, and how long these are.
 
-    The open samples of a group are equally long: each phase has given them as many tokens as it allows.
+    context_tokens: prompt and response of each open sample. They are equal in a group, because each phase that left
+    them open gave each `rollout.phase_tokens`.
     """
 
     num_open: int
-    input_tokens: int
+    context_tokens: int
 
 
 Summary = PartialSummary | GroupSummary

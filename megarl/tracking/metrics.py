@@ -55,8 +55,8 @@ def balance_metrics(rounds: Sequence[RoundBalance]) -> Metrics:
     seconds = sum(balance.seconds for balance in foretold)
     fit: Metrics = {}
     if foretold and foretold[-1].fit and seconds:
-        error = abs(sum(balance.expected_s for balance in foretold) / seconds - 1)
-        fit = {"plan/rollout_error": error} | {f"plan/{name}": it for name, it in asdict(foretold[-1].fit).items()}
+        fit = {f"plan/{name}": value for name, value in asdict(foretold[-1].fit).items()}
+        fit["plan/rollout_error"] = abs(sum(balance.expected_s for balance in foretold) / seconds - 1)
     tokens = [balance.group_tokens for balance in rounds]  # not all engines have part in a round that is sampled ahead
     return {
         "rollout/imbalance": sum(map(max, tokens)) / sum(sum(groups) / len(groups) for groups in tokens),

@@ -24,7 +24,7 @@ from megarl.config import Recipe
 from megarl.parallel import groups, host_offload, model
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.pipeline import Norms
-from megarl.parallel.roles import lora_size
+from megarl.parallel.roles import lora_size, reference_copy
 from megarl.parallel.routing import Choices
 from megarl.parallel.sequences import PackedRow
 from megarl.resharding.member import Member
@@ -79,12 +79,8 @@ class PolicyRank(TrainingRank):
     """A rank of the policy, which is on GPU slot `rank`. Raises as a TrainingRank."""
 
     def __init__(self, rank: int, recipe: Recipe, meet: device.Address) -> None:
-        path = recipe.model.path
         self._has_reference = has_reference(recipe.algorithm, recipe.reference.use)
-        reference = (recipe.reference.path or path) if self._has_reference else None
-        if recipe.lora and reference == path:
-            reference = None  # the frozen weights are the reference's
-        shape = model_shape(path)
+        reference, shape = reference_copy(recipe), model_shape(recipe.model.path)
         super().__init__(rank, recipe, meet, shape, slot=rank, is_published=True, reference=reference)
         self.options, self.communicator_bytes = self._model.options, lambda: self._model.communicator_bytes
         self._member: Member | None = None

@@ -14,7 +14,7 @@ import torch
 from megarl import device
 from megarl.algos.losses import LossResult
 from megarl.algos.statistics import GRAD_NORM, LOSS, Statistics
-from megarl.checkpoints import hf_import
+from megarl.checkpoints import hf_import, peft
 from megarl.checkpoints.rank_files import RankFiles
 from megarl.checkpoints.snapshots import Digest
 from megarl.config import Recipe
@@ -77,6 +77,9 @@ class TrainingRank:
         self._pack = partial(pack, split=self._model.split, device=device.DEVICE)
         shards = megatron_map.shards(shape, self.layout, rank, model.TRANSFORMER_ENGINE)
         hf_import.load_hf(recipe.model.path, shards, self.params())
+        if size and recipe.lora and recipe.lora.path:
+            factors = lora_map.shards(shape, self.layout, rank, size, model.TRANSFORMER_ENGINE)
+            peft.load(recipe.lora.path, factors, self.factors())
         if trains:
             self._model.make_optimizer()
         self._reference = host_offload.host_buffers_like(self.params()) if reference else {}

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import pickle
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -40,6 +39,7 @@ from megarl.training.batching import SampleRef, Update
 from megarl.types import Prompt
 from scripts.bench.batching import QWEN3_30B
 from scripts.bench.controller_answers import PROMPT_TOKENS
+from scripts.bench.counted_calls import COUNTS, Counted, CountedCluster, CountedEngine, size_of
 
 ROOT = Path(__file__).parents[2]
 LAYOUTS = {
@@ -52,13 +52,11 @@ GPUS_PER_NODE = 8
 LONGEST, SAMPLES = 20_000, 16
 MEAN, SIGMA = 7.5, 0.8  # of the logarithm of a response's tokens: median 1,800
 TOKEN_BYTES = 12  # its id and its logprob; texts are left out
-INLINE_BYTES = 100 * 1024  # Ray sends a larger argument through the object store, once for each call
 Figures = dict[str, float]
 COLUMNS = (
     "dispatch_s", "dispatch_cpu_s", "collect_s", "collect_cpu_s", "calls", "references", "puts", "pickled_bytes",
     "stored_bytes", "node_bytes",
 )  # fmt: skip
-COUNTS: tuple[str, ...] = ("calls", "references", "puts", "pickled_bytes", "stored_bytes")
 
 
 @dataclass(frozen=True)
@@ -77,69 +75,9 @@ class Clock:
         return {f"{name}_s": end.wall_s - self.wall_s, f"{name}_cpu_s": end.cpu_s - self.cpu_s}
 
 
-class Unsent:
-    """In the place of a reference while calls are weighed and not made."""
-
-
-class Counted(Worker):
-    """A simulated rank in the process of another worker: its calls are counted, or weighed in place of being made."""
-
-    def __init__(self, name: str, host: Worker, step: Step) -> None:
-        self.name, self._actor, self.watch_refs, self._step = name, host._actor, host.watch_refs, step
-
-    def call(self, method: str, *args: Any) -> Any:
-        return Unsent() if self._is_weighed(args) else super().call(method, *args)
-
-    def call_many(self, count: int, method: str, *args: Any) -> Any:
-        return [Unsent()] * count if self._is_weighed(args) else super().call_many(count, method, *args)
-
-    def bundle(self, function: str, *args: Any) -> Any:
-        return Unsent() if self._is_weighed(args) else super().bundle(function, *args)
-
-    def _is_weighed(self, args: Sequence[Any]) -> bool:
-        values, count = [one for one in args if not isinstance(one, Ref | Unsent)], self._step.count
-        count["calls"] += 1
-        count["references"] += len(args) - len(values)
-        sizes = [size_of(one) for one in values] if self._step.weighs else []
-        count["pickled_bytes"] += sum(sizes)
-        count["stored_bytes"] += sum(size for size in sizes if size > INLINE_BYTES)
-        return self._step.weighs
-
-
-class CountedEngine(Counted):
-    """A simulated engine: its process hears which of its engines is asked."""
-
-    def call(self, method: str, *args: Any) -> Any:
-        return super().call(method, *args, *([self.name] if method == "take_completed" else []))
-
-    def call_many(self, count: int, method: str, *args: Any) -> Any:
-        return super().call_many(count, method, *args, self.name)
-
-
 def tell(figures: Mapping[str, Any]) -> None:
     """At once, to who waits: with 512 ranks a part may take minutes."""
     print({key: value for key, value in figures.items() if value}, file=sys.stderr, flush=True)
-
-
-def size_of(value: object) -> int:
-    """Bytes of an argument, pickled in the protocol that Ray uses."""
-    return len(pickle.dumps(value, protocol=5))
-
-
-class CountedCluster:
-    """A session whose `put` is counted too; `gather` and the rest are the product's."""
-
-    def __init__(self, cluster: Cluster, step: Step) -> None:
-        self._cluster, self._step = cluster, step
-
-    def put(self, value: object) -> Any:
-        size = size_of(value) if self._step.weighs else 0
-        for name, more in {"puts": 1, "pickled_bytes": size, "stored_bytes": size}.items():
-            self._step.count[name] += more
-        return Unsent() if self._step.weighs else self._cluster.put(value)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._cluster, name)
 
 
 class Step:

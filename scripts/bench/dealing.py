@@ -18,7 +18,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from megarl.plan.engine_simulation import SimulatedRequest, show_round
+from megarl.plan.engine_simulation import SimulatedRequest, observe_lengths
 from megarl.rollout.dealing import Capacity, Dealer
 from scripts.bench.dealing_simulation import Machine, Outcome, least_s, outcome
 
@@ -91,7 +91,7 @@ def dealt(machine: Machine, prompts: Prompts, kind: type[Dealer], before: Prompt
     inner = [kind([capacity] * machine.groups, LONGEST) for _ in engines]
     seen = [sample.response_tokens for samples in before for sample in samples]
     for dealer, share in [(top, 1), *((dealer, machine.engines) for dealer in inner)] if seen else []:
-        show_round(dealer, seen[::share])
+        observe_lengths(dealer, seen[::share])
     waiting = deque(sorted(prompts, key=lambda samples: -samples[0].prompt_tokens))
     queues: list[deque[SimulatedRequest]] = [deque() for _ in engines]
 

@@ -188,8 +188,8 @@ def figures(found: dict[str, Any], gpus: int) -> dict[str, Any]:
     return row
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The sizes of the model, the batch and the layout."""
     for axis, default in (("gpus", 1), ("tp", 1), ("pp", 1), ("ep", 1)):
         parser.add_argument(f"--{axis}", type=int, default=default)
     parser.add_argument("--layers", type=int, default=6)
@@ -202,6 +202,11 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--json", action="store_true")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
     args = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"} if device.DEVICE == "cpu" else {}
     with tempfile.TemporaryDirectory() as folder:

@@ -19,6 +19,7 @@ from megarl.commands.convert import find_snapshot
 from megarl.config.loading import load_recipe
 from megarl.controller.resuming import FOLDER, Progress
 from megarl.parallel.hf_config import model_shape
+from megarl.parallel.roles import resolve
 from megarl.preflight import check
 from megarl.types import UserFaults
 from tests.test_cli import QUICKSTART, megarl
@@ -90,6 +91,33 @@ def test_the_format_is_handed_to_the_ranks(tmp_path: Path, monkeypatch: pytest.M
     result = CliRunner().invoke(cli.app, ["convert", str(tmp_path), str(tmp_path / "out"), *flags])
     assert result.exit_code == 0, result.output
     assert asked == [(tmp_path / "out", bool(flags))]
+
+
+@pytest.mark.parametrize(
+    ("line", "flags", "told"),
+    [
+        ("", ["--adapter"], "--adapter: the run's recipe has no lora; leave it out to write the whole model"),
+        (
+            "lora: {rank: 4}",
+            ["--adapter", "--fp8"],
+            "--fp8: adapters are written in model.dtype; leave it out, or --adapter to write the merged model in fp8",
+        ),
+    ],
+)
+def test_adapters_alone_are_refused_where_there_are_none(
+    tmp_path: Path, line: str, flags: list[str], told: str
+) -> None:
+    (tmp_path / "recipe.yaml").write_text(f"{QUICKSTART.read_text()}\n{line}\n")
+    result = CliRunner().invoke(cli.app, ["convert", str(tmp_path), str(tmp_path / "out"), *flags])
+    assert (result.exit_code, result.output.strip()) == (2, told)
+
+
+def test_the_adapters_that_a_run_began_with_are_not_asked_for(tiny_model: Path) -> None:
+    """The checkpoint has them as they are now; the folder may be gone."""
+    recipe = load_recipe(QUICKSTART, [f"model.path={tiny_model}", "lora.rank=4", "lora.path=gone"])
+    check.check_convert(recipe)
+    lora = resolve(recipe, learns=False).policy.recipe.lora
+    assert lora and lora.rank == 4 and lora.path is None
 
 
 @pytest.mark.slow

@@ -89,7 +89,7 @@ def test_groups_are_filtered_refilled_and_left_over() -> None:
     }  # fmt: skip
     step, rest, done = source.collect(3, eager, rest)
     assert source.rounds[2:] == [(0, 3)]
-    assert (names(step), names(rest)) == (["6", "7", "8"], ["9"]), "leftover groups come first"
+    assert (names(step), names(rest)) == (["6", "7", "8"], ["9"]), "groups of the stock come first"
     assert (done["sampling/carried_in"], done["sampling/mixed_share"]) == (1, 1.0)
 
 
@@ -123,7 +123,7 @@ def test_in_phases_a_step_may_draw_as_many_prompts_as_all_rounds_would() -> None
 def test_or_stops_and_says_how_many_there_were(when_short: Any, first: Any) -> None:
     """Whatever is asked for: with nothing at all there is nothing to train on."""
     source = Source([first, *[WRONG] * 20])
-    with pytest.raises(UserFault, match="prompts in 4 rounds, and the leftover groups, gave . groups .*, not 3") as e:
+    with pytest.raises(UserFault, match="4 rounds, and the groups of the stock, gave . groups .*, not 3") as e:
         source.collect(3, replace(DYNAMIC, when_short=when_short))
     assert e.value.where == "algorithm.max_rounds"
 

@@ -15,7 +15,7 @@ from megarl.checkpoints.snapshots import Snapshots
 from megarl.cluster import processes
 from megarl.config import Recipe
 from megarl.config.loading import load_recipe
-from megarl.controller.resuming import FOLDER, Accounts, Progress, find, model_faults, resume
+from megarl.controller.resuming import FOLDER, Progress, StockState, find, model_faults, resume
 from megarl.controller.saver import Saver
 from megarl.fleet.rank_groups import GroupStock
 from megarl.parallel.hf_config import model_shape
@@ -315,7 +315,7 @@ def test_every_reason_not_to_go_on_is_told_at_once(made: Any, tiny_model: Path, 
     shape = json.loads(json.dumps(shape))
     data = stream(11).fingerprint
     known = {"seed": 7, "ep": 1, "trains_mtp": False, "critic": None, "sampling": {}}
-    progress = Progress(5, 2, 3, prompts_taken=9, data=data, shape=shape, stock=Accounts.of(EMPTY), **known)
+    progress = Progress(5, 2, 3, prompts_taken=9, data=data, shape=shape, stock=StockState.of(EMPTY), **known)
     snapshots.commit(snapshots.begin(5), asdict(progress), {}, keep=1)
     with pytest.raises(UserFaults) as caught:
         find(made("train.ep=2", "train.mtp_loss=0.1"), stream(), pytest.fail)

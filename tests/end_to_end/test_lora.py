@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+
+from tests.parallel.checkpoints import load
+
+ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.slow
 
 KEYS = (
-    "lora.rank=8", "lora.experts=2", "train.lr=0.01", "warm_start.steps=0", "rollout.prompts_per_step=8",
+    "lora.rank=8", "train.lr=0.01", "warm_start.steps=0", "rollout.prompts_per_step=8",
     "evaluation.max_prompts=8", "reshard.verify=full", "checkpoint.every=1", "algorithm.kl_coefficient=0.1",
     "run.trackers=[]", "reward.function=parity:score",
 )  # fmt: skip
@@ -35,3 +43,43 @@ def test_a_run_with_adapters_is_merged_resumed_and_held_against_its_reference(
         assert record["train/grad_norm"] > 0
     assert abs(steps[0]["train/reference_kl"]) < 1e-9 < steps[1]["train/reference_kl"], "the adapters are off in it"
     assert steps[1]["train/reference_kl"] < 10 * steps[2]["train/reference_kl"], "it went on"
+    _loads_by_itself(command.folder)
+
+
+@pytest.mark.nightly
+def test_adapters_of_a_model_that_knows_something_learn_the_rest(launch: Callable) -> None:
+    """From a model that the quickstart's supervised phase has made: adapters cannot make one of random weights."""
+    base = launch("warm_start.steps=160", "run.steps=1", "checkpoint.every=1", "run.trackers=[]")
+    assert base.finish(400) == 0, base.err
+    _convert(base.folder, "base")
+    (base.folder / "runs" / "quickstart").rename(base.folder / "runs" / "base")
+    start = ("model.path=base", "warm_start.steps=0", "evaluation.at_start=true", "run.trackers=[]")
+    command = launch(*start, "lora.rank=8", "train.lr=3e-3", "run.steps=25")
+    assert command.finish(600) == 0, command.err
+    records = command.records()
+    assert max(record["rollout/logprob_gap_max"] for record in records[1:]) < 1e-4
+    before, *_, after = (record["eval/accuracy"] for record in records if "eval/accuracy" in record)
+    assert before < 0.85 < after and after > before + 0.1
+
+
+def _convert(folder: Path, out: str, *flags: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "megarl.cli", "convert", "runs/quickstart", out, *flags],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _loads_by_itself(folder: Path) -> None:
+    """The adapters alone, with the base by transformers, compute what the merged model does."""
+    _convert(folder, "hf")
+    _convert(folder, "adapters", "--adapter")
+    tokens = torch.arange(20, 40)[None]
+    model, _ = load(folder / "models" / "tiny-qwen3-moe")
+    before, expected = model(tokens).logits, load(folder / "hf")[0](tokens).logits
+    model.load_adapter(str(folder / "adapters"))
+    assert (before - expected).abs().max() > 1e-3
+    torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-4, atol=1e-4)

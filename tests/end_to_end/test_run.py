@@ -73,8 +73,8 @@ def _recipe() -> Path:
     ("algorithm", "train", "engine", "placement"),
     [
         ("prime", {"tp": 1, "pp": 1, "ep": 2}, {"count": 2, "tp": 1, "ep": 1}, {"gpus": 3, "first_engine_gpu": 1}),
-        pytest.param(  # tests/end_to_end/test_one_gpu.py has ReMax, tests/resharding this layout
-            *("remax", {"tp": 2, "pp": 1, "ep": 1}, {"count": 1, "tp": 2, "ep": 2}),
+        pytest.param(  # tests/resharding exchanges in this layout by day
+            *("grpo", {"tp": 2, "pp": 1, "ep": 1}, {"count": 1, "tp": 2, "ep": 2}),
             *({"gpus": 4, "first_engine_gpu": 2},),
             marks=pytest.mark.nightly,
         ),
@@ -85,7 +85,7 @@ def test_other_layouts_agree_too(
 ):
     """Data parallel into two engines, one of them on a GPU that trains; split experts (ETP) into an expert-parallel
     engine on GPUs of its own. What the engines get is held against the trained weights. The prompts are of two files
-    with columns of their own, one of them too long. The engine with a GPU of its own samples while the ranks learn."""
+    with columns of their own, one of them too long. The engine with GPUs of its own samples while the ranks learn."""
     odd = tmp_path / "odd.jsonl"
     odd.write_text("".join(json.dumps({"ask": ask, "reply": 3}) + "\n" for ask in ("1+2=", "2+1=", "1+1+1=" * 9)))
     files = f"{{path: data/train.jsonl, weight: 3}}, {{path: {odd}, prompt: ask, answer: reply, weight: 1}}"
@@ -94,8 +94,7 @@ def test_other_layouts_agree_too(
     overrides = [f"train.{key}={value}" for key, value in train.items()]
     overrides += [f"rollout.engine.{key}={value}" for key, value in engine.items()]
     overrides += [f"placement.{key}={value}" for key, value in placement.items()]
-    is_ahead = algorithm == "prime"
-    overrides += ["rollout.ahead=1", "rollout.phase_tokens=4", "algorithm.mismatch=tis"] if is_ahead else []
+    overrides += ["rollout.ahead=1", "rollout.phase_tokens=4", "algorithm.mismatch=tis"]
     command = launch(
         *overrides, "run.steps=3", "warm_start.steps=10", "train.updates_per_step=2", "rollout.prompts_per_step=8",
         "evaluation.max_prompts=16", "reshard.verify=checksum", f"algorithm.name={algorithm}", *given,
@@ -109,12 +108,13 @@ def test_other_layouts_agree_too(
     assert max(record["rollout/logprob_gap_mean"] for record in steps) < 1e-4
     for record in steps:
         assert record["reshard/wire_bytes"] >= record["reshard/inter_node_bytes"] > 0, "engines on another node"
-        assert record["rollout/samples"] == 64, "a greedy sample to compare with is none of them"
+        assert record["rollout/samples"] == 64
         assert (algorithm == "prime") == ("critic/right" in record)
         assert record["reshard/attempts"] == record["reshard/version"] + 1, "no exchange had to be repeated"
+    for record in steps[:-1]:  # nothing follows the last one
         learning_s = record["time/train_s"] + record.get("time/critic_s", 0.0)
-        assert record.get("rollout/waited_s", 0.0) < learning_s, "engines sampled before the updates were done"
-    ages = [record.get("stale/token_max", 0) for record in steps]
-    assert ages[0] == 0 and (min(ages[1:]) >= 1) == is_ahead, "a part was sampled before the weights were published"
+        assert record["rollout/waited_s"] < learning_s, "engines sampled before the updates were done"
+    ages = [record["stale/token_max"] for record in steps]
+    assert ages[0] == 0 and min(ages[1:]) >= 1, "a part of every step is sampled before the weights are published"
     resolved = yaml.safe_load((command.folder / "runs/quickstart/recipe.yaml").read_text())
     assert resolved["placement"] == {**placement, "network": "loopback", "hardware": None}

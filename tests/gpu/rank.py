@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import random
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +22,10 @@ from megarl.parallel import model
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.pipeline import Norms
 from megarl.parallel.rank_model import RankModel
+from megarl.parallel.roles import lora_size, train_layout
 from megarl.parallel.sequences import PackedRow, pack, unpack
-from megarl.resharding import megatron_map
+from megarl.resharding import lora_map, megatron_map
+from megarl.resharding.shards import Shard, verify_params, views
 from megarl.types import TrainSequence
 
 LR, DENOMINATOR = 1e-3, 97.0
@@ -39,12 +42,12 @@ def train_keys(**given: Any) -> dict[str, Any]:
     } | given  # fmt: skip
 
 
-def recipe(path: str, dtype: str, **train: Any) -> Any:
+def recipe(path: str, dtype: str, has_adapters: bool, **train: Any) -> Any:
     """What a rank's model reads of a recipe; the recipe's own classes need pydantic."""
     return SimpleNamespace(
         run=SimpleNamespace(seed=1, timeout_s=60.0),
         model=SimpleNamespace(path=path, dtype=dtype),
-        lora=None,
+        lora=SimpleNamespace(rank=4, experts=2, alpha=6.0, targets=(), rounding="nearest") if has_adapters else None,
         train=SimpleNamespace(**train_keys(**train)),
         placement=SimpleNamespace(gpus=1, train_gpus=None, gpu_of=lambda slot: slot),
     )
@@ -72,15 +75,23 @@ class Rank:
     """The only rank of a world, with the weights of the checkpoint in `folder`.
 
     In float32 unless dtype is given, or in bfloat16 where TransformerEngine runs: it has no attention in float32.
+    adapters: of all linear layers, not 0, are trained in place of the weights.
     """
 
-    def __init__(self, folder: str, dtype: str = "", deterministic: bool = False, **train: Any) -> None:
+    def __init__(
+        self, folder: str, dtype: str = "", deterministic: bool = False, adapters: bool = False, **train: Any
+    ) -> None:
         torch.use_deterministic_algorithms(deterministic, warn_only=True)
         dtype = dtype or ("bfloat16" if model.TRANSFORMER_ENGINE else "float32")
         shape = model_shape(folder)
-        self._rank = RankModel(0, recipe(folder, dtype, **train), shape, HashStore(), slot=0)
-        shards = megatron_map.shards(shape, self._rank.layout, 0, model.TRANSFORMER_ENGINE)
+        made = recipe(folder, dtype, adapters, **train)
+        of_rank, size = (shape, train_layout(made), 0), lora_size(made)
+        pairs = lora_map.pairs(*of_rank, size, model.TRANSFORMER_ENGINE) if size else ()
+        self._rank = RankModel(0, made, shape, HashStore(), slot=0, pairs=pairs)
+        shards = megatron_map.shards(*of_rank, model.TRANSFORMER_ENGINE)
         hf_import.load_hf(folder, shards, self._rank.params())
+        if size:
+            _set_factors(lora_map.shards(*of_rank, size, model.TRANSFORMER_ENGINE), self._rank.factors())
         self._rank.make_optimizer()
         everything = sequences(12, shape.vocab_size, 40)
         self._batches = [everything[:3], everything[3:8], everything[8:]]
@@ -98,6 +109,11 @@ class Rank:
 
         found = self._rank.pipeline.run(self._rows(), keep)
         return [float(one) for arrays in found for array_T in arrays for one in array_T]
+
+    def logprobs_without_adapters(self) -> list[float]:
+        assert self._rank.adapters
+        with self._rank.adapters.without():
+            return self.logprobs()
 
     def step(self) -> dict[str, float]:
         """One optimizer step: the loss, the norm of its gradient, and the seconds that it takes."""
@@ -160,6 +176,17 @@ class Rank:
                 for param in group["params"]:
                     state = chained.optimizer.state[param]
                     yield from (state[name] for name in sorted(state) if torch.is_tensor(state[name]))
+
+
+@torch.no_grad()
+def _set_factors(shards: Sequence[Shard], held: Mapping[str, torch.Tensor]) -> None:
+    """Give every factor B the values that its name decides, whichever layers have it."""
+    verify_params(shards, held)
+    for shard in (one for one in shards if ".lora_B." in one.name):
+        planes = [plane for view in views(held, shard.param, shard.at, shard.size) for plane in view]
+        for item, plane in zip(range(*shard.items), planes, strict=True):
+            rng = np.random.default_rng(zlib.crc32(shard.name.format(item).encode()))
+            plane.copy_(torch.from_numpy(rng.normal(size=plane.shape, scale=0.05).astype(np.float32)))
 
 
 def _num_tokens(one: TrainSequence) -> int:

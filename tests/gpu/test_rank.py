@@ -106,6 +106,28 @@ def test_an_optimizer_on_the_host_takes_the_same_steps(path: Path, family: str, 
             assert mine[name] == pytest.approx(other[name], rel=0.02, abs=1e-3), name
 
 
+ADAPTED = {"weight_decay": 0.1, "adapters": True}
+
+
+@pytest.mark.skipif(not ON_GPU, reason="on the CPU tests/parallel/test_lora.py holds adapters against transformers")
+def test_adapters_stay_near_the_cpus_float32(path: Path, reference: dict[str, Any], record: Record) -> None:
+    """Of TransformerEngine's layers where it runs: norms inside, and the experts' weights together."""
+    found = {}
+    for name, how in {"cpu": {"environment": ON_CPU}, "device": {"dtype": "bfloat16"}}.items():
+        with Child("tests.gpu.rank:Rank", how.pop("environment", None), folder=str(path), **ADAPTED, **how) as child:
+            alone = child.ask("logprobs_without_adapters")
+            found[name] = child.ask("logprobs"), [child.ask("step") for _ in range(STEPS)], alone
+    (expected, steps, alone), (logprobs, own_steps, own_alone) = found["cpu"], found["device"]
+    np.testing.assert_allclose(alone, reference["before"], atol=1e-5)
+    delta = np.abs(np.subtract(expected, alone)).mean()
+    gap, gap_alone = (np.abs(np.subtract(*pair)).mean() for pair in ((logprobs, expected), (own_alone, alone)))
+    record("mean logprob gap with adapters", gap, "")
+    record("what the adapters change", delta, "")
+    assert gap < 0.1 * delta + 2 * gap_alone
+    for mine, other in zip(own_steps, steps, strict=True):
+        assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=0.2)
+
+
 def check_bfloat16(path: Path, family: str, reference: dict[str, Any], record: Record) -> None:
     with rank(path, family, dtype="bfloat16") as child:
         gap = np.abs(np.subtract(child.ask("logprobs"), reference["before"]))

@@ -45,6 +45,7 @@ TIERS: dict[int, tuple[str, ...]] = {
         "tests/end_to_end/test_roles.py",
         "tests/end_to_end/test_slurm.py",
         "tests/parallel/test_parity.py",
+        "tests/parallel/test_lora.py",
     ),
 }
 # The conftest above tests/gpu imports what machines of tier 1 lack; the harness is tested where all tests run.

@@ -16,17 +16,8 @@ import torch
 from megarl.config import Recipe
 from megarl.parallel.layout import TrainLayout
 from megarl.resharding.shards import views
-from tests.parallel.gradients import recorded
-from tests.parallel.worlds import (
-    deal,
-    numbers,
-    ragged,
-    recipe,
-    trained,
-    trained_shards,
-    weighted_loss,
-    world_part,
-)
+from tests.parallel.gradients import uneven_steps
+from tests.parallel.worlds import recipe, trained, trained_shards
 
 VOCAB_SIZE, STEPS, DENOMINATOR, LR = 200, 3, 97.0, 1e-3
 LORA = {"rank": 4, "alpha": 6.0, "experts": 2}
@@ -63,15 +54,9 @@ def train(trainer: Any, prepare: Callable[[Any], None] = set_b) -> dict[str, Any
     """Logprobs, then steps on uneven micro-batches from B != 0; what is frozen before and after."""
     prepare(trainer)
     before = digest(trainer.params())
-    at, dp = trainer.layout.coords(trainer.rank), trainer.layout.dp
-    sequences = ragged(14, VOCAB_SIZE, seed=3)
-    micro_batches = deal(sequences, at.dp, dp, micro_batches=4)
-    mine = world_part(micro_batches, sequences, DENOMINATOR)
-    logprobs = trainer.token_outputs(micro_batches)
-    with recorded(trainer) as learning:
-        metrics = [numbers(trainer.train_step(mine, LR, weighted_loss)) for _ in range(STEPS)]
+    found = uneven_steps(trainer, VOCAB_SIZE, DENOMINATOR, LR, STEPS)
     assert digest(trainer.params()) == before, "the frozen weights have changed"
-    return {"logprobs": logprobs, "metrics": metrics, "learning": learning}
+    return found
 
 
 def digest(params: dict[str, torch.Tensor]) -> str:

@@ -20,7 +20,17 @@ import torch
 import torch.distributed as dist
 
 from tests.parallel.precision import ROUNDING_OF_BFLOAT16, within
-from tests.parallel.worlds import Rectangle, assemble, rectangles, trained
+from tests.parallel.worlds import (
+    Rectangle,
+    assemble,
+    deal,
+    numbers,
+    ragged,
+    rectangles,
+    trained,
+    weighted_loss,
+    world_part,
+)
 
 Tensors = dict[str, np.ndarray]
 Held = TypeVar("Held")
@@ -61,6 +71,17 @@ def recorded(trainer: Any) -> Iterator[Learning[list[Rectangle]]]:
     with patch.object(rank_model, "step", record):
         yield found
     found.after = rectangles(trainer)
+
+
+def uneven_steps(trainer: Any, vocab_size: int, denominator: float, lr: float, steps: int) -> dict[str, Any]:
+    """Logprobs, then so many steps on this rank's uneven micro-batches of the same random sequences."""
+    sequences, at, dp = ragged(14, vocab_size, seed=3), trainer.layout.coords(trainer.rank), trainer.layout.dp
+    micro_batches = deal(sequences, at.dp, dp, micro_batches=4)
+    mine = world_part(micro_batches, sequences, denominator)
+    logprobs = trainer.token_outputs(micro_batches)
+    with recorded(trainer) as learning:
+        metrics = [numbers(trainer.train_step(mine, lr, weighted_loss)) for _ in range(steps)]
+    return {"logprobs": logprobs, "metrics": metrics, "learning": learning}
 
 
 def _whole_gradients(trainer: Any) -> dict[str, torch.Tensor]:

@@ -13,7 +13,11 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from megarl.checkpoints import peft
+from megarl.parallel.dist_checkpoint import read_factors
+from megarl.parallel.hf_config import model_shape
 from megarl.parallel.layout import TrainLayout
+from megarl.parallel.lora_pairs import LoraSize
 from tests.parallel.adapters import LORA, VOCAB_SIZE, lora_recipe, set_b, trained
 from tests.parallel.checkpoints import load, write
 from tests.parallel.gradients import check_learning, recorded
@@ -88,6 +92,20 @@ def test_another_layout_goes_on_within_rounding(saved: Any, path: Path, name: st
         assert mine == pytest.approx(one, rel=within(1e-4))
     learnt, earlier = ([one[key] for one in expected] for key in ("learning", "earlier"))
     check_learning([one["learning"] for one in ranks], learnt, earlier)
+
+
+def test_a_run_begins_with_the_adapters_of_another(saved: Any, path: Path, tmp_path: Path) -> None:
+    """They are read from a checkpoint without ranks, written in PEFT's format, and loaded in another layout."""
+    folder, _, expected = saved
+    factors, adapters = assemble([one["factors"] for one in expected]), tmp_path / "adapters"
+    read, size = read_factors(folder), LoraSize(LORA["rank"], LORA["experts"], LORA["alpha"], ())
+    assert read.keys() == factors.keys()
+    assert all(np.array_equal(one, factors[name]) for name, one in read.items())
+    peft.write(read, size, str(path), adapters)
+    assert peft.check(str(adapters), model_shape(path), size) == []
+    begun = run_world(lora_recipe(path, TO["pp2 ep2 with dp2"], LORA | {"path": str(adapters)}), rectangles)
+    for name, values in assemble(begun).items():
+        np.testing.assert_array_equal(values, factors[name], err_msg=name)
 
 
 def test_the_export_is_the_merged_model(saved: Any, path: Path) -> None:

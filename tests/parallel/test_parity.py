@@ -10,7 +10,7 @@ import pytest
 
 from megarl.parallel.layout import TrainLayout
 from tests.parallel.checkpoints import write
-from tests.parallel.gradients import check_learning, recorded
+from tests.parallel.gradients import check_learning, recorded, uneven_steps
 from tests.parallel.precision import within
 from tests.parallel.worlds import deal, numbers, ragged, recipe, run_world, weighted_loss, world_part
 
@@ -58,15 +58,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def train(trainer: Any) -> dict[str, Any]:
-    """Logprobs, then steps on uneven micro-batches."""
-    at, dp = trainer.layout.coords(trainer.rank), trainer.layout.dp
-    sequences = ragged(14, VOCAB_SIZE, seed=3)
-    micro_batches = deal(sequences, at.dp, dp, micro_batches=4)
-    mine = world_part(micro_batches, sequences, DENOMINATOR)
-    logprobs = trainer.token_outputs(micro_batches)
-    with recorded(trainer) as learning:
-        metrics = [numbers(trainer.train_step(mine, LR, weighted_loss)) for _ in range(STEPS)]
-    return {"logprobs": logprobs, "metrics": metrics, "learning": learning}
+    return uneven_steps(trainer, VOCAB_SIZE, DENOMINATOR, LR, STEPS)
 
 
 def run(path: Path, family: str, layout: TrainLayout, **options: Any) -> list[dict[str, Any]]:

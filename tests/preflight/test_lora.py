@@ -5,10 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from megarl.checkpoints import peft
 from megarl.config.loading import load_recipe
+from megarl.parallel.hf_config import model_shape
+from megarl.parallel.lora_pairs import LoraSize
 from megarl.parallel.roles import resolve
+from megarl.preflight import check
+from megarl.preflight.check import Command
 from megarl.preflight.lora import lora_faults
+from megarl.preflight.models import stand_ins
 from megarl.preflight.notes import recipe_notes
 from tests.parallel import checkpoints
 
@@ -21,9 +28,9 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: checkpoints.write(tmp_path_factory.mktemp(name), name, num_hidden_layers=2) for name in families}
 
 
-def told(path: Path, *overrides: str, device: str = "cpu") -> list[str]:
+def told(path: Path, *overrides: str) -> list[str]:
     recipe = load_recipe(QUICKSTART, [f"model.path={path}", "lora.rank=8", *overrides])
-    return [str(fault) for fault in lora_faults(resolve(recipe), device)]
+    return [str(fault) for fault in lora_faults(resolve(recipe))]
 
 
 def test_adapters_of_all_layers_or_some_are_good(paths: dict[str, Path]) -> None:
@@ -31,7 +38,7 @@ def test_adapters_of_all_layers_or_some_are_good(paths: dict[str, Path]) -> None
         assert told(path) == []
     assert told(paths["qwen3-moe"], "lora.experts=0", "lora.targets=[q_proj, down_proj]") == []
     assert told(paths["deepseek-v3"], "lora.experts=0", "lora.targets=[kv_a_proj_with_mqa, down_proj]") == []
-    assert lora_faults(resolve(load_recipe(QUICKSTART, ["train.router_bias_rate=0.1"])), "cuda") == []
+    assert lora_faults(resolve(load_recipe(QUICKSTART, ["train.router_bias_rate=0.1"]))) == []
 
 
 @pytest.mark.parametrize(
@@ -55,13 +62,34 @@ def test_what_is_refused(paths: dict[str, Path], family: str, overrides: list[st
     assert line.startswith(says), line
 
 
-def test_layers_of_transformer_engine_are_refused(paths: dict[str, Path]) -> None:
-    (line,) = told(paths["qwen3-moe"], device="cuda")
-    assert line.startswith("lora: adapters are not written for TransformerEngine's layers yet")
-    assert told(paths["qwen3-moe"], "train.local_layers=true", device="cuda") == []
+def test_adapters_to_begin_with_are_checked_where_they_are_read(paths: dict[str, Path], tmp_path: Path) -> None:
+    path, size = paths["qwen3-moe"], LoraSize(4, 4, 32.0, ("q_proj",))
+    extents = peft._sizes(model_shape(path), size)
+    peft.write({name: torch.zeros(extent) for name, extent in extents.items()}, size, str(path), tmp_path / "a")
+
+    def faults(*overrides: str, command: Command = "train", absent: tuple[str, ...] = ()) -> list[str]:
+        given = [f"model.path={path}", "lora.targets=[q_proj]", f"lora.path={tmp_path / 'a'}", *overrides]
+        roles = resolve(load_recipe(QUICKSTART, given))
+        case = check._Case(command, roles, "cpu", absent)
+        return [str(one) for one in (check._only_sampling if command == "rollout" else check._lora)(case)]
+
+    assert faults("lora.rank=4") == []
+    (line,) = faults("lora.rank=8")
+    assert line.startswith(f"lora.rank: 8, and {tmp_path / 'a'}/adapter_config.json has r 4; set it to 4")
+    assert faults("lora.rank=8", absent=("lora.path",)) == []
+    line = faults("lora.rank=4", command="rollout")[-1]
+    assert line.startswith(f"lora.path: {tmp_path / 'a'}, but samples are made with the weights of model.path")
+    gone = load_recipe(QUICKSTART, [f"model.path={path}", "lora.path=gone"])
+    assert stand_ins(gone)[1]["lora.path"] == "gone: adapters"
 
 
 def test_a_low_learning_rate_is_a_note() -> None:
-    (line,) = recipe_notes(load_recipe(QUICKSTART, ["lora.rank=8", "train.lr=1e-6"]))
+    keys = ["lora.rank=8", "warm_start.steps=0"]
+    (line,) = recipe_notes(load_recipe(QUICKSTART, [*keys, "train.lr=1e-6"]))
     assert line.startswith("train.lr is 1e-06: adapters (lora) learn best at about 10 times the rate")
-    assert recipe_notes(load_recipe(QUICKSTART, ["lora.rank=8", "train.lr=1e-5"])) == []
+    assert recipe_notes(load_recipe(QUICKSTART, [*keys, "train.lr=1e-5"])) == []
+
+
+def test_a_supervised_phase_of_adapters_is_a_note() -> None:
+    (line,) = recipe_notes(load_recipe(QUICKSTART, ["lora.rank=8"]))
+    assert line.startswith("warm_start trains the adapters (lora) alone, which make little of a model")

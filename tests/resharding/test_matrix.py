@@ -161,8 +161,20 @@ def test_every_bit_arrives(pool: Pool, number: int, pair: Pair) -> None:
     again = opened.run(2)
     # A long run does not fill the store; the first exchange alone has a group to make, to which all agree by keys.
     assert pool.store.num_keys() == num_keys - (pair.num_members + 2)
-    assert replace(again, plan_s=0, seconds=0) == replace(stats, plan_s=0, seconds=0)
+    assert again.kept_share == pytest.approx(stats.kept_share)
+    of_run = {"plan_s": 0, "seconds": 0, "kept_share": None}
+    assert replace(again, **of_run) == replace(stats, **of_run)
     assert again.plan_s == 0 or pair.engine.fp8  # it was kept
+
+
+@pytest.mark.slow
+def test_what_is_rounded_by_chance_is_what_is_verified(pool: Pool) -> None:
+    """In each version anew, by an executor that was made for the first."""
+    size = replace(LORA, alpha=5.0, rounding="stochastic")
+    opened = pool.open(Pair(MLA, train(4, 2, 2, 2), engine(2, 2, 2), lora=size, verify="full", **BF16))
+    for version in (1, 2, 3):
+        opened.fill(version)
+        assert [one for one in opened.try_run(version) if isinstance(one, Exception)] == []
 
 
 @pytest.mark.slow

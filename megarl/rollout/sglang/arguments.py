@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.device import DEVICE, Address
+from megarl.parallel.quantisation import FP8_CONFIG, KEY, QUANTISATION_KEYS
 from megarl.rollout.sglang import cpu, deterministic
 from megarl.rollout.sglang.sizes import group_arguments, running_limit
 from megarl.spelling import did_you_mean, near
@@ -63,7 +64,6 @@ REFUSED = {prefix: reason for reason, prefixes in _REFUSED_FOR.items() for prefi
 LATENT_FP8_BACKENDS = ("cutedsl_mla", "flashmla", "tokenspeed_mla", "triton", "trtllm_mla")
 _SPARE_CONTEXT = 8  # SGLang keeps two positions of the context free after a response, and six after a prompt
 _PLAIN_CACHES = ("auto", "bf16", "bfloat16")
-_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
 @dataclass(frozen=True)
@@ -203,8 +203,8 @@ def server_arguments(settings: EngineSettings, weight_loader: str, device: str =
         arguments |= {"nnodes": settings.span.nodes, "node_rank": settings.span.node}
         arguments |= {"dist_init_addr": f"{host}:{port}"}
     if settings.fp8 or (settings.quantised and not settings.load_weights):
-        own = _FP8 if settings.fp8 else None
-        arguments["json_model_override_args"] = json.dumps({"quantization_config": own})
+        own = {KEY: FP8_CONFIG} if settings.fp8 else {}
+        arguments["json_model_override_args"] = json.dumps(dict.fromkeys(QUANTISATION_KEYS) | own)
     if device == "cpu":
         arguments |= cpu.server_arguments(settings.tp, room)
     else:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megarl.device import DEVICE
+from megarl.parallel.quantisation import QUANTISATION_KEYS
 from megarl.rollout.sglang.arguments import (
     LATENT_FP8_BACKENDS,
     REFUSED,
@@ -239,7 +240,7 @@ def test_an_engine_that_gets_trained_weights_is_not_told_of_the_checkpoints_form
     published = replace(SETTINGS, quantised=True)
     assert "json_model_override_args" not in server_arguments(published, "a.loader"), "it reads the folder itself"
     trained = server_arguments(replace(published, load_weights=False), "a.loader")
-    assert json.loads(trained["json_model_override_args"]) == {"quantization_config": None}
+    assert json.loads(trained["json_model_override_args"]) == dict.fromkeys(QUANTISATION_KEYS)
     ours = server_arguments(replace(published, load_weights=False, fp8=True), "a.loader")
     assert json.loads(ours["json_model_override_args"])["quantization_config"]["quant_method"] == "fp8"
 

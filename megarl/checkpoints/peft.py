@@ -1,0 +1,157 @@
+"""Adapters (LoRA) as a folder in PEFT's format: written from a run's checkpoint, and read where a run begins with them.
+
+Facts from PEFT 0.21 (tuners/lora): a layer computes W x + (lora_alpha / r) B A x; `rank_pattern` has other ranks by
+regular expressions of the layers' names, of which the first that fits counts. Each routed expert is a layer, by the
+checkpoint's names of its weights; for classes of transformers 5, which stack experts, PEFT converts them
+(utils/transformers_weight_conversion.py): gate and up become one layer of twice the rank, and it takes all layers with
+the experts' names for experts. So DeepSeek's shared experts and dense layers lose theirs in such a class.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from megarl.checkpoints.hf_files import Slices
+from megarl.checkpoints.hf_import import load_hf
+from megarl.parallel.hf_config import read_json
+from megarl.parallel.lora_pairs import LoraSize, factor_name, leaf_of, weight_of
+from megarl.resharding import lora_map
+from megarl.resharding.shards import STACK, Shard
+from megarl.types import ModelShape, UserFault
+
+CONFIG, STEM = "adapter_config.json", "adapter_model"
+_PREFIX = "base_model.model."
+_OF_EXPERTS = r".*\.experts\..*"
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_MEND = "name adapters that fit the recipe, change the recipe, or set it to null to go on after a checkpoint"
+# Variants of LoRA that megarl does not compute, with the value that stands for none of them.
+_PLAIN: Mapping[str, Any] = {
+    "peft_type": "LORA",
+    "bias": "none",
+    "use_rslora": False,
+    "use_dora": False,
+    "use_qalora": False,
+    "use_bdlora": None,
+    "alora_invocation_tokens": None,
+    "kasa_config": None,
+    "arrow_config": None,
+    "alpha_pattern": {},
+    "modules_to_save": None,
+    "target_parameters": None,
+}
+_CHANGES_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that change the base
+
+
+def write(factors: Mapping[str, torch.Tensor], size: LoraSize, base: str, out: Path) -> None:
+    """Write whole factors, by their names in `lora_pairs`; `out` gets its name when all is there.
+
+    base: the path of the model to which they belong.
+    """
+    unfinished = out.with_name(out.name + ".unfinished")
+    if unfinished.exists():
+        shutil.rmtree(unfinished)  # left by one that was interrupted
+    unfinished.mkdir()
+    named = {_PREFIX + name: factor.contiguous() for name, factor in sorted(factors.items())}
+    save_file(named, unfinished / f"{STEM}.safetensors", metadata={"format": "pt"})
+    config = json.dumps(_config(factors, size, base), indent=2)
+    (unfinished / CONFIG).write_text(config, encoding="utf-8")
+    unfinished.rename(out)
+
+
+def _config(factors: Collection[str], size: LoraSize, base: str) -> dict[str, Any]:
+    ranks = {}
+    if any(".experts." in name for name in factors) and size.expert_rank != size.rank:
+        each = size.expert_rank
+        ranks = {r".*\.experts\.\d+\..*": each, r".*\.experts\.gate_up_proj": 2 * each, _OF_EXPERTS: each}
+    of_experts = None if size.expert_rank else _OF_EXPERTS  # else PEFT would give them some, which are 0
+    return {
+        **_PLAIN,
+        "base_model_name_or_path": base,
+        "task_type": "CAUSAL_LM",
+        "inference_mode": True,
+        "r": size.rank,
+        "lora_alpha": size.alpha,
+        "lora_dropout": 0.0,
+        "rank_pattern": ranks,
+        "target_modules": sorted({leaf_of(weight_of(name)) for name in factors}),
+        "exclude_modules": of_experts,
+    }
+
+
+def lost_in_transformers(factors: Collection[str]) -> str | None:
+    """The first weight whose adapter transformers 5 loses where it stacks a model's experts; None: there is none.
+
+    They are those outside routed experts with the names of the experts' layers.
+    """
+    if not any(".mlp.experts." in name or ".shared_experts." in name for name in factors):
+        return None
+    weights = sorted(map(weight_of, factors))
+    return next((one for one in weights if leaf_of(one) in _MLP and ".mlp.experts." not in one), None)
+
+
+def check(path: str, shape: ModelShape, size: LoraSize) -> list[UserFault]:
+    """Faults of a folder as the adapters that a recipe asks for; reads only the files' headers."""
+    try:
+        if faults := _config_faults(Path(path) / CONFIG, size):
+            return faults
+        with ExitStack() as stack:
+            return _tensor_faults(Slices(path, stack, STEM), _sizes(shape, size))
+    except UserFault as fault:
+        return [UserFault("lora.path", f"{fault.where}: {fault.problem}", _MEND)]
+
+
+def _tensor_faults(slices: Slices, sizes: Mapping[str, tuple[int, int]]) -> list[UserFault]:
+    """Factors that are missing or too many, by their layers, or have another extent than the recipe's."""
+    wanted = {_PREFIX + name: extent for name, extent in sizes.items()}
+    faults = []
+    for names, verb in ((wanted.keys() - slices.files.keys(), "lacks"), (slices.files.keys() - wanted.keys(), "has")):
+        if names:
+            layers = ", ".join(sorted({leaf_of(weight_of(name)) for name in names}))
+            problem = f"{slices.path} {verb} factors of {layers} ({min(names)}, {len(names)} in all)"
+            faults.append(UserFault("lora.path", problem, "set lora.targets and lora.experts as it has them"))
+    for name in sorted(wanted.keys() & slices.files.keys()):
+        found = tuple(slices.get(name).get_shape())
+        if found != wanted[name]:
+            problem = f"{name} of {slices.path} is {list(found)}, not {list(wanted[name])}"
+            mend = "set lora.experts as it has it, or name adapters of this model"
+            return [*faults, UserFault("lora.path", problem, mend)]
+    return faults
+
+
+def _config_faults(file: Path, size: LoraSize) -> list[UserFault]:
+    config, faults = read_json(file), []
+    for key, plain in _PLAIN.items():
+        if config.get(key) not in (plain, None):
+            faults.append(UserFault("lora.path", f"{file} has {key} {json.dumps(config[key]):.60}", _MEND))
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_CHANGES_WEIGHTS):
+        problem = f"{file} has init_lora_weights {start}, for which PEFT changes the base's weights"
+        faults.append(UserFault("lora.path", problem, "let PEFT convert them to adapters of the unchanged base"))
+    for key, own, name in (("r", size.rank, "lora.rank"), ("lora_alpha", size.alpha, "lora.alpha")):
+        if config.get(key) != own:
+            problem = f"{own:g}, and {file} has {key} {config.get(key)}"
+            faults.append(UserFault(name, problem, f"set it to {config.get(key)}, or leave lora.path out"))
+    return faults
+
+
+def _sizes(shape: ModelShape, size: LoraSize) -> dict[str, tuple[int, int]]:
+    """Every factor of the whole model with its extent."""
+    found = {}
+    for stack, (items, rows, cols) in lora_map.adapted_weights(shape, size).items():
+        rank = size.rank_of(STACK in stack)
+        for name in map(stack.format, range(items)):
+            found |= {factor_name(name, "A"): (rank, cols), factor_name(name, "B"): (rows, rank)}
+    return found
+
+
+def load(path: str, shards: Sequence[Shard], factors: Mapping[str, torch.Tensor]) -> None:
+    """Fill a rank's factors with the boxes that `shards` name. Raises UserFault naming a missing tensor."""
+    load_hf(path, [shard._replace(name=_PREFIX + shard.name) for shard in shards], factors, STEM)

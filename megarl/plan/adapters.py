@@ -1,0 +1,49 @@
+"""The size of a model whose adapters (LoRA) are trained in place of its weights. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from itertools import starmap
+
+from megarl.parallel.layout import TrainLayout
+from megarl.parallel.lora_pairs import LoraSize
+from megarl.parallel.sizes import ChunkSize
+from megarl.resharding import lora_map
+from megarl.resharding.shards import STACK
+from megarl.types import ModelShape
+
+Stages = tuple[tuple[ChunkSize, ...], ...]
+
+
+def with_adapters(stages: Stages, shape: ModelShape, layout: TrainLayout, lora: LoraSize) -> Stages:
+    """The stages' sizes with all weights frozen, and trained factors; each stage counts those of its first rank."""
+    width = layout.world_size // layout.pp
+    return tuple(
+        tuple(starmap(_adapted, zip(chunks, _factors(shape, layout, stage * width, lora), strict=True)))
+        for stage, chunks in enumerate(stages)
+    )
+
+
+def adapter_parameters(shape: ModelShape, lora: LoraSize) -> int:
+    """Elements of the adapters of a whole model."""
+    sizes = lora_map.adapted_weights(shape, lora)
+    return sum(items * lora.rank_of(STACK in name) * (rows + cols) for name, (items, rows, cols) in sizes.items())
+
+
+def _adapted(chunk: ChunkSize, factors: tuple[int, int]) -> ChunkSize:
+    dense, expert = factors
+    return replace(chunk, dense=dense, expert=expert, frozen=chunk.elements)
+
+
+@cache
+def _factors(shape: ModelShape, layout: TrainLayout, rank: int, lora: LoraSize) -> tuple[tuple[int, int], ...]:
+    """(elements whose optimizer state is split as of dense weights, as of experts) of each chunk of a rank."""
+    dense, expert = Counter[int](), Counter[int]()
+    for shard in lora_map.shards(shape, layout, rank, lora):
+        chunk = int(shard.param.removeprefix("vpp").partition(".")[0]) if layout.vpp > 1 else 0
+        # Megatron counts experts of a single EP rank among the dense parameters.
+        counted = expert if STACK in shard.name and layout.ep > 1 else dense
+        counted[chunk] += shard.area
+    return tuple((dense[chunk], expert[chunk]) for chunk in range(layout.vpp))

@@ -1,0 +1,80 @@
+"""A simulated step's calls and stored values, counted, or weighed in place of being sent; for controller.py."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from megarl.cluster.actor import Ref, Worker
+from megarl.cluster.session import Cluster
+
+INLINE_BYTES = 100 * 1024  # Ray sends a larger argument through the object store, once for each call
+COUNTS: tuple[str, ...] = ("calls", "references", "puts", "pickled_bytes", "stored_bytes")
+
+
+class Tally(Protocol):
+    """What has been counted; weighs: calls are only weighed."""
+
+    count: dict[str, float]
+    weighs: bool
+
+
+class Unsent:
+    """In the place of a reference while calls are weighed and not made."""
+
+
+class Counted(Worker):
+    """A simulated rank in the process of another worker: its calls are counted, or weighed in place of being made."""
+
+    def __init__(self, name: str, host: Worker, tally: Tally) -> None:
+        self.name, self._actor, self.watch_refs, self._tally = name, host._actor, host.watch_refs, tally
+
+    def call(self, method: str, *args: Any) -> Any:
+        return Unsent() if self._is_weighed(args) else super().call(method, *args)
+
+    def call_many(self, count: int, method: str, *args: Any) -> Any:
+        return [Unsent()] * count if self._is_weighed(args) else super().call_many(count, method, *args)
+
+    def bundle(self, function: str, *args: Any) -> Any:
+        return Unsent() if self._is_weighed(args) else super().bundle(function, *args)
+
+    def _is_weighed(self, args: Sequence[Any]) -> bool:
+        values, count = [one for one in args if not isinstance(one, Ref | Unsent)], self._tally.count
+        count["calls"] += 1
+        count["references"] += len(args) - len(values)
+        sizes = [size_of(one) for one in values] if self._tally.weighs else []
+        count["pickled_bytes"] += sum(sizes)
+        count["stored_bytes"] += sum(size for size in sizes if size > INLINE_BYTES)
+        return self._tally.weighs
+
+
+class CountedEngine(Counted):
+    """A simulated engine: its process hears which of its engines is asked."""
+
+    def call(self, method: str, *args: Any) -> Any:
+        return super().call(method, *args, *([self.name] if method == "take_completed" else []))
+
+    def call_many(self, count: int, method: str, *args: Any) -> Any:
+        return super().call_many(count, method, *args, self.name)
+
+
+def size_of(value: object) -> int:
+    """Bytes of an argument, pickled in the protocol that Ray uses."""
+    return len(pickle.dumps(value, protocol=5))
+
+
+class CountedCluster:
+    """A session whose `put` is counted too; `gather` and the rest are the product's."""
+
+    def __init__(self, cluster: Cluster, tally: Tally) -> None:
+        self._cluster, self._tally = cluster, tally
+
+    def put(self, value: object) -> Any:
+        size = size_of(value) if self._tally.weighs else 0
+        for name, more in {"puts": 1, "pickled_bytes": size, "stored_bytes": size}.items():
+            self._tally.count[name] += more
+        return Unsent() if self._tally.weighs else self._cluster.put(value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cluster, name)

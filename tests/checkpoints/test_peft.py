@@ -1,0 +1,151 @@
+"""Adapters in PEFT's format: PEFT computes with them what the merged weights do, and what does not fit is named."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megarl.checkpoints import peft
+from megarl.parallel.hf_config import model_shape
+from megarl.parallel.lora_pairs import LoraSize, weight_of
+from tests.parallel import checkpoints
+
+SIZE = LoraSize(4, 4, 6.0, ())
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    families = ("llama", "qwen3-moe", "deepseek-v3")
+    return {
+        name: checkpoints.write(tmp_path_factory.mktemp(name), name, vocab_size=200, pad_token_id=None)
+        for name in families
+    }
+
+
+def factors_of(path: Path, size: LoraSize) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    sizes = peft._sizes(model_shape(path), size)
+    return {name: 0.1 * torch.randn(extent, generator=generator) for name, extent in sizes.items()}
+
+
+def merged(path: Path, factors: dict[str, torch.Tensor], size: LoraSize, out: Path) -> Path:
+    """The model's folder with the adapters merged into its weights, by hand."""
+    weights = load_file(path / "model.safetensors")
+    for name in (name for name in factors if ".lora_A." in name):
+        scale = size.alpha / (size.expert_rank if ".experts." in name else size.rank)
+        weights[weight_of(name)] += scale * factors[name.replace("lora_A", "lora_B")] @ factors[name]
+    out.mkdir()
+    (out / "config.json").write_text((path / "config.json").read_text())
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "size"),
+    [
+        ("llama", SIZE),
+        ("qwen3-moe", SIZE),
+        ("qwen3-moe", replace(SIZE, expert_rank=2)),
+        ("qwen3-moe", replace(SIZE, expert_rank=0, targets=("q_proj", "v_proj"))),
+        ("deepseek-v3", replace(SIZE, expert_rank=0, targets=("q_a_proj", "kv_b_proj", "o_proj"))),
+    ],
+    ids=["dense", "experts", "experts of another rank", "without experts", "latent attention"],
+)
+def test_peft_computes_what_the_merged_weights_do(
+    paths: dict[str, Path], tmp_path: Path, family: str, size: LoraSize
+) -> None:
+    path = paths[family]
+    factors = factors_of(path, size)
+    peft.write(factors, size, str(path), tmp_path / "adapters")
+    tokens = torch.randint(0, 200, (2, 9), generator=torch.Generator().manual_seed(1))
+    folders = path, merged(path, factors, size, tmp_path / "hf")
+    base, expected = (checkpoints.load(folder)[0](tokens).logits for folder in folders)
+    model: Any = checkpoints.load(path)[0]
+    model.load_adapter(str(tmp_path / "adapters"))
+    found = model(tokens).logits
+    assert (expected - base).abs().max() > 0.1
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def folder(paths: dict[str, Path], tmp_path: Path) -> Path:
+    path = paths["qwen3-moe"]
+    peft.write(factors_of(path, SIZE), SIZE, str(path), tmp_path / "adapters")
+    return tmp_path / "adapters"
+
+
+def told(path: Path, folder: Path, size: LoraSize = SIZE) -> list[str]:
+    return [str(fault) for fault in peft.check(str(folder), model_shape(path), size)]
+
+
+@pytest.mark.slow
+def test_what_was_written_fits(paths: dict[str, Path], folder: Path) -> None:
+    assert told(paths["qwen3-moe"], folder) == []
+    assert sorted(one.name for one in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "says"),
+    [
+        (replace(SIZE, alpha=8.0), ["lora.alpha: 8, and {}/adapter_config.json has lora_alpha 6.0; set it to 6.0, or"]),
+        (
+            replace(SIZE, rank=8),
+            ["lora.rank: 8, and {}/adapter_config.json has r 4; set it to 4, or"],
+        ),
+        (replace(SIZE, expert_rank=2), ["lora.path: base_model.model.model.layers."]),
+        (
+            replace(SIZE, targets=("q_proj",)),
+            ["lora.path: {} has factors of down_proj, gate_proj, k_proj, o_proj, up_proj, v_proj (base_model.model."],
+        ),
+    ],
+    ids=["alpha", "rank", "rank of experts", "targets"],
+)
+def test_another_size_is_named_by_its_key(
+    paths: dict[str, Path], folder: Path, size: LoraSize, says: list[str]
+) -> None:
+    found = told(paths["qwen3-moe"], folder, size)
+    for one, say in zip(found, says, strict=True):
+        assert one.startswith(say.format(folder)), found
+
+
+@pytest.mark.slow
+def test_a_missing_factor_and_other_kinds_of_adapters_are_named(paths: dict[str, Path], folder: Path) -> None:
+    wider = replace(SIZE, targets=())
+    factors = load_file(folder / "adapter_model.safetensors")
+    missing = "base_model.model.model.layers.0.self_attn.o_proj.lora_A.weight"
+    save_file({name: one for name, one in factors.items() if name != missing}, folder / "adapter_model.safetensors")
+    (line,) = told(paths["qwen3-moe"], folder, wider)
+    assert line.startswith(f"lora.path: {folder} lacks factors of o_proj ({missing}, 1 in all); set lora.targets"), line
+    save_file(factors, folder / "adapter_model.safetensors")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    for key, value in (("use_dora", True), ("init_lora_weights", "pissa"), ("alpha_pattern", {"q_proj": 1})):
+        (folder / "adapter_config.json").write_text(json.dumps(config | {key: value}))
+        (line,) = told(paths["qwen3-moe"], folder)
+        assert line.startswith(f"lora.path: {folder}/adapter_config.json has {key} "), line
+    (folder / "adapter_config.json").unlink()
+    (line,) = told(paths["qwen3-moe"], folder)
+    assert line.startswith(f"lora.path: {folder}/adapter_config.json: "), line
+
+
+def test_what_transformers_stacks_is_told(paths: dict[str, Path]) -> None:
+    """It takes adapters of shared experts for those of experts; of Qwen3-MoE's layers it loses none."""
+    lost = {name: peft.lost_in_transformers(factors_of(path, SIZE)) for name, path in paths.items()}
+    assert lost["llama"] is None and lost["qwen3-moe"] is None
+    assert lost["deepseek-v3"] == "model.layers.0.mlp.down_proj.weight"
+    without = replace(SIZE, targets=("q_a_proj", "o_proj"))
+    assert peft.lost_in_transformers(factors_of(paths["deepseek-v3"], without)) is None
+
+
+def test_what_an_interrupted_one_has_left_is_removed(paths: dict[str, Path]) -> None:
+    folder = paths["llama"].parent / "again"
+    (folder.parent / "again.unfinished").mkdir()
+    peft.write(factors_of(paths["llama"], SIZE), SIZE, "base", folder)
+    assert folder.is_dir() and not (folder.parent / "again.unfinished").exists()

@@ -1,0 +1,107 @@
+"""What a plan counts of adapters is what the ranks train; and what that takes of memory and seconds."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config import Recipe
+from megarl.parallel.hf_config import model_shape
+from megarl.parallel.layout import TrainLayout
+from megarl.parallel.lora_pairs import LoraSize
+from megarl.parallel.roles import resolve
+from megarl.plan.adapters import adapter_parameters
+from megarl.plan.model_size import ModelSize, sizes_of
+from megarl.plan.phase_memory import GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES
+from megarl.plan.run_plan import make_plan
+from megarl.types import UserFaults
+from tests.parallel.adapters import lora_recipe
+from tests.parallel.checkpoints import write
+from tests.parallel.worlds import run_world
+from tests.plan import plans
+
+LAYOUTS = {
+    "tp2 pp2 ep2": TrainLayout(4, 2, 2, 2),
+    "vpp2": TrainLayout(2, 1, 2, 1, vpp=2),
+    "ep2 etp2": TrainLayout(4, 1, 1, 2, expert_tp=2),
+}
+
+
+def held(trainer: Any) -> list[dict[str, int]]:
+    """What this rank's chunks have, in the order of the stages' chunks."""
+    from megarl.parallel.meta import size_of
+
+    return [asdict(size_of(chunk.module, trainer.shape)) for chunk in trainer._model.chunks]
+
+
+@pytest.mark.slow
+def test_the_factors_are_those_that_ranks_train(tmp_path: Path) -> None:
+    path = write(tmp_path, "deepseek-v3", vocab_size=200, pad_token_id=None)
+    recipes = {name: lora_recipe(path, layout) for name, layout in LAYOUTS.items()}
+    planned = sizes_of([resolve(recipe).models for recipe in recipes.values()], whole=False)
+    for (name, layout), sizes in zip(LAYOUTS.items(), planned, strict=True):
+        for rank, found in enumerate(run_world(recipes[name], held)):
+            stage = sizes["policy"].stages[layout.coords(rank).pp]
+            for key in ("dense", "expert", "frozen"):
+                assert [one[key] for one in found] == [asdict(one)[key] for one in stage], (name, rank, key)
+
+
+def test_a_trillion_parameters_have_ten_billion_of_rank_16(tmp_path: Path) -> None:
+    """Computed apart: 384 experts of 60 layers have 16 x 3 x (7168 + 2048) each, and the rest has 0.1 of 10.2 B."""
+    shape = model_shape(plans.recipe(tmp_path, "kimi-k2", 1).model.path)
+    experts = 60 * 384 * 16 * 3 * (7168 + 2048)
+    assert adapter_parameters(shape, LoraSize(16, 16, 32.0, ("gate_proj", "up_proj", "down_proj"))) > experts
+    whole = adapter_parameters(shape, LoraSize(16, 16, 32.0, ()))
+    assert experts < whole < 1.02 * experts
+    assert adapter_parameters(shape, LoraSize(16, 0, 32.0, ())) == whole - experts
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    engine = {"count": 8, "tp": 8, "ep": 8, "dp": 1}
+    return plans.recipe(tmp_path_factory.mktemp("model"), "qwen3-30b", 64, pp=2, ep=8, tp=4, engine=engine)
+
+
+def with_lora(recipe: Recipe, **keys: Any) -> Recipe:
+    return Recipe.model_validate(recipe.model_dump() | {"lora": {"rank": 16, **keys}})
+
+
+@pytest.mark.slow
+def test_what_adapters_save(recipe: Recipe) -> None:
+    full, lora = (make_plan(one, plans.H800) for one in (recipe, with_lora(recipe)))
+    size, parts = lora.sizes["policy"], lora.memory.device["train"]
+    assert parts.weights_bytes > full.memory.device["train"].weights_bytes
+    trained = max(size.trained(stage) for stage in range(2))
+    assert parts.grads_bytes == GRADIENT_BYTES * trained < full.memory.device["train"].grads_bytes / 20
+    state = max(size.optimizer_share(stage) for stage in range(2)) * (MASTER_BYTES + MOMENTS_BYTES)
+    assert parts.optimizer_bytes == pytest.approx(state, rel=1e-6)
+    assert lora.memory.host_bytes < full.memory.host_bytes / 2
+    times, others = lora.learning["policy"], full.learning["policy"]
+    assert 0.66 < times.updates_s / others.updates_s < 0.9, "two of three products, and the same exchanges"
+    assert times.gradients_s > 0
+    assert times.optimizer_s < others.optimizer_s / 20 and times.gradients_s < others.gradients_s / 20
+    assert lora.reshard == full.reshard, "the merged weights travel"
+
+
+@pytest.mark.slow
+def test_the_reference_is_the_policy_without_adapters(recipe: Recipe) -> None:
+    with_reference = recipe.model_copy(update={"reference": recipe.reference.model_copy(update={"use": True})})
+    full, lora = (make_plan(one, plans.H800) for one in (with_reference, with_lora(with_reference)))
+    assert "reference" in full.memory.host and "reference" not in lora.memory.host
+    assert 0 < lora.learning["policy"].reference_s < full.learning["policy"].reference_s
+
+
+def test_what_adapters_refuse_is_refused_by_the_plan(recipe: Recipe) -> None:
+    offloaded = recipe.model_copy(update={"train": recipe.train.model_copy(update={"optimizer_offload": True})})
+    with pytest.raises(UserFaults, match="train.optimizer_offload: True, but not tried with lora"):
+        make_plan(with_lora(offloaded), plans.H800)
+
+
+def test_only_the_policy_has_adapters(recipe: Recipe) -> None:
+    with_critic = recipe.model_copy(update={"algorithm": recipe.algorithm.model_copy(update={"name": "vapo"})})
+    models = resolve(with_lora(with_critic)).models
+    assert {name: role.lora is not None for name, role in models.items()} == {"policy": True, "critic": False}
+    assert ModelSize.of(models["critic"], ()).adapter_parameters == 0
