@@ -53,6 +53,13 @@ free_port() {
     printf '%s\n' "$port"
 }
 
+# The processes of this node's Ray that are still there, one a line: its folder is in the environment that they began with.
+left_behind() {
+    local wanted=TMPDIR=$folder/tmp
+    local -x TMPDIR='' # grep and cut are not among them
+    grep -lsxzF "$wanted" /proc/[0-9]*/environ | cut -d / -f 3
+}
+
 [[ $# -ge 2 && $1 =~ ^(head|worker)$ ]] || stop "usage: ray_node.sh head FILE | worker HOST:PORT [ray start's options]"
 role=$1 meets=$2
 shift 2
@@ -122,11 +129,14 @@ if [[ -d $kept ]]; then
     done
 fi
 if [[ -n $is_ended || -d $kept ]]; then
-    # What Ray has just killed may still write there.
+    # A worker that was half way up when Ray ended would make the folder again.
     for ((try = 0; try < 50; ++try)); do
-        if rm -rf "$folder" 2>/dev/null; then break; fi
+        mapfile -t left < <(left_behind)
+        ((${#left[@]})) || break
+        kill -KILL "${left[@]}" 2>/dev/null || true
         sleep 0.1
     done
+    rm -rf "$folder" || true
 fi
 if [[ -z $is_ended ]]; then
     where="in $folder there"

@@ -51,8 +51,8 @@ def test_sigterm_while_everything_starts(launch: Callable):
     """What Slurm sends: no step is done yet, ranks and engines are half way up."""
     command = launch(*FOREVER)
     assert command.process.stdout is not None
-    said = [command.process.stdout.readline() for _ in range(2)]
-    assert said[1].startswith("starting training ranks"), said
+    said = iter(command.process.stdout.readline, "")  # another test's killed session may be told of first
+    assert any(line.startswith("starting training ranks") for line in said)
     os.kill(command.process.pid, signal.SIGTERM)
     _end(command, "terminated", 143)
 
