@@ -67,7 +67,8 @@ class LoraConfig(Branch):
     A linear layer with weight W computes W x + (alpha / rank) B A x. `targets` are the last parts of the layers' names
     in the checkpoint (q_proj, down_proj); all linear layers of the decoder unless it is set. Each routed expert has
     adapters of its own, of rank `experts`: null as for the other layers, 0 none. A run begins with those of `path`, a
-    folder in PEFT's format, or with B = 0. Engines get the merged weights, rounded to `model.dtype` as `rounding` says.
+    folder in PEFT's format, or with B = 0. Engines get the merged weights, rounded to `model.dtype` as `rounding` says;
+    with `sync: adapters` they get the frozen weights once and then the adapters alone, which SGLang computes with.
     """
 
     rank: LoraRank = 16
@@ -75,6 +76,7 @@ class LoraConfig(Branch):
     targets: Annotated[tuple[Text, ...], Field(strict=False)] = ()
     experts: Annotated[int, Field(ge=0, le=4096)] | None = None
     path: FilePath | None = None
+    sync: Literal["merged", "adapters"] = "merged"
     rounding: Literal["nearest", "stochastic"] = "nearest"
 
 

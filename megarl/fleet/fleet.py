@@ -18,6 +18,7 @@ from megarl.fleet.engines import Engines
 from megarl.fleet.memory import MemoryScheduler, Phase
 from megarl.fleet.rank_groups import AuxiliaryRanks, GroupStock, PolicyRanks, RewardModelRanks, RolloutBatch
 from megarl.parallel.roles import Roles, lora_size, resolve
+from megarl.resharding.contents import ContentName, contents_of
 from megarl.resharding.member import Stats, collect_stats
 from megarl.resharding.session import Session, Sessions, sessions
 from megarl.rollout.episodes import partial_summary, summary
@@ -114,7 +115,7 @@ class Fleet(TrainingFleet):
         return [replace(one, rewards_G=of.rewards_G) for one, of in zip(groups, rollout.summaries, strict=True)]
 
     def publish(self) -> tuple[Stats, Metrics]:
-        """Move the trained weights into the engines, in place, and leave the GPUs' memory to them.
+        """Move the trained weights, or adapters, into the engines, in place, and leave the GPUs' memory to them.
 
         Returns the cost of the exchange, and the memory's readings. An exchange that fails is tried once more while
         every process is alive: it writes everything anew, and between the two the engines refuse to sample. Raises
@@ -123,7 +124,8 @@ class Fleet(TrainingFleet):
         """
         readings = self.hand_over("reshard") if self.memory.phase != "rollout" else {}
         version = self.version + 1
-        calls = self._exchange(version)
+        contents = contents_of(lora_size(self._recipe), has_weights=self._have_sessions)
+        calls = self._exchange(version, contents)
         try:
             self._cluster.gather(calls)
         except WorkerFailed as failure:
@@ -131,24 +133,24 @@ class Fleet(TrainingFleet):
             if not self._cluster.settle(calls):
                 raise
             self._say(f"the reshard to version {version} failed and is tried once more: {failure}")
-            self._cluster.gather(self._exchange(version))
+            self._cluster.gather(self._exchange(version, contents))
         versions = self.engines.versions()
         if any(one != version for one in versions):
             raise RuntimeError(f"the engines are at versions {versions}, the trainer is at {version}")
         self.version, self._have_sessions = version, True
         readings |= self.hand_over("rollout")
-        return collect_stats(self._store, self._run_id, self.attempts, self.roles.num_members), readings
+        return collect_stats(self._store, self._run_id, self.attempts, self.roles.num_members, contents), readings
 
-    def _exchange(self, version: int) -> dict[Ref, str]:
+    def _exchange(self, version: int, contents: Sequence[ContentName]) -> dict[Ref, str]:
         """Call every member of one attempt. Engines keep their session from the first exchange that succeeded."""
         self.attempts += 1
         calls: dict[Ref, str] = {}
         for index, worker in enumerate(self.engines.workers):
-            message = self._sessions.engine_message(index, version, self.attempts, not self._have_sessions)
+            message = self._sessions.engine_message(index, version, self.attempts, not self._have_sessions, contents)
             calls[worker.call("reshard", message, version)] = worker.name
         for rank, session in self._sessions.trainers.items():
             worker = self.trainers.workers[rank]
-            calls[worker.call("reshard", session, version, self.attempts)] = worker.name
+            calls[worker.call("reshard", session, version, self.attempts, contents)] = worker.name
         return calls
 
     def resume(self, folder: Path, version: int, attempts: int) -> list[tuple[str, Summary, Ref]]:

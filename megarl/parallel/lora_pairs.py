@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Rounding = Literal["nearest", "stochastic"]
+Sync = Literal["merged", "adapters"]
 CHILD = "lora"  # the name of the adapter inside its linear layer
 FACTORS = ("A", "B")
 
@@ -14,8 +15,8 @@ FACTORS = ("A", "B")
 class LoraSize:
     """The adapters of a model. rank, expert_rank: of the factors outside and inside routed experts; 0: none there.
 
-    targets: the last parts of the checkpoint's names of the layers with adapters; (): all linear layers. rounding: of
-    the weights into which they are merged for the engines.
+    targets: the last parts of the checkpoint's names of the layers with adapters; (): all linear layers. sync: whether
+    engines get them merged into the weights, or on their own. rounding: of the weights into which they are merged.
     """
 
     rank: int
@@ -23,6 +24,7 @@ class LoraSize:
     alpha: float
     targets: tuple[str, ...]
     rounding: Rounding = "nearest"
+    sync: Sync = "merged"
 
     def includes(self, name: str, is_expert: bool) -> bool:
         """Whether the linear layer with this weight of the decoder has an adapter."""

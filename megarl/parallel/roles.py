@@ -41,7 +41,7 @@ def lora_size(recipe: Recipe) -> LoraSize | None:
     if lora is None:
         return None
     expert_rank = lora.rank if lora.experts is None else lora.experts
-    return LoraSize(lora.rank, expert_rank, lora.alpha, lora.targets, lora.rounding)
+    return LoraSize(lora.rank, expert_rank, lora.alpha, lora.targets, lora.rounding, lora.sync)
 
 
 def reference_copy(recipe: Recipe) -> str | None:

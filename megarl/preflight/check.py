@@ -22,7 +22,7 @@ from megarl.preflight.environment import cluster_faults
 from megarl.preflight.hyperparameters import eval_faults, hyperparameter_faults, sampling_faults
 from megarl.preflight.layout import layout_faults, shape_or_stand_in
 from megarl.preflight.limits import is_writable, limit_faults, secret_faults
-from megarl.preflight.lora import adapter_faults, lora_faults
+from megarl.preflight.lora import adapter_faults, cpu_faults, lora_faults
 from megarl.preflight.models import critic_faults, eos_faults, policy_faults, reward_model_faults, tokenizer_faults
 from megarl.preflight.phases import phase_faults
 from megarl.preflight.rewards import reward_faults
@@ -167,7 +167,8 @@ def _weights(case: _Case) -> Faults:
 
 
 def _lora(case: _Case) -> Faults:
-    return lora_faults(case.roles) + ([] if "lora.path" in case.absent else adapter_faults(case.roles))
+    found = lora_faults(case.roles) + (cpu_faults(case.roles) if case.device == "cpu" else [])
+    return found + ([] if "lora.path" in case.absent else adapter_faults(case.roles))
 
 
 def _critic(case: _Case) -> Faults:

@@ -7,8 +7,10 @@ from typing import Any
 
 from megarl.checkpoints import peft
 from megarl.config import Recipe
+from megarl.parallel.lora_pairs import LoraSize
 from megarl.parallel.roles import Roles, lora_size
 from megarl.resharding.lora_map import TARGETS, targets_of
+from megarl.resharding.lora_slots import MLP, modules, unknown_modules
 from megarl.types import ModelShape, UserFault
 
 Faults = list[UserFault]
@@ -25,13 +27,32 @@ def lora_faults(roles: Roles) -> Faults:
     recipe, shape = roles.recipe, roles.policy.model.known_shape
     if recipe.lora is None:
         return []
-    return [*_target_faults(recipe, shape), *_combination_faults(recipe)]
+    return [*_target_faults(recipe, shape), *_combination_faults(recipe), *_slot_faults(recipe, shape)]
 
 
 def adapter_faults(roles: Roles) -> Faults:
     """Faults of the adapters that the policy's ranks begin with."""
     lora, size, shape = roles.policy.recipe.lora, roles.policy.lora, roles.policy.model.known_shape
     return peft.check(lora.path, shape, size) if lora and lora.path and size and shape else []
+
+
+def cpu_faults(roles: Roles) -> Faults:
+    """Adapters that SGLang's engines have on GPUs alone."""
+    size, shape, engine = lora_size(roles.recipe), roles.policy.model.known_shape, roles.recipe.rollout.engine
+    if size is None or size.sync == "merged":
+        return []
+    found, mend = [], "set it to merged, or lora.targets to layers of the attention"
+    if _wraps_experts(size, shape):
+        found.append(UserFault("lora.sync", "adapters, but on CPU SGLang has none in layers with experts", mend))
+    if engine.dp > 1:
+        problem = f"{engine.dp}, but on CPU SGLang has no adapters with DP attention"
+        found.append(UserFault("rollout.engine.dp", problem, "set it to 1, or lora.sync to merged"))
+    return found
+
+
+def _wraps_experts(size: LoraSize, shape: ModelShape | None) -> bool:
+    """Whether SGLang computes the experts with adapters, which may be 0: as for any other layer of a MLP."""
+    return bool(shape and shape.num_experts and {*MLP} & {*modules(shape, size)})
 
 
 def _target_faults(recipe: Recipe, shape: ModelShape | None) -> Iterator[UserFault]:
@@ -55,10 +76,49 @@ def _combination_faults(recipe: Recipe) -> Iterator[UserFault]:
         "train.router_bias_rate": (train.router_bias_rate, "with lora the routers stay as they are", "set it to 0"),
         "train.mtp_loss": (train.mtp_loss, "with lora the MTP layers stay as they are", "set it to 0"),
         "train.optimizer_offload": (train.optimizer_offload, "not tried with lora", "set it to false"),
-        "rollout.engine.fp8": (engine.fp8, "its tiles would round most of an adapter's update away", "set it to false"),
     }
+    if recipe.lora and recipe.lora.sync == "merged":
+        why = "its tiles would round most of an adapter's update away"
+        refused["rollout.engine.fp8"] = engine.fp8, why, "set it to false or lora.sync to adapters"
     for key in _MEGATRON:
         refused[f"train.megatron.{key}"] = train.megatron.get(key), "not tried with lora", "remove it"
     for key, (value, why, mend) in refused.items():
         if value:
             yield UserFault(key, f"{value}, but {why}", f"{mend}, or {_LEAVE_OUT}")
+
+
+def _slot_faults(recipe: Recipe, shape: ModelShape | None) -> Iterator[UserFault]:
+    """What SGLang 0.5.21 cannot compute with adapters of its own, or what was not shown to work."""
+    size = lora_size(recipe)
+    assert size
+    if size.sync == "merged":
+        return
+    engine = recipe.rollout.engine
+    uneven = engine.dp not in (1, engine.tp)
+    backend = engine.sglang.get("moe_runner_backend", "triton")
+    whole = f"set it to 1 or {engine.tp}"
+    refused: dict[str, tuple[Any, str, str]] = {
+        "rollout.engine.draft": (engine.draft, "drafts were not tried with SGLang's adapters", "set it to 0"),
+        "rollout.engine.dp": (uneven and engine.dp, "SGLang's adapters need the attention whole on each GPU", whole),
+        "rollout.seeded": (recipe.rollout.seeded, "SGLang's adapters depend on the batch", "set it to false"),
+        "lora.rounding": (size.rounding != "nearest" and size.rounding, "nothing is merged", "leave it out"),
+    }
+    if _wraps_experts(size, shape):
+        remove = "remove it"
+        refused |= {
+            "rollout.engine.experts": (
+                engine.experts == "deepep" and "deepep", "SGLang has adapters of experts without DeepEP alone", remove
+            ),
+            "rollout.engine.fp8": (
+                engine.fp8, "SGLang's adapters of experts keep the fp8 weights of its start", "set it to false"
+            ),
+            "rollout.engine.sglang.moe_runner_backend": (
+                backend != "triton" and backend, "SGLang's adapters of experts were read for Triton alone", remove
+            ),
+        }  # fmt: skip
+    for key, (value, why, mend) in refused.items():
+        if value:
+            yield UserFault(key, f"{value}, but {why}", f"{mend}, or set lora.sync to merged")
+    for name in unknown_modules(shape, size) if shape else ():
+        mend = "leave it out of lora.targets, or set lora.sync to merged"
+        yield UserFault("lora.targets", f"SGLang has no adapters for {name}", mend)

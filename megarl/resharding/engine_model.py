@@ -13,6 +13,10 @@ A draft model (models/deepseek_nextn.py) has the target's Parameter objects as i
 (`set_embed_and_head`). SGLang saves the buffers of the target alone when it releases the weights' memory
 (managers/scheduler_components/weight_updater.py), so a draft must have no buffers of its own; its rotary table is the
 target's (layers/rotary_embedding/factory.py).
+
+Layers with adapters (LoRA) are wrapped, the layer itself being `base_layer` (lora/layers.py). The wrapper has the slots
+of all adapters in the attributes `_SLOTS`; ours is in the slot whose number rollout/sglang/adapters.py has left on the
+model.
 """
 
 from __future__ import annotations
@@ -35,6 +39,18 @@ _UNKNOWN_MOE_LAYOUTS = {
 }
 _REPLICATED_QUERIES = "w_kc_qrep"  # a copy of weights that SGLang makes once, at its start
 _CACHE_SCALES = ("k_scale", "v_scale")
+SLOT = "megarl_adapter_slot"  # the attribute of a model with the number of its adapter's slot
+_WRAPPED = "base_layer"
+_SLOTS = {  # attributes of a wrapper -> what a slot's name has after that of the layer
+    "A_buffer": "lora_A",
+    "B_buffer": "lora_B",
+    "A_buffer_qkv": "lora_A",
+    "B_buffer_qkv": "lora_B",
+    "gate_up_lora_a_weights": "w13_lora_A",
+    "gate_up_lora_b_weights": "w13_lora_B",
+    "down_lora_a_weights": "w2_lora_A",
+    "down_lora_b_weights": "w2_lora_B",
+}
 
 
 def joined(models: Sequence[torch.nn.Module]) -> torch.nn.Module:
@@ -64,13 +80,35 @@ def draft_fault(models: Sequence[torch.nn.Module]) -> LayoutError | None:
 
 
 def params(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The weights, without a tied lm_head, which is the embedding. No buffer of these families is a weight."""
-    return {name: param for name, param in model.named_parameters() if not _is_constant(name, param)}
+    """The weights, without a tied lm_head, which is the embedding. No buffer of these families is a weight.
+
+    Those of wrapped layers have the names that they have without a wrapper.
+    """
+    named = ((_unwrapped(name), param) for name, param in model.named_parameters())
+    return {name: param for name, param in named if not _is_constant(name, param)}
+
+
+def slots(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of our adapter's slot, by the names that lora_slots.py gives them."""
+    number = getattr(model, SLOT, None)
+    if number is None:
+        raise LayoutError("the engine has no adapters: it was started without lora.sync adapters")
+    return {
+        f"{name}.{leaf}": getattr(module, attribute)[number]
+        for name, module in model.named_modules()
+        for attribute, leaf in _SLOTS.items()
+        if isinstance(getattr(module, attribute, None), torch.Tensor)
+    }
+
+
+def _unwrapped(name: str) -> str:
+    return name.replace(f".{_WRAPPED}.", ".")
 
 
 def constants(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The scalar scales of the KV cache, which are no weights and must be 1."""
-    return {name: param for name, param in model.named_parameters() if _is_constant(name, param)}
+    named = ((_unwrapped(name), param) for name, param in model.named_parameters())
+    return {name: param for name, param in named if _is_constant(name, param)}
 
 
 def _is_constant(name: str, param: torch.Tensor) -> bool:
@@ -136,7 +174,8 @@ def _derived(name: str, attention: torch.nn.Module) -> Iterator[tuple[str, torch
     if not isinstance(w_kc, torch.Tensor) or not isinstance(w_vc, torch.Tensor):
         return
     nope_dim, v_dim = w_kc.shape[1], w_vc.shape[2]
-    heads = _plain_weight(attention.get_submodule("kv_b_proj")).unflatten(0, (-1, nope_dim + v_dim))
+    linear = attention.get_submodule("kv_b_proj")
+    heads = _plain_weight(getattr(linear, _WRAPPED, linear)).unflatten(0, (-1, nope_dim + v_dim))
     yield f"{name}.w_kc", w_kc, heads[:, :nope_dim]
     yield f"{name}.w_vc", w_vc, heads[:, nope_dim:].transpose(1, 2)
 

@@ -18,13 +18,16 @@ from megarl.parallel.engine_layout import FP8_TILE
 from megarl.resharding import fp8
 from megarl.resharding.fp8 import SCALE_SUFFIX
 from megarl.resharding.lora_merge import Merge, MergedBox
+from megarl.resharding.lora_scaling import ScaledBox, Scaling
 from megarl.resharding.plan import Copy, MemberPlan
 from megarl.resharding.routes import item_bytes
 from megarl.resharding.shards import FP8, Cell, Size, shape_as_stack, views
 from megarl.resharding.transport import PeerCheck, batch, settle, wait
 
 Params = Mapping[str, torch.Tensor]
-Source = Sequence[torch.Tensor] | Sequence[MergedBox]  # at the sender: elements, or what they are computed from
+Computed = MergedBox | ScaledBox
+Source = Sequence[torch.Tensor] | Sequence[Computed]  # at the sender: elements, or what they are computed from
+Adapters = Merge | Scaling  # of the training rank whose parameters are sent
 
 # From this size on a message of its own costs less than packing: measured over gloo on loopback; with NCCL a launch
 # costs the host as much time as megabytes need on the wire, and a GPU packs at the speed of its memory.
@@ -116,17 +119,17 @@ class OnTheWay(NamedTuple):
 class Executor:
     """Executes one plan on one set of parameters; its views are valid as long as no parameter moves.
 
-    merge: the adapters of the training rank whose parameters the sources are, if it has any.
+    adapters: those of the training rank whose parameters the sources are, if what it sends depends on them.
     """
 
-    def __init__(self, plan: MemberPlan, sources: Params, targets: Params, merge: Merge | None = None) -> None:
+    def __init__(self, plan: MemberPlan, sources: Params, targets: Params, adapters: Adapters | None = None) -> None:
         self._addresses = _addresses(sources), _addresses(targets)
         whole = [Piece(copy, 0, copy.size[0]) for copy in plan.local]
-        self._local = [(p.copy, target_views(p, targets), source_views(p, sources, targets, merge)) for p in whole]
+        self._local = [(p.copy, target_views(p, targets), source_views(p, sources, targets, adapters)) for p in whole]
         self._steps = [
             Transfer(
                 [
-                    _lane(peer, [(piece, source_views(piece, sources, targets, merge)) for piece in message])
+                    _lane(peer, [(piece, source_views(piece, sources, targets, adapters)) for piece in message])
                     for peer, copies in groupby(step.sends, key=lambda copy: copy.target)
                     for message in messages(list(copies))
                 ],
@@ -180,13 +183,13 @@ class Executor:
             fill(copy, into, out_of)
 
 
-def source_views(piece: Piece, sources: Params, targets: Params, merge: Merge | None = None) -> Source:
+def source_views(piece: Piece, sources: Params, targets: Params, adapters: Adapters | None = None) -> Source:
     """A piece's elements at its sender; for scales the elements of their tiles, up to the parameter's end."""
     copy, at, size = piece.copy, piece.at(piece.copy.source_at), piece.size
-    if merge and not copy.forwarded:
-        merged = merge.boxes(copy.name, sources, copy.source_param, at, size)
-        if merged is not None:
-            return merged
+    if adapters and not copy.forwarded:
+        computed = adapters.boxes(copy.name, sources, copy.source_param, at, size)
+        if computed is not None:
+            return computed
     if copy.forwarded or not copy.name.endswith(SCALE_SUFFIX):
         return views(targets if copy.forwarded else sources, copy.source_param, at, size)
     whole = shape_as_stack(sources[copy.source_param.format(at[0])].shape)
@@ -202,7 +205,7 @@ def target_views(piece: Piece, targets: Params) -> list[torch.Tensor]:
 
 def fill(copy: Copy, into: Sequence[torch.Tensor], elements: Source) -> None:
     """Copy items from one list of [items, rows, cols] to another, converted to the wire's data type."""
-    if boxes := _merged(elements):
+    if boxes := _computed(elements):
         for target, box in zip(into if len(into) > 1 else into[0].split(1), boxes, strict=True):
             box.write(target)
         return
@@ -221,14 +224,14 @@ def fill(copy: Copy, into: Sequence[torch.Tensor], elements: Source) -> None:
                 target[item : item + 1, start // tile : (start + FP8_TILE) // tile].copy_(block)
 
 
-def _merged(source: Source) -> list[MergedBox]:
-    """The boxes of a source that is merged; none of another."""
-    return [one for one in source if isinstance(one, MergedBox)]
+def _computed(source: Source) -> list[Computed]:
+    """The boxes of a source that is computed; none of another."""
+    return [one for one in source if isinstance(one, MergedBox | ScaledBox)]
 
 
 def _scratch_bytes(copy: Copy, source: Source) -> int:
-    """The temporary memory of converting a copy to the wire's data type, or of merging it."""
-    if boxes := _merged(source):
+    """The temporary memory of converting a copy to the wire's data type, or of computing it."""
+    if boxes := _computed(source):
         return boxes[0].scratch_bytes
     is_converted = _converter(copy, cast(Sequence[torch.Tensor], source))
     return SCRATCH_BYTES * FP8_TILE * source[0].shape[2] if is_converted else 0
@@ -247,7 +250,7 @@ def _converter(copy: Copy, source: Sequence[torch.Tensor]) -> Callable[[torch.Te
 def _lane(peer: int, pieces: Sequence[tuple[Piece, Source]]) -> Lane:
     num_bytes = sum(piece.num_bytes for piece, _ in pieces)
     (piece, elements), *others = pieces
-    if _merged(elements):
+    if _computed(elements):
         return Lane(peer, num_bytes, None, tuple(pieces))
     found = cast(Sequence[torch.Tensor], elements)
     in_one_run = not others and len(found) == 1 and found[0].is_contiguous() and found[0].shape == piece.size

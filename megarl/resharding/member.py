@@ -16,22 +16,17 @@ from functools import cached_property, partial
 from statistics import fmean
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megarl.device import join_store
-from megarl.parallel.lora_pairs import is_factor
-from megarl.resharding import engine_model, fp8, lora_map, megatron_map, sglang_map
 from megarl.resharding.agreement import Agreement, Vote
-from megarl.resharding.execute import Executor, Params
+from megarl.resharding.contents import ContentName, Params, content_of
+from megarl.resharding.execute import Executor
 from megarl.resharding.lora_merge import Merge
-from megarl.resharding.memory_handles import map_params
 from megarl.resharding.plan import DIGEST_BITS, MemberPlan, Streams, plan_streams
 from megarl.resharding.session import Session
-from megarl.resharding.shards import LayoutError, Part, Shard, cells, first_of, verify_params
 from megarl.resharding.transport import PeerCheck, close_group, make_group
-from megarl.resharding.verify import Verifier, VerifyError
+from megarl.resharding.verify import Verifier
 
 PLANNER = 1  # increase it whenever the same inputs give another plan: members of two versions must not exchange
 # How a field of Stats is reduced over members; of the others the maximum counts.
@@ -39,7 +34,10 @@ _REDUCED_BY: Mapping[str, Callable[[Sequence[Any]], Any]] = {
     **dict.fromkeys(("wire_bytes", "inter_node_bytes", "local_bytes"), sum),
     "kept_share": fmean,
 }
-SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# The same where weights and adapters are moved one after the other.
+_ADDED: Mapping[str, Callable[[Sequence[Any]], Any]] = dict.fromkeys(
+    ("wire_bytes", "inter_node_bytes", "local_bytes", "plan_s", "seconds"), sum
+)
 
 
 @dataclass(frozen=True)
@@ -62,19 +60,12 @@ class Stats:
 
 
 class Member:
-    """A member in all exchanges of a run. The plan is made in the first exchange."""
+    """A member in all exchanges of one content in a run. The plan is made in the first exchange."""
 
-    def __init__(self, session: Session, source_params: Params | None = None) -> None:
-        """source_params: those of the training rank itself, with the factors of its adapters.
-
-        None in an engine process, which maps session.source.
-        """
-        self.session = session
-        if source_params is None:
-            source_params = map_params(session.source) if session.source else {}
-        self.source_params = {name: param for name, param in source_params.items() if not is_factor(name)}
-        self._factors = {name: param for name, param in source_params.items() if is_factor(name)}
-        self._store = PrefixStore(f"reshard/{session.run_id}", join_store(session.meet, session.timeout_s))
+    def __init__(self, session: Session, params: Params, content: ContentName = "weights") -> None:
+        """params: of the member's training rank, with the factors of its adapters; empty where it has none."""
+        self.session, self.content = session, content_of(content, session, params)
+        self._store = PrefixStore(_prefix(session.run_id, content), join_store(session.meet, session.timeout_s))
         self._agreement = Agreement(self._store, session.member, session.num_members, session.timeout_s)
         self._plan: tuple[list[int], MemberPlan] | None = None  # (rounds of each chapter, plan)
         self._executor: Executor | None = None
@@ -82,27 +73,9 @@ class Member:
         self._plan_s = 0.0  # seconds of planning in the current exchange
 
     @cached_property
-    def source_parts(self) -> list[Part]:
-        s = self.session
-        return megatron_map.parts(s.shape, s.train, s.transformer_engine)
-
-    @cached_property
-    def merge(self) -> Merge | None:
-        """The adapters of this member's training rank. Raises LayoutError where their map does not describe them."""
-        s = self.session
-        if s.lora is None or s.member >= s.train.world_size:
-            return None
-        shards = lora_map.shards(s.shape, s.train, s.member, s.lora, s.transformer_engine)
-        return Merge.of(s.lora, self._shards(self.source_parts), shards, self._factors)
-
-    @cached_property
-    def target_parts(self) -> list[Part]:
-        return sglang_map.parts(self.session.shape, self.session.engine)
-
-    @cached_property
     def streams(self) -> Streams:
         s, started = self.session, time.perf_counter()
-        sources, targets = fp8.with_scales(self.source_parts, self.target_parts), self.target_parts
+        sources, targets = self.content.source_parts, self.content.target_parts
         made = plan_streams(sources, targets, s.member, s.num_members, gpus_per_node=s.gpus_per_node, dtype=s.dtype)
         self._plan_s += time.perf_counter() - started
         return made
@@ -136,12 +109,13 @@ class Member:
                 stage = done
                 self._join(key, ask)
             assert self._group
-            if self.merge:
-                self.merge.begin(version)
+            merge = self.content.adapters if isinstance(self.content.adapters, Merge) else None
+            if merge:
+                merge.begin(version)
             extra_bytes = executor.run(self._group[1], self.session.timeout_s, ask)
             if finish:
                 finish()
-            kept_share = self.merge.kept_share() if self.merge else None  # verifying reads all boxes once more
+            kept_share = merge.kept_share() if merge else None  # verifying reads all boxes once more
             self.verify(targets, ask)
             stats = self._stats(extra_bytes, time.perf_counter() - started, kept_share)
         except Exception as error:
@@ -169,7 +143,8 @@ class Member:
         if s.verify != "off":
             assert self._group
             bounds = s.round_bytes, s.timeout_s, ask
-            made = Verifier(self.streams, s.engine, self._group[1], self.source_params, targets, *bounds, self.merge)
+            sources, adapters = self.content.sources, self.content.adapters
+            made = Verifier(self.streams, s.engine, self._group[1], sources, targets, *bounds, adapters)
             made.check(s.verify)
 
     def _agree(self, stage: str, version: int, targets: Params, fault: Exception | None) -> Vote:
@@ -197,29 +172,11 @@ class Member:
     def _fault(self, targets: Params) -> Exception | None:
         """The reason why this member cannot take part: parameters that the maps do not describe, or no plan."""
         try:
-            verify_params(self._shards(self.source_parts), self.source_params)
-            for name, param in self.source_params.items():
-                if param.dtype not in SOURCE_DTYPES:
-                    raise LayoutError(f"{name}: training weights in {param.dtype} have no map")
-            if self.merge and self.session.engine.fp8:
-                raise LayoutError("adapters are not merged into the weights of fp8 engines")
-            wanted = self._shards(self.target_parts)
-            verify_params(wanted, targets)
-            self._check_dtypes(wanted, targets)
+            self.content.check(targets)
             self.streams.rounds_needed(self.session.round_bytes)
         except Exception as error:
             return error
         return None
-
-    def _shards(self, parts: Sequence[Part]) -> list[Shard]:
-        return [shard for part in parts if self.session.member in part.members for shard in part.shards]
-
-    def _check_dtypes(self, wanted: Sequence[Shard], targets: Params) -> None:
-        for shard in wanted:
-            dtype = shard.dtype or self.session.dtype
-            for name, _ in cells(shard):
-                if targets[name].dtype != getattr(torch, dtype):
-                    raise LayoutError(f"{name} is {targets[name].dtype}, the exchange brings {dtype}")
 
     def _inputs(self, version: int) -> dict[str, str]:
         """The inputs that must be equal on all members."""
@@ -233,8 +190,8 @@ class Member:
         started = time.perf_counter()
         if self._plan is None or self._plan[0] != rounds:
             self._plan, self._executor = (rounds, self.streams.deal(rounds)), None
-        if self._executor is None or not self._executor.fits(self.source_params, targets):
-            self._executor = Executor(self._plan[1], self.source_params, targets, self.merge)
+        if self._executor is None or not self._executor.fits(self.content.sources, targets):
+            self._executor = Executor(self._plan[1], self.content.sources, targets, self.content.adapters)
             self._plan_s += time.perf_counter() - started
         return self._executor
 
@@ -281,69 +238,28 @@ def conclude(new_group: str, votes: Sequence[Vote]) -> Vote:
     }
 
 
-def member_stats(store: Store, run_id: str, attempt: int, num_members: int) -> list[Stats]:
+def member_stats(
+    store: Store, run_id: str, attempt: int, num_members: int, content: ContentName = "weights"
+) -> list[Stats]:
     """The cost of a successful attempt for each member; read it before the next attempt."""
-    store = PrefixStore(f"reshard/{run_id}", store)
+    store = PrefixStore(_prefix(run_id, content), store)
     return [Stats(**json.loads(store.get(f"{attempt}/done/{member}"))) for member in range(num_members)]
 
 
-def collect_stats(store: Store, run_id: str, attempt: int, num_members: int) -> Stats:
-    """The cost of a successful attempt for all members; read it before the next attempt."""
-    found = member_stats(store, run_id, attempt, num_members)
-    of_members = {field.name: [getattr(stats, field.name) for stats in found] for field in fields(Stats)}
-    known = {name: [one for one in values if one is not None] for name, values in of_members.items()}
-    return Stats(**{name: _REDUCED_BY.get(name, max)(values) for name, values in known.items() if values})
+def collect_stats(
+    store: Store, run_id: str, attempt: int, num_members: int, contents: Sequence[ContentName] = ("weights",)
+) -> Stats:
+    """The cost of a successful attempt for all members and contents; read it before the next attempt."""
+    of_contents = [_reduced(member_stats(store, run_id, attempt, num_members, one), _REDUCED_BY) for one in contents]
+    return _reduced(of_contents, _ADDED)
 
 
-_engine_members: dict[str, Member] = {}  # this process's member, by run id
-_loaded: dict[str, tuple[int, list[torch.nn.Module]]] = {}  # (attempt, its models up to now), by run id
+def _reduced(found: Sequence[Stats], how: Mapping[str, Callable[[Sequence[Any]], Any]]) -> Stats:
+    of_each = {field.name: [getattr(stats, field.name) for stats in found] for field in fields(Stats)}
+    known = {name: [one for one in values if one is not None] for name, values in of_each.items()}
+    return Stats(**{name: how.get(name, max)(values) for name, values in known.items() if values})
 
 
-def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """SGLang's custom weight loader: runs in each scheduler process and writes into the model's own parameters.
-
-    With drafts SGLang calls it twice in one update, for the target model and then for the draft model
-    (managers/scheduler_components/weight_updater.py); the second call writes and verifies both in one exchange.
-    named_tensors is [("session", uint8 tensor of UTF-8 JSON)], the JSON being `Sessions.engine_message`.
-    """
-    ((_, encoded),) = named_tensors
-    message = json.loads(encoded.cpu().numpy().tobytes())
-    run_id = message["run_id"]
-    models = _models(run_id, message["attempt"], model)
-    if len(models) == message["models"]:
-        del _loaded[run_id]
-        _exchange(message, models)
-
-
-def _models(run_id: str, attempt: int, model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The models of this attempt in the order of the calls; what an earlier attempt has left is forgotten."""
-    before, models = _loaded.get(run_id, (attempt, []))
-    models = [*models, model] if before == attempt else [model]
-    _loaded[run_id] = attempt, models
-    return models
-
-
-def _exchange(message: Mapping[str, Any], models: Sequence[torch.nn.Module]) -> None:
-    run_id = message["run_id"]
-    if "sessions" in message:
-        if run_id in _engine_members:  # whose handles are no longer valid
-            _engine_members[run_id].close()
-        _engine_members[run_id] = Member(Session.from_json(message["sessions"][str(dist.get_rank())]))
-    member, whole = _engine_members[run_id], engine_model.joined(models)
-
-    def finish() -> None:
-        engine_model.write_constants(whole)
-        for model in models:
-            engine_model.refresh_derived(model)
-        if member.session.verify == "off":
-            return
-        if faults := engine_model.constant_faults(whole) + engine_model.derived_faults(whole):
-            raise VerifyError(first_of(faults))
-
-    member.run(
-        message["version"],
-        message["attempt"],
-        engine_model.params(whole),
-        fault=engine_model.unknown_layout(whole) or engine_model.draft_fault(models),
-        finish=finish,
-    )
+def _prefix(run_id: str, content: ContentName) -> str:
+    """Of the store's keys."""
+    return f"reshard/{run_id}/{content}"

@@ -36,7 +36,7 @@ class Session:
     verify: VerifyMode
     member: int = 0
     source: SourceHandles | None = None
-    lora: LoraSize | None = None  # the adapters of the training ranks, merged into what they send
+    lora: LoraSize | None = None  # the adapters of the training ranks
 
     @property
     def num_members(self) -> int:
@@ -81,15 +81,18 @@ class Sessions:
     engines: tuple[dict[int, Session], ...]
     trainers: dict[int, Session]
 
-    def engine_message(self, engine: int, version: int, attempt: int, first: bool) -> dict[str, Any]:
-        """The JSON object that engine `engine` passes to `member.load` in each of its processes.
+    def engine_message(
+        self, engine: int, version: int, attempt: int, first: bool, contents: Sequence[str] = ("weights",)
+    ) -> dict[str, Any]:
+        """The JSON object that engine `engine` passes to `loader.load` in each of its processes.
 
         attempt: unique in a run. first: include the sessions, which an engine needs at its first attempt and whenever
-        training ranks have shared new parameters. "models" in the message: for how many models SGLang calls `load`.
+        training ranks have shared new parameters. contents: what is moved, in this order. "models" in the message: for
+        how many models SGLang calls `load`.
         """
         members = self.engines[engine]
         message: dict[str, Any] = {"run_id": members[0].run_id, "version": version, "attempt": attempt}
-        message["models"] = 2 if members[0].engine.draft else 1
+        message |= {"models": 2 if members[0].engine.draft else 1, "contents": list(contents)}
         if first:
             message["sessions"] = {str(tp_rank): session.to_json() for tp_rank, session in members.items()}
         return message

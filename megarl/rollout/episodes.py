@@ -13,10 +13,12 @@ import numpy as np
 
 from megarl.config import Recipe, RewardConfig
 from megarl.config.hardware import communicator_bytes
+from megarl.parallel.hf_config import read_model
 from megarl.parallel.quantisation import QUANTISATION_KEYS
-from megarl.parallel.roles import engine_layout
+from megarl.parallel.roles import engine_layout, lora_size
 from megarl.rollout.dealing import Capacity, CompletedSample
 from megarl.rollout.rewards import MEND, WHERE, Failure, Verdict, describe_failure
+from megarl.rollout.sglang.adapters import AdapterSlot
 from megarl.rollout.sglang.arguments import EngineSettings, NodeSpan, Sampling
 from megarl.rollout.sglang.deterministic import generator_seed
 from megarl.rollout.sglang.engine import Engine, Schedulers
@@ -60,6 +62,7 @@ def engine_settings(recipe: Recipe, index: int, span: NodeSpan | None = None) ->
         group_head=layout.group_head,
         deepep=layout.deepep,
         draft=layout.draft,
+        adapter=AdapterSlot.of(read_model(recipe.model.path).shape, lora_size(recipe)) if recipe.lora else None,
     )
 
 

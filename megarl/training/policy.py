@@ -27,7 +27,8 @@ from megarl.parallel.pipeline import Norms
 from megarl.parallel.roles import lora_size, reference_copy
 from megarl.parallel.routing import Choices
 from megarl.parallel.sequences import PackedRow
-from megarl.resharding.member import Member
+from megarl.resharding.contents import ContentName
+from megarl.resharding.exchanges import Exchanges
 from megarl.resharding.memory_handles import share_params
 from megarl.resharding.session import PublishedRank, Session
 from megarl.training import credit
@@ -83,7 +84,7 @@ class PolicyRank(TrainingRank):
         reference, shape = reference_copy(recipe), model_shape(recipe.model.path)
         super().__init__(rank, recipe, meet, shape, slot=rank, is_published=True, reference=reference)
         self.options, self.communicator_bytes = self._model.options, lambda: self._model.communicator_bytes
-        self._member: Member | None = None
+        self._exchanges: Exchanges | None = None
 
     def observe(
         self,
@@ -296,11 +297,12 @@ class PolicyRank(TrainingRank):
         """Let another process of this GPU map the parameters; they stay where they are for this one."""
         return PublishedRank(share_params(self.params() | self.factors()), model.TRANSFORMER_ENGINE)
 
-    def reshard(self, session: Session, version: int, attempt: int) -> None:
-        """Take part in an exchange for a GPU without an engine: this rank only sends. attempt: never the same twice."""
-        if self._member is None:
-            self._member = Member(session, self.params() | self.factors())
-        self._member.run(version, attempt)
+    def reshard(self, session: Session, version: int, attempt: int, contents: Sequence[ContentName]) -> None:
+        """Take part in exchanges for a GPU without an engine: this rank only sends. attempt: never the same twice."""
+        if self._exchanges is None:
+            self._exchanges = Exchanges(session, self.params() | self.factors())
+        for content in contents:
+            self._exchanges.of(content).run(version, attempt)
 
 
 def _on_host(choices: Choices) -> HostChoices:

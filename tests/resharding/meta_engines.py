@@ -25,6 +25,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megarl.parallel.engine_layout import EngineLayout
+from megarl.parallel.lora_pairs import LoraSize
+from tests.resharding import meta_slots
 
 TIMEOUT_S = 500
 # Packages of kernels that SGLang imports on a GPU. Building a model calls none of them.
@@ -35,12 +37,16 @@ GROUPS = ("tp", "pp", "attn_tp", "attn_cp", "moe_ep", "moe_tp", "moe_dp")
 
 @dataclass(frozen=True)
 class Request:
-    """One TP rank of one engine. folder: has the model's config.json. sglang: as the recipe's rollout.engine.sglang."""
+    """One TP rank of one engine. folder: has the model's config.json. sglang: as the recipe's rollout.engine.sglang.
+
+    lora: adapters, of which the slots alone are asked for.
+    """
 
     folder: str
     engine: EngineLayout
     rank: int
     sglang: Mapping[str, Any] = field(default_factory=dict)
+    lora: LoraSize | None = None
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,7 @@ class Built:
     params: the weights, on the meta device. constants: the value of each constant after it was written. cache_scales:
     what SGLang's attention layers multiply with once SGLang has processed those constants. unknown: why the model
     cannot be written, or "". derived: the shape and type of each tensor of layer 0, and of the draft's layer, that is
-    derived from weights. error: the traceback of SGLang's refusal, or "".
+    derived from weights. wrong_slots: as meta_slots.py finds them. error: the traceback of SGLang's refusal, or "".
     """
 
     params: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -58,6 +64,7 @@ class Built:
     cache_scales: list[float] = field(default_factory=list)
     unknown: str = ""
     derived: dict[str, tuple[list[int], str]] = field(default_factory=dict)
+    wrong_slots: list[str] = field(default_factory=list)
     error: str = ""
 
 
@@ -184,7 +191,9 @@ def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
     from sglang.srt import runtime_context
 
     try:
-        models = _models(request)
+        models, server = _models(request)
+        if request["lora"]:
+            return {"params": {}, "wrong_slots": meta_slots.wrong_slots(models[0], server, request)}
         with torch.device("meta"), _OnMeta():
             return _examine(models)
     except Exception:  # whatever SGLang's authors chose to raise
@@ -193,8 +202,8 @@ def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
         runtime_context.reset_context()
 
 
-def _models(request: Mapping[str, Any]) -> list[torch.nn.Module]:
-    """A rank's model and its draft, by the steps of SGLang's scheduler process; weights are loaded by none of them."""
+def _models(request: Mapping[str, Any]) -> tuple[list[torch.nn.Module], Any]:
+    """A rank's model and its draft, by the steps of SGLang's scheduler process, and its arguments; no weights."""
     from sglang.srt import runtime_context as context
     from sglang.srt.layers.dp_attention import initialize_dp_attention
     from sglang.srt.layers.moe import initialize_moe_config
@@ -210,7 +219,7 @@ def _models(request: Mapping[str, Any]) -> list[torch.nn.Module]:
         group_head=engine.group_head, deepep=engine.deepep, draft=engine.draft,
     )  # fmt: skip
     os.environ["SGLANG_SHARED_EXPERT_TP1"] = str(int(engine.whole_shared))
-    server: Any = ServerArgs(**server_arguments(settings, "megarl.resharding.member.load", "cuda"))
+    server: Any = ServerArgs(**server_arguments(settings, "megarl.resharding.loader.load", "cuda"))
     world_rank = context.spawn_world_rank(server, tp_rank=rank, pp_rank=0)
     context.publish(server, role="scheduler", ranks=context.SpawnRanks(world_rank=world_rank, gpu_id=0))
     parallel = context.get_parallel()
@@ -219,7 +228,7 @@ def _models(request: Mapping[str, Any]) -> list[torch.nn.Module]:
     initialize_moe_config()
     initialize_fp8_gemm_config()
     target = _build(server)
-    return [target, _draft(server, target)] if engine.draft else [target]
+    return [target, _draft(server, target)] if engine.draft else [target], server
 
 
 def _build(server: Any, **more: Any) -> torch.nn.Module:

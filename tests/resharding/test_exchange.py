@@ -23,7 +23,8 @@ from megarl.parallel.layout import TrainLayout
 from megarl.parallel.lora_pairs import LoraSize
 from megarl.resharding import engine_model
 from megarl.resharding.agreement import Agreement
-from megarl.resharding.member import Member, Stats, collect_stats, conclude, load
+from megarl.resharding.loader import load
+from megarl.resharding.member import Member, Stats, collect_stats, conclude
 from megarl.resharding.memory_handles import SourceHandles, map_params, share_params
 from megarl.resharding.session import Session, sessions
 from megarl.resharding.sglang_map import DRAFT
@@ -102,7 +103,8 @@ def engine_rank(pipe: Connection, meet: Address, pair: Pair, slot: int, dtype: s
                 for called in models[: arguments[1]]:
                     load(called, [("session", torch.frombuffer(bytearray(message), dtype=torch.uint8))])
                 version = arguments[0]["version"]
-                pipe.send(wrong_params(dict(model.named_parameters()), shards, version, pair.torch_dtype))
+                wanted = make_params(shards, pair.torch_dtype)
+                pipe.send(wrong_params(dict(model.named_parameters()), wanted, shards, version, pair.torch_dtype))
         except Exception as error:
             pipe.send(error)
 

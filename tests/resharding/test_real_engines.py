@@ -12,6 +12,7 @@ import torch
 
 from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.hf_config import model_shape
+from megarl.parallel.lora_pairs import LoraSize
 from megarl.resharding import sglang_map
 from megarl.resharding.shards import LayoutError, Shard, cells, verify_params
 from tests.resharding.meta_engines import Request, build, write_config
@@ -113,6 +114,35 @@ def cases() -> list[Case]:
     ]
 
 
+SMALL = {  # of DeepSeek-V3, so that slots of every expert have contents
+    "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128, "n_routed_experts": 16, "n_group": 1,
+    "topk_group": 1, "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": 96, "vocab_size": 512,
+}  # fmt: skip
+SMALL_QWEN3 = {
+    "hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 16, "num_attention_heads": 8, "head_dim": 32,
+    "num_key_value_heads": 2, "vocab_size": 512,
+}  # fmt: skip
+ADAPTED = {
+    "deepseek-v3, small": DEEPSEEK | SMALL,
+    "qwen3-moe, small": published("qwen3-30b-a3b", **SMALL_QWEN3),
+    "llama, small": CONFIGS["llama-3.1-8b"] | {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512},
+}
+ALL, SOME = LoraSize(4, 4, 4.0, (), sync="adapters"), LoraSize(4, 4, 4.0, ("q_proj", "up_proj"), sync="adapters")
+ATTENTION = LoraSize(4, 0, 4.0, (), sync="adapters")
+SLOTS = [
+    ("deepseek-v3, small", layout(4), ALL), ("deepseek-v3, small", layout(4, 4), ALL),
+    ("deepseek-v3, small", layout(4, 2, **SHARED), ALL), ("deepseek-v3, small", layout(4, 4, 4, **WHOLE), ALL),
+    ("deepseek-v3, small", layout(2), ATTENTION), ("qwen3-moe, small", layout(4, 2), ALL),
+    ("qwen3-moe, small", layout(2), SOME), ("qwen3-moe, small", layout(4, 4, 4, **HEAD), ALL),
+    ("llama, small", layout(4), ALL), ("llama, small", layout(2), SOME),
+]  # fmt: skip
+
+
+def slots() -> list[tuple[str, EngineLayout, LoraSize, int]]:
+    """All ranks of the engines with adapters."""
+    return [(model, engine, size, rank) for model, engine, size in SLOTS for rank in range(engine.tp)]
+
+
 class Models:
     """The folders with the configs, and what one child process built of all cases and of some others."""
 
@@ -122,10 +152,13 @@ class Models:
         requests = [Request(paths[case.model], case.engine, case.rank) for case in cases()]
         requests.append(Request(paths[PLAIN_CACHE.model], PLAIN_CACHE.engine, PLAIN_CACHE.rank, FP8_CACHE))
         requests += [Request(paths[model], replace(engine, fp8=True), 0) for model, engine in CUT_TILES.items()]
+        adapted = {name: write_config(folder / name, config) for name, config in ADAPTED.items()}
+        requests += [Request(adapted[model], engine, rank, lora=size) for model, engine, size, rank in slots()]
         found = build(requests)
         self.built = dict(zip(cases(), found, strict=False))
         self.fp8_cache, *cut = found[len(cases()) :]
-        self.cut = dict(zip(CUT_TILES, cut, strict=True))
+        self.cut = dict(zip(CUT_TILES, cut, strict=False))
+        self.slots = cut[len(CUT_TILES) :]
 
     def shards(self, case: Case) -> list[Shard]:
         return sglang_map.shards(self.shapes[case.model], case.engine, case.rank)
@@ -215,3 +248,8 @@ def test_a_cut_tile_is_refused_by_us_before_sglang_refuses_it(models: Models, mo
     engine = replace(CUT_TILES[model], fp8=True)
     assert engine.faults(models.shapes[model], engine.tp)
     assert "is not divisible by weight quantization block" in models.cut[model].error
+
+
+def test_sglangs_own_loader_fills_the_slots_as_the_map_does(models: Models) -> None:
+    for case, built in zip(slots(), models.slots, strict=True):
+        assert not built.error and not built.wrong_slots, (case, built.error, built.wrong_slots[:5])

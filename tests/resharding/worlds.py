@@ -20,7 +20,8 @@ from megarl.device import address_of, host_store, use_loopback
 from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.lora_pairs import LoraSize, factor_name
-from megarl.resharding import fp8, lora_map, megatron_map, sglang_map
+from megarl.resharding import fp8, lora_map, lora_slots, megatron_map, sglang_map
+from megarl.resharding.contents import ContentName
 from megarl.resharding.member import Member, Stats, collect_stats
 from megarl.resharding.plan import Copy
 from megarl.resharding.session import Session
@@ -77,7 +78,8 @@ def wanted_content(
     if size and shard.name in adapted:
         return logical(shard.name, shard.box, version, dtype) + delta(shard, version, dtype, size)
     if ".lora_" in shard.name:
-        return factor(shard.name, shard.box, version, dtype)
+        scale = size.scale_of(STACK in shard.name) if size and ".lora_B." in shard.name else 1
+        return scale * factor(shard.name, shard.box, version, dtype)
     if shard.dtype == "float8_e4m3fn":
         return fp8.quantise(logical(shard.name, shard.box, version, dtype))
     if shard.name.endswith(fp8.SCALE_SUFFIX):
@@ -114,10 +116,9 @@ def fill(params: Params, shards: Sequence[Shard], version: int, dtype: torch.dty
 
 
 def wrong_params(
-    params: Params, shards: Sequence[Shard], version: int, dtype: torch.dtype, *adapters: Any
+    params: Params, wanted: Params, shards: Sequence[Shard], version: int, dtype: torch.dtype, *adapters: Any
 ) -> list[str]:
-    """Names of parameters that differ from the wanted content in any bit, padding included."""
-    wanted = make_params(shards, dtype)
+    """Names of parameters that differ from the wanted content in any bit, padding included; wanted: new ones."""
     fill(wanted, shards, version, dtype, *adapters)
     assert params.keys() == wanted.keys()
     return [name for name in params if not same_bits(params[name], wanted[name])]
@@ -176,6 +177,7 @@ class Pair:
     transformer_engine: bool = False
     verify: VerifyMode = "off"
     lora: LoraSize | None = None
+    content: ContentName = "weights"
 
     @property
     def num_members(self) -> int:
@@ -202,7 +204,24 @@ class Pair:
 
     def target_shards(self, slot: int) -> list[Shard]:
         at = self.engine.member(slot)
-        return sglang_map.shards(self.shape, self.engine, at[1]) if at else []
+        if not at:
+            return []
+        if self.content == "weights":
+            return sglang_map.shards(self.shape, self.engine, at[1])
+        assert self.lora
+        parts = lora_slots.target_parts(self.shape, self.engine, self.lora)
+        return [shard for part in parts if slot in part.members for shard in part.shards]
+
+    def made_targets(self, slot: int) -> Params:
+        """Parameters of an engine's rank, or all of its slots' tensors, in which the map leaves gaps of 0."""
+        at = self.engine.member(slot)
+        if self.content == "weights" or not at:
+            return make_params(self.target_shards(slot), self.torch_dtype)
+        assert self.lora
+        sizes = lora_slots.slot_sizes(self.shape, self.engine, at[1], self.lora)
+        stacks = {shard.param for shard in self.target_shards(slot) if STACK in shard.name}
+        found = {name: torch.zeros(size, dtype=self.torch_dtype) for name, size in sizes.items()}
+        return {name: tensor if name in stacks else tensor[0] for name, tensor in found.items()}
 
 
 class FailingGroup:
@@ -231,8 +250,8 @@ class Slot:
         self.source_shards = pair.source_shards(slot) + pair.factor_shards(slot)
         self.target_shards, self.adapted = pair.target_shards(slot), pair.adapted
         self.sources = make_params(self.source_shards, pair.torch_dtype)
-        self.targets = make_params(self.target_shards, pair.torch_dtype)
-        self.member = Member(session, self.sources)
+        self.targets = pair.made_targets(slot)
+        self.member = Member(session, self.sources, pair.content)
 
     def fill(self, version: int) -> None:
         fill(self.sources, self.source_shards, version, self.pair.torch_dtype)
@@ -243,8 +262,11 @@ class Slot:
         return self.wrong(version)
 
     def wrong(self, version: int) -> list[str]:
-        adapters = self.pair.lora, self.adapted
-        return wrong_params(self.targets, self.target_shards, version, self.pair.torch_dtype, *adapters)
+        adapters = (self.pair.lora, self.adapted) if self.pair.content == "weights" else (self.pair.lora,)
+        if self.pair.lora and self.pair.lora.sync == "adapters" and self.pair.content == "weights":
+            adapters = ()
+        wanted = self.pair.made_targets(self.session.member)
+        return wrong_params(self.targets, wanted, self.target_shards, version, self.pair.torch_dtype, *adapters)
 
     def verify(self) -> None:
         self.member.verify(self.targets)
@@ -351,4 +373,4 @@ class Opened:
         """One attempt that must bring every bit to every slot."""
         answers = self.try_run(version)
         assert answers == [[]] * len(self.slots)
-        return collect_stats(self.pool.store, self.run_id, self.attempt, len(self.slots))
+        return collect_stats(self.pool.store, self.run_id, self.attempt, len(self.slots), [self.pair.content])

@@ -14,6 +14,7 @@ from typing import Any
 from megarl.device import DEVICE, Address
 from megarl.parallel.quantisation import FP8_CONFIG, KEY, QUANTISATION_KEYS
 from megarl.rollout.sglang import cpu, deterministic
+from megarl.rollout.sglang.adapters import AdapterSlot
 from megarl.rollout.sglang.sizes import group_arguments, running_limit
 from megarl.spelling import did_you_mean, near
 from megarl.types import UserFault
@@ -35,18 +36,19 @@ _SET_BY_MEGARL = {  # server argument -> the recipe key that sets it
     "random_seed": "run.seed",
     "enable_deterministic_inference": "rollout.seeded",
     "enable_return_routed_experts": "train.replay",
+    "enable_lora": "lora.sync",
 }
 _NOT_IN_RECIPES = (
     *("device", "base_gpu_id", "pp_size", "nnodes", "node_rank", "dist_init_addr", "enable_memory_saver", "log_level"),
     *("load_format", "weight_version", "custom_weight_loader", "skip_tokenizer_init", "trust_remote_code"),
-    "disable_shared_experts_fusion",
+    *("disable_shared_experts_fusion", "enable_weights_cpu_backup"),
 )
 _REFUSED_FOR = {  # the reason why resharding does not support a server argument -> prefixes of such arguments
     "it moves experts between ranks while the engine runs": ("enable_eplb", "elastic_ep_backend"),
     "it holds some experts twice": ("ep_num_redundant_experts",),
     "it assigns the experts to ranks in another order": ("init_expert_location",),
     "it keeps weights in other places than resharding writes to": (
-        *("enable_elastic_expert_backup", "enable_lora", "lora_paths", "cpu_offload_gb", "offload_group_size"),
+        *("enable_elastic_expert_backup", "lora_", "max_lora", "cpu_offload_gb", "offload_group_size"),
         *("weight_cache_mode", "kt_"),
     ),
     "it changes the number of ranks": ("ep_join_mode",),
@@ -133,7 +135,7 @@ class EngineSettings:
 
     timeout_s: how long a scheduler may hang. reserve_bytes: memory of each GPU that SGLang's KV cache leaves free for
     the communicator of the exchange. model_context: the model's number of positions; None: unknown, so that SGLang
-    sizes its tables by the longest context that it finds.
+    sizes its tables by the longest context that it finds. adapter: the slot of the adapter that every request uses.
     """
 
     model_path: str
@@ -160,6 +162,7 @@ class EngineSettings:
     group_head: bool = False
     deepep: bool = False
     draft: int = 0
+    adapter: AdapterSlot | None = None
 
     @property
     def first_rank(self) -> int:

@@ -245,7 +245,22 @@ def scatter_without_nccl() -> None:
 
 
 def keep_memory_unpinned() -> None:
-    """Do not pin the list of routed experts, which SGLang pins for copies from the GPU on every device."""
+    """Do not pin the list of routed experts and what adapters need, which SGLang pins on every device."""
+    from sglang.srt.lora import layers
+    from sglang.srt.lora.backend import torch_backend
     from sglang.srt.mem_cache.pool_host import common
 
     common._cuda_host_register = lambda *args: None
+    torch.Tensor.pin_memory = lambda self, device=None: self
+    for module in (layers, torch_backend):
+        vars(module)["torch"] = _UnpinnedTorch()
+
+
+class _UnpinnedTorch:
+    """torch, whose new tensors are not pinned."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(torch, name)
+        if name not in ("tensor", "zeros"):
+            return found
+        return lambda *args, **kwargs: found(*args, **{**kwargs, "pin_memory": False})

@@ -16,12 +16,13 @@ import torch
 
 from megarl.device import DEVICE
 from megarl.rollout.dealing import Capacity, CompletedSample
+from megarl.rollout.sglang.adapters import NAME
 from megarl.rollout.sglang.arguments import EngineSettings, Sampling
 from megarl.rollout.sglang.deterministic import sample_seed
 from megarl.rollout.sglang.host import EngineFault, Host
 from megarl.types import Sample, SamplePart, with_part
 
-WEIGHT_LOADER = "megarl.resharding.member.load"
+WEIGHT_LOADER = "megarl.resharding.loader.load"
 _RELEASED = ("kv_cache", "weights")  # SGLang's tags of the memory that training uses in between; CUDA graphs stay
 _NOTHING = np.zeros(0, np.int64), np.zeros(0, np.float32)
 _UNBEGUN = Sample(*_NOTHING, "", finished=False, parts=(), prefills=0, is_open=True)
@@ -37,6 +38,7 @@ class Engine:
     def __init__(self, settings: EngineSettings, weight_loader: str = WEIGHT_LOADER) -> None:
         self._tp, self._seeded, self._routed_experts = settings.tp, settings.seeded, settings.routed_experts
         self._groups, self._weight_loader = settings.dp, weight_loader
+        self._adapter = NAME if settings.adapter else None
         self._host = Host(settings, weight_loader)
         self._manager: Any = self._host.server.tokenizer_manager
         from transformers import AutoTokenizer  # takes seconds, while the schedulers start
@@ -140,6 +142,7 @@ class Engine:
             sampling_params=parameters,
             return_logprob=True,
             logprob_start_len=-1,
+            lora_path=self._adapter,
             return_routed_experts=self._routed_experts,
             routed_experts_start_len=_rows_before(samples[places[0]], len(prompt_ids)),
         )

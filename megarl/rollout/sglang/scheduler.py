@@ -16,7 +16,7 @@ from typing import Any, cast
 from tqdm import tqdm
 
 from megarl.device import DEVICE, use_loopback, use_sglang_nccl_settings
-from megarl.rollout.sglang import cpu, cpu_attention, deterministic
+from megarl.rollout.sglang import adapters, cpu, cpu_attention, deterministic
 from megarl.rollout.sglang.arguments import EngineSettings
 from megarl.rollout.sglang.rounds import Rounds
 
@@ -107,7 +107,7 @@ class SchedulerEntry:
             rounds = Rounds(self.rounds_path, tp_rank - self.settings.first_rank)
             if DEVICE == "cuda":
                 _reserve_memory(scheduler, gpu_id, self.settings.reserve_bytes)
-            _patch_scheduler(scheduler, rounds)
+            _patch_scheduler(scheduler, rounds, has_adapter=self.settings.adapter is not None)
             # Load snapshots for balancers are files in /dev/shm that we do not read and that survive a SIGKILL.
             scheduler.create_load_snapshot_writer = lambda *args, **kwargs: None
             tqdm.set_lock(threading.RLock())  # its default lock is a named semaphore, which a SIGKILL leaves
@@ -181,7 +181,7 @@ def _reserve_memory(scheduler: Any, gpu_id: int, num_bytes: int) -> None:
     scheduler.Scheduler = MemoryReservingScheduler
 
 
-def _patch_scheduler(scheduler: Any, rounds: Rounds) -> None:
+def _patch_scheduler(scheduler: Any, rounds: Rounds, *, has_adapter: bool) -> None:
     """Replace SGLang's scheduler class.
 
     Each attention DP group gets its own seed: with SGLang's single one all would draw the same samples of a prompt. The
@@ -197,6 +197,8 @@ def _patch_scheduler(scheduler: Any, rounds: Rounds) -> None:
             with _exit_with_traceback():
                 super().__init__(*args, **kwargs)
                 set_random_seed(deterministic.generator_seed(self.random_seed, get_parallel().attn_dp_rank))
+                if has_adapter:
+                    adapters.settle(self.tp_worker.model_runner)
 
         def run_event_loop(self) -> None:
             with _exit_with_traceback():

@@ -1,0 +1,143 @@
+"""What an exchange moves: the weights, into which adapters may be merged, or the factors of adapters on their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+from megarl.parallel.lora_pairs import LoraSize, is_factor
+from megarl.resharding import fp8, lora_map, lora_slots, megatron_map, sglang_map
+from megarl.resharding.lora_merge import Merge
+from megarl.resharding.lora_scaling import Scaling
+from megarl.resharding.session import Session
+from megarl.resharding.shards import LayoutError, Part, Shard, cells, first_of, shape_as_stack, verify_params
+
+ContentName = Literal["weights", "factors"]
+Params = Mapping[str, torch.Tensor]
+SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Weights:
+    """One member's view of the weights, with adapters merged into them unless engines get these on their own.
+
+    sources: its own parameters. source_parts, target_parts: the shards of all members. adapters: how what is sent is
+    computed from adapters, if it is. check: raises LayoutError where the maps do not describe this member's parameters.
+    """
+
+    def __init__(self, session: Session, params: Params) -> None:
+        """params: of this member's training rank, with the factors of its adapters; empty where it has none."""
+        self._session = session
+        self.sources = {name: param for name, param in params.items() if not is_factor(name)}
+        self._factors = {name: param for name, param in params.items() if is_factor(name)}
+
+    @cached_property
+    def source_parts(self) -> list[Part]:
+        return fp8.with_scales(self._unscaled_parts, self.target_parts)
+
+    @cached_property
+    def _unscaled_parts(self) -> list[Part]:
+        s = self._session
+        return megatron_map.parts(s.shape, s.train, s.transformer_engine)
+
+    @cached_property
+    def target_parts(self) -> list[Part]:
+        return sglang_map.parts(self._session.shape, self._session.engine)
+
+    @cached_property
+    def adapters(self) -> Merge | None:
+        """Raises LayoutError where the factors are not those of the map."""
+        s = self._session
+        if s.lora is None or s.lora.sync == "adapters" or s.member >= s.train.world_size:
+            return None
+        shards = lora_map.shards(s.shape, s.train, s.member, s.lora, s.transformer_engine)
+        return Merge.of(s.lora, held(self._unscaled_parts, s.member), shards, self._factors)
+
+    def check(self, targets: Params) -> None:
+        s = self._session
+        verify_params(held(self._unscaled_parts, s.member), self.sources)
+        _check_sources(self.sources)
+        if self.adapters and s.engine.fp8:
+            raise LayoutError("adapters are not merged into the weights of fp8 engines")
+        wanted = held(self.target_parts, s.member)
+        verify_params(wanted, targets)
+        _check_dtypes(wanted, targets, s.dtype)
+
+
+class Factors:
+    """The same of the factors of adapters, which go to SGLang's own slots for them."""
+
+    def __init__(self, session: Session, params: Params) -> None:
+        """params: of this member's training rank; empty where it has none."""
+        assert session.lora
+        self._session, self._size = session, session.lora
+        self.sources = {name: param for name, param in params.items() if is_factor(name)}
+
+    @cached_property
+    def source_parts(self) -> list[Part]:
+        s = self._session
+        return lora_slots.source_parts(s.shape, s.train, self._size, s.transformer_engine)
+
+    @cached_property
+    def target_parts(self) -> list[Part]:
+        return lora_slots.target_parts(self._session.shape, self._session.engine, self._size)
+
+    @cached_property
+    def adapters(self) -> Scaling:
+        return Scaling(self._size)
+
+    def check(self, targets: Params) -> None:
+        """The engine may have slots beside those of the map, which stay 0."""
+        s = self._session
+        verify_params(held(self.source_parts, s.member), self.sources)
+        _check_sources(self.sources)
+        if at := s.engine.member(s.member):
+            self._check_slots(targets, at[1], s)
+        _check_dtypes(held(self.target_parts, s.member), targets, s.dtype)
+
+    def _check_slots(self, targets: Params, tp_rank: int, session: Session) -> None:
+        wrong = []
+        for name, size in lora_slots.slot_sizes(session.shape, session.engine, tp_rank, self._size).items():
+            if name not in targets:
+                wrong.append(f"{name}: SGLang has no such slot")
+            elif shape_as_stack(targets[name].shape) != size:
+                wrong.append(f"{name}: the map needs {list(size)}, SGLang has {list(targets[name].shape)}")
+            elif not targets[name].is_contiguous():
+                wrong.append(f"{name}: the slot is not contiguous in memory")
+        if wrong:
+            raise LayoutError(f"the map of adapters and SGLang's slots differ: {first_of(sorted(wrong))}")
+
+
+Content = Weights | Factors
+
+
+def content_of(name: ContentName, session: Session, params: Params) -> Content:
+    return Weights(session, params) if name == "weights" else Factors(session, params)
+
+
+def contents_of(size: LoraSize | None, *, has_weights: bool) -> list[ContentName]:
+    """What a reshard moves, in this order. has_weights: the engines have the frozen weights of an earlier one."""
+    if size is None or size.sync == "merged":
+        return ["weights"]
+    return ["factors"] if has_weights else ["weights", "factors"]
+
+
+def held(parts: Sequence[Part], member: int) -> list[Shard]:
+    """The shards of one member."""
+    return [shard for part in parts if member in part.members for shard in part.shards]
+
+
+def _check_sources(sources: Params) -> None:
+    for name, param in sources.items():
+        if param.dtype not in SOURCE_DTYPES:
+            raise LayoutError(f"{name}: training weights in {param.dtype} have no map")
+
+
+def _check_dtypes(wanted: Sequence[Shard], targets: Params, dtype: str) -> None:
+    for shard in wanted:
+        brings = shard.dtype or dtype
+        for name, _ in cells(shard):
+            if targets[name].dtype != getattr(torch, brings):
+                raise LayoutError(f"{name} is {targets[name].dtype}, the exchange brings {brings}")

@@ -1,0 +1,77 @@
+"""SGLang's custom weight loader: the scheduler process of an engine as a member of every exchange of a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.resharding import engine_model
+from megarl.resharding.exchanges import Exchanges
+from megarl.resharding.memory_handles import map_params
+from megarl.resharding.session import Session
+from megarl.resharding.shards import first_of
+from megarl.resharding.verify import VerifyError
+
+_exchanges: dict[str, Exchanges] = {}  # of this process, by run id
+_loaded: dict[str, tuple[int, list[torch.nn.Module]]] = {}  # (attempt, its models up to now), by run id
+
+
+def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """SGLang's custom weight loader: runs in each scheduler process and writes into the model's own parameters.
+
+    With drafts SGLang calls it twice in one update, for the target model and then for the draft model
+    (managers/scheduler_components/weight_updater.py); the second call writes and verifies both in one exchange.
+    named_tensors is [("session", uint8 tensor of UTF-8 JSON)], the JSON being `Sessions.engine_message`.
+    """
+    ((_, encoded),) = named_tensors
+    message = json.loads(encoded.cpu().numpy().tobytes())
+    run_id = message["run_id"]
+    models = _models(run_id, message["attempt"], model)
+    if len(models) == message["models"]:
+        del _loaded[run_id]
+        _exchange(message, models)
+
+
+def _models(run_id: str, attempt: int, model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The models of this attempt in the order of the calls; what an earlier attempt has left is forgotten."""
+    before, models = _loaded.get(run_id, (attempt, []))
+    models = [*models, model] if before == attempt else [model]
+    _loaded[run_id] = attempt, models
+    return models
+
+
+def _exchange(message: Mapping[str, Any], models: Sequence[torch.nn.Module]) -> None:
+    run_id, version, attempt = message["run_id"], message["version"], message["attempt"]
+    if "sessions" in message:
+        if run_id in _exchanges:  # whose handles are no longer valid
+            _exchanges[run_id].close()
+        _exchanges[run_id] = _opened(Session.from_json(message["sessions"][str(dist.get_rank())]))
+    exchanges, whole = _exchanges[run_id], engine_model.joined(models)
+    for content in message["contents"]:
+        member = exchanges.of(content)
+        if content == "factors":
+            member.run(version, attempt, engine_model.slots(models[0]))
+            continue
+        fault = engine_model.unknown_layout(whole) or engine_model.draft_fault(models)
+        params = engine_model.params(whole)
+        member.run(version, attempt, params, fault=fault, finish=lambda: _finish(whole, models, exchanges.session))
+
+
+def _opened(session: Session) -> Exchanges:
+    """The exchanges of an engine's process, which maps the parameters of its GPU's training rank."""
+    return Exchanges(session, map_params(session.source) if session.source else {})
+
+
+def _finish(whole: torch.nn.Module, models: Sequence[torch.nn.Module], session: Session) -> None:
+    """Write what the engine derives from its weights. whole: of all its models."""
+    engine_model.write_constants(whole)
+    for model in models:
+        engine_model.refresh_derived(model)
+    if session.verify == "off":
+        return
+    if faults := engine_model.constant_faults(whole) + engine_model.derived_faults(whole):
+        raise VerifyError(first_of(faults))

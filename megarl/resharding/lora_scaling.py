@@ -1,0 +1,52 @@
+"""The factors of adapters (LoRA) on their way to engines: B is multiplied by alpha / rank, in float32, rounded once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from megarl.parallel.lora_pairs import LoraSize
+from megarl.resharding.shards import STACK, Cell, Size, views
+
+_FACTOR_B = ".lora_B.weight"
+
+
+class ScaledBox(NamedTuple):
+    """A box of a rank's factor, [1, rows, cols], which is multiplied when it is read."""
+
+    elements: torch.Tensor
+    scale: float
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.elements.shape
+
+    @property
+    def scratch_bytes(self) -> int:
+        """The temporary memory of `write`."""
+        return 4 * self.elements.numel()
+
+    def write(self, target: torch.Tensor) -> None:
+        """Write the products to a tensor of the box's shape."""
+        target.copy_(self.elements.float() * self.scale)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How the factors of these adapters are sent."""
+
+    size: LoraSize
+
+    def boxes(
+        self, name: str, params: Mapping[str, torch.Tensor], param: str, at: Cell, size: Size
+    ) -> list[ScaledBox] | None:
+        """As `shards.views`, for a box of the factor `name`; None where it is sent as it is."""
+        if not name.endswith(_FACTOR_B):
+            return None
+        scale = self.size.scale_of(STACK in name)
+        items = range(at[0], at[0] + size[0])
+        found = [views(params, param, (item, *at[1:]), (1, *size[1:])) for item in items]
+        return [ScaledBox(elements, scale) for (elements,) in found]

@@ -1,0 +1,67 @@
+"""SGLang's slot for our adapter (LoRA): an engine starts with an empty, pinned one, and resharding writes its factors.
+
+Facts from sglang/srt/lora 0.5.21: an adapter is read from a folder in PEFT's format when the engine starts; a layer of
+which it has no tensor gets zeros (mem_pool.py). A pinned one is never evicted, and one slot must be left unpinned, for
+requests without an adapter (lora_manager.py), of which megarl sends none. Slots lie outside the memory that SGLang
+releases (model_runner.py); the weights are kept on the host meanwhile, because nobody sends them again.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from megarl.parallel.lora_pairs import LoraSize
+from megarl.resharding.engine_model import SLOT
+from megarl.resharding.lora_slots import modules, slot_rank
+from megarl.types import ModelShape
+
+NAME = "policy"  # of the adapter, in SGLang's requests
+_FOLDER = "adapter"
+_SLOTS = 2  # the adapter's, and that of requests without one
+
+
+@dataclass(frozen=True)
+class AdapterSlot:
+    """rank: the largest that the slot has room for. modules: SGLang's names of the layers that have it."""
+
+    rank: int
+    modules: tuple[str, ...]
+
+    @staticmethod
+    def of(shape: ModelShape, size: LoraSize | None) -> AdapterSlot | None:
+        """None where engines get no adapters of their own."""
+        if size is None or size.sync != "adapters":
+            return None
+        return AdapterSlot(slot_rank(size), modules(shape, size))
+
+
+def server_arguments(slot: AdapterSlot, folder: Path, device: str) -> dict[str, Any]:
+    """SGLang's server arguments for the slot; writes its empty adapter below `folder`."""
+    adapter = folder / _FOLDER
+    adapter.mkdir()
+    # Of rank and alpha alike, so that SGLang multiplies with 1 (lora_slots.py).
+    config = {"peft_type": "LORA", "r": slot.rank, "lora_alpha": slot.rank, "target_modules": list(slot.modules)}
+    (adapter / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file({}, adapter / "adapter_model.safetensors")
+    return {
+        "enable_lora": True,
+        "max_lora_rank": slot.rank,
+        "lora_target_modules": list(slot.modules),
+        "lora_paths": [{"lora_name": NAME, "lora_path": str(adapter), "pinned": True}],
+        "max_loras_per_batch": _SLOTS,
+        "lora_backend": "torch_native" if device == "cpu" else "triton",
+        "enable_weights_cpu_backup": device != "cpu",
+    }
+
+
+def settle(model_runner: Any) -> None:
+    """Give the adapter its slot for good, and leave the slot's number on the model for the weight loader."""
+    manager = model_runner.lora_manager
+    (uid,) = manager.lora_refs
+    manager.fetch_new_loras({None, uid})
+    setattr(model_runner.model, SLOT, manager.memory_pool.get_buffer_id(uid))
