@@ -67,7 +67,7 @@ def _load(model: Any, server: Any, shape: ModelShape, size: LoraSize, engine: En
 
 
 def _tensors(shape: ModelShape, size: LoraSize) -> Iterator[tuple[str, torch.Tensor]]:
-    """The factors under the names of PEFT's files; SGLang wants all of a fused layer, so that those beside ours are 0."""
+    """The factors under the names of PEFT's files; SGLang wants all of a fused layer: others are 0."""
     adapted, layers = lora_map.adapted_weights(shape, size), {*lora_slots.modules(shape, size)}
     targets = lora_map.targets_of(shape)
     beside = tuple(one for one in targets if layers & {*lora_slots.modules(shape, replace(size, targets=(one,)))})

@@ -1,7 +1,7 @@
 """SGLang's slot for our adapter (LoRA): an engine starts with an empty, pinned one, and resharding writes its factors.
 
-Facts from sglang/srt/lora 0.5.21: an adapter is read from a folder in PEFT's format when the engine starts; a layer of
-which it has no tensor gets zeros (mem_pool.py). A pinned one is never evicted, and one slot must be left unpinned, for
+Facts from sglang/srt/lora 0.5.21: an adapter is read from a folder in PEFT's format when the engine starts, but not by
+an engine that does not load its weights either; a layer of which it has no tensor gets zeros (mem_pool.py). A pinned one is never evicted, and one slot must be left unpinned, for
 requests without an adapter (lora_manager.py), of which megarl sends none. Slots lie outside the memory that SGLang
 releases (model_runner.py); the weights are kept on the host meanwhile, because nobody sends them again.
 """
@@ -12,8 +12,6 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from safetensors.torch import save_file
 
 from megarl.parallel.lora_pairs import LoraSize
 from megarl.resharding.engine_model import SLOT
@@ -41,22 +39,29 @@ class AdapterSlot:
 
 
 def server_arguments(slot: AdapterSlot, folder: Path, device: str) -> dict[str, Any]:
-    """SGLang's server arguments for the slot; writes its empty adapter below `folder`."""
+    """SGLang's server arguments for the slot; writes the configuration of its empty adapter below `folder`."""
     adapter = folder / _FOLDER
     adapter.mkdir()
     # Of rank and alpha alike, so that SGLang multiplies with 1 (lora_slots.py).
     config = {"peft_type": "LORA", "r": slot.rank, "lora_alpha": slot.rank, "target_modules": list(slot.modules)}
     (adapter / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
-    save_file({}, adapter / "adapter_model.safetensors")
     return {
         "enable_lora": True,
         "max_lora_rank": slot.rank,
         "lora_target_modules": list(slot.modules),
         "lora_paths": [{"lora_name": NAME, "lora_path": str(adapter), "pinned": True}],
         "max_loras_per_batch": _SLOTS,
+        "experts_shared_outer_loras": False,
         "lora_backend": "torch_native" if device == "cpu" else "triton",
         "enable_weights_cpu_backup": device != "cpu",
     }
+
+
+def patch_sglang() -> None:
+    """Let an adapter start without tensors; run in a scheduler before its model is built."""
+    from sglang.srt.lora.lora import LoRAAdapter
+
+    LoRAAdapter.initialize_weights = lambda self: None
 
 
 def settle(model_runner: Any) -> None:

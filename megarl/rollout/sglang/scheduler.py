@@ -102,6 +102,8 @@ class SchedulerEntry:
             if DEVICE == "cpu":
                 cpu.end_with_host()
             patch_sglang(repeatable=self.settings.seeded)
+            if self.settings.adapter:
+                adapters.patch_sglang()
             from sglang.srt.managers import scheduler
 
             rounds = Rounds(self.rounds_path, tp_rank - self.settings.first_rank)
