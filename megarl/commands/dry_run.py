@@ -5,7 +5,7 @@ Recipes of cluster runs are checked on machines without their weights and data; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 
 from megarl.algos import ALGORITHMS
 from megarl.checkpoints.quantised import weights_in_words
@@ -15,10 +15,10 @@ from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.roles import Roles, resolve
 from megarl.preflight.check import faults_elsewhere
-from megarl.preflight.layout import weight_maps
+from megarl.preflight.layout import factor_maps, weight_maps
 from megarl.preflight.models import stand_ins
 from megarl.resharding.plan import plan_streams
-from megarl.resharding.shards import LayoutError
+from megarl.resharding.shards import LayoutError, Part
 from megarl.resharding.traffic import count_traffic
 from megarl.rollout.episodes import engine_settings
 from megarl.rollout.sglang.arguments import Endpoint, NodeSpan, server_arguments, sglang_faults
@@ -110,9 +110,15 @@ def _axes(layout: TrainLayout) -> str:
 
 
 def _reshard(roles: Roles, device: str) -> Iterator[str]:
-    """The traffic of the whole reshard, and the plans of some of its members."""
+    """The traffic of the whole reshard, and of adapters on their own where engines get these."""
+    yield from _exchange(roles, *weight_maps(roles, transformer_engine=device == "cuda"), "reshard")
+    if factors := factor_maps(roles, transformer_engine=device == "cuda"):
+        yield from _exchange(roles, *factors, "reshard of adapters, in each step")
+
+
+def _exchange(roles: Roles, sources: Sequence[Part], targets: Sequence[Part], name: str) -> Iterator[str]:
+    """The traffic of an exchange, and the plans of some of its members."""
     recipe, layout, engines, members = roles.recipe, roles.policy.layout, roles.engines, roles.num_members
-    sources, targets = weight_maps(roles, transformer_engine=device == "cuda")
     topology = {"gpus_per_node": recipe.placement.gpus_per_node, "dtype": recipe.model.dtype}
     try:
         total = count_traffic(sources, targets, members, **topology)
@@ -127,12 +133,12 @@ def _reshard(roles: Roles, device: str) -> Iterator[str]:
         f"{counts.max() / 1e9:.2f}" for counts in (total.dest, total.local, total.node_in, total.fabric_in)
     )
     yield (
-        f"reshard: {len(sources)} source and {len(targets)} target parts; at most {whole} GB into a GPU "
+        f"{name}: {len(sources)} source and {len(targets)} target parts; at most {whole} GB into a GPU "
         f"(up to {local} from its own training rank, {nvlink} inside the node, {fabric} over the fabric)"
     )
     rounds = sum(map(max, zip(*needed, strict=True)))  # of each chapter all go on with the largest number
     numbers = ", ".join(map(str, sample))
-    yield f"reshard: planned for {len(sample)} of {members} members ({numbers}): about {rounds} rounds"
+    yield f"{name}: planned for {len(sample)} of {members} members ({numbers}): about {rounds} rounds"
 
 
 def _sample(layout: TrainLayout, engines: EngineLayout, members: int) -> list[int]:

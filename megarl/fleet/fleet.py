@@ -17,7 +17,7 @@ from megarl.device import address_of
 from megarl.fleet.engines import Engines
 from megarl.fleet.memory import MemoryScheduler, Phase
 from megarl.fleet.rank_groups import AuxiliaryRanks, GroupStock, PolicyRanks, RewardModelRanks, RolloutBatch
-from megarl.parallel.roles import Roles, lora_size, resolve
+from megarl.parallel.roles import Roles, resolve
 from megarl.resharding.contents import ContentName, contents_of
 from megarl.resharding.member import Stats, collect_stats
 from megarl.resharding.session import Session, Sessions, sessions
@@ -124,7 +124,7 @@ class Fleet(TrainingFleet):
         """
         readings = self.hand_over("reshard") if self.memory.phase != "rollout" else {}
         version = self.version + 1
-        contents = contents_of(lora_size(self._recipe), has_weights=self._have_sessions)
+        contents = contents_of(self.roles.policy.lora, has_weights=self._have_sessions)
         calls = self._exchange(version, contents)
         try:
             self._cluster.gather(calls)
@@ -215,7 +215,7 @@ class Fleet(TrainingFleet):
             timeout_s=self._recipe.run.timeout_s,
             gpus_per_node=self._recipe.placement.gpus_per_node,
             verify=self._recipe.reshard.verify,
-            lora=lora_size(self._recipe),
+            lora=self.roles.policy.lora,
         )
         return sessions(common, [one.source for one in published])
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 from functools import cache
 from itertools import starmap
 
+from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.lora_pairs import LoraSize
 from megarl.parallel.sizes import ChunkSize
-from megarl.resharding import lora_map
+from megarl.resharding import lora_map, lora_slots
+from megarl.resharding.routes import item_bytes
 from megarl.resharding.shards import STACK
+from megarl.rollout.sglang.adapters import SLOTS
 from megarl.types import ModelShape
 
 Stages = tuple[tuple[ChunkSize, ...], ...]
@@ -30,6 +34,17 @@ def adapter_parameters(shape: ModelShape, lora: LoraSize) -> int:
     """Elements of the adapters of a whole model."""
     sizes = lora_map.adapted_weights(shape, lora)
     return sum(items * lora.rank_of(STACK in name) * (rows + cols) for name, (items, rows, cols) in sizes.items())
+
+
+def slot_bytes(shape: ModelShape, engine: EngineLayout, lora: LoraSize | None, dtype: str) -> list[int]:
+    """Of the adapters' slots on each rank of an engine, which keeps them while it is released; SGLang has two of each.
+
+    0 where engines have none.
+    """
+    if lora is None or lora.sync == "merged":
+        return [0] * engine.tp
+    sizes = [lora_slots.slot_sizes(shape, engine, rank, lora) for rank in range(engine.tp)]
+    return [SLOTS * item_bytes(dtype) * sum(map(math.prod, of_rank.values())) for of_rank in sizes]
 
 
 def _adapted(chunk: ChunkSize, factors: tuple[int, int]) -> ChunkSize:

@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from megarl.config import Recipe, TrainConfig
+from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.fleet.memory import Phase
 from megarl.parallel.layout import TrainLayout
-from megarl.parallel.option_values import STATE_DTYPES
-from megarl.parallel.roles import RoleName, engine_layout, reference_copy, shared_slots
+from megarl.parallel.roles import RoleName, engine_layout, lora_size, reference_copy, shared_slots
 from megarl.plan.activations import activation_bytes, forward_bytes, logits_bytes
+from megarl.plan.adapters import slot_bytes
 from megarl.plan.batch import samples_bytes
 from megarl.plan.engine_memory import (
     MIB,
@@ -36,14 +36,12 @@ from megarl.plan.engine_memory import (
 )
 from megarl.plan.memory_parts import Parts
 from megarl.plan.model_size import ModelSize
+from megarl.plan.optimizer_memory import GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES, state_bytes
 from megarl.rollout.sglang.sizes import step_sequences
 from megarl.types import UserFault
 
 CONTEXT_BYTES = 600 * MIB  # assumption: of a process's CUDA context with its kernels, on recent cards
 FRAGMENTED_SHARE = 0.06  # assumption: of activations and logits, blocks that torch's allocator holds and cannot use
-GRADIENT_BYTES = 4  # DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-MOMENTS_BYTES = 8  # AdamW's two, float32
-MASTER_BYTES = 4  # float32 copies of weights in another type; with optimizer_offload on the host alone, and not pinned
 # fully_reshardable (parallel/dist_checkpoint.py): every rank gathers a buffer's state, one of three kinds at a time.
 GATHER_BYTES = 4
 GATHER_COPIES = 2  # on the GPU, next to the own part: all_gather's list, and ProcessGroupNCCL's flat copy of it
@@ -127,6 +125,7 @@ class _SlotMemory:
         self.shared = shared_slots([self.engine_slots, *(size.slots for size in sizes.values())])
         self.settings: Settings = settings_of(recipe, hardware)
         self.engine_weights = weight_bytes(self.policy.shape, self.engine, recipe.model.dtype)
+        self.slot_bytes = slot_bytes(self.policy.shape, self.engine, lora_size(recipe), recipe.model.dtype)
         self.token_bytes = token_bytes(self.policy.shape, self.engine, self.settings.cache_item_bytes)
         wanted = {"score": "reward_model" in sizes, "critic": "critic" in sizes, "train": True}
         self.phases: list[str] = [phase for phase in PHASES if wanted.get(phase, True)]
@@ -214,6 +213,7 @@ class _SlotMemory:
         if slot in self.engine_slots:
             groups += (self.engine.tp > 1) + (self.engine.dp > 1)
             found += CONTEXT_BYTES + kept_bytes(self.settings, self.engine)
+            found += self.slot_bytes[(slot - self.engine.first) % self.engine.tp]
         return found + groups * self.hardware.communicator_bytes
 
     def _exchanges(self, slot: int) -> bool:
@@ -247,6 +247,8 @@ class _SlotMemory:
                 begun += waiting if self.recipe.checkpoint.asynchronous else 0
         if most:
             found["checkpoint"] = most
+        if slot in self.engine_slots and any(self.slot_bytes) and self._releases(slot):
+            found["engine_weights"] = self.engine_weights[(slot - self.engine.first) % self.engine.tp]
         return found
 
 
@@ -322,19 +324,6 @@ class _StageRank:
         lists = 2 * GATHER_BYTES * max(elements for elements, _ in self._buffers)
         gathering = GATHERED_BYTES * (self.size.trained(self.stage) + self._share) + lists
         return gathering, (GATHERED_BYTES + self.size.weight_bytes) * self._share
-
-
-def state_bytes(train: TrainConfig, item: int) -> int:
-    """Bytes of the GPU that AdamW keeps of a weight of `item` bytes: its master in another type and two moments."""
-    options = train.optimizer
-    if not options.get("use_precision_aware_optimizer"):
-        return MASTER_BYTES * (item == 2) + MOMENTS_BYTES
-    master, *moments = (
-        STATE_DTYPES.get(str(options.get(key)), STATE_DTYPES["float32"]).itemsize
-        for key in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-    )
-    keeps_remainders = item == 2 and master == 4 and options.get("store_param_remainders", True)  # lower halves alone
-    return (2 if keeps_remainders else master) + sum(moments)
 
 
 def communicators(layout: TrainLayout) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 
 from megarl.config.hardware import Hardware
 from megarl.parallel.roles import Roles
-from megarl.preflight.layout import weight_maps
+from megarl.preflight.layout import factor_maps, weight_maps
 from megarl.resharding import fp8
 from megarl.resharding.plan import plan_streams
 from megarl.resharding.routes import CHAPTERS, item_bytes
@@ -57,8 +57,11 @@ class ReshardPlan:
 
 
 def plan_reshard(roles: Roles, hardware: Hardware) -> ReshardPlan:
-    """The traffic of a whole reshard, and its seconds. Raises UserFault as `weight_maps` does."""
-    sources, targets = weight_maps(roles, transformer_engine=True)
+    """The traffic of a step's reshard, and its seconds. Raises UserFault as `weight_maps` does.
+
+    Where engines get adapters on their own it has these alone; the frozen weights travel once, as the run starts.
+    """
+    sources, targets = factor_maps(roles, transformer_engine=True) or weight_maps(roles, transformer_engine=True)
     members, node, dtype = roles.num_members, roles.recipe.placement.gpus_per_node, roles.recipe.model.dtype
     found = count_traffic(sources, targets, members, gpus_per_node=node, dtype=dtype)
     gathered = gathered_bytes(sources, targets, members, dtype)

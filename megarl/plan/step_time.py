@@ -18,7 +18,7 @@ from megarl.parallel.roles import RoleName, Roles, reference_copy
 from megarl.plan.batch import RankWork, Samples
 from megarl.plan.layer_time import RankLayers
 from megarl.plan.model_size import ModelSize
-from megarl.plan.phase_memory import GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES, state_bytes
+from megarl.plan.optimizer_memory import GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES, state_bytes
 from megarl.plan.rollout_time import RolloutTime
 from megarl.training.flops import TRAIN_OVER_FORWARD, total_forward_flops
 from megarl.types import ModelShape

@@ -11,7 +11,7 @@ from megarl.config import Recipe
 from megarl.parallel.engine_layout import FP8_TILE
 from megarl.parallel.layout import divisors, nearest
 from megarl.parallel.roles import Roles
-from megarl.resharding import fp8, megatron_map, sglang_map
+from megarl.resharding import fp8, lora_slots, megatron_map, sglang_map
 from megarl.resharding.routes import item_bytes
 from megarl.resharding.shards import LayoutError, Part
 from megarl.resharding.traffic import least_round_bytes
@@ -120,12 +120,27 @@ def weight_maps(roles: Roles, *, transformer_engine: bool) -> tuple[list[Part], 
         raise UserFault("rollout.engine.fp8", str(error), mend) from None
 
 
+def factor_maps(roles: Roles, *, transformer_engine: bool) -> tuple[list[Part], list[Part]] | None:
+    """The same of each further reshard where engines get adapters on their own; else None."""
+    shape, policy, size = roles.policy.shape, roles.policy, roles.policy.lora
+    if size is None or size.sync == "merged":
+        return None
+    sources = lora_slots.source_parts(shape, policy.layout, size, transformer_engine)
+    return sources, lora_slots.target_parts(shape, roles.engines, size)
+
+
 def reshard_faults(roles: Roles) -> Faults:
     """fp8 tiles that the training ranks cut, and rounds too small for the smallest pieces that they carry."""
     try:
-        sources, targets = weight_maps(roles, transformer_engine=False)
+        maps = [weight_maps(roles, transformer_engine=False)]
     except UserFault as fault:
         return [fault]
+    factors = factor_maps(roles, transformer_engine=False)
+    found = [fault for each in [*maps, *([factors] if factors else [])] for fault in _round_faults(roles, *each)]
+    return found[:1]
+
+
+def _round_faults(roles: Roles, sources: Sequence[Part], targets: Sequence[Part]) -> Faults:
     members, round_bytes, dtype = roles.num_members, roles.recipe.reshard.round_bytes, roles.recipe.model.dtype
     if 4 * (members - 1) * _largest_granule(targets, dtype) <= round_bytes:  # a stream each way with each peer, twice
         return []

@@ -44,6 +44,9 @@ def cpu_faults(roles: Roles) -> Faults:
     found, mend = [], "set it to merged, or lora.targets to layers of the attention"
     if _wraps_experts(size, shape):
         found.append(UserFault("lora.sync", "adapters, but on CPU SGLang has none in layers with experts", mend))
+    if shape and "kv_b_proj" in modules(shape, size):
+        problem = "adapters, but on CPU SGLang has none for kv_b_proj"
+        found.append(UserFault("lora.sync", problem, "set it to merged, or leave kv_b_proj out of lora.targets"))
     if engine.dp > 1:
         problem = f"{engine.dp}, but on CPU SGLang has no adapters with DP attention"
         found.append(UserFault("rollout.engine.dp", problem, "set it to 1, or lora.sync to merged"))

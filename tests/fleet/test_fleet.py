@@ -16,6 +16,7 @@ import pytest
 from megarl.cluster.session import WorkerFailed
 from megarl.fleet import engines, fleet
 from megarl.fleet.fleet import Fleet
+from megarl.parallel.lora_pairs import LoraSize
 from megarl.resharding.member import Stats
 from megarl.rollout.dealing import Capacity
 from megarl.rollout.episodes import Sampling
@@ -47,11 +48,12 @@ class Engines:
     """One engine; it takes the version of an exchange, or states `stuck`."""
 
     def __init__(self, stuck: int | None = None) -> None:
-        self.stuck, self.asked = stuck, []
+        self.stuck, self.asked, self.contents = stuck, [], []
         self.workers = [SimpleNamespace(name="engine 0", call=self.call)]
 
-    def call(self, method: str, message: dict[str, int], version: int) -> object:
+    def call(self, method: str, message: dict[str, Any], version: int) -> object:
         self.asked.append((version, message["attempt"]))
+        self.contents.append(message["contents"])
         return object()
 
     def versions(self) -> list[int]:
@@ -73,9 +75,10 @@ def made(monkeypatch: pytest.MonkeyPatch, cluster: Cluster, engines: Engines) ->
         _cluster=cluster, engines=engines, trainers=SimpleNamespace(workers=[]), version=3, attempts=4,
         _have_sessions=True,
         memory=SimpleNamespace(phase="train", hand_over=hand_over), _say=said.append, _store=None, _run_id="run",
-        roles=SimpleNamespace(num_members=1),
+        roles=SimpleNamespace(num_members=1, policy=SimpleNamespace(lora=None)),
         _sessions=SimpleNamespace(
-            trainers={}, engine_message=lambda index, version, attempt, first: {"attempt": attempt}
+            trainers={},
+            engine_message=lambda index, version, attempt, first, contents: {"attempt": attempt, "contents": contents},
         ),
     )  # fmt: skip
     return one, said, phases
@@ -89,6 +92,20 @@ def test_an_exchange_that_fails_is_repeated_once_under_a_new_attempt(monkeypatch
     assert (one.version, one.attempts) == (4, 6)
     assert said == ["the reshard to version 4 failed and is tried once more: engine 0: broken off"]
     assert phases == ["reshard", "rollout"]
+
+
+def test_engines_get_the_frozen_weights_until_they_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = Engines()
+    one, _, _ = made(monkeypatch, Cluster(failures=1, alive=True), engines)
+    one.__dict__.update(_have_sessions=False)
+    policy: Any = one.roles.policy
+    policy.lora = LoraSize(2, 2, 4.0, (), sync="adapters")
+    one.publish()
+    one.publish()
+    assert engines.contents == [["weights", "factors"], ["weights", "factors"], ["factors"]]
+    policy.lora = LoraSize(2, 2, 4.0, ())
+    one.publish()
+    assert engines.contents[-1] == ["weights"]
 
 
 @pytest.mark.parametrize(("failures", "alive", "attempts"), [(2, True, 2), (1, False, 1)])

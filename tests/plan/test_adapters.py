@@ -13,9 +13,10 @@ from megarl.parallel.hf_config import model_shape
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.lora_pairs import LoraSize
 from megarl.parallel.roles import resolve
-from megarl.plan.adapters import adapter_parameters
+from megarl.plan.adapters import adapter_parameters, slot_bytes
+from megarl.plan.engine_memory import weight_bytes
 from megarl.plan.model_size import ModelSize, sizes_of
-from megarl.plan.phase_memory import GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES
+from megarl.plan.optimizer_memory import GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES
 from megarl.plan.run_plan import make_plan
 from megarl.types import UserFaults
 from tests.parallel.adapters import lora_recipe
@@ -84,6 +85,25 @@ def test_what_adapters_save(recipe: Recipe) -> None:
     assert times.gradients_s > 0
     assert times.optimizer_s < others.optimizer_s / 20 and times.gradients_s < others.gradients_s / 20
     assert lora.reshard == full.reshard, "the merged weights travel"
+
+
+@pytest.mark.slow
+def test_what_adapters_on_their_own_save_and_take(recipe: Recipe) -> None:
+    """SGLang's two slots in every phase, its weights on the host meanwhile, and a thousandth of the bytes in a step."""
+    merged, alone = (make_plan(with_lora(recipe, sync=sync), plans.H800) for sync in ("merged", "adapters"))
+    shape, engine = alone.sizes["policy"].shape, alone.engine
+    slots = slot_bytes(shape, engine, alone.sizes["policy"].lora, "bfloat16")
+    for phase in ("train", "reshard"):
+        added = alone.memory.device[phase].other_bytes - merged.memory.device[phase].other_bytes
+        assert added == slots[0] == max(slots)
+    # Of TP 8 a GPU has an eighth of the factors that are cut, and its own experts' whole.
+    whole = 2 * 2 * adapter_parameters(shape, LoraSize(16, 16, 32.0, ()))
+    assert whole / 8 < slots[0] < whole / 6
+    weights = weight_bytes(shape, engine, "bfloat16")[0]
+    assert alone.memory.host["engine_weights"] == 8 * weights and "engine_weights" not in merged.memory.host
+    assert alone.reshard.dest_bytes.max < merged.reshard.dest_bytes.max / 20
+    assert alone.reshard.expected_s < merged.reshard.expected_s / 5
+    assert slot_bytes(shape, engine, merged.sizes["policy"].lora, "bfloat16") == [0] * 8
 
 
 @pytest.mark.slow

@@ -20,12 +20,8 @@ from megarl.plan.activations import activation_bytes, in_flight, kept_and_recomp
 from megarl.plan.engine_memory import Settings, running_bytes, settings_of, token_bytes, weight_bytes
 from megarl.plan.memory_parts import Parts
 from megarl.plan.model_size import ModelSize, model_sizes
-from megarl.plan.phase_memory import (
-    CONTEXT_BYTES,
-    PINNED_SHARE,
-    communicators,
-    state_bytes,
-)
+from megarl.plan.optimizer_memory import state_bytes
+from megarl.plan.phase_memory import CONTEXT_BYTES, PINNED_SHARE, communicators
 from megarl.types import MlaShape, ModelShape
 from tests.plan import plans
 

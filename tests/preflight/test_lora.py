@@ -14,7 +14,7 @@ from megarl.parallel.lora_pairs import LoraSize
 from megarl.parallel.roles import resolve
 from megarl.preflight import check
 from megarl.preflight.check import Command
-from megarl.preflight.lora import lora_faults
+from megarl.preflight.lora import cpu_faults, lora_faults
 from megarl.preflight.models import stand_ins
 from megarl.preflight.notes import recipe_notes
 from tests.parallel import checkpoints
@@ -60,6 +60,59 @@ def test_adapters_of_all_layers_or_some_are_good(paths: dict[str, Path]) -> None
 def test_what_is_refused(paths: dict[str, Path], family: str, overrides: list[str], says: str) -> None:
     (line,) = told(paths[family], *overrides)
     assert line.startswith(says), line
+
+
+EXPERTS = ("lora.targets=[]", "lora.experts=8")
+SLOTS = ("lora.sync=adapters", "lora.experts=0", "lora.targets=[q_proj, o_proj]")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["rollout.engine.fp8=true"], None),
+        (["rollout.engine.draft=1"], "rollout.engine.draft: 1, but drafts were not tried with SGLang's adapters"),
+        (["rollout.engine.tp=4", "rollout.engine.dp=2"], "rollout.engine.dp: 2, but SGLang's adapters need the atten"),
+        (["rollout.engine.tp=4", "rollout.engine.dp=4"], None),
+        (["rollout.seeded=true"], "rollout.seeded: True, but SGLang's adapters depend on the batch; set it to false"),
+        (["lora.rounding=stochastic"], "lora.rounding: stochastic, but nothing is merged; leave it out"),
+        (["lora.targets=[]", "lora.experts=8"], None),
+        ([*EXPERTS, "rollout.engine.fp8=true"], "rollout.engine.fp8: True, but SGLang's adapters of experts"),
+        ([*EXPERTS, "rollout.engine.experts=deepep"], "rollout.engine.experts: deepep, but SGLang has adapters"),
+        (
+            [*EXPERTS, "rollout.engine.sglang.moe_runner_backend=cutlass"],
+            "rollout.engine.sglang.moe_runner_backend: cutlass, but SGLang's adapters of experts were read for Triton",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_what_engines_with_adapters_of_their_own_are_refused_with(
+    paths: dict[str, Path], overrides: list[str], says: str | None
+) -> None:
+    found = told(paths["qwen3-moe"], *SLOTS, *overrides)
+    assert [line[: len(says or "")] for line in found] == ([says] if says else []), found
+
+
+def test_what_engines_have_adapters_for_on_cpu(paths: dict[str, Path]) -> None:
+    def faults(family: str, *overrides: str) -> list[str]:
+        given = [f"model.path={paths[family]}", *SLOTS, *overrides]
+        return [str(one).partition(";")[0] for one in cpu_faults(resolve(load_recipe(QUICKSTART, given)))]
+
+    assert faults("qwen3-moe") == faults("llama", "lora.targets=[]") == []
+    assert faults("qwen3-moe", "lora.sync=merged", "lora.targets=[]") == []
+    experts = "lora.sync: adapters, but on CPU SGLang has none in layers with experts"
+    assert faults("qwen3-moe", "lora.targets=[]", "lora.experts=8") == [experts]
+    latent = "lora.sync: adapters, but on CPU SGLang has none for kv_b_proj"
+    assert faults("deepseek-v3", "lora.targets=[]") == [experts, latent]
+    assert faults("deepseek-v3", "lora.targets=[q_b_proj, o_proj]") == []
+    (line,) = faults("qwen3-moe", "rollout.engine.tp=2", "rollout.engine.dp=2")
+    assert line == "rollout.engine.dp: 2, but on CPU SGLang has no adapters with DP attention"
+
+
+def test_latent_attention_without_compressed_queries_has_no_slots(tmp_path: Path) -> None:
+    path = checkpoints.write(tmp_path, "deepseek-v3", num_hidden_layers=2, q_lora_rank=None)
+    found = told(path, *SLOTS, "lora.targets=[q_proj, kv_a_proj_with_mqa, o_proj]")
+    names = [line.partition(";")[0] for line in found]
+    assert names == [f"lora.targets: SGLang has no adapters for {name}" for name in ("kv_a_proj_with_mqa", "q_proj")]
 
 
 def test_adapters_to_begin_with_are_checked_where_they_are_read(paths: dict[str, Path], tmp_path: Path) -> None:

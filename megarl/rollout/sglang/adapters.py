@@ -1,9 +1,10 @@
 """SGLang's slot for our adapter (LoRA): an engine starts with an empty, pinned one, and resharding writes its factors.
 
 Facts from sglang/srt/lora 0.5.21: an adapter is read from a folder in PEFT's format when the engine starts, but not by
-an engine that does not load its weights either; a layer of which it has no tensor gets zeros (mem_pool.py). A pinned one is never evicted, and one slot must be left unpinned, for
-requests without an adapter (lora_manager.py), of which megarl sends none. Slots lie outside the memory that SGLang
-releases (model_runner.py); the weights are kept on the host meanwhile, because nobody sends them again.
+an engine that does not load its weights either; a layer of which it has no tensor gets zeros (mem_pool.py). A pinned
+one is never evicted, and one slot must be left unpinned, for requests without an adapter (lora_manager.py), of which
+megarl sends none. Slots lie outside the memory that SGLang releases (model_runner.py); the weights are kept on the host
+meanwhile, because nobody sends them again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from megarl.types import ModelShape
 
 NAME = "policy"  # of the adapter, in SGLang's requests
 _FOLDER = "adapter"
-_SLOTS = 2  # the adapter's, and that of requests without one
+SLOTS = 2  # the adapter's, and that of requests without one
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def server_arguments(slot: AdapterSlot, folder: Path, device: str) -> dict[str, 
         "max_lora_rank": slot.rank,
         "lora_target_modules": list(slot.modules),
         "lora_paths": [{"lora_name": NAME, "lora_path": str(adapter), "pinned": True}],
-        "max_loras_per_batch": _SLOTS,
+        "max_loras_per_batch": SLOTS,
         "experts_shared_outer_loras": False,
         "lora_backend": "torch_native" if device == "cpu" else "triton",
         "enable_weights_cpu_backup": device != "cpu",
