@@ -170,10 +170,11 @@ def _add_phases(table: Table, found: PhasedRollout) -> None:
 
 
 def _reshard(plan: RunPlan) -> RenderableType:
-    found = plan.reshard
+    found, lora = plan.reshard, plan.recipe.lora
+    what = "engine's adapters" if lora and lora.sync == "adapters" else "engine weights"
     table = empty_table("a reshard, GB of one GPU", "", "mean", "max")
     rows = {
-        "engine weights": found.dest_bytes,
+        what: found.dest_bytes,
         "from the own GPU": found.local_bytes,
         "in over NVLink": found.nvlink_bytes,
         "in over the fabric": found.fabric_in_bytes,

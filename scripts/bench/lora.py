@@ -2,7 +2,8 @@
 
 Two worlds of ranks take turns, step by step, so that other work of the machine affects both. Prints tokens per second
 of each, and the bytes that all ranks hold of weights, factors, gradients and optimizer. Merging the factors into the
-weights, as a reshard does, is timed beside a copy of these weights.
+weights, as a reshard does, is timed beside a copy of these weights. The bytes that a reshard brings to an engine on
+each GPU are those of its maps: of the weights, with or without adapters in them, and of adapters on their own.
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ import torch
 from megarl import device
 from megarl.config import Recipe
 from megarl.device import Address
+from megarl.parallel.engine_layout import EngineLayout
+from megarl.parallel.hf_config import model_shape
+from megarl.parallel.roles import lora_size
+from megarl.resharding import lora_slots, sglang_map
+from megarl.resharding.routes import item_bytes
 from megarl.training import flops
 from megarl.training.batching import SampleRef, plan_updates
 from megarl.types import TrainSequence
@@ -92,7 +98,6 @@ class Rank:
         }
 
     def _merging(self, params: dict[str, torch.Tensor], factors: dict[str, torch.Tensor]) -> dict[str, float]:
-        from megarl.parallel.roles import lora_size
         from megarl.resharding import lora_map, megatron_map
         from megarl.resharding.lora_merge import Merge
 
@@ -173,6 +178,22 @@ def compare(full: Recipe, adapters: Recipe, sequences: Sequence[TrainSequence], 
     return row
 
 
+def synchronised(recipe: Recipe) -> dict[str, int]:
+    """Bytes of all targets where each GPU has an engine of its own."""
+    shape, size = model_shape(recipe.model.path), lora_size(recipe)
+    assert size
+    engines = EngineLayout(count=recipe.placement.gpus, tp=1, ep=1)
+    maps = {"merged": sglang_map.parts(shape, engines), "adapters": lora_slots.target_parts(shape, engines, size)}
+    return {
+        f"{name}_synchronised_bytes": sum(
+            shard.area * item_bytes(shard.dtype or recipe.model.dtype) * len(part.members)
+            for part in parts
+            for shard in part.shards
+        )
+        for name, parts in maps.items()
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
@@ -184,6 +205,7 @@ def main() -> None:
         full = make_recipe(folder, args)
         adapters = Recipe.model_validate(full.model_dump() | {"lora": {"rank": args.rank}})
         row = compare(full, adapters, make_sequences(args.samples, args.longest, args.vocab), args.steps)
+        row |= synchronised(adapters)
     print(json.dumps(row) if args.json else "\n".join(f"{name:26} {value:,.4g}" for name, value in row.items()))
 
 

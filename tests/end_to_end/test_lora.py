@@ -24,13 +24,15 @@ KEYS = (
 )  # fmt: skip
 
 
+PARITY = "def score(response, answer, row):\n    return float(sum(map(ord, response)) % 2)\n"
+
+
 @pytest.mark.nightly
 def test_a_run_with_adapters_is_merged_resumed_and_held_against_its_reference(
     launch: Callable, tmp_path: Path
 ) -> None:
     """TP2 PP2 EP2 into an engine of TP2, as the quickstart is; the reward is one that a new model gets at times."""
-    score = "def score(response, answer, row):\n    return float(sum(map(ord, response)) % 2)\n"
-    (tmp_path / "parity.py").write_text(score)
+    (tmp_path / "parity.py").write_text(PARITY)
     command = launch(*KEYS, "run.steps=2")
     assert command.finish(400) == 0, command.err
     assert command.leftovers() == []
@@ -44,6 +46,21 @@ def test_a_run_with_adapters_is_merged_resumed_and_held_against_its_reference(
     assert abs(steps[0]["train/reference_kl"]) < 1e-9 < steps[1]["train/reference_kl"], "the adapters are off in it"
     assert steps[1]["train/reference_kl"] < 10 * steps[2]["train/reference_kl"], "it went on"
     _loads_by_itself(command.folder)
+
+
+def test_engines_get_the_frozen_weights_once_and_then_adapters_alone(launch: Callable, tmp_path: Path) -> None:
+    """TP2 PP2 EP2 into SGLang's own slots of an engine of TP2; on CPU it has these for the attention."""
+    (tmp_path / "parity.py").write_text(PARITY)
+    own = ("lora.sync=adapters", "lora.experts=0", "lora.targets=[q_proj, k_proj, v_proj, o_proj]")
+    command = launch(*KEYS, *own, "run.steps=2", "algorithm.kl_coefficient=0.0")
+    assert command.finish(400) == 0, command.err
+    assert command.leftovers() == []
+    start, *steps = command.records()
+    for record in steps:
+        assert record["rollout/logprob_gap_mean"] < 1e-4, "SGLang's adapters are what the trainer computes with"
+        assert record["train/grad_norm"] > 0
+        assert 0 < record["reshard/wire_bytes"] < start["reshard/wire_bytes"] / 20
+    assert [record["reshard/version"] for record in [start, *steps]] == [0, 1, 2]
 
 
 @pytest.mark.nightly

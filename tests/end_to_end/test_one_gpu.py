@@ -92,3 +92,23 @@ def test_a_run_with_drafts(launch: Callable, tmp_path: Path, mtp_loss: float) ->
     steps = steps_of(launch, tmp_path, *keys, family="deepseek-v3", mtp_layers=1, **LATENT)
     check(steps, 0.05)
     assert all(1 <= record["rollout/accepted"] <= 2 for record in steps)
+
+
+SLOTS = {  # family, keys of the recipe, and what changes of the tiny model
+    "all layers": ("qwen3-moe", ["lora.experts=4"], {}),
+    "all layers of latent attention": ("deepseek-v3", ["lora.experts=8"], LATENT),
+    "attention over fp8 weights": (
+        "qwen3-moe", ["lora.targets=[q_proj, k_proj, v_proj, o_proj]", "rollout.engine.fp8=true"], TILES
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(not ON_GPU, reason="on the CPU test_lora.py has SGLang's own adapters of the attention")
+@pytest.mark.parametrize("kind", SLOTS)
+def test_a_run_with_adapters_in_sglangs_slots(launch: Callable, tmp_path: Path, kind: str) -> None:
+    """The frozen weights come back from the host each time that training has had the GPU, and have to be the same."""
+    family, keys, changes = SLOTS[kind]
+    lora = ["lora.rank=8", "lora.sync=adapters", "train.lr=1e-3", *keys]
+    steps = steps_of(launch, tmp_path, *lora, family=family, **changes)
+    check(steps, 0.2 if "fp8" in kind else 0.05)
+    assert all(record["train/grad_norm"] > 0 for record in steps)

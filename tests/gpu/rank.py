@@ -42,12 +42,16 @@ def train_keys(**given: Any) -> dict[str, Any]:
     } | given  # fmt: skip
 
 
+def _lora() -> SimpleNamespace:
+    return SimpleNamespace(rank=4, experts=2, alpha=6.0, targets=(), sync="merged", rounding="nearest")
+
+
 def recipe(path: str, dtype: str, has_adapters: bool, **train: Any) -> Any:
     """What a rank's model reads of a recipe; the recipe's own classes need pydantic."""
     return SimpleNamespace(
         run=SimpleNamespace(seed=1, timeout_s=60.0),
         model=SimpleNamespace(path=path, dtype=dtype),
-        lora=SimpleNamespace(rank=4, experts=2, alpha=6.0, targets=(), rounding="nearest") if has_adapters else None,
+        lora=_lora() if has_adapters else None,
         train=SimpleNamespace(**train_keys(**train)),
         placement=SimpleNamespace(gpus=1, train_gpus=None, gpu_of=lambda slot: slot),
     )
