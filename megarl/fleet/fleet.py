@@ -17,7 +17,7 @@ from megarl.device import address_of
 from megarl.fleet.engines import Engines
 from megarl.fleet.memory import MemoryScheduler, Phase
 from megarl.fleet.rank_groups import AuxiliaryRanks, GroupStock, PolicyRanks, RewardModelRanks, RolloutBatch
-from megarl.parallel.roles import Roles, resolve
+from megarl.parallel.roles import Roles, resolve, trains_merged
 from megarl.resharding.contents import ContentName, contents_of
 from megarl.resharding.member import Stats, collect_stats
 from megarl.resharding.session import Session, Sessions, sessions
@@ -125,6 +125,7 @@ class Fleet(TrainingFleet):
         readings = self.hand_over("reshard") if self.memory.phase != "rollout" else {}
         version = self.version + 1
         contents = contents_of(self.roles.policy.lora, has_weights=self._have_sessions)
+        kept_share = self.trainers.merge(version) if trains_merged(self.roles.policy.recipe) else None
         calls = self._exchange(version, contents)
         try:
             self._cluster.gather(calls)
@@ -139,7 +140,8 @@ class Fleet(TrainingFleet):
             raise RuntimeError(f"the engines are at versions {versions}, the trainer is at {version}")
         self.version, self._have_sessions = version, True
         readings |= self.hand_over("rollout")
-        return collect_stats(self._store, self._run_id, self.attempts, self.roles.num_members, contents), readings
+        stats = collect_stats(self._store, self._run_id, self.attempts, self.roles.num_members, contents)
+        return stats if kept_share is None else replace(stats, kept_share=kept_share), readings
 
     def _exchange(self, version: int, contents: Sequence[ContentName]) -> dict[Ref, str]:
         """Call every member of one attempt. Engines keep their session from the first exchange that succeeded."""
@@ -215,7 +217,7 @@ class Fleet(TrainingFleet):
             timeout_s=self._recipe.run.timeout_s,
             gpus_per_node=self._recipe.placement.gpus_per_node,
             verify=self._recipe.reshard.verify,
-            lora=self.roles.policy.lora,
+            lora=None if trains_merged(self._recipe) else self.roles.policy.lora,
         )
         return sessions(common, [one.source for one in published])
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 
@@ -226,6 +227,12 @@ class PolicyRanks(RankGroup):
     def export(self, folder: Path, *, fp8: bool = False) -> None:
         """Write the weights as a Hugging Face checkpoint; fp8: those of linear layers in tiles with scales."""
         self._call("export", folder, fp8)
+
+    def merge(self, version: int) -> float | None:
+        """Have the weights, with adapters in them, as engines get this version; the part that rounding has kept."""
+        calls = {worker.call("merge", version): worker.name for worker in self.workers}
+        shares = [one for one in self._cluster.gather(calls) if one is not None]
+        return fmean(shares) if shares else None
 
     def publish(self) -> list[PublishedRank]:
         """Each rank's handles to its parameters."""

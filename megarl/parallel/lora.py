@@ -62,9 +62,13 @@ CUTS: dict[type[torch.nn.Module], Cut] = {
 
 @dataclass
 class Adapters:
-    """All adapters of a rank, which `without` switches off together."""
+    """All adapters of a rank, which `without` switches off together.
+
+    are_in_weights: the weights are the sums with the adapters, so that these add their gradient alone.
+    """
 
     is_on: bool = True
+    are_in_weights: bool = False
 
     @contextmanager
     def without(self) -> Iterator[None]:
@@ -240,12 +244,15 @@ def _linear(chunks: Sequence[torch.nn.Module], path: str) -> torch.nn.Module:
 
 def _adding(adapter: torch.nn.Module, adapters: Adapters) -> Any:
     def add(linear: Any, inputs: tuple[Any, ...], output: Any) -> Any:
-        if not adapters.is_on:
+        if not adapters.is_on or (adapters.are_in_weights and not torch.is_grad_enabled()):
             return output
         (hidden, *others), (own, bias) = inputs, output
+        if adapters.are_in_weights:
+            hidden = hidden.detach()  # its gradient comes by the weights
         if hasattr(linear, "layer_norm_weight"):
             hidden = F.rms_norm(hidden, hidden.shape[-1:], linear.layer_norm_weight, linear.eps)
-        return own + adapter(hidden, *others), bias
+        delta = adapter(hidden, *others)
+        return own + (delta - delta.detach() if adapters.are_in_weights else delta), bias
 
     return add
 

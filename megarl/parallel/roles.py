@@ -44,6 +44,14 @@ def lora_size(recipe: Recipe) -> LoraSize | None:
     return LoraSize(lora.rank, expert_rank, lora.alpha, lora.targets, lora.rounding, lora.sync)
 
 
+def trains_merged(recipe: Recipe) -> bool:
+    """Whether the policy's weights are the sums with its adapters, rounded, that engines get.
+
+    In float32 rounding loses nothing that matters, and the sums are made as they are sent.
+    """
+    return recipe.lora is not None and recipe.lora.sync == "merged" and recipe.model.dtype != "float32"
+
+
 def reference_copy(recipe: Recipe) -> str | None:
     """The checkpoint of whose weights the policy's ranks keep a copy, for KL terms; None: they need none.
 

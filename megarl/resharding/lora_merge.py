@@ -151,7 +151,7 @@ class Merge:
                 by_name.setdefault(shard.name, []).append(shard)
         return Merge(size, by_name, factors, _Exchange(size.rounding))
 
-    def begin(self, version: int) -> None:
+    def begin(self, version: int | None) -> None:
         """Read this version from now on, also by the boxes that there are, and count anew what its rounding keeps."""
         self.exchange.version = version
         self.exchange.kept.zero_()

@@ -24,7 +24,7 @@ from megarl.config import Recipe
 from megarl.parallel import groups, host_offload, model
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.pipeline import Norms
-from megarl.parallel.roles import lora_size, reference_copy
+from megarl.parallel.roles import lora_size, reference_copy, trains_merged
 from megarl.parallel.routing import Choices
 from megarl.parallel.sequences import PackedRow
 from megarl.resharding.contents import ContentName
@@ -33,6 +33,7 @@ from megarl.resharding.memory_handles import share_params
 from megarl.resharding.session import PublishedRank, Session
 from megarl.training import credit
 from megarl.training.batching import Key, TokenValues, Update, refs_of, train_sequences, values_by_reader
+from megarl.training.merged_weights import MergedWeights
 from megarl.training.rank import MicroBatches, Received, TrainingRank, norms_of
 from megarl.types import FloatArray, Hyperparameters, SampleGroup
 
@@ -85,6 +86,16 @@ class PolicyRank(TrainingRank):
         super().__init__(rank, recipe, meet, shape, slot=rank, is_published=True, reference=reference)
         self.options, self.communicator_bytes = self._model.options, lambda: self._model.communicator_bytes
         self._exchanges: Exchanges | None = None
+        self._merged = self._merged_weights() if trains_merged(recipe) else None
+
+    def _merged_weights(self) -> MergedWeights:
+        """Put the sums with the adapters into the place of the frozen weights, now and whenever factors are loaded."""
+        size, adapters = lora_size(self._recipe), self._model.adapters
+        assert size and adapters
+        of_rank = self.shape, self.layout, self.rank, model.TRANSFORMER_ENGINE
+        adapters.are_in_weights, found = True, MergedWeights(size, *of_rank, self.params(), self.factors())
+        self.load, self.load_weights = found.after(self._model.load), found.after(self._model.load_weights)
+        return found
 
     def observe(
         self,
@@ -180,6 +191,8 @@ class PolicyRank(TrainingRank):
         with ExitStack() as stack:
             if self._model.adapters:
                 stack.enter_context(self._model.adapters.without())
+            if self._merged:
+                stack.enter_context(self._merged.frozen())
             if self._reference:
                 stack.enter_context(host_offload.swapped_in(self.params(), self._reference))
             yield
@@ -231,7 +244,10 @@ class PolicyRank(TrainingRank):
 
         rows = self._rows(share.micro_batches, share.old_logp, share.reference_logp)
         how = {"choices": share.choices, "temperature": share.temperature}
-        return self._update(rows, row_loss, share.norms, lr, **how) | self._routing_stats(share.norms)
+        stats = self._update(rows, row_loss, share.norms, lr, **how)
+        if self._merged:
+            self._merged.write()
+        return stats | self._routing_stats(share.norms)
 
     def _replay_gaps(self, share: UpdateShare) -> Statistics:
         """|engine - trainer| logprob with and without replay, over the first micro-batches' tokens to train on.
@@ -288,7 +304,7 @@ class PolicyRank(TrainingRank):
             dtype=recipe.model.dtype,
             gpus_per_node=recipe.placement.gpus_per_node,
             timeout_s=recipe.run.timeout_s,
-            lora=lora_size(recipe),
+            lora=None if self._merged else lora_size(recipe),
             fp8=fp8,
         )
         export_hf(job, self.params() | self.factors(), PrefixStore(f"export {folder}", self._store))
@@ -296,6 +312,13 @@ class PolicyRank(TrainingRank):
     def publish(self) -> PublishedRank:
         """Let another process of this GPU map the parameters; they stay where they are for this one."""
         return PublishedRank(share_params(self.params() | self.factors()), model.TRANSFORMER_ENGINE)
+
+    def merge(self, version: int) -> float | None:
+        """Have the weights as engines get this version; returns the part of the adapters that rounding has kept.
+
+        None where nothing is merged here.
+        """
+        return self._merged.publish(version) if self._merged else None
 
     def reshard(self, session: Session, version: int, attempt: int, contents: Sequence[ContentName]) -> None:
         """Take part in exchanges for a GPU without an engine: this rank only sends. attempt: never the same twice."""
