@@ -18,7 +18,7 @@ from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.fleet.memory import Phase
 from megarl.parallel.layout import TrainLayout
-from megarl.parallel.roles import RoleName, engine_layout, lora_size, reference_copy, shared_slots
+from megarl.parallel.roles import RoleName, engine_layout, lora_size, reference_copy, shared_slots, trains_merged
 from megarl.plan.activations import activation_bytes, forward_bytes, logits_bytes
 from megarl.plan.adapters import slot_bytes
 from megarl.plan.batch import samples_bytes
@@ -311,6 +311,8 @@ class _StageRank:
             found["offloaded_optimizer"] = math.ceil(PINNED_SHARE * self.parts.optimizer_bytes)
         if size.name == "policy" and reference_copy(recipe):
             found["reference"] = weights
+        if size.name == "policy" and trains_merged(recipe):
+            found["frozen_weights"] = weights
         if size.name != "policy" and is_shared:
             found["offloaded_weights"] = weights
         return found

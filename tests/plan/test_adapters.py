@@ -79,7 +79,9 @@ def test_what_adapters_save(recipe: Recipe) -> None:
     assert parts.grads_bytes == GRADIENT_BYTES * trained < full.memory.device["train"].grads_bytes / 20
     state = max(size.optimizer_share(stage) for stage in range(2)) * (MASTER_BYTES + MOMENTS_BYTES)
     assert parts.optimizer_bytes == pytest.approx(state, rel=1e-6)
-    assert lora.memory.host_bytes < full.memory.host_bytes / 2
+    frozen = lora.memory.host["frozen_weights"]
+    assert 8 * parts.weights_bytes < frozen < 1.5 * 8 * parts.weights_bytes, "from which the sums are made"
+    assert lora.memory.host_bytes - frozen < full.memory.host_bytes / 2 and "frozen_weights" not in full.memory.host
     times, others = lora.learning["policy"], full.learning["policy"]
     assert 0.66 < times.updates_s / others.updates_s < 0.9, "two of three products, and the same exchanges"
     assert times.gradients_s > 0
@@ -100,6 +102,7 @@ def test_what_adapters_on_their_own_save_and_take(recipe: Recipe) -> None:
     whole = 2 * 2 * adapter_parameters(shape, LoraSize(16, 16, 32.0, ()))
     assert whole / 8 < slots[0] < whole / 6
     weights = weight_bytes(shape, engine, "bfloat16")[0]
+    assert "frozen_weights" not in alone.memory.host
     assert alone.memory.host["engine_weights"] == 8 * weights and "engine_weights" not in merged.memory.host
     assert alone.reshard.dest_bytes.max < merged.reshard.dest_bytes.max / 20
     assert alone.reshard.expected_s < merged.reshard.expected_s / 5
