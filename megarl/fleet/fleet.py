@@ -17,8 +17,8 @@ from megarl.device import address_of
 from megarl.fleet.engines import Engines
 from megarl.fleet.memory import MemoryScheduler, Phase
 from megarl.fleet.rank_groups import AuxiliaryRanks, GroupStock, PolicyRanks, RewardModelRanks, RolloutBatch
-from megarl.parallel.roles import Roles, resolve, trains_merged
-from megarl.resharding.contents import ContentName, contents_of
+from megarl.parallel.roles import Roles, published_tiles, resolve, trains_merged
+from megarl.resharding.contents import ContentName, Step, contents_of
 from megarl.resharding.member import Stats, collect_stats
 from megarl.resharding.session import Session, Sessions, sessions
 from megarl.rollout.episodes import partial_summary, summary
@@ -124,8 +124,10 @@ class Fleet(TrainingFleet):
         """
         readings = self.hand_over("reshard") if self.memory.phase != "rollout" else {}
         version = self.version + 1
-        contents = contents_of(self.roles.policy.lora, has_weights=self._have_sessions)
-        kept_share = self.trainers.merge(version) if trains_merged(self.roles.policy.recipe) else None
+        policy = self.roles.policy
+        from_files = published_tiles(policy.recipe, policy.model) is not None
+        contents = contents_of(policy.lora, has_weights=self._have_sessions, from_files=from_files)
+        kept_share = self.trainers.merge(version) if trains_merged(policy.recipe) else None
         calls = self._exchange(version, contents)
         try:
             self._cluster.gather(calls)
@@ -140,10 +142,11 @@ class Fleet(TrainingFleet):
             raise RuntimeError(f"the engines are at versions {versions}, the trainer is at {version}")
         self.version, self._have_sessions = version, True
         readings |= self.hand_over("rollout")
-        stats = collect_stats(self._store, self._run_id, self.attempts, self.roles.num_members, contents)
+        moved: list[ContentName] = [one for one in contents if one != "files"]
+        stats = collect_stats(self._store, self._run_id, self.attempts, self.roles.num_members, moved)
         return stats if kept_share is None else replace(stats, kept_share=kept_share), readings
 
-    def _exchange(self, version: int, contents: Sequence[ContentName]) -> dict[Ref, str]:
+    def _exchange(self, version: int, contents: Sequence[Step]) -> dict[Ref, str]:
         """Call every member of one attempt. Engines keep their session from the first exchange that succeeded."""
         self.attempts += 1
         calls: dict[Ref, str] = {}
@@ -217,6 +220,7 @@ class Fleet(TrainingFleet):
             timeout_s=self._recipe.run.timeout_s,
             gpus_per_node=self._recipe.placement.gpus_per_node,
             verify=self._recipe.reshard.verify,
+            files=published_tiles(self.roles.policy.recipe, self.roles.policy.model),
             lora=None if trains_merged(self._recipe) else self.roles.policy.lora,
         )
         return sessions(common, [one.source for one in published])

@@ -52,6 +52,14 @@ def trains_merged(recipe: Recipe) -> bool:
     return recipe.lora is not None and recipe.lora.sync == "merged" and recipe.model.dtype != "float32"
 
 
+def published_tiles(recipe: Recipe, model: HfModel) -> str | None:
+    """The checkpoint whose fp8 tiles are the engines' frozen weights, which they read from it; None: there is none."""
+    is_frozen = recipe.lora is not None and recipe.lora.sync == "adapters"
+    quantisation = model.facts.quantisation if model.facts else None
+    has_tiles = quantisation is not None and quantisation.kind == "fp8"
+    return recipe.model.path if is_frozen and recipe.rollout.engine.fp8 and has_tiles else None
+
+
 def reference_copy(recipe: Recipe) -> str | None:
     """The checkpoint of whose weights the policy's ranks keep a copy, for KL terms; None: they need none.
 

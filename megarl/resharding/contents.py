@@ -16,6 +16,7 @@ from megarl.resharding.session import Session
 from megarl.resharding.shards import LayoutError, Part, Shard, cells, first_of, shape_as_stack, verify_params
 
 ContentName = Literal["weights", "factors"]
+Step = ContentName | Literal["files"]  # files: engines read the frozen weights from the checkpoint
 Params = Mapping[str, torch.Tensor]
 SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -117,11 +118,16 @@ def content_of(name: ContentName, session: Session, params: Params) -> Content:
     return Weights(session, params) if name == "weights" else Factors(session, params)
 
 
-def contents_of(size: LoraSize | None, *, has_weights: bool) -> list[ContentName]:
-    """What a reshard moves, in this order. has_weights: the engines have the frozen weights of an earlier one."""
+def contents_of(size: LoraSize | None, *, has_weights: bool, from_files: bool = False) -> list[Step]:
+    """What a reshard does, in this order.
+
+    has_weights: the engines have the frozen weights of an earlier one. from_files: they read these themselves.
+    """
     if size is None or size.sync == "merged":
         return ["weights"]
-    return ["factors"] if has_weights else ["weights", "factors"]
+    if has_weights:
+        return ["factors"]
+    return ["files" if from_files else "weights", "factors"]
 
 
 def held(parts: Sequence[Part], member: int) -> list[Shard]:

@@ -37,6 +37,7 @@ class Session:
     member: int = 0
     source: SourceHandles | None = None
     lora: LoraSize | None = None  # the adapters of the training ranks
+    files: str | None = None  # the checkpoint with the frozen weights in the form that engines have them
 
     @property
     def num_members(self) -> int:
@@ -84,7 +85,7 @@ class Sessions:
     def engine_message(
         self, engine: int, version: int, attempt: int, first: bool, contents: Sequence[str] = ("weights",)
     ) -> dict[str, Any]:
-        """The JSON object that engine `engine` passes to `loader.load` in each of its processes.
+        """The JSON object that engine `engine` passes to `weight_loader.load` in each of its processes.
 
         attempt: unique in a run. first: include the sessions, which an engine needs at its first attempt and whenever
         training ranks have shared new parameters. contents: what is moved, in this order. "models" in the message: for

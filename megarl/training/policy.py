@@ -27,7 +27,7 @@ from megarl.parallel.pipeline import Norms
 from megarl.parallel.roles import lora_size, reference_copy, trains_merged
 from megarl.parallel.routing import Choices
 from megarl.parallel.sequences import PackedRow
-from megarl.resharding.contents import ContentName
+from megarl.resharding.contents import Step
 from megarl.resharding.exchanges import Exchanges
 from megarl.resharding.memory_handles import share_params
 from megarl.resharding.session import PublishedRank, Session
@@ -320,12 +320,13 @@ class PolicyRank(TrainingRank):
         """
         return self._merged.publish(version) if self._merged else None
 
-    def reshard(self, session: Session, version: int, attempt: int, contents: Sequence[ContentName]) -> None:
+    def reshard(self, session: Session, version: int, attempt: int, contents: Sequence[Step]) -> None:
         """Take part in exchanges for a GPU without an engine: this rank only sends. attempt: never the same twice."""
         if self._exchanges is None:
             self._exchanges = Exchanges(session, self.params() | self.factors())
         for content in contents:
-            self._exchanges.of(content).run(version, attempt)
+            if content != "files":
+                self._exchanges.of(content).run(version, attempt)
 
 
 def _on_host(choices: Choices) -> HostChoices:

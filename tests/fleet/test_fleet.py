@@ -75,7 +75,7 @@ def made(monkeypatch: pytest.MonkeyPatch, cluster: Cluster, engines: Engines) ->
         _cluster=cluster, engines=engines, trainers=SimpleNamespace(workers=[]), version=3, attempts=4,
         _have_sessions=True,
         memory=SimpleNamespace(phase="train", hand_over=hand_over), _say=said.append, _store=None, _run_id="run",
-        roles=SimpleNamespace(num_members=1, policy=SimpleNamespace(lora=None, recipe=SimpleNamespace(lora=None))),
+        roles=SimpleNamespace(num_members=1, policy=SimpleNamespace(lora=None, recipe=SimpleNamespace(lora=None), model=SimpleNamespace(facts=None))),
         _sessions=SimpleNamespace(
             trainers={},
             engine_message=lambda index, version, attempt, first, contents: {"attempt": attempt, "contents": contents},

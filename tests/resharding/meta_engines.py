@@ -219,7 +219,7 @@ def _models(request: Mapping[str, Any]) -> tuple[list[torch.nn.Module], Any]:
         group_head=engine.group_head, deepep=engine.deepep, draft=engine.draft,
     )  # fmt: skip
     os.environ["SGLANG_SHARED_EXPERT_TP1"] = str(int(engine.whole_shared))
-    server: Any = ServerArgs(**server_arguments(settings, "megarl.resharding.loader.load", "cuda"))
+    server: Any = ServerArgs(**server_arguments(settings, "megarl.rollout.sglang.weight_loader.load", "cuda"))
     world_rank = context.spawn_world_rank(server, tp_rank=rank, pp_rank=0)
     context.publish(server, role="scheduler", ranks=context.SpawnRanks(world_rank=world_rank, gpu_id=0))
     parallel = context.get_parallel()

@@ -23,11 +23,11 @@ from megarl.parallel.layout import TrainLayout
 from megarl.parallel.lora_pairs import LoraSize
 from megarl.resharding import engine_model
 from megarl.resharding.agreement import Agreement
-from megarl.resharding.loader import load
 from megarl.resharding.member import Member, Stats, collect_stats, conclude
 from megarl.resharding.memory_handles import SourceHandles, map_params, share_params
 from megarl.resharding.session import Session, sessions
 from megarl.resharding.sglang_map import DRAFT
+from megarl.rollout.sglang.weight_loader import load
 from megarl.types import UserFault
 from tests.leftovers import left_since, shared_files
 from tests.resharding.worlds import MLA, MOE, TIMEOUT_S, Pair, Params, Process, fill, make_params, wrong_params

@@ -22,7 +22,7 @@ from megarl.rollout.sglang.deterministic import sample_seed
 from megarl.rollout.sglang.host import EngineFault, Host
 from megarl.types import Sample, SamplePart, with_part
 
-WEIGHT_LOADER = "megarl.resharding.loader.load"
+WEIGHT_LOADER = "megarl.rollout.sglang.weight_loader.load"
 _RELEASED = ("kv_cache", "weights")  # SGLang's tags of the memory that training uses in between; CUDA graphs stay
 _NOTHING = np.zeros(0, np.int64), np.zeros(0, np.float32)
 _UNBEGUN = Sample(*_NOTHING, "", finished=False, parts=(), prefills=0, is_open=True)

@@ -1,15 +1,21 @@
-"""SGLang's custom weight loader: the scheduler process of an engine as a member of every exchange of a run."""
+"""SGLang's custom weight loader: the scheduler process of an engine as a member of every exchange of a run.
+
+Frozen weights that are published in fp8 tiles come from the checkpoint's files instead: what training has of them is
+dequantised, and to quantise it again would move the scales.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megarl.resharding import engine_model
+from megarl.checkpoints.hf_import import load_hf
+from megarl.resharding import engine_model, sglang_map
 from megarl.resharding.exchanges import Exchanges
 from megarl.resharding.memory_handles import map_params
 from megarl.resharding.session import Session
@@ -52,13 +58,25 @@ def _exchange(message: Mapping[str, Any], models: Sequence[torch.nn.Module]) -> 
         _exchanges[run_id] = _opened(Session.from_json(message["sessions"][str(dist.get_rank())]))
     exchanges, whole = _exchanges[run_id], engine_model.joined(models)
     for content in message["contents"]:
-        member = exchanges.of(content)
         if content == "factors":
-            member.run(version, attempt, engine_model.slots(models[0]))
+            exchanges.of(content).run(version, attempt, engine_model.slots(models[0]))
             continue
         fault = engine_model.unknown_layout(whole) or engine_model.draft_fault(models)
-        params = engine_model.params(whole)
-        member.run(version, attempt, params, fault=fault, finish=lambda: _finish(whole, models, exchanges.session))
+        finish = partial(_finish, whole, models, exchanges.session)
+        if content == "files":
+            if fault:
+                raise fault
+            _read(whole, exchanges.session)
+            finish()
+            continue
+        exchanges.of(content).run(version, attempt, engine_model.params(whole), fault=fault, finish=finish)
+
+
+def _read(whole: torch.nn.Module, session: Session) -> None:
+    """Take this rank's weights from the checkpoint."""
+    at = session.engine.member(session.member)
+    assert at and session.files
+    load_hf(session.files, sglang_map.shards(session.shape, session.engine, at[1]), engine_model.params(whole))
 
 
 def _opened(session: Session) -> Exchanges:

@@ -1,0 +1,86 @@
+"""Frozen weights that engines take from a checkpoint, without an exchange, by SGLang's custom weight loader."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.checkpoints.hf_import import load_hf
+from megarl.device import Address
+from megarl.parallel.engine_layout import EngineLayout
+from megarl.parallel.layout import TrainLayout
+from megarl.parallel.lora_pairs import LoraSize
+from megarl.parallel.quantisation import Quantisation
+from megarl.parallel.roles import published_tiles
+from megarl.resharding import sglang_map
+from megarl.resharding.contents import contents_of
+from megarl.resharding.memory_handles import SourceHandles
+from megarl.resharding.session import Session, sessions
+from megarl.resharding.shards import LayoutError
+from megarl.rollout.sglang import weight_loader
+from tests.checkpoints.test_quantised import WHOLE_TILES, params_of, publish, weights, write
+from tests.resharding.test_exchange import Model
+
+SHAPE = dataclasses.replace(WHOLE_TILES, num_mtp_layers=0)
+SIZE = LoraSize(4, 0, 8.0, ("q_b_proj",), sync="adapters")
+
+
+def test_published_tiles_are_read_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the second rank of an engine of TP2 EP2: every bit is what `load_hf` reads, and no store is joined."""
+    files, _ = publish(weights(SHAPE), "fp8")
+    engine, rank = EngineLayout(1, 2, 2, fp8=True), 1
+    folder = str(write(tmp_path, files))
+    common = Session(
+        meet=Address("127.0.0.1", 1), run_id="files", shape=SHAPE, train=TrainLayout(2, 2, 1, 1), engine=engine,
+        transformer_engine=False, dtype="bfloat16", round_bytes=1 << 20, timeout_s=1.0, gpus_per_node=2, verify="full",
+        lora=SIZE, files=folder,
+    )  # fmt: skip
+    message = sessions(common, [SourceHandles((), {})] * 2).engine_message(0, 0, 1, True, ["files"])
+    shards = sglang_map.shards(SHAPE, engine, rank)
+    model, wanted = Model(params_of(shards, torch.bfloat16), 0), params_of(shards, torch.bfloat16)
+    load_hf(folder, shards, wanted)
+    monkeypatch.setattr(weight_loader.dist, "get_rank", lambda: rank)
+
+    def load() -> None:
+        weight_loader.load(
+            model, [("session", torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8))]
+        )
+
+    load()
+    found = dict(model.named_parameters())
+    assert found.keys() == wanted.keys()
+    for name, param in found.items():
+        assert torch.equal(param.detach().view(torch.uint8), wanted[name].view(torch.uint8)), name
+    model.get_submodule("model").use_triton_kernels = True  # type: ignore[assignment]
+    with pytest.raises(LayoutError, match="stores experts in an unmapped layout"):
+        load()
+
+
+def test_what_a_reshard_does() -> None:
+    merged = dataclasses.replace(SIZE, sync="merged")
+    assert contents_of(None, has_weights=True) == contents_of(merged, has_weights=False) == ["weights"]
+    assert contents_of(SIZE, has_weights=False) == ["weights", "factors"]
+    assert contents_of(SIZE, has_weights=False, from_files=True) == ["files", "factors"]
+    assert contents_of(SIZE, has_weights=True, from_files=True) == ["factors"]
+
+
+@pytest.mark.parametrize(
+    ("sync", "fp8", "kind", "reads"),
+    [("adapters", True, "fp8", True), ("adapters", False, "fp8", False), ("adapters", True, "int4", False),
+     ("adapters", True, None, False), ("merged", True, "fp8", False), (None, True, "fp8", False)],
+)  # fmt: skip
+def test_engines_read_what_is_published_as_they_have_it(sync: str | None, fp8: bool, kind: Any, reads: bool) -> None:
+    facts = SimpleNamespace(quantisation=Quantisation(kind) if kind else None)
+    recipe: Any = SimpleNamespace(
+        lora=SimpleNamespace(sync=sync) if sync else None,
+        model=SimpleNamespace(path="published"),
+        rollout=SimpleNamespace(engine=SimpleNamespace(fp8=fp8)),
+    )
+    model: Any = SimpleNamespace(facts=facts)
+    assert published_tiles(recipe, model) == ("published" if reads else None)
