@@ -24,7 +24,7 @@ from megarl.parallel.engine_layout import FP8_TILE
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.lora_pairs import LoraSize, is_factor
 from megarl.parallel.quantisation import FP8_CONFIG, QUANTISATION_KEYS
-from megarl.resharding import fp8, lora_map, megatron_map
+from megarl.resharding import fp8, megatron_map
 from megarl.resharding.agreement import Agreement
 from megarl.resharding.execute import Executor
 from megarl.resharding.lora_merge import Merge
@@ -110,8 +110,8 @@ def _merged(job: Export, params: Mapping[str, torch.Tensor]) -> tuple[dict[str, 
     if job.lora is None:
         return weights, None
     factors = {name: param for name, param in params.items() if is_factor(name)}
-    of_factors = lora_map.shards(job.shape, job.layout, job.rank, job.lora, job.transformer_engine)
-    return weights, Merge.of(job.lora, shards, of_factors, factors)
+    of_rank = job.shape, job.layout, job.rank, job.transformer_engine
+    return weights, Merge.of_rank(job.lora, *of_rank, factors)
 
 
 def plan_files(shape: ModelShape, dtype: str, file_bytes: int) -> list[File]:

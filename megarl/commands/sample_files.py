@@ -43,7 +43,7 @@ def roll_out(recipe: Recipe, inputs: Inputs, log: RunLog, out: Path) -> None:
                 with disk.writing(out.parent, out.name, "--out"):
                     file.write(fleet.fetch(groups))
                 if fleet.reward_model:
-                    publish(fleet, record)  # where it had the engines' memory their weights are lost
+                    publish(fleet, record)  # where it had the engines' memory their weights may be lost
                 record.add(rollout_metrics(groups.summaries))
                 record.samples(groups.summaries)
                 record.failed(groups.summaries)

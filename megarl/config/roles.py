@@ -67,8 +67,11 @@ class LoraConfig(Branch):
     A linear layer with weight W computes W x + (alpha / rank) B A x. `targets` are the last parts of the layers' names
     in the checkpoint (q_proj, down_proj); all linear layers of the decoder unless it is set. Each routed expert has
     adapters of its own, of rank `experts`: null as for the other layers, 0 none. A run begins with those of `path`, a
-    folder in PEFT's format, or with B = 0. Engines get the merged weights, rounded to `model.dtype` as `rounding` says;
-    with `sync: adapters` they get the frozen weights once and then the adapters alone, which SGLang computes with.
+    folder in PEFT's format, or with B = 0.
+
+    `sync: merged`: engines get the sums W + (alpha / rank) B A, rounded to `model.dtype` as `rounding` says; in a 16-bit
+    type training computes with these too. `adapters`: they get the frozen weights once and then the adapters alone,
+    with which SGLang computes.
     """
 
     rank: LoraRank = 16

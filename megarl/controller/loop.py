@@ -85,7 +85,7 @@ def begin(
         run.saver.leave_if_wanted()
         if start:
             stock = resume(start, recipe, fleet, inputs.prompts)
-        publish(fleet, record)  # engines start empty: every weight they ever have comes through the reshard
+        publish(fleet, record)  # engines start empty: this gives them their first weights
         if not start and recipe.evaluation.at_start:
             evaluate(run, record)
     if recipe.warm_start.steps and not start:

@@ -198,7 +198,8 @@ def adapter_identity(recipe: Recipe) -> dict[str, Any] | None:
     """What a checkpoint of adapters fits, as `Progress` has it: their recipe keys, and the frozen weights."""
     if recipe.lora is None:
         return None
-    keys = recipe.lora.model_dump(mode="json", exclude={"path", "rounding"}) | {"targets": sorted(recipe.lora.targets)}
+    keys = recipe.lora.model_dump(mode="json", exclude={"path", "rounding", "sync"})
+    keys |= {"targets": sorted(recipe.lora.targets)}
     return {**{f"lora.{key}": value for key, value in keys.items()}, "base": fingerprint(recipe.model.path)}
 
 

@@ -17,9 +17,9 @@ from megarl.device import address_of
 from megarl.fleet.engines import Engines
 from megarl.fleet.memory import MemoryScheduler, Phase
 from megarl.fleet.rank_groups import AuxiliaryRanks, GroupStock, PolicyRanks, RewardModelRanks, RolloutBatch
-from megarl.parallel.roles import Roles, published_tiles, resolve, trains_merged
-from megarl.resharding.contents import ContentName, Step, contents_of
+from megarl.parallel.roles import Roles, fp8_checkpoint, resolve, sent_lora, trains_merged
 from megarl.resharding.member import Stats, collect_stats
+from megarl.resharding.payloads import ReshardStep, exchanged, reshard_steps
 from megarl.resharding.session import Session, Sessions, sessions
 from megarl.rollout.episodes import partial_summary, summary
 from megarl.rollout.sample_file import open_samples, writing
@@ -125,10 +125,10 @@ class Fleet(TrainingFleet):
         readings = self.hand_over("reshard") if self.memory.phase != "rollout" else {}
         version = self.version + 1
         policy = self.roles.policy
-        from_files = published_tiles(policy.recipe, policy.model) is not None
-        contents = contents_of(policy.lora, has_weights=self._have_sessions, from_files=from_files)
-        kept_share = self.trainers.merge(version) if trains_merged(policy.recipe) else None
-        calls = self._exchange(version, contents)
+        from_files = fp8_checkpoint(policy.recipe, policy.model) is not None
+        steps = reshard_steps(policy.lora, has_weights=self._have_sessions, from_files=from_files)
+        kept_share = self.trainers.round_for(version) if trains_merged(policy.recipe) else None
+        calls = self._exchange(version, steps)
         try:
             self._cluster.gather(calls)
         except WorkerFailed as failure:
@@ -136,26 +136,25 @@ class Fleet(TrainingFleet):
             if not self._cluster.settle(calls):
                 raise
             self._say(f"the reshard to version {version} failed and is tried once more: {failure}")
-            self._cluster.gather(self._exchange(version, contents))
+            self._cluster.gather(self._exchange(version, steps))
         versions = self.engines.versions()
         if any(one != version for one in versions):
             raise RuntimeError(f"the engines are at versions {versions}, the trainer is at {version}")
         self.version, self._have_sessions = version, True
         readings |= self.hand_over("rollout")
-        moved: list[ContentName] = [one for one in contents if one != "files"]
-        stats = collect_stats(self._store, self._run_id, self.attempts, self.roles.num_members, moved)
+        stats = collect_stats(self._store, self._run_id, self.attempts, self.roles.num_members, exchanged(steps))
         return stats if kept_share is None else replace(stats, kept_share=kept_share), readings
 
-    def _exchange(self, version: int, contents: Sequence[Step]) -> dict[Ref, str]:
+    def _exchange(self, version: int, steps: Sequence[ReshardStep]) -> dict[Ref, str]:
         """Call every member of one attempt. Engines keep their session from the first exchange that succeeded."""
         self.attempts += 1
         calls: dict[Ref, str] = {}
         for index, worker in enumerate(self.engines.workers):
-            message = self._sessions.engine_message(index, version, self.attempts, not self._have_sessions, contents)
+            message = self._sessions.engine_message(index, version, self.attempts, not self._have_sessions, steps)
             calls[worker.call("reshard", message, version)] = worker.name
         for rank, session in self._sessions.trainers.items():
             worker = self.trainers.workers[rank]
-            calls[worker.call("reshard", session, version, self.attempts, contents)] = worker.name
+            calls[worker.call("reshard", session, version, self.attempts, steps)] = worker.name
         return calls
 
     def resume(self, folder: Path, version: int, attempts: int) -> list[tuple[str, Summary, Ref]]:
@@ -220,8 +219,8 @@ class Fleet(TrainingFleet):
             timeout_s=self._recipe.run.timeout_s,
             gpus_per_node=self._recipe.placement.gpus_per_node,
             verify=self._recipe.reshard.verify,
-            files=published_tiles(self.roles.policy.recipe, self.roles.policy.model),
-            lora=None if trains_merged(self._recipe) else self.roles.policy.lora,
+            fp8_checkpoint=fp8_checkpoint(self.roles.policy.recipe, self.roles.policy.model),
+            lora=sent_lora(self._recipe),
         )
         return sessions(common, [one.source for one in published])
 

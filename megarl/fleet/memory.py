@@ -38,7 +38,10 @@ class RanksMemory(Protocol):
 
 class EngineMemory(Protocol):
     def release_memory(self) -> None:
-        """Release weights and KV cache; the weights' contents are lost."""
+        """Release weights and KV cache.
+
+        The weights' contents are lost, but where engines keep them on the host (`lora.sync: adapters`).
+        """
         ...
 
     def resume_weights(self) -> None: ...

@@ -228,9 +228,9 @@ class PolicyRanks(RankGroup):
         """Write the weights as a Hugging Face checkpoint; fp8: those of linear layers in tiles with scales."""
         self._call("export", folder, fp8)
 
-    def merge(self, version: int) -> float | None:
-        """Have the weights, with adapters in them, as engines get this version; the part that rounding has kept."""
-        calls = {worker.call("merge", version): worker.name for worker in self.workers}
+    def round_for(self, version: int) -> float | None:
+        """Round the sums of weights and adapters as engines get this version; the part that rounding has kept."""
+        calls = {worker.call("round_for", version): worker.name for worker in self.workers}
         shares = [one for one in self._cluster.gather(calls) if one is not None]
         return fmean(shares) if shares else None
 

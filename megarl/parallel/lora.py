@@ -12,6 +12,9 @@ Rule of placement: the delta B A x of a linear layer is in the parallel state of
 TransformerEngine's layers have the same parallel states. One that fuses the norm before it does not return the
 normalised input, so the adapter's hook computes the norm again; a grouped layer has an adapter for each local expert.
 
+Where the weights are the sums with the adapters (training/merged_weights.py) the hook adds 0 to the layer's output and
+gives the factors their gradient.
+
 A factor that several ranks hold gets a part of its gradient on each of them. Which group sums it is marked on the
 parameter: Megatron sums `sequence_parallel` over TP, and `sum_over_etp` sums the others over ETP.
 """

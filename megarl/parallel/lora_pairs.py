@@ -26,6 +26,11 @@ class LoraSize:
     rounding: Rounding = "nearest"
     sync: Sync = "merged"
 
+    @property
+    def in_slots(self) -> bool:
+        """Whether engines have the adapters beside the weights, in SGLang's adapter slots."""
+        return self.sync == "adapters"
+
     def includes(self, name: str, is_expert: bool) -> bool:
         """Whether the linear layer with this weight of the decoder has an adapter."""
         return bool(self.rank_of(is_expert)) and (not self.targets or leaf_of(name) in self.targets)

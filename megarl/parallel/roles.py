@@ -52,12 +52,17 @@ def trains_merged(recipe: Recipe) -> bool:
     return recipe.lora is not None and recipe.lora.sync == "merged" and recipe.model.dtype != "float32"
 
 
-def published_tiles(recipe: Recipe, model: HfModel) -> str | None:
+def fp8_checkpoint(recipe: Recipe, model: HfModel) -> str | None:
     """The checkpoint whose fp8 tiles are the engines' frozen weights, which they read from it; None: there is none."""
-    is_frozen = recipe.lora is not None and recipe.lora.sync == "adapters"
+    size = lora_size(recipe)
     quantisation = model.facts.quantisation if model.facts else None
     has_tiles = quantisation is not None and quantisation.kind == "fp8"
-    return recipe.model.path if is_frozen and recipe.rollout.engine.fp8 and has_tiles else None
+    return recipe.model.path if size and size.in_slots and recipe.rollout.engine.fp8 and has_tiles else None
+
+
+def sent_lora(recipe: Recipe) -> LoraSize | None:
+    """The adapters that training ranks merge or send; None also where they are in the weights already."""
+    return None if trains_merged(recipe) else lora_size(recipe)
 
 
 def reference_copy(recipe: Recipe) -> str | None:

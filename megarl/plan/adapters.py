@@ -1,4 +1,4 @@
-"""The size of a model whose adapters (LoRA) are trained in place of its weights. Pure."""
+"""The size of a model of which adapters (LoRA) are trained, and of engines' adapter slots. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.parallel.sizes import ChunkSize
 from megarl.resharding import lora_map, lora_slots
 from megarl.resharding.routes import item_bytes
 from megarl.resharding.shards import STACK
-from megarl.rollout.sglang.adapters import SLOTS
+from megarl.rollout.sglang.adapters import ADAPTER_SLOTS
 from megarl.types import ModelShape
 
 Stages = tuple[tuple[ChunkSize, ...], ...]
@@ -36,15 +36,15 @@ def adapter_parameters(shape: ModelShape, lora: LoraSize) -> int:
     return sum(items * lora.rank_of(STACK in name) * (rows + cols) for name, (items, rows, cols) in sizes.items())
 
 
-def slot_bytes(shape: ModelShape, engine: EngineLayout, lora: LoraSize | None, dtype: str) -> list[int]:
-    """Of the adapters' slots on each rank of an engine, which keeps them while it is released; SGLang has two of each.
+def adapter_slot_bytes(shape: ModelShape, engine: EngineLayout, lora: LoraSize | None, dtype: str) -> list[int]:
+    """Bytes of SGLang's adapter slots on each rank of an engine; they stay while its weights are released.
 
     0 where engines have none.
     """
-    if lora is None or lora.sync == "merged":
+    if lora is None or not lora.in_slots:
         return [0] * engine.tp
     sizes = [lora_slots.slot_sizes(shape, engine, rank, lora) for rank in range(engine.tp)]
-    return [SLOTS * item_bytes(dtype) * sum(map(math.prod, of_rank.values())) for of_rank in sizes]
+    return [ADAPTER_SLOTS * item_bytes(dtype) * sum(map(math.prod, of_rank.values())) for of_rank in sizes]
 
 
 def _adapted(chunk: ChunkSize, factors: tuple[int, int]) -> ChunkSize:

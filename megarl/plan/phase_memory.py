@@ -20,7 +20,7 @@ from megarl.fleet.memory import Phase
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.roles import RoleName, engine_layout, lora_size, reference_copy, shared_slots, trains_merged
 from megarl.plan.activations import activation_bytes, forward_bytes, logits_bytes
-from megarl.plan.adapters import slot_bytes
+from megarl.plan.adapters import adapter_slot_bytes
 from megarl.plan.batch import samples_bytes
 from megarl.plan.engine_memory import (
     MIB,
@@ -125,7 +125,7 @@ class _SlotMemory:
         self.shared = shared_slots([self.engine_slots, *(size.slots for size in sizes.values())])
         self.settings: Settings = settings_of(recipe, hardware)
         self.engine_weights = weight_bytes(self.policy.shape, self.engine, recipe.model.dtype)
-        self.slot_bytes = slot_bytes(self.policy.shape, self.engine, lora_size(recipe), recipe.model.dtype)
+        self.adapter_bytes = adapter_slot_bytes(self.policy.shape, self.engine, lora_size(recipe), recipe.model.dtype)
         self.token_bytes = token_bytes(self.policy.shape, self.engine, self.settings.cache_item_bytes)
         wanted = {"score": "reward_model" in sizes, "critic": "critic" in sizes, "train": True}
         self.phases: list[str] = [phase for phase in PHASES if wanted.get(phase, True)]
@@ -213,7 +213,7 @@ class _SlotMemory:
         if slot in self.engine_slots:
             groups += (self.engine.tp > 1) + (self.engine.dp > 1)
             found += CONTEXT_BYTES + kept_bytes(self.settings, self.engine)
-            found += self.slot_bytes[(slot - self.engine.first) % self.engine.tp]
+            found += self.adapter_bytes[(slot - self.engine.first) % self.engine.tp]
         return found + groups * self.hardware.communicator_bytes
 
     def _exchanges(self, slot: int) -> bool:
@@ -247,7 +247,7 @@ class _SlotMemory:
                 begun += waiting if self.recipe.checkpoint.asynchronous else 0
         if most:
             found["checkpoint"] = most
-        if slot in self.engine_slots and any(self.slot_bytes) and self._releases(slot):
+        if slot in self.engine_slots and any(self.adapter_bytes) and self._releases(slot):
             found["engine_weights"] = self.engine_weights[(slot - self.engine.first) % self.engine.tp]
         return found
 

@@ -121,9 +121,9 @@ def weight_maps(roles: Roles, *, transformer_engine: bool) -> tuple[list[Part], 
 
 
 def factor_maps(roles: Roles, *, transformer_engine: bool) -> tuple[list[Part], list[Part]] | None:
-    """The same of each further reshard where engines get adapters on their own; else None."""
+    """The parts of the factors that each further reshard moves where engines get adapters on their own; else None."""
     shape, policy, size = roles.policy.shape, roles.policy, roles.policy.lora
-    if size is None or size.sync == "merged":
+    if size is None or not size.in_slots:
         return None
     sources = lora_slots.source_parts(shape, policy.layout, size, transformer_engine)
     return sources, lora_slots.target_parts(shape, roles.engines, size)
@@ -135,9 +135,10 @@ def reshard_faults(roles: Roles) -> Faults:
         maps = [weight_maps(roles, transformer_engine=False)]
     except UserFault as fault:
         return [fault]
-    factors = factor_maps(roles, transformer_engine=False)
-    found = [fault for each in [*maps, *([factors] if factors else [])] for fault in _round_faults(roles, *each)]
-    return found[:1]
+    if factors := factor_maps(roles, transformer_engine=False):
+        maps.append(factors)
+    found = [fault for each in maps for fault in _round_faults(roles, *each)]
+    return found[:1]  # one key, whatever is too large for it
 
 
 def _round_faults(roles: Roles, sources: Sequence[Part], targets: Sequence[Part]) -> Faults:

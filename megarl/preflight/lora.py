@@ -39,22 +39,23 @@ def adapter_faults(roles: Roles) -> Faults:
 def cpu_faults(roles: Roles) -> Faults:
     """Adapters that SGLang's engines have on GPUs alone."""
     size, shape, engine = lora_size(roles.recipe), roles.policy.model.known_shape, roles.recipe.rollout.engine
-    if size is None or size.sync == "merged":
+    if size is None or not size.in_slots:
         return []
     found, mend = [], "set it to merged, or lora.targets to layers of the attention"
     if _wraps_experts(size, shape):
-        found.append(UserFault("lora.sync", "adapters, but on CPU SGLang has none in layers with experts", mend))
+        problem = "adapters, but SGLang on CPU has no adapters for layers with experts"
+        found.append(UserFault("lora.sync", problem, mend))
     if shape and "kv_b_proj" in modules(shape, size):
-        problem = "adapters, but on CPU SGLang has none for kv_b_proj"
+        problem = "adapters, but SGLang on CPU has no adapters for kv_b_proj"
         found.append(UserFault("lora.sync", problem, "set it to merged, or leave kv_b_proj out of lora.targets"))
     if engine.dp > 1:
-        problem = f"{engine.dp}, but on CPU SGLang has no adapters with DP attention"
+        problem = f"{engine.dp}, but SGLang on CPU has no adapters with DP attention"
         found.append(UserFault("rollout.engine.dp", problem, "set it to 1, or lora.sync to merged"))
     return found
 
 
 def _wraps_experts(size: LoraSize, shape: ModelShape | None) -> bool:
-    """Whether SGLang computes the experts with adapters, which may be 0: as for any other layer of a MLP."""
+    """Whether SGLang wraps the experts: it does for any adapter of an MLP layer, with zeros where experts have none."""
     return bool(shape and shape.num_experts and {*MLP} & {*modules(shape, size)})
 
 
@@ -82,7 +83,8 @@ def _combination_faults(recipe: Recipe) -> Iterator[UserFault]:
     }
     if recipe.lora and recipe.lora.sync == "merged":
         why = "its tiles would round most of an adapter's update away"
-        refused["rollout.engine.fp8"] = engine.fp8, why, "set it to false or lora.sync to adapters"
+        mend = "set it to false, or lora.sync to adapters and lora.targets to layers of the attention"
+        refused["rollout.engine.fp8"] = engine.fp8, why, mend
     for key in _MEGATRON:
         refused[f"train.megatron.{key}"] = train.megatron.get(key), "not tried with lora", "remove it"
     for key, (value, why, mend) in refused.items():
@@ -94,7 +96,7 @@ def _slot_faults(recipe: Recipe, shape: ModelShape | None) -> Iterator[UserFault
     """What SGLang 0.5.21 cannot compute with adapters of its own, or what was not shown to work."""
     size = lora_size(recipe)
     assert size
-    if size.sync == "merged":
+    if not size.in_slots:
         return
     engine = recipe.rollout.engine
     uneven = engine.dp not in (1, engine.tp)
@@ -110,13 +112,13 @@ def _slot_faults(recipe: Recipe, shape: ModelShape | None) -> Iterator[UserFault
         remove = "remove it"
         refused |= {
             "rollout.engine.experts": (
-                engine.experts == "deepep" and "deepep", "SGLang has adapters of experts without DeepEP alone", remove
+                engine.experts == "deepep" and "deepep", "SGLang's adapters of experts do not work with it", remove
             ),
             "rollout.engine.fp8": (
-                engine.fp8, "SGLang's adapters of experts keep the fp8 weights of its start", "set it to false"
+                engine.fp8, "SGLang would compute experts with the fp8 weights of its start", "set it to false"
             ),
             "rollout.engine.sglang.moe_runner_backend": (
-                backend != "triton" and backend, "SGLang's adapters of experts were read for Triton alone", remove
+                backend != "triton" and backend, "of experts only Triton's layout of adapters is known", remove
             ),
         }  # fmt: skip
     for key, (value, why, mend) in refused.items():

@@ -14,9 +14,8 @@ A draft model (models/deepseek_nextn.py) has the target's Parameter objects as i
 (managers/scheduler_components/weight_updater.py), so a draft must have no buffers of its own; its rotary table is the
 target's (layers/rotary_embedding/factory.py).
 
-Layers with adapters (LoRA) are wrapped, the layer itself being `base_layer` (lora/layers.py). The wrapper has the slots
-of all adapters in the attributes `_SLOTS`; ours is in the slot whose number rollout/sglang/adapters.py has left on the
-model.
+Layers with adapters (LoRA) are wrapped, the layer itself being `base_layer` (lora/layers.py). The wrapper has the
+adapter slots in the attributes `_BUFFERS`; the number of ours is left on the model by rollout/sglang/adapters.py.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ _UNKNOWN_MOE_LAYOUTS = {
 }
 _REPLICATED_QUERIES = "w_kc_qrep"  # a copy of weights that SGLang makes once, at its start
 _CACHE_SCALES = ("k_scale", "v_scale")
-SLOT = "megarl_adapter_slot"  # the attribute of a model with the number of its adapter's slot
+SLOT_NUMBER = "megarl_adapter_slot"  # the attribute of a model with the number of its adapter's slot
 _WRAPPED = "base_layer"
-_SLOTS = {  # attributes of a wrapper -> what a slot's name has after that of the layer
+_BUFFERS = {  # attributes of a wrapper -> what a slot's name has after that of the layer
     "A_buffer": "lora_A",
     "B_buffer": "lora_B",
     "A_buffer_qkv": "lora_A",
@@ -88,15 +87,18 @@ def params(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: param for name, param in named if not _is_constant(name, param)}
 
 
-def slots(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors of our adapter's slot, by the names that lora_slots.py gives them."""
-    number = getattr(model, SLOT, None)
+def adapter_slots(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of our adapter's slot, by the names that lora_slots.py gives them.
+
+    Raises LayoutError where the engine has none.
+    """
+    number = getattr(model, SLOT_NUMBER, None)
     if number is None:
         raise LayoutError("the engine has no adapters: it was started without lora.sync adapters")
     return {
         f"{name}.{leaf}": getattr(module, attribute)[number]
         for name, module in model.named_modules()
-        for attribute, leaf in _SLOTS.items()
+        for attribute, leaf in _BUFFERS.items()
         if isinstance(getattr(module, attribute, None), torch.Tensor)
     }
 

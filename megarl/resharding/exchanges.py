@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from megarl.resharding.contents import ContentName, Params
 from megarl.resharding.member import Member
+from megarl.resharding.payloads import Params, PayloadName
 from megarl.resharding.session import Session
 
 
 class Exchanges:
-    """The members of one GPU slot, one for each content; at most one of them has a process group at a time."""
+    """The members of one GPU slot, one for each payload; at most one of them has a process group at a time."""
 
     def __init__(self, session: Session, params: Params) -> None:
         """params: of the slot's training rank, with the factors of its adapters; empty where it has none."""
         self.session, self._params = session, params
-        self._members: dict[ContentName, Member] = {}
+        self._members: dict[PayloadName, Member] = {}
 
-    def of(self, content: ContentName) -> Member:
-        """The member of the exchanges of this content; the group of another one is ended."""
+    def of(self, payload: PayloadName) -> Member:
+        """The member of the exchanges of this payload; the group of another one is ended."""
         for name, member in self._members.items():
-            if name != content:
+            if name != payload:
                 member.close()
-        if content not in self._members:
-            self._members[content] = Member(self.session, self._params, content)
-        return self._members[content]
+        if payload not in self._members:
+            self._members[payload] = Member(self.session, self._params, payload)
+        return self._members[payload]
 
     def close(self) -> None:
         """End the process groups."""

@@ -27,7 +27,7 @@ from megarl.resharding.transport import PeerCheck, batch, settle, wait
 Params = Mapping[str, torch.Tensor]
 Computed = MergedBox | ScaledBox
 Source = Sequence[torch.Tensor] | Sequence[Computed]  # at the sender: elements, or what they are computed from
-Adapters = Merge | Scaling  # of the training rank whose parameters are sent
+Transform = Merge | Scaling  # of the parameters of a training rank with adapters, to what is sent
 
 # From this size on a message of its own costs less than packing: measured over gloo on loopback; with NCCL a launch
 # costs the host as much time as megabytes need on the wire, and a GPU packs at the speed of its memory.
@@ -119,17 +119,17 @@ class OnTheWay(NamedTuple):
 class Executor:
     """Executes one plan on one set of parameters; its views are valid as long as no parameter moves.
 
-    adapters: those of the training rank whose parameters the sources are, if what it sends depends on them.
+    transform: computes what is sent from the sources; None: they are sent as they are.
     """
 
-    def __init__(self, plan: MemberPlan, sources: Params, targets: Params, adapters: Adapters | None = None) -> None:
+    def __init__(self, plan: MemberPlan, sources: Params, targets: Params, transform: Transform | None = None) -> None:
         self._addresses = _addresses(sources), _addresses(targets)
         whole = [Piece(copy, 0, copy.size[0]) for copy in plan.local]
-        self._local = [(p.copy, target_views(p, targets), source_views(p, sources, targets, adapters)) for p in whole]
+        self._local = [(p.copy, target_views(p, targets), source_views(p, sources, targets, transform)) for p in whole]
         self._steps = [
             Transfer(
                 [
-                    _lane(peer, [(piece, source_views(piece, sources, targets, adapters)) for piece in message])
+                    _lane(peer, [(piece, source_views(piece, sources, targets, transform)) for piece in message])
                     for peer, copies in groupby(step.sends, key=lambda copy: copy.target)
                     for message in messages(list(copies))
                 ],
@@ -183,11 +183,11 @@ class Executor:
             fill(copy, into, out_of)
 
 
-def source_views(piece: Piece, sources: Params, targets: Params, adapters: Adapters | None = None) -> Source:
+def source_views(piece: Piece, sources: Params, targets: Params, transform: Transform | None = None) -> Source:
     """A piece's elements at its sender; for scales the elements of their tiles, up to the parameter's end."""
     copy, at, size = piece.copy, piece.at(piece.copy.source_at), piece.size
-    if adapters and not copy.forwarded:
-        computed = adapters.boxes(copy.name, sources, copy.source_param, at, size)
+    if transform and not copy.forwarded:
+        computed = transform.boxes(copy.name, sources, copy.source_param, at, size)
         if computed is not None:
             return computed
     if copy.forwarded or not copy.name.endswith(SCALE_SUFFIX):
@@ -233,8 +233,8 @@ def _scratch_bytes(copy: Copy, source: Source) -> int:
     """The temporary memory of converting a copy to the wire's data type, or of computing it."""
     if boxes := _computed(source):
         return boxes[0].scratch_bytes
-    is_converted = _converter(copy, cast(Sequence[torch.Tensor], source))
-    return SCRATCH_BYTES * FP8_TILE * source[0].shape[2] if is_converted else 0
+    elements = cast(Sequence[torch.Tensor], source)
+    return SCRATCH_BYTES * FP8_TILE * elements[0].shape[2] if _converter(copy, elements) else 0
 
 
 def _converter(copy: Copy, source: Sequence[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor] | None:

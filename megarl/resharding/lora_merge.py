@@ -1,7 +1,8 @@
-"""Adapters (LoRA) merged into the weights as these are sent: W + (alpha / rank) B A, in float32 and rounded once.
+"""Adapters (LoRA) merged into weights: W + (alpha / rank) B A, in float32 and rounded once.
 
-The factors of a rank's part of a weight are on that rank (lora_map.py), so merging needs no message, and the weights
-themselves stay as they are. The result of an element does not depend on the box that asks for it, because it is
+They are merged as weights are sent, which stay as they are (float32), or in the trainer's own parameters
+(training/merged_weights.py). The factors of a rank's part of a weight are on that rank (lora_map.py), so merging needs
+no message. The result of an element does not depend on the box that asks for it, because it is
 computed in tiles that begin at fixed places of the rank's part.
 
 In a 16-bit type rounding to the nearest number loses most of a delta that is small beside its weight. Stochastic
@@ -20,8 +21,11 @@ from typing import NamedTuple
 import torch
 
 from megarl.device import DEVICE
+from megarl.parallel.layout import TrainLayout
 from megarl.parallel.lora_pairs import LoraSize, Rounding, factor_name, factor_param
+from megarl.resharding import lora_map, megatron_map
 from megarl.resharding.shards import STACK, Cell, Shard, Size, verify_params, views
+from megarl.types import ModelShape
 
 TILE_ROWS, TILE_COLS = 128, 2048
 # For each element of a tile: delta, sum, and rounded sum or change, in float32; a 64-bit hash, and its parts.
@@ -37,8 +41,8 @@ Params = Mapping[str, torch.Tensor]
 
 
 @dataclass
-class _Exchange:
-    """What all boxes of an exchange share. kept: see `Merge.kept_share`.
+class _RoundingState:
+    """How all boxes round. kept: see `Merge.kept_share`.
 
     version: of the weights; None outside exchanges, where weights are rounded to nearest, also into exported files.
     """
@@ -64,7 +68,7 @@ class MergedBox(NamedTuple):
     shape: Size
     place: tuple[int, int]
     key: int
-    exchange: _Exchange
+    exchange: _RoundingState
 
     @property
     def scratch_bytes(self) -> int:
@@ -138,7 +142,7 @@ class Merge:
     size: LoraSize
     weights: Mapping[str, Sequence[Shard]]
     factors: Params
-    exchange: _Exchange
+    exchange: _RoundingState
 
     @staticmethod
     def of(size: LoraSize, weights: Sequence[Shard], shards: Sequence[Shard], factors: Params) -> Merge:
@@ -149,7 +153,21 @@ class Merge:
         for shard in weights:
             if factor_name(shard.name, "B") in names:
                 by_name.setdefault(shard.name, []).append(shard)
-        return Merge(size, by_name, factors, _Exchange(size.rounding))
+        return Merge(size, by_name, factors, _RoundingState(size.rounding))
+
+    @staticmethod
+    def of_rank(
+        size: LoraSize, shape: ModelShape, layout: TrainLayout, rank: int, transformer_engine: bool, factors: Params
+    ) -> Merge:
+        """The adapters of a training rank, by the maps. Raises LayoutError as `of`."""
+        weights = megatron_map.shards(shape, layout, rank, transformer_engine)
+        return Merge.of(size, weights, lora_map.shards(shape, layout, rank, size, transformer_engine), factors)
+
+    def all_boxes(self, params: Params) -> list[MergedBox]:
+        """A box for each part of the rank's weights with adapters, whole."""
+        shards = [one for of_name in self.weights.values() for one in of_name]
+        found = [self.boxes(one.name, params, one.param, one.at, one.size) for one in shards]
+        return [box for boxes in found for box in boxes or ()]
 
     def begin(self, version: int | None) -> None:
         """Read this version from now on, also by the boxes that there are, and count anew what its rounding keeps."""

@@ -21,10 +21,6 @@ class ScaledBox(NamedTuple):
     scale: float
 
     @property
-    def shape(self) -> torch.Size:
-        return self.elements.shape
-
-    @property
     def scratch_bytes(self) -> int:
         """The temporary memory of `write`."""
         return 4 * self.elements.numel()

@@ -20,9 +20,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megarl.device import join_store
 from megarl.resharding.agreement import Agreement, Vote
-from megarl.resharding.contents import ContentName, Params, content_of
 from megarl.resharding.execute import Executor
-from megarl.resharding.lora_merge import Merge
+from megarl.resharding.payloads import Params, PayloadName, make_payload
 from megarl.resharding.plan import DIGEST_BITS, MemberPlan, Streams, plan_streams
 from megarl.resharding.session import Session
 from megarl.resharding.transport import PeerCheck, close_group, make_group
@@ -60,12 +59,12 @@ class Stats:
 
 
 class Member:
-    """A member in all exchanges of one content in a run. The plan is made in the first exchange."""
+    """A member in all exchanges of one payload in a run. The plan is made in the first exchange."""
 
-    def __init__(self, session: Session, params: Params, content: ContentName = "weights") -> None:
+    def __init__(self, session: Session, params: Params, payload: PayloadName) -> None:
         """params: of the member's training rank, with the factors of its adapters; empty where it has none."""
-        self.session, self.content = session, content_of(content, session, params)
-        self._store = PrefixStore(_prefix(session.run_id, content), join_store(session.meet, session.timeout_s))
+        self.session, self.payload = session, make_payload(payload, session, params)
+        self._store = PrefixStore(_prefix(session.run_id, payload), join_store(session.meet, session.timeout_s))
         self._agreement = Agreement(self._store, session.member, session.num_members, session.timeout_s)
         self._plan: tuple[list[int], MemberPlan] | None = None  # (rounds of each chapter, plan)
         self._executor: Executor | None = None
@@ -75,7 +74,7 @@ class Member:
     @cached_property
     def streams(self) -> Streams:
         s, started = self.session, time.perf_counter()
-        sources, targets = self.content.source_parts, self.content.target_parts
+        sources, targets = self.payload.source_parts, self.payload.target_parts
         made = plan_streams(sources, targets, s.member, s.num_members, gpus_per_node=s.gpus_per_node, dtype=s.dtype)
         self._plan_s += time.perf_counter() - started
         return made
@@ -109,13 +108,11 @@ class Member:
                 stage = done
                 self._join(key, ask)
             assert self._group
-            merge = self.content.adapters if isinstance(self.content.adapters, Merge) else None
-            if merge:
-                merge.begin(version)
+            self.payload.begin(version)
             extra_bytes = executor.run(self._group[1], self.session.timeout_s, ask)
             if finish:
                 finish()
-            kept_share = merge.kept_share() if merge else None  # verifying reads all boxes once more
+            kept_share = self.payload.kept_share()  # verifying reads all boxes once more
             self.verify(targets, ask)
             stats = self._stats(extra_bytes, time.perf_counter() - started, kept_share)
         except Exception as error:
@@ -143,8 +140,8 @@ class Member:
         if s.verify != "off":
             assert self._group
             bounds = s.round_bytes, s.timeout_s, ask
-            sources, adapters = self.content.sources, self.content.adapters
-            made = Verifier(self.streams, s.engine, self._group[1], sources, targets, *bounds, adapters)
+            sources, transform = self.payload.sources, self.payload.transform
+            made = Verifier(self.streams, s.engine, self._group[1], sources, targets, *bounds, transform)
             made.check(s.verify)
 
     def _agree(self, stage: str, version: int, targets: Params, fault: Exception | None) -> Vote:
@@ -172,7 +169,7 @@ class Member:
     def _fault(self, targets: Params) -> Exception | None:
         """The reason why this member cannot take part: parameters that the maps do not describe, or no plan."""
         try:
-            self.content.check(targets)
+            self.payload.check(targets)
             self.streams.rounds_needed(self.session.round_bytes)
         except Exception as error:
             return error
@@ -190,8 +187,8 @@ class Member:
         started = time.perf_counter()
         if self._plan is None or self._plan[0] != rounds:
             self._plan, self._executor = (rounds, self.streams.deal(rounds)), None
-        if self._executor is None or not self._executor.fits(self.content.sources, targets):
-            self._executor = Executor(self._plan[1], self.content.sources, targets, self.content.adapters)
+        if self._executor is None or not self._executor.fits(self.payload.sources, targets):
+            self._executor = Executor(self._plan[1], self.payload.sources, targets, self.payload.transform)
             self._plan_s += time.perf_counter() - started
         return self._executor
 
@@ -239,19 +236,19 @@ def conclude(new_group: str, votes: Sequence[Vote]) -> Vote:
 
 
 def member_stats(
-    store: Store, run_id: str, attempt: int, num_members: int, content: ContentName = "weights"
+    store: Store, run_id: str, attempt: int, num_members: int, payload: PayloadName
 ) -> list[Stats]:
     """The cost of a successful attempt for each member; read it before the next attempt."""
-    store = PrefixStore(_prefix(run_id, content), store)
+    store = PrefixStore(_prefix(run_id, payload), store)
     return [Stats(**json.loads(store.get(f"{attempt}/done/{member}"))) for member in range(num_members)]
 
 
 def collect_stats(
-    store: Store, run_id: str, attempt: int, num_members: int, contents: Sequence[ContentName] = ("weights",)
+    store: Store, run_id: str, attempt: int, num_members: int, payloads: Sequence[PayloadName]
 ) -> Stats:
-    """The cost of a successful attempt for all members and contents; read it before the next attempt."""
-    of_contents = [_reduced(member_stats(store, run_id, attempt, num_members, one), _REDUCED_BY) for one in contents]
-    return _reduced(of_contents, _ADDED)
+    """The cost of a successful attempt for all members and payloads; read it before the next attempt."""
+    of_payloads = [_reduced(member_stats(store, run_id, attempt, num_members, one), _REDUCED_BY) for one in payloads]
+    return _reduced(of_payloads, _ADDED)
 
 
 def _reduced(found: Sequence[Stats], how: Mapping[str, Callable[[Sequence[Any]], Any]]) -> Stats:
@@ -260,6 +257,6 @@ def _reduced(found: Sequence[Stats], how: Mapping[str, Callable[[Sequence[Any]],
     return Stats(**{name: how.get(name, max)(values) for name, values in known.items() if values})
 
 
-def _prefix(run_id: str, content: ContentName) -> str:
+def _prefix(run_id: str, payload: PayloadName) -> str:
     """Of the store's keys."""
-    return f"reshard/{run_id}/{content}"
+    return f"reshard/{run_id}/{payload}"

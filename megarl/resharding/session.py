@@ -36,8 +36,8 @@ class Session:
     verify: VerifyMode
     member: int = 0
     source: SourceHandles | None = None
-    lora: LoraSize | None = None  # the adapters of the training ranks
-    files: str | None = None  # the checkpoint with the frozen weights in the form that engines have them
+    lora: LoraSize | None = None  # adapters that an exchange merges or sends
+    fp8_checkpoint: str | None = None  # from which fp8 engines read the frozen weights
 
     @property
     def num_members(self) -> int:
@@ -83,17 +83,17 @@ class Sessions:
     trainers: dict[int, Session]
 
     def engine_message(
-        self, engine: int, version: int, attempt: int, first: bool, contents: Sequence[str] = ("weights",)
+        self, engine: int, version: int, attempt: int, first: bool, steps: Sequence[str]
     ) -> dict[str, Any]:
         """The JSON object that engine `engine` passes to `weight_loader.load` in each of its processes.
 
         attempt: unique in a run. first: include the sessions, which an engine needs at its first attempt and whenever
-        training ranks have shared new parameters. contents: what is moved, in this order. "models" in the message: for
+        training ranks have shared new parameters. steps: as of `reshard_steps`. "models" in the message: for
         how many models SGLang calls `load`.
         """
         members = self.engines[engine]
         message: dict[str, Any] = {"run_id": members[0].run_id, "version": version, "attempt": attempt}
-        message |= {"models": 2 if members[0].engine.draft else 1, "contents": list(contents)}
+        message |= {"models": 2 if members[0].engine.draft else 1, "steps": list(steps)}
         if first:
             message["sessions"] = {str(tp_rank): session.to_json() for tp_rank, session in members.items()}
         return message

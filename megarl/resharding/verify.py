@@ -16,7 +16,7 @@ import torch
 
 from megarl.device import DEVICE
 from megarl.parallel.engine_layout import FP8_TILE, EngineLayout
-from megarl.resharding.execute import Adapters, Params, Piece, fill, source_views, target_views
+from megarl.resharding.execute import Params, Piece, Transform, fill, source_views, target_views
 from megarl.resharding.plan import Copy, Streams
 from megarl.resharding.shards import FP8, Box, first_of
 from megarl.resharding.transport import PeerCheck, batch, settle, wait
@@ -43,7 +43,7 @@ class Verifier:
     round_bytes: int
     timeout_s: float
     ask: PeerCheck = lambda: None  # raises the message of a peer that has failed
-    adapters: Adapters | None = None  # as the executor's
+    transform: Transform | None = None  # as the executor's
 
     @torch.no_grad()
     def check(self, mode: Literal["checksum", "full"]) -> None:
@@ -124,7 +124,7 @@ class Verifier:
         piece = Piece(copy, 0, copy.size[0])
         staged = torch.empty(copy.size, dtype=getattr(torch, copy.dtype), device=DEVICE)
         if side == "source":
-            fill(copy, [staged], source_views(piece, self.sources, self.targets, self.adapters))
+            fill(copy, [staged], source_views(piece, self.sources, self.targets, self.transform))
         else:
             found = target_views(piece, self.targets)
             for place, part in zip([staged] if len(found) == 1 else staged.split(1), found, strict=True):

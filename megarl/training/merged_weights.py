@@ -8,16 +8,14 @@ host memory, from which the sums are made anew after each update.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
 from megarl.parallel import host_offload
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.lora_pairs import LoraSize
-from megarl.resharding import lora_map, megatron_map
 from megarl.resharding.lora_merge import Merge
 from megarl.resharding.shards import cells
 from megarl.types import ModelShape
@@ -26,7 +24,10 @@ Params = dict[str, torch.Tensor]
 
 
 class MergedWeights:
-    """The weights of one rank that have adapters, which are made the sums; call it while they are the frozen ones."""
+    """Keeps W of one rank's adapted weights in host memory, and writes W' into the parameters.
+
+    Construct it while the parameters still hold W.
+    """
 
     def __init__(
         self,
@@ -38,14 +39,10 @@ class MergedWeights:
         params: Params,
         factors: Params,
     ) -> None:
-        """params, factors: of the rank, by the maps' names; the weights are written in place from now on."""
-        of_rank = shape, layout, rank
-        shards = megatron_map.shards(*of_rank, transformer_engine)
-        of_factors = lora_map.shards(*of_rank, size, transformer_engine)
-        self._merge = Merge.of(size, shards, of_factors, factors)
-        boxes = [self._merge.boxes(one.name, params, one.param, one.at, one.size) for one in shards]
-        self._boxes = [box for found in boxes for box in found or ()]
-        adapted = {name for one in shards if one.name in self._merge.weights for name, _ in cells(one)}
+        """params, factors: of the rank, by the maps' names."""
+        self._merge = Merge.of_rank(size, shape, layout, rank, transformer_engine, factors)
+        self._boxes = self._merge.all_boxes(params)
+        adapted = {name for shards in self._merge.weights.values() for one in shards for name, _ in cells(one)}
         self._params = {name: param for name, param in params.items() if name in adapted}
         self._frozen = host_offload.host_buffers_like(self._params)
         for name, param in self._params.items():
@@ -55,7 +52,7 @@ class MergedWeights:
 
     @torch.no_grad()
     def write(self, version: int | None = None) -> None:
-        """Write the sums with the factors as they are now.
+        """Write W' of the factors as they are now.
 
         version: of the weights, for stochastic rounding; None: to the nearest number.
         """
@@ -66,26 +63,17 @@ class MergedWeights:
             box.write(box.weight)  # tile by tile: a tile is read before it is written
         self._kept_share = self._merge.kept_share()
 
-    def publish(self, version: int) -> float | None:
-        """Have the weights as engines get this version; returns the part of the deltas that rounding has kept.
+    def round_for(self, version: int) -> float | None:
+        """Round W' as engines get this version; returns the part of the deltas that rounding has kept.
 
-        They were written since the factors have changed. Returns None where all deltas are 0.
+        None where all are 0. With rounding to the nearest number W' is so already, since the last update.
         """
         if self._rounding == "stochastic":
             self.write(version)
         return self._kept_share
 
-    def after(self, load: Callable[[Path], None]) -> Callable[[Path], None]:
-        """What loads factors, and then writes the sums."""
-
-        def loaded(folder: Path) -> None:
-            load(folder)
-            self.write()
-
-        return loaded
-
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Have the frozen weights in their place inside the block."""
+        """Put W back into the parameters inside the block; W' returns after it."""
         with host_offload.swapped_in(self._params, self._frozen):
             yield

@@ -24,12 +24,12 @@ from megarl.config import Recipe
 from megarl.parallel import groups, host_offload, model
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.pipeline import Norms
-from megarl.parallel.roles import lora_size, reference_copy, trains_merged
+from megarl.parallel.roles import lora_size, reference_copy, sent_lora, trains_merged
 from megarl.parallel.routing import Choices
 from megarl.parallel.sequences import PackedRow
-from megarl.resharding.contents import Step
 from megarl.resharding.exchanges import Exchanges
 from megarl.resharding.memory_handles import share_params
+from megarl.resharding.payloads import ReshardStep, exchanged
 from megarl.resharding.session import PublishedRank, Session
 from megarl.training import credit
 from megarl.training.batching import Key, TokenValues, Update, refs_of, train_sequences, values_by_reader
@@ -89,13 +89,24 @@ class PolicyRank(TrainingRank):
         self._merged = self._merged_weights() if trains_merged(recipe) else None
 
     def _merged_weights(self) -> MergedWeights:
-        """Put the sums with the adapters into the place of the frozen weights, now and whenever factors are loaded."""
+        """Put the sums with the adapters into the place of the frozen weights."""
         size, adapters = lora_size(self._recipe), self._model.adapters
         assert size and adapters
         of_rank = self.shape, self.layout, self.rank, model.TRANSFORMER_ENGINE
-        adapters.are_in_weights, found = True, MergedWeights(size, *of_rank, self.params(), self.factors())
-        self.load, self.load_weights = found.after(self._model.load), found.after(self._model.load_weights)
-        return found
+        adapters.are_in_weights = True
+        return MergedWeights(size, *of_rank, self.params(), self.factors())
+
+    def load(self, folder: Path) -> None:
+        super().load(folder)
+        self._write_merged()
+
+    def load_weights(self, folder: Path) -> None:
+        super().load_weights(folder)
+        self._write_merged()
+
+    def _write_merged(self) -> None:
+        if self._merged:
+            self._merged.write()
 
     def observe(
         self,
@@ -245,8 +256,7 @@ class PolicyRank(TrainingRank):
         rows = self._rows(share.micro_batches, share.old_logp, share.reference_logp)
         how = {"choices": share.choices, "temperature": share.temperature}
         stats = self._update(rows, row_loss, share.norms, lr, **how)
-        if self._merged:
-            self._merged.write()
+        self._write_merged()
         return stats | self._routing_stats(share.norms)
 
     def _replay_gaps(self, share: UpdateShare) -> Statistics:
@@ -304,7 +314,7 @@ class PolicyRank(TrainingRank):
             dtype=recipe.model.dtype,
             gpus_per_node=recipe.placement.gpus_per_node,
             timeout_s=recipe.run.timeout_s,
-            lora=None if self._merged else lora_size(recipe),
+            lora=sent_lora(recipe),
             fp8=fp8,
         )
         export_hf(job, self.params() | self.factors(), PrefixStore(f"export {folder}", self._store))
@@ -313,20 +323,16 @@ class PolicyRank(TrainingRank):
         """Let another process of this GPU map the parameters; they stay where they are for this one."""
         return PublishedRank(share_params(self.params() | self.factors()), model.TRANSFORMER_ENGINE)
 
-    def merge(self, version: int) -> float | None:
-        """Have the weights as engines get this version; returns the part of the adapters that rounding has kept.
+    def round_for(self, version: int) -> float | None:
+        """As of `MergedWeights`; None where the weights are not merged here."""
+        return self._merged.round_for(version) if self._merged else None
 
-        None where nothing is merged here.
-        """
-        return self._merged.publish(version) if self._merged else None
-
-    def reshard(self, session: Session, version: int, attempt: int, contents: Sequence[Step]) -> None:
+    def reshard(self, session: Session, version: int, attempt: int, steps: Sequence[ReshardStep]) -> None:
         """Take part in exchanges for a GPU without an engine: this rank only sends. attempt: never the same twice."""
         if self._exchanges is None:
             self._exchanges = Exchanges(session, self.params() | self.factors())
-        for content in contents:
-            if content != "files":
-                self._exchanges.of(content).run(version, attempt)
+        for payload in exchanged(steps):
+            self._exchanges.of(payload).run(version, attempt)
 
 
 def _on_host(choices: Choices) -> HostChoices:

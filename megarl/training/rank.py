@@ -86,7 +86,6 @@ class TrainingRank:
         if reference:
             hf_import.load_hf(reference, shards, self._reference)
         self.offload, self.onload, self.held_bytes = self._model.offload, self._model.onload, device.held_bytes
-        self.load, self.load_weights = self._model.load, self._model.load_weights
 
     def params(self) -> dict[str, torch.Tensor]:
         """This rank's weights by the map's names: views of long-lived buffers that every step updates in place."""
@@ -95,6 +94,14 @@ class TrainingRank:
     def factors(self) -> dict[str, torch.Tensor]:
         """This rank's factors of adapters, likewise; none without `lora`."""
         return self._model.factors()
+
+    def load(self, folder: Path) -> None:
+        """Resume from a checkpoint, as of `RankModel`."""
+        self._model.load(folder)
+
+    def load_weights(self, folder: Path) -> None:
+        """Only the weights of a checkpoint, or the factors of adapters."""
+        self._model.load_weights(folder)
 
     def save(self, folder: Path) -> None:
         """Begin to write this rank's part of a checkpoint into an empty folder; training may go on meanwhile."""

@@ -2,8 +2,8 @@
 
 Two worlds of ranks take turns, step by step, so that other work of the machine affects both. Prints tokens per second
 of each, and the bytes that all ranks hold of weights, factors, gradients and optimizer. Merging the factors into the
-weights, as a reshard does, is timed beside a copy of these weights. The bytes that a reshard brings to an engine on
-each GPU are those of its maps: of the weights, with or without adapters in them, and of adapters on their own.
+weights, as a reshard does in float32 and an update in 16-bit types, is timed beside a copy of these weights. The bytes
+that a reshard brings to all engines, one on each GPU, are those of its maps: of merged weights, of adapters alone.
 """
 
 from __future__ import annotations
@@ -98,16 +98,13 @@ class Rank:
         }
 
     def _merging(self, params: dict[str, torch.Tensor], factors: dict[str, torch.Tensor]) -> dict[str, float]:
-        from megarl.resharding import lora_map, megatron_map
+        from megarl.parallel.model import TRANSFORMER_ENGINE
         from megarl.resharding.lora_merge import Merge
 
         size, of_rank = lora_size(self._recipe), (self._trainer.shape, self._trainer.layout, self._rank)
         if size is None:
             return {}
-        shards = megatron_map.shards(*of_rank)
-        merge = Merge.of(size, shards, lora_map.shards(*of_rank, size), factors)
-        boxes = [merge.boxes(one.name, params, one.param, one.at, one.size) for one in shards]
-        merged = [box for found in boxes for box in found or ()]
+        merged = Merge.of_rank(size, *of_rank, TRANSFORMER_ENGINE, factors).all_boxes(params)
         targets = [torch.empty(box.shape, dtype=box.weight.dtype, device=device.DEVICE) for box in merged]
         started = time.perf_counter()
         for box, target in zip(merged, targets, strict=True):
@@ -178,14 +175,14 @@ def compare(full: Recipe, adapters: Recipe, sequences: Sequence[TrainSequence], 
     return row
 
 
-def synchronised(recipe: Recipe) -> dict[str, int]:
-    """Bytes of all targets where each GPU has an engine of its own."""
+def reshard_bytes(recipe: Recipe) -> dict[str, int]:
+    """Bytes that a reshard brings to all engines, one of TP1 on each GPU."""
     shape, size = model_shape(recipe.model.path), lora_size(recipe)
     assert size
     engines = EngineLayout(count=recipe.placement.gpus, tp=1, ep=1)
     maps = {"merged": sglang_map.parts(shape, engines), "adapters": lora_slots.target_parts(shape, engines, size)}
     return {
-        f"{name}_synchronised_bytes": sum(
+        f"{name}_reshard_bytes": sum(
             shard.area * item_bytes(shard.dtype or recipe.model.dtype) * len(part.members)
             for part in parts
             for shard in part.shards
@@ -205,7 +202,7 @@ def main() -> None:
         full = make_recipe(folder, args)
         adapters = Recipe.model_validate(full.model_dump() | {"lora": {"rank": args.rank}})
         row = compare(full, adapters, make_sequences(args.samples, args.longest, args.vocab), args.steps)
-        row |= synchronised(adapters)
+        row |= reshard_bytes(adapters)
     print(json.dumps(row) if args.json else "\n".join(f"{name:26} {value:,.4g}" for name, value in row.items()))
 
 

@@ -363,6 +363,7 @@ def test_adapters_fit_the_weights_and_sizes_of_their_run(made: Any, fleet: Any, 
     run(recipe, fleet, stream(), tmp_path)
     found = find(recipe, stream(), pytest.fail)
     assert found is not None and model_faults(found, recipe) == []
+    assert model_faults(found, made("lora.rank=4", "lora.sync=adapters", "lora.rounding=nearest")) == []
     (fault,) = model_faults(found, made("lora.rank=8"))
     assert str(fault).startswith("lora.rank: 8, and ") and "was written with 4; set it to 4" in str(fault)
     (fault,) = model_faults(found, made())

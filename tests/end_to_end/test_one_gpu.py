@@ -102,7 +102,7 @@ def test_a_run_with_merged_adapters(launch: Callable, tmp_path: Path) -> None:
     assert all(record["train/grad_norm"] > 0 for record in steps)
 
 
-SLOTS = {  # family, keys of the recipe, and what changes of the tiny model
+SLOT_KEYS = {  # family, keys of the recipe, and what changes of the tiny model
     "all layers": ("qwen3-moe", ["lora.experts=4"], {}),
     "all layers of latent attention": ("deepseek-v3", ["lora.experts=8"], LATENT),
     "attention over fp8 weights": (
@@ -112,10 +112,10 @@ SLOTS = {  # family, keys of the recipe, and what changes of the tiny model
 
 
 @pytest.mark.skipif(not ON_GPU, reason="on the CPU test_lora.py has SGLang's own adapters of the attention")
-@pytest.mark.parametrize("kind", SLOTS)
+@pytest.mark.parametrize("kind", SLOT_KEYS)
 def test_a_run_with_adapters_in_sglangs_slots(launch: Callable, tmp_path: Path, kind: str) -> None:
     """The frozen weights come back from the host each time that training has had the GPU, and have to be the same."""
-    family, keys, changes = SLOTS[kind]
+    family, keys, changes = SLOT_KEYS[kind]
     lora = ["lora.rank=8", "lora.sync=adapters", "train.lr=1e-3", *keys]
     steps = steps_of(launch, tmp_path, *lora, family=family, **changes)
     check(steps, 0.2 if "fp8" in kind else 0.05)

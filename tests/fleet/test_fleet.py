@@ -48,18 +48,22 @@ class Engines:
     """One engine; it takes the version of an exchange, or states `stuck`."""
 
     def __init__(self, stuck: int | None = None) -> None:
-        self.stuck, self.asked, self.contents = stuck, [], []
+        self.stuck, self.asked, self.steps = stuck, [], []
         self.workers = [SimpleNamespace(name="engine 0", call=self.call)]
 
     def call(self, method: str, message: dict[str, Any], version: int) -> object:
         self.asked.append((version, message["attempt"]))
-        self.contents.append(message["contents"])
+        self.steps.append(message["steps"])
         return object()
 
     def versions(self) -> list[int]:
         return [self.asked[-1][0] if self.stuck is None else self.stuck]
 
     def check(self) -> None: ...
+
+
+def policy() -> SimpleNamespace:
+    return SimpleNamespace(lora=None, recipe=SimpleNamespace(lora=None), model=SimpleNamespace(facts=None))
 
 
 def made(monkeypatch: pytest.MonkeyPatch, cluster: Cluster, engines: Engines) -> tuple[Fleet, list[str], list[str]]:
@@ -75,10 +79,10 @@ def made(monkeypatch: pytest.MonkeyPatch, cluster: Cluster, engines: Engines) ->
         _cluster=cluster, engines=engines, trainers=SimpleNamespace(workers=[]), version=3, attempts=4,
         _have_sessions=True,
         memory=SimpleNamespace(phase="train", hand_over=hand_over), _say=said.append, _store=None, _run_id="run",
-        roles=SimpleNamespace(num_members=1, policy=SimpleNamespace(lora=None, recipe=SimpleNamespace(lora=None), model=SimpleNamespace(facts=None))),
+        roles=SimpleNamespace(num_members=1, policy=policy()),
         _sessions=SimpleNamespace(
             trainers={},
-            engine_message=lambda index, version, attempt, first, contents: {"attempt": attempt, "contents": contents},
+            engine_message=lambda index, version, attempt, first, steps: {"attempt": attempt, "steps": steps},
         ),
     )  # fmt: skip
     return one, said, phases
@@ -98,14 +102,14 @@ def test_engines_get_the_frozen_weights_until_they_have_them(monkeypatch: pytest
     engines = Engines()
     one, _, _ = made(monkeypatch, Cluster(failures=1, alive=True), engines)
     one.__dict__.update(_have_sessions=False)
-    policy: Any = one.roles.policy
-    policy.lora = LoraSize(2, 2, 4.0, (), sync="adapters")
+    of_policy: Any = one.roles.policy
+    of_policy.lora = LoraSize(2, 2, 4.0, (), sync="adapters")
     one.publish()
     one.publish()
-    assert engines.contents == [["weights", "factors"], ["weights", "factors"], ["factors"]]
-    policy.lora = LoraSize(2, 2, 4.0, ())
+    assert engines.steps == [["weights", "factors"], ["weights", "factors"], ["factors"]]
+    of_policy.lora = LoraSize(2, 2, 4.0, ())
     one.publish()
-    assert engines.contents[-1] == ["weights"]
+    assert engines.steps[-1] == ["weights"]
 
 
 @pytest.mark.parametrize(("failures", "alive", "attempts"), [(2, True, 2), (1, False, 1)])

@@ -13,7 +13,7 @@ from megarl.parallel.hf_config import model_shape
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.lora_pairs import LoraSize
 from megarl.parallel.roles import resolve
-from megarl.plan.adapters import adapter_parameters, slot_bytes
+from megarl.plan.adapters import adapter_parameters, adapter_slot_bytes
 from megarl.plan.engine_memory import weight_bytes
 from megarl.plan.model_size import ModelSize, sizes_of
 from megarl.plan.optimizer_memory import GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES
@@ -94,7 +94,7 @@ def test_what_adapters_on_their_own_save_and_take(recipe: Recipe) -> None:
     """SGLang's two slots in every phase, its weights on the host meanwhile, and a thousandth of the bytes in a step."""
     merged, alone = (make_plan(with_lora(recipe, sync=sync), plans.H800) for sync in ("merged", "adapters"))
     shape, engine = alone.sizes["policy"].shape, alone.engine
-    slots = slot_bytes(shape, engine, alone.sizes["policy"].lora, "bfloat16")
+    slots = adapter_slot_bytes(shape, engine, alone.sizes["policy"].lora, "bfloat16")
     for phase in ("train", "reshard"):
         added = alone.memory.device[phase].other_bytes - merged.memory.device[phase].other_bytes
         assert added == slots[0] == max(slots)
@@ -106,7 +106,7 @@ def test_what_adapters_on_their_own_save_and_take(recipe: Recipe) -> None:
     assert alone.memory.host["engine_weights"] == 8 * weights and "engine_weights" not in merged.memory.host
     assert alone.reshard.dest_bytes.max < merged.reshard.dest_bytes.max / 20
     assert alone.reshard.expected_s < merged.reshard.expected_s / 5
-    assert slot_bytes(shape, engine, merged.sizes["policy"].lora, "bfloat16") == [0] * 8
+    assert adapter_slot_bytes(shape, engine, merged.sizes["policy"].lora, "bfloat16") == [0] * 8
 
 
 @pytest.mark.slow

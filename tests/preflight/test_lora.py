@@ -63,7 +63,7 @@ def test_what_is_refused(paths: dict[str, Path], family: str, overrides: list[st
 
 
 EXPERTS = ("lora.targets=[]", "lora.experts=8")
-SLOTS = ("lora.sync=adapters", "lora.experts=0", "lora.targets=[q_proj, o_proj]")
+SLOT_KEYS = ("lora.sync=adapters", "lora.experts=0", "lora.targets=[q_proj, o_proj]")
 
 
 @pytest.mark.parametrize(
@@ -76,11 +76,11 @@ SLOTS = ("lora.sync=adapters", "lora.experts=0", "lora.targets=[q_proj, o_proj]"
         (["rollout.seeded=true"], "rollout.seeded: True, but SGLang's adapters depend on the batch; set it to false"),
         (["lora.rounding=stochastic"], "lora.rounding: stochastic, but nothing is merged; leave it out"),
         (["lora.targets=[]", "lora.experts=8"], None),
-        ([*EXPERTS, "rollout.engine.fp8=true"], "rollout.engine.fp8: True, but SGLang's adapters of experts"),
-        ([*EXPERTS, "rollout.engine.experts=deepep"], "rollout.engine.experts: deepep, but SGLang has adapters"),
+        ([*EXPERTS, "rollout.engine.fp8=true"], "rollout.engine.fp8: True, but SGLang would compute experts"),
+        ([*EXPERTS, "rollout.engine.experts=deepep"], "rollout.engine.experts: deepep, but SGLang's adapters of"),
         (
             [*EXPERTS, "rollout.engine.sglang.moe_runner_backend=cutlass"],
-            "rollout.engine.sglang.moe_runner_backend: cutlass, but SGLang's adapters of experts were read for Triton",
+            "rollout.engine.sglang.moe_runner_backend: cutlass, but of experts only Triton's layout of adapters",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -88,29 +88,29 @@ SLOTS = ("lora.sync=adapters", "lora.experts=0", "lora.targets=[q_proj, o_proj]"
 def test_what_engines_with_adapters_of_their_own_are_refused_with(
     paths: dict[str, Path], overrides: list[str], says: str | None
 ) -> None:
-    found = told(paths["qwen3-moe"], *SLOTS, *overrides)
+    found = told(paths["qwen3-moe"], *SLOT_KEYS, *overrides)
     assert [line[: len(says or "")] for line in found] == ([says] if says else []), found
 
 
 def test_what_engines_have_adapters_for_on_cpu(paths: dict[str, Path]) -> None:
     def faults(family: str, *overrides: str) -> list[str]:
-        given = [f"model.path={paths[family]}", *SLOTS, *overrides]
+        given = [f"model.path={paths[family]}", *SLOT_KEYS, *overrides]
         return [str(one).partition(";")[0] for one in cpu_faults(resolve(load_recipe(QUICKSTART, given)))]
 
     assert faults("qwen3-moe") == faults("llama", "lora.targets=[]") == []
     assert faults("qwen3-moe", "lora.sync=merged", "lora.targets=[]") == []
-    experts = "lora.sync: adapters, but on CPU SGLang has none in layers with experts"
+    experts = "lora.sync: adapters, but SGLang on CPU has no adapters for layers with experts"
     assert faults("qwen3-moe", "lora.targets=[]", "lora.experts=8") == [experts]
-    latent = "lora.sync: adapters, but on CPU SGLang has none for kv_b_proj"
+    latent = "lora.sync: adapters, but SGLang on CPU has no adapters for kv_b_proj"
     assert faults("deepseek-v3", "lora.targets=[]") == [experts, latent]
     assert faults("deepseek-v3", "lora.targets=[q_b_proj, o_proj]") == []
     (line,) = faults("qwen3-moe", "rollout.engine.tp=2", "rollout.engine.dp=2")
-    assert line == "rollout.engine.dp: 2, but on CPU SGLang has no adapters with DP attention"
+    assert line == "rollout.engine.dp: 2, but SGLang on CPU has no adapters with DP attention"
 
 
 def test_latent_attention_without_compressed_queries_has_no_slots(tmp_path: Path) -> None:
     path = checkpoints.write(tmp_path, "deepseek-v3", num_hidden_layers=2, q_lora_rank=None)
-    found = told(path, *SLOTS, "lora.targets=[q_proj, kv_a_proj_with_mqa, o_proj]")
+    found = told(path, *SLOT_KEYS, "lora.targets=[q_proj, kv_a_proj_with_mqa, o_proj]")
     names = [line.partition(";")[0] for line in found]
     assert names == [f"lora.targets: SGLang has no adapters for {name}" for name in ("kv_a_proj_with_mqa", "q_proj")]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from megarl.parallel.hf_config import model_shape
 from megarl.parallel.lora_pairs import LoraSize, factor_name
 from megarl.resharding import engine_model, lora_map, lora_slots
 from megarl.resharding.shards import STACK
-from megarl.rollout.sglang import cpu
+from megarl.rollout.sglang import adapters, cpu
 from megarl.types import ModelShape
 from tests.resharding.worlds import Pair, factor, fill, same_bits
 
@@ -31,8 +32,8 @@ def wrong_slots(model: torch.nn.Module, server: Any, request: Mapping[str, Any])
     shape, engine = model_shape(request["folder"]), EngineLayout(**request["engine"])
     size = LoraSize(**{**request["lora"], "targets": tuple(request["lora"]["targets"])})
     _load(model, server, shape, size, engine, request["rank"])
-    found = engine_model.slots(model)
-    pair: Any = Pair(shape, None, engine, "bfloat16", lora=size, content="factors")  # type: ignore[arg-type]
+    found = engine_model.adapter_slots(model)
+    pair: Any = Pair(shape, None, engine, "bfloat16", lora=size, payload="factors")  # type: ignore[arg-type]
     wanted = pair.made_targets(request["rank"])
     fill(wanted, pair.target_shards(request["rank"]), 1, DTYPE)
     wrong = [f"{name}: no such slot" for name in wanted if name not in found]
@@ -62,8 +63,7 @@ def _load(model: Any, server: Any, shape: ModelShape, size: LoraSize, engine: En
     adapter = LoRARef(lora_id=uid, lora_name=uid, lora_path=uid, pinned=True)
     result = manager.load_lora_adapter_from_tensors(adapter, dict(_tensors(shape, size)), config)
     assert result.success, result.error_message
-    manager.fetch_new_loras({None, uid})
-    setattr(model, engine_model.SLOT, manager.memory_pool.get_buffer_id(uid))
+    adapters.occupy_slot(SimpleNamespace(lora_manager=manager, model=model))
 
 
 def _tensors(shape: ModelShape, size: LoraSize) -> Iterator[tuple[str, torch.Tensor]]:

@@ -92,7 +92,7 @@ def carry_out(order: dict[str, Any], rank: int, members: dict[str, Member], para
         perturb(params.values())
     elif str(rank) in order["sessions"]:
         session = Session.from_json(order["sessions"][str(rank)])
-        member = members.setdefault(session.run_id, Member(session, params))
+        member = members.setdefault(session.run_id, Member(session, params, "weights"))
         breaks = rank == order["breaks"]  # having said that it is ready, when the others send already
         try:
             with patch.object(member, "_prepare", side_effect=BROKEN) if breaks else nullcontext():
@@ -174,12 +174,13 @@ class Served:
         attempt = next(self._attempts)
         trainers = {str(rank): session.to_json() for rank, session in self.sessions.trainers.items()}
         answers = self.world.tell(what="reshard", sessions=trainers, version=version, attempt=attempt, breaks=breaks)
-        message = self.sessions.engine_message(0, version, attempt, first=attempt == 0)
+        message = self.sessions.engine_message(0, version, attempt, first=attempt == 0, steps=["weights"])
         try:
             asyncio.run(self.engine.reshard(message, version))
         finally:
             found = self.world.wait(answers)
-        stats = collect_stats(self.world.host, self.sessions.engines[0][0].run_id, attempt, TRAIN.world_size)
+        of_run = self.world.host, self.sessions.engines[0][0].run_id
+        stats = collect_stats(*of_run, attempt, TRAIN.world_size, ["weights"])
         assert stats.wire_bytes > 0
         return found
 

@@ -25,12 +25,15 @@ from megarl.resharding import engine_model
 from megarl.resharding.agreement import Agreement
 from megarl.resharding.member import Member, Stats, collect_stats, conclude
 from megarl.resharding.memory_handles import SourceHandles, map_params, share_params
+from megarl.resharding.payloads import PayloadName
 from megarl.resharding.session import Session, sessions
 from megarl.resharding.sglang_map import DRAFT
 from megarl.rollout.sglang.weight_loader import load
 from megarl.types import UserFault
 from tests.leftovers import left_since, shared_files
 from tests.resharding.worlds import MLA, MOE, TIMEOUT_S, Pair, Params, Process, fill, make_params, wrong_params
+
+WEIGHTS: list[PayloadName] = ["weights"]
 
 
 class Model(torch.nn.Module):
@@ -71,7 +74,7 @@ def trainer(pipe: Connection, pair: Pair, rank: int) -> None:
         if order == "fill":
             fill(params, shards, arguments[0], pair.torch_dtype)
         elif order == "join":
-            member = Member(Session.from_json(arguments[0]), params)
+            member = Member(Session.from_json(arguments[0]), params, "weights")
         elif order == "run":
             assert member is not None
             member.run(*arguments)
@@ -172,14 +175,15 @@ class World:
         for slot, child in self.engines.items():
             at = self.pair.engine.member(slot)
             assert at
-            child.send(("load", self.sessions.engine_message(at[0], version, self.attempt, self.first), None))
+            message = self.sessions.engine_message(at[0], version, self.attempt, self.first, WEIGHTS)
+            child.send(("load", message, None))
         self.first = False
         for rank in self.sessions.trainers:
             self.trainers[rank].send(("run", version, self.attempt))
         for rank in self.sessions.trainers:
             self.trainers[rank].answer()
         wrong = [f"slot {slot}: {name}" for slot, child in self.engines.items() for name in child.answer()]
-        return wrong, collect_stats(self.store, "test", self.attempt, self.pair.num_members)
+        return wrong, collect_stats(self.store, "test", self.attempt, self.pair.num_members, WEIGHTS)
 
     def end(self) -> None:
         for child in [*self.trainers, *self.engines.values()]:
@@ -263,7 +267,7 @@ def test_an_update_that_ends_before_the_draft_models_turn_writes_nothing() -> No
         assert not made.reshard(1)[0]
         for child in made.engines.values():
             made.attempt += 1
-            half = made.sessions.engine_message(0, version=1, attempt=made.attempt, first=False)
+            half = made.sessions.engine_message(0, version=1, attempt=made.attempt, first=False, steps=WEIGHTS)
             assert child.ask(("load", half, 1)) == [], "all is still what it was"
         made.fill(2)
         assert not made.reshard(2)[0]

@@ -41,7 +41,7 @@ def engine(count: int, tp: int = 1, ep: int = 1, **more: Any) -> EngineLayout:
 
 FP8_MTP = replace(FP8_MLA, num_mtp_layers=1, moe_ffn_size=512, ffn_size=512)
 LORA = LoraSize(3, 2, 6.0, ())
-SLOTS = replace(LORA, sync="adapters")
+IN_SLOTS = replace(LORA, sync="adapters")
 BF16: dict[str, Any] = {"dtype": "bfloat16"}
 PAIRS = {
     "one rank": Pair(MOE, train(1), engine(1)),
@@ -137,22 +137,24 @@ PAIRS = {
     "adapters of some layers, large tensors": Pair(
         LARGE, train(4, 2, 2, 2), engine(1, 4), round_bytes=1 << 20, lora=replace(LORA, targets=("k_proj", "up_proj"))
     ),
-    "frozen weights under adapters": Pair(MLA, train(4, 2, 2, 2), engine(2, 2, 2), lora=SLOTS),
+    "frozen weights under adapters": Pair(MLA, train(4, 2, 2, 2), engine(2, 2, 2), lora=IN_SLOTS),
     "slots of TP4 over two kv heads to TP2": Pair(
-        TWO_KV_HEADS, train(4, tp=4, ep=2, expert_tp=2), engine(1, 2), lora=SLOTS, content="factors"
+        TWO_KV_HEADS, train(4, tp=4, ep=2, expert_tp=2), engine(1, 2), lora=IN_SLOTS, payload="factors"
     ),
     "slots of TP2 PP2 to TP4 over two kv heads": Pair(
-        TWO_KV_HEADS, train(4, tp=2, pp=2), engine(1, 4), lora=replace(SLOTS, rank=2, expert_rank=3), content="factors"
+        TWO_KV_HEADS, train(4, tp=2, pp=2), engine(1, 4), payload="factors",
+        lora=replace(IN_SLOTS, rank=2, expert_rank=3)
     ),
     "slots of MLA, TP2 PP2 EP2 to TP2 EP2": Pair(
-        MLA, train(4, 2, 2, 2), engine(2, 2, 2), lora=SLOTS, content="factors", transformer_engine=True, **BF16
+        MLA, train(4, 2, 2, 2), engine(2, 2, 2), lora=IN_SLOTS, payload="factors", transformer_engine=True, **BF16
     ),
     "slots of MLA to DP attention beside the training ranks": Pair(
-        MLA, train(4, pp=2, ep=2, vpp=2), engine(1, 4, 4, dp=4, first=4), lora=SLOTS, content="factors", gpus_per_node=4
+        MLA, train(4, pp=2, ep=2, vpp=2), engine(1, 4, 4, dp=4, first=4), lora=IN_SLOTS, payload="factors",
+        gpus_per_node=4
     ),
     "slots of some layers, large tensors": Pair(
-        LARGE, train(4, 2, 2, 2), engine(1, 4), round_bytes=1 << 20, content="factors",
-        lora=replace(SLOTS, targets=("k_proj", "up_proj"))
+        LARGE, train(4, 2, 2, 2), engine(1, 4), round_bytes=1 << 20, payload="factors",
+        lora=replace(IN_SLOTS, targets=("k_proj", "up_proj"))
     ),
 }  # fmt: skip
 

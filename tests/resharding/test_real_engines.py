@@ -129,7 +129,7 @@ ADAPTED = {
 }
 ALL, SOME = LoraSize(4, 4, 4.0, (), sync="adapters"), LoraSize(4, 4, 4.0, ("q_proj", "up_proj"), sync="adapters")
 ATTENTION = LoraSize(4, 0, 4.0, (), sync="adapters")
-SLOTS = [
+SLOT_CASES = [
     ("deepseek-v3, small", layout(4), ALL), ("deepseek-v3, small", layout(4, 4), ALL),
     ("deepseek-v3, small", layout(4, 2, **SHARED), ALL), ("deepseek-v3, small", layout(4, 4, 4, **WHOLE), ALL),
     ("deepseek-v3, small", layout(2), ATTENTION), ("qwen3-moe, small", layout(4, 2), ALL),
@@ -140,7 +140,7 @@ SLOTS = [
 
 def slots() -> list[tuple[str, EngineLayout, LoraSize, int]]:
     """All ranks of the engines with adapters."""
-    return [(model, engine, size, rank) for model, engine, size in SLOTS for rank in range(engine.tp)]
+    return [(model, engine, size, rank) for model, engine, size in SLOT_CASES for rank in range(engine.tp)]
 
 
 class Models:

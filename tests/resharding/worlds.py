@@ -21,8 +21,8 @@ from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.lora_pairs import LoraSize, factor_name
 from megarl.resharding import fp8, lora_map, lora_slots, megatron_map, sglang_map
-from megarl.resharding.contents import ContentName
 from megarl.resharding.member import Member, Stats, collect_stats
+from megarl.resharding.payloads import PayloadName
 from megarl.resharding.plan import Copy
 from megarl.resharding.session import Session
 from megarl.resharding.shards import STACK, VOCAB_TENSORS, Box, Shard, cells, param_table, views
@@ -177,7 +177,7 @@ class Pair:
     transformer_engine: bool = False
     verify: VerifyMode = "off"
     lora: LoraSize | None = None
-    content: ContentName = "weights"
+    payload: PayloadName = "weights"
 
     @property
     def num_members(self) -> int:
@@ -197,6 +197,11 @@ class Pair:
         return lora_map.shards(self.shape, self.train, slot, self.lora, self.transformer_engine)
 
     @property
+    def sends_frozen_weights(self) -> bool:
+        """Whether adapters are left out of what is sent."""
+        return self.payload == "weights" and self.lora is not None and self.lora.in_slots
+
+    @property
     def adapted(self) -> frozenset[str]:
         """The weights with adapters."""
         factors = [one.name for slot in range(self.train.world_size) for one in self.factor_shards(slot)]
@@ -206,7 +211,7 @@ class Pair:
         at = self.engine.member(slot)
         if not at:
             return []
-        if self.content == "weights":
+        if self.payload == "weights":
             return sglang_map.shards(self.shape, self.engine, at[1])
         assert self.lora
         parts = lora_slots.target_parts(self.shape, self.engine, self.lora)
@@ -215,7 +220,7 @@ class Pair:
     def made_targets(self, slot: int) -> Params:
         """Parameters of an engine's rank, or all of its slots' tensors, in which the map leaves gaps of 0."""
         at = self.engine.member(slot)
-        if self.content == "weights" or not at:
+        if self.payload == "weights" or not at:
             return make_params(self.target_shards(slot), self.torch_dtype)
         assert self.lora
         sizes = lora_slots.slot_sizes(self.shape, self.engine, at[1], self.lora)
@@ -251,7 +256,7 @@ class Slot:
         self.target_shards, self.adapted = pair.target_shards(slot), pair.adapted
         self.sources = make_params(self.source_shards, pair.torch_dtype)
         self.targets = pair.made_targets(slot)
-        self.member = Member(session, self.sources, pair.content)
+        self.member = Member(session, self.sources, pair.payload)
 
     def fill(self, version: int) -> None:
         fill(self.sources, self.source_shards, version, self.pair.torch_dtype)
@@ -262,10 +267,8 @@ class Slot:
         return self.wrong(version)
 
     def wrong(self, version: int) -> list[str]:
-        adapters = (self.pair.lora, self.adapted) if self.pair.content == "weights" else (self.pair.lora,)
-        if self.pair.lora and self.pair.lora.sync == "adapters" and self.pair.content == "weights":
-            adapters = ()
         wanted = self.pair.made_targets(self.session.member)
+        adapters = () if self.pair.sends_frozen_weights else (self.pair.lora, self.adapted)
         return wrong_params(self.targets, wanted, self.target_shards, version, self.pair.torch_dtype, *adapters)
 
     def verify(self) -> None:
@@ -373,4 +376,4 @@ class Opened:
         """One attempt that must bring every bit to every slot."""
         answers = self.try_run(version)
         assert answers == [[]] * len(self.slots)
-        return collect_stats(self.pool.store, self.run_id, self.attempt, len(self.slots), [self.pair.content])
+        return collect_stats(self.pool.store, self.run_id, self.attempt, len(self.slots), [self.pair.payload])

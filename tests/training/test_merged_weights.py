@@ -91,21 +91,15 @@ def all_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -
 def sums_of(trainer: Any, frozen: dict[str, torch.Tensor], version: int | None = None) -> dict[str, torch.Tensor]:
     """What resharding sends of frozen weights where it merges them itself."""
     from megarl.parallel.roles import lora_size
-    from megarl.resharding import lora_map, megatron_map
     from megarl.resharding.lora_merge import Merge
-    from megarl.resharding.shards import views
 
-    size, of_rank = lora_size(trainer._recipe), (trainer.shape, trainer.layout, trainer.rank)
+    size = lora_size(trainer._recipe)
     assert size
-    shards = megatron_map.shards(*of_rank)
-    merge, found = Merge.of(size, shards, lora_map.shards(*of_rank, size), trainer.factors()), {}
+    merge = Merge.of_rank(size, trainer.shape, trainer.layout, trainer.rank, False, trainer.factors())
     found = {name: param.clone() for name, param in frozen.items()}
     merge.begin(version)
-    for shard in shards:
-        boxes = merge.boxes(shard.name, frozen, shard.param, shard.at, shard.size) or []
-        planes = [plane for view in views(found, shard.param, shard.at, shard.size) for plane in view.split(1)]
-        for box, plane in zip(boxes, planes, strict=bool(boxes)):
-            box.write(plane)
+    for box, target in zip(merge.all_boxes(frozen), merge.all_boxes(found), strict=True):
+        box.write(target.weight)
     return found
 
 
@@ -158,8 +152,8 @@ def test_only_16_bit_types_are_merged_in_training() -> None:
     from megarl.parallel.roles import trains_merged
 
     def asked(dtype: str, **lora: Any) -> bool:
-        kept = SimpleNamespace(**({"sync": "merged"} | lora)) if lora is not None else None
-        made: Any = SimpleNamespace(lora=kept, model=SimpleNamespace(dtype=dtype))
+        adapters = SimpleNamespace(**({"sync": "merged"} | lora))
+        made: Any = SimpleNamespace(lora=adapters, model=SimpleNamespace(dtype=dtype))
         return trains_merged(made)
 
     assert asked("bfloat16") and not asked("float32") and not asked("bfloat16", sync="adapters")

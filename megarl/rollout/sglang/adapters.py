@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from megarl.parallel.lora_pairs import LoraSize
-from megarl.resharding.engine_model import SLOT
+from megarl.resharding.engine_model import SLOT_NUMBER
 from megarl.resharding.lora_slots import modules, slot_rank
 from megarl.types import ModelShape
 
-NAME = "policy"  # of the adapter, in SGLang's requests
+ADAPTER_NAME = "policy"  # of the adapter, in SGLang's requests
 _FOLDER = "adapter"
-SLOTS = 2  # the adapter's, and that of requests without one
+ADAPTER_SLOTS = 2  # the adapter's, and that of requests without one
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class AdapterSlot:
     @staticmethod
     def of(shape: ModelShape, size: LoraSize | None) -> AdapterSlot | None:
         """None where engines get no adapters of their own."""
-        if size is None or size.sync != "adapters":
+        if size is None or not size.in_slots:
             return None
         return AdapterSlot(slot_rank(size), modules(shape, size))
 
@@ -50,24 +50,24 @@ def server_arguments(slot: AdapterSlot, folder: Path, device: str) -> dict[str, 
         "enable_lora": True,
         "max_lora_rank": slot.rank,
         "lora_target_modules": list(slot.modules),
-        "lora_paths": [{"lora_name": NAME, "lora_path": str(adapter), "pinned": True}],
-        "max_loras_per_batch": SLOTS,
+        "lora_paths": [{"lora_name": ADAPTER_NAME, "lora_path": str(adapter), "pinned": True}],
+        "max_loras_per_batch": ADAPTER_SLOTS,
         "experts_shared_outer_loras": False,
         "lora_backend": "torch_native" if device == "cpu" else "triton",
         "enable_weights_cpu_backup": device != "cpu",
     }
 
 
-def patch_sglang() -> None:
+def allow_empty_adapters() -> None:
     """Let an adapter start without tensors; run in a scheduler before its model is built."""
     from sglang.srt.lora.lora import LoRAAdapter
 
     LoRAAdapter.initialize_weights = lambda self: None
 
 
-def settle(model_runner: Any) -> None:
+def occupy_slot(model_runner: Any) -> None:
     """Give the adapter its slot for good, and leave the slot's number on the model for the weight loader."""
     manager = model_runner.lora_manager
     (uid,) = manager.lora_refs
     manager.fetch_new_loras({None, uid})
-    setattr(model_runner.model, SLOT, manager.memory_pool.get_buffer_id(uid))
+    setattr(model_runner.model, SLOT_NUMBER, manager.memory_pool.get_buffer_id(uid))

@@ -16,7 +16,7 @@ import torch
 
 from megarl.device import DEVICE
 from megarl.rollout.dealing import Capacity, CompletedSample
-from megarl.rollout.sglang.adapters import NAME
+from megarl.rollout.sglang.adapters import ADAPTER_NAME
 from megarl.rollout.sglang.arguments import EngineSettings, Sampling
 from megarl.rollout.sglang.deterministic import sample_seed
 from megarl.rollout.sglang.host import EngineFault, Host
@@ -38,7 +38,7 @@ class Engine:
     def __init__(self, settings: EngineSettings, weight_loader: str = WEIGHT_LOADER) -> None:
         self._tp, self._seeded, self._routed_experts = settings.tp, settings.seeded, settings.routed_experts
         self._groups, self._weight_loader = settings.dp, weight_loader
-        self._adapter = NAME if settings.adapter else None
+        self._adapter = ADAPTER_NAME if settings.adapter else None
         self._host = Host(settings, weight_loader)
         self._manager: Any = self._host.server.tokenizer_manager
         from transformers import AutoTokenizer  # takes seconds, while the schedulers start

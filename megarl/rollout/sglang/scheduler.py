@@ -103,7 +103,7 @@ class SchedulerEntry:
                 cpu.end_with_host()
             patch_sglang(repeatable=self.settings.seeded)
             if self.settings.adapter:
-                adapters.patch_sglang()
+                adapters.allow_empty_adapters()
             from sglang.srt.managers import scheduler
 
             rounds = Rounds(self.rounds_path, tp_rank - self.settings.first_rank)
@@ -200,7 +200,7 @@ def _patch_scheduler(scheduler: Any, rounds: Rounds, *, has_adapter: bool) -> No
                 super().__init__(*args, **kwargs)
                 set_random_seed(deterministic.generator_seed(self.random_seed, get_parallel().attn_dp_rank))
                 if has_adapter:
-                    adapters.settle(self.tp_worker.model_runner)
+                    adapters.occupy_slot(self.tp_worker.model_runner)
 
         def run_event_loop(self) -> None:
             with _exit_with_traceback():

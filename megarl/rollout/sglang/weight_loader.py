@@ -51,32 +51,33 @@ def _models(run_id: str, attempt: int, model: torch.nn.Module) -> list[torch.nn.
 
 
 def _exchange(message: Mapping[str, Any], models: Sequence[torch.nn.Module]) -> None:
+    """Carry out the steps of a reshard in this process. models: the target model, then its draft if there is one."""
     run_id, version, attempt = message["run_id"], message["version"], message["attempt"]
     if "sessions" in message:
         if run_id in _exchanges:  # whose handles are no longer valid
             _exchanges[run_id].close()
         _exchanges[run_id] = _opened(Session.from_json(message["sessions"][str(dist.get_rank())]))
     exchanges, whole = _exchanges[run_id], engine_model.joined(models)
-    for content in message["contents"]:
-        if content == "factors":
-            exchanges.of(content).run(version, attempt, engine_model.slots(models[0]))
+    for step in message["steps"]:
+        if step == "factors":
+            exchanges.of(step).run(version, attempt, engine_model.adapter_slots(models[0]))
             continue
         fault = engine_model.unknown_layout(whole) or engine_model.draft_fault(models)
         finish = partial(_finish, whole, models, exchanges.session)
-        if content == "files":
+        if step == "read":
             if fault:
                 raise fault
             _read(whole, exchanges.session)
             finish()
             continue
-        exchanges.of(content).run(version, attempt, engine_model.params(whole), fault=fault, finish=finish)
+        exchanges.of(step).run(version, attempt, engine_model.params(whole), fault=fault, finish=finish)
 
 
 def _read(whole: torch.nn.Module, session: Session) -> None:
     """Take this rank's weights from the checkpoint."""
     at = session.engine.member(session.member)
-    assert at and session.files
-    load_hf(session.files, sglang_map.shards(session.shape, session.engine, at[1]), engine_model.params(whole))
+    assert at and session.fp8_checkpoint
+    load_hf(session.fp8_checkpoint, sglang_map.shards(session.shape, session.engine, at[1]), engine_model.params(whole))
 
 
 def _opened(session: Session) -> Exchanges:

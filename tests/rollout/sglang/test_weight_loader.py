@@ -12,15 +12,16 @@ import pytest
 import torch
 
 from megarl.checkpoints.hf_import import load_hf
+from megarl.config.roles import LoraConfig
 from megarl.device import Address
 from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.lora_pairs import LoraSize
 from megarl.parallel.quantisation import Quantisation
-from megarl.parallel.roles import published_tiles
+from megarl.parallel.roles import fp8_checkpoint
 from megarl.resharding import sglang_map
-from megarl.resharding.contents import contents_of
 from megarl.resharding.memory_handles import SourceHandles
+from megarl.resharding.payloads import reshard_steps
 from megarl.resharding.session import Session, sessions
 from megarl.resharding.shards import LayoutError
 from megarl.rollout.sglang import weight_loader
@@ -31,7 +32,7 @@ SHAPE = dataclasses.replace(WHOLE_TILES, num_mtp_layers=0)
 SIZE = LoraSize(4, 0, 8.0, ("q_b_proj",), sync="adapters")
 
 
-def test_published_tiles_are_read_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_checkpoint_are_read_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the second rank of an engine of TP2 EP2: every bit is what `load_hf` reads, and no store is joined."""
     files, _ = publish(weights(SHAPE), "fp8")
     engine, rank = EngineLayout(1, 2, 2, fp8=True), 1
@@ -39,9 +40,9 @@ def test_published_tiles_are_read_as_they_are(tmp_path: Path, monkeypatch: pytes
     common = Session(
         meet=Address("127.0.0.1", 1), run_id="files", shape=SHAPE, train=TrainLayout(2, 2, 1, 1), engine=engine,
         transformer_engine=False, dtype="bfloat16", round_bytes=1 << 20, timeout_s=1.0, gpus_per_node=2, verify="full",
-        lora=SIZE, files=folder,
+        lora=SIZE, fp8_checkpoint=folder,
     )  # fmt: skip
-    message = sessions(common, [SourceHandles((), {})] * 2).engine_message(0, 0, 1, True, ["files"])
+    message = sessions(common, [SourceHandles((), {})] * 2).engine_message(0, 0, 1, True, ["read"])
     shards = sglang_map.shards(SHAPE, engine, rank)
     model, wanted = Model(params_of(shards, torch.bfloat16), 0), params_of(shards, torch.bfloat16)
     load_hf(folder, shards, wanted)
@@ -64,10 +65,10 @@ def test_published_tiles_are_read_as_they_are(tmp_path: Path, monkeypatch: pytes
 
 def test_what_a_reshard_does() -> None:
     merged = dataclasses.replace(SIZE, sync="merged")
-    assert contents_of(None, has_weights=True) == contents_of(merged, has_weights=False) == ["weights"]
-    assert contents_of(SIZE, has_weights=False) == ["weights", "factors"]
-    assert contents_of(SIZE, has_weights=False, from_files=True) == ["files", "factors"]
-    assert contents_of(SIZE, has_weights=True, from_files=True) == ["factors"]
+    assert reshard_steps(None, has_weights=True) == reshard_steps(merged, has_weights=False) == ["weights"]
+    assert reshard_steps(SIZE, has_weights=False) == ["weights", "factors"]
+    assert reshard_steps(SIZE, has_weights=False, from_files=True) == ["read", "factors"]
+    assert reshard_steps(SIZE, has_weights=True, from_files=True) == ["factors"]
 
 
 @pytest.mark.parametrize(
@@ -78,9 +79,9 @@ def test_what_a_reshard_does() -> None:
 def test_engines_read_what_is_published_as_they_have_it(sync: str | None, fp8: bool, kind: Any, reads: bool) -> None:
     facts = SimpleNamespace(quantisation=Quantisation(kind) if kind else None)
     recipe: Any = SimpleNamespace(
-        lora=SimpleNamespace(sync=sync) if sync else None,
+        lora=LoraConfig.model_validate({"sync": sync}) if sync else None,
         model=SimpleNamespace(path="published"),
         rollout=SimpleNamespace(engine=SimpleNamespace(fp8=fp8)),
     )
     model: Any = SimpleNamespace(facts=facts)
-    assert published_tiles(recipe, model) == ("published" if reads else None)
+    assert fp8_checkpoint(recipe, model) == ("published" if reads else None)

@@ -22,5 +22,5 @@ def test_a_run_on_two_ranks() -> None:
     trained = found["factors_bytes"] // 4  # float32: a gradient and two moments of each element, but for alignment
     assert trained * 4 <= found["adapters_grads_bytes"] < trained * 5
     assert found["adapters_optimizer_bytes"] < found["full_optimizer_bytes"] / 5
-    assert found["merged_synchronised_bytes"] > found["full_weights_bytes"], "each engine has all experts"
-    assert 0 < found["adapters_synchronised_bytes"] < found["merged_synchronised_bytes"] / 5
+    assert found["merged_reshard_bytes"] > found["full_weights_bytes"], "each engine has all experts"
+    assert 0 < found["adapters_reshard_bytes"] < found["merged_reshard_bytes"] / 5

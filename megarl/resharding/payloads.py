@@ -9,23 +9,24 @@ from typing import Literal
 import torch
 
 from megarl.parallel.lora_pairs import LoraSize, is_factor
-from megarl.resharding import fp8, lora_map, lora_slots, megatron_map, sglang_map
+from megarl.resharding import fp8, lora_slots, megatron_map, sglang_map
 from megarl.resharding.lora_merge import Merge
 from megarl.resharding.lora_scaling import Scaling
 from megarl.resharding.session import Session
 from megarl.resharding.shards import LayoutError, Part, Shard, cells, first_of, shape_as_stack, verify_params
 
-ContentName = Literal["weights", "factors"]
-Step = ContentName | Literal["files"]  # files: engines read the frozen weights from the checkpoint
+PayloadName = Literal["weights", "factors"]
+ReshardStep = PayloadName | Literal["read"]  # read: engines read the frozen weights from the checkpoint
 Params = Mapping[str, torch.Tensor]
 SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Weights:
-    """One member's view of the weights, with adapters merged into them unless engines get these on their own.
+    """One member's view of the weights, with the session's adapters merged into them unless they are sent alone.
 
-    sources: its own parameters. source_parts, target_parts: the shards of all members. adapters: how what is sent is
-    computed from adapters, if it is. check: raises LayoutError where the maps do not describe this member's parameters.
+    sources: its own parameters. source_parts, target_parts: the shards of all members. transform: computes what is sent
+    from the parameters; None: they are sent as they are. check: raises LayoutError where the maps do not describe this
+    member's parameters. begin: call it before the exchange of a version. kept_share: as of `Merge`, else None.
     """
 
     def __init__(self, session: Session, params: Params) -> None:
@@ -48,27 +49,33 @@ class Weights:
         return sglang_map.parts(self._session.shape, self._session.engine)
 
     @cached_property
-    def adapters(self) -> Merge | None:
+    def transform(self) -> Merge | None:
         """Raises LayoutError where the factors are not those of the map."""
         s = self._session
-        if s.lora is None or s.lora.sync == "adapters" or s.member >= s.train.world_size:
+        if s.lora is None or s.lora.in_slots or s.member >= s.train.world_size:
             return None
-        shards = lora_map.shards(s.shape, s.train, s.member, s.lora, s.transformer_engine)
-        return Merge.of(s.lora, held(self._unscaled_parts, s.member), shards, self._factors)
+        return Merge.of_rank(s.lora, s.shape, s.train, s.member, s.transformer_engine, self._factors)
 
     def check(self, targets: Params) -> None:
         s = self._session
         verify_params(held(self._unscaled_parts, s.member), self.sources)
         _check_sources(self.sources)
-        if self.adapters and s.engine.fp8:
+        if self.transform and s.engine.fp8:
             raise LayoutError("adapters are not merged into the weights of fp8 engines")
         wanted = held(self.target_parts, s.member)
         verify_params(wanted, targets)
         _check_dtypes(wanted, targets, s.dtype)
 
+    def begin(self, version: int) -> None:
+        if self.transform:
+            self.transform.begin(version)
+
+    def kept_share(self) -> float | None:
+        return self.transform.kept_share() if self.transform else None
+
 
 class Factors:
-    """The same of the factors of adapters, which go to SGLang's own slots for them."""
+    """One member's view of the adapters' factors, which go into SGLang's adapter slots; members as of `Weights`."""
 
     def __init__(self, session: Session, params: Params) -> None:
         """params: of this member's training rank; empty where it has none."""
@@ -86,11 +93,11 @@ class Factors:
         return lora_slots.target_parts(self._session.shape, self._session.engine, self._size)
 
     @cached_property
-    def adapters(self) -> Scaling:
+    def transform(self) -> Scaling:
         return Scaling(self._size)
 
     def check(self, targets: Params) -> None:
-        """The engine may have slots beside those of the map, which stay 0."""
+        """The engine may have adapter slots beside those of the map, which stay 0."""
         s = self._session
         verify_params(held(self.source_parts, s.member), self.sources)
         _check_sources(self.sources)
@@ -111,23 +118,35 @@ class Factors:
             raise LayoutError(f"the map of adapters and SGLang's slots differ: {first_of(sorted(wrong))}")
 
 
-Content = Weights | Factors
+    def begin(self, version: int) -> None:
+        pass
+
+    def kept_share(self) -> None:
+        return None
 
 
-def content_of(name: ContentName, session: Session, params: Params) -> Content:
+Payload = Weights | Factors
+
+
+def make_payload(name: PayloadName, session: Session, params: Params) -> Payload:
     return Weights(session, params) if name == "weights" else Factors(session, params)
 
 
-def contents_of(size: LoraSize | None, *, has_weights: bool, from_files: bool = False) -> list[Step]:
+def reshard_steps(size: LoraSize | None, *, has_weights: bool, from_files: bool = False) -> list[ReshardStep]:
     """What a reshard does, in this order.
 
     has_weights: the engines have the frozen weights of an earlier one. from_files: they read these themselves.
     """
-    if size is None or size.sync == "merged":
+    if size is None or not size.in_slots:
         return ["weights"]
     if has_weights:
         return ["factors"]
-    return ["files" if from_files else "weights", "factors"]
+    return ["read" if from_files else "weights", "factors"]
+
+
+def exchanged(steps: Sequence[ReshardStep]) -> list[PayloadName]:
+    """The payloads that members exchange in these steps."""
+    return [step for step in steps if step != "read"]
 
 
 def held(parts: Sequence[Part], member: int) -> list[Shard]:
