@@ -69,9 +69,9 @@ class LoraConfig(Branch):
     adapters of its own, of rank `experts`: null as for the other layers, 0 none. A run begins with those of `path`, a
     folder in PEFT's format, or with B = 0.
 
-    `sync: merged`: engines get the sums W + (alpha / rank) B A, rounded to `model.dtype` as `rounding` says; in a 16-bit
-    type training computes with these too. `adapters`: they get the frozen weights once and then the adapters alone,
-    with which SGLang computes.
+    `sync: merged`: engines get the sums W + (alpha / rank) B A, rounded to `model.dtype` as `rounding` says; in a
+    16-bit type training computes with these too. `adapters`: they get the frozen weights once and then the adapters
+    alone, with which SGLang computes.
     """
 
     rank: LoraRank = 16

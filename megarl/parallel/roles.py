@@ -56,7 +56,7 @@ def fp8_checkpoint(recipe: Recipe, model: HfModel) -> str | None:
     """The checkpoint whose fp8 tiles are the engines' frozen weights, which they read from it; None: there is none."""
     size = lora_size(recipe)
     quantisation = model.facts.quantisation if model.facts else None
-    has_tiles = quantisation is not None and quantisation.kind == "fp8"
+    has_tiles = quantisation is not None and quantisation.kind == "fp8" and not quantisation.excluded
     return recipe.model.path if size and size.in_slots and recipe.rollout.engine.fp8 and has_tiles else None
 
 

@@ -14,7 +14,7 @@ from megarl.algos import has_reference, hyperparameters_of
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.parallel.layout import TrainLayout
-from megarl.parallel.roles import RoleName, Roles, reference_copy
+from megarl.parallel.roles import RoleName, Roles, reference_copy, trains_merged
 from megarl.plan.batch import RankWork, Samples
 from megarl.plan.layer_time import RankLayers
 from megarl.plan.model_size import ModelSize
@@ -201,9 +201,12 @@ def policy_time(recipe: Recipe, model: ComputingModel, samples: Samples, hardwar
     reference = 0.0
     if has_reference(recipe.algorithm, recipe.reference.use):
         reference = once
-    if reference_copy(recipe):  # its weights and the policy's change places, and back
-        reference += 4 * model.weights_bytes / hardware.pcie_bytes_per_s
+    merged, crossing_s = trains_merged(recipe), model.weights_bytes / hardware.pcie_bytes_per_s
+    if reference_copy(recipe) or (reference and merged):  # its weights and the policy's change places, and back
+        reference += 4 * crossing_s
     learnt = learning_time(model, samples, hardware, node)
+    if merged:  # the frozen weights come from the host for each update's sums
+        learnt = replace(learnt, memory_s=learnt.memory_s + model.share.updates * crossing_s)
     return replace(learnt, old_logprobs_s=once if reads_old else 0.0, reference_s=reference)
 
 

@@ -20,6 +20,7 @@ _MEGATRON = (
     *("moe_shared_expert_overlap", "fp8", "fp4", "cpu_offloading", "delay_wgrad_compute", "tp_comm_overlap"),
     "fine_grained_activation_offloading",  # frees what the adapters of experts have saved
 )
+_OVERLAPS = ("enable_two_batch_overlap", "enable_single_batch_overlap")  # of batches that SGLang cuts in two
 
 
 def lora_faults(roles: Roles) -> Faults:
@@ -106,6 +107,8 @@ def _slot_faults(recipe: Recipe, shape: ModelShape | None) -> Iterator[UserFault
         "rollout.engine.draft": (engine.draft, "drafts were not tried with SGLang's adapters", "set it to 0"),
         "rollout.engine.dp": (uneven and engine.dp, "SGLang's adapters need the attention whole on each GPU", whole),
         "rollout.seeded": (recipe.rollout.seeded, "SGLang's adapters depend on the batch", "set it to false"),
+        **{f"rollout.engine.sglang.{key}": (engine.sglang.get(key), "SGLang would mix up its adapters", "remove it")
+           for key in _OVERLAPS},
         "lora.rounding": (size.rounding != "nearest" and size.rounding, "nothing is merged", "leave it out"),
     }
     if _wraps_experts(size, shape):
@@ -124,6 +127,17 @@ def _slot_faults(recipe: Recipe, shape: ModelShape | None) -> Iterator[UserFault
     for key, (value, why, mend) in refused.items():
         if value:
             yield UserFault(key, f"{value}, but {why}", f"{mend}, or set lora.sync to merged")
-    for name in unknown_modules(shape, size) if shape else ():
-        mend = "leave it out of lora.targets, or set lora.sync to merged"
-        yield UserFault("lora.targets", f"SGLang has no adapters for {name}", mend)
+    if shape:
+        yield from _missing_slots(size, shape, fp8=engine.fp8)
+
+
+def _missing_slots(size: LoraSize, shape: ModelShape, *, fp8: bool) -> Iterator[UserFault]:
+    """Layers of the model for which SGLang has no adapters."""
+    mend = "out of lora.targets, or set lora.sync to merged"
+    for name in unknown_modules(shape, size):
+        yield UserFault("lora.targets", f"SGLang has no adapters for {name}", f"leave it {mend}")
+    if fp8 and "kv_b_proj" in modules(shape, size):
+        yield UserFault("lora.targets", "SGLang's adapters hide the scales of kv_b_proj in fp8", f"leave it {mend}")
+    if _wraps_experts(size, shape) and shape.num_dense_layers and not shape.num_shared_experts:
+        problem = "SGLang has no adapters for dense layers beside experts without shared ones"
+        yield UserFault("lora.targets", problem, f"leave the layers of the MLP {mend}")

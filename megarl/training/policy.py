@@ -86,15 +86,11 @@ class PolicyRank(TrainingRank):
         super().__init__(rank, recipe, meet, shape, slot=rank, is_published=True, reference=reference)
         self.options, self.communicator_bytes = self._model.options, lambda: self._model.communicator_bytes
         self._exchanges: Exchanges | None = None
-        self._merged = self._merged_weights() if trains_merged(recipe) else None
-
-    def _merged_weights(self) -> MergedWeights:
-        """Put the sums with the adapters into the place of the frozen weights."""
-        size, adapters = lora_size(self._recipe), self._model.adapters
-        assert size and adapters
-        of_rank = self.shape, self.layout, self.rank, model.TRANSFORMER_ENGINE
-        adapters.are_in_weights = True
-        return MergedWeights(size, *of_rank, self.params(), self.factors())
+        self._merged: MergedWeights | None = None
+        if (adapters := self._model.adapters) and (size := lora_size(recipe)) and trains_merged(recipe):
+            of_rank = shape, self.layout, rank, model.TRANSFORMER_ENGINE
+            self._merged = MergedWeights(size, *of_rank, self.params(), self.factors())
+            adapters.are_in_weights = True
 
     def load(self, folder: Path) -> None:
         super().load(folder)

@@ -112,9 +112,12 @@ def test_what_adapters_on_their_own_save_and_take(recipe: Recipe) -> None:
 @pytest.mark.slow
 def test_the_reference_is_the_policy_without_adapters(recipe: Recipe) -> None:
     with_reference = recipe.model_copy(update={"reference": recipe.reference.model_copy(update={"use": True})})
-    full, lora = (make_plan(one, plans.H800) for one in (with_reference, with_lora(with_reference)))
-    assert "reference" in full.memory.host and "reference" not in lora.memory.host
-    assert 0 < lora.learning["policy"].reference_s < full.learning["policy"].reference_s
+    kinds = with_reference, with_lora(with_reference), with_lora(with_reference, sync="adapters")
+    full, merged, alone = (make_plan(one, plans.H800) for one in kinds)
+    assert "reference" in full.memory.host
+    assert "reference" not in merged.memory.host and "reference" not in alone.memory.host
+    swapped, also, free = (one.learning["policy"].reference_s for one in (full, merged, alone))
+    assert 0 < free < swapped and also == pytest.approx(swapped, rel=0.05), "merged weights make place too"
 
 
 def test_what_adapters_refuse_is_refused_by_the_plan(recipe: Recipe) -> None:

@@ -74,6 +74,7 @@ SLOT_KEYS = ("lora.sync=adapters", "lora.experts=0", "lora.targets=[q_proj, o_pr
         (["rollout.engine.tp=4", "rollout.engine.dp=2"], "rollout.engine.dp: 2, but SGLang's adapters need the atten"),
         (["rollout.engine.tp=4", "rollout.engine.dp=4"], None),
         (["rollout.seeded=true"], "rollout.seeded: True, but SGLang's adapters depend on the batch; set it to false"),
+        (["rollout.engine.sglang.enable_two_batch_overlap=true"], "rollout.engine.sglang.enable_two_batch"),
         (["lora.rounding=stochastic"], "lora.rounding: stochastic, but nothing is merged; leave it out"),
         (["lora.targets=[]", "lora.experts=8"], None),
         ([*EXPERTS, "rollout.engine.fp8=true"], "rollout.engine.fp8: True, but SGLang would compute experts"),
@@ -108,10 +109,15 @@ def test_what_engines_have_adapters_for_on_cpu(paths: dict[str, Path]) -> None:
     assert line == "rollout.engine.dp: 2, but SGLang on CPU has no adapters with DP attention"
 
 
-def test_latent_attention_without_compressed_queries_has_no_slots(tmp_path: Path) -> None:
-    path = checkpoints.write(tmp_path, "deepseek-v3", num_hidden_layers=2, q_lora_rank=None)
+def test_layers_of_latent_attention_that_have_no_slots(tmp_path: Path) -> None:
+    path = checkpoints.write(tmp_path / "plain", "deepseek-v3", num_hidden_layers=2, q_lora_rank=None)
+    checkpoints.write(tmp_path / "compressed", "deepseek-v3", num_hidden_layers=2)
     found = told(path, *SLOT_KEYS, "lora.targets=[q_proj, kv_a_proj_with_mqa, o_proj]")
     names = [line.partition(";")[0] for line in found]
+    fp8 = told(path.parent / "compressed", *SLOT_KEYS, "lora.targets=[kv_b_proj]", "rollout.engine.fp8=true")
+    assert [line.partition(";")[0] for line in fp8] == [
+        "lora.targets: SGLang's adapters hide the scales of kv_b_proj in fp8"
+    ]
     assert names == [f"lora.targets: SGLang has no adapters for {name}" for name in ("kv_a_proj_with_mqa", "q_proj")]
 
 

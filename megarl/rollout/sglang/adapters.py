@@ -1,17 +1,16 @@
 """SGLang's slot for our adapter (LoRA): an engine starts with an empty, pinned one, and resharding writes its factors.
 
-Facts from sglang/srt/lora 0.5.21: an adapter is read from a folder in PEFT's format when the engine starts, but not by
-an engine that does not load its weights either; a layer of which it has no tensor gets zeros (mem_pool.py). A pinned
-one is never evicted, and one slot must be left unpinned, for requests without an adapter (lora_manager.py), of which
-megarl sends none. Slots lie outside the memory that SGLang releases (model_runner.py); the weights are kept on the host
-meanwhile, because nobody sends them again.
+Facts from sglang/srt/lora 0.5.21: an adapter is read from a folder in PEFT's format when the engine starts; ours has no
+folder, and its name and path, from which each node of an engine derives its number, are the same everywhere
+(lora_registry.py). A layer of which an adapter has no tensor gets zeros (mem_pool.py). A pinned one is never evicted,
+and one slot must be left unpinned, for requests without an adapter (lora_manager.py), of which megarl sends none. Slots
+lie outside the memory that SGLang releases (model_runner.py); the weights are kept on the host meanwhile, because
+nobody sends them again.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megarl.parallel.lora_pairs import LoraSize
@@ -20,7 +19,6 @@ from megarl.resharding.lora_slots import modules, slot_rank
 from megarl.types import ModelShape
 
 ADAPTER_NAME = "policy"  # of the adapter, in SGLang's requests
-_FOLDER = "adapter"
 ADAPTER_SLOTS = 2  # the adapter's, and that of requests without one
 
 
@@ -39,18 +37,13 @@ class AdapterSlot:
         return AdapterSlot(slot_rank(size), modules(shape, size))
 
 
-def server_arguments(slot: AdapterSlot, folder: Path, device: str) -> dict[str, Any]:
-    """SGLang's server arguments for the slot; writes the configuration of its empty adapter below `folder`."""
-    adapter = folder / _FOLDER
-    adapter.mkdir()
-    # Of rank and alpha alike, so that SGLang multiplies with 1 (lora_slots.py).
-    config = {"peft_type": "LORA", "r": slot.rank, "lora_alpha": slot.rank, "target_modules": list(slot.modules)}
-    (adapter / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+def server_arguments(slot: AdapterSlot, device: str) -> dict[str, Any]:
+    """SGLang's server arguments for the slot."""
     return {
         "enable_lora": True,
         "max_lora_rank": slot.rank,
         "lora_target_modules": list(slot.modules),
-        "lora_paths": [{"lora_name": ADAPTER_NAME, "lora_path": str(adapter), "pinned": True}],
+        "lora_paths": [{"lora_name": ADAPTER_NAME, "lora_path": ADAPTER_NAME, "pinned": True}],
         "max_loras_per_batch": ADAPTER_SLOTS,
         "experts_shared_outer_loras": False,
         "lora_backend": "torch_native" if device == "cpu" else "triton",
@@ -58,10 +51,15 @@ def server_arguments(slot: AdapterSlot, folder: Path, device: str) -> dict[str, 
     }
 
 
-def allow_empty_adapters() -> None:
-    """Let an adapter start without tensors; run in a scheduler before its model is built."""
+def start_empty(slot: AdapterSlot) -> None:
+    """Let the adapter start without files; run in a scheduler before its model is built."""
     from sglang.srt.lora.lora import LoRAAdapter
+    from sglang.srt.lora.lora_config import LoRAConfig
 
+    # Of rank and alpha alike, so that SGLang multiplies with 1 (lora_slots.py).
+    config = {"peft_type": "LORA", "r": slot.rank, "lora_alpha": slot.rank, "target_modules": list(slot.modules)}
+    LoRAConfig.get_lora_config = lambda self, dummy=False: config
+    LoRAConfig.get_added_tokens_config = lambda self: None
     LoRAAdapter.initialize_weights = lambda self: None
 
 

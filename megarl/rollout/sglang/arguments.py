@@ -13,7 +13,7 @@ from typing import Any
 
 from megarl.device import DEVICE, Address
 from megarl.parallel.quantisation import FP8_CONFIG, KEY, QUANTISATION_KEYS
-from megarl.rollout.sglang import cpu, deterministic
+from megarl.rollout.sglang import adapters, cpu, deterministic
 from megarl.rollout.sglang.adapters import AdapterSlot
 from megarl.rollout.sglang.sizes import group_arguments, running_limit
 from megarl.spelling import did_you_mean, near
@@ -48,8 +48,8 @@ _REFUSED_FOR = {  # the reason why resharding does not support a server argument
     "it holds some experts twice": ("ep_num_redundant_experts",),
     "it assigns the experts to ranks in another order": ("init_expert_location",),
     "it keeps weights in other places than resharding writes to": (
-        *("enable_elastic_expert_backup", "lora_", "max_lora", "cpu_offload_gb", "offload_group_size"),
-        *("weight_cache_mode", "kt_"),
+        *("enable_elastic_expert_backup", "enable_lora_", "lora_", "max_lora", "max_loaded_lora"),
+        *("experts_shared_outer", "cpu_offload_gb", "offload_group_size", "weight_cache_mode", "kt_"),
     ),
     "it changes the number of ranks": ("ep_join_mode",),
     "it fuses the shared experts with the routed ones": ("enable_waterfill", "enforce_shared_experts_fusion"),
@@ -212,6 +212,8 @@ def server_arguments(settings: EngineSettings, weight_loader: str, device: str =
         arguments |= cpu.server_arguments(settings.tp, room)
     else:
         arguments |= _gpu_arguments(settings)
+    if settings.adapter:
+        arguments |= adapters.server_arguments(settings.adapter, device)
     arguments |= settings.sglang
     arguments["max_running_requests"] = arguments["max_running_requests"] or limit  # null: as the plan counts
     if settings.seeded:  # last, because seeded samples must not depend on the recipe's own arguments

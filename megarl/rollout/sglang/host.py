@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from megarl.cluster.session_folder import SessionFolder, remove_dead
 from megarl.device import DEVICE
-from megarl.rollout.sglang import adapters, cpu, scheduler
+from megarl.rollout.sglang import cpu, scheduler
 from megarl.rollout.sglang.arguments import EngineSettings, server_arguments
 from megarl.rollout.sglang.rounds import Standstill, make_counter_file
 from megarl.types import Silence
@@ -56,8 +56,6 @@ class Host:
         scheduler.set_environment(whole_shared=settings.whole_shared)
         remove_dead(PREFIX, tempfile.gettempdir())
         self._folder = SessionFolder(PREFIX, tempfile.gettempdir())
-        if settings.adapter:
-            arguments |= adapters.server_arguments(settings.adapter, self._folder.path, DEVICE)
         self._entry = scheduler.SchedulerEntry(self._folder.path, settings)
         make_counter_file(self._entry.rounds_path, settings.tp)
         self._standstill = Standstill(self._entry.rounds_path, settings.timeout_s)

@@ -103,7 +103,7 @@ class SchedulerEntry:
                 cpu.end_with_host()
             patch_sglang(repeatable=self.settings.seeded)
             if self.settings.adapter:
-                adapters.allow_empty_adapters()
+                adapters.start_empty(self.settings.adapter)
             from sglang.srt.managers import scheduler
 
             rounds = Rounds(self.rounds_path, tp_rank - self.settings.first_rank)

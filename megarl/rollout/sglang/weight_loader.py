@@ -7,7 +7,7 @@ dequantised, and to quantise it again would move the scales.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -58,26 +58,32 @@ def _exchange(message: Mapping[str, Any], models: Sequence[torch.nn.Module]) -> 
             _exchanges[run_id].close()
         _exchanges[run_id] = _opened(Session.from_json(message["sessions"][str(dist.get_rank())]))
     exchanges, whole = _exchanges[run_id], engine_model.joined(models)
+    unread: Exception | None = None  # why this rank lacks the weights that it reads itself
     for step in message["steps"]:
         if step == "factors":
-            exchanges.of(step).run(version, attempt, engine_model.adapter_slots(models[0]))
+            exchanges.of(step).run(version, attempt, engine_model.adapter_slots(models[0]), fault=unread)
             continue
         fault = engine_model.unknown_layout(whole) or engine_model.draft_fault(models)
         finish = partial(_finish, whole, models, exchanges.session)
         if step == "read":
-            if fault:
-                raise fault
-            _read(whole, exchanges.session)
-            finish()
+            unread = fault or _fault_of_reading(whole, exchanges.session, finish)
             continue
         exchanges.of(step).run(version, attempt, engine_model.params(whole), fault=fault, finish=finish)
+    if unread:
+        raise unread
 
 
-def _read(whole: torch.nn.Module, session: Session) -> None:
-    """Take this rank's weights from the checkpoint."""
+def _fault_of_reading(whole: torch.nn.Module, session: Session, finish: Callable[[], None]) -> Exception | None:
+    """Take this rank's weights from the checkpoint; returns why it cannot, for the exchange that all members await."""
     at = session.engine.member(session.member)
     assert at and session.fp8_checkpoint
-    load_hf(session.fp8_checkpoint, sglang_map.shards(session.shape, session.engine, at[1]), engine_model.params(whole))
+    try:
+        shards = sglang_map.shards(session.shape, session.engine, at[1])
+        load_hf(session.fp8_checkpoint, shards, engine_model.params(whole))
+        finish()
+    except Exception as error:
+        return error
+    return None
 
 
 def _opened(session: Session) -> Exchanges:

@@ -13,6 +13,7 @@ import pytest
 
 from megarl.device import DEVICE
 from megarl.parallel.quantisation import QUANTISATION_KEYS
+from megarl.rollout.sglang.adapters import AdapterSlot
 from megarl.rollout.sglang.arguments import (
     LATENT_FP8_BACKENDS,
     REFUSED,
@@ -267,3 +268,20 @@ def test_the_names_read_from_the_source_are_those_of_the_class() -> None:
 
     arguments: Any = ServerArgs
     assert server_fields() == set(arguments.__struct_fields__)
+
+
+def test_an_adapter_has_the_same_name_and_path_on_every_node() -> None:
+    """SGLang derives its number from these; nothing of the adapter is a file."""
+    settings = replace(SETTINGS, adapter=AdapterSlot(8, ("o_proj", "qkv_proj")))
+    own = {device: server_arguments(settings, "loader", device) for device in ("cpu", "cuda")}
+    assert own["cuda"]["lora_paths"] == [{"lora_name": "policy", "lora_path": "policy", "pinned": True}]
+    assert (own["cuda"]["max_lora_rank"], own["cuda"]["lora_target_modules"]) == (8, ["o_proj", "qkv_proj"])
+    assert (own["cpu"]["lora_backend"], own["cuda"]["lora_backend"]) == ("torch_native", "triton")
+    assert own["cuda"]["enable_weights_cpu_backup"] and not own["cpu"]["enable_weights_cpu_backup"]
+    assert not [key for key in server_arguments(SETTINGS, "loader", "cuda") if "lora" in key]
+
+
+@needs_sglang
+@pytest.mark.parametrize("key", ["enable_lora", "enable_lora_overlap_loading", "lora_paths", "max_loaded_loras"])
+def test_adapters_are_not_set_by_sglangs_arguments(key: str) -> None:
+    assert [fault.where for fault in sglang_faults({key: 1})] == [f"rollout.engine.sglang.{key}"]
