@@ -7,6 +7,7 @@ import json
 import sys
 
 from megarl.device import Address
+from megarl.rollout.sglang.adapters import AdapterSlot
 from megarl.rollout.sglang.arguments import Endpoint, EngineSettings, NodeSpan
 from megarl.rollout.sglang.engine import EngineFault, Schedulers
 
@@ -15,7 +16,9 @@ def main() -> None:
     settings = json.loads(sys.stdin.readline())
     door = Endpoint(settings.pop("door").encode())
     span = NodeSpan(2, 1, Address(*settings.pop("meet")), door)
-    part = Schedulers(EngineSettings(**settings, span=span), "engine_loader.load")
+    adapter = settings.pop("adapter", None)
+    slot = AdapterSlot(adapter["rank"], tuple(adapter["modules"])) if adapter else None
+    part = Schedulers(EngineSettings(**settings, span=span, adapter=slot), "engine_loader.load")
     print(*part.pids(), flush=True)
     try:
         asyncio.run(part.fail())

@@ -10,13 +10,15 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megarl.device import address_of, host_store
+from megarl.rollout.sglang.adapters import AdapterSlot
 from megarl.rollout.sglang.arguments import NodeSpan
 from megarl.rollout.sglang.engine import Engine, EngineFault, Sampling
 from megarl.rollout.sglang.relay import new_endpoint
@@ -38,9 +40,17 @@ class Nodes:
 
 @pytest.fixture
 def nodes(build_engine: Callable[..., Engine], checkpoint: Path) -> Iterator[Nodes]:
+    with two_nodes(build_engine, checkpoint, dp=2) as started:
+        yield started
+
+
+@contextmanager
+def two_nodes(
+    build_engine: Callable[..., Engine], checkpoint: Path, dp: int, adapter: AdapterSlot | None = None
+) -> Iterator[Nodes]:
     store, door = host_store(120), new_endpoint()
     settings: dict[str, Any] = {"model_path": str(checkpoint), "dtype": "float32", "seed": 3, "context_tokens": 512}
-    settings |= {"tp": 2, "ep": 2, "concurrency": 256, "dp": 2}
+    settings |= {"tp": 2, "ep": 2, "concurrency": 256, "dp": dp, "adapter": asdict(adapter) if adapter else None}
     folder = tempfile.TemporaryDirectory()  # of Unix sockets, whose paths have at most 107 bytes: pytest's are longer
     environment = os.environ | {"PYTHONPATH": f"{HERE.parents[2]}:{HERE}", "TMPDIR": folder.name}
     part = subprocess.Popen(
@@ -51,13 +61,22 @@ def nodes(build_engine: Callable[..., Engine], checkpoint: Path) -> Iterator[Nod
     try:
         part.stdin.write(json.dumps(settings | {"meet": address_of(store), "door": door.public.decode()}) + "\n")
         part.stdin.flush()
-        engine = build_engine(2, 2, dp=2, span=NodeSpan(2, 0, address_of(store), door))
+        engine = build_engine(2, 2, dp=dp, span=NodeSpan(2, 0, address_of(store), door), adapter=adapter)
         yield Nodes(engine, part, scheduler=int(part.stdout.readline()))
         engine.shutdown()
     finally:
         part.kill()
         part.wait()
         folder.cleanup()
+
+
+@pytest.mark.nightly
+def test_the_nodes_agree_on_the_adapter(build_engine: Callable[..., Engine], checkpoint: Path, reference: Any) -> None:
+    """SGLang's requests carry a number of it that each node derives for itself; the adapter is empty here."""
+    slot = AdapterSlot(8, ("o_proj", "qkv_proj"))
+    with two_nodes(build_engine, checkpoint, dp=1, adapter=slot) as nodes:
+        groups = asyncio.run(sample_all(nodes.engine, Sampling(4, 12)))
+    assert worst_gap(groups, reference) < TOLERANCE
 
 
 def test_it_samples_takes_weights_and_dies_as_one(nodes: Nodes, reference: Any) -> None:
