@@ -241,7 +241,7 @@ def rest(step: Step, samples: Sequence[SampleRef], rollout: RolloutBatch, plan: 
     values: list[PerTokenResults] = []
 
     def exchange() -> None:
-        step.cluster.gather(fleet._exchange(1))
+        step.cluster.gather(fleet._exchange(1, ["weights"]))
         step.engines.versions()
 
     parts: dict[str, Callable[[], Any]] = {

@@ -36,7 +36,7 @@ def test_the_quickstart_learns(launch: Callable):
     records = command.records()
     accuracy = [record["eval/accuracy"] for record in records if "eval/accuracy" in record]
     assert accuracy[0] <= 0.05, "an untrained model answers by chance"
-    assert accuracy[-1] >= max(0.7, accuracy[1] + 0.08)
+    assert accuracy[-1] >= max(0.7, accuracy[1] + 0.05)
     assert command.leftovers() == []
 
     steps = [record for record in records if record["step"] > 0]

@@ -205,7 +205,7 @@ class Pair:
     def adapted(self) -> frozenset[str]:
         """The weights with adapters."""
         factors = [one.name for slot in range(self.train.world_size) for one in self.factor_shards(slot)]
-        return frozenset(name.replace(".lora_A.", ".") for name in factors)
+        return frozenset(name.replace(".lora_A.", ".") for name in factors if ".lora_A." in name)
 
     def target_shards(self, slot: int) -> list[Shard]:
         at = self.engine.member(slot)

@@ -144,11 +144,12 @@ def test_planning_time_grows_with_samples_times_micro_batches():
     """Four times as many on four times as many ranks: 16 times the work, and no more than twice that."""
     spent = []
     for size in (1, 4):
-        samples = _refs(_lognormal(2048 * size))
-        started = time.process_time()
-        for _ in range(4 // size):
+        samples, times = _refs(_lognormal(2048 * size)), []
+        for _ in range(8 // size):  # the least of them: other work on the machine takes caches away
+            started = time.process_time()
             _plan(samples, dp=128 * size, token_budget=8192)
-        spent.append((time.process_time() - started) / (4 // size))
+            times.append(time.process_time() - started)
+        spent.append(min(times))
     assert spent[1] < 32 * spent[0]
 
 
