@@ -32,7 +32,7 @@ fi
 folder=$(mktemp -d /tmp/t-XXXX) # of both: what libraries leave among the temporary files goes with it
 mkdir "$folder/a" "$folder/b"
 set -m # each in a process group of its own, which Ctrl-C here ends as a whole
-beside=(tests/plan tests/scripts tests/training tests/tracking) # their slow tests: both halves then take about as long
+beside=(tests/plan tests/training tests/tracking) # their slow tests: both halves then take about as long
 say "pytest tests/end_to_end, the fast tests, then the slow ones of ${beside[*]}, in the background, printed at the end"
 {
     trap 'exit 130' INT # pytest answers it too; the next one must not begin
