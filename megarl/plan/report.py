@@ -170,8 +170,8 @@ def _add_phases(table: Table, found: PhasedRollout) -> None:
 
 
 def _reshard(plan: RunPlan) -> RenderableType:
-    found, lora = plan.reshard, plan.recipe.lora
-    what = "engine's adapters" if lora and lora.sync == "adapters" else "engine weights"
+    found, lora = plan.reshard, plan.sizes["policy"].lora
+    what = "engine's adapters" if lora and lora.in_slots else "engine weights"
     table = empty_table("a reshard, GB of one GPU", "", "mean", "max")
     rows = {
         what: found.dest_bytes,

@@ -82,7 +82,8 @@ def _combination_faults(recipe: Recipe) -> Iterator[UserFault]:
         "train.mtp_loss": (train.mtp_loss, "with lora the MTP layers stay as they are", "set it to 0"),
         "train.optimizer_offload": (train.optimizer_offload, "not tried with lora", "set it to false"),
     }
-    if recipe.lora and recipe.lora.sync == "merged":
+    size = lora_size(recipe)
+    if size and not size.in_slots:
         why = "its tiles would round most of an adapter's update away"
         mend = "set it to false, or lora.sync to adapters and lora.targets to layers of the attention"
         refused["rollout.engine.fp8"] = engine.fp8, why, mend
@@ -107,10 +108,11 @@ def _slot_faults(recipe: Recipe, shape: ModelShape | None) -> Iterator[UserFault
         "rollout.engine.draft": (engine.draft, "drafts were not tried with SGLang's adapters", "set it to 0"),
         "rollout.engine.dp": (uneven and engine.dp, "SGLang's adapters need the attention whole on each GPU", whole),
         "rollout.seeded": (recipe.rollout.seeded, "SGLang's adapters depend on the batch", "set it to false"),
-        **{f"rollout.engine.sglang.{key}": (engine.sglang.get(key), "SGLang would mix up its adapters", "remove it")
-           for key in _OVERLAPS},
         "lora.rounding": (size.rounding != "nearest" and size.rounding, "nothing is merged", "leave it out"),
     }
+    for key in _OVERLAPS:
+        why = "SGLang prepares adapters for whole batches"
+        refused[f"rollout.engine.sglang.{key}"] = engine.sglang.get(key), why, "remove it"
     if _wraps_experts(size, shape):
         remove = "remove it"
         refused |= {

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megarl.config import Recipe
+from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.lora_pairs import LoraSize
@@ -58,6 +59,17 @@ def test_a_trillion_parameters_have_ten_billion_of_rank_16(tmp_path: Path) -> No
     whole = adapter_parameters(shape, LoraSize(16, 16, 32.0, ()))
     assert experts < whole < 1.02 * experts
     assert adapter_parameters(shape, LoraSize(16, 0, 32.0, ())) == whole - experts
+
+
+def test_sglang_makes_slots_for_all_experts_beside_any_mlp(tmp_path: Path) -> None:
+    """Also where experts have no adapters; not where only the attention has."""
+    shape, engine = model_shape(plans.recipe(tmp_path, "kimi-k2", 1).model.path), EngineLayout(1, 64, 64, dp=64)
+    all_layers = LoraSize(16, 16, 32.0, (), sync="adapters")
+    whole, without, attention = (
+        adapter_slot_bytes(shape, engine, size, "bfloat16")[0]
+        for size in (all_layers, replace(all_layers, expert_rank=0), replace(all_layers, targets=("o_proj",)))
+    )
+    assert attention < whole / 5 and without == whole
 
 
 @pytest.fixture(scope="module")
