@@ -12,8 +12,9 @@ import torch
 
 from megarl.checkpoints import quantised
 from megarl.checkpoints.hf_files import Slices, tensor_files
+from megarl.parallel.hf_config import SCORE
 from megarl.resharding.shards import STACK, VOCAB_TENSORS, Shard, verify_params, views
-from megarl.resharding.tensors import SCORE, hf_tensors, mtp_prefix
+from megarl.resharding.tensors import hf_tensors, mtp_prefix
 from megarl.types import ModelShape, UserFault
 
 _SAMPLED_BYTES = 64 << 10

@@ -21,15 +21,15 @@ from safetensors.torch import save_file
 
 from megarl.checkpoints.hf_files import Slices
 from megarl.checkpoints.hf_import import load_hf
-from megarl.parallel.hf_config import read_json
+from megarl.parallel.adapter_config import CONFIG, OF_EACH_EXPERT, OF_EXPERTS
+from megarl.parallel.hf_config import SCORE, read_json
 from megarl.parallel.lora_pairs import LoraSize, factor_name, leaf_of, weight_of
 from megarl.resharding import lora_map
 from megarl.resharding.shards import STACK, Shard
 from megarl.types import ModelShape, UserFault
 
-CONFIG, STEM = "adapter_config.json", "adapter_model"
+STEM = "adapter_model"
 _PREFIX = "base_model.model."
-_OF_EXPERTS = r".*\.experts\..*"
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _MEND = "name adapters that fit the recipe, change the recipe, or set it to null to go on after a checkpoint"
 # Variants of LoRA that megarl does not compute, with the value that stands for none of them.
@@ -47,6 +47,7 @@ _PLAIN: Mapping[str, Any] = {
     "modules_to_save": None,
     "target_parameters": None,
 }
+HEADS = ("classifier", "score")  # PEFT's names of a classifier's head, of which megarl's models have `score`
 _CHANGES_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that change the base
 
 
@@ -70,8 +71,8 @@ def _config(factors: Collection[str], size: LoraSize, base: str) -> dict[str, An
     ranks = {}
     if any(".experts." in name for name in factors) and size.expert_rank != size.rank:
         each = size.expert_rank
-        ranks = {r".*\.experts\.\d+\..*": each, r".*\.experts\.gate_up_proj": 2 * each, _OF_EXPERTS: each}
-    of_experts = None if size.expert_rank else _OF_EXPERTS  # else PEFT would give them some, which are 0
+        ranks = {OF_EACH_EXPERT: each, r".*\.experts\.gate_up_proj": 2 * each, OF_EXPERTS: each}
+    of_experts = None if size.expert_rank else OF_EXPERTS  # else PEFT would give them some, which are 0
     return {
         **_PLAIN,
         "base_model_name_or_path": base,
@@ -98,12 +99,18 @@ def lost_in_transformers(factors: Collection[str]) -> str | None:
 
 
 def check(path: str, shape: ModelShape, size: LoraSize) -> list[UserFault]:
-    """Faults of a folder as the adapters that a recipe asks for; reads only the files' headers."""
+    """Faults of a folder as the adapters that a recipe asks for; reads only the files' headers.
+
+    For a shape with scores it must have a head as well, as PEFT writes one beside the adapters of a classifier.
+    """
+    sizes, heads = _sizes(shape, size), ()
+    if shape.num_labels:
+        sizes, heads = sizes | {SCORE: (shape.num_labels, shape.hidden_size)}, HEADS
     try:
-        if faults := _config_faults(Path(path) / CONFIG, size):
+        if faults := _config_faults(Path(path) / CONFIG, size, heads):
             return faults
         with ExitStack() as stack:
-            return _tensor_faults(Slices(path, stack, STEM), _sizes(shape, size))
+            return _tensor_faults(Slices(path, stack, STEM), sizes)
     except UserFault as fault:
         return [UserFault("lora.path", f"{fault.where}: {fault.problem}", _MEND)]
 
@@ -114,8 +121,8 @@ def _tensor_faults(slices: Slices, sizes: Mapping[str, tuple[int, int]]) -> list
     faults = []
     for names, verb in ((wanted.keys() - slices.files.keys(), "lacks"), (slices.files.keys() - wanted.keys(), "has")):
         if names:
-            layers = ", ".join(sorted({leaf_of(weight_of(name)) for name in names}))
-            problem = f"{slices.path} {verb} factors of {layers} ({min(names)}, {len(names)} in all)"
+            layers = ", ".join(sorted({leaf_of(weight_of(one) if ".lora_" in one else one) for one in names}))
+            problem = f"{slices.path} {verb} weights of {layers} ({min(names)}, {len(names)} in all)"
             faults.append(UserFault("lora.path", problem, "set lora.targets and lora.experts as it has them"))
     for name in sorted(wanted.keys() & slices.files.keys()):
         found = tuple(slices.get(name).get_shape())
@@ -126,10 +133,12 @@ def _tensor_faults(slices: Slices, sizes: Mapping[str, tuple[int, int]]) -> list
     return faults
 
 
-def _config_faults(file: Path, size: LoraSize) -> list[UserFault]:
+def _config_faults(file: Path, size: LoraSize, heads: Collection[str]) -> list[UserFault]:
     config, faults = read_json(file), []
+    if heads and set(config.get("modules_to_save") or ()) <= {*heads}:
+        config["modules_to_save"] = None
     for key, plain in _PLAIN.items():
-        if config.get(key) not in (plain, None):
+        if (config.get(key) or plain) != plain:  # PEFT writes [] for None
             faults.append(UserFault("lora.path", f"{file} has {key} {json.dumps(config[key]):.60}", _MEND))
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGES_WEIGHTS):
@@ -155,3 +164,9 @@ def _sizes(shape: ModelShape, size: LoraSize) -> dict[str, tuple[int, int]]:
 def load(path: str, shards: Sequence[Shard], factors: Mapping[str, torch.Tensor]) -> None:
     """Fill a rank's factors with the boxes that `shards` name. Raises UserFault naming a missing tensor."""
     load_hf(path, [shard._replace(name=_PREFIX + shard.name) for shard in shards], factors, STEM)
+
+
+def load_head(path: str, shards: Sequence[Shard], params: Mapping[str, torch.Tensor]) -> None:
+    """Fill the score head, where this rank has it, of the weights that `shards` name."""
+    heads = [shard for shard in shards if shard.name == SCORE]
+    load(path, heads, {shard.param: params[shard.param] for shard in heads})

@@ -117,9 +117,13 @@ class CriticConfig(Branch):
 
     A critic's checkpoint is a language model or a classifier with one score, an implicit reward model's a language
     model. `path` and the keys of the learning rate are the policy's unless they are set.
+
+    With `shares_weights` a critic learns adapters of the size of `lora` and its head, and computes with the policy's
+    frozen weights, which are in memory once; its ranks must be on the policy's slots, in the same layout.
     """
 
     path: FilePath | None = None
+    shares_weights: bool = False
     lr: LearningRate | None = None
     warmup_steps: Whole | None = None
     lr_schedule: LrSchedule | None = None
@@ -131,8 +135,13 @@ class RewardModelConfig(Branch):
     """A sequence classifier with one score; `weight` times the score is added to the reward of each response.
 
     It reads prompt and response as a chat, with its own tokenizer and template; of a chat that is too long, the end.
+
+    `adapters`, in place of `path`, is a folder in PEFT's format: adapters and a head for the policy's frozen weights,
+    which are in memory once. Its ranks must be on the policy's slots, in the same layout; tokenizer and template are
+    the policy's.
     """
 
     path: FilePath | None = None
+    adapters: FilePath | None = None
     weight: Weight = 1.0
     ranks: RanksConfig = Field(default_factory=RanksConfig)

@@ -58,6 +58,7 @@ def training_fleet(cluster: Cluster, roles: Roles) -> TrainingFleet:
     critic = AuxiliaryRanks(cluster, roles.critic, frozenset()) if roles.critic else None
     trainers = PolicyRanks(cluster, roles.policy, frozenset())
     cluster.gather(trainers.started | (critic.started if critic else {}))
+    _share_weights(trainers, critic)
     return TrainingFleet(cluster, roles, trainers, critic)
 
 
@@ -94,6 +95,7 @@ class Fleet(TrainingFleet):
         engines_last = self.engines.measures_shared_memory
         starting = {} if engines_last else self.engines.start()
         self._cluster.gather(starting | {ref: name for ranks in groups for ref, name in ranks.started.items()})
+        _share_weights(self.trainers, self.critic, self.reward_model)
         for ranks in groups:
             ranks.offload()  # ranks are built onloaded: from here on the memory scheduler decides
         if engines_last:
@@ -223,6 +225,13 @@ class Fleet(TrainingFleet):
             lora=sent_lora(self._recipe),
         )
         return sessions(common, [one.source for one in published])
+
+
+def _share_weights(trainers: PolicyRanks, *others: AuxiliaryRanks | RewardModelRanks | None) -> None:
+    """Have models without frozen weights of their own compute with the policy's."""
+    for ranks in others:
+        if ranks and ranks.shares_weights:
+            ranks.share(trainers.publish())  # handles are for one process that maps them
 
 
 def _summary(group: SampleGroup | PartialGroup) -> Summary:

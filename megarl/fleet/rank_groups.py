@@ -88,7 +88,7 @@ class RankGroup:
         more: Sequence[object] = (),
     ) -> None:
         """name: of a rank, for people. target: its class; more: its last arguments."""
-        recipe, slots = role.recipe, role.slots
+        recipe, slots, self.shares_weights = role.recipe, role.slots, role.shares_weights
         self._cluster, self._recipe, self._shape, self._layout = cluster, recipe, role.shape, role.layout
         # Where the ranks meet: served as long as this object lives.
         self.store = device.host_store(recipe.run.timeout_s, cluster.host)
@@ -108,6 +108,11 @@ class RankGroup:
     def held_bytes(self) -> int:
         """Memory of the rank on a shared slot that holds most; 0 where none is shared."""
         return max(self._cluster.call_all(self._sharing, "held_bytes"), default=0)
+
+    def share(self, published: Sequence[PublishedRank]) -> None:
+        """Have each rank compute with the frozen weights of the policy's rank on its slot."""
+        pairs = zip(self.workers, published, strict=True)
+        self._cluster.gather({worker.call("share", one.source): worker.name for worker, one in pairs})
 
     def save(self, folder: Path) -> None:
         """Begin a checkpoint: what is to be written is copied when this returns."""

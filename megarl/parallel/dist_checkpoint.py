@@ -156,9 +156,9 @@ def _weights(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
 
 
 def _of_chunk(chunk: Chunk) -> dict[str, Any]:
-    """The weights of a chunk that are trained: the adapters' factors where it has any, and else all."""
+    """The weights of a chunk that are trained: adapters and a head where it has adapters, and else all."""
     if lora_checkpoint.has_adapters(chunk):
-        return lora_checkpoint.sharded_factors(chunk)
+        return lora_checkpoint.sharded_weights(chunk)
     return chunk.sharded_state_dict(metadata=_METADATA)
 
 
@@ -166,7 +166,7 @@ def _take_weights(chunks: Sequence[DistributedDataParallel], state: Mapping[str,
     for index, chunk in enumerate(chunks):
         module, loaded = cast(Chunk, chunk.module), state.get(_chunk_key(chunks, index), {})
         if lora_checkpoint.has_adapters(module):
-            lora_checkpoint.take_factors(module, loaded)
+            lora_checkpoint.take_weights(module, loaded)
         else:
             module.load_state_dict(loaded)
 

@@ -1,4 +1,7 @@
-"""Adapters (LoRA) in a run's checkpoints: the factors alone, as shards of whole tensors, so that layouts may change."""
+"""Models of frozen weights in a run's checkpoints: adapters (LoRA) and heads alone, as shards of whole tensors.
+
+So layouts may change between runs.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,10 @@ import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 
 from megarl.parallel import groups
+from megarl.parallel.hf_config import SCORE
 from megarl.parallel.lora import FactorPair
 from megarl.parallel.lora_pairs import factor_name
+from megarl.parallel.shared_weights import heads
 
 
 def has_adapters(chunk: torch.nn.Module) -> bool:
@@ -23,9 +28,12 @@ def is_stored_factor(key: str) -> bool:
     return key.startswith("model.layers.") and key.endswith((".lora_A.weight", ".lora_B.weight"))
 
 
-def sharded_factors(chunk: torch.nn.Module) -> dict[str, ShardedTensor]:
-    """The factors of a model chunk by their names in PEFT's files, as dist_checkpointing saves and loads them."""
+def sharded_weights(chunk: torch.nn.Module) -> dict[str, ShardedTensor]:
+    """What a model chunk trains, by the names in PEFT's files, as dist_checkpointing saves and loads it."""
     found = {}
+    for head in heads([chunk]):
+        replica = 0, groups.tp_group().rank(), groups.dp_cp_group().rank()
+        found[SCORE] = ShardedTensor.from_rank_offsets(SCORE, head, replica_id=replica)
     for key, factor, pair in _factors(chunk):
         (rows, cols), (row, _), (col, _) = pair.held.size, pair.held.rows, pair.held.cols
         is_a = factor is pair.A
@@ -43,8 +51,10 @@ def sharded_factors(chunk: torch.nn.Module) -> dict[str, ShardedTensor]:
 
 
 @torch.no_grad()
-def take_factors(chunk: torch.nn.Module, loaded: Mapping[str, torch.Tensor]) -> None:
-    """Write loaded factors into the chunk's own."""
+def take_weights(chunk: torch.nn.Module, loaded: Mapping[str, torch.Tensor]) -> None:
+    """Write what was loaded into the chunk's own."""
+    for head in heads([chunk]):
+        head.copy_(loaded[SCORE])
     for key, factor, _ in _factors(chunk):
         factor.copy_(loaded[key])
 

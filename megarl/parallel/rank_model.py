@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from megarl import device
-from megarl.parallel import cpu, dist_checkpoint, groups, host_offload, lora, model, optimizer
+from megarl.parallel import cpu, dist_checkpoint, groups, host_offload, lora, model, optimizer, shared_weights
 from megarl.parallel.lora_pairs import LoraPair
 from megarl.parallel.options import effective_options
 from megarl.parallel.pipeline import Pipeline
@@ -66,8 +66,12 @@ class RankModel:
             model.freeze_mtp(chunks)
         size = lora_size(recipe)
         self.adapters = lora.attach(chunks, pairs, size, recipe.run.seed) if size else None
+        for head in shared_weights.heads(chunks):
+            head.requires_grad_(trains)
+        self._unwrapped: Sequence[torch.nn.Module] = chunks
         self._trains, self._is_published = trains, is_published
         self._offloaded: host_offload.Offloaded = []
+        self._shared: frozenset[str] = frozenset()  # weights that are in another process's memory
         self.chunks: Sequence[Any] = model.wrap(config, chunks, train) if trains else chunks
         self.pipeline = Pipeline(
             self.chunks, routing, shape.vocab_size, train.aux_loss, train.z_loss, train.mtp_loss
@@ -85,11 +89,15 @@ class RankModel:
 
     def params(self) -> dict[str, torch.Tensor]:
         """This rank's weights by the map's names: views of long-lived buffers that every step updates in place."""
-        return model.params([chunk.module for chunk in self.chunks] if self._trains else self.chunks)
+        return model.params(self._unwrapped)
 
     def factors(self) -> dict[str, torch.Tensor]:
         """This rank's factors of adapters by the map's names: such views as well."""
-        return model.factors([chunk.module for chunk in self.chunks] if self._trains else self.chunks)
+        return model.factors(self._unwrapped)
+
+    def share(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Compute with these frozen weights of another process, of the same names, in place of own ones."""
+        self._shared = shared_weights.bind(self._unwrapped, weights)
 
     def moe_layers(self) -> list[int]:
         """All decoder layers with experts, in the whole model."""
@@ -133,7 +141,8 @@ class RankModel:
             if not optimizer.offloads(self._train):
                 optimizer.move_optimizer(self.optimizer, self.chunks, "cpu")
         if not self._is_published:
-            self._offloaded = host_offload.offload_params(self.params())
+            own = {name: one for name, one in (self.params() | self.factors()).items() if name not in self._shared}
+            self._offloaded = host_offload.offload_params(own)
         device.empty_cache()  # after all of it has moved: the engine resumes in the free memory
 
     def onload(self) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from megarl.algos import ALGORITHMS, AUXILIARY_MODELS, has_critic, has_reference
+from megarl.parallel.adapter_config import adapter_keys
 from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.hf_config import HfModel, read_model
 from megarl.parallel.layout import TrainLayout
@@ -139,6 +140,11 @@ class Role:
         return lora_size(self.recipe)
 
     @property
+    def shares_weights(self) -> bool:
+        """Whether it computes with the policy's frozen weights, beside adapters and a head of its own."""
+        return self.name != "policy" and self.recipe.lora is not None
+
+    @property
     def slots(self) -> range:
         return range(self.first_slot, self.first_slot + self.layout.world_size)
 
@@ -216,9 +222,8 @@ def resolve(recipe: Recipe, *, learns: bool = True) -> Roles:
     critic = reward_model = reference = None
     if learns and has_critic(recipe.algorithm.name):
         critic = _critic(recipe)
-    if recipe.reward_model.path:
-        own = _auxiliary_recipe(recipe, recipe.reward_model.path, recipe.reward_model.ranks, {})
-        reward_model = _role("reward_model", own, recipe.reward_model.ranks.first_gpu, has_scores=True)
+    if recipe.reward_model.path or recipe.reward_model.adapters:
+        reward_model = _reward_model(recipe)
     if recipe.reference.path and has_reference(recipe.algorithm, recipe.reference.use):
         reference = read_model(recipe.reference.path)
     policy = _role("policy", recipe if learns else _only_loading(recipe), 0, has_scores=False)
@@ -236,8 +241,20 @@ def _critic(recipe: Recipe) -> Role:
     critic = recipe.critic
     given = critic.model_dump(include={"lr", "warmup_steps", "lr_schedule", "lr_end"}, exclude_none=True)
     own = _auxiliary_recipe(recipe, critic.path or recipe.model.path, critic.ranks, given)
+    if critic.shares_weights and recipe.lora:
+        own = own.model_copy(update={"lora": recipe.lora.model_copy(update={"path": None})})
     has_scores = AUXILIARY_MODELS[ALGORITHMS[recipe.algorithm.name].critic].has_scores
     return _role("critic", own, critic.ranks.first_gpu, has_scores=has_scores)
+
+
+def _reward_model(recipe: Recipe) -> Role:
+    given = recipe.reward_model
+    own = _auxiliary_recipe(recipe, given.path or recipe.model.path, given.ranks, {})
+    if given.adapters and recipe.lora:
+        keys = adapter_keys(given.adapters)
+        lora = recipe.lora.model_copy(update={**keys, "path": given.adapters})
+        own = own.model_copy(update={"lora": lora})
+    return _role("reward_model", own, given.ranks.first_gpu, has_scores=True)
 
 
 def _role(name: RoleName, own: Recipe, first_slot: int, *, has_scores: bool) -> Role:

@@ -22,12 +22,15 @@ Stages = tuple[tuple[ChunkSize, ...], ...]
 
 
 def with_adapters(stages: Stages, shape: ModelShape, layout: TrainLayout, lora: LoraSize) -> Stages:
-    """The stages' sizes with all weights frozen, and trained factors; each stage counts those of its first rank."""
+    """The stages' sizes with trained factors and head, and all else frozen; each stage counts its first rank's."""
     width = layout.world_size // layout.pp
-    return tuple(
-        tuple(starmap(_adapted, zip(chunks, _factors(shape, layout, stage * width, lora), strict=True)))
+    *adapted, last = [
+        [*starmap(_adapted, zip(chunks, _factors(shape, layout, stage * width, lora), strict=True))]
         for stage, chunks in enumerate(stages)
-    )
+    ]
+    head = shape.num_labels * shape.hidden_size
+    last[-1] = replace(last[-1], dense=last[-1].dense + head, frozen=last[-1].frozen - head)
+    return tuple(map(tuple, [*adapted, last]))
 
 
 def adapter_parameters(shape: ModelShape, lora: LoraSize) -> int:

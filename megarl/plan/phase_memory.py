@@ -265,6 +265,8 @@ class _StageRank:
         """Memory that the rank holds in every phase."""
         size, chunks = self.size, self.size.stages[self.stage]
         weights = sum(chunk.elements * size.weight_bytes + chunk.buffer_bytes for chunk in chunks)
+        if size.shares_weights:
+            weights = size.trained(self.stage) * size.weight_bytes
         if not size.trains:
             return Parts(weights_bytes=weights)
         state = 0 if size.recipe.train.optimizer_offload else state_bytes(size.recipe.train, size.weight_bytes)

@@ -22,7 +22,7 @@ from megarl.preflight.environment import cluster_faults
 from megarl.preflight.hyperparameters import eval_faults, hyperparameter_faults, sampling_faults
 from megarl.preflight.layout import layout_faults, shape_or_stand_in
 from megarl.preflight.limits import is_writable, limit_faults, secret_faults
-from megarl.preflight.lora import adapter_faults, cpu_faults, lora_faults
+from megarl.preflight.lora import adapter_faults, cpu_faults, lora_faults, sharing_faults
 from megarl.preflight.models import critic_faults, eos_faults, policy_faults, reward_model_faults, tokenizer_faults
 from megarl.preflight.phases import phase_faults
 from megarl.preflight.rewards import reward_faults
@@ -167,7 +167,8 @@ def _weights(case: _Case) -> Faults:
 
 
 def _lora(case: _Case) -> Faults:
-    found = lora_faults(case.roles) + (cpu_faults(case.roles) if case.device == "cpu" else [])
+    found = lora_faults(case.roles) + sharing_faults(case.roles)
+    found += cpu_faults(case.roles) if case.device == "cpu" else []
     return found + ([] if "lora.path" in case.absent else adapter_faults(case.roles))
 
 
@@ -264,7 +265,7 @@ def _read(case: _Case, cache: TokenCache | None) -> tuple[Inputs | None, Faults]
         faults += length_faults(roles, tokenizer, [*train, *unknown], cache, vocab_size)
     faults += reward_faults(recipe, [*train, *(prompt for prompts in eval_sets.values() for prompt in prompts)])
     faults += _critic(case)
-    if "reward_model.path" not in absent:
+    if "reward_model.path" not in absent and "reward_model.adapters" not in absent:
         faults += reward_model_faults(roles, train)
     inputs = Inputs(tokenizer, data.stream(recipe), eval_sets, data.notes, data.metrics) if train else None
     return inputs, faults

@@ -97,6 +97,7 @@ def _idle_faults(recipe: Recipe) -> list[UserFault]:
     idle = {
         "reference.use": recipe.reference.use,
         "reward_model.path": recipe.reward_model.path is not None,
+        "reward_model.adapters": recipe.reward_model.adapters is not None,
         "train.replay": recipe.train.replay != "off",
     }
     problem, mend = f"is set, and {recipe.algorithm.name} learns from the data's answers", "leave it out"

@@ -8,7 +8,7 @@ from typing import Any
 from megarl.checkpoints import peft
 from megarl.config import Recipe
 from megarl.parallel.lora_pairs import LoraSize
-from megarl.parallel.roles import Roles, lora_size
+from megarl.parallel.roles import Role, Roles, lora_size, trains_merged
 from megarl.resharding.lora_map import TARGETS, targets_of
 from megarl.resharding.lora_slots import MLP, modules, unknown_modules
 from megarl.types import ModelShape, UserFault
@@ -35,6 +35,35 @@ def adapter_faults(roles: Roles) -> Faults:
     """Faults of the adapters that the policy's ranks begin with."""
     lora, size, shape = roles.policy.recipe.lora, roles.policy.lora, roles.policy.model.known_shape
     return peft.check(lora.path, shape, size) if lora and lora.path and size and shape else []
+
+
+def sharing_faults(roles: Roles) -> Faults:
+    """Faults of a critic and a reward model that compute with the policy's frozen weights."""
+    recipe = roles.recipe
+    faults = []
+    if recipe.critic.shares_weights and roles.critic:
+        faults += _sharing_faults("critic", "shares_weights", roles.critic, roles)
+        if not roles.critic.has_scores:
+            problem = "true, but an implicit reward model learns all of its weights"
+            faults.append(UserFault("critic.shares_weights", problem, "leave it out"))
+    if recipe.reward_model.adapters and roles.reward_model:
+        faults += _sharing_faults("reward_model", "adapters", roles.reward_model, roles)
+    return faults
+
+
+def _sharing_faults(branch: str, key: str, role: Role, roles: Roles) -> Iterator[UserFault]:
+    recipe, policy, where = roles.recipe, roles.policy, f"{branch}.{key}"
+    if recipe.lora is None:
+        yield UserFault(where, "set, but without lora the policy's weights are not frozen", "set lora, or leave it out")
+        return
+    if getattr(recipe, branch).path:
+        yield UserFault(f"{branch}.path", f"set, and {where} asks for the policy's weights", "leave one of them out")
+    if trains_merged(recipe):
+        problem = f"merged, but then 16-bit weights of the policy change in each step, and {where} shares them"
+        yield UserFault("lora.sync", problem, f"set it to adapters, or leave {where} out")
+    if role.slots != policy.slots or role.layout != policy.layout:
+        problem = f"other slots or sizes than the policy's, whose weights {where} shares"
+        yield UserFault(f"{branch}.ranks", problem, f"leave {branch}.ranks out, or {where}")
 
 
 def cpu_faults(roles: Roles) -> Faults:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.algos import learns_from_answers
-from megarl.checkpoints import hf_import
+from megarl.checkpoints import hf_import, peft
 from megarl.config import Recipe
 from megarl.parallel.hf_config import end_token_ids
 from megarl.parallel.roles import Role, Roles
@@ -34,6 +34,8 @@ def stand_ins(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
     absent |= {key: f"{path}: the data" for key, path in data.items() if not Path(path).is_file()}
     if recipe.lora and recipe.lora.path and not Path(recipe.lora.path).is_dir():
         absent["lora.path"] = f"{recipe.lora.path}: adapters"
+    if (adapters := recipe.reward_model.adapters) and not Path(adapters).is_dir():
+        absent["reward_model.adapters"] = f"{adapters}: adapters of the reward model"
     for branch in ("critic", "reward_model", "reference"):
         own = getattr(recipe, branch)
         if own.path and not _has_config(own.path):
@@ -159,9 +161,10 @@ def reward_model_faults(roles: Roles, prompts: Sequence[Prompt]) -> Faults:
     role = roles.reward_model
     if role is None:
         return []
-    faults, path = _auxiliary_faults(role, is_known=False), role.model.path
-    if faults:
-        return faults
+    adapters, path = roles.recipe.reward_model.adapters, role.model.path
+    faults = _auxiliary_faults(role, is_known=adapters is not None)
+    if faults or adapters:
+        return faults + (_reward_adapter_faults(adapters, role) if adapters else [])
     if hf_import.without_head(path):
         problem = f"{path} has no score.weight: it is a language model"
         return [UserFault("reward_model.path", problem, "name a sequence classifier with one score")]
@@ -182,6 +185,14 @@ def reward_model_faults(roles: Roles, prompts: Sequence[Prompt]) -> Faults:
             mend = "mend the messages or the template"
             return [UserFault("reward_model.path", f"{prompt.id}: its tokenizer refuses the prompt: {error}", mend)]
     return []
+
+
+def _reward_adapter_faults(folder: str, role: Role) -> Faults:
+    """Faults of a reward model's adapters and head; its tokenizer is the policy's."""
+    if not role.lora or role.model.known_shape is None:
+        return []
+    mend = "name a folder that PEFT has written of a sequence classifier on the policy's model"
+    return [UserFault("reward_model.adapters", one.problem, mend) for one in peft.check(folder, role.shape, role.lora)]
 
 
 def _auxiliary_faults(role: Role, *, is_known: bool) -> Faults:

@@ -33,6 +33,7 @@ def unread(recipe: Recipe) -> dict[str, str]:
     critic = "" if has_critic(name) else f"{name} has no critic"
     critic_schedule = recipe.critic.lr_schedule or recipe.train.lr_schedule
     has_kl = has_reference(recipe.algorithm, recipe.reference.use)
+    has_reward_model = recipe.reward_model.path or recipe.reward_model.adapters
     saves = checkpoint.every or "every" in checkpoint.model_fields_set
     return dict.fromkeys(Recipe.model_fields, "") | {
         "run.project": "" if has_project else "run.trackers names neither wandb nor mlflow",
@@ -51,8 +52,9 @@ def unread(recipe: Recipe) -> dict[str, str]:
         "reference.path": "" if has_kl else "reference.use is false and algorithm.kl_coefficient is 0",
         "critic": critic,
         "critic.lr_end": critic or ("the critic's lr_schedule is constant" if critic_schedule == "constant" else ""),
-        "reward_model": "" if recipe.reward_model.path else "reward_model.path is not set",
+        "reward_model": "" if has_reward_model else "reward_model.path is not set",
         "reward_model.path": "",
+        "reward_model.adapters": "",
         "checkpoint": "" if saves else "checkpoint.every is not set: a checkpoint is written on SIGUSR1 alone",
         "checkpoint.every": "",
     }

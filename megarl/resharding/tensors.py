@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from megarl.parallel.hf_config import SCORE
 from megarl.resharding.shards import EMBEDDING, LM_HEAD, STACK, Size
 from megarl.types import ModelShape
 
 FINAL_NORM = "model.norm.weight"
-SCORE = "score.weight"  # of a model for sequence classification
 Named = Iterator[tuple[str, Size]]
 
 

@@ -50,7 +50,8 @@ class ShareValues:
 class AuxiliaryRank(TrainingRank):
     """A rank of an auxiliary model on GPU slot first_gpu + rank. Raises as a TrainingRank.
 
-    It begins with the weights of model.path: a classifier's, or a language model's with scores of 0.
+    It begins with the weights of model.path: a classifier's, or a language model's with scores of 0. With `lora` it
+    computes with the policy's frozen weights, once `share` has named them.
     """
 
     def __init__(self, rank: int, recipe: Recipe, meet: Address, kind: str, first_gpu: int = 0) -> None:
@@ -60,7 +61,8 @@ class AuxiliaryRank(TrainingRank):
         path = recipe.model.path
         shape = read_model(path, has_scores=self._kind.has_scores).shape
         reference = None if self._kind.has_scores else path
-        super().__init__(rank, recipe, meet, shape, slot=first_gpu + rank, reference=reference)
+        shares = recipe.lora is not None
+        super().__init__(rank, recipe, meet, shape, slot=first_gpu + rank, reference=reference, shares_weights=shares)
 
     def values(
         self,

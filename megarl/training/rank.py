@@ -25,6 +25,7 @@ from megarl.parallel.roles import lora_size, train_layout
 from megarl.parallel.routing import Choices
 from megarl.parallel.sequences import PackedRow, dealt, pack, unpack
 from megarl.resharding import lora_map, megatron_map
+from megarl.resharding.memory_handles import SourceHandles, map_params
 from megarl.training.batching import TokenValues, Update
 from megarl.types import FloatArray, ModelShape, SampleGroup, TrainSequence
 
@@ -52,7 +53,8 @@ class TrainingRank:
     The constructor meets the other ranks at the store at `meet`, builds this rank's part of the model on GPU slot
     `slot`, and loads the weights of the Hugging Face checkpoint at model.path. trains: with gradients and an optimizer.
     is_published: engines map the parameters, which stay where they are. reference: another checkpoint of the same
-    shape, whose weights wait in host memory. Raises UserFault for a checkpoint or Megatron option that does not fit.
+    shape, whose weights wait in host memory. shares_weights: the frozen weights are undefined until `share`. Raises
+    UserFault for a checkpoint or Megatron option that does not fit.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class TrainingRank:
         trains: bool = True,
         is_published: bool = False,
         reference: str | None = None,
+        shares_weights: bool = False,
     ) -> None:
         gc.freeze()  # what the imports made is never garbage, and walking it takes half a second
         self.rank, self.shape, self._recipe = rank, shape, recipe
@@ -76,10 +79,12 @@ class TrainingRank:
         self._model = RankModel(rank, recipe, shape, self._store, **how)
         self._pack = partial(pack, split=self._model.split, device=device.DEVICE)
         shards = megatron_map.shards(shape, self.layout, rank, model.TRANSFORMER_ENGINE)
-        hf_import.load_hf(recipe.model.path, shards, self.params())
+        if not shares_weights:
+            hf_import.load_hf(recipe.model.path, shards, self.params())
         if size and recipe.lora and recipe.lora.path:
             factors = lora_map.shards(shape, self.layout, rank, size, model.TRANSFORMER_ENGINE)
             peft.load(recipe.lora.path, factors, self.factors())
+            peft.load_head(recipe.lora.path, shards, self.params())
         if trains:
             self._model.make_optimizer()
         self._reference = host_offload.host_buffers_like(self.params()) if reference else {}
@@ -94,6 +99,10 @@ class TrainingRank:
     def factors(self) -> dict[str, torch.Tensor]:
         """This rank's factors of adapters, likewise; none without `lora`."""
         return self._model.factors()
+
+    def share(self, handles: SourceHandles) -> None:
+        """Compute with the frozen weights of another process of this GPU, of the same layout, in place of own ones."""
+        self._model.share(map_params(handles))
 
     def load(self, folder: Path) -> None:
         """Resume from a checkpoint, as of `RankModel`."""

@@ -21,11 +21,15 @@ from megarl.types import FloatArray, IntArray, SampleGroup, TrainSequence
 
 
 class RewardModelRank(TrainingRank):
-    """A rank of the reward model on GPU slot first_gpu + rank; it does not train. Raises as a TrainingRank."""
+    """A rank of the reward model on GPU slot first_gpu + rank; it does not train. Raises as a TrainingRank.
+
+    With `lora` it computes with the policy's frozen weights, once `share` has named them.
+    """
 
     def __init__(self, rank: int, recipe: Recipe, meet: device.Address, first_gpu: int = 0) -> None:
         path = recipe.model.path
-        super().__init__(rank, recipe, meet, scorer_shape(path), slot=first_gpu + rank, trains=False)
+        how = {"slot": first_gpu + rank, "trains": False, "shares_weights": recipe.lora is not None}
+        super().__init__(rank, recipe, meet, scorer_shape(path), **how)
         self._tokenizer = load_tokenizer(path)
         longest = min(hf_facts(path).max_positions, recipe.train.tokens_per_micro_batch)
         self._longest = longest // self.layout.tokens_align * self.layout.tokens_align

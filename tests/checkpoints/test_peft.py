@@ -103,7 +103,7 @@ def test_what_was_written_fits(paths: dict[str, Path], folder: Path) -> None:
         (replace(SIZE, expert_rank=2), ["lora.path: base_model.model.model.layers."]),
         (
             replace(SIZE, targets=("q_proj",)),
-            ["lora.path: {} has factors of down_proj, gate_proj, k_proj, o_proj, up_proj, v_proj (base_model.model."],
+            ["lora.path: {} has weights of down_proj, gate_proj, k_proj, o_proj, up_proj, v_proj (base_model.model."],
         ),
     ],
     ids=["alpha", "rank", "rank of experts", "targets"],
@@ -123,7 +123,7 @@ def test_a_missing_factor_and_other_kinds_of_adapters_are_named(paths: dict[str,
     missing = "base_model.model.model.layers.0.self_attn.o_proj.lora_A.weight"
     save_file({name: one for name, one in factors.items() if name != missing}, folder / "adapter_model.safetensors")
     (line,) = told(paths["qwen3-moe"], folder, wider)
-    assert line.startswith(f"lora.path: {folder} lacks factors of o_proj ({missing}, 1 in all); set lora.targets"), line
+    assert line.startswith(f"lora.path: {folder} lacks weights of o_proj ({missing}, 1 in all); set lora.targets"), line
     save_file(factors, folder / "adapter_model.safetensors")
     config = json.loads((folder / "adapter_config.json").read_text())
     for key, value in (("use_dora", True), ("init_lora_weights", "pissa"), ("alpha_pattern", {"q_proj": 1})):

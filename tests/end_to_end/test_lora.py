@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.parallel.checkpoints import load
+from tests.parallel.checkpoints import load, write_rewarding_adapters
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,10 +49,15 @@ def test_a_run_with_adapters_is_merged_resumed_and_held_against_its_reference(
 
 
 def test_engines_get_the_frozen_weights_once_and_then_adapters_alone(launch: Callable, tmp_path: Path) -> None:
-    """TP2 PP2 EP2 into SGLang's own slots of an engine of TP2; on CPU it has these for the attention."""
+    """TP2 PP2 EP2 into SGLang's own slots of an engine of TP2; on CPU it has these for the attention.
+
+    A critic and a reward model compute with the same frozen weights, which all of them have in memory once.
+    """
     (tmp_path / "parity.py").write_text(PARITY)
+    write_rewarding_adapters(tmp_path / "models" / "tiny-qwen3-moe", tmp_path / "judge")
     own = ("lora.sync=adapters", "lora.experts=0", "lora.targets=[q_proj, k_proj, v_proj, o_proj]")
-    command = launch(*KEYS, *own, "run.steps=2", "algorithm.kl_coefficient=0.0")
+    others = ("algorithm.name=ppo", "critic.shares_weights=true", "reward_model.adapters=judge")
+    command = launch(*KEYS, *own, *others, "run.steps=2", "algorithm.kl_coefficient=0.0")
     assert command.finish(400) == 0, command.err
     assert command.leftovers() == []
     start, *steps = command.records()
@@ -60,7 +65,13 @@ def test_engines_get_the_frozen_weights_once_and_then_adapters_alone(launch: Cal
         assert record["rollout/logprob_gap_mean"] < 1e-4, "SGLang's adapters are what the trainer computes with"
         assert record["train/grad_norm"] > 0
         assert 0 < record["reshard/wire_bytes"] < start["reshard/wire_bytes"] / 20
+        assert record["critic/grad_norm"] > 0 and record["time/score_s"] > 0
+    assert steps[0]["critic/value_mean"] == 0.0 != steps[1]["critic/value_mean"], "a new head, which learns"
     assert [record["reshard/version"] for record in [start, *steps]] == [0, 1, 2]
+    policy = command.folder / "runs" / "quickstart" / "checkpoints" / "step-000002"
+    folders = (policy, policy / "critic")
+    of_policy, of_critic = (sum(one.stat().st_size for one in folder.glob("*.distcp")) for folder in folders)
+    assert 0 < of_critic < 1.5 * of_policy, "adapters, a head and their optimizer"
 
 
 @pytest.mark.nightly

@@ -48,7 +48,7 @@ def set_b(trainer: Any) -> None:
             whole = drawn(shard.name.format(item), (rows, shard.cols[1]))
             plane.copy_(torch.from_numpy(whole[slice(*shard.rows)]))
     trainer._model.make_optimizer()  # whose master weights, where it has any, are copies
-    if trainer._merged:
+    if getattr(trainer, "_merged", None):  # of the policy alone
         trainer._merged.write()
 
 

@@ -143,6 +143,23 @@ def write_classifier(path: Path, folder: Path) -> Any:
     return model.float().eval()
 
 
+def write_rewarding_adapters(path: Path, folder: Path) -> Any:
+    """PEFT's adapters of a classifier on the language model in `path`, in `folder`, with a random head and B != 0."""
+    cpu.declare_torchvision_operators()
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForSequenceClassification
+
+    torch.manual_seed(4)
+    base: Any = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
+    size = {"r": 6, "lora_alpha": 9, "target_modules": ["q_proj", "o_proj"]}
+    model: Any = get_peft_model(base, LoraConfig(task_type="SEQ_CLS", **size))
+    for name, param in model.named_parameters():
+        if "lora_B" in name or "score" in name:
+            torch.nn.init.normal_(param, std=0.1)
+    model.save_pretrained(folder)
+    return model.float().eval()
+
+
 def load(path: Path) -> tuple[Any, dict[str, Any]]:
     """transformers' model of a language model's folder, and what it says of missing and unexpected tensors."""
     cpu.declare_torchvision_operators()

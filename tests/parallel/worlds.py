@@ -182,8 +182,19 @@ def numbers(update: Statistics) -> dict[str, float]:
 
 
 def trained(trainer: Any) -> dict[str, torch.Tensor]:
-    """The weights that the optimizer steps on, or if there are any the factors of adapters, by their map's names."""
-    return trainer.factors() if trainer._model.adapters else trainer.params()
+    """The weights that the optimizer steps on, by their map's names: where there are adapters, these and a head."""
+    if not trainer._model.adapters:
+        return trainer.params()
+    heads = {shard.param for shard in _head_shards(trainer)}
+    return trainer.factors() | {name: param for name, param in trainer.params().items() if name in heads}
+
+
+def _head_shards(trainer: Any) -> list[Any]:
+    from megarl.parallel.model import TRANSFORMER_ENGINE
+    from megarl.resharding import megatron_map
+
+    of_rank = trainer.shape, trainer.layout, trainer.rank
+    return [one for one in megatron_map.shards(*of_rank, TRANSFORMER_ENGINE) if one.name == "score.weight"]
 
 
 def trained_shards(trainer: Any) -> list[Any]:
@@ -194,7 +205,7 @@ def trained_shards(trainer: Any) -> list[Any]:
 
     of_rank = trainer.shape, trainer.layout, trainer.rank
     if size := lora_size(trainer._recipe):
-        return lora_map.shards(*of_rank, size, TRANSFORMER_ENGINE)
+        return [*lora_map.shards(*of_rank, size, TRANSFORMER_ENGINE), *_head_shards(trainer)]
     return megatron_map.shards(*of_rank, TRANSFORMER_ENGINE)
 
 

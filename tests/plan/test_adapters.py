@@ -143,3 +143,21 @@ def test_only_the_policy_has_adapters(recipe: Recipe) -> None:
     models = resolve(with_lora(with_critic)).models
     assert {name: role.lora is not None for name, role in models.items()} == {"policy": True, "critic": False}
     assert ModelSize.of(models["critic"], ()).adapter_parameters == 0
+
+
+@pytest.mark.slow
+def test_a_critic_that_shares_the_weights_costs_its_adapters_and_head(recipe: Recipe) -> None:
+    """Beside the policy, whose weights stay on the GPU; a critic of its own learns and moves all of its weights."""
+    content = recipe.model_dump() | {"algorithm": {"name": "ppo"}, "lora": {"rank": 16, "sync": "adapters"}}
+    whole, shared = (
+        make_plan(Recipe.model_validate(content | {"critic": {"shares_weights": shares}}), plans.H800)
+        for shares in (False, True)
+    )
+    size, policy = shared.sizes["critic"], shared.sizes["policy"]
+    head = size.shape.hidden_size
+    assert [size.trained(stage) for stage in range(2)] == [policy.trained(0), policy.trained(1) + head]
+    parts = shared.memory.device["critic"]
+    assert parts.weights_bytes < whole.memory.device["critic"].weights_bytes * 0.6
+    assert parts.optimizer_bytes < whole.memory.device["critic"].optimizer_bytes / 20
+    assert shared.memory.host["offloaded_weights"] < whole.memory.host["offloaded_weights"] / 20
+    assert shared.learning["critic"].total_s < whole.learning["critic"].total_s

@@ -14,7 +14,7 @@ from megarl.parallel.lora_pairs import LoraSize
 from megarl.parallel.roles import resolve
 from megarl.preflight import check
 from megarl.preflight.check import Command
-from megarl.preflight.lora import cpu_faults, lora_faults
+from megarl.preflight.lora import cpu_faults, lora_faults, sharing_faults
 from megarl.preflight.models import stand_ins
 from megarl.preflight.notes import recipe_notes
 from tests.parallel import checkpoints
@@ -152,3 +152,27 @@ def test_a_low_learning_rate_is_a_note() -> None:
 def test_a_supervised_phase_of_adapters_is_a_note() -> None:
     (line,) = recipe_notes(load_recipe(QUICKSTART, ["lora.rank=8"]))
     assert line.startswith("warm_start trains the adapters (lora) alone, which make little of a model")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["lora=null", "critic.shares_weights=true"], "critic.shares_weights: set, but without lora the policy's"),
+        (["lora=null", "reward_model.adapters=judge"], "reward_model.adapters: set, but without lora the policy's"),
+        (["critic.shares_weights=true", "critic.path=models/other"], "critic.path: set, and critic.shares_weights"),
+        (["critic.shares_weights=true", "model.dtype=bfloat16"], "lora.sync: merged, but then 16-bit weights of the"),
+        (["critic.shares_weights=true", "critic.ranks.pp=1"], "critic.ranks: other slots or sizes than the policy's"),
+        (["reward_model.adapters=judge", "reward_model.ranks.first_gpu=1"], "reward_model.ranks: other slots or sizes"),
+        (["critic.shares_weights=true", "algorithm.name=prime"], "critic.shares_weights: true, but an implicit reward"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else None,
+)
+def test_what_cannot_share_the_policys_weights(paths: dict[str, Path], overrides: list[str], says: str) -> None:
+    """By keys of the recipe; PPO on the same ranks can."""
+    start = [f"model.path={paths['qwen3-moe']}", "lora.rank=8", "algorithm.name=ppo"]
+    (fault,) = sharing_faults(resolve(load_recipe(QUICKSTART, [*start, *overrides])))
+    assert str(fault).startswith(says), fault
+    own = ["critic.shares_weights=true", "reward_model.adapters=judge"]
+    assert sharing_faults(resolve(load_recipe(QUICKSTART, [*start, *own]))) == []
+    alone = [*start, *own, "model.dtype=bfloat16", "lora.sync=adapters"]
+    assert sharing_faults(resolve(load_recipe(QUICKSTART, alone))) == []

@@ -1,0 +1,30 @@
+"""The size of adapters (LoRA) in a folder in PEFT's format, from its adapter_config.json."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megarl.parallel.hf_config import read_json
+from megarl.types import UserFault
+
+CONFIG = "adapter_config.json"
+OF_EXPERTS = r".*\.experts\..*"  # the layers of routed experts, and a pattern that PEFT tries before it:
+OF_EACH_EXPERT = r".*\.experts\.\d+\..*"
+
+
+def adapter_keys(folder: str) -> dict[str, Any]:
+    """The keys rank, alpha, targets and experts of a recipe's `lora` that the folder's adapters have.
+
+    Empty where the file cannot be read or names the layers in another way than by a list; `peft.check` says why.
+    """
+    try:
+        config = read_json(Path(folder) / CONFIG)
+    except UserFault:
+        return {}
+    rank, alpha, targets = (config.get(key) for key in ("r", "lora_alpha", "target_modules"))
+    patterns = config.get("rank_pattern") or {}
+    experts = 0 if config.get("exclude_modules") == OF_EXPERTS else patterns.get(OF_EACH_EXPERT, rank)
+    if not isinstance(targets, list) or not all(isinstance(one, int | float) for one in (rank, alpha, experts)):
+        return {}
+    return {"rank": rank, "alpha": alpha, "targets": tuple(sorted(targets)), "experts": experts}
