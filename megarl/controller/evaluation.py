@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from megarl.config import Recipe
 from megarl.controller.run import Run
-from megarl.rollout.episodes import Sampling
 from megarl.rollout.rewards import MEND
+from megarl.rollout.worker import Sampling
 from megarl.tracking.metrics import eval_metrics
 from megarl.tracking.run_log import Record
 from megarl.types import UserFault

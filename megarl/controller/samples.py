@@ -15,9 +15,9 @@ from megarl.algos import ALGORITHMS
 from megarl.cluster.actor import Ref
 from megarl.config import Recipe
 from megarl.fleet.rank_groups import GroupStock, RolloutBatch
-from megarl.rollout.episodes import Sampling
 from megarl.rollout.rewards import MEND
 from megarl.rollout.stock import Entry
+from megarl.rollout.worker import Sampling
 from megarl.training.batching import SampleRef
 from megarl.types import FloatArray, GroupSummary, Hyperparameters, IntArray, Metrics, UserFault, num_stale
 

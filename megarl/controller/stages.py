@@ -15,8 +15,8 @@ from megarl.controller.run import Run, Step, TrainingRun
 from megarl.controller.samples import Limits, refuse_empty, samples_of, staleness, with_overlong_penalty
 from megarl.fleet.fleet import Fleet
 from megarl.fleet.rank_groups import RolloutBatch
-from megarl.rollout.episodes import demonstration
 from megarl.rollout.stock import staleness_bound
+from megarl.rollout.worker import demonstration
 from megarl.tracking.metrics import rollout_metrics, update_metrics
 from megarl.tracking.run_log import Record
 

@@ -15,10 +15,10 @@ from megarl.fleet.rank_groups import RolloutBatch
 from megarl.fleet.sampling_round import SamplingRound
 from megarl.parallel.engine_layout import EngineLayout
 from megarl.rollout.dealing import Dealer
-from megarl.rollout.episodes import Sampling
 from megarl.rollout.sglang.arguments import NodeSpan
 from megarl.rollout.step_fit import EngineHistory
 from megarl.rollout.stock import Entry, Stock
+from megarl.rollout.worker import Sampling
 from megarl.types import Prompt
 
 
@@ -54,13 +54,13 @@ class Engines:
         """Start an engine, with a process on each further node that it spans."""
         recipe = self._recipe
         span = self._span(recipe) if recipe.engine_nodes > 1 else None
-        self._started[worker.start("megarl.rollout.episodes:RolloutWorker", recipe, index, span)] = worker.name
+        self._started[worker.start("megarl.rollout.worker:RolloutWorker", recipe, index, span)] = worker.name
         if span is None:
             return
         for node in range(1, span.nodes):
             name, at = f"{worker.name}, node {node}", slot + node * recipe.placement.gpus_per_node
             part, own = self._cluster.worker(name, at), replace(span, node=node, endpoint=span.endpoint.without_secret)
-            self._started[part.start("megarl.rollout.episodes:EnginePart", recipe, index, own)] = name
+            self._started[part.start("megarl.rollout.worker:EnginePart", recipe, index, own)] = name
             part.watch("fail")
             self._further_nodes.append(part)
 

@@ -21,9 +21,9 @@ from megarl.parallel.roles import Roles, fp8_checkpoint, resolve, sent_lora, tra
 from megarl.resharding.member import Stats, collect_stats
 from megarl.resharding.payloads import ReshardStep, exchanged, reshard_steps
 from megarl.resharding.session import Session, Sessions, sessions
-from megarl.rollout.episodes import partial_summary, summary
 from megarl.rollout.sample_file import open_samples, writing
 from megarl.rollout.stock import PartialGroup, Summary
+from megarl.rollout.worker import partial_summary, summary
 from megarl.types import Metrics, SampleGroup
 
 CRITIC = "critic"  # the folder of the critic's files in a checkpoint

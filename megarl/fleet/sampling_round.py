@@ -11,9 +11,9 @@ from dataclasses import replace
 from megarl.cluster.actor import Ref, Worker
 from megarl.cluster.session import Cluster
 from megarl.rollout.dealing import CompletedSample, Dealer
-from megarl.rollout.episodes import Sampling
 from megarl.rollout.step_fit import EngineHistory, EngineWork, seconds_of
 from megarl.rollout.stock import Entry, PartialSummary
+from megarl.rollout.worker import Sampling
 from megarl.types import RoundBalance
 
 _TAIL_FROM = 0.9  # of a round's samples: from then on it is the tail

@@ -164,7 +164,7 @@ def test_an_exception_in_a_rank(launch: Callable, inputs: Path, tmp_path: Path):
     _end_after_start(command, "the gradient norm is", 1)
 
 
-@pytest.mark.nightly  # tests/rollout/test_episodes.py raises it, tests/cluster/test_session.py hands it on as it is
+@pytest.mark.nightly  # tests/rollout/test_worker.py raises it, tests/cluster/test_session.py hands it on as it is
 def test_a_reward_that_turns_bad(launch: Callable):
     """Preflight sees it score well; in the run it returns NaN: a fault of the user's, so exit code 2."""
     command = launch(*FOREVER, "reward.function=bad_reward:score")

@@ -19,10 +19,10 @@ from megarl.fleet.fleet import Fleet
 from megarl.parallel.lora_pairs import LoraSize
 from megarl.resharding.member import Stats
 from megarl.rollout.dealing import Capacity
-from megarl.rollout.episodes import Sampling
 from megarl.rollout.rewards import Verdict
 from megarl.rollout.step_fit import EngineHistory
 from megarl.rollout.stock import PartialGroup, PartialSummary, Stock
+from megarl.rollout.worker import Sampling
 from megarl.types import Prompt, Sample, SampleGroup, SamplePart
 from tests.plan import plans
 

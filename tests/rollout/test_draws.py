@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.rollout.episodes import engine_settings
 from megarl.rollout.sglang.deterministic import generator_seed
 from megarl.rollout.sglang.engine import Engine, Sampling
+from megarl.rollout.worker import engine_settings
 from tests.rollout.conftest import Reference
 from tests.rollout.draws import LEAST_P, MOST_DEVIATIONS, check_draws, chi_square_p, deviations
 from tests.rollout.sglang.test_engine import TOLERANCE, sample_all, worst_gap
-from tests.rollout.test_episodes import recipe
+from tests.rollout.test_worker import recipe
 
 
 def test_every_attention_group_of_every_engine_has_a_seed_of_its_own() -> None:

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from megarl.config import Recipe, RewardConfig
-from megarl.rollout.episodes import RolloutWorker, Sampling, demonstration, engine_settings, scored, summary
 from megarl.rollout.rewards import Failure, Verdict
 from megarl.rollout.sglang.engine import Engine, EngineFault
 from megarl.rollout.sglang.sizes import step_sequences
 from megarl.rollout.stock import PartialGroup, PartialSummary
+from megarl.rollout.worker import RolloutWorker, Sampling, demonstration, engine_settings, scored, summary
 from megarl.types import GroupSummary, Prompt, Sample, SampleGroup, SamplePart, UserFault
 
 PROMPT = Prompt("rows.jsonl:1", "<user>1+2=<assistant>", (3, 6, 15, 7, 18, 4), "3", {"level": 1})
@@ -258,7 +258,7 @@ def reward_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def worker(checkpoint: Path, reward_path: str, fork_server: None, loader_path: str) -> Iterator[RolloutWorker]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megarl.rollout.episodes.Engine", functools.partial(Engine, weight_loader=loader_path))
+        patch.setattr("megarl.rollout.worker.Engine", functools.partial(Engine, weight_loader=loader_path))
         built = RolloutWorker(recipe(str(checkpoint), reward_path), 0)
     yield built
     built.shutdown()
