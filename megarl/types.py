@@ -19,6 +19,7 @@ IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 Metrics = dict[str, float]
+SCORE = "score.weight"  # the head of a model for sequence classification, in Hugging Face checkpoints
 # What a loss is the mean of: tokens of the whole update; sequences' token means; sequences' token sums; the same over a
 # constant, the longest response there may be (Dr. GRPO, arXiv 2503.20783).
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]

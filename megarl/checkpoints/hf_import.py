@@ -12,10 +12,9 @@ import torch
 
 from megarl.checkpoints import quantised
 from megarl.checkpoints.hf_files import Slices, tensor_files
-from megarl.parallel.hf_config import SCORE
 from megarl.resharding.shards import STACK, VOCAB_TENSORS, Shard, verify_params, views
 from megarl.resharding.tensors import hf_tensors, mtp_prefix
-from megarl.types import ModelShape, UserFault
+from megarl.types import SCORE, ModelShape, UserFault
 
 _SAMPLED_BYTES = 64 << 10
 

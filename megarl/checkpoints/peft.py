@@ -22,11 +22,11 @@ from safetensors.torch import save_file
 from megarl.checkpoints.hf_files import Slices
 from megarl.checkpoints.hf_import import load_hf
 from megarl.parallel.adapter_config import CONFIG, OF_EACH_EXPERT, OF_EXPERTS
-from megarl.parallel.hf_config import SCORE, read_json
+from megarl.parallel.hf_config import read_json
 from megarl.parallel.lora_pairs import LoraSize, factor_name, leaf_of, weight_of
 from megarl.resharding import lora_map
 from megarl.resharding.shards import STACK, Shard
-from megarl.types import ModelShape, UserFault
+from megarl.types import SCORE, ModelShape, UserFault
 
 STEM = "adapter_model"
 _PREFIX = "base_model.model."

@@ -25,7 +25,6 @@ from megarl.parallel.hf_values import (
 from megarl.parallel.quantisation import Quantisation, quantisation
 from megarl.types import ModelShape, UserFault
 
-SCORE = "score.weight"  # the head of a model for sequence classification
 _MODEL, _CLASSIFIER = "ForCausalLM", "ForSequenceClassification"  # how transformers ends a family's class names
 _COMMON_INTEGERS = {  # ModelShape's field -> the key of config.json
     "num_layers": ("num_hidden_layers",),

@@ -16,11 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from megarl.parallel.hf_config import SCORE
 from megarl.parallel.layout import TrainLayout
 from megarl.resharding.shards import EMBEDDING, LM_HEAD, STACK, Part, Range, Shard, intersect, share
 from megarl.resharding.tensors import FINAL_NORM, expert_stack, layer_prefix, mtp_prefix
-from megarl.types import MlaShape, ModelShape
+from megarl.types import SCORE, MlaShape, ModelShape
 
 Shards = Iterator[Shard]
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from megarl.parallel.hf_config import SCORE
 from megarl.resharding.shards import EMBEDDING, LM_HEAD, STACK, Size
-from megarl.types import ModelShape
+from megarl.types import SCORE, ModelShape
 
 FINAL_NORM = "model.norm.weight"
 Named = Iterator[tuple[str, Size]]
