@@ -45,22 +45,28 @@ class Failure:
 Reward = Callable[[str, str, Mapping[str, Any]], Any]
 
 
-def load_reward(path: str, arguments: Mapping[str, Any], where: str = WHERE) -> Reward:
-    """The function at `module:function`, with its keyword arguments. Raises UserFault when there is no such function.
-
-    where: the recipe key that names it.
-    """
+def load_object(path: str, where: str, form: str = "module:function", mend: str = _FORM) -> Any:
+    """What a path names. Raises UserFault(where) when there is no such thing, with `form` and `mend` as the words."""
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):
-        raise UserFault(where, f"{path!r} is not module:function", _FORM)
+        raise UserFault(where, f"{path!r} is not {form}", mend)
     try:
         module = importlib.import_module(module_name)
     except BaseException as error:  # a user's module may raise any exception while it is imported
         reason = describe_error(error)
         raise UserFault(where, f"{module_name} cannot be imported ({reason})", "correct or install it") from error
-    function = getattr(module, name, None)
-    if function is None:
-        raise UserFault(where, f"{module_name} has no {name!r}", _FORM)
+    found = getattr(module, name, None)
+    if found is None:
+        raise UserFault(where, f"{module_name} has no {name!r}", mend)
+    return found
+
+
+def load_reward(path: str, arguments: Mapping[str, Any], where: str = WHERE) -> Reward:
+    """The function at `module:function`, with its keyword arguments. Raises UserFault when there is no such function.
+
+    where: the recipe key that names it.
+    """
+    function = load_object(path, where)
     if not callable(function):
         raise UserFault(where, f"{path} is a {type(function).__name__}, not a function", _FORM)
     try:

@@ -10,103 +10,45 @@ compute no other verdict.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import inspect
 import json
-import os
-import resource
 import signal
-import socket
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megarl.rollout.rewards import Failure, Reward, Verdict, describe_error, load_reward, verdict_of
-from megarl.rollout.sandbox.inside_launcher import limit
+from megarl.rollout.workers.inside import (
+    LINE_BYTES,
+    OUT_OF_MEMORY,
+    ParentSocket,
+    connect,
+    free_spare_memory,
+    limit_memory,
+    too_long,
+)
 from megarl.types import UserFault
 
-_PR_SET_PDEATHSIG = 1
-_LINE_BYTES = 2**30
-SOCKET_CLOSED = 117  # exit code
-_OUT_OF_MEMORY = Failure("ran out of memory")
-_spare = [bytes(4 * 2**20)]  # freed when the memory is full, so that the process can still report it
-
-
-class ParentSocket:
-    """The socket, out of the function's reach: what the function prints goes to standard error, its input is empty."""
-
-    def __init__(self) -> None:
-        self.socket = socket.socket(fileno=os.dup(0))
-        self._file = self.socket.makefile("rb")
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
-        os.close(null)
-        os.dup2(2, 1)
-        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - for as long as the process lives
-
-    def read(self) -> Any:
-        """The next message, or None at the end."""
-        with _exit_if_closed():
-            line = self._file.readline()
-        return json.loads(line) if line else None
-
-    def write(self, line: bytes) -> None:
-        with _exit_if_closed():
-            self.socket.sendall(line)
-
-    def close_in_child(self) -> None:
-        """Close the copy of a process that the function forks, which would hide the end of this one from the parent."""
-        os.close(self.socket.detach())
-
-
-@contextmanager
-def _exit_if_closed() -> Iterator[None]:
-    """Exit with a code that the parent knows if the function has closed the socket."""
-    try:
-        yield
-    except OSError:
-        os._exit(SOCKET_CLOSED)
+_OUT_OF_MEMORY = Failure(OUT_OF_MEMORY)
 
 
 def main() -> None:
     """Score responses until the parent closes the socket or ends."""
-    die_with_parent()
-    parent = ParentSocket()
-    spec = parent.read()
-    if spec is None or os.getppid() != spec["parent"]:
-        return  # the parent ended before die_with_parent
-    os.environ.pop("PYTHONPATH", None)  # what the function starts gets the parent's; sys.path stays
-    if spec["python_path"] is not None:
-        os.environ["PYTHONPATH"] = spec["python_path"]
-    os.register_at_fork(after_in_child=parent.close_in_child)
-    os.register_at_fork(after_in_child=die_with_parent)
+    connected = connect()
+    if connected is None:
+        return
+    parent, spec = connected
     try:
         reward = load_reward(spec["function"], spec["arguments"], spec["where"])
     except UserFault as fault:
         parent.write(_line([fault.where, fault.problem, fault.mend]))
         return
     is_async = _is_async(reward)
-    _limit_memory(spec["memory_mb"])
+    limit_memory(spec["memory_mb"])
     parent.write(_line([is_async]))
     if is_async:
         asyncio.run(_score_together(parent, reward, spec["timeout_s"]))
     else:
         _score_in_turn(parent, reward)
-
-
-def die_with_parent() -> None:
-    """The kernel kills this process when the thread that started it ends."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-
-
-def _limit_memory(memory_mb: int) -> None:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        pages = int(file.read().split()[0])
-    limit(resource.RLIMIT_AS, pages * resource.getpagesize() + memory_mb * 2**20)
-    limit(resource.RLIMIT_CORE, 0)
 
 
 def _is_async(reward: Reward) -> bool:
@@ -131,7 +73,7 @@ def _score_in_turn(parent: ParentSocket, reward: Reward) -> None:
 
 async def _score_together(parent: ParentSocket, reward: Reward, timeout_s: float) -> None:
     """Score every response as it comes: the parent decides how many are in flight."""
-    reader, writer = await asyncio.open_connection(sock=parent.socket, limit=_LINE_BYTES)
+    reader, writer = await asyncio.open_connection(sock=parent.socket, limit=LINE_BYTES)
     tasks: set[asyncio.Task[None]] = set()
 
     async def score(number: int, response: str, answer: str, row: Mapping[str, Any]) -> None:
@@ -159,7 +101,7 @@ async def _score_together(parent: ParentSocket, reward: Reward, timeout_s: float
 def _failure(error: BaseException) -> Failure:
     """The failure of a function that raised an exception."""
     if isinstance(error, MemoryError):
-        _spare.clear()
+        free_spare_memory()
         return _OUT_OF_MEMORY
     return Failure(f"raised {describe_error(error)}")
 
@@ -176,11 +118,6 @@ def _reply(write: Callable[[bytes], object], number: int, result: Verdict | Fail
 
 def _line(message: object) -> bytes:
     return json.dumps(message).encode() + b"\n"
-
-
-def too_long(timeout_s: float) -> str:
-    """The words of a failure by timeout."""
-    return f"took longer than {timeout_s:g} s"
 
 
 if __name__ == "__main__":

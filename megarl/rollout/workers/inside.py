@@ -1,0 +1,98 @@
+"""The inside of a worker process: the socket to its parent, its limits, and its end with the parent."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from megarl.rollout.sandbox.inside_launcher import limit
+
+_PR_SET_PDEATHSIG = 1
+LINE_BYTES = 2**30  # of the parent's longest line
+SOCKET_CLOSED = 117  # exit code
+OUT_OF_MEMORY = "ran out of memory"
+_spare = [bytes(4 * 2**20)]  # freed when the memory is full, so that the process can still report it
+
+
+class ParentSocket:
+    """The socket, out of the function's reach: what the function prints goes to standard error, its input is empty."""
+
+    def __init__(self) -> None:
+        self.socket = socket.socket(fileno=os.dup(0))
+        self._file = self.socket.makefile("rb")
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
+        os.dup2(2, 1)
+        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - for as long as the process lives
+
+    def read(self) -> Any:
+        """The next message, or None at the end."""
+        with _exit_if_closed():
+            line = self._file.readline()
+        return json.loads(line) if line else None
+
+    def write(self, line: bytes) -> None:
+        with _exit_if_closed():
+            self.socket.sendall(line)
+
+    def close_in_child(self) -> None:
+        """Close the copy of a process that the function forks, which would hide the end of this one from the parent."""
+        os.close(self.socket.detach())
+
+
+@contextmanager
+def _exit_if_closed() -> Iterator[None]:
+    """Exit with a code that the parent knows if the function has closed the socket."""
+    try:
+        yield
+    except OSError:
+        os._exit(SOCKET_CLOSED)
+
+
+def connect() -> tuple[ParentSocket, dict[str, Any]] | None:
+    """The socket to the parent and its spec, as a process begins; None: the parent has ended."""
+    die_with_parent()
+    parent = ParentSocket()
+    spec = parent.read()
+    if spec is None or os.getppid() != spec["parent"]:
+        return None  # the parent ended before die_with_parent
+    os.environ.pop("PYTHONPATH", None)  # what the function starts gets the parent's; sys.path stays
+    if spec["python_path"] is not None:
+        os.environ["PYTHONPATH"] = spec["python_path"]
+    os.register_at_fork(after_in_child=parent.close_in_child)
+    os.register_at_fork(after_in_child=die_with_parent)
+    return parent, spec
+
+
+def die_with_parent() -> None:
+    """The kernel kills this process when the thread that started it ends."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+
+
+def limit_memory(memory_mb: int) -> None:
+    """Limit the address space to what the process has now and `memory_mb` more."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        pages = int(file.read().split()[0])
+    limit(resource.RLIMIT_AS, pages * resource.getpagesize() + memory_mb * 2**20)
+    limit(resource.RLIMIT_CORE, 0)
+
+
+def free_spare_memory() -> None:
+    """Make room to report that the memory is full, once."""
+    _spare.clear()
+
+
+def too_long(timeout_s: float) -> str:
+    """The words of a job that exceeded its time."""
+    return f"took longer than {timeout_s:g} s"

@@ -1,0 +1,225 @@
+"""The worker processes of one user's function: a job that hangs, crashes or fills the memory costs no other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from itertools import count
+from typing import Any, Generic, TypeVar
+
+from megarl.rollout.workers.inside import SOCKET_CLOSED
+from megarl.rollout.workers.process import Lost, ProcessEnd, WorkerProcess, describe_exit
+from megarl.types import UserFault
+
+_MOST_FAILED_STARTS = 3
+GARBAGE = ProcessEnd("ended", "wrote to the socket of its worker process")
+_CLOSED = ProcessEnd("ended", "closed the socket of its worker process")
+
+Process = TypeVar("Process", bound=WorkerProcess)
+
+
+class WorkerPool(Generic[Process]):
+    """Starts the processes, sends them jobs in order, and replaces those that end or exceed a limit.
+
+    Everything happens in the loop that runs `start`; the kernel ends the processes with that thread. A subclass says
+    what a process is (`_new`), what it takes (`_fill`), and what its messages mean (`_started`, `_receive`).
+    """
+
+    def __init__(self, where: str, name: str, num_workers: int, start_s: float) -> None:
+        """where: the recipe key that names what the processes import; name: its value; start_s: the import's limit."""
+        self._where, self._name, self._num_workers, self._start_s = where, name, num_workers, start_s
+        self._loop = asyncio.get_running_loop()
+        self._workers: list[Process] = []
+        self._waiting: deque[Any] = deque()
+        self._numbers = count()
+        self._fault: UserFault | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._ready = self._loop.create_future()
+        self._timer: asyncio.TimerHandle | None = None
+        self._failed_starts = 0  # consecutive ones
+
+    def _new(self) -> Process:
+        """A new process. Raises OSError when none can be started."""
+        raise NotImplementedError
+
+    def _started(self, worker: Process, message: Sequence[Any]) -> bool:
+        """Take in the first message of a process; False: it is not one."""
+        raise NotImplementedError
+
+    def _receive(self, worker: Process, message: list[Any] | None) -> None:
+        """Settle the job that a message is about. Another message was written by the user's function."""
+        raise NotImplementedError
+
+    def _fill(self, worker: Process) -> None:
+        """Send waiting jobs to a process, as many as it has room for."""
+        raise NotImplementedError
+
+    def _failed(self, end: ProcessEnd) -> Any:
+        """The result of the job that is to blame for a process's end."""
+        return end
+
+    async def start(self) -> None:
+        """Raises UserFault when the function cannot be used."""
+        for _ in range(self._num_workers):
+            self._begin()
+        await self._ready
+
+    def pids(self) -> list[int]:
+        return [worker.process.pid for worker in self._workers]
+
+    async def end(self) -> None:
+        """Kill and reap every process; callers that wait for results are cancelled."""
+        self._num_workers = 0
+        jobs = [*self._waiting]
+        self._waiting.clear()
+        for worker in list(self._workers):
+            jobs += self._remove(worker)
+        for job in jobs:
+            job.result.cancel()
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _begin(self) -> None:
+        """Start one more process; the time of its import is not part of any job's time."""
+        try:
+            worker = self._new()
+        except OSError as error:
+            where = f"{self._where.partition('.')[0]}.workers"
+            self._fail(UserFault(where, f"a process cannot be started ({error})", "give it more room"))
+            return
+        self._workers.append(worker)
+        self._spawn(self._serve(worker))
+        self._loop.call_later(self._start_s, self._give_up_start, worker)
+
+    async def _serve(self, worker: Process) -> None:
+        """Read a process's messages to their end, then replace it if it ended by itself or others killed it."""
+        async for message in worker.messages():
+            if worker.is_ready:
+                self._receive(worker, message)
+            else:
+                self._begun(worker, message)
+        if not worker.is_gone:
+            await self._bury(worker)
+
+    def _begun(self, worker: Process, message: list[Any] | None) -> None:
+        match message:
+            case [str(where), str(problem), str(mend)]:
+                self._fail(UserFault(where, problem, mend))
+                return
+            case list() if self._started(worker, message):
+                worker.is_ready = True
+            case _:
+                problem = f"{self._name} {GARBAGE.words} while it was imported"
+                self._fail(UserFault(self._where, problem, "let it write only to files that it opened itself"))
+                return
+        self._failed_starts = 0
+        if all(one.is_ready for one in self._workers) and not self._ready.done():
+            self._ready.set_result(None)
+        self._feed()
+
+    def _give_up_start(self, worker: Process) -> None:
+        if worker in self._workers and not worker.is_ready:
+            problem = f"{self._name} was not imported within {self._start_s:g} s"
+            self._fail(UserFault(self._where, problem, "make its import faster, or raise run.timeout_s"))
+
+    def _fail(self, fault: UserFault) -> None:
+        """The function cannot be used: all callers that wait get the fault."""
+        self._fault = self._fault or fault
+        self._num_workers = 0
+        jobs = [*self._waiting]
+        self._waiting.clear()
+        for worker in list(self._workers):
+            jobs += self._remove(worker)
+        for job in jobs:
+            if not job.result.done():
+                job.result.set_exception(fault)
+        if not self._ready.done():
+            self._ready.set_exception(fault)
+
+    def _feed(self) -> None:
+        """Send waiting jobs to the processes that have room, and set the timer."""
+        for worker in self._workers:
+            if worker.is_ready and not worker.is_ending:
+                self._fill(worker)
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        """Set the only timer to the first deadline of all processes."""
+        if self._timer:
+            self._timer.cancel()
+        deadlines = [worker.deadline() for worker in self._workers]
+        first = min((one for one in deadlines if one is not None), default=None)
+        self._timer = self._loop.call_at(first, self._expire) if first is not None else None
+
+    def _expire(self) -> None:
+        """Replace the processes whose deadline has passed."""
+        now = self._loop.time()
+        for worker in list(self._workers):
+            deadline = worker.deadline()
+            if deadline is not None and now >= deadline:
+                self._replace(worker, self._overdue())
+        self._set_timer()
+
+    def _overdue(self) -> ProcessEnd:
+        """The end of a process whose deadline has passed."""
+        raise NotImplementedError
+
+    async def _bury(self, worker: Process) -> None:
+        """Replace a process that has closed its socket, by its end or before it; the job that is to blame failed."""
+        code = await worker.exit_code()
+        worker.kill()  # also what it has started
+        if worker not in self._workers:
+            return
+        end = _CLOSED
+        if code not in (None, SOCKET_CLOSED):
+            end = ProcessEnd("ended", f"ended its process ({describe_exit(code)})")
+        if worker.is_ready:
+            self._replace(worker, end)
+            return
+        self._failed_starts += 1
+        if self._ready.done() and self._failed_starts <= _MOST_FAILED_STARTS:  # it was imported before
+            self._replace(worker)
+            return
+        problem = f"{self._name} {end.words} while it was imported"
+        self._fail(UserFault(self._where, problem, "mend what it does when it is imported"))
+
+    def _replace(self, worker: Process, end: ProcessEnd | None = None) -> None:
+        """Kill a process and start another. end: of the job that is to blame; the others are sent again.
+
+        Of several jobs in flight it may not be known which one is to blame: all are sent again, one at a time.
+        """
+        culprit = worker.culprit() if end else None
+        is_unclear = end is not None and culprit is None
+        in_flight = list(worker.in_flight.values())
+        others = [job for job in self._remove(worker) if job is not culprit]
+        if culprit and end:
+            self._settle(culprit, self._failed(end))
+        for job in in_flight:
+            job.alone = job.alone or is_unclear
+        for job in others:
+            if job.worker is not None and not job.result.done():
+                job.result.set_result(Lost(is_suspect=is_unclear and job in in_flight))
+        self._waiting.extendleft(job for job in reversed(others) if job.worker is None)
+        if len(self._workers) < self._num_workers:
+            self._begin()
+        self._feed()
+
+    def _settle(self, job: Any, result: Any) -> None:
+        if not job.result.done():
+            job.result.set_result(result)
+
+    def _remove(self, worker: Process) -> list[Any]:
+        """Kill and reap a process; the jobs that it had, in flight and waiting for it."""
+        jobs = [*worker.in_flight.values(), *worker.waiting]
+        worker.in_flight = {}
+        worker.waiting.clear()
+        worker.kill()
+        self._workers.remove(worker)
+        self._spawn(asyncio.to_thread(worker.process.wait))
+        return jobs
+
+    def _spawn(self, work: Any) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

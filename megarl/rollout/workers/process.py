@@ -1,0 +1,178 @@
+"""One worker process, seen from its parent: starting it, writing jobs to it, reading its messages, killing it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import psutil
+
+_PF_EXITING = 0x4  # Linux, include/linux/sched.h
+_SOON_S, _LATE_S, _POLL_S = 0.2, 30.0, 0.01  # how long to wait for an exit that has not begun, and that has
+EndKind = Literal["timeout", "memory", "ended"]
+
+
+@dataclass(frozen=True)
+class ProcessEnd:
+    """Why a worker process was ended, in a few words about the job that is to blame."""
+
+    kind: EndKind
+    words: str
+
+
+@dataclass
+class Job:
+    """What waits for a worker, or is with one.
+
+    alone: in flight without others, so that it is known which job ends the worker. worker: the only one that can do it,
+    because it holds its state; None: any can.
+    """
+
+    number: int
+    result: asyncio.Future[Any]
+    began: float = 0.0
+    alone: bool = False
+    worker: WorkerProcess | None = None
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The result of a job whose own worker was ended without it being to blame; is_suspect: or perhaps it was."""
+
+    is_suspect: bool
+
+
+class WorkerProcess:
+    """One process. It is idle when in_flight is empty; until is_ready it imports what it runs."""
+
+    def __init__(self, module: str, spec: Mapping[str, Any], longest_line_bytes: int) -> None:
+        """module: run as `python -m`; spec: its first message. Raises OSError when no process can be started."""
+        self._spec, self._longest_line_bytes = spec, longest_line_bytes
+        self._socket, theirs = socket.socketpair()
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        command = [sys.executable, "-P", "-m", module]
+        try:
+            with theirs:
+                end = theirs.fileno()
+                self.process = subprocess.Popen(command, stdin=end, stdout=end, env=environment, start_new_session=True)
+        except OSError:
+            self._socket.close()
+            raise
+        self.is_ready, self.is_ending, self.is_gone = False, False, False
+        self.in_flight: dict[int, Any] = {}
+        self.waiting: deque[Any] = deque()  # jobs that only this process can do
+        self.message_at = 0.0
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def messages(self) -> AsyncIterator[list[Any] | None]:
+        """Send the spec, then yield each message until the process closes its socket or is killed.
+
+        None: a line that is not a message.
+        """
+        reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=self._longest_line_bytes)
+        if self.is_gone:
+            self._writer.transport.abort()
+            return
+        environment = {"parent": os.getpid(), "python_path": os.environ.get("PYTHONPATH")}
+        self.write(as_line({**self._spec, **environment}))
+        with suppress(OSError):
+            while True:
+                try:
+                    line = await reader.readline()
+                except ValueError:  # the line is too long
+                    line = b"\n"
+                if self.is_gone or not line.endswith(b"\n"):
+                    return
+                self.message_at = asyncio.get_running_loop().time()
+                yield _message(line)
+
+    def write(self, line: bytes) -> None:
+        assert self._writer
+        self._writer.write(line)
+
+    def deadline(self) -> float | None:
+        """The time at which the first job in flight has taken too long; None: there is none."""
+        raise NotImplementedError
+
+    def culprit(self) -> Any:
+        """The job that is to blame when the process has to end; None when several may be."""
+        raise NotImplementedError
+
+    async def exit_code(self) -> int | None:
+        """The exit code of a process that has closed its socket, or -1 times its signal; None: it still runs.
+
+        A process that ends closes its files first, and can be waited for a moment later.
+        """
+        self.is_ending = True
+        began = time.monotonic()
+        while (code := self.process.poll()) is None:
+            bound_s = _LATE_S if _is_exiting(self.process.pid) else _SOON_S
+            if time.monotonic() - began > bound_s:
+                return None
+            await asyncio.sleep(_POLL_S)
+        return code
+
+    def kill(self) -> None:
+        """Kill the process and all that it has started, once: later its process id may belong to another process."""
+        if self.is_gone:
+            return
+        self.is_gone = True
+        with suppress(psutil.Error):
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                with suppress(psutil.Error):
+                    process.kill()  # it may have left the group
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        if self._writer:
+            self._writer.transport.abort()
+
+
+def as_line(message: object) -> bytes:
+    """A message as its line. Raises TypeError, ValueError or RecursionError for what JSON cannot hold."""
+    return json.dumps(message, default=_plain).encode() + b"\n"
+
+
+def describe_exit(code: int) -> str:
+    """How a process ended: its exit code, or -1 times the signal that killed it."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:  # a real-time signal
+        return f"killed by signal {-code}"
+
+
+def _is_exiting(pid: int) -> bool:
+    """Whether the kernel is ending a process; True for one that has ended, or been waited for."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            state, *fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return True
+    return state in ("Z", "X") or bool(int(fields[5]) & _PF_EXITING)
+
+
+def _message(line: bytes) -> list[Any] | None:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, list) and found else None
+
+
+def _plain(value: Any) -> Any:
+    """A value that JSON has no type for: arrays become lists; bytes, dates and all others become text."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return value.decode(errors="backslashreplace") if isinstance(value, bytes) else str(value)
