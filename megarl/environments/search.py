@@ -1,0 +1,90 @@
+"""Search in a collection of documents by BM25 (Robertson and Zaragoza, 2009), with the library bm25s."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import bm25s
+import numpy as np
+
+from megarl.types import UserFault
+
+_MOST_CHARACTERS = 2000  # of a document that is shown
+
+
+def search(query: str, *, corpus: str, num_results: int = 3) -> str:
+    """Search a collection of documents and return those that match best.
+
+    Args:
+        query: a few words that the documents contain
+    """
+    retriever, offsets = _index(corpus)
+    tokens = bm25s.tokenize([query], show_progress=False, return_ids=False)
+    places, scores = retriever.retrieve(tokens, k=min(num_results, len(offsets)), show_progress=False)
+    found = [int(place) for place, score in zip(places[0], scores[0], strict=True) if score > 0]
+    with open(corpus, "rb") as file:
+        texts = [_document(file, int(offsets[place])) for place in found]
+    return (
+        "\n\n".join(f"[{rank}] {text[:_MOST_CHARACTERS]}" for rank, text in enumerate(texts, 1))
+        or "No document matches."
+    )
+
+
+def _prepare(*, corpus: str, **_: object) -> None:
+    """Make the index if it is not there, and map it."""
+    if not Path(corpus).is_file():
+        raise UserFault("episode.arguments", f"corpus: there is no file {corpus}", "name a JSONL file of documents")
+    _index(corpus)
+
+
+search.prepare = _prepare  # type: ignore[attr-defined]
+
+
+@lru_cache(maxsize=4)
+def _index(corpus: str) -> tuple[Any, Any]:
+    """The index and the offset of each document's line, mapped from files that all processes share.
+
+    The first process makes them, in a folder beside the corpus; the others wait for it.
+    """
+    folder, made = Path(f"{corpus}.bm25"), os.stat(corpus)
+    stamp = {"bytes": made.st_size, "modified_ns": made.st_mtime_ns, "bm25s": bm25s.__version__}
+    with open(f"{corpus}.bm25.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        told = folder / "made_from.json"
+        if not told.is_file() or json.loads(told.read_text()) != stamp:
+            shutil.rmtree(folder, ignore_errors=True)
+            _make(corpus, folder)
+            told.write_text(json.dumps(stamp))
+    return bm25s.BM25.load(folder, mmap=True), np.load(folder / "offsets.npy", mmap_mode="r")
+
+
+def _make(corpus: str, folder: Path) -> None:
+    texts, offsets, offset = [], [], 0
+    with open(corpus, "rb") as file:
+        for line in file:
+            if line.strip():
+                texts.append(_text(json.loads(line)))
+                offsets.append(offset)
+            offset += len(line)
+    retriever = bm25s.BM25()
+    retriever.index(bm25s.tokenize(texts, show_progress=False), show_progress=False)
+    retriever.save(folder, show_progress=False)
+    np.save(folder / "offsets.npy", np.array(offsets, dtype=np.int64))
+
+
+def _text(document: Any) -> str:
+    """A document's text: its `contents`, or its `title` and `text`."""
+    if not isinstance(document, dict) or not ("contents" in document or "text" in document):
+        raise ValueError(f"a line of the corpus has neither `contents` nor `text`: {str(document)[:80]}")
+    return str(document.get("contents") or f"{document.get('title', '')}\n{document['text']}".strip())
+
+
+def _document(file: Any, offset: int) -> str:
+    file.seek(offset)
+    return _text(json.loads(file.readline()))

@@ -1,0 +1,1 @@
+"""Tools and environments of episodes: their schemas, their calls, and the worker processes that run them."""

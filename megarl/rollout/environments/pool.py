@@ -1,0 +1,264 @@
+"""The tools and environments of a run's episodes, in worker processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megarl.rollout.environments.results import CallResult
+from megarl.rollout.environments.workers import (
+    EnvironmentProcess,
+    EnvironmentSettings,
+    EnvironmentWorkers,
+    JobFailure,
+    JobResult,
+    Offer,
+)
+from megarl.rollout.rewards import Verdict
+from megarl.rollout.workers.process import Lost
+
+Operation = tuple[Any, ...]  # as the worker reads it, without its number and its instance
+_NOT_REPLAYABLE = "its process has ended, and it cannot be replayed"
+
+
+class EnvironmentFailure(Exception):
+    """The environment of an episode has failed: the episode has ended, and `reward.on_failure` decides about it.
+
+    It is not the model's fault. The text says in a few words what happened.
+    """
+
+
+@dataclass(frozen=True)
+class PoolCounts:
+    """What has happened so far. ended: processes that were replaced; replayed: episodes whose state was made again;
+    lost: episodes that failed because theirs could not be."""
+
+    ended: int
+    replayed: int
+    lost: int
+
+
+@dataclass
+class _Episode:
+    """One attempt at a row. history: the operations done so far with their results, those done together in a list."""
+
+    row: Mapping[str, Any]
+    seed: int
+    instance: int
+    worker: EnvironmentProcess | None = None
+    history: list[dict[int, tuple[Operation, JobResult]]] = field(default_factory=list)
+    failure: str = ""
+
+
+class EnvironmentPool:
+    """Tools, or an instance of an environment for each episode. Everything happens in the loop that runs `start`.
+
+    An episode is asked for one thing at a time. Every `open` is followed by a `finish`, also after a failure. Methods
+    raise EnvironmentFailure, and UserFault when the processes cannot be started again.
+    """
+
+    def __init__(self, settings: EnvironmentSettings) -> None:
+        self._settings = settings
+        self._workers = EnvironmentWorkers(settings)
+        self._episodes: dict[str, _Episode] = {}
+        self._num_opened, self._num_replayed, self._num_lost = 0, 0, 0
+
+    async def start(self) -> list[dict[str, Any]]:
+        """The schemas of the tools, in the form of OpenAI's `tools`. Raises UserFault when they cannot be used."""
+        await self._workers.start()
+        return self._offer.schemas
+
+    @property
+    def has_reply(self) -> bool:
+        """Whether the environment answers responses that call no tool."""
+        return "reply" in self._offer.has
+
+    @property
+    def counts(self) -> PoolCounts:
+        return PoolCounts(self._workers.num_ended, self._num_replayed, self._num_lost)
+
+    def pids(self) -> list[int]:
+        """The worker processes."""
+        return self._workers.pids()
+
+    async def open(self, episode: str, row: Mapping[str, Any], seed: int) -> str | None:
+        """Begin an episode under a name of its own: the text that `reset` appends to the prompt as the user."""
+        if episode in self._episodes:
+            raise ValueError(f"the episode {episode!r} is open")
+        self._num_opened += 1
+        self._episodes[episode] = opened = _Episode(row, seed, self._num_opened)
+        if self._settings.environment is None:
+            return None
+        self._place(opened)
+        (result,) = await self._perform(opened, [("open", row, seed)])
+        return None if result is None else self._text(opened, "reset", result).text
+
+    async def call(self, episode: str, calls: Sequence[tuple[str, object]]) -> list[CallResult]:
+        """The results of calls (name, arguments), which run together, in their order. Failed calls have results too."""
+        opened = self._opened(episode)
+        known = [index for index, (name, _) in enumerate(calls) if name in self._offer.names]
+        results = await self._perform(opened, [("call", *calls[index]) for index in known])
+        found = dict(zip(known, results, strict=True))
+        names = ", ".join(sorted(self._offer.names)) or "none"
+        return [
+            _call_result(name, found[index])
+            if index in found
+            else CallResult(f"There is no tool {name!r}. The tools are: {names}.", error="unknown")
+            for index, (name, _) in enumerate(calls)
+        ]
+
+    async def reply(self, episode: str, text: str) -> CallResult | None:
+        """The environment's answer to a response without calls; None: the episode ends."""
+        opened = self._opened(episode)
+        if not self.has_reply:
+            return None
+        (result,) = await self._perform(opened, [("reply", text)])
+        return None if result is None else self._text(opened, "reply", result)
+
+    async def finish(self, episode: str) -> Verdict | None:
+        """End an episode: the environment's verdict, if it gives one, then its `close`. None after a failure."""
+        try:
+            opened = self._episodes[episode]
+            if opened.failure or "reward" not in self._offer.has:
+                return None
+            (result,) = await self._perform(opened, [("reward",)])
+            if isinstance(result, JobFailure):
+                raise self._failure(opened, _sentence("reward", result))
+            return result if isinstance(result, Verdict) else None
+        finally:
+            await self.drop(episode)
+
+    async def drop(self, episode: str) -> None:
+        """End an episode without its reward: its `close` alone."""
+        dropped = self._episodes.pop(episode)
+        if dropped.worker is None:
+            return
+        dropped.worker.instances -= 1
+        if not dropped.worker.is_gone:
+            await self._do(dropped, ("close",))
+
+    async def end(self) -> None:
+        """Kill and reap every process; callers that wait are cancelled."""
+        self._episodes.clear()
+        await self._workers.end()
+
+    @property
+    def _offer(self) -> Offer:
+        assert self._workers.offer, "start() first"
+        return self._workers.offer
+
+    def _opened(self, episode: str) -> _Episode:
+        opened = self._episodes[episode]
+        if opened.failure:
+            raise EnvironmentFailure(opened.failure)
+        return opened
+
+    def _place(self, episode: _Episode) -> EnvironmentProcess:
+        """Give the episode to the process with the fewest."""
+        episode.worker = self._workers.least_busy()
+        episode.worker.instances += 1
+        return episode.worker
+
+    async def _perform(self, episode: _Episode, operations: Sequence[Operation]) -> list[JobResult]:
+        """Do operations together, and write them into the history. Those whose process ends without being to blame are
+        done once more, after a replay, alone where they may be to blame."""
+        results: dict[int, JobResult] = {}
+        done: dict[int, tuple[Operation, JobResult]] = {}
+        episode.history.append(done)
+        alone: set[int] = set()
+        while left := [index for index in range(len(operations)) if index not in results]:
+            await self._restore(episode)
+            waits = [self._do(episode, operations[index], alone=index in alone) for index in left]
+            for index, result in zip(left, await asyncio.gather(*waits), strict=True):
+                if isinstance(result, Lost):
+                    alone |= {index} if result.is_suspect else set()
+                    continue
+                results[index] = result
+                if not _is_interrupted(result):
+                    done[index] = (operations[index], result)
+        if episode.worker is not None and episode.worker.is_gone and not self._offer.is_replayable:
+            raise self._lost(episode, _NOT_REPLAYABLE)
+        return [results[index] for index in range(len(operations))]
+
+    async def _do(self, episode: _Episode, operation: Operation, *, alone: bool = False) -> JobResult:
+        kind, *rest = operation
+        message = [kind, episode.instance, *rest]
+        is_plain = _function_of(operation) not in self._offer.is_async
+        try:
+            return await self._workers.do(message, is_plain=is_plain, worker=episode.worker, alone=alone)
+        except (TypeError, ValueError, RecursionError) as error:
+            if kind == "call":
+                return JobFailure("arguments", f"{rest[0]} was not called: its arguments are no JSON ({error}).")
+            raise self._failure(episode, f"the row cannot be sent to its process ({error})") from None
+
+    async def _restore(self, episode: _Episode) -> None:
+        """Make the state of an episode anew, in another process, if its process has ended."""
+        alone = False
+        while episode.worker is not None and episode.worker.is_gone:
+            if not any(episode.history):  # not even reset has been done
+                self._place(episode)
+                return
+            if not self._offer.is_replayable:
+                raise self._lost(episode, _NOT_REPLAYABLE)
+            self._place(episode)
+            if await self._replay(episode, alone=alone):
+                self._num_replayed += 1
+                return
+            alone = True
+
+    async def _replay(self, episode: _Episode, *, alone: bool) -> bool:
+        """Whether the whole history was done again; False: the process has ended."""
+        for done in list(episode.history):
+            steps = [done[index] for index in sorted(done)]
+            waits = [self._do(episode, operation, alone=alone) for operation, _ in steps]
+            for (operation, before), now in zip(steps, await asyncio.gather(*waits), strict=True):
+                if isinstance(now, Lost):
+                    return False
+                if _timeless(now) != _timeless(before):
+                    name = _function_of(operation)
+                    raise self._lost(episode, f"its process has ended, and {name} gave another result in the replay")
+        return True
+
+    def _text(self, episode: _Episode, name: str, result: JobResult) -> CallResult:
+        if isinstance(result, CallResult):
+            return result
+        words = _sentence(name, result) if isinstance(result, JobFailure) else f"{name} gave no text"
+        raise self._failure(episode, words)
+
+    def _failure(self, episode: _Episode, words: str) -> EnvironmentFailure:
+        episode.failure = episode.failure or words
+        return EnvironmentFailure(words)
+
+    def _lost(self, episode: _Episode, words: str) -> EnvironmentFailure:
+        self._num_lost += 1
+        return self._failure(episode, words)
+
+
+def _function_of(operation: Operation) -> str:
+    """The name of the user's function that an operation calls."""
+    kind = operation[0]
+    return operation[1] if kind == "call" else "reset" if kind == "open" else kind
+
+
+def _call_result(name: str, result: JobResult) -> CallResult:
+    """A call's result for the model."""
+    if isinstance(result, CallResult):
+        return result
+    assert isinstance(result, JobFailure)
+    words = result.words if result.kind in ("raised", "arguments") else f"{name} {result.words}."
+    return CallResult(words, error=result.kind, seconds=result.seconds)
+
+
+def _sentence(name: str, failure: JobFailure) -> str:
+    return f"{name} raised {failure.words}" if failure.kind == "raised" else f"{name} {failure.words}"
+
+
+def _is_interrupted(result: JobResult) -> bool:
+    """Whether it is not known how far an operation came: a replay leaves it out."""
+    return isinstance(result, JobFailure) and result.kind in ("timeout", "memory", "ended")
+
+
+def _timeless(result: JobResult) -> JobResult:
+    return replace(result, seconds=0.0) if isinstance(result, CallResult | JobFailure) else result
