@@ -14,6 +14,7 @@ CORE = [
     "typer>=0.15",  # the command line, and with it rich for the progress line
     "httpx>=0.27",  # asks judges and remote sandboxes; transformers brings it
     "math-verify>=0.9",  # mathematical answers that are written differently and mean the same
+    "bm25s>=0.3.16",  # BM25 search as a tool of episodes; needs numpy alone
     "matplotlib>=3.9",  # the learning curve
 ]
 

@@ -23,7 +23,11 @@ FLOORS: list[dict[str, str]] = [
     {"commands": "convert, dry run, samples in files", "doctor": "is this machine fit to train?"},
     {"controller": "the training loop", "plan": "memory and time without a GPU"},
     {"fleet": "engines, ranks, who has the memory"},
-    {"preflight": "checks before any process starts", "training": "one rank: credit, batches, updates"},
+    {
+        "environments": "tools and games for episodes",
+        "preflight": "checks before any process starts",
+        "training": "one rank: credit, batches, updates",
+    },
     {"rollout": "prompts, engines, rewards, sandbox"},
     {"checkpoints": "Hugging Face files, run snapshots"},
     {"resharding": "from Megatron's shards to SGLang's"},

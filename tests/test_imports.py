@@ -51,7 +51,8 @@ DOORS = {  # library -> the only places that import it
     "wandb": {"megarl.tracking.trackers.wandb_run"},
     "mlflow": {"megarl.tracking.trackers.mlflow_run"},
     "matplotlib": {"megarl.tracking.run_log", "megarl.plan.picture"},
-    "pydantic": {"megarl.config"},
+    "pydantic": {"megarl.config", "megarl.rollout.environments.tools"},
+    "bm25s": {"megarl.environments.search"},
     "yaml": {"megarl.config", "megarl.tracking.trackers"},
 }
 STANDARD = {"__future__", "collections", "dataclasses", "typing", "math", "functools", "itertools"}

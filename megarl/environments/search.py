@@ -72,6 +72,8 @@ def _make(corpus: str, folder: Path) -> None:
                 texts.append(_text(json.loads(line)))
                 offsets.append(offset)
             offset += len(line)
+    if not texts:
+        raise ValueError("the corpus is empty")
     retriever = bm25s.BM25()
     retriever.index(bm25s.tokenize(texts, show_progress=False), show_progress=False)
     retriever.save(folder, show_progress=False)

@@ -52,7 +52,7 @@ def _text_of(result: Any) -> str:
     try:
         return json.dumps(result, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
-        raise BadResult(f"returned {short(result)}, which is neither text nor JSON") from None
+        raise BadResult(f"returned a value of type {type(result).__name__}, which is neither text nor JSON") from None
 
 
 def cut(text: str, most_bytes: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_type_hints
@@ -12,6 +13,7 @@ from typing import Any, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 from pydantic.fields import FieldInfo
+from pydantic.json_schema import PydanticJsonSchemaWarning
 
 from megarl.rollout.rewards import describe_error, short
 from megarl.types import UserFault
@@ -122,16 +124,19 @@ def _check_default(parameter: inspect.Parameter, path: str, where: str) -> None:
 
 
 def _field(default: Any, alias: str, description: str | None) -> FieldInfo:
-    return Field(default, alias=alias, description=description)
+    own: dict[str, Any] = {} if description is None else {"description": description}  # None would hide an annotation's
+    return Field(default, alias=alias, **own)
 
 
 def _model(name: str, fields: Mapping[str, Any], path: str, where: str) -> tuple[type[BaseModel], dict[str, Any]]:
     """The model of a tool's arguments and their JSON schema."""
     try:
         model = create_model(name, __config__=ConfigDict(extra="forbid", strict=True), **fields)
-        schema = model.model_json_schema()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", PydanticJsonSchemaWarning)  # of a default
+            schema = model.model_json_schema()
         json.dumps(schema, allow_nan=False)
-    except (PydanticUserError, TypeError, ValueError) as error:
+    except (PydanticUserError, PydanticJsonSchemaWarning, TypeError, ValueError) as error:
         reason = describe_error(error).partition(" For further information")[0]
         problem = f"an argument of {path} has a type or a default that JSON cannot hold ({reason})"
         raise UserFault(where, problem, "use str, int, float, bool, Literal, list, dict or dataclasses") from None
@@ -170,8 +175,7 @@ def _described(text: str) -> tuple[str, dict[str, str]]:
     for line in lines:
         own = line[: len(line) - len(line.lstrip())]
         if line.strip() and not own:
-            head += ["", line, *lines]
-            break
+            return "\n".join(["\n".join(head).strip(), "", line, *lines]).strip(), told
         entry = _ENTRY.fullmatch(line)
         indent = indent or own
         if entry and own == indent:

@@ -36,7 +36,7 @@ from megarl.rollout.environments.interface import Environment
 from megarl.rollout.environments.loading import Toolbox, load_environment, load_tools
 from megarl.rollout.environments.results import BadResult, cut, observation_of
 from megarl.rollout.environments.tools import BadArguments
-from megarl.rollout.rewards import Failure, describe_error, short, verdict_of
+from megarl.rollout.rewards import Failure, describe_error, verdict_of
 from megarl.rollout.workers.inside import (
     LINE_BYTES,
     OUT_OF_MEMORY,
@@ -176,7 +176,7 @@ class EnvironmentHost:
             return [number, "verdict", verdict.reward, verdict.correct, verdict.answer]
         if operation == "open":
             if not isinstance(result, str):
-                raise BadResult(f"returned {short(result)}, which is neither text nor None")
+                raise BadResult(f"returned a value of type {type(result).__name__}, which is neither text nor None")
             return [number, "text", cut(result, self._result_bytes), 0.0, False]
         seen = observation_of(result, self._result_bytes)
         return [number, "text", seen.text, seen.reward, seen.done]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from megarl.rollout.environments.loading import ENVIRONMENT, TOOLS
@@ -69,7 +70,7 @@ class Offer:
     has: frozenset[str]
     is_replayable: bool
 
-    @property
+    @cached_property
     def names(self) -> frozenset[str]:
         return frozenset(schema["function"]["name"] for schema in self.schemas)
 
