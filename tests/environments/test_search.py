@@ -46,6 +46,7 @@ def test_a_query_without_matches_is_told(corpus: str, query: str) -> None:
     assert search(query, corpus=corpus) == "No document matches."
 
 
+@pytest.mark.slow
 def test_processes_make_the_index_once(corpus: str) -> None:
     script = f"from megarl.environments.search import search; print(search('danube', corpus={corpus!r}))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -57,6 +58,7 @@ def test_processes_make_the_index_once(corpus: str) -> None:
     assert Path(f"{corpus}.bm25", "made_from.json").stat().st_mtime_ns == made
 
 
+@pytest.mark.slow
 def test_another_corpus_gets_another_index(tmp_path: Path) -> None:
     path = tmp_path / "corpus.jsonl"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

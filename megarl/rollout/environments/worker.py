@@ -71,9 +71,9 @@ def main() -> None:
         parent.write(as_line([fault.where, fault.problem, fault.mend]))
         return
     host = EnvironmentHost(parent, toolbox, spec["call_timeout_s"], spec["result_bytes"])
+    host.start()
     limit_memory(spec["memory_mb"])
-    parent.write(as_line(_ready(toolbox)))
-    host.run()
+    host.run(_ready(toolbox))
 
 
 def _ready(toolbox: Toolbox) -> list[Any]:
@@ -93,10 +93,16 @@ class EnvironmentHost:
         self._plain: queue.SimpleQueue[JobMessage] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()
         self._writer: asyncio.StreamWriter | None = None
+        self._is_connected = threading.Event()
 
-    def run(self) -> None:
-        """Do jobs until the process is ended; the event loop ends it with the socket."""
+    def start(self) -> None:
+        """Start the event loop, whose stack is not part of the memory that is limited."""
         threading.Thread(target=self._run_loop, name="loop", daemon=True).start()
+        self._is_connected.wait()
+
+    def run(self, ready: list[Any]) -> None:
+        """Say that jobs may come, and do them until the process is ended; the event loop ends it with the socket."""
+        self._loop.call_soon_threadsafe(self._write, ready)
         while True:
             job = self._plain.get()
             try:
@@ -117,6 +123,7 @@ class EnvironmentHost:
 
     async def _read(self) -> None:
         reader, self._writer = await asyncio.open_connection(sock=self._parent.socket, limit=LINE_BYTES)
+        self._is_connected.set()
         tasks: set[asyncio.Task[None]] = set()
         while line := await reader.readline():
             job = json.loads(line)

@@ -127,6 +127,8 @@ async def patient(what: str) -> Any:
     if word == "wait":
         await asyncio.Event().wait()
     if word == "block":
+        if rest:
+            Path(rest).touch()
         time.sleep(1000)
     if word == "cling":
         while True:

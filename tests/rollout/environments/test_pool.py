@@ -145,6 +145,23 @@ def test_a_plain_call_that_hangs_holds_up_no_async_call(play: Play) -> None:
     play(scenario, tools=(WORK, PATIENT), call_timeout_s=300.0)
 
 
+@pytest.mark.slow
+def test_a_plain_call_is_not_blamed_for_an_async_one_that_blocks(play: Play, tmp_path: Path) -> None:
+    """It would be overdue first: the process has a second more for calls that it can cancel."""
+
+    async def scenario(pool: EnvironmentPool) -> None:
+        for name in "ab":
+            await pool.open(name, {}, 0)
+        path = tmp_path / "blocks"
+        blocking = asyncio.create_task(pool.call("a", [("patient", {"what": f"block {path}"})]))
+        while not path.exists():
+            await asyncio.sleep(0.01)
+        assert told(await pool.call("b", [("work", {"what": "x"})])) == [("x", None)]
+        assert told(await blocking) == [("patient took longer than 1.5 s.", "timeout")]
+
+    play(scenario, tools=(WORK, PATIENT), call_timeout_s=1.5)
+
+
 def test_a_plain_call_that_hangs_holds_up_no_other_process(play: Play) -> None:
     async def scenario(pool: EnvironmentPool) -> None:
         await pool.open("a", {}, 0)

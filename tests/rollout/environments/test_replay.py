@@ -79,7 +79,9 @@ def test_all_of_an_environment_may_be_async(play: Play) -> None:
     play(scenario, environment="odd_tools:Gentle", workers=2)
 
 
-@pytest.mark.parametrize("what", ["exit 3", "fill", "hang"])
+@pytest.mark.parametrize(
+    "what", ["exit 3", pytest.param("fill", marks=pytest.mark.slow), pytest.param("hang", marks=pytest.mark.slow)]
+)
 def test_other_episodes_of_an_ended_process_go_on(play: Play, what: str) -> None:
     """They draw the same random numbers as without it, and the guilty one goes on from before its call."""
     error = {"exit 3": "ended", "fill": "memory", "hang": "timeout"}[what]
@@ -202,7 +204,7 @@ def test_a_cancelled_async_call_costs_no_state(play: Play) -> None:
         ({"reset": "raise no"}, "reset raised ValueError: no"),
         ({"reset": "object"}, "reset returned a value of type object, which is neither text nor None"),
         ({"reset": "exit 3"}, r"reset ended its process \(exit code 3\)"),
-        ({"reset": "fill"}, "reset ran out of memory"),
+        pytest.param({"reset": "fill"}, "reset ran out of memory", marks=pytest.mark.slow),
         ({("a", "b"): 1}, "the row cannot be sent to its process"),
     ],
 )
@@ -224,7 +226,7 @@ def test_a_reset_that_fails_is_a_failure(play: Play, row: Any, says: str) -> Non
     [
         ("raise no", "raised ValueError: no"),
         ("exit 3", r"ended its process \(exit code 3\)"),
-        ("hang", "took longer than 1 s"),
+        pytest.param("hang", "took longer than 1 s", marks=pytest.mark.slow),
         ("object", "returned"),
     ],
 )
