@@ -65,7 +65,10 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3MoeForCaus
         dtype="float32",
     )
     torch.manual_seed(seed)
-    return Qwen3MoeForCausalLM(config)
+    model = Qwen3MoeForCausalLM(config)
+    # With transformers' 0.02 no logit is beyond about 1, and adapters, which leave the head as it is, could not help.
+    torch.nn.init.normal_(model.lm_head.weight, std=config.hidden_size**-0.5)
+    return model
 
 
 def main() -> None:

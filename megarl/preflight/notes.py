@@ -113,8 +113,6 @@ def _odd_values(recipe: Recipe) -> Iterator[str]:
             yield f"{key} is {rate:g}, and rates of AdamW above {_HIGH_RATE:g} destroy a model"
     if recipe.lora and recipe.train.lr < _LOW_LORA_RATE:
         yield f"train.lr is {recipe.train.lr:g}: adapters (lora) learn best at about 10 times the rate of all weights"
-    if recipe.lora and recipe.warm_start.steps:
-        yield "warm_start trains the adapters (lora) alone, which make little of a model that has learnt nothing yet"
     rollout, layout = recipe.rollout, train_layout(recipe)
     per_update = rollout.prompts_per_step * rollout.samples_per_prompt // recipe.train.updates_per_step
     if layout.dp > per_update and not learns_from_answers(recipe.algorithm.name):

@@ -149,11 +149,6 @@ def test_a_low_learning_rate_is_a_note() -> None:
     assert recipe_notes(load_recipe(QUICKSTART, [*keys, "train.lr=1e-5"])) == []
 
 
-def test_a_supervised_phase_of_adapters_is_a_note() -> None:
-    (line,) = recipe_notes(load_recipe(QUICKSTART, ["lora.rank=8"]))
-    assert line.startswith("warm_start trains the adapters (lora) alone, which make little of a model")
-
-
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
