@@ -1,0 +1,123 @@
+"""A tokenizer's chat template as the splice and the reader of tool calls see it: messages -> text -> tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import takewhile
+from typing import Any
+
+from megarl.printable import first_line
+from megarl.types import UserFault
+
+WHERE, TOOLS = "episode", "episode.tools"
+MARKER = "markedvalue"
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class CallStyle:
+    """How a template wants the calls of a message.
+
+    as_text: the arguments as JSON text (DeepSeek-V3) and not as a mapping (GLM, Qwen). id_form: of a call's id, from
+    its {name} and its {index}; Kimi-K2 writes the name by the id alone, Mistral refuses other ids than 9 characters.
+    """
+
+    as_text: bool
+    id_form: str
+
+    def call(self, name: str, arguments: Mapping[str, Any], index: int, id: str | None = None) -> dict[str, Any]:
+        """A call as OpenAI's message has it. id: as the model wrote it; None: by id_form."""
+        value = json.dumps(arguments, ensure_ascii=False) if self.as_text else dict(arguments)
+        return {
+            "id": id or self.id_form.format(name=name, index=index),
+            "type": "function",
+            "function": {"name": name, "arguments": value},
+        }
+
+
+STYLES = tuple(
+    CallStyle(as_text, id_form)
+    for id_form in ("functions.{name}:{index}", "call{index:05d}")
+    for as_text in (False, True)
+)
+
+
+class TemplateRefusal(Exception):
+    """The template raised; the text is the first line of its reason."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A tokenizer with its chat template, and the schemas of the tools that the template is given.
+
+    Raises UserFault(episode) where the tokenizer has no chat template.
+    """
+
+    tokenizer: Any
+    schemas: tuple[Mapping[str, Any], ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if not self.tokenizer.chat_template:
+            mend = "use an instruct checkpoint, or add its chat_template.jinja"
+            raise UserFault(WHERE, "the tokenizer has no chat template, which every turn after the first needs", mend)
+
+    def text(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
+        """The conversation as text; prompt: with the generation prompt. Raises TemplateRefusal."""
+        tools = [dict(schema) for schema in self.schemas] or None
+        try:
+            return self.tokenizer.apply_chat_template(
+                list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt
+            )
+        except Exception as error:  # a template may raise any exception
+            raise TemplateRefusal(first_line(error)) from error
+
+    def ids(self, text: str) -> list[int]:
+        """The tokens of a rendered text, which has its special tokens already."""
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of tokens, special tokens kept."""
+        return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def turn_ids(self, before: Sequence[Message], answer: Message) -> list[int]:
+        """The tokens of an assistant's message after those that it shares with the generation prompt.
+
+        By tokens and not by characters: the prompt may go on with a tag that the message has not, as DeepSeek's does,
+        and both tags begin with the same character. Raises TemplateRefusal.
+        """
+        prompt = self.ids(self.text(before, prompt=True))
+        whole = self.ids(self.text([*before, answer]))
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, whole, strict=False)))
+        return whole[shared:]
+
+    @cached_property
+    def call_style(self) -> CallStyle:
+        """The first style in which the template writes a call. Raises UserFault(episode.tools) where there is none."""
+        reasons = []
+        for style in STYLES:
+            call = style.call(self.tool_name, {"value": MARKER}, 0)
+            try:
+                text = self.text([user("a"), {"role": "assistant", "content": "", "tool_calls": [call]}])
+            except TemplateRefusal as refusal:
+                reasons.append(f"refuses tool calls ({refusal})")
+                continue
+            escaped, as_python = f'\\"{MARKER}', f"'value': '{MARKER}'"  # JSON inside JSON, and a dict's repr
+            if MARKER in text and escaped not in text and as_python not in text:
+                return style
+            reasons.append("leaves tool calls out of the text without an error")
+        mend = "use a model that was trained to call tools, or an episode.environment that answers with reply"
+        raise UserFault(TOOLS, f"the chat template {reasons[0]}", mend)
+
+    @property
+    def tool_name(self) -> str:
+        """The name of the first tool, or a stand-in where there are none."""
+        return self.schemas[0]["function"]["name"] if self.schemas else "tool"
+
+
+def user(text: str) -> dict[str, str]:
+    """A user's message."""
+    return {"role": "user", "content": text}
