@@ -1,0 +1,67 @@
+"""SGLang's readers of tool calls, one for each format that it knows, on text alone and without a server.
+
+Importing this module imports SGLang (seconds).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.device import DEVICE
+from megarl.rollout.sglang import cpu
+
+if DEVICE == "cpu":
+    cpu.prepare()
+
+with cpu.quiet_import():
+    from sglang.srt.entrypoints.openai.protocol import Tool
+    from sglang.srt.function_call.function_call_parser import FunctionCallParser
+
+# A broken call is told to the model and counted; SGLang would write a line for each to the log.
+logging.getLogger("sglang.srt.function_call").setLevel(logging.CRITICAL)
+os.environ["SGLANG_FORWARD_UNKNOWN_TOOLS"] = "true"  # calls of unknown tools would be left out without a word
+
+
+def _formats() -> tuple[str, ...]:
+    """SGLang's formats in the order of its own table, each reader by its first name."""
+    first: dict[Any, str] = {}
+    for name, reader in FunctionCallParser.ToolCallParserEnum.items():
+        first.setdefault(reader, name)
+    return tuple(first.values())
+
+
+FORMATS = _formats()
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A turn as a reader sees it: the text beside its calls, and (name, arguments as JSON) of each call that it read.
+
+    tries_calls: whether the text has the format's opening of a call, read or not.
+    """
+
+    text: str
+    calls: tuple[tuple[str | None, str], ...]
+    tries_calls: bool
+
+
+class CallReader:
+    """The reader of one of FORMATS, for tools in OpenAI's form; most readers read calls of unknown tools too."""
+
+    def __init__(self, name: str, schemas: Sequence[Mapping[str, Any]], tokenizer: Any) -> None:
+        self.name, self._tokenizer = name, tokenizer
+        self._tools = [Tool.model_validate(schema) for schema in schemas]
+
+    def read(self, text: str) -> Reading:
+        """Read a turn's text; a reader that raises has read nothing."""
+        parser = FunctionCallParser(self._tools, self.name, self._tokenizer)  # readers keep a stream's state
+        try:
+            tries = parser.has_tool_call(text)
+            rest, calls = parser.parse_non_stream(text)
+        except Exception:  # a reader raises whatever the JSON of a broken call leads it to
+            return Reading(text, (), True)
+        return Reading(rest, tuple((call.name, call.parameters) for call in calls), tries)
