@@ -8,10 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
 
 from megarl.rollout.conversations.splice import MEND, Following, Splice, ToolResult
-from megarl.rollout.conversations.template import MARKER, WHERE, ChatTemplate, Message, TemplateRefusal, user
+from megarl.rollout.conversations.template import (
+    MARKER,
+    WHERE,
+    ChatTemplate,
+    Message,
+    TemplateRefusal,
+    num_shared,
+    user,
+)
 from megarl.types import UserFault
 
 _WORDS = "probeone", "probetwo"  # in small letters, which the vocabularies of tiny models have too
@@ -152,7 +159,7 @@ def _changed_prompt(template: ChatTemplate, followed: str) -> list[str]:
     question = [user("a")]
     prompt = template.ids(_text_or_nothing(template, question, True))
     history = template.ids(followed)
-    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, history, strict=False)))
+    shared = num_shared(prompt, history)
     if shared == len(prompt):
         return []
     if shared < len(template.ids(_text_or_nothing(template, question))):

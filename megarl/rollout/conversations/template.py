@@ -91,8 +91,7 @@ class ChatTemplate:
         """
         prompt = self.ids(self.text(before, prompt=True))
         whole = self.ids(self.text([*before, answer]))
-        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, whole, strict=False)))
-        return whole[shared:]
+        return whole[num_shared(prompt, whole) :]
 
     @cached_property
     def call_style(self) -> CallStyle:
@@ -121,3 +120,8 @@ class ChatTemplate:
 def user(text: str) -> dict[str, str]:
     """A user's message."""
     return {"role": "user", "content": text}
+
+
+def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """The number of tokens with which both begin."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
