@@ -73,6 +73,14 @@ class Algorithm:
     unread: Mapping[str, str] = field(default_factory=dict)
 
     @property
+    def credits_turns(self) -> bool:
+        """Whether the reward of an episode's turn is that of the turn's last token, earned by the tokens before it.
+
+        Else it is a part of the episode's reward: where whole episodes are compared, and where a teacher rewards.
+        """
+        return not (self.needs_group or self.greedy_baseline or self.has_teacher)
+
+    @property
     def learns_from(self) -> Literal["rewards", "demonstrations"]:
         return "rewards" if self.surrogate else "demonstrations"
 

@@ -18,6 +18,10 @@ GAP = Statistic("rollout/logprob_gap_mean")  # |engine - trainer| logprob, of to
 GAP_MAX = Statistic("rollout/logprob_gap_max", MAX)
 OLD_KL = Statistic("old_kl")  # the k3 estimate of KL(old | policy)
 ENTROPY = Statistic("entropy")
+MOST_TURNS = 8  # of which each has a gap of its own; the later ones have one together
+TURN_GAPS = tuple(
+    Statistic(f"rollout/logprob_gap_turn_{name}") for name in (*range(1, MOST_TURNS + 1), "later")
+)  # GAP by the turn of an episode
 REFERENCE_KL = Statistic("reference_kl")  # the k3 estimate of KL(policy | reference)
 RIGHT = Statistic("right")  # tokens of responses whose reward's sign is that of the outcome
 REWARD = Statistic("reward_mean")
@@ -87,6 +91,17 @@ def policy_statistics(logp_T: torch.Tensor, entropy_T: torch.Tensor, targets: Ta
     if targets.reference_logp_T is not None:
         values[REFERENCE_KL] = kl_T(logp_T.detach(), targets.reference_logp_T, "k3")
     return over_tokens(targets.loss_mask_T, values)
+
+
+def turn_gaps(old_logp_T: torch.Tensor, targets: Targets) -> dict[Statistic, torch.Tensor]:
+    """|engine - trainer| logprob by turns, of tokens that the policy itself sampled; of no episode: the first turn."""
+    with torch.no_grad():
+        is_fresh_T = targets.loss_mask_T & ~targets.is_stale_T
+        turn_T = torch.ones_like(targets.sequence_T) if targets.turn_T is None else targets.turn_T
+        gap_T = torch.where(is_fresh_T, (old_logp_T - targets.engine_logp_T).abs(), 0.0)
+        parts_2T = torch.stack([gap_T, is_fresh_T.to(gap_T.dtype)]).double()
+        parts_2N = parts_2T.new_zeros(2, len(TURN_GAPS)).index_add(1, turn_T.clamp(1, len(TURN_GAPS)) - 1, parts_2T)
+    return dict(zip(TURN_GAPS, parts_2N.T, strict=True))
 
 
 def kl_T(logp_T: torch.Tensor, reference_logp_T: torch.Tensor, estimator: Estimator) -> torch.Tensor:

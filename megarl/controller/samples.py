@@ -208,14 +208,15 @@ def overlong_penalty(lengths_G: IntArray, longest: int, cache: float) -> FloatAr
 def samples_of(
     groups: Sequence[GroupSummary], algorithm: str, *, only_finished: bool = False, version: int = -1
 ) -> list[SampleRef]:
-    """Every drawn sample with its advantage. version: of the policy; tokens of earlier versions are stale.
+    """The rows of every drawn sample with its advantage. version: of the policy; tokens of earlier versions are stale.
 
-    only_finished: without responses that were cut. Where the algorithm compares with a greedy sample, groups without a
-    greedy sample are left out.
+    Rows in which the model sampled nothing are left out. only_finished: without responses that were cut. Where the
+    algorithm compares with a greedy sample, groups without a greedy sample are left out.
     """
     samples, row = [], ALGORITHMS[algorithm]
     for index, group in enumerate(groups):
-        rewards_G = torch.tensor(group.rewards_G)
+        given_G = group.rewards_G if row.credits_turns else group.total_rewards_G
+        rewards_G = torch.tensor(given_G)
         if row.greedy_baseline:
             if group.baseline is None:
                 continue
@@ -224,10 +225,14 @@ def samples_of(
         for sample, advantage in zip(drawn.tolist(), row.sample_advantages(rewards_G[drawn]), strict=True):
             if only_finished and not group.finished_G[sample]:
                 continue
-            is_correct, response = bool(group.correct_G[sample]), int(group.response_lengths_G[sample])
-            length, stale = group.prompt_length + response, num_stale(group.parts_G[sample], version)
-            own = {"reward": float(group.rewards_G[sample]), "advantage": advantage}
-            samples.append(SampleRef(index, sample, length, response, **own, is_correct=is_correct, num_stale=stale))
+            of_sample = {"reward": float(given_G[sample]), "advantage": advantage}
+            of_sample["is_correct"] = bool(group.correct_G[sample])
+            for number, one in enumerate(group.rows_of(sample)):
+                stale, trained = num_stale(one.parts, version), one.num_trained
+                marked = None if trained == one.response_length else trained
+                place = index, sample, one.length, one.response_length
+                if trained:
+                    samples.append(SampleRef(*place, row=number, num_trained=marked, num_stale=stale, **of_sample))
     return samples
 
 

@@ -31,8 +31,8 @@ class PartialGroup:
 class PartialSummary:
     """What the controller keeps of a partial group: how many of its samples are open, and how long these are.
 
-    context_tokens: prompt and response of each open sample. They are equal in a group, because each phase that left
-    them open gave each `rollout.phase_tokens`.
+    context_tokens: prompt and response of the longest open sample. Responses are equally long in a group, because each
+    phase that left them open gave each `rollout.phase_tokens`; episodes are not.
     """
 
     num_open: int

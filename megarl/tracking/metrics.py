@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import zip_longest
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from megarl.algos.statistics import Statistics
-from megarl.types import GroupSummary, Metrics, RoundBalance
+from megarl.types import EpisodeEnd, GroupSummary, Metrics, RoundBalance
 
 
 def rollout_metrics(groups: Sequence[GroupSummary]) -> Metrics:
     """Means over all samples of a step that were drawn; `truncated` is the share that was cut at the length limit.
 
+    The length of an episode is that of the tokens which the model sampled, its reward that of its turns, too.
     `accepted`, with drafts: mean response tokens per verification; the first token of each phase of a response comes
     from the pass that reads what is before it.
     """
-    rewards = np.concatenate([group.rewards_G[group.drawn_G] for group in groups])
+    rewards = np.concatenate([group.total_rewards_G[group.drawn_G] for group in groups])
     lengths = np.concatenate([group.response_lengths_G[group.drawn_G] for group in groups])
     finished = np.concatenate([group.finished_G[group.drawn_G] for group in groups])
     correct = np.concatenate([group.correct_G[group.drawn_G] for group in groups])
@@ -36,7 +37,41 @@ def rollout_metrics(groups: Sequence[GroupSummary]) -> Metrics:
         "rollout/response_length_mean": float(lengths.mean()),
         "rollout/response_length_max": float(lengths.max()),
         "rollout/truncated": float(1.0 - finished.mean()),
-    } | accepted
+        **accepted,
+        **episode_metrics(groups),
+    }
+
+
+def episode_metrics(groups: Sequence[GroupSummary]) -> Metrics:
+    """Of a step's episodes that were drawn and have facts; {} where there are none.
+
+    `call_errors`: of all calls, the share that was broken or failed; `masked_share`: of all tokens after the prompts,
+    those that the model did not sample; `dropped_tokens`: sampled ones that are in no row; `end/...`: the share of the
+    episodes that ended so.
+    """
+    places = [(group, at) for group in groups if group.facts for at in np.flatnonzero(group.drawn_G).tolist()]
+    facts = [one for one in (group.facts[at] for group, at in places) if one]
+    if not facts:
+        return {}
+    rows = [group.rows_of(at) for group, at in places if group.facts[at]]
+    tokens = sum(row.response_length for of_episode in rows for row in of_episode)
+    trained = sum(row.num_trained for of_episode in rows for row in of_episode)
+    turns, calls, tool_s = ([getattr(one, name) for one in facts] for name in ("turns", "calls", "tool_s"))
+    of_turns = [group.turn_rewards_G[at] for group, at in places if group.turn_rewards_G is not None]
+    ends = {end: sum(one.end == end for one in facts) / len(facts) for end in get_args(EpisodeEnd)}
+    return {
+        "episode/turns_mean": float(np.mean(turns)),
+        "episode/turns_max": float(max(turns)),
+        "episode/calls_mean": float(np.mean(calls)),
+        "episode/call_errors": sum(one.call_errors for one in facts) / max(sum(calls), 1),
+        "episode/tool_s_mean": float(np.mean(tool_s)),
+        "episode/tool_s_max": float(max(tool_s)),
+        "episode/rows_mean": sum(map(len, rows)) / len(rows),
+        "episode/masked_share": 1.0 - trained / tokens if tokens else 0.0,
+        "episode/dropped_tokens": float(sum(one.dropped_tokens for one in facts)),
+        **({"episode/turn_reward_mean": float(np.mean(of_turns))} if of_turns else {}),
+        **{f"episode/end/{end}": share for end, share in ends.items()},
+    }
 
 
 def balance_metrics(rounds: Sequence[RoundBalance]) -> Metrics:
@@ -158,9 +193,9 @@ def _sample(group: GroupSummary, index: int) -> dict[str, Any]:
         "prompt": group.prompt_text,
         "answer": group.answer,
         "response": group.responses[index],
-        "reward": float(group.rewards_G[index]),
+        "reward": float(group.total_rewards_G[index]),
         "correct": bool(group.correct_G[index]),
         "length": int(group.response_lengths_G[index]),
         "finished": bool(group.finished_G[index]),
-        "version": group.parts_G[index][-1].version,
+        "version": max((part.version for part in group.parts_G[index]), default=-1),  # -1: no token was sampled
     }

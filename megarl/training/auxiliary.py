@@ -22,17 +22,9 @@ from megarl.parallel.hf_config import read_model
 from megarl.parallel.pipeline import Norms
 from megarl.parallel.sequences import PackedRow
 from megarl.training import credit
-from megarl.training.batching import (
-    Key,
-    TokenValues,
-    Update,
-    key_of,
-    refs_of,
-    spread,
-    train_sequences,
-    values_by_reader,
-)
+from megarl.training.batching import Key, TokenValues, Update, key_of, refs_of, spread, values_by_reader
 from megarl.training.rank import MicroBatches, Received, TrainingRank, norms_of
+from megarl.training.train_sequences import train_sequences
 from megarl.types import FloatArray, Hyperparameters, SampleGroup, TrainSequence
 
 
@@ -150,6 +142,7 @@ def critic_returns(
     rewards: Sequence[FloatArray] | None,
     hyperparameters: Hyperparameters,
 ) -> list[FloatArray]:
-    """By GAE, of the values before the step's updates. rewards: of each token, if there are any."""
+    """By GAE, of the values before the step's updates. rewards: KL penalty of each token, if there are any."""
     lam = hyperparameters.gae_lambda if hyperparameters.critic_lambda is None else hyperparameters.critic_lambda
+    rewards = credit.with_turn_rewards(sequences, rewards)
     return credit.gae_advantages(sequences, old_values, gamma=hyperparameters.gamma, lam=lam, rewards=rewards)[1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
@@ -11,33 +11,50 @@ import numpy as np
 import numpy.typing as npt
 
 from megarl.training.flops import MICRO_BATCH_TOKENS
-from megarl.types import Aggregation, FloatArray, IntArray, Sample, SampleGroup, TrainSequence
+from megarl.types import Aggregation, FloatArray, IntArray, Sample, SampleGroup
 
 
 @dataclass(frozen=True)
 class SampleRef:
-    """One sample to train on: sample `sample` of group `group`."""
+    """One sequence to train on: row `row` of sample `sample` of group `group`; a sample has one row, or several."""
 
     group: int
     sample: int
     length: int  # of prompt and response, in tokens
     response_length: int
     _: KW_ONLY
+    row: int = 0
+    num_trained: int | None = None  # of the response's tokens, those that are trained on; None: all
     reward: float = 0.0
     advantage: float | None = None  # of the reward in its group (Algorithm.advantage); None where the row has none
     is_correct: bool = False
-    num_stale: int = 0  # the response's first tokens, which earlier policies than the step's sampled
+    num_stale: int = 0  # the first of the trained tokens, which earlier policies than the step's sampled
+
+    @property
+    def tokens(self) -> int:
+        """The tokens that are trained on."""
+        return self.response_length if self.num_trained is None else self.num_trained
 
 
 MicroBatch = tuple[SampleRef, ...]
-Key = tuple[int, int]  # group and sample
+Key = tuple[int, int, int]  # group, sample and row
 _MORE = 2  # rounds of micro-batches that are tried beyond the fewest
 TokenValues = dict[Key, FloatArray]  # of some samples: a number for each token of the response
 
 
 def key_of(ref: SampleRef) -> Key:
-    """A sample's name in its step."""
-    return ref.group, ref.sample
+    """A sequence's name in its step."""
+    return ref.group, ref.sample, ref.row
+
+
+def by_sample(refs: Sequence[SampleRef]) -> list[MicroBatch]:
+    """The rows of each sample, samples in the order of their first ones."""
+    if not any(ref.row for ref in refs):
+        return [(ref,) for ref in refs]
+    found: dict[tuple[int, int], list[SampleRef]] = {}
+    for ref in refs:
+        found.setdefault((ref.group, ref.sample), []).append(ref)
+    return [tuple(sorted(rows, key=key_of)) for rows in found.values()]
 
 
 def values_by_reader(
@@ -45,7 +62,7 @@ def values_by_reader(
 ) -> tuple[TokenValues, ...]:
     """For each reader the token values of the responses that it trains on.
 
-    arrays: one per sample, aligned like the whole sequence; None: this rank does not report any.
+    arrays: one per sequence, aligned like the whole sequence; None: this rank does not report any.
     """
     found: TokenValues = {}
     if arrays is not None:
@@ -62,8 +79,9 @@ def spread(response_T: FloatArray, ref: SampleRef) -> FloatArray:
 class Update:
     """One optimizer update: micro_batches[dp_rank] are that rank's; the loss sum of all is divided by denominator.
 
-    tokens, loss_tokens and correct_tokens are counted over all ranks: of prompts and responses, of responses alone, and
-    of correct ones.
+    tokens, loss_tokens and correct_tokens are counted over all ranks: of prompts and responses, those that are trained
+    on, and of them those of correct samples. has_turns: whether a sample of any rank has several rows, or tokens that
+    the model did not sample.
     """
 
     micro_batches: tuple[tuple[MicroBatch, ...], ...]
@@ -71,6 +89,7 @@ class Update:
     tokens: int
     loss_tokens: int
     correct_tokens: int = 0
+    has_turns: bool = False
 
     def nll_weight(self, coefficient: float) -> float:
         """The weight in the loss sum of a correct sample's tokens, which then add `coefficient` x their mean -log p."""
@@ -96,65 +115,110 @@ def plan_updates(
     fit, or a few more where that is faster: with room left in them they come out more alike, and they keep a pipeline
     busy, but each costs something in itself (flops.MICRO_BATCH_TOKENS). A sequence takes its length of a micro-batch's
     token_budget, rounded up to a multiple of `align`.
+    All rows of a sample are in one update and on one rank; and in one micro-batch if the budget has room for them, as
+    losses of whole samples need it (GSPO's ratio, for example).
     work: the cost of a sequence by its number of tokens, in which ranks, and the micro-batches that they run together,
     are balanced. bubble_micro_batches: as of TrainLayout. The plan does not depend on the samples' order within an
     update.
     longest_response: the divisor of the aggregation `constant`.
-    Raises ValueError when there are fewer samples than updates or a sample is longer than the budget.
+    Raises ValueError when there are fewer samples than updates or a sequence is longer than the budget.
     """
-    if len(samples) < updates:
-        raise ValueError(f"{len(samples)} samples cannot make {updates} updates")
+    whole = by_sample(samples)
+    if len(whole) < updates:
+        raise ValueError(f"{len(whole)} samples cannot make {updates} updates")
     plans = []
     for index in range(updates):
-        part = samples[index * len(samples) // updates : (index + 1) * len(samples) // updates]
-        tokens, responses = sum(one.length for one in part), sum(one.response_length for one in part)
-        denominators = {"token_mean": responses, "constant": len(part) * longest_response}
+        part = whole[index * len(whole) // updates : (index + 1) * len(whole) // updates]
+        refs = [ref for rows in part for ref in rows]
+        tokens, trained = sum(ref.length for ref in refs), sum(ref.tokens for ref in refs)
+        denominators = {"token_mean": trained, "constant": len(part) * longest_response}
         denominator = denominators.get(aggregation, len(part))
-        load = _Load.of(part, work, align)
-        if load.tokens[0] > token_budget:
-            raise ValueError(f"a sample of {load.tokens[0]} tokens exceeds the micro-batch budget of {token_budget}")
-        shares = _fastest(load, dp, multiple, token_budget, bubble_micro_batches, work(MICRO_BATCH_TOKENS))
-        correct = sum(one.response_length for one in part if one.is_correct)
-        plans.append(Update(shares, float(denominator), tokens, responses, correct))
+        longest = -(-max(ref.length for ref in refs) // align) * align
+        if longest > token_budget:
+            raise ValueError(f"a sample of {longest} tokens exceeds the micro-batch budget of {token_budget}")
+        loads = _loads(part, dp, work, align, token_budget)
+        shares = _fastest(loads, dp, multiple, token_budget, bubble_micro_batches, work(MICRO_BATCH_TOKENS))
+        correct = sum(ref.tokens for ref in refs if ref.is_correct)
+        has_turns = trained < sum(ref.response_length for ref in refs) or len(refs) > len(part)
+        plans.append(Update(shares, float(denominator), tokens, trained, correct, has_turns))
     return plans
 
 
 def refs_of(updates: Iterable[Update]) -> list[SampleRef]:
-    """Every sample of one rank's share of the updates, in order."""
+    """Every sequence of one rank's share of the updates, in order."""
     return [ref for update in updates for batch in update.micro_batches[0] for ref in batch]
 
 
 @dataclass(frozen=True)
 class _Load:
-    """Samples, longest first, with the tokens [N] that each takes of a row and the work [N] that it is."""
+    """Pieces, longest first, with the tokens [N] that each takes of a row and the work [N] that it is.
 
-    samples: tuple[SampleRef, ...]
+    A piece is the rows of a sample that fit one micro-batch together: nearly always its only one.
+    """
+
+    pieces: tuple[MicroBatch, ...]
     tokens: IntArray
     work: npt.NDArray[np.float64]
 
     @staticmethod
-    def of(samples: Sequence[SampleRef], work: Callable[[int], float], align: int) -> _Load:
-        ordered = tuple(sorted(samples, key=lambda one: (-one.length, one.group, one.sample)))
-        lengths, places = np.unique([one.length for one in ordered], return_inverse=True)
+    def of(pieces: Iterable[MicroBatch], work: Callable[[int], float], align: int) -> _Load:
+        ordered = tuple(sorted(pieces, key=lambda one: (-sum([ref.length for ref in one]), key_of(one[0]))))
+        lengths, places = np.unique([ref.length for one in ordered for ref in one], return_inverse=True)
         works = np.array([work(int(length)) for length in lengths])
-        return _Load(ordered, (-(-lengths // align) * align)[places], works[places])
+        if not ordered:  # of a rank without a sample
+            return _Load((), np.zeros(0, np.int64), np.zeros(0))
+        starts = np.cumsum([0, *map(len, ordered[:-1])])
+        tokens = (-(-lengths // align) * align)[places]
+        return _Load(ordered, np.add.reduceat(tokens, starts), np.add.reduceat(works[places], starts))
+
+
+def _loads(
+    samples: Sequence[MicroBatch], ranks: int, work: Callable[[int], float], align: int, budget: int
+) -> list[_Load]:
+    """One load, whose pieces go to any rank; or where a sample has several pieces, a load of each rank."""
+    whole = _Load.of(samples, work, align)
+    if whole.tokens.max() <= budget:
+        return [whole]
+    dealt = _least_first(whole.tokens, whole.work, np.zeros(ranks), int(whole.tokens.sum()))
+    assert dealt is not None, "there is room for everything"
+    of_ranks = [[piece for place in own for piece in _pieces(whole.pieces[place], align, budget)] for own in dealt]
+    return [_Load.of(own, work, align) for own in of_ranks]
+
+
+def _pieces(rows: MicroBatch, align: int, budget: int) -> list[MicroBatch]:
+    """The rows of a sample in their order, as many together as fit."""
+    pieces: list[list[SampleRef]] = []
+    room = 0
+    for ref in rows:
+        need = -(-ref.length // align) * align
+        if need > room:
+            pieces.append([])
+            room = budget
+        pieces[-1].append(ref)
+        room -= need
+    return [tuple(piece) for piece in pieces]
 
 
 _Bin = list[int]  # places in a _Load
+_Hands = tuple[tuple[MicroBatch, ...], ...]  # the micro-batches of each rank
 
 
 def _fastest(
-    load: _Load, ranks: int, multiple: int, budget: int, bubble_micro_batches: float, own: float
-) -> tuple[tuple[MicroBatch, ...], ...]:
+    loads: Sequence[_Load], ranks: int, multiple: int, budget: int, bubble_micro_batches: float, own: float
+) -> _Hands:
     """Micro-batches of every rank: of a few numbers of them the one with the shortest step, of equals the fewest.
 
-    own: the work that a micro-batch is without any sample.
+    loads: as of `_loads`. own: the work that a micro-batch is without any sample.
     """
-    tight = _best_fit(load.tokens, budget)
-    fewest = -(-len(tight) // (ranks * multiple)) * multiple
+    sharing = ranks // len(loads)  # ranks that a load is for
+    tight = [_best_fit(load.tokens, budget) for load in loads]
+    fewest = max(-(-len(bins) // (sharing * multiple)) * multiple for bins in tight)
 
-    def tried(places: int) -> tuple[float, tuple[tuple[MicroBatch, ...], ...]]:
-        hands, slowest = _deal(_fill(load, tight, places, ranks, budget), load, ranks)
+    def tried(places: int) -> tuple[float, _Hands]:
+        filled = (_fill(load, bins, places, sharing, budget) for load, bins in zip(loads, tight, strict=True))
+        dealt = [_deal(bins, load, sharing) for bins, load in zip(filled, loads, strict=True)]
+        hands = tuple(hand for hands, _ in dealt for hand in hands)
+        slowest = float(np.max([heaviest for _, heaviest in dealt], axis=0).sum())
         in_use = sum(any(hand[place] for hand in hands) for place in range(places))  # the others pass quickly
         return slowest + places * own + bubble_micro_batches * (slowest / in_use + own), hands
 
@@ -216,11 +280,11 @@ def _least_first(
     return bins
 
 
-def _deal(bins: list[_Bin], load: _Load, dp: int) -> tuple[tuple[tuple[MicroBatch, ...], ...], float]:
+def _deal(bins: list[_Bin], load: _Load, dp: int) -> tuple[_Hands, npt.NDArray[np.float64]]:
     """Micro-batches that are next to each other in work, heaviest first, go to the same place in the ranks' lists.
 
     So ranks that exchange tokens with each other's experts wait least. Of each such set the heaviest goes to the rank
-    that has had the least. Also the work of the heaviest of each set, summed.
+    that has had the least. Also the work of the heaviest of each set.
     """
     weight = np.array([load.work[one].sum() for one in bins])
     order = np.lexsort((np.arange(len(bins)), -weight))
@@ -229,16 +293,16 @@ def _deal(bins: list[_Bin], load: _Load, dp: int) -> tuple[tuple[tuple[MicroBatc
     sets = order.reshape(-1, dp)
     for chosen in sets:
         for rank, index in zip(np.argsort(totals, kind="stable"), chosen, strict=True):
-            hands[rank].append(tuple(load.samples[place] for place in bins[index]))
+            hands[rank].append(tuple(ref for place in bins[index] for ref in load.pieces[place]))
             totals[rank] += weight[index]
-    return tuple(tuple(hand) for hand in hands), float(weight[sets[:, 0]].sum())
+    return tuple(tuple(hand) for hand in hands), weight[sets[:, 0]]
 
 
 def own_samples(
     updates: Sequence[Update], group_ids: Sequence[int], *groups: SampleGroup
 ) -> tuple[Sequence[int], *tuple[SampleGroup, ...]]:
     """The ids and the groups, these without tokens and text of the samples that a rank's share does not name."""
-    named = {key_of(ref) for ref in refs_of(updates)}
+    named = {(ref.group, ref.sample) for ref in refs_of(updates)}
     nothing = Sample(np.zeros(0, np.int64), np.zeros(0, np.float32), "", finished=True, parts=())
 
     def own(group_id: int, group: SampleGroup) -> SampleGroup:
@@ -246,44 +310,3 @@ def own_samples(
         return replace(group, samples=tuple(samples), given_answers=())
 
     return group_ids, *(own(*pair) for pair in zip(group_ids, groups, strict=True))
-
-
-def train_sequence(
-    group: SampleGroup, ref: SampleRef, aggregation: Aggregation, nll_weight: float = 0.0
-) -> TrainSequence:
-    """Prompt and response of one sample as one training sequence; only response tokens are trained on.
-
-    nll_weight: of the tokens' -log p in the loss sum, where the sample is correct. The reward is the ref's: the group's
-    own is from before the reward model and the overlong penalty.
-    """
-    sample = group.samples[ref.sample]
-    prompt_length, length = len(group.prompt.token_ids), len(sample.response_ids_T)
-
-    def on_response(value: np.ndarray | float, dtype: type) -> np.ndarray:
-        row_T = np.zeros(prompt_length + length, dtype=dtype)
-        row_T[prompt_length:] = value
-        return row_T
-
-    return TrainSequence(
-        token_ids_T=np.concatenate([np.asarray(group.prompt.token_ids, np.int64), sample.response_ids_T]),
-        loss_mask_T=on_response(1.0, np.bool_),
-        loss_weight_T=on_response(1.0 / length if aggregation == "sequence_mean" else 1.0, np.float32),
-        engine_logp_T=on_response(sample.engine_logp_T, np.float32),
-        reward=ref.reward,
-        outcome=float(ref.is_correct),
-        nll_weight_T=on_response(nll_weight, np.float32) if nll_weight and ref.is_correct else None,
-        is_stale_T=on_response(np.arange(length) < ref.num_stale, np.bool_) if ref.num_stale else None,
-        experts_TMK=sample.routed_experts,
-    )
-
-
-def train_sequences(
-    micro_batches: Sequence[MicroBatch],
-    groups: Mapping[int, SampleGroup],
-    aggregation: Aggregation,
-    nll_weight: float = 0.0,
-) -> list[list[TrainSequence]]:
-    """The arrays that a rank's share of an update names."""
-    return [
-        [train_sequence(groups[ref.group], ref, aggregation, nll_weight) for ref in batch] for batch in micro_batches
-    ]

@@ -32,21 +32,23 @@ def with_token_advantages(
     """The sequences with the advantage of each token, as the algorithm computes it; demonstrations get none.
 
     refs: the sequences' samples. token_values: of the auxiliary model, for the responses' tokens. penalties: each
-    token's own reward, if any.
+    token's KL penalty, if any. The rows of a sample are all among the sequences: its tokens are one chain.
     """
+    token_rewards = with_turn_rewards(sequences, penalties) if row.credits_turns else penalties
+    is_discounted = row.credits_turns and hyperparameters.gamma < 1  # the same in samples without a turn's reward
     predicted = [spread(token_values[key_of(ref)], ref) for ref in refs] if row.critic else []
     if row.critic == "values":
         alpha = hyperparameters.lambda_alpha or None
         how = {"gamma": hyperparameters.gamma, "lam": hyperparameters.gae_lambda, "alpha": alpha}
-        advantages, _ = gae_advantages(sequences, predicted, rewards=penalties, **how)
-    elif row.critic == "process_rewards" or penalties is not None:
-        rewards = list(penalties or [np.zeros(ref.length, np.float32) for ref in refs])
+        advantages, _ = gae_advantages(sequences, predicted, rewards=token_rewards, **how)
+    elif row.advantage is None:
+        return list(sequences)
+    elif row.critic == "process_rewards" or token_rewards is not None or is_discounted:
+        rewards = list(token_rewards or [np.zeros(ref.length, np.float32) for ref in refs])
         if row.critic:
             process = leave_one_out_process_rewards(refs, sequences, predicted, sum_over_all, max_over_all)
             rewards = [one_T + other_T for one_T, other_T in zip(rewards, process, strict=True)]
         advantages = reward_to_go_advantages(refs, sequences, rewards, gamma=hyperparameters.gamma)
-    elif row.advantage is None:
-        return list(sequences)
     else:
         advantages = sample_advantages(refs, sequences)
     found = [replace(one, advantage_T=own_T) for one, own_T in zip(sequences, advantages, strict=True)]
@@ -68,14 +70,14 @@ def gae_advantages(
     alpha: float | None = None,
     rewards: Sequence[FloatArray] | None = None,
 ) -> tuple[PerToken, PerToken]:
-    """(advantages, returns) by GAE; the reward of a sequence comes with its last token.
+    """(advantages, returns) by GAE; the reward of a sample comes with its last token.
 
-    values: of the state before each token; rewards: of each token, added to the sequence's. Prompts are not read.
-    alpha: lambda is max(0, 1 - 1 / (alpha x length of the response)) instead of lam (VAPO, arXiv 2504.05118, eq. 8).
+    values: of the state before each token; rewards: of each token, added to the sample's. Only trained tokens are read.
+    alpha: lambda is max(0, 1 - 1 / (alpha x trained tokens of the sample)) instead of lam (VAPO, arXiv 2504.05118,
+    eq. 8).
     """
-    lengths = np.array([int(one.loss_mask_T.sum()) for one in sequences])
-    lams = np.full(len(lengths), lam) if alpha is None else np.maximum(0.0, 1 - 1 / (alpha * lengths))
-    return _gae(sequences, [one.reward for one in sequences], values, rewards, gamma=gamma, lams=lams)
+    how = {"gamma": gamma, "lam": lam, "alpha": alpha}
+    return _gae(sequences, [one.reward for one in sequences], values, rewards, **how)
 
 
 def reward_to_go_advantages(
@@ -86,8 +88,7 @@ def reward_to_go_advantages(
     (REINFORCE++, arXiv 2501.03262.)
     """
     nothing = [np.zeros(len(one.token_ids_T), np.float32) for one in sequences]
-    lams = np.ones(len(sequences))
-    return _gae(sequences, _sample_advantages(refs), nothing, rewards, gamma=gamma, lams=lams)[0]
+    return _gae(sequences, _sample_advantages(refs), nothing, rewards, gamma=gamma, lam=1.0)[0]
 
 
 def _sample_advantages(refs: Sequence[SampleRef]) -> list[np.float32]:
@@ -101,24 +102,50 @@ def _gae(
     rewards: Sequence[FloatArray] | None,
     *,
     gamma: float,
-    lams: np.ndarray,
+    lam: float,
+    alpha: float | None = None,
 ) -> tuple[PerToken, PerToken]:
-    """(advantages, returns). last_rewards: what each sequence's last token earns; lams: lambda of each sequence."""
+    """(advantages, returns). last_rewards: of each sequence's sample, what its last token earns."""
     if not sequences:
         return [], []
-    masks = [one.loss_mask_T for one in sequences]
+    chains = _chains(sequences)
+    order = [place for chain in chains for place in chain]
+    masks = [sequences[place].loss_mask_T for place in order]
     lengths = np.array([int(mask_T.sum()) for mask_T in masks])
-    ends = np.cumsum(lengths) - 1
+    of_samples = np.add.reduceat(lengths, np.cumsum([0, *map(len, chains[:-1])]))
+    lams = np.full(len(chains), lam) if alpha is None else np.maximum(0.0, 1 - 1 / (alpha * of_samples))
+    ends = np.cumsum(of_samples) - 1
     is_last_T, reward_T = np.zeros(lengths.sum(), np.bool_), np.zeros(lengths.sum())
     if rewards is not None:
-        reward_T += _on_responses(rewards, masks)
+        reward_T += _on_responses([rewards[place] for place in order], masks)
     is_last_T[ends] = True
-    reward_T[ends] += last_rewards
-    value_T = _on_responses(values, masks)
-    lam_T = torch.from_numpy(np.repeat(lams, lengths))
+    reward_T[ends] += np.array([last_rewards[chain[-1]] for chain in chains])
+    value_T = _on_responses([values[place] for place in order], masks)
+    lam_T = torch.from_numpy(np.repeat(lams, of_samples))
     found = gae(*map(torch.from_numpy, (reward_T, value_T, is_last_T)), gamma=gamma, lam=lam_T)
-    advantages, returns = (np.split(one.numpy().astype(np.float32), ends[:-1] + 1) for one in found)
-    return _on_masks(masks, advantages), _on_masks(masks, returns)
+    cuts, back = np.cumsum(lengths)[:-1], np.argsort(order)
+    advantages, returns = (_on_masks(masks, np.split(one.numpy().astype(np.float32), cuts)) for one in found)
+    return [advantages[place] for place in back], [returns[place] for place in back]
+
+
+def _chains(sequences: Sequence[TrainSequence]) -> list[list[int]]:
+    """The places of the sequences of each sample, in the order of its rows."""
+    found: dict[object, list[int]] = {}
+    for place, one in enumerate(sequences):
+        found.setdefault(place if one.key is None else one.key[:2], []).append(place)
+    return [sorted(places, key=lambda place: sequences[place].key or ()) for places in found.values()]
+
+
+def with_turn_rewards(
+    sequences: Sequence[TrainSequence], penalties: Sequence[FloatArray] | None
+) -> Sequence[FloatArray] | None:
+    """Each token's own reward: its KL penalty, and a turn's reward at the turn's last token; None: there is none."""
+    of_turns = [one.token_rewards_T for one in sequences]
+    if all(one_T is None for one_T in of_turns):
+        return penalties
+    given = penalties or [np.zeros(len(one.token_ids_T), np.float32) for one in sequences]
+    pairs = zip(given, of_turns, strict=True)
+    return [one_T if turns_T is None else one_T + turns_T for one_T, turns_T in pairs]
 
 
 def kl_penalties(
@@ -137,18 +164,23 @@ def leave_one_out_process_rewards(
     sum_over_all: ReduceOverDp,
     max_over_all: ReduceOverDp,
 ) -> PerToken:
-    """Process rewards of each token, minus the mean over the group's other samples of their tokens' mean.
+    """Process rewards of each token, minus the mean over the group's other samples of the mean of all their tokens.
 
     A sample without others keeps its own. (PRIME, arXiv 2502.01456.)
     """
-    means = np.array([one_T[own.loss_mask_T].mean() for one_T, own in zip(process, sequences, strict=True)])
-    places = torch.tensor([ref.group for ref in refs], dtype=torch.int64)
+    chains = _chains(sequences)
+    trained = [one_T[own.loss_mask_T] for one_T, own in zip(process, sequences, strict=True)]
+    means = np.array([np.concatenate([trained[place] for place in chain]).mean() for chain in chains])
+    places = torch.tensor([refs[chain[0]].group for chain in chains], dtype=torch.int64)
     last = int(max_over_all(torch.tensor(max((ref.group for ref in refs), default=0))))
     sums_N = torch.zeros(2, last + 1, dtype=torch.float64)
     sums_N[0].index_add_(0, places, torch.from_numpy(means.astype(np.float64)))
-    sums_N[1].index_add_(0, places, torch.ones(len(refs), dtype=torch.float64))
+    sums_N[1].index_add_(0, places, torch.ones(len(chains), dtype=torch.float64))
     totals, counts = sum_over_all(sums_N)[:, places].numpy()
-    baselines = np.where(counts > 1, (totals - means) / np.maximum(counts - 1, 1), 0.0)
+    of_samples = np.where(counts > 1, (totals - means) / np.maximum(counts - 1, 1), 0.0)
+    baselines = np.zeros(len(sequences))
+    for chain, baseline in zip(chains, of_samples, strict=True):
+        baselines[chain] = baseline
     pairs = zip(process, sequences, baselines, strict=True)
     return [np.where(own.loss_mask_T, one_T - base, 0.0).astype(np.float32) for one_T, own, base in pairs]
 

@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from megarl import device
 from megarl.algos import ALGORITHMS, Loss, has_reference, hyperparameters_of
-from megarl.algos.losses import LossResult, policy_statistics
+from megarl.algos.losses import LossResult, policy_statistics, turn_gaps
 from megarl.algos.statistics import UPDATE_MEAN, Statistic, Statistics, parts
 from megarl.checkpoints.hf_export import Export, export_hf
 from megarl.config import Recipe
@@ -32,9 +32,10 @@ from megarl.resharding.memory_handles import share_params
 from megarl.resharding.payloads import ReshardStep, exchanged
 from megarl.resharding.session import PublishedRank, Session
 from megarl.training import credit
-from megarl.training.batching import Key, TokenValues, Update, refs_of, train_sequences, values_by_reader
+from megarl.training.batching import Key, TokenValues, Update, refs_of, values_by_reader
 from megarl.training.merged_weights import MergedWeights
 from megarl.training.rank import MicroBatches, Received, TrainingRank, norms_of
+from megarl.training.train_sequences import train_sequences
 from megarl.types import FloatArray, Hyperparameters, SampleGroup
 
 HostChoices = dict[int, npt.NDArray[np.int16]]  # of one micro-batch by layer: [tokens of this rank, experts per token]
@@ -52,6 +53,7 @@ class UpdateShare:
 
     old_logp: of the policy before this step's updates, one array per sequence; None: the current policy is the old one.
     choices: the experts to replay, one for each micro-batch. temperature: of the policy, as in `token_outputs`.
+    has_turns: as of the Update, where there are an engine's logprobs.
     """
 
     micro_batches: MicroBatches
@@ -60,6 +62,7 @@ class UpdateShare:
     choices: Sequence[Choices] | None = None
     reference_logp: Sequence[FloatArray] | None = None
     temperature: float = 1.0
+    has_turns: bool = False
 
 
 @dataclass(frozen=True)
@@ -153,16 +156,13 @@ class PolicyRank(TrainingRank):
     ) -> list[UpdateShare]:
         """This rank's sequences of each update, with the engine's choices of experts where they are replayed (r3)."""
         hyperparameters, (replay, temperature) = self._hyperparameters(algorithm), self._sampling(algorithm)
-        shares = []
+        shares, is_sampled = [], ALGORITHMS[algorithm].learns_from == "rewards"
         for update in updates:
-            nll_weight = update.nll_weight(hyperparameters.positive_nll)
-            micro_batches = train_sequences(
-                update.micro_batches[0], groups_by_id, hyperparameters.aggregation, nll_weight
-            )
-            choices = None
-            if replay == "r3":
-                choices = [self._engine_choices(self._pack(batch)) for batch in micro_batches]
-            shares.append(UpdateShare(micro_batches, norms_of(update), choices=choices, temperature=temperature))
+            weights = hyperparameters.aggregation, update.nll_weight(hyperparameters.positive_nll)
+            micro_batches = train_sequences(update.micro_batches[0], groups_by_id, *weights)
+            choices = [self._engine_choices(self._pack(one)) for one in micro_batches] if replay == "r3" else None
+            how = {"choices": choices, "temperature": temperature, "has_turns": update.has_turns and is_sampled}
+            shares.append(UpdateShare(micro_batches, norms_of(update), **how))
         return shares
 
     def _sampling(self, algorithm: str) -> tuple[str, float]:
@@ -247,7 +247,8 @@ class PolicyRank(TrainingRank):
         def row_loss(row: PackedRow, logp_T: torch.Tensor, entropy_T: torch.Tensor) -> LossResult:
             old_logp_T = logp_T.detach() if row.old_logp_T is None else row.old_logp_T
             loss_sum, stats = loss(logp_T, entropy_T, old_logp_T, row.targets)
-            return loss_sum, stats | policy_statistics(logp_T, entropy_T, row.targets)
+            gaps = turn_gaps(old_logp_T, row.targets) if share.has_turns else {}
+            return loss_sum, stats | policy_statistics(logp_T, entropy_T, row.targets) | gaps
 
         rows = self._rows(share.micro_batches, share.old_logp, share.reference_logp)
         how = {"choices": share.choices, "temperature": share.temperature}

@@ -21,8 +21,9 @@ from megarl.algos.segments import segment_mean, segment_sum
 from megarl.algos.statistics import CLIPPED, Statistics
 from megarl.parallel.sequences import Split, pack
 from megarl.tracking.metrics import train_metrics
-from megarl.training.batching import Key, MicroBatch, SampleRef, key_of, plan_updates, train_sequences
+from megarl.training.batching import Key, MicroBatch, SampleRef, key_of, plan_updates
 from megarl.training.credit import sample_advantages
+from megarl.training.train_sequences import train_sequences
 from megarl.types import Aggregation, FloatArray, Hyperparameters, Mismatch, Prompt, Sample, SampleGroup, SamplePart
 
 PER_GROUP, LONGEST, BUDGET = 3, 9, 48
@@ -53,7 +54,7 @@ def batch_of(lengths: Sequence[int], seed: int) -> Batch:
         own = lengths[start : start + PER_GROUP]
         prompt, samples = Prompt(str(number), "", tuple(range(rng.integers(1, 5))), ""), []
         for index, length in enumerate(own):
-            key, logp = (number, index), rng.uniform(-3, -0.1, length)
+            key, logp = (number, index, 0), rng.uniform(-3, -0.1, length)
             old = logp + rng.normal(0, rng.choice([1e-4, 0.3]), length)
             engine = old + rng.normal(0, rng.choice([1e-3, 0.5]), length)
             made.logp[key] = torch.from_numpy(logp).requires_grad_()

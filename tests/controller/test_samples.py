@@ -22,8 +22,10 @@ from megarl.controller.samples import (
 )
 from megarl.fleet.rank_groups import GroupStock, RolloutBatch
 from megarl.rollout.stock import Entry, Stock
+from megarl.rollout.worker import summary
 from megarl.tracking.metrics import rollout_metrics
-from megarl.types import GroupSummary, Hyperparameters, Prompt, SamplePart, UserFault
+from megarl.types import GroupSummary, Hyperparameters, Prompt, SampleGroup, SamplePart, UserFault
+from tests.training.episodes import cut, episode
 
 DYNAMIC = Hyperparameters(dynamic_sampling=True, oversample=1.0, max_rounds=4)
 
@@ -200,3 +202,80 @@ def test_staleness_is_of_tokens_and_never_beyond_the_bound() -> None:
     with pytest.raises(RuntimeError, match="tokens that are 2 versions old, and the bound is 1"):
         staleness([one], 5, 1)
     assert staleness([group("a", MIXED)], 0, 0) == {}, "nothing to tell where no group ever waits"
+
+
+def episodes(correct: Sequence[bool]) -> SampleGroup:
+    """Episodes of one row, of 1, 2, 3... turns; each turn and observation is one token, of the versions 2 to 4."""
+    rng = np.random.default_rng(len(correct))
+    made = tuple(episode(rng, 1 + turns, longest=1, pays=False) for turns in range(len(correct)))
+    return SampleGroup(Prompt("e", "", (1, 2, 3), ""), made, np.array(correct, np.float32), np.array(correct))
+
+
+def in_rows(of: SampleGroup) -> SampleGroup:
+    """The same episodes with a row for each turn."""
+    return replace(of, samples=tuple(cut(of.prompt, one, range(9)) for one in of.samples))
+
+
+def test_long_episodes_are_punished_by_what_they_sampled() -> None:
+    """1 to 5 sampled tokens of at most 5, of which 4 and 5 are long; observations and rows do not count."""
+    made = episodes((True, False, True, False, True))
+    for one in (made, in_rows(made)):
+        rollout = RolloutBatch([summary(one)], ["ref"])  # type: ignore[list-item]
+        (short,) = with_overlong_penalty(rollout, Hyperparameters(overlong_share=0.4), 5).summaries
+        assert short.rewards_G.tolist() == [1.0, 0.0, 1.0, -0.5, 0.0]
+        assert short.response_lengths_G.tolist() == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(("correct", "is_kept"), [((True, False, False), True), ((True,) * 3, False)])
+def test_dynamic_sampling_compares_episodes(correct: tuple[bool, ...], is_kept: bool) -> None:
+    """One right episode of several rows is no mixed group by itself; and the rows do not change the advantages."""
+    made = episodes(correct)
+    short, cut_up = summary(made), summary(in_rows(made))
+    assert is_mixed(short) == is_mixed(cut_up) == is_kept
+    found = samples_of([cut_up], "dapo")
+    assert [(one.sample, one.row, one.tokens) for one in found] == [
+        (0, 0, 1), (1, 0, 1), (1, 1, 1), (2, 0, 1), (2, 1, 1), (2, 2, 1),
+    ]  # fmt: skip
+    expected = {one.sample: one.advantage for one in samples_of([short], "dapo")}
+    assert all(one.advantage == expected[one.sample] for one in found)
+
+
+def test_a_sample_has_one_ref_for_each_row_with_sampled_tokens() -> None:
+    """Lengths of prompt, of all that follows, and of what was sampled; an episode without a turn has none."""
+    made = episodes((False, False, True))
+    silent = replace(made.samples[0], response_ids_T=np.zeros(0, np.int64), engine_logp_T=np.zeros(0, np.float32))
+    silent = replace(silent, parts=(), trained_T=np.zeros(0, np.bool_), facts=None)
+    short = summary(replace(made, samples=(silent, *made.samples[1:])))
+    found = samples_of([short], "dr_grpo", version=3)
+    assert [(one.sample, one.length, one.response_length, one.tokens, one.num_trained) for one in found] == [
+        (1, 6, 3, 2, 2), (2, 8, 5, 3, 3),
+    ]  # fmt: skip
+    assert found[1].advantage == pytest.approx(2 / 3), "of three episodes"
+    stale = [sum(part.num_tokens for part in parts if part.version < 3) for parts in short.parts_G[1:]]
+    assert [one.num_stale for one in found] == stale and sum(stale)
+    assert samples_of([summary(made)], "dr_grpo")[0].num_trained is None, "of one turn: as a response"
+
+
+def test_staleness_counts_what_was_sampled() -> None:
+    made = episodes((False, True, False, True))
+    of_whole, of_rows = (staleness([summary(one)], 4, 2) for one in (made, in_rows(made)))
+    assert of_whole == of_rows
+    versions_T = np.concatenate([
+        np.repeat([part.version for part in one.parts], [part.num_tokens for part in one.parts])[one.trained_T]
+        for one in made.samples
+    ])  # fmt: skip
+    assert of_whole["stale/token_mean"] == pytest.approx(float((4 - versions_T).mean()))
+
+
+def test_the_rewards_of_turns_are_a_part_of_what_episodes_are_compared_by() -> None:
+    """But for algorithms that credit the tokens before a turn's end with it."""
+    made = episodes((True, True))
+    rewards_T = np.array([0.25, 0, 0.5], np.float32)
+    made = replace(made, samples=(made.samples[0], replace(made.samples[1], token_rewards_T=rewards_T)))
+    short = summary(made)
+    for name in ("grpo", "rloo", "prime", "remax"):
+        of = replace(short, baseline=0) if name == "remax" else short
+        assert [one.reward for one in samples_of([of], name)][-1] == 1.75
+    for name in ("ppo", "vapo", "reinforce_pp"):
+        assert [one.reward for one in samples_of([short], name)] == [1.0, 1.0]
+    assert rollout_metrics([short])["reward/mean"] == pytest.approx(1.375)

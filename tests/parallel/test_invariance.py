@@ -12,8 +12,9 @@ import pytest
 
 from megarl.algos import ALGORITHMS
 from megarl.parallel.layout import TrainLayout
-from megarl.training.batching import MicroBatch, SampleRef, Update, plan_updates, train_sequences
+from megarl.training.batching import MicroBatch, SampleRef, Update, plan_updates
 from megarl.training.credit import sample_advantages
+from megarl.training.train_sequences import train_sequences
 from megarl.types import FloatArray, Hyperparameters, Prompt, Sample, SampleGroup, SamplePart, TrainSequence
 from tests.parallel.checkpoints import write
 from tests.parallel.gradients import check_learning, recorded

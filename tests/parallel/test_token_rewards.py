@@ -114,8 +114,8 @@ def pay(rank: int, meet: Address, made: Any) -> dict[str, Any]:
 def distil(rank: int, meet: Address, made: Any) -> dict[str, Any]:
     """Two models' log-probabilities of every token, and one step of distillation."""
     from megarl.parallel import host_offload
-    from megarl.training.batching import train_sequences
     from megarl.training.policy import PolicyRank
+    from megarl.training.train_sequences import train_sequences
 
     trainer: Any = PolicyRank(rank, made, meet)
     groups, _ = batch()

@@ -35,7 +35,7 @@ from megarl.tracking.metrics import (
     train_metrics,
     update_metrics,
 )
-from megarl.types import GroupSummary, RoundBalance, SamplePart, StepSeconds
+from megarl.types import EpisodeFacts, GroupSummary, RoundBalance, RowSummary, SamplePart, StepSeconds
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 
@@ -191,6 +191,34 @@ def test_several_answers_to_a_prompt() -> None:
     lost = replace(sets[0], responses=sets[0].responses[:3], num_dropped=1, **dict.fromkeys(ARRAYS, np.ones(3)))
     lost = replace(lost, given_answers=lost.given_answers[:3])
     assert "eval/set/maj@4" in eval_metrics({"set": [lost, lost]}), "as many as were asked for"
+
+
+def test_an_episode_has_one_vote_whatever_its_rows() -> None:
+    """Two right episodes of one row against one wrong one of three: the majority is right."""
+    rows = RowSummary(9, 4, 2, (SamplePart(3, 2),))
+    one = replace(group("a", [1.0, 1.0, 0.0], [2, 2, 6]), given_answers=("7", "7", "8"))
+    found = eval_metrics({"set": [replace(one, rows=((rows,), (rows,), (rows,) * 3))]})
+    assert (found["eval/set/maj@3"], found["eval/set/pass@3"], found["eval/set/avg@3"]) == (1.0, 1.0, 2 / 3)
+
+
+def test_what_happened_in_episodes_is_told_where_there_are_any() -> None:
+    rows = ((RowSummary(9, 4, 2, (SamplePart(3, 2),)),), (RowSummary(9, 4, 3, ()), RowSummary(9, 2, 2, ())))
+    facts = EpisodeFacts(1, 0, 0, 0.0, "answered", 2), EpisodeFacts(4, 3, 1, 2.5, "max_turns", 7, 2)
+    one = replace(group("a", [1.0, 0.0], [2, 5]), rows=rows, facts=facts, turn_rewards_G=np.array([0.5, 0.0]))
+    found = rollout_metrics([one, group("b", [1.0], [100])])
+    ends = {name: value for name, value in found.items() if name.startswith("episode/end/") and value}
+    assert ends == {"episode/end/answered": 0.5, "episode/end/max_turns": 0.5}
+    assert sum(name.startswith("episode/end/") for name in found) == 9, "all ends in all steps"
+    assert {name: value for name, value in found.items() if "episode/" in name and "/end/" not in name} == {
+        "episode/turns_mean": 2.5, "episode/turns_max": 4.0, "episode/calls_mean": 1.5, "episode/call_errors": 1 / 3,
+        "episode/tool_s_mean": 1.25, "episode/tool_s_max": 2.5, "episode/rows_mean": 1.5,
+        "episode/masked_share": pytest.approx(3 / 10), "episode/dropped_tokens": 2.0, "episode/turn_reward_mean": 0.25,
+    }  # fmt: skip
+    assert found["reward/mean"] == pytest.approx(2.5 / 3) and found["rollout/response_length_max"] == 100
+    assert not any("episode" in name for name in rollout_metrics([group("b", [1.0], [100])]))
+    greedy = rollout_metrics([replace(one, baseline=1)])
+    assert (greedy["episode/turns_max"], greedy["episode/rows_mean"]) == (1.0, 1.0)
+    assert [sample["reward"] for sample in pick_samples([one], 2)] == [1.5, 0.0]
 
 
 def test_samples_come_from_as_many_groups_as_possible() -> None:

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.training.batching import SampleRef, Update, own_samples, plan_updates, train_sequence, train_sequences
+from megarl.training.batching import SampleRef, Update, own_samples, plan_updates
+from megarl.training.train_sequences import train_sequence, train_sequences
 from megarl.types import Prompt, Sample, SampleGroup, SamplePart
 
 BUDGET = 64

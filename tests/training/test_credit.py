@@ -126,7 +126,7 @@ def test_distillation_pays_each_token_by_itself() -> None:
 def test_a_critic_sees_penalties_as_rewards() -> None:
     sequences, pays = [sequence(1, 2, 1.0)], [np.array([0, -0.25, -0.5], np.float32)]
     hparams = replace(ALGORITHMS["ppo"].hyperparameters, whiten=False, gae_lambda=0.5)
-    said = {(0, 0): np.array([0.5, 0.25], np.float32)}
+    said = {(0, 0, 0): np.array([0.5, 0.25], np.float32)}
     # deltas: -0.25 + 0.25 - 0.5, -0.5 + 1 - 0.25
     assert assign("ppo", sequences, said=said, penalties=pays, hparams=hparams) == [[-0.5 + 0.125, 0.25]]
 
@@ -136,10 +136,10 @@ def test_process_rewards_are_held_against_the_others() -> None:
     sequences = [sequence(2, 2, 0.5), sequence(1, 1, -0.5), sequence(3, 2, 0.0), sequence(1, 2, 0.25)]
     refs = refs_of(sequences, [0, 0, 0, 2])
     said = {
-        (0, 0): np.array([1.0, 3.0], np.float32),  # the others' means: 4 and 0.5
-        (0, 1): np.array([4.0], np.float32),  # 2 and 0.5
-        (0, 2): np.array([0.5, 0.5], np.float32),  # 2 and 4
-        (2, 0): np.array([1.0, -1.0], np.float32),
+        (0, 0, 0): np.array([1.0, 3.0], np.float32),  # the others' means: 4 and 0.5
+        (0, 1, 0): np.array([4.0], np.float32),  # 2 and 0.5
+        (0, 2, 0): np.array([0.5, 0.5], np.float32),  # 2 and 4
+        (2, 0, 0): np.array([1.0, -1.0], np.float32),
     }
     expected = [
         [(1 - 2.25) + (3 - 2.25) + 0.5, (3 - 2.25) + 0.5], [4 - 1.25 - 0.5], [-5.0, -2.5], [0.25, -0.75],
@@ -151,7 +151,7 @@ def test_process_rewards_of_a_group_on_two_ranks() -> None:
     """What each rank adds up is all it tells the other; one of them has nothing at all of a group."""
     sequences = [sequence(1, 2, 1.0), sequence(1, 1, -1.0), sequence(2, 3, 0.0)]
     refs = refs_of(sequences, [0, 0, 1])
-    given = {(0, 0): [1, 2], (0, 1): [-1], (1, 0): [0.5, 1, 2]}
+    given = {(0, 0, 0): [1, 2], (0, 1, 0): [-1], (1, 0, 0): [0.5, 1, 2]}
     said = {key: np.array(one, np.float32) for key, one in given.items()}
     expected = assign("prime", sequences, said=said, refs=refs)
     parts, sent = (slice(0, 1), slice(1, 3)), []

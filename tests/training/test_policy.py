@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,14 @@ import torch
 
 from megarl.algos.statistics import TOKENS
 from megarl.config import ReferenceConfig
+from megarl.controller.samples import samples_of
 from megarl.parallel.layout import TrainLayout
+from megarl.rollout.worker import summary
 from megarl.training.batching import SampleRef, plan_updates
 from megarl.types import Prompt, Sample, SampleGroup, SamplePart
 from tests.parallel.conftest import write_checkpoint
 from tests.parallel.worlds import deal, numbers, part, ragged, recipe, run_world, weighted_loss
+from tests.training.episodes import cut, episode
 
 pytestmark = pytest.mark.slow
 
@@ -64,6 +68,10 @@ def explore(trainer: Any) -> dict[str, Any]:
     facts["off_policy"] = numbers(trainer.train_step(off_policy, 0.0, weighted_loss))
     facts["grpo"] = [[numbers(one) for one in trainer.train("grpo", *step)] for step in (_step(1), _step(2))]
     facts["sft"] = [[numbers(one) for one in trainer.train("sft", *_step(1))] for _ in range(8)]
+    facts["episodes"] = {
+        name: [numbers(trainer.train(name, *_episodes(how))[0]) for how in ("whole", "cut", "other words")]
+        for name in ("grpo", "gspo")
+    }
     facts["idle_share"] = _idle_share()
     with pytest.raises(FloatingPointError, match="the gradient norm is nan"):
         trainer.train_step(part(batches, 50.0), 1e-3, _infinite_loss)
@@ -89,6 +97,26 @@ def _step(updates: int, seed: int = 9, longest: int = 6) -> tuple[Any, ...]:
         refs += [SampleRef(group, i, 5 + length, length, advantage=(-1.0) ** i) for i, length in enumerate(lengths)]
     plan = plan_updates(refs, updates=updates, dp=1, token_budget=24, aggregation="sequence_mean", work=float)
     return plan, 1e-2, None, [0, 1], *groups
+
+
+def _episodes(how: str) -> tuple[Any, ...]:
+    """Arguments of PolicyRank.train after the algorithm: two episodes of three turns, at learning rate 0.
+
+    how: "whole", each in a row of its own; "cut", the first in two rows; with "other words" in an observation.
+    """
+    rng, prompt = np.random.default_rng(4), Prompt("", "", (3, 1, 4, 1, 5), "")
+    one, other = (episode(rng, 3, version=0) for _ in range(2))
+    if how == "cut":
+        one = cut(prompt, one, [1])
+    if how == "other words":
+        assert one.trained_T is not None
+        changed_T = one.response_ids_T.copy()
+        changed_T[np.flatnonzero(~one.trained_T)[0]] ^= 1
+        one = replace(one, response_ids_T=changed_T)
+    group = SampleGroup(prompt, (one, other), np.array([1.0, 0.0], np.float32), np.array([True, False]))
+    refs = samples_of([summary(group)], "grpo", version=0)
+    plan = plan_updates(refs, updates=1, dp=1, token_budget=99, aggregation="sequence_mean", work=float)
+    return plan, 0.0, None, [0], group
 
 
 def _idle_share() -> float:
@@ -155,6 +183,20 @@ def test_metrics_are_the_same_on_every_rank(world: list[dict[str, Any]]) -> None
 def test_supervised_steps_learn(world: list[dict[str, Any]]) -> None:
     losses = [metrics["loss"] for (metrics,) in world[0]["sft"]]
     assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo"])
+def test_what_the_model_did_not_sample_has_no_gradient(world: list[dict[str, Any]], name: str) -> None:
+    """A row in which an observation is a part of the prompt learns the same as one in which it is masked.
+
+    It is a part of the context all the same: another one gives other probabilities.
+    """
+    whole, rows, other = world[0]["episodes"][name]
+    assert whole.keys() == rows.keys() and whole["logprob_gap_turn_3"] > 0 and "logprob_gap_turn_4" not in whole
+    assert rows == pytest.approx(whole, rel=1e-4, abs=1e-6)
+    assert whole["grad_norm"] > 1e-3
+    assert other["logprob_gap_turn_1"] == pytest.approx(whole["logprob_gap_turn_1"], rel=1e-4)
+    assert other["logprob_gap_turn_2"] != pytest.approx(whole["logprob_gap_turn_2"], rel=1e-4)
 
 
 def test_an_idle_rank_leaves_the_cpu_alone(world: list[dict[str, Any]]) -> None:

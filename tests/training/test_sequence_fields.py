@@ -10,8 +10,9 @@ import pytest
 
 from megarl.algos import ALGORITHMS, Algorithm
 from megarl.controller.samples import samples_of
-from megarl.training.batching import SampleRef, key_of, train_sequence
+from megarl.training.batching import SampleRef, key_of
 from megarl.training.credit import with_token_advantages
+from megarl.training.train_sequences import train_sequence
 from megarl.types import Prompt, Sample, SampleGroup, SamplePart, TrainSequence
 from tests.tracking.test_metrics import group as summary_of
 

@@ -152,6 +152,10 @@ def score(rank: int, meet: Address, made: Any) -> Any:
     reward_model.share(share_params(frozen))
     assert is_same_memory(reward_model, frozen)
     found = reward_model.score(*conversations())
+    own = (reward_model.params() | reward_model.factors()).items()
+    kept = [one for name, one in own if name not in frozen]
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in kept}
+    assert sum(storages.values()) == sum(4 * one.numel() for one in kept), "nothing else stays"
     reward_model.offload()
     reward_model.onload()
     assert np.array_equal(np.concatenate(found), np.concatenate(reward_model.score(*conversations())))

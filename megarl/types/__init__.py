@@ -14,10 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from megarl.printable import one_line
+from megarl.types.arrays import BoolArray, FloatArray, IntArray
+from megarl.types.episodes import EpisodeEnd as EpisodeEnd
+from megarl.types.episodes import EpisodeFacts, EpisodeRow, RowSummary, SamplePart
+from megarl.types.episodes import num_stale as num_stale
+from megarl.types.episodes import with_part as with_part
+from megarl.types.rounds import RoundBalance as RoundBalance
+from megarl.types.rounds import StepSeconds as StepSeconds
 
-IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float32]
-BoolArray = npt.NDArray[np.bool_]
 Metrics = dict[str, float]
 SCORE = "score.weight"  # the head of a model for sequence classification, in Hugging Face checkpoints
 # What a loss is the mean of: tokens of the whole update; sequences' token means; sequences' token sums; the same over a
@@ -143,36 +147,22 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class SamplePart:
-    """Tokens of a response, one after another, that one version of the weights sampled."""
-
-    version: int
-    num_tokens: int
-
-
-def with_part(parts: tuple[SamplePart, ...], new: SamplePart) -> tuple[SamplePart, ...]:
-    """Parts with a new one after them, which lengthens the last where both are of one version."""
-    if parts and parts[-1].version == new.version:
-        return *parts[:-1], SamplePart(new.version, parts[-1].num_tokens + new.num_tokens)
-    return *parts, new
-
-
-def num_stale(parts: Sequence[SamplePart], version: int) -> int:
-    """How many of a response's tokens earlier weights than those of `version` sampled: its first ones."""
-    return sum(part.num_tokens for part in parts if part.version < version)
-
-
-@dataclass(frozen=True)
 class Sample:
-    """One response of the engine.
+    """One attempt at a prompt: a response of the engine, or an episode.
 
     response_ids_T and engine_logp_T have the response's length (the end-of-sequence token included when it was
-    sampled); its parts, whose versions ascend, have all of its tokens. routed_experts [T - 1, M, K], where it was asked
-    for, are the experts of prompt and response together but for the last token, which the engine did not compute, in
-    each of the M layers that have experts, from the model's first on: uint8, or int16 if there are more than 256; those
-    of a part's tokens are from when they were sampled. verifications: steps in which the model verified drafts, each of
-    which gave one token or more; 0 without drafts. prefills: phases in which an engine read the prompt, each of which
-    gave one token. is_open: it has neither ended nor reached the length limit.
+    sampled); its parts, whose versions ascend, have all of its tokens. An episode's response is all that follows the
+    prompt of its first row, up to the last token that the model sampled; engine_logp_T is 0 on tokens that it did not
+    sample. `text` is the model's words alone. routed_experts [T - 1, M, K], where it was asked for, are the experts of
+    prompt and response together but for the last token, which the engine did not compute, in each of the M layers that
+    have experts, from the model's first on: uint8, or int16 if there are more than 256; those of a part's tokens are
+    from when they were sampled. verifications: steps in which the model verified drafts, each of which gave one token
+    or more; 0 without drafts. prefills: phases in which an engine read the prompt, each of which gave one token.
+    is_open: it has neither ended nor reached the length limit.
+
+    Of an episode alone: prompt_ids, where its prompt is not the group's; trained_T, of the response, whether the model
+    sampled the token (None: all); token_rewards_T, of the response, the reward of each turn at the turn's last sampled
+    token, beside the reward of the whole (None: 0); more_rows, its conversations after the first; facts, once it ended.
     """
 
     response_ids_T: IntArray
@@ -185,11 +175,33 @@ class Sample:
     verifications: int = 0
     prefills: int = 1
     is_open: bool = False
+    _: KW_ONLY
+    prompt_ids: IntArray | None = None
+    trained_T: BoolArray | None = None
+    token_rewards_T: FloatArray | None = None
+    more_rows: tuple[EpisodeRow, ...] = ()
+    facts: EpisodeFacts | None = None
+
+    @property
+    def rows(self) -> tuple[EpisodeRow, ...]:
+        """The conversations, each of which is one sequence to train on."""
+        own = self.prompt_ids, self.trained_T, self.token_rewards_T, self.routed_experts
+        return EpisodeRow(self.response_ids_T, self.engine_logp_T, self.parts, *own), *self.more_rows
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is the group's prompt and one response, of which the model sampled every token."""
+        return not self.more_rows and self.prompt_ids is None and self.trained_T is None
+
+    @property
+    def num_trained(self) -> int:
+        """The tokens that the model sampled, in all rows."""
+        return sum(row.num_trained for row in self.rows)
 
 
 @dataclass(frozen=True)
 class SampleGroup:
-    """All samples of one prompt, with their rewards."""
+    """All samples of one prompt, with their rewards; those of an episode's turns are in its token rewards."""
 
     prompt: Prompt
     samples: tuple[Sample, ...]
@@ -202,8 +214,12 @@ class SampleGroup:
 class GroupSummary:
     """What the controller keeps of a group: the samples themselves stay in the object store.
 
-    parts_G: of each sample. failures: a description of each failed verdict. Of those samples num_dropped are not in the
-    group. verifications, prefills: as of a Sample, all samples together but the baseline.
+    response_lengths_G, parts_G: of the tokens of each sample that the model sampled, in all its rows. failures: a
+    description of each failed verdict. Of those samples num_dropped are not in the group. verifications, prefills: as
+    of a Sample, all samples together but the baseline.
+
+    Of episodes alone: rows, of each sample, empty where every sample is plain (`Sample.is_plain`); turn_rewards_G, the
+    sum of its turns' rewards, None where no sample has any; facts, empty where no sample has any.
     """
 
     prompt_text: str
@@ -221,6 +237,21 @@ class GroupSummary:
     num_dropped: int = 0
     verifications: int = 0
     prefills: int = 0
+    rows: tuple[tuple[RowSummary, ...], ...] = ()
+    turn_rewards_G: FloatArray | None = None
+    facts: tuple[EpisodeFacts | None, ...] = ()
+
+    @property
+    def total_rewards_G(self) -> FloatArray:
+        """The reward of each sample together with those of its turns."""
+        return self.rewards_G if self.turn_rewards_G is None else self.rewards_G + self.turn_rewards_G
+
+    def rows_of(self, sample: int) -> tuple[RowSummary, ...]:
+        """The rows of a sample, by its index."""
+        if self.rows:
+            return self.rows[sample]
+        length = int(self.response_lengths_G[sample])
+        return (RowSummary(self.prompt_length + length, length, length, self.parts_G[sample]),)
 
     @property
     def drawn_G(self) -> BoolArray:
@@ -229,38 +260,15 @@ class GroupSummary:
 
 
 @dataclass(frozen=True)
-class StepSeconds:
-    """What an engine takes for a decoding step, for each sequence in it, and for each token that it reads."""
-
-    step_s: float
-    sequence_s: float
-    read_s: float
-
-
-@dataclass(frozen=True)
-class RoundBalance:
-    """How evenly the engines worked in a round of sampling, and how long.
-
-    group_tokens: of each attention group of each engine, tokens of prompts and responses. tail_s: from when 90 % of the
-    samples had finished until all had. idle_s: that engines waited for the last of them, the mean engine. seconds:
-    until all had finished. expected_s: those that the rounds before let expect of this round's work, by their fit.
-    """
-
-    group_tokens: tuple[int, ...]
-    tail_s: float
-    idle_s: float
-    seconds: float
-    fit: StepSeconds | None = None
-    expected_s: float = 0.0
-
-
-@dataclass(frozen=True)
 class TrainSequence:
-    """One sequence to train on, prompt and response together; every array is [T], aligned to the token it is about."""
+    """One sequence to train on, prompt and response together; every array is [T], aligned to the token it is about.
+
+    The sequences of an episode's rows have one sample's reward and outcome together.
+    """
 
     token_ids_T: IntArray
     loss_mask_T: BoolArray  # True on the tokens that are trained on; the arrays below are 0 elsewhere
-    loss_weight_T: FloatArray  # in the loss sum: 1 for a mean over tokens, 1 / (response length) for one over sequences
+    loss_weight_T: FloatArray  # in the loss sum: 1 for a mean over tokens, 1 / (tokens of the sample) for samples
     engine_logp_T: FloatArray
     _: KW_ONLY
     reward: float = 0.0  # of the whole response
@@ -269,6 +277,9 @@ class TrainSequence:
     nll_weight_T: FloatArray | None = None  # weight of -log p in the loss sum, added to the policy loss; None: 0
     is_stale_T: BoolArray | None = None  # whether an earlier policy than the step's sampled the token; None: no token
     experts_TMK: npt.NDArray[Any] | None = None  # Sample.routed_experts, of the T - 1 tokens that the engine computed
+    key: tuple[int, int, int] | None = None  # numbers of group, sample and row; None: a sample of one row
+    token_rewards_T: FloatArray | None = None  # rewards of an episode's turns, each at the turn's last token; None: 0
+    turn_T: IntArray | None = None  # of an episode, the turn of each trained token, from 1; None: the first
 
 
 @dataclass(frozen=True)

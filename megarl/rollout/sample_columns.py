@@ -1,0 +1,257 @@
+"""The columns of a file of samples: a sample as a row of plain values and arrays, and back; what makes a row no sample.
+
+`sample_file` describes the columns.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, get_args
+
+import numpy as np
+
+from megarl.printable import json_line
+from megarl.rollout.accounting import sample_fault
+from megarl.rollout.rewards import Failure, Verdict
+from megarl.rollout.stock import PartialGroup
+from megarl.types import EpisodeEnd, EpisodeFacts, EpisodeRow, Prompt, Sample, SampleGroup, SamplePart
+
+FORMAT = 6
+FORMATS = (5, FORMAT)  # that are read
+_EPISODES_SINCE = 6
+_EXPERT_TYPES = ("uint8", "int16")
+_EXPERTS_OF = ("experts", "experts_type", "experts_shape")
+_MARKS = ("own_prompt_ids", "trained", "token_rewards")
+_OF_ROW = ("response_ids", "engine_logp", "versions", "part_tokens", *_MARKS, *_EXPERTS_OF)  # of a conversation
+_OF_EPISODES = (*_MARKS, "more_rows", "facts")
+_OPTIONAL = {"given_answer", "failure", *_EXPERTS_OF, *_OF_EPISODES}
+_LISTS = ("prompt_ids", *_OF_ROW[:4], *_MARKS, "experts_shape", "more_rows")
+
+
+def schema(number: int = FORMAT) -> Any:
+    """The columns of a format."""
+    import pyarrow as pa
+
+    ids, text, whole, logps = pa.list_(pa.int64()), pa.string(), pa.int64(), pa.list_(pa.float32())
+    columns = {
+        "step": whole,
+        "group": whole,
+        "sample": whole,
+        "prompt_id": text,
+        "prompt": text,
+        "prompt_ids": ids,
+        "answer": text,
+        "row": text,
+        "response": text,
+        "response_ids": ids,
+        "engine_logp": logps,
+        "finished": pa.bool_(),
+        "versions": ids,
+        "part_tokens": ids,
+        "verifications": whole,
+        "prefills": whole,
+        "open": pa.bool_(),
+        "given_answer": text,
+        "failure": text,
+        "reward": pa.float32(),
+        "correct": pa.bool_(),
+        "baseline": pa.bool_(),
+        "experts": pa.binary(),
+        "experts_type": text,
+        "experts_shape": ids,
+    }
+    if number >= _EPISODES_SINCE:
+        columns |= {"own_prompt_ids": ids, "trained": pa.list_(pa.bool_()), "token_rewards": logps}
+        facts = dict.fromkeys(EpisodeFacts.__dataclass_fields__, whole) | {"tool_s": pa.float64(), "end": text}
+        conversation = pa.struct([(name, columns[name]) for name in _OF_ROW])
+        columns |= {"more_rows": pa.list_(conversation), "facts": pa.struct(list(facts.items()))}
+    return pa.schema(list(columns.items()))
+
+
+def row_of(step: int, number: int, group: SampleGroup | PartialGroup, index: int) -> dict[str, Any]:
+    """Sample `index` of a group, which has this number in its step."""
+    prompt, sample = group.prompt, group.samples[index]
+    if isinstance(group, PartialGroup):
+        verdict = group.verdicts[index]
+    else:
+        verdict = Verdict(float(group.rewards_G[index]), bool(group.correct_G[index]))
+    judged = verdict if isinstance(verdict, Verdict) else Verdict(math.nan, False)
+    first, *more = map(_conversation, sample.rows)
+    return {
+        "step": step,
+        "group": number,
+        "sample": index,
+        "prompt_id": prompt.id,
+        "prompt": prompt.text,
+        "prompt_ids": prompt.token_ids,
+        "answer": prompt.answer,
+        "row": json_line(prompt.row, default=str),  # dates and the like: for the reader only
+        "response": sample.text,
+        "finished": sample.finished,
+        "verifications": sample.verifications,
+        "prefills": sample.prefills,
+        "open": sample.is_open,
+        "given_answer": judged.answer,
+        "failure": verdict.words if isinstance(verdict, Failure) else None,
+        "reward": judged.reward,
+        "correct": judged.correct,
+        "baseline": sample.is_baseline,
+        **first,
+        "more_rows": more or None,
+        "facts": None if sample.facts is None else asdict(sample.facts),
+    }
+
+
+def _conversation(row: EpisodeRow) -> dict[str, Any]:
+    experts = row.routed_experts
+    return {
+        "response_ids": row.response_ids_T,
+        "engine_logp": row.engine_logp_T,
+        "versions": [part.version for part in row.parts],
+        "part_tokens": [part.num_tokens for part in row.parts],
+        "own_prompt_ids": row.prompt_ids,
+        "trained": row.trained_T,
+        "token_rewards": row.token_rewards_T,
+        "experts": None if experts is None else np.ascontiguousarray(experts).tobytes(),
+        "experts_type": None if experts is None else experts.dtype.name,
+        "experts_shape": None if experts is None else experts.shape,
+    }
+
+
+def rows_of(table: Any) -> list[dict[str, Any]]:
+    """The rows of a table; lists of numbers are NumPy arrays, so that a float32 keeps every bit."""
+    arrays = [name for name in _LISTS if name in table.column_names]
+    rows = table.drop_columns(arrays).to_pylist()
+    for name in arrays:
+        for row, scalar in zip(rows, table[name], strict=True):
+            row[name] = _array(scalar)
+    return [dict.fromkeys(_OF_EPISODES) | row for row in rows]
+
+
+def _array(scalar: Any) -> Any:
+    """A list of numbers as an array, a list of structures as a list of dicts; None of nothing."""
+    import pyarrow as pa
+
+    if not isinstance(scalar, pa.ListScalar):
+        return scalar.as_py()
+    if scalar.values is None:
+        return None
+    if pa.types.is_struct(scalar.type.value_type):
+        return [{name: _array(value) for name, value in one.items()} for one in scalar.values]
+    return scalar.values.to_numpy(zero_copy_only=False).copy()
+
+
+def row_fault(row: dict[str, Any], step: int) -> str | None:
+    """A description of what is wrong with a row, as a file that another program wrote may have it; else None."""
+    if row["step"] != step:
+        return f"has the step number {row['step']}"
+    if empty := [name for name, value in row.items() if value is None and name not in _OPTIONAL]:
+        return f"has no {empty[0]}"
+    may_be_empty = row["open"] or row["facts"] is not None
+    for one in (row, *(row["more_rows"] or ())):
+        if fault := _conversation_fault(one, row["prompt_ids"], may_be_empty):
+            return fault
+    if row["facts"] and (None in row["facts"].values() or row["facts"]["end"] not in get_args(EpisodeEnd)):
+        return f"has the facts {row['facts']}"
+    return sample_fault(prompt_of(row), sample_of(row))
+
+
+def _conversation_fault(row: dict[str, Any], prompt_ids: np.ndarray, may_be_empty: bool) -> str | None:
+    prompt_ids = prompt_ids if row["own_prompt_ids"] is None else row["own_prompt_ids"]
+    if empty := [name for name, value in row.items() if value is None and name not in _OPTIONAL]:
+        return f"has a row without {empty[0]}"
+    ids, logps = row["response_ids"], row["engine_logp"]
+    if not len(prompt_ids) or not (len(ids) or may_be_empty) or len(ids) != len(logps):
+        return f"has {len(prompt_ids)} prompt tokens, {len(ids)} response tokens and {len(logps)} logprobs"
+    if min(prompt_ids.min(), ids.min(initial=0)) < 0:
+        return "has a negative token id"
+    versions, part_tokens = row["versions"], row["part_tokens"]
+    is_ascending = len(versions) == len(part_tokens) and (np.diff(versions) > 0).all()
+    if not is_ascending or (part_tokens < 1).any() or part_tokens.sum() != len(ids):
+        return f"has parts of {part_tokens.tolist()} tokens and of versions {versions.tolist()}"
+    return None if row["experts"] is None else _experts_fault(row, len(prompt_ids) + len(ids))
+
+
+def _experts_fault(row: dict[str, Any], num_tokens: int) -> str | None:
+    if row["experts_type"] not in _EXPERT_TYPES or row["experts_shape"] is None:
+        return f"has experts of type {row['experts_type']}"
+    if len(row["experts_shape"]) != 3 or row["experts_shape"].min() < 0:
+        return f"has experts of shape {row['experts_shape'].tolist()}"
+    if row["experts_shape"][0] != num_tokens - 1:
+        return f"has the experts of {row['experts_shape'][0]} tokens, and {num_tokens} tokens"
+    wanted = int(np.prod(row["experts_shape"])) * np.dtype(row["experts_type"]).itemsize
+    return None if wanted == len(row["experts"]) else f"has {len(row['experts'])} bytes of experts, not {wanted}"
+
+
+def prompt_of(row: dict[str, Any]) -> Prompt:
+    """The prompt of a row's group."""
+    return Prompt(
+        id=row["prompt_id"],
+        text=row["prompt"],
+        token_ids=tuple(row["prompt_ids"].tolist()),
+        answer=row["answer"],
+        row=json.loads(row["row"]),
+    )
+
+
+def partial_group_of(rows: Sequence[dict[str, Any]]) -> PartialGroup:
+    """The group with open samples that these rows are."""
+    verdicts = tuple(None if row["open"] else _verdict(row) for row in rows)
+    return PartialGroup(prompt_of(rows[0]), tuple(sample_of(row) for row in rows), verdicts)
+
+
+def _verdict(row: dict[str, Any]) -> Verdict | Failure:
+    if row["failure"] is not None:
+        return Failure(row["failure"])
+    return Verdict(row["reward"], row["correct"], row["given_answer"])
+
+
+def group_of(rows: Sequence[dict[str, Any]]) -> SampleGroup:
+    """The complete group that these rows are."""
+    return SampleGroup(
+        prompt=prompt_of(rows[0]),
+        samples=tuple(sample_of(row) for row in rows),
+        rewards_G=np.asarray([row["reward"] for row in rows], dtype=np.float32),
+        correct_G=np.asarray([row["correct"] for row in rows], dtype=np.bool_),
+    )
+
+
+def sample_of(row: dict[str, Any]) -> Sample:
+    """The sample that a row is."""
+    first, *more = (_episode_row(one) for one in (row, *(row["more_rows"] or ())))
+    return Sample(
+        response_ids_T=first.response_ids_T,
+        engine_logp_T=first.engine_logp_T,
+        text=row["response"],
+        finished=row["finished"],
+        parts=first.parts,
+        routed_experts=first.routed_experts,
+        is_baseline=row["baseline"],
+        verifications=row["verifications"],
+        prefills=row["prefills"],
+        is_open=row["open"],
+        prompt_ids=first.prompt_ids,
+        trained_T=first.trained_T,
+        token_rewards_T=first.token_rewards_T,
+        more_rows=tuple(more),
+        facts=EpisodeFacts(**row["facts"]) if row["facts"] else None,
+    )
+
+
+def _episode_row(row: dict[str, Any]) -> EpisodeRow:
+    experts = None
+    if row["experts"] is not None:
+        flat = np.frombuffer(row["experts"], dtype=row["experts_type"])
+        experts = flat.reshape(row["experts_shape"]).copy()  # writable, as the engine's own
+    return EpisodeRow(
+        response_ids_T=row["response_ids"],
+        engine_logp_T=row["engine_logp"],
+        parts=tuple(map(SamplePart, row["versions"].tolist(), row["part_tokens"].tolist())),
+        prompt_ids=row["own_prompt_ids"],
+        trained_T=row["trained"],
+        token_rewards_T=row["token_rewards"],
+        routed_experts=experts,
+    )

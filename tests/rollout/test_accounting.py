@@ -1,0 +1,159 @@
+"""The account of an episode's tokens: what the controller is told of it, and which account is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.rollout.accounting import sample_fault, trained_parts
+from megarl.rollout.demonstrations import demonstrated_conversation, demonstration
+from megarl.rollout.stock import PartialGroup, PartialSummary
+from megarl.rollout.worker import partial_summary, summary
+from megarl.types import (
+    EpisodeFacts,
+    EpisodeRow,
+    FloatArray,
+    Prompt,
+    RowSummary,
+    Sample,
+    SampleGroup,
+    SamplePart,
+    num_stale,
+)
+from tests.training.episodes import cut, episode, sample_of
+
+PROMPT = Prompt("rows.jsonl:1", "1+2=", (1, 2, 3), "3")
+OWN = (8, 9, 8, 9)
+
+
+def floats(*values: float) -> FloatArray:
+    return np.array(values, np.float32)
+
+
+def first_row(**changes: Any) -> EpisodeRow:
+    """A turn of two tokens, an observation of two, a turn of one; the second turn by newer weights."""
+    made = EpisodeRow(
+        np.array([5, 6, 7, 8, 9]), floats(-1, -2, 0, 0, -3), (SamplePart(3, 4), SamplePart(4, 1)),
+        trained_T=np.array([True, True, False, False, True]), token_rewards_T=floats(0, 0.5, 0, 0, -0.25),
+        routed_experts=np.zeros((7, 2, 2), np.uint8),
+    )  # fmt: skip
+    return replace(made, **changes)
+
+
+def later_row(**changes: Any) -> EpisodeRow:
+    made = EpisodeRow(np.array([5, 6]), floats(-1, -1), (SamplePart(4, 2),), prompt_ids=np.array(OWN))
+    return replace(made, **changes)
+
+
+def group(*samples: Sample) -> SampleGroup:
+    return SampleGroup(PROMPT, samples, np.ones(len(samples), np.float32), np.ones(len(samples), np.bool_))
+
+
+def test_a_summary_has_the_rows_and_what_of_them_was_sampled() -> None:
+    plain = Sample(np.arange(4), np.zeros(4, np.float32), "x", True, (SamplePart(4, 4),))
+    both = sample_of([first_row(), later_row()])
+    short = summary(group(both, plain))
+    assert short.rows == (
+        (RowSummary(8, 5, 3, (SamplePart(3, 2), SamplePart(4, 1))), RowSummary(6, 2, 2, (SamplePart(4, 2),))),
+        (RowSummary(7, 4, 4, (SamplePart(4, 4),)),),
+    )
+    assert short.response_lengths_G.tolist() == [5, 4]
+    assert short.parts_G == ((SamplePart(3, 2), SamplePart(4, 3)), (SamplePart(4, 4),))
+    assert short.turn_rewards_G is not None and short.turn_rewards_G.tolist() == [0.25, 0.0]
+    assert short.total_rewards_G.tolist() == [1.25, 1.0] and short.rewards_G.tolist() == [1.0, 1.0]
+    assert short.facts == (both.facts, None)
+
+
+def test_a_summary_of_plain_samples_has_nothing_of_episodes() -> None:
+    plain = Sample(np.arange(4), np.zeros(4, np.float32), "x", True, (SamplePart(4, 4),))
+    short = summary(group(plain, plain))
+    assert (short.rows, short.turn_rewards_G, short.facts) == ((), None, ())
+    assert short.rows_of(1) == (RowSummary(7, 4, 4, (SamplePart(4, 4),)),)
+    assert short.total_rewards_G is short.rewards_G
+
+
+def test_an_open_episode_is_as_long_as_its_longest_row() -> None:
+    opened = replace(sample_of([first_row(), later_row()]), is_open=True, finished=False, facts=None)
+    other = replace(sample_of([later_row()]), is_open=True, finished=False, facts=None)
+    assert partial_summary(PartialGroup(PROMPT, (opened, other), (None, None))) == PartialSummary(2, 8)
+
+
+@given(turns=st.integers(1, 6), seed=st.integers(0, 999), before=st.lists(st.integers(1, 6), max_size=3))
+def test_parts_are_of_sampled_tokens_however_the_episode_is_cut(turns: int, seed: int, before: list[int]) -> None:
+    """So is the number of stale tokens: the first ones of each row."""
+    whole = episode(np.random.default_rng(seed), turns)
+    rows = cut(PROMPT, whole, before)
+    assert sample_fault(PROMPT, whole) is None and sample_fault(PROMPT, rows) is None
+    versions_T = np.repeat([one.version for one in whole.parts], [one.num_tokens for one in whole.parts])
+    assert whole.trained_T is not None
+    sampled = versions_T[whole.trained_T].tolist()
+    for one in (whole, rows):
+        found = trained_parts(one.rows)
+        assert [part.version for part in found for _ in range(part.num_tokens)] == sampled
+        for version in (2, 3, 4, 5):
+            stale = [num_stale(trained_parts([row]), version) for row in one.rows]
+            assert sum(stale) == sum(of < version for of in sampled)
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        (first_row(engine_logp_T=floats(-1, -2, 0, -1, -3)), "a row 0 with a logprob of a token that"),
+        (first_row(token_rewards_T=floats(0, 0, 1, 0, 0)), "a row 0 with a reward of a token that"),
+        (first_row(trained_T=np.array([True, True, False, False])), "a row 0 with 5 tokens and 4 marks of trained"),
+        (first_row(token_rewards_T=floats(1)), "a row 0 with 5 tokens and 1 rewards"),
+        (first_row(engine_logp_T=floats(1, 2)), "a row 0 with 5 tokens and 2 logprobs"),
+        (first_row(parts=(SamplePart(3, 4),)), "a row 0 with 5 tokens and parts of 4"),
+        (first_row(routed_experts=np.zeros((8, 2, 2))), "a row 0 with 8 tokens of prompt and response, and the exp"),
+        (
+            first_row(trained_T=np.array([True, True, True, False, False]), engine_logp_T=floats(-1, -1, -1, 0, 0),
+                      token_rewards_T=None),
+            "a row 0 with tokens after the last that the model sampled",
+        ),
+    ],
+)  # fmt: skip
+def test_an_account_that_is_wrong_stops_the_step(row: EpisodeRow, says: str) -> None:
+    with pytest.raises(RuntimeError, match=f"rows.jsonl:1: sample 0 has {says}"):
+        summary(group(sample_of([row, later_row()])))
+
+
+@pytest.mark.parametrize(("sampled", "dropped"), [(6, 0), (5, 1), (4, 0)])
+def test_each_sampled_token_is_in_a_row_or_dropped(sampled: int, dropped: int) -> None:
+    facts = EpisodeFacts(3, 2, 0, 0.0, "done", sampled, dropped)
+    problem = f"has 5 tokens to train on, and {sampled} tokens that the engine sampled, of which {dropped} were dropped"
+    with pytest.raises(RuntimeError, match=problem):
+        summary(group(sample_of([first_row(), later_row()], facts=facts)))
+    right = replace(facts, sampled_tokens=7, dropped_tokens=2)
+    assert summary(group(sample_of([first_row(), later_row()], facts=right))).facts == (right,)
+
+
+def test_a_demonstrated_conversation_is_masked_where_others_wrote() -> None:
+    """The prompt is what comes before the model's first token; what comes after its last is nothing to learn from."""
+    made = demonstrated_conversation(PROMPT, [1, 2, 3, 5, 6, 7, 8, 9], [False] * 3 + [True, True, False, True, False])
+    (one,) = made.samples
+    assert one.prompt_ids is None and one.response_ids_T.tolist() == [5, 6, 7, 8]
+    assert one.trained_T is not None and one.trained_T.tolist() == [True, True, False, True]
+    assert summary(made).rows == ((RowSummary(7, 4, 3, (SamplePart(0, 3),)),),)
+    (other,) = demonstrated_conversation(PROMPT, [1, 2, 3, 4, 5], [False] * 4 + [True], "x").samples
+    assert other.prompt_ids is not None and other.prompt_ids.tolist() == [1, 2, 3, 4]
+    assert (other.trained_T, other.response_ids_T.tolist(), other.text) == (None, [5], "x")
+
+
+def test_a_conversation_of_one_answer_is_the_usual_demonstration(tokenizer: Any) -> None:
+    usual = demonstration(PROMPT, tokenizer)
+    (expected,) = usual.samples
+    ids = [*PROMPT.token_ids, *expected.response_ids_T.tolist()]
+    (made,) = demonstrated_conversation(PROMPT, ids, [False] * 3 + [True] * (len(ids) - 3), PROMPT.answer).samples
+    for name, value in expected.__dict__.items():
+        np.testing.assert_array_equal(getattr(made, name), value)
+
+
+@pytest.mark.parametrize("marks", [[False] * 4, [True] * 4, [False, True]])
+def test_a_conversation_without_prompt_or_answer_is_refused(marks: list[bool]) -> None:
+    with pytest.raises(ValueError, match="this has 4 tokens with"):
+        demonstrated_conversation(PROMPT, [1, 2, 3, 4], marks)

@@ -1,0 +1,128 @@
+"""Episodes in files of samples: every bit comes back, and files of the format before are read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.rollout.rewards import Verdict
+from megarl.rollout.sample_columns import schema
+from megarl.rollout.sample_file import open_samples, writing
+from megarl.rollout.stock import PartialGroup
+from megarl.types import EpisodeFacts, Prompt, Sample, SampleGroup, SamplePart, UserFault
+from tests.training.episodes import cut, episode
+
+PROMPT = Prompt("rows.jsonl:1", "1+2=", (1, 2, 3), "3")
+FACTS = EpisodeFacts(3, 2, 1, 0.1, "bad_calls", 9, 2)
+NOTHING = np.zeros(0, np.int64), np.zeros(0, np.float32), "", False, ()
+
+
+def plain(rows: list[Any]) -> list[Any]:
+    """Everything about a sample or its rows, arrays with their types and bytes."""
+
+    def of(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            return value.dtype.str, value.shape, value.tobytes(), value.flags.writeable
+        return [plain([one]) for one in value] if isinstance(value, tuple) else value
+
+    return [{name: of(value) for name, value in row.__dict__.items()} for row in rows]
+
+
+def group_of(*samples: Sample) -> SampleGroup:
+    rewards_G = np.arange(len(samples), dtype=np.float32)
+    return SampleGroup(PROMPT, samples, rewards_G, rewards_G > 0)
+
+
+def read(path: Path, *groups: SampleGroup) -> list[SampleGroup]:
+    with writing(path, 99, 1.0) as file:
+        file.write(groups)
+    return open_samples(path).groups(1)
+
+
+@settings(max_examples=15)
+@given(seed=st.integers(0, 9999), turns=st.lists(st.integers(1, 4), min_size=1, max_size=3), pays=st.booleans())
+def test_every_bit_of_every_row_comes_back(tmp_path_factory: Any, seed: int, turns: list[int], pays: bool) -> None:
+    """Whole, cut into rows with experts of their own, with an own prompt; and plain samples beside them."""
+    rng = np.random.default_rng(seed)
+    whole = [episode(rng, count, pays=pays) for count in turns]
+    rows = [cut(PROMPT, one, rng.integers(1, 4, 2).tolist()) for one in whole]
+    routed = [
+        replace(row, routed_experts=rng.integers(0, 8, (3 + len(row.response_ids_T) - 1, 2, 2)).astype(np.int16))
+        for row in rows[0].more_rows
+        if row.prompt_ids is None
+    ]
+    others = [replace(one, more_rows=tuple(routed) or one.more_rows) for one in rows[:1]]
+    own = replace(whole[0], prompt_ids=np.array([9, 9, 9, 9]), routed_experts=None)
+    usual = Sample(np.arange(3), np.full(3, -0.1, np.float32), "x", True, (SamplePart(1, 3),))
+    given_groups = [group_of(*whole, *rows, usual), group_of(*others, own), group_of(usual)]
+    found = read(tmp_path_factory.mktemp("file") / "f.parquet", *given_groups)
+    assert [plain(list(one.samples)) for one in found] == [plain(list(one.samples)) for one in given_groups]
+
+
+def test_what_happened_comes_back_and_an_episode_may_have_no_token(tmp_path: Path) -> None:
+    """As that of an agent that never asked the model, or one that is open before its first turn."""
+    silent = Sample(*NOTHING, facts=replace(FACTS, sampled_tokens=0, dropped_tokens=0))
+    one = episode(np.random.default_rng(0), 2)
+    one = replace(one, facts=replace(FACTS, sampled_tokens=one.num_trained + 2))
+    (found,) = read(tmp_path / "f.parquet", group_of(silent, one))
+    assert [sample.facts for sample in found.samples] == [silent.facts, one.facts]
+    assert plain(list(found.samples)) == plain([silent, one])
+    unbegun = Sample(*NOTHING, is_open=True)
+    waiting = replace(one, is_open=True, finished=False, facts=None)
+    partial = PartialGroup(PROMPT, (one, waiting, unbegun), (Verdict(1.0, True), None, None))
+    with writing(tmp_path / "stock.parquet", 99, 1.0) as file:
+        file.write([partial])
+    (stocked,) = open_samples(tmp_path / "stock.parquet").stocked_groups()
+    assert plain(list(stocked.samples)) == plain(list(partial.samples))
+
+
+def test_a_file_of_the_format_before_is_read(tmp_path: Path) -> None:
+    import pyarrow.parquet
+
+    path, usual = tmp_path / "f.parquet", Sample(
+        np.arange(3), np.full(3, -0.1, np.float32), "x", True, (SamplePart(1, 3),), np.zeros((5, 2, 2), np.uint8)
+    )  # fmt: skip
+    (written,) = read(path, group_of(usual, usual))
+    table = pyarrow.parquet.read_table(path).select(schema(5).names)
+    ours = json.dumps({"format": 5, "vocab_size": 99, "temperature": 1.0}).encode()
+    pyarrow.parquet.write_table(table.replace_schema_metadata({b"megarl": ours}), path)
+    (found,) = open_samples(path).groups(1)
+    assert plain(list(found.samples)) == plain(list(written.samples)) == plain([usual, usual])
+    newer = json.dumps({"format": 6, "vocab_size": 99, "temperature": 1.0}).encode()
+    pyarrow.parquet.write_table(table.replace_schema_metadata({b"megarl": newer}), path)
+    with pytest.raises(UserFault, match="its format is 6, this version reads 5 and 6"):
+        open_samples(path)
+
+
+def test_rows_that_make_no_episode_are_refused(tmp_path: Path) -> None:
+    """By another program that writes our columns."""
+    import pyarrow
+    import pyarrow.parquet
+
+    path, one = tmp_path / "f.parquet", cut(PROMPT, episode(np.random.default_rng(3), 3), [1])
+    read(path, group_of(one))
+    table = pyarrow.parquet.read_table(path)
+    (row,) = table.to_pylist()
+    second, facts = row["more_rows"][0], asdict(one.facts)  # type: ignore[arg-type]
+    for column, value, says in (
+        ("trained", [True] * 9, "has a row 0 with . tokens and 9 marks of trained tokens"),
+        ("token_rewards", [0.5] * 9, "has a row 0 with . tokens and 9 rewards"),
+        ("own_prompt_ids", [], "has 0 prompt tokens"),
+        ("more_rows", [second | {"response_ids": None}], "has a row without response_ids"),
+        ("more_rows", [None], "has a row without response_ids"),
+        ("more_rows", [second | {"response_ids": [-1], "engine_logp": [0.0]}], "has a negative token id"),
+        ("more_rows", None, r"has \d+ tokens to train on, and \d+ tokens that the engine sampled"),
+        ("facts", facts | {"end": "bored"}, "has the facts .*bored"),
+        ("facts", facts | {"turns": None}, "has the facts "),
+    ):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row | {column: value}], schema=table.schema), path)
+        with pytest.raises(UserFault, match=says) as caught:
+            open_samples(path).groups(1)
+        assert caught.value.problem.startswith("sample 0 of step 1 ")
