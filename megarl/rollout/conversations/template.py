@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -83,15 +84,38 @@ class ChatTemplate:
         """The text of tokens, special tokens kept."""
         return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
+    def harmless(self, text: str) -> str:
+        """The text of a tool or an environment with a space inside each special token, which would be markup else."""
+        return self._special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text) if self._special else text
+
+    @cached_property
+    def _special(self) -> re.Pattern[str] | None:
+        """Any special token, which ends a turn or begins a message."""
+        added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
+        tokens = {*self.tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
+        longest_first = sorted((token for token in tokens if len(token) > 1), key=lambda token: (-len(token), token))
+        return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
     def turn_ids(self, before: Sequence[Message], answer: Message) -> list[int]:
         """The tokens of an assistant's message after those that it shares with the generation prompt.
 
-        By tokens and not by characters: the prompt may go on with a tag that the message has not, as DeepSeek's does,
-        and both tags begin with the same character. Raises TemplateRefusal.
+        Raises TemplateRefusal.
         """
-        prompt = self.ids(self.text(before, prompt=True))
-        whole = self.ids(self.text([*before, answer]))
-        return whole[num_shared(prompt, whole) :]
+        return self.turn(before, answer)[1]
+
+    def turn(self, before: Sequence[Message], answer: Message) -> tuple[str, list[int]]:
+        """(the end of the generation prompt that the message does not begin with, the message's tokens after the rest).
+
+        By tokens and not by characters: the prompt may go on with a tag that the message has not, as DeepSeek's does,
+        and both tags begin with the same character. Only where a token would reach over the end of the prompt, which a
+        sampled turn cannot have, are the characters after the prompt tokenised alone. Raises TemplateRefusal.
+        """
+        prompt_text, text = self.text(before, prompt=True), self.text([*before, answer])
+        prompt, whole = self.ids(prompt_text), self.ids(text)
+        shared = num_shared(prompt, whole)
+        if shared < len(prompt) and text.startswith(prompt_text):
+            return "", self.ids(text.removeprefix(prompt_text))
+        return self.decode(prompt[shared:]), whole[shared:]
 
     @cached_property
     def call_style(self) -> CallStyle:
