@@ -14,12 +14,12 @@ CORE = [
     "typer>=0.15",  # the command line, and with it rich for the progress line
     "httpx>=0.27",  # asks judges and remote sandboxes; transformers brings it
     "math-verify>=0.9",  # mathematical answers that are written differently and mean the same
-    "bm25s>=0.3.16",  # BM25 search as a tool of episodes; needs numpy alone
     "matplotlib>=3.9",  # the learning curve
 ]
 
 EXTRAS = {
     "gpu": ["sglang==0.5.21", "transformer-engine[core_cu13,pytorch]==2.14.1"],  # docs/install.md: which, and apex
+    "search": ["bm25s>=0.3.16"],  # BM25 in megarl.environments.search; needs numpy alone
     "trackers": ["tensorboard>=2.18", "wandb>=0.28.2", "mlflow-skinny>=3.17"],
     "dev": [
         "pytest>=8",

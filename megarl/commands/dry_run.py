@@ -36,10 +36,12 @@ def dry_run(recipe: Recipe, say: Callable[[str], None]) -> None:
     device = "cuda" if recipe.placement.hardware else DEVICE
     found, absent = stand_ins(recipe)
     roles = resolve(found)
-    faults = faults_elsewhere(roles, device, absent) + argument_faults(roles, device, absent)
+    faults, of_episodes = faults_elsewhere(roles, device, absent)
+    faults += argument_faults(roles, device, absent)
     if faults:
         raise UserFaults(faults)
-    for lines in (_placement(roles), _checkpoint(roles), _reshard(roles, device), _not_checked(recipe, device, absent)):
+    not_checked = _not_checked(recipe, device, absent)
+    for lines in (_placement(roles), _checkpoint(roles), of_episodes, _reshard(roles, device), not_checked):
         for line in lines:
             say(line)
 

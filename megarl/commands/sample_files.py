@@ -65,7 +65,7 @@ def train_from(recipe: Recipe, samples: SampleFile, log: RunLog) -> None:
         for number in range(1, recipe.run.steps + 1):
             with log.step(number) as record:
                 given = fleet.put(samples.groups(number))
-                groups = with_overlong_penalty(given, run.hyperparameters, recipe.rollout.max_response_tokens)
+                groups = with_overlong_penalty(given, run.hyperparameters, recipe.longest_sample)
                 record.add(rollout_metrics(groups.summaries))
                 record.samples(groups.summaries)
                 step = advantages(run, Step(number, record, groups=groups))

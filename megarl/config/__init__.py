@@ -12,6 +12,7 @@ import yaml
 from pydantic import Field
 
 from megarl.config.data import DataConfig, RewardConfig
+from megarl.config.episode import EpisodeConfig
 from megarl.config.fields import (
     Branch,
     Count,
@@ -235,6 +236,7 @@ class Recipe(Branch):
     warm_start: WarmStartConfig = Field(default_factory=WarmStartConfig)
     reward: RewardConfig
     rollout: RolloutConfig
+    episode: EpisodeConfig | None = None
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     train: TrainConfig
     lora: LoraConfig | None = None
@@ -246,10 +248,15 @@ class Recipe(Branch):
     placement: PlacementConfig
 
     @property
+    def longest_sample(self) -> int:
+        """The most tokens after the prompt of a sample to train on."""
+        return self.episode.max_tokens if self.episode else self.rollout.max_response_tokens
+
+    @property
     def longest_response(self) -> int:
-        """The most tokens that an engine is asked for at once."""
+        """The most tokens after a prompt, in training or evaluation."""
         sets = [self.evaluation.of(name).max_response_tokens or 0 for name in self.data.eval]
-        return max(self.rollout.max_response_tokens, *sets) if sets else self.rollout.max_response_tokens
+        return max(self.longest_sample, *sets) if sets and not self.episode else self.longest_sample
 
     @property
     def longest_sequence(self) -> int:

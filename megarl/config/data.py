@@ -40,13 +40,15 @@ class DataConfig(Branch):
 
     A column's name with a dot is the path of a value inside a column: `reward_model.ground_truth`. `train` is one file
     or a list of files; docs/data.md says how they are mixed. `overlong` says what becomes of prompts that are longer
-    than `max_prompt_tokens`: they are refused before the run starts, or left out and counted.
+    than `max_prompt_tokens`: they are refused before the run starts, or left out and counted. `messages` is the column
+    of whole episodes after the prompt, from which supervised steps learn in place of the answers.
     """
 
     train: Annotated[tuple[TrainFileConfig, ...], Field(strict=False)]
     eval: Mapping[FolderName, DataFileConfig] = Field(default_factory=dict)
     prompt: Text = "prompt"
     answer: Text = "answer"
+    messages: Text | None = None
     max_prompt_tokens: Count = 1024
     overlong: WhenOverlong = "refuse"
 

@@ -153,9 +153,11 @@ def _written(value: object) -> str:
 
 
 def critic_of(roles: Roles) -> dict[str, Any] | None:
-    """The critic's shape and expert-parallel size, as `Progress` has them."""
+    """The critic's shape, expert-parallel size and whether it has adapters, as `Progress` has them."""
     critic = roles.critic
-    return {"shape": asdict(critic.shape), "ep": critic.layout.ep} if critic else None
+    if critic is None:
+        return None
+    return {"shape": asdict(critic.shape), "ep": critic.layout.ep, "shares_weights": critic.shares_weights}
 
 
 def _critic_faults(found: Snapshot, then: Progress, recipe: Recipe) -> list[UserFault]:
@@ -168,6 +170,9 @@ def _critic_faults(found: Snapshot, then: Progress, recipe: Recipe) -> list[User
     if _with_defaults(then.critic["shape"]) != now["shape"]:
         problem = f"{found.folder} was written with a critic of another architecture"
         return [UserFault("critic.path", problem, "use the model that the run began with, or another run.name")]
+    if (before := then.critic.get("shares_weights", False)) != now["shares_weights"]:
+        problem = f"{found.folder} was written with {str(before).lower()}"
+        return [UserFault("critic.shares_weights", problem, "set it as it was, or choose another run.name")]
     if (then.critic["ep"] == 1) != (now["ep"] == 1):
         problem = f"{found.folder} was written with {then.critic['ep']}, which Megatron does not convert to or from 1"
         mend = "set it to more than 1" if then.critic["ep"] != 1 else "set it to 1"

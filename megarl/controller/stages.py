@@ -15,8 +15,8 @@ from megarl.controller.run import Run, Step, TrainingRun
 from megarl.controller.samples import Limits, refuse_empty, samples_of, staleness, with_overlong_penalty
 from megarl.fleet.fleet import Fleet
 from megarl.fleet.rank_groups import RolloutBatch
+from megarl.rollout.demonstrations import demonstrated_episode, demonstration
 from megarl.rollout.stock import staleness_bound
-from megarl.rollout.worker import demonstration
 from megarl.tracking.metrics import rollout_metrics, update_metrics
 from megarl.tracking.run_log import Record
 
@@ -40,7 +40,7 @@ def sample(run: Run, step: Step) -> Step:
     bound = max(staleness_bound(recipe, hyperparameters), step.stock.loaded_bound)
     record.add(staleness(groups.summaries, run.fleet.version, bound))
     groups = score(run.fleet, groups, record)
-    groups = with_overlong_penalty(groups, hyperparameters, recipe.rollout.max_response_tokens)
+    groups = with_overlong_penalty(groups, hyperparameters, recipe.longest_sample)
     record.add(rollout_metrics(groups.summaries))
     record.samples(groups.summaries)
     return replace(step, groups=groups, rollout=rollout)
@@ -52,9 +52,13 @@ def finish_rollout(step: Step) -> Step:
 
 
 def demonstrate(run: Run, step: Step) -> Step:
-    """The next prompts' own answers in place of samples."""
-    prompts = run.inputs.prompts.take(run.prompts_per_step)
-    return replace(step, groups=run.fleet.put([demonstration(prompt, run.inputs.tokenizer) for prompt in prompts]))
+    """The next prompts' own answers, or demonstrated episodes, in place of samples."""
+    prompts, inputs, name = run.inputs.prompts.take(run.prompts_per_step), run.inputs, run.recipe.data.messages
+    if name and inputs.splice:
+        groups = [demonstrated_episode(prompt, inputs.splice, name) for prompt in prompts]
+    else:
+        groups = [demonstration(prompt, inputs.tokenizer) for prompt in prompts]
+    return replace(step, groups=run.fleet.put(groups))
 
 
 def score(fleet: Fleet, groups: RolloutBatch, record: Record) -> RolloutBatch:

@@ -21,7 +21,7 @@ from megarl.config import Recipe
 from megarl.parallel.roles import Role, is_reporting_rank
 from megarl.resharding.session import PublishedRank
 from megarl.rollout.stock import Entry, Stock
-from megarl.training.batching import SampleRef, Update, key_of, plan_updates, refs_of
+from megarl.training.batching import SampleRef, Update, by_sample, key_of, plan_updates, refs_of
 from megarl.training.flops import speed, train_work
 from megarl.types import GroupSummary, Hyperparameters, Metrics, UserFault
 
@@ -170,16 +170,17 @@ class RankGroup:
         Where an algorithm leaves samples out, there are fewer updates in proportion.
         """
         train, rollout, updates = self._recipe.train, self._recipe.rollout, self._recipe.train.updates_per_step
+        num_samples = len(by_sample(samples))
         if hyperparameters.dynamic_sampling or hyperparameters.overlong_filter:
-            share = len(samples) / (rollout.prompts_per_step * rollout.samples_per_prompt)
+            share = num_samples / (rollout.prompts_per_step * rollout.samples_per_prompt)
             updates = min(updates, math.ceil(updates * share))
         return plan_updates(
             samples,
-            updates=min(updates, len(samples)),  # verdicts that failed may leave fewer samples too
+            updates=min(updates, num_samples),  # verdicts that failed may leave fewer samples too
             dp=self._layout.dp,
             token_budget=train.tokens_per_micro_batch,
             aggregation=hyperparameters.aggregation,
-            longest_response=rollout.max_response_tokens,
+            longest_response=self._recipe.longest_sample,
             work=train_work(self._shape),
             align=self._layout.tokens_align,
             multiple=self._layout.batch_multiple,

@@ -25,6 +25,10 @@ def adapter_keys(folder: str) -> dict[str, Any]:
     rank, alpha, targets = (config.get(key) for key in ("r", "lora_alpha", "target_modules"))
     patterns = config.get("rank_pattern") or {}
     experts = 0 if config.get("exclude_modules") == OF_EXPERTS else patterns.get(OF_EACH_EXPERT, rank)
-    if not isinstance(targets, list) or not all(isinstance(one, int | float) for one in (rank, alpha, experts)):
+    if not isinstance(targets, list) or not all(isinstance(one, str) for one in targets):
+        return {}
+    if not isinstance(rank, int) or not isinstance(experts, int) or not isinstance(alpha, int | float):
+        return {}
+    if rank < 1 or experts < 0 or alpha <= 0:
         return {}
     return {"rank": rank, "alpha": alpha, "targets": tuple(sorted(targets)), "experts": experts}

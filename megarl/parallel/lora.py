@@ -43,6 +43,7 @@ from megarl.device import DEVICE
 from megarl.parallel import groups
 from megarl.parallel.local_spec import DuplicatedLinear
 from megarl.parallel.lora_pairs import CHILD, LoraPair, LoraSize
+from megarl.parallel.shared_weights import heads
 from megarl.types import UserFault
 
 _ALIGNED = 64  # elements between the starts of two weights of a flat buffer: kernels want 16 bytes at least
@@ -271,10 +272,11 @@ def _require_gradient(embedding: torch.nn.Module, inputs: Any, output: torch.Ten
 def _join_storages(chunk: torch.nn.Module) -> None:
     """Move the frozen parameters of each layer into one flat buffer, as DDP does with trained parameters.
 
-    Engines map storages, and a storage for each expert's weight would be too many handles.
+    Engines map storages, and a storage for each expert's weight would be too many handles. A score head, which is not
+    frozen, stays where it is.
     """
     layers = [*chunk.decoder.layers] if hasattr(chunk, "decoder") else []  # type: ignore[arg-type]
-    inside = {id(param) for layer in layers for param in layer.parameters()}
+    inside = {id(param) for layer in layers for param in layer.parameters()} | {id(head) for head in heads([chunk])}
     for params in ([*layer.parameters()] for layer in layers):
         _join(params)
     _join([param for param in chunk.parameters() if id(param) not in inside])

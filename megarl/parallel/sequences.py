@@ -111,6 +111,8 @@ def pack(
         token_ids_T[start : start + lengths[index]] = one.token_ids_T
         sequence_T[start : start + lengths[index]] = index
     experts_TMK = _experts(sequences, starts, int(bounds[-1]))
+    samples = _samples(sequences)
+    has_turns = any(one.turn_T is not None for one in sequences)
     return PackedRow(
         token_ids_L=on_device(token_ids_T[places]),
         labels_L=targets("token_ids_T", np.int64)[on_device(places)],
@@ -124,7 +126,8 @@ def pack(
         max_length=rounded_length(int(np.diff(bounds).max())),
         targets=Targets(
             **{f"{name.removesuffix('_T')}_T": targets(name, dtype) for name, dtype in _TARGETS.items()},
-            sequence_T=on_device(sequence_T),
+            sequence_T=on_device(sequence_T if samples is None else samples[sequence_T]),
+            turn_T=targets("turn_T", np.int64) if has_turns else None,
             reference_logp_T=row(reference_logp, np.float32),
             return_T=row(returns, np.float32),
             old_value_T=row(old_values, np.float32),
@@ -132,6 +135,13 @@ def pack(
         old_logp_T=row(old_logp, np.float32),
         experts_LMK=None if experts_TMK is None else on_device(experts_TMK[places]),
     )
+
+
+def _samples(sequences: Sequence[TrainSequence]) -> IntArray | None:
+    """[sequences + 1]: for each the first sequence of its sample, for the padding itself; None where all are alone."""
+    keys = [place if one.key is None else one.key[:2] for place, one in enumerate(sequences)]
+    first = {key: place for place, key in reversed(list(enumerate(keys)))}
+    return np.array([*(first[key] for key in keys), len(keys)]) if len(first) < len(keys) else None
 
 
 def _per_token(one: TrainSequence, name: str, dtype: type) -> np.ndarray:

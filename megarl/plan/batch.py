@@ -17,11 +17,12 @@ from megarl.algos import ALGORITHMS, hyperparameters_of, learns_from_answers
 from megarl.config import Recipe
 from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.layout import TrainLayout, nearest
+from megarl.plan.turns import Turns, turns_of
 from megarl.training.batching import SampleRef, Update, plan_updates
 from megarl.training.flops import train_work
 from megarl.types import IntArray, ModelShape
 
-MEAN_RESPONSE_SHARE = 0.4  # assumption: of rollout.max_response_tokens, the mean response
+MEAN_RESPONSE_SHARE = 0.4  # assumption: of the longest sample, the mean response or episode
 PROMPT_SHARE = 0.25  # assumption: of data.max_prompt_tokens, every prompt
 LENGTH_SPREAD = 0.7  # assumption: sigma of the logarithm of the lengths, before they are cut
 
@@ -31,7 +32,7 @@ class Samples:
     """The samples of one step. drawn_prompts: with dynamic sampling more than are trained on.
 
     responses [num_drawn] are token counts of everything that is drawn, in no order; the first num_trained are learnt
-    from. longest: prompt and response together.
+    from. An episode's are all tokens after its prompt, observations among them. longest: prompt and response together.
     """
 
     prompts: int
@@ -41,6 +42,12 @@ class Samples:
     prompt_tokens: int
     longest: int
     responses: IntArray
+    turns: Turns = Turns()
+
+    @property
+    def sampled_tokens(self) -> float:
+        """Of everything that is drawn, the tokens that engines sample; the others are observations."""
+        return float(self.responses.sum()) * (1 - self.turns.observed_share)
 
     @property
     def lengths(self) -> IntArray:
@@ -78,7 +85,7 @@ class RankWork:
 def step_samples(recipe: Recipe, mean_share: float = MEAN_RESPONSE_SHARE) -> Samples:
     """The assumed samples of a step; mean_share: the mean response over the longest."""
     rollout, name = recipe.rollout, recipe.algorithm.name
-    prompt, longest = max(1, round(PROMPT_SHARE * recipe.data.max_prompt_tokens)), rollout.max_response_tokens
+    prompt, longest = max(1, round(PROMPT_SHARE * recipe.data.max_prompt_tokens)), recipe.longest_sample
     prompts = drawn_prompts = rollout.prompts_per_step
     if learns_from_answers(name):
         trained = drawn = prompts
@@ -89,7 +96,8 @@ def step_samples(recipe: Recipe, mean_share: float = MEAN_RESPONSE_SHARE) -> Sam
         drawn = drawn_prompts * (rollout.samples_per_prompt + ALGORITHMS[name].greedy_baseline)
     responses = response_lengths(drawn, longest, mean_share)
     full = recipe.data.max_prompt_tokens + longest
-    return Samples(prompts, drawn_prompts, drawn, trained, prompt, full, responses)
+    turns = turns_of(recipe, float(responses.mean()))
+    return Samples(prompts, drawn_prompts, drawn, trained, prompt, full, responses, turns)
 
 
 def samples_bytes(

@@ -2,7 +2,8 @@
 
 The rules are those of SGLang 0.5.21, with pages of one token: PrefillAdder (schedule_policy.py), retract_decode
 (schedule_batch.py) and NewTokenRatioTracker. Each sequence holds its whole prompt, though SGLang stores a prompt that
-several share once; and it is read whole in the chunk in which its reading begins.
+several share once; and it is read whole in the chunk in which its reading begins. An episode is one sequence, which
+holds its observations from the beginning, and they are read there, too: as many seconds, in which nothing else runs.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ OfGroups = npt.NDArray[np.float64]  # [groups]
 class GroupLimits:
     """What each of an engine's attention groups can run: sequences, tokens in its cache, and the longest response.
 
-    chunk: tokens of prompts that a group reads at once. conservativeness: SGLang's schedule_conservativeness.
+    chunk: tokens of prompts that a group reads at once. conservativeness: SGLang's schedule_conservativeness. most_new:
+    tokens that a request reserves at most; of an episode each turn is one.
     """
 
     groups: int
@@ -41,6 +43,7 @@ class GroupLimits:
     longest: int
     chunk: int = 8192
     conservativeness: float = 1.0
+    most_new: int = CLIPPED
 
     @property
     def initial_ratio(self) -> float:
@@ -49,7 +52,7 @@ class GroupLimits:
 
     def reserved(self, age: float) -> float:
         """Tokens that a sequence counts as still to come."""
-        return min(self.longest - age, CLIPPED)
+        return min(self.longest - age, self.most_new)
 
 
 class Speed(Protocol):
@@ -66,11 +69,38 @@ class Speed(Protocol):
 
 @dataclass(frozen=True)
 class SimulatedRequest:
-    """A sample to draw, whose length the simulation alone knows. shares_prompt: its group has read the prompt."""
+    """A sample to draw, whose length the simulation alone knows. shares_prompt: its group has read the prompt.
+
+    response_tokens are sampled. observed_tokens, of an episode, are read in `turns` - 1 equal parts.
+    """
 
     prompt_tokens: int
     response_tokens: int
     shares_prompt: bool = False
+    observed_tokens: int = 0
+    turns: int = 1
+
+    @property
+    def added_tokens(self) -> int:
+        """All after the prompt."""
+        return self.response_tokens + self.observed_tokens
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Tokens of a sequence that are read at once after others that are cached, and how often."""
+
+    tokens: int
+    before: int = 0
+    times: int = 1
+
+    def seconds(self, speed: Speed) -> tuple[float, float]:
+        """As `Speed.prefill_s`."""
+        of_group, of_all = speed.prefill_s(self.before + self.tokens)
+        if not self.before:
+            return of_group, of_all
+        before_group, before_all = speed.prefill_s(self.before)
+        return self.times * (of_group - before_group), self.times * (of_all - before_all)
 
 
 @dataclass
@@ -87,13 +117,25 @@ class _Sequence:
 
     @property
     def tokens(self) -> float:
-        """Tokens that are read at its admission, if its group has not read its prompt."""
-        return self.request.prompt_tokens + self.age
+        """Tokens that it holds at its admission, which are read then if its group has not read its prompt."""
+        return self.request.prompt_tokens + self.request.observed_tokens + self.age
 
     @property
     def base(self) -> float:
         """The tokens that it holds at any step, less the number of the step."""
-        return self.request.prompt_tokens - self.origin
+        return self.request.prompt_tokens + self.request.observed_tokens - self.origin
+
+    def readings(self) -> list[Reading]:
+        """What is read at its admission. Observations count as if each were read after half of the sequence."""
+        request, found = self.request, list[Reading]()
+        if self.age:
+            return [Reading(int(self.tokens))]
+        if not request.shares_prompt:
+            found.append(Reading(request.prompt_tokens))
+        if request.observed_tokens:
+            before, times = request.prompt_tokens + request.added_tokens // 2, request.turns - 1
+            found.append(Reading(-(-request.observed_tokens // times), before, times))
+        return found
 
 
 @dataclass
@@ -182,7 +224,7 @@ class SimulatedEngine:
             if number == sequence.number:
                 self._remove(index, sequence)
                 request = sequence.request
-                self.tokens[index] += request.prompt_tokens + request.response_tokens
+                self.tokens[index] += request.prompt_tokens + request.added_tokens
                 found.append((index, request))
         for index in np.flatnonzero(self._full_at <= self.step):
             self._retract(int(index))
@@ -196,27 +238,27 @@ class SimulatedEngine:
         for index in ready:
             group_s = 0.0
             for started in self._passes(index):
-                for tokens in started:
-                    of_group, of_all = self._speed.prefill_s(tokens)
+                for reading in started:
+                    of_group, of_all = reading.seconds(self._speed)
                     group_s += of_group
                     self._stall_s += of_all
             longest_s = max(longest_s, group_s)
         self._stall_s += longest_s
         self.most_running = max(self.most_running, int(self._num_running.sum()))
 
-    def _passes(self, index: int) -> Iterator[list[int]]:
-        """Chunks of prompts until no more may start: the tokens of each sequence that a chunk reads."""
+    def _passes(self, index: int) -> Iterator[list[Reading]]:
+        """Chunks of prompts until no more may start: what of each sequence a chunk reads."""
         group = self._groups[index]
         while group.waiting and not group.is_full:
             was_empty = not group.running
             yield self._pass(index)
             group.is_full = group.is_full and not was_empty  # SGLang keeps no such mark of an empty batch
 
-    def _pass(self, index: int) -> list[int]:
+    def _pass(self, index: int) -> list[Reading]:
         """What of a group's queue starts together: new ones reserve all that they may, running ones their ratio."""
-        limits, group, found = self.limits, self._groups[index], list[int]()
+        limits, group, found = self.limits, self._groups[index], list[Reading]()
         longest_left = limits.longest - self.step
-        reserved = sum(min(longest_left + sequence.origin, CLIPPED) for sequence in group.running.values())
+        reserved = sum(min(longest_left + sequence.origin, limits.most_new) for sequence in group.running.values())
         room = limits.cache - self.held[index] - self._ratio(group) * reserved
         chunk = limits.chunk
         while group.waiting and chunk > 0:
@@ -226,10 +268,9 @@ class SimulatedEngine:
                 group.is_full = True
                 break
             room -= sequence.tokens + limits.reserved(0) + 1
-            chunk -= int(sequence.tokens)
+            chunk -= int(sequence.tokens if sequence.age else sequence.request.prompt_tokens)
             self.tokens_again += sequence.tokens if sequence.age else 0
-            if sequence.age or not sequence.request.shares_prompt:
-                found.append(int(sequence.tokens))
+            found += sequence.readings()
             self._start(index, group.waiting.popleft())
         return found
 

@@ -37,7 +37,7 @@ def phase_advice(recipe: Recipe, try_phases: TryPhases, *, may_be_ahead: bool) -
     The recipe's own memory must fit. may_be_ahead: engines have GPUs of their own, as `rollout.ahead` needs.
     """
     name, rollout = recipe.algorithm.name, recipe.rollout
-    is_refused = learns_from_answers(name) or ALGORITHMS[name].greedy_baseline
+    is_refused = learns_from_answers(name) or ALGORITHMS[name].greedy_baseline or recipe.episode is not None
     if is_refused or rollout.max_response_tokens < max(_PHASES):
         return []
     now = try_phases(recipe)

@@ -37,6 +37,7 @@ from megarl.plan.engine_memory import (
 from megarl.plan.memory_parts import Parts
 from megarl.plan.model_size import ModelSize
 from megarl.plan.optimizer_memory import GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES, state_bytes
+from megarl.plan.turns import tools_bytes
 from megarl.rollout.sglang.sizes import step_sequences
 from megarl.types import UserFault
 
@@ -230,6 +231,9 @@ class _SlotMemory:
         """Host bytes of the fullest node by purpose; see the constants."""
         samples = samples_bytes(self.recipe, self.policy.shape, self.policy.layout, self.engine, mean_tokens)
         per_node = [Counter(samples=num_bytes) for num_bytes in samples]
+        for index, num_bytes in enumerate([tools_bytes(self.recipe)] * self.engine.count):
+            node = (self.engine.first + index * self.engine.tp) // self.recipe.placement.gpus_per_node
+            per_node[node].update({"tools": num_bytes} if num_bytes else {})
         of_kind = {slot: self._slot_host(slot) for slot in set(self._first_like.values())}
         for slot, first in self._first_like.items():
             per_node[slot // self.recipe.placement.gpus_per_node].update(of_kind[first])

@@ -253,7 +253,7 @@ def _figures(
     )
     hyperparameters = hyperparameters_of(recipe.algorithm.name, recipe.algorithm)
     return PhasedRollout(
-        phase_tokens=recipe.rollout.phase_tokens or recipe.rollout.max_response_tokens,
+        phase_tokens=recipe.rollout.phase_tokens or recipe.longest_sample,
         prompts_in_flight=recipe.rollout.in_flight,
         phases=fmean(len(step.all_results) for step in steps),
         again_s=of_step(lambda phase: phase.again_s),

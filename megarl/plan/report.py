@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.checkpoints.quantised import file_bytes, weights_in_words
+from megarl.config.episode import EpisodeConfig
 from megarl.plan.memory_parts import PARTS
 from megarl.plan.model_size import ModelSize
 from megarl.plan.phased_rollout import PhasedRollout
@@ -154,9 +155,20 @@ def _rollout(plan: RunPlan) -> RenderableType:
         _add_phases(table, plan.phases)
     if not found.longest:  # nothing is sampled
         return table
-    longest = "the most tokens that a phase adds" if plan.phases else "the longest response"
+    if plan.recipe.episode:
+        _add_episodes(table, plan, plan.recipe.episode)
+    whole = "the longest episode" if plan.recipe.episode else "the longest response"
+    longest = "the most tokens that a phase adds" if plan.phases else whole
     alone = f"{longest} alone, {found.longest:,} tokens one after the other: {amount(found.alone_s)} s"
     return Group(table, text(f"{alone} of the rollout's {amount(found.total_s)} s"))
+
+
+def _add_episodes(table: Table, plan: RunPlan, episode: EpisodeConfig) -> None:
+    turns, count = plan.samples.turns, plan.engine.count
+    table.add_row("turns of an episode, mean (supposed) and maximum", f"{amount(turns.mean)}, {turns.most}")
+    table.add_row("observation tokens of an episode, mean (supposed)", amount(turns.observed_tokens))
+    table.add_row("seconds between its turns, without the tools' own", amount(plan.rollout.turns_s))
+    table.add_row("worker processes of tools, all engines", f"{count * episode.workers:,}")
 
 
 def _add_phases(table: Table, found: PhasedRollout) -> None:
@@ -192,7 +204,11 @@ def _step(plan: RunPlan) -> RenderableType:
     table = empty_table("a step, seconds", "phase", "s", "share", "of what")
     rollout, details = plan.rollout, dict[str, dict[str, float]]()
     if not rollout.beside_s:
-        details["rollout"] = {"reading prompts": rollout.prefill_s, "its last half-empty stretch": rollout.tail_s}
+        details["rollout"] = {
+            "reading prompts": rollout.prefill_s,
+            "between turns": rollout.turns_s,
+            "its last half-empty stretch": rollout.tail_s,
+        }
     for role, times in plan.learning.items():
         phase = "train" if role == "policy" else role
         details[phase] = {key.removesuffix("_s").replace("_", " "): spent for key, spent in asdict(times).items()}
@@ -282,6 +298,7 @@ def plan_json(plan: RunPlan) -> dict[str, Any]:
         "kv": asdict(memory.kv),
         "rollout": asdict(plan.rollout) | {"beside_s": plan.rollout.mean_beside_s},
         "phases": _phases_json(plan.phases) if plan.phases else None,
+        "episodes": asdict(plan.samples.turns) if plan.recipe.episode else None,
         "waits": {"engines_s": plan.engines_wait_s, "ranks_s": plan.ranks_wait_s},
         "reshard": asdict(plan.reshard),
         "learning": {role: asdict(times) for role, times in plan.learning.items()},

@@ -19,6 +19,7 @@ from megarl.plan.engine_simulation import (
     observe_lengths,
     simulate,
 )
+from megarl.plan.turns import TURN_S
 from megarl.rollout.dealing import Capacity, Dealer
 
 _LONG = 1_000_000  # tokens of a context, to divide out what each costs
@@ -28,13 +29,15 @@ _LONG = 1_000_000  # tokens of a context, to divide out what each costs
 class RolloutTime:
     """Seconds of the engine with the most prompts. tail_s: when at most half as many are left as once ran together.
 
-    running: sequences at once, at most. tokens_per_s: of all engines together, over the whole rollout.
+    running: sequences at once, at most. tokens_per_s: sampled by all engines together, over the whole rollout.
 
     retracted: how often a sequence lost its cache in that engine. again_share: tokens that it read once more for that,
     over those of its responses.
 
-    longest: tokens of its longest response, which follow one another. alone_s: their seconds in an engine that runs
-    nothing else: no engine of this layout has a shorter rollout.
+    longest: sampled tokens of its longest response, which follow one another. alone_s: their seconds in an engine that
+    runs nothing else: no engine of this layout has a shorter rollout.
+
+    turns_s: between the turns of the longest episode, in which it is not sampled; 0 without episodes.
 
     beside_s: of these seconds, those that are sampled while the ranks learn (`rollout.ahead`), of each simulated step.
     """
@@ -49,10 +52,11 @@ class RolloutTime:
     longest: int
     alone_s: float
     beside_s: tuple[float, ...] = ()
+    turns_s: float = 0.0
 
     @property
     def total_s(self) -> float:
-        return self.prefill_s + self.decode_s
+        return self.prefill_s + self.decode_s + self.turns_s
 
     @property
     def mean_beside_s(self) -> float:
@@ -98,17 +102,18 @@ def rollout_time(speed: EngineSpeed, samples: Samples, limits: GroupLimits) -> R
     engine, ends = sampled(requests, SimulatedSpeed(speed), limits)
     left = engine.most_running // 2
     lengths = [request.response_tokens for request in requests]
-    longest = max(lengths)
+    longest, turns_s = max(lengths), TURN_S * (max(request.turns for request in requests) - 1)
     return RolloutTime(
         prefill_s=engine.prefill_s,
         decode_s=ends[-1] - engine.prefill_s,
         tail_s=ends[-1] - ends[-1 - left],
         running=engine.most_running,
-        tokens_per_s=float(samples.responses.sum()) / ends[-1],
+        tokens_per_s=samples.sampled_tokens / (ends[-1] + turns_s),
         retracted=engine.retracted,
         again_share=engine.tokens_again / sum(lengths),
         longest=longest,
-        alone_s=longest * speed.step_s(1, samples.prompt_tokens + longest / 2),
+        alone_s=longest * speed.step_s(1, samples.prompt_tokens + longest / 2) + turns_s,
+        turns_s=turns_s,
     )
 
 
@@ -119,9 +124,11 @@ def rough_rollout_s(speed: EngineSpeed, samples: Samples, room: int) -> float:
     """
     responses, engines = samples.responses, speed.layout.count
     running = max(1, min(room, math.ceil(len(responses) / engines)))
-    full_s = float(responses.sum()) / engines / running * speed.step_s(running, samples.running_tokens)
-    longest = int(responses.max())
-    return full_s + (longest - float(responses.mean())) * speed.step_s(1, samples.prompt_tokens + longest / 2)
+    full_s = samples.sampled_tokens / engines / running * speed.step_s(running, samples.running_tokens)
+    longest, sampled_share = int(responses.max()), 1 - samples.turns.observed_share
+    left = sampled_share * (longest - float(responses.mean()))
+    turns_s = TURN_S * (samples.turns.turns_of(longest) - 1)
+    return full_s + left * speed.step_s(1, samples.prompt_tokens + longest / 2) + turns_s
 
 
 def sampled(
@@ -130,7 +137,7 @@ def sampled(
     """(an engine that has sampled all of the requests, the seconds at which each was done)."""
     engine = SimulatedEngine(limits, speed)
     dealer = Dealer([Capacity(limits.slots, limits.cache)] * limits.groups, limits.longest)
-    observe_lengths(dealer, [request.response_tokens for request in requests])
+    observe_lengths(dealer, [request.added_tokens for request in requests])
     waiting = deque(requests)
 
     def send() -> None:
@@ -138,7 +145,7 @@ def sampled(
             engine.submit(waiting.popleft(), group)
 
     def finished(_: int, group: int, request: SimulatedRequest) -> None:
-        dealer.finish(group, request.prompt_tokens, request.response_tokens)
+        dealer.finish(group, request.prompt_tokens, request.added_tokens)
         send()
 
     send()
@@ -151,6 +158,11 @@ def whole_requests(samples: Samples, engines: int, groups: int) -> list[Simulate
     count = prompts * per_prompt
     lengths = samples.responses[:: max(1, len(samples.responses) // count)][:count]
     return [
-        SimulatedRequest(samples.prompt_tokens, int(length), shares_prompt=place % per_prompt >= groups)
+        _request(samples, int(length), shares_prompt=place % per_prompt >= groups)
         for place, length in enumerate(lengths)
     ]
+
+
+def _request(samples: Samples, length: int, *, shares_prompt: bool) -> SimulatedRequest:
+    observed, turns = samples.turns.observed_of(length), samples.turns.turns_of(length)
+    return SimulatedRequest(samples.prompt_tokens, length - observed, shares_prompt, observed, turns)

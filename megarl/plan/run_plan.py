@@ -16,7 +16,7 @@ from megarl.parallel.roles import RoleName, Roles, engine_layout, resolve
 from megarl.plan.batch import MEAN_RESPONSE_SHARE, RankWork, Samples, advice, share_of, step_samples
 from megarl.plan.decode_step import EngineSpeed
 from megarl.plan.engine_memory import settings_of, weight_bytes
-from megarl.plan.engine_simulation import GroupLimits
+from megarl.plan.engine_simulation import CLIPPED, GroupLimits
 from megarl.plan.fit import cache_advice, lacking, with_faults
 from megarl.plan.model_size import ModelSize, sizes_of
 from megarl.plan.phase_advice import TriedPhases, phase_advice
@@ -26,6 +26,7 @@ from megarl.plan.reshard_cost import ReshardPlan, plan_reshard
 from megarl.plan.rollout_time import NO_ROLLOUT, RolloutTime, rollout_time
 from megarl.plan.step_time import StepTime, TrainTime, step_times
 from megarl.preflight.data import budget_faults
+from megarl.preflight.episodes import key_faults
 from megarl.preflight.hyperparameters import hyperparameter_faults, sampling_faults
 from megarl.preflight.layout import batch_faults, engine_faults, node_faults, slot_faults
 from megarl.preflight.lora import lora_faults
@@ -187,9 +188,11 @@ def plan_faults(roles: Roles) -> list[UserFault]:
     faults = hyperparameter_faults(recipe) + sampling_faults(recipe) + phase_faults(roles) + lora_faults(roles)
     if recipe.algorithm.name not in ALGORITHMS:
         return faults
-    longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
+    faults += key_faults(recipe)
+    longest = recipe.data.max_prompt_tokens + recipe.longest_sample
+    of_sample = "episode.max_tokens" if recipe.episode else "rollout.max_response_tokens"
     for role in roles.models.values():
-        faults += budget_faults(role, longest, "data.max_prompt_tokens and rollout.max_response_tokens together")
+        faults += budget_faults(role, longest, f"data.max_prompt_tokens and {of_sample} together")
         faults += [role.model.fault] if role.model.fault else role.layout_faults()
     if shape is None:  # a fault of the policy's
         return faults
@@ -248,7 +251,8 @@ def group_limits(recipe: Recipe, hardware: Hardware, memory: MemoryPlan) -> Grou
         groups=engine.dp,
         slots=math.ceil(limit_of(recipe, kv.wanted) / engine.dp),
         cache=max(1, kv.tokens // engine.dp),
-        longest=recipe.rollout.max_response_tokens,
+        longest=recipe.longest_sample,
         chunk=max(1, settings_of(recipe, hardware).chunk_tokens // engine.dp),
         conservativeness=float(engine.sglang.get("schedule_conservativeness", 1.0)),
+        most_new=min(CLIPPED, recipe.rollout.max_response_tokens),
     )

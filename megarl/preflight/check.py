@@ -19,6 +19,7 @@ from megarl.device import DEVICE
 from megarl.parallel.roles import Roles, resolve
 from megarl.preflight.data import length_faults, read_data, sample_file_faults
 from megarl.preflight.environment import cluster_faults
+from megarl.preflight.episodes import demonstration_faults, read_episode
 from megarl.preflight.hyperparameters import eval_faults, hyperparameter_faults, sampling_faults
 from megarl.preflight.layout import layout_faults, shape_or_stand_in
 from megarl.preflight.limits import is_writable, limit_faults, secret_faults
@@ -26,6 +27,7 @@ from megarl.preflight.lora import adapter_faults, cpu_faults, lora_faults, shari
 from megarl.preflight.models import critic_faults, eos_faults, policy_faults, reward_model_faults, tokenizer_faults
 from megarl.preflight.phases import phase_faults
 from megarl.preflight.rewards import reward_faults
+from megarl.rollout.conversations.splice import Splice
 from megarl.rollout.prompts import PromptStream, load_tokenizer
 from megarl.rollout.sample_file import SampleFile, open_samples
 from megarl.rollout.sglang.arguments import latent_cache_faults, sglang_faults
@@ -41,7 +43,8 @@ Command = Literal["train", "dry run", "rollout", "train from samples", "convert"
 class Inputs:
     """What a run reads from disk: an endless stream of training prompts, and each evaluation set, cut to its limit.
 
-    notes, metrics: lines about the data to print at the start, and its numbers for the record of step 0.
+    notes, metrics: lines about the data to print at the start, and its numbers for the record of step 0. splice: of
+    demonstrated episodes.
     """
 
     tokenizer: Any
@@ -49,6 +52,7 @@ class Inputs:
     eval_sets: Mapping[str, Sequence[Prompt]]
     notes: Sequence[str] = ()
     metrics: Metrics = field(default_factory=dict)
+    splice: Splice | None = None
 
 
 @dataclass(frozen=True)
@@ -110,19 +114,20 @@ def check_convert(recipe: Recipe) -> None:
     _refuse(_faults(_Case("convert", resolve(recipe, learns=False))))
 
 
-def faults_elsewhere(roles: Roles, device: str, absent: Container[str]) -> Faults:
-    """Every fault that can be known on another machine than the run's.
+def faults_elsewhere(roles: Roles, device: str, absent: Container[str]) -> tuple[Faults, Sequence[str]]:
+    """(every fault that can be known on another machine than the run's, notes on its episodes).
 
     device: of the run. absent: keys that name files which are not here; model.path must be a folder with
     the model's config.json even so. Absent training data counts as one prompt of the longest length.
     """
     case = _Case("dry run", roles, device, absent)
-    return _faults(case) + _read(case, TokenCache.of_user(writes=False))[1]
+    _, faults, notes = _read(case, TokenCache.of_user(writes=False))
+    return _faults(case) + faults, notes
 
 
 def _check_inputs(case: _Case, faults: Faults) -> Inputs:
     faults = faults + _faults(case)
-    inputs, of_data = _read(case, TokenCache.of_user())
+    inputs, of_data, _ = _read(case, TokenCache.of_user())
     _refuse(faults + of_data)
     assert inputs, "training data that cannot be read is a fault"
     return inputs
@@ -245,16 +250,20 @@ CHECKS: Mapping[Command, tuple[Callable[[_Case], Faults], ...]] = {
 }
 
 
-def _read(case: _Case, cache: TokenCache | None) -> tuple[Inputs | None, Faults]:
-    """The inputs, None where the training data could not be read, and the faults of all data and what it meets.
+def _read(case: _Case, cache: TokenCache | None) -> tuple[Inputs | None, Faults, Sequence[str]]:
+    """The inputs, None where the training data could not be read, the faults of all data and what it meets, and the
+    notes on episodes.
 
-    That is the tokenizer, the lengths, the rewards, the critic and the reward model.
+    What it meets is the tokenizer, the lengths, the rewards, the critic and the reward model.
     """
     recipe, roles, absent = case.recipe, case.roles, case.absent
     tokenizer, faults = _tokenizer(case)
+    is_known = not faults and not isinstance(tokenizer, _NoTokenizer)
+    episode = read_episode(recipe, tokenizer if is_known else None)
+    faults += episode.faults
     shape = roles.policy.model.known_shape
     vocab_size = shape.vocab_size if shape else None
-    data = read_data(recipe, tokenizer, vocab_size=vocab_size, absent=absent, cache=cache)
+    data = read_data(recipe, tokenizer, vocab_size=vocab_size, absent=absent, tools=episode.tools, cache=cache)
     faults += data.faults
     is_whole = all(where in data.train or where in absent for where in recipe.data.train_files)
     train = data.train_prompts if is_whole else []  # what is wrong with a file says nothing about the others' rows
@@ -263,12 +272,15 @@ def _read(case: _Case, cache: TokenCache | None) -> tuple[Inputs | None, Faults]
         is_here = len(data.train) == len(recipe.data.train)
         unknown = [] if is_here else [Prompt("", "", (0,) * recipe.data.max_prompt_tokens, "")]
         faults += length_faults(roles, tokenizer, [*train, *unknown], cache, vocab_size)
-    faults += reward_faults(recipe, [*train, *(prompt for prompts in eval_sets.values() for prompt in prompts)])
+    faults += demonstration_faults(recipe, episode, train)
+    every = [*train, *(prompt for prompts in eval_sets.values() for prompt in prompts)]
+    faults += reward_faults(recipe, every, has_own=episode.has_reward)
     faults += _critic(case)
     if "reward_model.path" not in absent and "reward_model.adapters" not in absent:
         faults += reward_model_faults(roles, train)
-    inputs = Inputs(tokenizer, data.stream(recipe), eval_sets, data.notes, data.metrics) if train else None
-    return inputs, faults
+    notes = [*episode.notes, *data.notes]
+    inputs = Inputs(tokenizer, data.stream(recipe), eval_sets, notes, data.metrics, episode.splice) if train else None
+    return inputs, faults, episode.notes
 
 
 def _tokenizer(case: _Case) -> tuple[Any, Faults]:

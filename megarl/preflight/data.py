@@ -6,10 +6,13 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from megarl.algos import ALGORITHMS, learns_from_answers
 from megarl.config import Recipe
 from megarl.config.data import DataConfig, DataFileConfig
 from megarl.parallel.roles import Role, Roles
+from megarl.rollout.accounting import row_length
 from megarl.rollout.mixing import MixedStream
 from megarl.rollout.prompts import PromptFile, PromptSource, PromptStream, load_prompts, vocabulary_faults
 from megarl.rollout.sample_file import SampleFile
@@ -65,11 +68,12 @@ def read_data(
     *,
     vocab_size: int | None = None,
     absent: Container[str] = (),
+    tools: Sequence[Mapping[str, Any]] = (),
     cache: TokenCache | None = None,
 ) -> DataRead:
     """Read every data file of the recipe whose key is not absent; the result has every fault of every file.
 
-    vocab_size: the model's, or None where it is not known.
+    vocab_size: the model's, or None where it is not known. tools: as of `load_prompts`.
     """
     data, faults = recipe.data, _weight_faults(recipe.data)
     read: dict[str, PromptFile] = {}
@@ -83,6 +87,7 @@ def read_data(
                 max_prompt_tokens=data.max_prompt_tokens,
                 vocab_size=vocab_size,
                 overlong=data.overlong,
+                tools=tools,
                 cache=cache,
                 bar=progress_bar,
             )
@@ -140,17 +145,22 @@ def length_faults(
     vocab_size: the model's, or None where it is not known.
     """
     recipe, faults = roles.recipe, []
-    limit = recipe.rollout.max_response_tokens
-    longest = max(len(prompt.token_ids) for prompt in train) + limit
+    limit = recipe.longest_sample
+    has_openings = recipe.episode is not None and recipe.episode.environment is not None
+    prompt_tokens = recipe.data.max_prompt_tokens if has_openings else max(len(prompt.token_ids) for prompt in train)
+    longest = prompt_tokens + limit
     for role in roles.models.values():
         if role.trains:  # a reward model cuts what is too long
             faults += budget_faults(role, longest, "the longest prompt and response")
+    if recipe.episode and recipe.data.messages:  # demonstration_faults has read them
+        return faults
     if recipe.warm_start.steps or learns_from_answers(recipe.algorithm.name):
         tokens = _tokens_of_answers(tokenizer, train, cache)
         needed = 1 + int(tokens.lengths.max())
         if needed > limit:
             problem = f"{limit} is less than the longest answer ({needed} tokens with its end)"
-            faults.append(UserFault("rollout.max_response_tokens", problem, f"set it to at least {needed}"))
+            key = "episode.max_tokens" if recipe.episode else "rollout.max_response_tokens"
+            faults.append(UserFault(key, problem, f"set it to at least {needed}"))
         if vocab_size:
             faults += vocabulary_faults("data.train", tokenizer, train, tokens, "answer", vocab_size)
     return faults
@@ -216,7 +226,7 @@ def sample_file_faults(samples: SampleFile, roles: Roles) -> list[UserFault]:
 class _Seen:
     """What the checks need to know of one step's samples.
 
-    has_experts: every sample has routed experts, in the model's own shape. has_baselines: a group has a greedy sample.
+    has_experts: every row has routed experts, in the model's own shape. has_baselines: a group has a greedy sample.
     has_groups: a group has at least two other samples.
     """
 
@@ -228,17 +238,18 @@ class _Seen:
 
 
 def _seen(groups: Sequence[SampleGroup], shape: ModelShape) -> _Seen:
-    sequences = [(group.prompt.token_ids, sample) for group in groups for sample in group.samples]
-    lengths = [len(prompt) + len(sample.response_ids_T) for prompt, sample in sequences]
+    rows = [(group.prompt, row) for group in groups for sample in group.samples for row in sample.rows]
+    lengths = [row_length(prompt, row) for prompt, row in rows]
     layers, chosen = shape.num_layers - shape.num_dense_layers, shape.experts_per_token
-    experts = [sample.routed_experts for _, sample in sequences]
+    experts = [row.routed_experts for _, row in rows]
+    ids = ((prompt.token_ids if row.prompt_ids is None else row.prompt_ids, row.response_ids_T) for prompt, row in rows)
     return _Seen(
-        highest_id=max((int(max((*prompt, sample.response_ids_T.max()))) for prompt, sample in sequences), default=0),
+        highest_id=max((int(np.max(one)) for of_row in ids for one in of_row if len(one)), default=0),
         longest=max(lengths, default=0),
         has_experts=all(
             of is not None and of.shape == (length - 1, layers, chosen)
             for of, length in zip(experts, lengths, strict=True)
         ),
-        has_baselines=any(sample.is_baseline for _, sample in sequences),
+        has_baselines=any(sample.is_baseline for group in groups for sample in group.samples),
         has_groups=any(sum(not sample.is_baseline for sample in group.samples) > 1 for group in groups),
     )

@@ -21,7 +21,7 @@ def hyperparameter_faults(recipe: Recipe, *, learns: bool = True) -> list[UserFa
         problem, mend = f"{name!r} is no algorithm", f"choose from {', '.join(ALGORITHMS)}"
         return [UserFault("algorithm.name", problem, mend)]
     hyperparameters = hyperparameters_of(name, recipe.algorithm)
-    unread = _unread(name, hyperparameters)
+    unread = _unread(name, hyperparameters, has_turns=recipe.episode is not None)
     faults = [
         UserFault(f"algorithm.{key}", f"is set, and {unread[key]}", "leave it out")
         for key, value in recipe.algorithm.given.items()
@@ -31,8 +31,11 @@ def hyperparameter_faults(recipe: Recipe, *, learns: bool = True) -> list[UserFa
     return faults + (_start_faults(recipe, hyperparameters) + _idle_faults(recipe) if learns else [])
 
 
-def _unread(name: str, hyperparameters: Hyperparameters) -> dict[str, str]:
-    """Hyperparameter -> why nothing reads it with this algorithm and the other hyperparameters."""
+def _unread(name: str, hyperparameters: Hyperparameters, *, has_turns: bool) -> dict[str, str]:
+    """Hyperparameter -> why nothing reads it with this algorithm and the other hyperparameters.
+
+    has_turns: samples are episodes, whose turns may have rewards.
+    """
     row, found = ALGORITHMS[name], {}
     if row.surrogate is None:
         others = [field.name for field in fields(Hyperparameters) if field.name != "aggregation"]
@@ -42,7 +45,7 @@ def _unread(name: str, hyperparameters: Hyperparameters) -> dict[str, str]:
         found |= dict.fromkeys(_OF_VALUES, f"{name} has no critic")
     if not row.critic:
         found["critic_warmup_steps"] = f"{name} has no critic or implicit reward model"
-    if not (row.critic or hyperparameters.pays_kl):
+    if not (row.critic or hyperparameters.pays_kl or (has_turns and row.credits_turns)):
         found["gamma"] = f"no token has a reward of its own with {name}"
     if row.critic != "process_rewards":
         found["process_scale"] = f"{name} has no process rewards"

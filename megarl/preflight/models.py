@@ -112,8 +112,8 @@ def _context_faults(roles: Roles) -> Faults:
     """Prompts and responses that are longer together than the model's context."""
     context, longest = roles.policy.model.context_tokens, roles.recipe.longest_sequence
     spare = max(_SPARE_CONTEXT, 1 + roles.recipe.rollout.engine.draft)
-    if roles.recipe.rollout.phase_tokens:
-        spare = max(spare, _SPARE_AFTER_INPUT)  # a request holds the response so far
+    if roles.recipe.rollout.phase_tokens or roles.recipe.episode:
+        spare = max(spare, _SPARE_AFTER_INPUT)  # a request holds what was said so far
     if context is None or longest <= context - spare:
         return []
     problem = f"with the longest response it makes {longest} tokens, the model's context is {context}"
@@ -149,7 +149,7 @@ def critic_faults(roles: Roles) -> Faults:
     if (vocab_size := critic.shape.vocab_size) < policy.shape.vocab_size:
         problem = f"{path} has a vocabulary of {vocab_size}, the policy of {policy.shape.vocab_size}"
         faults.append(UserFault("critic.path", problem, "use a model with the policy's tokenizer"))
-    longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
+    longest = recipe.data.max_prompt_tokens + recipe.longest_sample
     if critic.model.facts.max_positions < longest:
         problem = f"its context is {critic.model.facts.max_positions}, prompt and response may be {longest}"
         faults.append(UserFault("critic.path", problem, "use a model with the policy's context"))
@@ -161,29 +161,40 @@ def reward_model_faults(roles: Roles, prompts: Sequence[Prompt]) -> Faults:
     role = roles.reward_model
     if role is None:
         return []
-    adapters, path = roles.recipe.reward_model.adapters, role.model.path
+    adapters = roles.recipe.reward_model.adapters
     faults = _auxiliary_faults(role, is_known=adapters is not None)
-    if faults or adapters:
-        return faults + (_reward_adapter_faults(adapters, role) if adapters else [])
-    if hf_import.without_head(path):
-        problem = f"{path} has no score.weight: it is a language model"
+    if faults or not adapters:
+        return faults or _reward_checkpoint_faults(role, prompts)
+    faults = _reward_adapter_faults(adapters, role)
+    return faults or _judging_faults("reward_model.adapters", role, prompts)
+
+
+def _reward_checkpoint_faults(role: Role, prompts: Sequence[Prompt]) -> Faults:
+    """Faults of a reward model that is a checkpoint of its own."""
+    if hf_import.without_head(role.model.path):
+        problem = f"{role.model.path} has no score.weight: it is a language model"
         return [UserFault("reward_model.path", problem, "name a sequence classifier with one score")]
+    return _judging_faults("reward_model.path", role, prompts)
+
+
+def _judging_faults(where: str, role: Role, prompts: Sequence[Prompt]) -> Faults:
+    """Faults of the tokenizer and the template with which a reward model reads prompts and responses."""
     try:
-        tokenizer = load_tokenizer(path)
+        tokenizer = load_tokenizer(role.model.path)
     except UserFault as fault:
-        return [UserFault("reward_model.path", fault.problem, fault.mend)]
+        return [UserFault(where, fault.problem, fault.mend)]
     if beyond := token_outside_vocabulary(tokenizer, tokenizer.get_vocab().values(), role.shape.vocab_size):
-        mend = OWN_TOKENIZER.replace("model.path", "reward_model.path")
-        return [UserFault("reward_model.path", f"it reads any text, and its tokenizer has {beyond}", mend)]
+        mend = OWN_TOKENIZER.replace("model.path", where)
+        return [UserFault(where, f"it reads any text, and its tokenizer has {beyond}", mend)]
     unbounded = template_fault(tokenizer, [(prompt.id, prompt.messages) for prompt in prompts], response="")
     if unbounded:
-        return [role.renamed(unbounded)]
+        return [UserFault(where, unbounded.problem, unbounded.mend)]
     for prompt in prompts:
         try:
             chat_text(tokenizer, prompt.messages, "")
         except Exception as error:  # a template raises whatever its author wrote
             mend = "mend the messages or the template"
-            return [UserFault("reward_model.path", f"{prompt.id}: its tokenizer refuses the prompt: {error}", mend)]
+            return [UserFault(where, f"{prompt.id}: its tokenizer refuses the prompt: {error}", mend)]
     return []
 
 

@@ -36,6 +36,7 @@ def unread(recipe: Recipe) -> dict[str, str]:
     has_reward_model = recipe.reward_model.path or recipe.reward_model.adapters
     saves = checkpoint.every or "every" in checkpoint.model_fields_set
     return dict.fromkeys(Recipe.model_fields, "") | {
+        "data.messages": "" if recipe.episode else "episode is not set",
         "run.project": "" if has_project else "run.trackers names neither wandb nor mlflow",
         "warm_start": "" if warm.steps or "steps" in warm.model_fields_set else "warm_start.steps is not set",
         "warm_start.steps": "",

@@ -18,22 +18,26 @@ _BOUNDS = {_CODE: ("total_s", 30.0), "megarl.rollout.rewards.llm_judge:score": (
 _SPARE_S = 5.0  # for the verdict's start and end
 
 
-def reward_faults(recipe: Recipe, prompts: Sequence[Prompt]) -> list[UserFault]:
+def reward_faults(recipe: Recipe, prompts: Sequence[Prompt], *, has_own: bool = False) -> list[UserFault]:
     """Faults of the keys, of the prompts' sources, and of two verdicts of each function on its first row.
 
+    has_own: the environment of episodes gives rewards itself, in place of the functions.
     The functions run in worker processes, as in the run, so that a function that hangs is stopped at its time limit.
     """
     reward = recipe.reward
-    faults = _key_faults(reward) + _source_faults(reward, prompts)
+    faults = _key_faults(reward, has_own=has_own) + _source_faults(reward, prompts)
     for source in reward_specs(reward, recipe.run.timeout_s):
         first = next((prompt for prompt in prompts if source_of(reward, prompt.row) == source), None)
         faults += _function_faults(_only(reward, source), recipe.run.timeout_s, first)
     return faults
 
 
-def _key_faults(reward: RewardConfig) -> list[UserFault]:
+def _key_faults(reward: RewardConfig, *, has_own: bool) -> list[UserFault]:
     faults = []
-    if reward.function is None and not reward.by_source:
+    if has_own and (reward.function or reward.by_source):
+        mend = "set it to null, or take the method `reward` out of the environment"
+        faults.append(UserFault(WHERE, "is set, and episode.environment gives the rewards itself", mend))
+    if reward.function is None and not reward.by_source and not has_own:
         faults.append(UserFault(WHERE, "nobody judges", "name a function, or functions in reward.by_source"))
     if reward.function is None and reward.arguments:
         mend = "name it, or give arguments in reward.by_source"

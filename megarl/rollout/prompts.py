@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -87,6 +88,7 @@ def load_prompts(
     max_prompt_tokens: int,
     vocab_size: int | None = None,
     overlong: WhenOverlong = "refuse",
+    tools: Sequence[Mapping[str, Any]] = (),
     cache: TokenCache | None = None,
     bar: ProgressBar = no_bar,
 ) -> PromptFile:
@@ -94,8 +96,8 @@ def load_prompts(
 
     A prompt is a string, which becomes one user message, or a list of chat messages; the tokenizer's chat template is
     applied to both. Without a template a string is used unchanged. overlong: whether prompts of more than
-    max_prompt_tokens are refused or dropped. vocab_size: the model's, or None where it is not known. Raises UserFaults:
-    one fault for each kind, which counts its rows.
+    max_prompt_tokens are refused or dropped. vocab_size: the model's, or None where it is not known. tools: the schemas
+    that the template is given. Raises UserFaults: one fault for each kind, which counts its rows.
     """
     bad = RowFaults(source.where)
     rows = list(_rows(source, tokenizer.chat_template is not None, bad))
@@ -106,11 +108,12 @@ def load_prompts(
         if unbounded := template_fault(tokenizer, [(row.id, row.messages) for row in rows]):
             raise UserFaults([*bad.faults(), unbounded])
         with bar(title, len(rows)) as done:
-            texts = _texts(tokenizer, rows, bad)
+            texts = _texts(tokenizer, rows, bad, tools)
             tokens = tokenise(tokenizer, texts, special=tokenizer.chat_template is None, done=done)
         return tokens if len(tokens.texts) == len(rows) else None
 
-    tokens = cached_tokens(cache, tokenizer, "prompts", messages, make)
+    kind = f"prompts with {json.dumps(list(tools))}" if tools else "prompts"
+    tokens = cached_tokens(cache, tokenizer, kind, messages, make)
     faults = bad.faults()
     if tokens is None:
         raise UserFaults(faults)
@@ -192,7 +195,9 @@ def _check_messages(prompt: Any, has_template: bool) -> None:
         raise BadRow("the prompt is chat messages, and the tokenizer has no chat template", "write prompts as strings")
 
 
-def _texts(tokenizer: Any, rows: Sequence[Prompt], bad: RowFaults) -> Iterator[str]:
+def _texts(
+    tokenizer: Any, rows: Sequence[Prompt], bad: RowFaults, tools: Sequence[Mapping[str, Any]]
+) -> Iterator[str]:
     """The prompts' texts by the chat template, if there is one; it also writes the special tokens.
 
     Rows that the template refuses are added to `bad`.
@@ -203,7 +208,8 @@ def _texts(tokenizer: Any, rows: Sequence[Prompt], bad: RowFaults) -> Iterator[s
     for row in rows:
         chat = chat_messages(row.messages)
         try:
-            text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            how = {"tools": [dict(tool) for tool in tools] or None, "add_generation_prompt": True}
+            text = tokenizer.apply_chat_template(chat, tokenize=False, **how)
         except Exception as error:  # a template may raise any exception
             problem = f"the chat template refuses the prompt: {error}"
             bad.add(row.id, BadRow(problem, "mend the messages or the template"))

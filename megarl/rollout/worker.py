@@ -13,10 +13,17 @@ import numpy as np
 
 from megarl.config import Recipe, RewardConfig
 from megarl.config.hardware import communicator_bytes
-from megarl.parallel.hf_config import read_model
+from megarl.parallel.hf_config import end_token_ids, read_model
 from megarl.parallel.quantisation import QUANTISATION_KEYS
 from megarl.parallel.roles import engine_layout, lora_size
+from megarl.rollout import accounting
+from megarl.rollout.conversations.episode import Episodes
+from megarl.rollout.conversations.splice import Splice
+from megarl.rollout.conversations.splice_check import check
+from megarl.rollout.conversations.tool_calls import CallFormat
 from megarl.rollout.dealing import Capacity, CompletedSample
+from megarl.rollout.environments.thread import EnvironmentThread, environment_settings
+from megarl.rollout.prompts import load_tokenizer
 from megarl.rollout.rewards import MEND, WHERE, Failure, Verdict, describe_failure
 from megarl.rollout.sglang.adapters import AdapterSlot
 from megarl.rollout.sglang.arguments import EngineSettings, NodeSpan, Sampling
@@ -25,9 +32,15 @@ from megarl.rollout.sglang.engine import Engine, Schedulers
 from megarl.rollout.sglang.sizes import most_sequences
 from megarl.rollout.stock import PartialGroup, PartialSummary
 from megarl.rollout.verdicts.scorers import Scorers
-from megarl.types import GroupSummary, Prompt, Sample, SampleGroup, SamplePart, UserFault
+from megarl.types import GroupSummary, Prompt, Sample, SampleGroup, UserFault
 
-__all__ = ["RolloutWorker", "Sampling", "demonstration", "engine_settings", "scored", "summary"]
+__all__ = [
+    "RolloutWorker",
+    "Sampling",
+    "engine_settings",
+    "scored",
+    "summary",
+]
 
 
 def engine_settings(recipe: Recipe, index: int, span: NodeSpan | None = None) -> EngineSettings:
@@ -79,10 +92,18 @@ class RolloutWorker:
         """span: the engine's first node, where the engine spans several."""
         self._reward = recipe.reward
         self._scorers = Scorers(recipe.reward, recipe.run.timeout_s)
+        self._answers: EnvironmentThread | None = None
         try:
+            if recipe.episode:
+                self._answers = EnvironmentThread(environment_settings(recipe))
             self._engine = Engine(engine_settings(recipe, index, span))
         except BaseException:
-            self._scorers.shutdown()
+            self._shut_down_workers()
+            raise
+        try:
+            self._episodes = self._episodes_of(recipe)
+        except BaseException:
+            self.shutdown()
             raise
 
     async def sample(
@@ -93,10 +114,9 @@ class RolloutWorker:
         Raises EngineFault; UserFault(reward.function) when every verdict has failed, unless sampling.may_lose_all, or
         with reward.on_failure "stop" when any has.
         """
-        samples = await self._generate(prompt.token_ids, sampling, begun)
-        verdicts: list[Verdict | Failure | None] = list(begun.verdicts) if begun else [None] * len(samples)
+        samples, verdicts = await self._generate(prompt, sampling, begun)
         ended = [place for place, sample in enumerate(samples) if verdicts[place] is None and not sample.is_open]
-        new = await self._scorers.verdicts(prompt.answer, prompt.row, [samples[place].text for place in ended])
+        new = await self._judged(prompt, [samples[place].text for place in ended])
         for place, verdict in zip(ended, new, strict=True):
             verdicts[place] = verdict
         if self._reward.on_failure == "stop":  # at once, not when the group is complete
@@ -107,6 +127,12 @@ class RolloutWorker:
         group = PartialGroup(prompt, tuple(samples), tuple(verdicts))
         return partial_summary(group), group
 
+    async def _judged(self, prompt: Prompt, responses: Sequence[str]) -> Sequence[Verdict | Failure]:
+        """The verdicts of the reward functions; without any, an environment was to give them."""
+        if not (self._reward.function or self._reward.by_source):
+            return [Failure("the environment gave no reward") for _ in responses]
+        return await self._scorers.verdicts(prompt.answer, prompt.row, responses)
+
     def capacity(self) -> Capacity:
         """What the engine can run at once."""
         return self._engine.capacity
@@ -116,15 +142,45 @@ class RolloutWorker:
         return await self._engine.take_completed()
 
     async def _generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, begun: PartialGroup | None
-    ) -> list[Sample]:
+        self, prompt: Prompt, sampling: Sampling, begun: PartialGroup | None
+    ) -> tuple[list[Sample], list[Verdict | Failure | None]]:
+        """The samples of a prompt, and the verdicts that are known: of a phase before, or of an environment."""
         if begun:
-            return await self._engine.generate(prompt_ids, sampling, begun.samples)
-        calls = [self._engine.generate(prompt_ids, sampling)]
+            samples = await self._engine.generate(prompt.token_ids, sampling, begun.samples)
+            return samples, list(begun.verdicts)
+        if self._episodes:
+            return await self._play(self._episodes, prompt, sampling)
+        calls = [self._engine.generate(prompt.token_ids, sampling)]
         if sampling.with_baseline:
-            calls.append(self._engine.generate(prompt_ids, replace(sampling, num_samples=1, temperature=0.0)))
+            calls.append(self._engine.generate(prompt.token_ids, replace(sampling, num_samples=1, temperature=0.0)))
         drawn, *greedy = await asyncio.gather(*calls)
-        return drawn + [replace(sample, is_baseline=True) for (sample,) in greedy]
+        samples = drawn + [replace(sample, is_baseline=True) for (sample,) in greedy]
+        return samples, [None] * len(samples)
+
+    async def _play(
+        self, episodes: Episodes, prompt: Prompt, sampling: Sampling
+    ) -> tuple[list[Sample], list[Verdict | Failure | None]]:
+        ways = [sampling] * sampling.num_samples
+        if sampling.with_baseline:
+            ways.append(replace(sampling, temperature=0.0))
+        played = await asyncio.gather(*(episodes.play(prompt, way, place) for place, way in enumerate(ways)))
+        samples = [replace(one.sample, is_baseline=place == sampling.num_samples) for place, one in enumerate(played)]
+        return samples, [one.verdict for one in played]
+
+    def _episodes_of(self, recipe: Recipe) -> Episodes | None:
+        if recipe.episode is None or self._answers is None:
+            return None
+        stop_ids, schemas = end_token_ids(recipe.model.path), self._answers.schemas
+        tokenizer = load_tokenizer(recipe.model.path)
+        splice = Splice(tokenizer, stop_ids, schemas)
+        calls = None
+        if schemas:
+            facts = check(splice, users=self._answers.has_reply, tools=True)
+            calls = CallFormat.find(tokenizer, stop_ids, schemas)
+            calls = replace(calls, parallel=calls.parallel and facts.parallel)
+        return Episodes(
+            recipe.episode, self._engine, self._answers, splice, calls, max_prompt_tokens=recipe.data.max_prompt_tokens
+        )
 
     async def reshard(self, message: Mapping[str, Any], version: int) -> None:
         await self._engine.reshard(message, version)
@@ -146,8 +202,13 @@ class RolloutWorker:
         return self._engine.version
 
     def shutdown(self) -> None:
-        self._scorers.shutdown()
+        self._shut_down_workers()
         self._engine.shutdown()
+
+    def _shut_down_workers(self) -> None:
+        self._scorers.shutdown()
+        if self._answers:
+            self._answers.shutdown()
 
 
 class EnginePart(Schedulers):
@@ -169,9 +230,12 @@ def scored(
     pairs = list(zip(samples, verdicts, strict=True))
     failed = [(sample, verdict) for sample, verdict in pairs if isinstance(verdict, Failure)]
     failures = tuple(describe_failure(failure, sample.text, prompt.answer) for sample, failure in failed)
-    if reward.on_failure == "penalise":
+    if reward.on_failure == "penalise":  # an episode whose environment failed at once has no tokens to train on
         penalty = Verdict(reward.penalty, False)
-        pairs = [(sample, penalty if isinstance(verdict, Failure) else verdict) for sample, verdict in pairs]
+        pairs = [
+            (sample, penalty if isinstance(verdict, Failure) and len(sample.response_ids_T) else verdict)
+            for sample, verdict in pairs
+        ]
     kept = [(sample, verdict) for sample, verdict in pairs if isinstance(verdict, Verdict)]
     num_dropped = len(samples) - len(kept)
     is_lost = not may_lose_all and all(sample.is_baseline for sample, _ in kept)
@@ -191,39 +255,35 @@ def scored(
 
 
 def summary(group: SampleGroup) -> GroupSummary:
-    """The summary of a group, which the controller keeps in place of its arrays."""
-    samples = group.samples
+    """The summary of a group, which the controller keeps in place of its arrays.
+
+    Raises RuntimeError where the tokens of an episode do not add up.
+    """
+    prompt, samples = group.prompt, group.samples
+    accounting.check(prompt, samples)
+    rows = () if all(one.is_plain for one in samples) else [accounting.row_summaries(prompt, one) for one in samples]
     return GroupSummary(
         prompt_text=group.prompt.text,
         answer=group.prompt.answer,
         responses=tuple(sample.text for sample in samples),
         prompt_length=len(group.prompt.token_ids),
-        response_lengths_G=np.asarray([len(sample.response_ids_T) for sample in samples], dtype=np.int64),
+        response_lengths_G=np.asarray([sample.num_trained for sample in samples], dtype=np.int64),
         finished_G=np.asarray([sample.finished for sample in samples], dtype=np.bool_),
         rewards_G=group.rewards_G,
         correct_G=group.correct_G,
-        parts_G=tuple(sample.parts for sample in samples),
+        parts_G=tuple(accounting.trained_parts(sample.rows) for sample in samples),
         given_answers=group.given_answers,
         baseline=next((index for index, sample in enumerate(samples) if sample.is_baseline), None),
         verifications=sum(sample.verifications for sample in samples if not sample.is_baseline),
         prefills=sum(sample.prefills for sample in samples if not sample.is_baseline),
+        rows=tuple(rows),
+        turn_rewards_G=accounting.turn_rewards(samples),
+        facts=tuple(sample.facts for sample in samples) if any(sample.facts for sample in samples) else (),
     )
 
 
 def partial_summary(group: PartialGroup) -> PartialSummary:
     """The summary of a group with open samples."""
-    open_lengths = [len(sample.response_ids_T) for sample in group.samples if sample.is_open]
-    return PartialSummary(len(open_lengths), len(group.prompt.token_ids) + max(open_lengths))
-
-
-def demonstration(prompt: Prompt, tokenizer: Any) -> SampleGroup:
-    """The data's answer as a group of one sample, for supervised steps; the engine's logprobs are 0."""
-    token_ids = [*tokenizer(prompt.answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-    sample = Sample(
-        response_ids_T=np.asarray(token_ids, dtype=np.int64),
-        engine_logp_T=np.zeros(len(token_ids), dtype=np.float32),
-        text=prompt.answer,
-        finished=True,
-        parts=(SamplePart(0, len(token_ids)),),
-    )
-    return SampleGroup(prompt, (sample,), np.ones(1, dtype=np.float32), np.ones(1, dtype=np.bool_))
+    opened = [sample for sample in group.samples if sample.is_open]
+    longest = max(accounting.row_length(group.prompt, row) for sample in opened for row in sample.rows)
+    return PartialSummary(len(opened), longest)

@@ -34,6 +34,7 @@ DEEPSEEK_512 = "deepseek671b_512gpus.yaml", "fp8_rollout_deepseek671b.yaml"
 # What is laid over the recipes of a model; the recipes themselves are all that there are.
 OVERLAYS: dict[str, list[tuple[str, ...]]] = {
     "quickstart": [()],
+    "quickstart_tools": [()],
     "qwen3_30b": [(), ("qwen3_30b_16gpus.yaml",), ("fp8_rollout.yaml",), *((one,) for one in DEBUG)],
     "qwen3_235b": [
         (), ("fp8_rollout_qwen3_235b.yaml",), ("qwen3_235b_128gpus.yaml", "fp8_rollout.yaml"),
@@ -60,7 +61,7 @@ def cases() -> list[Any]:
     ]
 
 
-CLUSTER = [path.stem for path in sorted(RECIPES.glob("*.yaml")) if path.stem != "quickstart"]  # meant for GPUs
+CLUSTER = [path.stem for path in sorted(RECIPES.glob("*.yaml")) if "quickstart" not in path.stem]  # meant for GPUs
 
 
 def load(name: str, over: tuple[str, ...] = (), *overrides: str) -> Recipe:
@@ -72,10 +73,10 @@ def kept(function: Callable[..., Any], key_of: Callable[..., Any]) -> Callable[.
     """A function whose answers are kept by key."""
     answers: dict[Any, Any] = {}
 
-    def call(*arguments: Any) -> Any:
+    def call(*arguments: Any, **named: Any) -> Any:
         key = key_of(*arguments)
         if key not in answers:
-            answers[key] = function(*arguments)
+            answers[key] = function(*arguments, **named)
         return answers[key]
 
     return call
@@ -112,8 +113,8 @@ def lines_of(recipe: Recipe) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "over"), cases())
-def test_it_dry_runs(name: str, over: tuple[str, ...], quickstart_inputs: list[str], tmp_path: Path) -> None:
-    inputs = quickstart_inputs if name == "quickstart" else []
+def test_it_dry_runs(name: str, over: tuple[str, ...], request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    inputs = [] if name in CLUSTER else request.getfixturevalue(f"{name}_inputs")
     recipe = load(name, over, *inputs, f"run.dir={tmp_path / 'runs'}")
     lines = lines_of(recipe)
     assert lines[-1] == f"{recipe.run.name}: nothing to mend"
@@ -124,7 +125,7 @@ def test_it_dry_runs(name: str, over: tuple[str, ...], quickstart_inputs: list[s
     unchecked = {line.split(": ")[1] for line in lines if line.startswith("not checked here: ")}
     expected = {"model.path", "data.train", "data.eval.aime2024", "SGLang's choices of kernels and memory, which ask"}
     expected |= {"memory and time"}
-    assert {key.split(" the GPU")[0] for key in unchecked} == (set() if name == "quickstart" else expected)
+    assert {key.split(" the GPU")[0] for key in unchecked} == (expected if name in CLUSTER else set())
     assert list(tmp_path.iterdir()) == [], "nothing is written"
 
 

@@ -152,7 +152,7 @@ def test_evaluation_sets_are_cut_to_their_limit_and_the_seed_decides_the_order(g
 def test_a_fault_names_its_key(
     told: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, overrides: list[str], where: str, says: str
 ) -> None:
-    monkeypatch.setattr("megarl.preflight.check.reward_faults", lambda *_: [])  # it starts processes
+    monkeypatch.setattr("megarl.preflight.check.reward_faults", lambda *_, **__: [])  # it starts processes
     lines = told(*overrides)
     assert any(line.startswith(f"{where}: ") and says in line for line in lines), lines
     assert len(lines) == len(set(lines))

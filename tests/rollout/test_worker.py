@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 
 from megarl.config import Recipe, RewardConfig
+from megarl.rollout.demonstrations import demonstration
 from megarl.rollout.rewards import Failure, Verdict
 from megarl.rollout.sglang.engine import Engine, EngineFault
 from megarl.rollout.sglang.sizes import step_sequences
 from megarl.rollout.stock import PartialGroup, PartialSummary
-from megarl.rollout.worker import RolloutWorker, Sampling, demonstration, engine_settings, scored, summary
+from megarl.rollout.worker import RolloutWorker, Sampling, engine_settings, scored, summary
 from megarl.types import GroupSummary, Prompt, Sample, SampleGroup, SamplePart, UserFault
 
 PROMPT = Prompt("rows.jsonl:1", "<user>1+2=<assistant>", (3, 6, 15, 7, 18, 4), "3", {"level": 1})
@@ -205,6 +206,7 @@ def test_verdicts_come_as_samples_end_and_decide_when_all_have() -> None:
         return [LATE if one == "xxx" else Verdict(float(len(one)), True) for one in responses]
 
     worker = RolloutWorker.__new__(RolloutWorker)
+    worker._episodes = None
     worker.__dict__.update(
         _engine=Phases(), _scorers=SimpleNamespace(verdicts=verdicts), _reward=RewardConfig(function="a:b")
     )

@@ -90,7 +90,7 @@ def test_every_list_of_pythons_is_the_same() -> None:
 def test_the_cpu_lock_satisfies_setup_py() -> None:
     core, extras = packaging_lists()
     pins = lock("cpu")
-    for text in [*core, *extras["trackers"], *extras["dev"], "sglang==0.5.21"]:
+    for text in [*core, *extras["search"], *extras["trackers"], *extras["dev"], "sglang==0.5.21"]:
         requirement = Requirement(text)
         assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), text
     assert "sglang==0.5.21" in extras["gpu"]
@@ -155,7 +155,7 @@ def test_both_locks_have_the_same_versions_of_what_they_share() -> None:
 
 def test_the_gpu_lock_is_what_setup_py_asks_for() -> None:
     core, extras = packaging_lists()
-    asked = [*core, *extras["gpu"], *extras["trackers"], *extras["dev"]]
+    asked = [*core, *extras["gpu"], *extras["search"], *extras["trackers"], *extras["dev"]]
     for python in PYTHONS:
         assert unmet(wishes(asked, python), lock("gpu")) == []
 
@@ -165,7 +165,7 @@ def test_every_source_of_the_gpu_lock_is_named_there_as_setup_py_names_it() -> N
     lines = re.sub(r"\s*#.*", "", (FOLDER / "gpu.in").read_text(encoding="utf-8")).split("\n")
     named = {canonicalize_name(one.name): one for one in map(Requirement, filter(lambda x: x and x[0] != "-", lines))}
     core, extras = packaging_lists()
-    for text in [*core, *extras["gpu"], *extras["trackers"], *extras["dev"]]:
+    for text in [*core, *extras["gpu"], *extras["search"], *extras["trackers"], *extras["dev"]]:
         wanted = Requirement(text)
         one = named[canonicalize_name(wanted.name)]
         assert wanted.extras == one.extras, text

@@ -23,7 +23,7 @@ from megarl.rollout.conversations.template import TOOLS, ChatTemplate
 from megarl.types import UserFault
 
 if TYPE_CHECKING:
-    from megarl.rollout.sglang.call_readers import CallReader, Reading
+    from megarl.rollout.sglang.call_readers import CallReader, CallReading
 
 MOST_CALLS = 32  # of a turn that are read; a model that only repeats itself writes thousands
 _LONGEST_REASON = 300  # characters
@@ -126,7 +126,7 @@ class CallFormat:
         """The words before the first call."""
         return text[: starts[0]].strip().removesuffix(self.marks.section or "").strip()
 
-    def _calls(self, text: str, starts: Sequence[int], reading: Reading) -> list[ToolCall | BadCall]:
+    def _calls(self, text: str, starts: Sequence[int], reading: CallReading) -> list[ToolCall | BadCall]:
         """All calls of the text in their order; starts: the places of the opening tags, or none."""
         if not reading.calls and not starts:
             return [self._unread(text)]

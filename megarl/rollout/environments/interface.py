@@ -26,9 +26,9 @@ class Environment:
     """The base of a user's environment: every episode has an instance of its own, with its own state.
 
     Every public method with a docstring that a subclass defines is a tool, plain or `async def`, but for the reserved
-    `reset`, `reply`, `reward` and `close`, which may be `async def` too, and `prepare`. A tool takes typed arguments and
-    returns text, an Observation, None (an empty text) or a value that JSON can hold. The names of other methods begin
-    with an underscore. The constructor gets `episode.arguments` as keywords, and so does `prepare`.
+    `reset`, `reply`, `reward` and `close`, which may be `async def` too, and `prepare`. A tool takes typed arguments
+    and returns text, an Observation, None (an empty text) or a value that JSON can hold. The names of other methods
+    begin with an underscore. The constructor gets `episode.arguments` as keywords, and so does `prepare`.
 
     The process of an instance may be ended at any time: because another episode's call hung, died or took too much
     memory. A new instance then gets the same arguments, seed and row, and the same calls; each must have the outcome
@@ -39,7 +39,7 @@ class Environment:
     """Whether calls can be repeated as above. If not, the end of its process is a failure of the episode."""
 
     seed: int
-    """The episode's seed, set before the constructor is called."""
+    """Set before the constructor is called; all episodes of one prompt in a step have the same, to be compared."""
 
     @classmethod
     def prepare(cls, **arguments: Any) -> None:

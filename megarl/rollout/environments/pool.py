@@ -76,6 +76,16 @@ class EnvironmentPool:
         return "reply" in self._offer.has
 
     @property
+    def has_reset(self) -> bool:
+        """Whether the environment may add a message to the prompt."""
+        return "reset" in self._offer.has
+
+    @property
+    def has_reward(self) -> bool:
+        """Whether the environment gives episodes a reward itself."""
+        return "reward" in self._offer.has
+
+    @property
     def counts(self) -> PoolCounts:
         return PoolCounts(self._workers.num_ended, self._num_replayed, self._num_lost)
 

@@ -38,7 +38,7 @@ FORMATS = _formats()
 
 
 @dataclass(frozen=True)
-class Reading:
+class CallReading:
     """A turn as a reader sees it: the text beside its calls, and (name, arguments as JSON) of each call that it read.
 
     tries_calls: whether the text has the format's opening of a call, read or not.
@@ -56,12 +56,12 @@ class CallReader:
         self.name, self._tokenizer = name, tokenizer
         self._tools = [Tool.model_validate(schema) for schema in schemas]
 
-    def read(self, text: str) -> Reading:
+    def read(self, text: str) -> CallReading:
         """Read a turn's text; a reader that raises has read nothing."""
         parser = FunctionCallParser(self._tools, self.name, self._tokenizer)  # readers keep a stream's state
         try:
             tries = parser.has_tool_call(text)
             rest, calls = parser.parse_non_stream(text)
         except Exception:  # a reader raises whatever the JSON of a broken call leads it to
-            return Reading(text, (), True)
-        return Reading(rest, tuple((call.name, call.parameters) for call in calls), tries)
+            return CallReading(text, (), True)
+        return CallReading(rest, tuple((call.name, call.parameters) for call in calls), tries)

@@ -71,8 +71,29 @@ class Engine:
         places = [place for place, sample in enumerate(samples) if sample.is_open]
         outputs = await self._host.run(self._sglang_generate(list(prompt_ids), sampling, samples, places))
         for place, output in zip(places, outputs, strict=True):
-            samples[place] = self._continued(samples[place], output, len(prompt_ids), sampling)
+            rows = _rows_before(samples[place], len(prompt_ids))
+            samples[place] = self._continued(samples[place], output, len(prompt_ids), sampling, rows)
         return samples
+
+    async def turn(
+        self, conversation: str, number: int, context_ids: Sequence[int], sampling: Sampling, place: int, rows: int
+    ) -> Sample:
+        """One response to a conversation so far, as a sample whose prompt is all of that; `number` counts its turns.
+
+        A conversation keeps its attention group, and a random stream as that of sample `place` of its prompt. rows: of
+        its tokens whose routed experts are known; the sample has those of all others but the last. Raises as
+        `generate`.
+        """
+        if self._stale is not None:
+            raise EngineFault(self._stale)
+        limits = replace(sampling, num_samples=1, phase_tokens=None)
+        ask = self._ask([list(context_ids)], [self._parameters(limits, place, 0)], rows, [f"{conversation}/{number}"])
+        (output,) = await self._host.run(ask)
+        return self._continued(_UNBEGUN, output, len(context_ids), limits, rows)
+
+    async def complete(self, conversation: str, prompt_tokens: int, response_tokens: int) -> None:
+        """A conversation has ended: it gives its place to others, and `take_completed` tells of it."""
+        await self._host.run(self._complete(conversation, prompt_tokens, response_tokens))
 
     @property
     def capacity(self) -> Capacity:
@@ -130,13 +151,25 @@ class Engine:
 
         A random number depends on the seed and the token's position alone, so that it is that of a whole response.
         """
-        common = {"temperature": sampling.temperature, "top_p": sampling.top_p}
-        input_ids, parameters = [], []
-        for place in places:
-            response_ids = samples[place].response_ids_T.tolist()
-            input_ids.append(prompt_ids + response_ids)
-            seed = {"sampling_seed": sample_seed(sampling.stream, place)} if self._seeded else {}
-            parameters.append(common | seed | {"max_new_tokens": sampling.new_tokens(len(response_ids))})
+        responses = {place: samples[place].response_ids_T.tolist() for place in places}
+        input_ids = [prompt_ids + response_ids for response_ids in responses.values()]
+        parameters = [self._parameters(sampling, place, len(given)) for place, given in responses.items()]
+        return await self._ask(input_ids, parameters, _rows_before(samples[places[0]], len(prompt_ids)))
+
+    def _parameters(self, sampling: Sampling, place: int, response_tokens: int) -> dict[str, Any]:
+        """SGLang's parameters of sample `place` of a prompt, which has so many tokens already."""
+        seed = {"sampling_seed": sample_seed(sampling.stream, place)} if self._seeded else {}
+        limit = {"max_new_tokens": sampling.new_tokens(response_tokens)}
+        return {"temperature": sampling.temperature, "top_p": sampling.top_p} | seed | limit
+
+    async def _ask(
+        self,
+        input_ids: list[list[int]],
+        parameters: list[dict[str, Any]],
+        rows: int,
+        requests: list[str] | None = None,
+    ) -> list[dict[str, Any]]:
+        """SGLang's answers to a batch. rows: of the tokens whose experts are known; requests: their names."""
         return await self._host.server.async_generate(
             input_ids=input_ids,
             sampling_params=parameters,
@@ -144,8 +177,12 @@ class Engine:
             logprob_start_len=-1,
             lora_path=self._adapter,
             return_routed_experts=self._routed_experts,
-            routed_experts_start_len=_rows_before(samples[places[0]], len(prompt_ids)),
+            routed_experts_start_len=rows,
+            rid=requests,
         )
+
+    async def _complete(self, conversation: str, prompt_tokens: int, response_tokens: int) -> None:
+        self._manager.queue.complete(conversation, prompt_tokens, response_tokens)
 
     async def _sglang_reshard(self, message: Mapping[str, Any], version: str) -> str | None:
         """Update the weights; returns an error's text or None. Ends the session either way, for a later reshard."""
@@ -170,9 +207,9 @@ class Engine:
         return next((text for good, text in ((loaded, loading), (ended, ending)) if not good), None)
 
     def _continued(
-        self, sample: Sample, output: Mapping[str, Any], prompt_length: int, sampling: Sampling
+        self, sample: Sample, output: Mapping[str, Any], prompt_length: int, sampling: Sampling, rows: int
     ) -> Sample:
-        """The sample with the tokens of SGLang's output after its own."""
+        """The sample with the tokens of SGLang's output after its own; rows: as of `_ask`."""
         meta, length = output["meta_info"], len(sample.response_ids_T)
         reason = meta["finish_reason"]
         if reason["type"] == "abort":
@@ -181,6 +218,7 @@ class Engine:
         new_logp_T = np.asarray([logp for logp, *_ in meta["output_token_logprobs"]], dtype=np.float32)
         (span,) = meta["weight_versions"]  # a reshard waits for running requests: one version made all tokens
         response_ids_T = np.concatenate([sample.response_ids_T, new_ids_T])
+        num_rows = prompt_length + len(response_ids_T) - 1 - rows
         is_at_limit = reason["type"] == "length" and len(new_ids_T) == sampling.new_tokens(length)
         is_open = is_at_limit and len(response_ids_T) < sampling.max_tokens
         return replace(
@@ -190,16 +228,15 @@ class Engine:
             text="" if is_open else self._tokenizer.decode(response_ids_T, skip_special_tokens=True),
             finished=reason["type"] == "stop",
             parts=with_part(sample.parts, SamplePart(int(span["version"]), len(new_ids_T))),
-            routed_experts=self._experts(meta, sample, prompt_length, len(new_ids_T)) if self._routed_experts else None,
+            routed_experts=self._experts(meta, sample, num_rows) if self._routed_experts else None,
             verifications=sample.verifications + meta.get("spec_verify_ct", 0),
             prefills=sample.prefills + 1,
             is_open=is_open,
         )
 
-    def _experts(self, meta: Mapping[str, Any], sample: Sample, prompt_length: int, num_new: int) -> np.ndarray:
-        """The sample's routed experts, then those of all further tokens but the last, from SGLang's base64 int32."""
+    def _experts(self, meta: Mapping[str, Any], sample: Sample, num_rows: int) -> np.ndarray:
+        """The sample's routed experts, then those of `num_rows` further tokens, from SGLang's base64 int32."""
         config = self._manager.model_config.hf_text_config
-        num_rows = prompt_length + len(sample.response_ids_T) + num_new - 1 - _rows_before(sample, prompt_length)
         shape = num_rows, config.num_hidden_layers, config.num_experts_per_tok
         experts = np.frombuffer(base64.b64decode(meta["routed_experts"]), dtype=np.int32).reshape(shape)
         num_experts = getattr(config, "n_routed_experts", None) or config.num_experts

@@ -1,4 +1,8 @@
-"""The queue of an engine's requests in front of its attention groups, and the samples that it has finished."""
+"""The queue of an engine's requests in front of its attention groups, and the samples that it has finished.
+
+A request is a sample, or, named CONVERSATION/NUMBER, a turn of one: a conversation has a place in one group, whose
+cache has what was said before, from its first turn until `complete`.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,10 @@ class GroupQueue:
         self._has_finished = asyncio.Event()
 
     async def place(self, request: str, prompt_tokens: int) -> None:
-        """Wait until a group has room for the request."""
+        """Wait until a group has room for the request; a conversation has its place already after its first turn."""
+        request = _sample_of(request)
+        if request in self._placed:
+            return
         placed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._waiting.append((placed, prompt_tokens))
         self._deal()
@@ -38,7 +45,7 @@ class GroupQueue:
 
     def group_of(self, request: str) -> int:
         """The group of a request that was placed."""
-        return self._placed[request][0]
+        return self._placed[_sample_of(request)][0]
 
     def withdraw(self, request: str) -> None:
         """The request was not sent, or was aborted before it ran."""
@@ -47,13 +54,23 @@ class GroupQueue:
             self._deal()
 
     def finish(self, request: str, response_tokens: int) -> None:
-        """The request has finished, as a response or by an abort."""
+        """The request has finished, as a response or by an abort; a conversation goes on."""
         if request in self._placed:
             group, prompt_tokens = self._placed.pop(request)
             self._dealer.finish(group, prompt_tokens, response_tokens)
-            self._completed.append(CompletedSample(group, prompt_tokens, response_tokens))
-            self._has_finished.set()
+            self._report(CompletedSample(group, prompt_tokens, response_tokens))
             self._deal()
+
+    def complete(self, conversation: str, prompt_tokens: int, response_tokens: int) -> None:
+        """The conversation has ended, with so many tokens after its prompt; perhaps without any turn.
+
+        prompt_tokens: as its sample was dealt to the engine.
+        """
+        group, placed_tokens = self._placed.pop(conversation, (0, None))
+        if placed_tokens is not None:  # those of its first turn, whose prompt may be longer than the data's
+            self._dealer.finish(group, placed_tokens, response_tokens)
+        self._report(CompletedSample(group, prompt_tokens, response_tokens))
+        self._deal()
 
     async def take_completed(self) -> list[CompletedSample]:
         """What has finished since the last call, as soon as anything has."""
@@ -61,6 +78,10 @@ class GroupQueue:
         self._has_finished.clear()
         found, self._completed = self._completed, []
         return found
+
+    def _report(self, sample: CompletedSample) -> None:
+        self._completed.append(sample)
+        self._has_finished.set()
 
     def _deal(self) -> None:
         while self._waiting:
@@ -71,3 +92,8 @@ class GroupQueue:
                     return
                 placed.set_result(group)
             self._waiting.popleft()
+
+
+def _sample_of(request: str) -> str:
+    """The conversation of a turn, or the request itself."""
+    return request.partition("/")[0]

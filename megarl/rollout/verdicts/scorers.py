@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
 from megarl.config import RewardConfig
 from megarl.rollout.rewards import WHERE, Failure, Verdict
 from megarl.rollout.verdicts.pool import Pool
 from megarl.rollout.verdicts.process import RewardSpec
+from megarl.rollout.workers.loop_thread import LoopThread
 
-Result = TypeVar("Result")
 DEFAULT = ""  # stands for all sources without a function of their own
 
 
@@ -37,18 +36,15 @@ def source_of(reward: RewardConfig, row: Mapping[str, Any]) -> str:
 class Scorers:
     """The workers of all functions, and the thread whose loop reads their messages.
 
-    The thread lets callers await verdicts in any loop, or wait for them without one; and the kernel ends a worker with
-    the thread that started it. The constructor waits until every function is imported; UserFault if one cannot be.
+    The constructor waits until every function is imported; UserFault if one cannot be.
     """
 
     def __init__(self, reward: RewardConfig, start_s: float) -> None:
         self._reward = reward
-        self._loop = asyncio.SelectorEventLoop()  # not the policy's own: SGLang's knows no subprocesses
-        self._thread = threading.Thread(target=self._loop.run_forever, name="scorers", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("scorers")
         self._pools: dict[str, Pool] = {}
         try:
-            self._submit(self._start(start_s)).result()
+            self._thread.submit(self._start(start_s)).result()
         except BaseException:
             self.shutdown()
             raise
@@ -74,17 +70,12 @@ class Scorers:
 
     def shutdown(self) -> None:
         """End and reap the workers; may be called again."""
-        if not self._thread.is_alive():
-            return
-        self._submit(self._end()).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.end(self._end())
 
     def _verdicts(
         self, answer: str, row: Mapping[str, Any], responses: Sequence[str]
     ) -> Future[list[Verdict | Failure]]:
-        return self._submit(self._pools[source_of(self._reward, row)].verdicts(answer, row, responses))
+        return self._thread.submit(self._pools[source_of(self._reward, row)].verdicts(answer, row, responses))
 
     async def _start(self, start_s: float) -> None:
         for source, spec in reward_specs(self._reward, start_s).items():
@@ -94,7 +85,3 @@ class Scorers:
     async def _end(self) -> None:
         for pool in self._pools.values():
             await pool.end()
-        await asyncio.get_running_loop().shutdown_default_executor()
-
-    def _submit(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)

@@ -198,6 +198,23 @@ def test_a_cancelled_async_call_costs_no_state(play: Play) -> None:
     play(scenario, environment=UNREPEATABLE, call_timeout_s=0.3)
 
 
+def test_an_episode_that_its_caller_gives_up_still_has_its_reward(play: Play) -> None:
+    """The call that was given up leaves no trace: the process is ended at the call's own limit."""
+
+    async def scenario(pool: EnvironmentPool) -> None:
+        for name in "ab":
+            await pool.open(name, {}, 0)
+            await pool.call(name, [add(2)])
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await pool.call(name, [odd("hang")])
+        await pool.drop("b")
+        assert await pool.finish("a") == Verdict(2.0, False)
+        assert pool.counts == PoolCounts(2, 1, 0)
+
+    play(scenario, environment=COUNTER, call_timeout_s=1.0)
+
+
 @pytest.mark.parametrize(
     ("row", "says"),
     [

@@ -1,0 +1,57 @@
+"""The turns of a step's episodes: how many there are, and how many of their tokens are read and not sampled.
+
+Nobody knows what a model will do with its tools, so a plan supposes it, as it supposes lengths (batch.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.config import Recipe
+
+MEAN_TURNS_SHARE = 0.5  # assumption: of episode.max_turns, the mean number of turns
+MEAN_OBSERVATION_SHARE = 0.5  # assumption: of episode.max_observation_tokens, the mean observation
+MOST_OBSERVED_SHARE = 0.8  # assumption: of an episode's tokens, observations at most, where they would be more
+TURN_S = 0.02  # assumption: between two turns, beside the tool's own time: the splice, a request, and its admission
+
+
+@dataclass(frozen=True)
+class Turns:
+    """mean: turns of the mean episode. most: of any. observed_share: observations' share of its tokens.
+
+    mean_tokens: of the mean episode, after its prompt. The default is a response: one turn, without observations.
+    """
+
+    mean: float = 1.0
+    most: int = 1
+    observed_share: float = 0.0
+    mean_tokens: float = 1.0
+
+    @property
+    def observed_tokens(self) -> float:
+        """Of the mean episode."""
+        return self.observed_share * self.mean_tokens
+
+    def turns_of(self, tokens: int) -> int:
+        """The turns of an episode with so many tokens after its prompt: observations follow in equal distances."""
+        return min(self.most, 1 + round((self.mean - 1) * tokens / self.mean_tokens))
+
+    def observed_of(self, tokens: int) -> int:
+        """Of so many tokens of an episode those that are read and not sampled."""
+        return int(self.observed_share * tokens) if self.turns_of(tokens) > 1 else 0
+
+
+def turns_of(recipe: Recipe, mean_tokens: float) -> Turns:
+    """mean_tokens: of a sample after its prompt."""
+    episode = recipe.episode
+    if episode is None:
+        return Turns(mean_tokens=mean_tokens)
+    mean = max(1.0, MEAN_TURNS_SHARE * episode.max_turns)
+    observed = (mean - 1) * MEAN_OBSERVATION_SHARE * episode.max_observation_tokens
+    share = min(MOST_OBSERVED_SHARE, observed / mean_tokens)
+    return Turns(mean, episode.max_turns, share, mean_tokens)
+
+
+def tools_bytes(recipe: Recipe) -> int:
+    """Of one engine's host, the most that its worker processes of tools may take beyond their imports."""
+    return recipe.episode.workers * recipe.episode.memory_mb * 2**20 if recipe.episode else 0

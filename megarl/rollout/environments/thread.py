@@ -1,0 +1,86 @@
+"""The tools and environments of an engine's episodes as its other threads see them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megarl.config import Recipe
+from megarl.rollout.environments.pool import EnvironmentPool
+from megarl.rollout.environments.results import CallResult
+from megarl.rollout.environments.workers import EnvironmentSettings
+from megarl.rollout.rewards import Verdict
+from megarl.rollout.workers.loop_thread import LoopThread
+
+_BYTES_OF_TOKEN = 16  # more than a token's text usually has; what is longer is cut by tokens afterwards
+
+
+def environment_settings(recipe: Recipe, workers: int | None = None) -> EnvironmentSettings:
+    """workers: in place of the recipe's."""
+    episode = recipe.episode
+    assert episode
+    return EnvironmentSettings(
+        tools=episode.tools,
+        environment=episode.environment,
+        arguments=episode.arguments,
+        call_timeout_s=episode.call_timeout_s,
+        workers=workers or episode.workers,
+        memory_mb=episode.memory_mb,
+        result_bytes=max(2**16, _BYTES_OF_TOKEN * episode.max_observation_tokens),
+        start_s=recipe.run.timeout_s,
+    )
+
+
+class EnvironmentThread:
+    """A pool in a thread with a loop of its own. The constructor waits until the processes have loaded everything.
+
+    Methods as of `EnvironmentPool`. Raises UserFault when what the recipe names cannot be used.
+    """
+
+    def __init__(self, settings: EnvironmentSettings) -> None:
+        self._thread = LoopThread("environments")
+        self._pool = self._thread.submit(_made(settings)).result()
+        try:
+            self.schemas = self._thread.submit(self._pool.start()).result()
+        except BaseException:
+            self.shutdown()
+            raise
+
+    @property
+    def has_reply(self) -> bool:
+        return self._pool.has_reply
+
+    @property
+    def has_reset(self) -> bool:
+        """Whether the environment may add a message to the prompt."""
+        return self._pool.has_reset
+
+    @property
+    def has_reward(self) -> bool:
+        """Whether the environment gives rewards itself."""
+        return self._pool.has_reward
+
+    def pids(self) -> list[int]:
+        """The worker processes."""
+        return self._pool.pids()
+
+    async def open(self, episode: str, row: Mapping[str, Any], seed: int) -> str | None:
+        return await self._thread.run(self._pool.open(episode, row, seed))
+
+    async def call(self, episode: str, calls: Sequence[tuple[str, object]]) -> list[CallResult]:
+        return await self._thread.run(self._pool.call(episode, calls))
+
+    async def reply(self, episode: str, text: str) -> CallResult | None:
+        return await self._thread.run(self._pool.reply(episode, text))
+
+    async def finish(self, episode: str) -> Verdict | None:
+        return await self._thread.run(self._pool.finish(episode))
+
+    def shutdown(self) -> None:
+        """End and reap the processes; may be called again."""
+        self._thread.end(self._pool.end())
+
+
+async def _made(settings: EnvironmentSettings) -> EnvironmentPool:
+    """A pool belongs to the loop in which it is made."""
+    return EnvironmentPool(settings)

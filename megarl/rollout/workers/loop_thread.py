@@ -1,0 +1,45 @@
+"""A thread with an event loop of its own, in which worker processes are started and their messages read."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+class LoopThread:
+    """The thread lets callers await results in any loop, or wait for them without one.
+
+    The kernel ends a worker process with the thread that started it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.SelectorEventLoop()  # not the policy's own: SGLang's knows no subprocesses
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """The result of work that is done in the thread, awaited in the caller's loop."""
+        return await asyncio.wrap_future(self.submit(work))
+
+    def end(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do the last work and end the thread; nothing where it has ended already."""
+        if not self._thread.is_alive():
+            work.close()
+            return
+        self.submit(_last(work)).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _last(work: Coroutine[Any, Any, None]) -> None:
+    await work
+    await asyncio.get_running_loop().shutdown_default_executor()

@@ -1,0 +1,145 @@
+"""What is wrong with the episodes of a recipe is told before a run, by its key; tools are loaded as in a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.commands.dry_run import dry_run
+from megarl.config import Recipe
+from megarl.config.loading import load_recipe
+from megarl.preflight.data import read_data
+from megarl.preflight.episodes import demonstration_faults, read_episode
+from megarl.preflight.rewards import reward_faults
+from megarl.rollout.conversations.template import ChatTemplate
+from megarl.rollout.prompts import load_tokenizer
+from megarl.types import UserFault
+
+ROOT = Path(__file__).parents[2]
+GUESS = "megarl.environments.guess:Guess"
+
+TOOLS = '''
+def halve(number: int) -> int:
+    """Half of a number, rounded down."""
+    return number // 2
+
+def silent(number: int) -> int:
+    return number
+'''
+
+
+@pytest.fixture(autouse=True)
+def own_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "odd_tools.py").write_text(TOOLS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def recipe(inputs: Sequence[str], *overrides: str) -> Recipe:
+    return load_recipe(ROOT / "recipes" / "quickstart_tools.yaml", [*inputs, *overrides])
+
+
+def told(inputs: Sequence[str], *overrides: str, proves: bool = False) -> list[str]:
+    made = recipe(inputs, *overrides)
+    tokenizer = load_tokenizer(made.model.path) if proves else None
+    return [str(fault) for fault in read_episode(made, tokenizer).faults]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["episode.tools=[]"], "episode: it names neither tools nor an environment; name one of the two"),
+        ([f"episode.environment={GUESS}"], "episode: it names tools and an environment"),
+        (["episode.max_tokens=10"], "episode.max_tokens: 10 is less than a turn may have: rollout.max_response_tokens"),
+        (["rollout.phase_tokens=8"], "rollout.phase_tokens: 8, but an episode is sampled whole"),
+        (["episode.tools=[odd_tools:halv]"], "episode.tools: "),
+        (["episode.tools=[odd_tools:silent]"], "episode.tools: odd_tools:silent has no docstring"),
+        (["episode.arguments.base=2"], "episode.arguments: no tool takes 'base'"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_a_fault_names_its_key(quickstart_tools_inputs: Sequence[str], overrides: list[str], says: str) -> None:
+    (line,) = told(quickstart_tools_inputs, *overrides)
+    assert line.startswith(says), line
+
+
+@pytest.mark.slow
+def test_what_is_right_is_read_and_proven(quickstart_tools_inputs: Sequence[str]) -> None:
+    """Several tools, an environment without tools, and a recipe without episodes; none leaves a process behind."""
+    made = recipe(quickstart_tools_inputs, "episode.tools=[megarl.environments.calculator:calculate, odd_tools:halve]")
+    found = read_episode(made, load_tokenizer(made.model.path))
+    assert [tool["function"]["name"] for tool in found.tools] == ["calculate", "halve"]
+    assert not found.faults and not found.has_reward
+    assert any("calls are read as SGLang's hermes" in note for note in found.notes)
+    game = recipe(quickstart_tools_inputs, "episode.tools=[]", f"episode.environment={GUESS}", "reward.function=null")
+    played = read_episode(game, load_tokenizer(game.model.path))
+    assert played.has_reward and not played.tools and not played.faults
+    assert read_episode(recipe(quickstart_tools_inputs, "episode=null"), None).tools == ()
+
+
+def test_a_template_that_writes_no_calls_is_refused(quickstart_tools_inputs: Sequence[str], tiny_model: Path) -> None:
+    (line,) = told(quickstart_tools_inputs, f"model.path={tiny_model}", proves=True)
+    assert line.startswith("episode.tools: the chat template leaves tool calls out of the text without an error; use a")
+
+
+def test_prompts_are_rendered_with_the_tools(quickstart_tools_inputs: Sequence[str]) -> None:
+    """By the same tokens as the splice's first; without them a model would not know of the tools."""
+    made = recipe(quickstart_tools_inputs)
+    tokenizer = load_tokenizer(made.model.path)
+    found = read_episode(made, tokenizer)
+    prompts = read_data(made, tokenizer, tools=found.tools).train_prompts
+    assert found.splice
+    for prompt in prompts[:20]:
+        assert list(prompt.token_ids) == found.splice.first(prompt.messages)
+        assert "calculate" in ChatTemplate(tokenizer).decode(prompt.token_ids)
+
+
+def test_an_environments_rewards_leave_nothing_to_a_function(quickstart_tools_inputs: Sequence[str]) -> None:
+    made = recipe(quickstart_tools_inputs)
+    (fault,) = reward_faults(made, [], has_own=True)
+    assert str(fault).startswith("reward.function: is set, and episode.environment gives the rewards itself")
+    own = recipe(quickstart_tools_inputs, "reward.function=null")
+    assert reward_faults(own, [], has_own=True) == []
+    (fault,) = reward_faults(own, [])
+    assert str(fault).startswith("reward.function: nobody judges")
+
+
+def test_demonstrations_are_read_before_a_run(quickstart_tools_inputs: Sequence[str], tmp_path: Path) -> None:
+    """All rows; those of one kind are one fault, which names the first."""
+
+    def faults(rows: list[dict[str, Any]], *overrides: str) -> list[UserFault]:
+        file = tmp_path / "rows.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        made = recipe(quickstart_tools_inputs, f"data.train={file}", *overrides)
+        tokenizer = load_tokenizer(made.model.path)
+        found = read_episode(made, tokenizer)
+        prompts = read_data(made, tokenizer, tools=found.tools).train_prompts
+        return demonstration_faults(made, found, prompts)
+
+    good = {"prompt": "2*3=", "answer": "6", "messages": [{"role": "assistant", "content": "6"}]}
+    assert faults([good]) == []
+    (fault,) = faults([good, {**good, "messages": [{"role": "user", "content": "6"}]}, {**good, "messages": "6"}])[:1]
+    assert fault.where == "data.messages" and "rows.jsonl:2" in fault.problem
+    long = {**good, "messages": [{"role": "assistant", "content": "6" * 120}]}
+    (fault,) = faults([good, long])
+    assert str(fault).startswith("episode.max_tokens: 96 is less than the longest demonstrated episode (121 tokens)")
+    assert faults([long], "warm_start.steps=0") == [], "nothing reads them"
+
+
+def test_what_was_found_is_told_without_a_tokenizer(quickstart_tools_inputs: Sequence[str]) -> None:
+    (note,) = read_episode(recipe(quickstart_tools_inputs), None).notes
+    assert note == "episode: tools calculate; at most 3 turns of 16 tokens, 96 in all"
+    game = recipe(quickstart_tools_inputs, "episode.tools=[]", f"episode.environment={GUESS}")
+    (note,) = read_episode(game, None).notes
+    assert note.startswith("episode: megarl.environments.guess:Guess; at most 3 turns")
+
+
+@pytest.mark.slow
+def test_a_dry_run_tells_tools_turns_and_the_format_of_calls(quickstart_tools_inputs: Sequence[str]) -> None:
+    lines: list[str] = []
+    dry_run(recipe(quickstart_tools_inputs), lines.append)
+    tools, calls = (line for line in lines if line.startswith("episode: "))
+    assert "tools calculate" in tools and "hermes" in calls

@@ -1,0 +1,244 @@
+"""The loop of an episode with real tools and environments in their processes, and turns that a script gives."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.config import RewardConfig
+from megarl.config.episode import EpisodeConfig
+from megarl.rollout.conversations.episode import Episodes, Played
+from megarl.rollout.conversations.splice import Splice
+from megarl.rollout.conversations.tool_calls import CallFormat
+from megarl.rollout.environments.thread import EnvironmentThread
+from megarl.rollout.environments.workers import EnvironmentSettings
+from megarl.rollout.rewards import Failure, Verdict
+from megarl.rollout.sglang.arguments import Sampling
+from megarl.rollout.worker import RolloutWorker
+from megarl.types import Prompt, Sample, SamplePart
+from scripts.make_tiny_moe import make_tokenizer
+
+pytestmark = pytest.mark.slow  # the reader of calls is SGLang's
+
+ODD = '''
+import time
+
+from megarl.environments import Environment, Observation
+
+
+def double(number: int) -> int:
+    """Twice a number."""
+    return 2 * number
+
+
+def say(words: str) -> str:
+    """The words."""
+    return words
+
+
+def hang(number: int) -> int:
+    """Never."""
+    time.sleep(60)
+    return number
+
+
+def end(number: int) -> Observation:
+    """The end."""
+    return Observation("over", reward=float(number), done=True)
+
+
+class Odd(Environment):
+    """Fails where its row says so."""
+
+    def reset(self, row):
+        self._row = row
+        if row["fails"] == "reset":
+            raise ValueError("no row")
+        return row.get("opening")
+
+    def reply(self, text):
+        if self._row["fails"] == "reply":
+            raise ValueError("no words")
+        return Observation(f"you said {text}", reward=0.25)
+
+    def reward(self):
+        if self._row["fails"] == "reward":
+            raise ValueError("no idea")
+        return None if self._row["fails"] == "none" else 0.5
+'''
+TOOLS = ("double", "say", "hang", "end")
+CALL = '<tool_call>{{"name": "{}", "arguments": {}}}</tool_call>'
+
+
+class Script:
+    """A sampler whose turns are given: texts, or a text without an end where it is cut."""
+
+    def __init__(self, tokenizer: Any, turns: Sequence[str]) -> None:
+        self.tokenizer, self.turns, self.completed = tokenizer, list(turns), []
+
+    async def turn(
+        self, conversation: str, number: int, context_ids: Sequence[int], sampling: Sampling, place: int, rows: int
+    ) -> Sample:
+        text = self.turns[number]
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        is_cut = text.endswith("...") or len(ids) >= sampling.max_tokens
+        ids = ids[: sampling.max_tokens] if is_cut else [*ids, self.tokenizer.eos_token_id]
+        words = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return Sample(np.array(ids), np.full(len(ids), -1.0, np.float32), words, not is_cut, (SamplePart(3, len(ids)),))
+
+    async def complete(self, conversation: str, prompt_tokens: int, response_tokens: int) -> None:
+        self.completed.append((conversation, response_tokens))
+
+
+Play = Callable[..., tuple[Played, Script]]
+
+
+@pytest.fixture(scope="module")
+def threads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, EnvironmentThread]]:
+    folder = tmp_path_factory.mktemp("odd")
+    (folder / "odd_answers.py").write_text(ODD)
+    sys.path.append(str(folder))
+    limits = {"call_timeout_s": 1.0, "workers": 1}
+    made = {
+        "tools": EnvironmentThread(EnvironmentSettings(tools=tuple(f"odd_answers:{one}" for one in TOOLS), **limits)),
+        "environment": EnvironmentThread(EnvironmentSettings(environment="odd_answers:Odd", **limits)),
+    }
+    yield made
+    for one in made.values():
+        one.shutdown()
+    sys.path.remove(str(folder))
+
+
+@pytest.fixture
+def play(threads: dict[str, EnvironmentThread]) -> Play:
+    tokenizer: Any = make_tokenizer(tools=True)
+
+    def once(kind: str, *turns: str, row: Any = None, **limits: Any) -> tuple[Played, Script]:
+        thread = threads[kind]
+        splice = Splice(tokenizer, [tokenizer.eos_token_id], thread.schemas)
+        calls = CallFormat.find(tokenizer, [tokenizer.eos_token_id], thread.schemas) if thread.schemas else None
+        config = EpisodeConfig.model_validate({"tools": ["a:b"], "max_tokens": 400, "max_turns": 4} | limits)
+        script = Script(tokenizer, turns)
+        episodes = Episodes(config, script, thread, splice, calls, max_prompt_tokens=60)
+        prompt = Prompt("row 1", "", tuple(splice.first("go")), "", {"fails": "", **(row or {})}, "go")
+        return asyncio.run(episodes.play(prompt, Sampling(1, 120, stream=(1, 2)), 0)), script
+
+    return once
+
+
+def text_of(script: Script, played: Played) -> str:
+    return script.tokenizer.decode(played.sample.response_ids_T, skip_special_tokens=False)
+
+
+def call(name: str, **arguments: Any) -> str:
+    return CALL.format(name, json.dumps(arguments))
+
+
+def test_calls_are_answered_in_their_order(play: Play) -> None:
+    """Also those that cannot be made; what is said to the model is masked, and each turn is trained with its end."""
+    turn = call("double", number=4) + call("halve", number=4) + call("double", number="4")
+    played, script = play("tools", turn, "8")
+    facts, sample = played.sample.facts, played.sample
+    assert facts and (facts.end, facts.turns, facts.calls, facts.call_errors) == ("answered", 2, 3, 2)
+    assert sample.trained_T is not None
+    said = script.tokenizer.decode(sample.response_ids_T[~sample.trained_T], skip_special_tokens=False)
+    assert said.index("8") < said.index("no such tool") < said.index("argument number")
+    assert (sample.response_ids_T[sample.trained_T] == script.tokenizer.eos_token_id).sum() == 2
+    assert facts.sampled_tokens == sample.trained_T.sum() and sample.text == "8" and sample.finished
+    assert not sample.engine_logp_T[~sample.trained_T].any()
+    assert script.completed == [("episode-0", len(sample.response_ids_T))]
+    assert played.verdict is None, "the reward function decides"
+
+
+def test_a_tool_may_end_an_episode_and_reward_its_turn(play: Play) -> None:
+    played, _ = play("tools", call("double", number=1), call("end", number=3))
+    sample = played.sample
+    assert sample.facts and sample.facts.end == "done" and sample.token_rewards_T is not None
+    assert sample.token_rewards_T[-1] == 3.0 == sample.token_rewards_T.sum()
+
+
+def test_a_call_that_hangs_is_told_and_the_episode_goes_on(play: Play) -> None:
+    played, script = play("tools", call("hang", number=1), "sorry")
+    assert played.sample.facts and played.sample.facts.end == "answered" and played.sample.facts.call_errors == 1
+    assert "took longer than 1 s" in text_of(script, played)
+
+
+def test_what_a_tool_says_is_cut_and_is_no_markup(play: Play) -> None:
+    played, script = play("tools", call("say", words="a<eos><user>" * 25), "ok", max_observation_tokens=30)
+    trained_T = played.sample.trained_T
+    assert trained_T is not None
+    said = script.tokenizer.decode(played.sample.response_ids_T[~trained_T], skip_special_tokens=False)
+    assert "tokens left out" in said and "< eos>" in said and said.count("<eos>") == 1, "the result's own end"
+
+
+@pytest.mark.parametrize(
+    ("turns", "limits", "end"),
+    [
+        ([call("double", number=1)] * 2, {"max_turns": 2}, "max_turns"),
+        ([call("double", number=1)] * 9, {"max_turns": 9, "max_tokens": 150}, "max_tokens"),
+        (["halves of..."], {}, "cut"),
+        ([call("halve", number=1)] * 4, {}, "bad_calls"),
+        ([call("hang", number=1)] * 4, {"timeout_s": 0.5}, "timeout"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_every_limit_ends_an_episode_by_its_name(
+    play: Play, turns: list[str], limits: dict[str, Any], end: str
+) -> None:
+    played, script = play("tools", *turns, **limits)
+    assert played.sample.facts and played.sample.facts.end == end and not played.sample.finished
+    trained_T = played.sample.trained_T
+    assert trained_T is None or trained_T[-1], "a row ends with what the model sampled"
+    assert len(played.sample.response_ids_T) <= limits.get("max_tokens", 400) and len(script.completed) == 1
+
+
+def test_an_environment_answers_rewards_and_opens(play: Play) -> None:
+    played, script = play("environment", "hello", "again", row={"opening": "begin"}, max_turns=2)
+    sample = played.sample
+    assert played.verdict == Verdict(0.5, False) and sample.prompt_ids is not None
+    assert "begin" in script.tokenizer.decode(sample.prompt_ids) and "you said hello" in text_of(script, played)
+    assert sample.token_rewards_T is not None and sample.token_rewards_T.sum() == 0.5
+
+
+@pytest.mark.parametrize(
+    ("row", "words", "turns"),
+    [
+        ({"fails": "reset"}, "reset raised ValueError: no row", 0),
+        ({"fails": "reply"}, "reply raised ValueError: no words", 1),
+        ({"fails": "reward"}, "reward raised ValueError: no idea", 2),
+        ({"opening": "x" * 100}, "with the text of reset the prompt has", 0),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else None,
+)
+def test_a_failing_environment_is_a_failed_verdict(play: Play, row: Any, words: str, turns: int) -> None:
+    """Of this episode alone, whose process goes on."""
+    played, script = play("environment", "hello", "again", row=row, max_turns=2)
+    assert isinstance(played.verdict, Failure) and words in played.verdict.words
+    assert played.sample.facts and (played.sample.facts.end, played.sample.facts.turns) == ("environment", turns)
+    assert len(script.completed) == 1
+    assert play("environment", "hello", "again", max_turns=2)[0].verdict == Verdict(0.5, False)
+
+
+def test_a_group_needs_no_reward_function_where_the_environment_judges(play: Play) -> None:
+    """A reward of None is a failure there, which reward.on_failure decides about."""
+
+    async def played(row: Any) -> Any:
+        samples = [play_one.sample for play_one in row]
+        return samples, [play_one.verdict for play_one in row]
+
+    good, bad = (
+        play("environment", "hi", row={}, max_turns=1)[0],
+        play("environment", "hi", row={"fails": "none"}, max_turns=1)[0],
+    )
+    assert bad.verdict is None
+    worker: Any = RolloutWorker.__new__(RolloutWorker)
+    worker._reward, worker._generate = RewardConfig(), lambda *_: played([good, bad])
+    summary, group = asyncio.run(worker.sample(Prompt("row 1", "", (1, 2), ""), Sampling(2, 9)))
+    assert summary.rewards_G.tolist() == [0.5] and summary.num_dropped == 1
+    assert "the environment gave no reward" in summary.failures[0] and len(group.samples) == 1

@@ -1,0 +1,128 @@
+"""Episodes on a real engine: what is trained is what was sampled, after exactly the tokens that the row has."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.config.episode import EpisodeConfig
+from megarl.parallel.hf_config import end_token_ids
+from megarl.rollout.conversations.episode import Episodes, Played
+from megarl.rollout.conversations.splice import Splice
+from megarl.rollout.environments.thread import EnvironmentThread
+from megarl.rollout.environments.workers import EnvironmentSettings
+from megarl.rollout.prompts import load_tokenizer
+from megarl.rollout.sglang.arguments import Sampling
+from megarl.rollout.sglang.engine import Engine
+from megarl.types import Prompt
+from tests.parallel import checkpoints
+from tests.rollout.conftest import Reference, write_tokenizer
+
+pytestmark = pytest.mark.slow
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+STOPS = [1, *range(20, 34)]  # many, so that a model of random weights ends its turns
+TURN_TOKENS, EPISODES = 24, 12
+GAME = EnvironmentSettings(environment="megarl.environments.guess:Guess", workers=1)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("talker")
+    write_tokenizer(folder, TEMPLATE)
+    path = checkpoints.write(folder, "qwen3-moe")
+    file = path / "generation_config.json"
+    content = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(content | {"eos_token_id": STOPS}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def game() -> Iterator[EnvironmentThread]:
+    thread = EnvironmentThread(GAME)
+    yield thread
+    thread.shutdown()
+
+
+@pytest.fixture(scope="module", params=[{}, {"dp": 2}, {"seeded": True}], ids=["plain", "dp2", "seeded"])
+def engine(request: pytest.FixtureRequest, build_engine: Callable[..., Engine], model: Path) -> Iterator[Engine]:
+    built = build_engine(2, 1, model_path=str(model), routed_experts=True, **request.param)
+    yield built
+    built.shutdown()
+
+
+def play(engine: Engine, game: EnvironmentThread, model: Path, stream: tuple[int, ...], **limits: Any) -> list[Played]:
+    """A group of episodes."""
+    tokenizer = load_tokenizer(str(model))
+    splice = Splice(tokenizer, end_token_ids(str(model)))
+    config = EpisodeConfig.model_validate({"environment": GAME.environment, "max_tokens": 400, "max_turns": 5} | limits)
+    episodes = Episodes(config, engine, game, splice, None, max_prompt_tokens=300)
+    prompt = Prompt("row 1", "", tuple(splice.first("go")), "", {"prompt": "go"}, "go")
+    sampling = Sampling(EPISODES, TURN_TOKENS, stream=stream)
+
+    async def together() -> list[Played]:
+        return await asyncio.gather(*(episodes.play(prompt, sampling, place) for place in range(EPISODES)))
+
+    return asyncio.run(together())
+
+
+def test_every_trained_token_was_sampled_after_its_row(engine: Engine, game: EnvironmentThread, model: Path) -> None:
+    """By the logprobs of transformers over the whole row: a token after another prefix would have another one."""
+    reference = Reference(model)
+    played = play(engine, game, model, (1, 2))
+    assert max(one.sample.facts.turns for one in played if one.sample.facts) > 2
+    for one in played:
+        sample = one.sample
+        assert sample.facts and sample.prompt_ids is not None and one.verdict is not None
+        response = sample.response_ids_T.tolist()
+        trained_T = np.ones(len(response), np.bool_) if sample.trained_T is None else sample.trained_T
+        assert trained_T[-1] and trained_T.sum() == sample.facts.sampled_tokens
+        expected_T = reference.logprobs(sample.prompt_ids.tolist(), response).numpy()
+        np.testing.assert_allclose(sample.engine_logp_T[trained_T], expected_T[trained_T], atol=1e-4)
+        assert not sample.engine_logp_T[~trained_T].any()
+        assert sum(part.num_tokens for part in sample.parts) == len(response)
+        assert sample.routed_experts is not None
+        assert len(sample.routed_experts) == len(sample.prompt_ids) + len(response) - 1
+
+
+def test_experts_of_turns_are_those_of_the_whole_row(engine: Engine, game: EnvironmentThread, model: Path) -> None:
+    """The engine reads a whole row at once, and chooses the same for every token but where two are as good."""
+    sample = max((one.sample for one in play(engine, game, model, (5,))), key=lambda one: len(one.response_ids_T))
+    assert sample.prompt_ids is not None and sample.routed_experts is not None
+    row = [*sample.prompt_ids.tolist(), *sample.response_ids_T.tolist()]
+    (again,) = asyncio.run(engine.generate(row, Sampling(1, 1)))
+    assert again.routed_experts is not None
+    whole = again.routed_experts[: len(row) - 1]
+    assert (np.sort(whole, -1) == np.sort(sample.routed_experts, -1)).mean() > 0.99
+
+
+def test_limits_end_an_episode(engine: Engine, game: EnvironmentThread, model: Path) -> None:
+    """Each by its name, and no row is longer than it may be."""
+    ends = {one.sample.facts.end for one in play(engine, game, model, (7,), max_turns=2) if one.sample.facts}
+    assert ends <= {"max_turns", "cut", "done", "answered"} and "max_turns" in ends
+    short = play(engine, game, model, (7,), max_tokens=60)
+    assert all(len(one.sample.response_ids_T) <= 60 for one in short)
+    assert "max_tokens" in {one.sample.facts.end for one in short if one.sample.facts}
+
+
+def test_seeded_episodes_repeat_to_the_bit(
+    build_engine: Callable[..., Engine], game: EnvironmentThread, model: Path
+) -> None:
+    engine = build_engine(1, 1, model_path=str(model), seeded=True)
+    try:
+        first, again, other = (play(engine, game, model, stream) for stream in ((3, 1), (3, 1), (3, 2)))
+    finally:
+        engine.shutdown()
+    ids = [[one.sample.response_ids_T.tolist() for one in group] for group in (first, again, other)]
+    assert ids[0] == ids[1] != ids[2]
+    for one, two in zip(first, again, strict=True):
+        np.testing.assert_array_equal(one.sample.engine_logp_T, two.sample.engine_logp_T)
