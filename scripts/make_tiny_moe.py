@@ -1,11 +1,13 @@
 """Write the quickstart's model: a small Qwen3-MoE with random weights, as an ordinary Hugging Face folder.
 
 The tokenizer is real and reads one character a token: all printable ASCII, with a chat template. Nothing is downloaded.
+With --tools its template knows tools and their calls, and what surrounds the arguments of a call is a few tokens.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import string
 from pathlib import Path
@@ -23,12 +25,31 @@ CHAT_TEMPLATE = string.Template(
     "{% endfor %}{% if add_generation_prompt %}$assistant{% endif %}"
 ).substitute(user="<user>", assistant="<assistant>")
 
+TOOL_SPECIAL = ["<tools>", "<tool>", "<tool_call>", "</tool_call>"]
+# Of a call of megarl.environments.calculator; other calls are read and written with more tokens.
+PIECES = ['{"name": "', '", "arguments": {"', '": "', '"}}', "calculate", "expression"]
+# Each message ends with a stop token. Of the tools the prompt has the names alone: a schema has hundreds of characters.
+# Calls are written as Hermes 2 Pro writes them.
+TOOLS_TEMPLATE = (
+    "{{ bos_token }}"
+    "{% if tools %}<tools>{{ tools | map(attribute='function.name') | join(' ') }}{{ eos_token }}{% endif %}"
+    "{% for message in messages %}<{{ message.role if message.role in ('assistant', 'tool') else 'user' }}>"
+    "{{ message.content or '' }}"
+    "{% for call in message.tool_calls or [] %}"
+    '<tool_call>{"name": "{{ call.function.name }}", '
+    '"arguments": {{ call.function.arguments | tojson }}}</tool_call>'
+    "{% endfor %}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character; what is not printable ASCII becomes <unk>."""
-    vocabulary = {token: id for id, token in enumerate([*SPECIAL, *CHARACTERS])}
+
+def make_tokenizer(*, tools: bool = False) -> PreTrainedTokenizerFast:
+    """One token a character, and with tools one for each of PIECES; what is not printable ASCII becomes <unk>."""
+    special, pieces = [*SPECIAL, *(TOOL_SPECIAL if tools else ())], PIECES if tools else []
+    vocabulary = {token: id for id, token in enumerate([*special, *CHARACTERS, *pieces])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")  # type: ignore[assignment]
+    token = Regex("|".join([*map(re.escape, pieces), r"[\s\S]"]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(token, "isolated")  # type: ignore[assignment]
     tokenizer.decoder = decoders.Fuse()  # type: ignore[assignment]
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -36,10 +57,10 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         bos_token="<bos>",
         eos_token="<eos>",
         unk_token="<unk>",
-        additional_special_tokens=["<user>", "<assistant>"],
+        additional_special_tokens=special[SPECIAL.index("<user>") :],
         clean_up_tokenization_spaces=False,
         model_max_length=512,
-        chat_template=CHAT_TEMPLATE,
+        chat_template=TOOLS_TEMPLATE if tools else CHAT_TEMPLATE,
     )
 
 
@@ -75,8 +96,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("models/tiny-qwen3-moe"), help="folder of the checkpoint")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--tools", action="store_true", help="with a tokenizer and a chat template that know tools")
     args = parser.parse_args()
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(tools=args.tools)
     model = make_model(tokenizer, args.seed)
     draft = args.out.with_name(f"{args.out.name}.draft")  # renamed at the end: the folder is whole or absent
     shutil.rmtree(draft, ignore_errors=True)

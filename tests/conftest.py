@@ -39,3 +39,16 @@ def quickstart_inputs(tiny_model: Path, arithmetic: Path) -> list[str]:
         f"data.train={arithmetic / 'train.jsonl'}",
         f"data.eval.arith={arithmetic / 'eval.jsonl'}",
     ]
+
+
+@pytest.fixture(scope="session")
+def quickstart_tools_inputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Overrides that point the recipe of the quickstart with tools at its model and data."""
+    folder = tmp_path_factory.mktemp("tools")
+    for script, out in (("make_tiny_moe.py", folder / "model"), ("make_arithmetic.py", folder)):
+        subprocess.run([sys.executable, ROOT / "scripts" / script, "--tools", "--out", out], check=True)
+    return [
+        f"model.path={folder / 'model'}",
+        f"data.train={folder / 'train.jsonl'}",
+        f"data.eval.products={folder / 'eval.jsonl'}",
+    ]

@@ -108,19 +108,19 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def launch(inputs: Path, tmp_path: Path) -> Iterator[Callable[..., Command]]:
-    """Start `megarl train` (or another verb) on the quickstart recipe with overrides and options, in a folder that all
-    commands of a test share; whatever a test does, nothing of it survives."""
+    """Start `megarl train` (or another verb) on the quickstart recipe, or another, with overrides and options, in a
+    folder that all commands of a test share; whatever a test does, nothing of it survives."""
     started: list[Command] = []
 
     for name in ("models", "data"):
         (tmp_path / name).symlink_to(inputs / name)
 
-    def start(*overrides: str, verb: str = "train") -> Command:
+    def start(*overrides: str, verb: str = "train", recipe: Path = RECIPE) -> Command:
         marker = f"{tmp_path}-{len(started)}"
         environment = {**os.environ, "MEGARL_TEST": marker}
         before = shared_files()
         process = subprocess.Popen(
-            [sys.executable, "-m", "megarl.cli", verb, str(RECIPE), *overrides],
+            [sys.executable, "-m", "megarl.cli", verb, str(recipe), *overrides],
             cwd=tmp_path,
             env=environment,
             stdout=subprocess.PIPE,

@@ -10,8 +10,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from megarl.environments.calculator import calculate
 
 ROOT = Path(__file__).parents[2]
 SHELL_FILES = [
@@ -27,7 +30,7 @@ def make(script: str, *arguments: str | Path) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def rows(path: Path) -> list[dict[str, str]]:
+def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -55,6 +58,26 @@ def test_arithmetic_is_the_same_for_the_same_seed(arithmetic: Path, tmp_path: Pa
     make("make_arithmetic.py", "--out", tmp_path / "other", "--seed", "2")
     assert digests(tmp_path / "same") == digests(arithmetic)
     assert digests(tmp_path / "other")["train.jsonl"] != digests(arithmetic)["train.jsonl"]
+
+
+def test_multiplications_are_right_and_a_quarter_of_them_is_demonstrated_with_the_calculator(tmp_path: Path) -> None:
+    make("make_arithmetic.py", "--tools", "--out", tmp_path)
+    train, evaluation = rows(tmp_path / "train.jsonl"), rows(tmp_path / "eval.jsonl")
+    assert (len(train), len(evaluation)) == (8100 - 256, 256)
+    assert len({row["prompt"] for row in [*train, *evaluation]}) == 8100
+    for row in [*train, *evaluation]:
+        match = re.fullmatch(r"([1-9]\d)\*([1-9]\d)=", row["prompt"])
+        assert match, row
+        assert row["answer"] == str(int(match[1]) * int(match[2]))
+    with_calls = [row for row in train if len(row["messages"]) > 1]
+    assert len(with_calls) == len(train) // 4
+    for row in train:
+        assert row["messages"][-1] == {"role": "assistant", "content": row["answer"]}
+    for row in with_calls:
+        called, result, _ = row["messages"]
+        arguments = json.loads(called["tool_calls"][0]["function"]["arguments"])
+        assert arguments == {"expression": row["prompt"].removesuffix("=")}
+        assert result["content"] == calculate(**arguments)
 
 
 # --- model -------------------------------------------------------------------------------------------------------
@@ -114,6 +137,14 @@ def test_the_tokenizer_reads_one_character_a_token_and_chats(tiny_model: Path) -
     assert prompt_ids[0] == tokenizer.bos_token_id
     assert len(prompt_ids) == len("12+34=") + 3
     assert tokenizer.decode([*tokenizer.encode("46"), tokenizer.eos_token_id], skip_special_tokens=True) == "46"
+
+
+@pytest.mark.slow
+def test_the_model_with_tools_differs_in_its_vocabulary_alone(tiny_model: Path, tmp_path: Path) -> None:
+    make("make_tiny_moe.py", "--tools", "--out", tmp_path / "tools")
+    config, plain = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "tools", tiny_model))
+    assert config.pop("vocab_size") == 112 and plain.pop("vocab_size") == 102
+    assert config == plain
 
 
 # --- shell -------------------------------------------------------------------------------------------------------
@@ -232,7 +263,7 @@ def test_where_only_the_cuda_build_is_in_reach_the_file_to_fetch_is_named(
 
 
 TWO_GPUS = 'echo "GPU 0: NVIDIA H800 (UUID: GPU-0)"; echo "GPU 1: NVIDIA H800 (UUID: GPU-1)"'
-NO_DRIVER = "echo \"NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\"; exit 9"
+NO_DRIVER = 'echo "NVIDIA-SMI has failed because it couldn\'t communicate with the NVIDIA driver."; exit 9'
 TOOLKIT = 'echo "Cuda compilation tools, release 13.0, V13.0.88"'
 CUDA_BUILD = '[[ "$*" == *--report* ]] && echo \'["nvidia-cudnn-cu13"]\''
 ENGINE = "transformer-engine-torch==2.14.1"

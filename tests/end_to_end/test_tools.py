@@ -1,0 +1,61 @@
+"""A run whose model calls a tool, as a user starts it: what is sampled, what is learnt from it, and what a run says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from megarl.rollout.sample_file import open_samples
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart_tools.yaml"
+ENDS = ("answered", "done", "max_turns", "max_tokens", "cut", "bad_calls", "timeout", "environment", "agent")
+
+pytestmark = pytest.mark.slow
+
+
+def test_episodes_with_a_tool_are_trained_on(launch: Callable, quickstart_tools_inputs: Sequence[str]) -> None:
+    """TP2 PP2 EP2, with the experts that the engine chose at each turn, after a supervised phase of demonstrations."""
+    keys = ("run.name=quickstart", "run.trackers=[]", "run.steps=2", "warm_start.steps=70", "train.replay=r3")
+    few = ("rollout.prompts_per_step=16", "evaluation.max_prompts=16", "algorithm.name=reinforce_pp")
+    command = launch(*quickstart_tools_inputs, *keys, *few, recipe=RECIPE)
+    assert command.finish(300) == 0, command.err
+    assert command.leftovers() == []
+    assert "calls are read as SGLang's hermes" in command.out + command.err
+    steps = [record for record in command.records() if record["step"] > 0]
+    assert len(steps) == 2
+    for record in steps:
+        assert record["rollout/samples"] == 128
+        assert record["episode/calls_mean"] > 0 and record["episode/turns_max"] > 1
+        assert record["rollout/logprob_gap_turn_1"] < 1e-4 and record["rollout/logprob_gap_turn_2"] < 1e-4
+        assert sum(record[f"episode/end/{end}"] for end in ENDS) == pytest.approx(1.0)
+        assert record["episode/dropped_tokens"] == 0.0
+        assert record["replay/logprob_gap"] < 1e-4 and record["train/grad_norm"] > 0
+
+
+@pytest.mark.nightly
+def test_samples_of_episodes_are_written_and_trained_on_later(
+    launch: Callable, quickstart_tools_inputs: Sequence[str], tmp_path: Path
+) -> None:
+    """`rollout` into a file, `train` from it: with the mask, which a model of random weights needs no call for."""
+    keys = (*quickstart_tools_inputs, "run.name=quickstart", "run.trackers=[]", "run.steps=1", "warm_start.steps=0")
+    keys = (*keys, "rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "evaluation.max_prompts=2")
+    made = launch(*keys, "--out", "samples.parquet", verb="rollout", recipe=RECIPE)
+    assert made.finish(200) == 0, made.err
+    groups = open_samples(tmp_path / "samples.parquet").groups(1)
+    assert all(sample.facts for group in groups for sample in group.samples)
+    learnt = launch(*keys, "--from-samples", "samples.parquet", recipe=RECIPE)
+    assert learnt.finish(200) == 0, learnt.err
+
+
+@pytest.mark.nightly
+def test_the_tools_quickstart_learns_to_call_the_calculator(
+    launch: Callable, quickstart_tools_inputs: Sequence[str]
+) -> None:
+    command = launch(*quickstart_tools_inputs, "run.name=quickstart", "run.trackers=[]", recipe=RECIPE)
+    assert command.finish(900) == 0, command.err
+    records = command.records()
+    before, *_, after = (record["eval/accuracy"] for record in records if "eval/accuracy" in record)
+    assert before < 0.05 and after > 0.9
+    assert 0.8 < records[-1]["episode/calls_mean"] < 1.3
