@@ -120,3 +120,13 @@ def test_a_run_with_adapters_in_sglangs_slots(launch: Callable, tmp_path: Path, 
     steps = steps_of(launch, tmp_path, *lora, family=family, **changes)
     check(steps, 0.2 if "fp8" in kind else 0.05)
     assert all(record["train/grad_norm"] > 0 for record in steps)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="on the CPU test_lora.py has a critic and a reward model with shared weights")
+def test_a_run_whose_critic_has_the_policys_weights(launch: Callable, tmp_path: Path) -> None:
+    """They stay where they are while the critic's own adapters and head are moved to the host and back."""
+    lora = ("lora.rank=8", "lora.sync=adapters", "lora.experts=4", "train.lr=1e-3")
+    steps = steps_of(launch, tmp_path, *lora, "algorithm.name=ppo", "critic.shares_weights=true")
+    check(steps, 0.05)
+    assert all(record["critic/grad_norm"] > 0 for record in steps)
+    assert steps[-1]["critic/value_mean"] != 0.0
