@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from megarl.algos import ALGORITHMS, hyperparameters_of
-from megarl.config import AlgorithmConfig
+from megarl.config import AlgorithmConfig, EpisodeConfig, Recipe
 from megarl.config.loading import load_recipe
 from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.families import FAMILIES
@@ -23,9 +24,19 @@ from megarl.parallel.roles import resolve
 from megarl.preflight.layout import node_faults, slot_faults
 from megarl.resharding import megatron_map, sglang_map, tensors
 from megarl.resharding.traffic import count_traffic
+from megarl.rollout.conversations.demonstration import demonstrate
+from megarl.rollout.conversations.splice import Splice
+from megarl.rollout.environments.interface import Observation
+from megarl.rollout.environments.loading import load_environment, load_tools
+from megarl.rollout.environments.pool import EnvironmentPool
+from megarl.rollout.environments.results import CallResult
+from megarl.rollout.environments.thread import environment_settings
+from megarl.rollout.rewards import Verdict
 from megarl.tracking.metrics import train_metrics
-from megarl.types import Hyperparameters
+from megarl.types import EpisodeEnd, Hyperparameters
 from scripts.draw_architecture import own_modules
+from tests.rollout.conversations.chatml_families import HERMES
+from tests.rollout.conversations.families import stop_ids, tokenizer_of
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -168,3 +179,91 @@ def test_the_example_of_trackers_is_a_recipe(tmp_path: Path) -> None:
     overlay.write_text(page)
     run = load_recipe(ROOT / "recipes" / "quickstart.yaml", [str(overlay)]).run
     assert (run.trackers, run.project) == (("tensorboard", "wandb", "mlflow"), "math")
+
+
+@pytest.fixture
+def episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
+    """The page's recipes, of a tool and of an environment, whose modules can be imported as the page writes them."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for block in blocks("environments.md"):
+        (tmp_path / block.partition("\n")[0].removeprefix("# ")).write_text(block)
+    found = []
+    for number, example in enumerate(blocks("environments.md", "yaml")):
+        overlay = tmp_path / f"{number}.yaml"
+        overlay.write_text(example)
+        found.append(load_recipe(ROOT / "recipes" / "quickstart.yaml", [str(overlay)]))
+    return found
+
+
+Calls = list[tuple[str, object]]
+
+
+def play(recipe: Recipe, row: dict[str, Any], calls: Calls) -> tuple[str | None, list[CallResult], Verdict | None]:
+    """What an episode begins with, the results of its calls, one a turn, and its verdict, in a worker process."""
+
+    async def episode() -> tuple[str | None, list[CallResult], Verdict | None]:
+        pool = EnvironmentPool(environment_settings(recipe, workers=1))
+        try:
+            await pool.start()
+            opening = await pool.open("an episode", row, 1)
+            results = [(await pool.call("an episode", [call]))[0] for call in calls]
+            return opening, results, await pool.finish("an episode")
+        finally:
+            await pool.end()
+
+    return asyncio.run(episode())
+
+
+def test_the_example_of_a_tool(episodes: list[Recipe]) -> None:
+    """The model gets its price, or what the page says that it is told."""
+    calls: Calls = [("price", {"fruit": fruit}) for fruit in ("apple", "plum")]
+    opening, (found, failed), verdict = play(episodes[0], {}, calls)
+    assert (opening, found.text, found.error, verdict) == (None, "3", None, None)
+    assert failed.error == "raised" and f"| `{failed.text}` |" in (DOCS / "environments.md").read_text("utf-8")
+
+
+def test_the_example_of_an_environment(episodes: list[Recipe]) -> None:
+    """Its prices are the seed's, its mistakes cost something, and the last coin ends the episode."""
+    recipe = episodes[1]
+    assert recipe.episode and recipe.episode.environment and recipe.reward.function is None
+    shop = load_environment(recipe.episode.environment, recipe.episode.arguments)
+    assert (sorted(shop.tools), sorted(shop.has)) == (["buy", "price"], ["reset", "reward"])
+    game: Any = shop.make(1)
+    game.reset({"money": 99})
+    price = game.price("pear")
+    assert 1 <= price <= 5
+    buy = ("buy", {"fruit": "pear", "count": 1})
+    calls: Calls = [("price", {"fruit": "pear"}), ("buy", {"fruit": "pear", "count": 3}), ("buy", {"fruit": "pear"})]
+    opening, results, verdict = play(recipe, {"money": 2 * price}, [*calls, buy])
+    assert opening and opening.startswith(f"You have {2 * price} coins.")
+    assert [(one.text, one.reward) for one in results[:2]] == [
+        (str(price), 0.0), (f"That costs {3 * price} coins, and you have {2 * price}.", -0.1)
+    ]  # fmt: skip
+    assert (results[2].error, results[3].done, verdict) == ("arguments", False, Verdict(0.5, False))
+    _, results, verdict = play(recipe, {"money": 2 * price}, [buy, buy])
+    assert ([one.done for one in results], verdict) == ([False, True], Verdict(1.0, True))
+
+
+def test_the_demonstration_that_is_shown_is_learnt_from(episodes: list[Recipe]) -> None:
+    """Of its conversation the model learns the two turns, and not the result of the call."""
+    assert episodes[0].episode
+    schemas = [tool.schema for tool in load_tools(episodes[0].episode.tools, {}).tools.values()]
+    (example,) = blocks("environments.md", "json")
+    row, splice = json.loads(example), Splice(tokenizer_of(HERMES), stop_ids(HERMES), schemas)
+    made = demonstrate(splice, row["prompt"], row["messages"])
+    learnt = [token for token, sampled in zip(made.response_ids, made.sampled, strict=True) if sampled]
+    text = splice.template.decode(learnt)
+    assert made.text == row["answer"] and "apple" in text and "tool_response" not in text
+
+
+def test_every_key_end_and_metric_of_episodes_is_described() -> None:
+    """Keys with the defaults that they have."""
+    text = (DOCS / "environments.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([\w.]+) \|", text, re.MULTILINE))
+    for key, field in EpisodeConfig.model_fields.items():
+        default = field.get_default(call_default_factory=True)
+        assert rows[key] == ("required" if field.is_required() else f"{default:g}" if default else "none")
+    metrics = set(re.findall(r'"(episode/\w+)"', (ROOT / "megarl/tracking/metrics.py").read_text(encoding="utf-8")))
+    assert metrics and [name for name in (*metrics, *get_args(EpisodeEnd)) if f"`{name}`" not in text] == []
+    signature = f"Observation(text, reward={Observation('').reward}, done={Observation('').done})"
+    assert f"`{signature}`" in text
