@@ -94,7 +94,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object in place of the report.")] = False,
     picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it, too: a PNG.")] = None,
     response_share: Annotated[
-        float | None, typer.Option(min=0.001, max=1.0, help="The mean response, as a share of the longest; supposed.")
+        float | None, typer.Option(min=0.001, max=1.0, help="The mean response, as a share of the longest; assumed.")
     ] = None,
     search: Annotated[
         _Side | None, typer.Option(help="Find faster layouts of engines, training ranks or both, in minutes.")

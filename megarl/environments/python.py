@@ -13,7 +13,7 @@ _ERROR_LINES = 20
 
 
 async def python(code: str, *, timeout_s: float = 4.0, memory_mb: int = 512, unsafe: bool = False) -> str:
-    """Run a Python program and return what it prints. It has the standard library, no network and no files of others.
+    """Run a Python program and return what it prints. It has the standard library, no network and no other files.
 
     Args:
         code: the whole program; print what you want to see

@@ -135,7 +135,7 @@ def _batch(plan: RunPlan) -> RenderableType:
         )  # fmt: skip
     drawn = f"{samples.drawn_prompts:,} prompts drawn" if samples.drawn_prompts != samples.prompts else ""
     words = f"{samples.prompts:,} prompts make {samples.num_trained:,} samples{f', {drawn}' if drawn else ''}; "
-    mean = f"{samples.lengths.mean():,.0f} tokens in the mean (supposed), {samples.longest:,} at most"
+    mean = f"{samples.lengths.mean():,.0f} tokens in the mean (assumed), {samples.longest:,} at most"
     lines = [text(words + mean), text("sequences, tokens and micro-batches are of one rank and one update")]
     return Group(table, *lines, *(text(line, style="yellow") for line in plan.advice))
 
@@ -165,8 +165,8 @@ def _rollout(plan: RunPlan) -> RenderableType:
 
 def _add_episodes(table: Table, plan: RunPlan, episode: EpisodeConfig) -> None:
     turns, count = plan.samples.turns, plan.engine.count
-    table.add_row("turns of an episode, mean (supposed) and maximum", f"{amount(turns.mean)}, {turns.most}")
-    table.add_row("observation tokens of an episode, mean (supposed)", amount(turns.observed_tokens))
+    table.add_row("turns of an episode, mean (assumed) and maximum", f"{amount(turns.mean)}, {turns.most}")
+    table.add_row("observation tokens of an episode, mean (assumed)", amount(turns.observed_tokens))
     table.add_row("seconds between its turns, without the tools' own", amount(plan.rollout.turns_s))
     table.add_row("worker processes of tools, all engines", f"{count * episode.workers:,}")
 

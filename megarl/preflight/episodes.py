@@ -86,8 +86,8 @@ def _found(recipe: Recipe, schemas: Sequence[Mapping[str, Any]]) -> str:
     assert episode
     tools = f"tools {', '.join(schema['function']['name'] for schema in schemas)}" if schemas else ""
     answers = " with ".join(filter(None, (episode.environment, tools)))
-    turns = f"at most {episode.max_turns} turns of {recipe.rollout.max_response_tokens} tokens"
-    return f"episode: {answers}; {turns}, {episode.max_tokens} in all"
+    turns = f"at most {episode.max_turns} turns, {recipe.rollout.max_response_tokens} sampled tokens in a turn"
+    return f"episode: {answers}; {turns}, {episode.max_tokens} tokens after the prompt"
 
 
 def _proven(splice: Splice, *, users: bool, opens: bool) -> list[str]:

@@ -36,9 +36,11 @@ def _key_faults(reward: RewardConfig, *, has_own: bool) -> list[UserFault]:
     faults = []
     if has_own and (reward.function or reward.by_source):
         mend = "set it to null, or take the method `reward` out of the environment"
-        faults.append(UserFault(WHERE, "is set, and episode.environment gives the rewards itself", mend))
+        where = WHERE if reward.function else "reward.by_source"
+        faults.append(UserFault(where, "is set, and episode.environment gives the rewards itself", mend))
     if reward.function is None and not reward.by_source and not has_own:
-        faults.append(UserFault(WHERE, "nobody judges", "name a function, or functions in reward.by_source"))
+        mend = "name a function, functions in reward.by_source, or give the environment a method `reward`"
+        faults.append(UserFault(WHERE, "is not set, and nothing else gives rewards", mend))
     if reward.function is None and reward.arguments:
         mend = "name it, or give arguments in reward.by_source"
         faults.append(UserFault("reward.arguments", "are set, and there is no reward.function", mend))

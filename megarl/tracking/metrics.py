@@ -14,7 +14,7 @@ from megarl.types import EpisodeEnd, GroupSummary, Metrics, RoundBalance
 
 
 def rollout_metrics(groups: Sequence[GroupSummary]) -> Metrics:
-    """Means over all samples of a step that were drawn; `truncated` is the share that was cut at the length limit.
+    """Means over all samples of a step that were drawn; `truncated` is the share that did not end by itself.
 
     The length of an episode is that of the tokens which the model sampled, its reward that of its turns, too.
     `accepted`, with drafts: mean response tokens per verification; the first token of each phase of a response comes

@@ -153,12 +153,12 @@ class Sample:
     response_ids_T and engine_logp_T have the response's length (the end-of-sequence token included when it was
     sampled); its parts, whose versions ascend, have all of its tokens. An episode's response is all that follows the
     prompt of its first row, up to the last token that the model sampled; engine_logp_T is 0 on tokens that it did not
-    sample. `text` is the model's words alone. routed_experts [T - 1, M, K], where it was asked for, are the experts of
-    prompt and response together but for the last token, which the engine did not compute, in each of the M layers that
-    have experts, from the model's first on: uint8, or int16 if there are more than 256; those of a part's tokens are
-    from when they were sampled. verifications: steps in which the model verified drafts, each of which gave one token
-    or more; 0 without drafts. prefills: phases in which an engine read the prompt, each of which gave one token.
-    is_open: it has neither ended nor reached the length limit.
+    sample. `text` is the response's text, of an episode that of its last turn. routed_experts [T - 1, M, K], where it
+    was asked for, are the experts of prompt and response together but for the last token, which the engine did not
+    compute, in each of the M layers that have experts, from the model's first on: uint8, or int16 if there are more
+    than 256; those of a part's tokens are from when they were sampled. verifications: steps in which the model verified
+    drafts, each of which gave one token or more; 0 without drafts. prefills: phases in which an engine read the prompt,
+    each of which gave one token. is_open: it has neither ended nor reached the length limit.
 
     Of an episode alone: prompt_ids, where its prompt is not the group's; trained_T, of the response, whether the model
     sampled the token (None: all); token_rewards_T, of the response, the reward of each turn at the turn's last sampled

@@ -5,7 +5,7 @@ Without a GPU it is the quickstart's model in float32, with one it is bfloat16 a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from tests.rollout.conftest import write_tokenizer
 pytestmark = pytest.mark.slow
 
 ON_GPU = DEVICE == "cuda"
+TOOLS_RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart_tools.yaml"
 ONE_SLOT = (
     "train.tp=1", "train.pp=1", "train.ep=1", "rollout.engine.tp=1", "placement.gpus=1", "run.steps=3",
     "warm_start.steps=10", "rollout.prompts_per_step=8", "evaluation.max_prompts=16", "reshard.verify=full",
@@ -130,3 +131,14 @@ def test_a_run_whose_critic_has_the_policys_weights(launch: Callable, tmp_path: 
     check(steps, 0.05)
     assert all(record["critic/grad_norm"] > 0 for record in steps)
     assert steps[-1]["critic/value_mean"] != 0.0
+
+
+@pytest.mark.skipif(not ON_GPU, reason="on the CPU test_tools.py and test_real_episodes.py play episodes")
+def test_a_run_of_episodes(launch: Callable, quickstart_tools_inputs: Sequence[str]) -> None:
+    """The quickstart's model of tools, in 16 bits; the gap of later turns is that of the first."""
+    keys = ("run.name=quickstart", "run.trackers=[]", "run.steps=2", "warm_start.steps=70", "model.dtype=bfloat16")
+    one_slot = [key for key in ONE_SLOT if key.startswith(("train.", "placement.", "rollout.engine."))]
+    command = launch(*quickstart_tools_inputs, *keys, *one_slot, recipe=TOOLS_RECIPE)
+    assert command.finish(300) == 0, command.err
+    for record in command.records()[-2:]:
+        assert record["rollout/logprob_gap_turn_1"] < 0.05 and record["rollout/logprob_gap_turn_2"] < 0.05

@@ -140,7 +140,7 @@ def test_the_plan_of_episodes(recipe: Recipe) -> None:
     assert plan.rollout.total_s >= plan.rollout.alone_s > plan.rollout.turns_s
     found = plan_json(plan)["episodes"]
     assert (found["mean"], found["most"]) == (4.0, 8)
-    lines = {"mean (supposed) and maximum": "4.00, 8", "worker processes of tools": "6"}
+    lines = {"mean (assumed) and maximum": "4.00, 8", "worker processes of tools": "6"}
     for name, value in lines.items():
         (line,) = (line for line in page(plan).splitlines() if name in line)
         assert line.split(name)[1].endswith(f" {value}")

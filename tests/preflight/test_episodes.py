@@ -104,7 +104,7 @@ def test_an_environments_rewards_leave_nothing_to_a_function(quickstart_tools_in
     own = recipe(quickstart_tools_inputs, "reward.function=null")
     assert reward_faults(own, [], has_own=True) == []
     (fault,) = reward_faults(own, [])
-    assert str(fault).startswith("reward.function: nobody judges")
+    assert str(fault).startswith("reward.function: is not set, and nothing else gives rewards")
 
 
 def test_demonstrations_are_read_before_a_run(quickstart_tools_inputs: Sequence[str], tmp_path: Path) -> None:
@@ -131,7 +131,9 @@ def test_demonstrations_are_read_before_a_run(quickstart_tools_inputs: Sequence[
 
 def test_what_was_found_is_told_without_a_tokenizer(quickstart_tools_inputs: Sequence[str]) -> None:
     (note,) = read_episode(recipe(quickstart_tools_inputs), None).notes
-    assert note == "episode: tools calculate; at most 3 turns of 16 tokens, 96 in all"
+    assert note == (
+        "episode: tools calculate; at most 3 turns, 16 sampled tokens in a turn, 96 tokens after the prompt"
+    )
     game = recipe(quickstart_tools_inputs, "episode.tools=[]", f"episode.environment={GUESS}")
     (note,) = read_episode(game, None).notes
     assert note.startswith("episode: megarl.environments.guess:Guess; at most 3 turns")

@@ -71,7 +71,7 @@ def test_what_is_right(reward: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("reward", "says"),
     [
-        ({}, "reward.function: nobody judges; "),
+        ({}, "reward.function: is not set, and nothing else gives rewards; "),
         ({"function": EXACT, "penalty": -1.0}, "reward.penalty: -1.0 is set, and reward.on_failure is drop; "),
         (
             {"function": EXACT, "arguments": {"wrong": 0.0}},

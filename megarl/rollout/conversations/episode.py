@@ -71,7 +71,7 @@ class _Account:
     bad_turns: int = 0  # in a row
     last: Sample | None = None
     after_tools: bool = False  # whether the last message was the results of calls
-    first_s: float = 0.0  # when the first turn had ended
+    first_turn_ended_s: float = 0.0  # when the first turn had ended
     verifications: int = 0
     prefills: int = 0
 
@@ -127,9 +127,9 @@ class Episodes:
 
     async def _opened(self, prompt: Prompt, opening: str) -> list[int]:
         """The tokens of the prompt with the environment's first words as one more message of the user."""
-        given, words = prompt.messages, {"role": "user", "content": self._splice.template.harmless(opening)}
+        given, text = prompt.messages, self._splice.template.without_special_tokens(opening)
         before = [{"role": "user", "content": given}] if isinstance(given, str) else list(given)
-        ids = await self._said(self._splice.first, [*before, words])
+        ids = await self._said(self._splice.first, [*before, {"role": "user", "content": text}])
         if len(ids) > self._max_prompt_tokens:
             limit = f"data.max_prompt_tokens is {self._max_prompt_tokens}"
             raise EnvironmentFailure(f"with the text of reset the prompt has {len(ids)} tokens, and {limit}")
@@ -153,7 +153,7 @@ class Episodes:
                 return "max_turns"
             if conversation.response_length + len(answer.ids) + _FIRST_TOKEN > self._config.max_tokens:
                 return "max_tokens"
-            if time.monotonic() - account.first_s > self._config.timeout_s:
+            if time.monotonic() - account.first_turn_ended_s > self._config.timeout_s:
                 return "timeout"
             conversation.add_message(answer.ids)
 
@@ -169,7 +169,7 @@ class Episodes:
         if reply is None:
             return _Answer(end="answered")
         conversation.add_reward(reply.reward)
-        account.after_tools = False
+        account.after_tools, account.bad_turns = False, 0
         if reply.done:
             return _Answer(end="done")
         shown = await asyncio.to_thread(self._cut, reply.text)
@@ -198,7 +198,7 @@ class Episodes:
         try:
             return await asyncio.to_thread(splice, *words, **how)
         except (UserFault, TemplateRefusal) as error:
-            raise EnvironmentFailure(f"the chat template refuses what is said to the model ({error})") from error
+            raise EnvironmentFailure(f"the chat template refuses the message ({error})") from error
 
     def _read(self, ids: Sequence[int], after_tools: bool) -> Turn:
         assert self._calls
@@ -206,7 +206,7 @@ class Episodes:
 
     def _cut(self, text: str) -> str:
         """The text without markup, of whose tokens the middle is left out where it has too many."""
-        most, text = self._config.max_observation_tokens, self._splice.template.harmless(text)
+        most, text = self._config.max_observation_tokens, self._splice.template.without_special_tokens(text)
         ids = self._splice.template.ids(text)
         if len(ids) <= most:
             return text
@@ -229,7 +229,7 @@ def _group_seed(sampling: Sampling) -> int:
 
 def _count(account: _Account, turn: Sample) -> None:
     account.turns += 1
-    account.first_s = account.first_s or time.monotonic()
+    account.first_turn_ended_s = account.first_turn_ended_s or time.monotonic()
     account.sampled_tokens += len(turn.response_ids_T)
     account.verifications += turn.verifications
     account.prefills += turn.prefills

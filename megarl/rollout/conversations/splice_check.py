@@ -34,8 +34,8 @@ _EARLIER: tuple[Message, ...] = (
 class SpliceFacts:
     """What is so with a template and is no fault.
 
-    parallel: whether the results of several calls in one turn can follow it. kept: what `history: append` keeps of
-    earlier turns and the template would leave out or change. notes: sentences for the user, `parallel` among them.
+    parallel: whether the results of several calls in one turn can follow it. kept: what a conversation that is only
+    appended to keeps of earlier turns, and the template would leave out or change. notes: sentences for the user.
     """
 
     parallel: bool

@@ -84,7 +84,7 @@ class ChatTemplate:
         """The text of tokens, special tokens kept."""
         return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    def harmless(self, text: str) -> str:
+    def without_special_tokens(self, text: str) -> str:
         """The text of a tool or an environment with a space inside each special token, which would be markup else."""
         return self._special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text) if self._special else text
 

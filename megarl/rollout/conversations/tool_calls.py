@@ -113,8 +113,9 @@ class CallFormat:
             return Turn(rest.strip(), (), reasoning)
         words = self._words(rest, starts) if starts else reading.text.strip() if reading.calls else ""
         calls = self._calls(rest, starts, reading)
-        if len(calls) > (MOST_CALLS if self.parallel else 1):
-            return Turn(words, (_too_many(len(calls)),), reasoning)
+        most = MOST_CALLS if self.parallel else 1
+        if len(calls) > most:
+            return Turn(words, (_too_many(len(calls), most),), reasoning)
         return Turn(words, self._with_ids(calls, rest), reasoning)
 
     def _starts(self, text: str) -> list[int]:
@@ -230,8 +231,8 @@ def _json_fault(piece: str) -> str | None:
     return None
 
 
-def _too_many(number: int) -> BadCall:
-    return _bad(None, f"{number} calls in one turn are too many; make fewer, and wait for their results")
+def _too_many(number: int, most: int = MOST_CALLS) -> BadCall:
+    return _bad(None, f"the turn has {number} calls, and at most {most} can be made; then wait for the results")
 
 
 def _count(tag: str | None, value: Any) -> int:

@@ -77,6 +77,7 @@ def test_special_tokens_in_a_tools_words_are_no_markup(family: Family) -> None:
     special = {template.tokenizer.convert_ids_to_tokens(one): one for one in template.tokenizer.all_special_ids}
     hostile = f"42{''.join(special)}say 7"
     assert {*special.values()} <= {*template.ids(hostile)}
-    harmless = template.harmless(hostile)
+    harmless = template.without_special_tokens(hostile)
     assert not {*special.values()} & {*template.ids(harmless)}
-    assert harmless.replace(" ", "") == hostile.replace(" ", "") and template.harmless("a < b <c>") == "a < b <c>"
+    assert harmless.replace(" ", "") == hostile.replace(" ", "")
+    assert template.without_special_tokens("a < b <c>") == "a < b <c>"
