@@ -105,7 +105,9 @@ def test_other_layouts_agree_too(
     assert first["step"] == 0 and first["data/train/dropped"] == 1.0 and first["data/eval/arith/prompts"] == 256.0
     steps = [record for record in command.records() if record["step"] > 0]
     assert len(steps) == 3
-    assert max(record["rollout/logprob_gap_mean"] for record in steps) < 1e-4
+    gaps = [record["rollout/logprob_gap_mean"] for record in steps if "rollout/logprob_gap_mean" in record]
+    assert "rollout/logprob_gap_mean" in steps[0], "later steps may have no token of their own policy"
+    assert max(gaps) < 1e-4
     for record in steps:
         assert record["reshard/wire_bytes"] >= record["reshard/inter_node_bytes"] > 0, "engines on another node"
         assert record["rollout/samples"] == 64
