@@ -25,6 +25,7 @@ KEYS = (
 )  # fmt: skip
 
 
+@pytest.mark.nightly  # by day test_lora.py has a run with both
 def test_a_run_with_a_critic_and_a_reward_model(launch: Callable, tmp_path: Path) -> None:
     model = write_classifier((tmp_path / "models" / "tiny-qwen3-moe").resolve(), tmp_path / "classifier")
     (tmp_path / "nothing.py").write_text("def score(response, answer, row):\n    return 0.0\n")

@@ -30,6 +30,7 @@ def test_bytes_of_nodes_by_hand() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # a bench, of parts that other tests run by day
 def test_a_run_counts_what_each_way_sends() -> None:
     options = ["--ranks", "8", "--hosts", "2", "--groups", "8", "--updates", "2", "--everything", "--json"]
     done = subprocess.run([sys.executable, SCRIPT, *options], capture_output=True, text=True, timeout=300, check=True)
