@@ -11,10 +11,8 @@ from megarl.config import Recipe
 from megarl.config.episode import EpisodeConfig
 from megarl.parallel.hf_config import end_token_ids
 from megarl.rollout.conversations.demonstration import demonstrate
+from megarl.rollout.conversations.prepared import Prepared, prepare
 from megarl.rollout.conversations.splice import Splice
-from megarl.rollout.conversations.splice_check import check
-from megarl.rollout.conversations.template import TemplateRefusal, user
-from megarl.rollout.conversations.tool_calls import CallFormat
 from megarl.rollout.data_files import BadRow, RowFaults, column
 from megarl.rollout.environments.thread import EnvironmentThread, environment_settings
 from megarl.types import Prompt, UserFault
@@ -54,8 +52,9 @@ def read_episode(recipe: Recipe, tokenizer: Any | None) -> EpisodeRead:
     tools, notes, splice = thread.schemas, [_found(recipe, thread.schemas)], None
     try:
         if tokenizer is not None:
-            splice = Splice(tokenizer, end_token_ids(recipe.model.path), tools)
-            notes += _proven(splice, users=thread.has_reply, opens=thread.has_reset)
+            stop_ids, has_reset = end_token_ids(recipe.model.path), thread.has_reset
+            prepared = prepare(tokenizer, stop_ids, tools, has_reply=thread.has_reply, has_reset=has_reset)
+            splice, notes = prepared.splice, notes + _notes(prepared)
     except UserFault as fault:
         return EpisodeRead(tools, thread.has_reward, faults=[fault])
     return EpisodeRead(tools, thread.has_reward, notes, splice=splice)
@@ -90,20 +89,10 @@ def _found(recipe: Recipe, schemas: Sequence[Mapping[str, Any]]) -> str:
     return f"episode: {answers}; {turns}, {episode.max_tokens} tokens after the prompt"
 
 
-def _proven(splice: Splice, *, users: bool, opens: bool) -> list[str]:
-    """Notes on the template. opens: whether an environment adds a message to the prompt. Raises UserFault."""
-    tools = splice.template.schemas
-    if opens:
-        try:
-            splice.first([user("a"), user("b")])
-        except TemplateRefusal as refusal:
-            problem = f"the chat template refuses the text of `reset` after a prompt ({refusal})"
-            mend = "let reset return None, and write its text into the prompts"
-            raise UserFault("episode.environment", problem, mend) from refusal
-    facts = check(splice, users=users, tools=bool(tools))
-    notes = list(facts.notes)
-    if tools:
-        notes.append(CallFormat.find(splice.template.tokenizer, splice.stop_ids, tools).why)
+def _notes(prepared: Prepared) -> list[str]:
+    """What a user should know of the model's template."""
+    facts, calls = prepared.facts, prepared.calls
+    notes = [*facts.notes, *([calls.why] if calls else [])]
     if facts.kept:
         notes.append(f"episodes keep what the chat template would leave out later: {', '.join(facts.kept)}")
     return [f"episode: {note}" for note in notes]

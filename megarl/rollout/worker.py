@@ -18,9 +18,7 @@ from megarl.parallel.quantisation import QUANTISATION_KEYS
 from megarl.parallel.roles import engine_layout, lora_size
 from megarl.rollout import accounting
 from megarl.rollout.conversations.episode import Episodes
-from megarl.rollout.conversations.splice import Splice
-from megarl.rollout.conversations.splice_check import check
-from megarl.rollout.conversations.tool_calls import CallFormat
+from megarl.rollout.conversations.prepared import prepare
 from megarl.rollout.dealing import Capacity, CompletedSample
 from megarl.rollout.environments.thread import EnvironmentThread, environment_settings
 from megarl.rollout.prompts import load_tokenizer
@@ -170,17 +168,15 @@ class RolloutWorker:
     def _episodes_of(self, recipe: Recipe) -> Episodes | None:
         if recipe.episode is None or self._answers is None:
             return None
-        stop_ids, schemas = end_token_ids(recipe.model.path), self._answers.schemas
-        tokenizer = load_tokenizer(recipe.model.path)
-        splice = Splice(tokenizer, stop_ids, schemas)
-        calls = None
-        if schemas:
-            facts = check(splice, users=self._answers.has_reply, tools=True)
-            calls = CallFormat.find(tokenizer, stop_ids, schemas)
-            calls = replace(calls, parallel=calls.parallel and facts.parallel)
-        return Episodes(
-            recipe.episode, self._engine, self._answers, splice, calls, max_prompt_tokens=recipe.data.max_prompt_tokens
+        answers, limit = self._answers, recipe.data.max_prompt_tokens
+        own = prepare(
+            load_tokenizer(recipe.model.path),
+            end_token_ids(recipe.model.path),
+            answers.schemas,
+            has_reply=answers.has_reply,
+            has_reset=answers.has_reset,
         )
+        return Episodes(recipe.episode, self._engine, answers, own.splice, own.calls, max_prompt_tokens=limit)
 
     async def reshard(self, message: Mapping[str, Any], version: int) -> None:
         await self._engine.reshard(message, version)
@@ -241,7 +237,8 @@ def scored(
     is_lost = not may_lose_all and all(sample.is_baseline for sample, _ in kept)
     if num_dropped and (reward.on_failure == "stop" or is_lost):
         many = "" if reward.on_failure == "stop" else ", as did all of the group"
-        raise UserFault(WHERE, f"{prompt.id}: {failures[0]}{many}", f"{MEND}, or see reward.on_failure")
+        where = WHERE if reward.function or reward.by_source else "episode.environment"
+        raise UserFault(where, f"{prompt.id}: {failures[0]}{many}", f"{MEND}, or see reward.on_failure")
     group = SampleGroup(
         prompt=prompt,
         samples=tuple(sample for sample, _ in kept),

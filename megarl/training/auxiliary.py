@@ -53,8 +53,7 @@ class AuxiliaryRank(TrainingRank):
         path = recipe.model.path
         shape = read_model(path, has_scores=self._kind.has_scores).shape
         reference = None if self._kind.has_scores else path
-        shares = recipe.lora is not None
-        super().__init__(rank, recipe, meet, shape, slot=first_gpu + rank, reference=reference, shares_weights=shares)
+        super().__init__(rank, recipe, meet, shape, slot=first_gpu + rank, reference=reference)
 
     def values(
         self,

@@ -53,8 +53,8 @@ class TrainingRank:
     The constructor meets the other ranks at the store at `meet`, builds this rank's part of the model on GPU slot
     `slot`, and loads the weights of the Hugging Face checkpoint at model.path. trains: with gradients and an optimizer.
     is_published: engines map the parameters, which stay where they are. reference: another checkpoint of the same
-    shape, whose weights wait in host memory. shares_weights: the frozen weights are undefined until `share`. Raises
-    UserFault for a checkpoint or Megatron option that does not fit.
+    shape, whose weights wait in host memory. With `lora` the frozen weights of a model that is not published are the
+    policy's, undefined until `share`. Raises UserFault for a checkpoint or Megatron option that does not fit.
     """
 
     def __init__(
@@ -68,7 +68,6 @@ class TrainingRank:
         trains: bool = True,
         is_published: bool = False,
         reference: str | None = None,
-        shares_weights: bool = False,
     ) -> None:
         gc.freeze()  # what the imports made is never garbage, and walking it takes half a second
         self.rank, self.shape, self._recipe = rank, shape, recipe
@@ -79,7 +78,7 @@ class TrainingRank:
         self._model = RankModel(rank, recipe, shape, self._store, **how)
         self._pack = partial(pack, split=self._model.split, device=device.DEVICE)
         shards = megatron_map.shards(shape, self.layout, rank, model.TRANSFORMER_ENGINE)
-        if not shares_weights:
+        if is_published or not size:
             hf_import.load_hf(recipe.model.path, shards, self.params())
         if size and recipe.lora and recipe.lora.path:
             factors = lora_map.shards(shape, self.layout, rank, size, model.TRANSFORMER_ENGINE)

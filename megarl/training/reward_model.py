@@ -28,8 +28,7 @@ class RewardModelRank(TrainingRank):
 
     def __init__(self, rank: int, recipe: Recipe, meet: device.Address, first_gpu: int = 0) -> None:
         path = recipe.model.path
-        how = {"slot": first_gpu + rank, "trains": False, "shares_weights": recipe.lora is not None}
-        super().__init__(rank, recipe, meet, scorer_shape(path), **how)
+        super().__init__(rank, recipe, meet, scorer_shape(path), slot=first_gpu + rank, trains=False)
         self._tokenizer = load_tokenizer(path)
         longest = min(hf_facts(path).max_positions, recipe.train.tokens_per_micro_batch)
         self._longest = longest // self.layout.tokens_align * self.layout.tokens_align

@@ -10,7 +10,7 @@ import pytest
 from megarl.rollout.sample_file import open_samples
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart_tools.yaml"
-ENDS = ("answered", "done", "max_turns", "max_tokens", "cut", "bad_calls", "timeout", "environment", "agent")
+ENDS = ("answered", "done", "max_turns", "max_tokens", "cut", "bad_calls", "timeout", "environment")
 
 pytestmark = pytest.mark.slow
 

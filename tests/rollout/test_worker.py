@@ -132,7 +132,8 @@ RIGHT, LATE, NAN = Verdict(1.0, True), Failure("took longer than 5 s"), Failure(
 
 
 def test_a_failed_verdict_drops_its_sample() -> None:
-    short, kept = scored(PROMPT, samples("a", "b", "c", "d"), [LATE, RIGHT, NAN, Verdict(0.5, False)], RewardConfig())
+    verdicts = [LATE, RIGHT, NAN, Verdict(0.5, False)]
+    short, kept = scored(PROMPT, samples("a", "b", "c", "d"), verdicts, RewardConfig(function="a:b"))
     assert short.responses == tuple(sample.text for sample in kept.samples) == ("b", "d")
     assert short.response_lengths_G.tolist() == [2, 4]
     assert kept.rewards_G.tolist() == short.rewards_G.tolist() == [1.0, 0.5]
@@ -145,33 +146,33 @@ def test_a_failed_verdict_drops_its_sample() -> None:
 
 
 def test_a_group_may_be_left_with_one_sample_but_not_with_none() -> None:
-    short, kept = scored(PROMPT, samples("a", "b"), [LATE, RIGHT], RewardConfig())
+    short, kept = scored(PROMPT, samples("a", "b"), [LATE, RIGHT], RewardConfig(function="a:b"))
     assert short.responses == ("b",) and len(kept.samples) == 1
     with pytest.raises(UserFault, match="reward.function: rows.jsonl:1: took longer than 5 s on response 'a'"):
-        scored(PROMPT, samples("a", "b"), [LATE, NAN], RewardConfig())
+        scored(PROMPT, samples("a", "b"), [LATE, NAN], RewardConfig(function="a:b"))
 
 
     drawn, greedy = samples("a", "b")
     with pytest.raises(UserFault, match="as did all of the group"):
-        scored(PROMPT, [drawn, replace(greedy, is_baseline=True)], [LATE, RIGHT], RewardConfig())
+        scored(PROMPT, [drawn, replace(greedy, is_baseline=True)], [LATE, RIGHT], RewardConfig(function="a:b"))
 
 
 @pytest.mark.parametrize("texts", ["a", "abc"])
 def test_an_evaluation_may_lose_all_answers_to_a_prompt(texts: str) -> None:
-    short, kept = scored(PROMPT, samples(*texts), [LATE] * len(texts), RewardConfig(), may_lose_all=True)
+    short, kept = scored(PROMPT, samples(*texts), [LATE] * len(texts), RewardConfig(function="a:b"), may_lose_all=True)
     assert kept.samples == () and short.responses == ()
     assert len(short.failures) == short.num_dropped == len(texts)
 
 
 def test_a_failed_verdict_may_be_penalised_or_stop_the_run() -> None:
-    penalise = RewardConfig(on_failure="penalise", penalty=-1.0)
+    penalise = RewardConfig(function="a:b", on_failure="penalise", penalty=-1.0)
     for verdicts, rewards in (([LATE, RIGHT], [-1.0, 1.0]), ([LATE, LATE], [-1.0, -1.0])):
         short, kept = scored(PROMPT, samples("a", "b"), verdicts, penalise)
         assert short.rewards_G.tolist() == rewards and not kept.correct_G[0]
         assert len(short.failures) == rewards.count(-1.0) and short.num_dropped == 0
     with pytest.raises(UserFault, match="returned nan on response 'b'"):
-        scored(PROMPT, samples("a", "b"), [RIGHT, NAN], RewardConfig(on_failure="stop"))
-    assert scored(PROMPT, samples("a"), [RIGHT], RewardConfig(on_failure="stop"))[0].failures == ()
+        scored(PROMPT, samples("a", "b"), [RIGHT, NAN], RewardConfig(function="a:b", on_failure="stop"))
+    assert scored(PROMPT, samples("a"), [RIGHT], RewardConfig(function="a:b", on_failure="stop"))[0].failures == ()
 
 
 class Phases:

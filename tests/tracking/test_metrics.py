@@ -208,7 +208,7 @@ def test_what_happened_in_episodes_is_told_where_there_are_any() -> None:
     found = rollout_metrics([one, group("b", [1.0], [100])])
     ends = {name: value for name, value in found.items() if name.startswith("episode/end/") and value}
     assert ends == {"episode/end/answered": 0.5, "episode/end/max_turns": 0.5}
-    assert sum(name.startswith("episode/end/") for name in found) == 9, "all ends in all steps"
+    assert sum(name.startswith("episode/end/") for name in found) == 8, "all ends in all steps"
     assert {name: value for name, value in found.items() if "episode/" in name and "/end/" not in name} == {
         "episode/turns_mean": 2.5, "episode/turns_max": 4.0, "episode/calls_mean": 1.5, "episode/call_errors": 1 / 3,
         "episode/tool_s_mean": 1.25, "episode/tool_s_max": 2.5, "episode/rows_mean": 1.5,
