@@ -24,7 +24,7 @@ from megarl.parallel.roles import resolve
 from megarl.preflight.layout import node_faults, slot_faults
 from megarl.resharding import megatron_map, sglang_map, tensors
 from megarl.resharding.traffic import count_traffic
-from megarl.rollout.conversations.demonstration import demonstrate
+from megarl.rollout.conversations.demonstrated import demonstrate
 from megarl.rollout.conversations.splice import Splice
 from megarl.rollout.environments.interface import Observation
 from megarl.rollout.environments.loading import load_environment, load_tools

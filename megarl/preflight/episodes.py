@@ -10,7 +10,7 @@ from megarl.algos import learns_from_answers
 from megarl.config import Recipe
 from megarl.config.episode import EpisodeConfig
 from megarl.parallel.hf_config import end_token_ids
-from megarl.rollout.conversations.demonstration import demonstrate
+from megarl.rollout.conversations.demonstrated import demonstrate
 from megarl.rollout.conversations.prepared import Prepared, prepare
 from megarl.rollout.conversations.splice import Splice
 from megarl.rollout.data_files import BadRow, RowFaults, column

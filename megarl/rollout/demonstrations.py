@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.rollout.conversations.demonstration import demonstrate
+from megarl.rollout.conversations.demonstrated import demonstrate
 from megarl.rollout.conversations.splice import Splice
 from megarl.rollout.data_files import BadRow, column
 from megarl.types import IntArray, Prompt, Sample, SampleGroup, SamplePart, UserFault

@@ -17,7 +17,7 @@ from megarl.parallel.hf_config import end_token_ids, read_model
 from megarl.parallel.quantisation import QUANTISATION_KEYS
 from megarl.parallel.roles import engine_layout, lora_size
 from megarl.rollout import accounting
-from megarl.rollout.conversations.episode import Episodes
+from megarl.rollout.conversations.episode import EpisodeRunner
 from megarl.rollout.conversations.prepared import prepare
 from megarl.rollout.dealing import Capacity, CompletedSample
 from megarl.rollout.environments.thread import EnvironmentThread, environment_settings
@@ -90,10 +90,10 @@ class RolloutWorker:
         """span: the engine's first node, where the engine spans several."""
         self._reward = recipe.reward
         self._scorers = Scorers(recipe.reward, recipe.run.timeout_s)
-        self._answers: EnvironmentThread | None = None
+        self._environment: EnvironmentThread | None = None
         try:
             if recipe.episode:
-                self._answers = EnvironmentThread(environment_settings(recipe))
+                self._environment = EnvironmentThread(environment_settings(recipe))
             self._engine = Engine(engine_settings(recipe, index, span))
         except BaseException:
             self._shut_down_workers()
@@ -156,27 +156,27 @@ class RolloutWorker:
         return samples, [None] * len(samples)
 
     async def _play(
-        self, episodes: Episodes, prompt: Prompt, sampling: Sampling
+        self, episodes: EpisodeRunner, prompt: Prompt, sampling: Sampling
     ) -> tuple[list[Sample], list[Verdict | Failure | None]]:
         ways = [sampling] * sampling.num_samples
         if sampling.with_baseline:
             ways.append(replace(sampling, temperature=0.0))
-        played = await asyncio.gather(*(episodes.play(prompt, way, place) for place, way in enumerate(ways)))
+        played = await asyncio.gather(*(episodes.run(prompt, way, place) for place, way in enumerate(ways)))
         samples = [replace(one.sample, is_baseline=place == sampling.num_samples) for place, one in enumerate(played)]
         return samples, [one.verdict for one in played]
 
-    def _episodes_of(self, recipe: Recipe) -> Episodes | None:
-        if recipe.episode is None or self._answers is None:
+    def _episodes_of(self, recipe: Recipe) -> EpisodeRunner | None:
+        if recipe.episode is None or self._environment is None:
             return None
-        answers, limit = self._answers, recipe.data.max_prompt_tokens
+        environment, limit = self._environment, recipe.data.max_prompt_tokens
         own = prepare(
             load_tokenizer(recipe.model.path),
             end_token_ids(recipe.model.path),
-            answers.schemas,
-            has_reply=answers.has_reply,
-            has_reset=answers.has_reset,
+            environment.schemas,
+            has_reply=environment.has_reply,
+            has_reset=environment.has_reset,
         )
-        return Episodes(recipe.episode, self._engine, answers, own.splice, own.calls, max_prompt_tokens=limit)
+        return EpisodeRunner(recipe.episode, self._engine, environment, own.splice, own.calls, max_prompt_tokens=limit)
 
     async def reshard(self, message: Mapping[str, Any], version: int) -> None:
         await self._engine.reshard(message, version)
@@ -203,8 +203,8 @@ class RolloutWorker:
 
     def _shut_down_workers(self) -> None:
         self._scorers.shutdown()
-        if self._answers:
-            self._answers.shutdown()
+        if self._environment:
+            self._environment.shutdown()
 
 
 class EnginePart(Schedulers):

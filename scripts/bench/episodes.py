@@ -27,7 +27,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from megarl.config.episode import EpisodeConfig
-from megarl.rollout.conversations.episode import Episodes, Played
+from megarl.rollout.conversations.episode import EpisodeResult, EpisodeRunner
 from megarl.rollout.conversations.splice import Splice, ToolResult
 from megarl.rollout.conversations.template import user
 from megarl.rollout.conversations.tool_calls import CallFormat
@@ -135,7 +135,7 @@ class Bench:
         engine = Scripted(self.tokenizer, self._tool.partition(":")[2], turns, count, turn_s, hung)
         engine.prepare()
         config = EpisodeConfig(tools=(self._tool,), max_turns=turns, max_tokens=TURN_TOKENS * turns)
-        episodes = Episodes(config, engine, self._thread, self._splice, self._calls, max_prompt_tokens=1024)
+        episodes = EpisodeRunner(config, engine, self._thread, self._splice, self._calls, max_prompt_tokens=1024)
         prompt = Prompt("row 1", QUESTION, tuple(self._splice.first(QUESTION)), "", {"prompt": QUESTION}, QUESTION)
         lag, began_cpu_s, began_s = Lag(), time.process_time(), time.perf_counter()
         played = asyncio.run(_together(episodes, prompt, count, lag))
@@ -154,11 +154,11 @@ class Bench:
         }
 
 
-async def _together(episodes: Episodes, prompt: Prompt, count: int, lag: Lag) -> list[Played]:
+async def _together(episodes: EpisodeRunner, prompt: Prompt, count: int, lag: Lag) -> list[EpisodeResult]:
     watch = asyncio.create_task(lag.watch())
     sampling = Sampling(count, TURN_TOKENS, stream=(1, 1))
     try:
-        return await asyncio.gather(*(episodes.play(prompt, sampling, place) for place in range(count)))
+        return await asyncio.gather(*(episodes.run(prompt, sampling, place) for place in range(count)))
     finally:
         watch.cancel()
 

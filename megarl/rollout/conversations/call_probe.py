@@ -96,7 +96,7 @@ class ReasoningTags:
 
 def find_format(tokenizer: Any, stop_ids: Collection[int]) -> FoundFormat:
     """The first format in SGLang's table that gives back the calls as rendered. Raises UserFault(episode.tools)."""
-    from megarl.rollout.sglang.call_readers import FORMATS, CallReader  # imports SGLang
+    from megarl.rollout.sglang.call_parsers import FORMATS, CallParser  # imports SGLang
 
     template = ChatTemplate(tokenizer, _PROBES)
     tags = reasoning_tags(template)
@@ -108,7 +108,7 @@ def find_format(tokenizer: Any, stop_ids: Collection[int]) -> FoundFormat:
             continue
         if tags.closing in text:  # DeepSeek's template opens reasoning in the prompt, and writes turns without any
             text = tags.split(text, opened=tags.opened)[1] or text
-        readers = [CallReader(name, _PROBES, tokenizer) for name in FORMATS]
+        readers = [CallParser(name, _PROBES, tokenizer) for name in FORMATS]
         passed = [reader.name for reader in readers if _same(reader.read(text).calls, calls)]
         if passed:
             marks = _marks(template, stop_ids) if number == 2 else CallMarks()

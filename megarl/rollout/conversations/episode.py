@@ -31,7 +31,7 @@ _ENDS_BY_ITSELF = ("answered", "done")
 _FIRST_TOKEN = 1  # room that a turn needs at least
 
 
-class Answers(Protocol):
+class EnvironmentClient(Protocol):
     """What answers the model: `EnvironmentThread`. Methods as of `EnvironmentPool`."""
 
     @property
@@ -52,7 +52,7 @@ class TurnSampler(Protocol):
 
 
 @dataclass(frozen=True)
-class Played:
+class EpisodeResult:
     """An episode as a sample. verdict: the environment's, or why it failed; None: the reward function decides."""
 
     sample: Sample
@@ -60,7 +60,7 @@ class Played:
 
 
 @dataclass
-class _Account:
+class _Tally:
     """What has happened in an episode so far."""
 
     turns: int = 0
@@ -84,46 +84,46 @@ class _Answer:
     end: EpisodeEnd | None = None
 
 
-class Episodes:
-    """Plays the episodes of one engine. calls: None where the environment has no tools."""
+class EpisodeRunner:
+    """Runs the episodes of one engine. calls: None where the environment has no tools."""
 
     def __init__(
         self,
         config: EpisodeConfig,
         sampler: TurnSampler,
-        answers: Answers,
+        environment: EnvironmentClient,
         splice: Splice,
         calls: CallFormat | None,
         *,
         max_prompt_tokens: int,
     ) -> None:
-        self._config, self._sampler, self._answers = config, sampler, answers
+        self._config, self._sampler, self._environment = config, sampler, environment
         self._splice, self._calls, self._numbers = splice, calls, count()
         self._max_prompt_tokens = max_prompt_tokens
 
-    async def play(self, prompt: Prompt, sampling: Sampling, place: int) -> Played:
+    async def run(self, prompt: Prompt, sampling: Sampling, place: int) -> EpisodeResult:
         """One episode, sample number `place` of its prompt. sampling.max_tokens: of a turn.
 
         Raises what the sampler raises, and UserFault where what answers can no longer be used.
         """
-        name, account = f"episode-{next(self._numbers)}", _Account()
+        name, tally = f"episode-{next(self._numbers)}", _Tally()
         conversation, verdict, failure = Conversation(prompt.token_ids), None, None
         try:
             try:
-                opening = await self._timed(account, self._answers.open(name, prompt.row, _group_seed(sampling)))
+                opening = await self._timed(tally, self._environment.open(name, prompt.row, _group_seed(sampling)))
                 if opening is not None:
                     conversation = Conversation(await self._opened(prompt, opening))
-                end = await self._take_turns(name, conversation, account, sampling, place)
+                end = await self._take_turns(name, conversation, tally, sampling, place)
             except EnvironmentFailure as error:
                 end, failure = "environment", error
         finally:  # the engine's place is free before the environment thinks about the reward
             await self._sampler.complete(name, len(prompt.token_ids), conversation.response_length)
         try:
-            verdict = await self._timed(account, self._answers.finish(name))
+            verdict = await self._timed(tally, self._environment.finish(name))
         except EnvironmentFailure as error:
             end, failure = "environment", error
-        sample = _sample(conversation, account, end, is_own_prompt=not conversation.begins_with(prompt.token_ids))
-        return Played(sample, Failure(str(failure)) if failure else verdict)
+        sample = _sample(conversation, tally, end, is_own_prompt=not conversation.begins_with(prompt.token_ids))
+        return EpisodeResult(sample, Failure(str(failure)) if failure else verdict)
 
     async def _opened(self, prompt: Prompt, opening: str) -> list[int]:
         """The tokens of the prompt with the environment's first words as one more message of the user."""
@@ -136,60 +136,60 @@ class Episodes:
         return ids
 
     async def _take_turns(
-        self, name: str, conversation: Conversation, account: _Account, sampling: Sampling, place: int
+        self, name: str, conversation: Conversation, tally: _Tally, sampling: Sampling, place: int
     ) -> EpisodeEnd:
         while True:
             room = self._config.max_tokens - conversation.response_length
             own = replace(sampling, max_tokens=min(sampling.max_tokens, room))
-            turn = await self._sampler.turn(name, account.turns, conversation.ids, own, place, conversation.known_rows)
+            turn = await self._sampler.turn(name, tally.turns, conversation.ids, own, place, conversation.known_rows)
             conversation.add_turn(turn)
-            _count(account, turn)
+            _count(tally, turn)
             if not turn.finished:
                 return "cut" if own.max_tokens == sampling.max_tokens else "max_tokens"
-            answer = await self._answer(name, conversation, account, turn)
+            answer = await self._answer(name, conversation, tally, turn)
             if answer.end:
                 return answer.end
-            if account.turns == self._config.max_turns:
+            if tally.turns == self._config.max_turns:
                 return "max_turns"
             if conversation.response_length + len(answer.ids) + _FIRST_TOKEN > self._config.max_tokens:
                 return "max_tokens"
-            if time.monotonic() - account.first_turn_ended_s > self._config.timeout_s:
+            if time.monotonic() - tally.first_turn_ended_s > self._config.timeout_s:
                 return "timeout"
             conversation.add_message(answer.ids)
 
-    async def _answer(self, name: str, conversation: Conversation, account: _Account, turn: Sample) -> _Answer:
+    async def _answer(self, name: str, conversation: Conversation, tally: _Tally, turn: Sample) -> _Answer:
         """What tools or the environment say to a turn; its reward goes to the turn."""
         ids = turn.response_ids_T.tolist()
-        read = await asyncio.to_thread(self._read, ids, account.after_tools) if self._calls else Turn(turn.text)
+        read = await asyncio.to_thread(self._read, ids, tally.after_tools) if self._calls else Turn(turn.text)
         if read.calls:
-            return await self._called(name, conversation, account, read, ids[-1])
-        if not self._answers.has_reply:
+            return await self._called(name, conversation, tally, read, ids[-1])
+        if not self._environment.has_reply:
             return _Answer(end="answered")
-        reply = await self._timed(account, self._answers.reply(name, read.content))
+        reply = await self._timed(tally, self._environment.reply(name, read.content))
         if reply is None:
             return _Answer(end="answered")
         conversation.add_reward(reply.reward)
-        account.after_tools, account.bad_turns = False, 0
+        tally.after_tools, tally.bad_turns = False, 0
         if reply.done:
             return _Answer(end="done")
         shown = await asyncio.to_thread(self._cut, reply.text)
         return _Answer(await self._said(self._splice.user, shown, after=ids[-1]))
 
-    async def _called(self, name: str, conversation: Conversation, account: _Account, read: Turn, stop: int) -> _Answer:
+    async def _called(self, name: str, conversation: Conversation, tally: _Tally, read: Turn, stop: int) -> _Answer:
         """The results of a turn's calls, in their order; a call that cannot be made is answered with the reason."""
         good = [call for call in read.calls if isinstance(call, ToolCall)]
-        made = await self._timed(account, self._answers.call(name, [(call.name, call.arguments) for call in good]))
+        made = await self._timed(tally, self._environment.call(name, [(call.name, call.arguments) for call in good]))
         results = iter(made)
         texts = [next(results).text if isinstance(call, ToolCall) else call.reason for call in read.calls]
         shown = await asyncio.to_thread(lambda: [self._cut(text) for text in texts])
         told = [ToolResult(text, call.name, call.id) for text, call in zip(shown, read.calls, strict=True)]
-        account.calls, account.after_tools = account.calls + len(read.calls), True
-        account.call_errors += len(read.calls) - sum(result.error is None for result in made)
-        account.bad_turns = 0 if good else account.bad_turns + 1
+        tally.calls, tally.after_tools = tally.calls + len(read.calls), True
+        tally.call_errors += len(read.calls) - sum(result.error is None for result in made)
+        tally.bad_turns = 0 if good else tally.bad_turns + 1
         conversation.add_reward(sum(result.reward for result in made))
         if any(result.done for result in made):
             return _Answer(end="done")
-        if account.bad_turns == _MOST_BAD_TURNS:
+        if tally.bad_turns == _MOST_BAD_TURNS:
             return _Answer(end="bad_calls")
         return _Answer(await self._said(self._splice.tool_results, told, after=stop))
 
@@ -214,12 +214,12 @@ class Episodes:
         decode = self._splice.template.decode
         return f"{decode(head)}\n[... {len(ids) - most} tokens left out ...]\n{decode(tail) if tail else ''}"
 
-    async def _timed(self, account: _Account, waits: Any) -> Any:
+    async def _timed(self, tally: _Tally, waits: Any) -> Any:
         began_s = time.monotonic()
         try:
             return await waits
         finally:
-            account.tool_s += time.monotonic() - began_s
+            tally.tool_s += time.monotonic() - began_s
 
 
 def _group_seed(sampling: Sampling) -> int:
@@ -227,27 +227,27 @@ def _group_seed(sampling: Sampling) -> int:
     return sample_seed(sampling.stream, -1)
 
 
-def _count(account: _Account, turn: Sample) -> None:
-    account.turns += 1
-    account.first_turn_ended_s = account.first_turn_ended_s or time.monotonic()
-    account.sampled_tokens += len(turn.response_ids_T)
-    account.verifications += turn.verifications
-    account.prefills += turn.prefills
-    account.last = turn
+def _count(tally: _Tally, turn: Sample) -> None:
+    tally.turns += 1
+    tally.first_turn_ended_s = tally.first_turn_ended_s or time.monotonic()
+    tally.sampled_tokens += len(turn.response_ids_T)
+    tally.verifications += turn.verifications
+    tally.prefills += turn.prefills
+    tally.last = turn
 
 
-def _sample(conversation: Conversation, account: _Account, end: EpisodeEnd, *, is_own_prompt: bool) -> Sample:
+def _sample(conversation: Conversation, tally: _Tally, end: EpisodeEnd, *, is_own_prompt: bool) -> Sample:
     row = conversation.row()
-    facts = EpisodeFacts(account.turns, account.calls, account.call_errors, account.tool_s, end, account.sampled_tokens)
+    facts = EpisodeFacts(tally.turns, tally.calls, tally.call_errors, tally.tool_s, end, tally.sampled_tokens)
     return Sample(
         response_ids_T=row.response_ids_T,
         engine_logp_T=row.engine_logp_T.astype(np.float32),
-        text=account.last.text if account.last else "",
+        text=tally.last.text if tally.last else "",
         finished=end in _ENDS_BY_ITSELF,
         parts=row.parts,
         routed_experts=row.routed_experts,
-        verifications=account.verifications,
-        prefills=account.prefills,
+        verifications=tally.verifications,
+        prefills=tally.prefills,
         prompt_ids=row.prompt_ids if is_own_prompt else None,
         trained_T=row.trained_T,
         token_rewards_T=row.token_rewards_T,

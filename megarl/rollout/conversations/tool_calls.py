@@ -23,7 +23,7 @@ from megarl.rollout.conversations.template import TOOLS, ChatTemplate
 from megarl.types import UserFault
 
 if TYPE_CHECKING:
-    from megarl.rollout.sglang.call_readers import CallReader, CallReading
+    from megarl.rollout.sglang.call_parsers import CallParser, ParsedCalls
 
 MOST_CALLS = 32  # of a turn that are read; a model that only repeats itself writes thousands
 _LONGEST_REASON = 300  # characters
@@ -70,7 +70,7 @@ class CallFormat:
     why: str
     marks: CallMarks
     reasoning: ReasoningTags
-    reader: CallReader
+    reader: CallParser
     validators: Mapping[str, Draft202012Validator]
 
     @classmethod
@@ -80,7 +80,7 @@ class CallFormat:
         stop_ids: the tokens at which the engine ends a response. schemas: the tools in OpenAI's form. Raises
         UserFault(episode.tools): a schema is wrong, the template writes no calls, no reader gives them back.
         """
-        from megarl.rollout.sglang.call_readers import CallReader
+        from megarl.rollout.sglang.call_parsers import CallParser
 
         validators = dict(map(_validator, schemas))
         if len(validators) < len(schemas):
@@ -90,7 +90,7 @@ class CallFormat:
         why = f"calls are read as SGLang's {found.name}, which gives back what the chat template writes"
         if found.others:
             why += f" (as {', '.join(found.others)} would; it is the first in SGLang's table)"
-        reader = CallReader(found.name, schemas, tokenizer)
+        reader = CallParser(found.name, schemas, tokenizer)
         return cls(found.name, found.parallel, why, found.marks, tags, reader, validators)
 
     def read(self, text: str, *, after_tools: bool = False) -> Turn:
@@ -127,7 +127,7 @@ class CallFormat:
         """The words before the first call."""
         return text[: starts[0]].strip().removesuffix(self.marks.section or "").strip()
 
-    def _calls(self, text: str, starts: Sequence[int], reading: CallReading) -> list[ToolCall | BadCall]:
+    def _calls(self, text: str, starts: Sequence[int], reading: ParsedCalls) -> list[ToolCall | BadCall]:
         """All calls of the text in their order; starts: the places of the opening tags, or none."""
         if not reading.calls and not starts:
             return [self._unread(text)]

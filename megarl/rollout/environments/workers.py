@@ -82,7 +82,7 @@ class EnvironmentProcess(WorkerProcess):
         """Raises OSError when no process can be started."""
         spec = {**vars(settings), "tools": list(settings.tools), "arguments": dict(settings.arguments)}
         longest = max(_LEAST_LINE_BYTES, _BYTES_OF_JSON * settings.result_bytes + 2**16)
-        super().__init__("megarl.rollout.environments.worker", spec, longest)
+        super().__init__("megarl.rollout.environments.inside", spec, longest)
         self._timeout_s = settings.call_timeout_s
         self.instances = 0  # open ones
 

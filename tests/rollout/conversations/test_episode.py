@@ -13,7 +13,7 @@ import pytest
 
 from megarl.config import RewardConfig
 from megarl.config.episode import EpisodeConfig
-from megarl.rollout.conversations.episode import Episodes, Played
+from megarl.rollout.conversations.episode import EpisodeResult, EpisodeRunner
 from megarl.rollout.conversations.splice import Splice
 from megarl.rollout.conversations.tool_calls import CallFormat
 from megarl.rollout.environments.thread import EnvironmentThread
@@ -96,7 +96,7 @@ class Script:
         self.completed.append((conversation, response_tokens))
 
 
-Play = Callable[..., tuple[Played, Script]]
+Play = Callable[..., tuple[EpisodeResult, Script]]
 
 
 @pytest.fixture(scope="module")
@@ -119,20 +119,20 @@ def threads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Envi
 def play(threads: dict[str, EnvironmentThread]) -> Play:
     tokenizer: Any = make_tokenizer(tools=True)
 
-    def once(kind: str, *turns: str, row: Any = None, **limits: Any) -> tuple[Played, Script]:
+    def once(kind: str, *turns: str, row: Any = None, **limits: Any) -> tuple[EpisodeResult, Script]:
         thread = threads[kind]
         splice = Splice(tokenizer, [tokenizer.eos_token_id], thread.schemas)
         calls = CallFormat.find(tokenizer, [tokenizer.eos_token_id], thread.schemas) if thread.schemas else None
         config = EpisodeConfig.model_validate({"tools": ["a:b"], "max_tokens": 400, "max_turns": 4} | limits)
         script = Script(tokenizer, turns)
-        episodes = Episodes(config, script, thread, splice, calls, max_prompt_tokens=60)
+        episodes = EpisodeRunner(config, script, thread, splice, calls, max_prompt_tokens=60)
         prompt = Prompt("row 1", "", tuple(splice.first("go")), "", {"fails": "", **(row or {})}, "go")
-        return asyncio.run(episodes.play(prompt, Sampling(1, 120, stream=(1, 2)), 0)), script
+        return asyncio.run(episodes.run(prompt, Sampling(1, 120, stream=(1, 2)), 0)), script
 
     return once
 
 
-def text_of(script: Script, played: Played) -> str:
+def text_of(script: Script, played: EpisodeResult) -> str:
     return script.tokenizer.decode(played.sample.response_ids_T, skip_special_tokens=False)
 
 

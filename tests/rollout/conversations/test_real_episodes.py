@@ -13,7 +13,7 @@ import pytest
 
 from megarl.config.episode import EpisodeConfig
 from megarl.parallel.hf_config import end_token_ids
-from megarl.rollout.conversations.episode import Episodes, Played
+from megarl.rollout.conversations.episode import EpisodeResult, EpisodeRunner
 from megarl.rollout.conversations.splice import Splice
 from megarl.rollout.environments.thread import EnvironmentThread
 from megarl.rollout.environments.workers import EnvironmentSettings
@@ -60,17 +60,19 @@ def engine(request: pytest.FixtureRequest, build_engine: Callable[..., Engine], 
     built.shutdown()
 
 
-def play(engine: Engine, game: EnvironmentThread, model: Path, stream: tuple[int, ...], **limits: Any) -> list[Played]:
+def play(
+    engine: Engine, game: EnvironmentThread, model: Path, stream: tuple[int, ...], **limits: Any
+) -> list[EpisodeResult]:
     """A group of episodes."""
     tokenizer = load_tokenizer(str(model))
     splice = Splice(tokenizer, end_token_ids(str(model)))
     config = EpisodeConfig.model_validate({"environment": GAME.environment, "max_tokens": 400, "max_turns": 5} | limits)
-    episodes = Episodes(config, engine, game, splice, None, max_prompt_tokens=300)
+    episodes = EpisodeRunner(config, engine, game, splice, None, max_prompt_tokens=300)
     prompt = Prompt("row 1", "", tuple(splice.first("go")), "", {"prompt": "go"}, "go")
     sampling = Sampling(EPISODES, TURN_TOKENS, stream=stream)
 
-    async def together() -> list[Played]:
-        return await asyncio.gather(*(episodes.play(prompt, sampling, place) for place in range(EPISODES)))
+    async def together() -> list[EpisodeResult]:
+        return await asyncio.gather(*(episodes.run(prompt, sampling, place) for place in range(EPISODES)))
 
     return asyncio.run(together())
 

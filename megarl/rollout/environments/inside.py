@@ -1,4 +1,4 @@
-"""The process that runs tools and environments: `python -m megarl.rollout.environments.worker`, started by `workers`.
+"""The process that runs tools and environments: `python -m megarl.rollout.environments.inside`, started by `workers`.
 
 It reads and writes JSON lines on the socket that is its standard input and output. Input: first an object, the fields
 of `EnvironmentSettings`; then jobs, `[number, operation, ...]`:

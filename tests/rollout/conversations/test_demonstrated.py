@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megarl.environments.calculator import calculate
 from megarl.rollout.conversations.conversation import Conversation
-from megarl.rollout.conversations.demonstration import Demonstration, demonstrate
+from megarl.rollout.conversations.demonstrated import Demonstration, demonstrate
 from megarl.rollout.conversations.splice import Splice, ToolResult
 from megarl.rollout.conversations.splice_check import check
 from megarl.rollout.conversations.tool_calls import CallFormat, ToolCall

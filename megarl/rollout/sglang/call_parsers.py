@@ -1,4 +1,4 @@
-"""SGLang's readers of tool calls, one for each format that it knows, on text alone and without a server.
+"""SGLang's tool-call parsers, one for each format that it knows, on text alone and without a server.
 
 Importing this module imports SGLang (seconds).
 """
@@ -27,7 +27,7 @@ os.environ["SGLANG_FORWARD_UNKNOWN_TOOLS"] = "true"  # calls of unknown tools wo
 
 
 def _formats() -> tuple[str, ...]:
-    """SGLang's formats in the order of its own table, each reader by its first name."""
+    """SGLang's formats in the order of its own table, each parser by its first name."""
     first: dict[Any, str] = {}
     for name, reader in FunctionCallParser.ToolCallParserEnum.items():
         first.setdefault(reader, name)
@@ -38,7 +38,7 @@ FORMATS = _formats()
 
 
 @dataclass(frozen=True)
-class CallReading:
+class ParsedCalls:
     """A turn as a reader sees it: the text beside its calls, and (name, arguments as JSON) of each call that it read.
 
     tries_calls: whether the text has the format's opening of a call, read or not.
@@ -49,19 +49,19 @@ class CallReading:
     tries_calls: bool
 
 
-class CallReader:
+class CallParser:
     """The reader of one of FORMATS, for tools in OpenAI's form; most readers read calls of unknown tools too."""
 
     def __init__(self, name: str, schemas: Sequence[Mapping[str, Any]], tokenizer: Any) -> None:
         self.name, self._tokenizer = name, tokenizer
         self._tools = [Tool.model_validate(schema) for schema in schemas]
 
-    def read(self, text: str) -> CallReading:
+    def read(self, text: str) -> ParsedCalls:
         """Read a turn's text; a reader that raises has read nothing."""
         parser = FunctionCallParser(self._tools, self.name, self._tokenizer)  # readers keep a stream's state
         try:
             tries = parser.has_tool_call(text)
             rest, calls = parser.parse_non_stream(text)
         except Exception:  # a reader raises whatever the JSON of a broken call leads it to
-            return CallReading(text, (), True)
-        return CallReading(rest, tuple((call.name, call.parameters) for call in calls), tries)
+            return ParsedCalls(text, (), True)
+        return ParsedCalls(rest, tuple((call.name, call.parameters) for call in calls), tries)
