@@ -1,0 +1,65 @@
+"""What an agent says to the model and gets back, whichever way it asks: by a call or over the endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+Finish = Literal["stop", "length", "tool_calls"]  # as OpenAI's finish_reason
+
+
+class ChatRefused(Exception):
+    """A request that cannot be answered; the text tells the agent why, and the episode goes on."""
+
+
+class EpisodeOver(Exception):
+    """The episode has reached one of its limits, or has ended: the model answers no further request of it."""
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """messages: in OpenAI's form, the whole conversation, of which the last is not the assistant's.
+
+    tools: schemas in OpenAI's form, in which the model may call; the agent itself makes the calls.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+
+
+@dataclass(frozen=True)
+class AgentCall:
+    """A call that the model wrote. arguments: JSON text, which need not fit the tool's schema."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class ChatAnswer:
+    """One turn of the model. content: all that it wrote beside the calls, reasoning included."""
+
+    content: str
+    calls: tuple[AgentCall, ...]
+    finish: Finish
+    prompt_tokens: int
+    completion_tokens: int
+
+    def message(self) -> dict[str, Any]:
+        """The assistant's message in OpenAI's form, which the agent appends to its messages."""
+        calls = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in self.calls
+        ]
+        return {"role": "assistant", "content": self.content} | ({"tool_calls": calls} if calls else {})
+
+
+class ChatHandler(Protocol):
+    """Answers the requests of one episode, in any event loop and several at once.
+
+    Raises ChatRefused and EpisodeOver. A request whose caller was cancelled leaves no turn in the episode.
+    """
+
+    async def answer(self, request: ChatRequest) -> ChatAnswer: ...
