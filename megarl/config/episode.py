@@ -1,8 +1,8 @@
-"""Episodes: samples of several turns, in which tools or an environment answer the model."""
+"""Episodes: samples of several turns, in which tools or an environment answer the model, or an agent asks it."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -12,17 +12,23 @@ from megarl.config.fields import Branch, Count, Seconds, Text
 class EpisodeConfig(Branch):
     """What answers the model, and how far an episode may go (docs/environments.md).
 
-    `tools` are typed functions with docstrings, `environment` is a class, both as `module:name`; `arguments` are
-    keywords for them. A turn has at most `rollout.max_response_tokens`, the tokens after the prompt, observations among
-    them, at most `max_tokens`; of an observation that has more than `max_observation_tokens` the middle is left out.
+    `tools` are typed functions with docstrings, `environment` is a class, `agent` is an `async def` function that asks
+    the model itself, all as `module:name`; `arguments` are keywords for them. A turn has at most
+    `rollout.max_response_tokens`, the tokens after the prompt, observations among them, at most `max_tokens`; of an
+    observation that has more than `max_observation_tokens` the middle is left out.
 
-    A call, or a method of the environment, may take `call_timeout_s`. `timeout_s` after its first turn an episode gets
-    no further one. Tools and environments of each engine run in `workers` processes, each with `memory_mb` beyond what
-    loading takes.
+    A call, or a method of the environment, may take `call_timeout_s`. `timeout_s` after it got its place at an engine
+    an episode gets no further turn, and an agent is ended. Tools, environments and agents of each engine run in
+    `workers` processes, each with `memory_mb` beyond what loading takes.
+
+    `history`: what the model reads of its earlier turns. `append`: the tokens that it sampled. `render`: what the chat
+    template makes of them at every turn; where that differs from the tokens, the turn begins another row of training
+    data. `endpoint`: whether agents may ask by HTTP too, on loopback and on a Unix socket.
     """
 
     tools: Annotated[tuple[Text, ...], Field(strict=False)] = ()
     environment: Text | None = None
+    agent: Text | None = None
     arguments: dict[str, Any] = Field(default_factory=dict)
     max_turns: Count = 8
     max_tokens: Count
@@ -31,3 +37,5 @@ class EpisodeConfig(Branch):
     call_timeout_s: Seconds = 10.0
     workers: Annotated[int, Field(ge=1, le=1024)] = 2
     memory_mb: Annotated[int, Field(ge=1, le=2**24)] = 1024
+    history: Literal["append", "render"] = "append"
+    endpoint: Literal["off", "loopback"] = "off"

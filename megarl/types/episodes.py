@@ -17,9 +17,9 @@ import numpy.typing as npt
 from megarl.types.arrays import BoolArray, FloatArray, IntArray
 
 # Why an episode ended: the model answered, or the environment said so; a limit of turns, of tokens, or of a turn's
-# tokens; too many broken calls; time; or a failure of the environment.
+# tokens; too many broken calls; time; or a failure of the environment, or of the agent.
 EpisodeEnd = Literal[
-    "answered", "done", "max_turns", "max_tokens", "cut", "bad_calls", "timeout", "environment"
+    "answered", "done", "max_turns", "max_tokens", "cut", "bad_calls", "timeout", "environment", "agent"
 ]  # fmt: skip
 
 

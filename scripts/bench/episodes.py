@@ -27,7 +27,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from megarl.config.episode import EpisodeConfig
-from megarl.rollout.conversations.episode import EpisodeResult, EpisodeRunner
+from megarl.rollout.conversations.episode import EpisodeRunner
+from megarl.rollout.conversations.rows import EpisodeResult
 from megarl.rollout.conversations.splice import Splice, ToolResult
 from megarl.rollout.conversations.template import user
 from megarl.rollout.conversations.tool_calls import CallFormat
@@ -79,6 +80,9 @@ class Scripted:
         # A fixed spread of the seconds, so that not all turns end together.
         await asyncio.sleep(self.turn_s * (0.5 + (place * 0.618 + number * 0.382) % 1))
         return self._samples[number, place]
+
+    async def begin(self, conversation: str, prompt_tokens: int) -> None:
+        return None
 
     async def complete(self, conversation: str, prompt_tokens: int, response_tokens: int) -> None:
         """Nothing is kept of an episode."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 Finish = Literal["stop", "length", "tool_calls"]  # as OpenAI's finish_reason
@@ -39,7 +39,7 @@ class AgentCall:
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """One turn of the model. content: all that it wrote beside the calls, reasoning included."""
+    """One turn of the model. content: what it wrote; of a turn with calls, the words beside them and its reasoning."""
 
     content: str
     calls: tuple[AgentCall, ...]
@@ -63,3 +63,12 @@ class ChatHandler(Protocol):
     """
 
     async def answer(self, request: ChatRequest) -> ChatAnswer: ...
+
+
+@dataclass(frozen=True)
+class Access:
+    """Where an agent's own programs ask. key: of one episode, to be shown to nobody; socket: of a Unix socket."""
+
+    url: str
+    key: str = field(repr=False)
+    socket: str

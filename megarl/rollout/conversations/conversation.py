@@ -15,13 +15,14 @@ import numpy as np
 from megarl.types import EpisodeRow, Sample, SamplePart, with_part
 
 Hash = Any  # of hashlib
+Asked = tuple[int, bytes]  # of a turn: its first token's place, and the hash of all tokens before
 
 
 class Conversation:
     """prompt_ids: of the conversation, up to and with the generation prompt."""
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
-        self._prompt_length = len(prompt_ids)
+        self.prompt_length = len(prompt_ids)
         self._ids = list(prompt_ids)
         self._logp: list[np.ndarray] = []
         self._trained: list[np.ndarray] = []
@@ -29,21 +30,29 @@ class Conversation:
         self._parts: tuple[SamplePart, ...] = ()
         self._experts: list[np.ndarray] = []
         self._hash = hashlib.blake2b(_bytes(self._ids))
-        self._asked: list[tuple[int, bytes]] = []  # of each turn: its first token's place, the hash of all before
+        self._asked: list[Asked] = []
 
     @property
     def ids(self) -> Sequence[int]:
         """All tokens so far, which the next turn is sampled after."""
         return self._ids
 
-    def begins_with(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether this is the conversation's prompt."""
-        return self._ids[: self._prompt_length] == list(prompt_ids)
+    def is_start_of(self, ids: Sequence[int]) -> bool:
+        """Whether these tokens begin with all of the conversation's."""
+        return self._ids == list(ids[: len(self._ids)])
+
+    @property
+    def has_turns(self) -> bool:
+        return bool(self._asked)
+
+    def asked(self) -> Asked:
+        """What `add_turn` takes, at the moment when the engine is given `ids`."""
+        return len(self._ids), self._hash.digest()
 
     @property
     def response_length(self) -> int:
         """The tokens after the prompt."""
-        return len(self._ids) - self._prompt_length
+        return len(self._ids) - self.prompt_length
 
     @property
     def known_rows(self) -> int:
@@ -55,9 +64,9 @@ class Conversation:
         """Tokens at the end that the engine has not read yet."""
         return len(self._trained[-1]) if self._trained and not self._trained[-1].any() else 0
 
-    def add_turn(self, turn: Sample) -> None:
-        """What the engine sampled after `ids`, as a sample whose prompt they were."""
-        self._asked.append((len(self._ids), self._hash.digest()))
+    def add_turn(self, turn: Sample, asked: Asked) -> None:
+        """What the engine sampled after `ids`, as a sample whose prompt they were; asked: from before the sampling."""
+        self._asked.append(asked)
         self._append(turn.response_ids_T.tolist(), turn.engine_logp_T, is_trained=True)
         for part in turn.parts:
             self._parts = with_part(self._parts, part)
@@ -77,21 +86,24 @@ class Conversation:
             self._rewards[place] = self._rewards.get(place, 0.0) + reward
 
     def row(self) -> EpisodeRow:
-        """The conversation as a row, which ends with the last turn.
+        """The conversation as a row, which ends with the last turn: a message that no turn followed is left out.
 
         Raises RuntimeError unless each turn was sampled after exactly the tokens that the row has before it.
         """
-        response_ids_T = np.asarray(self._ids[self._prompt_length :], np.int64)
-        self._check_turns()
-        trained_T = np.concatenate([np.zeros(0, np.bool_), *self._trained])
+        end, parts = len(self._ids) - self._said, self._parts
+        if self._said:
+            parts = *parts[:-1], SamplePart(parts[-1].version, parts[-1].num_tokens - self._said)
+        response_ids_T = np.asarray(self._ids[self.prompt_length : end], np.int64)
+        self._check_turns(end)
+        trained_T = np.concatenate([np.zeros(0, np.bool_), *self._trained])[: len(response_ids_T)]
         rewards_T = np.zeros(len(response_ids_T), np.float32)
         for place, reward in self._rewards.items():
-            rewards_T[place - self._prompt_length] = reward
+            rewards_T[place - self.prompt_length] = reward
         return EpisodeRow(
             response_ids_T,
-            np.concatenate([np.zeros(0, np.float32), *self._logp]),
-            self._parts,
-            np.asarray(self._ids[: self._prompt_length], np.int64),
+            np.concatenate([np.zeros(0, np.float32), *self._logp])[: len(response_ids_T)],
+            parts,
+            np.asarray(self._ids[: self.prompt_length], np.int64),
             None if trained_T.all() else trained_T,
             rewards_T if self._rewards else None,
             np.concatenate(self._experts) if self._experts else None,
@@ -103,16 +115,16 @@ class Conversation:
         self._logp.append(logp_T)
         self._trained.append(np.full(len(ids), is_trained))
 
-    def _check_turns(self) -> None:
+    def _check_turns(self, length: int) -> None:
+        """length: of the row."""
         found, start = hashlib.blake2b(), 0
         for place, asked in self._asked:
             found.update(_bytes(self._ids[start:place]))
             start = place
             if found.digest() != asked:
                 raise RuntimeError(f"token {place} of a conversation was sampled after other tokens than are before it")
-        if self._experts and sum(map(len, self._experts)) != len(self._ids) - 1:
-            have = sum(map(len, self._experts))
-            raise RuntimeError(f"a conversation of {len(self._ids)} tokens has the routed experts of {have}")
+        if self._experts and (have := sum(map(len, self._experts))) != length - 1:
+            raise RuntimeError(f"a conversation of {length} tokens has the routed experts of {have}")
 
 
 def _bytes(ids: Sequence[int]) -> bytes:

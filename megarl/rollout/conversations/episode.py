@@ -8,26 +8,26 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol
 
-import numpy as np
-
 from megarl.config.episode import EpisodeConfig
 from megarl.rollout.conversations.conversation import Conversation
+from megarl.rollout.conversations.messages import BadMessages, assistant_message, rendered, results_of
+from megarl.rollout.conversations.rows import EpisodeResult, EpisodeRows, Tally, TurnSampler
 from megarl.rollout.conversations.splice import Splice, ToolResult
-from megarl.rollout.conversations.template import TemplateRefusal
+from megarl.rollout.conversations.template import Message, TemplateRefusal, user
 from megarl.rollout.conversations.tool_calls import CallFormat, ToolCall, Turn
 from megarl.rollout.environments.pool import EnvironmentFailure
 from megarl.rollout.environments.results import CallResult
 from megarl.rollout.rewards import Failure, Verdict
 from megarl.rollout.sglang.arguments import Sampling
 from megarl.rollout.sglang.deterministic import sample_seed
-from megarl.types import EpisodeEnd, EpisodeFacts, Prompt, Sample, UserFault
+from megarl.rollout.template_check import chat_messages
+from megarl.types import EpisodeEnd, Prompt, Sample, UserFault
 
 _MOST_BAD_TURNS = 3  # in a row, whose calls could not be made at all
-_ENDS_BY_ITSELF = ("answered", "done")
 _FIRST_TOKEN = 1  # room that a turn needs at least
 
 
@@ -42,46 +42,31 @@ class EnvironmentClient(Protocol):
     async def finish(self, episode: str) -> Verdict | None: ...
 
 
-class TurnSampler(Protocol):
-    """What samples the turns: `Engine`."""
-
-    async def turn(
-        self, conversation: str, number: int, context_ids: Sequence[int], sampling: Sampling, place: int, rows: int
-    ) -> Sample: ...
-    async def complete(self, conversation: str, prompt_tokens: int, response_tokens: int) -> None: ...
-
-
 @dataclass(frozen=True)
-class EpisodeResult:
-    """An episode as a sample. verdict: the environment's, or why it failed; None: the reward function decides."""
+class _Answer:
+    """What follows a turn: what is said to the model, or the reason why the episode ends with the turn.
 
-    sample: Sample
-    verdict: Verdict | Failure | None
+    ids: the tokens of the next message; None: the history is rendered anew.
+    """
+
+    ids: Sequence[int] | None = ()
+    end: EpisodeEnd | None = None
 
 
 @dataclass
-class _Tally:
-    """What has happened in an episode so far."""
+class _State:
+    """An episode between two turns. history: its messages in OpenAI's form, which are kept to be rendered."""
 
-    turns: int = 0
-    calls: int = 0
-    call_errors: int = 0
-    tool_s: float = 0.0
-    sampled_tokens: int = 0
-    bad_turns: int = 0  # in a row
-    last: Sample | None = None
+    rows: EpisodeRows
+    conversation: Conversation
+    history: list[Message]
+    began_s: float
     after_tools: bool = False  # whether the last message was the results of calls
-    first_turn_ended_s: float = 0.0  # when the first turn had ended
-    verifications: int = 0
-    prefills: int = 0
+    bad_turns: int = 0  # in a row, whose calls could not be made at all
 
-
-@dataclass(frozen=True)
-class _Answer:
-    """What follows a turn: the tokens of the next message, or the reason why the episode ends with the turn."""
-
-    ids: Sequence[int] = ()
-    end: EpisodeEnd | None = None
+    @property
+    def tally(self) -> Tally:
+        return self.rows.tally
 
 
 class EpisodeRunner:
@@ -100,104 +85,130 @@ class EpisodeRunner:
         self._config, self._sampler, self._environment = config, sampler, environment
         self._splice, self._calls, self._numbers = splice, calls, count()
         self._max_prompt_tokens = max_prompt_tokens
+        self._renders = config.history == "render"
 
     async def run(self, prompt: Prompt, sampling: Sampling, place: int) -> EpisodeResult:
         """One episode, sample number `place` of its prompt. sampling.max_tokens: of a turn.
 
         Raises what the sampler raises, and UserFault where what answers can no longer be used.
         """
-        name, tally = f"episode-{next(self._numbers)}", _Tally()
-        conversation, verdict, failure = Conversation(prompt.token_ids), None, None
+        name, verdict, failure = f"episode-{next(self._numbers)}", None, None
+        await self._sampler.begin(name, len(prompt.token_ids))
+        limits = self._max_prompt_tokens, self._config.max_tokens
+        rows = EpisodeRows(self._sampler, name, sampling, place, *limits)
         try:
             try:
-                opening = await self._timed(tally, self._environment.open(name, prompt.row, _group_seed(sampling)))
-                if opening is not None:
-                    conversation = Conversation(await self._opened(prompt, opening))
-                end = await self._take_turns(name, conversation, tally, sampling, place)
+                state = await self._begun(rows, prompt, sampling)
+                end = await self._take_turns(state, sampling.max_tokens)
             except EnvironmentFailure as error:
                 end, failure = "environment", error
         finally:  # the engine's place is free before the environment thinks about the reward
-            await self._sampler.complete(name, len(prompt.token_ids), conversation.response_length)
+            await rows.end(len(prompt.token_ids))
         try:
-            verdict = await self._timed(tally, self._environment.finish(name))
+            verdict = await self._timed(rows.tally, self._environment.finish(name))
         except EnvironmentFailure as error:
             end, failure = "environment", error
-        sample = _sample(conversation, tally, end, is_own_prompt=not conversation.begins_with(prompt.token_ids))
-        return EpisodeResult(sample, Failure(str(failure)) if failure else verdict)
+        return EpisodeResult(rows.sample(end, prompt.token_ids), Failure(str(failure)) if failure else verdict)
 
-    async def _opened(self, prompt: Prompt, opening: str) -> list[int]:
-        """The tokens of the prompt with the environment's first words as one more message of the user."""
-        given, text = prompt.messages, self._splice.template.without_special_tokens(opening)
-        before = [{"role": "user", "content": given}] if isinstance(given, str) else list(given)
-        ids = await self._said(self._splice.first, [*before, {"role": "user", "content": text}])
+    async def _begun(self, rows: EpisodeRows, prompt: Prompt, sampling: Sampling) -> _State:
+        """The environment's first words are appended to the prompt as one more message of the user."""
+        began_s, given = time.monotonic(), prompt.messages
+        opening = await self._timed(rows.tally, self._environment.open(rows.name, prompt.row, group_seed(sampling)))
+        history = chat_messages(given)
+        if opening is None:
+            return _State(rows, rows.open(prompt.token_ids), history, began_s)
+        history = [*history, user(self._splice.template.without_special_tokens(opening))]
+        ids = await self._said(self._splice.first, history)
         if len(ids) > self._max_prompt_tokens:
             limit = f"data.max_prompt_tokens is {self._max_prompt_tokens}"
             raise EnvironmentFailure(f"with the text of reset the prompt has {len(ids)} tokens, and {limit}")
-        return ids
+        return _State(rows, rows.open(ids), history, began_s)
 
-    async def _take_turns(
-        self, name: str, conversation: Conversation, tally: _Tally, sampling: Sampling, place: int
-    ) -> EpisodeEnd:
+    async def _take_turns(self, state: _State, turn_tokens: int) -> EpisodeEnd:
+        """turn_tokens: of a turn at most."""
+        rows, config = state.rows, self._config
         while True:
-            room = self._config.max_tokens - conversation.response_length
-            own = replace(sampling, max_tokens=min(sampling.max_tokens, room))
-            turn = await self._sampler.turn(name, tally.turns, conversation.ids, own, place, conversation.known_rows)
-            conversation.add_turn(turn)
-            _count(tally, turn)
+            is_whole = rows.turn_tokens(state.conversation) == turn_tokens
+            turn = await rows.turn(state.conversation)
             if not turn.finished:
-                return "cut" if own.max_tokens == sampling.max_tokens else "max_tokens"
-            answer = await self._answer(name, conversation, tally, turn)
+                return "cut" if is_whole else "max_tokens"
+            answer = await self._answer(state, turn)
             if answer.end:
                 return answer.end
-            if tally.turns == self._config.max_turns:
+            if state.tally.turns == config.max_turns:
                 return "max_turns"
-            if conversation.response_length + len(answer.ids) + _FIRST_TOKEN > self._config.max_tokens:
+            if not await self._go_on(state, answer.ids):
                 return "max_tokens"
-            if time.monotonic() - tally.first_turn_ended_s > self._config.timeout_s:
+            if time.monotonic() - state.began_s > config.timeout_s:
                 return "timeout"
-            conversation.add_message(answer.ids)
 
-    async def _answer(self, name: str, conversation: Conversation, tally: _Tally, turn: Sample) -> _Answer:
+    async def _go_on(self, state: _State, ids: Sequence[int] | None) -> bool:
+        """Whether there is room for a further turn after what was said, which the conversation then has."""
+        conversation, rows = state.conversation, state.rows
+        if ids is None:
+            whole = await self._said(rendered, state.history, self._splice)
+            if rows.room(len(whole)) < _FIRST_TOKEN:
+                return False
+            if not conversation.is_start_of(whole):
+                state.conversation = rows.open(whole)
+                return True
+            ids = whole[len(conversation.ids) :]
+        if rows.room(conversation.prompt_length, conversation.response_length + len(ids)) < _FIRST_TOKEN:
+            return False
+        conversation.add_message(ids)
+        return True
+
+    async def _answer(self, state: _State, turn: Sample) -> _Answer:
         """What tools or the environment say to a turn; its reward goes to the turn."""
         ids = turn.response_ids_T.tolist()
-        read = await asyncio.to_thread(self._read, ids, tally.after_tools) if self._calls else Turn(turn.text)
+        read = await asyncio.to_thread(self._read, ids, state.after_tools) if self._calls else Turn(turn.text)
+        if self._renders:
+            template, text = self._splice.template, self._splice.turn_text(ids)
+            state.history.append(assistant_message(read, text, template, state.tally.calls))
         if read.calls:
-            return await self._called(name, conversation, tally, read, ids[-1])
+            return await self._called(state, read, ids[-1])
         if not self._environment.has_reply:
             return _Answer(end="answered")
-        reply = await self._timed(tally, self._environment.reply(name, read.content))
+        reply = await self._timed(state.tally, self._environment.reply(state.rows.name, read.content))
         if reply is None:
             return _Answer(end="answered")
-        conversation.add_reward(reply.reward)
-        tally.after_tools, tally.bad_turns = False, 0
+        state.conversation.add_reward(reply.reward)
+        state.after_tools, state.bad_turns = False, 0
         if reply.done:
             return _Answer(end="done")
         shown = await asyncio.to_thread(self._cut, reply.text)
+        if self._renders:
+            state.history.append(user(shown))
+            return _Answer(None)
         return _Answer(await self._said(self._splice.user, shown, after=ids[-1]))
 
-    async def _called(self, name: str, conversation: Conversation, tally: _Tally, read: Turn, stop: int) -> _Answer:
+    async def _called(self, state: _State, read: Turn, stop: int) -> _Answer:
         """The results of a turn's calls, in their order; a call that cannot be made is answered with the reason."""
+        tally, name = state.tally, state.rows.name
         good = [call for call in read.calls if isinstance(call, ToolCall)]
         made = await self._timed(tally, self._environment.call(name, [(call.name, call.arguments) for call in good]))
         results = iter(made)
         texts = [next(results).text if isinstance(call, ToolCall) else call.reason for call in read.calls]
         shown = await asyncio.to_thread(lambda: [self._cut(text) for text in texts])
-        told = [ToolResult(text, call.name, call.id) for text, call in zip(shown, read.calls, strict=True)]
-        tally.calls, tally.after_tools = tally.calls + len(read.calls), True
+        tally.calls, state.after_tools = tally.calls + len(read.calls), True
         tally.call_errors += len(read.calls) - sum(result.error is None for result in made)
-        tally.bad_turns = 0 if good else tally.bad_turns + 1
-        conversation.add_reward(sum(result.reward for result in made))
+        state.bad_turns = 0 if good else state.bad_turns + 1
+        state.conversation.add_reward(sum(result.reward for result in made))
         if any(result.done for result in made):
             return _Answer(end="done")
-        if tally.bad_turns == _MOST_BAD_TURNS:
+        if state.bad_turns == _MOST_BAD_TURNS:
             return _Answer(end="bad_calls")
+        if self._renders:
+            state.history += results_of(state.history[-1], shown)
+            return _Answer(None)
+        told = [ToolResult(text, call.name, call.id) for text, call in zip(shown, read.calls, strict=True)]
         return _Answer(await self._said(self._splice.tool_results, told, after=stop))
 
     async def _said(self, splice: Callable[..., list[int]], *words: Any, **how: Any) -> list[int]:
         """The tokens of what is said to the model. Raises EnvironmentFailure where the template refuses the words."""
         try:
             return await asyncio.to_thread(splice, *words, **how)
-        except (UserFault, TemplateRefusal) as error:
+        except (UserFault, TemplateRefusal, BadMessages) as error:
             raise EnvironmentFailure(f"the chat template refuses the message ({error})") from error
 
     def _read(self, ids: Sequence[int], after_tools: bool) -> Turn:
@@ -214,7 +225,7 @@ class EpisodeRunner:
         decode = self._splice.template.decode
         return f"{decode(head)}\n[... {len(ids) - most} tokens left out ...]\n{decode(tail) if tail else ''}"
 
-    async def _timed(self, tally: _Tally, waits: Any) -> Any:
+    async def _timed(self, tally: Tally, waits: Any) -> Any:
         began_s = time.monotonic()
         try:
             return await waits
@@ -222,34 +233,6 @@ class EpisodeRunner:
             tally.tool_s += time.monotonic() - began_s
 
 
-def _group_seed(sampling: Sampling) -> int:
+def group_seed(sampling: Sampling) -> int:
     """Of the environments of a prompt's episodes, which are compared with each other and so get the same instance."""
     return sample_seed(sampling.stream, -1)
-
-
-def _count(tally: _Tally, turn: Sample) -> None:
-    tally.turns += 1
-    tally.first_turn_ended_s = tally.first_turn_ended_s or time.monotonic()
-    tally.sampled_tokens += len(turn.response_ids_T)
-    tally.verifications += turn.verifications
-    tally.prefills += turn.prefills
-    tally.last = turn
-
-
-def _sample(conversation: Conversation, tally: _Tally, end: EpisodeEnd, *, is_own_prompt: bool) -> Sample:
-    row = conversation.row()
-    facts = EpisodeFacts(tally.turns, tally.calls, tally.call_errors, tally.tool_s, end, tally.sampled_tokens)
-    return Sample(
-        response_ids_T=row.response_ids_T,
-        engine_logp_T=row.engine_logp_T.astype(np.float32),
-        text=tally.last.text if tally.last else "",
-        finished=end in _ENDS_BY_ITSELF,
-        parts=row.parts,
-        routed_experts=row.routed_experts,
-        verifications=tally.verifications,
-        prefills=tally.prefills,
-        prompt_ids=row.prompt_ids if is_own_prompt else None,
-        trained_T=row.trained_T,
-        token_rewards_T=row.token_rewards_T,
-        facts=facts,
-    )

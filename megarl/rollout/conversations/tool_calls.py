@@ -18,7 +18,7 @@ from jsonschema import Draft202012Validator  # a requirement of Ray
 from jsonschema.exceptions import SchemaError, best_match
 
 from megarl.printable import first_line
-from megarl.rollout.conversations.call_probe import CallMarks, ReasoningTags, find_format, reasoning_tags
+from megarl.rollout.conversations.call_probe import CallMarks, FoundFormat, ReasoningTags, find_format, reasoning_tags
 from megarl.rollout.conversations.template import TOOLS, ChatTemplate
 from megarl.types import UserFault
 
@@ -41,11 +41,12 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class BadCall:
-    """A call that cannot be made. name: None where it cannot be read. reason: a sentence for the model."""
+    """A call that cannot be made. reason: a sentence for the model. name, arguments: None where they cannot be read."""
 
     name: str | None
     reason: str
     id: str | None = None
+    arguments: str | None = None
 
 
 @dataclass(frozen=True)
@@ -80,12 +81,16 @@ class CallFormat:
         stop_ids: the tokens at which the engine ends a response. schemas: the tools in OpenAI's form. Raises
         UserFault(episode.tools): a schema is wrong, the template writes no calls, no reader gives them back.
         """
+        return cls.of(find_format(tokenizer, stop_ids), tokenizer, schemas)
+
+    @classmethod
+    def of(cls, found: FoundFormat, tokenizer: Any, schemas: Sequence[Mapping[str, Any]]) -> CallFormat:
+        """The format for other tools of the same tokenizer. Raises UserFault(episode.tools): a schema is wrong."""
         from megarl.rollout.sglang.call_parsers import CallParser
 
         validators = dict(map(_validator, schemas))
         if len(validators) < len(schemas):
             raise UserFault(TOOLS, "two tools have the same name", "rename one of them")
-        found = find_format(tokenizer, stop_ids)
         tags = reasoning_tags(ChatTemplate(tokenizer, tuple(schemas)))
         why = f"calls are read as SGLang's {found.name}, which gives back what the chat template writes"
         if found.others:
@@ -154,19 +159,19 @@ class CallFormat:
         """
         validator = self.validators.get(name or "")
         if validator is None:
-            return _bad(name, f"there is no such tool; the tools are {', '.join(self.validators)}")
+            return _bad(name, f"there is no such tool; the tools are {', '.join(self.validators)}", arguments)
         try:
             values = json.loads(arguments)
         except (ValueError, RecursionError) as error:
-            return _bad(name, f"the arguments are not JSON ({error})")
+            return _bad(name, f"the arguments are not JSON ({error})", arguments)
         if not isinstance(values, dict):
-            return _bad(name, "the arguments are not a JSON object of names and values")
+            return _bad(name, "the arguments are not a JSON object of names and values", arguments)
         if piece and (mended := self._mended(piece, values)):
             return _bad(name, mended)
         wrong = best_match(validator.iter_errors(values))
         if wrong is not None:
             place = ".".join(map(str, wrong.absolute_path))
-            return _bad(name, f"argument {place}: {wrong.message}" if place else wrong.message)
+            return _bad(name, f"argument {place}: {wrong.message}" if place else wrong.message, arguments)
         assert name
         return ToolCall(name, values)
 
@@ -213,10 +218,11 @@ def _validator(schema: Mapping[str, Any]) -> tuple[str, Draft202012Validator]:
     return name, Draft202012Validator(parameters)
 
 
-def _bad(name: str | None, reason: str) -> BadCall:
+def _bad(name: str | None, reason: str, arguments: str | None = None) -> BadCall:
     called = f"The call of {name}" if name else "A tool call"
     text = f"{called} could not be made: {reason}"
-    return BadCall(name, text if len(text) <= _LONGEST_REASON else f"{text[: _LONGEST_REASON - 3]}...")
+    short = text if len(text) <= _LONGEST_REASON else f"{text[: _LONGEST_REASON - 3]}..."
+    return BadCall(name, short, arguments=arguments)
 
 
 def _json_fault(piece: str) -> str | None:

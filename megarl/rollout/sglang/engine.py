@@ -75,6 +75,10 @@ class Engine:
             samples[place] = self._continued(samples[place], output, len(prompt_ids), sampling, rows)
         return samples
 
+    async def begin(self, conversation: str, prompt_tokens: int) -> None:
+        """Wait until the engine has a place for a conversation, which keeps it until `complete`."""
+        await self._host.run(self._manager.queue.place(conversation, prompt_tokens))
+
     async def turn(
         self, conversation: str, number: int, context_ids: Sequence[int], sampling: Sampling, place: int, rows: int
     ) -> Sample:

@@ -1,7 +1,7 @@
 """The queue of an engine's requests in front of its attention groups, and the samples that it has finished.
 
 A request is a sample, or, named CONVERSATION/NUMBER, a turn of one: a conversation has a place in one group, whose
-cache has what was said before, from its first turn until `complete`.
+cache has what was said before, from its own `place` until `complete`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class GroupQueue:
         self._has_finished = asyncio.Event()
 
     async def place(self, request: str, prompt_tokens: int) -> None:
-        """Wait until a group has room for the request; a conversation has its place already after its first turn."""
+        """Wait until a group has room for the request; a turn has that of its conversation."""
         request = _sample_of(request)
         if request in self._placed:
             return
@@ -67,7 +67,7 @@ class GroupQueue:
         prompt_tokens: as its sample was dealt to the engine.
         """
         group, placed_tokens = self._placed.pop(conversation, (0, None))
-        if placed_tokens is not None:  # those of its first turn, whose prompt may be longer than the data's
+        if placed_tokens is not None:
             self._dealer.finish(group, placed_tokens, response_tokens)
         self._report(CompletedSample(group, prompt_tokens, response_tokens))
         self._deal()

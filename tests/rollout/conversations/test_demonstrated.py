@@ -212,7 +212,8 @@ def played(splice: Splice, prompt: str, turns: list[tuple[str, str | None]]) -> 
     for text, expression in turns:
         ids = splice.template.ids(text)
         part = SamplePart(0, len(ids))
-        conversation.add_turn(Sample(np.asarray(ids), np.zeros(len(ids), np.float32), text, True, (part,)))
+        turn = Sample(np.asarray(ids), np.zeros(len(ids), np.float32), text, True, (part,))
+        conversation.add_turn(turn, conversation.asked())
         if expression:
             results = [ToolResult(calculate(expression), "calculate")]
             conversation.add_message(splice.tool_results(results, after=ids[-1]))

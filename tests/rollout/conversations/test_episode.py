@@ -13,7 +13,8 @@ import pytest
 
 from megarl.config import RewardConfig
 from megarl.config.episode import EpisodeConfig
-from megarl.rollout.conversations.episode import EpisodeResult, EpisodeRunner
+from megarl.rollout.conversations.episode import EpisodeRunner
+from megarl.rollout.conversations.rows import EpisodeResult
 from megarl.rollout.conversations.splice import Splice
 from megarl.rollout.conversations.tool_calls import CallFormat
 from megarl.rollout.environments.thread import EnvironmentThread
@@ -92,6 +93,9 @@ class Script:
         words = self.tokenizer.decode(ids, skip_special_tokens=True)
         return Sample(np.array(ids), np.full(len(ids), -1.0, np.float32), words, not is_cut, (SamplePart(3, len(ids)),))
 
+    async def begin(self, conversation: str, prompt_tokens: int) -> None:
+        return None
+
     async def complete(self, conversation: str, prompt_tokens: int, response_tokens: int) -> None:
         self.completed.append((conversation, response_tokens))
 
@@ -115,12 +119,21 @@ def threads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Envi
     sys.path.remove(str(folder))
 
 
+def _tokenizer() -> Any:
+    return make_tokenizer(tools=True)
+
+
 @pytest.fixture
 def play(threads: dict[str, EnvironmentThread]) -> Play:
-    tokenizer: Any = make_tokenizer(tools=True)
-
-    def once(kind: str, *turns: str, row: Any = None, **limits: Any) -> tuple[EpisodeResult, Script]:
-        thread = threads[kind]
+    def once(
+        kind: str, *turns: str, row: Any = None, forgets: bool = False, **limits: Any
+    ) -> tuple[EpisodeResult, Script]:
+        """forgets: the chat template leaves out what stands before a semicolon in an earlier turn."""
+        thread, tokenizer = threads[kind], _tokenizer()
+        if forgets:
+            later = "message.content.split(';')[-1 if message.role == 'assistant' else 0]"
+            tokenizer.chat_template = str(tokenizer.chat_template).replace("message.content", later)
+            assert later in tokenizer.chat_template
         splice = Splice(tokenizer, [tokenizer.eos_token_id], thread.schemas)
         calls = CallFormat.find(tokenizer, [tokenizer.eos_token_id], thread.schemas) if thread.schemas else None
         config = EpisodeConfig.model_validate({"tools": ["a:b"], "max_tokens": 400, "max_turns": 4} | limits)
@@ -154,6 +167,31 @@ def test_calls_are_answered_in_their_order(play: Play) -> None:
     assert not sample.engine_logp_T[~sample.trained_T].any()
     assert script.completed == [("episode-0", len(sample.response_ids_T))]
     assert played.verdict is None, "the reward function decides"
+
+
+def test_a_rendered_history_begins_a_row_where_it_differs_from_what_was_sampled(play: Play) -> None:
+    """Each row has one turn then, after the tokens that the template gives; each sampled token is in one row."""
+    limits = {"row": {"opening": "begin"}, "max_turns": 3, "history": "render"}
+    played, script = play("environment", "hm;one", "hm;two", "hm;three", forgets=True, **limits)
+    sample, facts = played.sample, played.sample.facts
+    assert facts and (facts.turns, len(sample.rows)) == (3, 3)
+    decode = script.tokenizer.decode
+    prompts = [decode(row.prompt_ids) for row in sample.rows if row.prompt_ids is not None]
+    assert "<assistant>one<eos>" in prompts[1] and prompts[2].startswith(prompts[1])
+    assert "<assistant>two<eos>" in prompts[2] and "<assistant>hm" not in prompts[2]
+    assert [decode(row.response_ids_T) for row in sample.rows] == ["hm;one<eos>", "hm;two<eos>", "hm;three<eos>"]
+    assert facts.sampled_tokens == sum(row.num_trained for row in sample.rows)
+    assert [row.token_rewards_T is not None and row.token_rewards_T[-1] for row in sample.rows] == [0.25] * 3
+
+
+@pytest.mark.parametrize("kind", ["environment", "tools"])
+def test_a_rendered_history_is_one_row_where_the_template_keeps_all(play: Play, kind: str) -> None:
+    turns = [call("double", number=4), call("double", number="x"), "8"] if kind == "tools" else ["one", "two", "three"]
+    rows = [play(kind, *turns, max_turns=3, history=history)[0].sample for history in ("append", "render")]
+    assert rows[0].facts and rows[1].facts and rows[0].facts.turns == rows[1].facts.turns == 3
+    np.testing.assert_array_equal(rows[0].response_ids_T, rows[1].response_ids_T)
+    np.testing.assert_array_equal(rows[0].trained_T, rows[1].trained_T)
+    assert not rows[1].more_rows
 
 
 def test_a_tool_may_end_an_episode_and_reward_its_turn(play: Play) -> None:

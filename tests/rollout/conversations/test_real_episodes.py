@@ -13,7 +13,8 @@ import pytest
 
 from megarl.config.episode import EpisodeConfig
 from megarl.parallel.hf_config import end_token_ids
-from megarl.rollout.conversations.episode import EpisodeResult, EpisodeRunner
+from megarl.rollout.conversations.episode import EpisodeRunner
+from megarl.rollout.conversations.rows import EpisodeResult
 from megarl.rollout.conversations.splice import Splice
 from megarl.rollout.environments.thread import EnvironmentThread
 from megarl.rollout.environments.workers import EnvironmentSettings

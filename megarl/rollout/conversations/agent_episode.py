@@ -1,0 +1,204 @@
+"""The requests of an agent's episode: each goes on with one of its conversations, or opens another.
+
+A request goes on with a conversation where its messages are that conversation's, with one or more behind them. Then the
+tokens of the conversation stay as they are, and what is new is appended by the splice. Any other request, of a
+sub-agent or of a history that was shortened, is rendered and opens another conversation of the same episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from megarl.config.episode import EpisodeConfig
+from megarl.rollout.agents.chat import ChatAnswer, ChatRefused, ChatRequest, EpisodeOver
+from megarl.rollout.conversations.agent_tools import ToolSet, ToolSets, calls_of
+from megarl.rollout.conversations.conversation import Conversation
+from megarl.rollout.conversations.messages import BadMessages, assistant_message, checked, rendered, said
+from megarl.rollout.conversations.rows import EpisodeRows
+from megarl.rollout.conversations.tool_calls import BadCall, Turn
+from megarl.types import EpisodeEnd, Sample
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass
+class _Thread:
+    """A conversation as its agent sees it. stop: the token that ended its last turn; None: it cannot go on."""
+
+    conversation: Conversation
+    tools: ToolSet
+    messages: list[Mapping[str, Any]] = field(default_factory=list)
+    stop: int | None = None
+    is_busy: bool = True
+    after_tools: bool = False
+
+    def goes_on_with(self, messages: Messages, tools: ToolSet) -> bool:
+        length = len(self.messages)
+        is_free = self.stop is not None and not self.is_busy and self.tools.key == tools.key
+        return is_free and len(messages) > length and list(messages[:length]) == self.messages
+
+
+class AgentEpisode:
+    """Answers the requests of one episode. All in the event loop that made it."""
+
+    def __init__(self, rows: EpisodeRows, tool_sets: ToolSets, config: EpisodeConfig) -> None:
+        self._rows, self._tool_sets, self._config = rows, tool_sets, config
+        self._threads: list[_Thread] = []
+        self._in_flight, self._idle_since = 0, time.monotonic()
+        self._over: tuple[EpisodeEnd, str] | None = None
+        self._last_is_cut = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.fault: BaseException | None = None  # what the sampler raised
+
+    @property
+    def end(self) -> EpisodeEnd:
+        """Why the episode has ended."""
+        end = self._over[0] if self._over else "answered"
+        return "cut" if end == "answered" and self._last_is_cut else end
+
+    def stop(self, end: EpisodeEnd, words: str) -> None:
+        """Answer no further request; the first reason counts."""
+        self._over = self._over or (end, words)
+
+    def fail(self) -> None:
+        """The agent has failed, whatever limit it had reached before."""
+        self._over = "agent", "the agent has failed"
+
+    async def close(self) -> None:
+        """The agent has ended: requests in flight are cancelled, and no further one is answered."""
+        self._count_idle()
+        self.stop("answered", "the episode has ended")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def answer(self, request: ChatRequest) -> ChatAnswer:
+        """Raises ChatRefused and EpisodeOver. To be run as a task of its own, which `close` may cancel."""
+        task = asyncio.current_task()
+        assert task
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        try:
+            tools = await asyncio.to_thread(self._tool_sets.of, request.tools)
+            messages = await asyncio.to_thread(checked, request.messages, tools.splice.template)
+            self._check_turns()
+            with self._asking():
+                return await self._turn(await self._thread(messages, tools), messages)
+        except BadMessages as bad:
+            raise ChatRefused(str(bad)) from bad
+        except (ChatRefused, EpisodeOver, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            self.fault = self.fault or error
+            self.stop("agent", "the engine has failed")
+            raise EpisodeOver("the engine has failed") from error
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """The time in which no request is in flight is the agent's own."""
+        self._count_idle()
+        self._in_flight += 1
+        try:
+            yield
+        finally:
+            self._in_flight -= 1
+            self._idle_since = time.monotonic()
+
+    def _count_idle(self) -> None:
+        if not self._in_flight:
+            self._rows.tally.tool_s += time.monotonic() - self._idle_since
+
+    def _check_turns(self) -> None:
+        """Raises EpisodeOver where there may be no further turn."""
+        most = self._config.max_turns
+        if self._over is None and self._rows.tally.turns + self._in_flight >= most:
+            self.stop("max_turns", f"the episode has had {most} turns, as many as episode.max_turns allows")
+        if self._over:
+            raise EpisodeOver(self._over[1])
+
+    def _check_room(self, prompt_tokens: int, response_tokens: int = 0) -> None:
+        """Raises EpisodeOver where a conversation of so many tokens has no room for a turn."""
+        if self._rows.room(prompt_tokens, response_tokens) < 1:
+            tokens, most = prompt_tokens + response_tokens, self._config.max_tokens
+            self.stop("max_tokens", f"a conversation of {tokens} tokens has no room: episode.max_tokens is {most}")
+            raise EpisodeOver(self._over[1] if self._over else "")
+
+    async def _thread(self, messages: list[dict[str, Any]], tools: ToolSet) -> _Thread:
+        """The conversation that the messages go on with, which then has them, or a new one; it is busy."""
+        if self._config.history == "render":
+            return await self._rendered(messages, tools)
+        known = [thread for thread in self._threads if thread.goes_on_with(messages, tools)]
+        for thread in sorted(known, key=lambda one: len(one.messages), reverse=True):
+            new = messages[len(thread.messages) :]
+            thread.is_busy = True
+            try:
+                ids = await asyncio.to_thread(said, new, thread.messages[-1], tools.splice, thread.stop or 0)
+            finally:
+                thread.is_busy = False
+            if ids is not None:
+                conversation = thread.conversation
+                self._check_room(conversation.prompt_length, conversation.response_length + len(ids))
+                conversation.add_message(ids)
+                return self._taken(thread, new)
+        ids = await asyncio.to_thread(rendered, messages, tools.splice)
+        return self._opened(ids, messages, tools)
+
+    async def _rendered(self, messages: list[dict[str, Any]], tools: ToolSet) -> _Thread:
+        """The longest conversation that the rendered messages begin with, or a new one."""
+        ids = await asyncio.to_thread(rendered, messages, tools.splice)
+        known = [
+            thread
+            for thread in self._threads
+            if not thread.is_busy and thread.stop is not None and thread.conversation.is_start_of(ids)
+        ]
+        if not known:
+            return self._opened(ids, messages, tools)
+        thread = max(known, key=lambda one: len(one.conversation.ids))
+        conversation = thread.conversation
+        new = ids[len(conversation.ids) :]
+        self._check_room(conversation.prompt_length, conversation.response_length + len(new))
+        if new:
+            conversation.add_message(new)
+        thread.tools = tools
+        return self._taken(thread, messages[-1:])
+
+    def _opened(self, ids: Sequence[int], messages: Messages, tools: ToolSet) -> _Thread:
+        self._check_room(len(ids))
+        thread = _Thread(self._rows.open(ids), tools)
+        self._threads.append(thread)
+        return self._taken(thread, messages)
+
+    def _taken(self, thread: _Thread, new: Messages) -> _Thread:
+        thread.is_busy, thread.after_tools = True, new[-1]["role"] == "tool"
+        return thread
+
+    async def _turn(self, thread: _Thread, messages: Messages) -> ChatAnswer:
+        conversation, prompt_tokens = thread.conversation, len(thread.conversation.ids)
+        thread.stop = None  # a turn that is not delivered ends the conversation
+        turn = await self._rows.turn(conversation)
+        message = await asyncio.to_thread(self._read, thread, turn)
+        self._last_is_cut = not turn.finished
+        if turn.finished:
+            thread.stop = int(turn.response_ids_T[-1])
+        thread.messages = [*messages, message]
+        thread.is_busy = False
+        calls, tokens = calls_of(message), len(turn.response_ids_T)
+        finish = "length" if not turn.finished else "tool_calls" if calls else "stop"
+        return ChatAnswer(message["content"], calls, finish, prompt_tokens, tokens)
+
+    def _read(self, thread: _Thread, turn: Sample) -> dict[str, Any]:
+        """The turn as a message. Where a call of it cannot be read at all, the whole is a text."""
+        tally, ids = self._rows.tally, turn.response_ids_T.tolist()
+        read = thread.tools.read(ids, after_tools=thread.after_tools)
+        bad = [call for call in read.calls if isinstance(call, BadCall)]
+        text, number = thread.tools.splice.turn_text(ids), tally.calls
+        tally.calls, tally.call_errors = tally.calls + len(read.calls), tally.call_errors + len(bad)
+        if any(call.arguments is None for call in bad):
+            read = Turn(text)
+        message = assistant_message(read, text, thread.tools.splice.template, number)
+        return {key: value for key, value in message.items() if key != "reasoning_content"}

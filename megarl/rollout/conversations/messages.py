@@ -1,0 +1,151 @@
+"""Messages in OpenAI's form, as agents write them and episodes record them, made ready for a chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megarl.rollout.conversations.splice import Splice, ToolResult
+from megarl.rollout.conversations.template import ChatTemplate, Message, TemplateRefusal
+from megarl.rollout.conversations.tool_calls import BadCall, ToolCall, Turn
+from megarl.types import UserFault
+
+_ROLES = {"system", "user", "assistant", "tool"}
+_KEYS = ("role", "content", "name", "tool_call_id", "tool_calls")
+_MOST_MESSAGES = 4096  # of one request
+
+
+class BadMessages(Exception):
+    """The messages cannot be made into a prompt; the text says why."""
+
+
+def checked(messages: Sequence[Mapping[str, Any]], template: ChatTemplate) -> list[dict[str, Any]]:
+    """The messages with texts as contents, without special tokens in all that the model did not write.
+
+    Keys with a null value, and those that the chat of an agent has no use for, are left out. Raises BadMessages.
+    """
+    if not messages or len(messages) > _MOST_MESSAGES:
+        raise BadMessages(f"there are {len(messages)} messages, and 1 to {_MOST_MESSAGES} are allowed")
+    found = [_checked(number, message, template) for number, message in enumerate(messages, start=1)]
+    if found[-1]["role"] == "assistant":
+        raise BadMessages("the last message is the assistant's")
+    return found
+
+
+def _checked(number: int, message: Any, template: ChatTemplate) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
+        raise BadMessages(f"message {number} has no role out of {', '.join(sorted(_ROLES))}")
+    given = {key: message[key] for key in _KEYS if message.get(key) not in (None, [])}
+    content = given.get("content", "")
+    if isinstance(content, list):
+        content = "".join(_part(number, part) for part in content)
+    if not isinstance(content, str):
+        raise BadMessages(f"the content of message {number} is no text")
+    if given["role"] != "assistant":
+        content = template.without_special_tokens(content)
+    calls = [_call(number, call) for call in given.get("tool_calls", ())]
+    if calls and given["role"] != "assistant":
+        raise BadMessages(f"message {number} has tool_calls, and is not the assistant's")
+    if given["role"] == "tool" and not isinstance(given.get("tool_call_id"), str):
+        raise BadMessages(f"message {number} is a tool's and has no tool_call_id")
+    return {**given, "content": content} | ({"tool_calls": calls} if calls else {})
+
+
+def _part(number: int, part: Any) -> str:
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return part["text"]
+    raise BadMessages(f"a part of message {number} is no text")
+
+
+def _call(number: int, call: Any) -> dict[str, Any]:
+    """A call with arguments as JSON text."""
+    try:
+        id, name, arguments = call["id"], call["function"]["name"], call["function"]["arguments"]
+    except (KeyError, TypeError):
+        raise BadMessages(f"a call of message {number} has no id, or no function with name and arguments") from None
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    if not (isinstance(id, str) and isinstance(name, str)):
+        raise BadMessages(f"a call of message {number} has an id or a name that is no text")
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def rendered(messages: Sequence[Mapping[str, Any]], splice: Splice) -> list[int]:
+    """The tokens of checked messages, up to and with the generation prompt. Raises BadMessages."""
+    try:
+        return splice.first(_for_template(messages, splice.template))
+    except (UserFault, TemplateRefusal) as refusal:
+        raise BadMessages(f"the chat template refuses the messages ({refusal})") from refusal
+
+
+def said(messages: Sequence[Mapping[str, Any]], turn: Mapping[str, Any], splice: Splice, stop: int) -> list[int] | None:
+    """The tokens of checked messages after a turn that ended with the token `stop`; None where they cannot be spliced.
+
+    turn: the assistant's message before them. They can be where they are a user's message, or the results of all calls
+    of the turn, in any order. Raises BadMessages.
+    """
+    roles, calls = [message["role"] for message in messages], turn.get("tool_calls", [])
+    try:
+        if roles == ["user"] and not calls:
+            return splice.user(messages[0]["content"], after=stop)
+        answers = {message.get("tool_call_id"): message["content"] for message in messages}
+        if set(roles) == {"tool"} and len(calls) == len(messages) and answers.keys() == {call["id"] for call in calls}:
+            results = [ToolResult(answers[call["id"]], call["function"]["name"], call["id"]) for call in calls]
+            return splice.tool_results(results, after=stop)
+    except (UserFault, TemplateRefusal) as refusal:
+        raise BadMessages(f"the chat template refuses the messages ({refusal})") from refusal
+    return None
+
+
+def assistant_message(turn: Turn, text: str, template: ChatTemplate, number: int) -> dict[str, Any]:
+    """A turn as a message. text: all that the model wrote, which is the content of a turn without calls.
+
+    number: of the calls before it in the conversation.
+    """
+    if not turn.calls:
+        return {"role": "assistant", "content": text}
+    thought = {"reasoning_content": turn.reasoning} if turn.reasoning else {}
+    calls = [_written(call, template, index) for index, call in enumerate(turn.calls, start=number)]
+    return {"role": "assistant", "content": turn.content, **thought, "tool_calls": calls}
+
+
+def results_of(turn: Mapping[str, Any], texts: Sequence[str]) -> list[dict[str, Any]]:
+    """The messages that answer the calls of an assistant's message, in their order."""
+    calls = turn["tool_calls"]
+    return [
+        {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": text}
+        for call, text in zip(calls, texts, strict=True)
+    ]
+
+
+def _written(call: ToolCall | BadCall, template: ChatTemplate, index: int) -> dict[str, Any]:
+    name = call.name or template.tool_name
+    id = call.id or template.call_style.id_form.format(name=name, index=index)
+    arguments = json.dumps(call.arguments, ensure_ascii=False) if isinstance(call, ToolCall) else call.arguments
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments or "{}"}}
+
+
+def _for_template(messages: Sequence[Mapping[str, Any]], template: ChatTemplate) -> list[Message]:
+    """With calls in the template's own style, and the name of its tool in each result."""
+    names: dict[str, str] = {}
+    shown: list[Message] = []
+    for message in messages:
+        message = dict(message)
+        if calls := message.get("tool_calls"):
+            names |= {call["id"]: call["function"]["name"] for call in calls}
+            message["tool_calls"] = [_styled(call, template) for call in calls]
+        if message["role"] == "tool":
+            message.setdefault("name", names.get(message["tool_call_id"], template.tool_name))
+        shown.append(message)
+    return shown
+
+
+def _styled(call: Mapping[str, Any], template: ChatTemplate) -> Mapping[str, Any]:
+    try:
+        arguments = json.loads(call["function"]["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        arguments = {"arguments": call["function"]["arguments"]}  # the model's own broken ones
+    return template.call_style.call(call["function"]["name"], arguments, 0, call["id"])

@@ -1,0 +1,246 @@
+"""The requests of an agent with turns that a script gives: which go on with a conversation, and which open one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.config.episode import EpisodeConfig
+from megarl.rollout import accounting
+from megarl.rollout.agents.chat import ChatAnswer, ChatRefused, ChatRequest, EpisodeOver
+from megarl.rollout.conversations.agent_episode import AgentEpisode
+from megarl.rollout.conversations.agent_tools import ToolSets
+from megarl.rollout.conversations.rows import EpisodeRows
+from megarl.rollout.sglang.arguments import Sampling
+from megarl.types import Prompt, Sample, SamplePart
+from scripts.make_tiny_moe import make_tokenizer
+
+pytestmark = pytest.mark.slow  # the reader of calls is SGLang's
+
+TOKENIZER: Any = make_tokenizer(tools=True)
+DOUBLE = {
+    "type": "function",
+    "function": {
+        "name": "double",
+        "description": "Twice a number.",
+        "parameters": {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]},
+    },
+}
+CALL = '<tool_call>{"name": "double", "arguments": {"number": 4}}</tool_call>'
+Messages = list[dict[str, Any]]
+
+
+class Script:
+    """Samples the text that `turns` has for the last words of the context."""
+
+    def __init__(self, turns: dict[str, str]) -> None:
+        self.turns, self.streams, self.completed = turns, [], 0
+        self.may_go_on = asyncio.Event()
+        self.may_go_on.set()
+        self.has_begun = asyncio.Event()
+
+    async def begin(self, conversation: str, prompt_tokens: int) -> None:
+        return None
+
+    async def turn(
+        self, conversation: str, number: int, context_ids: Sequence[int], sampling: Sampling, place: int, rows: int
+    ) -> Sample:
+        self.streams.append(sampling.stream)
+        self.has_begun.set()
+        await self.may_go_on.wait()
+        context = TOKENIZER.decode(context_ids, skip_special_tokens=True)
+        text = next(text for words, text in self.turns.items() if context.endswith(words))
+        ids = TOKENIZER(text, add_special_tokens=False)["input_ids"]
+        is_cut = text.endswith("...") or len(ids) >= sampling.max_tokens
+        ids = ids[: sampling.max_tokens] if is_cut else [*ids, TOKENIZER.eos_token_id]
+        words = TOKENIZER.decode(ids, skip_special_tokens=True)
+        return Sample(np.array(ids), np.full(len(ids), -1.0, np.float32), words, not is_cut, (SamplePart(3, len(ids)),))
+
+    async def complete(self, conversation: str, prompt_tokens: int, response_tokens: int) -> None:
+        self.completed += 1
+
+
+Ask = Callable[..., Any]
+
+
+def played(turns: dict[str, str], agent: Callable[[Ask], Any], **limits: Any) -> tuple[Sample, AgentEpisode, Script]:
+    """An episode of an agent, whose account of tokens is checked."""
+    config = EpisodeConfig.model_validate({"agent": "a:b", "max_tokens": 200} | limits)
+
+    async def run() -> tuple[Sample, AgentEpisode, Script]:
+        script = Script(turns)
+        rows = EpisodeRows(script, "episode-0", Sampling(1, 100, stream=(1, 2)), 0, 200, config.max_tokens)
+        episode = AgentEpisode(rows, ToolSets(TOKENIZER, [TOKENIZER.eos_token_id]), config)
+
+        async def ask(*messages: dict[str, Any], tools: Sequence[Any] = ()) -> ChatAnswer:
+            return await asyncio.create_task(episode.answer(ChatRequest(messages, tools)))
+
+        await agent(ask) if agent.__code__.co_argcount == 1 else await agent(ask, script)
+        await episode.close()
+        await rows.end(1)
+        return rows.sample(episode.end, [1]), episode, script
+
+    sample, episode, script = asyncio.run(run())
+    prompt = Prompt("row 1", "", (1,), "")
+    accounting.check(prompt, [sample])
+    assert script.completed == 1
+    return sample, episode, script
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def texts(sample: Sample) -> list[str]:
+    """Each row's tokens as text."""
+    found = []
+    for row in sample.rows:
+        assert row.prompt_ids is not None
+        found.append(TOKENIZER.decode([*row.prompt_ids, *row.response_ids_T]))
+    return found
+
+
+def test_a_chat_is_one_row_whose_turns_are_all_trained() -> None:
+    async def agent(ask: Ask) -> None:
+        first = await ask(user("hi"))
+        assert (first.content, first.finish) == ("hello", "stop")
+        told = {**first.message(), "refusal": None, "audio": None}  # as the OpenAI client writes it
+        second = await ask(user("hi"), told, user("how?"))
+        last = {"role": "user", "content": [{"type": "text", "text": "ok"}]}
+        await ask(user("hi"), told, user("how?"), second.message(), last)
+
+    sample, episode, _ = played({"hi": "hello", "how?": "so", "ok": "yes"}, agent)
+    assert episode.end == "answered" and sample.finished and not sample.more_rows
+    whole = "<bos><user>hi<eos><assistant>hello<eos><user>how?<eos><assistant>so<eos><user>ok<eos><assistant>yes<eos>"
+    assert texts(sample) == [whole] and sample.trained_T is not None
+    trained = TOKENIZER.decode(sample.response_ids_T[sample.trained_T])
+    assert trained == "hello<eos>so<eos>yes<eos>" and sample.text == "yes"
+    assert sample.facts and (sample.facts.turns, sample.facts.sampled_tokens) == (3, int(sample.trained_T.sum()))
+
+
+def test_results_of_calls_are_spliced_in_the_order_of_the_calls() -> None:
+    async def agent(ask: Ask) -> None:
+        first = await ask(user("go"), tools=[DOUBLE])
+        assert first.finish == "tool_calls" and first.content == "twice"
+        one, two = first.calls
+        assert one.id != two.id and (one.name, json.loads(one.arguments)) == ("double", {"number": 4})
+        given = (two, "b"), (one, "a")
+        results = [{"role": "tool", "tool_call_id": call.id, "content": text} for call, text in given]
+        await ask(user("go"), first.message(), *results, tools=[DOUBLE])
+
+    sample, _, _ = played({"go": f"twice{CALL}{CALL}", "ab": "8"}, agent)
+    assert not sample.more_rows and sample.facts and (sample.facts.calls, sample.facts.call_errors) == (2, 0)
+    assert texts(sample)[0].endswith("<tool>a<eos><tool>b<eos><assistant>8<eos>")
+
+
+def test_broken_calls_are_the_agents_to_answer_and_are_counted() -> None:
+    """A call of an unknown tool or with wrong arguments is passed on; where none can be read, the text is."""
+    wrong = CALL.replace("4", '"x"') + CALL.replace("double", "halve")
+
+    async def agent(ask: Ask) -> None:
+        first = await ask(user("one"), tools=[DOUBLE])
+        assert [call.name for call in first.calls] == ["double", "halve"]
+        second = await ask(user("two"), tools=[DOUBLE])
+        assert not second.calls and second.content == CALL.replace("}", "")
+
+    sample, _, _ = played({"one": wrong, "two": CALL.replace("}", "")}, agent)
+    assert sample.facts and (sample.facts.calls, sample.facts.call_errors) == (3, 3)
+
+
+def test_what_extends_no_conversation_opens_a_row_of_the_episode() -> None:
+    """Sub-agents at once, a history that was shortened, a retry, and other tools; each sampled token is in one row."""
+
+    async def agent(ask: Ask) -> None:
+        first = await ask(user("go"))
+        parts = await asyncio.gather(ask(user("left")), ask(user("left")))  # the same words twice
+        await ask(user("go"), first.message(), user("short"))
+        await ask(user("short"))
+        await ask(user("go"), {**first.message(), "content": "other words"}, user("short"))
+        await ask(user("left"), parts[0].message(), user("on"))
+
+    sample, _, script = played({"go": "a", "left": "b", "short": "c", "on": "d"}, agent)
+    assert sample.facts and (sample.facts.turns, len(sample.rows)) == (7, 5)
+    assert texts(sample)[0].count("<assistant>") == 2 and texts(sample)[1].endswith("<user>on<eos><assistant>d<eos>")
+    assert sample.num_trained == sample.facts.sampled_tokens and not sample.facts.dropped_tokens
+    assert len(set(script.streams)) == 5, "rows that begin at one place do not get the same random numbers"
+
+
+def test_rendered_requests_go_on_where_the_tokens_do() -> None:
+    async def agent(ask: Ask) -> None:
+        first = await ask(user("hi"))
+        await ask(user("hi"), first.message(), user("how?"))
+        await ask(user("hi"), {"role": "assistant", "content": "hallo"}, user("how?"))
+
+    sample, _, _ = played({"hi": "hello", "how?": "so"}, agent, history="render")
+    assert len(sample.rows) == 2 and texts(sample)[0].count("<assistant>") == 2
+
+
+@pytest.mark.parametrize(
+    ("limits", "end"),
+    [({"max_turns": 2}, "max_turns"), ({"max_tokens": 30}, "max_tokens")],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_a_limit_is_told_and_counts_as_the_end(limits: dict[str, Any], end: str) -> None:
+    async def agent(ask: Ask) -> None:
+        messages: Messages = [user("hi")]
+        with pytest.raises(EpisodeOver, match=f"episode.{end}"):
+            for _ in range(9):
+                answer = await ask(*messages)
+                messages += [answer.message(), user("hi")]
+        with pytest.raises(EpisodeOver, match=f"episode.{end}"):
+            await ask(user("again"))
+
+    sample, episode, _ = played({"hi": "hello"}, agent, **limits)
+    assert episode.end == end and not sample.finished and sample.facts and sample.facts.turns >= 2
+
+
+def test_a_cut_turn_cannot_go_on() -> None:
+    async def agent(ask: Ask) -> None:
+        first = await ask(user("hi"))
+        assert first.finish == "length"
+        await ask(user("hi"), first.message(), user("how?"))
+
+    sample, episode, _ = played({"hi": "hello...", "how?": "so..."}, agent)
+    assert episode.end == "cut" and len(sample.rows) == 2
+
+
+def test_a_turn_that_is_not_delivered_is_dropped_and_counted() -> None:
+    """And with it what was said before it; what was delivered before stays."""
+
+    async def agent(ask: Ask, script: Script) -> None:
+        first = await ask(user("hi"))
+        script.may_go_on.clear()
+        script.has_begun.clear()
+        late = asyncio.create_task(ask(user("hi"), first.message(), user("how?")))
+        await script.has_begun.wait()
+        asyncio.get_running_loop().call_soon(script.may_go_on.set)
+        late.add_done_callback(lambda task: task.exception() if not task.cancelled() else None)
+
+    sample, _, _ = played({"hi": "hello", "how?": "so"}, agent)
+    assert sample.facts and (sample.facts.turns, sample.facts.dropped_tokens) == (2, 3)
+    assert texts(sample) == ["<bos><user>hi<eos><assistant>hello<eos>"]
+
+
+def test_requests_that_cannot_be_answered_are_refused_and_the_episode_goes_on() -> None:
+    async def agent(ask: Ask) -> None:
+        for messages, words in (
+            ([], "0 messages"),
+            ([{"role": "robot", "content": "a"}], "role"),
+            ([user("a"), {"role": "assistant", "content": "b"}], "last message"),
+            ([{"role": "user", "content": [{"type": "image_url"}]}], "no text"),
+            ([user("a"), {"role": "assistant", "tool_calls": [{}]}, user("b")], "a call of message 2"),
+            ([user("a"), {"role": "tool", "content": "b"}], "tool_call_id"),
+        ):
+            with pytest.raises(ChatRefused, match=words):
+                await ask(*messages)
+        with pytest.raises(ChatRefused, match="tools cannot be used"):
+            await ask(user("a"), tools=[{"function": {}}])
+        await ask(user("<eos>hi"))
+
+    sample, episode, _ = played({"hi": "hello"}, agent)
+    assert episode.end == "answered" and texts(sample) == ["<bos><user>< eos>hi<eos><assistant>hello<eos>"]
