@@ -68,8 +68,8 @@ class Script:
 Ask = Callable[..., Any]
 
 
-def played(turns: dict[str, str], agent: Callable[[Ask], Any], **limits: Any) -> tuple[Sample, AgentEpisode, Script]:
-    """An episode of an agent, whose account of tokens is checked."""
+def played(turns: dict[str, str], agent: Callable[..., Any], *, scripted: bool = False, **limits: Any) -> tuple[Sample, AgentEpisode, Script]:
+    """An episode of an agent, whose account of tokens is checked. scripted: the agent takes the script too."""
     config = EpisodeConfig.model_validate({"agent": "a:b", "max_tokens": 200} | limits)
 
     async def run() -> tuple[Sample, AgentEpisode, Script]:
@@ -80,7 +80,7 @@ def played(turns: dict[str, str], agent: Callable[[Ask], Any], **limits: Any) ->
         async def ask(*messages: dict[str, Any], tools: Sequence[Any] = ()) -> ChatAnswer:
             return await asyncio.create_task(episode.answer(ChatRequest(messages, tools)))
 
-        await agent(ask) if agent.__code__.co_argcount == 1 else await agent(ask, script)
+        await agent(ask, *([script] if scripted else []))
         await episode.close()
         await rows.end(1)
         return rows.sample(episode.end, [1]), episode, script
@@ -221,7 +221,7 @@ def test_a_turn_that_is_not_delivered_is_dropped_and_counted() -> None:
         asyncio.get_running_loop().call_soon(script.may_go_on.set)
         late.add_done_callback(lambda task: task.exception() if not task.cancelled() else None)
 
-    sample, _, _ = played({"hi": "hello", "how?": "so"}, agent)
+    sample, _, _ = played({"hi": "hello", "how?": "so"}, agent, scripted=True)
     assert sample.facts and (sample.facts.turns, sample.facts.dropped_tokens) == (2, 3)
     assert texts(sample) == ["<bos><user>hi<eos><assistant>hello<eos>"]
 
