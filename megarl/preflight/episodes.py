@@ -1,4 +1,4 @@
-"""What is wrong with the episodes of a recipe: its keys, its tools or environment, and the model's chat template."""
+"""What is wrong with a recipe's episodes: its keys, its tools, environment or agent, and the model's chat template."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from megarl.algos import learns_from_answers
 from megarl.config import Recipe
 from megarl.config.episode import EpisodeConfig
 from megarl.parallel.hf_config import end_token_ids
+from megarl.rollout.agents.thread import AgentThread, agent_settings
 from megarl.rollout.conversations.demonstrated import demonstrate
-from megarl.rollout.conversations.prepared import Prepared, prepare
+from megarl.rollout.conversations.prepared import prepare, prepare_agents
 from megarl.rollout.conversations.splice import Splice
+from megarl.rollout.conversations.splice_check import SpliceFacts
+from megarl.rollout.conversations.tool_calls import CallFormat
 from megarl.rollout.data_files import BadRow, RowFaults, column
 from megarl.rollout.environments.thread import EnvironmentThread, environment_settings
 from megarl.types import Prompt, UserFault
@@ -24,12 +27,12 @@ Faults = list[UserFault]
 class EpisodeRead:
     """What preflight learns of a recipe's episodes. tools: the schemas that prompts are rendered with.
 
-    has_reward: the environment gives rewards itself. notes: sentences to print. splice: None where the tokenizer could
-    not be loaded.
+    has_reward: the environment gives rewards itself; None: the agent may. notes: sentences to print. splice: None where
+    the tokenizer could not be loaded.
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
-    has_reward: bool = False
+    has_reward: bool | None = False
     notes: Sequence[str] = ()
     faults: Faults = field(default_factory=list)
     splice: Splice | None = None
@@ -44,6 +47,8 @@ def read_episode(recipe: Recipe, tokenizer: Any | None) -> EpisodeRead:
         return EpisodeRead()
     if faults := key_faults(recipe):
         return EpisodeRead(faults=faults)
+    if recipe.episode.agent:
+        return _read_agent(recipe, tokenizer)
     try:
         thread = EnvironmentThread(environment_settings(recipe, workers=1))
     except UserFault as fault:
@@ -52,12 +57,31 @@ def read_episode(recipe: Recipe, tokenizer: Any | None) -> EpisodeRead:
     tools, notes, splice = thread.schemas, [_found(recipe, thread.schemas)], None
     try:
         if tokenizer is not None:
-            stop_ids, has_reset = end_token_ids(recipe.model.path), thread.has_reset
-            prepared = prepare(tokenizer, stop_ids, tools, has_reply=thread.has_reply, has_reset=has_reset)
-            splice, notes = prepared.splice, notes + _notes(prepared)
+            stop_ids = end_token_ids(recipe.model.path)
+            has = {"has_reply": thread.has_reply, "has_reset": thread.has_reset}
+            prepared = prepare(tokenizer, stop_ids, tools, **has, renders=recipe.episode.history == "render")
+            splice, notes = prepared.splice, notes + _notes(prepared.facts, prepared.calls)
     except UserFault as fault:
         return EpisodeRead(tools, thread.has_reward, faults=[fault])
     return EpisodeRead(tools, thread.has_reward, notes, splice=splice)
+
+
+def _read_agent(recipe: Recipe, tokenizer: Any | None) -> EpisodeRead:
+    """Load the recipe's agent as a run does, and prove the model's chat template for what agents may say."""
+    assert recipe.episode
+    try:
+        AgentThread(agent_settings(recipe, workers=1)).shutdown()
+    except UserFault as fault:
+        return EpisodeRead(has_reward=None, faults=[fault])
+    notes, splice = [_found(recipe, [])], None
+    try:
+        if tokenizer is not None:
+            renders, stop_ids = recipe.episode.history == "render", end_token_ids(recipe.model.path)
+            _, facts = prepare_agents(tokenizer, stop_ids, renders=renders)
+            splice, notes = Splice(tokenizer, stop_ids), notes + _notes(facts)
+    except UserFault as fault:
+        return EpisodeRead(has_reward=None, faults=[fault])
+    return EpisodeRead(has_reward=None, notes=notes, splice=splice)
 
 
 def demonstration_faults(recipe: Recipe, episode: EpisodeRead, prompts: Sequence[Prompt]) -> Faults:
@@ -84,14 +108,13 @@ def _found(recipe: Recipe, schemas: Sequence[Mapping[str, Any]]) -> str:
     episode = recipe.episode
     assert episode
     tools = f"tools {', '.join(schema['function']['name'] for schema in schemas)}" if schemas else ""
-    answers = " with ".join(filter(None, (episode.environment, tools)))
+    answers = " with ".join(filter(None, (episode.agent, episode.environment, tools)))
     turns = f"at most {episode.max_turns} turns, {recipe.rollout.max_response_tokens} sampled tokens in a turn"
     return f"episode: {answers}; {turns}, {episode.max_tokens} tokens after the prompt"
 
 
-def _notes(prepared: Prepared) -> list[str]:
+def _notes(facts: SpliceFacts, calls: CallFormat | None = None) -> list[str]:
     """What a user should know of the model's template."""
-    facts, calls = prepared.facts, prepared.calls
     notes = [*facts.notes, *([calls.why] if calls else [])]
     if facts.kept:
         notes.append(f"episodes keep what the chat template would leave out later: {', '.join(facts.kept)}")
@@ -105,9 +128,12 @@ def key_faults(recipe: Recipe) -> Faults:
 
 def _key_faults(recipe: Recipe, episode: EpisodeConfig) -> Iterator[UserFault]:
     rollout = recipe.rollout
-    if bool(episode.tools) == (episode.environment is not None):
-        problem = "tools and an environment" if episode.tools else "neither tools nor an environment"
-        yield UserFault("episode", f"it names {problem}", "name one of the two")
+    named = [key for key in ("tools", "environment", "agent") if getattr(episode, key)]
+    if len(named) != 1:
+        problem = f"it names {' and '.join(named)}" if named else "it names no tools, environment or agent"
+        yield UserFault("episode", problem, "name one of the three")
+    if episode.endpoint != "off" and not episode.agent:
+        yield UserFault("episode.endpoint", f"{episode.endpoint}, but only an agent asks there", "leave it out")
     if episode.max_tokens < rollout.max_response_tokens:
         problem = f"{episode.max_tokens} is less than a turn may have: rollout.max_response_tokens"
         mend = f"set it to at least {rollout.max_response_tokens}"

@@ -34,9 +34,12 @@ def unread(recipe: Recipe) -> dict[str, str]:
     critic_schedule = recipe.critic.lr_schedule or recipe.train.lr_schedule
     has_kl = has_reference(recipe.algorithm, recipe.reference.use)
     has_reward_model = recipe.reward_model.path or recipe.reward_model.adapters
+    agent = "an agent makes its own calls" if recipe.episode and recipe.episode.agent else ""
     saves = checkpoint.every or "every" in checkpoint.model_fields_set
     return dict.fromkeys(Recipe.model_fields, "") | {
         "data.messages": "" if recipe.episode else "episode is not set",
+        "episode.max_observation_tokens": agent,
+        "episode.call_timeout_s": agent,
         "run.project": "" if has_project else "run.trackers names neither wandb nor mlflow",
         "warm_start": "" if warm.steps or "steps" in warm.model_fields_set else "warm_start.steps is not set",
         "warm_start.steps": "",

@@ -18,10 +18,10 @@ _BOUNDS = {_CODE: ("total_s", 30.0), "megarl.rollout.rewards.llm_judge:score": (
 _SPARE_S = 5.0  # for the verdict's start and end
 
 
-def reward_faults(recipe: Recipe, prompts: Sequence[Prompt], *, has_own: bool = False) -> list[UserFault]:
+def reward_faults(recipe: Recipe, prompts: Sequence[Prompt], *, has_own: bool | None = False) -> list[UserFault]:
     """Faults of the keys, of the prompts' sources, and of two verdicts of each function on its first row.
 
-    has_own: the environment of episodes gives rewards itself, in place of the functions.
+    has_own: the environment of episodes gives rewards itself, in place of the functions; None: an agent may.
     The functions run in worker processes, as in the run, so that a function that hangs is stopped at its time limit.
     """
     reward = recipe.reward
@@ -32,13 +32,13 @@ def reward_faults(recipe: Recipe, prompts: Sequence[Prompt], *, has_own: bool = 
     return faults
 
 
-def _key_faults(reward: RewardConfig, *, has_own: bool) -> list[UserFault]:
+def _key_faults(reward: RewardConfig, *, has_own: bool | None) -> list[UserFault]:
     faults = []
     if has_own and (reward.function or reward.by_source):
         mend = "set it to null, or take the method `reward` out of the environment"
         where = WHERE if reward.function else "reward.by_source"
         faults.append(UserFault(where, "is set, and episode.environment gives the rewards itself", mend))
-    if reward.function is None and not reward.by_source and not has_own:
+    if reward.function is None and not reward.by_source and has_own is False:
         mend = "name a function, functions in reward.by_source, or give the environment a method `reward`"
         faults.append(UserFault(WHERE, "is not set, and nothing else gives rewards", mend))
     if reward.function is None and reward.arguments:

@@ -51,7 +51,7 @@ def told(inputs: Sequence[str], *overrides: str, proves: bool = False) -> list[s
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["episode.tools=[]"], "episode: it names neither tools nor an environment; name one of the two"),
+        (["episode.tools=[]"], "episode: it names no tools, environment or agent; name one of the three"),
         ([f"episode.environment={GUESS}"], "episode: it names tools and an environment"),
         (["episode.max_tokens=10"], "episode.max_tokens: 10 is less than a turn may have: rollout.max_response_tokens"),
         (["rollout.phase_tokens=8"], "rollout.phase_tokens: 8, but an episode is sampled whole"),

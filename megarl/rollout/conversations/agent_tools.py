@@ -17,6 +17,7 @@ from megarl.rollout.conversations.tool_calls import CallFormat, Turn
 from megarl.types import UserFault
 
 _KEPT = 64  # sets of tools
+_PROBE = {"type": "function", "function": {"name": "probe", "description": "A probe.", "parameters": {}}}
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,17 @@ class ToolSets:
             self._sets.move_to_end(key)
             return self._sets[key]
 
-    def _made(self, key: str, schemas: Sequence[Mapping[str, Any]]) -> ToolSet:
-        splice = Splice(self._tokenizer, self._stop_ids, schemas)
+    def refusal(self) -> str | None:
+        """Why the model cannot be given any tools; None: it can."""
         try:
+            self.of([_PROBE])
+        except ChatRefused as refusal:
+            return str(refusal)
+        return None
+
+    def _made(self, key: str, schemas: Sequence[Mapping[str, Any]]) -> ToolSet:
+        try:
+            splice = Splice(self._tokenizer, self._stop_ids, schemas)
             return ToolSet(key, splice, CallFormat.of(self._format, self._tokenizer, schemas) if schemas else None)
         except UserFault as fault:
             raise ChatRefused(f"the tools cannot be used: {fault.problem}") from fault

@@ -23,7 +23,7 @@ from megarl.rollout.conversations.template import MARKER, WHERE, ChatTemplate, M
 from megarl.rollout.template_check import chat_messages
 from megarl.types import UserFault
 
-MEND = "use a checkpoint with another chat template"
+MEND = "use a checkpoint with another chat template, or set episode.history to render"
 _OPENING_WORDS = "a"  # of the user in a short conversation
 _NAME, _ID = re.compile(r"[\w.\-]{1,128}"), re.compile(r"[\w.:\-]{1,160}")
 Kind = Literal["user", "tool"]

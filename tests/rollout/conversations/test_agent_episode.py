@@ -68,7 +68,9 @@ class Script:
 Ask = Callable[..., Any]
 
 
-def played(turns: dict[str, str], agent: Callable[..., Any], *, scripted: bool = False, **limits: Any) -> tuple[Sample, AgentEpisode, Script]:
+def played(
+    turns: dict[str, str], agent: Callable[..., Any], *, scripted: bool = False, **limits: Any
+) -> tuple[Sample, AgentEpisode, Script]:
     """An episode of an agent, whose account of tokens is checked. scripted: the agent takes the script too."""
     config = EpisodeConfig.model_validate({"agent": "a:b", "max_tokens": 200} | limits)
 

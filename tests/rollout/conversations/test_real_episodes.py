@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +64,10 @@ def engine(request: pytest.FixtureRequest, build_engine: Callable[..., Engine], 
 def play(
     engine: Engine, game: EnvironmentThread, model: Path, stream: tuple[int, ...], **limits: Any
 ) -> list[EpisodeResult]:
-    """A group of episodes."""
+    """A group of episodes; the template of a rendered history shows the ends of earlier turns alone."""
     tokenizer = load_tokenizer(str(model))
+    if limits.get("history") == "render":
+        tokenizer.chat_template = TEMPLATE.replace("m.content", "m.content[-3 if m.role == 'assistant' else 0:]")
     splice = Splice(tokenizer, end_token_ids(str(model)))
     config = EpisodeConfig.model_validate({"environment": GAME.environment, "max_tokens": 400, "max_turns": 5} | limits)
     episodes = EpisodeRunner(config, engine, game, splice, None, max_prompt_tokens=300)
@@ -80,21 +82,35 @@ def play(
 
 def test_every_trained_token_was_sampled_after_its_row(engine: Engine, game: EnvironmentThread, model: Path) -> None:
     """By the logprobs of transformers over the whole row: a token after another prefix would have another one."""
-    reference = Reference(model)
     played = play(engine, game, model, (1, 2))
     assert max(one.sample.facts.turns for one in played if one.sample.facts) > 2
+    check_rows(played, Reference(model))
+    assert not any(one.sample.more_rows for one in played)
+
+
+def test_rows_of_rendered_histories_are_what_was_sampled(engine: Engine, game: EnvironmentThread, model: Path) -> None:
+    """Each row after the tokens that the engine was given, whatever the template makes of the turns before."""
+    played = play(engine, game, model, (1, 2), history="render")
+    assert max(len(one.sample.rows) for one in played) > 2
+    check_rows(played, Reference(model))
+
+
+def check_rows(played: Sequence[EpisodeResult], reference: Reference) -> None:
+    """Every trained token has the logprob that transformers gives it after the row's tokens before it."""
     for one in played:
         sample = one.sample
-        assert sample.facts and sample.prompt_ids is not None and one.verdict is not None
-        response = sample.response_ids_T.tolist()
-        trained_T = np.ones(len(response), np.bool_) if sample.trained_T is None else sample.trained_T
-        assert trained_T[-1] and trained_T.sum() == sample.facts.sampled_tokens
-        expected_T = reference.logprobs(sample.prompt_ids.tolist(), response).numpy()
-        np.testing.assert_allclose(sample.engine_logp_T[trained_T], expected_T[trained_T], atol=1e-4)
-        assert not sample.engine_logp_T[~trained_T].any()
-        assert sum(part.num_tokens for part in sample.parts) == len(response)
-        assert sample.routed_experts is not None
-        assert len(sample.routed_experts) == len(sample.prompt_ids) + len(response) - 1
+        assert sample.facts and one.verdict is not None
+        assert sample.num_trained == sample.facts.sampled_tokens - sample.facts.dropped_tokens
+        for row in sample.rows:
+            response = row.response_ids_T.tolist()
+            trained_T = np.ones(len(response), np.bool_) if row.trained_T is None else row.trained_T
+            assert trained_T[-1] and row.prompt_ids is not None
+            expected_T = reference.logprobs(row.prompt_ids.tolist(), response).numpy()
+            np.testing.assert_allclose(row.engine_logp_T[trained_T], expected_T[trained_T], atol=1e-4)
+            assert not row.engine_logp_T[~trained_T].any()
+            assert sum(part.num_tokens for part in row.parts) == len(response)
+            assert row.routed_experts is not None
+            assert len(row.routed_experts) == len(row.prompt_ids) + len(response) - 1
 
 
 def test_experts_of_turns_are_those_of_the_whole_row(engine: Engine, game: EnvironmentThread, model: Path) -> None:

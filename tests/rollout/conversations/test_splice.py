@@ -112,7 +112,7 @@ def test_a_template_that_refuses_parallel_calls_says_so() -> None:
         appended(LLAMA_3_1, 2)
     assert str(caught.value) == (
         "episode: the chat template refuses the results of 2 calls in one turn (only one call at once); "
-        "use a checkpoint with another chat template"
+        "use a checkpoint with another chat template, or set episode.history to render"
     )
 
 

@@ -114,7 +114,7 @@ def test_a_template_without_the_models_stop_token_is_refused() -> None:
     assert fault_of(GPT_OSS, users=True) == (
         "episode: the chat template writes none of the model's stop tokens (<|endoftext|>, <|return|>, <|call|>) "
         "between a turn and a user's message; "
-        "use a checkpoint with another chat template"
+        "use a checkpoint with another chat template, or set episode.history to render"
     )
 
 

@@ -1,0 +1,107 @@
+"""Episodes that an agent runs: a user's own program, which asks the model as often as it likes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from itertools import count
+from typing import Any, Protocol
+
+from megarl.config.episode import EpisodeConfig
+from megarl.rollout.agents.chat import Access, ChatAnswer, ChatHandler, ChatRequest
+from megarl.rollout.agents.thread import AgentFailure, AgentTimeout
+from megarl.rollout.conversations.agent_episode import AgentEpisode
+from megarl.rollout.conversations.agent_tools import ToolSets
+from megarl.rollout.conversations.episode import group_seed
+from megarl.rollout.conversations.rows import EpisodeResult, EpisodeRows, TurnSampler
+from megarl.rollout.rewards import Failure, Verdict
+from megarl.rollout.sglang.arguments import Sampling
+from megarl.rollout.template_check import chat_messages
+from megarl.types import Prompt
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class AgentClient(Protocol):
+    """What runs the agents: `AgentThread`."""
+
+    async def run(
+        self,
+        row: Mapping[str, Any],
+        prompt: Messages,
+        seed: int,
+        handler: ChatHandler,
+        access: Access | None,
+        timeout_s: float,
+    ) -> Verdict | None: ...
+
+
+class AccessPoint(Protocol):
+    """Where agents ask by HTTP: `Endpoint`."""
+
+    def open(self, handler: ChatHandler) -> Access: ...
+    def close(self, key: str) -> None: ...
+
+
+class AgentRunner:
+    """Runs the episodes of one engine as `EpisodeRunner`, by an agent. endpoint: None where it is off."""
+
+    def __init__(
+        self,
+        config: EpisodeConfig,
+        sampler: TurnSampler,
+        agents: AgentClient,
+        endpoint: AccessPoint | None,
+        tool_sets: ToolSets,
+        *,
+        max_prompt_tokens: int,
+    ) -> None:
+        self._config, self._sampler, self._agents = config, sampler, agents
+        self._endpoint, self._tool_sets, self._numbers = endpoint, tool_sets, count()
+        self._max_prompt_tokens = max_prompt_tokens
+
+    async def run(self, prompt: Prompt, sampling: Sampling, place: int) -> EpisodeResult:
+        """One episode, sample number `place` of its prompt. sampling.max_tokens: of a turn.
+
+        Raises what the sampler raises, and UserFault where the agent can no longer be used.
+        """
+        name = f"episode-{next(self._numbers)}"
+        await self._sampler.begin(name, len(prompt.token_ids))
+        rows = EpisodeRows(self._sampler, name, sampling, place, self._max_prompt_tokens, self._config.max_tokens)
+        episode = AgentEpisode(rows, self._tool_sets, self._config)
+        try:
+            verdict = await self._ended(episode, prompt, group_seed(sampling))
+        finally:
+            await rows.end(len(prompt.token_ids))
+        if episode.fault:
+            raise episode.fault
+        return EpisodeResult(rows.sample(episode.end, prompt.token_ids), verdict)
+
+    async def _ended(self, episode: AgentEpisode, prompt: Prompt, seed: int) -> Verdict | Failure | None:
+        """Run the agent to its end; what it gave, or why it failed."""
+        here = _InLoop(episode, asyncio.get_running_loop())
+        access = self._endpoint.open(here) if self._endpoint else None
+        messages = chat_messages(prompt.messages)
+        try:
+            return await self._agents.run(prompt.row, messages, seed, here, access, self._config.timeout_s)
+        except AgentTimeout as late:
+            episode.stop("timeout", str(late))
+        except AgentFailure as failure:
+            episode.fail()
+            return Failure(f"the agent {failure}")
+        finally:
+            if self._endpoint and access:
+                self._endpoint.close(access.key)
+            await episode.close()
+        return None
+
+
+class _InLoop:
+    """Answers requests of any loop in the loop of the episode."""
+
+    def __init__(self, episode: AgentEpisode, loop: asyncio.AbstractEventLoop) -> None:
+        self._episode, self._loop = episode, loop
+
+    async def answer(self, request: ChatRequest) -> ChatAnswer:
+        work = self._episode.answer(request)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
