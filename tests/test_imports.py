@@ -42,6 +42,7 @@ DOORS = {  # library -> the only places that import it
     "ray": {"megarl.cluster.session", "megarl.cluster.actor"},
     "sglang": {"megarl.rollout.sglang"},
     "msgspec": {"megarl.rollout"},
+    "aiohttp": {"megarl.rollout.endpoint"},
     "megatron.core.parallel_state": {"megarl.parallel.groups"},
     "megatron": {"megarl.parallel"},
     "transformer_engine": {"megarl.parallel"},

@@ -1,0 +1,118 @@
+"""What a request is answered, and how it is sent: `POST /v1/chat/completions` and `GET /v1/models`, and errors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import struct
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from aiohttp import web  # a requirement of SGLang, without which there is no engine to ask
+
+from megarl.rollout.agents.chat import ChatRefused, EpisodeOver
+from megarl.rollout.endpoint import answers
+from megarl.rollout.endpoint.episodes import OpenEpisode, TooManyRequests
+from megarl.rollout.endpoint.fields import BadField, read_body
+
+MOST_BODY_BYTES = 16 << 20
+BODY_S = 30.0  # to send a request's body
+READING_S = 60.0  # to read an answer
+_RETRY_COUNT = "x-stainless-retry-count"  # OpenAI's clients count with it how often they have sent a request again
+_RESET = struct.pack("ii", 1, 0)  # struct linger: what has not been read is dropped, and not kept by the kernel
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer before it is sent. parts: its body; a list where its length is told."""
+
+    status: int
+    parts: Iterable[bytes]
+    kind: str = "application/json"
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+async def reply_to(request: web.BaseRequest, episode: OpenEpisode) -> Reply:
+    """The answer to a request of an open episode, also where it is refused."""
+    try:
+        if (request.method, request.path) == ("GET", "/v1/models"):
+            return Reply(200, [json.dumps(answers.models(int(time.time()))).encode()])
+        if (request.method, request.path) != ("POST", "/v1/chat/completions"):
+            return refusal(404, "There are POST /v1/chat/completions and GET /v1/models alone.", "not_found")
+        return await _complete(request, episode)
+    except BadField as problem:
+        return refusal(400, f"{problem}.", "unsupported", problem.param)
+    except ChatRefused as problem:
+        return refusal(400, str(problem), "refused")
+    except EpisodeOver as problem:
+        return refusal(403, str(problem) or "The episode is over.", "episode_over")
+    except TooManyRequests:
+        return refusal(429, "The episode has too many requests in flight.", "too_many_requests")
+    except Exception:
+        _log.exception("A request of an agent could not be answered.")
+        return refusal(500, "The endpoint failed to answer.", "internal_error")
+
+
+async def _complete(request: web.BaseRequest, episode: OpenEpisode) -> Reply:
+    try:
+        async with asyncio.timeout(BODY_S):
+            body = await _read(request)
+    except TimeoutError:
+        return refusal(408, "The body was not sent in time.", "too_slow")
+    if body is None:
+        return refusal(413, f"The body has more than {MOST_BODY_BYTES} bytes.", "too_large")
+    asked = read_body(body)
+    exchange, answer = await episode.ask(body, asked.chat, is_retry=_is_retry(request))
+    if asked.stream:
+        events = answers.events(asked, answer, exchange.number, exchange.created)
+        return Reply(200, events, "text/event-stream")
+    return Reply(200, [json.dumps(answers.whole(asked, answer, exchange.number, exchange.created)).encode()])
+
+
+async def _read(request: web.BaseRequest) -> bytes | None:
+    """The body; None where it is too large, of which no more is read than that shows."""
+    if (request.content_length or 0) > MOST_BODY_BYTES:
+        return None
+    body = bytearray()
+    try:
+        async for piece in request.content.iter_any():
+            body += piece
+            if len(body) > MOST_BODY_BYTES:
+                return None
+    except (ConnectionError, web.RequestPayloadError):
+        raise BadField("", "the body was not sent as its head says") from None
+    return bytes(body)
+
+
+def _is_retry(request: web.BaseRequest) -> bool:
+    count = request.headers.get(_RETRY_COUNT, "")
+    return count.isdecimal() and int(count[:9]) > 0
+
+
+def refusal(status: int, message: str, code: str, param: str | None = None) -> Reply:
+    body = json.dumps(answers.error(message, code, param)).encode()
+    return Reply(status, [body], headers={} if status == 429 else {"x-should-retry": "false"})
+
+
+async def send(request: web.BaseRequest, reply: Reply) -> web.StreamResponse:
+    response = web.StreamResponse(status=reply.status, headers={"Content-Type": reply.kind, **reply.headers})
+    if isinstance(reply.parts, list):
+        response.content_length = sum(map(len, reply.parts))
+    try:
+        async with asyncio.timeout(READING_S):
+            await response.prepare(request)
+            for part in reply.parts:
+                await response.write(part)
+            await response.write_eof()
+    except TimeoutError:
+        if request.transport:
+            connection = request.transport.get_extra_info("socket")
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            request.transport.abort()
+        raise ConnectionError("the client does not read its answer") from None
+    return response

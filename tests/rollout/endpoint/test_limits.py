@@ -1,0 +1,107 @@
+"""What is too large, too slow, too much or no HTTP is refused, and others are served."""
+
+from __future__ import annotations
+
+import json
+import select
+
+import pytest
+
+from megarl.rollout.endpoint import connections, replies
+from megarl.rollout.endpoint.server import ChatEndpoint
+from tests.rollout.endpoint.scripted import CONTENT, WAIT_S, Scripted, connect, head, post, read_all, say
+
+
+def test_a_large_body_is_refused(endpoint: ChatEndpoint) -> None:
+    """Whether its head says so or not; one of just the largest size is read."""
+    handler = Scripted()
+    access = endpoint.open(handler)
+    pad = replies.MOST_BODY_BYTES - len(CONTENT)
+    assert post(access, content=CONTENT + b" " * pad).status_code == 200
+    with connect(access) as connection:
+        connection.sendall(head(access, replies.MOST_BODY_BYTES + 1))
+        assert b" 413 " in connection.recv(1 << 16)
+    with connect(access) as connection:
+        connection.sendall(head(access, None))
+        chunk = b"100000\r\n" + b"x" * (1 << 20) + b"\r\n"
+        for _ in range((replies.MOST_BODY_BYTES >> 20) + 1):
+            connection.sendall(chunk)
+        assert b" 413 " in connection.recv(1 << 16)
+    assert len(handler.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"GET", b"POST " + b"/" * 10_000, b"GET / HTTP/1.1\r\n: "],
+    ids=["TLS", "no HTTP", "a long path", "no name"],
+)  # fmt: skip
+def test_garbage_is_answered_400(endpoint: ChatEndpoint, garbage: bytes) -> None:
+    access = endpoint.open(Scripted())
+    with connect(access) as connection:
+        connection.sendall(garbage + b"\r\n\r\n")
+        answer = read_all(connection)
+    assert answer.startswith((b"HTTP/1.1 400 ", b"HTTP/1.0 400 "))
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "not_http"
+    assert post(access).status_code == 200, "others are served"
+
+
+def test_a_compressed_body_is_not_unpacked(endpoint: ChatEndpoint) -> None:
+    access = endpoint.open(Scripted())
+    assert post(access, content=b"\x1f\x8b", Content_Encoding="gzip").status_code == 400
+
+
+def test_a_broken_body_is_refused(endpoint: ChatEndpoint) -> None:
+    access = endpoint.open(Scripted())
+    with connect(access) as connection:
+        chunked = head(access, None)
+        connection.sendall(chunked + b"zz\r\n")
+        assert b" 400 " in connection.recv(1 << 16)
+
+
+def test_an_unread_answer_ends_its_connection(endpoint: ChatEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replies, "READING_S", 0.2)
+    access = endpoint.open(Scripted(say("x" * (32 << 20))))
+    with connect(access) as connection:
+        connection.sendall(head(access, len(CONTENT)) + CONTENT)
+        poll = select.poll()
+        poll.register(connection, 0)  # errors and hang-ups alone
+        assert poll.poll(WAIT_S * 1000), "the connection was not reset"
+
+
+def test_slow_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Idle, or before the end of a request's head; and, answered 408, before the end of its body."""
+    monkeypatch.setattr(connections, "IDLE_S", 1.0)
+    endpoint = ChatEndpoint()
+    try:
+        access = endpoint.open(Scripted())
+        with connect(access) as idle, connect(access) as slow:
+            slow.sendall(b"POST / HT")
+            assert (read_all(idle), read_all(slow)) == (b"", b"")
+    finally:
+        endpoint.shutdown()
+    monkeypatch.undo()
+    monkeypatch.setattr(replies, "BODY_S", 0.1)
+    monkeypatch.setattr(connections, "_LINGERING_S", 0.1)
+    endpoint = ChatEndpoint()
+    try:
+        access = endpoint.open(Scripted())
+        with connect(access) as slow:
+            slow.sendall(head(access, 100) + b"{")
+            assert b" 408 " in read_all(slow)
+    finally:
+        endpoint.shutdown()
+
+
+def test_one_connection_too_many_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are served."""
+    monkeypatch.setattr(connections, "MOST_CONNECTIONS", 2)
+    endpoint = ChatEndpoint()
+    try:
+        access = endpoint.open(Scripted())
+        with connect(access) as first, connect(access) as second, connect(access) as third:
+            assert third.recv(1) == b""
+            for served in (first, second):
+                served.sendall(head(access, len(CONTENT)) + CONTENT)
+                assert b" 200 " in served.recv(1 << 16)
+    finally:
+        endpoint.shutdown()

@@ -1,0 +1,68 @@
+"""A program in a sandbox without network asks the model over the Unix socket: the example of docs/environments.md."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.rollout.endpoint.server import ChatEndpoint
+from tests.rollout.endpoint.scripted import WAIT_S, Scripted, say
+
+pytest.importorskip("openai")
+
+PAGE = (Path(__file__).parents[3] / "docs/environments.md").read_text(encoding="utf-8")
+# Without the socket there is no way; with it, another user than the one whose folder it lies in can ask, too.
+PROBE = """
+import socket
+
+try:
+    socket.create_connection((os.environ["HOST"], int(os.environ["PORT"])), timeout=5)
+except OSError as error:
+    print(type(error).__name__, os.path.exists(os.environ["FOLDER"]))
+if os.geteuid() == 0:
+    os.setuid(65534)
+with socket.socket(socket.AF_UNIX) as connection:
+    connection.connect("/tmp/model")
+    key = os.environ["MODEL_KEY"]
+    connection.sendall(f"GET /v1/models HTTP/1.0\\r\\nAuthorization: Bearer {key}\\r\\n\\r\\n".encode())
+    print(connection.recv(1000).split()[1])
+"""
+
+
+@pytest.mark.slow
+def test_the_example_asks_without_network(endpoint: ChatEndpoint, tmp_path: Path, isolation: None) -> None:
+    (client,) = re.findall(r"^```python\n(# my_client.py\n.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    (line,) = re.findall(r"^bwrap .*$", PAGE, re.MULTILINE)
+    assert line.endswith('--tmpfs /tmp --bind "$SOCKET" /tmp/model -- python my_client.py')
+    script = tmp_path / "my_client.py"
+    script.write_text(client + PROBE)
+    handler = Scripted(say("Six."))
+    access = endpoint.open(handler)
+    host, _, port = access.url.removeprefix("http://").removesuffix("/v1").partition(":")
+    given = {"MODEL_URL": access.url, "MODEL_KEY": access.key, "MODEL_SOCKET": "/tmp/model", "PATH": os.environ["PATH"]}
+    given |= {"HOST": host, "PORT": port, "FOLDER": os.path.dirname(access.socket)}
+    started = command(line, access.socket, script)
+    found = subprocess.run(started, env=given, capture_output=True, text=True, timeout=2 * WAIT_S)
+    assert found.stdout.splitlines() == ["Six.", "ConnectionRefusedError False", "b'200'"], found.stderr
+    assert [list(asked.messages) for asked in handler.requests] == [
+        [{"role": "user", "content": "What do two apples cost?"}]
+    ]
+
+
+def command(line: str, path: str, script: Path) -> list[str]:
+    """The page's, with this interpreter and script, and with the files that its empty /tmp would hide."""
+    found: list[str] = []
+    for word in line.split():
+        if word == "--bind":
+            for hidden in {sys.prefix, str(script.parent)}:
+                found += ["--ro-bind", hidden, hidden] if hidden.startswith("/tmp/") else []
+        if word == "--unshare-all" and os.geteuid() == 0:  # without a user namespace, to become another user inside
+            found += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--cap-drop", "ALL", "--cap-add", "CAP_SETUID"]
+            continue
+        found.append({'"$SOCKET"': path, "python": sys.executable, "my_client.py": str(script)}.get(word, word))
+    return found
