@@ -13,15 +13,12 @@ import numpy as np
 
 from megarl.config import Recipe, RewardConfig
 from megarl.config.hardware import communicator_bytes
-from megarl.parallel.hf_config import end_token_ids, read_model
+from megarl.parallel.hf_config import read_model
 from megarl.parallel.quantisation import QUANTISATION_KEYS
 from megarl.parallel.roles import engine_layout, lora_size
 from megarl.rollout import accounting
-from megarl.rollout.conversations.episode import EpisodeRunner
-from megarl.rollout.conversations.prepared import prepare
 from megarl.rollout.dealing import Capacity, CompletedSample
-from megarl.rollout.environments.thread import EnvironmentThread, environment_settings
-from megarl.rollout.prompts import load_tokenizer
+from megarl.rollout.episodes import AgentHost, EnvironmentHost, Runner, episode_host
 from megarl.rollout.rewards import MEND, WHERE, Failure, Verdict, describe_failure
 from megarl.rollout.sglang.adapters import AdapterSlot
 from megarl.rollout.sglang.arguments import EngineSettings, NodeSpan, Sampling
@@ -89,17 +86,17 @@ class RolloutWorker:
     def __init__(self, recipe: Recipe, index: int, span: NodeSpan | None = None) -> None:
         """span: the engine's first node, where the engine spans several."""
         self._reward = recipe.reward
+        self._rewarding = "agent" if recipe.episode and recipe.episode.agent else "environment"
         self._scorers = Scorers(recipe.reward, recipe.run.timeout_s)
-        self._environment: EnvironmentThread | None = None
+        self._host: EnvironmentHost | AgentHost | None = None
         try:
-            if recipe.episode:
-                self._environment = EnvironmentThread(environment_settings(recipe))
+            self._host = episode_host(recipe)
             self._engine = Engine(engine_settings(recipe, index, span))
         except BaseException:
             self._shut_down_workers()
             raise
         try:
-            self._episodes = self._episodes_of(recipe)
+            self._episodes = self._host.runner(self._engine) if self._host else None
         except BaseException:
             self.shutdown()
             raise
@@ -126,9 +123,9 @@ class RolloutWorker:
         return partial_summary(group), group
 
     async def _judged(self, prompt: Prompt, responses: Sequence[str]) -> Sequence[Verdict | Failure]:
-        """The verdicts of the reward functions; without any, an environment was to give them."""
+        """The verdicts of the reward functions; without any, an environment or an agent was to give them."""
         if not (self._reward.function or self._reward.by_source):
-            return [Failure("the environment gave no reward") for _ in responses]
+            return [Failure(f"the {self._rewarding} gave no reward") for _ in responses]
         return await self._scorers.verdicts(prompt.answer, prompt.row, responses)
 
     def capacity(self) -> Capacity:
@@ -156,7 +153,7 @@ class RolloutWorker:
         return samples, [None] * len(samples)
 
     async def _play(
-        self, episodes: EpisodeRunner, prompt: Prompt, sampling: Sampling
+        self, episodes: Runner, prompt: Prompt, sampling: Sampling
     ) -> tuple[list[Sample], list[Verdict | Failure | None]]:
         ways = [sampling] * sampling.num_samples
         if sampling.with_baseline:
@@ -164,19 +161,6 @@ class RolloutWorker:
         played = await asyncio.gather(*(episodes.run(prompt, way, place) for place, way in enumerate(ways)))
         samples = [replace(one.sample, is_baseline=place == sampling.num_samples) for place, one in enumerate(played)]
         return samples, [one.verdict for one in played]
-
-    def _episodes_of(self, recipe: Recipe) -> EpisodeRunner | None:
-        if recipe.episode is None or self._environment is None:
-            return None
-        environment, limit = self._environment, recipe.data.max_prompt_tokens
-        own = prepare(
-            load_tokenizer(recipe.model.path),
-            end_token_ids(recipe.model.path),
-            environment.schemas,
-            has_reply=environment.has_reply,
-            has_reset=environment.has_reset,
-        )
-        return EpisodeRunner(recipe.episode, self._engine, environment, own.splice, own.calls, max_prompt_tokens=limit)
 
     async def reshard(self, message: Mapping[str, Any], version: int) -> None:
         await self._engine.reshard(message, version)
@@ -203,8 +187,8 @@ class RolloutWorker:
 
     def _shut_down_workers(self) -> None:
         self._scorers.shutdown()
-        if self._environment:
-            self._environment.shutdown()
+        if self._host:
+            self._host.shutdown()
 
 
 class EnginePart(Schedulers):
@@ -237,7 +221,7 @@ def scored(
     is_lost = not may_lose_all and all(sample.is_baseline for sample, _ in kept)
     if num_dropped and (reward.on_failure == "stop" or is_lost):
         many = "" if reward.on_failure == "stop" else ", as did all of the group"
-        where = WHERE if reward.function or reward.by_source else "episode.environment"
+        where = WHERE if reward.function or reward.by_source else "episode"
         raise UserFault(where, f"{prompt.id}: {failures[0]}{many}", f"{MEND}, or see reward.on_failure")
     group = SampleGroup(
         prompt=prompt,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any, Protocol
 
 from megarl.config.episode import EpisodeConfig
-from megarl.rollout.agents.chat import Access, ChatAnswer, ChatHandler, ChatRequest
+from megarl.rollout.agents.chat import Access, ChatHandler
 from megarl.rollout.agents.thread import AgentFailure, AgentTimeout
 from megarl.rollout.conversations.agent_episode import AgentEpisode
 from megarl.rollout.conversations.agent_tools import ToolSets
@@ -37,10 +36,10 @@ class AgentClient(Protocol):
 
 
 class AccessPoint(Protocol):
-    """Where agents ask by HTTP: `Endpoint`."""
+    """Where agents ask by HTTP: `ChatEndpoint`. Handlers are called in the loop that opens."""
 
     def open(self, handler: ChatHandler) -> Access: ...
-    def close(self, key: str) -> None: ...
+    async def close(self, key: str) -> None: ...
 
 
 class AgentRunner:
@@ -75,15 +74,16 @@ class AgentRunner:
             await rows.end(len(prompt.token_ids))
         if episode.fault:
             raise episode.fault
+        if not rows.tally.turns:
+            verdict = Failure("the agent has asked the model nothing")
         return EpisodeResult(rows.sample(episode.end, prompt.token_ids), verdict)
 
     async def _ended(self, episode: AgentEpisode, prompt: Prompt, seed: int) -> Verdict | Failure | None:
         """Run the agent to its end; what it gave, or why it failed."""
-        here = _InLoop(episode, asyncio.get_running_loop())
-        access = self._endpoint.open(here) if self._endpoint else None
+        access = self._endpoint.open(episode) if self._endpoint else None
         messages = chat_messages(prompt.messages)
         try:
-            return await self._agents.run(prompt.row, messages, seed, here, access, self._config.timeout_s)
+            return await self._agents.run(prompt.row, messages, seed, episode, access, self._config.timeout_s)
         except AgentTimeout as late:
             episode.stop("timeout", str(late))
         except AgentFailure as failure:
@@ -91,17 +91,6 @@ class AgentRunner:
             return Failure(f"the agent {failure}")
         finally:
             if self._endpoint and access:
-                self._endpoint.close(access.key)
+                await self._endpoint.close(access.key)
             await episode.close()
         return None
-
-
-class _InLoop:
-    """Answers requests of any loop in the loop of the episode."""
-
-    def __init__(self, episode: AgentEpisode, loop: asyncio.AbstractEventLoop) -> None:
-        self._episode, self._loop = episode, loop
-
-    async def answer(self, request: ChatRequest) -> ChatAnswer:
-        work = self._episode.answer(request)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))

@@ -1,0 +1,78 @@
+"""What answers the model in the episodes of one engine: tools, an environment or an agent, in worker processes."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from megarl.config import Recipe
+from megarl.parallel.hf_config import end_token_ids
+from megarl.rollout.agents.thread import AgentThread, agent_settings
+from megarl.rollout.conversations.agent_runner import AgentRunner
+from megarl.rollout.conversations.episode import EpisodeRunner
+from megarl.rollout.conversations.prepared import prepare, prepare_agents
+from megarl.rollout.conversations.rows import EpisodeResult, TurnSampler
+from megarl.rollout.endpoint.server import ChatEndpoint
+from megarl.rollout.environments.thread import EnvironmentThread, environment_settings
+from megarl.rollout.prompts import load_tokenizer
+from megarl.rollout.sglang.arguments import Sampling
+from megarl.types import Prompt
+
+
+class Runner(Protocol):
+    """Runs episodes: `EpisodeRunner` or `AgentRunner`."""
+
+    async def run(self, prompt: Prompt, sampling: Sampling, place: int) -> EpisodeResult: ...
+
+
+class EnvironmentHost:
+    """Tools or an environment, and the runner of their episodes. Raises UserFault where they cannot be used."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe, self._thread = recipe, EnvironmentThread(environment_settings(recipe))
+
+    def runner(self, sampler: TurnSampler) -> Runner:
+        recipe, thread = self._recipe, self._thread
+        assert recipe.episode
+        path, limit = recipe.model.path, recipe.data.max_prompt_tokens
+        has = {"has_reply": thread.has_reply, "has_reset": thread.has_reset}
+        renders = recipe.episode.history == "render"
+        own = prepare(load_tokenizer(path), end_token_ids(path), thread.schemas, **has, renders=renders)
+        return EpisodeRunner(recipe.episode, sampler, thread, own.splice, own.calls, max_prompt_tokens=limit)
+
+    def shutdown(self) -> None:
+        """End and reap the processes; may be called again."""
+        self._thread.shutdown()
+
+
+class AgentHost:
+    """An agent with its endpoint, and the runner of its episodes. Raises UserFault where it cannot be used."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        assert recipe.episode
+        self._recipe, self._thread = recipe, AgentThread(agent_settings(recipe))
+        try:
+            self._endpoint = ChatEndpoint() if recipe.episode.endpoint == "loopback" else None
+        except BaseException:
+            self._thread.shutdown()
+            raise
+
+    def runner(self, sampler: TurnSampler) -> Runner:
+        recipe = self._recipe
+        assert recipe.episode
+        path, limit = recipe.model.path, recipe.data.max_prompt_tokens
+        renders = recipe.episode.history == "render"
+        tool_sets, _ = prepare_agents(load_tokenizer(path), end_token_ids(path), renders=renders)
+        return AgentRunner(recipe.episode, sampler, self._thread, self._endpoint, tool_sets, max_prompt_tokens=limit)
+
+    def shutdown(self) -> None:
+        """End and reap the processes, and stop listening; may be called again."""
+        self._thread.shutdown()
+        if self._endpoint:
+            self._endpoint.shutdown()
+
+
+def episode_host(recipe: Recipe) -> EnvironmentHost | AgentHost | None:
+    """What the recipe names, with its processes started; None where samples are single responses."""
+    if recipe.episode is None:
+        return None
+    return AgentHost(recipe) if recipe.episode.agent else EnvironmentHost(recipe)
