@@ -15,18 +15,28 @@ import numpy as np
 
 from megarl.printable import json_line
 from megarl.rollout.accounting import sample_fault
-from megarl.rollout.rewards import Failure, Verdict
+from megarl.rollout.rewards import Failure, Verdict, short
 from megarl.rollout.stock import PartialGroup
-from megarl.types import EpisodeEnd, EpisodeFacts, EpisodeRow, Prompt, Sample, SampleGroup, SamplePart
+from megarl.types import (
+    EpisodeEnd,
+    EpisodeFacts,
+    EpisodeRow,
+    Prompt,
+    Sample,
+    SampleGroup,
+    SamplePart,
+    TranscriptCall,
+    TranscriptEntry,
+)
 
-FORMAT = 6
-FORMATS = (5, FORMAT)  # that are read
-_EPISODES_SINCE = 6
+FORMAT = 7
+FORMATS = (5, 6, FORMAT)  # that are read
+_EPISODES_SINCE, _TRANSCRIPTS_SINCE = 6, 7
 _EXPERT_TYPES = ("uint8", "int16")
 _EXPERTS_OF = ("experts", "experts_type", "experts_shape")
 _MARKS = ("own_prompt_ids", "trained", "token_rewards")
 _OF_ROW = ("response_ids", "engine_logp", "versions", "part_tokens", *_MARKS, *_EXPERTS_OF)  # of a conversation
-_OF_EPISODES = (*_MARKS, "more_rows", "facts")
+_OF_EPISODES = (*_MARKS, "more_rows", "facts", "transcript")
 _OPTIONAL = {"given_answer", "failure", *_EXPERTS_OF, *_OF_EPISODES}
 _LISTS = ("prompt_ids", *_OF_ROW[:4], *_MARKS, "experts_shape", "more_rows")
 
@@ -68,6 +78,8 @@ def schema(number: int = FORMAT) -> Any:
         facts = dict.fromkeys(EpisodeFacts.__dataclass_fields__, whole) | {"tool_s": pa.float64(), "end": text}
         conversation = pa.struct([(name, columns[name]) for name in _OF_ROW])
         columns |= {"more_rows": pa.list_(conversation), "facts": pa.struct(list(facts.items()))}
+    if number >= _TRANSCRIPTS_SINCE:
+        columns["transcript"] = text
     return pa.schema(list(columns.items()))
 
 
@@ -102,6 +114,7 @@ def row_of(step: int, number: int, group: SampleGroup | PartialGroup, index: int
         **first,
         "more_rows": more or None,
         "facts": None if sample.facts is None else asdict(sample.facts),
+        "transcript": json_line(sample.transcript) if sample.transcript else None,
     }
 
 
@@ -156,7 +169,28 @@ def row_fault(row: dict[str, Any], step: int) -> str | None:
             return fault
     if row["facts"] and (None in row["facts"].values() or row["facts"]["end"] not in get_args(EpisodeEnd)):
         return f"has the facts {row['facts']}"
+    if row["transcript"] is not None and (fault := _transcript_fault(row["transcript"])):
+        return fault
     return sample_fault(prompt_of(row), sample_of(row))
+
+
+def _transcript_fault(text: str) -> str | None:
+    try:
+        entries = json.loads(text)
+    except (ValueError, RecursionError):
+        return f"has the transcript {short(text)}, which is not JSON"
+    if not isinstance(entries, list):
+        return f"has the transcript {short(text)}"
+    wrong = (entry for entry in entries if not _is_entry(entry))
+    return next((f"has a transcript with {short(entry)}" for entry in wrong), None)
+
+
+def _is_entry(entry: Any) -> bool:
+    match entry:
+        case {"role": str(), "text": str(), "calls": list(calls), "reward": int() | float()}:
+            called = all(isinstance(call, dict) and set(call) == set(TranscriptCall.__annotations__) for call in calls)
+            return called and set(entry) == set(TranscriptEntry.__annotations__)
+    return False
 
 
 def _conversation_fault(row: dict[str, Any], prompt_ids: np.ndarray, may_be_empty: bool) -> str | None:
@@ -238,6 +272,7 @@ def sample_of(row: dict[str, Any]) -> Sample:
         token_rewards_T=first.token_rewards_T,
         more_rows=tuple(more),
         facts=EpisodeFacts(**row["facts"]) if row["facts"] else None,
+        transcript=tuple(json.loads(row["transcript"] or "[]")),
     )
 
 

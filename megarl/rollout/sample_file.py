@@ -16,6 +16,7 @@ the run's stock, with one row group a group.
 - own_prompt_ids, trained, token_rewards, more_rows, facts: of an episode, as the fields of a Sample; nulls where these
   are None. Each of more_rows has the columns of a response: response_ids, engine_logp, versions, part_tokens, experts,
   own_prompt_ids and so on. Files of format 5, which do not have these columns, are read, too
+- transcript: of an episode, Sample.transcript in JSON; files of format 6 do not have it
 
 The schema's metadata has the format's version, the size of the model's vocabulary, and the temperature of sampling
 and of engine_logp. Pages carry checksums.
@@ -138,7 +139,8 @@ def open_samples(path: Path) -> SampleFile:
         raise _unreadable(path, error) from None
     found, known = ours.get("format", "not ours"), sample_columns.FORMATS
     if found not in known or not columns.equals(sample_columns.schema(found)):
-        problem = f"its format is {found}, this version reads {' and '.join(map(str, known))}"
+        *older, last = map(str, known)
+        problem = f"its format is {found}, this version reads {', '.join(older)} and {last}"
         raise UserFault(str(path), problem, _MEND)
     counts = tuple(footer.row_group(index).num_rows for index in range(footer.num_row_groups))
     return SampleFile(path, ours["vocab_size"], ours["temperature"], counts)

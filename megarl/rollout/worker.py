@@ -87,6 +87,7 @@ class RolloutWorker:
         """span: the engine's first node, where the engine spans several."""
         self._reward = recipe.reward
         self._rewarding = "agent" if recipe.episode and recipe.episode.agent else "environment"
+        self._num_transcripts = -(-recipe.run.sample_log_count // recipe.rollout.prompts_per_step)
         self._scorers = Scorers(recipe.reward, recipe.run.timeout_s)
         self._host: EnvironmentHost | AgentHost | None = None
         try:
@@ -118,7 +119,8 @@ class RolloutWorker:
             scored(prompt, [samples[place] for place in ended], new, self._reward, may_lose_all=True)
         known = [verdict for verdict in verdicts if verdict is not None]
         if len(known) == len(samples):
-            return scored(prompt, samples, known, self._reward, may_lose_all=sampling.may_lose_all)
+            short, whole = scored(prompt, samples, known, self._reward, may_lose_all=sampling.may_lose_all)
+            return replace(short, transcripts=short.transcripts[: self._num_transcripts]), whole
         group = PartialGroup(prompt, tuple(samples), tuple(verdicts))
         return partial_summary(group), group
 
@@ -260,6 +262,7 @@ def summary(group: SampleGroup) -> GroupSummary:
         rows=tuple(rows),
         turn_rewards_G=accounting.turn_rewards(samples),
         facts=tuple(sample.facts for sample in samples) if any(sample.facts for sample in samples) else (),
+        transcripts=tuple(sample.transcript for sample in samples) if any(one.transcript for one in samples) else (),
     )
 
 

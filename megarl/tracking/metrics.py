@@ -10,7 +10,7 @@ from typing import Any, get_args
 import numpy as np
 
 from megarl.algos.statistics import Statistics
-from megarl.types import EpisodeEnd, GroupSummary, Metrics, RoundBalance
+from megarl.types import EpisodeEnd, GroupSummary, Metrics, RoundBalance, episode_dict
 
 
 def rollout_metrics(groups: Sequence[GroupSummary]) -> Metrics:
@@ -183,13 +183,16 @@ def _majority(group: GroupSummary) -> float:
 
 
 def pick_samples(groups: Sequence[GroupSummary], count: int) -> list[dict[str, Any]]:
-    """The first sample of every group, then the second of every group... until there are `count`."""
+    """The first sample of every group, then the second of every group... until there are `count`.
+
+    Those of episodes have `episode`: the whole of it, see `episode_dict`.
+    """
     rounds = zip_longest(*([_sample(group, i) for i in range(len(group.responses))] for group in groups))
     return [sample for samples in rounds for sample in samples if sample is not None][:count]
 
 
 def _sample(group: GroupSummary, index: int) -> dict[str, Any]:
-    return {
+    sample = {
         "prompt": group.prompt_text,
         "answer": group.answer,
         "response": group.responses[index],
@@ -199,3 +202,5 @@ def _sample(group: GroupSummary, index: int) -> dict[str, Any]:
         "finished": bool(group.finished_G[index]),
         "version": max((part.version for part in group.parts_G[index]), default=-1),  # -1: no token was sampled
     }
+    facts = group.facts[index] if group.facts and index < len(group.transcripts) else None
+    return sample if facts is None else sample | {"episode": episode_dict(facts, group.transcripts[index])}

@@ -16,7 +16,9 @@ import numpy.typing as npt
 from megarl.printable import one_line
 from megarl.types.arrays import BoolArray, FloatArray, IntArray
 from megarl.types.episodes import EpisodeEnd as EpisodeEnd
-from megarl.types.episodes import EpisodeFacts, EpisodeRow, RowSummary, SamplePart
+from megarl.types.episodes import EpisodeFacts, EpisodeRow, RowSummary, SamplePart, Transcript, episode_dict
+from megarl.types.episodes import TranscriptCall as TranscriptCall
+from megarl.types.episodes import TranscriptEntry as TranscriptEntry
 from megarl.types.episodes import num_stale as num_stale
 from megarl.types.episodes import with_part as with_part
 from megarl.types.rounds import RoundBalance as RoundBalance
@@ -162,7 +164,8 @@ class Sample:
 
     Of an episode alone: prompt_ids, where its prompt is not the group's; trained_T, of the response, whether the model
     sampled the token (None: all); token_rewards_T, of the response, the reward of each turn at the turn's last sampled
-    token, beside the reward of the whole (None: 0); more_rows, its conversations after the first; facts, once it ended.
+    token, beside the reward of the whole (None: 0); more_rows, its conversations after the first; facts and transcript,
+    once it ended.
     """
 
     response_ids_T: IntArray
@@ -181,12 +184,18 @@ class Sample:
     token_rewards_T: FloatArray | None = None
     more_rows: tuple[EpisodeRow, ...] = ()
     facts: EpisodeFacts | None = None
+    transcript: Transcript = ()
 
     @property
     def rows(self) -> tuple[EpisodeRow, ...]:
         """The conversations, each of which is one sequence to train on."""
         own = self.prompt_ids, self.trained_T, self.token_rewards_T, self.routed_experts
         return EpisodeRow(self.response_ids_T, self.engine_logp_T, self.parts, *own), *self.more_rows
+
+    @property
+    def episode(self) -> dict[str, Any] | None:
+        """What reward functions get of an ended episode, see `episode_dict`; None of any other sample."""
+        return None if self.facts is None else episode_dict(self.facts, self.transcript)
 
     @property
     def is_plain(self) -> bool:
@@ -219,7 +228,8 @@ class GroupSummary:
     of a Sample, all samples together but the baseline.
 
     Of episodes alone: rows, of each sample, empty where every sample is plain (`Sample.is_plain`); turn_rewards_G, the
-    sum of its turns' rewards, None where no sample has any; facts, empty where no sample has any.
+    sum of its turns' rewards, None where no sample has any; facts, empty where no sample has any; transcripts, of the
+    first samples, as many as samples.jsonl may show.
     """
 
     prompt_text: str
@@ -240,6 +250,7 @@ class GroupSummary:
     rows: tuple[tuple[RowSummary, ...], ...] = ()
     turn_rewards_G: FloatArray | None = None
     facts: tuple[EpisodeFacts | None, ...] = ()
+    transcripts: tuple[Transcript, ...] = ()
 
     @property
     def total_rewards_G(self) -> FloatArray:

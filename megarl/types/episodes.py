@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import numpy.typing as npt
 
@@ -38,6 +38,41 @@ class EpisodeFacts:
     end: EpisodeEnd
     sampled_tokens: int
     dropped_tokens: int = 0
+
+
+class TranscriptCall(TypedDict):
+    """A call that the model made in a turn, as JSON.
+
+    name, arguments: None where they could not be read; long arguments are their JSON text, shortened. result: what the
+    model was told. error: None, or what was wrong: `bad_call` (the call could not be made), or as of a `CallResult`.
+    """
+
+    name: str | None
+    arguments: Any
+    result: str
+    error: str | None
+
+
+class TranscriptEntry(TypedDict):
+    """A turn of the model, or a message to it, as JSON.
+
+    role: `assistant` for a turn; `user` for the environment's text; `left_out` for entries that were too many. text: of
+    a turn all that the model wrote, reasoning and calls included, without special tokens. reward: of the turn.
+    """
+
+    role: Literal["assistant", "user", "left_out"]
+    text: str
+    calls: list[TranscriptCall]
+    reward: float
+
+
+Transcript = tuple[TranscriptEntry, ...]
+
+
+def episode_dict(facts: EpisodeFacts, transcript: Sequence[TranscriptEntry]) -> dict[str, Any]:
+    """An episode as reward functions and samples.jsonl have it: a JSON value."""
+    own = {"calls": facts.calls, "call_errors": facts.call_errors, "end": facts.end, "tool_s": facts.tool_s}
+    return {"turns": list(transcript), **own}
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,25 @@ from megarl.rollout.rewards import Verdict
 from megarl.rollout.sample_columns import schema
 from megarl.rollout.sample_file import open_samples, writing
 from megarl.rollout.stock import PartialGroup
-from megarl.types import EpisodeFacts, Prompt, Sample, SampleGroup, SamplePart, UserFault
+from megarl.types import (
+    EpisodeFacts,
+    Prompt,
+    Sample,
+    SampleGroup,
+    SamplePart,
+    TranscriptCall,
+    TranscriptEntry,
+    UserFault,
+)
 from tests.training.episodes import cut, episode
 
 PROMPT = Prompt("rows.jsonl:1", "1+2=", (1, 2, 3), "3")
 FACTS = EpisodeFacts(3, 2, 1, 0.1, "bad_calls", 9, 2)
+CALL: TranscriptCall = {"name": "say", "arguments": {"words": "\ud800\u2028"}, "result": "x", "error": None}
+TRANSCRIPT: tuple[TranscriptEntry, ...] = (
+    {"role": "user", "text": "\x1b[2J", "calls": [], "reward": 0.0},
+    {"role": "assistant", "text": "so", "calls": [CALL], "reward": 0.1},
+)
 NOTHING = np.zeros(0, np.int64), np.zeros(0, np.float32), "", False, ()
 
 
@@ -30,7 +44,8 @@ def plain(rows: list[Any]) -> list[Any]:
     def of(value: Any) -> Any:
         if isinstance(value, np.ndarray):
             return value.dtype.str, value.shape, value.tobytes(), value.flags.writeable
-        return [plain([one]) for one in value] if isinstance(value, tuple) else value
+        is_rows = isinstance(value, tuple) and not any(isinstance(one, dict) for one in value)
+        return [plain([one]) for one in value] if is_rows else value
 
     return [{name: of(value) for name, value in row.__dict__.items()} for row in rows]
 
@@ -70,9 +85,10 @@ def test_what_happened_comes_back_and_an_episode_may_have_no_token(tmp_path: Pat
     """As that of an agent that never asked the model, or one that is open before its first turn."""
     silent = Sample(*NOTHING, facts=replace(FACTS, sampled_tokens=0, dropped_tokens=0))
     one = episode(np.random.default_rng(0), 2)
-    one = replace(one, facts=replace(FACTS, sampled_tokens=one.num_trained + 2))
+    one = replace(one, facts=replace(FACTS, sampled_tokens=one.num_trained + 2), transcript=TRANSCRIPT)
     (found,) = read(tmp_path / "f.parquet", group_of(silent, one))
     assert [sample.facts for sample in found.samples] == [silent.facts, one.facts]
+    assert [sample.transcript for sample in found.samples] == [(), TRANSCRIPT]
     assert plain(list(found.samples)) == plain([silent, one])
     unbegun = Sample(*NOTHING, is_open=True)
     waiting = replace(one, is_open=True, finished=False, facts=None)
@@ -97,8 +113,20 @@ def test_a_file_of_the_format_before_is_read(tmp_path: Path) -> None:
     assert plain(list(found.samples)) == plain(list(written.samples)) == plain([usual, usual])
     newer = json.dumps({"format": 6, "vocab_size": 99, "temperature": 1.0}).encode()
     pyarrow.parquet.write_table(table.replace_schema_metadata({b"megarl": newer}), path)
-    with pytest.raises(UserFault, match="its format is 6, this version reads 5 and 6"):
+    with pytest.raises(UserFault, match="its format is 6, this version reads 5, 6 and 7"):
         open_samples(path)
+
+
+def test_episodes_of_the_format_without_transcripts_are_read(tmp_path: Path) -> None:
+    import pyarrow.parquet
+
+    path, one = tmp_path / "f.parquet", episode(np.random.default_rng(1), 3)
+    read(path, group_of(replace(one, transcript=TRANSCRIPT)))
+    table = pyarrow.parquet.read_table(path).select(schema(6).names).cast(schema(6))
+    ours = json.dumps({"format": 6, "vocab_size": 99, "temperature": 1.0}).encode()
+    pyarrow.parquet.write_table(table.replace_schema_metadata({b"megarl": ours}), path)
+    (found,) = open_samples(path).groups(1)
+    assert plain(list(found.samples)) == plain([one]), "they have none"
 
 
 def test_rows_that_make_no_episode_are_refused(tmp_path: Path) -> None:
@@ -121,6 +149,10 @@ def test_rows_that_make_no_episode_are_refused(tmp_path: Path) -> None:
         ("more_rows", None, r"has \d+ tokens to train on, and \d+ tokens that the engine sampled"),
         ("facts", facts | {"end": "bored"}, "has the facts .*bored"),
         ("facts", facts | {"turns": None}, "has the facts "),
+        ("transcript", "[", "has the transcript '.', which is not JSON"),
+        ("transcript", '{"role": "user"}', "has the transcript "),
+        ("transcript", '[{"role": "user", "text": 1}]', "has a transcript with {'role': 'user', 'text': 1}"),
+        ("transcript", json.dumps([TRANSCRIPT[0] | {"calls": [{}]}]), "has a transcript with "),
     ):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row | {column: value}], schema=table.schema), path)
         with pytest.raises(UserFault, match=says) as caught:

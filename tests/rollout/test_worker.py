@@ -207,7 +207,7 @@ def test_verdicts_come_as_samples_end_and_decide_when_all_have() -> None:
         return [LATE if one == "xxx" else Verdict(float(len(one)), True) for one in responses]
 
     worker = RolloutWorker.__new__(RolloutWorker)
-    worker._episodes = None
+    worker._episodes, worker._num_transcripts = None, 1
     worker.__dict__.update(
         _engine=Phases(), _scorers=SimpleNamespace(verdicts=verdicts), _reward=RewardConfig(function="a:b")
     )

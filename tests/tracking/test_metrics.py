@@ -35,7 +35,7 @@ from megarl.tracking.metrics import (
     train_metrics,
     update_metrics,
 )
-from megarl.types import EpisodeFacts, GroupSummary, RoundBalance, RowSummary, SamplePart, StepSeconds
+from megarl.types import EpisodeFacts, GroupSummary, RoundBalance, RowSummary, SamplePart, StepSeconds, TranscriptEntry
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 
@@ -226,6 +226,17 @@ def test_samples_come_from_as_many_groups_as_possible() -> None:
     assert [sample["response"] for sample in pick_samples(groups, 4)] == ["a0", "b0", "a1", "b1"]
     assert len(pick_samples(groups, 99)) == 5
     assert pick_samples([], 3) == []
+
+
+def test_samples_of_episodes_have_all_that_was_said() -> None:
+    facts = EpisodeFacts(1, 0, 0, 0.5, "answered", 2)
+    first: tuple[TranscriptEntry, ...] = ({"role": "assistant", "text": "a0", "calls": [], "reward": 0.0},)
+    one = replace(group("a", [1.0, 0.0], [2, 2]), facts=(facts, facts), transcripts=(first,))
+    shown, other = pick_samples([one], 2)
+    assert shown["episode"] == {
+        "turns": list(first), "calls": 0, "call_errors": 0, "end": "answered", "tool_s": 0.5
+    }  # fmt: skip
+    assert shown.keys() - other.keys() == {"episode"}, "of which the summary has no transcript"
 
 
 def test_what_a_critics_values_explain_of_the_returns() -> None:

@@ -35,7 +35,7 @@ class _Thread:
     messages: list[Mapping[str, Any]] = field(default_factory=list)
     stop: int | None = None
     is_busy: bool = True
-    after_tools: bool = False
+    heard: Messages = ()  # what was said before the next turn
 
     def goes_on_with(self, messages: Messages, tools: ToolSet) -> bool:
         length = len(self.messages)
@@ -174,13 +174,13 @@ class AgentEpisode:
         return self._taken(thread, messages)
 
     def _taken(self, thread: _Thread, new: Messages) -> _Thread:
-        thread.is_busy, thread.after_tools = True, new[-1]["role"] == "tool"
+        thread.is_busy, thread.heard = True, new
         return thread
 
     async def _turn(self, thread: _Thread, messages: Messages) -> ChatAnswer:
         conversation, prompt_tokens = thread.conversation, len(thread.conversation.ids)
         thread.stop = None  # a turn that is not delivered ends the conversation
-        turn = await self._rows.turn(conversation)
+        turn = await self._rows.turn(conversation, [message["content"] for message in thread.heard])
         message = await asyncio.to_thread(self._read, thread, turn)
         self._last_is_cut = not turn.finished
         if turn.finished:
@@ -194,7 +194,7 @@ class AgentEpisode:
     def _read(self, thread: _Thread, turn: Sample) -> dict[str, Any]:
         """The turn as a message. Where a call of it cannot be read at all, the whole is a text."""
         tally, ids = self._rows.tally, turn.response_ids_T.tolist()
-        read = thread.tools.read(ids, after_tools=thread.after_tools)
+        read = thread.tools.read(ids, after_tools=thread.heard[-1]["role"] == "tool")
         bad = [call for call in read.calls if isinstance(call, BadCall)]
         text, number = thread.tools.splice.turn_text(ids), tally.calls
         tally.calls, tally.call_errors = tally.calls + len(read.calls), tally.call_errors + len(bad)

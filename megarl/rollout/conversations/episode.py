@@ -117,6 +117,7 @@ class EpisodeRunner:
         history = chat_messages(given)
         if opening is None:
             return _State(rows, rows.open(prompt.token_ids), history, began_s)
+        rows.tally.transcript.add_message(opening)
         history = [*history, user(self._splice.template.without_special_tokens(opening))]
         ids = await self._said(self._splice.first, history)
         if len(ids) > self._max_prompt_tokens:
@@ -174,9 +175,11 @@ class EpisodeRunner:
             return _Answer(end="answered")
         state.conversation.add_reward(reply.reward)
         state.after_tools, state.bad_turns = False, 0
+        shown = await asyncio.to_thread(self._cut, reply.text)
+        state.tally.transcript.add_reward(reply.reward)
+        state.tally.transcript.add_message(shown)
         if reply.done:
             return _Answer(end="done")
-        shown = await asyncio.to_thread(self._cut, reply.text)
         if self._renders:
             state.history.append(user(shown))
             return _Answer(None)
@@ -193,7 +196,10 @@ class EpisodeRunner:
         tally.calls, state.after_tools = tally.calls + len(read.calls), True
         tally.call_errors += len(read.calls) - sum(result.error is None for result in made)
         state.bad_turns = 0 if good else state.bad_turns + 1
-        state.conversation.add_reward(sum(result.reward for result in made))
+        reward = sum(result.reward for result in made)
+        state.conversation.add_reward(reward)
+        tally.transcript.add_reward(reward)
+        tally.transcript.add_calls(read.calls, made, shown)
         if any(result.done for result in made):
             return _Answer(end="done")
         if state.bad_turns == _MOST_BAD_TURNS:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Protocol
 
 import numpy as np
 
 from megarl.rollout.conversations.conversation import Conversation
+from megarl.rollout.conversations.transcript import TranscriptWriter
 from megarl.rollout.rewards import Failure, Verdict
 from megarl.rollout.sglang.arguments import Sampling
 from megarl.types import EpisodeEnd, EpisodeFacts, Sample
@@ -50,6 +51,7 @@ class Tally:
     last: Sample | None = None
     verifications: int = 0
     prefills: int = 0
+    transcript: TranscriptWriter = field(default_factory=TranscriptWriter)
 
 
 class EpisodeRows:
@@ -90,8 +92,10 @@ class EpisodeRows:
         """How many tokens the next turn may have."""
         return min(self._sampling.max_tokens, self.room(conversation.prompt_length, conversation.response_length))
 
-    async def turn(self, conversation: Conversation) -> Sample:
+    async def turn(self, conversation: Conversation, heard: Sequence[str] = ()) -> Sample:
         """The model's next turn in a conversation; where the caller is cancelled it is sampled to its end and dropped.
+
+        heard: the texts before it that the transcript has not yet.
         """
         row = self._conversations.index(conversation)
         limits = replace(
@@ -113,6 +117,9 @@ class EpisodeRows:
         conversation.add_turn(sample, asked)
         self._count(sample)
         self.tally.last = sample
+        for text in heard:
+            self.tally.transcript.add_message(text)
+        self.tally.transcript.add_turn(sample.text)
         return sample
 
     async def end(self, prompt_tokens: int) -> None:
@@ -158,6 +165,7 @@ class EpisodeRows:
             token_rewards_T=first.token_rewards_T,
             more_rows=tuple(more),
             facts=facts,
+            transcript=tally.transcript.transcript(),
         )
 
     def _count(self, turn: Sample) -> None:

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from threading import Thread
+from typing import Any
 
-from megarl.printable import one_line, printable
+from megarl.printable import json_line, one_line, printable
 from megarl.tracking.secrets import redacted
 from megarl.tracking.trackers.interface import SampleRow, State, TrackedRun, Tracker
 from megarl.tracking.trackers.mlflow_run import MlflowRun
@@ -56,8 +57,9 @@ class Trackers:
             writer.put(f"step {step}", partial(writer.tracker.log, step, numbers))
 
     def table(self, step: int, samples: Sequence[SampleRow]) -> None:
-        """Send a step's samples; hidden characters of their text are escaped."""
-        rows = [{key: printable(it) if isinstance(it, str) else it for key, it in row.items()} for row in samples]
+        """Send a step's samples; hidden characters of their text are escaped, and an episode is one line of JSON."""
+        columns = dict.fromkeys(key for row in samples for key in row)
+        rows = [{key: _cell(row.get(key, "")) for key in columns} for row in samples]
         for writer in self._writers if rows else ():
             writer.put(f"the samples of step {step}", partial(writer.tracker.table, step, rows))
 
@@ -144,6 +146,12 @@ class Writer:
         if not self._has_failed:
             self._has_failed = True
             self._say(f"{self._name}: {problem}; metrics.jsonl has everything")
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, dict):
+        return json_line(value)
+    return printable(value) if isinstance(value, str) else value
 
 
 def _reason(error: BaseException) -> str:

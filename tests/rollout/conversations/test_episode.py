@@ -169,6 +169,23 @@ def test_calls_are_answered_in_their_order(play: Play) -> None:
     assert played.verdict is None, "the reward function decides"
 
 
+def test_an_episode_is_taken_down(play: Play) -> None:
+    """What was said, what was called with which result, and the reward of each turn."""
+    turn = call("double", number=4) + call("halve", number=4)
+    played, _ = play("tools", turn, call("end", number=3))
+    first, second = played.sample.transcript
+    words = turn.replace("<tool_call>", "").replace("</tool_call>", "")  # special tokens of this tokenizer
+    assert (first["role"], first["text"], first["reward"]) == ("assistant", words, 0.0)
+    assert [(one["name"], one["arguments"], one["error"]) for one in first["calls"]] == [
+        ("double", {"number": 4}, None), ("halve", None, "bad_call")
+    ]  # fmt: skip
+    assert first["calls"][0]["result"] == "8" and "no such tool" in first["calls"][1]["result"]
+    assert (second["calls"][0]["result"], second["reward"]) == ("over", 3.0)
+    episode = played.sample.episode
+    assert episode and episode["turns"] == [first, second]
+    assert (episode["calls"], episode["call_errors"], episode["end"]) == (3, 1, "done")
+
+
 def test_a_rendered_history_begins_a_row_where_it_differs_from_what_was_sampled(play: Play) -> None:
     """Each row has one turn then, after the tokens that the template gives; each sampled token is in one row."""
     limits = {"row": {"opening": "begin"}, "max_turns": 3, "history": "render"}
@@ -242,6 +259,11 @@ def test_an_environment_answers_rewards_and_opens(play: Play) -> None:
     assert played.verdict == Verdict(0.5, False) and sample.prompt_ids is not None
     assert "begin" in script.tokenizer.decode(sample.prompt_ids) and "you said hello" in text_of(script, played)
     assert sample.token_rewards_T is not None and sample.token_rewards_T.sum() == 0.5
+    assert [(entry["role"], entry["text"], entry["reward"]) for entry in sample.transcript] == [
+        ("user", "begin", 0.0),
+        ("assistant", "hello", 0.25), ("user", "you said hello", 0.0),
+        ("assistant", "again", 0.25), ("user", "you said again", 0.0),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -277,6 +299,11 @@ def test_a_group_needs_no_reward_function_where_the_environment_judges(play: Pla
     assert bad.verdict is None
     worker: Any = RolloutWorker.__new__(RolloutWorker)
     worker._reward, worker._generate = RewardConfig(), lambda *_: played([good, bad])
+    worker._num_transcripts = 1
     summary, group = asyncio.run(worker.sample(Prompt("row 1", "", (1, 2), ""), Sampling(2, 9)))
     assert summary.rewards_G.tolist() == [0.5] and summary.num_dropped == 1
     assert "the environment gave no reward" in summary.failures[0] and len(group.samples) == 1
+    assert summary.transcripts == (good.sample.transcript,)
+    worker._num_transcripts = 0
+    summary, _ = asyncio.run(worker.sample(Prompt("row 1", "", (1, 2), ""), Sampling(2, 9)))
+    assert summary.transcripts == () and summary.facts == (good.sample.facts,), "the controller has what may be shown"

@@ -304,3 +304,16 @@ def test_every_tracker_of_the_recipe_is_there() -> None:
     from megarl.config import Tracker as Name
 
     assert set(TRACKERS) == set(get_args(Name))
+
+
+def test_an_episode_is_a_cell_of_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Escaped, and every row has every column."""
+    slow = Slow()
+    slow.go.set()
+    monkeypatch.setitem(TRACKERS, "slow", lambda run: slow)
+    trackers = Trackers(["slow"], tracked(tmp_path), lambda line: None)
+    trackers.table(1, [{"response": "a\x1b", "episode": {"turns": ["b\u202e"], "calls": 1}}, {"response": "c"}])
+    trackers.close("finished")
+    assert slow.done[0] == [
+        {"response": "a\\x1b", "episode": '{"turns": ["b\\u202e"], "calls": 1}'}, {"response": "c", "episode": ""}
+    ]  # fmt: skip
