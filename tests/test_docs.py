@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megarl.algos import ALGORITHMS, hyperparameters_of
-from megarl.config import AlgorithmConfig, EpisodeConfig, Recipe
+from megarl.config import AlgorithmConfig, EpisodeConfig, Recipe, RewardConfig
 from megarl.config.loading import load_recipe
 from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.families import FAMILIES
@@ -29,11 +29,12 @@ from megarl.rollout.conversations.splice import Splice
 from megarl.rollout.environments.interface import Observation
 from megarl.rollout.environments.loading import load_environment, load_tools
 from megarl.rollout.environments.pool import EnvironmentPool
-from megarl.rollout.environments.results import CallResult
+from megarl.rollout.environments.results import CallError, CallResult
 from megarl.rollout.environments.thread import environment_settings
 from megarl.rollout.rewards import Verdict
+from megarl.rollout.verdicts.scorers import Scorers
 from megarl.tracking.metrics import train_metrics
-from megarl.types import EpisodeEnd, Hyperparameters
+from megarl.types import EpisodeEnd, EpisodeFacts, Hyperparameters, Transcript, TranscriptCall, episode_dict
 from scripts.draw_architecture import own_modules
 from tests.rollout.conversations.chatml_families import HERMES
 from tests.rollout.conversations.families import stop_ids, tokenizer_of
@@ -193,6 +194,28 @@ def episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
         overlay.write_text(example)
         found.append(load_recipe(ROOT / "recipes" / "quickstart.yaml", [str(overlay)]))
     return found
+
+
+def test_the_example_of_a_reward_of_episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its process: right if a tool has given the answer, and each call costs something."""
+    (block,) = blocks("rewards.md")
+    (tmp_path / block.partition("\n")[0].removeprefix("# ")).write_text(block)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    facts, no_call = EpisodeFacts(2, 1, 0, 0.1, "answered", 9), list[TranscriptCall]()
+    call: TranscriptCall = {"name": "price", "arguments": {"fruit": "apple"}, "result": "3", "error": None}
+    turns: list[Transcript] = [
+        ({"role": "assistant", "text": "", "calls": calls, "reward": 0.0},) for calls in (no_call, [call])
+    ]
+    judges = Scorers(RewardConfig(function="my_rewards:score", workers=1), 60.0)
+    try:
+        episodes = [episode_dict(facts, entries) for entries in turns]
+        found = judges.wait_for_verdicts("3", {}, ["3"] * 2, episodes)
+    finally:
+        judges.shutdown()
+    assert found == [Verdict(-0.01, False), Verdict(0.99, True)]
+    text = (DOCS / "rewards.md").read_text(encoding="utf-8")
+    names = {*episodes[1], *turns[1][0], *call, *get_args(CallError), "bad_call"} - {"unknown"}
+    assert [name for name in names if f"`{name}`" not in text] == [], "and all that an episode has is described"
 
 
 Calls = list[tuple[str, object]]

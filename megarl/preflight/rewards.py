@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from megarl.config import Recipe, RewardConfig
 from megarl.rollout.rewards import MEND, WHERE, Failure, describe_failure
@@ -10,7 +11,7 @@ from megarl.rollout.sandbox.http_service import url_faults
 from megarl.rollout.sandbox.sandbox import sandbox_faults
 from megarl.rollout.verdicts.process import RewardSpec
 from megarl.rollout.verdicts.scorers import DEFAULT, Scorers, reward_specs, source_of
-from megarl.types import Prompt, UserFault
+from megarl.types import EpisodeFacts, Prompt, TranscriptEntry, UserFault, episode_dict
 
 _CODE = "megarl.rollout.rewards.code:score"
 # The argument that limits the time of a verdict, and its default.
@@ -24,11 +25,11 @@ def reward_faults(recipe: Recipe, prompts: Sequence[Prompt], *, has_own: bool | 
     has_own: the environment of episodes gives rewards itself, in place of the functions; None: an agent may.
     The functions run in worker processes, as in the run, so that a function that hangs is stopped at its time limit.
     """
-    reward = recipe.reward
+    reward, has_episodes = recipe.reward, recipe.episode is not None
     faults = _key_faults(reward, has_own=has_own) + _source_faults(reward, prompts)
     for source in reward_specs(reward, recipe.run.timeout_s):
         first = next((prompt for prompt in prompts if source_of(reward, prompt.row) == source), None)
-        faults += _function_faults(_only(reward, source), recipe.run.timeout_s, first)
+        faults += _function_faults(_only(reward, source), recipe.run.timeout_s, first, has_episodes=has_episodes)
     return faults
 
 
@@ -90,8 +91,19 @@ def _own_faults(spec: RewardSpec) -> list[UserFault]:
     return faults
 
 
-def _function_faults(reward: RewardConfig, start_s: float, first: Prompt | None) -> list[UserFault]:
-    """The function must exist, and score a right and an empty response to the first of its rows."""
+def _episode(response: str) -> dict[str, Any]:
+    """An episode in which the model called nothing and gave this response."""
+    turn: TranscriptEntry = {"role": "assistant", "text": response, "calls": [], "reward": 0.0}
+    return episode_dict(EpisodeFacts(1, 0, 0, 0.0, "answered", 0), [turn])
+
+
+def _function_faults(
+    reward: RewardConfig, start_s: float, first: Prompt | None, *, has_episodes: bool
+) -> list[UserFault]:
+    """The function must exist, and score a right and an empty response to the first of its rows.
+
+    has_episodes: the responses are episodes of one turn.
+    """
     try:
         judges = Scorers(reward, start_s)
     except UserFault as fault:
@@ -99,7 +111,8 @@ def _function_faults(reward: RewardConfig, start_s: float, first: Prompt | None)
     try:
         answer = first.answer if first else ""
         responses = [answer, ""] if first else []
-        found = judges.wait_for_verdicts(answer, first.row, responses) if first else []
+        episodes = [_episode(response) for response in responses] if has_episodes else []
+        found = judges.wait_for_verdicts(answer, first.row, responses, episodes) if first else []
     except UserFault as fault:
         return [fault]
     finally:

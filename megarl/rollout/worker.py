@@ -112,7 +112,7 @@ class RolloutWorker:
         """
         samples, verdicts = await self._generate(prompt, sampling, begun)
         ended = [place for place, sample in enumerate(samples) if verdicts[place] is None and not sample.is_open]
-        new = await self._judged(prompt, [samples[place].text for place in ended])
+        new = await self._judged(prompt, [samples[place] for place in ended])
         for place, verdict in zip(ended, new, strict=True):
             verdicts[place] = verdict
         if self._reward.on_failure == "stop":  # at once, not when the group is complete
@@ -124,11 +124,12 @@ class RolloutWorker:
         group = PartialGroup(prompt, tuple(samples), tuple(verdicts))
         return partial_summary(group), group
 
-    async def _judged(self, prompt: Prompt, responses: Sequence[str]) -> Sequence[Verdict | Failure]:
+    async def _judged(self, prompt: Prompt, samples: Sequence[Sample]) -> Sequence[Verdict | Failure]:
         """The verdicts of the reward functions; without any, an environment or an agent was to give them."""
         if not (self._reward.function or self._reward.by_source):
-            return [Failure(f"the {self._rewarding} gave no reward") for _ in responses]
-        return await self._scorers.verdicts(prompt.answer, prompt.row, responses)
+            return [Failure(f"the {self._rewarding} gave no reward") for _ in samples]
+        episodes = [sample.episode for sample in samples]
+        return await self._scorers.verdicts(prompt.answer, prompt.row, [sample.text for sample in samples], episodes)
 
     def capacity(self) -> Capacity:
         """What the engine can run at once."""

@@ -19,6 +19,8 @@ def nan_when_empty(response, answer, row): return 1.0 if response else math.nan
 def row_reader(response, answer, row): return float(row["level"] == 3)
 def hangs(response, answer, row): time.sleep(1000)
 def dies(response, answer, row): os._exit(0)
+def last_turn(response, answer, row, *, episode): return float(episode["turns"][-1]["text"] == response)
+def first_call(response, answer, row, episode): return float(episode["turns"][0]["calls"][0]["result"])
 """
 PROMPTS = [
     Prompt("rows.jsonl:1", "a", (1,), "1", {"data_source": "gsm8k", "level": 3}),
@@ -34,7 +36,7 @@ def rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
-def told(**reward: Any) -> list[str]:
+def told(*, episode: dict[str, Any] | None = None, **reward: Any) -> list[str]:
     recipe = Recipe.model_validate(
         {
             "run": {"name": "test", "steps": 1},
@@ -44,6 +46,7 @@ def told(**reward: Any) -> list[str]:
             "rollout": {"prompts_per_step": 1, "samples_per_prompt": 2, "max_response_tokens": 8},
             "train": {"lr": 1e-3},
             "placement": {"gpus": 1},
+            "episode": episode,
         }
     )
     return [str(fault) for fault in reward_faults(recipe, PROMPTS)]
@@ -91,6 +94,16 @@ def test_what_is_wrong_is_one_line(reward: dict[str, Any], says: str) -> None:
     (line,) = told(**reward)
     assert line.startswith(says)
     assert "sk-12345" not in line
+
+
+def test_functions_of_episodes_are_tried_on_one() -> None:
+    """On one without a call, which some episodes of a run are; without episodes they get None."""
+    episode = {"tools": ["megarl.environments.calculator:calculate"], "max_tokens": 8}
+    assert told(episode=episode, function="faulty_rewards:last_turn") == told(episode=episode, function=EXACT) == []
+    (line,) = told(episode=episode, function="faulty_rewards:first_call")
+    assert line.startswith("reward.function: raised IndexError: list index out of range on response '1'")
+    (line,) = told(function="faulty_rewards:last_turn")
+    assert line.startswith("reward.function: raised TypeError: 'NoneType' object is not subscriptable")
 
 
 def test_all_faults_are_told_at_once() -> None:

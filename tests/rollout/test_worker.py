@@ -202,8 +202,9 @@ def test_verdicts_come_as_samples_end_and_decide_when_all_have() -> None:
     """A failed verdict drops its sample at the end, so that the others keep their places and random numbers."""
     asked: list[list[str]] = []
 
-    async def verdicts(answer: str, row: Any, responses: list[str]) -> list[Verdict | Failure]:
+    async def verdicts(answer: str, row: Any, responses: list[str], episodes: list[Any]) -> list[Verdict | Failure]:
         asked.append(responses)
+        assert episodes == [None] * len(responses), "these are none"
         return [LATE if one == "xxx" else Verdict(float(len(one)), True) for one in responses]
 
     worker = RolloutWorker.__new__(RolloutWorker)

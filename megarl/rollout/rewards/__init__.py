@@ -42,7 +42,9 @@ class Failure:
 
 
 # (response, answer, row) -> a verdict or a number, of which 1 and more is correct; or, `async def`, a coroutine of it.
-Reward = Callable[[str, str, Mapping[str, Any]], Any]
+# A function with the parameter `episode` gets that keyword, too: an `episode_dict`, or None where it is no episode.
+Reward = Callable[..., Any]
+EPISODE = "episode"
 
 
 def load_object(path: str, where: str, form: str = "module:function", mend: str = _FORM) -> Any:
@@ -69,16 +71,26 @@ def load_reward(path: str, arguments: Mapping[str, Any], where: str = WHERE) -> 
     function = load_object(path, where)
     if not callable(function):
         raise UserFault(where, f"{path} is a {type(function).__name__}, not a function", _FORM)
+    key, given = f"{where.rpartition('.')[0]}.arguments", {EPISODE: None} if takes_episode(function) else {}
+    if given.keys() & arguments.keys():
+        raise UserFault(key, f"{EPISODE!r} is megarl's own: {path} gets the episode in it", "give it another name")
     try:
-        inspect.signature(function).bind("response", "answer", {}, **arguments)
+        inspect.signature(function).bind("response", "answer", {}, **given, **arguments)
     except TypeError as error:
-        call = ", ".join(["response", "answer", "row", *(f"{key}=..." for key in arguments)])
-        key = f"{where.rpartition('.')[0]}.arguments"
+        call = ", ".join(["response", "answer", "row", *(f"{key}=..." for key in (*given, *arguments))])
         mend = f"write into {key} what it takes after response, answer and row"
         raise UserFault(where, f"{path} cannot be called with ({call}): {error}", mend) from None
     except ValueError:  # a function that is written in C may have no signature
         pass
     return partial(function, **arguments) if arguments else function
+
+
+def takes_episode(function: Reward) -> bool:
+    """Whether the function has a parameter `episode`."""
+    try:
+        return EPISODE in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # it is written in C
+        return False
 
 
 def verdict_of(result: Any) -> Verdict | Failure:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from megarl.rollout.rewards import Reward, Verdict, load_reward, verdict_of
+from megarl.rollout.rewards import EPISODE, Reward, Verdict, load_reward, takes_episode, verdict_of
 
 THINK_ANSWER = r"<think>(?:(?!</?think>|</?answer>).)*</think>\s*<answer>(?P<answer>(?:(?!</?answer>).)*)</answer>"
 
@@ -22,12 +22,14 @@ def score(
     arguments: Mapping[str, Any] | None = None,
     reward: float = 1.0,
     wrong: float = 0.0,
+    episode: Mapping[str, Any] | None = None,
 ) -> float | Verdict:
     """`wrong` unless the whole response, without white space around it, matches the pattern, where . is any character.
 
     Else `reward`. With a function (`module:function`, and arguments for it) `reward` plus the function's reward for the
-    pattern's group `answer`, or for the whole response if it has none; correct if the function says so. A pattern that
-    takes too long ends its worker. Raises ValueError where the function has no verdict.
+    pattern's group `answer`, or for the whole response if it has none; correct if the function says so. It gets the
+    episode if it takes one. A pattern that takes too long ends its worker. Raises ValueError where the function has no
+    verdict.
     """
     found = re.fullmatch(pattern, response.strip(), re.DOTALL)
     if found is None:
@@ -36,7 +38,8 @@ def score(
         return reward
     given = found.groupdict().get("answer", response) or ""  # a group that took no part in the match is None
     inner = _inner(function)
-    verdict = verdict_of(inner(given.strip(), answer, row, **(arguments or {})))  # type: ignore[call-arg]
+    more = {EPISODE: episode} if takes_episode(inner) else {}
+    verdict = verdict_of(inner(given.strip(), answer, row, **more, **(arguments or {})))
     if not isinstance(verdict, Verdict):
         raise ValueError(f"{function} {verdict.words}")
     own_answer = given.strip() if verdict.answer is None else verdict.answer

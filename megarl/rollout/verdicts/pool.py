@@ -14,6 +14,7 @@ from megarl.rollout.workers.process import ProcessEnd, as_line
 
 _BATCH = 16  # the most responses that wait for one that hangs
 _BATCH_S = 0.01
+Episodes = Sequence[Mapping[str, Any] | None]
 
 
 class Pool(WorkerPool[VerdictProcess]):
@@ -24,8 +25,13 @@ class Pool(WorkerPool[VerdictProcess]):
         self._spec = spec
         self.slowest_s = 0.0  # of all verdicts so far
 
-    async def verdicts(self, answer: str, row: Mapping[str, Any], responses: Sequence[str]) -> list[Verdict | Failure]:
-        """In the order of the responses. Raises UserFault when the function can no longer be used."""
+    async def verdicts(
+        self, answer: str, row: Mapping[str, Any], responses: Sequence[str], episodes: Episodes = ()
+    ) -> list[Verdict | Failure]:
+        """In the order of the responses. episodes: of each response, or none where they are no episodes.
+
+        Raises UserFault when the function can no longer be used.
+        """
         if self._fault:
             raise self._fault
         try:
@@ -33,7 +39,8 @@ class Pool(WorkerPool[VerdictProcess]):
         except (TypeError, ValueError, RecursionError) as error:
             return [Failure(f"the row cannot be sent to its process ({error})") for _ in responses]
         requests = [
-            Request(next(self._numbers), self._loop.create_future(), context=context, response=one) for one in responses
+            Request(next(self._numbers), self._loop.create_future(), context=context, response=one, episode=episode)
+            for one, episode in zip(responses, episodes or [None] * len(responses), strict=True)
         ]
         self._waiting += requests
         self._feed()
@@ -44,8 +51,8 @@ class Pool(WorkerPool[VerdictProcess]):
 
     def _started(self, worker: VerdictProcess, message: Sequence[Any]) -> bool:
         match message:
-            case [bool(is_async)]:
-                worker.is_async = is_async
+            case [bool(is_async), bool(takes_episode)]:
+                worker.is_async, worker.takes_episode = is_async, takes_episode
                 return True
         return False
 

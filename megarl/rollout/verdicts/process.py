@@ -27,10 +27,14 @@ class RewardSpec:
 
 @dataclass(kw_only=True)
 class Request(Job):
-    """One response that waits for its verdict. context: answer and row, as the worker reads them."""
+    """One response that waits for its verdict. context: answer and row, as the worker reads them.
+
+    episode: what it is the end of, see `episode_dict`.
+    """
 
     context: bytes
     response: str
+    episode: Mapping[str, Any] | None
 
 
 class VerdictProcess(WorkerProcess):
@@ -41,7 +45,7 @@ class VerdictProcess(WorkerProcess):
         sent = {**vars(spec), "arguments": dict(spec.arguments)}
         super().__init__("megarl.rollout.verdicts.worker", sent, _LONGEST_LINE_BYTES)
         self._timeout_s = spec.timeout_s
-        self.is_async = False
+        self.is_async, self.takes_episode = False, False
         self.batch, self.batch_began, self.batch_size = 1, 0.0, 1
         self._context = b""
 
@@ -50,7 +54,8 @@ class VerdictProcess(WorkerProcess):
             self._context = request.context
             self.write(request.context)
         self.in_flight[request.number] = request
-        self.write(as_line([request.number, request.response]))
+        episode = [request.episode] if self.takes_episode else []
+        self.write(as_line([request.number, request.response, *episode]))
 
     def has_room(self) -> bool:
         if any(request.alone for request in self.in_flight.values()):

@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.config import RewardConfig
 from megarl.rollout.rewards import WHERE, Failure, Verdict
-from megarl.rollout.verdicts.pool import Pool
+from megarl.rollout.verdicts.pool import Episodes, Pool
 from megarl.rollout.verdicts.process import RewardSpec
 from megarl.rollout.workers.loop_thread import LoopThread
 
@@ -49,15 +49,20 @@ class Scorers:
             self.shutdown()
             raise
 
-    async def verdicts(self, answer: str, row: Mapping[str, Any], responses: Sequence[str]) -> list[Verdict | Failure]:
-        """One for each response, in order. Raises UserFault when the function can no longer be used."""
-        return await asyncio.wrap_future(self._verdicts(answer, row, responses))
+    async def verdicts(
+        self, answer: str, row: Mapping[str, Any], responses: Sequence[str], episodes: Episodes = ()
+    ) -> list[Verdict | Failure]:
+        """One for each response, in order. episodes: as of `Pool.verdicts`.
+
+        Raises UserFault when the function can no longer be used.
+        """
+        return await asyncio.wrap_future(self._verdicts(answer, row, responses, episodes))
 
     def wait_for_verdicts(
-        self, answer: str, row: Mapping[str, Any], responses: Sequence[str]
+        self, answer: str, row: Mapping[str, Any], responses: Sequence[str], episodes: Episodes = ()
     ) -> list[Verdict | Failure]:
         """`verdicts` where no loop runs."""
-        return self._verdicts(answer, row, responses).result()
+        return self._verdicts(answer, row, responses, episodes).result()
 
     @property
     def slowest_s(self) -> float:
@@ -73,9 +78,10 @@ class Scorers:
         self._thread.end(self._end())
 
     def _verdicts(
-        self, answer: str, row: Mapping[str, Any], responses: Sequence[str]
+        self, answer: str, row: Mapping[str, Any], responses: Sequence[str], episodes: Episodes
     ) -> Future[list[Verdict | Failure]]:
-        return self._thread.submit(self._pools[source_of(self._reward, row)].verdicts(answer, row, responses))
+        pool = self._pools[source_of(self._reward, row)]
+        return self._thread.submit(pool.verdicts(answer, row, responses, episodes))
 
     async def _start(self, start_s: float) -> None:
         for source, spec in reward_specs(self._reward, start_s).items():

@@ -2,9 +2,9 @@
 
 It reads and writes JSON lines on the socket that is its standard input and output. Input: first an object, the fields
 of a `RewardSpec`; then `[answer, row]`, which holds for all responses that follow, and `[number, response]` for each
-response. Output: first `[is_async]`, or the fault `[where, problem, mend]`; then for each response
-`[number, reward, correct, answer]`, or `[number, words, is_last]` where there is no verdict. is_last: the process can
-compute no other verdict.
+response, or `[number, response, episode]` for a function that takes episodes. Output: first `[is_async,
+takes_episode]`, or the fault `[where, problem, mend]`; then for each response `[number, reward, correct, answer]`, or
+`[number, words, is_last]` where there is no verdict. is_last: the process can compute no other verdict.
 """
 
 from __future__ import annotations
@@ -13,10 +13,19 @@ import asyncio
 import inspect
 import json
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megarl.rollout.rewards import Failure, Reward, Verdict, describe_error, load_reward, verdict_of
+from megarl.rollout.rewards import (
+    EPISODE,
+    Failure,
+    Reward,
+    Verdict,
+    describe_error,
+    load_reward,
+    takes_episode,
+    verdict_of,
+)
 from megarl.rollout.workers.inside import (
     LINE_BYTES,
     OUT_OF_MEMORY,
@@ -44,7 +53,7 @@ def main() -> None:
         return
     is_async = _is_async(reward)
     limit_memory(spec["memory_mb"])
-    parent.write(_line([is_async]))
+    parent.write(_line([is_async, takes_episode(reward)]))
     if is_async:
         asyncio.run(_score_together(parent, reward, spec["timeout_s"]))
     else:
@@ -57,15 +66,20 @@ def _is_async(reward: Reward) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
+def _keywords(episode: Sequence[Any]) -> dict[str, Any]:
+    """Of a function, from the rest of a response's message."""
+    return {EPISODE: episode[0]} if episode else {}
+
+
 def _score_in_turn(parent: ParentSocket, reward: Reward) -> None:
     answer, row = "", {}
     while (message := parent.read()) is not None:
         if isinstance(message[0], str):
             answer, row = message
             continue
-        number, response = message
+        number, response, *episode = message
         try:
-            result = verdict_of(reward(response, answer, row))
+            result = verdict_of(reward(response, answer, row, **_keywords(episode)))
         except BaseException as error:  # a user's function raises any exception, and must not end this process
             result = _failure(error)
         _reply(parent.write, number, result)
@@ -76,11 +90,12 @@ async def _score_together(parent: ParentSocket, reward: Reward, timeout_s: float
     reader, writer = await asyncio.open_connection(sock=parent.socket, limit=LINE_BYTES)
     tasks: set[asyncio.Task[None]] = set()
 
-    async def score(number: int, response: str, answer: str, row: Mapping[str, Any]) -> None:
+    async def score(message: Sequence[Any], answer: str, row: Mapping[str, Any]) -> None:
+        number, response, *episode = message
         bound = asyncio.timeout(timeout_s)
         try:
             async with bound:
-                result = verdict_of(await reward(response, answer, row))
+                result = verdict_of(await reward(response, answer, row, **_keywords(episode)))
         except BaseException as error:
             is_late = isinstance(error, TimeoutError) and bound.expired()
             result = Failure(too_long(timeout_s)) if is_late else _failure(error)
@@ -92,8 +107,7 @@ async def _score_together(parent: ParentSocket, reward: Reward, timeout_s: float
         if isinstance(message[0], str):
             answer, row = message
             continue
-        number, response = message
-        task = asyncio.create_task(score(number, response, answer, row))
+        task = asyncio.create_task(score(message, answer, row))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 

@@ -190,6 +190,18 @@ async def patient(response: str, answer: str, row: Mapping[str, Any]) -> float:
     return 1.0
 
 
+def of_episode(response: str, answer: str, row: Mapping[str, Any], *, episode: Mapping[str, Any] | None) -> float:
+    """How many calls it had; -1 where it is none."""
+    return -1.0 if episode is None else float(sum(len(turn["calls"]) for turn in episode["turns"]))
+
+
+async def of_episode_later(
+    response: str, answer: str, row: Mapping[str, Any], share: float, episode: Mapping[str, Any] | None = None
+) -> float:
+    await asyncio.sleep(0)
+    return share * of_episode(response, answer, row, episode=episode)
+
+
 class Judge:
     """One with a state, whose instance is called."""
 

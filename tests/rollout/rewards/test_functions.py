@@ -155,5 +155,9 @@ def test_a_format_and_what_is_inside() -> None:
     assert judged("<think>so</think> <answer>4</answer>") == Verdict(0.1, False, "4")
     assert judged("3") == Verdict(-1.0, False, "")
     assert judged("3", pattern=r"\d") == Verdict(1.1, True, "3")
+    calls = {"turns": [{"calls": [{}, {}]}]}
+    of_calls = "tests.rollout.rewards.odd_rewards:of_episode"
+    inside = format.score("3", "3", {}, pattern=r"\d", function=of_calls, reward=0.0, episode=calls)
+    assert inside == Verdict(2.0, True, "3"), "which gets the episode, too"
     with pytest.raises(ValueError, match="returned 'good'"):
         format.score("words", "3", {}, pattern=r"\w+", function="tests.rollout.rewards.odd_rewards:score")

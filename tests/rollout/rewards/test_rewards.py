@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rollout.rewards import Failure, Verdict, describe_error, load_reward, short, verdict_of
+from megarl.rollout.rewards import Failure, Verdict, describe_error, load_reward, short, takes_episode, verdict_of
 from megarl.rollout.rewards.exact import score
 from megarl.types import UserFault
 
@@ -52,6 +52,17 @@ def test_arguments_that_it_does_not_take_are_named() -> None:
         load_reward("megarl.rollout.rewards.math:score", {"wrng": -1.0}, "reward.by_source.gsm8k.function")
     assert caught.value.where == "reward.by_source.gsm8k.function"
     assert "write into reward.by_source.gsm8k.arguments what it takes" in caught.value.mend
+
+
+def test_episode_is_no_argument_of_a_recipe() -> None:
+    path = "tests.rollout.rewards.odd_rewards:of_episode"
+    assert takes_episode(load_reward(path, {})) and not takes_episode(load_reward(EXACT, {}))
+    assert not takes_episode(min), "a builtin without a signature"
+    with pytest.raises(UserFault, match="'episode' is megarl's own") as caught:
+        load_reward(path, {"episode": 1}, "reward.by_source.gsm8k.function")
+    assert caught.value.where == "reward.by_source.gsm8k.arguments"
+    with pytest.raises(UserFault, match=r"\(response, answer, row, episode=...\): missing .* 'share'"):
+        load_reward(f"{path}_later", {})
 
 
 def test_the_shipped_reward_is_found() -> None:

@@ -237,6 +237,21 @@ def test_a_row_that_cannot_be_said_is_a_failure(judges: Build) -> None:
     assert odd.wait_for_verdicts("7", {"object": object()}, ["7"]) == [Verdict(1.0, True)]
 
 
+def test_an_episode_is_given_to_functions_that_take_it(judges: Build) -> None:
+    """Whole, in its process; None where the response is none."""
+    call = {"name": "say", "arguments": {"words": "\ud800\u2028"}, "result": "x\n", "error": None}
+    turn = {"role": "assistant", "text": "so", "calls": [call, call], "reward": 0.0}
+    episode = {"turns": [turn, turn], "calls": 4, "call_errors": 0, "end": "answered", "tool_s": 0.1}
+    by_source = {"later": {"function": "odd_rewards:of_episode_later", "arguments": {"share": 0.5}}}
+    by_source["plain"] = {"function": ODD, "arguments": {}}
+    three = judges("odd_rewards:of_episode", workers=1, by_source=by_source)
+    for source, rewards in (("", [4.0, -1.0]), ("later", [2.0, -0.5]), ("plain", [1.0, 1.0])):
+        found = three.wait_for_verdicts("7", {"data_source": source}, ["7", "7"], [episode, None])
+        assert [one.reward for one in found] == rewards  # type: ignore[union-attr]
+        alone = three.wait_for_verdicts("7", {"data_source": source}, ["7"])
+        assert [one.reward for one in alone] == rewards[1:]  # type: ignore[union-attr]
+
+
 def test_each_source_has_its_judge(judges: Build) -> None:
     worth = "odd_rewards:worth"
     both = judges(
