@@ -171,22 +171,23 @@ def convert(
 def reward_check(
     function: Annotated[str, typer.Argument(metavar="FUNCTION", help="module:function, as in reward.function.")],
     *,
-    data: Annotated[Path, typer.Option(metavar="FILE", help="JSONL or parquet, as in data.train.")],
+    data: Annotated[Path | None, typer.Option(metavar="FILE", help="JSONL or parquet, as in data.train.")] = None,
+    samples: Annotated[Path | None, typer.Option(metavar="FILE", help="Score a file's samples anew.")] = None,
     argument: Annotated[
         list[str] | None, typer.Option(metavar="k=v", help="A keyword argument for it; the value is JSON, or text.")
     ] = None,
-    answer: Annotated[str, typer.Option(help="The column of the answers.")] = "answer",
-    rows: Annotated[int, typer.Option(min=1, help="How many rows, from the first.")] = 100,
+    answer: Annotated[str, typer.Option(help="The column of the answers in --data.")] = "answer",
+    rows: Annotated[int, typer.Option(min=1, help="How many rows, or groups of samples, from the first.")] = 100,
     timeout_s: Annotated[float, typer.Option(min=0.01, max=604_800, help="As in reward.timeout_s.")] = 5.0,
     memory_mb: Annotated[int, typer.Option(min=1, max=2**24, help="As in reward.memory_mb.")] = 1024,
 ) -> None:
-    """Try a reward on its data's own answers, on others, and on responses that are made to break it."""
+    """Try a reward on its data's answers, on others, and on responses made to break it; or on samples of a file."""
 
     def run() -> int:
-        from megarl.commands.reward_check import check
+        from megarl.commands.reward_check import check, reward_config
 
-        is_good = check(function, argument or [], data, answer, rows, timeout_s=timeout_s, memory_mb=memory_mb)
-        return 0 if is_good else 1
+        config = reward_config(function, argument or [], timeout_s, memory_mb)
+        return 0 if check(config, data, samples, answer, rows) else 1
 
     sys.exit(_ended(run))
 

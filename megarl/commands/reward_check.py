@@ -1,22 +1,30 @@
-"""`megarl reward-check`: the verdicts of a reward on its data's own answers, on others, and on hostile responses."""
+"""`megarl reward-check`: the verdicts of a reward on its data's own answers, on others, and on hostile responses.
+
+Or, with `--samples`, on the samples of a file, compared with the verdicts that the file has.
+"""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from megarl.config import RewardConfig
 from megarl.printable import one_line, show
 from megarl.rollout.data_files import answered_rows
 from megarl.rollout.rewards import Failure, Verdict, short
+from megarl.rollout.sample_file import open_samples
 from megarl.rollout.verdicts.scorers import Scorers
 from megarl.types import UserFault
 
 Found = list[tuple[str, Verdict | Failure]]  # response, result
 _OWN, _OTHER, _EMPTY, _BOMBS = "its own answer", "another row's answer", "an empty response", "bombs"
+_BEFORE, _ANEW = "in the file", "anew"
 _START_S = 600.0
 
 BOMBS = (
@@ -41,23 +49,27 @@ BOMBS = (
 )
 
 
-def check(
-    function: str,
-    arguments: Sequence[str],
-    data: Path,
-    answer_column: str,
-    num_rows: int,
-    *,
-    timeout_s: float,
-    memory_mb: int,
-) -> bool:
-    """Print what was found; whether no verdict failed. Raises UserFault for a wrong function, file or argument.
-
-    Responses are scored as in a run: in a process of its own, within the same limits.
-    """
-    rows = answered_rows(str(data), "--data", answer_column, num_rows)
+def reward_config(function: str, arguments: Sequence[str], timeout_s: float, memory_mb: int) -> RewardConfig:
+    """arguments: as key=value. Raises UserFault for one that is not."""
     given = dict(_argument(text) for text in arguments)
-    config = RewardConfig(function=function, arguments=given, timeout_s=timeout_s, memory_mb=memory_mb)
+    return RewardConfig(function=function, arguments=given, timeout_s=timeout_s, memory_mb=memory_mb)
+
+
+def check(config: RewardConfig, data: Path | None, samples: Path | None, answer_column: str, number: int) -> bool:
+    """Print what was found in the first rows of a file of data, or the first groups of a file of samples.
+
+    Whether no verdict failed. Raises UserFault for a wrong function or file, and unless one file is given. Responses
+    are scored as in a run: in a process of its own, within the same limits.
+    """
+    if data and not samples:
+        return _check_rows(config, data, answer_column, number)
+    if samples and not data:
+        return _check_samples(config, samples, number)
+    raise UserFault("--data", "either it or --samples must be given", "name a file of rows, or one of samples")
+
+
+def _check_rows(config: RewardConfig, data: Path, answer_column: str, num_rows: int) -> bool:
+    rows = answered_rows(str(data), "--data", answer_column, num_rows)
     scorers = Scorers(config, _START_S)
     try:
         found = _verdicts(scorers, rows)
@@ -65,11 +77,51 @@ def check(
     finally:
         scorers.shutdown()
     show(_report(found))
-    show(f"the slowest verdict took {slowest_s:.3f} s of {timeout_s:g} s")
+    _show_slowest(slowest_s, config)
     own, other = (_mean(found[kind]) for kind in (_OWN, _OTHER))
     if own is not None and other is not None and own <= other:
         show("a row's own answer is worth no more than another's: does the function read it as a response?")
-    every = [pair for of_kind in found.values() for pair in of_kind]
+    return _show_failures([pair for of_kind in found.values() for pair in of_kind])
+
+
+def _check_samples(config: RewardConfig, path: Path, num_groups: int) -> bool:
+    """How the verdicts differ from the file's. Functions that take it get each sample's episode."""
+    file = open_samples(path)
+    groups = chain.from_iterable(file.groups(step) for step in range(1, file.num_steps + 1))
+    found: dict[str, Found] = {_BEFORE: [], _ANEW: []}
+    scorers = Scorers(config, _START_S)
+    try:
+        for group in islice(groups, num_groups):
+            responses = [sample.text for sample in group.samples]
+            before = map(Verdict, group.rewards_G.tolist(), group.correct_G.tolist())
+            episodes = [sample.episode for sample in group.samples]
+            anew = scorers.wait_for_verdicts(group.prompt.answer, group.prompt.row, responses, episodes)
+            for kind, verdicts in ((_BEFORE, before), (_ANEW, anew)):
+                found[kind] += zip(responses, verdicts, strict=True)
+        slowest_s = scorers.slowest_s
+    finally:
+        scorers.shutdown()
+    show(_report(found))
+    _show_changes([(before, after) for (_, before), (_, after) in zip(found[_BEFORE], found[_ANEW], strict=True)])
+    _show_slowest(slowest_s, config)
+    return _show_failures(found[_ANEW])
+
+
+def _show_changes(pairs: Sequence[tuple[Verdict | Failure, Verdict | Failure]]) -> None:
+    judged = [(one, other) for one, other in pairs if isinstance(one, Verdict) and isinstance(other, Verdict)]
+    rewards = sum(np.float32(before.reward) != np.float32(after.reward) for before, after in judged)
+    gained = sum(after.correct and not before.correct for before, after in judged)
+    lost = sum(before.correct and not after.correct for before, after in judged)
+    changed = f"{rewards} of {len(judged)} rewards changed"
+    show(f"{changed}; {gained} samples became correct, and {lost} are correct no longer")
+
+
+def _show_slowest(slowest_s: float, config: RewardConfig) -> None:
+    show(f"the slowest verdict took {slowest_s:.3f} s of {config.timeout_s:g} s")
+
+
+def _show_failures(every: Found) -> bool:
+    """A line for each kind of failure; whether there is none."""
     failures = [(one.words, response) for response, one in every if isinstance(one, Failure)]
     first = dict(reversed(failures))
     for words, count in Counter(words for words, _ in failures).most_common():

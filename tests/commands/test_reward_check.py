@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
 from megarl.cli import app
+from megarl.rollout.sample_file import writing
+from megarl.types import Prompt, Sample, SampleGroup, SamplePart
+from tests.training.episodes import episode
 
 REWARDS = """
 import re, time
@@ -16,6 +22,7 @@ def good(response, answer, row): return float(response == answer)
 def worth(response, answer, row, *, right, unit): return right if response == answer and unit == row["unit"] else 0.0
 def slow(response, answer, row): re.fullmatch(r"(a+)+", response); return float(response == answer)
 def always(response, answer, row): return 1.0
+def turns(response, answer, row, *, episode): return float(len(episode["turns"]))
 def nothing(response, answer, row): return 1.0 / len(response)
 """
 
@@ -83,9 +90,47 @@ def test_a_reward_that_likes_everything_is_noticed() -> None:
         (["checked_rewards:good", "--data", "rows.jsonl", "--answer", "a"], "more such rows); set --answer to one of"),
         (["checked_rewards:worth", "--data", "rows.jsonl"], "missing a required argument: 'right'"),
         (["checked_rewards:good", "--data", "rows.jsonl", "--argument", "x"], "--argument x: is not of the form"),
+        (["checked_rewards:good"], "--data: either it or --samples must be given"),
+        (["checked_rewards:good", "--data", "rows.jsonl", "--samples", "x"], "--data: either it or --samples must"),
+        (["checked_rewards:good", "--samples", "rows.jsonl"], "rows.jsonl: not a complete file of samples"),
     ],
 )
 def test_faults_end_with_2(arguments: list[str], says: str) -> None:
     done = run(*arguments)
     assert done.exit_code == 2
     assert says in done.stderr
+
+
+def samples_of(folder: Path) -> str:
+    """Of two prompts: two episodes, of which one is right, and a plain sample."""
+    rng, turn = np.random.default_rng(0), {"role": "assistant", "text": "2", "calls": [], "reward": 0.0}
+    transcript: Any = (turn, turn | {"text": "4"})
+    right, wrong = (replace(episode(rng, 2), text=text, transcript=transcript) for text in ("4", "5"))
+    plain = Sample(np.arange(3), np.zeros(3, np.float32), "4", True, (SamplePart(0, 3),))
+    prompt = Prompt("rows.jsonl:1", "2+2=", (1, 2), "4", {"unit": "m"})
+    groups = [
+        SampleGroup(prompt, (right, wrong), np.array([1.0, 0.0], np.float32), np.array([True, False])),
+        SampleGroup(prompt, (plain,), np.array([0.1], np.float32), np.array([False])),
+    ]
+    with writing(folder / "samples.parquet", 99, 1.0) as file:
+        file.write(groups[:1])
+        file.write(groups[1:])
+    return "samples.parquet"
+
+
+def test_the_samples_of_a_file_are_scored_anew(folder: Path) -> None:
+    done = run("checked_rewards:good", "--samples", samples_of(folder))
+    assert done.exit_code == 0, done.output
+    _, before, anew, changes, _ = done.stdout.splitlines()
+    assert before.split()[-4:] == ["3", "0.367", "33.3%", "0"] and anew.split()[-4:] == ["3", "0.667", "66.7%", "0"]
+    assert changes == "1 of 3 rewards changed; 1 samples became correct, and 0 are correct no longer"
+
+
+def test_episodes_of_a_file_are_given_to_functions_that_take_them(folder: Path) -> None:
+    done = run("checked_rewards:turns", "--samples", samples_of(folder), "--rows", "1")
+    assert done.exit_code == 0, done.output
+    assert done.stdout.splitlines()[2].split()[-4:] == ["2", "2.000", "100.0%", "0"]
+    done = run("checked_rewards:turns", "--samples", samples_of(folder))
+    assert done.exit_code == 1, "the third sample is none"
+    assert "2 of 2 rewards changed; 1 samples became correct" in done.stdout
+    assert "failed 1 x: raised TypeError: 'NoneType'" in done.stdout
