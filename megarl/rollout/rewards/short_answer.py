@@ -1,0 +1,48 @@
+"""Short answers to questions: exact match with one of several references, as in SQuAD (arXiv 1606.05250)."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.rollout.rewards import Verdict
+
+_OPEN, _CLOSE = "<answer>", "</answer>"
+_LONGEST = 1000  # characters of an answer; those of data sets have a few words
+_ARTICLE = re.compile(r"\b(?:a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def score(
+    response: str,
+    answer: str,
+    row: Mapping[str, Any],
+    *,
+    answers: str = "golden_answers",
+    correct: float = 1.0,
+    wrong: float = 0.0,
+) -> Verdict:
+    """`correct` if the response's last <answer>...</answer> equals a reference, else `wrong`.
+
+    References are the texts in the row's column `answers`, or `answer` alone where the row has none. Letter case,
+    punctuation, articles and white space do not count.
+    """
+    given = _plain(_last(response))
+    references = row.get(answers) or [answer]
+    right = {_plain(one) for one in ([references] if isinstance(references, str) else references)}
+    is_correct = bool(given) and given in right
+    return Verdict(correct if is_correct else wrong, is_correct, given)
+
+
+def _last(response: str) -> str:
+    """The text of the last answer; "" where there is none, or one that is not closed or long."""
+    _, opening, rest = response.rpartition(_OPEN)
+    given, closing, _ = rest.partition(_CLOSE)
+    return given if opening and closing and len(given) <= _LONGEST else ""
+
+
+def _plain(text: object) -> str:
+    lower = str(text).lower().translate(_PUNCTUATION)
+    return " ".join(_ARTICLE.sub(" ", lower).split())
