@@ -41,6 +41,15 @@ def test_the_best_documents_come_first(corpus: str) -> None:
     assert search("capital", corpus=corpus, num_results=1).count("[") == 1
 
 
+def test_of_equal_documents_the_first_come_first(tmp_path: Path) -> None:
+    """Words that no document has do not count."""
+    colours = [{"contents": f"{colour} no{number}"} for number in range(9) for colour in ("red", "blue")]
+    path = write(tmp_path / "corpus.jsonl", colours)
+    assert search("zebra blue", corpus=path) == "[1] blue no0\n\n[2] blue no1\n\n[3] blue no2"
+    assert search("red no7", corpus=path).startswith("[1] red no7")
+    assert search("red", corpus=path, num_results=99).count("[") == 9
+
+
 @pytest.mark.parametrize("query", ["", "zebra", "the of", "\x00", "a" * 100_000])
 def test_a_query_without_matches_is_told(corpus: str, query: str) -> None:
     assert search(query, corpus=corpus) == "No document matches."
