@@ -153,6 +153,9 @@ def _sample(layout: TrainLayout, engines: EngineLayout, members: int) -> list[in
 def _not_checked(recipe: Recipe, device: str, absent: dict[str, str]) -> Iterator[str]:
     for key, what in absent.items():
         yield f"not checked here: {key}: {what}"
+    if recipe.episode and device != DEVICE:
+        key = "environment" if recipe.episode.environment else "tools"
+        yield f"not checked here: episode.{key}: what is prepared before the first episode, as an index or a sandbox"
     if device != DEVICE:
         from megarl.rollout.sglang.option_check import NOT_CHECKED
 

@@ -259,7 +259,7 @@ def _read(case: _Case, cache: TokenCache | None) -> tuple[Inputs | None, Faults,
     recipe, roles, absent = case.recipe, case.roles, case.absent
     tokenizer, faults = _tokenizer(case)
     is_known = not faults and not isinstance(tokenizer, _NoTokenizer)
-    episode = read_episode(recipe, tokenizer if is_known else None)
+    episode = read_episode(recipe, tokenizer if is_known else None, prepares=case.device == DEVICE)
     faults += episode.faults
     shape = roles.policy.model.known_shape
     vocab_size = shape.vocab_size if shape else None

@@ -38,10 +38,11 @@ class EpisodeRead:
     splice: Splice | None = None
 
 
-def read_episode(recipe: Recipe, tokenizer: Any | None) -> EpisodeRead:
+def read_episode(recipe: Recipe, tokenizer: Any | None, *, prepares: bool = True) -> EpisodeRead:
     """Load the recipe's tools or environment as a run does, and prove the model's chat template for them.
 
-    tokenizer: None where it could not be loaded: then nothing is proven.
+    tokenizer: None where it could not be loaded: then nothing is proven. prepares: whether their `prepare` is called,
+    which may need what only the run's machines have.
     """
     if recipe.episode is None:
         return EpisodeRead()
@@ -50,7 +51,7 @@ def read_episode(recipe: Recipe, tokenizer: Any | None) -> EpisodeRead:
     if recipe.episode.agent:
         return _read_agent(recipe, tokenizer)
     try:
-        thread = EnvironmentThread(environment_settings(recipe, workers=1))
+        thread = EnvironmentThread(environment_settings(recipe, workers=1, prepares=prepares))
     except UserFault as fault:
         return EpisodeRead(faults=[fault])
     thread.shutdown()

@@ -23,12 +23,22 @@ ROOT = Path(__file__).parents[2]
 GUESS = "megarl.environments.guess:Guess"
 
 TOOLS = '''
+from megarl.environments import Environment
+
 def halve(number: int) -> int:
     """Half of a number, rounded down."""
     return number // 2
 
 def silent(number: int) -> int:
     return number
+
+class Unready(Environment):
+    @classmethod
+    def prepare(cls):
+        raise RuntimeError("it is not ready")
+
+    def reply(self, text):
+        return None
 '''
 
 
@@ -78,6 +88,19 @@ def test_what_is_right_is_read_and_proven(quickstart_tools_inputs: Sequence[str]
     played = read_episode(game, load_tokenizer(game.model.path))
     assert played.has_reward and not played.tools and not played.faults
     assert read_episode(recipe(quickstart_tools_inputs, "episode=null"), None).tools == ()
+
+
+def test_what_only_the_runs_machine_has_is_not_asked_for_elsewhere(quickstart_tools_inputs: Sequence[str]) -> None:
+    """A corpus of which there is no file here: everything else is checked."""
+    pytest.importorskip("bm25s")
+    keys = ["episode.tools=[megarl.environments.search:search]", "episode.arguments={corpus: gone.jsonl}"]
+    (line,) = told(quickstart_tools_inputs, *keys)
+    assert line.startswith("episode.arguments: corpus: there is no file gone.jsonl")
+    found = read_episode(recipe(quickstart_tools_inputs, *keys), None, prepares=False)
+    assert not found.faults and [tool["function"]["name"] for tool in found.tools] == ["search"]
+    game = recipe(quickstart_tools_inputs, "episode.tools=[]", "episode.environment=odd_tools:Unready")
+    (fault,) = read_episode(game, None).faults
+    assert "it is not ready" in str(fault) and not read_episode(game, None, prepares=False).faults
 
 
 def test_a_template_that_writes_no_calls_is_refused(quickstart_tools_inputs: Sequence[str], tiny_model: Path) -> None:

@@ -64,9 +64,9 @@ def main() -> None:
     ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
     try:
         if spec["environment"] is None:
-            toolbox = load_tools(spec["tools"], spec["arguments"])
+            toolbox = load_tools(spec["tools"], spec["arguments"], prepares=spec["prepares"])
         else:
-            toolbox = load_environment(spec["environment"], spec["arguments"])
+            toolbox = load_environment(spec["environment"], spec["arguments"], prepares=spec["prepares"])
     except UserFault as fault:
         parent.write(as_line([fault.where, fault.problem, fault.mend]))
         return

@@ -41,8 +41,11 @@ class Toolbox:
         return made
 
 
-def load_tools(paths: Sequence[str], arguments: Mapping[str, Any]) -> Toolbox:
-    """The functions at `paths`, each with those of the arguments that it takes. Raises UserFault."""
+def load_tools(paths: Sequence[str], arguments: Mapping[str, Any], *, prepares: bool = True) -> Toolbox:
+    """The functions at `paths`, each with those of the arguments that it takes. Raises UserFault.
+
+    prepares: whether what they have as `prepare` is called.
+    """
     tools: dict[str, Tool] = {}
     taken: set[str] = set()
     for path in paths:
@@ -55,7 +58,8 @@ def load_tools(paths: Sequence[str], arguments: Mapping[str, Any]) -> Toolbox:
             raise UserFault(TOOLS, f"two tools have the name {name!r}", "give one of them another name")
         tools[name] = make_tool(function, name, TOOLS, path, arguments=arguments, is_method=False)
         taken |= tools[name].bound.keys()
-        _prepare(getattr(function, _PREPARE, None), tools[name].bound, TOOLS, path)
+        if prepares:
+            _prepare(getattr(function, _PREPARE, None), tools[name].bound, TOOLS, path)
     if not tools:
         raise UserFault(TOOLS, "no tool is named", _EXAMPLE.format("calculator:calculate"))
     if unknown := sorted(arguments.keys() - taken):
@@ -63,8 +67,8 @@ def load_tools(paths: Sequence[str], arguments: Mapping[str, Any]) -> Toolbox:
     return Toolbox(tools)
 
 
-def load_environment(path: str, arguments: Mapping[str, Any]) -> Toolbox:
-    """The class at `path`, its public methods as tools. Raises UserFault."""
+def load_environment(path: str, arguments: Mapping[str, Any], *, prepares: bool = True) -> Toolbox:
+    """The class at `path`, its public methods as tools; prepares: as of `load_tools`. Raises UserFault."""
     found = load_object(path, ENVIRONMENT, _FORM, _EXAMPLE.format("guess:Guess"))
     if not (inspect.isclass(found) and issubclass(found, Environment)):
         problem = f"{path} is {_kind(found)}, not a subclass of megarl.environments.Environment"
@@ -83,7 +87,8 @@ def load_environment(path: str, arguments: Mapping[str, Any]) -> Toolbox:
     if not tools and "reply" not in has:
         problem = f"{path} has neither a tool nor `reply`"
         raise UserFault(ENVIRONMENT, problem, "define a public method with a docstring, or reply(text)")
-    _prepare(found.prepare, arguments, ENVIRONMENT, path)
+    if prepares:
+        _prepare(found.prepare, arguments, ENVIRONMENT, path)
     is_async = frozenset(name for name in has if inspect.iscoroutinefunction(getattr(found, name)))
     return Toolbox(tools, found, dict(arguments), has, is_async)
 

@@ -15,8 +15,10 @@ from megarl.rollout.workers.loop_thread import LoopThread
 _BYTES_OF_TOKEN = 16  # more than a token's text usually has; what is longer is cut by tokens afterwards
 
 
-def environment_settings(recipe: Recipe, workers: int | None = None) -> EnvironmentSettings:
-    """workers: in place of the recipe's."""
+def environment_settings(
+    recipe: Recipe, workers: int | None = None, *, prepares: bool = True
+) -> EnvironmentSettings:
+    """workers: in place of the recipe's. prepares: as of `EnvironmentSettings`."""
     episode = recipe.episode
     assert episode
     return EnvironmentSettings(
@@ -28,6 +30,7 @@ def environment_settings(recipe: Recipe, workers: int | None = None) -> Environm
         memory_mb=episode.memory_mb,
         result_bytes=max(2**16, _BYTES_OF_TOKEN * episode.max_observation_tokens),
         start_s=recipe.run.timeout_s,
+        prepares=prepares,
     )
 
 

@@ -28,7 +28,7 @@ class EnvironmentSettings:
 
     arguments: keywords of the environment's constructor, or bound to the tools that take them. call_timeout_s: of one
     call, reset, reply, reward or close. memory_mb: of a process, beyond what loading takes. result_bytes: of one text.
-    start_s: limit of the import.
+    start_s: limit of the import. prepares: whether `prepare` is called, which may need files of the run's machine.
     """
 
     tools: tuple[str, ...] = ()
@@ -39,6 +39,7 @@ class EnvironmentSettings:
     memory_mb: int = 1024
     result_bytes: int = 2**16
     start_s: float = 600.0
+    prepares: bool = True
 
 
 @dataclass(frozen=True)
