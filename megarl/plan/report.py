@@ -168,7 +168,11 @@ def _add_episodes(table: Table, plan: RunPlan, episode: EpisodeConfig) -> None:
     table.add_row("turns of an episode, mean (assumed) and maximum", f"{amount(turns.mean)}, {turns.most}")
     table.add_row("observation tokens of an episode, mean (assumed)", amount(turns.observed_tokens))
     table.add_row("seconds between its turns, without the tools' own", amount(plan.rollout.turns_s))
+    table.add_row("seconds of the longest, at most, without the tools' own", amount(plan.rollout.longest_s(count)))
     table.add_row("worker processes of tools, all engines", f"{count * episode.workers:,}")
+    calls = (turns.mean - 1) * plan.samples.num_drawn
+    per_s = amount(calls / plan.rollout.total_s)
+    table.add_row("turns of a step that call tools (assumed), and a second", f"{calls:,.0f}, {per_s}")
 
 
 def _add_phases(table: Table, found: PhasedRollout) -> None:

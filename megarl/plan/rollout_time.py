@@ -58,6 +58,14 @@ class RolloutTime:
     def total_s(self) -> float:
         return self.prefill_s + self.decode_s + self.turns_s
 
+    def longest_s(self, engines: int) -> float:
+        """At most about how long the longest episode takes, beside as many others as run at once in `engines` engines.
+
+        Its steps are as long as the whole rollout's in the mean; 0 where nothing is sampled.
+        """
+        step_s = self.running * engines / self.tokens_per_s if self.tokens_per_s else 0.0
+        return min(self.total_s, self.longest * step_s + self.turns_s)
+
     @property
     def mean_beside_s(self) -> float:
         """Seconds of a step in which engines sample while the ranks learn, or would, did these not end before."""

@@ -25,6 +25,7 @@ from megarl.plan.phased_rollout import PhasedRollout, phased_rollout
 from megarl.plan.reshard_cost import ReshardPlan, plan_reshard
 from megarl.plan.rollout_time import NO_ROLLOUT, RolloutTime, rollout_time
 from megarl.plan.step_time import StepTime, TrainTime, step_times
+from megarl.plan.turns import timeout_advice
 from megarl.preflight.data import budget_faults
 from megarl.preflight.episodes import key_faults
 from megarl.preflight.hyperparameters import hyperparameter_faults, sampling_faults
@@ -143,6 +144,7 @@ def make_plan(
         advice=(
             *advice(recipe, policy.layout, roles.engines.count, samples),
             *cache_advice(recipe, policy.shape, memory, tries.engines),
+            *timeout_advice(recipe, rollout.longest_s(roles.engines.count)),
             *([] if memory.faults else phase_advice(recipe, tries.phases, may_be_ahead=may_be_ahead)),
         ),
         reshard=reshard,

@@ -52,6 +52,15 @@ def turns_of(recipe: Recipe, mean_tokens: float) -> Turns:
     return Turns(mean, episode.max_turns, share, mean_tokens)
 
 
+def timeout_advice(recipe: Recipe, longest_s: float) -> list[str]:
+    """Whether `episode.timeout_s` ends episodes that are only long; longest_s: of the longest, without its tools."""
+    episode = recipe.episode
+    if episode is None or longest_s <= episode.timeout_s:
+        return []
+    after = f"{episode.timeout_s:g} s after its first turn an episode gets no further one"
+    return [f"episode.timeout_s: {after}, and the longest takes up to {longest_s:,.0f} s beside the others; raise it"]
+
+
 def tools_bytes(recipe: Recipe) -> int:
     """Of one engine's host, the most that its worker processes of tools may take beyond their imports."""
     return recipe.episode.workers * recipe.episode.memory_mb * 2**20 if recipe.episode else 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +15,10 @@ from megarl.parallel.roles import Roles, resolve
 from megarl.plan.batch import Samples, step_samples
 from megarl.plan.engine_simulation import GroupLimits, OfGroups, SimulatedEngine, SimulatedRequest, simulate
 from megarl.plan.phase_advice import phase_advice
-from megarl.plan.report import page, plan_json
-from megarl.plan.rollout_time import whole_requests
-from megarl.plan.run_plan import make_plan, plan_faults
-from megarl.plan.turns import MOST_OBSERVED_SHARE, TURN_S, Turns, tools_bytes, turns_of
+from megarl.plan.report import amount, page, plan_json
+from megarl.plan.rollout_time import NO_ROLLOUT, whole_requests
+from megarl.plan.run_plan import RunPlan, make_plan, plan_faults
+from megarl.plan.turns import MOST_OBSERVED_SHARE, TURN_S, Turns, timeout_advice, tools_bytes, turns_of
 from megarl.preflight.hyperparameters import hyperparameter_faults
 from megarl.preflight.models import stand_ins
 from tests.plan import recipes as planning
@@ -130,6 +130,24 @@ def test_turns_with_rewards_read_the_discount(name: str, is_read: bool, recipe: 
     assert [one for one in hyperparameter_faults(without) if one.where == "algorithm.gamma"]
 
 
+def page_calls(plan: RunPlan) -> str:
+    """Three of a mean episode's four turns call tools."""
+    calls = 3 * plan.samples.num_drawn
+    return f"{calls:,}, {amount(calls / plan.rollout.total_s)}"
+
+
+def test_a_time_that_ends_long_episodes_is_advised_against(recipe: Recipe) -> None:
+    """64 sequences in each of two engines, 640 tokens a second: a step takes 0.2 s, and 2,000 of them 400 s."""
+    rollout = replace(NO_ROLLOUT, decode_s=500.0, running=64, tokens_per_s=640.0, longest=2000, turns_s=1.0)
+    assert rollout.longest_s(2) == pytest.approx(401.0)
+    assert replace(rollout, decode_s=300.0).longest_s(2) == 301.0, "not longer than the rollout"
+    assert NO_ROLLOUT.longest_s(2) == 0.0
+    (line,) = timeout_advice(recipe, 401.0)
+    assert line.startswith("episode.timeout_s: 300 s after its first turn") and "up to 401 s" in line
+    assert not timeout_advice(recipe, 300.0)
+    assert not timeout_advice(recipe.model_copy(update={"episode": None}), 401.0)
+
+
 @pytest.mark.slow
 def test_the_plan_of_episodes(recipe: Recipe) -> None:
     """Two engines on two nodes: of each node's host the three processes of one."""
@@ -141,6 +159,7 @@ def test_the_plan_of_episodes(recipe: Recipe) -> None:
     found = plan_json(plan)["episodes"]
     assert (found["mean"], found["most"]) == (4.0, 8)
     lines = {"mean (assumed) and maximum": "4.00, 8", "worker processes of tools": "6"}
+    lines["turns of a step that call tools"] = page_calls(plan)
     for name, value in lines.items():
         (line,) = (line for line in page(plan).splitlines() if name in line)
         assert line.split(name)[1].endswith(f" {value}")
