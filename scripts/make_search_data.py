@@ -3,9 +3,9 @@
     python scripts/make_search_data.py train.parquet --out data/search/train.jsonl
     python scripts/make_search_data.py test.parquet --out data/search/nq.jsonl --source nq
 
-The files are train.parquet and test.parquet of the Hugging Face data set PeterJinGo/nq_hotpotqa_train: questions of NQ and
-HotpotQA, and the tests of five other sets. Their columns `question`, `golden_answers` and `data_source` are read; their
-own prompts describe tags for searching, and here the chat template describes the tool.
+The files are train.parquet and test.parquet of the Hugging Face data set PeterJinGo/nq_hotpotqa_train: questions of NQ
+and HotpotQA, and the tests of five other sets. Their columns `question`, `golden_answers` and `data_source` are read;
+their own prompts describe tags for searching, and here the chat template describes the tool.
 """
 
 from __future__ import annotations

@@ -35,6 +35,8 @@ DEEPSEEK_512 = "deepseek671b_512gpus.yaml", "fp8_rollout_deepseek671b.yaml"
 OVERLAYS: dict[str, list[tuple[str, ...]]] = {
     "quickstart": [()],
     "quickstart_tools": [()],
+    "retool_qwen3_30b": [(), ("retool_qwen3_235b.yaml",)],
+    "search_r1_qwen3_30b": [(), ("search_r1_qwen3_235b.yaml",)],
     "qwen3_30b": [(), ("qwen3_30b_16gpus.yaml",), ("fp8_rollout.yaml",), *((one,) for one in DEBUG)],
     "qwen3_235b": [
         (), ("fp8_rollout_qwen3_235b.yaml",), ("qwen3_235b_128gpus.yaml", "fp8_rollout.yaml"),
@@ -123,8 +125,8 @@ def test_it_dry_runs(name: str, over: tuple[str, ...], request: pytest.FixtureRe
     assert ("fp8 tiles of 128 x 128" in weights) == ("deepseek" in name or "kimi" in name)
     assert any(line.startswith("critic: ") for line in lines) == (recipe.algorithm.name == "vapo")
     unchecked = {line.split(": ")[1] for line in lines if line.startswith("not checked here: ")}
-    expected = {"model.path", "data.train", "data.eval.aime2024", "SGLang's choices of kernels and memory, which ask"}
-    expected |= {"memory and time"}
+    expected = {"model.path", *recipe.data.files, "SGLang's choices of kernels and memory, which ask"}
+    expected |= {"memory and time"} | ({"episode.tools"} if recipe.episode else set())
     assert {key.split(" the GPU")[0] for key in unchecked} == (expected if name in CLUSTER else set())
     assert list(tmp_path.iterdir()) == [], "nothing is written"
 
@@ -193,6 +195,26 @@ PAPERS: dict[str, dict[str, dict[str, Any]]] = {
         "DeepSeekMath, 4.2": {"train.lr": 1e-6, "rules.aggregation": "sequence_mean"},
         "DeepSeek-R1": {**COMMON, "rules.kl_coefficient": 0.001, "rules.kl_estimator": "k3"},
     },
+    "retool": {  # arXiv 2504.11536, whose PPO has a critic; the loss is DAPO's
+        "3.1 Training": {
+            "train.lr": 1e-6, "train.updates_per_step": 16, "rollout.prompts_per_step": 512,
+            "rollout.samples_per_prompt": 16, "rules.kl_coefficient": 0.0, "episode.max_tokens": 16384,
+        },
+        "2.3 Reward": {"reward.arguments": {"correct": 1.0, "wrong": -1.0}},
+        "3.1 Evaluation": EVALUATION,
+        "DAPO, 3.1 and 3.3 alone": {
+            "rules.clip_low": 0.2, "rules.clip_high": 0.28, "rules.aggregation": "token_mean",
+            "rules.dynamic_sampling": False, "rules.overlong_share": 0.0,
+        },
+    },
+    "search-r1": {  # arXiv 2503.09516, but for the length of turns
+        "GRPO": {"rules.kl_coefficient": 0.001, "rules.kl_estimator": "k3", "rollout.samples_per_prompt": 5},
+        "Training": {
+            "train.lr": 1e-6, "train.warmup_steps": int(0.285 * 500), "rollout.prompts_per_step": 512,
+            "train.updates_per_step": 512 // 256, "run.steps": 500, "rollout.temperature": 1.0, "rollout.top_p": 1.0,
+        },
+        "Search": {"episode.max_turns": 4 + 1, "episode.max_observation_tokens": 500},
+    },
     "lora": {  # the rates of "LoRA Without Regret"; what it is laid on is GRPO
         "10 times the rate, all layers": {"train.lr": 1e-5, "lora.alpha": 32.0, "lora.targets": ()},
         "DeepSeek-R1": {"rules.kl_coefficient": 0.001, "rules.kl_estimator": "k3", "rollout.samples_per_prompt": 16},
@@ -209,7 +231,8 @@ def value_of(recipe: Recipe, key: str) -> Any:
 @pytest.mark.parametrize("name", CLUSTER)
 def test_it_says_what_the_paper_says(name: str) -> None:
     recipe = load(name)
-    said = PAPERS["lora" if recipe.lora else recipe.algorithm.name]
+    own = [paper for paper in PAPERS if recipe.episode and recipe.run.name.startswith(paper)]
+    said = PAPERS["lora" if recipe.lora else own[0] if own else recipe.algorithm.name]
     found = {place: {key: value_of(recipe, key) for key in values} for place, values in said.items()}
     assert found == said
 

@@ -33,8 +33,11 @@ CASES = [
 ]
 SMALLEST = "dapo_qwen2_5_32b"  # whose engines are searched by day
 # Engines of too few GPUs, in place of the recipe's; the phase that they fill; what helps. By model or recipe.
+_TOO_FEW_30B = {"tp": 1, "ep": 1, "dp": 1, "sglang.mem_fraction_static": 0.8}, ["rollout"], "rollout.engine.fp8"
 TOO_FEW: dict[str, tuple[dict[str, float], list[str], str]] = {
-    "qwen3_30b": ({"tp": 1, "ep": 1, "dp": 1, "sglang.mem_fraction_static": 0.8}, ["rollout"], "rollout.engine.fp8"),
+    "retool_qwen3_30b": _TOO_FEW_30B,
+    "search_r1_qwen3_30b": _TOO_FEW_30B,
+    "qwen3_30b": _TOO_FEW_30B,
     "qwen3_235b": ({"tp": 4, "ep": 4, "dp": 1}, ["rollout", "reshard"], "rollout.engine.tp"),
     "vapo_qwen3_235b": ({"tp": 4, "ep": 4, "dp": 1}, ["rollout", "reshard"], "rollout.engine.fp8"),
     "deepseek671b": ({"tp": 16, "ep": 16, "dp": 8}, ["rollout", "reshard"], "rollout.engine.fp8"),
