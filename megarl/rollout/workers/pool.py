@@ -138,8 +138,8 @@ class WorkerPool(Generic[Process]):
             self._ready.set_exception(fault)
 
     def _feed(self) -> None:
-        """Send waiting jobs to the processes that have room, and set the timer."""
-        for worker in self._workers:
+        """Send waiting jobs to the processes that have room, the least busy first, and set the timer."""
+        for worker in sorted(self._workers, key=lambda worker: len(worker.in_flight)):
             if worker.is_ready and not worker.is_ending:
                 self._fill(worker)
         self._set_timer()

@@ -155,6 +155,11 @@ async def meet(name: str, num: int) -> str:
     return name
 
 
+async def place() -> int:
+    """The process that it runs in."""
+    return os.getpid()
+
+
 class Counter(Environment):
     """A sum and random numbers, which a replay must make again; `misbehave` beside it."""
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,12 @@ def test_async_calls_run_together(play: Play) -> None:
     names = [str(number) for number in range(100)]
     calls = [("meet", {"name": name, "num": len(names)}) for name in names]
     assert called(play, calls, tools=("odd_tools:meet",)) == [(name, None) for name in names]
+
+
+def test_async_calls_are_spread_over_the_processes(play: Play) -> None:
+    """All are in flight before the first has an answer."""
+    found = called(play, [("place", {})] * 15, tools=("odd_tools:place",), workers=3)
+    assert sorted(Counter(found).values()) == [5, 5, 5]
 
 
 def test_a_plain_call_that_hangs_holds_up_no_async_call(play: Play) -> None:
