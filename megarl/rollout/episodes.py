@@ -24,7 +24,7 @@ class Runner(Protocol):
     async def run(self, prompt: Prompt, sampling: Sampling, place: int) -> EpisodeResult: ...
 
 
-class EnvironmentHost:
+class EnvironmentRuntime:
     """Tools or an environment, and the runner of their episodes. Raises UserFault where they cannot be used."""
 
     def __init__(self, recipe: Recipe) -> None:
@@ -44,7 +44,7 @@ class EnvironmentHost:
         self._thread.shutdown()
 
 
-class AgentHost:
+class AgentRuntime:
     """An agent with its endpoint, and the runner of its episodes. Raises UserFault where it cannot be used."""
 
     def __init__(self, recipe: Recipe) -> None:
@@ -71,8 +71,8 @@ class AgentHost:
             self._endpoint.shutdown()
 
 
-def episode_host(recipe: Recipe) -> EnvironmentHost | AgentHost | None:
+def episode_runtime(recipe: Recipe) -> EnvironmentRuntime | AgentRuntime | None:
     """What the recipe names, with its processes started; None where samples are single responses."""
     if recipe.episode is None:
         return None
-    return AgentHost(recipe) if recipe.episode.agent else EnvironmentHost(recipe)
+    return AgentRuntime(recipe) if recipe.episode.agent else EnvironmentRuntime(recipe)

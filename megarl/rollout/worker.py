@@ -18,7 +18,7 @@ from megarl.parallel.quantisation import QUANTISATION_KEYS
 from megarl.parallel.roles import engine_layout, lora_size
 from megarl.rollout import accounting
 from megarl.rollout.dealing import Capacity, CompletedSample
-from megarl.rollout.episodes import AgentHost, EnvironmentHost, Runner, episode_host
+from megarl.rollout.episodes import AgentRuntime, EnvironmentRuntime, Runner, episode_runtime
 from megarl.rollout.rewards import MEND, WHERE, Failure, Verdict, describe_failure
 from megarl.rollout.sglang.adapters import AdapterSlot
 from megarl.rollout.sglang.arguments import EngineSettings, NodeSpan, Sampling
@@ -89,15 +89,15 @@ class RolloutWorker:
         self._rewarding = "agent" if recipe.episode and recipe.episode.agent else "environment"
         self._num_transcripts = -(-recipe.run.sample_log_count // recipe.rollout.prompts_per_step)
         self._scorers = Scorers(recipe.reward, recipe.run.timeout_s)
-        self._host: EnvironmentHost | AgentHost | None = None
+        self._runtime: EnvironmentRuntime | AgentRuntime | None = None
         try:
-            self._host = episode_host(recipe)
+            self._runtime = episode_runtime(recipe)
             self._engine = Engine(engine_settings(recipe, index, span))
         except BaseException:
             self._shut_down_workers()
             raise
         try:
-            self._episodes = self._host.runner(self._engine) if self._host else None
+            self._episodes = self._runtime.runner(self._engine) if self._runtime else None
         except BaseException:
             self.shutdown()
             raise
@@ -190,8 +190,8 @@ class RolloutWorker:
 
     def _shut_down_workers(self) -> None:
         self._scorers.shutdown()
-        if self._host:
-            self._host.shutdown()
+        if self._runtime:
+            self._runtime.shutdown()
 
 
 class EnginePart(Schedulers):
