@@ -1,4 +1,4 @@
-"""A program in a sandbox without network asks the model over the Unix socket: the example of docs/environments.md."""
+"""A program in a sandbox without network asks the model over the Unix socket: the example of docs/agents.md."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.rollout.endpoint.scripted import WAIT_S, Scripted, say
 
 pytest.importorskip("openai")
 
-PAGE = (Path(__file__).parents[3] / "docs/environments.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs/agents.md").read_text(encoding="utf-8")
 # Without the socket there is no way; with it, another user than the one whose folder it lies in can ask, too.
 PROBE = """
 import socket
