@@ -284,9 +284,9 @@ def test_every_key_end_and_metric_of_episodes_is_described() -> None:
     text = (DOCS / "environments.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `(\w+)` \| ([\w.]+) \|", text, re.MULTILINE))
     for key, field in EpisodeConfig.model_fields.items():
-        default = field.get_default(call_default_factory=True)
-        shown = default if isinstance(default, str) else f"{default:g}" if default else "none"
-        assert rows[key] == ("required" if field.is_required() else shown)
+        default = "required" if field.is_required() else field.get_default(call_default_factory=True)
+        known = "none" if not default else default if isinstance(default, str) else f"{default:g}"
+        assert rows[key] == known
     metrics = set(re.findall(r'"(episode/\w+)"', (ROOT / "megarl/tracking/metrics.py").read_text(encoding="utf-8")))
     assert metrics and [name for name in (*metrics, *get_args(EpisodeEnd)) if f"`{name}`" not in text] == []
     signature = f"Observation(text, reward={Observation('').reward}, done={Observation('').done})"

@@ -32,7 +32,8 @@ UNESCAPED = {
     "printable.py",
     "rollout/data_files.py",  # these two look for halves of surrogate pairs, and show nothing of what they make
     "rollout/endpoint/fields.py",
-    "rollout/conversations/template.py",  # these two write for the model
+    "rollout/conversations/messages.py",  # these three write for the model
+    "rollout/conversations/template.py",
     "rollout/environments/results.py",
 }
 
