@@ -24,7 +24,6 @@ socket and runs `async def` functions together, so that a plain function that ha
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import os
 import queue
@@ -45,12 +44,11 @@ from megarl.rollout.workers.inside import (
     connect,
     free_spare_memory,
     limit_memory,
+    share_heap,
     too_long,
 )
 from megarl.rollout.workers.process import as_line
 from megarl.types import UserFault
-
-_M_ARENA_MAX = -8  # of mallopt: each arena of a thread reserves 64 MiB of the address space that is limited
 
 JobMessage = list[Any]
 
@@ -61,7 +59,7 @@ def main() -> None:
     if connected is None:
         return
     parent, spec = connected
-    ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
+    share_heap()
     try:
         if spec["environment"] is None:
             toolbox = load_tools(spec["tools"], spec["arguments"], prepares=spec["prepares"])

@@ -9,13 +9,13 @@ from typing import Any
 
 from megarl.rollout.environments.interface import Environment
 from megarl.rollout.environments.tools import Tool, make_tool
-from megarl.rollout.rewards import describe_error, load_object
+from megarl.rollout.rewards import load_object
+from megarl.rollout.workers.loading import PREPARE, kind_of, prepare
 from megarl.types import UserFault
 
 TOOLS, ENVIRONMENT, ARGUMENTS = "episode.tools", "episode.environment", "episode.arguments"
 _FORM = "module:name"
 _EXAMPLE = "write module:name, for example megarl.environments.{}"
-_PREPARE = "prepare"
 _RESERVED = {"reset": ({},), "reply": ("text",), "reward": (), "close": ()}  # name -> arguments of its call
 
 
@@ -51,7 +51,7 @@ def load_tools(paths: Sequence[str], arguments: Mapping[str, Any], *, prepares: 
     for path in paths:
         function = load_object(path, TOOLS, _FORM, _EXAMPLE.format("calculator:calculate"))
         if not inspect.isroutine(function):
-            problem = f"{path} is {_kind(function)}, not a function"
+            problem = f"{path} is {kind_of(function)}, not a function"
             raise UserFault(TOOLS, problem, "name a function with def or async def")
         name = path.rpartition(":")[2]
         if name in tools:
@@ -59,7 +59,7 @@ def load_tools(paths: Sequence[str], arguments: Mapping[str, Any], *, prepares: 
         tools[name] = make_tool(function, name, TOOLS, path, arguments=arguments, is_method=False)
         taken |= tools[name].bound.keys()
         if prepares:
-            _prepare(getattr(function, _PREPARE, None), tools[name].bound, TOOLS, path)
+            prepare(getattr(function, PREPARE, None), tools[name].bound, TOOLS, path)
     if not tools:
         raise UserFault(TOOLS, "no tool is named", _EXAMPLE.format("calculator:calculate"))
     if unknown := sorted(arguments.keys() - taken):
@@ -71,7 +71,7 @@ def load_environment(path: str, arguments: Mapping[str, Any], *, prepares: bool 
     """The class at `path`, its public methods as tools; prepares: as of `load_tools`. Raises UserFault."""
     found = load_object(path, ENVIRONMENT, _FORM, _EXAMPLE.format("guess:Guess"))
     if not (inspect.isclass(found) and issubclass(found, Environment)):
-        problem = f"{path} is {_kind(found)}, not a subclass of megarl.environments.Environment"
+        problem = f"{path} is {kind_of(found)}, not a subclass of megarl.environments.Environment"
         raise UserFault(ENVIRONMENT, problem, "let it inherit from Environment")
     _check_call(found, path, arguments)
     own = [base for base in reversed(found.__mro__) if issubclass(base, Environment) and base is not Environment]
@@ -82,13 +82,13 @@ def load_environment(path: str, arguments: Mapping[str, Any], *, prepares: bool 
     tools = {
         name: _method_tool(found, name, path)
         for name in methods
-        if not name.startswith("_") and name not in (*_RESERVED, _PREPARE) and inspect.isroutine(getattr(found, name))
+        if not name.startswith("_") and name not in (*_RESERVED, PREPARE) and inspect.isroutine(getattr(found, name))
     }
     if not tools and "reply" not in has:
         problem = f"{path} has neither a tool nor `reply`"
         raise UserFault(ENVIRONMENT, problem, "define a public method with a docstring, or reply(text)")
     if prepares:
-        _prepare(found.prepare, arguments, ENVIRONMENT, path)
+        prepare(found.prepare, arguments, ENVIRONMENT, path)
     is_async = frozenset(name for name in has if inspect.iscoroutinefunction(getattr(found, name)))
     return Toolbox(tools, found, dict(arguments), has, is_async)
 
@@ -106,19 +106,6 @@ def _method_tool(environment: type[Environment], name: str, path: str) -> Tool:
     return make_tool(function, name, ENVIRONMENT, f"{path}.{name}", arguments={}, is_method=True)
 
 
-def _prepare(prepare: Callable[..., object] | None, arguments: Mapping[str, Any], where: str, path: str) -> None:
-    """Let a tool or an environment get ready once in its process. It may raise UserFault itself."""
-    if prepare is None:
-        return
-    try:
-        prepare(**arguments)
-    except UserFault:
-        raise
-    except BaseException as error:  # a user's function may raise any exception
-        problem = f"{path} cannot be prepared ({describe_error(error)})"
-        raise UserFault(where, problem, "correct episode.arguments, or what it needs") from None
-
-
 def _check_call(environment: type[Environment], path: str, arguments: Mapping[str, Any]) -> None:
     try:
         inspect.signature(environment).bind(**arguments)
@@ -133,7 +120,3 @@ def _check_reserved(method: Callable[..., Any], name: str, path: str) -> None:
     except TypeError as error:
         form = {"reset": "reset(self, row)", "reply": "reply(self, text)"}.get(name, f"{name}(self)")
         raise UserFault(ENVIRONMENT, f"{path}.{name} cannot be called ({error})", f"write it as {form}") from None
-
-
-def _kind(value: object) -> str:
-    return f"the class {value.__name__}" if inspect.isclass(value) else f"a {type(value).__name__}"

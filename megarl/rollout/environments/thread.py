@@ -42,7 +42,7 @@ class EnvironmentThread:
 
     def __init__(self, settings: EnvironmentSettings) -> None:
         self._thread = LoopThread("environments")
-        self._pool = self._thread.submit(_made(settings)).result()
+        self._pool = self._thread.make(lambda: EnvironmentPool(settings))
         try:
             self.schemas = self._thread.submit(self._pool.start()).result()
         except BaseException:
@@ -82,8 +82,3 @@ class EnvironmentThread:
     def shutdown(self) -> None:
         """End and reap the processes; may be called again."""
         self._thread.end(self._pool.end())
-
-
-async def _made(settings: EnvironmentSettings) -> EnvironmentPool:
-    """A pool belongs to the loop in which it is made."""
-    return EnvironmentPool(settings)

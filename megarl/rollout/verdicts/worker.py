@@ -10,7 +10,6 @@ takes_episode]`, or the fault `[where, problem, mend]`; then for each response `
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +34,7 @@ from megarl.rollout.workers.inside import (
     limit_memory,
     too_long,
 )
+from megarl.rollout.workers.loading import is_coroutine_function
 from megarl.types import UserFault
 
 _OUT_OF_MEMORY = Failure(OUT_OF_MEMORY)
@@ -51,19 +51,13 @@ def main() -> None:
     except UserFault as fault:
         parent.write(_line([fault.where, fault.problem, fault.mend]))
         return
-    is_async = _is_async(reward)
+    is_async = is_coroutine_function(reward)
     limit_memory(spec["memory_mb"])
     parent.write(_line([is_async, takes_episode(reward)]))
     if is_async:
         asyncio.run(_score_together(parent, reward, spec["timeout_s"]))
     else:
         _score_in_turn(parent, reward)
-
-
-def _is_async(reward: Reward) -> bool:
-    function = getattr(reward, "func", reward)  # of a partial
-    call = getattr(type(function), "__call__", None)  # noqa: B004 - of an object that is called like a function
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 def _keywords(episode: Sequence[Any]) -> dict[str, Any]:

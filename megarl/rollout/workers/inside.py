@@ -11,11 +11,13 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 from typing import Any
 
 from megarl.rollout.sandbox.inside_launcher import limit
 
 _PR_SET_PDEATHSIG = 1
+_M_ARENA_MAX = -8
 LINE_BYTES = 2**30  # of the parent's longest line
 SOCKET_CLOSED = 117  # exit code
 OUT_OF_MEMORY = "ran out of memory"
@@ -33,6 +35,8 @@ class ParentSocket:
         os.close(null)
         os.dup2(2, 1)
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - for as long as the process lives
+        if isinstance(sys.stdout, TextIOWrapper):
+            sys.stdout.reconfigure(line_buffering=True)  # a process is ended without notice
 
     def read(self) -> Any:
         """The next message, or None at the end."""
@@ -86,6 +90,11 @@ def limit_memory(memory_mb: int) -> None:
         pages = int(file.read().split()[0])
     limit(resource.RLIMIT_AS, pages * resource.getpagesize() + memory_mb * 2**20)
     limit(resource.RLIMIT_CORE, 0)
+
+
+def share_heap() -> None:
+    """Let threads have no heaps of their own: each reserves 64 MiB of the address space that is limited."""
+    ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
 def free_spare_memory() -> None:

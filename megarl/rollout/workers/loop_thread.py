@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -29,6 +30,15 @@ class LoopThread:
         """The result of work that is done in the thread, awaited in the caller's loop."""
         return await asyncio.wrap_future(self.submit(work))
 
+    def make(self, build: Callable[[], Result]) -> Result:
+        """What a callable builds that belongs to the thread's loop."""
+        return self.submit(_built(build)).result()
+
+    def call_soon(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Call a function in the thread, after what it does now; nothing where the thread has ended."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *arguments)
+
     def end(self, work: Coroutine[Any, Any, None]) -> None:
         """Do the last work and end the thread; nothing where it has ended already."""
         if not self._thread.is_alive():
@@ -38,6 +48,10 @@ class LoopThread:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+async def _built(build: Callable[[], Result]) -> Result:
+    return build()
 
 
 async def _last(work: Coroutine[Any, Any, None]) -> None:

@@ -1,0 +1,37 @@
+"""What every kind of user's function needs when a worker process loads it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megarl.rollout.rewards import describe_error
+from megarl.types import UserFault
+
+PREPARE = "prepare"  # a user's function that is called once in each process, before its first episode
+
+
+def prepare(function: Callable[..., object] | None, arguments: Mapping[str, Any], where: str, path: str) -> None:
+    """Let what `path` names get ready once in its process; None: it need not. It may raise UserFault itself."""
+    if function is None:
+        return
+    try:
+        function(**arguments)
+    except UserFault:
+        raise
+    except BaseException as error:  # a user's function may raise any exception
+        problem = f"{path} cannot be prepared ({describe_error(error)})"
+        raise UserFault(where, problem, "correct episode.arguments, or what it needs") from None
+
+
+def kind_of(value: object) -> str:
+    """What a value is, as a part of a sentence."""
+    return f"the class {value.__name__}" if inspect.isclass(value) else f"a {type(value).__name__}"
+
+
+def is_coroutine_function(function: Callable[..., Any]) -> bool:
+    """Whether calls give a coroutine: of an `async def` function, a partial of it, or an object with such a call."""
+    function = getattr(function, "func", function)  # of a partial
+    call = getattr(type(function), "__call__", None)  # noqa: B004 - of an object that is called like a function
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
