@@ -20,7 +20,7 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.SelectorEventLoop()  # not the policy's own: SGLang's knows no subprocesses
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
@@ -40,7 +40,7 @@ class LoopThread:
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def end(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do the last work and end the thread; nothing where it has ended already."""
+        """Do the last work, cancel all other, and end the thread; nothing where it has ended already."""
         if not self._thread.is_alive():
             work.close()
             return
@@ -48,6 +48,13 @@ class LoopThread:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        if left := asyncio.all_tasks(self._loop):  # also what was submitted after the last work
+            for task in left:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.wait(left))
 
 
 async def _built(build: Callable[[], Result]) -> Result:
