@@ -20,6 +20,7 @@ _PR_SET_PDEATHSIG = 1
 _M_ARENA_MAX = -8
 LINE_BYTES = 2**30  # of the parent's longest line
 SOCKET_CLOSED = 117  # exit code
+MEMORY_FULL = 118  # exit code
 OUT_OF_MEMORY = "ran out of memory"
 _spare = [bytes(4 * 2**20)]  # freed when the memory is full, so that the process can still report it
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import count
 from typing import Any, Generic, TypeVar
 
-from megarl.rollout.workers.inside import SOCKET_CLOSED
+from megarl.rollout.workers.inside import MEMORY_FULL, OUT_OF_MEMORY, SOCKET_CLOSED
 from megarl.rollout.workers.process import Lost, ProcessEnd, WorkerProcess, describe_exit
 from megarl.types import UserFault
 
@@ -153,13 +153,17 @@ class WorkerPool(Generic[Process]):
         self._timer = self._loop.call_at(first, self._expire) if first is not None else None
 
     def _expire(self) -> None:
-        """Replace the processes whose deadline has passed."""
+        """Act on the processes whose deadline has passed."""
         now = self._loop.time()
         for worker in list(self._workers):
             deadline = worker.deadline()
             if deadline is not None and now >= deadline:
-                self._replace(worker, self._overdue())
+                self._late(worker)
         self._set_timer()
+
+    def _late(self, worker: Process) -> None:
+        """A process's deadline has passed: it is replaced."""
+        self._replace(worker, self._overdue())
 
     def _overdue(self) -> ProcessEnd:
         """The end of a process whose deadline has passed."""
@@ -172,7 +176,9 @@ class WorkerPool(Generic[Process]):
         if worker not in self._workers:
             return
         end = _CLOSED
-        if code not in (None, SOCKET_CLOSED):
+        if code == MEMORY_FULL:
+            end = ProcessEnd("memory", OUT_OF_MEMORY)
+        elif code not in (None, SOCKET_CLOSED):
             end = ProcessEnd("ended", f"ended its process ({describe_exit(code)})")
         if worker.is_ready:
             self._replace(worker, end)
