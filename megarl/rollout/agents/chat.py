@@ -56,6 +56,18 @@ class ChatAnswer:
         return {"role": "assistant", "content": self.content} | ({"tool_calls": calls} if calls else {})
 
 
+@dataclass(frozen=True)
+class Access:
+    """How an agent reaches the endpoint that answers its episode over HTTP. key: secret, so it is not shown.
+
+    socket: the path of the Unix socket.
+    """
+
+    url: str
+    key: str = field(repr=False)
+    socket: str
+
+
 class ChatHandler(Protocol):
     """Answers the requests of one episode, in any event loop and several at once.
 

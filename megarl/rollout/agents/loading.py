@@ -1,0 +1,45 @@
+"""Finds the agent that a recipe names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
+from typing import Any, cast
+
+from megarl.rollout.rewards import load_object
+from megarl.rollout.workers.loading import PREPARE, is_coroutine_function, kind_of, prepare
+from megarl.types import UserFault
+
+AGENT, ARGUMENTS = "episode.agent", "episode.arguments"
+_EXAMPLE = "write module:name, for example my_agent:run"
+_FORM = "write it as async def run(chat, row, ...)"
+
+# (chat, row) -> a verdict, a number, of which 1 and more is correct, or None: the agent gives no reward.
+Agent = Callable[..., Coroutine[Any, Any, Any]]
+
+
+def load_agent(path: str, arguments: Mapping[str, Any]) -> Agent:
+    """The function at `path` with its keyword arguments, once it has prepared itself. Raises UserFault."""
+    found = load_object(path, AGENT, "module:name", _EXAMPLE)
+    if not callable(found) or inspect.isclass(found):
+        raise UserFault(AGENT, f"{path} is {kind_of(found)}, not an async def function", _FORM)
+    if not is_coroutine_function(found):
+        raise UserFault(AGENT, f"{path} is not an async def function that returns a value", _FORM)
+    agent = cast(Agent, found)
+    _check_call(agent, path, arguments)
+    prepare(getattr(agent, PREPARE, None), arguments, AGENT, path)
+    return partial(agent, **arguments)
+
+
+def _check_call(agent: Agent, path: str, arguments: Mapping[str, Any]) -> None:
+    signature = inspect.signature(agent)
+    try:
+        signature.bind_partial(None, {})
+    except TypeError as error:
+        raise UserFault(AGENT, f"{path} cannot be called with (chat, row): {error}", _FORM) from None
+    try:
+        signature.bind(None, {}, **arguments)
+    except TypeError as error:
+        problem = f"{path} cannot be called with them: {error}"
+        raise UserFault(ARGUMENTS, problem, "write what it takes after chat and row") from None
