@@ -75,12 +75,3 @@ class ChatHandler(Protocol):
     """
 
     async def answer(self, request: ChatRequest) -> ChatAnswer: ...
-
-
-@dataclass(frozen=True)
-class Access:
-    """Where an agent's own programs ask. key: of one episode, to be shown to nobody; socket: of a Unix socket."""
-
-    url: str
-    key: str = field(repr=False)
-    socket: str

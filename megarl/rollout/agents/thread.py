@@ -10,7 +10,7 @@ from typing import Any
 
 from megarl.config import Recipe
 from megarl.rollout.agents.chat import Access, ChatHandler, ChatRefused, ChatRequest, EpisodeOver
-from megarl.rollout.agents.workers import AgentRun, AgentSettings, AgentWorkers, Outcome
+from megarl.rollout.agents.workers import AgentRun, AgentSettings, AgentWorkers, Outcome, overdue
 from megarl.rollout.rewards import Failure, Verdict
 from megarl.rollout.workers.loop_thread import LoopThread
 
@@ -19,6 +19,10 @@ _Reply = Callable[[AgentRun, int, Outcome, object], None]
 
 class AgentFailure(Exception):
     """The agent of an episode has failed: it is not the model's fault. The text says in a few words what it did."""
+
+
+class AgentTimeout(AgentFailure):
+    """The agent took longer than its episode may."""
 
 
 def agent_settings(recipe: Recipe, workers: int | None = None) -> AgentSettings:
@@ -85,7 +89,7 @@ class AgentThread:
         if requests.fault:
             raise requests.fault
         if isinstance(result, Failure):
-            raise AgentFailure(result.words)
+            raise AgentTimeout(result.words) if result == overdue(timeout_s) else AgentFailure(result.words)
         return result
 
     def shutdown(self) -> None:

@@ -86,6 +86,11 @@ class AgentProcess(WorkerProcess):
         return min((run.ends_at() for run in self.in_flight.values()), default=None)
 
 
+def overdue(timeout_s: float) -> Failure:
+    """The result of a run that was cancelled when its time was over."""
+    return Failure(too_long(timeout_s))
+
+
 class AgentWorkers(WorkerPool[AgentProcess]):
     """All processes. Everything happens in the loop that runs `start`.
 
@@ -187,7 +192,7 @@ class AgentWorkers(WorkerPool[AgentProcess]):
         """A run has ended by itself, or because it was cancelled."""
         run = worker.in_flight.pop(number, None)
         if run is not None and run.cancelled_at is not None:
-            self._settle(run, Failure(too_long(run.timeout_s)))
+            self._settle(run, overdue(run.timeout_s))
         elif run is not None and result == Failure(OUT_OF_MEMORY) and worker.in_flight:
             self._begin_anew(run, OUT_OF_MEMORY)  # the others may have filled it
         elif run is not None:
@@ -206,7 +211,7 @@ class AgentWorkers(WorkerPool[AgentProcess]):
             return
         for run in stuck:
             del worker.in_flight[run.number]
-            self._settle(run, Failure(too_long(run.timeout_s)))
+            self._settle(run, overdue(run.timeout_s))
         if worker.message_at > max(run.cancelled_at or 0.0 for run in stuck):
             self._retire(worker)
         else:
@@ -243,7 +248,7 @@ class AgentWorkers(WorkerPool[AgentProcess]):
         if run.result.done():
             return
         if run.cancelled_at is not None:
-            self._settle(run, Failure(too_long(run.timeout_s)))
+            self._settle(run, overdue(run.timeout_s))
         elif run.has_asked or run.begins >= _MOST_BEGINS:
             self._settle(run, Failure(words))
         else:
