@@ -32,6 +32,12 @@ def halve(number: int) -> int:
 def silent(number: int) -> int:
     return number
 
+async def ask(chat, row, words="go"):
+    await chat([*chat.prompt, {"role": "user", "content": words}])
+
+def plain(chat, row):
+    return 1.0
+
 class Unready(Environment):
     @classmethod
     def prepare(cls):
@@ -62,12 +68,16 @@ def told(inputs: Sequence[str], *overrides: str, proves: bool = False) -> list[s
     ("overrides", "says"),
     [
         (["episode.tools=[]"], "episode: it names no tools, environment or agent; name one of the three"),
-        ([f"episode.environment={GUESS}"], "episode: it names tools and an environment"),
+        ([f"episode.environment={GUESS}"], "episode: it names tools and environment; name one of the three"),
         (["episode.max_tokens=10"], "episode.max_tokens: 10 is less than a turn may have: rollout.max_response_tokens"),
         (["rollout.phase_tokens=8"], "rollout.phase_tokens: 8, but an episode is sampled whole"),
         (["episode.tools=[odd_tools:halv]"], "episode.tools: "),
         (["episode.tools=[odd_tools:silent]"], "episode.tools: odd_tools:silent has no docstring"),
         (["episode.arguments.base=2"], "episode.arguments: no tool takes 'base'"),
+        (["episode.agent=odd_tools:ask"], "episode: it names tools and agent; name one of the three"),
+        (["episode.tools=[]", "episode.agent=odd_tools:plain"], "episode.agent: odd_tools:plain is"),
+        (["episode.tools=[]", "episode.agent=odd_tools:ask", "episode.arguments.base=2"], "episode.arguments"),
+        (["episode.endpoint=loopback"], "episode.endpoint: loopback, but only an agent asks there; leave it out"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )

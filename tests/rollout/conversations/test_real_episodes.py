@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,19 @@ import pytest
 
 from megarl.config.episode import EpisodeConfig
 from megarl.parallel.hf_config import end_token_ids
+from megarl.rollout import accounting
+from megarl.rollout.agents.thread import AgentThread
+from megarl.rollout.agents.workers import AgentSettings
+from megarl.rollout.conversations.agent_runner import AgentRunner
+from megarl.rollout.conversations.agent_tools import ToolSets
 from megarl.rollout.conversations.episode import EpisodeRunner
 from megarl.rollout.conversations.rows import EpisodeResult
 from megarl.rollout.conversations.splice import Splice
+from megarl.rollout.endpoint.server import ChatEndpoint
 from megarl.rollout.environments.thread import EnvironmentThread
 from megarl.rollout.environments.workers import EnvironmentSettings
 from megarl.rollout.prompts import load_tokenizer
+from megarl.rollout.rewards import Verdict
 from megarl.rollout.sglang.arguments import Sampling
 from megarl.rollout.sglang.engine import Engine
 from megarl.types import Prompt
@@ -33,6 +41,25 @@ TEMPLATE = (
 )
 STOPS = [1, *range(20, 34)]  # many, so that a model of random weights ends its turns
 TURN_TOKENS, EPISODES = 24, 12
+AGENT = '''
+import asyncio
+
+import openai
+
+
+async def run(chat, row):
+    messages = chat.prompt
+    for _ in range(3):
+        message = await chat(messages)
+        messages = [*messages, message, {"role": "user", "content": "more"}]
+    await asyncio.gather(*(chat([{"role": "user", "content": word}]) for word in ("left", "right")))
+    async with openai.AsyncOpenAI(base_url=chat.url, api_key=chat.key, max_retries=0) as client:
+        first = await client.chat.completions.create(model="policy", messages=chat.prompt)
+        said = first.choices[0].message.model_dump()
+        follows = [*chat.prompt, said, {"role": "user", "content": "more"}]
+        await client.chat.completions.create(model="policy", messages=follows)
+    return 0.5
+'''
 GAME = EnvironmentSettings(environment="megarl.environments.guess:Guess", workers=1)
 
 
@@ -52,6 +79,18 @@ def game() -> Iterator[EnvironmentThread]:
     thread = EnvironmentThread(GAME)
     yield thread
     thread.shutdown()
+
+
+@pytest.fixture(scope="module")
+def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[AgentThread, ChatEndpoint]]:
+    folder = tmp_path_factory.mktemp("agent")
+    (folder / "asking_agent.py").write_text(AGENT)
+    sys.path.append(str(folder))
+    thread, endpoint = AgentThread(AgentSettings("asking_agent:run", workers=1)), ChatEndpoint()
+    yield thread, endpoint
+    thread.shutdown()
+    endpoint.shutdown()
+    sys.path.remove(str(folder))
 
 
 @pytest.fixture(scope="module", params=[{}, {"dp": 2}, {"seeded": True}], ids=["plain", "dp2", "seeded"])
@@ -93,6 +132,30 @@ def test_rows_of_rendered_histories_are_what_was_sampled(engine: Engine, game: E
     played = play(engine, game, model, (1, 2), history="render")
     assert max(len(one.sample.rows) for one in played) > 2
     check_rows(played, Reference(model))
+
+
+def test_rows_of_agents_are_what_was_sampled(
+    engine: Engine, agents: tuple[AgentThread, ChatEndpoint], model: Path
+) -> None:
+    """By calls and by the OpenAI client, in one row where a request goes on, in rows of their own otherwise."""
+    tokenizer, stops = load_tokenizer(str(model)), end_token_ids(str(model))
+    config = EpisodeConfig.model_validate({"agent": "asking_agent:run", "max_tokens": 400})
+    runner = AgentRunner(config, engine, *agents, ToolSets(tokenizer, stops), max_prompt_tokens=300)
+    prompt = Prompt("row 1", "", tuple(Splice(tokenizer, stops).first("go")), "", {"prompt": "go"}, "go")
+    sampling = Sampling(EPISODES, TURN_TOKENS, stream=(4, 2))
+
+    async def together() -> list[EpisodeResult]:
+        return await asyncio.gather(*(runner.run(prompt, sampling, place) for place in range(EPISODES)))
+
+    played = asyncio.run(together())
+    check_rows(played, Reference(model))
+    for one in played:
+        assert one.verdict == Verdict(0.5, False) and one.sample.facts
+        assert one.sample.facts.turns == 7 and one.sample.facts.end in ("answered", "cut")
+        accounting.check(prompt, [one.sample])
+    assert min(len(one.sample.rows) for one in played) < 7, "some requests go on with what was said"
+    asked = asyncio.run(engine.take_completed())
+    assert len(asked) >= EPISODES
 
 
 def check_rows(played: Sequence[EpisodeResult], reference: Reference) -> None:
