@@ -1,15 +1,18 @@
-"""Python programs in the sandbox: each call is a program of its own, which keeps nothing for the next."""
+"""Python in the sandbox: for `python` each call is a program of its own, for `PythonSession` an episode is one."""
 
 from __future__ import annotations
 
 import asyncio
 
+from megarl.environments import Environment
 from megarl.rollout.sandbox import sandbox
 from megarl.rollout.sandbox.sandbox import Outcome, SandboxLimits
+from megarl.rollout.sandbox.session import CellOutcome, SandboxSession
 from megarl.types import UserFault
 
 _OUTPUT_BYTES = 2**16
 _ERROR_LINES = 20
+_SESSION_CPU_S = 300.0  # of all calls of an interpreter together
 
 
 async def python(code: str, *, timeout_s: float = 4.0, memory_mb: int = 512, unsafe: bool = False) -> str:
@@ -22,13 +25,58 @@ async def python(code: str, *, timeout_s: float = 4.0, memory_mb: int = 512, uns
     return _told(await asyncio.to_thread(sandbox.run, code, limits=limits, unsafe=unsafe), timeout_s)
 
 
-def _prepare(*, unsafe: bool = False, **_: object) -> None:
+def _prepare(*, unsafe: bool = False, where: str = "episode.tools", **_: object) -> None:
     """Refuse a machine on which programs cannot be isolated."""
     for fault in sandbox.sandbox_faults(unsafe=unsafe):
-        raise UserFault("episode.tools", fault.problem, "install bubblewrap, or run without isolation: `unsafe: true`")
+        raise UserFault(where, fault.problem, "install bubblewrap, or run without isolation: `unsafe: true`")
 
 
 python.prepare = _prepare  # type: ignore[attr-defined]
+
+
+class PythonSession(Environment):
+    """An interpreter for each episode, started by its first call: what a call defines is there in the next.
+
+    Hashes and `random` are seeded, so that calls can be repeated; code that reads the clock or other random numbers may
+    give another result, and then the episode cannot be replayed.
+    """
+
+    def __init__(self, timeout_s: float = 4.0, memory_mb: int = 512, unsafe: bool = False) -> None:
+        self._limits = SandboxLimits(
+            wall_s=timeout_s, cpu_s=_SESSION_CPU_S, memory_mb=memory_mb, stdout_bytes=_OUTPUT_BYTES
+        )
+        self._unsafe = unsafe
+        self._session: SandboxSession | None = None
+        self._turn = asyncio.Lock()  # calls of one turn arrive together, in their order
+
+    @classmethod
+    def prepare(cls, *, unsafe: bool = False, **arguments: object) -> None:
+        """Refuse a machine on which programs cannot be isolated."""
+        _prepare(unsafe=unsafe, where="episode.environment")
+
+    async def python(self, code: str) -> str:
+        """Run Python code and return what it prints, and the value of its last line.
+
+        Variables, functions and imports are kept for later calls. It has the standard library, no network and no other
+        files.
+
+        Args:
+            code: the code of this step; it may use what earlier calls have defined
+        """
+        async with self._turn:
+            self._session = self._session or SandboxSession(self._limits, self.seed, unsafe=self._unsafe)
+            try:
+                outcome = await self._session.run(code)
+            except BaseException:  # cancelled: the interpreter has been ended
+                self._session = None
+                raise
+            self._session = self._session if outcome.is_alive else None
+        return _told_cell(outcome, self._limits.wall_s)
+
+    async def close(self) -> None:
+        """End the interpreter."""
+        if self._session:
+            await self._session.close()
 
 
 def _told(outcome: Outcome, timeout_s: float) -> str:
@@ -43,3 +91,14 @@ def _told(outcome: Outcome, timeout_s: float) -> str:
     elif not outcome.stdout:
         parts.append("The program printed nothing.")
     return "\n".join(part.rstrip("\n") for part in parts if part)
+
+
+def _told_cell(outcome: CellOutcome, timeout_s: float) -> str:
+    """What the code printed, then how it ended where it did not end well."""
+    parts = [outcome.output.rstrip("\n")]
+    if outcome.num_bytes > _OUTPUT_BYTES:
+        parts.append(f"Only the first {_OUTPUT_BYTES} of {outcome.num_bytes} bytes are shown.")
+    if not outcome.is_alive:
+        how = f"The code took longer than {timeout_s:g} s and was ended." if outcome.timed_out else "Python has ended."
+        parts.append(f"{how} The next call begins anew: what earlier ones defined is lost.")
+    return "\n".join(part for part in parts if part) or "The code printed nothing."

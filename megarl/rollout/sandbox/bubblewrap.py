@@ -35,9 +35,13 @@ def interpreter() -> str:
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
-def uid() -> int | None:
-    """The user that the launcher becomes, by thread, so that concurrent programs are counted apart; None: no other."""
-    return _FIRST_UID + threading.get_native_id() % _NUM_UIDS if has_own_user() else None
+def uid(number: int | None = None) -> int | None:
+    """The user that the launcher becomes, by a number, so that concurrent programs are counted apart; None: no other.
+
+    number: the thread's, unless it is given.
+    """
+    number = threading.get_native_id() if number is None else number
+    return _FIRST_UID + number % _NUM_UIDS if has_own_user() else None
 
 
 def command(program: int, seccomp: int | None, info: int, tmp_bytes: int) -> list[str]:

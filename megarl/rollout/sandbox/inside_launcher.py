@@ -68,4 +68,8 @@ if __name__ == "__main__":
     if os.getpid() == 1:
         become_init()
     set_limits(given)
-    os.execv(sys.executable, [sys.executable, "-I", "-B", "-X", "utf8", sys.argv[2]])
+    isolation = ["-I"]
+    if given["hash_seed"] >= 0:  # -I would ignore it with all other variables; there are no others of Python
+        os.environ["PYTHONHASHSEED"] = str(given["hash_seed"])
+        isolation = ["-P", "-s"]
+    os.execv(sys.executable, [sys.executable, *isolation, "-B", "-X", "utf8", sys.argv[2]])

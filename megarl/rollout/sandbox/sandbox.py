@@ -105,40 +105,68 @@ def run(program: str, stdin: str = "", limits: SandboxLimits | None = None, *, u
 
 
 def _run_isolated(program: str, stdin: str, limits: SandboxLimits) -> Outcome:
-    with _sealed(program) as source, _sealed(stdin) as given, _sealed(filter_program() or b"") as seccomp:
+    with _sealed(stdin) as given:
+        process, info = start_isolated(program, limits, bubblewrap.uid(), given)
+    with info:
+        return _watch(process, limits, info.fileno())
+
+
+def start_isolated(
+    program: str, limits: SandboxLimits, uid: int | None, stdin: int, output: int = subprocess.PIPE, hash_seed: int = -1
+) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+    """bwrap's process, and the pipe to which it writes its child's process id (`first_of_namespace`).
+
+    uid: as of `bubblewrap.uid`. output: for standard output and error; hash_seed: as of `_launch`.
+    """
+    with _sealed(program) as source, _sealed(filter_program() or b"") as seccomp:
         info_read, info_write = os.pipe()
-        with os.fdopen(info_read, "rb") as info:
-            tmp_bytes = limits.tmp_mb << 20
-            line = bubblewrap.command(source, seccomp if filter_program() else None, info_write, tmp_bytes)
-            line += _launch(limits, bubblewrap.uid(), "/tmp/main.py", die_with_parent=False)
-            try:
-                # An empty environment: the one that bwrap itself was started with can be read in /proc/1.
-                process = _start(line, given, env={}, pass_fds=(source, seccomp, info_write))
-            finally:
-                os.close(info_write)
-            return _watch(process, limits, info.fileno())
+        tmp_bytes = limits.tmp_mb << 20
+        line = bubblewrap.command(source, seccomp if filter_program() else None, info_write, tmp_bytes)
+        line += _launch(limits, uid, "/tmp/main.py", die_with_parent=False, hash_seed=hash_seed)
+        try:
+            # An empty environment: the one that bwrap itself was started with can be read in /proc/1.
+            process = _start(line, stdin, output, env={}, pass_fds=(source, seccomp, info_write))
+        except BaseException:
+            os.close(info_read)
+            raise
+        finally:
+            os.close(info_write)
+    return process, os.fdopen(info_read, "rb")
 
 
 def _run_unsafe(program: str, stdin: str, limits: SandboxLimits) -> Outcome:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, _sealed(stdin) as given:
-        path = Path(folder, "main.py")
-        path.write_text(program, encoding="utf-8", errors="replace")
-        line = _launch(limits, None, str(path), die_with_parent=True)
-        environment = ENVIRONMENT | {"HOME": folder, "TMPDIR": folder}
-        return _watch(_start(line, given, env=environment, cwd=folder), limits, None)
+        return _watch(start_unsafe(program, limits, folder, given), limits, None)
 
 
-def _launch(limits: SandboxLimits, uid: int | None, path: str, *, die_with_parent: bool) -> list[str]:
-    settings = {**asdict(limits), "uid": uid, "die_with_parent": die_with_parent}
+def start_unsafe(
+    program: str, limits: SandboxLimits, folder: str, stdin: int, output: int = subprocess.PIPE, hash_seed: int = -1
+) -> subprocess.Popen[bytes]:
+    """The process of a program that is not isolated, in a folder of its own. Arguments as of `start_isolated`."""
+    path = Path(folder, "main.py")
+    path.write_text(program, encoding="utf-8", errors="replace")
+    line = _launch(limits, None, str(path), die_with_parent=True, hash_seed=hash_seed)
+    return _start(line, stdin, output, env=ENVIRONMENT | {"HOME": folder, "TMPDIR": folder}, cwd=folder)
+
+
+def _launch(
+    limits: SandboxLimits, uid: int | None, path: str, *, die_with_parent: bool, hash_seed: int = -1
+) -> list[str]:
+    """hash_seed: of the hashes of texts, which order sets; -1: another in every process."""
+    settings = {**asdict(limits), "uid": uid, "die_with_parent": die_with_parent, "hash_seed": hash_seed}
     return [bubblewrap.interpreter(), "-I", "-S", "-c", _LAUNCHER, json.dumps(settings), path]
 
 
 def _start(
-    line: list[str], stdin: int, env: dict[str, str], pass_fds: tuple[int, ...] = (), cwd: str | None = None
+    line: list[str],
+    stdin: int,
+    output: int,
+    env: dict[str, str],
+    pass_fds: tuple[int, ...] = (),
+    cwd: str | None = None,
 ) -> subprocess.Popen[bytes]:
-    pipe = subprocess.PIPE
     return subprocess.Popen(
-        line, stdin=stdin, stdout=pipe, stderr=pipe, env=env, pass_fds=pass_fds, cwd=cwd, start_new_session=True
+        line, stdin=stdin, stdout=output, stderr=output, env=env, pass_fds=pass_fds, cwd=cwd, start_new_session=True
     )
 
 
@@ -185,21 +213,28 @@ def _watch(process: subprocess.Popen[bytes], limits: SandboxLimits, info: int | 
     with process.stdout, process.stderr:
         out, error = _Bounded(process.stdout, limits.stdout_bytes), _Bounded(process.stderr, limits.stderr_bytes)
         outer = os.pidfd_open(process.pid)
-        first = None if info is None else _first_of_namespace(process.pid, info, limits.wall_s)
+        first = None if info is None else first_of_namespace(process.pid, info, limits.wall_s)
         try:
             ended = _follow(outer, out, error, deadline)
         finally:
-            if first is not None:  # its whole namespace ends with it, and then bwrap, which reaps it
-                _end(first)
-                _await_end(outer)
-            elif not ended:
-                _kill_children(process.pid)
-            os.killpg(process.pid, signal.SIGKILL)  # also after its end, for the processes of its group
-            status = process.wait()
             os.close(outer)
+            status = end_program(process, first)
         texts = out.text(), error.text()
     status = 128 - status if status < 0 else status
     return Outcome(status if ended else None, *texts, timed_out=not ended and not out.full, too_much_output=out.full)
+
+
+def end_program(process: subprocess.Popen[bytes], first: int | None) -> int:
+    """Kill and reap a program with what it has started. first: as of `first_of_namespace`; the exit status."""
+    if first is None:
+        _kill_children(process.pid)
+    else:  # its whole namespace ends with it, and then bwrap, which reaps it
+        outer = os.pidfd_open(process.pid)
+        _end(first)
+        _await_end(outer)
+        os.close(outer)
+    os.killpg(process.pid, signal.SIGKILL)  # also after its end, for the processes of its group
+    return process.wait()
 
 
 def _kill_children(parent: int) -> None:
@@ -225,7 +260,7 @@ def _follow(outer: int, out: _Bounded, error: _Bounded, deadline: float) -> bool
     return False
 
 
-def _first_of_namespace(parent: int, info: int, wall_s: float) -> int | None:
+def first_of_namespace(parent: int, info: int, wall_s: float) -> int | None:
     """A descriptor of process 1 in the sandbox, with which all others end; None: it has ended, or never began."""
     written = b""
     with selectors.DefaultSelector() as selector:

@@ -1,0 +1,140 @@
+"""A Python interpreter in the sandbox that runs one cell after the other, and keeps what they define."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import socket
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.rollout.sandbox import bubblewrap
+from megarl.rollout.sandbox.sandbox import (
+    SandboxLimits,
+    end_program,
+    first_of_namespace,
+    sandbox_faults,
+    start_isolated,
+    start_unsafe,
+)
+
+_PROGRAM = Path(__file__).with_name("inside_session.py").read_text(encoding="utf-8")
+_HASH_SEED = 0
+_MARK_BYTES = 16
+_CHUNK_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class CellOutcome:
+    """output: what a cell wrote, its first bytes; num_bytes: of all of it. is_alive: the interpreter can run others;
+    timed_out: it was killed at the cell's time limit, else it has ended itself."""
+
+    output: str
+    num_bytes: int
+    is_alive: bool = True
+    timed_out: bool = False
+
+
+class SandboxSession:
+    """One interpreter, in a process of its own. A cell that takes longer than limits.wall_s ends it; limits.cpu_s is of
+    all cells together, and of output limits.stdout_bytes are kept.
+
+    With the same seed `random` and the order of sets repeat themselves.
+    """
+
+    def __init__(self, limits: SandboxLimits, seed: int, *, unsafe: bool = False) -> None:
+        """unsafe: as of `sandbox.run`. It ends with the thread that makes it, which waits some milliseconds.
+
+        Raises UserFault where there is no isolation.
+        """
+        for fault in sandbox_faults(unsafe=unsafe):
+            raise fault
+        self._limits, self._seed = limits, seed
+        self._stream: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True) if unsafe else None
+        self._first: int | None = None
+        self._is_closed = False
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = self._started(theirs.fileno())
+
+    def _started(self, end: int) -> subprocess.Popen[bytes]:
+        if self._folder:
+            return start_unsafe(_PROGRAM, self._limits, self._folder.name, end, end, _HASH_SEED)
+        # Not by thread: many interpreters are started by one.
+        uid = bubblewrap.uid(secrets.randbits(32))
+        process, info = start_isolated(_PROGRAM, self._limits, uid, end, end, _HASH_SEED)
+        with info:
+            self._first = first_of_namespace(process.pid, info.fileno(), self._limits.wall_s)
+        return process
+
+    async def run(self, code: str) -> CellOutcome:
+        """Run a cell, one at a time. After an outcome that is not alive, or a cancellation, the session is closed."""
+        mark, output = secrets.token_hex(_MARK_BYTES).encode(), _Output(self._limits.stdout_bytes)
+        timed_out = False
+        try:
+            async with asyncio.timeout(self._limits.wall_s):
+                reader = await self._send([code, mark.decode()])
+                while chunk := await reader.read(_CHUNK_BYTES):
+                    if output.take(chunk, mark):
+                        return CellOutcome(output.text(), output.num_bytes)
+        except TimeoutError:
+            timed_out = True
+        except ConnectionError:  # it has ended before it read the cell
+            pass
+        except BaseException:
+            await self.close()
+            raise
+        await self.close()
+        output.take_rest()
+        return CellOutcome(output.text(), output.num_bytes, is_alive=False, timed_out=timed_out)
+
+    async def _send(self, cell: list[str]) -> asyncio.StreamReader:
+        if self._stream is None:
+            self._stream = await asyncio.open_connection(sock=self._socket)
+            self._stream[1].write(json.dumps(self._seed).encode() + b"\n")
+        reader, writer = self._stream
+        writer.write(json.dumps(cell).encode() + b"\n")
+        return reader
+
+    async def close(self) -> None:
+        """End it and what it has started; may be called again."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._stream:
+            self._stream[1].transport.abort()
+        self._socket.close()
+        await asyncio.to_thread(end_program, self._process, self._first)
+        if self._folder:
+            self._folder.cleanup()
+
+
+class _Output:
+    """The first bytes that a cell writes before its mark."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes, self._kept, self._rest, self.num_bytes = most_bytes, bytearray(), b"", 0
+
+    def take(self, chunk: bytes, mark: bytes) -> bool:
+        """Whether the mark has come, now or in part before."""
+        window = self._rest + chunk
+        place = window.find(mark)
+        before = max(0, len(window) - len(mark) + 1) if place < 0 else place  # the mark may begin behind it
+        self._rest = window[before:] if place < 0 else b""
+        self._keep(window[:before])
+        return place >= 0
+
+    def take_rest(self) -> None:
+        """Take what would have been the mark's beginning."""
+        self._keep(self._rest)
+
+    def _keep(self, data: bytes) -> None:
+        self._kept += data[: self._most_bytes - len(self._kept)]
+        self.num_bytes += len(data)
+
+    def text(self) -> str:
+        return self._kept.decode("utf-8", "replace")

@@ -1,0 +1,166 @@
+"""An interpreter keeps what an episode has defined, in the sandbox, and ends with it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import psutil
+import pytest
+
+from megarl.environments.python import PythonSession
+from megarl.rollout.environments.loading import load_environment
+from megarl.rollout.sandbox import sandbox
+from megarl.types import UserFault
+
+PATH = "megarl.environments.python:PythonSession"
+LOST = "The next call begins anew: what earlier ones defined is lost."
+LONG_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def isolation() -> None:
+    for fault in sandbox.sandbox_faults():
+        pytest.skip(str(fault))
+
+
+def session(**arguments: Any) -> PythonSession:
+    made = load_environment(PATH, {"timeout_s": LONG_S, **arguments}).make(5)
+    assert isinstance(made, PythonSession)
+    return made
+
+
+def play(scenario: Callable[..., Awaitable[Any]], *sessions: PythonSession) -> Any:
+    """What the coroutine function makes of the sessions; afterwards none of their processes is there."""
+
+    async def played() -> Any:
+        try:
+            return await scenario(*sessions)
+        finally:
+            for one in sessions:
+                await one.close()
+
+    before = set(psutil.Process().children(recursive=True))
+    found = asyncio.run(played())
+    assert not set(psutil.Process().children(recursive=True)) - before
+    return found
+
+
+def told(*cells: str, **arguments: Any) -> list[str]:
+    async def scenario(one: PythonSession) -> list[str]:
+        return [await one.python(cell) for cell in cells]
+
+    return play(scenario, session(**arguments))
+
+
+def test_what_a_call_defines_is_there_in_the_next() -> None:
+    assert told(
+        "import math\nx = 20\ndef f(n): return math.factorial(n)",
+        "f(x)",
+        "print(x, end='!')\nx += 1",
+        "x",
+        "from dataclasses import dataclass\n@dataclass\nclass A:\n    n: int\nA(x)",
+        "open('kept', 'w').write('it')\nprint(open('kept').read())",
+        "import sys\nprint('error', file=sys.stderr)\nprint('output')",
+        "input()",
+    )[:-1] == [
+        "The code printed nothing.",
+        "2432902008176640000",
+        "20!",
+        "21",
+        "A(n=21)",
+        "it",
+        "error\noutput",
+    ]
+
+
+def test_exceptions_are_told_and_cost_no_state() -> None:
+    found = told("x = 1\ndef f():\n    return 1 / 0", "print('before')\nf()", "x +", "raise SystemExit(3)", "x")
+    assert [line.strip() for line in found[1].splitlines() if line.strip(" ~^")] == [
+        "before",
+        "Traceback (most recent call last):",
+        *('File "<cell 2>", line 2, in <module>', "f()"),
+        *('File "<cell 1>", line 3, in f', "return 1 / 0"),
+        "ZeroDivisionError: division by zero",
+    ]
+    assert "SyntaxError: invalid syntax" in found[2] and "inside_session" not in found[2]
+    assert found[3].endswith("SystemExit: 3") and found[4] == "1"
+
+
+def test_what_takes_too_long_or_ends_itself_is_told_and_begins_anew() -> None:
+    found = told("x = 1", "print('a')\nwhile True: pass", "x", "x = 2\nimport os\nos._exit(3)", "'y'", timeout_s=2.0)
+    assert found[1] == f"a\nThe code took longer than 2 s and was ended. {LOST}"
+    assert found[2].endswith("NameError: name 'x' is not defined")
+    assert found[3:] == [f"Python has ended. {LOST}", "'y'"]
+
+
+def test_memory_and_output_have_limits() -> None:
+    flood, letters = "for _ in range(10**4): print('x' * 99)", "print(end='é' * 2**16)"
+    found = told("x = 1\ny = bytes(2**30)", flood, "x", letters, memory_mb=256)
+    assert found[0].endswith("MemoryError") and found[2] == "1"
+    assert found[1] == ("x" * 99 + "\n") * 655 + "x" * 36 + "\nOnly the first 65536 of 1000000 bytes are shown."
+    assert found[3] == "é" * 2**15 + "\nOnly the first 65536 of 131072 bytes are shown."
+
+
+def test_it_has_no_network_and_no_files_of_the_machine() -> None:
+    found = told(
+        "import os\nsorted(os.listdir('/tmp'))",
+        f"os.path.exists({__file__!r})",
+        "import socket\nsocket.create_connection(('127.0.0.1', 9), 5)",
+        "len([name for name in os.listdir('/proc') if name.isdigit()])",
+        "len(os.environ.keys() - {'PATH', 'HOME', 'TMPDIR', 'LANG', 'OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS'})",
+    )
+    assert found[:2] == ["['main.py']", "False"] and "Error" in found[2] and found[3] == "2"
+
+
+def test_random_numbers_and_hashes_repeat_themselves() -> None:
+    cells = ["import random\nrandom.random()", "hash('a'), {*'abcdefgh'}"]
+    first, second = told(*cells), told(*cells)
+    assert first == second and "Error" not in "".join(first)
+
+
+def test_many_at_once_and_calls_of_one_turn_in_their_order() -> None:
+    async def scenario(*sessions: PythonSession) -> list[str]:
+        began = time.monotonic()
+        await asyncio.gather(*(one.python(f"x = [{number}]") for number, one in enumerate(sessions)))
+        assert time.monotonic() - began < LONG_S
+        await asyncio.gather(*(one.python(f"x.append({number})") for number in range(5) for one in sessions))
+        return await asyncio.gather(*(one.python("x") for one in sessions))
+
+    assert play(scenario, *(session() for _ in range(6))) == [f"[{number}, 0, 1, 2, 3, 4]" for number in range(6)]
+
+
+def test_a_call_that_is_given_up_leaves_no_process() -> None:
+    async def scenario(one: PythonSession) -> str:
+        await one.python("x = 1")
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await one.python("import subprocess\nsubprocess.run(['sleep', '1000'])")
+        return await one.python("'x' in globals()")
+
+    assert play(scenario, session()) == "False"
+
+
+def test_a_cell_that_forks_or_hides_its_streams_is_one_cell() -> None:
+    found = told(
+        "import os, sys\nchild = os.fork()",
+        "os.waitpid(child, 0)[1]",
+        "sys.stdout = None\nsys.stderr = 3",
+        "os.write(1, b'a') and None",
+    )
+    assert found == ["The code printed nothing.", "0", "The code printed nothing.", "a"]
+
+
+def test_without_isolation_it_does_the_same() -> None:
+    found = told("import os\nopen('kept', 'w').close()", "sorted(os.listdir('.'))", "os._exit(1)", "'y'", unsafe=True)
+    assert found == ["The code printed nothing.", "['kept', 'main.py']", f"Python has ended. {LOST}", "'y'"]
+
+
+def test_a_machine_without_a_sandbox_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "_has_worked", False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(UserFault, match="^episode.environment: bubblewrap .* is not installed"):
+        load_environment(PATH, {})
+    assert load_environment(PATH, {"unsafe": True}).tools
