@@ -193,4 +193,6 @@ def _fault(kind: str, place: Sequence[int | str], message: str, value: object) -
         return f"the argument {name!r} is missing"
     if kind == "extra_forbidden":
         return f"there is no argument {name!r}"
+    if kind == "json_invalid":  # nested too deeply, or text that UTF-8 cannot hold
+        return f"its arguments are {message[:1].lower()}{message[1:]}"
     return f"the argument {name!r} is {short(value)}, and {message[:1].lower()}{message[1:]}"

@@ -130,6 +130,7 @@ def test_arguments_come_as_the_types_of_the_function() -> None:
         (None, "its arguments are not a JSON object."),
         ({"colour": "x" * 10_000, "size": "y" * 10_000}, "yyy..."),
         ({"colour": object()}, "paint was not called: TypeError"),
+        ({"colour": "\ud800"}, "its arguments are invalid JSON: unexpected end of hex escape"),
     ],
 )
 def test_arguments_that_do_not_fit_are_told_in_a_sentence(arguments: Any, says: str) -> None:
