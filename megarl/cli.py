@@ -8,7 +8,6 @@ the recipe is known to be good.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import traceback
@@ -103,28 +102,20 @@ def plan(
     """Say who sits where, what fills the memory and what a step takes, without a GPU; exit code 2: it does not fit."""
 
     def run(recipe: Recipe) -> None:
-        from megarl.config.hardware import load_hardware
         from megarl.plan.batch import MEAN_RESPONSE_SHARE
 
         _advise(recipe)
         card_file, share = hardware or recipe.placement.hardware, response_share or MEAN_RESPONSE_SHARE
         if search and picture:
             raise UserFault("--picture", "a search has no picture", "leave one of them out")
+
+        from megarl.commands.plan import planned, searched
+
         if search:
-            _say_all(_searched(recipe, card_file, search, share, as_json=as_json))
+            _say_all(searched(recipe, card_file, search.value, share, as_json=as_json))
             return
-
-        from megarl.plan.run_plan import make_plan
-
-        found = make_plan(recipe, load_hardware(card_file), share)
-        if as_json:
-            from megarl.plan.report import plan_json
-
-            _say_all(json.dumps(plan_json(found)))
-        else:
-            from megarl.plan.report import page
-
-            _say_all(page(found))
+        found, report = planned(recipe, card_file, share, as_json=as_json)
+        _say_all(report)
         if picture:
             from megarl.plan.picture import draw
 
@@ -320,16 +311,6 @@ def _rollout(recipe: Recipe, *, out: Path) -> None:
         for note in inputs.notes:
             log.say(note)
         roll_out(recipe, inputs, log, out)
-
-
-def _searched(recipe: Recipe, hardware: Path | str | None, side: _Side, share: float, *, as_json: bool) -> str:
-    """What a search found, to be printed. hardware: its file; share: of the longest response, the mean one."""
-    from megarl.config.hardware import load_hardware
-    from megarl.plan.search import search
-    from megarl.plan.search_report import search_json, search_page
-
-    found = search(recipe, load_hardware(hardware), side.value, share)
-    return json.dumps(search_json(found)) if as_json else search_page(found)
 
 
 def _say_all(text: str) -> None:
