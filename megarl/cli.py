@@ -1,5 +1,5 @@
 """The command line: `megarl train RECIPE [a.b=c ...]`; `plan`, `doctor`, `rollout` for samples alone, `convert`,
-`reward-check`.
+`reward-check`, `episode-check`.
 
 Exit codes: 0 done; 1 the run failed, its cause on the last line; 2 something to mend in the recipe or its files, a line
 each; 75 ended early by SIGUSR1, to be started again with --resume; 130 Ctrl-C; 143 SIGTERM. Heavy imports wait until
@@ -181,6 +181,26 @@ def reward_check(
         return 0 if check(config, data, samples, answer, rows) else 1
 
     sys.exit(_ended(run))
+
+
+@app.command()
+def episode_check(
+    recipe: _RecipeFile,
+    overrides: _Overrides = None,
+    *,
+    rows: Annotated[int, typer.Option(min=1, help="How many rows of data.train, from the first.")] = 3,
+    turns: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Turns to play: JSONL, a list of assistants' messages a line.")
+    ] = None,
+) -> None:
+    """Try a recipe's tools or environment without a model; exit code 2: there is something to mend."""
+
+    def run(recipe: Recipe) -> None:
+        from megarl.commands.episode_check import check
+
+        check(recipe, rows, turns)
+
+    sys.exit(_outcome(recipe, overrides or [], run))
 
 
 @app.command()

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megarl.algos import learns_from_answers
 from megarl.config import Recipe
 from megarl.config.episode import EpisodeConfig
 from megarl.parallel.hf_config import end_token_ids
@@ -87,6 +86,8 @@ def _read_agent(recipe: Recipe, tokenizer: Any | None) -> EpisodeRead:
 
 def demonstration_faults(recipe: Recipe, episode: EpisodeRead, prompts: Sequence[Prompt]) -> Faults:
     """Demonstrated episodes that supervised steps could not learn from."""
+    from megarl.algos import learns_from_answers  # imports torch, which `megarl episode-check` does without
+
     name, splice = recipe.data.messages, episode.splice
     if not (name and splice and (recipe.warm_start.steps or learns_from_answers(recipe.algorithm.name))):
         return []

@@ -26,14 +26,15 @@ def reward_faults(recipe: Recipe, prompts: Sequence[Prompt], *, has_own: bool | 
     The functions run in worker processes, as in the run, so that a function that hangs is stopped at its time limit.
     """
     reward, has_episodes = recipe.reward, recipe.episode is not None
-    faults = _key_faults(reward, has_own=has_own) + _source_faults(reward, prompts)
+    faults = key_faults(reward, has_own=has_own) + _source_faults(reward, prompts)
     for source in reward_specs(reward, recipe.run.timeout_s):
         first = next((prompt for prompt in prompts if source_of(reward, prompt.row) == source), None)
         faults += _function_faults(_only(reward, source), recipe.run.timeout_s, first, has_episodes=has_episodes)
     return faults
 
 
-def _key_faults(reward: RewardConfig, *, has_own: bool | None) -> list[UserFault]:
+def key_faults(reward: RewardConfig, *, has_own: bool | None) -> list[UserFault]:
+    """What the keys alone say. has_own: as of `reward_faults`."""
     faults = []
     if has_own and (reward.function or reward.by_source):
         mend = "set it to null, or take the method `reward` out of the environment"

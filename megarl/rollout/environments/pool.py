@@ -68,22 +68,28 @@ class EnvironmentPool:
     async def start(self) -> list[dict[str, Any]]:
         """The schemas of the tools, in the form of OpenAI's `tools`. Raises UserFault when they cannot be used."""
         await self._workers.start()
-        return self._offer.schemas
+        return self.offer.schemas
+
+    @property
+    def offer(self) -> Offer:
+        """What the processes have loaded."""
+        assert self._workers.offer, "start() first"
+        return self._workers.offer
 
     @property
     def has_reply(self) -> bool:
         """Whether the environment answers responses that call no tool."""
-        return "reply" in self._offer.has
+        return "reply" in self.offer.has
 
     @property
     def has_reset(self) -> bool:
         """Whether the environment may add a message to the prompt."""
-        return "reset" in self._offer.has
+        return "reset" in self.offer.has
 
     @property
     def has_reward(self) -> bool:
         """Whether the environment gives episodes a reward itself."""
-        return "reward" in self._offer.has
+        return "reward" in self.offer.has
 
     @property
     def counts(self) -> PoolCounts:
@@ -92,6 +98,10 @@ class EnvironmentPool:
     def pids(self) -> list[int]:
         """The worker processes."""
         return self._workers.pids()
+
+    async def restart(self) -> None:
+        """End every process and start others, as after a call that exceeded its memory: open episodes are replayed."""
+        self._workers.restart()
 
     async def open(self, episode: str, row: Mapping[str, Any], seed: int) -> str | None:
         """Begin an episode under a name of its own: the text that `reset` appends to the prompt as the user."""
@@ -108,10 +118,10 @@ class EnvironmentPool:
     async def call(self, episode: str, calls: Sequence[tuple[str, object]]) -> list[CallResult]:
         """The results of calls (name, arguments), which run together, in their order. Failed calls have results too."""
         opened = self._opened(episode)
-        known = [index for index, (name, _) in enumerate(calls) if name in self._offer.names]
+        known = [index for index, (name, _) in enumerate(calls) if name in self.offer.names]
         results = await self._perform(opened, [("call", *calls[index]) for index in known])
         found = dict(zip(known, results, strict=True))
-        names = ", ".join(sorted(self._offer.names)) or "none"
+        names = ", ".join(sorted(self.offer.names)) or "none"
         return [
             _call_result(name, found[index])
             if index in found
@@ -131,7 +141,7 @@ class EnvironmentPool:
         """End an episode: the environment's verdict, if it gives one, then its `close`. None after a failure."""
         try:
             opened = self._episodes[episode]
-            if opened.failure or "reward" not in self._offer.has:
+            if opened.failure or "reward" not in self.offer.has:
                 return None
             (result,) = await self._perform(opened, [("reward",)])
             if isinstance(result, JobFailure):
@@ -153,11 +163,6 @@ class EnvironmentPool:
         """Kill and reap every process; callers that wait are cancelled."""
         self._episodes.clear()
         await self._workers.end()
-
-    @property
-    def _offer(self) -> Offer:
-        assert self._workers.offer, "start() first"
-        return self._workers.offer
 
     def _opened(self, episode: str) -> _Episode:
         opened = self._episodes[episode]
@@ -188,14 +193,14 @@ class EnvironmentPool:
                 results[index] = result
                 if not _is_interrupted(result):
                     done[index] = (operations[index], result)
-        if episode.worker is not None and episode.worker.is_gone and not self._offer.is_replayable:
+        if episode.worker is not None and episode.worker.is_gone and not self.offer.is_replayable:
             raise self._lost(episode, _NOT_REPLAYABLE)
         return [results[index] for index in range(len(operations))]
 
     async def _do(self, episode: _Episode, operation: Operation, *, alone: bool = False) -> JobResult:
         kind, *rest = operation
         message = [kind, episode.instance, *rest]
-        is_plain = _function_of(operation) not in self._offer.is_async
+        is_plain = _function_of(operation) not in self.offer.is_async
         try:
             return await self._workers.do(message, is_plain=is_plain, worker=episode.worker, alone=alone)
         except (TypeError, ValueError, RecursionError) as error:
@@ -210,7 +215,7 @@ class EnvironmentPool:
             if not any(episode.history):  # not even reset has been done
                 self._place(episode)
                 return
-            if not self._offer.is_replayable:
+            if not self.offer.is_replayable:
                 raise self._lost(episode, _NOT_REPLAYABLE)
             self._place(episode)
             if await self._replay(episode, alone=alone):

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarl.config import Recipe
-from megarl.rollout.environments.pool import EnvironmentPool
+from megarl.rollout.environments.pool import EnvironmentPool, PoolCounts
 from megarl.rollout.environments.results import CallResult
-from megarl.rollout.environments.workers import EnvironmentSettings
+from megarl.rollout.environments.workers import EnvironmentSettings, Offer
 from megarl.rollout.rewards import Verdict
 from megarl.rollout.workers.loop_thread import LoopThread
 
@@ -50,6 +50,15 @@ class EnvironmentThread:
             raise
 
     @property
+    def offer(self) -> Offer:
+        """What the processes have loaded."""
+        return self._pool.offer
+
+    @property
+    def counts(self) -> PoolCounts:
+        return self._pool.counts
+
+    @property
     def has_reply(self) -> bool:
         return self._pool.has_reply
 
@@ -66,6 +75,9 @@ class EnvironmentThread:
     def pids(self) -> list[int]:
         """The worker processes."""
         return self._pool.pids()
+
+    async def restart(self) -> None:
+        await self._thread.run(self._pool.restart())
 
     async def open(self, episode: str, row: Mapping[str, Any], seed: int) -> str | None:
         return await self._thread.run(self._pool.open(episode, row, seed))

@@ -147,6 +147,11 @@ class EnvironmentWorkers(WorkerPool[EnvironmentProcess]):
         self._feed()
         return await job.result
 
+    def restart(self) -> None:
+        """Replace every process; jobs that need its state are Lost."""
+        for worker in list(self._workers):
+            self._replace(worker)
+
     def _new(self) -> EnvironmentProcess:
         return EnvironmentProcess(self._settings)
 

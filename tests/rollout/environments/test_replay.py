@@ -150,6 +150,20 @@ def test_an_idle_episode_is_replayed_when_it_goes_on(play: Play) -> None:
     play(scenario, environment=COUNTER)
 
 
+def test_a_restart_ends_every_process_and_loses_no_episode(play: Play) -> None:
+    async def scenario(pool: EnvironmentPool) -> None:
+        for number, episode in enumerate("abc"):
+            await pool.open(episode, {}, 0)
+            await pool.call(episode, [add(number)])
+        before = pool.pids()
+        await pool.restart()
+        assert not {*before} & {*pool.pids()} and len(pool.pids()) == 2
+        assert [await one(pool, episode, add(1)) for episode in "abc"] == [(str(n), None) for n in (1, 2, 3)]
+        assert pool.counts == PoolCounts(2, 3, 0)
+
+    play(scenario, environment=COUNTER, workers=2)
+
+
 def test_another_outcome_in_the_replay_is_a_failure(play: Play) -> None:
     async def scenario(pool: EnvironmentPool) -> None:
         for episode in "ab":

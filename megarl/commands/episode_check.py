@@ -1,0 +1,273 @@
+"""`megarl episode-check`: tries a recipe's tools or environment without a model, in the worker processes of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from megarl.commands.episode_player import PlayedEpisode, PlayedStep, difference, play
+from megarl.commands.episode_turns import ScriptedTurn, hostile_turns, made_up, read_turns, turns_of_file
+from megarl.config import Recipe
+from megarl.preflight import episodes, rewards
+from megarl.printable import one_line, show
+from megarl.rollout.conversations.template import ChatTemplate
+from megarl.rollout.data_files import BadRow, RowFaults, answer_of, column, no_rows_fault, read_rows
+from megarl.rollout.environments.loading import ENVIRONMENT, TOOLS
+from megarl.rollout.environments.results import CallResult
+from megarl.rollout.environments.thread import EnvironmentThread, environment_settings
+from megarl.rollout.prompts import load_tokenizer
+from megarl.rollout.rewards import MEND, WHERE, Failure, describe_failure, short
+from megarl.rollout.verdicts.scorers import Scorers
+from megarl.types import UserFault, UserFaults
+
+_MENDS = {  # of the errors of a call that are not the model's
+    "timeout": "make it faster or end it yourself, or raise episode.call_timeout_s",
+    "memory": "let it take less memory, or raise episode.memory_mb",
+    "ended": "let it raise an exception in place of ending its process",
+    "result": "return text, a value that JSON can hold, None or an Observation",
+}
+_ENDS = ("timeout", "memory", "ended")
+_FAILED = "let the method return or reply with words: an exception there ends the episode as `environment`"
+_SEED = "draw all that is random from self.seed, or set `replayable = False`"
+_RECORDED = "record the demonstrations again, or mend the tool"
+_TEXT = "Hello."
+_SHOWN = 300  # characters of a text
+
+
+@dataclass(frozen=True)
+class _Row:
+    place: str
+    answer: str
+    values: Mapping[str, Any]
+
+
+def check(recipe: Recipe, num_rows: int, turns: Path | None) -> None:
+    """Print what the tools or the environment answer on the first rows of the first training file.
+
+    turns: a file of the assistant's turns, an episode in each line; without it the demonstrations of data.messages are
+    played, or calls that are made up. Raises UserFaults with what should be mended.
+    """
+    if recipe.episode is None:
+        mend = "name tools or an environment there, as docs/environments.md says"
+        raise UserFault("episode", "the recipe has none", mend)
+    if faults := episodes.key_faults(recipe):
+        raise UserFaults(faults)
+    rows = _rows(recipe, num_rows)
+    given = turns_of_file(turns) if turns else _demonstrated(rows, recipe.data.messages)
+    thread = EnvironmentThread(environment_settings(recipe, workers=1))
+    try:
+        trial = _Trial(recipe, thread, rows)
+        trial.describe()
+        asyncio.run(trial.run(given or [trial.made_up(row) for row in rows]))
+    finally:
+        thread.shutdown()
+    trial.score()
+    found = list(trial.faults.values())
+    show(f"verdict: {len(found)} to mend" if found else "verdict: nothing to mend")
+    if found:
+        raise UserFaults(found)
+
+
+def _rows(recipe: Recipe, num_rows: int) -> list[_Row]:
+    where, file = next(iter(recipe.data.train_files.items()))
+    found, bad, name = [], RowFaults(where), file.answer or recipe.data.answer
+    for place, row in islice(read_rows(file.path, where, bad), num_rows):
+        try:
+            answer = answer_of(column(row, name, "set data.answer to one of {columns}"), name)
+            found.append(_Row(place, answer, row))
+        except BadRow as error:
+            bad.add(place, error)
+    if bad.faults() or not found:
+        raise UserFaults(bad.faults() or [no_rows_fault(file.path, where)])
+    return found
+
+
+def _demonstrated(rows: Sequence[_Row], name: str | None) -> list[list[ScriptedTurn]]:
+    """The demonstrations in a column of the rows; none where there is no such column in the recipe."""
+    found, bad = [], RowFaults("data.messages")
+    for row in rows if name else ():
+        try:
+            found.append(read_turns(column(row.values, str(name), "set data.messages to one of {columns}")))
+        except BadRow as error:
+            bad.add(row.place, error)
+    if faults := bad.faults():
+        raise UserFaults(faults)
+    return found
+
+
+@dataclass
+class _Trial:
+    """What is tried, and the faults that were found: by name and kind, so that each is told once."""
+
+    recipe: Recipe
+    thread: EnvironmentThread
+    rows: Sequence[_Row]
+    faults: dict[tuple[str, str], UserFault] = field(default_factory=dict)
+    last_texts: list[tuple[_Row, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        assert self.recipe.episode
+        self._where = ENVIRONMENT if self.recipe.episode.environment else TOOLS
+        self._most_tokens = self.recipe.episode.max_observation_tokens
+        self._template: ChatTemplate | None = None
+        for fault in rewards.key_faults(self.recipe.reward, has_own=self.thread.has_reward):
+            self._add("reward", fault.where, fault)
+        if Path(self.recipe.model.path).is_dir():
+            try:
+                self._template = ChatTemplate(load_tokenizer(self.recipe.model.path))
+            except UserFault as fault:
+                self._add("tokenizer", "", fault)
+
+    def describe(self) -> None:
+        """Print what the model is told of the tools, and what the environment does."""
+        offer = self.thread.offer
+        for schema in offer.schemas:
+            function = schema["function"]
+            kind = "async, many calls at once" if function["name"] in offer.is_async else "plain, one call at a time"
+            show(f"tool {function['name']} ({kind}): {function['description']}")
+            parameters = function["parameters"]
+            for name, argument in parameters["properties"].items():
+                must = "required" if name in parameters.get("required", ()) else "optional"
+                show(f"  {name}, {must}: {json.dumps(argument)}")
+            for name, of_type in parameters.get("$defs", {}).items():
+                show(f"  type {name}: {json.dumps(of_type)}")
+        if self._where == ENVIRONMENT:
+            for name in ("reset", "reply", "reward", "close"):
+                what = ("async" if name in offer.is_async else "plain") if name in offer.has else "not defined"
+                show(f"method {name}: {what}")
+            show(f"replayable: {'yes' if offer.is_replayable else 'no'}")
+        if self._template is None:
+            show("texts are not cut to episode.max_observation_tokens: model.path has no tokenizer here")
+
+    def made_up(self, row: _Row) -> list[ScriptedTurn]:
+        """Turns for a row that has no others; the last text is its answer, for the reward function."""
+        text = _TEXT if self.thread.has_reply else row.answer
+        return made_up(self.thread.schemas, text, replies=self.thread.has_reply)
+
+    async def run(self, scripts: Sequence[Sequence[ScriptedTurn]]) -> None:
+        """Play the scripts on the rows, in turn; then hostile turns on the first row."""
+        for number, script in enumerate(scripts):
+            row = self.rows[number % len(self.rows)]
+            seed = self.recipe.run.seed + number % len(self.rows)
+            show(f"episode on {row.place}, seed {seed}")
+            record = await play(self.thread, row.values, seed, script)
+            self._tell(row, record)
+            self.last_texts.append((row, record.text))
+            if not any(step.result and step.result.error in _ENDS for step in record.steps):
+                await self._repeat(row, seed, script, record)
+        await self._try_hostile()
+
+    def _tell(self, row: _Row, record: PlayedEpisode) -> None:
+        for step in record.steps:
+            show(f"  {_asked(step)}: {self._read(step.result)}")
+            self._judge(step, row.place)
+            self._compare(step, row.place)
+        if record.failure:
+            show(f"  the environment failed: {record.failure}")
+            self._add(record.failure, "", UserFault(self._where, f"{row.place}: {record.failure}", _FAILED))
+        if record.verdict:
+            right = "correct" if record.verdict.correct else "not correct"
+            show(f"  reward of the environment: {record.verdict.reward:g}, {right}")
+
+    def _read(self, result: CallResult | None) -> str:
+        """An answer as the model reads it, in one line."""
+        if result is None:
+            return "None, which ends the episode"
+        text, cut = result.text, ""
+        if self._template:
+            text = self._template.without_special_tokens(text)
+            left_out = len(self._template.ids(text)) - self._most_tokens
+            cut = f", without {left_out} tokens in its middle" if left_out > 0 else ""
+        facts = [f"{result.seconds:.3f} s", *([f"reward {result.reward:g}"] if result.reward else [])]
+        facts += ["done"] if result.done else []
+        return f"{_cut(text)} ({', '.join(facts)}{cut})"
+
+    def _judge(self, step: PlayedStep, place: str) -> bool:
+        """Whether an answer is one; else it becomes a fault."""
+        if step.result is None or step.result.error not in _MENDS:
+            return True
+        problem = f"{place}: {step.result.text}"
+        self._add(step.name, step.result.error, UserFault(self._where, problem, _MENDS[step.result.error]))
+        return False
+
+    def _compare(self, step: PlayedStep, place: str) -> None:
+        if step.recorded is None or step.result is None or step.recorded.strip() == step.result.text.strip():
+            return
+        recorded, now = short(step.recorded), short(step.result.text)
+        problem = f"{place}: the result of {_asked(step)} is {recorded} in the data, and now {now}"
+        self._add(step.name, "recorded", UserFault("data.messages", problem, _RECORDED))
+
+    async def _repeat(self, row: _Row, seed: int, script: Sequence[ScriptedTurn], first: PlayedEpisode) -> None:
+        """Play an episode twice more: as before, and with the end of its process in the middle."""
+        again = await play(self.thread, row.values, seed, script)
+        found, how = difference(first, again), "a second run with the same seed gives other results"
+        has_promised = self._where == ENVIRONMENT and self.thread.offer.is_replayable
+        if not found and has_promised:
+            middle = first.num_turns // 2
+            ended = await play(self.thread, row.values, seed, script, restart_before=middle)
+            found, how = difference(first, ended), "a replay after the end of its process gives other results"
+        if not found:
+            also = ", also after the end of its process" if has_promised else ""
+            show(f"  the same results in another run{also}")
+            return
+        show(f"  {how}: {found[1]}")
+        if has_promised:
+            self._add(found[0], "repeated", UserFault(ENVIRONMENT, f"{row.place}: {how}: {found[1]}", _SEED))
+
+    async def _try_hostile(self) -> None:
+        show(f"hostile turns on {self.rows[0].place}")
+        left_out = {name for name, kind in self.faults if kind in _ENDS}
+        for hostile in hostile_turns(self.thread.schemas, replies=self.thread.has_reply):
+            if hostile.name in left_out:
+                continue
+            record = await play(self.thread, self.rows[0].values, self.recipe.run.seed, [hostile.turn])
+            answers = [step for step in record.steps if step.name != "reset"]
+            told = record.failure or (self._read(answers[0].result) if answers else "no answer")
+            show(f"  {hostile.name}, {hostile.case}: {told}")
+            place = f"{hostile.name}, {hostile.case}"
+            if record.failure:
+                self._add(hostile.name, "failure", UserFault(self._where, f"{place}: {record.failure}", _FAILED))
+            if not all(self._judge(step, place) for step in answers):
+                left_out.add(hostile.name)
+        for name in sorted(left_out):
+            show(f"  {name}: no more were tried")
+
+    def score(self) -> None:
+        """Score the episodes' last texts with the recipe's reward functions, unless the environment gives rewards."""
+        reward = self.recipe.reward
+        if self.thread.has_reward or not (reward.function or reward.by_source):
+            return
+        try:
+            scorers = Scorers(reward.model_copy(update={"workers": 1}), self.recipe.run.timeout_s)
+        except UserFault as fault:
+            self._add(WHERE, "", fault)
+            return
+        try:
+            for row, text in self.last_texts:
+                (found,) = scorers.wait_for_verdicts(row.answer, row.values, [text])
+                if isinstance(found, Failure):
+                    problem = f"{row.place}: {describe_failure(found, text, row.answer)}"
+                    self._add(WHERE, "", UserFault(WHERE, problem, MEND))
+                    continue
+                right = "correct" if found.correct else "not correct"
+                show(f"reward of {row.place} for {short(text)}, answer {short(row.answer)}: {found.reward:g}, {right}")
+        finally:
+            scorers.shutdown()
+
+    def _add(self, name: str, kind: str, fault: UserFault) -> None:
+        self.faults.setdefault((name, kind), fault)
+
+
+def _asked(step: PlayedStep) -> str:
+    return f"{step.name} {_cut(step.given)}" if step.given else step.name
+
+
+def _cut(text: str) -> str:
+    if len(text) <= _SHOWN:
+        return one_line(text)
+    return f"{one_line(text[:_SHOWN])}... ({len(text)} characters)"
