@@ -57,6 +57,9 @@ def check(recipe: Recipe, num_rows: int, turns: Path | None) -> None:
         raise UserFault("episode", "the recipe has none", mend)
     if faults := episodes.key_faults(recipe):
         raise UserFaults(faults)
+    if recipe.episode.agent:
+        mend = "ask it with a chat of your own, or name tools or an environment"
+        raise UserFault("episode.agent", "an agent cannot be tried without a model", mend)
     rows = _rows(recipe, num_rows)
     given = turns_of_file(turns) if turns else _demonstrated(rows, recipe.data.messages)
     thread = EnvironmentThread(environment_settings(recipe, workers=1))

@@ -32,6 +32,7 @@ from megarl.types import (
 FORMAT = 7
 FORMATS = (5, 6, FORMAT)  # that are read
 _EPISODES_SINCE, _TRANSCRIPTS_SINCE = 6, 7
+_FACTS_SINCE = {"reusable_tokens": 7, "cached_tokens": 7}  # others: 6
 _EXPERT_TYPES = ("uint8", "int16")
 _EXPERTS_OF = ("experts", "experts_type", "experts_shape")
 _MARKS = ("own_prompt_ids", "trained", "token_rewards")
@@ -76,6 +77,7 @@ def schema(number: int = FORMAT) -> Any:
     if number >= _EPISODES_SINCE:
         columns |= {"own_prompt_ids": ids, "trained": pa.list_(pa.bool_()), "token_rewards": logps}
         facts = dict.fromkeys(EpisodeFacts.__dataclass_fields__, whole) | {"tool_s": pa.float64(), "end": text}
+        facts = {name: kind for name, kind in facts.items() if number >= _FACTS_SINCE.get(name, 0)}
         conversation = pa.struct([(name, columns[name]) for name in _OF_ROW])
         columns |= {"more_rows": pa.list_(conversation), "facts": pa.struct(list(facts.items()))}
     if number >= _TRANSCRIPTS_SINCE:

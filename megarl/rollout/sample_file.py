@@ -16,7 +16,8 @@ the run's stock, with one row group a group.
 - own_prompt_ids, trained, token_rewards, more_rows, facts: of an episode, as the fields of a Sample; nulls where these
   are None. Each of more_rows has the columns of a response: response_ids, engine_logp, versions, part_tokens, experts,
   own_prompt_ids and so on. Files of format 5, which do not have these columns, are read, too
-- transcript: of an episode, Sample.transcript in JSON; files of format 6 do not have it
+- transcript: of an episode, Sample.transcript in JSON; files of format 6 do not have it, nor the tokens that could be
+  and were cached in facts
 
 The schema's metadata has the format's version, the size of the model's vocabulary, and the temperature of sampling
 and of engine_logp. Pages carry checksums.

@@ -46,8 +46,9 @@ def episode_metrics(groups: Sequence[GroupSummary]) -> Metrics:
     """Of a step's episodes that were drawn and have facts; {} where there are none.
 
     `call_errors`: of all calls, the share that was broken or failed; `masked_share`: of all tokens after the prompts,
-    those that the model did not sample; `dropped_tokens`: sampled ones that are in no row; `end/...`: the share of the
-    episodes that ended so.
+    those that the model did not sample; `dropped_tokens`: sampled ones that are in no row; `prefix_hit_share`: of the
+    tokens of turns' contexts that the engine had computed before, those that it found in its cache; `end/...`: the
+    share of the episodes that ended so.
     """
     places = [(group, at) for group in groups if group.facts for at in np.flatnonzero(group.drawn_G).tolist()]
     facts = [one for one in (group.facts[at] for group, at in places) if one]
@@ -57,6 +58,8 @@ def episode_metrics(groups: Sequence[GroupSummary]) -> Metrics:
     tokens = sum(row.response_length for of_episode in rows for row in of_episode)
     trained = sum(row.num_trained for of_episode in rows for row in of_episode)
     turns, calls, tool_s = ([getattr(one, name) for one in facts] for name in ("turns", "calls", "tool_s"))
+    reusable = sum(one.reusable_tokens for one in facts)
+    hits = {"episode/prefix_hit_share": sum(one.cached_tokens for one in facts) / reusable} if reusable else {}
     of_turns = [group.turn_rewards_G[at] for group, at in places if group.turn_rewards_G is not None]
     ends = {end: sum(one.end == end for one in facts) / len(facts) for end in get_args(EpisodeEnd)}
     return {
@@ -69,6 +72,7 @@ def episode_metrics(groups: Sequence[GroupSummary]) -> Metrics:
         "episode/rows_mean": sum(map(len, rows)) / len(rows),
         "episode/masked_share": 1.0 - trained / tokens if tokens else 0.0,
         "episode/dropped_tokens": float(sum(one.dropped_tokens for one in facts)),
+        **hits,
         **({"episode/turn_reward_mean": float(np.mean(of_turns))} if of_turns else {}),
         **{f"episode/end/{end}": share for end, share in ends.items()},
     }

@@ -162,6 +162,8 @@ class Sample:
     drafts, each of which gave one token or more; 0 without drafts. prefills: phases in which an engine read the prompt,
     each of which gave one token. is_open: it has neither ended nor reached the length limit.
 
+    cached_tokens, of an episode's turn alone: of its context, those in the engine's prefix cache.
+
     Of an episode alone: prompt_ids, where its prompt is not the group's; trained_T, of the response, whether the model
     sampled the token (None: all); token_rewards_T, of the response, the reward of each turn at the turn's last sampled
     token, beside the reward of the whole (None: 0); more_rows, its conversations after the first; facts and transcript,
@@ -185,6 +187,7 @@ class Sample:
     more_rows: tuple[EpisodeRow, ...] = ()
     facts: EpisodeFacts | None = None
     transcript: Transcript = ()
+    cached_tokens: int = 0
 
     @property
     def rows(self) -> tuple[EpisodeRow, ...]:

@@ -28,7 +28,9 @@ class EpisodeFacts:
     """What happened in an episode that has ended.
 
     call_errors: of the calls, those that were broken or failed. tool_s: that tools and the environment took.
-    sampled_tokens: counted at the engine's answers; dropped_tokens: of them, those that are in no row.
+    sampled_tokens: counted at the engine's answers; dropped_tokens: of them, those that are in no row. reusable_tokens:
+    of the contexts of all turns, those that the engine had computed in the turns before; cached_tokens: of them, those
+    that were still in its prefix cache.
     """
 
     turns: int
@@ -38,6 +40,8 @@ class EpisodeFacts:
     end: EpisodeEnd
     sampled_tokens: int
     dropped_tokens: int = 0
+    reusable_tokens: int = 0
+    cached_tokens: int = 0
 
 
 class TranscriptCall(TypedDict):

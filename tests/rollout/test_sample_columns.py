@@ -29,7 +29,7 @@ from megarl.types import (
 from tests.training.episodes import cut, episode
 
 PROMPT = Prompt("rows.jsonl:1", "1+2=", (1, 2, 3), "3")
-FACTS = EpisodeFacts(3, 2, 1, 0.1, "bad_calls", 9, 2)
+FACTS = EpisodeFacts(3, 2, 1, 0.1, "bad_calls", 9, 2, 40, 30)
 CALL: TranscriptCall = {"name": "say", "arguments": {"words": "\ud800\u2028"}, "result": "x", "error": None}
 TRANSCRIPT: tuple[TranscriptEntry, ...] = (
     {"role": "user", "text": "\x1b[2J", "calls": [], "reward": 0.0},
@@ -121,8 +121,11 @@ def test_episodes_of_the_format_without_transcripts_are_read(tmp_path: Path) -> 
     import pyarrow.parquet
 
     path, one = tmp_path / "f.parquet", episode(np.random.default_rng(1), 3)
-    read(path, group_of(replace(one, transcript=TRANSCRIPT)))
-    table = pyarrow.parquet.read_table(path).select(schema(6).names).cast(schema(6))
+    assert one.facts
+    facts = replace(one.facts, reusable_tokens=4, cached_tokens=3)
+    read(path, group_of(replace(one, facts=facts, transcript=TRANSCRIPT)))
+    rows = pyarrow.parquet.read_table(path).to_pylist()
+    table = pyarrow.Table.from_pylist(rows, schema=schema(6))
     ours = json.dumps({"format": 6, "vocab_size": 99, "temperature": 1.0}).encode()
     pyarrow.parquet.write_table(table.replace_schema_metadata({b"megarl": ours}), path)
     (found,) = open_samples(path).groups(1)

@@ -51,6 +51,8 @@ class Tally:
     last: Sample | None = None
     verifications: int = 0
     prefills: int = 0
+    reusable_tokens: int = 0
+    cached_tokens: int = 0
     transcript: TranscriptWriter = field(default_factory=TranscriptWriter)
 
 
@@ -103,10 +105,10 @@ class EpisodeRows:
             max_tokens=self.turn_tokens(conversation),
             stream=(*self._sampling.stream, row) if row else self._sampling.stream,  # not the numbers of another row
         )
-        asked = conversation.asked()
+        asked, known = conversation.asked(), conversation.known_rows
         turn = asyncio.ensure_future(
             self._sampler.turn(
-                self.name, next(self._numbers), conversation.ids, limits, self._place, conversation.known_rows
+                self.name, next(self._numbers), conversation.ids, limits, self._place, known
             )
         )
         try:
@@ -117,6 +119,8 @@ class EpisodeRows:
         conversation.add_turn(sample, asked)
         self._count(sample)
         self.tally.last = sample
+        self.tally.reusable_tokens += known
+        self.tally.cached_tokens += min(sample.cached_tokens, known)  # more may be another episode's
         for text in heard:
             self.tally.transcript.add_message(text)
         self.tally.transcript.add_turn(sample.text)
@@ -149,6 +153,8 @@ class EpisodeRows:
             end,
             tally.sampled_tokens,
             tally.dropped_tokens,
+            tally.reusable_tokens,
+            tally.cached_tokens,
         )
         is_groups_prompt = np.array_equal(first.prompt_ids if first.prompt_ids is not None else [], prompt_ids)
         return Sample(

@@ -93,7 +93,8 @@ class Engine:
         limits = replace(sampling, num_samples=1, phase_tokens=None)
         ask = self._ask([list(context_ids)], [self._parameters(limits, place, 0)], rows, [f"{conversation}/{number}"])
         (output,) = await self._host.run(ask)
-        return self._continued(_UNBEGUN, output, len(context_ids), limits, rows)
+        sample = self._continued(_UNBEGUN, output, len(context_ids), limits, rows)
+        return replace(sample, cached_tokens=output["meta_info"]["cached_tokens"])
 
     async def complete(self, conversation: str, prompt_tokens: int, response_tokens: int) -> None:
         """A conversation has ended: it gives its place to others, and `take_completed` tells of it."""

@@ -119,12 +119,20 @@ def play(
     return asyncio.run(together())
 
 
-def test_every_trained_token_was_sampled_after_its_row(engine: Engine, game: EnvironmentThread, model: Path) -> None:
+def test_every_trained_token_was_sampled_after_its_row(
+    engine: Engine, game: EnvironmentThread, model: Path, request: pytest.FixtureRequest
+) -> None:
     """By the logprobs of transformers over the whole row: a token after another prefix would have another one."""
     played = play(engine, game, model, (1, 2))
     assert max(one.sample.facts.turns for one in played if one.sample.facts) > 2
     check_rows(played, Reference(model))
     assert not any(one.sample.more_rows for one in played)
+    facts = [one.sample.facts for one in played if one.sample.facts]
+    reusable, cached = (sum(getattr(one, name) for one in facts) for name in ("reusable_tokens", "cached_tokens"))
+    if "seeded" in request.node.name:
+        assert reusable and cached == 0, "seeded engines on CPU have no prefix cache"
+    else:
+        assert 0 < cached <= reusable, "a turn is sampled in the attention group that has the turns before"
 
 
 def test_rows_of_rendered_histories_are_what_was_sampled(engine: Engine, game: EnvironmentThread, model: Path) -> None:
