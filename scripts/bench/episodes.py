@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import sys
@@ -138,6 +139,8 @@ class Bench:
         """
         engine = Scripted(self.tokenizer, self._tool.partition(":")[2], turns, count, turn_s, hung)
         engine.prepare()
+        gc.collect()
+        gc.freeze()  # as an engine's process does when it has started
         config = EpisodeConfig(tools=(self._tool,), max_turns=turns, max_tokens=TURN_TOKENS * turns)
         episodes = EpisodeRunner(config, engine, self._thread, self._splice, self._calls, max_prompt_tokens=1024)
         prompt = Prompt("row 1", QUESTION, tuple(self._splice.first(QUESTION)), "", {"prompt": QUESTION}, QUESTION)

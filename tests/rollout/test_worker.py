@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -270,6 +271,7 @@ def worker(checkpoint: Path, reward_path: str, fork_server: None, loader_path: s
 
 @pytest.mark.slow
 def test_a_worker_samples_once_it_has_weights(worker: RolloutWorker) -> None:
+    assert gc.get_freeze_count() > 100_000, "collections do not look at what was imported"
     assert worker.version() == -1
     with pytest.raises(EngineFault, match="no weights"):
         asyncio.run(worker.sample(PROMPT, Sampling(4, 8)))
