@@ -298,6 +298,7 @@ def test_a_group_needs_no_reward_function_where_the_environment_judges(play: Pla
     )
     assert bad.verdict is None
     worker: Any = RolloutWorker.__new__(RolloutWorker)
+    worker._rewarding = "environment"
     worker._reward, worker._generate = RewardConfig(), lambda *_: played([good, bad])
     worker._num_transcripts = 1
     summary, group = asyncio.run(worker.sample(Prompt("row 1", "", (1, 2), ""), Sampling(2, 9)))

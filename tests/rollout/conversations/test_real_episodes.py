@@ -156,7 +156,7 @@ def test_rows_of_agents_are_what_was_sampled(
         return await asyncio.gather(*(runner.run(prompt, sampling, place) for place in range(EPISODES)))
 
     played = asyncio.run(together())
-    check_rows(played, Reference(model))
+    check_rows(played, Reference(model), prompt.token_ids)
     for one in played:
         assert one.verdict == Verdict(0.5, False) and one.sample.facts
         assert one.sample.facts.turns == 7 and one.sample.facts.end in ("answered", "cut")
@@ -166,8 +166,11 @@ def test_rows_of_agents_are_what_was_sampled(
     assert len(asked) >= EPISODES
 
 
-def check_rows(played: Sequence[EpisodeResult], reference: Reference) -> None:
-    """Every trained token has the logprob that transformers gives it after the row's tokens before it."""
+def check_rows(played: Sequence[EpisodeResult], reference: Reference, prompt_ids: Sequence[int] = ()) -> None:
+    """Every trained token has the logprob that transformers gives it after the row's tokens before it.
+
+    prompt_ids: of rows that begin with the prompt of their group.
+    """
     for one in played:
         sample = one.sample
         assert sample.facts and one.verdict is not None
@@ -175,13 +178,14 @@ def check_rows(played: Sequence[EpisodeResult], reference: Reference) -> None:
         for row in sample.rows:
             response = row.response_ids_T.tolist()
             trained_T = np.ones(len(response), np.bool_) if row.trained_T is None else row.trained_T
-            assert trained_T[-1] and row.prompt_ids is not None
-            expected_T = reference.logprobs(row.prompt_ids.tolist(), response).numpy()
+            before = list(prompt_ids) if row.prompt_ids is None else row.prompt_ids.tolist()
+            assert trained_T[-1] and before
+            expected_T = reference.logprobs(before, response).numpy()
             np.testing.assert_allclose(row.engine_logp_T[trained_T], expected_T[trained_T], atol=1e-4)
             assert not row.engine_logp_T[~trained_T].any()
             assert sum(part.num_tokens for part in row.parts) == len(response)
             assert row.routed_experts is not None
-            assert len(row.routed_experts) == len(row.prompt_ids) + len(response) - 1
+            assert len(row.routed_experts) == len(before) + len(response) - 1
 
 
 def test_experts_of_turns_are_those_of_the_whole_row(engine: Engine, game: EnvironmentThread, model: Path) -> None:
