@@ -24,6 +24,8 @@ from megarl.parallel.roles import resolve
 from megarl.preflight.layout import node_faults, slot_faults
 from megarl.resharding import megatron_map, sglang_map, tensors
 from megarl.resharding.traffic import count_traffic
+from megarl.rollout.agents.chat import ChatAnswer, ChatRequest
+from megarl.rollout.agents.thread import AgentThread, agent_settings
 from megarl.rollout.conversations.demonstrated import demonstrate
 from megarl.rollout.conversations.splice import Splice
 from megarl.rollout.environments.interface import Observation
@@ -265,6 +267,35 @@ def test_the_example_of_an_environment(episodes: list[Recipe]) -> None:
     assert (results[2].error, results[3].done, verdict) == ("arguments", False, Verdict(0.5, False))
     _, results, verdict = play(recipe, {"money": 2 * price}, [buy, buy])
     assert ([one.done for one in results], verdict) == ([False, True], Verdict(1.0, True))
+
+
+class Words:
+    """Answers an agent with the words that are in order."""
+
+    def __init__(self, *words: str) -> None:
+        self.words, self.asked = list(words), list[str]()
+
+    async def answer(self, request: ChatRequest) -> ChatAnswer:
+        self.asked.append(request.messages[-1]["content"])
+        return ChatAnswer(self.words[len(self.asked) - 1], (), "stop", 1, 1)
+
+
+def test_the_example_of_an_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two drafts at once, the choice, and a question where the choice is wrong."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = next(block for block in blocks("agents.md") if block.startswith("# my_agent.py"))
+    (tmp_path / "my_agent.py").write_text(module)
+    (tmp_path / "agent.yaml").write_text(*blocks("agents.md", "yaml"))
+    recipe = load_recipe(ROOT / "recipes" / "quickstart.yaml", [str(tmp_path / "agent.yaml")])
+    assert recipe.episode and recipe.episode.agent == "my_agent:run" and recipe.reward.function is None
+    thread, words = AgentThread(agent_settings(recipe, workers=1)), Words("one", "two", "one", "6")
+    prompt = [{"role": "user", "content": "What do two apples cost?"}]
+    try:
+        verdict = asyncio.run(thread.run({"answer": "6"}, prompt, 1, words, None, 60.0))
+    finally:
+        thread.shutdown()
+    assert verdict == Verdict(1.0, True) and words.asked[-1] == "Are you sure?"
+    assert sorted(words.asked[:2]) == ["Write draft 0.", "Write draft 1."] and words.asked[2].endswith("one\ntwo")
 
 
 def test_the_demonstration_that_is_shown_is_learnt_from(episodes: list[Recipe]) -> None:

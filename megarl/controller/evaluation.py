@@ -16,7 +16,7 @@ _STREAMS = 1_000_000  # beyond the rounds of a training step, whose samples have
 def evaluate(run: Run, record: Record) -> None:
     """Sample and score all evaluation sets with the published weights.
 
-    Raises UserFault(reward.function) where every verdict of a set failed.
+    Raises UserFault(reward.function), or (episode) where that rewards, where every verdict of a set failed.
     """
     with record.phase("eval"):
         answered = {
@@ -27,7 +27,8 @@ def evaluate(run: Run, record: Record) -> None:
         record.failed(groups)
         if not any(len(group.rewards_G) for group in groups):
             problem = f"every verdict of data.eval.{name} failed, the first: {groups[0].failures[0]}"
-            raise UserFault("reward.function", problem, MEND)
+            reward = run.recipe.reward
+            raise UserFault("reward.function" if reward.function or reward.by_source else "episode", problem, MEND)
     record.add(eval_metrics(answered))
 
 

@@ -48,7 +48,7 @@ def read_episode(recipe: Recipe, tokenizer: Any | None, *, prepares: bool = True
     if faults := key_faults(recipe):
         return EpisodeRead(faults=faults)
     if recipe.episode.agent:
-        return _read_agent(recipe, tokenizer)
+        return _read_agent(recipe, tokenizer, prepares=prepares)
     try:
         thread = EnvironmentThread(environment_settings(recipe, workers=1, prepares=prepares))
     except UserFault as fault:
@@ -66,11 +66,11 @@ def read_episode(recipe: Recipe, tokenizer: Any | None, *, prepares: bool = True
     return EpisodeRead(tools, thread.has_reward, notes, splice=splice)
 
 
-def _read_agent(recipe: Recipe, tokenizer: Any | None) -> EpisodeRead:
+def _read_agent(recipe: Recipe, tokenizer: Any | None, *, prepares: bool) -> EpisodeRead:
     """Load the recipe's agent as a run does, and prove the model's chat template for what agents may say."""
     assert recipe.episode
     try:
-        AgentThread(agent_settings(recipe, workers=1)).shutdown()
+        AgentThread(agent_settings(recipe, workers=1, prepares=prepares)).shutdown()
     except UserFault as fault:
         return EpisodeRead(has_reward=None, faults=[fault])
     notes, splice = [_found(recipe, [])], None

@@ -4,13 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from megarl.rollout.sample_file import open_samples
+from megarl.types import EpisodeEnd
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart_tools.yaml"
-ENDS = ("answered", "done", "max_turns", "max_tokens", "cut", "bad_calls", "timeout", "environment")
+ENDS = get_args(EpisodeEnd)
+
+AGENT = '''
+import asyncio
+
+import openai
+
+async def run(chat, row):
+    first = await chat(chat.prompt)
+    await asyncio.gather(*(chat([{"role": "user", "content": word}]) for word in ("left", "right")))
+    async with openai.AsyncOpenAI(base_url=chat.url, api_key=chat.key) as client:
+        messages = [*chat.prompt, first, {"role": "user", "content": "again"}]
+        last = await client.chat.completions.create(model="policy", messages=messages)
+    return float(row["answer"] in (last.choices[0].message.content or "")) + 0.1 * (chat.seed % 7)
+'''
 
 pytestmark = pytest.mark.slow
 
@@ -59,3 +75,23 @@ def test_the_tools_quickstart_learns_to_call_the_calculator(
     before, *_, after = (record["eval/accuracy"] for record in records if "eval/accuracy" in record)
     assert before < 0.05 and after > 0.9
     assert 0.8 < records[-1]["episode/calls_mean"] < 1.3
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("history", ["append", "render"])
+def test_an_agents_episodes_are_trained_on(
+    launch: Callable, quickstart_tools_inputs: Sequence[str], tmp_path: Path, history: str
+) -> None:
+    """Several rows an episode, in TP2 PP2 EP2 with the experts that the engine chose; asked by calls and over HTTP."""
+    (tmp_path / "asking_agent.py").write_text(AGENT)
+    keys = ("run.name=quickstart", "run.trackers=[]", "run.steps=2", "warm_start.steps=0", "train.replay=r3")
+    few = ("rollout.prompts_per_step=16", "evaluation.max_prompts=4", "data.messages=null", "episode.max_turns=4")
+    agent = ("episode.tools=[]", "episode.agent=asking_agent:run", "episode.endpoint=loopback", "reward.function=null")
+    agent = (*agent, f"episode.history={history}")
+    command = launch(*quickstart_tools_inputs, *keys, *few, *agent, recipe=RECIPE)
+    assert command.finish(300) == 0, command.err
+    assert command.leftovers() == []
+    for record in (one for one in command.records() if one["step"] > 0):
+        assert record["episode/turns_mean"] == 4 and record["episode/rows_mean"] > 2.5
+        assert record["rollout/logprob_gap_mean"] < 1e-4 and record["train/grad_norm"] > 0
+        assert record["episode/dropped_tokens"] == 0.0 and record["episode/end/agent"] == 0.0

@@ -62,7 +62,7 @@ def main() -> None:
     parent, spec = connected
     share_heap()
     try:
-        agent = load_agent(spec["agent"], spec["arguments"])
+        agent = load_agent(spec["agent"], spec["arguments"], prepares=spec["prepares"])
     except UserFault as fault:
         parent.write(as_line([fault.where, fault.problem, fault.mend]))
         return

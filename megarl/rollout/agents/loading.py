@@ -19,8 +19,11 @@ _FORM = "write it as async def run(chat, row, ...)"
 Agent = Callable[..., Coroutine[Any, Any, Any]]
 
 
-def load_agent(path: str, arguments: Mapping[str, Any]) -> Agent:
-    """The function at `path` with its keyword arguments, once it has prepared itself. Raises UserFault."""
+def load_agent(path: str, arguments: Mapping[str, Any], *, prepares: bool = True) -> Agent:
+    """The function at `path` with its keyword arguments. Raises UserFault.
+
+    prepares: whether what it has as `prepare` is called.
+    """
     found = load_object(path, AGENT, "module:name", _EXAMPLE)
     if not callable(found) or inspect.isclass(found):
         raise UserFault(AGENT, f"{path} is {kind_of(found)}, not an async def function", _FORM)
@@ -28,7 +31,8 @@ def load_agent(path: str, arguments: Mapping[str, Any]) -> Agent:
         raise UserFault(AGENT, f"{path} is not an async def function that returns a value", _FORM)
     agent = cast(Agent, found)
     _check_call(agent, path, arguments)
-    prepare(getattr(agent, PREPARE, None), arguments, AGENT, path)
+    if prepares:
+        prepare(getattr(agent, PREPARE, None), arguments, AGENT, path)
     return partial(agent, **arguments)
 
 

@@ -25,8 +25,8 @@ class AgentTimeout(AgentFailure):
     """The agent took longer than its episode may."""
 
 
-def agent_settings(recipe: Recipe, workers: int | None = None) -> AgentSettings:
-    """workers: in place of the recipe's."""
+def agent_settings(recipe: Recipe, workers: int | None = None, *, prepares: bool = True) -> AgentSettings:
+    """workers: in place of the recipe's. prepares: as of `AgentSettings`."""
     episode = recipe.episode
     assert episode and episode.agent
     return AgentSettings(
@@ -35,6 +35,7 @@ def agent_settings(recipe: Recipe, workers: int | None = None) -> AgentSettings:
         workers=workers or episode.workers,
         memory_mb=episode.memory_mb,
         start_s=recipe.run.timeout_s,
+        prepares=prepares,
     )
 
 

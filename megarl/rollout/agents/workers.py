@@ -38,7 +38,8 @@ class RequestHandler(Protocol):
 class AgentSettings:
     """What runs episodes, as `module:name`, with its keywords, and the limits of its processes.
 
-    memory_mb: of a process, beyond what loading takes. start_s: limit of the import.
+    memory_mb: of a process, beyond what loading takes. start_s: limit of the import. prepares: whether `prepare` is
+    called, which may need files of the run's machine.
     """
 
     agent: str
@@ -46,6 +47,7 @@ class AgentSettings:
     workers: int = 2
     memory_mb: int = 1024
     start_s: float = 600.0
+    prepares: bool = True
 
 
 @dataclass(kw_only=True)

@@ -61,13 +61,18 @@ class AgentEpisode:
         end = self._over[0] if self._over else "answered"
         return "cut" if end == "answered" and self._last_is_cut else end
 
+    @property
+    def is_at_limit(self) -> bool:
+        """Whether a request has been refused because the episode had reached a limit."""
+        return self._over is not None
+
     def stop(self, end: EpisodeEnd, words: str) -> None:
         """Answer no further request; the first reason counts."""
         self._over = self._over or (end, words)
 
     def fail(self) -> None:
-        """The agent has failed, whatever limit it had reached before."""
-        self._over = "agent", "the agent has failed"
+        """The agent has failed."""
+        self.stop("agent", "the agent has failed")
 
     async def close(self) -> None:
         """The agent has ended: requests in flight are cancelled, and no further one is answered."""

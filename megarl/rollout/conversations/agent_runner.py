@@ -87,8 +87,9 @@ class AgentRunner:
         except AgentTimeout as late:
             episode.stop("timeout", str(late))
         except AgentFailure as failure:
-            episode.fail()
-            return Failure(f"the agent {failure}")
+            if not episode.is_at_limit:  # else it has failed because the model answers no more
+                episode.fail()
+                return Failure(f"the agent {failure}")
         finally:
             if self._endpoint and access:
                 await self._endpoint.close(access.key)
