@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
+from megarl.rollout.environments.history import Operation, Together, from_json, is_interrupted, timeless, to_json
 from megarl.rollout.environments.results import CallResult
 from megarl.rollout.environments.workers import (
     EnvironmentProcess,
@@ -18,9 +20,11 @@ from megarl.rollout.environments.workers import (
 )
 from megarl.rollout.rewards import Verdict
 from megarl.rollout.workers.process import Lost
+from megarl.types import UserFault
 
-Operation = tuple[Any, ...]  # as the worker reads it, without its number and its instance
-_NOT_REPLAYABLE = "its process has ended, and it cannot be replayed"
+_ENDED = "its process has ended, and"
+_NOT_REPLAYABLE = "it cannot be replayed"
+_NO_HISTORY = "[]"  # of functions, which have no state
 
 
 class EnvironmentFailure(Exception):
@@ -28,6 +32,10 @@ class EnvironmentFailure(Exception):
 
     It is not the model's fault. The text says in a few words what happened.
     """
+
+
+class ReplayFailure(EnvironmentFailure):
+    """The state of an episode cannot be made again."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +56,7 @@ class _Episode:
     seed: int
     instance: int
     worker: EnvironmentProcess | None = None
-    history: list[dict[int, tuple[Operation, JobResult]]] = field(default_factory=list)
+    history: list[Together] = field(default_factory=list)
     failure: str = ""
 
 
@@ -64,6 +72,7 @@ class EnvironmentPool:
         self._workers = EnvironmentWorkers(settings)
         self._episodes: dict[str, _Episode] = {}
         self._num_opened, self._num_replayed, self._num_lost = 0, 0, 0
+        self._closing: set[asyncio.Task[None]] = set()
 
     async def start(self) -> list[dict[str, Any]]:
         """The schemas of the tools, in the form of OpenAI's `tools`. Raises UserFault when they cannot be used."""
@@ -92,6 +101,11 @@ class EnvironmentPool:
         return "reward" in self.offer.has
 
     @property
+    def is_replayable(self) -> bool:
+        """Whether the state of an episode can be made again, by doing the same again."""
+        return self.offer.is_replayable
+
+    @property
     def counts(self) -> PoolCounts:
         return PoolCounts(self._workers.num_ended, self._num_replayed, self._num_lost)
 
@@ -105,15 +119,38 @@ class EnvironmentPool:
 
     async def open(self, episode: str, row: Mapping[str, Any], seed: int) -> str | None:
         """Begin an episode under a name of its own: the text that `reset` appends to the prompt as the user."""
-        if episode in self._episodes:
-            raise ValueError(f"the episode {episode!r} is open")
-        self._num_opened += 1
-        self._episodes[episode] = opened = _Episode(row, seed, self._num_opened)
+        opened = self._added(episode, row, seed)
         if self._settings.environment is None:
             return None
         self._place(opened)
         (result,) = await self._perform(opened, [("open", row, seed)])
         return None if result is None else self._text(opened, "reset", result).text
+
+    async def resume(self, episode: str, row: Mapping[str, Any], seed: int, history: str | None) -> int:
+        """Begin an episode that `leave` has ended, with the state that it had: what was done is done again.
+
+        Returns how many operations that were, as `leave` counts them.
+        Raises ReplayFailure where that is not possible; then the episode is not open.
+        """
+        opened = self._added(episode, row, seed)
+        if self._settings.environment is None:
+            return 0
+        try:
+            if history is None or not self.is_replayable:
+                raise ReplayFailure(_NOT_REPLAYABLE)
+            try:
+                opened.history = from_json(history, row, seed)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ReplayFailure(f"its history cannot be read ({error})") from None
+            if not any(opened.history):
+                raise ReplayFailure("it has no history")
+            self._place(opened)
+            if not await self._replay(opened, alone=False):
+                await self._restore(opened)
+        except BaseException:
+            self._close_later(episode)
+            raise
+        return len(opened.history)
 
     async def call(self, episode: str, calls: Sequence[tuple[str, object]]) -> list[CallResult]:
         """The results of calls (name, arguments), which run together, in their order. Failed calls have results too."""
@@ -150,19 +187,51 @@ class EnvironmentPool:
         finally:
             await self.drop(episode)
 
+    async def leave(self, episode: str, operations: int) -> str | None:
+        """End an episode that goes on later: what `resume` takes, None where it could not be done again.
+
+        operations: how many of `open`, `call` and `reply` have had a result; a further one was given up. Does not wait
+        for it, nor for `close`.
+        """
+        left = self._episodes[episode]
+        self._close_later(episode)
+        if self._settings.environment is None:
+            return _NO_HISTORY
+        return to_json(left.history[:operations]) if self.is_replayable else None
+
     async def drop(self, episode: str) -> None:
         """End an episode without its reward: its `close` alone."""
-        dropped = self._episodes.pop(episode)
-        if dropped.worker is None:
-            return
-        dropped.worker.instances -= 1
-        if not dropped.worker.is_gone:
-            await self._do(dropped, ("close",))
+        await self._close(self._episodes.pop(episode))
 
     async def end(self) -> None:
         """Kill and reap every process; callers that wait are cancelled."""
         self._episodes.clear()
         await self._workers.end()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def _added(self, episode: str, row: Mapping[str, Any], seed: int) -> _Episode:
+        if episode in self._episodes:
+            raise ValueError(f"the episode {episode!r} is open")
+        self._num_opened += 1
+        self._episodes[episode] = added = _Episode(row, seed, self._num_opened)
+        return added
+
+    def _close_later(self, episode: str) -> None:
+        """End an episode without waiting for its process, which a call may hold."""
+        task = asyncio.create_task(self._close_quietly(self._episodes.pop(episode)))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _close_quietly(self, dropped: _Episode) -> None:
+        with suppress(UserFault):  # whoever asks for something has it, too
+            await self._close(dropped)
+
+    async def _close(self, dropped: _Episode) -> None:
+        if dropped.worker is None:
+            return
+        dropped.worker.instances -= 1
+        if not dropped.worker.is_gone:
+            await self._do(dropped, ("close",))
 
     def _opened(self, episode: str) -> _Episode:
         opened = self._episodes[episode]
@@ -177,10 +246,18 @@ class EnvironmentPool:
         return episode.worker
 
     async def _perform(self, episode: _Episode, operations: Sequence[Operation]) -> list[JobResult]:
-        """Do operations together, and write them into the history. Those whose process ends without being to blame are
-        done once more, after a replay, alone where they may be to blame."""
+        """Do operations together, and write them into the history."""
+        try:
+            return await self._results(episode, operations)
+        except ReplayFailure as error:
+            self._num_lost += 1
+            raise self._failure(episode, f"{_ENDED} {error}") from None
+
+    async def _results(self, episode: _Episode, operations: Sequence[Operation]) -> list[JobResult]:
+        """Operations whose process ends without their being to blame are done once more, after a replay, alone where
+        they may be to blame. Raises ReplayFailure."""
         results: dict[int, JobResult] = {}
-        done: dict[int, tuple[Operation, JobResult]] = {}
+        done: Together = {}
         episode.history.append(done)
         alone: set[int] = set()
         while left := [index for index in range(len(operations)) if index not in results]:
@@ -191,10 +268,10 @@ class EnvironmentPool:
                     alone |= {index} if result.is_suspect else set()
                     continue
                 results[index] = result
-                if not _is_interrupted(result):
+                if not is_interrupted(result):
                     done[index] = (operations[index], result)
-        if episode.worker is not None and episode.worker.is_gone and not self.offer.is_replayable:
-            raise self._lost(episode, _NOT_REPLAYABLE)
+        if episode.worker is not None and episode.worker.is_gone and not self.is_replayable:
+            raise ReplayFailure(_NOT_REPLAYABLE)
         return [results[index] for index in range(len(operations))]
 
     async def _do(self, episode: _Episode, operation: Operation, *, alone: bool = False) -> JobResult:
@@ -215,8 +292,8 @@ class EnvironmentPool:
             if not any(episode.history):  # not even reset has been done
                 self._place(episode)
                 return
-            if not self.offer.is_replayable:
-                raise self._lost(episode, _NOT_REPLAYABLE)
+            if not self.is_replayable:
+                raise ReplayFailure(_NOT_REPLAYABLE)
             self._place(episode)
             if await self._replay(episode, alone=alone):
                 self._num_replayed += 1
@@ -224,16 +301,22 @@ class EnvironmentPool:
             alone = True
 
     async def _replay(self, episode: _Episode, *, alone: bool) -> bool:
-        """Whether the whole history was done again; False: the process has ended."""
+        """Whether the whole history was done again; False: the process has ended. Raises ReplayFailure."""
+        try:
+            return await self._is_replayed(episode, alone=alone)
+        except asyncio.CancelledError:
+            self._failure(episode, "its state was not made again to the end")
+            raise
+
+    async def _is_replayed(self, episode: _Episode, *, alone: bool) -> bool:
         for done in list(episode.history):
             steps = [done[index] for index in sorted(done)]
             waits = [self._do(episode, operation, alone=alone) for operation, _ in steps]
             for (operation, before), now in zip(steps, await asyncio.gather(*waits), strict=True):
                 if isinstance(now, Lost):
                     return False
-                if _timeless(now) != _timeless(before):
-                    name = _function_of(operation)
-                    raise self._lost(episode, f"its process has ended, and {name} gave another result in the replay")
+                if timeless(now) != timeless(before):
+                    raise ReplayFailure(f"{_function_of(operation)} gave another result in the replay")
         return True
 
     def _text(self, episode: _Episode, name: str, result: JobResult) -> CallResult:
@@ -245,10 +328,6 @@ class EnvironmentPool:
     def _failure(self, episode: _Episode, words: str) -> EnvironmentFailure:
         episode.failure = episode.failure or words
         return EnvironmentFailure(words)
-
-    def _lost(self, episode: _Episode, words: str) -> EnvironmentFailure:
-        self._num_lost += 1
-        return self._failure(episode, words)
 
 
 def _function_of(operation: Operation) -> str:
@@ -268,12 +347,3 @@ def _call_result(name: str, result: JobResult) -> CallResult:
 
 def _sentence(name: str, failure: JobFailure) -> str:
     return f"{name} raised {failure.words}" if failure.kind == "raised" else f"{name} {failure.words}"
-
-
-def _is_interrupted(result: JobResult) -> bool:
-    """Whether it is not known how far an operation came: a replay leaves it out."""
-    return isinstance(result, JobFailure) and result.kind in ("timeout", "memory", "ended")
-
-
-def _timeless(result: JobResult) -> JobResult:
-    return replace(result, seconds=0.0) if isinstance(result, CallResult | JobFailure) else result

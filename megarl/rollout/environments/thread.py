@@ -72,6 +72,11 @@ class EnvironmentThread:
         """Whether the environment gives rewards itself."""
         return self._pool.has_reward
 
+    @property
+    def is_replayable(self) -> bool:
+        """Whether the state of an episode can be made again."""
+        return self._pool.is_replayable
+
     def pids(self) -> list[int]:
         """The worker processes."""
         return self._pool.pids()
@@ -81,6 +86,12 @@ class EnvironmentThread:
 
     async def open(self, episode: str, row: Mapping[str, Any], seed: int) -> str | None:
         return await self._thread.run(self._pool.open(episode, row, seed))
+
+    async def resume(self, episode: str, row: Mapping[str, Any], seed: int, history: str | None) -> int:
+        return await self._thread.run(self._pool.resume(episode, row, seed, history))
+
+    async def leave(self, episode: str, operations: int) -> str | None:
+        return await self._thread.run(self._pool.leave(episode, operations))
 
     async def call(self, episode: str, calls: Sequence[tuple[str, object]]) -> list[CallResult]:
         return await self._thread.run(self._pool.call(episode, calls))
