@@ -21,6 +21,9 @@ class EpisodeConfig(Branch):
     an episode gets no further turn, and an agent is ended. Tools, environments and agents of each engine run in
     `workers` processes, each with `memory_mb` beyond what loading takes.
 
+    With `rollout.phase_tokens` an episode may wait `phase_tool_s` for tools and its environment in a phase; then the
+    call is given up, and made again in the next one.
+
     `history`: what the model reads of its earlier turns. `append`: the tokens that it sampled. `render`: what the chat
     template makes of them at every turn; where that differs from the tokens, the turn begins another row of training
     data. `endpoint`: whether agents may ask by HTTP too, on loopback and on a Unix socket.
@@ -35,6 +38,7 @@ class EpisodeConfig(Branch):
     max_observation_tokens: Count = 512
     timeout_s: Seconds = 300.0
     call_timeout_s: Seconds = 10.0
+    phase_tool_s: Seconds = 30.0
     workers: Annotated[int, Field(ge=1, le=1024)] = 2
     memory_mb: Annotated[int, Field(ge=1, le=2**24)] = 1024
     history: Literal["append", "render"] = "append"

@@ -127,7 +127,7 @@ def sampling_keys(recipe: Recipe) -> dict[str, Any]:
     """
     rollout, algorithm = recipe.rollout, recipe.algorithm
     of_rollout = ("samples_per_prompt", "temperature", "top_p", "max_response_tokens", "phase_tokens")
-    hyperparameters = hyperparameters_of(algorithm.name, algorithm)
+    hyperparameters, episode = hyperparameters_of(algorithm.name, algorithm), recipe.episode
     return {
         **{f"rollout.{key}": getattr(rollout, key) for key in of_rollout},
         "rollout.prompts_per_step": rollout.prompts_per_step,
@@ -137,6 +137,10 @@ def sampling_keys(recipe: Recipe) -> dict[str, Any]:
         "algorithm.dynamic_sampling": hyperparameters.dynamic_sampling,
         "algorithm.oversample": hyperparameters.oversample if hyperparameters.dynamic_sampling else None,
         "train.replay": recipe.train.replay,
+        "episode.tools": list(episode.tools) if episode else None,
+        "episode.environment": episode.environment if episode else None,
+        "episode.max_tokens": episode.max_tokens if episode else None,
+        "episode.history": episode.history if episode else None,
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import numpy as np
 
@@ -20,6 +21,11 @@ def row_summaries(prompt: Prompt, sample: Sample) -> tuple[RowSummary, ...]:
 def row_length(prompt: Prompt, row: EpisodeRow) -> int:
     """The tokens of prompt and response; prompt: the group's."""
     return len(prompt.token_ids if row.prompt_ids is None else row.prompt_ids) + len(row.response_ids_T)
+
+
+def longest_row(prompt: Prompt, sample: Sample) -> int:
+    """The tokens of prompt and response of the sample's longest row."""
+    return max(row_length(prompt, row) for row in sample.rows)
 
 
 def trained_parts(rows: Sequence[EpisodeRow]) -> tuple[SamplePart, ...]:
@@ -62,15 +68,17 @@ def sample_fault(prompt: Prompt, sample: Sample) -> str | None:
     have no logprob and no reward. An ended row ends with a token that the model sampled. The trained tokens of all rows
     are those that the engine sampled without those that were dropped.
     """
-    if sample.is_plain and sample.facts is None and sample.token_rewards_T is None:
+    facts, opened = sample.facts, sample.open_episode
+    if sample.is_plain and facts is None and opened is None and sample.token_rewards_T is None:
         return None
     for number, row in enumerate(sample.rows):
         if fault := _row_fault(row, row_length(prompt, row), sample.is_open):
             return f"has a row {number} with {fault}"
-    facts, trained = sample.facts, sample.num_trained
-    if facts and trained != facts.sampled_tokens - facts.dropped_tokens:
-        counted = f"{facts.sampled_tokens} tokens that the engine sampled, of which {facts.dropped_tokens} were dropped"
-        return f"has {trained} tokens to train on, and {counted}"
+    account = asdict(facts) if facts else opened.account if opened else {}
+    sampled, dropped = account.get("sampled_tokens", 0), account.get("dropped_tokens", 0)
+    if account and sample.num_trained != sampled - dropped:
+        counted = f"{sampled} tokens that the engine sampled, of which {dropped} were dropped"
+        return f"has {sample.num_trained} tokens to train on, and {counted}"
     return None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any, get_args
 
 import numpy as np
@@ -20,6 +20,7 @@ from megarl.rollout.stock import PartialGroup
 from megarl.types import (
     EpisodeEnd,
     EpisodeFacts,
+    EpisodeProgress,
     EpisodeRow,
     Prompt,
     Sample,
@@ -29,15 +30,15 @@ from megarl.types import (
     TranscriptEntry,
 )
 
-FORMAT = 7
-FORMATS = (5, 6, FORMAT)  # that are read
-_EPISODES_SINCE, _TRANSCRIPTS_SINCE = 6, 7
-_FACTS_SINCE = {"reusable_tokens": 7, "cached_tokens": 7}  # others: 6
+FORMAT = 8
+FORMATS = (5, 6, 7, FORMAT)  # that are read
+_EPISODES_SINCE, _TRANSCRIPTS_SINCE, _OPEN_EPISODES_SINCE = 6, 7, 8
+_FACTS_SINCE = {"reusable_tokens": 7, "cached_tokens": 7, "begun_anew": 8}  # others: 6
 _EXPERT_TYPES = ("uint8", "int16")
 _EXPERTS_OF = ("experts", "experts_type", "experts_shape")
 _MARKS = ("own_prompt_ids", "trained", "token_rewards")
 _OF_ROW = ("response_ids", "engine_logp", "versions", "part_tokens", *_MARKS, *_EXPERTS_OF)  # of a conversation
-_OF_EPISODES = (*_MARKS, "more_rows", "facts", "transcript")
+_OF_EPISODES = (*_MARKS, "more_rows", "facts", "transcript", "open_episode")
 _OPTIONAL = {"given_answer", "failure", *_EXPERTS_OF, *_OF_EPISODES}
 _LISTS = ("prompt_ids", *_OF_ROW[:4], *_MARKS, "experts_shape", "more_rows")
 
@@ -82,6 +83,8 @@ def schema(number: int = FORMAT) -> Any:
         columns |= {"more_rows": pa.list_(conversation), "facts": pa.struct(list(facts.items()))}
     if number >= _TRANSCRIPTS_SINCE:
         columns["transcript"] = text
+    if number >= _OPEN_EPISODES_SINCE:
+        columns["open_episode"] = text
     return pa.schema(list(columns.items()))
 
 
@@ -117,6 +120,7 @@ def row_of(step: int, number: int, group: SampleGroup | PartialGroup, index: int
         "more_rows": more or None,
         "facts": None if sample.facts is None else asdict(sample.facts),
         "transcript": json_line(sample.transcript) if sample.transcript else None,
+        "open_episode": json.dumps(asdict(sample.open_episode)) if sample.open_episode else None,
     }
 
 
@@ -173,6 +177,8 @@ def row_fault(row: dict[str, Any], step: int) -> str | None:
         return f"has the facts {row['facts']}"
     if row["transcript"] is not None and (fault := _transcript_fault(row["transcript"])):
         return fault
+    if row["open_episode"] is not None and _open_episode(row["open_episode"]) is None:
+        return "has an open episode that cannot be read"
     return sample_fault(prompt_of(row), sample_of(row))
 
 
@@ -275,7 +281,19 @@ def sample_of(row: dict[str, Any]) -> Sample:
         more_rows=tuple(more),
         facts=EpisodeFacts(**row["facts"]) if row["facts"] else None,
         transcript=tuple(json.loads(row["transcript"] or "[]")),
+        open_episode=_open_episode(row["open_episode"]) if row["open_episode"] else None,
     )
+
+
+def _open_episode(text: str) -> EpisodeProgress | None:
+    """None where the text is not one."""
+    try:
+        found = json.loads(text)
+        for name in ("digests", "said", "messages"):
+            found[name] = None if found[name] is None else tuple(found[name])
+        return EpisodeProgress(**found) if len(found) == len(fields(EpisodeProgress)) else None
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
 
 
 def _episode_row(row: dict[str, Any]) -> EpisodeRow:

@@ -18,6 +18,7 @@ the run's stock, with one row group a group.
   own_prompt_ids and so on. Files of format 5, which do not have these columns, are read, too
 - transcript: of an episode, Sample.transcript in JSON; files of format 6 do not have it, nor the tokens that could be
   and were cached in facts
+- open_episode: Sample.open_episode in JSON; files of formats 6 and 7 do not have it, nor begun_anew in facts
 
 The schema's metadata has the format's version, the size of the model's vocabulary, and the temperature of sampling
 and of engine_logp. Pages carry checksums.

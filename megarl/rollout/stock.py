@@ -145,10 +145,14 @@ def _bits(entries: Iterable[Entry[Ref]]) -> int:
     return bits
 
 
+def phases_of(longest: int, phase_tokens: int | None) -> int:
+    """The phases of a sample of so many tokens; an episode has no more, for whatever it waits."""
+    return -(-longest // (phase_tokens or longest))
+
+
 def num_phases(recipe: Recipe) -> int:
-    """The phases that the longest response takes."""
-    longest = recipe.rollout.max_response_tokens
-    return -(-longest // (recipe.rollout.phase_tokens or longest))
+    """The phases that the longest sample takes."""
+    return phases_of(recipe.longest_sample, recipe.rollout.phase_tokens)
 
 
 def staleness_bound(recipe: Recipe, hyperparameters: Hyperparameters) -> int:
@@ -158,7 +162,8 @@ def staleness_bound(recipe: Recipe, hyperparameters: Hyperparameters) -> int:
     phase, which continues them all: a group is complete at most P - 1 steps after its first phase. A complete group
     waits in steps that train on S others of lower numbers, of which there are at most F - 1; and at most F - 1 - S,
     once a step has trained on S others while the group was open. So it waits W = ceil(F / S) - 1 steps, or, where it
-    took several steps to complete, one step less. A step that is short of groups trains on all that there are.
+    took several steps to complete, one step less. A step that is short of groups trains on all that there are. An
+    episode that has not ended in P phases, because it waited for tools or began anew, ends in the last as `timeout`.
 
     With ahead the first phase of a step is sampled in the step before: its tokens are a version older, and all else
     is the same.

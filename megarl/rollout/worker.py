@@ -18,6 +18,7 @@ from megarl.parallel.hf_config import read_model
 from megarl.parallel.quantisation import QUANTISATION_KEYS
 from megarl.parallel.roles import engine_layout, lora_size
 from megarl.rollout import accounting
+from megarl.rollout.conversations.episode import EpisodeRunner
 from megarl.rollout.dealing import Capacity, CompletedSample
 from megarl.rollout.episodes import AgentRuntime, EnvironmentRuntime, Runner, episode_runtime
 from megarl.rollout.rewards import MEND, WHERE, Failure, Verdict, describe_failure
@@ -146,11 +147,11 @@ class RolloutWorker:
         self, prompt: Prompt, sampling: Sampling, begun: PartialGroup | None
     ) -> tuple[list[Sample], list[Verdict | Failure | None]]:
         """The samples of a prompt, and the verdicts that are known: of a phase before, or of an environment."""
+        if self._episodes:
+            return await self._play(self._episodes, prompt, sampling, begun)
         if begun:
             samples = await self._engine.generate(prompt.token_ids, sampling, begun.samples)
             return samples, list(begun.verdicts)
-        if self._episodes:
-            return await self._play(self._episodes, prompt, sampling)
         calls = [self._engine.generate(prompt.token_ids, sampling)]
         if sampling.with_baseline:
             calls.append(self._engine.generate(prompt.token_ids, replace(sampling, num_samples=1, temperature=0.0)))
@@ -159,8 +160,11 @@ class RolloutWorker:
         return samples, [None] * len(samples)
 
     async def _play(
-        self, episodes: Runner, prompt: Prompt, sampling: Sampling
+        self, episodes: Runner, prompt: Prompt, sampling: Sampling, begun: PartialGroup | None
     ) -> tuple[list[Sample], list[Verdict | Failure | None]]:
+        if begun:
+            assert isinstance(episodes, EpisodeRunner), "agents have no phases"
+            return await _continued(episodes, prompt, sampling, begun)
         ways = [sampling] * sampling.num_samples
         if sampling.with_baseline:
             ways.append(replace(sampling, temperature=0.0))
@@ -202,6 +206,18 @@ class EnginePart(Schedulers):
 
     def __init__(self, recipe: Recipe, index: int, span: NodeSpan) -> None:
         super().__init__(engine_settings(recipe, index, span))
+
+
+async def _continued(
+    episodes: EpisodeRunner, prompt: Prompt, sampling: Sampling, begun: PartialGroup
+) -> tuple[list[Sample], list[Verdict | Failure | None]]:
+    """The episodes of a group after a further phase of the open ones."""
+    samples, verdicts = list(begun.samples), list(begun.verdicts)
+    places, dealt = [place for place, one in enumerate(samples) if one.is_open], partial_summary(begun).context_tokens
+    going = [episodes.run(prompt, sampling, place, samples[place], dealt) for place in places]
+    for place, one in zip(places, await asyncio.gather(*going), strict=True):
+        samples[place], verdicts[place] = one.sample, one.verdict
+    return samples, verdicts
 
 
 def scored(
@@ -271,7 +287,8 @@ def summary(group: SampleGroup) -> GroupSummary:
 
 
 def partial_summary(group: PartialGroup) -> PartialSummary:
-    """The summary of a group with open samples."""
+    """The summary of a group with open samples. Raises RuntimeError as `summary`."""
+    accounting.check(group.prompt, group.samples)
     opened = [sample for sample in group.samples if sample.is_open]
-    longest = max(accounting.row_length(group.prompt, row) for sample in opened for row in sample.rows)
+    longest = max(accounting.longest_row(group.prompt, sample) for sample in opened)
     return PartialSummary(len(opened), longest)

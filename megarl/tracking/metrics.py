@@ -46,9 +46,9 @@ def episode_metrics(groups: Sequence[GroupSummary]) -> Metrics:
     """Of a step's episodes that were drawn and have facts; {} where there are none.
 
     `call_errors`: of all calls, the share that was broken or failed; `masked_share`: of all tokens after the prompts,
-    those that the model did not sample; `dropped_tokens`: sampled ones that are in no row; `prefix_hit_share`: of the
-    tokens of turns' contexts that the engine had computed before, those that it found in its cache; `end/...`: the
-    share of the episodes that ended so.
+    those that the model did not sample; `dropped_tokens`: sampled ones that are in no row; `begun_anew`: how often an
+    episode did; `prefix_hit_share`: of the tokens of turns' contexts that the engine had computed before, those that it
+    found in its cache; `end/...`: the share of the episodes that ended so.
     """
     places = [(group, at) for group in groups if group.facts for at in np.flatnonzero(group.drawn_G).tolist()]
     facts = [one for one in (group.facts[at] for group, at in places) if one]
@@ -73,6 +73,7 @@ def episode_metrics(groups: Sequence[GroupSummary]) -> Metrics:
         "episode/masked_share": 1.0 - trained / tokens if tokens else 0.0,
         "episode/dropped_tokens": float(sum(one.dropped_tokens for one in facts)),
         **hits,
+        "episode/begun_anew": float(sum(one.begun_anew for one in facts)),
         **({"episode/turn_reward_mean": float(np.mean(of_turns))} if of_turns else {}),
         **{f"episode/end/{end}": share for end, share in ends.items()},
     }

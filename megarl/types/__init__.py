@@ -16,9 +16,10 @@ import numpy.typing as npt
 from megarl.printable import one_line
 from megarl.types.arrays import BoolArray, FloatArray, IntArray
 from megarl.types.episodes import EpisodeEnd as EpisodeEnd
-from megarl.types.episodes import EpisodeFacts, EpisodeRow, RowSummary, SamplePart, Transcript, episode_dict
+from megarl.types.episodes import EpisodeFacts, EpisodeProgress, EpisodeRow, RowSummary, SamplePart, Transcript
 from megarl.types.episodes import TranscriptCall as TranscriptCall
 from megarl.types.episodes import TranscriptEntry as TranscriptEntry
+from megarl.types.episodes import episode_dict as episode_dict
 from megarl.types.episodes import num_stale as num_stale
 from megarl.types.episodes import with_part as with_part
 from megarl.types.rounds import RoundBalance as RoundBalance
@@ -166,8 +167,8 @@ class Sample:
 
     Of an episode alone: prompt_ids, where its prompt is not the group's; trained_T, of the response, whether the model
     sampled the token (None: all); token_rewards_T, of the response, the reward of each turn at the turn's last sampled
-    token, beside the reward of the whole (None: 0); more_rows, its conversations after the first; facts and transcript,
-    once it ended.
+    token, beside the reward of the whole (None: 0); more_rows, its conversations after the first; facts, once ended;
+    transcript, so far; open_episode, once left open.
     """
 
     response_ids_T: IntArray
@@ -188,6 +189,7 @@ class Sample:
     facts: EpisodeFacts | None = None
     transcript: Transcript = ()
     cached_tokens: int = 0
+    open_episode: EpisodeProgress | None = None
 
     @property
     def rows(self) -> tuple[EpisodeRow, ...]:

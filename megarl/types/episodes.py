@@ -8,8 +8,8 @@ one sample.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
 import numpy.typing as npt
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from megarl.types.arrays import BoolArray, FloatArray, IntArray
 
 # Why an episode ended: the model answered, or the environment said so; a limit of turns, of tokens, or of a turn's
-# tokens; too many broken calls; time; or a failure of the environment, or of the agent.
+# tokens; too many broken calls; time, or phases; or a failure of the environment, or of the agent.
 EpisodeEnd = Literal[
     "answered", "done", "max_turns", "max_tokens", "cut", "bad_calls", "timeout", "environment", "agent"
 ]  # fmt: skip
@@ -30,7 +30,8 @@ class EpisodeFacts:
     call_errors: of the calls, those that were broken or failed. tool_s: that tools and the environment took.
     sampled_tokens: counted at the engine's answers; dropped_tokens: of them, those that are in no row. reusable_tokens:
     of the contexts of all turns, those that the engine had computed in the turns before; cached_tokens: of them, those
-    that were still in its prefix cache.
+    that were still in its prefix cache. begun_anew: how often it began anew, because a phase had left it open and its
+    environment could not go on. Of what was before, the tokens and the seconds alone are counted.
     """
 
     turns: int
@@ -42,6 +43,32 @@ class EpisodeFacts:
     dropped_tokens: int = 0
     reusable_tokens: int = 0
     cached_tokens: int = 0
+    begun_anew: int = 0
+
+
+@dataclass(frozen=True)
+class EpisodeProgress:
+    """What an episode that a phase has left open needs to go on, beside its rows; all of it can be JSON.
+
+    phases: that it has had. account: its counts so far. following: what comes first: all of it (`begin`), the rest of
+    the last turn, an answer to the last turn, or, after a `message`, a further turn. seconds: since it had its first
+    place at an engine, in phases alone. digests: of all tokens of each row, hexadecimal. turn_tokens: of the last turn,
+    with which the last row ends. said: the message after it; None where the history is rendered. messages: after those
+    of the prompt, where the history is rendered. history: of its environment; None: it cannot be done again.
+    after_tools, bad_turns: as they were.
+    """
+
+    phases: int
+    account: Mapping[str, Any]
+    following: Literal["begin", "turn", "answer", "message"] = "begin"
+    seconds: float = 0.0
+    digests: tuple[str, ...] = ()
+    turn_tokens: int = 0
+    said: tuple[int, ...] | None = None
+    messages: tuple[Mapping[str, Any], ...] = field(default=())
+    history: str | None = None
+    after_tools: bool = False
+    bad_turns: int = 0
 
 
 class TranscriptCall(TypedDict):

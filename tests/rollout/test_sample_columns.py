@@ -18,6 +18,7 @@ from megarl.rollout.sample_file import open_samples, writing
 from megarl.rollout.stock import PartialGroup
 from megarl.types import (
     EpisodeFacts,
+    EpisodeProgress,
     Prompt,
     Sample,
     SampleGroup,
@@ -90,13 +91,44 @@ def test_what_happened_comes_back_and_an_episode_may_have_no_token(tmp_path: Pat
     assert [sample.facts for sample in found.samples] == [silent.facts, one.facts]
     assert [sample.transcript for sample in found.samples] == [(), TRANSCRIPT]
     assert plain(list(found.samples)) == plain([silent, one])
-    unbegun = Sample(*NOTHING, is_open=True)
-    waiting = replace(one, is_open=True, finished=False, facts=None)
+    unbegun = Sample(*NOTHING, is_open=True, open_episode=EpisodeProgress(1, {"tool_s": 0.1}))
+    account = {"turns": 1, "tool_s": 0.1 + 0.2, "sampled_tokens": one.num_trained + 2, "dropped_tokens": 2}
+    opened = EpisodeProgress(
+        *(2, account, "message", 1 / 3, ("0f" * 64,), 3, (5, 2**31)),
+        *(({"role": "user", "content": "\u2713 \ud800"},), '[[[["open"], null]]]', True, 2),
+    )
+    waiting = replace(one, is_open=True, finished=False, facts=None, open_episode=opened)
     partial = PartialGroup(PROMPT, (one, waiting, unbegun), (Verdict(1.0, True), None, None))
     with writing(tmp_path / "stock.parquet", 99, 1.0) as file:
         file.write([partial])
     (stocked,) = open_samples(tmp_path / "stock.parquet").stocked_groups()
     assert plain(list(stocked.samples)) == plain(list(partial.samples))
+    assert [sample.open_episode for sample in stocked.samples] == [None, opened, unbegun.open_episode]
+    dropped = replace(waiting, open_episode=replace(opened, account=account | {"dropped_tokens": 0}))
+    unread = replace(waiting, open_episode=FACTS)  # type: ignore[arg-type]
+    for bad, says in ((dropped, "were dropped"), (unread, "an open episode that cannot be read")):
+        with writing(tmp_path / "bad.parquet", 99, 1.0) as file:
+            file.write([replace(partial, samples=(one, bad, unbegun))])
+        with pytest.raises(UserFault, match=says):
+            list(open_samples(tmp_path / "bad.parquet").stocked_groups())
+
+
+def test_a_file_without_open_episodes_is_read(tmp_path: Path) -> None:
+    import pyarrow.parquet
+
+    path, one = tmp_path / "f.parquet", episode(np.random.default_rng(0), 2)
+    facts = replace(FACTS, sampled_tokens=one.num_trained + 2, reusable_tokens=0, cached_tokens=0)
+    one = replace(one, facts=facts)
+    read(path, group_of(one))
+    rows = pyarrow.parquet.read_table(path).to_pylist()
+    for row in rows:
+        del row["facts"]["begun_anew"], row["open_episode"]
+    for number in (7, 6):
+        ours = json.dumps({"format": number, "vocab_size": 99, "temperature": 1.0}).encode()
+        table = pyarrow.Table.from_pylist(rows, schema=schema(number).with_metadata({b"megarl": ours}))
+        pyarrow.parquet.write_table(table, path)
+        (found,) = open_samples(path).groups(1)
+        assert plain(list(found.samples)) == plain([one]) and found.samples[0].facts == one.facts
 
 
 def test_a_file_of_the_format_before_is_read(tmp_path: Path) -> None:
@@ -111,9 +143,9 @@ def test_a_file_of_the_format_before_is_read(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(table.replace_schema_metadata({b"megarl": ours}), path)
     (found,) = open_samples(path).groups(1)
     assert plain(list(found.samples)) == plain(list(written.samples)) == plain([usual, usual])
-    newer = json.dumps({"format": 6, "vocab_size": 99, "temperature": 1.0}).encode()
+    newer = json.dumps({"format": 7, "vocab_size": 99, "temperature": 1.0}).encode()
     pyarrow.parquet.write_table(table.replace_schema_metadata({b"megarl": newer}), path)
-    with pytest.raises(UserFault, match="its format is 6, this version reads 5, 6 and 7"):
+    with pytest.raises(UserFault, match="its format is 7, this version reads 5, 6, 7 and 8"):
         open_samples(path)
 
 

@@ -19,9 +19,9 @@ from megarl.rollout.agents.chat import ChatAnswer, ChatRefused, ChatRequest, Epi
 from megarl.rollout.conversations.agent_tools import ToolSet, ToolSets, calls_of
 from megarl.rollout.conversations.conversation import Conversation
 from megarl.rollout.conversations.messages import BadMessages, assistant_message, checked, rendered, said
-from megarl.rollout.conversations.rows import EpisodeRows
+from megarl.rollout.conversations.rows import EpisodeRows, SampledTurn
 from megarl.rollout.conversations.tool_calls import BadCall, Turn
-from megarl.types import EpisodeEnd, Sample
+from megarl.types import EpisodeEnd
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -185,20 +185,20 @@ class AgentEpisode:
     async def _turn(self, thread: _Thread, messages: Messages) -> ChatAnswer:
         conversation, prompt_tokens = thread.conversation, len(thread.conversation.ids)
         thread.stop = None  # a turn that is not delivered ends the conversation
-        turn = await self._rows.turn(conversation, [message["content"] for message in thread.heard])
+        turn = await self._rows.turn(conversation, heard=[message["content"] for message in thread.heard])
         message = await asyncio.to_thread(self._read, thread, turn)
         self._last_is_cut = not turn.finished
         if turn.finished:
-            thread.stop = int(turn.response_ids_T[-1])
+            thread.stop = turn.ids[-1]
         thread.messages = [*messages, message]
         thread.is_busy = False
-        calls, tokens = calls_of(message), len(turn.response_ids_T)
+        calls, tokens = calls_of(message), len(turn.ids)
         finish = "length" if not turn.finished else "tool_calls" if calls else "stop"
         return ChatAnswer(message["content"], calls, finish, prompt_tokens, tokens)
 
-    def _read(self, thread: _Thread, turn: Sample) -> dict[str, Any]:
+    def _read(self, thread: _Thread, turn: SampledTurn) -> dict[str, Any]:
         """The turn as a message. Where a call of it cannot be read at all, the whole is a text."""
-        tally, ids = self._rows.tally, turn.response_ids_T.tolist()
+        tally, ids = self._rows.tally, turn.ids
         read = thread.tools.read(ids, after_tools=thread.heard[-1]["role"] == "tool")
         bad = [call for call in read.calls if isinstance(call, BadCall)]
         text, number = thread.tools.splice.turn_text(ids), tally.calls

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -31,6 +31,29 @@ class Conversation:
         self._experts: list[np.ndarray] = []
         self._hash = hashlib.blake2b(_bytes(self._ids))
         self._asked: list[Asked] = []
+
+    @classmethod
+    def restored(cls, row: EpisodeRow, prompt_ids: Sequence[int], digest: bytes) -> Self:
+        """The conversation of a row, which an earlier phase has left open. digest: what its `digest` was.
+
+        The row is proven by it as by the hash of a turn.
+        """
+        found = cls(prompt_ids)
+        trained_T = np.ones(len(row.response_ids_T), np.bool_) if row.trained_T is None else row.trained_T
+        found._ids += row.response_ids_T.tolist()
+        found._hash.update(_bytes(found._ids[found.prompt_length :]))
+        found._logp, found._trained, found._parts = [row.engine_logp_T], [trained_T], row.parts
+        if row.token_rewards_T is not None:
+            places = np.flatnonzero(row.token_rewards_T).tolist()
+            found._rewards = {found.prompt_length + place: float(row.token_rewards_T[place]) for place in places}
+        found._experts = [] if row.routed_experts is None else [row.routed_experts]
+        found._asked = [(len(found._ids), digest)]
+        return found
+
+    @property
+    def digest(self) -> bytes:
+        """The hash of all tokens that the row has."""
+        return hashlib.blake2b(_bytes(self._ids[: len(self._ids) - self._said])).digest()
 
     @property
     def ids(self) -> Sequence[int]:

@@ -1,6 +1,7 @@
 """The turns of an episode: the model samples, and tools or an environment answer, until one of the ends.
 
 Every turn is sampled after exactly the tokens that its row has; what is said in between is appended by the splice.
+Where the rollout has phases, one may leave an episode open in a turn, before its answer, or after it.
 """
 
 from __future__ import annotations
@@ -13,19 +14,22 @@ from itertools import count
 from typing import Any, Protocol
 
 from megarl.config.episode import EpisodeConfig
-from megarl.rollout.conversations.conversation import Conversation
+from megarl.rollout.accounting import longest_row
 from megarl.rollout.conversations.messages import BadMessages, assistant_message, rendered, results_of
-from megarl.rollout.conversations.rows import EpisodeResult, EpisodeRows, Tally, TurnSampler
+from megarl.rollout.conversations.open_episode import EpisodeState, PhaseOver, ToolTime, left_open, resumed
+from megarl.rollout.conversations.rows import EpisodeResult, EpisodeRows, SampledTurn, Tally, TurnSampler
 from megarl.rollout.conversations.splice import Splice, ToolResult
 from megarl.rollout.conversations.template import Message, TemplateRefusal, user
 from megarl.rollout.conversations.tool_calls import CallFormat, ToolCall, Turn
-from megarl.rollout.environments.pool import EnvironmentFailure
+from megarl.rollout.conversations.transcript import TranscriptWriter
+from megarl.rollout.environments.pool import EnvironmentFailure, ReplayFailure
 from megarl.rollout.environments.results import CallResult
 from megarl.rollout.rewards import Failure, Verdict
 from megarl.rollout.sglang.arguments import Sampling
 from megarl.rollout.sglang.deterministic import sample_seed
+from megarl.rollout.stock import phases_of
 from megarl.rollout.template_check import chat_messages
-from megarl.types import EpisodeEnd, Prompt, Sample, UserFault
+from megarl.types import EpisodeEnd, EpisodeProgress, Prompt, Sample, UserFault
 
 _MOST_BAD_TURNS = 3  # in a row, whose calls could not be made at all
 _FIRST_TOKEN = 1  # room that a turn needs at least
@@ -37,6 +41,8 @@ class EnvironmentClient(Protocol):
     @property
     def has_reply(self) -> bool: ...
     async def open(self, episode: str, row: Mapping[str, Any], seed: int) -> str | None: ...
+    async def resume(self, episode: str, row: Mapping[str, Any], seed: int, history: str | None) -> int: ...
+    async def leave(self, episode: str, operations: int) -> str | None: ...
     async def call(self, episode: str, calls: Sequence[tuple[str, object]]) -> list[CallResult]: ...
     async def reply(self, episode: str, text: str) -> CallResult | None: ...
     async def finish(self, episode: str) -> Verdict | None: ...
@@ -51,22 +57,6 @@ class _Answer:
 
     ids: Sequence[int] | None = ()
     end: EpisodeEnd | None = None
-
-
-@dataclass
-class _State:
-    """An episode between two turns. history: its messages in OpenAI's form, which are kept to be rendered."""
-
-    rows: EpisodeRows
-    conversation: Conversation
-    history: list[Message]
-    began_s: float
-    after_tools: bool = False  # whether the last message was the results of calls
-    bad_turns: int = 0  # in a row, whose calls could not be made at all
-
-    @property
-    def tally(self) -> Tally:
-        return self.rows.tally
 
 
 class EpisodeRunner:
@@ -87,67 +77,120 @@ class EpisodeRunner:
         self._max_prompt_tokens = max_prompt_tokens
         self._renders = config.history == "render"
 
-    async def run(self, prompt: Prompt, sampling: Sampling, place: int) -> EpisodeResult:
-        """One episode, sample number `place` of its prompt. sampling.max_tokens: of a turn.
+    async def run(
+        self, prompt: Prompt, sampling: Sampling, place: int, begun: Sample | None = None, dealt_tokens: int = 0
+    ) -> EpisodeResult:
+        """One episode, sample number `place` of its prompt, or a phase of it. sampling.max_tokens: of a turn.
 
-        Raises what the sampler raises, and UserFault where what answers can no longer be used.
+        begun: as the phase before has left it. dealt_tokens: with which it was dealt to the engine; 0: those of the
+        prompt. Raises what the sampler raises, and UserFault where what answers can no longer be used.
         """
-        name, verdict, failure = f"episode-{next(self._numbers)}", None, None
-        await self._sampler.begin(name, len(prompt.token_ids))
-        limits = self._max_prompt_tokens, self._config.max_tokens
-        rows = EpisodeRows(self._sampler, name, sampling, place, *limits)
+        name, config = f"episode-{next(self._numbers)}", self._config
+        opened = (begun.open_episode if begun else None) or EpisodeProgress(0, {})
+        own_tokens = longest_row(prompt, begun) if begun else len(prompt.token_ids)
+        await self._sampler.begin(name, own_tokens)
+        rows = EpisodeRows(self._sampler, name, sampling, place, self._max_prompt_tokens, config.max_tokens)
+        rows.tally = Tally(**opened.account, transcript=TranscriptWriter(begun.transcript if begun else ()))
+        tools = ToolTime(rows.tally, config.phase_tool_s if sampling.phase_tokens else None)
         try:
-            try:
-                state = await self._begun(rows, prompt, sampling)
-                end = await self._take_turns(state, sampling.max_tokens)
-            except EnvironmentFailure as error:
-                end, failure = "environment", error
+            state, end, failure = await self._phase(rows, tools, prompt, sampling, begun)
         finally:  # the engine's place is free before the environment thinks about the reward
-            await rows.end(len(prompt.token_ids))
+            await rows.end(dealt_tokens or len(prompt.token_ids))
+        phases = opened.phases + 1
+        if end is None and phases < phases_of(config.max_tokens, sampling.phase_tokens):
+            history = await self._environment.leave(name, tools.operations)
+            return EpisodeResult(left_open(rows, state, prompt, phases, history, renders=self._renders), None)
+        if end is None and state is None:
+            await self._environment.leave(name, 0)
+            words = f"reset took longer than episode.phase_tool_s ({config.phase_tool_s:g} s) in {phases} phases"
+            return EpisodeResult(rows.sample("environment", prompt.token_ids), Failure(words))
+        verdict = None
         try:
-            verdict = await self._timed(rows.tally, self._environment.finish(name))
+            verdict = await tools.unlimited(self._environment.finish(name))
         except EnvironmentFailure as error:
             end, failure = "environment", error
-        return EpisodeResult(rows.sample(end, prompt.token_ids), Failure(str(failure)) if failure else verdict)
+        sample = rows.sample(end or "timeout", prompt.token_ids)
+        return EpisodeResult(sample, Failure(str(failure)) if failure else verdict)
 
-    async def _begun(self, rows: EpisodeRows, prompt: Prompt, sampling: Sampling) -> _State:
+    async def _phase(
+        self, rows: EpisodeRows, tools: ToolTime, prompt: Prompt, sampling: Sampling, begun: Sample | None
+    ) -> tuple[EpisodeState | None, EpisodeEnd | None, EnvironmentFailure | None]:
+        """(the state, None where the environment has not begun; the end, None where the phase leaves the episode open;
+        the failure that has ended it)."""
+        state = None
+        try:
+            state = await self._state(rows, tools, prompt, sampling, begun)
+            return state, await self._take_turns(state, sampling.max_tokens), None
+        except EnvironmentFailure as error:
+            return state, "environment", error
+        except PhaseOver:
+            return state, None, None
+
+    async def _state(
+        self, rows: EpisodeRows, tools: ToolTime, prompt: Prompt, sampling: Sampling, begun: Sample | None
+    ) -> EpisodeState:
+        """The state that the phase before has left, or a new one where there is none, or it cannot be made again."""
+        opened, began_s = begun.open_episode if begun else None, time.monotonic()
+        if begun and opened and opened.following != "begin":
+            again = self._environment.resume(rows.name, prompt.row, group_seed(sampling), opened.history)
+            try:
+                tools.operations = await tools.unlimited(again)
+            except ReplayFailure:
+                rows.tally.begin_anew()
+            else:
+                return resumed(rows, tools, prompt, begun, opened, began_s - opened.seconds)
+        return await self._begun(rows, tools, prompt, sampling)
+
+    async def _begun(self, rows: EpisodeRows, tools: ToolTime, prompt: Prompt, sampling: Sampling) -> EpisodeState:
         """The environment's first words are appended to the prompt as one more message of the user."""
-        began_s, given = time.monotonic(), prompt.messages
-        opening = await self._timed(rows.tally, self._environment.open(rows.name, prompt.row, group_seed(sampling)))
-        history = chat_messages(given)
+        began_s, messages = time.monotonic(), chat_messages(prompt.messages)
+        opening = await tools.wait(self._environment.open(rows.name, prompt.row, group_seed(sampling)))
         if opening is None:
-            return _State(rows, rows.open(prompt.token_ids), history, began_s)
+            return EpisodeState(rows, tools, rows.open(prompt.token_ids), messages, began_s)
         rows.tally.transcript.add_message(opening)
-        history = [*history, user(self._splice.template.without_special_tokens(opening))]
-        ids = await self._said(self._splice.first, history)
+        messages = [*messages, user(self._splice.template.without_special_tokens(opening))]
+        ids = await self._said(self._splice.first, messages)
         if len(ids) > self._max_prompt_tokens:
             limit = f"data.max_prompt_tokens is {self._max_prompt_tokens}"
             raise EnvironmentFailure(f"with the text of reset the prompt has {len(ids)} tokens, and {limit}")
-        return _State(rows, rows.open(ids), history, began_s)
+        return EpisodeState(rows, tools, rows.open(ids), messages, began_s)
 
-    async def _take_turns(self, state: _State, turn_tokens: int) -> EpisodeEnd:
-        """turn_tokens: of a turn at most."""
-        rows, config = state.rows, self._config
+    async def _take_turns(self, state: EpisodeState, turn_tokens: int) -> EpisodeEnd:
+        """Until the episode ends. turn_tokens: of a turn at most. Raises PhaseOver where the phase leaves it open."""
         while True:
-            is_whole = rows.turn_tokens(state.conversation) == turn_tokens
-            turn = await rows.turn(state.conversation)
+            if not state.is_answered and (end := await self._turn(state, turn_tokens)):
+                return end
+            if not await self._go_on(state):
+                return "max_tokens"
+            if time.monotonic() - state.began_s > self._config.timeout_s:
+                return "timeout"
+            if state.rows.is_phase_over:
+                raise PhaseOver
+            state.turn, state.is_answered = None, False
+
+    async def _turn(self, state: EpisodeState, turn_tokens: int) -> EpisodeEnd | None:
+        """The next turn, or what a phase has left of one, and its answer; the end where the episode ends with it."""
+        rows, turn = state.rows, state.turn
+        if turn is None or turn.is_open:
+            is_whole = rows.turn_tokens(state.conversation, turn) == turn_tokens
+            state.turn = turn = await rows.turn(state.conversation, turn)
+            if turn.is_open:
+                raise PhaseOver
             if not turn.finished:
                 return "cut" if is_whole else "max_tokens"
-            answer = await self._answer(state, turn)
-            if answer.end:
-                return answer.end
-            if state.tally.turns == config.max_turns:
-                return "max_turns"
-            if not await self._go_on(state, answer.ids):
-                return "max_tokens"
-            if time.monotonic() - state.began_s > config.timeout_s:
-                return "timeout"
+        answer = await self._answer(state, turn)
+        if answer.end:
+            return answer.end
+        if state.tally.turns == self._config.max_turns:
+            return "max_turns"
+        state.said, state.is_answered = answer.ids, True
+        return None
 
-    async def _go_on(self, state: _State, ids: Sequence[int] | None) -> bool:
+    async def _go_on(self, state: EpisodeState) -> bool:
         """Whether there is room for a further turn after what was said, which the conversation then has."""
-        conversation, rows = state.conversation, state.rows
+        conversation, rows, ids = state.conversation, state.rows, state.said
         if ids is None:
-            whole = await self._said(rendered, state.history, self._splice)
+            whole = await self._said(rendered, state.messages, self._splice)
             if rows.room(len(whole)) < _FIRST_TOKEN:
                 return False
             if not conversation.is_start_of(whole):
@@ -159,18 +202,15 @@ class EpisodeRunner:
         conversation.add_message(ids)
         return True
 
-    async def _answer(self, state: _State, turn: Sample) -> _Answer:
-        """What tools or the environment say to a turn; its reward goes to the turn."""
-        ids = turn.response_ids_T.tolist()
+    async def _answer(self, state: EpisodeState, turn: SampledTurn) -> _Answer:
+        """What tools or the environment say to a turn; its reward goes to the turn. PhaseOver changes nothing."""
+        ids = turn.ids
         read = await asyncio.to_thread(self._read, ids, state.after_tools) if self._calls else Turn(turn.text)
-        if self._renders:
-            template, text = self._splice.template, self._splice.turn_text(ids)
-            state.history.append(assistant_message(read, text, template, state.tally.calls))
         if read.calls:
-            return await self._called(state, read, ids[-1])
+            return await self._called(state, read, ids)
         if not self._environment.has_reply:
             return _Answer(end="answered")
-        reply = await self._timed(state.tally, self._environment.reply(state.rows.name, read.content))
+        reply = await state.tools.wait(self._environment.reply(state.rows.name, read.content))
         if reply is None:
             return _Answer(end="answered")
         state.conversation.add_reward(reply.reward)
@@ -181,15 +221,16 @@ class EpisodeRunner:
         if reply.done:
             return _Answer(end="done")
         if self._renders:
-            state.history.append(user(shown))
+            state.messages += [self._message(state, read, ids), user(shown)]
             return _Answer(None)
         return _Answer(await self._said(self._splice.user, shown, after=ids[-1]))
 
-    async def _called(self, state: _State, read: Turn, stop: int) -> _Answer:
+    async def _called(self, state: EpisodeState, read: Turn, ids: Sequence[int]) -> _Answer:
         """The results of a turn's calls, in their order; a call that cannot be made is answered with the reason."""
         tally, name = state.tally, state.rows.name
         good = [call for call in read.calls if isinstance(call, ToolCall)]
-        made = await self._timed(tally, self._environment.call(name, [(call.name, call.arguments) for call in good]))
+        made = await state.tools.wait(self._environment.call(name, [(call.name, call.arguments) for call in good]))
+        message = self._message(state, read, ids)
         results = iter(made)
         texts = [next(results).text if isinstance(call, ToolCall) else call.reason for call in read.calls]
         shown = await asyncio.to_thread(lambda: [self._cut(text) for text in texts])
@@ -205,10 +246,14 @@ class EpisodeRunner:
         if state.bad_turns == _MOST_BAD_TURNS:
             return _Answer(end="bad_calls")
         if self._renders:
-            state.history += results_of(state.history[-1], shown)
+            state.messages += [message, *results_of(message, shown)]
             return _Answer(None)
         told = [ToolResult(text, call.name, call.id) for text, call in zip(shown, read.calls, strict=True)]
-        return _Answer(await self._said(self._splice.tool_results, told, after=stop))
+        return _Answer(await self._said(self._splice.tool_results, told, after=ids[-1]))
+
+    def _message(self, state: EpisodeState, read: Turn, ids: Sequence[int]) -> Message:
+        """A turn as the message that is rendered, before its calls are counted."""
+        return assistant_message(read, self._splice.turn_text(ids), self._splice.template, state.tally.calls)
 
     async def _said(self, splice: Callable[..., list[int]], *words: Any, **how: Any) -> list[int]:
         """The tokens of what is said to the model. Raises EnvironmentFailure where the template refuses the words."""
@@ -230,13 +275,6 @@ class EpisodeRunner:
         head, tail = ids[: most - most // 2], ids[len(ids) - most // 2 :]
         decode = self._splice.template.decode
         return f"{decode(head)}\n[... {len(ids) - most} tokens left out ...]\n{decode(tail) if tail else ''}"
-
-    async def _timed(self, tally: Tally, waits: Any) -> Any:
-        began_s = time.monotonic()
-        try:
-            return await waits
-        finally:
-            tally.tool_s += time.monotonic() - began_s
 
 
 def group_seed(sampling: Sampling) -> int:

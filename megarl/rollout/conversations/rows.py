@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from megarl.rollout.conversations.conversation import Conversation
 from megarl.rollout.conversations.transcript import TranscriptWriter
 from megarl.rollout.rewards import Failure, Verdict
 from megarl.rollout.sglang.arguments import Sampling
-from megarl.types import EpisodeEnd, EpisodeFacts, Sample
+from megarl.types import EpisodeEnd, EpisodeFacts, EpisodeProgress, Sample
 
 ENDS_BY_ITSELF = ("answered", "done")
 
@@ -27,15 +27,26 @@ class TurnSampler(Protocol):
         self, conversation: str, number: int, context_ids: Sequence[int], sampling: Sampling, place: int, rows: int
     ) -> Sample: ...
     async def complete(self, conversation: str, prompt_tokens: int, response_tokens: int) -> None: ...
+    def text(self, ids: Sequence[int]) -> str: ...
 
 
 @dataclass(frozen=True)
 class EpisodeResult:
     """An episode as a sample. verdict: that of its environment or agent, or why there is none; None: the reward
-    function decides."""
+    function decides, or the episode is open."""
 
     sample: Sample
     verdict: Verdict | Failure | None
+
+
+@dataclass(frozen=True)
+class SampledTurn:
+    """A turn of the model with all of its parts. finished: not cut at a limit; is_open: the phase has cut it."""
+
+    ids: Sequence[int]
+    text: str
+    finished: bool
+    is_open: bool = False
 
 
 @dataclass
@@ -48,19 +59,29 @@ class Tally:
     tool_s: float = 0.0
     sampled_tokens: int = 0
     dropped_tokens: int = 0
-    last: Sample | None = None
+    begun_anew: int = 0
     verifications: int = 0
     prefills: int = 0
     reusable_tokens: int = 0
     cached_tokens: int = 0
     transcript: TranscriptWriter = field(default_factory=TranscriptWriter)
 
+    @property
+    def account(self) -> dict[str, Any]:
+        """All but the transcript, which a sample has."""
+        return {name: value for name, value in vars(self).items() if name != "transcript"}
+
+    def begin_anew(self) -> None:
+        """All that was sampled is dropped."""
+        lost, times = self.sampled_tokens, self.begun_anew + 1
+        vars(self).update(vars(Tally(tool_s=self.tool_s, sampled_tokens=lost, dropped_tokens=lost, begun_anew=times)))
+
 
 class EpisodeRows:
     """The conversations of an episode, which is sample number `place` of its prompt.
 
-    max_tokens: of a conversation after its prompt, and of all that is sampled in the episode. A conversation has at
-    most max_prompt_tokens + max_tokens.
+    max_tokens: of a conversation after its prompt, and of all that is sampled in the episode and not dropped. A
+    conversation has at most max_prompt_tokens + max_tokens. sampling.phase_tokens: of all that is sampled here.
     """
 
     def __init__(
@@ -78,6 +99,8 @@ class EpisodeRows:
         self._conversations: list[Conversation] = []
         self._numbers = count()
         self._abandoned: set[asyncio.Task[Sample]] = set()
+        self.last: SampledTurn | None = None
+        self._phase_sampled, self._restored_length = 0, 0
 
     def open(self, prompt_ids: Sequence[int]) -> Conversation:
         """A further conversation, which begins with these tokens."""
@@ -85,27 +108,60 @@ class EpisodeRows:
         self._conversations.append(conversation)
         return conversation
 
+    def restore(
+        self, begun: Sample, prompt_ids: Sequence[int], opened: EpisodeProgress
+    ) -> tuple[Conversation, SampledTurn]:
+        """Take the rows of an earlier phase: the last of them, and its last turn. prompt_ids: of the group."""
+        for row, digest in zip(begun.rows, opened.digests, strict=True):
+            own = prompt_ids if row.prompt_ids is None else row.prompt_ids.tolist()
+            self._conversations.append(Conversation.restored(row, own, bytes.fromhex(digest)))
+        self._restored_length = self._longest
+        last, is_open = self._conversations[-1], opened.following == "turn"
+        ids = last.ids[len(last.ids) - opened.turn_tokens :]
+        self.last = SampledTurn(ids, self._sampler.text(ids), not is_open, is_open)
+        return last, self.last
+
     def room(self, prompt_tokens: int, response_tokens: int = 0) -> int:
         """How many tokens the model may sample in a conversation that has so many; 0 or less: none."""
         in_context = self._context_tokens - prompt_tokens - response_tokens
-        return min(in_context, self._max_tokens - max(response_tokens, self.tally.sampled_tokens))
+        kept = self.tally.sampled_tokens - self.tally.dropped_tokens
+        return min(in_context, self._max_tokens - max(response_tokens, kept))
 
-    def turn_tokens(self, conversation: Conversation) -> int:
-        """How many tokens the next turn may have."""
-        return min(self._sampling.max_tokens, self.room(conversation.prompt_length, conversation.response_length))
+    def turn_tokens(self, conversation: Conversation, begun: SampledTurn | None = None) -> int:
+        """How many tokens the next turn may have, or the open turn that a phase before has begun."""
+        given = len(begun.ids) if begun else 0
+        left = self.room(conversation.prompt_length, conversation.response_length)
+        return min(self._sampling.max_tokens, left + given)
 
-    async def turn(self, conversation: Conversation, heard: Sequence[str] = ()) -> Sample:
-        """The model's next turn in a conversation; where the caller is cancelled it is sampled to its end and dropped.
+    @property
+    def is_phase_over(self) -> bool:
+        """Whether the phase allows no further token."""
+        return self._phase_tokens == 0
 
-        heard: the texts before it that the transcript has not yet.
+    @property
+    def _phase_tokens(self) -> int | None:
+        """How many tokens the phase still allows; None: any number."""
+        limit = self._sampling.phase_tokens
+        return None if limit is None else limit - self._phase_sampled
+
+    async def turn(
+        self, conversation: Conversation, begun: SampledTurn | None = None, heard: Sequence[str] = ()
+    ) -> SampledTurn:
+        """The model's next turn in a conversation, or the open turn `begun` with what was missing.
+
+        It is open where the phase cuts it. Where the caller is cancelled it is sampled to its end and dropped. heard:
+        the texts before it that the transcript has not yet.
         """
-        row = self._conversations.index(conversation)
+        row, given = self._conversations.index(conversation), begun.ids if begun else []
+        left = self.turn_tokens(conversation, begun) - len(given)
         limits = replace(
             self._sampling,
-            max_tokens=self.turn_tokens(conversation),
+            max_tokens=left if self._phase_tokens is None else min(left, self._phase_tokens),
+            phase_tokens=None,
             stream=(*self._sampling.stream, row) if row else self._sampling.stream,  # not the numbers of another row
         )
         asked, known = conversation.asked(), conversation.known_rows
+        reusable = known if self._phase_sampled else 0  # the cache has nothing of the phases before
         turn = asyncio.ensure_future(
             self._sampler.turn(
                 self.name, next(self._numbers), conversation.ids, limits, self._place, known
@@ -118,33 +174,41 @@ class EpisodeRows:
             raise
         conversation.add_turn(sample, asked)
         self._count(sample)
-        self.tally.last = sample
-        self.tally.reusable_tokens += known
-        self.tally.cached_tokens += min(sample.cached_tokens, known)  # more may be another episode's
+        ids = [*given, *sample.response_ids_T.tolist()]
+        is_open = not sample.finished and len(sample.response_ids_T) == limits.max_tokens < left
+        self.last = SampledTurn(ids, self._sampler.text(ids) if begun else sample.text, sample.finished, is_open)
+        self.tally.turns += not begun
+        self.tally.reusable_tokens += reusable
+        self.tally.cached_tokens += min(sample.cached_tokens, reusable)  # more may be another episode's
         for text in heard:
             self.tally.transcript.add_message(text)
-        self.tally.transcript.add_turn(sample.text)
-        return sample
+        if not is_open:
+            self.tally.transcript.add_turn(self.last.text)
+        return self.last
 
     async def end(self, prompt_tokens: int) -> None:
         """Wait for turns that nobody awaits any more, which are dropped, and give the engine's place to others.
 
-        prompt_tokens: as of the sampler's `begin`.
+        prompt_tokens: with which the sample was dealt to the engine.
         """
         try:
             while self._abandoned:
                 sample = await self._abandoned.pop()
                 self._count(sample)
+                self.tally.turns += 1
                 self.tally.dropped_tokens += len(sample.response_ids_T)
         finally:
-            longest = max((one.response_length for one in self._conversations), default=0)
-            await self._sampler.complete(self.name, prompt_tokens, longest)
+            await self._sampler.complete(self.name, prompt_tokens, max(0, self._longest - self._restored_length))
+
+    @property
+    def _longest(self) -> int:
+        return max((one.response_length for one in self._conversations), default=0)
 
     def sample(self, end: EpisodeEnd, prompt_ids: Sequence[int]) -> Sample:
         """The episode, which has ended. prompt_ids: of the group."""
-        tally = self.tally
-        asked = [one for one in self._conversations if one.has_turns] or self._conversations[:1]
-        first, *more = [one.row() for one in asked or [Conversation(prompt_ids)]]
+        tally, text = self.tally, self.last.text if self.last else ""
+        if self.last and self.last.is_open:
+            tally.transcript.add_turn(text)
         facts = EpisodeFacts(
             tally.turns,
             tally.calls,
@@ -155,28 +219,42 @@ class EpisodeRows:
             tally.dropped_tokens,
             tally.reusable_tokens,
             tally.cached_tokens,
+            tally.begun_anew,
         )
+        return self._sample(prompt_ids, text=text, finished=end in ENDS_BY_ITSELF, facts=facts)
+
+    def open_sample(self, prompt_ids: Sequence[int], opened: EpisodeProgress) -> Sample:
+        """The episode as a phase leaves it; opened: without account and digests, which the rows have."""
+        digests = tuple(one.digest.hex() for one in self._asked(prompt_ids))
+        opened = replace(opened, account=self.tally.account, digests=digests)
+        return self._sample(prompt_ids, text="", finished=False, is_open=True, open_episode=opened)
+
+    def _asked(self, prompt_ids: Sequence[int]) -> list[Conversation]:
+        """The conversations that have turns; the first or an empty one where none has."""
+        asked = [one for one in self._conversations if one.has_turns] or self._conversations[:1]
+        return asked or [Conversation(prompt_ids)]
+
+    def _sample(self, prompt_ids: Sequence[int], **fields: Any) -> Sample:
+        first, *more = [one.row() for one in self._asked(prompt_ids)]
         is_groups_prompt = np.array_equal(first.prompt_ids if first.prompt_ids is not None else [], prompt_ids)
         return Sample(
             response_ids_T=first.response_ids_T,
             engine_logp_T=first.engine_logp_T.astype(np.float32),
-            text=tally.last.text if tally.last else "",
-            finished=end in ENDS_BY_ITSELF,
             parts=first.parts,
             routed_experts=first.routed_experts,
-            verifications=tally.verifications,
-            prefills=tally.prefills,
+            verifications=self.tally.verifications,
+            prefills=self.tally.prefills,
             prompt_ids=None if is_groups_prompt else first.prompt_ids,
             trained_T=first.trained_T,
             token_rewards_T=first.token_rewards_T,
             more_rows=tuple(more),
-            facts=facts,
-            transcript=tally.transcript.transcript(),
+            transcript=self.tally.transcript.transcript(),
+            **fields,
         )
 
     def _count(self, turn: Sample) -> None:
         tally = self.tally
-        tally.turns += 1
         tally.sampled_tokens += len(turn.response_ids_T)
         tally.verifications += turn.verifications
         tally.prefills += turn.prefills
+        self._phase_sampled += len(turn.response_ids_T)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from copy import deepcopy
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -19,10 +20,10 @@ _DEEPEST = 16  # levels of arguments that are kept as values
 
 
 class TranscriptWriter:
-    """Takes down an episode as it happens."""
+    """Takes down an episode as it happens. begun: what a phase before has taken down."""
 
-    def __init__(self) -> None:
-        self._entries: list[TranscriptEntry] = []
+    def __init__(self, begun: Sequence[TranscriptEntry] = ()) -> None:
+        self._entries = deepcopy(list(begun))
 
     def add_message(self, text: str) -> None:
         """The environment's text, which the model reads as the user's."""

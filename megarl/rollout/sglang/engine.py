@@ -100,6 +100,10 @@ class Engine:
         """A conversation has ended: it gives its place to others, and `take_completed` tells of it."""
         await self._host.run(self._complete(conversation, prompt_tokens, response_tokens))
 
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of a response, without special tokens."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
     @property
     def capacity(self) -> Capacity:
         """What the engine can run at once, all of its attention groups together."""
@@ -230,7 +234,7 @@ class Engine:
             sample,
             response_ids_T=response_ids_T,
             engine_logp_T=np.concatenate([sample.engine_logp_T, new_logp_T]),
-            text="" if is_open else self._tokenizer.decode(response_ids_T, skip_special_tokens=True),
+            text="" if is_open else self.text(response_ids_T.tolist()),
             finished=reason["type"] == "stop",
             parts=with_part(sample.parts, SamplePart(int(span["version"]), len(new_ids_T))),
             routed_experts=self._experts(meta, sample, num_rows) if self._routed_experts else None,

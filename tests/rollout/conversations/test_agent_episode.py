@@ -61,6 +61,9 @@ class Script:
         words = TOKENIZER.decode(ids, skip_special_tokens=True)
         return Sample(np.array(ids), np.full(len(ids), -1.0, np.float32), words, not is_cut, (SamplePart(3, len(ids)),))
 
+    def text(self, ids: Sequence[int]) -> str:
+        return TOKENIZER.decode(list(ids), skip_special_tokens=True)
+
     async def complete(self, conversation: str, prompt_tokens: int, response_tokens: int) -> None:
         self.completed += 1
 

@@ -96,6 +96,9 @@ class Script:
     async def begin(self, conversation: str, prompt_tokens: int) -> None:
         return None
 
+    def text(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+
     async def complete(self, conversation: str, prompt_tokens: int, response_tokens: int) -> None:
         self.completed.append((conversation, response_tokens))
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +102,15 @@ def engine(request: pytest.FixtureRequest, build_engine: Callable[..., Engine], 
 
 
 def play(
-    engine: Engine, game: EnvironmentThread, model: Path, stream: tuple[int, ...], **limits: Any
+    engine: Engine,
+    game: EnvironmentThread,
+    model: Path,
+    stream: tuple[int, ...],
+    phase_tokens: int | None = None,
+    **limits: Any,
 ) -> list[EpisodeResult]:
-    """A group of episodes; the template of a rendered history shows the ends of earlier turns alone."""
+    """A group of episodes, after as many phases as they take; the template of a rendered history shows the ends of
+    earlier turns alone."""
     tokenizer = load_tokenizer(str(model))
     if limits.get("history") == "render":
         tokenizer.chat_template = TEMPLATE.replace("m.content", "m.content[-3 if m.role == 'assistant' else 0:]")
@@ -111,12 +118,19 @@ def play(
     config = EpisodeConfig.model_validate({"environment": GAME.environment, "max_tokens": 400, "max_turns": 5} | limits)
     episodes = EpisodeRunner(config, engine, game, splice, None, max_prompt_tokens=300)
     prompt = Prompt("row 1", "", tuple(splice.first("go")), "", {"prompt": "go"}, "go")
-    sampling = Sampling(EPISODES, TURN_TOKENS, stream=stream)
+    sampling = Sampling(EPISODES, TURN_TOKENS, stream=stream, phase_tokens=phase_tokens)
 
-    async def together() -> list[EpisodeResult]:
-        return await asyncio.gather(*(episodes.run(prompt, sampling, place) for place in range(EPISODES)))
+    async def phase(begun: list[EpisodeResult | None]) -> list[EpisodeResult]:
+        going = [place for place, one in enumerate(begun) if one is None or one.sample.is_open]
+        samples = [one.sample if one else None for one in begun]
+        played = await asyncio.gather(*(episodes.run(prompt, sampling, place, samples[place]) for place in going))
+        new = dict(zip(going, played, strict=True))
+        return [new.get(place) or one for place, one in enumerate(begun)]  # type: ignore[misc]
 
-    return asyncio.run(together())
+    found = asyncio.run(phase([None] * EPISODES))
+    while any(one.sample.is_open for one in found):
+        found = asyncio.run(phase(list(found)))
+    return found
 
 
 def test_every_trained_token_was_sampled_after_its_row(
@@ -211,12 +225,26 @@ def test_limits_end_an_episode(engine: Engine, game: EnvironmentThread, model: P
 def test_seeded_episodes_repeat_to_the_bit(
     build_engine: Callable[..., Engine], game: EnvironmentThread, model: Path
 ) -> None:
-    engine = build_engine(1, 1, model_path=str(model), seeded=True)
+    """Whether they are sampled at once, or in phases that cut their turns."""
+    engine = build_engine(1, 1, model_path=str(model), seeded=True, routed_experts=True)
     try:
         first, again, other = (play(engine, game, model, stream) for stream in ((3, 1), (3, 1), (3, 2)))
+        parts = play(engine, game, model, (3, 1), 7)
     finally:
         engine.shutdown()
-    ids = [[one.sample.response_ids_T.tolist() for one in group] for group in (first, again, other)]
-    assert ids[0] == ids[1] != ids[2]
-    for one, two in zip(first, again, strict=True):
+    ids = [[one.sample.response_ids_T.tolist() for one in group] for group in (first, again, parts, other)]
+    assert ids[0] == ids[1] == ids[2] != ids[3]
+    for one, two, cut in zip(first, again, parts, strict=True):
         np.testing.assert_array_equal(one.sample.engine_logp_T, two.sample.engine_logp_T)
+        np.testing.assert_allclose(one.sample.engine_logp_T, cut.sample.engine_logp_T, atol=1e-4)
+    for one, *others in zip(first, again, parts, strict=True):
+        for two in others:
+            assert one.sample.routed_experts is not None and two.sample.routed_experts is not None
+            assert (one.sample.routed_experts == two.sample.routed_experts).mean() > 0.99
+            assert one.verdict == two.verdict and one.sample.text == two.sample.text
+            assert one.sample.facts and two.sample.facts
+            apart = {"tool_s": 0.0, "reusable_tokens": 0, "cached_tokens": 0}
+            assert replace(one.sample.facts, **apart) == replace(two.sample.facts, **apart)
+            assert one.sample.transcript == two.sample.transcript
+    prefills = [sum(one.sample.prefills for one in group) for group in (first, parts)]
+    assert prefills[1] > prefills[0], "turns were cut"

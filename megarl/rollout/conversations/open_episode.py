@@ -1,0 +1,130 @@
+"""Episodes between two phases: when a phase leaves one open, what is kept of it, and how the next phase goes on.
+
+No instance of an environment is kept: what was done with it is done again, in another one, and must come to the same.
+"""
+
+from __future__ import annotations
+
+import time
+from asyncio import timeout
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from megarl.rollout.conversations.conversation import Conversation
+from megarl.rollout.conversations.rows import EpisodeRows, SampledTurn, Tally
+from megarl.rollout.conversations.template import Message
+from megarl.rollout.template_check import chat_messages
+from megarl.types import EpisodeProgress, Prompt, Sample
+
+Result = TypeVar("Result")
+
+
+class PhaseOver(Exception):
+    """The episode has had its tokens of the phase, or its seconds of tools."""
+
+
+class ToolTime:
+    """Awaits tools and environments, and counts the seconds and the results.
+
+    share_s: the seconds of a phase; None: any number. operations: results of the phases before.
+    """
+
+    def __init__(self, tally: Tally, share_s: float | None, operations: int = 0) -> None:
+        self._tally, self._left_s, self.operations = tally, share_s, operations
+
+    async def wait(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """The result of an operation. Raises PhaseOver, then and later, where it takes longer than is left."""
+        if self._left_s is not None and self._left_s <= 0:
+            work.close()
+            raise PhaseOver
+        began_s = time.monotonic()
+        limit = timeout(self._left_s)
+        try:
+            async with limit:
+                result = await self.unlimited(work)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise PhaseOver from None
+        finally:
+            if self._left_s is not None:
+                self._left_s = 0.0 if limit.expired() else self._left_s - (time.monotonic() - began_s)
+        self.operations += 1
+        return result
+
+    async def unlimited(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """The result of what has no limit in a phase: the reward, and what is done again."""
+        began_s = time.monotonic()
+        try:
+            return await work
+        finally:
+            self._tally.tool_s += time.monotonic() - began_s
+
+
+@dataclass
+class EpisodeState:
+    """An episode between two turns.
+
+    messages: in OpenAI's form, which are kept to be rendered. turn: the last one. is_answered: what follows it is
+    known, as `said`: the tokens of the next message; None: the messages are rendered anew. after_tools: whether the
+    last message was the results of calls. bad_turns: in succession, whose calls could not be made at all.
+    """
+
+    rows: EpisodeRows
+    tools: ToolTime
+    conversation: Conversation
+    messages: list[Message]
+    began_s: float
+    turn: SampledTurn | None = None
+    is_answered: bool = False
+    said: Sequence[int] | None = None
+    after_tools: bool = False
+    bad_turns: int = 0
+
+    @property
+    def tally(self) -> Tally:
+        return self.rows.tally
+
+
+def left_open(
+    rows: EpisodeRows, state: EpisodeState | None, prompt: Prompt, phases: int, history: str | None, *, renders: bool
+) -> Sample:
+    """The episode as a sample that goes on later. phases: that it has had; history: of its environment."""
+    if state is None:
+        return rows.open_sample(prompt.token_ids, EpisodeProgress(phases, {}))
+    turn = state.turn
+    assert turn, "a phase allows a token"
+    following = "turn" if turn.is_open else "message" if state.is_answered else "answer"
+    opened = EpisodeProgress(
+        phases,
+        account={},
+        following=following,
+        seconds=time.monotonic() - state.began_s,
+        turn_tokens=len(turn.ids),
+        said=None if state.said is None else tuple(state.said),
+        messages=tuple(state.messages[len(chat_messages(prompt.messages)) :]) if renders else (),
+        history=history,
+        after_tools=state.after_tools,
+        bad_turns=state.bad_turns,
+    )
+    return rows.open_sample(prompt.token_ids, opened)
+
+
+def resumed(
+    rows: EpisodeRows, tools: ToolTime, prompt: Prompt, begun: Sample, opened: EpisodeProgress, began_s: float
+) -> EpisodeState:
+    """The state of an episode that a phase has left open, with its rows."""
+    conversation, turn = rows.restore(begun, prompt.token_ids, opened)
+    return EpisodeState(
+        rows,
+        tools,
+        conversation,
+        [*chat_messages(prompt.messages), *opened.messages],
+        began_s,
+        turn,
+        opened.following == "message",
+        opened.said,
+        opened.after_tools,
+        opened.bad_turns,
+    )
