@@ -55,6 +55,8 @@ def read_episode(recipe: Recipe, tokenizer: Any | None, *, prepares: bool = True
         return EpisodeRead(faults=[fault])
     thread.shutdown()
     tools, notes, splice = thread.schemas, [_found(recipe, thread.schemas)], None
+    if recipe.rollout.phase_tokens and not thread.is_replayable:
+        notes.append("episode: the environment is not replayable: an episode that a phase leaves open begins anew")
     try:
         if tokenizer is not None:
             stop_ids = end_token_ids(recipe.model.path)
@@ -141,6 +143,8 @@ def _key_faults(recipe: Recipe, episode: EpisodeConfig) -> Iterator[UserFault]:
         mend = f"set it to at least {rollout.max_response_tokens}"
         yield UserFault("episode.max_tokens", f"{problem} is {rollout.max_response_tokens}", mend)
     for key, value in (("phase_tokens", rollout.phase_tokens), ("ahead", rollout.ahead)):
-        if value:
-            problem, mend = f"{value}, but an episode is sampled whole", "leave it out"
-            yield UserFault(f"rollout.{key}", problem, mend)
+        if value and episode.agent:
+            yield UserFault(f"rollout.{key}", f"{value}, but an agent's episode is sampled whole", "leave it out")
+    if rollout.phase_tokens and episode.phase_tool_s < episode.call_timeout_s and not episode.agent:
+        problem = f"{episode.phase_tool_s:g}, and a longer call, which may take episode.call_timeout_s, would never end"
+        yield UserFault("episode.phase_tool_s", problem, f"set it to at least {episode.call_timeout_s:g}")

@@ -38,6 +38,7 @@ def unread(recipe: Recipe) -> dict[str, str]:
     saves = checkpoint.every or "every" in checkpoint.model_fields_set
     return dict.fromkeys(Recipe.model_fields, "") | {
         "data.messages": "" if recipe.episode else "episode is not set",
+        "episode.phase_tool_s": "" if recipe.rollout.phase_tokens else "rollout.phase_tokens is not set",
         "episode.max_observation_tokens": agent,
         "episode.call_timeout_s": agent,
         "run.project": "" if has_project else "run.trackers names neither wandb nor mlflow",
@@ -99,7 +100,8 @@ def _phases(recipe: Recipe) -> Iterator[str]:
     if not (rollout.phase_tokens or rollout.ahead) or name not in ALGORITHMS or learns_from_answers(name):
         return
     bound, phases = staleness_bound(recipe, hyperparameters_of(name, recipe.algorithm)), num_phases(recipe)
-    why = f"the longest response takes {phases} phases" if phases > 1 else "a step's responses are sampled ahead"
+    what = "episode" if recipe.episode else "response"
+    why = f"the longest {what} takes {phases} phases" if phases > 1 else f"a step's {what}s are sampled ahead"
     yield f"{why}: a token is trained on at most {bound} versions later"
     if rollout.phase_tokens and rollout.in_flight == rollout.prompts_per_step:
         usual = 2 * rollout.prompts_per_step

@@ -7,6 +7,8 @@ from megarl.config import Recipe
 from megarl.parallel.roles import Roles
 from megarl.types import UserFault
 
+_RESPONSE = "response has more than {} tokens (rollout.max_response_tokens)"
+
 
 def phase_faults(roles: Roles) -> list[UserFault]:
     """Every fault of the keys of phases, where the algorithm is known and learns from samples."""
@@ -34,9 +36,10 @@ def phase_faults(roles: Roles) -> list[UserFault]:
 
 def _size_faults(recipe: Recipe) -> list[UserFault]:
     rollout, where, faults = recipe.rollout, "rollout.prompts_in_flight", []
-    phase, longest, wanted = rollout.phase_tokens, rollout.max_response_tokens, rollout.prompts_per_step
+    phase, longest, wanted = rollout.phase_tokens, recipe.longest_sample, rollout.prompts_per_step
     if phase is not None and phase >= longest:
-        problem = f"{phase}, and no response has more than {longest} tokens (rollout.max_response_tokens)"
+        what = "episode has more than {} tokens (episode.max_tokens)" if recipe.episode else _RESPONSE
+        problem = f"{phase}, and no {what.format(longest)}"
         faults.append(UserFault("rollout.phase_tokens", problem, "set it to less, or leave it out"))
     if rollout.in_flight < wanted:
         problem = f"{rollout.in_flight}, and a step trains on {wanted} (rollout.prompts_per_step)"

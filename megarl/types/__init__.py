@@ -164,11 +164,9 @@ class Sample:
     each of which gave one token. is_open: it has neither ended nor reached the length limit.
 
     cached_tokens, of an episode's turn alone: of its context, those in the engine's prefix cache.
-
-    Of an episode alone: prompt_ids, where its prompt is not the group's; trained_T, of the response, whether the model
-    sampled the token (None: all); token_rewards_T, of the response, the reward of each turn at the turn's last sampled
-    token, beside the reward of the whole (None: 0); more_rows, its conversations after the first; facts, once ended;
-    transcript, so far; open_episode, once left open.
+    Of an episode alone: prompt_ids, if not the group's; trained_T, of the response, whether the model sampled the token
+    (None: all); token_rewards_T, of the response, the reward of each turn at its last sampled token, beside that of the
+    whole (None: 0); more_rows, after the first; facts, once ended; transcript; open_episode, once left open.
     """
 
     response_ids_T: IntArray

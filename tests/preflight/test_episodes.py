@@ -20,6 +20,7 @@ from megarl.rollout.prompts import load_tokenizer
 from megarl.types import UserFault
 
 ROOT = Path(__file__).parents[2]
+AGENT = ["episode.tools=[]", "episode.agent=some:agent"]
 GUESS = "megarl.environments.guess:Guess"
 
 TOOLS = '''
@@ -70,7 +71,9 @@ def told(inputs: Sequence[str], *overrides: str, proves: bool = False) -> list[s
         (["episode.tools=[]"], "episode: it names no tools, environment or agent; name one of the three"),
         ([f"episode.environment={GUESS}"], "episode: it names tools and environment; name one of the three"),
         (["episode.max_tokens=10"], "episode.max_tokens: 10 is less than a turn may have: rollout.max_response_tokens"),
-        (["rollout.phase_tokens=8"], "rollout.phase_tokens: 8, but an episode is sampled whole"),
+        ([*AGENT, "rollout.phase_tokens=8"], "rollout.phase_tokens: 8, but an agent's episode is sampled whole"),
+        ([*AGENT, "rollout.ahead=1"], "rollout.ahead: 1, but an agent's episode is sampled whole; leave it out"),
+        (["rollout.phase_tokens=8", "episode.phase_tool_s=5"], "episode.phase_tool_s: 5, and a longer call, which may"),
         (["episode.tools=[odd_tools:halv]"], "episode.tools: "),
         (["episode.tools=[odd_tools:silent]"], "episode.tools: odd_tools:silent has no docstring"),
         (["episode.arguments.base=2"], "episode.arguments: no tool takes 'base'"),

@@ -130,6 +130,11 @@ def test_a_run_in_phases_is_told_how_old_its_tokens_may_be() -> None:
     assert recipe_notes(load_recipe(QUICKSTART, keys)) == [says.format(0), waits]
     ahead = [*keys, "rollout.prompts_in_flight=256", "rollout.ahead=1"]
     assert recipe_notes(load_recipe(QUICKSTART, ahead)) == [says.format(3)]
+    tools = QUICKSTART.with_name("quickstart_tools.yaml")
+    episodes = recipe_notes(load_recipe(tools, ["rollout.phase_tokens=16", "rollout.prompts_in_flight=128"]))
+    assert "the longest episode takes 6 phases: a token is trained on at most 5 versions later" in episodes
+    unread = "episode.phase_tool_s is set, and nothing reads it: rollout.phase_tokens is not set"
+    assert unread in recipe_notes(load_recipe(tools, ["episode.phase_tool_s=5"]))
     whole = load_recipe(QUICKSTART, ["rollout.ahead=1", "algorithm.mismatch=tis"])
     says = "a step's responses are sampled ahead: a token is trained on at most 1 versions later"
     assert recipe_notes(whole) == [says]

@@ -61,5 +61,14 @@ def test_what_contradicts_ahead_is_told_once(overrides: list[str], says: str) ->
     assert str(fault).startswith(says)
 
 
+def test_phases_of_episodes_are_shorter_than_these() -> None:
+    """Not than a turn of them."""
+    tools = load_recipe(QUICKSTART.with_name("quickstart_tools.yaml"), [*IN_PHASES, "rollout.phase_tokens=16"])
+    assert phase_faults(resolve(tools)) == []
+    tools = load_recipe(QUICKSTART.with_name("quickstart_tools.yaml"), [*IN_PHASES, "rollout.phase_tokens=96"])
+    (fault,) = phase_faults(resolve(tools))
+    assert str(fault).startswith("rollout.phase_tokens: 96, and no episode has more than 96 tokens (episode.max_")
+
+
 def test_an_algorithm_without_samples_has_no_phases() -> None:
     assert phase_faults(resolve(load_recipe(QUICKSTART, ["algorithm.name=sft", "rollout.phase_tokens=2"]))) == []
