@@ -1,13 +1,14 @@
 """End a run with SIGKILL again and again, resume it each time, and compare its end with that of an undisturbed run.
 
-    python scripts/soak_resume.py --points 50 [--seed 1] [--folder DIR] [--json] [--spread] [--ahead]
+    python scripts/soak_resume.py --points 50 [--seed 1] [--folder DIR] [--json] [--spread] [--ahead] [--episodes]
 
 A tiny model, on CPU, seeded samples: weights, optimizer, metrics (but for times) and samples must be the same to the
 last bit. A point is a moment drawn in advance: while everything starts, or so many seconds after a step was recorded,
 which is in the middle of a rollout, an update, a save or a reshard. At one of the points SIGUSR1 asks the run to end,
 as Slurm does before the time limit. --spread: also a run on two engines, whose rewards take random seconds; its
 samples, weights and metrics must be the same, too. --ahead: the engine has a slot of its own and samples a phase while
-the ranks learn; of two engines one has. Exit code 1: something differs.
+the ranks learn; of two engines one has. --episodes: samples are episodes of several turns, with an environment; phases
+cut their turns, and the environment's state is made again in the next one. Exit code 1: something differs.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
+STOCK = "stock.parquet"
 STEPS, WARM_STEPS, EVERY, NUM_ENDS = 6, 2, 2, 20
 REWARD = """import random, time
 def score(response, answer, row):
@@ -38,6 +40,26 @@ def slow_score(response, answer, row):
     time.sleep(random.random() * 0.3)
     return score(response, answer, row)
 """
+TALK = """import random
+from megarl.environments import Environment, Observation, Verdict
+class Talk(Environment):
+    def __init__(self):
+        self.random, self.said = random.Random(self.seed), 0
+    def reset(self, row):
+        return "go"
+    def reply(self, text):
+        self.said += sum(map(ord, text)) + self.random.randrange(9)
+        return Observation(str(self.said), reward=self.said % 3 / 9)
+    def reward(self):
+        return Verdict(self.said % 7 / 6, self.said % 2 == 0)
+"""
+EPISODES = [
+    "model.path=models/tiny-qwen3-moe-tools",
+    "data.eval={sums: data/eval.jsonl}",
+    "data.messages=null",
+    "episode={tools: [], environment: odd_talk:Talk, max_turns: 3, max_tokens: 40, max_observation_tokens: 8}",
+    "reward.function=null",
+]
 AHEAD = ["rollout.ahead=1", "placement.gpus=3", "placement.first_engine_gpu=2"]
 MIXED = ["placement.first_engine_gpu=1"]  # of two engines one shares its slot with a training rank
 SPREAD = ["rollout.engine.count=2", "reward.function=odd_reward:slow_score"]
@@ -75,25 +97,29 @@ OVERRIDES = [
 ]
 _POLL_S = 0.02
 _TRY_AGAIN = 75
-_SECONDS = ("rollout/tail_s", "rollout/idle_s", "rollout/waited_s")
+_SECONDS = ("rollout/tail_s", "rollout/idle_s", "rollout/waited_s", "episode/tool_s_mean", "episode/tool_s_max")
 _LIMIT_S = 300.0
 
 
-def prepare(folder: Path, overrides: list[str]) -> None:
+def prepare(folder: Path, overrides: list[str], *, episodes: bool) -> None:
     """The quickstart's model and data, a reward that teaches something from the first step on, and the overrides."""
-    for script, target in (("make_tiny_moe.py", "models/tiny-qwen3-moe"), ("make_arithmetic.py", "data")):
-        command = [sys.executable, str(ROOT / "scripts" / script), "--out", str(folder / target)]
+    model, tools = ("tiny-qwen3-moe-tools", ["--tools"]) if episodes else ("tiny-qwen3-moe", [])
+    for script, target in (("make_tiny_moe.py", f"models/{model}"), ("make_arithmetic.py", "data")):
+        command = [sys.executable, str(ROOT / "scripts" / script), *tools, "--out", str(folder / target)]
         subprocess.run(command, check=True, capture_output=True)
-    file = folder / "models" / "tiny-qwen3-moe" / "generation_config.json"
+    file = folder / "models" / model / "generation_config.json"
     config = json.loads(file.read_text())
     ends = [config["eos_token_id"], *range(40, 40 + NUM_ENDS)]  # an untrained model draws one of them now and then
     file.write_text(json.dumps(config | {"eos_token_id": ends}))
     (folder / "odd_reward.py").write_text(REWARD)
+    (folder / "odd_talk.py").write_text(TALK)
+    (folder / "recipe").write_text("quickstart_tools.yaml" if episodes else "quickstart.yaml")
     (folder / "overrides").write_text("\n".join(overrides))
 
 
 def start(folder: Path, name: str, *more: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "megarl.cli", "train", str(ROOT / "recipes" / "quickstart.yaml"), "--resume"]
+    recipe = ROOT / "recipes" / (folder / "recipe").read_text()
+    command = [sys.executable, "-m", "megarl.cli", "train", str(recipe), "--resume"]
     log = (folder / f"{name}.log").open("ab")
     settings = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     return subprocess.Popen(
@@ -193,8 +219,11 @@ def ask(folder: Path, name: str) -> str:
     return f"asked after {EVERY} steps, ended with{'' if saved else 'out'} a checkpoint of step {last}"
 
 
-def differences(folder: Path, one: str, other: str, others: tuple[str, ...] = ()) -> list[str]:
-    """What is not the same in two runs that ended; others: beginnings of metrics that may differ."""
+def differences(folder: Path, one: str, other: str, others: tuple[str, ...] = (), *, episodes: bool) -> list[str]:
+    """What is not the same in two runs that ended; others: beginnings of metrics that may differ.
+
+    Seconds of tools, which the samples of episodes have, may differ, and the file of the stock with them.
+    """
     found = []
     for mine, theirs in zip(records(folder, one), records(folder, other), strict=True):
         is_time = ("time/", "idle/", "plan/", "memory/", "speed/", "reshard/seconds", "reshard/plan_s", *others)
@@ -202,11 +231,12 @@ def differences(folder: Path, one: str, other: str, others: tuple[str, ...] = ()
         wrong = [name for name in names if mine.get(name) != theirs.get(name)]
         found += [f"step {mine['step']}: {name} {mine.get(name)} {theirs.get(name)}" for name in wrong]
     runs = [folder / "runs" / name for name in (one, other)]
-    if len({(run / "samples.jsonl").read_bytes() for run in runs}) > 1:
+    if len({re.sub(rb'"tool_s": [^,}]*', b"", (run / "samples.jsonl").read_bytes()) for run in runs}) > 1:
         found.append("samples.jsonl")
     ends = [json.loads((run / "checkpoints" / f"step-{STEPS:06d}" / "manifest.json").read_text()) for run in runs]
     mine, theirs = (end["files"] for end in ends)  # .metadata names the folder that it was written to
-    names = [name for name in sorted(mine | theirs) if Path(name).name != ".metadata"]
+    apart = {".metadata", STOCK} if episodes else {".metadata"}
+    names = [name for name in sorted(mine | theirs) if Path(name).name not in apart]
     return found + [name for name in names if mine.get(name) != theirs.get(name)]
 
 
@@ -218,12 +248,16 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--spread", action="store_true", help="also a run on two engines with slow rewards")
     parser.add_argument("--ahead", action="store_true", help="sample a phase while the ranks learn")
+    parser.add_argument("--episodes", action="store_true", help="samples are episodes with an environment")
     arguments = parser.parse_args()
+    episodes = arguments.episodes
     overrides, spread = (OVERRIDES + AHEAD, SPREAD + MIXED) if arguments.ahead else (OVERRIDES, SPREAD)
+    if episodes:
+        overrides, spread = overrides + EPISODES, [one for one in spread if not one.startswith("reward.")]
     with tempfile.TemporaryDirectory(prefix="soak-") as temporary:
         folder = arguments.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        prepare(folder, overrides)
+        prepare(folder, overrides, episodes=episodes)
         finish(folder, "undisturbed")
         ends, num_open = [], 0
         for index, (after, delay_s) in enumerate(points(arguments.points, arguments.seed)):
@@ -233,11 +267,11 @@ def main() -> int:
             if not arguments.json:
                 print(ends[-1], flush=True)
         finish(folder, "disturbed")
-        found = differences(folder, "undisturbed", "disturbed")
+        found = differences(folder, "undisturbed", "disturbed", episodes=episodes)
         found += [] if num_open else ["no run was resumed from a checkpoint with responses that have not ended"]
         if arguments.spread:
             finish(folder, "spread", *spread)
-            found += differences(folder, "undisturbed", "spread", OF_ENGINES)
+            found += differences(folder, "undisturbed", "spread", OF_ENGINES, episodes=episodes)
     if arguments.json:
         print(json.dumps({"ends": ends, "differences": found}))
     else:

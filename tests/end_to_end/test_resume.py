@@ -42,6 +42,16 @@ def test_ends_of_a_run_that_samples_ahead_leave_no_trace(tmp_path: Path) -> None
     assert ages[0] == 0 and min(ages[1:]) >= 1, "a part of every step is sampled before the weights are published"
 
 
+@pytest.mark.nightly
+def test_ends_of_a_run_with_episodes_leave_no_trace(tmp_path: Path) -> None:
+    """Of several turns with an environment, which phases leave open, and another process goes on with."""
+    _soak(tmp_path, 3, "--episodes", "--spread")
+    lines = (tmp_path / "runs" / "undisturbed" / "metrics.jsonl").read_text().splitlines()
+    steps = [record for record in map(json.loads, lines) if record["step"] > 0]
+    assert max(record["stale/token_max"] for record in steps) >= 1
+    assert all(record["episode/turns_mean"] > 1 and record["episode/begun_anew"] == 0 for record in steps)
+
+
 def _soak(folder: Path, points: int, *options: str) -> None:
     command = [sys.executable, str(ROOT / "scripts" / "soak_resume.py"), "--points", str(points), "--seed", "1"]
     done = subprocess.run([*command, *options, "--folder", str(folder), "--json"], capture_output=True, text=True)
