@@ -82,8 +82,11 @@ class Scripted:
         await asyncio.sleep(self.turn_s * (0.5 + (place * 0.618 + number * 0.382) % 1))
         return self._samples[number, place]
 
+    def text(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
     async def begin(self, conversation: str, prompt_tokens: int) -> None:
-        return None
+        """Every episode has a place at once."""
 
     async def complete(self, conversation: str, prompt_tokens: int, response_tokens: int) -> None:
         """Nothing is kept of an episode."""
