@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -225,6 +226,32 @@ def test_a_call_that_hangs_is_told_and_the_episode_goes_on(play: Play) -> None:
     played, script = play("tools", call("hang", number=1), "sorry")
     assert played.sample.facts and played.sample.facts.end == "answered" and played.sample.facts.call_errors == 1
     assert "took longer than 1 s" in text_of(script, played)
+
+
+@pytest.mark.nightly
+def test_hanging_calls_hold_up_no_other_episode(threads: dict[str, EnvironmentThread]) -> None:
+    """Of 64 episodes at once in one process: 4 are told of the deadline, all others get their result."""
+    tokenizer, thread = _tokenizer(), threads["tools"]
+    stops = [tokenizer.eos_token_id]
+    splice, calls = Splice(tokenizer, stops, thread.schemas), CallFormat.find(tokenizer, stops, thread.schemas)
+    config = EpisodeConfig.model_validate({"tools": ["a:b"], "max_tokens": 400})
+    prompt = Prompt("row 1", "", tuple(splice.first("go")), "", {"fails": ""}, "go")
+
+    async def run(place: int) -> EpisodeResult:
+        name = "hang" if place % 16 == 5 else "double"
+        script = Script(tokenizer, [call(name, number=place), "8"])
+        runner = EpisodeRunner(config, script, thread, splice, calls, max_prompt_tokens=60)
+        runner._numbers = count(place)  # each has a sampler of its own, and all the same environment
+        return await runner.run(prompt, Sampling(1, 120, stream=(1, place)), 0)
+
+    async def together() -> list[EpisodeResult]:
+        return await asyncio.gather(*map(run, range(64)))
+
+    played = [one.sample for one in asyncio.run(together())]
+    assert [one.facts.end for one in played if one.facts] == ["answered"] * 64
+    told = [one.transcript[0]["calls"][0] for one in played]
+    assert [place for place, one in enumerate(told) if one["error"] == "timeout"] == [5, 21, 37, 53]
+    assert all(one["result"] == str(2 * place) for place, one in enumerate(told) if one["error"] is None)
 
 
 def test_what_a_tool_says_is_cut_and_is_no_markup(play: Play) -> None:
