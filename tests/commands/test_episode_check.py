@@ -193,7 +193,7 @@ def test_demonstrations_are_compared_with_what_the_tools_give(folder: Path) -> N
         (["data.train=gone.jsonl"], "data.train: gone.jsonl is not a file"),
         (["data.answer=gone"], "there is no column 'gone'"),
         (["data.messages=gone"], "data.messages: rows.jsonl:1: there is no column 'gone' (and 2 more such rows)"),
-        (["episode.environment=a:b"], "episode: it names tools and an environment"),
+        (["episode.environment=a:b"], "episode: it names tools and environment; name one of the three"),
         (["reward.function=null"], "reward.function: is not set"),
         (["reward.function=odd_episodes:gone"], "reward.function: odd_episodes has no 'gone'"),
         (["--turns", "gone.jsonl"], "--turns: gone.jsonl cannot be read"),

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 
 def test_episodes_with_a_tool_are_trained_on(launch: Callable, quickstart_tools_inputs: Sequence[str]) -> None:
     """TP2 PP2 EP2, with the experts that the engine chose at each turn, after a supervised phase of demonstrations."""
-    keys = ("run.name=quickstart", "run.trackers=[]", "run.steps=2", "warm_start.steps=50", "train.replay=r3")
+    keys = ("run.name=quickstart", "run.trackers=[]", "run.steps=2", "warm_start.steps=70", "train.replay=r3")
     few = ("rollout.prompts_per_step=16", "evaluation.max_prompts=16", "algorithm.name=reinforce_pp")
     command = launch(*quickstart_tools_inputs, *keys, *few, recipe=RECIPE)
     assert command.finish(300) == 0, command.err

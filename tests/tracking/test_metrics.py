@@ -6,6 +6,7 @@ import math
 import pickle
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -35,7 +36,16 @@ from megarl.tracking.metrics import (
     train_metrics,
     update_metrics,
 )
-from megarl.types import EpisodeFacts, GroupSummary, RoundBalance, RowSummary, SamplePart, StepSeconds, TranscriptEntry
+from megarl.types import (
+    EpisodeEnd,
+    EpisodeFacts,
+    GroupSummary,
+    RoundBalance,
+    RowSummary,
+    SamplePart,
+    StepSeconds,
+    TranscriptEntry,
+)
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 
@@ -208,12 +218,12 @@ def test_what_happened_in_episodes_is_told_where_there_are_any() -> None:
     found = rollout_metrics([one, group("b", [1.0], [100])])
     ends = {name: value for name, value in found.items() if name.startswith("episode/end/") and value}
     assert ends == {"episode/end/answered": 0.5, "episode/end/max_turns": 0.5}
-    assert sum(name.startswith("episode/end/") for name in found) == 8, "all ends in all steps"
+    assert sum(name.startswith("episode/end/") for name in found) == len(get_args(EpisodeEnd)), "all ends in all steps"
     assert {name: value for name, value in found.items() if "episode/" in name and "/end/" not in name} == {
         "episode/turns_mean": 2.5, "episode/turns_max": 4.0, "episode/calls_mean": 1.5, "episode/call_errors": 1 / 3,
         "episode/tool_s_mean": 1.25, "episode/tool_s_max": 2.5, "episode/rows_mean": 1.5,
         "episode/masked_share": pytest.approx(3 / 10), "episode/dropped_tokens": 2.0, "episode/turn_reward_mean": 0.25,
-        "episode/prefix_hit_share": 0.75,
+        "episode/prefix_hit_share": 0.75, "episode/begun_anew": 0.0,
     }  # fmt: skip
     assert found["reward/mean"] == pytest.approx(2.5 / 3) and found["rollout/response_length_max"] == 100
     assert not any("episode" in name for name in rollout_metrics([group("b", [1.0], [100])]))
