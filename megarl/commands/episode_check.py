@@ -58,7 +58,7 @@ def check(recipe: Recipe, num_rows: int, turns: Path | None) -> None:
     if faults := episodes.key_faults(recipe):
         raise UserFaults(faults)
     if recipe.episode.agent:
-        mend = "ask it with a chat of your own, or name tools or an environment"
+        mend = "call it in a test with a chat of your own, or name tools or an environment"
         raise UserFault("episode.agent", "an agent cannot be tried without a model", mend)
     rows = _rows(recipe, num_rows)
     given = turns_of_file(turns) if turns else _demonstrated(rows, recipe.data.messages)
