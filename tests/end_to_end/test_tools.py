@@ -25,7 +25,7 @@ async def run(chat, row):
     async with openai.AsyncOpenAI(base_url=chat.url, api_key=chat.key) as client:
         messages = [*chat.prompt, first, {"role": "user", "content": "again"}]
         last = await client.chat.completions.create(model="policy", messages=messages)
-    return float(row["answer"] in (last.choices[0].message.content or "")) + 0.1 * (chat.seed % 7)
+    return float(len(last.choices[0].message.content or "") % 5)  # which differs between the episodes of a prompt
 '''
 
 pytestmark = pytest.mark.slow
