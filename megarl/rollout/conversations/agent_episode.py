@@ -36,6 +36,7 @@ class _Thread:
     stop: int | None = None
     is_busy: bool = True
     heard: Messages = ()  # what was said before the next turn
+    num_calls: int = 0  # of all turns
 
     def goes_on_with(self, messages: Messages, tools: ToolSet) -> bool:
         length = len(self.messages)
@@ -51,7 +52,7 @@ class AgentEpisode:
         self._threads: list[_Thread] = []
         self._in_flight, self._idle_since = 0, time.monotonic()
         self._over: tuple[EpisodeEnd, str] | None = None
-        self._last_is_cut = False
+        self._cut_by: EpisodeEnd | None = None  # why the last turn has no end
         self._tasks: set[asyncio.Task[Any]] = set()
         self.fault: BaseException | None = None  # what the sampler raised
 
@@ -59,7 +60,7 @@ class AgentEpisode:
     def end(self) -> EpisodeEnd:
         """Why the episode has ended."""
         end = self._over[0] if self._over else "answered"
-        return "cut" if end == "answered" and self._last_is_cut else end
+        return self._cut_by or end if end == "answered" else end
 
     @property
     def is_at_limit(self) -> bool:
@@ -121,14 +122,15 @@ class AgentEpisode:
     def _check_turns(self) -> None:
         """Raises EpisodeOver where there may be no further turn."""
         most = self._config.max_turns
-        if self._over is None and self._rows.tally.turns + self._in_flight >= most:
+        turns = self._rows.tally.turns + self._in_flight + self._rows.num_abandoned
+        if self._over is None and turns >= most:
             self.stop("max_turns", f"the episode has had {most} turns, as many as episode.max_turns allows")
         if self._over:
             raise EpisodeOver(self._over[1])
 
-    def _check_room(self, prompt_tokens: int, response_tokens: int = 0) -> None:
+    async def _check_room(self, prompt_tokens: int, response_tokens: int = 0) -> None:
         """Raises EpisodeOver where a conversation of so many tokens has no room for a turn."""
-        if self._rows.room(prompt_tokens, response_tokens) < 1:
+        if not await self._rows.wait_for_room(prompt_tokens, response_tokens):
             tokens, most = prompt_tokens + response_tokens, self._config.max_tokens
             self.stop("max_tokens", f"a conversation of {tokens} tokens has no room: episode.max_tokens is {most}")
             raise EpisodeOver(self._over[1] if self._over else "")
@@ -139,19 +141,18 @@ class AgentEpisode:
             return await self._rendered(messages, tools)
         known = [thread for thread in self._threads if thread.goes_on_with(messages, tools)]
         for thread in sorted(known, key=lambda one: len(one.messages), reverse=True):
+            if not thread.goes_on_with(messages, tools):  # another request has taken it
+                continue
             new = messages[len(thread.messages) :]
             thread.is_busy = True
             try:
                 ids = await asyncio.to_thread(said, new, thread.messages[-1], tools.splice, thread.stop or 0)
+                if ids is not None:
+                    return await self._continued(thread, ids, new)
             finally:
-                thread.is_busy = False
-            if ids is not None:
-                conversation = thread.conversation
-                self._check_room(conversation.prompt_length, conversation.response_length + len(ids))
-                conversation.add_message(ids)
-                return self._taken(thread, new)
+                thread.is_busy = thread.stop is None
         ids = await asyncio.to_thread(rendered, messages, tools.splice)
-        return self._opened(ids, messages, tools)
+        return await self._opened(ids, messages, tools)
 
     async def _rendered(self, messages: list[dict[str, Any]], tools: ToolSet) -> _Thread:
         """The longest conversation that the rendered messages begin with, or a new one."""
@@ -162,48 +163,69 @@ class AgentEpisode:
             if not thread.is_busy and thread.stop is not None and thread.conversation.is_start_of(ids)
         ]
         if not known:
-            return self._opened(ids, messages, tools)
+            return await self._opened(ids, messages, tools)
         thread = max(known, key=lambda one: len(one.conversation.ids))
+        thread.is_busy = True
+        try:
+            found = await self._continued(thread, ids[len(thread.conversation.ids) :], _last_heard(messages))
+        finally:
+            thread.is_busy = thread.stop is None
+        found.tools = tools
+        return found
+
+    async def _continued(self, thread: _Thread, ids: Sequence[int], new: Messages) -> _Thread:
+        """The conversation with further tokens, which are those of new messages; it is no longer free."""
         conversation = thread.conversation
-        new = ids[len(conversation.ids) :]
-        self._check_room(conversation.prompt_length, conversation.response_length + len(new))
-        if new:
-            conversation.add_message(new)
-        thread.tools = tools
-        return self._taken(thread, messages[-1:])
+        await self._check_room(conversation.prompt_length, conversation.response_length + len(ids))
+        if ids:
+            conversation.add_message(ids)
+        thread.stop, thread.heard = None, new  # a turn that is not delivered ends the conversation
+        return thread
 
-    def _opened(self, ids: Sequence[int], messages: Messages, tools: ToolSet) -> _Thread:
-        self._check_room(len(ids))
-        thread = _Thread(self._rows.open(ids), tools)
+    async def _opened(self, ids: Sequence[int], messages: Messages, tools: ToolSet) -> _Thread:
+        await self._check_room(len(ids))
+        thread = _Thread(self._rows.open(ids), tools, heard=_last_heard(messages))
         self._threads.append(thread)
-        return self._taken(thread, messages)
-
-    def _taken(self, thread: _Thread, new: Messages) -> _Thread:
-        thread.is_busy, thread.heard = True, new
         return thread
 
     async def _turn(self, thread: _Thread, messages: Messages) -> ChatAnswer:
         conversation, prompt_tokens = thread.conversation, len(thread.conversation.ids)
-        thread.stop = None  # a turn that is not delivered ends the conversation
-        turn = await self._rows.turn(conversation, heard=[message["content"] for message in thread.heard])
-        message = await asyncio.to_thread(self._read, thread, turn)
-        self._last_is_cut = not turn.finished
+        is_whole, found = self._rows.is_whole_turn(conversation), list[_Read]()
+
+        async def read(turn: SampledTurn) -> None:
+            found.append(await asyncio.to_thread(_read, thread, turn.ids))
+
+        heard = [message["content"] for message in thread.heard]
+        turn = await self._rows.turn(conversation, heard=heard, read=read)
+        message, num_calls, num_bad = found[0]
+        tally = self._rows.tally
+        tally.calls, tally.call_errors = tally.calls + num_calls, tally.call_errors + num_bad
+        thread.num_calls += num_calls
+        if self._rows.last is turn:
+            self._cut_by = None if turn.finished else "cut" if is_whole else "max_tokens"
         if turn.finished:
-            thread.stop = turn.ids[-1]
+            thread.stop, thread.is_busy = turn.ids[-1], False
         thread.messages = [*messages, message]
-        thread.is_busy = False
         calls, tokens = calls_of(message), len(turn.ids)
         finish = "length" if not turn.finished else "tool_calls" if calls else "stop"
         return ChatAnswer(message["content"], calls, finish, prompt_tokens, tokens)
 
-    def _read(self, thread: _Thread, turn: SampledTurn) -> dict[str, Any]:
-        """The turn as a message. Where a call of it cannot be read at all, the whole is a text."""
-        tally, ids = self._rows.tally, turn.ids
-        read = thread.tools.read(ids, after_tools=thread.heard[-1]["role"] == "tool")
-        bad = [call for call in read.calls if isinstance(call, BadCall)]
-        text, number = thread.tools.splice.turn_text(ids), tally.calls
-        tally.calls, tally.call_errors = tally.calls + len(read.calls), tally.call_errors + len(bad)
-        if any(call.arguments is None for call in bad):
-            read = Turn(text)
-        message = assistant_message(read, text, thread.tools.splice.template, number)
-        return {key: value for key, value in message.items() if key != "reasoning_content"}
+
+_Read = tuple[dict[str, Any], int, int]  # a turn as a message, its calls, and those that are broken
+
+
+def _read(thread: _Thread, ids: Sequence[int]) -> _Read:
+    """A turn's tokens as a message. Where a call cannot be read at all, the whole is a text."""
+    read = thread.tools.read(ids, after_tools=bool(thread.heard) and thread.heard[-1]["role"] == "tool")
+    bad = [call for call in read.calls if isinstance(call, BadCall)]
+    text, number = thread.tools.splice.turn_text(ids), len(read.calls)
+    if any(call.arguments is None for call in bad):
+        read = Turn(text)
+    message = assistant_message(read, text, thread.tools.splice.template, thread.num_calls)
+    return {key: value for key, value in message.items() if key != "reasoning_content"}, number, len(bad)
+
+
+def _last_heard(messages: Messages) -> Messages:
+    """The messages after the last of the assistant, but for the system's."""
+    last = max((place for place, one in enumerate(messages) if one["role"] == "assistant"), default=-1)
+    return [message for message in messages[last + 1 :] if message["role"] != "system"]

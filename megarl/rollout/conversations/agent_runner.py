@@ -74,14 +74,14 @@ class AgentRunner:
             await rows.end(len(prompt.token_ids))
         if episode.fault:
             raise episode.fault
-        if not rows.tally.turns:
-            verdict = Failure("the agent has asked the model nothing")
+        if rows.tally.sampled_tokens == rows.tally.dropped_tokens and not isinstance(verdict, Failure):
+            verdict = Failure("no turn of the model has reached the agent")
         return EpisodeResult(rows.sample(episode.end, prompt.token_ids), verdict)
 
     async def _ended(self, episode: AgentEpisode, prompt: Prompt, seed: int) -> Verdict | Failure | None:
         """Run the agent to its end; what it gave, or why it failed."""
-        access = self._endpoint.open(episode) if self._endpoint else None
         messages = chat_messages(prompt.messages)
+        access = self._endpoint.open(episode) if self._endpoint else None
         try:
             return await self._agents.run(prompt.row, messages, seed, episode, access, self._config.timeout_s)
         except AgentTimeout as late:
@@ -91,7 +91,9 @@ class AgentRunner:
                 episode.fail()
                 return Failure(f"the agent {failure}")
         finally:
-            if self._endpoint and access:
-                await self._endpoint.close(access.key)
-            await episode.close()
+            try:
+                if self._endpoint and access:
+                    await self._endpoint.close(access.key)
+            finally:
+                await episode.close()
         return None

@@ -172,7 +172,10 @@ class EpisodeRunner:
         """The next turn, or what a phase has left of one, and its answer; the end where the episode ends with it."""
         rows, turn = state.rows, state.turn
         if turn is None or turn.is_open:
-            is_whole = rows.turn_tokens(state.conversation, turn) == turn_tokens
+            most = rows.turn_tokens(state.conversation, turn)
+            if turn and most <= len(turn.ids):  # a resumed run has a lower limit
+                return "max_tokens"
+            is_whole = most == turn_tokens
             state.turn = turn = await rows.turn(state.conversation, turn)
             if turn.is_open:
                 raise PhaseOver
@@ -181,7 +184,7 @@ class EpisodeRunner:
         answer = await self._answer(state, turn)
         if answer.end:
             return answer.end
-        if state.tally.turns == self._config.max_turns:
+        if state.tally.turns >= self._config.max_turns:
             return "max_turns"
         state.said, state.is_answered = answer.ids, True
         return None

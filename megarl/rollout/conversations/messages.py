@@ -82,8 +82,8 @@ def rendered(messages: Sequence[Mapping[str, Any]], splice: Splice) -> list[int]
 def said(messages: Sequence[Mapping[str, Any]], turn: Mapping[str, Any], splice: Splice, stop: int) -> list[int] | None:
     """The tokens of checked messages after a turn that ended with the token `stop`; None where they cannot be spliced.
 
-    turn: the assistant's message before them. They can be where they are a user's message, or the results of all calls
-    of the turn, in any order. Raises BadMessages.
+    turn: the assistant's message before them. They are spliced where they are one user's message, or the results of all
+    calls of the turn in any order, and the chat template takes them so.
     """
     roles, calls = [message["role"] for message in messages], turn.get("tool_calls", [])
     try:
@@ -93,8 +93,8 @@ def said(messages: Sequence[Mapping[str, Any]], turn: Mapping[str, Any], splice:
         if set(roles) == {"tool"} and len(calls) == len(messages) and answers.keys() == {call["id"] for call in calls}:
             results = [ToolResult(answers[call["id"]], call["function"]["name"], call["id"]) for call in calls]
             return splice.tool_results(results, after=stop)
-    except (UserFault, TemplateRefusal) as refusal:
-        raise BadMessages(f"the chat template refuses the messages ({refusal})") from refusal
+    except (UserFault, TemplateRefusal):  # it may take the whole conversation
+        return None
     return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Protocol
@@ -98,8 +98,11 @@ class EpisodeRows:
         self._context_tokens, self._max_tokens = max_prompt_tokens + max_tokens, max_tokens
         self._conversations: list[Conversation] = []
         self._numbers = count()
-        self._abandoned: set[asyncio.Task[Sample]] = set()
-        self.last: SampledTurn | None = None
+        self._abandoned: set[asyncio.Future[Sample]] = set()
+        self._reserved = 0  # tokens that the turns in flight may have
+        self._turn_ended = asyncio.Event()  # another one for each turn
+        self.last: SampledTurn | None = None  # of those asked for
+        self._last_number = -1
         self._phase_sampled, self._restored_length = 0, 0
 
     def open(self, prompt_ids: Sequence[int]) -> Conversation:
@@ -122,10 +125,34 @@ class EpisodeRows:
         return last, self.last
 
     def room(self, prompt_tokens: int, response_tokens: int = 0) -> int:
-        """How many tokens the model may sample in a conversation that has so many; 0 or less: none."""
+        """How many tokens the model may sample in a conversation that has so many; 0 or less: none.
+
+        Those that turns in flight may have are not left over.
+        """
+        return self._room(prompt_tokens, response_tokens, self._reserved)
+
+    def _room(self, prompt_tokens: int, response_tokens: int, reserved: int) -> int:
         in_context = self._context_tokens - prompt_tokens - response_tokens
         kept = self.tally.sampled_tokens - self.tally.dropped_tokens
-        return min(in_context, self._max_tokens - max(response_tokens, kept))
+        return min(in_context, self._max_tokens - max(response_tokens, kept + reserved))
+
+    async def wait_for_room(self, prompt_tokens: int, response_tokens: int) -> bool:
+        """Whether a turn has room, once it does not depend on turns in flight, of other conversations."""
+        while self._reserved:
+            most = self._room(prompt_tokens, response_tokens, 0)
+            if self.room(prompt_tokens, response_tokens) >= min(most, self._sampling.max_tokens):
+                break
+            await self._turn_ended.wait()
+        return self.room(prompt_tokens, response_tokens) > 0
+
+    @property
+    def num_abandoned(self) -> int:
+        """The turns that nobody awaits any more."""
+        return len(self._abandoned)
+
+    def is_whole_turn(self, conversation: Conversation) -> bool:
+        """Whether the next turn may have as many tokens as any."""
+        return self.turn_tokens(conversation) == self._sampling.max_tokens
 
     def turn_tokens(self, conversation: Conversation, begun: SampledTurn | None = None) -> int:
         """How many tokens the next turn may have, or the open turn that a phase before has begun."""
@@ -145,12 +172,16 @@ class EpisodeRows:
         return None if limit is None else limit - self._phase_sampled
 
     async def turn(
-        self, conversation: Conversation, begun: SampledTurn | None = None, heard: Sequence[str] = ()
+        self,
+        conversation: Conversation,
+        begun: SampledTurn | None = None,
+        heard: Sequence[str] = (),
+        read: Callable[[SampledTurn], Awaitable[None]] | None = None,
     ) -> SampledTurn:
         """The model's next turn in a conversation, or the open turn `begun` with what was missing.
 
         It is open where the phase cuts it. Where the caller is cancelled it is sampled to its end and dropped. heard:
-        the texts before it that the transcript has not yet.
+        the texts before it that the transcript has not yet. read: is awaited before the turn counts as delivered.
         """
         row, given = self._conversations.index(conversation), begun.ids if begun else []
         left = self.turn_tokens(conversation, begun) - len(given)
@@ -162,29 +193,45 @@ class EpisodeRows:
         )
         asked, known = conversation.asked(), conversation.known_rows
         reusable = known if self._phase_sampled else 0  # the cache has nothing of the phases before
-        turn = asyncio.ensure_future(
-            self._sampler.turn(
-                self.name, next(self._numbers), conversation.ids, limits, self._place, known
-            )
-        )
+        number = next(self._numbers)
+        work = self._sampler.turn(self.name, number, conversation.ids, limits, self._place, known)
+        asked_for = self._begin(work, limits.max_tokens)
         try:
-            sample = await asyncio.shield(turn)
+            sample = await asyncio.shield(asked_for)
+            ids = [*given, *sample.response_ids_T.tolist()]
+            is_open = not sample.finished and len(sample.response_ids_T) == limits.max_tokens < left
+            turn = SampledTurn(ids, self._sampler.text(ids) if begun else sample.text, sample.finished, is_open)
+            if read:
+                await read(turn)
         except asyncio.CancelledError:
-            self._abandoned.add(turn)
+            self._abandoned.add(asked_for)
             raise
         conversation.add_turn(sample, asked)
-        self._count(sample)
-        ids = [*given, *sample.response_ids_T.tolist()]
-        is_open = not sample.finished and len(sample.response_ids_T) == limits.max_tokens < left
-        self.last = SampledTurn(ids, self._sampler.text(ids) if begun else sample.text, sample.finished, is_open)
+        if number > self._last_number:
+            self._last_number, self.last = number, turn
         self.tally.turns += not begun
         self.tally.reusable_tokens += reusable
         self.tally.cached_tokens += min(sample.cached_tokens, reusable)  # more may be another episode's
         for text in heard:
             self.tally.transcript.add_message(text)
         if not is_open:
-            self.tally.transcript.add_turn(self.last.text)
-        return self.last
+            self.tally.transcript.add_turn(turn.text)
+        return turn
+
+    def _begin(self, work: Coroutine[Any, Any, Sample], tokens: int) -> asyncio.Future[Sample]:
+        """Ask for a turn of so many tokens at most; what it has counts from its end, whoever awaits it."""
+        self._reserved += tokens
+
+        def ended(turn: asyncio.Future[Sample]) -> None:
+            self._reserved -= tokens
+            if not turn.cancelled() and turn.exception() is None:
+                self._count(turn.result())
+            self._turn_ended.set()
+            self._turn_ended = asyncio.Event()
+
+        turn = asyncio.ensure_future(work)
+        turn.add_done_callback(ended)
+        return turn
 
     async def end(self, prompt_tokens: int) -> None:
         """Wait for turns that nobody awaits any more, which are dropped, and give the engine's place to others.
@@ -194,7 +241,6 @@ class EpisodeRows:
         try:
             while self._abandoned:
                 sample = await self._abandoned.pop()
-                self._count(sample)
                 self.tally.turns += 1
                 self.tally.dropped_tokens += len(sample.response_ids_T)
         finally:

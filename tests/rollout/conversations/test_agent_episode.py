@@ -249,3 +249,46 @@ def test_requests_that_cannot_be_answered_are_refused_and_the_episode_goes_on() 
 
     sample, episode, _ = played({"hi": "hello"}, agent)
     assert episode.end == "answered" and texts(sample) == ["<bos><user>< eos>hi<eos><assistant>hello<eos>"]
+
+
+def test_requests_at_once_share_the_tokens_of_the_episode() -> None:
+    """Whoever finds them reserved waits for a turn to end, and is told where none are left."""
+
+    async def agent(ask: Ask) -> None:
+        answers = await asyncio.gather(*(ask(user("hi")) for _ in range(4)), return_exceptions=True)
+        over = [one for one in answers if isinstance(one, EpisodeOver)]
+        assert over and len(answers) - len(over) >= 2
+
+    sample, episode, _ = played({"hi": "hello world"}, agent, max_tokens=30)
+    assert sample.facts and sample.facts.sampled_tokens == sample.num_trained <= 30 and episode.end == "max_tokens"
+
+
+def test_turns_that_nobody_awaits_count_as_turns() -> None:
+    async def agent(ask: Ask, script: Script) -> None:
+        script.may_go_on.clear()
+        for _ in range(2):
+            script.has_begun.clear()
+            late = asyncio.create_task(ask(user("hi")))
+            await script.has_begun.wait()
+            late.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await late
+        with pytest.raises(EpisodeOver, match=r"episode\.max_turns"):
+            await ask(user("hi"))
+        script.may_go_on.set()
+
+    sample, episode, _ = played({"hi": "hello"}, agent, scripted=True, max_turns=2)
+    assert sample.facts and (sample.facts.turns, sample.facts.dropped_tokens) == (2, sample.facts.sampled_tokens)
+    assert episode.end == "max_turns" and not sample.num_trained
+
+
+def test_the_transcript_has_each_message_once() -> None:
+    async def agent(ask: Ask) -> None:
+        system = {"role": "system", "content": "be short"}
+        first = await ask(system, user("hi"))
+        await ask(system, user("hi"), {**first.message(), "content": "hallo"}, user("how?"))
+
+    sample, _, _ = played({"hi": "hello", "how?": "so"}, agent)
+    assert len(sample.rows) == 2
+    entries = [(entry["role"], entry["text"]) for entry in sample.transcript]
+    assert entries == [("user", "hi"), ("assistant", "hello"), ("user", "how?"), ("assistant", "so")]
