@@ -61,6 +61,16 @@ async def run(chat, row):
         await client.chat.completions.create(model="policy", messages=follows)
     return 0.5
 '''
+ONCE = '''
+from megarl.environments import Environment
+
+class Once(Environment):
+    def reply(self, text):
+        return None
+
+    def reward(self):
+        return 0.5
+'''
 GAME = EnvironmentSettings(environment="megarl.environments.guess:Guess", workers=1)
 
 
@@ -222,16 +232,41 @@ def test_limits_end_an_episode(engine: Engine, game: EnvironmentThread, model: P
     assert "max_tokens" in {one.sample.facts.end for one in short if one.sample.facts}
 
 
-def test_seeded_episodes_repeat_to_the_bit(
-    build_engine: Callable[..., Engine], game: EnvironmentThread, model: Path
+@pytest.fixture(scope="module")
+def seeded_engine(build_engine: Callable[..., Engine], model: Path) -> Iterator[Engine]:
+    built = build_engine(1, 1, model_path=str(model), seeded=True, routed_experts=True)
+    yield built
+    built.shutdown()
+
+
+def test_one_turn_without_tools_is_a_single_response(
+    seeded_engine: Engine, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether they are sampled at once, or in phases that cut their turns."""
-    engine = build_engine(1, 1, model_path=str(model), seeded=True, routed_experts=True)
+    """To the bit: tokens, logprobs and experts are those of a sample that is no episode, and so is what is trained."""
+    (tmp_path / "one_turn.py").write_text(ONCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    once = EnvironmentThread(EnvironmentSettings(environment="one_turn:Once", workers=1))
     try:
-        first, again, other = (play(engine, game, model, stream) for stream in ((3, 1), (3, 1), (3, 2)))
-        parts = play(engine, game, model, (3, 1), 7)
+        played = play(seeded_engine, once, model, (6, 1), max_turns=1)
     finally:
-        engine.shutdown()
+        once.shutdown()
+    prompt_ids = Splice(load_tokenizer(str(model)), end_token_ids(str(model))).first("go")
+    plain = asyncio.run(seeded_engine.generate(prompt_ids, Sampling(EPISODES, TURN_TOKENS, stream=(6, 1))))
+    for one, sample in zip(played, plain, strict=True):
+        np.testing.assert_array_equal(one.sample.response_ids_T, sample.response_ids_T)
+        np.testing.assert_array_equal(one.sample.engine_logp_T, sample.engine_logp_T)
+        assert one.sample.routed_experts is not None and sample.routed_experts is not None
+        np.testing.assert_array_equal(one.sample.routed_experts, sample.routed_experts)
+        assert (one.sample.text, one.sample.parts) == (sample.text, sample.parts)
+        assert one.sample.prompt_ids is None and one.sample.trained_T is None and not one.sample.more_rows
+        assert one.sample.finished == sample.finished and one.verdict == Verdict(0.5, False)
+    assert {sample.finished for sample in plain} == {True, False}, "both ends occur"
+
+
+def test_seeded_episodes_repeat_to_the_bit(seeded_engine: Engine, game: EnvironmentThread, model: Path) -> None:
+    """Whether they are sampled at once, or in phases that cut their turns."""
+    first, again, other = (play(seeded_engine, game, model, stream) for stream in ((3, 1), (3, 1), (3, 2)))
+    parts = play(seeded_engine, game, model, (3, 1), 7)
     ids = [[one.sample.response_ids_T.tolist() for one in group] for group in (first, again, parts, other)]
     assert ids[0] == ids[1] == ids[2] != ids[3]
     for one, two, cut in zip(first, again, parts, strict=True):
