@@ -131,7 +131,8 @@ class RolloutWorker:
     async def _judged(self, prompt: Prompt, samples: Sequence[Sample]) -> Sequence[Verdict | Failure]:
         """The verdicts of the reward functions; without any, an environment or an agent was to give them."""
         if not (self._reward.function or self._reward.by_source):
-            return [Failure(f"the {self._rewarding} gave no reward") for _ in samples]
+            ends = [sample.facts.end for sample in samples if sample.facts]
+            return [Failure(f"the {self._rewarding} gave no reward (its episode ended as {end})") for end in ends]
         episodes = [sample.episode for sample in samples]
         return await self._scorers.verdicts(prompt.answer, prompt.row, [sample.text for sample in samples], episodes)
 
