@@ -44,6 +44,11 @@ def say(words: str) -> str:
     return words
 
 
+def refuse(number: int) -> int:
+    """No number."""
+    raise ValueError(number)
+
+
 def hang(number: int) -> int:
     """Never."""
     time.sleep(60)
@@ -78,7 +83,7 @@ class Odd(Environment):
             raise ValueError("no idea")
         return None if self._row["fails"] == "none" else 0.5
 '''
-TOOLS = ("double", "say", "hang", "end")
+TOOLS = ("double", "say", "refuse", "hang", "end")
 CALL = '<tool_call>{{"name": "{}", "arguments": {}}}</tool_call>'
 
 
@@ -249,6 +254,23 @@ def test_calls_that_hang_end_with_the_time_of_their_episode(play: Play, threads:
     assert facts.tool_s < 6 and played.verdict is None, "the reward function decides"
     told = {(one["result"], one["error"]) for one in played.sample.transcript[0]["calls"]}
     assert told == {("hang was given up, because episode.timeout_s (1.5 s) had passed.", "timeout")}
+
+
+def test_calls_that_fail_by_their_tool_are_in_the_summary(play: Play) -> None:
+    """Those of all samples, of which samples.jsonl shows the first ones; a call that the model should mend is not."""
+    broken = call("halve", number=1) + call("double", number="x") + call("refuse", number=3)
+    played = [play("tools", broken, "no")[0].sample, *(play("tools", call("hang", number=1), "no")[0].sample,) * 2]
+    assert [one.facts.call_errors for one in played if one.facts] == [3, 1, 1]
+    worker: Any = RolloutWorker.__new__(RolloutWorker)
+    worker._rewarding, worker._reward, worker._num_transcripts = "environment", RewardConfig(), 1
+
+    async def generated(*_: Any) -> Any:
+        return played, [Verdict(1.0, True), Verdict(0.0, False), Failure("no idea")]
+
+    worker._generate = generated
+    summary, _ = asyncio.run(worker.sample(Prompt("row 1", "", (1, 2), ""), Sampling(3, 9)))
+    assert summary.failed_calls == ("hang took longer than 1 s.",) * 2
+    assert (len(summary.transcripts), summary.num_dropped) == (1, 1), "that of a sample without a verdict too"
 
 
 @pytest.mark.parametrize("turn", [call("double", number=4), "8"], ids=["calls", "answers"])
