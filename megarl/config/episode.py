@@ -18,8 +18,8 @@ class EpisodeConfig(Branch):
     observation that has more than `max_observation_tokens` the middle is left out.
 
     A call, or a method of the environment, may take `call_timeout_s`. `timeout_s` after it got its place at an engine
-    an episode gets no further turn, and an agent is ended. Tools, environments and agents of each engine run in
-    `workers` processes, each with `memory_mb` beyond what loading takes.
+    an episode gets no further turn and waits for no call, and an agent is ended. Tools, environments and agents of each
+    engine run in `workers` processes, each with `memory_mb` beyond what loading takes.
 
     With `rollout.phase_tokens` an episode may wait `phase_tool_s` for tools and its environment in a phase; then the
     call is given up, and made again in the next one.

@@ -20,6 +20,7 @@ from megarl.parallel.roles import engine_layout, lora_size
 from megarl.rollout import accounting
 from megarl.rollout.conversations.episode import EpisodeRunner
 from megarl.rollout.dealing import Capacity, CompletedSample
+from megarl.rollout.environments.results import TOOL_FAULTS
 from megarl.rollout.episodes import AgentRuntime, EnvironmentRuntime, Runner, episode_runtime
 from megarl.rollout.rewards import MEND, WHERE, Failure, Verdict, describe_failure
 from megarl.rollout.sglang.adapters import AdapterSlot
@@ -131,7 +132,8 @@ class RolloutWorker:
     async def _judged(self, prompt: Prompt, samples: Sequence[Sample]) -> Sequence[Verdict | Failure]:
         """The verdicts of the reward functions; without any, an environment or an agent was to give them."""
         if not (self._reward.function or self._reward.by_source):
-            return [Failure(f"the {self._rewarding} gave no reward") for _ in samples]
+            ends = [sample.facts.end for sample in samples if sample.facts]
+            return [Failure(f"the {self._rewarding} gave no reward (its episode ended as {end})") for end in ends]
         episodes = [sample.episode for sample in samples]
         return await self._scorers.verdicts(prompt.answer, prompt.row, [sample.text for sample in samples], episodes)
 
@@ -254,7 +256,15 @@ def scored(
             sample.text.strip() if verdict.answer is None else verdict.answer for sample, verdict in kept
         ),
     )
-    return replace(summary(group), failures=failures, num_dropped=num_dropped), group
+    facts = {"failures": failures, "num_dropped": num_dropped, "failed_calls": failed_calls(samples)}
+    return replace(summary(group), **facts), group
+
+
+def failed_calls(samples: Sequence[Sample]) -> tuple[str, ...]:
+    """What is said of each call, in the transcripts of the samples, whose error is to be mended in its tool."""
+    entries = (entry for sample in samples for entry in sample.transcript)
+    calls = (call for entry in entries for call in entry["calls"])
+    return tuple(call["result"] for call in calls if call["error"] in TOOL_FAULTS)
 
 
 def summary(group: SampleGroup) -> GroupSummary:

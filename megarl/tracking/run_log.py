@@ -50,6 +50,7 @@ class Record:
         self.metrics: Metrics = {}
         self.groups: Sequence[GroupSummary] = ()
         self.failures: list[str] = []
+        self.failed_calls: list[str] = []
         self._phases: Metrics = {}
         self._sampled_s: float | None = None
         self._began = time.perf_counter()
@@ -70,8 +71,9 @@ class Record:
         self.groups = groups
 
     def failed(self, groups: Sequence[GroupSummary]) -> None:
-        """Add the failed verdicts of scored groups, of which the terminal shows the first."""
+        """Add the failed verdicts and calls of scored groups; the terminal shows the first of each."""
         self.failures += [failure for group in groups for failure in group.failures]
+        self.failed_calls += [call for group in groups for call in group.failed_calls]
 
     def sampled(self, seconds: float) -> None:
         """Set for how long engines had samples in the step's phases of sampling."""
@@ -244,6 +246,10 @@ class RunLog:
         if record.failures:
             count, first = len(record.failures), record.failures[0]
             self.say(f"step {record.step}: {count} {'verdict' if count == 1 else 'verdicts'} failed, the first {first}")
+        if record.failed_calls:
+            count, first = len(record.failed_calls), record.failed_calls[0]
+            calls = "call of a tool" if count == 1 else "calls of tools"
+            self.say(f"step {record.step}: {count} {calls} failed, the first: {first}")
         self._history.append(metrics)
         return metrics
 

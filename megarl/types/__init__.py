@@ -226,13 +226,12 @@ class SampleGroup:
 class GroupSummary:
     """What the controller keeps of a group: the samples themselves stay in the object store.
 
-    response_lengths_G, parts_G: of the tokens of each sample that the model sampled, in all its rows. failures: a
-    description of each failed verdict. Of those samples num_dropped are not in the group. verifications, prefills: as
-    of a Sample, all samples together but the baseline.
+    response_lengths_G, parts_G: of the tokens of a sample that the model sampled. failures: descriptions of the failed
+    verdicts; num_dropped of their samples are not in the group. verifications, prefills: of all but the baseline.
 
     Of episodes alone: rows, of each sample, empty where every sample is plain (`Sample.is_plain`); turn_rewards_G, the
     sum of its turns' rewards, None where no sample has any; facts, empty where no sample has any; transcripts, of the
-    first samples, as many as samples.jsonl may show.
+    first samples, as many as samples.jsonl may show; failed_calls, the results of calls whose tools are to be mended.
     """
 
     prompt_text: str
@@ -248,6 +247,7 @@ class GroupSummary:
     given_answers: tuple[str, ...] = ()
     failures: tuple[str, ...] = ()
     num_dropped: int = 0
+    failed_calls: tuple[str, ...] = ()
     verifications: int = 0
     prefills: int = 0
     rows: tuple[tuple[RowSummary, ...], ...] = ()

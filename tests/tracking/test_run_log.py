@@ -70,6 +70,23 @@ def test_verdicts_that_failed_are_told_in_a_line(tmp_path: Path) -> None:
     ]
 
 
+def test_calls_that_failed_by_their_tools_are_told_in_a_line(tmp_path: Path) -> None:
+    """Of all groups of a step together, and as what they are: a tool's words, which may forge nothing."""
+    console, text = plain()
+    said = "price ran out of memory.", "price returned \x1b]0;x\x07\r\nstep 9: no"
+    with RunLog(recipe_in(tmp_path), console) as log:
+        for step, words in enumerate(said, start=1):
+            with log.step(step) as record:
+                record.failed([replace(group("p", [1.0, 0.0], [2, 3]), failed_calls=(words,) * step)] * step)
+        with log.step(3) as record:
+            record.failed([group("p", [1.0, 0.0], [2, 3])])
+    lines = [line for line in text.getvalue().splitlines() if " failed, " in line or line.startswith("step 9")]
+    assert lines == [
+        "step 1: 1 call of a tool failed, the first: price ran out of memory.",
+        r"step 2: 4 calls of tools failed, the first: price returned \x1b]0;x\x07\r\nstep 9: no",
+    ]
+
+
 def test_folder_holds_recipe_records_samples_events_and_curve(tmp_path: Path) -> None:
     folder = run_of_four(tmp_path, plain()[0])
     assert load_recipe(folder / "recipe.yaml") == recipe_in(tmp_path)

@@ -7,7 +7,6 @@ Where the rollout has phases, one may leave an episode open in a turn, before it
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -16,7 +15,14 @@ from typing import Any, Protocol
 from megarl.config.episode import EpisodeConfig
 from megarl.rollout.accounting import longest_row
 from megarl.rollout.conversations.messages import BadMessages, assistant_message, rendered, results_of
-from megarl.rollout.conversations.open_episode import EpisodeState, PhaseOver, ToolTime, left_open, resumed
+from megarl.rollout.conversations.open_episode import (
+    EpisodeOverdue,
+    EpisodeState,
+    PhaseOver,
+    ToolTime,
+    left_open,
+    resumed,
+)
 from megarl.rollout.conversations.rows import EpisodeResult, EpisodeRows, SampledTurn, Tally, TurnSampler
 from megarl.rollout.conversations.splice import Splice, ToolResult
 from megarl.rollout.conversations.template import Message, TemplateRefusal, user
@@ -91,7 +97,8 @@ class EpisodeRunner:
         await self._sampler.begin(name, own_tokens)
         rows = EpisodeRows(self._sampler, name, sampling, place, self._max_prompt_tokens, config.max_tokens)
         rows.tally = Tally(**opened.account, transcript=TranscriptWriter(begun.transcript if begun else ()))
-        tools = ToolTime(rows.tally, config.phase_tool_s if sampling.phase_tokens else None)
+        phase_s = config.phase_tool_s if sampling.phase_tokens else None
+        tools = ToolTime(rows.tally, phase_s, config.timeout_s, opened.seconds)
         try:
             state, end, failure = await self._phase(rows, tools, prompt, sampling, begun)
         finally:  # the engine's place is free before the environment thinks about the reward
@@ -99,10 +106,12 @@ class EpisodeRunner:
         phases = opened.phases + 1
         if end is None and phases < phases_of(config.max_tokens, sampling.phase_tokens):
             history = await self._environment.leave(name, tools.operations)
-            return EpisodeResult(left_open(rows, state, prompt, phases, history, renders=self._renders), None)
-        if end is None and state is None:
+            return EpisodeResult(left_open(rows, tools, state, prompt, phases, history, renders=self._renders), None)
+        if state is None and failure is None:
             await self._environment.leave(name, 0)
             words = f"reset took longer than episode.phase_tool_s ({config.phase_tool_s:g} s) in {phases} phases"
+            if end == "timeout":
+                words = f"episode.timeout_s ({config.timeout_s:g} s) had passed before the end of reset"
             return EpisodeResult(rows.sample("environment", prompt.token_ids), Failure(words))
         verdict = None
         try:
@@ -123,6 +132,8 @@ class EpisodeRunner:
             return state, await self._take_turns(state, sampling.max_tokens), None
         except EnvironmentFailure as error:
             return state, "environment", error
+        except EpisodeOverdue:
+            return state, "timeout", None
         except PhaseOver:
             return state, None, None
 
@@ -130,7 +141,7 @@ class EpisodeRunner:
         self, rows: EpisodeRows, tools: ToolTime, prompt: Prompt, sampling: Sampling, begun: Sample | None
     ) -> EpisodeState:
         """The state that the phase before has left, or a new one where there is none, or it cannot be made again."""
-        opened, began_s = begun.open_episode if begun else None, time.monotonic()
+        opened = begun.open_episode if begun else None
         if begun and opened and opened.following != "begin":
             again = self._environment.resume(rows.name, prompt.row, group_seed(sampling), opened.history)
             try:
@@ -138,31 +149,34 @@ class EpisodeRunner:
             except ReplayFailure:
                 rows.tally.begin_anew()
             else:
-                return resumed(rows, tools, prompt, begun, opened, began_s - opened.seconds)
+                return resumed(rows, tools, prompt, begun, opened)
         return await self._begun(rows, tools, prompt, sampling)
 
     async def _begun(self, rows: EpisodeRows, tools: ToolTime, prompt: Prompt, sampling: Sampling) -> EpisodeState:
         """The environment's first words are appended to the prompt as one more message of the user."""
-        began_s, messages = time.monotonic(), chat_messages(prompt.messages)
+        messages = chat_messages(prompt.messages)
         opening = await tools.wait(self._environment.open(rows.name, prompt.row, group_seed(sampling)))
         if opening is None:
-            return EpisodeState(rows, tools, rows.open(prompt.token_ids), messages, began_s)
+            return EpisodeState(rows, tools, rows.open(prompt.token_ids), messages)
         rows.tally.transcript.add_message(opening)
         messages = [*messages, user(self._splice.template.without_special_tokens(opening))]
         ids = await self._said(self._splice.first, messages)
         if len(ids) > self._max_prompt_tokens:
             limit = f"data.max_prompt_tokens is {self._max_prompt_tokens}"
             raise EnvironmentFailure(f"with the text of reset the prompt has {len(ids)} tokens, and {limit}")
-        return EpisodeState(rows, tools, rows.open(ids), messages, began_s)
+        return EpisodeState(rows, tools, rows.open(ids), messages)
 
     async def _take_turns(self, state: EpisodeState, turn_tokens: int) -> EpisodeEnd:
-        """Until the episode ends. turn_tokens: of a turn at most. Raises PhaseOver where the phase leaves it open."""
+        """Until the episode ends. turn_tokens: of a turn at most.
+
+        Raises PhaseOver where the phase leaves it open, and EpisodeOverdue where it had no seconds left for an answer.
+        """
         while True:
             if not state.is_answered and (end := await self._turn(state, turn_tokens)):
                 return end
             if not await self._go_on(state):
                 return "max_tokens"
-            if time.monotonic() - state.began_s > self._config.timeout_s:
+            if state.tools.is_overdue:
                 return "timeout"
             if state.rows.is_phase_over:
                 raise PhaseOver
@@ -230,9 +244,9 @@ class EpisodeRunner:
 
     async def _called(self, state: EpisodeState, read: Turn, ids: Sequence[int]) -> _Answer:
         """The results of a turn's calls, in their order; a call that cannot be made is answered with the reason."""
-        tally, name = state.tally, state.rows.name
+        tally = state.tally
         good = [call for call in read.calls if isinstance(call, ToolCall)]
-        made = await state.tools.wait(self._environment.call(name, [(call.name, call.arguments) for call in good]))
+        made, is_overdue = await self._made(state, good)
         message = self._message(state, read, ids)
         results = iter(made)
         texts = [next(results).text if isinstance(call, ToolCall) else call.reason for call in read.calls]
@@ -244,6 +258,8 @@ class EpisodeRunner:
         state.conversation.add_reward(reward)
         tally.transcript.add_reward(reward)
         tally.transcript.add_calls(read.calls, made, shown)
+        if is_overdue:
+            return _Answer(end="timeout")
         if any(result.done for result in made):
             return _Answer(end="done")
         if state.bad_turns == _MOST_BAD_TURNS:
@@ -253,6 +269,15 @@ class EpisodeRunner:
             return _Answer(None)
         told = [ToolResult(text, call.name, call.id) for text, call in zip(shown, read.calls, strict=True)]
         return _Answer(await self._said(self._splice.tool_results, told, after=ids[-1]))
+
+    async def _made(self, state: EpisodeState, calls: Sequence[ToolCall]) -> tuple[list[CallResult], bool]:
+        """The results of calls, and whether they were given up because the episode had no seconds left."""
+        asked = [(call.name, call.arguments) for call in calls]
+        try:
+            return await state.tools.wait(self._environment.call(state.rows.name, asked)), False
+        except EpisodeOverdue:
+            words = f"was given up, because episode.timeout_s ({self._config.timeout_s:g} s) had passed."
+            return [CallResult(f"{call.name} {words}", error="timeout") for call in calls], True
 
     def _message(self, state: EpisodeState, read: Turn, ids: Sequence[int]) -> Message:
         """A turn as the message that is rendered, before its calls are counted."""

@@ -5,6 +5,7 @@ No instance of an environment is kept: what was done with it is done again, in a
 
 from __future__ import annotations
 
+import math
 import time
 from asyncio import timeout
 from collections.abc import Coroutine, Sequence
@@ -24,37 +25,59 @@ class PhaseOver(Exception):
     """The episode has had its tokens of the phase, or its seconds of tools."""
 
 
+class EpisodeOverdue(Exception):
+    """The episode has had its seconds."""
+
+
 class ToolTime:
     """Awaits tools and environments, and counts the seconds and the results.
 
-    share_s: the seconds of a phase; None: any number. operations: results of the phases before.
+    phase_s: the seconds of tools in a phase; None: any number. timeout_s: those of the episode; seconds: of them, those
+    of the phases before. operations: results, those of the phases before among them.
     """
 
-    def __init__(self, tally: Tally, share_s: float | None, operations: int = 0) -> None:
-        self._tally, self._left_s, self.operations = tally, share_s, operations
+    def __init__(self, tally: Tally, phase_s: float | None, timeout_s: float, seconds: float = 0.0) -> None:
+        self._tally, self._timeout_s, self._began_s = tally, timeout_s, time.monotonic() - seconds
+        self._phase_left_s = math.inf if phase_s is None else phase_s
+        self.operations = 0
+
+    @property
+    def seconds(self) -> float:
+        """Since the episode had its first place at an engine, in phases alone."""
+        return time.monotonic() - self._began_s
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether the episode has had its seconds."""
+        return self.seconds > self._timeout_s
 
     async def wait(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """The result of an operation. Raises PhaseOver, then and later, where it takes longer than is left."""
-        if self._left_s is not None and self._left_s <= 0:
+        """The result of an operation, which is given up where it takes longer than is left.
+
+        Raises, then and later, EpisodeOverdue where the episode has no seconds left, and PhaseOver where the phase has
+        none.
+        """
+        left_s, over = self._timeout_s - self.seconds, EpisodeOverdue
+        if self._phase_left_s < left_s:
+            left_s, over = self._phase_left_s, PhaseOver
+        if left_s <= 0:
             work.close()
-            raise PhaseOver
-        began_s = time.monotonic()
-        limit = timeout(self._left_s)
+            raise over
+        began_s, limit = time.monotonic(), timeout(left_s)
         try:
             async with limit:
                 result = await self.unlimited(work)
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise PhaseOver from None
+            raise over from None
         finally:
-            if self._left_s is not None:
-                self._left_s = 0.0 if limit.expired() else self._left_s - (time.monotonic() - began_s)
+            self._phase_left_s -= left_s if limit.expired() else time.monotonic() - began_s
         self.operations += 1
         return result
 
     async def unlimited(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """The result of what has no limit in a phase: the reward, and what is done again."""
+        """The result of what has no limit: the reward, and what is done again."""
         began_s = time.monotonic()
         try:
             return await work
@@ -75,7 +98,6 @@ class EpisodeState:
     tools: ToolTime
     conversation: Conversation
     messages: list[Message]
-    began_s: float
     turn: SampledTurn | None = None
     is_answered: bool = False
     said: Sequence[int] | None = None
@@ -88,11 +110,18 @@ class EpisodeState:
 
 
 def left_open(
-    rows: EpisodeRows, state: EpisodeState | None, prompt: Prompt, phases: int, history: str | None, *, renders: bool
+    rows: EpisodeRows,
+    tools: ToolTime,
+    state: EpisodeState | None,
+    prompt: Prompt,
+    phases: int,
+    history: str | None,
+    *,
+    renders: bool,
 ) -> Sample:
     """The episode as a sample that goes on later. phases: that it has had; history: of its environment."""
     if state is None:
-        return rows.open_sample(prompt.token_ids, EpisodeProgress(phases, {}))
+        return rows.open_sample(prompt.token_ids, EpisodeProgress(phases, {}, seconds=tools.seconds))
     turn = state.turn
     assert turn, "a phase allows a token"
     following = "turn" if turn.is_open else "message" if state.is_answered else "answer"
@@ -100,7 +129,7 @@ def left_open(
         phases,
         account={},
         following=following,
-        seconds=time.monotonic() - state.began_s,
+        seconds=tools.seconds,
         turn_tokens=len(turn.ids),
         said=None if state.said is None else tuple(state.said),
         messages=tuple(state.messages[len(chat_messages(prompt.messages)) :]) if renders else (),
@@ -111,9 +140,7 @@ def left_open(
     return rows.open_sample(prompt.token_ids, opened)
 
 
-def resumed(
-    rows: EpisodeRows, tools: ToolTime, prompt: Prompt, begun: Sample, opened: EpisodeProgress, began_s: float
-) -> EpisodeState:
+def resumed(rows: EpisodeRows, tools: ToolTime, prompt: Prompt, begun: Sample, opened: EpisodeProgress) -> EpisodeState:
     """The state of an episode that a phase has left open, with its rows."""
     conversation, turn = rows.restore(begun, prompt.token_ids, opened)
     return EpisodeState(
@@ -121,7 +148,6 @@ def resumed(
         tools,
         conversation,
         [*chat_messages(prompt.messages), *opened.messages],
-        began_s,
         turn,
         opened.following == "message",
         opened.said,

@@ -190,10 +190,11 @@ class EnvironmentPool:
     async def leave(self, episode: str, operations: int) -> str | None:
         """End an episode that goes on later: what `resume` takes, None where it could not be done again.
 
-        operations: how many of `open`, `call` and `reply` have had a result; a further one was given up. Does not wait
-        for it, nor for `close`.
+        operations: how many of `open`, `call` and `reply` have had a result; a further one was given up, perhaps an
+        `open` before it had begun. Does not wait for it, nor for `close`.
         """
-        left = self._episodes[episode]
+        if (left := self._episodes.get(episode)) is None:
+            return None
         self._close_later(episode)
         if self._settings.environment is None:
             return _NO_HISTORY

@@ -12,6 +12,7 @@ from megarl.rollout.environments.interface import Observation
 from megarl.rollout.rewards import LARGEST, short
 
 CallError = Literal["unknown", "arguments", "raised", "result", "timeout", "memory", "ended"]
+TOOL_FAULTS: frozenset[str] = frozenset({"result", "timeout", "memory", "ended"})  # errors to be mended in the tool
 
 
 class BadResult(Exception):

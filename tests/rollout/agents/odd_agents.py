@@ -185,6 +185,15 @@ async def _let_over_pass(chat: Chat, row: Mapping[str, Any], worth: float) -> fl
     return worth
 
 
+async def _fail_when_over(chat: Chat, row: Mapping[str, Any], worth: float) -> None:
+    """Take the end for a fault, as a program does that knows of no limits."""
+    for _ in range(100):
+        try:
+            await chat(user("over"))
+        except EpisodeOver as error:
+            raise KeyError("choices") from error
+
+
 async def _ask_for_ever(chat: Chat, row: Mapping[str, Any], worth: float) -> None:
     while True:
         try:

@@ -44,6 +44,11 @@ def say(words: str) -> str:
     return words
 
 
+def refuse(number: int) -> int:
+    """No number."""
+    raise ValueError(number)
+
+
 def hang(number: int) -> int:
     """Never."""
     time.sleep(60)
@@ -62,11 +67,15 @@ class Odd(Environment):
         self._row = row
         if row["fails"] == "reset":
             raise ValueError("no row")
+        if row["fails"] == "reset hangs":
+            time.sleep(60)
         return row.get("opening")
 
     def reply(self, text):
         if self._row["fails"] == "reply":
             raise ValueError("no words")
+        if self._row["fails"] == "reply hangs":
+            time.sleep(60)
         return Observation(f"you said {text}", reward=0.25)
 
     def reward(self):
@@ -74,19 +83,20 @@ class Odd(Environment):
             raise ValueError("no idea")
         return None if self._row["fails"] == "none" else 0.5
 '''
-TOOLS = ("double", "say", "hang", "end")
+TOOLS = ("double", "say", "refuse", "hang", "end")
 CALL = '<tool_call>{{"name": "{}", "arguments": {}}}</tool_call>'
 
 
 class Script:
-    """A sampler whose turns are given: texts, or a text without an end where it is cut."""
+    """A sampler whose turns are given: texts, or a text without an end where it is cut. seconds: that each takes."""
 
-    def __init__(self, tokenizer: Any, turns: Sequence[str]) -> None:
-        self.tokenizer, self.turns, self.completed = tokenizer, list(turns), []
+    def __init__(self, tokenizer: Any, turns: Sequence[str], seconds: float = 0.0) -> None:
+        self.tokenizer, self.turns, self.completed, self._seconds = tokenizer, list(turns), [], seconds
 
     async def turn(
         self, conversation: str, number: int, context_ids: Sequence[int], sampling: Sampling, place: int, rows: int
     ) -> Sample:
+        await asyncio.sleep(self._seconds)
         text = self.turns[number]
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         is_cut = text.endswith("...") or len(ids) >= sampling.max_tokens
@@ -130,9 +140,15 @@ def _tokenizer() -> Any:
 @pytest.fixture
 def play(threads: dict[str, EnvironmentThread]) -> Play:
     def once(
-        kind: str, *turns: str, row: Any = None, forgets: bool = False, **limits: Any
+        kind: str,
+        *turns: str,
+        row: Any = None,
+        forgets: bool = False,
+        turn_s: float = 0.0,
+        turn_tokens: int = 120,
+        **limits: Any,
     ) -> tuple[EpisodeResult, Script]:
-        """forgets: the chat template leaves out what stands before a semicolon in an earlier turn."""
+        """forgets: the chat template leaves out what stands before a semicolon in an earlier turn. turn_s: seconds."""
         thread, tokenizer = threads[kind], _tokenizer()
         if forgets:
             later = "message.content.split(';')[-1 if message.role == 'assistant' else 0]"
@@ -141,10 +157,10 @@ def play(threads: dict[str, EnvironmentThread]) -> Play:
         splice = Splice(tokenizer, [tokenizer.eos_token_id], thread.schemas)
         calls = CallFormat.find(tokenizer, [tokenizer.eos_token_id], thread.schemas) if thread.schemas else None
         config = EpisodeConfig.model_validate({"tools": ["a:b"], "max_tokens": 400, "max_turns": 4} | limits)
-        script = Script(tokenizer, turns)
+        script = Script(tokenizer, turns, turn_s)
         episodes = EpisodeRunner(config, script, thread, splice, calls, max_prompt_tokens=60)
         prompt = Prompt("row 1", "", tuple(splice.first("go")), "", {"fails": "", **(row or {})}, "go")
-        return asyncio.run(episodes.run(prompt, Sampling(1, 120, stream=(1, 2)), 0)), script
+        return asyncio.run(episodes.run(prompt, Sampling(1, turn_tokens, stream=(1, 2)), 0)), script
 
     return once
 
@@ -226,6 +242,55 @@ def test_a_call_that_hangs_is_told_and_the_episode_goes_on(play: Play) -> None:
     played, script = play("tools", call("hang", number=1), "sorry")
     assert played.sample.facts and played.sample.facts.end == "answered" and played.sample.facts.call_errors == 1
     assert "took longer than 1 s" in text_of(script, played)
+
+
+def test_calls_that_hang_end_with_the_time_of_their_episode(play: Play, threads: dict[str, EnvironmentThread]) -> None:
+    """Eight seconds of calls, one after the other, in an episode that has one and a half."""
+    before = threads["tools"].counts.ended
+    played, _ = play("tools", call("hang", number=1) * 8, "8", timeout_s=1.5, turn_tokens=500, max_tokens=600)
+    facts = played.sample.facts
+    assert threads["tools"].counts.ended - before < 4, "those that wait for their turn are not made any more"
+    assert facts and (facts.end, facts.turns, facts.calls, facts.call_errors) == ("timeout", 1, 8, 8)
+    assert facts.tool_s < 6 and played.verdict is None, "the reward function decides"
+    told = {(one["result"], one["error"]) for one in played.sample.transcript[0]["calls"]}
+    assert told == {("hang was given up, because episode.timeout_s (1.5 s) had passed.", "timeout")}
+
+
+def test_calls_that_fail_by_their_tool_are_in_the_summary(play: Play) -> None:
+    """Those of all samples, of which samples.jsonl shows the first ones; a call that the model should mend is not."""
+    broken = call("halve", number=1) + call("double", number="x") + call("refuse", number=3)
+    played = [play("tools", broken, "no")[0].sample, *(play("tools", call("hang", number=1), "no")[0].sample,) * 2]
+    assert [one.facts.call_errors for one in played if one.facts] == [3, 1, 1]
+    worker: Any = RolloutWorker.__new__(RolloutWorker)
+    worker._rewarding, worker._reward, worker._num_transcripts = "environment", RewardConfig(), 1
+
+    async def generated(*_: Any) -> Any:
+        return played, [Verdict(1.0, True), Verdict(0.0, False), Failure("no idea")]
+
+    worker._generate = generated
+    summary, _ = asyncio.run(worker.sample(Prompt("row 1", "", (1, 2), ""), Sampling(3, 9)))
+    assert summary.failed_calls == ("hang took longer than 1 s.",) * 2
+    assert (len(summary.transcripts), summary.num_dropped) == (1, 1), "that of a sample without a verdict too"
+
+
+@pytest.mark.parametrize("turn", [call("double", number=4), "8"], ids=["calls", "answers"])
+def test_a_turn_is_sampled_to_its_end_and_its_calls_are_in_time_or_not_made(play: Play, turn: str) -> None:
+    played, script = play("tools", turn, "8", timeout_s=0.6, turn_s=0.7)
+    facts = played.sample.facts
+    assert facts and facts.turns == 1 and script.completed == [("episode-0", facts.sampled_tokens)]
+    assert text_of(script, played) == f"{turn}<eos>"
+    assert (facts.end, facts.call_errors) == (("answered", 0) if turn == "8" else ("timeout", 1))
+
+
+def test_the_time_of_an_episode_ends_its_environment_too(play: Play) -> None:
+    """What it was worth is still asked for, where it had begun."""
+    played, _ = play("environment", "hello", "again", row={"fails": "reply hangs"}, timeout_s=0.8)
+    assert played.sample.facts and (played.sample.facts.end, played.sample.facts.turns) == ("timeout", 1)
+    assert played.verdict == Verdict(0.5, False)
+    played, script = play("environment", "hello", row={"fails": "reset hangs"}, timeout_s=0.8)
+    assert played.verdict == Failure("episode.timeout_s (0.8 s) had passed before the end of reset")
+    assert played.sample.facts and (played.sample.facts.end, played.sample.facts.turns) == ("environment", 0)
+    assert len(script.completed) == 1
 
 
 @pytest.mark.nightly
@@ -333,7 +398,8 @@ def test_a_group_needs_no_reward_function_where_the_environment_judges(play: Pla
     worker._num_transcripts = 1
     summary, group = asyncio.run(worker.sample(Prompt("row 1", "", (1, 2), ""), Sampling(2, 9)))
     assert summary.rewards_G.tolist() == [0.5] and summary.num_dropped == 1
-    assert "the environment gave no reward" in summary.failures[0] and len(group.samples) == 1
+    assert len(group.samples) == 1
+    assert summary.failures[0].startswith("the environment gave no reward (its episode ended as max_turns) on response")
     assert summary.transcripts == (good.sample.transcript,)
     worker._num_transcripts = 0
     summary, _ = asyncio.run(worker.sample(Prompt("row 1", "", (1, 2), ""), Sampling(2, 9)))

@@ -237,6 +237,17 @@ def test_an_episode_has_so_many_phases_and_no_more(threads: Threads, tmp_path: P
     assert isinstance(verdict, Failure) and "reset took longer than episode.phase_tool_s (0.1 s)" in verdict.words
 
 
+def test_the_seconds_of_all_phases_are_those_of_the_episode(threads: Threads, tmp_path: Path) -> None:
+    """Of tools that are called, and of reset."""
+    turns, row = [call("step", count=2), call("fetch"), "done"], {"gate": str(tmp_path / "gate")}
+    played = play(threads("walk"), turns, [100], row, phase_tool_s=1, timeout_s=1.7, max_turns=3)
+    assert len(played.phases) == 2 and played.phases[-1].verdict == Verdict(0.5, False)
+    assert played.last.facts and (played.last.facts.end, played.last.facts.turns) == ("timeout", 2)
+    unbegun = play(threads("walk"), turns, [150], {"closed": True}, phase_tool_s=1, timeout_s=1.7)
+    assert len(unbegun.phases) == 2
+    assert unbegun.phases[-1].verdict == Failure("episode.timeout_s (1.7 s) had passed before the end of reset")
+
+
 @pytest.mark.parametrize(
     ("kind", "turns"),
     [("once", STEPS), ("walk", [call("where"), call("step", count=1), call("step", count=1), "done"])],

@@ -27,7 +27,7 @@ from megarl.rollout.endpoint.server import ChatEndpoint
 from megarl.rollout.environments.thread import EnvironmentThread
 from megarl.rollout.environments.workers import EnvironmentSettings
 from megarl.rollout.prompts import load_tokenizer
-from megarl.rollout.rewards import Verdict
+from megarl.rollout.rewards import Failure, Verdict
 from megarl.rollout.sglang.arguments import Sampling
 from megarl.rollout.sglang.engine import Engine
 from megarl.types import Prompt
@@ -71,6 +71,39 @@ class Once(Environment):
     def reward(self):
         return 0.5
 '''
+FAULTY = '''
+import os
+import time
+
+from megarl.environments import Environment
+
+kept = []
+
+
+class Faulty(Environment):
+    """Answers in the way that its row names."""
+
+    def reset(self, row):
+        self._fault = row["fault"]
+
+    def reply(self, text):
+        if self._fault == "hang":
+            time.sleep(1000)
+        if self._fault == "exit":
+            os._exit(3)
+        while self._fault == "fill":
+            kept.append(bytes(16 * 2**20))
+        return "x" * 10**7 if self._fault == "flood" else f"more {len(text)}"
+
+    def reward(self):
+        return 0.5
+'''
+ENDED_BY = {  # faults, and what is said of them
+    "hang": "reply took longer than 3 s",
+    "exit": "reply ended its process (exit code 3)",
+    "fill": "reply ran out of memory",
+}
+ENGINES = {}, {"dp": 2}, {"seeded": True}
 GAME = EnvironmentSettings(environment="megarl.environments.guess:Guess", workers=1)
 
 
@@ -104,7 +137,20 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[AgentThre
     sys.path.remove(str(folder))
 
 
-@pytest.fixture(scope="module", params=[{}, {"dp": 2}, {"seeded": True}], ids=["plain", "dp2", "seeded"])
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvironmentThread]:
+    """One process, which episodes with and without faults share."""
+    folder = tmp_path_factory.mktemp("faulty")
+    (folder / "faulty_game.py").write_text(FAULTY)
+    sys.path.append(str(folder))
+    limits = {"workers": 1, "memory_mb": 256, "call_timeout_s": 3.0}
+    thread = EnvironmentThread(EnvironmentSettings(environment="faulty_game:Faulty", **limits))
+    yield thread
+    thread.shutdown()
+    sys.path.remove(str(folder))
+
+
+@pytest.fixture(scope="module", params=ENGINES, ids=["plain", "dp2", "seeded"])
 def engine(request: pytest.FixtureRequest, build_engine: Callable[..., Engine], model: Path) -> Iterator[Engine]:
     built = build_engine(2, 1, model_path=str(model), routed_experts=True, **request.param)
     yield built
@@ -188,6 +234,36 @@ def test_rows_of_agents_are_what_was_sampled(
     assert min(len(one.sample.rows) for one in played) < 7, "some requests go on with what was said"
     asked = asyncio.run(engine.take_completed())
     assert len(asked) >= EPISODES
+
+
+@pytest.mark.parametrize("engine", ENGINES[:1], ids=["plain"], indirect=True)
+def test_faults_of_environments_cost_their_own_episodes(engine: Engine, faulty: EnvironmentThread, model: Path) -> None:
+    """They end by what was done; the rows of all are right, also of those whose process was ended by others."""
+    splice = Splice(load_tokenizer(str(model)), end_token_ids(str(model)))
+    keys = {"environment": "faulty_game:Faulty", "max_tokens": 400, "max_turns": 4, "max_observation_tokens": 30}
+    runner = EpisodeRunner(EpisodeConfig.model_validate(keys), engine, faulty, splice, None, max_prompt_tokens=300)
+    faults = [*ENDED_BY, "flood", *["none"] * 4]
+    ids = tuple(splice.first("go"))
+    prompts = [Prompt(f"row {place}", "", ids, "", {"fault": fault}, "go") for place, fault in enumerate(faults)]
+    sampling, ended = Sampling(1, 4 * TURN_TOKENS, stream=(6, 2)), faulty.counts.ended
+    asyncio.run(engine.generate(ids, Sampling(1, 1)))
+    asyncio.run(engine.take_completed())  # which waits for the first
+
+    async def together() -> list[EpisodeResult]:
+        return await asyncio.gather(*(runner.run(prompt, sampling, 0) for prompt in prompts))
+
+    played = asyncio.run(together())
+    for fault, one in zip(faults, played, strict=True):
+        facts, words = one.sample.facts, ENDED_BY.get(fault)
+        assert facts and ((facts.end, facts.turns) == ("environment", 1) if words else facts.turns > 1)
+        assert one.verdict == (Failure(words) if words else Verdict(0.5, False))
+        heard = [entry["text"] for entry in one.sample.transcript if entry["role"] == "user"]
+        assert all(("tokens left out" in text) == (fault == "flood") and len(text) < 100 for text in heard)
+    check_rows(played, Reference(model), ids)
+    assert faulty.counts.ended - ended == len(ENDED_BY), "each of these faults has ended a process"
+    assert len(asyncio.run(engine.take_completed())) == len(played), "every episode has given its place back"
+    (again,) = asyncio.run(engine.generate(ids, Sampling(1, 4)))
+    assert again.num_trained
 
 
 def check_rows(played: Sequence[EpisodeResult], reference: Reference, prompt_ids: Sequence[int] = ()) -> None:
