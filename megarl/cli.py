@@ -138,8 +138,7 @@ def convert(
 ) -> None:
     """Write a checkpoint of a run as a Hugging Face model, adapters merged into it, or as adapters alone."""
     if not (run / "recipe.yaml").is_file():
-        mend = "name the folder of a run, as runs/quickstart"
-        show(UserFault(str(run), "has no recipe.yaml", mend), sys.stderr)
+        show(UserFault(str(run), "has no recipe.yaml", "name the folder of a run, as runs/quickstart"), sys.stderr)
         sys.exit(2)
 
     def write(recipe: Recipe) -> None:
@@ -188,17 +187,18 @@ def episode_check(
     recipe: _RecipeFile,
     overrides: _Overrides = None,
     *,
-    rows: Annotated[int, typer.Option(min=1, help="How many rows of data.train, from the first.")] = 3,
+    rows: Annotated[int | None, typer.Option(min=1, help="How many rows (3), or prompts of --samples (all).")] = None,
     turns: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Turns to play: JSONL, a list of assistants' messages a line.")
     ] = None,
+    samples: Annotated[Path | None, typer.Option(metavar="FILE", help="Play a file's episodes again.")] = None,
 ) -> None:
-    """Try a recipe's tools or environment without a model; exit code 2: there is something to mend."""
+    """Try a recipe's tools or environment without a model; exit code 2: something is to mend, or came out otherwise."""
 
     def run(recipe: Recipe) -> None:
         from megarl.commands.episode_check import check
 
-        check(recipe, rows, turns)
+        check(recipe, rows, turns, samples)
 
     sys.exit(_outcome(recipe, overrides or [], run))
 

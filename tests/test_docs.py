@@ -37,6 +37,7 @@ from megarl.rollout.rewards import Verdict
 from megarl.rollout.verdicts.scorers import Scorers
 from megarl.tracking.metrics import train_metrics
 from megarl.types import EpisodeEnd, EpisodeFacts, Hyperparameters, Transcript, TranscriptCall, episode_dict
+from megarl.types.episodes import DropReason
 from scripts.draw_architecture import own_modules
 from tests.rollout.conversations.chatml_families import HERMES
 from tests.rollout.conversations.families import stop_ids, tokenizer_of
@@ -319,6 +320,7 @@ def test_every_key_end_and_metric_of_episodes_is_described() -> None:
         known = "none" if not default else default if isinstance(default, str) else f"{default:g}"
         assert rows[key] == known
     metrics = set(re.findall(r'"(episode/\w+)"', (ROOT / "megarl/tracking/metrics.py").read_text(encoding="utf-8")))
+    metrics |= {f"episode/dropped/{reason}" for reason in get_args(DropReason)}
     assert metrics and [name for name in (*metrics, *get_args(EpisodeEnd)) if f"`{name}`" not in text] == []
     signature = f"Observation(text, reward={Observation('').reward}, done={Observation('').done})"
     assert f"`{signature}`" in text

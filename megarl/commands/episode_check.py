@@ -36,6 +36,7 @@ _FAILED = "let the method return or reply with words: an exception there ends th
 _SEED = "draw all that is random from self.seed, or set `replayable = False`"
 _RECORDED = "record the demonstrations again, or mend the tool"
 _TEXT = "Hello."
+_ROWS = 3
 _SHOWN = 300  # characters of a text
 
 
@@ -46,11 +47,12 @@ class _Row:
     values: Mapping[str, Any]
 
 
-def check(recipe: Recipe, num_rows: int, turns: Path | None) -> None:
+def check(recipe: Recipe, num_rows: int | None, turns: Path | None, samples: Path | None) -> None:
     """Print what the tools or the environment answer on the first rows of the first training file.
 
     turns: a file of the assistant's turns, an episode in each line; without it the demonstrations of data.messages are
-    played, or calls that are made up. Raises UserFaults with what should be mended.
+    played, or calls that are made up. samples: a file whose episodes are played again in place of all that. num_rows:
+    of the data (None: 3), or prompts of `samples` (None: all). Raises UserFaults with what should be mended.
     """
     if recipe.episode is None:
         mend = "name tools or an environment there, as docs/environments.md says"
@@ -59,8 +61,16 @@ def check(recipe: Recipe, num_rows: int, turns: Path | None) -> None:
         raise UserFaults(faults)
     if recipe.episode.agent:
         mend = "call it in a test with a chat of your own, or name tools or an environment"
-        raise UserFault("episode.agent", "an agent cannot be tried without a model", mend)
-    rows = _rows(recipe, num_rows)
+        why = "what an agent has done cannot be repeated" if samples else "an agent cannot be tried without a model"
+        raise UserFault("episode.agent", why, mend)
+    if samples:
+        if turns:
+            raise UserFault("--turns", "the turns are those of --samples", "leave one of them out")
+        from megarl.commands.episode_replay import replay  # half a second
+
+        replay(recipe, samples, num_rows)
+        return
+    rows = _rows(recipe, num_rows or _ROWS)
     given = turns_of_file(turns) if turns else _demonstrated(rows, recipe.data.messages)
     thread = EnvironmentThread(environment_settings(recipe, workers=1))
     try:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import get_args
 
 import numpy as np
 
 from megarl.types import EpisodeRow, FloatArray, Prompt, RowSummary, Sample, SamplePart
+from megarl.types.episodes import DropReason
 
 
 def row_summaries(prompt: Prompt, sample: Sample) -> tuple[RowSummary, ...]:
@@ -66,7 +68,7 @@ def sample_fault(prompt: Prompt, sample: Sample) -> str | None:
 
     Each row's arrays have one value a token, its parts have all of its tokens, and tokens that the model did not sample
     have no logprob and no reward. An ended row ends with a token that the model sampled. The trained tokens of all rows
-    are those that the engine sampled without those that were dropped.
+    are those that the engine sampled without those that were dropped, for whatever reason.
     """
     facts, opened = sample.facts, sample.open_episode
     if sample.is_plain and facts is None and opened is None and sample.token_rewards_T is None:
@@ -75,9 +77,11 @@ def sample_fault(prompt: Prompt, sample: Sample) -> str | None:
         if fault := _row_fault(row, row_length(prompt, row), sample.is_open):
             return f"has a row {number} with {fault}"
     account = asdict(facts) if facts else opened.account if opened else {}
-    sampled, dropped = account.get("sampled_tokens", 0), account.get("dropped_tokens", 0)
-    if account and sample.num_trained != sampled - dropped:
-        counted = f"{sampled} tokens that the engine sampled, of which {dropped} were dropped"
+    sampled = account.get("sampled_tokens", 0)
+    dropped = {reason: account.get(f"dropped_{reason}", 0) for reason in get_args(DropReason)}
+    if account and sample.num_trained != sampled - sum(dropped.values()):
+        reasons = ", ".join(f"{reason} {count}" for reason, count in dropped.items())
+        counted = f"{sampled} tokens that the engine sampled, of which {sum(dropped.values())} were dropped ({reasons})"
         return f"has {sample.num_trained} tokens to train on, and {counted}"
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Protocol
 
 from megarl.config import Recipe
@@ -9,7 +10,7 @@ from megarl.parallel.hf_config import end_token_ids
 from megarl.rollout.agents.thread import AgentThread, agent_settings
 from megarl.rollout.conversations.agent_runner import AgentRunner
 from megarl.rollout.conversations.episode import EpisodeRunner
-from megarl.rollout.conversations.prepared import prepare, prepare_agents
+from megarl.rollout.conversations.prepared import Prepared, prepare, prepare_agents
 from megarl.rollout.conversations.rows import EpisodeResult, TurnSampler
 from megarl.rollout.endpoint.server import ChatEndpoint
 from megarl.rollout.environments.thread import EnvironmentThread, environment_settings
@@ -28,20 +29,27 @@ class EnvironmentRuntime:
     """Tools or an environment, and the runner of their episodes. Raises UserFault where they cannot be used."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self._recipe, self._thread = recipe, EnvironmentThread(environment_settings(recipe))
+        self._recipe, self.thread = recipe, EnvironmentThread(environment_settings(recipe))
+
+    @cached_property
+    def prepared(self) -> Prepared:
+        """The splice and the format of calls, proven on the chat template of model.path. Raises UserFault."""
+        path, thread, episode = self._recipe.model.path, self.thread, self._recipe.episode
+        assert episode
+        has = {"has_reply": thread.has_reply, "has_reset": thread.has_reset}
+        return prepare(
+            load_tokenizer(path), end_token_ids(path), thread.schemas, **has, renders=episode.history == "render"
+        )
 
     def runner(self, sampler: TurnSampler) -> Runner:
-        recipe, thread = self._recipe, self._thread
+        recipe, own = self._recipe, self.prepared
         assert recipe.episode
-        path, limit = recipe.model.path, recipe.data.max_prompt_tokens
-        has = {"has_reply": thread.has_reply, "has_reset": thread.has_reset}
-        renders = recipe.episode.history == "render"
-        own = prepare(load_tokenizer(path), end_token_ids(path), thread.schemas, **has, renders=renders)
-        return EpisodeRunner(recipe.episode, sampler, thread, own.splice, own.calls, max_prompt_tokens=limit)
+        limit = recipe.data.max_prompt_tokens
+        return EpisodeRunner(recipe.episode, sampler, self.thread, own.splice, own.calls, max_prompt_tokens=limit)
 
     def shutdown(self) -> None:
         """End and reap the processes; may be called again."""
-        self._thread.shutdown()
+        self.thread.shutdown()
 
 
 class AgentRuntime:

@@ -17,6 +17,7 @@ from megarl.printable import json_line
 from megarl.rollout.accounting import sample_fault
 from megarl.rollout.rewards import Failure, Verdict, short
 from megarl.rollout.stock import PartialGroup
+from megarl.rollout.workers.process import plain_value
 from megarl.types import (
     EpisodeEnd,
     EpisodeFacts,
@@ -30,10 +31,11 @@ from megarl.types import (
     TranscriptEntry,
 )
 
-FORMAT = 8
-FORMATS = (5, 6, 7, FORMAT)  # that are read
-_EPISODES_SINCE, _TRANSCRIPTS_SINCE, _OPEN_EPISODES_SINCE = 6, 7, 8
-_FACTS_SINCE = {"reusable_tokens": 7, "cached_tokens": 7, "begun_anew": 8}  # others: 6
+FORMAT = 9
+FORMATS = (5, 6, 7, 8, FORMAT)  # that are read
+_EPISODES_SINCE, _TRANSCRIPTS_SINCE, _OPEN_EPISODES_SINCE, _REASONS_SINCE = 6, 7, 8, 9
+_FACTS_SINCE = {"reusable_tokens": 7, "cached_tokens": 7, "begun_anew": 8, "dropped_anew": 9, "seed": 9}  # others: 6
+_DROPPED, _DROPPED_BEFORE = "dropped_unawaited", "dropped_tokens"  # the second had the tokens of every reason
 _EXPERT_TYPES = ("uint8", "int16")
 _EXPERTS_OF = ("experts", "experts_type", "experts_shape")
 _MARKS = ("own_prompt_ids", "trained", "token_rewards")
@@ -77,15 +79,21 @@ def schema(number: int = FORMAT) -> Any:
     }
     if number >= _EPISODES_SINCE:
         columns |= {"own_prompt_ids": ids, "trained": pa.list_(pa.bool_()), "token_rewards": logps}
-        facts = dict.fromkeys(EpisodeFacts.__dataclass_fields__, whole) | {"tool_s": pa.float64(), "end": text}
-        facts = {name: kind for name, kind in facts.items() if number >= _FACTS_SINCE.get(name, 0)}
         conversation = pa.struct([(name, columns[name]) for name in _OF_ROW])
-        columns |= {"more_rows": pa.list_(conversation), "facts": pa.struct(list(facts.items()))}
+        kinds = {"tool_s": pa.float64(), "end": text}
+        facts = pa.struct([(name, kinds.get(name, whole)) for name in _facts(number)])
+        columns |= {"more_rows": pa.list_(conversation), "facts": facts}
     if number >= _TRANSCRIPTS_SINCE:
         columns["transcript"] = text
     if number >= _OPEN_EPISODES_SINCE:
         columns["open_episode"] = text
     return pa.schema(list(columns.items()))
+
+
+def _facts(number: int) -> list[str]:
+    """The fields of EpisodeFacts, as a format names them."""
+    names = [one.name for one in fields(EpisodeFacts) if number >= _FACTS_SINCE.get(one.name, 0)]
+    return [_DROPPED_BEFORE if name == _DROPPED and number < _REASONS_SINCE else name for name in names]
 
 
 def row_of(step: int, number: int, group: SampleGroup | PartialGroup, index: int) -> dict[str, Any]:
@@ -105,7 +113,7 @@ def row_of(step: int, number: int, group: SampleGroup | PartialGroup, index: int
         "prompt": prompt.text,
         "prompt_ids": prompt.token_ids,
         "answer": prompt.answer,
-        "row": json_line(prompt.row, default=str),  # dates and the like: for the reader only
+        "row": json_line(prompt.row, default=plain_value),
         "response": sample.text,
         "finished": sample.finished,
         "verifications": sample.verifications,
@@ -173,13 +181,18 @@ def row_fault(row: dict[str, Any], step: int) -> str | None:
     for one in (row, *(row["more_rows"] or ())):
         if fault := _conversation_fault(one, row["prompt_ids"], may_be_empty):
             return fault
-    if row["facts"] and (None in row["facts"].values() or row["facts"]["end"] not in get_args(EpisodeEnd)):
+    if row["facts"] and not _are_facts(row["facts"]):
         return f"has the facts {row['facts']}"
     if row["transcript"] is not None and (fault := _transcript_fault(row["transcript"])):
         return fault
     if row["open_episode"] is not None and _open_episode(row["open_episode"]) is None:
         return "has an open episode that cannot be read"
     return sample_fault(prompt_of(row), sample_of(row))
+
+
+def _are_facts(facts: dict[str, Any]) -> bool:
+    known = [value for name, value in facts.items() if name != "seed"]  # which an episode of an older file has not
+    return None not in known and facts["end"] in get_args(EpisodeEnd)
 
 
 def _transcript_fault(text: str) -> str | None:
@@ -279,10 +292,21 @@ def sample_of(row: dict[str, Any]) -> Sample:
         trained_T=first.trained_T,
         token_rewards_T=first.token_rewards_T,
         more_rows=tuple(more),
-        facts=EpisodeFacts(**row["facts"]) if row["facts"] else None,
+        facts=EpisodeFacts(**_with_reasons(row["facts"])) if row["facts"] else None,
         transcript=tuple(json.loads(row["transcript"] or "[]")),
         open_episode=_open_episode(row["open_episode"]) if row["open_episode"] else None,
     )
+
+
+def _with_reasons(counts: dict[str, Any]) -> dict[str, Any]:
+    """The counts of an episode; those of an older file get the reason for which all of its tokens were dropped.
+
+    Only an agent need not wait for a turn, and only an episode in phases, which agents do not have, begins anew.
+    """
+    if _DROPPED_BEFORE not in counts:
+        return counts
+    reason = "dropped_anew" if counts.get("begun_anew") else _DROPPED
+    return {reason if name == _DROPPED_BEFORE else name: value for name, value in counts.items()}
 
 
 def _open_episode(text: str) -> EpisodeProgress | None:
@@ -291,6 +315,7 @@ def _open_episode(text: str) -> EpisodeProgress | None:
         found = json.loads(text)
         for name in ("digests", "said", "messages"):
             found[name] = None if found[name] is None else tuple(found[name])
+        found["account"] = _with_reasons(found["account"])
         return EpisodeProgress(**found) if len(found) == len(fields(EpisodeProgress)) else None
     except (ValueError, TypeError, KeyError, RecursionError):
         return None

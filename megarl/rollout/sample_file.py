@@ -4,8 +4,8 @@ A parquet file with one row a sample and one row group a step, which any parquet
 the run's stock, with one row group a group.
 
 - step, group, sample: from 1, from 0 in the step, from 0 in the group; rows are in this order
-- prompt_id, prompt, prompt_ids, answer, row: the group's prompt (`row`: the data row in JSON), the same in each of its
-  samples
+- prompt_id, prompt, prompt_ids, answer, row: the group's prompt (`row`: the data row in JSON, as the processes of
+  rewards and environments get it), the same in each of its samples
 - response, response_ids, engine_logp: the text, its token ids, and a float32 logprob for each of them
 - finished, reward, correct; baseline: Sample.is_baseline
 - versions, part_tokens: of the weights that sampled each part of the response, and the part's tokens
@@ -19,6 +19,7 @@ the run's stock, with one row group a group.
 - transcript: of an episode, Sample.transcript in JSON; files of format 6 do not have it, nor the tokens that could be
   and were cached in facts
 - open_episode: Sample.open_episode in JSON; files of formats 6 and 7 do not have it, nor begun_anew in facts
+- in files of formats 6 to 8 facts have no seed, and dropped_tokens in place of dropped_unawaited and dropped_anew
 
 The schema's metadata has the format's version, the size of the model's vocabulary, and the temperature of sampling
 and of engine_logp. Pages carry checksums.
@@ -114,18 +115,22 @@ class SampleFile:
 
     def groups(self, step: int) -> list[SampleGroup]:
         """The groups of a step, from 1, as they were written. Raises UserFault for a damaged file."""
-        rows = _read(self.path, step)
-        if any(row["open"] for row in rows):
+        found = self.any_groups(step)
+        whole = [group for group in found if isinstance(group, SampleGroup)]
+        if len(whole) < len(found):
             problem = f"step {step} has samples that have not ended, as in a checkpoint's file"
             raise UserFault(str(self.path), problem, _MEND)
-        return [sample_columns.group_of(list(of_group)) for _, of_group in groupby(rows, key=lambda row: row["group"])]
+        return whole
+
+    def any_groups(self, step: int) -> list[SampleGroup | PartialGroup]:
+        """The same for any file of samples: also the groups with open samples."""
+        rows = _read(self.path, step)
+        return [_group(list(of_group)) for _, of_group in groupby(rows, key=lambda row: row["group"])]
 
     def stocked_groups(self) -> Iterator[SampleGroup | PartialGroup]:
         """The groups of a stock's file, one after another. Raises UserFault for a damaged file."""
         for step in range(1, self.num_steps + 1):
-            rows = _read(self.path, step)
-            is_open = any(row["open"] for row in rows)
-            yield sample_columns.partial_group_of(rows) if is_open else sample_columns.group_of(rows)
+            yield from self.any_groups(step)
 
 
 def open_samples(path: Path) -> SampleFile:
@@ -146,6 +151,11 @@ def open_samples(path: Path) -> SampleFile:
         raise UserFault(str(path), problem, _MEND)
     counts = tuple(footer.row_group(index).num_rows for index in range(footer.num_row_groups))
     return SampleFile(path, ours["vocab_size"], ours["temperature"], counts)
+
+
+def _group(rows: list[dict[str, Any]]) -> SampleGroup | PartialGroup:
+    is_open = any(row["open"] for row in rows)
+    return sample_columns.partial_group_of(rows) if is_open else sample_columns.group_of(rows)
 
 
 def _read(path: Path, step: int) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from megarl.algos.statistics import Statistics
 from megarl.types import EpisodeEnd, GroupSummary, Metrics, RoundBalance, episode_dict
+from megarl.types.episodes import DropReason
 
 
 def rollout_metrics(groups: Sequence[GroupSummary]) -> Metrics:
@@ -46,9 +47,9 @@ def episode_metrics(groups: Sequence[GroupSummary]) -> Metrics:
     """Of a step's episodes that were drawn and have facts; {} where there are none.
 
     `call_errors`: of all calls, the share that was broken or failed; `masked_share`: of all tokens after the prompts,
-    those that the model did not sample; `dropped_tokens`: sampled ones that are in no row; `begun_anew`: how often an
-    episode did; `prefix_hit_share`: of the tokens of turns' contexts that the engine had computed before, those that it
-    found in its cache; `end/...`: the share of the episodes that ended so.
+    those that the model did not sample; `dropped_tokens`: sampled ones that are in no row, `dropped/...`: of each
+    reason; `begun_anew`: how often an episode did; `prefix_hit_share`: of the tokens of turns' contexts that the engine
+    had computed before, those that it found in its cache; `end/...`: the share of the episodes that ended so.
     """
     places = [(group, at) for group in groups if group.facts for at in np.flatnonzero(group.drawn_G).tolist()]
     facts = [one for one in (group.facts[at] for group, at in places) if one]
@@ -61,6 +62,7 @@ def episode_metrics(groups: Sequence[GroupSummary]) -> Metrics:
     reusable = sum(one.reusable_tokens for one in facts)
     hits = {"episode/prefix_hit_share": sum(one.cached_tokens for one in facts) / reusable} if reusable else {}
     of_turns = [group.turn_rewards_G[at] for group, at in places if group.turn_rewards_G is not None]
+    dropped = {why: float(sum(getattr(one, f"dropped_{why}") for one in facts)) for why in get_args(DropReason)}
     ends = {end: sum(one.end == end for one in facts) / len(facts) for end in get_args(EpisodeEnd)}
     return {
         "episode/turns_mean": float(np.mean(turns)),
@@ -71,7 +73,8 @@ def episode_metrics(groups: Sequence[GroupSummary]) -> Metrics:
         "episode/tool_s_max": float(max(tool_s)),
         "episode/rows_mean": sum(map(len, rows)) / len(rows),
         "episode/masked_share": 1.0 - trained / tokens if tokens else 0.0,
-        "episode/dropped_tokens": float(sum(one.dropped_tokens for one in facts)),
+        "episode/dropped_tokens": sum(dropped.values()),
+        **{f"episode/dropped/{why}": tokens for why, tokens in dropped.items()},
         **hits,
         "episode/begun_anew": float(sum(one.begun_anew for one in facts)),
         **({"episode/turn_reward_mean": float(np.mean(of_turns))} if of_turns else {}),

@@ -23,15 +23,20 @@ EpisodeEnd = Literal[
 ]  # fmt: skip
 
 
+# Why a token that the model sampled is in no row: its agent did not wait for the turn, or the episode began anew.
+DropReason = Literal["unawaited", "anew"]
+
+
 @dataclass(frozen=True)
 class EpisodeFacts:
     """What happened in an episode that has ended.
 
     call_errors: of the calls, those that were broken or failed. tool_s: that tools and the environment took.
-    sampled_tokens: counted at the engine's answers; dropped_tokens: of them, those that are in no row. reusable_tokens:
-    of the contexts of all turns, those that the engine had computed in the turns before; cached_tokens: of them, those
-    that were still in its prefix cache. begun_anew: how often it began anew, because a phase had left it open and its
-    environment could not go on. Of what was before, the tokens and the seconds alone are counted.
+    sampled_tokens: counted at the engine's answers; dropped_...: of them, those that are in no row, by `DropReason`.
+    reusable_tokens: of the contexts of all turns, those that the engine had computed in the turns before;
+    cached_tokens: of them, those that were still in its prefix cache. begun_anew: how often it began anew, because a
+    phase had left it open and its environment could not go on. Of what was before, the tokens and the seconds alone are
+    counted. seed: of its environment or agent; None: not known.
     """
 
     turns: int
@@ -40,10 +45,12 @@ class EpisodeFacts:
     tool_s: float
     end: EpisodeEnd
     sampled_tokens: int
-    dropped_tokens: int = 0
+    dropped_unawaited: int = 0
+    dropped_anew: int = 0
     reusable_tokens: int = 0
     cached_tokens: int = 0
     begun_anew: int = 0
+    seed: int | None = None
 
 
 @dataclass(frozen=True)

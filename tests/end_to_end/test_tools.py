@@ -54,7 +54,8 @@ def test_episodes_with_a_tool_are_trained_on(launch: Callable, quickstart_tools_
 def test_samples_of_episodes_are_written_and_trained_on_later(
     launch: Callable, quickstart_tools_inputs: Sequence[str], tmp_path: Path
 ) -> None:
-    """`rollout` into a file, `train` from it: with the mask, which a model of random weights needs no call for."""
+    """`rollout` into a file, `train` from it: with the mask, which a model of random weights needs no call for; and
+    what the engine sampled is read and answered the same without it."""
     keys = (*quickstart_tools_inputs, "run.name=quickstart", "run.trackers=[]", "run.steps=1", "warm_start.steps=0")
     keys = (*keys, "rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "evaluation.max_prompts=2")
     made = launch(*keys, "--out", "samples.parquet", verb="rollout", recipe=RECIPE)
@@ -63,6 +64,9 @@ def test_samples_of_episodes_are_written_and_trained_on_later(
     assert all(sample.facts for group in groups for sample in group.samples)
     learnt = launch(*keys, "--from-samples", "samples.parquet", recipe=RECIPE)
     assert learnt.finish(200) == 0, learnt.err
+    again = launch(*keys, "--samples", "samples.parquet", verb="episode-check", recipe=RECIPE)
+    assert again.finish(100) == 0, again.err
+    assert "8 of 8 episodes came out the same" in again.out
 
 
 @pytest.mark.nightly

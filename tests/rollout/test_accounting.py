@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -122,13 +123,14 @@ def test_an_account_that_is_wrong_stops_the_step(row: EpisodeRow, says: str) -> 
         summary(group(sample_of([row, later_row()])))
 
 
-@pytest.mark.parametrize(("sampled", "dropped"), [(6, 0), (5, 1), (4, 0)])
-def test_each_sampled_token_is_in_a_row_or_dropped(sampled: int, dropped: int) -> None:
-    facts = EpisodeFacts(3, 2, 0, 0.0, "done", sampled, dropped)
-    problem = f"has 5 tokens to train on, and {sampled} tokens that the engine sampled, of which {dropped} were dropped"
-    with pytest.raises(RuntimeError, match=problem):
+@pytest.mark.parametrize(("sampled", "unawaited", "anew"), [(6, 0, 0), (5, 1, 0), (5, 0, 1), (4, 0, 0), (6, 1, 1)])
+def test_each_sampled_token_is_in_a_row_or_dropped_for_a_reason(sampled: int, unawaited: int, anew: int) -> None:
+    facts = EpisodeFacts(3, 2, 0, 0.0, "done", sampled, unawaited, anew)
+    dropped = f"of which {unawaited + anew} were dropped (unawaited {unawaited}, anew {anew})"
+    problem = f"has 5 tokens to train on, and {sampled} tokens that the engine sampled, {dropped}"
+    with pytest.raises(RuntimeError, match=re.escape(problem)):
         summary(group(sample_of([first_row(), later_row()], facts=facts)))
-    right = replace(facts, sampled_tokens=7, dropped_tokens=2)
+    right = replace(facts, sampled_tokens=8, dropped_unawaited=2, dropped_anew=1)
     assert summary(group(sample_of([first_row(), later_row()], facts=right))).facts == (right,)
 
 

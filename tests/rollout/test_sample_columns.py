@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from megarl.rollout.rewards import Verdict
 from megarl.rollout.sample_columns import schema
 from megarl.rollout.sample_file import open_samples, writing
 from megarl.rollout.stock import PartialGroup
+from megarl.rollout.workers.process import as_line
 from megarl.types import (
     EpisodeFacts,
     EpisodeProgress,
@@ -30,7 +32,8 @@ from megarl.types import (
 from tests.training.episodes import cut, episode
 
 PROMPT = Prompt("rows.jsonl:1", "1+2=", (1, 2, 3), "3")
-FACTS = EpisodeFacts(3, 2, 1, 0.1, "bad_calls", 9, 2, 40, 30)
+SEED = 2**63 - 1
+FACTS = EpisodeFacts(3, 2, 1, 0.1, "bad_calls", 9, 1, 1, 40, 30, 1, SEED)
 CALL: TranscriptCall = {"name": "say", "arguments": {"words": "\ud800\u2028"}, "result": "x", "error": None}
 TRANSCRIPT: tuple[TranscriptEntry, ...] = (
     {"role": "user", "text": "\x1b[2J", "calls": [], "reward": 0.0},
@@ -84,7 +87,7 @@ def test_every_bit_of_every_row_comes_back(tmp_path_factory: Any, seed: int, tur
 
 def test_what_happened_comes_back_and_an_episode_may_have_no_token(tmp_path: Path) -> None:
     """As that of an agent that never asked the model, or one that is open before its first turn."""
-    silent = Sample(*NOTHING, facts=replace(FACTS, sampled_tokens=0, dropped_tokens=0))
+    silent = Sample(*NOTHING, facts=replace(FACTS, sampled_tokens=2, seed=None))
     one = episode(np.random.default_rng(0), 2)
     one = replace(one, facts=replace(FACTS, sampled_tokens=one.num_trained + 2), transcript=TRANSCRIPT)
     (found,) = read(tmp_path / "f.parquet", group_of(silent, one))
@@ -92,7 +95,7 @@ def test_what_happened_comes_back_and_an_episode_may_have_no_token(tmp_path: Pat
     assert [sample.transcript for sample in found.samples] == [(), TRANSCRIPT]
     assert plain(list(found.samples)) == plain([silent, one])
     unbegun = Sample(*NOTHING, is_open=True, open_episode=EpisodeProgress(1, {"tool_s": 0.1}))
-    account = {"turns": 1, "tool_s": 0.1 + 0.2, "sampled_tokens": one.num_trained + 2, "dropped_tokens": 2}
+    account = {"turns": 1, "tool_s": 0.1 + 0.2, "sampled_tokens": one.num_trained + 2, "dropped_anew": 2}
     opened = EpisodeProgress(
         *(2, account, "message", 1 / 3, ("0f" * 64,), 3, (5, 2**31)),
         *(({"role": "user", "content": "\u2713 \ud800"},), '[[[["open"], null]]]', True, 2),
@@ -104,7 +107,7 @@ def test_what_happened_comes_back_and_an_episode_may_have_no_token(tmp_path: Pat
     (stocked,) = open_samples(tmp_path / "stock.parquet").stocked_groups()
     assert plain(list(stocked.samples)) == plain(list(partial.samples))
     assert [sample.open_episode for sample in stocked.samples] == [None, opened, unbegun.open_episode]
-    dropped = replace(waiting, open_episode=replace(opened, account=account | {"dropped_tokens": 0}))
+    dropped = replace(waiting, open_episode=replace(opened, account=account | {"dropped_anew": 0}))
     unread = replace(waiting, open_episode=FACTS)  # type: ignore[arg-type]
     for bad, says in ((dropped, "were dropped"), (unread, "an open episode that cannot be read")):
         with writing(tmp_path / "bad.parquet", 99, 1.0) as file:
@@ -113,22 +116,63 @@ def test_what_happened_comes_back_and_an_episode_may_have_no_token(tmp_path: Pat
             list(open_samples(tmp_path / "bad.parquet").stocked_groups())
 
 
-def test_a_file_without_open_episodes_is_read(tmp_path: Path) -> None:
+def write_as(number: int, path: Path, rows: list[dict[str, Any]]) -> None:
+    """Rows of an older format in its file."""
     import pyarrow.parquet
 
-    path, one = tmp_path / "f.parquet", episode(np.random.default_rng(0), 2)
-    facts = replace(FACTS, sampled_tokens=one.num_trained + 2, reusable_tokens=0, cached_tokens=0)
-    one = replace(one, facts=facts)
-    read(path, group_of(one))
+    ours = json.dumps({"format": number, "vocab_size": 99, "temperature": 1.0}).encode()
+    table = pyarrow.Table.from_pylist(rows, schema=schema(number).with_metadata({b"megarl": ours}))
+    pyarrow.parquet.write_table(table, path)
+
+
+def rows_before(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file with the counts of formats 6 to 8, which had one number of dropped tokens."""
+    import pyarrow.parquet
+
     rows = pyarrow.parquet.read_table(path).to_pylist()
+    for facts in (row["facts"] for row in rows):
+        facts["dropped_tokens"] = facts.pop("dropped_unawaited") + facts.pop("dropped_anew")
+        del facts["seed"]
+    return rows
+
+
+def test_a_file_without_open_episodes_is_read(tmp_path: Path) -> None:
+    path, one = tmp_path / "f.parquet", episode(np.random.default_rng(0), 2)
+    facts = replace(FACTS, sampled_tokens=one.num_trained + 2, dropped_unawaited=2, dropped_anew=0, begun_anew=0)
+    one = replace(one, facts=replace(facts, reusable_tokens=0, cached_tokens=0, seed=None))
+    read(path, group_of(one))
+    rows = rows_before(path)
     for row in rows:
         del row["facts"]["begun_anew"], row["open_episode"]
     for number in (7, 6):
-        ours = json.dumps({"format": number, "vocab_size": 99, "temperature": 1.0}).encode()
-        table = pyarrow.Table.from_pylist(rows, schema=schema(number).with_metadata({b"megarl": ours}))
-        pyarrow.parquet.write_table(table, path)
+        write_as(number, path, rows)
         (found,) = open_samples(path).groups(1)
         assert plain(list(found.samples)) == plain([one]) and found.samples[0].facts == one.facts
+
+
+@pytest.mark.parametrize(("times", "reason"), [(0, "dropped_unawaited"), (2, "dropped_anew")])
+def test_dropped_tokens_of_a_file_without_reasons_get_the_only_one_there_can_be(
+    tmp_path: Path, times: int, reason: str
+) -> None:
+    """Of ended episodes, and of open ones, which go on with these counts."""
+    path, one = tmp_path / "f.parquet", episode(np.random.default_rng(0), 2)
+    counts = {"sampled_tokens": one.num_trained + 5, "begun_anew": times}
+    ended = replace(one, facts=replace(FACTS, **counts, dropped_unawaited=0, dropped_anew=5))
+    opened = replace(one, is_open=True, finished=False, open_episode=EpisodeProgress(1, counts | {"dropped_anew": 5}))
+    with writing(path, 99, 1.0) as file:
+        file.write([PartialGroup(PROMPT, (ended, replace(opened, facts=None)), (Verdict(1.0, True), None))])
+    import pyarrow.parquet
+
+    rows = pyarrow.parquet.read_table(path).to_pylist()
+    for row in rows:
+        row["open_episode"] = row["open_episode"] and row["open_episode"].replace("dropped_anew", "dropped_tokens")
+        facts = row["facts"] or {"dropped_unawaited": 0, "dropped_anew": 0}
+        facts["dropped_tokens"] = facts["dropped_unawaited"] + facts["dropped_anew"]
+    write_as(8, path, rows)
+    (found,) = open_samples(path).stocked_groups()
+    known = {"dropped_unawaited": 0, "dropped_anew": 0} | {reason: 5}
+    assert found.samples[0].facts == replace(FACTS, **counts, **known, seed=None)
+    assert found.samples[1].open_episode == EpisodeProgress(1, counts | {reason: 5})
 
 
 def test_a_file_of_the_format_before_is_read(tmp_path: Path) -> None:
@@ -145,21 +189,16 @@ def test_a_file_of_the_format_before_is_read(tmp_path: Path) -> None:
     assert plain(list(found.samples)) == plain(list(written.samples)) == plain([usual, usual])
     newer = json.dumps({"format": 7, "vocab_size": 99, "temperature": 1.0}).encode()
     pyarrow.parquet.write_table(table.replace_schema_metadata({b"megarl": newer}), path)
-    with pytest.raises(UserFault, match="its format is 7, this version reads 5, 6, 7 and 8"):
+    with pytest.raises(UserFault, match="its format is 7, this version reads 5, 6, 7, 8 and 9"):
         open_samples(path)
 
 
 def test_episodes_of_the_format_without_transcripts_are_read(tmp_path: Path) -> None:
-    import pyarrow.parquet
-
     path, one = tmp_path / "f.parquet", episode(np.random.default_rng(1), 3)
     assert one.facts
     facts = replace(one.facts, reusable_tokens=4, cached_tokens=3)
     read(path, group_of(replace(one, facts=facts, transcript=TRANSCRIPT)))
-    rows = pyarrow.parquet.read_table(path).to_pylist()
-    table = pyarrow.Table.from_pylist(rows, schema=schema(6))
-    ours = json.dumps({"format": 6, "vocab_size": 99, "temperature": 1.0}).encode()
-    pyarrow.parquet.write_table(table.replace_schema_metadata({b"megarl": ours}), path)
+    write_as(6, path, rows_before(path))
     (found,) = open_samples(path).groups(1)
     assert plain(list(found.samples)) == plain([one]), "they have none"
 
@@ -193,3 +232,12 @@ def test_rows_that_make_no_episode_are_refused(tmp_path: Path) -> None:
         with pytest.raises(UserFault, match=says) as caught:
             open_samples(path).groups(1)
         assert caught.value.problem.startswith("sample 0 of step 1 ")
+
+
+def test_a_data_row_is_what_the_processes_of_environments_get(tmp_path: Path) -> None:
+    """Also where its values have no type in JSON."""
+    row = {"many": np.arange(2), "raw": b"x\xff", "day": date(2026, 1, 2), "text": "\ud800\u2028", "number": 0.1}
+    prompt = replace(PROMPT, row=row)
+    whole = replace(group_of(episode(np.random.default_rng(0), 1)), prompt=prompt)
+    (found,) = read(tmp_path / "f.parquet", whole)
+    assert found.prompt.row == json.loads(as_line(row)) and found.prompt.row["many"] == [0, 1]

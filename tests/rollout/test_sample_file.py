@@ -159,7 +159,7 @@ def test_other_files_are_refused_by_name(tmp_path: Path) -> None:
 
     other = tmp_path / "rows.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1+1="]}), other)
-    with pytest.raises(UserFault, match="its format is not ours, this version reads 5, 6, 7 and 8"):
+    with pytest.raises(UserFault, match="its format is not ours, this version reads 5, 6, 7, 8 and 9"):
         open_samples(other)
     with pytest.raises(UserFault, match="gone.parquet: not a complete file of samples"):
         open_samples(tmp_path / "gone.parquet")

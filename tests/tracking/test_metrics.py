@@ -213,7 +213,7 @@ def test_an_episode_has_one_vote_whatever_its_rows() -> None:
 
 def test_what_happened_in_episodes_is_told_where_there_are_any() -> None:
     rows = ((RowSummary(9, 4, 2, (SamplePart(3, 2),)),), (RowSummary(9, 4, 3, ()), RowSummary(9, 2, 2, ())))
-    facts = EpisodeFacts(1, 0, 0, 0.0, "answered", 2), EpisodeFacts(4, 3, 1, 2.5, "max_turns", 7, 2, 40, 30)
+    facts = EpisodeFacts(1, 0, 0, 0.0, "answered", 2), EpisodeFacts(4, 3, 1, 2.5, "max_turns", 9, 3, 1, 40, 30)
     one = replace(group("a", [1.0, 0.0], [2, 5]), rows=rows, facts=facts, turn_rewards_G=np.array([0.5, 0.0]))
     found = rollout_metrics([one, group("b", [1.0], [100])])
     ends = {name: value for name, value in found.items() if name.startswith("episode/end/") and value}
@@ -222,7 +222,8 @@ def test_what_happened_in_episodes_is_told_where_there_are_any() -> None:
     assert {name: value for name, value in found.items() if "episode/" in name and "/end/" not in name} == {
         "episode/turns_mean": 2.5, "episode/turns_max": 4.0, "episode/calls_mean": 1.5, "episode/call_errors": 1 / 3,
         "episode/tool_s_mean": 1.25, "episode/tool_s_max": 2.5, "episode/rows_mean": 1.5,
-        "episode/masked_share": pytest.approx(3 / 10), "episode/dropped_tokens": 2.0, "episode/turn_reward_mean": 0.25,
+        "episode/masked_share": pytest.approx(3 / 10), "episode/dropped_tokens": 4.0, "episode/turn_reward_mean": 0.25,
+        "episode/dropped/unawaited": 3.0, "episode/dropped/anew": 1.0,
         "episode/prefix_hit_share": 0.75, "episode/begun_anew": 0.0,
     }  # fmt: skip
     assert found["reward/mean"] == pytest.approx(2.5 / 3) and found["rollout/response_length_max"] == 100

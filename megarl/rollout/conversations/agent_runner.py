@@ -11,7 +11,6 @@ from megarl.rollout.agents.chat import Access, ChatHandler
 from megarl.rollout.agents.thread import AgentFailure, AgentTimeout
 from megarl.rollout.conversations.agent_episode import AgentEpisode
 from megarl.rollout.conversations.agent_tools import ToolSets
-from megarl.rollout.conversations.episode import group_seed
 from megarl.rollout.conversations.rows import EpisodeResult, EpisodeRows, TurnSampler
 from megarl.rollout.rewards import Failure, Verdict
 from megarl.rollout.sglang.arguments import Sampling
@@ -69,12 +68,12 @@ class AgentRunner:
         rows = EpisodeRows(self._sampler, name, sampling, place, self._max_prompt_tokens, self._config.max_tokens)
         episode = AgentEpisode(rows, self._tool_sets, self._config)
         try:
-            verdict = await self._ended(episode, prompt, group_seed(sampling))
+            verdict = await self._ended(episode, prompt, sampling.group_seed)
         finally:
             await rows.end(len(prompt.token_ids))
         if episode.fault:
             raise episode.fault
-        if rows.tally.sampled_tokens == rows.tally.dropped_tokens and not isinstance(verdict, Failure):
+        if not rows.tally.kept_tokens and not isinstance(verdict, Failure):
             verdict = Failure("no turn of the model has reached the agent")
         return EpisodeResult(rows.sample(episode.end, prompt.token_ids), verdict)
 

@@ -32,7 +32,6 @@ from megarl.rollout.environments.pool import EnvironmentFailure, ReplayFailure
 from megarl.rollout.environments.results import CallResult
 from megarl.rollout.rewards import Failure, Verdict
 from megarl.rollout.sglang.arguments import Sampling
-from megarl.rollout.sglang.deterministic import sample_seed
 from megarl.rollout.stock import phases_of
 from megarl.rollout.template_check import chat_messages
 from megarl.types import EpisodeEnd, EpisodeProgress, Prompt, Sample, UserFault
@@ -143,7 +142,7 @@ class EpisodeRunner:
         """The state that the phase before has left, or a new one where there is none, or it cannot be made again."""
         opened = begun.open_episode if begun else None
         if begun and opened and opened.following != "begin":
-            again = self._environment.resume(rows.name, prompt.row, group_seed(sampling), opened.history)
+            again = self._environment.resume(rows.name, prompt.row, sampling.group_seed, opened.history)
             try:
                 tools.operations = await tools.unlimited(again)
             except ReplayFailure:
@@ -155,7 +154,7 @@ class EpisodeRunner:
     async def _begun(self, rows: EpisodeRows, tools: ToolTime, prompt: Prompt, sampling: Sampling) -> EpisodeState:
         """The environment's first words are appended to the prompt as one more message of the user."""
         messages = chat_messages(prompt.messages)
-        opening = await tools.wait(self._environment.open(rows.name, prompt.row, group_seed(sampling)))
+        opening = await tools.wait(self._environment.open(rows.name, prompt.row, sampling.group_seed))
         if opening is None:
             return EpisodeState(rows, tools, rows.open(prompt.token_ids), messages)
         rows.tally.transcript.add_message(opening)
@@ -303,8 +302,3 @@ class EpisodeRunner:
         head, tail = ids[: most - most // 2], ids[len(ids) - most // 2 :]
         decode = self._splice.template.decode
         return f"{decode(head)}\n[... {len(ids) - most} tokens left out ...]\n{decode(tail) if tail else ''}"
-
-
-def group_seed(sampling: Sampling) -> int:
-    """Of the environments of a prompt's episodes, which are compared with each other and so get the same instance."""
-    return sample_seed(sampling.stream, -1)

@@ -58,7 +58,8 @@ class Tally:
     call_errors: int = 0
     tool_s: float = 0.0
     sampled_tokens: int = 0
-    dropped_tokens: int = 0
+    dropped_unawaited: int = 0
+    dropped_anew: int = 0
     begun_anew: int = 0
     verifications: int = 0
     prefills: int = 0
@@ -71,10 +72,21 @@ class Tally:
         """All but the transcript, which a sample has."""
         return {name: value for name, value in vars(self).items() if name != "transcript"}
 
+    @property
+    def kept_tokens(self) -> int:
+        """Those that were sampled and not dropped."""
+        return self.sampled_tokens - self.dropped_unawaited - self.dropped_anew
+
     def begin_anew(self) -> None:
         """All that was sampled is dropped."""
-        lost, times = self.sampled_tokens, self.begun_anew + 1
-        vars(self).update(vars(Tally(tool_s=self.tool_s, sampled_tokens=lost, dropped_tokens=lost, begun_anew=times)))
+        begun = Tally(
+            tool_s=self.tool_s,
+            sampled_tokens=self.sampled_tokens,
+            dropped_unawaited=self.dropped_unawaited,
+            dropped_anew=self.dropped_anew + self.kept_tokens,
+            begun_anew=self.begun_anew + 1,
+        )
+        vars(self).update(vars(begun))
 
 
 class EpisodeRows:
@@ -133,8 +145,7 @@ class EpisodeRows:
 
     def _room(self, prompt_tokens: int, response_tokens: int, reserved: int) -> int:
         in_context = self._context_tokens - prompt_tokens - response_tokens
-        kept = self.tally.sampled_tokens - self.tally.dropped_tokens
-        return min(in_context, self._max_tokens - max(response_tokens, kept + reserved))
+        return min(in_context, self._max_tokens - max(response_tokens, self.tally.kept_tokens + reserved))
 
     async def wait_for_room(self, prompt_tokens: int, response_tokens: int) -> bool:
         """Whether a turn has room, once it does not depend on turns in flight, of other conversations."""
@@ -242,7 +253,7 @@ class EpisodeRows:
             while self._abandoned:
                 sample = await self._abandoned.pop()
                 self.tally.turns += 1
-                self.tally.dropped_tokens += len(sample.response_ids_T)
+                self.tally.dropped_unawaited += len(sample.response_ids_T)
         finally:
             await self._sampler.complete(self.name, prompt_tokens, max(0, self._longest - self._restored_length))
 
@@ -262,10 +273,12 @@ class EpisodeRows:
             tally.tool_s,
             end,
             tally.sampled_tokens,
-            tally.dropped_tokens,
+            tally.dropped_unawaited,
+            tally.dropped_anew,
             tally.reusable_tokens,
             tally.cached_tokens,
             tally.begun_anew,
+            self._sampling.group_seed,
         )
         return self._sample(prompt_ids, text=text, finished=end in ENDS_BY_ITSELF, facts=facts)
 

@@ -140,7 +140,7 @@ class WorkerProcess:
 
 def as_line(message: object) -> bytes:
     """A message as its line. Raises TypeError, ValueError or RecursionError for what JSON cannot hold."""
-    return json.dumps(message, default=_plain).encode() + b"\n"
+    return json.dumps(message, default=plain_value).encode() + b"\n"
 
 
 def describe_exit(code: int) -> str:
@@ -171,7 +171,7 @@ def _message(line: bytes) -> list[Any] | None:
     return found if isinstance(found, list) and found else None
 
 
-def _plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     """A value that JSON has no type for: arrays become lists; bytes, dates and all others become text."""
     if hasattr(value, "tolist"):
         return value.tolist()

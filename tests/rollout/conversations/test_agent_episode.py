@@ -171,7 +171,7 @@ def test_what_extends_no_conversation_opens_a_row_of_the_episode() -> None:
     sample, _, script = played({"go": "a", "left": "b", "short": "c", "on": "d"}, agent)
     assert sample.facts and (sample.facts.turns, len(sample.rows)) == (7, 5)
     assert texts(sample)[0].count("<assistant>") == 2 and texts(sample)[1].endswith("<user>on<eos><assistant>d<eos>")
-    assert sample.num_trained == sample.facts.sampled_tokens and not sample.facts.dropped_tokens
+    assert sample.num_trained == sample.facts.sampled_tokens and not sample.facts.dropped_unawaited
     assert len(set(script.streams)) == 5, "rows that begin at one place do not get the same random numbers"
 
 
@@ -227,7 +227,7 @@ def test_a_turn_that_is_not_delivered_is_dropped_and_counted() -> None:
         late.add_done_callback(lambda task: task.exception() if not task.cancelled() else None)
 
     sample, _, _ = played({"hi": "hello", "how?": "so"}, agent, scripted=True)
-    assert sample.facts and (sample.facts.turns, sample.facts.dropped_tokens) == (2, 3)
+    assert sample.facts and (sample.facts.turns, sample.facts.dropped_unawaited) == (2, 3)
     assert texts(sample) == ["<bos><user>hi<eos><assistant>hello<eos>"]
 
 
@@ -278,7 +278,7 @@ def test_turns_that_nobody_awaits_count_as_turns() -> None:
         script.may_go_on.set()
 
     sample, episode, _ = played({"hi": "hello"}, agent, scripted=True, max_turns=2)
-    assert sample.facts and (sample.facts.turns, sample.facts.dropped_tokens) == (2, sample.facts.sampled_tokens)
+    assert sample.facts and (sample.facts.turns, sample.facts.dropped_unawaited) == (2, sample.facts.sampled_tokens)
     assert episode.end == "max_turns" and not sample.num_trained
 
 

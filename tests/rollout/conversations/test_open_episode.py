@@ -257,7 +257,8 @@ def test_an_environment_that_cannot_go_on_begins_anew(threads: Threads, kind: st
     """From the prompt: what was sampled is dropped and counted, and the next phase has all of its tokens."""
     played = play(threads(kind), turns, [60, 298], {"opening": "begin"}, max_tokens=299)
     facts, lost = played.last.facts, 60
-    assert len(played.phases) == 2 and facts and (facts.begun_anew, facts.dropped_tokens) == (1, lost)
+    assert len(played.phases) == 2 and facts and (facts.begun_anew, facts.dropped_anew) == (1, lost)
+    assert facts.dropped_unawaited == 0
     assert facts.sampled_tokens == lost + played.last.num_trained and facts.end == "max_turns"
     assert [part.version for part in played.last.parts] == [1]
     assert (facts.turns, played.last.prefills) == (4, 4)

@@ -274,7 +274,7 @@ def check_rows(played: Sequence[EpisodeResult], reference: Reference, prompt_ids
     for one in played:
         sample = one.sample
         assert sample.facts and one.verdict is not None
-        assert sample.num_trained == sample.facts.sampled_tokens - sample.facts.dropped_tokens
+        assert sample.num_trained == sample.facts.sampled_tokens - sample.facts.dropped_unawaited
         for row in sample.rows:
             response = row.response_ids_T.tolist()
             trained_T = np.ones(len(response), np.bool_) if row.trained_T is None else row.trained_T

@@ -1,0 +1,170 @@
+"""`megarl episode-check --samples`: the episodes of a file of samples, played again without a model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import count, islice
+from pathlib import Path
+
+from megarl.config import Recipe
+from megarl.parallel.hf_config import model_shape
+from megarl.printable import show
+from megarl.rollout.conversations.recorded import (
+    Difference,
+    Judged,
+    RecordedEpisode,
+    RecordedSampler,
+    difference,
+    recorded_turns,
+)
+from megarl.rollout.conversations.template import TemplateRefusal, num_shared
+from megarl.rollout.data_files import BadRow, column
+from megarl.rollout.episodes import EnvironmentRuntime
+from megarl.rollout.rewards import Verdict, short
+from megarl.rollout.sample_file import SampleFile, open_samples
+from megarl.rollout.sglang.arguments import Sampling
+from megarl.rollout.stock import PartialGroup
+from megarl.types import Prompt, Sample, SampleGroup, UserFault
+
+_MEND = "name the recipe, the model and the tools that made the file, or make it again with `megarl rollout --out`"
+_CHANGED = "draw all that is random from self.seed, or make the file again with the tools or the environment of now"
+Group = SampleGroup | PartialGroup
+
+
+def replay(recipe: Recipe, path: Path, num_groups: int | None) -> None:
+    """Play the episodes of a file again: those of its first groups, or of all without a number.
+
+    Prints how many came out the same. Raises UserFault with the first that did not, and where none can be played.
+    """
+    file = open_samples(path)
+    if (vocab_size := model_shape(recipe.model.path).vocab_size) != file.vocab_size:
+        problem = f"it was sampled from a vocabulary of {file.vocab_size}, and that of model.path has {vocab_size}"
+        raise UserFault(str(path), problem, _MEND)
+    runtime = EnvironmentRuntime(recipe)
+    try:
+        if not runtime.thread.is_replayable:
+            mend = "leave --samples out, or set `replayable` where its calls may be made once more"
+            raise UserFault("episode.environment", "it is not replayable: its episodes cannot be played again", mend)
+        trial = _Replay(recipe, path, runtime)
+        asyncio.run(trial.play(islice(_groups(file), num_groups)))
+    finally:
+        runtime.shutdown()
+    trial.tell()
+
+
+def _groups(file: SampleFile) -> Iterator[tuple[str, Group]]:
+    """The groups of a file, each with its place there."""
+    for step in range(1, file.num_steps + 1):
+        for number, group in enumerate(file.any_groups(step)):
+            yield f"step {step}, group {number}", group
+
+
+@dataclass
+class _Replay:
+    """What came of the episodes so far. first: the first that did not come out the same; left_out: the samples that
+    cannot be played again, by the reason."""
+
+    recipe: Recipe
+    path: Path
+    runtime: EnvironmentRuntime
+    num_played: int = 0
+    num_same: int = 0
+    first: str = ""
+    left_out: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        recipe, reward_model = self.recipe, self.recipe.reward_model
+        self._splice, self._numbers = self.runtime.prepared.splice, count()
+        self._sampler = RecordedSampler(self._splice)
+        self._runner = self.runtime.runner(self._sampler)
+        self._has_rewards = self.runtime.thread.has_reward and not (reward_model.path or reward_model.adapters)
+        named = (file.prompt or recipe.data.prompt for file in recipe.data.train_files.values())
+        self._columns = list(dict.fromkeys(named))
+
+    async def play(self, groups: Iterator[tuple[str, Group]]) -> None:
+        """Play the episodes of a group at once, one group after another. Raises UserFault."""
+        for place, group in groups:
+            reasons = [self._reason(sample) for sample in group.samples]
+            self.left_out.update(filter(None, reasons))
+            chosen = [index for index, reason in enumerate(reasons) if not reason]
+            if not chosen:
+                continue
+            prompt = self._with_messages(group.prompt)
+            found = await asyncio.gather(*(self._difference(prompt, group, index) for index in chosen))
+            self.num_played, self.num_same = self.num_played + len(found), self.num_same + found.count(None)
+            told = [f"sample {index} ({prompt.id}): {one}" for index, one in zip(chosen, found, strict=True) if one]
+            self.first = self.first or (f"{place}, {told[0]}" if told else "")
+
+    def tell(self) -> None:
+        """Print what came of all. Raises UserFault unless every episode came out the same."""
+        reasons = ", ".join(f"{number} {words}" for words, number in self.left_out.items())
+        if not self.num_played:
+            problem = f"none of its samples can be played again: {reasons}" if reasons else "it has no samples"
+            raise UserFault(str(self.path), problem, _MEND)
+        if reasons:
+            show(f"left out: {reasons}")
+        if not self.runtime.thread.has_reward:
+            show("rewards are not compared: `megarl reward-check --samples` judges those of a function anew")
+        elif not self._has_rewards:
+            show("rewards are not compared: a reward model has added its scores")
+        show(f"{self.num_same} of {self.num_played} episodes came out the same")
+        if self.first:
+            raise UserFault(str(self.path), self.first, _CHANGED)
+
+    def _reason(self, sample: Sample) -> str:
+        """Why a sample cannot be played again; empty where it can."""
+        facts, config = sample.facts, self.recipe.episode
+        assert config
+        if sample.is_open:
+            return "open"
+        if facts is None:
+            return "that are no episodes"
+        if facts.end == "agent" or (sample.more_rows and config.history == "append"):
+            return "of an agent or of several conversations"
+        if facts.end == "timeout":
+            return "that ended as `timeout`"
+        if facts.seed is None and config.environment:
+            return "without the seed of their environment, which files before format 9 do not have"
+        return ""
+
+    def _with_messages(self, prompt: Prompt) -> Prompt:
+        """The prompt of a file with its messages. Raises UserFault where the recipe makes other tokens of them."""
+        problem = ""
+        for name in self._columns:
+            try:
+                messages = column(prompt.row, name, "")
+                ids = self._splice.first(messages)
+            except (BadRow, TemplateRefusal, TypeError, AttributeError) as error:
+                why = error.problem if isinstance(error, BadRow) else error
+                problem = problem or f"the prompt of {prompt.id} cannot be made again ({why})"
+                continue
+            if ids == list(prompt.token_ids):
+                return replace(prompt, messages=messages)
+            shared = num_shared(ids, prompt.token_ids)
+            file, now = (short(self._splice.template.decode(some[shared:])) for some in (prompt.token_ids, ids))
+            problem = f"the prompt of {prompt.id} has {file} at token {shared}, and this recipe makes {now} of it"
+        raise UserFault(str(self.path), problem, _MEND)
+
+    async def _difference(self, prompt: Prompt, group: Group, index: int) -> Difference | None:
+        sample, place = group.samples[index], next(self._numbers)
+        assert sample.facts
+        recorded = RecordedEpisode(recorded_turns(prompt, sample), self._splice)
+        sampling = Sampling(1, self.recipe.rollout.max_response_tokens, environment_seed=sample.facts.seed)
+        self._sampler.episodes[place] = recorded
+        now = await self._runner.run(prompt, sampling, place)
+        del self._sampler.episodes[place]
+        return difference(recorded, prompt, sample, now, self._rewards(group, index, now.verdict))
+
+    def _rewards(self, group: Group, index: int, now: Judged) -> tuple[Judged, Judged]:
+        """The environment's reward of a sample in the file and now; None where they are not compared."""
+        reward = self.recipe.reward
+        if not self._has_rewards:
+            return None, None
+        if isinstance(group, PartialGroup):
+            return group.verdicts[index], now
+        if not isinstance(now, Verdict) and reward.on_failure == "penalise":
+            now = Verdict(reward.penalty, False)
+        return Verdict(float(group.rewards_G[index]), bool(group.correct_G[index])), now

@@ -1,0 +1,155 @@
+"""Episodes of a file played again: their turns are given as tokens, and tools or an environment answer them anew.
+
+The runner of episodes gets these turns in place of an engine's, so that they are read, answered and spliced as in a
+rollout. Whatever is before a turn must be, token for token, what the file has before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megarl.rollout.conversations.rows import EpisodeResult
+from megarl.rollout.conversations.splice import Splice
+from megarl.rollout.conversations.template import num_shared
+from megarl.rollout.rewards import Failure, Verdict, short
+from megarl.rollout.sglang.arguments import Sampling
+from megarl.types import Prompt, Sample, SamplePart
+
+_SHARED_SHOWN = 16  # tokens before the first that differs
+_LONGEST = 160  # characters of a text
+Judged = Verdict | Failure | None
+
+
+@dataclass(frozen=True)
+class RecordedTurn:
+    """A turn that a file has. context_ids: all tokens of its conversation before it; reward: of the turn."""
+
+    context_ids: Sequence[int]
+    ids: Sequence[int]
+    reward: float
+
+
+@dataclass(frozen=True)
+class Difference:
+    """place: in the episode; file, now: in a few words, what the file has there and what came in its place."""
+
+    place: str
+    file: str
+    now: str
+
+    def __str__(self) -> str:
+        return f"{self.place} the file has {self.file}, and now there is {self.now}"
+
+
+def recorded_turns(prompt: Prompt, sample: Sample) -> list[RecordedTurn]:
+    """The turns of an episode, row by row: tokens that the model sampled with no other between them."""
+    turns = []
+    for row in sample.rows:
+        own = list(prompt.token_ids) if row.prompt_ids is None else row.prompt_ids.tolist()
+        ids = [*own, *row.response_ids_T.tolist()]
+        trained_T = np.ones(len(row.response_ids_T), np.bool_) if row.trained_T is None else row.trained_T
+        edges = np.flatnonzero(np.diff(np.pad(trained_T.astype(np.int8), 1))).tolist()
+        for begin, end in zip(edges[::2], edges[1::2], strict=True):
+            reward = 0.0 if row.token_rewards_T is None else float(row.token_rewards_T[end - 1])
+            first = len(own) + begin
+            turns.append(RecordedTurn(ids[:first], ids[first : len(own) + end], reward))
+    return turns
+
+
+class RecordedEpisode:
+    """The turns of one episode, given until one is asked for after other tokens than those in the file.
+
+    num_given: turns that were given; difference: why no further one was.
+    """
+
+    def __init__(self, turns: Sequence[RecordedTurn], splice: Splice) -> None:
+        self.turns, self.num_given = turns, 0
+        self.difference: Difference | None = None
+        self._splice = splice
+
+    def next_turn(self, context_ids: Sequence[int], max_tokens: int) -> Sequence[int]:
+        """The tokens of the next turn; none, which cuts the episode, where the file has none or others before it."""
+        self.difference = self._difference(context_ids, max_tokens)
+        if self.difference:
+            return ()
+        self.num_given += 1
+        return self.turns[self.num_given - 1].ids
+
+    def _difference(self, context_ids: Sequence[int], max_tokens: int) -> Difference | None:
+        place = f"before turn {self.num_given + 1}"
+        if self.num_given == len(self.turns):
+            shown = self._text(context_ids, len(context_ids))
+            return Difference(f"after turn {self.num_given}", "the episode's end", f"a further turn after {shown}")
+        turn = self.turns[self.num_given]
+        if turn.context_ids != list(context_ids):
+            shared = num_shared(turn.context_ids, context_ids)
+            file, now = (self._text(ids, shared) for ids in (turn.context_ids, context_ids))
+            return Difference(place, f"{file} at token {shared}", now)
+        if len(turn.ids) > max_tokens:
+            return Difference(f"in turn {self.num_given + 1}", f"{len(turn.ids)} tokens", f"room for {max_tokens}")
+        return None
+
+    def _text(self, ids: Sequence[int], place: int) -> str:
+        """The text around a place in a conversation."""
+        first = max(0, place - _SHARED_SHOWN)
+        return short(self._splice.template.decode(ids[first : place + _LONGEST]), _LONGEST)
+
+
+class RecordedSampler:
+    """Gives the turns of recorded episodes in place of an engine; `place` of `EpisodeRunner.run` says of which."""
+
+    def __init__(self, splice: Splice) -> None:
+        self.episodes: dict[int, RecordedEpisode] = {}
+        self._splice = splice
+
+    async def begin(self, conversation: str, prompt_tokens: int) -> None:
+        """There is always a place."""
+
+    async def turn(
+        self, conversation: str, number: int, context_ids: Sequence[int], sampling: Sampling, place: int, rows: int
+    ) -> Sample:
+        """The next turn, with 0 as its logprobs; it has finished where its last token is a stop token."""
+        ids = self.episodes[place].next_turn(context_ids, sampling.max_tokens)
+        finished = bool(ids) and ids[-1] in self._splice.stop_ids
+        logp_T = np.zeros(len(ids), np.float32)
+        return Sample(np.asarray(ids, np.int64), logp_T, self.text(ids), finished, (SamplePart(0, len(ids)),))
+
+    async def complete(self, conversation: str, prompt_tokens: int, response_tokens: int) -> None:
+        """Nobody waits for the place."""
+
+    def text(self, ids: Sequence[int]) -> str:
+        """As of `Engine`."""
+        return self._splice.template.tokenizer.decode(list(ids), skip_special_tokens=True)
+
+
+def difference(
+    recorded: RecordedEpisode, prompt: Prompt, sample: Sample, now: EpisodeResult, rewards: tuple[Judged, Judged]
+) -> Difference | None:
+    """What first came out otherwise when an episode was played again; None: everything came out the same.
+
+    sample: of the file. rewards: those of the environment, in the file and now; None where they are not compared.
+    """
+    facts, found, number = sample.facts, now.sample.facts, recorded.num_given
+    assert facts and found
+    if recorded.difference:
+        return recorded.difference
+    end = f"the end `{found.end}`{f' ({now.verdict.words})' if isinstance(now.verdict, Failure) else ''}"
+    if number < len(recorded.turns):
+        return Difference(f"before turn {number + 1}", "another turn", end)
+    if found.end != facts.end:
+        return Difference(f"after turn {number}", f"the end `{facts.end}`", end)
+    for place, (before, after) in enumerate(zip(recorded.turns, recorded_turns(prompt, now.sample), strict=True), 1):
+        if before.reward != after.reward:
+            return Difference(f"at turn {place}", f"the reward {before.reward:g}", f"the reward {after.reward:g}")
+    before, after = map(_reward, rewards)
+    return None if before == after else Difference("at the end", before, after)
+
+
+def _reward(judged: Judged) -> str:
+    """A verdict in words, with every bit of the float32 that a file keeps."""
+    if isinstance(judged, Verdict):
+        return f"the reward {np.float32(judged.reward)!s} ({'correct' if judged.correct else 'not correct'})"
+    return "no reward"
