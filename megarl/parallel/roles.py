@@ -53,14 +53,6 @@ def trains_merged(recipe: Recipe) -> bool:
     return recipe.lora is not None and recipe.lora.sync == "merged" and recipe.model.dtype != "float32"
 
 
-def fp8_checkpoint(recipe: Recipe, model: HfModel) -> str | None:
-    """The checkpoint whose fp8 tiles are the engines' frozen weights, which they read from it; None: there is none."""
-    size = lora_size(recipe)
-    quantisation = model.facts.quantisation if model.facts else None
-    has_tiles = quantisation is not None and quantisation.kind == "fp8" and not quantisation.excluded
-    return recipe.model.path if size and size.in_slots and recipe.rollout.engine.fp8 and has_tiles else None
-
-
 def sent_lora(recipe: Recipe) -> LoraSize | None:
     """The adapters that training ranks merge or send; None also where they are in the weights already."""
     return None if trains_merged(recipe) else lora_size(recipe)
