@@ -223,7 +223,7 @@ class Fleet(TrainingFleet):
             gpus_per_node=self._recipe.placement.gpus_per_node,
             verify=self._recipe.reshard.verify,
             fp8_checkpoint=fp8_checkpoint(self.roles.policy.recipe, self.roles.policy.model),
-            lora=sent_lora(self._recipe),
+            lora=sent_lora(self._recipe, self.roles.policy.shape),
         )
         return sessions(common, [one.source for one in published])
 
