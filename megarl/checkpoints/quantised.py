@@ -12,18 +12,23 @@ Facts from the publishers' own casts, which are equalled to the bit:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from megarl.checkpoints.hf_files import Slices
 from megarl.parallel.engine_layout import FP8_TILE
-from megarl.parallel.hf_config import HfFacts
+from megarl.parallel.hf_config import HfFacts, HfModel
 from megarl.parallel.quantisation import INT4_GROUP, MEND, Quantisation
 from megarl.resharding.fp8 import FP8, SCALE_SUFFIX
 from megarl.resharding.shards import LayoutError, Range, intersect, tiles
-from megarl.resharding.tensors import aliases, is_projection, tensors
+from megarl.resharding.tensors import aliases, hf_tensors, is_projection, tensors
 from megarl.types import ModelShape, UserFault
+
+if TYPE_CHECKING:
+    from megarl.config import Recipe
 
 FILE_DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
 _FP8, _INT32, _SCALES = "F8_E4M3", "I32", ("F32", "BF16", "F8_E8M0")
@@ -147,6 +152,24 @@ def _scales(slices: Slices, name: str, shape: Sequence[int], what: str) -> Any:
         problem = f"{name} is {found.get_shape()}; {what} it would be {list(shape)}"
         raise UserFault(str(slices.files[name]), problem, MEND)
     return found
+
+
+def fp8_checkpoint(recipe: Recipe, model: HfModel) -> str | None:
+    """The checkpoint whose fp8 tiles are the engines' frozen weights, which they read from it; None: there is none.
+
+    Where a projection is not published in tiles, engines do not read any: all are quantised anew as the run starts.
+    """
+    is_frozen = recipe.lora is not None and recipe.lora.sync == "adapters"
+    if not is_frozen or not recipe.rollout.engine.fp8 or model.facts is None or model.facts.quantisation is None:
+        return None
+    return recipe.model.path if _are_tiles(model.facts.quantisation, model.shape) else None
+
+
+@cache
+def _are_tiles(quantisation: Quantisation, shape: ModelShape) -> bool:
+    """Whether the weights that engines have in fp8 are published in tiles: all projections of the decoder."""
+    decoder = hf_tensors(replace(shape, num_mtp_layers=0))
+    return quantisation.kind == "fp8" and all(map(quantisation.covers, filter(is_projection, decoder)))
 
 
 def weights_in_words(shape: ModelShape, facts: HfFacts) -> str:

@@ -15,6 +15,7 @@ from megarl.cluster.session import Cluster
 from megarl.config import Recipe
 from megarl.controller.resuming import FOLDER, model_faults
 from megarl.fleet.fleet import training_fleet
+from megarl.parallel.hf_config import model_shape
 from megarl.parallel.roles import lora_size, resolve
 from megarl.types import UserFault, UserFaults
 
@@ -54,8 +55,9 @@ def convert_adapter(recipe: Recipe, snapshot: Snapshot, out: Path, say: Callable
     """Write the adapters in PEFT's format, in this process: the model itself is not read."""
     from megarl.parallel.dist_checkpoint import read_factors
 
-    size, factors = lora_size(recipe), read_factors(snapshot.folder)
+    size = lora_size(recipe, model_shape(recipe.model.path))
     assert size
+    factors = read_factors(snapshot.folder)
     peft.write(factors, size, recipe.model.path, out)
     say(f"{out} has the adapters of {snapshot.folder}, in PEFT's format")
     if lost := peft.lost_in_transformers(factors):

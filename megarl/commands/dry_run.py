@@ -14,6 +14,7 @@ from megarl.device import DEVICE, LOOPBACK, Address
 from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.roles import Roles, resolve
+from megarl.plan.adapters import adapters_in_words
 from megarl.preflight.check import faults_elsewhere
 from megarl.preflight.layout import factor_maps, weight_maps
 from megarl.preflight.models import stand_ins
@@ -95,9 +96,12 @@ def _placement(roles: Roles) -> Iterator[str]:
 
 
 def _checkpoint(roles: Roles) -> Iterator[str]:
-    facts = roles.policy.model.facts
-    if facts:
-        yield f"model.path: {weights_in_words(roles.policy.shape, facts)}"
+    """The weights that are read, and the adapters that are trained."""
+    policy = roles.policy
+    if policy.model.facts:
+        yield f"model.path: {weights_in_words(policy.shape, policy.model.facts)}"
+    if policy.lora:
+        yield f"lora: {adapters_in_words(policy.shape, policy.lora)}"
 
 
 def _axes(layout: TrainLayout) -> str:

@@ -66,8 +66,9 @@ class LoraConfig(Branch):
 
     A linear layer with weight W computes W x + (alpha / rank) B A x. `targets` are the last parts of the layers' names
     in the checkpoint (q_proj, down_proj); all linear layers of the decoder unless it is set. Each routed expert has
-    adapters of its own, of rank `experts`: null as for the other layers, 0 none. A run begins with those of `path`, a
-    folder in PEFT's format, or with B = 0.
+    adapters of its own, of rank `experts`, and alpha / `experts` there. 0: none; null: `rank` over the number of
+    experts that a token is sent to, rounded down, at least 1. A run begins with the adapters of `path`, a folder in
+    PEFT's format, or with B = 0.
 
     `sync: merged`: engines get the sums W + (alpha / rank) B A, rounded to `model.dtype` as `rounding` says; in a
     16-bit type training computes with these too. `adapters`: they get the frozen weights once and then the adapters

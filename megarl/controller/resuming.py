@@ -15,7 +15,7 @@ from megarl.config import Recipe
 from megarl.fleet.fleet import STOCK, Fleet
 from megarl.fleet.rank_groups import GroupStock
 from megarl.parallel.hf_config import model_shape
-from megarl.parallel.roles import Roles, resolve
+from megarl.parallel.roles import Roles, lora_size, resolve
 from megarl.rollout.prompts import PromptStream
 from megarl.rollout.sample_file import open_samples
 from megarl.rollout.stock import Entry, Ticket
@@ -204,11 +204,16 @@ def model_faults(snapshot: Snapshot, recipe: Recipe) -> list[UserFault]:
 
 
 def adapter_identity(recipe: Recipe) -> dict[str, Any] | None:
-    """What a checkpoint of adapters fits, as `Progress` has it: their recipe keys, and the frozen weights."""
+    """What a checkpoint of adapters fits, as `Progress` has it: their recipe keys, and the frozen weights.
+
+    The rank in experts is the number that a default of the recipe means.
+    """
     if recipe.lora is None:
         return None
+    size = lora_size(recipe, model_shape(recipe.model.path))
+    assert size
     keys = recipe.lora.model_dump(mode="json", exclude={"path", "rounding", "sync"})
-    keys |= {"targets": sorted(recipe.lora.targets)}
+    keys |= {"targets": sorted(size.targets), "experts": size.expert_rank}
     return {**{f"lora.{key}": value for key, value in keys.items()}, "base": fingerprint(recipe.model.path)}
 
 
@@ -217,15 +222,18 @@ def _adapter_faults(snapshot: Snapshot, then: Progress, recipe: Recipe) -> list[
     if (now is None) != (then.lora is None):
         what, mend = ("all weights", "leave lora out") if now else ("adapters alone", "set it as then")
         return [UserFault("lora", f"{snapshot.folder} has {what}", f"{mend}, {other_run}")]
+    changed = {key: value for key, value in (now or {}).items() if value != (then.lora or {}).get(key)}
+    if recipe.lora and recipe.lora.experts is None and "lora.rank" in changed:
+        changed.pop("lora.experts", None)  # it follows from the rank
     faults = []
-    for key, value in (now or {}).items():
-        before = (then.lora or {}).get(key)
-        if value != before and key == "base":
+    for key, value in changed.items():
+        if key == "base":
             problem = f"its weights are not those to which the adapters of {snapshot.folder} belong"
             faults.append(UserFault("model.path", problem, "use the checkpoint that the run began with"))
-        elif value != before:
-            problem = f"{_written(value)}, and {snapshot.folder} was written with {_written(before)}"
-            faults.append(UserFault(key, problem, f"set it to {_written(before)}, {other_run}"))
+            continue
+        before = _written((then.lora or {}).get(key))
+        problem = f"{_written(value)}, and {snapshot.folder} was written with {before}"
+        faults.append(UserFault(key, problem, f"set it to {before}, {other_run}"))
     return faults
 
 

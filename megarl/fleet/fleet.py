@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megarl.checkpoints.quantised import fp8_checkpoint
 from megarl.checkpoints.snapshots import Digest
 from megarl.cluster.actor import Ref
 from megarl.cluster.session import Cluster, WorkerFailed
@@ -17,7 +18,7 @@ from megarl.device import address_of
 from megarl.fleet.engines import Engines
 from megarl.fleet.memory import MemoryScheduler, Phase
 from megarl.fleet.rank_groups import AuxiliaryRanks, GroupStock, PolicyRanks, RewardModelRanks, RolloutBatch
-from megarl.parallel.roles import Roles, fp8_checkpoint, resolve, sent_lora, trains_merged
+from megarl.parallel.roles import Roles, resolve, sent_lora, trains_merged
 from megarl.resharding.member import Stats, collect_stats
 from megarl.resharding.payloads import ReshardStep, exchanged, reshard_steps
 from megarl.resharding.session import Session, Sessions, sessions
@@ -222,7 +223,7 @@ class Fleet(TrainingFleet):
             gpus_per_node=self._recipe.placement.gpus_per_node,
             verify=self._recipe.reshard.verify,
             fp8_checkpoint=fp8_checkpoint(self.roles.policy.recipe, self.roles.policy.model),
-            lora=sent_lora(self._recipe),
+            lora=sent_lora(self._recipe, self.roles.policy.shape),
         )
         return sessions(common, [one.source for one in published])
 

@@ -64,7 +64,7 @@ class RankModel:
         chunks = model.build_chunks(config, path, shape, layout, rank, routing)
         if not train.mtp_loss:
             model.freeze_mtp(chunks)
-        size = lora_size(recipe)
+        size = lora_size(recipe, shape)
         self.adapters = lora.attach(chunks, pairs, size, recipe.run.seed) if size else None
         for head in shared_weights.heads(chunks):
             head.requires_grad_(trains)

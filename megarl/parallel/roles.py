@@ -16,7 +16,7 @@ from megarl.types import ModelShape, UserFault
 
 if TYPE_CHECKING:
     from megarl.config import Recipe
-    from megarl.config.roles import RanksConfig
+    from megarl.config.roles import LoraConfig, RanksConfig
 
 RoleName = Literal["policy", "critic", "reward_model"]
 
@@ -36,13 +36,26 @@ def train_layout(recipe: Recipe) -> TrainLayout:
     )
 
 
-def lora_size(recipe: Recipe) -> LoraSize | None:
-    """The adapters of the policy; None where its weights themselves are trained."""
+def lora_size(recipe: Recipe, shape: ModelShape | None) -> LoraSize | None:
+    """The adapters of a model of this shape; None where its weights themselves are trained.
+
+    shape: None where config.json cannot be read, which other checks report.
+    """
     lora = recipe.lora
     if lora is None:
         return None
-    expert_rank = lora.rank if lora.experts is None else lora.experts
-    return LoraSize(lora.rank, expert_rank, lora.alpha, lora.targets, lora.rounding, lora.sync)
+    return LoraSize(lora.rank, _expert_rank(lora, shape), lora.alpha, lora.targets, lora.rounding, lora.sync)
+
+
+def _expert_rank(lora: LoraConfig, shape: ModelShape | None) -> int:
+    """The rank of the adapters in each routed expert.
+
+    By default the rank of other layers over the number of experts that a token is sent to, so that a token meets as
+    large a share of adapters among weights in experts as elsewhere ("LoRA Without Regret", Thinking Machines 2025).
+    """
+    if lora.experts is not None:
+        return lora.experts
+    return max(1, lora.rank // max(1, shape.experts_per_token if shape else 0))
 
 
 def trains_merged(recipe: Recipe) -> bool:
@@ -53,17 +66,9 @@ def trains_merged(recipe: Recipe) -> bool:
     return recipe.lora is not None and recipe.lora.sync == "merged" and recipe.model.dtype != "float32"
 
 
-def fp8_checkpoint(recipe: Recipe, model: HfModel) -> str | None:
-    """The checkpoint whose fp8 tiles are the engines' frozen weights, which they read from it; None: there is none."""
-    size = lora_size(recipe)
-    quantisation = model.facts.quantisation if model.facts else None
-    has_tiles = quantisation is not None and quantisation.kind == "fp8" and not quantisation.excluded
-    return recipe.model.path if size and size.in_slots and recipe.rollout.engine.fp8 and has_tiles else None
-
-
-def sent_lora(recipe: Recipe) -> LoraSize | None:
+def sent_lora(recipe: Recipe, shape: ModelShape) -> LoraSize | None:
     """The adapters that training ranks merge or send; None also where they are in the weights already."""
-    return None if trains_merged(recipe) else lora_size(recipe)
+    return None if trains_merged(recipe) else lora_size(recipe, shape)
 
 
 def reference_copy(recipe: Recipe) -> str | None:
@@ -137,7 +142,7 @@ class Role:
     @property
     def lora(self) -> LoraSize | None:
         """The adapters that are trained in place of the weights."""
-        return lora_size(self.recipe)
+        return lora_size(self.recipe, self.model.known_shape)
 
     @property
     def shares_weights(self) -> bool:

@@ -39,6 +39,16 @@ def adapter_parameters(shape: ModelShape, lora: LoraSize) -> int:
     return sum(items * lora.rank_of(STACK in name) * (rows + cols) for name, (items, rows, cols) in sizes.items())
 
 
+def adapters_in_words(shape: ModelShape, lora: LoraSize) -> str:
+    """Ranks, what B A x is multiplied by, and the elements of the adapters of a whole model."""
+    ranks, scales = [f"{lora.rank}"], [f"{lora.scale_of(False):g}"]
+    if shape.num_experts and lora.expert_rank:
+        ranks.append(f"{lora.expert_rank} in each routed expert")
+        scales.append(f"{lora.scale_of(True):g}")
+    elements = f"{adapter_parameters(shape, lora):,} parameters"
+    return f"adapters of rank {', '.join(ranks)}; alpha / rank is {' and '.join(scales)}; {elements}"
+
+
 def adapter_slot_bytes(shape: ModelShape, engine: EngineLayout, lora: LoraSize | None, dtype: str) -> list[int]:
     """Bytes of SGLang's adapter slots on each rank of an engine; they stay while its weights are released.
 

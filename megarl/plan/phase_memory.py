@@ -18,7 +18,7 @@ from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.fleet.memory import Phase
 from megarl.parallel.layout import TrainLayout
-from megarl.parallel.roles import RoleName, engine_layout, lora_size, reference_copy, shared_slots, trains_merged
+from megarl.parallel.roles import RoleName, engine_layout, reference_copy, shared_slots, trains_merged
 from megarl.plan.activations import activation_bytes, forward_bytes, logits_bytes
 from megarl.plan.adapters import adapter_slot_bytes
 from megarl.plan.batch import samples_bytes
@@ -126,7 +126,7 @@ class _SlotMemory:
         self.shared = shared_slots([self.engine_slots, *(size.slots for size in sizes.values())])
         self.settings: Settings = settings_of(recipe, hardware)
         self.engine_weights = weight_bytes(self.policy.shape, self.engine, recipe.model.dtype)
-        self.adapter_bytes = adapter_slot_bytes(self.policy.shape, self.engine, lora_size(recipe), recipe.model.dtype)
+        self.adapter_bytes = adapter_slot_bytes(self.policy.shape, self.engine, self.policy.lora, recipe.model.dtype)
         self.token_bytes = token_bytes(self.policy.shape, self.engine, self.settings.cache_item_bytes)
         wanted = {"score": "reward_model" in sizes, "critic": "critic" in sizes, "train": True}
         self.phases: list[str] = [phase for phase in PHASES if wanted.get(phase, True)]

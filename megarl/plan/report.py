@@ -13,6 +13,7 @@ from rich.text import Text
 
 from megarl.checkpoints.quantised import file_bytes, weights_in_words
 from megarl.config.episode import EpisodeConfig
+from megarl.plan.adapters import adapters_in_words
 from megarl.plan.memory_parts import PARTS
 from megarl.plan.model_size import ModelSize
 from megarl.plan.phased_rollout import PhasedRollout
@@ -102,6 +103,8 @@ def _placement(plan: RunPlan) -> RenderableType:
     policy = plan.sizes["policy"]
     if policy.model.facts:
         lines.append(text(f"model.path: {weights_in_words(policy.shape, policy.model.facts)}"))
+    if policy.lora:
+        lines.append(text(f"lora: {adapters_in_words(policy.shape, policy.lora)}"))
     return Group(table, *lines, text(f"engines: {engines(plan)}"))
 
 

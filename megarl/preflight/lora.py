@@ -8,7 +8,7 @@ from typing import Any
 from megarl.checkpoints import peft
 from megarl.config import Recipe
 from megarl.parallel.lora_pairs import LoraSize
-from megarl.parallel.roles import Role, Roles, lora_size, trains_merged
+from megarl.parallel.roles import Role, Roles, trains_merged
 from megarl.resharding.lora_map import TARGETS, targets_of
 from megarl.resharding.lora_slots import MLP, modules, unknown_modules
 from megarl.types import ModelShape, UserFault
@@ -28,7 +28,10 @@ def lora_faults(roles: Roles) -> Faults:
     recipe, shape = roles.recipe, roles.policy.model.known_shape
     if recipe.lora is None:
         return []
-    return [*_target_faults(recipe, shape), *_combination_faults(recipe), *_slot_faults(recipe, shape)]
+    size = roles.policy.lora
+    assert size
+    found = [*_target_faults(recipe, size, shape), *_combination_faults(recipe, size)]
+    return found + ([*_slot_faults(recipe, size, shape)] if size.in_slots else [])
 
 
 def adapter_faults(roles: Roles) -> Faults:
@@ -68,7 +71,7 @@ def _sharing_faults(branch: str, key: str, role: Role, roles: Roles) -> Iterator
 
 def cpu_faults(roles: Roles) -> Faults:
     """Adapters that SGLang's engines have on GPUs alone."""
-    size, shape, engine = lora_size(roles.recipe), roles.policy.model.known_shape, roles.recipe.rollout.engine
+    size, shape, engine = roles.policy.lora, roles.policy.model.known_shape, roles.recipe.rollout.engine
     if size is None or not size.in_slots:
         return []
     found, mend = [], "set it to merged, or lora.targets to layers of the attention"
@@ -89,9 +92,7 @@ def _wraps_experts(size: LoraSize, shape: ModelShape | None) -> bool:
     return bool(shape and shape.num_experts and {*MLP} & {*modules(shape, size)})
 
 
-def _target_faults(recipe: Recipe, shape: ModelShape | None) -> Iterator[UserFault]:
-    size = lora_size(recipe)
-    assert size
+def _target_faults(recipe: Recipe, size: LoraSize, shape: ModelShape | None) -> Iterator[UserFault]:
     known = targets_of(shape) if shape else TARGETS
     for target in size.targets:
         if target not in known:
@@ -104,15 +105,14 @@ def _target_faults(recipe: Recipe, shape: ModelShape | None) -> Iterator[UserFau
         yield UserFault("lora.experts", "0, and lora.targets has no other layers: nothing is trained", "set it to 1")
 
 
-def _combination_faults(recipe: Recipe) -> Iterator[UserFault]:
+def _combination_faults(recipe: Recipe, size: LoraSize) -> Iterator[UserFault]:
     train, engine = recipe.train, recipe.rollout.engine
     refused: dict[str, tuple[Any, str, str]] = {
         "train.router_bias_rate": (train.router_bias_rate, "with lora the routers stay as they are", "set it to 0"),
         "train.mtp_loss": (train.mtp_loss, "with lora the MTP layers stay as they are", "set it to 0"),
         "train.optimizer_offload": (train.optimizer_offload, "not tried with lora", "set it to false"),
     }
-    size = lora_size(recipe)
-    if size and not size.in_slots:
+    if not size.in_slots:
         why = "its tiles would round most of an adapter's update away"
         mend = "set it to false, or lora.sync to adapters and lora.targets to layers of the attention"
         refused["rollout.engine.fp8"] = engine.fp8, why, mend
@@ -123,12 +123,8 @@ def _combination_faults(recipe: Recipe) -> Iterator[UserFault]:
             yield UserFault(key, f"{value}, but {why}", f"{mend}, or {_LEAVE_OUT}")
 
 
-def _slot_faults(recipe: Recipe, shape: ModelShape | None) -> Iterator[UserFault]:
+def _slot_faults(recipe: Recipe, size: LoraSize, shape: ModelShape | None) -> Iterator[UserFault]:
     """What SGLang 0.5.21 cannot compute with adapters of its own, or what was not shown to work."""
-    size = lora_size(recipe)
-    assert size
-    if not size.in_slots:
-        return
     engine = recipe.rollout.engine
     uneven = engine.dp not in (1, engine.tp)
     backend = engine.sglang.get("moe_runner_backend", "triton")

@@ -14,7 +14,7 @@ import numpy as np
 
 from megarl.config import Recipe, RewardConfig
 from megarl.config.hardware import communicator_bytes
-from megarl.parallel.hf_config import read_model
+from megarl.parallel.hf_config import model_shape
 from megarl.parallel.quantisation import QUANTISATION_KEYS
 from megarl.parallel.roles import engine_layout, lora_size
 from megarl.rollout import accounting
@@ -73,8 +73,15 @@ def engine_settings(recipe: Recipe, index: int, span: NodeSpan | None = None) ->
         group_head=layout.group_head,
         deepep=layout.deepep,
         draft=layout.draft,
-        adapter=AdapterSlot.of(read_model(recipe.model.path).shape, lora_size(recipe)) if recipe.lora else None,
+        adapter=_adapter(recipe),
     )
+
+
+def _adapter(recipe: Recipe) -> AdapterSlot | None:
+    if recipe.lora is None:
+        return None
+    shape = model_shape(recipe.model.path)
+    return AdapterSlot.of(shape, lora_size(recipe, shape))
 
 
 def _config(model_path: str) -> dict[str, Any]:

@@ -90,7 +90,7 @@ class PolicyRank(TrainingRank):
         self.options, self.communicator_bytes = self._model.options, lambda: self._model.communicator_bytes
         self._exchanges: Exchanges | None = None
         self._merged: MergedWeights | None = None
-        if (adapters := self._model.adapters) and (size := lora_size(recipe)) and trains_merged(recipe):
+        if (adapters := self._model.adapters) and (size := lora_size(recipe, shape)) and trains_merged(recipe):
             of_rank = shape, self.layout, rank, model.TRANSFORMER_ENGINE
             self._merged = MergedWeights(size, *of_rank, self.params(), self.factors())
             adapters.are_in_weights = True
@@ -311,7 +311,7 @@ class PolicyRank(TrainingRank):
             dtype=recipe.model.dtype,
             gpus_per_node=recipe.placement.gpus_per_node,
             timeout_s=recipe.run.timeout_s,
-            lora=sent_lora(recipe),
+            lora=sent_lora(recipe, self.shape),
             fp8=fp8,
         )
         export_hf(job, self.params() | self.factors(), PrefixStore(f"export {folder}", self._store))

@@ -72,7 +72,7 @@ class TrainingRank:
         gc.freeze()  # what the imports made is never garbage, and walking it takes half a second
         self.rank, self.shape, self._recipe = rank, shape, recipe
         self._store = device.join_store(meet, recipe.run.timeout_s)
-        self.layout, size = train_layout(recipe), lora_size(recipe)
+        self.layout, size = train_layout(recipe), lora_size(recipe, shape)
         pairs = lora_map.pairs(shape, self.layout, rank, size, model.TRANSFORMER_ENGINE) if size else ()
         how = {"slot": slot, "trains": trains, "is_published": is_published, "pairs": pairs}
         self._model = RankModel(rank, recipe, shape, self._store, **how)

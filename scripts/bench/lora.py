@@ -101,7 +101,8 @@ class Rank:
         from megarl.parallel.model import TRANSFORMER_ENGINE
         from megarl.resharding.lora_merge import Merge
 
-        size, of_rank = lora_size(self._recipe), (self._trainer.shape, self._trainer.layout, self._rank)
+        of_rank = self._trainer.shape, self._trainer.layout, self._rank
+        size = lora_size(self._recipe, self._trainer.shape)
         if size is None:
             return {}
         merged = Merge.of_rank(size, *of_rank, TRANSFORMER_ENGINE, factors).all_boxes(params)
@@ -177,7 +178,8 @@ def compare(full: Recipe, adapters: Recipe, sequences: Sequence[TrainSequence], 
 
 def reshard_bytes(recipe: Recipe) -> dict[str, int]:
     """Bytes that a reshard brings to all engines, one of TP1 on each GPU."""
-    shape, size = model_shape(recipe.model.path), lora_size(recipe)
+    shape = model_shape(recipe.model.path)
+    size = lora_size(recipe, shape)
     assert size
     engines = EngineLayout(count=recipe.placement.gpus, tp=1, ep=1)
     maps = {"merged": sglang_map.parts(shape, engines), "adapters": lora_slots.target_parts(shape, engines, size)}
@@ -194,13 +196,13 @@ def reshard_bytes(recipe: Recipe) -> dict[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
-    parser.add_argument("--rank", type=int, default=16, help="of the adapters")
+    parser.add_argument("--rank", type=int, default=16, help="of the adapters, also of each expert's")
     args = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"} if device.DEVICE == "cpu" else {}
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), args.layers, args.hidden, args.vocab)
         full = make_recipe(folder, args)
-        adapters = Recipe.model_validate(full.model_dump() | {"lora": {"rank": args.rank}})
+        adapters = Recipe.model_validate(full.model_dump() | {"lora": {"rank": args.rank, "experts": args.rank}})
         row = compare(full, adapters, make_sequences(args.samples, args.longest, args.vocab), args.steps)
         row |= reshard_bytes(adapters)
     print(json.dumps(row) if args.json else "\n".join(f"{name:26} {value:,.4g}" for name, value in row.items()))

@@ -17,6 +17,7 @@ from megarl.parallel.lora_pairs import LoraSize, weight_of
 from tests.parallel import checkpoints
 
 SIZE = LoraSize(4, 4, 6.0, ())
+EXPERTS = ("model.layers.1.mlp.experts.0.up_proj.lora_A.weight",)  # a factor that makes transformers' class stack them
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +143,23 @@ def test_what_transformers_stacks_is_told(paths: dict[str, Path]) -> None:
     assert lost["deepseek-v3"] == "model.layers.0.mlp.down_proj.weight"
     without = replace(SIZE, targets=("q_a_proj", "o_proj"))
     assert peft.lost_in_transformers(factors_of(paths["deepseek-v3"], without)) is None
+
+
+@pytest.mark.slow
+def test_what_transformers_stacks_it_loses(paths: dict[str, Path], tmp_path: Path) -> None:
+    """Of DeepSeek-V3's adapters those of dense layers and shared experts; the day that it has them this fails."""
+    path, tokens = paths["deepseek-v3"], torch.arange(20, 40)[None]
+    factors = factors_of(path, SIZE)
+    peft.write(factors, SIZE, str(path), tmp_path / "adapters")
+    lost = {name for name in factors if peft.lost_in_transformers([name, *EXPERTS]) is not None}
+    kept = {name: one for name, one in factors.items() if name not in lost}
+    assert {name.split(".")[4] for name in lost} == {"shared_experts", "gate_proj", "up_proj", "down_proj"}
+    whole = checkpoints.load(merged(path, factors, SIZE, tmp_path / "whole"))[0](tokens).logits
+    without = checkpoints.load(merged(path, kept, SIZE, tmp_path / "without"))[0](tokens).logits
+    model: Any = checkpoints.load(path)[0]
+    model.load_adapter(str(tmp_path / "adapters"))
+    torch.testing.assert_close(model(tokens).logits, without, rtol=1e-4, atol=1e-4)
+    assert (whole - without).abs().max() > 0.1
 
 
 def test_what_an_interrupted_one_has_left_is_removed(paths: dict[str, Path]) -> None:

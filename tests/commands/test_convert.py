@@ -10,14 +10,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from megarl import cli
+from megarl.checkpoints import peft
 from megarl.checkpoints.snapshots import Snapshots
 from megarl.commands import convert
 from megarl.commands.convert import find_snapshot
 from megarl.config.loading import load_recipe
 from megarl.controller.resuming import FOLDER, Progress
+from megarl.parallel.adapter_config import adapter_keys
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.roles import resolve
 from megarl.preflight import check
@@ -110,6 +113,24 @@ def test_adapters_alone_are_refused_where_there_are_none(
     (tmp_path / "recipe.yaml").write_text(f"{QUICKSTART.read_text()}\n{line}\n")
     result = CliRunner().invoke(cli.app, ["convert", str(tmp_path), str(tmp_path / "out"), *flags])
     assert (result.exit_code, result.output.strip()) == (2, told)
+
+
+@pytest.mark.slow
+def test_adapters_are_written_with_the_ranks_that_the_recipe_means(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 2 experts for a token each has half the rank, and the folder fits the recipe that it came from."""
+    recipe, shape = load_recipe(QUICKSTART, [f"model.path={tiny_model}", "lora.rank=8"]), model_shape(tiny_model)
+    size = resolve(recipe).policy.lora
+    assert size and (size.rank, size.expert_rank) == (8, 4)
+    factors = {name: torch.zeros(extent) for name, extent in peft._sizes(shape, size).items()}
+    monkeypatch.setattr("megarl.parallel.dist_checkpoint.read_factors", lambda folder: factors)
+    snapshot: Any = SimpleNamespace(folder=tmp_path)
+    convert.convert_adapter(recipe, snapshot, tmp_path / "out", lambda line: None)
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert (config["r"], {*config["rank_pattern"].values()}) == (8, {4, 2 * 4})  # gate and up as one layer: twice
+    assert adapter_keys(str(tmp_path / "out"))["experts"] == 4
+    assert peft.check(str(tmp_path / "out"), shape, size) == []
 
 
 def test_the_adapters_that_a_run_began_with_are_not_asked_for(tiny_model: Path) -> None:

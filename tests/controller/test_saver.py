@@ -366,6 +366,9 @@ def test_adapters_fit_the_weights_and_sizes_of_their_run(made: Any, fleet: Any, 
     assert model_faults(found, made("lora.rank=4", "lora.sync=adapters", "lora.rounding=nearest")) == []
     (fault,) = model_faults(found, made("lora.rank=8"))
     assert str(fault).startswith("lora.rank: 8, and ") and "was written with 4; set it to 4" in str(fault)
+    assert model_faults(found, made("lora.rank=4", "lora.experts=2")) == [], "4 / 2 experts of a token"
+    (fault,) = model_faults(found, made("lora.rank=4", "lora.experts=4"))
+    assert str(fault).startswith("lora.experts: 4, and ") and "was written with 2; set it to 2" in str(fault)
     (fault,) = model_faults(found, made())
     assert str(fault).startswith("lora: ") and "has adapters alone" in str(fault)
     found.run["lora"]["base"] = "another"

@@ -43,6 +43,8 @@ def test_a_run_with_adapters_is_merged_resumed_and_held_against_its_reference(
     for record in steps:
         assert record["rollout/logprob_gap_mean"] < 1e-4, "the engine has what the trainer computes with"
         assert record["train/grad_norm"] > 0
+        assert 0.99 < record["reshard/kept_share"] < 1.01, "float32 keeps nearly all of the deltas"
+    assert "reshard/kept_share" not in command.records()[0], "at the start there are none"
     assert abs(steps[0]["train/reference_kl"]) < 1e-9 < steps[1]["train/reference_kl"], "the adapters are off in it"
     assert steps[1]["train/reference_kl"] < 10 * steps[2]["train/reference_kl"], "it went on"
     _loads_by_itself(command.folder)

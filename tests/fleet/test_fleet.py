@@ -112,6 +112,33 @@ def test_engines_get_the_frozen_weights_until_they_have_them(monkeypatch: pytest
     assert engines.steps[-1] == ["weights"]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "of_ranks", "asked", "published"),
+    [
+        ("bfloat16", 0.25, [(4, 0)], 0.25),
+        ("bfloat16", None, [(4, 0)], 0.75),  # the first version, of which all deltas are 0
+        ("float32", 0.25, [], 0.75),
+    ],
+)
+def test_ranks_that_compute_with_merged_weights_round_them_once_for_a_version(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, of_ranks: float | None, asked: list[Any], published: float
+) -> None:
+    """Before they are sent, also where they are sent twice; elsewhere the share is what the exchange has counted."""
+    engines, rounded = Engines(), []
+    one, _, _ = made(monkeypatch, Cluster(failures=1, alive=True), engines)
+    monkeypatch.setattr(fleet, "collect_stats", lambda *_: replace(STATS, kept_share=0.75))
+
+    def round_for(version: int) -> float | None:
+        rounded.append((version, len(engines.asked)))
+        return of_ranks
+
+    one.__dict__.update(trainers=SimpleNamespace(workers=[], round_for=round_for))
+    of_policy: Any = one.roles.policy
+    of_policy.recipe = SimpleNamespace(lora=SimpleNamespace(sync="merged"), model=SimpleNamespace(dtype=dtype))
+    stats, _ = one.publish()
+    assert (rounded, stats.kept_share, len(engines.asked)) == (asked, published, 2)
+
+
 @pytest.mark.parametrize(("failures", "alive", "attempts"), [(2, True, 2), (1, False, 1)])
 def test_then_the_run_ends_with_the_version_it_had(
     monkeypatch: pytest.MonkeyPatch, failures: int, alive: bool, attempts: int

@@ -89,7 +89,7 @@ class Rank:
         dtype = dtype or ("bfloat16" if model.TRANSFORMER_ENGINE else "float32")
         shape = model_shape(folder)
         made = recipe(folder, dtype, adapters, **train)
-        of_rank, size = (shape, train_layout(made), 0), lora_size(made)
+        of_rank, size = (shape, train_layout(made), 0), lora_size(made, shape)
         pairs = lora_map.pairs(*of_rank, size, model.TRANSFORMER_ENGINE) if size else ()
         self._rank = RankModel(0, made, shape, HashStore(), slot=0, pairs=pairs)
         shards = megatron_map.shards(*of_rank, model.TRANSFORMER_ENGINE)

@@ -20,7 +20,7 @@ from tests.parallel.worlds import recipe
 def made(path: Path, **branches: dict[str, Any]) -> Recipe:
     """A recipe on 8 GPUs in which some branches have other values."""
     tree = recipe(path, TrainLayout(8, 2, 1, 1), mtp_loss=0.1, replay="r2").model_dump(mode="json")
-    return Recipe.model_validate(tree | {name: tree[name] | keys for name, keys in branches.items()})
+    return Recipe.model_validate(tree | {name: (tree[name] or {}) | keys for name, keys in branches.items()})
 
 
 @pytest.fixture
@@ -105,6 +105,36 @@ def test_faults_have_the_keys_of_their_role(folder: Path) -> None:
     assert line.startswith("placement.train_gpus: ")
     (line,) = wheres(resolve(made(folder, algorithm={"name": "ppo"}, critic={"ranks": {"gpus": 7}})).critic)
     assert line.startswith("critic.ranks.gpus: ") and "lower critic.ranks.tp" in line
+
+
+@pytest.mark.parametrize(
+    ("experts_per_token", "rank", "experts", "expected"),
+    [
+        (8, 16, None, 2),  # Kimi-K2: 16 / 8
+        (2, 8, None, 4),  # the quickstart: 8 / 2
+        (6, 16, None, 2),  # 2.67, rounded down
+        (8, 4, None, 1),
+        (8, 16, 16, 16),
+        (8, 16, 0, 0),
+    ],
+)
+def test_adapters_of_an_experts_share_are_as_large_as_others(
+    folder: Path, experts_per_token: int, rank: int, experts: int | None, expected: int
+) -> None:
+    """The rank of other layers over the experts of a token, unless the recipe has it; alpha is over the own rank."""
+    config = CONFIG | {"num_experts": 8, "num_experts_per_tok": experts_per_token}
+    (folder / "config.json").write_text(json.dumps(config))
+    lora = resolve(made(folder, lora={"rank": rank, "alpha": 32, "experts": experts})).policy.lora
+    assert lora and (lora.rank, lora.expert_rank) == (rank, expected)
+    assert lora.scale_of(False) == 32 / rank
+    assert not expected or lora.scale_of(True) == 32 / expected
+
+
+def test_without_experts_their_rank_is_that_of_all_layers(folder: Path) -> None:
+    dense = {"architectures": ["Qwen3ForCausalLM"], "intermediate_size": 8}
+    (folder / "config.json").write_text(json.dumps(CONFIG | dense))
+    lora = resolve(made(folder, lora={"rank": 16})).policy.lora
+    assert lora and lora.expert_rank == 16
 
 
 @pytest.mark.parametrize(

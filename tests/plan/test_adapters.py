@@ -14,7 +14,7 @@ from megarl.parallel.hf_config import model_shape
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.lora_pairs import LoraSize
 from megarl.parallel.roles import resolve
-from megarl.plan.adapters import adapter_parameters, adapter_slot_bytes
+from megarl.plan.adapters import adapter_parameters, adapter_slot_bytes, adapters_in_words
 from megarl.plan.engine_memory import weight_bytes
 from megarl.plan.model_size import ModelSize, sizes_of
 from megarl.plan.optimizer_memory import GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES
@@ -59,6 +59,22 @@ def test_a_trillion_parameters_have_ten_billion_of_rank_16(tmp_path: Path) -> No
     whole = adapter_parameters(shape, LoraSize(16, 16, 32.0, ()))
     assert experts < whole < 1.02 * experts
     assert adapter_parameters(shape, LoraSize(16, 0, 32.0, ())) == whole - experts
+
+
+def test_experts_share_the_rank_of_the_other_layers(tmp_path: Path) -> None:
+    """Computed apart: each expert of 8 for a token has 16 / 8, and the same size in words."""
+    recipe = with_lora(plans.recipe(tmp_path, "kimi-k2", 1), alpha=32)
+    shape, lora = model_shape(recipe.model.path), resolve(recipe).policy.lora
+    assert lora
+    experts = 60 * 384 * 2 * 3 * (7168 + 2048)
+    without = adapter_parameters(shape, replace(lora, expert_rank=0))
+    assert adapter_parameters(shape, lora) - without == experts
+    assert adapters_in_words(shape, lora) == (
+        f"adapters of rank 16, 2 in each routed expert; alpha / rank is 2 and 16; {without + experts:,} parameters"
+    )
+    assert adapters_in_words(shape, replace(lora, expert_rank=0)) == (
+        f"adapters of rank 16; alpha / rank is 2; {without:,} parameters"
+    )
 
 
 def test_sglang_makes_slots_for_all_experts_beside_any_mlp(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def sums_of(trainer: Any, frozen: dict[str, torch.Tensor], version: int | None =
     from megarl.parallel.roles import lora_size
     from megarl.resharding.lora_merge import Merge
 
-    size = lora_size(trainer._recipe)
+    size = lora_size(trainer._recipe, trainer.shape)
     assert size
     merge = Merge.of_rank(size, trainer.shape, trainer.layout, trainer.rank, False, trainer.factors())
     found = {name: param.clone() for name, param in frozen.items()}

@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.checkpoints import hf_export
 from megarl.checkpoints.hf_import import load_hf
+from megarl.checkpoints.quantised import fp8_checkpoint
 from megarl.config.roles import LoraConfig
 from megarl.device import Address
 from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.lora_pairs import LoraSize
 from megarl.parallel.quantisation import Quantisation
-from megarl.parallel.roles import fp8_checkpoint
 from megarl.resharding import sglang_map
 from megarl.resharding.memory_handles import SourceHandles
 from megarl.resharding.payloads import reshard_steps
@@ -71,17 +72,40 @@ def test_what_a_reshard_does() -> None:
     assert reshard_steps(SIZE, has_weights=True, from_files=True) == ["factors"]
 
 
-@pytest.mark.parametrize(
-    ("sync", "fp8", "kind", "reads"),
-    [("adapters", True, "fp8", True), ("adapters", False, "fp8", False), ("adapters", True, "int4", False),
-     ("adapters", True, None, False), ("merged", True, "fp8", False), (None, True, "fp8", False)],
-)  # fmt: skip
-def test_engines_read_what_is_published_as_they_have_it(sync: str | None, fp8: bool, kind: Any, reads: bool) -> None:
-    facts = SimpleNamespace(quantisation=Quantisation(kind) if kind else None)
+def checkpoint_read(sync: Any, fp8: bool, quantisation: Quantisation | None) -> str | None:
     recipe: Any = SimpleNamespace(
-        lora=LoraConfig.model_validate({"sync": sync}) if sync else None,
+        lora=LoraConfig(sync=sync) if sync else None,
         model=SimpleNamespace(path="published"),
         rollout=SimpleNamespace(engine=SimpleNamespace(fp8=fp8)),
     )
-    model: Any = SimpleNamespace(facts=facts)
-    assert fp8_checkpoint(recipe, model) == ("published" if reads else None)
+    model: Any = SimpleNamespace(facts=SimpleNamespace(quantisation=quantisation), shape=WHOLE_TILES)
+    return fp8_checkpoint(recipe, model)
+
+
+@pytest.mark.parametrize(
+    ("sync", "fp8", "kind", "excluded", "reads"),
+    [
+        ("adapters", True, "fp8", [], True), ("adapters", False, "fp8", [], False), ("adapters", True, None, [], False),
+        ("adapters", True, "int4", [], False), ("merged", True, "fp8", [], False), (None, True, "fp8", [], False),
+        ("adapters", True, "fp8", ["lm_head", "model.layers.1.mlp.gate"], True),
+        ("adapters", True, "fp8", [f"model.layers.{WHOLE_TILES.num_layers}"], True),
+        ("adapters", True, "fp8", ["lm_head", "model.layers.1.self_attn.o_proj"], False),
+        ("adapters", True, "fp8", ["model.layers.1.mlp.experts.3"], False),
+    ],
+)  # fmt: skip
+def test_engines_read_what_is_published_as_they_have_it(
+    sync: str | None, fp8: bool, kind: Any, excluded: list[str], reads: bool
+) -> None:
+    """Not where they would have to quantise a matrix: then all are quantised anew. Drafts have no adapters."""
+    found = checkpoint_read(sync, fp8, Quantisation(kind, excluded=tuple(excluded)) if kind else None)
+    assert found == ("published" if reads else None)
+    if sync == "adapters":
+        steps = reshard_steps(SIZE, has_weights=False, from_files=found is not None)
+        assert steps == ["read" if reads else "weights", "factors"]
+
+
+def test_what_convert_writes_in_fp8_is_read_as_it_is() -> None:
+    """It names the matrices that stay in 16 bits: routers, the output layer and MTP's eh_proj."""
+    excluded = tuple(hf_export._plain_modules(WHOLE_TILES))
+    assert {"lm_head", "model.layers.1.mlp.gate"} < {*excluded}
+    assert checkpoint_read("adapters", True, Quantisation("fp8", excluded=excluded)) == "published"
