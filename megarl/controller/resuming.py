@@ -62,10 +62,9 @@ class Progress:
     prompts_taken: int
     data: str
     seed: int
-    ep: int
     trains_mtp: bool
     shape: dict[str, object]
-    critic: dict[str, Any] | None  # its shape and ep, in a run with a critic
+    critic: dict[str, Any] | None  # `critic_of`, in a run with a critic
     stock: dict[str, Any]  # `StockState`
     sampling: dict[str, Any]  # what the groups of the stock depend on: `sampling_keys`
     lora: dict[str, Any] | None = None  # `adapter_identity`, in a run that trains adapters
@@ -74,7 +73,7 @@ class Progress:
 def find(recipe: Recipe, prompts: PromptStream, say: Callable[[str], None]) -> Snapshot | None:
     """The newest undamaged checkpoint of the recipe's run; None if there is none yet.
 
-    Raises UserFaults where its model or data are not the recipe's, or it cannot be loaded into the recipe's layout.
+    Raises UserFaults where its model, data or samples are not the recipe's.
     """
     found = Snapshots(Path(recipe.run.dir) / recipe.run.name / FOLDER, say).newest()
     if found is None:
@@ -87,9 +86,6 @@ def find(recipe: Recipe, prompts: PromptStream, say: Callable[[str], None]) -> S
     if then.seed != recipe.run.seed:
         problem = f"{recipe.run.seed} shuffles the data differently from {then.seed}, the seed of {found.folder}"
         faults.append(UserFault("run.seed", problem, f"set it to {then.seed}, or choose another run.name"))
-    if (then.ep == 1) != (recipe.train.ep == 1):
-        problem = f"{found.folder} was written with {then.ep}, and Megatron does not convert the optimizer to or from 1"
-        faults.append(UserFault("train.ep", problem, "set it to more than 1" if then.ep > 1 else "set it to 1"))
     if recipe.train.mtp_loss and not then.trains_mtp:
         problem = f"{recipe.train.mtp_loss}, but in {found.folder} those layers were frozen and have no optimizer state"
         faults.append(UserFault("train.mtp_loss", problem, "set it to 0, or choose another run.name"))
@@ -157,11 +153,11 @@ def _written(value: object) -> str:
 
 
 def critic_of(roles: Roles) -> dict[str, Any] | None:
-    """The critic's shape, expert-parallel size and whether it has adapters, as `Progress` has them."""
+    """The critic's shape and whether it has adapters, as `Progress` has them."""
     critic = roles.critic
     if critic is None:
         return None
-    return {"shape": asdict(critic.shape), "ep": critic.layout.ep, "shares_weights": critic.shares_weights}
+    return {"shape": asdict(critic.shape), "shares_weights": critic.shares_weights}
 
 
 def _critic_faults(found: Snapshot, then: Progress, recipe: Recipe) -> list[UserFault]:
@@ -177,10 +173,6 @@ def _critic_faults(found: Snapshot, then: Progress, recipe: Recipe) -> list[User
     if (before := then.critic.get("shares_weights", False)) != now["shares_weights"]:
         problem = f"{found.folder} was written with {str(before).lower()}"
         return [UserFault("critic.shares_weights", problem, "set it as it was, or choose another run.name")]
-    if (then.critic["ep"] == 1) != (now["ep"] == 1):
-        problem = f"{found.folder} was written with {then.critic['ep']}, which Megatron does not convert to or from 1"
-        mend = "set it to more than 1" if then.critic["ep"] != 1 else "set it to 1"
-        return [UserFault("critic.ranks.ep", problem, mend)]
     return []
 
 

@@ -69,7 +69,6 @@ class Saver:
             prompts_taken=self._prompts.taken,
             data=self._prompts.fingerprint,
             seed=self._recipe.run.seed,
-            ep=self._recipe.train.ep,
             trains_mtp=self._recipe.train.mtp_loss > 0,
             shape=asdict(self._fleet.roles.policy.shape),
             critic=critic_of(self._fleet.roles),

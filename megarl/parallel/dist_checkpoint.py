@@ -31,10 +31,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
+from megarl.device import DEVICE
 from megarl.parallel import groups, lora_checkpoint
 from megarl.parallel.model import Chunk
-
-_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+from megarl.parallel.optimizer import stepping
 
 
 @dataclass
@@ -71,7 +71,6 @@ def save(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: Cha
         str(folder),
         shared_out,
         async_sharded_save=True,
-        content_metadata=_METADATA,
     )
     assert request is not None
     rank_file = folder / f"rank-{dist.get_rank():05d}.pt"
@@ -101,15 +100,16 @@ def save(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: Cha
 def load(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer) -> None:
     """Read what `save` wrote, in this layout or another; collective.
 
-    Megatron cannot convert the optimizer between EP 1 and EP > 1, nor create the state of weights that were frozen.
-    Random states are read if equally many ranks wrote them; otherwise they stay as seeded.
+    The state of weights that were frozen cannot be created. The optimizer's settings stay those of the recipe. Random
+    states are read if equally many ranks wrote them; otherwise they stay as seeded.
     """
     _keep_steps()
     _load_no_code()
     state: Any = dist_checkpointing.load(_state(chunks, optimizer, is_loading=True), str(folder))
     _take_weights(chunks, state)
-    optimizer.load_state_dict(state["optimizer"])
-    _own_states(optimizer)
+    for index, chained in enumerate(stepping(optimizer)):
+        chained.load_parameter_state_from_fully_reshardable(state.get("optimizer", {}).get(index, {}))
+    _own_states(optimizer, state["step"])
     rank_file = folder / f"rank-{dist.get_rank():05d}.pt"
     if len(list(folder.glob("rank-*.pt"))) == dist.get_world_size():
         _set_random_state(torch.load(rank_file, weights_only=True))
@@ -142,13 +142,28 @@ def _chunk_key(chunks: Sequence[object], index: int) -> str:
 def _state(
     chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer, is_loading: bool
 ) -> dict[str, Any]:
+    """Weights, master weights and moments by the weights' names, and the number of the optimizer's steps.
+
+    Megatron's own state of an optimizer also has the parameter groups, which differ between EP 1, where experts are
+    among the dense weights, and EP > 1; and a rank on which nothing is trained cannot make it.
+    """
     _start_states(optimizer)
     state = _weights(chunks)
-    found = optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=_METADATA)
-    for chained in found.values() if len(optimizer.chained_optimizers) > 1 else [found]:
-        groups = chained["optimizer"]["param_groups"]  # HybridDeviceOptimizer's hold classes, which cannot be loaded
-        groups[:] = [{key: value for key, value in group.items() if not isinstance(value, type)} for group in groups]
-    return state | {"optimizer": found}
+    found = {
+        index: chained.sharded_param_state_fully_reshardable(state, is_loading, metadata={})
+        for index, chained in enumerate(stepping(optimizer))
+    }
+    return state | {"optimizer": found, "step": _step(optimizer)}
+
+
+def _step(optimizer: ChainedOptimizer) -> int:
+    """How many steps were taken, which a rank without trained weights does not count; collective."""
+    inner = [chained.optimizer for chained in stepping(optimizer)]
+    counts = [state["step"] for one in inner for state in one.state.values() if "step" in state]
+    counts += [group["step"] for one in inner for group in one.param_groups if "step" in group]  # a fused optimizer's
+    most = torch.tensor(max(map(int, counts), default=0), device=DEVICE)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return int(most)
 
 
 def _weights(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
@@ -159,7 +174,7 @@ def _of_chunk(chunk: Chunk) -> dict[str, Any]:
     """The weights of a chunk that are trained: adapters and a head where it has adapters, and else all."""
     if lora_checkpoint.has_adapters(chunk):
         return lora_checkpoint.sharded_weights(chunk)
-    return chunk.sharded_state_dict(metadata=_METADATA)
+    return chunk.sharded_state_dict(metadata={})  # which Megatron fills, and reads for multi-token prediction
 
 
 def _take_weights(chunks: Sequence[DistributedDataParallel], state: Mapping[str, Any]) -> None:
@@ -173,7 +188,7 @@ def _take_weights(chunks: Sequence[DistributedDataParallel], state: Mapping[str,
 
 def _start_states(optimizer: ChainedOptimizer) -> None:
     """Create AdamW's state, which it makes only in its first step and Megatron needs now."""
-    for chained in optimizer.chained_optimizers:
+    for chained in stepping(optimizer):
         inner = chained.optimizer
         if isinstance(inner, HybridDeviceOptimizer):
             for on_host in inner.cpu_optimizers:
@@ -192,18 +207,23 @@ def _start_adamw(inner: torch.optim.AdamW) -> None:
             inner.state[param] = {"step": torch.zeros((), dtype=torch.float32), **moments}
 
 
-def _own_states(optimizer: ChainedOptimizer) -> None:
-    """Clone state tensors that Megatron shares between parameters (distrib_optimizer.py).
+def _own_states(optimizer: ChainedOptimizer, step: int) -> None:
+    """Set the number of steps, which torch counts for each parameter and a fused optimizer for each group.
 
-    All parameters get the same `step` tensor, which each of them would increment. On the host the moments are views of
-    the tensors that were read, which hold the state of all data-parallel ranks.
+    On the host also clone the moments: they are views of the tensors that were read, which hold the state of all
+    data-parallel ranks.
     """
-    for chained in optimizer.chained_optimizers:
+    for chained in stepping(optimizer):
         inner = chained.optimizer
         is_on_host = isinstance(inner, HybridDeviceOptimizer)
         for state in inner.state.values():
-            wanted = ("step", "exp_avg", "exp_avg_sq") if is_on_host else ("step",)
-            state.update({name: state[name].clone() for name in wanted if torch.is_tensor(state.get(name))})
+            if "step" in state:
+                state["step"] = torch.tensor(float(step))
+            if is_on_host:
+                state.update({name: state[name].clone() for name in ("exp_avg", "exp_avg_sq")})
+        if not isinstance(inner, (torch.optim.AdamW, HybridDeviceOptimizer)):
+            for group in inner.param_groups:
+                group["step"] = step
         if is_on_host:
             inner._sync_sub_optimizers_state_to_hdo()  # the master weights, which were copied from the file
 

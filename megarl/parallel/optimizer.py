@@ -10,7 +10,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from megarl.device import DEVICE
 from megarl.parallel.option_values import state_dtype
@@ -36,7 +36,8 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
     if config.optimizer_cpu_offload:
         gc.collect()  # Megatron first builds an optimizer of all weights, and leaves it in a cycle: 4 B an element
-    set_weight_decay(optimizer, train)
+    for group in optimizer.param_groups:
+        group["weight_decay"] = train.weight_decay * group["wd_mult"]
     assert isinstance(optimizer, ChainedOptimizer)  # one for the dense weights, one for the experts
     return optimizer
 
@@ -83,10 +84,10 @@ def transformer_engine_fault(train: TrainConfig, offloaded: bool) -> UserFault |
     return UserFault(f"train.optimizer.{PRECISION_AWARE}", problem, "install transformer-engine[pytorch], or remove it")
 
 
-def set_weight_decay(optimizer: MegatronOptimizer, train: TrainConfig) -> None:
-    """Set the recipe's weight decay in every parameter group; a loaded checkpoint overwrites it with its own."""
-    for group in optimizer.param_groups:
-        group["weight_decay"] = train.weight_decay * group["wd_mult"]
+def stepping(optimizer: ChainedOptimizer) -> list[Any]:
+    """Megatron's DistributedOptimizers of the dense weights and of the experts; neither where no rank trains such."""
+    chained: list[Any] = optimizer.chained_optimizers
+    return [one for one in chained if not one.is_stub_optimizer]
 
 
 def offloads(train: TrainConfig) -> bool:
@@ -104,7 +105,7 @@ def move_optimizer(optimizer: ChainedOptimizer, chunks: Sequence[torch.nn.Module
         for shard in group["params"]:
             if shard.untyped_storage().data_ptr() not in in_model:
                 shard.data = _moved(shard.data, device)
-    for chained in optimizer.chained_optimizers:
+    for chained in stepping(optimizer):
         for state in chained.optimizer.state.values():
             arrays = {key: value for key, value in state.items() if torch.is_tensor(value) and value.dim()}
             state.update({key: _moved(value, device) for key, value in arrays.items()})

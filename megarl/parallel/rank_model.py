@@ -125,9 +125,8 @@ class RankModel:
         return dist_checkpoint.save(folder, self.chunks, self.optimizer)
 
     def load(self, folder: Path) -> None:
-        """Resume from what `save` wrote, in this layout or another; not between EP 1 and a larger EP."""
+        """Resume from what `save` wrote, in this layout or another."""
         dist_checkpoint.load(folder, self.chunks, self.optimizer)
-        optimizer.set_weight_decay(self.optimizer, self._train)
 
     def load_weights(self, folder: Path) -> None:
         """The weights alone of what `save` wrote, in any layout."""

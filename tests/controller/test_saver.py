@@ -314,13 +314,13 @@ def test_every_reason_not_to_go_on_is_told_at_once(made: Any, tiny_model: Path, 
     shape = asdict(model_shape(tiny_model)) | {"num_layers": 8}
     shape = json.loads(json.dumps(shape))
     data = stream(11).fingerprint
-    known = {"seed": 7, "ep": 1, "trains_mtp": False, "critic": None, "sampling": {}}
+    known = {"seed": 7, "trains_mtp": False, "critic": None, "sampling": {}}
     progress = Progress(5, 2, 3, prompts_taken=9, data=data, shape=shape, stock=StockState.of(EMPTY), **known)
     snapshots.commit(snapshots.begin(5), asdict(progress), {}, keep=1)
     with pytest.raises(UserFaults) as caught:
-        find(made("train.ep=2", "train.mtp_loss=0.1"), stream(), pytest.fail)
+        find(made("train.mtp_loss=0.1"), stream(), pytest.fail)
     told = [str(fault) for fault in caught.value.faults]
-    keys = ["model.path", "data.train", "run.seed", "train.ep", "train.mtp_loss"]
+    keys = ["model.path", "data.train", "run.seed", "train.mtp_loss"]
     assert [line.split(":")[0] for line in told] == keys
     assert "is of a model with num_layers 8, this one has 4" in told[0]
     assert "its rows, or the weights of its files, have changed since" in told[1]

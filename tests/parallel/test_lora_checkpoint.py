@@ -22,7 +22,16 @@ from tests.parallel.adapters import LORA, VOCAB_SIZE, lora_recipe, set_b, traine
 from tests.parallel.checkpoints import load, write
 from tests.parallel.gradients import check_learning, recorded
 from tests.parallel.precision import within
-from tests.parallel.test_dist_checkpoint import moments, steps
+from tests.parallel.test_dist_checkpoint import (
+    EP1,
+    EP2,
+    check_two_steps,
+    load_and_go_on,
+    load_and_go_one_step,
+    moments,
+    save_and_load,
+    steps,
+)
 from tests.parallel.worlds import assemble, rectangles, run_world
 
 pytestmark = pytest.mark.slow
@@ -42,13 +51,6 @@ def save_and_go_on(trainer: Any, folder: Path, out: Path) -> dict[str, Any]:
         after = steps(trainer, 2)
     ended = {"metrics": after, "learning": learning, "moments": moments(trainer)}
     return {**ended, "earlier": earlier, "factors": factors}
-
-
-def load_and_go_on(trainer: Any, folder: Path) -> dict[str, Any]:
-    trainer._model.load(folder)
-    with recorded(trainer) as learning:
-        metrics = steps(trainer, 2)
-    return {"metrics": metrics, "learning": learning, "moments": moments(trainer)}
 
 
 def load_weights(trainer: Any, folder: Path) -> list[Any]:
@@ -83,7 +85,8 @@ def test_the_same_layout_goes_on_to_the_last_bit(saved: Any, path: Path) -> None
     assert sum(file.stat().st_size for file in folder.glob("*.distcp")) < base, "the frozen weights are not saved"
 
 
-@pytest.mark.parametrize("name", [[*TO][0], pytest.param([*TO][1], marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", TO)
 def test_another_layout_goes_on_within_rounding(saved: Any, path: Path, name: str) -> None:
     folder, _, expected = saved
     ranks = run_world(lora_recipe(path, TO[name], weight_decay=0.1), load_and_go_on, folder)
@@ -92,6 +95,22 @@ def test_another_layout_goes_on_within_rounding(saved: Any, path: Path, name: st
         assert mine == pytest.approx(one, rel=within(1e-4))
     learnt, earlier = ([one[key] for one in expected] for key in ("learning", "earlier"))
     check_learning([one["learning"] for one in ranks], learnt, earlier)
+
+
+def test_experts_that_are_whole_on_each_rank_and_then_split_go_on_within_rounding(
+    saved: Any, path: Path, tmp_path: Path
+) -> None:
+    folder, _, expected = saved
+    first = run_world(lora_recipe(path, EP1, weight_decay=0.1), load_and_go_one_step, folder, tmp_path)
+    second = run_world(lora_recipe(path, EP2, weight_decay=0.1), load_and_go_one_step, tmp_path)
+    check_two_steps(expected, first, second)
+
+
+def test_ranks_without_adapters_and_runs_without_them_outside_experts_are_saved(path: Path, tmp_path: Path) -> None:
+    """The first stage has no layer, and the last no adapter among the weights that are whole in each expert's rank."""
+    layout = TrainLayout(4, 1, 2, 2, stage_layers=(0, 4))
+    made = lora_recipe(path, layout, LORA | {"targets": ["gate_proj", "up_proj"]})
+    assert all(run_world(made, save_and_load, tmp_path))
 
 
 def test_a_run_begins_with_the_adapters_of_another(saved: Any, path: Path, tmp_path: Path) -> None:

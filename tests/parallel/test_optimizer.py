@@ -18,7 +18,8 @@ def test_state_moves_and_the_count_of_steps_stays() -> None:
         param.grad = torch.ones_like(param)
     inner.step()
     optimizer: Any = SimpleNamespace(
-        param_groups=inner.param_groups, chained_optimizers=[SimpleNamespace(optimizer=inner)]
+        param_groups=inner.param_groups,
+        chained_optimizers=[SimpleNamespace(optimizer=inner, is_stub_optimizer=False)],
     )
     move_optimizer(optimizer, [layer], "meta")
     assert not any(param.is_meta for param in layer.parameters()), "they are the model's own"
