@@ -78,15 +78,21 @@ def test_engines_get_the_frozen_weights_once_and_then_adapters_alone(launch: Cal
 
 @pytest.mark.nightly
 def test_the_quickstart_learns_with_adapters(launch: Callable) -> None:
-    """Word for word but for `lora.rank=8`: from a model whose weights are all random, and stay so."""
+    """Word for word but for `lora.rank=8`, from a model whose weights are all random, and stay so.
+
+    The bar is that of all weights (test_run.py): five points of the held-out sums by the reward alone.
+    """
     command = launch("lora.rank=8", "run.trackers=[]")
     assert command.finish(900) == 0, command.err
     records = command.records()
-    gaps = ("rollout/logprob_gap_mean", 1e-5), ("rollout/logprob_gap_max", 1e-3)  # the choice of experts may tie
-    assert all(record.get(name, 0.0) < most for record in records for name, most in gaps)
-    assert records[-1]["eval/accuracy"] > 0.75
-    sampled = [record["reward/accuracy"] for record in records if record["step"] > 0]
-    assert sum(sampled[-5:]) > sum(sampled[:5]) + 5 * 0.05
+    steps = [record for record in records if record["step"] > 0]
+    assert len(steps) == 25
+    assert max(record["rollout/logprob_gap_mean"] for record in steps) < 1e-5
+    worst = sorted(record["rollout/logprob_gap_max"] for record in steps)
+    assert worst[-5] <= 1e-4, "rounding may choose other experts for a token in a step or two, not in each"
+    accuracy = [record["eval/accuracy"] for record in records if "eval/accuracy" in record]
+    assert accuracy[0] <= 0.05, "an untrained model answers by chance"
+    assert accuracy[-1] >= max(0.7, accuracy[1] + 0.05)
 
 
 def _convert(folder: Path, out: str, *flags: str) -> None:

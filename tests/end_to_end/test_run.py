@@ -16,7 +16,7 @@ from megarl.parallel.options import option_faults
 
 pytestmark = pytest.mark.slow
 
-SHORT = ("run.steps=10", "warm_start.steps=160")
+SHORT = ("run.steps=10", "warm_start.steps=130")
 PNG = b"\x89PNG\r\n\x1a\n"
 EVERY_STEP = (
     "reward/mean", "reward/accuracy", "rollout/logprob_gap_mean", "rollout/logprob_gap_max", "reshard/wire_bytes",
