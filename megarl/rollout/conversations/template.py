@@ -79,14 +79,18 @@ class ChatTemplate:
 
     def ids(self, text: str) -> list[int]:
         """The tokens of a rendered text, which has its special tokens already."""
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self.tokenizer(as_utf8(text), add_special_tokens=False)["input_ids"]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of tokens, special tokens kept."""
         return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def without_special_tokens(self, text: str) -> str:
-        """The text of a tool or an environment with a space inside each special token, which would be markup else."""
+        """The text of a tool or an environment with a space inside each special token, which would be markup else.
+
+        As UTF-8 can hold it.
+        """
+        text = as_utf8(text)
         return self._special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text) if self._special else text
 
     @cached_property
@@ -154,6 +158,17 @@ def _longest_of(texts: Collection[str]) -> str:
         rests.setdefault(rest[0], set()).add(rest)
     ways = "|".join(_longest_of(rest) for _, rest in sorted(rests.items()))
     return re.escape(start) + (f"(?:{ways}){'?' if start in texts else ''}" if ways else "")
+
+
+def as_utf8(text: str) -> str:
+    """The text with its escape in place of half a surrogate pair, which JSON can escape and UTF-8 cannot hold."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def has_half_pair(value: Any) -> bool:
+    """Whether a text in a JSON value has half a surrogate pair. Raises RecursionError where it is nested too deep."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text != as_utf8(text)
 
 
 def user(text: str) -> dict[str, str]:

@@ -19,7 +19,7 @@ from jsonschema.exceptions import SchemaError, best_match
 
 from megarl.printable import first_line
 from megarl.rollout.conversations.call_probe import CallMarks, FoundFormat, ReasoningTags, find_format, reasoning_tags
-from megarl.rollout.conversations.template import TOOLS, ChatTemplate
+from megarl.rollout.conversations.template import TOOLS, ChatTemplate, as_utf8, has_half_pair
 from megarl.types import UserFault
 
 if TYPE_CHECKING:
@@ -41,7 +41,10 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class BadCall:
-    """A call that cannot be made. reason: a sentence for the model. name, arguments: None where they cannot be read."""
+    """A call that cannot be made. reason: a sentence for the model. name, arguments: None where they cannot be read.
+
+    In all of them half of a surrogate pair is written as its escape.
+    """
 
     name: str | None
     reason: str
@@ -168,6 +171,8 @@ class CallFormat:
             return _bad(name, "the arguments are not a JSON object of names and values", arguments)
         if piece and (mended := self._mended(piece, values)):
             return _bad(name, mended)
+        if half := _half_pair(values):
+            return _bad(name, half, arguments)
         wrong = best_match(validator.iter_errors(values))
         if wrong is not None:
             place = ".".join(map(str, wrong.absolute_path))
@@ -220,9 +225,17 @@ def _validator(schema: Mapping[str, Any]) -> tuple[str, Draft202012Validator]:
 
 def _bad(name: str | None, reason: str, arguments: str | None = None) -> BadCall:
     called = f"The call of {name}" if name else "A tool call"
-    text = f"{called} could not be made: {reason}"
+    text = as_utf8(f"{called} could not be made: {reason}")
     short = text if len(text) <= _LONGEST_REASON else f"{text[: _LONGEST_REASON - 3]}..."
-    return BadCall(name, short, arguments=arguments)
+    return BadCall(name and as_utf8(name), short, arguments=arguments and as_utf8(arguments))
+
+
+def _half_pair(arguments: Mapping[str, Any]) -> str | None:
+    """What is wrong with texts in the arguments that JSON can escape and UTF-8 cannot hold."""
+    try:
+        return "an argument has half a surrogate pair, which is no character" if has_half_pair(arguments) else None
+    except RecursionError:
+        return "the arguments are nested too deep"
 
 
 def _json_fault(piece: str) -> str | None:

@@ -85,6 +85,12 @@ def test_special_tokens_in_a_tools_words_are_no_markup(family: Family) -> None:
     assert template.without_special_tokens("a < b <c>") == "a < b <c>"
 
 
+def test_half_a_surrogate_pair_becomes_its_escape() -> None:
+    """JSON can escape it, and the tokenizer raises for it."""
+    template = ChatTemplate(tokenizer_of(QWEN_3))
+    assert template.ids("a\ud83d\u00fc\U0001f600") == template.ids("a\\ud83d\u00fc\U0001f600")
+
+
 MANY = ["<s>", "</s>", "[INST]", "[/INST]", *(f"<SPECIAL_{number}>" for number in range(1000))]
 
 
