@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarl.rollout.conversations.splice import Splice, ToolResult
-from megarl.rollout.conversations.template import ChatTemplate, Message, TemplateRefusal
+from megarl.rollout.conversations.template import ChatTemplate, Message, TemplateRefusal, as_utf8
 from megarl.rollout.conversations.tool_calls import BadCall, ToolCall, Turn
 from megarl.types import UserFault
 
@@ -34,22 +34,33 @@ def checked(messages: Sequence[Mapping[str, Any]], template: ChatTemplate) -> li
 
 
 def _checked(number: int, message: Any, template: ChatTemplate) -> dict[str, Any]:
-    if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
+    role = message.get("role") if isinstance(message, Mapping) else None
+    if not isinstance(role, str) or role not in _ROLES:
         raise BadMessages(f"message {number} has no role out of {', '.join(sorted(_ROLES))}")
     given = {key: message[key] for key in _KEYS if message.get(key) not in (None, [])}
-    content = given.get("content", "")
+    content, calls = given.pop("content", ""), given.pop("tool_calls", [])
     if isinstance(content, list):
         content = "".join(_part(number, part) for part in content)
-    if not isinstance(content, str):
-        raise BadMessages(f"the content of message {number} is no text")
-    if given["role"] != "assistant":
+    content = _text(content, f"the content of message {number}")
+    if role != "assistant":
         content = template.without_special_tokens(content)
-    calls = [_call(number, call) for call in given.get("tool_calls", ())]
-    if calls and given["role"] != "assistant":
+    if not isinstance(calls, list):
+        raise BadMessages(f"the tool_calls of message {number} are no list")
+    if calls and role != "assistant":
         raise BadMessages(f"message {number} has tool_calls, and is not the assistant's")
-    if given["role"] == "tool" and not isinstance(given.get("tool_call_id"), str):
+    if role == "tool" and "tool_call_id" not in given:
         raise BadMessages(f"message {number} is a tool's and has no tool_call_id")
-    return {**given, "content": content} | ({"tool_calls": calls} if calls else {})
+    texts = {key: _text(value, f"the {key} of message {number}") for key, value in given.items()}
+    with_calls = {"tool_calls": [_call(number, call) for call in calls]} if calls else {}
+    return {**texts, "content": content, **with_calls}
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise BadMessages(f"{what} is no text")
+    if value != as_utf8(value):
+        raise BadMessages(f"{what} has half a surrogate pair, which is no character")
+    return value
 
 
 def _part(number: int, part: Any) -> str:
@@ -66,8 +77,7 @@ def _call(number: int, call: Any) -> dict[str, Any]:
         raise BadMessages(f"a call of message {number} has no id, or no function with name and arguments") from None
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
-    if not (isinstance(id, str) and isinstance(name, str)):
-        raise BadMessages(f"a call of message {number} has an id or a name that is no text")
+    id, name, arguments = (_text(value, f"a value of a call of message {number}") for value in (id, name, arguments))
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
