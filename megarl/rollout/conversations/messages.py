@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import Any
 
 from megarl.rollout.conversations.splice import Splice, ToolResult
@@ -99,9 +100,10 @@ def said(messages: Sequence[Mapping[str, Any]], turn: Mapping[str, Any], splice:
     try:
         if roles == ["user"] and not calls:
             return splice.user(messages[0]["content"], after=stop)
-        answers = {message.get("tool_call_id"): message["content"] for message in messages}
-        if set(roles) == {"tool"} and len(calls) == len(messages) and answers.keys() == {call["id"] for call in calls}:
-            results = [ToolResult(answers[call["id"]], call["function"]["name"], call["id"]) for call in calls]
+        ids, answered = [call["id"] for call in calls], [message.get("tool_call_id", "") for message in messages]
+        if set(roles) == {"tool"} and sorted(ids) == sorted(answered):
+            texts = _by_id(answered, [message["content"] for message in messages])
+            results = [ToolResult(texts[call["id"]].pop(0), call["function"]["name"], call["id"]) for call in calls]
             return splice.tool_results(results, after=stop)
     except (UserFault, TemplateRefusal):  # it may take the whole conversation
         return None
@@ -116,7 +118,8 @@ def assistant_message(turn: Turn, text: str, template: ChatTemplate, number: int
     if not turn.calls:
         return {"role": "assistant", "content": text}
     thought = {"reasoning_content": turn.reasoning} if turn.reasoning else {}
-    calls = [_written(call, template, index) for index, call in enumerate(turn.calls, start=number)]
+    ids = _distinct_ids(turn.calls, template, number)
+    calls = [_written(call, template, id) for call, id in zip(turn.calls, ids, strict=True)]
     return {"role": "assistant", "content": turn.content, **thought, "tool_calls": calls}
 
 
@@ -129,26 +132,46 @@ def results_of(turn: Mapping[str, Any], texts: Sequence[str]) -> list[dict[str, 
     ]
 
 
-def _written(call: ToolCall | BadCall, template: ChatTemplate, index: int) -> dict[str, Any]:
-    name = call.name or template.tool_name
-    id = call.id or template.call_style.id_form.format(name=name, index=index)
+def _distinct_ids(calls: Sequence[ToolCall | BadCall], template: ChatTemplate, number: int) -> list[str]:
+    """The calls' ids: as the model wrote them, but of equal ones the first alone; otherwise made, from `number` on."""
+    taken, found = {call.id for call in calls}, list[str]()
+    for place, call in enumerate(calls):
+        id, name = call.id, call.name or template.tool_name
+        indices = count(number + place, len(calls))
+        while not id or id in found or (id in taken and id != call.id):
+            id = template.call_style.id_form.format(name=name, index=next(indices))
+        found.append(id)
+    return found
+
+
+def _written(call: ToolCall | BadCall, template: ChatTemplate, id: str) -> dict[str, Any]:
     arguments = json.dumps(call.arguments, ensure_ascii=False) if isinstance(call, ToolCall) else call.arguments
-    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments or "{}"}}
+    function = {"name": call.name or template.tool_name, "arguments": arguments or "{}"}
+    return {"id": id, "type": "function", "function": function}
 
 
 def _for_template(messages: Sequence[Mapping[str, Any]], template: ChatTemplate) -> list[Message]:
     """With calls in the template's own style, and the name of its tool in each result."""
-    names: dict[str, str] = {}
+    names: dict[str, list[str]] = {}
     shown: list[Message] = []
     for message in messages:
         message = dict(message)
         if calls := message.get("tool_calls"):
-            names |= {call["id"]: call["function"]["name"] for call in calls}
+            names |= _by_id([call["id"] for call in calls], [call["function"]["name"] for call in calls])
             message["tool_calls"] = [_styled(call, template) for call in calls]
         if message["role"] == "tool":
-            message.setdefault("name", names.get(message["tool_call_id"], template.tool_name))
+            own = names.get(message["tool_call_id"], [template.tool_name])
+            message.setdefault("name", own.pop(0) if len(own) > 1 else own[0])
         shown.append(message)
     return shown
+
+
+def _by_id(ids: Sequence[Any], texts: Sequence[str]) -> dict[Any, list[str]]:
+    """The texts of each id, in their order: where ids are equal, calls and results are paired by it."""
+    found: dict[Any, list[str]] = {}
+    for id, text in zip(ids, texts, strict=True):
+        found.setdefault(id, []).append(text)
+    return found
 
 
 def _styled(call: Mapping[str, Any], template: ChatTemplate) -> Mapping[str, Any]:
