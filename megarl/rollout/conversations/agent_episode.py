@@ -21,6 +21,7 @@ from megarl.rollout.conversations.conversation import Conversation
 from megarl.rollout.conversations.messages import BadMessages, assistant_message, checked, rendered, said
 from megarl.rollout.conversations.rows import EpisodeRows, SampledTurn
 from megarl.rollout.conversations.tool_calls import BadCall, Turn
+from megarl.rollout.rewards import describe_error
 from megarl.types import EpisodeEnd
 
 Messages = Sequence[Mapping[str, Any]]
@@ -54,7 +55,11 @@ class AgentEpisode:
         self._over: tuple[EpisodeEnd, str] | None = None
         self._cut_by: EpisodeEnd | None = None  # why the last turn has no end
         self._tasks: set[asyncio.Task[Any]] = set()
-        self.fault: BaseException | None = None  # what the sampler raised
+
+    @property
+    def fault(self) -> BaseException | None:
+        """What the sampler has raised."""
+        return self._rows.fault
 
     @property
     def end(self) -> EpisodeEnd:
@@ -90,6 +95,7 @@ class AgentEpisode:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         try:
+            self._check_over()
             tools = await asyncio.to_thread(self._tool_sets.of, request.tools)
             messages = await asyncio.to_thread(checked, request.messages, tools.splice.template)
             self._check_turns()
@@ -97,10 +103,11 @@ class AgentEpisode:
                 return await self._turn(await self._thread(messages, tools), messages)
         except BadMessages as bad:
             raise ChatRefused(str(bad)) from bad
-        except (ChatRefused, EpisodeOver, asyncio.CancelledError):
+        except (ChatRefused, EpisodeOver):
             raise
         except Exception as error:
-            self.fault = self.fault or error
+            if not self.fault:  # messages and schemas are anybody's, and libraries raise anything for them
+                raise ChatRefused(f"the request cannot be answered ({describe_error(error)})") from error
             self.stop("agent", "the engine has failed")
             raise EpisodeOver("the engine has failed") from error
 
@@ -125,6 +132,9 @@ class AgentEpisode:
         turns = self._rows.tally.turns + self._in_flight + self._rows.num_abandoned
         if self._over is None and turns >= most:
             self.stop("max_turns", f"the episode has had {most} turns, as many as episode.max_turns allows")
+        self._check_over()
+
+    def _check_over(self) -> None:
         if self._over:
             raise EpisodeOver(self._over[1])
 
@@ -133,7 +143,7 @@ class AgentEpisode:
         if not await self._rows.wait_for_room(prompt_tokens, response_tokens):
             tokens, most = prompt_tokens + response_tokens, self._config.max_tokens
             self.stop("max_tokens", f"a conversation of {tokens} tokens has no room: episode.max_tokens is {most}")
-            raise EpisodeOver(self._over[1] if self._over else "")
+            self._check_over()
 
     async def _thread(self, messages: list[dict[str, Any]], tools: ToolSet) -> _Thread:
         """The conversation that the messages go on with, which then has them, or a new one; it is busy."""

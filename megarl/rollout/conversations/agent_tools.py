@@ -13,10 +13,12 @@ from typing import Any
 from megarl.rollout.agents.chat import AgentCall, ChatRefused
 from megarl.rollout.conversations.call_probe import FoundFormat, find_format
 from megarl.rollout.conversations.splice import Splice
+from megarl.rollout.conversations.template import has_half_pair
 from megarl.rollout.conversations.tool_calls import CallFormat, Turn
 from megarl.types import UserFault
 
 _KEPT = 64  # sets of tools
+_MOST_CHARACTERS = 2**18  # of the tools of a request as JSON
 _PROBE = {"type": "function", "function": {"name": "probe", "description": "A probe.", "parameters": {}}}
 
 
@@ -44,6 +46,10 @@ class ToolSets:
     def of(self, schemas: Sequence[Mapping[str, Any]]) -> ToolSet:
         """Raises ChatRefused where the schemas are wrong, or the model's template writes no calls."""
         key = json.dumps(schemas, sort_keys=True)
+        if len(key) > _MOST_CHARACTERS:
+            raise ChatRefused(f"the tools have {len(key)} characters of JSON, and {_MOST_CHARACTERS} are allowed")
+        if has_half_pair(schemas):
+            raise ChatRefused("the tools have half a surrogate pair, which is no character")
         with self._lock:
             if key not in self._sets:
                 self._sets[key] = self._made(key, schemas)
@@ -63,7 +69,9 @@ class ToolSets:
     def _made(self, key: str, schemas: Sequence[Mapping[str, Any]]) -> ToolSet:
         try:
             splice = Splice(self._tokenizer, self._stop_ids, schemas)
-            return ToolSet(key, splice, CallFormat.of(self._format, self._tokenizer, schemas) if schemas else None)
+            if not schemas:
+                return ToolSet(key, splice, None)
+            return ToolSet(key, splice, CallFormat.of(self._format, self._tokenizer, schemas, are_users=False))
         except UserFault as fault:
             raise ChatRefused(f"the tools cannot be used: {fault.problem}") from fault
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import Any
 
 from megarl.rollout.conversations.splice import Splice, ToolResult
-from megarl.rollout.conversations.template import ChatTemplate, Message, TemplateRefusal
+from megarl.rollout.conversations.template import ChatTemplate, Message, TemplateRefusal, as_utf8
 from megarl.rollout.conversations.tool_calls import BadCall, ToolCall, Turn
 from megarl.types import UserFault
 
@@ -34,22 +35,33 @@ def checked(messages: Sequence[Mapping[str, Any]], template: ChatTemplate) -> li
 
 
 def _checked(number: int, message: Any, template: ChatTemplate) -> dict[str, Any]:
-    if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
+    role = message.get("role") if isinstance(message, Mapping) else None
+    if not isinstance(role, str) or role not in _ROLES:
         raise BadMessages(f"message {number} has no role out of {', '.join(sorted(_ROLES))}")
     given = {key: message[key] for key in _KEYS if message.get(key) not in (None, [])}
-    content = given.get("content", "")
+    content, calls = given.pop("content", ""), given.pop("tool_calls", [])
     if isinstance(content, list):
         content = "".join(_part(number, part) for part in content)
-    if not isinstance(content, str):
-        raise BadMessages(f"the content of message {number} is no text")
-    if given["role"] != "assistant":
+    content = _text(content, f"the content of message {number}")
+    if role != "assistant":
         content = template.without_special_tokens(content)
-    calls = [_call(number, call) for call in given.get("tool_calls", ())]
-    if calls and given["role"] != "assistant":
+    if not isinstance(calls, list):
+        raise BadMessages(f"the tool_calls of message {number} are no list")
+    if calls and role != "assistant":
         raise BadMessages(f"message {number} has tool_calls, and is not the assistant's")
-    if given["role"] == "tool" and not isinstance(given.get("tool_call_id"), str):
+    if role == "tool" and "tool_call_id" not in given:
         raise BadMessages(f"message {number} is a tool's and has no tool_call_id")
-    return {**given, "content": content} | ({"tool_calls": calls} if calls else {})
+    texts = {key: _text(value, f"the {key} of message {number}") for key, value in given.items()}
+    with_calls = {"tool_calls": [_call(number, call) for call in calls]} if calls else {}
+    return {**texts, "content": content, **with_calls}
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise BadMessages(f"{what} is no text")
+    if value != as_utf8(value):
+        raise BadMessages(f"{what} has half a surrogate pair, which is no character")
+    return value
 
 
 def _part(number: int, part: Any) -> str:
@@ -66,8 +78,7 @@ def _call(number: int, call: Any) -> dict[str, Any]:
         raise BadMessages(f"a call of message {number} has no id, or no function with name and arguments") from None
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
-    if not (isinstance(id, str) and isinstance(name, str)):
-        raise BadMessages(f"a call of message {number} has an id or a name that is no text")
+    id, name, arguments = (_text(value, f"a value of a call of message {number}") for value in (id, name, arguments))
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -89,9 +100,10 @@ def said(messages: Sequence[Mapping[str, Any]], turn: Mapping[str, Any], splice:
     try:
         if roles == ["user"] and not calls:
             return splice.user(messages[0]["content"], after=stop)
-        answers = {message.get("tool_call_id"): message["content"] for message in messages}
-        if set(roles) == {"tool"} and len(calls) == len(messages) and answers.keys() == {call["id"] for call in calls}:
-            results = [ToolResult(answers[call["id"]], call["function"]["name"], call["id"]) for call in calls]
+        ids, answered = [call["id"] for call in calls], [message.get("tool_call_id", "") for message in messages]
+        if set(roles) == {"tool"} and sorted(ids) == sorted(answered):
+            texts = _by_id(answered, [message["content"] for message in messages])
+            results = [ToolResult(texts[call["id"]].pop(0), call["function"]["name"], call["id"]) for call in calls]
             return splice.tool_results(results, after=stop)
     except (UserFault, TemplateRefusal):  # it may take the whole conversation
         return None
@@ -106,7 +118,8 @@ def assistant_message(turn: Turn, text: str, template: ChatTemplate, number: int
     if not turn.calls:
         return {"role": "assistant", "content": text}
     thought = {"reasoning_content": turn.reasoning} if turn.reasoning else {}
-    calls = [_written(call, template, index) for index, call in enumerate(turn.calls, start=number)]
+    ids = _distinct_ids(turn.calls, template, number)
+    calls = [_written(call, template, id) for call, id in zip(turn.calls, ids, strict=True)]
     return {"role": "assistant", "content": turn.content, **thought, "tool_calls": calls}
 
 
@@ -119,26 +132,46 @@ def results_of(turn: Mapping[str, Any], texts: Sequence[str]) -> list[dict[str, 
     ]
 
 
-def _written(call: ToolCall | BadCall, template: ChatTemplate, index: int) -> dict[str, Any]:
-    name = call.name or template.tool_name
-    id = call.id or template.call_style.id_form.format(name=name, index=index)
+def _distinct_ids(calls: Sequence[ToolCall | BadCall], template: ChatTemplate, number: int) -> list[str]:
+    """The calls' ids: as the model wrote them, but of equal ones the first alone; otherwise made, from `number` on."""
+    taken, found = {call.id for call in calls}, list[str]()
+    for place, call in enumerate(calls):
+        id, name = call.id, call.name or template.tool_name
+        indices = count(number + place, len(calls))
+        while not id or id in found or (id in taken and id != call.id):
+            id = template.call_style.id_form.format(name=name, index=next(indices))
+        found.append(id)
+    return found
+
+
+def _written(call: ToolCall | BadCall, template: ChatTemplate, id: str) -> dict[str, Any]:
     arguments = json.dumps(call.arguments, ensure_ascii=False) if isinstance(call, ToolCall) else call.arguments
-    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments or "{}"}}
+    function = {"name": call.name or template.tool_name, "arguments": arguments or "{}"}
+    return {"id": id, "type": "function", "function": function}
 
 
 def _for_template(messages: Sequence[Mapping[str, Any]], template: ChatTemplate) -> list[Message]:
     """With calls in the template's own style, and the name of its tool in each result."""
-    names: dict[str, str] = {}
+    names: dict[str, list[str]] = {}
     shown: list[Message] = []
     for message in messages:
         message = dict(message)
         if calls := message.get("tool_calls"):
-            names |= {call["id"]: call["function"]["name"] for call in calls}
+            names |= _by_id([call["id"] for call in calls], [call["function"]["name"] for call in calls])
             message["tool_calls"] = [_styled(call, template) for call in calls]
         if message["role"] == "tool":
-            message.setdefault("name", names.get(message["tool_call_id"], template.tool_name))
+            own = names.get(message["tool_call_id"], [template.tool_name])
+            message.setdefault("name", own.pop(0) if len(own) > 1 else own[0])
         shown.append(message)
     return shown
+
+
+def _by_id(ids: Sequence[Any], texts: Sequence[str]) -> dict[Any, list[str]]:
+    """The texts of each id, in their order: where ids are equal, calls and results are paired by it."""
+    found: dict[Any, list[str]] = {}
+    for id, text in zip(ids, texts, strict=True):
+        found.setdefault(id, []).append(text)
+    return found
 
 
 def _styled(call: Mapping[str, Any], template: ChatTemplate) -> Mapping[str, Any]:

@@ -116,6 +116,7 @@ class EpisodeRows:
         self.last: SampledTurn | None = None  # of those asked for
         self._last_number = -1
         self._phase_sampled, self._restored_length = 0, 0
+        self.fault: BaseException | None = None  # what the sampler has raised
 
     def open(self, prompt_ids: Sequence[int]) -> Conversation:
         """A further conversation, which begins with these tokens."""
@@ -192,7 +193,8 @@ class EpisodeRows:
         """The model's next turn in a conversation, or the open turn `begun` with what was missing.
 
         It is open where the phase cuts it. Where the caller is cancelled it is sampled to its end and dropped. heard:
-        the texts before it that the transcript has not yet. read: is awaited before the turn counts as delivered.
+        the texts before it that the transcript has not yet. read: is awaited before the turn counts as delivered; where
+        it raises the turn is dropped. Raises what the sampler raises, which is `fault` then.
         """
         row, given = self._conversations.index(conversation), begun.ids if begun else []
         left = self.turn_tokens(conversation, begun) - len(given)
@@ -214,8 +216,9 @@ class EpisodeRows:
             turn = SampledTurn(ids, self._sampler.text(ids) if begun else sample.text, sample.finished, is_open)
             if read:
                 await read(turn)
-        except asyncio.CancelledError:
-            self._abandoned.add(asked_for)
+        except BaseException as error:
+            if error is not self.fault:
+                self._abandoned.add(asked_for)
             raise
         conversation.add_turn(sample, asked)
         if number > self._last_number:
@@ -235,7 +238,9 @@ class EpisodeRows:
 
         def ended(turn: asyncio.Future[Sample]) -> None:
             self._reserved -= tokens
-            if not turn.cancelled() and turn.exception() is None:
+            if not turn.cancelled() and (error := turn.exception()):
+                self.fault = self.fault or error
+            elif not turn.cancelled():
                 self._count(turn.result())
             self._turn_ended.set()
             self._turn_ended = asyncio.Event()

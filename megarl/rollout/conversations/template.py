@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
@@ -78,14 +79,18 @@ class ChatTemplate:
 
     def ids(self, text: str) -> list[int]:
         """The tokens of a rendered text, which has its special tokens already."""
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self.tokenizer(as_utf8(text), add_special_tokens=False)["input_ids"]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of tokens, special tokens kept."""
         return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def without_special_tokens(self, text: str) -> str:
-        """The text of a tool or an environment with a space inside each special token, which would be markup else."""
+        """The text of a tool or an environment with a space inside each special token, which would be markup else.
+
+        As UTF-8 can hold it.
+        """
+        text = as_utf8(text)
         return self._special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text) if self._special else text
 
     @cached_property
@@ -93,8 +98,8 @@ class ChatTemplate:
         """Any special token, which ends a turn or begins a message."""
         added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
         tokens = {*self.tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
-        longest_first = sorted((token for token in tokens if len(token) > 1), key=lambda token: (-len(token), token))
-        return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+        long = {token for token in tokens if len(token) > 1}
+        return re.compile(_longest_of(long)) if long else None
 
     def turn_ids(self, before: Sequence[Message], answer: Message) -> list[int]:
         """The tokens of an assistant's message after those that it shares with the generation prompt.
@@ -139,6 +144,31 @@ class ChatTemplate:
     def tool_name(self) -> str:
         """The name of the first tool, or a stand-in where there are none."""
         return self.schemas[0]["function"]["name"] if self.schemas else "tool"
+
+
+def _longest_of(texts: Collection[str]) -> str:
+    """The pattern of the longest text that stands at a place.
+
+    What texts begin with in common is tried once: with 1,000 special tokens a hostile MiB would take seconds otherwise,
+    in which Python's `re` lets no other thread run.
+    """
+    start = os.path.commonprefix([*texts])
+    rests: dict[str, set[str]] = {}
+    for rest in (text.removeprefix(start) for text in texts if text != start):
+        rests.setdefault(rest[0], set()).add(rest)
+    ways = "|".join(_longest_of(rest) for _, rest in sorted(rests.items()))
+    return re.escape(start) + (f"(?:{ways}){'?' if start in texts else ''}" if ways else "")
+
+
+def as_utf8(text: str) -> str:
+    """The text with its escape in place of half a surrogate pair, which JSON can escape and UTF-8 cannot hold."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def has_half_pair(value: Any) -> bool:
+    """Whether a text in a JSON value has half a surrogate pair. Raises RecursionError where it is nested too deep."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text != as_utf8(text)
 
 
 def user(text: str) -> dict[str, str]:

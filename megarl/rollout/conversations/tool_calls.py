@@ -15,11 +15,10 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from jsonschema import Draft202012Validator  # a requirement of Ray
-from jsonschema.exceptions import SchemaError, best_match
 
-from megarl.printable import first_line
 from megarl.rollout.conversations.call_probe import CallMarks, FoundFormat, ReasoningTags, find_format, reasoning_tags
-from megarl.rollout.conversations.template import TOOLS, ChatTemplate
+from megarl.rollout.conversations.template import TOOLS, ChatTemplate, as_utf8, has_half_pair
+from megarl.rollout.conversations.tool_schemas import compared, make_validator, misfit
 from megarl.types import UserFault
 
 if TYPE_CHECKING:
@@ -41,7 +40,10 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class BadCall:
-    """A call that cannot be made. reason: a sentence for the model. name, arguments: None where they cannot be read."""
+    """A call that cannot be made. reason: a sentence for the model. name, arguments: None where they cannot be read.
+
+    In all of them half of a surrogate pair is written as its escape.
+    """
 
     name: str | None
     reason: str
@@ -81,21 +83,27 @@ class CallFormat:
         stop_ids: the tokens at which the engine ends a response. schemas: the tools in OpenAI's form. Raises
         UserFault(episode.tools): a schema is wrong, the template writes no calls, no reader gives them back.
         """
-        return cls.of(find_format(tokenizer, stop_ids), tokenizer, schemas)
+        return cls.of(find_format(tokenizer, stop_ids), tokenizer, schemas, are_users=True)
 
     @classmethod
-    def of(cls, found: FoundFormat, tokenizer: Any, schemas: Sequence[Mapping[str, Any]]) -> CallFormat:
-        """The format for other tools of the same tokenizer. Raises UserFault(episode.tools): a schema is wrong."""
+    def of(
+        cls, found: FoundFormat, tokenizer: Any, schemas: Sequence[Mapping[str, Any]], *, are_users: bool
+    ) -> CallFormat:
+        """The format for other tools of the same tokenizer; are_users: they are the user's own, not an agent's.
+
+        Raises UserFault(episode.tools): a schema is wrong.
+        """
         from megarl.rollout.sglang.call_parsers import CallParser
 
-        validators = dict(map(_validator, schemas))
+        tools = [compared(schema, is_users=are_users) for schema in schemas]
+        validators = {tool["function"]["name"]: make_validator(tool) for tool in tools}
         if len(validators) < len(schemas):
             raise UserFault(TOOLS, "two tools have the same name", "rename one of them")
         tags = reasoning_tags(ChatTemplate(tokenizer, tuple(schemas)))
         why = f"calls are read as SGLang's {found.name}, which gives back what the chat template writes"
         if found.others:
             why += f" (as {', '.join(found.others)} would; it is the first in SGLang's table)"
-        reader = CallParser(found.name, schemas, tokenizer)
+        reader = CallParser(found.name, tools, tokenizer)
         return cls(found.name, found.parallel, why, found.marks, tags, reader, validators)
 
     def read(self, text: str, *, after_tools: bool = False) -> Turn:
@@ -168,10 +176,8 @@ class CallFormat:
             return _bad(name, "the arguments are not a JSON object of names and values", arguments)
         if piece and (mended := self._mended(piece, values)):
             return _bad(name, mended)
-        wrong = best_match(validator.iter_errors(values))
-        if wrong is not None:
-            place = ".".join(map(str, wrong.absolute_path))
-            return _bad(name, f"argument {place}: {wrong.message}" if place else wrong.message, arguments)
+        if wrong := _half_pair(values) or misfit(validator, values):
+            return _bad(name, wrong, arguments)
         assert name
         return ToolCall(name, values)
 
@@ -198,31 +204,19 @@ class CallFormat:
         return tuple(replace(call, id=id) for call, id in zip(calls, ids, strict=True))
 
 
-def _validator(schema: Mapping[str, Any]) -> tuple[str, Draft202012Validator]:
-    """(name, validator of the arguments) of a tool; unlisted arguments are wrong unless its schema allows them."""
-    try:
-        name, parameters = schema["function"]["name"], dict(schema["function"].get("parameters") or {})
-        if not isinstance(name, str):
-            raise TypeError
-    except (KeyError, TypeError, ValueError):
-        mend = 'write {"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}'
-        raise UserFault(TOOLS, f"{str(schema)[:80]} is not the schema of a tool", mend) from None
-    parameters.setdefault("type", "object")
-    if "properties" in parameters:
-        parameters.setdefault("additionalProperties", False)
-    try:
-        Draft202012Validator.check_schema(parameters)
-    except SchemaError as error:
-        problem = f"the parameters of {name} are not a JSON schema ({first_line(error)})"
-        raise UserFault(TOOLS, problem, "correct the types of the tool's arguments") from error
-    return name, Draft202012Validator(parameters)
-
-
 def _bad(name: str | None, reason: str, arguments: str | None = None) -> BadCall:
     called = f"The call of {name}" if name else "A tool call"
-    text = f"{called} could not be made: {reason}"
+    text = as_utf8(f"{called} could not be made: {reason}")
     short = text if len(text) <= _LONGEST_REASON else f"{text[: _LONGEST_REASON - 3]}..."
-    return BadCall(name, short, arguments=arguments)
+    return BadCall(name and as_utf8(name), short, arguments=arguments and as_utf8(arguments))
+
+
+def _half_pair(arguments: Mapping[str, Any]) -> str | None:
+    """What is wrong with texts in the arguments that JSON can escape and UTF-8 cannot hold."""
+    try:
+        return "an argument has half a surrogate pair, which is no character" if has_half_pair(arguments) else None
+    except RecursionError:
+        return "the arguments are nested too deep"
 
 
 def _json_fault(piece: str) -> str | None:

@@ -9,12 +9,15 @@ import secrets
 import threading
 import time
 import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from megarl.rollout.agents.chat import ChatAnswer, ChatHandler, ChatRequest, EpisodeOver
 
 KEY_BYTES = 32
 MOST_IN_FLIGHT = 64  # requests of one episode
+MOST_BODY_BYTES = 16 << 20  # of a body, and of all bodies of an episode that are being read
 _ENDED = "the episode has ended"
 
 
@@ -42,17 +45,42 @@ class OpenEpisode:
         self._handler, self._loop = handler, loop
         self._record: dict[bytes, Exchange] = {}  # by the body's hash: the latest exchange, in flight or answered
         self._in_flight: set[Exchange] = set()
+        self._admitted, self._body_bytes = 0, 0
+        self._body_was_read = asyncio.Event()  # another one for each body
         self._has_ended = False
 
-    async def ask(self, body: bytes, request: ChatRequest, *, is_retry: bool) -> tuple[Exchange, ChatAnswer]:
-        """The handler's answer; a retry is given the one that its body has, or waits for it.
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """Count a request from its head to its answer. Raises EpisodeOver and TooManyRequests."""
+        self._check_open()
+        if max(self._admitted, len(self._in_flight)) >= MOST_IN_FLIGHT:
+            raise TooManyRequests
+        self._admitted += 1
+        try:
+            yield
+        finally:
+            self._admitted -= 1
 
-        Once nobody waits for an answer any more, its request is cancelled. Raises what the handler raises,
-        EpisodeOver and TooManyRequests.
+    @asynccontextmanager
+    async def room_for_body(self, num_bytes: int) -> AsyncIterator[None]:
+        """Wait until the bodies that are being read leave room for one of so many bytes. Raises EpisodeOver."""
+        while self._body_bytes + num_bytes > MOST_BODY_BYTES:
+            await self._body_was_read.wait()
+            self._check_open()
+        self._body_bytes += num_bytes
+        try:
+            yield
+        finally:
+            self._body_bytes -= num_bytes
+            self._wake()
+
+    async def ask(self, digest: bytes, request: ChatRequest, *, is_retry: bool) -> tuple[Exchange, ChatAnswer]:
+        """The handler's answer; a retry is given the one that its body has, or waits for it. digest: of the body.
+
+        Once nobody waits for an answer any more, its request is cancelled. Raises what the handler raises, and
+        EpisodeOver.
         """
-        if self._has_ended:
-            raise EpisodeOver(_ENDED)
-        digest = hashlib.sha256(body).digest()
+        self._check_open()
         exchange = self._record.get(digest) if is_retry else None
         exchange = exchange or self._begin(digest, request)
         exchange.waiting += 1
@@ -70,15 +98,23 @@ class OpenEpisode:
     async def end(self) -> None:
         """Cancel the requests in flight; in the handler's loop they are cancelled before whatever follows this."""
         self._has_ended = True
+        self._wake()
         tasks = [exchange.task for exchange in self._in_flight]
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
 
+    def _check_open(self) -> None:
+        if self._has_ended:
+            raise EpisodeOver(_ENDED)
+
+    def _wake(self) -> None:
+        """Let bodies that wait for room look for it."""
+        self._body_was_read.set()
+        self._body_was_read = asyncio.Event()
+
     def _begin(self, digest: bytes, request: ChatRequest) -> Exchange:
-        if len(self._in_flight) >= MOST_IN_FLIGHT:
-            raise TooManyRequests
         exchange = Exchange(self._answer(request))
         self._record[digest] = exchange
         self._in_flight.add(exchange)

@@ -30,6 +30,7 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {  # the values with which these change n
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _EMPTY_EXTRAS = ("refusal", "annotations", "audio", "function_call")  # of answers, as clients send them back
 _MAX_DEPTH = 100  # of lists and objects inside each other: Python's own JSON fails near 1000
+MOST_MARKS = 2**18  # commas and opening brackets, which bound the time of Python's JSON: it lets no other thread run
 _HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -79,6 +80,10 @@ def read_body(body: bytes) -> Completion:
 
 
 def _parse(body: bytes) -> dict[str, Any]:
+    marks = sum(map(body.count, (b",", b"[", b"{")))
+    if marks > MOST_MARKS:
+        words = f"the body is not read, because it has {marks} commas and opening brackets, more than {MOST_MARKS}"
+        raise BadField("", words)
     try:
         fields = json.loads(body.decode("utf-8"), parse_constant=_no_number)
         if _HALF_PAIR.search(body):  # a surrogate, which JSON can escape and UTF-8 cannot encode

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import socket
@@ -15,10 +16,9 @@ from aiohttp import web  # a requirement of SGLang, without which there is no en
 
 from megarl.rollout.agents.chat import ChatRefused, EpisodeOver
 from megarl.rollout.endpoint import answers
-from megarl.rollout.endpoint.episodes import OpenEpisode, TooManyRequests
-from megarl.rollout.endpoint.fields import BadField, read_body
+from megarl.rollout.endpoint.episodes import MOST_BODY_BYTES, OpenEpisode, TooManyRequests
+from megarl.rollout.endpoint.fields import BadField, Completion, read_body
 
-MOST_BODY_BYTES = 16 << 20
 BODY_S = 30.0  # to send a request's body
 READING_S = 60.0  # to read an answer
 _RETRY_COUNT = "x-stainless-retry-count"  # OpenAI's clients count with it how often they have sent a request again
@@ -59,25 +59,39 @@ async def reply_to(request: web.BaseRequest, episode: OpenEpisode) -> Reply:
 
 
 async def _complete(request: web.BaseRequest, episode: OpenEpisode) -> Reply:
-    try:
-        async with asyncio.timeout(BODY_S):
-            body = await _read(request)
-    except TimeoutError:
-        return refusal(408, "The body was not sent in time.", "too_slow")
-    if body is None:
-        return refusal(413, f"The body has more than {MOST_BODY_BYTES} bytes.", "too_large")
-    asked = read_body(body)
-    exchange, answer = await episode.ask(body, asked.chat, is_retry=_is_retry(request))
+    with episode.admitted():
+        body = await _body(request, episode)
+        if isinstance(body, Reply):
+            return body
+        digest, asked = body
+        exchange, answer = await episode.ask(digest, asked.chat, is_retry=_is_retry(request))
     if asked.stream:
         events = answers.events(asked, answer, exchange.number, exchange.created)
         return Reply(200, events, "text/event-stream")
     return Reply(200, [json.dumps(answers.whole(asked, answer, exchange.number, exchange.created)).encode()])
 
 
+async def _body(request: web.BaseRequest, episode: OpenEpisode) -> tuple[bytes, Completion] | Reply:
+    """The body's digest and what it asks for, or the refusal. One that does not tell its length needs all room."""
+    length = MOST_BODY_BYTES if request.content_length is None else request.content_length
+    too_large = refusal(413, f"The body has more than {MOST_BODY_BYTES} bytes.", "too_large")
+    if length > MOST_BODY_BYTES:
+        return too_large
+    async with episode.room_for_body(length):
+        try:
+            async with asyncio.timeout(BODY_S):
+                body = await _read(request)
+        except TimeoutError:
+            return refusal(408, "The body was not sent in time.", "too_slow")
+        return too_large if body is None else await asyncio.to_thread(_parsed, body)
+
+
+def _parsed(body: bytes) -> tuple[bytes, Completion]:
+    return hashlib.sha256(body).digest(), read_body(body)
+
+
 async def _read(request: web.BaseRequest) -> bytes | None:
     """The body; None where it is too large, of which no more is read than that shows."""
-    if (request.content_length or 0) > MOST_BODY_BYTES:
-        return None
     body = bytearray()
     try:
         async for piece in request.content.iter_any():

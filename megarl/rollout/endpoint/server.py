@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 
 from aiohttp import web  # a requirement of SGLang, without which there is no engine to ask
 
@@ -67,6 +68,8 @@ class ChatEndpoint:
         self._folder.remove()
 
     async def _listen(self) -> tuple[web.ServerRunner, str]:
+        # One thread reads the bodies of all, so that they have at most half of the interpreter's time.
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1, "endpoint-bodies"))
         runner = web.ServerRunner(make_server(self._answer), shutdown_timeout=_GRACE_S)
         await runner.setup()
         with socket.socket() as tcp, socket.socket(socket.AF_UNIX) as unix:

@@ -35,6 +35,7 @@ def _formats() -> tuple[str, ...]:
 
 
 FORMATS = _formats()
+_READ = ("name", "description", "parameters")  # keys of a tool's function
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ class CallParser:
 
     def __init__(self, name: str, schemas: Sequence[Mapping[str, Any]], tokenizer: Any) -> None:
         self.name, self._tokenizer = name, tokenizer
-        self._tools = [Tool.model_validate(schema) for schema in schemas]
+        functions = [schema["function"] for schema in schemas]
+        self._tools = [Tool.model_validate({"function": {key: one.get(key) for key in _READ}}) for one in functions]
 
     def read(self, text: str) -> ParsedCalls:
         """Read a turn's text; a reader that raises has read nothing."""

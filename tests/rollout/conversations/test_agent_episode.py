@@ -13,6 +13,7 @@ import pytest
 from megarl.config.episode import EpisodeConfig
 from megarl.rollout import accounting
 from megarl.rollout.agents.chat import ChatAnswer, ChatRefused, ChatRequest, EpisodeOver
+from megarl.rollout.conversations import agent_episode
 from megarl.rollout.conversations.agent_episode import AgentEpisode
 from megarl.rollout.conversations.agent_tools import ToolSets
 from megarl.rollout.conversations.rows import EpisodeRows
@@ -236,19 +237,108 @@ def test_requests_that_cannot_be_answered_are_refused_and_the_episode_goes_on() 
         for messages, words in (
             ([], "0 messages"),
             ([{"role": "robot", "content": "a"}], "role"),
+            ([{"role": ["user"], "content": "a"}], "role"),
             ([user("a"), {"role": "assistant", "content": "b"}], "last message"),
             ([{"role": "user", "content": [{"type": "image_url"}]}], "no text"),
+            ([user("a") | {"name": {}}], "the name of message 1 is no text"),
+            ([user("\ud800")], "half a surrogate pair"),
             ([user("a"), {"role": "assistant", "tool_calls": [{}]}, user("b")], "a call of message 2"),
+            ([user("a"), {"role": "assistant", "tool_calls": 5}, user("b")], "tool_calls of message 2 are no list"),
             ([user("a"), {"role": "tool", "content": "b"}], "tool_call_id"),
         ):
             with pytest.raises(ChatRefused, match=words):
                 await ask(*messages)
-        with pytest.raises(ChatRefused, match="tools cannot be used"):
-            await ask(user("a"), tools=[{"function": {}}])
         await ask(user("<eos>hi"))
 
     sample, episode, _ = played({"hi": "hello"}, agent)
     assert episode.end == "answered" and texts(sample) == ["<bos><user>< eos>hi<eos><assistant>hello<eos>"]
+
+
+def double(parameters: Any = None, **function: Any) -> dict[str, Any]:
+    """DOUBLE with another schema of its number, or other keys."""
+    schema = DOUBLE["function"]["parameters"] | {"properties": {"number": parameters or {}}}
+    return {"type": "function", "function": {**DOUBLE["function"], "parameters": schema, **function}}
+
+
+def test_tools_that_cannot_be_used_are_refused_and_the_episode_goes_on() -> None:
+    deep: Any = {}
+    for _ in range(600):
+        deep = {"items": deep}
+
+    async def agent(ask: Ask) -> None:
+        for tool in (
+            {"function": {}}, double(description=5), double(deep), double({"$ref": "#/$defs/nope"}),
+            double({"$ref": "http://127.0.0.1:1/x"}), double(description="x" * 2**18), double(description="\ud800"),
+        ):  # fmt: skip
+            with pytest.raises(ChatRefused, match="the tools "):
+                await ask(user("go"), tools=[tool])
+        for odd in (double({"$ref": "#/properties/number"}), double({"pattern": "^(a+)+$"}, strict="x y z")):
+            assert (await ask(user("go"), tools=[odd])).finish == "tool_calls"
+
+    sample, episode, _ = played({"go": CALL}, agent)
+    assert episode.end == "answered" and sample.facts and (sample.facts.turns, sample.facts.call_errors) == (2, 0)
+
+
+def test_whatever_a_library_raises_for_a_request_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine has not failed, and the episode goes on."""
+    step = agent_episode.rendered
+
+    def broken(messages: Messages, *rest: Any) -> list[int]:
+        return step(messages, *rest) if messages[-1]["content"] == "hi" else [][0]
+
+    monkeypatch.setattr(agent_episode, "rendered", broken)
+
+    async def agent(ask: Ask) -> None:
+        with pytest.raises(ChatRefused, match="IndexError"):
+            await ask(user("a"))
+        await ask(user("hi"))
+
+    _, episode, _ = played({"hi": "hello"}, agent)
+    assert episode.end == "answered" and episode.fault is None
+
+
+def test_a_turn_that_cannot_be_read_is_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = agent_episode._read
+    monkeypatch.setattr(agent_episode, "_read", lambda thread, ids: read(thread, ids) if len(ids) == 3 else [][0])
+
+    async def agent(ask: Ask) -> None:
+        with pytest.raises(ChatRefused, match="IndexError"):
+            await ask(user("hi"))
+        await ask(user("how?"))
+
+    sample, episode, _ = played({"hi": "hello", "how?": "so"}, agent)
+    assert sample.facts and (sample.facts.turns, sample.facts.dropped_tokens, sample.num_trained) == (2, 6, 3)
+    assert episode.end == "answered" and episode.fault is None
+
+
+def test_what_the_sampler_raises_is_the_engines_fault() -> None:
+    async def agent(ask: Ask) -> None:
+        for _ in range(2):
+            with pytest.raises(EpisodeOver, match="the engine has failed"):
+                await ask(user("unknown"))
+
+    _, episode, _ = played({}, agent)
+    assert episode.end == "agent" and isinstance(episode.fault, RuntimeError)
+
+
+def test_half_a_surrogate_pair_of_the_models_ends_nothing() -> None:
+    """Whether the agent gives the call back, or in another conversation, which is rendered."""
+    name = '<tool_call>{"name": "\\ud83d", "arguments": {}}</tool_call>'
+    argument = CALL.replace("4", '"\\ud83d"')
+
+    async def agent(ask: Ask) -> None:
+        for words in ("one", "two"):
+            first = await ask(user(words), tools=[DOUBLE])
+            (call,) = first.calls
+            json.dumps(first.message(), ensure_ascii=False).encode()
+            told = {"role": "tool", "tool_call_id": call.id, "content": "no"}
+            await ask(user(words), first.message(), told, tools=[DOUBLE])
+            await ask(user("again"), first.message(), told, tools=[DOUBLE])
+
+    sample, episode, _ = played({"one": name, "two": argument, "no": "ok"}, agent)
+    assert episode.end == "answered" and sample.facts and (sample.facts.calls, sample.facts.call_errors) == (2, 2)
+    rows = texts(sample)
+    assert len(rows) == 4 and '"name": "\\ud83d"' in rows[1] and '"number": "\\ud83d"' in rows[3]
 
 
 def test_requests_at_once_share_the_tokens_of_the_episode() -> None:

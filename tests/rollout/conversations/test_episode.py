@@ -206,6 +206,17 @@ def test_an_episode_is_taken_down(play: Play) -> None:
     assert (episode["calls"], episode["call_errors"], episode["end"]) == (3, 1, "done")
 
 
+@pytest.mark.parametrize("history", ["append", "render"])
+def test_half_a_surrogate_pair_in_a_call_ends_nothing(play: Play, history: str) -> None:
+    """JSON can escape it, and no tokenizer takes it."""
+    turns = [CALL.format("\\ud83d", "{}"), call("say", words="\ud83d"), call("say", **{"\udc00": 1}), "8"]
+    played, script = play("tools", turns[0], call("double", number=1), *turns[1:], max_turns=5, history=history)
+    facts = played.sample.facts
+    assert facts and (facts.end, facts.calls, facts.call_errors) == ("answered", 4, 3)
+    said = text_of(script, played)
+    assert "The call of \\ud83d could not be made" in said and said.count("half a surrogate pair") == 2
+
+
 def test_a_rendered_history_begins_a_row_where_it_differs_from_what_was_sampled(play: Play) -> None:
     """Each row has one turn then, after the tokens that the template gives; each sampled token is in one row."""
     limits = {"row": {"opening": "begin"}, "max_turns": 3, "history": "render"}

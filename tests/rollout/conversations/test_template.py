@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,3 +83,38 @@ def test_special_tokens_in_a_tools_words_are_no_markup(family: Family) -> None:
     assert not {*special.values()} & {*template.ids(harmless)}
     assert harmless.replace(" ", "") == hostile.replace(" ", "")
     assert template.without_special_tokens("a < b <c>") == "a < b <c>"
+
+
+def test_half_a_surrogate_pair_becomes_its_escape() -> None:
+    """JSON can escape it, and the tokenizer raises for it."""
+    template = ChatTemplate(tokenizer_of(QWEN_3))
+    assert template.ids("a\ud83d\u00fc\U0001f600") == template.ids("a\\ud83d\u00fc\U0001f600")
+
+
+MANY = ["<s>", "</s>", "[INST]", "[/INST]", *(f"<SPECIAL_{number}>" for number in range(1000))]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text", "expected"),
+    [
+        (["ab", "abcd", "abx", "bc"], "abc abcd xabx bcd a", "a bc a bcd xa bx b cd a"),
+        ([".*", "a+", "(b"], "x.* aa+ (b a", "x. * aa + ( b a"),
+        (MANY, "<SPECIAL_99><SPECIAL_9><SPECIAL_9[/INST", "< SPECIAL_99>< SPECIAL_9><SPECIAL_9[/INST"),
+        ([], "<s>", "<s>"),
+    ],
+)
+def test_each_special_token_gets_a_space(tokens: list[str], text: str, expected: str) -> None:
+    """The longest that stands at a place."""
+    assert template_of(tokens).without_special_tokens(text) == expected
+
+
+@pytest.mark.parametrize("part", ["<", "<SPECIAL_99", "[/INST"])
+def test_a_hostile_text_takes_no_minutes(part: str) -> None:
+    """Of 16 MiB, with each special token tried alone, it took many."""
+    text, began = part * (2**24 // len(part)), time.monotonic()
+    assert template_of(MANY).without_special_tokens(text) == text and time.monotonic() - began < 60
+
+
+def template_of(tokens: list[str]) -> ChatTemplate:
+    """A template of a tokenizer with these special tokens."""
+    return ChatTemplate(SimpleNamespace(chat_template="{{ messages }}", all_special_tokens=tokens))

@@ -254,6 +254,33 @@ def test_arguments_that_are_no_object_are_told(arguments: str) -> None:
     assert isinstance(bad, BadCall) and bad.name == "calc"
 
 
+@pytest.mark.parametrize("family", [QWEN_3, HERMES, LLAMA_3_1], ids=lambda family: family.name)
+def test_half_a_surrogate_pair_in_a_call_is_told(family: Family) -> None:
+    """JSON can escape it, UTF-8 cannot hold it, and so neither the tokenizer nor an agent can take it."""
+    whole = written(family, ("calc", GOOD.arguments))
+    for text, name, reason in (
+        (whole.replace("calc", "\\ud83d"), "\\ud83d", "there is no such tool"),
+        (whole.replace("1+2", "\\ud83d"), "calc", "an argument has half a surrogate pair, which is no character"),
+        (whole.replace("expression", "\\udc00"), "calc", "an argument has half a surrogate pair"),
+    ):
+        (bad,) = read(family, text).calls
+        assert isinstance(bad, BadCall) and bad.name == name
+        assert bad.reason.startswith(f"The call of {name} could not be made: {reason}")
+        assert all(part is None or part.encode() for part in (bad.name, bad.reason, bad.arguments))
+
+
+def test_arguments_that_no_schema_is_compared_with_are_told() -> None:
+    """jsonschema raises for an infinity, and for a list that is deeper than Python's stack."""
+    nested = {"multipleOf": 0.1, "items": {"$ref": "#/properties/expression"}}
+    parameters = {"type": "object", "properties": {"expression": nested}}
+    schema = {"type": "function", "function": {**CALC["function"], "parameters": parameters}}
+    found = CallFormat.find(tokenizer_of(QWEN_3), stop_ids(QWEN_3), [schema])
+    for value in ("Infinity", "[" * 500 + "]" * 500):
+        call = f'<tool_call>\n{{"name": "calc", "arguments": {{"expression": {value}}}}}\n</tool_call>'
+        (bad,) = found.read(call).calls
+        assert isinstance(bad, BadCall) and "cannot be compared with the tool's types" in bad.reason
+
+
 def test_a_reason_is_short_whatever_the_model_wrote() -> None:
     (bad,) = read(QWEN_3, written(QWEN_3, ("calc", {"expression": ["x" * 5_000]}))).calls
     assert isinstance(bad, BadCall) and len(bad.reason) == 300

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from megarl.rollout.agents.chat import ChatRequest, EpisodeOver
-from megarl.rollout.endpoint.episodes import OpenEpisode, OpenEpisodes
-from tests.rollout.endpoint.scripted import Scripted, say
+from megarl.rollout.endpoint.episodes import MOST_BODY_BYTES, OpenEpisode, OpenEpisodes
+from tests.rollout.endpoint.scripted import WAIT_S, Scripted, say
 
 HI = ChatRequest([{"role": "user", "content": "Hi"}])
 
@@ -36,6 +36,34 @@ def test_a_retry_keeps_the_request_whose_connection_is_lost() -> None:
     assert len(handler.requests) == 2
 
 
+def test_bodies_wait_for_room() -> None:
+    """At most MOST_BODY_BYTES are being read at once, and a body that waits is refused at the end."""
+
+    async def work() -> None:
+        episode, entered = OpenEpisode(Scripted()), asyncio.Queue[int]()
+
+        async def body(number: int, num_bytes: int, may_end: asyncio.Event) -> None:
+            async with episode.room_for_body(num_bytes):
+                entered.put_nowait(number)
+                await may_end.wait()
+
+        gates = [asyncio.Event() for _ in range(4)]
+        sizes = [MOST_BODY_BYTES - 1, 1, 1, MOST_BODY_BYTES]
+        tasks = [asyncio.create_task(body(number, size, gates[number])) for number, size in enumerate(sizes)]
+        assert [await entered.get(), await entered.get()] == [0, 1]
+        gates[1].set()
+        assert await entered.get() == 2 and entered.empty()
+        gates[0].set()
+        await tasks[0]
+        assert entered.empty(), "one byte is still being read"
+        await episode.end()
+        gates[2].set()
+        await asyncio.wait(tasks)
+        assert isinstance(tasks[3].exception(), EpisodeOver) and entered.empty()
+
+    asyncio.run(asyncio.wait_for(work(), WAIT_S))
+
+
 def test_an_ended_episode_answers_nothing() -> None:
     """Not from its record, either."""
     handler = Scripted()
@@ -47,6 +75,8 @@ def test_an_ended_episode_answers_nothing() -> None:
         for retry in (False, True):
             with pytest.raises(EpisodeOver):
                 await episode.ask(b"x", HI, is_retry=retry)
+        with pytest.raises(EpisodeOver), episode.admitted():
+            pass
 
     asyncio.run(work())
     assert len(handler.requests) == 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megarl.rollout.endpoint.fields import BadField, read_body
+from megarl.rollout.endpoint.fields import MOST_MARKS, BadField, read_body
 
 USER = {"role": "user", "content": "Hi"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -140,6 +140,13 @@ def test_options_of_a_stream() -> None:
 )  # fmt: skip
 def test_what_is_no_json_object_is_refused(content: bytes) -> None:
     assert refused(content).startswith("the body is not ")
+
+
+def test_a_long_text_has_room_for_as_many_marks_as_a_model_reads() -> None:
+    rows = "[1,2],\n" * (MOST_MARKS // 3 - 10)
+    message = {"role": "user", "content": rows}
+    assert read_body(body(messages=[message])).chat.messages == [message]
+    assert "more than" in refused(body(messages=[{"role": "user", "content": rows + "[],[],[],[]," * 10}]))
 
 
 def test_a_pair_of_surrogates_is_text() -> None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import gzip
 import json
 import select
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 
-from megarl.rollout.endpoint import connections, replies
+from megarl.rollout.endpoint import connections, episodes, fields, replies
 from megarl.rollout.endpoint.server import ChatEndpoint
 from tests.rollout.endpoint.scripted import CONTENT, WAIT_S, Scripted, connect, head, post, read_all, say
 
@@ -17,18 +21,61 @@ def test_a_large_body_is_refused(endpoint: ChatEndpoint) -> None:
     """Whether its head says so or not; one of just the largest size is read."""
     handler = Scripted()
     access = endpoint.open(handler)
-    pad = replies.MOST_BODY_BYTES - len(CONTENT)
+    pad = episodes.MOST_BODY_BYTES - len(CONTENT)
     assert post(access, content=CONTENT + b" " * pad).status_code == 200
     with connect(access) as connection:
-        connection.sendall(head(access, replies.MOST_BODY_BYTES + 1))
+        connection.sendall(head(access, episodes.MOST_BODY_BYTES + 1))
         assert b" 413 " in connection.recv(1 << 16)
     with connect(access) as connection:
         connection.sendall(head(access, None))
         chunk = b"100000\r\n" + b"x" * (1 << 20) + b"\r\n"
-        for _ in range((replies.MOST_BODY_BYTES >> 20) + 1):
+        for _ in range((episodes.MOST_BODY_BYTES >> 20) + 1):
             connection.sendall(chunk)
         assert b" 413 " in connection.recv(1 << 16)
     assert len(handler.requests) == 1
+
+
+def test_requests_count_from_their_heads_on(endpoint: ChatEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those whose bodies have not come yet are in flight, too; when they have ended, others are admitted."""
+    monkeypatch.setattr(episodes, "MOST_IN_FLIGHT", 2)
+    access, until = endpoint.open(Scripted()), time.monotonic() + WAIT_S
+    with connect(access) as first, connect(access) as second:
+        for connection in (first, second):
+            connection.sendall(head(access, len(CONTENT)))
+        while (status := post(access).status_code) != 429:  # the heads have not been read yet
+            assert status == 200 and time.monotonic() < until
+        for connection in (first, second):
+            connection.sendall(CONTENT)
+            assert b" 200 " in connection.recv(1 << 16)
+    assert post(access).status_code == 200
+
+
+def test_a_body_is_read_off_the_event_loop(endpoint: ChatEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are served meanwhile."""
+    begun, may_end, read_body = threading.Event(), threading.Event(), replies.read_body
+
+    def slow(body: bytes) -> fields.Completion:
+        begun.set()
+        assert may_end.wait(WAIT_S)
+        return read_body(body)
+
+    monkeypatch.setattr(replies, "read_body", slow)
+    access = endpoint.open(Scripted())
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(post, access)
+        assert begun.wait(WAIT_S)
+        headers = {"Authorization": f"Bearer {access.key}"}
+        assert httpx.get(f"{access.url}/models", headers=headers, timeout=WAIT_S, verify=False).status_code == 200
+        may_end.set()
+        assert asked.result().status_code == 200
+
+
+def test_a_body_of_too_many_parts_is_not_parsed(endpoint: ChatEndpoint) -> None:
+    """Python's JSON would let no other thread run for many seconds."""
+    access = endpoint.open(Scripted())
+    for part in (b"[],", b"0,", b'{"a":', b'"",'):
+        answer = post(access, content=b'{"metadata":[' + part * ((episodes.MOST_BODY_BYTES - 20) // len(part)))
+        assert answer.status_code == 400 and "commas and opening brackets" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

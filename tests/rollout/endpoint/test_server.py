@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from megarl.rollout.agents.chat import Access, ChatAnswer, ChatRequest
-from megarl.rollout.endpoint import episodes, replies
+from megarl.rollout.endpoint import episodes
 from megarl.rollout.endpoint.server import ChatEndpoint
 from tests.rollout.endpoint.scripted import CONTENT, WAIT_S, Scripted, apost, connect, head, post, say
 
@@ -58,7 +58,7 @@ def test_wrong_late_and_missing_keys_are_refused_alike(endpoint: ChatEndpoint) -
     assert {(one.status_code, one.content) for one in refusals} == {(403, refusals[0].content)}
     assert refusals[0].json()["error"]["code"] == "no_episode" and not (handler.requests or other.requests)
     with connect(access) as connection:
-        connection.sendall(head(late, replies.MOST_BODY_BYTES))
+        connection.sendall(head(late, episodes.MOST_BODY_BYTES))
         assert b" 403 " in connection.recv(1 << 16)
 
 
