@@ -23,7 +23,7 @@ EpisodeEnd = Literal[
 ]  # fmt: skip
 
 
-# Why a token that the model sampled is in no row: its agent did not wait for the turn, or the episode began anew.
+# Why a token that the model sampled is in no row: the turn did not reach its agent, or the episode began anew.
 DropReason = Literal["unawaited", "anew"]
 
 

@@ -65,7 +65,9 @@ class AgentRunner:
         """
         name = f"episode-{next(self._numbers)}"
         await self._sampler.begin(name, len(prompt.token_ids))
-        rows = EpisodeRows(self._sampler, name, sampling, place, self._max_prompt_tokens, self._config.max_tokens)
+        rows = EpisodeRows(
+            self._sampler, name, prompt.token_ids, sampling, place, self._max_prompt_tokens, self._config.max_tokens
+        )
         episode = AgentEpisode(rows, self._tool_sets, self._config)
         try:
             verdict = await self._ended(episode, prompt, sampling.group_seed)
@@ -75,7 +77,7 @@ class AgentRunner:
             raise episode.fault
         if not rows.tally.kept_tokens and not isinstance(verdict, Failure):
             verdict = Failure("no turn of the model has reached the agent")
-        return EpisodeResult(rows.sample(episode.end, prompt.token_ids), verdict)
+        return EpisodeResult(rows.sample(episode.end), verdict)
 
     async def _ended(self, episode: AgentEpisode, prompt: Prompt, seed: int) -> Verdict | Failure | None:
         """Run the agent to its end; what it gave, or why it failed."""

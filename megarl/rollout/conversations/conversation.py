@@ -60,6 +60,15 @@ class Conversation:
         """All tokens so far, which the next turn is sampled after."""
         return self._ids
 
+    @property
+    def prompt_ids(self) -> list[int]:
+        return self._ids[: self.prompt_length]
+
+    @property
+    def prompt_key(self) -> int:
+        """A number of 64 bits that the prompt decides."""
+        return int.from_bytes(hashlib.blake2b(_bytes(self.prompt_ids), digest_size=8).digest(), "big")
+
     def is_start_of(self, ids: Sequence[int]) -> bool:
         """Whether these tokens begin with all of the conversation's."""
         return self._ids == list(ids[: len(self._ids)])

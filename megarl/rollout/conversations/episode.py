@@ -94,7 +94,9 @@ class EpisodeRunner:
         opened = (begun.open_episode if begun else None) or EpisodeProgress(0, {})
         own_tokens = longest_row(prompt, begun) if begun else len(prompt.token_ids)
         await self._sampler.begin(name, own_tokens)
-        rows = EpisodeRows(self._sampler, name, sampling, place, self._max_prompt_tokens, config.max_tokens)
+        rows = EpisodeRows(
+            self._sampler, name, prompt.token_ids, sampling, place, self._max_prompt_tokens, config.max_tokens
+        )
         rows.tally = Tally(**opened.account, transcript=TranscriptWriter(begun.transcript if begun else ()))
         phase_s = config.phase_tool_s if sampling.phase_tokens else None
         tools = ToolTime(rows.tally, phase_s, config.timeout_s, opened.seconds)
@@ -111,13 +113,13 @@ class EpisodeRunner:
             words = f"reset took longer than episode.phase_tool_s ({config.phase_tool_s:g} s) in {phases} phases"
             if end == "timeout":
                 words = f"episode.timeout_s ({config.timeout_s:g} s) had passed before the end of reset"
-            return EpisodeResult(rows.sample("environment", prompt.token_ids), Failure(words))
+            return EpisodeResult(rows.sample("environment"), Failure(words))
         verdict = None
         try:
             verdict = await tools.unlimited(self._environment.finish(name))
         except EnvironmentFailure as error:
             end, failure = "environment", error
-        sample = rows.sample(end or "timeout", prompt.token_ids)
+        sample = rows.sample(end or "timeout")
         return EpisodeResult(sample, Failure(str(failure)) if failure else verdict)
 
     async def _phase(

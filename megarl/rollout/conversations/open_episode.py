@@ -121,7 +121,7 @@ def left_open(
 ) -> Sample:
     """The episode as a sample that goes on later. phases: that it has had; history: of its environment."""
     if state is None:
-        return rows.open_sample(prompt.token_ids, EpisodeProgress(phases, {}, seconds=tools.seconds))
+        return rows.open_sample(EpisodeProgress(phases, {}, seconds=tools.seconds))
     turn = state.turn
     assert turn, "a phase allows a token"
     following = "turn" if turn.is_open else "message" if state.is_answered else "answer"
@@ -137,12 +137,12 @@ def left_open(
         after_tools=state.after_tools,
         bad_turns=state.bad_turns,
     )
-    return rows.open_sample(prompt.token_ids, opened)
+    return rows.open_sample(opened)
 
 
 def resumed(rows: EpisodeRows, tools: ToolTime, prompt: Prompt, begun: Sample, opened: EpisodeProgress) -> EpisodeState:
     """The state of an episode that a phase has left open, with its rows."""
-    conversation, turn = rows.restore(begun, prompt.token_ids, opened)
+    conversation, turn = rows.restore(begun, opened)
     return EpisodeState(
         rows,
         tools,

@@ -90,7 +90,7 @@ class Tally:
 
 
 class EpisodeRows:
-    """The conversations of an episode, which is sample number `place` of its prompt.
+    """The conversations of an episode, which is sample number `place` of its prompt. prompt_ids: of its group.
 
     max_tokens: of a conversation after its prompt, and of all that is sampled in the episode and not dropped. A
     conversation has at most max_prompt_tokens + max_tokens. sampling.phase_tokens: of all that is sampled here.
@@ -100,12 +100,13 @@ class EpisodeRows:
         self,
         sampler: TurnSampler,
         name: str,
+        prompt_ids: Sequence[int],
         sampling: Sampling,
         place: int,
         max_prompt_tokens: int,
         max_tokens: int,
     ) -> None:
-        self.name, self.tally = name, Tally()
+        self.name, self._prompt_ids, self.tally = name, list(prompt_ids), Tally()
         self._sampler, self._sampling, self._place = sampler, sampling, place
         self._context_tokens, self._max_tokens = max_prompt_tokens + max_tokens, max_tokens
         self._conversations: list[Conversation] = []
@@ -124,12 +125,10 @@ class EpisodeRows:
         self._conversations.append(conversation)
         return conversation
 
-    def restore(
-        self, begun: Sample, prompt_ids: Sequence[int], opened: EpisodeProgress
-    ) -> tuple[Conversation, SampledTurn]:
-        """Take the rows of an earlier phase: the last of them, and its last turn. prompt_ids: of the group."""
+    def restore(self, begun: Sample, opened: EpisodeProgress) -> tuple[Conversation, SampledTurn]:
+        """Take the rows of an earlier phase: the last of them, and its last turn."""
         for row, digest in zip(begun.rows, opened.digests, strict=True):
-            own = prompt_ids if row.prompt_ids is None else row.prompt_ids.tolist()
+            own = self._prompt_ids if row.prompt_ids is None else row.prompt_ids.tolist()
             self._conversations.append(Conversation.restored(row, own, bytes.fromhex(digest)))
         self._restored_length = self._longest
         last, is_open = self._conversations[-1], opened.following == "turn"
@@ -196,13 +195,13 @@ class EpisodeRows:
         the texts before it that the transcript has not yet. read: is awaited before the turn counts as delivered; where
         it raises the turn is dropped. Raises what the sampler raises, which is `fault` then.
         """
-        row, given = self._conversations.index(conversation), begun.ids if begun else []
+        given = begun.ids if begun else []
         left = self.turn_tokens(conversation, begun) - len(given)
         limits = replace(
             self._sampling,
             max_tokens=left if self._phase_tokens is None else min(left, self._phase_tokens),
             phase_tokens=None,
-            stream=(*self._sampling.stream, row) if row else self._sampling.stream,  # not the numbers of another row
+            stream=self._stream(conversation),
         )
         asked, known = conversation.asked(), conversation.known_rows
         reusable = known if self._phase_sampled else 0  # the cache has nothing of the phases before
@@ -231,6 +230,18 @@ class EpisodeRows:
         if not is_open:
             self.tally.transcript.add_turn(turn.text)
         return turn
+
+    def _stream(self, conversation: Conversation) -> tuple[int, ...]:
+        """The key of its random numbers: not those of another row, whatever the order in which rows were opened.
+
+        Of a conversation that begins with the prompt of the group it is that of a single response.
+        """
+        prompt_ids, stream = conversation.prompt_ids, self._sampling.stream
+        earlier = self._conversations[: self._conversations.index(conversation)]
+        twins = sum(one.prompt_ids == prompt_ids for one in earlier)
+        if prompt_ids == self._prompt_ids and not twins:
+            return stream
+        return (*stream, conversation.prompt_key, twins)
 
     def _begin(self, work: Coroutine[Any, Any, Sample], tokens: int) -> asyncio.Future[Sample]:
         """Ask for a turn of so many tokens at most; what it has counts from its end, whoever awaits it."""
@@ -266,8 +277,8 @@ class EpisodeRows:
     def _longest(self) -> int:
         return max((one.response_length for one in self._conversations), default=0)
 
-    def sample(self, end: EpisodeEnd, prompt_ids: Sequence[int]) -> Sample:
-        """The episode, which has ended. prompt_ids: of the group."""
+    def sample(self, end: EpisodeEnd) -> Sample:
+        """The episode, which has ended."""
         tally, text = self.tally, self.last.text if self.last else ""
         if self.last and self.last.is_open:
             tally.transcript.add_turn(text)
@@ -285,22 +296,22 @@ class EpisodeRows:
             tally.begun_anew,
             self._sampling.group_seed,
         )
-        return self._sample(prompt_ids, text=text, finished=end in ENDS_BY_ITSELF, facts=facts)
+        return self._sample(text=text, finished=end in ENDS_BY_ITSELF, facts=facts)
 
-    def open_sample(self, prompt_ids: Sequence[int], opened: EpisodeProgress) -> Sample:
+    def open_sample(self, opened: EpisodeProgress) -> Sample:
         """The episode as a phase leaves it; opened: without account and digests, which the rows have."""
-        digests = tuple(one.digest.hex() for one in self._asked(prompt_ids))
+        digests = tuple(one.digest.hex() for one in self._asked())
         opened = replace(opened, account=self.tally.account, digests=digests)
-        return self._sample(prompt_ids, text="", finished=False, is_open=True, open_episode=opened)
+        return self._sample(text="", finished=False, is_open=True, open_episode=opened)
 
-    def _asked(self, prompt_ids: Sequence[int]) -> list[Conversation]:
+    def _asked(self) -> list[Conversation]:
         """The conversations that have turns; the first or an empty one where none has."""
         asked = [one for one in self._conversations if one.has_turns] or self._conversations[:1]
-        return asked or [Conversation(prompt_ids)]
+        return asked or [Conversation(self._prompt_ids)]
 
-    def _sample(self, prompt_ids: Sequence[int], **fields: Any) -> Sample:
-        first, *more = [one.row() for one in self._asked(prompt_ids)]
-        is_groups_prompt = np.array_equal(first.prompt_ids if first.prompt_ids is not None else [], prompt_ids)
+    def _sample(self, **fields: Any) -> Sample:
+        first, *more = [one.row() for one in self._asked()]
+        is_groups_prompt = np.array_equal(first.prompt_ids if first.prompt_ids is not None else [], self._prompt_ids)
         return Sample(
             response_ids_T=first.response_ids_T,
             engine_logp_T=first.engine_logp_T.astype(np.float32),

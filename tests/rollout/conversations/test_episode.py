@@ -210,7 +210,8 @@ def test_an_episode_is_taken_down(play: Play) -> None:
 def test_half_a_surrogate_pair_in_a_call_ends_nothing(play: Play, history: str) -> None:
     """JSON can escape it, and no tokenizer takes it."""
     turns = [CALL.format("\\ud83d", "{}"), call("say", words="\ud83d"), call("say", **{"\udc00": 1}), "8"]
-    played, script = play("tools", turns[0], call("double", number=1), *turns[1:], max_turns=5, history=history)
+    limits = {"max_turns": 5, "max_tokens": 600, "history": history}
+    played, script = play("tools", turns[0], call("double", number=1), *turns[1:], **limits)
     facts = played.sample.facts
     assert facts and (facts.end, facts.calls, facts.call_errors) == ("answered", 4, 3)
     said = text_of(script, played)
