@@ -201,7 +201,11 @@ def test_what_was_found_is_told_without_a_tokenizer(quickstart_tools_inputs: Seq
 
 @pytest.mark.slow
 def test_a_dry_run_tells_tools_turns_and_the_format_of_calls(quickstart_tools_inputs: Sequence[str]) -> None:
+    """And what is assumed of them: half of a call in each of 512 episodes of half of three turns."""
     lines: list[str] = []
     dry_run(recipe(quickstart_tools_inputs), lines.append)
-    tools, calls = (line for line in lines if line.startswith("episode: "))
+    tools, calls, turns, load = (line for line in lines if line.startswith("episode: "))
     assert "tools calculate" in tools and "hermes" in calls
+    assert turns == "episode: 1.5 turns in the mean, with 4 observation tokens (assumed)"
+    limit = "each up to 10 s of a core (episode.call_timeout_s): up to 2,560 s of cores"
+    assert load == f"episode: 256 calls a step (assumed), {limit}"
