@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megarl.algos import ALGORITHMS, hyperparameters_of
+from megarl.commands import episode_check
 from megarl.config import AlgorithmConfig, EpisodeConfig, Recipe, RewardConfig
 from megarl.config.loading import load_recipe
 from megarl.parallel.engine_layout import EngineLayout
@@ -268,6 +269,28 @@ def test_the_example_of_an_environment(episodes: list[Recipe]) -> None:
     assert (results[2].error, results[3].done, verdict) == ("arguments", False, Verdict(0.5, False))
     _, results, verdict = play(recipe, {"money": 2 * price}, [buy, buy])
     assert ([one.done for one in results], verdict) == ([False, True], Verdict(1.0, True))
+
+
+def test_what_episode_check_says_of_the_environment_is_what_it_says(
+    episodes: list[Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the turn that the page shows; only seconds differ, and `...` stands for lines that are left out."""
+    monkeypatch.chdir(tmp_path)
+    text = (DOCS / "environments.md").read_text(encoding="utf-8")
+    fences = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    plain = [block for language, block in fences if not language]
+    (turn,) = (block for block in plain if block.startswith("[{"))
+    (shown,) = (block for block in plain if block.endswith("verdict: nothing to mend\n"))
+    Path("turns.jsonl").write_text(turn)
+    Path("shop.jsonl").write_text(json.dumps({"prompt": "Buy fruit.", "answer": "-", "money": 20}) + "\n")
+    recipe = load_recipe(ROOT / "recipes" / "quickstart.yaml", ["1.yaml", "data.train=shop.jsonl"])
+    assert recipe.episode == episodes[1].episode
+    episode_check.check(recipe, 1, Path("turns.jsonl"))
+    said, wanted = (re.sub(r"\d+\.\d{3} s", "SECONDS", text) for text in (capsys.readouterr().out, shown))
+    for part in wanted.split("...\n"):
+        before, found, said = said.partition(part)
+        assert found and (not before or before.endswith("\n")), part
+    assert said == ""
 
 
 class Words:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
 
-from megarl.algos import ALGORITHMS
+from megarl.algos import ALGORITHMS, learns_from_answers
 from megarl.checkpoints.quantised import weights_in_words
 from megarl.config import Recipe
 from megarl.device import DEVICE, LOOPBACK, Address
@@ -15,6 +15,8 @@ from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.roles import Roles, resolve
 from megarl.plan.adapters import adapters_in_words
+from megarl.plan.batch import step_samples
+from megarl.plan.turns import tool_load
 from megarl.preflight.check import faults_elsewhere
 from megarl.preflight.layout import factor_maps, weight_maps
 from megarl.preflight.models import stand_ins
@@ -42,7 +44,8 @@ def dry_run(recipe: Recipe, say: Callable[[str], None]) -> None:
     if faults:
         raise UserFaults(faults)
     not_checked = _not_checked(recipe, device, absent)
-    for lines in (_placement(roles), _checkpoint(roles), of_episodes, _reshard(roles, device), not_checked):
+    episodes = [*of_episodes, *_assumed_turns(found)]
+    for lines in (_placement(roles), _checkpoint(roles), episodes, _reshard(roles, device), not_checked):
         for line in lines:
             say(line)
 
@@ -102,6 +105,18 @@ def _checkpoint(roles: Roles) -> Iterator[str]:
         yield f"model.path: {weights_in_words(policy.shape, policy.model.facts)}"
     if policy.lora:
         yield f"lora: {adapters_in_words(policy.shape, policy.lora)}"
+
+
+def _assumed_turns(recipe: Recipe) -> Iterator[str]:
+    """What a plan assumes of a step's episodes and needs no hardware for: their turns, and what tools have to do."""
+    if recipe.episode is None or learns_from_answers(recipe.algorithm.name):
+        return
+    samples = step_samples(recipe)
+    turns, load = samples.turns, tool_load(recipe, samples.turns, samples.num_drawn)
+    yield f"episode: {turns.mean:g} turns in the mean, with {turns.observed_tokens:,.0f} observation tokens (assumed)"
+    if load:
+        each = f"each up to {load.call_s:g} s of a core ({load.limit})"
+        yield f"episode: {load.calls:,.0f} calls a step (assumed), {each}: up to {load.core_s:,.0f} s of cores"
 
 
 def _axes(layout: TrainLayout) -> str:
@@ -165,5 +180,6 @@ def _not_checked(recipe: Recipe, device: str, absent: dict[str, str]) -> Iterato
 
         yield f"not checked here: {NOT_CHECKED}; Megatron's kernels, which ask for TransformerEngine"
     if recipe.placement.hardware:
-        yield "not checked here: memory and time: megarl plan"
+        cores = ", and cores for tools" if recipe.episode and not recipe.episode.agent else ""
+        yield f"not checked here: memory and time{cores}: megarl plan"
     yield f"{recipe.run.name}: nothing to mend"

@@ -173,9 +173,12 @@ def _add_episodes(table: Table, plan: RunPlan, episode: EpisodeConfig) -> None:
     table.add_row("seconds between its turns, without the tools' own", amount(plan.rollout.turns_s))
     table.add_row("seconds of the longest, at most, without the tools' own", amount(plan.rollout.longest_s(count)))
     table.add_row("worker processes of tools, all engines", f"{count * episode.workers:,}")
-    calls = (turns.mean - 1) * plan.samples.num_drawn
-    per_s = amount(calls / plan.rollout.total_s)
-    table.add_row("turns of a step that call tools (assumed), and a second", f"{calls:,.0f}, {per_s}")
+    load, rollout_s = plan.tool_load, plan.rollout.total_s
+    if load:
+        per_s = amount(load.calls_per_s(rollout_s))
+        table.add_row("turns of a step that call tools (assumed), and a second", f"{load.calls:,.0f}, {per_s}")
+        every = f"cores of tools, if every call used its whole {load.call_s:g} s ({load.limit})"
+        table.add_row(every, amount(load.cores(rollout_s)))
 
 
 def _add_phases(table: Table, found: PhasedRollout) -> None:
@@ -305,12 +308,19 @@ def plan_json(plan: RunPlan) -> dict[str, Any]:
         "kv": asdict(memory.kv),
         "rollout": asdict(plan.rollout) | {"beside_s": plan.rollout.mean_beside_s},
         "phases": _phases_json(plan.phases) if plan.phases else None,
-        "episodes": asdict(plan.samples.turns) if plan.recipe.episode else None,
+        "episodes": _episodes_json(plan) if plan.recipe.episode else None,
         "waits": {"engines_s": plan.engines_wait_s, "ranks_s": plan.ranks_wait_s},
         "reshard": asdict(plan.reshard),
         "learning": {role: asdict(times) for role, times in plan.learning.items()},
         "step": asdict(plan.step) | {"total_s": plan.step.total_s},
     }
+
+
+def _episodes_json(plan: RunPlan) -> dict[str, Any]:
+    load, rollout_s, tools = plan.tool_load, plan.rollout.total_s, None
+    if load and rollout_s:
+        tools = asdict(load) | {"calls_per_s": load.calls_per_s(rollout_s), "cores": load.cores(rollout_s)}
+    return asdict(plan.samples.turns) | {"tools": tools}
 
 
 def _phases_json(phases: PhasedRollout) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from megarl.plan.phased_rollout import PhasedRollout, phased_rollout
 from megarl.plan.reshard_cost import ReshardPlan, plan_reshard
 from megarl.plan.rollout_time import NO_ROLLOUT, RolloutTime, rollout_time
 from megarl.plan.step_time import StepTime, TrainTime, step_times
-from megarl.plan.turns import timeout_advice
+from megarl.plan.turns import ToolLoad, timeout_advice, tool_load
 from megarl.preflight.data import budget_faults
 from megarl.preflight.episodes import key_faults
 from megarl.preflight.hyperparameters import hyperparameter_faults, sampling_faults
@@ -89,6 +89,11 @@ class RunPlan:
     def ranks_wait_s(self) -> float:
         """Seconds of a step in which GPUs that only train have nothing to do; 0: there are none."""
         return self.step.rollout_s + self.step.ahead_s if any(slot.engine is None for slot in self.slots) else 0.0
+
+    @property
+    def tool_load(self) -> ToolLoad | None:
+        """The calls of a step's episodes; None where no tool answers them."""
+        return tool_load(self.recipe, self.samples.turns, self.samples.num_drawn)
 
     @property
     def num_nodes(self) -> int:

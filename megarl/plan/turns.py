@@ -41,6 +41,31 @@ class Turns:
         return int(self.observed_share * tokens) if self.turns_of(tokens) > 1 else 0
 
 
+@dataclass(frozen=True)
+class ToolLoad:
+    """What tools have to do in a step, if every call used its whole time.
+
+    calls: turns that call tools, with one call each. call_s: seconds that a call may take; limit: the key that says so.
+    """
+
+    calls: float
+    call_s: float
+    limit: str
+
+    @property
+    def core_s(self) -> float:
+        """Seconds of cores in a step."""
+        return self.calls * self.call_s
+
+    def calls_per_s(self, rollout_s: float) -> float:
+        """In a rollout of so many seconds."""
+        return self.calls / rollout_s
+
+    def cores(self, rollout_s: float) -> float:
+        """Of all engines' hosts together, while the rollout lasts."""
+        return self.core_s / rollout_s
+
+
 def turns_of(recipe: Recipe, mean_tokens: float) -> Turns:
     """mean_tokens: of a sample after its prompt."""
     episode = recipe.episode
@@ -50,6 +75,22 @@ def turns_of(recipe: Recipe, mean_tokens: float) -> Turns:
     observed = (mean - 1) * MEAN_OBSERVATION_SHARE * episode.max_observation_tokens
     share = min(MOST_OBSERVED_SHARE, observed / mean_tokens)
     return Turns(mean, episode.max_turns, share, mean_tokens)
+
+
+def tool_load(recipe: Recipe, turns: Turns, num_drawn: int) -> ToolLoad | None:
+    """num_drawn: episodes of a step. None without episodes, and for agents, whose own tools no key of a recipe limits.
+
+    A call may take `episode.arguments.timeout_s` where the tools or the environment have that argument, and never more
+    than `episode.call_timeout_s`.
+    """
+    episode = recipe.episode
+    if episode is None or episode.agent:
+        return None
+    limits, own = {"episode.call_timeout_s": episode.call_timeout_s}, episode.arguments.get("timeout_s")
+    if isinstance(own, int | float) and own > 0:
+        limits["episode.arguments.timeout_s"] = float(own)
+    limit = min(limits, key=limits.__getitem__)
+    return ToolLoad((turns.mean - 1) * num_drawn, limits[limit], limit)
 
 
 def timeout_advice(recipe: Recipe, longest_s: float) -> list[str]:

@@ -155,7 +155,8 @@ def eval_metrics(sets: Mapping[str, Sequence[GroupSummary]]) -> Metrics:
     """Of each evaluation set; `eval/accuracy`, their mean: every set weighs the same, whatever its size.
 
     With k > 1 samples of each prompt `accuracy` is avg@k, the mean over all of them; pass@k: the share of prompts of
-    which any is right; maj@k: of which the answer that most of them give is right.
+    which any is right; maj@k: of which the answer that most of them give is right. Sets of episodes have their mean
+    turns and calls.
     """
     found: Metrics = {}
     for name, asked in sets.items():
@@ -163,6 +164,9 @@ def eval_metrics(sets: Mapping[str, Sequence[GroupSummary]]) -> Metrics:
         found[f"eval/{name}/accuracy"] = _mean([group.correct_G for group in groups])
         found[f"eval/{name}/response_length_mean"] = _mean([group.response_lengths_G for group in groups])
         found[f"eval/{name}/truncated"] = 1.0 - _mean([group.finished_G for group in groups])
+        if facts := [one for group in groups for one in group.facts if one]:
+            found[f"eval/{name}/turns_mean"] = float(np.mean([one.turns for one in facts]))
+            found[f"eval/{name}/calls_mean"] = float(np.mean([one.calls for one in facts]))
         k = max(len(group.responses) + group.num_dropped for group in groups)
         if k > 1:
             found[f"eval/{name}/avg@{k}"] = found[f"eval/{name}/accuracy"]

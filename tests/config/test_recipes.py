@@ -126,7 +126,9 @@ def test_it_dry_runs(name: str, over: tuple[str, ...], request: pytest.FixtureRe
     assert any(line.startswith("critic: ") for line in lines) == (recipe.algorithm.name == "vapo")
     unchecked = {line.split(": ")[1] for line in lines if line.startswith("not checked here: ")}
     expected = {"model.path", *recipe.data.files, "SGLang's choices of kernels and memory, which ask"}
-    expected |= {"memory and time"} | ({"episode.tools"} if recipe.episode else set())
+    cores = {"memory and time, and cores for tools", "episode.tools"}
+    expected |= cores if recipe.episode else {"memory and time"}
+    assert sum("up to 122,880 s of cores" in line for line in lines) == name.startswith("retool")
     assert {key.split(" the GPU")[0] for key in unchecked} == (expected if name in CLUSTER else set())
     assert list(tmp_path.iterdir()) == [], "nothing is written"
 

@@ -18,7 +18,16 @@ from megarl.plan.phase_advice import phase_advice
 from megarl.plan.report import amount, page, plan_json
 from megarl.plan.rollout_time import NO_ROLLOUT, whole_requests
 from megarl.plan.run_plan import RunPlan, make_plan, plan_faults
-from megarl.plan.turns import MOST_OBSERVED_SHARE, TURN_S, Turns, timeout_advice, tools_bytes, turns_of
+from megarl.plan.turns import (
+    MOST_OBSERVED_SHARE,
+    TURN_S,
+    ToolLoad,
+    Turns,
+    timeout_advice,
+    tool_load,
+    tools_bytes,
+    turns_of,
+)
 from megarl.preflight.hyperparameters import hyperparameter_faults
 from megarl.preflight.models import stand_ins
 from tests.plan import recipes as planning
@@ -130,6 +139,29 @@ def test_turns_with_rewards_read_the_discount(name: str, is_read: bool, recipe: 
     assert [one for one in hyperparameter_faults(without) if one.where == "algorithm.gamma"]
 
 
+@pytest.mark.parametrize(
+    ("keys", "call_s", "limit"),
+    [
+        ({}, 10.0, "episode.call_timeout_s"),
+        ({"arguments": {"timeout_s": 4}}, 4.0, "episode.arguments.timeout_s"),
+        ({"arguments": {"timeout_s": 30.0}}, 10.0, "episode.call_timeout_s"),
+        ({"arguments": {"timeout_s": "soon"}, "call_timeout_s": 2.5}, 2.5, "episode.call_timeout_s"),
+        ({"arguments": {"timeout_s": 0}}, 10.0, "episode.call_timeout_s"),
+    ],
+)
+def test_the_cores_of_tools_by_hand(recipe: Recipe, keys: dict[str, object], call_s: float, limit: str) -> None:
+    """Each of 40 episodes of 4 turns has 3 calls, in a rollout of 100 s."""
+    load = tool_load(with_episode(recipe, **keys), Turns(4.0, 8, 0.2, 1600.0), 40)
+    assert load == ToolLoad(120.0, call_s, limit)
+    assert (load.calls_per_s(100.0), load.cores(100.0)) == (1.2, pytest.approx(1.2 * call_s))
+
+
+def test_no_cores_are_known_without_tools(recipe: Recipe) -> None:
+    agent = with_episode(recipe, tools=(), agent="my_agent:run")
+    assert tool_load(agent, Turns(4.0), 40) is None, "no key limits an agent's own"
+    assert tool_load(recipe.model_copy(update={"episode": None}), Turns(), 40) is None
+
+
 def page_calls(plan: RunPlan) -> str:
     """Three of a mean episode's four turns call tools."""
     calls = 3 * plan.samples.num_drawn
@@ -160,6 +192,10 @@ def test_the_plan_of_episodes(recipe: Recipe) -> None:
     assert (found["mean"], found["most"]) == (4.0, 8)
     lines = {"mean (assumed) and maximum": "4.00, 8", "worker processes of tools": "6"}
     lines["turns of a step that call tools"] = page_calls(plan)
+    cores = 10 * 3 * plan.samples.num_drawn / plan.rollout.total_s
+    lines["every call used its whole 10 s (episode.call_timeout_s)"] = amount(cores)
+    assert (found["tools"]["calls"], found["tools"]["cores"]) == (3 * plan.samples.num_drawn, pytest.approx(cores))
+    assert found["tools"]["cores"] == pytest.approx(10 * found["tools"]["calls_per_s"])
     for name, value in lines.items():
         (line,) = (line for line in page(plan).splitlines() if name in line)
         assert line.split(name)[1].endswith(f" {value}")

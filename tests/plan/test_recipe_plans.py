@@ -89,6 +89,16 @@ def test_it_fits(name: str, over: tuple[str, ...]) -> None:
     assert found.memory.kv.concurrency_mean > 2 * found.recipe.rollout.samples_per_prompt
 
 
+@pytest.mark.parametrize(("over", "cores"), [((), 57), (("retool_qwen3_235b.yaml",), 101)])
+def test_the_cores_that_programs_need_are_those_that_the_page_says(over: tuple[str, ...], cores: int) -> None:
+    """If each used the whole 5 s that the recipe gives it, which call_timeout_s would not end."""
+    found = planned("retool_qwen3_30b", over)
+    assert found.tool_load and (found.tool_load.call_s, found.tool_load.limit) == (5.0, "episode.arguments.timeout_s")
+    assert round(found.tool_load.cores(found.rollout.total_s)) == cores
+    (said,) = re.findall(r"\*\*Programs\.\*\*.*?\n\n", (ROOT / "docs/environments.md").read_text(), re.DOTALL)
+    assert re.search(rf"\b{cores}\b", said)
+
+
 @pytest.mark.parametrize(("over", "limit_s"), [((), 2100), (("fp8_rollout_deepseek671b.yaml",), 1300)])
 def test_deepseek_takes_less_than_it_did(over: tuple[str, ...], limit_s: int) -> None:
     """With engines of 32 GPUs and groups of four it was 3,180 s, five sixths of it to sample."""

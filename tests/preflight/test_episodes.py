@@ -18,6 +18,8 @@ from megarl.preflight.rewards import reward_faults
 from megarl.rollout.conversations.template import ChatTemplate
 from megarl.rollout.prompts import load_tokenizer
 from megarl.types import UserFault
+from tests.rollout.conversations.chatml_families import QWEN_3
+from tests.rollout.conversations.families import stop_ids, tokenizer_of
 
 ROOT = Path(__file__).parents[2]
 AGENT = ["episode.tools=[]", "episode.agent=some:agent"]
@@ -121,6 +123,28 @@ def test_a_template_that_writes_no_calls_is_refused(quickstart_tools_inputs: Seq
     assert line.startswith("episode.tools: the chat template leaves tool calls out of the text without an error; use a")
 
 
+def test_what_the_template_would_leave_out_later_is_told(
+    quickstart_tools_inputs: Sequence[str], tmp_path: Path
+) -> None:
+    """Qwen3's drops the reasoning of turns before a user's message; a rendered history drops it, too."""
+    tokenizer_of(QWEN_3).save_pretrained(tmp_path)
+    config = json.loads((Path(recipe(quickstart_tools_inputs).model.path) / "config.json").read_text())
+    config |= {"vocab_size": len(tokenizer_of(QWEN_3)), "eos_token_id": sorted(stop_ids(QWEN_3))}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    def kept(history: str) -> list[str]:
+        keys = [f"model.path={tmp_path}", "episode.tools=[]", f"episode.environment={GUESS}", "reward.function=null"]
+        own = recipe(quickstart_tools_inputs, *keys, f"episode.history={history}")
+        found = read_episode(own, load_tokenizer(own.model.path))
+        assert not found.faults
+        return [note for note in found.notes if "leave out later" in note]
+
+    (note,) = kept("append")
+    told = "episode: episodes keep what the chat template would leave out later"
+    assert note == f"{told}: the reasoning of a turn after a user's message"
+    assert kept("render") == []
+
+
 def test_prompts_are_rendered_with_the_tools(quickstart_tools_inputs: Sequence[str]) -> None:
     """By the same tokens as the splice's first; without them a model would not know of the tools."""
     made = recipe(quickstart_tools_inputs)
@@ -177,7 +201,11 @@ def test_what_was_found_is_told_without_a_tokenizer(quickstart_tools_inputs: Seq
 
 @pytest.mark.slow
 def test_a_dry_run_tells_tools_turns_and_the_format_of_calls(quickstart_tools_inputs: Sequence[str]) -> None:
+    """And what is assumed of them: half of a call in each of 512 episodes of half of three turns."""
     lines: list[str] = []
     dry_run(recipe(quickstart_tools_inputs), lines.append)
-    tools, calls = (line for line in lines if line.startswith("episode: "))
+    tools, calls, turns, load = (line for line in lines if line.startswith("episode: "))
     assert "tools calculate" in tools and "hermes" in calls
+    assert turns == "episode: 1.5 turns in the mean, with 4 observation tokens (assumed)"
+    limit = "each up to 10 s of a core (episode.call_timeout_s): up to 2,560 s of cores"
+    assert load == f"episode: 256 calls a step (assumed), {limit}"

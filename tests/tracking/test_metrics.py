@@ -234,6 +234,16 @@ def test_what_happened_in_episodes_is_told_where_there_are_any() -> None:
     assert [sample["reward"] for sample in pick_samples([one], 2)] == [1.5, 0.0]
 
 
+def test_an_evaluation_set_of_episodes_has_its_own_turns_and_calls() -> None:
+    """Each set's, in the mean over its episodes; a prompt whose verdicts failed has none."""
+    facts = [EpisodeFacts(turns, calls, 0, 0.0, "answered", 2) for turns, calls in ((1, 0), (4, 3), (3, 4))]
+    one, two = replace(group("a", [1.0, 0.0], [2, 5]), facts=tuple(facts[:2])), group("b", [1.0], [2])
+    lost = replace(two, responses=(), num_dropped=1, **dict.fromkeys(ARRAYS, np.ones(0)))
+    found = eval_metrics({"hard": [one, replace(two, facts=(facts[2],)), lost], "plain": [two]})
+    assert (found["eval/hard/turns_mean"], found["eval/hard/calls_mean"]) == (8 / 3, 7 / 3)
+    assert not [name for name in found if name.startswith("eval/plain/") and ("turns" in name or "calls" in name)]
+
+
 def test_samples_come_from_as_many_groups_as_possible() -> None:
     groups = [group("a", [1.0, 0.0], [1, 1]), group("b", [0.0, 1.0, 1.0], [1, 1, 1])]
     assert [sample["response"] for sample in pick_samples(groups, 4)] == ["a0", "b0", "a1", "b1"]

@@ -1,0 +1,156 @@
+"""One engine's worker with episodes: how long they may be, what failed ones are worth, and open ones between phases."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.config import Recipe, RewardConfig
+from megarl.config.episode import EpisodeConfig
+from megarl.rollout import accounting
+from megarl.rollout.conversations.episode import EpisodeRunner
+from megarl.rollout.conversations.splice import Splice
+from megarl.rollout.environments.thread import EnvironmentThread
+from megarl.rollout.environments.workers import EnvironmentSettings
+from megarl.rollout.rewards import Failure, Verdict
+from megarl.rollout.stock import PartialGroup, PartialSummary
+from megarl.rollout.worker import RolloutWorker, Sampling, engine_settings, scored
+from megarl.types import EpisodeFacts, GroupSummary, Prompt, Sample, SampleGroup, SamplePart, UserFault
+from scripts.make_tiny_moe import make_tokenizer
+from tests.rollout.conversations.test_open_episode import Model
+from tests.rollout.test_worker import PROMPT, recipe
+
+WALK = "tests.rollout.conversations.walk:Walk"
+
+
+def with_episodes(max_tokens: int, **evaluation: int) -> Recipe:
+    """evaluation: keys of one evaluation set."""
+    tree = recipe("somewhere").model_dump()
+    tree["episode"] = {"environment": WALK, "max_tokens": max_tokens}
+    tree["data"]["eval"], tree["evaluation"] = {"own": "own.jsonl"}, {"sets": {"own": evaluation}}
+    return Recipe.model_validate(tree)
+
+
+@pytest.mark.parametrize("evaluation", [{}, {"max_response_tokens": 500}])
+def test_an_engine_has_room_for_a_prompt_and_an_episode(evaluation: dict[str, int]) -> None:
+    """Whatever a turn may have, also in an evaluation set whose turns may be longer than an episode."""
+    assert engine_settings(with_episodes(100, **evaluation), index=0).context_tokens == 32 + 100
+    without = with_episodes(100, **evaluation).model_copy(update={"episode": None})
+    assert engine_settings(without, index=0).context_tokens == 32 + evaluation.get("max_response_tokens", 8)
+
+
+# --- failed environments -----------------------------------------------------------------------------------------
+
+
+def failed(tokens: int) -> Sample:
+    """An episode whose environment has failed after so many sampled tokens."""
+    facts = EpisodeFacts(int(tokens > 0), 0, 0, 0.1, "environment", tokens)
+    parts = (SamplePart(4, tokens),) if tokens else ()
+    ids_T = np.arange(tokens, dtype=np.int64)
+    return Sample(ids_T, np.full(tokens, -1.0, np.float32), "so", finished=False, parts=parts, facts=facts)
+
+
+def answered(tokens: int) -> Sample:
+    sample = failed(tokens)
+    assert sample.facts
+    return replace(sample, finished=True, facts=replace(sample.facts, end="answered"))
+
+
+GONE, RIGHT = Failure("reset raised ValueError: no row"), Verdict(1.0, True)
+
+
+def test_a_failed_environment_is_penalised_where_the_model_has_sampled_anything() -> None:
+    """An episode without a token has nothing to train on: it is dropped, and counts as failed all the same."""
+    samples, penalise = [failed(3), failed(0), answered(2)], RewardConfig(on_failure="penalise", penalty=-1.0)
+    short, kept = scored(PROMPT, samples, [GONE, GONE, RIGHT], penalise)
+    assert (short.rewards_G.tolist(), short.correct_G.tolist()) == ([-1.0, 1.0], [False, True])
+    assert kept.samples == (samples[0], samples[2]) and short.response_lengths_G.tolist() == [3, 2]
+    assert short.num_dropped == 1 and len(short.failures) == 2
+    assert [facts.end for facts in short.facts if facts] == ["environment", "answered"]
+
+
+def test_a_group_of_failed_environments_without_a_token_is_the_users_fault() -> None:
+    """Under penalise, too: the key that names the environment is told, because no function was asked."""
+    penalise = RewardConfig(on_failure="penalise", penalty=-1.0)
+    with pytest.raises(UserFault, match="as did all of the group") as told:
+        scored(PROMPT, [failed(0), failed(0)], [GONE, GONE], penalise)
+    assert told.value.where == "episode" and "reset raised ValueError: no row" in told.value.problem
+    short, kept = scored(PROMPT, [failed(0), failed(0)], [GONE, GONE], penalise, may_lose_all=True)
+    assert kept.samples == () and short.num_dropped == 2
+
+
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_a_failed_environment_may_stop_the_run(tokens: int) -> None:
+    with pytest.raises(UserFault, match="reset raised ValueError: no row") as told:
+        scored(PROMPT, [answered(2), failed(tokens)], [RIGHT, GONE], RewardConfig(on_failure="stop"))
+    assert told.value.where == "episode" and "as did all" not in told.value.problem
+
+
+# --- phases ------------------------------------------------------------------------------------------------------
+
+
+class Places(Model):
+    """Samples the turns that are given for each place, and notes whom it was asked for."""
+
+    def __init__(self, tokenizer: Any, turns: Mapping[int, Sequence[str]]) -> None:
+        super().__init__(tokenizer, ())
+        self.of_place, self.asked = turns, list[int]()
+
+    async def turn(
+        self, conversation: str, number: int, context_ids: Sequence[int], sampling: Sampling, place: int, rows: int
+    ) -> Sample:
+        self.asked.append(place)
+        self.turns = list(self.of_place[place])  # read before anything is awaited
+        return await super().turn(conversation, number, context_ids, sampling, place, rows)
+
+
+@pytest.fixture(scope="module")
+def walks() -> Iterator[EnvironmentThread]:
+    thread = EnvironmentThread(EnvironmentSettings(environment=WALK, workers=1))
+    yield thread
+    thread.shutdown()
+
+
+def worker_of(walks: EnvironmentThread, turns: Mapping[int, Sequence[str]]) -> tuple[RolloutWorker, Places, Prompt]:
+    """A worker whose engine is scripted, and whose environments are real."""
+    tokenizer: Any = make_tokenizer(tools=True)
+    splice = Splice(tokenizer, [tokenizer.eos_token_id], walks.schemas)
+    config, model = EpisodeConfig(environment=WALK, max_turns=2, max_tokens=120), Places(tokenizer, turns)
+    worker: Any = RolloutWorker.__new__(RolloutWorker)
+    worker._episodes = EpisodeRunner(config, model, walks, splice, None, max_prompt_tokens=60)
+    worker._reward, worker._rewarding, worker._num_transcripts = RewardConfig(), "environment", 9
+    return worker, model, Prompt("row 1", "", tuple(splice.first("go")), "", {"opening": "begin"}, "go")
+
+
+def test_the_next_phase_finishes_the_episodes_that_one_leaves_open(walks: EnvironmentThread) -> None:
+    """Of three the first ends in the first phase, and is not asked for again; the group is that of one phase."""
+    turns = {0: ["a", "b"], 1: ["go on and on and on", "b"], 2: ["a", "over there, to the end"]}
+    worker, model, prompt = worker_of(walks, turns)
+    sampling = Sampling(3, 30, stream=(1, 2), phase_tokens=15)
+    short, begun = asyncio.run(worker.sample(prompt, sampling))
+    assert isinstance(begun, PartialGroup) and isinstance(short, PartialSummary)
+    assert [sample.is_open for sample in begun.samples] == [False, True, True]
+    assert begun.verdicts == (Verdict(0.5, False), None, None)
+    longest = max(accounting.longest_row(prompt, sample) for sample in begun.samples[1:])
+    assert short == PartialSummary(2, longest)
+    model.version, model.asked, model.completed = 1, [], []
+    short, group = asyncio.run(worker.sample(prompt, sampling, begun))
+    assert isinstance(short, GroupSummary) and isinstance(group, SampleGroup)
+    assert set(model.asked) == {1, 2} and [dealt for dealt, _ in model.completed] == [longest] * 2
+    whole_worker, *_ = worker_of(walks, turns)
+    whole, same = asyncio.run(whole_worker.sample(prompt, replace(sampling, phase_tokens=None)))
+    assert isinstance(whole, GroupSummary) and isinstance(same, SampleGroup)
+    for one, other in zip(group.samples, same.samples, strict=True):
+        np.testing.assert_array_equal(one.response_ids_T, other.response_ids_T)
+        np.testing.assert_array_equal(one.trained_T, other.trained_T)
+    for name in ("response_lengths_G", "rewards_G", "correct_G", "finished_G", "turn_rewards_G"):
+        np.testing.assert_array_equal(getattr(short, name), getattr(whole, name))
+    assert (short.responses, short.transcripts) == (whole.responses, whole.transcripts)
+    assert [one.end for one in short.facts if one] == ["max_turns"] * 3
+    versions = [[part.version for part in parts] for parts in short.parts_G]
+    assert versions == [[0], [0, 1], [0, 1]] and short.num_dropped == 0
