@@ -46,7 +46,7 @@ OVERLAYS: dict[str, list[tuple[str, ...]]] = {
         (), DEEPSEEK_512[:1], DEEPSEEK_512[1:], DEEPSEEK_512, *((one,) for one in DEBUG),
     ],
     "qwen2_5_32b": [(), ("fp8_rollout.yaml",), *((one,) for one in DEBUG)],
-    "kimi_k2_64gpus": [(), *((one,) for one in DEBUG)],
+    "kimi_k2_64gpus": [(), ("adapters_kimi_k2.yaml",), *((one,) for one in DEBUG)],
 }  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def once() -> Iterator[None]:
     def places(roles: Roles, *_: Any) -> Any:
         recipe = roles.recipe
         exchange = recipe.reshard.round_bytes, recipe.placement, recipe.model.path, recipe.model.dtype
-        return exchange, roles.policy.layout, roles.engines
+        return exchange, roles.policy.layout, roles.policy.lora, roles.engines
 
     def judge(recipe: Recipe, prompts: Any) -> Any:
         return recipe.reward.model_dump_json(), bool(prompts)

@@ -66,7 +66,7 @@ def once() -> Iterator[None]:
     def places(roles: Roles, *_: Any) -> Any:
         recipe = roles.recipe
         exchange = recipe.reshard.round_bytes, recipe.placement.gpus_per_node, recipe.model.path, recipe.model.dtype
-        return exchange, roles.policy.layout, roles.engines
+        return exchange, roles.policy.layout, roles.policy.lora, roles.engines
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)  # the recipes' own paths are relative to it
@@ -120,6 +120,19 @@ def test_all_weights_of_a_trillion_are_not_trained_on_64_gpus() -> None:
     found = planned("grpo_lora_kimi_k2_64gpus", ("lora=null",))
     assert {*by_phase(found.memory)} >= {"train", "save", "host"}
     assert all("nothing alone is enough" in fault.mend for fault in found.faults)
+
+
+def test_adapters_alone_are_gigabytes_not_terabytes() -> None:
+    """What comes from other GPUs in a step of Kimi-K2: into the one with the most of it, and into all 64."""
+
+    def wire(*over: str) -> tuple[float, float]:
+        found = planned("grpo_lora_kimi_k2_64gpus", over).reshard
+        links = found.nvlink_bytes, found.fabric_in_bytes
+        return sum(link.max for link in links), 64 * sum(link.mean for link in links)
+
+    alone, merged = wire("adapters_kimi_k2.yaml"), wire()
+    assert alone[0] < 1e9 and alone[1] < 10e9
+    assert 30e9 < merged[0] < 40e9 and merged[1] > 2e12
 
 
 def held(recipe: Recipe) -> MemoryPlan:
