@@ -200,6 +200,11 @@ class Counter(Environment):
             return None
         return Observation(misbehave(text), float(self._sum), done=self._sum > 10)
 
+    async def lose(self, what: str) -> Any:
+        """Begin with losing the sum."""
+        self._sum = -1
+        return await patient(what)
+
     def reward(self) -> Any:
         if "reward" in self._row:
             return misbehave(self._row["reward"])
