@@ -285,7 +285,7 @@ def test_what_episode_check_says_of_the_environment_is_what_it_says(
     Path("shop.jsonl").write_text(json.dumps({"prompt": "Buy fruit.", "answer": "-", "money": 20}) + "\n")
     recipe = load_recipe(ROOT / "recipes" / "quickstart.yaml", ["1.yaml", "data.train=shop.jsonl"])
     assert recipe.episode == episodes[1].episode
-    episode_check.check(recipe, 1, Path("turns.jsonl"))
+    episode_check.check(recipe, 1, Path("turns.jsonl"), None)
     said, wanted = (re.sub(r"\d+\.\d{3} s", "SECONDS", text) for text in (capsys.readouterr().out, shown))
     for part in wanted.split("...\n"):
         before, found, said = said.partition(part)

@@ -121,7 +121,7 @@ class _Trial:
     thread: EnvironmentThread
     rows: Sequence[_Row]
     faults: dict[tuple[str, str], UserFault] = field(default_factory=dict)
-    last_texts: list[tuple[_Row, str]] = field(default_factory=list)
+    played: list[tuple[_Row, PlayedEpisode]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         assert self.recipe.episode
@@ -170,7 +170,7 @@ class _Trial:
             show(f"episode on {row.place}, seed {seed}")
             record = await play(self.thread, row.values, seed, script)
             self._tell(row, record)
-            self.last_texts.append((row, record.text))
+            self.played.append((row, record))
             if not any(step.result and step.result.error in _ENDS for step in record.steps):
                 await self._repeat(row, seed, script, record)
         await self._try_hostile()
@@ -251,7 +251,7 @@ class _Trial:
             show(f"  {name}: no more were tried")
 
     def score(self) -> None:
-        """Score the episodes' last texts with the recipe's reward functions, unless the environment gives rewards."""
+        """Score the episodes with the recipe's reward functions, unless the environment gives rewards."""
         reward = self.recipe.reward
         if self.thread.has_reward or not (reward.function or reward.by_source):
             return
@@ -261,8 +261,9 @@ class _Trial:
             self._add(WHERE, "", fault)
             return
         try:
-            for row, text in self.last_texts:
-                (found,) = scorers.wait_for_verdicts(row.answer, row.values, [text])
+            for row, record in self.played:
+                text = record.text
+                (found,) = scorers.wait_for_verdicts(row.answer, row.values, [text], [record.episode()])
                 if isinstance(found, Failure):
                     problem = f"{row.place}: {describe_failure(found, text, row.answer)}"
                     self._add(WHERE, "", UserFault(WHERE, problem, MEND))

@@ -10,10 +10,13 @@ from itertools import count
 from typing import Any
 
 from megarl.commands.episode_turns import ScriptedTurn
+from megarl.rollout.conversations.tool_calls import BadCall, ToolCall
+from megarl.rollout.conversations.transcript import TranscriptWriter
 from megarl.rollout.environments.pool import EnvironmentFailure
 from megarl.rollout.environments.results import CallResult
 from megarl.rollout.environments.thread import EnvironmentThread
 from megarl.rollout.rewards import Verdict
+from megarl.types import EpisodeEnd, EpisodeFacts, episode_dict
 
 _numbers = count()
 
@@ -21,24 +24,35 @@ _numbers = count()
 @dataclass(frozen=True)
 class PlayedStep:
     """One answer to the model. name: of the tool, or `reset` or `reply`; given: what was asked of it; recorded: the
-    data's own answer. result: None where `reply` has ended the episode."""
+    data's own answer. result: None where `reply` has ended the episode. is_call: of a tool."""
 
     name: str
     given: str
     result: CallResult | None
     recorded: str | None = None
+    is_call: bool = False
 
 
 @dataclass
 class PlayedEpisode:
     """What an episode's turns led to. num_turns: those that were answered; failure: why its environment failed; text:
-    of the last turn played."""
+    of the last turn played; end: why it has ended, `max_turns` where there was no further turn."""
 
     steps: list[PlayedStep] = field(default_factory=list)
     num_turns: int = 0
     text: str = ""
     verdict: Verdict | None = None
     failure: str = ""
+    end: EpisodeEnd = "max_turns"
+    transcript: TranscriptWriter = field(default_factory=TranscriptWriter)
+
+    def episode(self) -> dict[str, Any]:
+        """The episode as a reward function gets it in a run."""
+        calls = [step.result for step in self.steps if step.is_call and step.result]
+        tool_s = sum(step.result.seconds for step in self.steps if step.result)
+        end = "environment" if self.failure else self.end
+        facts = EpisodeFacts(self.num_turns, len(calls), sum(one.error is not None for one in calls), tool_s, end, 0)
+        return episode_dict(facts, self.transcript.transcript())
 
 
 async def play(
@@ -58,14 +72,18 @@ async def play(
         opening = await thread.open(name, row, seed)
         if opening is not None:
             record.steps.append(PlayedStep("reset", "", CallResult(opening, seconds=time.perf_counter() - began)))
+            record.transcript.add_message(opening)
         for number, turn in enumerate(turns):
             if number == restart_before:
                 await thread.restart()
             record.text = turn.content
+            record.transcript.add_turn(turn.content)
             steps = await _answers(thread, name, turn)
             record.steps += steps
             record.num_turns += bool(steps)
+            _take_down(record.transcript, turn, [step.result for step in steps if step.result])
             if not steps or any(step.result is None or step.result.done for step in steps):
+                record.end = "done" if any(step.result and step.result.done for step in steps) else "answered"
                 break
     except EnvironmentFailure as failure:
         record.failure = str(failure)
@@ -81,12 +99,29 @@ async def _answers(thread: EnvironmentThread, name: str, turn: ScriptedTurn) -> 
     if turn.calls:
         results = await thread.call(name, turn.calls)
         return [
-            PlayedStep(call[0], as_json(call[1]), result, told)
+            PlayedStep(call[0], as_json(call[1]), result, told, is_call=True)
             for call, result, told in zip(turn.calls, results, recorded[: len(results)], strict=True)
         ]
     if not thread.has_reply:
         return []
     return [PlayedStep("reply", turn.content, await thread.reply(name, turn.content), recorded[0])]
+
+
+def _take_down(transcript: TranscriptWriter, turn: ScriptedTurn, results: Sequence[CallResult]) -> None:
+    """What was said to a turn. A call that no model can make counts as one that could not be read."""
+    for result in results:
+        transcript.add_reward(result.reward)
+        if not turn.calls:
+            transcript.add_message(result.text)
+    asked = [
+        ToolCall(name, arguments)
+        if isinstance(arguments, Mapping) and result.error != "unknown"
+        else BadCall(name, result.text)
+        for (name, arguments), result in zip(turn.calls, results, strict=False)
+    ]
+    made = [result for call, result in zip(asked, results, strict=False) if isinstance(call, ToolCall)]
+    if asked:
+        transcript.add_calls(asked, made, [result.text for result in results])
 
 
 def difference(first: PlayedEpisode, second: PlayedEpisode) -> tuple[str, str] | None:

@@ -48,6 +48,7 @@ class PythonSession(Environment):
         self._unsafe = unsafe
         self._session: SandboxSession | None = None
         self._turn = asyncio.Lock()  # calls of one turn arrive together, in their order
+        self._is_closed = False
 
     @classmethod
     def prepare(cls, *, unsafe: bool = False, **arguments: object) -> None:
@@ -64,6 +65,8 @@ class PythonSession(Environment):
             code: the code of this step; it may use what earlier calls have defined
         """
         async with self._turn:
+            if self._is_closed:  # while the call waited
+                raise RuntimeError("the episode has ended")
             self._session = self._session or SandboxSession(self._limits, self.seed, unsafe=self._unsafe)
             try:
                 outcome = await self._session.run(code)
@@ -74,7 +77,8 @@ class PythonSession(Environment):
         return _told_cell(outcome, self._limits.wall_s)
 
     async def close(self) -> None:
-        """End the interpreter."""
+        """End the interpreter; calls that wait do not start another."""
+        self._is_closed = True
         if self._session:
             await self._session.close()
 

@@ -166,7 +166,7 @@ class Sample:
     cached_tokens, of an episode's turn alone: of its context, those in the engine's prefix cache.
     Of an episode alone: prompt_ids, if not the group's; trained_T, of the response, whether the model sampled the token
     (None: all); token_rewards_T, of the response, the reward of each turn at its last sampled token, beside that of the
-    whole (None: 0); more_rows, after the first; facts, once ended; transcript; open_episode, once left open.
+    whole (None: 0); more_rows, after the first; facts, once ended; transcript, whole while it is open; open_episode.
     """
 
     response_ids_T: IntArray

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -170,6 +171,25 @@ def test_turns_of_a_file_are_played(folder: Path) -> None:
     assert done.exit_code == 0, done.output
     assert 'calculate {"expression": "6*7"}: 42 (' in done.stdout
     assert "reward of rows.jsonl:1 for '0', answer '0': 1, correct" in done.stdout
+
+
+def test_a_reward_function_gets_the_episode(folder: Path) -> None:
+    """The example of docs/rewards.md, which looks for the answer among the results of the calls."""
+    page = (Path(__file__).parents[2] / "docs/rewards.md").read_text(encoding="utf-8")
+    example = next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "episode[" in block)
+    shown = "\n\ndef shown(*arguments, episode):\n    open('seen', 'w').write(__import__('json').dumps(episode))\n"
+    (folder / "page_rewards.py").write_text(example + shown + "    return score(*arguments, episode=episode)\n")
+    write(folder / "rows.jsonl", [{"prompt": "q", "answer": "42"}])
+    turns = [call("calculate", expression="6*7"), call("calculate", number=6), call("gone"), {"content": "42"}]
+    write(folder / "turns.jsonl", [turns])
+    done = run(*command(CALCULATE), "reward.function=page_rewards:shown", "--turns", "turns.jsonl")
+    assert done.exit_code == 0, done.output
+    assert "reward of rows.jsonl:1 for '42', answer '42': 0.97, correct" in done.stdout
+    episode = json.loads((folder / "seen").read_text())
+    assert (episode["calls"], episode["call_errors"], episode["end"]) == (3, 2, "answered") and episode["tool_s"] > 0
+    made = [(one["arguments"], one["error"]) for turn in episode["turns"] for one in turn["calls"]]
+    assert made == [({"expression": "6*7"}, None), ({"number": 6}, "arguments"), (None, "bad_call")]
+    assert [turn["text"] for turn in episode["turns"]] == ["", "", "", "42"]
 
 
 def test_demonstrations_are_compared_with_what_the_tools_give(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -13,6 +14,8 @@ import pytest
 from megarl.environments.python import PythonSession
 from megarl.rollout.environments.loading import load_environment
 from megarl.rollout.sandbox import sandbox
+from megarl.rollout.sandbox.sandbox import SandboxLimits
+from megarl.rollout.sandbox.session import SandboxSession
 from megarl.types import UserFault
 
 PATH = "megarl.environments.python:PythonSession"
@@ -141,6 +144,35 @@ def test_a_call_that_is_given_up_leaves_no_process() -> None:
         return await one.python("'x' in globals()")
 
     assert play(scenario, session()) == "False"
+
+
+def test_a_call_that_waits_does_not_outlive_the_episode() -> None:
+    """Its interpreter would be ended by nobody: the thread that it leaves keeps it alive."""
+    thread = "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,)).start()"
+
+    async def scenario(one: PythonSession) -> list[Any]:
+        await one.python("x = 1")
+        calls = [asyncio.ensure_future(one.python(code)) for code in ("import time\ntime.sleep(1000)", thread, thread)]
+        await asyncio.sleep(0)  # the first has the interpreter, and the others wait for it
+        await one.close()
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    ended, *waited = play(scenario, session())
+    assert ended == f"Python has ended. {LOST}"
+    assert [str(error) for error in waited if isinstance(error, RuntimeError)] == ["the episode has ended"] * 2
+
+
+def test_an_interpreter_that_nobody_closes_ends_and_leaves_no_descriptor() -> None:
+    async def forget() -> None:
+        one = SandboxSession(SandboxLimits(wall_s=LONG_S), 0)
+        await one.run("import threading, time\nthreading.Thread(target=time.sleep, args=(1000,)).start()")
+
+    before, files = set(psutil.Process().children(recursive=True)), psutil.Process().num_fds()
+    for _ in range(2):
+        asyncio.run(forget())
+        gc.collect()
+    assert not set(psutil.Process().children(recursive=True)) - before
+    assert psutil.Process().num_fds() <= files
 
 
 def test_a_cell_that_forks_or_hides_its_streams_is_one_cell() -> None:

@@ -22,8 +22,9 @@ OVERLAYS = sorted((ROOT / "recipes" / "overlays").glob("*.yaml"))
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_shipped_recipes_and_overlays_are_told_nothing(path: Path) -> None:
-    for overlays in ([], *([str(overlay)] for overlay in OVERLAYS if path != QUICKSTART)):
-        assert recipe_notes(load_recipe(path, overlays)) == [], overlays
+    overlays = [one for one in OVERLAYS if "kimi_k2" in path.stem or not one.stem.endswith("kimi_k2")]
+    for over in ([], *([str(overlay)] for overlay in overlays if path != QUICKSTART)):
+        assert recipe_notes(load_recipe(path, over)) == [], over
 
 
 def test_a_recipe_as_a_run_writes_it_is_told_nothing(tmp_path: Path) -> None:

@@ -66,16 +66,18 @@ class AgentThread:
         handler: ChatHandler,
         access: Access | None,
         timeout_s: float,
+        on_begin: Callable[[], object] = lambda: None,
     ) -> Verdict | None:
         """Run the agent on a row, whose prompt are these messages: its verdict, or None where it gives none.
 
         None too where the agent has let EpisodeOver pass. `handler.answer` runs in the caller's loop, several at once,
         and is cancelled and awaited before this returns or raises. timeout_s: from the time that a process begins with
-        the agent. Raises AgentFailure, what the handler raises beside ChatRefused and EpisodeOver, and UserFault when
-        the processes cannot be started again.
+        the agent; on_begin: is called then in the caller's loop, and again where it begins anew. Raises AgentFailure,
+        what the handler raises beside ChatRefused and EpisodeOver, and UserFault when the processes cannot be started
+        again.
         """
         message = [dict(row), [*map(dict, prompt)], seed, access and [access.url, access.key, access.socket]]
-        requests = _CallerRequests(handler, partial(self._thread.call_soon, self._workers.answer))
+        requests = _CallerRequests(handler, partial(self._thread.call_soon, self._workers.answer), on_begin)
         running = self._workers.run(message, timeout_s, requests, has_asked=access is not None)
         work = asyncio.ensure_future(self._thread.run(running))
         requests.on_fault = work.cancel
@@ -101,15 +103,18 @@ class AgentThread:
 class _CallerRequests:
     """Answers the requests of one run in the loop in which it was made: a `RequestHandler`."""
 
-    def __init__(self, handler: ChatHandler, reply: _Reply) -> None:
-        """reply: hands an answer to the thread of the processes."""
-        self._handler, self._reply = handler, reply
+    def __init__(self, handler: ChatHandler, reply: _Reply, on_begin: Callable[[], object]) -> None:
+        """reply: hands an answer to the thread of the processes. on_begin: as of `AgentThread.run`."""
+        self._handler, self._reply, self._on_begin = handler, reply, on_begin
         self._loop = asyncio.get_running_loop()
         self._open: dict[int, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
         self.fault: BaseException | None = None
         self.on_fault: Callable[[], object] = lambda: None
+
+    def begun(self) -> None:
+        self._call_soon(self._on_begin)
 
     def ask(self, run: AgentRun, request: int, content: ChatRequest) -> None:
         self._call_soon(self._begin, run, request, content)

@@ -25,6 +25,10 @@ Outcome = Literal["answer", "refused", "over"]
 class RequestHandler(Protocol):
     """Takes the requests of one run. It must not wait: the loop of all processes calls it."""
 
+    def begun(self) -> None:
+        """A process begins with the run, perhaps anew."""
+        ...
+
     def ask(self, run: AgentRun, request: int, content: ChatRequest) -> None:
         """Answer a request later, by `AgentWorkers.answer`."""
         ...
@@ -165,6 +169,7 @@ class AgentWorkers(WorkerPool[AgentProcess]):
             run.host = min(ready, key=lambda worker: len(worker.in_flight))
             run.host.in_flight[run.number] = run
             run.began, run.begins = self._loop.time(), run.begins + 1
+            run.requests.begun()
             run.host.write(run.line)
         self._set_timer()
 

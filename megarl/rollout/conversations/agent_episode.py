@@ -51,7 +51,8 @@ class AgentEpisode:
     def __init__(self, rows: EpisodeRows, tool_sets: ToolSets, config: EpisodeConfig) -> None:
         self._rows, self._tool_sets, self._config = rows, tool_sets, config
         self._threads: list[_Thread] = []
-        self._in_flight, self._idle_since = 0, time.monotonic()
+        self._num_asked, self._in_flight = 0, 0  # requests that are open, and those of them that have a turn
+        self._idle_since: float | None = None  # None: the agent has not begun
         self._over: tuple[EpisodeEnd, str] | None = None
         self._cut_by: EpisodeEnd | None = None  # why the last turn has no end
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -80,6 +81,10 @@ class AgentEpisode:
         """The agent has failed."""
         self.stop("agent", "the agent has failed")
 
+    def begin(self) -> None:
+        """The agent begins, perhaps anew: its time counts from now on."""
+        self._idle_since = time.monotonic()
+
     async def close(self) -> None:
         """The agent has ended: requests in flight are cancelled, and no further one is answered."""
         self._count_idle()
@@ -96,11 +101,8 @@ class AgentEpisode:
         task.add_done_callback(self._tasks.discard)
         try:
             self._check_over()
-            tools = await asyncio.to_thread(self._tool_sets.of, request.tools)
-            messages = await asyncio.to_thread(checked, request.messages, tools.splice.template)
-            self._check_turns()
             with self._asking():
-                return await self._turn(await self._thread(messages, tools), messages)
+                return await self._answered(request)
         except BadMessages as bad:
             raise ChatRefused(str(bad)) from bad
         except (ChatRefused, EpisodeOver):
@@ -115,15 +117,25 @@ class AgentEpisode:
     def _asking(self) -> Iterator[None]:
         """The time in which no request is in flight is the agent's own."""
         self._count_idle()
-        self._in_flight += 1
+        self._num_asked += 1
         try:
             yield
         finally:
-            self._in_flight -= 1
+            self._num_asked -= 1
             self._idle_since = time.monotonic()
 
+    async def _answered(self, request: ChatRequest) -> ChatAnswer:
+        tools = await asyncio.to_thread(self._tool_sets.of, request.tools)
+        messages = await asyncio.to_thread(checked, request.messages, tools.splice.template)
+        self._check_turns()
+        self._in_flight += 1
+        try:
+            return await self._turn(await self._thread(messages, tools), messages)
+        finally:
+            self._in_flight -= 1
+
     def _count_idle(self) -> None:
-        if not self._in_flight:
+        if not self._num_asked and self._idle_since is not None:
             self._rows.tally.tool_s += time.monotonic() - self._idle_since
 
     def _check_turns(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any, Protocol
 
@@ -31,6 +31,7 @@ class AgentClient(Protocol):
         handler: ChatHandler,
         access: Access | None,
         timeout_s: float,
+        on_begin: Callable[[], object] = ...,
     ) -> Verdict | None: ...
 
 
@@ -84,7 +85,8 @@ class AgentRunner:
         messages = chat_messages(prompt.messages)
         access = self._endpoint.open(episode) if self._endpoint else None
         try:
-            return await self._agents.run(prompt.row, messages, seed, episode, access, self._config.timeout_s)
+            timeout_s = self._config.timeout_s
+            return await self._agents.run(prompt.row, messages, seed, episode, access, timeout_s, episode.begin)
         except AgentTimeout as late:
             episode.stop("timeout", str(late))
         except AgentFailure as failure:

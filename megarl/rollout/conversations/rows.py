@@ -296,13 +296,15 @@ class EpisodeRows:
             tally.begun_anew,
             self._sampling.group_seed,
         )
-        return self._sample(text=text, finished=end in ENDS_BY_ITSELF, facts=facts)
+        said = tally.transcript.transcript()
+        return self._sample(text=text, finished=end in ENDS_BY_ITSELF, facts=facts, transcript=said)
 
     def open_sample(self, opened: EpisodeProgress) -> Sample:
         """The episode as a phase leaves it; opened: without account and digests, which the rows have."""
         digests = tuple(one.digest.hex() for one in self._asked())
         opened = replace(opened, account=self.tally.account, digests=digests)
-        return self._sample(text="", finished=False, is_open=True, open_episode=opened)
+        said = self.tally.transcript.entries
+        return self._sample(text="", finished=False, is_open=True, open_episode=opened, transcript=said)
 
     def _asked(self) -> list[Conversation]:
         """The conversations that have turns; the first or an empty one where none has."""
@@ -323,7 +325,6 @@ class EpisodeRows:
             trained_T=first.trained_T,
             token_rewards_T=first.token_rewards_T,
             more_rows=tuple(more),
-            transcript=self.tally.transcript.transcript(),
             **fields,
         )
 

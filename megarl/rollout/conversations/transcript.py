@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from itertools import accumulate
 from typing import Any, Literal
@@ -20,7 +20,7 @@ _DEEPEST = 16  # levels of arguments that are kept as values
 
 
 class TranscriptWriter:
-    """Takes down an episode as it happens. begun: what a phase before has taken down."""
+    """Takes down an episode as it happens. begun: the entries of the phases before."""
 
     def __init__(self, begun: Sequence[TranscriptEntry] = ()) -> None:
         self._entries = deepcopy(list(begun))
@@ -40,12 +40,17 @@ class TranscriptWriter:
         results, found = iter(made), self._entries[-1]["calls"]
         for call, text in zip(calls, told, strict=True):
             is_made = isinstance(call, ToolCall)
-            arguments, error = (dict(call.arguments), next(results).error) if is_made else (None, "bad_call")
+            arguments, error = (_json_value(call.arguments), next(results).error) if is_made else (None, "bad_call")
             found.append({"name": call.name, "arguments": arguments, "result": text, "error": error})
 
     def add_reward(self, reward: float) -> None:
         """The reward of the last turn."""
         self._entries[-1]["reward"] += reward
+
+    @property
+    def entries(self) -> Transcript:
+        """All of it as JSON, nothing shortened: what a further phase goes on with."""
+        return tuple(self._entries)
 
     def transcript(self) -> Transcript:
         """All entries with their long texts shortened; entries of the middle are left out where that is not enough."""
@@ -78,16 +83,22 @@ def _shortened(entry: TranscriptEntry, longest: int) -> TranscriptEntry:
     return {"role": entry["role"], "text": cut(entry["text"], longest), "calls": calls, "reward": entry["reward"]}
 
 
-def _short_arguments(arguments: Any, longest: int) -> Any:
-    """The value; its text, shortened, where it is long, deeply nested, or has numbers that JSON has not."""
+def _json_value(arguments: Mapping[str, Any]) -> Any:
+    """The arguments of a call; a text where they are deeply nested, or have numbers that JSON has not."""
     if (depth := _depth(arguments)) > _DEEPEST:  # whoever writes it again may have less room on the stack
         return f"[arguments nested in {depth} levels]"
     try:
-        if len(json.dumps(arguments, allow_nan=False)) <= longest:
-            return arguments
+        json.dumps(arguments, allow_nan=False)
     except ValueError:  # NaN or an infinity
-        pass
-    return cut(json_line(arguments), longest)
+        return json_line(arguments)
+    return dict(arguments)
+
+
+def _short_arguments(arguments: Any, longest: int) -> Any:
+    """The value; its text, shortened, where it is long."""
+    if isinstance(arguments, str):
+        return cut(arguments, longest)
+    return arguments if len(json.dumps(arguments)) <= longest else cut(json_line(arguments), longest)
 
 
 def _depth(value: Any) -> int:

@@ -35,8 +35,14 @@ def from_json(text: str, row: Mapping[str, Any], seed: int) -> list[Together]:
 
 
 def is_interrupted(result: JobResult) -> bool:
-    """Whether it is not known how far an operation came: a replay leaves it out."""
+    """Whether it is not known how far an operation came. The instance is replaced, and a replay leaves it out."""
     return isinstance(result, JobFailure) and result.kind in ("timeout", "memory", "ended")
+
+
+def function_of(operation: Operation) -> str:
+    """The name of the user's function that an operation calls."""
+    kind = operation[0]
+    return operation[1] if kind == "call" else "reset" if kind == "open" else kind
 
 
 def timeless(result: JobResult) -> JobResult:

@@ -31,8 +31,9 @@ class Environment:
     begin with an underscore. The constructor gets `episode.arguments` as keywords, and so does `prepare`.
 
     The process of an instance may be ended at any time: because another episode's call hung, died or took too much
-    memory. A new instance then gets the same arguments, seed and row, and the same calls; each must have the outcome
-    that it had before. Whatever is random must therefore come from `seed`, for example `random.Random(self.seed)`.
+    memory. An instance whose own call was cancelled, and may be half done, is closed. A new instance then gets the same
+    arguments, seed and row, and the same calls but for that one; each must have the outcome that it had before.
+    Whatever is random must therefore come from `seed`, for example `random.Random(self.seed)`.
     """
 
     replayable: ClassVar[bool] = True
@@ -67,5 +68,5 @@ class Environment:
         return None
 
     def close(self) -> None | Awaitable[None]:
-        """Free what the instance holds, at the episode's end. Not called where its process was ended."""
+        """Free what the instance holds, when it is not needed any more. Not called where its process was ended."""
         return None

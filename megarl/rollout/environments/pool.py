@@ -5,10 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megarl.rollout.environments.history import Operation, Together, from_json, is_interrupted, timeless, to_json
+from megarl.rollout.environments.history import (
+    Operation,
+    Together,
+    from_json,
+    function_of,
+    is_interrupted,
+    timeless,
+    to_json,
+)
 from megarl.rollout.environments.results import CallResult
 from megarl.rollout.environments.workers import (
     EnvironmentProcess,
@@ -17,12 +25,15 @@ from megarl.rollout.environments.workers import (
     JobFailure,
     JobResult,
     Offer,
+    call_result,
+    sentence,
+    unknown,
 )
 from megarl.rollout.rewards import Verdict
 from megarl.rollout.workers.process import Lost
 from megarl.types import UserFault
 
-_ENDED = "its process has ended, and"
+_MADE_ANEW = "its state had to be made anew, and"
 _NOT_REPLAYABLE = "it cannot be replayed"
 _NO_HISTORY = "[]"  # of functions, which have no state
 
@@ -50,14 +61,17 @@ class PoolCounts:
 
 @dataclass
 class _Episode:
-    """One attempt at a row. history: the operations done so far with their results, those done together in a list."""
+    """One attempt at a row. history: the operations done so far with their results, those done together in a list.
+    is_spoiled: one was cut or given up, and nobody knows the instance's state. turn: held by operations to their end."""
 
     row: Mapping[str, Any]
     seed: int
     instance: int
     worker: EnvironmentProcess | None = None
+    is_spoiled: bool = False
     history: list[Together] = field(default_factory=list)
     failure: str = ""
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class EnvironmentPool:
@@ -148,7 +162,7 @@ class EnvironmentPool:
             if not await self._replay(opened, alone=False):
                 await self._restore(opened)
         except BaseException:
-            self._close_later(episode)
+            self._close_later(self._episodes.pop(episode))
             raise
         return len(opened.history)
 
@@ -158,11 +172,9 @@ class EnvironmentPool:
         known = [index for index, (name, _) in enumerate(calls) if name in self.offer.names]
         results = await self._perform(opened, [("call", *calls[index]) for index in known])
         found = dict(zip(known, results, strict=True))
-        names = ", ".join(sorted(self.offer.names)) or "none"
+        tools = ", ".join(sorted(self.offer.names)) or "none"
         return [
-            _call_result(name, found[index])
-            if index in found
-            else CallResult(f"There is no tool {name!r}. The tools are: {names}.", error="unknown")
+            call_result(name, found[index]) if index in found else unknown(name, tools)
             for index, (name, _) in enumerate(calls)
         ]
 
@@ -182,7 +194,7 @@ class EnvironmentPool:
                 return None
             (result,) = await self._perform(opened, [("reward",)])
             if isinstance(result, JobFailure):
-                raise self._failure(opened, _sentence("reward", result))
+                raise self._failure(opened, sentence("reward", result))
             return result if isinstance(result, Verdict) else None
         finally:
             await self.drop(episode)
@@ -193,9 +205,9 @@ class EnvironmentPool:
         operations: how many of `open`, `call` and `reply` have had a result; a further one was given up, perhaps an
         `open` before it had begun. Does not wait for it, nor for `close`.
         """
-        if (left := self._episodes.get(episode)) is None:
+        if (left := self._episodes.pop(episode, None)) is None:
             return None
-        self._close_later(episode)
+        self._close_later(left)
         if self._settings.environment is None:
             return _NO_HISTORY
         return to_json(left.history[:operations]) if self.is_replayable else None
@@ -217,9 +229,9 @@ class EnvironmentPool:
         self._episodes[episode] = added = _Episode(row, seed, self._num_opened)
         return added
 
-    def _close_later(self, episode: str) -> None:
-        """End an episode without waiting for its process, which a call may hold."""
-        task = asyncio.create_task(self._close_quietly(self._episodes.pop(episode)))
+    def _close_later(self, dropped: _Episode) -> None:
+        """Close an instance without waiting for its process, which a call may hold."""
+        task = asyncio.create_task(self._close_quietly(dropped))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
@@ -240,19 +252,31 @@ class EnvironmentPool:
             raise EnvironmentFailure(opened.failure)
         return opened
 
-    def _place(self, episode: _Episode) -> EnvironmentProcess:
+    def _place(self, episode: _Episode) -> None:
         """Give the episode to the process with the fewest."""
         episode.worker = self._workers.least_busy()
         episode.worker.instances += 1
-        return episode.worker
+
+    def _replace(self, episode: _Episode) -> None:
+        """Give the episode another instance."""
+        self._close_later(replace(episode))
+        self._num_opened += 1
+        episode.instance, episode.is_spoiled = self._num_opened, False
+        self._place(episode)
 
     async def _perform(self, episode: _Episode, operations: Sequence[Operation]) -> list[JobResult]:
-        """Do operations together, and write them into the history."""
-        try:
-            return await self._results(episode, operations)
-        except ReplayFailure as error:
-            self._num_lost += 1
-            raise self._failure(episode, f"{_ENDED} {error}") from None
+        """Do operations together, and write them into the history, unless they are given up."""
+        async with episode.turn:
+            num_done = len(episode.history)
+            try:
+                return await self._results(episode, operations)
+            except ReplayFailure as error:
+                self._num_lost += 1
+                raise self._failure(episode, f"{_MADE_ANEW} {error}") from None
+            except asyncio.CancelledError:
+                del episode.history[num_done:]
+                episode.is_spoiled = self.is_replayable
+                raise
 
     async def _results(self, episode: _Episode, operations: Sequence[Operation]) -> list[JobResult]:
         """Operations whose process ends without their being to blame are done once more, after a replay, alone where
@@ -269,7 +293,9 @@ class EnvironmentPool:
                     alone |= {index} if result.is_suspect else set()
                     continue
                 results[index] = result
-                if not is_interrupted(result):
+                if is_interrupted(result):
+                    episode.is_spoiled = self.is_replayable
+                else:
                     done[index] = (operations[index], result)
         if episode.worker is not None and episode.worker.is_gone and not self.is_replayable:
             raise ReplayFailure(_NOT_REPLAYABLE)
@@ -278,7 +304,7 @@ class EnvironmentPool:
     async def _do(self, episode: _Episode, operation: Operation, *, alone: bool = False) -> JobResult:
         kind, *rest = operation
         message = [kind, episode.instance, *rest]
-        is_plain = _function_of(operation) not in self.offer.is_async
+        is_plain = function_of(operation) not in self.offer.is_async
         try:
             return await self._workers.do(message, is_plain=is_plain, worker=episode.worker, alone=alone)
         except (TypeError, ValueError, RecursionError) as error:
@@ -287,15 +313,15 @@ class EnvironmentPool:
             raise self._failure(episode, f"the row cannot be sent to its process ({error})") from None
 
     async def _restore(self, episode: _Episode) -> None:
-        """Make the state of an episode anew, in another process, if its process has ended."""
+        """Make the state of an episode anew, in another instance, if its process has ended or it is spoiled."""
         alone = False
-        while episode.worker is not None and episode.worker.is_gone:
-            if not any(episode.history):  # not even reset has been done
-                self._place(episode)
-                return
-            if not self.is_replayable:
+        while episode.worker is not None and (episode.worker.is_gone or episode.is_spoiled):
+            has_begun = any(episode.history)
+            if has_begun and not self.is_replayable:
                 raise ReplayFailure(_NOT_REPLAYABLE)
-            self._place(episode)
+            self._replace(episode)
+            if not has_begun:  # not even reset has been done
+                return
             if await self._replay(episode, alone=alone):
                 self._num_replayed += 1
                 return
@@ -303,13 +329,6 @@ class EnvironmentPool:
 
     async def _replay(self, episode: _Episode, *, alone: bool) -> bool:
         """Whether the whole history was done again; False: the process has ended. Raises ReplayFailure."""
-        try:
-            return await self._is_replayed(episode, alone=alone)
-        except asyncio.CancelledError:
-            self._failure(episode, "its state was not made again to the end")
-            raise
-
-    async def _is_replayed(self, episode: _Episode, *, alone: bool) -> bool:
         for done in list(episode.history):
             steps = [done[index] for index in sorted(done)]
             waits = [self._do(episode, operation, alone=alone) for operation, _ in steps]
@@ -317,34 +336,15 @@ class EnvironmentPool:
                 if isinstance(now, Lost):
                     return False
                 if timeless(now) != timeless(before):
-                    raise ReplayFailure(f"{_function_of(operation)} gave another result in the replay")
+                    raise ReplayFailure(f"{function_of(operation)} gave another result in the replay")
         return True
 
     def _text(self, episode: _Episode, name: str, result: JobResult) -> CallResult:
         if isinstance(result, CallResult):
             return result
-        words = _sentence(name, result) if isinstance(result, JobFailure) else f"{name} gave no text"
+        words = sentence(name, result) if isinstance(result, JobFailure) else f"{name} gave no text"
         raise self._failure(episode, words)
 
     def _failure(self, episode: _Episode, words: str) -> EnvironmentFailure:
         episode.failure = episode.failure or words
         return EnvironmentFailure(words)
-
-
-def _function_of(operation: Operation) -> str:
-    """The name of the user's function that an operation calls."""
-    kind = operation[0]
-    return operation[1] if kind == "call" else "reset" if kind == "open" else kind
-
-
-def _call_result(name: str, result: JobResult) -> CallResult:
-    """A call's result for the model."""
-    if isinstance(result, CallResult):
-        return result
-    assert isinstance(result, JobFailure)
-    words = result.words if result.kind in ("raised", "arguments") else f"{name} {result.words}."
-    return CallResult(words, error=result.kind, seconds=result.seconds)
-
-
-def _sentence(name: str, failure: JobFailure) -> str:
-    return f"{name} raised {failure.words}" if failure.kind == "raised" else f"{name} {failure.words}"

@@ -54,6 +54,25 @@ class JobFailure:
 JobResult = CallResult | Verdict | JobFailure | Lost | None
 
 
+def call_result(name: str, result: JobResult) -> CallResult:
+    """A call's result for the model."""
+    if isinstance(result, CallResult):
+        return result
+    assert isinstance(result, JobFailure)
+    words = result.words if result.kind in ("raised", "arguments") else f"{name} {result.words}."
+    return CallResult(words, error=result.kind, seconds=result.seconds)
+
+
+def unknown(name: str, tools: str) -> CallResult:
+    """The result of a call of a tool that there is not."""
+    return CallResult(f"There is no tool {name!r}. The tools are: {tools}.", error="unknown")
+
+
+def sentence(name: str, failure: JobFailure) -> str:
+    """What the function of this name did."""
+    return f"{name} raised {failure.words}" if failure.kind == "raised" else f"{name} {failure.words}"
+
+
 @dataclass(kw_only=True)
 class EnvironmentJob(Job):
     """An operation of the worker. is_plain: it keeps the process's main thread."""

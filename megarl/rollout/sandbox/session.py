@@ -8,6 +8,7 @@ import secrets
 import socket
 import subprocess
 import tempfile
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,21 +56,22 @@ class SandboxSession:
         self._limits, self._seed = limits, seed
         self._stream: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True) if unsafe else None
-        self._first: int | None = None
         self._is_closed = False
         self._socket, theirs = socket.socketpair()
         with theirs:
-            self._process = self._started(theirs.fileno())
+            process, first = self._started(theirs.fileno())
+        self._end = weakref.finalize(self, end_program, process, first)  # also where nobody closes it
+        self._end.atexit = False  # a copy of this process that ends must not end it
 
-    def _started(self, end: int) -> subprocess.Popen[bytes]:
+    def _started(self, end: int) -> tuple[subprocess.Popen[bytes], int | None]:
+        """The process, and the first of its namespace."""
         if self._folder:
-            return start_unsafe(_PROGRAM, self._limits, self._folder.name, end, end, _HASH_SEED)
+            return start_unsafe(_PROGRAM, self._limits, self._folder.name, end, end, _HASH_SEED), None
         # Not by thread: many interpreters are started by one.
         uid = bubblewrap.uid(secrets.randbits(32))
         process, info = start_isolated(_PROGRAM, self._limits, uid, end, end, _HASH_SEED)
         with info:
-            self._first = first_of_namespace(process.pid, info.fileno(), self._limits.wall_s)
-        return process
+            return process, first_of_namespace(process.pid, info.fileno(), self._limits.wall_s)
 
     async def run(self, code: str) -> CellOutcome:
         """Run a cell, one at a time. After an outcome that is not alive, or a cancellation, the session is closed."""
@@ -108,7 +110,7 @@ class SandboxSession:
         if self._stream:
             self._stream[1].transport.abort()
         self._socket.close()
-        await asyncio.to_thread(end_program, self._process, self._first)
+        await asyncio.to_thread(self._end)
         if self._folder:
             self._folder.cleanup()
 

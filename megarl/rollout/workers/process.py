@@ -20,6 +20,10 @@ import psutil
 
 _PF_EXITING = 0x4  # Linux, include/linux/sched.h
 _SOON_S, _LATE_S, _POLL_S = 0.2, 30.0, 0.01  # how long to wait for an exit that has not begun, and that has
+# Of the run alone: whoever has Ray's token can run code in its processes, and the others are its trackers'.
+_SECRETS_OF_RUN = (
+    "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"
+)  # fmt: skip
 EndKind = Literal["timeout", "memory", "ended"]
 
 
@@ -60,7 +64,8 @@ class WorkerProcess:
         """module: run as `python -m`; spec: its first message. Raises OSError when no process can be started."""
         self._spec, self._longest_line_bytes = spec, longest_line_bytes
         self._socket, theirs = socket.socketpair()
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        python_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        environment = {**_environment(as_line(spec)), "PYTHONPATH": python_path}
         command = [sys.executable, "-P", "-m", module]
         try:
             with theirs:
@@ -151,6 +156,12 @@ def describe_exit(code: int) -> str:
         return f"killed by {signal.Signals(-code).name}"
     except ValueError:  # a real-time signal
         return f"killed by signal {-code}"
+
+
+def _environment(spec: bytes) -> dict[str, str]:
+    """This process's, without the secrets of the run, but for those that an argument in the spec names (`key_env`)."""
+    kept = [name for name in _SECRETS_OF_RUN if as_line(name).strip() in spec]
+    return {name: value for name, value in os.environ.items() if name not in _SECRETS_OF_RUN or name in kept}
 
 
 def _is_exiting(pid: int) -> bool:

@@ -143,6 +143,26 @@ def test_a_process_has_many_runs_and_the_others_wait(agents: Agents) -> None:
     assert asyncio.run(scenario()) == AT_ONCE
 
 
+def test_it_is_told_when_a_run_begins(agents: Agents) -> None:
+    """Not while it waits for a place in a process."""
+
+    async def scenario() -> None:
+        handler, begun = Scripted(), list[int]()
+
+        def run(number: int) -> asyncio.Task[Any]:
+            row, began = {"do": "together", "names": ["never"]}, lambda: begun.append(len(handler.requests))
+            return asyncio.ensure_future(agents.thread.run(row, [], number, handler, None, 60.0, began))
+
+        runs = [run(number) for number in range(AT_ONCE + 1)]
+        await handler.until(lambda: handler.open == AT_ONCE)
+        assert len(begun) == AT_ONCE and begun[0] == 0, "before its first request"
+        for one in runs:
+            one.cancel()
+        await asyncio.wait(runs)
+
+    asyncio.run(scenario())
+
+
 def test_what_agents_print_goes_to_standard_error(capfd: pytest.CaptureFixture[str], build: Build) -> None:
     """At once: the process is killed when it is not needed any more."""
     assert asyncio.run(build().run("print")) == 1.0

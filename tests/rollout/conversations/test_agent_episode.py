@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from megarl.rollout import accounting
 from megarl.rollout.agents.chat import ChatAnswer, ChatRefused, ChatRequest, EpisodeOver
 from megarl.rollout.conversations import agent_episode
 from megarl.rollout.conversations.agent_episode import AgentEpisode
-from megarl.rollout.conversations.agent_tools import ToolSets
+from megarl.rollout.conversations.agent_tools import ToolSet, ToolSets
 from megarl.rollout.conversations.rows import EpisodeRows
 from megarl.rollout.sglang.arguments import Sampling
 from megarl.types import Prompt, Sample, SamplePart
@@ -397,3 +398,28 @@ def test_the_transcript_has_each_message_once() -> None:
     assert len(sample.rows) == 2
     entries = [(entry["role"], entry["text"]) for entry in sample.transcript]
     assert entries == [("user", "hi"), ("assistant", "hello"), ("user", "how?"), ("assistant", "so")]
+
+
+def test_the_time_of_an_agent_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither that before it begins, nor that in which its requests are read and answered."""
+    now_s = [0.0]
+    monkeypatch.setattr(agent_episode, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+
+    class Slow(ToolSets):
+        def of(self, schemas: Sequence[Any]) -> ToolSet:
+            now_s[0] += 100
+            return super().of(schemas)
+
+    async def run() -> float:
+        config = EpisodeConfig.model_validate({"agent": "a:b", "max_tokens": 200})
+        rows = EpisodeRows(Script({"hi": "hello"}), "episode-0", Sampling(1, 100, stream=(1, 2)), 0, 200, 200)
+        episode = AgentEpisode(rows, Slow(TOKENIZER, [TOKENIZER.eos_token_id]), config)
+        now_s[0] += 10  # in the queue
+        episode.begin()
+        now_s[0] += 1
+        await asyncio.gather(*(asyncio.create_task(episode.answer(ChatRequest([user("hi")]))) for _ in range(2)))
+        now_s[0] += 2
+        await episode.close()
+        return rows.tally.tool_s
+
+    assert asyncio.run(run()) == 3.0

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megarl.printable import json_line
@@ -103,6 +104,34 @@ def test_a_transcript_has_its_size_whatever_is_said(texts: list[tuple[str, str, 
     left_out = [entry for entry in found if entry["role"] == "left_out"]
     assert len(found) == 2 * len(texts) if not left_out else len(left_out) == 1
     assert (found[0]["role"], found[-1]["role"]) == ("assistant", "user")
+
+
+WORDS = st.text(max_size=3).flatmap(lambda text: st.sampled_from([1, 60, 1500]).map(lambda count: text * count))
+ARGUMENTS = st.dictionaries(
+    st.sampled_from(["a", "b"]), st.one_of(WORDS, st.integers(), st.floats(), st.integers(0, 30).map(nested))
+)
+STEPS = st.tuples(WORDS, st.lists(st.tuples(ARGUMENTS, WORDS), max_size=2), st.floats(-1, 1), st.sampled_from([1, 15]))
+LONG: Any = ("turn", [({"a": "x" * 99}, "y" * 99)], 0.5, 20)
+
+
+@settings(max_examples=40, deadline=None)
+@given(steps=st.lists(STEPS, min_size=1, max_size=6), seed=st.integers(0, 99))
+@example(steps=[LONG] * 40, seed=0)
+def test_an_episode_in_phases_has_the_transcript_of_one_that_is_whole(steps: list[Any], seed: int) -> None:
+    """Wherever it is left open, however often, and also where its progress has been in a file between."""
+    whole, writer, dice = TranscriptWriter(), TranscriptWriter(), random.Random(seed)
+    for text, calls, reward, count in steps:
+        made = [CallResult(result) for _, result in calls] * count
+        asked: list[ToolCall | BadCall] = [ToolCall("say", arguments) for arguments, _ in calls] * count
+        for one in (whole, writer):
+            one.add_turn(text)
+            one.add_reward(reward)
+            one.add_calls(asked, made, [result.text for result in made])
+            one.add_message(text)
+        for _ in range(dice.randrange(3)):
+            entries = writer.entries
+            writer = TranscriptWriter(json.loads(json_line(entries)) if dice.randrange(2) else entries)
+    assert writer.transcript() == whole.transcript()
 
 
 def test_entries_of_the_middle_are_left_out_of_a_very_long_episode() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -31,38 +35,51 @@ with socket.socket(socket.AF_UNIX) as connection:
     key = os.environ["MODEL_KEY"]
     connection.sendall(f"GET /v1/models HTTP/1.0\\r\\nAuthorization: Bearer {key}\\r\\n\\r\\n".encode())
     print(connection.recv(1000).split()[1])
+print("SECRET" in os.environ)
 """
 
 
 @pytest.mark.slow
-def test_the_example_asks_without_network(endpoint: ChatEndpoint, tmp_path: Path, isolation: None) -> None:
-    (client,) = re.findall(r"^```python\n(# my_client.py\n.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-    (line,) = re.findall(r"^bwrap .*$", PAGE, re.MULTILINE)
-    assert line.endswith('--tmpfs /tmp --bind "$SOCKET" /tmp/model -- python my_client.py')
+def test_the_example_asks_without_network(
+    endpoint: ChatEndpoint, tmp_path: Path, isolation: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, agent = re.findall(r"^```python\n(# my_(?:client|sandbox).py\n.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     script = tmp_path / "my_client.py"
     script.write_text(client + PROBE)
     handler = Scripted(say("Six."))
     access = endpoint.open(handler)
     host, _, port = access.url.removeprefix("http://").removesuffix("/v1").partition(":")
-    given = {"MODEL_URL": access.url, "MODEL_KEY": access.key, "MODEL_SOCKET": "/tmp/model", "PATH": os.environ["PATH"]}
-    given |= {"HOST": host, "PORT": port, "FOLDER": os.path.dirname(access.socket)}
-    started = command(line, access.socket, script)
-    found = subprocess.run(started, env=given, capture_output=True, text=True, timeout=2 * WAIT_S)
-    assert found.stdout.splitlines() == ["Six.", "ConnectionRefusedError False", "b'200'"], found.stderr
+    more = {"HOST": host, "PORT": port, "FOLDER": os.path.dirname(access.socket)}
+    monkeypatch.setenv("SECRET", "of the user")
+    ended: list[subprocess.CompletedProcess[str]] = []
+
+    async def run(*words: str, env: dict[str, str]) -> SimpleNamespace:
+        """In place of asyncio's."""
+        assert "my_client.py" in words and not any(access.key in word for word in words)
+        settings = {"capture_output": True, "text": True, "timeout": 2 * WAIT_S}
+        ended.append(await asyncio.to_thread(subprocess.run, command(words, script), env=env | more, **settings))
+        return SimpleNamespace(wait=lambda: asyncio.sleep(0))
+
+    names: dict[str, Any] = {}
+    exec(agent, names)
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", run)
+    asyncio.run(names["run"](access, {}))
+    (found,) = ended
+    assert found.stdout.splitlines() == ["Six.", "ConnectionRefusedError False", "b'200'", "False"], found.stderr
     assert [list(asked.messages) for asked in handler.requests] == [
         [{"role": "user", "content": "What do two apples cost?"}]
     ]
 
 
-def command(line: str, path: str, script: Path) -> list[str]:
+def command(words: Sequence[str], script: Path) -> list[str]:
     """The page's, with this interpreter and script, and with the files that its empty /tmp would hide."""
     found: list[str] = []
-    for word in line.split():
+    for word in words:
         if word == "--bind":
             for hidden in {sys.prefix, str(script.parent)}:
                 found += ["--ro-bind", hidden, hidden] if hidden.startswith("/tmp/") else []
         if word == "--unshare-all" and os.geteuid() == 0:  # without a user namespace, to become another user inside
             found += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--cap-drop", "ALL", "--cap-add", "CAP_SETUID"]
             continue
-        found.append({'"$SOCKET"': path, "python": sys.executable, "my_client.py": str(script)}.get(word, word))
+        found.append({"python": sys.executable, "my_client.py": str(script)}.get(word, word))
     return found

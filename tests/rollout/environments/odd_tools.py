@@ -112,6 +112,11 @@ def process(text: str) -> str:
     return f"{text} {os.getpid()}"
 
 
+def variables(*, key_env: str = "") -> list[str]:
+    """The names of the environment variables."""
+    return sorted(os.environ)
+
+
 def count_to_file(path: str) -> str:
     """Append a line to a file, then end the process if it is the first one."""
     with open(path, "a") as file:
@@ -193,6 +198,11 @@ class Counter(Environment):
 
     async def slow(self, what: str) -> Any:
         """Wait, or misbehave in the event loop."""
+        return await patient(what)
+
+    async def lose(self, what: str) -> Any:
+        """Begin with losing the sum."""
+        self._sum = -1
         return await patient(what)
 
     def reply(self, text: str) -> str | Observation | None:

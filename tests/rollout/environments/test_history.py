@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megarl.environments import Verdict
 from megarl.rollout.environments.history import from_json, to_json
-from megarl.rollout.environments.pool import EnvironmentPool, ReplayFailure
+from megarl.rollout.environments.pool import EnvironmentPool, PoolCounts, ReplayFailure
 from megarl.rollout.environments.results import CallResult
 from megarl.rollout.environments.workers import JobFailure
 
 Play = Callable[..., Any]
 COUNTER, UNREPEATABLE = "odd_tools:Counter", "odd_tools:Unrepeatable"
 ROW = {"told": True, "name": "one"}
+LATE = "lose took longer than 1 s."
 
 
 def add(number: int) -> tuple[str, Mapping[str, Any]]:
@@ -49,6 +51,43 @@ def test_an_episode_goes_on_in_another_process_as_if_nothing_had_been(play: Play
         assert await pool.finish("again") == Verdict(10.0, False)
 
     play(scenario, environment=COUNTER, workers=2)
+
+
+def test_a_call_that_was_cut_leaves_no_trace(play: Play, tmp_path: Path) -> None:
+    """Neither in this instance, which is closed and replaced, nor in one that goes on with the episode later."""
+
+    async def scenario(pool: EnvironmentPool) -> None:
+        row = {"name": "one"}
+        await pool.open("a", row, 0)
+        lose = "lose", {"what": "wait"}
+        assert await texts(pool, "a", lose, ("slow", {"what": "sleep 0"})) == [LATE, "sleep 0"]
+        history = await pool.leave("a", 2)
+        assert await pool.resume("b", row, 0, history) == 2
+        assert await texts(pool, "b", add(5)) == ["5"]
+        assert await texts(pool, "b", lose) == [LATE]
+        assert await texts(pool, "b", add(0)) == ["5"]
+        assert await texts(pool, "b", lose) == [LATE]
+        assert await pool.finish("b") == Verdict(5.0, False)
+        assert pool.counts == PoolCounts(0, 2, 0)
+        assert (tmp_path / "closed").read_text() == "one\n" * 4
+
+    play(scenario, environment=COUNTER, arguments={"closed": str(tmp_path / "closed")}, call_timeout_s=1.0)
+
+
+def test_a_call_that_was_given_up_leaves_no_trace_in_the_reward(play: Play) -> None:
+    """Nor does a replay, which the next operation begins again."""
+
+    async def scenario(pool: EnvironmentPool) -> None:
+        await pool.open("a", {}, 0)
+        await pool.call("a", [add(2), ("slow", {"what": "sleep 0.3"})])
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await pool.call("a", [("lose", {"what": "wait"})])
+        assert await pool.finish("a") == Verdict(2.0, False)
+        assert pool.counts == PoolCounts(0, 1, 0)
+
+    play(scenario, environment=COUNTER)
 
 
 def test_what_does_not_come_to_the_same_is_refused(play: Play) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -205,6 +206,20 @@ def test_what_a_tool_started_ends_with_it(play: Play, tmp_path: Path) -> None:
     assert found == [("work took longer than 2 s.", "timeout")]
     pid = int((tmp_path / "pid").read_text())
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("named", [None, "WANDB_API_KEY"])
+def test_secrets_of_the_run_are_not_passed_on(play: Play, monkeypatch: pytest.MonkeyPatch, named: str | None) -> None:
+    """Unless an argument names one: a judge may ask with the same key."""
+    secrets = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD"}
+    secrets |= {"MLFLOW_TRACKING_TOKEN"}
+    own = {"MEGARL_JUDGE_KEY", "MLFLOW_TRACKING_URI"}
+    for name in secrets | own:
+        monkeypatch.setenv(name, "set")
+    arguments = {"key_env": named} if named else {}
+    ((text, error),) = called(play, [("variables", {})], tools=("odd_tools:variables",), arguments=arguments)
+    assert error is None and own <= {*json.loads(text)}
+    assert secrets & {*json.loads(text)} == {named} - {None}
 
 
 def test_an_episode_is_named_once(play: Play) -> None:

@@ -171,7 +171,7 @@ def test_another_outcome_in_the_replay_is_a_failure(play: Play) -> None:
             await pool.call(episode, [add(2)])
         await pool.call("a", [("where", {})])
         await kill_idle(pool)
-        with pytest.raises(EnvironmentFailure, match="its process has ended, and where gave another result"):
+        with pytest.raises(EnvironmentFailure, match="its state had to be made anew, and where gave another result"):
             await pool.call("a", [add(1)])
         with pytest.raises(EnvironmentFailure, match="where gave another result"):
             await pool.reply("a", "text")
@@ -187,7 +187,7 @@ def test_what_cannot_be_repeated_fails_with_its_process(play: Play) -> None:
         for episode in "abc":
             await pool.open(episode, {}, 0)
         assert await one(pool, "a", add(1)) == ("1", None)
-        with pytest.raises(EnvironmentFailure, match="its process has ended, and it cannot be replayed"):
+        with pytest.raises(EnvironmentFailure, match="its state had to be made anew, and it cannot be replayed"):
             await pool.call("b", [odd("exit 3")])
         with pytest.raises(EnvironmentFailure, match="cannot be replayed"):
             await pool.call("a", [add(1)])

@@ -15,6 +15,7 @@ from megarl.rollout.environments.pool import EnvironmentPool
 
 pytestmark = pytest.mark.slow
 Play = Callable[..., Any]
+SESSION = "megarl.environments.python:PythonSession"
 
 
 @pytest.mark.usefixtures("isolation")
@@ -48,6 +49,27 @@ def test_python_search_and_calculator_together(play: Play, tmp_path: Path) -> No
         workers=2,
         call_timeout_s=60.0,
     )
+
+
+@pytest.mark.usefixtures("isolation")
+def test_a_python_call_that_is_cut_costs_no_state(play: Play) -> None:
+    """Neither at once nor in the next phase: the interpreter that was ended with it is made again."""
+
+    async def scenario(pool: EnvironmentPool) -> None:
+        async def told(*cells: str) -> list[str]:
+            return [one.text for one in await pool.call("a", [("python", {"code": cell}) for cell in cells])]
+
+        assert await pool.open("a", {}, 0) is None
+        assert await told("x = 1", "x") == ["The code printed nothing.", "1"]
+        slow = "import time\nx = 2\ntime.sleep(100)"
+        assert await told(slow, slow) == ["python took longer than 5 s."] * 2
+        assert await told("x") == ["1"]
+        assert await told(slow) == ["python took longer than 5 s."]
+        assert await pool.resume("a", {}, 0, await pool.leave("a", 5)) == 5
+        assert await told("x") == ["1"]
+        await pool.finish("a")
+
+    play(scenario, environment=SESSION, arguments={"timeout_s": 50.0}, call_timeout_s=5.0)
 
 
 def test_games_of_guessing(play: Play) -> None:
