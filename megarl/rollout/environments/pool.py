@@ -62,7 +62,7 @@ class PoolCounts:
 @dataclass
 class _Episode:
     """One attempt at a row. history: the operations done so far with their results, those done together in a list.
-    is_spoiled: one was cut or given up, and nobody knows the instance's state. turn: held by operations to their end."""
+    is_spoiled: one was cut or given up; nobody knows the instance's state. turn: held by operations to their end."""
 
     row: Mapping[str, Any]
     seed: int
