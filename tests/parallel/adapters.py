@@ -74,15 +74,18 @@ def digest(params: dict[str, torch.Tensor]) -> str:
 
 
 @contextmanager
-def without_mark(mark: str, *, of_experts: bool, factor: str) -> Iterator[None]:
-    """One mark of `lora.Adapter` is not set: `mark` of the factors A or B, of routed experts or of the others."""
+def without_mark(mark: str, *, of_experts: bool, cut: str, factor: str) -> Iterator[None]:
+    """One mark of `lora.Adapter` is not set: `mark` of a factor, A or B, of layers that are cut so.
+
+    of_experts: of routed experts alone; False: of the other layers alone.
+    """
     from megarl.parallel import lora
 
     original = lora.Adapter._mark
 
     def marked(self: Any, pair: Any, is_in_dense_group: bool) -> None:
         original(self, pair, is_in_dense_group)
-        if self._is_expert == of_experts:
+        if (self._is_expert, self._cut) == (of_experts, cut):
             setattr(getattr(pair, factor), mark, mark == "allreduce")
 
     with patch.object(lora.Adapter, "_mark", marked):

@@ -40,6 +40,9 @@ Held = TypeVar("Held")
 FIRST = within(1e-4)
 # A tensor's gradient at a later step may differ by this part of its norm: Adam has turned some rounding into weights.
 LATER = within(1e-3)
+# A weight may differ after the steps by this part of the sum of their learning rates, where each step's gradient is
+# larger than LARGE of its tensor's root mean square. There the layouts differ by 1e-4 at most, elsewhere by up to 1e-2.
+MOVED, LARGE = within(1e-3), 0.03
 
 
 @dataclass
@@ -140,6 +143,21 @@ def check_gradients(mine: Sequence[Tensors], expected: Sequence[Tensors]) -> Non
             else:
                 excess = root_mean_square(difference) / (LATER * root_mean_square(other) + 1e-30)
             assert excess < 1, f"step {step}: the gradient of {tensor} differs by {excess:.1f} times what it may"
+
+
+def check_moved(mine: Learning[Tensors], expected: Learning[Tensors]) -> None:
+    """Compare the weights after the steps where the gradient is large in each of them; there rounding decides nothing.
+
+    Raises AssertionError with the tensor, or where less than three quarters of the elements can be compared.
+    """
+    assert mine.after and expected.after
+    compared, tolerance = 0, MOVED * sum(expected.rates)
+    for name, values in expected.after.items():
+        sizes = [np.abs(step[name]) for step in expected.gradients]
+        large = np.all([size > LARGE * root_mean_square(size) for size in sizes], axis=0)
+        compared += np.count_nonzero(large)
+        np.testing.assert_allclose(mine.after[name][large], values[large], rtol=1e-6, atol=tolerance, err_msg=name)
+    assert compared > 0.75 * sum(map(np.size, expected.after.values()))
 
 
 def root_mean_square(values: np.ndarray) -> float:

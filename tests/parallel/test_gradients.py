@@ -13,7 +13,15 @@ import pytest
 
 from megarl.parallel.layout import TrainLayout
 from tests.parallel.checkpoints import write
-from tests.parallel.gradients import Learning, Tensors, check_gradients, check_weights, recorded, whole
+from tests.parallel.gradients import (
+    Learning,
+    Tensors,
+    check_gradients,
+    check_moved,
+    check_weights,
+    recorded,
+    whole,
+)
 from tests.parallel.worlds import deal, ragged, recipe, run_world, weighted_loss, world_part
 
 VOCAB_SIZE, LR, ERROR = 200, 1e-3, 1e-3
@@ -124,6 +132,16 @@ def test_what_rounding_decides_is_no_difference() -> None:
     check_gradients(mine.gradients, expected.gradients)
     check_weights(mine)
     check_weights(expected)
+    check_moved(mine, expected)
+
+
+def test_a_weight_that_moves_otherwise_along_the_same_gradients_is_found() -> None:
+    expected = learnt(np.random.default_rng(2).normal(size=(200, 32)).astype(np.float32))
+    assert expected.after
+    moved = expected.after["w"].copy()
+    moved[np.unravel_index(np.argmax(expected.gradients[0]["w"]), moved.shape)] += 0.01 * LR
+    with pytest.raises(AssertionError, match="\nw\n"):
+        check_moved(replace(expected, after={"w": moved}), expected)
 
 
 @pytest.mark.parametrize("step", [0, 1])

@@ -12,12 +12,12 @@ import torch
 from megarl import device
 from megarl.parallel.layout import TrainLayout
 from megarl.types import UserFault
-from tests.parallel import adapters
+from tests.parallel import adapters, test_parity
 from tests.parallel.adapters import DENOMINATOR, LORA, LR, STEPS, VOCAB_SIZE, lora_recipe, without_mark
 from tests.parallel.checkpoints import write
-from tests.parallel.gradients import Tensors, check_gradients, check_weights, whole
+from tests.parallel.gradients import Tensors, check_gradients, check_moved, check_weights, whole
 from tests.parallel.precision import within
-from tests.parallel.test_parity import LAYOUTS, LOSSES, RECOMPUTE, check
+from tests.parallel.test_parity import LAYOUTS, LOSSES, RECOMPUTE
 from tests.parallel.worlds import assemble, ragged, recipe, rectangles, run_ranks, run_world
 
 pytestmark = pytest.mark.slow
@@ -52,6 +52,15 @@ def one_rank(paths: dict[str, Path]) -> dict[str, dict[str, Any]]:
     return {family: run(path, ONE_RANK)[0] for family, path in paths.items()}
 
 
+def check(ranks: list[dict[str, Any]], layout: TrainLayout, expected: dict[str, Any]) -> None:
+    """As in test_parity.py; and the factors: at the beginning to the last bit, and after the steps."""
+    test_parity.check(ranks, layout, expected)
+    mine, one = whole([rank["learning"] for rank in ranks]), whole([expected["learning"]])
+    for name, values in one.before.items():
+        np.testing.assert_array_equal(mine.before[name], values, err_msg=name)
+    check_moved(mine, one)
+
+
 def run(path: Path, layout: TrainLayout, lora: dict[str, Any] | None = None, **options: Any) -> list[dict[str, Any]]:
     made = lora_recipe(path, layout, lora, grad_clip=1.0, weight_decay=0.1, **LOSSES, megatron=options)
     return run_world(made, adapters.train)
@@ -77,6 +86,47 @@ def test_recomputed_activations_change_nothing(
 ) -> None:
     """In one stage too, where the input of the first layer is an embedding that is frozen."""
     check(run(paths[family], layout, **RECOMPUTE[name]), layout, one_rank[family])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_that_are_summed_while_others_are_computed(paths: Any, one_rank: Any, family: str) -> None:
+    """In many buckets, as on a GPU with TransformerEngine. The sum over the ranks of one expert comes after them."""
+    ddp, layout = {"overlap_grad_reduce": True, "bucket_size": 5_000}, ALONE["ep2 etp2"]
+    made = lora_recipe(paths[family], layout, grad_clip=1.0, weight_decay=0.1, **LOSSES, ddp=ddp)
+    check(run_world(made, adapters.train), layout, one_rank[family])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("family", "layout"), [("qwen3", TrainLayout(4, 2, 2, 1)), ("qwen2", TrainLayout(2, 2, 1, 1))])
+def test_dense_families(tmp_path: Path, family: str, layout: TrainLayout) -> None:
+    """Qwen3's embedding is also its output layer, on two stages in two copies; Qwen2's attention has biases."""
+    path = write(tmp_path, family, vocab_size=VOCAB_SIZE, pad_token_id=None)
+    recipes = [lora_recipe(path, each, grad_clip=1.0, weight_decay=0.1) for each in (ONE_RANK, layout)]
+    (expected,), ranks = (run_world(made, adapters.train) for made in recipes)
+    check(ranks, layout, expected)
+
+
+def train_and_export(trainer: Any, out: Path) -> dict[str, Any]:
+    found = adapters.train(trainer)
+    trainer.export(out)
+    return found
+
+
+@pytest.mark.nightly
+def test_multi_token_prediction_layers_stay_as_they_are(tmp_path: Path) -> None:
+    from safetensors.numpy import load_file
+
+    layout, out = LAYOUTS["tp2 pp2 ep2"], tmp_path / "hf"
+    changes: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "pad_token_id": None}
+    path = write(tmp_path, "deepseek-v3", mtp_layers=1, **changes)
+    (expected,) = run(path, ONE_RANK)
+    made = lora_recipe(path, layout, grad_clip=1.0, weight_decay=0.1, **LOSSES)
+    check(run_world(made, train_and_export, out), layout, expected)
+    before, after = load_file(path / "model.safetensors"), load_file(out / "model.safetensors")
+    moved = {name for name, values in before.items() if not np.array_equal(after[name], values)}
+    layers = {f"model.layers.{layer}." for layer in range(4)}
+    assert before.keys() == after.keys() and {name[: len("model.layers.0.")] for name in moved} == layers
 
 
 TARGETS = {  # by what is left without adapters: a part of fused layers, a stage, all but the down projections
@@ -120,14 +170,17 @@ def test_an_unknown_linear_layer_is_refused_by_name(param: str, says: str) -> No
     assert caught.value.where == "lora" and caught.value.problem.startswith(says)
 
 
-def first_factors(trainer: Any) -> list[Any]:
-    return rectangles(trainer)
-
-
-def test_every_layout_begins_with_the_same_factors(paths: Any) -> None:
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("qwen3-moe", "tp2 ep2 etp2"),
+        *(pytest.param("deepseek-v3", name, marks=pytest.mark.nightly) for name in ("tp4", "tp2 pp2")),
+    ],
+)
+def test_every_layout_begins_with_the_same_factors(paths: Any, family: str, name: str) -> None:
     """To the last bit, which only the seed and the names decide."""
-    made = [lora_recipe(paths["qwen3-moe"], layout) for layout in (ONE_RANK, LAYOUTS["tp2 ep2 etp2"])]
-    one, other = (assemble(run_world(each, first_factors)) for each in made)
+    made = [lora_recipe(paths[family], layout) for layout in (ONE_RANK, LAYOUTS[name])]
+    one, other = (assemble(run_world(each, rectangles)) for each in made)
     assert one.keys() == other.keys()
     for name, values in one.items():
         np.testing.assert_array_equal(other[name], values, err_msg=name)
@@ -217,38 +270,45 @@ def hf_gradient(folder: Path) -> tuple[float, Tensors]:
     return loss.item(), gradient_of(model, folder)
 
 
-MARKS = {  # mark -> (of routed experts, factor, a layout in which it matters)
-    "A sequence_parallel": (False, LAYOUTS["tp2 ep2"]),
-    "B sequence_parallel": (False, LAYOUTS["tp2 ep2"]),
-    "A tensor_model_parallel": (False, LAYOUTS["tp2 ep2"]),
-    "B tensor_model_parallel": (False, LAYOUTS["tp2 ep2"]),
-    "A sum_over_etp": (True, ALONE["ep2 etp2"]),
-    "B sum_over_etp": (True, ALONE["ep2 etp2"]),
-    "A shared": (True, ALONE["ep2 etp2"]),
-    "B shared": (True, ALONE["ep2 etp2"]),
-    "expert A tensor_model_parallel": (True, LAYOUTS["tp2 ep2"]),
-    "expert B tensor_model_parallel": (True, LAYOUTS["tp2 ep2"]),
-    "A allreduce": (True, LAYOUTS["ep2"]),
-    "B allreduce": (True, LAYOUTS["ep2"]),
-}
+MARKS = [  # (mark, of routed experts, how their layers are cut, factor, a layout in which it matters)
+    ("sequence_parallel", False, "columns", "A", "tp2 ep2"),
+    ("sequence_parallel", False, "rows", "B", "tp2 ep2"),
+    ("sequence_parallel", False, "nothing", "A", "tp2 ep2"),
+    ("sequence_parallel", False, "nothing", "B", "tp2 ep2"),
+    ("tensor_model_parallel", False, "rows", "A", "tp2 ep2"),
+    ("tensor_model_parallel", False, "columns", "B", "tp2 ep2"),
+    ("sum_over_etp", True, "columns", "A", "ep2 etp2"),
+    ("sum_over_etp", True, "rows", "B", "ep2 etp2"),
+    ("shared", True, "columns", "A", "ep2 etp2"),
+    ("shared", True, "rows", "B", "ep2 etp2"),
+    *(
+        (mark, True, cut, factor, layout)
+        for mark, layout in (("tensor_model_parallel", "tp2 ep2"), ("allreduce", "ep2"))
+        for cut in ("columns", "rows")
+        for factor in "AB"
+    ),
+]
+MARKS_BY_DAY = (MARKS[2], MARKS[-1])  # one of each kind of layers; of two ranks
 
 
-def train_without_mark(
-    rank: int, meet: device.Address, made: Any, mark: str, of_experts: bool, factor: str
-) -> dict[str, Any]:
+def train_without_mark(rank: int, meet: device.Address, made: Any, mark: str, of: dict[str, Any]) -> dict[str, Any]:
     from megarl.training.policy import PolicyRank
 
-    with without_mark(mark, of_experts=of_experts, factor=factor):
+    with without_mark(mark, **of):
         trainer = PolicyRank(rank, made, meet)
     return adapters.train(trainer)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", MARKS)
-def test_a_missing_mark_is_found(paths: Any, one_rank: Any, name: str) -> None:
-    of_experts, layout = MARKS[name]
-    factor, mark = name.removeprefix("expert ").split()
+@pytest.mark.parametrize(
+    ("mark", "of_experts", "cut", "factor", "name"),
+    [pytest.param(*row, marks=() if row in MARKS_BY_DAY else pytest.mark.nightly) for row in MARKS],
+)
+def test_a_missing_mark_is_found(
+    paths: Any, one_rank: Any, mark: str, of_experts: bool, cut: str, factor: str, name: str
+) -> None:
+    layout = (LAYOUTS | ALONE)[name]
     made = lora_recipe(paths["deepseek-v3"], layout, grad_clip=1.0, weight_decay=0.1, **LOSSES)
-    arguments = made, mark, of_experts, factor
-    with pytest.raises((AssertionError, RuntimeError)):
-        check(run_ranks(layout.world_size, train_without_mark, *arguments), layout, one_rank["deepseek-v3"])
+    of = {"of_experts": of_experts, "cut": cut, "factor": factor}
+    ranks = run_ranks(layout.world_size, train_without_mark, made, mark, of)
+    with pytest.raises(AssertionError):
+        check(ranks, layout, one_rank["deepseek-v3"])
