@@ -221,7 +221,10 @@ def _median_ms(work: Callable[[], object], repeats: int) -> float:
 
 
 def hung_calls(count: int, turns: int, share: float, call_timeout_s: float, workers: int) -> dict[str, Figures]:
-    """The same group without and with calls that hang, every 1 / share-th, and how much longer it takes."""
+    """A group of episodes without and with calls that hang, every 1 / share-th, and how much longer it takes.
+
+    It is the time of the scripted group alone, not of a training step.
+    """
     calls = count * (turns - 1)
     number = max(1, round(share * calls))
     hung = {place * calls // number for place in range(number)}

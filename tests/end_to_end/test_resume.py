@@ -50,6 +50,10 @@ def test_ends_of_a_run_with_episodes_leave_no_trace(tmp_path: Path) -> None:
     steps = [record for record in map(json.loads, lines) if record["step"] > 0]
     assert max(record["stale/token_max"] for record in steps) >= 1
     assert all(record["episode/turns_mean"] > 1 and record["episode/begun_anew"] == 0 for record in steps)
+    assert not any(record.get("episode/prefix_hit_share") for record in steps), "seeded engines have no such cache"
+    for turn in (1, 2):  # a step whose tokens of a turn are all of older weights has none
+        gaps = [gap for record in steps if (gap := record.get(f"rollout/logprob_gap_turn_{turn}")) is not None]
+        assert gaps and max(gaps) < 1e-4
 
 
 def _soak(folder: Path, points: int, *options: str) -> None:

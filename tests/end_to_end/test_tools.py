@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import get_args
@@ -48,6 +50,8 @@ def test_episodes_with_a_tool_are_trained_on(launch: Callable, quickstart_tools_
         assert sum(record[f"episode/end/{end}"] for end in ENDS) == pytest.approx(1.0)
         assert record["episode/dropped_tokens"] == 0.0
         assert record["replay/logprob_gap"] < 1e-4 and record["train/grad_norm"] > 0
+    last = command.records()[-1]
+    assert 1 < last["eval/products/turns_mean"] <= 3 and 0 < last["eval/products/calls_mean"] < 3
 
 
 @pytest.mark.nightly
@@ -79,6 +83,26 @@ def test_the_tools_quickstart_learns_to_call_the_calculator(
     before, *_, after = (record["eval/accuracy"] for record in records if "eval/accuracy" in record)
     assert before < 0.05 and after > 0.9
     assert 0.8 < records[-1]["episode/calls_mean"] < 1.3
+    assert 0.8 < records[-1]["eval/products/calls_mean"] < 1.3
+    assert [record["step"] for record in records][-15:] == list(range(1, 16))
+    assert all(0 < record["time/step_s"] < math.inf for record in records)
+
+
+@pytest.mark.nightly
+def test_the_same_recipe_without_the_tool_does_not_learn_to_multiply(
+    launch: Callable, quickstart_tools_inputs: Sequence[str]
+) -> None:
+    """With the keys and the steps of `scripts/quickstart.sh tools`; all its warm start sees are prompts and answers."""
+    script = (RECIPE.parents[1] / "scripts" / "quickstart.sh").read_text()
+    (without,) = re.findall(r'^without=\("\$@" (.*)\)$', script, re.MULTILINE)
+    keys = (*without.split(), "run.name=quickstart", "run.trackers=[]")
+    command = launch(*quickstart_tools_inputs, *keys, recipe=RECIPE)
+    assert command.finish(900) == 0, command.err
+    records = command.records()
+    assert sum("warm_start/loss" in record for record in records) == 100 and records[-1]["step"] == 15
+    assert not any("episode/" in name for record in records for name in record)
+    found = [record["eval/accuracy"] for record in records if "eval/accuracy" in record]
+    assert len(found) == 5 and max(found) < 0.15
 
 
 @pytest.mark.nightly
