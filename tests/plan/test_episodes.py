@@ -152,7 +152,7 @@ def test_turns_with_rewards_read_the_discount(name: str, is_read: bool, recipe: 
 def test_the_cores_of_tools_by_hand(recipe: Recipe, keys: dict[str, object], call_s: float, limit: str) -> None:
     """Each of 40 episodes of 4 turns has 3 calls, in a rollout of 100 s."""
     load = tool_load(with_episode(recipe, **keys), Turns(4.0, 8, 0.2, 1600.0), 40)
-    assert load == ToolLoad(120.0, call_s, limit)
+    assert load and load == ToolLoad(120.0, call_s, limit)
     assert (load.calls_per_s(100.0), load.cores(100.0)) == (1.2, pytest.approx(1.2 * call_s))
 
 

@@ -412,7 +412,7 @@ def test_the_time_of_an_agent_is_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
 
     async def run() -> float:
         config = EpisodeConfig.model_validate({"agent": "a:b", "max_tokens": 200})
-        rows = EpisodeRows(Script({"hi": "hello"}), "episode-0", Sampling(1, 100, stream=(1, 2)), 0, 200, 200)
+        rows = EpisodeRows(Script({"hi": "hello"}), "episode-0", [1], Sampling(1, 100, stream=(1, 2)), 0, 200, 200)
         episode = AgentEpisode(rows, Slow(TOKENIZER, [TOKENIZER.eos_token_id]), config)
         now_s[0] += 10  # in the queue
         episode.begin()
