@@ -1,6 +1,7 @@
 """End a run with SIGKILL again and again, resume it each time, and compare its end with that of an undisturbed run.
 
     python scripts/soak_resume.py --points 50 [--seed 1] [--folder DIR] [--json] [--spread] [--ahead] [--episodes]
+        [--lora]
 
 A tiny model, on CPU, seeded samples: weights, optimizer, metrics (but for times) and samples must be the same to the
 last bit. A point is a moment drawn in advance: while everything starts, or so many seconds after a step was recorded,
@@ -8,7 +9,8 @@ which is in the middle of a rollout, an update, a save or a reshard. At one of t
 as Slurm does before the time limit. --spread: also a run on two engines, whose rewards take random seconds; its
 samples, weights and metrics must be the same, too. --ahead: the engine has a slot of its own and samples a phase while
 the ranks learn; of two engines one has. --episodes: samples are episodes of several turns, with an environment; phases
-cut their turns, and the environment's state is made again in the next one. Exit code 1: something differs.
+cut their turns, and the environment's state is made again in the next one. --lora: the policy learns adapters, merged
+into bfloat16 weights that are rounded stochastically. Exit code 1: something differs.
 """
 
 from __future__ import annotations
@@ -63,6 +65,7 @@ EPISODES = [
 AHEAD = ["rollout.ahead=1", "placement.gpus=3", "placement.first_engine_gpu=2"]
 MIXED = ["placement.first_engine_gpu=1"]  # of two engines one shares its slot with a training rank
 SPREAD = ["rollout.engine.count=2", "reward.function=odd_reward:slow_score"]
+LORA = ["lora.rank=4", "lora.rounding=stochastic", "model.dtype=bfloat16", "train.lr=0.01"]
 OF_ENGINES = ("reshard/", "rollout/imbalance")  # what two engines measure otherwise
 OVERRIDES = [
     "algorithm.name=vapo",  # so that there is a critic, too
@@ -249,9 +252,12 @@ def main() -> int:
     parser.add_argument("--spread", action="store_true", help="also a run on two engines with slow rewards")
     parser.add_argument("--ahead", action="store_true", help="sample a phase while the ranks learn")
     parser.add_argument("--episodes", action="store_true", help="samples are episodes with an environment")
+    parser.add_argument("--lora", action="store_true", help="learn adapters, merged and rounded stochastically")
     arguments = parser.parse_args()
     episodes = arguments.episodes
     overrides, spread = (OVERRIDES + AHEAD, SPREAD + MIXED) if arguments.ahead else (OVERRIDES, SPREAD)
+    if arguments.lora:
+        overrides = overrides + LORA
     if episodes:
         overrides, spread = overrides + EPISODES, [one for one in spread if not one.startswith("reward.")]
     with tempfile.TemporaryDirectory(prefix="soak-") as temporary:
