@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything from a fresh clone to a model that learnt to add: bash scripts/quickstart.sh [a.b=c ...]
-# Or to one that learnt to multiply with a calculator, and beside it the same without the calculator:
+# Or to one that learnt to multiply with a calculator, and then the same without the calculator:
 # bash scripts/quickstart.sh tools [a.b=c ...]
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 

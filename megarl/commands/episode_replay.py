@@ -9,17 +9,17 @@ from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from pathlib import Path
 
+from megarl.commands.recorded_episodes import (
+    Judged,
+    Mismatch,
+    RecordedEpisode,
+    RecordedSampler,
+    first_mismatch,
+    recorded_turns,
+)
 from megarl.config import Recipe
 from megarl.parallel.hf_config import model_shape
 from megarl.printable import show
-from megarl.rollout.conversations.recorded import (
-    Difference,
-    Judged,
-    RecordedEpisode,
-    RecordedSampler,
-    difference,
-    recorded_turns,
-)
 from megarl.rollout.conversations.template import TemplateRefusal, num_shared
 from megarl.rollout.data_files import BadRow, column
 from megarl.rollout.episodes import EnvironmentRuntime
@@ -29,8 +29,8 @@ from megarl.rollout.sglang.arguments import Sampling
 from megarl.rollout.stock import PartialGroup
 from megarl.types import Prompt, Sample, SampleGroup, UserFault
 
-_MEND = "name the recipe, the model and the tools that made the file, or make it again with `megarl rollout --out`"
-_CHANGED = "draw all that is random from self.seed, or make the file again with the tools or the environment of now"
+_MEND = "name the recipe, the model and the tools that made the file, or sample it again with `megarl rollout --out`"
+_CHANGED = "draw all randomness from self.seed, or sample the file again with the current tools or environment"
 Group = SampleGroup | PartialGroup
 
 
@@ -93,7 +93,7 @@ class _Replay:
             if not chosen:
                 continue
             prompt = self._with_messages(group.prompt)
-            found = await asyncio.gather(*(self._difference(prompt, group, index) for index in chosen))
+            found = await asyncio.gather(*(self._mismatch(prompt, group, index) for index in chosen))
             self.num_played, self.num_same = self.num_played + len(found), self.num_same + found.count(None)
             told = [f"sample {index} ({prompt.id}): {one}" for index, one in zip(chosen, found, strict=True) if one]
             self.first = self.first or (f"{place}, {told[0]}" if told else "")
@@ -105,7 +105,7 @@ class _Replay:
             problem = f"none of its samples can be played again: {reasons}" if reasons else "it has no samples"
             raise UserFault(str(self.path), problem, _MEND)
         if reasons:
-            show(f"left out: {reasons}")
+            show(f"samples left out: {reasons}")
         if not self.runtime.thread.has_reward:
             show("rewards are not compared: `megarl reward-check --samples` judges those of a function anew")
         elif not self._has_rewards:
@@ -119,7 +119,7 @@ class _Replay:
         facts, config = sample.facts, self.recipe.episode
         assert config
         if sample.is_open:
-            return "open"
+            return "that are open"
         if facts is None:
             return "that are no episodes"
         if facts.end == "agent" or (sample.more_rows and config.history == "append"):
@@ -148,15 +148,15 @@ class _Replay:
             problem = f"the prompt of {prompt.id} has {file} at token {shared}, and this recipe makes {now} of it"
         raise UserFault(str(self.path), problem, _MEND)
 
-    async def _difference(self, prompt: Prompt, group: Group, index: int) -> Difference | None:
+    async def _mismatch(self, prompt: Prompt, group: Group, index: int) -> Mismatch | None:
         sample, place = group.samples[index], next(self._numbers)
         assert sample.facts
         recorded = RecordedEpisode(recorded_turns(prompt, sample), self._splice)
-        sampling = Sampling(1, self.recipe.rollout.max_response_tokens, environment_seed=sample.facts.seed)
+        sampling = Sampling(1, self.recipe.rollout.max_response_tokens, recorded_seed=sample.facts.seed)
         self._sampler.episodes[place] = recorded
         now = await self._runner.run(prompt, sampling, place)
         del self._sampler.episodes[place]
-        return difference(recorded, prompt, sample, now, self._rewards(group, index, now.verdict))
+        return first_mismatch(recorded, prompt, sample, now, self._rewards(group, index, now.verdict))
 
     def _rewards(self, group: Group, index: int, now: Judged) -> tuple[Judged, Judged]:
         """The environment's reward of a sample in the file and now; None where they are not compared."""

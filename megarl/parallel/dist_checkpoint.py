@@ -109,7 +109,7 @@ def load(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: Cha
     _take_weights(chunks, state)
     for index, chained in enumerate(stepping(optimizer)):
         chained.load_parameter_state_from_fully_reshardable(state.get("optimizer", {}).get(index, {}))
-    _own_states(optimizer, state["step"])
+    _set_steps(optimizer, state["step"])
     rank_file = folder / f"rank-{dist.get_rank():05d}.pt"
     if len(list(folder.glob("rank-*.pt"))) == dist.get_world_size():
         _set_random_state(torch.load(rank_file, weights_only=True))
@@ -207,8 +207,8 @@ def _start_adamw(inner: torch.optim.AdamW) -> None:
             inner.state[param] = {"step": torch.zeros((), dtype=torch.float32), **moments}
 
 
-def _own_states(optimizer: ChainedOptimizer, step: int) -> None:
-    """Set the number of steps, which torch counts for each parameter and a fused optimizer for each group.
+def _set_steps(optimizer: ChainedOptimizer, step: int) -> None:
+    """Set the number of steps taken (torch keeps it for each parameter, a fused optimizer for each group).
 
     On the host also clone the moments: they are views of the tensors that were read, which hold the state of all
     data-parallel ranks.

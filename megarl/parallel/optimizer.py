@@ -85,7 +85,7 @@ def transformer_engine_fault(train: TrainConfig, offloaded: bool) -> UserFault |
 
 
 def stepping(optimizer: ChainedOptimizer) -> list[Any]:
-    """Megatron's DistributedOptimizers of the dense weights and of the experts; neither where no rank trains such."""
+    """Megatron's DistributedOptimizers of the dense weights and of the experts, without its stubs."""
     chained: list[Any] = optimizer.chained_optimizers
     return [one for one in chained if not one.is_stub_optimizer]
 

@@ -13,6 +13,7 @@ from megarl import device
 from megarl.config import Recipe
 from megarl.device import Address
 from megarl.parallel.engine_layout import EngineLayout
+from megarl.parallel.optimizer import stepping
 from megarl.parallel.roles import lora_size, sent_lora
 from megarl.resharding import lora_slots, sglang_map
 from megarl.resharding.exchanges import Exchanges
@@ -95,7 +96,7 @@ class Rank:
         params, factors = self._trainer.params(), self._trainer.factors()
         model, merged = self._trainer._model, self._trainer._merged
         buffers = [one for chunk in model.chunks for one in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-        optimizers = [one.optimizer for one in model.optimizer.chained_optimizers]
+        optimizers = [one.optimizer for one in stepping(model.optimizer)]
         shards = [shard for one in optimizers for group in one.param_groups for shard in group["params"]]
         own = {tensor.untyped_storage().data_ptr() for tensor in (*params.values(), *factors.values())}
         masters = [shard for shard in shards if shard.untyped_storage().data_ptr() not in own]

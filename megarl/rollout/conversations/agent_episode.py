@@ -51,7 +51,7 @@ class AgentEpisode:
     def __init__(self, rows: EpisodeRows, tool_sets: ToolSets, config: EpisodeConfig) -> None:
         self._rows, self._tool_sets, self._config = rows, tool_sets, config
         self._threads: list[_Thread] = []
-        self._num_asked, self._in_flight = 0, 0  # requests that are open, and those of them that have a turn
+        self._num_asked, self._in_flight = 0, 0  # open requests; of these, the ones that already count as a turn
         self._idle_since: float | None = None  # None: the agent has not begun
         self._over: tuple[EpisodeEnd, str] | None = None
         self._cut_by: EpisodeEnd | None = None  # why the last turn has no end

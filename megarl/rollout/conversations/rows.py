@@ -232,9 +232,9 @@ class EpisodeRows:
         return turn
 
     def _stream(self, conversation: Conversation) -> tuple[int, ...]:
-        """The key of its random numbers: not those of another row, whatever the order in which rows were opened.
+        """The key of a conversation's random numbers, made from its prompt, whatever the order of rows.
 
-        Of a conversation that begins with the prompt of the group it is that of a single response.
+        The first conversation with the group's own prompt has the key of a single response.
         """
         prompt_ids, stream = conversation.prompt_ids, self._sampling.stream
         earlier = self._conversations[: self._conversations.index(conversation)]
@@ -296,15 +296,15 @@ class EpisodeRows:
             tally.begun_anew,
             self._sampling.group_seed,
         )
-        said = tally.transcript.transcript()
-        return self._sample(text=text, finished=end in ENDS_BY_ITSELF, facts=facts, transcript=said)
+        transcript = tally.transcript.transcript()
+        return self._sample(text=text, finished=end in ENDS_BY_ITSELF, facts=facts, transcript=transcript)
 
     def open_sample(self, opened: EpisodeProgress) -> Sample:
         """The episode as a phase leaves it; opened: without account and digests, which the rows have."""
         digests = tuple(one.digest.hex() for one in self._asked())
         opened = replace(opened, account=self.tally.account, digests=digests)
-        said = self.tally.transcript.entries
-        return self._sample(text="", finished=False, is_open=True, open_episode=opened, transcript=said)
+        entries = self.tally.transcript.entries
+        return self._sample(text="", finished=False, is_open=True, open_episode=opened, transcript=entries)
 
     def _asked(self) -> list[Conversation]:
         """The conversations that have turns; the first or an empty one where none has."""

@@ -18,7 +18,7 @@ from jsonschema import Draft202012Validator  # a requirement of Ray
 
 from megarl.rollout.conversations.call_probe import CallMarks, FoundFormat, ReasoningTags, find_format, reasoning_tags
 from megarl.rollout.conversations.template import TOOLS, ChatTemplate, as_utf8, has_half_pair
-from megarl.rollout.conversations.tool_schemas import compared, make_validator, misfit
+from megarl.rollout.conversations.tool_schemas import comparable_schema, make_validator, misfit
 from megarl.types import UserFault
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class CallFormat:
         """
         from megarl.rollout.sglang.call_parsers import CallParser
 
-        tools = [compared(schema, is_users=are_users) for schema in schemas]
+        tools = [comparable_schema(schema, is_users=are_users) for schema in schemas]
         validators = {tool["function"]["name"]: make_validator(tool) for tool in tools}
         if len(validators) < len(schemas):
             raise UserFault(TOOLS, "two tools have the same name", "rename one of them")

@@ -1,8 +1,8 @@
 """The schemas of tools, and the comparison of arguments with them. Pure: nothing is fetched for a schema.
 
-The schemas of an agent's tools may come from a program that is only trusted to ask. Of their keywords those alone are
-kept whose cost is bounded by the sizes of schema and arguments, which that of a pattern is not, and references are
-replaced by what they lead to, as long as that is not too much. Without its other keywords a schema accepts no less.
+The schemas of an agent's tools may come from a program that is only trusted to ask. So only keywords are kept whose
+cost is bounded by the sizes of schema and arguments (`pattern` is not one), and each reference is replaced by its
+target, up to 4,096 parts. Dropping keywords never makes a schema refuse more.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _WITH_ONE, _WITH_SEVERAL = ("additionalProperties", "items"), ("allOf", "anyOf",
 _KEPT = {*_BOUNDS, *_WITH_ONE, *_WITH_SEVERAL, "properties"}
 
 
-def compared(schema: Mapping[str, Any], *, is_users: bool) -> dict[str, Any]:
-    """A tool's schema as its calls are read and compared with it; is_users: the tool is the user's own, not an agent's.
+def comparable_schema(schema: Mapping[str, Any], *, is_users: bool) -> dict[str, Any]:
+    """The schema with which a tool's calls are read and validated. is_users: the tool is the user's, not an agent's.
 
     Unlisted arguments are wrong unless the schema allows them. Raises UserFault(episode.tools) where it is wrong.
     """
@@ -71,7 +71,7 @@ def compared(schema: Mapping[str, Any], *, is_users: bool) -> dict[str, Any]:
 
 
 def make_validator(schema: Mapping[str, Any]) -> Draft202012Validator:
-    """The validator of a tool's arguments, which fetches nothing. schema: as of `compared`."""
+    """The validator of a tool's arguments, which fetches nothing. schema: of `comparable_schema`."""
     return Draft202012Validator(schema["function"]["parameters"], registry=Registry())
 
 

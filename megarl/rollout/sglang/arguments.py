@@ -73,8 +73,8 @@ class Sampling:
     """num_samples responses to each prompt of at most max_tokens, end of sequence included; temperature 0: greedy.
 
     phase_tokens: the most new tokens of a response in one call, after which it is open; None: all. stream: the key of
-    a prompt's random numbers (run seed, step, number of the prompt) where samples are seeded. environment_seed: of
-    its environments; None: made of the stream. with_baseline: also sample a greedy response, as the baseline.
+    a prompt's random numbers (run seed, step, number of the prompt) where samples are seeded. recorded_seed: the
+    `group_seed` that a file has; None: made of the stream. with_baseline: also sample a greedy response, the baseline.
     may_lose_all: a group may end up empty because all of its verdicts have failed.
     """
 
@@ -84,14 +84,14 @@ class Sampling:
     top_p: float = 1.0
     phase_tokens: int | None = None
     stream: tuple[int, ...] = ()
-    environment_seed: int | None = None
+    recorded_seed: int | None = None
     with_baseline: bool = False
     may_lose_all: bool = False
 
     @property
     def group_seed(self) -> int:
-        """Of the environments of a prompt's episodes, which are compared with each other and so get the same one."""
-        given = self.environment_seed
+        """The seed of the environments or agents of a prompt's episodes: the same, because they are compared."""
+        given = self.recorded_seed
         return deterministic.sample_seed(self.stream, -1) if given is None else given
 
     def new_tokens(self, response_tokens: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, Field, create_model
 
-from megarl.rollout.conversations.tool_schemas import compared, make_validator, misfit
+from megarl.rollout.conversations.tool_schemas import comparable_schema, make_validator, misfit
 from megarl.types import UserFault
 
 CATASTROPHE = "^(a+)+$"  # takes twice the time for each further a
@@ -25,12 +25,12 @@ def with_argument(schema: Any, **more: Any) -> dict[str, Any]:
 
 def fault_of(schema: Any, *, is_users: bool) -> str:
     with pytest.raises(UserFault) as caught:
-        compared(schema, is_users=is_users)
+        comparable_schema(schema, is_users=is_users)
     return caught.value.problem
 
 
 def found(schema: Any, arguments: Any, *, is_users: bool = False) -> str | None:
-    return misfit(make_validator(compared(schema, is_users=is_users)), arguments)
+    return misfit(make_validator(comparable_schema(schema, is_users=is_users)), arguments)
 
 
 @pytest.mark.parametrize("is_users", [True, False])
@@ -140,7 +140,8 @@ def test_a_pattern_of_an_agents_tool_is_not_executed() -> None:
         with_argument({"not": {"if": {"pattern": CATASTROPHE}}}),
         with_argument({"$ref": "#/$defs/b"}, **{"$defs": {"b": {"pattern": CATASTROPHE}}}),
     ):
-        assert found(schema, longest) is None and CATASTROPHE not in json.dumps(compared(schema, is_users=False))
+        kept = json.dumps(comparable_schema(schema, is_users=False))
+        assert found(schema, longest) is None and CATASTROPHE not in kept
         assert found(schema, {"a" * 4000 + "!": {"a" * 4000 + "!": 1}}) in (None, *_UNLISTED)
     assert found(with_argument({"pattern": "^b$"}), {"a": "c"}, is_users=True)
 
@@ -164,4 +165,4 @@ def test_references_that_multiply_are_compared_a_limited_number_of_times() -> No
     """Each of 40 types refers twice to the next, so that one value would be compared 2**40 times."""
     types = {f"t{n}": {"anyOf": [{"$ref": f"#/$defs/t{n + 1}"}] * 2} for n in range(40)} | {"t40": {"type": "string"}}
     schema = with_argument({"$ref": "#/$defs/t0"}, **{"$defs": types})
-    assert len(json.dumps(compared(schema, is_users=False))) < 2**20 and found(schema, {"a": 5}) is None
+    assert len(json.dumps(comparable_schema(schema, is_users=False))) < 2**20 and found(schema, {"a": 5}) is None

@@ -33,15 +33,15 @@ class RecordedTurn:
 
 
 @dataclass(frozen=True)
-class Difference:
-    """place: in the episode; file, now: in a few words, what the file has there and what came in its place."""
+class Mismatch:
+    """place: in the episode; recorded, replayed: in a few words, what the file has there and what came in its place."""
 
     place: str
-    file: str
-    now: str
+    recorded: str
+    replayed: str
 
     def __str__(self) -> str:
-        return f"{self.place} the file has {self.file}, and now there is {self.now}"
+        return f"{self.place} the file has {self.recorded}, and now there is {self.replayed}"
 
 
 def recorded_turns(prompt: Prompt, sample: Sample) -> list[RecordedTurn]:
@@ -62,34 +62,34 @@ def recorded_turns(prompt: Prompt, sample: Sample) -> list[RecordedTurn]:
 class RecordedEpisode:
     """The turns of one episode, given until one is asked for after other tokens than those in the file.
 
-    num_given: turns that were given; difference: why no further one was.
+    num_given: turns that were given; mismatch: why no further one was.
     """
 
     def __init__(self, turns: Sequence[RecordedTurn], splice: Splice) -> None:
         self.turns, self.num_given = turns, 0
-        self.difference: Difference | None = None
+        self.mismatch: Mismatch | None = None
         self._splice = splice
 
     def next_turn(self, context_ids: Sequence[int], max_tokens: int) -> Sequence[int]:
         """The tokens of the next turn; none, which cuts the episode, where the file has none or others before it."""
-        self.difference = self._difference(context_ids, max_tokens)
-        if self.difference:
+        self.mismatch = self._mismatch(context_ids, max_tokens)
+        if self.mismatch:
             return ()
         self.num_given += 1
         return self.turns[self.num_given - 1].ids
 
-    def _difference(self, context_ids: Sequence[int], max_tokens: int) -> Difference | None:
+    def _mismatch(self, context_ids: Sequence[int], max_tokens: int) -> Mismatch | None:
         place = f"before turn {self.num_given + 1}"
         if self.num_given == len(self.turns):
             shown = self._text(context_ids, len(context_ids))
-            return Difference(f"after turn {self.num_given}", "the episode's end", f"a further turn after {shown}")
+            return Mismatch(f"after turn {self.num_given}", "the episode's end", f"a further turn after {shown}")
         turn = self.turns[self.num_given]
         if turn.context_ids != list(context_ids):
             shared = num_shared(turn.context_ids, context_ids)
             file, now = (self._text(ids, shared) for ids in (turn.context_ids, context_ids))
-            return Difference(place, f"{file} at token {shared}", now)
+            return Mismatch(place, f"{file} at token {shared}", now)
         if len(turn.ids) > max_tokens:
-            return Difference(f"in turn {self.num_given + 1}", f"{len(turn.ids)} tokens", f"room for {max_tokens}")
+            return Mismatch(f"in turn {self.num_given + 1}", f"{len(turn.ids)} tokens", f"room for {max_tokens}")
         return None
 
     def _text(self, ids: Sequence[int], place: int) -> str:
@@ -125,27 +125,27 @@ class RecordedSampler:
         return self._splice.template.tokenizer.decode(list(ids), skip_special_tokens=True)
 
 
-def difference(
+def first_mismatch(
     recorded: RecordedEpisode, prompt: Prompt, sample: Sample, now: EpisodeResult, rewards: tuple[Judged, Judged]
-) -> Difference | None:
+) -> Mismatch | None:
     """What first came out otherwise when an episode was played again; None: everything came out the same.
 
     sample: of the file. rewards: those of the environment, in the file and now; None where they are not compared.
     """
     facts, found, number = sample.facts, now.sample.facts, recorded.num_given
     assert facts and found
-    if recorded.difference:
-        return recorded.difference
+    if recorded.mismatch:
+        return recorded.mismatch
     end = f"the end `{found.end}`{f' ({now.verdict.words})' if isinstance(now.verdict, Failure) else ''}"
     if number < len(recorded.turns):
-        return Difference(f"before turn {number + 1}", "another turn", end)
+        return Mismatch(f"before turn {number + 1}", "another turn", end)
     if found.end != facts.end:
-        return Difference(f"after turn {number}", f"the end `{facts.end}`", end)
+        return Mismatch(f"after turn {number}", f"the end `{facts.end}`", end)
     for place, (before, after) in enumerate(zip(recorded.turns, recorded_turns(prompt, now.sample), strict=True), 1):
         if before.reward != after.reward:
-            return Difference(f"at turn {place}", f"the reward {before.reward:g}", f"the reward {after.reward:g}")
+            return Mismatch(f"at turn {place}", f"the reward {before.reward:g}", f"the reward {after.reward:g}")
     before, after = map(_reward, rewards)
-    return None if before == after else Difference("at the end", before, after)
+    return None if before == after else Mismatch("at the end", before, after)
 
 
 def _reward(judged: Judged) -> str:
