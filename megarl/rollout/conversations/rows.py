@@ -193,7 +193,7 @@ class EpisodeRows:
 
         It is open where the phase cuts it. Where the caller is cancelled it is sampled to its end and dropped. heard:
         the texts before it that the transcript has not yet. read: is awaited before the turn counts as delivered; where
-        it raises the turn is dropped. Raises what the sampler raises, which is `fault` then.
+        it raises the turn is dropped. Raises what the sampler raises; the first of that is `fault`.
         """
         given = begun.ids if begun else []
         left = self.turn_tokens(conversation, begun) - len(given)
@@ -215,8 +215,9 @@ class EpisodeRows:
             turn = SampledTurn(ids, self._sampler.text(ids) if begun else sample.text, sample.finished, is_open)
             if read:
                 await read(turn)
-        except BaseException as error:
-            if error is not self.fault:
+        except BaseException:
+            has_failed = asked_for.done() and not asked_for.cancelled() and asked_for.exception()
+            if not has_failed:
                 self._abandoned.add(asked_for)
             raise
         conversation.add_turn(sample, asked)

@@ -2,7 +2,8 @@
 
 The schemas of an agent's tools may come from a program that is only trusted to ask. So only keywords are kept whose
 cost is bounded by the sizes of schema and arguments (`pattern` is not one), and each reference is replaced by its
-target, up to 4,096 parts. Dropping keywords never makes a schema refuse more.
+target, up to 256 parts, since each costs time for each part of the arguments. Dropping keywords never makes a schema
+refuse more.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from megarl.rollout.rewards import describe_error, short
 from megarl.types import UserFault
 
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
-_MOST_PARTS = 2**12  # of an agent's schema; when it has more no further reference is followed
+_MOST_PARTS = 2**8  # of an agent's schema; when it has more no further reference is followed
 _KINDS = ["array", "boolean", "integer", "null", "number", "object", "string"]
 _Rule = Callable[[Any], bool]
 
@@ -60,7 +61,7 @@ def comparable_schema(schema: Mapping[str, Any], *, is_users: bool) -> dict[str,
         if is_users:
             Draft202012Validator.check_schema(parameters)
         else:
-            parameters = _BoundedSchemas(parameters).of(parameters)
+            parameters = _BoundedSchemas(parameters).of_arguments()
     except (SchemaError, RecursionError, _BadSchema) as error:
         problem = f"the parameters of {name} are not a JSON schema ({first_line(error)})"
         raise UserFault(TOOLS, problem, "correct the types of the tool's arguments") from error
@@ -109,6 +110,13 @@ class _BoundedSchemas:
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root, self._parts = root, 0
+
+    def of_arguments(self) -> dict[str, Any]:
+        """The whole. Raises _BadSchema, also where it refers to a schema that has no keywords (true or false)."""
+        found = self.of(self._root)
+        if not isinstance(found, dict):
+            raise _BadSchema(f"it is {found}")
+        return found
 
     def of(self, schema: Any, followed: tuple[str, ...] = ()) -> Any:
         """followed: the references that led here, which are not followed again. Raises _BadSchema."""

@@ -10,6 +10,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 from aiohttp import web  # a requirement of SGLang, without which there is no engine to ask
@@ -77,9 +78,10 @@ async def _body(request: web.BaseRequest, episode: OpenEpisode) -> tuple[bytes, 
     too_large = refusal(413, f"The body has more than {MOST_BODY_BYTES} bytes.", "too_large")
     if length > MOST_BODY_BYTES:
         return too_large
-    async with episode.room_for_body(length):
+    async with AsyncExitStack() as held:
         try:
             async with asyncio.timeout(BODY_S):
+                await held.enter_async_context(episode.room_for_body(length))
                 body = await _read(request)
         except TimeoutError:
             return refusal(408, "The body was not sent in time.", "too_slow")

@@ -327,6 +327,18 @@ def test_a_turn_that_cannot_be_read_is_dropped_and_counted(monkeypatch: pytest.M
     assert episode.end == "answered" and episode.fault is None
 
 
+def test_an_engine_that_fails_under_several_requests_leaves_no_turn_behind() -> None:
+    """Each raises an exception of its own, and the first is the fault."""
+
+    async def agent(ask: Ask) -> None:
+        found = await asyncio.gather(*(ask(user(f"unknown {word}")) for word in "abc"), return_exceptions=True)
+        assert [type(one) for one in found] == [EpisodeOver] * 3
+
+    sample, episode, _ = played({"hi": "hello"}, agent)
+    assert isinstance(episode.fault, RuntimeError) and episode.end == "agent"
+    assert sample.facts and (sample.facts.turns, sample.facts.sampled_tokens) == (0, 0)
+
+
 def test_what_the_sampler_raises_is_the_engines_fault() -> None:
     async def agent(ask: Ask) -> None:
         for _ in range(2):

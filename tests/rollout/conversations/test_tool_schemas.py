@@ -33,6 +33,10 @@ def found(schema: Any, arguments: Any, *, is_users: bool = False) -> str | None:
     return misfit(make_validator(comparable_schema(schema, is_users=is_users)), arguments)
 
 
+def test_an_agents_schema_that_leads_to_true_is_refused() -> None:
+    assert fault_of(tool({"$ref": "#/$defs/x", "$defs": {"x": True}}), is_users=False).endswith("(it is True)")
+
+
 @pytest.mark.parametrize("is_users", [True, False])
 @pytest.mark.parametrize(
     "reference",
