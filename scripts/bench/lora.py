@@ -125,7 +125,8 @@ def make_recipes(full: Recipe, rank: int) -> dict[str, Recipe]:
     """full: the recipe that trains all weights."""
     found = {"full": full}
     for sync in ("merged", "adapters"):
-        found[sync] = Recipe.model_validate(full.model_dump() | {"lora": {"rank": rank, "sync": sync}})
+        lora = {"rank": rank, "experts": rank, "sync": sync}
+        found[sync] = Recipe.model_validate(full.model_dump() | {"lora": lora})
     return found
 
 
@@ -142,7 +143,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.set_defaults(dtype="bfloat16")  # in float32 `merged` makes its sums as it sends, and trains as `adapters`
-    parser.add_argument("--rank", type=int, default=16, help="of the adapters")
+    parser.add_argument("--rank", type=int, default=16, help="of all adapters, those of experts too")
     args = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"} if device.DEVICE == "cpu" else {}
     with tempfile.TemporaryDirectory() as folder:
