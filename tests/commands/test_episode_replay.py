@@ -275,8 +275,8 @@ def test_what_cannot_be_played_again_is_left_out_and_counted(dice: list[SampleGr
     verdicts = verdict, None, verdict, verdict, verdict
     write([PartialGroup(dice[0].prompt, (whole, opened, late, other, agents), verdicts)], [dice[1]])
     assert check(*ENVIRONMENT).stdout.splitlines() == [
-        "left out: 1 open, 1 that ended as `timeout`, 1 without the seed of their environment, which files before "
-        "format 9 do not have, 1 of an agent or of several conversations",
+        "samples left out: 1 that are open, 1 that ended as `timeout`, 1 without the seed of their environment, which "
+        "files before format 9 do not have, 1 of an agent or of several conversations",
         "5 of 5 episodes came out the same",
     ]
 
