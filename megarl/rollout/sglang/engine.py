@@ -7,6 +7,7 @@ import base64
 import io
 import json
 import pickle
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,7 @@ from megarl.types import Sample, SamplePart, with_part
 
 WEIGHT_LOADER = "megarl.rollout.sglang.weight_loader.load"
 _RELEASED = ("kv_cache", "weights")  # SGLang's tags of the memory that training uses in between; CUDA graphs stay
+_IDLE_S = 60.0  # for which a release waits for running requests
 _NOTHING = np.zeros(0, np.int64), np.zeros(0, np.float32)
 _UNBEGUN = Sample(*_NOTHING, "", finished=False, parts=(), prefills=0, is_open=True)
 
@@ -134,10 +136,14 @@ class Engine:
         await self._host.run(asyncio.sleep(0))
 
     async def release_memory(self) -> None:
-        """Release the GPU memory of weights and KV cache for training; does nothing on CPU."""
+        """Release the GPU memory of weights and KV cache for training; does nothing on CPU.
+
+        Waits for running requests. Raises EngineFault where they do not end within a minute.
+        """
         if DEVICE != "cpu":
             from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
+            await self._host.run(self._sglang_idle())
             request = ReleaseMemoryOccupationReqInput(tags=list(_RELEASED))
             await self._host.run(self._manager.release_memory_occupation(request))
 
@@ -192,6 +198,21 @@ class Engine:
 
     async def _complete(self, conversation: str, prompt_tokens: int, response_tokens: int) -> None:
         self._manager.queue.complete(conversation, prompt_tokens, response_tokens)
+
+    async def _sglang_idle(self) -> None:
+        """Return when all schedulers are idle, without a KV cache.
+
+        A scheduler sends the last response an iteration before it counts as idle, and dies of a release in between.
+        SGLang's own waiting for that would take a second: an idle scheduler sleeps so long before it looks again.
+        """
+        from sglang.srt.managers.io_struct import FlushCacheReqInput
+
+        self._manager.auto_create_handle_loop()
+        until = time.monotonic() + _IDLE_S
+        while not all(one.success for one in await self._manager.flush_cache_communicator(FlushCacheReqInput())):
+            if time.monotonic() > until:
+                raise EngineFault(f"SGLang still runs requests {_IDLE_S:.0f} s after its memory was to be released")
+            await asyncio.sleep(0.01)
 
     async def _sglang_reshard(self, message: Mapping[str, Any], version: str) -> str | None:
         """Update the weights; returns an error's text or None. Ends the session either way, for a later reshard."""

@@ -161,6 +161,23 @@ def test_memory_that_training_had_in_between(engine: Engine, monkeypatch: pytest
         assert one.response_ids_T.tolist() == other.response_ids_T.tolist()
 
 
+def test_a_release_of_memory_waits_for_running_requests(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.rollout.sglang.engine.DEVICE", "cuda")
+
+    async def both() -> list[Sample]:
+        pending = asyncio.ensure_future(engine.generate(PROMPTS[0], Sampling(1, 200)))
+        while not engine._manager.rid_to_state:  # SGLang's requests that have not ended
+            await asyncio.sleep(0)
+        await engine.release_memory()
+        assert not engine._manager.rid_to_state
+        await engine.resume_memory()
+        return await pending
+
+    (sample,) = asyncio.run(both())
+    assert sample.prefills == 1 and len(sample.response_ids_T)
+    assert len(asyncio.run(engine.generate(PROMPTS[0], Sampling(1, 4)))) == 1, "the schedulers live"
+
+
 def test_a_full_prompt_and_a_full_response_fit_into_the_context(build_engine: Callable[..., Engine]) -> None:
     """SGLang's tables are of the context that the recipe needs, and not of the model's."""
     engine = build_engine(1, 1, context_tokens=40, model_context=512)
