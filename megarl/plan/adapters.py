@@ -56,10 +56,15 @@ def adapter_slot_bytes(shape: ModelShape, engine: EngineLayout, lora: LoraSize |
     """
     if lora is None or not lora.in_slots:
         return [0] * engine.tp
+    return list(_slot_bytes(shape, replace(engine, count=1, first=0), lora, dtype))
+
+
+@cache
+def _slot_bytes(shape: ModelShape, engine: EngineLayout, lora: LoraSize, dtype: str) -> tuple[int, ...]:
     if {*lora_slots.MLP} & {*lora_slots.modules(shape, lora)}:  # SGLang makes those of all layers and experts
         lora = replace(lora, expert_rank=lora.expert_rank or 1, targets=_with_mlp(lora))
-    sizes = [lora_slots.slot_sizes(shape, engine, rank, lora) for rank in range(engine.tp)]
-    return [ADAPTER_SLOTS * item_bytes(dtype) * sum(map(math.prod, of_rank.values())) for of_rank in sizes]
+    sizes = lora_slots.slot_sizes_of_ranks(shape, engine, lora)
+    return tuple(ADAPTER_SLOTS * item_bytes(dtype) * sum(map(math.prod, of_rank.values())) for of_rank in sizes)
 
 
 def _with_mlp(lora: LoraSize) -> tuple[str, ...]:

@@ -12,7 +12,8 @@ slot stays 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.layout import TrainLayout
@@ -88,8 +89,21 @@ def target_parts(shape: ModelShape, engine: EngineLayout, size: LoraSize) -> lis
 
 def slot_sizes(shape: ModelShape, engine: EngineLayout, tp_rank: int, size: LoraSize) -> dict[str, Size]:
     """The whole tensors of the slots that the map fills, as [items, rows, cols], padding included."""
+    return _slot_sizes(sglang_map.shards(shape, engine, tp_rank), frozenset(lora_map.adapted_weights(shape, size)), size)
+
+
+def slot_sizes_of_ranks(shape: ModelShape, engine: EngineLayout, size: LoraSize) -> list[dict[str, Size]]:
+    """`slot_sizes` of all ranks of an engine, for which its map is made once."""
     adapted = frozenset(lora_map.adapted_weights(shape, size))
-    weights = sglang_map.shards(shape, engine, tp_rank)
+    held: list[list[Shard]] = [[] for _rank in range(engine.tp)]
+    for part in sglang_map.parts(shape, replace(engine, count=1, first=0)):
+        for rank in part.members:
+            held[rank] += part.shards
+    return [_slot_sizes(weights, adapted, size) for weights in held]
+
+
+def _slot_sizes(weights: Sequence[Shard], adapted: Collection[str], size: LoraSize) -> dict[str, Size]:
+    """weights: the shards of a rank."""
     wanted = {shard.param for shard in weights if shard.name in adapted}
     table = param_table([shard for shard in weights if shard.param in wanted])
     found: dict[str, Size] = {}
