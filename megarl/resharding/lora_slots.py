@@ -89,7 +89,8 @@ def target_parts(shape: ModelShape, engine: EngineLayout, size: LoraSize) -> lis
 
 def slot_sizes(shape: ModelShape, engine: EngineLayout, tp_rank: int, size: LoraSize) -> dict[str, Size]:
     """The whole tensors of the slots that the map fills, as [items, rows, cols], padding included."""
-    return _slot_sizes(sglang_map.shards(shape, engine, tp_rank), frozenset(lora_map.adapted_weights(shape, size)), size)
+    adapted = frozenset(lora_map.adapted_weights(shape, size))
+    return _slot_sizes(sglang_map.shards(shape, engine, tp_rank), adapted, size)
 
 
 def slot_sizes_of_ranks(shape: ModelShape, engine: EngineLayout, size: LoraSize) -> list[dict[str, Size]]:
