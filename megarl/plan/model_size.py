@@ -132,7 +132,16 @@ def _size(role: Role, answer: dict[str, Any]) -> ModelSize:
 
 
 def _built(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The answers of `megarl.parallel.meta`, run as a subprocess because Megatron keeps global state."""
+    """The answers of `megarl.parallel.meta`. Raises UserFault where Megatron cannot build a model."""
+    found = _asked(requests)
+    for answer in found:
+        if "fault" in answer:
+            raise UserFault(*answer["fault"])
+    return found
+
+
+def _asked(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`megarl.parallel.meta` runs as a subprocess because Megatron keeps global state."""
     path = os.pathsep.join(filter(None, [str(Path(megarl.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]))
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -145,8 +154,4 @@ def _built(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     )
     if done.returncode:
         raise RuntimeError(f"the models could not be built on the meta device:\n{done.stderr[-4000:]}")
-    found = json.loads(done.stdout)
-    for answer in found:
-        if "fault" in answer:
-            raise UserFault(*answer["fault"])
-    return found
+    return json.loads(done.stdout)

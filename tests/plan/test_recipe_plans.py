@@ -82,7 +82,13 @@ def planned(name: str, over: tuple[str, ...] = ()) -> run_plan.RunPlan:
     return run_plan.make_plan(recipe, load_hardware(recipe.placement.hardware))
 
 
-@pytest.mark.parametrize(("name", "over"), CASES, ids=["+".join([name, *over]) for name, over in CASES])
+@pytest.mark.parametrize(
+    ("name", "over"),
+    [  # by day with one overlay at most
+        pytest.param(name, over, id="+".join([name, *over]), marks=[pytest.mark.nightly] * (len(over) > 1))
+        for name, over in CASES
+    ],
+)
 def test_it_fits(name: str, over: tuple[str, ...]) -> None:
     found = planned(name, over)
     assert found.fits, [str(fault) for fault in found.faults]

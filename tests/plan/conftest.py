@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import gc
+import json
+import traceback
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+from megarl.plan import model_size
+from tests import forked
+
+Requests = Sequence[dict[str, Any]]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def models_are_built_once() -> Iterator[None]:
+    """By forks of a process that has imported Megatron, which takes the program most of its time.
+
+    tests/test_cli.py, tests/scripts and the runs of `megarl plan` here have the program itself.
+    """
+    known: dict[str, dict[str, Any]] = {}
+
+    def asked(requests: Requests) -> list[dict[str, Any]]:
+        names = [json.dumps(one, sort_keys=True) for one in requests]
+        new = {name: one for name, one in zip(names, requests, strict=True) if name not in known}
+        known.update(zip(new, _in_child(list(new.values())) if new else [], strict=True))
+        return [known[name] for name in names]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_size, "_asked", asked)
+        yield
+
+
+def _in_child(requests: Requests) -> list[dict[str, Any]]:
+    process, pipe = forked.start(_build, requests)
+    try:
+        answers, error = pipe.recv()
+    finally:
+        process.kill()
+        process.join()
+    if error:
+        raise RuntimeError(error)
+    return answers
+
+
+def _build(pipe: Connection, requests: Requests) -> None:
+    """As the program does it."""
+    import torch
+
+    from megarl.parallel import cpu, meta
+
+    gc.disable()
+    try:
+        cpu.patch_megatron(torch.device("meta"))
+        pipe.send((meta.answer_requests(requests), ""))
+    except BaseException:
+        pipe.send(([], traceback.format_exc()))
