@@ -11,6 +11,7 @@ from megarl.rollout.agents.chat import Access, ChatHandler
 from megarl.rollout.agents.thread import AgentFailure, AgentTimeout
 from megarl.rollout.conversations.agent_episode import AgentEpisode
 from megarl.rollout.conversations.agent_tools import ToolSets
+from megarl.rollout.conversations.paced import PacedSampler
 from megarl.rollout.conversations.rows import EpisodeResult, EpisodeRows, TurnSampler
 from megarl.rollout.rewards import Failure, Verdict
 from megarl.rollout.sglang.arguments import Sampling
@@ -55,7 +56,7 @@ class AgentRunner:
         *,
         max_prompt_tokens: int,
     ) -> None:
-        self._config, self._sampler, self._agents = config, sampler, agents
+        self._config, self._sampler, self._agents = config, PacedSampler(sampler), agents
         self._endpoint, self._tool_sets, self._numbers = endpoint, tool_sets, count()
         self._max_prompt_tokens = max_prompt_tokens
 

@@ -23,6 +23,7 @@ from megarl.rollout.conversations.open_episode import (
     left_open,
     resumed,
 )
+from megarl.rollout.conversations.paced import PacedSampler
 from megarl.rollout.conversations.rows import EpisodeResult, EpisodeRows, SampledTurn, Tally, TurnSampler
 from megarl.rollout.conversations.splice import Splice, ToolResult
 from megarl.rollout.conversations.template import Message, TemplateRefusal, user
@@ -77,7 +78,7 @@ class EpisodeRunner:
         *,
         max_prompt_tokens: int,
     ) -> None:
-        self._config, self._sampler, self._environment = config, sampler, environment
+        self._config, self._sampler, self._environment = config, PacedSampler(sampler), environment
         self._splice, self._calls, self._numbers = splice, calls, count()
         self._max_prompt_tokens = max_prompt_tokens
         self._renders = config.history == "render"
