@@ -57,7 +57,7 @@ def model_of(path: Path) -> str:
 def cases() -> list[Any]:
     """(recipe's name, what is laid over it), of every recipe in the folder."""
     return [
-        pytest.param(path.stem, over, id="+".join([path.stem, *over]))
+        pytest.param(path.stem, over, id="+".join([path.stem, *over]), marks=[pytest.mark.nightly] * (len(over) > 1))
         for path in sorted(RECIPES.glob("*.yaml"))
         for over in OVERLAYS[model_of(path)]
     ]

@@ -1,4 +1,4 @@
-"""A sampler whose turns end one after another, however many the engine ends in one instant."""
+"""Turns that the engine ends in one instant are handled one after another."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megarl.types import Sample
 
 
 class PacedSampler:
-    """`sampler`, whose calls return in different iterations of the event loop.
+    """The calls of `sampler` return in different iterations of the event loop.
 
-    Each task does its work for a turn when a call returns. Without this the tasks of a burst would do theirs in one
-    iteration, and nothing else would run until the last of them.
+    An episode's task works when its call returns. The tasks of many turns that end together would otherwise all work in
+    one iteration, and deadlines and requests of agents would wait for the last of them.
     """
 
     def __init__(self, sampler: TurnSampler) -> None:

@@ -95,7 +95,7 @@ def minimum_and_gathered(case: Case, model_bytes: int) -> tuple[float, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["tp", "ep"])
+@pytest.mark.parametrize("target", [pytest.param("tp", marks=pytest.mark.nightly), "ep"])
 def test_one_run_reports_bytes_time_and_memory_of_every_method(target: str) -> None:
     done = run("--json", "--target", target, *SMALL)
     assert done.returncode == 0, done.stderr
