@@ -19,7 +19,7 @@ Requests = Sequence[dict[str, Any]]
 def models_are_built_once() -> Iterator[None]:
     """By forks of a process that has imported Megatron, which takes the program most of its time.
 
-    tests/test_cli.py, tests/scripts and the runs of `megarl plan` here have the program itself.
+    test_search.py also runs `megarl plan`, and with it the program itself.
     """
     known: dict[str, dict[str, Any]] = {}
 
