@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 from megarl.rollout.conversations.rows import TurnSampler
 from megarl.rollout.sglang.arguments import Sampling
@@ -18,7 +19,8 @@ class PacedSampler:
     """
 
     def __init__(self, sampler: TurnSampler) -> None:
-        self._sampler, self._next = sampler, asyncio.Lock()
+        self._sampler = sampler
+        self._next: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
 
     async def begin(self, conversation: str, prompt_tokens: int) -> None:
         await self._sampler.begin(conversation, prompt_tokens)
@@ -38,5 +40,5 @@ class PacedSampler:
         return self._sampler.text(ids)
 
     async def _wait(self) -> None:
-        async with self._next:
+        async with self._next.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
             await asyncio.sleep(0)

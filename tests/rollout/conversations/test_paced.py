@@ -80,3 +80,15 @@ def test_a_cancelled_call_keeps_nobody_waiting() -> None:
         assert [isinstance(one, asyncio.CancelledError) for one in found] == [True, False, True, False]
 
     asyncio.run(asyncio.wait_for(cancelled(), 60))
+
+
+def test_a_sampler_serves_one_loop_after_another() -> None:
+    async def burst(sampler: PacedSampler, engine: AtOnce) -> None:
+        engine.ends = asyncio.Event()
+        engine.ends.set()
+        await asyncio.gather(*(sampler.begin(f"episode-{place}", 1) for place in range(3)))
+
+    engine = AtOnce()
+    sampler = PacedSampler(engine)
+    for _ in range(2):
+        asyncio.run(burst(sampler, engine))
