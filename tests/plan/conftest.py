@@ -17,7 +17,7 @@ Requests = Sequence[dict[str, Any]]
 
 @pytest.fixture(scope="session", autouse=True)
 def models_are_built_once() -> Iterator[None]:
-    """By forks of a process that has imported Megatron, which takes the program most of its time.
+    """Forks of a process that has imported Megatron build them: the import takes most of the program's time.
 
     test_search.py also runs `megarl plan`, and with it the program itself.
     """

@@ -25,7 +25,6 @@ from megarl.types import Sample, SamplePart, with_part
 
 WEIGHT_LOADER = "megarl.rollout.sglang.weight_loader.load"
 _RELEASED = ("kv_cache", "weights")  # SGLang's tags of the memory that training uses in between; CUDA graphs stay
-_IDLE_S = 60.0  # for which a release waits for running requests
 _NOTHING = np.zeros(0, np.int64), np.zeros(0, np.float32)
 _UNBEGUN = Sample(*_NOTHING, "", finished=False, parts=(), prefills=0, is_open=True)
 
@@ -39,7 +38,7 @@ class Engine:
 
     def __init__(self, settings: EngineSettings, weight_loader: str = WEIGHT_LOADER) -> None:
         self._tp, self._seeded, self._routed_experts = settings.tp, settings.seeded, settings.routed_experts
-        self._groups, self._weight_loader = settings.dp, weight_loader
+        self._groups, self._weight_loader, self._timeout_s = settings.dp, weight_loader, settings.timeout_s
         self._adapter = ADAPTER_NAME if settings.adapter else None
         self._host = Host(settings, weight_loader)
         self._manager: Any = self._host.server.tokenizer_manager
@@ -138,7 +137,7 @@ class Engine:
     async def release_memory(self) -> None:
         """Release the GPU memory of weights and KV cache for training; does nothing on CPU.
 
-        Waits for running requests. Raises EngineFault where they do not end within a minute.
+        It waits for running requests. Raises EngineFault where they do not end within run.timeout_s.
         """
         if DEVICE != "cpu":
             from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
@@ -208,10 +207,11 @@ class Engine:
         from sglang.srt.managers.io_struct import FlushCacheReqInput
 
         self._manager.auto_create_handle_loop()
-        until = time.monotonic() + _IDLE_S
+        until = time.monotonic() + self._timeout_s
         while not all(one.success for one in await self._manager.flush_cache_communicator(FlushCacheReqInput())):
             if time.monotonic() > until:
-                raise EngineFault(f"SGLang still runs requests {_IDLE_S:.0f} s after its memory was to be released")
+                waited = f"{self._timeout_s:g} s (run.timeout_s)"
+                raise EngineFault(f"requests still run {waited} after the engine was to release its memory")
             await asyncio.sleep(0.01)
 
     async def _sglang_reshard(self, message: Mapping[str, Any], version: str) -> str | None:
