@@ -39,11 +39,13 @@ await_end() {
     done
 }
 
-command -v megarl >/dev/null || PATH=$ROOT/.venv/bin:$PATH
-command -v megarl >/dev/null || stop "megarl is neither on PATH nor in $ROOT/.venv/bin: install it there, or activate its environment"
-
-PYTHON=$(dirname "$(command -v megarl)")/python # of megarl's environment
-[[ -x $PYTHON ]] || PYTHON=python3
+if [[ -z ${megarl_is_elsewhere:-} ]]; then
+    command -v megarl >/dev/null || PATH=$ROOT/.venv/bin:$PATH
+    command -v megarl >/dev/null ||
+        stop "megarl is neither on PATH nor in $ROOT/.venv/bin: install it there, or activate its environment"
+    PYTHON=$(dirname "$(command -v megarl)")/python # of megarl's environment
+fi
+[[ -n ${PYTHON:-} && -x $PYTHON ]] || PYTHON=python3
 
 # One for each: 512 processes must not ask the hub for a tokenizer that lies on the disk; a batch job's log says what is,
 # not what was a buffer ago; each of a node's processes, two or three a GPU, would take every core; NCCL's own word on why

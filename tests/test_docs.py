@@ -6,6 +6,7 @@ import ast
 import asyncio
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -91,7 +92,7 @@ def is_there(name: str) -> bool:
 def test_what_a_page_names_exists(page: Path) -> None:
     """Modules (`megarl.x.y`), files (`x/y.py`, from the root, from megarl/ or from the page) and links to files."""
     text = page.read_text(encoding="utf-8")
-    names = set(re.findall(r"\bmegarl(?:\.[a-zA-Z_]\w*)+", text)) - {"megarl.sbatch", "megarl.sif"}
+    names = set(re.findall(r"\bmegarl(?:\.[a-zA-Z_]\w*)+", text)) - {"megarl.sbatch", "megarl.sif", "megarl.sqsh"}
     missing = [name for name in names if not is_there(name)]
     files = [name for name in re.findall(FILE, text) if not name.startswith(PEERS)]
     missing += [name for name in files if not any((f / name).exists() for f in (ROOT, ROOT / "megarl", page.parent))]
@@ -144,6 +145,15 @@ def test_the_example_of_a_new_model_family(tmp_path: Path) -> None:
             found = count_traffic(megatron_map.parts(shape, layout), targets, 4, gpus_per_node=4, dtype="bfloat16")
             wanted = [2 * sum(shard.area for shard in sglang_map.shards(shape, engine, rank)) for rank in range(tp)]
             assert found.dest.tolist() == wanted + [0] * (4 - tp)
+
+
+def test_the_recipes_of_the_first_step_are_there_and_load() -> None:
+    """Each command of docs/first_step.md that takes a recipe, with its overlays."""
+    commands = re.findall(r"^ +((?:sbatch|megarl|srun) .*)$", (DOCS / "first_step.md").read_text(), re.MULTILINE)
+    recipes = [[word for word in shlex.split(command) if word.endswith(".yaml")] for command in commands]
+    assert len(recipes) >= 5
+    for path, *overlays in recipes:
+        assert load_recipe(str(ROOT / path), [str(ROOT / overlay) for overlay in overlays]).run.steps
 
 
 def test_every_algorithm_and_rule_is_described() -> None:

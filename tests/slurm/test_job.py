@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.slurm.desk import SLURM, Desk, ended, stub, wait_until
+from tests.slurm.desk import ROOT, SLURM, Desk, ended, stub, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -38,6 +40,31 @@ def test_a_job_gives_megarl_a_ray_of_all_its_nodes(desk: Desk) -> None:
     assert list((desk.room / "nodes").iterdir()) == [], "Ray was ended on every node, by SIGTERM"
     assert list(desk.room.glob("megarl-*")) == []
     assert list(desk.jobs.iterdir()) == []
+
+
+def test_with_a_container_nothing_of_megarl_is_needed_outside(desk: Desk) -> None:
+    """MEGARL_CONTAINER's command, whose words go before the others, starts Ray and megarl."""
+    outside, image = desk.room / "outside", desk.room / "image"
+    for folder in (outside, image):
+        folder.mkdir()
+    stub(outside, "python3", f'exec {sys.executable} "$@"')  # of the stand-ins for Slurm
+    stub(image, "run", f'[[ $1 == --of=x ]] && export IN_IMAGE=1 PATH="{desk.path}" && exec "${{@:2}}"')
+    path = os.pathsep.join(map(str, (SLURM, outside, "/usr/bin", "/bin")))
+    code, out = ended(desk.submit("r.yaml", PATH=path, MEGARL_CONTAINER=f"{image}/run --of=x"))
+    assert code == 0, out
+    (life,) = desk.lives()
+    assert life["argv"] == ["train", "r.yaml", "placement.network=nodes", "--resume"]
+    for one in (life, desk.ray("127.0.0.2"), desk.ray("127.0.0.3")):
+        assert one["env"]["IN_IMAGE"] == "1"
+        assert "MEGARL_CONTAINER" not in one["env"], "what runs inside looks for megarl there"
+
+
+def test_enroot_is_told_what_a_job_needs_of_the_hosts_environment() -> None:
+    given = {"RAY_AUTH_TOKEN_PATH": "/t", "SLURM_JOB_ID": "7", "TMPDIR": "/x", "LD_LIBRARY_PATH": "/l"}
+    command = ["bash", "-c", f"source {ROOT}/scripts/slurm/enroot_conf.sh && environ"]
+    environment = given | {"PATH": os.environ["PATH"]}
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert sorted(told.splitlines()) == ["RAY_AUTH_TOKEN_PATH=/t", "SLURM_JOB_ID=7", "TMPDIR=/x"]
 
 
 def test_the_token_is_in_a_file_of_the_users_own_alone(desk: Desk) -> None:

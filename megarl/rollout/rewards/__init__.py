@@ -122,6 +122,6 @@ def describe_error(error: BaseException) -> str:
     """An exception as one line."""
     try:
         words = " ".join(f"{type(error).__name__}: {error}".split())
-    except Exception:  # its __str__ raises
+    except BaseException:  # its __str__ raises, perhaps KeyboardInterrupt, which would end a worker process
         words = type(error).__name__
     return words if len(words) <= _LONGEST_WORDS else f"{words[: _LONGEST_WORDS - 3]}..."

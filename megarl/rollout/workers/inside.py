@@ -1,4 +1,4 @@
-"""The inside of a worker process: the socket to its parent, its limits, and its end with the parent."""
+"""The inside of a worker process: the socket to its parent, its limits, and its end with its keeper."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ctypes
 import json
 import os
 import resource
-import signal
 import socket
 import sys
 from collections.abc import Iterator
@@ -15,10 +14,11 @@ from io import TextIOWrapper
 from typing import Any
 
 from megarl.rollout.sandbox.inside_launcher import limit
+from megarl.rollout.workers.keeper import fork_worker
 
-_PR_SET_PDEATHSIG = 1
 _M_ARENA_MAX = -8
 LINE_BYTES = 2**30  # of the parent's longest line
+HELLO = "worker"  # the first message of a worker: this and its process id
 SOCKET_CLOSED = 117  # exit code
 MEMORY_FULL = 118  # exit code
 OUT_OF_MEMORY = "ran out of memory"
@@ -51,7 +51,9 @@ class ParentSocket:
 
     def close_in_child(self) -> None:
         """Close the copy of a process that the function forks, which would hide the end of this one from the parent."""
-        os.close(self.socket.detach())
+        descriptor = self.socket.detach()
+        if descriptor >= 0:  # the process that forks may itself be one that the function has forked
+            os.close(descriptor)
 
 
 @contextmanager
@@ -64,25 +66,18 @@ def _exit_if_closed() -> Iterator[None]:
 
 
 def connect() -> tuple[ParentSocket, dict[str, Any]] | None:
-    """The socket to the parent and its spec, as a process begins; None: the parent has ended."""
-    die_with_parent()
+    """The socket to the parent and its spec, in the worker that this process forks; None: the parent has ended."""
+    parent_pid = fork_worker()
     parent = ParentSocket()
+    parent.write(json.dumps([HELLO, os.getpid()]).encode() + b"\n")
     spec = parent.read()
-    if spec is None or os.getppid() != spec["parent"]:
-        return None  # the parent ended before die_with_parent
+    if spec is None or parent_pid != spec["parent"]:
+        return None  # the parent ended before it was watched
     os.environ.pop("PYTHONPATH", None)  # what the function starts gets the parent's; sys.path stays
     if spec["python_path"] is not None:
         os.environ["PYTHONPATH"] = spec["python_path"]
     os.register_at_fork(after_in_child=parent.close_in_child)
-    os.register_at_fork(after_in_child=die_with_parent)
     return parent, spec
-
-
-def die_with_parent() -> None:
-    """The kernel kills this process when the thread that started it ends."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
 
 def limit_memory(memory_mb: int) -> None:

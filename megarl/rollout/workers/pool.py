@@ -66,7 +66,7 @@ class WorkerPool(Generic[Process]):
         await self._ready
 
     def pids(self) -> list[int]:
-        return [worker.process.pid for worker in self._workers]
+        return [worker.pid for worker in self._workers]
 
     async def end(self) -> None:
         """Kill and reap every process; callers that wait for results are cancelled."""

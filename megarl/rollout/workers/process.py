@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import psutil
+from megarl.rollout.workers.inside import HELLO
 
 _PF_EXITING = 0x4  # Linux, include/linux/sched.h
 _SOON_S, _LATE_S, _POLL_S = 0.2, 30.0, 0.01  # how long to wait for an exit that has not begun, and that has
@@ -58,7 +58,10 @@ class Lost:
 
 
 class WorkerProcess:
-    """One process. It is idle when in_flight is empty; until is_ready it imports what it runs."""
+    """One process. It is idle when in_flight is empty; until is_ready it imports what it runs.
+
+    `process` is its keeper (`keeper.py`), which ends as the worker does, after all that the worker has started.
+    """
 
     def __init__(self, module: str, spec: Mapping[str, Any], longest_line_bytes: int) -> None:
         """module: run as `python -m`; spec: its first message. Raises OSError when no process can be started."""
@@ -79,6 +82,12 @@ class WorkerProcess:
         self.waiting: deque[Any] = deque()  # jobs that only this process can do
         self.message_at = 0.0
         self._writer: asyncio.StreamWriter | None = None
+        self._worker_pid: int | None = None
+
+    @property
+    def pid(self) -> int:
+        """The worker's process id, once it has told it."""
+        return self.process.pid if self._worker_pid is None else self._worker_pid
 
     async def messages(self) -> AsyncIterator[list[Any] | None]:
         """Send the spec, then yield each message until the process closes its socket or is killed.
@@ -100,7 +109,11 @@ class WorkerProcess:
                 if self.is_gone or not line.endswith(b"\n"):
                     return
                 self.message_at = asyncio.get_running_loop().time()
-                yield _message(line)
+                message = _message(line)
+                if self._worker_pid is None and message and message[0] == HELLO:
+                    self._worker_pid = message[1]
+                    continue
+                yield message
 
     def write(self, line: bytes) -> None:
         assert self._writer
@@ -122,23 +135,19 @@ class WorkerProcess:
         self.is_ending = True
         began = time.monotonic()
         while (code := self.process.poll()) is None:
-            bound_s = _LATE_S if _is_exiting(self.process.pid) else _SOON_S
+            bound_s = _LATE_S if _is_exiting(self.pid) else _SOON_S
             if time.monotonic() - began > bound_s:
                 return None
             await asyncio.sleep(_POLL_S)
         return code
 
     def kill(self) -> None:
-        """Kill the process and all that it has started, once: later its process id may belong to another process."""
+        """Let the keeper kill the process and all that it has started; `process.wait` waits for the end of all."""
         if self.is_gone:
             return
         self.is_gone = True
-        with suppress(psutil.Error):
-            for process in psutil.Process(self.process.pid).children(recursive=True):
-                with suppress(psutil.Error):
-                    process.kill()  # it may have left the group
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        if self.process.poll() is None:
+            self.process.terminate()
         if self._writer:
             self._writer.transport.abort()
 

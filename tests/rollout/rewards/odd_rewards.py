@@ -59,12 +59,40 @@ def _spawn(path: str) -> None:
     _deaf("")
 
 
+def _daemon(path: str) -> None:
+    """A process that no other is the parent of, in a session of its own: it has forked twice."""
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        while not os.path.exists(path):
+            time.sleep(0.01)
+        return
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    _write(path, os.getpid())
+    _deaf("")
+
+
+def _daemon_and_deaf(path: str) -> None:
+    _daemon(path)
+    _deaf("")
+
+
 def _fork_and_leave(path: str) -> None:
+    _daemon(path)
+    os._exit(3)
+
+
+def _nest(levels: str) -> float:
+    """Forks of a fork, each of which ends in order."""
     child = os.fork()
     if child == 0:
-        _deaf("")
-    _write(path, child)
-    os._exit(3)
+        if int(levels) > 1:
+            _nest(str(int(levels) - 1))
+        os._exit(0)
+    os.waitpid(child, 0)
+    return 1.0
 
 
 def _write(path: str, pid: int) -> None:
@@ -118,10 +146,21 @@ def _pour(_: str) -> None:
     _deaf("")
 
 
+class _Unprintable(Exception):
+    def __str__(self) -> str:
+        raise KeyboardInterrupt
+
+
+_ERRORS: dict[str, BaseException] = {
+    "ValueError": ValueError("no unit"),
+    "SystemExit": SystemExit(0),
+    "KeyboardInterrupt": KeyboardInterrupt(),
+    "Unprintable": _Unprintable(),
+}
+
+
 def _raise(name: str) -> None:
-    raise {"ValueError": ValueError("no unit"), "SystemExit": SystemExit(0), "KeyboardInterrupt": KeyboardInterrupt()}[
-        name
-    ]
+    raise _ERRORS[name]
 
 
 def _recurse(_: str) -> Any:
@@ -137,6 +176,8 @@ _ODD = {
     "segfault": lambda _: ctypes.string_at(0),
     "fork": _fork,
     "spawn": _spawn,
+    "daemon": _daemon_and_deaf,
+    "nest": _nest,
     "fork_and_leave": _fork_and_leave,
     "flood": _flood,
     "close": _close,

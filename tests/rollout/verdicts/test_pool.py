@@ -77,6 +77,7 @@ def words(found: list[Verdict | Failure]) -> list[str]:
         ("raise ValueError", "raised ValueError: no unit"),
         ("raise SystemExit", "raised SystemExit: 0"),
         ("raise KeyboardInterrupt", "raised KeyboardInterrupt:"),
+        ("raise Unprintable", "raised _Unprintable"),
         ("recurse", "raised RecursionError: maximum recursion depth exceeded"),
         ("nan", "returned nan"),
         ("words", "returned 'good'"),
@@ -98,14 +99,16 @@ def test_a_failure_is_said_in_words_and_costs_nobody_else_a_verdict(
 
 def test_what_it_prints_and_reads_is_not_the_protocol(judges: Build, capfd: pytest.CaptureFixture[str]) -> None:
     odd = judges(ODD, workers=1)
-    assert odd.wait_for_verdicts("7", {}, ["flood", "read", "7"]) == [
-        Verdict(0.25, False), Verdict(0.0, False), Verdict(1.0, True)
+    assert odd.wait_for_verdicts("7", {}, ["flood", "read", "nest 3", "7"]) == [
+        Verdict(0.25, False), Verdict(0.0, False), Verdict(1.0, True), Verdict(1.0, True)
     ]  # fmt: skip
     odd.shutdown()
-    assert capfd.readouterr().out == ""
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert "Exception ignored" not in printed.err
 
 
-@pytest.mark.parametrize("word", ["fork", "spawn"])
+@pytest.mark.parametrize("word", ["fork", "spawn", "daemon"])
 def test_what_it_started_ends_with_it(judges: Build, tmp_path: Path, word: str) -> None:
     odd = judges(ODD, workers=1, timeout_s=2.0)
     (found,) = odd.wait_for_verdicts("7", {}, [f"{word} {tmp_path / 'pid'}"])
@@ -341,7 +344,7 @@ def test_workers_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
         "from megarl.rollout.verdicts.scorers import Scorers\n"
         f"judges = Scorers(RewardConfig(function={ODD!r}, timeout_s=1000.0), 120.0)\n"
         "print(*judges.pids(), flush=True)\n"
-        f"judges.wait_for_verdicts('7', {{}}, ['fork {path}'])\n"
+        f"judges.wait_for_verdicts('7', {{}}, ['daemon {path}'])\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment)
