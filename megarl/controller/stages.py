@@ -31,6 +31,7 @@ def sample(run: Run, step: Step) -> Step:
         hyperparameters,
         ahead=recipe.rollout.ahead,
         is_phased=recipe.rollout.phase_tokens is not None,
+        steps_left=recipe.run.steps - step.number,
     )
     engines, leave_if_wanted = run.fleet.engines, run.saver.leave_if_wanted
     rollout = StepRollout(recipe, limits, engines, run.inputs.prompts, step.number, leave_if_wanted)

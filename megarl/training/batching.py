@@ -122,9 +122,9 @@ def plan_updates(
 ) -> list[Update]:
     """Deal samples into `updates` optimizer updates of equal numbers and balance each over the dp ranks.
 
-    Samples that are next to each other in trained tokens are dealt to different updates, in the order in which they are given,
-    which must be random where an update's place must not depend on it (`shuffled`). So every sample is equally likely
-    in each update, and updates are alike in tokens. Both matter where an update's loss is divided by its own tokens
+    Samples that are next to each other in trained tokens are dealt to different updates, in the order in which they are
+    given. Where that is random (`shuffled`), every sample is equally likely in each update, and updates are alike in
+    tokens. Both matter where an update's loss is divided by its own tokens
     (`token_mean`): cut from a list that is sorted by age, updates have long samples first, and the tokens of these
     weigh less in every step; cut from a random order, a long sample still raises the denominator of its own update, by
     as much as there are few samples in it. If the numbers do not divide, the last samples given are a rest, which the

@@ -228,7 +228,7 @@ def test_a_share_needs_no_more_than_its_own_samples():
 def _samples_of_rows(rows: list[int]) -> list[SampleRef]:
     """Samples with so many rows each."""
     return [
-        SampleRef(group=number // 4, sample=number % 4, length=2 + number % 30, response_length=1 + number % 30, row=row)
+        SampleRef(number // 4, number % 4, length=2 + number % 30, response_length=1 + number % 30, row=row)
         for number, count in enumerate(rows)
         for row in range(count)
     ]
