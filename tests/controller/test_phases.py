@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +38,7 @@ def run_of(seed: int, steps: int | None) -> Run:
     return Run(lambda ticket: lengths(seed)[ticket].tolist(), recipe, steps=steps)
 
 
-def trained_samples(run: Run, number: int, tickets: list[int]) -> list[SampleRef]:
+def trained_samples(run: Run, number: int, tickets: list[int]) -> Sequence[SampleRef]:
     """A step's samples in the order in which the controller gives them to the ranks."""
     facts = np.ones(2, np.bool_), np.array([1, 0], np.float32), np.array([True, False])
     summaries = [
