@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 from megarl.config import Recipe
-from megarl.controller.samples import Collected, Limits, collect, sampling_of
+from megarl.controller.samples import Collected, Limits, collect, sampling_of, waiting_metrics
 from megarl.fleet.engines import Engines
 from megarl.fleet.rank_groups import GroupStock, RolloutBatch
 from megarl.fleet.sampling_round import SamplingRound
@@ -50,7 +50,7 @@ class StepRollout:
         stock, following = self._found.stock, self._number + 1
         if not self._limits.ahead or not self._limits.begins_with_phase(stock):
             return
-        if count := self._limits.num_admitted(stock, 0, 0):
+        if count := self._limits.of_next_step().num_admitted(stock, 0, 0):
             stock = self._admitted(stock, count, following, 0)
         began = self._engines.begin(stock.open, sampling_of(self._recipe, following), beside_training=True)
         self._beside = stock, began, time.monotonic()
@@ -60,6 +60,8 @@ class StepRollout:
         with record.phase("ahead") if self._beside else nullcontext():
             record.add(self._end_next())
         record.add(self._found.counts(self._limits))
+        if self._limits.is_phased:
+            record.add(waiting_metrics(self._found.chosen.summaries, self._found.stock))
         record.add(balance_metrics(self._balances))
         record.sampled(sum(balance.seconds for balance in self._balances))
         record.add({"reward/failed": failed_share(self._found.complete)})  # also of groups that no step trains on

@@ -34,7 +34,7 @@ class StockState:
     """A stock's counters and tickets; its groups have a file of their own.
 
     streams: by number in the stock, in the groups' order. has_open: whether any of these is open. trained, dropped: as
-    in `Stock`, in hexadecimal digits.
+    in `Stock`, in hexadecimal digits. surplus: of `Stock`; a checkpoint without it is of a run that begins with none.
     """
 
     next_number: int
@@ -42,6 +42,7 @@ class StockState:
     dropped: str
     streams: dict[str, list[int]]
     has_open: bool
+    surplus: int = 0
 
     @staticmethod
     def of(stock: GroupStock) -> dict[str, Any]:
@@ -49,7 +50,7 @@ class StockState:
         stock.check()
         streams = {str(entry.ticket.number): list(entry.ticket.stream) for entry in stock.entries}
         digits = f"{stock.trained:x}", f"{stock.dropped:x}"
-        return asdict(StockState(stock.next_number, *digits, streams, has_open=bool(stock.open)))
+        return asdict(StockState(stock.next_number, *digits, streams, bool(stock.open), stock.surplus))
 
 
 @dataclass(frozen=True)
@@ -252,6 +253,7 @@ def resume(snapshot: Snapshot, recipe: Recipe, fleet: Fleet, prompts: PromptStre
             problem = f"{snapshot.folder} has samples of {prompt_id}, and the data has {ticket.prompt.id} in its place"
             raise UserFault("data.train", problem, "use the files that the run began with, or another run.name")
     entries = tuple(Entry(ticket, about, ref) for ticket, (_, about, ref) in zip(tickets, groups, strict=True))
-    stock = GroupStock(entries, own.next_number, int(own.trained, 16), int(own.dropped, 16))
+    bits = int(own.trained, 16), int(own.dropped, 16)
+    stock = GroupStock(entries, own.next_number, *bits, surplus=own.surplus)
     stock.check()
     return stock.after_loading(then.version + 1, recipe.rollout.prompts_per_step)

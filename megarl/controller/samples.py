@@ -16,7 +16,7 @@ from megarl.cluster.actor import Ref
 from megarl.config import Recipe
 from megarl.fleet.rank_groups import GroupStock, RolloutBatch
 from megarl.rollout.rewards import MEND
-from megarl.rollout.stock import Entry
+from megarl.rollout.stock import Entry, PartialSummary, StockSizes
 from megarl.rollout.worker import Sampling
 from megarl.training.batching import SampleRef
 from megarl.types import FloatArray, GroupSummary, Hyperparameters, IntArray, Metrics, UserFault, num_stale
@@ -51,6 +51,7 @@ def is_mixed(group: GroupSummary) -> bool:
 class Limits:
     """How many groups a step trains on, and how many are in flight: in the stock, open or complete.
 
+    in_flight: at most, as many as `StockSizes` allows. steps_left: of the run after this step; None: it has no end.
     ahead: the phase that a step would begin with is sampled while the ranks learn in the step before. is_phased:
     responses are sampled in phases.
     """
@@ -60,6 +61,15 @@ class Limits:
     hyperparameters: Hyperparameters
     ahead: int = 0
     is_phased: bool = False
+    steps_left: int | None = None
+
+    @property
+    def sizes(self) -> StockSizes:
+        return StockSizes(self.wanted, self.in_flight)
+
+    def of_next_step(self) -> Limits:
+        """Those of the step after this one; the last step's are followed by those of a run that goes on from it."""
+        return replace(self, steps_left=max(0, self.steps_left - 1)) if self.steps_left is not None else self
 
     def num_admitted(self, stock: GroupStock, rounds: int, drawn: int) -> int:
         """How many prompts to draw before the next phase; rounds, drawn: of drawing in this step, and their prompts.
@@ -67,8 +77,8 @@ class Limits:
         In phases a step draws few prompts at a time, so that max_rounds counts as many prompts as a round has for a
         whole step.
         """
-        missing, rule = self.in_flight - len(stock.entries), self.hyperparameters
-        count = rule.num_drawn(missing) if missing > 0 else 0
+        missing, rule = self.sizes.num_missing(stock, self.steps_left), self.hyperparameters
+        count = rule.num_drawn(missing) if missing else 0
         if not rule.dynamic_sampling:
             return count
         if self.is_phased:
@@ -97,7 +107,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Collected:
-    """What the phases of a step have found. before, stock: at its begin, and now, without the chosen groups.
+    """What the phases of a step have found. before, stock: at its begin, and for the next, without the chosen groups.
 
     complete: every group that became complete. rounds: of drawing.
     """
@@ -130,6 +140,32 @@ class Collected:
         }
 
 
+def waiting_metrics(chosen: Sequence[GroupSummary], stock: GroupStock) -> Metrics:
+    """What waits in the stock after a step, beside what the step trains on.
+
+    `groups`: that wait; `open`: of these, those with open samples. `longest_mean`: the mean over them of the tokens
+    that a group's longest response has so far (of open episodes: of all after the prompt); `longest_trained_mean`: the
+    same of the chosen groups.
+    """
+    longest = [_longest(entry) for entry in stock.entries]
+    trained = [int(group.response_lengths_G.max()) for group in chosen]
+    waiting = {"stock/longest_mean": float(np.mean(longest))} if longest else {}
+    return {
+        "stock/groups": len(longest),
+        "stock/open": len(stock.open),
+        **waiting,
+        "stock/longest_trained_mean": float(np.mean(trained)),
+    }
+
+
+def _longest(entry: Entry[Ref]) -> int:
+    """Tokens of the longest response of a group, as far as it is sampled."""
+    summary = entry.summary
+    if isinstance(summary, PartialSummary):
+        return summary.context_tokens - len(entry.ticket.prompt.token_ids)
+    return int(summary.response_lengths_G.max())
+
+
 def collect(limits: Limits, stock: GroupStock, admit: Admit, advance: Advance) -> Collected:
     """The groups that a step trains on, after as many phases as they need.
 
@@ -150,7 +186,8 @@ def collect(limits: Limits, stock: GroupStock, admit: Admit, advance: Advance) -
     hyperparameters = limits.hyperparameters
     if limits.is_short(stock) and (hyperparameters.when_short == "stop" or not chosen):
         raise _too_few(len(chosen), limits.wanted, drawn, rounds, hyperparameters)
-    return Collected(before, stock.without_trained(chosen), RolloutBatch.of(chosen), complete, rounds)
+    rest = stock.without_trained(chosen).after_step(limits.sizes, limits.steps_left)
+    return Collected(before, rest, RolloutBatch.of(chosen), complete, rounds)
 
 
 def _is_kept(entry: Entry[Ref]) -> bool:

@@ -19,6 +19,7 @@ from megarl.rollout.demonstrations import demonstrated_episode, demonstration
 from megarl.rollout.stock import staleness_bound
 from megarl.tracking.metrics import rollout_metrics, update_metrics
 from megarl.tracking.run_log import Record
+from megarl.training.batching import shuffled
 
 
 def sample(run: Run, step: Step) -> Step:
@@ -30,6 +31,7 @@ def sample(run: Run, step: Step) -> Step:
         hyperparameters,
         ahead=recipe.rollout.ahead,
         is_phased=recipe.rollout.phase_tokens is not None,
+        steps_left=recipe.run.steps - step.number,
     )
     engines, leave_if_wanted = run.fleet.engines, run.saver.leave_if_wanted
     rollout = StepRollout(recipe, limits, engines, run.inputs.prompts, step.number, leave_if_wanted)
@@ -71,11 +73,14 @@ def score(fleet: Fleet, groups: RolloutBatch, record: Record) -> RolloutBatch:
 
 
 def advantages(run: TrainingRun, step: Step) -> Step:
-    """The samples that the step trains on, each with the advantage that its reward gives it in its group."""
+    """The samples that the step trains on, each with the advantage that its reward gives it in its group.
+
+    Their order is random, so that none of several updates has the oldest and longest samples.
+    """
     only_finished, groups = run.hyperparameters.overlong_filter, step.groups.summaries
     samples = samples_of(groups, run.algorithm, only_finished=only_finished, version=run.fleet.version)
     refuse_empty(samples, groups)
-    return replace(step, samples=samples)
+    return replace(step, samples=shuffled(samples, run.recipe.run.seed, step.number))
 
 
 def observe(run: TrainingRun, step: Step) -> Step:

@@ -169,7 +169,7 @@ def share_of(recipe: Recipe, shape: ModelShape, layout: TrainLayout, samples: Sa
 
 def _updates(recipe: Recipe, layout: TrainLayout, lengths: IntArray, shape: ModelShape) -> list[Update]:
     """The updates of a step, split as `RankGroup.plan` splits them."""
-    refs = [SampleRef(0, place, int(length), 1) for place, length in enumerate(lengths)]
+    refs = [SampleRef(0, place, int(length), int(length)) for place, length in enumerate(lengths)]
     return plan_updates(
         refs,
         updates=recipe.train.updates_per_step,

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from megarl.rollout.stock import Entry, PartialSummary, Stock, Summary
+from megarl.rollout.stock import Entry, PartialSummary, Stock, StockSizes, Summary
 from megarl.types import GroupSummary, IntArray, Prompt
 
 Result = TypeVar("Result")
@@ -27,8 +27,9 @@ _COMPLETE = GroupSummary("", "", (), 0, np.zeros(0, np.int64), _NONE, np.zeros(0
 class PhaseSizes:
     """Groups that a step trains on, groups in flight, samples of each, and the most new tokens of a sample in a phase.
 
-    in_flight is no less than wanted. Responses are whole if they have no more than phase_tokens. ahead: the phase that
-    a step would begin with is sampled while the ranks learn in the step before, as `rollout.ahead` says.
+    in_flight is no less than wanted, and no more groups are in flight (`StockSizes`). Responses are whole if they have
+    no more than phase_tokens. ahead: the phase that a step would begin with is sampled while the ranks learn in the
+    step before, as `rollout.ahead` says.
     """
 
     wanted: int
@@ -36,6 +37,10 @@ class PhaseSizes:
     samples: int
     phase_tokens: int
     ahead: int = 0
+
+    @property
+    def stock(self) -> StockSizes:
+        return StockSizes(self.wanted, self.in_flight)
 
 
 @dataclass(frozen=True)
@@ -74,33 +79,38 @@ class PhasedStep(Generic[Result]):
 
 
 def phased_steps(
-    sizes: PhaseSizes, lengths_of: LengthsOf, run_phase: RunPhase[Result]
+    sizes: PhaseSizes, lengths_of: LengthsOf, run_phase: RunPhase[Result], *, steps: int | None = None
 ) -> Iterator[PhasedStep[Result]]:
-    """The steps of a run from its first on.
+    """The steps of a run from its first on; steps: of the whole run.
 
+    None: a run without end whose first step begins with as many prompts as may be in flight at most. A few steps later
+    it is as any run is between its start and its end.
     The order of events is that of `controller.samples.collect` and `controller.phases.StepRollout`.
     """
-    run = _Run(sizes, lengths_of, run_phase)
-    for version in count():
+    begun = Stock[None]() if steps else Stock[None](surplus=sizes.stock.most_surplus)
+    run = _Run(sizes, lengths_of, run_phase, steps, begun)
+    for version in range(steps) if steps else count():
         results: list[Result] = []
         is_wanted = run.is_short if sizes.ahead else run.begins_with_phase
         while is_wanted:
             results.append(run.phase(version, beside_training=False))
             is_wanted = run.is_short
         trained, tokens_by_age = run.train(version)
-        samples_ahead = sizes.ahead and run.begins_with_phase
+        is_last = version + 1 == steps
+        samples_ahead = sizes.ahead and run.begins_with_phase and not is_last
         beside = run.phase(version, beside_training=True) if samples_ahead else None
         yield PhasedStep(trained, tuple(results), tokens_by_age, beside)
 
 
 @dataclass
 class _Run(Generic[Result]):
-    """What is in flight. sampled_by: the version of each phase of a ticket."""
+    """What is in flight. steps: as of `phased_steps`. sampled_by: the version of each phase of a ticket."""
 
     sizes: PhaseSizes
     lengths_of: LengthsOf
     run_phase: RunPhase[Result]
-    stock: Stock[None] = field(default_factory=Stock)
+    steps: int | None
+    stock: Stock[None]
     sampled_by: dict[int, list[int]] = field(default_factory=dict)
 
     @property
@@ -111,10 +121,14 @@ class _Run(Generic[Result]):
     def begins_with_phase(self) -> bool:
         return bool(self.stock.open) or self.is_short
 
+    def steps_left(self, version: int) -> int | None:
+        """Of the run, after the step that trains this version of the policy."""
+        return None if self.steps is None else self.steps - 1 - version
+
     def phase(self, version: int, *, beside_training: bool) -> Result:
         """Draw as many prompts as may be in flight, and continue all open groups."""
         sizes, lengths_of = self.sizes, self.lengths_of
-        missing = max(0, sizes.in_flight - len(self.stock.entries))
+        missing = sizes.stock.num_missing(self.stock, self.steps_left(version + beside_training))
         stock = self.stock.admitted([_PROMPT] * missing, (version,), sizes.samples)
         groups = [_open_group(entry, lengths_of, sizes) for entry in stock.open]
         for group in groups:
@@ -125,7 +139,7 @@ class _Run(Generic[Result]):
     def train(self, version: int) -> tuple[tuple[int, ...], IntArray]:
         """(the tickets that this version of the policy is trained on, their tokens by age)."""
         chosen = self.stock.ready(self.sizes.wanted)
-        self.stock = self.stock.without_trained(chosen)
+        self.stock = self.stock.without_trained(chosen).after_step(self.sizes.stock, self.steps_left(version))
         tickets = tuple(entry.ticket.number for entry in chosen)
         ages = {ticket: [version - one for one in self.sampled_by.pop(ticket)] for ticket in tickets}
         return tickets, _tokens_by_age(ages, self.lengths_of, self.sizes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from megarl.config import Recipe
 from megarl.rollout.rewards import Failure, Verdict
@@ -60,12 +60,52 @@ class Entry(Generic[Ref]):
     ref: Ref | None = None
 
 
+def _grown(surplus: int, wanted: int) -> int:
+    """The surplus of the step after one with this surplus."""
+    return surplus + max(1, (surplus + wanted // 16) // 4)
+
+
+@dataclass(frozen=True)
+class StockSizes:
+    """How many groups a step trains on, and how many are in flight at most: in the stock, open or complete.
+
+    What waits after a step is longer than what is drawn, because the groups that are complete first are trained on. If
+    all prompts were begun at once, the first steps would train on the shortest groups alone, and at the end of the run
+    the longest would be left. So the surplus, the groups in flight beyond those that a step trains on, begins with
+    none. It grows from step to step by a quarter of itself and a 64th of a step's prompts, and in the last steps of the
+    run it shrinks as it grew: the last step has none, and trains on all that wait.
+    """
+
+    wanted: int
+    in_flight: int
+
+    @property
+    def most_surplus(self) -> int:
+        return self.in_flight - self.wanted
+
+    def surplus(self, grown: int, steps_left: int | None) -> int:
+        """The surplus of a step that `steps_left` others follow, where it has grown so far; None: a run without end."""
+        if steps_left is None:
+            return min(grown, self.most_surplus)
+        least, most = 0, min(grown, self.most_surplus)
+        for _ in range(steps_left):
+            if least >= most:
+                break
+            least = _grown(least, self.wanted)
+        return min(least, most)
+
+    def num_missing(self, stock: Stock[Any], steps_left: int | None) -> int:
+        """How many groups fewer than may be in flight the stock has in a step that `steps_left` others follow."""
+        return max(0, self.wanted + self.surplus(stock.surplus, steps_left) - len(stock.entries))
+
+
 @dataclass(frozen=True)
 class Stock(Generic[Ref]):
     """All groups that wait, by ascending number. trained, dropped: bit n is set if ticket n was.
 
     next_number: of the next ticket; all lower numbers were given. loaded_bound: by how many versions the tokens of
-    groups that a checkpoint had may be older than the policy that is trained on them.
+    groups that a checkpoint had may be older than the policy that is trained on them. surplus: how many prompts more
+    than a step trains on the next step may have in flight, see `StockSizes`.
     """
 
     entries: tuple[Entry[Ref], ...] = ()
@@ -73,6 +113,7 @@ class Stock(Generic[Ref]):
     trained: int = 0
     dropped: int = 0
     loaded_bound: int = 0
+    surplus: int = 0
 
     @property
     def open(self) -> tuple[Entry[Ref], ...]:
@@ -116,6 +157,11 @@ class Stock(Generic[Ref]):
         gone = {entry.ticket.number for entry in entries}
         return replace(self, entries=tuple(entry for entry in self.entries if entry.ticket.number not in gone))
 
+    def after_step(self, sizes: StockSizes, steps_left: int | None) -> Stock[Ref]:
+        """With the surplus of the step after one that `steps_left` others follow."""
+        surplus = min(sizes.most_surplus, _grown(sizes.surplus(self.surplus, steps_left), sizes.wanted))
+        return replace(self, surplus=surplus)
+
     def after_loading(self, version: int, wanted: int) -> Stock[Ref]:
         """With the bound of its complete groups, where steps train on `wanted` groups, the next one with this version.
 
@@ -158,7 +204,8 @@ def num_phases(recipe: Recipe) -> int:
 def staleness_bound(recipe: Recipe, hyperparameters: Hyperparameters) -> int:
     """By how many versions a token may be older than the policy that is trained on it.
 
-    Let a sample take P phases, a step train on S groups, and F be in flight at most. A step with open groups has a
+    Let a sample take P phases, a step train on S groups, and F be in flight at most; near the start and the end of a
+    run fewer are, which makes no token older. A step with open groups has a
     phase, which continues them all: a group is complete at most P - 1 steps after its first phase. A complete group
     waits in steps that train on S others of lower numbers, of which there are at most F - 1; and at most F - 1 - S,
     once a step has trained on S others while the group was open. So it waits W = ceil(F / S) - 1 steps, or, where it

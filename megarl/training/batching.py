@@ -96,6 +96,17 @@ class Update:
         return coefficient * self.denominator / self.correct_tokens if self.correct_tokens else 0.0
 
 
+def shuffled(samples: Sequence[SampleRef], seed: int, step: int) -> list[SampleRef]:
+    """The sequences of a step with its whole samples in another order: the same one whenever this step is repeated.
+
+    `plan_updates` deals samples by this order. That of a stock is by age and so by length, and in that of the data the
+    samples of a prompt follow each other.
+    """
+    whole = by_sample(samples)
+    order = np.random.default_rng((seed, step)).permutation(len(whole))
+    return [ref for place in order for ref in whole[place]]
+
+
 def plan_updates(
     samples: Sequence[SampleRef],
     *,
@@ -109,7 +120,15 @@ def plan_updates(
     multiple: int = 1,
     bubble_micro_batches: float = 0.0,
 ) -> list[Update]:
-    """Split samples, in order, into `updates` equal optimizer updates and balance each over the dp ranks.
+    """Deal samples into `updates` optimizer updates of equal numbers and balance each over the dp ranks.
+
+    Samples that are next to each other in trained tokens are dealt to different updates, in the order in which they are
+    given. Where that is random (`shuffled`), every sample is equally likely in each update, and updates are alike in
+    tokens. Both matter where an update's loss is divided by its own tokens
+    (`token_mean`): cut from a list that is sorted by age, updates have long samples first, and the tokens of these
+    weigh less in every step; cut from a random order, a long sample still raises the denominator of its own update, by
+    as much as there are few samples in it. If the numbers do not divide, the last samples given are a rest, which the
+    first updates have too: a rest of the shortest would weigh less in the mean over samples.
 
     Every rank gets the same number of micro-batches, a multiple of `multiple`; some may be empty. It is the fewest that
     fit, or a few more where that is faster: with room left in them they come out more alike, and they keep a pipeline
@@ -118,8 +137,7 @@ def plan_updates(
     All rows of a sample are in one update and on one rank; and in one micro-batch if the budget has room for them, as
     losses of whole samples need it (GSPO's ratio, for example).
     work: the cost of a sequence by its number of tokens, in which ranks, and the micro-batches that they run together,
-    are balanced. bubble_micro_batches: as of TrainLayout. The plan does not depend on the samples' order within an
-    update.
+    are balanced. bubble_micro_batches: as of TrainLayout. The plan of one update does not depend on the samples' order.
     longest_response: the divisor of the aggregation `constant`.
     Raises ValueError when there are fewer samples than updates or a sequence is longer than the budget.
     """
@@ -127,8 +145,7 @@ def plan_updates(
     if len(whole) < updates:
         raise ValueError(f"{len(whole)} samples cannot make {updates} updates")
     plans = []
-    for index in range(updates):
-        part = whole[index * len(whole) // updates : (index + 1) * len(whole) // updates]
+    for part in _alike(whole, updates):
         refs = [ref for rows in part for ref in rows]
         tokens, trained = sum(ref.length for ref in refs), sum(ref.tokens for ref in refs)
         denominators = {"token_mean": trained, "constant": len(part) * longest_response}
@@ -142,6 +159,20 @@ def plan_updates(
         has_turns = trained < sum(ref.response_length for ref in refs) or len(refs) > len(part)
         plans.append(Update(shares, float(denominator), tokens, trained, correct, has_turns))
     return plans
+
+
+def _alike(whole: Sequence[MicroBatch], updates: int) -> list[list[MicroBatch]]:
+    """The samples of each update: of as many that are alike in trained tokens as there are updates, each has one."""
+    num_dealt = len(whole) // updates * updates
+    by_tokens = sorted(range(num_dealt), key=lambda place: -sum(ref.tokens for ref in whole[place]))
+    parts: list[list[MicroBatch]] = [[] for _ in range(updates)]
+    for first in range(0, num_dealt, updates):
+        neighbours = sorted(by_tokens[first : first + updates])
+        for part, place in zip(parts, neighbours, strict=True):
+            part.append(whole[place])
+    for part, rest in zip(parts, whole[num_dealt:], strict=False):
+        part.append(rest)
+    return parts
 
 
 def refs_of(updates: Iterable[Update]) -> list[SampleRef]:

@@ -132,7 +132,7 @@ def stocked(prompts: PromptStream) -> GroupStock:
     first, *others = stock.entries
     stock = stock.without_trained([others[0], others[2]]).without_dropped([first, *others[3:]])
     stock = stock.admitted(prompts.take(4), (1, 3), 3)
-    return stock.without_trained(stock.entries[2:4])
+    return replace(stock.without_trained(stock.entries[2:4]), surplus=7)
 
 
 def test_a_stock_comes_back_with_the_prompts_of_its_tickets(made: Any, fleet: Any, tmp_path: Path) -> None:
@@ -151,6 +151,7 @@ def test_a_stock_comes_back_with_the_prompts_of_its_tickets(made: Any, fleet: An
     assert [entry.ticket for entry in back.entries] == [entry.ticket for entry in stock.entries]
     assert [entry.ticket.stream for entry in back.entries] == [(1, 2, 2), (1, 3, 0), (1, 3, 3)]
     assert (back.next_number, back.trained, back.dropped) == (stock.next_number, stock.trained, stock.dropped)
+    assert back.surplus == 7
     assert again.taken == prompts.taken and again.take(5) == prompts.take(5)
 
 

@@ -31,10 +31,10 @@ ahead_or_not = st.integers(0, 1)
 class Run:
     """phases: of each ticket its (tokens before, tokens new) in each phase."""
 
-    def __init__(self, sizes: PhaseSizes, lengths: IntArray) -> None:
+    def __init__(self, sizes: PhaseSizes, lengths: IntArray, steps: int | None = None) -> None:
         self.lengths = lengths
         self.phases: dict[int, list[tuple[int, IntArray]]] = defaultdict(list)
-        self.steps = list(islice(phased_steps(sizes, self.lengths_of, self.run_phase), STEPS))
+        self.steps = list(islice(phased_steps(sizes, self.lengths_of, self.run_phase, steps=steps), STEPS))
 
     def lengths_of(self, ticket: int) -> IntArray:
         return self.lengths[ticket]
@@ -94,13 +94,14 @@ def test_whole_responses_ahead_are_a_version_old_and_wait_for_nothing() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(ahead=ahead_or_not, **planted)
+@given(ahead=ahead_or_not, steps=st.sampled_from([None, STEPS, 2 * STEPS]), **planted)
 def test_steps_are_those_that_the_controller_takes(
-    seed: int, wanted: int, more: int, phase: int, long_share: float, ahead: int
+    seed: int, wanted: int, more: int, phase: int, long_share: float, ahead: int, steps: int | None
 ) -> None:
     lengths, sizes = drawn(seed, long_share), PhaseSizes(wanted, wanted + more, SAMPLES, phase, ahead)
-    real = RealRun(lambda ticket: lengths[ticket].tolist(), recipe_of(LONGEST, phase, wanted, wanted + more, ahead))
-    for version, step in enumerate(Run(sizes, lengths).steps):
+    recipe = recipe_of(LONGEST, phase, wanted, wanted + more, ahead)
+    real = RealRun(lambda ticket: lengths[ticket].tolist(), recipe, steps=steps)
+    for version, step in enumerate(Run(sizes, lengths, steps).steps):
         phases, (tickets, found) = real.phases, real.step()
         assert (list(step.trained), len(step.all_results)) == (tickets, real.phases - phases)
         parts = [part for ticket in tickets for parts in real.parts[ticket] for part in parts]

@@ -38,7 +38,8 @@ def recipe_of(longest: int, phase: int | None, wanted: int, in_flight: int | Non
 class Run:
     """Steps with a stand-in for the engines, which gives each open sample `phase` tokens or as many as it lacks.
 
-    is_mixed: of a ticket, whether it has right and wrong answers.
+    is_mixed: of a ticket, whether it has right and wrong answers. steps: of the run, which has a start and an end;
+    None: it begins with as many in flight as may be, and has no end.
     """
 
     lengths: Lengths
@@ -50,6 +51,13 @@ class Run:
     parts: dict[int, list[tuple[SamplePart, ...]]] = field(default_factory=dict)  # of each sample of a ticket
     phases: int = 0
     streams: list[tuple[int, ...]] = field(default_factory=list)  # of the tickets that were begun
+    steps: int | None = None
+    metrics: dict[str, Any] = field(default_factory=dict)  # of the latest step
+
+    def __post_init__(self) -> None:
+        rollout = self.recipe.rollout
+        if self.steps is None:
+            self.stock = replace(self.stock, surplus=rollout.in_flight - rollout.prompts_per_step)
 
     def take(self, count: int) -> list[Prompt]:
         return [Prompt("", "", (1,) * PROMPT_TOKENS, "")] * count
@@ -81,17 +89,20 @@ class Run:
         """The tickets that are trained on, and how old their tokens are."""
         rollout = self.recipe.rollout
         is_phased = rollout.phase_tokens is not None
-        limits = Limits(
-            rollout.prompts_per_step, rollout.in_flight, self.hyperparameters, rollout.ahead, is_phased=is_phased
-        )
+        left = None if self.steps is None else self.steps - self.version - 1
+        sizes = rollout.prompts_per_step, rollout.in_flight
+        limits = Limits(*sizes, self.hyperparameters, rollout.ahead, is_phased=is_phased, steps_left=left)
         fleet: Any = self
         step = StepRollout(self.recipe, limits, fleet, fleet, self.version + 1, lambda: None)
         bound = max(staleness_bound(self.recipe, self.hyperparameters), self.stock.loaded_bound)
         groups = step.collect(self.stock)
-        step.begin_next()
+        if left != 0:
+            step.begin_next()
         found = staleness(groups.summaries, self.version, bound)
         self.version += 1
-        self.stock = step.finish(Record(self.version))
+        record = Record(self.version)
+        self.stock = step.finish(record)
+        self.metrics = record.metrics
         self.stock.check()
         numbers: Any = groups.refs
         assert all(len(self.lengths(n)) == 2 for n in numbers)
@@ -192,10 +203,11 @@ def test_groups_that_were_loaded_wait_for_steps_of_another_size(wanted: int, in_
     seed=st.integers(0, 10**6), wanted=st.integers(1, 4), more=st.integers(0, 7), phase=st.integers(1, 6),
     long_share=st.sampled_from([0.1, 0.5, 0.9]), dynamic=st.booleans(), oversample=st.sampled_from([1.0, 1.5]),
     when_short=st.sampled_from(["train", "stop"]), max_rounds=st.integers(1, 4), ahead=st.integers(0, 1),
+    has_end=st.booleans(),
 )  # fmt: skip
 def test_no_prompt_is_lost_or_older_than_the_bound(
     seed: int, wanted: int, more: int, phase: int, long_share: float, dynamic: bool, oversample: float,
-    when_short: Any, max_rounds: int, ahead: int,
+    when_short: Any, max_rounds: int, ahead: int, has_end: bool,
 ) -> None:  # fmt: skip
     """`staleness` raises beyond the bound, `check` where a ticket is lost or counted twice."""
     draws = np.random.default_rng(seed)
@@ -206,6 +218,8 @@ def test_no_prompt_is_lost_or_older_than_the_bound(
     )
     recipe = recipe_of(12, phase, wanted, wanted + more, ahead)
     run = Run(lambda n: lengths[n].tolist(), recipe, hyperparameters, lambda n: bool(is_mixed[n]))
+    if has_end:
+        run.steps, run.stock = 12, GroupStock()
     trained: list[int] = []
     for _ in range(12):
         try:
@@ -220,7 +234,9 @@ def test_no_prompt_is_lost_or_older_than_the_bound(
     assert sorted(trained + dropped + waiting) == list(range(run.stock.next_number))
     assert dropped == [n for n in dropped if dynamic and not is_mixed[n]]
     most = hyperparameters.num_drawn(wanted + more)
-    assert len(waiting) <= max(0, most if ahead else most - len(numbers))
+    assert len(waiting) <= max(0, most if ahead and not has_end else most - len(numbers))
+    if has_end and not dynamic:
+        assert not waiting, "the last step trains on all that wait"
 
 
 def test_trained_lengths_are_planted_lengths() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.training.batching import SampleRef, Update, own_samples, plan_updates
+from megarl.training.batching import SampleRef, Update, key_of, own_samples, plan_updates, refs_of, shuffled
 from megarl.training.train_sequences import train_sequence, train_sequences
 from megarl.types import Prompt, Sample, SampleGroup, SamplePart
 
@@ -223,3 +223,50 @@ def test_a_share_needs_no_more_than_its_own_samples():
         for one, other in zip(before[0], after[0], strict=True):
             np.testing.assert_array_equal(one.token_ids_T, other.token_ids_T)
             np.testing.assert_array_equal(one.engine_logp_T, other.engine_logp_T)
+
+
+def _samples_of_rows(rows: list[int]) -> list[SampleRef]:
+    """Samples with so many rows each."""
+    return [
+        SampleRef(number // 4, number % 4, length=2 + number % 30, response_length=1 + number % 30, row=row)
+        for number, count in enumerate(rows)
+        for row in range(count)
+    ]
+
+
+@given(
+    rows=st.lists(st.integers(1, 3), min_size=1, max_size=40), updates=st.integers(1, 7), seed=st.integers(0, 9),
+    step=st.integers(1, 9),
+)  # fmt: skip
+def test_shuffled_samples_are_whole_and_the_same_for_a_step(
+    rows: list[int], updates: int, seed: int, step: int
+) -> None:
+    """All rows of a sample stay in one update, updates differ by one sample at most, and one update is as ever."""
+    refs = _samples_of_rows(rows)
+    found = shuffled(refs, seed, step)
+    assert found == shuffled(refs, seed, step)
+    assert sorted(found, key=key_of) == refs
+    updates = min(updates, len(rows))
+    plans = _plan(found, updates=updates)
+    in_update = [{key_of(ref)[:2] for ref in refs_of([plan])} for plan in plans]
+    assert sum(map(len, in_update)) == len(rows) == len(set.union(*in_update))
+    assert max(map(len, in_update)) - min(map(len, in_update)) <= 1
+    assert sorted((ref for plan in plans for ref in refs_of([plan])), key=key_of) == refs
+    assert _plan(found) == _plan(refs), "of one update"
+
+
+def test_each_run_and_each_step_has_an_order_of_its_own() -> None:
+    refs = _samples_of_rows([1] * 20)
+    orders = [tuple(shuffled(refs, seed, step)) for seed in range(4) for step in range(1, 5)]
+    assert len(set(orders)) == len(orders)
+
+
+@pytest.mark.parametrize("count", [96, 100])
+def test_updates_are_alike_in_tokens_and_a_sample_is_in_any(count: int) -> None:
+    """Sorted by length, as a stock is by age; also where the numbers do not divide."""
+    refs = _refs(sorted(_lognormal(count), reverse=True))
+    steps = [_plan(shuffled(refs, 1, step), updates=8, token_budget=10**5) for step in range(200)]
+    tokens = np.array([[plan.loss_tokens for plan in plans] for plans in steps])
+    assert tokens.std(1).mean() / tokens.mean() < 0.1, "at random it is 0.25"
+    places = np.array([[key_of(refs[0]) in map(key_of, refs_of([plan])) for plan in plans] for plans in steps]).sum(0)
+    assert places.min() > 200 / 8 / 3, "the longest sample is in each update about as often"
