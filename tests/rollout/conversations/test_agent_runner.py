@@ -137,7 +137,7 @@ def scored(episodes: Sequence[EpisodeResult]) -> GroupSummary:
     """As the engine's actor scores a group of episodes, without a reward function."""
 
     async def generated(*_: Any) -> Any:
-        return [one.sample for one in episodes], [one.verdict for one in episodes]
+        return [one.sample for one in episodes], [one.verdict for one in episodes], {"seed": 2}
 
     worker: Any = RolloutWorker.__new__(RolloutWorker)
     worker._rewarding, worker._reward, worker._num_transcripts = "agent", RewardConfig(), 1
