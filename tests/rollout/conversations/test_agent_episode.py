@@ -283,8 +283,8 @@ def test_max_tokens_of_a_request_cut_its_turn() -> None:
 def test_another_temperature_than_the_recipes_is_refused() -> None:
     """Its own is taken, also where the episode is of an evaluation at another; the refusal names field and key."""
     policy = PolicySampling(temperature=0.7, top_p=1.0)
-    for taken in ({"temperature": 0.7}, {"temperature": 0.0}, {"top_p": 1}, {"top_p": 0.9}):
-        policy.check(ChatRequest([user("hi")], **taken), 0.0, 0.9)
+    for temperature, top_p in ((0.7, None), (0.0, None), (None, 1), (None, 0.9)):
+        policy.check(ChatRequest([user("hi")], temperature=temperature, top_p=top_p), 0.0, 0.9)
     words = r"temperature 0.2 cannot be had: the recipe samples with 0.7, and .*rollout.temperature"
     with pytest.raises(ChatRefused, match=words) as caught:
         policy.check(ChatRequest([user("hi")], temperature=0.2), 0.7, 1.0)
