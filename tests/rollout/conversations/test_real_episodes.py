@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -242,14 +242,15 @@ def test_rows_of_agents_are_what_was_sampled(
     assert len(asked) >= EPISODES
 
 
-def check_stop_texts(played: Sequence[EpisodeResult], tokenizer: Any, stops: Sequence[int]) -> None:
+def check_stop_texts(played: Sequence[EpisodeResult], tokenizer: Any, stops: Collection[int]) -> None:
     """Turns that a stop text has ended: all of their tokens are trained, and the conversation goes on after them.
 
     Such a turn is followed by the end that the template writes, which was not sampled, and by the user's "and".
     """
     ended = []
-    for row in (row for one in played for row in one.sample.rows if row.trained_T is not None):
-        response, trained = row.response_ids_T.tolist(), row.trained_T.tolist()
+    for row in (row for one in played for row in one.sample.rows):
+        response = row.response_ids_T.tolist()
+        trained = [True] * len(response) if row.trained_T is None else row.trained_T.tolist()
         for place in range(len(response) - 1):
             if trained[place] and not trained[place + 1] and response[place] not in stops:
                 assert tokenizer.decode(response[place + 1 : place + 6]) == "<eos><user>and"
