@@ -11,6 +11,7 @@ from megarl.rollout.agents.thread import AgentThread, agent_settings
 from megarl.rollout.conversations.agent_runner import AgentRunner
 from megarl.rollout.conversations.episode import EpisodeRunner
 from megarl.rollout.conversations.prepared import Prepared, prepare, prepare_agents
+from megarl.rollout.conversations.request_sampling import PolicySampling
 from megarl.rollout.conversations.rows import EpisodeResult, TurnSampler
 from megarl.rollout.endpoint.server import ChatEndpoint
 from megarl.rollout.environments.thread import EnvironmentThread, environment_settings
@@ -70,7 +71,15 @@ class AgentRuntime:
         path, limit = recipe.model.path, recipe.data.max_prompt_tokens
         renders = recipe.episode.history == "render"
         tool_sets, _ = prepare_agents(load_tokenizer(path), end_token_ids(path), renders=renders)
-        return AgentRunner(recipe.episode, sampler, self._thread, self._endpoint, tool_sets, max_prompt_tokens=limit)
+        return AgentRunner(
+            recipe.episode,
+            sampler,
+            self._thread,
+            self._endpoint,
+            tool_sets,
+            max_prompt_tokens=limit,
+            policy=PolicySampling(temperature=recipe.rollout.temperature, top_p=recipe.rollout.top_p),
+        )
 
     def shutdown(self) -> None:
         """End and reap the processes, and stop listening; may be called again."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +40,11 @@ __all__ = [
     "scored",
     "summary",
 ]
+
+
+# The samples of a prompt, the verdicts that are known (of a phase before, or of an environment), and how often agents
+# were refused each field of their requests.
+Generated = tuple[list[Sample], list[Verdict | Failure | None], dict[str, int]]
 
 
 def engine_settings(recipe: Recipe, index: int, span: NodeSpan | None = None) -> EngineSettings:
@@ -122,7 +128,7 @@ class RolloutWorker:
         Raises EngineFault; UserFault(reward.function) when every verdict has failed, unless sampling.may_lose_all, or
         with reward.on_failure "stop" when any has.
         """
-        samples, verdicts = await self._generate(prompt, sampling, begun)
+        samples, verdicts, refused = await self._generate(prompt, sampling, begun)
         ended = [place for place, sample in enumerate(samples) if verdicts[place] is None and not sample.is_open]
         new = await self._judged(prompt, [samples[place] for place in ended])
         for place, verdict in zip(ended, new, strict=True):
@@ -132,7 +138,8 @@ class RolloutWorker:
         known = [verdict for verdict in verdicts if verdict is not None]
         if len(known) == len(samples):
             short, whole = scored(prompt, samples, known, self._reward, may_lose_all=sampling.may_lose_all)
-            return replace(short, transcripts=short.transcripts[: self._num_transcripts]), whole
+            transcripts = short.transcripts[: self._num_transcripts]
+            return replace(short, transcripts=transcripts, refused_fields=refused), whole
         group = PartialGroup(prompt, tuple(samples), tuple(verdicts))
         return partial_summary(group), group
 
@@ -154,23 +161,22 @@ class RolloutWorker:
 
     async def _generate(
         self, prompt: Prompt, sampling: Sampling, begun: PartialGroup | None
-    ) -> tuple[list[Sample], list[Verdict | Failure | None]]:
-        """The samples of a prompt, and the verdicts that are known: of a phase before, or of an environment."""
+    ) -> Generated:
         if self._episodes:
             return await self._play(self._episodes, prompt, sampling, begun)
         if begun:
             samples = await self._engine.generate(prompt.token_ids, sampling, begun.samples)
-            return samples, list(begun.verdicts)
+            return samples, list(begun.verdicts), {}
         calls = [self._engine.generate(prompt.token_ids, sampling)]
         if sampling.with_baseline:
             calls.append(self._engine.generate(prompt.token_ids, replace(sampling, num_samples=1, temperature=0.0)))
         drawn, *greedy = await asyncio.gather(*calls)
         samples = drawn + [replace(sample, is_baseline=True) for (sample,) in greedy]
-        return samples, [None] * len(samples)
+        return samples, [None] * len(samples), {}
 
     async def _play(
         self, episodes: Runner, prompt: Prompt, sampling: Sampling, begun: PartialGroup | None
-    ) -> tuple[list[Sample], list[Verdict | Failure | None]]:
+    ) -> Generated:
         if begun:
             assert isinstance(episodes, EpisodeRunner), "agents have no phases"
             return await _continued(episodes, prompt, sampling, begun)
@@ -179,7 +185,8 @@ class RolloutWorker:
             ways.append(replace(sampling, temperature=0.0))
         played = await asyncio.gather(*(episodes.run(prompt, way, place) for place, way in enumerate(ways)))
         samples = [replace(one.sample, is_baseline=place == sampling.num_samples) for place, one in enumerate(played)]
-        return samples, [one.verdict for one in played]
+        refused = sum((Counter(one.refused_fields) for one in played), Counter[str]())
+        return samples, [one.verdict for one in played], dict(refused)
 
     async def reshard(self, message: Mapping[str, Any], version: int) -> None:
         await self._engine.reshard(message, version)
@@ -219,14 +226,14 @@ class EnginePart(Schedulers):
 
 async def _continued(
     episodes: EpisodeRunner, prompt: Prompt, sampling: Sampling, begun: PartialGroup
-) -> tuple[list[Sample], list[Verdict | Failure | None]]:
+) -> Generated:
     """The episodes of a group after a further phase of the open ones."""
     samples, verdicts = list(begun.samples), list(begun.verdicts)
     places, dealt = [place for place, one in enumerate(samples) if one.is_open], partial_summary(begun).context_tokens
     going = [episodes.run(prompt, sampling, place, samples[place], dealt) for place in places]
     for place, one in zip(places, await asyncio.gather(*going), strict=True):
         samples[place], verdicts[place] = one.sample, one.verdict
-    return samples, verdicts
+    return samples, verdicts, {}
 
 
 def scored(

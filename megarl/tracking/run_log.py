@@ -8,6 +8,7 @@ import math
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -23,6 +24,7 @@ from megarl.config.yaml_text import options_comment
 from megarl.disk import folder_gone, writing
 from megarl.printable import json_line, one_line, printable
 from megarl.tracking.metrics import idle_metrics, pick_samples
+from megarl.tracking.notes import step_notes
 from megarl.tracking.record_lines import read_lines
 from megarl.tracking.secrets import without_secrets
 from megarl.tracking.trackers import Trackers
@@ -51,6 +53,7 @@ class Record:
         self.groups: Sequence[GroupSummary] = ()
         self.failures: list[str] = []
         self.failed_calls: list[str] = []
+        self.refused_fields: Counter[str] = Counter()
         self._phases: Metrics = {}
         self._sampled_s: float | None = None
         self._began = time.perf_counter()
@@ -71,9 +74,11 @@ class Record:
         self.groups = groups
 
     def failed(self, groups: Sequence[GroupSummary]) -> None:
-        """Add the failed verdicts and calls of scored groups; the terminal shows the first of each."""
+        """Add the failed verdicts, failed calls and refused fields of scored groups, for the terminal."""
         self.failures += [failure for group in groups for failure in group.failures]
         self.failed_calls += [call for group in groups for call in group.failed_calls]
+        for group in groups:
+            self.refused_fields.update(group.refused_fields)
 
     def sampled(self, seconds: float) -> None:
         """Set for how long engines had samples in the step's phases of sampling."""
@@ -243,13 +248,8 @@ class RunLog:
             self._samples_file.flush()
         if "eval/accuracy" in metrics:  # the samples of every step are too many for a service
             self._trackers.table(record.step, samples)
-        if record.failures:
-            count, first = len(record.failures), record.failures[0]
-            self.say(f"step {record.step}: {count} {'verdict' if count == 1 else 'verdicts'} failed, the first {first}")
-        if record.failed_calls:
-            count, first = len(record.failed_calls), record.failed_calls[0]
-            calls = "call of a tool" if count == 1 else "calls of tools"
-            self.say(f"step {record.step}: {count} {calls} failed, the first: {first}")
+        for line in step_notes(record.step, record.failures, record.failed_calls, record.refused_fields):
+            self.say(line)
         self._history.append(metrics)
         return metrics
 

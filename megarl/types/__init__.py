@@ -13,7 +13,6 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from megarl.printable import one_line
 from megarl.types.arrays import BoolArray, FloatArray, IntArray
 from megarl.types.episodes import EpisodeEnd as EpisodeEnd
 from megarl.types.episodes import EpisodeFacts, EpisodeProgress, EpisodeRow, RowSummary, SamplePart, Transcript
@@ -22,6 +21,11 @@ from megarl.types.episodes import TranscriptEntry as TranscriptEntry
 from megarl.types.episodes import episode_dict as episode_dict
 from megarl.types.episodes import num_stale as num_stale
 from megarl.types.episodes import with_part as with_part
+from megarl.types.faults import EndedEarly as EndedEarly
+from megarl.types.faults import FolderGone as FolderGone
+from megarl.types.faults import Silence as Silence
+from megarl.types.faults import UserFault as UserFault
+from megarl.types.faults import UserFaults as UserFaults
 from megarl.types.rounds import RoundBalance as RoundBalance
 from megarl.types.rounds import StepSeconds as StepSeconds
 
@@ -37,51 +41,6 @@ WhenShort = Literal["train", "stop"]
 WhenFailed = Literal["drop", "stop", "penalise"]
 WhenOverlong = Literal["refuse", "drop"]
 Mismatch = Literal["off", "tis", "mis_token", "mis_sequence", "mis_geometric", "icepop"]
-
-
-class UserFault(Exception):
-    """Something the user can mend; the CLI prints it as one line and exits with 2.
-
-    `where` is a dotted recipe key, a file (with line) or an override; `mend` says what to write instead.
-    """
-
-    def __init__(self, where: str, problem: str, mend: str) -> None:
-        super().__init__(where, problem, mend)  # all arguments, so that it survives pickling between processes
-        self.where, self.problem, self.mend = where, problem, mend
-
-    def __str__(self) -> str:
-        return one_line(f"{self.where}: {self.problem}; {self.mend}")
-
-
-class FolderGone(UserFault):
-    """The folder that a run writes was removed or replaced meanwhile: the run has failed, and the CLI exits with 1."""
-
-
-class UserFaults(Exception):
-    """Every fault that was found, so that one run of the command shows them all; faults of the same text once."""
-
-    def __init__(self, faults: Sequence[UserFault]) -> None:
-        self.faults = tuple({str(fault): fault for fault in faults}.values())
-        super().__init__(self.faults)
-
-    def __str__(self) -> str:
-        return "\n".join(str(fault) for fault in self.faults)
-
-
-class Silence(Exception):
-    """A process of the run is alive and has made no progress for run.timeout_s."""
-
-
-class EndedEarly(Exception):
-    """A run that was asked to end soon has; the CLI exits with 75. `step`: the last one trained and saved, if any."""
-
-    def __init__(self, step: int | None) -> None:
-        super().__init__(step)
-        self.step = step
-
-    def __str__(self) -> str:
-        saved = "nothing new to save" if self.step is None else f"the checkpoint of step {self.step} is complete"
-        return f"ended early by SIGUSR1, {saved}: the same command with --resume goes on"
 
 
 @dataclass(frozen=True)
@@ -231,7 +190,8 @@ class GroupSummary:
 
     Of episodes alone: rows, of each sample, empty where every sample is plain (`Sample.is_plain`); turn_rewards_G, the
     sum of its turns' rewards, None where no sample has any; facts, empty where no sample has any; transcripts, of the
-    first samples, as many as samples.jsonl may show; failed_calls, the results of calls whose tools are to be mended.
+    first samples, as many as samples.jsonl may show; failed_calls, the results of calls whose tools are to be mended;
+    refused_fields, how often the endpoint has refused a field or a path to agents.
     """
 
     prompt_text: str
@@ -248,6 +208,7 @@ class GroupSummary:
     failures: tuple[str, ...] = ()
     num_dropped: int = 0
     failed_calls: tuple[str, ...] = ()
+    refused_fields: Mapping[str, int] = field(default_factory=dict)
     verifications: int = 0
     prefills: int = 0
     rows: tuple[tuple[RowSummary, ...], ...] = ()

@@ -87,6 +87,24 @@ def test_calls_that_failed_by_their_tools_are_told_in_a_line(tmp_path: Path) -> 
     ]
 
 
+def test_refused_fields_of_agents_are_told_in_a_line(tmp_path: Path) -> None:
+    """How often each was refused in the step, the most frequent first; a program's own names forge nothing."""
+    console, text = plain()
+    with RunLog(recipe_in(tmp_path), console) as log:
+        many = {"a\nstep 9": 1, "seed": 2, **{f"x{number}": 1 for number in range(9)}}
+        for step, fields in enumerate(({"seed": 1}, many), start=1):
+            with log.step(step) as record:
+                record.failed([replace(group("p", [1.0, 0.0], [2, 3]), refused_fields=fields)] * step)
+        with log.step(3) as record:
+            record.failed([group("p", [1.0, 0.0], [2, 3])])
+    lines = [line for line in text.getvalue().splitlines() if " refused " in line or line.startswith("step 9")]
+    assert lines == [
+        "step 1: 1 request of an agent was refused for a field or a path: seed (1)",
+        r"step 2: 24 requests of agents were refused for a field or a path: seed (4), a\nstep 9 (2), x0 (2), x1 (2), "
+        "x2 (2), x3 (2), x4 (2), x5 (2) and 3 others",
+    ]
+
+
 def test_folder_holds_recipe_records_samples_events_and_curve(tmp_path: Path) -> None:
     folder = run_of_four(tmp_path, plain()[0])
     assert load_recipe(folder / "recipe.yaml") == recipe_in(tmp_path)

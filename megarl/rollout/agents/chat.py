@@ -10,7 +10,14 @@ Finish = Literal["stop", "length", "tool_calls"]  # as OpenAI's finish_reason
 
 
 class ChatRefused(Exception):
-    """A request that cannot be answered; the text tells the agent why, and the episode goes on."""
+    """A request that cannot be answered; the text tells the agent why, and the episode goes on.
+
+    param: the field of the request that is refused; None: it is not a single one.
+    """
+
+    def __init__(self, words: str, param: str | None = None) -> None:
+        super().__init__(words)
+        self.param = param
 
 
 class EpisodeOver(Exception):
@@ -21,11 +28,17 @@ class EpisodeOver(Exception):
 class ChatRequest:
     """messages: in OpenAI's form, the whole conversation, of which the last is not the assistant's.
 
-    tools: schemas in OpenAI's form, in which the model may call; the agent itself makes the calls.
+    tools: schemas in OpenAI's form, in which the model may call; the agent itself makes the calls. stop: texts, the
+    first of which ends the answer and is not in it. max_tokens: of the answer. temperature, top_p: what the agent takes
+    the model to be sampled with; it is refused where that is not so. None: as the recipe says.
     """
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
+    stop: tuple[str, ...] = ()
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from megarl.rollout.agents.chat import ChatAnswer, ChatRefused, ChatRequest, Epi
 from megarl.rollout.conversations.agent_tools import ToolSet, ToolSets, calls_of
 from megarl.rollout.conversations.conversation import Conversation
 from megarl.rollout.conversations.messages import BadMessages, assistant_message, checked, rendered, said
+from megarl.rollout.conversations.request_sampling import PolicySampling
 from megarl.rollout.conversations.rows import EpisodeRows, SampledTurn
 from megarl.rollout.conversations.tool_calls import BadCall, Turn
 from megarl.rollout.rewards import describe_error
@@ -29,11 +30,15 @@ Messages = Sequence[Mapping[str, Any]]
 
 @dataclass
 class _Thread:
-    """A conversation as its agent sees it. stop: the token that ended its last turn; None: it cannot go on."""
+    """A conversation as its agent sees it.
+
+    can_go_on: its last turn was not cut. stop: the token that ended that turn; None: a stop text ended it.
+    """
 
     conversation: Conversation
     tools: ToolSet
     messages: list[Mapping[str, Any]] = field(default_factory=list)
+    can_go_on: bool = False
     stop: int | None = None
     is_busy: bool = True
     heard: Messages = ()  # what was said before the next turn
@@ -41,15 +46,22 @@ class _Thread:
 
     def goes_on_with(self, messages: Messages, tools: ToolSet) -> bool:
         length = len(self.messages)
-        is_free = self.stop is not None and not self.is_busy and self.tools.key == tools.key
+        is_free = self.can_go_on and not self.is_busy and self.tools.key == tools.key
         return is_free and len(messages) > length and list(messages[:length]) == self.messages
 
 
 class AgentEpisode:
     """Answers the requests of one episode. All in the event loop that made it."""
 
-    def __init__(self, rows: EpisodeRows, tool_sets: ToolSets, config: EpisodeConfig) -> None:
+    def __init__(
+        self,
+        rows: EpisodeRows,
+        tool_sets: ToolSets,
+        config: EpisodeConfig,
+        policy: PolicySampling | None = None,
+    ) -> None:
         self._rows, self._tool_sets, self._config = rows, tool_sets, config
+        self._policy = policy or PolicySampling()
         self._threads: list[_Thread] = []
         self._num_asked, self._in_flight = 0, 0  # open requests; of these, the ones that already count as a turn
         self._idle_since: float | None = None  # None: the agent has not begun
@@ -125,12 +137,13 @@ class AgentEpisode:
             self._idle_since = time.monotonic()
 
     async def _answered(self, request: ChatRequest) -> ChatAnswer:
+        self._policy.check(request, self._rows.sampling.temperature, self._rows.sampling.top_p)
         tools = await asyncio.to_thread(self._tool_sets.of, request.tools)
         messages = await asyncio.to_thread(checked, request.messages, tools.splice.template)
         self._check_turns()
         self._in_flight += 1
         try:
-            return await self._turn(await self._thread(messages, tools), messages)
+            return await self._turn(await self._thread(messages, tools), messages, request)
         finally:
             self._in_flight -= 1
 
@@ -168,11 +181,11 @@ class AgentEpisode:
             new = messages[len(thread.messages) :]
             thread.is_busy = True
             try:
-                ids = await asyncio.to_thread(said, new, thread.messages[-1], tools.splice, thread.stop or 0)
+                ids = await asyncio.to_thread(said, new, thread.messages[-1], tools.splice, thread.stop)
                 if ids is not None:
                     return await self._continued(thread, ids, new)
             finally:
-                thread.is_busy = thread.stop is None
+                thread.is_busy = not thread.can_go_on
         ids = await asyncio.to_thread(rendered, messages, tools.splice)
         return await self._opened(ids, messages, tools)
 
@@ -182,7 +195,7 @@ class AgentEpisode:
         known = [
             thread
             for thread in self._threads
-            if not thread.is_busy and thread.stop is not None and thread.conversation.is_start_of(ids)
+            if not thread.is_busy and thread.can_go_on and thread.conversation.is_start_of(ids)
         ]
         if not known:
             return await self._opened(ids, messages, tools)
@@ -191,7 +204,7 @@ class AgentEpisode:
         try:
             found = await self._continued(thread, ids[len(thread.conversation.ids) :], _last_heard(messages))
         finally:
-            thread.is_busy = thread.stop is None
+            thread.is_busy = not thread.can_go_on
         found.tools = tools
         return found
 
@@ -201,7 +214,8 @@ class AgentEpisode:
         await self._check_room(conversation.prompt_length, conversation.response_length + len(ids))
         if ids:
             conversation.add_message(ids)
-        thread.stop, thread.heard = None, new  # a turn that is not delivered ends the conversation
+        thread.can_go_on = False  # a turn that is not delivered ends the conversation
+        thread.heard = new
         return thread
 
     async def _opened(self, ids: Sequence[int], messages: Messages, tools: ToolSet) -> _Thread:
@@ -210,15 +224,16 @@ class AgentEpisode:
         self._threads.append(thread)
         return thread
 
-    async def _turn(self, thread: _Thread, messages: Messages) -> ChatAnswer:
+    async def _turn(self, thread: _Thread, messages: Messages, request: ChatRequest) -> ChatAnswer:
         conversation, prompt_tokens = thread.conversation, len(thread.conversation.ids)
-        is_whole, found = self._rows.is_whole_turn(conversation), list[_Read]()
+        most, stop = request.max_tokens, request.stop
+        is_whole, found = self._rows.is_whole_turn(conversation, most), list[_Read]()
 
         async def read(turn: SampledTurn) -> None:
-            found.append(await asyncio.to_thread(_read, thread, turn.ids))
+            found.append(await asyncio.to_thread(_read, thread, turn.ids, stop))
 
         heard = [message["content"] for message in thread.heard]
-        turn = await self._rows.turn(conversation, heard=heard, read=read)
+        turn = await self._rows.turn(conversation, heard=heard, read=read, most=most, stop=stop)
         message, num_calls, num_bad = found[0]
         tally = self._rows.tally
         tally.calls, tally.call_errors = tally.calls + num_calls, tally.call_errors + num_bad
@@ -226,7 +241,9 @@ class AgentEpisode:
         if self._rows.last is turn:
             self._cut_by = None if turn.finished else "cut" if is_whole else "max_tokens"
         if turn.finished:
-            thread.stop, thread.is_busy = turn.ids[-1], False
+            last = turn.ids[-1]
+            thread.stop = last if last in thread.tools.splice.stop_ids else None
+            thread.can_go_on, thread.is_busy = True, False
         thread.messages = [*messages, message]
         calls, tokens = calls_of(message), len(turn.ids)
         finish = "length" if not turn.finished else "tool_calls" if calls else "stop"
@@ -236,11 +253,12 @@ class AgentEpisode:
 _Read = tuple[dict[str, Any], int, int]  # a turn as a message, its calls, and those that are broken
 
 
-def _read(thread: _Thread, ids: Sequence[int]) -> _Read:
+def _read(thread: _Thread, ids: Sequence[int], stop: Sequence[str]) -> _Read:
     """A turn's tokens as a message. Where a call cannot be read at all, the whole is a text."""
-    read = thread.tools.read(ids, after_tools=bool(thread.heard) and thread.heard[-1]["role"] == "tool")
+    text = thread.tools.splice.turn_text(ids, stop)
+    read = thread.tools.read(text, after_tools=bool(thread.heard) and thread.heard[-1]["role"] == "tool")
     bad = [call for call in read.calls if isinstance(call, BadCall)]
-    text, number = thread.tools.splice.turn_text(ids), len(read.calls)
+    number = len(read.calls)
     if any(call.arguments is None for call in bad):
         read = Turn(text)
     message = assistant_message(read, text, thread.tools.splice.template, thread.num_calls)

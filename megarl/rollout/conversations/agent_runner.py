@@ -12,6 +12,7 @@ from megarl.rollout.agents.thread import AgentFailure, AgentTimeout
 from megarl.rollout.conversations.agent_episode import AgentEpisode
 from megarl.rollout.conversations.agent_tools import ToolSets
 from megarl.rollout.conversations.paced import PacedSampler
+from megarl.rollout.conversations.request_sampling import PolicySampling
 from megarl.rollout.conversations.rows import EpisodeResult, EpisodeRows, TurnSampler
 from megarl.rollout.rewards import Failure, Verdict
 from megarl.rollout.sglang.arguments import Sampling
@@ -40,11 +41,14 @@ class AccessPoint(Protocol):
     """Where agents ask by HTTP: `ChatEndpoint`. Handlers are called in the loop that opens."""
 
     def open(self, handler: ChatHandler) -> Access: ...
-    async def close(self, key: str) -> None: ...
+    async def close(self, key: str) -> Mapping[str, int]: ...
 
 
 class AgentRunner:
-    """Runs the episodes of one engine as `EpisodeRunner`, by an agent. endpoint: None where it is off."""
+    """Runs the episodes of one engine as `EpisodeRunner`, by an agent.
+
+    endpoint: None where it is off. policy: None: temperature and top_p are 1.
+    """
 
     def __init__(
         self,
@@ -55,7 +59,9 @@ class AgentRunner:
         tool_sets: ToolSets,
         *,
         max_prompt_tokens: int,
+        policy: PolicySampling | None = None,
     ) -> None:
+        self._policy = policy
         self._config, self._sampler, self._agents = config, PacedSampler(sampler), agents
         self._endpoint, self._tool_sets, self._numbers = endpoint, tool_sets, count()
         self._max_prompt_tokens = max_prompt_tokens
@@ -70,19 +76,22 @@ class AgentRunner:
         rows = EpisodeRows(
             self._sampler, name, prompt.token_ids, sampling, place, self._max_prompt_tokens, self._config.max_tokens
         )
-        episode = AgentEpisode(rows, self._tool_sets, self._config)
+        episode = AgentEpisode(rows, self._tool_sets, self._config, self._policy)
+        refused: dict[str, int] = {}
         try:
-            verdict = await self._ended(episode, prompt, sampling.group_seed)
+            verdict = await self._ended(episode, prompt, sampling.group_seed, refused)
         finally:
             await rows.end(len(prompt.token_ids))
         if episode.fault:
             raise episode.fault
         if not rows.tally.kept_tokens and not isinstance(verdict, Failure):
             verdict = Failure("no turn of the model has reached the agent")
-        return EpisodeResult(rows.sample(episode.end), verdict)
+        return EpisodeResult(rows.sample(episode.end), verdict, refused)
 
-    async def _ended(self, episode: AgentEpisode, prompt: Prompt, seed: int) -> Verdict | Failure | None:
-        """Run the agent to its end; what it gave, or why it failed."""
+    async def _ended(
+        self, episode: AgentEpisode, prompt: Prompt, seed: int, refused: dict[str, int]
+    ) -> Verdict | Failure | None:
+        """Run the agent to its end; what it gave, or why it failed. refused: gets the fields that it was refused."""
         messages = chat_messages(prompt.messages)
         access = self._endpoint.open(episode) if self._endpoint else None
         try:
@@ -97,7 +106,7 @@ class AgentRunner:
         finally:
             try:
                 if self._endpoint and access:
-                    await self._endpoint.close(access.key)
+                    refused |= await self._endpoint.close(access.key)
             finally:
                 await episode.close()
         return None

@@ -30,8 +30,8 @@ class ToolSet:
     splice: Splice
     calls: CallFormat | None
 
-    def read(self, ids: Sequence[int], *, after_tools: bool) -> Turn:
-        text = self.splice.turn_text(ids)
+    def read(self, text: str, *, after_tools: bool) -> Turn:
+        """Read the text of a turn."""
         return self.calls.read(text, after_tools=after_tools) if self.calls else Turn(text)
 
 

@@ -24,8 +24,9 @@ from megarl.rollout.conversations.open_episode import (
     resumed,
 )
 from megarl.rollout.conversations.paced import PacedSampler
-from megarl.rollout.conversations.rows import EpisodeResult, EpisodeRows, SampledTurn, Tally, TurnSampler
+from megarl.rollout.conversations.rows import EpisodeResult, EpisodeRows, SampledTurn, TurnSampler
 from megarl.rollout.conversations.splice import Splice, ToolResult
+from megarl.rollout.conversations.tally import Tally
 from megarl.rollout.conversations.template import Message, TemplateRefusal, user
 from megarl.rollout.conversations.tool_calls import CallFormat, ToolCall, Turn
 from megarl.rollout.conversations.transcript import TranscriptWriter

@@ -90,11 +90,14 @@ def rendered(messages: Sequence[Mapping[str, Any]], splice: Splice) -> list[int]
         raise BadMessages(f"the chat template refuses the messages ({refusal})") from refusal
 
 
-def said(messages: Sequence[Mapping[str, Any]], turn: Mapping[str, Any], splice: Splice, stop: int) -> list[int] | None:
-    """The tokens of checked messages after a turn that ended with the token `stop`; None where they cannot be spliced.
+def said(
+    messages: Sequence[Mapping[str, Any]], turn: Mapping[str, Any], splice: Splice, stop: int | None
+) -> list[int] | None:
+    """The tokens of checked messages after a turn; None where they cannot be spliced.
 
-    turn: the assistant's message before them. They are spliced where they are one user's message, or the results of all
-    calls of the turn in any order, and the chat template takes them so.
+    stop: the stop token with which the turn ended; None: a stop text ended it. turn: the assistant's message
+    before them. They are spliced where they are one user's message, or the results of all calls of the turn in any
+    order, and the chat template takes them so.
     """
     roles, calls = [message["role"] for message in messages], turn.get("tool_calls", [])
     try:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from megarl.rollout.conversations.conversation import Conversation
-from megarl.rollout.conversations.rows import EpisodeRows, SampledTurn, Tally
+from megarl.rollout.conversations.rows import EpisodeRows, SampledTurn
+from megarl.rollout.conversations.tally import Tally
 from megarl.rollout.conversations.template import Message
 from megarl.rollout.template_check import chat_messages
 from megarl.types import EpisodeProgress, Prompt, Sample

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Protocol
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megarl.rollout.conversations.conversation import Conversation
-from megarl.rollout.conversations.transcript import TranscriptWriter
+from megarl.rollout.conversations.tally import Tally
 from megarl.rollout.rewards import Failure, Verdict
 from megarl.rollout.sglang.arguments import Sampling
 from megarl.types import EpisodeEnd, EpisodeFacts, EpisodeProgress, Sample
@@ -33,10 +33,11 @@ class TurnSampler(Protocol):
 @dataclass(frozen=True)
 class EpisodeResult:
     """An episode as a sample. verdict: that of its environment or agent, or why there is none; None: the reward
-    function decides, or the episode is open."""
+    function decides, or the episode is open. refused_fields: how often the endpoint has refused each field."""
 
     sample: Sample
     verdict: Verdict | Failure | None
+    refused_fields: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -47,46 +48,6 @@ class SampledTurn:
     text: str
     finished: bool
     is_open: bool = False
-
-
-@dataclass
-class Tally:
-    """What has happened in an episode so far."""
-
-    turns: int = 0
-    calls: int = 0
-    call_errors: int = 0
-    tool_s: float = 0.0
-    sampled_tokens: int = 0
-    dropped_unawaited: int = 0
-    dropped_anew: int = 0
-    begun_anew: int = 0
-    verifications: int = 0
-    prefills: int = 0
-    reusable_tokens: int = 0
-    cached_tokens: int = 0
-    transcript: TranscriptWriter = field(default_factory=TranscriptWriter)
-
-    @property
-    def account(self) -> dict[str, Any]:
-        """All but the transcript, which a sample has."""
-        return {name: value for name, value in vars(self).items() if name != "transcript"}
-
-    @property
-    def kept_tokens(self) -> int:
-        """Those that were sampled and not dropped."""
-        return self.sampled_tokens - self.dropped_unawaited - self.dropped_anew
-
-    def begin_anew(self) -> None:
-        """All that was sampled is dropped."""
-        begun = Tally(
-            tool_s=self.tool_s,
-            sampled_tokens=self.sampled_tokens,
-            dropped_unawaited=self.dropped_unawaited,
-            dropped_anew=self.dropped_anew + self.kept_tokens,
-            begun_anew=self.begun_anew + 1,
-        )
-        vars(self).update(vars(begun))
 
 
 class EpisodeRows:
@@ -161,15 +122,27 @@ class EpisodeRows:
         """The turns that nobody awaits any more."""
         return len(self._abandoned)
 
-    def is_whole_turn(self, conversation: Conversation) -> bool:
-        """Whether the next turn may have as many tokens as any."""
-        return self.turn_tokens(conversation) == self._sampling.max_tokens
+    @property
+    def sampling(self) -> Sampling:
+        """How the turns are sampled. max_tokens: of a turn."""
+        return self._sampling
 
-    def turn_tokens(self, conversation: Conversation, begun: SampledTurn | None = None) -> int:
-        """How many tokens the next turn may have, or the open turn that a phase before has begun."""
+    def is_whole_turn(self, conversation: Conversation, most: int | None = None) -> bool:
+        """Whether the next turn may have as many tokens as any. most: which the agent asks for; None: any number."""
+        any_turn = self._sampling.max_tokens if most is None else min(most, self._sampling.max_tokens)
+        return self.turn_tokens(conversation, most=most) == any_turn
+
+    def turn_tokens(
+        self, conversation: Conversation, begun: SampledTurn | None = None, most: int | None = None
+    ) -> int:
+        """How many tokens the next turn may have, or the open turn that a phase before has begun.
+
+        most: as of `is_whole_turn`.
+        """
         given = len(begun.ids) if begun else 0
         left = self.room(conversation.prompt_length, conversation.response_length)
-        return min(self._sampling.max_tokens, left + given)
+        room = min(self._sampling.max_tokens, left + given)
+        return room if most is None else min(most, room)
 
     @property
     def is_phase_over(self) -> bool:
@@ -188,20 +161,24 @@ class EpisodeRows:
         begun: SampledTurn | None = None,
         heard: Sequence[str] = (),
         read: Callable[[SampledTurn], Awaitable[None]] | None = None,
+        most: int | None = None,
+        stop: tuple[str, ...] = (),
     ) -> SampledTurn:
         """The model's next turn in a conversation, or the open turn `begun` with what was missing.
 
         It is open where the phase cuts it. Where the caller is cancelled it is sampled to its end and dropped. heard:
         the texts before it that the transcript has not yet. read: is awaited before the turn counts as delivered; where
-        it raises the turn is dropped. Raises what the sampler raises; the first of that is `fault`.
+        it raises the turn is dropped. most: as of `is_whole_turn`; stop: as of `Sampling`. Raises what the sampler
+        raises; the first of that is `fault`.
         """
         given = begun.ids if begun else []
-        left = self.turn_tokens(conversation, begun) - len(given)
+        left = self.turn_tokens(conversation, begun, most) - len(given)
         limits = replace(
             self._sampling,
             max_tokens=left if self._phase_tokens is None else min(left, self._phase_tokens),
             phase_tokens=None,
             stream=self._stream(conversation),
+            stop=stop,
         )
         asked, known = conversation.asked(), conversation.known_rows
         reusable = known if self._phase_sampled else 0  # the cache has nothing of the phases before

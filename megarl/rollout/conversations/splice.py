@@ -6,6 +6,8 @@ next messages and of the next generation prompt. Nothing before is rendered or t
 conversation is rendered with a marker inside the assistant's message. What follows the marker is tokenised, and what
 follows the first stop token in it is appended.
 
+A turn that a stop text has ended, which an agent may name, has no stop token: then that one is appended, too.
+
 Where the stop token ends the assistant's message (`<|im_end|>`) it is in the buffer already, whichever of the stop
 tokens was sampled. Where it opens the next message (GLM's `<|user|>` and `<|observation|>`) the sampled token is that
 opening if it is the same; if the model announced another kind of message than follows, the right opening is appended
@@ -79,24 +81,28 @@ class Splice:
         """
         return self.template.ids(self.template.text(chat_messages(prompt), prompt=True))
 
-    def user(self, text: str, *, after: int) -> list[int]:
+    def user(self, text: str, *, after: int | None) -> list[int]:
         """The tokens to append for a user's message, up to and with the generation prompt.
 
-        after: the stop token with which the last turn ended. Raises UserFault(episode).
+        after: the stop token with which the last turn ended; None: a stop text ended it. Raises UserFault(episode).
         """
         return self._joined("user", self.following_user(text), after)
 
-    def tool_results(self, results: Sequence[ToolResult], *, after: int) -> list[int]:
+    def tool_results(self, results: Sequence[ToolResult], *, after: int | None) -> list[int]:
         """The tokens to append for the results of all calls of the last turn, in the order of the calls.
 
-        after: the stop token with which the last turn ended. Raises UserFault(episode), and (episode.tools) where the
-        template writes no calls.
+        after: as of `user`. Raises UserFault(episode), and (episode.tools) where the template writes no calls.
         """
         return self._joined("tool", self.following_results(results), after)
 
-    def turn_text(self, ids: Sequence[int]) -> str:
-        """A sampled turn as text, special tokens kept, without the stop token that ended it."""
+    def turn_text(self, ids: Sequence[int], stop_texts: Collection[str] = ()) -> str:
+        """A sampled turn as text, special tokens kept, without the stop token or the stop text that ended it."""
         ids = list(ids)
+        if stop_texts:
+            whole = self.template.decode(ids)
+            places = [whole.find(text) for text in stop_texts if text in whole]
+            if places:
+                return whole[: min(places)]
         return self.template.decode(ids[:-1] if ids and ids[-1] in self.stop_ids else ids)
 
     def following_user(
@@ -173,7 +179,9 @@ class Splice:
             raise UserFault(WHERE, problem, MEND)
         return Following(ids[place], ids[place + 1 :], text)
 
-    def _joined(self, kind: Kind, following: Following, after: int) -> list[int]:
+    def _joined(self, kind: Kind, following: Following, after: int | None) -> list[int]:
+        if after is None:
+            return [following.stop, *following.ids]
         if after not in self.stop_ids:
             raise ValueError(f"token {after} ends no turn: the stop tokens are {sorted(self.stop_ids)}")
         if after == following.stop or not self._stop_opens(kind):

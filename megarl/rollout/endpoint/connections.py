@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from aiohttp import web  # a requirement of SGLang, without which there is no engine to ask
 
 from megarl.rollout.endpoint import answers
+from megarl.rollout.endpoint.places import Places
 
-MOST_CONNECTIONS = 2048
 IDLE_S = 60.0  # until a connection is closed that has not sent the whole head of a request
 _LINGERING_S = 2.0  # to send what is left of a body that was refused
 
@@ -20,29 +21,61 @@ _silent.disabled = True
 
 
 def make_server(answer: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> web.Server:
-    """A server whose requests are cancelled with their connections, and which logs nothing. In a running loop."""
+    """The server of one listener, with limits of its own. In a running loop.
+
+    Its requests are cancelled with their connections, and it logs nothing.
+    """
     return _Server(
         answer, handler_cancellation=True, access_log=None, logger=_silent, auto_decompress=False,
         keepalive_timeout=IDLE_S, lingering_time=_LINGERING_S,
     )  # fmt: skip
 
 
-def _most_connections() -> int:
-    """Half of the files that this process may have open are left to the engine."""
-    return min(MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+@contextmanager
+def known(request: web.BaseRequest) -> Iterator[bool]:
+    """While a request with the key of an open episode is answered; False: its listener has no place for it."""
+    connection, places = request.protocol, _places(request)
+    has_place, closed = places.know(connection)
+    _close(closed)
+    try:
+        yield has_place
+    finally:
+        places.rest(connection)
+
+
+def unknown(request: web.BaseRequest) -> None:
+    """A request has come without the key of an open episode."""
+    _close(_places(request).forget_key(request.protocol))
+
+
+def _places(request: web.BaseRequest) -> Places[Any]:
+    """Those of the request's listener; others where the connection has been closed meanwhile."""
+    server = request.protocol._manager
+    return server.places if isinstance(server, _Server) else Places()
+
+
+def _close(connection: web.RequestHandler | None) -> None:
+    """Close a connection, if one is given, at once and whatever its client has still to read."""
+    if connection is not None and isinstance(connection.transport, asyncio.Transport):
+        connection.transport.abort()
 
 
 class _Connection(web.RequestHandler):
-    """aiohttp's connection, but what is not HTTP is answered without a quotation, and one too many is closed."""
+    """aiohttp's connection, with a place at its listener; what is not HTTP is answered without a quotation."""
 
-    __slots__ = ()
+    __slots__ = ("_places",)
+
+    def __init__(self, server: _Server, **settings: Any) -> None:
+        super().__init__(server, **settings)
+        self._places = server.places
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        if self._manager and len(self._manager.connections) >= _most_connections():
-            assert isinstance(transport, asyncio.Transport)
-            transport.abort()
-            return
         super().connection_made(transport)
+        _close(self._places.begin(self))
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._places.end(self)
+        super().connection_lost(exc)
 
     def handle_error(
         self,
@@ -60,5 +93,9 @@ class _Connection(web.RequestHandler):
 
 
 class _Server(web.Server):
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.places: Places[web.RequestHandler] = Places()
+
     def __call__(self) -> _Connection:
         return _Connection(self, loop=self._loop, **self._kwargs)

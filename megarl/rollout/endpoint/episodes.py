@@ -9,6 +9,7 @@ import secrets
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from megarl.rollout.agents.chat import ChatAnswer, ChatHandler, ChatRequest, Epi
 KEY_BYTES = 32
 MOST_IN_FLIGHT = 64  # requests of one episode
 MOST_BODY_BYTES = 16 << 20  # of a body, and of all bodies of an episode that are being read
+MOST_NAMES = 32  # of refused fields that are counted apart
 _ENDED = "the episode has ended"
 
 
@@ -48,6 +50,12 @@ class OpenEpisode:
         self._admitted, self._body_bytes = 0, 0
         self._body_was_read = asyncio.Event()  # another one for each body
         self._has_ended = False
+        self.refused: Counter[str] = Counter()  # how often each field was refused
+
+    def count_refused(self, name: str) -> None:
+        """Count a refused field or path. A program that makes up names fills no memory."""
+        is_full = name not in self.refused and len(self.refused) >= MOST_NAMES
+        self.refused["others" if is_full else name] += 1
 
     @contextmanager
     def admitted(self) -> Iterator[None]:

@@ -10,13 +10,11 @@ from typing import Any
 
 from megarl.rollout.agents.chat import ChatRequest
 
-# The recipe decides how the model samples: these would change it in another API, and change nothing here.
-_SAMPLING = {"temperature", "top_p", "seed", "max_tokens", "max_completion_tokens"}
+_SAMPLING = {"temperature", "top_p", "max_tokens", "max_completion_tokens", "stop"}
 _LABELS = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
 _READ = {"model", "messages", "tools", "tool_choice", "stream", "stream_options"}
 _ONLY: Mapping[str, tuple[Any, ...]] = {  # the values with which these change nothing
     "n": (1,),
-    "stop": ([],),
     "logit_bias": ({},),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -27,6 +25,10 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {  # the values with which these change n
     "store": (False,),
     "service_tier": ("auto", "default"),
 }
+# With one seed all samples of a prompt, which are compared with each other, would be the same.
+_REFUSED = {"seed": "is not supported by this endpoint: run.seed of the recipe seeds the samples; leave it out"}
+MOST_STOPS = 16
+MOST_STOP_BYTES = 128  # of one of them: the engine decodes as many tokens after each that it samples
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _EMPTY_EXTRAS = ("refusal", "annotations", "audio", "function_call")  # of answers, as clients send them back
 _MAX_DEPTH = 100  # of lists and objects inside each other: Python's own JSON fails near 1000
@@ -60,7 +62,7 @@ def read_body(body: bytes) -> Completion:
             allowed = " or ".join(json.dumps(one) for one in _ONLY[name])
             raise BadField(name, f"is not supported by this endpoint, unless it is {allowed}")
         if name not in _SAMPLING | _LABELS | _READ | _ONLY.keys():
-            raise BadField(name[:100], "is not supported by this endpoint")
+            raise BadField(name[:100], _REFUSED.get(name, "is not supported by this endpoint"))
     messages = _typed(fields, "messages", list, required=True)
     if not messages:
         raise BadField("messages", "has no message")
@@ -73,10 +75,44 @@ def read_body(body: bytes) -> Completion:
         raise BadField("tool_choice", 'is not supported by this endpoint, unless it is "auto" or "none"')
     return Completion(
         model=_typed(fields, "model", str, required=True),
-        chat=ChatRequest(read, tools if choice == "auto" else ()),
+        chat=ChatRequest(
+            messages=read,
+            tools=tools if choice == "auto" else (),
+            stop=_stop(fields),
+            max_tokens=_max_tokens(fields),
+            temperature=_number(fields, "temperature"),
+            top_p=_number(fields, "top_p"),
+        ),
         stream=_typed(fields, "stream", bool),
         include_usage=_typed(_stream_options(fields), "include_usage", bool),
     )
+
+
+def _stop(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """The texts of `stop`, which is one text or a list of them."""
+    given = fields.get("stop", [])
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise BadField("stop", "must be a text or a list of texts, and none may be empty")
+    if len(texts) > MOST_STOPS or any(len(text.encode()) > MOST_STOP_BYTES for text in texts):
+        raise BadField("stop", f"may have {MOST_STOPS} texts of {MOST_STOP_BYTES} bytes in UTF-8 at most")
+    return tuple(texts)
+
+
+def _max_tokens(fields: Mapping[str, Any]) -> int | None:
+    """The smaller of the two fields that limit the answer."""
+    names = [name for name in ("max_tokens", "max_completion_tokens") if name in fields]
+    for name in names:
+        if type(fields[name]) is not int or fields[name] < 1:
+            raise BadField(name, "must be a whole number of 1 or more")
+    return min((fields[name] for name in names), default=None)
+
+
+def _number(fields: Mapping[str, Any], name: str) -> float | None:
+    value = fields.get(name)
+    if value is not None and type(value) not in (int, float):
+        raise BadField(name, "must be a number")
+    return value
 
 
 def _parse(body: bytes) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import re
 import socket
 import struct
 import time
@@ -23,6 +24,12 @@ from megarl.rollout.endpoint.fields import BadField, Completion, read_body
 BODY_S = 30.0  # to send a request's body
 READING_S = 60.0  # to read an answer
 _RETRY_COUNT = "x-stainless-retry-count"  # OpenAI's clients count with it how often they have sent a request again
+_PART = re.compile(r"[.\[]")  # what begins the part of a field, as in messages[1].content
+_INSTEAD = {  # other ways of OpenAI's API to ask a model, and what does the same here
+    "/v1/responses": "There is no Responses API, only chat completions: client.chat.completions.create of openai, "
+    'set_default_openai_api("chat_completions") or OpenAIChatCompletionsModel of openai-agents.',
+    "/v1/completions": "There are no completions of texts, only chat completions: client.chat.completions.create.",
+}
 _RESET = struct.pack("ii", 1, 0)  # struct linger: what has not been read is dropped, and not kept by the kernel
 
 _log = logging.getLogger(__name__)
@@ -43,13 +50,21 @@ async def reply_to(request: web.BaseRequest, episode: OpenEpisode) -> Reply:
     try:
         if (request.method, request.path) == ("GET", "/v1/models"):
             return Reply(200, [json.dumps(answers.models(int(time.time()))).encode()])
+        if request.path in _INSTEAD:
+            episode.count_refused(request.path)
+            return refusal(404, _INSTEAD[request.path], "not_found")
         if (request.method, request.path) != ("POST", "/v1/chat/completions"):
             return refusal(404, "There are POST /v1/chat/completions and GET /v1/models alone.", "not_found")
         return await _complete(request, episode)
     except BadField as problem:
+        if problem.param:
+            episode.count_refused(_PART.split(problem.param)[0])
         return refusal(400, f"{problem}.", "unsupported", problem.param)
     except ChatRefused as problem:
-        return refusal(400, str(problem), "refused")
+        if problem.param is None:
+            return refusal(400, str(problem), "refused")
+        episode.count_refused(problem.param)
+        return refusal(400, f"{problem}.", "unsupported", problem.param)
     except EpisodeOver as problem:
         return refusal(403, str(problem) or "The episode is over.", "episode_over")
     except TooManyRequests:

@@ -13,13 +13,16 @@ from aiohttp import web  # a requirement of SGLang, without which there is no en
 from megarl.cluster.session_folder import SessionFolder, remove_dead
 from megarl.device import LOOPBACK
 from megarl.rollout.agents.chat import Access, ChatHandler
-from megarl.rollout.endpoint.connections import make_server
+from megarl.rollout.endpoint.connections import known, make_server, unknown
 from megarl.rollout.endpoint.episodes import OpenEpisode, OpenEpisodes
 from megarl.rollout.endpoint.replies import refusal, reply_to, send
 from megarl.rollout.workers.loop_thread import LoopThread
 
 _GRACE_S = 2.0  # to deliver answers at the end
-_BACKLOG = 1024
+_BACKLOG = 4096
+# Connections that the event loop takes at once, before it reads what has come: fewer than may stay without a key, so
+# that each has time to show one, whoever connects.
+_TAKEN_AT_ONCE = 32
 _PREFIX = "megarl-chat-"  # of the socket's folder, which lies in the run's own if there is a run
 
 
@@ -37,7 +40,7 @@ class ChatEndpoint:
         self._socket = str(self._folder.path / "http")
         self._thread = LoopThread("endpoint")
         try:
-            self._runner, self._url = self._thread.submit(self._listen()).result()
+            self._runners, self._url = self._thread.submit(self._listen()).result()
         except BaseException:
             self._thread.end(_nothing())
             self._folder.remove()
@@ -54,42 +57,51 @@ class ChatEndpoint:
             loop = None
         return Access(self._url, self._episodes.add(OpenEpisode(handler, loop)), self._socket)
 
-    async def close(self, key: str) -> None:
+    async def close(self, key: str) -> dict[str, int]:
         """End it: requests in flight are cancelled, and so are answered 403, as later ones are. From any loop.
 
-        Returns once the handler's tasks are cancelled; nothing where the key is not open.
+        Returns once the handler's tasks are cancelled, how often each field of its requests was refused; nothing where
+        the key is not open.
         """
-        if episode := self._episodes.remove(key):
-            await self._thread.run(episode.end())
+        episode = self._episodes.remove(key)
+        if episode is None:
+            return {}
+        await self._thread.run(episode.end())
+        return dict(episode.refused)
 
     def shutdown(self) -> None:
         """End all episodes, stop listening and remove the socket; harmless when repeated."""
         self._thread.end(self._stop())
         self._folder.remove()
 
-    async def _listen(self) -> tuple[web.ServerRunner, str]:
+    async def _listen(self) -> tuple[list[web.ServerRunner], str]:
         # One thread reads the bodies of all, so that they have at most half of the interpreter's time.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1, "endpoint-bodies"))
-        runner = web.ServerRunner(make_server(self._answer), shutdown_timeout=_GRACE_S)
-        await runner.setup()
+        runners = [web.ServerRunner(make_server(self._answer), shutdown_timeout=_GRACE_S) for _ in range(2)]
         with socket.socket() as tcp, socket.socket(socket.AF_UNIX) as unix:
             tcp.bind((LOOPBACK, 0))
             unix.bind(self._socket)
             os.chmod(self._socket, 0o666)  # a sandbox that it is bound into has another user; the folder is this user's
-            for listener in (tcp, unix):
+            for runner, listener in zip(runners, (tcp, unix), strict=True):
+                await runner.setup()
                 # The server has a descriptor of its own, so that it alone closes what it listens to.
-                await web.SockSite(runner, listener.dup(), backlog=_BACKLOG).start()
-            return runner, f"http://{LOOPBACK}:{tcp.getsockname()[1]}/v1"
+                await web.SockSite(runner, listener.dup(), backlog=_TAKEN_AT_ONCE).start()
+                listener.listen(_BACKLOG)  # how many the kernel lets wait to be taken
+            return runners, f"http://{LOOPBACK}:{tcp.getsockname()[1]}/v1"
 
     async def _stop(self) -> None:
         await asyncio.gather(*(episode.end() for episode in self._episodes.clear()))
-        await self._runner.cleanup()
+        await asyncio.gather(*(runner.cleanup() for runner in self._runners))
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         episode = self._episodes.find(_key(request))
         if episode is None:
+            unknown(request)
             return await send(request, refusal(403, "No episode is open for this key.", "no_episode"))
-        return await send(request, await reply_to(request, episode))
+        with known(request) as has_place:
+            if not has_place:
+                return await send(request, refusal(429, "Too many connections have requests.", "too_many_requests"))
+            return await send(request, await reply_to(request, episode))
 
 
 def _key(request: web.BaseRequest) -> str:

@@ -75,7 +75,8 @@ class Sampling:
     phase_tokens: the most new tokens of a response in one call, after which it is open; None: all. stream: the key of
     a prompt's random numbers (run seed, step, number of the prompt) where samples are seeded. recorded_seed: the
     `group_seed` that a file has; None: made of the stream. with_baseline: also sample a greedy response, the baseline.
-    may_lose_all: a group may end up empty because all of its verdicts have failed.
+    may_lose_all: a group may end up empty because all of its verdicts have failed. stop: texts, each of which ends a
+    response with the token that completes it.
     """
 
     num_samples: int
@@ -84,6 +85,7 @@ class Sampling:
     top_p: float = 1.0
     phase_tokens: int | None = None
     stream: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
     recorded_seed: int | None = None
     with_baseline: bool = False
     may_lose_all: bool = False

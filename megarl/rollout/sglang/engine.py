@@ -174,7 +174,8 @@ class Engine:
         """SGLang's parameters of sample `place` of a prompt, which has so many tokens already."""
         seed = {"sampling_seed": sample_seed(sampling.stream, place)} if self._seeded else {}
         limit = {"max_new_tokens": sampling.new_tokens(response_tokens)}
-        return {"temperature": sampling.temperature, "top_p": sampling.top_p} | seed | limit
+        stop = {"stop": list(sampling.stop)} if sampling.stop else {}
+        return {"temperature": sampling.temperature, "top_p": sampling.top_p} | seed | limit | stop
 
     async def _ask(
         self,

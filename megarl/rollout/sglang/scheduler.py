@@ -194,11 +194,14 @@ def _patch_scheduler(scheduler: Any, rounds: Rounds, *, has_adapter: bool) -> No
     from sglang.srt.runtime_context import get_parallel
     from sglang.srt.utils import set_random_seed
 
+    from megarl.rollout.sglang.stop_texts import StopTextDecoder
+
     class PatchedScheduler(scheduler.Scheduler):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             with _exit_with_traceback():
                 super().__init__(*args, **kwargs)
                 set_random_seed(deterministic.generator_seed(self.random_seed, get_parallel().attn_dp_rank))
+                self.tokenizer = StopTextDecoder(self.server_args.model_path)  # SGLang would have none
                 if has_adapter:
                     adapters.occupy_slot(self.tp_worker.model_runner)
 

@@ -35,6 +35,8 @@ with cpu.quiet_import():
     from sglang.srt.runtime_context import get_parallel
     from sglang.srt.server_args import PortArgs, ServerArgs
     from sglang.srt.utils.network import get_zmq_socket
+
+    from megarl.rollout.sglang.stop_texts import StopTextParams
 asyncio.set_event_loop_policy(_loop_policy)  # SGLang's import sets uvloop for the whole process
 
 
@@ -60,6 +62,10 @@ class Tokenizer(TokenizerManager):
         address, groups = port_args.scheduler_input_ipc_name, range(1, get_parallel().dp_size)
         others = [get_zmq_socket(first.context, zmq.PUSH, group_address(address, group), True) for group in groups]
         self._groups = [first, *cast(Any, others)]
+
+    def init_request_dispatcher(self) -> None:
+        super().init_request_dispatcher()
+        self.sampling_params_class = StopTextParams
 
     async def _send_one_request(self, tokenized_obj: Any) -> None:
         await self._send_placed([tokenized_obj], functools.partial(super()._send_one_request, tokenized_obj))

@@ -17,6 +17,7 @@ from megarl.rollout.agents.chat import ChatAnswer, ChatRefused, ChatRequest, Epi
 from megarl.rollout.conversations import agent_episode
 from megarl.rollout.conversations.agent_episode import AgentEpisode
 from megarl.rollout.conversations.agent_tools import ToolSet, ToolSets
+from megarl.rollout.conversations.request_sampling import PolicySampling
 from megarl.rollout.conversations.rows import EpisodeRows
 from megarl.rollout.sglang.arguments import Sampling
 from megarl.types import Prompt, Sample, SamplePart
@@ -58,8 +59,11 @@ class Script:
         context = TOKENIZER.decode(context_ids, skip_special_tokens=True)
         text = next(text for words, text in self.turns.items() if context.endswith(words))
         ids = TOKENIZER(text, add_special_tokens=False)["input_ids"]
-        is_cut = text.endswith("...") or len(ids) >= sampling.max_tokens
-        ids = ids[: sampling.max_tokens] if is_cut else [*ids, TOKENIZER.eos_token_id]
+        begins = [TOKENIZER.decode(ids[:end]) for end in range(len(ids) + 1)]
+        ends = [end for end, begin in enumerate(begins) if any(stop in begin for stop in sampling.stop)]
+        ids = [*ids, TOKENIZER.eos_token_id] if not ends and not text.endswith("...") else ids[: (ends or [None])[0]]
+        is_cut = text.endswith("...") or len(ids) > sampling.max_tokens
+        ids = ids[: sampling.max_tokens]
         words = TOKENIZER.decode(ids, skip_special_tokens=True)
         return Sample(np.array(ids), np.full(len(ids), -1.0, np.float32), words, not is_cut, (SamplePart(3, len(ids)),))
 
@@ -84,8 +88,8 @@ def played(
         rows = EpisodeRows(script, "episode-0", [1], Sampling(1, 100, stream=(1, 2)), 0, 200, config.max_tokens)
         episode = AgentEpisode(rows, ToolSets(TOKENIZER, [TOKENIZER.eos_token_id]), config)
 
-        async def ask(*messages: dict[str, Any], tools: Sequence[Any] = ()) -> ChatAnswer:
-            return await asyncio.create_task(episode.answer(ChatRequest(messages, tools)))
+        async def ask(*messages: dict[str, Any], tools: Sequence[Any] = (), **fields: Any) -> ChatAnswer:
+            return await asyncio.create_task(episode.answer(ChatRequest(messages, tools, **fields)))
 
         await agent(ask, *([script] if scripted else []))
         await episode.close()
@@ -231,6 +235,71 @@ def test_a_cut_turn_cannot_go_on() -> None:
     assert episode.end == "cut" and len(sample.rows) == 2
 
 
+def test_a_stop_text_ends_a_turn_and_the_conversation_goes_on() -> None:
+    """The client sees the text before it; the row has all that was sampled, and the end that the template writes."""
+
+    async def agent(ask: Ask) -> None:
+        first = await ask(user("hi"), stop=("xyz", "stop:"))
+        assert (first.content, first.finish, first.completion_tokens) == ("think ", "stop", len("think stop:"))
+        second = await ask(user("hi"), first.message(), user("how?"), stop=("none",))
+        assert (second.content, second.finish) == ("so", "stop")
+        await ask(user("hi"), first.message(), user("how?"), second.message(), user("ok"))
+
+    sample, episode, _ = played({"hi": "think stop: more", "how?": "so", "ok": "yes"}, agent)
+    assert episode.end == "answered" and not sample.more_rows and sample.trained_T is not None
+    assert texts(sample) == [
+        "<bos><user>hi<eos><assistant>think stop:<eos><user>how?<eos><assistant>so<eos><user>ok<eos><assistant>yes<eos>"
+    ]
+    assert TOKENIZER.decode(sample.response_ids_T[sample.trained_T]) == "think stop:so<eos>yes<eos>"
+
+
+def test_a_stop_text_after_calls_and_inside_of_one() -> None:
+    """Whole calls before it are calls; a call that it cuts is a text."""
+
+    async def agent(ask: Ask) -> None:
+        whole = await ask(user("go"), tools=[DOUBLE], stop=("end",))
+        assert (whole.content, whole.finish, len(whole.calls)) == ("twice", "tool_calls", 1)
+        result = {"role": "tool", "tool_call_id": whole.calls[0].id, "content": "8"}
+        cut = await ask(user("go"), whole.message(), result, tools=[DOUBLE], stop=('"arguments"',))
+        assert (cut.finish, cut.calls) == ("stop", ()) and cut.content.endswith('{"name": "double", ')
+
+    sample, _, _ = played({"go": f"twice{CALL}end", "8": CALL}, agent)
+    assert len(sample.rows) == 1 and f"{CALL}end<eos>" in texts(sample)[0]
+
+
+def test_max_tokens_of_a_request_cut_its_turn() -> None:
+    """As a turn that the recipe's limit has cut; a larger number than the recipe's changes nothing."""
+
+    async def agent(ask: Ask) -> None:
+        cut = await ask(user("hi"), max_tokens=3)
+        assert (cut.content, cut.finish, cut.completion_tokens) == ("hel", "length", 3)
+        assert (await ask(user("hi"), max_tokens=1000)).content == "hello"
+        await ask(user("hi"), cut.message(), user("how?"), max_tokens=1)
+
+    sample, episode, _ = played({"hi": "hello", "how?": "so"}, agent)
+    assert (episode.end, len(sample.rows)) == ("cut", 3)
+
+
+def test_another_temperature_than_the_recipes_is_refused() -> None:
+    """Its own is taken, also where the episode is of an evaluation at another; the refusal names field and key."""
+    policy = PolicySampling(temperature=0.7, top_p=1.0)
+    for temperature, top_p in ((0.7, None), (0.0, None), (None, 1), (None, 0.9)):
+        policy.check(ChatRequest([user("hi")], temperature=temperature, top_p=top_p), 0.0, 0.9)
+    words = r"temperature 0.2 cannot be had: the recipe samples with 0.7, and .*rollout.temperature"
+    with pytest.raises(ChatRefused, match=words) as caught:
+        policy.check(ChatRequest([user("hi")], temperature=0.2), 0.7, 1.0)
+    assert caught.value.param == "temperature"
+    with pytest.raises(ChatRefused, match="with 1, and 0.9 in this episode, and "):
+        policy.check(ChatRequest([user("hi")], top_p=0.5), 0.7, 0.9)
+
+    async def agent(ask: Ask) -> None:
+        with pytest.raises(ChatRefused, match="temperature 0.2 cannot be had"):
+            await ask(user("hi"), temperature=0.2)
+        await ask(user("hi"), temperature=1.0, top_p=1)
+
+    assert played({"hi": "hello"}, agent)[1].end == "answered"
+
+
 def test_a_turn_that_is_not_delivered_is_dropped_and_counted() -> None:
     """And with it what was said before it; what was delivered before stays."""
 
@@ -315,7 +384,7 @@ def test_whatever_a_library_raises_for_a_request_is_told(monkeypatch: pytest.Mon
 
 def test_a_turn_that_cannot_be_read_is_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     read = agent_episode._read
-    monkeypatch.setattr(agent_episode, "_read", lambda thread, ids: read(thread, ids) if len(ids) == 3 else [][0])
+    monkeypatch.setattr(agent_episode, "_read", lambda *args: read(*args) if len(args[1]) == 3 else [][0])
 
     async def agent(ask: Ask) -> None:
         with pytest.raises(ChatRefused, match="IndexError"):

@@ -130,14 +130,15 @@ def test_the_user_reads_one_line_of_it(agents: AgentThread, tmp_path: Path, row:
     with RunLog(recipe_in(tmp_path), console) as log, log.step(3) as record:
         record.failed([summary])
     lines = [line for line in text.getvalue().splitlines() if "agent" in line]
-    assert lines == [f"step 3: 1 verdict failed, the first {words} on response 'hello', answer ''"]
+    refused = "step 3: 2 requests of agents were refused for a field or a path: seed (2)"
+    assert lines == [f"step 3: 1 verdict failed, the first {words} on response 'hello', answer ''", refused]
 
 
 def scored(episodes: Sequence[EpisodeResult]) -> GroupSummary:
     """As the engine's actor scores a group of episodes, without a reward function."""
 
     async def generated(*_: Any) -> Any:
-        return [one.sample for one in episodes], [one.verdict for one in episodes]
+        return [one.sample for one in episodes], [one.verdict for one in episodes], {"seed": 2}
 
     worker: Any = RolloutWorker.__new__(RolloutWorker)
     worker._rewarding, worker._reward, worker._num_transcripts = "agent", RewardConfig(), 1

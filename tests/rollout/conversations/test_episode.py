@@ -277,7 +277,7 @@ def test_calls_that_fail_by_their_tool_are_in_the_summary(play: Play) -> None:
     worker._rewarding, worker._reward, worker._num_transcripts = "environment", RewardConfig(), 1
 
     async def generated(*_: Any) -> Any:
-        return played, [Verdict(1.0, True), Verdict(0.0, False), Failure("no idea")]
+        return played, [Verdict(1.0, True), Verdict(0.0, False), Failure("no idea")], {}
 
     worker._generate = generated
     summary, _ = asyncio.run(worker.sample(Prompt("row 1", "", (1, 2), ""), Sampling(3, 9)))
@@ -397,7 +397,7 @@ def test_a_group_needs_no_reward_function_where_the_environment_judges(play: Pla
 
     async def played(row: Any) -> Any:
         samples = [play_one.sample for play_one in row]
-        return samples, [play_one.verdict for play_one in row]
+        return samples, [play_one.verdict for play_one in row], {}
 
     good, bad = (
         play("environment", "hi", row={}, max_turns=1)[0],

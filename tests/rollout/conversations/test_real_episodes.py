@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ STOPS = [1, *range(20, 34)]  # many, so that a model of random weights ends its 
 TURN_TOKENS, EPISODES = 24, 12
 AGENT = '''
 import asyncio
+import contextlib
 
 import openai
 
@@ -55,9 +56,17 @@ async def run(chat, row):
         messages = [*messages, message, {"role": "user", "content": "more"}]
     await asyncio.gather(*(chat([{"role": "user", "content": word}]) for word in ("left", "right")))
     async with openai.AsyncOpenAI(base_url=chat.url, api_key=chat.key, max_retries=0) as client:
+        with contextlib.suppress(openai.BadRequestError):
+            await client.chat.completions.create(model="policy", messages=chat.prompt, temperature=0.3)
+            return 0.0
         first = await client.chat.completions.create(model="policy", messages=chat.prompt)
         said = first.choices[0].message.model_dump()
         follows = [*chat.prompt, said, {"role": "user", "content": "more"}]
+        second = await client.chat.completions.create(model="policy", messages=follows, stop=list("nopqrstu"))
+        said = second.choices[0].message.content
+        if second.choices[0].finish_reason == "stop" and set(said) & set("nopqrstu"):
+            return 0.0
+        follows += [{"role": "assistant", "content": said}, {"role": "user", "content": "and"}]
         await client.chat.completions.create(model="policy", messages=follows)
     return 0.5
 '''
@@ -229,11 +238,29 @@ def test_rows_of_agents_are_what_was_sampled(
     check_rows(played, Reference(model), prompt.token_ids)
     for one in played:
         assert one.verdict == Verdict(0.5, False) and one.sample.facts
-        assert one.sample.facts.turns == 7 and one.sample.facts.end in ("answered", "cut")
+        assert one.refused_fields == {"temperature": 1}
+        assert one.sample.facts.turns == 8 and one.sample.facts.end in ("answered", "cut")
         accounting.check(prompt, [one.sample])
-    assert min(len(one.sample.rows) for one in played) < 7, "some requests go on with what was said"
+    check_stop_texts(played, tokenizer, stops)
+    assert min(len(one.sample.rows) for one in played) < 8, "some requests go on with what was said"
     asked = asyncio.run(engine.take_completed())
     assert len(asked) >= EPISODES
+
+
+def check_stop_texts(played: Sequence[EpisodeResult], tokenizer: Any, stops: Collection[int]) -> None:
+    """Turns that a stop text has ended: all of their tokens are trained, and the conversation goes on after them.
+
+    Such a turn is followed by the end that the template writes, which was not sampled, and by the user's "and".
+    """
+    ended = []
+    for row in (row for one in played for row in one.sample.rows):
+        response = row.response_ids_T.tolist()
+        trained = [True] * len(response) if row.trained_T is None else row.trained_T.tolist()
+        for place in range(len(response) - 1):
+            if trained[place] and not trained[place + 1] and response[place] not in stops:
+                assert tokenizer.decode(response[place + 1 : place + 6]) == "<eos><user>and"
+                ended.append(tokenizer.decode([response[place]]))
+    assert ended and all(set(token) & set("nopqrstu") for token in ended), "of special tokens a part is enough"
 
 
 @pytest.mark.parametrize("engine", ENGINES[:1], ids=["plain"], indirect=True)

@@ -78,7 +78,13 @@ async def apost(client: httpx.AsyncClient, access: Access, retries: int = 0, **f
     return await client.post(f"{access.url}/chat/completions", json=BODY | fields, headers=headers)
 
 
-def connect(access: Access) -> socket.socket:
+def connect(access: Access, path: str | None = None) -> socket.socket:
+    """Over TCP, or over the Unix socket of this path."""
+    if path is not None:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(path)  # without a time limit it waits until the endpoint takes connections
+        connection.settimeout(WAIT_S)
+        return connection
     parts = urlsplit(access.url)
     return socket.create_connection((parts.hostname, parts.port), timeout=WAIT_S)
 

@@ -65,9 +65,9 @@ def test_tools_are_offered_unless_the_choice_is_none() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"temperature": 0, "top_p": 0.1, "seed": 1, "max_tokens": 5, "max_completion_tokens": 5},
+        {"temperature": None, "top_p": None, "max_tokens": None, "max_completion_tokens": None, "seed": None},
         {"user": "x", "metadata": {"a": "b"}, "store": False, "parallel_tool_calls": True, "service_tier": "auto"},
-        {"n": 1, "stop": None, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "logprobs": False},
+        {"n": 1, "stop": [], "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "logprobs": False},
         {"response_format": {"type": "text"}, "functions": None, "top_logprobs": None, "tools": []},
     ],
 )
@@ -78,7 +78,9 @@ def test_what_changes_nothing_is_taken(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("n", 2), ("stop", "x"), ("stop", ["x"]), ("logit_bias", {"1": 2}), ("presence_penalty", 0.1),
+        ("n", 2), ("stop", ""), ("stop", ["x", ""]), ("stop", ["x"] * 17), ("stop", "\u00e9" * 65), ("stop", [1]),
+        ("stop", {}), ("max_tokens", 0), ("max_completion_tokens", True), ("max_tokens", 1.5), ("temperature", "1"),
+        ("temperature", True), ("top_p", []), ("seed", 1), ("logit_bias", {"1": 2}), ("presence_penalty", 0.1),
         ("frequency_penalty", -1), ("logprobs", True), ("top_logprobs", 2),
         ("response_format", {"type": "json_object"}), ("parallel_tool_calls", False), ("store", True),
         ("tool_choice", "required"), ("modalities", ["audio"]),
@@ -89,6 +91,13 @@ def test_what_changes_nothing_is_taken(fields: dict[str, Any]) -> None:
 )  # fmt: skip
 def test_what_would_change_the_samples_is_refused_by_name(name: str, value: object) -> None:
     assert refused(body(**{name: value})).startswith(f"{name} ")
+
+
+def test_what_is_asked_of_the_sampling_is_read() -> None:
+    """`stop` as one text or several; of two limits the smaller counts."""
+    asked = read_body(body(stop="\n", temperature=0.5, top_p=1, max_tokens=7, max_completion_tokens=5)).chat
+    assert (asked.stop, asked.temperature, asked.top_p, asked.max_tokens) == (("\n",), 0.5, 1, 5)
+    assert read_body(body(stop=["Observation:", "x" * 128])).chat.stop == ("Observation:", "x" * 128)
 
 
 @pytest.mark.parametrize(

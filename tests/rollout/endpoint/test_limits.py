@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import gzip
 import json
+import resource
 import select
+import socket
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 
 import httpx
 import pytest
 
-from megarl.rollout.endpoint import connections, episodes, fields, replies
+from megarl.rollout.agents.chat import Access
+from megarl.rollout.endpoint import connections, episodes, fields, places, replies
 from megarl.rollout.endpoint.server import ChatEndpoint
 from tests.rollout.endpoint.scripted import CONTENT, WAIT_S, Scripted, connect, head, post, read_all, say
 
@@ -140,16 +146,87 @@ def test_slow_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
         endpoint.shutdown()
 
 
-def test_one_connection_too_many_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others are served."""
-    monkeypatch.setattr(connections, "MOST_CONNECTIONS", 2)
+@pytest.fixture
+def many_files() -> Iterator[int]:
+    """How many sockets a test may open, of 2,500: each is a file of the client, and one of the endpoint."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = max(soft, 8192)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard < 0 else min(wanted, hard), hard))
+    yield min(2500, (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 500) // 2)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize(("says", "most"), [("nothing", 2500), ("a wrong key", 700)])
+def test_connections_without_a_key_crowd_out_none_with_one(many_files: int, says: str, most: int) -> None:
+    """Over TCP and the Unix socket; connections that have shown a key stay open all the time."""
+    endpoint = ChatEndpoint()
+    try:
+        access, request = endpoint.open(Scripted()), b""
+        if says == "a wrong key":
+            request = head(replace(access, key="x" * 43), 0)
+        for path in (None, access.socket):
+            with ExitStack() as held:
+                served = held.enter_context(connect(access, path))
+                ask(served, access)
+                for _ in range(min(many_files, most)):
+                    stranger = held.enter_context(connect(access, path))
+                    stranger.sendall(request)
+                for again in (None, access.socket):
+                    with connect(access, again) as new:
+                        ask(new, access)
+                ask(served, access)
+    finally:
+        endpoint.shutdown()
+
+
+def test_the_oldest_connection_without_a_key_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the other listener stay."""
+    monkeypatch.setattr(places, "MOST_STRANGERS", 2)
     endpoint = ChatEndpoint()
     try:
         access = endpoint.open(Scripted())
-        with connect(access) as first, connect(access) as second, connect(access) as third:
-            assert third.recv(1) == b""
-            for served in (first, second):
-                served.sendall(head(access, len(CONTENT)) + CONTENT)
-                assert b" 200 " in served.recv(1 << 16)
+        with connect(access) as first, connect(access), connect(access, access.socket) as other:
+            third = connect(access)
+            with third, suppress(ConnectionResetError):
+                assert first.recv(1) == b""
+            with connect(access) as fourth:
+                for served in (fourth, other):
+                    ask(served, access)
     finally:
         endpoint.shutdown()
+
+
+def test_the_longest_idle_connection_makes_room_for_another_episode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One episode cannot hold all places of those with a key; without any place the client is told to try again."""
+    monkeypatch.setattr(places, "MOST_KNOWN", 2)
+    endpoint = ChatEndpoint()
+    try:
+        greedy, handler = endpoint.open(Scripted()), Scripted(holds=True)
+        access = endpoint.open(handler)
+        with connect(greedy) as first, connect(greedy) as second, connect(access) as third, connect(access) as fourth:
+            for served in (first, second):
+                ask(served, greedy)
+            for served in (third, fourth):
+                served.sendall(head(access, len(CONTENT)) + CONTENT)
+                handler.await_event()
+            for closed in (first, second):
+                with suppress(ConnectionResetError):
+                    assert closed.recv(1) == b""
+            assert post(greedy).status_code == 429
+            handler.release()
+            for served in (third, fourth):
+                assert b" 200 " in served.recv(1 << 16)
+            assert post(greedy).status_code == 200
+    finally:
+        endpoint.shutdown()
+
+
+def ask(connection: socket.socket, access: Access) -> None:
+    """A request that is answered, with the end of its answer."""
+    connection.sendall(head(access, len(CONTENT)) + CONTENT)
+    answer = b""
+    while b"total_tokens" not in answer:
+        piece = connection.recv(1 << 16)
+        assert piece, "the connection was closed"
+        answer += piece
+    assert b" 200 " in answer

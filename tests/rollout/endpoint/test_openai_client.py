@@ -41,7 +41,7 @@ def test_a_conversation(endpoint: ChatEndpoint, connect: Callable[..., Any]) -> 
     first = say("I add.", ("add", '{"a": 1}'), ("add", "not JSON"))
     handler = Scripted(first, say("cut", length=True))
     client = connect(endpoint.open(handler))
-    done = client.chat.completions.create(model="any", messages=[HI], tools=[TOOL], temperature=0.3, max_tokens=1)
+    done = client.chat.completions.create(model="any", messages=[HI], tools=[TOOL], stop="x", max_tokens=1)
     (choice,) = done.choices
     assert (done.model, choice.finish_reason, choice.message.content) == ("any", "tool_calls", "I add.")
     assert [(call.id, call.function.arguments) for call in choice.message.tool_calls] == [
@@ -52,6 +52,7 @@ def test_a_conversation(endpoint: ChatEndpoint, connect: Callable[..., Any]) -> 
     done = client.chat.completions.create(model="any", messages=[HI, choice.message, *results], tools=[TOOL])
     assert (done.choices[0].finish_reason, done.choices[0].message.tool_calls) == ("length", None)
     assert [list(asked.tools) for asked in handler.requests] == [[TOOL], [TOOL]]
+    assert [(asked.stop, asked.max_tokens) for asked in handler.requests] == [(("x",), 1), ((), None)]
     assert [list(asked.messages) for asked in handler.requests] == [[HI], [HI, first.message(), *results]]
 
 
@@ -122,9 +123,42 @@ def test_a_refusal_is_not_asked_again(
 def test_an_unsupported_field_is_named(endpoint: ChatEndpoint, connect: Callable[..., Any]) -> None:
     handler = Scripted()
     client = connect(endpoint.open(handler))
-    with pytest.raises(openai.BadRequestError, match="stop is not supported") as caught:
-        client.chat.completions.create(model="m", messages=[HI], stop=["x"])
-    assert caught.value.param == "stop" and not handler.requests
+    with pytest.raises(openai.BadRequestError, match="seed is not supported") as caught:
+        client.chat.completions.create(model="m", messages=[HI], seed=1)
+    assert caught.value.param == "seed" and not handler.requests
+
+
+def test_the_responses_api_is_refused_with_what_to_use(endpoint: ChatEndpoint, connect: Callable[..., Any]) -> None:
+    """As openai-agents asks by default; the legacy completions, too."""
+    client = connect(endpoint.open(Scripted()))
+    with pytest.raises(openai.NotFoundError, match=r'set_default_openai_api\("chat_completions"\)'):
+        client.responses.create(model="m", input="Hi")
+    with pytest.raises(openai.NotFoundError, match="only chat completions"):
+        client.completions.create(model="m", prompt="Hi")
+
+
+def test_refused_fields_are_counted(endpoint: ChatEndpoint, connect: Callable[..., Any]) -> None:
+    """By their names, those of the episode's own refusals among them; a program cannot make up any number of names."""
+    words = "temperature 0.5 cannot be had"
+    access = endpoint.open(Scripted(ChatRefused(words, "temperature"), ChatRefused("too long"), say("fine")))
+    client = connect(access)
+    with pytest.raises(openai.BadRequestError, match=words) as caught:
+        client.chat.completions.create(model="m", messages=[HI], temperature=0.5)
+    assert (caught.value.param, caught.value.code) == ("temperature", "unsupported")
+    image: Any = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+    ways: list[dict[str, Any]] = [{"messages": [HI, image]}, {"messages": [HI]}, {"messages": [HI], "seed": 1}]
+    for way in [*ways, *({"messages": [HI], "extra_body": {f"made_{number}": 1}} for number in range(40))]:
+        with pytest.raises(openai.BadRequestError):
+            client.chat.completions.create(model="m", **way)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(model="m", input="Hi")
+    client.chat.completions.create(model="m", messages=[HI])
+    counted = asyncio.run(endpoint.close(access.key))
+    assert sum(counted.values()) == 44 and len(counted) == 33 and counted["others"] == 12
+    assert {name: counted[name] for name in ("temperature", "messages", "seed")} == {
+        "temperature": 1, "messages": 1, "seed": 1
+    }  # fmt: skip
+    assert asyncio.run(endpoint.close(access.key)) == {}
 
 
 class _Losing(httpx.HTTPTransport):

@@ -86,6 +86,24 @@ def test_a_response_ends_with_the_end_of_sequence_or_at_the_limit(engine: Engine
         assert len(sample.engine_logp_T) == len(response)
 
 
+def test_a_response_ends_with_the_token_that_completes_a_stop_text(
+    engine: Engine, reference: Any, tokenizer: Any
+) -> None:
+    """A token is a character here, or a special token; the stop texts have two characters each, or a special token."""
+    stop = *(f"a{character}" for character in "abcdefghijklm"), "<user>"
+    (group,) = asyncio.run(gather_one(engine, PROMPTS[0], Sampling(256, 24, stop=stop)))
+    texts = [tokenizer.decode(sample.response_ids_T.tolist()) for sample in group]
+    endings = {next((one for one in stop if text.endswith(one)), "") for text in texts}
+    assert {"<user>", ""} < endings
+    for sample, text in zip(group, texts, strict=True):
+        response = sample.response_ids_T.tolist()
+        has_end = response[-1] == tokenizer.eos_token_id or text.endswith(stop)
+        assert sample.finished == has_end and (has_end or len(response) == 24)
+        assert not any(one in tokenizer.decode(response[:-1]) for one in stop)
+        assert len(sample.engine_logp_T) == len(response)
+    assert worst_gap([group], reference, prompts=PROMPTS[:1]) < TOLERANCE
+
+
 async def gather_one(engine: Engine, prompt: list[int], sampling: Sampling) -> list[list[Sample]]:
     return [await engine.generate(prompt, sampling)]
 

@@ -1,0 +1,38 @@
+"""What an agent's request may say about how the model is sampled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.rollout.agents.chat import ChatRefused, ChatRequest
+
+
+@dataclass(frozen=True)
+class PolicySampling:
+    """The recipe's own sampling of training samples: rollout.temperature and rollout.top_p.
+
+    A sample's logprobs are trained at this temperature, so that a request cannot change it.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+
+    def check(self, request: ChatRequest, temperature: float, top_p: float) -> None:
+        """temperature, top_p: with which the episode is sampled, which is another in evaluations. Raises ChatRefused.
+
+        An agent that names the recipe's values is right in evaluations, too.
+        """
+        for name, asked, values in (
+            ("temperature", request.temperature, (self.temperature, temperature)),
+            ("top_p", request.top_p, (self.top_p, top_p)),
+        ):
+            if asked is not None and asked not in values:
+                raise ChatRefused(_words(name, asked, self, values[1]), name)
+
+
+def _words(name: str, asked: float, policy: PolicySampling, current: float) -> str:
+    trained = getattr(policy, name)
+    here = "" if current == trained else f", and {current:g} in this episode"
+    why = "what is trained are the probabilities with which the recipe samples"
+    mend = f"leave it out, or give rollout.{name} of the recipe that value"
+    return f"{name} {asked:g} cannot be had: the recipe samples with {trained:g}{here}, and {why}; {mend}"

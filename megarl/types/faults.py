@@ -1,0 +1,52 @@
+"""What ends a run, or a command, otherwise than by its work being done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megarl.printable import one_line
+
+
+class UserFault(Exception):
+    """Something the user can mend; the CLI prints it as one line and exits with 2.
+
+    `where` is a dotted recipe key, a file (with line) or an override; `mend` says what to write instead.
+    """
+
+    def __init__(self, where: str, problem: str, mend: str) -> None:
+        super().__init__(where, problem, mend)  # all arguments, so that it survives pickling between processes
+        self.where, self.problem, self.mend = where, problem, mend
+
+    def __str__(self) -> str:
+        return one_line(f"{self.where}: {self.problem}; {self.mend}")
+
+
+class FolderGone(UserFault):
+    """The folder that a run writes was removed or replaced meanwhile: the run has failed, and the CLI exits with 1."""
+
+
+class UserFaults(Exception):
+    """Every fault that was found, so that one run of the command shows them all; faults of the same text once."""
+
+    def __init__(self, faults: Sequence[UserFault]) -> None:
+        self.faults = tuple({str(fault): fault for fault in faults}.values())
+        super().__init__(self.faults)
+
+    def __str__(self) -> str:
+        return "\n".join(str(fault) for fault in self.faults)
+
+
+class Silence(Exception):
+    """A process of the run is alive and has made no progress for run.timeout_s."""
+
+
+class EndedEarly(Exception):
+    """A run that was asked to end soon has; the CLI exits with 75. `step`: the last one trained and saved, if any."""
+
+    def __init__(self, step: int | None) -> None:
+        super().__init__(step)
+        self.step = step
+
+    def __str__(self) -> str:
+        saved = "nothing new to save" if self.step is None else f"the checkpoint of step {self.step} is complete"
+        return f"ended early by SIGUSR1, {saved}: the same command with --resume goes on"
