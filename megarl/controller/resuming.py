@@ -104,6 +104,8 @@ def progress_of(snapshot: Snapshot) -> Progress:
     Raises UserFaults where another version of megarl wrote it, or somebody changed it.
     """
     progress = _stored(snapshot, Progress, snapshot.run)
+    if progress.prompts_taken < 0:
+        raise _unfit(snapshot, f"has {progress.prompts_taken} as prompts_taken in its state")
     if progress.step != snapshot.step:
         raise _unfit(snapshot, f"is of step {snapshot.step} by its manifest, and of step {progress.step} by its state")
     return progress

@@ -342,6 +342,7 @@ def test_a_shape_that_is_older_than_one_of_its_fields_is_the_same_shape(
         ({"stock": []}, "has [] as stock in its state"),
         ({"seed": "1"}, 'has "1" as seed in its state'),
         ({"prompts_taken": None}, "has null as prompts_taken in its state"),
+        ({"prompts_taken": -1}, "has -1 as prompts_taken in its state"),
         ({"step": 8}, "is of step 9 by its manifest, and of step 8 by its state"),
         ({"stock": {"next_number": 0}}, "was written by another version of megarl"),
         ({"stock": asdict(StockState(1, "no digits", "0", {}, False))}, "has no tickets of a stock in its state"),
