@@ -4,7 +4,9 @@ Facts from PEFT 0.21 (tuners/lora): a layer computes W x + (lora_alpha / r) B A 
 regular expressions of the layers' names, of which the first that fits counts. Each routed expert is a layer, by the
 checkpoint's names of its weights; for classes of transformers 5, which stack experts, PEFT converts them
 (utils/transformers_weight_conversion.py): gate and up become one layer of twice the rank, and it takes all layers with
-the experts' names for experts. So DeepSeek's shared experts and dense layers lose theirs in such a class.
+the experts' names for experts. So DeepSeek's shared experts and dense layers lose theirs in such a class. Of stacked
+experts it loads adapters of down, or of gate, up and down: without down it loads none of gate and up, and says nothing;
+with one of gate and up it raises an error for the whole folder.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from megarl.types import SCORE, ModelShape, UserFault
 STEM = "adapter_model"
 _PREFIX = "base_model.model."
 _MLP = ("gate_proj", "up_proj", "down_proj")
+_LOADED_OF_EXPERTS = (frozenset({"down_proj"}), frozenset(_MLP))
 _MEND = "name adapters that fit the recipe, change the recipe, or set it to null to go on after a checkpoint"
 # Variants of LoRA that megarl does not compute, with the value that stands for none of them.
 _PLAIN: Mapping[str, Any] = {
@@ -90,12 +93,16 @@ def _config(factors: Collection[str], size: LoraSize, base: str) -> dict[str, An
 def lost_in_transformers(factors: Collection[str]) -> str | None:
     """The first weight whose adapter transformers 5 loses where it stacks a model's experts; None: there is none.
 
-    They are those outside routed experts with the names of the experts' layers.
+    They are those outside routed experts with the names of the experts' layers, and those of experts, unless each
+    expert has adapters of its down projection alone or of all three projections.
     """
-    if not any(".mlp.experts." in name or ".shared_experts." in name for name in factors):
-        return None
     weights = sorted(map(weight_of, factors))
-    return next((one for one in weights if leaf_of(one) in _MLP and ".mlp.experts." not in one), None)
+    of_experts = [weight for weight in weights if ".mlp.experts." in weight]
+    if of_experts and {leaf_of(weight) for weight in of_experts} not in _LOADED_OF_EXPERTS:
+        return of_experts[0]
+    if not of_experts and not any(".shared_experts." in weight for weight in weights):
+        return None
+    return next((weight for weight in weights if leaf_of(weight) in _MLP and weight not in of_experts), None)
 
 
 def check(path: str, shape: ModelShape, size: LoraSize) -> list[UserFault]:

@@ -1,7 +1,8 @@
 """A run's checkpoints on disk: complete or absent, and verified by checksums before a run resumes from one.
 
-`checkpoints/step-000020` has the training ranks' files, `run.json` (the controller's state) and `manifest.json`, the
-size and SHA-256 of every other file. A folder is written under a hidden name and renamed when all of it is on the disk.
+`checkpoints/step-000020` has the training ranks' files, `run.json` (the controller's state) and `manifest.json`: the
+step, and the size and SHA-256 of every other file. A folder is written under a hidden name and renamed when all of it
+is on the disk. The manifest says of which step a checkpoint is, also where somebody has renamed its folder.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 MANIFEST, RUN = "manifest.json", "run.json"
-_NAME = re.compile(r"step-(\d{6,})")
+_NAME = re.compile(r"step-([0-9]{6,})")
 _PARTIAL = ".partial-"
 _FORMAT = 1
 
@@ -66,8 +68,8 @@ class Snapshots:
         self.folder.mkdir(exist_ok=True)  # without parents: the run's folder is not made again if somebody removed it
         for left in self._partials():
             self._say(f"checkpoint {left} was never completed and is removed")
-            shutil.rmtree(left)
-        partial = self.folder / f".step-{step:06d}{_PARTIAL}{secrets.token_hex(4)}"
+            _remove(left)
+        partial = self.folder / f".{_name(step)}{_PARTIAL}{secrets.token_hex(4)}"
         partial.mkdir()
         return partial
 
@@ -80,22 +82,23 @@ class Snapshots:
         (partial / RUN).write_text(json.dumps(run), encoding="utf-8")
         names = [name for name in _files(partial) if name not in known]
         found = {**known, **digests(partial, names)}
-        manifest = {"format": _FORMAT, "files": {name: asdict(found[name]) for name in sorted(found)}}
+        final = self.folder / partial.name[1:].partition(_PARTIAL)[0]
+        named = {name: asdict(found[name]) for name in sorted(found)}
+        manifest = {"format": _FORMAT, "step": _named_step(final), "files": named}
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         files = {partial / name for name in (*found, MANIFEST)}
         for path in files | {file.parent for file in files}:
             _sync(path)
-        final = self.folder / partial.name[1:].partition(_PARTIAL)[0]
-        if final.exists():  # keep it under a hidden name until the new one is in its place
+        if os.path.lexists(final):  # keep it under a hidden name until the new one is in its place
             final.rename(self.folder / f".{final.name}{_PARTIAL}{secrets.token_hex(4)}")
         partial.rename(final)
         _sync(self.folder)
         for left in self._partials():
-            shutil.rmtree(left)
-        folders = self._complete()
+            _remove(left)
+        folders = [folder for _, folder in self._complete()]
         later = folders[: folders.index(final)]  # of steps after the one that the run resumed from
         for old in [*later, *folders[len(later) + keep :]]:
-            shutil.rmtree(old)
+            _remove(old)
         return final
 
     def abandon(self, partial: Path) -> None:
@@ -104,26 +107,29 @@ class Snapshots:
 
     def newest(self, step: int | None = None) -> Snapshot | None:
         """The newest checkpoint whose checksums hold, or that of `step`; None where there is none."""
-        for folder in self._complete():
-            if step not in (None, _step(folder)):
+        for its_step, folder in self._complete():
+            if step not in (None, its_step):
                 continue
             try:
-                fault = _fault(folder)
+                snapshot = _verified(folder)
             except OSError as error:
-                fault = f"it cannot be read ({error})"
-            if fault is None:
-                run = json.loads((folder / RUN).read_text(encoding="utf-8"))
-                return Snapshot(folder, _step(folder), run)
-            self._say(f"checkpoint {folder} is damaged and skipped: {fault}")
+                snapshot = f"it cannot be read ({error})"
+            if isinstance(snapshot, Snapshot):
+                if _named_step(folder) != snapshot.step:
+                    self._say(f"checkpoint {folder} is of step {snapshot.step}, as its {MANIFEST} says")
+                return snapshot
+            self._say(f"checkpoint {folder} is damaged and skipped: {snapshot}")
         return None
 
-    def _complete(self) -> list[Path]:
-        """The folders of complete checkpoints, the newest first."""
+    def _complete(self) -> list[tuple[int, Path]]:
+        """(step, path) of everything that has the name of a complete checkpoint, the newest first."""
         paths = self.folder.iterdir() if self.folder.is_dir() else ()
-        return sorted((path for path in paths if path.is_dir() and _NAME.fullmatch(path.name)), key=_step, reverse=True)
+        named = [(_step(path), path) for path in paths if _NAME.fullmatch(path.name)]
+        # Of two folders of one step the one that still has its name is the newer one.
+        return sorted(named, key=lambda pair: (pair[0], pair[1].name == _name(pair[0])), reverse=True)
 
     def _partials(self) -> list[Path]:
-        return [path for path in self.folder.iterdir() if _PARTIAL in path.name]
+        return [path for path in self.folder.iterdir() if path.name.startswith(".step-") and _PARTIAL in path.name]
 
 
 def visible_folder(folder: Path) -> Path:
@@ -132,8 +138,40 @@ def visible_folder(folder: Path) -> Path:
     return hidden[0].parent if hidden else folder
 
 
-def _step(folder: Path) -> int:
+def _name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def _named_step(folder: Path) -> int:
     return int(folder.name.partition("-")[2])
+
+
+def _step(folder: Path) -> int:
+    """The step by the manifest; by the state in a checkpoint of an older version, by the name in a damaged one."""
+    for name in (MANIFEST, RUN):
+        with suppress(OSError, ValueError, AttributeError):
+            step = _json(folder / name).get("step")
+            if type(step) is int and step >= 0:
+                return step
+    return _named_step(folder)
+
+
+def _json(file: Path) -> Any:
+    """The content of a JSON file. Raises OSError, or ValueError for anything that is none."""
+    if not file.is_file():  # a pipe would never end
+        raise OSError(f"{file.name} is no file")
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder with its content; of a symbolic link, or a file in a folder's place, only itself."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _files(folder: Path) -> list[str]:
@@ -141,10 +179,24 @@ def _files(folder: Path) -> list[str]:
     return [str(path.relative_to(folder)) for path in paths if path.is_file() and path.name != MANIFEST]
 
 
+def _verified(folder: Path) -> Snapshot | str:
+    """The checkpoint in a folder if it is complete and its checksums hold; otherwise a description of what is wrong."""
+    if not folder.is_dir():
+        return "it is not a folder"
+    fault = _fault(folder)
+    if fault is not None:
+        return fault
+    try:
+        run = _json(folder / RUN)
+    except ValueError as error:
+        return f"{RUN} is not JSON ({error})"
+    return Snapshot(folder, _step(folder), run) if isinstance(run, dict) else f"{RUN} is not an object of JSON"
+
+
 def _fault(folder: Path) -> str | None:
     """A description of what is wrong with a checkpoint; None when it is complete and its checksums hold."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = _json(folder / MANIFEST)
         wanted = {name: Digest(**fields) for name, fields in manifest["files"].items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         return f"{MANIFEST} cannot be read ({type(error).__name__})"

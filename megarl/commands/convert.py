@@ -61,7 +61,7 @@ def convert_adapter(recipe: Recipe, snapshot: Snapshot, out: Path, say: Callable
     peft.write(factors, size, recipe.model.path, out)
     say(f"{out} has the adapters of {snapshot.folder}, in PEFT's format")
     if lost := peft.lost_in_transformers(factors):
-        say(f"transformers' own class of this model loses some of them ({lost}): use the merged model there")
+        say(f"transformers' own class of this model does not load all of them ({lost}): use the merged model there")
 
 
 def convert_snapshot(

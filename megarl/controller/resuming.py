@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megarl.algos import ALGORITHMS, hyperparameters_of
 from megarl.checkpoints.hf_import import fingerprint
@@ -22,6 +23,8 @@ from megarl.rollout.stock import Entry, Ticket
 from megarl.types import ModelShape, UserFault, UserFaults
 
 FOLDER = "checkpoints"
+State = TypeVar("State", "Progress", "StockState")
+_TYPES = {"int": int, "str": str, "bool": bool, "dict": dict}  # of the fields below, by what they are annotated with
 # Of `sampling_keys`, those that also bind complete groups.
 _COMPLETE_GROUP_KEYS = (
     *("rollout.samples_per_prompt", "rollout.temperature", "rollout.top_p"),
@@ -79,7 +82,7 @@ def find(recipe: Recipe, prompts: PromptStream, say: Callable[[str], None]) -> S
     found = Snapshots(Path(recipe.run.dir) / recipe.run.name / FOLDER, say).newest()
     if found is None:
         return None
-    faults, then = model_faults(found, recipe), Progress(**found.run)
+    then, faults = progress_of(found), model_faults(found, recipe)
     if then.data != prompts.fingerprint:
         problem = f"its rows, or the weights of its files, have changed since {found.folder} was written"
         mend = "use the files, weights and data.overlong that the run began with, or another run.name"
@@ -96,9 +99,55 @@ def find(recipe: Recipe, prompts: PromptStream, say: Callable[[str], None]) -> S
     return found
 
 
+def progress_of(snapshot: Snapshot) -> Progress:
+    """What the controller stored.
+
+    Raises UserFaults where another version of megarl wrote it, or somebody changed it.
+    """
+    progress = _stored(snapshot, Progress, snapshot.run)
+    if progress.prompts_taken < 0:
+        raise _unfit(snapshot, f"has {progress.prompts_taken} as prompts_taken in its state")
+    if progress.step != snapshot.step:
+        raise _unfit(snapshot, f"is of step {snapshot.step} by its manifest, and of step {progress.step} by its state")
+    return progress
+
+
+def _stock_of(snapshot: Snapshot, stored: dict[str, Any]) -> StockState:
+    """The stock's counters and tickets. Raises UserFaults as `progress_of` does."""
+    state = _stored(snapshot, StockState, stored)
+    are_hexadecimal = all(re.fullmatch("[0-9a-f]+", digits) for digits in (state.trained, state.dropped))
+    are_tickets = all(
+        re.fullmatch("[0-9]{1,18}", number) and isinstance(stream, list) and all(type(part) is int for part in stream)
+        for number, stream in state.streams.items()
+    )
+    if not (are_hexadecimal and are_tickets):
+        raise _unfit(snapshot, "has no tickets of a stock in its state")
+    return state
+
+
+def _stored(snapshot: Snapshot, kind: type[State], stored: Mapping[str, Any]) -> State:
+    """A dataclass from the object of JSON that it was stored as."""
+    try:
+        state = kind(**stored)
+    except TypeError:
+        raise _unfit(snapshot, "was written by another version of megarl") from None
+    for one in fields(state):
+        value, annotation = getattr(state, one.name), str(one.type)
+        is_missing = value is None and annotation.endswith("| None")
+        if not is_missing and type(value) is not _TYPES[annotation.partition("[")[0].partition(" ")[0]]:
+            raise _unfit(snapshot, f"has {json.dumps(value):.40} as {one.name} in its state")
+    return state
+
+
+def _unfit(snapshot: Snapshot, problem: str) -> UserFaults:
+    mend = "use the version of megarl that wrote it, or another run"
+    return UserFaults([UserFault(str(snapshot.folder), problem, mend)])
+
+
 def _stock_faults(found: Snapshot, then: Progress, recipe: Recipe) -> list[UserFault]:
     """The faults of a stock in a file format of another version, or whose groups cannot go on under the recipe."""
-    if not then.stock["streams"]:
+    stock = _stock_of(found, then.stock)
+    if not stock.streams:
         return []
     faults = []
     if (found.folder / STOCK).exists():
@@ -108,8 +157,8 @@ def _stock_faults(found: Snapshot, then: Progress, recipe: Recipe) -> list[UserF
             mend = "resume with the version that wrote it, or choose another run.name"
             faults.append(UserFault(fault.where, fault.problem, mend))
     now = sampling_keys(recipe)
-    fixed = now if then.stock["has_open"] else _COMPLETE_GROUP_KEYS
-    waiting = "responses that have not ended" if then.stock["has_open"] else "groups that were not trained on"
+    fixed = now if stock.has_open else _COMPLETE_GROUP_KEYS
+    waiting = "responses that have not ended" if stock.has_open else "groups that were not trained on"
     for key in (key for key in fixed if _meaning(key, then.sampling.get(key)) != _meaning(key, now.get(key))):
         before, value = _written(then.sampling.get(key)), _written(now.get(key))
         problem = f"{value}, and {found.folder} has {waiting}, of a run with {before}"
@@ -168,7 +217,7 @@ def _critic_faults(found: Snapshot, then: Progress, recipe: Recipe) -> list[User
     if then.critic is None:
         problem = f"{recipe.algorithm.name} has a critic, and {found.folder} was written without one"
         return [UserFault("algorithm.name", problem, "choose another run.name")]
-    if _with_defaults(then.critic["shape"]) != now["shape"]:
+    if _with_defaults(then.critic.get("shape") or {}) != now["shape"]:
         problem = f"{found.folder} was written with a critic of another architecture"
         return [UserFault("critic.path", problem, "use the model that the run began with, or another run.name")]
     if (before := then.critic.get("shares_weights", False)) != now["shares_weights"]:
@@ -180,13 +229,9 @@ def _critic_faults(found: Snapshot, then: Progress, recipe: Recipe) -> list[User
 def model_faults(snapshot: Snapshot, recipe: Recipe) -> list[UserFault]:
     """Where the weights of a checkpoint do not fit the recipe's model.
 
-    Raises UserFaults where another version of megarl wrote it.
+    Raises UserFaults where another version of megarl wrote it, or somebody changed it.
     """
-    try:
-        then = Progress(**snapshot.run)
-    except TypeError:
-        mend = "use the version of megarl that wrote it, or another run"
-        raise UserFaults([UserFault(str(snapshot.folder), "was written by another version of megarl", mend)]) from None
+    then = progress_of(snapshot)
     shape = asdict(model_shape(recipe.model.path))
     known = _with_defaults(then.shape)
     if known == shape:
@@ -240,9 +285,9 @@ def resume(snapshot: Snapshot, recipe: Recipe, fleet: Fleet, prompts: PromptStre
 
     Raises UserFault where these are not the rows of the stock's groups.
     """
-    then = Progress(**snapshot.run)
+    then = progress_of(snapshot)
     groups = fleet.resume(snapshot.folder, then.version, then.attempts)
-    own = StockState(**then.stock)
+    own = _stock_of(snapshot, then.stock)
     numbers = [int(number) for number in own.streams]
     lowest = min(numbers, default=own.next_number)
     prompts.skip_to(then.prompts_taken - (own.next_number - lowest))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import queue
 import random
 import threading
@@ -11,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -19,14 +17,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
-from megatron.core.dist_checkpointing.strategies import common, filesystem_async, state_dict_saver  # noqa: F401
+from megatron.core.dist_checkpointing.strategies import filesystem_async, state_dict_saver  # noqa: F401
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategy  # noqa: F401 - else loaded too late
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
-from torch.distributed.checkpoint import default_planner, filesystem
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
@@ -35,6 +33,7 @@ from megarl.device import DEVICE
 from megarl.parallel import groups, lora_checkpoint
 from megarl.parallel.model import Chunk
 from megarl.parallel.optimizer import stepping
+from megarl.parallel.unpickling import reading
 
 
 @dataclass
@@ -101,37 +100,43 @@ def load(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: Cha
     """Read what `save` wrote, in this layout or another; collective.
 
     The state of weights that were frozen cannot be created. The optimizer's settings stay those of the recipe. Random
-    states are read if equally many ranks wrote them; otherwise they stay as seeded.
+    states are read if equally many ranks wrote them; otherwise they stay as seeded. Raises UserFault for a file that is
+    not what `save` writes.
     """
     _keep_steps()
-    _load_no_code()
-    state: Any = dist_checkpointing.load(_state(chunks, optimizer, is_loading=True), str(folder))
+    rank_file = folder / f"rank-{dist.get_rank():05d}.pt"
+    has_random_states = len(list(folder.glob("rank-*.pt"))) == dist.get_world_size()
+    with reading(folder):
+        state: Any = dist_checkpointing.load(_state(chunks, optimizer, is_loading=True), str(folder))
+        random_states = torch.load(rank_file, weights_only=True) if has_random_states else None
     _take_weights(chunks, state)
     for index, chained in enumerate(stepping(optimizer)):
         chained.load_parameter_state_from_fully_reshardable(state.get("optimizer", {}).get(index, {}))
     _set_steps(optimizer, state["step"])
-    rank_file = folder / f"rank-{dist.get_rank():05d}.pt"
-    if len(list(folder.glob("rank-*.pt"))) == dist.get_world_size():
-        _set_random_state(torch.load(rank_file, weights_only=True))
+    if random_states is not None:
+        _set_random_state(random_states)
 
 
 def load_weights(folder: Path, chunks: Sequence[DistributedDataParallel]) -> None:
-    """Read only the weights of what `save` wrote, in any layout; collective."""
-    _load_no_code()
-    state: Any = dist_checkpointing.load(_weights(chunks), str(folder))
+    """Read only the weights of what `save` wrote, in any layout; collective. Raises UserFault as `load` does."""
+    with reading(folder):
+        state: Any = dist_checkpointing.load(_weights(chunks), str(folder))
     _take_weights(chunks, state)
 
 
 def read_factors(folder: Path) -> dict[str, torch.Tensor]:
-    """The whole factors of adapters in what `save` wrote, by their names; in any process, without ranks."""
-    _load_no_code()
+    """The whole factors of adapters in what `save` wrote, by their names; in any process, without ranks.
+
+    Raises UserFault as `load` does.
+    """
     reader = filesystem.FileSystemReader(folder)
-    found: dict[str, torch.Tensor] = {}
-    for name, about in reader.read_metadata().state_dict_metadata.items():
-        if isinstance(about, TensorStorageMetadata) and lora_checkpoint.is_stored_factor(name):
-            found[name] = torch.empty(about.size, dtype=about.properties.dtype)
-    load_tensors(found, storage_reader=reader, no_dist=True)
-    return found
+    factors: dict[str, torch.Tensor] = {}
+    with reading(folder):
+        for name, about in reader.read_metadata().state_dict_metadata.items():
+            if isinstance(about, TensorStorageMetadata) and lora_checkpoint.is_stored_factor(name):
+                factors[name] = torch.empty(about.size, dtype=about.properties.dtype)
+        load_tensors(factors, storage_reader=reader, no_dist=True)
+    return factors
 
 
 def _chunk_key(chunks: Sequence[object], index: int) -> str:
@@ -239,30 +244,6 @@ def _keep_steps() -> None:
         original(self, model_param, {**tensors, "step": state["step"]} if "step" in state else tensors)
 
     DistributedOptimizer._set_main_param_and_optimizer_states = set_states
-
-
-class _OfData(pickle.Unpickler):
-    """Unpickles only the classes of a checkpoint's index, so that a forged index cannot run code."""
-
-    _modules = ("torch.distributed.checkpoint.metadata", filesystem.__name__, "torch.distributed.checkpoint.planner")
-
-    def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name) if "." not in name else None
-        is_index = module in self._modules and isinstance(found, type) and found.__module__ == module
-        is_torch = module == "torch" and (found is torch.Size or isinstance(found, torch.dtype))
-        if is_index or is_torch or (module, name) in {("torch.serialization", "_get_layout")}:
-            return found
-        raise pickle.UnpicklingError(f"a checkpoint's index names {module}.{name}")
-
-
-@cache
-def _load_no_code() -> None:
-    """Keep torch from unpickling code, in a checkpoint's index and in its files of objects other than tensors."""
-    filesystem.pickle = SimpleNamespace(dump=pickle.dump, load=lambda file: _OfData(file).load())  # type: ignore
-    namespace = ModuleType("torch")
-    namespace.__dict__.update(torch.__dict__)
-    namespace.__dict__["load"] = lambda *args, **_: torch.load(*args, weights_only=True)
-    default_planner.torch = namespace  # type: ignore[assignment]
 
 
 def _storages(chunks: Sequence[DistributedDataParallel]) -> set[int]:

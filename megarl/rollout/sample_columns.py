@@ -177,6 +177,8 @@ def row_fault(row: dict[str, Any], step: int) -> str | None:
         return f"has the step number {row['step']}"
     if empty := [name for name, value in row.items() if value is None and name not in _OPTIONAL]:
         return f"has no {empty[0]}"
+    if not _is_object(row["row"]):
+        return f"has the row {short(row['row'])}, which is not an object of JSON"
     may_be_empty = row["open"] or row["facts"] is not None
     for one in (row, *(row["more_rows"] or ())):
         if fault := _conversation_fault(one, row["prompt_ids"], may_be_empty):
@@ -188,6 +190,13 @@ def row_fault(row: dict[str, Any], step: int) -> str | None:
     if row["open_episode"] is not None and _open_episode(row["open_episode"]) is None:
         return "has an open episode that cannot be read"
     return sample_fault(prompt_of(row), sample_of(row))
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _are_facts(facts: dict[str, Any]) -> bool:

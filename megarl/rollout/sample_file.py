@@ -27,14 +27,17 @@ and of engine_logp. Pages carry checksums.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+import numpy as np
 
 from megarl import disk
 from megarl.checkpoints.snapshots import visible_folder
@@ -80,11 +83,14 @@ class SampleWriter:
 def writing(path: Path, vocab_size: int, temperature: float, where: str = "run.dir") -> Iterator[SampleWriter]:
     """A writer to a hidden file, which is renamed to `path` when the block succeeds and removed when it raises.
 
-    where: the recipe key or option that names the disk. Raises UserFault when the disk is full.
+    where: the recipe key or option that names the disk. Raises UserFault when the disk is full, or another process
+    writes to the path.
     """
     partial = path.with_name(f".{path.name}.partial")
-    with disk.writing(visible_folder(path.parent), path.name, where):
+    with ExitStack() as lock, disk.writing(visible_folder(path.parent), path.name, where):
+        _lock(lock.enter_context(partial.open("ab")), path, where)
         writer = SampleWriter(partial, vocab_size, temperature)
+        unlock = lock.pop_all()  # the lock is that of the open file, whatever its name becomes
     try:
         yield writer
         with disk.writing(visible_folder(path.parent), path.name, where):
@@ -95,6 +101,17 @@ def writing(path: Path, vocab_size: int, temperature: float, where: str = "run.d
             writer.close()
         partial.unlink(missing_ok=True)
         raise
+    finally:
+        unlock.close()
+
+
+def _lock(file: IO[bytes], path: Path, where: str) -> None:
+    """Hold a file that nobody else writes. Raises UserFault where another process, or another block, does."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        mend = "wait until it has ended, or name another file"
+        raise UserFault(where, f"another process writes {path}", mend) from None
 
 
 @dataclass(frozen=True)
@@ -120,6 +137,10 @@ class SampleFile:
         if len(whole) < len(found):
             problem = f"step {step} has samples that have not ended, as in a checkpoint's file"
             raise UserFault(str(self.path), problem, _MEND)
+        for number, group in enumerate(whole):
+            if not np.isfinite(group.rewards_G).all():
+                problem = f"group {number} of step {step} has a reward that is not a finite number"
+                raise UserFault(str(self.path), problem, _MEND)
         return whole
 
     def any_groups(self, step: int) -> list[SampleGroup | PartialGroup]:
@@ -138,10 +159,12 @@ def open_samples(path: Path) -> SampleFile:
     import pyarrow
     import pyarrow.parquet
 
+    if path.exists() and not path.is_file():  # a pipe would never end
+        raise _unreadable(path, ValueError("it is a folder, a pipe or a device"))
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             columns, footer = file.schema_arrow, file.metadata
-        ours = {"vocab_size": 0, "temperature": 1.0, **json.loads((columns.metadata or {}).get(_KEY, b"{}"))}
+        ours = _described((columns.metadata or {}).get(_KEY, b"{}"))
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise _unreadable(path, error) from None
     found, known = ours.get("format", "not ours"), sample_columns.FORMATS
@@ -151,6 +174,20 @@ def open_samples(path: Path) -> SampleFile:
         raise UserFault(str(path), problem, _MEND)
     counts = tuple(footer.row_group(index).num_rows for index in range(footer.num_row_groups))
     return SampleFile(path, ours["vocab_size"], ours["temperature"], counts)
+
+
+def _described(text: bytes) -> dict[str, Any]:
+    """What the schema's metadata says of a file. Raises ValueError where this is none that megarl writes."""
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise ValueError("its description is nested too deep") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"its description is a {type(found).__name__}")
+    ours = {"vocab_size": 0, "temperature": 1.0, **found}
+    if type(ours["vocab_size"]) is not int or type(ours["temperature"]) not in (int, float):
+        raise ValueError("its vocab_size or its temperature is no number")
+    return ours
 
 
 def _group(rows: list[dict[str, Any]]) -> SampleGroup | PartialGroup:
@@ -169,8 +206,13 @@ def _read(path: Path, step: int) -> list[dict[str, Any]]:
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise _unreadable(path, error) from None
     rows = sample_columns.rows_of(table)
+    before = (-1, -1)
     for number, row in enumerate(rows):
+        place = row["group"], row["sample"]
         fault = sample_columns.row_fault(row, step)
+        if not fault and place not in ((before[0], before[1] + 1), (before[0] + 1, 0)):
+            fault = f"is sample {place[1]} of group {place[0]} and follows sample {before[1]} of group {before[0]}"
+        before = place
         if fault:
             raise UserFault(str(path), f"sample {number} of step {step} {fault}", _MEND)
     return rows

@@ -17,7 +17,12 @@ from megarl.parallel.lora_pairs import LoraSize, weight_of
 from tests.parallel import checkpoints
 
 SIZE = LoraSize(4, 4, 6.0, ())
-EXPERTS = ("model.layers.1.mlp.experts.0.up_proj.lora_A.weight",)  # a factor that makes transformers' class stack them
+LOADED = [("down_proj",), ("gate_proj", "up_proj", "down_proj")]  # adapters of experts that PEFT loads
+LOST = [
+    *(("gate_proj", "up_proj"), ("gate_proj",), ("up_proj",)),
+    *(("gate_proj", "down_proj"), ("up_proj", "down_proj")),
+]
+EXPERTS = [f"model.layers.1.mlp.experts.0.{name}.lora_A.weight" for name in LOADED[1]]
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +148,36 @@ def test_what_transformers_stacks_is_told(paths: dict[str, Path]) -> None:
     assert lost["deepseek-v3"] == "model.layers.0.mlp.down_proj.weight"
     without = replace(SIZE, targets=("q_a_proj", "o_proj"))
     assert peft.lost_in_transformers(factors_of(paths["deepseek-v3"], without)) is None
+
+
+@pytest.mark.parametrize("targets", LOADED + LOST, ids="+".join)
+def test_experts_without_a_projection_that_peft_fuses_are_told_by_name(
+    paths: dict[str, Path], targets: tuple[str, ...]
+) -> None:
+    factors = factors_of(paths["qwen3-moe"], replace(SIZE, targets=("q_proj", *targets)))
+    first = f"model.layers.0.mlp.experts.0.{min(targets)}.weight"
+    assert peft.lost_in_transformers(factors) == (first if targets in LOST else None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("targets", [LOADED[0], LOST[0], LOST[3]], ids="+".join)
+def test_which_projections_of_experts_peft_loads(
+    paths: dict[str, Path], tmp_path: Path, targets: tuple[str, ...]
+) -> None:
+    """Down alone; of gate and up it loads nothing without a word, and of one of them it raises an error."""
+    path, tokens, size = paths["qwen3-moe"], torch.arange(20, 40)[None], replace(SIZE, targets=targets)
+    factors = factors_of(path, size)
+    peft.write(factors, size, str(path), tmp_path / "adapters")
+    model: Any = checkpoints.load(path)[0]
+    if len({"gate_proj", "up_proj"} & {*targets}) == 1:
+        with pytest.raises((TypeError, ValueError)):  # PEFT's message fails itself: a list minus a set
+            model.load_adapter(str(tmp_path / "adapters"))
+        return
+    model.load_adapter(str(tmp_path / "adapters"))
+    is_lost = peft.lost_in_transformers(factors) is not None
+    computed = path if is_lost else merged(path, factors, size, tmp_path / "whole")
+    expected = checkpoints.load(computed)[0](tokens).logits
+    torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow

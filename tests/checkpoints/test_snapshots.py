@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -117,6 +119,37 @@ def write_a_later_format(folder: Path) -> None:
     (folder / MANIFEST).write_text(json.dumps(manifest | {"format": 99}))
 
 
+def nest_the_manifest(folder: Path) -> None:
+    (folder / MANIFEST).write_text("[" * 200_000)
+
+
+def replace_the_manifest_by_a_pipe(folder: Path) -> None:
+    (folder / MANIFEST).unlink()
+    os.mkfifo(folder / MANIFEST)
+
+
+def forge_the_run(content: bytes) -> Callable[[Path], None]:
+    """Its checksum in the manifest is right."""
+
+    def forge(folder: Path) -> None:
+        (folder / RUN).write_bytes(content)
+        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest["files"][RUN] = asdict(digest(folder / RUN))
+        (folder / MANIFEST).write_text(json.dumps(manifest))
+
+    return forge
+
+
+def replace_by_a_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_bytes(b"no folder")
+
+
+def replace_by_a_dangling_link(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.symlink_to("nowhere")
+
+
 DAMAGES: list[Callable[[Path], None]] = [
     truncate,
     flip_a_bit,
@@ -130,6 +163,14 @@ DAMAGES: list[Callable[[Path], None]] = [
     forge_the_manifest,
     write_a_later_format,
     lambda folder: shutil.rmtree(folder / "deep"),
+    nest_the_manifest,
+    replace_the_manifest_by_a_pipe,
+    forge_the_run(b"{'step': 2}"),
+    forge_the_run(b"[" * 200_000),
+    forge_the_run(b'{"step": "\xff"}'),
+    forge_the_run(b"[2]"),
+    replace_by_a_file,
+    replace_by_a_dangling_link,
 ]
 
 
@@ -170,3 +211,92 @@ def test_every_byte_of_a_file_counts(snapshots: Snapshots) -> None:
         assert snapshots.newest() is None, at
     file.write_bytes(content)
     assert snapshots.newest() is not None
+
+
+@pytest.mark.parametrize("replace", [replace_by_a_file, replace_by_a_dangling_link])
+def test_what_lies_in_the_place_of_a_checkpoint_gives_way_to_it(
+    snapshots: Snapshots, said: list[str], replace: Callable[[Path], None]
+) -> None:
+    """Also in the place of one that is old enough to go."""
+    for step in (1, 2):
+        replace(write(snapshots, step))
+    again = write(snapshots, 2, keep=1)
+    assert [path.name for path in snapshots.folder.iterdir()] == [again.name]
+    found = snapshots.newest()
+    assert found is not None and found.folder == again and not said
+
+
+@pytest.mark.parametrize("name", [".step-000001.partial-abcd1234", "step-000001"])
+def test_a_link_is_removed_without_what_it_leads_to(snapshots: Snapshots, tmp_path: Path, name: str) -> None:
+    """A hidden name is that of a checkpoint that was never completed; of the others the last ones are kept."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "precious").write_bytes(b"precious")
+    snapshots.folder.mkdir()
+    (snapshots.folder / name).symlink_to(elsewhere)
+    write(snapshots, 2, keep=1)
+    assert [path.name for path in snapshots.folder.iterdir()] == ["step-000002"]
+    assert (elsewhere / "precious").read_bytes() == b"precious"
+
+
+def test_a_file_of_a_hidden_name_is_removed_and_told_and_another_file_stays(
+    snapshots: Snapshots, said: list[str]
+) -> None:
+    snapshots.folder.mkdir()
+    left, of_user = snapshots.folder / ".step-000001.partial-abcd1234", snapshots.folder / "notes.partial-1.txt"
+    for file in (left, of_user):
+        file.write_bytes(b"")
+    write(snapshots, 2)
+    assert said == [f"checkpoint {left} was never completed and is removed"]
+    assert of_user.exists()
+
+
+def test_a_checkpoint_that_was_moved_behind_a_link_is_used(snapshots: Snapshots, tmp_path: Path) -> None:
+    folder = write(snapshots, 2)
+    folder.rename(tmp_path / "moved")
+    folder.symlink_to(tmp_path / "moved")
+    found = snapshots.newest()
+    assert found is not None and (found.step, found.folder) == (2, folder)
+
+
+@pytest.mark.parametrize("name", ["step-000007", "step-" + 30 * "9"])
+@pytest.mark.parametrize("version", ["this", "older"])
+def test_a_renamed_checkpoint_is_of_the_step_that_its_manifest_names(
+    snapshots: Snapshots, said: list[str], name: str, version: str
+) -> None:
+    """An older version's manifest has no step, and the controller's state has it."""
+    renamed = write(snapshots, 6)
+    if version == "older":
+        manifest = json.loads((renamed / MANIFEST).read_text())
+        del manifest["step"]
+        (renamed / MANIFEST).write_text(json.dumps(manifest))
+    renamed = renamed.rename(snapshots.folder / name)
+    found = snapshots.newest()
+    assert found is not None and (found.step, found.folder) == (6, renamed)
+    assert said == [f"checkpoint {renamed} is of step 6, as its {MANIFEST} says"]
+    assert snapshots.newest(7) is None
+    sixth = snapshots.newest(6)
+    assert sixth is not None and sixth.folder == renamed
+
+
+def test_a_newer_name_does_not_make_a_checkpoint_newer(snapshots: Snapshots) -> None:
+    second, sixth = write(snapshots, 2), write(snapshots, 6)
+    second.rename(snapshots.folder / "step-000099")
+    found = snapshots.newest()
+    assert found is not None and found.folder == sixth
+    write(snapshots, 8, keep=2)
+    assert sorted(path.name for path in snapshots.folder.iterdir()) == ["step-000006", "step-000008"]
+
+
+def test_other_digits_are_no_name_of_a_checkpoint(snapshots: Snapshots) -> None:
+    write(snapshots, 6).rename(snapshots.folder / "step-\u0660\u0660\u0660\u0660\u0660\u0667")
+    assert snapshots.newest() is None
+
+
+@pytest.mark.parametrize("step", ["6", 6.0, True, -6, None, [6]])
+def test_a_step_that_is_none_is_passed_over(snapshots: Snapshots, step: object) -> None:
+    folder = write(snapshots, 6)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps(manifest | {"step": step}))
+    found = snapshots.newest()
+    assert found is not None and found.step == 6

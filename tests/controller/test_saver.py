@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.checkpoints.snapshots import Snapshots
+from megarl.checkpoints.snapshots import MANIFEST, RUN, Snapshots, digest
 from megarl.cluster import processes
 from megarl.config import Recipe
 from megarl.config.loading import load_recipe
@@ -335,6 +335,37 @@ def test_a_shape_that_is_older_than_one_of_its_fields_is_the_same_shape(
     found = find(made(), stream(), pytest.fail)
     assert found is not None and found.run["shape"].pop("attention") == "grouped_query"
     assert model_faults(found, made()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"stock": []}, "has [] as stock in its state"),
+        ({"seed": "1"}, 'has "1" as seed in its state'),
+        ({"prompts_taken": None}, "has null as prompts_taken in its state"),
+        ({"prompts_taken": -1}, "has -1 as prompts_taken in its state"),
+        ({"step": 8}, "is of step 9 by its manifest, and of step 8 by its state"),
+        ({"stock": {"next_number": 0}}, "was written by another version of megarl"),
+        ({"stock": asdict(StockState(1, "no digits", "0", {}, False))}, "has no tickets of a stock in its state"),
+        ({"stock": asdict(StockState(1, "0", "0", {"x": [1]}, False))}, "has no tickets of a stock in its state"),
+        ({"stock": asdict(StockState(1, "0", "0", {"0": []}, False)) | {"streams": {"0": None}}}, "has no tickets"),
+        ({"color": "blue"}, "was written by another version of megarl"),
+    ],
+)
+def test_a_state_that_somebody_changed_is_refused_in_one_line(
+    made: Any, fleet: Any, tmp_path: Path, changes: dict[str, Any], told: str
+) -> None:
+    """With the right checksum: the checksums detect damage, not forgery."""
+    run(made(), fleet, stream(), tmp_path)
+    folder = tmp_path / "try" / FOLDER / "step-000009"
+    (folder / RUN).write_text(json.dumps(json.loads((folder / RUN).read_text()) | changes))
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["files"][RUN] = asdict(digest(folder / RUN))
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(UserFaults) as caught:
+        find(made(), stream(), pytest.fail)
+    (fault,) = caught.value.faults
+    assert str(fault).startswith(f"{folder}: {told}")
 
 
 def test_a_damaged_checkpoint_is_passed_over_loudly(made: Any, fleet: Any, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,52 @@ def test_other_files_are_refused_by_name(tmp_path: Path) -> None:
         open_samples(tmp_path / "gone.parquet")
 
 
+@pytest.mark.parametrize(
+    "description",
+    [b"[" * 200_000, b"[1]", b"5", b"{'", b'"\xff"', b'{"temperature": "hot"}', b'{"vocab_size": null}'],
+    ids=["deep", "list", "number", "no JSON", "no UTF-8", "temperature", "vocab_size"],
+)
+def test_a_description_that_somebody_changed_is_refused_in_one_line(tmp_path: Path, description: bytes) -> None:
+    import pyarrow.parquet
+
+    path = write(tmp_path / "samples.parquet", [group(1)]).path
+    table = pyarrow.parquet.read_table(path)
+    pyarrow.parquet.write_table(table.replace_schema_metadata({b"megarl": description}), path)
+    with pytest.raises(UserFault, match="samples.parquet: not a complete file of samples"):
+        open_samples(path)
+
+
+def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(UserFault, match="it is a folder, a pipe or a device"):
+            open_samples(path)
+
+
+def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
+    """The second is refused before it samples; after the first has ended another may replace the file."""
+    path = tmp_path / "samples.parquet"
+    with writing(path, 32, TEMPERATURE, "--out") as first:
+        with (
+            pytest.raises(UserFault, match="--out: another process writes .*samples.parquet; wait until it has ended"),
+            writing(path, 32, TEMPERATURE, "--out"),
+        ):
+            pytest.fail("two write")
+        first.write([group(1)])
+    assert len(open_samples(path).groups(1)) == 1
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    write(path, [group(1), group(2)])
+    assert len(open_samples(path).groups(1)) == 2
+
+
+def test_a_reward_that_is_no_number_is_refused_where_it_would_be_trained_on(tmp_path: Path) -> None:
+    for reward in (np.nan, np.inf):
+        bad = replace(group(2), rewards_G=np.array([0, reward, 1], np.float32))
+        file = write(tmp_path / "samples.parquet", [group(1), bad])
+        with pytest.raises(UserFault, match="group 1 of step 1 has a reward that is not a finite number"):
+            file.groups(1)
+
+
 def test_rows_that_make_no_sample_are_refused(tmp_path: Path) -> None:
     """By another program that writes our columns."""
     import pyarrow
@@ -180,6 +227,11 @@ def test_rows_that_make_no_sample_are_refused(tmp_path: Path) -> None:
         ("experts", b"123", "has experts of type None"),
         ("part_tokens", [1, 2], r"parts of \[1, 2\] tokens and of versions \[1, 3\]"),
         ("versions", [3, 1], r"parts of \[1, 1\] tokens and of versions \[3, 1\]"),
+        ("row", "{", "the row '{', which is not an object of JSON"),
+        ("row", "[" * 200_000, "which is not an object of JSON"),
+        ("row", "[1]", "which is not an object of JSON"),
+        ("group", 7, "is sample 1 of group 7 and follows sample 0 of group 0"),
+        ("sample", 2, "is sample 2 of group 0 and follows sample 0 of group 0"),
     ):
         rows = table.to_pylist()
         rows[1][column] = value

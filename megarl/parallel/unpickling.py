@@ -1,0 +1,121 @@
+"""Reading a checkpoint's pickled files as data: what they name is looked up in a table, and nothing is imported.
+
+A checkpoint's index (`.metadata`) is a pickle, which torch.distributed.checkpoint reads with `pickle.load`; Megatron
+reads `common.pt` with the default of `torch.load`, which an environment variable makes unsafe. Python's unpickler
+imports a module that a pickle names before anything can look at the object: a check of the object comes too late.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import IO, Any
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies import common
+from torch.distributed.checkpoint import default_planner, filesystem, planner
+from torch.distributed.checkpoint import metadata as index_types
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megarl.printable import first_line
+from megarl.types import UserFault
+
+_MEND = "remove this checkpoint, or take one that nobody has changed"
+_UNPICKLED = (  # what the writers of torch and Megatron pickle into an index, besides numbers, text and containers
+    *(index_types.Metadata, index_types.MetadataIndex, index_types.StorageMeta),
+    *(index_types.TensorStorageMetadata, index_types.ChunkStorageMetadata, index_types.BytesStorageMetadata),
+    *(index_types.TensorProperties, index_types._MEM_FORMAT_ENCODING),
+    *(filesystem._StorageInfo, filesystem._StoragePrefix),
+    *(planner.SavePlan, planner.WriteItem, planner.WriteItemType),
+    *(planner.TensorWriteData, planner.BytesIOWriteData),
+    *(torch.Size, torch.serialization._get_layout),
+)
+
+
+def _by_name() -> dict[tuple[str, str], Any]:
+    """(module, name) as a pickle has them -> the object."""
+    named = {(one.__module__, one.__name__): one for one in _UNPICKLED}
+    return named | {("torch", name): one for name, one in vars(torch).items() if isinstance(one, torch.dtype)}
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Unpickles only the types of a checkpoint's index; the base class would import what a forged index names."""
+
+    _known: Mapping[tuple[str, str], Any] = _by_name()
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return self._known[module, name]
+        except KeyError:
+            raise pickle.UnpicklingError(_named(f"{module}.{name}")) from None
+
+
+def read_index(file: IO[bytes]) -> index_types.Metadata:
+    """The index in an open file, whose tensors lie in files beside it. Raises UserFault for a forged or damaged one."""
+    try:
+        index = _IndexUnpickler(file).load()
+    except Exception as error:  # what a forged pickle raises is its author's choice
+        raise _unreadable(Path(file.name), error) from None
+    if not isinstance(index, index_types.Metadata) or not isinstance(index.state_dict_metadata, dict):
+        raise UserFault(file.name, "is not a checkpoint's index", _MEND)
+    places = index.storage_data.values() if isinstance(index.storage_data, dict) else [None]
+    for place in places:
+        path = place.relative_path if isinstance(place, filesystem._StorageInfo) else None
+        if not isinstance(path, str) or Path(path).name != path:
+            raise UserFault(file.name, f"names {path!r:.80} as a file of the checkpoint", _MEND)
+    return index
+
+
+@cache
+def load_no_code() -> None:
+    """Keep torch and Megatron from unpickling code in this process: in an index, and in files of tensors and objects.
+
+    Megatron adds classes of its own to those that torch.load accepts with weights_only; no checkpoint of ours has one.
+    """
+    filesystem.pickle = SimpleNamespace(dump=pickle.dump, load=read_index)  # type: ignore
+    torch.serialization.clear_safe_globals()
+    namespace = ModuleType("torch")
+    namespace.__dict__.update(torch.__dict__)
+    namespace.__dict__["load"] = lambda *args, **options: torch.load(*args, **{**options, "weights_only": True})
+    default_planner.torch = namespace  # type: ignore[assignment]
+    common.torch = namespace  # type: ignore[assignment]
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """Read a checkpoint's files inside the block without running code of theirs.
+
+    Raises UserFault where a file is not what `save` writes, also for those of another rank's failures.
+    """
+    load_no_code()
+    try:
+        yield
+    except CheckpointException as error:  # it is no Exception, and has those of all ranks
+        causes = [cause for cause, _ in error.failures.values()]
+        raise next((cause for cause in causes if isinstance(cause, UserFault)), _failed(folder, causes[0])) from error
+    except (pickle.UnpicklingError, EOFError, CheckpointingException) as error:
+        raise _unreadable(folder, error) from error
+
+
+def _failed(folder: Path, cause: BaseException) -> Exception:
+    if isinstance(cause, pickle.UnpicklingError | EOFError):
+        return _unreadable(folder, cause)
+    return RuntimeError(f"{folder} cannot be loaded: {type(cause).__name__}: {first_line(cause)}")
+
+
+def _unreadable(path: Path, error: BaseException) -> UserFault:
+    refused = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))  # on a later line of torch's text
+    reason = _named(refused[1]) if refused else f"{type(error).__name__}: {first_line(error)}"
+    if isinstance(error, pickle.UnpicklingError) and not refused:
+        reason = first_line(error)
+    return UserFault(str(path), f"it cannot be loaded as data ({reason})", _MEND)
+
+
+def _named(name: str) -> str:
+    return f"it names {name}, which a checkpoint has no use for"

@@ -1,0 +1,158 @@
+"""A checkpoint's pickled files are data: what a forged one names is neither imported nor run, and told in one line."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.dist_checkpointing.strategies import common
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from megarl.parallel import dist_checkpoint, unpickling
+from megarl.types import UserFault
+
+FACTOR = "model.layers.0.self_attn.o_proj.lora_A.weight"
+MEND = "; remove this checkpoint, or take one that nobody has changed"
+
+
+class Forged:
+    """Pickled as a call of a function with arguments."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self._call = function, arguments
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return self._call
+
+
+def names(module: str, name: str, protocol: int) -> bytes:
+    """A pickle of the object with this name, whose module is imported nowhere here."""
+    if protocol >= 4:
+        strings = b"".join(b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, name))
+        return b"\x80\x04" + strings + b"\x93."
+    return f"c{module}\n{name}\n.".encode()
+
+
+def written(folder: Path) -> Path:
+    """A whole checkpoint of one tensor, by torch's own writer; like Megatron's, the index has no path objects."""
+    save({FACTOR: torch.arange(6.0).reshape(2, 3)}, checkpoint_id=folder, no_dist=True)
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    index.storage_meta.checkpoint_id = str(folder)
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    return folder
+
+
+@pytest.fixture
+def canary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that the module `runs_x.evil`, in the working folder, writes when it is imported."""
+    (tmp_path / "runs_x").mkdir()
+    (tmp_path / "runs_x" / "evil.py").write_text(f"open({str(tmp_path / 'canary')!r}, 'w').close()\nclass Kind: ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path / "canary"
+
+
+@pytest.mark.parametrize("protocol", [0, 4])
+@pytest.mark.parametrize("name", ["Kind", "Kind.__init__"])
+def test_a_module_that_an_index_names_is_not_imported(tmp_path: Path, canary: Path, protocol: int, name: str) -> None:
+    folder = written(tmp_path / "step-000001")
+    (folder / ".metadata").write_bytes(names("runs_x.evil", name, protocol))
+    with pytest.raises(UserFault) as caught:
+        dist_checkpoint.read_factors(folder)
+    reason = f"it names runs_x.evil.{name}, which a checkpoint has no use for"
+    assert str(caught.value) == f"{folder}/.metadata: it cannot be loaded as data ({reason}){MEND}"
+    assert not canary.exists() and "runs_x.evil" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        Forged(os.system, "touch ran"),
+        Forged(eval, "open('ran', 'w')"),
+        Forged(filesystem.FileSystem),  # of torch's own modules, but no part of an index
+        Forged(OrderedDict),
+        Forged(torch.load, "ran"),
+        ["no", "index"],
+        Metadata(state_dict_metadata=[], storage_data={}),  # type: ignore[arg-type]
+        Metadata(state_dict_metadata={}, storage_data={0: filesystem._StorageInfo("../../secret", 0, 9)}),  # type: ignore
+    ],
+    ids=["system", "eval", "torch's class", "another class", "torch.load", "a list", "no names", "a file elsewhere"],
+)
+def test_an_index_that_is_forged_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forged: object
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = written(tmp_path / "step-000001")
+    (folder / ".metadata").write_bytes(pickle.dumps(forged))
+    with pytest.raises(UserFault) as caught:
+        dist_checkpoint.read_factors(folder)
+    assert str(caught.value).startswith(f"{folder}/.metadata: ") and str(caught.value).endswith(MEND)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x05", b"garbage", b"\x80\x04]\x94" + b"(" * 100_000])
+def test_an_index_that_is_no_pickle_is_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
+    folder = written(tmp_path / "step-000001")
+    (folder / ".metadata").write_bytes(content)
+    with pytest.raises(UserFault, match="it cannot be loaded as data") as caught:
+        dist_checkpoint.read_factors(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_forged_file_of_tensors_is_refused_in_one_line(tmp_path: Path, canary: Path) -> None:
+    """Also where torch collects the errors of all ranks in an exception that is no Exception."""
+    folder = written(tmp_path / "step-000001")
+    (file,) = folder.glob("*.distcp")
+    size, forged = file.stat().st_size, names("runs_x.evil", "Kind", 2)
+    file.write_bytes(forged + bytes(size - len(forged)))
+    with pytest.raises(UserFault) as caught:
+        dist_checkpoint.read_factors(folder)
+    reason = "it names runs_x.evil.Kind, which a checkpoint has no use for"
+    assert str(caught.value) == f"{folder}: it cannot be loaded as data ({reason}){MEND}"
+    assert not canary.exists()
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    factors = dist_checkpoint.read_factors(written(tmp_path / "step-000001"))
+    assert torch.equal(factors[FACTOR], torch.arange(6.0).reshape(2, 3))
+
+
+_UNSAFE = """
+import sys, pathlib
+from megarl.parallel import unpickling
+from megatron.core.dist_checkpointing.strategies import common
+try:
+    with unpickling.reading(pathlib.Path("folder")):
+        common.TorchCommonLoadStrategy().load_common(pathlib.Path("folder"))
+except Exception as fault:
+    print(type(fault).__name__, fault)
+"""
+
+
+@pytest.mark.slow
+def test_megatrons_common_file_runs_nothing_either(tmp_path: Path, canary: Path) -> None:
+    """torch.load without weights_only obeys a variable that older training scripts set."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "common.pt").write_bytes(names("runs_x.evil", "Kind", 2))
+    environment = os.environ | {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-W", "ignore", "-c", _UNSAFE]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    reason = "it names runs_x.evil.Kind, which a checkpoint has no use for"
+    assert done.stdout.strip() == f"UserFault folder: it cannot be loaded as data ({reason}){MEND}", done.stderr
+    assert not canary.exists()
+
+
+def test_classes_that_megatron_calls_safe_are_not_unpickled(tmp_path: Path) -> None:
+    torch.save({"path": Path("x")}, tmp_path / common.COMMON_STATE_FNAME)
+    with pytest.raises(UserFault, match="it names pathlib.PosixPath"), unpickling.reading(tmp_path):
+        common.TorchCommonLoadStrategy().load_common(tmp_path)
