@@ -293,4 +293,5 @@ def test_the_split_weights_of_latent_attention_and_experts() -> None:
     layer = f"decoder.layers.{DEEPSEEK.num_dense_layers}."
     attention, experts = f"{layer}self_attention.linear_", f"{layer}mlp.experts.linear_"
     assert {f"{experts}fc1.weight0", f"{experts}fc2.weight0", f"{attention}q_up_proj.weight"} < split
-    assert not {f"{attention}q_down_proj.weight", f"{attention}kv_down_proj.weight", f"{layer}mlp.router.weight"} & split
+    whole = {f"{attention}q_down_proj.weight", f"{attention}kv_down_proj.weight", f"{layer}mlp.router.weight"}
+    assert not whole & split

@@ -93,7 +93,7 @@ def _replace_cuda() -> None:
         "is_current_stream_capturing": False, "current_stream": stream, "default_stream": stream,
     }  # fmt: skip
     silent = ("init", "set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "seed_all")
-    vars(torch.cuda).update(
+    torch.cuda.__dict__.update(
         random,
         _initialized=True,
         Stream=Stream,
@@ -105,8 +105,8 @@ def _replace_cuda() -> None:
         **{name: _always(None) for name in silent},
         **{name: functools.partial(_tensor, kind) for name, kind in TYPES.items()},
     )
-    vars(torch.cuda.random).update(random)
-    vars(torch.accelerator).update(
+    torch.cuda.random.__dict__.update(random)
+    torch.accelerator.__dict__.update(
         current_stream=_always(stream),
         current_device_index=_always(0),
         is_available=_always(True),

@@ -6,6 +6,7 @@ module, context parallelism included: TransformerEngine's choice of a backend an
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -156,9 +157,8 @@ def attention(
 
 
 def _torch_type(kind: Any) -> torch.dtype:
-    from transformer_engine.pytorch.constants import TE_DType
-
-    return {engine: own for own, engine in TE_DType.items()}[kind]
+    types = importlib.import_module("transformer_engine.pytorch.constants").TE_DType
+    return {engine: own for own, engine in types.items()}[kind]
 
 
 def _counted(kernel: Any) -> Any:
@@ -177,8 +177,8 @@ KERNELS = (
 
 def install() -> None:
     """Replace the kernels in every module that has imported them; call it after all imports."""
-    import transformer_engine.pytorch as te
-    import transformer_engine_torch as tex
+    te = importlib.import_module("transformer_engine.pytorch")
+    tex = importlib.import_module("transformer_engine_torch")
 
     replaced = {id(getattr(tex, kernel.__name__)): _counted(kernel) for kernel in KERNELS}
     for name, module in list(sys.modules.items()):

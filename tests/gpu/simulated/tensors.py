@@ -246,5 +246,5 @@ ANSWERS: dict[Any, Callable[..., Any]] = {
     Tensor.to: _to,
     Tensor.cpu: lambda tensor, *_, **__: _to(tensor, "cpu"),
     Tensor.cuda: lambda tensor, *_, **__: _to(tensor, "cuda"),
-    torch._has_compatible_shallow_copy_type: _has_compatible_type,
+    vars(torch)["_has_compatible_shallow_copy_type"]: _has_compatible_type,
 }

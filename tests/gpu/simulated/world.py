@@ -15,7 +15,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3-moe": {"weight_decay": 0.1, "aux_loss": 0.02, "z_loss": 1e-3},
     "deepseek-v3": {"weight_decay": 0.1, "mtp_loss": 0.1, "router_bias_rate": 1e-3},
 }
-ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}  # its compiler knows no such tensors
+ENVIRONMENT = {
+    "TORCHDYNAMO_DISABLE": "1",  # its compiler knows no such tensors
+    "CUDA_VISIBLE_DEVICES": "",  # also where there is a GPU
+    "MEGARL_DEVICE": "",
+}
 # Megatron's Triton kernels, which need a GPU.
 WITHOUT_TRITON = {"moe_permute_fusion": False, "apply_rope_fusion": False}
 
