@@ -1,8 +1,29 @@
 #!/usr/bin/env bash
 # Runs the tests of GPU paths that this machine allows: bash scripts/gpu_check.sh [1|2|3]
+# Without a GPU, TransformerEngine's Python on a simulated one: bash scripts/gpu_check.sh --simulated [pytest's arguments]
 # At most 8 minutes a tier, or $LIMIT_S seconds; the page of results goes to docs/gpu, or to $OUT where that is set (docs/gpu/README.md).
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+
+# The packages of the GPU lock go into a folder of their own, or are in $MEGARL_SIMULATED_VENV.
+simulated() { # arguments of pytest
+    local folder=${MEGARL_SIMULATED_VENV:-$PWD/.venv-simulated}
+    if [[ -z ${MEGARL_SIMULATED_VENV:-} || ! -e $folder ]]; then
+        (MEGARL_DEVICE=cuda MEGARL_VENV=$folder && source scripts/setup_env.sh) || exit
+    fi
+    "$folder/bin/python" -c 'import transformer_engine.pytorch' || {
+        echo "megarl: TransformerEngine cannot be used in $folder: name another folder in MEGARL_SIMULATED_VENV," \
+            "or none, and the packages of requirements/gpu.txt are installed in $PWD/.venv-simulated" >&2
+        exit 2
+    }
+    unset MEGARL_DEVICE
+    exec "$folder/bin/python" -m pytest -p no:cacheprovider -m "" tests/gpu/simulated "$@"
+}
+
+if [[ ${1:-} == --simulated ]]; then
+    shift
+    simulated "$@"
+fi
 
 LIMIT_S=${LIMIT_S:-480}
 python=${PYTHON:-}

@@ -12,7 +12,7 @@ export PYTHONNOUSERSITE=1 HF_HUB_OFFLINE=1
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 ROOT=$PWD
-VENV=$ROOT/.venv
+VENV=${MEGARL_VENV:-$ROOT/.venv} # gpu_check.sh --simulated has one of its own
 STAMP=$VENV/megarl.stamp
 TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 

@@ -27,6 +27,7 @@ from megarl.parallel.layout import TrainLayout
 from megarl.parallel.local_spec import block_spec, mtp_spec, use_local_layers
 from megarl.parallel.lora_pairs import is_factor
 from megarl.parallel.options import make_config
+from megarl.parallel.param_names import named_buffers, named_parameters
 from megarl.parallel.routing import Routing, router_class
 from megarl.types import MlaShape, ModelShape, UserFault
 
@@ -331,19 +332,11 @@ def params(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
 
     Without the factors of adapters.
     """
-    found: dict[str, torch.Tensor] = {}
-    for number, chunk in enumerate(chunks):
-        prefix = f"vpp{number}." if len(chunks) > 1 else ""
-        weights = [(name, param) for name, param in chunk.named_parameters() if not is_factor(name)]
-        weights += [(name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(ROUTER_BIAS)]
-        found |= {prefix + name: weight.detach() for name, weight in weights}
-    return found
+    weights = {name: param.detach() for name, param in named_parameters(chunks) if not is_factor(name)}
+    biases = {name: buffer.detach() for name, buffer in named_buffers(chunks) if name.endswith(ROUTER_BIAS)}
+    return weights | biases
 
 
 def factors(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
     """A rank's factors of adapters by the names of their map (resharding/lora_map.py)."""
-    found: dict[str, torch.Tensor] = {}
-    for number, chunk in enumerate(chunks):
-        prefix = f"vpp{number}." if len(chunks) > 1 else ""
-        found |= {prefix + name: one.detach() for name, one in chunk.named_parameters() if is_factor(name)}
-    return found
+    return {name: factor.detach() for name, factor in named_parameters(chunks) if is_factor(name)}

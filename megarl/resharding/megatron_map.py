@@ -13,11 +13,11 @@ TransformerEngine's modules fuse a norm into the next linear layer, and append t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from megarl.parallel.layout import TrainLayout
-from megarl.resharding.shards import EMBEDDING, LM_HEAD, STACK, Part, Range, Shard, intersect, share
+from megarl.resharding.shards import EMBEDDING, LM_HEAD, STACK, Box, Part, Range, Shard, cells, intersect, share
 from megarl.resharding.tensors import FINAL_NORM, expert_stack, layer_prefix, mtp_prefix
 from megarl.types import SCORE, MlaShape, ModelShape
 
@@ -56,6 +56,29 @@ def shards(shape: ModelShape, layout: TrainLayout, rank: int, transformer_engine
     if shape.num_experts:
         found += _experts(shape, layout, names, at.pp, at.ep, at.etp)
     return found
+
+
+def split_params(
+    shape: ModelShape, layout: TrainLayout, rank: int, transformer_engine: bool = False
+) -> frozenset[str]:
+    """The parameters of training rank `rank` that are split over its TP group: dense weights that TP cuts, and experts.
+
+    A TP group may hold an expert twice, but as replicas of data parallelism, which share the optimizer's state.
+    """
+    at, names = layout.coords(rank), Names(transformer_engine)
+    first, last = (_boxes(_dense(shape, layout, names, at.pp, tp_rank)) for tp_rank in (0, layout.tp - 1))
+    split = {param for param in first.keys() | last.keys() if first.get(param) != last.get(param)}
+    experts = _experts(shape, layout, names, at.pp, at.ep, at.etp) if shape.num_experts else ()
+    return frozenset(split | _boxes(experts).keys())
+
+
+def _boxes(found: Iterable[Shard]) -> dict[str, list[tuple[str, Box]]]:
+    """By parameter, the boxes of the logical tensors that it holds."""
+    boxes: dict[str, list[tuple[str, Box]]] = {}
+    for shard in found:
+        for param, _ in cells(shard):
+            boxes.setdefault(param, []).append((shard.name, shard.box))
+    return boxes
 
 
 @dataclass(frozen=True)

@@ -74,8 +74,17 @@ class TrainingRank:
         self._store = device.join_store(meet, recipe.run.timeout_s)
         self.layout, size = train_layout(recipe), lora_size(recipe, shape)
         pairs = lora_map.pairs(shape, self.layout, rank, size, model.TRANSFORMER_ENGINE) if size else ()
-        how = {"slot": slot, "trains": trains, "is_published": is_published, "pairs": pairs}
-        self._model = RankModel(rank, recipe, shape, self._store, **how)
+        self._model = RankModel(
+            rank,
+            recipe,
+            shape,
+            self._store,
+            slot=slot,
+            split=megatron_map.split_params(shape, self.layout, rank, model.TRANSFORMER_ENGINE),
+            trains=trains,
+            is_published=is_published,
+            pairs=pairs,
+        )
         self._pack = partial(pack, split=self._model.split, device=device.DEVICE)
         shards = megatron_map.shards(shape, self.layout, rank, model.TRANSFORMER_ENGINE)
         if is_published or not size:

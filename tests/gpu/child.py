@@ -45,17 +45,27 @@ class Child:
         return self._process.pid
 
     def ask(self, method: str, timeout_s: float = TIMEOUT_S, **arguments: Any) -> Any:
-        """What the method returns. Raises Failed where it raises, RuntimeError where the child ended or is silent."""
-        assert self._process.stdin and self._process.stdout
+        """What the method returns. Raises as `request` and `reply`."""
+        self.request(method, **arguments)
+        return self.reply(timeout_s)
+
+    def request(self, method: str, **arguments: Any) -> None:
+        """Call the method; `reply` waits for what it returns. Raises RuntimeError where the child ended before."""
+        assert self._process.stdin
+        self._asked = method
         try:
             self._process.stdin.write(json.dumps([method, arguments]).encode() + b"\n")
         except BrokenPipeError:
             raise RuntimeError(f"the child ended with {self._process.wait()} before {method}") from None
+
+    def reply(self, timeout_s: float = TIMEOUT_S) -> Any:
+        """What the called method returns. Raises Failed where it raises, RuntimeError on the child's end or silence."""
+        assert self._process.stdout
         if not select.select([self._process.stdout], [], [], timeout_s)[0]:
-            raise RuntimeError(f"the child did not answer to {method} within {timeout_s} s")
+            raise RuntimeError(f"the child did not answer to {self._asked} within {timeout_s} s")
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the child ended with {self._process.wait()} in {method}")
+            raise RuntimeError(f"the child ended with {self._process.wait()} in {self._asked}")
         value, fault = json.loads(line)
         if fault:
             raise Failed(*fault)

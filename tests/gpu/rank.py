@@ -1,4 +1,4 @@
-"""One training rank of a tiny model on this process's device, built as a run builds it."""
+"""A training rank of a tiny model on this process's device, built as a run builds it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from megarl import device
 from megarl.checkpoints import hf_import
 from megarl.parallel import model
 from megarl.parallel.hf_config import model_shape
+from megarl.parallel.lora_pairs import LoraSize, weight_of
 from megarl.parallel.pipeline import Norms
 from megarl.parallel.rank_model import RankModel
 from megarl.parallel.roles import lora_size, train_layout
 from megarl.parallel.sequences import PackedRow, pack, unpack
 from megarl.resharding import lora_map, megatron_map
 from megarl.resharding.shards import Shard, verify_params, views
-from megarl.types import TrainSequence
+from megarl.types import ModelShape, TrainSequence
 
 LR, DENOMINATOR = 1e-3, 97.0
 
@@ -46,14 +47,14 @@ def _lora() -> SimpleNamespace:
     return SimpleNamespace(rank=4, experts=2, alpha=6.0, targets=(), sync="merged", rounding="nearest")
 
 
-def recipe(path: str, dtype: str, has_adapters: bool, **train: Any) -> Any:
+def recipe(path: str, dtype: str, has_adapters: bool, gpus: int = 1, **train: Any) -> Any:
     """What a rank's model reads of a recipe; the recipe's own classes need pydantic."""
     return SimpleNamespace(
         run=SimpleNamespace(seed=1, timeout_s=60.0),
         model=SimpleNamespace(path=path, dtype=dtype),
         lora=_lora() if has_adapters else None,
         train=SimpleNamespace(**train_keys(**train)),
-        placement=SimpleNamespace(gpus=1, train_gpus=None, gpu_of=lambda slot: slot),
+        placement=SimpleNamespace(gpus=gpus, train_gpus=None, gpu_of=lambda slot: slot),
     )
 
 
@@ -76,29 +77,40 @@ def sequences(count: int, vocab_size: int, longest: int) -> list[TrainSequence]:
 
 
 class Rank:
-    """The only rank of a world, with the weights of the checkpoint in `folder`.
+    """Rank `rank` of a world of `gpus` ranks, or its only one, with the weights of the checkpoint in `folder`.
 
     In float32 unless dtype is given, or in bfloat16 where TransformerEngine runs: it has no attention in float32.
-    adapters: of all linear layers, not 0, are trained in place of the weights.
+    adapters: of all linear layers, not 0, are trained in place of the weights. meet: the address of the ranks' store.
     """
 
     def __init__(
-        self, folder: str, dtype: str = "", deterministic: bool = False, adapters: bool = False, **train: Any
+        self,
+        folder: str,
+        dtype: str = "",
+        deterministic: bool = False,
+        adapters: bool = False,
+        rank: int = 0,
+        gpus: int = 1,
+        meet: Sequence[Any] = (),
+        **train: Any,
     ) -> None:
         torch.use_deterministic_algorithms(deterministic, warn_only=True)
         dtype = dtype or ("bfloat16" if model.TRANSFORMER_ENGINE else "float32")
         shape = model_shape(folder)
-        made = recipe(folder, dtype, adapters, **train)
-        of_rank, size = (shape, train_layout(made), 0), lora_size(made, shape)
+        made = recipe(folder, dtype, adapters, gpus, **train)
+        of_rank, size = (shape, train_layout(made), rank), lora_size(made, shape)
         pairs = lora_map.pairs(*of_rank, size, model.TRANSFORMER_ENGINE) if size else ()
-        self._rank = RankModel(0, made, shape, HashStore(), slot=0, pairs=pairs)
+        split = megatron_map.split_params(*of_rank, model.TRANSFORMER_ENGINE)
+        store = device.join_store(device.Address(*meet), made.run.timeout_s) if meet else HashStore()
+        self._rank = RankModel(rank, made, shape, store, slot=rank, split=split, pairs=pairs)
         shards = megatron_map.shards(*of_rank, model.TRANSFORMER_ENGINE)
         hf_import.load_hf(folder, shards, self._rank.params())
         if size:
-            _set_factors(lora_map.shards(*of_rank, size, model.TRANSFORMER_ENGINE), self._rank.factors())
+            _set_factors(lora_map.shards(*of_rank, size, model.TRANSFORMER_ENGINE), shape, size, self._rank.factors())
         self._rank.make_optimizer()
         everything = sequences(12, shape.vocab_size, 40)
-        self._batches = [everything[:3], everything[3:8], everything[8:]]
+        batches = [everything[:3], everything[3:8], everything[8:]]
+        self._batches = [batch[self._rank.at.dp :: self._rank.layout.dp] for batch in batches]
         tokens, learnt = (sum(map(count, everything)) for count in (_num_tokens, _num_learnt))
         self._norms = Norms(DENOMINATOR, tokens, learnt)
 
@@ -106,7 +118,7 @@ class Rank:
         return device.DEVICE
 
     def logprobs(self) -> list[float]:
-        """Of all tokens of all sequences, one behind the other."""
+        """Of all tokens of this rank's sequences, one behind the other; on the last stage of a pipeline."""
 
         def keep(row: PackedRow, logp_T: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, Any]:
             return logp_T.sum(), unpack(row, logp_T)
@@ -120,7 +132,10 @@ class Rank:
             return self.logprobs()
 
     def step(self) -> dict[str, float]:
-        """One optimizer step: the loss, the norm of its gradient, and the seconds that it takes."""
+        """One optimizer step: the loss, the norm of its gradient, and the seconds that it takes.
+
+        The loss is that of this rank's own sequences, 0 before the last stage of a pipeline.
+        """
 
         def loss(row: PackedRow, logp_T: torch.Tensor, entropy_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             per_token_T = -row.targets.advantage_T * logp_T - 0.01 * entropy_T
@@ -131,7 +146,7 @@ class Rank:
         self._rank.zero_grad()
         sums = self._rank.pipeline.run(self._rows(), loss, norms=self._norms)
         norm = self._rank.step(LR)
-        found = float(torch.stack(sums).sum()) / DENOMINATOR
+        found = float(sum(sums)) / DENOMINATOR
         return {"loss": found, "grad_norm": norm, "seconds": time.perf_counter() - started}
 
     def offload(self) -> dict[str, Any]:
@@ -183,14 +198,17 @@ class Rank:
 
 
 @torch.no_grad()
-def _set_factors(shards: Sequence[Shard], held: Mapping[str, torch.Tensor]) -> None:
-    """Give every factor B the values that its name decides, whichever layers have it."""
+def _set_factors(shards: Sequence[Shard], shape: ModelShape, size: LoraSize, held: Mapping[str, torch.Tensor]) -> None:
+    """Give every factor B its part of a whole that the tensor's name decides, whichever layers and ranks have it."""
     verify_params(shards, held)
+    extents = lora_map.adapted_weights(shape, size)
     for shard in (one for one in shards if ".lora_B." in one.name):
+        rows = extents[weight_of(shard.name)][1]
         planes = [plane for view in views(held, shard.param, shard.at, shard.size) for plane in view]
         for item, plane in zip(range(*shard.items), planes, strict=True):
             rng = np.random.default_rng(zlib.crc32(shard.name.format(item).encode()))
-            plane.copy_(torch.from_numpy(rng.normal(size=plane.shape, scale=0.05).astype(np.float32)))
+            whole = rng.normal(size=(rows, plane.shape[1]), scale=0.05).astype(np.float32)
+            plane.copy_(torch.from_numpy(whole[slice(*shard.rows)].copy()))
 
 
 def _num_tokens(one: TrainSequence) -> int:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from megarl.parallel.layout import RankCoords, TrainLayout
 from megarl.resharding import megatron_map
-from megarl.resharding.shards import Box, box_area, overlapping
+from megarl.resharding.shards import Box, box_area, cells, overlapping
 from megarl.resharding.tensors import hf_tensors, tensors
 from megarl.types import ModelShape
 from tests.resharding.test_sglang_map import (
@@ -260,3 +260,38 @@ def test_every_element_is_held_once_by_each_set_of_replicas(pair: tuple[ModelSha
     rank = layout.world_size - 1
     held = [shard for part in parts if rank in part.members for shard in part.shards]
     assert sorted(held) == sorted(megatron_map.shards(shape, layout, rank))
+
+
+def held_by(pair: tuple[ModelShape, TrainLayout], rank: int) -> dict[str, list[tuple[str, Box]]]:
+    """By parameter, what it holds."""
+    found: dict[str, list[tuple[str, Box]]] = {}
+    for shard in megatron_map.shards(*pair, rank, transformer_engine=True):
+        for param, _ in cells(shard):
+            found.setdefault(param, []).append((shard.name, shard.box))
+    return found
+
+
+@given(models_and_layouts(), st.data())
+def test_a_weight_is_split_where_another_tp_rank_holds_another_part(
+    pair: tuple[ModelShape, TrainLayout], data: st.DataObject
+) -> None:
+    """And every routed expert, which EP deals over the TP group."""
+    layout = pair[1]
+    rank = data.draw(st.integers(0, layout.world_size - 1))
+    at, mine = layout.coords(rank), held_by(pair, rank)
+    everyone = map(layout.coords, range(layout.world_size))
+    peers = [held_by(pair, one.rank) for one in everyone if (one.cp, one.dp, one.pp) == (at.cp, at.dp, at.pp)]
+    assert len(peers) == layout.tp
+    split = {param for param in mine if any(peer.get(param) != mine[param] for peer in peers)}
+    experts = {param for param in mine if ".mlp.experts." in param}
+    assert megatron_map.split_params(*pair, rank, transformer_engine=True) == split | experts
+
+
+def test_the_split_weights_of_latent_attention_and_experts() -> None:
+    """Where TransformerEngine's own marks are wrong: of its grouped experts and its duplicated layers."""
+    split = megatron_map.split_params(DEEPSEEK, TrainLayout(2, 2, 1, 2), 1, transformer_engine=True)
+    layer = f"decoder.layers.{DEEPSEEK.num_dense_layers}."
+    attention, experts = f"{layer}self_attention.linear_", f"{layer}mlp.experts.linear_"
+    assert {f"{experts}fc1.weight0", f"{experts}fc2.weight0", f"{attention}q_up_proj.weight"} < split
+    whole = {f"{attention}q_down_proj.weight", f"{attention}kv_down_proj.weight", f"{layer}mlp.router.weight"}
+    assert not whole & split

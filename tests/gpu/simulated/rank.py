@@ -1,0 +1,75 @@
+"""A training rank of a tiny model on the simulated GPU: with TransformerEngine's layers where it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+
+from tests.gpu.simulated import cuda
+
+cuda.install()
+
+import tests.gpu.rank as of_device  # noqa: E402 - megarl decides for the GPU when it is imported
+from megarl.parallel import model, tp_marks  # noqa: E402
+from megarl.parallel.lora_pairs import is_factor  # noqa: E402
+
+HAS_ENGINE = importlib.util.find_spec("transformer_engine") is not None
+
+
+class SimulatedRank(of_device.Rank):
+    """As its base. In float32 too: TransformerEngine's own attention, which refuses it, is replaced.
+
+    has_engines_marks: marks as TransformerEngine 2.14 leaves them are set first, where it is not there to do so.
+    """
+
+    def __init__(self, has_engines_marks: bool = False, **given: Any) -> None:
+        torch.set_num_threads(1)
+        if HAS_ENGINE:
+            _prepare_engine()
+        if has_engines_marks:
+            _mark_as_the_engine()
+        super().__init__(**given)
+
+    def has_engine(self) -> bool:
+        return model.TRANSFORMER_ENGINE
+
+    def calls(self) -> dict[str, int]:
+        """How often each of TransformerEngine's kernels was called."""
+        from tests.gpu.simulated import kernels
+
+        return dict(kernels.CALLS)
+
+    def weights(self) -> dict[str, list[Any]]:
+        """Of each weight that is trained: a sum of its content, and both marks for Megatron's sums over TP."""
+        made = {}
+        for name, param in self._rank._unwrapped[0].named_parameters():
+            if not is_factor(name):
+                marks = [bool(getattr(param, mark, False)) for mark in ("tensor_model_parallel", "sequence_parallel")]
+                made[name] = [param.detach().double().sum().item(), *marks]
+        return made
+
+
+def _prepare_engine() -> None:
+    """Import what calls the kernels, then replace these."""
+    import megatron.core.optimizer.clip_grads  # noqa: F401
+
+    from tests.gpu.simulated import kernels
+
+    kernels.install()
+    model.select_layers = lambda *_, **__: None
+
+
+def _mark_as_the_engine() -> None:
+    mark = tp_marks.mark
+
+    def mark_after_the_engine(chunks: Any, *given: Any) -> None:
+        for param_name, param in ((name, param) for chunk in chunks for name, param in chunk.named_parameters()):
+            if ".experts." in param_name:
+                param.tensor_model_parallel = False
+            elif "_down_proj." in param_name:
+                param.tensor_model_parallel = True
+        mark(chunks, *given)
+
+    tp_marks.mark = mark_after_the_engine
