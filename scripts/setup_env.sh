@@ -59,6 +59,19 @@ choose_python() {
     stop "$found cannot make environments: install its venv package ($found-venv) and run this again"
 }
 
+# An installation empties $VENV first. That must be a folder which this script has made for this repository: a link leads
+# to the environment of another clone, and a folder without our stamp holds somebody's own packages.
+check_owner() {
+    local owner='' again="and run this again"
+    [[ ! -L $VENV ]] ||
+        stop "$VENV is a link to $(readlink "$VENV"), and an installation would empty that: remove the link (rm $VENV) $again"
+    [[ -e $VENV ]] || return 0
+    [[ ! -d $VENV || -n $(compgen -G "$VENV/*") ]] || return 0 # a folder for it on another disk
+    if [[ -f $STAMP ]]; then read -r owner <"$STAMP" || true; fi
+    [[ $owner == "$ROOT" ]] ||
+        stop "$VENV was made by ${owner:-another program}, and an installation would empty it: remove it (rm -r $VENV) $again"
+}
+
 check_disk() {
     local free_kib
     free_kib=$(df -Pk "$ROOT" | awk 'NR == 2 { print $4 }')
@@ -126,6 +139,7 @@ install_environment() {
     [[ $device == cpu ]] || check_toolkit
     say "making $VENV with $python (once; $effort)"
     "$python" -m venv --clear "$VENV"
+    printf '%s\n' "$ROOT" >"$STAMP" # ours also where the installation is interrupted
     [[ $device == cpu ]] || check_cuda_torch
     say "installing $(grep -c == "$lock") pinned packages from $lock"
     if [[ $device == cpu ]]; then
@@ -146,6 +160,7 @@ flock 9
 if [[ -f $STAMP && "$(cat "$STAMP")" == "$(wanted_stamp)" ]]; then
     say "using $VENV"
 else
+    check_owner
     choose_python
     check_disk
     install_environment

@@ -172,7 +172,7 @@ NO_CPU_BUILD = '[[ "$*" == *+cpu ]] && { echo noise; echo "ERROR: none" >&2; exi
 class Sandbox:
     """A copy of what the set-up reads, a PATH with nothing on it but our stand-ins and the usual tools."""
 
-    TOOLS = ("bash", "cat", "df", "awk", "dirname", "flock", "grep", "sha256sum", "mkdir", "mktemp", "rm", "cp")
+    TOOLS = ("bash", "cat", "df", "awk", "dirname", "flock", "grep", "sha256sum", "mkdir", "mktemp", "rm", "cp", "readlink")
 
     def __init__(self, folder: Path) -> None:
         self.repo, self.bin, self.log = folder / "repo", folder / "bin", folder / "log"
@@ -353,10 +353,50 @@ def test_a_changed_lock_makes_a_new_environment(sandbox: Sandbox, tmp_path: Path
     assert "BIN/python3.11 -m venv --clear REPO/.venv" in sandbox.commands()
 
 
-def test_a_moved_repository_makes_a_new_environment(sandbox: Sandbox, tmp_path: Path) -> None:
+def own_environment(venv: Path, stamp: str = "") -> Path:
+    """A file of an environment that another clone or another program has made."""
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin" / "precious").touch()
+    if stamp:
+        (venv / "megarl.stamp").write_text(f"{stamp}\n")
+    return venv / "bin" / "precious"
+
+
+@pytest.mark.parametrize("stamp", ["", "/another/clone"], ids=["no stamp", "of another clone"])
+def test_an_environment_of_others_is_not_emptied(sandbox: Sandbox, tmp_path: Path, stamp: str) -> None:
+    kept = own_environment(sandbox.repo / ".venv", stamp)
+    result = sandbox.set_up(tmp_path)
+    assert result.returncode == 2 and kept.exists() and not sandbox.commands()
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"megarl: {sandbox.repo}/.venv was made by {stamp or 'another program'}, and an")
+    assert line.endswith(f"remove it (rm -r {sandbox.repo}/.venv) and run this again")
+
+
+def test_what_a_link_leads_to_is_not_emptied(sandbox: Sandbox, tmp_path: Path) -> None:
+    """Not even where the other clone once lay where this one lies: its own stamp names this folder then."""
+    kept = own_environment(tmp_path / "theirs", str(sandbox.repo))
+    (sandbox.repo / ".venv").symlink_to(tmp_path / "theirs")
+    result = sandbox.set_up(tmp_path)
+    assert result.returncode == 2 and kept.exists() and not sandbox.commands()
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"megarl: {sandbox.repo}/.venv is a link to {tmp_path}/theirs, and an installation")
+    assert line.endswith(f"remove the link (rm {sandbox.repo}/.venv) and run this again")
+
+
+def test_a_moved_repository_asks_to_remove_its_environment(sandbox: Sandbox, tmp_path: Path) -> None:
+    """A container sees the host's clone under another name, too: the host still needs what is there."""
     sandbox.set_up(tmp_path)
+    before = sandbox.repo
     sandbox.repo = sandbox.repo.rename(tmp_path / "elsewhere")
-    assert "making" in sandbox.set_up(tmp_path).stdout
+    result = sandbox.set_up(tmp_path)
+    assert result.returncode == 2
+    assert f".venv was made by {before}, and an installation would empty it: remove it (rm -r " in result.stderr
+
+
+def test_an_empty_folder_on_another_disk_takes_the_environment(sandbox: Sandbox, tmp_path: Path) -> None:
+    (sandbox.repo / ".venv").mkdir()
+    result = sandbox.set_up(tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_an_interrupted_installation_is_done_again(sandbox: Sandbox, tmp_path: Path) -> None:
