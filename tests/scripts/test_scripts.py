@@ -295,6 +295,48 @@ def test_where_there_are_gpus_their_lock_is_installed(sandbox: Sandbox, tmp_path
     assert sandbox.set_up(tmp_path).stdout.startswith(f"megarl: using {sandbox.repo}/.venv")
 
 
+# A stand-in for nvcc: says its release, what it was compiled with, and where it was called.
+NVCC = 'if [[ $1 == --dryrun ]]; then echo "#\\$ _HERE_=$(dirname "$0")" >&2; else echo "release 13.0, V13.0.88"; fi'
+KEEPS_SETTINGS = (
+    '[[ "$*" != *transformer-engine-torch==* ]] || echo "CUDA_HOME $CUDA_HOME, first on PATH ${{PATH%%:*}}" >>{log}'
+)
+
+
+def nvcc_at(path: Path, body: str = NVCC) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!{shutil.which('bash')}\n{body}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["itself", "link", "wrapper", "wrapper of a link", "CUDA_HOME", "CUDA_HOME is wrong"])
+def test_transformer_engine_is_compiled_by_the_toolkit_of_nvcc_and_the_locks_ninja(
+    sandbox: Sandbox, tmp_path: Path, kind: str
+) -> None:
+    """torch compiles with $CUDA_HOME/bin/nvcc, and by itself takes the folder above the nvcc on PATH for CUDA_HOME."""
+    with_gpus(sandbox, python=f"{CUDA_BUILD}\n{KEEPS_SETTINGS.format(log=sandbox.log)}", nvcc=None)
+    real = nvcc_at(tmp_path / "toolkit" / "bin" / "nvcc")
+    environment, on_path = {}, sandbox.bin / "nvcc"
+    if kind == "itself":
+        environment["PATH"] = f"{real.parent}:{sandbox.bin}"
+    elif kind == "link":
+        on_path.symlink_to(real)
+    elif kind.startswith("wrapper"):
+        (tmp_path / "alias").symlink_to(tmp_path / "toolkit")
+        called = tmp_path / "alias" / "bin" / "nvcc" if kind.endswith("link") else real
+        nvcc_at(on_path, f'exec {called} "$@"')
+    elif kind == "CUDA_HOME":
+        nvcc_at(on_path, 'echo "release 12.9, V12.9.86"')
+        environment["CUDA_HOME"] = str(tmp_path / "toolkit")
+    else:
+        on_path.symlink_to(real)
+        environment["CUDA_HOME"] = str(tmp_path / "nothing")
+    result = sandbox.set_up(tmp_path, **environment)
+    assert (result.returncode, result.stderr) == (0, "")
+    (line,) = [line for line in sandbox.commands() if line.startswith("CUDA_HOME")]
+    assert line == f"CUDA_HOME {tmp_path}/toolkit, first on PATH REPO/.venv/bin"
+
+
 @pytest.mark.parametrize(
     ("nvidia_smi", "environment", "lock"),
     [
