@@ -40,7 +40,7 @@ def lock(device: str) -> dict[str, str]:
 
 
 def overrides() -> dict[str, str | None]:
-    """Packages whose version the GPU lock has whatever others ask for: by name the version, None where it is left out."""
+    """The versions that the GPU lock has whatever packages ask for, by name; None: the package is left out."""
     lines = re.sub(r"(?m)^#.*", "", (FOLDER / "gpu-overrides.txt").read_text(encoding="utf-8")).split("\n")
     found: dict[str, str | None] = {}
     for one in map(Requirement, filter(None, lines)):

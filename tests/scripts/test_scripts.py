@@ -172,7 +172,10 @@ NO_CPU_BUILD = '[[ "$*" == *+cpu ]] && { echo noise; echo "ERROR: none" >&2; exi
 class Sandbox:
     """A copy of what the set-up reads, a PATH with nothing on it but our stand-ins and the usual tools."""
 
-    TOOLS = ("bash", "cat", "df", "awk", "dirname", "flock", "grep", "sha256sum", "mkdir", "mktemp", "rm", "cp", "readlink")
+    TOOLS = (
+        *("bash", "cat", "df", "awk", "dirname", "flock", "grep", "sha256sum", "mkdir", "mktemp", "rm", "cp"),
+        "readlink",
+    )
 
     def __init__(self, folder: Path) -> None:
         self.repo, self.bin, self.log = folder / "repo", folder / "bin", folder / "log"
