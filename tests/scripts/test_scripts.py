@@ -501,6 +501,21 @@ def test_the_set_up_takes_the_python_that_is_there(
     assert f"BIN/{chosen} -m venv --clear REPO/.venv" in sandbox.commands()
 
 
+# --- gpu_check.sh ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("limit", "first", "others"), [(None, "560", "480"), ("77", "77", "77")])
+def test_the_first_tier_has_more_time(tmp_path: Path, limit: str | None, first: str, others: str) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\n[ "$2" != tests.gpu.tiers ] || [ -n "$3" ] || echo 1 2 3\n')
+    python.chmod(0o755)
+    own = {name: value for name, value in os.environ.items() if name != "LIMIT_S"} | {"PYTHON": str(python)}
+    own |= {"LIMIT_S": limit} if limit else {}
+    done = subprocess.run(["bash", ROOT / "scripts" / "gpu_check.sh"], env=own, capture_output=True, text=True)
+    told = [f"tier {tier}: at most {first if tier == 1 else others} s" for tier in (1, 2, 3)]
+    assert (done.returncode, done.stdout.splitlines()) == (0, told)
+
+
 # --- test.sh -----------------------------------------------------------------------------------------------------
 
 PROGRAMS = {"bwrap": ("bubblewrap", "the tests of the sandbox"), "slurmctld": ("Slurm", "the tests of Slurm jobs")}
