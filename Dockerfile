@@ -1,8 +1,9 @@
 # megarl with everything that it runs on NVIDIA GPUs: docker build -t megarl . (docs/install.md, also for how to start it)
 # The environment is made by the script that makes it everywhere else, from requirements/gpu.txt.
 
-# CUDA 13.0, for which PyPI's torch is built. The toolkit stays in the image: SGLang's kernels compile as they are needed.
-FROM nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04@sha256:8b2705ea7a8653ad3451b46ab835eced92d77b44e671b9cf3ad4f95fbb2efe5e AS base
+# CUDA 13.0, for which PyPI's torch is built, without cuDNN: TransformerEngine would take the image's in place of the lock's
+# and fail. The toolkit stays in the image: SGLang's kernels compile as they are needed.
+FROM nvidia/cuda:13.0.1-devel-ubuntu24.04@sha256:7d2f6a8c2071d911524f95061a0db363e24d27aa51ec831fcccf9e76eb72bc92 AS base
 ENV CUDA_HOME=/usr/local/cuda MEGARL_DEVICE=cuda
 RUN apt-get update && \
     DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \

@@ -59,6 +59,19 @@ choose_python() {
     stop "$found cannot make environments: install its venv package ($found-venv) and run this again"
 }
 
+# An installation empties $VENV first. That must be a folder which this script has made for this repository: a link leads
+# to the environment of another clone, and a folder without our stamp holds somebody's own packages.
+check_owner() {
+    local owner='' again="and run this again"
+    [[ ! -L $VENV ]] ||
+        stop "$VENV is a link to $(readlink "$VENV"), and an installation would empty that: remove the link (rm $VENV) $again"
+    [[ -e $VENV ]] || return 0
+    [[ ! -d $VENV || -n $(compgen -G "$VENV/*") ]] || return 0 # a folder for it on another disk
+    if [[ -f $STAMP ]]; then read -r owner <"$STAMP" || true; fi
+    [[ $owner == "$ROOT" ]] ||
+        stop "$VENV was made by ${owner:-another program}, and an installation would empty it: remove it (rm -r $VENV) $again"
+}
+
 check_disk() {
     local free_kib
     free_kib=$(df -Pk "$ROOT" | awk 'NR == 2 { print $4 }')
@@ -103,20 +116,35 @@ check_cuda_torch() {
             "leave that index out and run this again, or set MEGARL_DEVICE=cpu to use no GPU"
 }
 
-# TransformerEngine's torch part is compiled against the torch that is installed, with the toolkit's headers.
+# TransformerEngine's torch part is compiled against the torch that is installed, with the toolkit's headers. torch
+# compiles with the nvcc of CUDA_HOME, so the nvcc that is checked here decides CUDA_HOME.
 check_toolkit() {
-    [[ -z ${CUDA_HOME:-} ]] || export PATH="$PATH:$CUDA_HOME/bin"
-    [[ $(nvcc --version 2>/dev/null) == *"release 13."* ]] ||
+    local nvcc
+    nvcc=$(command -v nvcc) || true
+    [[ ! -x ${CUDA_HOME-}/bin/nvcc ]] || nvcc=$CUDA_HOME/bin/nvcc
+    [[ -n $nvcc && $("$nvcc" --version 2>/dev/null) == *"release 13."* ]] ||
         stop "no CUDA toolkit 13 (nvcc), with which TransformerEngine is compiled: install one, set CUDA_HOME and run this" \
             "again (docs/install.md), or set MEGARL_DEVICE=cpu to use no GPU"
+    CUDA_HOME=$(toolkit_of "$nvcc")
+    export CUDA_HOME
+}
+
+# The folder that holds bin/nvcc. nvcc may be a link, or a script of the machine that calls the real one: that one says
+# the folder in which it was called.
+toolkit_of() { # $1: nvcc
+    local bin real
+    bin=$("$1" --dryrun -x cu /dev/null 2>&1 | awk -F_HERE_= 'NF == 2 { print $2 }')
+    real=$(readlink -f "${bin:+$bin/nvcc}") || real=$(readlink -f "$1")
+    printf '%s' "${real%/bin/nvcc}"
 }
 
 compile_transformer_engine() {
     local headers
     say "compiling TransformerEngine for ${pin/==/ }"
     headers=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia
-    # Its setup would otherwise look for a wheel on GitHub that nothing pins.
-    CPLUS_INCLUDE_PATH=$headers/cudnn/include:$headers/nccl/include NVTE_PYTORCH_FORCE_BUILD=TRUE \
+    # Its setup would otherwise look for a wheel on GitHub that nothing pins. torch looks for the lock's ninja on PATH, and
+    # compiles one file after the other without it.
+    PATH=$VENV/bin:$PATH CPLUS_INCLUDE_PATH=$headers/cudnn/include:$headers/nccl/include NVTE_PYTORCH_FORCE_BUILD=TRUE \
         pip_install --no-build-isolation "$(grep -o '^transformer-engine-torch==[^ ]*' "$lock")"
 }
 
@@ -126,6 +154,7 @@ install_environment() {
     [[ $device == cpu ]] || check_toolkit
     say "making $VENV with $python (once; $effort)"
     "$python" -m venv --clear "$VENV"
+    printf '%s\n' "$ROOT" >"$STAMP" # ours also where the installation is interrupted
     [[ $device == cpu ]] || check_cuda_torch
     say "installing $(grep -c == "$lock") pinned packages from $lock"
     if [[ $device == cpu ]]; then
@@ -146,6 +175,7 @@ flock 9
 if [[ -f $STAMP && "$(cat "$STAMP")" == "$(wanted_stamp)" ]]; then
     say "using $VENV"
 else
+    check_owner
     choose_python
     check_disk
     install_environment

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import socket
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -183,6 +184,7 @@ class Node:
             torch=packages.torch_facts(),
             versions=packages.versions(),
             import_errors=packages.import_errors() if found.gpus else {},
+            foreign_cudnn=packages.foreign_cudnn(os.environ, Path(sysconfig.get_path("purelib"))),
             pins=packages.sglang_pins(),
             source=machine.source_digest(Path(megarl.__file__).parent),
             environment=machine.environment(os.environ.items()),

@@ -127,6 +127,7 @@ class NodeFacts(GpuFacts):
     torch: Torch = Torch()
     versions: Mapping[str, str] = field(default_factory=dict)  # of the installed distributions
     import_errors: Mapping[str, str] = field(default_factory=dict)  # "" where the module can be imported
+    foreign_cudnn: str = ""  # a cuDNN of the machine that is loaded in place of the package's; "" where there is none
     pins: Mapping[str, str] = field(default_factory=dict)  # exact versions that the installed SGLang requires
     source: str = ""  # a digest of megarl's source files
     environment: Mapping[str, str] = field(default_factory=dict)  # NCCL_*, GLOO_*, ... that processes inherit

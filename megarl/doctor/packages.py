@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib import metadata
+from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
@@ -24,6 +26,9 @@ DISTRIBUTIONS = (
 MODULES = ("transformer_engine.pytorch", "sgl_kernel", "flashinfer", "flash_attn", "torch_memory_saver")
 _PINNED_BY_SGLANG = ("torch", "sglang-kernel", "sgl-deep-gemm", "flashinfer-python", "transformers")
 _IMPORT_S = 180.0  # from a cold shared disk
+_CUDNN_FOLDERS = ("CUDNN_HOME", "CUDNN_PATH", "CUDA_HOME", "CUDA_PATH")
+_TOOLKIT = Path("/usr/local/cuda")
+_LDCONFIG = "/sbin/ldconfig"
 _TORCH = """
 import json, torch
 facts = {"version": torch.__version__, "cuda": torch.version.cuda or ""}
@@ -67,6 +72,32 @@ def pins(demands: list[str]) -> dict[str, str]:
         if name in _PINNED_BY_SGLANG and exact and not demand.marker:
             found[name] = exact[0]
     return found
+
+
+def foreign_cudnn(environment: Mapping[str, str], packages: Path, toolkit: Path = _TOOLKIT) -> str:
+    """A cuDNN that is found before the environment's own package; "" where there is none.
+
+    TransformerEngine looks in the folders of these variables first (common/__init__.py), in the toolkit's and where the
+    loader looks for libcudnn.so; the loader itself takes LD_LIBRARY_PATH before the paths that torch names.
+    packages: the folder of the environment's own packages.
+    """
+    named = [Path(environment[name]) for name in _CUDNN_FOLDERS if environment.get(name)]
+    searched = [path for folder in (*named, toolkit) for path in sorted(folder.glob("**/libcudnn.so*"))]
+    paths = filter(None, environment.get("LD_LIBRARY_PATH", "").split(":"))
+    searched += [path for folder in paths for path in sorted(Path(folder).glob("libcudnn.so*"))]
+    cached = _cached("libcudnn.so")
+    searched += [cached] if cached else []
+    real = (path.resolve() for path in searched if "stub" not in str(path))
+    return next((str(path) for path in real if not path.is_relative_to(packages.resolve())), "")
+
+
+def _cached(name: str) -> Path | None:
+    """Where the loader's cache has a library; None where it lacks it."""
+    with suppress(OSError, subprocess.SubprocessError):
+        listed = subprocess.run([_LDCONFIG, "-p"], capture_output=True, text=True, timeout=_IMPORT_S).stdout
+        rows = (line.strip().rpartition(" => ") for line in listed.splitlines())
+        return next((Path(path) for named, _, path in rows if named.split(" ")[0] == name), None)
+    return None
 
 
 def torch_facts() -> Torch:

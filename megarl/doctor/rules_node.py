@@ -48,7 +48,7 @@ def gpu_findings(node: NodeFacts, local_layers: bool = False) -> list[Finding]:
         return [Finding("fault", "nvidia-smi", problem, mend, (node.address,))]
     if not node.gpus:
         return []
-    rules = (_torch, _attention, _each_gpu, _alike, _nvlink, _nics, _peer_memory)
+    rules = (_torch, _attention, _cudnn, _each_gpu, _alike, _nvlink, _nics, _peer_memory)
     return of_node(node, _kernels(node, local_layers), *(rule(node) for rule in rules))
 
 
@@ -139,6 +139,18 @@ def _kernels(node: NodeFacts, local_layers: bool) -> Iterator[Problem]:
                 severity, effect = "warning", ": training uses Megatron's own layers, which are slower"
             problem = f"it cannot be imported ({error}){effect}"
             yield severity, distribution, problem, f"{_INSTALL}, for this torch and this CUDA"
+
+
+def _cudnn(node: NodeFacts) -> Iterator[Problem]:
+    """Another cuDNN than the package's, which TransformerEngine prefers."""
+    packaged = node.versions.get("nvidia-cudnn-cu13", "")
+    name = node.foreign_cudnn.rpartition("/")[2]
+    if not packaged or not name or name == f"libcudnn.so.{'.'.join(packaged.split('.')[:3])}":
+        return
+    problem = f"{node.foreign_cudnn} is loaded in place of the package's {packaged}: TransformerEngine's import fails, "
+    mend = "take an image without cuDNN (cuda:*-devel, not cudnn-devel), or remove it and take its folder out of "
+    mend += "LD_LIBRARY_PATH, CUDNN_HOME and CUDNN_PATH"
+    yield "fault", "cuDNN", f"{problem}or two versions are mixed", mend
 
 
 def _torch(node: NodeFacts) -> Iterator[Problem]:

@@ -1,24 +1,12 @@
 """Megatron-Core: layouts, process groups, the model, pipeline passes, the optimizer and its checkpoints."""
 
 import os
-import sys
 import warnings
-from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
 
 from megarl.device import DEVICE
+from megarl.parallel import optional_imports
 
-
-class _NoTrackerInMegatron(MetaPathFinder):
-    """Megatron imports wandb for its inference engine, which megarl does not use: a third of a rank's start."""
-
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: object = None) -> None:
-        megatron = sys.modules.get("megatron.core")
-        if fullname == "wandb" and getattr(megatron and megatron.__spec__, "_initializing", False):
-            raise ModuleNotFoundError("not needed while Megatron is imported", name=fullname)
-
-
-sys.meta_path.insert(0, _NoTrackerInMegatron())
+optional_imports.install()
 
 if DEVICE == "cpu":
     # Megatron's jit_fuser is torch.compile, which looks for a C++ compiler in the first step of every rank.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import importlib.util
 import inspect
 from collections.abc import Sequence
@@ -26,10 +25,11 @@ from megarl.parallel.latent import has_fused_rope, latent_fields
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.local_spec import block_spec, mtp_spec, use_local_layers
 from megarl.parallel.lora_pairs import is_factor
+from megarl.parallel.optional_imports import engine_problem, layers_fault
 from megarl.parallel.options import make_config
 from megarl.parallel.param_names import named_buffers, named_parameters
 from megarl.parallel.routing import Routing, router_class
-from megarl.types import MlaShape, ModelShape, UserFault
+from megarl.types import MlaShape, ModelShape
 
 if TYPE_CHECKING:
     from megarl.config import TrainConfig
@@ -50,21 +50,12 @@ def select_layers(
     """
     if not is_gpu:
         return
-    if has_engine:
-        if dtype is torch.float32:
-            problem = "float32, and TransformerEngine's attention takes packed rows in 16-bit types alone"
-            raise UserFault("model.dtype", problem, "set it to bfloat16")
-        return
-    if not train.local_layers:
-        try:
-            importlib.import_module("transformer_engine.pytorch")
-            reason = "Megatron does not find its layers"
-        except Exception as error:
-            reason = str(error).partition("\n")[0]
-        problem = f"TransformerEngine cannot be used ({reason})"
-        mend = "install transformer-engine[pytorch], or set it to true: Megatron's own layers, which are slower"
-        raise UserFault("train.local_layers", problem, mend)
-    use_local_layers()
+    problem = "" if has_engine else engine_problem() or "Megatron does not find its layers"
+    fault = layers_fault(problem, local_layers=train.local_layers, dtype=str(dtype).removeprefix("torch."))
+    if fault:
+        raise fault
+    if not has_engine:
+        use_local_layers()
 
 
 def _fixed_fields(

@@ -8,8 +8,10 @@ little as in a rollout, the policy's parameters; an engine that starts while the
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
@@ -30,6 +32,8 @@ CARDS = (
     (math.inf, 16384, 512, 512),
 )
 GRAPH_MIB = 2.0  # memory_hook.py: of CUDA graphs, for each sequence that they are made for
+PREFILL_GRAPHS_MIB = 1536  # the same: of graphs of prompts, with latent attention; less with other attention
+PREFILL_GRAPHS_DEEPEP_MIB = 1 << 10  # the same: of graphs of prompts, with DeepEP
 GROUP_GRAPH_MIB = (3.0, 4.5)  # the same with DP attention, for each of its groups; from 300 sequences on
 CHUNK_MIB = 1.5  # the same: reserved for each token of a chunk
 RESERVED_MIB = 512  # the same: for everything else
@@ -49,6 +53,7 @@ class Settings:
     graph_sequences: int
     max_total_tokens: int | None
     cache_item_bytes: int
+    prefill_graphs_mib: int = 0
 
 
 @dataclass(frozen=True)
@@ -75,16 +80,25 @@ def settings_of(recipe: Recipe, hardware: Hardware) -> Settings:
     chunk = given.get("chunked_prefill_size") or chunk
     graphs = given.get("cuda_graph_max_bs_decode") or (small if engine.tp < 4 else large)
     graphs = 0 if given.get("disable_cuda_graph") or given.get("disable_decode_cuda_graph") else graphs
+    prefill = (PREFILL_GRAPHS_MIB + PREFILL_GRAPHS_DEEPEP_MIB * deepep) * _has_prefill_graphs(given)
     fraction = given.get("mem_fraction_static")
     if fraction is None:
         of_graph = GRAPH_MIB + (GROUP_GRAPH_MIB[graphs > 300] * engine.dp if engine.dp > 1 else 0.0)
-        reserved = RESERVED_MIB + max(chunk, 2048) * CHUNK_MIB + engine.tp / 8 * 1024 + graphs * of_graph
+        reserved = RESERVED_MIB + max(chunk, 2048) * CHUNK_MIB + engine.tp / 8 * 1024 + graphs * of_graph + prefill
         reserved = max(reserved, LEAST_RESERVED_MIB) if card > 60 << 10 else reserved
         reserved += DEEPEP_MIB * deepep
         fraction = round((card - reserved) / card, 3)
     cached = str(given.get("kv_cache_dtype", "auto"))
     item = 1 if cached.startswith("fp8") else 2 if recipe.model.dtype == "bfloat16" or cached == "bfloat16" else 4
-    return Settings(fraction, chunk, graphs, given.get("max_total_tokens"), item)
+    return Settings(fraction, chunk, graphs, given.get("max_total_tokens"), item, prefill)
+
+
+def _has_prefill_graphs(given: Mapping[str, Any]) -> bool:
+    """Whether a recipe's server arguments turn on the graphs of prompts, which megarl turns off (arguments.py)."""
+    backend = given.get("cuda_graph_backend_prefill")
+    if given.get("disable_cuda_graph") and backend is None:
+        return False
+    return backend != "disabled" if backend else given.get("disable_prefill_cuda_graph") is False
 
 
 def weight_bytes(shape: ModelShape, engine: EngineLayout, dtype: str) -> list[int]:
@@ -131,7 +145,8 @@ def kept_bytes(settings: Settings, engine: EngineLayout) -> int:
 
     These are NVSHMEM's memory, which SGLang's memory saver cannot release.
     """
-    return math.ceil((settings.graph_sequences * GRAPH_MIB + engine.deepep * DEEPEP_MIB) * MIB)
+    graphs = settings.graph_sequences * GRAPH_MIB + settings.prefill_graphs_mib
+    return math.ceil((graphs + engine.deepep * DEEPEP_MIB) * MIB)
 
 
 def cache_tokens(settings: Settings, free_bytes: float, weights: int, of_token: int) -> int:

@@ -16,9 +16,10 @@ from megarl.checkpoints import hf_import
 from megarl.cluster.visible_gpus import device_faults
 from megarl.config import Recipe
 from megarl.device import DEVICE
+from megarl.parallel.optional_imports import engine_problem, layers_fault
 from megarl.parallel.roles import Roles, resolve
 from megarl.preflight.data import length_faults, read_data, sample_file_faults
-from megarl.preflight.environment import cluster_faults
+from megarl.preflight.environment import attention_faults, cluster_faults
 from megarl.preflight.episodes import demonstration_faults, read_episode
 from megarl.preflight.hyperparameters import eval_faults, hyperparameter_faults, sampling_faults
 from megarl.preflight.layout import layout_faults, shape_or_stand_in
@@ -143,7 +144,8 @@ def _faults(case: _Case) -> Faults:
 
 
 def _environment(case: _Case) -> Faults:
-    return device_faults() + cluster_faults(case.recipe.placement)
+    of_ranks = attention_faults() if case.command != "rollout" else []
+    return device_faults() + of_ranks + cluster_faults(case.recipe.placement)
 
 
 def _keys(case: _Case) -> Faults:
@@ -201,6 +203,19 @@ def _megatron(case: _Case) -> Faults:
     return megatron_faults(case.roles.policy, case.device)
 
 
+def _layers(case: _Case) -> Faults:
+    """The fault of ranks that have no layers for model.dtype on GPUs. A run elsewhere has the lock's packages.
+
+    With train.local_layers nobody knows which layers another machine has.
+    """
+    train, is_here = case.recipe.train, DEVICE == "cuda"
+    if case.device != "cuda" or (train.local_layers and not is_here):
+        return []
+    problem = engine_problem() if is_here else ""
+    fault = layers_fault(problem, local_layers=train.local_layers, dtype=case.recipe.model.dtype)
+    return [fault] if fault else []
+
+
 def _only_sampling(case: _Case) -> Faults:
     recipe, reason = case.recipe, "samples are made with the weights of model.path"
     faults = _unused(recipe, reason)
@@ -233,11 +248,12 @@ def _unused(recipe: Recipe, reason: str) -> Faults:
 # The checks of each command, in the order in which their faults are told. Those of the data follow (`_read`).
 _BOTH_SIDES = (_keys, lambda case: layout_faults(case.roles, case.device), _checkpoints, _sglang, _megatron, _lora)
 CHECKS: Mapping[Command, tuple[Callable[[_Case], Faults], ...]] = {
-    "train": (_environment, *_BOTH_SIDES),
-    "dry run": _BOTH_SIDES,
+    "train": (_environment, _layers, *_BOTH_SIDES),
+    "dry run": (_layers, *_BOTH_SIDES),
     "rollout": (_only_sampling, _environment, *_BOTH_SIDES),
     "train from samples": (
         _environment,
+        _layers,
         _keys,
         lambda case: case.roles.policy.layout_faults(shape_or_stand_in(case.roles)),
         _checkpoints,
@@ -246,7 +262,7 @@ CHECKS: Mapping[Command, tuple[Callable[[_Case], Faults], ...]] = {
         _critic,
         _only_training,
     ),
-    "convert": (_weights, _megatron, _lora, _environment),
+    "convert": (_weights, _layers, _megatron, _lora, _environment),
 }
 
 

@@ -1,10 +1,11 @@
-"""Whether this process can join the Ray cluster of a run on several nodes, checked before Ray is started."""
+"""Variables of this process that a run's processes inherit, checked before any is started: Ray's and Megatron's."""
 
 from __future__ import annotations
 
 import ipaddress
 import os
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 
 from megarl.config import PlacementConfig
@@ -12,6 +13,17 @@ from megarl.types import UserFault
 
 _ADDRESS, _TOKEN, _TOKEN_PATH = "RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 _CONNECT_S = 5.0  # Ray itself tries for minutes
+
+# Megatron sets these itself, to 1 for its "auto", and ends every rank where another value is there before.
+_ATTENTION = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+
+
+def attention_faults(environment: Mapping[str, str] = os.environ) -> list[UserFault]:
+    """Variables that choose TransformerEngine's attention, which Megatron refuses with an assertion on each rank."""
+    mend = "unset it: TransformerEngine chooses among the kernels that fit"
+    problem = "{!r}, and Megatron refuses every value but 1"
+    named = [name for name in _ATTENTION if environment.get(name, "1") != "1"]
+    return [UserFault(name, problem.format(environment[name]), mend) for name in named]
 
 
 def cluster_faults(placement: PlacementConfig) -> list[UserFault]:

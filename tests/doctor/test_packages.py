@@ -65,3 +65,39 @@ def test_only_exact_demands_that_count_here_are_pins() -> None:
 
 def test_the_installed_sglang_pins_the_torch_that_is_installed() -> None:
     assert packages.versions()["torch"].partition("+")[0] == packages.sglang_pins()["torch"]
+
+
+@pytest.mark.parametrize(
+    "kind", ["", "CUDNN_HOME", "CUDNN_PATH", "CUDA_HOME", "CUDA_PATH", "LD_LIBRARY_PATH", "toolkit"]
+)
+def test_a_cudnn_that_is_found_before_the_packages_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Through the link that the loader follows; the environment's own, a stub and an empty folder are none."""
+    monkeypatch.setattr(packages, "_cached", lambda name: None)
+    own = tmp_path / "site-packages" / "nvidia" / "cudnn" / "lib"
+    stubs, foreign, nothing = tmp_path / "stubs", tmp_path / "foreign", tmp_path / "nothing"
+    for folder in (own, stubs, foreign, nothing):
+        folder.mkdir(parents=True)
+    for folder, version in ((own, "9.20.0"), (stubs, "9.1.0"), (foreign, "9.13.0")):
+        (folder / f"libcudnn.so.{version}").touch()
+        (folder / "libcudnn.so").symlink_to(f"libcudnn.so.{version}")
+    places = {"LD_LIBRARY_PATH": f":{nothing}:{own}:{stubs}", "CUDA_HOME": str(nothing), "CUDA_PATH": str(own)}
+    if kind == "LD_LIBRARY_PATH":
+        places[kind] += f":{foreign}"
+    elif kind and kind != "toolkit":
+        places[kind] = str(foreign)
+    toolkit = foreign if kind == "toolkit" else nothing
+    named = packages.foreign_cudnn(places, tmp_path / "site-packages", toolkit)
+    assert named == (str(foreign / "libcudnn.so.9.13.0") if kind else "")
+
+
+def test_a_cudnn_in_the_loaders_cache_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ldconfig = tmp_path / "ldconfig"
+    ldconfig.write_text("#!/bin/sh\necho ' libcudnn.so.9 (libc6,x86-64) => /a/libcudnn.so.9'\n"
+                        "echo ' libcudnn.so (libc6,x86-64) => /b/libcudnn.so'\n")  # fmt: skip
+    ldconfig.chmod(0o755)
+    monkeypatch.setattr(packages, "_LDCONFIG", str(ldconfig))
+    assert packages.foreign_cudnn({}, tmp_path, tmp_path / "none") == "/b/libcudnn.so"
+    ldconfig.unlink()
+    assert packages.foreign_cudnn({}, tmp_path, tmp_path / "none") == ""

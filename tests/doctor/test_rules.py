@@ -16,6 +16,7 @@ from tests.doctor.nodes import smi_csv, smi_topology, sound
 
 GPUS = sound().gpus
 OTHER = "10.0.0.2"
+CUDNN = {**sound().versions, "nvidia-cudnn-cu13": "9.20.0.48"}
 
 
 def judged(*nodes: NodeFacts) -> list[Finding]:
@@ -80,6 +81,8 @@ def folder(**changed: Any) -> Folder:
          "fault: sglang-kernel: it cannot be imported (ImportError: undefined symbol", "this torch and this CUDA"),
         ({"import_errors": {"torch_memory_saver": "not installed"}}, "fault: torch-memory-saver: it cannot", "gpu.txt"),
         ({"torch": replace(sound().torch, cudnn="")}, "warning: flash-attn: neither it (not installed) nor", "cuDNN"),
+        ({"foreign_cudnn": "/usr/lib/libcudnn.so.9.13.0", "versions": CUDNN},
+         "fault: cuDNN: /usr/lib/libcudnn.so.9.13.0 is loaded in place of the package's 9.20.0.48", "cuda:*-devel"),
         ({"import_errors": {"flashinfer": "not installed"}}, "warning: flashinfer-python: it cannot", "gpu.txt"),
         (gpus(mig_mode_current={3: "Enabled"}), "fault: GPU 3 (0000:5d:00.0): it is cut into MIG", "-mig 0"),
         (gpus(ecc_errors_uncorrected_volatile_total={3: "2"}), "fault: GPU 3 (0000:5d:00.0): 2 uncorrected", "reset"),
@@ -116,6 +119,8 @@ def test_one_fault_of_a_node_is_one_line(changed: dict[str, Any], start: str, wo
     [
         {"limits": ProcessLimits(64 * 1024, 2**20, 2**20), "nics": (), "gpu_nics": {}},  # nothing locks memory there
         {"has_peermem": False, "has_open_driver": True},
+        {"foreign_cudnn": "/usr/lib/libcudnn.so.9.20.0", "versions": CUDNN},  # the same version
+        {"foreign_cudnn": "/usr/lib/libcudnn.so.9.13.0"},  # a torch that brings none
         {"clock_offset_s": 3.0, "clock_error_s": 2.9},  # nobody knows it better
         {"clock_offset_s": -0.3},
         {"driver_cuda": ""},

@@ -91,7 +91,7 @@ def test_a_gpu_without_transformer_engine_is_refused_by_the_package() -> None:
     with pytest.raises(UserFault) as caught:
         model.select_layers(TrainConfig(lr=1.0), torch.bfloat16, is_gpu=True, has_engine=False)
     assert str(caught.value).startswith("train.local_layers: TransformerEngine cannot be used (No module named ")
-    assert "install transformer-engine[pytorch], or set it to true" in caught.value.mend
+    assert "install what requirements/gpu.txt names (docs/install.md), or set it to true" in caught.value.mend
 
 
 def test_a_gpu_without_transformer_engine_has_the_layers_that_a_recipe_allows(monkeypatch: pytest.MonkeyPatch) -> None:

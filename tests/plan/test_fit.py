@@ -195,6 +195,33 @@ def test_sglangs_own_limits_count(made: Recipe, tmp_path: Path) -> None:
     assert settings_of(with_engine(disable_cuda_graph=True), plans.H800).graph_sequences == 0
 
 
+@pytest.mark.parametrize(
+    ("sglang", "are_on"),
+    [
+        ({}, False),
+        ({"cuda_graph_backend_prefill": "breakable"}, True),
+        ({"cuda_graph_backend_prefill": "disabled"}, False),
+        ({"disable_prefill_cuda_graph": False}, True),
+        ({"disable_prefill_cuda_graph": False, "disable_cuda_graph": True}, False),
+        ({"cuda_graph_backend_prefill": "breakable", "disable_cuda_graph": True}, True),
+    ],
+    ids=str,
+)
+def test_graphs_of_prompts_count_where_a_recipe_turns_them_on(
+    tmp_path: Path, sglang: dict[str, Any], are_on: bool
+) -> None:
+    """Beside the static share, and kept while training has the GPU."""
+    engine = {"count": 2, "tp": 4, "ep": 4, "sglang": {"mem_fraction_static": 0.8, **sglang}}
+    made = plans.recipe(tmp_path, "qwen3-30b", 8, ep=8, engine=engine)
+    rollout = plans.count(made, plans.H800, sizes_of(made)).device["rollout"]
+    plain = made.model_copy(deep=True)
+    plain.rollout.engine.sglang.clear()
+    plain.rollout.engine.sglang["mem_fraction_static"] = 0.8
+    without = plans.count(plain, plans.H800, sizes_of(plain)).device["rollout"]
+    graphs = 512 if not sglang.get("disable_cuda_graph") else 0
+    assert rollout.other_bytes - without.other_bytes == (are_on * 1536 + 2 * (graphs - 512)) * 2**20
+
+
 def test_engine_weights_are_the_models_and_fp8_halves_them() -> None:
     """671 B in bfloat16 over 32 ranks, each with all down projections and routers, and what is made of kv_b_proj."""
     bf16 = weight_bytes(DEEPSEEK, EngineLayout(1, 32, 32), "bfloat16")

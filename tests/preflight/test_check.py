@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from megarl.config.loading import load_recipe
-from megarl.preflight.check import Inputs, check, check_rollout, check_samples
+from megarl.parallel.roles import resolve
+from megarl.preflight.check import Inputs, _Case, _faults, check, check_rollout, check_samples, faults_elsewhere
 from megarl.rollout.prompts import load_tokenizer
 from megarl.types import UserFaults
 from tests.parallel import checkpoints
@@ -513,3 +514,36 @@ def test_drafts_on_a_cpu_and_what_does_not_go_with_them_are_told_at_once(
     for start in ("rollout.engine.draft: 3, but on CPU", "rollout.seeded: true, but SGLang", f"{backend}: cutlass_mla"):
         assert sum(line.startswith(start) for line in lines) == 1, lines
     assert "rollout.engine.draft is 4; it should be less" in " ".join(told("rollout.engine.draft=4"))
+
+
+# --- layers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["train", "rollout", "convert"])
+def test_a_gpu_is_given_no_float32_before_a_process_starts(
+    monkeypatch: pytest.MonkeyPatch, good: list[str], kind: str
+) -> None:
+    """A process that takes itself for one with a GPU, and finds TransformerEngine or does not."""
+    problem = ""
+    monkeypatch.setattr("megarl.preflight.check.DEVICE", "cuda")
+    monkeypatch.setattr("megarl.preflight.check.engine_problem", lambda: problem)
+
+    def faults(*keys: str) -> list[str]:
+        case = _Case(kind, resolve(load_recipe(QUICKSTART, [*good, *keys])), device="cuda")  # type: ignore[arg-type]
+        return [fault.where for fault in _faults(case) if fault.where in ("model.dtype", "train.local_layers")]
+
+    expected = [] if kind == "rollout" else ["model.dtype"]
+    assert faults("model.dtype=float32") == expected, "who only samples has no training rank"
+    assert faults("model.dtype=bfloat16") == []
+    problem = "undefined symbol"
+    assert faults("model.dtype=bfloat16") == ([] if kind == "rollout" else ["train.local_layers"])
+    assert faults("model.dtype=float32", "train.local_layers=true") == []
+
+
+def test_a_dry_run_for_gpus_elsewhere_takes_their_packages_for_the_locks(good: list[str]) -> None:
+    def faults(*keys: str) -> list[str]:
+        roles = resolve(load_recipe(QUICKSTART, [*good, *keys]))
+        return [fault.where for fault in faults_elsewhere(roles, "cuda", ())[0]]
+
+    assert "model.dtype" in faults()
+    assert "model.dtype" not in faults("train.local_layers=true") + faults("model.dtype=bfloat16")

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 
 from megarl.config import PlacementConfig
 from megarl.device import listening_socket
-from megarl.preflight.environment import cluster_faults
+from megarl.preflight.environment import attention_faults, cluster_faults
 
 NODES = PlacementConfig(gpus=16, network="nodes")
 
@@ -67,3 +73,32 @@ def test_the_token_must_be_there(head: str, monkeypatch: pytest.MonkeyPatch, tmp
     assert wheres() == ["RAY_AUTH_TOKEN_PATH"]
     file.write_text("secret\n")
     assert wheres() == []
+
+
+def test_variables_that_choose_the_attention_are_named() -> None:
+    """Megatron's own assertion would end each rank, after Ray and all ranks have started."""
+    assert attention_faults({}) == attention_faults({"NVTE_FLASH_ATTN": "1", "NVTE_DEBUG": "0"}) == []
+    told = attention_faults({"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "1", "NVTE_UNFUSED_ATTN": ""})
+    assert [fault.where for fault in told] == ["NVTE_FLASH_ATTN", "NVTE_UNFUSED_ATTN"]
+    assert str(told[0]).startswith("NVTE_FLASH_ATTN: '0', and Megatron refuses every value but 1; unset it")
+
+
+@pytest.mark.slow
+def test_megatron_refuses_the_values_that_are_named() -> None:
+    """In its own function, with the backend that a recipe cannot change."""
+    from megarl.parallel import model  # installs what Megatron's import needs
+
+    assert model
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+    from megatron.core.transformer.enums import AttnBackend
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    default = next(it.default for it in fields(TransformerConfig) if it.name == "attention_backend")
+    assert default is AttnBackend.auto
+    for value, is_refused in (("0", True), ("", True), ("1", False)):
+        with mock.patch.dict(os.environ, {"NVTE_FUSED_ATTN": value}):
+            assert bool(attention_faults(os.environ)) == is_refused
+            refused: Any = pytest.raises(AssertionError, match="NVTE_FUSED_ATTN") if is_refused else nullcontext()
+            with refused:
+                itself: Any = SimpleNamespace(config=SimpleNamespace(attention_backend=default))
+                LanguageModule._set_attention_backend(itself)

@@ -13,7 +13,7 @@ import pytest
 from tests.scripts.test_locks import PYTHONS, lock
 
 ROOT = Path(__file__).parents[2]
-BASE = re.compile(r"nvidia/cuda:(\d+\.\d+)\.\d+-cudnn-devel-ubuntu\d+\.\d+@sha256:[0-9a-f]{64}")
+BASE = re.compile(r"nvidia/cuda:(\d+\.\d+)\.\d+-devel-ubuntu\d+\.\d+@sha256:[0-9a-f]{64}")
 
 
 def instructions(text: str) -> list[tuple[str, str]]:

@@ -39,6 +39,17 @@ def lock(device: str) -> dict[str, str]:
     return pins((FOLDER / f"{device}.txt").read_text(encoding="utf-8"))
 
 
+def overrides() -> dict[str, str | None]:
+    """The versions that the GPU lock has whatever packages ask for, by name; None: the package is left out."""
+    lines = re.sub(r"(?m)^#.*", "", (FOLDER / "gpu-overrides.txt").read_text(encoding="utf-8")).split("\n")
+    found: dict[str, str | None] = {}
+    for one in map(Requirement, filter(None, lines)):
+        (version,) = [specifier.version for specifier in one.specifier] or [None]
+        is_left_out = one.marker is not None and not one.marker.evaluate(PLATFORM | {"python_version": PYTHONS[0]})
+        found[canonicalize_name(one.name)] = None if is_left_out else version
+    return found
+
+
 def wishes(texts: list[str] | None, python: str, extra: str = "") -> list[Requirement]:
     """Requirements that count on Linux x86-64 with this Python."""
     environment = {**PLATFORM, "python_version": python, "python_full_version": f"{python}.1", "extra": extra}
@@ -172,14 +183,23 @@ def test_every_source_of_the_gpu_lock_is_named_there_as_setup_py_names_it() -> N
         assert not one.specifier or one.specifier == wanted.specifier, text
 
 
+def test_the_gpu_lock_has_the_versions_that_override_what_packages_ask_for() -> None:
+    """TransformerEngine does not load beside torch's own cuBLAS, and cuda-tile is fetched from another index."""
+    asked, found = overrides(), lock("gpu")
+    assert asked == {"nvidia-cublas": "13.2.0.9", "cuda-tile": None}
+    assert {name: found.get(name) for name in asked} == asked
+    assert "--override requirements/gpu-overrides.txt" in (FOLDER / "gpu.in").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("python", PYTHONS)
 def test_the_gpu_lock_has_all_that_the_installed_packages_ask_for(python: str) -> None:
     """SGLang's kernels among it, exactly as SGLang pins them; Megatron's packages for developers are another matter."""
-    found = lock("gpu")
+    found, decided = lock("gpu"), overrides()
     for name, version in lock("cpu").items():
         package = metadata.distribution(name)
         assert package.version.split("+")[0] == version, name
-        assert unmet(wishes(package.requires, python), found) == [], name
+        wanted = [one for one in wishes(package.requires, python) if canonicalize_name(one.name) not in decided]
+        assert unmet(wanted, found) == [], name
     kernels = [one for one in wishes(metadata.requires("sglang"), python) if re.search("kernel|flash|deep-", one.name)]
     assert {"sglang-kernel", "flashinfer-python", "sgl-deep-gemm"} <= {canonicalize_name(one.name) for one in kernels}
 
@@ -209,6 +229,7 @@ def uv(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_gpu_lock_still_resolves(python: str, uv: Path, tmp_path: Path) -> None:
     """From gpu.in, held to the lock's versions: each is still offered, and they still agree. Nothing is installed."""
     command = [uv, "pip", "compile", "-q", FOLDER / "gpu.in", "-c", FOLDER / "gpu.txt", "--python-version", python]
+    command += ["--override", FOLDER / "gpu-overrides.txt"]
     settings = os.environ | {"UV_CACHE_DIR": str(tmp_path / "cache"), "UV_SYSTEM_CERTS": "1"}
     if index := os.environ.get("PIP_INDEX_URL"):
         settings |= {"UV_DEFAULT_INDEX": index}

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts.test_scripts import ROOT, Sandbox
+from megarl.config.loading import load_recipe
+from megarl.parallel.roles import resolve
+from megarl.preflight.check import faults_elsewhere
+from tests.scripts.test_scripts import ROOT, Sandbox, with_gpus
 
 TOOLS = "megarl train recipes/quickstart_tools.yaml"
 WITHOUT = "episode=null data.messages=null run.name=quickstart-without-tool"
@@ -65,6 +68,67 @@ def test_a_run_that_fails_ends_the_quickstart_with_tools_with_its_code(
     found, ran = start(sandbox, "tools", megarl=ends.format(code))
     assert found == code and len([line for line in ran if line.startswith("megarl")]) == runs
     assert not [line for line in ran if "show_accuracies" in line]
+
+
+ONE = "model.dtype=bfloat16 train.tp=1 train.ep=1 rollout.engine.tp=1 train.pp=1 placement.gpus=1"
+TWO = "model.dtype=bfloat16 train.tp=2 train.ep=2 rollout.engine.tp=2 train.pp=1 placement.gpus=2"
+FOUR = "model.dtype=bfloat16 train.tp=2 train.ep=2 rollout.engine.tp=2"
+EIGHT = f"{FOUR} placement.gpus=8 rollout.engine.count=4"
+
+
+def start_on_gpus(sandbox: Sandbox, num_gpus: int, *arguments: str, **environment: str) -> tuple[int, list[str]]:
+    """The exit code on a machine whose nvidia-smi lists so many GPUs, and the runs of megarl."""
+    with_gpus(sandbox)
+    lines = "".join(f'echo "GPU {number}: NVIDIA H800 (UUID: GPU-{number})"\n' for number in range(num_gpus))
+    sandbox.stand_in("nvidia-smi", lines or "exit 0")
+    sandbox.stand_in("megarl", "exit 0")
+    command = ["bash", sandbox.repo / "scripts" / "quickstart.sh", *arguments]
+    settings = {"PATH": str(sandbox.bin), **environment}
+    done = subprocess.run(command, env=settings, capture_output=True, text=True)
+    ran = [line.replace("BIN/", "") for line in sandbox.commands()]
+    return done.returncode, [line for line in ran if line.startswith("megarl ")]
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "keys"), [(1, ONE), (2, TWO), (3, TWO), (4, FOUR), (7, FOUR), (8, EIGHT), (16, EIGHT)]
+)
+def test_the_quickstart_takes_as_many_slots_as_there_are_gpus(sandbox: Sandbox, num_gpus: int, keys: str) -> None:
+    """The caller's own keys come last, where they hold."""
+    code, ran = start_on_gpus(sandbox, num_gpus, "run.steps=2", "--resume")
+    assert (code, ran) == (0, [f"megarl train recipes/quickstart.yaml {keys} run.steps=2 --resume"])
+
+
+def test_both_runs_with_tools_take_the_slots(sandbox: Sandbox) -> None:
+    code, ran = start_on_gpus(sandbox, 1, "tools")
+    assert (code, ran) == (0, [f"{TOOLS} {ONE}", f"{TOOLS} {ONE} {WITHOUT}"])
+
+
+@pytest.mark.parametrize(
+    ("environment", "code", "keys"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "5"}, 0, f" {ONE}"),
+        ({"CUDA_VISIBLE_DEVICES": "0,3"}, 0, f" {TWO}"),
+        ({"MEGARL_DEVICE": "cpu"}, 0, ""),
+    ],
+    ids=["one is visible", "two are visible", "the CPU is asked for"],
+)
+def test_hidden_gpus_give_no_slots(sandbox: Sandbox, environment: dict[str, str], code: int, keys: str) -> None:
+    assert start_on_gpus(sandbox, 8, **environment) == (code, [f"megarl train recipes/quickstart.yaml{keys}"])
+
+
+def test_gpus_that_are_elsewhere_give_none(sandbox: Sandbox) -> None:
+    assert start_on_gpus(sandbox, 0, MEGARL_DEVICE="cuda") == (2, [])
+
+
+@pytest.mark.parametrize("recipe", ["quickstart", "quickstart_tools"])
+@pytest.mark.parametrize("keys", [ONE, TWO, FOUR, EIGHT], ids=["1", "2", "4", "8"])
+def test_the_keys_fit_the_recipes_on_gpus(
+    recipe: str, keys: str, quickstart_inputs: list[str], quickstart_tools_inputs: list[str]
+) -> None:
+    """By preflight's own checks of layouts, for GPUs of another machine."""
+    inputs = quickstart_tools_inputs if recipe.endswith("tools") else quickstart_inputs
+    roles = resolve(load_recipe(ROOT / "recipes" / f"{recipe}.yaml", [*inputs, *keys.split()]))
+    assert faults_elsewhere(roles, "cuda", ())[0] == []
 
 
 def show(folder: Path, since: float, *arguments: str) -> str:

@@ -172,7 +172,10 @@ NO_CPU_BUILD = '[[ "$*" == *+cpu ]] && { echo noise; echo "ERROR: none" >&2; exi
 class Sandbox:
     """A copy of what the set-up reads, a PATH with nothing on it but our stand-ins and the usual tools."""
 
-    TOOLS = ("bash", "cat", "df", "awk", "dirname", "flock", "grep", "sha256sum", "mkdir", "mktemp", "rm", "cp")
+    TOOLS = (
+        *("bash", "cat", "df", "awk", "dirname", "flock", "grep", "sha256sum", "mkdir", "mktemp", "rm", "cp"),
+        "readlink",
+    )
 
     def __init__(self, folder: Path) -> None:
         self.repo, self.bin, self.log = folder / "repo", folder / "bin", folder / "log"
@@ -295,6 +298,48 @@ def test_where_there_are_gpus_their_lock_is_installed(sandbox: Sandbox, tmp_path
     assert sandbox.set_up(tmp_path).stdout.startswith(f"megarl: using {sandbox.repo}/.venv")
 
 
+# A stand-in for nvcc: says its release, what it was compiled with, and where it was called.
+NVCC = 'if [[ $1 == --dryrun ]]; then echo "#\\$ _HERE_=$(dirname "$0")" >&2; else echo "release 13.0, V13.0.88"; fi'
+KEEPS_SETTINGS = (
+    '[[ "$*" != *transformer-engine-torch==* ]] || echo "CUDA_HOME $CUDA_HOME, first on PATH ${{PATH%%:*}}" >>{log}'
+)
+
+
+def nvcc_at(path: Path, body: str = NVCC) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!{shutil.which('bash')}\n{body}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["itself", "link", "wrapper", "wrapper of a link", "CUDA_HOME", "CUDA_HOME is wrong"])
+def test_transformer_engine_is_compiled_by_the_toolkit_of_nvcc_and_the_locks_ninja(
+    sandbox: Sandbox, tmp_path: Path, kind: str
+) -> None:
+    """torch compiles with $CUDA_HOME/bin/nvcc, and by itself takes the folder above the nvcc on PATH for CUDA_HOME."""
+    with_gpus(sandbox, python=f"{CUDA_BUILD}\n{KEEPS_SETTINGS.format(log=sandbox.log)}", nvcc=None)
+    real = nvcc_at(tmp_path / "toolkit" / "bin" / "nvcc")
+    environment, on_path = {}, sandbox.bin / "nvcc"
+    if kind == "itself":
+        environment["PATH"] = f"{real.parent}:{sandbox.bin}"
+    elif kind == "link":
+        on_path.symlink_to(real)
+    elif kind.startswith("wrapper"):
+        (tmp_path / "alias").symlink_to(tmp_path / "toolkit")
+        called = tmp_path / "alias" / "bin" / "nvcc" if kind.endswith("link") else real
+        nvcc_at(on_path, f'exec {called} "$@"')
+    elif kind == "CUDA_HOME":
+        nvcc_at(on_path, 'echo "release 12.9, V12.9.86"')
+        environment["CUDA_HOME"] = str(tmp_path / "toolkit")
+    else:
+        on_path.symlink_to(real)
+        environment["CUDA_HOME"] = str(tmp_path / "nothing")
+    result = sandbox.set_up(tmp_path, **environment)
+    assert (result.returncode, result.stderr) == (0, "")
+    (line,) = [line for line in sandbox.commands() if line.startswith("CUDA_HOME")]
+    assert line == f"CUDA_HOME {tmp_path}/toolkit, first on PATH REPO/.venv/bin"
+
+
 @pytest.mark.parametrize(
     ("nvidia_smi", "environment", "lock"),
     [
@@ -353,10 +398,50 @@ def test_a_changed_lock_makes_a_new_environment(sandbox: Sandbox, tmp_path: Path
     assert "BIN/python3.11 -m venv --clear REPO/.venv" in sandbox.commands()
 
 
-def test_a_moved_repository_makes_a_new_environment(sandbox: Sandbox, tmp_path: Path) -> None:
+def own_environment(venv: Path, stamp: str = "") -> Path:
+    """A file of an environment that another clone or another program has made."""
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin" / "precious").touch()
+    if stamp:
+        (venv / "megarl.stamp").write_text(f"{stamp}\n")
+    return venv / "bin" / "precious"
+
+
+@pytest.mark.parametrize("stamp", ["", "/another/clone"], ids=["no stamp", "of another clone"])
+def test_an_environment_of_others_is_not_emptied(sandbox: Sandbox, tmp_path: Path, stamp: str) -> None:
+    kept = own_environment(sandbox.repo / ".venv", stamp)
+    result = sandbox.set_up(tmp_path)
+    assert result.returncode == 2 and kept.exists() and not sandbox.commands()
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"megarl: {sandbox.repo}/.venv was made by {stamp or 'another program'}, and an")
+    assert line.endswith(f"remove it (rm -r {sandbox.repo}/.venv) and run this again")
+
+
+def test_what_a_link_leads_to_is_not_emptied(sandbox: Sandbox, tmp_path: Path) -> None:
+    """Not even where the other clone once lay where this one lies: its own stamp names this folder then."""
+    kept = own_environment(tmp_path / "theirs", str(sandbox.repo))
+    (sandbox.repo / ".venv").symlink_to(tmp_path / "theirs")
+    result = sandbox.set_up(tmp_path)
+    assert result.returncode == 2 and kept.exists() and not sandbox.commands()
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"megarl: {sandbox.repo}/.venv is a link to {tmp_path}/theirs, and an installation")
+    assert line.endswith(f"remove the link (rm {sandbox.repo}/.venv) and run this again")
+
+
+def test_a_moved_repository_asks_to_remove_its_environment(sandbox: Sandbox, tmp_path: Path) -> None:
+    """A container sees the host's clone under another name, too: the host still needs what is there."""
     sandbox.set_up(tmp_path)
+    before = sandbox.repo
     sandbox.repo = sandbox.repo.rename(tmp_path / "elsewhere")
-    assert "making" in sandbox.set_up(tmp_path).stdout
+    result = sandbox.set_up(tmp_path)
+    assert result.returncode == 2
+    assert f".venv was made by {before}, and an installation would empty it: remove it (rm -r " in result.stderr
+
+
+def test_an_empty_folder_on_another_disk_takes_the_environment(sandbox: Sandbox, tmp_path: Path) -> None:
+    (sandbox.repo / ".venv").mkdir()
+    result = sandbox.set_up(tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_an_interrupted_installation_is_done_again(sandbox: Sandbox, tmp_path: Path) -> None:
@@ -414,6 +499,21 @@ def test_the_set_up_takes_the_python_that_is_there(
     assert (result.returncode, result.stderr) == (0, "")
     assert f"making {sandbox.repo}/.venv with {chosen}" in result.stdout
     assert f"BIN/{chosen} -m venv --clear REPO/.venv" in sandbox.commands()
+
+
+# --- gpu_check.sh ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("limit", "first", "others"), [(None, "560", "480"), ("77", "77", "77")])
+def test_the_first_tier_has_more_time(tmp_path: Path, limit: str | None, first: str, others: str) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\n[ "$2" != tests.gpu.tiers ] || [ -n "$3" ] || echo 1 2 3\n')
+    python.chmod(0o755)
+    own = {name: value for name, value in os.environ.items() if name != "LIMIT_S"} | {"PYTHON": str(python)}
+    own |= {"LIMIT_S": limit} if limit else {}
+    done = subprocess.run(["bash", ROOT / "scripts" / "gpu_check.sh"], env=own, capture_output=True, text=True)
+    told = [f"tier {tier}: at most {first if tier == 1 else others} s" for tier in (1, 2, 3)]
+    assert (done.returncode, done.stdout.splitlines()) == (0, told)
 
 
 # --- test.sh -----------------------------------------------------------------------------------------------------

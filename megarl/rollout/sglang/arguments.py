@@ -233,6 +233,9 @@ def server_arguments(settings: EngineSettings, weight_loader: str, device: str =
 def _gpu_arguments(settings: EngineSettings) -> dict[str, Any]:
     # The memory saver releases the engine's memory to training between rollouts.
     arguments: dict[str, Any] = {"base_gpu_id": settings.first_gpu, "enable_memory_saver": True, "sleep_on_idle": True}
+    # SGLang's own choice on NVIDIA GPUs are graphs of prompts too ("breakable"): a pool beside mem_fraction_static that
+    # stays while training has the GPU, for steps that are mostly decoding. A named backend wins over this switch.
+    arguments["disable_prefill_cuda_graph"] = True
     arguments |= group_arguments(
         settings.tp,
         settings.dp,

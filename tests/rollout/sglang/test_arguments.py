@@ -77,6 +77,28 @@ def test_experts_lie_where_the_map_has_them_on_every_gpu() -> None:
     assert backend(sglang={"moe_runner_backend": "deep_gemm"}) == "deep_gemm"
 
 
+def test_graphs_of_prompts_are_off_unless_the_recipe_turns_them_on() -> None:
+    """On GPUs SGLang makes them by default, in memory that the plan does not have."""
+    name = "disable_prefill_cuda_graph"
+    assert server_arguments(SETTINGS, "a.loader", "cuda")[name] is True
+    assert name not in server_arguments(SETTINGS, "a.loader", "cpu")
+    mine = replace(SETTINGS, sglang={name: False})
+    assert server_arguments(mine, "a.loader", "cuda")[name] is False
+
+
+@needs_sglang
+def test_a_backend_of_graphs_of_prompts_wins_over_the_switch() -> None:
+    """So that a recipe needs one key for them; by SGLang's own reading of its arguments."""
+    spec = importlib.util.find_spec("sglang")
+    assert spec and spec.origin
+    source = (Path(spec.origin).parent / "srt" / "arg_groups" / "cuda_graph_hook.py").read_text()
+    off = source.index('if cfg.disable_prefill_cuda_graph:\n        _set(Phase.PREFILL, "backend", Backend.DISABLED)')
+    named = '_set(Phase.PREFILL, "backend", cfg.cuda_graph_backend_prefill)'
+    assert off < source.index(named), "what is set later holds"
+    defaults = (Path(spec.origin).parent / "srt" / "model_executor" / "cuda_graph_config.py").read_text()
+    assert "return Backend.BREAKABLE if is_cuda() else" in defaults, "otherwise there is nothing to turn off"
+
+
 def test_an_engines_layout_is_said_to_sglang() -> None:
     names = ("enable_dp_lm_head", "moe_dense_tp_size", "moe_a2a_backend", "moe_runner_backend")
     whole = replace(SETTINGS, dp=2, whole_dense=True, whole_shared=True, group_head=True, deepep=True)

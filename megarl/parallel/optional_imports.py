@@ -1,0 +1,107 @@
+"""Which optional packages Megatron finds when it is imported: what it makes of them depends on their import alone.
+
+`megarl.parallel` installs these finders before Megatron can be imported, so they hold in every process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+
+from megarl.device import DEVICE
+from megarl.types import UserFault
+
+_ENGINE = "transformer_engine"
+_UNUSED = "the CPU does not use it"
+
+
+class _NoTrackerInMegatron(MetaPathFinder):
+    """Megatron imports wandb for its inference engine, which megarl does not use: a third of a rank's start."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: object = None) -> None:
+        megatron = sys.modules.get("megatron.core")
+        if fullname == "wandb" and getattr(megatron and megatron.__spec__, "_initializing", False):
+            raise ModuleNotFoundError("not needed while Megatron is imported", name=fullname)
+
+
+class TransformerEngineFinder(MetaPathFinder):
+    """Imports TransformerEngine whole, or refuses it as a package that is not installed.
+
+    Megatron tries to import it in some thirty modules, and takes an ImportError alone as a sign that it is absent.
+    Libraries of another CUDA or cuDNN raise OSError or RuntimeError, which ended also a run that uses other layers; and
+    `import transformer_engine` succeeds without its torch part, so that half of Megatron's modules believed in it.
+
+    fault: why it cannot be imported; "" while nobody has tried, or where it can. On the CPU it is refused untried.
+    """
+
+    def __init__(self, device: str = DEVICE) -> None:
+        self.fault = "" if device == "cuda" else _UNUSED
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: object = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(fullname, path) if fullname == _ENGINE else None
+        if spec is not None and spec.loader is not None:
+            spec.loader = _WholeEngine(spec.loader, self)
+        return spec
+
+
+class _WholeEngine(Loader):
+    """Loads TransformerEngine with its torch part; the finder keeps why that fails, so that it is tried once."""
+
+    def __init__(self, loader: Loader, finder: TransformerEngineFinder) -> None:
+        self._loader = loader
+        self._finder = finder
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._loader, name)  # what inspect and importlib.resources ask a loader for
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        if self._finder.fault:
+            raise ModuleNotFoundError(self._finder.fault, name=_ENGINE)
+        try:
+            self._loader.exec_module(module)
+            importlib.import_module(f"{_ENGINE}.pytorch")
+        except Exception as error:  # whatever the loaders of its libraries raise
+            for name in [name for name in sys.modules if name.startswith(f"{_ENGINE}.")]:
+                del sys.modules[name]
+            self._finder.fault = str(error).strip().partition("\n")[0] or type(error).__name__
+            raise ModuleNotFoundError(self._finder.fault, name=_ENGINE) from error
+
+
+ENGINE_FINDER = TransformerEngineFinder()
+
+
+def engine_problem() -> str:
+    """Why TransformerEngine cannot be imported, in the loader's own words; "" where it can. Takes seconds at first."""
+    try:
+        importlib.import_module(f"{_ENGINE}.pytorch")
+    except ImportError as error:
+        return str(error).partition("\n")[0]
+    return ""
+
+
+def layers_fault(problem: str, *, local_layers: bool, dtype: str) -> UserFault | None:
+    """The fault of a recipe whose ranks have no layers on GPUs.
+
+    problem: why TransformerEngine cannot be used there, "" where it can. local_layers, dtype: train.local_layers and
+    model.dtype.
+    """
+    if problem and not local_layers:
+        mend = "install what requirements/gpu.txt names (docs/install.md), or set it to true: Megatron's own layers, "
+        mend += "which are slower"
+        return UserFault("train.local_layers", f"TransformerEngine cannot be used ({problem})", mend)
+    if not problem and dtype == "float32":
+        problem = "float32, and TransformerEngine's attention takes packed rows in 16-bit types alone"
+        return UserFault("model.dtype", problem, "set it to bfloat16")
+    return None
+
+
+def install() -> None:
+    """Put the finders before all others."""
+    sys.meta_path[:0] = [_NoTrackerInMegatron(), ENGINE_FINDER]
