@@ -130,7 +130,7 @@ def test_the_user_reads_one_line_of_it(agents: AgentThread, tmp_path: Path, row:
     with RunLog(recipe_in(tmp_path), console) as log, log.step(3) as record:
         record.failed([summary])
     lines = [line for line in text.getvalue().splitlines() if "agent" in line]
-    assert lines == [f"step 3: 1 verdict failed, the first {words} on response 'hello', answer ''"]
+    assert lines == [f"step 3: 1 verdict failed, the first {words} on response 'hello' to row 1, answer ''"]
 
 
 def scored(episodes: Sequence[EpisodeResult]) -> GroupSummary:
