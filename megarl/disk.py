@@ -68,8 +68,10 @@ def output_fault(path: Path, where: str, *, kind: str = "file", replaces: bool =
     folder, mend = path.absolute().parent, f"name another {kind}"
     where = f"{where} {path}".strip()
     try:
-        is_there = os.path.lexists(path)  # also a symbolic link that leads nowhere
-        is_folder_there = folder.is_dir()
+        os.lstat(path)  # also of a symbolic link that leads nowhere
+        is_there = True
+    except (FileNotFoundError, NotADirectoryError):
+        is_there = False
     except (OSError, ValueError) as error:  # a name that is too long; a NUL character
         return UserFault(where, f"no {kind} can have this name ({getattr(error, 'strerror', None) or error})", mend)
     if is_there and not replaces:
@@ -78,7 +80,7 @@ def output_fault(path: Path, where: str, *, kind: str = "file", replaces: bool =
         return UserFault(where, "it is a folder" if path.is_dir() else "it is not a regular file", mend)
     if is_there and not os.access(path, os.W_OK):
         return UserFault(where, "it cannot be overwritten", mend)
-    if not is_folder_there:
+    if not folder.is_dir():
         return UserFault(where, f"{folder} is not a folder", f"make it, or {mend}")
     if not is_writable(folder):
         return UserFault(where, f"{folder} is not a folder to write to", mend)
