@@ -20,6 +20,8 @@ from typing import Annotated
 import typer
 
 from megarl.cluster.processes import note_sigusr1, raise_on_sigterm, was_terminated
+from megarl.commands.output import check_picture, say_all
+from megarl.commands.version import version_lines
 from megarl.config import Recipe
 from megarl.config.loading import load_recipe
 from megarl.printable import one_line, show
@@ -42,8 +44,18 @@ class _Side(Enum):
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
+def _show_versions(is_wanted: bool) -> None:
+    if is_wanted:
+        say_all("\n".join(version_lines()))
+        raise typer.Exit()
+
+
 @app.callback()
-def megarl() -> None:
+def megarl(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_versions, is_eager=True, help="Versions, and nothing else.")
+    ] = False,
+) -> None:
     """Train MoE language models with reinforcement learning: Megatron-Core, SGLang and Ray on the same GPUs."""
     raise_on_sigterm()
 
@@ -65,8 +77,8 @@ def train(
         sys.exit(_outcome(recipe, overrides or [], partial(_dry_run, other="--resume" if resume else from_samples)))
     if not from_samples:  # that writes no checkpoints
         note_sigusr1()
-    run = partial(_train_from, samples=from_samples, resume=resume) if from_samples else partial(_train, resume=resume)
-    sys.exit(_outcome(recipe, overrides or [], run))
+    run = partial(_train_from, samples=from_samples) if from_samples else _train
+    sys.exit(_outcome(recipe, overrides or [], partial(run, resume=resume)))
 
 
 @app.command()
@@ -102,26 +114,20 @@ def plan(
     """Say who sits where, what fills the memory and what a step takes, without a GPU; exit code 2: it does not fit."""
 
     def run(recipe: Recipe) -> None:
-        from megarl.plan.batch import MEAN_RESPONSE_SHARE
-
+        if picture:
+            check_picture(picture, is_search=search is not None)
         _advise(recipe)
-        card_file, share = hardware or recipe.placement.hardware, response_share or MEAN_RESPONSE_SHARE
-        if search and picture:
-            raise UserFault("--picture", "a search has no picture", "leave one of them out")
-
-        from megarl.commands.plan import planned, searched
+        from megarl.commands.plan import draw_picture, planned, searched
 
         if search:
-            _say_all(searched(recipe, card_file, search.value, share, as_json=as_json))
+            say_all(searched(recipe, hardware, search.value, response_share, as_json=as_json))
             return
-        found, report = planned(recipe, card_file, share, as_json=as_json)
-        _say_all(report)
+        run_plan, report = planned(recipe, hardware, response_share, as_json=as_json)
+        say_all(report)
         if picture:
-            from megarl.plan.picture import draw
-
-            draw(found, picture)
-        if found.faults:
-            raise UserFaults(found.faults)
+            draw_picture(run_plan, picture)
+        if run_plan.faults:
+            raise UserFaults(run_plan.faults)
 
     sys.exit(_outcome(recipe, overrides or [], run))
 
@@ -231,7 +237,7 @@ def doctor(
 
         hardware_file = out if measure else None
         report = examine(loaded, faults, hardware_file, port or (), lambda line: show(f"megarl: {line}", sys.stderr))
-        _say_all(report.to_json() if as_json else "\n".join(report.lines()))
+        say_all(report.to_json() if as_json else "\n".join(report.lines()))
         return report.exit_code
 
     sys.exit(_ended(run))
@@ -331,14 +337,6 @@ def _rollout(recipe: Recipe, *, out: Path) -> None:
         for note in inputs.notes:
             log.say(note)
         roll_out(recipe, inputs, log, out)
-
-
-def _say_all(text: str) -> None:
-    """Print; the reader may have closed the pipe, as `head` does."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails once more as it ends
 
 
 def main() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,6 +49,42 @@ def _fault(error: BaseException, folder: Path, what: str, where: str) -> UserFau
         return UserFault(where, problem, "make room there, or name a folder on another disk")
     reason = cause.strerror if cause else ""
     return UserFault(where, f"{what} cannot be written in {folder} ({reason})", "mend that, or name another folder")
+
+
+def is_writable(folder: Path) -> bool:
+    """Whether files can be made in a folder: /proc and full file systems refuse what the folder's mode allows."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):  # without a name where the file system can
+            return True
+    except OSError:
+        return False
+
+
+def output_fault(path: Path, where: str, *, kind: str = "file", replaces: bool = False) -> UserFault | None:
+    """Why a command that works for a while could not write its result to `path` at the end, or None.
+
+    where: the option that names the path. kind: file or folder. replaces: a regular file that is there is overwritten.
+    """
+    folder, mend = path.absolute().parent, f"name another {kind}"
+    where = f"{where} {path}".strip()
+    try:
+        os.lstat(path)  # also of a symbolic link that leads nowhere
+        is_there = True
+    except (FileNotFoundError, NotADirectoryError):
+        is_there = False
+    except (OSError, ValueError) as error:  # a name that is too long; a NUL character
+        return UserFault(where, f"no {kind} can have this name ({getattr(error, 'strerror', None) or error})", mend)
+    if is_there and not replaces:
+        return UserFault(where, "it is there already", mend)
+    if is_there and not path.is_file():
+        return UserFault(where, "it is a folder" if path.is_dir() else "it is not a regular file", mend)
+    if is_there and not os.access(path, os.W_OK):
+        return UserFault(where, "it cannot be overwritten", mend)
+    if not folder.is_dir():
+        return UserFault(where, f"{folder} is not a folder", f"make it, or {mend}")
+    if not is_writable(folder):
+        return UserFault(where, f"{folder} is not a folder to write to", mend)
+    return None
 
 
 def folder_gone(folder: Path, what: str) -> FolderGone:

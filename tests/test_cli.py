@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from megarl import cli
+from megarl.commands.version import version_lines
 from megarl.config import Recipe
 from megarl.types import FolderGone, UserFault, UserFaults
 
@@ -103,6 +105,47 @@ print(*[name for name in {HEAVY!r} if name in sys.modules])
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout == "\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["plan", str(QUICKSTART), "--picture", "/dev/full"], 2, "--picture /dev/full: it is not a regular file; "),
+        (["plan", str(QUICKSTART), "--picture", "x", "--search", "both"], 2, "--picture: a search has no picture; "),
+        (["--version"], 0, f"megarl {metadata.version('megarl')}\nPython "),
+    ],
+    ids=["picture", "search", "version"],
+)
+def test_what_needs_nothing_heavy_imports_nothing_heavy(arguments: list[str], code: int, says: str) -> None:
+    program = f"""
+import sys
+from megarl import cli
+try:
+    cli.app({arguments!r})
+except SystemExit as end:
+    print(end.code, *[name for name in {HEAVY!r} if name in sys.modules], sep=",")
+"""
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert result.stdout.splitlines()[-1] == str(code)
+    assert (result.stderr or result.stdout).startswith(says)
+
+
+def test_the_version_names_every_package_that_decides_what_a_run_computes() -> None:
+    first, second = version_lines()
+    assert first == f"megarl {metadata.version('megarl')}"
+    for package in ("torch", "megatron-core", "sglang", "ray", "transformers"):
+        assert f"{package} {metadata.version(package)}" in second
+    assert "transformer-engine " in second
+
+
+def test_a_report_on_a_full_disk_is_one_line_and_code_2() -> None:
+    """Python itself fails a second time as it ends, unless what is buffered is dropped."""
+    program = "import sys; from megarl import cli; from megarl.commands.output import say_all\n"
+    program += "sys.exit(cli._ended(lambda: say_all('a report')))"
+    with open("/dev/full", "w") as full:
+        result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=full, stderr=-1, text=True)
+    assert result.returncode == 2
+    assert result.stderr == "stdout: cannot be written (No space left on device); send it elsewhere\n"
 
 
 @pytest.mark.parametrize(

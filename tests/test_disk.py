@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 
 from megarl.checkpoints.snapshots import Snapshots
-from megarl.disk import writing
+from megarl.disk import output_fault, writing
 from megarl.rollout.sample_file import writing as writing_samples
 from megarl.tracking import run_log
 from megarl.tracking.run_log import RunLog
@@ -27,6 +27,37 @@ from megarl.types import FolderGone, Prompt, Sample, SampleGroup, SamplePart, Us
 from tests.small_disk import small_disk
 from tests.tracking.test_metrics import group
 from tests.tracking.test_run_log import plain, recipe_in
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("folder", "it is a folder"),
+        ("/dev/full", "it is not a regular file"),
+        ("hollow", "it is not a regular file"),
+        ("gone/x.png", "is not a folder; make it, or"),
+        ("file/x.png", "is not a folder; make it, or"),
+        ("n" * 300, "no file can have this name"),
+        ("a\0b", "no file can have this name"),
+        ("/proc/x.png", "/proc is not a folder to write to"),
+    ],
+)
+def test_where_a_result_could_not_be_written_is_known_before_the_work(tmp_path: Path, name: str, problem: str) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "hollow").symlink_to(tmp_path / "nowhere")
+    fault = output_fault(tmp_path / name, "--picture", replaces=True)
+    assert fault and fault.where.startswith("--picture ") and problem in f"{fault.problem}; {fault.mend}"
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_a_result_may_be_new_or_replace_a_file_where_it_may(tmp_path: Path) -> None:
+    assert output_fault(tmp_path / "new", "--out") is None
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "old").touch()
+    assert output_fault(tmp_path / "old", "--out", replaces=True) is None
+    fault = output_fault(tmp_path / "old", "--out")
+    assert str(fault) == f"--out {tmp_path}/old: it is there already; name another file"
 
 
 @pytest.fixture

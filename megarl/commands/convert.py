@@ -5,7 +5,6 @@ Or its adapters alone, which this process reads and writes.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from megarl.checkpoints.snapshots import Snapshot, Snapshots
 from megarl.cluster.session import Cluster
 from megarl.config import Recipe
 from megarl.controller.resuming import FOLDER, model_faults
+from megarl.disk import output_fault
 from megarl.fleet.fleet import training_fleet
 from megarl.parallel.hf_config import model_shape
 from megarl.parallel.roles import lora_size, resolve
@@ -25,11 +25,8 @@ def find_snapshot(recipe: Recipe, run: Path, out: Path, step: int | None, say: C
 
     Raises UserFaults: there is none, it is of another model than the recipe's, `out` cannot be written.
     """
-    faults = []
-    parent = out.absolute().parent
-    if out.exists() or not (parent.is_dir() and os.access(parent, os.W_OK)):
-        problem = "exists already" if out.exists() else f"{parent} is not a folder to write to"
-        faults.append(UserFault(str(out), problem, "name another folder"))
+    fault = output_fault(out, "", kind="folder")
+    faults = [fault] if fault else []
     found = Snapshots(run / FOLDER, say).newest(step)
     if found is None:
         which = "whole checkpoint" if step is None else f"whole checkpoint of step {step}"
@@ -78,4 +75,3 @@ def convert_snapshot(
         trainers.load_weights(snapshot.folder.absolute())
         trainers.export(out.absolute(), fp8=fp8)
     say(f"{snapshot.folder} is a Hugging Face checkpoint in {out}")
-

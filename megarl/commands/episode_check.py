@@ -265,7 +265,7 @@ class _Trial:
                 text = record.text
                 (found,) = scorers.wait_for_verdicts(row.answer, row.values, [text], [record.episode()])
                 if isinstance(found, Failure):
-                    problem = f"{row.place}: {describe_failure(found, text, row.answer)}"
+                    problem = describe_failure(found, text, row.answer, row.place)
                     self._add(WHERE, "", UserFault(WHERE, problem, MEND))
                     continue
                 right = "correct" if found.correct else "not correct"

@@ -8,24 +8,37 @@ from typing import TYPE_CHECKING
 
 from megarl.config import Recipe
 from megarl.config.hardware import load_hardware
+from megarl.disk import writing
+from megarl.plan.batch import MEAN_RESPONSE_SHARE
 from megarl.plan.run_plan import RunPlan, make_plan
 
 if TYPE_CHECKING:
     from megarl.plan.search import Side
 
 
-def planned(recipe: Recipe, hardware: Path | str | None, share: float, *, as_json: bool) -> tuple[RunPlan, str]:
-    """The plan and its report, to be printed. hardware: its file; share: of the longest response, the mean one."""
+def planned(recipe: Recipe, hardware: Path | str | None, share: float | None, *, as_json: bool) -> tuple[RunPlan, str]:
+    """The plan and its report, to be printed.
+
+    hardware: its file; None: placement.hardware. share: of the longest response, the mean one; None: the usual one.
+    """
     from megarl.plan.report import page, plan_json
 
-    found = make_plan(recipe, load_hardware(hardware), share)
-    return found, json.dumps(plan_json(found)) if as_json else page(found)
+    run_plan = make_plan(recipe, load_hardware(hardware or recipe.placement.hardware), share or MEAN_RESPONSE_SHARE)
+    return run_plan, json.dumps(plan_json(run_plan)) if as_json else page(run_plan)
 
 
-def searched(recipe: Recipe, hardware: Path | str | None, side: Side, share: float, *, as_json: bool) -> str:
+def draw_picture(run_plan: RunPlan, path: Path) -> None:
+    """Write the plan as a PNG. Raises UserFault where the disk refuses it."""
+    from megarl.plan.picture import draw
+
+    with writing(path.absolute().parent, path.name, "--picture"):
+        draw(run_plan, path)
+
+
+def searched(recipe: Recipe, hardware: Path | str | None, side: Side, share: float | None, *, as_json: bool) -> str:
     """What a search found, to be printed. Arguments as of `planned`."""
     from megarl.plan.search import search
     from megarl.plan.search_report import search_json, search_page
 
-    found = search(recipe, load_hardware(hardware), side, share)
-    return json.dumps(search_json(found)) if as_json else search_page(found)
+    result = search(recipe, load_hardware(hardware or recipe.placement.hardware), side, share or MEAN_RESPONSE_SHARE)
+    return json.dumps(search_json(result)) if as_json else search_page(result)

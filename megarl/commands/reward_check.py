@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from megarl.rollout.sample_file import open_samples
 from megarl.rollout.verdicts.scorers import Scorers
 from megarl.types import UserFault
 
-Found = list[tuple[str, Verdict | Failure]]  # response, result
+Found = list[tuple[str, str, Verdict | Failure]]  # place of the row, response, result
 _OWN, _OTHER, _EMPTY, _BOMBS = "its own answer", "another row's answer", "an empty response", "bombs"
 _BEFORE, _ANEW = "in the file", "anew"
 _START_S = 600.0
@@ -97,12 +97,12 @@ def _check_samples(config: RewardConfig, path: Path, num_groups: int) -> bool:
             episodes = [sample.episode for sample in group.samples]
             anew = scorers.wait_for_verdicts(group.prompt.answer, group.prompt.row, responses, episodes)
             for kind, verdicts in ((_BEFORE, before), (_ANEW, anew)):
-                found[kind] += zip(responses, verdicts, strict=True)
+                found[kind] += zip(repeat(group.prompt.id, len(responses)), responses, verdicts, strict=True)
         slowest_s = scorers.slowest_s
     finally:
         scorers.shutdown()
     show(_report(found))
-    _show_changes([(before, after) for (_, before), (_, after) in zip(found[_BEFORE], found[_ANEW], strict=True)])
+    _show_changes([(before, after) for (*_, before), (*_, after) in zip(found[_BEFORE], found[_ANEW], strict=True)])
     _show_slowest(slowest_s, config)
     return _show_failures(found[_ANEW])
 
@@ -122,10 +122,11 @@ def _show_slowest(slowest_s: float, config: RewardConfig) -> None:
 
 def _show_failures(every: Found) -> bool:
     """A line for each kind of failure; whether there is none."""
-    failures = [(one.words, response) for response, one in every if isinstance(one, Failure)]
+    failures = [(one.words, (place, response)) for place, response, one in every if isinstance(one, Failure)]
     first = dict(reversed(failures))
     for words, count in Counter(words for words, _ in failures).most_common():
-        show(one_line(f"failed {count} x: {words}, first on response {short(first[words])}"))
+        place, response = first[words]
+        show(one_line(f"failed {count} x: {words}, first on response {short(response)} to {place}"))
     return not failures
 
 
@@ -139,29 +140,30 @@ def _argument(text: str) -> tuple[str, Any]:
         return key, value
 
 
-def _verdicts(scorers: Scorers, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Found]:
+def _verdicts(scorers: Scorers, rows: Sequence[tuple[str, str, Mapping[str, Any]]]) -> dict[str, Found]:
     found: dict[str, Found] = {_OWN: [], _OTHER: [], _EMPTY: [], _BOMBS: []}
-    answers = list(dict.fromkeys(answer for answer, _ in rows))
-    for answer, row in rows:
+    answers = list(dict.fromkeys(answer for _, answer, _ in rows))
+    for place, answer, row in rows:
         other = answers[(answers.index(answer) + 1) % len(answers)]
         responses = {_OWN: answer, _EMPTY: ""} | ({_OTHER: other} if other != answer else {})
         verdicts = scorers.wait_for_verdicts(answer, row, list(responses.values()))
         for (kind, response), verdict in zip(responses.items(), verdicts, strict=True):
-            found[kind].append((response, verdict))
-    answer, row = rows[0]
-    found[_BOMBS] = list(zip(BOMBS, scorers.wait_for_verdicts(answer, row, BOMBS), strict=True))
+            found[kind].append((place, response, verdict))
+    place, answer, row = rows[0]
+    verdicts = scorers.wait_for_verdicts(answer, row, BOMBS)
+    found[_BOMBS] = [(place, bomb, verdict) for bomb, verdict in zip(BOMBS, verdicts, strict=True)]
     return found
 
 
 def _mean(found: Found) -> float | None:
-    rewards = [one.reward for _, one in found if isinstance(one, Verdict)]
+    rewards = [one.reward for *_, one in found if isinstance(one, Verdict)]
     return sum(rewards) / len(rewards) if rewards else None
 
 
 def _report(found: Mapping[str, Found]) -> str:
     lines = [f"{'response':<22}{'verdicts':>10}{'reward':>10}{'correct':>10}{'failed':>10}"]
     for kind, of_kind in found.items():
-        verdicts = [one for _, one in of_kind if isinstance(one, Verdict)]
+        verdicts = [one for *_, one in of_kind if isinstance(one, Verdict)]
         mean = _mean(of_kind)
         reward = "-" if mean is None else f"{mean:.3f}"
         correct = f"{sum(one.correct for one in verdicts) / len(verdicts):.1%}" if verdicts else "-"

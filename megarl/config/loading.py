@@ -41,8 +41,9 @@ _MENDS = {  # pydantic's error types whose own words are for programmers
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a YAML recipe and apply overrides in order: `a.b=c`, whose value is YAML, or the name of an overlay's file.
 
-    An overlay is a YAML file with some of a recipe's keys: mappings merge key by key, anything else is replaced. Raises
-    UserFaults with every fault at once: unknown keys with the nearest known one, wrong types, missing keys.
+    An overlay is a YAML file with some of a recipe's keys: mappings merge key by key, anything else is replaced, and
+    null takes a named entry (data.eval.NAME) out. Raises UserFaults with every fault at once: unknown keys with the
+    nearest known one, wrong types, missing keys.
     """
     return load_branch(Recipe, path, overrides)
 
@@ -50,7 +51,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 def overlaid(recipe: Recipe, overlay: Mapping[str, Any]) -> Recipe:
     """A recipe with an overlay's keys laid over it, as a file of them would be."""
     tree = recipe.model_dump(exclude_unset=True)
-    _merge(overlay, tree)
+    _merge(overlay, tree, Recipe, Parsed())
     return Recipe.model_validate(tree)
 
 
@@ -96,9 +97,12 @@ def _apply(override: str, kind: type[Branch], tree: dict[str, Any], found: Parse
             branch[key] = {}
             found.origins[".".join(keys[: depth + 1])] = where
         branch = branch[key]
-    branch[keys[-1]] = parsed.value
-    _note(parsed, found)
     found.origins[dotted] = where
+    if parsed.value is None and _is_named(dotted, kind):
+        _take_out(dotted, branch, kind, found)
+    else:
+        branch[keys[-1]] = parsed.value
+    _note(parsed, found)
 
 
 def _lay_over(path: Path, kind: type[Branch], tree: dict[str, Any], found: Parsed) -> None:
@@ -108,8 +112,8 @@ def _lay_over(path: Path, kind: type[Branch], tree: dict[str, Any], found: Parse
     except UserFaults as error:
         found.faults += error.faults
         return
-    _merge(overlay.value, tree)
     _note(overlay, found)
+    _merge(overlay.value, tree, kind, found)
 
 
 def _note(parsed: Parsed, found: Parsed) -> None:
@@ -129,12 +133,37 @@ def _read_yaml(path: Path, kind: type[Branch]) -> Parsed:
     return parsed
 
 
-def _merge(overlay: Mapping[Any, Any], tree: dict[Any, Any]) -> None:
+def _merge(
+    overlay: Mapping[Any, Any], tree: dict[Any, Any], kind: type[Branch], found: Parsed, section: str = ""
+) -> None:
+    """Write an overlay's keys over those of a section ("" is the top) of the tree, in place."""
     for key, value in overlay.items():
-        if isinstance(value, dict) and isinstance(tree.get(key), dict):
-            _merge(value, tree[key])
+        path = f"{section}.{key}".lstrip(".")
+        if value is None and _is_named(path, kind):
+            _take_out(path, tree, kind, found)
+        elif isinstance(value, dict) and isinstance(tree.get(key), dict):
+            _merge(value, tree[key], kind, found, path)
         else:
             tree[key] = value
+
+
+def _is_named(path: str, kind: type[Branch]) -> bool:
+    """Whether a dotted key is an entry under a name of the user's own (data.eval.NAME), or the mapping of all such."""
+    section = path.rpartition(".")[0]
+    return any(get_origin(_annotation(at, kind)) is Mapping for at in (path, section))
+
+
+def _take_out(path: str, branch: dict[Any, Any], kind: type[Branch], found: Parsed) -> None:
+    """Remove the entry, or all entries, of a named mapping; a name that is not there is a fault."""
+    key = path.rpartition(".")[2]
+    if get_origin(_annotation(path, kind)) is Mapping:
+        branch[key] = {}
+    elif key in branch:
+        del branch[key]
+    else:
+        problem = f"{path} is null, which takes it out, and there is no such entry"
+        mend = did_you_mean(near(key, branch), "leave the line out")
+        found.faults.append(UserFault(_where(path, found.origins, path), problem, mend))
 
 
 def _explain(error: ValidationError, found: Parsed, file: str, root: type[Branch]) -> list[UserFault]:

@@ -36,6 +36,9 @@ from megarl.preflight.phases import phase_faults
 from megarl.rollout.sglang.sizes import limit_of
 from megarl.types import ModelShape, UserFault, UserFaults
 
+MOST_SAMPLES = 2**16  # of a step's samples: dealing them takes seconds, of four times as many a minute and more
+MOST_GPUS = 4096
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -119,6 +122,8 @@ def make_plan(
 
     sizes: of all models, where they are known already.
     """
+    if faults := size_faults(recipe):
+        raise UserFaults(faults)
     recipe, _ = stand_ins(recipe)
     roles = resolve(recipe)
     if faults := plan_faults(roles):
@@ -184,6 +189,23 @@ class _Tries:
     def engines(self, changed: Recipe) -> tuple[MemoryPlan, StepTime]:
         room = self.memory(changed, self.sizes)
         return room, self.others.with_rollout(rollout_of(resolve(changed), self.hardware, room, self.samples))
+
+
+def size_faults(recipe: Recipe) -> list[UserFault]:
+    """Sizes with which a plan would take hours: it deals every sample to a micro-batch, and places every GPU."""
+    faults, rollout = [], recipe.rollout
+    samples = rollout.prompts_per_step * rollout.samples_per_prompt
+    if samples > MOST_SAMPLES:
+        problem = f"a plan has at most {MOST_SAMPLES:,} samples a step, and these are {samples:,}"
+        problem += f" with {rollout.samples_per_prompt} of each prompt"
+        mend = (
+            f"set it to at most {max(1, MOST_SAMPLES // rollout.samples_per_prompt)}: time grows with it in proportion"
+        )
+        faults.append(UserFault("rollout.prompts_per_step", problem, mend))
+    if recipe.placement.gpus > MOST_GPUS:
+        problem = f"a plan has at most {MOST_GPUS:,} GPUs, and these are {recipe.placement.gpus:,}"
+        faults.append(UserFault("placement.gpus", problem, f"set it to at most {MOST_GPUS}"))
+    return faults
 
 
 def plan_faults(roles: Roles) -> list[UserFault]:

@@ -16,6 +16,7 @@ from megarl.checkpoints import hf_import
 from megarl.cluster.visible_gpus import device_faults
 from megarl.config import Recipe
 from megarl.device import DEVICE
+from megarl.disk import output_fault
 from megarl.parallel.optional_imports import engine_problem, layers_fault
 from megarl.parallel.roles import Roles, resolve
 from megarl.preflight.data import length_faults, read_data, sample_file_faults
@@ -23,7 +24,7 @@ from megarl.preflight.environment import attention_faults, cluster_faults
 from megarl.preflight.episodes import demonstration_faults, read_episode
 from megarl.preflight.hyperparameters import eval_faults, hyperparameter_faults, sampling_faults
 from megarl.preflight.layout import layout_faults, shape_or_stand_in
-from megarl.preflight.limits import is_writable, limit_faults, secret_faults
+from megarl.preflight.limits import limit_faults, secret_faults
 from megarl.preflight.lora import adapter_faults, cpu_faults, lora_faults, sharing_faults
 from megarl.preflight.models import critic_faults, eos_faults, policy_faults, reward_model_faults, tokenizer_faults
 from megarl.preflight.phases import phase_faults
@@ -89,11 +90,8 @@ def check(recipe: Recipe) -> Inputs:
 
 def check_rollout(recipe: Recipe, out: Path) -> Inputs:
     """The same for sampling into a file without training."""
-    faults = []
-    if out.exists() or not is_writable(out.absolute().parent):
-        problem = "it is there already" if out.exists() else f"{out.absolute().parent} is not a folder to write to"
-        faults.append(UserFault(f"--out {out}", problem, "name another file"))
-    return _check_inputs(_Case("rollout", resolve(recipe)), faults)
+    fault = output_fault(out, "--out")
+    return _check_inputs(_Case("rollout", resolve(recipe)), [fault] if fault else [])
 
 
 def check_samples(recipe: Recipe, path: Path) -> SampleFile:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 
 from megarl.config import Recipe
 from megarl.config.hardware import load_hardware
+from megarl.disk import is_writable
 from megarl.tracking.secrets import secrets_in
 from megarl.types import UserFault, UserFaults
 
@@ -78,15 +78,6 @@ def _folder_faults(recipe: Recipe) -> Faults:
     if is_writable(folder):
         return []
     return [UserFault("run.dir", f"{folder} is not a folder that can be written to", "name another folder")]
-
-
-def is_writable(folder: Path) -> bool:
-    """Whether files can be made in a folder: /proc and full file systems refuse what the folder's mode allows."""
-    try:
-        with tempfile.TemporaryFile(dir=folder):  # without a name where the file system can
-            return True
-    except OSError:
-        return False
 
 
 def secret_faults(recipe: Recipe) -> Faults:

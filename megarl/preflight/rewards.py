@@ -111,6 +111,7 @@ def _function_faults(
         return [fault]
     try:
         answer = first.answer if first else ""
+        place = first.id if first else ""
         responses = [answer, ""] if first else []
         episodes = [_episode(response) for response in responses] if has_episodes else []
         found = judges.wait_for_verdicts(answer, first.row, responses, episodes) if first else []
@@ -124,5 +125,5 @@ def _function_faults(
         return own
     for verdict, response in zip(found, responses, strict=True):
         if isinstance(verdict, Failure):
-            return [UserFault(spec.where, describe_failure(verdict, response, answer), MEND)]
+            return [UserFault(spec.where, describe_failure(verdict, response, answer, place), MEND)]
     return []

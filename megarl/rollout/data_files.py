@@ -93,12 +93,12 @@ def answer_of(value: Any, name: str) -> str:
     return str(value)
 
 
-def answered_rows(path: str, where: str, answer_column: str, most: int) -> list[tuple[str, Mapping[str, Any]]]:
-    """(answer, row) of the first `most` rows of a file that needs no prompts. Raises UserFaults."""
+def answered_rows(path: str, where: str, answer_column: str, most: int) -> list[tuple[str, str, Mapping[str, Any]]]:
+    """(place, answer, row) of the first `most` rows of a file that needs no prompts. Raises UserFaults."""
     found, bad, mend = [], RowFaults(where), "set --answer to one of {columns}"
     for place, row in islice(read_rows(path, where, bad), most):
         try:
-            found.append((answer_of(column(row, answer_column, mend), answer_column), row))
+            found.append((place, answer_of(column(row, answer_column, mend), answer_column), row))
         except BadRow as error:
             bad.add(place, error)
     faults = bad.faults()

@@ -17,6 +17,7 @@ from megarl.printable import first_line
 from megarl.rollout.data_files import BadRow, RowFaults, answer_of, column, no_rows_fault, read_rows
 from megarl.rollout.rewards import short
 from megarl.rollout.template_check import chat_messages, template_fault
+from megarl.rollout.tokenizer import load_auto_tokenizer
 from megarl.rollout.tokens import ProgressBar, TokenCache, Tokens, cached_tokens, no_bar, tokenise
 from megarl.types import Prompt, UserFault, UserFaults, WhenOverlong
 
@@ -58,12 +59,10 @@ class PromptFile:
 
 def load_tokenizer(path: str) -> Any:
     """The tokenizer of a checkpoint folder. Raises UserFault(model.path) when it cannot be loaded."""
-    from transformers import AutoTokenizer  # takes seconds
-
     if not Path(path).is_dir():
         raise UserFault("model.path", f"{path} is not a folder", "give the folder of a HF checkpoint")
     try:
-        found = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        found = load_auto_tokenizer(path)  # its import takes seconds
         if not found("a")["input_ids"]:
             raise ValueError("no tokenizer files")  # transformers makes an empty tokenizer from config.json alone
         return found
@@ -195,9 +194,7 @@ def _check_messages(prompt: Any, has_template: bool) -> None:
         raise BadRow("the prompt is chat messages, and the tokenizer has no chat template", "write prompts as strings")
 
 
-def _texts(
-    tokenizer: Any, rows: Sequence[Prompt], bad: RowFaults, tools: Sequence[Mapping[str, Any]]
-) -> Iterator[str]:
+def _texts(tokenizer: Any, rows: Sequence[Prompt], bad: RowFaults, tools: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """The prompts' texts by the chat template, if there is one; it also writes the special tokens.
 
     Rows that the template refuses are added to `bad`.

@@ -247,7 +247,7 @@ def scored(
     """The group of samples with their verdicts; reward.on_failure decides about failed ones. Raises as `sample`."""
     pairs = list(zip(samples, verdicts, strict=True))
     failed = [(sample, verdict) for sample, verdict in pairs if isinstance(verdict, Failure)]
-    failures = tuple(describe_failure(failure, sample.text, prompt.answer) for sample, failure in failed)
+    failures = tuple(describe_failure(failure, sample.text, prompt.answer, prompt.id) for sample, failure in failed)
     if reward.on_failure == "penalise":  # an episode whose environment failed at once has no tokens to train on
         penalty = Verdict(reward.penalty, False)
         pairs = [
@@ -260,7 +260,7 @@ def scored(
     if num_dropped and (reward.on_failure == "stop" or is_lost):
         many = "" if reward.on_failure == "stop" else ", as did all of the group"
         where = WHERE if reward.function or reward.by_source else "episode"
-        raise UserFault(where, f"{prompt.id}: {failures[0]}{many}", f"{MEND}, or see reward.on_failure")
+        raise UserFault(where, f"{failures[0]}{many}", f"{MEND}, or see reward.on_failure")
     group = SampleGroup(
         prompt=prompt,
         samples=tuple(sample for sample, _ in kept),

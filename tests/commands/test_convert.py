@@ -67,7 +67,7 @@ def test_one_that_is_not_there_or_damaged(made: Any, step: int, damage: str, tol
     with pytest.raises(UserFaults) as caught:
         find_snapshot(recipe, run, run / "out", step, said.append)
     assert [str(one) for one in caught.value.faults] == [
-        f"{run}/out: exists already; name another folder",
+        f"{run}/out: it is there already; name another folder",
         f"{run / FOLDER}: {told}",
     ]
     assert len(said) == bool(damage)
@@ -152,6 +152,6 @@ def test_a_run_without_checkpoints(tiny_model: Path, tmp_path: Path) -> None:
     result = megarl("convert", "run", "no/out", cwd=tmp_path)
     assert result.returncode == 2
     assert result.stderr.splitlines() == [
-        f"no/out: {tmp_path}/no is not a folder to write to; name another folder",
+        f"no/out: {tmp_path}/no is not a folder; make it, or name another folder",
         "run/checkpoints: there is no whole checkpoint; name another run",
     ]

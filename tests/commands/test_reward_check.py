@@ -71,7 +71,10 @@ def test_what_takes_too_long_is_told_and_ends_with_1() -> None:
 def test_what_raises_is_told_by_kind() -> None:
     done = run("checked_rewards:nothing", "--data", "rows.jsonl")
     assert done.exit_code == 1
-    assert "failed 12 x: raised ZeroDivisionError: float division by zero, first on response ''" in done.stdout
+    assert (
+        "failed 12 x: raised ZeroDivisionError: float division by zero, first on response '' to rows.jsonl:1"
+        in done.stdout
+    )
 
 
 @pytest.mark.usefixtures("folder")

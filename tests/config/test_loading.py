@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megarl.config.loading import load_recipe
+from megarl.config.loading import load_recipe, overlaid
 from megarl.types import UserFault, UserFaults
 
 ROOT = Path(__file__).parents[2]
@@ -157,9 +157,7 @@ def test_every_key_misspelt_by_one_letter_is_refused_with_the_right_key(
 
 def test_a_misspelt_required_key_is_told_once(tmp_path: Path) -> None:
     faults = faults_of(edited(tmp_path, "placement:", "placment:"))
-    assert [str(fault).split(": ", 1)[1] for fault in faults] == [
-        "unknown key placment; did you mean placement?"
-    ]
+    assert [str(fault).split(": ", 1)[1] for fault in faults] == ["unknown key placment; did you mean placement?"]
 
 
 def test_a_misspelt_key_of_a_source_is_told() -> None:
@@ -297,6 +295,31 @@ def test_an_overlay_replaces_a_leaf_by_a_mapping_and_lists_whole(tmp_path: Path)
     recipe = load_recipe(QUICKSTART, ["train.layers_per_stage=[1,3]", "checkpoint=null", path])
     assert recipe.train.layers_per_stage == (3,)
     assert (recipe.checkpoint.every, recipe.critic.ranks.tp) == (3, 1)
+
+
+def test_null_takes_a_named_entry_out_and_sets_any_other_key_to_null(tmp_path: Path) -> None:
+    more = overlay(tmp_path, "data: {eval: {hard: hard.jsonl}}\nevaluation: {sets: {hard: {samples: 4}}}\n")
+    less = overlay(tmp_path, "data: {eval: {arith: null}}\nreward: {arguments: {scale: null}}\n", "less.yaml")
+    recipe = load_recipe(QUICKSTART, [more, less])
+    assert [*recipe.data.eval] == ["hard"]
+    assert recipe.reward.arguments == {"scale": None}
+    recipe = load_recipe(QUICKSTART, [more, "data.eval.hard=null", "evaluation.sets=null", "checkpoint.every=null"])
+    assert [*recipe.data.eval] == ["arith"]
+    assert (recipe.evaluation.sets, recipe.checkpoint.every) == ({}, None)
+    recipe = load_recipe(QUICKSTART, ["data.eval=null", more])
+    assert [*recipe.data.eval] == ["hard"]
+    own = load_recipe(QUICKSTART)
+    assert overlaid(own, {"data": {"eval": {"arith": None}}}).data.eval == {}
+
+
+def test_null_for_a_name_that_is_not_there_is_a_fault_where_it_is_written(tmp_path: Path) -> None:
+    path = overlay(tmp_path, "data:\n  eval:\n    arth: null\n")
+    lines = [str(fault) for fault in faults_of(QUICKSTART, path, "evaluation.sets.no=null")]
+    assert lines == [
+        f"{path}:3: data.eval.arth is null, which takes it out, and there is no such entry; did you mean arith?",
+        "override evaluation.sets.no=null: evaluation.sets.no is null, which takes it out, and there is no such entry; "
+        "leave the line out",
+    ]
 
 
 def test_an_overlays_faults_name_its_lines(tmp_path: Path) -> None:

@@ -298,6 +298,22 @@ def test_the_command_prints_the_plan_and_what_does_not_fit_with_code_2(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(
+    ("key", "least", "most"),
+    [("rollout.prompts_per_step", 2**15 + 1, 2**31 - 1), ("placement.gpus", run_plan.MOST_GPUS + 1, 65_536)],
+)
+def test_sizes_that_would_be_planned_for_hours_are_refused(tmp_path: Path, key: str, least: int, most: int) -> None:
+    """The largest that is planned takes seconds: its faults are asked for, not the plan."""
+    samples = "rollout.samples_per_prompt=2"
+    for size in (least, most):
+        recipe = planning.small(tmp_path, f"{key}={size}", samples)
+        with pytest.raises(UserFaults) as caught:
+            make_plan(recipe, load_hardware(planning.H800))
+        (fault,) = caught.value.faults
+        assert fault.where == key and f"set it to at most {least - 1}" in fault.mend
+    assert run_plan.size_faults(planning.small(tmp_path, f"{key}={least - 1}", samples)) == []
+
+
 def test_without_hardware_nothing_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(planning.small(tmp_path, "placement.hardware=null").dump_yaml())

@@ -84,8 +84,14 @@ def test_what_is_right(reward: dict[str, Any]) -> None:
             {"by_source": by_source("gsm8k", "math")},
             "reward.by_source: rows.jsonl:3: 'data_source' is not there (and 1 more such rows), which reward.by_source",
         ),
-        ({"function": "faulty_rewards:broken"}, "reward.function: raised KeyError: 'no such unit' on response '1'"),
-        ({"function": "faulty_rewards:nan_when_empty"}, "reward.function: returned nan on response '', answer '1'"),
+        (
+            {"function": "faulty_rewards:broken"},
+            "reward.function: raised KeyError: 'no such unit' on response '1' to rows.jsonl:1",
+        ),
+        (
+            {"function": "faulty_rewards:nan_when_empty"},
+            "reward.function: returned nan on response '' to rows.jsonl:1, answer '1'",
+        ),
         ({"function": "faulty_rewards:hangs", "timeout_s": 0.5}, "reward.function: took longer than 0.5 s on response"),
         ({"function": "faulty_rewards:dies"}, "reward.function: ended its process (exit code 0) on response '1'"),
     ],

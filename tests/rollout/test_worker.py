@@ -141,15 +141,15 @@ def test_a_failed_verdict_drops_its_sample() -> None:
     assert kept.correct_G.tolist() == [True, False]
     assert short.num_dropped == 2
     assert short.failures == (
-        "took longer than 5 s on response 'a', answer '3'",
-        "returned nan on response 'c', answer '3'",
+        "took longer than 5 s on response 'a' to rows.jsonl:1, answer '3'",
+        "returned nan on response 'c' to rows.jsonl:1, answer '3'",
     )
 
 
 def test_a_group_may_be_left_with_one_sample_but_not_with_none() -> None:
     short, kept = scored(PROMPT, samples("a", "b"), [LATE, RIGHT], RewardConfig(function="a:b"))
     assert short.responses == ("b",) and len(kept.samples) == 1
-    with pytest.raises(UserFault, match="reward.function: rows.jsonl:1: took longer than 5 s on response 'a'"):
+    with pytest.raises(UserFault, match="reward.function: took longer than 5 s on response 'a' to rows.jsonl:1"):
         scored(PROMPT, samples("a", "b"), [LATE, NAN], RewardConfig(function="a:b"))
 
 

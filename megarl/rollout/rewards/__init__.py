@@ -107,9 +107,9 @@ def verdict_of(result: Any) -> Verdict | Failure:
         return Failure(f"returned a {type(value).__name__} that is no finite number")
 
 
-def describe_failure(failure: Failure, response: str, answer: str) -> str:
-    """A failure with the response and the answer that it concerns."""
-    return f"{failure.words} on response {short(response)}, answer {short(answer)}"
+def describe_failure(failure: Failure, response: str, answer: str, place: str) -> str:
+    """A failure with the response and the answer that it concerns; place: the file and the row of the prompt."""
+    return f"{failure.words} on response {short(response)} to {place}, answer {short(answer)}"
 
 
 def short(value: object, longest: int = 80) -> str:

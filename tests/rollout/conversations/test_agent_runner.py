@@ -131,7 +131,7 @@ def test_the_user_reads_one_line_of_it(agents: AgentThread, tmp_path: Path, row:
         record.failed([summary])
     lines = [line for line in text.getvalue().splitlines() if "agent" in line]
     refused = "step 3: 2 requests of agents were refused for a field or a path: seed (2)"
-    assert lines == [f"step 3: 1 verdict failed, the first {words} on response 'hello', answer ''", refused]
+    assert lines == [f"step 3: 1 verdict failed, the first {words} on response 'hello' to row 1, answer ''", refused]
 
 
 def scored(episodes: Sequence[EpisodeResult]) -> GroupSummary:
