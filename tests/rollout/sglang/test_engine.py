@@ -97,7 +97,7 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_text(
     assert {"<user>", ""} < endings
     for sample, text in zip(group, texts, strict=True):
         response = sample.response_ids_T.tolist()
-        has_end = response[-1] == tokenizer.eos_token_id or text.endswith(stop)
+        has_end = response[-1] == tokenizer.eos_token_id or any(one in text for one in stop)  # as <pad> has "ad"
         assert sample.finished == has_end and (has_end or len(response) == 24)
         assert not any(one in tokenizer.decode(response[:-1]) for one in stop)
         assert len(sample.engine_logp_T) == len(response)
