@@ -125,9 +125,9 @@ ALGORITHMS: dict[str, Algorithm] = {
     "cispo": Algorithm(
         group_normalised,
         cispo,
-        Hyperparameters(clip_low=1.0),
+        Hyperparameters(clip_low=1.0, clip_high=4.0),
         unread={"dual_clip": "has no minimum of two objectives"},
-    ),  # arXiv 2506.13585: no lower bound
+    ),  # arXiv 2506.13585: no lower bound; ratios up to 5, as TRL recommends after ScaleRL (arXiv 2510.13786)
     "remax": Algorithm(
         no_baseline,
         reinforce,
