@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from megarl.algos.ratios import bounded, k3
 from megarl.algos.segments import segment_mean, segment_sum
 from megarl.algos.statistics import Reduction, Statistic, over_tokens, parts
 from megarl.algos.targets import Targets
@@ -44,14 +45,14 @@ def weights(old_logp_T: torch.Tensor, targets: Targets, hyperparameters: Hyperpa
     too (Ling team, 2025). A sequence's product is a weight of all its tokens, the geometric mean only decides.
     """
     mask_T = targets.loss_mask_T
-    log_w_T = torch.where(mask_T, old_logp_T - targets.engine_logp_T, 0.0).detach()
+    log_w_T = bounded(torch.where(mask_T, old_logp_T - targets.engine_logp_T, 0.0)).detach()
     low, high = bounds(hyperparameters)
     if hyperparameters.mismatch == "tis":
         weight_T = log_w_T.exp().clamp(max=high)
         is_out_T = log_w_T.exp() > high
         return weight_T, _statistics(log_w_T, weight_T, mask_T, clipped=is_out_T, masked=torch.zeros_like(mask_T))
     log_by = {"mis_sequence": segment_sum, "mis_geometric": segment_mean}.get(hyperparameters.mismatch)
-    log_ratio_T = log_by(log_w_T, mask_T, targets.sequence_T) if log_by else log_w_T
+    log_ratio_T = bounded(log_by(log_w_T, mask_T, targets.sequence_T)) if log_by else log_w_T
     is_out_T = (log_ratio_T.exp() < low) | (log_ratio_T.exp() > high)
     kept_T = log_ratio_T if hyperparameters.mismatch == "mis_sequence" else log_w_T
     weight_T = torch.where(is_out_T, 0.0, kept_T.exp())
@@ -68,7 +69,6 @@ def bounds(hyperparameters: Hyperparameters) -> tuple[float, float]:
 def _statistics(
     log_w_T: torch.Tensor, weight_T: torch.Tensor, mask_T: torch.Tensor, *, clipped: torch.Tensor, masked: torch.Tensor
 ) -> dict[Statistic, torch.Tensor]:
-    kl_T = log_w_T.exp() - 1.0 - log_w_T
     weights_T = torch.where(mask_T, weight_T, 0.0), torch.where(mask_T, weight_T**2, 0.0)
     ess = {ESS: parts(*(one_T.sum() for one_T in weights_T), mask_T.sum())}
-    return ess | over_tokens(mask_T, {KL: kl_T, WEIGHT: weight_T, CLIPPED: clipped, MASKED: masked})
+    return ess | over_tokens(mask_T, {KL: k3(log_w_T), WEIGHT: weight_T, CLIPPED: clipped, MASKED: masked})

@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from megarl import device
 from megarl.algos import ALGORITHMS, Loss, has_reference, hyperparameters_of
 from megarl.algos.losses import LossResult, policy_statistics, turn_gaps
+from megarl.algos.ratios import bounded
 from megarl.algos.statistics import UPDATE_MEAN, Statistic, Statistics, parts
 from megarl.checkpoints.hf_export import Export, export_hf
 from megarl.config import Recipe
@@ -265,7 +266,7 @@ class PolicyRank(TrainingRank):
         def gap(row: PackedRow, logp_T: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             targets = row.targets
             is_fresh_T = targets.loss_mask_T & ~targets.is_stale_T
-            gap_T = torch.where(is_fresh_T, (logp_T - targets.engine_logp_T).abs(), 0.0)
+            gap_T = torch.where(is_fresh_T, bounded(logp_T - targets.engine_logp_T).abs(), 0.0)
             return logp_T.sum(), torch.stack([gap_T.sum(), is_fresh_T.sum()])
 
         if not share.choices:
