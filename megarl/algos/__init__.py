@@ -81,6 +81,11 @@ class Algorithm:
         return not (self.needs_group or self.greedy_baseline or self.has_teacher)
 
     @property
+    def has_ratio(self) -> bool:
+        """Whether the objective has the ratio to the policy that sampled a token, which corrects for an earlier one."""
+        return self.surrogate is not None and self.surrogate is not reinforce
+
+    @property
     def learns_from(self) -> Literal["rewards", "demonstrations"]:
         return "rewards" if self.surrogate else "demonstrations"
 

@@ -166,7 +166,7 @@ def leave_one_out_process_rewards(
 ) -> PerToken:
     """Process rewards of each token, minus the mean over the group's other samples of the mean of all their tokens.
 
-    A sample without others keeps its own. (PRIME, arXiv 2502.01456.)
+    A sample without others has none, as its outcome has no advantage then. (PRIME, arXiv 2502.01456.)
     """
     chains = _chains(sequences)
     trained = [one_T[own.loss_mask_T] for one_T, own in zip(process, sequences, strict=True)]
@@ -177,12 +177,14 @@ def leave_one_out_process_rewards(
     sums_N[0].index_add_(0, places, torch.from_numpy(means.astype(np.float64)))
     sums_N[1].index_add_(0, places, torch.ones(len(chains), dtype=torch.float64))
     totals, counts = sum_over_all(sums_N)[:, places].numpy()
-    of_samples = np.where(counts > 1, (totals - means) / np.maximum(counts - 1, 1), 0.0)
-    baselines = np.zeros(len(sequences))
-    for chain, baseline in zip(chains, of_samples, strict=True):
+    of_samples = (totals - means) / np.maximum(counts - 1, 1)
+    baselines, is_compared = np.zeros(len(sequences)), np.zeros(len(sequences), np.bool_)
+    for chain, baseline, count in zip(chains, of_samples, counts, strict=True):
         baselines[chain] = baseline
-    pairs = zip(process, sequences, baselines, strict=True)
-    return [np.where(own.loss_mask_T, one_T - base, 0.0).astype(np.float32) for one_T, own, base in pairs]
+        is_compared[chain] = count > 1
+    masks = [own.loss_mask_T & compares for own, compares in zip(sequences, is_compared, strict=True)]
+    rows = zip(process, masks, baselines, strict=True)
+    return [np.where(mask_T, one_T - baseline, 0.0).astype(np.float32) for one_T, mask_T, baseline in rows]
 
 
 def whitened(sequences: Sequence[TrainSequence], sum_over_all: ReduceOverDp) -> list[TrainSequence]:
