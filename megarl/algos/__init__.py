@@ -11,6 +11,7 @@ import torch
 
 from megarl.algos.advantages import centred, group_normalised, leave_one_out, no_baseline
 from megarl.algos.losses import LossResult, nll_loss, policy_loss
+from megarl.algos.mismatch import drops
 from megarl.algos.surrogates import Surrogate, cispo, clipped, reinforce, sequence_clipped
 from megarl.algos.targets import Targets
 from megarl.types import Aggregation, Hyperparameters
@@ -190,6 +191,15 @@ def hyperparameters_of(name: str, recipe: AlgorithmOptions) -> Hyperparameters:
     """The hyperparameters of a row, with the recipe's overrides where it is the recipe's own algorithm."""
     row = ALGORITHMS[name]
     return replace(row.hyperparameters, **recipe.given) if name == recipe.name else row.hyperparameters
+
+
+def reads_old(hyperparameters: Hyperparameters, updates: int) -> bool:
+    """Whether a step of so many updates asks the policy before them for log-probabilities, in a pass of its own.
+
+    Only later updates train a policy that is no longer the old one. A single update asks all the same where tokens are
+    paid for their KL, or dropped: what is kept decides the denominators, which the whole forward pass divides by.
+    """
+    return updates > 1 or hyperparameters.pays_kl or drops(hyperparameters)
 
 
 def has_reference(recipe: AlgorithmOptions, is_wanted: bool) -> bool:

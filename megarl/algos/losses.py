@@ -54,15 +54,15 @@ def policy_loss(
     (of the correct samples: VAPO, arXiv 2504.05118, eq. 10). old_logp_T: of the policy before the step, around which
     the ratio is clipped; a token whose log-ratio leaves +-20 has no gradient by it. What earlier policies sampled is
     corrected by the mismatch (decoupled PPO, arXiv 2505.24298); where that is off, the ratio of these tokens is to the
-    engine's own probabilities.
+    engine's own probabilities. Tokens that the mismatch drops are out of the mask, and in the statistics of the engine.
     """
-    mask_T = targets.loss_mask_T
+    mask_T, sampled_T = targets.loss_mask_T, targets.sampled_T
     if hyperparameters.mismatch == "off":
         old_logp_T = torch.where(targets.is_stale_T, targets.engine_logp_T, old_logp_T)
     # Unmasked tokens get 0 before anything is multiplied, so that no inf * 0 reaches the gradient.
     logp_T = torch.where(mask_T, logp_T, 0.0)
-    old_logp_T = torch.where(mask_T, old_logp_T, 0.0)
-    log_ratio_T = bounded(logp_T - old_logp_T)
+    old_logp_T = torch.where(sampled_T, old_logp_T, 0.0)
+    log_ratio_T = bounded(torch.where(mask_T, logp_T - old_logp_T, 0.0))
     loss_T, own = surrogate(logp_T, log_ratio_T, targets, hyperparameters)
     if hyperparameters.mismatch == "off":
         stats = {}
@@ -75,7 +75,7 @@ def policy_loss(
     if hyperparameters.entropy_coefficient:
         loss_T = loss_T - hyperparameters.entropy_coefficient * entropy_T
     with torch.no_grad():
-        is_fresh_T = mask_T & ~targets.is_stale_T  # elsewhere the policies differ, too
+        is_fresh_T = sampled_T & ~targets.is_stale_T  # elsewhere the policies differ, too
         gap_T = bounded(old_logp_T - targets.engine_logp_T).abs()
         stats |= over_tokens(is_fresh_T, {GAP: gap_T, GAP_MAX: gap_T})
         stats |= over_tokens(mask_T, {OLD_KL: k3(log_ratio_T), **own})
@@ -91,13 +91,13 @@ def policy_statistics(logp_T: torch.Tensor, entropy_T: torch.Tensor, targets: Ta
     values = {ENTROPY: entropy_T}
     if targets.reference_logp_T is not None:
         values[REFERENCE_KL] = kl_T(logp_T.detach(), targets.reference_logp_T, "k3")
-    return over_tokens(targets.loss_mask_T, values)
+    return over_tokens(targets.sampled_T, values)
 
 
 def turn_gaps(old_logp_T: torch.Tensor, targets: Targets) -> dict[Statistic, torch.Tensor]:
     """|engine - trainer| logprob by turns, of tokens that the policy itself sampled; of no episode: the first turn."""
     with torch.no_grad():
-        is_fresh_T = targets.loss_mask_T & ~targets.is_stale_T
+        is_fresh_T = targets.sampled_T & ~targets.is_stale_T
         turn_T = torch.ones_like(targets.sequence_T) if targets.turn_T is None else targets.turn_T
         gap_T = torch.where(is_fresh_T, bounded(old_logp_T - targets.engine_logp_T).abs(), 0.0)
         parts_2T = torch.stack([gap_T, is_fresh_T.to(gap_T.dtype)]).double()

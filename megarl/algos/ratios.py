@@ -1,8 +1,9 @@
 """Ratios of probabilities and KL estimates that stay finite, whatever the log-probabilities are.
 
-The bounds are verl's. They change no value and no gradient of ordinary tokens: a ratio of e^20 is 485 million. Outside
-of its bounds a clamped value has no gradient, which is also what makes it safe: exp would overflow above 88.7 in
-float32, and the infinite gradient of a ratio that a loss clips would be multiplied by 0 to NaN.
+The bounds are verl's. Outside of its bounds a clamped value has no gradient, which is also what makes it safe: exp
+would overflow above 88.7 in float32, and the infinite gradient of a ratio that a loss clips would be multiplied by 0 to
+NaN. No ordinary ratio is near e^20, 485 million. A k3 of 10 is nearer: the KL's penalty no longer pulls at a token to
+which the reference gives more than 13.6 times the policy's probability.
 """
 
 from __future__ import annotations

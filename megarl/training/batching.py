@@ -96,6 +96,12 @@ class Update:
         return coefficient * self.denominator / self.correct_tokens if self.correct_tokens else 0.0
 
 
+def denominator_of(aggregation: Aggregation, tokens: int, samples: int, longest_response: int) -> float:
+    """What a loss sum over so many tokens and samples is divided by."""
+    denominators = {"token_mean": tokens, "constant": samples * longest_response}
+    return float(denominators.get(aggregation, samples))
+
+
 def plan_updates(
     samples: Sequence[SampleRef],
     *,
@@ -131,8 +137,7 @@ def plan_updates(
         part = whole[index * len(whole) // updates : (index + 1) * len(whole) // updates]
         refs = [ref for rows in part for ref in rows]
         tokens, trained = sum(ref.length for ref in refs), sum(ref.tokens for ref in refs)
-        denominators = {"token_mean": trained, "constant": len(part) * longest_response}
-        denominator = denominators.get(aggregation, len(part))
+        denominator = denominator_of(aggregation, trained, len(part), longest_response)
         longest = -(-max(ref.length for ref in refs) // align) * align
         if longest > token_budget:
             raise ValueError(f"a sample of {longest} tokens exceeds the micro-batch budget of {token_budget}")
@@ -140,7 +145,7 @@ def plan_updates(
         shares = _fastest(loads, dp, multiple, token_budget, bubble_micro_batches, work(MICRO_BATCH_TOKENS))
         correct = sum(ref.tokens for ref in refs if ref.is_correct)
         has_turns = trained < sum(ref.response_length for ref in refs) or len(refs) > len(part)
-        plans.append(Update(shares, float(denominator), tokens, trained, correct, has_turns))
+        plans.append(Update(shares, denominator, tokens, trained, correct, has_turns))
     return plans
 
 

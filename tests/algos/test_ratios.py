@@ -17,6 +17,7 @@ from megarl.algos.ratios import bounded, k3
 from megarl.algos.targets import Targets
 from megarl.tracking.metrics import train_metrics
 from megarl.types import Hyperparameters
+from tests.algos.dropping import kept
 
 SURROGATES = {row.surrogate.__name__: row.surrogate for row in ALGORITHMS.values() if row.surrogate}
 EXTREME = st.sampled_from([0.0, -1e-6, -0.5, -3.0, -21.0, -88.0, -89.5, -120.0, -1e4, -3e38])
@@ -47,6 +48,7 @@ def test_any_log_probability_gives_a_finite_loss(name: str, mismatch: Any, token
     """In float32: of the loss, of its gradient, and of every statistic; an engine may report -inf."""
     hparams = Hyperparameters(mismatch=mismatch, kl_coefficient=0.1, dual_clip=dual_clip, positive_nll=0.1)
     logp_T, old_T, targets = row_of([(max(one[0], -1e4), *one[1:]) for one in tokens])
+    targets = kept(old_T, targets, hparams)
     loss, stats = policy_loss(SURROGATES[name], logp_T, torch.ones_like(old_T), old_T, targets, hparams)
     loss.backward()
     stats |= policy_statistics(logp_T, torch.ones_like(old_T), targets) | turn_gaps(old_T, targets)
