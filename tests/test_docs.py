@@ -121,7 +121,7 @@ def test_the_example_of_a_new_algorithm() -> None:
     ones_T = torch.ones(2)
     targets = names["SimpleNamespace"](
         loss_mask_T=ones_T > 0, loss_weight_T=ones_T, advantage_T=ones_T, engine_logp_T=ones_T, nll_weight_T=ones_T,
-        is_stale_T=ones_T < 0,
+        is_stale_T=ones_T < 0, sampled_T=ones_T > 0,
         sequence_T=ones_T.long(), reference_logp_T=None,
     )  # fmt: skip
     loss, statistics = ALGORITHMS["topr"].loss(hyperparameters)(-ones_T, 4 * ones_T, -ones_T, targets)

@@ -11,6 +11,7 @@ import torch
 
 from megarl.algos.advantages import centred, group_normalised, leave_one_out, no_baseline
 from megarl.algos.losses import LossResult, nll_loss, policy_loss
+from megarl.algos.mismatch import drops
 from megarl.algos.surrogates import Surrogate, cispo, clipped, reinforce, sequence_clipped
 from megarl.algos.targets import Targets
 from megarl.types import Aggregation, Hyperparameters
@@ -81,6 +82,11 @@ class Algorithm:
         return not (self.needs_group or self.greedy_baseline or self.has_teacher)
 
     @property
+    def has_ratio(self) -> bool:
+        """Whether the objective has the ratio to the policy that sampled a token, which corrects for an earlier one."""
+        return self.surrogate is not None and self.surrogate is not reinforce
+
+    @property
     def learns_from(self) -> Literal["rewards", "demonstrations"]:
         return "rewards" if self.surrogate else "demonstrations"
 
@@ -125,9 +131,9 @@ ALGORITHMS: dict[str, Algorithm] = {
     "cispo": Algorithm(
         group_normalised,
         cispo,
-        Hyperparameters(clip_low=1.0),
+        Hyperparameters(clip_low=1.0, clip_high=4.0),
         unread={"dual_clip": "has no minimum of two objectives"},
-    ),  # arXiv 2506.13585: no lower bound
+    ),  # arXiv 2506.13585: no lower bound; ratios up to 5, as TRL recommends after ScaleRL (arXiv 2510.13786)
     "remax": Algorithm(
         no_baseline,
         reinforce,
@@ -185,6 +191,15 @@ def hyperparameters_of(name: str, recipe: AlgorithmOptions) -> Hyperparameters:
     """The hyperparameters of a row, with the recipe's overrides where it is the recipe's own algorithm."""
     row = ALGORITHMS[name]
     return replace(row.hyperparameters, **recipe.given) if name == recipe.name else row.hyperparameters
+
+
+def reads_old(hyperparameters: Hyperparameters, updates: int) -> bool:
+    """Whether a step of so many updates asks the policy before them for log-probabilities, in a pass of its own.
+
+    Only later updates train a policy that is no longer the old one. A single update asks all the same where tokens are
+    paid for their KL, or dropped: what is kept decides the denominators, which the whole forward pass divides by.
+    """
+    return updates > 1 or hyperparameters.pays_kl or drops(hyperparameters)
 
 
 def has_reference(recipe: AlgorithmOptions, is_wanted: bool) -> bool:

@@ -24,9 +24,11 @@ def centred(rewards_G: torch.Tensor) -> torch.Tensor:
 
 
 def leave_one_out(rewards_G: torch.Tensor) -> torch.Tensor:
-    """R - mean of the group's others; the reward itself where there are none (RLOO, arXiv 2402.14740)."""
+    """R - mean of the group's others; 0 where there are none, as without a baseline (RLOO, arXiv 2402.14740)."""
     rewards_G, others = rewards_G.double(), rewards_G.numel() - 1
-    return rewards_G - (rewards_G.sum() - rewards_G) / others if others else rewards_G
+    if not others:
+        return torch.zeros_like(rewards_G)
+    return rewards_G - (rewards_G.sum() - rewards_G) / others
 
 
 def no_baseline(rewards_G: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from megarl.algos.mismatch import weights
+from megarl.algos.ratios import bounded, k3
 from megarl.algos.segments import segment_sum
 from megarl.algos.statistics import CLIPPED, MAX, TOKENS, Reduction, Statistic, over_tokens, parts
 from megarl.algos.surrogates import Surrogate
@@ -51,16 +52,17 @@ def policy_loss(
 
     + kl_coefficient x KL(policy | reference) - entropy_coefficient x entropy; and of -log p by weights of its own
     (of the correct samples: VAPO, arXiv 2504.05118, eq. 10). old_logp_T: of the policy before the step, around which
-    the ratio is clipped. What earlier policies sampled is corrected by the mismatch (decoupled PPO, arXiv 2505.24298);
-    where that is off, the ratio of these tokens is to the engine's own probabilities.
+    the ratio is clipped; a token whose log-ratio leaves +-20 has no gradient by it. What earlier policies sampled is
+    corrected by the mismatch (decoupled PPO, arXiv 2505.24298); where that is off, the ratio of these tokens is to the
+    engine's own probabilities. Tokens that the mismatch drops are out of the mask, and in the statistics of the engine.
     """
-    mask_T = targets.loss_mask_T
+    mask_T, sampled_T = targets.loss_mask_T, targets.sampled_T
     if hyperparameters.mismatch == "off":
         old_logp_T = torch.where(targets.is_stale_T, targets.engine_logp_T, old_logp_T)
     # Unmasked tokens get 0 before anything is multiplied, so that no inf * 0 reaches the gradient.
     logp_T = torch.where(mask_T, logp_T, 0.0)
-    old_logp_T = torch.where(mask_T, old_logp_T, 0.0)
-    log_ratio_T = logp_T - old_logp_T
+    old_logp_T = torch.where(sampled_T, old_logp_T, 0.0)
+    log_ratio_T = bounded(torch.where(mask_T, logp_T - old_logp_T, 0.0))
     loss_T, own = surrogate(logp_T, log_ratio_T, targets, hyperparameters)
     if hyperparameters.mismatch == "off":
         stats = {}
@@ -73,11 +75,10 @@ def policy_loss(
     if hyperparameters.entropy_coefficient:
         loss_T = loss_T - hyperparameters.entropy_coefficient * entropy_T
     with torch.no_grad():
-        is_fresh_T = mask_T & ~targets.is_stale_T  # elsewhere the policies differ, too
-        gap_T = (old_logp_T - targets.engine_logp_T).abs()
-        old_kl_T = log_ratio_T.exp() - 1.0 - log_ratio_T
+        is_fresh_T = sampled_T & ~targets.is_stale_T  # elsewhere the policies differ, too
+        gap_T = bounded(old_logp_T - targets.engine_logp_T).abs()
         stats |= over_tokens(is_fresh_T, {GAP: gap_T, GAP_MAX: gap_T})
-        stats |= over_tokens(mask_T, {OLD_KL: old_kl_T, **own})
+        stats |= over_tokens(mask_T, {OLD_KL: k3(log_ratio_T), **own})
         stats[TOKENS] = mask_T.sum()
     loss = (torch.where(mask_T, loss_T, 0.0) * targets.loss_weight_T).sum()
     if hyperparameters.positive_nll:
@@ -90,15 +91,15 @@ def policy_statistics(logp_T: torch.Tensor, entropy_T: torch.Tensor, targets: Ta
     values = {ENTROPY: entropy_T}
     if targets.reference_logp_T is not None:
         values[REFERENCE_KL] = kl_T(logp_T.detach(), targets.reference_logp_T, "k3")
-    return over_tokens(targets.loss_mask_T, values)
+    return over_tokens(targets.sampled_T, values)
 
 
 def turn_gaps(old_logp_T: torch.Tensor, targets: Targets) -> dict[Statistic, torch.Tensor]:
     """|engine - trainer| logprob by turns, of tokens that the policy itself sampled; of no episode: the first turn."""
     with torch.no_grad():
-        is_fresh_T = targets.loss_mask_T & ~targets.is_stale_T
+        is_fresh_T = targets.sampled_T & ~targets.is_stale_T
         turn_T = torch.ones_like(targets.sequence_T) if targets.turn_T is None else targets.turn_T
-        gap_T = torch.where(is_fresh_T, (old_logp_T - targets.engine_logp_T).abs(), 0.0)
+        gap_T = torch.where(is_fresh_T, bounded(old_logp_T - targets.engine_logp_T).abs(), 0.0)
         parts_2T = torch.stack([gap_T, is_fresh_T.to(gap_T.dtype)]).double()
         parts_2N = parts_2T.new_zeros(2, len(TURN_GAPS)).index_add(1, turn_T.clamp(1, len(TURN_GAPS)) - 1, parts_2T)
     return dict(zip(TURN_GAPS, parts_2N.T, strict=True))
@@ -107,12 +108,12 @@ def turn_gaps(old_logp_T: torch.Tensor, targets: Targets) -> dict[Statistic, tor
 def kl_T(logp_T: torch.Tensor, reference_logp_T: torch.Tensor, estimator: Estimator) -> torch.Tensor:
     """Of each token, an estimate of KL(policy | reference) (Schulman, "Approximating KL divergence", 2020).
 
-    With d = log reference - log policy: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d.
+    With d = log reference - log policy: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d, at most 10.
     """
     difference_T = reference_logp_T - logp_T
     if estimator == "k1":
         return -difference_T
-    return difference_T**2 / 2 if estimator == "k2" else difference_T.exp() - 1.0 - difference_T
+    return difference_T**2 / 2 if estimator == "k2" else k3(difference_T)
 
 
 def nll_loss(logp_T: torch.Tensor, targets: Targets) -> LossResult:

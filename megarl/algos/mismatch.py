@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from megarl.algos.ratios import bounded, k3
 from megarl.algos.segments import segment_mean, segment_sum
 from megarl.algos.statistics import Reduction, Statistic, over_tokens, parts
 from megarl.algos.targets import Targets
@@ -33,29 +34,61 @@ WEIGHT = Statistic("mismatch_weight")
 ESS = Statistic("mismatch_ess", Reduction(_effective_share))
 CLIPPED = Statistic("mismatch_clipped")
 MASKED = Statistic("mismatch_masked")
+# The same of the tokens that the policy itself sampled, where only rounding differs, and of those of earlier policies.
+_BY_AGE = {
+    age: {one: Statistic(f"{one.name}_{age}") for one in (KL, WEIGHT, CLIPPED, MASKED)} for age in ("fresh", "stale")
+}
+
+
+def drops(hyperparameters: Hyperparameters) -> bool:
+    """Whether the correction drops what is out of bounds, so that the old policy is asked before the update."""
+    return hyperparameters.mismatch not in ("off", "tis")
+
+
+def dropped(
+    old_logp_T: torch.Tensor,
+    engine_logp_T: torch.Tensor,
+    mask_T: torch.Tensor,
+    sequence_T: torch.Tensor,
+    hyperparameters: Hyperparameters,
+) -> torch.Tensor:
+    """Which tokens of the mask are out of bounds, where `drops`: they leave the loss with all of its terms.
+
+    By the ratio of the token (mis_token; icepop: with a lower bound too, Ling team, 2025), by the product of its
+    sequence (mis_sequence) or its geometric mean (mis_geometric; Liu et al. 2025, "When speed kills stability").
+    """
+    log_w_T = bounded(torch.where(mask_T, old_logp_T - engine_logp_T, 0.0))
+    log_by = {"mis_sequence": segment_sum, "mis_geometric": segment_mean}.get(hyperparameters.mismatch)
+    ratio_T = bounded(log_by(log_w_T, mask_T, sequence_T) if log_by else log_w_T).exp()
+    low, high = bounds(hyperparameters)
+    return mask_T & ((ratio_T < low) | (ratio_T > high))
 
 
 def weights(old_logp_T: torch.Tensor, targets: Targets, hyperparameters: Hyperparameters) -> Weighted:
-    """(weight_T, without a gradient; statistics), where hyperparameters.mismatch is not off.
+    """(weight_T, without a gradient; statistics over all sampled tokens), where hyperparameters.mismatch is not off.
 
     tis: min(w, high), truncated (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy
-    training"). mis_...: w, but 0 where the ratio leaves [low, high]: of the token; of the sequence's product; of its
-    geometric mean (Liu et al. 2025, "When speed kills stability"). icepop: the same as mis_token, with a lower bound
-    too (Ling team, 2025). A sequence's product is a weight of all its tokens, the geometric mean only decides.
+    training"). The others: w, of mis_sequence the product of its sequence at each token; dropped tokens have 0.
     """
-    mask_T = targets.loss_mask_T
-    log_w_T = torch.where(mask_T, old_logp_T - targets.engine_logp_T, 0.0).detach()
-    low, high = bounds(hyperparameters)
+    sampled_T = targets.sampled_T
+    log_w_T = bounded(torch.where(sampled_T, old_logp_T - targets.engine_logp_T, 0.0)).detach()
+    is_clipped_T = torch.zeros_like(sampled_T)
+    is_dropped_T = is_clipped_T if targets.dropped_T is None else targets.dropped_T
+    weight_T = log_w_T.exp()
     if hyperparameters.mismatch == "tis":
-        weight_T = log_w_T.exp().clamp(max=high)
-        is_out_T = log_w_T.exp() > high
-        return weight_T, _statistics(log_w_T, weight_T, mask_T, clipped=is_out_T, masked=torch.zeros_like(mask_T))
-    log_by = {"mis_sequence": segment_sum, "mis_geometric": segment_mean}.get(hyperparameters.mismatch)
-    log_ratio_T = log_by(log_w_T, mask_T, targets.sequence_T) if log_by else log_w_T
-    is_out_T = (log_ratio_T.exp() < low) | (log_ratio_T.exp() > high)
-    kept_T = log_ratio_T if hyperparameters.mismatch == "mis_sequence" else log_w_T
-    weight_T = torch.where(is_out_T, 0.0, kept_T.exp())
-    return weight_T, _statistics(log_w_T, weight_T, mask_T, clipped=torch.zeros_like(mask_T), masked=is_out_T)
+        _, high = bounds(hyperparameters)
+        is_clipped_T = weight_T > high
+        weight_T = weight_T.clamp(max=high)
+    elif hyperparameters.mismatch == "mis_sequence":
+        weight_T = bounded(segment_sum(log_w_T, sampled_T, targets.sequence_T)).exp()
+    weight_T = torch.where(is_dropped_T, 0.0, weight_T)
+    values = {KL: k3(log_w_T), WEIGHT: weight_T, CLIPPED: is_clipped_T, MASKED: is_dropped_T}
+    own_T = torch.where(sampled_T, weight_T, 0.0)
+    stats = {ESS: parts(own_T.sum(), (own_T**2).sum(), sampled_T.sum()), **over_tokens(sampled_T, values)}
+    of_age = {"fresh": sampled_T & ~targets.is_stale_T, "stale": sampled_T & targets.is_stale_T}
+    for age, names in _BY_AGE.items():
+        stats |= over_tokens(of_age[age], {names[one]: value_T for one, value_T in values.items()})
+    return weight_T, stats
 
 
 def bounds(hyperparameters: Hyperparameters) -> tuple[float, float]:
@@ -63,12 +96,3 @@ def bounds(hyperparameters: Hyperparameters) -> tuple[float, float]:
     low, high = MISMATCH_BOUNDS[hyperparameters.mismatch]
     given = hyperparameters.mismatch_low, hyperparameters.mismatch_high
     return low if given[0] is None else given[0], high if given[1] is None else given[1]
-
-
-def _statistics(
-    log_w_T: torch.Tensor, weight_T: torch.Tensor, mask_T: torch.Tensor, *, clipped: torch.Tensor, masked: torch.Tensor
-) -> dict[Statistic, torch.Tensor]:
-    kl_T = log_w_T.exp() - 1.0 - log_w_T
-    weights_T = torch.where(mask_T, weight_T, 0.0), torch.where(mask_T, weight_T**2, 0.0)
-    ess = {ESS: parts(*(one_T.sum() for one_T in weights_T), mask_T.sum())}
-    return ess | over_tokens(mask_T, {KL: kl_T, WEIGHT: weight_T, CLIPPED: clipped, MASKED: masked})

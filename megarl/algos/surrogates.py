@@ -1,7 +1,8 @@
 """The objective of one token, before it is weighted: each algorithm's own.
 
-All take a packed row of T tokens with log-ratios to the old policy that are 0 where the token is masked, and return
-(loss_T, statistics), each statistic with a value of every token [T]. Values of masked tokens are not read.
+All take a packed row of T tokens with log-ratios to the old policy, which are 0 where the token is masked and within
++-20 elsewhere (`ratios.bounded`), and return (loss_T, statistics), each statistic with a value of every token [T].
+Values of masked tokens are not read.
 """
 
 from __future__ import annotations

@@ -11,8 +11,9 @@ import torch
 class Targets:
     """What losses read, every tensor [T] and aligned with the logprobs: entry t is about the token that t predicts.
 
-    The last position of every sequence predicts nothing: it is masked, as is the padding. Only a critic has returns
-    and values from before the step's updates.
+    The last position of every sequence predicts nothing: it is masked, as is the padding, and as are sampled tokens
+    that a mismatch correction drops (by `mismatch.dropped`, before the loss). Only a critic has returns and values from
+    before the step's updates.
     """
 
     loss_mask_T: torch.Tensor
@@ -24,6 +25,12 @@ class Targets:
     is_stale_T: torch.Tensor
     sequence_T: torch.Tensor  # int64, the sample of each token, from 0; the number of sequences for padding
     turn_T: torch.Tensor | None = None  # int64, of episodes: the turn of each token that is trained on, from 1
+    dropped_T: torch.Tensor | None = None  # sampled tokens that are out of the mask; None: no token
     reference_logp_T: torch.Tensor | None = None
     return_T: torch.Tensor | None = None
     old_value_T: torch.Tensor | None = None
+
+    @property
+    def sampled_T(self) -> torch.Tensor:
+        """The tokens that the model sampled, whether the loss keeps them or not."""
+        return self.loss_mask_T if self.dropped_T is None else self.loss_mask_T | self.dropped_T

@@ -19,7 +19,17 @@ from megarl.rollout.rewards import MEND
 from megarl.rollout.stock import Entry, PartialSummary, StockSizes
 from megarl.rollout.worker import Sampling
 from megarl.training.batching import SampleRef
-from megarl.types import FloatArray, GroupSummary, Hyperparameters, IntArray, Metrics, UserFault, num_stale
+from megarl.types import (
+    TRUNCATED,
+    BoolArray,
+    FloatArray,
+    GroupSummary,
+    Hyperparameters,
+    IntArray,
+    Metrics,
+    UserFault,
+    num_stale,
+)
 
 # (stock, how many prompts to draw, number of the round of drawing for this step) -> the stock with their tickets
 Admit = Callable[[GroupStock, int, int], GroupStock]
@@ -227,14 +237,38 @@ def _too_few(found: int, wanted: int, drawn: int, rounds: int, hyperparameters: 
 
 
 def with_overlong_penalty(rollout: RolloutBatch, hyperparameters: Hyperparameters, longest: int) -> RolloutBatch:
-    """The groups with the soft overlong penalty added to each reward, where the hyperparameters set one."""
+    """The groups with the soft overlong penalty added to each reward, where the hyperparameters set one.
+
+    An episode without room for a further turn has the whole penalty: the observation that did not fit is not among its
+    tokens.
+    """
     if not hyperparameters.overlong_share:
         return rollout
     summaries = []
     for group in rollout.summaries:
-        penalty_G = overlong_penalty(group.response_lengths_G, longest, hyperparameters.overlong_share * longest)
+        is_full_G = np.array([one is not None and one.end == "max_tokens" for one in group.facts] or False)
+        lengths_G = np.where(is_full_G, longest, used_tokens_G(group))
+        penalty_G = overlong_penalty(lengths_G, longest, hyperparameters.overlong_share * longest)
         summaries.append(replace(group, rewards_G=(group.rewards_G + penalty_G).astype(np.float32)))
     return RolloutBatch(summaries, rollout.refs)
+
+
+def used_tokens_G(group: GroupSummary) -> IntArray:
+    """The tokens of each sample that count against its limit: `rollout.max_response_tokens` or `episode.max_tokens`.
+
+    Of an episode those of its longest conversation after the prompt, observations among them, or all that the model has
+    sampled in it where these are more.
+    """
+    longest = [max((row.response_length for row in rows), default=0) for rows in group.rows]
+    return np.maximum(group.response_lengths_G, longest) if longest else group.response_lengths_G
+
+
+def truncated_G(group: GroupSummary) -> BoolArray:
+    """Which samples a limit of tokens has cut; not the episodes that have ended otherwise without an answer."""
+    if not group.facts:
+        return ~group.finished_G
+    pairs = zip(group.facts, group.finished_G.tolist(), strict=True)
+    return np.array([not finished if facts is None else facts.end in TRUNCATED for facts, finished in pairs])
 
 
 def overlong_penalty(lengths_G: IntArray, longest: int, cache: float) -> FloatArray:
@@ -247,8 +281,9 @@ def samples_of(
 ) -> list[SampleRef]:
     """The rows of every drawn sample with its advantage. version: of the policy; tokens of earlier versions are stale.
 
-    Rows in which the model sampled nothing are left out. only_finished: without responses that were cut. Where the
-    algorithm compares with a greedy sample, groups without a greedy sample are left out.
+    Rows in which the model sampled nothing are left out. only_finished: without samples that a limit of tokens has cut;
+    an episode that ended by its turns, its broken calls or its time is learnt from. Where the algorithm compares with a
+    greedy sample, groups without a greedy sample are left out.
     """
     samples, row = [], ALGORITHMS[algorithm]
     for index, group in enumerate(groups):
@@ -259,8 +294,9 @@ def samples_of(
                 continue
             rewards_G = rewards_G - rewards_G[group.baseline]
         drawn = np.flatnonzero(group.drawn_G)
+        is_truncated_G = truncated_G(group)
         for sample, advantage in zip(drawn.tolist(), row.sample_advantages(rewards_G[drawn]), strict=True):
-            if only_finished and not group.finished_G[sample]:
+            if only_finished and is_truncated_G[sample]:
                 continue
             of_sample = {"reward": float(given_G[sample]), "advantage": advantage}
             of_sample["is_correct"] = bool(group.correct_G[sample])
@@ -277,7 +313,7 @@ def refuse_empty(samples: Sequence[SampleRef], groups: Sequence[GroupSummary]) -
     """Raises UserFault where a step has no sample to train on."""
     if samples:
         return
-    if not any(group.finished_G.any() for group in groups):
+    if all(truncated_G(group).all() for group in groups):
         mend = "raise it, or set algorithm.overlong_filter to false"
         raise UserFault("rollout.max_response_tokens", "every response of the step was cut", mend)
     raise UserFault("reward.function", "the verdict on every greedy sample of the step failed", MEND)

@@ -176,6 +176,13 @@ def reduce_stats(stats: Sequence[Mapping[Statistic, torch.Tensor]]) -> Statistic
     return found
 
 
+def over_stages(values: torch.Tensor) -> torch.Tensor:
+    """The elementwise sum over the pipeline stages."""
+    found = values.to(device.DEVICE, copy=True)
+    dist.all_reduce(found, group=pp_group())
+    return found.to(values.device)
+
+
 def over_dp(values: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
     """The elementwise sum over the data-parallel ranks, or another reduction."""
     found = values.to(device.DEVICE, copy=True)

@@ -127,6 +127,7 @@ def pack(
         targets=Targets(
             **{f"{name.removesuffix('_T')}_T": targets(name, dtype) for name, dtype in _TARGETS.items()},
             sequence_T=on_device(sequence_T if samples is None else samples[sequence_T]),
+            dropped_T=targets("dropped_T", np.bool_) if any(one.dropped_T is not None for one in sequences) else None,
             turn_T=targets("turn_T", np.int64) if has_turns else None,
             reference_logp_T=row(reference_logp, np.float32),
             return_T=row(returns, np.float32),

@@ -107,6 +107,12 @@ def shuffled(samples: Sequence[SampleRef], seed: int, step: int) -> list[SampleR
     return [ref for place in order for ref in whole[place]]
 
 
+def denominator_of(aggregation: Aggregation, tokens: int, samples: int, longest_response: int) -> float:
+    """What a loss sum over so many tokens and samples is divided by."""
+    denominators = {"token_mean": tokens, "constant": samples * longest_response}
+    return float(denominators.get(aggregation, samples))
+
+
 def plan_updates(
     samples: Sequence[SampleRef],
     *,
@@ -148,8 +154,7 @@ def plan_updates(
     for part in _alike(whole, updates):
         refs = [ref for rows in part for ref in rows]
         tokens, trained = sum(ref.length for ref in refs), sum(ref.tokens for ref in refs)
-        denominators = {"token_mean": trained, "constant": len(part) * longest_response}
-        denominator = denominators.get(aggregation, len(part))
+        denominator = denominator_of(aggregation, trained, len(part), longest_response)
         longest = -(-max(ref.length for ref in refs) // align) * align
         if longest > token_budget:
             raise ValueError(f"a sample of {longest} tokens exceeds the micro-batch budget of {token_budget}")
@@ -157,7 +162,7 @@ def plan_updates(
         shares = _fastest(loads, dp, multiple, token_budget, bubble_micro_batches, work(MICRO_BATCH_TOKENS))
         correct = sum(ref.tokens for ref in refs if ref.is_correct)
         has_turns = trained < sum(ref.response_length for ref in refs) or len(refs) > len(part)
-        plans.append(Update(shares, float(denominator), tokens, trained, correct, has_turns))
+        plans.append(Update(shares, denominator, tokens, trained, correct, has_turns))
     return plans
 
 

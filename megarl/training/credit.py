@@ -31,8 +31,10 @@ def with_token_advantages(
 ) -> list[TrainSequence]:
     """The sequences with the advantage of each token, as the algorithm computes it; demonstrations get none.
 
-    refs: the sequences' samples. token_values: of the auxiliary model, for the responses' tokens. penalties: each
-    token's KL penalty, if any. The rows of a sample are all among the sequences: its tokens are one chain.
+    All sampled tokens make up the chains of rewards and values, also those that a mismatch correction drops; whitening
+    is over those that it keeps. refs: the sequences' samples. token_values: of the auxiliary model, for the responses'
+    tokens. penalties: each token's KL penalty, if any. The rows of a sample are all among the sequences: its tokens are
+    one chain.
     """
     token_rewards = with_turn_rewards(sequences, penalties) if row.credits_turns else penalties
     is_discounted = row.credits_turns and hyperparameters.gamma < 1  # the same in samples without a turn's reward
@@ -58,7 +60,7 @@ def with_token_advantages(
 def sample_advantages(refs: Sequence[SampleRef], sequences: Sequence[TrainSequence]) -> PerToken:
     """Each token's advantage: that of its sample."""
     pairs = zip(_sample_advantages(refs), sequences, strict=True)
-    return [np.where(one.loss_mask_T, advantage, np.float32(0.0)) for advantage, one in pairs]
+    return [np.where(one.sampled_T, advantage, np.float32(0.0)) for advantage, one in pairs]
 
 
 def gae_advantages(
@@ -110,7 +112,7 @@ def _gae(
         return [], []
     chains = _chains(sequences)
     order = [place for chain in chains for place in chain]
-    masks = [sequences[place].loss_mask_T for place in order]
+    masks = [sequences[place].sampled_T for place in order]
     lengths = np.array([int(mask_T.sum()) for mask_T in masks])
     of_samples = np.add.reduceat(lengths, np.cumsum([0, *map(len, chains[:-1])]))
     lams = np.full(len(chains), lam) if alpha is None else np.maximum(0.0, 1 - 1 / (alpha * of_samples))
@@ -166,10 +168,10 @@ def leave_one_out_process_rewards(
 ) -> PerToken:
     """Process rewards of each token, minus the mean over the group's other samples of the mean of all their tokens.
 
-    A sample without others keeps its own. (PRIME, arXiv 2502.01456.)
+    A sample without others has none, as its outcome has no advantage then. (PRIME, arXiv 2502.01456.)
     """
     chains = _chains(sequences)
-    trained = [one_T[own.loss_mask_T] for one_T, own in zip(process, sequences, strict=True)]
+    trained = [one_T[own.sampled_T] for one_T, own in zip(process, sequences, strict=True)]
     means = np.array([np.concatenate([trained[place] for place in chain]).mean() for chain in chains])
     places = torch.tensor([refs[chain[0]].group for chain in chains], dtype=torch.int64)
     last = int(max_over_all(torch.tensor(max((ref.group for ref in refs), default=0))))
@@ -177,12 +179,14 @@ def leave_one_out_process_rewards(
     sums_N[0].index_add_(0, places, torch.from_numpy(means.astype(np.float64)))
     sums_N[1].index_add_(0, places, torch.ones(len(chains), dtype=torch.float64))
     totals, counts = sum_over_all(sums_N)[:, places].numpy()
-    of_samples = np.where(counts > 1, (totals - means) / np.maximum(counts - 1, 1), 0.0)
-    baselines = np.zeros(len(sequences))
-    for chain, baseline in zip(chains, of_samples, strict=True):
+    of_samples = (totals - means) / np.maximum(counts - 1, 1)
+    baselines, is_compared = np.zeros(len(sequences)), np.zeros(len(sequences), np.bool_)
+    for chain, baseline, count in zip(chains, of_samples, counts, strict=True):
         baselines[chain] = baseline
-    pairs = zip(process, sequences, baselines, strict=True)
-    return [np.where(own.loss_mask_T, one_T - base, 0.0).astype(np.float32) for one_T, own, base in pairs]
+        is_compared[chain] = count > 1
+    masks = [own.sampled_T & compares for own, compares in zip(sequences, is_compared, strict=True)]
+    rows = zip(process, masks, baselines, strict=True)
+    return [np.where(mask_T, one_T - baseline, 0.0).astype(np.float32) for one_T, mask_T, baseline in rows]
 
 
 def whitened(sequences: Sequence[TrainSequence], sum_over_all: ReduceOverDp) -> list[TrainSequence]:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from megarl import device
-from megarl.algos import ALGORITHMS, Loss, has_reference, hyperparameters_of
+from megarl.algos import ALGORITHMS, Loss, has_reference, hyperparameters_of, mismatch, reads_old
 from megarl.algos.losses import LossResult, policy_statistics, turn_gaps
+from megarl.algos.ratios import bounded
 from megarl.algos.statistics import UPDATE_MEAN, Statistic, Statistics, parts
 from megarl.checkpoints.hf_export import Export, export_hf
 from megarl.config import Recipe
@@ -31,53 +31,19 @@ from megarl.resharding.exchanges import Exchanges
 from megarl.resharding.memory_handles import share_params
 from megarl.resharding.payloads import ReshardStep, exchanged
 from megarl.resharding.session import PublishedRank, Session
-from megarl.training import credit
+from megarl.training import credit, kept_tokens
 from megarl.training.batching import Key, TokenValues, Update, refs_of, values_by_reader
 from megarl.training.merged_weights import MergedWeights
-from megarl.training.rank import MicroBatches, Received, TrainingRank, norms_of
+from megarl.training.rank import Received, TrainingRank, norms_of
+from megarl.training.shares import HostChoices, RankObservation, UpdateShare, observed, on_host
 from megarl.training.train_sequences import train_sequences
 from megarl.types import FloatArray, Hyperparameters, SampleGroup
-
-HostChoices = dict[int, npt.NDArray[np.int16]]  # of one micro-batch by layer: [tokens of this rank, experts per token]
 
 _ROUTING = ("aux_loss", "z_loss", "mtp_loss", "differing_choices", "replayed_choices")
 AUX_LOSS, Z_LOSS, MTP_LOSS = (Statistic(name, UPDATE_MEAN) for name in _ROUTING[:3])
 DIFFERING_SHARE = Statistic("replay/differing_share")  # of the replayed choices, those that are not the router's own
 REPLAY_GAP = Statistic("replay/logprob_gap")  # |engine - trainer| logprob, of the first micro-batches
 FREE_GAP = Statistic("replay/logprob_gap_without")  # the same without replay
-
-
-@dataclass(frozen=True)
-class UpdateShare:
-    """This rank's share of one update, with what the old policy and the reference computed of it.
-
-    old_logp: of the policy before this step's updates, one array per sequence; None: the current policy is the old one.
-    choices: the experts to replay, one for each micro-batch. temperature: of the policy, as in `token_outputs`.
-    has_turns: as of the Update, where there are an engine's logprobs.
-    """
-
-    micro_batches: MicroBatches
-    norms: Norms
-    old_logp: Sequence[FloatArray] | None = None
-    choices: Sequence[Choices] | None = None
-    reference_logp: Sequence[FloatArray] | None = None
-    temperature: float = 1.0
-    has_turns: bool = False
-
-
-@dataclass(frozen=True)
-class RankObservation:
-    """What a rank computed of its share of a step with the policy before the updates, and with the reference.
-
-    It goes back to the same rank, by way of the object store of its node, so all of it is in host memory. old_logp,
-    reference_logp and choices: by update, as in UpdateShare, but choices (None where the old policy's are not replayed)
-    are of each micro-batch by layer, int16 [tokens of this rank, experts per token]. kl_penalties: of each sequence.
-    """
-
-    old_logp: list[list[FloatArray] | None]
-    reference_logp: list[list[FloatArray] | None]
-    choices: list[list[HostChoices] | None]
-    kl_penalties: list[FloatArray] | None
 
 
 class PolicyRank(TrainingRank):
@@ -140,7 +106,9 @@ class PolicyRank(TrainingRank):
         received, hyperparameters = Received.of(group_ids, given), self._hyperparameters(algorithm)
         shares = self._shares(algorithm, updates, received.groups)
         observation = observation or self._observation(algorithm, shares)
-        shares = [_observed(share, observation, index) for index, share in enumerate(shares)]
+        shares = [observed(share, observation, index) for index, share in enumerate(shares)]
+        if mismatch.drops(hyperparameters):
+            shares = self._kept(updates, shares, hyperparameters)
         if self._model.is_last_stage:  # nothing reads an advantage on the others
             shares = self._credited(algorithm, updates, shares, received.token_values, observation.kl_penalties)
         loss = ALGORITHMS[algorithm].loss(hyperparameters)
@@ -174,14 +142,13 @@ class PolicyRank(TrainingRank):
     def _observation(self, algorithm: str, shares: Sequence[UpdateShare]) -> RankObservation:
         """Log-probabilities by the policy as it is now, then by the reference, where the updates read them."""
         hyperparameters, (replay, _) = self._hyperparameters(algorithm), self._sampling(algorithm)
-        # Only later updates of a step train a policy that is no longer the old one of the ratio.
-        reads_old = len(shares) > 1 or hyperparameters.pays_kl
+        asks_old = reads_old(hyperparameters, len(shares))
         old: list[list[FloatArray] | None] = [None for _ in shares]
         choices: list[list[HostChoices] | None] = [None for _ in shares]
-        for index, share in enumerate(shares if reads_old else ()):
+        for index, share in enumerate(shares if asks_old else ()):
             noted = [Choices(is_recording=True) for _ in share.micro_batches] if replay == "r2" else None
             old[index] = self.token_outputs(share.micro_batches, noted or share.choices, share.temperature)
-            choices[index] = None if noted is None else [_on_host(one) for one in noted]
+            choices[index] = None if noted is None else [on_host(one) for one in noted]
         reference: list[list[FloatArray] | None] = [None for _ in shares]
         if self._has_reference and ALGORITHMS[algorithm].learns_from == "rewards":
             with self._as_reference():
@@ -203,6 +170,27 @@ class PolicyRank(TrainingRank):
             if self._reference:
                 stack.enter_context(host_offload.swapped_in(self.params(), self._reference))
             yield
+
+    def _kept(
+        self, updates: Sequence[Update], shares: Sequence[UpdateShare], hyperparameters: Hyperparameters
+    ) -> list[UpdateShare]:
+        """The shares without the tokens that the mismatch drops, divided by what all ranks keep together.
+
+        The last stage knows the old log-probabilities, and every stage divides its gradients. Collective.
+        """
+        made = [share.micro_batches for share in shares]
+        counts_U3 = torch.zeros(len(shares), 3, dtype=torch.int64)
+        if self._model.is_last_stage:
+            pairs = [(share.micro_batches, share.old_logp or []) for share in shares]
+            made = [kept_tokens.without_dropped(*pair, hyperparameters) for pair in pairs]
+            counts_U3 = torch.from_numpy(np.stack([kept_tokens.counts_of(one) for one in made]))
+        counts_U3 = groups.over_stages(groups.over_dp(counts_U3))
+        kept = []
+        for update, share, micro_batches, counts in zip(updates, shares, made, counts_U3.tolist(), strict=True):
+            of_kept = kept_tokens.divided_by_kept(update, counts, hyperparameters, self._recipe.longest_sample)
+            weighted = kept_tokens.reweighted(micro_batches, of_kept, hyperparameters)
+            kept.append(replace(share, micro_batches=weighted, norms=norms_of(of_kept)))
+        return kept
 
     def _credited(
         self,
@@ -264,8 +252,8 @@ class PolicyRank(TrainingRank):
 
         def gap(row: PackedRow, logp_T: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             targets = row.targets
-            is_fresh_T = targets.loss_mask_T & ~targets.is_stale_T
-            gap_T = torch.where(is_fresh_T, (logp_T - targets.engine_logp_T).abs(), 0.0)
+            is_fresh_T = targets.sampled_T & ~targets.is_stale_T
+            gap_T = torch.where(is_fresh_T, bounded(logp_T - targets.engine_logp_T).abs(), 0.0)
             return logp_T.sum(), torch.stack([gap_T.sum(), is_fresh_T.sum()])
 
         if not share.choices:
@@ -330,20 +318,3 @@ class PolicyRank(TrainingRank):
             self._exchanges = Exchanges(session, self.params() | self.factors())
         for payload in exchanged(steps):
             self._exchanges.of(payload).run(version, attempt)
-
-
-def _on_host(choices: Choices) -> HostChoices:
-    return {layer: experts_NK.to("cpu", torch.int16).numpy() for layer, experts_NK in choices.experts.items()}
-
-
-def _on_device(choices: HostChoices) -> Choices:
-    experts = {layer: torch.from_numpy(experts_NK.astype(np.int64)) for layer, experts_NK in choices.items()}
-    return Choices({layer: experts_NK.to(device.DEVICE) for layer, experts_NK in experts.items()})
-
-
-def _observed(share: UpdateShare, observation: RankObservation, index: int) -> UpdateShare:
-    """The share, number `index` of the step's updates, with what the old policy and the reference computed of it."""
-    old_logp, reference_logp = observation.old_logp[index], observation.reference_logp[index]
-    noted = observation.choices[index]
-    choices = share.choices if noted is None else [_on_device(one) for one in noted]
-    return replace(share, old_logp=old_logp, choices=choices, reference_logp=reference_logp)

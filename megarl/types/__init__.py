@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megarl.types.arrays import BoolArray, FloatArray, IntArray
+from megarl.types.episodes import TRUNCATED as TRUNCATED
 from megarl.types.episodes import EpisodeEnd as EpisodeEnd
 from megarl.types.episodes import EpisodeFacts, EpisodeProgress, EpisodeRow, RowSummary, SamplePart, Transcript
 from megarl.types.episodes import TranscriptCall as TranscriptCall
@@ -28,6 +29,7 @@ from megarl.types.faults import UserFault as UserFault
 from megarl.types.faults import UserFaults as UserFaults
 from megarl.types.rounds import RoundBalance as RoundBalance
 from megarl.types.rounds import StepSeconds as StepSeconds
+from megarl.types.sequences import TrainSequence as TrainSequence
 
 Metrics = dict[str, float]
 SCORE = "score.weight"  # the head of a model for sequence classification, in Hugging Face checkpoints
@@ -232,29 +234,6 @@ class GroupSummary:
     def drawn_G(self) -> BoolArray:
         """Which samples were drawn from the policy: all but the baseline."""
         return np.arange(len(self.rewards_G)) != (-1 if self.baseline is None else self.baseline)
-
-
-@dataclass(frozen=True)
-class TrainSequence:
-    """One sequence to train on, prompt and response together; every array is [T], aligned to the token it is about.
-
-    The sequences of an episode's rows have one sample's reward and outcome together.
-    """
-
-    token_ids_T: IntArray
-    loss_mask_T: BoolArray  # True on the tokens that are trained on; the arrays below are 0 elsewhere
-    loss_weight_T: FloatArray  # in the loss sum: 1 for a mean over tokens, 1 / (tokens of the sample) for samples
-    engine_logp_T: FloatArray
-    _: KW_ONLY
-    reward: float = 0.0  # of the whole response
-    outcome: float = 0.0  # 1 where the response is correct, else 0
-    advantage_T: FloatArray | None = None  # None until megarl.training.credit has computed it; demonstrations have none
-    nll_weight_T: FloatArray | None = None  # weight of -log p in the loss sum, added to the policy loss; None: 0
-    is_stale_T: BoolArray | None = None  # whether an earlier policy than the step's sampled the token; None: no token
-    experts_TMK: npt.NDArray[Any] | None = None  # Sample.routed_experts, of the T - 1 tokens that the engine computed
-    key: tuple[int, int, int] | None = None  # numbers of group, sample and row; None: a sample of one row
-    token_rewards_T: FloatArray | None = None  # rewards of an episode's turns, each at the turn's last token; None: 0
-    turn_T: IntArray | None = None  # of an episode, the turn of each trained token, from 1; None: the first
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from megarl.types.arrays import BoolArray, FloatArray, IntArray
 EpisodeEnd = Literal[
     "answered", "done", "max_turns", "max_tokens", "cut", "bad_calls", "timeout", "environment", "agent"
 ]  # fmt: skip
-
+TRUNCATED: frozenset[EpisodeEnd] = frozenset({"max_tokens", "cut"})  # ends at a limit of tokens
 
 # Why a token that the model sampled is in no row: the turn did not reach its agent, or the episode began anew.
 DropReason = Literal["unawaited", "anew"]

@@ -16,15 +16,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algos import ALGORITHMS
-from megarl.algos.mismatch import MISMATCH_BOUNDS
+from megarl.algos.mismatch import MISMATCH_BOUNDS, dropped, drops
 from megarl.algos.segments import segment_mean, segment_sum
 from megarl.algos.statistics import CLIPPED, Statistics
 from megarl.parallel.sequences import Split, pack
 from megarl.tracking.metrics import train_metrics
-from megarl.training.batching import Key, MicroBatch, SampleRef, key_of, plan_updates
+from megarl.training import kept_tokens
+from megarl.training.batching import Key, MicroBatch, SampleRef, Update, key_of, plan_updates
 from megarl.training.credit import sample_advantages
 from megarl.training.train_sequences import train_sequences
-from megarl.types import Aggregation, FloatArray, Hyperparameters, Mismatch, Prompt, Sample, SampleGroup, SamplePart
+from megarl.types import (
+    Aggregation,
+    FloatArray,
+    Hyperparameters,
+    Mismatch,
+    Prompt,
+    Sample,
+    SampleGroup,
+    SamplePart,
+    TrainSequence,
+)
 
 PER_GROUP, LONGEST, BUDGET = 3, 9, 48
 FROM_REWARDS = [name for name, row in ALGORITHMS.items() if row.learns_from == "rewards"]
@@ -92,20 +103,21 @@ def seen(
     batch: Batch,
     shares: Sequence[Sequence[MicroBatch]],
     *,
-    nll_weight: float = 0.0,
+    plan: Update | None = None,
     aggregation: Aggregation | None = None,
     split: Split = Split(),  # noqa: B008
     junk: float = 0.0,
 ) -> Seen:
-    """(loss sum, its gradient by logprobs and entropies, statistics) of all ranks' micro-batches.
+    """(loss, its gradient by logprobs and entropies, statistics) of all ranks' micro-batches.
 
+    With the plan they are divided as a run divides them, by what the mismatch correction keeps; else they are sums.
     What is not learnt from is junk, in the policy's outputs as in what the old, the reference and the engine say of it.
     """
     for leaf in batch.leaves():
         leaf.grad = None
     total, stats = 0.0, {}
-    for micro_batches in shares:
-        made = train_sequences(micro_batches, batch.groups, aggregation or hparams.aggregation, nll_weight)
+    given, plan = given_of(hparams, batch, shares, plan, aggregation or hparams.aggregation, junk)
+    for micro_batches, made in zip(shares, given, strict=True):
         for refs, uncredited in zip(micro_batches, made, strict=True):
             pairs = zip(uncredited, sample_advantages(refs, uncredited), strict=True)
             sequences = [replace(one, advantage_T=advantage_T) for one, advantage_T in pairs]
@@ -115,7 +127,7 @@ def seen(
             )
             row = pack(sequences, split=split, device="cpu", old_logp=old, reference_logp=reference)
             assert row.old_logp_T is not None
-            targets, free_T = row.targets, ~row.targets.loss_mask_T
+            targets, free_T = row.targets, ~row.targets.sampled_T
             targets = replace(targets, engine_logp_T=targets.engine_logp_T.masked_fill(free_T, junk))
             # Everything that the mask does not name is junk, which the gradient is asked of, too.
             junk_T = torch.full((2, len(free_T)), junk, dtype=torch.float64, requires_grad=True)
@@ -131,7 +143,41 @@ def seen(
             assert junk_T.grad is not None and not junk_T.grad.any(), "what is not learnt from has a gradient"
             total += float(loss.detach())
             add(stats, {statistic: tuple(value.reshape(-1).tolist()) for statistic, value in found.items()})
-    return total, [torch.zeros_like(one) if one.grad is None else one.grad for one in batch.leaves()], stats
+    divisor = plan.denominator if plan else 1.0
+    gradients = [torch.zeros_like(one) if one.grad is None else one.grad / divisor for one in batch.leaves()]
+    return total / divisor, gradients, stats
+
+
+def given_of(
+    hparams: Hyperparameters,
+    batch: Batch,
+    shares: Sequence[Sequence[MicroBatch]],
+    plan: Update | None,
+    aggregation: Aggregation,
+    junk: float,
+) -> tuple[list[list[list[TrainSequence]]], Update | None]:
+    """The sequences of all ranks' micro-batches as a run makes them, and the plan, divided by what is kept of it."""
+    nll_weight = plan.nll_weight(hparams.positive_nll) if plan else 0.0
+    made = [train_sequences(one, batch.groups, aggregation, nll_weight) for one in shares]
+    if not drops(hparams):
+        return made, plan
+    olds = [[padded(batch, ref, batch.old_logp[key_of(ref)], junk) for refs in one for ref in refs] for one in shares]
+    made = [kept_tokens.without_dropped(*pair, hparams) for pair in zip(made, olds, strict=True)]
+    if plan is None:
+        return made, None
+    counts = np.sum([kept_tokens.counts_of(one) for one in made], axis=0).tolist()
+    of_kept = kept_tokens.divided_by_kept(plan, counts, hparams, LONGEST)
+    return [kept_tokens.reweighted(one, of_kept, hparams) for one in made], of_kept
+
+
+def kept_of(batch: Batch, ref: SampleRef, hparams: Hyperparameters) -> torch.Tensor:
+    """Which tokens of a response the mismatch correction keeps."""
+    engine_T = torch.from_numpy(batch.groups[ref.group].samples[ref.sample].engine_logp_T)
+    everything_T, one_sample_T = torch.ones(len(engine_T)) > 0, torch.zeros(len(engine_T), dtype=torch.int64)
+    if not drops(hparams):
+        return everything_T
+    old_T = torch.from_numpy(batch.old_logp[key_of(ref)])
+    return ~dropped(old_T, engine_T, everything_T, one_sample_T, hparams)
 
 
 def expected(name: str, hparams: Hyperparameters, batch: Batch) -> Seen:
@@ -139,15 +185,17 @@ def expected(name: str, hparams: Hyperparameters, batch: Batch) -> Seen:
     prompt = Prompt("", "", (0,), "")
     one_token = {number: replace(group, prompt=prompt) for number, group in batch.groups.items()}
     alone, of_policy = replace(batch, groups=one_token), replace(hparams, positive_nll=0.0)
-    tokens = sum(ref.response_length for ref in batch.refs)
+    kept = {key_of(ref): kept_of(batch, ref, hparams) for ref in batch.refs}
+    counts = {key: int(kept_T.sum()) for key, kept_T in kept.items()}
+    tokens, samples = max(1, sum(counts.values())), max(1, sum(count > 0 for count in counts.values()))
     loss, gradients = 0.0, [torch.zeros_like(one) for one in batch.leaves()]
     stats: Statistics = {}
     for ref in batch.refs:
         share = {
             "token_mean": 1 / tokens,
-            "sequence_mean": 1 / ref.response_length / len(batch.refs),
-            "sequence_sum": 1 / len(batch.refs),
-            "constant": 1 / LONGEST / len(batch.refs),
+            "sequence_mean": 1 / max(1, counts[key_of(ref)]) / samples,
+            "sequence_sum": 1 / samples,
+            "constant": 1 / LONGEST / samples,
         }[hparams.aggregation]
         shares = [[(replace(ref, length=1 + ref.response_length),)]]
         one, own, found = seen(name, of_policy, alone, shares, aggregation="token_mean")
@@ -156,19 +204,19 @@ def expected(name: str, hparams: Hyperparameters, batch: Batch) -> Seen:
         add(stats, found)
     if hparams.positive_nll and ALGORITHMS[name].surrogate:
         correct = [key_of(ref) for ref in batch.refs if ref.is_correct]
-        count = sum(len(batch.logp[key]) for key in correct)
+        count = max(1, sum(counts[key] for key in correct))
         for place, (key, logp) in enumerate(batch.logp.items()):
             if key in correct:
-                loss -= hparams.positive_nll * float(logp.detach().sum()) / count
-                gradients[place] = gradients[place] - hparams.positive_nll / count
+                loss -= hparams.positive_nll * float(logp.detach()[kept[key]].sum()) / count
+                gradients[place] = gradients[place] - hparams.positive_nll / count * kept[key]
     return loss, gradients, stats
 
 
-def same(mine: Seen, other: Seen, divisor: float = 1.0) -> None:
+def same(mine: Seen, other: Seen) -> None:
     """Within what float32 weights allow; the loss is a sum of terms of about 1 that cancel."""
-    assert mine[0] / divisor == pytest.approx(other[0], rel=1e-5, abs=2e-6)
+    assert mine[0] == pytest.approx(other[0], rel=1e-5, abs=2e-6)
     for gradient, wanted in zip(mine[1], other[1], strict=True):
-        torch.testing.assert_close(gradient / divisor, wanted, rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=2e-6)
     assert train_metrics([mine[2]]) == pytest.approx(train_metrics([other[2]]), rel=1e-5, abs=1e-6)
 
 
@@ -200,9 +248,8 @@ def test_neither_prompts_packing_splitting_nor_ranks_change_what_is_learnt(
     )  # fmt: skip
     shares = [[tuple(shuffle.sample(refs, len(refs))) for refs in rank] for rank in plan.micro_batches]
     shuffle.shuffle(shares)
-    nll_weight = plan.nll_weight(hparams.positive_nll)
-    mine = seen(name, hparams, batch, shares, nll_weight=nll_weight, split=split, junk=math.nan)
-    same(mine, expected(name, hparams, batch), plan.denominator)
+    mine = seen(name, hparams, batch, shares, plan=plan, split=split, junk=math.nan)
+    same(mine, expected(name, hparams, batch))
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -213,8 +260,8 @@ def test_more_ranks_than_samples(name):
         work=float,
     )  # fmt: skip
     assert [len(refs) for rank in plan.micro_batches for refs in rank].count(0) == 3
-    mine = seen(name, hparams, batch, plan.micro_batches, nll_weight=plan.nll_weight(hparams.positive_nll))
-    same(mine, expected(name, hparams, batch), plan.denominator)
+    mine = seen(name, hparams, batch, plan.micro_batches, plan=plan)
+    same(mine, expected(name, hparams, batch))
 
 
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf, 1e30])
@@ -224,9 +271,8 @@ def test_what_is_not_learnt_from_may_be_anything(name, mismatch, junk):
     """Prompts and padding: nothing of them in loss, gradient or statistics."""
     batch, hparams = batch_of([4, 1, 9, 2, 2], seed=7), all_at_once(name, mismatch)
     shares, split = [[tuple(batch.refs[:3]), ()], [tuple(batch.refs[3:])]], Split(tp=2, cp=2, align=4)
-    mine, clean = (
-        seen(name, hparams, batch, shares, nll_weight=0.1, split=split, junk=value) for value in (junk, 0.0)
-    )
+    plan = Update((), denominator=2.0, tokens=9, loss_tokens=9, correct_tokens=5)
+    mine, clean = (seen(name, hparams, batch, shares, plan=plan, split=split, junk=value) for value in (junk, 0.0))
     assert math.isfinite(clean[0]) and all(one.isfinite().all() for one in clean[1])
     assert (mine[0], mine[2]) == (clean[0], clean[2])
     assert all(torch.equal(one, other) for one, other in zip(mine[1], clean[1], strict=True))

@@ -24,11 +24,12 @@ from megarl.algos.losses import (
     policy_loss,
     value_loss,
 )
-from megarl.algos.mismatch import MISMATCH_BOUNDS
+from megarl.algos.mismatch import MASKED, MISMATCH_BOUNDS
 from megarl.algos.statistics import TOKENS
 from megarl.algos.surrogates import cispo, clipped, reinforce, sequence_clipped
 from megarl.algos.targets import Targets
 from megarl.types import Hyperparameters
+from tests.algos.dropping import kept
 
 SURROGATES = {"clipped": clipped, "sequence": sequence_clipped, "cispo": cispo, "reinforce": reinforce}
 floats = st.floats(-3, 3)
@@ -61,8 +62,8 @@ def slow_surrogate(name: str, hparams: Hyperparameters, logp: Any, old: float, l
     return -objective
 
 
-def slow_weight(hparams: Hyperparameters, w: float, product: float, mean: float) -> float:
-    """Of pi_old / mu: of the token, of its sequence's product and geometric mean."""
+def slow_weight(hparams: Hyperparameters, w: float, product: float, mean: float) -> float | None:
+    """Of pi_old / mu: of the token, of its sequence's product and geometric mean; None: the token is dropped."""
     if hparams.mismatch == "off":
         return 1.0
     low, high = MISMATCH_BOUNDS[hparams.mismatch]
@@ -71,18 +72,24 @@ def slow_weight(hparams: Hyperparameters, w: float, product: float, mean: float)
     if hparams.mismatch == "tis":
         return min(w, high)
     decides = {"mis_sequence": product, "mis_geometric": mean}.get(hparams.mismatch, w)
-    return (product if hparams.mismatch == "mis_sequence" else w) * (low <= decides <= high)
+    if not low <= decides <= high:
+        return None
+    return product if hparams.mismatch == "mis_sequence" else w
 
 
 def slow_kl(hparams: Hyperparameters, logp: Any, reference: float) -> Any:
     ratio = (reference - logp).exp()
-    return {"k1": -ratio.log(), "k2": ratio.log() ** 2 / 2, "k3": ratio - 1 - ratio.log()}[hparams.kl_estimator]
+    k3 = (ratio - 1 - ratio.log()).clamp(max=10.0)
+    return {"k1": -ratio.log(), "k2": ratio.log() ** 2 / 2, "k3": k3}[hparams.kl_estimator]
 
 
 def slow_loss(
     name: str, hparams: Hyperparameters, logp_T: torch.Tensor, entropy_T: torch.Tensor, old: list[float], row: Targets
 ) -> Any:
-    """The whole row, sequence by sequence and token by token; some tokens of a sequence are of earlier policies."""
+    """The whole row, sequence by sequence and token by token; some tokens of a sequence are of earlier policies.
+
+    A token that the mismatch drops has no term at all, and no part in the ratio of its sequence.
+    """
     if hparams.mismatch == "off":  # then the engine is the old policy of those
         old = [float(row.engine_logp_T[t]) if row.is_stale_T[t] else one for t, one in enumerate(old)]
     total = torch.zeros((), dtype=torch.float64)
@@ -91,12 +98,14 @@ def slow_loss(
         places = [t for t in found if row.loss_mask_T[t]]
         if not places:
             continue
-        log_s = sum(logp_T[t] - old[t] for t in places) / len(places)
         log_w = [old[t] - float(row.engine_logp_T[t]) for t in places]
         product, mean = math.exp(sum(log_w)), math.exp(sum(log_w) / len(log_w))
-        for t, own in zip(places, log_w, strict=True):
+        weights = {t: slow_weight(hparams, math.exp(w), product, mean) for t, w in zip(places, log_w, strict=True)}
+        kept_weights = {t: weight for t, weight in weights.items() if weight is not None}
+        log_s = sum(logp_T[t] - old[t] for t in kept_weights) / max(1, len(kept_weights))
+        for t, weight in kept_weights.items():
             one = slow_surrogate(name, hparams, logp_T[t], old[t], log_s, float(row.advantage_T[t]))
-            one = one * slow_weight(hparams, math.exp(own), product, mean)
+            one = one * weight
             assert row.reference_logp_T is not None
             one = one + hparams.kl_coefficient * slow_kl(hparams, logp_T[t], float(row.reference_logp_T[t]))
             one = one - hparams.entropy_coefficient * entropy_T[t]
@@ -138,9 +147,9 @@ def test_loss_and_gradient_equal_the_slow_loop(name: str, sequences: list[list[A
         nll_weight_T=exact(weight) * torch.tensor(mask) * (torch.tensor(numbers) % 2),
         is_stale_T=torch.tensor(stale),
     )  # fmt: skip
-    results = []
+    results, of_kept = [], kept(exact(old), row, hparams)
     for loss in (
-        lambda p_T, h_T: policy_loss(SURROGATES[name], p_T, h_T, exact(old), row, hparams),
+        lambda p_T, h_T: policy_loss(SURROGATES[name], p_T, h_T, exact(old), of_kept, hparams),
         lambda p_T, h_T: (slow_loss(name, hparams, p_T, h_T, old, row), {}),
     ):
         logp_T, entropy_T = exact(logp, requires_grad=True), exact(entropy, requires_grad=True)
@@ -156,7 +165,12 @@ def test_loss_and_gradient_equal_the_slow_loop(name: str, sequences: list[list[A
     gaps = [abs(o - e) for o, e, m, s in zip(old, engine, mask, stale, strict=True) if m and not s]
     assert stats[GAP].tolist() == pytest.approx([sum(gaps), len(gaps)], abs=1e-12), "of fresh tokens alone"
     assert stats[GAP_MAX].tolist() == pytest.approx([max(gaps, default=0.0), len(gaps)], abs=1e-12)
-    assert int(stats[TOKENS]) == sum(mask)
+    num_dropped = sum(mask) - int(of_kept.loss_mask_T.sum())
+    assert int(stats[TOKENS]) == sum(mask) - num_dropped
+    if hparams.mismatch != "off":
+        assert stats[MASKED].tolist() == [num_dropped, sum(mask)], "a share of what was sampled"
+        by_age = {one.name: parts.tolist() for one, parts in stats.items() if one.name.startswith("mismatch_masked_")}
+        assert [sum(pair) for pair in zip(*by_age.values(), strict=True)] == [num_dropped, sum(mask)]
 
 
 def row_of(mask: list[bool], weight: list[float], advantage: list[float], engine: list[float]) -> Targets:

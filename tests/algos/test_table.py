@@ -1,8 +1,11 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from megarl.algos import ALGORITHMS
+from megarl.algos.statistics import CLIPPED
+from megarl.algos.targets import Targets
 
 STAGES = {
     "sft": ("demonstrate", "update"),
@@ -21,3 +24,18 @@ def test_stages_of_a_training_step(name: str) -> None:
 def test_a_critic_needs_no_look_at_the_policy_without_a_kl_reward() -> None:
     row = ALGORITHMS["ppo"]
     assert row.stages(replace(row.hyperparameters, kl_coefficient=0.0)) == ("sample", "value", "update")
+
+
+def test_cispo_cuts_off_ratios_above_five_alone() -> None:
+    """The epsilon_max of ScaleRL (arXiv 2510.13786) bounds the ratio itself; there is no lower bound."""
+    row, nothing_T = ALGORITHMS["cispo"], torch.zeros(3)
+    targets = Targets(
+        loss_mask_T=nothing_T == 0, loss_weight_T=nothing_T + 1, advantage_T=nothing_T + 1, outcome_T=nothing_T,
+        engine_logp_T=nothing_T, nll_weight_T=nothing_T, is_stale_T=nothing_T > 0, sequence_T=nothing_T.long(),
+    )  # fmt: skip
+    assert row.surrogate is not None
+    logp_T = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
+    loss_T, statistics = row.surrogate(logp_T, torch.tensor([0.01, 4.9, 5.5]).log(), targets, row.hyperparameters)
+    loss_T.sum().backward()
+    assert logp_T.grad is not None and logp_T.grad.tolist() == pytest.approx([-0.01, -4.9, -5.0])
+    assert statistics[CLIPPED].tolist() == [False, False, True]

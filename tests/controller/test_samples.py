@@ -16,6 +16,7 @@ from megarl.controller.samples import (
     collect,
     is_mixed,
     overlong_penalty,
+    refuse_empty,
     samples_of,
     staleness,
     with_overlong_penalty,
@@ -24,7 +25,7 @@ from megarl.fleet.rank_groups import GroupStock, RolloutBatch
 from megarl.rollout.stock import Entry, Stock
 from megarl.rollout.worker import summary
 from megarl.tracking.metrics import rollout_metrics
-from megarl.types import GroupSummary, Hyperparameters, Prompt, SampleGroup, SamplePart, UserFault
+from megarl.types import EpisodeEnd, GroupSummary, Hyperparameters, Prompt, SampleGroup, SamplePart, UserFault
 from tests.training.episodes import cut, episode
 
 DYNAMIC = Hyperparameters(dynamic_sampling=True, oversample=1.0, max_rounds=4)
@@ -216,14 +217,42 @@ def in_rows(of: SampleGroup) -> SampleGroup:
     return replace(of, samples=tuple(cut(of.prompt, one, range(9)) for one in of.samples))
 
 
-def test_long_episodes_are_punished_by_what_they_sampled() -> None:
-    """1 to 5 sampled tokens of at most 5, of which 4 and 5 are long; observations and rows do not count."""
-    made = episodes((True, False, True, False, True))
-    for one in (made, in_rows(made)):
-        rollout = RolloutBatch([summary(one)], ["ref"])  # type: ignore[list-item]
-        (short,) = with_overlong_penalty(rollout, Hyperparameters(overlong_share=0.4), 5).summaries
-        assert short.rewards_G.tolist() == [1.0, 0.0, 1.0, -0.5, 0.0]
+def test_long_episodes_are_punished_by_the_tokens_that_count_against_their_limit() -> None:
+    """Of one row 1, 3, 5, 7 and 9 tokens of at most 10, observations among them: the last 4 are long.
+
+    In rows of a turn each, only what was sampled adds up, to 5 tokens. An observation that did not fit is in no row.
+    """
+    made, penalised = episodes((True, False, True, False, True)), Hyperparameters(overlong_share=0.4)
+
+    def rewards(of: SampleGroup) -> list[float]:
+        (short,) = with_overlong_penalty(RolloutBatch([summary(of)], ["ref"]), penalised, 10).summaries  # type: ignore[list-item]
         assert short.response_lengths_G.tolist() == [1, 2, 3, 4, 5]
+        return short.rewards_G.tolist()
+
+    assert rewards(made) == [1.0, 0.0, 1.0, -0.25, 0.25]
+    assert rewards(in_rows(made)) == [1.0, 0.0, 1.0, 0.0, 1.0]
+    assert rewards(ended(made, ["max_tokens", "cut", "max_turns", "answered", "done"])) == [0.0, 0.0, 1.0, -0.25, 0.25]
+
+
+def ended(of: SampleGroup, ends: Sequence[EpisodeEnd]) -> SampleGroup:
+    """The same episodes, which ended so."""
+    made = [
+        replace(one, facts=replace(one.facts, end=end), finished=end in ("answered", "done"))
+        for one, end in zip(of.samples, ends, strict=True)
+        if one.facts is not None
+    ]
+    return replace(of, samples=tuple(made))
+
+
+def test_the_overlong_filter_leaves_out_truncated_episodes_alone() -> None:
+    """What ended by its turns, its broken calls or its time is learnt from: nothing else would teach it."""
+    ends: list[EpisodeEnd] = ["answered", "max_tokens", "bad_calls", "cut", "max_turns", "timeout"]
+    short = summary(ended(episodes((True, False, False, False, False, True)), ends))
+    assert [one.sample for one in samples_of([short], "grpo", only_finished=True)] == [0, 2, 4, 5]
+    cut_off = summary(ended(episodes((True, False)), ["max_tokens", "cut"]))
+    assert samples_of([cut_off], "grpo", only_finished=True) == []
+    with pytest.raises(UserFault, match="every response of the step was cut"):
+        refuse_empty([], [cut_off])
 
 
 @pytest.mark.parametrize(("correct", "is_kept"), [((True, False, False), True), ((True,) * 3, False)])

@@ -132,7 +132,7 @@ def test_a_critic_sees_penalties_as_rewards() -> None:
 
 
 def test_process_rewards_are_held_against_the_others() -> None:
-    """arXiv 2502.01456: less the mean of the others' means; a group of one keeps its own."""
+    """arXiv 2502.01456: less the mean of the others' means; a group of one has none."""
     sequences = [sequence(2, 2, 0.5), sequence(1, 1, -0.5), sequence(3, 2, 0.0), sequence(1, 2, 0.25)]
     refs = refs_of(sequences, [0, 0, 0, 2])
     said = {
@@ -142,7 +142,7 @@ def test_process_rewards_are_held_against_the_others() -> None:
         (2, 0, 0): np.array([1.0, -1.0], np.float32),
     }
     expected = [
-        [(1 - 2.25) + (3 - 2.25) + 0.5, (3 - 2.25) + 0.5], [4 - 1.25 - 0.5], [-5.0, -2.5], [0.25, -0.75],
+        [(1 - 2.25) + (3 - 2.25) + 0.5, (3 - 2.25) + 0.5], [4 - 1.25 - 0.5], [-5.0, -2.5], [0.25, 0.25],
     ]  # fmt: skip
     assert assign("prime", sequences, said=said, refs=refs) == expected
 

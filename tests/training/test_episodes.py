@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 
 from megarl.algos import ALGORITHMS
 from megarl.algos.losses import outcome_loss, turn_gaps, value_loss
-from megarl.algos.mismatch import MISMATCH_BOUNDS
+from megarl.algos.mismatch import MISMATCH_BOUNDS, drops
 from megarl.controller.samples import samples_of
 from megarl.parallel.sequences import PackedRow, Split, pack
 from megarl.rollout.worker import summary
 from megarl.tracking.metrics import update_metrics
+from megarl.training import kept_tokens
 from megarl.training.auxiliary import critic_returns
 from megarl.training.batching import Key, SampleRef, TokenValues, Update, key_of, plan_updates, refs_of, spread
 from megarl.training.credit import with_token_advantages
@@ -186,9 +187,9 @@ def losses(name: str, groups: Sequence[SampleGroup], budget: int, dp: int, **cha
     Of an auxiliary model's too, where the row has one. Everything of a masked token is not a number.
     """
     step = step_of(name, groups, budget=budget, dp=dp, **changes)
-    by_key = {key_of(ref): one for ref, one in zip(step.refs, step.sequences, strict=True)}
     outputs = {seed: on_tokens(step.refs, groups, seed) for seed in (3, 4, 5, 6)}
-    (plan,), row = step.plans, ALGORITHMS[name]
+    by_key, plan = of_kept(step, outputs[4])
+    row = ALGORITHMS[name]
     total, auxiliary, gaps = 0.0, 0.0, {}
     gradient: dict[Key, FloatArray] = {}
     for refs in [batch for hand in plan.micro_batches for batch in hand if batch]:
@@ -216,6 +217,28 @@ def losses(name: str, groups: Sequence[SampleGroup], budget: int, dp: int, **cha
     return [total / plan.denominator, auxiliary, by_token, update_metrics([{k: tuple(v) for k, v in gaps.items()}], "")]
 
 
+def of_kept(step: Step, old_logp: TokenValues) -> tuple[dict[Key, TrainSequence], Update]:
+    """The sequences as the loss of a run gets them, and the plan, divided by what the mismatch correction keeps."""
+    found = {key_of(ref): one for ref, one in zip(step.refs, step.sequences, strict=True)}
+    (plan,), hparams = step.plans, step.hyperparameters
+    if not drops(hparams):
+        return found, plan
+    made = [
+        kept_tokens.without_dropped(
+            [[found[key_of(ref)] for ref in batch] for batch in hand],
+            [spread(old_logp[key_of(ref)], ref) for batch in hand for ref in batch],
+            hparams,
+        )
+        for hand in plan.micro_batches
+    ]
+    counts = np.sum([kept_tokens.counts_of(hand) for hand in made], axis=0).tolist()
+    assert 0 < counts[0] < plan.loss_tokens, "some tokens are kept, and some are dropped"
+    divided = kept_tokens.divided_by_kept(plan, counts, hparams, LONGEST)
+    made = [kept_tokens.reweighted(hand, divided, hparams) for hand in made]
+    keys = [key_of(ref) for hand in plan.micro_batches for batch in hand for ref in batch]
+    return dict(zip(keys, [one for hand in made for batch in hand for one in batch], strict=True)), divided
+
+
 def of_sequences(row: PackedRow, arrays: Sequence[FloatArray]) -> torch.Tensor:
     """Values of sequences at the places of a packed row that predict them."""
     values_T = torch.full((len(row.targets.loss_mask_T),), math.nan)
@@ -230,6 +253,10 @@ def test_losses_of_whole_sequences_are_of_whole_episodes(name: str, mismatch: An
     """GSPO's ratio, a mismatch of sequences and PRIME's cross-entropy add up the tokens of all rows of an episode."""
     groups = groups_of(5, [3, 1, 4, 2, 5, 2])
     changes: dict[str, Any] = {"mismatch": mismatch, "aggregation": "sequence_mean"}
+    if mismatch == "mis_sequence":
+        changes |= {"mismatch_high": 400.0}
+    if mismatch == "mis_geometric":
+        changes |= {"mismatch_low": 0.3, "mismatch_high": 3.0}
     whole, rows = losses(name, groups, ROOMY, 1, **changes), losses(name, cut_up(groups, 5), ROOMY, 2, **changes)
     assert rows[0] == pytest.approx(whole[0], rel=1e-5, abs=1e-6)
     assert rows[1] == pytest.approx(whole[1], rel=1e-5)

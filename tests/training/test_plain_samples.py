@@ -34,7 +34,7 @@ DIGESTS = {
     "reinforce_pp": "198d9d8319df5d18",
     "reinforce_pp_baseline": "8afad34b27abaf62",
     "on_policy_distillation": "05ee614d1fd26d78",
-    "prime": "8d7f1fe009cc38df",
+    "prime": "3d4f8f0ad2199b31",
     "ppo": "c84df239ffa11d8f",
     "vapo": "402dd4a164e8c4b1",
     "sft": "e5cf86e7dbcfc588",

@@ -1,0 +1,68 @@
+"""What a training rank of the policy has of a step: its share of each update, and what was observed before them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megarl import device
+from megarl.parallel.pipeline import Norms
+from megarl.parallel.routing import Choices
+from megarl.training.rank import MicroBatches
+from megarl.types import FloatArray
+
+HostChoices = dict[int, npt.NDArray[np.int16]]  # of one micro-batch by layer: [tokens of this rank, experts per token]
+
+
+@dataclass(frozen=True)
+class UpdateShare:
+    """This rank's share of one update, with what the old policy and the reference computed of it.
+
+    old_logp: of the policy before this step's updates, one array per sequence; None: the current policy is the old one.
+    choices: the experts to replay, one for each micro-batch. temperature: of the policy, as in `token_outputs`.
+    has_turns: as of the Update, where there are an engine's logprobs.
+    """
+
+    micro_batches: MicroBatches
+    norms: Norms
+    old_logp: Sequence[FloatArray] | None = None
+    choices: Sequence[Choices] | None = None
+    reference_logp: Sequence[FloatArray] | None = None
+    temperature: float = 1.0
+    has_turns: bool = False
+
+
+@dataclass(frozen=True)
+class RankObservation:
+    """What a rank computed of its share of a step with the policy before the updates, and with the reference.
+
+    It goes back to the same rank, by way of the object store of its node, so all of it is in host memory. old_logp,
+    reference_logp and choices: by update, as in UpdateShare, but choices (None where the old policy's are not replayed)
+    are of each micro-batch by layer, int16 [tokens of this rank, experts per token]. kl_penalties: of each sequence.
+    """
+
+    old_logp: list[list[FloatArray] | None]
+    reference_logp: list[list[FloatArray] | None]
+    choices: list[list[HostChoices] | None]
+    kl_penalties: list[FloatArray] | None
+
+
+def on_host(choices: Choices) -> HostChoices:
+    return {layer: experts_NK.to("cpu", torch.int16).numpy() for layer, experts_NK in choices.experts.items()}
+
+
+def on_device(choices: HostChoices) -> Choices:
+    experts = {layer: torch.from_numpy(experts_NK.astype(np.int64)) for layer, experts_NK in choices.items()}
+    return Choices({layer: experts_NK.to(device.DEVICE) for layer, experts_NK in experts.items()})
+
+
+def observed(share: UpdateShare, observation: RankObservation, index: int) -> UpdateShare:
+    """The share, number `index` of the step's updates, with what the old policy and the reference computed of it."""
+    old_logp, reference_logp = observation.old_logp[index], observation.reference_logp[index]
+    noted = observation.choices[index]
+    choices = share.choices if noted is None else [on_device(one) for one in noted]
+    return replace(share, old_logp=old_logp, choices=choices, reference_logp=reference_logp)
