@@ -22,6 +22,7 @@ from megarl.config import Recipe
 from megarl.config.yaml_text import options_comment
 from megarl.disk import folder_gone, writing
 from megarl.printable import json_line, one_line, printable
+from megarl.tracking.curve import draw_curve
 from megarl.tracking.metrics import idle_metrics, pick_samples
 from megarl.tracking.record_lines import read_lines
 from megarl.tracking.secrets import without_secrets
@@ -282,23 +283,6 @@ class RunLog:
             table.add_row(f"{name}, mean", "", f"{sum(record.get(name, 0.0) for record in trained) / len(trained):.2f}")
         table.caption = Text(printable(f"records, samples and curve.png: {self.folder}"))
         return table
-
-
-def draw_curve(history: Sequence[Metrics], path: Path, title: str) -> None:
-    """PNG of mean reward and accuracy by step, with the evaluations as points."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    axes = figure.add_subplot(xlabel="step", title=title)
-    styles = {"reward/mean": "-", "reward/accuracy": "-", "eval/accuracy": "o--"}
-    for name, style in styles.items():
-        points = [(record["step"], record[name]) for record in history if name in record]
-        if points:
-            axes.plot(*zip(*points, strict=True), style, label=name)
-    axes.grid(alpha=0.3)
-    axes.legend(loc="best")
-    FigureCanvasAgg(figure).print_png(path)
 
 
 def _new_folder(parent: Path, name: str) -> Path:
