@@ -23,7 +23,7 @@ from megarl.config.yaml_text import options_comment
 from megarl.disk import folder_gone, writing
 from megarl.printable import json_line, one_line, printable
 from megarl.tracking.curve import draw_curve
-from megarl.tracking.metrics import idle_metrics, pick_samples
+from megarl.tracking.metrics import Advantages, idle_metrics, pick_samples
 from megarl.tracking.record_lines import read_lines
 from megarl.tracking.secrets import without_secrets
 from megarl.tracking.trackers import Trackers
@@ -50,6 +50,7 @@ class Record:
         self.step = step
         self.metrics: Metrics = {}
         self.groups: Sequence[GroupSummary] = ()
+        self.advantages: Advantages = {}
         self.failures: list[str] = []
         self.failed_calls: list[str] = []
         self._phases: Metrics = {}
@@ -70,6 +71,10 @@ class Record:
     def samples(self, groups: Sequence[GroupSummary]) -> None:
         """Set the groups from which samples.jsonl gets some responses."""
         self.groups = groups
+
+    def learnt_from(self, advantages: Advantages) -> None:
+        """Set the advantage of each sample that the step trains on, for samples.jsonl."""
+        self.advantages = advantages
 
     def failed(self, groups: Sequence[GroupSummary]) -> None:
         """Add the failed verdicts and calls of scored groups; the terminal shows the first of each."""
@@ -237,7 +242,7 @@ class RunLog:
         with writing(self.folder, "metrics.jsonl"):
             self._records_file.write(json.dumps(finite) + "\n")
             self._records_file.flush()
-        samples = pick_samples(record.groups, self._recipe.run.sample_log_count)
+        samples = pick_samples(record.groups, self._recipe.run.sample_log_count, record.advantages)
         with writing(self.folder, "samples.jsonl"):
             for sample in samples:
                 self._samples_file.write(json_line({"step": record.step, **sample}) + "\n")

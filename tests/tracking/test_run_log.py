@@ -50,6 +50,7 @@ def run_of_four(folder: Path, console: Console | None = None) -> Path:
                     groups = [group("p", [1.0, 0.0], [2, 3])]
                 record.add({**rollout_metrics(groups), "rollout/logprob_gap_max": step * 1e-6})
                 record.samples(groups)
+                record.learnt_from({(0, 0): 0.5, (0, 1): -0.5})
                 if step == 4:
                     record.add({"eval/accuracy": 0.9, "eval/arith/accuracy": 0.9})
     return log.folder
@@ -97,10 +98,13 @@ def test_folder_holds_recipe_records_samples_events_and_curve(tmp_path: Path) ->
     samples = json_lines(folder / "samples.jsonl")
     assert samples[0] == {
         "step": 1,
+        "group": 0,
+        "sample": 0,
         "prompt": "p",
         "answer": "7",
         "response": "p0",
         "reward": 1.0,
+        "advantage": 0.5,
         "correct": True,
         "length": 2,
         "finished": True,
