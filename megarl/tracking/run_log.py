@@ -18,11 +18,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megarl.algos import ALGORITHMS
 from megarl.config import Recipe
 from megarl.config.yaml_text import options_comment
 from megarl.disk import folder_gone, writing
 from megarl.printable import json_line, one_line, printable
 from megarl.tracking.curve import draw_curve
+from megarl.tracking.health import Health
 from megarl.tracking.metrics import Advantages, idle_metrics, pick_samples
 from megarl.tracking.record_lines import read_lines
 from megarl.tracking.secrets import without_secrets
@@ -114,6 +116,9 @@ class RunLog:
         if resume and step < 0:
             _set_aside(self.folder)
         self._history = self._begin(step)
+        algorithm = ALGORITHMS[recipe.algorithm.name]
+        learns_from_rewards = algorithm.learns_from == "rewards" and not algorithm.has_teacher
+        self._health = Health(learns_from_rewards).after_all(self._history)
         shown, commit = without_secrets(recipe.model_dump(mode="json")), code_commit() if recipe.run.trackers else ""
         tracked = TrackedRun(self.folder.name, self.folder, recipe.run.project, shown, commit, first_step=step + 1)
         self._trackers = Trackers(recipe.run.trackers, tracked, self.say)
@@ -234,6 +239,9 @@ class RunLog:
         self._trackers.log(step, written)
         per_step = (time.perf_counter() - self._training_began) / (step - self._first_step + 1)
         self._show(f"step {step}/{steps}", written, f"ETA {_clock(per_step * (steps - step))}")
+        self._health, signs = self._health.after(written)
+        for sign in signs:
+            self.say(sign)
 
     def _write(self, record: Record) -> Metrics:
         metrics = record.close()

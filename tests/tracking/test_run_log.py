@@ -239,6 +239,41 @@ def test_the_warm_start_is_visible(tmp_path: Path) -> None:
     assert not any(tag.startswith(("time/", "train/")) for tag in events.Tags()["scalars"])
 
 
+def sick_step(log: RunLog, step: int, reward: float, std: float) -> None:
+    with log.step(step) as record:
+        record.add({"reward/mean": reward, "reward/std": std, "reward/accuracy": reward, "train/lr": 0.5})
+
+
+def test_a_sick_run_is_told_once_also_over_a_resume(tmp_path: Path) -> None:
+    """After the step's own line; what was told before the checkpoint is known from the records, and so is the past."""
+    console, text = plain()
+    log = RunLog(recipe_in(tmp_path, "run.trackers=[]"), console)
+    for step, (reward, std) in enumerate([(0.5, 0.5), (0.0, 0.0), (0.0, 0.0)], start=1):
+        sick_step(log, step, reward, std)
+    with log._lock:
+        log._records_file.close()
+    lines = text.getvalue().splitlines()
+    (told,) = [number for number, line in enumerate(lines) if "teach nothing" in line]
+    assert lines[told - 1].startswith("step 2/4")
+    assert lines[told].startswith("step 2: every sample has the reward 0, ") and "train.lr (0.5)" in lines[told]
+
+    for after, is_told_again in ((2, False), (1, True)):
+        console, text = plain()
+        with RunLog(recipe_in(tmp_path, "run.trackers=[]"), console, resume=True, step=after) as log:
+            sick_step(log, 3, 0.0, 0.0)
+        assert ("step 3: every sample has the reward 0" in text.getvalue()) == is_told_again
+        assert not is_told_again or "was 0.5 in step 1: train.lr (0.5)" in text.getvalue()
+
+
+@pytest.mark.parametrize(("algorithm", "is_told"), [("grpo", True), ("ppo", True), ("on_policy_distillation", False)])
+def test_a_teacher_needs_no_rewards_that_differ(tmp_path: Path, algorithm: str, is_told: bool) -> None:
+    console, text = plain()
+    keys = (f"algorithm.name={algorithm}", "reference.path=x", "critic.path=x", "algorithm.kl_coefficient=0.1")
+    with RunLog(recipe_in(tmp_path, "run.trackers=[]", *keys), console) as log:
+        sick_step(log, 1, 0.0, 0.0)
+    assert ("teach nothing" in text.getvalue()) == is_told
+
+
 def went(folder: Path, steps: int, **how: Any) -> None:
     """A run of some more steps, which is cut off without a word."""
     log = RunLog(recipe_in(folder), Console(file=io.StringIO()), **how)
