@@ -51,7 +51,7 @@ DOORS = {  # library -> the only places that import it
     "tensorboard": {"megarl.tracking.trackers.tensorboard_file"},
     "wandb": {"megarl.tracking.trackers.wandb_run"},
     "mlflow": {"megarl.tracking.trackers.mlflow_run"},
-    "matplotlib": {"megarl.tracking.run_log", "megarl.plan.picture"},
+    "matplotlib": {"megarl.tracking.curve", "megarl.plan.picture"},
     "pydantic": {"megarl.config", "megarl.rollout.environments.tools"},
     "bm25s": {"megarl.environments.search"},
     "yaml": {"megarl.config", "megarl.tracking.trackers"},

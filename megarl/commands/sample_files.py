@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megarl import disk
+from megarl.algos import ALGORITHMS
 from megarl.cluster.session import Cluster
 from megarl.config import Recipe
 from megarl.controller.learning_rate import policy_lr
@@ -44,7 +45,7 @@ def roll_out(recipe: Recipe, inputs: Inputs, log: RunLog, out: Path) -> None:
                     file.write(fleet.fetch(groups))
                 if fleet.reward_model:
                     publish(fleet, record)  # where it had the engines' memory their weights may be lost
-                record.add(rollout_metrics(groups.summaries))
+                record.add(rollout_metrics(groups.summaries, ALGORITHMS[recipe.algorithm.name].needs_group))
                 record.samples(groups.summaries)
                 record.failed(groups.summaries)
         fleet.shutdown()
@@ -66,7 +67,7 @@ def train_from(recipe: Recipe, samples: SampleFile, log: RunLog) -> None:
             with log.step(number) as record:
                 given = fleet.put(samples.groups(number))
                 groups = with_overlong_penalty(given, run.hyperparameters, recipe.longest_sample)
-                record.add(rollout_metrics(groups.summaries))
+                record.add(rollout_metrics(groups.summaries, ALGORITHMS[recipe.algorithm.name].needs_group))
                 record.samples(groups.summaries)
                 step = advantages(run, Step(number, record, groups=groups))
                 for stage in run.stages[1:]:  # the file is the source of the groups

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
-from megarl.algos import Stage
+from megarl.algos import ALGORITHMS, Stage
 from megarl.controller.learning_rate import learning_rate
 from megarl.controller.phases import StepRollout
 from megarl.controller.run import Run, Step, TrainingRun
@@ -43,7 +43,7 @@ def sample(run: Run, step: Step) -> Step:
     record.add(staleness(groups.summaries, run.fleet.version, bound))
     groups = score(run.fleet, groups, record)
     groups = with_overlong_penalty(groups, hyperparameters, recipe.longest_sample)
-    record.add(rollout_metrics(groups.summaries))
+    record.add(rollout_metrics(groups.summaries, ALGORITHMS[run.algorithm].needs_group))
     record.samples(groups.summaries)
     return replace(step, groups=groups, rollout=rollout)
 
@@ -80,6 +80,7 @@ def advantages(run: TrainingRun, step: Step) -> Step:
     only_finished, groups = run.hyperparameters.overlong_filter, step.groups.summaries
     samples = samples_of(groups, run.algorithm, only_finished=only_finished, version=run.fleet.version)
     refuse_empty(samples, groups)
+    step.record.learnt_from({(sample.group, sample.sample): sample.advantage for sample in samples})
     return replace(step, samples=shuffled(samples, run.recipe.run.seed, step.number))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from itertools import zip_longest
+from itertools import islice
 from typing import Any, get_args
 
 import numpy as np
@@ -13,9 +13,15 @@ from megarl.algos.statistics import Statistics
 from megarl.types import EpisodeEnd, GroupSummary, Metrics, RoundBalance, episode_dict
 from megarl.types.episodes import DropReason
 
+# The advantage of a sample by its places in the step's groups and in its group; None: the algorithm gives it none.
+Advantages = Mapping[tuple[int, int], float | None]
 
-def rollout_metrics(groups: Sequence[GroupSummary]) -> Metrics:
+
+def rollout_metrics(groups: Sequence[GroupSummary], compares_samples: bool = False) -> Metrics:
     """Means over all samples of a step that were drawn; `truncated` is the share that did not end by itself.
+
+    compares_samples: the advantage compares the samples of a group, so that `reward/groups_without_variance`, the share
+    of the groups whose rewards are all equal, teaches nothing.
 
     The length of an episode is that of the tokens which the model sampled, its reward that of its turns, too.
     `accepted`, with drafts: mean response tokens per verification; the first token of each phase of a response comes
@@ -29,11 +35,13 @@ def rollout_metrics(groups: Sequence[GroupSummary]) -> Metrics:
     verified = sum(int(group.response_lengths_G[group.drawn_G].sum()) - group.prefills for group in drafted)
     steps = sum(group.verifications for group in drafted)
     accepted = {"rollout/accepted": verified / steps} if steps else {}
+    variance = {"reward/groups_without_variance": share_without_variance(groups)} if compares_samples else {}
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/accuracy": float(correct.mean()),
         "reward/failed": failed_share(groups),
+        **variance,
         "rollout/samples": float(len(rewards)),
         "rollout/response_length_mean": float(lengths.mean()),
         "rollout/response_length_max": float(lengths.max()),
@@ -41,6 +49,13 @@ def rollout_metrics(groups: Sequence[GroupSummary]) -> Metrics:
         **accepted,
         **episode_metrics(groups),
     }
+
+
+def share_without_variance(groups: Sequence[GroupSummary]) -> float:
+    """Of the groups with samples, the share in which all have one reward, as that of a single sample."""
+    rewards = [group.total_rewards_G[group.drawn_G] for group in groups]
+    is_equal = [bool(np.all(rewards_G == rewards_G[0])) for rewards_G in rewards if len(rewards_G)]
+    return sum(is_equal) / len(is_equal)
 
 
 def episode_metrics(groups: Sequence[GroupSummary]) -> Metrics:
@@ -194,21 +209,27 @@ def _majority(group: GroupSummary) -> float:
     return sum(ahead) / len(ahead) if ahead else 0.0
 
 
-def pick_samples(groups: Sequence[GroupSummary], count: int) -> list[dict[str, Any]]:
+def pick_samples(groups: Sequence[GroupSummary], count: int, advantages: Advantages) -> list[dict[str, Any]]:
     """The first sample of every group, then the second of every group... until there are `count`.
 
-    Those of episodes have `episode`: the whole of it, see `episode_dict`.
+    `group` and `sample` are its places, from 0, in the step's groups and in its group, `advantage` is None where it has
+    none. Those of episodes have `episode`: the whole of it, see `episode_dict`.
     """
-    rounds = zip_longest(*([_sample(group, i) for i in range(len(group.responses))] for group in groups))
-    return [sample for samples in rounds for sample in samples if sample is not None][:count]
+    most = max((len(group.responses) for group in groups), default=0)
+    places = ((at, sample) for sample in range(most) for at in range(len(groups)) if sample < len(groups[at].responses))
+    return [
+        {"group": at, "sample": sample, **_sample(groups[at], sample, advantages.get((at, sample)))}
+        for at, sample in islice(places, count)
+    ]
 
 
-def _sample(group: GroupSummary, index: int) -> dict[str, Any]:
+def _sample(group: GroupSummary, index: int, advantage: float | None) -> dict[str, Any]:
     sample = {
         "prompt": group.prompt_text,
         "answer": group.answer,
         "response": group.responses[index],
         "reward": float(group.total_rewards_G[index]),
+        "advantage": advantage,
         "correct": bool(group.correct_G[index]),
         "length": int(group.response_lengths_G[index]),
         "finished": bool(group.finished_G[index]),

@@ -19,11 +19,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megarl.algos import ALGORITHMS
 from megarl.config import Recipe
 from megarl.config.yaml_text import options_comment
 from megarl.disk import folder_gone, writing
 from megarl.printable import json_line, one_line, printable
-from megarl.tracking.metrics import idle_metrics, pick_samples
+from megarl.tracking.curve import draw_curve
+from megarl.tracking.health import Health
+from megarl.tracking.metrics import Advantages, idle_metrics, pick_samples
 from megarl.tracking.notes import step_notes
 from megarl.tracking.record_lines import read_lines
 from megarl.tracking.secrets import without_secrets
@@ -51,6 +54,7 @@ class Record:
         self.step = step
         self.metrics: Metrics = {}
         self.groups: Sequence[GroupSummary] = ()
+        self.advantages: Advantages = {}
         self.failures: list[str] = []
         self.failed_calls: list[str] = []
         self.refused_fields: Counter[str] = Counter()
@@ -72,6 +76,10 @@ class Record:
     def samples(self, groups: Sequence[GroupSummary]) -> None:
         """Set the groups from which samples.jsonl gets some responses."""
         self.groups = groups
+
+    def learnt_from(self, advantages: Advantages) -> None:
+        """Set the advantage of each sample that the step trains on, for samples.jsonl."""
+        self.advantages = advantages
 
     def failed(self, groups: Sequence[GroupSummary]) -> None:
         """Add the failed verdicts, failed calls and refused fields of scored groups, for the terminal."""
@@ -113,6 +121,9 @@ class RunLog:
         if resume and step < 0:
             _set_aside(self.folder)
         self._history = self._begin(step)
+        algorithm = ALGORITHMS[recipe.algorithm.name]
+        learns_from_rewards = algorithm.learns_from == "rewards" and not algorithm.has_teacher
+        self._health = Health(learns_from_rewards).after_all(self._history)
         shown, commit = without_secrets(recipe.model_dump(mode="json")), code_commit() if recipe.run.trackers else ""
         tracked = TrackedRun(self.folder.name, self.folder, recipe.run.project, shown, commit, first_step=step + 1)
         self._trackers = Trackers(recipe.run.trackers, tracked, self.say)
@@ -233,6 +244,9 @@ class RunLog:
         self._trackers.log(step, written)
         per_step = (time.perf_counter() - self._training_began) / (step - self._first_step + 1)
         self._show(f"step {step}/{steps}", written, f"ETA {_clock(per_step * (steps - step))}")
+        self._health, signs = self._health.after(written)
+        for sign in signs:
+            self.say(sign)
 
     def _write(self, record: Record) -> Metrics:
         metrics = record.close()
@@ -241,7 +255,7 @@ class RunLog:
         with writing(self.folder, "metrics.jsonl"):
             self._records_file.write(json.dumps(finite) + "\n")
             self._records_file.flush()
-        samples = pick_samples(record.groups, self._recipe.run.sample_log_count)
+        samples = pick_samples(record.groups, self._recipe.run.sample_log_count, record.advantages)
         with writing(self.folder, "samples.jsonl"):
             for sample in samples:
                 self._samples_file.write(json_line({"step": record.step, **sample}) + "\n")
@@ -282,23 +296,6 @@ class RunLog:
             table.add_row(f"{name}, mean", "", f"{sum(record.get(name, 0.0) for record in trained) / len(trained):.2f}")
         table.caption = Text(printable(f"records, samples and curve.png: {self.folder}"))
         return table
-
-
-def draw_curve(history: Sequence[Metrics], path: Path, title: str) -> None:
-    """PNG of mean reward and accuracy by step, with the evaluations as points."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    axes = figure.add_subplot(xlabel="step", title=title)
-    styles = {"reward/mean": "-", "reward/accuracy": "-", "eval/accuracy": "o--"}
-    for name, style in styles.items():
-        points = [(record["step"], record[name]) for record in history if name in record]
-        if points:
-            axes.plot(*zip(*points, strict=True), style, label=name)
-    axes.grid(alpha=0.3)
-    axes.legend(loc="best")
-    FigureCanvasAgg(figure).print_png(path)
 
 
 def _new_folder(parent: Path, name: str) -> Path:

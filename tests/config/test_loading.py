@@ -240,7 +240,7 @@ def test_a_bad_value_in_the_file_names_its_line(tmp_path: Path) -> None:
 
 
 def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
-    path = edited(tmp_path, "steps: 25, ", "")
+    path = edited(tmp_path, f"steps: {load_recipe(QUICKSTART).run.steps}, ", "")
     told = "\n".join(map(str, faults_of(path, "train.tq=2", "model.dtype=int8", "rollout.top_p=2", "oops")))
     for part in ("run.steps is missing", "unknown key train.tq", "model.dtype is 'int8'", "rollout.top_p is 2", "oops"):
         assert part in told

@@ -177,6 +177,26 @@ def test_a_step_of_rollout_reward_train_and_reshard(made: Any) -> None:
     assert phases[:-2] == ["time/rollout_s", "time/train_s", "time/save_s", "time/reshard_s"]
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "rewards", "advantages", "without_variance"),
+    [
+        ("rloo", [1.0, 0.0], [1.0, -1.0], 0.0),
+        ("rloo", [1.0, 1.0], [0.0, 0.0], 1.0),
+        ("reinforce_pp", [1.0, 1.0], [1.0, 1.0], None),
+        ("ppo", [1.0, 0.0], [None, None], None),
+    ],
+)
+def test_a_step_records_its_samples_advantages_and_groups_that_teach_nothing(
+    made: Any, algorithm: str, rewards: list[float], advantages: list[float | None], without_variance: float | None
+) -> None:
+    """The share of such groups is of algorithms that compare the samples of a prompt; GAE is of tokens."""
+    one, fleet = made(f"algorithm.name={algorithm}")
+    fleet.rewards, record = rewards, Record(1)
+    loop.train_step(one, Step(1, record))
+    assert record.advantages == {(group, sample): advantages[sample] for group in (0, 1) for sample in (0, 1)}
+    assert record.metrics.get("reward/groups_without_variance") == without_variance
+
+
 def test_a_critic_learns_from_kl_penalties_and_before_the_policy(made: Any) -> None:
     one, fleet = made("algorithm.name=ppo", "algorithm.kl_coefficient=0.1", "algorithm.critic_warmup_steps=1")
     first, second = Record(1), Record(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +22,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 EVERY_STEP = (
     "reward/mean", "reward/accuracy", "rollout/logprob_gap_mean", "rollout/logprob_gap_max", "reshard/wire_bytes",
     "reshard/seconds", "rollout/imbalance", "rollout/tail_s", "time/rollout_s", "time/train_s", "time/reshard_s",
-    "time/other_s", "time/step_s", "train/loss", "train/grad_norm",
+    "time/other_s", "time/step_s", "train/loss", "train/grad_norm", "reward/groups_without_variance",
 )  # fmt: skip
 
 
@@ -54,7 +55,8 @@ def test_the_quickstart_learns(launch: Callable):
     assert (run / "curve.png").read_bytes().startswith(PNG)
     assert list((run / "events").glob("events.out.tfevents*"))
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
-    assert {"prompt", "response", "reward", "step"} <= samples[-1].keys()
+    assert {"prompt", "response", "reward", "step", "group", "sample"} <= samples[-1].keys()
+    assert all(math.isfinite(sample["advantage"]) for sample in samples), "each of these samples is trained on"
     assert load_recipe(run / "recipe.yaml", []).model_dump() == load_recipe(_recipe(), [*SHORT]).model_dump()
     comments = [line for line in (run / "recipe.yaml").read_text().splitlines() if line.startswith("# ")]
     in_force = TrainConfig(lr=1.0, **yaml.safe_load("\n".join(line[2:] for line in comments[1:]))["train"])

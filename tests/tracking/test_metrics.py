@@ -124,7 +124,7 @@ def test_failed_verdicts_are_a_share_of_all_samples_dropped_or_not() -> None:
     metrics = eval_metrics({"hard": [dropped, empty], "easy": [empty, penalised]})
     assert metrics["eval/hard/accuracy"] == 1.0 and metrics["eval/easy/accuracy"] == 0.25, "of those that were judged"
     assert metrics["eval/failed"] == 0.6
-    assert [sample["prompt"] for sample in pick_samples([dropped, empty, penalised], 3)] == ["a", "b", "b"]
+    assert [sample["prompt"] for sample in pick_samples([dropped, empty, penalised], 3, {})] == ["a", "b", "b"]
 
 
 def test_train_metrics_of_several_updates() -> None:
@@ -231,7 +231,7 @@ def test_what_happened_in_episodes_is_told_where_there_are_any() -> None:
     greedy = rollout_metrics([replace(one, baseline=1)])
     assert (greedy["episode/turns_max"], greedy["episode/rows_mean"]) == (1.0, 1.0)
     assert "episode/prefix_hit_share" not in greedy, "nothing could be cached"
-    assert [sample["reward"] for sample in pick_samples([one], 2)] == [1.5, 0.0]
+    assert [sample["reward"] for sample in pick_samples([one], 2, {})] == [1.5, 0.0]
 
 
 def test_an_evaluation_set_of_episodes_has_its_own_turns_and_calls() -> None:
@@ -246,16 +246,46 @@ def test_an_evaluation_set_of_episodes_has_its_own_turns_and_calls() -> None:
 
 def test_samples_come_from_as_many_groups_as_possible() -> None:
     groups = [group("a", [1.0, 0.0], [1, 1]), group("b", [0.0, 1.0, 1.0], [1, 1, 1])]
-    assert [sample["response"] for sample in pick_samples(groups, 4)] == ["a0", "b0", "a1", "b1"]
-    assert len(pick_samples(groups, 99)) == 5
-    assert pick_samples([], 3) == []
+    assert [sample["response"] for sample in pick_samples(groups, 4, {})] == ["a0", "b0", "a1", "b1"]
+    assert len(pick_samples(groups, 99, {})) == 5
+    assert pick_samples([], 3, {}) == []
+
+
+def test_a_picked_sample_has_its_places_and_its_advantage() -> None:
+    """Places from 0, by which the samples of a prompt are found; a sample that is not trained on has no advantage."""
+    groups = [group("a", [1.0, 0.0], [1, 1]), group("b", [0.0], [1]), group("c", [0.5, 0.0], [1, 1])]
+    advantages = {(0, 0): 0.7, (0, 1): -0.7, (1, 0): None, (2, 1): 0.0}
+    found = [
+        (sample["response"], sample["group"], sample["sample"], sample["advantage"])
+        for sample in pick_samples(groups, 9, advantages)
+    ]
+    assert found == [
+        *(("a0", 0, 0, 0.7), ("b0", 1, 0, None), ("c0", 2, 0, None)),
+        *(("a1", 0, 1, -0.7), ("c1", 2, 1, 0.0)),
+    ]
+
+
+def test_groups_without_variance_are_those_whose_drawn_samples_have_one_reward() -> None:
+    equal, mixed, single = (
+        group("a", [0.7, 0.7, 0.7], [1, 1, 1]),
+        group("b", [1.0, 0.0], [1, 1]),
+        group("c", [0.3], [1]),
+    )
+    share = "reward/groups_without_variance"
+    assert rollout_metrics([equal, mixed, single, mixed], compares_samples=True)[share] == 0.5
+    assert share not in rollout_metrics([equal, mixed]), "the algorithm compares no samples"
+    turns = replace(mixed, turn_rewards_G=np.array([0.0, 1.0]))  # 1 + 0 and 0 + 1
+    assert rollout_metrics([turns, mixed], compares_samples=True)[share] == 0.5
+    greedy = replace(mixed, baseline=1)
+    empty = replace(mixed, responses=(), num_dropped=2, **dict.fromkeys(ARRAYS, np.ones(0)))
+    assert rollout_metrics([greedy, mixed, empty], compares_samples=True)[share] == 0.5
 
 
 def test_samples_of_episodes_have_all_that_was_said() -> None:
     facts = EpisodeFacts(1, 0, 0, 0.5, "answered", 2)
     first: tuple[TranscriptEntry, ...] = ({"role": "assistant", "text": "a0", "calls": [], "reward": 0.0},)
     one = replace(group("a", [1.0, 0.0], [2, 2]), facts=(facts, facts), transcripts=(first,))
-    shown, other = pick_samples([one], 2)
+    shown, other = pick_samples([one], 2, {})
     assert shown["episode"] == {
         "turns": list(first), "calls": 0, "call_errors": 0, "end": "answered", "tool_s": 0.5
     }  # fmt: skip

@@ -1,0 +1,226 @@
+"""Signs of a sick run in the history of its metrics, each with the recipe key that is the likely cause. Pure.
+
+CONDITIONS is the table. A condition is told with the step in which it begins, and again when it comes back after it was
+gone. `Health` is what is known after some records: a run that resumes folds the records that it keeps, and goes on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+from megarl.types import Metrics
+
+_REFERENCE_STEPS = 5  # the first training steps, with whose medians later ones are compared
+_GONE_STEPS = 3  # steps in a row without a condition, after which it is gone: some groups may differ by chance
+_EQUAL = 1e-6  # a standard deviation of equal rewards, relative to them: rounding of their mean
+_ZERO_GRADIENT = 1e-10
+_ZERO_ENTROPY = 1e-4  # nats a token: the most likely token has a probability of 0.99999
+
+GROUPS = "reward/groups_without_variance"
+REWARD = "reward/mean"
+STD = "reward/std"
+ACCURACY = "reward/accuracy"
+GRADIENT = "train/grad_norm"
+ENTROPY = "train/entropy"
+
+
+@dataclass(frozen=True)
+class Past:
+    """What a step is compared with: the first training steps, and the step with the highest mean reward that varied."""
+
+    first: tuple[Metrics, ...] = ()
+    best: Metrics = field(default_factory=dict)
+
+    def typical(self, name: str) -> float:
+        """The median of the first training steps; NaN where these have no such metric."""
+        values = [record[name] for record in self.first if name in record]
+        return median(values) if values else math.nan
+
+    def after(self, now: Metrics) -> Past:
+        """The past of the next step."""
+        names = REWARD, STD, ACCURACY, GRADIENT, ENTROPY
+        kept = {name: now[name] for name in ("step", *names) if name in now}
+        first = (*self.first, kept) if len(self.first) < _REFERENCE_STEPS else self.first
+        varies = now.keys() >= {REWARD, STD} and not _is_constant(now)
+        is_best = varies and now[REWARD] > self.best.get(REWARD, -math.inf)
+        return Past(first, kept if is_best else self.best)
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One sign of a sick run.
+
+    reads: the metrics that it needs; a step that lacks one of them, as a step in which only the critic learns, neither
+    shows the condition nor ends it. holds: whether a step shows it. says: what is wrong, and the likely recipe key.
+    num_steps: in how many steps in a row it holds before it is told. of_rewards: only of algorithms that learn from
+    rewards.
+    """
+
+    name: str
+    reads: tuple[str, ...]
+    holds: Callable[[Metrics, Past], bool]
+    says: Callable[[Metrics, Past], str]
+    num_steps: int = 1
+    of_rewards: bool = True
+
+
+@dataclass(frozen=True)
+class Course:
+    """A condition's steps so far. num_sick, num_healthy: the last steps in a row; is_told: since it was gone."""
+
+    num_sick: int = 0
+    num_healthy: int = 0
+    is_told: bool = False
+
+    def after(self, holds: bool, num_steps: int) -> tuple[Course, bool]:
+        """The course with a step more, and whether the condition is to be told now."""
+        if holds:
+            is_due = self.num_sick + 1 >= num_steps and not self.is_told
+            return Course(num_sick=self.num_sick + 1, is_told=self.is_told or is_due), is_due
+        num_healthy = self.num_healthy + 1
+        return Course(num_healthy=num_healthy, is_told=self.is_told and num_healthy < _GONE_STEPS), False
+
+
+@dataclass(frozen=True)
+class Health:
+    """What the records of a run so far tell. learns_from_rewards: not from demonstrations or a teacher alone."""
+
+    learns_from_rewards: bool
+    past: Past = Past()
+    courses: dict[str, Course] = field(default_factory=dict)
+
+    def after(self, record: Metrics) -> tuple[Health, list[str]]:
+        """The health with one record more, and a line for each condition that begins with it."""
+        if record["step"] < 1:  # start-up and warm start
+            return self, []
+        now = {name: value for name, value in record.items() if math.isfinite(value)}
+        courses, lines = dict(self.courses), []
+        for condition in CONDITIONS:
+            is_watched = self.learns_from_rewards or not condition.of_rewards
+            if not (is_watched and now.keys() >= set(condition.reads)):
+                continue
+            course, holds = courses.get(condition.name, Course()), condition.holds(now, self.past)
+            courses[condition.name], is_due = course.after(holds, condition.num_steps)
+            if is_due:
+                lines.append(f"step {record['step']:.0f}: {condition.says(now, self.past)}")
+        return replace(self, past=self.past.after(now), courses=courses), lines
+
+    def after_all(self, history: Iterable[Metrics]) -> Health:
+        """The health after the records of a run that resumes, whose lines were told before."""
+        health = self
+        for record in history:
+            health, _ = health.after(record)
+        return health
+
+
+def _is_constant(now: Metrics) -> bool:
+    """Whether all samples of the step have one reward."""
+    return now[STD] <= _EQUAL * max(1.0, abs(now[REWARD]))
+
+
+def _without_variance(now: Metrics, past: Past) -> bool:
+    """Whether no sample's reward differs from those that it is compared with: its group's, or the whole step's."""
+    return _is_constant(now) or now.get(GROUPS, 0.0) == 1.0
+
+
+def _says_without_variance(now: Metrics, past: Past) -> str:
+    rewards = "no group has two different rewards"
+    if _is_constant(now):
+        rewards = f"every sample has the reward {now[REWARD]:g}"
+    gradient = f", and {GRADIENT} is 0" if now.get(GRADIENT, 1.0) <= _ZERO_GRADIENT else ""
+    return f"{rewards}, so that rewards teach nothing{gradient}; {_cause_without_variance(now, past)}"
+
+
+def _cause_without_variance(now: Metrics, past: Past) -> str:
+    if now[ACCURACY] == 1.0 and past.best:
+        return "all answers are right: data.train is too easy by now, or the run may end"
+    if _is_constant(now) and past.best and past.best[REWARD] > now[REWARD] + 0.1 * past.best[STD]:
+        rate = f" ({now['train/lr']:g})" if "train/lr" in now else ""
+        best = f"the mean reward was {past.best[REWARD]:.3g} in step {past.best['step']:.0f}"
+        return f"{best}: train.lr{rate} is probably too high, try a tenth of it"
+    if now.get(ENTROPY, 1.0) <= _ZERO_ENTROPY:
+        return f"the samples of a prompt are alike, since {ENTROPY} is 0: lower train.lr, or raise rollout.temperature"
+    if not _is_constant(now):
+        return "raise rollout.samples_per_prompt or rollout.temperature, or use data.train of medium difficulty"
+    difficulty = "data.train may be too hard or too easy for the model"
+    return f"reward.function may not tell samples apart (try it with megarl reward-check), or {difficulty}"
+
+
+def _with_few_varied_groups(now: Metrics, past: Past) -> bool:
+    """Whether nearly all groups have equal rewards, though not because the answers are right."""
+    return 0.95 <= now[GROUPS] < 1.0 and now[ACCURACY] < 0.9
+
+
+def _says_few_varied_groups(now: Metrics, past: Past) -> str:
+    mend = "raise rollout.samples_per_prompt, use data.train of medium difficulty, or set algorithm.dynamic_sampling"
+    return f"{now[GROUPS]:.0%} of the groups have equal rewards, so that few samples teach anything; {mend}"
+
+
+def _without_gradient(now: Metrics, past: Past) -> bool:
+    return now[GRADIENT] <= _ZERO_GRADIENT and not _is_explained(now, past)
+
+
+def _is_explained(now: Metrics, past: Past) -> bool:
+    """Whether the rewards are why there is no gradient: that is told by itself."""
+    return STD in now and REWARD in now and _without_variance(now, past)
+
+
+def _says_without_gradient(now: Metrics, past: Past) -> str:
+    if now.get("train/mismatch_masked", 0.0) >= 0.99:
+        cause = "algorithm.mismatch drops every token: engine and trainer disagree, see rollout/logprob_gap_mean"
+    elif now.get("train/clipped", 0.0) >= 0.99:
+        cause = "every token is clipped: lower train.lr or train.updates_per_step, or raise algorithm.clip_high"
+    else:
+        cause = _SATURATED
+    return f"{GRADIENT} is 0, so that the policy does not change; {cause}"
+
+
+def _with_faded_gradient(now: Metrics, past: Past) -> bool:
+    is_zero = now[GRADIENT] <= _ZERO_GRADIENT
+    return not is_zero and not _is_explained(now, past) and now[GRADIENT] < 1e-3 * past.typical(GRADIENT)
+
+
+def _says_faded_gradient(now: Metrics, past: Past) -> str:
+    fall = f"{GRADIENT} has fallen from {past.typical(GRADIENT):.2g} to {now[GRADIENT]:.2g}"
+    return f"{fall}, so that the policy hardly changes; {_SATURATED}"
+
+
+def _without_entropy(now: Metrics, past: Past) -> bool:
+    return now[ENTROPY] <= _ZERO_ENTROPY and now[ACCURACY] < 1.0
+
+
+def _says_without_entropy(now: Metrics, past: Past) -> str:
+    problem = f"{ENTROPY} is {now[ENTROPY]:.1g}, so that the policy gives one answer to a prompt and explores no other"
+    return f"{problem}; {_MORE_ENTROPY}"
+
+
+def _with_collapsed_entropy(now: Metrics, past: Past) -> bool:
+    """Whether the entropy is a tenth of that at the start without the wrong answers having halved.
+
+    A policy that is right more often is also more certain.
+    """
+    still_wrong = 1.0 - now[ACCURACY] > 0.5 * (1.0 - past.typical(ACCURACY))
+    return _ZERO_ENTROPY < now[ENTROPY] < 0.1 * past.typical(ENTROPY) and still_wrong
+
+
+def _says_collapsed_entropy(now: Metrics, past: Past) -> str:
+    fall = f"{ENTROPY} has fallen from {past.typical(ENTROPY):.2g} to {now[ENTROPY]:.2g}"
+    gain = f"{ACCURACY} from {past.typical(ACCURACY):.0%} to {now[ACCURACY]:.0%} alone"
+    return f"{fall}, with {gain}: the policy explores little; {_MORE_ENTROPY}"
+
+
+_SATURATED = "train.lr is probably too high and has saturated the probabilities, try a tenth of it"
+_MORE_ENTROPY = "lower train.lr, or raise algorithm.clip_high or algorithm.entropy_coefficient"
+
+_OF_REWARDS = REWARD, STD, ACCURACY
+CONDITIONS = (
+    Condition("rewards without variance", _OF_REWARDS, _without_variance, _says_without_variance),
+    Condition("few varied groups", (GROUPS, ACCURACY), _with_few_varied_groups, _says_few_varied_groups, num_steps=3),
+    Condition("no gradient", (GRADIENT,), _without_gradient, _says_without_gradient, of_rewards=False),
+    Condition("faded gradient", (GRADIENT,), _with_faded_gradient, _says_faded_gradient, num_steps=3, of_rewards=False),
+    Condition("no entropy", (ENTROPY, ACCURACY), _without_entropy, _says_without_entropy),
+    Condition("collapsed entropy", (ENTROPY, ACCURACY), _with_collapsed_entropy, _says_collapsed_entropy, num_steps=3),
+)

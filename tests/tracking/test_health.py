@@ -1,0 +1,203 @@
+"""When metrics say that a run is sick, and with which words: of sick series, healthy ones, and random ones."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.tracking.health import Health
+from megarl.types import Metrics
+
+RECORDED = Path(__file__).parent / "recorded"  # the metrics that conditions read, of runs of the quickstart
+
+
+def told(history: list[Metrics], *, learns_from_rewards: bool = True) -> list[str]:
+    """All lines of a run with these records."""
+    health, lines = Health(learns_from_rewards), []
+    for record in history:
+        health, of_step = health.after(record)
+        lines += of_step
+    return lines
+
+
+def step(number: int, **changed: float) -> Metrics:
+    """A healthy step, with changes by the last part of a metric's name."""
+    healthy = {
+        "step": number,
+        "reward/mean": 0.5,
+        "reward/std": 0.5,
+        "reward/accuracy": 0.5,
+        "reward/groups_without_variance": 0.25,
+        "train/grad_norm": 1.0,
+        "train/entropy": 0.4,
+        "train/lr": 0.01,
+    }
+    named = {name.split("/")[-1]: name for name in healthy}
+    return healthy | {named[name]: value for name, value in changed.items()}
+
+
+def equal(number: int, reward: float, **changed: float) -> Metrics:
+    """A step whose samples all have this reward."""
+    of_rewards = {"mean": reward, "std": 0.0, "accuracy": float(reward >= 1), "groups_without_variance": 1.0}
+    return step(number, **{**of_rewards, "grad_norm": 0.0, **changed})
+
+
+def history(*courses: tuple[int, dict[str, float]]) -> list[Metrics]:
+    """Steps from 1: so many with these changes, then so many with those."""
+    changes = [changed for count, changed in courses for _ in range(count)]
+    return [step(number, **changed) for number, changed in enumerate(changes, start=1)]
+
+
+@pytest.mark.parametrize(
+    ("now", "says"),
+    [
+        (
+            equal(3, 0.0),
+            "the reward 0, so that rewards teach nothing, and train/grad_norm is 0; the mean reward was 0.5 in",
+        ),
+        (equal(3, 0.0), "in step 1: train.lr (0.01) is probably too high, try a tenth of it"),
+        (equal(3, 1.0), "all answers are right: data.train is too easy"),
+        (
+            step(3, groups_without_variance=1.0),
+            "no group has two different rewards, so that rewards teach nothing; raise",
+        ),
+        (step(3, groups_without_variance=1.0), "rollout.samples_per_prompt or rollout.temperature"),
+        (step(3, groups_without_variance=1.0, entropy=0.0), "train/entropy is 0: lower train.lr"),
+        (step(3, grad_norm=0.0), "train/grad_norm is 0, so that the policy does not change; train.lr"),
+        (step(3, grad_norm=0.0) | {"train/clipped": 1.0}, "every token is clipped: lower train.lr"),
+        (step(3, grad_norm=0.0) | {"train/mismatch_masked": 1.0}, "algorithm.mismatch drops every token"),
+        (step(3, entropy=0.0), "train/entropy is 0, so that the policy gives one answer"),
+    ],
+)
+def test_a_step_that_is_sick_is_told_at_once_with_the_likely_key(now: Metrics, says: str) -> None:
+    lines = told([*history((2, {})), now])
+    assert says in lines[0] and lines[0].startswith("step 3: ")
+
+
+def test_a_reward_that_never_differs_is_the_functions_fault() -> None:
+    (line,) = told([equal(number, 0.5) for number in range(1, 9)])
+    assert line.startswith("step 1: every sample has the reward 0.5, ") and "reward.function may not tell" in line
+    for reward in (0.0, 1.0):
+        (line,) = told([equal(number, reward) for number in range(1, 9)])
+        assert "(try it with megarl reward-check), or data.train may be too hard or too easy" in line
+    rounded = {"mean": 0.7, "std": 3e-8, "accuracy": 0.0, "groups_without_variance": 1.0}
+    (line,) = told([step(1, **rounded)])
+    assert "every sample has the reward 0.7" in line, "a float32 mean of equal rewards has a spread"
+
+
+@pytest.mark.parametrize(
+    ("sick", "says"),
+    [
+        (
+            {"groups_without_variance": 0.97, "accuracy": 0.01, "mean": 0.01, "std": 0.1},
+            "97% of the groups have equal rewards",
+        ),
+        ({"grad_norm": 1e-4}, "train/grad_norm has fallen from 1 to 0.0001"),
+        ({"entropy": 0.03}, "train/entropy has fallen from 0.4 to 0.03, with reward/accuracy from 50% to 50% alone"),
+    ],
+)
+def test_a_collapse_is_told_when_it_lasts(sick: dict[str, float], says: str) -> None:
+    assert told(history((6, {}), (2, sick), (1, {}), (2, sick), (1, {}))) == []
+    (line,) = told(history((6, {}), (9, sick)))
+    assert line.startswith("step 9: ") and says in line
+
+
+def test_a_policy_that_is_right_may_be_certain() -> None:
+    certain = {"entropy": 0.01, "grad_norm": 0.01, "groups_without_variance": 0.98, "accuracy": 0.99, "std": 0.1}
+    assert told(history((6, {}), (9, certain))) == []
+    assert len(told(history((6, {}), (9, {**certain, "accuracy": 0.7, "groups_without_variance": 0.5})))) == 1
+
+
+def test_a_condition_that_comes_back_is_told_again_once_it_was_gone() -> None:
+    """A healthy step between two sick ones is chance: with few prompts all groups may be equal."""
+    sick = {"grad_norm": 0.0}
+    lines = told(history((1, {}), (2, sick), (2, {}), (2, sick), (3, {}), (5, sick)))
+    assert [line.split(":")[0] for line in lines] == ["step 2", "step 11"]
+
+
+def test_steps_without_a_metric_neither_show_nor_end_a_condition() -> None:
+    """While only the critic learns there are no updates of the policy; a number may not be finite."""
+    sick, bare = step(1, grad_norm=0.0), {"step": 2, "reward/mean": 0.5}
+    later = [{"step": 3, "train/grad_norm": math.nan}, bare, bare, bare, step(6, grad_norm=0.0)]
+    assert len(told([sick, *later])) == 1
+    assert told([{"step": 0, "train/grad_norm": 0.0}, {"step": 0, "warm_start/step": 1, "reward/std": 0.0}, bare]) == []
+
+
+def test_without_rewards_only_the_gradient_is_watched() -> None:
+    """A teacher's students and demonstrations: rewards may be all equal, and certainty is what is learnt."""
+    assert told([equal(1, 0.0, grad_norm=1.0, entropy=0.0)], learns_from_rewards=False) == []
+    (line,) = told([{"step": 1, "train/grad_norm": 0.0}], learns_from_rewards=False)
+    assert "train/grad_norm is 0" in line
+
+
+def recorded(name: str) -> list[Metrics]:
+    return [json.loads(line) for line in (RECORDED / f"{name}.jsonl").read_text().splitlines()]
+
+
+def test_the_quickstart_is_healthy() -> None:
+    records = recorded("quickstart")
+    assert records[-1]["reward/accuracy"] > 0.9 and len(records) > 20
+    assert told(records) == []
+
+
+def test_a_learning_rate_a_hundred_times_too_high_is_told() -> None:
+    (line,) = told(recorded("lr_times_100"))
+    assert line == (
+        "step 2: every sample has the reward 0, so that rewards teach nothing, and train/grad_norm is 0; "
+        "the mean reward was 0.676 in step 1: train.lr (0.1) is probably too high, try a tenth of it"
+    )
+
+
+healthy_steps = st.builds(
+    step,
+    number=st.just(1),
+    mean=st.floats(-1, 1),
+    std=st.floats(0.05, 1),
+    accuracy=st.floats(0.05, 0.95),
+    groups_without_variance=st.floats(0, 0.9),
+    grad_norm=st.floats(0.05, 10),
+    entropy=st.floats(0.2, 1),
+)
+any_steps = st.builds(
+    step,
+    number=st.just(1),
+    mean=st.sampled_from([0.0, 0.5, 1.0]),
+    std=st.sampled_from([0.0, 0.3]),
+    accuracy=st.sampled_from([0.0, 0.5, 1.0]),
+    groups_without_variance=st.sampled_from([0.0, 0.97, 1.0]),
+    grad_norm=st.sampled_from([0.0, 1e-6, 1.0, math.nan]),
+    entropy=st.sampled_from([0.0, 1e-3, 0.5]),
+)
+
+
+def numbered(records: list[Metrics]) -> list[Metrics]:
+    return [{**record, "step": number} for number, record in enumerate(records, start=1)]
+
+
+@given(st.lists(healthy_steps, max_size=40))
+def test_a_healthy_run_is_told_nothing(records: list[Metrics]) -> None:
+    assert told(numbered(records)) == []
+
+
+@given(st.lists(any_steps, max_size=30), st.integers(0, 30))
+def test_a_run_that_resumes_is_told_what_it_would_have_been_without_the_stop(records: list[Metrics], kept: int) -> None:
+    records = numbered(records)
+    resumed = Health(True).after_all(records[:kept])
+    lines = []
+    for record in records[kept:]:
+        resumed, of_step = resumed.after(record)
+        lines += of_step
+    assert told(records[:kept]) + lines == told(records)
+
+
+@given(st.lists(healthy_steps, min_size=1, max_size=10), st.integers(1, 30))
+def test_a_run_that_stays_sick_is_told_once(records: list[Metrics], num_sick: int) -> None:
+    """By the first sick step, whatever was before it."""
+    sick = equal(1, -2.0, entropy=0.5)
+    lines = told(numbered([*records, *[sick] * num_sick]))
+    assert [line.split(":")[0] for line in lines] == [f"step {len(records) + 1}"]
