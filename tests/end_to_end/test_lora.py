@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 KEYS = (
     "lora.rank=8", "train.lr=0.01", "warm_start.steps=0", "rollout.prompts_per_step=8",
     "evaluation.max_prompts=8", "reshard.verify=full", "checkpoint.every=1", "algorithm.kl_coefficient=0.1",
-    "run.trackers=[]", "reward.function=parity:score",
+    "run.trackers=[]", "reward.function=parity:score", "train.updates_per_step=1",
 )  # fmt: skip
 
 

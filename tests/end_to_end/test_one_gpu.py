@@ -23,6 +23,7 @@ TOOLS_RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart_tools.yaml"
 ONE_SLOT = (
     "train.tp=1", "train.pp=1", "train.ep=1", "rollout.engine.tp=1", "placement.gpus=1", "run.steps=3",
     "warm_start.steps=10", "rollout.prompts_per_step=8", "evaluation.max_prompts=16", "reshard.verify=full",
+    "train.updates_per_step=1",
 )  # fmt: skip
 TILES: dict[str, Any] = {"head_dim": 128, "moe_intermediate_size": 128, "intermediate_size": 256}  # whole fp8 tiles
 LATENT: dict[str, Any] = {  # as wide as the kernels of latent attention want it

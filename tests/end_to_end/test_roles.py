@@ -21,7 +21,7 @@ KEYS = (
     "train.tp=1", "train.pp=1", "train.ep=1", "rollout.engine.tp=1", "rollout.prompts_per_step=4", "run.steps=2",
     "warm_start.steps=0", "evaluation.max_prompts=4", "evaluation.samples=3", "evaluation.temperature=1.0",
     "run.trackers=[]", "algorithm.kl_coefficient=0.1", "train.lr=0.01", "rollout.temperature=1.3",
-    "rollout.samples_per_prompt=1",
+    "rollout.samples_per_prompt=1", "train.updates_per_step=1",
 )  # fmt: skip
 
 

@@ -71,7 +71,8 @@ def write(path: Path, *steps: list[SampleGroup]) -> SampleFile:
 
 
 def recipe(*overrides: str) -> Recipe:
-    return load_recipe(QUICKSTART, ["run.steps=2", f"rollout.temperature={TEMPERATURE}", *overrides])
+    own = ["run.steps=2", f"rollout.temperature={TEMPERATURE}", "train.updates_per_step=1"]
+    return load_recipe(QUICKSTART, [*own, *overrides])
 
 
 def roles(*overrides: str, context: int | None = None, shape: ModelShape = SHAPE) -> Roles:
