@@ -20,11 +20,11 @@ from typing import Annotated
 import typer
 
 from megarl.cluster.processes import note_sigusr1, raise_on_sigterm, was_terminated
-from megarl.commands.output import check_picture, say_all
+from megarl.commands.output import check_picture, say_all, tell_output_failed
 from megarl.commands.version import version_lines
 from megarl.config import Recipe
 from megarl.config.loading import load_recipe
-from megarl.printable import one_line, show
+from megarl.printable import OutputFailed, one_line, show
 from megarl.types import EndedEarly, FolderGone, UserFault, UserFaults
 
 _RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")]
@@ -46,8 +46,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 def _show_versions(is_wanted: bool) -> None:
     if is_wanted:
-        say_all("\n".join(version_lines()))
-        raise typer.Exit()
+        sys.exit(_ended(lambda: say_all("\n".join(version_lines()))))
 
 
 @app.callback()
@@ -265,6 +264,9 @@ def _ended(run: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         show(f"megarl: {'terminated' if was_terminated() else 'interrupted'}", sys.stderr)
         return 143 if was_terminated() else 130
+    except OutputFailed as error:
+        tell_output_failed(error)
+        return 1
     except Exception as error:
         show(getattr(error, "evidence", None) or traceback.format_exc(), sys.stderr)
         cause = str(error).strip().splitlines() or [""]

@@ -39,9 +39,16 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
+class OutputFailed(OSError):
+    """A stream cannot be written: its reader has gone, or its disk is full."""
+
+
 def show(text: object, file: IO[str] | None = None) -> None:
-    """Print an escaped text to a stream, by default standard output."""
-    print(printable(text), file=file or sys.stdout, flush=True)
+    """Print an escaped text to a stream, by default standard output. Raises OutputFailed."""
+    try:
+        print(printable(text), file=file or sys.stdout, flush=True)
+    except OSError as error:
+        raise OutputFailed(error.errno, error.strerror) from error
 
 
 def json_line(value: object, default: Callable[[Any], Any] | None = None) -> str:

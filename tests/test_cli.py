@@ -138,14 +138,15 @@ def test_the_version_names_every_package_that_decides_what_a_run_computes() -> N
     assert "transformer-engine " in second
 
 
-def test_a_report_on_a_full_disk_is_one_line_and_code_2() -> None:
+@pytest.mark.parametrize("words", ["say_all('a report')", "show('a line')", "cli._show_versions(True)"])
+def test_output_on_a_full_disk_is_one_line_and_code_1(words: str) -> None:
     """Python itself fails a second time as it ends, unless what is buffered is dropped."""
-    program = "import sys; from megarl import cli; from megarl.commands.output import say_all\n"
-    program += "sys.exit(cli._ended(lambda: say_all('a report')))"
+    program = "import sys; from megarl import cli; from megarl.cli import say_all, show\n"
+    program += f"sys.exit(cli._ended(lambda: {words}))"
     with open("/dev/full", "w") as full:
         result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=full, stderr=-1, text=True)
-    assert result.returncode == 2
-    assert result.stderr == "stdout: cannot be written (No space left on device); send it elsewhere\n"
+    assert result.returncode == 1
+    assert result.stderr == "megarl: the output cannot be written (No space left on device)\n"
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ HOSTILE = "\x1b]0;owned\x07\x1b[2J\r\x00\x7f\x9b31m\u202egpj.exe\u2066\u200b\ufe
 # Which functions may print: all that they print is printable, or is coloured by rich around printable text.
 DOORS = {
     "printable.py": {"show"},
-    "cli.py": {"_say_all"},
+    "commands/output.py": {"say_all"},
     "tracking/run_log.py": {"say", "_show", "__exit__"},
     "plan/report.py": {"show"},
     "plan/search_report.py": {"_show"},

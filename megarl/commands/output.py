@@ -7,17 +7,32 @@ import sys
 from pathlib import Path
 
 from megarl.disk import output_fault
+from megarl.printable import OutputFailed, show
 from megarl.types import UserFault
 
 
 def say_all(text: str) -> None:
-    """Print; the reader may have closed the pipe, as `head` does. Raises UserFault where it cannot be written."""
+    """Print a text as it is; the command goes on where the reader has closed the pipe, as `head` does.
+
+    Raises OutputFailed where it cannot be written.
+    """
     try:
         print(text, flush=True)
+    except BrokenPipeError:
+        _drop_output()
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails once more as it ends
-        if not isinstance(error, BrokenPipeError):
-            raise UserFault("stdout", f"cannot be written ({error.strerror})", "send it elsewhere") from None
+        raise OutputFailed(error.errno, error.strerror) from error
+
+
+def tell_output_failed(error: OutputFailed) -> None:
+    """Say on standard error why the command ends."""
+    _drop_output()
+    show(f"megarl: the output cannot be written ({error.strerror})", sys.stderr)
+
+
+def _drop_output() -> None:
+    """Let nothing more be written to standard output, which would fail once more as Python ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def check_picture(path: Path, *, is_search: bool) -> None:

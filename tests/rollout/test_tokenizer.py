@@ -12,25 +12,18 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_a_tokenizer_needs_no_model(tmp_path: Path) -> None:
+def test_a_tokenizer_needs_no_model(tiny_model: Path) -> None:
     """Models and torch._dynamo are most of the seconds; a model that is built afterwards still generates."""
     program = f"""
 import sys
-from scripts.make_tiny_moe import main
-sys.argv = ["make_tiny_moe.py", "--out", {str(tmp_path / "model")!r}]
-main()
-"""
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True)
-    program = f"""
-import sys
 from megarl.rollout.prompts import load_tokenizer
-ours = load_tokenizer({str(tmp_path / "model")!r})
+ours = load_tokenizer({str(tiny_model)!r})
 print(sorted({{"torch._dynamo", "accelerate", "transformers.modeling_utils"}} & {{*sys.modules}}))
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin, PreTrainedModel
-theirs = AutoTokenizer.from_pretrained({str(tmp_path / "model")!r})
+theirs = AutoTokenizer.from_pretrained({str(tiny_model)!r})
 text = "12+3=15"
 print(type(ours) is type(theirs), ours(text) == theirs(text), ours.all_special_ids == theirs.all_special_ids)
-model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "model")!r})
+model = AutoModelForCausalLM.from_pretrained({str(tiny_model)!r})
 print(isinstance(model, GenerationMixin), hasattr(GenerationMixin, "generate"))
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
