@@ -5,6 +5,14 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
+LIMIT_S=${LIMIT_S:-480}
+python=${PYTHON:-}
+if [[ -z $python ]]; then
+    python=python3
+    [[ -x .venv/bin/python ]] && python=.venv/bin/python
+fi
+export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 # of what else this Python has
+
 # The packages of the GPU lock go into a folder of their own, or are in $MEGARL_SIMULATED_VENV.
 simulated() { # arguments of pytest
     local folder=${MEGARL_SIMULATED_VENV:-$PWD/.venv-simulated}
@@ -24,14 +32,6 @@ if [[ ${1:-} == --simulated ]]; then
     shift
     simulated "$@"
 fi
-
-LIMIT_S=${LIMIT_S:-480}
-python=${PYTHON:-}
-if [[ -z $python ]]; then
-    python=python3
-    [[ -x .venv/bin/python ]] && python=.venv/bin/python
-fi
-export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 # of what else this Python has
 
 tiers=$("$python" -m tests.gpu.tiers "$@") || exit 2
 results=$(mktemp -d)
