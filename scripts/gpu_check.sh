@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
 # Runs the tests of GPU paths that this machine allows: bash scripts/gpu_check.sh [1|2|3]
-# Without a GPU, TransformerEngine's Python on a simulated one: bash scripts/gpu_check.sh --simulated [pytest's arguments]
 # At most 8 minutes a tier, or $LIMIT_S seconds; the page of results goes to docs/gpu, or to $OUT where that is set (docs/gpu/README.md).
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
@@ -13,7 +12,8 @@ if [[ -z $python ]]; then
 fi
 export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 # of what else this Python has
 
-# The packages of the GPU lock go into a folder of their own, or are in $MEGARL_SIMULATED_VENV.
+# bash scripts/gpu_check.sh --simulated [ARGUMENTS OF PYTEST] runs TransformerEngine's Python on a simulated GPU. The packages
+# of the GPU lock are installed into a folder of their own, or are in $MEGARL_SIMULATED_VENV.
 simulated() { # arguments of pytest
     local folder=${MEGARL_SIMULATED_VENV:-$PWD/.venv-simulated}
     if [[ -z ${MEGARL_SIMULATED_VENV:-} || ! -e $folder ]]; then
