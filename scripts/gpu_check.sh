@@ -1,12 +1,19 @@
 #!/usr/bin/env bash
 # Runs the tests of GPU paths that this machine allows: bash scripts/gpu_check.sh [1|2|3]
-# Without a GPU, TransformerEngine's Python on a simulated one: bash scripts/gpu_check.sh --simulated [pytest's arguments]
 # At most 8 minutes a tier (560 s the first), or $LIMIT_S seconds; the page of results goes to docs/gpu, or to $OUT where that
 # is set (docs/gpu/README.md).
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
-# The packages of the GPU lock go into a folder of their own, or are in $MEGARL_SIMULATED_VENV.
+python=${PYTHON:-}
+if [[ -z $python ]]; then
+    python=python3
+    [[ -x .venv/bin/python ]] && python=.venv/bin/python
+fi
+export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 # of what else this Python has
+
+# bash scripts/gpu_check.sh --simulated [ARGUMENTS OF PYTEST] runs TransformerEngine's Python on a simulated GPU. The packages
+# of the GPU lock are installed into a folder of their own, or are in $MEGARL_SIMULATED_VENV.
 simulated() { # arguments of pytest
     local folder=${MEGARL_SIMULATED_VENV:-$PWD/.venv-simulated}
     if [[ -z ${MEGARL_SIMULATED_VENV:-} || ! -e $folder ]]; then
@@ -25,13 +32,6 @@ if [[ ${1:-} == --simulated ]]; then
     shift
     simulated "$@"
 fi
-
-python=${PYTHON:-}
-if [[ -z $python ]]; then
-    python=python3
-    [[ -x .venv/bin/python ]] && python=.venv/bin/python
-fi
-export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 # of what else this Python has
 
 tiers=$("$python" -m tests.gpu.tiers "$@") || exit 2
 results=$(mktemp -d)

@@ -87,6 +87,22 @@ def test_a_tier_is_asked_for_by_its_number(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out == "1\n"
 
 
+@pytest.mark.parametrize("has_engine", [True, False])
+def test_the_simulated_gpu_is_run_in_the_named_folder(tmp_path: Path, has_engine: bool) -> None:
+    """Which is taken as it is, if its TransformerEngine can be imported."""
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exit {int(not has_engine)}\nprintf "%s|" "$@"\n')
+    python.chmod(0o755)
+    settings = os.environ | {"MEGARL_SIMULATED_VENV": str(tmp_path)}
+    command = ["bash", "scripts/gpu_check.sh", "--simulated", "-x"]
+    done = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True)
+    if has_engine:
+        assert (done.returncode, done.stdout) == (0, "-m|pytest|-p|no:cacheprovider|-m||tests/gpu/simulated|-x|")
+    else:
+        assert done.returncode == 2 and f"TransformerEngine cannot be used in {tmp_path}" in done.stderr
+
+
 def test_rows_are_read_with_their_tests() -> None:
     text = "# Title\n\n| where | what | settled by |\n|---|---|---|\n| `a.py` `b` | c | `t.py::x`, `u.py` |\n"
     assert report.rows(text) == [report.Row("`a.py` `b`", ("t.py::x", "u.py"))]
