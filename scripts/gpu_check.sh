@@ -17,7 +17,7 @@ export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 # of what else this Python has
 simulated() { # arguments of pytest
     local folder=${MEGARL_SIMULATED_VENV:-$PWD/.venv-simulated}
     if [[ -z ${MEGARL_SIMULATED_VENV:-} || ! -e $folder ]]; then
-        (MEGARL_DEVICE=cuda MEGARL_VENV=$folder && source scripts/setup_env.sh) || exit
+        MEGARL_DEVICE=cuda MEGARL_VENV=$folder bash -c 'source scripts/setup_env.sh' || exit
     fi
     "$folder/bin/python" -c 'import transformer_engine.pytorch' || {
         echo "megarl: TransformerEngine cannot be used in $folder: name another folder in MEGARL_SIMULATED_VENV," \
