@@ -37,7 +37,10 @@ OVERLAYS: dict[str, list[tuple[str, ...]]] = {
     "quickstart_tools": [()],
     "retool_qwen3_30b": [(), ("retool_qwen3_235b.yaml",)],
     "search_r1_qwen3_30b": [(), ("search_r1_qwen3_235b.yaml",)],
-    "qwen3_30b": [(), ("qwen3_30b_16gpus.yaml",), ("fp8_rollout.yaml",), *((one,) for one in DEBUG)],
+    "qwen3_30b": [
+        (), ("qwen3_30b_16gpus.yaml",), ("qwen3_30b_16gpus.yaml", "smoke.yaml"), ("fp8_rollout.yaml",),
+        *((one,) for one in DEBUG),
+    ],
     "qwen3_235b": [
         (), ("fp8_rollout_qwen3_235b.yaml",), ("qwen3_235b_128gpus.yaml", "fp8_rollout.yaml"),
         *((one,) for one in DEBUG),

@@ -57,7 +57,10 @@ def test_a_recipe_as_a_run_writes_it_is_told_nothing(tmp_path: Path) -> None:
         (["algorithm.name=sft", "rollout.top_p=0.9"], "rollout.top_p is set, and nothing reads it: sft learns from"),
         (["run.project=math"], "run.project is set, and nothing reads it: run.trackers names neither wandb nor mlflow"),
         (["train.lr=0.5"], "train.lr is 0.5, and rates of AdamW above 0.1 destroy a model"),
-        (["placement.gpus=60000"], "15000 data-parallel ranks share the 256 samples of an update: some of them have"),
+        (
+            ["placement.gpus=4096", "rollout.prompts_per_step=32"],
+            "1024 data-parallel ranks share the 256 samples of an update: some of them have",
+        ),
         (["rollout.engine.draft=1"], "train.mtp_loss is 0: the MTP layer stays frozen, and fewer drafts"),
         (["algorithm.name=sft", "rollout.phase_tokens=2"], "rollout.phase_tokens is set, and nothing reads it: sft"),
         (["rollout.engine.count=200"], "200 engines (rollout.engine.count) share the 128 prompts of a step"),
