@@ -39,7 +39,7 @@ NARROWED = {  # it takes tensors and layouts, not engines
 }
 THIRD_PARTY_OF_ALGOS = {"torch"}
 DOORS = {  # library -> the only places that import it
-    "ray": {"megarl.cluster.session", "megarl.cluster.actor"},
+    "ray": {"megarl.cluster.session", "megarl.cluster.actor", "megarl.cluster.local_ray"},
     "sglang": {"megarl.rollout.sglang"},
     "msgspec": {"megarl.rollout"},
     "aiohttp": {"megarl.rollout.endpoint"},

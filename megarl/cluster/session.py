@@ -1,4 +1,4 @@
-"""The Ray session of a run, new or joined, and the GPU slots on its nodes. With actor.py the only `import ray`."""
+"""The Ray session of a run, new or joined, and the GPU slots on its nodes."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-import psutil
-
-from megarl.cluster import ray_environment  # isort: skip  (before Ray)
+from megarl.cluster import ray_environment  # noqa: F401  # isort: skip  (before Ray)
 import ray
 import ray.exceptions
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.cluster import processes
-from megarl.cluster.actor import SHARES, Pulses, Ref, Worker, failure
+from megarl.cluster.actor import Pulses, Ref, Worker, failure
 from megarl.cluster.background import Background
+from megarl.cluster.local_ray import start_ray
 from megarl.cluster.session_folder import SessionFolder, remove_dead
 from megarl.cluster.topology import DevicePlacement, bundles_by_address
 from megarl.config import PlacementConfig
@@ -29,7 +28,6 @@ from megarl.printable import first_line
 from megarl.types import Silence, UserFault
 
 _GRACE_S = 3.0  # a dead process first breaks its peers' collectives: wait this long for the cause to show
-_OBJECT_STORE_BYTES = max(2**30, min(2**35, psutil.virtual_memory().total // 10))  # samples of a step, mostly
 _PLACING_S = 60.0  # how long to wait for the GPUs of a running cluster
 _LOOK_S = 1.0  # between two checks of Ray's servers and of heartbeats
 _PREFIX, _PARENT = "megarl-", "/tmp"  # of the session's folder; not TMPDIR: a Unix socket's path has at most 107 bytes
@@ -105,18 +103,8 @@ class Cluster:
             raise WorkerFailed(fault, "".join(traceback.format_exception(error))) from None
 
     def _begin(self) -> None:
-        ray_environment.use_own_token()
-        ray.init(
-            address="local",
-            num_gpus=self._gpus,
-            num_cpus=SHARES * self._gpus,
-            object_store_memory=_OBJECT_STORE_BYTES,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            _temp_dir=str(self._folder.path / "ray"),  # Ray's folder is open to everyone, its parent only to this user
-            _node_ip_address=LOOPBACK,
-        )
+        # Ray's folder is open to everyone, its parent only to this user.
+        start_ray(self._gpus, self._folder.path / "ray", self._say, self._not_ours)
 
     def _join(self) -> None:
         address = os.environ["RAY_ADDRESS"]

@@ -1,0 +1,48 @@
+"""Starts a Ray session on this machine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import psutil
+
+from megarl.cluster import ray_environment  # isort: skip  (before Ray)
+import ray
+
+from megarl.cluster import processes
+from megarl.cluster.actor import SHARES
+from megarl.device import LOOPBACK
+
+_OBJECT_STORE_BYTES = max(2**30, min(2**35, psutil.virtual_memory().total // 10))  # samples of a step, mostly
+_MOST_STARTS = 3
+_SLOW_START = "timed out during startup"  # Ray raises no class of its own
+
+
+def start_ray(gpus: int, folder: Path, say: Callable[[str], None], not_ours: Collection[int]) -> None:
+    """Start Ray with so many GPUs; again where it has not started within its own 30 s, as on a machine that is busy.
+
+    folder: of its files; it is opened to everyone. not_ours: processes that are left alone where a start has failed.
+    """
+    ray_environment.use_own_token()
+    for starts_left in reversed(range(_MOST_STARTS)):
+        try:
+            ray.init(
+                address="local",
+                num_gpus=gpus,
+                num_cpus=SHARES * gpus,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _temp_dir=str(folder),
+                _node_ip_address=LOOPBACK,
+            )
+            return
+        except Exception as error:
+            if _SLOW_START not in str(error) or not starts_left:
+                raise
+        say("Ray has not started within its 30 s: it is started again")
+        ray.shutdown()
+        processes.kill_descendants(spare=not_ours)
