@@ -97,6 +97,8 @@ def reading(folder: Path) -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:  # it is no Exception, and has those of all ranks
+        with (folder / ".metadata").open("rb") as file:
+            read_index(file)  # torch puts an assertion of its own in the place of a fault in the index
         causes = [cause for cause, _ in error.failures.values()]
         raise next((cause for cause in causes if isinstance(cause, UserFault)), _failed(folder, causes[0])) from error
     except (pickle.UnpicklingError, EOFError, CheckpointingException) as error:

@@ -16,6 +16,7 @@ import torch
 from megatron.core.dist_checkpointing.strategies import common
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from megarl.parallel import dist_checkpoint, unpickling
@@ -119,6 +120,15 @@ def test_a_forged_file_of_tensors_is_refused_in_one_line(tmp_path: Path, canary:
         dist_checkpoint.read_factors(folder)
     reason = "it names runs_x.evil.Kind, which a checkpoint has no use for"
     assert str(caught.value) == f"{folder}: it cannot be loaded as data ({reason}){MEND}"
+    assert not canary.exists()
+
+
+def test_a_fault_of_the_index_is_told_where_torch_hides_it(tmp_path: Path, canary: Path) -> None:
+    """Where ranks read together, torch goes on without an index and fails by an assertion of its own."""
+    folder = written(tmp_path / "step-000001")
+    (folder / ".metadata").write_bytes(names("runs_x.evil", "Kind", 2))
+    with pytest.raises(UserFault, match="metadata: it cannot be loaded as data"), unpickling.reading(folder):
+        load({}, storage_reader=filesystem.FileSystemReader(folder), no_dist=True)
     assert not canary.exists()
 
 
