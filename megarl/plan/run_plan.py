@@ -198,9 +198,8 @@ def size_faults(recipe: Recipe) -> list[UserFault]:
     if samples > MOST_SAMPLES:
         problem = f"a plan has at most {MOST_SAMPLES:,} samples a step, and these are {samples:,}"
         problem += f" with {rollout.samples_per_prompt} of each prompt"
-        mend = (
-            f"set it to at most {max(1, MOST_SAMPLES // rollout.samples_per_prompt)}: time grows with it in proportion"
-        )
+        most_prompts = max(1, MOST_SAMPLES // rollout.samples_per_prompt)
+        mend = f"set it to at most {most_prompts}: time grows with it in proportion"
         faults.append(UserFault("rollout.prompts_per_step", problem, mend))
     if recipe.placement.gpus > MOST_GPUS:
         problem = f"a plan has at most {MOST_GPUS:,} GPUs, and these are {recipe.placement.gpus:,}"

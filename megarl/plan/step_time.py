@@ -205,9 +205,8 @@ def policy_time(recipe: Recipe, model: ComputingModel, samples: Samples, hardwar
     learnt = learning_time(model, samples, hardware, node)
     if merged:  # the frozen weights come from the host for each update's sums
         learnt = replace(learnt, memory_s=learnt.memory_s + model.share.updates * crossing_s)
-    return replace(
-        learnt, old_logprobs_s=once if reads_old(hyperparameters, model.share.updates) else 0.0, reference_s=reference
-    )
+    asks_old = reads_old(hyperparameters, model.share.updates)
+    return replace(learnt, old_logprobs_s=once if asks_old else 0.0, reference_s=reference)
 
 
 def critic_time(model: ComputingModel, samples: Samples, hardware: Hardware, node: int) -> TrainTime:

@@ -205,12 +205,12 @@ def staleness_bound(recipe: Recipe, hyperparameters: Hyperparameters) -> int:
     """By how many versions a token may be older than the policy that is trained on it.
 
     Let a sample take P phases, a step train on S groups, and F be in flight at most; near the start and the end of a
-    run fewer are, which makes no token older. A step with open groups has a
-    phase, which continues them all: a group is complete at most P - 1 steps after its first phase. A complete group
-    waits in steps that train on S others of lower numbers, of which there are at most F - 1; and at most F - 1 - S,
-    once a step has trained on S others while the group was open. So it waits W = ceil(F / S) - 1 steps, or, where it
-    took several steps to complete, one step less. A step that is short of groups trains on all that there are. An
-    episode that has not ended in P phases, because it waited for tools or began anew, ends in the last as `timeout`.
+    run fewer are, which makes no token older. A step with open groups has a phase, which continues them all: a group is
+    complete at most P - 1 steps after its first phase. A complete group waits in steps that train on S others of lower
+    numbers, of which there are at most F - 1; and at most F - 1 - S, once a step has trained on S others while the
+    group was open. So it waits W = ceil(F / S) - 1 steps, or, where it took several steps to complete, one step less. A
+    step that is short of groups trains on all that there are. An episode that has not ended in P phases, because it
+    waited for tools or began anew, ends in the last as `timeout`.
 
     With ahead the first phase of a step is sampled in the step before: its tokens are a version older, and all else
     is the same.

@@ -130,11 +130,11 @@ def plan_updates(
 
     Samples that are next to each other in trained tokens are dealt to different updates, in the order in which they are
     given. Where that is random (`shuffled`), every sample is equally likely in each update, and updates are alike in
-    tokens. Both matter where an update's loss is divided by its own tokens
-    (`token_mean`): cut from a list that is sorted by age, updates have long samples first, and the tokens of these
-    weigh less in every step; cut from a random order, a long sample still raises the denominator of its own update, by
-    as much as there are few samples in it. If the numbers do not divide, the last samples given are a rest, which the
-    first updates have too: a rest of the shortest would weigh less in the mean over samples.
+    tokens. Both matter where an update's loss is divided by its own tokens (`token_mean`). In a list that is sorted by
+    age the first updates would have the long samples, whose tokens would weigh less in every step. In a random order
+    that is cut a long sample would still raise the denominator of its own update. If the numbers do not divide, the
+    last samples given are dealt to the first updates: were they the shortest, these would weigh less in the mean over
+    samples.
 
     Every rank gets the same number of micro-batches, a multiple of `multiple`; some may be empty. It is the fewest that
     fit, or a few more where that is faster: with room left in them they come out more alike, and they keep a pipeline

@@ -55,7 +55,7 @@ def on_host(choices: Choices) -> HostChoices:
     return {layer: experts_NK.to("cpu", torch.int16).numpy() for layer, experts_NK in choices.experts.items()}
 
 
-def on_device(choices: HostChoices) -> Choices:
+def _on_device(choices: HostChoices) -> Choices:
     experts = {layer: torch.from_numpy(experts_NK.astype(np.int64)) for layer, experts_NK in choices.items()}
     return Choices({layer: experts_NK.to(device.DEVICE) for layer, experts_NK in experts.items()})
 
@@ -64,5 +64,5 @@ def observed(share: UpdateShare, observation: RankObservation, index: int) -> Up
     """The share, number `index` of the step's updates, with what the old policy and the reference computed of it."""
     old_logp, reference_logp = observation.old_logp[index], observation.reference_logp[index]
     noted = observation.choices[index]
-    choices = share.choices if noted is None else [on_device(one) for one in noted]
+    choices = share.choices if noted is None else [_on_device(one) for one in noted]
     return replace(share, old_logp=old_logp, choices=choices, reference_logp=reference_logp)

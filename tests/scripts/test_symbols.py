@@ -15,8 +15,9 @@ from tests.scripts.symbols import Missing, missing, read, shared_libraries, syst
 
 ROOT = Path(__file__).parents[2]
 DRIVERS = ("libcuda.so.1", "libnvidia-ml.so.1")
-# The libraries whose symbols are there when another package's module is imported: the program's, and torch's.
-LOADED_BEFORE = ("libtorch.so", "libtorch_python.so")
+# The libraries whose symbols are there when another package's module is imported: the program's, torch's, and
+# TransformerEngine's own, which it loads for all (RTLD_GLOBAL) before its torch part.
+LOADED_BEFORE = ("libtorch.so", "libtorch_python.so", "libtransformer_engine.so")
 OPTIONAL = {  # libraries that nothing of a run loads -> why they lack something
     r"/nvidia/nvshmem/lib/nvshmem_(bootstrap|transport)_": "each is for one kind of network or launcher",
     r"/nvidia/cu13/lib/libcufile_rdma": "it is for RDMA cards, whose libraries a machine without them lacks",

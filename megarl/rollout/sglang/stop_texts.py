@@ -15,6 +15,8 @@ from typing import Any
 
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from megarl.rollout.tokenizer import load_auto_tokenizer
+
 
 class StopTextParams(SamplingParams):
     """SGLang's parameters, which take stop texts without the engine's tokenizer."""
@@ -48,6 +50,4 @@ class StopTextDecoder:
 
     @cached_property
     def _tokenizer(self) -> Any:
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(self._model_path, trust_remote_code=False)
+        return load_auto_tokenizer(self._model_path)
