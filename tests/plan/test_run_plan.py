@@ -152,7 +152,7 @@ def test_a_narrow_page_cuts_no_figure(width: int, deepseek: RunPlan) -> None:
 
 def test_a_reader_that_has_enough_is_no_failure() -> None:
     """As `megarl plan --json | head` is."""
-    program = "from megarl import cli; import sys; sys.stdin.read(); cli._say_all('x' * 10**6)"
+    program = "from megarl.commands.output import say_all; import sys; sys.stdin.read(); say_all('x' * 10**6)"
     child = subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
