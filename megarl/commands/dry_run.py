@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 
 from megarl.algos import ALGORITHMS, learns_from_answers
 from megarl.checkpoints.quantised import weights_in_words
-from megarl.config import Recipe
+from megarl.config import EngineConfig, Recipe
 from megarl.device import DEVICE, LOOPBACK, Address
 from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.layout import TrainLayout
@@ -59,15 +59,34 @@ def argument_faults(roles: Roles, device: str, absent: Container[str]) -> list[U
     shape, faults = roles.policy.model.known_shape, []
     if shape is None:
         return []
-    from megarl.parallel.refusals import megatron_faults
-
-    for role in roles.models.values():
-        if role.name != "reward_model" or "reward_model.path" not in absent:
-            faults += megatron_faults(role, device)
     recipe = roles.recipe
-    if recipe.algorithm.name in ALGORITHMS and not roles.engines.faults(shape, recipe.placement.gpus):
+    if _is_for_megatron(recipe, device):
+        faults += _megatron_faults(roles, device, absent)
+    has_engines = recipe.algorithm.name in ALGORITHMS and not roles.engines.faults(shape, recipe.placement.gpus)
+    if has_engines and _is_for_sglang(recipe, device):
         faults += _sglang_faults(recipe, device)
     return faults
+
+
+def _is_for_megatron(recipe: Recipe, device: str) -> bool:
+    """Whether Megatron's classes could refuse anything: importing them takes seconds."""
+    train = recipe.train
+    return device != DEVICE or bool(train.megatron or train.ddp or train.optimizer)
+
+
+def _is_for_sglang(recipe: Recipe, device: str) -> bool:
+    """Whether SGLang's class could refuse anything: importing it takes seconds."""
+    engine = recipe.rollout.engine
+    sizes_alone = EngineConfig(count=engine.count, tp=engine.tp, ep=engine.ep)
+    asks_more = recipe.rollout.seeded or recipe.train.replay != "off" or recipe.lora is not None
+    return device != DEVICE or engine != sizes_alone or asks_more
+
+
+def _megatron_faults(roles: Roles, device: str, absent: Container[str]) -> list[UserFault]:
+    from megarl.parallel.refusals import megatron_faults
+
+    checked = [role for role in roles.models.values() if f"{role.name}.path" not in absent or role.name != "reward_model"]
+    return [fault for role in checked for fault in megatron_faults(role, device)]
 
 
 def _sglang_faults(recipe: Recipe, device: str) -> list[UserFault]:

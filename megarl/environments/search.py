@@ -65,7 +65,7 @@ def _index(corpus: str) -> tuple[Any, Any]:
     """
     folder, made = Path(f"{corpus}.bm25"), os.stat(corpus)
     stamp = {"bytes": made.st_size, "modified_ns": made.st_mtime_ns, "bm25s": bm25s.__version__}
-    with open(f"{corpus}.bm25.lock", "w") as lock:
+    with open(f"{corpus}.bm25.lock", "a") as lock:  # truncates nothing, where it is a link
         fcntl.flock(lock, fcntl.LOCK_EX)
         told = folder / "made_from.json"
         if not told.is_file() or json.loads(told.read_text()) != stamp:

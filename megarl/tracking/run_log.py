@@ -313,7 +313,7 @@ def _new_folder(parent: Path, name: str) -> Path:
 
 def _locked(folder: Path) -> IO[str]:
     """The folder's lock file, locked: two processes of one run would overwrite each other's files."""
-    lock = (folder / ".lock").open("w", encoding="utf-8")
+    lock = (folder / ".lock").open("a", encoding="utf-8")  # truncates nothing, where it is a link
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
