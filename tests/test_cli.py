@@ -130,6 +130,32 @@ except SystemExit as end:
     assert (result.stderr or result.stdout).startswith(says)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [
+        ([], ""),
+        (["train.optimizer.adam_beta2=0.99"], "megatron"),
+        (["rollout.engine.sglang.chunked_prefill_size=512"], "sglang"),
+    ],
+    ids=["none", "megatron", "sglang"],
+)
+def test_a_dry_run_asks_the_libraries_that_the_recipe_passes_options_to(
+    quickstart_inputs: list[str], options: list[str], asked: str
+) -> None:
+    arguments = ["train", str(QUICKSTART), *quickstart_inputs, *options, "--dry-run"]
+    program = f"""
+import sys
+from megarl import cli
+try:
+    cli.app({arguments!r})
+except SystemExit as end:
+    print(end.code, *[name for name in ("megatron", "sglang") if name in sys.modules])
+"""
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert result.stdout.splitlines()[-1].split() == ["0", *asked.split()], result.stderr
+
+
 def test_the_version_names_every_package_that_decides_what_a_run_computes() -> None:
     first, second = version_lines()
     assert first == f"megarl {metadata.version('megarl')}"

@@ -17,7 +17,7 @@ from megarl.parallel.options import option_faults
 
 pytestmark = pytest.mark.slow
 
-SHORT = ("run.steps=10", "warm_start.steps=130")
+SHORT = ("run.steps=10",)
 PNG = b"\x89PNG\r\n\x1a\n"
 EVERY_STEP = (
     "reward/mean", "reward/accuracy", "rollout/logprob_gap_mean", "rollout/logprob_gap_max", "reshard/wire_bytes",
@@ -29,14 +29,15 @@ EVERY_STEP = (
 def test_the_quickstart_learns(launch: Callable):
     """From chance to most of the held-out questions, the engine's logprobs equal to the trainer's at every step.
 
-    Of the recipe's 25 steps ten: seconds each, and the reward rises from the first. The warm start ends earlier than
-    the recipe's, so that more is left for these steps to learn. Of 256 questions three points are a standard error.
+    Of the recipe's 30 steps ten: seconds each, and the reward rises from the first. Of 256 questions three points are a
+    standard error.
     """
     command = launch(*SHORT)
     assert command.finish(900) == 0, command.err
     records = command.records()
     accuracy = [record["eval/accuracy"] for record in records if "eval/accuracy" in record]
     assert accuracy[0] <= 0.05, "an untrained model answers by chance"
+    assert accuracy[1] <= 0.85, "most is left to the reward"
     assert accuracy[-1] >= max(0.7, accuracy[1] + 0.05)
     assert command.leftovers() == []
 

@@ -332,7 +332,7 @@ def test_a_reference_of_another_architecture(told: Callable[..., list[str]], tmp
         (["mismatch_high=3.0"], "mismatch_high", "algorithm.mismatch is off"),
         (["mismatch=tis", "mismatch_low=0.1"], "mismatch_low", "an upper bound alone"),
         (["mismatch=icepop", "mismatch_low=6.0"], "mismatch_low", "are 6.0 and 5.0, between which nothing is kept"),
-        (["name=vapo"], "critic_warmup_steps", "50 are all of run.steps (25)"),
+        (["name=vapo"], "critic_warmup_steps", "50 are all of run.steps (30)"),
         (["kl_coefficient=0.1"], "kl_coefficient", "as it is before the warm start"),
     ],
 )
