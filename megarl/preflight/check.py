@@ -17,7 +17,7 @@ from megarl.cluster.visible_gpus import device_faults
 from megarl.config import Recipe
 from megarl.device import DEVICE
 from megarl.disk import output_fault
-from megarl.parallel.optional_imports import engine_problem, layers_fault
+from megarl.parallel.optional_imports import layers_fault, transformer_engine_problem
 from megarl.parallel.roles import Roles, resolve
 from megarl.preflight.data import length_faults, read_data, sample_file_faults
 from megarl.preflight.environment import attention_faults, cluster_faults
@@ -209,7 +209,7 @@ def _layers(case: _Case) -> Faults:
     train, is_here = case.recipe.train, DEVICE == "cuda"
     if case.device != "cuda" or (train.local_layers and not is_here):
         return []
-    problem = engine_problem() if is_here else ""
+    problem = transformer_engine_problem() if is_here else ""
     fault = layers_fault(problem, local_layers=train.local_layers, dtype=case.recipe.model.dtype)
     return [fault] if fault else []
 
