@@ -184,7 +184,7 @@ class PolicyRank(TrainingRank):
             pairs = [(share.micro_batches, share.old_logp or []) for share in shares]
             made = [kept_tokens.without_dropped(*pair, hyperparameters) for pair in pairs]
             counts_U3 = torch.from_numpy(np.stack([kept_tokens.counts_of(one) for one in made]))
-        counts_U3 = groups.over_stages(groups.over_dp(counts_U3))
+        counts_U3 = groups.over_pp(groups.over_dp(counts_U3))
         kept = []
         for update, share, micro_batches, counts in zip(updates, shares, made, counts_U3.tolist(), strict=True):
             of_kept = kept_tokens.divided_by_kept(update, counts, hyperparameters, self._recipe.longest_sample)
