@@ -74,7 +74,7 @@ class Limits:
     steps_left: int | None = None
 
     @property
-    def sizes(self) -> StockSizes:
+    def stock_sizes(self) -> StockSizes:
         return StockSizes(self.wanted, self.in_flight)
 
     def of_next_step(self) -> Limits:
@@ -87,7 +87,7 @@ class Limits:
         In phases a step draws few prompts at a time, so that max_rounds counts as many prompts as a round has for a
         whole step.
         """
-        missing, rule = self.sizes.num_missing(stock, self.steps_left), self.hyperparameters
+        missing, rule = self.stock_sizes.num_missing(stock, self.steps_left), self.hyperparameters
         count = rule.num_drawn(missing) if missing else 0
         if not rule.dynamic_sampling:
             return count
@@ -196,7 +196,7 @@ def collect(limits: Limits, stock: GroupStock, admit: Admit, advance: Advance) -
     hyperparameters = limits.hyperparameters
     if limits.is_short(stock) and (hyperparameters.when_short == "stop" or not chosen):
         raise _too_few(len(chosen), limits.wanted, drawn, rounds, hyperparameters)
-    rest = stock.without_trained(chosen).after_step(limits.sizes, limits.steps_left)
+    rest = stock.without_trained(chosen).after_step(limits.stock_sizes, limits.steps_left)
     return Collected(before, rest, RolloutBatch.of(chosen), complete, rounds)
 
 
