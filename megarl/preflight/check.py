@@ -202,9 +202,10 @@ def _megatron(case: _Case) -> Faults:
 
 
 def _layers(case: _Case) -> Faults:
-    """The fault of ranks that have no layers for model.dtype on GPUs. A run elsewhere has the lock's packages.
+    """The fault of ranks that have no layers for model.dtype on GPUs.
 
-    With train.local_layers nobody knows which layers another machine has.
+    Where this machine has no GPU, the run's machines are assumed to have TransformerEngine, as the lock does; with
+    train.local_layers they may use either, and nothing is refused.
     """
     train, is_here = case.recipe.train, DEVICE == "cuda"
     if case.device != "cuda" or (train.local_layers and not is_here):
