@@ -68,6 +68,7 @@ class AgentEpisode:
         self._over: tuple[EpisodeEnd, str] | None = None
         self._cut_by: EpisodeEnd | None = None  # why the last turn has no end
         self._tasks: set[asyncio.Task[Any]] = set()
+        self.refused_fields: Mapping[str, int] = {}  # how often the endpoint has refused each; set when it has closed
 
     @property
     def fault(self) -> BaseException | None:
