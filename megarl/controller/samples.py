@@ -246,8 +246,7 @@ def with_overlong_penalty(rollout: RolloutBatch, hyperparameters: Hyperparameter
         return rollout
     summaries = []
     for group in rollout.summaries:
-        is_full_G = np.array([one is not None and one.end == "max_tokens" for one in group.facts] or False)
-        lengths_G = np.where(is_full_G, longest, used_tokens_G(group))
+        lengths_G = np.where(_ended_full_G(group), longest, used_tokens_G(group))
         penalty_G = overlong_penalty(lengths_G, longest, hyperparameters.overlong_share * longest)
         summaries.append(replace(group, rewards_G=(group.rewards_G + penalty_G).astype(np.float32)))
     return RolloutBatch(summaries, rollout.refs)
@@ -269,6 +268,13 @@ def truncated_G(group: GroupSummary) -> BoolArray:
         return ~group.finished_G
     pairs = zip(group.facts, group.finished_G.tolist(), strict=True)
     return np.array([not finished if facts is None else facts.end in TRUNCATED for facts, finished in pairs])
+
+
+def _ended_full_G(group: GroupSummary) -> BoolArray:
+    """Which samples are episodes that have ended without room for a further turn."""
+    if not group.facts:
+        return np.zeros(len(group.rewards_G), np.bool_)
+    return np.array([facts is not None and facts.end == "max_tokens" for facts in group.facts])
 
 
 def overlong_penalty(lengths_G: IntArray, longest: int, cache: float) -> FloatArray:
