@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the tests of GPU paths that this machine allows: bash scripts/gpu_check.sh [1|2|3]
-# At most 8 minutes a tier (560 s the first), or $LIMIT_S seconds; the page of results goes to docs/gpu, or to $OUT where that
+# At most 480 s a tier, 560 s for tier 1, or $LIMIT_S seconds; the page of results goes to docs/gpu, or to $OUT where that
 # is set (docs/gpu/README.md).
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1

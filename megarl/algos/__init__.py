@@ -193,13 +193,13 @@ def hyperparameters_of(name: str, recipe: AlgorithmOptions) -> Hyperparameters:
     return replace(row.hyperparameters, **recipe.given) if name == recipe.name else row.hyperparameters
 
 
-def reads_old(hyperparameters: Hyperparameters, updates: int) -> bool:
-    """Whether a step of so many updates asks the policy before them for log-probabilities, in a pass of its own.
+def needs_old_logprobs(hyperparameters: Hyperparameters, num_updates: int) -> bool:
+    """Whether a step computes the old policy's log-probabilities in a forward pass of its own, before its updates.
 
-    Only later updates train a policy that is no longer the old one. A single update asks all the same where tokens are
-    paid for their KL, or dropped: what is kept decides the denominators, which the whole forward pass divides by.
+    With one update the trained policy is the old one, and its own pass gives them. They are still needed first where
+    rewards have a KL penalty, or where the mismatch correction drops tokens: these decide advantages and denominators.
     """
-    return updates > 1 or hyperparameters.pays_kl or drops(hyperparameters)
+    return num_updates > 1 or hyperparameters.pays_kl or drops(hyperparameters)
 
 
 def has_reference(recipe: AlgorithmOptions, is_wanted: bool) -> bool:

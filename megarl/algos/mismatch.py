@@ -36,7 +36,8 @@ CLIPPED = Statistic("mismatch_clipped")
 MASKED = Statistic("mismatch_masked")
 # The same of the tokens that the policy itself sampled, where only rounding differs, and of those of earlier policies.
 _BY_AGE = {
-    age: {one: Statistic(f"{one.name}_{age}") for one in (KL, WEIGHT, CLIPPED, MASKED)} for age in ("fresh", "stale")
+    age: {statistic: Statistic(f"{statistic.name}_{age}") for statistic in (KL, WEIGHT, CLIPPED, MASKED)}
+    for age in ("fresh", "stale")
 }
 
 
@@ -87,7 +88,7 @@ def weights(old_logp_T: torch.Tensor, targets: Targets, hyperparameters: Hyperpa
     stats = {ESS: parts(own_T.sum(), (own_T**2).sum(), sampled_T.sum()), **over_tokens(sampled_T, values)}
     of_age = {"fresh": sampled_T & ~targets.is_stale_T, "stale": sampled_T & targets.is_stale_T}
     for age, names in _BY_AGE.items():
-        stats |= over_tokens(of_age[age], {names[one]: value_T for one, value_T in values.items()})
+        stats |= over_tokens(of_age[age], {names[statistic]: value_T for statistic, value_T in values.items()})
     return weight_T, stats
 
 

@@ -43,6 +43,10 @@ class Snapshot:
     run: Mapping[str, Any]
 
 
+class _Damaged(Exception):
+    """A checkpoint is not complete, or a checksum does not hold; the text is a description of what is wrong."""
+
+
 def digest(file: Path) -> Digest:
     """The digest of a whole file. Raises OSError."""
     with file.open("rb") as stream:
@@ -112,13 +116,13 @@ class Snapshots:
                 continue
             try:
                 snapshot = _verified(folder)
-            except OSError as error:
-                snapshot = f"it cannot be read ({error})"
-            if isinstance(snapshot, Snapshot):
-                if _named_step(folder) != snapshot.step:
-                    self._say(f"checkpoint {folder} is of step {snapshot.step}, as its {MANIFEST} says")
-                return snapshot
-            self._say(f"checkpoint {folder} is damaged and skipped: {snapshot}")
+            except (_Damaged, OSError) as error:
+                problem = f"it cannot be read ({error})" if isinstance(error, OSError) else error
+                self._say(f"checkpoint {folder} is damaged and skipped: {problem}")
+                continue
+            if _named_step(folder) != snapshot.step:
+                self._say(f"checkpoint {folder} is of step {snapshot.step}, as its {MANIFEST} says")
+            return snapshot
         return None
 
     def _complete(self) -> list[tuple[int, Path]]:
@@ -179,39 +183,40 @@ def _files(folder: Path) -> list[str]:
     return [str(path.relative_to(folder)) for path in paths if path.is_file() and path.name != MANIFEST]
 
 
-def _verified(folder: Path) -> Snapshot | str:
-    """The checkpoint in a folder if it is complete and its checksums hold; otherwise a description of what is wrong."""
+def _verified(folder: Path) -> Snapshot:
+    """The checkpoint in a folder. Raises _Damaged where it is not complete or a checksum does not hold; OSError."""
     if not folder.is_dir():
-        return "it is not a folder"
-    fault = _fault(folder)
-    if fault is not None:
-        return fault
+        raise _Damaged("it is not a folder")
+    _check_files(folder)
     try:
         run = _json(folder / RUN)
     except ValueError as error:
-        return f"{RUN} is not JSON ({error})"
-    return Snapshot(folder, _step(folder), run) if isinstance(run, dict) else f"{RUN} is not an object of JSON"
+        raise _Damaged(f"{RUN} is not JSON ({error})") from error
+    if not isinstance(run, dict):
+        raise _Damaged(f"{RUN} is not an object of JSON")
+    return Snapshot(folder, _step(folder), run)
 
 
-def _fault(folder: Path) -> str | None:
-    """A description of what is wrong with a checkpoint; None when it is complete and its checksums hold."""
+def _check_files(folder: Path) -> None:
+    """Raises _Damaged where the files of a checkpoint are not those of its manifest, byte by byte; OSError."""
     try:
         manifest = _json(folder / MANIFEST)
         wanted = {name: Digest(**fields) for name, fields in manifest["files"].items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        return f"{MANIFEST} cannot be read ({type(error).__name__})"
+        raise _Damaged(f"{MANIFEST} cannot be read ({type(error).__name__})") from error
     if manifest.get("format") != _FORMAT:
-        return f"{MANIFEST} has format {manifest.get('format')}, this version reads {_FORMAT}"
+        raise _Damaged(f"{MANIFEST} has format {manifest.get('format')}, this version reads {_FORMAT}")
     present = set(_files(folder))
     if RUN not in wanted or present != set(wanted):
         odd = sorted(present ^ set(wanted)) or [RUN]
-        return f"its files are not those of {MANIFEST}: {', '.join(odd[:3])}"
+        raise _Damaged(f"its files are not those of {MANIFEST}: {', '.join(odd[:3])}")
     for name, expected in wanted.items():
         size = (folder / name).stat().st_size
         if size != expected.num_bytes:
-            return f"{name} has {size} bytes, {expected.num_bytes} were written"
-    wrong = [name for name, found in digests(folder, wanted).items() if found != wanted[name]]
-    return f"{wrong[0]} has other bytes than were written" if wrong else None
+            raise _Damaged(f"{name} has {size} bytes, {expected.num_bytes} were written")
+    for name, found in digests(folder, wanted).items():
+        if found != wanted[name]:
+            raise _Damaged(f"{name} has other bytes than were written")
 
 
 def _sync(path: Path) -> None:

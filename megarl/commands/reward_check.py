@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import chain, islice, repeat
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,6 @@ from megarl.rollout.sample_file import open_samples
 from megarl.rollout.verdicts.scorers import Scorers
 from megarl.types import UserFault
 
-Found = list[tuple[str, str, Verdict | Failure]]  # place of the row, response, result
 _OWN, _OTHER, _EMPTY, _BOMBS = "its own answer", "another row's answer", "an empty response", "bombs"
 _BEFORE, _ANEW = "in the file", "anew"
 _START_S = 600.0
@@ -47,6 +46,14 @@ BOMBS = (
     r"\boxed{" * 10_000,
     "import os; os._exit(0)",
 )
+
+
+class Trial(NamedTuple):
+    """A response that was scored. place: of its row in the data, or the id of its prompt."""
+
+    place: str
+    response: str
+    result: Verdict | Failure
 
 
 def reward_config(function: str, arguments: Sequence[str], timeout_s: float, memory_mb: int) -> RewardConfig:
@@ -81,14 +88,14 @@ def _check_rows(config: RewardConfig, data: Path, answer_column: str, num_rows: 
     own, other = (_mean(found[kind]) for kind in (_OWN, _OTHER))
     if own is not None and other is not None and own <= other:
         show("a row's own answer is worth no more than another's: does the function read it as a response?")
-    return _show_failures([pair for of_kind in found.values() for pair in of_kind])
+    return _show_failures([trial for of_kind in found.values() for trial in of_kind])
 
 
 def _check_samples(config: RewardConfig, path: Path, num_groups: int) -> bool:
     """How the verdicts differ from the file's. Functions that take it get each sample's episode."""
     file = open_samples(path)
     groups = chain.from_iterable(file.groups(step) for step in range(1, file.num_steps + 1))
-    found: dict[str, Found] = {_BEFORE: [], _ANEW: []}
+    found: dict[str, list[Trial]] = {_BEFORE: [], _ANEW: []}
     scorers = Scorers(config, _START_S)
     try:
         for group in islice(groups, num_groups):
@@ -97,12 +104,14 @@ def _check_samples(config: RewardConfig, path: Path, num_groups: int) -> bool:
             episodes = [sample.episode for sample in group.samples]
             anew = scorers.wait_for_verdicts(group.prompt.answer, group.prompt.row, responses, episodes)
             for kind, verdicts in ((_BEFORE, before), (_ANEW, anew)):
-                found[kind] += zip(repeat(group.prompt.id, len(responses)), responses, verdicts, strict=True)
+                pairs = zip(responses, verdicts, strict=True)
+                found[kind] += [Trial(group.prompt.id, response, verdict) for response, verdict in pairs]
         slowest_s = scorers.slowest_s
     finally:
         scorers.shutdown()
     show(_report(found))
-    _show_changes([(before, after) for (*_, before), (*_, after) in zip(found[_BEFORE], found[_ANEW], strict=True)])
+    trials = zip(found[_BEFORE], found[_ANEW], strict=True)
+    _show_changes([(before.result, after.result) for before, after in trials])
     _show_slowest(slowest_s, config)
     return _show_failures(found[_ANEW])
 
@@ -120,13 +129,13 @@ def _show_slowest(slowest_s: float, config: RewardConfig) -> None:
     show(f"the slowest verdict took {slowest_s:.3f} s of {config.timeout_s:g} s")
 
 
-def _show_failures(every: Found) -> bool:
+def _show_failures(trials: Sequence[Trial]) -> bool:
     """A line for each kind of failure; whether there is none."""
-    failures = [(one.words, (place, response)) for place, response, one in every if isinstance(one, Failure)]
+    failures = [(trial.result.words, trial) for trial in trials if isinstance(trial.result, Failure)]
     first = dict(reversed(failures))
     for words, count in Counter(words for words, _ in failures).most_common():
-        place, response = first[words]
-        show(one_line(f"failed {count} x: {words}, first on response {short(response)} to {place}"))
+        trial = first[words]
+        show(one_line(f"failed {count} x: {words}, first on response {short(trial.response)} to {trial.place}"))
     return not failures
 
 
@@ -140,30 +149,30 @@ def _argument(text: str) -> tuple[str, Any]:
         return key, value
 
 
-def _verdicts(scorers: Scorers, rows: Sequence[tuple[str, str, Mapping[str, Any]]]) -> dict[str, Found]:
-    found: dict[str, Found] = {_OWN: [], _OTHER: [], _EMPTY: [], _BOMBS: []}
+def _verdicts(scorers: Scorers, rows: Sequence[tuple[str, str, Mapping[str, Any]]]) -> dict[str, list[Trial]]:
+    found: dict[str, list[Trial]] = {_OWN: [], _OTHER: [], _EMPTY: [], _BOMBS: []}
     answers = list(dict.fromkeys(answer for _, answer, _ in rows))
     for place, answer, row in rows:
         other = answers[(answers.index(answer) + 1) % len(answers)]
         responses = {_OWN: answer, _EMPTY: ""} | ({_OTHER: other} if other != answer else {})
         verdicts = scorers.wait_for_verdicts(answer, row, list(responses.values()))
         for (kind, response), verdict in zip(responses.items(), verdicts, strict=True):
-            found[kind].append((place, response, verdict))
+            found[kind].append(Trial(place, response, verdict))
     place, answer, row = rows[0]
     verdicts = scorers.wait_for_verdicts(answer, row, BOMBS)
-    found[_BOMBS] = [(place, bomb, verdict) for bomb, verdict in zip(BOMBS, verdicts, strict=True)]
+    found[_BOMBS] = [Trial(place, bomb, verdict) for bomb, verdict in zip(BOMBS, verdicts, strict=True)]
     return found
 
 
-def _mean(found: Found) -> float | None:
-    rewards = [one.reward for *_, one in found if isinstance(one, Verdict)]
+def _mean(trials: Sequence[Trial]) -> float | None:
+    rewards = [trial.result.reward for trial in trials if isinstance(trial.result, Verdict)]
     return sum(rewards) / len(rewards) if rewards else None
 
 
-def _report(found: Mapping[str, Found]) -> str:
+def _report(found: Mapping[str, Sequence[Trial]]) -> str:
     lines = [f"{'response':<22}{'verdicts':>10}{'reward':>10}{'correct':>10}{'failed':>10}"]
     for kind, of_kind in found.items():
-        verdicts = [one for *_, one in of_kind if isinstance(one, Verdict)]
+        verdicts = [trial.result for trial in of_kind if isinstance(trial.result, Verdict)]
         mean = _mean(of_kind)
         reward = "-" if mean is None else f"{mean:.3f}"
         correct = f"{sum(one.correct for one in verdicts) / len(verdicts):.1%}" if verdicts else "-"

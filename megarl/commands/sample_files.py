@@ -45,7 +45,9 @@ def roll_out(recipe: Recipe, inputs: Inputs, log: RunLog, out: Path) -> None:
                     file.write(fleet.fetch(groups))
                 if fleet.reward_model:
                     publish(fleet, record)  # where it had the engines' memory their weights may be lost
-                record.add(rollout_metrics(groups.summaries, ALGORITHMS[recipe.algorithm.name].needs_group))
+                record.add(
+                    rollout_metrics(groups.summaries, compares_samples=ALGORITHMS[recipe.algorithm.name].needs_group)
+                )
                 record.samples(groups.summaries)
                 record.failed(groups.summaries)
         fleet.shutdown()
@@ -67,7 +69,9 @@ def train_from(recipe: Recipe, samples: SampleFile, log: RunLog) -> None:
             with log.step(number) as record:
                 given = fleet.put(samples.groups(number))
                 groups = with_overlong_penalty(given, run.hyperparameters, recipe.longest_sample)
-                record.add(rollout_metrics(groups.summaries, ALGORITHMS[recipe.algorithm.name].needs_group))
+                record.add(
+                    rollout_metrics(groups.summaries, compares_samples=ALGORITHMS[recipe.algorithm.name].needs_group)
+                )
                 record.samples(groups.summaries)
                 step = advantages(run, Step(number, record, groups=groups))
                 for stage in run.stages[1:]:  # the file is the source of the groups

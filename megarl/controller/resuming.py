@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from megarl.algos import ALGORITHMS, hyperparameters_of
 from megarl.checkpoints.hf_import import fingerprint
@@ -24,7 +25,6 @@ from megarl.types import ModelShape, UserFault, UserFaults
 
 FOLDER = "checkpoints"
 State = TypeVar("State", "Progress", "StockState")
-_TYPES = {"int": int, "str": str, "bool": bool, "dict": dict}  # of the fields below, by what they are annotated with
 # Of `sampling_keys`, those that also bind complete groups.
 _COMPLETE_GROUP_KEYS = (
     *("rollout.samples_per_prompt", "rollout.temperature", "rollout.top_p"),
@@ -52,8 +52,15 @@ class StockState:
         """The state as JSON stores it. Raises RuntimeError where a ticket is lost or counted twice."""
         stock.check()
         streams = {str(entry.ticket.number): list(entry.ticket.stream) for entry in stock.entries}
-        digits = f"{stock.trained:x}", f"{stock.dropped:x}"
-        return asdict(StockState(stock.next_number, *digits, streams, bool(stock.open), stock.surplus))
+        state = StockState(
+            next_number=stock.next_number,
+            trained=f"{stock.trained:x}",
+            dropped=f"{stock.dropped:x}",
+            streams=streams,
+            has_open=bool(stock.open),
+            surplus=stock.surplus,
+        )
+        return asdict(state)
 
 
 @dataclass(frozen=True)
@@ -131,12 +138,21 @@ def _stored(snapshot: Snapshot, kind: type[State], stored: Mapping[str, Any]) ->
         state = kind(**stored)
     except TypeError:
         raise _unfit(snapshot, "was written by another version of megarl") from None
-    for one in fields(state):
-        value, annotation = getattr(state, one.name), str(one.type)
-        is_missing = value is None and annotation.endswith("| None")
-        if not is_missing and type(value) is not _TYPES[annotation.partition("[")[0].partition(" ")[0]]:
-            raise _unfit(snapshot, f"has {json.dumps(value):.40} as {one.name} in its state")
+    for name, annotation in get_type_hints(kind).items():
+        value = getattr(state, name)
+        if not _has_type(value, annotation):
+            raise _unfit(snapshot, f"has {json.dumps(value):.40} as {name} in its state")
     return state
+
+
+def _has_type(value: object, annotation: Any) -> bool:
+    """Whether a value of JSON is of the annotated type itself, so that true is no int, or of one in a union.
+
+    What a dict or list has in it is not checked.
+    """
+    if isinstance(annotation, UnionType):
+        return any(_has_type(value, member) for member in get_args(annotation))
+    return type(value) is (get_origin(annotation) or annotation)
 
 
 def _unfit(snapshot: Snapshot, problem: str) -> UserFaults:
@@ -298,7 +314,12 @@ def resume(snapshot: Snapshot, recipe: Recipe, fleet: Fleet, prompts: PromptStre
             problem = f"{snapshot.folder} has samples of {prompt_id}, and the data has {ticket.prompt.id} in its place"
             raise UserFault("data.train", problem, "use the files that the run began with, or another run.name")
     entries = tuple(Entry(ticket, about, ref) for ticket, (_, about, ref) in zip(tickets, groups, strict=True))
-    bits = int(own.trained, 16), int(own.dropped, 16)
-    stock = GroupStock(entries, own.next_number, *bits, surplus=own.surplus)
+    stock = GroupStock(
+        entries=entries,
+        next_number=own.next_number,
+        trained=int(own.trained, 16),
+        dropped=int(own.dropped, 16),
+        surplus=own.surplus,
+    )
     stock.check()
     return stock.after_loading(then.version + 1, recipe.rollout.prompts_per_step)

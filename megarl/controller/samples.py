@@ -74,7 +74,7 @@ class Limits:
     steps_left: int | None = None
 
     @property
-    def sizes(self) -> StockSizes:
+    def stock_sizes(self) -> StockSizes:
         return StockSizes(self.wanted, self.in_flight)
 
     def of_next_step(self) -> Limits:
@@ -87,7 +87,7 @@ class Limits:
         In phases a step draws few prompts at a time, so that max_rounds counts as many prompts as a round has for a
         whole step.
         """
-        missing, rule = self.sizes.num_missing(stock, self.steps_left), self.hyperparameters
+        missing, rule = self.stock_sizes.num_missing(stock, self.steps_left), self.hyperparameters
         count = rule.num_drawn(missing) if missing else 0
         if not rule.dynamic_sampling:
             return count
@@ -196,7 +196,7 @@ def collect(limits: Limits, stock: GroupStock, admit: Admit, advance: Advance) -
     hyperparameters = limits.hyperparameters
     if limits.is_short(stock) and (hyperparameters.when_short == "stop" or not chosen):
         raise _too_few(len(chosen), limits.wanted, drawn, rounds, hyperparameters)
-    rest = stock.without_trained(chosen).after_step(limits.sizes, limits.steps_left)
+    rest = stock.without_trained(chosen).after_step(limits.stock_sizes, limits.steps_left)
     return Collected(before, rest, RolloutBatch.of(chosen), complete, rounds)
 
 
@@ -246,8 +246,7 @@ def with_overlong_penalty(rollout: RolloutBatch, hyperparameters: Hyperparameter
         return rollout
     summaries = []
     for group in rollout.summaries:
-        is_full_G = np.array([one is not None and one.end == "max_tokens" for one in group.facts] or False)
-        lengths_G = np.where(is_full_G, longest, used_tokens_G(group))
+        lengths_G = np.where(_ended_full_G(group), longest, used_tokens_G(group))
         penalty_G = overlong_penalty(lengths_G, longest, hyperparameters.overlong_share * longest)
         summaries.append(replace(group, rewards_G=(group.rewards_G + penalty_G).astype(np.float32)))
     return RolloutBatch(summaries, rollout.refs)
@@ -269,6 +268,13 @@ def truncated_G(group: GroupSummary) -> BoolArray:
         return ~group.finished_G
     pairs = zip(group.facts, group.finished_G.tolist(), strict=True)
     return np.array([not finished if facts is None else facts.end in TRUNCATED for facts, finished in pairs])
+
+
+def _ended_full_G(group: GroupSummary) -> BoolArray:
+    """Which samples are episodes that have ended without room for a further turn."""
+    if not group.facts:
+        return np.zeros(len(group.rewards_G), np.bool_)
+    return np.array([facts is not None and facts.end == "max_tokens" for facts in group.facts])
 
 
 def overlong_penalty(lengths_G: IntArray, longest: int, cache: float) -> FloatArray:

@@ -43,7 +43,7 @@ def sample(run: Run, step: Step) -> Step:
     record.add(staleness(groups.summaries, run.fleet.version, bound))
     groups = score(run.fleet, groups, record)
     groups = with_overlong_penalty(groups, hyperparameters, recipe.longest_sample)
-    record.add(rollout_metrics(groups.summaries, ALGORITHMS[run.algorithm].needs_group))
+    record.add(rollout_metrics(groups.summaries, compares_samples=ALGORITHMS[run.algorithm].needs_group))
     record.samples(groups.summaries)
     return replace(step, groups=groups, rollout=rollout)
 

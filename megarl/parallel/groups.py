@@ -176,7 +176,7 @@ def reduce_stats(stats: Sequence[Mapping[Statistic, torch.Tensor]]) -> Statistic
     return found
 
 
-def over_stages(values: torch.Tensor) -> torch.Tensor:
+def over_pp(values: torch.Tensor) -> torch.Tensor:
     """The elementwise sum over the pipeline stages."""
     found = values.to(device.DEVICE, copy=True)
     dist.all_reduce(found, group=pp_group())

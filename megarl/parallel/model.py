@@ -25,7 +25,7 @@ from megarl.parallel.latent import has_fused_rope, latent_fields
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.local_spec import block_spec, mtp_spec, use_local_layers
 from megarl.parallel.lora_pairs import is_factor
-from megarl.parallel.optional_imports import engine_problem, layers_fault
+from megarl.parallel.optional_imports import layers_fault, transformer_engine_problem
 from megarl.parallel.options import make_config
 from megarl.parallel.param_names import named_buffers, named_parameters
 from megarl.parallel.routing import Routing, router_class
@@ -50,7 +50,7 @@ def select_layers(
     """
     if not is_gpu:
         return
-    problem = "" if has_engine else engine_problem() or "Megatron does not find its layers"
+    problem = "" if has_engine else transformer_engine_problem() or "Megatron does not find its layers"
     fault = layers_fault(problem, local_layers=train.local_layers, dtype=str(dtype).removeprefix("torch."))
     if fault:
         raise fault

@@ -15,7 +15,7 @@ from types import ModuleType
 from megarl.device import DEVICE
 from megarl.types import UserFault
 
-_ENGINE = "transformer_engine"
+_PACKAGE = "transformer_engine"
 _UNUSED = "the CPU does not use it"
 
 
@@ -42,13 +42,13 @@ class TransformerEngineFinder(MetaPathFinder):
         self.fault = "" if device == "cuda" else _UNUSED
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: object = None) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(fullname, path) if fullname == _ENGINE else None
+        spec = PathFinder.find_spec(fullname, path) if fullname == _PACKAGE else None
         if spec is not None and spec.loader is not None:
-            spec.loader = _WholeEngine(spec.loader, self)
+            spec.loader = _WholePackageLoader(spec.loader, self)
         return spec
 
 
-class _WholeEngine(Loader):
+class _WholePackageLoader(Loader):
     """Loads TransformerEngine with its torch part; the finder keeps why that fails, so that it is tried once."""
 
     def __init__(self, loader: Loader, finder: TransformerEngineFinder) -> None:
@@ -63,24 +63,24 @@ class _WholeEngine(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         if self._finder.fault:
-            raise ModuleNotFoundError(self._finder.fault, name=_ENGINE)
+            raise ModuleNotFoundError(self._finder.fault, name=_PACKAGE)
         try:
             self._loader.exec_module(module)
-            importlib.import_module(f"{_ENGINE}.pytorch")
+            importlib.import_module(f"{_PACKAGE}.pytorch")
         except Exception as error:  # whatever the loaders of its libraries raise
-            for name in [name for name in sys.modules if name.startswith(f"{_ENGINE}.")]:
+            for name in [name for name in sys.modules if name.startswith(f"{_PACKAGE}.")]:
                 del sys.modules[name]
             self._finder.fault = str(error).strip().partition("\n")[0] or type(error).__name__
-            raise ModuleNotFoundError(self._finder.fault, name=_ENGINE) from error
+            raise ModuleNotFoundError(self._finder.fault, name=_PACKAGE) from error
 
 
-ENGINE_FINDER = TransformerEngineFinder()
+TRANSFORMER_ENGINE_FINDER = TransformerEngineFinder()
 
 
-def engine_problem() -> str:
+def transformer_engine_problem() -> str:
     """Why TransformerEngine cannot be imported, in the loader's own words; "" where it can. Takes seconds at first."""
     try:
-        importlib.import_module(f"{_ENGINE}.pytorch")
+        importlib.import_module(f"{_PACKAGE}.pytorch")
     except ImportError as error:
         return str(error).partition("\n")[0]
     return ""
@@ -104,4 +104,4 @@ def layers_fault(problem: str, *, local_layers: bool, dtype: str) -> UserFault |
 
 def install() -> None:
     """Put the finders before all others."""
-    sys.meta_path[:0] = [_NoTrackerInMegatron(), ENGINE_FINDER]
+    sys.meta_path[:0] = [_NoTrackerInMegatron(), TRANSFORMER_ENGINE_FINDER]

@@ -11,13 +11,14 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from megarl import device
-from megarl.parallel import cpu, dist_checkpoint, groups, host_offload, lora, model, optimizer, shared_weights, tp_marks
+from megarl.parallel import cpu, dist_checkpoint, groups, host_offload, lora, model, optimizer, shared_weights
 from megarl.parallel.lora_pairs import LoraPair
 from megarl.parallel.options import effective_options
 from megarl.parallel.pipeline import Pipeline
 from megarl.parallel.roles import lora_size, train_layout
 from megarl.parallel.routing import Routing
 from megarl.parallel.sequences import Split
+from megarl.parallel.tp_attributes import set_tp_attributes
 from megarl.types import ModelShape
 
 if TYPE_CHECKING:
@@ -29,9 +30,9 @@ class RankModel:
 
     The constructor meets the other ranks at the store and builds this rank's chunks with undefined weights; once they
     are loaded, `make_optimizer` copies them. Raises UserFault for a Megatron option that does not fit. slot: of the
-    GPU. split: this rank's weights that are split over TP, as `megatron_map.split_params` says. trains: with gradients
-    and an optimizer. is_published: engines map the parameters, which therefore never move. pairs: the factors of this
-    rank's adapters, where the recipe has `lora`; the weights themselves are frozen then.
+    GPU. tp_split_params: this rank's weights that are split over TP, as `megatron_map.split_params` says. trains: with
+    gradients and an optimizer. is_published: engines map the parameters, which therefore never move. pairs: the factors
+    of this rank's adapters, where the recipe has `lora`; the weights themselves are frozen then.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class RankModel:
         store: Store,
         *,
         slot: int,
-        split: Collection[str],
+        tp_split_params: Collection[str],
         trains: bool = True,
         is_published: bool = True,
         pairs: Sequence[LoraPair] = (),
@@ -64,7 +65,7 @@ class RankModel:
         self.communicator_bytes = groups.open_communicators()
         routing = Routing()
         chunks = model.build_chunks(config, path, shape, layout, rank, routing)
-        tp_marks.mark(chunks, split, config.sequence_parallel)
+        set_tp_attributes(chunks, tp_split_params, config.sequence_parallel)
         if not train.mtp_loss:
             model.freeze_mtp(chunks)
         size = lora_size(recipe, shape)

@@ -33,7 +33,7 @@ CARDS = (
 )
 GRAPH_MIB = 2.0  # memory_hook.py: of CUDA graphs, for each sequence that they are made for
 PREFILL_GRAPHS_MIB = 1536  # the same: of graphs of prompts, with latent attention; less with other attention
-PREFILL_GRAPHS_DEEPEP_MIB = 1 << 10  # the same: of graphs of prompts, with DeepEP
+PREFILL_GRAPHS_DEEPEP_MIB = 1024  # the same: of graphs of prompts, with DeepEP
 GROUP_GRAPH_MIB = (3.0, 4.5)  # the same with DP attention, for each of its groups; from 300 sequences on
 CHUNK_MIB = 1.5  # the same: reserved for each token of a chunk
 RESERVED_MIB = 512  # the same: for everything else
@@ -80,7 +80,9 @@ def settings_of(recipe: Recipe, hardware: Hardware) -> Settings:
     chunk = given.get("chunked_prefill_size") or chunk
     graphs = given.get("cuda_graph_max_bs_decode") or (small if engine.tp < 4 else large)
     graphs = 0 if given.get("disable_cuda_graph") or given.get("disable_decode_cuda_graph") else graphs
-    prefill = (PREFILL_GRAPHS_MIB + PREFILL_GRAPHS_DEEPEP_MIB * deepep) * _has_prefill_graphs(given)
+    prefill = 0
+    if _has_prefill_graphs(given):
+        prefill = PREFILL_GRAPHS_MIB + PREFILL_GRAPHS_DEEPEP_MIB * deepep
     fraction = given.get("mem_fraction_static")
     if fraction is None:
         of_graph = GRAPH_MIB + (GROUP_GRAPH_MIB[graphs > 300] * engine.dp if engine.dp > 1 else 0.0)
@@ -96,9 +98,9 @@ def settings_of(recipe: Recipe, hardware: Hardware) -> Settings:
 def _has_prefill_graphs(given: Mapping[str, Any]) -> bool:
     """Whether a recipe's server arguments turn on the graphs of prompts, which megarl turns off (arguments.py)."""
     backend = given.get("cuda_graph_backend_prefill")
-    if given.get("disable_cuda_graph") and backend is None:
-        return False
-    return backend != "disabled" if backend else given.get("disable_prefill_cuda_graph") is False
+    if backend is not None:
+        return backend != "disabled"
+    return not given.get("disable_cuda_graph") and given.get("disable_prefill_cuda_graph") is False
 
 
 def weight_bytes(shape: ModelShape, engine: EngineLayout, dtype: str) -> list[int]:

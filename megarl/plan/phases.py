@@ -39,7 +39,7 @@ class PhaseSizes:
     ahead: int = 0
 
     @property
-    def stock(self) -> StockSizes:
+    def stock_sizes(self) -> StockSizes:
         return StockSizes(self.wanted, self.in_flight)
 
 
@@ -83,12 +83,11 @@ def phased_steps(
 ) -> Iterator[PhasedStep[Result]]:
     """The steps of a run from its first on; steps: of the whole run.
 
-    None: a run without end whose first step begins with as many prompts as may be in flight at most. A few steps later
-    it is as any run is between its start and its end.
+    None: a run without end, for its steady state: the first step begins with `in_flight` prompts.
     The order of events is that of `controller.samples.collect` and `controller.phases.StepRollout`.
     """
-    begun = Stock[None]() if steps else Stock[None](surplus=sizes.stock.most_surplus)
-    run = _Run(sizes, lengths_of, run_phase, steps, begun)
+    initial_stock = Stock[None]() if steps else Stock[None](surplus=sizes.stock_sizes.most_surplus)
+    run = _Run(sizes, lengths_of, run_phase, steps, initial_stock)
     for version in range(steps) if steps else count():
         results: list[Result] = []
         is_wanted = run.is_short if sizes.ahead else run.begins_with_phase
@@ -128,7 +127,7 @@ class _Run(Generic[Result]):
     def phase(self, version: int, *, beside_training: bool) -> Result:
         """Draw as many prompts as may be in flight, and continue all open groups."""
         sizes, lengths_of = self.sizes, self.lengths_of
-        missing = sizes.stock.num_missing(self.stock, self.steps_left(version + beside_training))
+        missing = sizes.stock_sizes.num_missing(self.stock, self.steps_left(version + beside_training))
         stock = self.stock.admitted([_PROMPT] * missing, (version,), sizes.samples)
         groups = [_open_group(entry, lengths_of, sizes) for entry in stock.open]
         for group in groups:
@@ -139,7 +138,7 @@ class _Run(Generic[Result]):
     def train(self, version: int) -> tuple[tuple[int, ...], IntArray]:
         """(the tickets that this version of the policy is trained on, their tokens by age)."""
         chosen = self.stock.ready(self.sizes.wanted)
-        self.stock = self.stock.without_trained(chosen).after_step(self.sizes.stock, self.steps_left(version))
+        self.stock = self.stock.without_trained(chosen).after_step(self.sizes.stock_sizes, self.steps_left(version))
         tickets = tuple(entry.ticket.number for entry in chosen)
         ages = {ticket: [version - one for one in self.sampled_by.pop(ticket)] for ticket in tickets}
         return tickets, _tokens_by_age(ages, self.lengths_of, self.sizes)

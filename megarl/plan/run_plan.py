@@ -36,7 +36,7 @@ from megarl.preflight.phases import phase_faults
 from megarl.rollout.sglang.sizes import limit_of
 from megarl.types import ModelShape, UserFault, UserFaults
 
-MOST_SAMPLES = 2**16  # of a step's samples: dealing them takes seconds, of four times as many a minute and more
+MOST_SAMPLES = 2**16  # samples of a step; dealing them takes seconds, and four times as many a minute or more
 MOST_GPUS = 4096
 
 

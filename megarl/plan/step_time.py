@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 
-from megarl.algos import has_reference, hyperparameters_of, reads_old
+from megarl.algos import has_reference, hyperparameters_of, needs_old_logprobs
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.parallel.layout import TrainLayout
@@ -193,7 +193,7 @@ def passes_s(
 
 
 def policy_time(recipe: Recipe, model: ComputingModel, samples: Samples, hardware: Hardware, node: int) -> TrainTime:
-    """`PolicyRank`: old log-probabilities if `reads_old`, the reference's if there is one, then the updates."""
+    """`PolicyRank`: old log-probabilities if it `needs_old_logprobs`, those of a reference, then the updates."""
     hyperparameters = hyperparameters_of(recipe.algorithm.name, recipe.algorithm)
     once = forward_s(model, samples, hardware, node)
     reference = 0.0
@@ -205,8 +205,8 @@ def policy_time(recipe: Recipe, model: ComputingModel, samples: Samples, hardwar
     learnt = learning_time(model, samples, hardware, node)
     if merged:  # the frozen weights come from the host for each update's sums
         learnt = replace(learnt, memory_s=learnt.memory_s + model.share.updates * crossing_s)
-    asks_old = reads_old(hyperparameters, model.share.updates)
-    return replace(learnt, old_logprobs_s=once if asks_old else 0.0, reference_s=reference)
+    old_logprobs = once if needs_old_logprobs(hyperparameters, model.share.updates) else 0.0
+    return replace(learnt, old_logprobs_s=old_logprobs, reference_s=reference)
 
 
 def critic_time(model: ComputingModel, samples: Samples, hardware: Hardware, node: int) -> TrainTime:

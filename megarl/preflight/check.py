@@ -17,7 +17,7 @@ from megarl.cluster.visible_gpus import device_faults
 from megarl.config import Recipe
 from megarl.device import DEVICE
 from megarl.disk import output_fault
-from megarl.parallel.optional_imports import engine_problem, layers_fault
+from megarl.parallel.optional_imports import layers_fault, transformer_engine_problem
 from megarl.parallel.roles import Roles, resolve
 from megarl.preflight.data import length_faults, read_data, sample_file_faults
 from megarl.preflight.environment import attention_faults, cluster_faults
@@ -202,14 +202,15 @@ def _megatron(case: _Case) -> Faults:
 
 
 def _layers(case: _Case) -> Faults:
-    """The fault of ranks that have no layers for model.dtype on GPUs. A run elsewhere has the lock's packages.
+    """The fault of ranks that have no layers for model.dtype on GPUs.
 
-    With train.local_layers nobody knows which layers another machine has.
+    Where this machine has no GPU, the run's machines are assumed to have TransformerEngine, as the lock does; with
+    train.local_layers they may use either, and nothing is refused.
     """
     train, is_here = case.recipe.train, DEVICE == "cuda"
     if case.device != "cuda" or (train.local_layers and not is_here):
         return []
-    problem = engine_problem() if is_here else ""
+    problem = transformer_engine_problem() if is_here else ""
     fault = layers_fault(problem, local_layers=train.local_layers, dtype=case.recipe.model.dtype)
     return [fault] if fault else []
 

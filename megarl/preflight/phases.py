@@ -11,6 +11,16 @@ from megarl.config import Recipe
 from megarl.parallel.roles import Roles
 from megarl.types import Hyperparameters, UserFault
 
+# By algorithm.mismatch of whole samples: the hyperparameters that bound it, and what its default bounds do to samples
+# with tokens of earlier policies.
+_SEQUENCE_BOUNDS: dict[str, tuple[str, ...]] = {
+    "mis_geometric": ("mismatch_low", "mismatch_high"),
+    "mis_sequence": ("mismatch_high",),
+}
+_LOSSES: dict[str, str] = {
+    "mis_geometric": "drop about 97 % of the samples with such tokens",
+    "mis_sequence": "leave an effective 8 % of samples with 1,000 such tokens",
+}
 _RESPONSE = "response has more than {} tokens (rollout.max_response_tokens)"
 
 
@@ -40,27 +50,23 @@ def phase_faults(roles: Roles) -> list[UserFault]:
     return faults
 
 
-def _sequence_faults(key: str, hyperparameters: Hyperparameters) -> list[UserFault]:
-    """Bounds of whole samples that are made for rounding, where the policies differ, too; bounds that are set may pass.
+def _sequence_faults(phase_key: str, hyperparameters: Hyperparameters) -> list[UserFault]:
+    """The fault of sequence-level bounds whose defaults fit rounding alone, where a step trains on older tokens.
+
+    These are tokens that earlier policies have sampled. Bounds that the recipe sets are accepted.
 
     The geometric mean of tokens which an earlier policy sampled is hardly ever within 1 %: measured in phases, 97 % of
     the samples with such tokens are dropped. The variance of a product grows with its tokens: where log-ratios of
     tokens deviate by 0.05, 1,000 tokens have an effective sample size of exp(-1000 x 0.05^2), 8 %.
     """
-    given = {"mismatch_low": hyperparameters.mismatch_low, "mismatch_high": hyperparameters.mismatch_high}
-    told = {
-        "mis_geometric": ("mismatch_low", "mismatch_high", "drop about 97 % of the samples with such tokens"),
-        "mis_sequence": ("mismatch_high", "leave an effective 8 % of samples with 1,000 such tokens"),
-    }.get(hyperparameters.mismatch)
-    if told is None:
-        return []
-    *keys, loss = told
-    if all(given[name] is not None for name in keys):
+    keys = _SEQUENCE_BOUNDS.get(hyperparameters.mismatch, ())
+    if all(getattr(hyperparameters, key) is not None for key in keys):  # of bounds of tokens there are no keys here
         return []
     low, high = bounds(hyperparameters)
-    problem = f"{hyperparameters.mismatch}, and with rollout.{key} earlier policies have sampled a part of the tokens: "
-    problem += f"the bounds {low:g} and {high:g} of whole samples {loss}"
-    mend = f"set it to tis or icepop, or set {' and '.join(f'algorithm.{name}' for name in keys)} to wider bounds"
+    mismatch = hyperparameters.mismatch
+    problem = f"{mismatch}, and with rollout.{phase_key} earlier policies have sampled a part of the tokens: "
+    problem += f"the bounds {low:g} and {high:g} of whole samples {_LOSSES[mismatch]}"
+    mend = f"set it to tis or icepop, or set {' and '.join(f'algorithm.{key}' for key in keys)} to wider bounds"
     return [UserFault("algorithm.mismatch", problem, mend)]
 
 

@@ -62,7 +62,7 @@ def load_tokenizer(path: str) -> Any:
     if not Path(path).is_dir():
         raise UserFault("model.path", f"{path} is not a folder", "give the folder of a HF checkpoint")
     try:
-        found = load_auto_tokenizer(path)  # its import takes seconds
+        found = load_auto_tokenizer(path)
         if not found("a")["input_ids"]:
             raise ValueError("no tokenizer files")  # transformers makes an empty tokenizer from config.json alone
         return found

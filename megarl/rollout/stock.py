@@ -84,7 +84,10 @@ class StockSizes:
         return self.in_flight - self.wanted
 
     def surplus(self, grown: int, steps_left: int | None) -> int:
-        """The surplus of a step that `steps_left` others follow, where it has grown so far; None: a run without end."""
+        """The surplus of a step after which the run has `steps_left` steps (None: a run without end).
+
+        grown: the surplus if the run did not end.
+        """
         if steps_left is None:
             return min(grown, self.most_surplus)
         least, most = 0, min(grown, self.most_surplus)

@@ -7,7 +7,7 @@ import gc
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from megarl.rollout.verdicts.scorers import Scorers
 from megarl.types import GroupSummary, Prompt, Sample, SampleGroup, UserFault
 
 __all__ = [
+    "Generated",
     "RolloutWorker",
     "Sampling",
     "engine_settings",
@@ -42,9 +43,17 @@ __all__ = [
 ]
 
 
-# The samples of a prompt, the verdicts that are known (of a phase before, or of an environment), and how often agents
-# were refused each field of their requests.
-Generated = tuple[list[Sample], list[Verdict | Failure | None], dict[str, int]]
+@dataclass(frozen=True)
+class Generated:
+    """The samples of a prompt.
+
+    verdicts: of each sample the one that is known, of an earlier phase or of an environment; None: not yet.
+    refused_fields: how often agents were refused each field of their requests.
+    """
+
+    samples: Sequence[Sample]
+    verdicts: Sequence[Verdict | Failure | None]
+    refused_fields: Mapping[str, int] = field(default_factory=dict)
 
 
 def engine_settings(recipe: Recipe, index: int, span: NodeSpan | None = None) -> EngineSettings:
@@ -128,7 +137,8 @@ class RolloutWorker:
         Raises EngineFault; UserFault(reward.function) when every verdict has failed, unless sampling.may_lose_all, or
         with reward.on_failure "stop" when any has.
         """
-        samples, verdicts, refused = await self._generate(prompt, sampling, begun)
+        generated = await self._generate(prompt, sampling, begun)
+        samples, verdicts = generated.samples, list(generated.verdicts)
         ended = [place for place, sample in enumerate(samples) if verdicts[place] is None and not sample.is_open]
         new = await self._judged(prompt, [samples[place] for place in ended])
         for place, verdict in zip(ended, new, strict=True):
@@ -139,7 +149,7 @@ class RolloutWorker:
         if len(known) == len(samples):
             short, whole = scored(prompt, samples, known, self._reward, may_lose_all=sampling.may_lose_all)
             transcripts = short.transcripts[: self._num_transcripts]
-            return replace(short, transcripts=transcripts, refused_fields=refused), whole
+            return replace(short, transcripts=transcripts, refused_fields=generated.refused_fields), whole
         group = PartialGroup(prompt, tuple(samples), tuple(verdicts))
         return partial_summary(group), group
 
@@ -165,14 +175,13 @@ class RolloutWorker:
         if self._episodes:
             return await self._play(self._episodes, prompt, sampling, begun)
         if begun:
-            samples = await self._engine.generate(prompt.token_ids, sampling, begun.samples)
-            return samples, list(begun.verdicts), {}
+            return Generated(await self._engine.generate(prompt.token_ids, sampling, begun.samples), begun.verdicts)
         calls = [self._engine.generate(prompt.token_ids, sampling)]
         if sampling.with_baseline:
             calls.append(self._engine.generate(prompt.token_ids, replace(sampling, num_samples=1, temperature=0.0)))
         drawn, *greedy = await asyncio.gather(*calls)
         samples = drawn + [replace(sample, is_baseline=True) for (sample,) in greedy]
-        return samples, [None] * len(samples), {}
+        return Generated(samples, [None] * len(samples))
 
     async def _play(
         self, episodes: Runner, prompt: Prompt, sampling: Sampling, begun: PartialGroup | None
@@ -186,7 +195,7 @@ class RolloutWorker:
         played = await asyncio.gather(*(episodes.run(prompt, way, place) for place, way in enumerate(ways)))
         samples = [replace(one.sample, is_baseline=place == sampling.num_samples) for place, one in enumerate(played)]
         refused = sum((Counter(one.refused_fields) for one in played), Counter[str]())
-        return samples, [one.verdict for one in played], dict(refused)
+        return Generated(samples, [one.verdict for one in played], dict(refused))
 
     async def reshard(self, message: Mapping[str, Any], version: int) -> None:
         await self._engine.reshard(message, version)
@@ -233,7 +242,7 @@ async def _continued(
     going = [episodes.run(prompt, sampling, place, samples[place], dealt) for place in places]
     for place, one in zip(places, await asyncio.gather(*going), strict=True):
         samples[place], verdicts[place] = one.sample, one.verdict
-    return samples, verdicts, {}
+    return Generated(samples, verdicts)
 
 
 def scored(

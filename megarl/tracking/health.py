@@ -1,7 +1,7 @@
 """Signs of a sick run in the history of its metrics, each with the recipe key that is the likely cause. Pure.
 
-CONDITIONS is the table. A condition is told with the step in which it begins, and again when it comes back after it was
-gone. `Health` is what is known after some records: a run that resumes folds the records that it keeps, and goes on.
+CONDITIONS is the table. A condition is reported with the step in which it begins, and again if it returns after it was
+over. `Health` is what is known after some records: a run that resumes folds the records that it keeps, and goes on.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from statistics import median
 from megarl.types import Metrics
 
 _REFERENCE_STEPS = 5  # the first training steps, with whose medians later ones are compared
-_GONE_STEPS = 3  # steps in a row without a condition, after which it is gone: some groups may differ by chance
+_OVER_STEPS = 3  # steps in a row without a condition, after which it is over: some groups may differ by chance
 _EQUAL = 1e-6  # a standard deviation of equal rewards, relative to them: rounding of their mean
 _ZERO_GRADIENT = 1e-10
 _ZERO_ENTROPY = 1e-4  # nats a token: the most likely token has a probability of 0.99999
@@ -55,7 +55,7 @@ class Condition:
 
     reads: the metrics that it needs; a step that lacks one of them, as a step in which only the critic learns, neither
     shows the condition nor ends it. holds: whether a step shows it. says: what is wrong, and the likely recipe key.
-    num_steps: in how many steps in a row it holds before it is told. of_rewards: only of algorithms that learn from
+    num_steps: in how many steps in a row it holds before it is reported. of_rewards: only of algorithms that learn from
     rewards.
     """
 
@@ -68,20 +68,21 @@ class Condition:
 
 
 @dataclass(frozen=True)
-class Course:
-    """A condition's steps so far. num_sick, num_healthy: the last steps in a row; is_told: since it was gone."""
+class ConditionState:
+    """A condition's steps so far. num_sick, num_healthy: the last steps in a row; is_reported: since it was over."""
 
     num_sick: int = 0
     num_healthy: int = 0
-    is_told: bool = False
+    is_reported: bool = False
 
-    def after(self, holds: bool, num_steps: int) -> tuple[Course, bool]:
-        """The course with a step more, and whether the condition is to be told now."""
+    def after(self, holds: bool, num_steps: int) -> tuple[ConditionState, bool]:
+        """The state after one step more, and whether the condition is to be reported now."""
         if holds:
-            is_due = self.num_sick + 1 >= num_steps and not self.is_told
-            return Course(num_sick=self.num_sick + 1, is_told=self.is_told or is_due), is_due
+            is_due = self.num_sick + 1 >= num_steps and not self.is_reported
+            return ConditionState(num_sick=self.num_sick + 1, is_reported=self.is_reported or is_due), is_due
         num_healthy = self.num_healthy + 1
-        return Course(num_healthy=num_healthy, is_told=self.is_told and num_healthy < _GONE_STEPS), False
+        is_reported = self.is_reported and num_healthy < _OVER_STEPS
+        return ConditionState(num_healthy=num_healthy, is_reported=is_reported), False
 
 
 @dataclass(frozen=True)
@@ -90,26 +91,28 @@ class Health:
 
     learns_from_rewards: bool
     past: Past = Past()
-    courses: dict[str, Course] = field(default_factory=dict)
+    states: dict[str, ConditionState] = field(default_factory=dict)
 
     def after(self, record: Metrics) -> tuple[Health, list[str]]:
         """The health with one record more, and a line for each condition that begins with it."""
         if record["step"] < 1:  # start-up and warm start
             return self, []
         now = {name: value for name, value in record.items() if math.isfinite(value)}
-        courses, lines = dict(self.courses), []
+        states = dict(self.states)
+        lines = []
         for condition in CONDITIONS:
             is_watched = self.learns_from_rewards or not condition.of_rewards
             if not (is_watched and now.keys() >= set(condition.reads)):
                 continue
-            course, holds = courses.get(condition.name, Course()), condition.holds(now, self.past)
-            courses[condition.name], is_due = course.after(holds, condition.num_steps)
+            state = states.get(condition.name, ConditionState())
+            holds = condition.holds(now, self.past)
+            states[condition.name], is_due = state.after(holds, condition.num_steps)
             if is_due:
                 lines.append(f"step {record['step']:.0f}: {condition.says(now, self.past)}")
-        return replace(self, past=self.past.after(now), courses=courses), lines
+        return replace(self, past=self.past.after(now), states=states), lines
 
     def after_all(self, history: Iterable[Metrics]) -> Health:
-        """The health after the records of a run that resumes, whose lines were told before."""
+        """The health after the records of a run that resumes, whose lines were printed before."""
         health = self
         for record in history:
             health, _ = health.after(record)
@@ -164,7 +167,7 @@ def _without_gradient(now: Metrics, past: Past) -> bool:
 
 
 def _is_explained(now: Metrics, past: Past) -> bool:
-    """Whether the rewards are why there is no gradient: that is told by itself."""
+    """Whether the rewards are why there is no gradient: that is reported by itself."""
     return STD in now and REWARD in now and _without_variance(now, past)
 
 

@@ -17,11 +17,11 @@ from megarl.types.episodes import DropReason
 Advantages = Mapping[tuple[int, int], float | None]
 
 
-def rollout_metrics(groups: Sequence[GroupSummary], compares_samples: bool = False) -> Metrics:
+def rollout_metrics(groups: Sequence[GroupSummary], *, compares_samples: bool) -> Metrics:
     """Means over all samples of a step that were drawn; `truncated` is the share that did not end by itself.
 
-    compares_samples: the advantage compares the samples of a group, so that `reward/groups_without_variance`, the share
-    of the groups whose rewards are all equal, teaches nothing.
+    compares_samples: the algorithm's advantages compare the samples of a group. Then `reward/groups_without_variance`
+    is added: the share of the groups whose rewards are all equal, which give no gradient.
 
     The length of an episode is that of the tokens which the model sampled, its reward that of its turns, too.
     `accepted`, with drafts: mean response tokens per verification; the first token of each phase of a response comes

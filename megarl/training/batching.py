@@ -126,15 +126,12 @@ def plan_updates(
     multiple: int = 1,
     bubble_micro_batches: float = 0.0,
 ) -> list[Update]:
-    """Deal samples into `updates` optimizer updates of equal numbers and balance each over the dp ranks.
+    """Deal samples into `updates` optimizer updates of equal numbers, and balance each over the dp ranks.
 
-    Samples that are next to each other in trained tokens are dealt to different updates, in the order in which they are
-    given. Where that is random (`shuffled`), every sample is equally likely in each update, and updates are alike in
-    tokens. Both matter where an update's loss is divided by its own tokens (`token_mean`). In a list that is sorted by
-    age the first updates would have the long samples, whose tokens would weigh less in every step. In a random order
-    that is cut a long sample would still raise the denominator of its own update. If the numbers do not divide, the
-    last samples given are dealt to the first updates: were they the shortest, these would weigh less in the mean over
-    samples.
+    The deal is stratified by trained tokens: of every `updates` samples that are neighbours in length each update gets
+    one, in the order given, which should be random (`shuffled`). So updates are alike in tokens, and no length weighs
+    less where each loss is divided by its own tokens (`token_mean`). If the numbers do not divide, the samples given
+    last, whatever their lengths, go to the first updates.
 
     Every rank gets the same number of micro-batches, a multiple of `multiple`; some may be empty. It is the fewest that
     fit, or a few more where that is faster: with room left in them they come out more alike, and they keep a pipeline
@@ -151,7 +148,7 @@ def plan_updates(
     if len(whole) < updates:
         raise ValueError(f"{len(whole)} samples cannot make {updates} updates")
     plans = []
-    for part in _alike(whole, updates):
+    for part in _stratified(whole, updates):
         refs = [ref for rows in part for ref in rows]
         tokens, trained = sum(ref.length for ref in refs), sum(ref.tokens for ref in refs)
         denominator = denominator_of(aggregation, trained, len(part), longest_response)
@@ -166,8 +163,8 @@ def plan_updates(
     return plans
 
 
-def _alike(whole: Sequence[MicroBatch], updates: int) -> list[list[MicroBatch]]:
-    """The samples of each update: of as many that are alike in trained tokens as there are updates, each has one."""
+def _stratified(whole: Sequence[MicroBatch], updates: int) -> list[list[MicroBatch]]:
+    """The samples of each update: one of every `updates` neighbours by trained tokens."""
     num_dealt = len(whole) // updates * updates
     by_tokens = sorted(range(num_dealt), key=lambda place: -sum(ref.tokens for ref in whole[place]))
     parts: list[list[MicroBatch]] = [[] for _ in range(updates)]

@@ -29,32 +29,31 @@ def without_dropped(
 
     What decides for a whole sample is decided over its rows in one micro-batch, over which the loss weights it, too.
     """
-    left = iter(old_logp)
-    return [_kept(batch, [next(left) for _ in batch], hyperparameters) for batch in micro_batches]
+    remaining_logp = iter(old_logp)
+    return [_kept(batch, [next(remaining_logp) for _ in batch], hyperparameters) for batch in micro_batches]
 
 
 def _kept(batch: MicroBatch, old_logp: Sequence[FloatArray], hyperparameters: Hyperparameters) -> list[TrainSequence]:
     if not batch:
         return []
-    lengths = [len(one.loss_mask_T) for one in batch]
-    old_T, engine_T, mask_T = (
-        torch.from_numpy(np.concatenate(arrays))
-        for arrays in (old_logp, [one.engine_logp_T for one in batch], [one.loss_mask_T for one in batch])
-    )
+    lengths = [len(sequence.loss_mask_T) for sequence in batch]
+    old_T = torch.from_numpy(np.concatenate(old_logp))
+    engine_T = torch.from_numpy(np.concatenate([sequence.engine_logp_T for sequence in batch]))
+    mask_T = torch.from_numpy(np.concatenate([sequence.loss_mask_T for sequence in batch]))
     sequence_T = torch.from_numpy(np.repeat(_samples(batch), lengths))
     dropped_T = mismatch.dropped(old_T, engine_T, mask_T, sequence_T, hyperparameters).numpy()
     parts: list[BoolArray] = np.split(dropped_T, np.cumsum(lengths)[:-1])
     return [
-        replace(one, loss_mask_T=one.loss_mask_T & ~part_T, dropped_T=part_T)
-        for one, part_T in zip(batch, parts, strict=True)
+        replace(sequence, loss_mask_T=sequence.loss_mask_T & ~part_T, dropped_T=part_T)
+        for sequence, part_T in zip(batch, parts, strict=True)
     ]
 
 
 def counts_of(micro_batches: Sequence[MicroBatch]) -> IntArray:
     """[3]: kept tokens, samples with a kept token, and kept tokens of correct samples, of this rank's share."""
-    sequences = [one for batch in micro_batches for one in batch]
-    kept = np.array([one.loss_mask_T.sum() for one in sequences], np.int64)
-    correct = np.array([one.outcome > 0.5 for one in sequences], np.bool_)
+    sequences = [sequence for batch in micro_batches for sequence in batch]
+    kept = np.array([sequence.loss_mask_T.sum() for sequence in sequences], np.int64)
+    correct = np.array([sequence.outcome > 0.5 for sequence in sequences], np.bool_)
     of_samples = np.bincount(_samples(sequences), weights=kept)
     return np.array([kept.sum(), (of_samples > 0).sum(), kept[correct].sum()], np.int64)
 
@@ -68,34 +67,36 @@ def divided_by_kept(
     """
     tokens, samples, correct_tokens = counts
     denominator = denominator_of(hyperparameters.aggregation, tokens, samples, longest_response)
-    return replace(
-        update, denominator=denominator or 1.0, loss_tokens=max(1, tokens), correct_tokens=correct_tokens
-    )  # fmt: skip
+    return replace(update, denominator=denominator or 1.0, loss_tokens=max(1, tokens), correct_tokens=correct_tokens)
 
 
 def reweighted(
     micro_batches: Sequence[MicroBatch], update: Update, hyperparameters: Hyperparameters
 ) -> list[list[TrainSequence]]:
     """The sequences with the weights of their kept tokens in the loss sums of the update, as of `divided_by_kept`."""
-    sequences = [one for batch in micro_batches for one in batch]
+    sequences = [sequence for batch in micro_batches for sequence in batch]
     samples, nll_weight = _samples(sequences), update.nll_weight(hyperparameters.positive_nll)
-    of_samples = np.bincount(samples, weights=[one.loss_mask_T.sum() for one in sequences])
+    of_samples = np.bincount(samples, weights=[sequence.loss_mask_T.sum() for sequence in sequences])
     weights = 1.0 / np.maximum(1.0, of_samples[samples])
     if hyperparameters.aggregation != "sequence_mean":
         weights = np.ones(len(sequences))
-    made = iter([
-        replace(
-            one,
-            loss_weight_T=(one.loss_mask_T * weight).astype(np.float32),
-            nll_weight_T=None if one.nll_weight_T is None else (one.loss_mask_T * nll_weight).astype(np.float32),
-        )
-        for one, weight in zip(sequences, weights.tolist(), strict=True)
-    ])  # fmt: skip
-    return [[next(made) for _ in batch] for batch in micro_batches]
+    reweighted_sequences = iter(
+        [_weighted(sequence, weight, nll_weight) for sequence, weight in zip(sequences, weights.tolist(), strict=True)]
+    )
+    return [[next(reweighted_sequences) for _ in batch] for batch in micro_batches]
+
+
+def _weighted(sequence: TrainSequence, weight: float, nll_weight: float) -> TrainSequence:
+    """The sequence with these weights of its kept tokens; a sequence without nll weights gets none."""
+    nll_weight_T = None
+    if sequence.nll_weight_T is not None:
+        nll_weight_T = (sequence.loss_mask_T * nll_weight).astype(np.float32)
+    loss_weight_T = (sequence.loss_mask_T * weight).astype(np.float32)
+    return replace(sequence, loss_weight_T=loss_weight_T, nll_weight_T=nll_weight_T)
 
 
 def _samples(sequences: Sequence[TrainSequence]) -> IntArray:
     """The number of each sequence's sample, from 0: the rows of an episode have one sample together."""
     numbers: dict[object, int] = {}
-    keys = [place if one.key is None else one.key[:2] for place, one in enumerate(sequences)]
+    keys = [place if sequence.key is None else sequence.key[:2] for place, sequence in enumerate(sequences)]
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from megarl import device
-from megarl.algos import ALGORITHMS, Loss, has_reference, hyperparameters_of, mismatch, reads_old
+from megarl.algos import ALGORITHMS, Loss, has_reference, hyperparameters_of, mismatch, needs_old_logprobs
 from megarl.algos.losses import LossResult, policy_statistics, turn_gaps
 from megarl.algos.ratios import bounded
 from megarl.algos.statistics import UPDATE_MEAN, Statistic, Statistics, parts
@@ -142,10 +142,10 @@ class PolicyRank(TrainingRank):
     def _observation(self, algorithm: str, shares: Sequence[UpdateShare]) -> RankObservation:
         """Log-probabilities by the policy as it is now, then by the reference, where the updates read them."""
         hyperparameters, (replay, _) = self._hyperparameters(algorithm), self._sampling(algorithm)
-        asks_old = reads_old(hyperparameters, len(shares))
+        has_own_pass = needs_old_logprobs(hyperparameters, len(shares))
         old: list[list[FloatArray] | None] = [None for _ in shares]
         choices: list[list[HostChoices] | None] = [None for _ in shares]
-        for index, share in enumerate(shares if asks_old else ()):
+        for index, share in enumerate(shares if has_own_pass else ()):
             noted = [Choices(is_recording=True) for _ in share.micro_batches] if replay == "r2" else None
             old[index] = self.token_outputs(share.micro_batches, noted or share.choices, share.temperature)
             choices[index] = None if noted is None else [on_host(one) for one in noted]
@@ -184,7 +184,7 @@ class PolicyRank(TrainingRank):
             pairs = [(share.micro_batches, share.old_logp or []) for share in shares]
             made = [kept_tokens.without_dropped(*pair, hyperparameters) for pair in pairs]
             counts_U3 = torch.from_numpy(np.stack([kept_tokens.counts_of(one) for one in made]))
-        counts_U3 = groups.over_stages(groups.over_dp(counts_U3))
+        counts_U3 = groups.over_pp(groups.over_dp(counts_U3))
         kept = []
         for update, share, micro_batches, counts in zip(updates, shares, made, counts_U3.tolist(), strict=True):
             of_kept = kept_tokens.divided_by_kept(update, counts, hyperparameters, self._recipe.longest_sample)

@@ -80,7 +80,7 @@ class TrainingRank:
             shape,
             self._store,
             slot=slot,
-            split=megatron_map.split_params(shape, self.layout, rank, model.TRANSFORMER_ENGINE),
+            tp_split_params=megatron_map.split_params(shape, self.layout, rank, model.TRANSFORMER_ENGINE),
             trains=trains,
             is_published=is_published,
             pairs=pairs,

@@ -149,8 +149,8 @@ def test_a_greedy_sample_is_compared_with_and_not_learnt_from() -> None:
     assert [(one.group, one.sample, one.advantage) for one in found] == [(0, 0, 0.75), (0, 2, -0.75)]
     assert [(one.sample, one.advantage) for one in samples_of([drawn], "dr_grpo")] == [(0, 0.75), (2, -0.75)]
     assert not is_mixed(drawn), "the baseline's verdict is not one of the group's"
-    assert rollout_metrics([drawn])["reward/accuracy"] == 1.0
-    assert rollout_metrics([drawn])["rollout/samples"] == 2.0
+    assert rollout_metrics([drawn], compares_samples=False)["reward/accuracy"] == 1.0
+    assert rollout_metrics([drawn], compares_samples=False)["rollout/samples"] == 2.0
 
 
 def test_what_was_cut_counts_in_its_group_and_teaches_nothing() -> None:
@@ -177,7 +177,7 @@ def test_one_sample_of_a_prompt_teaches_where_samples_are_not_compared(algorithm
     assert [(one.group, one.sample, one.advantage if row.advantage else one.reward) for one in samples] == [
         (0, 0, 1.0 - baseline), (1, 0, 0.0 - baseline),
     ]  # fmt: skip
-    assert rollout_metrics(groups)["rollout/samples"] == 2.0
+    assert rollout_metrics(groups, compares_samples=False)["rollout/samples"] == 2.0
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo", "dr_grpo"])
@@ -307,4 +307,4 @@ def test_the_rewards_of_turns_are_a_part_of_what_episodes_are_compared_by() -> N
         assert [one.reward for one in samples_of([of], name)][-1] == 1.75
     for name in ("ppo", "vapo", "reinforce_pp"):
         assert [one.reward for one in samples_of([short], name)] == [1.0, 1.0]
-    assert rollout_metrics([short])["reward/mean"] == pytest.approx(1.375)
+    assert rollout_metrics([short], compares_samples=False)["reward/mean"] == pytest.approx(1.375)

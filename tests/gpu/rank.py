@@ -102,7 +102,7 @@ class Rank:
         pairs = lora_map.pairs(*of_rank, size, model.TRANSFORMER_ENGINE) if size else ()
         split = megatron_map.split_params(*of_rank, model.TRANSFORMER_ENGINE)
         store = device.join_store(device.Address(*meet), made.run.timeout_s) if meet else HashStore()
-        self._rank = RankModel(rank, made, shape, store, slot=rank, split=split, pairs=pairs)
+        self._rank = RankModel(rank, made, shape, store, slot=rank, tp_split_params=split, pairs=pairs)
         shards = megatron_map.shards(*of_rank, model.TRANSFORMER_ENGINE)
         hf_import.load_hf(folder, shards, self._rank.params())
         if size:

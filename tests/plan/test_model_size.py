@@ -134,7 +134,7 @@ def _hold(rank: int, meet: device.Address, made: Recipe) -> tuple[int, int, int]
     from megarl.parallel.rank_model import RankModel
 
     store = device.join_store(meet, 60.0)
-    held = RankModel(rank, made, model_shape(made.model.path), store, slot=rank, split=())
+    held = RankModel(rank, made, model_shape(made.model.path), store, slot=rank, tp_split_params=())
     held.make_optimizer()
     dist_checkpoint._start_states(held.optimizer)
     params = [param for chunk in held.chunks for param in chunk.parameters()]

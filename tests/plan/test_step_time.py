@@ -48,7 +48,7 @@ def test_all_stages_wait_for_the_one_with_the_most_layers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "reads_old", "has_reference"),
+    ("keys", "needs_old_logprobs", "has_reference"),
     [
         (["algorithm.name=grpo"], True, True),
         (["algorithm.name=dapo"], True, False),
@@ -56,11 +56,11 @@ def test_all_stages_wait_for_the_one_with_the_most_layers() -> None:
     ],
 )
 def test_the_old_policy_and_the_reference_are_asked_where_they_are_read(
-    keys: list[str], reads_old: bool, has_reference: bool, tmp_path: Path
+    keys: list[str], needs_old_logprobs: bool, has_reference: bool, tmp_path: Path
 ) -> None:
     recipe = planning.small(tmp_path, "algorithm.kl_coefficient=null", *keys)
     found = step_time.policy_time(recipe, MODEL, SAMPLES, CARD, 8)
-    assert (found.old_logprobs_s > 0, found.reference_s > 0) == (reads_old, has_reference)
+    assert (found.old_logprobs_s > 0, found.reference_s > 0) == (needs_old_logprobs, has_reference)
     once = replace(MODEL, share=replace(MODEL.share, updates=1))
     one_update = step_time.policy_time(recipe, once, SAMPLES, CARD, 8)
     assert (one_update.old_logprobs_s > 0) == (keys == ["algorithm.name=reinforce_pp"])  # pays its KL in the reward

@@ -526,7 +526,7 @@ def test_a_gpu_is_given_no_float32_before_a_process_starts(
     """A process that takes itself for one with a GPU, and finds TransformerEngine or does not."""
     problem = ""
     monkeypatch.setattr("megarl.preflight.check.DEVICE", "cuda")
-    monkeypatch.setattr("megarl.preflight.check.engine_problem", lambda: problem)
+    monkeypatch.setattr("megarl.preflight.check.transformer_engine_problem", lambda: problem)
 
     def faults(*keys: str) -> list[str]:
         case = _Case(kind, resolve(load_recipe(QUICKSTART, [*good, *keys])), device="cuda")  # type: ignore[arg-type]

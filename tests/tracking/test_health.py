@@ -16,7 +16,7 @@ from megarl.types import Metrics
 RECORDED = Path(__file__).parent / "recorded"  # the metrics that conditions read, of runs of the quickstart
 
 
-def told(history: list[Metrics], *, learns_from_rewards: bool = True) -> list[str]:
+def reported(history: list[Metrics], *, learns_from_rewards: bool = True) -> list[str]:
     """All lines of a run with these records."""
     health, lines = Health(learns_from_rewards), []
     for record in history:
@@ -47,9 +47,9 @@ def equal(number: int, reward: float, **changed: float) -> Metrics:
     return step(number, **{**of_rewards, "grad_norm": 0.0, **changed})
 
 
-def history(*courses: tuple[int, dict[str, float]]) -> list[Metrics]:
+def history(*stretches: tuple[int, dict[str, float]]) -> list[Metrics]:
     """Steps from 1: so many with these changes, then so many with those."""
-    changes = [changed for count, changed in courses for _ in range(count)]
+    changes = [changed for count, changed in stretches for _ in range(count)]
     return [step(number, **changed) for number, changed in enumerate(changes, start=1)]
 
 
@@ -74,19 +74,19 @@ def history(*courses: tuple[int, dict[str, float]]) -> list[Metrics]:
         (step(3, entropy=0.0), "train/entropy is 0, so that the policy gives one answer"),
     ],
 )
-def test_a_step_that_is_sick_is_told_at_once_with_the_likely_key(now: Metrics, says: str) -> None:
-    lines = told([*history((2, {})), now])
+def test_a_step_that_is_sick_is_reported_at_once_with_the_likely_key(now: Metrics, says: str) -> None:
+    lines = reported([*history((2, {})), now])
     assert says in lines[0] and lines[0].startswith("step 3: ")
 
 
 def test_a_reward_that_never_differs_is_the_functions_fault() -> None:
-    (line,) = told([equal(number, 0.5) for number in range(1, 9)])
+    (line,) = reported([equal(number, 0.5) for number in range(1, 9)])
     assert line.startswith("step 1: every sample has the reward 0.5, ") and "reward.function may not tell" in line
     for reward in (0.0, 1.0):
-        (line,) = told([equal(number, reward) for number in range(1, 9)])
+        (line,) = reported([equal(number, reward) for number in range(1, 9)])
         assert "(try it with megarl reward-check), or data.train may be too hard or too easy" in line
     rounded = {"mean": 0.7, "std": 3e-8, "accuracy": 0.0, "groups_without_variance": 1.0}
-    (line,) = told([step(1, **rounded)])
+    (line,) = reported([step(1, **rounded)])
     assert "every sample has the reward 0.7" in line, "a float32 mean of equal rewards has a spread"
 
 
@@ -101,22 +101,22 @@ def test_a_reward_that_never_differs_is_the_functions_fault() -> None:
         ({"entropy": 0.03}, "train/entropy has fallen from 0.4 to 0.03, with reward/accuracy from 50% to 50% alone"),
     ],
 )
-def test_a_collapse_is_told_when_it_lasts(sick: dict[str, float], says: str) -> None:
-    assert told(history((6, {}), (2, sick), (1, {}), (2, sick), (1, {}))) == []
-    (line,) = told(history((6, {}), (9, sick)))
+def test_a_collapse_is_reported_when_it_lasts(sick: dict[str, float], says: str) -> None:
+    assert reported(history((6, {}), (2, sick), (1, {}), (2, sick), (1, {}))) == []
+    (line,) = reported(history((6, {}), (9, sick)))
     assert line.startswith("step 9: ") and says in line
 
 
 def test_a_policy_that_is_right_may_be_certain() -> None:
     certain = {"entropy": 0.01, "grad_norm": 0.01, "groups_without_variance": 0.98, "accuracy": 0.99, "std": 0.1}
-    assert told(history((6, {}), (9, certain))) == []
-    assert len(told(history((6, {}), (9, {**certain, "accuracy": 0.7, "groups_without_variance": 0.5})))) == 1
+    assert reported(history((6, {}), (9, certain))) == []
+    assert len(reported(history((6, {}), (9, {**certain, "accuracy": 0.7, "groups_without_variance": 0.5})))) == 1
 
 
-def test_a_condition_that_comes_back_is_told_again_once_it_was_gone() -> None:
+def test_a_condition_that_returns_is_reported_again_once_it_was_over() -> None:
     """A healthy step between two sick ones is chance: with few prompts all groups may be equal."""
     sick = {"grad_norm": 0.0}
-    lines = told(history((1, {}), (2, sick), (2, {}), (2, sick), (3, {}), (5, sick)))
+    lines = reported(history((1, {}), (2, sick), (2, {}), (2, sick), (3, {}), (5, sick)))
     assert [line.split(":")[0] for line in lines] == ["step 2", "step 11"]
 
 
@@ -124,14 +124,15 @@ def test_steps_without_a_metric_neither_show_nor_end_a_condition() -> None:
     """While only the critic learns there are no updates of the policy; a number may not be finite."""
     sick, bare = step(1, grad_norm=0.0), {"step": 2, "reward/mean": 0.5}
     later = [{"step": 3, "train/grad_norm": math.nan}, bare, bare, bare, step(6, grad_norm=0.0)]
-    assert len(told([sick, *later])) == 1
-    assert told([{"step": 0, "train/grad_norm": 0.0}, {"step": 0, "warm_start/step": 1, "reward/std": 0.0}, bare]) == []
+    assert len(reported([sick, *later])) == 1
+    before_training = [{"step": 0, "train/grad_norm": 0.0}, {"step": 0, "warm_start/step": 1, "reward/std": 0.0}]
+    assert reported([*before_training, bare]) == []
 
 
 def test_without_rewards_only_the_gradient_is_watched() -> None:
     """A teacher's students and demonstrations: rewards may be all equal, and certainty is what is learnt."""
-    assert told([equal(1, 0.0, grad_norm=1.0, entropy=0.0)], learns_from_rewards=False) == []
-    (line,) = told([{"step": 1, "train/grad_norm": 0.0}], learns_from_rewards=False)
+    assert reported([equal(1, 0.0, grad_norm=1.0, entropy=0.0)], learns_from_rewards=False) == []
+    (line,) = reported([{"step": 1, "train/grad_norm": 0.0}], learns_from_rewards=False)
     assert "train/grad_norm is 0" in line
 
 
@@ -142,11 +143,11 @@ def recorded(name: str) -> list[Metrics]:
 def test_the_quickstart_is_healthy() -> None:
     records = recorded("quickstart")
     assert records[-1]["reward/accuracy"] > 0.9 and len(records) > 20
-    assert told(records) == []
+    assert reported(records) == []
 
 
-def test_a_learning_rate_a_hundred_times_too_high_is_told() -> None:
-    (line,) = told(recorded("lr_times_100"))
+def test_a_learning_rate_a_hundred_times_too_high_is_reported() -> None:
+    (line,) = reported(recorded("lr_times_100"))
     assert line == (
         "step 2: every sample has the reward 0, so that rewards teach nothing, and train/grad_norm is 0; "
         "the mean reward was 0.676 in step 1: train.lr (0.1) is probably too high, try a tenth of it"
@@ -180,24 +181,26 @@ def numbered(records: list[Metrics]) -> list[Metrics]:
 
 
 @given(st.lists(healthy_steps, max_size=40))
-def test_a_healthy_run_is_told_nothing(records: list[Metrics]) -> None:
-    assert told(numbered(records)) == []
+def test_a_healthy_run_reports_nothing(records: list[Metrics]) -> None:
+    assert reported(numbered(records)) == []
 
 
 @given(st.lists(any_steps, max_size=30), st.integers(0, 30))
-def test_a_run_that_resumes_is_told_what_it_would_have_been_without_the_stop(records: list[Metrics], kept: int) -> None:
+def test_a_run_that_resumes_reports_what_it_would_have_reported_without_the_stop(
+    records: list[Metrics], kept: int
+) -> None:
     records = numbered(records)
     resumed = Health(True).after_all(records[:kept])
     lines = []
     for record in records[kept:]:
         resumed, of_step = resumed.after(record)
         lines += of_step
-    assert told(records[:kept]) + lines == told(records)
+    assert reported(records[:kept]) + lines == reported(records)
 
 
 @given(st.lists(healthy_steps, min_size=1, max_size=10), st.integers(1, 30))
-def test_a_run_that_stays_sick_is_told_once(records: list[Metrics], num_sick: int) -> None:
+def test_a_run_that_stays_sick_is_reported_once(records: list[Metrics], num_sick: int) -> None:
     """By the first sick step, whatever was before it."""
     sick = equal(1, -2.0, entropy=0.5)
-    lines = told(numbered([*records, *[sick] * num_sick]))
+    lines = reported(numbered([*records, *[sick] * num_sick]))
     assert [line.split(":")[0] for line in lines] == [f"step {len(records) + 1}"]

@@ -68,7 +68,7 @@ def group(prompt: str, rewards: list[float], lengths: list[int], finished: list[
 
 def test_rollout_metrics_are_means_over_samples_not_over_groups() -> None:
     groups = [group("a", [1.0, 1.0, 1.0], [2, 2, 2]), group("b", [0.0], [10], [False])]
-    metrics = rollout_metrics(groups)
+    metrics = rollout_metrics(groups, compares_samples=False)
     assert metrics["reward/mean"] == 0.75
     assert metrics["reward/accuracy"] == 0.75
     assert metrics["reward/std"] == pytest.approx(math.sqrt(0.75 * 0.25))
@@ -82,12 +82,14 @@ def test_rollout_metrics_are_means_over_samples_not_over_groups() -> None:
 def test_accepted_tokens_are_a_mean_over_all_verifications() -> None:
     quick = replace(group("a", [1.0, 1.0], [11, 21]), verifications=15, prefills=2)
     slow = replace(group("b", [0.0, 0.0], [4, 1]), verifications=3, prefills=2)  # the first token of each needs none
-    assert rollout_metrics([quick, slow])["rollout/accepted"] == (10 + 20 + 3) / 18
-    assert rollout_metrics([quick, slow, group("c", [1.0], [500])])["rollout/accepted"] == 33 / 18, "of no drafts"
+    assert rollout_metrics([quick, slow], compares_samples=False)["rollout/accepted"] == (10 + 20 + 3) / 18
+    assert (
+        rollout_metrics([quick, slow, group("c", [1.0], [500])], compares_samples=False)["rollout/accepted"] == 33 / 18
+    ), "of no drafts"
     phased = replace(quick, prefills=7)  # responses of four phases and of three
-    assert rollout_metrics([phased, slow])["rollout/accepted"] == (32 - 7 + 3) / 18
+    assert rollout_metrics([phased, slow], compares_samples=False)["rollout/accepted"] == (32 - 7 + 3) / 18
     greedy = replace(group("a", [1.0, 1.0], [11, 999]), verifications=5, prefills=1, baseline=1)
-    assert rollout_metrics([greedy])["rollout/accepted"] == 2.0
+    assert rollout_metrics([greedy], compares_samples=False)["rollout/accepted"] == 2.0
 
 
 def test_balance_is_the_busiest_groups_work_and_the_tails_of_all_rounds() -> None:
@@ -119,7 +121,7 @@ def test_failed_verdicts_are_a_share_of_all_samples_dropped_or_not() -> None:
     dropped = replace(group("a", [1.0], [2]), failures=("x", "y", "z"), num_dropped=3)
     penalised = replace(group("b", [1.0, 0.0, 0.0, -1.0], [2, 2, 2, 2]), failures=("x",))
     empty = replace(group("c", [], []), failures=("x",), num_dropped=1)
-    assert rollout_metrics([dropped, penalised])["reward/failed"] == 0.5
+    assert rollout_metrics([dropped, penalised], compares_samples=False)["reward/failed"] == 0.5
     assert failed_share([]) == 0.0
     metrics = eval_metrics({"hard": [dropped, empty], "easy": [empty, penalised]})
     assert metrics["eval/hard/accuracy"] == 1.0 and metrics["eval/easy/accuracy"] == 0.25, "of those that were judged"
@@ -215,7 +217,7 @@ def test_what_happened_in_episodes_is_told_where_there_are_any() -> None:
     rows = ((RowSummary(9, 4, 2, (SamplePart(3, 2),)),), (RowSummary(9, 4, 3, ()), RowSummary(9, 2, 2, ())))
     facts = EpisodeFacts(1, 0, 0, 0.0, "answered", 2), EpisodeFacts(4, 3, 1, 2.5, "max_turns", 9, 3, 1, 40, 30)
     one = replace(group("a", [1.0, 0.0], [2, 5]), rows=rows, facts=facts, turn_rewards_G=np.array([0.5, 0.0]))
-    found = rollout_metrics([one, group("b", [1.0], [100])])
+    found = rollout_metrics([one, group("b", [1.0], [100])], compares_samples=False)
     ends = {name: value for name, value in found.items() if name.startswith("episode/end/") and value}
     assert ends == {"episode/end/answered": 0.5, "episode/end/max_turns": 0.5}
     assert sum(name.startswith("episode/end/") for name in found) == len(get_args(EpisodeEnd)), "all ends in all steps"
@@ -227,8 +229,8 @@ def test_what_happened_in_episodes_is_told_where_there_are_any() -> None:
         "episode/prefix_hit_share": 0.75, "episode/begun_anew": 0.0,
     }  # fmt: skip
     assert found["reward/mean"] == pytest.approx(2.5 / 3) and found["rollout/response_length_max"] == 100
-    assert not any("episode" in name for name in rollout_metrics([group("b", [1.0], [100])]))
-    greedy = rollout_metrics([replace(one, baseline=1)])
+    assert not any("episode" in name for name in rollout_metrics([group("b", [1.0], [100])], compares_samples=False))
+    greedy = rollout_metrics([replace(one, baseline=1)], compares_samples=False)
     assert (greedy["episode/turns_max"], greedy["episode/rows_mean"]) == (1.0, 1.0)
     assert "episode/prefix_hit_share" not in greedy, "nothing could be cached"
     assert [sample["reward"] for sample in pick_samples([one], 2, {})] == [1.5, 0.0]
@@ -273,7 +275,7 @@ def test_groups_without_variance_are_those_whose_drawn_samples_have_one_reward()
     )
     share = "reward/groups_without_variance"
     assert rollout_metrics([equal, mixed, single, mixed], compares_samples=True)[share] == 0.5
-    assert share not in rollout_metrics([equal, mixed]), "the algorithm compares no samples"
+    assert share not in rollout_metrics([equal, mixed], compares_samples=False), "the algorithm compares no samples"
     turns = replace(mixed, turn_rewards_G=np.array([0.0, 1.0]))  # 1 + 0 and 0 + 1
     assert rollout_metrics([turns, mixed], compares_samples=True)[share] == 0.5
     greedy = replace(mixed, baseline=1)

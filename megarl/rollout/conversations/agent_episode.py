@@ -68,6 +68,7 @@ class AgentEpisode:
         self._over: tuple[EpisodeEnd, str] | None = None
         self._cut_by: EpisodeEnd | None = None  # why the last turn has no end
         self._tasks: set[asyncio.Task[Any]] = set()
+        self.refused_fields: Mapping[str, int] = {}  # how often the endpoint has refused each; set when it has closed
 
     @property
     def fault(self) -> BaseException | None:
@@ -226,14 +227,16 @@ class AgentEpisode:
 
     async def _turn(self, thread: _Thread, messages: Messages, request: ChatRequest) -> ChatAnswer:
         conversation, prompt_tokens = thread.conversation, len(thread.conversation.ids)
-        most, stop = request.max_tokens, request.stop
-        is_whole, found = self._rows.is_whole_turn(conversation, most), list[_Read]()
+        is_whole = self._rows.is_whole_turn(conversation, request.max_tokens)
+        found: list[_Read] = []
 
         async def read(turn: SampledTurn) -> None:
-            found.append(await asyncio.to_thread(_read, thread, turn.ids, stop))
+            found.append(await asyncio.to_thread(_read, thread, turn.ids, request.stop))
 
         heard = [message["content"] for message in thread.heard]
-        turn = await self._rows.turn(conversation, heard=heard, read=read, most=most, stop=stop)
+        turn = await self._rows.turn(
+            conversation, heard=heard, read=read, requested_tokens=request.max_tokens, stop=request.stop
+        )
         message, num_calls, num_bad = found[0]
         tally = self._rows.tally
         tally.calls, tally.call_errors = tally.calls + num_calls, tally.call_errors + num_bad

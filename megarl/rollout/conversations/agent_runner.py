@@ -77,21 +77,18 @@ class AgentRunner:
             self._sampler, name, prompt.token_ids, sampling, place, self._max_prompt_tokens, self._config.max_tokens
         )
         episode = AgentEpisode(rows, self._tool_sets, self._config, self._policy)
-        refused: dict[str, int] = {}
         try:
-            verdict = await self._ended(episode, prompt, sampling.group_seed, refused)
+            verdict = await self._ended(episode, prompt, sampling.group_seed)
         finally:
             await rows.end(len(prompt.token_ids))
         if episode.fault:
             raise episode.fault
         if not rows.tally.kept_tokens and not isinstance(verdict, Failure):
             verdict = Failure("no turn of the model has reached the agent")
-        return EpisodeResult(rows.sample(episode.end), verdict, refused)
+        return EpisodeResult(rows.sample(episode.end), verdict, episode.refused_fields)
 
-    async def _ended(
-        self, episode: AgentEpisode, prompt: Prompt, seed: int, refused: dict[str, int]
-    ) -> Verdict | Failure | None:
-        """Run the agent to its end; what it gave, or why it failed. refused: gets the fields that it was refused."""
+    async def _ended(self, episode: AgentEpisode, prompt: Prompt, seed: int) -> Verdict | Failure | None:
+        """Run the agent to its end; what it gave, or why it failed."""
         messages = chat_messages(prompt.messages)
         access = self._endpoint.open(episode) if self._endpoint else None
         try:
@@ -106,7 +103,7 @@ class AgentRunner:
         finally:
             try:
                 if self._endpoint and access:
-                    refused |= await self._endpoint.close(access.key)
+                    episode.refused_fields = await self._endpoint.close(access.key)
             finally:
                 await episode.close()
         return None

@@ -32,7 +32,7 @@ class PolicySampling:
 
 def _words(name: str, asked: float, policy: PolicySampling, current: float) -> str:
     trained = getattr(policy, name)
-    here = "" if current == trained else f", and {current:g} in this episode"
-    why = "what is trained are the probabilities with which the recipe samples"
-    mend = f"leave it out, or give rollout.{name} of the recipe that value"
-    return f"{name} {asked:g} cannot be had: the recipe samples with {trained:g}{here}, and {why}; {mend}"
+    here = "" if current == trained else f" ({current:g} in this episode)"
+    why = "the policy is trained on the probabilities with which it is sampled"
+    mend = f"leave the field out, or set rollout.{name} to {asked:g}"
+    return f"{name} {asked:g} is refused: rollout.{name} is {trained:g}{here}, and {why}; {mend}"

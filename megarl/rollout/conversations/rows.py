@@ -127,22 +127,27 @@ class EpisodeRows:
         """How the turns are sampled. max_tokens: of a turn."""
         return self._sampling
 
-    def is_whole_turn(self, conversation: Conversation, most: int | None = None) -> bool:
-        """Whether the next turn may have as many tokens as any. most: which the agent asks for; None: any number."""
-        any_turn = self._sampling.max_tokens if most is None else min(most, self._sampling.max_tokens)
-        return self.turn_tokens(conversation, most=most) == any_turn
+    def is_whole_turn(self, conversation: Conversation, requested_tokens: int | None = None) -> bool:
+        """Whether the next turn may have as many tokens as any.
+
+        requested_tokens: the most tokens that the agent asks for; None: no request.
+        """
+        any_turn = self._sampling.max_tokens
+        if requested_tokens is not None:
+            any_turn = min(requested_tokens, any_turn)
+        return self.turn_tokens(conversation, requested_tokens=requested_tokens) == any_turn
 
     def turn_tokens(
-        self, conversation: Conversation, begun: SampledTurn | None = None, most: int | None = None
+        self, conversation: Conversation, begun: SampledTurn | None = None, requested_tokens: int | None = None
     ) -> int:
         """How many tokens the next turn may have, or the open turn that a phase before has begun.
 
-        most: as of `is_whole_turn`.
+        requested_tokens: as of `is_whole_turn`.
         """
         given = len(begun.ids) if begun else 0
         left = self.room(conversation.prompt_length, conversation.response_length)
         room = min(self._sampling.max_tokens, left + given)
-        return room if most is None else min(most, room)
+        return room if requested_tokens is None else min(requested_tokens, room)
 
     @property
     def is_phase_over(self) -> bool:
@@ -161,25 +166,19 @@ class EpisodeRows:
         begun: SampledTurn | None = None,
         heard: Sequence[str] = (),
         read: Callable[[SampledTurn], Awaitable[None]] | None = None,
-        most: int | None = None,
+        requested_tokens: int | None = None,
         stop: tuple[str, ...] = (),
     ) -> SampledTurn:
         """The model's next turn in a conversation, or the open turn `begun` with what was missing.
 
         It is open where the phase cuts it. Where the caller is cancelled it is sampled to its end and dropped. heard:
         the texts before it that the transcript has not yet. read: is awaited before the turn counts as delivered; where
-        it raises the turn is dropped. most: as of `is_whole_turn`; stop: as of `Sampling`. Raises what the sampler
-        raises; the first of that is `fault`.
+        it raises the turn is dropped. requested_tokens: as of `is_whole_turn`; stop: as of `Sampling`. Raises what the
+        sampler raises; the first of that is `fault`.
         """
         given = begun.ids if begun else []
-        left = self.turn_tokens(conversation, begun, most) - len(given)
-        limits = replace(
-            self._sampling,
-            max_tokens=left if self._phase_tokens is None else min(left, self._phase_tokens),
-            phase_tokens=None,
-            stream=self._stream(conversation),
-            stop=stop,
-        )
+        left = self.turn_tokens(conversation, begun, requested_tokens) - len(given)
+        limits = self._turn_sampling(conversation, left, stop)
         asked, known = conversation.asked(), conversation.known_rows
         reusable = known if self._phase_sampled else 0  # the cache has nothing of the phases before
         number = next(self._numbers)
@@ -208,6 +207,16 @@ class EpisodeRows:
         if not is_open:
             self.tally.transcript.add_turn(turn.text)
         return turn
+
+    def _turn_sampling(self, conversation: Conversation, left: int, stop: tuple[str, ...]) -> Sampling:
+        """How a turn that has `left` tokens at most is sampled in this phase."""
+        return replace(
+            self._sampling,
+            max_tokens=left if self._phase_tokens is None else min(left, self._phase_tokens),
+            phase_tokens=None,
+            stream=self._stream(conversation),
+            stop=stop,
+        )
 
     def _stream(self, conversation: Conversation) -> tuple[int, ...]:
         """The key of a conversation's random numbers, made from its prompt, whatever the order of rows.

@@ -6,7 +6,7 @@ next messages and of the next generation prompt. Nothing before is rendered or t
 conversation is rendered with a marker inside the assistant's message. What follows the marker is tokenised, and what
 follows the first stop token in it is appended.
 
-A turn that a stop text has ended, which an agent may name, has no stop token: then that one is appended, too.
+A turn that ended at an agent's stop text has no stop token: the template's own is appended, too.
 
 Where the stop token ends the assistant's message (`<|im_end|>`) it is in the buffer already, whichever of the stop
 tokens was sampled. Where it opens the next message (GLM's `<|user|>` and `<|observation|>`) the sampled token is that

@@ -1,8 +1,9 @@
 """A GPU that is not there: `install()` gives this process a torch.cuda whose memory and streams are the CPU's.
 
-What it shows: wrong calls, names, devices, shapes, types and marks of the lines that only a GPU executes, in the order
-in which Megatron, TransformerEngine's Python and megarl call them. What it cannot show: kernels' own numbers and speed,
-NCCL (gloo carries the messages), memory, IPC, and whether one stream waits for another: everything is in order here.
+What it shows: wrong calls, names, devices, shapes, types and attributes of the lines that only a GPU executes, in the
+order in which Megatron, TransformerEngine's Python and megarl call them. What it cannot show: kernels' own numbers and
+speed, NCCL (gloo carries the messages), memory, IPC, and whether one stream waits for another: everything is in order
+here.
 
 Installed before megarl is imported, because `megarl.device` decides then. It lasts as long as the process.
 """

@@ -12,7 +12,7 @@ from tests.gpu.simulated import cuda
 cuda.install()
 
 import tests.gpu.rank as of_device  # noqa: E402 - megarl decides for the GPU when it is imported
-from megarl.parallel import model, tp_marks  # noqa: E402
+from megarl.parallel import model, rank_model  # noqa: E402
 from megarl.parallel.lora_pairs import is_factor  # noqa: E402
 
 HAS_ENGINE = importlib.util.find_spec("transformer_engine") is not None
@@ -21,15 +21,16 @@ HAS_ENGINE = importlib.util.find_spec("transformer_engine") is not None
 class SimulatedRank(of_device.Rank):
     """As its base. In float32 too: TransformerEngine's own attention, which refuses it, is replaced.
 
-    has_engines_marks: marks as TransformerEngine 2.14 leaves them are set first, where it is not there to do so.
+    has_engines_attributes: the attributes for TP are first set as TransformerEngine 2.14 leaves them, where it is not
+    there to do so.
     """
 
-    def __init__(self, has_engines_marks: bool = False, **given: Any) -> None:
+    def __init__(self, has_engines_attributes: bool = False, **given: Any) -> None:
         torch.set_num_threads(1)
         if HAS_ENGINE:
             _prepare_engine()
-        if has_engines_marks:
-            _mark_as_the_engine()
+        if has_engines_attributes:
+            _set_as_the_engine()
         super().__init__(**given)
 
     def has_engine(self) -> bool:
@@ -42,12 +43,13 @@ class SimulatedRank(of_device.Rank):
         return dict(kernels.CALLS)
 
     def weights(self) -> dict[str, list[Any]]:
-        """Of each weight that is trained: a sum of its content, and both marks for Megatron's sums over TP."""
+        """Of each weight that is trained: a sum of its content, and both attributes for Megatron's sums over TP."""
         made = {}
         for name, param in self._rank._unwrapped[0].named_parameters():
             if not is_factor(name):
-                marks = [bool(getattr(param, mark, False)) for mark in ("tensor_model_parallel", "sequence_parallel")]
-                made[name] = [param.detach().double().sum().item(), *marks]
+                names = ("tensor_model_parallel", "sequence_parallel")
+                attributes = [bool(getattr(param, attribute, False)) for attribute in names]
+                made[name] = [param.detach().double().sum().item(), *attributes]
         return made
 
 
@@ -61,15 +63,15 @@ def _prepare_engine() -> None:
     model.select_layers = lambda *_, **__: None
 
 
-def _mark_as_the_engine() -> None:
-    mark = tp_marks.mark
+def _set_as_the_engine() -> None:
+    set_tp_attributes = rank_model.set_tp_attributes
 
-    def mark_after_the_engine(chunks: Any, *given: Any) -> None:
+    def set_after_the_engine(chunks: Any, *given: Any) -> None:
         for param_name, param in ((name, param) for chunk in chunks for name, param in chunk.named_parameters()):
             if ".experts." in param_name:
                 param.tensor_model_parallel = False
             elif "_down_proj." in param_name:
                 param.tensor_model_parallel = True
-        mark(chunks, *given)
+        set_tp_attributes(chunks, *given)
 
-    tp_marks.mark = mark_after_the_engine
+    rank_model.set_tp_attributes = set_after_the_engine

@@ -80,12 +80,12 @@ def test_a_layout_learns_what_one_rank_on_the_cpu_does(
     """With its memory lent after the first step, and a checkpoint taken and resumed after the second."""
     layout, expected = LAYOUTS[name], on_cpu(family, trained)
     settings = SETTINGS[family] if trained == "weights" else ADAPTED
-    has_engines_marks = trained == "weights"
-    given = {**settings, **axes(layout), "dtype": "float32", "has_engines_marks": has_engines_marks}
+    has_engines_attributes = trained == "weights"
+    given = {**settings, **axes(layout), "dtype": "float32", "has_engines_attributes": has_engines_attributes}
     with world(paths[family], layout.world_size, **given) as ranks:
         assert set(ranks.ask("device")) == {"cuda"}
         if trained == "weights":
-            check_marks(ranks.ask("weights"), layout)
+            check_attributes(ranks.ask("weights"), layout)
         if layout.pp == layout.dp == 1:
             for logprobs in ranks.ask("logprobs"):
                 np.testing.assert_allclose(logprobs, expected["logprobs"], atol=1e-4)
@@ -98,7 +98,7 @@ def test_a_layout_learns_what_one_rank_on_the_cpu_does(
         check_step(step, of_cpu, layout)
 
 
-def check_marks(ranks: list[dict[str, list[Any]]], layout: TrainLayout) -> None:
+def check_attributes(ranks: list[dict[str, list[Any]]], layout: TrainLayout) -> None:
     """By what the ranks hold: the first two are neighbours in TP, and hold a weight that is not split alike."""
     if layout.tp == 1:
         return

@@ -285,15 +285,15 @@ def test_another_temperature_than_the_recipes_is_refused() -> None:
     policy = PolicySampling(temperature=0.7, top_p=1.0)
     for temperature, top_p in ((0.7, None), (0.0, None), (None, 1), (None, 0.9)):
         policy.check(ChatRequest([user("hi")], temperature=temperature, top_p=top_p), 0.0, 0.9)
-    words = r"temperature 0.2 cannot be had: the recipe samples with 0.7, and .*rollout.temperature"
+    words = r"temperature 0.2 is refused: rollout.temperature is 0.7, and .*set rollout.temperature to 0.2"
     with pytest.raises(ChatRefused, match=words) as caught:
         policy.check(ChatRequest([user("hi")], temperature=0.2), 0.7, 1.0)
     assert caught.value.param == "temperature"
-    with pytest.raises(ChatRefused, match="with 1, and 0.9 in this episode, and "):
+    with pytest.raises(ChatRefused, match=r"rollout.top_p is 1 \(0.9 in this episode\), and "):
         policy.check(ChatRequest([user("hi")], top_p=0.5), 0.7, 0.9)
 
     async def agent(ask: Ask) -> None:
-        with pytest.raises(ChatRefused, match="temperature 0.2 cannot be had"):
+        with pytest.raises(ChatRefused, match="temperature 0.2 is refused"):
             await ask(user("hi"), temperature=0.2)
         await ask(user("hi"), temperature=1.0, top_p=1)
 

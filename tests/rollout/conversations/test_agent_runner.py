@@ -19,7 +19,7 @@ from megarl.rollout.conversations.agent_tools import ToolSets
 from megarl.rollout.conversations.rows import EpisodeResult
 from megarl.rollout.rewards import Failure, Verdict
 from megarl.rollout.sglang.arguments import Sampling
-from megarl.rollout.worker import RolloutWorker
+from megarl.rollout.worker import Generated, RolloutWorker
 from megarl.tracking.run_log import RunLog
 from megarl.types import GroupSummary, Prompt
 from tests.rollout.agents import odd_agents
@@ -137,8 +137,8 @@ def test_the_user_reads_one_line_of_it(agents: AgentThread, tmp_path: Path, row:
 def scored(episodes: Sequence[EpisodeResult]) -> GroupSummary:
     """As the engine's actor scores a group of episodes, without a reward function."""
 
-    async def generated(*_: Any) -> Any:
-        return [one.sample for one in episodes], [one.verdict for one in episodes], {"seed": 2}
+    async def generated(*_: Any) -> Generated:
+        return Generated([one.sample for one in episodes], [one.verdict for one in episodes], {"seed": 2})
 
     worker: Any = RolloutWorker.__new__(RolloutWorker)
     worker._rewarding, worker._reward, worker._num_transcripts = "agent", RewardConfig(), 1

@@ -22,7 +22,7 @@ from megarl.rollout.environments.thread import EnvironmentThread
 from megarl.rollout.environments.workers import EnvironmentSettings
 from megarl.rollout.rewards import Failure, Verdict
 from megarl.rollout.sglang.arguments import Sampling
-from megarl.rollout.worker import RolloutWorker
+from megarl.rollout.worker import Generated, RolloutWorker
 from megarl.types import Prompt, Sample, SamplePart
 from scripts.make_tiny_moe import make_tokenizer
 
@@ -276,8 +276,8 @@ def test_calls_that_fail_by_their_tool_are_in_the_summary(play: Play) -> None:
     worker: Any = RolloutWorker.__new__(RolloutWorker)
     worker._rewarding, worker._reward, worker._num_transcripts = "environment", RewardConfig(), 1
 
-    async def generated(*_: Any) -> Any:
-        return played, [Verdict(1.0, True), Verdict(0.0, False), Failure("no idea")], {}
+    async def generated(*_: Any) -> Generated:
+        return Generated(played, [Verdict(1.0, True), Verdict(0.0, False), Failure("no idea")])
 
     worker._generate = generated
     summary, _ = asyncio.run(worker.sample(Prompt("row 1", "", (1, 2), ""), Sampling(3, 9)))
@@ -395,9 +395,9 @@ def test_a_failing_environment_is_a_failed_verdict(play: Play, row: Any, words: 
 def test_a_group_needs_no_reward_function_where_the_environment_judges(play: Play) -> None:
     """A reward of None is a failure there, which reward.on_failure decides about."""
 
-    async def played(row: Any) -> Any:
+    async def played(row: Any) -> Generated:
         samples = [play_one.sample for play_one in row]
-        return samples, [play_one.verdict for play_one in row], {}
+        return Generated(samples, [play_one.verdict for play_one in row])
 
     good, bad = (
         play("environment", "hi", row={}, max_turns=1)[0],
