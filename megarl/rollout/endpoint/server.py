@@ -13,7 +13,7 @@ from aiohttp import web  # a requirement of SGLang, without which there is no en
 from megarl.cluster.session_folder import SessionFolder, remove_dead
 from megarl.device import LOOPBACK
 from megarl.rollout.agents.chat import Access, ChatHandler
-from megarl.rollout.endpoint.connections import known, make_server, unknown
+from megarl.rollout.endpoint.connections import authenticated, make_server, unauthenticated
 from megarl.rollout.endpoint.episodes import OpenEpisode, OpenEpisodes
 from megarl.rollout.endpoint.replies import refusal, reply_to, send
 from megarl.rollout.workers.loop_thread import LoopThread
@@ -96,9 +96,9 @@ class ChatEndpoint:
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         episode = self._episodes.find(_key(request))
         if episode is None:
-            unknown(request)
+            unauthenticated(request)
             return await send(request, refusal(403, "No episode is open for this key.", "no_episode"))
-        with known(request) as has_place:
+        with authenticated(request) as has_place:
             if not has_place:
                 return await send(request, refusal(429, "Too many connections have requests.", "too_many_requests"))
             return await send(request, await reply_to(request, episode))

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from megarl.rollout.agents.chat import Access
-from megarl.rollout.endpoint import connections, episodes, fields, places, replies
+from megarl.rollout.endpoint import connection_limits, connections, episodes, fields, replies
 from megarl.rollout.endpoint.server import ChatEndpoint
 from tests.rollout.endpoint.scripted import CONTENT, WAIT_S, Scripted, connect, head, post, read_all, say
 
@@ -181,7 +181,7 @@ def test_connections_without_a_key_crowd_out_none_with_one(many_files: int, says
 
 def test_the_oldest_connection_without_a_key_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the other listener stay."""
-    monkeypatch.setattr(places, "MOST_STRANGERS", 2)
+    monkeypatch.setattr(connection_limits, "MOST_UNAUTHENTICATED", 2)
     endpoint = ChatEndpoint()
     try:
         access = endpoint.open(Scripted())
@@ -198,7 +198,7 @@ def test_the_oldest_connection_without_a_key_is_closed(monkeypatch: pytest.Monke
 
 def test_the_longest_idle_connection_makes_room_for_another_episode(monkeypatch: pytest.MonkeyPatch) -> None:
     """One episode cannot hold all places of those with a key; without any place the client is told to try again."""
-    monkeypatch.setattr(places, "MOST_KNOWN", 2)
+    monkeypatch.setattr(connection_limits, "MOST_AUTHENTICATED", 2)
     endpoint = ChatEndpoint()
     try:
         greedy, handler = endpoint.open(Scripted()), Scripted(holds=True)
