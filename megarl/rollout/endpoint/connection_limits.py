@@ -1,13 +1,16 @@
-"""Which connections of a listener may stay: those without a key cannot take the places of those with one. Pure."""
+"""Which connections of a listener may stay: those without a key cannot take the places of those with one."""
 
 from __future__ import annotations
 
 import resource
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 MOST_AUTHENTICATED = 2048  # connections of a listener that have shown the key of an open episode
-MOST_UNAUTHENTICATED = 512  # the others of a listener
+MOST_UNAUTHENTICATED = 512  # the others of a listener, while it has the most authenticated ones
 _LISTENERS = 2
+# The event loop sees a connection's key three turns after it has taken it, in each of which others come: twice that.
+_TURNS_TO_BE_HEARD = 8
 
 Connection = TypeVar("Connection")
 
@@ -15,21 +18,26 @@ Connection = TypeVar("Connection")
 class ConnectionLimits(Generic[Connection]):
     """The connections of one listener. What a method returns is to be closed, and has no place any more.
 
-    Every connection begins unauthenticated. Where there are too many of these the oldest is closed, so that a new one
-    can always show a key: it sends it at once, and connections that only stay have no advantage. An authenticated
-    connection that has no request in flight can be closed for another, too, the longest idle one first: so no episode
-    can hold all places.
+    Every connection begins unauthenticated, and many agents may begin at once: so unauthenticated connections may have
+    all places that no authenticated one has. Where all places are taken, one goes for each new connection: the oldest
+    that has sent a wrong key, or else the oldest that has sent none. Connections that only stay have no advantage.
+    An authenticated connection takes its place with it, up to the limit of its kind; there the longest idle one goes
+    for it, so that no episode can hold all places.
     """
 
     def __init__(self) -> None:
-        self._unauthenticated: dict[Connection, None] = {}  # the oldest first
+        self._refused: dict[Connection, None] = {}  # unauthenticated, after a request without a key; the oldest first
+        self._unauthenticated: dict[Connection, None] = {}  # the others of these; the oldest first
         self._idle: dict[Connection, None] = {}  # the longest idle first
         self._busy: dict[Connection, None] = {}
 
     def add(self, connection: Connection) -> Connection | None:
         """A new connection has come."""
         self._unauthenticated[connection] = None
-        return _first(self._unauthenticated) if len(self._unauthenticated) > most_unauthenticated() else None
+        kinds = (self._refused, self._unauthenticated, self._idle, self._busy)
+        if sum(map(len, kinds)) <= most_authenticated() + most_unauthenticated():
+            return None
+        return _first(self._refused or self._unauthenticated)
 
     def authenticate(self, connection: Connection) -> tuple[bool, Connection | None]:
         """A request with a key begins. Whether there is a place for it, and the idle connection that goes for it.
@@ -51,16 +59,15 @@ class ConnectionLimits(Generic[Connection]):
             del self._busy[connection]
             self._idle[connection] = None
 
-    def revoke(self, connection: Connection) -> Connection | None:
+    def revoke(self, connection: Connection) -> None:
         """It has sent a request without the key of an open episode: it is unauthenticated from now on."""
-        if connection in self._unauthenticated:
-            return None
-        self.remove(connection)
-        return self.add(connection)
+        if connection not in self._refused:
+            self.remove(connection)
+            self._refused[connection] = None
 
     def remove(self, connection: Connection) -> None:
         """It is closed."""
-        for kind in (self._unauthenticated, self._idle, self._busy):
+        for kind in (self._refused, self._unauthenticated, self._idle, self._busy):
             kind.pop(connection, None)
 
 
@@ -79,6 +86,28 @@ def most_authenticated() -> int:
     return min(MOST_AUTHENTICATED, _room() - most_unauthenticated())
 
 
+def taken_at_once() -> int:
+    """How many connections a turn of the event loop may take, before it reads what has come.
+
+    So few that a connection whose request is there already is read before as many others have come as may push it out,
+    whoever connects, also while the listener has the most authenticated connections.
+    """
+    return max(1, most_unauthenticated() // _TURNS_TO_BE_HEARD)
+
+
+def raise_file_limit() -> None:
+    """Let this process open as many files as the most connections need, where its hard limit allows that."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 2 * _LISTENERS * (MOST_AUTHENTICATED + MOST_UNAUTHENTICATED)
+    wanted = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):  # a sandbox may forbid it: then there are fewer places
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def _room() -> int:
     """The connections of a listener. Half of the files that this process may have open are left to the engine."""
-    return max(8, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2 // _LISTENERS)
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if soft == resource.RLIM_INFINITY:
+        return MOST_AUTHENTICATED + MOST_UNAUTHENTICATED
+    return max(8, soft // 2 // _LISTENERS)

@@ -45,7 +45,7 @@ def authenticated(request: web.BaseRequest) -> Iterator[bool]:
 
 def unauthenticated(request: web.BaseRequest) -> None:
     """A request has come without the key of an open episode."""
-    _close(_limits(request).revoke(request.protocol))
+    _limits(request).revoke(request.protocol)
 
 
 def _limits(request: web.BaseRequest) -> ConnectionLimits[Any]:
