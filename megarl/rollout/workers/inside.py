@@ -14,7 +14,6 @@ from io import TextIOWrapper
 from typing import Any
 
 from megarl.rollout.sandbox.inside_launcher import limit
-from megarl.rollout.workers.keeper import fork_worker
 
 _M_ARENA_MAX = -8
 LINE_BYTES = 2**30  # of the parent's longest line
@@ -65,9 +64,11 @@ def _exit_if_closed() -> Iterator[None]:
         os._exit(SOCKET_CLOSED)
 
 
-def connect() -> tuple[ParentSocket, dict[str, Any]] | None:
-    """The socket to the parent and its spec, in the worker that this process forks; None: the parent has ended."""
-    parent_pid = fork_worker()
+def connect(parent_pid: int) -> tuple[ParentSocket, dict[str, Any]] | None:
+    """The socket to the parent and its spec, as a worker begins; None: the parent has ended.
+
+    parent_pid: of the process that started the worker's keeper.
+    """
     parent = ParentSocket()
     parent.write(json.dumps([HELLO, os.getpid()]).encode() + b"\n")
     spec = parent.read()

@@ -26,7 +26,7 @@ def fork_worker() -> int:
 
     Returns in the worker, in a session of its own and with an empty signal mask: the process id of the keeper's parent.
     The keeper closes its copy of standard input and output, and ends as the worker does: with its exit code, or by its
-    signal. It must be called while the process has one thread.
+    signal. It must be called while the process has one thread: as `entry` does, before anything else is imported.
     """
     _control(_PR_SET_CHILD_SUBREAPER, 1)
     _control(_PR_SET_PDEATHSIG, signal.SIGTERM)

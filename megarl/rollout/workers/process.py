@@ -64,12 +64,12 @@ class WorkerProcess:
     """
 
     def __init__(self, module: str, spec: Mapping[str, Any], longest_line_bytes: int) -> None:
-        """module: run as `python -m`; spec: its first message. Raises OSError when no process can be started."""
+        """module: its `main` is the worker; spec: its first message. Raises OSError when no process can be started."""
         self._spec, self._longest_line_bytes = spec, longest_line_bytes
         self._socket, theirs = socket.socketpair()
         python_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
         environment = {**_environment(as_line(spec)), "PYTHONPATH": python_path}
-        command = [sys.executable, "-P", "-m", module]
+        command = [sys.executable, "-P", "-m", "megarl.rollout.workers.entry", module]
         try:
             with theirs:
                 end = theirs.fileno()

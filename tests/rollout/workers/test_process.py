@@ -1,0 +1,46 @@
+"""One worker process of each kind, with its keeper, before it has been told what to run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+
+from megarl.rollout.workers.inside import HELLO
+from megarl.rollout.workers.process import WorkerProcess
+
+_VERDICTS = "megarl.rollout.verdicts.worker"
+_MODULES = [_VERDICTS, "megarl.rollout.agents.inside", "megarl.rollout.environments.inside"]
+Start = Callable[[str], tuple[WorkerProcess, psutil.Process]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """start(module): the process and its worker, which has imported the module and waits for its spec."""
+    started: list[WorkerProcess] = []
+
+    def run(module: str) -> tuple[WorkerProcess, psutil.Process]:
+        process = WorkerProcess(module, {}, 1 << 16)
+        started.append(process)
+        process._socket.settimeout(120)
+        hello, pid = json.loads(process._socket.recv(1 << 16))
+        assert hello == HELLO
+        return process, psutil.Process(pid)
+
+    yield run
+    for process in started:
+        process.process.kill()
+        process.process.wait()
+        process._socket.close()
+
+
+@pytest.mark.parametrize("module", _MODULES)
+def test_the_keeper_has_forked_before_any_library_was_imported(start: Start, module: str) -> None:
+    """A library's threads are the worker's, where its limit of memory counts their stacks; the keeper has one."""
+    _, worker = start(module)
+    keeper = worker.parent()
+    assert keeper
+    libraries = [any("numpy" in one.path for one in process.memory_maps()) for process in (keeper, worker)]
+    assert (libraries, keeper.num_threads()) == ([False, True], 1)
