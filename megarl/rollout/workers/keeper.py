@@ -17,7 +17,7 @@ from contextlib import suppress
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_KILLS_FOR_S = 10.0  # what the kernel does not end until then cannot be ended from here
+KILLS_FOR_S = 10.0  # what the kernel does not end until then cannot be ended from here
 _BETWEEN_KILLS_S = 0.005
 
 
@@ -86,7 +86,7 @@ def _reaped() -> Iterator[tuple[int, int]]:
 
 def _kill_descendants() -> None:
     """Kill the children until there are none: the children of each become this process's own as it dies."""
-    until = time.monotonic() + _KILLS_FOR_S
+    until = time.monotonic() + KILLS_FOR_S
     while (children := _children()) and time.monotonic() < until:
         for pid in children:
             with suppress(ProcessLookupError, PermissionError):  # of a program with another user's rights

@@ -186,6 +186,15 @@ def test_an_import_that_fails_is_a_fault(
     assert set(psutil.Process().children()) <= before
 
 
+def test_scorers_end_where_a_keeper_is_stopped(judges: Build) -> None:
+    scorers = judges(ODD)
+    workers = scorers.pids()
+    for pid in workers:
+        os.kill(psutil.Process(pid).ppid(), signal.SIGSTOP)
+    scorers.shutdown()
+    assert gone(workers)
+
+
 @pytest.mark.parametrize(("kills", "says"), [(2, None), (100, r"score ended its process \(killed by SIGKILL\) while")])
 def test_a_worker_that_is_killed_while_it_imports_is_replaced(
     judges: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int, says: str | None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
 
+from megarl.rollout.workers import process as worker_process
 from megarl.rollout.workers.inside import HELLO
 from megarl.rollout.workers.process import WorkerProcess
 
@@ -44,3 +46,22 @@ def test_the_keeper_has_forked_before_any_library_was_imported(start: Start, mod
     assert keeper
     libraries = [any("numpy" in one.path for one in process.memory_maps()) for process in (keeper, worker)]
     assert (libraries, keeper.num_threads()) == ([False, True], 1)
+
+
+def test_a_stopped_keeper_ends_its_worker(start: Start) -> None:
+    process, worker = start(_VERDICTS)
+    process.process.send_signal(signal.SIGSTOP)
+    process.kill()
+    assert process.process.wait(60) == -signal.SIGTERM
+    assert not worker.is_running()
+
+
+def test_a_keeper_that_does_not_act_is_killed_with_its_worker(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_process, "_KEEPER_ENDS_S", 0.2)
+    process, worker = start(_VERDICTS)
+    monkeypatch.setattr(process.process, "terminate", lambda: process.process.send_signal(signal.SIGSTOP))
+    monkeypatch.setattr(signal, "SIGCONT", signal.SIGSTOP)
+    process.kill()
+    process.reap()
+    assert process.process.returncode == -signal.SIGKILL
+    assert psutil.wait_procs([worker], timeout=60)[1] == []
