@@ -41,10 +41,15 @@ def fork_worker() -> int:
         _keep(worker)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGCHLD})
     os.setsid()
-    _control(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != keeper:  # it was killed before the line above
-        os._exit(1)
+    die_with(keeper)
     return parent
+
+
+def die_with(parent: int) -> None:
+    """Let the kernel kill this process when its parent dies, or the thread of the parent that has forked it."""
+    _control(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has died before the line above
+        os._exit(1)
 
 
 def _control(option: int, value: int) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import pytest
@@ -65,3 +68,50 @@ def test_a_keeper_that_does_not_act_is_killed_with_its_worker(start: Start, monk
     process.reap()
     assert process.process.returncode == -signal.SIGKILL
     assert psutil.wait_procs([worker], timeout=60)[1] == []
+
+
+_FORKS = """
+import json, os, threading, time
+from megarl.rollout.workers.inside import connect
+
+def fork():
+    pid = os.fork()
+    if not pid:
+        time.sleep(1000)
+        os._exit(0)
+    return pid
+
+def main(parent_pid):
+    connected = connect(parent_pid)
+    pids = [fork()]
+    thread = threading.Thread(target=lambda: pids.append(fork()))
+    thread.start()
+    thread.join()
+    reader, writer = os.pipe()
+    daemon = os.fork()
+    if not daemon:
+        os.write(writer, b"%d" % fork())
+        os._exit(0)
+    os.waitpid(daemon, 0)
+    connected[0].write(json.dumps([*pids, int(os.read(reader, 100))]).encode())
+    connected[0].read()
+"""
+
+
+def test_what_a_worker_has_forked_ends_with_it_where_its_keeper_is_killed(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But nothing ends before: not with a thread, nor with a process that has only made a daemon."""
+    (tmp_path / "forking_worker.py").write_text(_FORKS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    process, worker = start("forking_worker")
+    process._socket.sendall(json.dumps({"parent": os.getpid(), "python_path": None}).encode() + b"\n")
+    forked, *others = map(psutil.Process, json.loads(process._socket.recv(1 << 16)))
+    try:
+        assert psutil.wait_procs([forked, *others], timeout=0.2)[0] == []
+        process.process.kill()
+        assert psutil.wait_procs([worker, forked], timeout=60)[1] == []
+    finally:
+        for left in (forked, *others):
+            with suppress(psutil.NoSuchProcess):
+                left.kill()
