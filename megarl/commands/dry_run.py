@@ -85,7 +85,9 @@ def _is_for_sglang(recipe: Recipe, device: str) -> bool:
 def _megatron_faults(roles: Roles, device: str, absent: Container[str]) -> list[UserFault]:
     from megarl.parallel.refusals import megatron_faults
 
-    checked = [role for role in roles.models.values() if f"{role.name}.path" not in absent or role.name != "reward_model"]
+    checked = [
+        role for role in roles.models.values() if f"{role.name}.path" not in absent or role.name != "reward_model"
+    ]
     return [fault for role in checked for fault in megatron_faults(role, device)]
 
 

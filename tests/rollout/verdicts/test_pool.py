@@ -83,9 +83,7 @@ def words(found: list[Verdict | Failure]) -> list[str]:
         ("words", "returned 'good'"),
     ],
 )
-def test_a_failure_is_said_in_words_and_costs_nobody_else_a_verdict(
-    judges: Build, response: str, failure: str
-) -> None:
+def test_a_failure_is_said_in_words_and_costs_nobody_else_a_verdict(judges: Build, response: str, failure: str) -> None:
     odd = judges(ODD, workers=1, timeout_s=1.0 if "longer" in failure else 60.0, memory_mb=200)
     found = odd.wait_for_verdicts("7", {}, ["7", response, "8", "7"])
     assert found[0] == found[3] == Verdict(1.0, True)
