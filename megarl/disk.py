@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any
 
 from megarl.types import FolderGone, UserFault
 
@@ -49,6 +51,23 @@ def _fault(error: BaseException, folder: Path, what: str, where: str) -> UserFau
         return UserFault(where, problem, "make room there, or name a folder on another disk")
     reason = cause.strerror if cause else ""
     return UserFault(where, f"{what} cannot be written in {folder} ({reason})", "mend that, or name another folder")
+
+
+def take_lock(file: IO[Any], folder: Path, where: str) -> bool:
+    """Lock an open file of the folder until it is closed; False: another process, or another open file, has locked it.
+
+    where: as of `writing`. Raises UserFault where the file system has no locks, as Lustre has none without an option;
+    then the file is removed.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        Path(file.name).unlink(missing_ok=True)
+        mend = "mount it with locks (Lustre: -o flock), or name a folder on another disk"
+        raise UserFault(where, f"files in {folder} cannot be locked ({error.strerror})", mend) from None
+    return True
 
 
 def is_writable(folder: Path) -> bool:

@@ -38,7 +38,8 @@ choose_lock() {
     esac
 }
 
-# The stamp names everything the environment was made from: a moved repository or a new lock makes a new one.
+# The stamp names everything the environment was made from: a new lock makes a new one, and check_owner stops where the
+# repository was moved.
 wanted_stamp() {
     printf '%s\n' "$ROOT"
     cat "$lock" setup.py pyproject.toml | sha256sum
@@ -66,7 +67,8 @@ check_owner() {
     [[ ! -L $VENV ]] ||
         stop "$VENV is a link to $(readlink "$VENV"), and an installation would empty that: remove the link (rm $VENV) $again"
     [[ -e $VENV ]] || return 0
-    [[ ! -d $VENV || -n $(compgen -G "$VENV/*") ]] || return 0 # a folder for it on another disk
+    # A folder for it on another disk has nothing in it, no hidden file either.
+    [[ ! -d $VENV || -n $(shopt -s dotglob nullglob && printf '%s' "$VENV"/*) ]] || return 0
     if [[ -f $STAMP ]]; then read -r owner <"$STAMP" || true; fi
     [[ $owner == "$ROOT" ]] ||
         stop "$VENV was made by ${owner:-another program}, and an installation would empty it: remove it (rm -r $VENV) $again"

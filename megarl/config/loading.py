@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from megarl.config import Recipe
 from megarl.config.fields import Branch
-from megarl.config.yaml_text import Parsed, parse, read_file
+from megarl.config.yaml_text import Keys, Parsed, parse, read_file
 from megarl.spelling import did_you_mean, near
 from megarl.types import UserFault, UserFaults
 
@@ -82,12 +82,12 @@ def _apply(override: str, kind: type[Branch], tree: dict[str, Any], found: Parse
     """Write one `a.b=c` into the tree."""
     where = f"override {override if len(override) <= _LONGEST_SHOWN else override[:_LONGEST_SHOWN] + '...'}"
     dotted, equals, text = override.partition("=")
-    keys = dotted.split(".")
+    keys = tuple(dotted.split("."))
     if not equals or not all(keys) or len(keys) > _MOST_KEYS:
         found.faults.append(UserFault(where, "not of the form a.b=c", "write for example train.lr=1e-4"))
         return
     try:
-        parsed = parse(text, lambda line: where, lambda path: _is_free(path, kind), dotted)
+        parsed = parse(text, lambda line: where, lambda path: _is_free(path, kind), keys)
     except UserFaults as error:
         found.faults += error.faults
         return
@@ -98,8 +98,8 @@ def _apply(override: str, kind: type[Branch], tree: dict[str, Any], found: Parse
             found.origins[".".join(keys[: depth + 1])] = where
         branch = branch[key]
     found.origins[dotted] = where
-    if parsed.value is None and _is_named(dotted, kind):
-        _take_out(dotted, branch, kind, found)
+    if parsed.value is None and _is_named(keys, kind):
+        _take_out(keys, branch, kind, found)
     else:
         branch[keys[-1]] = parsed.value
     _note(parsed, found)
@@ -134,29 +134,28 @@ def _read_yaml(path: Path, kind: type[Branch]) -> Parsed:
 
 
 def _merge(
-    overlay: Mapping[Any, Any], tree: dict[Any, Any], kind: type[Branch], found: Parsed, section: str = ""
+    overlay: Mapping[Any, Any], tree: dict[Any, Any], kind: type[Branch], found: Parsed, section: Keys = ()
 ) -> None:
-    """Write an overlay's keys over those of a section ("" is the top) of the tree, in place."""
+    """Write an overlay's keys over those of a section of the tree, in place. section: the keys that lead to it."""
     for key, value in overlay.items():
-        path = f"{section}.{key}".lstrip(".")
-        if value is None and _is_named(path, kind):
-            _take_out(path, tree, kind, found)
+        keys = (*section, key)
+        if value is None and _is_named(keys, kind):
+            _take_out(keys, tree, kind, found)
         elif isinstance(value, dict) and isinstance(tree.get(key), dict):
-            _merge(value, tree[key], kind, found, path)
+            _merge(value, tree[key], kind, found, keys)
         else:
             tree[key] = value
 
 
-def _is_named(path: str, kind: type[Branch]) -> bool:
-    """Whether a dotted key is an entry under a name of the user's own (data.eval.NAME), or the mapping of all such."""
-    section = path.rpartition(".")[0]
-    return any(get_origin(_annotation(at, kind)) is Mapping for at in (path, section))
+def _is_named(keys: Keys, kind: type[Branch]) -> bool:
+    """Whether a key is an entry under a name of the user's own (data.eval.NAME), or the mapping of all such."""
+    return any(get_origin(_annotation(at, kind)) is Mapping for at in (keys, keys[:-1]))
 
 
-def _take_out(path: str, branch: dict[Any, Any], kind: type[Branch], found: Parsed) -> None:
+def _take_out(keys: Keys, branch: dict[Any, Any], kind: type[Branch], found: Parsed) -> None:
     """Remove the entry, or all entries, of a named mapping; a name that is not there is a fault."""
-    key = path.rpartition(".")[2]
-    if get_origin(_annotation(path, kind)) is Mapping:
+    key, path = keys[-1], ".".join(map(str, keys))
+    if get_origin(_annotation(keys, kind)) is Mapping:
         branch[key] = {}
     elif key in branch:
         del branch[key]
@@ -173,14 +172,15 @@ def _explain(error: ValidationError, found: Parsed, file: str, root: type[Branch
     missing: list[tuple[str, str]] = []
     misspelt: set[str] = set()
     for item in error.errors(include_url=False):
-        path = ".".join(str(part) for part in item["loc"] if part != "[key]")
+        keys = tuple(part for part in item["loc"] if part != "[key]")
+        path = ".".join(map(str, keys))
         where = _where(path, origins, file)
         if path in found.keys_at_fault:
             continue
         if item["type"] == "extra_forbidden":
-            guesses = _nearest(path, tree, not where.startswith(f"{file}:"), root)
+            guesses = _nearest(keys, tree, not where.startswith(f"{file}:"), root)
             misspelt.update(guesses)
-            mend = did_you_mean(guesses, f"the keys there are {', '.join(_fields(path.rpartition('.')[0], root))}")
+            mend = did_you_mean(guesses, f"the keys there are {', '.join(_fields(keys[:-1], root))}")
             faults.append(UserFault(where, f"unknown key {path}", mend))
         elif item["type"] == "missing":
             missing.append((where, path))
@@ -211,10 +211,13 @@ def _where(path: str, origins: Mapping[str, str], file: str) -> str:
     return origins.get(path, file)
 
 
-def _annotation(path: str, root: type[Branch]) -> Any:
-    """The type of a dotted key's value ("" is the root), of the mapping that is passed through around it, or None."""
+def _annotation(keys: Keys, root: type[Branch]) -> Any:
+    """The type of the value that the keys lead to, of the mapping that is passed through around it, or None.
+
+    A key may itself contain dots, where it is a name of the user's own.
+    """
     kind: Any = root
-    for key in filter(None, path.split(".")):
+    for key in keys:
         if get_origin(kind) is dict:
             break
         if get_args(kind):  # of a mapping, whose keys are the user's own, or of a list
@@ -226,37 +229,37 @@ def _annotation(path: str, root: type[Branch]) -> Any:
     return kind
 
 
-def _fields(section: str, root: type[Branch]) -> dict[str, type[Branch] | None]:
-    """Keys of a section ("" is the top) with their branch, None for a leaf."""
+def _fields(section: Keys, root: type[Branch]) -> dict[str, type[Branch] | None]:
+    """Keys of a section with their branch, None for a leaf."""
     kinds = {name: field.annotation for name, field in _annotation(section, root).model_fields.items()}
     return {n: k if isinstance(k, type) and issubclass(k, Branch) else None for n, k in kinds.items()}
 
 
-def _is_free(path: str, root: type[Branch]) -> bool:
+def _is_free(keys: Keys, root: type[Branch]) -> bool:
     """Whether the value of a key may be of any type: it is inside a mapping that is passed through."""
-    return get_origin(_annotation(path, root)) is dict
+    return get_origin(_annotation(keys, root)) is dict
 
 
-def _leaves(root: type[Branch], section: str = "") -> Iterator[str]:
+def _leaves(root: type[Branch], section: Keys = ()) -> Iterator[str]:
     for name, branch in _fields(section, root).items():
-        path = f"{section}.{name}".lstrip(".")
-        yield path
+        keys = (*section, name)
+        yield ".".join(map(str, keys))
         if branch:
-            yield from _leaves(root, path)
+            yield from _leaves(root, keys)
 
 
-def _nearest(path: str, tree: Mapping[str, Any], in_override: bool, root: type[Branch]) -> list[str]:
+def _nearest(keys: Keys, tree: Mapping[str, Any], in_override: bool, root: type[Branch]) -> list[str]:
     """Known paths that are probably meant by an unknown path, at most three, best first.
 
     Spelling first; among equals, in a file, a key that is not written yet; else the same name in another section.
     """
-    section, _, name = path.rpartition(".")
+    *section, name = keys
     written: Any = tree
-    for key in filter(None, section.split(".")):
-        written = written[int(key) if isinstance(written, list) else key]
-    meant = near(name, _fields(section, root))
+    for key in section:
+        written = written[key]
+    meant = near(str(name), _fields(keys[:-1], root))
     if meant:
         unwritten = [known for known in meant if known not in written]
         names = meant if in_override else unwritten or meant
-        return [f"{section}.{known}".lstrip(".") for known in names][:3]
+        return [".".join(map(str, (*section, known))) for known in names][:3]
     return [known for known in _leaves(root) if known.rpartition(".")[2] == name][:3]

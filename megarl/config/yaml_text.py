@@ -62,6 +62,9 @@ _Loader.add_implicit_resolver(
 _RESOLVER = _Loader("")  # of single words
 
 
+Keys = tuple[Any, ...]  # those that lead to a value, the outermost first: text, and numbers in lists
+
+
 @dataclass
 class Parsed:
     """A YAML text's value; dotted key -> where it is written; the faults of single values, and whose they are."""
@@ -91,12 +94,12 @@ def read_file(path: Path) -> str:
         raise UserFaults([UserFault(where, problem, "save the file as UTF-8")]) from None
 
 
-def parse(text: str, where: Callable[[int], str], is_free: Callable[[str], bool], prefix: str = "") -> Parsed:
+def parse(text: str, where: Callable[[int], str], is_free: Callable[[Keys], bool], prefix: Keys = ()) -> Parsed:
     """The value of a YAML text.
 
-    where: a line, counted from 1 -> where it is, for faults and origins. is_free: whether the value of a dotted key may
-    be of any type, so that no later check tells of one that is meant otherwise. prefix: the dotted key whose value the
-    text is. Raises UserFaults for a text that has no value.
+    where: a line, counted from 1 -> where it is, for faults and origins. is_free: whether the value of a key may be
+    of any type, so that no later check tells of one that is meant otherwise. prefix: the key whose value the text is.
+    Raises UserFaults for a text that has no value.
     """
     try:
         loader = _Loader(text)
@@ -145,35 +148,36 @@ def _check_size(root: yaml.Node, where: Callable[[int], str]) -> None:
 
 
 def _walk(
-    node: yaml.Node, path: str, where: Callable[[int], str], is_free: Callable[[str], bool], found: Parsed
+    node: yaml.Node, keys: Keys, where: Callable[[int], str], is_free: Callable[[Keys], bool], found: Parsed
 ) -> None:
-    """Note every key below `node` with its place, and the faults of its values; path: the node's dotted key.
+    """Note every key below `node` with its place, and the faults of its values; keys: those that lead to the node.
 
     A key written twice is a fault, for YAML drops one in silence. Raises UserFaults for what has no value.
     """
     place = where(node.start_mark.line + 1)
     if isinstance(node, yaml.ScalarNode):
-        fault = _scalar_fault(node, place, is_free(path))
+        fault = _scalar_fault(node, place, is_free(keys))
         if fault:
             found.faults.append(fault)
-            found.keys_at_fault.add(path)
+            found.keys_at_fault.add(".".join(keys))
     elif node.tag not in _COLLECTIONS:
         raise _tag_fault(node, place)
     elif isinstance(node, yaml.SequenceNode):
         for item in node.value:
-            _walk(item, path, where, is_free, found)
+            _walk(item, keys, where, is_free, found)
     elif isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key, value in node.value:
             line = where(key.start_mark.line + 1)
             if not isinstance(key, yaml.ScalarNode) or not key.value.isprintable():
                 raise UserFaults([UserFault(line, "a key is not printable text on one line", "write a recipe's key")])
-            name = f"{path}.{key.value}".lstrip(".")
+            inner = (*keys, key.value)
+            name = ".".join(inner)
             if name in seen:
                 found.faults.append(UserFault(line, f"{name} is written twice", "keep one of the two"))
             seen.add(name)
             found.origins[name] = line
-            _walk(value, name, where, is_free, found)
+            _walk(value, inner, where, is_free, found)
 
 
 def _tag_fault(node: yaml.Node, place: str) -> UserFaults:

@@ -7,10 +7,12 @@ imports a module that a pickle names before anything can look at the object: a c
 
 from __future__ import annotations
 
+import errno
 import pickle
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from enum import EnumType
 from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -22,6 +24,7 @@ from megatron.core.dist_checkpointing.strategies import common
 from torch.distributed.checkpoint import default_planner, filesystem, planner
 from torch.distributed.checkpoint import metadata as index_types
 from torch.distributed.checkpoint.api import CheckpointException
+from typing_extensions import TypeIs
 
 from megarl.printable import first_line
 from megarl.types import UserFault
@@ -36,11 +39,34 @@ _UNPICKLED = (  # what the writers of torch and Megatron pickle into an index, b
     *(planner.TensorWriteData, planner.BytesIOWriteData),
     *(torch.Size, torch.serialization._get_layout),
 )
+# Of the enums: a pickle cannot make them anew, and gets what all others get.
+_MEMBERS = [member for kind in _UNPICKLED if isinstance(kind, EnumType) for member in kind]
+_MOST_BYTES = 2**63  # of a file
+
+
+class _Sealed(type):
+    """The class of stand-ins, which make the objects of a class, or call a function, and cannot be changed.
+
+    A pickle may set attributes of everything that it has named: of a class itself, it would be for the whole process.
+    """
+
+    _make: Callable[..., Any]
+
+    def __call__(cls, *arguments: Any) -> Any:
+        return cls._make(*arguments)
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        raise pickle.UnpicklingError(f"it sets {name!r:.80} of {cls.__name__}")
+
+
+def _stand_in(known: Any) -> _Sealed:
+    """For a class or a function. Pickles call it, or its `__new__`."""
+    return _Sealed(known.__name__, (), {"__new__": lambda _, *given: known.__new__(known, *given), "_make": known})
 
 
 def _by_name() -> dict[tuple[str, str], Any]:
-    """(module, name) as a pickle has them -> the object."""
-    named = {(one.__module__, one.__name__): one for one in _UNPICKLED}
+    """(module, name) as a pickle has them -> what it gets for them."""
+    named = {(one.__module__, one.__name__): _stand_in(one) for one in _UNPICKLED}
     return named | {("torch", name): one for name, one in vars(torch).items() if isinstance(one, torch.dtype)}
 
 
@@ -59,17 +85,40 @@ class _IndexUnpickler(pickle.Unpickler):
 def read_index(file: IO[bytes]) -> index_types.Metadata:
     """The index in an open file, whose tensors lie in files beside it. Raises UserFault for a forged or damaged one."""
     try:
-        index = _IndexUnpickler(file).load()
+        with _members_unchanged():
+            index = _IndexUnpickler(file).load()
     except Exception as error:  # what a forged pickle raises is its author's choice
         raise _unreadable(Path(file.name), error) from None
     if not isinstance(index, index_types.Metadata) or not isinstance(index.state_dict_metadata, dict):
         raise UserFault(file.name, "is not a checkpoint's index", _MEND)
     places = index.storage_data.values() if isinstance(index.storage_data, dict) else [None]
     for place in places:
-        path = place.relative_path if isinstance(place, filesystem._StorageInfo) else None
-        if not isinstance(path, str) or Path(path).name != path:
+        at = vars(place) if isinstance(place, filesystem._StorageInfo) else {}
+        path, offset, length = (at.get(name) for name in ("relative_path", "offset", "length"))
+        if not isinstance(path, str) or path in ("", ".", "..") or "/" in path or "\0" in path:
             raise UserFault(file.name, f"names {path!r:.80} as a file of the checkpoint", _MEND)
+        if not _is_count(offset) or not _is_count(length) or offset + length >= _MOST_BYTES:
+            raise UserFault(file.name, f"names {length!r:.80} bytes from {offset!r:.80} of {path:.80}", _MEND)
     return index
+
+
+def _is_count(value: object) -> TypeIs[int]:
+    return type(value) is int and value >= 0
+
+
+@contextmanager
+def _members_unchanged() -> Iterator[None]:
+    """Undo, and refuse, what a pickle sets of an enum's members, which it cannot make anew."""
+    before = [dict(vars(member)) for member in _MEMBERS]
+    try:
+        yield
+    finally:
+        changed = [(member, its) for member, its in zip(_MEMBERS, before, strict=True) if vars(member) != its]
+        for member, its in changed:
+            vars(member).clear()
+            vars(member).update(its)
+    if changed:
+        raise pickle.UnpicklingError(f"it sets attributes of {changed[0][0]}")
 
 
 @cache
@@ -106,7 +155,8 @@ def reading(folder: Path) -> Iterator[None]:
 
 
 def _failed(folder: Path, cause: BaseException) -> Exception:
-    if isinstance(cause, pickle.UnpicklingError | EOFError):
+    is_disk = isinstance(cause, OSError) and cause.errno in (errno.EIO, errno.ENOENT)
+    if isinstance(cause, pickle.UnpicklingError | EOFError | ValueError | TypeError | OSError) and not is_disk:
         return _unreadable(folder, cause)
     return RuntimeError(f"{folder} cannot be loaded: {type(cause).__name__}: {first_line(cause)}")
 

@@ -27,7 +27,6 @@ and of engine_logp. Pages carry checksums.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -107,11 +106,9 @@ def writing(path: Path, vocab_size: int, temperature: float, where: str = "run.d
 
 def _lock(file: IO[bytes], path: Path, where: str) -> None:
     """Hold a file that nobody else writes. Raises UserFault where another process, or another block, does."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not disk.take_lock(file, visible_folder(path.parent), where):
         mend = "wait until it has ended, or name another file"
-        raise UserFault(where, f"another process writes {path}", mend) from None
+        raise UserFault(where, f"another process writes {path}", mend)
 
 
 @dataclass(frozen=True)

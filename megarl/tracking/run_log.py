@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
@@ -22,7 +21,7 @@ from rich.text import Text
 from megarl.algos import ALGORITHMS
 from megarl.config import Recipe
 from megarl.config.yaml_text import options_comment
-from megarl.disk import folder_gone, writing
+from megarl.disk import folder_gone, take_lock, writing
 from megarl.printable import json_line, one_line, printable
 from megarl.tracking.curve import draw_curve
 from megarl.tracking.health import Health
@@ -315,10 +314,14 @@ def _locked(folder: Path) -> IO[str]:
     """The folder's lock file, locked: two processes of one run would overwrite each other's files."""
     lock = (folder / ".lock").open("a", encoding="utf-8")  # truncates nothing, where it is a link
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        is_ours = take_lock(lock, folder.parent, "run.dir")
+    except UserFault:
+        with suppress(OSError):
+            folder.rmdir()  # a new one, which is empty
+        raise
+    if not is_ours:
         mend = "wait until it has ended, or choose another run.name"
-        raise UserFault("run.name", f"another process writes to {folder}", mend) from None
+        raise UserFault("run.name", f"another process writes to {folder}", mend)
     return lock
 
 

@@ -312,6 +312,25 @@ def test_null_takes_a_named_entry_out_and_sets_any_other_key_to_null(tmp_path: P
     assert overlaid(own, {"data": {"eval": {"arith": None}}}).data.eval == {}
 
 
+def test_a_name_of_the_users_own_may_contain_dots(tmp_path: Path) -> None:
+    """Null takes it out, and a fault below it is told as any other."""
+    score = "{function: megarl.rollout.rewards.math:score, arguments: {scale: 1}}"
+    more = overlay(tmp_path, f"reward: {{by_source: {{math.dapo: {score}, code: {score}}}}}\n")
+    less = overlay(tmp_path, "reward: {by_source: {math.dapo: null, code: {arguments: {scale: null}}}}\n", "less.yaml")
+    recipe = load_recipe(QUICKSTART, [more, less])
+    assert [*recipe.reward.by_source] == ["code"]
+    assert recipe.reward.by_source["code"].arguments == {"scale": None}
+    text = "reward:\n  by_source:\n    math.dapo:\n      functon: x\n      arguments: {fast: on}\n    gone.now: null\n"
+    path = overlay(tmp_path, text, "wrong.yaml")
+    lines = sorted(str(fault) for fault in faults_of(QUICKSTART, more, path))
+    assert [line.partition(" ")[0] for line in lines] == [f"{path}:4:", f"{path}:5:", f"{path}:6:"]
+    assert lines[0].endswith(
+        "unknown key reward.by_source.math.dapo.functon; did you mean reward.by_source.math.dapo.function?"
+    )
+    assert "on is true in YAML 1.1" in lines[1]
+    assert "reward.by_source.gone.now is null, which takes it out, and there is no such entry" in lines[2]
+
+
 def test_null_for_a_name_that_is_not_there_is_a_fault_where_it_is_written(tmp_path: Path) -> None:
     path = overlay(tmp_path, "data:\n  eval:\n    arth: null\n")
     lines = [str(fault) for fault in faults_of(QUICKSTART, path, "evaluation.sets.no=null")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import subprocess
@@ -15,7 +16,9 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.strategies import common
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -49,6 +52,15 @@ def written(folder: Path) -> Path:
     save({FACTOR: torch.arange(6.0).reshape(2, 3)}, checkpoint_id=folder, no_dist=True)
     index = pickle.loads((folder / ".metadata").read_bytes())
     index.storage_meta.checkpoint_id = str(folder)
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    return folder
+
+
+def place_at(folder: Path, **fields: Any) -> Path:
+    """Change where the index of a checkpoint of one tensor says that it is."""
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    (place,) = index.storage_data.values()
+    vars(place).update(fields)
     (folder / ".metadata").write_bytes(pickle.dumps(index))
     return folder
 
@@ -99,6 +111,80 @@ def test_an_index_that_is_forged_is_refused_in_one_line(
     assert str(caught.value).startswith(f"{folder}/.metadata: ") and str(caught.value).endswith(MEND)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("path", ["", ".", "..", "a/b", "/etc/passwd", "a\0b", None, 3])
+def test_an_index_names_files_of_its_folder_alone(tmp_path: Path, path: Any) -> None:
+    folder = place_at(written(tmp_path / "step-000001"), relative_path=path)
+    with pytest.raises(UserFault) as caught:
+        dist_checkpoint.read_factors(folder)
+    assert str(caught.value) == f"{folder}/.metadata: names {path!r} as a file of the checkpoint{MEND}"
+
+
+@pytest.mark.parametrize("field", ["offset", "length"])
+@pytest.mark.parametrize("value", [-1, 1.5, "1", None, True, 2**63])
+def test_an_index_names_whole_parts_of_files(tmp_path: Path, field: str, value: Any) -> None:
+    folder = place_at(written(tmp_path / "step-000001"), **{field: value})
+    with pytest.raises(UserFault, match=f"names {value!r} bytes from|bytes from {value!r} of ") as caught:
+        dist_checkpoint.read_factors(folder)
+    assert str(caught.value).endswith(MEND)
+
+
+@pytest.mark.parametrize(
+    ("cause", "is_fault"),
+    [
+        (ValueError("bad offset"), True),
+        (TypeError("no int"), True),
+        (OSError(errno.EINVAL, "no such place"), True),
+        (OSError(errno.EIO, "the disk fails"), False),
+        (FileNotFoundError(errno.ENOENT, "a file is missing"), False),
+        (KeyError("a tensor"), False),
+    ],
+)
+def test_what_an_unreadable_index_leads_to_is_a_fault_of_the_checkpoint(
+    tmp_path: Path, cause: BaseException, is_fault: bool
+) -> None:
+    folder = written(tmp_path / "step-000001")
+    with pytest.raises(UserFault if is_fault else RuntimeError, match="cannot be loaded"), unpickling.reading(folder):
+        raise CheckpointException("read", {0: (cause, None)})  # type: ignore[dict-item]
+
+
+_EVIL = b"N}X\x04\x00\x00\x00evilK\x01s\x86b"  # BUILD: sets the attribute `evil` of what is before it
+
+
+@pytest.mark.parametrize(
+    ("named", "kept"),
+    [
+        (b"ctorch.distributed.checkpoint.metadata\nMetadata\n", Metadata),
+        (b"ctorch.distributed.checkpoint.metadata\nMetadata\nq\x000h\x00", Metadata),
+        (b"ctorch.serialization\n_get_layout\n", torch.serialization._get_layout),
+        (b"ctorch.distributed.checkpoint.planner\nWriteItemType\n", WriteItemType),
+        (b"ctorch.distributed.checkpoint.planner\nWriteItemType\nK\x01\x85R", WriteItemType(1)),
+    ],
+    ids=["a class", "a class from the memo", "a function", "an enum", "an enum's member"],
+)
+@pytest.mark.parametrize("end", [b".", b"0N.", b"0cos\nsystem\n."], ids=["its own", "dropped", "and fails"])
+def test_an_index_changes_no_class(tmp_path: Path, named: bytes, kept: object, end: bytes) -> None:
+    folder = written(tmp_path / "step-000001")
+    (folder / ".metadata").write_bytes(b"\x80\x02" + named + _EVIL + end)
+    with pytest.raises(UserFault, match="it cannot be loaded as data"):
+        dist_checkpoint.read_factors(folder)
+    assert not hasattr(kept, "evil")
+
+
+@pytest.mark.parametrize("protocol", range(2, 6))
+def test_an_index_is_read_as_pickle_reads_it(tmp_path: Path, protocol: int) -> None:
+    """In every protocol that is in use, with all that an index may hold."""
+    path, folder = tmp_path / "index", written(tmp_path / "step-000001")
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    index.planner_data = [*WriteItemType, SavePlan([WriteItem(MetadataIndex("x"), WriteItemType.SHARD)])]
+    path.write_bytes(pickle.dumps(index, protocol))
+    with path.open("rb") as file:
+        found = unpickling.read_index(file)
+    assert found == index and type(found) is Metadata
+    assert found.planner_data[0] is WriteItemType(1)
+    about: Any = found.state_dict_metadata[FACTOR]
+    assert type(about.size) is torch.Size
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x05", b"garbage", b"\x80\x04]\x94" + b"(" * 100_000])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -203,6 +206,23 @@ def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
     write(path, [group(1), group(2)])
     assert len(open_samples(path).groups(1)) == 2
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_disk_without_locks_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    told = f"--out: files in {tmp_path} cannot be locked ({os.strerror(number)}); mount it with locks"
+    with (
+        pytest.raises(UserFault, match=re.escape(told)),
+        writing(tmp_path / "samples.parquet", 32, TEMPERATURE, "--out"),
+    ):
+        pytest.fail("it is written without a lock")
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_a_reward_that_is_no_number_is_refused_where_it_would_be_trained_on(tmp_path: Path) -> None:

@@ -417,6 +417,15 @@ def test_an_environment_of_others_is_not_emptied(sandbox: Sandbox, tmp_path: Pat
     assert line.endswith(f"remove it (rm -r {sandbox.repo}/.venv) and run this again")
 
 
+def test_a_folder_of_hidden_files_alone_is_not_empty(sandbox: Sandbox, tmp_path: Path) -> None:
+    kept = sandbox.repo / ".venv" / ".precious"
+    kept.parent.mkdir()
+    kept.touch()
+    result = sandbox.set_up(tmp_path)
+    assert result.returncode == 2 and kept.exists() and not sandbox.commands()
+    assert f"{sandbox.repo}/.venv was made by another program" in result.stderr
+
+
 def test_what_a_link_leads_to_is_not_emptied(sandbox: Sandbox, tmp_path: Path) -> None:
     """Not even where the other clone once lay where this one lies: its own stamp names this folder then."""
     kept = own_environment(tmp_path / "theirs", str(sandbox.repo))

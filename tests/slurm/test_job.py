@@ -20,6 +20,19 @@ from tests.slurm.desk import ROOT, SLURM, Desk, ended, stub, wait_until
 pytestmark = pytest.mark.slow
 
 
+# A stand-in for `enroot start`, which does as enroot's _do_environ and _do_rc do. An image's own /etc/rc changes the
+# directory. What the stand-ins for Slurm and Ray need of the environment stays.
+_ENROOT = """
+[[ $1 == --of=x ]] || exit 1
+source {root}/scripts/slurm/enroot_conf.sh
+export IN_IMAGE=1 "$(environ | grep ^MEGARL_DIRECTORY=)"
+script='cd {image} && exec "$@"'
+[[ $(type -t rc) != function ]] || script=$(declare -f rc | sed '1,2d;$d')
+cd {image}
+PATH="{path}" exec sh -c "$script" rc "${{@:2}}"
+"""
+
+
 @pytest.fixture
 def desk(tmp_path: Path) -> Iterator[Desk]:
     with Desk(tmp_path) as made:
@@ -43,17 +56,18 @@ def test_a_job_gives_megarl_a_ray_of_all_its_nodes(desk: Desk) -> None:
 
 
 def test_with_a_container_nothing_of_megarl_is_needed_outside(desk: Desk) -> None:
-    """MEGARL_CONTAINER's command, whose words go before the others, starts Ray and megarl."""
+    """MEGARL_CONTAINER's command, whose words go before the others, starts Ray and megarl where it was called."""
     outside, image = desk.room / "outside", desk.room / "image"
     for folder in (outside, image):
         folder.mkdir()
     stub(outside, "python3", f'exec {sys.executable} "$@"')  # of the stand-ins for Slurm
-    stub(image, "run", f'[[ $1 == --of=x ]] && export IN_IMAGE=1 PATH="{desk.path}" && exec "${{@:2}}"')
+    stub(image, "run", _ENROOT.format(image=image, root=ROOT, path=desk.path))
     path = os.pathsep.join(map(str, (SLURM, outside, "/usr/bin", "/bin")))
     code, out = ended(desk.submit("r.yaml", PATH=path, MEGARL_CONTAINER=f"{image}/run --of=x"))
     assert code == 0, out
     (life,) = desk.lives()
     assert life["argv"] == ["train", "r.yaml", "placement.network=nodes", "--resume"]
+    assert life["cwd"] == str(ROOT)
     for one in (life, desk.ray("127.0.0.2"), desk.ray("127.0.0.3")):
         assert one["env"]["IN_IMAGE"] == "1"
         assert "MEGARL_CONTAINER" not in one["env"], "what runs inside looks for megarl there"
@@ -64,7 +78,12 @@ def test_enroot_is_told_what_a_job_needs_of_the_hosts_environment() -> None:
     command = ["bash", "-c", f"source {ROOT}/scripts/slurm/enroot_conf.sh && environ"]
     environment = given | {"PATH": os.environ["PATH"]}
     told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-    assert sorted(told.splitlines()) == ["RAY_AUTH_TOKEN_PATH=/t", "SLURM_JOB_ID=7", "TMPDIR=/x"]
+    assert sorted(told.splitlines()) == [
+        f"MEGARL_DIRECTORY={os.getcwd()}",
+        "RAY_AUTH_TOKEN_PATH=/t",
+        "SLURM_JOB_ID=7",
+        "TMPDIR=/x",
+    ]
 
 
 def test_the_token_is_in_a_file_of_the_users_own_alone(desk: Desk) -> None:

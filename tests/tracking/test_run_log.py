@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import io
 import json
 import math
+import os
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -332,3 +336,23 @@ def test_a_run_without_a_checkpoint_begins_anew_in_its_folder(tmp_path: Path) ->
 def test_two_processes_do_not_write_one_run(tmp_path: Path) -> None:
     with RunLog(recipe_in(tmp_path), Console(file=io.StringIO())), pytest.raises(UserFault, match="another process"):
         RunLog(recipe_in(tmp_path), Console(file=io.StringIO()), resume=True, step=1)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_disk_without_locks_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: bool
+) -> None:
+    """And leaves nothing behind but what was there."""
+    if resume:
+        went(tmp_path, 1)
+        (tmp_path / "try" / ".lock").unlink()
+    before = sorted(tmp_path.rglob("*"))
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    told = f"run.dir: files in {tmp_path} cannot be locked (Function not implemented); mount it with locks"
+    with pytest.raises(UserFault, match=re.escape(told)):
+        RunLog(recipe_in(tmp_path), Console(file=io.StringIO()), resume=resume, step=1 if resume else -1)
+    assert sorted(tmp_path.rglob("*")) == before

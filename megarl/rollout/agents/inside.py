@@ -1,4 +1,4 @@
-"""The process that runs agents: `python -m megarl.rollout.agents.inside`, started by `workers`.
+"""The process that runs agents, started by `workers` through `megarl.rollout.workers.entry`.
 
 It reads and writes JSON lines on the socket that is its standard input and output. Input: first an object, the fields
 of `AgentSettings`; then about a run, which has a number:
@@ -54,9 +54,9 @@ _THREADS_OF_RUN = 2  # its own, and one more, in which the event loop looks up a
 _LEAVE_S = 1.0  # in which tasks and threads that an agent leaves behind have to end
 
 
-def main() -> None:
+def main(parent_pid: int) -> None:
     """Run agents until the parent closes the socket or ends."""
-    connected = connect()
+    connected = connect(parent_pid)
     if connected is None:
         return
     parent, spec = connected
@@ -224,7 +224,3 @@ def _words(error: BaseException) -> str:
         free_spare_memory()
         return OUT_OF_MEMORY
     return str(error) if isinstance(error, _BadReturn) else f"raised {describe_error(error)}"
-
-
-if __name__ == "__main__":
-    main()

@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web  # a requirement of SGLang, without which there is no engine to ask
 
 from megarl.rollout.endpoint import answers
-from megarl.rollout.endpoint.places import Places
+from megarl.rollout.endpoint.connection_limits import ConnectionLimits
 
 IDLE_S = 60.0  # until a connection is closed that has not sent the whole head of a request
 _LINGERING_S = 2.0  # to send what is left of a body that was refused
@@ -32,26 +32,26 @@ def make_server(answer: Callable[[web.BaseRequest], Awaitable[web.StreamResponse
 
 
 @contextmanager
-def known(request: web.BaseRequest) -> Iterator[bool]:
+def authenticated(request: web.BaseRequest) -> Iterator[bool]:
     """While a request with the key of an open episode is answered; False: its listener has no place for it."""
-    connection, places = request.protocol, _places(request)
-    has_place, closed = places.know(connection)
+    connection, limits = request.protocol, _limits(request)
+    has_place, closed = limits.authenticate(connection)
     _close(closed)
     try:
         yield has_place
     finally:
-        places.rest(connection)
+        limits.mark_idle(connection)
 
 
-def unknown(request: web.BaseRequest) -> None:
+def unauthenticated(request: web.BaseRequest) -> None:
     """A request has come without the key of an open episode."""
-    _close(_places(request).forget_key(request.protocol))
+    _limits(request).revoke(request.protocol)
 
 
-def _places(request: web.BaseRequest) -> Places[Any]:
+def _limits(request: web.BaseRequest) -> ConnectionLimits[Any]:
     """Those of the request's listener; others where the connection has been closed meanwhile."""
     server = request.protocol._manager
-    return server.places if isinstance(server, _Server) else Places()
+    return server.limits if isinstance(server, _Server) else ConnectionLimits()
 
 
 def _close(connection: web.RequestHandler | None) -> None:
@@ -63,18 +63,18 @@ def _close(connection: web.RequestHandler | None) -> None:
 class _Connection(web.RequestHandler):
     """aiohttp's connection, with a place at its listener; what is not HTTP is answered without a quotation."""
 
-    __slots__ = ("_places",)
+    __slots__ = ("_limits",)
 
     def __init__(self, server: _Server, **settings: Any) -> None:
         super().__init__(server, **settings)
-        self._places = server.places
+        self._limits = server.limits
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        _close(self._places.begin(self))
+        _close(self._limits.add(self))
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._places.end(self)
+        self._limits.remove(self)
         super().connection_lost(exc)
 
     def handle_error(
@@ -95,7 +95,7 @@ class _Connection(web.RequestHandler):
 class _Server(web.Server):
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        self.places: Places[web.RequestHandler] = Places()
+        self.limits: ConnectionLimits[web.RequestHandler] = ConnectionLimits()
 
     def __call__(self) -> _Connection:
         return _Connection(self, loop=self._loop, **self._kwargs)

@@ -13,16 +13,14 @@ from aiohttp import web  # a requirement of SGLang, without which there is no en
 from megarl.cluster.session_folder import SessionFolder, remove_dead
 from megarl.device import LOOPBACK
 from megarl.rollout.agents.chat import Access, ChatHandler
-from megarl.rollout.endpoint.connections import known, make_server, unknown
+from megarl.rollout.endpoint.connection_limits import raise_file_limit, taken_at_once
+from megarl.rollout.endpoint.connections import authenticated, make_server, unauthenticated
 from megarl.rollout.endpoint.episodes import OpenEpisode, OpenEpisodes
 from megarl.rollout.endpoint.replies import refusal, reply_to, send
 from megarl.rollout.workers.loop_thread import LoopThread
 
 _GRACE_S = 2.0  # to deliver answers at the end
 _BACKLOG = 4096
-# Connections that the event loop takes at once, before it reads what has come: fewer than may stay without a key, so
-# that each has time to show one, whoever connects.
-_TAKEN_AT_ONCE = 32
 _PREFIX = "megarl-chat-"  # of the socket's folder, which lies in the run's own if there is a run
 
 
@@ -34,6 +32,7 @@ class ChatEndpoint:
     """
 
     def __init__(self) -> None:
+        raise_file_limit()
         self._episodes = OpenEpisodes()
         remove_dead(_PREFIX, tempfile.gettempdir())
         self._folder = SessionFolder(_PREFIX, tempfile.gettempdir())
@@ -85,7 +84,7 @@ class ChatEndpoint:
             for runner, listener in zip(runners, (tcp, unix), strict=True):
                 await runner.setup()
                 # The server has a descriptor of its own, so that it alone closes what it listens to.
-                await web.SockSite(runner, listener.dup(), backlog=_TAKEN_AT_ONCE).start()
+                await web.SockSite(runner, listener.dup(), backlog=taken_at_once()).start()
                 listener.listen(_BACKLOG)  # how many the kernel lets wait to be taken
             return runners, f"http://{LOOPBACK}:{tcp.getsockname()[1]}/v1"
 
@@ -96,9 +95,9 @@ class ChatEndpoint:
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         episode = self._episodes.find(_key(request))
         if episode is None:
-            unknown(request)
+            unauthenticated(request)
             return await send(request, refusal(403, "No episode is open for this key.", "no_episode"))
-        with known(request) as has_place:
+        with authenticated(request) as has_place:
             if not has_place:
                 return await send(request, refusal(429, "Too many connections have requests.", "too_many_requests"))
             return await send(request, await reply_to(request, episode))

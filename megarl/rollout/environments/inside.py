@@ -1,4 +1,4 @@
-"""The process that runs tools and environments: `python -m megarl.rollout.environments.inside`, started by `workers`.
+"""The process that runs tools and environments, started by `workers` through `megarl.rollout.workers.entry`.
 
 It reads and writes JSON lines on the socket that is its standard input and output. Input: first an object, the fields
 of `EnvironmentSettings`; then jobs, `[number, operation, ...]`:
@@ -53,9 +53,9 @@ from megarl.types import UserFault
 JobMessage = list[Any]
 
 
-def main() -> None:
+def main(parent_pid: int) -> None:
     """Do jobs until the parent closes the socket or ends."""
-    connected = connect()
+    connected = connect(parent_pid)
     if connected is None:
         return
     parent, spec = connected
@@ -202,7 +202,3 @@ def _error(job: JobMessage, error: BaseException) -> list[Any]:
     if isinstance(error, BadResult):
         return [number, "error", "result", str(error), False]
     return [number, "error", "raised", describe_error(error), False]
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""The process that computes verdicts: `python -m megarl.rollout.verdicts.worker`, started by `pool`.
+"""The process that computes verdicts, started by `pool` through `megarl.rollout.workers.entry`.
 
 It reads and writes JSON lines on the socket that is its standard input and output. Input: first an object, the fields
 of a `RewardSpec`; then `[answer, row]`, which holds for all responses that follow, and `[number, response]` for each
@@ -40,9 +40,9 @@ from megarl.types import UserFault
 _OUT_OF_MEMORY = Failure(OUT_OF_MEMORY)
 
 
-def main() -> None:
+def main(parent_pid: int) -> None:
     """Score responses until the parent closes the socket or ends."""
-    connected = connect()
+    connected = connect(parent_pid)
     if connected is None:
         return
     parent, spec = connected
@@ -126,7 +126,3 @@ def _reply(write: Callable[[bytes], object], number: int, result: Verdict | Fail
 
 def _line(message: object) -> bytes:
     return json.dumps(message).encode() + b"\n"
-
-
-if __name__ == "__main__":
-    main()

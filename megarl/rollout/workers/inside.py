@@ -8,13 +8,14 @@ import os
 import resource
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
 from typing import Any
 
 from megarl.rollout.sandbox.inside_launcher import limit
-from megarl.rollout.workers.keeper import fork_worker
+from megarl.rollout.workers.keeper import die_with
 
 _M_ARENA_MAX = -8
 LINE_BYTES = 2**30  # of the parent's longest line
@@ -65,9 +66,11 @@ def _exit_if_closed() -> Iterator[None]:
         os._exit(SOCKET_CLOSED)
 
 
-def connect() -> tuple[ParentSocket, dict[str, Any]] | None:
-    """The socket to the parent and its spec, in the worker that this process forks; None: the parent has ended."""
-    parent_pid = fork_worker()
+def connect(parent_pid: int) -> tuple[ParentSocket, dict[str, Any]] | None:
+    """The socket to the parent and its spec, as a worker begins; None: the parent has ended.
+
+    parent_pid: of the process that started the worker's keeper.
+    """
     parent = ParentSocket()
     parent.write(json.dumps([HELLO, os.getpid()]).encode() + b"\n")
     spec = parent.read()
@@ -77,7 +80,27 @@ def connect() -> tuple[ParentSocket, dict[str, Any]] | None:
     if spec["python_path"] is not None:
         os.environ["PYTHONPATH"] = spec["python_path"]
     os.register_at_fork(after_in_child=parent.close_in_child)
+    os.register_at_fork(after_in_child=_Forked().die_with_worker)
     return parent, spec
+
+
+class _Forked:
+    """In a process that the worker has forked itself, as `multiprocessing` does.
+
+    The keeper ends what the worker has started. Where the keeper is killed, as Ray kills the children of an actor that
+    it ends, it cannot, and the kernel ends these processes with the worker.
+    """
+
+    def __init__(self) -> None:
+        """In the worker's main thread."""
+        self._worker, self._main_thread = os.getpid(), threading.get_ident()
+        self._is_forked = False
+
+    def die_with_worker(self) -> None:
+        """What another thread has forked would die with that thread, and a fork's fork with the fork: these stay."""
+        if not self._is_forked and threading.get_ident() == self._main_thread:
+            die_with(self._worker)
+        self._is_forked = True
 
 
 def limit_memory(memory_mb: int) -> None:

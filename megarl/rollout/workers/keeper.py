@@ -17,7 +17,7 @@ from contextlib import suppress
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_KILLS_FOR_S = 10.0  # what the kernel does not end until then cannot be ended from here
+KILLS_FOR_S = 10.0  # what the kernel does not end until then cannot be ended from here
 _BETWEEN_KILLS_S = 0.005
 
 
@@ -26,7 +26,7 @@ def fork_worker() -> int:
 
     Returns in the worker, in a session of its own and with an empty signal mask: the process id of the keeper's parent.
     The keeper closes its copy of standard input and output, and ends as the worker does: with its exit code, or by its
-    signal. It must be called while the process has one thread.
+    signal. It must be called while the process has one thread: as `entry` does, before anything else is imported.
     """
     _control(_PR_SET_CHILD_SUBREAPER, 1)
     _control(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -41,10 +41,15 @@ def fork_worker() -> int:
         _keep(worker)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGCHLD})
     os.setsid()
-    _control(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != keeper:  # it was killed before the line above
-        os._exit(1)
+    die_with(keeper)
     return parent
+
+
+def die_with(parent: int) -> None:
+    """Let the kernel kill this process when its parent dies, or the thread of the parent that has forked it."""
+    _control(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has died before the line above
+        os._exit(1)
 
 
 def _control(option: int, value: int) -> None:
@@ -86,7 +91,7 @@ def _reaped() -> Iterator[tuple[int, int]]:
 
 def _kill_descendants() -> None:
     """Kill the children until there are none: the children of each become this process's own as it dies."""
-    until = time.monotonic() + _KILLS_FOR_S
+    until = time.monotonic() + KILLS_FOR_S
     while (children := _children()) and time.monotonic() < until:
         for pid in children:
             with suppress(ProcessLookupError, PermissionError):  # of a program with another user's rights

@@ -222,7 +222,7 @@ class WorkerPool(Generic[Process]):
         worker.waiting.clear()
         worker.kill()
         self._workers.remove(worker)
-        self._spawn(asyncio.to_thread(worker.process.wait))
+        self._spawn(asyncio.to_thread(worker.reap))
         return jobs
 
     def _spawn(self, work: Any) -> None:

@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megarl.rollout.workers.inside import HELLO
+from megarl.rollout.workers.keeper import KILLS_FOR_S
 
+_KEEPER_ENDS_S = KILLS_FOR_S + 5.0  # so long it may take to end what the worker has started, and itself
 _PF_EXITING = 0x4  # Linux, include/linux/sched.h
 _SOON_S, _LATE_S, _POLL_S = 0.2, 30.0, 0.01  # how long to wait for an exit that has not begun, and that has
 # Of the run alone: whoever has Ray's token can run code in its processes, and the others are its trackers'.
@@ -64,12 +66,12 @@ class WorkerProcess:
     """
 
     def __init__(self, module: str, spec: Mapping[str, Any], longest_line_bytes: int) -> None:
-        """module: run as `python -m`; spec: its first message. Raises OSError when no process can be started."""
+        """module: its `main` is the worker; spec: its first message. Raises OSError when no process can be started."""
         self._spec, self._longest_line_bytes = spec, longest_line_bytes
         self._socket, theirs = socket.socketpair()
         python_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
         environment = {**_environment(as_line(spec)), "PYTHONPATH": python_path}
-        command = [sys.executable, "-P", "-m", module]
+        command = [sys.executable, "-P", "-m", "megarl.rollout.workers.entry", module]
         try:
             with theirs:
                 end = theirs.fileno()
@@ -142,14 +144,28 @@ class WorkerProcess:
         return code
 
     def kill(self) -> None:
-        """Let the keeper kill the process and all that it has started; `process.wait` waits for the end of all."""
+        """Let the keeper kill the process and all that it has started; `reap` waits for the end of all."""
         if self.is_gone:
             return
         self.is_gone = True
         if self.process.poll() is None:
             self.process.terminate()
+            self.process.send_signal(signal.SIGCONT)  # the worker may have stopped its keeper, which then hears nothing
         if self._writer:
             self._writer.transport.abort()
+
+    def reap(self) -> None:
+        """Wait for the end of a process that was killed; blocks.
+
+        A keeper that does not act in time, because it is stopped again and again, is killed, and the kernel kills the
+        worker with it. What the worker has started may then go on.
+        """
+        try:
+            self.process.wait(_KEEPER_ENDS_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            with suppress(subprocess.TimeoutExpired):  # the kernel cannot end it: nobody can wait for that
+                self.process.wait(_KEEPER_ENDS_S)
 
 
 def as_line(message: object) -> bytes:

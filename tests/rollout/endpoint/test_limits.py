@@ -11,14 +11,14 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 
 import httpx
 import pytest
 
 from megarl.rollout.agents.chat import Access
-from megarl.rollout.endpoint import connections, episodes, fields, places, replies
+from megarl.rollout.endpoint import connection_limits, connections, episodes, fields, replies
 from megarl.rollout.endpoint.server import ChatEndpoint
 from tests.rollout.endpoint.scripted import CONTENT, WAIT_S, Scripted, connect, head, post, read_all, say
 
@@ -181,7 +181,8 @@ def test_connections_without_a_key_crowd_out_none_with_one(many_files: int, says
 
 def test_the_oldest_connection_without_a_key_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the other listener stay."""
-    monkeypatch.setattr(places, "MOST_STRANGERS", 2)
+    monkeypatch.setattr(connection_limits, "MOST_UNAUTHENTICATED", 1)
+    monkeypatch.setattr(connection_limits, "MOST_AUTHENTICATED", 1)
     endpoint = ChatEndpoint()
     try:
         access = endpoint.open(Scripted())
@@ -196,9 +197,61 @@ def test_the_oldest_connection_without_a_key_is_closed(monkeypatch: pytest.Monke
         endpoint.shutdown()
 
 
+def test_many_agents_may_connect_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as have places, while the event loop is busy: none is taken for one that has no key."""
+    monkeypatch.setattr(connection_limits, "MOST_UNAUTHENTICATED", 64)
+    monkeypatch.setattr(connection_limits, "MOST_AUTHENTICATED", 192)
+    endpoint = ChatEndpoint()
+    try:
+        accesses = [endpoint.open(Scripted()) for _ in range(180)]
+        with ExitStack() as held:
+            with endpoint_blocked(endpoint):
+                agents = [held.enter_context(connect(access)) for access in accesses]
+                for agent, access in zip(agents, accesses, strict=True):
+                    agent.sendall(head(access, len(CONTENT)) + CONTENT)
+            for agent in agents:
+                assert b" 200 " in agent.recv(1 << 16)
+    finally:
+        endpoint.shutdown()
+
+
+@pytest.mark.parametrize("says", ["nothing", "a wrong key"])
+def test_a_request_that_has_come_is_answered_whoever_else_connects(
+    monkeypatch: pytest.MonkeyPatch, many_files: int, says: str
+) -> None:
+    """Also where most of the places are those of busy agents."""
+    monkeypatch.setattr(connection_limits, "MOST_UNAUTHENTICATED", 32)
+    monkeypatch.setattr(connection_limits, "MOST_AUTHENTICATED", 32)
+    endpoint = ChatEndpoint()
+    try:
+        access, handler = endpoint.open(Scripted()), Scripted(holds=True)
+        busy = endpoint.open(handler)
+        request = b"" if says == "nothing" else head(replace(access, key="x" * 43), 0)
+        with ExitStack() as held:
+            for _ in range(24):
+                held.enter_context(connect(busy)).sendall(head(busy, len(CONTENT)) + CONTENT)
+                handler.await_event()
+            with endpoint_blocked(endpoint):
+                served = held.enter_context(connect(access))
+                served.sendall(head(access, len(CONTENT)) + CONTENT)
+                for _ in range(min(many_files, 400)):
+                    held.enter_context(connect(access)).sendall(request)
+            assert b" 200 " in served.recv(1 << 16)
+            handler.release()
+    finally:
+        endpoint.shutdown()
+
+
+def test_the_endpoint_raises_its_limit_of_files(many_files: int) -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+    ChatEndpoint().shutdown()
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == (10_240 if hard < 0 else min(10_240, hard))
+
+
 def test_the_longest_idle_connection_makes_room_for_another_episode(monkeypatch: pytest.MonkeyPatch) -> None:
     """One episode cannot hold all places of those with a key; without any place the client is told to try again."""
-    monkeypatch.setattr(places, "MOST_KNOWN", 2)
+    monkeypatch.setattr(connection_limits, "MOST_AUTHENTICATED", 2)
     endpoint = ChatEndpoint()
     try:
         greedy, handler = endpoint.open(Scripted()), Scripted(holds=True)
@@ -219,6 +272,24 @@ def test_the_longest_idle_connection_makes_room_for_another_episode(monkeypatch:
             assert post(greedy).status_code == 200
     finally:
         endpoint.shutdown()
+
+
+@contextmanager
+def endpoint_blocked(endpoint: ChatEndpoint) -> Iterator[None]:
+    """Let its event loop do nothing inside the block: what comes meanwhile comes at once."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    async def block() -> None:
+        begun.set()
+        assert may_end.wait(WAIT_S)
+
+    blocked = endpoint._thread.submit(block())
+    assert begun.wait(WAIT_S)
+    try:
+        yield
+    finally:
+        may_end.set()
+    blocked.result()
 
 
 def ask(connection: socket.socket, access: Access) -> None:

@@ -83,9 +83,7 @@ def words(found: list[Verdict | Failure]) -> list[str]:
         ("words", "returned 'good'"),
     ],
 )
-def test_a_failure_is_said_in_words_and_costs_nobody_else_a_verdict(
-    judges: Build, response: str, failure: str
-) -> None:
+def test_a_failure_is_said_in_words_and_costs_nobody_else_a_verdict(judges: Build, response: str, failure: str) -> None:
     odd = judges(ODD, workers=1, timeout_s=1.0 if "longer" in failure else 60.0, memory_mb=200)
     found = odd.wait_for_verdicts("7", {}, ["7", response, "8", "7"])
     assert found[0] == found[3] == Verdict(1.0, True)
@@ -184,6 +182,15 @@ def test_an_import_that_fails_is_a_fault(
         Scorers(RewardConfig(function="bad_import:score"), 1.0 if "within" in problem else 120.0)
     assert caught.value.where == "reward.function"
     assert set(psutil.Process().children()) <= before
+
+
+def test_scorers_end_where_a_keeper_is_stopped(judges: Build) -> None:
+    scorers = judges(ODD)
+    workers = scorers.pids()
+    for pid in workers:
+        os.kill(psutil.Process(pid).ppid(), signal.SIGSTOP)
+    scorers.shutdown()
+    assert gone(workers)
 
 
 @pytest.mark.parametrize(("kills", "says"), [(2, None), (100, r"score ended its process \(killed by SIGKILL\) while")])
