@@ -137,6 +137,38 @@ def _replace_nccl() -> None:
         of_gloo = _over_gloo(getattr(dist, name))
         setattr(dist, name, of_gloo)
         setattr(dist.distributed_c10d, name, of_gloo)
+    dist.all_gather = _gathering_uneven_lists(dist.all_gather)
+    dist.reduce_scatter = _scattering_uneven_lists(dist.reduce_scatter)
+
+
+def _gathering_uneven_lists(all_gather: Any) -> Any:
+    """NCCL gathers tensors of different sizes by a broadcast of each (ProcessGroupNCCL::allgather); gloo refuses them."""
+
+    @functools.wraps(all_gather)
+    def gathered(parts: list[torch.Tensor], own: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+        if len({part.shape for part in parts}) == 1:
+            return all_gather(parts, own, group=group, async_op=async_op)
+        parts[dist.get_rank(group)].copy_(own)
+        for rank, part in enumerate(parts):
+            dist.broadcast(part, group_src=rank, group=group)
+
+    return gathered
+
+
+def _scattering_uneven_lists(reduce_scatter: Any) -> Any:
+    """NCCL reduces tensors of different sizes one by one (ProcessGroupNCCL::reduce_scatter); gloo refuses them."""
+
+    @functools.wraps(reduce_scatter)
+    def scattered(own: torch.Tensor, parts: list[torch.Tensor], *args: Any, group: Any = None, **kwargs: Any) -> Any:
+        if len({part.shape for part in parts}) == 1:
+            return reduce_scatter(own, parts, *args, group=group, **kwargs)
+        for rank, part in enumerate(parts):
+            total = part.clone()
+            dist.all_reduce(total, group=group)
+            if rank == dist.get_rank(group):
+                own.copy_(total)
+
+    return scattered
 
 
 def _over_gloo(make: Any) -> Any:
