@@ -142,7 +142,7 @@ def _replace_nccl() -> None:
 
 
 def _gathering_uneven_lists(all_gather: Any) -> Any:
-    """NCCL gathers tensors of different sizes by a broadcast of each (ProcessGroupNCCL::allgather); gloo refuses them."""
+    """NCCL gathers tensors of different sizes by broadcasts (ProcessGroupNCCL::allgather); gloo refuses them."""
 
     @functools.wraps(all_gather)
     def gathered(parts: list[torch.Tensor], own: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
@@ -151,6 +151,7 @@ def _gathering_uneven_lists(all_gather: Any) -> Any:
         parts[dist.get_rank(group)].copy_(own)
         for rank, part in enumerate(parts):
             dist.broadcast(part, group_src=rank, group=group)
+        return None
 
     return gathered
 
@@ -167,6 +168,7 @@ def _scattering_uneven_lists(reduce_scatter: Any) -> Any:
             dist.all_reduce(total, group=group)
             if rank == dist.get_rank(group):
                 own.copy_(total)
+        return None
 
     return scattered
 
