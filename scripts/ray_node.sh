@@ -118,7 +118,9 @@ if [[ $role == head ]]; then
 fi
 
 await_end "$ray"
+has_failed='' # the job may end this node as soon as it reads the reason
 if [[ -z $is_ended ]]; then
+    has_failed=1
     reason="Ray ended (exit code $code), $(tail -n 1 "$folder/start.log")"
     note_failure "$reason"
     tail -n 3 "$folder/start.log"
@@ -128,7 +130,7 @@ if [[ -d $kept ]]; then
         [[ -L ${log%/logs} || ! -e $log ]] || cp -r "$log" "$kept" || true
     done
 fi
-if [[ -n $is_ended || -d $kept ]]; then
+if [[ -z $has_failed || -d $kept ]]; then
     # A worker that was half way up when Ray ended would make the folder again.
     for ((try = 0; try < 50; ++try)); do
         mapfile -t left < <(left_behind)
@@ -138,7 +140,7 @@ if [[ -n $is_ended || -d $kept ]]; then
     done
     rm -rf "$folder" || true
 fi
-if [[ -z $is_ended ]]; then
+if [[ -n $has_failed ]]; then
     where="in $folder there"
     [[ ! -d $kept ]] || where="in $kept"
     say "Ray ended on $address (exit code $code); what it wrote is $where"
