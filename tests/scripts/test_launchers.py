@@ -130,6 +130,6 @@ def test_every_variable_is_described() -> None:
     files = [*(ROOT / "scripts").glob("*.sh"), *(ROOT / "scripts" / "slurm").iterdir()]
     names = {name for file in files for name in re.findall(r"MEGARL_[A-Z_]+", file.read_text())}
     text = (ROOT / "docs" / "cluster.md").read_text()
-    # Of the set-up (MEGARL_VENV for the GPU check alone), and between the GPU check and its tests.
-    elsewhere = {"MEGARL_TORCH_INDEX", "MEGARL_VENV", "MEGARL_GPU_RESULTS", "MEGARL_SIMULATED_VENV"}
+    # Of the set-up (MEGARL_VENV for the GPU check alone), between the GPU check and its tests, and inside enroot's.
+    elsewhere = {"MEGARL_TORCH_INDEX", "MEGARL_VENV", "MEGARL_GPU_RESULTS", "MEGARL_SIMULATED_VENV", "MEGARL_DIRECTORY"}
     assert {name for name in names if f"`{name}`" not in text} == elsewhere
