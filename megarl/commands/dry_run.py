@@ -53,29 +53,29 @@ def dry_run(recipe: Recipe, say: Callable[[str], None]) -> None:
 def argument_faults(roles: Roles, device: str, absent: Container[str]) -> list[UserFault]:
     """Faults that Megatron's and SGLang's own classes find in the arguments that they would get.
 
-    SGLang's are not checked where the engines' layout is wrong or the algorithm unknown, and none where the model's
-    shape cannot be read: other checks report these.
+    They are asked about a run on this machine only where the recipe gives them something to judge (`_asks_megatron`,
+    `_asks_sglang`). SGLang's are not asked where the engines' layout is wrong or the algorithm unknown, and neither is
+    where the model's shape cannot be read: other checks report these.
     """
     shape, faults = roles.policy.model.known_shape, []
     if shape is None:
         return []
     recipe = roles.recipe
-    if _is_for_megatron(recipe, device):
+    if _asks_megatron(recipe, device):
         faults += _megatron_faults(roles, device, absent)
     has_engines = recipe.algorithm.name in ALGORITHMS and not roles.engines.faults(shape, recipe.placement.gpus)
-    if has_engines and _is_for_sglang(recipe, device):
+    if has_engines and _asks_sglang(recipe, device):
         faults += _sglang_faults(recipe, device)
     return faults
 
 
-def _is_for_megatron(recipe: Recipe, device: str) -> bool:
-    """Whether Megatron's classes could refuse anything: importing them takes seconds."""
-    train = recipe.train
-    return device != DEVICE or bool(train.megatron or train.ddp or train.optimizer)
+def _asks_megatron(recipe: Recipe, device: str) -> bool:
+    """Whether Megatron's classes are asked, whose import takes seconds: they get options, or the run is elsewhere."""
+    return device != DEVICE or recipe.train.passes_options
 
 
-def _is_for_sglang(recipe: Recipe, device: str) -> bool:
-    """Whether SGLang's class could refuse anything: importing it takes seconds."""
+def _asks_sglang(recipe: Recipe, device: str) -> bool:
+    """Whether SGLang's class is asked, whose import takes seconds: it gets more than sizes, or the run is elsewhere."""
     engine = recipe.rollout.engine
     sizes_alone = EngineConfig(count=engine.count, tp=engine.tp, ep=engine.ep)
     asks_more = recipe.rollout.seeded or recipe.train.replay != "off" or recipe.lora is not None
@@ -85,10 +85,11 @@ def _is_for_sglang(recipe: Recipe, device: str) -> bool:
 def _megatron_faults(roles: Roles, device: str, absent: Container[str]) -> list[UserFault]:
     from megarl.parallel.refusals import megatron_faults
 
-    checked = [
-        role for role in roles.models.values() if f"{role.name}.path" not in absent or role.name != "reward_model"
-    ]
-    return [fault for role in checked for fault in megatron_faults(role, device)]
+    faults = []
+    for role in roles.models.values():
+        if role.name != "reward_model" or "reward_model.path" not in absent:
+            faults += megatron_faults(role, device)
+    return faults
 
 
 def _sglang_faults(recipe: Recipe, device: str) -> list[UserFault]:
@@ -193,6 +194,10 @@ def _sample(layout: TrainLayout, engines: EngineLayout, members: int) -> list[in
 def _not_checked(recipe: Recipe, device: str, absent: dict[str, str]) -> Iterator[str]:
     for key, what in absent.items():
         yield f"not checked here: {key}: {what}"
+    if not _asks_megatron(recipe, device):
+        yield "not checked here: Megatron's own classes, which get no options from this recipe"
+    if not _asks_sglang(recipe, device):
+        yield "not checked here: SGLang's own class, which gets nothing but sizes from this recipe"
     if recipe.episode and device != DEVICE:
         key = "environment" if recipe.episode.environment else "tools"
         yield f"not checked here: episode.{key}: what is prepared before the first episode, as an index or a sandbox"

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from megarl.config import Recipe
 from megarl.config.fields import Branch
-from megarl.config.yaml_text import Keys, Parsed, parse, read_file
+from megarl.config.yaml_text import Keys, Parsed, dotted, parse, read_file
 from megarl.spelling import did_you_mean, near
 from megarl.types import UserFault, UserFaults
 
@@ -81,8 +81,8 @@ def load_branch(kind: type[Loaded], path: str | Path, overrides: Sequence[str] =
 def _apply(override: str, kind: type[Branch], tree: dict[str, Any], found: Parsed) -> None:
     """Write one `a.b=c` into the tree."""
     where = f"override {override if len(override) <= _LONGEST_SHOWN else override[:_LONGEST_SHOWN] + '...'}"
-    dotted, equals, text = override.partition("=")
-    keys = tuple(dotted.split("."))
+    name, equals, text = override.partition("=")
+    keys = tuple(name.split("."))
     if not equals or not all(keys) or len(keys) > _MOST_KEYS:
         found.faults.append(UserFault(where, "not of the form a.b=c", "write for example train.lr=1e-4"))
         return
@@ -95,9 +95,9 @@ def _apply(override: str, kind: type[Branch], tree: dict[str, Any], found: Parse
     for depth, key in enumerate(keys[:-1]):
         if not isinstance(branch.get(key), dict):
             branch[key] = {}
-            found.origins[".".join(keys[: depth + 1])] = where
+            found.origins[dotted(keys[: depth + 1])] = where
         branch = branch[key]
-    found.origins[dotted] = where
+    found.origins[name] = where
     if parsed.value is None and _is_named(keys, kind):
         _take_out(keys, branch, kind, found)
     else:
@@ -154,7 +154,7 @@ def _is_named(keys: Keys, kind: type[Branch]) -> bool:
 
 def _take_out(keys: Keys, branch: dict[Any, Any], kind: type[Branch], found: Parsed) -> None:
     """Remove the entry, or all entries, of a named mapping; a name that is not there is a fault."""
-    key, path = keys[-1], ".".join(map(str, keys))
+    key, path = keys[-1], dotted(keys)
     if get_origin(_annotation(keys, kind)) is Mapping:
         branch[key] = {}
     elif key in branch:
@@ -173,7 +173,7 @@ def _explain(error: ValidationError, found: Parsed, file: str, root: type[Branch
     misspelt: set[str] = set()
     for item in error.errors(include_url=False):
         keys = tuple(part for part in item["loc"] if part != "[key]")
-        path = ".".join(map(str, keys))
+        path = dotted(keys)
         where = _where(path, origins, file)
         if path in found.keys_at_fault:
             continue
@@ -243,7 +243,7 @@ def _is_free(keys: Keys, root: type[Branch]) -> bool:
 def _leaves(root: type[Branch], section: Keys = ()) -> Iterator[str]:
     for name, branch in _fields(section, root).items():
         keys = (*section, name)
-        yield ".".join(map(str, keys))
+        yield dotted(keys)
         if branch:
             yield from _leaves(root, keys)
 
@@ -261,5 +261,5 @@ def _nearest(keys: Keys, tree: Mapping[str, Any], in_override: bool, root: type[
     if meant:
         unwritten = [known for known in meant if known not in written]
         names = meant if in_override else unwritten or meant
-        return [".".join(map(str, (*section, known))) for known in names][:3]
+        return [dotted((*section, known)) for known in names][:3]
     return [known for known in _leaves(root) if known.rpartition(".")[2] == name][:3]

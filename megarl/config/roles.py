@@ -60,6 +60,11 @@ class TrainConfig(Branch):
     ddp: dict[str, Any] = Field(default_factory=dict)
     optimizer: dict[str, Any] = Field(default_factory=dict)
 
+    @property
+    def passes_options(self) -> bool:
+        """Whether Megatron gets options of its own."""
+        return bool(self.megatron or self.ddp or self.optimizer)
+
 
 class LoraConfig(Branch):
     """Low-rank adapters (LoRA, arXiv 2106.09685) in place of the policy's weights, which stay frozen.

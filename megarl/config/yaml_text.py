@@ -65,6 +65,11 @@ _RESOLVER = _Loader("")  # of single words
 Keys = tuple[Any, ...]  # those that lead to a value, the outermost first: text, and numbers in lists
 
 
+def dotted(keys: Keys) -> str:
+    """The keys as a recipe's messages name them: a.b.c."""
+    return ".".join(map(str, keys))
+
+
 @dataclass
 class Parsed:
     """A YAML text's value; dotted key -> where it is written; the faults of single values, and whose they are."""
@@ -159,7 +164,7 @@ def _walk(
         fault = _scalar_fault(node, place, is_free(keys))
         if fault:
             found.faults.append(fault)
-            found.keys_at_fault.add(".".join(keys))
+            found.keys_at_fault.add(dotted(keys))
     elif node.tag not in _COLLECTIONS:
         raise _tag_fault(node, place)
     elif isinstance(node, yaml.SequenceNode):
@@ -172,7 +177,7 @@ def _walk(
             if not isinstance(key, yaml.ScalarNode) or not key.value.isprintable():
                 raise UserFaults([UserFault(line, "a key is not printable text on one line", "write a recipe's key")])
             inner = (*keys, key.value)
-            name = ".".join(inner)
+            name = dotted(inner)
             if name in seen:
                 found.faults.append(UserFault(line, f"{name} is written twice", "keep one of the two"))
             seen.add(name)

@@ -193,8 +193,7 @@ def _sglang(case: _Case) -> Faults:
 
 def _megatron(case: _Case) -> Faults:
     """Faults of Megatron's own options, checked where the recipe sets any: importing Megatron takes seconds."""
-    train = case.recipe.train
-    if not (train.megatron or train.ddp or train.optimizer):
+    if not case.recipe.train.passes_options:
         return []
     from megarl.parallel.refusals import megatron_faults
 

@@ -37,7 +37,7 @@ def test_the_quickstart_learns(launch: Callable):
     records = command.records()
     accuracy = [record["eval/accuracy"] for record in records if "eval/accuracy" in record]
     assert accuracy[0] <= 0.05, "an untrained model answers by chance"
-    assert accuracy[1] <= 0.85, "most is left to the reward"
+    assert accuracy[1] <= 0.9, "most is left to the reward"
     assert accuracy[-1] >= max(0.7, accuracy[1] + 0.05)
     assert command.leftovers() == []
 

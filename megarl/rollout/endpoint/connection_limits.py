@@ -9,7 +9,8 @@ from typing import Generic, TypeVar
 MOST_AUTHENTICATED = 2048  # connections of a listener that have shown the key of an open episode
 MOST_UNAUTHENTICATED = 512  # the others of a listener, while it has the most authenticated ones
 _LISTENERS = 2
-# The event loop sees a connection's key three turns after it has taken it, in each of which others come: twice that.
+# The event loop sees a connection's key three turns after it has taken it, and takes others in each. More than three,
+# because aiohttp may need a turn more.
 _TURNS_TO_BE_HEARD = 8
 
 Connection = TypeVar("Connection")
