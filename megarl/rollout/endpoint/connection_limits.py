@@ -10,7 +10,7 @@ MOST_AUTHENTICATED = 2048  # connections of a listener that have shown the key o
 MOST_UNAUTHENTICATED = 512  # the others of a listener, while it has the most authenticated ones
 _LISTENERS = 2
 # The event loop sees a connection's key three turns after it has taken it, and takes others in each. More than three,
-# because aiohttp may need a turn more.
+# as a margin.
 _TURNS_TO_BE_HEARD = 8
 
 Connection = TypeVar("Connection")
