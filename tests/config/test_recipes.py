@@ -128,12 +128,20 @@ def test_it_dry_runs(name: str, over: tuple[str, ...], request: pytest.FixtureRe
     assert ("fp8 tiles of 128 x 128" in weights) == ("deepseek" in name or "kimi" in name)
     assert any(line.startswith("critic: ") for line in lines) == (recipe.algorithm.name == "vapo")
     unchecked = {line.split(": ")[1] for line in lines if line.startswith("not checked here: ")}
-    expected = {"model.path", *recipe.data.files, "SGLang's choices of kernels and memory, which ask"}
-    cores = {"memory and time, and cores for tools", "episode.tools"}
-    expected |= cores if recipe.episode else {"memory and time"}
     assert sum("up to 122,880 s of cores" in line for line in lines) == name.startswith("retool")
-    assert {key.split(" the GPU")[0] for key in unchecked} == (expected if name in CLUSTER else set())
+    assert {key.split(" the GPU")[0] for key in unchecked} == _unchecked(name, recipe)
     assert list(tmp_path.iterdir()) == [], "nothing is written"
+
+
+def _unchecked(name: str, recipe: Recipe) -> set[str]:
+    """What a dry run of a shipped recipe says it did not check on a machine without GPUs, weights and data."""
+    if name not in CLUSTER:  # it runs on this machine, and passes Megatron and SGLang nothing of its own
+        return {
+            "Megatron's own classes, which get no options from this recipe",
+            "SGLang's own class, which gets nothing but sizes from this recipe",
+        }
+    memory = {"memory and time, and cores for tools", "episode.tools"} if recipe.episode else {"memory and time"}
+    return {"model.path", *recipe.data.files, "SGLang's choices of kernels and memory, which ask", *memory}
 
 
 @pytest.mark.parametrize("name", [name for name in CLUSTER if "qwen2_5" not in name])
