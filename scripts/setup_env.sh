@@ -150,6 +150,13 @@ compile_transformer_engine() {
         pip_install --no-build-isolation "$(grep -o '^transformer-engine-torch==[^ ]*' "$lock")"
 }
 
+# pip compiles on one core only. Without bytecode each process of a run would compile what it imports, seconds of its start:
+# for ever where PYTHONDONTWRITEBYTECODE is set, as in many images. Files for other Pythons do not compile, and none needs them.
+compile_bytecode() {
+    say "compiling the packages to bytecode"
+    "$VENV/bin/python" -m compileall -q -j 0 "$VENV/lib" megarl >/dev/null || true
+}
+
 install_environment() {
     local pin
     pin=$(grep -o '^torch==[^ ]*' "$lock")
@@ -168,6 +175,7 @@ install_environment() {
     fi
     say "installing megarl from $ROOT"
     pip_install --no-build-isolation -e .
+    compile_bytecode
     wanted_stamp >"$STAMP"
 }
 

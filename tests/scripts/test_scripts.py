@@ -221,6 +221,7 @@ def test_set_up_installs_the_lock_once_and_then_reuses_it(sandbox: Sandbox, tmp_
         f"{PIP} {FROM_CPU_INDEX} --index-url {CPU_INDEX} {TORCH}+cpu",
         f"{PIP} -r requirements/cpu.txt",
         f"{PIP} --no-build-isolation -e .",
+        "REPO/.venv/bin/python -m compileall -q -j 0 REPO/.venv/lib megarl",
     ]
     second = sandbox.set_up(Path("/"))
     assert second.stdout.splitlines() == [f"megarl: using {sandbox.repo}/.venv", f"at {sandbox.repo} clean"]
