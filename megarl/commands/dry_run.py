@@ -23,8 +23,8 @@ from megarl.preflight.models import stand_ins
 from megarl.resharding.plan import plan_streams
 from megarl.resharding.shards import LayoutError, Part
 from megarl.resharding.traffic import count_traffic
+from megarl.rollout.engine_settings import engine_settings
 from megarl.rollout.sglang.arguments import Endpoint, NodeSpan, server_arguments, sglang_faults
-from megarl.rollout.worker import engine_settings
 from megarl.types import UserFault, UserFaults
 
 _LOADER = "megarl.rollout.sglang.scheduler:load"  # any name: it is looked up where the weights arrive

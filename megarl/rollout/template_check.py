@@ -19,7 +19,7 @@ from typing import Any
 from megarl.rollout.sandbox.inside_launcher import limit
 from megarl.types import UserFault
 
-_MOST_ROWS = 2048
+_MOST_ROWS = 512
 _MOST_CHARACTERS = 1_000_000  # of a rendered text, plus 100 for each character of its messages
 _MORE_BYTES = 1024**3  # that rendering may allocate
 _MEND = "correct the checkpoint's chat template (chat_template.jinja, or in tokenizer_config.json)"

@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megarl.config import Recipe, RewardConfig
-from megarl.config.hardware import communicator_bytes
-from megarl.parallel.hf_config import model_shape
-from megarl.parallel.quantisation import QUANTISATION_KEYS
-from megarl.parallel.roles import engine_layout, lora_size
 from megarl.rollout import accounting
 from megarl.rollout.conversations.episode import EpisodeRunner
 from megarl.rollout.dealing import Capacity, CompletedSample
+from megarl.rollout.engine_settings import engine_settings
 from megarl.rollout.environments.results import TOOL_FAULTS
 from megarl.rollout.episodes import AgentRuntime, EnvironmentRuntime, Runner, episode_runtime
 from megarl.rollout.rewards import MEND, WHERE, Failure, Verdict, describe_failure
-from megarl.rollout.sglang.adapters import AdapterSlot
-from megarl.rollout.sglang.arguments import EngineSettings, NodeSpan, Sampling
-from megarl.rollout.sglang.deterministic import generator_seed
+from megarl.rollout.sglang.arguments import NodeSpan, Sampling
 from megarl.rollout.sglang.engine import Engine, Schedulers
-from megarl.rollout.sglang.sizes import most_sequences
 from megarl.rollout.stock import PartialGroup, PartialSummary
 from megarl.rollout.verdicts.scorers import Scorers
 from megarl.types import GroupSummary, Prompt, Sample, SampleGroup, UserFault
@@ -37,7 +29,6 @@ __all__ = [
     "Generated",
     "RolloutWorker",
     "Sampling",
-    "engine_settings",
     "scored",
     "summary",
 ]
@@ -54,55 +45,6 @@ class Generated:
     samples: Sequence[Sample]
     verdicts: Sequence[Verdict | Failure | None]
     refused_fields: Mapping[str, int] = field(default_factory=dict)
-
-
-def engine_settings(recipe: Recipe, index: int, span: NodeSpan | None = None) -> EngineSettings:
-    """The settings of engine `index` of a run: its slots, its concurrency and its seed.
-
-    span: the engine's node that this process runs on, where the engine spans several.
-    """
-    rollout, engine, layout = recipe.rollout, recipe.rollout.engine, engine_layout(recipe)
-    config = _config(recipe.model.path)
-    return EngineSettings(
-        model_path=recipe.model.path,
-        tp=engine.tp,
-        ep=engine.ep,
-        dtype=recipe.model.dtype,
-        seed=generator_seed(recipe.run.seed, index),
-        context_tokens=recipe.data.max_prompt_tokens + recipe.longest_response,
-        concurrency=most_sequences(recipe),
-        first_gpu=recipe.placement.gpu_of(recipe.placement.first_engine_gpu + index * engine.tp),
-        load_weights=False,
-        sglang=engine.sglang,
-        dp=engine.dp,
-        fp8=engine.fp8,
-        quantised=any(key in config for key in QUANTISATION_KEYS),
-        seeded=rollout.seeded,
-        routed_experts=recipe.train.replay == "r3",
-        span=span,
-        timeout_s=recipe.run.timeout_s,
-        model_context=config.get("max_position_embeddings"),
-        reserve_bytes=communicator_bytes(recipe.placement.hardware),
-        whole_dense=layout.whole_dense,
-        whole_shared=layout.whole_shared,
-        group_head=layout.group_head,
-        deepep=layout.deepep,
-        draft=layout.draft,
-        adapter=_adapter(recipe),
-    )
-
-
-def _adapter(recipe: Recipe) -> AdapterSlot | None:
-    if recipe.lora is None:
-        return None
-    shape = model_shape(recipe.model.path)
-    return AdapterSlot.of(shape, lora_size(recipe, shape))
-
-
-def _config(model_path: str) -> dict[str, Any]:
-    """The model's config.json; empty where there is none."""
-    file = Path(model_path) / "config.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 class RolloutWorker:

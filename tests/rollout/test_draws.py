@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megarl.rollout.engine_settings import engine_settings
 from megarl.rollout.sglang.deterministic import generator_seed
 from megarl.rollout.sglang.engine import Engine, Sampling
-from megarl.rollout.worker import engine_settings
 from tests.rollout.conftest import Reference
 from tests.rollout.draws import LEAST_P, MOST_DEVIATIONS, check_draws, chi_square_p, deviations
 from tests.rollout.sglang.test_engine import TOLERANCE, sample_all, worst_gap

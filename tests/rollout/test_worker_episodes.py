@@ -15,11 +15,12 @@ from megarl.config.episode import EpisodeConfig
 from megarl.rollout import accounting
 from megarl.rollout.conversations.episode import EpisodeRunner
 from megarl.rollout.conversations.splice import Splice
+from megarl.rollout.engine_settings import engine_settings
 from megarl.rollout.environments.thread import EnvironmentThread
 from megarl.rollout.environments.workers import EnvironmentSettings
 from megarl.rollout.rewards import Failure, Verdict
 from megarl.rollout.stock import PartialGroup, PartialSummary
-from megarl.rollout.worker import RolloutWorker, Sampling, engine_settings, scored
+from megarl.rollout.worker import RolloutWorker, Sampling, scored
 from megarl.types import EpisodeFacts, GroupSummary, Prompt, Sample, SampleGroup, SamplePart, UserFault
 from scripts.make_tiny_moe import make_tokenizer
 from tests.rollout.conversations.test_open_episode import Model

@@ -1,0 +1,66 @@
+"""What a recipe says of an engine, as the settings that the engine starts with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megarl.config import Recipe
+from megarl.config.hardware import communicator_bytes
+from megarl.parallel.hf_config import model_shape
+from megarl.parallel.quantisation import QUANTISATION_KEYS
+from megarl.parallel.roles import engine_layout, lora_size
+from megarl.rollout.sglang.adapters import AdapterSlot
+from megarl.rollout.sglang.arguments import EngineSettings, NodeSpan
+from megarl.rollout.sglang.deterministic import generator_seed
+from megarl.rollout.sglang.sizes import most_sequences
+
+
+def engine_settings(recipe: Recipe, index: int, span: NodeSpan | None = None) -> EngineSettings:
+    """The settings of engine `index` of a run: its slots, its concurrency and its seed.
+
+    span: the engine's node that this process runs on, where the engine spans several.
+    """
+    rollout, engine, layout = recipe.rollout, recipe.rollout.engine, engine_layout(recipe)
+    config = _config(recipe.model.path)
+    return EngineSettings(
+        model_path=recipe.model.path,
+        tp=engine.tp,
+        ep=engine.ep,
+        dtype=recipe.model.dtype,
+        seed=generator_seed(recipe.run.seed, index),
+        context_tokens=recipe.data.max_prompt_tokens + recipe.longest_response,
+        concurrency=most_sequences(recipe),
+        first_gpu=recipe.placement.gpu_of(recipe.placement.first_engine_gpu + index * engine.tp),
+        load_weights=False,
+        sglang=engine.sglang,
+        dp=engine.dp,
+        fp8=engine.fp8,
+        quantised=any(key in config for key in QUANTISATION_KEYS),
+        seeded=rollout.seeded,
+        routed_experts=recipe.train.replay == "r3",
+        span=span,
+        timeout_s=recipe.run.timeout_s,
+        model_context=config.get("max_position_embeddings"),
+        reserve_bytes=communicator_bytes(recipe.placement.hardware),
+        whole_dense=layout.whole_dense,
+        whole_shared=layout.whole_shared,
+        group_head=layout.group_head,
+        deepep=layout.deepep,
+        draft=layout.draft,
+        adapter=_adapter(recipe),
+    )
+
+
+def _adapter(recipe: Recipe) -> AdapterSlot | None:
+    if recipe.lora is None:
+        return None
+    shape = model_shape(recipe.model.path)
+    return AdapterSlot.of(shape, lora_size(recipe, shape))
+
+
+def _config(model_path: str) -> dict[str, Any]:
+    """The model's config.json; empty where there is none."""
+    file = Path(model_path) / "config.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
