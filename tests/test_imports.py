@@ -143,7 +143,7 @@ def test_no_two_classes_share_a_name() -> None:
 @pytest.mark.parametrize("path", SOURCES, ids=module_name)
 def test_files_functions_and_nesting_stay_small(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    assert text.count("\n") <= 350, f"{path.name} has {text.count(chr(10))} lines"
+    assert text.count("\n") <= 500, f"{path.name} has {text.count(chr(10))} lines"
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
