@@ -3,7 +3,7 @@
     python scripts/record_runs.py OUT            # metrics, samples, the weights' digests and all plans, one file each
     python scripts/record_runs.py OUT --against EARLIER      # exit code 1 where something differs, a line for each
 
-On CPU, with the quickstart's model and data; about ten minutes. Figures depend on the CPU: record both on one machine.
+On CPU, with the quickstarts' models and data; about ten minutes. Figures depend on the CPU: record both on one machine.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ SMALL = [
     "rollout.engine.tp=1", "rollout.prompts_per_step=8", "rollout.samples_per_prompt=4", "evaluation.max_prompts=8",
     "train.updates_per_step=2", "warm_start.steps=2", "warm_start.sequences_per_step=16", "reward.function=odd:score",
 ]  # fmt: skip
+ADAPTERS = ["lora.rank=4", "lora.experts=0", "lora.sync=adapters", "lora.targets=[q_proj, k_proj, v_proj, o_proj]"]
 RUNS = {  # name -> the lives of a run: overrides of each, a later one with --resume
     "grpo": [["rollout.seeded=true", "run.trackers=[]", "warm_start.steps=30", "run.steps=10", "checkpoint.every=10"]],
     "vapo": [[*SMALL, "algorithm.name=vapo", "algorithm.critic_warmup_steps=1", "run.steps=4", "checkpoint.every=4"]],
@@ -35,6 +36,9 @@ RUNS = {  # name -> the lives of a run: overrides of each, a later one with --re
     "dapo": [[*SMALL, "algorithm.name=dapo", "algorithm.dynamic_sampling=true", "run.steps=4", "checkpoint.every=4"]],
     "remax": [[*SMALL, "algorithm.name=remax", "run.steps=2", "checkpoint.every=2"]],
     "resumed": [[*SMALL, f"run.steps={steps}", "checkpoint.every=2"] for steps in (2, 4)],
+    "tools": [[*SMALL, "warm_start.steps=20", "run.steps=3", "checkpoint.every=3"]],
+    "adapters": [[*SMALL, *ADAPTERS, "run.steps=3", "checkpoint.every=3"]],
+    "from_samples": [[*SMALL, "warm_start.steps=0", "run.steps=2"]],
 }  # fmt: skip
 REWARD = "def score(response, answer, row):\n    return sum(map(ord, response)) % 7 / 6\n"
 
@@ -49,24 +53,40 @@ def megarl(folder: Path, *arguments: str) -> str:
 
 
 def prepare(folder: Path) -> None:
-    for script, target in (("make_tiny_moe.py", "models/tiny-qwen3-moe"), ("make_arithmetic.py", "data")):
-        command = [sys.executable, str(ROOT / "scripts" / script), "--out", str(folder / target)]
-        subprocess.run(command, check=True, capture_output=True)
+    for options, model, data in (([], "tiny-qwen3-moe", "data"), (["--tools"], "tiny-qwen3-moe-tools", "data/tools")):
+        for script, target in (("make_tiny_moe.py", f"models/{model}"), ("make_arithmetic.py", data)):
+            command = [sys.executable, str(ROOT / "scripts" / script), *options, "--out", str(folder / target)]
+            subprocess.run(command, check=True, capture_output=True)
     (folder / "odd.py").write_text(REWARD)
 
 
 def run(folder: Path, name: str) -> dict[str, Any]:
     """The records and samples of a run, and its last weights' digests by file."""
-    recipe = str(ROOT / "recipes" / "quickstart.yaml")
+    recipe = str(ROOT / "recipes" / ("quickstart_tools.yaml" if name == "tools" else "quickstart.yaml"))
+    runs = folder / "runs" / name
     for overrides in RUNS[name]:
-        megarl(folder, "train", recipe, *overrides, f"run.name={name}", "--resume")
-    runs, weights = folder / "runs" / name, folder / f"{name}-weights"
+        if name == "from_samples":
+            file = str(folder / "samples.parquet")
+            megarl(folder, "rollout", recipe, *overrides, f"run.name={name}-rollout", "--out", file)
+            megarl(folder, "train", recipe, *overrides, f"run.name={name}", "--from-samples", file)
+        else:
+            megarl(folder, "train", recipe, *overrides, f"run.name={name}", "--resume")
+    return {
+        "metrics": [_computed(json.loads(line)) for line in (runs / "metrics.jsonl").read_text().splitlines()],
+        "samples": [json.loads(line) for line in (runs / "samples.jsonl").read_text().splitlines()],
+        "weights": {} if name == "from_samples" else _weights(folder, runs),
+    }
+
+
+def _computed(record: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if not MEASURED.search(key)}
+
+
+def _weights(folder: Path, runs: Path) -> dict[str, str]:
+    """The digests of a run's last weights by file; training on a file of samples writes none."""
+    weights = folder / f"{runs.name}-weights"
     megarl(folder, "convert", str(runs), str(weights))
-    records = [json.loads(line) for line in (runs / "metrics.jsonl").read_text().splitlines()]
-    kept = [{key: value for key, value in one.items() if not MEASURED.search(key)} for one in records]
-    digests = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in weights.glob("*.safetensors")}
-    samples = [json.loads(line) for line in (runs / "samples.jsonl").read_text().splitlines()]
-    return {"metrics": kept, "samples": samples, "weights": digests}
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in weights.glob("*.safetensors")}
 
 
 def plans() -> dict[str, Any]:
