@@ -14,6 +14,7 @@ from typing import IO, Any
 
 from megarl.types import FolderGone, UserFault
 
+PARTIAL = ".partial-"  # in the hidden name of a folder that is not complete yet
 _FULL = {errno.ENOSPC: "no space left", errno.EDQUOT: "the disk quota is used up"}
 _GONE = (errno.ENOENT, errno.ESTALE)
 _OTHERS = (errno.EACCES, errno.EFBIG, errno.EIO, errno.EISDIR, errno.ENOTDIR, errno.EPERM, errno.EROFS)
@@ -121,3 +122,9 @@ def _system_error(error: BaseException | None) -> OSError | None:
         seen.add(id(error))
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return None
+
+
+def visible_folder(folder: Path) -> Path:
+    """The nearest folder that is not part of a hidden checkpoint folder: `checkpoints`, or the folder itself."""
+    hidden = [path for path in (folder, *folder.parents) if PARTIAL in path.name]
+    return hidden[0].parent if hidden else folder

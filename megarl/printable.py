@@ -1,4 +1,4 @@
-"""Untrusted text for a terminal or a log: control characters and invisible characters are escaped.
+"""Values, errors and untrusted text for a terminal or a log: short, and control and invisible characters escaped.
 
 Model outputs, data, chat templates, exceptions and file names may hold escape sequences, which a terminal carries out,
 and characters that reorder or hide the text around them (Unicode Technical Report 36). Everything that megarl
@@ -17,6 +17,7 @@ from typing import IO, Any
 _KEPT = "\n\t"
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})  # Unicode's general categories
 _BEYOND_ASCII = re.compile(r"[^\x20-\x7e]")
+_LONGEST_WORDS = 300
 
 
 def is_hidden(character: str) -> bool:
@@ -64,3 +65,25 @@ def _escaped(character: str, kept: str) -> str:
     if character in kept or not is_hidden(character):
         return character
     return character.encode("unicode_escape").decode("ascii")
+
+
+def short(value: object, longest: int = 80) -> str:
+    """A value as Python writes it, cut to `longest` characters."""
+    text = repr(value[: 2 * longest] if isinstance(value, str) else value)
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
+
+
+def describe_error(error: BaseException) -> str:
+    """An exception as one line."""
+    try:
+        words = " ".join(f"{type(error).__name__}: {error}".split())
+    except BaseException:  # its __str__ raises, perhaps KeyboardInterrupt, which would end a worker process
+        words = type(error).__name__
+    return words if len(words) <= _LONGEST_WORDS else f"{words[: _LONGEST_WORDS - 3]}..."
+
+
+def plain_value(value: Any) -> Any:
+    """A value that JSON has no type for: arrays become lists; bytes, dates and all others become text."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return value.decode(errors="backslashreplace") if isinstance(value, bytes) else str(value)

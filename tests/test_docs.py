@@ -35,11 +35,11 @@ from megarl.rollout.environments.loading import load_environment, load_tools
 from megarl.rollout.environments.pool import EnvironmentPool
 from megarl.rollout.environments.results import CallError, CallResult
 from megarl.rollout.environments.thread import environment_settings
-from megarl.rollout.rewards import Verdict
 from megarl.rollout.verdicts.scorers import Scorers
 from megarl.tracking.metrics import train_metrics
 from megarl.types import EpisodeEnd, EpisodeFacts, Hyperparameters, Transcript, TranscriptCall, episode_dict
 from megarl.types.episodes import DropReason
+from megarl.types.verdicts import Verdict
 from scripts.draw_architecture import own_modules
 from tests.rollout.conversations.chatml_families import HERMES
 from tests.rollout.conversations.families import stop_ids, tokenizer_of
@@ -85,6 +85,8 @@ def is_there(name: str) -> bool:
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             defined |= {target.id for target in targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.ImportFrom):  # `import x as x` hands a name on
+            defined |= {alias.asname for alias in node.names if alias.asname == alias.name}
     return attribute in defined
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megarl.checkpoints.snapshots import Digest, digests, visible_folder
-from megarl.disk import writing
+from megarl.checkpoints.snapshots import Digest, digests
+from megarl.disk import visible_folder, writing
 from megarl.parallel.rank_model import RankModel
 
 

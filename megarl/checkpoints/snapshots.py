@@ -20,9 +20,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.disk import PARTIAL
+
 MANIFEST, RUN = "manifest.json", "run.json"
 _NAME = re.compile(r"step-([0-9]{6,})")
-_PARTIAL = ".partial-"
 _FORMAT = 1
 
 
@@ -73,7 +74,7 @@ class Snapshots:
         for left in self._partials():
             self._say(f"checkpoint {left} was never completed and is removed")
             _remove(left)
-        partial = self.folder / f".{_name(step)}{_PARTIAL}{secrets.token_hex(4)}"
+        partial = self.folder / f".{_name(step)}{PARTIAL}{secrets.token_hex(4)}"
         partial.mkdir()
         return partial
 
@@ -86,7 +87,7 @@ class Snapshots:
         (partial / RUN).write_text(json.dumps(run), encoding="utf-8")
         names = [name for name in _files(partial) if name not in known]
         found = {**known, **digests(partial, names)}
-        final = self.folder / partial.name[1:].partition(_PARTIAL)[0]
+        final = self.folder / partial.name[1:].partition(PARTIAL)[0]
         named = {name: asdict(found[name]) for name in sorted(found)}
         manifest = {"format": _FORMAT, "step": _named_step(final), "files": named}
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
@@ -94,7 +95,7 @@ class Snapshots:
         for path in files | {file.parent for file in files}:
             _sync(path)
         if os.path.lexists(final):  # keep it under a hidden name until the new one is in its place
-            final.rename(self.folder / f".{final.name}{_PARTIAL}{secrets.token_hex(4)}")
+            final.rename(self.folder / f".{final.name}{PARTIAL}{secrets.token_hex(4)}")
         partial.rename(final)
         _sync(self.folder)
         for left in self._partials():
@@ -133,13 +134,7 @@ class Snapshots:
         return sorted(named, key=lambda pair: (pair[0], pair[1].name == _name(pair[0])), reverse=True)
 
     def _partials(self) -> list[Path]:
-        return [path for path in self.folder.iterdir() if path.name.startswith(".step-") and _PARTIAL in path.name]
-
-
-def visible_folder(folder: Path) -> Path:
-    """The nearest folder that is not part of a hidden checkpoint folder: `checkpoints`, or the folder itself."""
-    hidden = [path for path in (folder, *folder.parents) if _PARTIAL in path.name]
-    return hidden[0].parent if hidden else folder
+        return [path for path in self.folder.iterdir() if path.name.startswith(".step-") and PARTIAL in path.name]
 
 
 def _name(step: int) -> str:

@@ -14,16 +14,17 @@ from megarl.commands.episode_player import PlayedEpisode, PlayedStep, difference
 from megarl.commands.episode_turns import ScriptedTurn, hostile_turns, made_up, read_turns, turns_of_file
 from megarl.config import Recipe
 from megarl.preflight import episodes, rewards
-from megarl.printable import one_line, show
+from megarl.printable import one_line, short, show
 from megarl.rollout.conversations.template import ChatTemplate
 from megarl.rollout.data_files import BadRow, RowFaults, answer_of, column, no_rows_fault, read_rows
 from megarl.rollout.environments.loading import ENVIRONMENT, TOOLS
 from megarl.rollout.environments.results import CallResult
 from megarl.rollout.environments.thread import EnvironmentThread, environment_settings
 from megarl.rollout.prompts import load_tokenizer
-from megarl.rollout.rewards import MEND, WHERE, Failure, describe_failure, short
+from megarl.rollout.rewards import WHERE, describe_failure
 from megarl.rollout.verdicts.scorers import Scorers
 from megarl.types import UserFault, UserFaults
+from megarl.types.verdicts import MEND, Failure
 
 _MENDS = {  # of the errors of a call that are not the model's
     "timeout": "make it faster or end it yourself, or raise episode.call_timeout_s",

@@ -15,8 +15,8 @@ from megarl.rollout.conversations.transcript import TranscriptWriter
 from megarl.rollout.environments.pool import EnvironmentFailure
 from megarl.rollout.environments.results import CallResult
 from megarl.rollout.environments.thread import EnvironmentThread
-from megarl.rollout.rewards import Verdict
 from megarl.types import EpisodeEnd, EpisodeFacts, episode_dict
+from megarl.types.verdicts import Verdict
 
 _numbers = count()
 

@@ -19,15 +19,15 @@ from megarl.commands.recorded_episodes import (
 )
 from megarl.config import Recipe
 from megarl.parallel.hf_config import model_shape
-from megarl.printable import show
+from megarl.printable import short, show
 from megarl.rollout.conversations.template import TemplateRefusal, num_shared
 from megarl.rollout.data_files import BadRow, column
 from megarl.rollout.episodes import EnvironmentRuntime
-from megarl.rollout.rewards import Verdict, short
 from megarl.rollout.sample_file import SampleFile, open_samples
-from megarl.rollout.sglang.arguments import Sampling
 from megarl.rollout.stock import PartialGroup
 from megarl.types import Prompt, Sample, SampleGroup, UserFault
+from megarl.types.sampling import Sampling
+from megarl.types.verdicts import Verdict
 
 _MEND = "name the recipe, the model and the tools that made the file, or sample it again with `megarl rollout --out`"
 _CHANGED = "draw all randomness from self.seed, or sample the file again with the current tools or environment"

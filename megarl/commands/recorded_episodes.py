@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megarl.printable import short
 from megarl.rollout.conversations.rows import EpisodeResult
 from megarl.rollout.conversations.splice import Splice
 from megarl.rollout.conversations.template import num_shared
-from megarl.rollout.rewards import Failure, Verdict, short
-from megarl.rollout.sglang.arguments import Sampling
 from megarl.types import Prompt, Sample, SamplePart
+from megarl.types.sampling import Sampling
+from megarl.types.verdicts import Failure, Verdict
 
 _SHARED_SHOWN = 16  # tokens before the first that differs
 _LONGEST = 160  # characters of a text

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megarl.config import RewardConfig
-from megarl.printable import one_line, show
+from megarl.printable import one_line, short, show
 from megarl.rollout.data_files import answered_rows
-from megarl.rollout.rewards import Failure, Verdict, short
 from megarl.rollout.sample_file import open_samples
 from megarl.rollout.verdicts.scorers import Scorers
 from megarl.types import UserFault
+from megarl.types.verdicts import Failure, Verdict
 
 _OWN, _OTHER, _EMPTY, _BOMBS = "its own answer", "another row's answer", "an empty response", "bombs"
 _BEFORE, _ANEW = "in the file", "anew"

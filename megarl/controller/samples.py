@@ -15,7 +15,6 @@ from megarl.algos import ALGORITHMS
 from megarl.cluster.actor import Ref
 from megarl.config import Recipe
 from megarl.fleet.rank_groups import GroupStock, RolloutBatch
-from megarl.rollout.rewards import MEND
 from megarl.rollout.stock import Entry, PartialSummary, StockSizes
 from megarl.rollout.worker import Sampling
 from megarl.training.batching import SampleRef
@@ -30,6 +29,7 @@ from megarl.types import (
     UserFault,
     num_stale,
 )
+from megarl.types.verdicts import MEND
 
 # (stock, how many prompts to draw, number of the round of drawing for this step) -> the stock with their tickets
 Admit = Callable[[GroupStock, int, int], GroupStock]

@@ -3,6 +3,6 @@
 from megarl.rollout.agents.chat import EpisodeOver
 from megarl.rollout.agents.interface import Chat
 from megarl.rollout.environments.interface import Environment, Observation
-from megarl.rollout.rewards import Verdict
+from megarl.types.verdicts import Verdict
 
 __all__ = ["Chat", "Environment", "EpisodeOver", "Observation", "Verdict"]

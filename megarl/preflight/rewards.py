@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from megarl.config import Recipe, RewardConfig
-from megarl.rollout.rewards import MEND, WHERE, Failure, describe_failure
+from megarl.rollout.rewards import WHERE, describe_failure
 from megarl.rollout.sandbox.http_service import url_faults
 from megarl.rollout.sandbox.sandbox import sandbox_faults
 from megarl.rollout.verdicts.process import RewardSpec
 from megarl.rollout.verdicts.scorers import DEFAULT, Scorers, reward_specs, source_of
 from megarl.types import EpisodeFacts, Prompt, TranscriptEntry, UserFault, episode_dict
+from megarl.types.verdicts import MEND, Failure
 
 _CODE = "megarl.rollout.rewards.code:score"
 # The argument that limits the time of a verdict, and its default.

@@ -10,8 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from megarl.printable import first_line
-from megarl.rollout.rewards import short
+from megarl.printable import first_line, short
 from megarl.types import UserFault, UserFaults
 
 DataRow = tuple[str, Mapping[str, Any]]  # (`file:line`, or `file row N` from 0 of a parquet file; the columns)

@@ -16,8 +16,8 @@ from megarl.rollout.conversations.rows import EpisodeResult, TurnSampler
 from megarl.rollout.endpoint.server import ChatEndpoint
 from megarl.rollout.environments.thread import EnvironmentThread, environment_settings
 from megarl.rollout.prompts import load_tokenizer
-from megarl.rollout.sglang.arguments import Sampling
 from megarl.types import Prompt
+from megarl.types.sampling import Sampling
 
 
 class Runner(Protocol):

@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from megarl.printable import first_line
+from megarl.printable import first_line, short
 from megarl.rollout.data_files import BadRow, RowFaults, answer_of, column, no_rows_fault, read_rows
-from megarl.rollout.rewards import short
 from megarl.rollout.template_check import chat_messages, template_fault
 from megarl.rollout.tokenizer import load_auto_tokenizer
 from megarl.rollout.tokens import ProgressBar, TokenCache, Tokens, cached_tokens, no_bar, tokenise

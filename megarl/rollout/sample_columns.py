@@ -13,11 +13,9 @@ from typing import Any, get_args
 
 import numpy as np
 
-from megarl.printable import json_line
+from megarl.printable import json_line, plain_value, short
 from megarl.rollout.accounting import sample_fault
-from megarl.rollout.rewards import Failure, Verdict, short
 from megarl.rollout.stock import PartialGroup
-from megarl.rollout.workers.process import plain_value
 from megarl.types import (
     EpisodeEnd,
     EpisodeFacts,
@@ -30,6 +28,7 @@ from megarl.types import (
     TranscriptCall,
     TranscriptEntry,
 )
+from megarl.types.verdicts import Failure, Verdict
 
 FORMAT = 9
 FORMATS = (5, 6, 7, 8, FORMAT)  # that are read

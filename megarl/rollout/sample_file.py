@@ -39,7 +39,7 @@ from typing import IO, Any
 import numpy as np
 
 from megarl import disk
-from megarl.checkpoints.snapshots import visible_folder
+from megarl.disk import visible_folder
 from megarl.printable import first_line
 from megarl.rollout import sample_columns
 from megarl.rollout.stock import PartialGroup

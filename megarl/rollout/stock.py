@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from megarl.config import Recipe
-from megarl.rollout.rewards import Failure, Verdict
 from megarl.types import GroupSummary, Hyperparameters, Prompt, Sample
+from megarl.types.verdicts import Failure, Verdict
 
 Ref = TypeVar("Ref")  # names a group's samples, which are elsewhere
 

@@ -18,12 +18,14 @@ from megarl.rollout.dealing import Capacity, CompletedSample
 from megarl.rollout.engine_settings import engine_settings
 from megarl.rollout.environments.results import TOOL_FAULTS
 from megarl.rollout.episodes import AgentRuntime, EnvironmentRuntime, Runner, episode_runtime
-from megarl.rollout.rewards import MEND, WHERE, Failure, Verdict, describe_failure
-from megarl.rollout.sglang.arguments import NodeSpan, Sampling
+from megarl.rollout.rewards import WHERE, describe_failure
+from megarl.rollout.sglang.arguments import NodeSpan
 from megarl.rollout.sglang.engine import Engine, Schedulers
 from megarl.rollout.stock import PartialGroup, PartialSummary
 from megarl.rollout.verdicts.scorers import Scorers
 from megarl.types import GroupSummary, Prompt, Sample, SampleGroup, UserFault
+from megarl.types.sampling import Sampling
+from megarl.types.verdicts import MEND, Failure, Verdict
 
 __all__ = [
     "Generated",

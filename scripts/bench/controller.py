@@ -33,10 +33,10 @@ from megarl.fleet.fleet import Fleet
 from megarl.fleet.memory import MemoryScheduler
 from megarl.fleet.rank_groups import AuxiliaryRanks, PerTokenResults, PolicyRanks, RolloutBatch, _groups, _share
 from megarl.parallel.layout import TrainLayout
-from megarl.rollout.sglang.arguments import Sampling
 from megarl.rollout.step_fit import EngineHistory
 from megarl.training.batching import SampleRef, Update
 from megarl.types import Prompt
+from megarl.types.sampling import Sampling
 from scripts.bench.batching import QWEN3_30B
 from scripts.bench.controller_answers import PROMPT_TOKENS
 from scripts.bench.counted_calls import COUNTS, Counted, CountedCluster, CountedEngine, size_of

@@ -35,8 +35,8 @@ from megarl.rollout.conversations.template import user
 from megarl.rollout.conversations.tool_calls import CallFormat
 from megarl.rollout.environments.thread import EnvironmentThread
 from megarl.rollout.environments.workers import EnvironmentSettings
-from megarl.rollout.sglang.arguments import Sampling
 from megarl.types import Prompt, Sample, SamplePart
+from megarl.types.sampling import Sampling
 from scripts.bench.slow_tools import HANGS
 from scripts.make_tiny_moe import make_tokenizer
 

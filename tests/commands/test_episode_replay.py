@@ -20,12 +20,12 @@ from megarl.cli import app
 from megarl.config.loading import load_recipe
 from megarl.rollout.episodes import EnvironmentRuntime
 from megarl.rollout.prompts import PromptSource, load_prompts, load_tokenizer
-from megarl.rollout.rewards import Verdict
 from megarl.rollout.sample_file import writing
-from megarl.rollout.sglang.arguments import Sampling
 from megarl.rollout.stock import PartialGroup
 from megarl.rollout.worker import scored
 from megarl.types import EpisodeProgress, Prompt, Sample, SampleGroup, SamplePart
+from megarl.types.sampling import Sampling
+from megarl.types.verdicts import Verdict
 from scripts.make_tiny_moe import make_tokenizer
 
 pytestmark = pytest.mark.slow  # the reader of calls is SGLang's

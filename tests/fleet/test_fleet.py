@@ -19,11 +19,11 @@ from megarl.fleet.fleet import Fleet
 from megarl.parallel.lora_pairs import LoraSize
 from megarl.resharding.member import Stats
 from megarl.rollout.dealing import Capacity
-from megarl.rollout.rewards import Verdict
 from megarl.rollout.step_fit import EngineHistory
 from megarl.rollout.stock import PartialGroup, PartialSummary, Stock
 from megarl.rollout.worker import Sampling
 from megarl.types import Prompt, Sample, SampleGroup, SamplePart
+from megarl.types.verdicts import Verdict
 from tests.plan import plans
 
 STATS = Stats(1, 0, 0, 0, 0.0, 0.0)

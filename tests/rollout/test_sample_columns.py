@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.rollout.rewards import Verdict
 from megarl.rollout.sample_columns import schema
 from megarl.rollout.sample_file import open_samples, writing
 from megarl.rollout.stock import PartialGroup
@@ -29,6 +28,7 @@ from megarl.types import (
     TranscriptEntry,
     UserFault,
 )
+from megarl.types.verdicts import Verdict
 from tests.training.episodes import cut, episode
 
 PROMPT = Prompt("rows.jsonl:1", "1+2=", (1, 2, 3), "3")

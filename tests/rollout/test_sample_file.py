@@ -19,11 +19,11 @@ from megarl.config.loading import load_recipe
 from megarl.parallel.hf_config import HfModel
 from megarl.parallel.roles import Roles, resolve
 from megarl.preflight.data import sample_file_faults
-from megarl.rollout.rewards import Failure, Verdict
 from megarl.rollout.sample_file import SampleFile, open_samples, writing
 from megarl.rollout.stock import PartialGroup
 from megarl.rollout.worker import summary
 from megarl.types import ModelShape, Prompt, Sample, SampleGroup, SamplePart, UserFault
+from megarl.types.verdicts import Failure, Verdict
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 TEMPERATURE = 0.7

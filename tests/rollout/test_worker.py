@@ -18,12 +18,12 @@ import pytest
 from megarl.config import Recipe, RewardConfig
 from megarl.rollout.demonstrations import demonstration
 from megarl.rollout.engine_settings import engine_settings
-from megarl.rollout.rewards import Failure, Verdict
 from megarl.rollout.sglang.engine import Engine, EngineFault
 from megarl.rollout.sglang.sizes import step_sequences
 from megarl.rollout.stock import PartialGroup, PartialSummary
 from megarl.rollout.worker import RolloutWorker, Sampling, scored, summary
 from megarl.types import GroupSummary, Prompt, Sample, SampleGroup, SamplePart, UserFault
+from megarl.types.verdicts import Failure, Verdict
 
 PROMPT = Prompt("rows.jsonl:1", "<user>1+2=<assistant>", (3, 6, 15, 7, 18, 4), "3", {"level": 1})
 

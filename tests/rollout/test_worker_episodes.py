@@ -18,10 +18,10 @@ from megarl.rollout.conversations.splice import Splice
 from megarl.rollout.engine_settings import engine_settings
 from megarl.rollout.environments.thread import EnvironmentThread
 from megarl.rollout.environments.workers import EnvironmentSettings
-from megarl.rollout.rewards import Failure, Verdict
 from megarl.rollout.stock import PartialGroup, PartialSummary
 from megarl.rollout.worker import RolloutWorker, Sampling, scored
 from megarl.types import EpisodeFacts, GroupSummary, Prompt, Sample, SampleGroup, SamplePart, UserFault
+from megarl.types.verdicts import Failure, Verdict
 from scripts.make_tiny_moe import make_tokenizer
 from tests.rollout.conversations.test_open_episode import Model
 from tests.rollout.test_worker import PROMPT, recipe

@@ -33,10 +33,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
+from megarl.printable import describe_error
 from megarl.rollout.agents.chat import Access, EpisodeOver
 from megarl.rollout.agents.interface import AT_ONCE, Chat
 from megarl.rollout.agents.loading import Agent, load_agent
-from megarl.rollout.rewards import Failure, describe_error, verdict_of
 from megarl.rollout.workers.inside import (
     MEMORY_FULL,
     OUT_OF_MEMORY,
@@ -48,6 +48,7 @@ from megarl.rollout.workers.inside import (
 )
 from megarl.rollout.workers.process import as_line
 from megarl.types import UserFault
+from megarl.types.verdicts import Failure, verdict_of
 
 _STACK_MB = 2  # of a thread, in place of the usual 8
 _THREADS_OF_RUN = 2  # its own, and one more, in which the event loop looks up addresses

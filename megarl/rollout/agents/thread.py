@@ -11,8 +11,8 @@ from typing import Any
 from megarl.config import Recipe
 from megarl.rollout.agents.chat import Access, ChatHandler, ChatRefused, ChatRequest, EpisodeOver
 from megarl.rollout.agents.workers import AgentRun, AgentSettings, AgentWorkers, Outcome, overdue
-from megarl.rollout.rewards import Failure, Verdict
 from megarl.rollout.workers.loop_thread import LoopThread
+from megarl.types.verdicts import Failure, Verdict
 
 _Reply = Callable[[AgentRun, int, Outcome, object], None]
 

@@ -9,10 +9,10 @@ from typing import Any, Literal, Protocol
 from megarl.rollout.agents.chat import ChatRequest
 from megarl.rollout.agents.interface import AT_ONCE, MOST_BYTES
 from megarl.rollout.agents.loading import AGENT
-from megarl.rollout.rewards import LARGEST, Failure, Verdict
 from megarl.rollout.workers.inside import OUT_OF_MEMORY, too_long
 from megarl.rollout.workers.pool import GARBAGE, WorkerPool
 from megarl.rollout.workers.process import Job, ProcessEnd, WorkerProcess, as_line
+from megarl.types.verdicts import LARGEST, Failure, Verdict
 
 _GRACE_S = 2.0  # in which a run ends that was cancelled
 _MOST_BEGINS = 3  # of a run that has not asked the model, in processes that others may have ended

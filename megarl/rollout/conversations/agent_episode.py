@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.config.episode import EpisodeConfig
+from megarl.printable import describe_error
 from megarl.rollout.agents.chat import ChatAnswer, ChatRefused, ChatRequest, EpisodeOver
 from megarl.rollout.conversations.agent_tools import ToolSet, ToolSets, calls_of
 from megarl.rollout.conversations.conversation import Conversation
@@ -22,7 +23,6 @@ from megarl.rollout.conversations.messages import BadMessages, assistant_message
 from megarl.rollout.conversations.request_sampling import PolicySampling
 from megarl.rollout.conversations.rows import EpisodeRows, SampledTurn
 from megarl.rollout.conversations.tool_calls import BadCall, Turn
-from megarl.rollout.rewards import describe_error
 from megarl.types import EpisodeEnd
 
 Messages = Sequence[Mapping[str, Any]]

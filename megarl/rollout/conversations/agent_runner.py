@@ -14,10 +14,10 @@ from megarl.rollout.conversations.agent_tools import ToolSets
 from megarl.rollout.conversations.paced import PacedSampler
 from megarl.rollout.conversations.request_sampling import PolicySampling
 from megarl.rollout.conversations.rows import EpisodeResult, EpisodeRows, TurnSampler
-from megarl.rollout.rewards import Failure, Verdict
-from megarl.rollout.sglang.arguments import Sampling
 from megarl.rollout.template_check import chat_messages
 from megarl.types import Prompt
+from megarl.types.sampling import Sampling
+from megarl.types.verdicts import Failure, Verdict
 
 Messages = Sequence[Mapping[str, Any]]
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
+from megarl.printable import short
 from megarl.rollout.conversations.splice import Splice, ToolResult
 from megarl.rollout.conversations.template import Message, TemplateRefusal
 from megarl.rollout.data_files import BadRow
-from megarl.rollout.rewards import short
 from megarl.rollout.template_check import chat_messages
 
 _FORM = "write a list of messages {role, content} as in OpenAI's chats, from the first message after the prompt on"

@@ -32,11 +32,11 @@ from megarl.rollout.conversations.tool_calls import CallFormat, ToolCall, Turn
 from megarl.rollout.conversations.transcript import TranscriptWriter
 from megarl.rollout.environments.pool import EnvironmentFailure, ReplayFailure
 from megarl.rollout.environments.results import CallResult
-from megarl.rollout.rewards import Failure, Verdict
-from megarl.rollout.sglang.arguments import Sampling
 from megarl.rollout.stock import phases_of
 from megarl.rollout.template_check import chat_messages
 from megarl.types import EpisodeEnd, EpisodeProgress, Prompt, Sample, UserFault
+from megarl.types.sampling import Sampling
+from megarl.types.verdicts import Failure, Verdict
 
 _MOST_BAD_TURNS = 3  # in a row, whose calls could not be made at all
 _FIRST_TOKEN = 1  # room that a turn needs at least

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from megarl.rollout.conversations.rows import TurnSampler
-from megarl.rollout.sglang.arguments import Sampling
 from megarl.types import Sample
+from megarl.types.sampling import Sampling
 
 
 class PacedSampler:

@@ -12,9 +12,9 @@ import numpy as np
 
 from megarl.rollout.conversations.conversation import Conversation
 from megarl.rollout.conversations.tally import Tally
-from megarl.rollout.rewards import Failure, Verdict
-from megarl.rollout.sglang.arguments import Sampling
 from megarl.types import EpisodeEnd, EpisodeFacts, EpisodeProgress, Sample
+from megarl.types.sampling import Sampling
+from megarl.types.verdicts import Failure, Verdict
 
 ENDS_BY_ITSELF = ("answered", "done")
 

@@ -16,9 +16,8 @@ from jsonschema import Draft202012Validator  # a requirement of Ray
 from jsonschema.exceptions import SchemaError, best_match
 from referencing import Registry  # a requirement of jsonschema
 
-from megarl.printable import first_line
+from megarl.printable import describe_error, first_line, short
 from megarl.rollout.conversations.template import TOOLS
-from megarl.rollout.rewards import describe_error, short
 from megarl.types import UserFault
 
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")

@@ -31,11 +31,11 @@ import threading
 import traceback
 from typing import Any
 
+from megarl.printable import describe_error
 from megarl.rollout.environments.interface import Environment
 from megarl.rollout.environments.loading import Toolbox, load_environment, load_tools
 from megarl.rollout.environments.results import BadResult, cut, observation_of
 from megarl.rollout.environments.tools import BadArguments
-from megarl.rollout.rewards import Failure, describe_error, verdict_of
 from megarl.rollout.workers.inside import (
     LINE_BYTES,
     OUT_OF_MEMORY,
@@ -49,6 +49,7 @@ from megarl.rollout.workers.inside import (
 )
 from megarl.rollout.workers.process import as_line
 from megarl.types import UserFault
+from megarl.types.verdicts import Failure, verdict_of
 
 JobMessage = list[Any]
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from megarl.rollout.environments.interface import Environment
 from megarl.rollout.environments.tools import Tool, make_tool
-from megarl.rollout.rewards import load_object
-from megarl.rollout.workers.loading import PREPARE, kind_of, prepare
+from megarl.rollout.workers.loading import PREPARE, kind_of, load_object, prepare
 from megarl.types import UserFault
 
 TOOLS, ENVIRONMENT, ARGUMENTS = "episode.tools", "episode.environment", "episode.arguments"

@@ -29,9 +29,9 @@ from megarl.rollout.environments.workers import (
     sentence,
     unknown,
 )
-from megarl.rollout.rewards import Verdict
 from megarl.rollout.workers.process import Lost
 from megarl.types import UserFault
+from megarl.types.verdicts import Verdict
 
 _MADE_ANEW = "its state had to be made anew, and"
 _NOT_REPLAYABLE = "it cannot be replayed"

@@ -8,8 +8,9 @@ from math import isfinite
 from numbers import Real
 from typing import Any, Literal
 
+from megarl.printable import short
 from megarl.rollout.environments.interface import Observation
-from megarl.rollout.rewards import LARGEST, short
+from megarl.types.verdicts import LARGEST
 
 CallError = Literal["unknown", "arguments", "raised", "result", "timeout", "memory", "ended"]
 TOOL_FAULTS: frozenset[str] = frozenset({"result", "timeout", "memory", "ended"})  # errors to be mended in the tool

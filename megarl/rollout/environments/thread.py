@@ -9,8 +9,8 @@ from megarl.config import Recipe
 from megarl.rollout.environments.pool import EnvironmentPool, PoolCounts
 from megarl.rollout.environments.results import CallResult
 from megarl.rollout.environments.workers import EnvironmentSettings, Offer
-from megarl.rollout.rewards import Verdict
 from megarl.rollout.workers.loop_thread import LoopThread
+from megarl.types.verdicts import Verdict
 
 _BYTES_OF_TOKEN = 16  # more than a token's text usually has; what is longer is cut by tokens afterwards
 

@@ -15,7 +15,7 @@ from pydantic.errors import PydanticUserError
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import PydanticJsonSchemaWarning
 
-from megarl.rollout.rewards import describe_error, short
+from megarl.printable import describe_error, short
 from megarl.types import UserFault
 
 _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]{0,63}")

@@ -10,10 +10,10 @@ from typing import Any
 
 from megarl.rollout.environments.loading import ENVIRONMENT, TOOLS
 from megarl.rollout.environments.results import CallError, CallResult
-from megarl.rollout.rewards import LARGEST, Verdict
 from megarl.rollout.workers.inside import too_long
 from megarl.rollout.workers.pool import GARBAGE, WorkerPool
 from megarl.rollout.workers.process import Job, Lost, ProcessEnd, WorkerProcess, as_line
+from megarl.types.verdicts import LARGEST, Verdict
 
 _AT_ONCE = 256  # calls of `async def` functions in flight to a process
 _GRACE_S = 1.0  # in which a process cancels a call of such a function that takes too long

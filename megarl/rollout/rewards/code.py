@@ -21,11 +21,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from megarl.rollout.rewards import Verdict
 from megarl.rollout.rewards.code_tests import Suite, TestReport, read_tests
 from megarl.rollout.rewards.inside_tests import BEGUN
 from megarl.rollout.sandbox import http_service, sandbox
 from megarl.rollout.sandbox.sandbox import Outcome, SandboxLimits
+from megarl.types.verdicts import Verdict
 
 _INSIDE = Path(__file__).with_name("inside_tests.py").read_text(encoding="utf-8")
 _BLOCK = re.compile(r"^[ \t]*```[ \t]*(?:python3?|py)[ \t]*\r?\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.I)

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from megarl.rollout.rewards import Verdict
+from megarl.types.verdicts import Verdict
 
 PROMPT = """You grade an answer to a question.
 

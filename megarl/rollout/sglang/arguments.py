@@ -69,40 +69,6 @@ _PLAIN_CACHES = ("auto", "bf16", "bfloat16")
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """num_samples responses to each prompt of at most max_tokens, end of sequence included; temperature 0: greedy.
-
-    phase_tokens: the most new tokens of a response in one call, after which it is open; None: all. stream: the key of
-    a prompt's random numbers (run seed, step, number of the prompt) where samples are seeded. recorded_seed: the
-    `group_seed` that a file has; None: made of the stream. with_baseline: also sample a greedy response, the baseline.
-    may_lose_all: a group may end up empty because all of its verdicts have failed. stop: texts, each of which ends a
-    response with the token that completes it.
-    """
-
-    num_samples: int
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    phase_tokens: int | None = None
-    stream: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
-    recorded_seed: int | None = None
-    with_baseline: bool = False
-    may_lose_all: bool = False
-
-    @property
-    def group_seed(self) -> int:
-        """The seed of the environments or agents of a prompt's episodes: the same, because they are compared."""
-        given = self.recorded_seed
-        return deterministic.sample_seed(self.stream, -1) if given is None else given
-
-    def new_tokens(self, response_tokens: int) -> int:
-        """The most new tokens of a response that has so many already."""
-        left = self.max_tokens - response_tokens
-        return left if self.phase_tokens is None else min(self.phase_tokens, left)
-
-
-@dataclass(frozen=True)
 class Endpoint:
     """The CURVE key of the relay on an engine's first node; only that node has the secret half."""
 

@@ -7,9 +7,8 @@ deterministic inference has batch-invariant kernels; for CPU this module has the
 
 from __future__ import annotations
 
-import hashlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from megarl.device import DEVICE
+from megarl.types.sampling import sample_seed
 
 _BLOCK = 16  # rows of every matrix product on CPU
 _LINE = 32  # a row's width is a multiple: it starts on a cache line and fills whole vector registers
@@ -31,12 +31,6 @@ def server_arguments(room: int, device: str) -> dict[str, Any]:
     if device != "cpu":
         return {"enable_deterministic_inference": True}
     return {"disable_radix_cache": True, "chunked_prefill_size": room, "max_total_tokens": room}
-
-
-def sample_seed(stream: Sequence[int], index: int) -> int:
-    """The 63-bit seed of sample `index` of a prompt. stream: identifies the prompt (run seed, step, prompt...)."""
-    name = ",".join(str(number) for number in (*stream, index))
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def generator_seed(seed: int, index: int) -> int:

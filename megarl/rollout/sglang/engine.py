@@ -18,10 +18,10 @@ import torch
 from megarl.device import DEVICE
 from megarl.rollout.dealing import Capacity, CompletedSample
 from megarl.rollout.sglang.adapters import ADAPTER_NAME
-from megarl.rollout.sglang.arguments import EngineSettings, Sampling
-from megarl.rollout.sglang.deterministic import sample_seed
+from megarl.rollout.sglang.arguments import EngineSettings
 from megarl.rollout.sglang.host import EngineFault, Host
 from megarl.types import Sample, SamplePart, with_part
+from megarl.types.sampling import Sampling, sample_seed
 
 WEIGHT_LOADER = "megarl.rollout.sglang.weight_loader.load"
 _RELEASED = ("kv_cache", "weights")  # SGLang's tags of the memory that training uses in between; CUDA graphs stay

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megarl.rollout.rewards import LARGEST, Failure, Verdict
 from megarl.rollout.verdicts.process import AT_ONCE, Request, RewardSpec, VerdictProcess
 from megarl.rollout.workers.inside import too_long
 from megarl.rollout.workers.pool import GARBAGE, WorkerPool
 from megarl.rollout.workers.process import ProcessEnd, as_line
+from megarl.types.verdicts import LARGEST, Failure, Verdict
 
 _BATCH = 16  # the most responses that wait for one that hangs
 _BATCH_S = 0.01

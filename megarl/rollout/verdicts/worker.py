@@ -15,16 +15,8 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megarl.rollout.rewards import (
-    EPISODE,
-    Failure,
-    Reward,
-    Verdict,
-    describe_error,
-    load_reward,
-    takes_episode,
-    verdict_of,
-)
+from megarl.printable import describe_error
+from megarl.rollout.rewards import EPISODE, Reward, load_reward, takes_episode
 from megarl.rollout.workers.inside import (
     LINE_BYTES,
     OUT_OF_MEMORY,
@@ -36,6 +28,7 @@ from megarl.rollout.workers.inside import (
 )
 from megarl.rollout.workers.loading import is_coroutine_function
 from megarl.types import UserFault
+from megarl.types.verdicts import Failure, Verdict, verdict_of
 
 _OUT_OF_MEMORY = Failure(OUT_OF_MEMORY)
 

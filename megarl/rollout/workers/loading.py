@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megarl.rollout.rewards import describe_error
+from megarl.printable import describe_error
 from megarl.types import UserFault
 
 PREPARE = "prepare"  # a user's function that is called once in each process, before its first episode
@@ -35,3 +36,19 @@ def is_coroutine_function(function: Callable[..., Any]) -> bool:
     function = getattr(function, "func", function)  # of a partial
     call = getattr(type(function), "__call__", None)  # noqa: B004 - of an object that is called like a function
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+
+def load_object(path: str, where: str, form: str, mend: str) -> Any:
+    """What a path names. Raises UserFault(where) when there is no such thing, with `form` and `mend` as the words."""
+    module_name, colon, name = path.partition(":")
+    if not (module_name and colon and name):
+        raise UserFault(where, f"{path!r} is not {form}", mend)
+    try:
+        module = importlib.import_module(module_name)
+    except BaseException as error:  # a user's module may raise any exception while it is imported
+        reason = describe_error(error)
+        raise UserFault(where, f"{module_name} cannot be imported ({reason})", "correct or install it") from error
+    found = getattr(module, name, None)
+    if found is None:
+        raise UserFault(where, f"{module_name} has no {name!r}", mend)
+    return found

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megarl.printable import plain_value
 from megarl.rollout.workers.inside import HELLO
 from megarl.rollout.workers.keeper import KILLS_FOR_S
 
@@ -207,8 +208,3 @@ def _message(line: bytes) -> list[Any] | None:
     return found if isinstance(found, list) and found else None
 
 
-def plain_value(value: Any) -> Any:
-    """A value that JSON has no type for: arrays become lists; bytes, dates and all others become text."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    return value.decode(errors="backslashreplace") if isinstance(value, bytes) else str(value)

@@ -13,7 +13,7 @@ import pytest
 from megarl.rollout.agents.chat import ChatAnswer, ChatRefused, ChatRequest, EpisodeOver
 from megarl.rollout.agents.thread import AgentThread
 from megarl.rollout.agents.workers import AgentSettings
-from megarl.rollout.rewards import Verdict
+from megarl.types.verdicts import Verdict
 
 
 class Scripted:

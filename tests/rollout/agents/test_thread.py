@@ -18,7 +18,7 @@ from megarl.rollout.agents.chat import Access
 from megarl.rollout.agents.interface import AT_ONCE
 from megarl.rollout.agents.thread import AgentFailure, agent_settings
 from megarl.rollout.agents.workers import AgentSettings
-from megarl.rollout.rewards import Verdict
+from megarl.types.verdicts import Verdict
 from tests.rollout.agents.conftest import Agents, Scripted
 
 Build = Callable[..., Agents]

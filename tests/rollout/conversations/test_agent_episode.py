@@ -19,8 +19,8 @@ from megarl.rollout.conversations.agent_episode import AgentEpisode
 from megarl.rollout.conversations.agent_tools import ToolSet, ToolSets
 from megarl.rollout.conversations.request_sampling import PolicySampling
 from megarl.rollout.conversations.rows import EpisodeRows
-from megarl.rollout.sglang.arguments import Sampling
 from megarl.types import Prompt, Sample, SamplePart
+from megarl.types.sampling import Sampling
 from scripts.make_tiny_moe import make_tokenizer
 
 pytestmark = pytest.mark.slow  # the reader of calls is SGLang's

@@ -17,11 +17,11 @@ from megarl.rollout.agents.workers import AgentSettings
 from megarl.rollout.conversations.agent_runner import AgentRunner
 from megarl.rollout.conversations.agent_tools import ToolSets
 from megarl.rollout.conversations.rows import EpisodeResult
-from megarl.rollout.rewards import Failure, Verdict
-from megarl.rollout.sglang.arguments import Sampling
 from megarl.rollout.worker import Generated, RolloutWorker
 from megarl.tracking.run_log import RunLog
 from megarl.types import GroupSummary, Prompt
+from megarl.types.sampling import Sampling
+from megarl.types.verdicts import Failure, Verdict
 from tests.rollout.agents import odd_agents
 from tests.rollout.conversations.test_agent_episode import TOKENIZER, Script
 from tests.tracking.test_run_log import plain, recipe_in

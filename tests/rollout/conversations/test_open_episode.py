@@ -20,9 +20,9 @@ from megarl.rollout.conversations.splice import Splice
 from megarl.rollout.conversations.tool_calls import CallFormat
 from megarl.rollout.environments.thread import EnvironmentThread
 from megarl.rollout.environments.workers import EnvironmentSettings
-from megarl.rollout.rewards import Failure, Verdict
-from megarl.rollout.sglang.arguments import Sampling
 from megarl.types import EpisodeProgress, Prompt, Sample, SamplePart
+from megarl.types.sampling import Sampling
+from megarl.types.verdicts import Failure, Verdict
 from scripts.make_tiny_moe import make_tokenizer
 
 pytestmark = pytest.mark.slow  # the reader of calls is SGLang's

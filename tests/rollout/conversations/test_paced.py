@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from megarl.rollout.conversations.paced import PacedSampler
-from megarl.rollout.sglang.arguments import Sampling
 from megarl.types import Sample
+from megarl.types.sampling import Sampling
 
 SAMPLE = Sample(np.zeros(1, np.int64), np.zeros(1, np.float32), "", True, ())
 BURST = 50

@@ -27,10 +27,10 @@ from megarl.rollout.endpoint.server import ChatEndpoint
 from megarl.rollout.environments.thread import EnvironmentThread
 from megarl.rollout.environments.workers import EnvironmentSettings
 from megarl.rollout.prompts import load_tokenizer
-from megarl.rollout.rewards import Failure, Verdict
-from megarl.rollout.sglang.arguments import Sampling
 from megarl.rollout.sglang.engine import Engine
 from megarl.types import Prompt
+from megarl.types.sampling import Sampling
+from megarl.types.verdicts import Failure, Verdict
 from tests.parallel import checkpoints
 from tests.rollout.conftest import Reference, write_tokenizer
 

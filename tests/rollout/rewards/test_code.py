@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from megarl.rollout.rewards import Verdict, code, inside_tests
+from megarl.rollout.rewards import code, inside_tests
 from megarl.rollout.sandbox import http_service
 from megarl.rollout.sandbox.sandbox import SandboxLimits
+from megarl.types.verdicts import Verdict
 
 ADDS_LINES = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 ADDS = {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]}

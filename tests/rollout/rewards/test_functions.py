@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.rollout.rewards import Verdict, format, math, multiple_choice
+from megarl.rollout.rewards import format, math, multiple_choice
+from megarl.types.verdicts import Verdict
 
 EXACT = "megarl.rollout.rewards.exact:score"
 

@@ -12,9 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rollout.rewards import Failure, Verdict, describe_error, load_reward, short, takes_episode, verdict_of
+from megarl.printable import describe_error, short
+from megarl.rollout.rewards import load_reward, takes_episode
 from megarl.rollout.rewards.exact import score
 from megarl.types import UserFault
+from megarl.types.verdicts import Failure, Verdict, verdict_of
 
 EXACT = "megarl.rollout.rewards.exact:score"
 

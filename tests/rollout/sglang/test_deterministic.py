@@ -17,6 +17,7 @@ import torch
 from megarl.rollout.sglang import deterministic
 from megarl.rollout.sglang.engine import Engine, Sampling
 from megarl.types import Sample
+from megarl.types.sampling import sample_seed
 from tests.parallel import checkpoints
 from tests.rollout.conftest import Reference, write_tokenizer
 from tests.rollout.draws import check_draws
@@ -34,11 +35,11 @@ BY_DAY = "deepseek-v3 tp2 ep2 dp2", KINDS[::3]  # and the seeded samples of Qwen
 
 def test_every_sample_has_a_seed_of_its_own_for_ever() -> None:
     streams = [(run, step, prompt) for run in (0, 1) for step in range(20) for prompt in range(20)]
-    seeds = {deterministic.sample_seed(stream, index) for stream in streams for index in range(8)}
+    seeds = {sample_seed(stream, index) for stream in streams for index in range(8)}
     assert len(seeds) == len(streams) * 8
     assert all(0 <= seed < 2**63 for seed in seeds)
     drawn_first = 7211725819173872633
-    assert deterministic.sample_seed((7, 1, 0), 2) == drawn_first, "a resumed run must draw what the first one drew"
+    assert sample_seed((7, 1, 0), 2) == drawn_first, "a resumed run must draw what the first one drew"
 
 
 def murmur3(data: bytes) -> int:

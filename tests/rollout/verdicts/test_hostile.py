@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 import psutil
 import pytest
 
-from megarl.rollout.rewards import Verdict
 from megarl.rollout.verdicts.scorers import Scorers
+from megarl.types.verdicts import Verdict
 from tests.rollout.rewards.hostile import CHOICE, FORMAT, JSON, MATH
 
 pytestmark = pytest.mark.slow

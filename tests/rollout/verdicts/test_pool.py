@@ -17,9 +17,9 @@ import numpy as np
 import psutil
 import pytest
 
-from megarl.rollout.rewards import Failure, Verdict
 from megarl.rollout.verdicts.scorers import Scorers
 from megarl.types import UserFault
+from megarl.types.verdicts import Failure, Verdict
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("odd_rewards")]
 

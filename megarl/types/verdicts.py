@@ -1,0 +1,48 @@
+"""The result of a reward function: a verdict, or why there is none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite  # not the module: a room of ours has its name
+from numbers import Real
+from typing import Any
+
+from megarl.printable import short
+
+MEND = "make it return a finite number for every response"
+LARGEST = 3.4e38  # rewards are float32
+_LONGEST_ANSWER = 1000  # characters; longer answers that begin alike count as one in the vote
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A response's reward, and whether it counts as correct in the accuracy.
+
+    answer: the answer that the response gives, for the vote of an evaluation's maj@k; "" if it gives none; None: the
+    whole response.
+    """
+
+    reward: float
+    correct: bool
+    answer: str | None = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The reason why there is no verdict, in a few words."""
+
+    words: str
+
+
+def verdict_of(result: Any) -> Verdict | Failure:
+    """A function's return value as a verdict; a failure if it is not a number that a float32 holds."""
+    value = result.reward if isinstance(result, Verdict) else result
+    try:
+        if not (isinstance(value, Real) and isfinite(value) and abs(float(value)) <= LARGEST):
+            return Failure(f"returned {short(result)}")
+        if not isinstance(result, Verdict):
+            return Verdict(float(value), float(value) >= 1.0)
+        answer = None if result.answer is None else str(result.answer)[:_LONGEST_ANSWER]
+        return Verdict(float(value), bool(result.correct), answer)
+    except OverflowError:  # an integer beyond all floats
+        return Failure(f"returned a {type(value).__name__} that is no finite number")
